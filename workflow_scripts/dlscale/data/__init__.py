@@ -1,0 +1,1 @@
+"""Acquisition, preprocessing, storage, sampling and loaders."""

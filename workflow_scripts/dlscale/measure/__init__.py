@@ -1,0 +1,1 @@
+"""Throughput trials (profilers, telemetry and FLOP counts join here)."""

@@ -1,0 +1,1 @@
+"""Pure `nn.Module`s: no I/O, no globals, no distributed code."""

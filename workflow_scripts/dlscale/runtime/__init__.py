@@ -1,0 +1,1 @@
+"""Configuration, files, logging, provenance and fingerprints: what every stage stands on."""

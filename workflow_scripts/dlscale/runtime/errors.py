@@ -1,0 +1,28 @@
+"""The one exception that reaches a user as a message, without a traceback."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class UserError(Exception):
+    """A mistake in what was asked for: configuration, arguments or data.
+
+    The message says what is wrong and where, what was expected, and what to do. The command line
+    prints it on one line and exits with status 2; any other exception is a defect of dlscale.
+    """
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return « (did you mean 'x'?)» for the closest of `known`, or an empty string.
+
+    Parameters
+    ----------
+    name
+        What was written.
+    known
+        The names that are valid there.
+    """
+    close = difflib.get_close_matches(str(name), [str(k) for k in known], n=1, cutoff=0.5)
+    return f" (did you mean '{close[0]}'?)" if close else ""

@@ -1,0 +1,90 @@
+"""Files that appear whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from dlscale.runtime.errors import UserError
+
+
+@contextlib.contextmanager
+def whole(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Yield a temporary sibling of `path` that takes its place when the block succeeds.
+
+    The block may create a file or a directory there. On any exception the temporary is removed and
+    `path` keeps its former content. Lack of space or of permission becomes a `UserError`.
+
+    Parameters
+    ----------
+    path
+        The final file or directory.
+    """
+    path = Path(path)
+    temporary = path.with_name(f".{path.name[:200]}.{uuid.uuid4().hex[:8]}.part{path.suffix}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield temporary
+        if path.is_dir() and temporary.is_dir():
+            shutil.rmtree(path)
+        os.replace(temporary, path)
+    except OSError as error:
+        _remove(temporary)
+        raise explained(error, path) from error
+    except BaseException:
+        _remove(temporary)
+        raise
+
+
+def explained(error: OSError, path: str | os.PathLike[str]) -> Exception:
+    """Return a `UserError` for a full disk, a read-only place or a missing file, else `error`."""
+    text = str(error).lower()
+    if error.errno in (errno.ENOSPC, errno.EDQUOT) or "no space left" in text:
+        return UserError(f"{path}: no space left on the device; free some, or set `results` to a larger one")
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return UserError(f"{path}: no permission to write here; choose another `results` folder or change its mode")
+    if error.errno == errno.ENOENT:
+        return UserError(f"{error.filename or path}: no such file or directory")
+    return error
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """Write `text` (UTF-8) to `path`, whole or not at all."""
+    with whole(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def write_json(path: str | os.PathLike[str], value: Any) -> None:
+    """Write `value` as indented JSON to `path`, whole or not at all; NaN and infinities are refused."""
+    write_text(path, json.dumps(value, indent=2, allow_nan=False, ensure_ascii=False) + "\n")
+
+
+def read_json(path: str | os.PathLike[str]) -> Any:
+    """Read JSON from `path`; a missing or torn file is a `UserError`."""
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file; run the stage that writes it first") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: not valid JSON ({error}); delete it and run its stage again") from None
+
+
+def sha256(path: str | os.PathLike[str]) -> str:
+    """Return the SHA-256 of a file's content as 64 hexadecimal digits; memory stays bounded."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

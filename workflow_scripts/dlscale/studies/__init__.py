@@ -1,0 +1,1 @@
+"""One file a study: what is particular to it and nothing more."""

@@ -1,0 +1,1 @@
+"""The trainer: steps, losses, metrics, schedules, checkpoints."""
