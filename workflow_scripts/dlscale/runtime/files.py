@@ -36,7 +36,7 @@ def whole(path: str | os.PathLike[str]) -> Iterator[Path]:
         if path.is_dir() and temporary.is_dir():
             shutil.rmtree(path)
         os.replace(temporary, path)
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # h5py reports a failed write as either
         _remove(temporary)
         raise explained(error, path) from error
     except BaseException:
@@ -44,15 +44,19 @@ def whole(path: str | os.PathLike[str]) -> Iterator[Path]:
         raise
 
 
-def explained(error: OSError, path: str | os.PathLike[str]) -> Exception:
+def explained(error: Exception, path: str | os.PathLike[str]) -> Exception:
     """Return a `UserError` for a full disk, a read-only place or a missing file, else `error`."""
-    text = str(error).lower()
-    if error.errno in (errno.ENOSPC, errno.EDQUOT) or "no space left" in text:
-        return UserError(f"{path}: no space left on the device; free some, or set `results` to a larger one")
-    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return UserError(f"{path}: no permission to write here; choose another `results` folder or change its mode")
-    if error.errno == errno.ENOENT:
-        return UserError(f"{error.filename or path}: no such file or directory")
+    text, number = str(error).lower(), getattr(error, "errno", None)
+    if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or any(
+        words in text for words in ("no space left", "quota exceeded", "file too large")
+    ):
+        return UserError(f"{path}: no space left for this file; free some, or choose a larger place for `results`")
+    if number in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return UserError(f"{path}: no permission to write here; choose another place for `results`, or change its mode")
+    if number == errno.ENOENT:
+        return UserError(f"{getattr(error, 'filename', None) or path}: no such file or directory")
+    if number in (errno.EEXIST, errno.ENOTDIR, errno.EISDIR):
+        return UserError(f"{path}: a file stands where a folder is needed, or a folder where a file is; move it away")
     return error
 
 

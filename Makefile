@@ -1,0 +1,123 @@
+# Everything that a user or a developer needs; `make help` lists it.
+#
+#   make demo                      the whole workflow at demo scale
+#   make test ARGS="-k loader"     ARGS reaches pytest, snakemake (demo) or the benchmarks
+#   make demo PYTHON=python3.12    another Python for a new environment
+#
+# All tools live in one virtual environment, .venv; `source .venv/bin/activate` gives you them, too.
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+VENV := .venv
+BIN := $(CURDIR)/$(VENV)/bin
+PYTHON ?=
+ARGS ?=
+
+# Stages run as `python -m dlscale`: that python has to be the environment's.
+export PATH := $(BIN):$(PATH)
+export VIRTUAL_ENV := $(CURDIR)/$(VENV)
+unexport PYTHONHOME
+
+say = @printf '==> %s\n'
+
+.PHONY: help
+help:  ## what there is
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+# ---- environment ---------------------------------------------------------------------------------
+
+# The first Python that is new enough, or the one asked for.
+$(VENV)/bin/python:
+	@ok() { "$$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; }; \
+	for python in $(or $(PYTHON),python3 python3.13 python3.12 python3.11); do \
+	    if ok "$$python"; then break; fi; python=; \
+	done; \
+	if [ -z "$$python" ]; then \
+	    echo "dlscale needs Python >= 3.11; found: $$($(or $(PYTHON),python3) --version 2>&1 || true)." >&2; \
+	    echo "Name another one: make PYTHON=/path/to/python3.11 ..." >&2; exit 1; \
+	fi; \
+	printf '==> Making %s with %s (%s)\n' "$(VENV)" "$$python" "$$("$$python" --version)"; \
+	"$$python" -m venv --clear $(VENV) || { rm -rf $(VENV); \
+	    echo "This Python has no venv module; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
+
+# A stamp is renewed when what it was made from has changed, and only then.
+$(VENV)/.installed: pyproject.toml requirements.lock | $(VENV)/bin/python
+	$(say) 'Installing dlscale (PyTorch is large: minutes on a first run)'
+	@python -m pip install --disable-pip-version-check --constraint requirements.lock --editable .
+	@touch $@
+
+$(VENV)/.installed-dev: pyproject.toml requirements.lock $(VENV)/.installed
+	$(say) 'Installing the development tools'
+	@python -m pip install --disable-pip-version-check --constraint requirements.lock --editable '.[dev]' \
+	    | { grep -v '^Requirement already satisfied' || true; }
+	@touch $@
+
+.PHONY: install install-dev
+install: $(VENV)/.installed  ## the environment alone
+install-dev: $(VENV)/.installed-dev  ## the environment with the development tools
+
+# ---- use -----------------------------------------------------------------------------------------
+
+.PHONY: demo
+demo: $(VENV)/.installed  ## run the whole workflow at demo scale, then say where the report is
+	$(say) 'Running the workflow (config.yaml)'
+	@snakemake --profile none --workflow-profile local $(ARGS)
+	$(say) 'Report: $(CURDIR)/results/report/index.html'
+
+.PHONY: bench
+bench: $(VENV)/.installed-dev  ## measure dlscale itself: loaders, steps, preprocessing, DAG
+	$(say) 'Running the benchmarks'
+	@python tests/bench/run.py $(ARGS)
+
+# ---- development ---------------------------------------------------------------------------------
+
+.PHONY: test
+test: $(VENV)/.installed-dev  ## run the tests
+	$(say) 'Running the tests'
+	@pytest $(ARGS)
+
+.PHONY: lint
+lint: $(VENV)/.installed-dev  ## check style, types, layers and the workflow
+	$(say) 'ruff'
+	@ruff check .
+	@ruff format --check .
+	$(say) 'mypy'
+	@mypy
+	$(say) 'import-linter'
+	@lint-imports
+	$(say) 'snakefmt'
+	@snakefmt --check Snakefile rules
+	$(say) 'snakemake --lint'
+	@snakemake --workflow-profile none --lint
+
+.PHONY: format
+format: $(VENV)/.installed-dev  ## put the style right
+	@ruff check --fix .
+	@ruff format .
+	@snakefmt Snakefile rules
+
+.PHONY: schema
+schema: $(VENV)/.installed  ## print the JSON schema of config.yaml, for editors
+	@python -m dlscale schema $(ARGS)
+
+.PHONY: lock
+lock: | $(VENV)/bin/python  ## write requirements.lock anew from pyproject.toml
+	$(say) 'Resolving the dependencies'
+	@[ -x $(BIN)/pip-compile ] || python -m pip install --quiet --disable-pip-version-check pip-tools
+	@pip-compile --quiet --extra dev --strip-extras --allow-unsafe --upgrade --no-header --annotation-style line \
+	    --no-emit-index-url --no-emit-find-links --no-emit-trusted-host --no-emit-options \
+	    --output-file $(VENV)/lock.txt pyproject.toml
+	@{ printf '%s\n' '# Written by `make lock` from pyproject.toml: the core and the development tools, for Python 3.11.' \
+	        '# Used as constraints (pip install -c), so that torch comes in whatever build the index offers:' \
+	        '# no local version (+cpu, +cu130), and none of the CUDA packages that only some builds need.'; \
+	   sed -E -e '/^(nvidia-|cuda-|triton==|pip==|#|$$)/d' -e 's/^(torch==[0-9.]+)\+[a-z0-9.]+/\1/' -e 's/ +# via/  # via/' \
+	        $(VENV)/lock.txt; } > requirements.lock
+
+.PHONY: clean
+clean:  ## remove the environment and all caches; results/ stays
+	@rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	@rm -rf workflow_scripts/*.egg-info
+	@find workflow_scripts tests -type d -name __pycache__ -prune -exec rm -rf {} +

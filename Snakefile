@@ -1,0 +1,69 @@
+# dlscale: from a configuration to a measured, reproducible scaling study.
+#
+#   snakemake                      the plans that config.yaml names as targets, and the report
+#   snakemake plan_NAME            one plan, with a report of its own
+#   snakemake study_NAME           all target plans of one study
+#   snakemake -n                   what would run, and why
+from snakemake.utils import min_version
+
+min_version("9.14")
+
+
+configfile: "config.yaml"
+
+
+include: "rules/common.smk"
+
+
+wildcard_constraints:
+    dataset=NAME,
+    plan=NAME,
+    run=NAME,
+    split="train|valid|test",
+    part=r"[A-Za-z0-9_-]+",
+    piece=r"\d+",
+
+
+localrules:
+    all,
+    configure_dataset,
+    configure_run,
+    configure_plan,
+    collect,
+    report,
+    report_plan,
+
+
+rule all:
+    default_target: True
+    input:
+        f"{RESULTS}/report/index.html",
+        [plan_files(plan) for plan in CONFIG.workflow.targets],
+
+
+include: "rules/configure.smk"
+include: "rules/data.smk"
+include: "rules/train.smk"
+include: "rules/measure.smk"
+include: "rules/report.smk"
+
+
+# One target a plan (shipped ones too), one a study.
+for name in CONFIG.plans:
+
+    rule:
+        name:
+            f"plan_{name}"
+        input:
+            plan_files(name),
+            f"{RESULTS}/plans/{name}/report.html",
+
+
+for name in STUDIES:
+
+    rule:
+        name:
+            f"study_{name}"
+        input:
+            [plan_files(plan) for plan in STUDIES[name]],
+            f"{RESULTS}/report/index.html",

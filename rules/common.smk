@@ -1,0 +1,227 @@
+# What the rules share: the validated configuration, and functions from wildcards to files and parameters.
+#
+# Every job's parameters are one dict, `stage`: the SHA-256 of the sources that the stage reaches, and the
+# settings that it depends on. Snakemake compares parameters as a set of values, so one dict is compared as
+# a whole; imported modules and configuration read inside a stage it would not see at all.
+import json
+from pathlib import Path
+
+from snakemake.exceptions import WorkflowError
+
+from dlscale.data import parts
+from dlscale.runtime import config as configuration
+from dlscale.runtime import stages
+from dlscale.runtime.errors import UserError
+from dlscale.runtime.fingerprint import ROOT, fingerprint
+from dlscale.runtime.schema.dataset import Era5Prepared
+from dlscale.runtime.schema.run import ThroughputRun, TrainRun
+
+NAME = r"[A-Za-z0-9][A-Za-z0-9_-]*"
+
+try:
+    CONFIG = configuration.load(config)
+except UserError as error:
+    raise WorkflowError(str(error)) from None
+
+RESULTS = CONFIG.workflow.results
+STUDIES = {}
+for plan in CONFIG.workflow.targets:
+    STUDIES.setdefault(CONFIG.workflow.plans[plan].study, []).append(plan)
+
+
+# ---- from wildcards to settings --------------------------------------------------------------------
+
+
+def dataset_of(wildcards):
+    return CONFIG.workflow.datasets[wildcards.dataset]
+
+
+def run_of(wildcards):
+    return CONFIG.plans[wildcards.plan][wildcards.run].run
+
+
+def part_of(wildcards):
+    return parts.part(dataset_of(wildcards), f"{wildcards.split}/{wildcards.part}")
+
+
+def stage_params(stage, subject, settings, files=()):
+    return {"sources": fingerprint(stages.modules(stage, subject), files), "settings": settings}
+
+
+# ---- data ------------------------------------------------------------------------------------------
+
+
+def raw_path(dataset, raw):
+    """Where a raw file lies: in the dataset's source folder if it is acquired."""
+    return f"{RESULTS}/data/{dataset}/source/{raw.name}" if raw.acquired else raw.origin
+
+
+def part_sources(wildcards):
+    return [raw_path(wildcards.dataset, raw) for raw in part_of(wildcards).raws]
+
+
+def part_pieces(wildcards):
+    folder = f"{RESULTS}/data/{wildcards.dataset}/pieces/{wildcards.split}/{wildcards.part}"
+    return [f"{folder}-{piece}.h5" for piece in range(dataset_of(wildcards).pieces)]
+
+
+def data_files(name):
+    """All files that hold a dataset's samples."""
+    dataset = CONFIG.workflow.datasets[name]
+    if isinstance(dataset.source, Era5Prepared):
+        root = Path(dataset.source.path)
+        found = sorted(str(path) for path in root.glob("*/*.h5"))
+        return [*found, f"{root}/stats/global_means.npy", f"{root}/stats/global_stds.npy"]
+    if parts.prepared(dataset):
+        return [raw_path(name, raw) for raw in parts.raws(dataset).values()]
+    return [f"{RESULTS}/data/{name}/{part.split}/{part.name}.h5" for part in parts.parts(dataset)]
+
+
+def dataset_files(wildcards):
+    return data_files(wildcards.dataset)
+
+
+def prepared_sources(wildcards, input):
+    """Arguments that name a prepared dataset's files."""
+    dataset = dataset_of(wildcards)
+    return ["--source", *input.files] if parts.prepared(dataset) else []
+
+
+def configure_dataset_params(wildcards):
+    return stage_params("configure", None, dataset_of(wildcards).model_dump_json())
+
+
+def acquire_params(wildcards):
+    dataset = dataset_of(wildcards)
+    raws = parts.raws(dataset)
+    settings = parts.raw_settings(dataset, raws[wildcards.file]) if wildcards.file in raws else None
+    return stage_params("acquire", dataset, settings)
+
+
+def preprocess_params(wildcards):
+    dataset = dataset_of(wildcards)
+    return stage_params("preprocess", dataset, parts.part_settings(dataset, part_of(wildcards)))
+
+
+def assemble_params(wildcards):
+    dataset = dataset_of(wildcards)
+    settings = {"storage": dataset.storage.model_dump(), "pieces": dataset.pieces}
+    return stage_params("assemble", None, settings)
+
+
+def describe_params(wildcards):
+    dataset = dataset_of(wildcards)
+    settings = {"parts": [f"{part.split}/{part.name}" for part in parts.parts(dataset)]}
+    if parts.prepared(dataset):
+        settings["dataset"] = dataset.model_dump(mode="json", exclude={"memory_mb"})
+    return stage_params("describe", None, settings)
+
+
+# ---- runs ------------------------------------------------------------------------------------------
+
+
+def run_data(wildcards):
+    return data_files(run_of(wildcards).dataset)
+
+
+def run_manifest(wildcards):
+    return f"{RESULTS}/data/{run_of(wildcards).dataset}/manifest.json"
+
+
+def configure_run_params(wildcards):
+    return stage_params("configure", None, run_of(wildcards).model_dump_json())
+
+
+def train_params(wildcards):
+    run = run_of(wildcards)
+    return stage_params("train", run, run.slice(TrainRun))
+
+
+def throughput_params(wildcards):
+    run = run_of(wildcards)
+    return stage_params("throughput", run, run.slice(ThroughputRun))
+
+
+# ---- plans and reports -----------------------------------------------------------------------------
+
+
+def plan_settings(name):
+    """A plan as its tables and pages need it."""
+    plan = CONFIG.workflow.plans[name]
+    runs = [
+        {"name": run, "label": resolved.run.label or run, "plan": resolved.plan, "run": resolved.name}
+        for run, resolved in CONFIG.plans[name].items()
+    ]
+    return {
+        "plan": name,
+        "title": plan.title or name,
+        "study": plan.study,
+        "kind": plan.kind,
+        "measure": plan.measure,
+        "runs": runs,
+    }
+
+
+def measured(name):
+    """The files that a plan's runs leave: of training, of measuring throughput, or of both."""
+    plan = CONFIG.workflow.plans[name]
+    files = {
+        "train": ["metrics.jsonl", "provenance.json", "prediction.png"],
+        "throughput": ["throughput.json"],
+    }
+    return [
+        f"{RESULTS}/plans/{resolved.plan}/{resolved.name}/{file}"
+        for resolved in CONFIG.plans[name].values()
+        for file in ["config.yaml", *(file for stage in plan.measure for file in files[stage])]
+    ]
+
+
+def plan_files(name):
+    """Everything that a plan produces."""
+    return [*measured(name), f"{RESULTS}/plans/{name}/summary.csv"]
+
+
+def plan_datasets(names):
+    """Folders of the datasets that plans use, each once, in order."""
+    return list(dict.fromkeys(resolved.run.dataset for name in names for resolved in CONFIG.plans[name].values()))
+
+
+def configure_plan_params(wildcards):
+    return stage_params("configure", None, json.dumps(plan_settings(wildcards.plan)))
+
+
+def collect_inputs(wildcards):
+    return measured(wildcards.plan)
+
+
+def collect_params(wildcards):
+    return stage_params("collect", None, plan_settings(wildcards.plan))
+
+
+def report_files(names):
+    return {
+        "plans": [f"{RESULTS}/plans/{name}/plan.yaml" for name in names],
+        "tables": [f"{RESULTS}/plans/{name}/summary.csv" for name in names],
+        "runs": list(dict.fromkeys(file for name in names for file in measured(name))),
+        "manifests": [f"{RESULTS}/data/{name}/manifest.json" for name in plan_datasets(names)],
+        "previews": [f"{RESULTS}/data/{name}/preview.png" for name in plan_datasets(names)],
+    }
+
+
+def report_plan_files(wildcards):
+    return report_files([wildcards.plan])
+
+
+def report_folders(wildcards, input):
+    """The datasets' folders."""
+    return [str(Path(manifest).parent) for manifest in input.manifests]
+
+
+def report_params(title, names):
+    files = [*ROOT.glob("report/templates/*"), *ROOT.glob("studies/*.yaml")]
+    return stage_params("report", None, {"title": title, "plans": list(names)}, files)
+
+
+def report_plan_params(wildcards):
+    title = CONFIG.workflow.plans[wildcards.plan].title or wildcards.plan
+    return report_params(title, [wildcards.plan])

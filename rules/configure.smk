@@ -1,0 +1,50 @@
+# Settings, resolved and written where the stages read them. The stages take them as `ancient`: it is their
+# parameters that say which of the settings make them run again.
+
+
+rule configure_dataset:
+    """Write a dataset's settings."""
+    output:
+        f"{RESULTS}/data/{{dataset}}/config.yaml",
+    log:
+        f"{RESULTS}/logs/configure/data/{{dataset}}.log",
+    benchmark:
+        f"{RESULTS}/benchmarks/configure/data/{{dataset}}.tsv"
+    params:
+        stage=configure_dataset_params,
+    message:
+        "Settings of dataset {wildcards.dataset}"
+    shell:
+        "python -m dlscale configure --settings {params.stage[settings]:q} --out {output:q} --log {log:q}"
+
+
+rule configure_run:
+    """Write a run's settings."""
+    output:
+        f"{RESULTS}/plans/{{plan}}/{{run}}/config.yaml",
+    log:
+        f"{RESULTS}/logs/configure/plans/{{plan}}/{{run}}.log",
+    benchmark:
+        f"{RESULTS}/benchmarks/configure/plans/{{plan}}/{{run}}.tsv"
+    params:
+        stage=configure_run_params,
+    message:
+        "Settings of run {wildcards.plan}.{wildcards.run}"
+    shell:
+        "python -m dlscale configure --settings {params.stage[settings]:q} --out {output:q} --log {log:q}"
+
+
+rule configure_plan:
+    """Write which runs a plan consists of."""
+    output:
+        f"{RESULTS}/plans/{{plan}}/plan.yaml",
+    log:
+        f"{RESULTS}/logs/configure/plans/{{plan}}.log",
+    benchmark:
+        f"{RESULTS}/benchmarks/configure/plans/{{plan}}.tsv"
+    params:
+        stage=configure_plan_params,
+    message:
+        "Runs of plan {wildcards.plan}"
+    shell:
+        "python -m dlscale configure --settings {params.stage[settings]:q} --out {output:q} --log {log:q}"

@@ -1,0 +1,86 @@
+# From raw files to a described dataset: acquire, preprocess (scatter), assemble (gather), describe.
+
+
+rule acquire:
+    """Simulate or fetch one raw file. Fetching needs the network: a login or transfer node."""
+    input:
+        config=ancient(f"{RESULTS}/data/{{dataset}}/config.yaml"),
+    output:
+        f"{RESULTS}/data/{{dataset}}/source/{{file}}",
+    log:
+        f"{RESULTS}/logs/acquire/{{dataset}}/{{file}}.log",
+    benchmark:
+        f"{RESULTS}/benchmarks/acquire/{{dataset}}/{{file}}.tsv"
+    params:
+        stage=acquire_params,
+    message:
+        "Acquire {wildcards.file} of dataset {wildcards.dataset}"
+    shell:
+        "python -m dlscale acquire --config {input.config:q} --file {wildcards.file:q} --out {output:q} --log {log:q}"
+
+
+rule preprocess:
+    """Stream one piece of one part through cropping, downsampling and transforms."""
+    input:
+        config=ancient(f"{RESULTS}/data/{{dataset}}/config.yaml"),
+        sources=part_sources,
+    output:
+        temp(f"{RESULTS}/data/{{dataset}}/pieces/{{split}}/{{part}}-{{piece}}.h5"),
+    log:
+        f"{RESULTS}/logs/preprocess/{{dataset}}/{{split}}/{{part}}-{{piece}}.log",
+    benchmark:
+        f"{RESULTS}/benchmarks/preprocess/{{dataset}}/{{split}}/{{part}}-{{piece}}.tsv"
+    params:
+        stage=preprocess_params,
+    message:
+        "Preprocess {wildcards.dataset} {wildcards.split}/{wildcards.part}, piece {wildcards.piece}"
+    shell:
+        "python -m dlscale preprocess --config {input.config:q} --part {wildcards.split}/{wildcards.part}"
+        " --piece {wildcards.piece} --source {input.sources:q} --out {output:q} --log {log:q}"
+
+
+rule assemble:
+    """Join the pieces of one part into its final file."""
+    input:
+        config=ancient(f"{RESULTS}/data/{{dataset}}/config.yaml"),
+        pieces=part_pieces,
+    output:
+        f"{RESULTS}/data/{{dataset}}/{{split}}/{{part}}.h5",
+    log:
+        f"{RESULTS}/logs/assemble/{{dataset}}/{{split}}/{{part}}.log",
+    benchmark:
+        f"{RESULTS}/benchmarks/assemble/{{dataset}}/{{split}}/{{part}}.tsv"
+    params:
+        stage=assemble_params,
+    message:
+        "Assemble {wildcards.dataset} {wildcards.split}/{wildcards.part}"
+    shell:
+        "python -m dlscale assemble --config {input.config:q} --pieces {input.pieces:q} --out {output:q} --log {log:q}"
+
+
+rule describe:
+    """Write a dataset's statistics (of the training part alone), manifest and preview."""
+    input:
+        config=ancient(f"{RESULTS}/data/{{dataset}}/config.yaml"),
+        files=dataset_files,
+    output:
+        manifest=f"{RESULTS}/data/{{dataset}}/manifest.json",
+        stats=directory(f"{RESULTS}/data/{{dataset}}/stats"),
+        preview=report(
+            f"{RESULTS}/data/{{dataset}}/preview.png",
+            caption="../workflow_scripts/dlscale/report/captions/preview.rst",
+            category="Data",
+            labels={"dataset": "{dataset}"},
+        ),
+    log:
+        f"{RESULTS}/logs/describe/{{dataset}}.log",
+    benchmark:
+        f"{RESULTS}/benchmarks/describe/{{dataset}}.tsv"
+    params:
+        stage=describe_params,
+        sources=prepared_sources,
+    message:
+        "Describe dataset {wildcards.dataset}"
+    shell:
+        "python -m dlscale describe --config {input.config:q} {params.sources:q} --manifest {output.manifest:q}"
+        " --stats {output.stats:q} --preview {output.preview:q} --log {log:q}"

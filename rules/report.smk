@@ -1,0 +1,71 @@
+rule collect:
+    """Tabulate a plan's runs."""
+    input:
+        plan=f"{RESULTS}/plans/{{plan}}/plan.yaml",
+        runs=collect_inputs,
+    output:
+        report(
+            f"{RESULTS}/plans/{{plan}}/summary.csv",
+            caption="../workflow_scripts/dlscale/report/captions/summary.rst",
+            category="Tables",
+            labels={"plan": "{plan}"},
+        ),
+    log:
+        f"{RESULTS}/logs/collect/{{plan}}.log",
+    benchmark:
+        f"{RESULTS}/benchmarks/collect/{{plan}}.tsv"
+    params:
+        stage=collect_params,
+    message:
+        "Tabulate plan {wildcards.plan}"
+    shell:
+        "python -m dlscale collect --plan {input.plan:q} --out {output:q} --log {log:q}"
+
+
+rule report:
+    """Write the page of all target plans."""
+    input:
+        **report_files(CONFIG.workflow.targets),
+    output:
+        report(
+            f"{RESULTS}/report/index.html",
+            caption="../workflow_scripts/dlscale/report/captions/page.rst",
+            category="Report",
+        ),
+    log:
+        f"{RESULTS}/logs/report.log",
+    benchmark:
+        f"{RESULTS}/benchmarks/report.tsv"
+    params:
+        stage=report_params(CONFIG.workflow.report.title, CONFIG.workflow.targets),
+        datasets=report_folders,
+    message:
+        "Write the report"
+    shell:
+        "python -m dlscale report --title {params.stage[settings][title]:q} --plans {input.plans:q}"
+        " --datasets {params.datasets:q} --out {output:q} --log {log:q}"
+
+
+rule report_plan:
+    """Write the page of one plan."""
+    input:
+        unpack(report_plan_files),
+    output:
+        report(
+            f"{RESULTS}/plans/{{plan}}/report.html",
+            caption="../workflow_scripts/dlscale/report/captions/page.rst",
+            category="Report",
+            labels={"plan": "{plan}"},
+        ),
+    log:
+        f"{RESULTS}/logs/report/{{plan}}.log",
+    benchmark:
+        f"{RESULTS}/benchmarks/report/{{plan}}.tsv"
+    params:
+        stage=report_plan_params,
+        datasets=report_folders,
+    message:
+        "Write the report of plan {wildcards.plan}"
+    shell:
+        "python -m dlscale report --title {params.stage[settings][title]:q} --plans {input.plans:q}"
+        " --datasets {params.datasets:q} --out {output:q} --log {log:q}"

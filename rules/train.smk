@@ -1,0 +1,33 @@
+rule train:
+    """Train one run. Its checkpoints are no declared output, which would be deleted when a job fails: a retry resumes."""
+    input:
+        config=ancient(f"{RESULTS}/plans/{{plan}}/{{run}}/config.yaml"),
+        manifest=run_manifest,
+        data=run_data,
+    output:
+        metrics=f"{RESULTS}/plans/{{plan}}/{{run}}/metrics.jsonl",
+        provenance=f"{RESULTS}/plans/{{plan}}/{{run}}/provenance.json",
+        model=f"{RESULTS}/plans/{{plan}}/{{run}}/model.pt",
+        tensorboard=directory(f"{RESULTS}/plans/{{plan}}/{{run}}/tensorboard"),
+        prediction=report(
+            f"{RESULTS}/plans/{{plan}}/{{run}}/prediction.png",
+            caption="../workflow_scripts/dlscale/report/captions/prediction.rst",
+            category="Predictions",
+            subcategory="{plan}",
+            labels={"plan": "{plan}", "run": "{run}"},
+        ),
+    log:
+        f"{RESULTS}/logs/train/{{plan}}/{{run}}.log",
+    benchmark:
+        f"{RESULTS}/benchmarks/train/{{plan}}/{{run}}.tsv"
+    params:
+        stage=train_params,
+        folder=subpath(output.metrics, parent=True),
+        checkpoints=f"{RESULTS}/checkpoints",
+    # All cores of one machine, so that no other job disturbs what is timed.
+    threads: 64
+    message:
+        "Train {wildcards.plan}.{wildcards.run}"
+    shell:
+        "python -m dlscale train --config {input.config:q} --manifest {input.manifest:q} --threads {threads}"
+        " --checkpoints {params.checkpoints:q} --out {params.folder:q} --log {log:q}"

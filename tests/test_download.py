@@ -1,0 +1,868 @@
+"""Downloads from a server on this machine that misbehaves in every way listed here; real sockets, no mocks."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import gzip
+import hashlib
+import logging
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import traceback
+import tracemalloc
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+import dlscale
+from dlscale.data import download as module
+from dlscale.data.download import download, redacted
+from dlscale.runtime.errors import UserError
+
+MIB = 2**20
+BODY = random.Random(0).randbytes(2 * MIB + 3)
+SECRETS = ("s3cr3t-password", "t0k3n-value", "a-user-name")
+
+
+def digest(body: bytes) -> str:
+    return hashlib.sha256(body).hexdigest()
+
+
+@dataclass
+class Request:
+    path: str
+    headers: dict[str, str]
+    sent: int = 0  # bytes of the body
+
+
+@dataclass
+class Remote:
+    """A file on a server, and the misbehaviour for each coming request in turn (thereafter none)."""
+
+    address: str = ""
+    body: bytes = BODY
+    etag: str | None = '"one"'
+    modified: str | None = None
+    script: list[Callable[[Answer], None]] = field(default_factory=list)
+    requests: list[Request] = field(default_factory=list)
+    released: threading.Event = field(default_factory=threading.Event)  # ends what stalls
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.address}/data.bin"
+
+    def ranges(self) -> list[str | None]:
+        return [request.headers.get("Range") for request in self.requests]
+
+
+class Answer(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    remote: Remote
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        self.request_seen = Request(self.path, dict(self.headers))
+        self.remote.requests.append(self.request_seen)
+        misbehave = self.remote.script.pop(0) if self.remote.script else behave
+        with contextlib.suppress(ConnectionError):
+            misbehave(self)
+
+    def start(self, status: int, length: int | None = None, **headers: str) -> None:
+        self.send_response(status)
+        if self.remote.etag:
+            self.send_header("ETag", self.remote.etag)
+        if self.remote.modified:
+            self.send_header("Last-Modified", self.remote.modified)
+        if length is not None:
+            self.send_header("Content-Length", str(length))
+        for name, value in headers.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.end_headers()
+
+    def send(self, body: bytes) -> None:
+        self.wfile.write(body)
+        self.request_seen.sent += len(body)
+
+    def offset(self) -> int:
+        """Where the wanted bytes begin, by RFC 9110: a range counts only while If-Range still holds."""
+        wanted, condition = self.headers.get("Range"), self.headers.get("If-Range")
+        if wanted is None or condition not in (None, self.remote.etag, self.remote.modified):
+            return 0
+        first, last = wanted.removeprefix("bytes=").split("-")
+        assert last == "", "only open-ended ranges are asked for"
+        return int(first)
+
+    def open(self) -> bytes:
+        """Send the right status and headers and return the body that is to follow."""
+        offset, size = self.offset(), len(self.remote.body)
+        if offset >= size > 0:
+            self.start(416, 0, Content_Range=f"bytes */{size}")
+            return b""
+        if offset:
+            self.start(206, size - offset, Content_Range=f"bytes {offset}-{size - 1}/{size}")
+        else:
+            self.start(200, size)
+        return self.remote.body[offset:]
+
+
+def behave(answer: Answer) -> None:
+    answer.send(answer.open())
+
+
+def cut(at: int) -> Callable[[Answer], None]:
+    """Announce everything, send `at` bytes, hang up."""
+
+    def misbehave(answer: Answer) -> None:
+        answer.send(answer.open()[:at])
+        answer.close_connection = True
+
+    return misbehave
+
+
+def stall(at: int) -> Callable[[Answer], None]:
+    """Announce everything, send `at` bytes, then nothing until the test ends."""
+
+    def misbehave(answer: Answer) -> None:
+        answer.send(answer.open()[:at])
+        answer.remote.released.wait(60)
+        answer.close_connection = True
+
+    return misbehave
+
+
+def pause(at: int) -> Callable[[Answer], None]:
+    """Send `at` bytes, and the rest when the test says so."""
+
+    def misbehave(answer: Answer) -> None:
+        body = answer.open()
+        answer.send(body[:at])
+        answer.remote.released.wait(60)
+        answer.send(body[at:])
+
+    return misbehave
+
+
+def status(code: int, **headers: str) -> Callable[[Answer], None]:
+    return lambda answer: answer.start(code, 0, **headers)
+
+
+def corrupt(answer: Answer) -> None:
+    body = bytearray(answer.open())
+    body[len(body) // 2] ^= 1
+    answer.send(bytes(body))
+
+
+def ignore_range(answer: Answer) -> None:
+    answer.start(200, len(answer.remote.body))
+    answer.send(answer.remote.body)
+
+
+def chunked(upto: int | None = None) -> Callable[[Answer], None]:
+    """Send without a length, in chunks of 50 000 bytes; `upto` hangs up after that many."""
+
+    def misbehave(answer: Answer) -> None:
+        body = answer.remote.body[:upto]
+        answer.start(200, Transfer_Encoding="chunked")
+        for start in range(0, len(body), 50_000):
+            piece = body[start : start + 50_000]
+            answer.wfile.write(b"%x\r\n%s\r\n" % (len(piece), piece))
+        if upto is None:
+            answer.wfile.write(b"0\r\n\r\n")
+        answer.close_connection = True
+
+    return misbehave
+
+
+@pytest.fixture(autouse=True)
+def no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.setenv(name, "127.0.0.1")
+
+
+@pytest.fixture
+def remote() -> Iterator[Remote]:
+    remote = Remote()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Bound", (Answer,), {"remote": remote}))
+    server.daemon_threads = True
+    remote.address = f"127.0.0.1:{server.server_address[1]}"
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+    thread.start()
+    yield remote
+    remote.released.set()
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Path:
+    return tmp_path / "data.bin"
+
+
+def fetch(remote: Remote, target: Path, **options: object) -> str:
+    defaults: dict[str, object] = {"timeout_s": 20.0, "backoff_s": 0.01}
+    return download(remote.url, target, **(defaults | options))  # type: ignore[arg-type]
+
+
+def partial(target: Path) -> Path:
+    return target.with_name(f".{target.name}.download")
+
+
+def lock(target: Path) -> Path:
+    return target.with_name(f".{target.name}.download.lock")
+
+
+def only(target: Path) -> bool:
+    """Tell whether `target` holds the whole body and nothing of the download is left beside it."""
+    return target.read_bytes() == BODY and [path.name for path in target.parent.iterdir()] == [target.name]
+
+
+# ---------------------------------------------------------------------------------------- the plain case
+
+
+def test_a_file_arrives_whole_and_alone(remote: Remote, tmp_path: Path) -> None:
+    target = tmp_path / "new" / "folder" / "data.bin"
+    assert fetch(remote, target, sha256=digest(BODY).upper()) == digest(BODY)
+    assert only(target)
+    assert remote.requests[0].headers["Accept-Encoding"] == "identity"
+    assert remote.ranges() == [None]
+
+
+def test_without_an_expected_digest_the_actual_one_is_returned(remote: Remote, target: Path) -> None:
+    target.write_bytes(b"older")
+    assert fetch(remote, target) == digest(BODY)
+    assert only(target)
+
+
+def test_an_empty_file(remote: Remote, target: Path) -> None:
+    remote.body = b""
+    assert fetch(remote, target) == digest(b"")
+    assert target.read_bytes() == b""
+
+
+def test_a_good_file_is_not_fetched_again(remote: Remote, target: Path) -> None:
+    target.write_bytes(BODY)
+    before = target.stat()
+    assert fetch(remote, target, sha256=digest(BODY)) == digest(BODY)
+    assert remote.requests == []
+    assert target.stat() == before
+    assert only(target)
+
+
+def test_a_good_file_needs_no_place_to_write(remote: Remote, target: Path) -> None:
+    target.write_bytes(BODY)
+    lock(target).mkdir()  # as good as a folder without write permission
+    assert fetch(remote, target, sha256=digest(BODY)) == digest(BODY)
+    assert remote.requests == []
+
+
+def test_a_file_with_another_digest_is_fetched_again(remote: Remote, target: Path) -> None:
+    target.write_bytes(BODY[:-1])
+    fetch(remote, target, sha256=digest(BODY))
+    assert only(target)
+
+
+def test_progress_counts_bytes_up_to_the_length(remote: Remote, target: Path) -> None:
+    remote.script = [cut(1000)]
+    seen: list[tuple[int, int | None]] = []
+    fetch(remote, target, progress=lambda done, total: seen.append((done, total)))
+    assert seen == sorted(seen)
+    assert (1000, len(BODY)) in seen
+    assert seen[-1] == (len(BODY), len(BODY))
+
+
+def test_memory_stays_bounded(remote: Remote, target: Path) -> None:
+    remote.body = bytes(32 * MIB)
+    expected = digest(remote.body)
+    tracemalloc.start()
+    try:
+        fetch(remote, target, sha256=expected)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 8 * MIB
+
+
+def test_a_gzipped_file_is_stored_as_it_is(remote: Remote, target: Path) -> None:
+    """Servers call a .gz file « Content-Encoding: gzip »; decoding it would change length and digest."""
+    remote.body = gzip.compress(b"text " * 1000)
+
+    def labelled(answer: Answer) -> None:
+        answer.start(200, len(remote.body), Content_Encoding="gzip")
+        answer.send(remote.body)
+
+    remote.script = [labelled]
+    assert fetch(remote, target, attempts=1) == digest(remote.body)
+    assert target.read_bytes() == remote.body
+
+
+# ------------------------------------------------------------------------------------------------ resuming
+
+
+@pytest.mark.parametrize("at", [1, 2, MIB - 1, MIB, MIB + 1, len(BODY) - 1])
+def test_a_cut_body_is_resumed_at_the_very_byte(remote: Remote, target: Path, at: int) -> None:
+    remote.script = [cut(at)]
+    fetch(remote, target, sha256=digest(BODY))
+    assert only(target)
+    assert remote.ranges() == [None, f"bytes={at}-"]
+    assert remote.requests[1].headers["If-Range"] == '"one"'
+    assert remote.requests[1].sent == len(BODY) - at
+
+
+def test_a_body_cut_before_its_first_byte_is_asked_for_whole(remote: Remote, target: Path) -> None:
+    remote.script = [cut(0)]
+    fetch(remote, target)
+    assert only(target)
+    assert remote.ranges() == [None, None]
+
+
+def test_many_cuts_add_up(remote: Remote, target: Path) -> None:
+    remote.script = [cut(500_000)] * 4
+    fetch(remote, target)
+    assert only(target)
+    assert sum(request.sent for request in remote.requests) == len(BODY)
+
+
+def test_a_further_call_resumes_what_a_failed_one_kept(remote: Remote, target: Path) -> None:
+    remote.script = [cut(1000)]
+    with pytest.raises(UserError, match=r"connection broke; .*goes on from the 1000 bytes in .*\.download"):
+        fetch(remote, target, attempts=1)
+    assert not target.exists()
+    fetch(remote, target)
+    assert only(target)
+    assert remote.ranges() == [None, "bytes=1000-"]
+
+
+def test_last_modified_serves_where_the_etag_is_weak(remote: Remote, target: Path) -> None:
+    remote.etag, remote.modified = 'W/"one"', "Mon, 01 Jan 2024 00:00:00 GMT"
+    remote.script = [cut(1000)]
+    fetch(remote, target)
+    assert only(target)
+    assert remote.requests[1].headers["If-Range"] == remote.modified
+    assert remote.requests[1].sent == len(BODY) - 1000
+
+
+@pytest.mark.parametrize(("sha256", "asked"), [(None, None), (digest(BODY), "bytes=1000-")])
+def test_without_a_validator_only_a_digest_allows_to_resume(
+    remote: Remote, target: Path, sha256: str | None, asked: str | None
+) -> None:
+    remote.etag = None
+    remote.script = [cut(1000)]
+    fetch(remote, target, sha256=sha256)
+    assert only(target)
+    assert remote.ranges() == [None, asked]
+    assert "If-Range" not in remote.requests[1].headers
+
+
+def test_a_stalled_server_is_left_and_resumed(remote: Remote, target: Path) -> None:
+    remote.script = [stall(len(BODY) // 2)]
+    fetch(remote, target, timeout_s=0.5)
+    assert only(target)
+    assert remote.ranges() == [None, f"bytes={len(BODY) // 2}-"]
+
+
+def test_a_server_that_never_answers_is_reported(remote: Remote, target: Path) -> None:
+    def silent(answer: Answer) -> None:
+        remote.released.wait(60)
+        answer.close_connection = True
+
+    remote.script = [silent, silent]
+    with pytest.raises(UserError, match=r"attempt 2 of 2 ended with: no data for 0\.2 s"):
+        fetch(remote, target, timeout_s=0.2, attempts=2)
+
+
+def test_a_server_that_ignores_ranges_starts_afresh(remote: Remote, target: Path) -> None:
+    remote.script = [cut(1000), ignore_range]
+    fetch(remote, target)
+    assert only(target)
+    assert remote.ranges() == [None, "bytes=1000-"]
+    assert remote.requests[1].sent == len(BODY)
+
+
+def test_a_file_that_changed_in_between_is_fetched_afresh(remote: Remote, target: Path) -> None:
+    def old(answer: Answer) -> None:
+        remote.body = bytes(len(BODY))
+        cut(1000)(answer)
+        remote.body, remote.etag = BODY, '"two"'
+
+    remote.script = [old]
+    fetch(remote, target)
+    assert only(target)
+    assert remote.requests[1].headers["If-Range"] == '"one"'
+    assert remote.requests[1].sent == len(BODY)
+
+
+def lying(start: int = 0, total: int = 0, etag: str | None = None, named: bool = True) -> Callable[[Answer], None]:
+    """Answer 206 with a Content-Range shifted by `start` and `total`, another ETag, or none at all."""
+
+    def misbehave(answer: Answer) -> None:
+        offset, size = answer.offset() + start, len(BODY) + total
+        answer.remote.etag, right = etag or answer.remote.etag, answer.remote.etag
+        span = {"Content_Range": f"bytes {offset}-{size - 1}/{size}"} if named else {}
+        answer.start(206, size - offset, **span)
+        answer.remote.etag = right
+        answer.send(bytes(size - offset))
+
+    return misbehave
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [lying(start=1), lying(start=-1), lying(total=1), lying(total=-1), lying(etag='"two"'), lying(named=False)],
+    ids=["late", "early", "longer", "shorter", "other", "nameless"],
+)
+def test_a_partial_answer_that_does_not_fit_is_not_appended(
+    remote: Remote, target: Path, answer: Callable[[Answer], None]
+) -> None:
+    remote.script = [cut(1000), answer]
+    fetch(remote, target)
+    assert only(target)
+    assert remote.ranges() == [None, "bytes=1000-", None]
+
+
+def test_a_partial_answer_shorter_than_asked_is_continued(remote: Remote, target: Path) -> None:
+    def some(answer: Answer) -> None:
+        offset = answer.offset()
+        answer.start(206, 500, Content_Range=f"bytes {offset}-{offset + 499}/{len(BODY)}")
+        answer.send(BODY[offset : offset + 500])
+
+    remote.script = [cut(1000), some, some]
+    fetch(remote, target)
+    assert only(target)
+    assert remote.ranges() == [None, "bytes=1000-", "bytes=1500-", "bytes=2000-"]
+
+
+def test_a_partial_answer_longer_than_the_file_is_discarded(remote: Remote, target: Path) -> None:
+    def more(answer: Answer) -> None:
+        offset, size = answer.offset(), len(BODY)
+        answer.start(206, size - offset + 1, Content_Range=f"bytes {offset}-{size - 1}/{size}")
+        answer.send(BODY[offset:] + b"!")
+
+    remote.script = [cut(1000), more]
+    fetch(remote, target)
+    assert only(target)
+    assert remote.ranges() == [None, "bytes=1000-", None]
+
+
+def keep(remote: Remote, target: Path, body: bytes) -> None:
+    """Leave `body` as the partial file, the way a process killed at that point does."""
+    remote.script = [cut(1)]
+    with pytest.raises(UserError):
+        fetch(remote, target, attempts=1)
+    partial(target).write_bytes(body)
+    remote.requests.clear()
+
+
+def test_a_partial_that_is_complete_already_is_recognised_by_416(remote: Remote, target: Path) -> None:
+    keep(remote, target, BODY)
+    fetch(remote, target)
+    assert only(target)
+    assert remote.ranges() == [f"bytes={len(BODY)}-"]
+    assert remote.requests[0].sent == 0
+
+
+@pytest.mark.parametrize("header", [{}, {"Content_Range": f"bytes */{len(BODY) - 7}"}], ids=["bare", "shorter"])
+def test_416_for_anything_else_starts_afresh(remote: Remote, target: Path, header: dict[str, str]) -> None:
+    keep(remote, target, bytes(1000))
+    remote.script = [status(416, **header)]
+    fetch(remote, target)
+    assert only(target)
+    assert remote.ranges() == ["bytes=1000-", None]
+
+
+def test_a_partial_longer_than_the_file_starts_afresh(remote: Remote, target: Path) -> None:
+    keep(remote, target, BODY + b"!")
+    fetch(remote, target)
+    assert only(target)
+
+
+def test_416_to_a_plain_request_is_final(remote: Remote, target: Path) -> None:
+    remote.script = [status(416)] * 2
+    with pytest.raises(UserError, match="HTTP status 416"):
+        fetch(remote, target)
+    assert len(remote.requests) == 1
+
+
+@pytest.mark.parametrize("note", [None, "{", "[]", '{"etag": 1}', '{"address": "x"}'])
+def test_a_partial_without_a_valid_note_is_not_trusted(remote: Remote, target: Path, note: str | None) -> None:
+    partial(target).write_bytes(b"from elsewhere")
+    if note:
+        target.with_name(".data.bin.download.json").write_text(note)
+    fetch(remote, target)
+    assert only(target)
+    assert remote.ranges() == [None]
+
+
+def test_a_partial_from_another_address_is_not_continued(remote: Remote, target: Path) -> None:
+    keep(remote, target, bytes(1000))
+    download(f"{remote.url}?version=2", target, backoff_s=0.01)
+    assert only(target)
+    assert remote.ranges() == [None]
+
+
+# ------------------------------------------------------------------------------------- retries and refusals
+
+
+@pytest.mark.parametrize("code", [500, 502, 503, 504, 429])
+def test_a_server_in_trouble_is_asked_again(remote: Remote, target: Path, code: int) -> None:
+    remote.script = [status(code), status(code, Retry_After="nonsense"), status(code, Retry_After="0")]
+    fetch(remote, target)
+    assert only(target)
+    assert len(remote.requests) == 4
+
+
+def test_the_attempts_are_counted(remote: Remote, target: Path) -> None:
+    remote.script = [status(503)] * 9
+    with pytest.raises(
+        UserError, match=r"127\.0\.0\.1:.*attempt 3 of 3 ended with: HTTP status 503; .*run it again later$"
+    ):
+        fetch(remote, target, attempts=3)
+    assert len(remote.requests) == 3
+    assert list(target.parent.iterdir()) == []
+
+
+@pytest.mark.parametrize("form", ["seconds", "date"])
+def test_retry_after_is_honoured(remote: Remote, target: Path, form: str) -> None:
+    """Whoever comes back too early is sent away again, and there is no third attempt."""
+    first: list[float] = []
+
+    def busy(answer: Answer) -> None:
+        if not first:
+            first.append(time.time())
+            due = time.strftime("%a, %d %b %Y %H:%M:%S GMT", time.gmtime(first[0] + 2))
+            status(429, Retry_After="1" if form == "seconds" else due)(answer)
+        elif time.time() < first[0] + 0.9:
+            status(429)(answer)
+        else:
+            behave(answer)
+
+    remote.script = [busy, busy]
+    fetch(remote, target, attempts=2)
+    assert only(target)
+
+
+def test_retry_after_is_honoured_within_reason(remote: Remote, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_LONGEST_WAIT_S", 0.01)
+    remote.script = [status(503, Retry_After="999999"), status(503, Retry_After="Fri, 31 Dec 9999 23:59:59 GMT")]
+    fetch(remote, target)
+    assert only(target)
+
+
+@pytest.mark.parametrize(
+    ("code", "advice"), [(400, "check"), (401, "login"), (403, "forbidden"), (404, "no such file"), (410, "removed")]
+)
+def test_a_refusal_is_final(remote: Remote, target: Path, code: int, advice: str) -> None:
+    remote.script = [status(code)] * 2
+    with pytest.raises(UserError, match=rf"data\.bin: .*HTTP status {code}.*{advice}"):
+        fetch(remote, target)
+    assert len(remote.requests) == 1
+    assert list(target.parent.iterdir()) == []
+
+
+def test_a_refusal_keeps_what_was_there(remote: Remote, target: Path) -> None:
+    target.write_bytes(b"older")
+    remote.script = [cut(1000), status(404)]
+    with pytest.raises(UserError, match="404"):
+        fetch(remote, target)
+    assert target.read_bytes() == b"older"
+    assert partial(target).read_bytes() == BODY[:1000]
+
+
+def test_hanging_up_before_the_headers_is_retried(remote: Remote, target: Path) -> None:
+    def hang_up(answer: Answer) -> None:
+        answer.close_connection = True
+
+    remote.script = [hang_up, hang_up]
+    fetch(remote, target)
+    assert only(target)
+    assert len(remote.requests) == 3
+
+
+def test_no_server_at_all(target: Path) -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{closed.getsockname()[1]}/data.bin"
+        with pytest.raises(UserError, match="attempt 2 of 2 ended with: Connection refused"):
+            download(url, target, attempts=2, backoff_s=0.01)
+
+
+def test_a_body_without_a_length(remote: Remote, target: Path) -> None:
+    seen: list[tuple[int, int | None]] = []
+    remote.script = [chunked()]
+    fetch(remote, target, progress=lambda done, total: seen.append((done, total)))
+    assert only(target)
+    assert seen[-1] == (len(BODY), None)
+
+
+def test_a_cut_body_without_a_length_is_noticed_and_resumed(remote: Remote, target: Path) -> None:
+    remote.script = [chunked(100_000)]
+    fetch(remote, target)
+    assert only(target)
+    assert remote.ranges() == [None, "bytes=100000-"]
+
+
+# ---------------------------------------------------------------------------------------------- the digest
+
+
+def test_a_body_corrupted_once_is_fetched_again(remote: Remote, target: Path) -> None:
+    remote.script = [corrupt]
+    assert fetch(remote, target, sha256=digest(BODY)) == digest(BODY)
+    assert only(target)
+    assert remote.ranges() == [None, None]
+
+
+def test_a_corrupted_partial_is_fetched_again_from_its_start(remote: Remote, target: Path) -> None:
+    keep(remote, target, bytes(1000))
+    fetch(remote, target, sha256=digest(BODY))
+    assert only(target)
+    assert remote.ranges() == ["bytes=1000-", None]
+
+
+def test_a_body_that_stays_wrong_is_reported_and_removed(remote: Remote, target: Path) -> None:
+    wrong = digest(b"another file")
+    with pytest.raises(UserError, match=rf"data\.bin: .*{digest(BODY)}, expected {wrong}"):
+        fetch(remote, target, sha256=wrong)
+    assert len(remote.requests) == 2
+    assert list(target.parent.iterdir()) == []
+
+
+def test_a_malformed_digest_is_refused_before_any_request(remote: Remote, target: Path) -> None:
+    with pytest.raises(UserError, match="sha256 is 'abc', expected 64 hexadecimal digits"):
+        fetch(remote, target, sha256="abc")
+    assert remote.requests == []
+
+
+# ------------------------------------------------------------------------------------------------ addresses
+
+
+@pytest.mark.parametrize(
+    "url", ["ftp://host/file", "file:///etc/hostname", "host/file", "", "http://", "http:///x", "https://[::1/x"]
+)
+def test_only_http_and_https_are_addresses(url: str, target: Path) -> None:
+    with pytest.raises(UserError, match=r"expected http\(s\)://HOST/PATH"):
+        download(url, target)
+
+
+def test_a_redirection_is_followed(remote: Remote, target: Path) -> None:
+    remote.script = [status(302, Location="/elsewhere"), cut(1000), status(302, Location="/elsewhere")]
+    fetch(remote, target)
+    assert only(target)
+    assert [request.path for request in remote.requests] == ["/data.bin", "/elsewhere"] * 2
+    assert remote.requests[3].headers["Range"] == "bytes=1000-"
+
+
+@pytest.mark.parametrize("location", ["file:///etc/hostname", "ftp://127.0.0.1/x", "/data.bin", "http://"])
+def test_a_redirection_to_nowhere_useful_is_reported(remote: Remote, target: Path, location: str) -> None:
+    remote.script = [status(302, Location=location)] * 99
+    with pytest.raises(UserError, match=r"cannot be requested .*check the address, where it redirects to"):
+        fetch(remote, target)
+    assert list(target.parent.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("https://host/a/b.nc", "https://host/a/b.nc"),
+        ("https://host:8443/a@b/c", "https://host:8443/a@b/c"),
+        ("https://user:pass@host:8443/a", "https://host:8443/a"),
+        ("https://user:p@ss@host/a?key=value&x=y#part", "https://host/a?***"),
+        ("https://host/a?bare-token", "https://host/a?***"),
+        ("https://[::1]:80/a", "https://[::1]:80/a"),
+        ("ftp://user:pass@host/a", "ftp://host/a"),
+        ("user:pass@host/a", "***"),
+        ("https://user:pa/ss@host/a", "***"),
+        ("https://user:pa?ss@host/a", "***"),
+        ("https:/host/a?token=x", "***"),
+        ("some/path", "some/path"),
+        ("", ""),
+    ],
+)
+def test_redacted(url: str, shown: str) -> None:
+    assert redacted(url) == shown
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        [status(404)],
+        [status(302, Location="file:///x?token=t0k3n-value")],
+        [status(302, Location="http://a-user-name:s3cr3t-password@127.0.0.1:1/?t0k3n-value")] * 2,
+        [status(503)] * 2,
+        [cut(1000)] * 2,
+        [cut(1000), stall(10)],
+        [lambda answer: setattr(answer, "close_connection", True)] * 2,
+        [behave],
+    ],
+    ids=["refusal", "scheme", "redirection", "trouble", "cut", "stall", "silence", "digest"],
+)
+def test_no_secret_in_messages_logs_or_files(
+    remote: Remote,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    script: list[Callable[[Answer], None]],
+) -> None:
+    user, token = f"{SECRETS[2]}:{SECRETS[0]}", SECRETS[1]
+    remote.script = list(script)
+    url = f"http://{user}@{remote.address}/data.bin?token={token}"
+    with caplog.at_level(logging.DEBUG), pytest.raises(UserError) as caught:
+        download(url, tmp_path / "data.bin", sha256="0" * 64, attempts=2, timeout_s=0.5, backoff_s=0.01)
+    assert remote.requests[0].headers["Authorization"].startswith("Basic ")
+    assert remote.requests[0].path == f"/data.bin?token={token}"
+    shown = [caplog.text, *traceback.format_exception(caught.value)]
+    shown += [path.read_bytes().decode("latin-1") for path in tmp_path.iterdir()]
+    assert f"http://{remote.address}/data.bin?***" in str(caught.value)
+    assert [secret for secret in SECRETS if secret in "".join(shown)] == []
+
+
+# -------------------------------------------------------------------------------------- the place on the disk
+
+
+def test_a_file_in_place_of_the_folder(remote: Remote, tmp_path: Path) -> None:
+    (tmp_path / "folder").write_text("not one")
+    with pytest.raises(UserError, match=r"folder/data\.bin: the download cannot be stored here"):
+        fetch(remote, tmp_path / "folder" / "data.bin")
+    assert remote.requests == []
+
+
+def test_a_folder_in_place_of_the_file(remote: Remote, target: Path) -> None:
+    target.mkdir()
+    with pytest.raises(UserError, match="is a folder"):
+        fetch(remote, target)
+    assert remote.requests == []
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_folder_without_write_permission(remote: Remote, tmp_path: Path) -> None:
+    folder = tmp_path / "closed"
+    folder.mkdir(mode=0o500)
+    with pytest.raises(UserError, match="no permission to write here"):
+        fetch(remote, folder / "data.bin")
+    assert remote.requests == []
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, a disk that is always full")
+def test_a_full_disk(remote: Remote, target: Path) -> None:
+    partial(target).symlink_to("/dev/full")
+    with pytest.raises(UserError, match=r"data\.bin: no space left on the device"):
+        fetch(remote, target)
+    assert not target.exists()
+    assert len(remote.requests) == 1
+
+
+# ------------------------------------------------------------------------------------------ other processes
+
+
+@contextlib.contextmanager
+def another_process(remote: Remote, target: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Run the same download in a process of its own; yield once some of it is on the disk."""
+    code = "import sys, pathlib, dlscale.data.download as d; d.download(sys.argv[1], pathlib.Path(sys.argv[2]))"
+    environment = os.environ | {"PYTHONPATH": str(Path(dlscale.__file__).parents[1])}
+    process = subprocess.Popen([sys.executable, "-c", code, remote.url, str(target)], env=environment)
+    try:
+        wait_until(lambda: partial(target).exists() and partial(target).stat().st_size > 0)
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline, "nothing happened"
+        time.sleep(0.01)
+
+
+def in_a_thread(remote: Remote, target: Path, result: list[str]) -> threading.Thread:
+    thread = threading.Thread(target=lambda: result.append(fetch(remote, target, sha256=digest(BODY))), daemon=True)
+    thread.start()
+    return thread
+
+
+def test_what_a_killed_process_left_is_resumed(remote: Remote, target: Path) -> None:
+    remote.script = [stall(MIB)]
+    with another_process(remote, target) as process:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    kept = partial(target).stat().st_size
+    assert 0 < kept <= MIB
+    fetch(remote, target, sha256=digest(BODY))
+    assert only(target)
+    assert remote.ranges() == [None, f"bytes={kept}-"]
+    assert remote.requests[1].sent == len(BODY) - kept
+
+
+def test_a_second_process_waits_and_takes_what_the_first_fetched(
+    remote: Remote, target: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    remote.script = [pause(MIB)]
+    result: list[str] = []
+    with another_process(remote, target) as process:
+        second = in_a_thread(remote, target, result)
+        wait_until(lambda: "another process is downloading it" in caplog.text)
+        assert not target.exists()
+        remote.released.set()
+        assert process.wait(30) == 0
+        second.join(30)
+    assert result == [digest(BODY)]
+    assert only(target)
+    assert len(remote.requests) == 1
+
+
+def test_the_lock_of_a_killed_process_dies_with_it(
+    remote: Remote, target: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    remote.script = [stall(MIB)]
+    result: list[str] = []
+    with another_process(remote, target) as process:
+        second = in_a_thread(remote, target, result)
+        wait_until(lambda: "another process is downloading it" in caplog.text)
+        process.kill()
+        second.join(30)
+    assert result == [digest(BODY)]
+    assert only(target)
+    assert remote.ranges()[1] is not None
+
+
+def test_the_lock_file_of_a_former_owner_does_not_count(
+    remote: Remote, target: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    result: list[str] = []
+    with lock(target).open("w") as first:
+        fcntl.flock(first, fcntl.LOCK_EX)
+        waiting = in_a_thread(remote, target, result)
+        wait_until(lambda: caplog.text.count("another process is downloading it") == 1)
+        lock(target).unlink()
+        with lock(target).open("w") as second:
+            fcntl.flock(second, fcntl.LOCK_EX)
+            fcntl.flock(first, fcntl.LOCK_UN)
+            wait_until(lambda: caplog.text.count("another process is downloading it") == 2)
+            assert remote.requests == []
+    waiting.join(30)
+    assert result == [digest(BODY)]
+    assert only(target)
+
+
+def test_many_at_once_fetch_it_once(remote: Remote, target: Path) -> None:
+    remote.script = [pause(MIB)]
+    result: list[str] = []
+    threads = [in_a_thread(remote, target, result) for _ in range(8)]
+    wait_until(lambda: len(remote.requests) == 1)
+    remote.released.set()
+    for thread in threads:
+        thread.join(30)
+    assert result == [digest(BODY)] * 8
+    assert only(target)
+    assert len(remote.requests) == 1

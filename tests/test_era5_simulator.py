@@ -1,0 +1,394 @@
+"""The simulated atmosphere: its transforms, its dynamics, its file, and that it can be learnt."""
+
+from __future__ import annotations
+
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import xarray as xr
+
+from dlscale.data import era5_simulator as era5
+from dlscale.runtime.errors import UserError
+
+SPHERE = era5.Sphere.of(21)
+DAY = era5.DAY
+
+
+def zeros(*leading: int) -> era5.Complex:
+    return np.zeros((*leading, *SPHERE.kept.shape), np.complex128)
+
+
+def random_state(scale: float = 3e-5) -> era5.Complex:
+    """A lively flow and temperature with content at all scales that the products can alias."""
+    bits = [np.random.Philox(key=[7, stream]) for stream in (0, 1)]
+    return np.stack([scale * era5.noise(SPHERE, 1, 21, bits[0]), 10 * era5.noise(SPHERE, 0, 21, bits[1])])
+
+
+def integrate(state: era5.Complex, seconds: float, steps: int) -> era5.Complex:
+    """Inviscid, unforced."""
+    for _ in range(steps):
+        state = era5.runge_kutta(lambda now: era5.advection(SPHERE, now), state, seconds / steps)
+    return state
+
+
+@pytest.fixture(scope="module")
+def spun_up() -> era5.Complex:
+    """A state of the attractor: eight days after the random start."""
+    states = era5.trajectory(SPHERE, seed=3, year=2001, stirring=1e-6, courant=1.5)
+    return [next(states) for _ in range(32)][-1]
+
+
+@pytest.fixture(scope="module")
+def simulated(tmp_path_factory: pytest.TempPathFactory) -> xr.Dataset:
+    """Thirty days on the demo's grid."""
+    path = tmp_path_factory.mktemp("era5") / "2000.nc"
+    era5.simulate_year(path, year=2000, latitudes=32, longitudes=64, days=30, seed=1)
+    with xr.open_dataset(path, engine="h5netcdf") as dataset:
+        return dataset.load()
+
+
+# ------------------------------------------------------------------------- spherical harmonics
+
+
+def test_transforms_invert_each_other() -> None:
+    state = random_state()
+    back = SPHERE.to_spectral(SPHERE.to_grid(state))
+    np.testing.assert_allclose(back[:, SPHERE.kept], state[:, SPHERE.kept], rtol=1e-9, atol=1e-15)
+
+
+def test_harmonics_are_orthonormal_up_to_a_large_truncation() -> None:
+    sphere = era5.Sphere.of(85)
+    for m in (0, 1, 40, 85):
+        gram = (sphere.table[m].T * sphere.weights) @ sphere.table[m]
+        np.testing.assert_allclose(gram[m:, m:], np.eye(87 - m), atol=1e-12)
+
+
+def test_inverse_laplacian_of_an_analytic_mode() -> None:
+    # cos^2(latitude) sin(2 longitude) has n = 2: its Laplacian is -6 / a^2 times itself
+    longitude = 2 * np.pi * np.arange(2 * SPHERE.mu.size) / (2 * SPHERE.mu.size)
+    mode = (1 - SPHERE.mu[:, None] ** 2) * np.sin(2 * longitude)
+    solved = SPHERE.to_grid(era5.invert_laplacian(SPHERE, SPHERE.to_spectral(mode[None])))[0]
+    np.testing.assert_allclose(solved, -(era5.RADIUS**2) / 6 * mode, atol=1e-12 * era5.RADIUS**2)
+
+
+def test_inverse_laplacian_round_trips_and_has_no_mean() -> None:
+    state = random_state()[1]
+    state[0, 0] = 5.0
+    solved = era5.invert_laplacian(SPHERE, state)
+    assert solved[0, 0] == 0
+    np.testing.assert_allclose((-SPHERE.n * (SPHERE.n + 1) / era5.RADIUS**2 * solved)[:, 1:], state[:, 1:])
+
+
+def test_velocity_of_an_analytic_mode() -> None:
+    # psi = A sin(latitude) cos^3(latitude) cos(3 longitude), n = 4
+    amplitude = 1e7
+    longitude = 2 * np.pi * np.arange(2 * SPHERE.mu.size) / (2 * SPHERE.mu.size)
+    sine, cosine = SPHERE.mu[:, None], np.sqrt(1 - SPHERE.mu[:, None] ** 2)
+    psi = amplitude * sine * cosine**3 * np.cos(3 * longitude)
+    vorticity = SPHERE.to_spectral((-20 / era5.RADIUS**2 * psi)[None])[0]
+    u_cos, v_cos = SPHERE.to_grid(era5.velocity_from_vorticity(SPHERE, vorticity))
+    u = -amplitude / era5.RADIUS * (cosine**4 - 3 * sine**2 * cosine**2) * np.cos(3 * longitude)
+    v = -3 * amplitude / era5.RADIUS * sine * cosine**2 * np.sin(3 * longitude)
+    np.testing.assert_allclose(u_cos, u * cosine, atol=1e-10)
+    np.testing.assert_allclose(v_cos, v * cosine, atol=1e-10)
+
+
+def test_geopotential_of_solid_rotation() -> None:
+    # u = U cos(latitude): phi = -Omega a U sin^2(latitude) + constant, with f = 2 Omega sin(latitude)
+    wind = 20.0
+    vorticity = SPHERE.to_spectral((2 * wind / era5.RADIUS * SPHERE.mu[:, None] + np.zeros(64))[None])[0]
+    phi = SPHERE.to_grid(era5.geopotential_from_vorticity(SPHERE, vorticity, mean=0.0)[None])[0]
+    expected = -era5.OMEGA * era5.RADIUS * wind * (SPHERE.mu[:, None] ** 2 - 1 / 3) + np.zeros(64)
+    np.testing.assert_allclose(phi, expected, atol=1e-6)
+
+
+# ------------------------------------------------------------------------------------ dynamics
+
+
+@pytest.mark.parametrize(("m", "n"), [(1, 1), (3, 5), (8, 12)])
+def test_rossby_wave_moves_at_its_phase_speed(m: int, n: int) -> None:
+    # one harmonic is an exact solution, whatever its amplitude: it drifts at -2 Omega / (n (n+1)) rad/s
+    state = zeros(2)
+    state[0, m, n] = 2e-5
+    after = integrate(state, DAY, 48)[0]
+    turned = np.angle(after[m, n])
+    expected = 2 * era5.OMEGA * m / (n * (n + 1)) * DAY
+    assert np.angle(np.exp(1j * (turned - expected))) == pytest.approx(0, abs=0.01 * abs(expected))
+    assert abs(after[m, n]) == pytest.approx(2e-5, rel=1e-4)
+    after[m, n] = 0
+    assert abs(after).max() < 1e-9 * 2e-5
+
+
+def test_solid_rotation_carries_temperature_along() -> None:
+    wind, m, n = 30.0, 5, 9
+    state = zeros(2)
+    state[0, 0, 1] = 2 * wind / era5.RADIUS / np.sqrt(3)
+    state[1, m, n] = 10.0
+    after = integrate(state, DAY / 4, 12)
+    expected = 10.0 * np.exp(-1j * m * wind / era5.RADIUS * DAY / 4)
+    assert abs(after[1, m, n] - expected) < 1e-3
+    np.testing.assert_allclose(after[0], state[0], atol=1e-15)
+
+
+def test_inviscid_flow_conserves_its_invariants() -> None:
+    def invariants(state: era5.Complex) -> era5.Real:
+        twice = np.where(SPHERE.m > 0, 2, 1)
+        psi = era5.invert_laplacian(SPHERE, state[0])
+        energy = -(twice * (psi.conj() * state[0]).real).sum() / 2
+        enstrophy, variance = (twice * abs(state) ** 2).sum(axis=(1, 2)) / 2
+        return np.array([energy, enstrophy, variance, state[0, 0, 0].real, state[1, 0, 0].real])
+
+    start = random_state()
+    after = integrate(start, DAY, 96)
+    assert abs(after - start)[0].max() > 0.3 * abs(start[0]).max()  # it did flow
+    np.testing.assert_allclose(invariants(after), invariants(start), rtol=1e-5, atol=1e-15)
+
+
+def test_relaxation_pulls_towards_the_climate() -> None:
+    target = era5.climate(SPHERE)
+    pull = era5.tendency(SPHERE, zeros(2), target)
+    rates = 1 / (DAY * np.array([era5.VORTICITY_DAYS, era5.TEMPERATURE_DAYS]))
+    np.testing.assert_allclose(pull, rates[:, None, None] * target, atol=1e-20)
+
+
+def test_noise_has_unit_mean_square_in_its_band_at_any_truncation() -> None:
+    fields = [era5.noise(SPHERE, 6, 12, np.random.Philox(key=[0, k])) for k in range(50)]
+    assert np.mean([(SPHERE.to_grid(f[None])[0] ** 2).mean(1) @ SPHERE.weights for f in fields]) == pytest.approx(
+        1, abs=0.1
+    )
+    assert not fields[0][:, :6].any() and not fields[0][:, 13:].any()
+    larger = era5.noise(era5.Sphere.of(30), 6, 12, np.random.Philox(key=[0, 0]))
+    np.testing.assert_array_equal(larger[:13, :13], fields[0][:13, :13])
+
+
+# ------------------------------------------------------------------------------- learnability
+
+
+def rms(values: Any) -> float:
+    return float(np.sqrt(np.mean(np.square(values))))
+
+
+def test_stirring_is_a_few_per_cent_of_what_happens_in_six_hours(spun_up: era5.Complex) -> None:
+    target = era5.climate(SPHERE)
+    kicked = []
+    for key in (1, 2):
+        state = spun_up.copy()
+        state[0] += 1e-6 * era5.noise(SPHERE, 6, 12, np.random.Philox(key=[key, 0]))
+        kicked.append(era5.six_hours(SPHERE, state, target))
+    change = SPHERE.to_grid(kicked[0] - spun_up)
+    difference = SPHERE.to_grid(kicked[0] - kicked[1])
+    for channel in (0, 1):
+        assert 0 < rms(difference[channel]) < 0.12 * rms(change[channel])
+
+
+def test_persistence_is_a_poor_forecast(simulated: xr.Dataset) -> None:
+    for name, least in {"u10": 0.3, "v10": 0.3, "t2m": 0.3, "vo": 0.45, "z": 0.1}.items():
+        field = simulated[name].values.astype(np.float64)
+        assert least < rms(np.diff(field, axis=0)) / field.std() < 0.8, name
+
+
+def back_trajectory(fields: xr.Dataset, seconds: float) -> dict[str, Any]:
+    """Forecast t2m and vo from one snapshot: carry T and vorticity + f along its frozen wind."""
+    latitude, longitude = np.deg2rad(fields.latitude.values)[:, None], np.deg2rad(fields.longitude.values)[None]
+    rows, columns = latitude.size, longitude.size
+
+    def at(points: Any, field: Any) -> Any:
+        """Interpolate `field` [rows, columns, k] linearly at unit vectors `points` [rows, columns, 3]."""
+        row = np.clip((np.pi / 2 - np.arcsin(points[..., 2].clip(-1, 1))) / np.pi * rows - 0.5, 0, rows - 1.001)
+        column = np.arctan2(points[..., 1], points[..., 0]) % (2 * np.pi) / (2 * np.pi) * columns
+        i, j = row.astype(int), column.astype(int)
+        y, x = (row - i)[..., None], (column - j)[..., None]
+        west, east = j % columns, (j + 1) % columns
+        top = (1 - x) * field[i, west] + x * field[i, east]
+        return (1 - y) * top + y * ((1 - x) * field[i + 1, west] + x * field[i + 1, east])
+
+    def stacked(*parts: Any) -> Any:
+        return np.stack(np.broadcast_arrays(*parts), axis=-1)
+
+    here = stacked(np.cos(latitude) * np.cos(longitude), np.cos(latitude) * np.sin(longitude), np.sin(latitude))
+    east = stacked(-np.sin(longitude), np.cos(longitude), 0 * latitude)
+    north = stacked(-np.sin(latitude) * np.cos(longitude), -np.sin(latitude) * np.sin(longitude), np.cos(latitude))
+    wind = fields.u10.values[..., None] * east + fields.v10.values[..., None] * north
+    points = here
+    for _ in range(12):
+        points = points - seconds / 12 / era5.RADIUS * at(points, wind)
+        points = points / np.linalg.norm(points, axis=-1, keepdims=True)
+    coriolis = 2 * era5.OMEGA * np.sin(latitude) + 0 * longitude
+    carried = at(points, np.stack([fields.t2m.values, fields.vo.values + coriolis], axis=-1))
+    return {"t2m": carried[..., 0], "vo": carried[..., 1] - coriolis}
+
+
+def test_knowing_the_flow_beats_persistence(tmp_path: Path) -> None:
+    # the same model, sampled finely, so that linear interpolation is not what is tested
+    path = tmp_path / "fine.nc"
+    era5.simulate_year(path, year=2000, latitudes=64, longitudes=128, days=2, seed=1, truncation=31)
+    with xr.open_dataset(path, engine="h5netcdf") as dataset:
+        for step in range(7):
+            now, after = dataset.isel(time=step), dataset.isel(time=step + 1)
+            forecast = back_trajectory(now, 6 * 3600)
+            for name, worst in {"t2m": 0.7, "vo": 0.75}.items():
+                persistence = rms(after[name].values - now[name].values)
+                error = rms(after[name].values - forecast[name])
+                assert error < worst * persistence, (name, step, error / persistence)
+
+
+# ------------------------------------------------------------------------------------ the file
+
+
+@pytest.mark.parametrize(("year", "steps"), [(2000, 1464), (2001, 1460), (1900, 1460), (2024, 1464)])
+def test_a_year_has_its_days(year: int, steps: int) -> None:
+    times = era5.times(year)
+    assert times.size == steps
+    assert times[0] == np.datetime64(f"{year}-01-01T00") and times[-1] == np.datetime64(f"{year}-12-31T18")
+
+
+def test_file_is_cf_and_in_range(simulated: xr.Dataset) -> None:
+    assert dict(simulated.sizes) == {"time": 120, "latitude": 32, "longitude": 64}
+    assert simulated.time.values[0] == np.datetime64("2000-01-01T00")
+    assert (np.diff(simulated.time.values) == np.timedelta64(6, "h")).all()
+    np.testing.assert_allclose(simulated.latitude, 87.1875 - 5.625 * np.arange(32))
+    np.testing.assert_allclose(simulated.longitude, 5.625 * np.arange(64))
+    assert simulated.latitude.units == "degrees_north" and simulated.longitude.units == "degrees_east"
+    ranges = {"u10": (-130, 130), "v10": (-130, 130), "t2m": (215, 330), "vo": (-5e-4, 5e-4), "z": (3e4, 7e4)}
+    units = {"u10": "m s-1", "v10": "m s-1", "t2m": "K", "vo": "s-1", "z": "m2 s-2"}
+    assert set(simulated.data_vars) == set(ranges)
+    for name, (low, high) in ranges.items():
+        variable = simulated[name]
+        assert variable.dtype == np.float32 and variable.dims == ("time", "latitude", "longitude")
+        assert variable.units == units[name] and variable.long_name
+        assert low < float(variable.min()) and float(variable.max()) < high
+        assert float(variable.std()) > 0.04 * (high - low)
+    profile = simulated.t2m.mean(("time", "longitude"))
+    assert profile.sel(latitude=0, method="nearest") > profile.sel(latitude=[80, -80], method="nearest").max() + 20
+
+
+def test_vorticity_in_the_file_is_the_curl_of_its_wind(simulated: xr.Dataset) -> None:
+    # finite differences on so coarse a grid are rough: of the right sign and place is what they can tell
+    latitude, step = np.deg2rad(simulated.latitude.values)[:, None], np.deg2rad(5.625)
+    u, v = simulated.u10.values[0].astype(float), simulated.v10.values[0].astype(float)
+    eastward = (np.roll(v, -1, 1) - np.roll(v, 1, 1)) / (2 * step * np.cos(latitude))
+    northward = np.gradient(u * np.cos(latitude), -step, axis=0) / np.cos(latitude)
+    curl = (eastward - northward) / era5.RADIUS
+    inner = slice(4, -4)
+    assert np.corrcoef(curl[inner].ravel(), simulated.vo.values[0][inner].ravel())[0, 1] > 0.95
+
+
+def test_statistics_are_stationary(simulated: xr.Dataset) -> None:
+    for name in ("u10", "t2m", "vo"):
+        first, last = simulated[name].values[:60].std(), simulated[name].values[60:].std()
+        assert last == pytest.approx(first, rel=0.2), name
+
+
+def small(path: Path, **changes: Any) -> Path:
+    era5.simulate_year(path, **{"year": 2001, "latitudes": 16, "longitudes": 32, "days": 2, "spinup_days": 2} | changes)
+    return path
+
+
+def test_same_arguments_same_bytes(tmp_path: Path) -> None:
+    assert small(tmp_path / "a.nc").read_bytes() == small(tmp_path / "b.nc").read_bytes()
+
+
+def test_a_longer_file_begins_as_the_shorter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(era5, "CHUNK_BYTES", 3 * 4 * 16 * 32)  # three snapshots: the last chunk is not full
+    with (
+        xr.open_dataset(small(tmp_path / "a.nc"), engine="h5netcdf") as short,
+        xr.open_dataset(small(tmp_path / "b.nc", days=4), engine="h5netcdf") as long,
+    ):
+        xr.testing.assert_equal(short.load(), long.isel(time=slice(8)).load())
+        assert np.isfinite(long.to_dataarray()).all() and (long.vo.std(("latitude", "longitude")) > 1e-5).all()
+
+
+def test_years_and_seeds_are_independent(tmp_path: Path) -> None:
+    def anomaly(**changes: Any) -> Any:
+        with xr.open_dataset(small(tmp_path / "x.nc", spinup_days=12, **changes), engine="h5netcdf") as dataset:
+            return dataset.v10.values[:, 4:-4].ravel()
+
+    base = anomaly()
+    for changes in ({"seed": 1}, {"year": 2002}):
+        assert abs(np.corrcoef(base, anomaly(**changes))[0, 1]) < 0.6  # the climate is shared, the weather is not
+
+
+def test_every_interval_has_a_kick_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(era5, "six_hours", lambda sphere, state, target, courant: state)
+    states = era5.trajectory(SPHERE, seed=0, year=2001, stirring=1e-6, courant=1.5)
+    vorticity = SPHERE.to_grid(np.stack([next(states)[0] for _ in range(9)]))
+    kicks = np.diff(vorticity, axis=0).reshape(8, -1)
+    assert rms(kicks) == pytest.approx(1e-6, rel=0.2)
+    assert abs(np.corrcoef(kicks) - np.eye(8)).max() < 0.4
+
+
+def test_a_coarse_grid_samples_the_same_fields(tmp_path: Path) -> None:
+    fine, coarse = small(tmp_path / "a.nc", longitudes=64), small(tmp_path / "b.nc", longitudes=16)
+    with xr.open_dataset(fine, engine="h5netcdf") as a, xr.open_dataset(coarse, engine="h5netcdf") as b:
+        np.testing.assert_allclose(a.t2m.values[..., ::4], b.t2m.values, rtol=1e-5)
+
+
+def test_memory_does_not_grow_with_days(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(era5, "CHUNK_BYTES", 1 << 14)
+
+    def peak(days: int) -> int:
+        tracemalloc.start()
+        small(tmp_path / "x.nc", latitudes=48, longitudes=96, truncation=21, days=days, spinup_days=0)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return peak
+
+    peak(1)  # imports and caches
+    more = 20 * 4 * 5 * 48 * 96 * 4  # the data of 20 days: 7 MB
+    assert peak(21) - peak(1) < more / 10
+
+
+def test_progress_reaches_the_end(tmp_path: Path) -> None:
+    calls: list[tuple[int, int]] = []
+    small(tmp_path / "x.nc", progress=lambda done, total: calls.append((done, total)))
+    assert calls[-1] == (16, 16) and calls == sorted(set(calls))
+
+
+def test_interrupted_writing_leaves_nothing(tmp_path: Path) -> None:
+    def interrupt(done: int, total: int) -> None:
+        if done == 12:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        small(tmp_path / "x.nc", progress=interrupt)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_failed_integration_says_what_to_change_and_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"integration failed.*lower `courant`, `stirring`"):
+        small(tmp_path / "x.nc", stirring=1e-3)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_state_that_is_not_finite_is_reported(spun_up: era5.Complex) -> None:
+    state = spun_up.copy()
+    state[1, 0, 0] = np.nan
+    with pytest.raises(UserError, match="integration failed"):
+        era5.six_hours(SPHERE, state, era5.climate(SPHERE))
+    state[1, 0, 0] = 1e308  # finite before, not after
+    with pytest.raises(UserError, match="integration failed"):
+        era5.six_hours(SPHERE, state, era5.climate(SPHERE))
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"year": 1500},
+        {"latitudes": 2},
+        {"longitudes": 0},
+        {"days": 366},
+        {"days": 1.5},
+        {"seed": -1},
+        {"truncation": 5},
+        {"spinup_days": -1},
+        {"stirring": float("nan")},
+        {"courant": 3.0},
+    ],
+)
+def test_bad_arguments_are_named(tmp_path: Path, bad: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=f"`{next(iter(bad))}`"):
+        small(tmp_path / "x.nc", **bad)
+    assert list(tmp_path.iterdir()) == []

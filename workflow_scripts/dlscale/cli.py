@@ -1,0 +1,166 @@
+"""The command line: one thin subcommand a stage.
+
+A stage reads files and writes files. Its module is imported only when it runs, so that `--help`
+answers at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TextIO
+
+from dlscale.runtime.errors import UserError
+from dlscale.runtime.files import explained
+from dlscale.runtime.stages import STAGES
+
+USER_ERROR, DEFECT, INTERRUPTED = 2, 1, 130
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of all subcommands."""
+    top = argparse.ArgumentParser(
+        prog="dlscale",
+        description="Measured, reproducible scaling studies of PyTorch models. The workflow (`snakemake`) calls these "
+        "stages; each also runs by hand.",
+    )
+    top.add_argument("--version", action="store_true", help="print the version and exit")
+    commands = top.add_subparsers(dest="stage", metavar="STAGE")
+
+    def stage(name: str, text: str) -> argparse.ArgumentParser:
+        added = commands.add_parser(
+            name, help=text, description=text, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+        )
+        added.add_argument("--log", metavar="FILE", help="write the log to FILE instead of the terminal")
+        return added
+
+    def path(command: argparse.ArgumentParser, flag: str, text: str, **more: object) -> None:
+        command.add_argument(flag, required=True, metavar="PATH", help=text, **more)  # type: ignore[arg-type]
+
+    p = stage("configure", "Write the resolved settings of a dataset, run or plan as YAML.")
+    path(p, "--out", "YAML file to write")
+    p.add_argument("--settings", required=True, metavar="JSON", help="the settings")
+
+    p = stage("acquire", "Simulate or fetch one raw file of a dataset (fetching needs the network).")
+    path(p, "--config", "the dataset's config.yaml")
+    p.add_argument("--file", required=True, metavar="NAME", help="name of the raw file")
+    path(p, "--out", "file to write")
+
+    p = stage("preprocess", "Stream one piece of one part of a dataset through downsampling and transforms.")
+    path(p, "--config", "the dataset's config.yaml")
+    p.add_argument("--part", required=True, metavar="SPLIT/NAME", help="the part")
+    p.add_argument("--piece", type=int, default=0, metavar="N", help="number of the piece, from 0")
+    path(p, "--source", "raw files of the part", nargs="+")
+    path(p, "--out", "HDF5 file to write")
+
+    p = stage("assemble", "Join the pieces of one part into its final file.")
+    path(p, "--config", "the dataset's config.yaml")
+    path(p, "--pieces", "the pieces, in order", nargs="+")
+    path(p, "--out", "HDF5 file to write")
+
+    p = stage("describe", "Write a dataset's statistics, manifest and preview.")
+    path(p, "--config", "the dataset's config.yaml")
+    p.add_argument(
+        "--source", nargs="*", default=[], metavar="PATH", help="files of a prepared dataset, used as they are"
+    )
+    path(p, "--manifest", "manifest.json to write, in the dataset's folder")
+    path(p, "--stats", "folder of .npy files to write")
+    path(p, "--preview", "PNG file to write")
+
+    for name, text in (
+        ("train", "Train one run; resume where an earlier try stopped."),
+        ("throughput", "Measure a run's samples/s: IO alone, SYNTHETIC, FULL."),
+    ):
+        p = stage(name, text)
+        path(p, "--config", "the run's config.yaml")
+        path(p, "--manifest", "manifest.json of the run's dataset")
+        p.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to compute")
+        p.add_argument("--threads", type=int, metavar="N", help="CPU threads (PyTorch's choice if absent)")
+        if name == "train":
+            path(p, "--checkpoints", "folder of all runs' checkpoints")
+            path(p, "--out", "the run's folder")
+        else:
+            path(p, "--out", "JSON file to write")
+
+    p = stage("collect", "Tabulate a plan's runs.")
+    path(p, "--plan", "the plan's plan.yaml")
+    path(p, "--out", "CSV file to write")
+
+    p = stage("report", "Write the report's page.")
+    p.add_argument("--title", required=True, help="heading of the page")
+    path(p, "--plans", "plan.yaml files", nargs="+")
+    path(p, "--datasets", "dataset folders", nargs="+")
+    path(p, "--out", "HTML file to write")
+
+    p = stage("schema", "Print the JSON schema of config.yaml, for editors.")
+    return top
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one stage and return the process's exit status: 0, 2 (user's mistake), 1 (defect), 130 (interrupted)."""
+    args = parser().parse_args(argv)
+    if args.version:
+        from importlib.metadata import version
+
+        print(version("dlscale"))
+        return 0
+    if args.stage is None:
+        parser().print_help()
+        return USER_ERROR
+    terminal = sys.stderr
+    try:
+        if args.log:
+            terminal = _redirect(Path(args.log))
+        logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+        if args.stage == "schema":
+            _print_schema()
+        else:
+            importlib.import_module(STAGES[args.stage]).main(args)
+    except UserError as error:
+        return _fail(terminal, f"dlscale {args.stage}: {error}", USER_ERROR)
+    except KeyboardInterrupt:
+        return _fail(terminal, f"dlscale {args.stage}: interrupted", INTERRUPTED)
+    except Exception as error:
+        expected = explained(error, "") if isinstance(error, OSError) else error
+        if isinstance(expected, UserError):
+            return _fail(terminal, f"dlscale {args.stage}: {str(expected).removeprefix(': ')}", USER_ERROR)
+        traceback.print_exc(file=sys.stderr)
+        place = f"; the log {args.log} has the traceback" if args.log else ""
+        return _fail(
+            terminal, f"dlscale {args.stage}: a defect of dlscale: {type(error).__name__}: {error}{place}", DEFECT
+        )
+    return 0
+
+
+def _redirect(log: Path) -> TextIO:
+    """Send everything this process and its children print to `log`; return the terminal for a last word."""
+    try:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        file = open(log, "w", buffering=1)  # noqa: SIM115 - it stays open as the standard streams
+    except OSError as error:
+        raise explained(error, log) from error
+    terminal = os.fdopen(os.dup(2), "w", buffering=1)
+    os.dup2(file.fileno(), 1)
+    os.dup2(file.fileno(), 2)
+    return terminal
+
+
+def _fail(terminal: TextIO, message: str, status: int) -> int:
+    print(message, file=terminal)
+    if terminal is not sys.stderr:
+        print(message, file=sys.stderr)
+    return status
+
+
+def _print_schema() -> None:
+    import json
+
+    from dlscale.runtime.config import schema
+
+    print(json.dumps(schema(), indent=2))

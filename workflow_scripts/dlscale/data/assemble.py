@@ -1,0 +1,85 @@
+"""Stage `assemble`: join the pieces of one part into its final file, in the stored type and layout."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+
+import h5py
+import numpy as np
+
+from dlscale.data import store
+from dlscale.data.store import Field, Moments
+from dlscale.runtime.files import whole
+from dlscale.runtime.progress import Progress
+from dlscale.runtime.schema.dataset import Dataset
+from dlscale.runtime.settings import load_dataset
+
+
+def main(args: argparse.Namespace) -> None:
+    """Join `args.pieces`, in order, into `args.out` as the dataset in `args.config` asks."""
+    dataset = load_dataset(args.config)
+    pieces = [store.open_file(path) for path in args.pieces]
+    with whole(args.out) as out, h5py.File(out, "w") as file:
+        for name in pieces[0].attrs["fields"]:
+            _join(dataset, [piece[name] for piece in pieces], file, str(args.out))
+        for key in ("latitude", "longitude"):
+            if key in pieces[0]:
+                file.create_dataset(key, data=pieces[0][key][()])
+        if "time" in pieces[0]:
+            file.create_dataset("time", data=np.concatenate([piece["time"][()] for piece in pieces]))
+        for key in pieces[0].get("sum", {}):
+            file.create_dataset(f"sum/{key}", data=sum(piece[f"sum/{key}"][()] for piece in pieces))
+        file.attrs["fields"] = pieces[0].attrs["fields"]
+        file.attrs["source"] = pieces[0].attrs["source"]
+        file.attrs["settings"] = json.dumps(dataset.model_dump(mode="json"))
+    for piece in pieces:
+        piece.close()
+
+
+def _join(dataset: Dataset, pieces: list[h5py.Dataset], file: h5py.File, label: str) -> None:
+    field = Field.of(pieces[0])
+    rows = [piece.shape[field.row_axis] for piece in pieces]
+    field = field.resized(sum(rows))
+    moments = Moments.empty(len(field.channels))
+    for piece in pieces:
+        moments = moments.merged(Moments.from_json(json.loads(piece.attrs["moments"])))
+    half = dataset.storage.dtype == "float16"
+    # Centred and scaled, every channel uses half precision where it is dense; a constant one stays exact.
+    scale = np.where(moments.std > 0, moments.std, 1.0)
+    target = store.create(
+        file,
+        field,
+        dtype=dataset.storage.dtype,
+        chunk=dataset.storage.chunk,
+        scaling=(moments.mean, scale) if half else None,
+    )
+    offset_c, scale_c = (field.per_channel(values) for values in (moments.mean, scale))
+    block = max(1, dataset.memory_mb * 1_000_000 // (3 * 4 * int(np.prod(field.shape)) // field.rows))
+    if target.chunks and block > target.chunks[field.row_axis]:
+        block -= block % target.chunks[field.row_axis]  # write whole chunks
+    error = np.zeros(len(field.channels))
+    with Progress(f"assembling {label}: {field.name}", field.rows, "rows") as progress:
+        done = 0
+        for piece, count in zip(pieces, rows, strict=True):
+            for first in range(0, count, block):
+                last = min(first + block, count)
+                values = piece[field.select(first, last)]
+                stored = ((values - offset_c) / scale_c).astype(np.float16) if half else values
+                target[field.select(done + first, done + last)] = stored
+                if half:
+                    gap = np.abs(stored.astype(np.float32) * scale_c + offset_c - values)
+                    axes = tuple(axis for axis in range(gap.ndim) if axis != field.channel_axis)
+                    error = np.maximum(error, gap.max(axis=axes))
+                progress.update(done + last)
+            done += count
+    target.attrs["moments"] = json.dumps(moments.to_json())
+    if half:
+        target.attrs["float16_max_error"] = error
+        logging.info(
+            "%s: %s: greatest float16 error %s",
+            label,
+            field.name,
+            dict(zip(field.channels, error.tolist(), strict=True)),
+        )

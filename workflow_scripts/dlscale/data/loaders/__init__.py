@@ -1,0 +1,1 @@
+"""Loaders: one module each, with the same `build`, over the one sample stream."""

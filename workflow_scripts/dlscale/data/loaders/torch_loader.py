@@ -1,0 +1,75 @@
+"""`torch`: PyTorch's DataLoader, the published baseline: worker processes, pinned memory, prefetching."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from dlscale.data.loaders.base import Batch, Share
+from dlscale.data.samples import Samples
+from dlscale.runtime.schema.run import Loader as Settings
+
+
+class _Dataset(Dataset[Batch]):
+    """Samples by (epoch, index): workers stay alive between epochs and need not be told of them."""
+
+    def __init__(self, samples: Samples) -> None:
+        self.samples = samples
+
+    def __getitem__(self, key: tuple[int, int]) -> Batch:
+        x, y = self.samples.read(*key)
+        return torch.from_numpy(x), torch.from_numpy(y)
+
+
+class _Batches:
+    """The batch sampler: the keys of each batch of the epoch that was set."""
+
+    def __init__(self, size: int, share: Share) -> None:
+        self.size, self.share = size, share
+        self.epoch, self.start = 0, 0
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        for step in range(self.start, self.share.steps(self.size)):
+            yield [(self.epoch, index) for index in self.share.indices(step, self.size)]
+
+    def __len__(self) -> int:
+        return self.share.steps(self.size)
+
+
+class TorchLoader:
+    """See `dlscale.data.loaders.base.Loader`; the copy to the device does not block the host."""
+
+    def __init__(self, samples: Samples, settings: Settings, share: Share, device: torch.device) -> None:
+        self.samples = samples.size
+        self._device = device
+        self._batches = _Batches(samples.size, share)
+        self._loader = DataLoader(
+            _Dataset(samples),
+            batch_sampler=self._batches,
+            num_workers=settings.workers,
+            prefetch_factor=settings.prefetch if settings.workers else None,
+            persistent_workers=settings.workers > 0,
+            pin_memory=settings.pin_memory and device.type == "cuda",
+        )
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
+        """Yield the batches of an epoch from global step `start`."""
+        self._batches.epoch, self._batches.start = epoch, start
+        for x, y in self._loader:
+            yield x.to(self._device, non_blocking=True), y.to(self._device, non_blocking=True)
+
+    def close(self) -> None:
+        """End the worker processes."""
+        iterator, self._loader._iterator = self._loader._iterator, None
+        if iterator is not None and hasattr(iterator, "_shutdown_workers"):
+            iterator._shutdown_workers()
+
+
+def build(samples: Samples, settings: Settings, share: Share, device: torch.device) -> TorchLoader:
+    """Make the loader."""
+    return TorchLoader(samples, settings, share, device)

@@ -1,0 +1,204 @@
+"""Which files a dataset consists of: raw ones, the parts made from them, and the pieces of a part.
+
+Pure and quick: the workflow calls it for every dataset when it builds its graph.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import re
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Any
+from urllib.parse import urlsplit
+
+from dlscale.runtime.errors import UserError
+from dlscale.runtime.schema.dataset import (
+    SPLITS,
+    CosmoDataset,
+    CosmoFiles,
+    CosmoPrepared,
+    CosmoSimulated,
+    Dataset,
+    Era5Files,
+    Era5Prepared,
+    Era5Simulated,
+    Era5Zarr,
+    Split,
+)
+
+
+@dataclass(frozen=True)
+class Raw:
+    """A raw file.
+
+    Attributes
+    ----------
+    name
+        Its file name in the dataset's `source/` folder, if it is acquired.
+    origin
+        Where it comes from: a path, a URL, a store, or `simulated`.
+    index
+        Number of a simulated box, or a simulated year.
+    period
+        First and last day (inclusive) to take from a store.
+    """
+
+    name: str
+    origin: str
+    index: int = 0
+    period: tuple[dt.date, dt.date] | None = None
+
+    @property
+    def acquired(self) -> bool:
+        """Whether the acquire stage makes it (otherwise it is read where it lies)."""
+        return self.period is not None or self.origin == "simulated" or is_url(self.origin)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One preprocessed file, `SPLIT/NAME.h5`.
+
+    Attributes
+    ----------
+    raws
+        The raw files that it is made from.
+    fraction
+        Share (from, to) of the raw file's rows (volumes cut by fractions).
+    period
+        First and last day (inclusive) that it holds (time series).
+    """
+
+    split: Split
+    name: str
+    raws: tuple[Raw, ...]
+    fraction: tuple[float, float] = (0.0, 1.0)
+    period: tuple[dt.date, dt.date] | None = None
+
+
+def is_url(origin: str) -> bool:
+    """Whether `origin` is fetched over the network."""
+    return urlsplit(origin).scheme in ("http", "https")
+
+
+def prepared(dataset: Dataset) -> bool:
+    """Whether the files are used as they are, without preprocessing."""
+    return isinstance(dataset.source, CosmoPrepared | Era5Prepared)
+
+
+def parts(dataset: Dataset) -> list[Part]:
+    """Return the files that preprocessing makes, in order; none for a prepared folder (ERA5)."""
+    source = dataset.source
+    if isinstance(source, CosmoSimulated):
+        found, index = [], 0
+        for split in SPLITS:
+            for _ in range(getattr(source.boxes, split)):
+                raw = Raw(f"box{index:03d}.h5", "simulated", index)
+                found.append(Part(split, f"box{index:03d}", (raw,)))
+                index += 1
+        return found
+    if isinstance(source, CosmoPrepared) or (isinstance(source, CosmoFiles) and not source.paths):
+        return [
+            Part(split, stem, (_raw(path),))
+            for split in SPLITS
+            for stem, path in _stems(getattr(source, split)).items()
+        ]
+    if isinstance(source, CosmoFiles):
+        assert source.fractions is not None
+        cuts = [0.0]
+        for split in SPLITS:
+            cuts.append(cuts[-1] + getattr(source.fractions, split))
+        return [
+            Part(split, stem, (_raw(path),), fraction=(cuts[i], cuts[i + 1]))
+            for i, split in enumerate(SPLITS)
+            if cuts[i + 1] > cuts[i]
+            for stem, path in _stems(source.paths).items()
+        ]
+    if isinstance(source, Era5Simulated):
+        return [
+            Part(split, f"{year:04d}", (Raw(f"{year:04d}.nc", "simulated", year),))
+            for split in SPLITS
+            for year in getattr(source, split)
+        ]
+    if isinstance(source, Era5Files | Era5Zarr):
+        assert not isinstance(dataset, CosmoDataset) and dataset.split is not None
+        found = []
+        for split in SPLITS:
+            for period in _years(getattr(dataset.split, split)):
+                name = f"{period[0].year:04d}"
+                if isinstance(source, Era5Zarr):
+                    raws: tuple[Raw, ...] = (Raw(f"{split}-{name}.nc", source.store, period=period),)
+                else:
+                    raws = tuple(_raw(path) for path in source.paths)
+                found.append(Part(split, name, raws, period=period))
+        return found
+    return []
+
+
+def part(dataset: Dataset, label: str) -> Part:
+    """Return the part called `SPLIT/NAME`."""
+    found = {f"{p.split}/{p.name}": p for p in parts(dataset)}
+    if label not in found:
+        raise UserError(f"--part {label}: no such part; there are: {', '.join(found)}")
+    return found[label]
+
+
+def raws(dataset: Dataset) -> dict[str, Raw]:
+    """Return all raw files of a dataset by name."""
+    return {raw.name: raw for p in parts(dataset) for raw in p.raws}
+
+
+def raw_settings(dataset: Dataset, raw: Raw) -> dict[str, Any]:
+    """Return the settings that decide the content of an acquired file: what makes acquisition run again."""
+    source = dataset.source.model_dump(mode="json", exclude={"boxes", *SPLITS, "paths", "fractions", "sha256"})
+    period = [str(day) for day in raw.period] if raw.period else None
+    channels = dataset.channels if raw.period and not isinstance(dataset, CosmoDataset) else None
+    digest = getattr(dataset.source, "sha256", {}).get(raw.name)
+    return {
+        **source,
+        "origin": raw.origin,
+        "index": raw.index,
+        "period": period,
+        "channels": channels,
+        "sha256": digest,
+    }
+
+
+def part_settings(dataset: Dataset, part: Part) -> dict[str, Any]:
+    """Return the settings that decide the content of a part's pieces."""
+    settings = dataset.model_dump(mode="json", exclude={"source", "split", "storage", "memory_mb"})
+    period = [str(day) for day in part.period] if part.period else None
+    fractions = getattr(dataset.source, "fractions", None)
+    return {**settings, "fraction": part.fraction, "gap": fractions.gap if fractions else 0, "period": period}
+
+
+def piece_rows(rows: int, piece: int, pieces: int) -> tuple[int, int]:
+    """Return the rows [start, stop) of piece `piece` of `pieces`: contiguous, disjoint, complete."""
+    return rows * piece // pieces, rows * (piece + 1) // pieces
+
+
+def _raw(origin: str) -> Raw:
+    name = PurePosixPath(urlsplit(origin).path if is_url(origin) else origin).name
+    return Raw(re.sub(r"[^A-Za-z0-9._-]", "_", name), origin)
+
+
+def _stems(origins: list[str]) -> dict[str, str]:
+    """Name each file by its stem; equal stems get a number."""
+    found: dict[str, str] = {}
+    for origin in origins:
+        stem = re.sub(r"[^A-Za-z0-9_-]", "_", PurePosixPath(_raw(origin).name).stem)
+        while stem in found:
+            head, _, number = stem.rpartition("-")
+            stem = f"{head}-{int(number) + 1}" if head and number.isdigit() else f"{stem}-2"
+        found[stem] = origin
+    return found
+
+
+def _years(period: tuple[dt.date, dt.date] | None) -> list[tuple[dt.date, dt.date]]:
+    """Cut a period at the ends of calendar years, as the published files are."""
+    if period is None:
+        return []
+    first, last = period
+    return [
+        (max(first, dt.date(year, 1, 1)), min(last, dt.date(year, 12, 31))) for year in range(first.year, last.year + 1)
+    ]

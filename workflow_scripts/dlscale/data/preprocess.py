@@ -1,0 +1,84 @@
+"""Stage `preprocess`: one piece of one part, streamed from the raw files within a memory bound.
+
+A piece holds its rows in float32, its moments, and (time series) the sum over its times. Pieces are
+independent: they run in parallel and `assemble` joins them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+from pathlib import Path
+
+import h5py
+import numpy as np
+
+from dlscale.data import parts, store
+from dlscale.data.source import Source
+from dlscale.data.store import Moments
+from dlscale.runtime import plugins
+from dlscale.runtime.errors import UserError
+from dlscale.runtime.files import whole
+from dlscale.runtime.progress import Progress
+from dlscale.runtime.settings import load_dataset
+
+
+def main(args: argparse.Namespace) -> None:
+    """Write piece `args.piece` of part `args.part` of the dataset in `args.config` to `args.out`."""
+    dataset = load_dataset(args.config)
+    part = parts.part(dataset, args.part)
+    source: Source = plugins.plugin(plugins.kind(dataset)).open_source(
+        dataset, part, [Path(path) for path in args.source]
+    )
+    try:
+        start, stop = parts.piece_rows(source.fields[0].rows, args.piece, dataset.pieces)
+        if stop <= start:
+            raise UserError(
+                f"{args.part}: {source.fields[0].rows} rows do not fill {dataset.pieces} pieces; lower the dataset's "
+                "`pieces`"
+            )
+        block = dataset.memory_mb * 1_000_000 // source.bytes_per_row
+        if block < 1:
+            raise UserError(
+                f"{args.part}: one row needs {source.bytes_per_row / 1e6:.0f} MB of buffers, the dataset's `memory_mb` "
+                f"allows {dataset.memory_mb}; raise it"
+            )
+        with whole(args.out) as out:
+            write_piece(source, out, start, stop, block, args.part)
+    finally:
+        source.close()
+
+
+def write_piece(source: Source, out: Path, start: int, stop: int, block: int, label: str) -> None:
+    """Stream rows [start, stop) of `source`, `block` rows at a time, into a new HDF5 file `out`."""
+    moments = {field.name: Moments.empty(len(field.channels)) for field in source.fields}
+    sums: dict[str, np.ndarray] = {}
+    with h5py.File(out, "w") as file, Progress(f"preprocessing {label}", stop - start, "rows") as progress:
+        for field in source.fields:
+            store.create(file, field.resized(stop - start))
+        for first in range(start, stop, block):
+            last = min(first + block, stop)
+            for field, values in zip(source.fields, source.read(first, last).values(), strict=True):
+                store.check_finite(values, field, label, first)
+                moments[field.name] = moments[field.name].merged(Moments.of(values, field.channel_axis))
+                if field.row_axis == 0:
+                    total = values.sum(axis=0, dtype=np.float64)
+                    sums[field.name] = sums[field.name] + total if field.name in sums else total
+                file[field.name][field.select(first - start, last - start)] = values
+            progress.update(last - start)
+        for field in source.fields:
+            file[field.name].attrs["moments"] = json.dumps(moments[field.name].to_json())
+            if field.name in sums:
+                file.create_dataset(f"sum/{field.name}", data=sums[field.name])
+        for name, values in source.coordinates.items():
+            file.create_dataset(name, data=values[start:stop] if name == "time" else values)
+        file.attrs["fields"] = [field.name for field in source.fields]
+        file.attrs["source"] = json.dumps(source.attributes)
+    logging.info(
+        "%s: %d rows in blocks of %d, at most %.0f MB of buffers",
+        label,
+        stop - start,
+        block,
+        block * source.bytes_per_row / 1e6,
+    )

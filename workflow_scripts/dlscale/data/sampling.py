@@ -1,0 +1,48 @@
+"""One sample stream: what sample (seed, epoch, index) is, whoever reads it, wherever, after any resume.
+
+All choices come from a counter-based generator, Philox 4x64 (Salmon et al. 2011). The words of
+block `index` under the key of (seed, epoch, stream) belong to sample `index` alone, so a sample needs no
+other's draws; all of an epoch's come in one vectorised call.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+WORDS = 4  # 64-bit words in a Philox block
+
+
+def words(seed: int, epoch: int, stream: str, count: int, start: int = 0) -> np.ndarray:
+    """Return the random words of samples [start, start + count), uint64 of shape [count, 4].
+
+    Parameters
+    ----------
+    seed, epoch
+        Non-negative integers.
+    stream
+        What the words are for ("crops", "order" ...): different streams are independent.
+    """
+    key = np.random.SeedSequence([seed, epoch, *stream.encode()]).generate_state(2, np.uint64)
+    generator = np.random.Philox(key=key)
+    # numpy's Philox increments its counter before it makes a block, so the n-th block has counter n + 1.
+    generator.advance(start)
+    return np.asarray(generator.random_raw(count * WORDS), dtype=np.uint64).reshape(count, WORDS)
+
+
+def below(words_n: np.ndarray, bound: int | np.ndarray) -> np.ndarray:
+    """Map words [n] to integers in [0, bound), int64 [n]; the bias is below bound / 2^32."""
+    high = words_n >> np.uint64(32)
+    return ((high * np.asarray(bound, dtype=np.uint64)) >> np.uint64(32)).astype(np.int64)
+
+
+def order(seed: int, epoch: int, count: int) -> np.ndarray:
+    """Return the order in which `count` items are visited in an epoch: a permutation, int64 [count]."""
+    key = np.random.SeedSequence([seed, epoch, *b"order"]).generate_state(2, np.uint64)
+    return np.random.Generator(np.random.Philox(key=key)).permutation(count)
+
+
+def evenly(count: int, wanted: int | None) -> np.ndarray:
+    """Return at most `wanted` of `count` indices, evenly spread from the first on, int64."""
+    if wanted is None or wanted >= count:
+        return np.arange(count)
+    return np.arange(wanted) * count // wanted

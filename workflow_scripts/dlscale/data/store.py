@@ -1,0 +1,279 @@
+"""The HDF5 layout of preprocessed data: the published one, plus attributes.
+
+cosmo: `Nbody` [4, D, H, W] and `Hydro` [5, D, H, W], chunked in cubes with all channels, because
+crops are cubes. era5: `fields` [T, C, H, W], contiguous, because a sample is one or two whole times.
+Values are float32, or float16 of (x - offset) / scale with the `offset` and `scale` [C] attributes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+
+from dlscale.data.transforms import IDENTITY, Transform
+from dlscale.runtime.errors import UserError
+
+
+@dataclass(frozen=True)
+class Field:
+    """One dataset of a file.
+
+    Attributes
+    ----------
+    name
+        Of the HDF5 dataset: `Nbody`, `Hydro` or `fields`.
+    channels, units, transforms
+        Of each of the C channels.
+    shape
+        Of the whole dataset, channels included.
+    channel_axis
+        0 ([C, D, H, W], streamed along axis 1) or 1 ([T, C, H, W], streamed along axis 0).
+    """
+
+    name: str
+    channels: tuple[str, ...]
+    units: tuple[str, ...]
+    shape: tuple[int, ...]
+    channel_axis: int
+    transforms: tuple[Transform, ...] = ()
+
+    @property
+    def row_axis(self) -> int:
+        """The axis along which files are streamed and cut into pieces."""
+        return 1 - self.channel_axis
+
+    @property
+    def rows(self) -> int:
+        """Length of the row axis."""
+        return self.shape[self.row_axis]
+
+    def resized(self, rows: int) -> Field:
+        """Return this field with another number of rows."""
+        shape = tuple(rows if axis == self.row_axis else size for axis, size in enumerate(self.shape))
+        return Field(self.name, self.channels, self.units, shape, self.channel_axis, self.transforms)
+
+    def select(self, start: int, stop: int) -> tuple[slice, ...]:
+        """Index of rows [start, stop) in the dataset."""
+        return tuple(slice(start, stop) if axis == self.row_axis else slice(None) for axis in range(len(self.shape)))
+
+    def per_channel(self, values: Any) -> np.ndarray:
+        """Shape C values so that they broadcast over the dataset, as float32."""
+        shape = [1] * len(self.shape)
+        shape[self.channel_axis] = -1
+        return np.asarray(values, dtype=np.float32).reshape(shape)
+
+    def annotate(self, dataset: h5py.Dataset) -> None:
+        """Write channels, units and transforms as attributes."""
+        dataset.attrs["channels"] = list(self.channels)
+        dataset.attrs["units"] = list(self.units)
+        dataset.attrs["channel_axis"] = self.channel_axis
+        dataset.attrs["transforms"] = json.dumps([t.to_json() for t in self.transforms])
+
+    @staticmethod
+    def of(dataset: h5py.Dataset) -> Field:
+        """Read back what `annotate` wrote."""
+        attrs = dataset.attrs
+        transforms = tuple(Transform(**values) for values in json.loads(attrs["transforms"]))
+        channels, units = (tuple(str(value) for value in attrs[key]) for key in ("channels", "units"))
+        return Field(dataset.name.lstrip("/"), channels, units, dataset.shape, int(attrs["channel_axis"]), transforms)
+
+
+def open_file(path: str | os.PathLike[str]) -> h5py.File:
+    """Open an HDF5 file for reading; a missing, torn or foreign file is a `UserError`."""
+    try:
+        return h5py.File(path, "r")
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file") from None
+    except OSError as error:
+        raise UserError(
+            f"{path}: not a readable HDF5 file ({' '.join(str(error).split())}); it may be truncated: fetch or make it "
+            "again"
+        ) from None
+
+
+def dataset(file: h5py.File, name: str, channels: int | None = None, ndim: int = 4) -> h5py.Dataset:
+    """Return dataset `name`, checked: floating-point, `ndim` axes, and `channels` on axis 0 if given."""
+    if name not in file or not isinstance(file[name], h5py.Dataset):
+        raise UserError(f"{file.filename}: no dataset '{name}'; it holds: {', '.join(file) or 'nothing'}")
+    found = file[name]
+    if found.ndim != ndim or found.dtype.kind != "f" or (channels is not None and found.shape[0] != channels):
+        expected = f"{ndim} axes of floating-point numbers" + (f", {channels} channels first" if channels else "")
+        raise UserError(f"{file.filename}: {name}: expected {expected}, got shape {found.shape} of {found.dtype}")
+    return found
+
+
+def create(
+    file: h5py.File,
+    field: Field,
+    *,
+    dtype: str = "float32",
+    chunk: int | None = None,
+    scaling: tuple[Any, Any] | None = None,
+) -> h5py.Dataset:
+    """Create the dataset of `field` in `file`.
+
+    Parameters
+    ----------
+    chunk
+        Edge of a cubic chunk with all channels ([C, D, H, W] only); contiguous if None.
+    scaling
+        (offset, scale), each [C], with which `encode` will be called; recorded as attributes.
+    """
+    chunks = None
+    if chunk is not None and field.channel_axis == 0:
+        chunks = (field.shape[0], *(min(chunk, size) for size in field.shape[1:]))
+    created = file.create_dataset(field.name, shape=field.shape, dtype=dtype, chunks=chunks)
+    field.annotate(created)
+    if scaling is not None:
+        created.attrs["offset"], created.attrs["scale"] = (np.asarray(part, dtype=np.float32) for part in scaling)
+    return created
+
+
+class Reader:
+    """Reads one dataset of one file, decoding scaled float16 to float32.
+
+    The file is opened on first use and once per process, so a Reader may cross a fork or be pickled.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], name: str) -> None:
+        self.path, self.name = str(path), name
+        self._opened: tuple[int, h5py.Dataset, np.ndarray | None, np.ndarray | None] | None = None
+
+    def _open(self) -> tuple[int, h5py.Dataset, np.ndarray | None, np.ndarray | None]:
+        if self._opened is None or self._opened[0] != os.getpid():
+            found = dataset(open_file(self.path), self.name)
+            offset = scale = None
+            if "scale" in found.attrs:
+                shape = [1] * found.ndim
+                shape[int(found.attrs["channel_axis"])] = -1
+                offset, scale = (found.attrs[key].reshape(shape) for key in ("offset", "scale"))
+            self._opened = (os.getpid(), found, offset, scale)
+        return self._opened
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"path": self.path, "name": self.name, "_opened": None}
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the dataset."""
+        return tuple(self._open()[1].shape)
+
+    def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
+        """Return the selected values as a fresh float32 array (all axes kept: slices only)."""
+        _, found, offset, scale = self._open()
+        try:
+            values = found[index].astype(np.float32, copy=False)
+        except OSError as error:
+            raise UserError(
+                f"{self.path}: {self.name}: cannot read ({' '.join(str(error).split())}); the file is damaged"
+            ) from None
+        if scale is not None:
+            values = values * scale + offset
+        return values
+
+
+@dataclass
+class Moments:
+    """Running count, mean, sum of squared deviations, extremes of each of C channels (float64), mergeable.
+
+    The update is that of Chan, Golub and LeVeque (1979), which neither overflows nor cancels.
+    """
+
+    count: int
+    mean: np.ndarray
+    m2: np.ndarray
+    minimum: np.ndarray
+    maximum: np.ndarray
+
+    @staticmethod
+    def empty(channels: int) -> Moments:
+        """Moments of no values."""
+        zeros = np.zeros(channels)
+        return Moments(0, zeros, zeros.copy(), np.full(channels, np.inf), np.full(channels, -np.inf))
+
+    @staticmethod
+    def of(values: np.ndarray, channel_axis: int) -> Moments:
+        """Moments of an array; memory: one channel at a time in float64."""
+        moved = np.moveaxis(values, channel_axis, 0)
+        parts = []
+        for channel in moved:
+            x = channel.astype(np.float64).ravel()
+            mean = x.mean()
+            parts.append((mean, np.square(x - mean).sum(), x.min(), x.max()))
+        mean, m2, low, high = (np.array(part) for part in zip(*parts, strict=True))
+        return Moments(moved[0].size, mean, m2, low, high)
+
+    def merged(self, other: Moments) -> Moments:
+        """Moments of both sets of values together."""
+        if not self.count or not other.count:
+            return other if not self.count else self
+        count = self.count + other.count
+        delta = other.mean - self.mean
+        return Moments(
+            count,
+            self.mean + delta * (other.count / count),
+            self.m2 + other.m2 + np.square(delta) * (self.count * other.count / count),
+            np.minimum(self.minimum, other.minimum),
+            np.maximum(self.maximum, other.maximum),
+        )
+
+    @property
+    def std(self) -> np.ndarray:
+        """Population standard deviation [C]."""
+        return np.sqrt(self.m2 / max(self.count, 1))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values for JSON; `from_json` restores them exactly."""
+        arrays = {key: getattr(self, key).tolist() for key in ("mean", "m2", "minimum", "maximum")}
+        return {"count": self.count, **arrays}
+
+    @staticmethod
+    def from_json(values: Mapping[str, Any]) -> Moments:
+        """Restore what `to_json` gave."""
+        return Moments(int(values["count"]), *(np.array(values[key]) for key in ("mean", "m2", "minimum", "maximum")))
+
+
+def check_finite(values: np.ndarray, field: Field, origin: str, first_row: int) -> None:
+    """Raise a `UserError` that names the first channel and row of `values` holding NaN or infinity."""
+    if np.isfinite(values).all():
+        return
+    bad = np.argwhere(~np.isfinite(values))
+    place = bad[0]
+    channel = field.channels[place[field.channel_axis]]
+    raise UserError(
+        f"{origin}: {field.name}: channel '{channel}' is not finite at row {first_row + place[field.row_axis]} "
+        f"({len(bad)} such values in this block); mend or leave out this part of the input"
+    )
+
+
+def block_average(values: np.ndarray, factor: int, axes: Sequence[int]) -> np.ndarray:
+    """Average blocks of `factor` cells along `axes`; cells beyond the last whole block are dropped.
+
+    Accumulates in float32 over at most factor^3 cells: error below 1e-6 of the mean magnitude.
+    """
+    if factor == 1:
+        return values
+    for axis in axes:
+        size = values.shape[axis] // factor * factor
+        trimmed = values[tuple(slice(size) if a == axis else slice(None) for a in range(values.ndim))]
+        shape = (*values.shape[:axis], size // factor, factor, *values.shape[axis + 1 :])
+        values = trimmed.reshape(shape).mean(axis=axis + 1, dtype=np.float32)
+    return values
+
+
+def identity(channels: int) -> tuple[Transform, ...]:
+    """Return as many transforms that change nothing."""
+    return (IDENTITY,) * channels
+
+
+def relative(path: str | Path, folder: str | Path) -> str:
+    """Return `path` relative to `folder` where it lies inside, else absolute."""
+    path, folder = Path(path).resolve(), Path(folder).resolve()
+    return str(path.relative_to(folder)) if path.is_relative_to(folder) else str(path)

@@ -1,0 +1,55 @@
+"""Invertible maps between physical and model units, one per channel."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Transform:
+    """`model = (g(physical) - offset) / scale`, with g the identity (`linear`) or the natural logarithm (`log`).
+
+    Attributes
+    ----------
+    kind
+        `linear` or `log`.
+    offset, scale
+        In units of g(physical); scale > 0.
+    floor
+        Of `log`: smaller values, zeros too, are raised to it (physical units).
+    """
+
+    kind: Literal["linear", "log"] = "linear"
+    offset: float = 0.0
+    scale: float = 1.0
+    floor: float = 1e-30
+
+    def forward(self, x: np.ndarray) -> np.ndarray:
+        """Physical to model units (float32, same shape)."""
+        if self.kind == "log":
+            x = np.log(np.maximum(x, np.float32(self.floor)))
+        return ((x - np.float32(self.offset)) / np.float32(self.scale)).astype(np.float32, copy=False)
+
+    def inverse(self, x: Any) -> Any:
+        """Model to physical units; `x` is a numpy array or a torch tensor of any shape."""
+        y = x * self.scale + self.offset
+        if self.kind == "linear":
+            return y
+        return np.exp(y) if isinstance(y, np.ndarray) else y.exp()
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values for JSON; `Transform(**values)` restores it."""
+        return asdict(self)
+
+
+#: The published form: densities (relative to the mean) as ln(x)/14. Cells that no particle touched are
+#: exactly 0; the floor, a thousandth of the mean, keeps them from standing far off all others.
+DENSITY = Transform("log", 0.0, 14.0, 1e-3)
+#: Peculiar velocities in km/s; 1000 km/s bounds what boxes of ~100 Mpc/h hold.
+VELOCITY = Transform("linear", 0.0, 1000.0)
+#: Temperatures in K: 10^2 ... 10^8 K fill (-1, 1).
+TEMPERATURE = Transform("log", 5 * float(np.log(10)), 3 * float(np.log(10)))
+IDENTITY = Transform()

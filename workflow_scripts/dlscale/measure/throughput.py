@@ -1,0 +1,122 @@
+"""Stage `throughput`: samples/s of loading alone, of computing alone, and of both together.
+
+IO takes batches from the loader and does nothing with them. SYNTHETIC trains on one batch that stays
+on the device. FULL trains on what the loader delivers. Each is measured in `warmup` uncounted and then
+`trials` counted trials of `batches` batches, as romerojosh/benchy defined them; the JSON has its keys.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import logging
+import resource
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dlscale.data.loaders.base import Batch, Loader
+from dlscale.runtime.files import write_text
+from dlscale.runtime.progress import Progress
+from dlscale.runtime.schema.run import Throughput, ThroughputRun
+from dlscale.runtime.settings import load_run
+from dlscale.train.session import device_facts, open_session
+
+
+def main(args: argparse.Namespace) -> None:
+    """Measure the run in `args.config` on the data of `args.manifest` and write `args.out`, one line of JSON."""
+    run = load_run(args.config, ThroughputRun)
+    session = open_session(run, args.manifest, args.device, args.threads)
+    step, device = session.step, session.device
+    results: dict[str, Any] = {
+        "nranks": 1,
+        "batch_size": run.batch_size,
+        "device": device_facts(device),
+        "settings": run.throughput.model_dump(),
+    }
+    with contextlib.closing(session.loader("train")) as loader:
+        cached = next(loader.epoch(0))
+
+        def nothing(x: torch.Tensor, y: torch.Tensor) -> None:
+            pass
+
+        # Epoch 0 gave the cached batch; the others start where no worker has looked ahead.
+        for label, batches, consume in (
+            ("IO", endless(loader, 1), nothing),
+            ("SYNTHETIC", repeat(cached), step),
+            ("FULL", endless(loader, 1), step),
+        ):
+            results[label] = trials(label, batches, consume, run.throughput, device)
+            logging.info("%s: %.2f +- %.2f samples/s", label, results[label]["mean"], results[label]["std"])
+    results["peak_memory_bytes"] = peak_memory(device)
+    write_text(Path(args.out), json.dumps(results) + "\n")
+
+
+def trials(
+    label: str, batches: Iterator[Batch], consume: Callable[..., object], settings: Throughput, device: torch.device
+) -> dict[str, Any]:
+    """Run the warm-up and the counted trials over one unbroken stream of batches.
+
+    Returns
+    -------
+    dict
+        `trial_throughput` (samples/s), `trial_time` (s), `avg_iter_throughput` (samples/s; here the same as the
+        trial's: single steps are not timed, since that would make each wait for the device), `mean`, `std` (of
+        the counted trials; 0 for one), in samples/s.
+    """
+    rates: list[float] = []
+    times: list[float] = []
+    with Progress(f"measuring {label}", settings.warmup + settings.trials, "trials") as progress:
+        for trial in range(-settings.warmup, settings.trials):
+            samples = 0
+            synchronize(device)
+            start = time.perf_counter()
+            for _ in range(settings.batches):
+                x, y = next(batches)
+                consume(x, y)
+                samples += len(x)
+            synchronize(device)
+            seconds = time.perf_counter() - start
+            if trial >= 0:
+                rates.append(samples / seconds)
+                times.append(seconds)
+            progress.update(trial + settings.warmup + 1)
+    return {
+        "trial_throughput": rates,
+        "trial_time": times,
+        "avg_iter_throughput": rates,
+        "mean": statistics.fmean(rates),
+        "std": statistics.stdev(rates) if len(rates) > 1 else 0.0,
+    }
+
+
+def endless(loader: Loader, first_epoch: int) -> Iterator[Batch]:
+    """Yield batches epoch after epoch."""
+    epoch = first_epoch
+    while True:
+        yield from loader.epoch(epoch)
+        epoch += 1
+
+
+def repeat(batch: Batch) -> Iterator[Batch]:
+    """Yield the same batch for ever."""
+    while True:
+        yield batch
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done all it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def peak_memory(device: torch.device) -> int:
+    """Return the greatest memory in use so far, bytes: the GPU's, or this process's on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

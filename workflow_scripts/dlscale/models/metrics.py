@@ -1,0 +1,59 @@
+"""Validation metrics: sums over samples that add up, batch by batch and rank by rank.
+
+Each function returns per-sample values [B, ...]; `MetricSum` adds them up on the device, so that nothing
+waits for it before the end of the epoch. Shape suffixes: B batch, C channels, H W the grid.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+
+def latitude_weights(latitude: torch.Tensor) -> torch.Tensor:
+    """Return cos(latitude) with mean 1, [H, 1], for latitudes [H] in degrees."""
+    weights = torch.cos(torch.deg2rad(latitude)).clamp(min=0)
+    return (weights / weights.mean())[:, None]
+
+
+def mean_square(difference_BCHW: torch.Tensor, weights_H1: torch.Tensor) -> torch.Tensor:
+    """Weighted mean over points of the squared difference, [B, C]."""
+    return (difference_BCHW.square() * weights_H1).mean(dim=(-2, -1))
+
+
+def anomaly_correlation(
+    prediction_BCHW: torch.Tensor, target_BCHW: torch.Tensor, climatology_CHW: torch.Tensor, weights_H1: torch.Tensor
+) -> torch.Tensor:
+    """Weighted correlation of the anomalies of prediction and target, [B, C].
+
+    Uncentred, as in WeatherBench 2 (Rasp et al. 2024, arXiv:2308.15560): sum(w p t) / sqrt(sum(w p^2) sum(w t^2)).
+    """
+    p, t = prediction_BCHW - climatology_CHW, target_BCHW - climatology_CHW
+    cross, pp, tt = ((a * b * weights_H1).sum(dim=(-2, -1)) for a, b in ((p, t), (p, p), (t, t)))
+    return cross / (pp * tt).sqrt()
+
+
+class MetricSum:
+    """Means over samples of named per-sample values, summed in float64 where they are."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, torch.Tensor] = {}
+        self._count = 0
+
+    def add(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Add per-sample values: tensors whose first axis is B, the same B for all."""
+        for name, value in values.items():
+            # Apple's GPUs have no float64; everywhere else the sums keep all digits.
+            total = value.detach().to(torch.float32 if value.device.type == "mps" else torch.float64).sum(dim=0)
+            self._sums[name] = self._sums[name] + total if name in self._sums else total
+        self._count += len(next(iter(values.values())))
+
+    @property
+    def count(self) -> int:
+        """Samples added so far."""
+        return self._count
+
+    def means(self) -> dict[str, torch.Tensor]:
+        """Return the mean over all samples of each value, on the host. This waits for the device."""
+        return {name: (total / self._count).cpu() for name, total in self._sums.items()}

@@ -1,0 +1,145 @@
+"""A vision transformer from field to field (Dosovitskiy et al. 2021, arXiv:2010.11929).
+
+Shape suffixes: B batch, C channels, H W the grid, N tokens, E embedding, A heads, K head dimension.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+class Attention(nn.Module):
+    """Multi-head self-attention with separate query, key and value projections."""
+
+    def __init__(self, embed_dim: int, heads: int, dropout: float, attention_dropout: float) -> None:
+        super().__init__()
+        self.heads, self.attention_dropout = heads, attention_dropout
+        self.q, self.k, self.v = (nn.Linear(embed_dim, embed_dim) for _ in range(3))
+        self.projection = nn.Linear(embed_dim, embed_dim)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x_BNE: torch.Tensor) -> torch.Tensor:
+        """Return [B, N, E]."""
+        q_BANK, k_BANK, v_BANK = (
+            layer(x_BNE).unflatten(-1, (self.heads, -1)).transpose(1, 2) for layer in (self.q, self.k, self.v)
+        )
+        # The function form does not know of eval(): it must be told.
+        dropout = self.attention_dropout if self.training else 0.0
+        y_BANK = F.scaled_dot_product_attention(q_BANK, k_BANK, v_BANK, dropout_p=dropout)
+        return self.dropout(self.projection(y_BANK.transpose(1, 2).flatten(2)))
+
+
+class DropPath(nn.Module):
+    """Stochastic depth (Huang et al. 2016, arXiv:1603.09382): drop a sample's branch with this probability."""
+
+    def __init__(self, probability: float) -> None:
+        super().__init__()
+        self.probability = probability
+
+    def forward(self, x_BNE: torch.Tensor) -> torch.Tensor:
+        """Return [B, N, E], scaled so that the expectation is kept."""
+        if not self.training or self.probability == 0.0:
+            return x_BNE
+        keep = 1.0 - self.probability
+        return x_BNE * x_BNE.new_empty((len(x_BNE), 1, 1)).bernoulli_(keep).div_(keep)
+
+
+class Block(nn.Module):
+    """Pre-norm transformer block."""
+
+    def __init__(
+        self, embed_dim: int, heads: int, mlp_ratio: float, dropout: float, attention_dropout: float, drop_path: float
+    ) -> None:
+        super().__init__()
+        hidden = int(embed_dim * mlp_ratio)
+        self.norm1 = nn.LayerNorm(embed_dim, eps=1e-6)
+        self.attention = Attention(embed_dim, heads, dropout, attention_dropout)
+        self.norm2 = nn.LayerNorm(embed_dim, eps=1e-6)
+        self.mlp = nn.Sequential(
+            nn.Linear(embed_dim, hidden),
+            nn.GELU(),
+            nn.Dropout(dropout),
+            nn.Linear(hidden, embed_dim),
+            nn.Dropout(dropout),
+        )
+        self.drop_path = DropPath(drop_path)
+
+    def forward(self, x_BNE: torch.Tensor) -> torch.Tensor:
+        """Return [B, N, E]."""
+        x_BNE = x_BNE + self.drop_path(self.attention(self.norm1(x_BNE)))
+        return x_BNE + self.drop_path(self.mlp(self.norm2(x_BNE)))
+
+
+class ViT(nn.Module):
+    """Patches to tokens, transformer blocks, a linear head back to patches.
+
+    With the published base (360 x 720, patch 8, 20 channels, embed_dim 384, depth 12) it has 23,832,960
+    parameters; with embed_dim 1024, 157,926,400.
+
+    Parameters
+    ----------
+    image_size
+        (H, W) in points.
+    patch
+        (rows, columns) of a patch; divides image_size.
+    in_channels, out_channels
+        Channels of input and output.
+    embed_dim, depth, heads, mlp_ratio
+        Size of the transformer; embed_dim divides by heads.
+    dropout, attention_dropout
+        Of projections and MLPs, and of attention weights; all off in evaluation.
+    drop_path
+        Stochastic depth of the last block, rising linearly from 0 at the first.
+    residual
+        Add the input's first out_channels to the output: predict the change.
+    """
+
+    def __init__(
+        self,
+        image_size: tuple[int, int],
+        patch: tuple[int, int],
+        in_channels: int,
+        out_channels: int,
+        embed_dim: int = 384,
+        depth: int = 12,
+        heads: int = 8,
+        mlp_ratio: float = 4.0,
+        dropout: float = 0.0,
+        attention_dropout: float = 0.0,
+        drop_path: float = 0.0,
+        residual: bool = False,
+    ) -> None:
+        super().__init__()
+        (height, width), (rows, columns) = image_size, patch
+        if height % rows or width % columns:
+            raise ValueError(f"patch {rows} x {columns} does not divide the fields ({height} x {width} points)")
+        self.grid = (height // rows, width // columns)
+        self.patch, self.out_channels, self.residual = patch, out_channels, residual
+        self.embedding = nn.Conv2d(in_channels, embed_dim, kernel_size=patch, stride=patch)
+        self.position = nn.Parameter(torch.zeros(1, self.grid[0] * self.grid[1], embed_dim))
+        self.dropout = nn.Dropout(dropout)
+        self.blocks = nn.ModuleList(
+            Block(embed_dim, heads, mlp_ratio, dropout, attention_dropout, drop_path * i / max(depth - 1, 1))
+            for i in range(depth)
+        )
+        self.norm = nn.LayerNorm(embed_dim, eps=1e-6)
+        self.head = nn.Linear(embed_dim, out_channels * rows * columns, bias=False)
+        nn.init.trunc_normal_(self.position, std=0.02)
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.trunc_normal_(module.weight, std=0.02)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+
+    def forward(self, x_BCHW: torch.Tensor) -> torch.Tensor:
+        """Map [B, in_channels, H, W] to [B, out_channels, H, W]."""
+        x_BNE = self.embedding(x_BCHW).flatten(2).transpose(1, 2)
+        x_BNE = self.dropout(x_BNE + self.position)
+        for block in self.blocks:
+            x_BNE = block(x_BNE)
+        y = self.head(self.norm(x_BNE))  # [B, N, rows * columns * C]
+        y = y.unflatten(1, self.grid).unflatten(-1, (*self.patch, self.out_channels))  # [B, h, w, rows, columns, C]
+        y_BCHW = y.permute(0, 5, 1, 3, 2, 4).flatten(4, 5).flatten(2, 3)
+        return x_BCHW[:, : self.out_channels] + y_BCHW if self.residual else y_BCHW

@@ -1,0 +1,82 @@
+"""Stage `collect`: one table of a plan's runs.
+
+`summary.csv` has one row a run, in the plan's order, and these columns; a value that the plan does not
+measure is empty.
+
+run, label
+    The run's name and what tables call it.
+plan, study, dataset
+    What it belongs to.
+source
+    `PLAN/RUN` whose folder holds the results: another plan's for a run named with `use`.
+
+Parameters
+----------
+    Trainable parameters of the model.
+epochs, steps, samples
+    Trained in all.
+train_loss, valid_loss
+    Of the last epoch.
+best_valid_loss
+    The least of all epochs.
+train_samples_per_second
+    Median over the epochs, the first one left out where there are more.
+io_samples_per_second, synthetic_samples_per_second, full_samples_per_second
+    Means over the throughput trials; each is followed by its standard deviation, `…_std`.
+speed_up
+    `full_samples_per_second` relative to the plan's first run; without throughput, that of training.
+METRIC
+    Each validation metric of the last epoch under its own name; units are in `provenance.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+
+from dlscale.report.results import MODES, PlanResult, RunResult, read_plan
+from dlscale.runtime.files import write_text
+
+Row = dict[str, str | int | float | None]
+
+
+def main(args: argparse.Namespace) -> None:
+    """Write `args.out` (CSV) from the runs of `args.plan`."""
+    write_text(args.out, summary_csv(read_plan(args.plan)))
+
+
+def summary_csv(plan: PlanResult) -> str:
+    """Return the plan's table as CSV, numbers with all their digits."""
+    rows = [_row(plan, run) for run in plan.runs]
+    text = io.StringIO()
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    writer = csv.DictWriter(text, columns, restval="", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+def _row(plan: PlanResult, run: RunResult) -> Row:
+    last = run.last
+    row: Row = {
+        "run": run.name,
+        "label": run.label,
+        "plan": plan.name,
+        "study": plan.study,
+        "dataset": run.settings.get("dataset"),
+        "source": run.owner,
+        "parameters": run.provenance.get("parameters"),
+        "epochs": last.epoch if last else None,
+        "steps": last.step if last else None,
+        "samples": last.samples if last else None,
+        "train_loss": last.train_loss if last else None,
+        "valid_loss": last.valid_loss if last else None,
+        "best_valid_loss": run.best_valid_loss,
+        "train_samples_per_second": run.training_speed,
+    }
+    for mode in MODES:
+        trials = run.throughput.mode(mode) if run.throughput else None
+        column = f"{mode.lower()}_samples_per_second"
+        row |= {column: trials.mean if trials else None, f"{column}_std": trials.std if trials else None}
+    return row | {"speed_up": plan.speed_up(run)} | (dict(last.metrics) if last else {})

@@ -1,0 +1,83 @@
+"""Numbers, units, times and sizes as people read them."""
+
+from __future__ import annotations
+
+import math
+import re
+
+#: What stands for a value that is not known.
+NONE = "–"
+_SUPERSCRIPTS = str.maketrans("-+0123456789", "⁻⁺⁰¹²³⁴⁵⁶⁷⁸⁹")
+_SPACE = "\u00a0"  # a number and its unit stay on one line
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """Return `value` with `digits` significant digits (all of them before the point) and thousands set apart."""
+    if value is None:
+        return NONE
+    if not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "∞"
+    if value == 0:
+        return "0"
+    rounded = float(f"{value:.{digits - 1}e}")
+    exponent = math.floor(math.log10(abs(rounded)))
+    if exponent < -4 or exponent >= 9:
+        mantissa = f"{rounded / 10.0**exponent:.{digits - 1}f}"
+        text = f"{mantissa}×10{str(exponent).translate(_SUPERSCRIPTS)}"
+    elif exponent >= digits:
+        text = f"{value:,.0f}"
+    else:
+        text = f"{rounded:,.{digits - 1 - exponent}f}"
+    return text.replace("-", "−")
+
+
+def count(value: int | None) -> str:
+    """Return a whole number with thousands set apart."""
+    return NONE if value is None else f"{value:,}"
+
+
+def unit(text: str | None) -> str:
+    """Return a unit with its powers raised (`m s**-1`: m s⁻¹); nothing for the dimensionless `1`."""
+    if text in (None, "", "1"):
+        return ""
+    return re.sub(r"(?:\*\*|\^)([-+]?\d+)", lambda match: match[1].translate(_SUPERSCRIPTS), str(text))
+
+
+def quantity(value: float | None, of: str | None) -> str:
+    """Return a number and its unit."""
+    return f"{number(value)}{_SPACE}{unit(of)}".rstrip() if value is not None else NONE
+
+
+def percent(share: float) -> str:
+    """Return a share of 1 in whole per cent."""
+    return f"{100 * share:.0f}{_SPACE}%".replace("-", "−")
+
+
+def duration(seconds: float | None) -> str:
+    """Return a time in its two greatest units."""
+    if seconds is None or not math.isfinite(seconds):
+        return NONE
+    if seconds < 60:
+        return f"{number(seconds)}{_SPACE}s"
+    minutes, seconds = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes}{_SPACE}min {seconds}{_SPACE}s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours:,}{_SPACE}h {minutes}{_SPACE}min"
+
+
+def size(bytes_: float | None) -> str:
+    """Return a size in decimal units (1 kB = 1000 bytes)."""
+    if bytes_ is None:
+        return NONE
+    for name in ("B", "kB", "MB", "GB", "TB"):
+        if bytes_ < 1000 or name == "TB":
+            break
+        bytes_ /= 1000
+    return f"{number(bytes_)}{_SPACE}{name}"
+
+
+def shorten(text: str, length: int) -> str:
+    """Return `text` in at most `length` printable characters."""
+    text = "".join(character if character.isprintable() else " " for character in text)
+    return text if len(text) <= length else text[: length - 1].rstrip() + "…"

@@ -1,0 +1,276 @@
+"""From the user's configuration to validated datasets and fully resolved runs.
+
+What the studies ship (`dlscale/studies/*.yaml`) comes first and the user's configuration is merged
+over it, so any shipped dataset or plan can be changed by name. A run's settings are layered in turn:
+the study's, those of the plan's `from`, the plan's, in a ladder those of the rungs before, its own.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from dlscale.runtime.errors import UserError, nearest
+from dlscale.runtime.schema.dataset import CosmoSimulated, Era5Dataset, Era5Simulated
+from dlscale.runtime.schema.plan import Plan
+from dlscale.runtime.schema.run import CropSamples, Run, ViTModel
+from dlscale.runtime.schema.workflow import Workflow
+from dlscale.runtime.settings import Raw, holds, read_yaml, validate
+
+
+@dataclass(frozen=True)
+class ResolvedRun:
+    """One run of a plan.
+
+    Attributes
+    ----------
+    plan, name
+        Where the run's results are: those of another plan where the run was named with `use`.
+    run
+        Its full settings.
+    """
+
+    plan: str
+    name: str
+    run: Run
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """Everything that the workflow needs to know, validated.
+
+    Attributes
+    ----------
+    workflow
+        The configuration file, the shipped datasets and plans merged in.
+    plans
+        Runs by plan and run name, in order. In a run named with `use`, `ResolvedRun.plan` differs.
+    """
+
+    workflow: Workflow
+    plans: dict[str, dict[str, ResolvedRun]]
+
+
+def load(raw: Mapping[str, Any]) -> Configuration:
+    """Validate a configuration as Snakemake merged it and resolve every run.
+
+    Parameters
+    ----------
+    raw
+        The user's configuration: nested mappings of plain values (strings where `--config` gave them).
+
+    Raises
+    ------
+    UserError
+        With the key's path, what was expected and the nearest valid name.
+    """
+    shipped = shipped_studies()
+    user = _plain(raw)
+    merged: Raw = {"studies": {}, "datasets": {}, "plans": {}}
+    for study in shipped.values():
+        merge(merged, {key: study[key] for key in ("datasets", "plans") if key in study})
+    for section in ("datasets", "plans", "studies"):
+        if not isinstance(user.get(section, {}), dict):
+            raise UserError(f"configuration: {section}: expected names and their settings")
+    merge(merged, user)
+    workflow = validate(Workflow, merged)
+    for name in workflow.studies:
+        if name not in shipped:
+            raise UserError(f"configuration: studies: {unknown('study', name, shipped)}")
+    for name in workflow.targets:
+        if name not in workflow.plans:
+            raise UserError(f"configuration: targets: {unknown('plan', name, workflow.plans)}")
+    resolver = _Resolver(workflow, merged, shipped)
+    return Configuration(
+        workflow, {plan: {run: resolver.run(plan, run) for run in workflow.plans[plan].runs} for plan in workflow.plans}
+    )
+
+
+def load_files(*paths: str | Path) -> Configuration:
+    """Load and merge YAML files, later ones over earlier ones, and validate the result."""
+    raw: Raw = {}
+    for path in paths:
+        merge(raw, read_yaml(path))
+    return load(raw)
+
+
+@functools.cache
+def shipped_studies() -> dict[str, Raw]:
+    """Return what each study ships: `title`, `data`, `settings`, `datasets`, `plans`, `published`.
+
+    They are read as data from the package; a study is there once its YAML file is.
+    """
+    folder = resources.files("dlscale") / "studies"
+    files = sorted((file for file in folder.iterdir() if file.name.endswith(".yaml")), key=lambda file: file.name)
+    return {file.name.removesuffix(".yaml"): yaml.safe_load(file.read_text(encoding="utf-8")) for file in files}
+
+
+def merge(base: Raw, over: Mapping[str, Any]) -> Raw:
+    """Merge `over` into `base` in place and return it.
+
+    Mappings merge key by key; anything else replaces. A section of another `kind` replaces as a
+    whole, and of two keys that exclude each other (`epochs`, `steps`) the one that is set stays.
+    """
+    for key, value in over.items():
+        old = base.get(key)
+        if not isinstance(value, Mapping):
+            base[key] = copy.deepcopy(value)
+        elif isinstance(old, dict) and value.get("kind", old.get("kind")) == old.get("kind"):
+            merge(old, value)
+        else:
+            base[key] = copy.deepcopy(dict(value))
+    for one, other in (("epochs", "steps"), ("steps", "epochs")):
+        if over.get(one) is not None and other not in over:
+            base.pop(other, None)
+    return base
+
+
+def unknown(what: str, name: str, known: Iterable[str]) -> str:
+    """Return the message for a reference to something that is not there."""
+    known = sorted(known)
+    return f"no {what} is called '{name}'{nearest(name, known)}; there are: {', '.join(known)}"
+
+
+def _plain(value: Any) -> Any:
+    """Copy nested mappings to dicts; `--config` passes strings only, so its 'null' means nothing."""
+    if isinstance(value, Mapping):
+        return {key: _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    return None if value == "null" else value
+
+
+class _Resolver:
+    """Resolves runs on demand, since `use` and `from` may point anywhere."""
+
+    def __init__(self, workflow: Workflow, raw: Raw, shipped: dict[str, Raw]) -> None:
+        self.workflow, self.raw, self.shipped = workflow, raw, shipped
+        self._layers: dict[tuple[str, str], tuple[tuple[str, str], list[tuple[str, Raw]]]] = {}
+        self._runs: dict[tuple[str, str], Run] = {}
+        self._open: list[tuple[str, str]] = []
+
+    def run(self, plan: str, name: str) -> ResolvedRun:
+        owner, layers = self.layers(plan, name)
+        if owner not in self._runs:
+            merged: Raw = {"study": self.workflow.plans[owner[0]].study}
+            for _, layer in layers:
+                merge(merged, layer)
+            run = validate(Run, merged, layers=layers)
+            self._check(run, f"plans.{owner[0]}.runs.{owner[1]}", layers)
+            self._runs[owner] = run
+        return ResolvedRun(*owner, self._runs[owner])
+
+    def layers(self, plan: str, name: str) -> tuple[tuple[str, str], list[tuple[str, Raw]]]:
+        """Return the run that really holds the results, and the settings it is merged from."""
+        key = (plan, name)
+        if key in self._open:
+            chain = " -> ".join(".".join(step) for step in [*self._open, key])
+            raise UserError(f"configuration: plans: 'use' and 'from' go in a circle: {chain}")
+        if key not in self._layers:
+            self._open.append(key)
+            self._layers[key] = self._collect(plan, name)
+            self._open.pop()
+        return self._layers[key]
+
+    def _collect(self, plan_name: str, name: str) -> tuple[tuple[str, str], list[tuple[str, Raw]]]:
+        plan = self.workflow.plans[plan_name]
+        here = f"plans.{plan_name}"
+        if plan.study not in self.shipped:
+            raise UserError(f"configuration: {here}.study: {unknown('study', plan.study, self.shipped)}")
+        own = self._settings(f"{here}.runs.{name}", plan.runs[name])
+        if "use" in own:
+            if len(own) > 1:
+                raise UserError(f"configuration: {here}.runs.{name}: 'use' stands alone, with no other key")
+            target = self._reference(f"{here}.runs.{name}.use", own["use"], plan)
+            return self.layers(*target)
+        names = list(plan.runs)
+        if plan.kind == "ladder" and names.index(name) > 0:
+            layers = self.layers(plan_name, names[names.index(name) - 1])[1]
+        else:
+            layers = self._base(plan_name, plan)
+        inherited = [(path, {key: value for key, value in layer.items() if key != "label"}) for path, layer in layers]
+        return (plan_name, name), [*inherited, (f"{here}.runs.{name}", own)]
+
+    def _base(self, plan_name: str, plan: Plan) -> list[tuple[str, Raw]]:
+        here = f"plans.{plan_name}"
+        if plan.from_:
+            layers = self.layers(*self._reference(f"{here}.from", plan.from_, plan))[1]
+        else:
+            user = self._settings(f"studies.{plan.study}", self.workflow.studies.get(plan.study, {}))
+            layers = [
+                (f"(shipped) {plan.study}", self.shipped[plan.study]["settings"]),
+                (f"studies.{plan.study}", user),
+            ]
+        return [*layers, (f"{here}.settings", self._settings(f"{here}.settings", plan.settings))]
+
+    def _reference(self, where: str, text: Any, plan: Plan) -> tuple[str, str]:
+        target, _, run = str(text).partition(".")
+        if target not in self.workflow.plans:
+            raise UserError(
+                f"configuration: {where}: {unknown('plan', target, self.workflow.plans)}; write it plan.run"
+            )
+        other = self.workflow.plans[target]
+        if run not in other.runs:
+            raise UserError(f"configuration: {where}: {unknown(f'run of plan {target}', run, other.runs)}")
+        if other.study != plan.study:
+            raise UserError(f"configuration: {where}: {text} is of study {other.study}, this plan of {plan.study}")
+        return target, run
+
+    @staticmethod
+    def _settings(where: str, value: Any) -> Raw:
+        if value is None:
+            return {}
+        if not isinstance(value, dict):
+            raise UserError(f"configuration: {where}: expected settings (keys and values), got {value!r}")
+        return value
+
+    def _check(self, run: Run, where: str, layers: list[tuple[str, Raw]]) -> None:
+        """Check what needs more than the run itself: its dataset."""
+
+        def fail(key: str, message: str) -> None:
+            keys = tuple(key.split("."))
+            prefix = next((path for path, layer in reversed(layers) if holds(layer, keys)), where)
+            raise UserError(f"configuration: {prefix}.{key}: {message}")
+
+        if run.dataset not in self.workflow.datasets:
+            fail("dataset", unknown("dataset", run.dataset, self.workflow.datasets))
+        dataset = self.workflow.datasets[run.dataset]
+        expected = self.shipped[run.study]["data"]
+        if dataset.kind != expected:
+            fail("dataset", f"'{run.dataset}' is of kind {dataset.kind}, study {run.study} needs {expected}")
+        if isinstance(run.samples, CropSamples) and isinstance(dataset.source, CosmoSimulated):
+            edge = dataset.source.grid // dataset.downsample
+            if run.samples.crop > edge:
+                fail(
+                    "samples.crop",
+                    f"{run.samples.crop} is larger than the boxes of dataset {run.dataset} ({edge} cells)",
+                )
+        if isinstance(run.model, ViTModel) and isinstance(dataset, Era5Dataset):
+            size = dataset.crop or (
+                (dataset.source.latitudes, dataset.source.longitudes)
+                if isinstance(dataset.source, Era5Simulated)
+                else None
+            )
+            if size:
+                rows, columns = (edge // dataset.downsample for edge in size)
+                patch = run.model.patch if isinstance(run.model.patch, tuple) else (run.model.patch, run.model.patch)
+                if rows % patch[0] or columns % patch[1]:
+                    fail(
+                        "model.patch", f"{patch[0]} x {patch[1]} does not divide the fields ({rows} x {columns} points)"
+                    )
+
+
+def schema() -> Raw:
+    """Return the JSON schema of `config.yaml`, for editors."""
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "dlscale",
+        **Workflow.model_json_schema(),
+    }

@@ -1,0 +1,34 @@
+"""A lock that dies with its owner: one writer a folder."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+from dlscale.runtime.errors import UserError
+from dlscale.runtime.files import explained
+
+
+@contextlib.contextmanager
+def only_writer(folder: Path) -> Iterator[None]:
+    """Hold `folder/.lock` while the block runs; if another process holds it, raise a `UserError` that names it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = open(folder / ".lock", "a+")  # noqa: SIM115 - closed below, with the lock
+    except OSError as error:
+        raise explained(error, folder) from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            file.seek(0)
+            owner = file.read().strip() or "another process"
+            raise UserError(f"{folder}: in use by {owner}; wait for it, or end it and try again") from None
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        file.flush()
+        yield

@@ -1,0 +1,58 @@
+"""What a result was made with: command, sources, versions, machine, data."""
+
+from __future__ import annotations
+
+import datetime as dt
+import os
+import platform
+import shlex
+import socket
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("torch", "numpy", "h5py", "pydantic", "tensorboard", "snakemake")
+
+
+def now() -> str:
+    """Return the time in UTC, ISO 8601, to the second."""
+    return dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
+
+
+def git_state() -> dict[str, Any] | None:
+    """Return the commit of the package's checkout and whether it is dirty; None outside of one."""
+    folder = Path(__file__).resolve().parent
+    try:
+        commit, status = (
+            subprocess.run(
+                ["git", "-C", str(folder), *command], capture_output=True, text=True, timeout=10, check=True
+            ).stdout.strip()
+            for command in (["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=no"])
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return {"commit": commit, "dirty": bool(status)}
+
+
+def provenance(**more: Any) -> dict[str, Any]:
+    """Return what is known of this process, and `more`. Of the environment only Slurm's job numbers are kept."""
+    return {
+        "command": shlex.join([sys.executable.rsplit("/", 1)[-1], "-m", "dlscale", *sys.argv[1:]]),
+        "finished": now(),
+        "git": git_state(),
+        "host": socket.gethostname(),
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        "packages": {name: _version(name) for name in PACKAGES},
+        "slurm": {key: os.environ[key] for key in ("SLURM_JOB_ID", "SLURM_JOB_NODELIST") if key in os.environ},
+        **more,
+    }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None

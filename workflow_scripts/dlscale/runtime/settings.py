@@ -1,0 +1,125 @@
+"""Reading settings from YAML, and one clear message for each mistake in them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from pydantic import BaseModel, TypeAdapter, ValidationError
+
+from dlscale.runtime.errors import UserError, nearest
+from dlscale.runtime.schema.dataset import Dataset
+
+Raw = dict[str, Any]
+Model = TypeVar("Model", bound=BaseModel)
+
+
+def load_run(path: str | Path, kind: type[Model]) -> Model:
+    """Read from a run's `config.yaml` the slice that `kind` (a `RunCore`) declares, and no more."""
+    raw = read_yaml(path)
+    return validate(kind, {key: value for key, value in raw.items() if key in kind.model_fields}, where=str(path))
+
+
+def load_dataset(path: str | Path) -> Dataset:
+    """Read a dataset's `config.yaml`."""
+    try:
+        return TypeAdapter(Dataset).validate_python(raw := read_yaml(path))
+    except ValidationError as error:
+        raise UserError(_explain(error, raw, where=str(path))) from None
+
+
+def read_yaml(path: str | Path) -> Raw:
+    """Read a YAML mapping with the safe loader; anything else is a `UserError`."""
+    try:
+        raw = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(raw, dict):
+        raise UserError(f"{path}: expected keys and values, got {type(raw).__name__}")
+    return raw
+
+
+def validate(
+    model: type[Model], raw: Any, where: str = "configuration", layers: Iterable[tuple[str, Raw]] = ()
+) -> Model:
+    """Validate `raw`; errors become one `UserError` that names each key by its path.
+
+    Parameters
+    ----------
+    layers
+        (path, settings) pairs that `raw` was merged from, later ones over earlier ones: a wrong value
+        is reported at the place where it was written.
+    """
+    try:
+        return model.model_validate(raw)
+    except ValidationError as error:
+        raise UserError(_explain(error, raw, where, list(layers))) from None
+
+
+def _explain(error: ValidationError, raw: Any, where: str, layers: list[tuple[str, Raw]] | None = None) -> str:
+    lines = []
+    for item in error.errors(include_url=False)[:8]:
+        keys = _path(raw, item["loc"])
+        culprit = (*keys, item["ctx"]["key"]) if item["type"] == "unknown_key" else keys
+        prefix = next((path for path, layer in reversed(layers or []) if holds(layer, culprit)), None)
+        if prefix is None and layers:
+            prefix = layers[-1][0]
+        path = ".".join(str(key) for key in ([prefix] if prefix else []) + list(keys))
+        lines.append(f"{where}: {path + ': ' if path else ''}{_reason(item)}")
+    return "\n".join(lines)
+
+
+def _reason(item: Any) -> str:
+    kind, context = item["type"], item.get("ctx", {})
+    given = item.get("input")
+    if kind == "missing":
+        return "this key is missing"
+    if kind == "union_tag_not_found":
+        return "the key 'kind' is missing"
+    if kind == "union_tag_invalid":
+        tags = [tag.strip("' ") for tag in context["expected_tags"].split(",")]
+        return (
+            f"kind: no such kind '{context['tag']}'{nearest(context['tag'], tags)}; expected one of: {', '.join(tags)}"
+        )
+    if kind == "literal_error":
+        choices = [choice.strip("' ") for choice in context["expected"].replace(" or ", ", ").split(",")]
+        return f"got {given!r}{nearest(str(given), choices)}; expected one of: {', '.join(choices)}"
+    if kind == "string_pattern_mismatch":
+        return f"got {given!r}; expected to match {context['pattern']}"
+    if kind == "value_error":
+        return str(context["error"])
+    if kind in ("unknown_key", "not_a_mapping"):
+        return str(item["msg"])
+    message = item["msg"].removeprefix("Input should be ")
+    shown = repr(given) if len(repr(given)) < 60 else type(given).__name__
+    return f"got {shown}; expected {message}"
+
+
+def _path(raw: Any, location: tuple[int | str, ...]) -> tuple[int | str, ...]:
+    """Drop from a pydantic location the union tags, which are no keys of the file."""
+    path: list[int | str] = []
+    here = raw
+    for position, key in enumerate(location):
+        try:
+            here = here[key]
+        except (KeyError, IndexError, TypeError):
+            # A key that is missing ends the path; anything else that is not there is a tag.
+            last = position == len(location) - 1
+            if not last or not isinstance(here, Mapping) or here.get("kind") == key:
+                continue
+        path.append(key)
+    return tuple(path)
+
+
+def holds(layer: Any, keys: tuple[int | str, ...]) -> bool:
+    """Whether nested settings have a value at this path."""
+    for key in keys:
+        try:
+            layer = layer[key]
+        except (KeyError, IndexError, TypeError):
+            return False
+    return True

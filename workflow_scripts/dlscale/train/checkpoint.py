@@ -1,0 +1,66 @@
+"""Checkpoints: one folder a step, there as a whole or not at all.
+
+They lie in a folder named by what the run is (its settings, its data, its sources), not in a declared
+output of the workflow, which would be deleted when a job fails: a retry resumes, a changed run starts
+afresh.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dlscale.runtime.files import whole
+
+State = dict[str, Any]
+
+
+class Checkpoints:
+    """The checkpoints of one run.
+
+    Parameters
+    ----------
+    folder
+        Where they are, one `step-NNNNNNNN/` each.
+    keep
+        How many of the newest to keep.
+    """
+
+    def __init__(self, folder: Path, keep: int) -> None:
+        self.folder, self.keep = folder, keep
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def steps(self) -> list[int]:
+        """Return the saved steps, oldest first."""
+        return sorted(int(path.name.split("-")[1]) for path in self.folder.glob("step-????????") if path.is_dir())
+
+    def _path(self, step: int) -> Path:
+        return self.folder / f"step-{step:08d}"
+
+    def save(self, step: int, state: State) -> None:
+        """Write `state` (tensors and plain values) as that of `step`, then drop the oldest beyond `keep`."""
+        with whole(self._path(step)) as temporary:
+            temporary.mkdir()
+            torch.save(state, temporary / "state.pt")
+        for old in self.steps()[: -self.keep]:
+            shutil.rmtree(self._path(old), ignore_errors=True)
+
+    def load(self, device: torch.device) -> State | None:
+        """Return the newest readable state, tensors on `device`, or None. Nothing in it is executed."""
+        for step in reversed(self.steps()):
+            path = self._path(step) / "state.pt"
+            try:
+                state: State = torch.load(path, map_location=device, weights_only=True)
+                return state
+            except Exception as error:  # any damage: fall back to the one before it
+                logging.warning("%s: not readable (%s); trying an earlier one", path, type(error).__name__)
+        return None
+
+    def clear(self) -> None:
+        """Remove all checkpoints."""
+        for step in self.steps():
+            shutil.rmtree(self._path(step), ignore_errors=True)

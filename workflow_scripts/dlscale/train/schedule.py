@@ -1,0 +1,31 @@
+"""The learning rate as a pure function of the step."""
+
+from __future__ import annotations
+
+import math
+
+from dlscale.runtime.schema.run import Schedule
+
+
+def peak_rate(schedule: Schedule, lr: float, batch_size: int) -> float:
+    """Return the learning rate after warm-up: `lr` scaled by the ratio of batch sizes, its root, or not at all."""
+    if schedule.scaling == "none":
+        return lr
+    assert schedule.base_batch_size is not None
+    ratio = batch_size / schedule.base_batch_size
+    return lr * (ratio if schedule.scaling == "linear" else math.sqrt(ratio))
+
+
+def learning_rate(schedule: Schedule, peak: float, step: int, total: int) -> float:
+    """Return the rate of optimiser step `step` (0-based) of `total`.
+
+    It rises linearly to `peak` over `warmup_steps`, then follows half a cosine that reaches `end_lr` when
+    all steps are done (step == total), warm-up or not: the cosine spans what warm-up leaves.
+    """
+    warmup = min(schedule.warmup_steps, total)
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    if schedule.kind == "constant":
+        return peak
+    progress = (step - warmup) / max(total - warmup, 1)
+    return schedule.end_lr + (peak - schedule.end_lr) * 0.5 * (1.0 + math.cos(math.pi * min(progress, 1.0)))

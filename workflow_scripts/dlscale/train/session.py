@@ -1,0 +1,90 @@
+"""From a run's settings to objects: device, data, model, step. Training and measuring both begin here."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from dlscale.data.loaders.base import Loader, Share
+from dlscale.data.manifest import Manifest
+from dlscale.runtime import plugins
+from dlscale.runtime.errors import UserError
+from dlscale.runtime.schema.run import RunCore
+from dlscale.studies.base import Study
+from dlscale.train.step import Loss, Step
+
+
+@dataclass(frozen=True)
+class Session:
+    """What a stage works with."""
+
+    run: RunCore
+    manifest: Manifest
+    device: torch.device
+    study: Study
+    step: Step
+    loss: Loss
+
+    def loader(self, split: str) -> Loader:
+        """Return the loader of a split; validation goes through the same loader as training."""
+        samples = self.study.samples(self.run, self.manifest, split)
+        if split == "train" and samples.size < self.run.batch_size:
+            logging.warning("an epoch of %d samples is less than one batch (%d)", samples.size, self.run.batch_size)
+        module = plugins.plugin(plugins.loader(self.run))
+        loader: Loader = module.build(samples, self.run.loader, Share(self.run.batch_size), self.device)
+        return loader
+
+    @property
+    def parameters(self) -> int:
+        """Trainable parameters of the model."""
+        return sum(p.numel() for p in self.step.model.parameters() if p.requires_grad)
+
+
+def open_session(run: RunCore, manifest: str | Path, device: str = "auto", threads: int | None = None) -> Session:
+    """Set up everything but the loaders.
+
+    Parameters
+    ----------
+    device
+        `cpu`, `cuda`, or `auto`: CUDA where there is one.
+    threads
+        CPU threads of PyTorch; results on a CPU are bitwise repeatable for the same number.
+    """
+    if run.geometry.world_size > 1:
+        raise UserError(
+            f"geometry: this run asks for {run.geometry.world_size} processes ({run.geometry.nodes} nodes x "
+            f"{run.geometry.gpus_per_node}); this version trains on one device: set geometry to 1 x 1 and lower "
+            "batch_size"
+        )
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device cuda: PyTorch sees no CUDA device here; use --device cpu or a machine with a GPU")
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if threads:
+        torch.set_num_threads(threads)
+    found = Manifest.read(manifest)
+    study: Study = plugins.plugin(plugins.study(run)).STUDY
+    torch.manual_seed(run.seed)
+    model = study.model(run, found).to(device)
+    loss = study.loss(run)
+    return Session(run, found, torch.device(device), study, Step(model, loss, run, torch.device(device)), loss)
+
+
+def device_facts(device: torch.device) -> dict[str, str | int]:
+    """Return kind, name and CPU threads of the device, for the record."""
+    if device.type == "cuda":
+        return {"kind": "cuda", "name": torch.cuda.get_device_name(device), "threads": torch.get_num_threads()}
+    return {"kind": device.type, "name": _processor(), "threads": torch.get_num_threads()}
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        import platform
+
+        return platform.processor() or platform.machine()

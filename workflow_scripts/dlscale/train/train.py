@@ -1,0 +1,104 @@
+"""Stage `train`: train one run and write its metrics, logs, weights and a figure."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import json
+import logging
+from pathlib import Path
+
+import torch
+
+from dlscale.data.manifest import Manifest
+from dlscale.runtime import provenance, stages
+from dlscale.runtime.files import whole, write_json, write_text
+from dlscale.runtime.fingerprint import fingerprint
+from dlscale.runtime.lock import only_writer
+from dlscale.runtime.schema.run import TrainRun
+from dlscale.runtime.settings import load_run
+from dlscale.train.checkpoint import Checkpoints
+from dlscale.train.session import Session, device_facts, open_session
+from dlscale.train.tensorboard import Board
+from dlscale.train.trainer import Trainer
+
+
+def main(args: argparse.Namespace) -> None:
+    """Train the run in `args.config` on the data of `args.manifest` and fill the run's folder `args.out`."""
+    run = load_run(args.config, TrainRun)
+    session = open_session(run, args.manifest, args.device, args.threads)
+    folder = Path(args.checkpoints) / identity(run, session.manifest)[:16]
+    started = provenance.now()
+    with only_writer(folder), contextlib.ExitStack() as stack:
+        checkpoints = Checkpoints(folder, run.training.keep_checkpoints)
+        finished = folder / "finished"
+        if finished.exists():
+            # It was trained to the end before: whoever asks again wants it trained again.
+            checkpoints.clear()
+            finished.unlink()
+        out = Path(args.out)
+        board_folder = stack.enter_context(whole(out / "tensorboard"))
+        board = stack.enter_context(Board(board_folder, run))
+        train_loader, valid_loader = (
+            stack.enter_context(contextlib.closing(session.loader(split))) for split in ("train", "valid")
+        )
+        metrics = session.study.metrics(session.manifest, session.device)
+        trainer = Trainer(
+            run, session.step, session.loss, train_loader, valid_loader, metrics, checkpoints, board.epoch
+        )
+        logging.info(
+            "%s: %d parameters, %d training and %d validation samples, %d steps in %d epochs, batch %d, on %s",
+            run.study,
+            session.parameters,
+            train_loader.samples,
+            valid_loader.samples,
+            trainer.total_steps,
+            trainer.epochs,
+            run.batch_size,
+            session.device,
+        )
+        history = trainer.fit()
+        _draw(session, out / "prediction.png", board)
+        board.finish(history[-1])
+        with whole(out / "model.pt") as path:
+            torch.save({key: value.cpu() for key, value in session.step.model.state_dict().items()}, path)
+        write_json(
+            out / "provenance.json",
+            provenance.provenance(
+                started=started,
+                device=device_facts(session.device),
+                seed=run.seed,
+                parameters=session.parameters,
+                training_samples=train_loader.samples,
+                validation_samples=valid_loader.samples,
+                dataset=run.dataset,
+                manifest=session.manifest.provenance,
+                fingerprint=folder.name,
+                resumed_from_step=trainer.resumed_from,
+                metric_units=metrics.units,
+            ),
+        )
+        write_text(out / "metrics.jsonl", "".join(json.dumps(record) + "\n" for record in history))
+        finished.touch()
+
+
+def identity(run: TrainRun, manifest: Manifest) -> str:
+    """Return the SHA-256 of what makes this training itself: settings, data and sources."""
+    parts = {
+        "run": run.model_dump(mode="json"),
+        "data": {split: [file.identity for file in files] for split, files in manifest.splits.items()},
+        "sources": fingerprint(stages.modules("train", run)),
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def _draw(session: Session, path: Path, board: Board) -> None:
+    """Draw the first validation sample with its prediction."""
+    samples = session.study.samples(session.run, session.manifest, "valid")
+    x, y = samples.read(0, 0)
+    prediction = session.step.predict(torch.from_numpy(x)[None].to(session.device))[0].cpu().numpy()
+    figure = session.study.figure(session.manifest, x, y, prediction)
+    with whole(path) as temporary:
+        figure.savefig(temporary, dpi=100, format="png")
+    board.figure(figure)

@@ -1,0 +1,171 @@
+"""The training loop, the same for every study."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dlscale.data.loaders.base import Loader
+from dlscale.models.metrics import MetricSum
+from dlscale.runtime.errors import UserError
+from dlscale.runtime.progress import Progress
+from dlscale.runtime.schema.run import TrainRun
+from dlscale.studies.base import Metrics
+from dlscale.train.checkpoint import Checkpoints, State
+from dlscale.train.schedule import learning_rate, peak_rate
+from dlscale.train.step import Loss, Step
+
+Record = dict[str, Any]
+
+
+@dataclass
+class Trainer:
+    """Trains, validates after every epoch, and saves checkpoints at the ends of epochs.
+
+    Attributes
+    ----------
+    run
+        The settings.
+    step
+        One optimiser step.
+    loss
+        The loss, also that of validation.
+    loaders
+        Training and validation batches.
+    metrics
+        Validation metrics.
+    checkpoints
+        Where to save and resume.
+    on_epoch
+        Called with each epoch's record; on a resume first with those of the epochs done before.
+    """
+
+    run: TrainRun
+    step: Step
+    loss: Loss
+    train_loader: Loader
+    valid_loader: Loader
+    metrics: Metrics
+    checkpoints: Checkpoints
+    on_epoch: Callable[[Record], None]
+
+    def __post_init__(self) -> None:
+        per_epoch = len(self.train_loader)
+        training = self.run.training
+        self.total_steps = training.steps or per_epoch * (training.epochs or 0)
+        self.epochs = -(-self.total_steps // per_epoch)
+        self.peak = peak_rate(self.run.schedule, self.run.optimizer.lr, self.run.batch_size)
+        self.history: list[Record] = []
+        self.resumed_from: int | None = None
+
+    def fit(self) -> list[Record]:
+        """Train to the end, from the newest checkpoint if there is one; return a record for each epoch.
+
+        A record holds `epoch` (from 1), `step` and `samples` (totals so far), `learning_rate` (of the epoch's
+        last step), `train_loss` (mean over the epoch's samples), `valid_loss`, `epoch_seconds` and
+        `samples_per_second` (training alone, the wait for the first batch included), `valid_seconds`, and
+        `metrics` by name.
+        """
+        state = self.checkpoints.load(self.step.device)
+        if state is not None:
+            self._restore(state)
+        for record in self.history:
+            self.on_epoch(record)
+        with Progress("training", self.total_steps, "steps") as progress:
+            for epoch in range(len(self.history), self.epochs):
+                record = self._epoch(epoch, progress)
+                self.history.append(record)
+                logging.info(
+                    "epoch %d of %d: %.1f s, %.2f samples/s, train loss %.6f, valid loss %.6f (%.1f s)%s",
+                    record["epoch"],
+                    self.epochs,
+                    record["epoch_seconds"],
+                    record["samples_per_second"],
+                    record["train_loss"],
+                    record["valid_loss"],
+                    record["valid_seconds"],
+                    "".join(f", {name} {value:.4g}" for name, value in record["metrics"].items() if "skill" in name),
+                )
+                last = epoch + 1 == self.epochs
+                if last or (epoch + 1) % self.run.training.checkpoint_epochs == 0:
+                    self.checkpoints.save(record["step"], self._state())
+                self.on_epoch(record)
+        return self.history
+
+    def _epoch(self, epoch: int, progress: Progress) -> Record:
+        device = self.step.device
+        done = self.history[-1]["step"] if self.history else 0
+        seen = self.history[-1]["samples"] if self.history else 0
+        steps = min(len(self.train_loader), self.total_steps - done)
+        loss_sum = torch.zeros((), dtype=torch.float64 if device.type != "mps" else torch.float32, device=device)
+        samples, rate = 0, 0.0
+        start = time.perf_counter()
+        batches = self.train_loader.epoch(epoch)
+        for number in range(steps):
+            x, y = next(batches)
+            rate = learning_rate(self.run.schedule, self.peak, done + number, self.total_steps)
+            self.step.set_learning_rate(rate)
+            loss = self.step(x, y)
+            loss_sum += loss * len(x)  # stays on the device: no step waits
+            samples += len(x)
+            progress.update(done + number + 1)
+        train_loss = float(loss_sum) / samples  # waits, so the time below is that of finished work
+        seconds = time.perf_counter() - start
+        del batches
+        if not torch.isfinite(torch.tensor(train_loss)):
+            raise UserError(
+                f"epoch {epoch + 1}: the training loss is {train_loss}; lower optimizer.lr, add schedule.warmup_steps, "
+                "or use precision bf16 or fp32. Checkpoints of earlier epochs are kept"
+            )
+        start = time.perf_counter()
+        valid = self.validate()
+        return {
+            "epoch": epoch + 1,
+            "step": done + steps,
+            "samples": seen + samples,
+            "learning_rate": rate,
+            "train_loss": train_loss,
+            "valid_loss": valid.pop("loss"),
+            "epoch_seconds": seconds,
+            "samples_per_second": samples / seconds,
+            "valid_seconds": time.perf_counter() - start,
+            "metrics": valid,
+        }
+
+    def validate(self) -> dict[str, float]:
+        """Return the loss (`loss`) and the metrics over all validation samples, each counted once."""
+        sums = MetricSum()
+        for x, y in self.valid_loader.epoch(0):
+            prediction = self.step.predict(x)
+            # One loss a sample, so that a smaller last batch weighs as it should.
+            losses = torch.stack([self.loss(p[None], t[None]) for p, t in zip(prediction, y, strict=True)])
+            sums.add({"loss": losses, **self.metrics.per_sample(x, y, prediction)})
+        means = sums.means()
+        loss = float(means.pop("loss"))
+        return {"loss": loss, **self.metrics.summarise(means)}
+
+    def _state(self) -> State:
+        return {
+            "model": self.step.model.state_dict(),
+            "optimizer": self.step.optimizer.state_dict(),
+            "scaler": self.step.scaler.state_dict(),
+            "history": self.history,
+            "rng": torch.get_rng_state(),
+            "cuda_rng": torch.cuda.get_rng_state(self.step.device) if self.step.device.type == "cuda" else None,
+        }
+
+    def _restore(self, state: State) -> None:
+        self.step.model.load_state_dict(state["model"])
+        self.step.optimizer.load_state_dict(state["optimizer"])
+        self.step.scaler.load_state_dict(state["scaler"])
+        self.history = state["history"]
+        torch.set_rng_state(state["rng"].cpu())
+        if self.step.device.type == "cuda" and state["cuda_rng"] is not None:
+            torch.cuda.set_rng_state(state["cuda_rng"].cpu(), self.step.device)
+        self.resumed_from = self.history[-1]["step"]
+        logging.info("resumed after epoch %d, step %d", self.history[-1]["epoch"], self.resumed_from)
