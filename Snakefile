@@ -12,6 +12,10 @@ min_version("9.14")
 configfile: "config.yaml"
 
 
+# Documents the software. Only `--sdm apptainer` would use it; plain runs use the environment that snakemake is in.
+container: "docker://dlscale:0.1.0"
+
+
 include: "rules/common.smk"
 
 

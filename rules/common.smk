@@ -4,9 +4,8 @@
 # settings that it depends on. Snakemake compares parameters as a set of values, so one dict is compared as
 # a whole; imported modules and configuration read inside a stage it would not see at all.
 import json
+import sys
 from pathlib import Path
-
-from snakemake.exceptions import WorkflowError
 
 from dlscale.data import parts
 from dlscale.runtime import config as configuration
@@ -21,7 +20,9 @@ NAME = r"[A-Za-z0-9][A-Za-z0-9_-]*"
 try:
     CONFIG = configuration.load(config)
 except UserError as error:
-    raise WorkflowError(str(error)) from None
+    # The message alone: Snakemake would add the places in its files where the exception passed.
+    print(error, file=sys.stderr)
+    sys.exit(2)
 
 RESULTS = CONFIG.workflow.results
 STUDIES = {}

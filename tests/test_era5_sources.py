@@ -3,19 +3,43 @@
 from __future__ import annotations
 
 import datetime as dt
+import functools
+import http.server
+import importlib.util
+import shutil
+import threading
+import tracemalloc
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
 import xarray as xr
 
-REAL = Path(__file__).resolve().parents[1].parent / "shared" / "data" / "era5"
+from dlscale.data import era5_zarr
+from dlscale.data.era5 import Era5Source, open_source
+from dlscale.data.era5_zarr import acquire
+from dlscale.data.parts import Part, Raw
+from dlscale.data.transforms import IDENTITY
+from dlscale.runtime.errors import UserError
+from dlscale.runtime.schema.dataset import Era5Dataset
+
+REAL = Path(__file__).resolve().parents[2] / "shared" / "data" / "era5"
 GRIB, CLASSIC = REAL / "era5-2mt-2019-03-uk.grib", REAL / "eraint_uvz.nc"
 FORMATS = ("netcdf4", "packed", "netcdf3", "zarr", "grib")
 SHORT_NAMES = {"t2m": "2t", "u10": "10u", "z": "z", "t": "t"}
 UNITS = {"t2m": "K", "u10": "m s**-1", "z": "m**2 s**-2", "t": "K"}
 LEVELS = (850, 500, 200)
 
-Period = tuple[dt.date, dt.date]
+# of the tests' own, plain reads
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::xarray.SerializationWarning",
+    "ignore:Consolidated metadata",
+    "ignore:Failed to open Zarr store with consolidated",
+    "ignore:invalid value encountered in cast",
+    "ignore:Cannot close a netcdf_file opened with mmap",
+)
 
 
 # ------------------------------------------------------------------------------------------------- making input
@@ -28,31 +52,688 @@ def atmosphere(
     names: tuple[str, ...] = ("t2m", "u10", "z", "t"),
     height: int = 9,
     width: int = 12,
+    seed: int = 0,
 ) -> xr.Dataset:
     """Random states [time, (level,) latitude, longitude], north to south; z and t are on LEVELS."""
     times = np.datetime64(start, "ns") + np.arange(0, hours, step) * np.timedelta64(1, "h")
-    axes = {
-        "time": times,
-        "level": ("level", np.array(LEVELS, np.int32), {"units": "hPa"}),
-        "latitude": np.linspace(60.0, 60.0 - 2.5 * (height - 1), height),
-        "longitude": np.arange(width) * 2.5,
-    }
-    rng, data = np.random.default_rng(hash(start) % 1000), {}
+    latitude, longitude = 60.0 - 2.5 * np.arange(height), 2.5 * np.arange(width)
+    rng, variables = np.random.default_rng(seed), {}
     for name in names:
-        dims = ["time", "latitude", "longitude"]
-        if name in ("z", "t"):
-            dims.insert(1, "level")
-        shape = [np.size(axes[dim]) if dim != "level" else len(LEVELS) for dim in dims]
+        levels = LEVELS if name in ("z", "t") else ()
+        shape = (times.size, *((len(levels),) if levels else ()), height, width)
         values = (280 + 10 * rng.standard_normal(shape)).astype(np.float32)
-        data[name] = (dims, values, {"units": UNITS[name], "long_name": f"the {name}"})
-    return xr.Dataset(data, axes)
+        dims = ("time", *(("level",) if levels else ()), "latitude", "longitude")
+        variables[name] = (dims, values, {"units": UNITS[name], "long_name": f"the {name}"})
+    axes = {"time": times, "latitude": latitude, "longitude": longitude}
+    if {"z", "t"} & set(names):
+        axes["level"] = np.array(LEVELS, np.int32)
+    return xr.Dataset(variables, axes)
 
 
-def write(states: xr.Dataset, path: Path, form: str) -> Path:
-    """Write in one of FORMATS; returns the path."""
+def write(states: xr.Dataset, path: Path, form: str, chunk: int = 4) -> Path:
+    """Write in one of FORMATS, `chunk` times in a chunk where there are chunks; returns the path."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    chunks = {
+        str(n): tuple(min(chunk, v.sizes[d]) if d == "time" else v.sizes[d] for d in v.dims) for n, v in states.items()
+    }
     if form == "grib":
         write_grib(states, path)
     elif form == "zarr":
-        states.chunk_encoding = None if False else None  # type: ignore[attr-defined]
+        states.to_zarr(path, encoding={name: {"chunks": sizes} for name, sizes in chunks.items()}, consolidated=False)
+    elif form == "netcdf3":
+        states.to_netcdf(path, engine="scipy", format="NETCDF3_CLASSIC")
+    else:
+        encoding: dict[str, dict[str, Any]] = {name: {"chunksizes": sizes} for name, sizes in chunks.items()}
+        if form == "packed":
+            packing = {"dtype": "int16", "scale_factor": 0.003, "add_offset": 280.0, "_FillValue": -32767, "zlib": True}
+            encoding = {name: {**value, **packing} for name, value in encoding.items()}
+        states.to_netcdf(path, engine="h5netcdf", encoding=encoding)
     return path
+
+
+def write_grib(states: xr.Dataset, path: Path, mode: str = "wb", **keys: Any) -> None:
+    """Write one message a time, variable and level, in that order; values exact (IEEE packing)."""
+    eccodes = pytest.importorskip("eccodes")
+    latitude, longitude = states.latitude.values, states.longitude.values
+    grid = {
+        "Ni": longitude.size,
+        "Nj": latitude.size,
+        "jScansPositively": int(latitude[0] < latitude[-1]),
+        "latitudeOfFirstGridPointInDegrees": latitude[0],
+        "latitudeOfLastGridPointInDegrees": latitude[-1],
+        "longitudeOfFirstGridPointInDegrees": longitude[0],
+        "longitudeOfLastGridPointInDegrees": longitude[-1],
+        "iDirectionIncrementInDegrees": 2.5,
+        "jDirectionIncrementInDegrees": 2.5,
+    }
+    with open(path, mode) as file:
+        for time in states.time.values:
+            stamp = str(time.astype("datetime64[m]"))
+            clock = {"dataDate": int(stamp[:10].replace("-", "")), "dataTime": int(stamp[11:].replace(":", ""))}
+            for name, array in states.items():
+                for level in states.level.values if "level" in array.dims else (None,):
+                    values = array.sel(time=time, **({} if level is None else {"level": level})).values
+                    message = eccodes.codes_grib_new_from_samples("regular_ll_pl_grib2")
+                    level_key = {} if level is None else {"level": int(level)}
+                    named = {**grid, **clock, "shortName": SHORT_NAMES[str(name)], **level_key, **keys}
+                    for key, value in {**named, "packingType": "grid_ieee"}.items():
+                        eccodes.codes_set(message, key, value)
+                    eccodes.codes_set_values(message, values.astype(float).ravel())
+                    eccodes.codes_write(message, file)
+                    eccodes.codes_release(message)
+
+
+def settings(channels: list[str], **keys: Any) -> Era5Dataset:
+    days = {
+        "train": ["2000-01-01", "2000-01-02"],
+        "valid": ["2001-01-01", "2001-01-02"],
+    }  # tests give theirs in the part
+    source = {"kind": "files", "paths": ["unused"]}
+    return Era5Dataset.model_validate({"kind": "era5", "source": source, "channels": channels, "split": days, **keys})
+
+
+def part(first: str | None = None, last: str | None = None) -> Part:
+    period = (dt.date.fromisoformat(first), dt.date.fromisoformat(last)) if first and last else None
+    return Part("train", "2020", (), period=period)
+
+
+def fields(source: Era5Source, block: int = 5) -> np.ndarray:
+    """Everything, read in small blocks."""
+    rows = source.fields[0].rows
+    blocks = [source.read(start, min(start + block, rows))["fields"] for start in range(0, rows, block)]
+    whole = np.concatenate(blocks)
+    assert whole.dtype == np.float32
+    assert whole.shape == source.fields[0].shape
+    return whole
+
+
+def refused(*paths: Path, channels: tuple[str, ...] = ("t2m",), of: Part | None = None, **keys: Any) -> str:
+    """The message of the `UserError` that opening and reading ends in: one line that says what to do."""
+    with pytest.raises(UserError) as caught:
+        fields(open_source(settings(list(channels), **keys), of or part(), list(paths)))
+    message = str(caught.value)
+    assert "\n" not in message
+    assert len(message) < 700
+    return message
+
+
+# ---------------------------------------------------------------------------------------------------- real files
+
+
+@pytest.mark.skipif(not GRIB.exists(), reason="the real ERA5 file is not at hand")
+def test_real_grib_is_what_cfgrib_reads(tmp_path: Path) -> None:
+    path = tmp_path / GRIB.name
+    shutil.copy(GRIB, path)
+    truth = xr.open_dataset(GRIB, engine="cfgrib", backend_kwargs={"indexpath": ""})
+    source = open_source(settings(["t2m"]), part("2019-03-25", "2019-03-31"), [path])
+    held_out = truth.sel(time=slice("2019-03-25", "2019-03-31"))
+    np.testing.assert_array_equal(fields(source, 50)[:, 0], held_out.t2m.values)
+    assert source.fields[0].shape == (168, 1, 33, 49)
+    assert source.fields[0].units == ("K",)
+    assert source.attributes["long_names"] == ["2 metre temperature"]
+    assert source.attributes["step_hours"] == 1
+    np.testing.assert_array_equal(source.coordinates["latitude"], truth.latitude)
+    np.testing.assert_array_equal(source.coordinates["longitude"], truth.longitude)
+    assert source.coordinates["time"][0] == (dt.date(2019, 3, 25) - dt.date(1970, 1, 1)).days * 24
+    source.close()
+    assert list(tmp_path.iterdir()) == [path], "no index file beside the input"
+
+    every_sixth = open_source(settings(["t2m"], step_hours=6), part("2019-03-01", "2019-03-31"), [path])
+    np.testing.assert_array_equal(fields(every_sixth)[:, 0], truth.t2m.values[::6])
+    assert "covers 2019-03-01 00:00 to 2019-03-31 23:00" in refused(path, of=part("2019-03-25", "2019-04-02"))
+    assert "did you mean 't2m'" in refused(path, channels=("t2n",))
+
+
+@pytest.mark.skipif(not CLASSIC.exists(), reason="the real ERA-Interim file is not at hand")
+def test_real_classic_netcdf_is_what_xarray_reads(tmp_path: Path) -> None:
+    """The file has months for times: as it is, it is refused; with dates, it is read, packed and on levels."""
+    message = refused(CLASSIC, channels=("u@500",))
+    assert "'u' has no time axis; expected valid_time or time" in message
+    assert "month (2)" in message
+
+    months = xr.open_dataset(CLASSIC, engine="scipy", mask_and_scale=False)
+    dated = months.rename(month="time").assign_coords(time=np.array(["2019-01-01", "2019-01-02"], "datetime64[ns]"))
+    dated.to_netcdf(tmp_path / "dated.nc", engine="scipy", format="NETCDF3_CLASSIC")
+    assert (tmp_path / "dated.nc").read_bytes()[:3] == b"CDF"
+    truth = xr.open_dataset(CLASSIC, engine="scipy")
+    source = open_source(settings(["v@850", "u@200", "z@500"]), part(), [tmp_path / "dated.nc"])
+    assert source.fields[0].units == ("m s**-1", "m s**-1", "m**2 s**-2")
+    for position, (name, level) in enumerate([("v", 850), ("u", 200), ("z", 500)]):
+        expected = truth[name].sel(level=level).values.astype(np.float32)
+        np.testing.assert_array_equal(fields(source)[:, position], expected)
+
+
+# --------------------------------------------------------------------------------------------------- every format
+
+
+def truth_of(states: xr.Dataset, path: Path, form: str) -> xr.Dataset:
+    """What plain xarray makes of the file; GRIB holds its values exactly."""
+    if form == "grib":
+        return states
+    keys: dict[str, Any] = {"zarr": {"engine": "zarr", "consolidated": False}, "netcdf3": {"engine": "scipy"}}
+    return xr.open_dataset(path, **keys.get(form, {"engine": "h5netcdf"}))
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("north_first", [True, False], ids=["north-south", "south-north"])
+def test_values_order_and_levels(tmp_path: Path, form: str, north_first: bool) -> None:
+    states = atmosphere()
+    stored = states if north_first else states.isel(latitude=slice(None, None, -1))
+    path = write(stored, tmp_path / "file", form)  # without a suffix: the content tells
+    truth = truth_of(stored, path, form).sortby("latitude", ascending=False)
+    channels = ["t@500", "u10", "z@200", "t2m", "t@850"]
+    source = open_source(settings(channels), part(), [path])
+    assert source.fields[0].channels == tuple(channels)
+    assert source.fields[0].units == ("K", "m s**-1", "m**2 s**-2", "K", "K")
+    assert source.fields[0].channel_axis == 1
+    assert all(transform == IDENTITY for transform in source.fields[0].transforms)
+    values = fields(source)
+    for position, channel in enumerate(channels):
+        name, _, level = channel.partition("@")
+        one = truth[name].sel(level=int(level)) if level else truth[name]
+        expected = one.transpose("time", "latitude", "longitude").values.astype(np.float32)
+        np.testing.assert_array_equal(values[:, position], expected, err_msg=channel)
+    np.testing.assert_array_equal(source.coordinates["latitude"], states.latitude)
+    np.testing.assert_array_equal(source.coordinates["longitude"], states.longitude)
+    hours = (states.time.values - np.datetime64("1970-01-01")) / np.timedelta64(1, "h")
+    np.testing.assert_array_equal(source.coordinates["time"], hours)
+    assert {array.dtype for array in source.coordinates.values()} == {np.dtype(np.float64)}
+    assert source.attributes["source_files"] == [str(path)]
+    assert source.attributes["step_hours"] == 6
+    source.close()
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_crop_and_downsampling_against_a_slow_loop(tmp_path: Path, form: str) -> None:
+    states = atmosphere(hours=24).isel(latitude=slice(None, None, -1))
+    path = write(states, tmp_path / "file", form)
+    north_first = truth_of(states, path, form).sortby("latitude", ascending=False)
+    source = open_source(settings(["u10", "z@500"], crop=(7, 11), downsample=3), part(), [path])
+    values = fields(source, 3)
+    assert values.shape == (4, 2, 2, 3)  # 7x11 points hold 2x3 blocks of 3x3
+    raw = np.stack([north_first.u10, north_first.z.sel(level=500).transpose("time", "latitude", "longitude")], 1)
+    for index in np.ndindex(values.shape):
+        t, c, i, j = index
+        block = [raw[t, c, 3 * i + a, 3 * j + b] for a in range(3) for b in range(3)]
+        assert values[index] == pytest.approx(np.mean(block, dtype=np.float64), rel=1e-6)
+    np.testing.assert_allclose(source.coordinates["latitude"], [57.5, 50.0])
+    np.testing.assert_allclose(source.coordinates["longitude"], [2.5, 10.0, 17.5])
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_period_and_step(tmp_path: Path, form: str) -> None:
+    """Hourly data from 27 February to 1 March 2020: the 29th counts, and the days are inclusive."""
+    states = atmosphere(step=1, names=("t2m",), hours=100)
+    path = write(states, tmp_path / "file", form, chunk=7)
+    truth = truth_of(states, path, form).t2m
+    hourly = open_source(settings(["t2m"]), part("2020-02-28", "2020-02-29"), [path])
+    expected = truth.sel(time=slice("2020-02-28", "2020-02-29")).values.astype(np.float32)
+    np.testing.assert_array_equal(fields(hourly)[:, 0], expected)
+    assert hourly.fields[0].rows == 48
+    for step in (1, 3, 6, 12, 24):
+        source = open_source(settings(["t2m"], step_hours=step), part("2020-02-28", "2020-02-29"), [path])
+        np.testing.assert_array_equal(fields(source)[:, 0], expected[::step])
+        assert source.coordinates["time"][0] % step == 0
+    assert open_source(settings(["t2m"]), part(), [path]).fields[0].rows == 100
+
+
+@pytest.mark.parametrize(("year", "rows"), [(2019, 1460), (2020, 1464)])
+def test_years_have_their_length(tmp_path: Path, year: int, rows: int) -> None:
+    states = atmosphere(f"{year}-01-01", rows * 6, names=("t2m",), height=2, width=2)
+    path = write(states, tmp_path / "year.nc", "netcdf4")
+    source = open_source(settings(["t2m"]), part(f"{year}-01-01", f"{year}-12-31"), [path])
+    assert source.fields[0].rows == rows
+    np.testing.assert_array_equal(fields(source, 100)[:, 0], states.t2m)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_spread_over_files(tmp_path: Path, form: str) -> None:
+    """A file a day and channel, given in any order, some in another format and from south to north."""
+    states = atmosphere(names=("t2m", "u10"))
+    paths = []
+    for day in ("2020-02-29", "2020-02-27", "2020-03-01", "2020-02-28"):
+        for name in ("u10", "t2m"):
+            piece = states[[name]].sel(time=day)
+            odd = day == "2020-03-01"
+            piece = piece.isel(latitude=slice(None, None, -1)) if odd else piece
+            paths.append(write(piece, tmp_path / f"{name}-{day}", "netcdf4" if odd else form))
+    source = open_source(settings(["t2m", "u10"]), part("2020-02-27", "2020-03-01"), paths)
+    expected = np.stack([states.t2m.values, states.u10.values], axis=1)
+    np.testing.assert_allclose(fields(source, 3), expected, atol=0.002 if form == "packed" else 0)
+    assert set(source.attributes["source_files"]) == {str(path) for path in paths}
+    only = open_source(settings(["u10"]), part("2020-02-28", "2020-02-28"), paths)
+    assert only.attributes["source_files"] == [str(tmp_path / "u10-2020-02-28")]
+
+
+def test_all_channels_in_file_order_where_none_are_named(tmp_path: Path) -> None:
+    states = atmosphere(names=("u10", "t2m"))
+    states["mask"] = (("latitude", "longitude"), np.ones((9, 12)))  # no time: no channel
+    path = write(states.drop_vars("mask"), tmp_path / "2020.nc", "netcdf4")
+    simulated = {"kind": "simulated", "train": [2020], "valid": [2021]}
+    dataset = Era5Dataset.model_validate({"kind": "era5", "source": simulated})
+    source = open_source(dataset, part(), [path])
+    assert source.fields[0].channels == ("u10", "t2m")
+    states[["mask", "u10"]].to_netcdf(tmp_path / "mask.nc", engine="h5netcdf")
+    assert open_source(dataset, part(), [tmp_path / "mask.nc"]).fields[0].channels == ("u10",)
+
+
+def test_the_names_that_axes_go_by(tmp_path: Path) -> None:
+    """The present NetCDF of the climate data store, short names, hectopascals, a single time, one level."""
+    states = atmosphere(names=("t2m", "z"))
+    present = states.rename(time="valid_time", level="pressure_level").expand_dims(number=1)
+    present = present.assign_coords(expver=("valid_time", ["0001"] * 16))
+    short = states.rename(latitude="lat", longitude="lon", level="plev").assign_coords(plev=np.array(LEVELS) * 100.0)
+    short.plev.attrs["units"] = "Pa"
+    single = [states.sel(time=time).sel(level=500) for time in states.time.values]
+    files = {"present": present, "short": short.transpose("time", "lon", "plev", "lat")}
+    expected = np.stack([states.z.sel(level=500).values, states.t2m.values], axis=1)
+    for name, file in files.items():
+        file.to_netcdf(tmp_path / name, engine="h5netcdf")
+        source = open_source(settings(["z@500", "t2m"]), part(), [tmp_path / name])
+        np.testing.assert_array_equal(fields(source), expected, err_msg=name)
+    for number, file in enumerate(single):
+        file.to_netcdf(tmp_path / f"single{number}.nc", engine="scipy")
+    for channels in (["z@500", "t2m"], ["z", "t2m"], ["z@500.0", "t2m"]):
+        source = open_source(settings(channels), part(), sorted(tmp_path.glob("single*")))
+        np.testing.assert_array_equal(fields(source), expected)
+
+
+def test_longitudes_go_on_across_the_meridian(tmp_path: Path) -> None:
+    states = atmosphere(names=("t2m",)).assign_coords(longitude=(350 + 2.5 * np.arange(12)) % 360)
+    west = atmosphere(names=("u10",)).assign_coords(longitude=-10 + 2.5 * np.arange(12))
+    write(states, tmp_path / "a.nc", "netcdf4")
+    write(west, tmp_path / "b.nc", "netcdf3")
+    source = open_source(settings(["t2m", "u10"], downsample=2), part(), [tmp_path / "a.nc", tmp_path / "b.nc"])
+    np.testing.assert_allclose(source.coordinates["longitude"], 351.25 + 5 * np.arange(6))
+
+
+def test_grib_of_many_shapes(tmp_path: Path) -> None:
+    """Levels that start later, another step, accumulations: what xarray's view of a file cannot hold."""
+    states, path = atmosphere(), tmp_path / "mixed.grib"
+    write_grib(states[["u10", "z", "t"]].isel(time=slice(None, None, -1)), path)  # backwards
+    write_grib(states[["t2m"]].isel(time=slice(4, None)), path, "ab")
+    source = open_source(settings(["z@850", "u10"]), part(), [path])
+    expected = np.stack([states.z.sel(level=850), states.u10], axis=1)
+    np.testing.assert_array_equal(fields(source), expected)
+    assert "'t2m' is missing at 2020-02-27 00:00 (4 such times), where 'u10' is there" in refused(
+        path, channels=("u10", "t2m")
+    )
+    later = open_source(settings(["u10", "t2m"]), part("2020-02-28", "2020-03-01"), [path])
+    np.testing.assert_array_equal(fields(later)[:, 1], states.t2m[4:])
+
+    forecast = tmp_path / "forecast.grib"  # valid 6 h after its base time: two steps from each of two bases
+    for base in range(0, 8, 2):
+        for ahead in (1, 2):
+            shifted = states[["t2m"]].isel(time=[base + ahead]).assign_coords(time=states.time.values[[base]])
+            write_grib(shifted, forecast, "ab", forecastTime=6 * ahead)
+    source = open_source(settings(["t2m"]), part(), [forecast])
+    np.testing.assert_array_equal(fields(source)[:, 0], states.t2m[1:9])
+
+
+# ------------------------------------------------------------------------------------------------------- memory
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("downsample", [1, 3])
+def test_memory_is_bounded_by_what_bytes_per_row_says(tmp_path: Path, form: str, downsample: int) -> None:
+    """Python's own buffers; those of the libraries, a chunk or a message, are outside its view."""
+    states = atmosphere(hours=400, step=1, names=("t2m", "u10", "z"), height=60, width=90)
+    if form == "grib":  # slow to write
+        states = states.isel(time=slice(0, 100))
+    path = write(states, tmp_path / "file", form, chunk=4)
+    source = open_source(settings(["t2m", "z@500"], downsample=downsample), part(), [path])
+    block = 16
+    source.read(0, 1)
+    tracemalloc.start()
+    try:
+        for start in range(0, source.fields[0].rows - block, block):
+            source.read(start, start + block)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    bound = block * source.bytes_per_row
+    assert peak < bound + 200_000
+    assert bound < 12 * 4 * block * 2 * 60 * 90, "not a bound for its own sake"
+    assert states.nbytes > 2 * bound
+
+
+def test_only_what_is_asked_for_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    states = atmosphere(hours=80, step=1, names=("t2m", "z"))
+    path = write(states, tmp_path / "file.grib", "grib")
+    source = open_source(settings(["z@500"]), part("2020-02-29", "2020-02-29"), [path])
+    from cfgrib import messages
+
+    read, offsets = messages.Message.from_file, []
+
+    def counted(file: Any, offset: Any = None, **keys: Any) -> Any:
+        offsets.append(offset)
+        return read(file, offset, **keys)
+
+    monkeypatch.setattr(messages.Message, "from_file", counted)
+    source.read(3, 7)
+    assert len(offsets) == 4
+
+
+# ------------------------------------------------------------------------------------------------------- mistakes
+
+
+def changed(change: Callable[[xr.Dataset], xr.Dataset]) -> Callable[[Path], list[Path]]:
+    """A file of t2m and z that has been meddled with."""
+
+    def make(folder: Path) -> list[Path]:
+        change(atmosphere(names=("t2m", "z"))).to_netcdf(folder / "odd.nc", engine="h5netcdf")
+        return [folder / "odd.nc"]
+
+    return make
+
+
+def two(change: Callable[[xr.Dataset], xr.Dataset], second: str = "u10") -> Callable[[Path], list[Path]]:
+    """One file of t2m, and another one, meddled with."""
+
+    def make(folder: Path) -> list[Path]:
+        other = change(atmosphere(names=(second,), seed=1))
+        return [write(atmosphere(names=("t2m",)), folder / "a.nc", "netcdf4"), write(other, folder / "b.nc", "netcdf4")]
+
+    return make
+
+
+def raw_bytes(content: bytes) -> Callable[[Path], list[Path]]:
+    def make(folder: Path) -> list[Path]:
+        (folder / "odd.nc").write_bytes(content)
+        return [folder / "odd.nc"]
+
+    return make
+
+
+def points(states: xr.Dataset) -> xr.Dataset:
+    return states.stack(station=("latitude", "longitude")).reset_index("station")
+
+
+def curvilinear(states: xr.Dataset) -> xr.Dataset:
+    y, x = np.meshgrid(states.latitude, states.longitude, indexing="ij")
+    plain = states.drop_vars(["latitude", "longitude"]).rename(latitude="y", longitude="x")
+    return plain.assign_coords(latitude=(("y", "x"), y), longitude=(("y", "x"), x))
+
+
+def without(index: int) -> Callable[[xr.Dataset], xr.Dataset]:
+    return lambda states: states.isel(time=[i for i in range(16) if i != index])
+
+
+def no_dates(states: xr.Dataset) -> xr.Dataset:
+    return states.assign_coords(time=np.arange(16))
+
+
+def jittered(states: xr.Dataset) -> xr.Dataset:
+    times = states.time.values.copy()
+    times[7] += np.timedelta64(1, "h")
+    return states.assign_coords(time=times)
+
+
+def in_celsius(states: xr.Dataset) -> xr.Dataset:
+    """The four days that follow, in other units."""
+    later = states.assign_coords(time=states.time + np.timedelta64(96, "h"))
+    later.t2m.attrs["units"] = "C"
+    return later
+
+
+SAME: Callable[[xr.Dataset], xr.Dataset] = lambda states: states  # noqa: E731
+BOTH = {"channels": ("t2m", "u10")}
+MISTAKES: dict[str, tuple[Callable[[Path], list[Path]], dict[str, Any], list[str]]] = {
+    "missing": (lambda folder: [folder / "none.nc"], {}, ["none.nc: no such file", "acquire"]),
+    "folder": (lambda folder: [folder], {}, ["not a Zarr store"]),
+    "empty": (raw_bytes(b""), {}, ["is empty"]),
+    "foreign": (raw_bytes(b"%PDF-1.7"), {}, ["neither GRIB nor NetCDF nor Zarr", "%PDF"]),
+    "zipped": (raw_bytes(b"PK\x03\x04...."), {}, ["unpack it"]),
+    "cdf5": (raw_bytes(b"CDF\x05...."), {}, ["nccopy"]),
+    "variable": (changed(SAME), {"channels": ("t2n",)}, ["'t2n': no such variable (did you mean 't2m'?)", "t2m, z"]),
+    "level": (changed(SAME), {"channels": ("z@501",)}, ["no level 501; its levels (hPa): 850, 500, 200"]),
+    "which level": (changed(SAME), {"channels": ("z",)}, ["it has the levels 850, 500, 200", "'z@850'"]),
+    "no levels": (changed(SAME), {"channels": ("t2m@500",)}, ["no pressure levels; write 't2m'"]),
+    "before": (changed(SAME), {"of": part("2020-02-26", "2020-03-01")}, ["'t2m' covers 2020-02-27 00:00 to"]),
+    "after": (changed(SAME), {"of": part("2021-01-01", "2021-01-02")}, ["needs 2021-01-01 to 2021-01-02", "split"]),
+    "crop": (changed(SAME), {"crop": (10, 12)}, ["crop [10, 12] is larger than the grid of 9 latitudes and 12"]),
+    "downsample": (changed(SAME), {"downsample": 10}, ["downsample 10 leaves nothing of 9x12"]),
+    "no time": (changed(lambda s: s.isel(time=0, drop=True)), {}, ["'t2m' has no time axis", "valid_time or time"]),
+    "no times": (changed(lambda s: s.isel(time=[])), {}, ["'t2m' holds no values", "time (0)"]),
+    "no dates": (changed(no_dates), {}, ["no dates of the standard calendar"]),
+    "points": (changed(points), {}, ["expected a regular grid", "station (108)"]),
+    "curvilinear": (changed(curvilinear), {}, ["expected a regular grid", "y (9)"]),
+    "shuffled": (changed(lambda s: s.isel(latitude=[0, 2, 1])), {}, ["not in order"]),
+    "members": (changed(lambda s: xr.concat([s, s], "number")), {}, ["further dimension number", "number (2)"]),
+    "gap": (changed(without(5)), {}, ["2020-02-28 06:00 is missing (1 of 16 times, every 6 h"]),
+    "asked step": (changed(without(5)), {"step_hours": 6}, ["2020-02-28 06:00 is missing"]),
+    "finer step": (changed(SAME), {"step_hours": 3}, ["2020-02-27 03:00 is missing (15 of 31 times, every 3 h"]),
+    "irregular": (changed(jittered), {}, ["2020-02-28 18:00 is missing"]),
+    "nothing left": (changed(SAME), {"step_hours": 2400}, ["none is a multiple of step_hours (2400)"]),
+    "one channel short": (two(without(5)), BOTH, ["'u10' is missing at 2020-02-28 06:00 (1 such times), where 't2m'"]),
+    "twice": (two(without(0), "t2m"), {}, ["'t2m' stands twice at 2020-02-27 06:00", "a.nc and", "b.nc"]),
+    "grids": (two(lambda s: s.isel(latitude=slice(0, 8))), BOTH, ["another grid (8 latitudes 60 to 42.5, 12 long"]),
+    "shifted": (two(lambda s: s.assign_coords(longitude=s.longitude + 1.25)), BOTH, ["another grid"]),
+    "units": (two(in_celsius, "t2m"), {}, ["'t2m' has units 'C', but 'K' in", "convert"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", MISTAKES)
+def test_mistakes_end_in_one_clear_message(tmp_path: Path, case: str) -> None:
+    make, keys, expected = MISTAKES[case]
+    message = refused(*make(tmp_path), **keys)
+    for text in expected:
+        assert text in message
+
+
+@pytest.mark.parametrize("form", ["netcdf4", "packed", "netcdf3", "grib"])
+def test_torn_files(tmp_path: Path, form: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """Cut anywhere, a file is called torn, or it lacks times; the libraries' own complaints are not heard."""
+    content = write(atmosphere(names=("t2m",)), tmp_path / "file", form).read_bytes()
+    for share in (0.02, 0.3, 0.6, 0.9, 0.999):
+        (tmp_path / "torn").write_bytes(content[: int(len(content) * share)])
+        message = refused(tmp_path / "torn", of=part("2020-02-27", "2020-03-01"))
+        assert "torn" in message
+    assert capfd.readouterr() == ("", "")
+
+
+def test_damaged_grib(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = write(atmosphere(names=("t2m",)), tmp_path / "file.grib", "grib")
+    content = path.read_bytes()
+    second = content.index(b"GRIB", 10)
+    for start in (second + 10, second + 40, second + 110, second + 150):
+        path.write_bytes(content[:start] + b"\xff" * 40 + content[start + 40 :])
+        assert "torn or damaged" in refused(path)
+    reduced = tmp_path / "reduced.grib"
+    eccodes = pytest.importorskip("eccodes")
+    with open(reduced, "wb") as file:
+        message = eccodes.codes_grib_new_from_samples("reduced_gg_pl_32_grib2")
+        eccodes.codes_write(message, file)
+    assert "on a grid of type reduced_gg; expected a regular grid" in refused(reduced, channels=("t@1000",))
+    assert capfd.readouterr() == ("", "")
+
+
+def test_duplicates_within_a_grib_file(tmp_path: Path) -> None:
+    states = atmosphere(names=("t2m",))
+    write_grib(states, tmp_path / "twice.grib")
+    write_grib(states.isel(time=[3]), tmp_path / "twice.grib", "ab")
+    assert "'t2m' stands twice at 2020-02-27 18:00" in refused(tmp_path / "twice.grib")
+
+
+def test_missing_values_are_nan(tmp_path: Path) -> None:
+    """The preprocess stage names them; here they must not become numbers."""
+    states = atmosphere(names=("t2m",))
+    states.t2m[2, 3, 4] = np.nan
+    for form in ("netcdf4", "packed", "netcdf3", "zarr"):
+        values = fields(open_source(settings(["t2m"]), part(), [write(states, tmp_path / form, form)]))
+        assert np.argwhere(np.isnan(values)).tolist() == [[2, 0, 3, 4]]
+    write_grib(states.fillna(1e9), tmp_path / "grib", bitmapPresent=1, missingValue=1e9)
+    values = fields(open_source(settings(["t2m"]), part(), [tmp_path / "grib"]))
+    assert np.argwhere(np.isnan(values)).tolist() == [[2, 0, 3, 4]]
+
+
+# ---------------------------------------------------------------------------------------------- from a Zarr store
+
+CHANNELS = ["t@500", "2m_temperature", "z@200", "t@850"]
+
+
+def days(first: str, last: str, store: Path | str) -> Raw:
+    return Raw("train-2020.nc", str(store), period=(dt.date.fromisoformat(first), dt.date.fromisoformat(last)))
+
+
+def weatherbench(**keys: Any) -> xr.Dataset:
+    """Names as in ARCO-ERA5, axes as in WeatherBench2: longitude before latitude, south to north."""
+    states = atmosphere(**keys).rename(t2m="2m_temperature").isel(latitude=slice(None, None, -1))
+    return states.transpose("time", "level", "longitude", "latitude")
+
+
+@pytest.mark.parametrize("consolidated", [True, False])
+@pytest.mark.parametrize("version", [2, 3])
+def test_zarr_round_trip(tmp_path: Path, consolidated: bool, version: int) -> None:
+    states = weatherbench(step=1, hours=120)
+    chunks = {name: {"chunks": (7, 2, 12, 9)[: array.ndim]} for name, array in states.items() if array.ndim == 4}
+    states.to_zarr(tmp_path / "store", consolidated=consolidated, zarr_format=version, encoding=chunks)
+    seen: list[tuple[int, int]] = []
+    out = tmp_path / "source" / "train-2020.nc"
+    dataset = settings(CHANNELS, step_hours=6, memory_mb=1)
+    acquire(dataset, days("2020-02-28", "2020-03-01", tmp_path / "store"), out, lambda *done: seen.append(done))
+    assert seen[-1] == (12, 12)
+    assert seen == sorted(seen)
+
+    truth = xr.open_dataset(tmp_path / "store", engine="zarr", chunks=None).sortby("latitude", ascending=False)
+    truth = truth.sel(time=slice("2020-02-28", "2020-03-01")).isel(time=slice(None, None, 6))
+    plain = xr.open_dataset(out, engine="h5netcdf")
+    assert list(plain.data_vars) == CHANNELS
+    for channel in CHANNELS:
+        name, _, level = channel.partition("@")
+        expected = truth[name].sel(level=int(level)) if level else truth[name]
+        np.testing.assert_array_equal(plain[channel], expected.transpose("time", "latitude", "longitude"))
+        assert plain[channel].attrs["units"] == truth[name].attrs["units"]
+    np.testing.assert_array_equal(plain.time, truth.time)
+    np.testing.assert_array_equal(plain.latitude, truth.latitude)
+
+    source = open_source(dataset, part("2020-02-28", "2020-03-01"), [out])
+    assert source.fields[0].channels == tuple(CHANNELS)
+    for position, channel in enumerate(CHANNELS):
+        np.testing.assert_array_equal(fields(source)[:, position], plain[channel])
+    direct = open_source(dataset, part("2020-02-28", "2020-03-01"), [tmp_path / "store"])
+    np.testing.assert_array_equal(fields(direct), fields(source))
+
+
+def test_acquisition_has_bounded_memory(tmp_path: Path) -> None:
+    states = atmosphere(hours=600, step=1, names=("t2m", "u10"), height=80, width=120)
+    write(states, tmp_path / "store", "zarr", chunk=10)
+    acquire(settings(["t2m"]), days("2020-02-27", "2020-02-27", tmp_path / "store"), tmp_path / "warm.nc")
+    blocks: list[tuple[int, int]] = []
+    tracemalloc.start()
+    try:
+        dataset = settings(["t2m", "u10"], memory_mb=4)
+        raw = days("2020-02-27", "2020-03-22", tmp_path / "store")
+        acquire(dataset, raw, tmp_path / "out.nc", lambda *done: blocks.append(done))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert states.nbytes > 10 * 4e6
+    assert peak < 4e6 + 1e6
+    assert all(done % 10 == 0 for done, _ in blocks), "blocks end where chunks do"
+
+
+def test_interrupted_acquisition_leaves_no_file(tmp_path: Path) -> None:
+    write(atmosphere(hours=96, step=1, names=("t2m",), height=90, width=90), tmp_path / "store", "zarr", chunk=10)
+    raw = days("2020-02-27", "2020-03-01", tmp_path / "store")
+
+    def stop(done: int, rows: int) -> None:
+        assert list((tmp_path / "source").iterdir()), "the file is being written"
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        acquire(settings(["t2m"], memory_mb=1), raw, tmp_path / "source" / "out.nc", stop)
+    assert list((tmp_path / "source").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("channels", "period", "expected"),
+    [
+        (["2m_temprature"], ("2020-02-28", "2020-02-29"), ["no such variable (did you mean '2m_temperature'?)"]),
+        (["z@300"], ("2020-02-28", "2020-02-29"), ["no level 300; its levels (hPa): 850, 500, 200"]),
+        (["z@200"], ("2020-02-28", "2020-03-09"), ["covers 2020-02-27 00:00 to 2020-03-01 18:00"]),
+        (["u10"], ("2020-02-28", "2020-02-29"), ["'u10' holds no data at 2020-02-28T06:00"]),
+    ],
+)
+def test_mistakes_of_acquisition(
+    tmp_path: Path, channels: list[str], period: tuple[str, str], expected: list[str]
+) -> None:
+    states = weatherbench()
+    states.u10[5] = np.nan
+    states.to_zarr(tmp_path / "store")
+    with pytest.raises(UserError) as caught:
+        acquire(settings(channels), days(*period, tmp_path / "store"), tmp_path / "out.nc")
+    for text in expected:
+        assert text in str(caught.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["store"]
+
+
+def test_stores_that_are_none(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    write(atmosphere(names=("t2m",)), tmp_path / "torn", "zarr")
+    for chunk in (tmp_path / "torn" / "t2m" / "c").rglob("*"):
+        if chunk.is_file():
+            chunk.write_bytes(chunk.read_bytes()[:20])
+    cases = {"none": "no such Zarr store", "folder": "there is no Zarr store", "torn": "incomplete or damaged"}
+    for name, expected in cases.items():
+        with pytest.raises(UserError, match=expected):
+            acquire(settings(["t2m"]), days("2020-02-27", "2020-02-28", tmp_path / name), tmp_path / "out.nc")
+        assert not (tmp_path / "out.nc").exists()
+
+
+class Server(http.server.SimpleHTTPRequestHandler):
+    """Serves a folder; while `refusing`, chunks of t2m end in an error, as from an overloaded server."""
+
+    refusing = 0
+
+    def do_GET(self) -> None:
+        if "/t2m/c/" in self.path and Server.refusing:
+            Server.refusing -= 1
+            self.send_error(503)
+        else:
+            super().do_GET()
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[str]:
+    pytest.importorskip("aiohttp", reason="http stores need aiohttp")
+    write(atmosphere(names=("t2m",)), tmp_path / "store", "zarr")
+    xr.open_dataset(tmp_path / "store", engine="zarr").load().to_zarr(tmp_path / "served", consolidated=True)
+    listening = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Server, directory=str(tmp_path)))
+    threading.Thread(target=listening.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{listening.server_address[1]}"
+    Server.refusing = 0
+    listening.shutdown()
+    listening.server_close()
+
+
+def test_over_http(tmp_path: Path, server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(era5_zarr, "_LONGEST_WAIT_S", 0.01)
+    Server.refusing = 2
+    acquire(settings(["t2m"]), days("2020-02-28", "2020-02-29", f"{server}/served"), tmp_path / "out.nc")
+    assert Server.refusing == 0, "a hiccup is got over"
+    truth = atmosphere(names=("t2m",)).sel(time=slice("2020-02-28", "2020-02-29"))
+    np.testing.assert_array_equal(xr.open_dataset(tmp_path / "out.nc", engine="h5netcdf").t2m, truth.t2m)
+
+    (tmp_path / "out.nc").unlink()
+    Server.refusing = 10**6
+    with pytest.raises(UserError, match="compute nodes have no network: run acquisition"):
+        acquire(settings(["t2m"]), days("2020-02-28", "2020-02-29", f"{server}/served"), tmp_path / "out.nc")
+    with pytest.raises(UserError, match=r"there is no Zarr store.*compute nodes"):
+        acquire(settings(["t2m"]), days("2020-02-28", "2020-02-29", f"{server}/nothing"), tmp_path / "out.nc")
+    assert not (tmp_path / "out.nc").exists()
+
+
+@pytest.mark.parametrize("address", ["http://127.0.0.1:9/store", "gs://bucket/store", "odd://bucket/store"])
+def test_no_network_or_no_package_is_one_message(tmp_path: Path, address: str) -> None:
+    if address.startswith("gs") and importlib.util.find_spec("gcsfs"):
+        pytest.skip("gcsfs is there, and would reach for the network")
+    with pytest.raises(UserError) as caught:
+        acquire(settings(["t2m"]), days("2020-02-28", "2020-02-29", address), tmp_path / "out.nc")
+    assert str(caught.value).startswith(address)
+    assert "compute nodes have no network" in str(caught.value) or "pip install" in str(caught.value)
+    assert list(tmp_path.iterdir()) == []

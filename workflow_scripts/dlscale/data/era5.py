@@ -15,7 +15,7 @@ import datetime as dt
 import functools
 import os
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -252,7 +252,7 @@ class Era5Source:
 def _resolved(channels: Sequence[str], variables: Sequence[Variable], label: str) -> list[str]:
     """Return the catalogue's name of each channel; `name` alone will do for a variable of one level."""
     known = list(dict.fromkeys(name for variable in variables for name in variable.channels))
-    origins = ", ".join(dict.fromkeys(variable.origin for variable in variables))
+    origins = _listed(variable.origin for variable in variables)
     names = []
     for channel in channels or known:
         base, at, level = channel.partition("@")
@@ -264,17 +264,23 @@ def _resolved(channels: Sequence[str], variables: Sequence[Variable], label: str
             name = f"{base}@{levels[0]}"
         if name not in known:
             if levels and at:
-                problem = f"no level {level}{nearest(level, levels)}; its levels (hPa): {', '.join(levels)}"
+                problem = f"no level {level}; its levels (hPa): {', '.join(levels)}"
             elif levels:
                 problem = f"it has the levels {', '.join(levels)} (hPa); name one: '{base}@{levels[0]}'"
             elif base in known:
                 problem = f"this variable has no pressure levels; write '{base}'"
             else:
-                bases = list(dict.fromkeys(other.partition("@")[0] for other in known))
-                problem = f"no such variable{nearest(base, bases)}; there are: {', '.join(bases)}"
+                bases = [other.partition("@")[0] for other in known]
+                problem = f"no such variable{nearest(base, bases)}; there are: {_listed(bases)}"
             raise UserError(f"{label}: channel '{channel}': {problem}; looked in {origins}")
         names.append(name)
     return names
+
+
+def _listed(names: Iterable[str], most: int = 20) -> str:
+    """Enumerate names once each, for a message; an archive has hundreds."""
+    once = list(dict.fromkeys(names))
+    return ", ".join(once[:most]) + (f" and {len(once) - most} more" if len(once) > most else "")
 
 
 def _one_grid(variables: Sequence[Variable]) -> tuple[np.ndarray, np.ndarray]:
@@ -537,6 +543,8 @@ def _gridded(dataset: xr.Dataset, name: str, times: Callable[[str], np.ndarray],
         raise refused(f"is not on axes {' / '.join(LATITUDES)} and {' / '.join(LONGITUDES)}; {_GRID}")
     if found["time"] is None:
         raise refused(f"has no time axis; expected {' or '.join(TIMES)}")
+    if not array.size:
+        raise refused("holds no values")
     rest = [dim for dim in array.dims if dim not in axes.values()]
     if further := [dim for dim in rest if array.sizes[dim] > 1]:
         raise refused(f"has the further dimension {further[0]}; select one of its entries, or average over it")
@@ -568,8 +576,8 @@ def _gridded(dataset: xr.Dataset, name: str, times: Callable[[str], np.ndarray],
         for key in axes.keys() & indices.keys():
             chunk = chunks[axes[key]]
             touched *= min(len({index // chunk for index in indices[key]}) * chunk, array.sizes[axes[key]])
-        # stored values twice while they are unpacked; decoded ones thrice while they are masked and scaled
-        return 2 * stored * touched, (3 * values.dtype.itemsize + 4) * selected
+        # both kinds twice, while they are unpacked and then masked and scaled; and the result
+        return 2 * stored * touched, (2 * values.dtype.itemsize + 4) * selected
 
     return _regular(
         Variable(
@@ -650,6 +658,7 @@ def _grib(path: Path, wanted: Collection[str]) -> list[Variable]:
     keys = ["cfVarName", "shortName", "typeOfLevel", "level", "valid_time", "md5GridSection"]
     with _reading(path):
         index = messages.FileIndex.from_fieldset(stream, keys, cfmessage.COMPUTED_KEYS)  # leaves no file behind
+        _check_end(stream, max((offset for _, offsets in index.iter_index() for offset in offsets), key=_position))
     found: dict[tuple[str, str, float, str], list[tuple[int, Any]]] = {}
     for (cf_name, short, kind, level, time, grid), offsets in index.iter_index():
         name = short if cf_name in ("unknown", "undef") else cf_name
@@ -666,6 +675,19 @@ def _grib(path: Path, wanted: Collection[str]) -> list[Variable]:
         makers[f"{channel}@{kind}@{grid}"] = functools.partial(_message_series, path, stream, channel, entries)
     with _reading(path):
         return _usable(makers, wanted, str(path))
+
+
+def _position(offset: int | tuple[int, int]) -> int:
+    """Byte at which a field's message begins; a field that shares its message with others has its number, too."""
+    return offset[0] if isinstance(offset, tuple) else offset
+
+
+def _check_end(stream: Any, last: int | tuple[int, int]) -> None:
+    """Refuse a file with more messages after the last that was found: ecCodes takes a damaged one for the end."""
+    with open(stream.path, "rb") as file:
+        file.seek(_position(last) + stream[_position(last)]["totalLength"])
+        if any(b"GRIB" in block for block in iter(lambda: file.read(2**20), b"")):
+            raise UserError(f"{stream.path}: the message after byte {_position(last)} cannot be decoded; {_TORN}")
 
 
 def _message_series(path: Path, stream: Any, channel: str, entries: list[tuple[int, Any]]) -> Variable:

@@ -38,7 +38,8 @@ class UNet3D(nn.Module):
         conv: dict[str, Any] = {"kernel_size": 4, "stride": 2, "padding": 1}
         sizes = [in_channels, *widths]
         self.down = nn.ModuleList(
-            nn.Sequential(nn.Conv3d(a, b, **conv), nn.LeakyReLU(0.01, inplace=True)) for a, b in itertools.pairwise(sizes)
+            nn.Sequential(nn.Conv3d(a, b, **conv), nn.LeakyReLU(0.01, inplace=True))
+            for a, b in itertools.pairwise(sizes)
         )
         # From the bottom up: each level ends with the width of the level above, then meets its skip.
         self.up = nn.ModuleList()

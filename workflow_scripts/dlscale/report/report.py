@@ -45,14 +45,17 @@ NAIVE = {"rmse": ("persistence_rmse", "persistence"), "l1": ("l1_of_mean", "the 
 #: What a metric is called, and what it means.
 METRICS = {
     "rmse": ("RMSE", "root-mean-square error over all validation samples and points, in physical units"),
-    "rmse_normalised": ("RMSE, normalised", "of fields divided by their standard deviation, averaged over samples: the published form"),
+    "rmse_normalised": (
+        "RMSE, normalised",
+        "of fields divided by their standard deviation, averaged over samples: the published form",
+    ),
     "acc": ("ACC", "anomaly correlation coefficient against the training climatology; 1 is perfect"),
     "mae": ("MAE", "mean absolute error over all validation samples and points, in physical units"),
     "l1": ("L1", "mean absolute error in model units (transformed fields)"),
     "persistence_rmse": ("RMSE of persistence", "of answering that nothing changes"),
     "l1_of_mean": ("L1 of the mean", "of always answering the mean of the training data"),
 }
-LOSSES = {"l1": "L1 loss (model units)", "relative_l2": "relative L2 loss (no unit)"}
+LOSSES = {"l1": ("L1", "model units"), "relative_l2": ("relative L2", "no unit")}
 
 
 def main(args: argparse.Namespace) -> None:
@@ -86,7 +89,14 @@ def page(title: str, plans: Sequence[PlanResult], datasets: Sequence[Path]) -> s
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"number": number, "count": count, "unit": unit, "duration": duration, "size": size, "percent": percent}
+    environment.filters |= {
+        "number": number,
+        "count": count,
+        "unit": unit,
+        "duration": duration,
+        "size": size,
+        "percent": percent,
+    }
     environment.filters["svg"] = Markup  # what `figures` returns is safe: matplotlib escapes the labels
     script, style = (environment.loader.get_source(environment, name)[0] for name in ("script.js", "style.css"))  # type: ignore[union-attr]
     names = [folder.resolve().name for folder in datasets]
@@ -239,7 +249,11 @@ def _fastest_bound(plan: PlanResult) -> View | None:
     run, found = min(known, key=lambda pair: _slowness(pair[0]))
     assert run.throughput
     means = {mode: trials.mean for mode in MODES if (trials := run.throughput.mode(mode))}
-    return {"bound": found, "run": run.label, "bars": [(mode, mean, mean / max(means.values())) for mode, mean in means.items()]}
+    return {
+        "bound": found,
+        "run": run.label,
+        "bars": [(mode, mean, mean / max(means.values())) for mode, mean in means.items()],
+    }
 
 
 def _quality(run: RunResult) -> View:
@@ -254,7 +268,7 @@ def _quality(run: RunResult) -> View:
         "epochs": last.epoch,
         "valid_loss": last.valid_loss,
         "train_loss": last.train_loss,
-        "loss": _loss_name([run]),
+        "loss": _loss([run])[0],
         "lead": lead,
         "scores": scores[:CARD_RUNS],
         "of": len(scores),
@@ -276,23 +290,25 @@ def _scores(epoch: Epoch, run: RunResult) -> list[View]:
     return found
 
 
-def _loss_name(runs: Sequence[RunResult]) -> str:
+def _loss(runs: Sequence[RunResult]) -> tuple[str, str]:
+    """Return the name of the runs' loss and its unit."""
     kinds = {str((run.settings.get("loss") or {}).get("kind")) for run in runs}
-    return LOSSES.get(kinds.pop(), "loss") if len(kinds) == 1 else "loss (of several kinds)"
+    return LOSSES.get(kind := kinds.pop(), (kind, "")) if len(kinds) == 1 else ("of several kinds", "")
 
 
 def _curves(plan: PlanResult, lines: list[Line], trained: int) -> View | None:
     if not lines:
         return None
-    loss = _loss_name([line.run for line in lines])
+    name, of = _loss([line.run for line in lines])
+    loss = f"{name} loss" + (f" ({of})" if of else "")
     panels = [
         {
             "svg": figures.loss(f"{plan.name}-epoch", lines, "epoch", loss),
-            "text": f"{loss} over epochs: how much each pass over the data teaches.",
+            "text": "Loss over epochs: what each pass over the data teaches.",
         },
         {
             "svg": figures.loss(f"{plan.name}-time", lines, "time", loss),
-            "text": f"{loss} over training time: what the waiting buys.",
+            "text": "Loss over training time: what the waiting buys.",
         },
     ]
     small = []
@@ -301,7 +317,9 @@ def _curves(plan: PlanResult, lines: list[Line], trained: int) -> View | None:
         small.append({"svg": figures.skill(f"{plan.name}-skill", lines), "text": text})
     text = "Learning rate at the end of each epoch."
     small.append({"svg": figures.learning_rate(f"{plan.name}-rate", lines), "text": text})
-    legend = [{"label": line.run.label, "style": line.style, "marker": figures.MARKERS[line.style][1]} for line in lines]
+    legend = [
+        {"label": line.run.label, "style": line.style, "marker": figures.MARKERS[line.style][1]} for line in lines
+    ]
     return {"panels": panels, "small": small, "legend": legend, "of": trained}
 
 
@@ -359,7 +377,9 @@ def _table(plan: PlanResult) -> View:
             "mean skill": [_cell(run.last.skill if run.last else None) for run in plan.runs],
         }
         | {
-            METRICS.get(name, (name,))[0]: [_cell(run.last.metrics.get(name) if run.last else None) for run in plan.runs]
+            METRICS.get(name, (name,))[0]: [
+                _cell(run.last.metrics.get(name) if run.last else None) for run in plan.runs
+            ]
             for name in scalars
             if name != "skill"
         },
@@ -370,11 +390,15 @@ def _table(plan: PlanResult) -> View:
         "Reading": {
             "speed-up": [_cell(plan.speed_up(run), lambda value: f"{number(value)}×") for run in plan.runs],
             "bound by": [Cell(b.what, b.what) if (b := bound(run.throughput)) else Cell(NONE) for run in plan.runs],
-            "peak memory": [_cell(run.throughput.peak_memory_bytes if run.throughput else None, size) for run in plan.runs],
+            "peak memory": [
+                _cell(run.throughput.peak_memory_bytes if run.throughput else None, size) for run in plan.runs
+            ],
         },
     }
     filled = {
-        group: {column: cells for column, cells in columns.items() if any(cell.text not in (NONE, "") for cell in cells)}
+        group: {
+            column: cells for column, cells in columns.items() if any(cell.text not in (NONE, "") for cell in cells)
+        }
         for group, columns in groups.items()
     }
     filled = {group: columns for group, columns in filled.items() if columns}
@@ -441,7 +465,9 @@ def _channels(trained: list[RunResult]) -> list[View]:
                 "meaning": meaning,
                 "channels": [(channel, unit(units.get(f"{kind}/{channel}"))) for channel in channels],
                 "rows": rows,
-                "naive": [_cell(value) for value in naive_row] if any(value is not None for value in naive_row) else None,
+                "naive": [_cell(value) for value in naive_row]
+                if any(value is not None for value in naive_row)
+                else None,
                 "answer": answer,
                 "of": len(trained),
             }
@@ -458,7 +484,11 @@ def _same(runs: Sequence[RunResult], name: str) -> float | None:
     """Return a metric if it is the same for all runs, as a naive answer's is on the same data."""
     values = [run.last.metrics.get(name) for run in runs if run.last]
     first = values[0]
-    return first if first is not None and all(v is not None and math.isclose(v, first, rel_tol=1e-4) for v in values) else None
+    return (
+        first
+        if first is not None and all(v is not None and math.isclose(v, first, rel_tol=1e-4) for v in values)
+        else None
+    )
 
 
 # ---- pictures, provenance ------------------------------------------------------------------------
@@ -469,7 +499,9 @@ def _predictions(trained: list[RunResult], best: RunResult | None, limit: int) -
     if not drawn:
         return None
     shown = ([best] if best in drawn else []) + [run for run in drawn if run is not best]
-    pictures = [{"label": run.label, "best": run is best, **_png(run.prediction)} for run in shown[:limit] if run.prediction]
+    pictures = [
+        {"label": run.label, "best": run is best, **_png(run.prediction)} for run in shown[:limit] if run.prediction
+    ]
     return {"pictures": pictures, "of": len(drawn)}
 
 
@@ -495,7 +527,9 @@ def _provenance(plan: PlanResult, run: RunResult, plans: set[str]) -> View:
     device = run.device
     facts.pop("device", None)
     rows = {
-        "git commit": f"{git['commit']}{' (with local changes)' if git.get('dirty') else ''}" if git.get("commit") else None,
+        "git commit": f"{git['commit']}{' (with local changes)' if git.get('dirty') else ''}"
+        if git.get("commit")
+        else None,
         "started": started,
         "finished": f"{finished} (after {duration(_elapsed(started, finished))})" if started and finished else finished,
         "device": ", ".join(f"{key}: {value}" for key, value in device.items()),
@@ -550,7 +584,9 @@ def _published(entry: Raw) -> View:
     return {
         "label": entry.get("label", ""),
         "what": f"throughput, {entry.get('kind', 'FULL')}" if speed is not None else entry.get("metric", ""),
-        "value": quantity(speed, "samples/s") if speed is not None else quantity(entry.get("value"), entry.get("unit")),
+        "value": f"{speed:g} samples/s"
+        if speed is not None
+        else f"{entry.get('value'):g} {unit(entry.get('unit'))}".strip(),
         "hardware": entry.get("hardware", NONE),
         "source": entry.get("source", NONE),
     }
@@ -563,7 +599,9 @@ def _published_speeds(study: str, run: str | None = None) -> list[str]:
         speed = entry.get("samples_per_second")
         if speed is not None and entry.get("kind", "FULL") == "FULL" and run in (None, entry.get("run")):
             by_hardware.setdefault(str(entry.get("hardware", "hardware not stated")), []).append(float(speed))
-    ranges = {hardware: dict.fromkeys(number(speed) for speed in (min(s), max(s))) for hardware, s in by_hardware.items()}
+    ranges = {
+        hardware: dict.fromkeys(number(speed) for speed in (min(s), max(s))) for hardware, s in by_hardware.items()
+    }
     return [f"{' to '.join(speeds)} samples/s on {hardware}" for hardware, speeds in ranges.items()]
 
 
@@ -607,7 +645,9 @@ def _dataset_facts(manifest: Manifest) -> list[tuple[str, str]]:
         if values := getattr(manifest, name):
             facts.append((name, f"{values[0]:g}° to {values[-1]:g}°".replace("-", "−")))
     files = [file for each in manifest.splits.values() for file in each]
-    facts.append(("size", f"{size(sum(file.bytes for file in files))} in {len(files)} file{'s' if len(files) != 1 else ''}"))
+    facts.append(
+        ("size", f"{size(sum(file.bytes for file in files))} in {len(files)} file{'s' if len(files) != 1 else ''}")
+    )
     return facts
 
 
@@ -622,7 +662,9 @@ def _field(name: str, info: FieldInfo) -> View:
         "physical": info.stored == "physical",
         "rows": [
             (channel, unit(of) or "1", _transform(transform), *statistics)
-            for channel, of, transform, *statistics in zip(info.channels, info.units, info.transforms, *columns, strict=True)
+            for channel, of, transform, *statistics in zip(
+                info.channels, info.units, info.transforms, *columns, strict=True
+            )
         ],
     }
 

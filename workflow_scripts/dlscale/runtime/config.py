@@ -229,6 +229,8 @@ class _Resolver:
             return {}
         if not isinstance(value, dict):
             raise UserError(f"configuration: {where}: expected settings (keys and values), got {value!r}")
+        if "study" in value:
+            raise UserError(f"configuration: {where}.study: a plan is of one study; name it in the plan's own `study`")
         return value
 
     def _check(self, run: Run, where: str, layers: list[tuple[str, Raw]]) -> None:

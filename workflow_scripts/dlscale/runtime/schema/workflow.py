@@ -18,7 +18,11 @@ class ReportPage(Strict):
 class Workflow(Strict):
     """All that `snakemake` reads from `config.yaml`, `--configfile` and `--config`."""
 
-    results: str = Field("results", min_length=1, description="Folder of everything that is produced.")
+    results: str = Field(
+        "results",
+        pattern=r"^[^{}*?\[\]\n]+$",  # braces and stars are wildcards to Snakemake
+        description="Folder of everything that is produced.",
+    )
     targets: list[Name] = Field(min_length=1, description="Plans that a bare `snakemake` runs and reports.")
     datasets: dict[Name, Dataset] = Field({}, description="Datasets by name, beside those that the studies ship.")
     studies: dict[Name, Settings] = Field({}, description="Changes to a study's default run settings, by study.")

@@ -1,0 +1,811 @@
+"""The report layer: results are read back right, the table's numbers, and the page as a browser sees it."""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import csv
+import json
+import math
+import re
+import shutil
+import struct
+import subprocess
+import zlib
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from dlscale.data.manifest import FieldInfo, File, Manifest
+from dlscale.data.transforms import DENSITY, VELOCITY, Transform
+from dlscale.report import collect, figures, report, text
+from dlscale.report.results import Throughput, read_plan
+from dlscale.runtime import config
+from dlscale.runtime.errors import UserError
+
+HOSTILE = """</title><script>alert(1)</script>"&'{{ 7*7 }}"""
+PUBLISHED = {
+    "title": "ERA5 forecast",
+    "published": [
+        {
+            "label": "baseline",
+            "hardware": "A100 40 GB",
+            "run": "baseline",
+            "kind": "FULL",
+            "samples_per_second": 9.4,
+            "source": "S1",
+        },
+        {
+            "label": "baseline",
+            "hardware": "A100 40 GB",
+            "run": "baseline",
+            "kind": "FULL",
+            "samples_per_second": 8.8,
+            "source": "S2",
+        },
+        {
+            "label": "loading",
+            "hardware": "A100 40 GB",
+            "run": "baseline",
+            "kind": "IO",
+            "samples_per_second": 77.0,
+            "source": "S1",
+        },
+        {"label": "u10 RMSE", "metric": "rmse_normalised/u10", "value": 0.13, "unit": "1", "source": "S1"},
+    ],
+}
+
+
+@pytest.fixture(autouse=True)
+def published(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shipped figures may change; these tests do not depend on them."""
+    monkeypatch.setattr(config, "shipped_studies", lambda: {"era5_vit": PUBLISHED, "cosmo_unet": {}})
+    monkeypatch.setattr(report, "shipped_studies", config.shipped_studies)
+
+
+# ---- results as the stages write them ------------------------------------------------------------
+
+
+def png(path: Path, width: int = 60, height: int = 40) -> None:
+    """Write a small picture."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    rows = b"".join(b"\0" + bytes((4 * x + 2 * y) % 256 for x in range(width) for _ in "rgb") for y in range(height))
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(
+        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
+    )
+
+
+def forecast_metrics(shrink: float) -> dict[str, float]:
+    """Of two channels; `shrink` is the error relative to persistence."""
+    persistence, std = {"u10": 2.0, "t2m": 2.67}, {"u10": 4.0, "t2m": 8.0}
+    found: dict[str, float] = {}
+    for channel, naive in persistence.items():
+        rmse = shrink * naive
+        found |= {f"rmse/{channel}": rmse, f"persistence_rmse/{channel}": naive, f"skill/{channel}": 1 - shrink}
+        found |= {f"rmse_normalised/{channel}": rmse / std[channel], f"acc/{channel}": 0.99 - 0.1 * shrink}
+    return found
+
+
+def cosmo_metrics(shrink: float) -> dict[str, float]:
+    return {
+        "l1": 0.04 * shrink,
+        "l1_of_mean": 0.04,
+        "skill": 1 - shrink,
+        "mae/density": 0.7 * shrink,
+        "mae/velocity_x": 120 * shrink,
+    }
+
+
+UNITS = {
+    "rmse/u10": "m s**-1",
+    "rmse/t2m": "K",
+    "rmse_normalised/u10": "1",
+    "mae/velocity_x": "km/s",
+    "mae/density": "1",
+    "l1": "1",
+}
+
+
+class Results:
+    """Builds a results folder."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.plans: list[Path] = []
+        self.datasets: list[Path] = []
+
+    def run(
+        self,
+        plan: str,
+        name: str,
+        study: str = "era5_vit",
+        epochs: int = 5,
+        speed: float = 20.0,
+        triplet: tuple[float, float, float] | None = (200.0, 25.0, 22.0),
+        final: float = 0.8,
+        **settings: Any,
+    ) -> Path:
+        """Write a run's folder; `final` is the last error relative to the naive answer."""
+        folder = self.root / "plans" / plan / name
+        folder.mkdir(parents=True)
+        forecast = study == "era5_vit"
+        chosen = {
+            "study": study,
+            "dataset": "demo_" + ("era5" if forecast else "cosmo"),
+            "seed": 0,
+            "batch_size": 16,
+            "model": {"kind": "vit" if forecast else "unet3d"},
+            "loss": {"kind": "relative_l2" if forecast else "l1"},
+            "loader": {"kind": "torch", "workers": 0},
+            "precision": "fp32",
+        }
+        (folder / "config.yaml").write_text(yaml.safe_dump(chosen | settings, sort_keys=False))
+        lines = []
+        for epoch in range(1, epochs + 1):
+            shrink = final + (1.4 - final) * (math.exp(-0.6 * epoch) - math.exp(-0.6 * epochs))
+            lines.append(
+                {
+                    "epoch": epoch,
+                    "step": 8 * epoch,
+                    "samples": 128 * epoch,
+                    "learning_rate": 1e-3 * (1 + math.cos(math.pi * epoch / epochs)) / 2,
+                    "train_loss": 0.31 * shrink,
+                    "valid_loss": 0.30 * shrink + 0.01,
+                    "epoch_seconds": 128 / speed,
+                    "samples_per_second": speed * (0.5 if epoch == 1 else 1 + 0.01 * epoch),
+                    "valid_seconds": 1.5,
+                    "metrics": forecast_metrics(shrink) if forecast else cosmo_metrics(shrink),
+                }
+            )
+        if epochs:
+            (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+            png(folder / "prediction.png")
+            provenance = {
+                "command": f"python -m dlscale train --config results/plans/{plan}/{name}/config.yaml",
+                "git": {"commit": "0123456789abcdef", "dirty": True},
+                "started": "2024-05-01T10:00:00+00:00",
+                "finished": "2024-05-01T10:02:05+00:00",
+                "host": "node-1",
+                "python": "3.12.1",
+                "packages": {"torch": "2.13.0", "numpy": "2.4.6"},
+                "device": {"kind": "cpu", "name": "Example CPU", "threads": 2},
+                "seed": 0,
+                "parameters": 1_234_567,
+                "metric_units": UNITS,
+                "resumed_from_step": None,
+            }
+            (folder / "provenance.json").write_text(json.dumps(provenance))
+        if triplet:
+            modes = {
+                mode: {
+                    "trial_throughput": [mean],
+                    "trial_time": [1.0],
+                    "avg_iter_throughput": [mean],
+                    "mean": mean,
+                    "std": mean / 50,
+                }
+                for mode, mean in zip(("IO", "SYNTHETIC", "FULL"), triplet, strict=True)
+            }
+            device = {"kind": "cpu", "name": "Example CPU", "threads": 2}
+            content = {"nranks": 1, "batch_size": 16, "device": device, **modes, "peak_memory_bytes": 1_500_000_000}
+            (folder / "throughput.json").write_text(json.dumps(content) + "\n")
+        return folder
+
+    def plan(
+        self,
+        name: str,
+        runs: dict[str, str],
+        study: str = "era5_vit",
+        title: str | None = None,
+        kind: str = "ladder",
+        measure: tuple[str, ...] = ("train", "throughput"),
+        use: dict[str, tuple[str, str]] | None = None,
+    ) -> Path:
+        """Write a plan of `runs` (name: label); `use` says which of them are another plan's."""
+        owners = {run: (use or {}).get(run, (name, run)) for run in runs}
+        entries = [
+            {"name": run, "label": label, "plan": owners[run][0], "run": owners[run][1]} for run, label in runs.items()
+        ]
+        content = {
+            "plan": name,
+            "title": title or name,
+            "study": study,
+            "kind": kind,
+            "measure": list(measure),
+            "runs": entries,
+        }
+        path = self.root / "plans" / name / "plan.yaml"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
+        self.plans.append(path)
+        return path
+
+    def dataset(self, kind: str) -> Path:
+        """Write a dataset's manifest and preview."""
+        folder = self.root / "data" / f"demo_{kind}"
+        if kind == "era5":
+            transforms = [Transform("linear", 0.5, 4.0), Transform("linear", 281.3, 8.0)]
+            info = FieldInfo(
+                ["u10", "t2m"],
+                ["m s**-1", "K"],
+                [32, 64],
+                transforms,
+                "physical",
+                [0.5, 281.3],
+                [4.0, 8.0],
+                [-20.0, 240.0],
+                [25.0, 310.0],
+            )
+            fields = {"fields": info}
+        else:
+            transforms = [DENSITY, VELOCITY]
+            fields = {
+                "Hydro": FieldInfo(
+                    ["density", "velocity_x"],
+                    ["1", "km/s"],
+                    [64] * 3,
+                    transforms,
+                    "model",
+                    [-0.01, 0.0],
+                    [0.1, 0.2],
+                    [],
+                    [],
+                )
+            }
+        splits = {
+            "train": [File("train/a.h5", 1460, 48_000_000, "0"), File("train/b.h5", 1464, 48_000_000, "1")],
+            "valid": [File("valid/c.h5", 100, 3_300_000, "2")],
+        }
+        coordinates: dict[str, Any] = (
+            {"latitude": [87.0, -87.0], "longitude": [0.0, 354.0], "step_hours": 6.0} if kind == "era5" else {}
+        )
+        png(folder / "preview.png", 300, 100)
+        Manifest(
+            kind,
+            fields,
+            splits,
+            **coordinates,
+            provenance={"settings": {"kind": kind, "source": {"kind": "simulated"}}},
+        ).write(folder / "manifest.json")
+        self.datasets.append(folder)
+        return folder
+
+    def collect(self, plan: Path) -> list[dict[str, str]]:
+        out = plan.parent / "summary.csv"
+        collect.main(argparse.Namespace(plan=str(plan), out=str(out)))
+        with out.open(newline="") as file:
+            return list(csv.DictReader(file))
+
+    def report(self, title: str = "Demo report") -> str:
+        out = self.root / "report" / "index.html"
+        report.main(argparse.Namespace(title=title, plans=self.plans, datasets=self.datasets, out=str(out)))
+        return out.read_text()
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Results:
+    return Results(tmp_path / "results")
+
+
+@pytest.fixture
+def ladder(results: Results) -> Results:
+    """A ladder of three rungs with everything measured, and its dataset."""
+    results.run("ladder", "baseline", speed=18.0, triplet=(30.0, 120.0, 24.0), final=0.9)
+    results.run(
+        "ladder",
+        "workers",
+        speed=50.0,
+        triplet=(200.0, 120.0, 110.0),
+        final=0.7,
+        loader={"kind": "torch", "workers": 4},
+    )
+    results.run(
+        "ladder",
+        "bf16",
+        speed=60.0,
+        triplet=(205.0, 240.0, 180.0),
+        final=0.75,
+        loader={"kind": "torch", "workers": 4},
+        precision="bf16",
+    )
+    results.plan("ladder", {"baseline": "baseline", "workers": "4 workers", "bf16": "bf16"}, title="The ladder")
+    results.dataset("era5")
+    return results
+
+
+# ---- collect -------------------------------------------------------------------------------------
+
+
+def test_summary_has_the_runs_in_order_and_their_numbers(ladder: Results) -> None:
+    rows = ladder.collect(ladder.plans[0])
+    assert [row["run"] for row in rows] == ["baseline", "workers", "bf16"]
+    row = rows[1]
+    assert {
+        key: row[key]
+        for key in ("label", "plan", "study", "dataset", "source", "parameters", "epochs", "steps", "samples")
+    } == {
+        "label": "4 workers",
+        "plan": "ladder",
+        "study": "era5_vit",
+        "dataset": "demo_era5",
+        "source": "ladder/workers",
+        "parameters": "1234567",
+        "epochs": "5",
+        "steps": "40",
+        "samples": "640",
+    }
+    # the last of five epochs: the error is exactly 0.7 of persistence
+    assert float(row["train_loss"]) == pytest.approx(0.31 * 0.7)
+    assert float(row["valid_loss"]) == pytest.approx(0.30 * 0.7 + 0.01)
+    assert float(row["rmse/t2m"]) == pytest.approx(0.7 * 2.67)
+    assert float(row["skill/u10"]) == pytest.approx(0.3)
+    # epochs 2 ... 5 run at 50 x (1.02, 1.03, 1.04, 1.05); the first one, half as fast, does not count
+    assert float(row["train_samples_per_second"]) == pytest.approx(50 * 1.035)
+    assert [float(row[f"{mode}_samples_per_second"]) for mode in ("io", "synthetic", "full")] == [200.0, 120.0, 110.0]
+    assert float(row["full_samples_per_second_std"]) == pytest.approx(110 / 50)
+    assert [float(row["speed_up"]) for row in rows] == pytest.approx([1.0, 110 / 24, 180 / 24])
+
+
+def test_summary_without_throughput_compares_training(results: Results) -> None:
+    results.run("p", "a", epochs=1, speed=10.0, triplet=None)
+    results.run("p", "b", epochs=3, speed=30.0, triplet=None)
+    rows = results.collect(results.plan("p", {"a": "a", "b": "b"}, measure=("train",)))
+    # a's only epoch counts, although it warms up: 10 x 0.5; b: the median of 30 x (1.02, 1.03)
+    assert [float(row["train_samples_per_second"]) for row in rows] == pytest.approx([5.0, 30.75])
+    assert [float(row["speed_up"]) for row in rows] == pytest.approx([1.0, 6.15])
+    assert {row["full_samples_per_second"] for row in rows} == {""}
+
+
+def test_summary_without_training(results: Results) -> None:
+    results.run("p", "a", epochs=0)
+    (row,) = results.collect(results.plan("p", {"a": "a"}, measure=("throughput",)))
+    assert row["full_samples_per_second"] == "22.0"
+    assert row["epochs"] == row["valid_loss"] == row["train_samples_per_second"] == row["parameters"] == ""
+
+
+def test_best_loss_is_the_least_and_skips_what_is_not_a_number(results: Results) -> None:
+    folder = results.run("p", "a", epochs=4)
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for line, loss in zip(lines, (0.5, 0.2, math.nan, None), strict=True):
+        line["valid_loss"] = loss
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    plan = results.plan("p", {"a": "a"})
+    (row,) = results.collect(plan)
+    assert float(row["best_valid_loss"]) == 0.2
+    assert row["valid_loss"] == "nan"
+    assert "NaN" in results.report()
+
+
+def test_a_used_run_is_read_where_it_is(ladder: Results) -> None:
+    ladder.run("other", "more", triplet=(300.0, 300.0, 220.0))
+    plan = ladder.plan("other", {"start": "start", "more": "more"}, use={"start": ("ladder", "bf16")})
+    rows = ladder.collect(plan)
+    assert [row["source"] for row in rows] == ["ladder/bf16", "other/more"]
+    assert [row["plan"] for row in rows] == ["other", "other"]
+    assert float(rows[1]["speed_up"]) == pytest.approx(220 / 180)
+    assert '<a href="#run.ladder.bf16">ladder/bf16</a>' in ladder.report()
+
+
+def test_only_what_the_plan_measures_is_read(results: Results) -> None:
+    folder = results.run("p", "a")
+    (folder / "throughput.json").write_text("torn {")
+    rows = results.collect(results.plan("p", {"a": "a"}, measure=("train",)))
+    assert rows[0]["io_samples_per_second"] == ""
+
+
+def test_commas_and_quotes_survive_the_table(results: Results) -> None:
+    results.run("p", "a")
+    assert results.collect(results.plan("p", {"a": 'a, "b"\nc'}))[0]["label"] == 'a, "b"\nc'
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", "throughput.json"])
+@pytest.mark.parametrize("stage", ["collect", "report"])
+def test_a_missing_file_is_named_and_nothing_is_written(ladder: Results, name: str, stage: str) -> None:
+    path = ladder.root / "plans" / "ladder" / "workers" / name
+    path.unlink()
+    with pytest.raises(UserError, match=re.escape(str(path))):
+        ladder.collect(ladder.plans[0]) if stage == "collect" else ladder.report()
+    assert not list(ladder.root.rglob("*.part*")) and not list(ladder.root.rglob("summary.csv"))
+    assert not (ladder.root / "report" / "index.html").exists()
+
+
+TORN: dict[str, Callable[[str], str]] = {
+    "cut": lambda line: line[: len(line) // 2],
+    "no loss": lambda line: line.replace("valid_loss", "valid"),
+    "a word": lambda line: line.replace('"step": 24', '"step": "many"'),
+    "no record": lambda line: "[1, 2]",
+    "empty": lambda line: "",
+}
+
+
+@pytest.mark.parametrize("damage", TORN)
+def test_a_torn_line_is_named(ladder: Results, damage: str) -> None:
+    path = ladder.root / "plans" / "ladder" / "workers" / "metrics.jsonl"
+    lines = path.read_text().splitlines()
+    lines[2] = TORN[damage](lines[2])
+    path.write_text("\n".join(lines))
+    with pytest.raises(UserError, match=re.escape(f"{path}: line 3")) as error:
+        ladder.collect(ladder.plans[0])
+    assert str(error.value).count("\n") == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("metrics.jsonl", b""),
+        ("metrics.jsonl", b"\xff\xfe"),
+        ("throughput.json", b'{"IO": {"mean": 1.0'),
+        ("throughput.json", b"[]"),
+        ("throughput.json", b'{"IO": {"std": 1.0}}'),
+        ("provenance.json", b"{"),
+        ("prediction.png", b"\x89PNG\r\n\x1a\n half a picture"),
+        ("../plan.yaml", b"plan: x\n"),
+        ("../plan.yaml", b"plan: ladder\nstudy: s\nmeasure: [train]\nruns: [{name: a, plan: ../.., run: a}]\n"),
+        ("../../../data/demo_era5/preview.png", b""),
+        ("../../../data/demo_era5/manifest.json", b"{}"),
+    ],
+)
+def test_damage_is_one_message_with_the_file(ladder: Results, name: str, content: bytes) -> None:
+    path = (ladder.root / "plans" / "ladder" / "workers" / name).resolve()
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=re.escape(path.name)):
+        ladder.report()
+
+
+def test_a_stage_says_where_it_may_not_write(ladder: Results, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises((UserError, NotADirectoryError, FileExistsError)):
+        collect.main(argparse.Namespace(plan=ladder.plans[0], out=tmp_path / "file" / "summary.csv"))
+
+
+# ---- readings ------------------------------------------------------------------------------------
+
+
+def triplet(io: float, synthetic: float, full: float) -> Throughput:
+    return Throughput.model_validate(
+        {key: {"mean": mean} for key, mean in zip(("IO", "SYNTHETIC", "FULL"), (io, synthetic, full), strict=True)}
+    )
+
+
+@pytest.mark.parametrize(
+    ("rates", "what", "why"),
+    [
+        ((84.5, 481.6, 83.2), "data loading", "98\u00a0% of the slower one: the other hides behind it"),
+        ((5000.0, 40.0, 39.0), "computation", "98\u00a0% of"),
+        ((100.0, 95.0, 90.0), "both alike", "95\u00a0% of"),
+        ((100.0, 100.0, 50.0), "both alike", "hardly overlap"),  # exactly one after the other
+        ((100.0, 50.0, 38.0), "computation", "only in part"),
+    ],
+)
+def test_what_bounds_a_run(rates: tuple[float, float, float], what: str, why: str) -> None:
+    found = report.bound(triplet(*rates))
+    assert found and found.what == what and why in found.why
+
+
+def test_an_incomplete_triplet_has_no_verdict() -> None:
+    assert report.bound(None) is None
+    assert report.bound(Throughput.model_validate({"IO": {"mean": 1.0}, "FULL": {"mean": 1.0}})) is None
+    assert report.bound(triplet(1.0, 0.0, 1.0)) is None
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (None, "–"),
+        (0, "0"),
+        (math.nan, "NaN"),
+        (1, "1.00"),
+        (83.24, "83.2"),
+        (99.96, "100"),
+        (999.6, "1,000"),
+        (1234.5, "1,234"),
+        (116_977_029, "116,977,029"),
+        (0.00484, "0.00484"),
+        (-2.5, "−2.50"),
+        (1.234e-7, "1.23×10⁻⁷"),
+        (9.999e-6, "1.00×10⁻⁵"),
+    ],
+)
+def test_numbers_are_short_and_right(value: float | None, expected: str) -> None:
+    assert text.number(value) == expected
+
+
+def test_units_times_and_sizes() -> None:
+    assert [text.unit(of) for of in ("K", "1", None, "m s**-1", "kg m^2")] == ["K", "", "", "m s⁻¹", "kg m²"]
+    assert [text.duration(s) for s in (12.34, 59.99, 125, 3725)] == [
+        "12.3\u00a0s",
+        "60.0\u00a0s",
+        "2\u00a0min 5\u00a0s",
+        "1\u00a0h 2\u00a0min",
+    ]
+    assert [text.size(b) for b in (512, 1_500_000, 2.5e12)] == ["512\u00a0B", "1.50\u00a0MB", "2.50\u00a0TB"]
+
+
+# ---- the page ------------------------------------------------------------------------------------
+
+
+class Page(HTMLParser):
+    """What the tests ask of a page: its text, its attributes, its elements' nesting."""
+
+    VOID = frozenset({"meta", "link", "img", "br", "hr", "input", "col"})
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.words: list[str] = []
+        self.attributes: list[tuple[str, str, str]] = []
+        self.open: list[str] = []
+        self.tables: list[list[list[str]]] = []
+        self.feed(html)
+        self.close()
+        assert not self.open, f"never closed: {self.open}"
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.attributes += [(tag, key, value or "") for key, value in attrs]
+        if tag not in self.VOID:
+            self.open.append(tag)
+        if tag == "table":
+            self.tables.append([])
+        elif tag == "tr":
+            self.tables[-1].append([])
+        elif tag in ("th", "td"):
+            self.tables[-1][-1].append("")
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.attributes += [(tag, key, value or "") for key, value in attrs]
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open and self.open[-1] == tag, f"</{tag}> within {self.open}"
+        self.open.pop()
+
+    def handle_data(self, data: str) -> None:
+        if not {"style", "script"} & set(self.open):
+            self.words.append(data)
+            if {"th", "td"} & set(self.open):
+                self.tables[-1][-1][-1] += data
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.words).split())
+
+
+@pytest.fixture
+def full(ladder: Results) -> Results:
+    """Everything at once: two studies, a used run, hostile labels, plans with only one measurement."""
+    ladder.run("gas", "base", study="cosmo_unet", triplet=(900.0, 14.0, 13.6), final=0.6)
+    ladder.run("gas", "once", study="cosmo_unet", triplet=(900.0, 15.0, 14.9), final=0.9, epochs=1)
+    ladder.plan("gas", {"base": HOSTILE, "once": "$one_epoch$ 漢字"}, study="cosmo_unet", title=HOSTILE, kind="set")
+    ladder.run("speed", "only", epochs=0)
+    ladder.plan("speed", {"only": "only", "again": "again"}, measure=("throughput",), use={"again": ("ladder", "bf16")})
+    ladder.run("learn", "only", triplet=None, epochs=1)
+    ladder.plan("learn", {"only": "only"}, measure=("train",))
+    ladder.dataset("cosmo")
+    return ladder
+
+
+def test_the_page_answers_at_a_glance(ladder: Results) -> None:
+    page = Page(ladder.report())
+    for answer in (
+        "180 samples/s FULL, run bf16 : 7.50× baseline",  # how fast
+        "both alike",  # what bounds it: 205 against 240
+        "1.87 K t2m RMSE 30\u00a0% less error than persistence (2.67 K), run 4 workers",  # how good: 0.7 x 2.67
+        "published: 8.80 to 9.40 samples/s on A100 40 GB",
+        "u10 RMSE 0.130 (S1)",
+        "Example CPU, 2 threads",
+    ):
+        assert " ".join(answer.split()) in page.text, answer
+
+
+def test_the_table_has_every_run_with_units(ladder: Results) -> None:
+    page = Page(ladder.report())
+    (table,) = [table for table in page.tables if "what it changes" in table[1]]
+    columns = table[1]
+    rows = [dict(zip(columns, row, strict=True)) for row in table[2:]]
+    assert [row["run"] for row in rows] == ["baseline", "4 workers", "bf16"]
+    assert [row["what it changes"] for row in rows] == ["–", "loader.workers: 4", "precision: bf16"]
+    assert [row["FULL"] for row in rows] == ["24.0± 0.48", "110± 2.2", "180± 3.6"]
+    assert [row["speed-up"] for row in rows] == ["1.00×", "4.58×", "7.50×"]
+    assert rows[0]["peak memory"] == "1.50\u00a0GB"
+    (channels,) = [
+        table for table in page.tables if table[0][:1] == ["run"] and "t2m K" in table[0] and "naive" in table[1][0]
+    ]
+    assert channels[0][1] == "u10 m s⁻¹"
+    assert channels[1][1:] == ["2.00", "2.67"]
+    assert channels[3][1:] == ["1.40skill 0.30", "1.87skill 0.30"]
+
+
+def test_the_download_is_the_summary(ladder: Results) -> None:
+    ladder.collect(ladder.plans[0])
+    page = Page(ladder.report())
+    (link,) = [value for _, key, value in page.attributes if key == "href" and value.startswith("data:text/csv")]
+    assert base64.b64decode(link.split("base64,")[1]) == (ladder.plans[0].parent / "summary.csv").read_bytes()
+
+
+def test_the_page_needs_nothing_but_itself(full: Results) -> None:
+    html = full.report()
+    page = Page(html)
+    for tag, key, value in page.attributes:
+        if key in ("src", "href", "action", "data", "poster", "srcset", "xlink:href"):
+            assert value.startswith(("#", "data:")), (tag, key, value)
+    assert not re.search(r"url\((?!#)|@import|https?://", html)
+    assert ("meta", "content", "default-src 'none'") in [(t, k, v[:18]) for t, k, v in page.attributes]
+
+
+def test_links_reach_their_anchors_and_names_are_unique(full: Results) -> None:
+    page = Page(full.report())
+    names = [value for _, key, value in page.attributes if key == "id"]
+    assert len(names) == len(set(names))
+    targets = {value[1:] for _, key, value in page.attributes if key == "href" and value.startswith("#")}
+    targets |= {
+        match for _, key, value in page.attributes if key == "clip-path" for match in re.findall(r"#([^)]+)", value)
+    }
+    targets |= {value for _, key, value in page.attributes if key == "aria-labelledby"}
+    assert targets <= set(names)
+    assert {"plan.ladder", "study.era5_vit", "dataset.demo_era5", "run.gas.once"} <= targets
+
+
+def test_what_users_write_stays_text(full: Results) -> None:
+    html = full.report(title=HOSTILE)
+    assert html.count("<script") == 1 and "49" not in re.findall(r"<title>(.*?)</title>", html)[0]
+    page = Page(html)  # also: every element is closed where it should be
+    assert page.text.count("<script>alert(1)</script>") > 5
+    assert "$one_epoch$ 漢字" in page.text  # no formula is made of it
+
+
+def test_pictures_and_tables_speak(full: Results) -> None:
+    page = Page(full.report())
+    pictures = [dict((k, v) for t, k, v in page.attributes if t == "img")]
+    assert pictures and all(
+        value for tag, key, value in page.attributes if tag == "img" and key in ("alt", "width", "height")
+    )
+    html = full.report()
+    assert html.count("<img ") == html.count(" alt=") == html.count('loading="lazy"')
+    assert html.count("<table") == html.count("<caption")
+    assert len(re.findall(r"<figure[^>]*>", html)) == html.count("<figcaption>")
+    assert 'lang="en"' in html and 'name="viewport"' in html
+
+
+@pytest.mark.parametrize(
+    "axis", ["epoch", "training time without validation (s)", "throughput (samples/s", "learning rate", "skill"]
+)
+def test_axes_are_labelled(ladder: Results, axis: str) -> None:
+    assert axis in Page(ladder.report()).text
+
+
+def test_figures_follow_the_theme(full: Results) -> None:
+    html = full.report()
+    for svg in re.findall(r"<svg.*?</svg>", html, re.S):
+        assert "#0" not in re.sub(r'(href="|url\()#', "", svg), "a colour that no theme can change"
+        assert not re.search(r"fill: #|stroke: #", svg)
+
+
+def test_the_same_results_give_the_same_bytes(full: Results, monkeypatch: pytest.MonkeyPatch) -> None:
+    once = full.report()
+    monkeypatch.setenv("TZ", "Asia/Kolkata")
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "1")
+    import matplotlib
+
+    with matplotlib.rc_context({"axes.facecolor": "red", "font.size": 30, "savefig.dpi": 7}):
+        assert full.report() == once
+
+
+def test_plans_with_one_measurement(full: Results) -> None:
+    page = Page(full.report())
+    assert "Not trained: add train" in page.text
+    assert "Not measured: add throughput" in page.text
+
+
+def test_a_plan_without_naive_answers_shows_its_loss(results: Results) -> None:
+    folder = results.run("p", "a", triplet=None, epochs=2)
+    lines = [
+        json.loads(line) | {"metrics": {"accuracy": 0.9876}}
+        for line in (folder / "metrics.jsonl").read_text().splitlines()
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "provenance.json").unlink()
+    (folder / "prediction.png").unlink()
+    results.plan("p", {"a": "a"}, study="never_shipped", measure=("train",))
+    page = Page(results.report())
+    assert "0.250 validation loss" in page.text and "0.988" in page.text
+    assert "No provenance was recorded" in page.text and "No published figures are known" in page.text
+
+
+def test_hundreds_of_runs_stay_readable(results: Results) -> None:
+    template = results.run("big", "r0", epochs=3)
+    for index in range(1, 300):
+        folder = template.with_name(f"r{index}")
+        shutil.copytree(template, folder)
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        for line in lines:
+            line["valid_loss"] *= 1 + math.sin(index) / 10
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    results.plan("big", {f"r{index}": f"run number {index}" for index in range(300)}, kind="set")
+    html = results.report()
+    assert len(html) < 3_000_000
+    page = Page(html)
+    assert html.count("<img ") == report.PREDICTIONS_OF_A_PLAN
+    assert max(len(table) for table in page.tables) == 302  # the table of runs has all of them
+    for shown in (report.CARD_RUNS, report.LINES, report.BARS, report.CHANNEL_ROWS):
+        assert f"{shown} of 300 runs" in page.text
+    assert f"{report.PREDICTIONS_OF_A_PLAN} of 300 figures" in page.text
+
+
+def test_the_lines_drawn_are_the_first_and_the_best(results: Results) -> None:
+    for index in range(12):
+        results.run("p", f"r{index}", final=0.9 - 0.05 * (index % 6), triplet=None, epochs=2)
+    plan = read_plan(results.plan("p", {f"r{index}": f"r{index}" for index in range(12)}, measure=("train",)))
+    drawn = [run.name for run in report._some(plan.runs, 5, report._final_loss)]
+    assert drawn == ["r0", "r4", "r5", "r10", "r11"]
+
+
+def test_the_bars_are_as_long_as_the_numbers(ladder: Results) -> None:
+    plan = read_plan(ladder.plans[0])
+    svg = figures.throughput("x", plan.runs)
+    number = r"(-?[\d.]+)"
+    bars = re.findall(
+        rf'<path d="M {number} {number} L {number} {number} L [^"]*" clip-path="[^"]*" style="fill: var\(--(io|synthetic|full)\)',
+        svg,
+    )
+    widths = [max(float(a), float(c)) - min(float(a), float(c)) for a, _, c, _, _ in bars]
+    means = [30, 120, 24, 200, 120, 110, 205, 240, 180]
+    assert [mode for *_, mode in bars] == ["io", "synthetic", "full"] * 3
+    assert np.array(widths) / widths[-1] == pytest.approx(np.array(means) / means[-1], rel=1e-3)
+
+
+# ---- in a browser --------------------------------------------------------------------------------
+
+chromium = shutil.which("chromium")
+
+
+@pytest.mark.skipif(not chromium, reason="no chromium on PATH")
+@pytest.mark.parametrize("width", [390, 1400])
+def test_a_browser_shows_it(full: Results, tmp_path: Path, width: int) -> None:
+    html = full.report()
+    page = tmp_path / "page.html"
+    # Beside the page, what is wider than the window; the policy allows only the page's own script.
+    probe = (
+        "addEventListener('load', () => { const d = document.documentElement; document.body.dataset.probe = JSON.stringify({"
+        "overflow: d.scrollWidth - d.clientWidth, width: d.clientWidth, plots: [...document.querySelectorAll('.plot > svg')].map("
+        "s => s.getBoundingClientRect().height), sortable: document.querySelectorAll('th button').length }) })"
+    )
+    page.write_text(
+        re.sub(r"script-src '[^']*'", "script-src 'unsafe-inline'", html).replace(
+            "</body>", f"<script>{probe}</script></body>"
+        )
+    )
+    dom = browse(tmp_path, "--dump-dom", f"--window-size={width},1000", page.as_uri())
+    found = json.loads(re.search(r'data-probe="([^"]*)"', dom).group(1).replace("&quot;", '"'))  # type: ignore[union-attr]
+    assert found["overflow"] <= 0 and found["sortable"] > 10
+    assert found["plots"] and min(found["plots"]) > 80
+    picture = tmp_path / "shot.png"
+    browse(
+        tmp_path,
+        f"--screenshot={picture}",
+        f"--window-size={width},3000",
+        "--hide-scrollbars",
+        (full.root / "report" / "index.html").as_uri(),
+    )
+    from matplotlib.image import imread
+
+    pixels = imread(picture)
+    assert pixels.shape[1] == width
+    assert len(np.unique((255 * pixels[..., :3]).astype(np.uint8).reshape(-1, 3), axis=0)) > 50, "blank"
+
+
+def browse(folder: Path, *arguments: str) -> str:
+    command = [
+        str(chromium),
+        *"--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking --virtual-time-budget=3000".split(),
+        f"--user-data-dir={folder / 'profile'}",
+        *arguments,
+    ]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
