@@ -7,15 +7,17 @@ for the last two: run it on a login or transfer node.
 from __future__ import annotations
 
 import argparse
+import itertools
 import logging
 from pathlib import Path
 from typing import Any
 
 from dlscale.data import parts
 from dlscale.data.download import download, redacted
-from dlscale.runtime import plugins
+from dlscale.data.parts import Raw
 from dlscale.runtime.errors import UserError, nearest
 from dlscale.runtime.progress import Progress
+from dlscale.runtime.schema.dataset import CosmoSimulated, Dataset, Era5Dataset, Era5Simulated
 from dlscale.runtime.settings import load_dataset
 
 
@@ -26,17 +28,48 @@ def main(args: argparse.Namespace) -> None:
     if args.file not in raws:
         raise UserError(f"--file {args.file}: no such raw file{nearest(args.file, raws)}; there are: {', '.join(raws)}")
     raw, out = raws[args.file], Path(args.out)
-    module = plugins.acquisition(dataset)
-    if module is not None:
-        logging.info("%s: from %s", out, redacted(raw.origin))
-        with Progress(f"acquiring {raw.name}", None, "steps") as progress:
-            plugins.plugin(module).acquire(dataset, raw, out, progress.update)
-    elif parts.is_url(raw.origin):
-        expected: dict[str, Any] = getattr(dataset.source, "sha256", {})
-        with Progress(f"fetching {raw.name}", None, "bytes") as progress:
+    if not raw.acquired:
+        raise UserError(f"--file {args.file}: lies at {raw.origin} and needs no acquisition")
+    with Progress(f"acquiring {raw.name}", None, "bytes" if parts.is_url(raw.origin) else "steps") as progress:
+        if raw.period is None and parts.is_url(raw.origin):
+            expected: dict[str, Any] = getattr(dataset.source, "sha256", {})
             digest = download(raw.origin, out, sha256=expected.get(raw.name), progress=progress.update)
-        logging.info(
-            "%s: SHA-256 %s%s", out, digest, "" if raw.name in expected else " (not checked: none in the config)"
+            checked = "as expected" if raw.name in expected else "not checked: the configuration names none"
+            logging.info("%s: SHA-256 %s (%s), from %s", out, digest, checked, redacted(raw.origin))
+        else:
+            make(dataset, raw, out, progress)
+
+
+def make(dataset: Dataset, raw: Raw, out: Path, progress: Progress) -> None:
+    """Simulate a raw file, or read it out of a store; each simulator is imported when it is needed."""
+    source = dataset.source
+    if isinstance(source, CosmoSimulated):
+        from dlscale.data.cosmo_simulator import simulate_box
+
+        phases = itertools.count(1)
+        simulate_box(
+            out,
+            grid=source.grid,
+            box_mpc_h=source.box_mpc_h,
+            seed=source.seed,
+            index=raw.index,
+            redshift=source.redshift,
+            progress=lambda phase: progress.update(next(phases), 7),
+        )
+    elif isinstance(source, Era5Simulated):
+        from dlscale.data.era5_simulator import simulate_year
+
+        simulate_year(
+            out,
+            year=raw.index,
+            latitudes=source.latitudes,
+            longitudes=source.longitudes,
+            days=source.days,
+            seed=source.seed,
+            progress=progress.update,
         )
     else:
-        raise UserError(f"--file {args.file}: lies at {raw.origin} and needs no acquisition")
+        from dlscale.data import era5_zarr
+
+        assert isinstance(dataset, Era5Dataset)
+        era5_zarr.acquire(dataset, raw, out, progress.update)

@@ -25,17 +25,14 @@ import math
 import numbers
 import os
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from dlscale.data.parts import Raw
 from dlscale.runtime.errors import UserError, nearest
 from dlscale.runtime.files import whole
-from dlscale.runtime.schema.dataset import CosmoDataset, CosmoSimulated
 
 Array = NDArray[np.float32]
 Field = NDArray[np.floating[Any]]  # what is read, in any precision; what is made is an Array
@@ -505,29 +502,3 @@ def _require(good: bool, name: str, expected: str, value: object) -> None:
         raise UserError(
             f"simulated box: `{name}` is {value!r}, expected {expected}; correct it in the dataset's settings"
         )
-
-
-def acquire(dataset: CosmoDataset, raw: Raw, out: Path, progress: Callable[[int, int], None]) -> None:
-    """Make one raw box of a simulated dataset: what the acquire stage calls.
-
-    Parameters
-    ----------
-    dataset, raw
-        The dataset, and which of its boxes.
-    out
-        HDF5 file to write.
-    progress
-        Called with (phases begun, phases in all).
-    """
-    source = dataset.source
-    assert isinstance(source, CosmoSimulated)
-    phases = itertools.count(1)
-    simulate_box(
-        out,
-        grid=source.grid,
-        box_mpc_h=source.box_mpc_h,
-        seed=source.seed,
-        index=raw.index,
-        redshift=source.redshift,
-        progress=lambda phase: progress(next(phases), 7),
-    )

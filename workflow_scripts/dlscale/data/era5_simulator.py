@@ -27,17 +27,14 @@ import itertools
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import h5netcdf
 import numpy as np
 from numpy.typing import NDArray
 
-from dlscale.data.parts import Raw
 from dlscale.runtime.errors import UserError
 from dlscale.runtime.files import whole
-from dlscale.runtime.schema.dataset import Era5Dataset, Era5Simulated
 
 Real = NDArray[np.float64]
 Complex = NDArray[np.complex128]
@@ -482,28 +479,3 @@ def _define(
         variable.attrs.update({"units": units, "long_name": long_name, "standard_name": standard_name})
         variables.append(variable)
     return variables
-
-
-def acquire(dataset: Era5Dataset, raw: Raw, out: Path, progress: Callable[[int, int], None]) -> None:
-    """Make one raw year of a simulated dataset: what the acquire stage calls.
-
-    Parameters
-    ----------
-    dataset, raw
-        The dataset, and which of its years.
-    out
-        NetCDF file to write.
-    progress
-        Called with (steps done, steps in all).
-    """
-    source = dataset.source
-    assert isinstance(source, Era5Simulated)
-    simulate_year(
-        out,
-        year=raw.index,
-        latitudes=source.latitudes,
-        longitudes=source.longitudes,
-        days=source.days,
-        seed=source.seed,
-        progress=progress,
-    )

@@ -150,18 +150,17 @@ def raws(dataset: Dataset) -> dict[str, Raw]:
 
 def raw_settings(dataset: Dataset, raw: Raw) -> dict[str, Any]:
     """Return the settings that decide the content of an acquired file: what makes acquisition run again."""
-    source = dataset.source.model_dump(mode="json", exclude={"boxes", *SPLITS, "paths", "fractions", "sha256"})
-    period = [str(day) for day in raw.period] if raw.period else None
-    channels = dataset.channels if raw.period and not isinstance(dataset, CosmoDataset) else None
-    digest = getattr(dataset.source, "sha256", {}).get(raw.name)
-    return {
-        **source,
+    settings = {
+        **dataset.source.model_dump(mode="json", exclude={"boxes", *SPLITS, "paths", "fractions", "sha256"}),
         "origin": raw.origin,
         "index": raw.index,
-        "period": period,
-        "channels": channels,
-        "sha256": digest,
+        "sha256": getattr(dataset.source, "sha256", {}).get(raw.name),
     }
+    if raw.period and not isinstance(dataset, CosmoDataset):
+        # Out of a store only the asked channels and times are read.
+        settings |= {"period": [str(day) for day in raw.period]}
+        settings |= {"channels": dataset.channels, "step_hours": dataset.step_hours}
+    return settings
 
 
 def part_settings(dataset: Dataset, part: Part) -> dict[str, Any]:

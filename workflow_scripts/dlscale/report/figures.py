@@ -34,6 +34,7 @@ _PAINT = (
 )
 
 _STYLE: dict[str, Any] = {
+    "axes.axisbelow": True,
     "axes.edgecolor": _GRID,
     "axes.formatter.useoffset": False,
     "axes.grid": True,
@@ -91,17 +92,17 @@ def loss(name: str, lines: Sequence[Line], over: Literal["epoch", "time"], unit:
             axes.plot(
                 x, trained, color=_RUNS[line.style], linewidth=1.1, dashes=(3, 2), marker="_" if len(x) == 1 else None
             )
-        axes.set_xlabel("epoch" if over == "epoch" else f"training time without validation ({time_unit})")
         axes.set_ylabel(unit)
         if over == "epoch":
-            _whole_numbers(axes)
+            _epochs(axes)
         else:
             axes.set_xlim(left=0)
+            axes.set_xlabel(f"training time without validation ({time_unit})")
         positive = [value for value in values if value > 0]
         if len(positive) == len(values) and max(positive) > 10 * min(positive):
             _logarithmic(axes, "y")
 
-    return _svg(name, draw, (4.9, 3.1))
+    return _svg(name, draw, (3.9, 3.0))
 
 
 def learning_rate(name: str, lines: Sequence[Line]) -> str:
@@ -127,7 +128,7 @@ def skill(name: str, lines: Sequence[Line]) -> str:
             color=_MUTED,
         )
 
-    return _by_epoch(name, lines, lambda epoch: epoch.skill, "skill (1 = perfect)", extra=naive)
+    return _by_epoch(name, lines, lambda epoch: epoch.skill, "skill", extra=naive)
 
 
 def throughput(name: str, runs: Sequence[RunResult]) -> str:
@@ -170,7 +171,7 @@ def throughput(name: str, runs: Sequence[RunResult]) -> str:
         axes.grid(False, axis="y")
         axes.set_xlabel("throughput (samples/s" + (", logarithmic)" if logarithmic else ")"))
 
-    return _svg(name, draw, (4.9, 0.55 + 0.8 * len(runs)))
+    return _svg(name, draw, (4.6, 0.55 + 0.8 * len(runs)))
 
 
 def _by_epoch(
@@ -185,15 +186,14 @@ def _by_epoch(
         for line in lines:
             points = [(e.epoch, y) for e in line.run.epochs if (y := value(e)) is not None]
             _plot(axes, line, [x for x, _ in points], [y for _, y in points])
-        axes.set_xlabel("epoch")
         axes.set_ylabel(label)
-        _whole_numbers(axes)
+        _epochs(axes)
         if bottom is not None:
             axes.set_ylim(bottom=bottom)
         if extra:
             extra(axes)
 
-    return _svg(name, draw, (4.9, 1.7))
+    return _svg(name, draw, (3.9, 1.5))
 
 
 def _plot(axes: Axes, line: Line, x: Sequence[float], y: Sequence[float]) -> None:
@@ -208,9 +208,11 @@ def _plot(axes: Axes, line: Line, x: Sequence[float], y: Sequence[float]) -> Non
     )
 
 
-def _whole_numbers(axes: Axes) -> None:
+def _epochs(axes: Axes) -> None:
     from matplotlib.ticker import MaxNLocator
 
+    axes.set_xlim(left=0)
+    axes.set_xlabel("epoch")
     axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
 
 

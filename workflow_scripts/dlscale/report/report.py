@@ -40,21 +40,6 @@ BARS = 8
 CHANNEL_ROWS = 40
 PREDICTIONS, PREDICTIONS_OF_A_PLAN = 12, 3
 
-#: Metrics that measure an error, with the same error of a naive answer, and what that answer is.
-NAIVE = {"rmse": ("persistence_rmse", "persistence"), "l1": ("l1_of_mean", "the mean")}
-#: What a metric is called, and what it means.
-METRICS = {
-    "rmse": ("RMSE", "root-mean-square error over all validation samples and points, in physical units"),
-    "rmse_normalised": (
-        "RMSE, normalised",
-        "of fields divided by their standard deviation, averaged over samples: the published form",
-    ),
-    "acc": ("ACC", "anomaly correlation coefficient against the training climatology; 1 is perfect"),
-    "mae": ("MAE", "mean absolute error over all validation samples and points, in physical units"),
-    "l1": ("L1", "mean absolute error in model units (transformed fields)"),
-    "persistence_rmse": ("RMSE of persistence", "of answering that nothing changes"),
-    "l1_of_mean": ("L1 of the mean", "of always answering the mean of the training data"),
-}
 LOSSES = {"l1": ("L1", "model units"), "relative_l2": ("relative L2", "no unit")}
 
 
@@ -192,7 +177,9 @@ def _speed(plan: PlanResult) -> View | None:
         for run in _some(known, CARD_RUNS, _slowness)
     ]
     return {
-        "what": "FULL" if "throughput" in plan.measure else "training",
+        "what": "FULL: loading and computing together"
+        if "throughput" in plan.measure
+        else "Training, median over epochs",
         "fastest": fastest.label,
         "speed": greatest,
         "speed_up": plan.speed_up(fastest) if fastest is not plan.runs[0] else None,
@@ -200,46 +187,6 @@ def _speed(plan: PlanResult) -> View | None:
         "bars": bars,
         "of": len(known),
     }
-
-
-@dataclass(frozen=True)
-class Bound:
-    """What holds FULL back: `what` in two words, `key` for its colour, `why` in a sentence."""
-
-    what: str
-    key: str
-    why: str
-
-
-def bound(throughput: Throughput | None) -> Bound | None:
-    """Read a throughput triplet; None unless all three are there.
-
-    FULL cannot be faster than the slower of loading alone (IO) and computing alone (SYNTHETIC). What
-    it reaches of that says how well the two overlap.
-    """
-    means = [trials.mean for mode in MODES if throughput and (trials := throughput.mode(mode))]
-    if len(means) < len(MODES) or not all(means):
-        return None
-    io, synthetic, full = means
-    if io < 0.8 * synthetic:
-        what, key = "data loading", "io"
-        why = f"The loader alone delivers {number(io)} samples/s; the model alone could take {number(synthetic)}."
-    elif synthetic < 0.8 * io:
-        what, key = "computation", "synthetic"
-        why = f"The model alone takes {number(synthetic)} samples/s; the loader alone could deliver {number(io)}."
-    else:
-        what, key = "both alike", "both"
-        why = f"Loading alone ({number(io)} samples/s) and computing alone ({number(synthetic)}) take about as long."
-    share = full / min(io, synthetic)
-    why += f" FULL reaches {percent(share)} of the slower one"
-    if share < 0.8:
-        # One after the other takes 1/io + 1/synthetic a sample: nothing overlaps.
-        serial = 1 / (1 / io + 1 / synthetic)
-        why += ": loading and computing hardly overlap" if full < 1.1 * serial else ": they overlap only in part"
-        why += ", or compete for the same cores."
-    else:
-        why += ": the other hides behind it."
-    return Bound(what, key, why)
 
 
 def _fastest_bound(plan: PlanResult) -> View | None:
@@ -313,7 +260,7 @@ def _curves(plan: PlanResult, lines: list[Line], trained: int) -> View | None:
     ]
     small = []
     if any(line.run.last and line.run.last.skill is not None for line in lines):
-        text = "Skill on the validation data: 0 is no better than the naive answer."
+        text = "Skill on the validation data: 1 is perfect, 0 no better than the naive answer."
         small.append({"svg": figures.skill(f"{plan.name}-skill", lines), "text": text})
     text = "Learning rate at the end of each epoch."
     small.append({"svg": figures.learning_rate(f"{plan.name}-rate", lines), "text": text})
@@ -336,159 +283,6 @@ def _throughput(plan: PlanResult, measured: list[RunResult]) -> View | None:
 
 def _id(plan: PlanResult, run: RunResult) -> str:
     return f"run.{plan.name}.{run.name}"  # no name has a dot
-
-
-# ---- tables --------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Cell:
-    """A table's cell: its text, what it sorts by, a second line, a link."""
-
-    text: str
-    key: float | str = ""
-    note: str = ""
-    link: str = ""
-
-
-def _cell(value: float | None, text: Callable[[Any], str] = number, note: str = "") -> Cell:
-    if value is None or not math.isfinite(value):
-        return Cell(NONE if value is None else text(value))
-    return Cell(text(value), value, note)
-
-
-def _table(plan: PlanResult) -> View:
-    """Return the table of all runs: columns that no run fills are left out."""
-    scalars = dict.fromkeys(name for run in plan.runs if run.last for name in run.last.metrics if "/" not in name)
-    groups: dict[str, dict[str, list[Cell]]] = {
-        "Run": {
-            "run": [Cell(run.label, index, link=_id(plan, run)) for index, run in enumerate(plan.runs)],
-            "what it changes": [Cell(text, text) for text in _changes(plan)],
-            "batch size": [_cell(run.settings.get("batch_size"), count) for run in plan.runs],
-            "parameters": [_cell(run.provenance.get("parameters"), count) for run in plan.runs],
-        },
-        "Training": {
-            "epochs": [_cell(run.last.epoch if run.last else None, count) for run in plan.runs],
-            "samples": [_cell(run.last.samples if run.last else None, count) for run in plan.runs],
-            "time": [_cell(run.training_seconds if run.last else None, duration) for run in plan.runs],
-            "training loss": [_cell(run.last.train_loss if run.last else None) for run in plan.runs],
-            "validation loss": [_cell(run.last.valid_loss if run.last else None) for run in plan.runs],
-            "best validation loss": [_cell(run.best_valid_loss) for run in plan.runs],
-            "mean skill": [_cell(run.last.skill if run.last else None) for run in plan.runs],
-        }
-        | {
-            METRICS.get(name, (name,))[0]: [
-                _cell(run.last.metrics.get(name) if run.last else None) for run in plan.runs
-            ]
-            for name in scalars
-            if name != "skill"
-        },
-        "Throughput (samples/s)": {
-            "training": [_cell(run.training_speed) for run in plan.runs],
-            **{mode: [_trials(run, mode) for run in plan.runs] for mode in MODES},
-        },
-        "Reading": {
-            "speed-up": [_cell(plan.speed_up(run), lambda value: f"{number(value)}×") for run in plan.runs],
-            "bound by": [Cell(b.what, b.what) if (b := bound(run.throughput)) else Cell(NONE) for run in plan.runs],
-            "peak memory": [
-                _cell(run.throughput.peak_memory_bytes if run.throughput else None, size) for run in plan.runs
-            ],
-        },
-    }
-    filled = {
-        group: {
-            column: cells for column, cells in columns.items() if any(cell.text not in (NONE, "") for cell in cells)
-        }
-        for group, columns in groups.items()
-    }
-    filled = {group: columns for group, columns in filled.items() if columns}
-    columns = [cells for each in filled.values() for cells in each.values()]
-    return {
-        "groups": [(group, len(each)) for group, each in filled.items()],
-        "columns": [column for each in filled.values() for column in each],
-        "rows": list(zip(*columns, strict=True)),
-    }
-
-
-def _trials(run: RunResult, mode: str) -> Cell:
-    trials = run.throughput.mode(mode) if run.throughput else None
-    return _cell(trials.mean, note=f"± {number(trials.std, 2)}") if trials else Cell(NONE)
-
-
-def _changes(plan: PlanResult) -> list[str]:
-    """Return in what settings each run differs: in a ladder from the run before, else from the first."""
-    flat = [_flat(run.settings) for run in plan.runs]
-    texts = ["–"]
-    for index in range(1, len(flat)):
-        reference = flat[index - 1 if plan.kind == "ladder" else 0]
-        changed = [f"{key}: {value}" for key, value in flat[index].items() if reference.get(key) != value]
-        texts.append(", ".join(changed[:4]) + (" …" if len(changed) > 4 else ""))
-    return texts if any(texts[1:]) else [""] * len(flat)
-
-
-def _flat(settings: Raw, prefix: str = "") -> Raw:
-    """Return nested settings as one mapping with dotted keys, the label left out."""
-    found: Raw = {}
-    for key, value in settings.items():
-        if isinstance(value, dict):
-            found |= _flat(value, f"{prefix}{key}.")
-        elif prefix or key != "label":
-            found[f"{prefix}{key}"] = value
-    return found
-
-
-def _channels(trained: list[RunResult]) -> list[View]:
-    """Return a table for each kind of metric that is given by channel: runs down, channels across."""
-    names = dict.fromkeys(name for run in trained if run.last for name in run.last.metrics if "/" in name)
-    kinds = dict.fromkeys(name.split("/")[0] for name in names)
-    naive = {baseline for baseline, _ in NAIVE.values()}
-    shown = _some(trained, CHANNEL_ROWS, _final_loss)
-    units: dict[str, str] = {}
-    for run in trained:
-        units |= run.provenance.get("metric_units") or {}
-    tables = []
-    for kind in kinds:
-        if kind in naive | {"skill"}:
-            continue
-        channels = [name.split("/", 1)[1] for name in names if name.split("/")[0] == kind]
-        title, meaning = METRICS.get(kind, (kind, ""))
-        baseline, answer = NAIVE.get(kind, ("", ""))
-        rows = [
-            (run.label, [_channel_cell(run.last.metrics, kind, channel, baseline) for channel in channels])
-            for run in shown
-            if run.last
-        ]
-        naive_row = [_same(shown, f"{baseline}/{channel}") for channel in channels]
-        tables.append(
-            {
-                "title": title,
-                "meaning": meaning,
-                "channels": [(channel, unit(units.get(f"{kind}/{channel}"))) for channel in channels],
-                "rows": rows,
-                "naive": [_cell(value) for value in naive_row]
-                if any(value is not None for value in naive_row)
-                else None,
-                "answer": answer,
-                "of": len(trained),
-            }
-        )
-    return tables
-
-
-def _channel_cell(metrics: dict[str, float], kind: str, channel: str, naive: str) -> Cell:
-    value, baseline = metrics.get(f"{kind}/{channel}"), metrics.get(f"{naive}/{channel}")
-    return _cell(value, note=f"skill {number(1 - value / baseline, 2)}" if baseline and value is not None else "")
-
-
-def _same(runs: Sequence[RunResult], name: str) -> float | None:
-    """Return a metric if it is the same for all runs, as a naive answer's is on the same data."""
-    values = [run.last.metrics.get(name) for run in runs if run.last]
-    first = values[0]
-    return (
-        first
-        if first is not None and all(v is not None and math.isclose(v, first, rel_tol=1e-4) for v in values)
-        else None
-    )
 
 
 # ---- pictures, provenance ------------------------------------------------------------------------
@@ -577,43 +371,6 @@ def _study(name: str, plans: Sequence[PlanResult]) -> View:
         "plans": [{"name": plan.name, "title": plan.title} for plan in plans if plan.study == name],
         "published": [_published(entry) for entry in shipped.get("published") or []],
     }
-
-
-def _published(entry: Raw) -> View:
-    speed = entry.get("samples_per_second")
-    return {
-        "label": entry.get("label", ""),
-        "what": f"throughput, {entry.get('kind', 'FULL')}" if speed is not None else entry.get("metric", ""),
-        "value": f"{speed:g} samples/s"
-        if speed is not None
-        else f"{entry.get('value'):g} {unit(entry.get('unit'))}".strip(),
-        "hardware": entry.get("hardware", NONE),
-        "source": entry.get("source", NONE),
-    }
-
-
-def _published_speeds(study: str, run: str | None = None) -> list[str]:
-    """Return the range of published FULL throughputs for each piece of hardware, of one run or of all."""
-    by_hardware: dict[str, list[float]] = {}
-    for entry in shipped_studies().get(study, {}).get("published") or []:
-        speed = entry.get("samples_per_second")
-        if speed is not None and entry.get("kind", "FULL") == "FULL" and run in (None, entry.get("run")):
-            by_hardware.setdefault(str(entry.get("hardware", "hardware not stated")), []).append(float(speed))
-    ranges = {
-        hardware: dict.fromkeys(number(speed) for speed in (min(s), max(s))) for hardware, s in by_hardware.items()
-    }
-    return [f"{' to '.join(speeds)} samples/s on {hardware}" for hardware, speeds in ranges.items()]
-
-
-def _published_for(study: str, run: str) -> str:
-    return "; ".join(_published_speeds(study, run))
-
-
-def _published_summary(study: str) -> list[str]:
-    """Return the published figures of a study in short: throughput by hardware, and accuracies."""
-    entries = shipped_studies().get(study, {}).get("published") or []
-    values = [_published(entry) for entry in entries if entry.get("value") is not None]
-    return _published_speeds(study) + [f"{value['label']} {value['value']} ({value['source']})" for value in values]
 
 
 def _dataset(folder: Path, name: str) -> View:

@@ -110,7 +110,7 @@ class _PlanFile(_Record):
     runs: list[_Reference] = Field(min_length=1)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RunResult:
     """One run of a plan, with all that was measured of it.
 

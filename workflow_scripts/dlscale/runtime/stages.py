@@ -21,10 +21,15 @@ STAGES = {
 
 
 def modules(stage: str, subject: Dataset | RunCore | None = None) -> list[str]:
-    """Return the modules from which the stage reaches all the code that it runs for `subject`."""
-    found: list[str | None] = [STAGES[stage]]
+    """Return the modules from which the stage reaches all the code that decides its results for `subject`.
+
+    For acquisition that is the simulator, or the reader of a store, alone: what comes from elsewhere does
+    not change with the code that carries it, and is not fetched again when that is edited.
+    """
     if isinstance(subject, RunCore):
-        found += [plugins.study(subject), plugins.loader(subject)]
-    elif subject is not None:
-        found += [plugins.acquisition(subject) if stage == "acquire" else plugins.kind(subject)]
-    return [module for module in found if module]
+        return [STAGES[stage], plugins.study(subject), plugins.loader(subject)]
+    if subject is None:
+        return [STAGES[stage]]
+    if stage == "acquire":
+        return [module for module in [plugins.acquisition(subject)] if module]
+    return [STAGES[stage], plugins.kind(subject)]

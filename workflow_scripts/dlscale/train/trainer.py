@@ -120,7 +120,7 @@ class Trainer:
         if not torch.isfinite(torch.tensor(train_loss)):
             raise UserError(
                 f"epoch {epoch + 1}: the training loss is {train_loss}; lower optimizer.lr, add schedule.warmup_steps, "
-                "or use precision bf16 or fp32. Checkpoints of earlier epochs are kept"
+                "use precision bf16 or fp32, or look for bad values in the data. Checkpoints of earlier epochs are kept"
             )
         start = time.perf_counter()
         valid = self.validate()

@@ -1,0 +1,44 @@
+"""What bounds a run, read from what was measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dlscale.report.results import MODES, Throughput
+from dlscale.report.text import number, percent
+
+
+@dataclass(frozen=True)
+class Bound:
+    """What holds FULL back: `what` in two words, `key` for its colour, `why` in a sentence."""
+
+    what: str
+    key: str
+    why: str
+
+
+def bound(throughput: Throughput | None) -> Bound | None:
+    """Read a throughput triplet; None unless all three are there.
+
+    FULL cannot be faster than the slower of loading alone (IO) and computing alone (SYNTHETIC). What
+    it reaches of that says how well the two overlap.
+    """
+    means = [trials.mean for mode in MODES if throughput and (trials := throughput.mode(mode))]
+    if len(means) < len(MODES) or not all(means):
+        return None
+    io, synthetic, full = means
+    if io < 0.8 * synthetic:
+        what, key, advice = "data loading", "io", "A faster loader would help."
+    elif synthetic < 0.8 * io:
+        what, key, advice = "computation", "synthetic", "A faster loader would not help."
+    else:
+        what, key, advice = "both alike", "both", "Both would have to be faster."
+    share = full / min(io, synthetic)
+    why = f"The loader alone delivers {number(io)} samples/s, the model alone takes {number(synthetic)}. {advice} "
+    why += f"FULL reaches {percent(share)} of the slower one"
+    if share < 0.8:
+        # One after the other, a sample takes 1/io + 1/synthetic: nothing overlaps.
+        serial = 1 / (1 / io + 1 / synthetic)
+        why += ": the two hardly overlap" if full < 1.1 * serial else ": the two overlap only in part"
+        why += ", or compete for the same cores"
+    return Bound(what, key, why + ".")
