@@ -74,7 +74,7 @@ def data_files(name):
         found = sorted(str(path) for path in root.glob("*/*.h5"))
         return [*found, f"{root}/stats/global_means.npy", f"{root}/stats/global_stds.npy"]
     if parts.prepared(dataset):
-        return [raw_path(name, raw) for raw in parts.raws(dataset).values()]
+        return [raw_path(name, part.raws[0]) for part in parts.parts(dataset)]
     return [f"{RESULTS}/data/{name}/{part.split}/{part.name}.h5" for part in parts.parts(dataset)]
 
 
@@ -86,6 +86,11 @@ def prepared_sources(wildcards, input):
     """Arguments that name a prepared dataset's files."""
     dataset = dataset_of(wildcards)
     return ["--source", *input.files] if parts.prepared(dataset) else []
+
+
+def dataset_settings(wildcards, input):
+    """A dataset's settings as its stages read them. Taking `input` keeps them from making a stage run again."""
+    return dataset_of(wildcards).model_dump_json()
 
 
 def configure_dataset_params(wildcards):
@@ -135,12 +140,12 @@ def configure_run_params(wildcards):
 
 def train_params(wildcards):
     run = run_of(wildcards)
-    return stage_params("train", run, run.slice(TrainRun))
+    return stage_params("train", run, json.dumps(run.slice(TrainRun)))
 
 
 def throughput_params(wildcards):
     run = run_of(wildcards)
-    return stage_params("throughput", run, run.slice(ThroughputRun))
+    return stage_params("throughput", run, json.dumps(run.slice(ThroughputRun)))
 
 
 # ---- plans and reports -----------------------------------------------------------------------------
@@ -179,7 +184,8 @@ def measured(name):
 
 def plan_files(name):
     """Everything that a plan produces."""
-    return [*measured(name), f"{RESULTS}/plans/{name}/summary.csv"]
+    settings = [f"{RESULTS}/data/{dataset}/config.yaml" for dataset in plan_datasets([name])]
+    return [*settings, *measured(name), f"{RESULTS}/plans/{name}/summary.csv"]
 
 
 def plan_datasets(names):

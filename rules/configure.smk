@@ -1,5 +1,5 @@
-# Settings, resolved and written where the stages read them. The stages take them as `ancient`: it is their
-# parameters that say which of the settings make them run again.
+# Settings, resolved and written for whoever reads the results. The stages do not wait for these files: they get
+# their settings with their command, and their parameters say which of the settings make them run again.
 
 
 rule configure_dataset:

@@ -3,8 +3,6 @@
 
 rule acquire:
     """Simulate or fetch one raw file. Fetching needs the network: a login or transfer node."""
-    input:
-        config=ancient(f"{RESULTS}/data/{{dataset}}/config.yaml"),
     output:
         f"{RESULTS}/data/{{dataset}}/source/{{file}}",
     log:
@@ -13,16 +11,16 @@ rule acquire:
         f"{RESULTS}/benchmarks/acquire/{{dataset}}/{{file}}.tsv"
     params:
         stage=acquire_params,
+        dataset=dataset_settings,
     message:
         "Acquire {wildcards.file} of dataset {wildcards.dataset}"
     shell:
-        "python -m dlscale acquire --config {input.config:q} --file {wildcards.file:q} --out {output:q} --log {log:q}"
+        "python -m dlscale acquire --config {params.dataset:q} --file {wildcards.file:q} --out {output:q} --log {log:q}"
 
 
 rule preprocess:
     """Stream one piece of one part through cropping, downsampling and transforms."""
     input:
-        config=ancient(f"{RESULTS}/data/{{dataset}}/config.yaml"),
         sources=part_sources,
     output:
         temp(f"{RESULTS}/data/{{dataset}}/pieces/{{split}}/{{part}}-{{piece}}.h5"),
@@ -32,17 +30,17 @@ rule preprocess:
         f"{RESULTS}/benchmarks/preprocess/{{dataset}}/{{split}}/{{part}}-{{piece}}.tsv"
     params:
         stage=preprocess_params,
+        dataset=dataset_settings,
     message:
         "Preprocess {wildcards.dataset} {wildcards.split}/{wildcards.part}, piece {wildcards.piece}"
     shell:
-        "python -m dlscale preprocess --config {input.config:q} --part {wildcards.split}/{wildcards.part}"
+        "python -m dlscale preprocess --config {params.dataset:q} --part {wildcards.split}/{wildcards.part}"
         " --piece {wildcards.piece} --source {input.sources:q} --out {output:q} --log {log:q}"
 
 
 rule assemble:
     """Join the pieces of one part into its final file."""
     input:
-        config=ancient(f"{RESULTS}/data/{{dataset}}/config.yaml"),
         pieces=part_pieces,
     output:
         f"{RESULTS}/data/{{dataset}}/{{split}}/{{part}}.h5",
@@ -52,16 +50,16 @@ rule assemble:
         f"{RESULTS}/benchmarks/assemble/{{dataset}}/{{split}}/{{part}}.tsv"
     params:
         stage=assemble_params,
+        dataset=dataset_settings,
     message:
         "Assemble {wildcards.dataset} {wildcards.split}/{wildcards.part}"
     shell:
-        "python -m dlscale assemble --config {input.config:q} --pieces {input.pieces:q} --out {output:q} --log {log:q}"
+        "python -m dlscale assemble --config {params.dataset:q} --pieces {input.pieces:q} --out {output:q} --log {log:q}"
 
 
 rule describe:
     """Write a dataset's statistics (of the training part alone), manifest and preview."""
     input:
-        config=ancient(f"{RESULTS}/data/{{dataset}}/config.yaml"),
         files=dataset_files,
     output:
         manifest=f"{RESULTS}/data/{{dataset}}/manifest.json",
@@ -78,9 +76,10 @@ rule describe:
         f"{RESULTS}/benchmarks/describe/{{dataset}}.tsv"
     params:
         stage=describe_params,
+        dataset=dataset_settings,
         sources=prepared_sources,
     message:
         "Describe dataset {wildcards.dataset}"
     shell:
-        "python -m dlscale describe --config {input.config:q} {params.sources:q} --manifest {output.manifest:q}"
+        "python -m dlscale describe --config {params.dataset:q} {params.sources:q} --manifest {output.manifest:q}"
         " --stats {output.stats:q} --preview {output.preview:q} --log {log:q}"

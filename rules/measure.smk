@@ -1,7 +1,6 @@
 rule throughput:
     """Measure a run's samples/s: IO alone, SYNTHETIC, FULL."""
     input:
-        config=ancient(f"{RESULTS}/plans/{{plan}}/{{run}}/config.yaml"),
         manifest=run_manifest,
         data=run_data,
     output:
@@ -10,12 +9,12 @@ rule throughput:
         f"{RESULTS}/logs/throughput/{{plan}}/{{run}}.log",
     benchmark:
         f"{RESULTS}/benchmarks/throughput/{{plan}}/{{run}}.tsv"
-    params:
-        stage=throughput_params,
     # All cores of one machine, so that no other job disturbs what is timed.
     threads: 64
+    params:
+        stage=throughput_params,
     message:
         "Measure throughput of {wildcards.plan}.{wildcards.run}"
     shell:
-        "python -m dlscale throughput --config {input.config:q} --manifest {input.manifest:q} --threads {threads}"
-        " --out {output:q} --log {log:q}"
+        "python -m dlscale throughput --config {params.stage[settings]:q} --manifest {input.manifest:q}"
+        " --threads {threads} --out {output:q} --log {log:q}"

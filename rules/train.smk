@@ -1,7 +1,6 @@
 rule train:
     """Train one run. Its checkpoints are no declared output, which would be deleted when a job fails: a retry resumes."""
     input:
-        config=ancient(f"{RESULTS}/plans/{{plan}}/{{run}}/config.yaml"),
         manifest=run_manifest,
         data=run_data,
     output:
@@ -20,14 +19,14 @@ rule train:
         f"{RESULTS}/logs/train/{{plan}}/{{run}}.log",
     benchmark:
         f"{RESULTS}/benchmarks/train/{{plan}}/{{run}}.tsv"
+    # All cores of one machine, so that no other job disturbs what is timed.
+    threads: 64
     params:
         stage=train_params,
         folder=subpath(output.metrics, parent=True),
         checkpoints=f"{RESULTS}/checkpoints",
-    # All cores of one machine, so that no other job disturbs what is timed.
-    threads: 64
     message:
         "Train {wildcards.plan}.{wildcards.run}"
     shell:
-        "python -m dlscale train --config {input.config:q} --manifest {input.manifest:q} --threads {threads}"
+        "python -m dlscale train --config {params.stage[settings]:q} --manifest {input.manifest:q} --threads {threads}"
         " --checkpoints {params.checkpoints:q} --out {params.folder:q} --log {log:q}"

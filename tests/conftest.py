@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from dlscale import cli
 from dlscale.data import parts
 from dlscale.runtime import config
@@ -66,8 +67,8 @@ def stage(*arguments: object) -> int:
     return cli.main([str(argument) for argument in arguments])
 
 
-def make_dataset(folder: Path, settings: dict[str, Any]) -> Path:
-    """Bring a dataset into being with its stages, as the workflow would; return its folder."""
+def make_parts(folder: Path, settings: dict[str, Any]) -> list[Path]:
+    """Bring a dataset's files into being with its stages, as the workflow would; return raw files used as they are."""
     assert stage("configure", "--settings", json.dumps(settings), "--out", folder / "config.yaml") == 0
     dataset = load_dataset(folder / "config.yaml")
     configured = ["--config", folder / "config.yaml"]
@@ -76,18 +77,22 @@ def make_dataset(folder: Path, settings: dict[str, Any]) -> Path:
         paths[name] = folder / "source" / name if raw.acquired else Path(raw.origin)
         if raw.acquired:
             assert stage("acquire", *configured, "--file", name, "--out", paths[name]) == 0
-    sources: list[object] = []
     if parts.prepared(dataset):
-        sources = ["--source", *paths.values()]
-    else:
-        for part in parts.parts(dataset):
-            label, pieces = f"{part.split}/{part.name}", []
-            for piece in range(dataset.pieces):
-                pieces.append(folder / "pieces" / f"{label}-{piece}.h5")
-                raws = [paths[raw.name] for raw in part.raws]
-                arguments = ["--part", label, "--piece", piece, "--source", *raws, "--out", pieces[-1]]
-                assert stage("preprocess", *configured, *arguments) == 0
-            assert stage("assemble", *configured, "--pieces", *pieces, "--out", folder / f"{label}.h5") == 0
+        return list(paths.values())
+    for part in parts.parts(dataset):
+        label, pieces = f"{part.split}/{part.name}", []
+        for piece in range(dataset.pieces):
+            pieces.append(folder / "pieces" / f"{label}-{piece}.h5")
+            raws = [paths[raw.name] for raw in part.raws]
+            arguments = ["--part", label, "--piece", piece, "--source", *raws, "--out", pieces[-1]]
+            assert stage("preprocess", *configured, *arguments) == 0
+        assert stage("assemble", *configured, "--pieces", *pieces, "--out", folder / f"{label}.h5") == 0
+    return []
+
+
+def make_dataset(folder: Path, settings: dict[str, Any]) -> Path:
+    """Bring a dataset into being, its description and preview included; return its folder."""
+    sources = make_parts(folder, settings)
     products = [
         "--manifest",
         folder / "manifest.json",
@@ -96,7 +101,8 @@ def make_dataset(folder: Path, settings: dict[str, Any]) -> Path:
         "--preview",
         folder / "preview.png",
     ]
-    assert stage("describe", *configured, *sources, *products) == 0
+    configured = ["--config", folder / "config.yaml"]
+    assert stage("describe", *configured, *(["--source", *sources] if sources else []), *products) == 0
     return folder
 
 

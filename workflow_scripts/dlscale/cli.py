@@ -10,6 +10,7 @@ import argparse
 import importlib
 import logging
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -48,24 +49,24 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--settings", required=True, metavar="JSON", help="the settings")
 
     p = stage("acquire", "Simulate or fetch one raw file of a dataset (fetching needs the network).")
-    path(p, "--config", "the dataset's config.yaml")
+    path(p, "--config", "the dataset's config.yaml, or its settings as JSON")
     p.add_argument("--file", required=True, metavar="NAME", help="name of the raw file")
     path(p, "--out", "file to write")
 
     p = stage("preprocess", "Stream one piece of one part of a dataset through downsampling and transforms.")
-    path(p, "--config", "the dataset's config.yaml")
+    path(p, "--config", "the dataset's config.yaml, or its settings as JSON")
     p.add_argument("--part", required=True, metavar="SPLIT/NAME", help="the part")
     p.add_argument("--piece", type=int, default=0, metavar="N", help="number of the piece, from 0")
     path(p, "--source", "raw files of the part", nargs="+")
     path(p, "--out", "HDF5 file to write")
 
     p = stage("assemble", "Join the pieces of one part into its final file.")
-    path(p, "--config", "the dataset's config.yaml")
+    path(p, "--config", "the dataset's config.yaml, or its settings as JSON")
     path(p, "--pieces", "the pieces, in order", nargs="+")
     path(p, "--out", "HDF5 file to write")
 
     p = stage("describe", "Write a dataset's statistics, manifest and preview.")
-    path(p, "--config", "the dataset's config.yaml")
+    path(p, "--config", "the dataset's config.yaml, or its settings as JSON")
     p.add_argument(
         "--source", nargs="*", default=[], metavar="PATH", help="files of a prepared dataset, used as they are"
     )
@@ -78,7 +79,7 @@ def parser() -> argparse.ArgumentParser:
         ("throughput", "Measure a run's samples/s: IO alone, SYNTHETIC, FULL."),
     ):
         p = stage(name, text)
-        path(p, "--config", "the run's config.yaml")
+        path(p, "--config", "the run's config.yaml, or its settings as JSON")
         path(p, "--manifest", "manifest.json of the run's dataset")
         p.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to compute")
         p.add_argument("--threads", type=int, metavar="N", help="CPU threads (PyTorch's choice if absent)")
@@ -114,6 +115,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser().print_help()
         return USER_ERROR
     terminal = sys.stderr
+    # A stage that is asked to end removes what it has half-written, as it does on Ctrl-C.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         if args.log:
             terminal = _redirect(Path(args.log))
@@ -142,7 +145,7 @@ def _redirect(log: Path) -> TextIO:
     """Send everything this process and its children print to `log`; return the terminal for a last word."""
     try:
         log.parent.mkdir(parents=True, exist_ok=True)
-        file = open(log, "w", buffering=1)  # noqa: SIM115 - it stays open as the standard streams
+        file = open(log, "w", buffering=1, encoding="utf-8")  # noqa: SIM115 - it stays open as the standard streams
     except OSError as error:
         raise explained(error, log) from error
     terminal = os.fdopen(os.dup(2), "w", buffering=1)

@@ -33,8 +33,8 @@ def main(args: argparse.Namespace) -> None:
     with Progress(f"acquiring {raw.name}", None, "bytes" if parts.is_url(raw.origin) else "steps") as progress:
         if raw.period is None and parts.is_url(raw.origin):
             expected: dict[str, Any] = getattr(dataset.source, "sha256", {})
-            digest = download(raw.origin, out, sha256=expected.get(raw.name), progress=progress.update)
-            checked = "as expected" if raw.name in expected else "not checked: the configuration names none"
+            digest = download(raw.origin, out, sha256=expected.get(raw.file_name), progress=progress.update)
+            checked = "as expected" if raw.file_name in expected else "not checked: the configuration names none"
             logging.info("%s: SHA-256 %s (%s), from %s", out, digest, checked, redacted(raw.origin))
         else:
             make(dataset, raw, out, progress)

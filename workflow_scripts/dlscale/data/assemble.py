@@ -21,7 +21,8 @@ def main(args: argparse.Namespace) -> None:
     """Join `args.pieces`, in order, into `args.out` as the dataset in `args.config` asks."""
     dataset = load_dataset(args.config)
     pieces = [store.open_file(path) for path in args.pieces]
-    with whole(args.out) as out, h5py.File(out, "w") as file:
+    # Whole chunks are written once, so a cache of chunks (8 MB a dataset by default) would only take memory.
+    with whole(args.out) as out, h5py.File(out, "w", rdcc_nbytes=0) as file:
         for name in pieces[0].attrs["fields"]:
             _join(dataset, [piece[name] for piece in pieces], file, str(args.out))
         for key in ("latitude", "longitude"):
@@ -56,6 +57,8 @@ def _join(dataset: Dataset, pieces: list[h5py.Dataset], file: h5py.File, label: 
         scaling=(moments.mean, scale) if half else None,
     )
     offset_c, scale_c = (field.per_channel(values) for values in (moments.mean, scale))
+    axes = tuple(axis for axis in range(len(field.shape)) if axis != field.channel_axis)
+    # Bytes a value: as read, being scaled, and stored.
     block = max(1, dataset.memory_mb * 1_000_000 // (3 * 4 * int(np.prod(field.shape)) // field.rows))
     if target.chunks and block > target.chunks[field.row_axis]:
         block -= block % target.chunks[field.row_axis]  # write whole chunks
@@ -65,13 +68,20 @@ def _join(dataset: Dataset, pieces: list[h5py.Dataset], file: h5py.File, label: 
         for piece, count in zip(pieces, rows, strict=True):
             for first in range(0, count, block):
                 last = min(first + block, count)
-                values = piece[field.select(first, last)]
-                stored = ((values - offset_c) / scale_c).astype(np.float16) if half else values
-                target[field.select(done + first, done + last)] = stored
+                stored = values = piece[field.select(first, last)]
                 if half:
-                    gap = np.abs(stored.astype(np.float32) * scale_c + offset_c - values)
-                    axes = tuple(axis for axis in range(gap.ndim) if axis != field.channel_axis)
-                    error = np.maximum(error, gap.max(axis=axes))
+                    work = values - offset_c
+                    work /= scale_c
+                    stored = work.astype(np.float16)
+                    # How far off a reader will find them, computed in the same memory.
+                    np.multiply(stored, scale_c, out=work)
+                    work += offset_c
+                    work -= values
+                    np.abs(work, out=work)
+                    error = np.maximum(error, work.max(axis=axes))
+                    del work
+                target[field.select(done + first, done + last)] = stored
+                del values, stored  # before the next are read
                 progress.update(done + last)
             done += count
     target.attrs["moments"] = json.dumps(moments.to_json())

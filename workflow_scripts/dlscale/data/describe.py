@@ -38,6 +38,7 @@ def main(args: argparse.Namespace) -> None:
         manifest = _cosmo_prepared(dataset, args.source, folder)
     else:
         manifest = _own(dataset, folder)
+    _check_disjoint(manifest)
     with whole(args.stats) as stats:
         stats.mkdir()
         manifest = _write_stats(manifest, stats, folder, Path(args.stats).name)
@@ -58,7 +59,8 @@ def _own(dataset: Dataset, folder: Path) -> Manifest:
             names = list(file.attrs["fields"])
             for name in names:
                 found = Field.of(file[name])
-                if infos.setdefault(name, found).shape[2:] != found.shape[2:]:
+                # Volumes may differ in size: crops are taken from each as it is.
+                if infos.setdefault(name, found).shape[2:] != found.shape[2:] and found.channel_axis == 1:
                     raise UserError(
                         f"{path}: {name}: grid {found.shape} differs from that of other files {infos[name].shape}"
                     )
@@ -80,6 +82,18 @@ def _own(dataset: Dataset, folder: Path) -> Manifest:
         provenance={"settings": dataset.model_dump(mode="json")},
         folder=folder,
     )
+
+
+def _check_disjoint(manifest: Manifest) -> None:
+    """Refuse one file in two splits, under whatever names."""
+    seen: dict[str, str] = {}
+    for split, files in manifest.splits.items():
+        for file in files:
+            if seen.setdefault(file.identity, split) != split:
+                raise UserError(
+                    f"{manifest.path(file)}: the same file is in {seen[file.identity]} and {split}: validation would "
+                    "see training data; give each split files of its own"
+                )
 
 
 def _info(dataset: Dataset, field: Field, moments: Moments, where: str) -> FieldInfo:
@@ -107,13 +121,12 @@ def _info(dataset: Dataset, field: Field, moments: Moments, where: str) -> Field
 
 def _cosmo_prepared(dataset: Dataset, sources: list[str], folder: Path) -> Manifest:
     """Describe files in the published layout; statistics take one pass over the training files."""
-    by_name = {Path(path).name: Path(path) for path in sources}
     splits: dict[str, list[File]] = {split: [] for split in SPLITS}
     moments = {name: Moments.empty(len(spec[0])) for name, spec in CHANNELS.items()}
     grid: dict[str, list[int]] = {}
-    for part in parts.parts(dataset):
-        raw = part.raws[0]
-        path = by_name.get(Path(raw.origin).name) or by_name[raw.name]
+    if len(sources) != len(parts.parts(dataset)):
+        raise UserError(f"--source: expected the {len(parts.parts(dataset))} files of the configuration, in its order")
+    for part, path in zip(parts.parts(dataset), map(Path, sources), strict=True):
         with store.open_file(path) as file:
             found = {name: store.dataset(file, name, len(spec[0])) for name, spec in CHANNELS.items()}
             shapes = {name: values.shape[1:] for name, values in found.items()}
@@ -140,7 +153,14 @@ def _cosmo_prepared(dataset: Dataset, sources: list[str], folder: Path) -> Manif
     fields = {}
     for name, (channels, units, transforms) in CHANNELS.items():
         field = Field(name, channels, units, (len(channels), *grid[name]), 0, transforms)
-        fields[name] = _info(dataset, field, moments[name], str(folder))
+        fields[name] = info = _info(dataset, field, moments[name], str(folder))
+        for channel, transform, highest in zip(channels, transforms, info.maximum, strict=True):
+            # Of densities and temperatures the logarithm is stored; physical values would overflow when undone.
+            if transform.kind == "log" and highest * transform.scale + transform.offset > np.log(1e30):
+                raise UserError(
+                    f"{folder}: {name}: channel '{channel}' reaches {highest:g}, but prepared files hold transformed "
+                    "values, mostly in (-1, 1); for physical values use source kind files"
+                )
     return Manifest(
         dataset.kind, fields, splits, provenance={"settings": dataset.model_dump(mode="json")}, folder=folder
     )
@@ -154,6 +174,7 @@ def _era5_prepared(dataset: Dataset, folder: Path) -> Manifest:
     shape: tuple[int, ...] | None = None
     latitude: list[float] = []
     longitude: list[float] = []
+    names: list[str] = []
     units: list[str] = []
     for split in SPLITS:
         for path in sorted((root / split).glob("*.h5")):
@@ -164,7 +185,7 @@ def _era5_prepared(dataset: Dataset, folder: Path) -> Manifest:
                 shape = fields.shape
                 if "latitude" in file and "longitude" in file:
                     latitude, longitude = file["latitude"][()].tolist(), file["longitude"][()].tolist()
-                units = [str(unit) for unit in fields.attrs.get("units", [])]
+                names, units = ([str(name) for name in fields.attrs.get(key, [])] for key in ("channels", "units"))
                 splits[split].append(_file(path, folder, fields.shape[0]))
     for split in ("train", "valid"):
         if not splits[split]:
@@ -172,7 +193,7 @@ def _era5_prepared(dataset: Dataset, folder: Path) -> Manifest:
                 f"{root / split}: no *.h5 files; expected the published layout (train/YYYY.h5, valid/, stats/)"
             )
     assert shape is not None
-    channels = dataset.channels or [f"channel{index:02d}" for index in range(shape[1])]
+    channels = dataset.channels or names or [f"channel{index:02d}" for index in range(shape[1])]
     if len(channels) != shape[1]:
         raise UserError(
             f"{root}: files hold {shape[1]} channels, the configuration names {len(channels)}; name them all in order"
@@ -206,6 +227,8 @@ def _era5_prepared(dataset: Dataset, folder: Path) -> Manifest:
         [],
     )
     climatology = root / "stats" / "time_means.npy"
+    if climatology.is_file():
+        _check_climatology(climatology, (len(channels), rows, columns))
     return Manifest(
         dataset.kind,
         {"fields": info},
@@ -224,11 +247,21 @@ def _stat(path: Path, channels: int) -> np.ndarray:
         values = np.load(path, allow_pickle=False).astype(np.float64).ravel()
     except FileNotFoundError:
         raise UserError(f"{path}: no such file; the published layout has it, shape [1, C, 1, 1]") from None
-    except ValueError as error:
+    except (ValueError, EOFError) as error:
         raise UserError(f"{path}: not a readable .npy file ({error})") from None
     if values.size < channels or not np.isfinite(values[:channels]).all():
         raise UserError(f"{path}: expected {channels} finite values, shape [1, C, 1, 1], got shape {values.shape}")
     return values[:channels]
+
+
+def _check_climatology(path: Path, needed: tuple[int, ...]) -> None:
+    try:
+        shape = np.load(path, mmap_mode="r", allow_pickle=False).shape
+    except (ValueError, EOFError) as error:
+        raise UserError(f"{path}: not a readable .npy file ({error})") from None
+    good = len(shape) == 4 and shape[1] == needed[0] and all(a >= b for a, b in zip(shape[2:], needed[1:], strict=True))
+    if not good:
+        raise UserError(f"{path}: expected means of the {needed[0]} channels, shape {(1, *needed)}, got shape {shape}")
 
 
 def _file(path: Path, folder: Path, rows: int, digest: str | None = None) -> File:

@@ -110,7 +110,7 @@ class Manifest:
             }
             splits = {split: [File(**file) for file in files] for split, files in values.pop("splits").items()}
             return Manifest(fields=fields, splits=splits, folder=Path(path).resolve().parent, **values)
-        except (KeyError, TypeError) as error:
+        except (AttributeError, KeyError, TypeError) as error:
             raise UserError(
                 f"{path}: not a manifest of this version ({error}); delete it and run the workflow again"
             ) from None

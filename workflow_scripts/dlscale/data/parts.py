@@ -54,6 +54,11 @@ class Raw:
         """Whether the acquire stage makes it (otherwise it is read where it lies)."""
         return self.period is not None or self.origin == "simulated" or is_url(self.origin)
 
+    @property
+    def file_name(self) -> str:
+        """What the file is called where it comes from."""
+        return file_name(self.origin)
+
 
 @dataclass(frozen=True)
 class Part:
@@ -81,6 +86,11 @@ def is_url(origin: str) -> bool:
     return urlsplit(origin).scheme in ("http", "https")
 
 
+def file_name(origin: str) -> str:
+    """Return the last part of a path or URL."""
+    return PurePosixPath(urlsplit(origin).path if is_url(origin) else origin).name
+
+
 def prepared(dataset: Dataset) -> bool:
     """Whether the files are used as they are, without preprocessing."""
     return isinstance(dataset.source, CosmoPrepared | Era5Prepared)
@@ -98,10 +108,9 @@ def parts(dataset: Dataset) -> list[Part]:
                 index += 1
         return found
     if isinstance(source, CosmoPrepared) or (isinstance(source, CosmoFiles) and not source.paths):
+        named = _named([origin for split in SPLITS for origin in getattr(source, split)])
         return [
-            Part(split, stem, (_raw(path),))
-            for split in SPLITS
-            for stem, path in _stems(getattr(source, split)).items()
+            Part(split, _stem(named[origin]), (named[origin],)) for split in SPLITS for origin in getattr(source, split)
         ]
     if isinstance(source, CosmoFiles):
         assert source.fractions is not None
@@ -109,10 +118,10 @@ def parts(dataset: Dataset) -> list[Part]:
         for split in SPLITS:
             cuts.append(cuts[-1] + getattr(source.fractions, split))
         return [
-            Part(split, stem, (_raw(path),), fraction=(cuts[i], cuts[i + 1]))
+            Part(split, _stem(raw), (raw,), fraction=(cuts[i], cuts[i + 1]))
             for i, split in enumerate(SPLITS)
             if cuts[i + 1] > cuts[i]
-            for stem, path in _stems(source.paths).items()
+            for raw in _named(source.paths).values()
         ]
     if isinstance(source, Era5Simulated):
         return [
@@ -129,7 +138,7 @@ def parts(dataset: Dataset) -> list[Part]:
                 if isinstance(source, Era5Zarr):
                     raws: tuple[Raw, ...] = (Raw(f"{split}-{name}.nc", source.store, period=period),)
                 else:
-                    raws = tuple(_raw(path) for path in source.paths)
+                    raws = tuple(_named(source.paths).values())
                 found.append(Part(split, name, raws, period=period))
         return found
     return []
@@ -154,7 +163,7 @@ def raw_settings(dataset: Dataset, raw: Raw) -> dict[str, Any]:
         **dataset.source.model_dump(mode="json", exclude={"boxes", *SPLITS, "paths", "fractions", "sha256"}),
         "origin": raw.origin,
         "index": raw.index,
-        "sha256": getattr(dataset.source, "sha256", {}).get(raw.name),
+        "sha256": getattr(dataset.source, "sha256", {}).get(raw.file_name),
     }
     if raw.period and not isinstance(dataset, CosmoDataset):
         # Out of a store only the asked channels and times are read.
@@ -176,21 +185,23 @@ def piece_rows(rows: int, piece: int, pieces: int) -> tuple[int, int]:
     return rows * piece // pieces, rows * (piece + 1) // pieces
 
 
-def _raw(origin: str) -> Raw:
-    name = PurePosixPath(urlsplit(origin).path if is_url(origin) else origin).name
-    return Raw(re.sub(r"[^A-Za-z0-9._-]", "_", name), origin)
-
-
-def _stems(origins: list[str]) -> dict[str, str]:
-    """Name each file by its stem; equal stems get a number."""
-    found: dict[str, str] = {}
+def _named(origins: list[str]) -> dict[str, Raw]:
+    """Name raw files after their origins, harmlessly; of those with equal stems all but the first get a number."""
+    found: dict[str, Raw] = {}
+    taken: set[str] = set()
     for origin in origins:
-        stem = re.sub(r"[^A-Za-z0-9_-]", "_", PurePosixPath(_raw(origin).name).stem)
-        while stem in found:
-            head, _, number = stem.rpartition("-")
-            stem = f"{head}-{int(number) + 1}" if head and number.isdigit() else f"{stem}-2"
-        found[stem] = origin
+        name = PurePosixPath(re.sub(r"[^A-Za-z0-9._-]", "_", file_name(origin)).lstrip(".-") or "file")
+        raw, number = Raw(name.name, origin), 1
+        while _stem(raw) in taken:
+            number += 1
+            raw = Raw(f"{name.stem}-{number}{name.suffix}", origin)
+        taken.add(_stem(raw))
+        found[origin] = raw
     return found
+
+
+def _stem(raw: Raw) -> str:
+    return PurePosixPath(raw.name).stem.replace(".", "_")
 
 
 def _years(period: tuple[dt.date, dt.date] | None) -> list[tuple[dt.date, dt.date]]:

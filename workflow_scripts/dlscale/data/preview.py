@@ -60,18 +60,20 @@ def draw_preview(manifest: Manifest, path: Path) -> None:
         axis.set_visible(False)
     for number, (channel, unit, transform, values) in enumerate(panels):
         physical = transform.inverse(values)
-        shown, label = (np.log10(physical), f"log10 of {channel}") if transform.kind == "log" else (physical, channel)
+        shown = physical
+        if transform.kind == "log":
+            shown, unit = np.log10(physical), f"log10({unit})"
         band, column = divmod(number, columns)
         top, bottom = axes[2 * band, column], axes[2 * band + 1, column]
         top.set_visible(True)
         bottom.set_visible(True)
         image = top.imshow(shown, extent=extent, aspect="auto" if geographic else "equal", cmap="viridis")
-        top.set_title(label, fontsize=9)
+        top.set_title(channel, fontsize=9)
         top.set_xlabel("longitude (degrees)" if geographic else "z (cells)", fontsize=8)
         top.set_ylabel("latitude (degrees)" if geographic else "y (cells)", fontsize=8)
         figure.colorbar(image, ax=top, label=unit, shrink=0.8)
         bottom.hist(shown.ravel(), bins=60)
-        bottom.set_xlabel(f"{label} ({unit})", fontsize=8)
+        bottom.set_xlabel(f"{channel} ({unit})", fontsize=8)
         bottom.set_ylabel("points", fontsize=8)
         for axis in (top, bottom):
             axis.tick_params(labelsize=7)

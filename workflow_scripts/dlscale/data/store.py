@@ -129,7 +129,8 @@ def create(
     chunks = None
     if chunk is not None and field.channel_axis == 0:
         chunks = (field.shape[0], *(min(chunk, size) for size in field.shape[1:]))
-    created = file.create_dataset(field.name, shape=field.shape, dtype=dtype, chunks=chunks)
+    # Every value will be written: filling chunks first would cost time, and the memory of a whole chunk.
+    created = file.create_dataset(field.name, shape=field.shape, dtype=dtype, chunks=chunks, fill_time="never")
     field.annotate(created)
     if scaling is not None:
         created.attrs["offset"], created.attrs["scale"] = (np.asarray(part, dtype=np.float32) for part in scaling)

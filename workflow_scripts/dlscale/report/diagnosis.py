@@ -34,11 +34,15 @@ def bound(throughput: Throughput | None) -> Bound | None:
     else:
         what, key, advice = "both alike", "both", "Both would have to be faster."
     share = full / min(io, synthetic)
-    why = f"The loader alone delivers {number(io)} samples/s, the model alone takes {number(synthetic)}. {advice} "
-    why += f"FULL reaches {percent(share)} of the slower one"
-    if share < 0.8:
-        # One after the other, a sample takes 1/io + 1/synthetic: nothing overlaps.
-        serial = 1 / (1 / io + 1 / synthetic)
-        why += ": the two hardly overlap" if full < 1.1 * serial else ": the two overlap only in part"
-        why += ", or compete for the same cores"
-    return Bound(what, key, why + ".")
+    serial = 1 / (1 / io + 1 / synthetic)  # one after the other: nothing overlaps
+    if share < 0.8 and full < 0.9 * serial:
+        advice = "That is less than one after the other would give: they compete for the same cores or memory."
+    elif share < 0.8 and full < 1.1 * serial:
+        advice = "That is what one after the other gives: they do not overlap."
+    elif share < 0.8:
+        advice = "They overlap only in part."
+    why = (
+        f"The loader alone delivers {number(io)} samples/s, the model alone takes {number(synthetic)}. "
+        f"FULL reaches {percent(share)} of the slower one. {advice}"
+    )
+    return Bound(what, key, why)

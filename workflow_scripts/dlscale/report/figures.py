@@ -1,4 +1,4 @@
-"""Figures as inline SVG: the page's CSS gives them their colours, so they follow its theme.
+"""Figures for the page: inline SVG, coloured by the page's CSS so that it follows the theme, and PNG files.
 
 Matplotlib draws with stand-in colours, which are then replaced by `currentColor` and CSS variables:
 `--s0` … `--s7` for runs, `--io`, `--synthetic`, `--full` for the throughput modes, `--grid`, `--muted`.
@@ -7,16 +7,22 @@ The same input gives the same bytes.
 
 from __future__ import annotations
 
+import base64
 import io
+import struct
 import warnings
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
 
 from dlscale.report.results import MODES, Epoch, RunResult
 from dlscale.report.text import number, shorten
+from dlscale.runtime.errors import UserError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -33,7 +39,8 @@ _PAINT = (
     | {colour: f"var(--{mode.lower()})" for mode, colour in _MODES.items()}
 )
 
-_STYLE: dict[str, Any] = {
+#: Matplotlib types its settings one by one, hence Any.
+_STYLE: Any = {
     "axes.axisbelow": True,
     "axes.edgecolor": _GRID,
     "axes.formatter.useoffset": False,
@@ -58,7 +65,7 @@ _STYLE: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Line:
-    """A run as the figures of a plan draw it: `style` indexes colour and marker."""
+    """A run as the figures of a plan draw it: `style` is the index of its colour and marker."""
 
     run: RunResult
     style: int
@@ -90,7 +97,12 @@ def loss(name: str, lines: Sequence[Line], over: Literal["epoch", "time"], unit:
             values += trained + valid
             _plot(axes, line, x, valid)
             axes.plot(
-                x, trained, color=_RUNS[line.style], linewidth=1.1, dashes=(3, 2), marker="_" if len(x) == 1 else None
+                x,
+                trained,
+                color=_RUNS[line.style],
+                linewidth=1.1,
+                dashes=(3, 2),
+                marker="_" if len(x) == 1 else None,
             )
         axes.set_ylabel(unit)
         if over == "epoch":
@@ -174,6 +186,24 @@ def throughput(name: str, runs: Sequence[RunResult]) -> str:
     return _svg(name, draw, (4.6, 0.55 + 0.8 * len(runs)))
 
 
+def picture(path: Path) -> dict[str, int | str]:
+    """Return a PNG file's `width` and `height` in pixels and its content, `data`, in base 64.
+
+    Raises
+    ------
+    UserError
+        The file is missing, or not a whole PNG file.
+    """
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file; run the stage that writes it first") from None
+    if content[:8] != b"\x89PNG\r\n\x1a\n" or content[-8:-4] != b"IEND":
+        raise UserError(f"{path}: not a whole PNG file; delete it and run its stage again")
+    width, height = struct.unpack(">II", content[16:24])
+    return {"width": width, "height": height, "data": base64.b64encode(content).decode()}
+
+
 def _by_epoch(
     name: str,
     lines: Sequence[Line],
@@ -197,15 +227,20 @@ def _by_epoch(
 
 
 def _plot(axes: Axes, line: Line, x: Sequence[float], y: Sequence[float]) -> None:
-    axes.plot(
-        x,
-        y,
-        color=_RUNS[line.style],
-        linewidth=1.8,
-        marker=MARKERS[line.style][0],
-        markersize=5,
-        markevery=max(1, len(x) // 12),
-    )
+    marker, colour = MARKERS[line.style][0], _RUNS[line.style]
+    axes.plot(x, y, color=colour, linewidth=1.8, marker=marker, markersize=5, markevery=max(1, len(x) // 12))
+
+
+def _uncover(axes: Axes) -> None:
+    """Widen each line that later ones cover, so that lines which coincide all stay visible."""
+    drawn = [line.get_xydata() for line in axes.lines]
+    covers = [
+        sum(np.array_equal(data, other, equal_nan=True) for other in drawn[i + 1 :]) for i, data in enumerate(drawn)
+    ]
+    step = min(2.0, 5 / max(1, *covers))
+    for line, covering in zip(axes.lines, covers, strict=True):
+        line.set_linewidth(line.get_linewidth() + step * covering)
+        line.set_markersize(line.get_markersize() + step * covering)
 
 
 def _epochs(axes: Axes) -> None:
@@ -241,7 +276,9 @@ def _svg(name: str, draw: Callable[[Axes], None], inches: tuple[float, float]) -
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
         figure = Figure(figsize=inches, layout="constrained")
         FigureCanvasSVG(figure)
-        draw(figure.subplots())
+        axes = figure.subplots()
+        draw(axes)
+        _uncover(axes)
         figure.savefig(
             text, format="svg", transparent=True, metadata=dict.fromkeys(("Creator", "Date", "Format", "Type"))
         )

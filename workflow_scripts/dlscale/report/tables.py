@@ -13,7 +13,7 @@ from dlscale.report.text import NONE, count, duration, number, size, unit
 from dlscale.runtime.settings import Raw
 
 #: Metrics that measure an error, with the same error of a naive answer, and what that answer is.
-NAIVE = {"rmse": ("persistence_rmse", "persistence"), "l1": ("l1_of_mean", "the mean")}
+NAIVE = {"rmse": ("persistence_rmse", "persistence"), "l1": ("l1_of_mean", "the training mean")}
 #: What a metric is called, and what it means.
 METRICS = {
     "rmse": ("RMSE", "root-mean-square error over all validation samples and points, in physical units"),
@@ -79,11 +79,12 @@ def anchor(plan: PlanResult, run: RunResult) -> str:
 
 def runs_table(plan: PlanResult) -> Table:
     """Return the table of all runs; columns that no run fills are left out."""
-    changes = dict(zip((run.name for run in plan.runs), _changes(plan), strict=True))
+    order = {run: index for index, run in enumerate(plan.runs)}
+    changes = _changes(plan)
     scalars = dict.fromkeys(name for run in plan.runs if run.last for name in run.last.metrics if "/" not in name)
     columns: list[tuple[str, str, Callable[[RunResult], Cell]]] = [
-        ("Run", "run", lambda run: Cell(run.label, plan.runs.index(run), link=anchor(plan, run))),
-        ("Run", "what it changes", lambda run: Cell(changes[run.name] or NONE, changes[run.name])),
+        ("Run", "run", lambda run: Cell(run.label, order[run], link=anchor(plan, run))),
+        ("Run", "what it changes", lambda run: Cell(changes[order[run]] or NONE, changes[order[run]])),
         ("Run", "batch size", lambda run: _cell(run.settings.get("batch_size"), count)),
         ("Run", "parameters", lambda run: _cell(run.provenance.get("parameters"), count)),
         ("Training", "epochs", _last(lambda epoch: epoch.epoch, count)),
@@ -96,9 +97,13 @@ def runs_table(plan: PlanResult) -> Table:
         ("Training", "mean skill", _last(lambda epoch: epoch.skill)),
         ("Throughput (samples/s)", "training", lambda run: _cell(run.training_speed)),
         *(("Throughput (samples/s)", mode, _trials(mode)) for mode in MODES),
-        ("Verdict", "speed-up", lambda run: _cell(plan.speed_up(run), lambda ratio: f"{number(ratio, 2)}×")),
+        ("Verdict", "speed-up", lambda run: _cell(plan.speed_up(run), lambda ratio: f"{number(ratio)}×")),
         ("Verdict", "bound by", _bound),
-        ("Verdict", "peak memory", lambda run: _cell(run.throughput and run.throughput.peak_memory_bytes, size)),
+        (
+            "Verdict",
+            "peak memory",
+            lambda run: _cell(run.throughput.peak_memory_bytes if run.throughput else None, size),
+        ),
     ]
     found = [(group, name, [make(run) for run in plan.runs]) for group, name, make in columns]
     found = [(group, name, cells) for group, name, cells in found if any(cell.text != NONE for cell in cells)]

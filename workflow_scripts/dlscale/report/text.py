@@ -37,15 +37,11 @@ def count(value: int | None) -> str:
 
 
 def unit(text: str | None) -> str:
-    """Return a unit with its powers raised (`m s**-1`: m s⁻¹); nothing for the dimensionless `1`."""
+    """Return a unit with its powers raised (`m s**-1` and `m s-1`: m s⁻¹); nothing for the dimensionless `1`."""
     if text in (None, "", "1"):
         return ""
-    return re.sub(r"(?:\*\*|\^)([-+]?\d+)", lambda match: match[1].translate(_SUPERSCRIPTS), str(text))
-
-
-def quantity(value: float | None, of: str | None) -> str:
-    """Return a number and its unit."""
-    return f"{number(value)}{_SPACE}{unit(of)}".rstrip() if value is not None else NONE
+    power = r"(?:\*\*|\^)([-+]?\d+)|(?<=\b[A-Za-z])(-?\d)\b|(?<=\b[A-Za-z]{2})(-?\d)\b"
+    return re.sub(power, lambda match: next(filter(None, match.groups())).translate(_SUPERSCRIPTS), str(text))
 
 
 def percent(share: float) -> str:

@@ -116,18 +116,20 @@ def merge(base: Raw, over: Mapping[str, Any]) -> Raw:
     """Merge `over` into `base` in place and return it.
 
     Mappings merge key by key; anything else replaces. A section of another `kind` replaces as a
-    whole, and of two keys that exclude each other (`epochs`, `steps`) the one that is set stays.
+    whole (a plan does not: its kind only says how its runs are layered), and of two settings that
+    exclude each other (`epochs`, `steps`) the one that is set stays.
     """
     for key, value in over.items():
         old = base.get(key)
         if not isinstance(value, Mapping):
             base[key] = copy.deepcopy(value)
-        elif isinstance(old, dict) and value.get("kind", old.get("kind")) == old.get("kind"):
+        elif isinstance(old, dict) and ("runs" in old or value.get("kind", old.get("kind")) == old.get("kind")):
             merge(old, value)
         else:
             base[key] = copy.deepcopy(dict(value))
     for one, other in (("epochs", "steps"), ("steps", "epochs")):
-        if over.get(one) is not None and other not in over:
+        # Mappings are no settings but, say, runs of these names.
+        if not isinstance(over.get(one), Mapping | None) and other not in over:
             base.pop(other, None)
     return base
 
@@ -241,6 +243,10 @@ class _Resolver:
             prefix = next((path for path, layer in reversed(layers) if holds(layer, keys)), where)
             raise UserError(f"configuration: {prefix}.{key}: {message}")
 
+        for section in ("model", "samples"):
+            kind, needed = getattr(run, section).kind, self.shipped[run.study]["settings"][section]["kind"]
+            if kind != needed:
+                fail(f"{section}.kind", f"got '{kind}'; study {run.study} needs {needed}")
         if run.dataset not in self.workflow.datasets:
             fail("dataset", unknown("dataset", run.dataset, self.workflow.datasets))
         dataset = self.workflow.datasets[run.dataset]
@@ -270,9 +276,23 @@ class _Resolver:
 
 
 def schema() -> Raw:
-    """Return the JSON schema of `config.yaml`, for editors."""
-    return {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "title": "dlscale",
-        **Workflow.model_json_schema(),
-    }
+    """Return the JSON schema of `config.yaml`, for editors.
+
+    No key has to be there: a file may change a part of what the studies ship, or of another file.
+    """
+    found: Raw = _optional(Workflow.model_json_schema())
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **found, "title": "dlscale"}
+
+
+def _optional(node: Any) -> Any:
+    """Return a JSON schema in which nothing is required, not even the `kind` by which one of several is chosen."""
+    if isinstance(node, list):
+        return [_optional(item) for item in node]
+    if not isinstance(node, dict):
+        return node
+    kept = {key: _optional(value) for key, value in node.items() if key not in ("required", "discriminator")}
+    if "oneOf" in kept:
+        kept["anyOf"] = kept.pop("oneOf")
+    if "patternProperties" in kept:
+        kept["additionalProperties"] = False  # names that do not match the pattern
+    return kept

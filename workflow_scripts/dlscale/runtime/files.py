@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import glob
 import hashlib
 import json
 import os
 import shutil
-import uuid
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from dlscale.runtime.errors import UserError
+
+_HOST = socket.gethostname().split(".")[0]
 
 
 @contextlib.contextmanager
@@ -29,9 +32,14 @@ def whole(path: str | os.PathLike[str]) -> Iterator[Path]:
         The final file or directory.
     """
     path = Path(path)
-    temporary = path.with_name(f".{path.name[:200]}.{uuid.uuid4().hex[:8]}.part{path.suffix}")
+    stem, owner = f".{path.name[:150]}.{_HOST}", f"{os.getpid()}.part{path.suffix}"
+    temporary = path.with_name(f"{stem}.{owner}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        for left in path.parent.glob(f"{glob.escape(stem)}.*.part{glob.escape(path.suffix)}"):
+            # Of a process that was killed here; nobody else would ever remove it.
+            if not Path(f"/proc/{left.name[len(stem) + 1 :].split('.')[0]}").exists():
+                _remove(left)
         yield temporary
         if path.is_dir() and temporary.is_dir():
             shutil.rmtree(path)

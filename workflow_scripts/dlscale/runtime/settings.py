@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,18 +18,29 @@ Raw = dict[str, Any]
 Model = TypeVar("Model", bound=BaseModel)
 
 
-def load_run(path: str | Path, kind: type[Model]) -> Model:
-    """Read from a run's `config.yaml` the slice that `kind` (a `RunCore`) declares, and no more."""
-    raw = read_yaml(path)
-    return validate(kind, {key: value for key, value in raw.items() if key in kind.model_fields}, where=str(path))
+def load_run(config: str | Path, kind: type[Model]) -> Model:
+    """Read from a run's settings (`config.yaml`, or JSON itself) the slice that `kind` (a `RunCore`) declares."""
+    raw, where = _read(config)
+    return validate(kind, {key: value for key, value in raw.items() if key in kind.model_fields}, where=where)
 
 
-def load_dataset(path: str | Path) -> Dataset:
-    """Read a dataset's `config.yaml`."""
+def load_dataset(config: str | Path) -> Dataset:
+    """Read a dataset's settings: `config.yaml`, or JSON itself."""
+    raw, where = _read(config)
     try:
-        return TypeAdapter(Dataset).validate_python(raw := read_yaml(path))
+        return TypeAdapter(Dataset).validate_python(raw)
     except ValidationError as error:
-        raise UserError(_explain(error, raw, where=str(path))) from None
+        raise UserError(_explain(error, raw, where)) from None
+
+
+def _read(config: str | Path) -> tuple[Raw, str]:
+    """Return the settings in a YAML file, or in JSON (an object, as the workflow passes it), and what to call them."""
+    if not str(config).startswith("{"):
+        return read_yaml(config), str(config)
+    try:
+        return json.loads(str(config)), "--config"
+    except json.JSONDecodeError as error:
+        raise UserError(f"--config: not valid JSON ({error}); pass what the workflow prints, or a file") from None
 
 
 def read_yaml(path: str | Path) -> Raw:
@@ -61,23 +74,32 @@ def validate(
 
 
 def _explain(error: ValidationError, raw: Any, where: str, layers: list[tuple[str, Raw]] | None = None) -> str:
-    lines = []
+    reasons: dict[str, list[str]] = {}
     for item in error.errors(include_url=False)[:8]:
         keys = _path(raw, item["loc"])
-        culprit = (*keys, item["ctx"]["key"]) if item["type"] == "unknown_key" else keys
-        prefix = next((path for path, layer in reversed(layers or []) if holds(layer, culprit)), None)
+        culprits = [keys]
+        if item["type"] == "unknown_key":
+            culprits = [(*keys, item["ctx"]["key"])]
+        elif item["type"] == "value_error":
+            # A check of several keys names them in its message.
+            culprits = [(*keys, *name.split(".")) for name in re.findall(r"[a-z_0-9]+(?:\.[a-z_0-9]+)*", item["msg"])]
+        prefix = next((path for path, layer in reversed(layers or []) if any(holds(layer, c) for c in culprits)), None)
         if prefix is None and layers:
             prefix = layers[-1][0]
         path = ".".join(str(key) for key in ([prefix] if prefix else []) + list(keys))
-        lines.append(f"{where}: {path + ': ' if path else ''}{_reason(item)}")
-    return "\n".join(lines)
+        # One line a place: of a union each member has its own complaint about the same value.
+        reasons.setdefault(f"{where}: {path + ': ' if path else ''}", []).append(_reason(item))
+    return "\n".join(place + "; or: ".join(dict.fromkeys(found)) for place, found in reasons.items())
 
 
 def _reason(item: Any) -> str:
     kind, context = item["type"], item.get("ctx", {})
     given = item.get("input")
     if kind == "missing":
-        return "this key is missing"
+        last = item["loc"][-1]
+        return f"value {last + 1} is missing" if isinstance(last, int) else "this key is missing"
+    if kind in ("model_attributes_type", "model_type", "dict_type"):
+        return f"got {given!r}; expected keys and values"
     if kind == "union_tag_not_found":
         return "the key 'kind' is missing"
     if kind == "union_tag_invalid":
@@ -104,6 +126,8 @@ def _path(raw: Any, location: tuple[int | str, ...]) -> tuple[int | str, ...]:
     path: list[int | str] = []
     here = raw
     for position, key in enumerate(location):
+        if key == "[key]":  # the name itself is wrong; it stands before this mark
+            continue
         try:
             here = here[key]
         except (KeyError, IndexError, TypeError):

@@ -54,5 +54,5 @@ class Study(ABC):
         """Return the validation metrics."""
 
     @abstractmethod
-    def figure(self, manifest: Manifest, x: Any, y: Any, prediction: Any) -> Figure:
+    def figure(self, run: RunCore, manifest: Manifest, x: Any, y: Any, prediction: Any) -> Figure:
         """Draw one sample's input, target and prediction (numpy, [C, ...], model units) in physical units."""

@@ -79,7 +79,7 @@ class CosmoUNet(Study):
         """See `Study`."""
         return CosmoMetrics(manifest, device)
 
-    def figure(self, manifest: Manifest, x: Any, y: Any, prediction: Any) -> Figure:
+    def figure(self, run: RunCore, manifest: Manifest, x: Any, y: Any, prediction: Any) -> Figure:
         """Draw the middle slice of each output beside the dark matter's density or velocity."""
         nbody, hydro = manifest.fields["Nbody"], manifest.fields["Hydro"]
         middle = y.shape[1] // 2

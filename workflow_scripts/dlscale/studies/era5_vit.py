@@ -129,7 +129,7 @@ class Era5ViT(Study):
         """See `Study`."""
         return Era5Metrics(manifest, device)
 
-    def figure(self, manifest: Manifest, x: Any, y: Any, prediction: Any) -> Figure:
+    def figure(self, run: RunCore, manifest: Manifest, x: Any, y: Any, prediction: Any) -> Figure:
         """Draw at most four channels on the map."""
         info = manifest.fields["fields"]
         rows = [
@@ -138,14 +138,15 @@ class Era5ViT(Study):
                 zip(info.channels, info.units, info.transforms, strict=True)
             )
         ][:4]
-        step = f"{manifest.step_hours:g} h a step" if manifest.step_hours else "stored steps"
+        steps = run.samples.dt if isinstance(run.samples, PairSamples) else 1
+        lead = f"{steps * manifest.step_hours:g} h" if manifest.step_hours else f"{steps} stored steps"
         extent = None
         labels = ("column", "row")
         if manifest.latitude and manifest.longitude:
             extent = (manifest.longitude[0], manifest.longitude[-1], manifest.latitude[-1], manifest.latitude[0])
             labels = ("longitude (degrees)", "latitude (degrees)")
         figure = comparison(rows, ["input", "truth", "prediction"], labels, extent)
-        figure.suptitle(f"first validation pair ({step})", fontsize=9)
+        figure.suptitle(f"first validation pair: {lead} ahead", fontsize=9)
         return figure
 
 

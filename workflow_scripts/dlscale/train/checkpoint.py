@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,8 @@ class Checkpoints:
     def __init__(self, folder: Path, keep: int) -> None:
         self.folder, self.keep = folder, keep
         folder.mkdir(parents=True, exist_ok=True)
+        for torn in folder.glob(".step-*.part"):  # left by a process that was killed while it saved
+            shutil.rmtree(torn, ignore_errors=True)
 
     def steps(self) -> list[int]:
         """Return the saved steps, oldest first."""
@@ -54,6 +57,9 @@ class Checkpoints:
         for step in reversed(self.steps()):
             path = self._path(step) / "state.pt"
             try:
+                with zipfile.ZipFile(path) as archive:  # torch.load does not look at the checksums that it wrote
+                    if damaged := archive.testzip():
+                        raise OSError(f"{damaged}: wrong checksum")
                 state: State = torch.load(path, map_location=device, weights_only=True)
                 return state
             except Exception as error:  # any damage: fall back to the one before it

@@ -61,8 +61,9 @@ def main(args: argparse.Namespace) -> None:
         history = trainer.fit()
         _draw(session, out / "prediction.png", board)
         board.finish(history[-1])
-        with whole(out / "model.pt") as path:
-            torch.save({key: value.cpu() for key, value in session.step.model.state_dict().items()}, path)
+        # Given a path, torch.save would put its (temporary) name into the file: equal weights, unequal bytes.
+        with whole(out / "model.pt") as path, open(path, "wb") as file:
+            torch.save({key: value.cpu() for key, value in session.step.model.state_dict().items()}, file)
         write_json(
             out / "provenance.json",
             provenance.provenance(
@@ -98,7 +99,7 @@ def _draw(session: Session, path: Path, board: Board) -> None:
     samples = session.study.samples(session.run, session.manifest, "valid")
     x, y = samples.read(0, 0)
     prediction = session.step.predict(torch.from_numpy(x)[None].to(session.device))[0].cpu().numpy()
-    figure = session.study.figure(session.manifest, x, y, prediction)
+    figure = session.study.figure(session.run, session.manifest, x, y, prediction)
     with whole(path) as temporary:
         figure.savefig(temporary, dpi=100, format="png")
     board.figure(figure)

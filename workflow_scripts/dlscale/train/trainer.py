@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -117,13 +118,10 @@ class Trainer:
         train_loss = float(loss_sum) / samples  # waits, so the time below is that of finished work
         seconds = time.perf_counter() - start
         del batches
-        if not torch.isfinite(torch.tensor(train_loss)):
-            raise UserError(
-                f"epoch {epoch + 1}: the training loss is {train_loss}; lower optimizer.lr, add schedule.warmup_steps, "
-                "use precision bf16 or fp32, or look for bad values in the data. Checkpoints of earlier epochs are kept"
-            )
+        _check_finite(epoch, "training", train_loss)
         start = time.perf_counter()
         valid = self.validate()
+        _check_finite(epoch, "validation", valid["loss"])  # the training loss knows nothing of the last update
         return {
             "epoch": epoch + 1,
             "step": done + steps,
@@ -169,3 +167,11 @@ class Trainer:
             torch.cuda.set_rng_state(state["cuda_rng"].cpu(), self.step.device)
         self.resumed_from = self.history[-1]["step"]
         logging.info("resumed after epoch %d, step %d", self.history[-1]["epoch"], self.resumed_from)
+
+
+def _check_finite(epoch: int, what: str, loss: float) -> None:
+    if not math.isfinite(loss):
+        raise UserError(
+            f"epoch {epoch + 1}: the {what} loss is {loss}; lower optimizer.lr, add schedule.warmup_steps, "
+            "use precision bf16 or fp32, or look for bad values in the data. Checkpoints of earlier epochs are kept"
+        )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, default_collate
 
 from dlscale.data.loaders.base import Batch, Share
 from dlscale.data.samples import Samples
@@ -21,6 +21,16 @@ class _Dataset(Dataset[Batch]):
     def __getitem__(self, key: tuple[int, int]) -> Batch:
         x, y = self.samples.read(*key)
         return torch.from_numpy(x), torch.from_numpy(y)
+
+
+class _Collate:
+    """Stacks samples; this rank's share of a small last batch may be none at all."""
+
+    def __init__(self, samples: Samples) -> None:
+        self.shapes = samples.input_shape, samples.target_shape
+
+    def __call__(self, found: list[Batch]) -> list[torch.Tensor]:
+        return default_collate(found) if found else [torch.empty(0, *shape) for shape in self.shapes]
 
 
 class _Batches:
@@ -48,6 +58,7 @@ class TorchLoader:
         self._loader = DataLoader(
             _Dataset(samples),
             batch_sampler=self._batches,
+            collate_fn=_Collate(samples),
             num_workers=settings.workers,
             prefetch_factor=settings.prefetch if settings.workers else None,
             persistent_workers=settings.workers > 0,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from collections.abc import Collection
 from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, create_model, model_validator
@@ -45,13 +46,15 @@ class Strict(BaseModel):
         return [field.alias or name for name, field in cls.model_fields.items()]
 
 
-def partial(model: type[BaseModel]) -> type[BaseModel]:
-    """Return `model` with every key optional, nested models included: the form of an override.
+def partial(model: type[BaseModel], without: Collection[str] = ()) -> type[BaseModel]:
+    """Return `model` with every key optional, nested models included, but those `without`: the form of an override.
 
     It serves the JSON schema only; overrides are validated after they are merged.
     """
     fields: dict[str, Any] = {}
     for name, field in model.model_fields.items():
+        if name in without:
+            continue
         annotation = _partial_annotation(field.annotation)
         if field.metadata:
             annotation = Annotated[(annotation, *field.metadata)]

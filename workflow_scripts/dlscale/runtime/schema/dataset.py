@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import itertools
+import posixpath
 from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, StringConstraints, model_validator
@@ -71,6 +72,13 @@ class CosmoSimulated(Strict):
     seed: int = Field(0, ge=0)
 
 
+def _refuse_shared(*splits: list[str]) -> None:
+    files = [file if "://" in file else posixpath.normpath(file) for split in splits for file in split]
+    repeated = sorted({file for file in files if files.count(file) > 1})
+    if repeated:
+        raise ValueError(f"'{repeated[0]}' stands in two splits: validation would see training data")
+
+
 class CosmoFiles(Strict):
     """HDF5 files with `Nbody` [4, D, H, W] and `Hydro` [5, D, H, W] in physical units; paths or http(s) URLs.
 
@@ -94,13 +102,7 @@ class CosmoFiles(Strict):
             raise ValueError("train and valid need at least one file each")
         if by_fraction and not (self.paths and self.fractions):
             raise ValueError("paths and fractions go together")
-        shared = (
-            (set(self.train) & set(self.valid))
-            | (set(self.train) & set(self.test))
-            | (set(self.valid) & set(self.test))
-        )
-        if shared:
-            raise ValueError(f"'{sorted(shared)[0]}' stands in two splits: validation would see training data")
+        _refuse_shared(self.train, self.valid, self.test)
         return self
 
 
@@ -112,6 +114,11 @@ class CosmoPrepared(Strict):
     valid: list[Path] = Field(min_length=1)
     test: list[Path] = []
     sha256: dict[str, Sha256] = {}
+
+    @model_validator(mode="after")
+    def _disjoint(self) -> CosmoPrepared:
+        _refuse_shared(self.train, self.valid, self.test)
+        return self
 
 
 class CosmoDataset(Preprocessing):

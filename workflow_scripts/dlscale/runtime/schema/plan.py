@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import Field, SkipValidation
+from pydantic import Field, SkipValidation, create_model
 
 from dlscale.runtime.schema.base import Name, Strict, partial
 from dlscale.runtime.schema.run import Run
 
-#: Overrides of a run's keys, or `{use: plan.run}`; they are validated once merged.
+#: Overrides of a run's keys; those of one run may be `{use: plan.run}` instead. They are validated once merged.
 if TYPE_CHECKING:
     Settings = dict[str, Any]
+    RunSettings = dict[str, Any]
 else:
-    Settings = SkipValidation[partial(Run)]
+    _settings = partial(Run, without=("study",))
+    _use = (str | None, Field(None, description="Name a run of another plan, written plan.run, instead of its keys."))
+    Settings = SkipValidation[_settings | None]
+    RunSettings = SkipValidation[create_model("NamedRunSettings", __base__=_settings, use=_use) | None]
 
 Measurement = Literal["train", "throughput"]
 
@@ -32,6 +36,6 @@ class Plan(Strict):
     measure: list[Measurement] = Field(
         ["train", "throughput"], min_length=1, description="Stages that each run goes through."
     )
-    runs: dict[Name, Settings] = Field(
+    runs: dict[Name, RunSettings] = Field(
         min_length=1, description="Settings by run, in order; `{use: plan.run}` names a run that another plan has."
     )

@@ -1,0 +1,87 @@
+"""Small files in the layouts that dlscale reads: raw cosmological volumes, and the published ones of both studies."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+
+from dlscale.data.channels import CHANNELS
+
+CHANNELS_OF = {name: list(spec[0]) for name, spec in CHANNELS.items()}
+
+
+def volume(shape: tuple[int, int, int], seed: int = 0) -> dict[str, np.ndarray]:
+    """Return plausible physical fields `Nbody` [4, D, H, W] and `Hydro` [5, D, H, W], float32."""
+    rng = np.random.default_rng(seed)
+    found = {}
+    for name, channels in CHANNELS_OF.items():
+        fields = []
+        for channel in channels:
+            if "velocity" in channel:
+                fields.append(rng.normal(0, 200, shape))
+            elif "temperature" in channel:
+                fields.append(10 ** rng.normal(4.5, 0.5, shape))
+            else:
+                fields.append(np.exp(rng.normal(0, 1, shape)) * (rng.random(shape) > 0.05))  # some cells are empty
+        found[name] = np.stack(fields).astype(np.float32)
+    return found
+
+
+def published(fields: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return physical fields in the published form: transformed, mostly in (-1, 1)."""
+    return {
+        name: np.stack([t.forward(channel) for t, channel in zip(CHANNELS[name][2], values, strict=True)])
+        for name, values in fields.items()
+    }
+
+
+def write_volume(path: Path, fields: dict[str, np.ndarray]) -> Path:
+    """Write fields as the published files hold them: float32, contiguous, without attributes."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with h5py.File(path, "w") as file:
+        for name, values in fields.items():
+            file.create_dataset(name, data=values)
+    return path
+
+
+def cosmo(train: list[Path], valid: list[Path], kind: str = "files", **more: Any) -> dict[str, Any]:
+    """Return the settings of a cosmo dataset of files."""
+    paths = {"train": [str(path) for path in train], "valid": [str(path) for path in valid]}
+    return {"kind": "cosmo", "source": {"kind": kind, **paths}, **more}
+
+
+def write_years(
+    folder: Path, years: dict[str, dict[int, int]], channels: int = 3, shape: tuple[int, int] = (9, 16), seed: int = 0
+) -> Path:
+    """Write a folder in the published layout: `SPLIT/YEAR.h5` of so many times, and `stats/`.
+
+    Fields are smooth in time, so that there is something to learn; the rows of `shape` are those on disk.
+    """
+    rng = np.random.default_rng(seed)
+    height, width = shape
+    scale = 10.0 ** np.arange(channels)[:, None, None]
+    waves = rng.normal(size=(channels, height, width)), rng.normal(size=(channels, height, width))
+    training = []
+    for split, files in years.items():
+        (folder / split).mkdir(parents=True, exist_ok=True)
+        for year, times in files.items():
+            phase = 0.3 * np.arange(times)[:, None, None, None] + year
+            values = scale * (5 + np.cos(phase) * waves[0] + np.sin(phase) * waves[1]).astype(np.float32)
+            with h5py.File(folder / split / f"{year}.h5", "w") as file:
+                file.create_dataset("fields", data=values, dtype=np.float32)
+            if split == "train":
+                training.append(values)
+    series = np.concatenate(training)
+    (folder / "stats").mkdir()
+    np.save(folder / "stats" / "global_means.npy", series.mean(axis=(0, 2, 3), keepdims=True).astype(np.float32))
+    np.save(folder / "stats" / "global_stds.npy", series.std(axis=(0, 2, 3), keepdims=True).astype(np.float32))
+    np.save(folder / "stats" / "time_means.npy", series.mean(axis=0, keepdims=True).astype(np.float32))
+    return folder
+
+
+def era5(folder: Path, **more: Any) -> dict[str, Any]:
+    """Return the settings of an ERA5 dataset in the published layout."""
+    return {"kind": "era5", "source": {"kind": "prepared", "path": str(folder)}, **more}

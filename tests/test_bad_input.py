@@ -1,0 +1,596 @@
+"""Bad input and bad places: each ends in one clear message and exit status 2, with nothing half-written."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+
+from dlscale import cli
+from dlscale.data.manifest import Manifest
+from tests.conftest import COSMO, COSMO_RUN, ERA5, ERA5_RUN, ROOT, make_dataset, make_run, stage, train
+from tests.raw_files import cosmo, era5, published, volume, write_volume, write_years
+
+Check = Callable[..., str]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Return what a folder holds, hidden files included, by path."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+@pytest.fixture
+def refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Check:
+    """Return a function that runs a stage, asserts that it is refused and leaves no trace, and returns the message."""
+
+    def run(*arguments: object, folder: Path = tmp_path) -> str:
+        before = contents(folder)
+        capfd.readouterr()
+        assert stage(*arguments) == cli.USER_ERROR
+        return one_message(capfd.readouterr().err, str(arguments[0]), folder, before)
+
+    return run
+
+
+def one_message(error: str, name: str, folder: Path, before: dict[str, bytes]) -> str:
+    assert error.startswith(f"dlscale {name}: ") and error.count("\n") == 1 and error.endswith("\n"), error
+    assert "Traceback" not in error and "Error" not in error, error
+    after = contents(folder)
+    for kept in ("/.lock", ".log"):  # a lock file stays, released
+        after = {path: content for path, content in after.items() if not path.endswith(kept)}
+        before = {path: content for path, content in before.items() if not path.endswith(kept)}
+    assert after == before
+    return error.removeprefix(f"dlscale {name}: ").strip()
+
+
+def configured(folder: Path, settings: dict[str, Any]) -> list[object]:
+    """Write a dataset's settings; return the arguments that name them."""
+    assert stage("configure", "--settings", json.dumps(settings), "--out", folder / "config.yaml") == 0
+    return ["--config", folder / "config.yaml"]
+
+
+def preprocess(folder: Path, settings: dict[str, Any], *raw: Path, part: str = "train/a") -> list[object]:
+    """Return the command that preprocesses a part."""
+    options = ["--part", part, "--source", *raw, "--out", folder / "piece.h5"]
+    return ["preprocess", *configured(folder, settings), *options]
+
+
+def describe(folder: Path, settings: dict[str, Any], *raw: Path) -> list[object]:
+    """Return the command that describes a dataset."""
+    products = ["--manifest", folder / "manifest.json", "--stats", folder / "stats", "--preview", folder / "p.png"]
+    return ["describe", *configured(folder, settings), *(["--source", *raw] if raw else []), *products]
+
+
+def damaged(folder: Path, change: Callable[[dict[str, Any]], object] = lambda fields: None) -> Path:
+    """Write a volume with a change to its fields."""
+    fields: dict[str, Any] = volume((8, 8, 8))
+    change(fields)
+    return write_volume(folder / "a.h5", fields)
+
+
+# ---- raw volumes ---------------------------------------------------------------------------------------
+
+
+def test_a_missing_file(tmp_path: Path, refused: Check) -> None:
+    path = tmp_path / "a.h5"
+    settings = cosmo([path], [tmp_path / "b.h5"])
+    assert refused(*preprocess(tmp_path, settings, path)) == f"{path}: no such file"
+    assert "absent.yaml: no such file" in refused("preprocess", "--config", tmp_path / "absent.yaml", *PIECE, tmp_path)
+    assert f"{path}: no such file" in refused(
+        *describe(tmp_path, cosmo([path], [tmp_path / "b"], "prepared"), path, path)
+    )
+
+
+PIECE = ["--part", "train/a", "--source", "a.h5", "--out"]
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.999])
+def test_a_truncated_file(tmp_path: Path, refused: Check, share: float) -> None:
+    path = damaged(tmp_path)
+    whole = path.read_bytes()
+    path.write_bytes(whole[: int(share * len(whole))])
+    text = refused(*preprocess(tmp_path, cosmo([path], [path.with_name("b.h5")]), path))
+    assert str(path) in text and "truncated" in text
+
+
+def test_a_file_of_another_kind(tmp_path: Path, refused: Check) -> None:
+    path = tmp_path / "a.h5"
+    path.write_text("<html>404 Not Found</html>")
+    assert "not a readable HDF5 file" in refused(*preprocess(tmp_path, cosmo([path], [tmp_path / "b.h5"]), path))
+    folder = tmp_path / "folder.h5"
+    folder.mkdir()
+    text = refused(*preprocess(tmp_path, cosmo([folder], [tmp_path / "b.h5"]), folder, part="train/folder"))
+    assert str(folder) in text
+
+
+def corrupt(path: Path) -> None:
+    """Damage the stored bytes of a compressed dataset, so that it opens but cannot be read."""
+    with h5py.File(path, "r") as file:
+        offset = file["Nbody"].id.get_chunk_info(0).byte_offset
+    with open(path, "r+b") as raw:
+        raw.seek(offset)
+        raw.write(b"\xff" * 64)
+
+
+def test_a_file_that_opens_but_cannot_be_read(tmp_path: Path, refused: Check) -> None:
+    path = tmp_path / "a.h5"
+    with h5py.File(path, "w") as file:
+        for name, values in published(volume((8, 8, 8))).items():
+            file.create_dataset(name, data=values, compression="gzip")
+    corrupt(path)
+    other = write_volume(tmp_path / "b.h5", published(volume((8, 8, 8))))
+    for command in (
+        preprocess(tmp_path, cosmo([path], [other]), path),
+        describe(tmp_path, cosmo([path], [other], "prepared"), path, other),
+    ):
+        text = refused(*command)
+        assert f"{path}: Nbody: cannot read" in text and "damaged" in text
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda f: f.update(NBody=f.pop("Nbody")), ("no dataset 'Nbody'", "NBody")),
+        (lambda f: f.update(Nbody=f["Nbody"][:3]), ("Nbody", "4 channels first", "(3, 8, 8, 8)")),
+        (lambda f: f.update(Hydro=f["Hydro"][0]), ("Hydro", "4 axes", "(8, 8, 8)")),
+        (lambda f: f.update(Hydro=f["Hydro"].astype(np.int32)), ("Hydro", "floating-point", "int32")),
+        (lambda f: f.update(Hydro=f["Hydro"][:, :7]), ("differ in size", "(8, 8, 8)", "(7, 8, 8)")),
+    ],
+    ids=["name", "channels", "axes", "type", "grids"],
+)
+def test_other_names_and_shapes(tmp_path: Path, refused: Check, change: Any, words: tuple[str, ...]) -> None:
+    path = damaged(tmp_path, change)
+    text = refused(*preprocess(tmp_path, cosmo([path], [tmp_path / "b.h5"]), path))
+    assert str(path) in text and all(word in text for word in words), text
+    other = write_volume(tmp_path / "b.h5", published(volume((8, 8, 8))))
+    text = refused(*describe(tmp_path, cosmo([path], [other], "prepared"), path, other))
+    assert str(path) in text and all(word in text for word in words), text
+
+
+@pytest.mark.parametrize(("value", "factor"), [(np.nan, 1), (np.inf, 1), (-np.inf, 2)])
+def test_values_that_are_not_finite(tmp_path: Path, refused: Check, value: float, factor: int) -> None:
+    """The message says where: file, field, channel and row, even of a density, whose logarithm has a floor."""
+
+    def change(fields: dict[str, np.ndarray]) -> None:
+        fields["Hydro"][0, 5, 1, 2] = fields["Hydro"][3, 6, 0, 0] = value
+
+    path = damaged(tmp_path, change)
+    text = refused(*preprocess(tmp_path, cosmo([path], [tmp_path / "b.h5"], downsample=factor), path))
+    assert f"{path}: Hydro: channel 'gas_density' is not finite at row 5 " in text
+    other = write_volume(tmp_path / "b.h5", published(volume((8, 8, 8))))
+    text = refused(*describe(tmp_path, cosmo([path], [other], "prepared"), path, other))
+    assert f"{path}: Hydro: channel 'gas_density' is not finite at row 5 " in text
+
+
+def test_a_channel_that_does_not_vary(tmp_path: Path, refused: Check) -> None:
+    def change(fields: dict[str, np.ndarray]) -> None:
+        fields["Nbody"][2] = 0.1
+
+    path = damaged(tmp_path, change)
+    other = write_volume(tmp_path / "b.h5", volume((8, 8, 8), 1))
+    settings = cosmo([path], [other])
+    for part, raw in (("train/a", path), ("valid/b", other)):
+        piece, out = tmp_path / "piece.h5", tmp_path / f"{part}.h5"
+        assert stage(*preprocess(tmp_path, settings, raw, part=part)) == 0
+        assert stage("assemble", *configured(tmp_path, settings), "--pieces", piece, "--out", out) == 0
+    text = refused(*describe(tmp_path, settings))
+    assert "Nbody: channel 'dm_velocity_y' is constant over the training part" in text
+    assert "channel 'dm_velocity_y' is constant" in refused(
+        *describe(tmp_path, cosmo([path], [other], "prepared"), path, other)
+    )
+
+
+def test_prepared_files_that_were_not_prepared(tmp_path: Path, refused: Check) -> None:
+    """Physical densities of 1e3 where their logarithm is expected would overflow; the other source kind is named."""
+    paths = [write_volume(tmp_path / name, volume((8, 8, 8), seed)) for seed, name in enumerate(("a.h5", "b.h5"))]
+    text = refused(*describe(tmp_path, cosmo(paths[:1], paths[1:], "prepared"), *paths))
+    assert "Nbody: channel 'dm_density'" in text and "source kind files" in text
+
+
+def test_more_pieces_than_rows(tmp_path: Path, refused: Check) -> None:
+    path = damaged(tmp_path)
+    text = refused(*preprocess(tmp_path, cosmo([path], [tmp_path / "b.h5"], pieces=9), path))
+    assert "train/a: 8 rows do not fill 9 pieces" in text and "`pieces`" in text
+
+
+def test_a_memory_bound_below_one_row(tmp_path: Path, refused: Check) -> None:
+    path = write_volume(tmp_path / "a.h5", volume((2, 200, 200)))
+    text = refused(*preprocess(tmp_path, cosmo([path], [tmp_path / "b.h5"], memory_mb=1), path))
+    assert "one row needs 5 MB" in text and "`memory_mb` allows 1;" in text
+
+
+def test_splits_and_factors_that_leave_nothing(tmp_path: Path, refused: Check) -> None:
+    path = damaged(tmp_path)
+    text = refused(*preprocess(tmp_path, cosmo([path], [tmp_path / "b.h5"], downsample=9), path))
+    assert "downsample 9 is larger than the volume (8, 8, 8)" in text
+    source = {"kind": "files", "paths": [str(path)], "fractions": {"train": 0.5, "valid": 0.1, "gap": 1}}
+    text = refused(*preprocess(tmp_path, {"kind": "cosmo", "source": source}, path, part="valid/a"))
+    assert "split 'valid' is empty" in text and "gap 1" in text
+
+
+def test_names_that_are_not_there(tmp_path: Path, refused: Check, cosmo_data: Path) -> None:
+    options = ["--config", cosmo_data / "config.yaml"]
+    text = refused("acquire", *options, "--file", "box00.h5", "--out", tmp_path / "x")
+    assert "did you mean 'box000.h5'?" in text
+    text = refused("preprocess", *options, "--part", "train/box9", "--source", "x", "--out", tmp_path / "x")
+    assert "--part train/box9: no such part; there are: train/box000" in text
+
+
+# ---- series ----------------------------------------------------------------------------------------------
+
+
+def test_a_channel_that_is_not_there(tmp_path: Path, refused: Check, era5_data: Path) -> None:
+    raw = era5_data / "source" / "2001.nc"
+    settings = {
+        "kind": "era5",
+        "source": {"kind": "files", "paths": [str(raw)]},
+        "channels": ["u11"],
+        "split": {"train": ["2001-01-01", "2001-01-03"], "valid": ["2001-01-04", "2001-01-05"]},
+    }
+    text = refused(*preprocess(tmp_path, settings, raw, part="train/2001"))
+    assert "channel 'u11'" in text and "did you mean 'u10'?" in text
+    settings |= {"channels": ["u10"], "crop": [99, 99]}
+    assert "crop [99, 99] is larger" in refused(*preprocess(tmp_path, settings, raw, part="train/2001"))
+
+
+YEARS = {"train": {2001: 6}, "valid": {2002: 6}}
+
+
+def rewrite(path: Path, change: Callable[[np.ndarray], np.ndarray], name: str = "fields") -> None:
+    with h5py.File(path) as file:
+        values = file["fields"][()]
+    with h5py.File(path, "w") as file:
+        file.create_dataset(name, data=change(values))
+
+
+PREPARED: dict[str, tuple[Callable[[Path], object], dict[str, Any], tuple[str, ...]]] = {
+    "no training files": (lambda root: shutil.rmtree(root / "train"), {}, ("train", "no *.h5 files")),
+    "no statistics": (lambda root: (root / "stats/global_stds.npy").unlink(), {}, ("global_stds.npy: no such file",)),
+    "empty statistics": (lambda root: (root / "stats/global_means.npy").write_bytes(b""), {}, ("global_means.npy",)),
+    "torn statistics": (
+        lambda root: (root / "stats/global_means.npy").write_bytes((root / "stats/global_means.npy").read_bytes()[:-3]),
+        {},
+        ("global_means.npy: not a readable .npy file",),
+    ),
+    "statistics of fewer channels": (
+        lambda root: np.save(root / "stats/global_means.npy", np.zeros((1, 2, 1, 1))),
+        {},
+        ("global_means.npy: expected 3 finite values", "(1, 2, 1, 1)"),
+    ),
+    "zero variance": (
+        lambda root: np.save(root / "stats/global_stds.npy", np.array([1.0, 0.0, 1.0])),
+        {"channels": ["u10", "v10", "t2m"]},
+        ("global_stds.npy: channel 'v10' has standard deviation 0",),
+    ),
+    "NaN in statistics": (
+        lambda root: np.save(root / "stats/global_means.npy", np.array([1.0, np.nan, 1.0])),
+        {},
+        ("global_means.npy: expected 3 finite values",),
+    ),
+    "torn climatology": (
+        lambda root: (root / "stats/time_means.npy").write_bytes(b"\x93NUMPY\x01"),
+        {},
+        ("time_means.npy: not a readable .npy file",),
+    ),
+    "climatology of another grid": (
+        lambda root: np.save(root / "stats/time_means.npy", np.zeros((1, 3, 8, 16))),
+        {},
+        ("time_means.npy: expected means of the 3 channels, shape (1, 3, 9, 16)", "(1, 3, 8, 16)"),
+    ),
+    "too few names": (lambda root: None, {"channels": ["u10"]}, ("3 channels", "names 1")),
+    "crop too large": (lambda root: None, {"crop": [10, 16]}, ("crop 10 x 16", "9 x 16")),
+    "another dataset": (
+        lambda root: rewrite(root / "train/2001.h5", lambda v: v, "Fields"),
+        {},
+        ("2001.h5: no dataset 'fields'; it holds: Fields",),
+    ),
+    "another shape": (
+        lambda root: rewrite(root / "valid/2002.h5", lambda v: v[:, :, :8]),
+        {},
+        ("2002.h5", "(6, 3, 8, 16)", "(6, 3, 9, 16)"),
+    ),
+    "a truncated year": (
+        lambda root: (root / "valid/2002.h5").write_bytes((root / "valid/2002.h5").read_bytes()[:-50]),
+        {},
+        ("2002.h5: not a readable HDF5 file", "truncated"),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", PREPARED)
+def test_damaged_published_folders(tmp_path: Path, refused: Check, case: str) -> None:
+    damage, more, words = PREPARED[case]
+    root = write_years(tmp_path / "raw", YEARS)
+    damage(root)
+    text = refused(*describe(tmp_path / "data", era5(root, **more)))
+    assert str(root) in text and all(word in text for word in words), text
+
+
+# ---- training --------------------------------------------------------------------------------------------
+
+
+def training(
+    folder: Path, study: str, settings: dict[str, Any], dataset: dict[str, Any], manifest: Path
+) -> list[object]:
+    """Return the command that trains a run."""
+    config = make_run(folder, study, settings, dataset)
+    places = ["--checkpoints", folder / "checkpoints", "--out", folder / "out"]
+    return ["train", "--config", config, "--manifest", manifest, "--device", "cpu", "--threads", 1, *places]
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> tuple[Path, dict[str, Any]]:
+    """Return the folder of a described dataset of two 8^3 volumes, and its settings."""
+    paths = [
+        write_volume(tmp_path / "raw" / name, published(volume((8, 8, 8), seed)))
+        for seed, name in enumerate(("a.h5", "b.h5"))
+    ]
+    settings = cosmo(paths[:1], paths[1:], "prepared")
+    return make_dataset(tmp_path / "data", settings), settings
+
+
+def small_run(**changes: Any) -> dict[str, Any]:
+    return {**COSMO_RUN, "model": {"widths": [2, 4]}, "samples": {"crop": 8, "train": 4, "valid": 4}, **changes}
+
+
+def test_a_crop_larger_than_the_box(tmp_path: Path, refused: Check, small: tuple[Path, dict[str, Any]]) -> None:
+    """Of files the size is known only when they are read."""
+    folder, settings = small
+    run = small_run(samples={"crop": 16, "train": 4, "valid": 4})
+    text = refused(*training(tmp_path / "run", "cosmo_unet", run, settings, folder / "manifest.json"))
+    assert "samples.crop 16 is larger than the volume (8, 8, 8)" in text and "choose at most 8" in text
+
+
+def test_a_patch_that_does_not_fit_files(tmp_path: Path, refused: Check) -> None:
+    settings = era5(write_years(tmp_path / "raw", YEARS))
+    folder = make_dataset(tmp_path / "data", settings)
+    text = refused(*training(tmp_path / "run", "era5_vit", ERA5_RUN, settings, folder / "manifest.json"))
+    assert "model.patch 4 x 4 does not divide the fields of dataset data (9 x 16 points)" in text
+    cropped = {**settings, "crop": [8, 16]}
+    folder = make_dataset(tmp_path / "cropped", cropped)
+    run = {**ERA5_RUN, "samples": {"dt": 6}}
+    text = refused(*training(tmp_path / "run", "era5_vit", run, cropped, folder / "manifest.json"))
+    assert "no pair of states 6 steps apart (samples.dt)" in text
+
+
+@pytest.mark.parametrize(
+    "content", ["", '{"kind": "cosmo", "fie', "null", "[]", '"text"', "{}", '{"kind": 1, "fields": []}']
+)
+def test_a_torn_manifest(tmp_path: Path, refused: Check, content: str) -> None:
+    manifest = tmp_path / "manifest.json"
+    manifest.write_text(content)
+    text = refused(*training(tmp_path / "run", "cosmo_unet", small_run(), COSMO, manifest))
+    assert text.startswith(f"{manifest}: not ") and "delete it" in text
+
+
+def test_a_manifest_without_its_files(tmp_path: Path, refused: Check, small: tuple[Path, dict[str, Any]]) -> None:
+    """Scratch is purged: data vanish, or are torn, after they were described."""
+    folder, settings = small
+    command = training(tmp_path / "run", "cosmo_unet", small_run(), settings, folder / "manifest.json")
+    data = tmp_path / "raw" / "a.h5"
+    data.write_bytes(data.read_bytes()[:-100])
+    assert f"{data}: not a readable HDF5 file" in refused(*command)
+    data.unlink()
+    assert f"{data}: no such file" in refused(*command)
+    (folder / "manifest.json").unlink()
+    assert "manifest.json: no such file; run the stage that writes it first" in refused(*command)
+
+
+def test_a_split_that_the_dataset_has_not(tmp_path: Path, refused: Check, small: tuple[Path, dict[str, Any]]) -> None:
+    folder, settings = small
+    manifest = Manifest.read(folder / "manifest.json")
+    del manifest.splits["valid"]
+    manifest.write(folder / "manifest.json")
+    command = training(tmp_path / "run", "cosmo_unet", small_run(), settings, folder / "manifest.json")
+    assert "the dataset has no valid part; its splits: train" in refused(*command)
+
+
+# ---- full disks ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def full_disk(tmp_path: Path) -> Iterator[Path]:
+    """Return a folder on a file system of one megabyte."""
+    place = tmp_path / "full"
+    place.mkdir()
+    if not (hasattr(os, "geteuid") and os.geteuid() == 0 and shutil.which("mount")):
+        pytest.skip("mounting a small file system needs root")
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", place], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"this machine lets nobody mount: {done.stderr.strip()}")
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", "-l", place], check=True)
+
+
+def fill(disk: Path, leave: int) -> None:
+    """Leave so many bytes free."""
+    with open(disk / "filler", "wb") as file:
+        file.write(bytes(shutil.disk_usage(disk).free - leave))
+    assert abs(shutil.disk_usage(disk).free - leave) < 8192
+
+
+def test_a_full_disk(tmp_path: Path, full_disk: Path, refused: Check, cosmo_data: Path, era5_data: Path) -> None:
+    """Acquire, preprocess and assemble each write 1.2 MB; the disk is as free afterwards as it was before."""
+    free = shutil.disk_usage(full_disk).free
+    raw = cosmo_data / "source" / "box000.h5"
+    piece = cosmo_data / "pieces" / "train" / "box000-0.h5"
+    assert min(raw.stat().st_size, piece.stat().st_size) > free
+    options = ["--config", cosmo_data / "config.yaml"]
+    out = full_disk / "deep" / "out.h5"
+    for command in (
+        ["acquire", *options, "--file", "box000.h5", "--out", out],
+        ["preprocess", *options, "--part", "train/box000", "--source", raw, "--out", out],
+        ["assemble", *options, "--pieces", piece, "--out", out],
+    ):
+        text = refused(*command, folder=full_disk)
+        assert text.startswith(f"{out}: no space left"), text
+        assert shutil.disk_usage(full_disk).free >= free - 8192
+    fill(full_disk, 40_000)
+    options = ["--config", era5_data / "config.yaml"]
+    text = refused("acquire", *options, "--file", "2001.nc", "--out", full_disk / "2001.nc", folder=full_disk)
+    assert text.startswith(f"{full_disk / '2001.nc'}: no space left"), text
+
+
+def test_a_disk_too_full_for_small_files(
+    tmp_path: Path, full_disk: Path, refused: Check, small: tuple[Path, dict[str, Any]]
+) -> None:
+    """Statistics, preview, manifest, settings, weights: whole or not there at all, and what is there stays."""
+    folder, settings = small
+    home = full_disk / "data"
+    shutil.copytree(folder, home)
+    before = contents(home)
+    fill(full_disk, 0)
+    sources = [tmp_path / "raw" / name for name in ("a.h5", "b.h5")]
+    products = ["--manifest", home / "manifest.json", "--stats", home / "stats", "--preview", home / "preview.png"]
+    text = refused("describe", "--config", folder / "config.yaml", "--source", *sources, *products, folder=full_disk)
+    assert "no space left" in text and str(home) in text
+    text = refused("configure", "--settings", json.dumps(settings), "--out", home / "config.yaml", folder=full_disk)
+    assert text.startswith(f"{home / 'config.yaml'}: no space left")
+    run = small_run()
+    run["training"] = {"epochs": 1}
+    command = training(tmp_path / "run", "cosmo_unet", run, settings, folder / "manifest.json")
+    command[command.index("--out") + 1] = home / "out"
+    command[command.index("--checkpoints") + 1] = home / "checkpoints"
+    assert "no space left" in refused(*command, folder=full_disk)
+    assert {path: content for path, content in contents(home).items() if ".lock" not in path} == before
+
+
+# ---- places that may not be written ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def strangers_place() -> Iterator[Path]:
+    """Return a folder that everybody can read and nobody can write but its owner; the user `run_as_other` is another."""
+    with tempfile.TemporaryDirectory() as name:
+        place = Path(name)
+        place.chmod(0o755)
+        yield place
+
+
+def run_as_other(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """Run a stage as a user who owns nothing; where this process is no root, as itself without write permission."""
+    user: dict[str, Any] = {"user": 65534, "group": 65534, "extra_groups": []} if os.geteuid() == 0 else {}
+    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT / "workflow_scripts"), "HOME": "/nonexistent"}
+    probe = [sys.executable, "-c", "import dlscale.cli"]
+    options: dict[str, Any] = {"capture_output": True, "text": True, "env": environment, "cwd": "/", "timeout": 120}
+    if subprocess.run(probe, **options, **user).returncode:
+        pytest.skip("another user cannot read this Python environment")
+    command = [sys.executable, "-m", "dlscale", *(str(argument) for argument in arguments)]
+    return subprocess.run(command, **options, **user)
+
+
+def test_no_write_permission(strangers_place: Path, cosmo_data: Path) -> None:
+    data = strangers_place / "data"
+    shutil.copytree(cosmo_data, data)
+    for path in [data, *data.rglob("*")]:
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    strangers_place.chmod(0o555)
+    before = contents(strangers_place)
+    options = ["--config", data / "config.yaml"]
+    raw, piece = data / "source" / "box000.h5", data / "pieces" / "train" / "box000-0.h5"
+    try:
+        for out in (data / "new" / "out.h5", data / "train" / "box000.h5"):
+            for command in (
+                ["acquire", *options, "--file", "box000.h5", "--out", out],
+                ["preprocess", *options, "--part", "train/box000", "--source", raw, "--out", out],
+                ["assemble", *options, "--pieces", piece, "--out", out],
+                ["configure", "--settings", "{}", "--out", out],
+            ):
+                done = run_as_other(*command)
+                assert done.returncode == cli.USER_ERROR, done.stderr
+                text = one_message(done.stderr.splitlines(keepends=True)[-1], command[0], strangers_place, before)
+                assert "no permission to write here" in text and str(out) in text
+                assert "Traceback" not in done.stderr
+        done = run_as_other("configure", "--settings", "{}", "--out", data / "x", "--log", data / "logs" / "x.log")
+        assert done.returncode == cli.USER_ERROR and "no permission to write here" in done.stderr
+        assert contents(strangers_place) == before
+    finally:
+        for path in [strangers_place, *strangers_place.rglob("*")]:
+            path.chmod(0o755)
+
+
+def test_a_file_where_a_folder_is_needed(tmp_path: Path, refused: Check, cosmo_data: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    options = ["--config", cosmo_data / "config.yaml"]
+    raw, piece = cosmo_data / "source" / "box000.h5", cosmo_data / "pieces" / "train" / "box000-0.h5"
+    out = tmp_path / "file" / "out.h5"
+    for command in (
+        ["acquire", *options, "--file", "box000.h5", "--out", out],
+        ["preprocess", *options, "--part", "train/box000", "--source", raw, "--out", out],
+        ["assemble", *options, "--pieces", piece, "--out", out],
+        ["configure", "--settings", "{}", "--out", out, "--log", out],
+    ):
+        assert "a file stands where a folder is needed" in refused(*command)
+    (tmp_path / "folder.h5" / "inside").mkdir(parents=True)
+    text = refused("assemble", *options, "--pieces", piece, "--out", tmp_path / "folder.h5")
+    assert "a folder where a file is" in text
+    assert (tmp_path / "folder.h5" / "inside").is_dir()
+
+
+# ---- odd names -------------------------------------------------------------------------------------------
+
+
+ODD = [
+    "two words.h5",
+    'it\'s "quoted".h5',
+    "$(touch pwned) `id` ;&|.h5",
+    "größe-宇宙.h5",
+    "-rf.h5",
+    "a\tb*?[x].h5",
+    "{x}.h5",
+]
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_odd_names_of_files_work(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    home = tmp_path / "odd $HOME's folder"
+    paths = [write_volume(home / split / name, volume((8, 8, 8), seed)) for seed, split in enumerate(("one", "two"))]
+    folder = make_dataset(tmp_path / "da ta's", {**cosmo(paths[:1], paths[1:]), "pieces": 2})
+    manifest = Manifest.read(folder / "manifest.json")
+    for split, path in zip(("train", "valid"), paths, strict=True):
+        (file,) = manifest.files(split)
+        assert set(Path(file.path).stem) <= set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-")
+        with h5py.File(manifest.path(file)) as opened:
+            assert json.loads(opened.attrs["source"])["raw_file"] == path.name
+    assert not list(tmp_path.rglob("pwned"))
+
+
+def test_training_where_names_are_odd(tmp_path: Path) -> None:
+    folder = tmp_path / "größe 'of' $(things)"
+    paths = [write_volume(folder / n, published(volume((8, 8, 8), seed))) for seed, n in enumerate(("a b.h5", "ü.h5"))]
+    settings = cosmo(paths[:1], paths[1:], "prepared")
+    data = make_dataset(folder / "data set", settings)
+    run = folder / "run #1"
+    make_run(run, "cosmo_unet", small_run(training={"epochs": 1}), settings)
+    assert train(run, data / "manifest.json", "--device", "cpu") == 0
+    assert (run / "metrics.jsonl").is_file()
+
+
+def test_an_era5_folder_with_an_odd_name(tmp_path: Path) -> None:
+    root = write_years(tmp_path / "it's [2001] *?", YEARS)
+    folder = make_dataset(tmp_path / "data", era5(root))
+    assert [len(files) for files in Manifest.read(folder / "manifest.json").splits.values()] == [1, 1, 0]
+
+
+def test_simulated_settings_that_cannot_be(tmp_path: Path, refused: Check) -> None:
+    """Stages check their settings again: somebody may have edited config.yaml."""
+    for source, words in (({"grid": 17}, "multiple of 2"), ({"gird": 16}, "did you mean 'grid'?")):
+        settings = {**COSMO, "source": {**COSMO["source"], **source}}
+        text = refused("acquire", *configured(tmp_path, settings), "--file", "box000.h5", "--out", tmp_path / "x.h5")
+        assert words in text and "config.yaml: source" in text
+    settings = {**ERA5, "source": {**ERA5["source"], "days": 400}}
+    text = refused("acquire", *configured(tmp_path, settings), "--file", "2001.nc", "--out", tmp_path / "x.nc")
+    assert "source.days" in text and "366" in text

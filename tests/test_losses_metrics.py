@@ -1,0 +1,228 @@
+"""Losses and validation metrics against plain numpy, in physical units where they claim to be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+import torch
+
+from dlscale.data.manifest import Manifest
+from dlscale.models.losses import l1, relative_l2
+from dlscale.models.metrics import MetricSum, anomaly_correlation, latitude_weights, mean_square
+from dlscale.runtime.errors import UserError
+from dlscale.runtime.schema.run import TrainRun
+from dlscale.studies.cosmo_unet import STUDY as COSMO_UNET
+from dlscale.studies.era5_vit import STUDY as ERA5_VIT
+from tests.conftest import COSMO as COSMO_DATA
+from tests.conftest import COSMO_RUN, ERA5_RUN, make_run
+from tests.conftest import ERA5 as ERA5_DATA
+
+CPU = torch.device("cpu")
+
+
+def random(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape)
+
+
+def f32(x: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(x.astype(np.float32))
+
+
+# --- losses -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("weight", [0.0, 0.25])
+def test_l1_is_its_formula(weight: float) -> None:
+    p, t = 0.2 * random(3, 5, 4, 4, 4), 0.2 * random(3, 5, 4, 4, 4, seed=1)
+    expected = np.abs(p - t).mean() + weight * np.abs(np.exp(14 * p[:, 0]) - np.exp(14 * t[:, 0])).mean()
+    assert float(l1(torch.from_numpy(p), torch.from_numpy(t), weight)) == pytest.approx(expected, rel=1e-12)
+
+
+def test_without_a_weight_the_exponential_is_not_computed() -> None:
+    """exp(14e4) is infinite, and 0 x infinity would be NaN: in the loss and in its gradient."""
+    p, t = torch.full((1, 5, 2, 2, 2), 1e4, requires_grad=True), torch.zeros(1, 5, 2, 2, 2)
+    loss = l1(p, t)
+    assert loss.item() == pytest.approx(1e4)
+    loss.backward()
+    assert p.grad is not None
+    assert torch.equal(p.grad, torch.full_like(p, 1 / p.numel()))
+    assert not l1(p, t, 0.1).isfinite(), "with a weight it is"
+
+
+def test_relative_l2_is_the_mean_of_each_samples_ratio() -> None:
+    p, t = random(4, 3, 6, 8), random(4, 3, 6, 8, seed=1)
+    t *= np.array([1, 10, 100, 0.1])[:, None, None, None]  # a ratio of sums would see the third sample only
+    expected = np.mean([np.linalg.norm(a - b) / np.linalg.norm(b) for a, b in zip(p, t, strict=True)])
+    assert float(relative_l2(torch.from_numpy(p), torch.from_numpy(t))) == pytest.approx(expected, rel=1e-12)
+    assert float(relative_l2(torch.from_numpy(t), torch.from_numpy(t))) == 0
+    assert float(relative_l2(torch.from_numpy(0 * t), torch.from_numpy(t))) == pytest.approx(1)
+
+
+def run_of(folder: Path, study: str, settings: dict[str, Any], data: dict[str, Any]) -> TrainRun:
+    from dlscale.runtime.settings import load_run
+
+    return load_run(make_run(folder, study, settings, data), TrainRun)
+
+
+def test_the_studies_use_the_loss_that_was_asked_for(tmp_path: Path) -> None:
+    p, t = f32(0.1 * random(2, 5, 4, 4)), f32(0.1 * random(2, 5, 4, 4, seed=1))
+
+    def cosmo(**loss: Any) -> TrainRun:
+        return run_of(tmp_path, "cosmo_unet", COSMO_RUN | {"loss": loss}, COSMO_DATA)
+
+    def era5(**loss: Any) -> TrainRun:
+        return run_of(tmp_path, "era5_vit", ERA5_RUN | {"loss": loss}, ERA5_DATA)
+
+    assert COSMO_UNET.loss(cosmo())(p, t) == l1(p, t)
+    assert COSMO_UNET.loss(cosmo(density_weight=0.5))(p, t) == l1(p, t, 0.5) > l1(p, t)
+    assert ERA5_VIT.loss(era5())(p, t) == relative_l2(p, t)
+    assert ERA5_VIT.loss(era5(kind="l1"))(p, t) == l1(p, t)
+    with pytest.raises(UserError, match=r"loss\.kind"):
+        COSMO_UNET.loss(cosmo(kind="relative_l2"))
+
+
+# --- pieces -----------------------------------------------------------------------------------------------------
+
+
+def test_latitude_weights_are_cosines_with_mean_one() -> None:
+    latitude = np.linspace(90, -90, 37)
+    w = latitude_weights(torch.from_numpy(latitude))
+    assert w.shape == (37, 1)
+    assert float(w.mean()) == pytest.approx(1, abs=1e-12)
+    np.testing.assert_allclose(w[:, 0].numpy(), np.cos(np.radians(latitude)) / np.cos(np.radians(latitude)).mean())
+    assert (latitude_weights(torch.tensor([90.0, 0.0, -90.0])) >= 0).all(), "rounding makes no negative weight"
+    assert torch.equal(latitude_weights(torch.zeros(4)), torch.ones(4, 1))
+
+
+def test_mean_square_weighs_the_points() -> None:
+    d, latitude = random(2, 3, 5, 7), np.linspace(80, -40, 5)
+    w = np.cos(np.radians(latitude))
+    expected = (d**2 * w[:, None]).sum(axis=(2, 3)) / (7 * w.sum())
+    found = mean_square(torch.from_numpy(d), latitude_weights(torch.from_numpy(latitude)))
+    np.testing.assert_allclose(found.numpy(), expected, rtol=1e-12)
+
+
+def test_anomaly_correlation_is_its_formula() -> None:
+    p, t, c = random(2, 3, 5, 7), random(2, 3, 5, 7, seed=1), random(3, 5, 7, seed=2)
+    latitude = np.linspace(80, -40, 5)
+    w = np.cos(np.radians(latitude))[:, None]
+    expected = np.empty((2, 3))
+    for sample, channel in np.ndindex(2, 3):
+        a, b = p[sample, channel] - c[channel], t[sample, channel] - c[channel]
+        expected[sample, channel] = (w * a * b).sum() / np.sqrt((w * a * a).sum() * (w * b * b).sum())
+    p_, t_, c_ = (torch.from_numpy(value) for value in (p, t, c))
+    weights = latitude_weights(torch.from_numpy(latitude))
+    np.testing.assert_allclose(anomaly_correlation(p_, t_, c_, weights).numpy(), expected, rtol=1e-12)
+    np.testing.assert_allclose(anomaly_correlation(t_, t_, c_, weights).numpy(), 1, rtol=1e-12)
+    opposite = 2 * c_ - t_
+    np.testing.assert_allclose(anomaly_correlation(opposite, t_, c_, weights).numpy(), -1, rtol=1e-12)
+
+
+def test_sums_over_batches_are_those_over_all_at_once() -> None:
+    values = {"scalar": f32(random(11)), "by_channel": f32(random(11, 3, seed=1))}
+    batched, whole = MetricSum(), MetricSum()
+    whole.add(values)
+    for start in (0, 4, 8):  # batches of 4, 4 and 3
+        batched.add({name: value[start : start + 4] for name, value in values.items()})
+    assert batched.count == whole.count == 11
+    for name, value in values.items():
+        expected = value.numpy().astype(np.float64).mean(axis=0)
+        assert whole.means()[name].dtype == torch.float64
+        np.testing.assert_allclose(batched.means()[name].numpy(), expected, rtol=1e-14)
+        np.testing.assert_allclose(whole.means()[name].numpy(), expected, rtol=1e-14)
+
+
+def test_sums_keep_the_digits_of_many_samples() -> None:
+    """In float32 the sum of a million tenths is off in the third digit."""
+    total = MetricSum()
+    for _ in range(100):
+        total.add({"tenth": torch.full((10_000,), 0.1)})
+    assert float(total.means()["tenth"]) == pytest.approx(float(np.float32(0.1)), rel=1e-12)
+
+
+# --- the studies' metrics ---------------------------------------------------------------------------------------
+
+
+def summary(metrics: Any, x: torch.Tensor, y: torch.Tensor, p: torch.Tensor, batch: int) -> dict[str, float]:
+    """As the trainer does it: batch by batch, the last one smaller."""
+    total = MetricSum()
+    for start in range(0, len(x), batch):
+        part = slice(start, start + batch)
+        total.add(metrics.per_sample(x[part], y[part], p[part]))
+    found: dict[str, float] = metrics.summarise(total.means())
+    assert set(found) == set(metrics.units), "every metric has a unit, every unit a metric"
+    return found
+
+
+def test_era5_metrics_are_plain_numpy_in_physical_units(era5_data: Path) -> None:
+    manifest = Manifest.read(era5_data / "manifest.json")
+    info = manifest.fields["fields"]
+    with h5py.File(era5_data / "valid" / "2003.h5") as file:
+        fields = file["fields"][:].astype(np.float64)
+    mean, std = (
+        np.load(era5_data / "stats" / f"global_{name}.npy")[0].astype(np.float64) for name in ("means", "stds")
+    )
+    climatology = np.load(era5_data / "stats" / "time_means.npy")[0].astype(np.float64)
+    x, y = fields[:11], fields[1:12]
+    p = y + std * 0.3 * random(*y.shape) * np.linspace(0.5, 2, 11)[:, None, None, None]  # samples of unequal error
+    w = np.cos(np.radians(manifest.latitude))
+    w = (w / w.mean())[:, None]
+
+    normal = [f32((value - mean) / std) for value in (x, y, p)]
+    found = summary(ERA5_VIT.metrics(manifest, CPU), *normal, batch=4)
+    for c, name in enumerate(info.channels):
+        rmse = np.sqrt((w * (p - y)[:, c] ** 2).mean())
+        persistence = np.sqrt((w * (x - y)[:, c] ** 2).mean())
+        assert found[f"rmse/{name}"] == pytest.approx(rmse, rel=1e-4)
+        assert found[f"persistence_rmse/{name}"] == pytest.approx(persistence, rel=1e-4)
+        assert found[f"skill/{name}"] == pytest.approx(1 - rmse / persistence, abs=1e-4)
+        roots = np.sqrt((w * ((p - y)[:, c] / std[c]) ** 2).mean(axis=(1, 2)))
+        assert found[f"rmse_normalised/{name}"] == pytest.approx(roots.mean(), rel=1e-4)
+        assert abs(found[f"rmse_normalised/{name}"] - rmse / std[c].item()) > 1e-3, "root of means, mean of roots"
+        a, b = (value[:, c] - climatology[c] for value in (p, y))
+        sums = ((w * one * two).sum(axis=(1, 2)) for one, two in ((a, b), (a, a), (b, b)))
+        cross, aa, bb = sums
+        assert found[f"acc/{name}"] == pytest.approx((cross / np.sqrt(aa * bb)).mean(), rel=1e-3)
+        assert ERA5_VIT.metrics(manifest, CPU).units[f"rmse/{name}"] == info.units[c]
+
+    perfect = summary(ERA5_VIT.metrics(manifest, CPU), normal[0], normal[1], normal[1], batch=4)
+    lazy = summary(ERA5_VIT.metrics(manifest, CPU), normal[0], normal[1], normal[0], batch=4)
+    for name in info.channels:
+        assert perfect[f"acc/{name}"] == pytest.approx(1, abs=1e-6)
+        assert (perfect[f"rmse/{name}"], perfect[f"skill/{name}"]) == (0, 1)
+        assert lazy[f"skill/{name}"] == pytest.approx(0, abs=1e-6)
+
+
+def physical(y: np.ndarray) -> np.ndarray:
+    """The published transforms undone by hand: densities exp(14 x), velocities 1000 x, temperature 10^(5 + 3 x)."""
+    return np.stack([np.exp(14 * y[:, 0]), *(1000 * y[:, c] for c in (1, 2, 3)), 10 ** (5 + 3 * y[:, 4])], axis=1)
+
+
+def test_cosmo_metrics_are_plain_numpy_in_physical_units(cosmo_data: Path) -> None:
+    manifest = Manifest.read(cosmo_data / "manifest.json")
+    boxes = {}
+    for split in ("train", "valid"):
+        for file in manifest.files(split):
+            with h5py.File(manifest.path(file)) as opened:
+                boxes[split, file.path] = opened["Hydro"][:].astype(np.float64)
+    train_mean = np.stack([box for (split, _), box in boxes.items() if split == "train"]).mean(axis=(0, 2, 3, 4))
+    valid = next(box for (split, _), box in boxes.items() if split == "valid")
+    y = np.stack([valid[:, 4 * i : 4 * i + 16, :16, :16] for i in range(5)])  # 5 samples: batches of 2, 2 and 1
+    p = y + 0.02 * random(*y.shape) * np.arange(1, 6)[:, None, None, None, None]
+
+    metrics = COSMO_UNET.metrics(manifest, CPU)
+    found = summary(metrics, f32(y[:, :4]), f32(y), f32(p), batch=2)
+    of_mean = np.abs(train_mean.reshape(1, 5, 1, 1, 1) - y).mean()
+    assert found["l1"] == pytest.approx(np.abs(p - y).mean(), rel=1e-5)
+    assert found["l1_of_mean"] == pytest.approx(of_mean, rel=1e-4)
+    assert found["skill"] == pytest.approx(1 - np.abs(p - y).mean() / of_mean, abs=1e-4)
+    expected = np.abs(physical(p) - physical(y)).mean(axis=(0, 2, 3, 4))
+    names = ["gas_density", "gas_velocity_x", "gas_velocity_y", "gas_velocity_z", "gas_temperature"]
+    units = ["mean density", "km/s", "km/s", "km/s", "K"]
+    for name, unit, value in zip(names, units, expected, strict=True):
+        assert found[f"mae/{name}"] == pytest.approx(value, rel=1e-4)
+        assert metrics.units[f"mae/{name}"] == unit

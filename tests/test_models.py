@@ -1,0 +1,436 @@
+"""The models against explicit formulas, their published sizes, and evaluation without drop-out."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from dlscale.models.losses import l1
+from dlscale.models.unet3d import UNet3D
+from dlscale.models.vit import Attention, DropPath, ViT
+from dlscale.runtime.schema.run import RunCore
+from dlscale.train.precision import autocast
+from dlscale.train.step import Step
+
+
+def count(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
+def vit(**settings: object) -> ViT:
+    """A small ViT with a rectangular grid and a rectangular patch."""
+    chosen = {"image_size": (8, 18), "patch": (2, 3), "in_channels": 3, "out_channels": 3, "embed_dim": 16}
+    return ViT(**{**chosen, "depth": 2, "heads": 4, **settings})  # type: ignore[arg-type]
+
+
+def unet(**settings: object) -> UNet3D:
+    return UNet3D(**{"in_channels": 4, "out_channels": 5, "widths": (4, 6, 8), **settings})  # type: ignore[arg-type]
+
+
+def roughened(model: nn.Module, seed: int = 1) -> nn.Module:
+    """Give every parameter (biases, norms and positions too) a value of its own, so that none can go missing."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.3 * torch.randn(p.shape, generator=generator, dtype=p.dtype))
+    return model
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "unet": (unet, (2, 4, 16, 8, 8)),
+    "vit": (vit, (2, 3, 8, 18)),
+    "vit_residual": (lambda: vit(residual=True, dropout=0.1, attention_dropout=0.1), (2, 3, 8, 18)),
+}
+every_model = pytest.mark.parametrize("name", MODELS)
+
+
+# --- sizes ------------------------------------------------------------------------------------------------------
+
+
+def test_the_published_unet_has_its_parameters() -> None:
+    with torch.device("meta"):
+        model = UNet3D(4, 5)
+    assert count(model) == 116_977_029
+
+
+@pytest.mark.parametrize(("embed_dim", "parameters"), [(384, 23_832_960), (1024, 157_926_400)])
+def test_the_published_vits_have_their_parameters(embed_dim: int, parameters: int) -> None:
+    with torch.device("meta"):
+        model = ViT((360, 720), (8, 8), 20, 20, embed_dim=embed_dim)
+    assert count(model) == parameters
+
+
+def test_a_unet_of_any_size_has_the_parameters_of_its_layers() -> None:
+    a, b, c, cells = 7, 11, 3, 4**3
+    expected = (2 * a + a * b + b * c + c * b + 2 * b * a + 2 * a * 5) * cells  # weights, down then up
+    assert count(UNet3D(2, 5, widths=(a, b, c))) == expected + a + b + c + b + a + 5
+
+
+@pytest.mark.parametrize(
+    ("widths", "grid"),
+    [((4,), (2, 2, 2)), ((3, 5), (4, 8, 12)), ((2, 3, 4, 5), (16, 16, 16)), ((6, 6, 6), (8, 24, 8))],
+)
+def test_unet_keeps_the_grid(widths: tuple[int, ...], grid: tuple[int, int, int]) -> None:
+    model = UNet3D(4, 5, widths=widths)
+    assert model(torch.randn(2, 4, *grid)).shape == (2, 5, *grid)
+    assert len(model.down) == len(model.up) + 1 == len(widths)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"patch": (2, 3)},
+        {"patch": (8, 18)},
+        {"patch": (1, 1), "image_size": (3, 5)},
+        {"patch": (4, 6), "embed_dim": 24, "heads": 3, "depth": 1, "mlp_ratio": 2.5},
+        {"in_channels": 4, "out_channels": 2, "residual": True},
+    ],
+)
+def test_vit_keeps_the_grid(settings: dict[str, object]) -> None:
+    model = vit(**settings)
+    channels = settings.get("in_channels", 3), settings.get("out_channels", 3)
+    grid = settings.get("image_size", (8, 18))
+    assert isinstance(grid, tuple)
+    assert model(torch.randn(2, channels[0], *grid)).shape == (2, channels[1], *grid)  # type: ignore[arg-type]
+    patch = settings.get("patch", (2, 3))
+    assert isinstance(patch, tuple)
+    assert model.position.shape[1] == grid[0] * grid[1] // (patch[0] * patch[1])
+    assert len(model.blocks) == settings.get("depth", 2)
+
+
+def test_a_patch_that_does_not_divide_is_refused() -> None:
+    with pytest.raises(ValueError, match="5 x 3 does not divide"):
+        vit(patch=(5, 3))
+    with pytest.raises(ValueError, match="2 x 4 does not divide"):
+        vit(patch=(2, 4))
+
+
+# --- initial weights --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("std", [0.02, 0.1])
+def test_unet_weights_are_normal_and_biases_zero(std: float) -> None:
+    torch.manual_seed(0)
+    settings = {"widths": (32, 64, 64)} | ({"init_std": std} if std != 0.02 else {})
+    model = unet(**settings)
+    seen = 0
+    for name, p in model.named_parameters():
+        if name.endswith("bias"):
+            assert not p.any(), name
+            continue
+        w = p.detach().double() / std
+        n = w.numel()
+        # Five standard errors of mean, standard deviation and fourth moment of a standard normal.
+        assert abs(w.mean()) < 5 / math.sqrt(n), name
+        assert abs(w.std() - 1) < 5 / math.sqrt(2 * n), name
+        assert abs((w**4).mean() - 3) < 5 * math.sqrt(96 / n), name
+        seen += 1
+    assert seen == 2 * 3
+
+
+def test_vit_linear_weights_are_normal_and_biases_zero() -> None:
+    torch.manual_seed(0)
+    model = vit(embed_dim=64, image_size=(32, 36))
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            assert abs(module.weight.detach().std() - 0.02) < 0.001, name
+            assert abs(module.weight.detach().mean()) < 0.002, name
+            assert module.bias is None if name == "head" else not module.bias.any(), name
+    assert abs(model.position.detach().std() - 0.02) < 0.001
+
+
+# --- gradients --------------------------------------------------------------------------------------------------
+
+
+@every_model
+def test_every_parameter_gets_a_gradient(name: str) -> None:
+    torch.manual_seed(0)
+    build, shape = MODELS[name]
+    model = build().train()
+    prediction = model(torch.randn(shape))
+    assert prediction.isfinite().all()
+    (prediction - torch.randn(prediction.shape)).square().mean().backward()
+    for key, p in model.named_parameters():
+        assert p.grad is not None, key
+        assert p.grad.isfinite().all(), key
+        # The softmax does not feel a shift that is common to all keys: their bias has gradient zero by algebra.
+        assert p.grad.abs().max() > 1e-12 or key.endswith("attention.k.bias"), key
+
+
+# --- evaluation and drop-out ------------------------------------------------------------------------------------
+
+
+@every_model
+def test_evaluation_is_deterministic(name: str) -> None:
+    build, shape = MODELS[name]
+    model, x = roughened(build()).eval(), torch.randn(shape)
+    before = torch.get_rng_state()
+    assert torch.equal(model(x), model(x))
+    assert torch.equal(torch.get_rng_state(), before), "evaluation drew random numbers"
+
+
+DROPS = ("dropout", "attention_dropout", "drop_path")
+
+
+@pytest.mark.parametrize("drop", DROPS)
+def test_dropouts_act_in_training_and_are_off_in_evaluation(drop: str) -> None:
+    plain, dropping = roughened(vit()), vit(**{drop: 0.5})
+    dropping.load_state_dict(plain.state_dict())
+    x = torch.randn(4, 3, 8, 18)
+    assert torch.equal(dropping.eval()(x), plain.eval()(x))
+    torch.manual_seed(3)
+    first, second = dropping.train()(x), dropping(x)
+    assert not torch.equal(first, second)
+    assert not torch.allclose(first, plain.train()(x), rtol=0.01)
+    assert torch.equal(plain(x), plain.eval()(x))
+
+
+@pytest.mark.parametrize("place", ["embedding", "projection", "hidden", "out"])
+def test_dropout_acts_at_every_place(place: str) -> None:
+    """With all others taken away, each single drop-out layer still makes a difference."""
+    model = roughened(vit(dropout=0.5, depth=1)).train()
+    block = model.blocks[0]
+    layers = {"embedding": model.dropout, "projection": block.attention.dropout}
+    layers |= {"hidden": block.mlp[2], "out": block.mlp[4]}
+    for name, layer in layers.items():
+        assert isinstance(layer, nn.Dropout)
+        layer.p = 0.5 if name == place else 0.0
+    x = torch.randn(2, 3, 8, 18)
+    assert not torch.equal(model(x), model(x))
+    layers[place].p = 0.0
+    assert torch.equal(model(x), model(x))
+
+
+def test_attention_dropout_drops_weights_at_its_rate() -> None:
+    """Equal scores and a value of 1 everywhere: each output is 1/N times the kept weights, N of them."""
+    attention = Attention(4, 1, dropout=0.0, attention_dropout=0.3).train()
+    with torch.no_grad():
+        for layer in (attention.q, attention.k, attention.v, attention.projection):
+            layer.weight.zero_()
+            layer.bias.zero_()
+        attention.v.bias.fill_(1.0)
+        attention.projection.weight.copy_(torch.eye(4))
+    torch.manual_seed(0)
+    tokens = 400
+    y = attention(torch.zeros(2, tokens, 4))
+    kept = y[..., 0] * tokens * 0.7
+    assert torch.allclose(kept, kept.round(), atol=1e-2)
+    mean, error = y[..., 0].mean().item(), math.sqrt(0.3 / 0.7 / tokens / y[..., 0].numel())
+    assert abs(mean - 1) < 5 * error
+    assert torch.allclose(attention.eval()(torch.zeros(2, tokens, 4)), torch.ones(4))
+
+
+def test_drop_path_drops_whole_samples_and_keeps_the_expectation() -> None:
+    torch.manual_seed(0)
+    layer, samples = DropPath(0.3), 20_000
+    y = layer.train()(torch.ones(samples, 2, 3))
+    assert (y == y[:, :1, :1]).all(), "a sample is dropped as a whole"
+    assert y.unique().tolist() == pytest.approx([0.0, 1 / 0.7])
+    assert abs(y[:, 0, 0].mean() - 1) < 5 * math.sqrt(0.3 / 0.7 / samples)
+    x = torch.randn(2, 2, 3)
+    assert layer.eval()(x) is x
+
+
+def test_drop_path_rises_linearly() -> None:
+    rates = [block.drop_path.probability for block in vit(depth=5, drop_path=0.2).blocks]
+    assert rates == pytest.approx([0.0, 0.05, 0.1, 0.15, 0.2])
+    assert [block.drop_path.probability for block in vit(depth=1, drop_path=0.2).blocks] == [0.0]
+
+
+# --- explicit formulas ------------------------------------------------------------------------------------------
+
+
+def conv_down(x: np.ndarray, weight: np.ndarray, bias: np.ndarray) -> np.ndarray:
+    """Convolution, kernel 4, stride 2, padding 1, as its sum reads. x [C, D, H, W], weight [O, C, 4, 4, 4]."""
+    padded = np.pad(x, ((0, 0), (1, 1), (1, 1), (1, 1)))
+    y = np.empty((len(weight), *(n // 2 for n in x.shape[1:])))
+    for i, j, k in np.ndindex(y.shape[1:]):
+        window = padded[:, 2 * i : 2 * i + 4, 2 * j : 2 * j + 4, 2 * k : 2 * k + 4]
+        y[:, i, j, k] = [(window * w).sum() for w in weight] + bias
+    return y
+
+
+def conv_up(x: np.ndarray, weight: np.ndarray, bias: np.ndarray) -> np.ndarray:
+    """Transposed convolution, kernel 4, stride 2, padding 1: every cell spreads over 4^3, the rim is cut off."""
+    y = np.zeros((weight.shape[1], *(2 * n + 2 for n in x.shape[1:])))
+    for i, j, k in np.ndindex(x.shape[1:]):
+        spread = (x[:, i, j, k][:, None, None, None, None] * weight).sum(axis=0)
+        y[:, 2 * i : 2 * i + 4, 2 * j : 2 * j + 4, 2 * k : 2 * k + 4] += spread
+    return y[:, 1:-1, 1:-1, 1:-1] + bias[:, None, None, None]
+
+
+@pytest.mark.parametrize("widths", [(2,), (2, 3, 4)])
+def test_unet_is_its_explicit_form(widths: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    model = roughened(UNet3D(2, 3, widths=widths).double())
+    x = torch.randn(1, 2, 8, 16, 8, dtype=torch.float64)
+    weights = {key: value.numpy() for key, value in model.state_dict().items()}
+
+    def parameters(layer: str) -> tuple[np.ndarray, np.ndarray]:
+        return weights[f"{layer}.weight"], weights[f"{layer}.bias"]
+
+    levels = len(widths)
+    skips = [x[0].numpy()]
+    for level in range(levels):
+        y = conv_down(skips[-1], *parameters(f"down.{level}.0"))
+        skips.append(np.where(y > 0, y, 0.01 * y))
+    y = skips[levels]
+    for level in range(levels - 1):
+        y = np.maximum(conv_up(y, *parameters(f"up.{level}.0")), 0)
+        y = np.concatenate([y, skips[levels - 1 - level]])
+    expected = np.tanh(conv_up(y, *parameters("last")))
+    np.testing.assert_allclose(model(x)[0].detach().numpy(), expected, rtol=0, atol=1e-12)
+    assert expected.std() > 0.1, "the comparison is of something"
+
+
+def test_unet_output_is_bounded() -> None:
+    model = roughened(unet(init_std=1.0))
+    y = model(100 * torch.randn(1, 4, 8, 8, 8))
+    assert y.abs().max() <= 1
+    assert y.abs().max() > 0.9
+
+
+def softmax(scores: np.ndarray) -> np.ndarray:
+    e = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    return e / e.sum(axis=-1, keepdims=True)
+
+
+def explicit_attention(x: np.ndarray, w: dict[str, np.ndarray], heads: int) -> np.ndarray:
+    """softmax(q k^T / sqrt(K)) v, head by head. x [N, E]."""
+    q, k, v = (x @ w[f"{name}.weight"].T + w[f"{name}.bias"] for name in "qkv")
+    width = x.shape[1] // heads
+    parts = []
+    for head in range(heads):
+        part = slice(head * width, (head + 1) * width)
+        parts.append(softmax(q[:, part] @ k[:, part].T / math.sqrt(width)) @ v[:, part])
+    return np.concatenate(parts, axis=1) @ w["projection.weight"].T + w["projection.bias"]
+
+
+def test_attention_is_its_formula() -> None:
+    torch.manual_seed(0)
+    attention = roughened(Attention(12, 3, 0.0, 0.0).double()).eval()
+    x = torch.randn(2, 7, 12, dtype=torch.float64)
+    weights = {key: value.numpy() for key, value in attention.state_dict().items()}
+    expected = np.stack([explicit_attention(sample, weights, 3) for sample in x.numpy()])
+    np.testing.assert_allclose(attention(x).detach().numpy(), expected, rtol=0, atol=1e-12)
+
+
+def layer_norm(x: np.ndarray, weight: np.ndarray, bias: np.ndarray) -> np.ndarray:
+    centred = x - x.mean(axis=-1, keepdims=True)
+    return centred / np.sqrt(np.square(centred).mean(axis=-1, keepdims=True) + 1e-6) * weight + bias
+
+
+@pytest.mark.parametrize("residual", [False, True])
+def test_vit_is_its_explicit_form(residual: bool) -> None:
+    torch.manual_seed(0)
+    settings = {"in_channels": 3, "out_channels": 2, "residual": residual, "mlp_ratio": 3.0}
+    model = roughened(vit(**settings).double()).eval()
+    with torch.no_grad():  # tokens so faint that the norms' epsilon (1e-6) counts
+        for p in (*model.embedding.parameters(), model.position):
+            p.mul_(2e-3)
+    x = torch.randn(3, 8, 18, dtype=torch.float64)
+    w = {key: value.numpy() for key, value in model.state_dict().items()}
+    fields, (rows, columns), grid = x.numpy(), (2, 3), (4, 6)
+
+    tokens = []
+    for i, j in np.ndindex(grid):
+        patch = fields[:, rows * i : rows * (i + 1), columns * j : columns * (j + 1)]
+        tokens.append((w["embedding.weight"] * patch).sum(axis=(1, 2, 3)) + w["embedding.bias"])
+    y = np.array(tokens) + w["position"][0]
+    assert y.std(axis=1).max() < 5e-3
+    for block in range(2):
+        own = {key.removeprefix(f"blocks.{block}."): value for key, value in w.items()}
+        attention = {key.removeprefix("attention."): value for key, value in own.items()}
+        y = y + explicit_attention(layer_norm(y, own["norm1.weight"], own["norm1.bias"]), attention, 4)
+        hidden = layer_norm(y, own["norm2.weight"], own["norm2.bias"]) @ own["mlp.0.weight"].T + own["mlp.0.bias"]
+        hidden = hidden * 0.5 * (1 + np.vectorize(math.erf)(hidden / math.sqrt(2)))
+        y = y + hidden @ own["mlp.3.weight"].T + own["mlp.3.bias"]
+    y = layer_norm(y, w["norm.weight"], w["norm.bias"]) @ w["head.weight"].T
+    expected = np.empty((2, 8, 18))
+    for (i, j), token in zip(np.ndindex(grid), y, strict=True):
+        for r, c, channel in np.ndindex(rows, columns, 2):
+            expected[channel, rows * i + r, columns * j + c] = token[(r * columns + c) * 2 + channel]
+    if residual:
+        expected = expected + fields[:2]
+    np.testing.assert_allclose(model(x[None])[0].detach().numpy(), expected, rtol=0, atol=1e-10)
+
+
+def test_patches_come_back_where_they_came_from() -> None:
+    """An embedding that copies its patch and a head that copies its token: the model is the identity."""
+    rows, columns, channels = 2, 3, 3
+    model = vit(embed_dim=rows * columns * channels, heads=2, depth=1)
+    model.norm = nn.Identity()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+        for r, c, channel in np.ndindex(rows, columns, channels):
+            model.embedding.weight[(r * columns + c) * channels + channel, channel, r, c] = 1
+        model.head.weight.copy_(torch.eye(rows * columns * channels))
+    x = torch.randn(2, 3, 8, 18)
+    assert torch.equal(model(x), x)
+
+
+# --- other ways to run ------------------------------------------------------------------------------------------
+
+
+@every_model
+def test_bf16_is_close_to_fp32(name: str) -> None:
+    torch.manual_seed(0)
+    build, shape = MODELS[name]
+    model, x = build().eval(), torch.randn(shape)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(3)  # outputs of order 0.1 to 1
+        exact = model(x)
+        with autocast("bf16", x.device):
+            rough = model(x).float()
+        with autocast("fp32", x.device):
+            assert torch.equal(model(x), exact)
+    difference = (rough - exact).square().mean().sqrt() / exact.square().mean().sqrt()
+    assert 0 < difference < 0.02  # bf16 keeps 8 bits: 0.4 %, a few times over
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["unet", "vit"])
+def test_a_compiled_step_is_the_eager_one(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not any(shutil.which(compiler) for compiler in ("g++", "c++", "clang++")):
+        pytest.skip("torch.compile needs a C++ compiler here: none of g++, c++, clang++ is on the PATH")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    build, shape = {
+        "unet": (lambda: unet(widths=(4, 6)), (2, 4, 4, 4, 4)),
+        "vit": (lambda: vit(depth=1, residual=True), (2, 3, 8, 18)),
+    }[name]
+    torch.compiler.reset()
+    found: dict[str, list[torch.Tensor]] = {}
+    for mode in ("none", "default"):
+        torch._dynamo.utils.counters.clear()
+        run = RunCore.model_validate(
+            {
+                "study": "any",
+                "dataset": "any",
+                "model": {"kind": "vit"},
+                "samples": {"kind": "pairs"},
+                "loss": {"kind": "l1"},
+                "optimizer": {"lr": 1e-2},
+                "compile": {"mode": mode},
+            }
+        )
+        torch.manual_seed(0)
+        model, x = roughened(build()), torch.randn(shape)
+        step = Step(model, l1, run, torch.device("cpu"))
+        y = torch.randn_like(step.predict(x))
+        losses = [step(x, y) for _ in range(3)]
+        found[mode] = [step.predict(x), *losses, *(p.grad for p in model.parameters() if p.grad is not None)]
+        assert losses[2] < losses[0]
+        assert bool(torch._dynamo.utils.counters["frames"]["ok"]) == (mode == "default")
+    torch.compiler.reset()
+    assert len(found["none"]) == len(found["default"])
+    for eager, compiled_ in zip(found["none"], found["default"], strict=True):
+        assert torch.allclose(compiled_, eager, rtol=1e-3, atol=1e-3 * eager.abs().max().item() + 1e-6)

@@ -1,0 +1,519 @@
+"""The one sample stream: a sample is decided by (seed, epoch, index), whoever reads it, wherever, after any resume."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import multiprocessing
+import os
+import pickle
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+import torch
+
+from dlscale.data import sampling
+from dlscale.data.augmentation import COUNT, SYMMETRIES, Symmetry, apply, vectors
+from dlscale.data.channels import CHANNELS
+from dlscale.data.crops import Crops
+from dlscale.data.loaders import synthetic_loader, torch_loader
+from dlscale.data.loaders.base import Loader, Share
+from dlscale.data.manifest import FieldInfo, File, Manifest
+from dlscale.data.pairs import Pairs
+from dlscale.data.samples import Samples
+from dlscale.data.transforms import Transform
+from dlscale.runtime.errors import UserError
+from dlscale.runtime.schema.run import CropSamples, PairSamples
+from dlscale.runtime.schema.run import Loader as LoaderSettings
+from tests.conftest import ROOT
+from tests.raw_files import CHANNELS_OF
+
+CPU = torch.device("cpu")
+#: Volumes of different sizes, and no cubes: (file, edges) by split.
+VOLUMES = {"train": [("small", (6, 7, 8)), ("large", (9, 9, 10))], "valid": [("held-out", (9, 8, 13))]}
+#: Times of each file.
+YEARS = {"train": [("2001", 9), ("2002", 14), ("2003", 2)], "valid": [("2004", 20)]}
+
+
+def numbers(shape: tuple[int, ...], start: int) -> np.ndarray:
+    """Return cells that hold numbers of their own, float32; channel c adds 100 000 c."""
+    return (start + np.arange(np.prod(shape)).reshape(shape)).astype(np.float32)
+
+
+def write(path: Path, name: str, values: np.ndarray) -> None:
+    with h5py.File(path, "a") as file:
+        file.create_dataset(name, data=values)
+
+
+@pytest.fixture(scope="module")
+def volumes(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
+    """Return the manifest of volumes in which every cell of every channel has a number of its own."""
+    folder = tmp_path_factory.mktemp("volumes")
+    splits: dict[str, list[File]] = {}
+    for split, files in VOLUMES.items():
+        for index, (name, edges) in enumerate(files):
+            for field, channels in CHANNELS_OF.items():
+                per_channel = [numbers(edges, 1 + 100_000 * c + 10_000 * index) for c in range(len(channels))]
+                write(folder / f"{name}.h5", field, np.stack(per_channel))
+            splits.setdefault(split, []).append(File(f"{name}.h5", edges[0], 0, name))
+    fields = {
+        name: FieldInfo(list(spec[0]), list(spec[1]), [6, 7, 8], list(spec[2]), "model", [], [], [], [])
+        for name, spec in CHANNELS.items()
+    }
+    return Manifest("cosmo", fields, splits, folder=folder)
+
+
+@pytest.fixture(scope="module")
+def series(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
+    """Return the manifest of series of 2 channels on 5 x 4 points (4 x 4 kept): file and time can be told by value."""
+    folder = tmp_path_factory.mktemp("series")
+    splits: dict[str, list[File]] = {}
+    for split, files in YEARS.items():
+        for name, times in files:
+            write(folder / f"{name}.h5", "fields", numbers((times, 2, 5, 4), 10_000 * (int(name) - 2000)))
+            splits.setdefault(split, []).append(File(f"{name}.h5", times, 0, name))
+    transforms = [Transform("linear", 5.0, 2.0), Transform("linear", -3.0, 4.0)]
+    info = FieldInfo(["u", "v"], ["m/s"] * 2, [4, 4], transforms, "physical", [], [], [], [])
+    return Manifest("era5", {"fields": info}, splits, folder=folder)
+
+
+def crops(manifest: Manifest, split: str = "train", seed: int = 0, **settings: Any) -> Crops:
+    return Crops(
+        manifest, split, CropSamples(**{"kind": "crops", "crop": 4, "train": 40, "valid": 100, **settings}), seed
+    )
+
+
+def pairs(manifest: Manifest, split: str = "train", seed: int = 0, **settings: Any) -> Pairs:
+    return Pairs(manifest, split, PairSamples(kind="pairs", **settings), seed)
+
+
+def digest(x: Any, y: Any) -> str:
+    """Return what tells one sample from another."""
+    return hashlib.sha256(np.asarray(x).tobytes() + np.asarray(y).tobytes()).hexdigest()
+
+
+def epoch_of(loader: Loader, epoch: int, start: int = 0) -> list[list[str]]:
+    """Return the digests of an epoch's samples, batch by batch."""
+    return [[digest(a, b) for a, b in zip(x, y, strict=True)] for x, y in loader.epoch(epoch, start)]
+
+
+def flat(batches: list[list[Any]]) -> list[Any]:
+    return [sample for batch in batches for sample in batch]
+
+
+def torch_loader_of(samples: Samples, batch: int = 8, workers: int = 0, rank: int = 0, ranks: int = 1) -> Loader:
+    return torch_loader.build(samples, LoaderSettings(workers=workers), Share(batch, rank, ranks), CPU)
+
+
+# ---- random words ----------------------------------------------------------------------------------------
+
+
+def test_words_one_by_one_are_those_in_bulk() -> None:
+    bulk = sampling.words(3, 5, "crops", 50)
+    assert bulk.shape == (50, 4) and bulk.dtype == np.uint64
+    np.testing.assert_array_equal(np.concatenate([sampling.words(3, 5, "crops", 1, i) for i in range(50)]), bulk)
+    np.testing.assert_array_equal(sampling.words(3, 5, "crops", 7, 13), bulk[13:20])
+    far = sampling.words(3, 5, "crops", 1, 10**12)
+    assert not (far == bulk).any()
+
+
+def test_words_never_change() -> None:
+    """They are part of every published result: a change here silently changes all of them."""
+    assert [hex(word) for word in sampling.words(1, 2, "crops", 1).ravel().tolist()] == [
+        "0xc3001e3880c0b47d",
+        "0xc3babb2f0d62ff4c",
+        "0x9d5455142ac1ec35",
+        "0x9d77fb08e9d971df",
+    ]
+
+
+def test_seeds_epochs_and_streams_are_independent() -> None:
+    keys = list(itertools.product((0, 1, 12345, 2**40), (0, 1, 2), ("crops", "order", "spor")))
+    tables = [sampling.words(seed, epoch, stream, 500) for seed, epoch, stream in keys]
+    assert len({word for table in tables for word in table.ravel().tolist()}) == 500 * 4 * len(keys)
+    units = np.stack([table.ravel() / 2.0**64 - 0.5 for table in tables])
+    correlation = np.corrcoef(units)
+    np.fill_diagonal(correlation, 0)
+    assert abs(correlation).max() < 5 / np.sqrt(2000)
+    orders = {tuple(sampling.order(seed, epoch, 20).tolist()) for seed in range(5) for epoch in range(5)}
+    assert len(orders) == 25
+
+
+@pytest.mark.parametrize("bound", [1, 2, 3, 7, 48, 449])
+def test_below_is_uniform_and_reaches_its_last_value(bound: int) -> None:
+    draws = 100 * bound
+    found = sampling.below(sampling.words(0, 0, "test", draws)[:, 0], bound)
+    counts = np.bincount(found, minlength=bound)
+    assert len(counts) == bound and found.min() == 0 and found.max() == bound - 1
+    chi_square = ((counts - 100) ** 2 / 100).sum()
+    assert chi_square < bound - 1 + 5 * np.sqrt(2 * bound)  # 5 standard deviations; the seed is fixed
+    top = np.array([2**64 - 1, 0], dtype=np.uint64)
+    assert sampling.below(top, bound).tolist() == [bound - 1, 0]
+    np.testing.assert_array_equal(sampling.below(top[[0, 0]], np.array([bound, 5])), [bound - 1, 4])
+
+
+def test_order_is_a_permutation() -> None:
+    for count in (1, 2, 100):
+        assert sorted(sampling.order(1, 2, count).tolist()) == list(range(count))
+    firsts = Counter(int(sampling.order(0, epoch, 4)[0]) for epoch in range(400))
+    assert all(60 < firsts[i] < 140 for i in range(4))
+
+
+def test_evenly() -> None:
+    assert sampling.evenly(10, 4).tolist() == [0, 2, 5, 7]
+    assert sampling.evenly(3, 5).tolist() == sampling.evenly(3, None).tolist() == [0, 1, 2]
+    for count, wanted in itertools.product(range(1, 30), range(1, 30)):
+        found = sampling.evenly(count, wanted)
+        gaps = np.diff(found)
+        assert len(found) == min(count, wanted) and found[0] == 0 and found[-1] < count
+        assert not gaps.size or (gaps.min() >= 1 and gaps.max() - gaps.min() <= 1)
+
+
+# ---- the 48 symmetries -----------------------------------------------------------------------------------
+
+
+def index_loop(symmetry: Symmetry, x: np.ndarray, vector: list[tuple[int, int, int]]) -> np.ndarray:
+    """Transform cell by cell: where each cell comes from, and its vectors' components with it."""
+    n = x.shape[1]
+    result = np.empty_like(x)
+    for cell in np.ndindex(n, n, n):
+        source = [0, 0, 0]
+        for axis, place in enumerate(cell):
+            source[symmetry.axes[axis]] = n - 1 - place if symmetry.flips[axis] else place
+        result[(slice(None), *cell)] = values = x[(slice(None), *source)].copy()
+        for components in vector:
+            for axis, channel in enumerate(components):
+                sign = -1 if symmetry.flips[axis] else 1
+                result[(channel, *cell)] = sign * values[components[symmetry.axes[axis]]]
+    return result
+
+
+def matrix(symmetry: Symmetry) -> np.ndarray:
+    """Return how components transform, 3 x 3."""
+    found = np.zeros((3, 3))
+    for axis in range(3):
+        found[axis, symmetry.axes[axis]] = -1 if symmetry.flips[axis] else 1
+    return found
+
+
+def test_the_symmetries_are_the_group_of_the_cube() -> None:
+    matrices = [matrix(symmetry) for symmetry in SYMMETRIES]
+    keys = {m.tobytes() for m in matrices}
+    assert len(SYMMETRIES) == len(keys) == COUNT["full"] == 48
+    assert {(a @ b + 0.0).tobytes() for a in matrices for b in matrices} == keys  # closed
+    assert all((m.T @ m == np.eye(3)).all() for m in matrices)
+    determinants = [round(np.linalg.det(m)) for m in matrices]
+    assert determinants == [symmetry.determinant for symmetry in SYMMETRIES]
+    assert determinants == [1] * COUNT["rotations"] + [-1] * 24
+    assert (matrices[0] == np.eye(3)).all() and COUNT["none"] == 1
+
+
+@pytest.mark.parametrize("number", range(48))
+def test_apply_is_the_index_loop(number: int) -> None:
+    """Rotations, then flips, both really applied: the published loader threw its rotations away."""
+    x = np.random.default_rng(0).normal(size=(9, 3, 3, 3)).astype(np.float32)
+    components = [(1, 2, 3), (8, 6, 7)]  # the second not in order
+    before = x.copy()
+    found = apply(SYMMETRIES[number], x, components)
+    np.testing.assert_array_equal(found, index_loop(SYMMETRIES[number], x, components))
+    np.testing.assert_array_equal(x, before)
+    assert found.flags.c_contiguous and found.dtype == np.float32
+
+
+def test_all_symmetries_differ_and_compose() -> None:
+    """Two in a row are a third one, for grid and vectors alike."""
+    x = np.random.default_rng(1).normal(size=(4, 3, 3, 3)).astype(np.float32)
+    images = {apply(symmetry, x, [(1, 2, 3)]).tobytes() for symmetry in SYMMETRIES}
+    assert len(images) == 48
+    for one, two in itertools.product(SYMMETRIES, repeat=2):
+        assert apply(two, apply(one, x, [(1, 2, 3)]), [(1, 2, 3)]).tobytes() in images
+
+
+@pytest.mark.parametrize("number", range(48))
+def test_vectors_turn_with_the_grid(number: int) -> None:
+    """The gradient of a turned potential is the turned gradient; components alone, or the grid alone, are not."""
+    potential = np.random.default_rng(2).normal(size=(6, 6, 6))
+
+    def field(p: np.ndarray) -> np.ndarray:
+        gradient = [(np.roll(p, -1, axis) - np.roll(p, 1, axis)) / 2 for axis in range(3)]
+        return np.stack([p, *gradient])
+
+    symmetry, vector = SYMMETRIES[number], [(1, 2, 3)]
+    turned = apply(symmetry, field(potential), vector)
+    np.testing.assert_allclose(turned, field(turned[0]), atol=1e-12)
+    if number:
+        assert not np.allclose(apply(symmetry, field(potential), []), field(turned[0]))
+
+
+def test_vectors_are_found_by_name() -> None:
+    assert vectors(CHANNELS_OF["Nbody"]) == vectors(CHANNELS_OF["Hydro"]) == [(1, 2, 3)]
+    assert vectors(["b_z", "a_x", "b_x", "a_y", "b_y", "c_x", "c_y", "max_x"]) == [(2, 4, 0)]
+
+
+# ---- crops -------------------------------------------------------------------------------------------------
+
+
+def content(manifest: Manifest, file: File, field: str) -> np.ndarray:
+    with h5py.File(manifest.path(file)) as opened:
+        return opened[field][()]
+
+
+@pytest.mark.parametrize("epoch", [0, 7])
+def test_a_sample_is_what_its_place_says(volumes: Manifest, epoch: int) -> None:
+    """Input and target are cut at the same place of the same volume and turned alike, vectors with them."""
+    samples = crops(volumes, seed=5)
+    assert (samples.input_shape, samples.target_shape) == ((4, 4, 4, 4), (5, 4, 4, 4))
+    seen = set()
+    for index in range(samples.size):
+        where = samples.locate(epoch, index)
+        box = (slice(None), *(slice(start, start + 4) for start in where.offset))
+        for field, values in zip(("Nbody", "Hydro"), samples.read(epoch, index), strict=True):
+            raw = content(volumes, volumes.files("train")[where.volume], field)[box]
+            assert raw.shape[1:] == (4, 4, 4)
+            np.testing.assert_array_equal(values, index_loop(SYMMETRIES[where.symmetry], raw, [(1, 2, 3)]))
+            assert values.dtype == np.float32
+        seen.add(where.symmetry)
+    assert len(seen) > 15
+
+
+def test_every_offset_of_every_volume_is_equally_likely(volumes: Manifest) -> None:
+    """The last one, too, which the published range left out; so larger volumes come up more often."""
+    samples = crops(volumes, train=40_000)
+    offsets = [[edge - 4 + 1 for edge in edges] for _, edges in VOLUMES["train"]]
+    table = samples.table(0)
+    found = Counter(map(tuple, table[:, :4].tolist()))
+    expected = {
+        (volume, *place) for volume, counts in enumerate(offsets) for place in itertools.product(*map(range, counts))
+    }
+    assert set(found) == expected
+    mean = len(table) / len(expected)
+    chi_square = sum((count - mean) ** 2 for count in found.values()) / mean
+    freedom = len(expected) - 1
+    assert chi_square < freedom + 5 * np.sqrt(2 * freedom)
+    turns = np.bincount(table[:, 4], minlength=48)
+    assert len(turns) == 48 and abs(turns - len(table) / 48).max() < 5 * np.sqrt(len(table) / 48)
+    # Places and turns are drawn independently of each other.
+    assert abs(np.corrcoef(table[table[:, 0] == 1][:, 1:].T) - np.eye(4)).max() < 5 / np.sqrt(len(table) / 2)
+
+
+@pytest.mark.parametrize(("symmetry", "count"), [("none", 1), ("rotations", 24), ("full", 48)])
+def test_symmetries_are_those_asked_for(volumes: Manifest, symmetry: str, count: int) -> None:
+    found = crops(volumes, train=2000, symmetry=symmetry).table(0)[:, 4]
+    assert set(found.tolist()) == set(range(count))
+
+
+def test_validation_crops_are_fixed_disjoint_and_not_turned(volumes: Manifest) -> None:
+    """All that fit on a grid; for every epoch and seed the same; the values as they lie in the file."""
+    samples = crops(volumes, "valid", seed=1)
+    raw = content(volumes, volumes.files("valid")[0], "Nbody")
+    expected = [
+        (z, y, x) for z in range(0, 9 - 3, 4) for y in range(0, 8 - 3, 4) for x in range(0, 13 - 3, 4)
+    ]  # fmt: skip
+    assert samples.size == len(expected) == 2 * 2 * 3
+    for index, (z, y, x) in enumerate(expected):
+        values, _ = samples.read(0, index)
+        np.testing.assert_array_equal(values, raw[:, z : z + 4, y : y + 4, x : x + 4])
+    other = crops(volumes, "valid", seed=2)
+    assert [digest(*samples.read(0, i)) for i in range(12)] == [digest(*other.read(9, i)) for i in range(12)]
+    few = crops(volumes, "valid", valid=5)
+    assert [few.locate(0, i).offset for i in range(5)] == [expected[i * 12 // 5] for i in range(5)]
+
+
+def test_validation_crops_of_several_volumes(volumes: Manifest) -> None:
+    """Every volume is covered, each in turn."""
+    swapped = Manifest(
+        **{**vars(volumes), "splits": {"train": volumes.splits["valid"], "valid": volumes.splits["train"]}}
+    )
+    samples = crops(swapped, "valid")
+    found = [samples.locate(0, index) for index in range(samples.size)]
+    assert [where.volume for where in found] == [0] * (1 * 1 * 2) + [1] * (2 * 2 * 2)
+    assert len(set(found)) == len(found)
+    for where in found:
+        edges = VOLUMES["train"][where.volume][1]
+        assert all(start % 4 == 0 and start + 4 <= edge for start, edge in zip(where.offset, edges, strict=True))
+
+
+def test_training_and_validation_do_not_share_their_choices(volumes: Manifest) -> None:
+    """Even of the same volumes: the published loader seeded both alike."""
+    same = Manifest(**{**vars(volumes), "splits": {split: volumes.splits["train"] for split in ("train", "valid")}})
+    train, valid = crops(same, "train"), crops(same, "valid")
+    places = [[samples.locate(0, index) for index in range(valid.size)] for samples in (train, valid)]
+    assert places[0] != places[1]
+    assert {where.symmetry for where in places[1]} == {0} != {where.symmetry for where in places[0]}
+
+
+def test_a_crop_larger_than_a_volume_is_one_message(volumes: Manifest) -> None:
+    with pytest.raises(UserError, match=r"samples\.crop 7 is larger than the volume \(6, 7, 8\).*choose at most 6"):
+        crops(volumes, crop=7)
+    crops(volumes, crop=6)
+
+
+# ---- pairs -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dt", [1, 2, 5])
+def test_pairs_are_dt_apart_in_one_file_and_standardised(series: Manifest, dt: int) -> None:
+    samples = pairs(series, dt=dt)
+    assert samples.input_shape == samples.target_shape == (2, 4, 4)
+    assert samples.size == samples.available == sum(max(times - dt, 0) for _, times in YEARS["train"])
+    mean, scale = np.array([5, -3])[:, None, None], np.array([2, 4])[:, None, None]
+    for index in range(samples.size):
+        file, row = samples.locate(0, index)
+        raw = content(series, series.files("train")[file], "fields").astype(np.float64)
+        for values, time in zip(samples.read(0, index), (row, row + dt), strict=True):
+            np.testing.assert_allclose(values, (raw[time, :, :4, :4] - mean) / scale, rtol=1e-6)
+            assert values.dtype == np.float32
+
+
+def test_validation_pairs_are_fixed_and_evenly_spread(series: Manifest) -> None:
+    for wanted, expected in ((None, list(range(18))), (4, [0, 4, 9, 13]), (99, list(range(18)))):
+        samples = pairs(series, "valid", dt=2, valid=wanted)
+        for epoch in (0, 3):
+            assert [samples.locate(epoch, index) for index in range(samples.size)] == [(0, row) for row in expected]
+
+
+def test_of_fewer_training_pairs_each_epoch_takes_others(series: Manifest) -> None:
+    samples = pairs(series, dt=1, train=5)
+    assert (samples.size, samples.available) == (5, 22)
+    epochs = [[samples.locate(epoch, index) for index in range(5)] for epoch in range(40)]
+    assert all(len(set(epoch)) == 5 for epoch in epochs)
+    assert len({place for epoch in epochs for place in epoch}) == 22
+
+
+def test_no_pair_at_all_is_one_message(series: Manifest) -> None:
+    with pytest.raises(
+        UserError, match=r"train: no pair of states 14 steps apart \(samples\.dt\) in files of 9, 14, 2"
+    ):
+        pairs(series, dt=14)
+
+
+# ---- one stream, whoever reads it --------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["crops", "pairs"])
+def make(request: pytest.FixtureRequest, volumes: Manifest, series: Manifest) -> Any:
+    """Return a function that makes fresh training samples: 40 crops or 19 pairs."""
+    if request.param == "crops":
+        return lambda split="train", seed=0: crops(volumes, split, seed)
+    return lambda split="train", seed=0: pairs(series, split, seed, dt=2)  # the last batch of 6 holds 1
+
+
+def stream(samples: Samples, epoch: int) -> list[str]:
+    return [digest(*samples.read(epoch, index)) for index in range(samples.size)]
+
+
+def test_a_sample_depends_on_seed_epoch_and_index_alone(make: Any) -> None:
+    samples = make()
+    first, second = stream(samples, 0), stream(samples, 1)
+    assert first != second
+    backwards = make()
+    found = {(e, i): digest(*backwards.read(e, i)) for e in (1, 0, 3) for i in reversed(range(backwards.size))}
+    assert [found[0, i] for i in range(samples.size)] == first
+    assert [found[1, i] for i in range(samples.size)] == second
+    assert stream(pickle.loads(pickle.dumps(samples)), 1) == second
+    assert stream(samples, 0) == first
+    assert stream(make(seed=1), 0) != first
+    assert len(set(first)) == len(first)
+
+
+PROCESS = """
+import hashlib, pickle, random, sys
+import numpy
+random.seed(9)
+numpy.random.seed(9)
+for samples in pickle.load(open(sys.argv[1], "rb")):
+    for index in range(samples.size):
+        x, y = samples.read(2, index)
+        print(hashlib.sha256(x.tobytes() + y.tobytes()).hexdigest())
+"""
+
+
+def test_the_stream_is_the_same_in_another_process(volumes: Manifest, series: Manifest, tmp_path: Path) -> None:
+    """With another hash seed, and another random state."""
+    both = crops(volumes), pairs(series)
+    (tmp_path / "samples").write_bytes(pickle.dumps(both))
+    environment = {**os.environ, "PYTHONHASHSEED": "77", "PYTHONPATH": str(ROOT / "workflow_scripts")}
+    command = [sys.executable, "-c", PROCESS, str(tmp_path / "samples")]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [*stream(both[0], 2), *stream(both[1], 2)]
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_workers_resume_and_abandoned_epochs_do_not_show(make: Any, workers: int) -> None:
+    samples = make()
+    expected = {epoch: stream(samples, epoch) for epoch in range(3)}
+    torch.manual_seed(99)
+    loader = torch_loader_of(make(), workers=workers)
+    assert (loader.samples, len(loader)) == (samples.size, -(-samples.size // 8))
+    for epoch in (0, 2):
+        batches = epoch_of(loader, epoch)
+        assert [len(batch) for batch in batches] == [
+            min(8, samples.size - first) for first in range(0, samples.size, 8)
+        ]
+        assert flat(batches) == expected[epoch]
+    next(loader.epoch(0))  # given up after a batch, with more on the way
+    assert flat(epoch_of(loader, 1, start=1)) == expected[1][8:]
+    assert flat(epoch_of(loader, 1)) == expected[1]
+    assert epoch_of(loader, 1, start=len(loader)) == []
+    loader.close()
+    assert not multiprocessing.active_children()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_ranks_share_the_one_stream(make: Any, ranks: int) -> None:
+    """The published ranks were all seeded alike and trained on the same crops."""
+    samples, batch = make(), 6
+    expected = stream(samples, 1)
+    loaders = [torch_loader_of(make(), batch, rank=rank, ranks=ranks) for rank in range(ranks)]
+    found = [epoch_of(loader, 1) for loader in loaders]
+    steps = -(-samples.size // batch)
+    assert samples.size % batch, "choose sizes with a partial last batch"
+    for step in range(steps):
+        together = flat([found[rank][step] for rank in range(ranks)])
+        assert together == expected[step * batch : (step + 1) * batch]
+        assert len(set(together)) == len(together)
+    assert len({len(loader) for loader in loaders}) == 1  # nobody waits for a step that others do not have
+    assert all(loader.samples == samples.size for loader in loaders)
+
+
+def test_shares_cover_every_batch_as_equally_as_can_be() -> None:
+    for size, batch, ranks in itertools.product(range(1, 25), range(1, 9), range(1, 5)):
+        shares = [Share(batch, rank, ranks) for rank in range(ranks)]
+        steps = {share.steps(size) for share in shares}
+        assert steps == {-(-size // batch)}
+        seen = []
+        for step in range(steps.pop()):
+            each = [list(share.indices(step, size)) for share in shares]
+            assert max(map(len, each)) - min(map(len, each)) <= 1
+            seen += flat(each)
+        assert seen == list(range(size))
+
+
+# ---- the synthetic loader ----------------------------------------------------------------------------------
+
+
+def test_the_synthetic_loader_has_the_shapes_and_no_data(make: Any) -> None:
+    samples = make()
+    samples.read = None  # type: ignore[method-assign, assignment]
+    share = Share(6)
+    loader = synthetic_loader.build(samples, LoaderSettings(kind="synthetic"), share, CPU)
+    assert (loader.samples, len(loader)) == (samples.size, share.steps(samples.size))
+    batches = list(loader.epoch(0))
+    assert [len(x) for x, _ in batches] == [len(share.indices(step, samples.size)) for step in range(len(loader))]
+    assert len(batches[-1][0]) < 6
+    for x, y in batches:
+        assert x.shape[1:] == samples.input_shape and y.shape[1:] == samples.target_shape
+        assert x.dtype == y.dtype == torch.float32
+        assert x.data_ptr() == batches[0][0].data_ptr()  # one batch, again and again
+    assert 0.8 < batches[0][0].std() < 1.2
+    again = synthetic_loader.build(samples, LoaderSettings(kind="synthetic"), share, CPU)
+    assert torch.equal(next(again.epoch(5))[0], batches[0][0])
+    assert len(list(loader.epoch(0, start=1))) == len(loader) - 1
+    loader.close()

@@ -1,0 +1,90 @@
+"""The learning rate at every step against closed forms."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dlscale.runtime.errors import UserError
+from dlscale.runtime.schema.run import Schedule
+from dlscale.runtime.settings import validate
+from dlscale.train.schedule import learning_rate, peak_rate
+
+
+def rates(total: int, peak: float = 1.0, **settings: Any) -> list[float]:
+    """The rate of each of `total` steps, and the one after the last."""
+    schedule = Schedule(**settings)
+    return [learning_rate(schedule, peak, step, total) for step in range(total + 1)]
+
+
+@pytest.mark.parametrize("warmup", [0, 1, 128, 900])
+@pytest.mark.parametrize("end", [0.0, 1e-3])
+def test_the_cosine_ends_at_its_end(warmup: int, end: float) -> None:
+    """The published code's period forgot the warm-up: it ended at 4 % of the initial rate."""
+    found = rates(1000, warmup_steps=warmup, end_lr=end)
+    assert found[-1] == pytest.approx(end, abs=1e-15)
+    last = 1 - math.cos(math.pi / (1000 - warmup))  # the last step taken is one step away from it
+    assert found[-2] == pytest.approx(end + (1 - end) * 0.5 * last, rel=1e-9)
+    assert found[-2] < end + 3e-4
+    assert max(found) == found[warmup] == 1.0
+    assert all(a > b for a, b in zip(found[warmup:], found[warmup + 1 :], strict=False))
+
+
+@pytest.mark.parametrize(
+    ("step", "share"),
+    [
+        (0, 1 / 20),  # the warm-up begins at its first step's share, not at zero
+        (9, 10 / 20),
+        (19, 1.0),
+        (20, 1.0),  # 80 steps of cosine follow
+        (40, (1 + math.sqrt(0.5)) / 2),  # a quarter of them: cos 45 degrees
+        (60, 0.5),
+        (80, (1 - math.sqrt(0.5)) / 2),
+        (100, 0.0),
+    ],
+)
+def test_closed_form(step: int, share: float) -> None:
+    found = rates(100, peak=3e-4, warmup_steps=20, end_lr=1e-5)
+    expected = 3e-4 * share if step < 20 else 1e-5 + (3e-4 - 1e-5) * share
+    assert found[step] == pytest.approx(expected, rel=1e-12)
+
+
+def test_without_warm_up_it_is_pytorchs() -> None:
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=2e-4)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=57, eta_min=1e-6)
+    theirs = []
+    for _ in range(58):
+        theirs.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    np.testing.assert_allclose(rates(57, peak=2e-4, end_lr=1e-6), theirs, rtol=1e-9)
+
+
+def test_a_warm_up_longer_than_the_training_just_rises() -> None:
+    found = rates(10, warmup_steps=1000)
+    assert found[:10] == pytest.approx([(step + 1) / 10 for step in range(10)])
+    assert rates(1, warmup_steps=5)[0] == 1.0
+    assert rates(10, warmup_steps=10)[9] == 1.0
+
+
+def test_constant() -> None:
+    assert rates(50, kind="constant") == [1.0] * 51
+    assert rates(50, kind="constant", warmup_steps=4)[:6] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize(("scaling", "factor"), [("none", 1.0), ("sqrt", 2.0), ("linear", 4.0)])
+def test_scaling_with_the_batch(scaling: str, factor: float) -> None:
+    schedule = Schedule(scaling=scaling, base_batch_size=64)
+    assert peak_rate(schedule, 5e-4, 256) == pytest.approx(5e-4 * factor, rel=1e-12)
+    assert peak_rate(schedule, 5e-4, 64) == pytest.approx(5e-4, rel=1e-12)
+    assert peak_rate(schedule, 5e-4, 16) == pytest.approx(5e-4 / factor, rel=1e-12)
+
+
+def test_scaling_needs_its_base() -> None:
+    assert peak_rate(Schedule(), 5e-4, 256) == 5e-4
+    with pytest.raises(UserError, match="scaling sqrt needs base_batch_size"):
+        validate(Schedule, {"scaling": "sqrt"})

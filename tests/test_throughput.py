@@ -1,0 +1,247 @@
+"""The throughput stage: its numbers add up, count what was really processed, and are readable by benchy's readers."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+import json
+import statistics
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dlscale.data.loaders.base import Batch, Loader
+from dlscale.measure import throughput
+from dlscale.measure.throughput import endless, repeat, trials
+from dlscale.runtime import config
+from dlscale.runtime.schema.run import Throughput, ThroughputRun
+from dlscale.runtime.settings import load_run
+from dlscale.train.session import open_session
+from tests.conftest import COSMO, COSMO_RUN, make_run, stage
+
+CPU = torch.device("cpu")
+LABELS = ("IO", "SYNTHETIC", "FULL")
+
+
+def measure(folder: Path, data: Path, **over: Any) -> Path:
+    """Run the stage on the tiny U-Net with 10 samples an epoch: batches of 4, 4 and 2."""
+    settings = config.merge(copy.deepcopy(COSMO_RUN), {"samples": {"train": 10}, **over})
+    make_run(folder, "cosmo_unet", settings, COSMO)
+    arguments = ["--config", folder / "config.yaml", "--manifest", data / "manifest.json", "--threads", 1]
+    assert stage("throughput", *arguments, "--device", "cpu", "--out", folder / "throughput.json") == 0
+    return folder / "throughput.json"
+
+
+TRIALS = {"warmup": 1, "trials": 3, "batches": 4}
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory, cosmo_data: Path) -> Path:
+    return measure(tmp_path_factory.mktemp("measured"), cosmo_data, throughput=TRIALS)
+
+
+# --- the file ---------------------------------------------------------------------------------------------------
+
+
+def benchy_reader(path: Path) -> dict[str, tuple[float, float]]:
+    """As the published notebooks read benchy's output: one JSON document a line, rank by rank."""
+    ranks = []
+    with open(path) as file:
+        for line in file:
+            ranks.append(json.loads(line))
+    found = {}
+    for label in LABELS:
+        first = sum(rank[label]["trial_throughput"][0] for rank in ranks)
+        found[label] = (first, sum(statistics.mean(rank[label]["trial_throughput"]) for rank in ranks))
+    return found
+
+
+def test_benchys_readers_read_it(measured: Path) -> None:
+    text = measured.read_text()
+    assert text.count("\n") == 1
+    assert text.endswith("}\n")
+    for first, mean in benchy_reader(measured).values():
+        assert first > 0
+        assert mean > 0
+
+
+def samples_of(batches: Iterator[int], settings: dict[str, int]) -> list[int]:
+    """Samples of each counted trial over a stream of batch sizes, the warm-up trials before them dropped."""
+    runs = [sum(itertools.islice(batches, settings["batches"])) for _ in range(settings["warmup"] + settings["trials"])]
+    return runs[settings["warmup"] :]
+
+
+def test_the_numbers_count_the_samples_that_were_processed(measured: Path) -> None:
+    """Epochs are shorter than a trial and end in a smaller batch: 4 batches hold 14, 14 or 12 samples, not 16."""
+    found = json.loads(measured.read_text())
+    expected = {label: samples_of(itertools.cycle([4, 4, 2]), TRIALS) for label in ("IO", "FULL")}
+    expected["SYNTHETIC"] = samples_of(itertools.repeat(4), TRIALS)
+    assert expected["IO"] == [14, 12, 14]
+    for label in LABELS:
+        one = found[label]
+        assert len(one["trial_throughput"]) == len(one["trial_time"]) == 3
+        counted = [rate * seconds for rate, seconds in zip(one["trial_throughput"], one["trial_time"], strict=True)]
+        assert counted == pytest.approx(expected[label], rel=1e-9), label
+        assert one["mean"] == pytest.approx(sum(one["trial_throughput"]) / 3, rel=1e-12)
+        spread = sum((rate - one["mean"]) ** 2 for rate in one["trial_throughput"])
+        assert one["std"] == pytest.approx((spread / 2) ** 0.5, rel=1e-9)
+        assert one["avg_iter_throughput"] == one["trial_throughput"]
+    assert found["batch_size"] == 4
+    assert found["nranks"] == 1
+    assert found["settings"] == TRIALS
+    assert found["device"]["kind"] == "cpu"
+    assert 50e6 < found["peak_memory_bytes"] < 100e9
+
+
+def test_a_single_trial_has_no_spread(tmp_path: Path, cosmo_data: Path) -> None:
+    path = measure(tmp_path, cosmo_data, throughput={"warmup": 0, "trials": 1, "batches": 1})
+    found = json.loads(path.read_text())
+    assert [found[label]["std"] for label in LABELS] == [0, 0, 0]
+    assert [len(found[label]["trial_throughput"]) for label in LABELS] == [1, 1, 1]
+
+
+def test_one_device_only(tmp_path: Path, cosmo_data: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(AssertionError):
+        measure(tmp_path, cosmo_data, geometry={"gpus_per_node": 4})
+    (line,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("dlscale")]
+    assert "geometry" in line
+    assert not (tmp_path / "throughput.json").exists()
+
+
+# --- what is measured -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loader", [{"workers": 0}, {"workers": 2}, {"kind": "synthetic"}], ids=str)
+def test_synthetic_is_one_resident_batch_for_every_loader(
+    tmp_path: Path, cosmo_data: Path, monkeypatch: pytest.MonkeyPatch, loader: dict[str, Any]
+) -> None:
+    """The stage runs as it is; what passes through it is noted down on the way."""
+    seen: dict[str, list[Batch]] = {}
+
+    def noting(label: str, batches: Iterator[Batch], *rest: Any) -> dict[str, Any]:
+        seen[label] = []
+
+        def noted() -> Iterator[Batch]:
+            for batch in batches:
+                seen[label].append(batch)
+                yield batch
+
+        return trials(label, noted(), *rest)
+
+    monkeypatch.setattr(throughput, "trials", noting)
+    measure(tmp_path, cosmo_data, loader=loader, throughput={"warmup": 1, "trials": 2, "batches": 2})
+    assert {label: len(batches) for label, batches in seen.items()} == dict.fromkeys(LABELS, 6)
+    x, y = seen["SYNTHETIC"][0]
+    assert x.shape == (4, 4, 16, 16, 16)
+    assert y.shape == (4, 5, 16, 16, 16)
+    for other, target in seen["SYNTHETIC"]:
+        assert (other.data_ptr(), target.data_ptr()) == (x.data_ptr(), y.data_ptr()), "the very same memory"
+    # IO and FULL take the stream of epochs 1 and 2, the same for both.
+    sizes = [len(batch[0]) for batch in seen["FULL"]]
+    assert sizes == [4, 4, 2, 4, 4, 2]
+    for a, b in zip(seen["IO"], seen["FULL"], strict=True):
+        assert torch.equal(a[0], b[0])
+        assert torch.equal(a[1], b[1])
+    if loader.get("kind") != "synthetic":
+        firsts = [batch[0][0] for batch in seen["FULL"]]
+        assert not any(torch.equal(a, b) for a, b in itertools.combinations(firsts, 2))
+        assert not any(torch.equal(x[0], first) for first in firsts), "what was cached is not measured again"
+
+
+def test_the_steps_train_and_io_does_not(tmp_path: Path, cosmo_data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After IO the weights are the initial ones; after SYNTHETIC and FULL they have moved."""
+    sums: list[float] = []
+    opened = throughput.open_session
+
+    def keeping(*arguments: Any) -> Any:
+        session = opened(*arguments)
+
+        def noting(*rest: Any) -> dict[str, Any]:
+            found = trials(*rest)
+            sums.append(sum(float(p.detach().double().abs().sum()) for p in session.step.model.parameters()))
+            return found
+
+        sums.append(sum(float(p.detach().double().abs().sum()) for p in session.step.model.parameters()))
+        monkeypatch.setattr(throughput, "trials", noting)
+        return session
+
+    monkeypatch.setattr(throughput, "open_session", keeping)
+    measure(tmp_path, cosmo_data)
+    assert sums[0] == sums[1]
+    assert len(set(sums[1:])) == 3
+
+
+# --- the pieces -------------------------------------------------------------------------------------------------
+
+
+def batches_of(*sizes: int) -> Iterator[Batch]:
+    for size in sizes:
+        yield torch.full((size, 1), float(size)), torch.zeros(size, 1)
+
+
+def test_trials_count_and_time_what_follows_the_warm_up() -> None:
+    consumed: list[int] = []
+
+    def consume(x: torch.Tensor, y: torch.Tensor) -> None:
+        assert len(x) == len(y)
+        consumed.append(len(x))
+        time.sleep(0.4 if len(consumed) <= 2 else 0.02)  # the first trial, the warm-up, is slow
+
+    settings = Throughput(warmup=1, trials=2, batches=2)
+    found = trials("FULL", batches_of(9, 9, 3, 4, 5, 6, 7), consume, settings, CPU)
+    assert consumed == [9, 9, 3, 4, 5, 6], "and not one batch more"
+    assert [a * b for a, b in zip(found["trial_time"], found["trial_throughput"], strict=True)] == pytest.approx(
+        [7, 11]
+    )
+    assert all(0.04 <= seconds < 0.5 for seconds in found["trial_time"])
+
+
+def test_the_wait_for_data_counts() -> None:
+    def late() -> Iterator[Batch]:
+        for batch in batches_of(1, 1, 1, 1):
+            time.sleep(0.03)
+            yield batch
+
+    found = trials("IO", late(), lambda x, y: None, Throughput(warmup=0, trials=2, batches=2), CPU)
+    assert all(seconds >= 0.06 for seconds in found["trial_time"])
+
+
+@contextlib.contextmanager
+def train_loader(folder: Path, data: Path, **over: Any) -> Iterator[Loader]:
+    make_run(folder, "cosmo_unet", config.merge(copy.deepcopy(COSMO_RUN), {"samples": {"train": 10}, **over}), COSMO)
+    session = open_session(load_run(folder / "config.yaml", ThroughputRun), data / "manifest.json", "cpu", 1)
+    with contextlib.closing(session.loader("train")) as loader:
+        yield loader
+
+
+def test_endless_goes_through_epoch_after_epoch(tmp_path: Path, cosmo_data: Path) -> None:
+    with train_loader(tmp_path, cosmo_data) as loader:
+        found = [(x.clone(), y.clone()) for x, y in itertools.islice(endless(loader, 5), 8)]
+        expected = [batch for epoch in (5, 6, 7) for batch in loader.epoch(epoch)]
+        for (x, y), (x_, y_) in zip(found, expected[:8], strict=True):
+            assert torch.equal(x, x_)
+            assert torch.equal(y, y_)
+    assert not torch.equal(found[0][0], found[3][0])
+
+
+def test_repeat_yields_the_same_batch_for_ever() -> None:
+    (batch,) = batches_of(3)
+    assert all(again is batch for again in itertools.islice(repeat(batch), 5))
+
+
+def test_a_synthetic_loader_has_the_stream_of_a_real_one(tmp_path: Path, cosmo_data: Path) -> None:
+    with (
+        train_loader(tmp_path / "a", cosmo_data) as real,
+        train_loader(tmp_path / "b", cosmo_data, loader={"kind": "synthetic"}) as synthetic,
+    ):
+        assert (len(real), real.samples) == (len(synthetic), synthetic.samples) == (3, 10)
+        for (x, y), (x_, y_) in zip(real.epoch(0), synthetic.epoch(0), strict=True):
+            assert (x.shape, y.shape, x.dtype, y.dtype) == (x_.shape, y_.shape, x_.dtype, y_.dtype)
+        assert len(list(synthetic.epoch(0, start=2))) == 1
+        assert x_.std() > 0.5
+        assert y_.abs().max() <= 1

@@ -1,0 +1,805 @@
+"""The train stage: against a hand-written loop, repeated, interrupted, damaged, and asked for nonsense."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import math
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import matplotlib.image
+import numpy as np
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams import plugin_data_pb2
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dlscale.data.crops import Crops
+from dlscale.data.loaders.base import Batch
+from dlscale.data.loaders.torch_loader import TorchLoader
+from dlscale.data.manifest import Manifest
+from dlscale.data.pairs import Pairs
+from dlscale.models.losses import l1, relative_l2
+from dlscale.models.unet3d import UNet3D
+from dlscale.models.vit import ViT
+from dlscale.runtime import config
+from dlscale.runtime.schema.run import CropSamples, PairSamples, TrainRun
+from dlscale.runtime.settings import load_run
+from dlscale.train.checkpoint import Checkpoints
+from dlscale.train.session import open_session
+from dlscale.train.train import identity
+from dlscale.train.trainer import Trainer
+from tests.conftest import COSMO, COSMO_RUN, ERA5, ERA5_RUN, make_dataset, make_run, records, train
+
+TIMES = ("epoch_seconds", "samples_per_second", "valid_seconds")
+FILES = {"config.yaml", "metrics.jsonl", "model.pt", "prediction.png", "provenance.json", "tensorboard", "checkpoints"}
+Make = Callable[..., Path]
+
+
+#: One channel: most of a tiny training's time is its figure, a row of pictures a channel.
+WEATHER = {**ERA5, "channels": ["t2m"]}
+
+
+@pytest.fixture(scope="module")
+def weather(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a tiny dataset: 2 years of 20 times of t2m to train on, one to validate."""
+    return make_dataset(tmp_path_factory.mktemp("data") / "weather", WEATHER)
+
+
+def make_era5(folder: Path, over: dict[str, Any]) -> Path:
+    """Write the tiny ViT's config.yaml with these settings over the tiny ones; return its folder."""
+    make_run(folder, "era5_vit", config.merge(copy.deepcopy(ERA5_RUN), over), WEATHER)
+    return folder
+
+
+@pytest.fixture
+def era5(tmp_path: Path, weather: Path) -> Make:
+    """Return a function that trains the tiny ViT under a name."""
+
+    def make(name: str = "run", status: int = 0, **over: Any) -> Path:
+        folder = make_era5(tmp_path / name, over)
+        assert train(folder, weather / "manifest.json") == status
+        return folder
+
+    return make
+
+
+@pytest.fixture
+def cosmo(tmp_path: Path, cosmo_data: Path) -> Make:
+    """Return a function that trains the tiny U-Net under a name."""
+
+    def make(name: str = "run", status: int = 0, **over: Any) -> Path:
+        make_run(tmp_path / name, "cosmo_unet", config.merge(copy.deepcopy(COSMO_RUN), over), COSMO)
+        assert train(tmp_path / name, cosmo_data / "manifest.json") == status
+        return tmp_path / name
+
+    return make
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = torch.load(folder / "model.pt", weights_only=True)
+    return found
+
+
+def timeless(folder: Path) -> list[dict[str, Any]]:
+    return [{key: value for key, value in record.items() if key not in TIMES} for record in records(folder)]
+
+
+def provenance(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "provenance.json").read_text())
+    return found
+
+
+def checkpoint_folder(folder: Path) -> Path:
+    (found,) = (folder / "checkpoints").iterdir()
+    return found
+
+
+def same(a: Any, b: Any) -> bool:
+    """Bitwise equality of nested states; floats by their bits, so that NaN would show."""
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a if key not in TIMES)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(same(one, two) for one, two in zip(a, b, strict=True))
+    return bool(a == b)
+
+
+# --- against a bare loop ----------------------------------------------------------------------------------------
+
+
+def bare_loop(
+    model: torch.nn.Module,
+    loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    samples: Any,
+    valid: Any,
+    steps_by_epoch: list[int],
+    batch: int,
+    rate: Callable[[int], float],
+    **adam: Any,
+) -> tuple[list[float], list[float]]:
+    """Train as one would write it down; return training and validation loss of every epoch."""
+    optimizer = torch.optim.Adam(model.parameters(), lr=1.0, **adam)
+    step, train_losses, valid_losses = 0, [], []
+    for epoch, steps in enumerate(steps_by_epoch):
+        total, seen = 0.0, 0
+        for number in range(steps):
+            chosen = range(number * batch, min((number + 1) * batch, samples.size))
+            pairs = [samples.read(epoch, index) for index in chosen]
+            x, y = (torch.stack([torch.from_numpy(pair[i]) for pair in pairs]) for i in (0, 1))
+            for group in optimizer.param_groups:
+                group["lr"] = rate(step)
+            optimizer.zero_grad()
+            value = loss(model(x), y)
+            value.backward()
+            optimizer.step()
+            step, total, seen = step + 1, total + value.item() * len(chosen), seen + len(chosen)
+        train_losses.append(total / seen)
+        with torch.no_grad():
+            pairs = [valid.read(0, index) for index in range(valid.size)]
+            each = [loss(model(torch.from_numpy(x)[None]), torch.from_numpy(y)[None]).item() for x, y in pairs]
+        valid_losses.append(sum(each) / len(each))
+    return train_losses, valid_losses
+
+
+@pytest.mark.parametrize(
+    ("training", "steps_by_epoch", "samples_so_far"),
+    [({"epochs": 2}, [3, 3], [10, 20]), ({"steps": 4}, [3, 1], [10, 14]), ({"steps": 2}, [2], [8])],
+    ids=["two epochs", "an epoch cut", "less than one epoch"],
+)
+def test_the_unet_trains_as_a_bare_loop_does(
+    cosmo: Make, cosmo_data: Path, training: dict[str, int], steps_by_epoch: list[int], samples_so_far: list[int]
+) -> None:
+    """10 samples in batches of 4: the last of an epoch holds 2. Weights must agree bit for bit."""
+    folder = cosmo(
+        batch_size=4,
+        seed=5,
+        samples={"train": 10},
+        training=training,
+        optimizer={"lr": 2e-3, "betas": [0.8, 0.99], "eps": 1e-7, "weight_decay": 1e-4},
+        schedule={"warmup_steps": 2, "end_lr": 1e-4, "scaling": "linear", "base_batch_size": 2},
+        loss={"density_weight": 0.01},
+    )
+    manifest, settings = (
+        Manifest.read(cosmo_data / "manifest.json"),
+        CropSamples(kind="crops", crop=16, train=10, valid=8),
+    )
+    torch.manual_seed(5)
+    model, total = UNet3D(4, 5, widths=(4, 8)), sum(steps_by_epoch)
+
+    def rate(step: int) -> float:
+        if step < 2:
+            return 2 * 2e-3 * (step + 1) / 2
+        return 1e-4 + (2 * 2e-3 - 1e-4) * 0.5 * (1 + math.cos(math.pi * (step - 2) / (total - 2)))
+
+    train_losses, valid_losses = bare_loop(
+        model,
+        lambda p, t: l1(p, t, 0.01),
+        Crops(manifest, "train", settings, 5),
+        Crops(manifest, "valid", settings, 5),
+        steps_by_epoch,
+        batch=4,
+        rate=rate,
+        betas=(0.8, 0.99),
+        eps=1e-7,
+        weight_decay=1e-4,
+    )
+    assert same(dict(model.state_dict()), weights(folder))
+    found = records(folder)
+    assert [r["epoch"] for r in found] == list(range(1, len(steps_by_epoch) + 1))
+    assert [r["step"] for r in found] == np.cumsum(steps_by_epoch).tolist()
+    assert [r["samples"] for r in found] == samples_so_far
+    assert [r["train_loss"] for r in found] == pytest.approx(train_losses, rel=1e-6)
+    assert [r["valid_loss"] for r in found] == pytest.approx(valid_losses, rel=1e-6)
+    assert [r["learning_rate"] for r in found] == pytest.approx([rate(r["step"] - 1) for r in found], rel=1e-12)
+    for before, after in zip([{"samples": 0}, *found], found, strict=False):
+        speed = (after["samples"] - before["samples"]) / after["epoch_seconds"]
+        assert after["samples_per_second"] == pytest.approx(speed, rel=1e-9), "samples seen, not batches x batch_size"
+
+
+def test_the_vit_trains_as_a_bare_loop_does(era5: Make, weather: Path) -> None:
+    folder = era5(training={"epochs": 2}, samples={"dt": 2, "train": 9, "valid": 5}, seed=2, batch_size=4)
+    manifest = Manifest.read(weather / "manifest.json")
+    settings = PairSamples(kind="pairs", dt=2, train=9, valid=5)
+    torch.manual_seed(2)
+    model = ViT((16, 32), (4, 4), 1, 1, embed_dim=16, depth=2, heads=2)
+    train_losses, valid_losses = bare_loop(
+        model,
+        relative_l2,
+        Pairs(manifest, "train", settings, 2),
+        Pairs(manifest, "valid", settings, 2),
+        [3, 3],
+        batch=4,
+        rate=lambda step: 1e-3 * 0.5 * (1 + math.cos(math.pi * step / 6)),
+        betas=(0.9, 0.95),
+    )
+    assert same(dict(model.state_dict()), weights(folder))
+    assert [r["train_loss"] for r in records(folder)] == pytest.approx(train_losses, rel=1e-6)
+    assert [r["valid_loss"] for r in records(folder)] == pytest.approx(valid_losses, rel=1e-6)
+    assert [r["samples"] for r in records(folder)] == [9, 18]
+
+
+# --- repeatable -------------------------------------------------------------------------------------------------
+
+DROPS = {"dropout": 0.2, "attention_dropout": 0.1, "drop_path": 0.1}
+
+
+def test_the_same_seed_gives_the_same_bits_and_another_does_not(era5: Make) -> None:
+    first, second, other = (era5(name, model=DROPS, seed=seed) for name, seed in (("a", 1), ("b", 1), ("c", 2)))
+    assert (first / "model.pt").read_bytes() == (second / "model.pt").read_bytes()
+    assert timeless(first) == timeless(second)
+    one, two = weights(first), weights(other)
+    assert not any(torch.equal(one[key], two[key]) for key in one)
+    assert all(a["train_loss"] != b["train_loss"] for a, b in zip(records(first), records(other), strict=True))
+
+
+@pytest.mark.parametrize("drops", [{}, DROPS], ids=["no drop-out", "drop-out"])
+def test_workers_do_not_change_the_training(era5: Make, drops: dict[str, float]) -> None:
+    alone, helped = (era5(str(workers), model=drops, loader={"workers": workers}) for workers in (0, 2))
+    assert timeless(alone) == timeless(helped)
+    assert same(weights(alone), weights(helped))
+
+
+def test_a_synthetic_loader_trains(era5: Make) -> None:
+    folder = era5(loader={"kind": "synthetic"}, samples={"train": 10})
+    assert [r["samples"] for r in records(folder)] == [10, 20]
+    assert records(folder)[1]["train_loss"] < records(folder)[0]["train_loss"]
+
+
+# --- validation -------------------------------------------------------------------------------------------------
+
+
+def test_validation_is_fixed_and_counts_each_sample_once(cosmo: Make, cosmo_data: Path) -> None:
+    """A learning rate too small to change a weight: every epoch must find the same, that of the initial model."""
+    folder = cosmo(batch_size=3, samples={"valid": 8}, training={"epochs": 3}, optimizer={"lr": 1e-30})
+    found = records(folder)
+    assert len({r["valid_loss"] for r in found}) == 1
+    assert len({json.dumps(r["metrics"]) for r in found}) == 1
+    assert len({r["train_loss"] for r in found}) == 3, "training crops differ from epoch to epoch"
+    torch.manual_seed(0)
+    model = UNet3D(4, 5, widths=(4, 8))
+    valid = Crops(Manifest.read(cosmo_data / "manifest.json"), "valid", CropSamples(kind="crops", crop=16, valid=8), 0)
+    with torch.no_grad():
+        each = [
+            np.abs(model(torch.from_numpy(x)[None])[0].numpy() - y).mean()
+            for x, y in map(valid.read, [0] * 8, range(8))
+        ]
+    batches = [each[0:3], each[3:6], each[6:8]]
+    assert found[0]["valid_loss"] == pytest.approx(np.mean(each), rel=1e-6)
+    assert abs(np.mean([np.mean(batch) for batch in batches]) - np.mean(each)) > 1e-5 * np.mean(each)
+    assert found[0]["metrics"]["l1"] == pytest.approx(np.mean(each), rel=1e-6)
+
+
+def test_validation_runs_without_drop_out(era5: Make) -> None:
+    """With a rate too small to learn, drop-out in validation would show as noise, and as another loss."""
+    still = {"optimizer": {"lr": 1e-30}, "training": {"epochs": 2}}
+    plain, dropping = era5("plain", **still), era5("drops", model=DROPS, **still)
+    assert {r["valid_loss"] for r in records(plain)} == {r["valid_loss"] for r in records(dropping)}
+    assert len({r["train_loss"] for r in records(dropping)} & {r["train_loss"] for r in records(plain)}) == 0
+
+
+# --- the trainer by itself --------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def trainer(folder: Path, data: Path, loader: type[TorchLoader] = TorchLoader, **replaced: Any) -> Iterator[Trainer]:
+    """The trainer of a run as the stage sets it up, with its parts at hand."""
+    run = load_run(folder / "config.yaml", TrainRun)
+    session = open_session(run, data / "manifest.json", "cpu", 1)
+    with contextlib.ExitStack() as stack:
+        loaders = [stack.enter_context(contextlib.closing(session.loader(split))) for split in ("train", "valid")]
+        for one in loaders:
+            if loader is not TorchLoader:
+                one.__class__ = loader
+        made = Trainer(
+            run,
+            session.step,
+            replaced.get("loss", session.loss),
+            *loaders,
+            session.study.metrics(session.manifest, session.device),
+            Checkpoints(folder / "trainer", 1),
+            lambda record: None,
+        )
+        if "loss" in replaced:
+            made.step._loss = replaced["loss"]
+        yield made
+
+
+class _Slow(TorchLoader):
+    """A loader whose first batch is 0.3 s late."""
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
+        time.sleep(0.3)
+        yield from super().epoch(epoch, start)
+
+
+def test_the_wait_for_the_first_batch_counts(tmp_path: Path, weather: Path) -> None:
+    make_era5(tmp_path, {"training": {"epochs": 1}})
+    with trainer(tmp_path, weather, _Slow) as made:
+        (record,) = made.fit()
+    assert record["epoch_seconds"] >= 0.3
+    assert record["valid_seconds"] >= 0.3
+    assert record["samples_per_second"] <= 38 / 0.3
+
+
+class Waits(TorchDispatchMode):
+    """Counts the operations that make the host wait for a device's values.
+
+    `_local_scalar_dense` is what `.item()`, `float()` and `bool()` of a tensor come down to. Adam keeps its step
+    counters on the CPU (PyTorch's default) and reads them there, which waits for no device: they are left out.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__()
+        self.optimizer, self.count = optimizer, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        waits = (torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero, torch.ops.aten.equal)
+        if func.overloadpacket in waits:
+            counters = {id(state["step"]) for state in self.optimizer.state.values()}
+            self.count += id(args[0]) not in counters
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("precision", "fused"),
+    # Without a fused optimiser PyTorch's loss scaler itself reads, at every step, whether a gradient overflowed.
+    [("fp32", False), ("fp32", True), ("bf16", False), ("fp16", True)],
+)
+def test_no_step_waits_for_the_device(tmp_path: Path, weather: Path, precision: str, fused: bool) -> None:
+    def waits(steps: int, **replaced: Any) -> int:
+        over = {"training": {"steps": steps}, "precision": precision, "optimizer": {"lr": 1e-3, "fused": fused}}
+        make_era5(tmp_path / str(steps), over)
+        with trainer(tmp_path / str(steps), weather, **replaced) as made:
+            shutil.rmtree(made.checkpoints.folder)
+            with Waits(made.step.optimizer) as counted:
+                made.fit()
+            assert len(made.history) == 1, "one epoch in either case"
+        return counted.count
+
+    assert waits(2) == waits(8) > 0, "an epoch may wait, a step may not"
+
+    def watched(p: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        loss = relative_l2(p, t)
+        if p.requires_grad:
+            print(loss.detach().item())
+        return loss
+
+    assert waits(8, loss=watched) == waits(2, loss=watched) + 6, "an added .item() is seen"
+
+
+# --- interrupted and resumed ------------------------------------------------------------------------------------
+
+LONG: dict[str, Any] = {
+    # about 0.1 s an epoch: time to be killed in
+    "model": {"patch": [1, 2], **DROPS},
+    "samples": {"train": 17, "valid": 2},
+    "batch_size": 3,
+    "training": {"epochs": 8, "keep_checkpoints": 8},
+}
+
+
+def start(folder: Path, manifest: Path) -> subprocess.Popen[bytes]:
+    """Train in a process of its own."""
+    command = [sys.executable, "-m", "dlscale", "train", "--config", folder / "config.yaml", "--manifest", manifest]
+    command += ["--checkpoints", folder / "checkpoints", "--out", folder, "--threads", "1", "--device", "cpu"]
+    with open(folder / "log", "wb") as log:
+        return subprocess.Popen([str(word) for word in command], stdout=log, stderr=log)
+
+
+def wait_for(folder: Path, pattern: str, process: subprocess.Popen[bytes]) -> Path:
+    """Wait until a file is there."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        if found := sorted(folder.glob(pattern)):
+            return found[0]
+        assert process.poll() is None, (folder / "log").read_text()
+        time.sleep(0.001)
+    raise AssertionError(f"no {pattern} after two minutes")
+
+
+@pytest.mark.parametrize(
+    ("workers", "precision"), [(0, "fp32"), (2, "fp32"), (0, "fp16")], ids=["alone", "2 workers", "loss scaling"]
+)
+def test_a_killed_run_resumes_as_if_nothing_had_been(
+    tmp_path: Path, weather: Path, capfd: pytest.CaptureFixture[str], workers: int, precision: str
+) -> None:
+    manifest = weather / "manifest.json"
+    over = {**copy.deepcopy(LONG), "precision": precision, "loader": {"workers": workers}}
+    for name in ("whole", "killed"):
+        make_era5(tmp_path / name, over)
+    assert train(tmp_path / "whole", manifest) == 0
+
+    killed = tmp_path / "killed"
+    process = start(killed, manifest)
+    try:
+        first = wait_for(killed, "checkpoints/*/step-*", process)
+        process.send_signal(signal.SIGSTOP)
+        # While it holds the run, alive or stopped, nobody else may write there.
+        capfd.readouterr()
+        assert train(killed, manifest) == 2
+        (message,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("dlscale")]
+        assert f"in use by process {process.pid} on" in message
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == -signal.SIGKILL
+    saved = sorted(first.parent.glob("step-*"))
+    assert len(saved) < 8, "it was killed midway"
+    done = torch.load(saved[-1] / "state.pt", weights_only=True)["history"]
+    assert len(done) == len(saved)
+    assert not (killed / "metrics.jsonl").exists(), "half a result is none"
+
+    assert train(killed, manifest) == 0
+    assert provenance(killed)["resumed_from_step"] == 6 * len(saved)
+    assert provenance(tmp_path / "whole")["resumed_from_step"] is None
+    assert records(killed)[: len(done)] == done, "the epochs before, their times too"
+    assert timeless(killed) == timeless(tmp_path / "whole")
+    assert (killed / "model.pt").read_bytes() == (tmp_path / "whole" / "model.pt").read_bytes()
+    states = [
+        torch.load(checkpoint_folder(tmp_path / name) / "step-00000048" / "state.pt", weights_only=True)
+        for name in ("whole", "killed")
+    ]
+    assert set(states[0]) == {"model", "optimizer", "scaler", "history", "rng", "cuda_rng"}
+    assert same(*states), "moments, loss scale and random state as well"
+    moments = states[0]["optimizer"]["state"]
+    assert len(moments) == len(weights(killed))
+    assert (precision == "fp16") == bool(states[0]["scaler"])
+    assert scalars(killed)["loss/train"] == pytest.approx({r["step"]: r["train_loss"] for r in records(killed)})
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, weather: Path) -> Path:
+    """A finished run of 3 epochs (10 steps each) with its two newest checkpoints."""
+    folder = make_era5(tmp_path_factory.mktemp("finished") / "run", {"training": {"epochs": 3}, "model": DROPS})
+    assert train(folder, weather / "manifest.json") == 0
+    return folder
+
+
+@pytest.fixture
+def again(finished: Path, tmp_path: Path) -> Path:
+    """A copy of the finished run, as it was just before it could say that it had finished."""
+    shutil.copytree(finished, tmp_path / "run")
+    (checkpoint_folder(tmp_path / "run") / "finished").unlink()
+    for name in FILES - {"config.yaml", "checkpoints"}:
+        with contextlib.suppress(NotADirectoryError):
+            shutil.rmtree(tmp_path / "run" / name)
+            continue
+        (tmp_path / "run" / name).unlink()
+    return tmp_path / "run"
+
+
+class _Trap:
+    """Unpickling it would create a file."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, (f"touch '{self.marker}'",)
+
+
+def _cut(file: Path) -> None:
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def _flip(file: Path) -> None:
+    """Change one byte in the midst of a tensor: nothing but its checksum tells."""
+    content = bytearray(file.read_bytes())
+    tensor = torch.load(file, weights_only=True)["model"]["head.weight"].numpy().tobytes()
+    place = content.find(tensor)
+    assert place > 0
+    content[place + len(tensor) // 2] ^= 0xFF
+    file.write_bytes(content)
+
+
+def _trap(file: Path) -> None:
+    torch.save({"model": _Trap(file.parent.parent / "executed")}, file)
+
+
+def _plain_trap(file: Path) -> None:
+    file.write_bytes(pickle.dumps(_Trap(file.parent.parent / "executed")))
+
+
+DAMAGES: dict[str, Callable[[Path], None]] = {
+    "cut": _cut,
+    "flipped": _flip,
+    "empty": lambda file: file.write_bytes(b""),
+    "missing": lambda file: file.unlink(),
+    "trap": _trap,
+    "plain trap": _plain_trap,
+}
+
+
+@pytest.mark.parametrize("damage", [None, *DAMAGES])
+def test_a_damaged_checkpoint_falls_back_to_the_one_before(
+    again: Path, finished: Path, weather: Path, damage: str | None
+) -> None:
+    folder = checkpoint_folder(again)
+    assert sorted(path.name for path in folder.glob("step-*")) == ["step-00000020", "step-00000030"]
+    if damage:
+        DAMAGES[damage](folder / "step-00000030" / "state.pt")
+    assert train(again, weather / "manifest.json") == 0
+    assert provenance(again)["resumed_from_step"] == (20 if damage else 30)
+    assert (again / "model.pt").read_bytes() == (finished / "model.pt").read_bytes()
+    assert timeless(again) == timeless(finished)
+    assert not (folder / "executed").exists(), "the checkpoint's code was run"
+    assert torch.load(folder / "step-00000030" / "state.pt", weights_only=True)["history"] == records(again)
+    if damage and "trap" in damage:  # the trap is a real one
+        DAMAGES[damage](folder / "step-00000030" / "state.pt")
+        with contextlib.suppress(Exception):
+            torch.load(folder / "step-00000030" / "state.pt", weights_only=False)
+        assert (folder / "executed").exists()
+
+
+def test_without_a_readable_checkpoint_it_starts_afresh(again: Path, finished: Path, weather: Path) -> None:
+    for file in checkpoint_folder(again).glob("step-*/state.pt"):
+        _cut(file)
+    assert train(again, weather / "manifest.json") == 0
+    assert provenance(again)["resumed_from_step"] is None
+    assert (again / "model.pt").read_bytes() == (finished / "model.pt").read_bytes()
+
+
+def test_a_finished_run_trained_again_starts_afresh(finished: Path, tmp_path: Path, weather: Path) -> None:
+    shutil.copytree(finished, tmp_path / "run")
+    for file in checkpoint_folder(tmp_path / "run").glob("step-*/state.pt"):  # whoever resumes from these shows it
+        state = torch.load(file, weights_only=True)
+        torch.save(state | {"model": {key: 0 * value for key, value in state["model"].items()}}, file)
+    assert train(tmp_path / "run", weather / "manifest.json") == 0
+    assert provenance(tmp_path / "run")["resumed_from_step"] is None
+    assert (tmp_path / "run" / "model.pt").read_bytes() == (finished / "model.pt").read_bytes()
+    assert timeless(tmp_path / "run") == timeless(finished)
+    assert {path.name for path in (tmp_path / "run").iterdir()} == FILES, "and nothing else is left there"
+
+
+def test_a_changed_setting_does_not_pick_up_the_old_checkpoint(again: Path, finished: Path, weather: Path) -> None:
+    over = {"training": {"epochs": 3}, "model": DROPS, "optimizer": {"lr": 2e-3}}
+    make_era5(again, over)
+    assert train(again, weather / "manifest.json") == 0
+    assert provenance(again)["resumed_from_step"] is None
+    assert len(list((again / "checkpoints").iterdir())) == 2
+    assert not same(weights(again), weights(finished))
+
+
+def test_what_makes_a_training_itself(finished: Path, weather: Path, tmp_path: Path) -> None:
+    run, manifest = load_run(finished / "config.yaml", TrainRun), Manifest.read(weather / "manifest.json")
+    own = identity(run, manifest)
+    assert own[:16] == checkpoint_folder(finished).name == provenance(finished)["fingerprint"]
+
+    def changed(**over: Any) -> str:
+        make_era5(tmp_path, config.merge({"training": {"epochs": 3}, "model": dict(DROPS)}, over))
+        return identity(load_run(tmp_path / "config.yaml", TrainRun), manifest)
+
+    assert changed() == own
+    assert changed(label="another name", throughput={"trials": 9}) == own, "what the stage does not see"
+    others = [changed(seed=1), changed(batch_size=8), changed(model={"dropout": 0.3}), changed(precision="bf16")]
+    others += [changed(schedule={"end_lr": 1e-9}), changed(training={"epochs": 4}), changed(loss={"kind": "l1"})]
+    values = json.loads((weather / "manifest.json").read_text())
+    values["splits"]["train"][0]["identity"] += "x"
+    (tmp_path / "manifest.json").write_text(json.dumps(values))
+    others.append(identity(run, Manifest.read(tmp_path / "manifest.json")))
+    assert len({own, *others}) == 9
+
+
+def test_checkpoints_are_as_often_and_as_many_as_asked(era5: Make) -> None:
+    over = {"samples": {"train": 4, "valid": 2}, "batch_size": 4}
+    folder = era5("a", training={"epochs": 5, "checkpoint_epochs": 2, "keep_checkpoints": 9}, **over)
+    assert sorted(path.name for path in checkpoint_folder(folder).glob("step-*")) == [
+        "step-00000002",
+        "step-00000004",
+        "step-00000005",
+    ]
+    folder = era5("b", training={"epochs": 3, "keep_checkpoints": 1}, **over)
+    assert [path.name for path in checkpoint_folder(folder).glob("step-*")] == ["step-00000003"]
+
+
+def test_a_checkpoint_is_there_as_a_whole_or_not_at_all(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    checkpoints.save(7, {"model": {"w": torch.ones(2)}})
+
+    class Unwritable:
+        def __reduce__(self) -> tuple[Any, ...]:
+            raise MemoryError("in the midst of writing")
+
+    for step in (7, 8):
+        with pytest.raises(MemoryError):
+            checkpoints.save(step, {"model": {"w": torch.zeros(2)}, "bad": Unwritable()})
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000007"]
+    state = checkpoints.load(torch.device("cpu"))
+    assert state is not None
+    assert torch.equal(state["model"]["w"], torch.ones(2))
+
+
+def test_what_a_killed_process_left_half_saved_is_cleared_away(tmp_path: Path) -> None:
+    (tmp_path / ".step-00000009.0123abcd.part").mkdir()
+    (tmp_path / ".step-00000009.0123abcd.part" / "state.pt").write_bytes(b"half")
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    assert not list(tmp_path.iterdir())
+    assert checkpoints.load(torch.device("cpu")) is None
+
+
+# --- what a run leaves ------------------------------------------------------------------------------------------
+
+
+def events(folder: Path) -> EventAccumulator:
+    return EventAccumulator(str(folder / "tensorboard"), size_guidance={"images": 0, "scalars": 0}).Reload()
+
+
+def scalars(folder: Path) -> dict[str, dict[int, float]]:
+    """TensorBoard's scalars: value by step, by name."""
+    found = events(folder)
+    return {tag: {event.step: event.value for event in found.Scalars(tag)} for tag in found.Tags()["scalars"]}
+
+
+def test_tensorboard_says_what_metrics_jsonl_says(finished: Path) -> None:
+    found, epochs = scalars(finished), records(finished)
+    expected = {"loss/train": "train_loss", "loss/valid": "valid_loss", "learning_rate": "learning_rate"}
+    expected["samples_per_second"] = "samples_per_second"
+    for tag, key in expected.items():
+        assert found[tag] == pytest.approx({r["step"]: r[key] for r in epochs}, rel=1e-6), tag
+    assert len(epochs[0]["metrics"]) == 5
+    for name in epochs[0]["metrics"]:
+        assert found[f"valid/{name}"] == pytest.approx({r["step"]: r["metrics"][name] for r in epochs}, rel=1e-6), name
+    assert found["final/valid_loss"] == {30: pytest.approx(epochs[-1]["valid_loss"], rel=1e-6)}
+
+    accumulator = events(finished)
+    (image,) = accumulator.Images("valid/prediction")
+    assert image.step == 30
+    assert image.encoded_image_string.startswith(b"\x89PNG")
+    assert min(image.width, image.height) > 100
+    content = accumulator.summary_metadata["_hparams_/session_start_info"].plugin_data.content
+    settings = plugin_data_pb2.HParamsPluginData.FromString(content).session_start_info.hparams
+    assert settings["optimizer.lr"].number_value == 1e-3
+    assert settings["model.dropout"].number_value == 0.2
+    assert settings["study"].string_value == "era5_vit"
+    assert settings["seed"].number_value == 0
+
+
+def test_the_figure_is_a_picture(finished: Path) -> None:
+    picture = matplotlib.image.imread(finished / "prediction.png")
+    assert min(picture.shape[:2]) > 150
+    assert picture[..., :3].std() > 0.05
+
+
+def test_metrics_jsonl_is_plain_json(finished: Path) -> None:
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    lines = (finished / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line, parse_constant=refuse)["epoch"] for line in lines] == [1, 2, 3]
+
+
+def test_provenance_tells_the_story(finished: Path) -> None:
+    found = provenance(finished)
+    expected = ViT((16, 32), (4, 4), 1, 1, embed_dim=16, depth=2, heads=2)
+    assert found["parameters"] == sum(p.numel() for p in expected.parameters())
+    assert (found["training_samples"], found["validation_samples"]) == (2 * 19, 19)
+    assert (found["seed"], found["dataset"], found["resumed_from_step"]) == (0, "data", None)
+    assert found["device"]["kind"] == "cpu"
+    assert found["device"]["threads"] == 1
+    assert found["packages"]["torch"] == torch.__version__
+    assert found["packages"]["numpy"] == np.__version__
+    assert found["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert found["started"] <= found["finished"]
+    assert set(found["metric_units"]) == set(records(finished)[0]["metrics"])
+    assert found["metric_units"]["rmse/t2m"] == "K"
+    assert found["manifest"]["settings"]["source"]["seed"] == 3
+    assert {path.name for path in finished.iterdir()} == FILES
+
+
+# --- precision --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("study", ["era5_vit", "cosmo_unet"])
+def test_precisions_learn_as_fp32_does_to_their_few_digits(
+    tmp_path: Path, weather: Path, cosmo_data: Path, study: str
+) -> None:
+    over = {"training": {"epochs": 4}, "optimizer": {"lr": 3e-3}, "loader": {"kind": "synthetic"}}
+    losses = {}
+    for precision in ("fp32", "tf32", "bf16", "fp16"):
+        folder, data = tmp_path / precision, weather
+        make_era5(folder, over | {"precision": precision})
+        if study == "cosmo_unet":
+            data = cosmo_data
+            settings = config.merge(copy.deepcopy(COSMO_RUN), over | {"precision": precision})
+            make_run(folder, study, settings, COSMO)
+        with trainer(folder, data) as made:
+            losses[precision] = [[record["train_loss"], record["valid_loss"]] for record in made.fit()]
+            assert all(p.isfinite().all() and p.dtype == torch.float32 for p in made.step.model.parameters())
+            x = torch.zeros(1, *next(iter(made.train_loader.epoch(0)))[0].shape[1:])
+            assert made.step.predict(x).dtype == torch.float32
+    assert losses["fp32"][-1][0] < losses["fp32"][0][0]
+    assert losses["tf32"] == losses["fp32"], "a CPU has no TensorFloat-32"
+    for precision in ("bf16", "fp16"):
+        assert losses[precision] != losses["fp32"], "autocast does something"
+        np.testing.assert_allclose(losses[precision], losses["fp32"], rtol=0.03)
+
+
+# --- nonsense ---------------------------------------------------------------------------------------------------
+
+
+def message(capfd: pytest.CaptureFixture[str]) -> str:
+    """The one line that a user reads, with no traceback."""
+    err = capfd.readouterr().err
+    assert "Traceback" not in err
+    (line,) = [line for line in err.splitlines() if line.startswith("dlscale")]
+    return line
+
+
+@pytest.mark.parametrize(("steps", "which"), [(8, "training"), (1, "validation")])
+def test_a_loss_that_explodes_ends_in_one_message(
+    era5: Make, tmp_path: Path, capfd: pytest.CaptureFixture[str], steps: int, which: str
+) -> None:
+    era5(status=2, training={"steps": steps}, optimizer={"lr": 1e30})
+    said = message(capfd)
+    assert f"epoch 1: the {which} loss is nan" in said
+    assert "lower optimizer.lr" in said
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {"config.yaml", "checkpoints"}
+    assert not list(checkpoint_folder(tmp_path / "run").glob("step-*")), "NaN is not worth a checkpoint"
+
+
+def test_several_devices_are_refused(era5: Make, capfd: pytest.CaptureFixture[str]) -> None:
+    era5(status=2, geometry={"gpus_per_node": 4})
+    said = message(capfd)
+    assert "geometry" in said
+    assert "4 processes (1 nodes x 4)" in said
+
+
+def test_cuda_without_a_gpu_is_refused(tmp_path: Path, weather: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    make_era5(tmp_path, {})
+    assert train(tmp_path, weather / "manifest.json", "--device", "cuda") == 2
+    assert "PyTorch sees no CUDA device" in message(capfd)
+
+
+@pytest.mark.parametrize(
+    ("training", "said"),
+    [
+        ("{epochs: 0}", "training.epochs: got 0; expected greater than 0"),
+        ("{steps: 0}", "training.steps: got 0; expected greater than 0"),
+        ("{}", "training: give either epochs or steps"),
+        ("{epochs: 1, steps: 1}", "training: give either epochs or steps"),
+    ],
+)
+def test_no_training_at_all_is_no_success(
+    tmp_path: Path, weather: Path, capfd: pytest.CaptureFixture[str], training: str, said: str
+) -> None:
+    path = make_era5(tmp_path, {}) / "config.yaml"
+    lines = path.read_text().split("\n")
+    first = lines.index("training:")
+    last = next(i for i in range(first + 1, len(lines)) if not lines[i].startswith(" "))
+    path.write_text("\n".join([*lines[:first], f"training: {training}", *lines[last:]]))
+    assert train(tmp_path, weather / "manifest.json") == 2
+    assert said in message(capfd)
+    assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
+
+
+def test_a_single_step_is_a_training(era5: Make) -> None:
+    folder = era5(training={"steps": 1})
+    (record,) = records(folder)
+    assert (record["epoch"], record["step"], record["samples"]) == (1, 1, 4)
+    torch.manual_seed(0)
+    untrained = ViT((16, 32), (4, 4), 1, 1, embed_dim=16, depth=2, heads=2).state_dict()
+    moved = [key for key, value in weights(folder).items() if not torch.equal(value, untrained[key])]
+    assert len(moved) == len(untrained)
+
+
+def test_an_epoch_smaller_than_a_batch_trains(era5: Make) -> None:
+    folder = era5(batch_size=64, training={"epochs": 1})
+    assert [(r["step"], r["samples"]) for r in records(folder)] == [(1, 38)]

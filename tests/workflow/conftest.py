@@ -1,0 +1,251 @@
+"""A tiny workflow of both studies, run once for all tests by the real Snakemake, in a copy of the repository."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.conftest import COSMO, COSMO_RUN, ERA5, ERA5_RUN, ROOT
+
+#: What runs inside of Snakemake and of the stages, for the tests to see what they do.
+INSIDE = Path(__file__).parent / "inside"
+#: What of the repository a run of the workflow needs.
+TREE = ["Snakefile", "config.yaml", "README.md", "rules", "profiles", "perlmutter", "workflow_scripts"]
+#: Names that would do harm, or break, where a command is not quoted; none of the files in them may ever appear.
+RESULTS = "my results $(touch pwned) 'n' more"
+TITLE = """Gas & "stars" $(touch pwned) `touch pwned` <b>it's</b>; touch pwned"""
+
+#: The configuration of all workflow tests: two datasets, three plans, four runs that are run (and one named again).
+CONFIG: dict[str, Any] = {
+    "results": RESULTS,
+    "targets": ["cosmo", "era5", "again"],
+    "datasets": {
+        "boxes": {
+            **COSMO,
+            "source": {**COSMO["source"], "boxes": {"train": 1, "valid": 1, "test": 0}},
+            "pieces": 2,
+        },
+        "years": {**ERA5, "source": {**ERA5["source"], "days": 3, "train": [2001], "valid": [2002]}},
+    },
+    "plans": {
+        "cosmo": {
+            "study": "cosmo_unet",
+            "title": TITLE,
+            "settings": {**COSMO_RUN, "dataset": "boxes"},
+            "runs": {"unet": {"label": TITLE}, "ceiling": {"loader": {"kind": "synthetic"}}},
+        },
+        "era5": {
+            "study": "era5_vit",
+            "settings": {
+                **{key: value for key, value in ERA5_RUN.items() if key != "optimizer"},
+                "dataset": "years",
+                "throughput": {"warmup": 0, "trials": 2, "batches": 3},
+            },
+            "runs": {"vit": {}},
+        },
+        "again": {
+            "study": "cosmo_unet",
+            "measure": ["train"],
+            "settings": {**COSMO_RUN, "dataset": "boxes"},
+            "runs": {"same": {"use": "cosmo.unet"}, "faster": {"optimizer": {"lr": 4e-3}}},
+        },
+    },
+    "studies": {"era5_vit": {"optimizer": {"lr": 1e-3}}},
+    "report": {"title": TITLE},
+}
+COMMON = ["--configfile", "tiny.yaml", "--logger", "jobs"]
+TARGETS = ["all", "plan_cosmo", "plan_era5", "plan_again"]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What Snakemake runs or would run; `str` is its rule and its wildcards."""
+
+    rule: str
+    wildcards: dict[str, str]
+    reason: str
+    message: str
+    command: str
+
+    def __str__(self) -> str:
+        return " ".join([self.rule, *self.wildcards.values()])
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a call of Snakemake did."""
+
+    status: int
+    output: str
+    jobs: list[Job] = field(repr=False)
+
+    @property
+    def names(self) -> list[str]:
+        """The jobs' names, sorted; aggregating target rules left out."""
+        return sorted(str(job) for job in self.jobs if job.command)
+
+
+@dataclass
+class Tree:
+    """A copy of the repository with a configuration of its own."""
+
+    path: Path
+    config: dict[str, Any]
+    _dry_runs: subprocess.Popen[str] | None = None
+
+    def write(self) -> None:
+        """Write the configuration."""
+        text = yaml.safe_dump(self.config, sort_keys=False)
+        (self.path / "tiny.yaml").write_text(text)
+        self.imports.mkdir(exist_ok=True)
+
+    @property
+    def results(self) -> Path:
+        """Where its results are."""
+        return self.path / self.config["results"]
+
+    @property
+    def log(self) -> Path:
+        """Where Snakemake's jobs are written."""
+        return self.path / "jobs.jsonl"
+
+    @property
+    def imports(self) -> Path:
+        """Where each stage writes what it had imported."""
+        return self.path / "imports"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The environment in which its own package, and this Python, are what `python -m dlscale` finds."""
+        kept = {key: value for key, value in os.environ.items() if not key.startswith(("SNAKEMAKE", "PYTEST", "SLURM"))}
+        return {
+            **kept,
+            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+            "PYTHONPATH": f"{self.path / 'workflow_scripts'}{os.pathsep}{INSIDE}",
+            "JOBS_LOG": str(self.log),
+            "IMPORTS": str(self.imports),
+        }
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        """Start Snakemake in a process group of its own."""
+        command = [sys.executable, "-m", "snakemake", *COMMON, *arguments]
+        return subprocess.Popen(
+            command,
+            cwd=self.path,
+            env=self.environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+    def snakemake(self, *arguments: str, timeout: float = 300) -> Outcome:
+        """Run Snakemake to its end."""
+        self.log.unlink(missing_ok=True)
+        with self.start(*arguments) as process:
+            try:
+                output, _ = process.communicate(timeout=timeout)
+            except BaseException:
+                os.killpg(process.pid, signal.SIGKILL)
+                raise
+        return Outcome(process.returncode, output, self.jobs())
+
+    def planned(self, *arguments: str, targets: Sequence[str] = TARGETS) -> Outcome:
+        """Return what would run."""
+        if self._dry_runs is None:
+            self._dry_runs = subprocess.Popen(
+                [sys.executable, str(INSIDE / "dry_runs.py")],
+                cwd=self.path,
+                env=self.environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+        assert self._dry_runs.stdin and self._dry_runs.stdout
+        self.log.unlink(missing_ok=True)
+        self._dry_runs.stdin.write(json.dumps([*COMMON, "--dry-run", *arguments, "--", *targets]) + "\n")
+        self._dry_runs.stdin.flush()
+        status, output = json.loads(self._dry_runs.stdout.readline())
+        assert status == 0, output
+        return Outcome(status, output, self.jobs())
+
+    def jobs(self) -> list[Job]:
+        """Return the jobs that the last call ran or would run."""
+        lines = self.log.read_text().splitlines() if self.log.exists() else []
+        return [Job(**json.loads(line)) for line in lines]
+
+    def close(self) -> None:
+        """End the process of the dry runs."""
+        if self._dry_runs:
+            self._dry_runs.communicate()
+
+    def shell(self, command: str) -> subprocess.CompletedProcess[str]:
+        """Run a command as a user who typed it would."""
+        return subprocess.run(
+            ["bash", "-c", command],
+            cwd=self.path,
+            env=self.environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+
+
+def copy_tree(path: Path) -> None:
+    """Copy what the workflow needs, links as links, without results and caches."""
+    path.mkdir(parents=True)
+    ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
+    for name in TREE:
+        source = ROOT / name
+        if source.is_dir() and not source.is_symlink():
+            shutil.copytree(source, path / name, symlinks=True, ignore=ignored)
+        else:
+            shutil.copy2(source, path / name, follow_symlinks=False)
+
+
+@pytest.fixture(scope="session")
+def make_tree(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Tree]]:
+    """Return a function that makes a copy of the repository without results, or one of a tree with them."""
+    trees = []
+
+    def make(config: dict[str, Any] | None = None, like: Tree | None = None) -> Tree:
+        tree = Tree(tmp_path_factory.mktemp("tree") / "a repository", json.loads(json.dumps(config or CONFIG)))
+        trees.append(tree)
+        if like:
+            shutil.copytree(like.path, tree.path, symlinks=True)
+        else:
+            copy_tree(tree.path)
+        tree.write()
+        return tree
+
+    yield make
+    for tree in trees:
+        tree.close()
+
+
+@pytest.fixture(scope="session")
+def finished(make_tree: Callable[..., Tree]) -> tuple[Tree, Outcome]:
+    """Run the tiny workflow to its end, once; tests leave the tree as they find it."""
+    tree = make_tree()
+    outcome = tree.snakemake("--cores", "2", "--printshellcmds", "--", *TARGETS, timeout=540)
+    assert outcome.status == 0, outcome.output[-5000:]
+    return tree, outcome
+
+
+@pytest.fixture
+def clone(finished: tuple[Tree, Outcome], make_tree: Callable[..., Tree]) -> Tree:
+    """Return a copy of the finished tree, with what Snakemake knows of it, to change at will."""
+    return make_tree(like=finished[0])

@@ -1,0 +1,26 @@
+"""A Snakemake logger plugin for tests: writes each job as a line of JSON to the file that $JOBS_LOG names."""
+
+import json
+import os
+
+from snakemake_interface_logger_plugins.base import LogHandlerBase
+from snakemake_interface_logger_plugins.common import LogEvent
+
+
+class LogHandler(LogHandlerBase):
+    """Beside the usual text on the terminal, not instead of it."""
+
+    writes_to_stream = writes_to_file = needs_rulegraph = False
+    has_filter = has_formatter = True
+
+    def emit(self, record):
+        if getattr(record, "event", None) == LogEvent.JOB_INFO:
+            job = {
+                "rule": record.rule_name,
+                "wildcards": dict(record.wildcards or {}),
+                "reason": record.reason,
+                "message": record.rule_msg,
+                "command": record.shellcmd,
+            }
+            with open(os.environ["JOBS_LOG"], "a", encoding="utf-8") as file:
+                file.write(json.dumps(job) + "\n")
