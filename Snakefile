@@ -70,4 +70,4 @@ for name in STUDIES:
             f"study_{name}"
         input:
             [plan_files(plan) for plan in STUDIES[name]],
-            f"{RESULTS}/report/index.html",
+            [f"{RESULTS}/plans/{plan}/report.html" for plan in STUDIES[name]],

@@ -452,6 +452,7 @@ def test_a_killed_run_resumes_as_if_nothing_had_been(
         torch.load(checkpoint_folder(tmp_path / name) / "step-00000048" / "state.pt", weights_only=True)
         for name in ("whole", "killed")
     ]
+    assert {path.name for path in killed.iterdir()} == FILES | {"log"}, "nothing half-written stays"
     assert set(states[0]) == {"model", "optimizer", "scaler", "history", "rng", "cuda_rng"}
     assert same(*states), "moments, loss scale and random state as well"
     moments = states[0]["optimizer"]["state"]
@@ -626,8 +627,8 @@ def test_a_checkpoint_is_there_as_a_whole_or_not_at_all(tmp_path: Path) -> None:
 
 
 def test_what_a_killed_process_left_half_saved_is_cleared_away(tmp_path: Path) -> None:
-    (tmp_path / ".step-00000009.0123abcd.part").mkdir()
-    (tmp_path / ".step-00000009.0123abcd.part" / "state.pt").write_bytes(b"half")
+    (tmp_path / ".step-00000009.elsewhere.123.part").mkdir()
+    (tmp_path / ".step-00000009.elsewhere.123.part" / "state.pt").write_bytes(b"half")
     checkpoints = Checkpoints(tmp_path, keep=2)
     assert not list(tmp_path.iterdir())
     assert checkpoints.load(torch.device("cpu")) is None

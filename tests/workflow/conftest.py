@@ -203,6 +203,19 @@ class Tree:
             timeout=120,
         )
 
+    def python(self, code: str) -> Any:
+        """Run code that prints JSON, and return what it prints."""
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=self.path,
+            env=self.environment,
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+            timeout=60,
+        )
+        return json.loads(done.stdout)
+
 
 def copy_tree(path: Path) -> None:
     """Copy what the workflow needs, links as links, without results and caches."""

@@ -11,6 +11,10 @@ from typing import Any
 import pytest
 import yaml
 
+from dlscale.runtime import stages
+from dlscale.runtime.fingerprint import reachable
+from dlscale.runtime.schema.run import ThroughputRun, TrainRun
+from dlscale.runtime.settings import load_dataset, load_run
 from tests.workflow.conftest import TARGETS, Outcome, Tree
 
 PACKAGE = "workflow_scripts/dlscale"
@@ -445,6 +449,55 @@ def test_what_would_run_does_run(clone: Tree) -> None:
     assert clone.planned().names == planned
 
 
+def test_results_can_be_kept_after_a_harmless_edit(clone: Tree) -> None:
+    """`--touch` says: what is there is right. Nothing runs then."""
+    append(f"{PACKAGE}/models/unet3d.py")(clone)
+    weights = (clone.results / "plans/cosmo/unet/model.pt").read_bytes()
+    assert clone.planned().names == sorted(set(runs("boxes")))
+    assert clone.snakemake("--cores", "2", "--touch", "--", *TARGETS).status == 0
+    assert clone.planned().names == []
+    assert (clone.results / "plans/cosmo/unet/model.pt").read_bytes() == weights
+
+
 def test_table_covers_all_jobs(finished: tuple[Tree, Outcome]) -> None:
     """The names in this table are those of the workflow: a job that no row expects is a row to write."""
     assert finished[1].names == sorted(set(EVERYTHING))
+
+
+# ---- the fingerprint against what the stages of the finished workflow had really imported -----------
+
+
+def test_fingerprint_is_of_exactly_what_ran(finished: tuple[Tree, Outcome]) -> None:
+    """All that a stage imported is in its fingerprint and all that is in it was imported; but for the command line's
+    own modules, and what only carries a raw file from where it comes from.
+    """
+    own = set(finished[0].python("import dlscale.cli, json, sys; print(json.dumps(list(sys.modules)))"))
+    stages_seen = []
+    for file in finished[0].imports.iterdir():
+        found = json.loads(file.read_text())
+        stage, imported = found["arguments"][0], set(found["modules"])
+        expected = set(reachable(stages.modules(stage, subject(found["arguments"]))))
+        if stage == "acquire":
+            expected |= set(reachable(["dlscale.data.download", "dlscale.data.parts", "dlscale.runtime.progress"]))
+            expected |= {"dlscale.data.acquire", "dlscale.runtime.settings"}
+        assert imported - own <= expected, f"{stage}: not in its fingerprint"
+        assert expected <= imported, f"{stage}: in its fingerprint, but not needed"
+        stages_seen.append(stage)
+    assert set(stages_seen) == set(stages.STAGES)
+    assert len(stages_seen) == len(finished[1].names)
+
+
+def subject(arguments: list[str]) -> Any:
+    """Return the dataset or run that the workflow named when it took the fingerprint."""
+    config = arguments[arguments.index("--config") + 1] if "--config" in arguments else ""
+    match arguments[0]:
+        case "acquire" | "preprocess":
+            return load_dataset(config)
+        case "train" | "throughput":
+            return load_run(config, TrainRun if arguments[0] == "train" else ThroughputRun)
+    return None
+
+
+def test_the_copy_is_what_runs(finished: tuple[Tree, Outcome]) -> None:
+    place = finished[0].python("import dlscale, json; print(json.dumps(dlscale.__file__))")
+    assert place == str(finished[0].path / PACKAGE / "__init__.py")

@@ -244,13 +244,14 @@ def _era5_prepared(dataset: Dataset, folder: Path) -> Manifest:
 
 def _stat(path: Path, channels: int) -> np.ndarray:
     try:
-        values = np.load(path, allow_pickle=False).astype(np.float64).ravel()
+        found = np.load(path, allow_pickle=False)
     except FileNotFoundError:
         raise UserError(f"{path}: no such file; the published layout has it, shape [1, C, 1, 1]") from None
     except (ValueError, EOFError) as error:
         raise UserError(f"{path}: not a readable .npy file ({error})") from None
+    values = found.astype(np.float64).ravel()
     if values.size < channels or not np.isfinite(values[:channels]).all():
-        raise UserError(f"{path}: expected {channels} finite values, shape [1, C, 1, 1], got shape {values.shape}")
+        raise UserError(f"{path}: expected {channels} finite values, shape [1, C, 1, 1], got shape {found.shape}")
     return values[:channels]
 
 

@@ -1,0 +1,184 @@
+"""Files exactly as the tutorials distribute them, used as they are: both studies train on them unchanged."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+
+from dlscale.data.crops import Crops
+from dlscale.data.manifest import Manifest
+from dlscale.data.pairs import Pairs
+from dlscale.runtime.schema.run import CropSamples, PairSamples
+from tests.conftest import COSMO_RUN, ERA5_RUN, make_dataset, make_run, records, stage, train
+from tests.raw_files import CHANNELS_OF, cosmo, era5, published, volume, write_volume, write_years
+
+TRAIN, VALID = "downsamp_2048crop_train.h5", "downsamp_1024crop_valid.h5"
+CHANNELS, HEIGHT, WIDTH = 20, 8, 16
+TIMES = {"train": {2001: 12, 2004: 14}, "valid": {2003: 9}}
+
+
+def fit(folder: Path, study: str, run: dict[str, Any], dataset: dict[str, Any], data: Path) -> list[dict[str, Any]]:
+    """Train and measure; return the records of the epochs."""
+    config = make_run(folder, study, run, dataset)
+    assert train(folder, data / "manifest.json", "--device", "cpu") == 0
+    out = folder / "throughput.json"
+    arguments = ["--config", config, "--manifest", data / "manifest.json", "--device", "cpu", "--threads", 1]
+    assert stage("throughput", *arguments, "--out", out) == 0
+    assert set(json.loads(out.read_text())) >= {"IO", "SYNTHETIC", "FULL"}
+    return records(folder)
+
+
+# ---- cosmo_unet ------------------------------------------------------------------------------------------
+
+
+def smooth(edge: int, seed: int) -> dict[str, np.ndarray]:
+    """Return published fields in which the gas follows the dark matter."""
+    fields = published(volume((edge, edge, edge), seed))
+    for name in fields:
+        for axis in (1, 2, 3):
+            fields[name] = (fields[name] + np.roll(fields[name], 1, axis) + np.roll(fields[name], 2, axis)) / 3
+    fields["Hydro"][:4] = np.tanh(1.5 * fields["Nbody"]) + 0.1
+    return fields
+
+
+def test_the_published_volumes_train_the_unet(tmp_path: Path) -> None:
+    """A training volume larger than the validation one; contiguous, float32, without a single attribute."""
+    fields = [smooth(32, 0), smooth(16, 1)]
+    paths = [write_volume(tmp_path / "raw" / n, values) for n, values in zip((TRAIN, VALID), fields, strict=True)]
+    with h5py.File(paths[0]) as file:
+        assert {
+            name: (file[name].shape, file[name].dtype, file[name].chunks, len(file[name].attrs)) for name in file
+        } == {
+            "Nbody": ((4, 32, 32, 32), np.float32, None, 0),
+            "Hydro": ((5, 32, 32, 32), np.float32, None, 0),
+        }
+    before = [path.read_bytes() for path in paths]
+    settings = cosmo(paths[:1], paths[1:], "prepared")
+    data = make_dataset(tmp_path / "data", settings)
+    manifest = Manifest.read(data / "manifest.json")
+    assert {split: [manifest.path(file) for file in files] for split, files in manifest.splits.items()} == {
+        "train": paths[:1],
+        "valid": paths[1:],
+        "test": [],
+    }
+    assert not list(data.rglob("*.h5"))  # nothing is copied
+    for name, channels in CHANNELS_OF.items():
+        info = manifest.fields[name]
+        values = fields[0][name].astype(np.float64)
+        assert (info.channels, info.stored) == (channels, "model")
+        np.testing.assert_allclose(info.mean, values.mean(axis=(1, 2, 3)), rtol=1e-9, atol=1e-12)
+        np.testing.assert_allclose(info.std, values.std(axis=(1, 2, 3)), rtol=1e-9)
+        found = np.load(data / "stats" / f"{name}_stds.npy")
+        np.testing.assert_allclose(found.ravel(), info.std, rtol=1e-6)
+
+    # Values reach the model as they lie in the file: the published files are transformed already.
+    crops = Crops(manifest, "valid", CropSamples(kind="crops", crop=8, valid=8, train=1), seed=0)
+    for index in range(crops.size):
+        z, y, x = crops.locate(0, index).offset
+        for name, cut in zip(("Nbody", "Hydro"), crops.read(0, index), strict=True):
+            np.testing.assert_array_equal(cut, fields[1][name][:, z : z + 8, y : y + 8, x : x + 8])
+
+    run = {**COSMO_RUN, "samples": {"crop": 16, "train": 24, "valid": 8}, "training": {"epochs": 4}}
+    history = fit(tmp_path / "run", "cosmo_unet", run, settings, data)
+    assert history[-1]["samples"] == 4 * 24
+    assert history[-1]["valid_loss"] < 0.8 * history[0]["valid_loss"]
+    assert [path.read_bytes() for path in paths] == before
+
+
+# ---- era5_vit --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def years(tmp_path: Path) -> Path:
+    """Return a published folder: years of 6-hourly fields with the south-pole row that training leaves out."""
+    root = write_years(tmp_path / "raw", TIMES, CHANNELS, (HEIGHT + 1, WIDTH))
+    for name in ("means", "stds"):
+        assert np.load(root / "stats" / f"global_{name}.npy").shape == (1, CHANNELS, 1, 1)
+    climatology = np.load(root / "stats" / "time_means.npy")[:, :, :HEIGHT]
+    np.save(root / "stats" / "time_means.npy", climatology)
+    assert climatology.shape == (1, CHANNELS, HEIGHT, WIDTH) and climatology.dtype == np.float32
+    with h5py.File(root / "train" / "2004.h5") as file:
+        assert list(file) == ["fields"] and not file["fields"].attrs and not file.attrs
+        assert (file["fields"].shape, file["fields"].dtype) == ((14, CHANNELS, HEIGHT + 1, WIDTH), np.float32)
+    return root
+
+
+def test_the_published_years_train_the_vit(tmp_path: Path, years: Path) -> None:
+    settings = era5(years, crop=[HEIGHT, WIDTH])
+    data = make_dataset(tmp_path / "data", settings)
+    manifest = Manifest.read(data / "manifest.json")
+    info = manifest.fields["fields"]
+    assert info.grid == [HEIGHT, WIDTH] and len(info.channels) == CHANNELS
+    assert [[file.rows for file in files] for files in manifest.splits.values()] == [[12, 14], [9], []]
+    assert manifest.step_hours == 6.0
+    assert manifest.path(manifest.climatology or "") == years / "stats" / "time_means.npy"
+    # From the north pole on, in the steps of the published grid.
+    np.testing.assert_allclose(manifest.latitude, 90 - 360 / WIDTH * np.arange(HEIGHT))
+    np.testing.assert_allclose(manifest.longitude, 360 / WIDTH * np.arange(WIDTH))
+    assert not list(data.rglob("*.h5"))
+
+    run = {**ERA5_RUN, "training": {"epochs": 4}, "optimizer": {"lr": 3e-3}}
+    history = fit(tmp_path / "run", "era5_vit", run, settings, data)
+    assert history[-1]["samples"] == 4 * (11 + 13)
+    assert history[-1]["valid_loss"] < 0.9 * history[0]["valid_loss"]
+    assert {"rmse_normalised/channel00", "acc/channel00"} <= set(history[-1]["metrics"])
+
+
+def test_fields_are_standardised_with_the_published_statistics(tmp_path: Path, years: Path) -> None:
+    """(x - mean) / std with the files' own numbers, whatever the data's; rows from the north, all columns."""
+    means, stds = np.linspace(-3, 50, CHANNELS), np.geomspace(0.1, 1e5, CHANNELS)
+    for name, values in (("means", means), ("stds", stds)):
+        np.save(years / "stats" / f"global_{name}.npy", values.reshape(1, -1, 1, 1).astype(np.float32))
+    data = make_dataset(tmp_path / "data", era5(years, crop=[HEIGHT, WIDTH]))
+    manifest = Manifest.read(data / "manifest.json")
+    for split in ("train", "valid"):
+        pairs = Pairs(manifest, split, PairSamples(kind="pairs", dt=2), seed=0)
+        for index in range(pairs.size):
+            number, row = pairs.locate(0, index)
+            with h5py.File(manifest.path(manifest.files(split)[number])) as file:
+                raw = file["fields"][[row, row + 2]].astype(np.float64)
+            expected = (raw[:, :, :HEIGHT] - means[:, None, None]) / stds[:, None, None]
+            for found, wanted in zip(pairs.read(0, index), expected, strict=True):
+                assert found.shape == (CHANNELS, HEIGHT, WIDTH) and found.dtype == np.float32
+                np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_channels_are_named_in_order(tmp_path: Path, years: Path) -> None:
+    names = ["u10", "v10", "t2m", *(f"z@{level}" for level in range(17))]
+    data = make_dataset(tmp_path / "data", era5(years, channels=names))
+    info = Manifest.read(data / "manifest.json").fields["fields"]
+    assert info.channels == names and info.grid == [HEIGHT + 1, WIDTH]
+
+
+def test_a_folder_that_we_preprocessed_is_a_prepared_one(tmp_path: Path, era5_data: Path) -> None:
+    """The same samples, bit by bit, names and units included, and the same training."""
+    settings = era5(era5_data)
+    again = make_dataset(tmp_path / "again", settings)
+    ours, theirs = (Manifest.read(folder / "manifest.json") for folder in (era5_data, again))
+    assert [theirs.path(file) for file in theirs.files("train")] == [
+        (era5_data / "train" / f"{year}.h5").resolve() for year in (2001, 2002)
+    ]
+    a, b = ours.fields["fields"], theirs.fields["fields"]
+    assert (a.channels, a.units, a.grid, a.stored) == (b.channels, b.units, b.grid, b.stored)
+    np.testing.assert_allclose(theirs.latitude, ours.latitude)
+    np.testing.assert_allclose(theirs.longitude, ours.longitude)
+    assert theirs.step_hours == ours.step_hours
+    for key in ("offset", "scale"):
+        numbers = [[getattr(t, key) for t in info.transforms] for info in (a, b)]
+        np.testing.assert_allclose(numbers[1], numbers[0], rtol=1e-6)  # .npy files hold float32, as published
+    one, two = (Pairs(m, "train", PairSamples(kind="pairs"), seed=4) for m in (ours, theirs))
+    for index in range(one.size):
+        for x, y in zip(one.read(1, index), two.read(1, index), strict=True):
+            np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
+    means = [np.load(m.path(m.climatology or "")) for m in (ours, theirs)]
+    np.testing.assert_array_equal(*means)
+    losses = [
+        fit(tmp_path / name, "era5_vit", {**ERA5_RUN, "training": {"epochs": 1}}, dataset, data)[-1]["valid_loss"]
+        for name, dataset, data in (("ours", settings, era5_data), ("theirs", settings, again))
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)

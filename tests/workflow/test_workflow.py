@@ -1,0 +1,454 @@
+"""The tiny workflow as its user meets it: what it leaves, what it says, and what happens when it is broken."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import csv
+import html
+import json
+import os
+import re
+import shutil
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+import torch
+
+from dlscale.runtime.stages import STAGES
+from tests.workflow.conftest import CONFIG, RESULTS, ROOT, TARGETS, TITLE, Outcome, Tree
+
+Make = Callable[..., Tree]
+
+# ---- what it leaves ---------------------------------------------------------------------------------
+
+
+def test_layout(finished: tuple[Tree, Outcome]) -> None:
+    """What the README promises, and nothing half-written beside it."""
+    tree, outcome = finished
+    found = {str(path.relative_to(tree.results)) for path in tree.results.rglob("*") if path.is_file()}
+    expected = {"report/index.html"}
+    for dataset, files in (
+        ("boxes", ["source/box000.h5", "source/box001.h5", "train/box000.h5", "valid/box001.h5"]),
+        ("years", ["source/2001.nc", "source/2002.nc", "train/2001.h5", "valid/2002.h5"]),
+    ):
+        expected |= {f"data/{dataset}/{file}" for file in ["config.yaml", "manifest.json", "preview.png", *files]}
+    for plan in ("cosmo", "era5", "again"):
+        expected |= {f"plans/{plan}/{file}" for file in ("plan.yaml", "summary.csv", "report.html")}
+    for run in ("cosmo/unet", "cosmo/ceiling", "era5/vit", "again/faster"):
+        files = ["config.yaml", "metrics.jsonl", "provenance.json", "prediction.png", "model.pt"]
+        expected |= {f"plans/{run}/{file}" for file in files}
+        if not run.startswith("again"):
+            expected.add(f"plans/{run}/throughput.json")
+    # Of these only the folders are promised.
+    folders = ("logs/", "benchmarks/", "checkpoints/", "data/boxes/stats/", "data/years/stats/")
+    left = {file for file in found if not file.startswith(folders) and "/tensorboard/" not in file}
+    assert left == expected
+    for folder in folders:
+        assert any(file.startswith(folder) for file in found), folder
+    for run in ("cosmo/unet", "cosmo/ceiling", "era5/vit", "again/faster"):
+        assert any("tfevents" in file for file in found if file.startswith(f"plans/{run}/tensorboard/")), run
+    for kind, ending in (("logs", ".log"), ("benchmarks", ".tsv")):
+        written = [file for file in found if file.startswith(f"{kind}/")]
+        assert len(written) == len(outcome.names) and all(file.endswith(ending) for file in written)
+
+
+def test_contents(finished: tuple[Tree, Outcome]) -> None:
+    tree, _ = finished
+    for plan, runs in (("cosmo", ["unet", "ceiling"]), ("era5", ["vit"]), ("again", ["same", "faster"])):
+        with open(tree.results / f"plans/{plan}/summary.csv", newline="") as file:
+            rows = list(csv.DictReader(file))
+        assert [row["run"] for row in rows] == runs
+    assert rows[0]["source"] == "cosmo/unet"  # of `again`
+    for run, epochs in (("cosmo/unet", 2), ("era5/vit", 2), ("again/faster", 2)):
+        lines = (tree.results / f"plans/{run}/metrics.jsonl").read_text().splitlines()
+        assert [json.loads(line)["epoch"] for line in lines] == list(range(1, epochs + 1))
+    for image in tree.results.rglob("*.png"):
+        assert image.read_bytes().startswith(b"\x89PNG")
+    throughput = json.loads((tree.results / "plans/era5/vit/throughput.json").read_text())
+    assert all(len(throughput[key]["trial_throughput"]) == 2 for key in ("IO", "SYNTHETIC", "FULL"))
+
+
+def test_hostile_names_are_names_only(finished: tuple[Tree, Outcome]) -> None:
+    """The results' folder and the titles of this workflow hold quotes, spaces and commands."""
+    tree, _ = finished
+    assert not [path for path in tree.path.rglob("*") if path.name.startswith("pwned")]
+    for page in ("report/index.html", "plans/cosmo/report.html"):
+        text = (tree.results / page).read_text()
+        assert TITLE not in text
+        heading = re.search(r"<h1[^>]*>(.*?)</h1>", text, re.DOTALL)
+        assert heading and html.unescape(heading[1]).strip() == TITLE
+
+
+def test_nothing_is_left_to_do(finished: tuple[Tree, Outcome]) -> None:
+    outcome = finished[0].planned()
+    assert outcome.names == [] and "Nothing to be done" in outcome.output
+
+
+def test_snakemakes_own_report(finished: tuple[Tree, Outcome]) -> None:
+    """It holds every page, table and picture that a rule declares, and their captions."""
+    tree, _ = finished
+    outcome = tree.snakemake("--report", "own.html", "--", *TARGETS)
+    page = tree.path / "own.html"
+    assert outcome.status == 0, outcome.output
+    added = Counter(re.findall(r"^Adding (\S+)", outcome.output, re.MULTILINE))
+    assert added == {"index.html": 1, "report.html": 3, "summary.csv": 3, "prediction.png": 4, "preview.png": 2}
+    assert page.stat().st_size > 1e6
+    page.unlink()
+
+
+# ---- commands ---------------------------------------------------------------------------------------
+
+
+def by_hand(tree: Tree, outcome: Outcome, *names: str) -> None:
+    """Run the commands that Snakemake printed for these jobs."""
+    for name in names:
+        (command,) = [job.command for job in outcome.jobs if str(job) == name]
+        assert command in outcome.output
+        done = tree.shell(command)
+        assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+
+
+def contents(file: h5py.File) -> dict[str, Any]:
+    """Return everything in an HDF5 file, numbers as bytes."""
+    found = {f"@{key}": str(value) for key, value in file.attrs.items()}
+
+    def visit(name: str, item: Any) -> None:
+        found.update({f"{name}@{key}": str(value) for key, value in item.attrs.items()})
+        if isinstance(item, h5py.Dataset):
+            found[name] = item[()].tobytes()
+
+    file.visititems(visit)
+    return found
+
+
+def test_data_by_hand(finished: tuple[Tree, Outcome], clone: Tree) -> None:
+    """Acquiring, preprocessing and assembling with the printed commands gives the very same file."""
+    names = ["acquire boxes box000.h5", "preprocess boxes train box000 0", "preprocess boxes train box000 1"]
+    before = contents(h5py.File(clone.results / "data/boxes/train/box000.h5"))
+    for file in ("source/box000.h5", "train/box000.h5"):
+        (clone.results / "data/boxes" / file).unlink()
+    by_hand(clone, finished[1], *names, "assemble boxes train box000")
+    assert contents(h5py.File(clone.results / "data/boxes/train/box000.h5")) == before
+
+
+def test_run_by_hand(finished: tuple[Tree, Outcome], clone: Tree) -> None:
+    """Training with the printed command gives the very same weights and metrics, times apart."""
+    folder = clone.results / "plans/era5/vit"
+
+    def metrics() -> list[dict[str, Any]]:
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        timed = ("epoch_seconds", "valid_seconds", "samples_per_second")
+        return [{key: value for key, value in line.items() if key not in timed} for line in lines]
+
+    before, weights = metrics(), torch.load(folder / "model.pt")
+    config = (folder / "config.yaml").read_bytes()
+    shutil.rmtree(folder / "tensorboard")
+    for name in ("metrics.jsonl", "model.pt", "prediction.png", "provenance.json", "config.yaml"):
+        (folder / name).unlink()
+    by_hand(clone, finished[1], "configure_run era5 vit", "train era5 vit", "collect era5")
+    assert metrics() == before
+    again = torch.load(folder / "model.pt")
+    assert weights.keys() == again.keys()
+    assert all(torch.equal(weights[key], again[key]) for key in weights)
+    assert (folder / "config.yaml").read_bytes() == config
+
+
+HELP = """
+import contextlib, io, json, sys
+from dlscale import cli
+from dlscale.runtime.stages import STAGES
+for arguments in [], *([stage] for stage in STAGES):
+    with contextlib.redirect_stdout(io.StringIO()) as text, contextlib.suppress(SystemExit):
+        cli.main([*arguments, "--help"])
+    assert "usage:" in text.getvalue()
+print(json.dumps(sorted({name.split(".")[0] for name in sys.modules})))
+"""
+
+
+def test_help_imports_nothing_heavy(finished: tuple[Tree, Outcome]) -> None:
+    heavy = {"torch", "h5py", "matplotlib", "numpy", "pandas", "xarray", "tensorboard", "requests", "snakemake"}
+    assert not heavy & set(finished[0].python(HELP))
+
+
+# ---- targets ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def fresh(make_tree: Make) -> Tree:
+    """Return a tree without results, for dry runs."""
+    return make_tree()
+
+
+def of(names: list[str], rule: str) -> list[str]:
+    return [name.removeprefix(f"{rule} ") for name in names if name.startswith(f"{rule} ")]
+
+
+@pytest.mark.parametrize(
+    ("target", "runs", "pages"),
+    [
+        ("plan_cosmo", ["cosmo ceiling", "cosmo unet"], ["report_plan cosmo"]),
+        ("plan_era5", ["era5 vit"], ["report_plan era5"]),
+        ("plan_again", ["again faster", "cosmo unet"], ["report_plan again"]),
+        (
+            "study_cosmo_unet",
+            ["again faster", "cosmo ceiling", "cosmo unet"],
+            ["report_plan again", "report_plan cosmo"],
+        ),
+        ("study_era5_vit", ["era5 vit"], ["report_plan era5"]),
+        ("all", ["again faster", "cosmo ceiling", "cosmo unet", "era5 vit"], ["report"]),
+    ],
+)
+def test_targets(fresh: Tree, target: str, runs: list[str], pages: list[str]) -> None:
+    """A run that is named with `use` is run once, where it is at home; the page of all shows all."""
+    names = fresh.planned(targets=[target]).names
+    assert of(names, "train") == runs
+    assert [name for name in names if name.startswith("report")] == pages
+
+
+def test_same_jobs_by_default(fresh: Tree) -> None:
+    assert fresh.planned(targets=[]).names == fresh.planned(targets=["all"]).names
+
+
+def test_plan_of_a_thousand_jobs(fresh: Tree, make_tree: Make) -> None:
+    """Three hundred runs: as many trainings and measurements, on one dataset that is made once."""
+    config = copy.deepcopy(CONFIG)
+    config["plans"]["many"] = {
+        "study": "cosmo_unet",
+        "settings": config["plans"]["cosmo"]["settings"],
+        "runs": {f"run{number}": {"seed": number} for number in range(300)},
+    }
+    rules = Counter(job.rule for job in make_tree(config).planned(targets=["plan_many"]).jobs)
+    assert rules["train"] == rules["throughput"] == rules["configure_run"] == 300
+    assert rules["describe"] == rules["configure_plan"] == rules["collect"] == rules["report_plan"] == 1
+
+
+def test_published_plans(make_tree: Make) -> None:
+    """Their files need only be there; a plan that lacks them names them."""
+    tree = make_tree()
+    missing = tree.snakemake("-n", "--", "plan_cosmo_published")
+    assert missing.status != 0 and "data/downsamp_2048crop_train.h5" in missing.output
+    folder = tree.path / "data/era5_published"
+    files = [tree.path / "data/downsamp_2048crop_train.h5", tree.path / "data/downsamp_1024crop_valid.h5"]
+    files += [folder / "train/1990.h5", folder / "valid/2016.h5"]
+    files += [folder / f"stats/{name}.npy" for name in ("global_means", "global_stds", "time_means")]
+    for file in files:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+    names = tree.planned(targets=["plan_cosmo_published", "plan_era5_published"]).names
+    trained = of(names, "train")
+    assert len([name for name in trained if name.startswith("cosmo_published ")]) == 9
+    assert len([name for name in trained if name.startswith("era5_published ")]) == 17
+    assert not of(names, "preprocess") and len(of(names, "describe")) == 2
+
+
+@pytest.mark.parametrize("arguments", [("--profile", "perlmutter"), ("--profile", "profiles/perlmutter")])
+def test_perlmutter_is_taken_literally(fresh: Tree, arguments: tuple[str, ...]) -> None:
+    """Without Slurm, in a dry run; its jobs are those of any other machine."""
+    outcome = fresh.snakemake(*arguments, "-n", "--", "all")
+    assert outcome.status == 0, outcome.output
+    assert outcome.names == fresh.planned(targets=["all"]).names
+
+
+def test_mistake_in_the_configuration_is_its_message_alone(make_tree: Make) -> None:
+    config = copy.deepcopy(CONFIG)
+    config["plans"]["era5"]["settings"]["optimiser"] = {"lr": 1}
+    outcome = make_tree(config).snakemake("-n")
+    assert outcome.status == 2
+    line = next(line for line in outcome.output.splitlines() if "optimiser" in line)
+    assert line.startswith("configuration: plans.era5.settings: unknown key 'optimiser' (did you mean 'optimizer'?)")
+    assert "Traceback" not in outcome.output and "Error in" not in outcome.output
+
+
+# ---- the rules --------------------------------------------------------------------------------------
+
+RULES = {
+    name: (file.name, body)
+    for file in sorted((ROOT / "rules").glob("*.smk"))
+    for name, body in re.findall(r"^rule (\w+):\n((?:(?: {4}.*)?\n)+)", file.read_text(), re.MULTILINE)
+}
+
+
+def directive(body: str, name: str) -> str:
+    """Return the text of a rule's directive, empty if it has none."""
+    found = re.search(rf"^    {name}:(.*\n(?:(?: {{8}}.*)?\n)*)", body, re.MULTILINE)
+    return found[1] if found else ""
+
+
+def test_all_rules_are_seen(finished: tuple[Tree, Outcome]) -> None:
+    assert set(RULES) == {job.rule for job in finished[1].jobs if job.command}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_rule_is_thin_and_complete(rule: str) -> None:
+    _, body = RULES[rule]
+    assert re.match(r'    """[A-Z].*\."""\n', body), "a docstring of one line"
+    for name in ("log", "benchmark", "message", "params", "output"):
+        assert directive(body, name), name
+    for name in ("run", "script", "notebook", "wrapper"):
+        assert not directive(body, name), name
+    shell = ast.literal_eval(f"({directive(body, 'shell')})")
+    stage = re.match(r"python -m dlscale ([a-z]+) ", shell)
+    assert stage and stage[1] in STAGES
+    assert not re.search(r"[;&|<>`$\\\n]", shell), "one command and nothing else"
+    assert "--log {log:q}" in shell
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_rule_quotes_what_it_puts_into_a_shell(rule: str) -> None:
+    """All but numbers and names that a wildcard's constraint keeps harmless."""
+    shell = ast.literal_eval(f"({directive(RULES[rule][1], 'shell')})")
+    bare = {field for field in re.findall(r"{([^{}]*)}", shell) if not field.endswith(":q")}
+    assert bare <= {"threads", "wildcards.split", "wildcards.part", "wildcards.piece"}
+
+
+def test_wildcards_that_are_not_quoted_are_harmless() -> None:
+    text = (ROOT / "Snakefile").read_text()
+    constraints = dict(re.findall(r'^    (split|part|piece)=r?"(.*)",$', text, re.MULTILINE))
+    assert set(constraints) == {"split", "part", "piece"}
+    for pattern in constraints.values():
+        for hostile in ("a b", "$(x)", "`x`", "a;b", "a'b", 'a"b', "a\nb", "a&b", "a|b", "a>b", "*", "~", "../x", ""):
+            assert not re.fullmatch(pattern, hostile), (pattern, hostile)
+
+
+def test_no_lambda_in_the_rules() -> None:
+    for file in [ROOT / "Snakefile", *(ROOT / "rules").glob("*.smk")]:
+        code = "\n".join(line.partition("#")[0] for line in file.read_text().splitlines())
+        assert not re.search(r"\blambda\b", code), file
+
+
+def test_lint(fresh: Tree) -> None:
+    outcome = fresh.snakemake("--lint")
+    assert outcome.status == 0 and "in a good condition" in outcome.output
+
+
+def test_top_level_rules_only_gather() -> None:
+    """The Snakefile has targets and nothing that computes."""
+    text = (ROOT / "Snakefile").read_text()
+    assert "shell:" not in text and "params:" not in text
+
+
+# ---- when something goes wrong ----------------------------------------------------------------------
+
+
+def test_failing_stage(finished: tuple[Tree, Outcome], make_tree: Make) -> None:
+    """Its one line is on the screen; it leaves nothing; once the cause is gone the same command goes on."""
+    config = copy.deepcopy(CONFIG)
+    names = ["a box $(touch pwned).h5", "another 'box'.h5"]
+    source = {"kind": "files", "train": [f"raw/{names[0]}"], "valid": [f"raw/{names[1]}"]}
+    config["datasets"]["mine"] = {"kind": "cosmo", "source": source}
+    tree = make_tree(config)
+    good = finished[0].results / "data/boxes/source/box000.h5"
+    raw = tree.path / "raw"
+    raw.mkdir()
+    (raw / names[0]).write_bytes(good.read_bytes()[:100_000])
+    shutil.copy(good, raw / names[1])
+    target = f"{RESULTS}/data/mine/train/a_box___touch_pwned_.h5"
+    call = ["--cores", "2", "--", target]
+
+    failed = tree.snakemake(*call)
+    assert failed.status == 1
+    (line,) = {line for line in failed.output.splitlines() if line.startswith("dlscale ")}
+    assert line.startswith("dlscale preprocess: ") and names[0] in line and "truncated" in line
+    assert "Traceback" not in failed.output
+    assert [path for path in (tree.results / "data").rglob("*") if path.is_file()] == []
+
+    shutil.copy(good, raw / names[0])
+    repaired = tree.snakemake(*call)
+    assert repaired.status == 0, repaired.output
+    assert repaired.names == [
+        "assemble mine train a_box___touch_pwned_",
+        "preprocess mine train a_box___touch_pwned_ 0",
+    ]
+    made, before = (tree.path / target, finished[0].results / "data/boxes/train/box000.h5")
+    with h5py.File(made) as one, h5py.File(before) as other:
+        assert np.array_equal(one["Nbody"], other["Nbody"])
+    assert not list(tree.path.rglob("pwned*"))
+
+
+def test_prepared_data_with_odd_names(clone: Tree) -> None:
+    """Both published layouts, in folders whose names hold commands and quotes."""
+    data = clone.results / "data"
+    clone.config["datasets"] |= {
+        "as_is_era5": {"kind": "era5", "source": {"kind": "prepared", "path": str(data / "years")}},
+        "as_is_cosmo": {
+            "kind": "cosmo",
+            "source": {
+                "kind": "prepared",
+                "train": [str(data / "boxes/train/box000.h5")],
+                "valid": [str(data / "boxes/valid/box001.h5")],
+            },
+        },
+    }
+    clone.write()
+    targets = [f"{RESULTS}/data/{name}/manifest.json" for name in ("as_is_era5", "as_is_cosmo")]
+    outcome = clone.snakemake("--cores", "2", "--", *targets)
+    assert outcome.status == 0, outcome.output
+    assert outcome.names == ["describe as_is_cosmo", "describe as_is_era5"]
+    for target in targets:
+        manifest = json.loads((clone.path / target).read_text())
+        assert all((clone.path / file["path"]).exists() for files in manifest["splits"].values() for file in files)
+    assert not list(clone.path.rglob("pwned*"))
+
+
+def wait_for(condition: Callable[[], object], what: str, seconds: float = 90) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"{what}: not within {seconds:.0f} s"
+        time.sleep(0.05)
+
+
+def test_interrupted_and_killed(clone: Tree) -> None:
+    """Ctrl-C: the same command goes on. SIGKILL: Snakemake first wants `--unlock`, says so, and then goes on.
+
+    In between, a training that outlived its Snakemake is not joined by a second writer.
+    """
+    clone.config["plans"]["era5"]["settings"]["training"] = {"epochs": 40}
+    clone.write()
+    run = clone.results / "plans/era5/vit"
+    call = ["--cores", "2", "--", str(run.relative_to(clone.path) / "metrics.jsonl")]
+    before = set((clone.results / "checkpoints").iterdir())
+
+    def steps() -> set[str]:
+        (folder,) = set((clone.results / "checkpoints").iterdir()) - before or [Path("nowhere")]
+        return {path.name for path in folder.glob("step-*")}
+
+    process = clone.start(*call)
+    wait_for(steps, "the first checkpoint")
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert not (run / "metrics.jsonl").exists() and not (run / "model.pt").exists(), output
+
+    done = steps()
+    process = clone.start(*call)
+    wait_for(lambda: steps() - done, "a checkpoint after the interruption")
+    process.kill()  # Snakemake alone: its training lives on
+    process.wait()
+    (lock,) = {path for path in (clone.results / "checkpoints").glob("*/.lock") if path.parent not in before}
+    owner = int(lock.read_text().split()[1])
+    assert process.stdout
+    try:
+        os.kill(owner, signal.SIGSTOP)  # so that it is there still when the others ask
+        locked = clone.snakemake(*call)
+        assert locked.status == 1 and "--unlock" in locked.output
+        assert clone.snakemake("--unlock", *call).status == 0
+        busy = clone.snakemake(*call)
+        assert busy.status == 1 and f"in use by process {owner} " in busy.output
+    finally:
+        os.kill(owner, signal.SIGKILL)
+        process.stdout.close()
+
+    assert clone.snakemake(*call).status == 0
+    provenance = json.loads((run / "provenance.json").read_text())
+    assert provenance["resumed_from_step"] > int(min(done).removeprefix("step-"))
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [line["epoch"] for line in lines] == list(range(1, 41))
+    assert clone.planned(targets=call[3:]).names == []
