@@ -22,7 +22,7 @@ from dlscale import cli
 from dlscale.data import parts
 from dlscale.data.manifest import Manifest
 from dlscale.runtime.settings import load_dataset
-from tests.conftest import COSMO, COSMO_RUN, ERA5, ERA5_RUN, make_dataset, make_parts, make_run, stage, train
+from tests.conftest import COSMO, COSMO_RUN, ERA5, ERA5_RUN, ROOT, make_dataset, make_parts, make_run, stage, train
 from tests.raw_files import cosmo, era5, published, volume, write_volume, write_years
 
 Check = Callable[..., str]
@@ -460,7 +460,9 @@ def test_a_disk_too_full_for_a_simulated_year(full_disk: Path, era5_data: Path, 
     out = full_disk / "2001.nc"
     arguments = ["acquire", "--config", era5_data / "config.yaml", "--file", "2001.nc", "--out", out]
     command = [sys.executable, "-m", "dlscale", *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)  # a process of its own: it may crash
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "workflow_scripts")}
+    # A process of its own: it may crash.
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
     assert done.returncode == cli.USER_ERROR
     assert one_message(done.stderr.splitlines(keepends=True)[-1], "acquire", full_disk, before).startswith(
         f"{out}: no space left"

@@ -134,6 +134,8 @@ def test_a_mistake_is_reported_once_where_it_was_written(mistake: str, place: An
         ({"datasets": {"box": {"source": {"kind": "simulatd"}}}}, "datasets.box.source", ("'simulated'",)),
         ({"datasets": {"box": {"downsample": 3}}}, "datasets.box", ("3", "source.grid 32")),
         ({"datasets": {"box": None}}, "datasets.box", ("got None", "keys and values")),
+        ({"datasets": {"era5_published": {"downsample": 2}}}, "datasets.era5_published", ("used as they are",)),
+        ({"datasets": {"cosmo_published": {"downsample": 2}}}, "datasets.cosmo_published", ("used as they are",)),
         ({"plans": {"sound": {"runz": {}}}}, "plans.sound", ("did you mean 'runs'?",)),
         ({"plans": {"sound": {"study": "cosmo_unt"}}}, "plans.sound.study", ("did you mean 'cosmo_unet'?",)),
         ({"plans": {"sound": {"kind": "lader"}}}, "plans.sound.kind", ("did you mean 'ladder'?",)),
@@ -350,7 +352,7 @@ def test_a_resolved_run_reaches_its_stages_slice_by_slice(name: str, run: str, t
     resolved = load().plans[name][run].run
     file = tmp_path / "config.yaml"
     assert stage("configure", "--settings", resolved.model_dump_json(), "--out", file) == 0
-    assert load_run(file, Run) == resolved
+    assert load_run(file, Run) == load_run(resolved.model_dump_json(), Run) == resolved
     for kind, foreign in ((TrainRun, {"throughput", "label"}), (ThroughputRun, {"training", "schedule", "label"})):
         found = load_run(file, kind)
         assert json.loads(found.model_dump_json()) == resolved.slice(kind)
@@ -378,7 +380,11 @@ def test_a_dataset_reaches_its_stages(tmp_path: Path) -> None:
     for name, dataset in load().workflow.datasets.items():
         file = tmp_path / f"{name}.yaml"
         assert stage("configure", "--settings", dataset.model_dump_json(), "--out", file) == 0
-        assert load_dataset(file) == dataset
+        assert load_dataset(file) == load_dataset(dataset.model_dump_json()) == dataset
+    with pytest.raises(UserError, match="--config: not valid JSON"):
+        load_dataset("{'kind'")
+    with pytest.raises(UserError, match=r"^--config: unknown key 'knid' \(did you mean 'kind'\?\)"):
+        load_dataset(json.dumps({**COSMO, "knid": 1}))
 
 
 # ---- JSON schema -------------------------------------------------------------------------------------

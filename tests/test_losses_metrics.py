@@ -221,8 +221,10 @@ def test_cosmo_metrics_are_plain_numpy_in_physical_units(cosmo_data: Path) -> No
     assert found["l1_of_mean"] == pytest.approx(of_mean, rel=1e-4)
     assert found["skill"] == pytest.approx(1 - np.abs(p - y).mean() / of_mean, abs=1e-4)
     expected = np.abs(physical(p) - physical(y)).mean(axis=(0, 2, 3, 4))
+    naive = np.abs(physical(train_mean.reshape(1, 5, 1, 1, 1)) - physical(y)).mean(axis=(0, 2, 3, 4))
     names = ["gas_density", "gas_velocity_x", "gas_velocity_y", "gas_velocity_z", "gas_temperature"]
     units = ["mean density", "km/s", "km/s", "km/s", "K"]
-    for name, unit, value in zip(names, units, expected, strict=True):
+    for name, unit, value, of_the_mean in zip(names, units, expected, naive, strict=True):
         assert found[f"mae/{name}"] == pytest.approx(value, rel=1e-4)
-        assert metrics.units[f"mae/{name}"] == unit
+        assert found[f"mae_of_mean/{name}"] == pytest.approx(of_the_mean, rel=1e-3)
+        assert metrics.units[f"mae/{name}"] == metrics.units[f"mae_of_mean/{name}"] == unit

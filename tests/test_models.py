@@ -208,6 +208,15 @@ def test_dropout_acts_at_every_place(place: str) -> None:
     assert torch.equal(model(x), model(x))
 
 
+def test_dropout_of_the_tokens_includes_their_positions() -> None:
+    model = roughened(vit(depth=0, dropout=0.5)).train()
+    with torch.no_grad():
+        for p in model.embedding.parameters():
+            p.zero_()
+    x = torch.randn(2, 3, 8, 18)
+    assert not torch.equal(model(x), model(x))
+
+
 def test_attention_dropout_drops_weights_at_its_rate() -> None:
     """Equal scores and a value of 1 everywhere: each output is 1/N times the kept weights, N of them."""
     attention = Attention(4, 1, dropout=0.0, attention_dropout=0.3).train()

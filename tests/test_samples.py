@@ -450,6 +450,7 @@ def test_workers_resume_and_abandoned_epochs_do_not_show(make: Any, workers: int
     samples = make()
     expected = {epoch: stream(samples, epoch) for epoch in range(3)}
     torch.manual_seed(99)
+    state = torch.get_rng_state()
     loader = torch_loader_of(make(), workers=workers)
     assert (loader.samples, len(loader)) == (samples.size, -(-samples.size // 8))
     for epoch in (0, 2):
@@ -463,6 +464,7 @@ def test_workers_resume_and_abandoned_epochs_do_not_show(make: Any, workers: int
     assert flat(epoch_of(loader, 1)) == expected[1]
     assert epoch_of(loader, 1, start=len(loader)) == []
     loader.close()
+    assert torch.equal(torch.get_rng_state(), state)  # the model's, which loading has no business with
     assert not multiprocessing.active_children()
 
 

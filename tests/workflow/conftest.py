@@ -64,7 +64,8 @@ CONFIG: dict[str, Any] = {
     "studies": {"era5_vit": {"optimizer": {"lr": 1e-3}}},
     "report": {"title": TITLE},
 }
-COMMON = ["--configfile", "tiny.yaml", "--logger", "jobs"]
+#: One thread a job: two jobs side by side disturb each other less, and so do other processes of the machine.
+COMMON = ["--configfile", "tiny.yaml", "--logger", "jobs", "--set-threads", "train=1", "throughput=1"]
 TARGETS = ["all", "plan_cosmo", "plan_era5", "plan_again"]
 
 
@@ -135,6 +136,7 @@ class Tree:
             "PYTHONPATH": f"{self.path / 'workflow_scripts'}{os.pathsep}{INSIDE}",
             "JOBS_LOG": str(self.log),
             "IMPORTS": str(self.imports),
+            "OMP_NUM_THREADS": "1",
         }
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:

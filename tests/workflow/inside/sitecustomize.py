@@ -9,7 +9,7 @@ from pathlib import Path
 
 def _write() -> None:
     found = sorted(name for name in sys.modules if name.split(".")[0] == "dlscale")
-    if "dlscale.cli" in found:
+    if "dlscale.cli" in found and len(sys.argv) > 1:
         text = json.dumps({"arguments": sys.argv[1:], "modules": found})
         Path(os.environ["IMPORTS"], f"{os.getpid()}.json").write_text(text)
 

@@ -13,13 +13,18 @@ from dlscale.report.text import NONE, count, duration, number, size, unit
 from dlscale.runtime.settings import Raw
 
 #: Metrics that measure an error, with the same error of a naive answer, and what that answer is.
-NAIVE = {"rmse": ("persistence_rmse", "persistence"), "l1": ("l1_of_mean", "the training mean")}
+NAIVE = {
+    "rmse": ("persistence_rmse", "persistence"),
+    "l1": ("l1_of_mean", "the training mean"),
+    "mae": ("mae_of_mean", "the training mean"),
+}
 #: What a metric is called, and what it means.
 METRICS = {
     "rmse": ("RMSE", "root-mean-square error over all validation samples and points, in physical units"),
     "rmse_normalised": ("RMSE, normalised", "of standardised fields, averaged over samples: the published form"),
     "acc": ("ACC", "anomaly correlation coefficient against the training climatology; 1 is perfect"),
     "mae": ("MAE", "mean absolute error over all validation samples and points, in physical units"),
+    "mae_of_mean": ("MAE of the mean", "of always answering the mean of the training data"),
     "l1": ("L1", "mean absolute error in model units"),
     "l1_of_mean": ("L1 of the mean", "of always answering the mean of the training data"),
 }

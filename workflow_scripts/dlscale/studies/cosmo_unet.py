@@ -23,34 +23,39 @@ if TYPE_CHECKING:
 
 
 class CosmoMetrics(Metrics):
-    """`l1` in model units, that of always answering the training mean, and mean absolute errors in physical units."""
+    """Mean absolute errors: `l1` in model units, `mae` of each channel in physical ones.
+
+    `l1_of_mean` and `mae_of_mean` are those of always answering the training data's mean (in model units), and
+    `skill` is 1 - l1 / l1_of_mean.
+    """
 
     def __init__(self, manifest: Manifest, device: torch.device) -> None:
         self.hydro = manifest.fields["Hydro"]
         mean, _ = self.hydro.model_mean_std()
         self.mean = torch.tensor(mean, dtype=torch.float32, device=device).reshape(1, -1, 1, 1, 1)
         self.units = {"l1": "1", "l1_of_mean": "1", "skill": "1"}
-        self.units |= {f"mae/{name}": unit for name, unit in zip(self.hydro.channels, self.hydro.units, strict=True)}
+        for name, unit in zip(self.hydro.channels, self.hydro.units, strict=True):
+            self.units |= {f"mae/{name}": unit, f"mae_of_mean/{name}": unit}
 
     def per_sample(self, x: torch.Tensor, y: torch.Tensor, prediction: torch.Tensor) -> dict[str, torch.Tensor]:
         """See `Metrics`."""
-        physical = [
-            (t.inverse(prediction[:, channel]) - t.inverse(y[:, channel])).abs().flatten(1).mean(dim=1)
-            for channel, t in enumerate(self.hydro.transforms)
-        ]
-        return {
-            "l1": (prediction - y).abs().flatten(1).mean(dim=1),
-            "l1_of_mean": (self.mean - y).abs().flatten(1).mean(dim=1),
-            "mae": torch.stack(physical, dim=1),
-        }
+        found = {}
+        for suffix, answer in (("", prediction), ("_of_mean", self.mean.expand_as(y))):
+            found["l1" + suffix] = (answer - y).abs().flatten(1).mean(dim=1)
+            physical = [
+                (t.inverse(answer[:, channel]) - t.inverse(y[:, channel])).abs().flatten(1).mean(dim=1)
+                for channel, t in enumerate(self.hydro.transforms)
+            ]
+            found["mae" + suffix] = torch.stack(physical, dim=1)
+        return found
 
     def summarise(self, means: dict[str, torch.Tensor]) -> dict[str, float]:
         """See `Metrics`."""
         l1_, of_mean = float(means["l1"]), float(means["l1_of_mean"])
         found = {"l1": l1_, "l1_of_mean": of_mean, "skill": 1 - l1_ / of_mean}
-        return found | {
-            f"mae/{name}": float(value) for name, value in zip(self.hydro.channels, means["mae"], strict=True)
-        }
+        for key in ("mae", "mae_of_mean"):
+            found |= {f"{key}/{name}": float(v) for name, v in zip(self.hydro.channels, means[key], strict=True)}
+        return found
 
 
 class CosmoUNet(Study):

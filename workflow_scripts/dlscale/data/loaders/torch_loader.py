@@ -63,6 +63,8 @@ class TorchLoader:
             prefetch_factor=settings.prefetch if settings.workers else None,
             persistent_workers=settings.workers > 0,
             pin_memory=settings.pin_memory and device.type == "cuda",
+            # Seeds for workers come from here and not from the random state that drop-out uses.
+            generator=torch.Generator(),
         )
 
     def __len__(self) -> int:

@@ -26,7 +26,7 @@ class Storage(Strict):
         description="float16 stores (x - offset) / scale per channel; the greatest error is measured and recorded.",
     )
     chunk: PositiveInt = Field(32, description="Edge of an HDF5 chunk in cells (cosmo: a cube with all channels; "
-                                               "era5: unused, a chunk is one time and one channel).")  # fmt: skip
+                                               "era5: unused, the times lie one after the other).")  # fmt: skip
 
 
 class Preprocessing(Strict):
@@ -135,6 +135,8 @@ class CosmoDataset(Preprocessing):
     def _divides(self) -> CosmoDataset:
         if isinstance(self.source, CosmoSimulated) and self.source.grid % self.downsample:
             raise ValueError(f"downsample {self.downsample} does not divide source.grid {self.source.grid}")
+        if isinstance(self.source, CosmoPrepared) and self.downsample > 1:
+            raise ValueError(f"downsample {self.downsample}: prepared files are used as they are")
         return self
 
 
@@ -223,6 +225,8 @@ class Era5Dataset(Preprocessing):
                 raise ValueError("channels is missing: name at least one variable")
         elif self.split is not None:
             raise ValueError(f"split goes with source kinds files and zarr, not with {self.source.kind}")
+        if isinstance(self.source, Era5Prepared) and self.downsample > 1:
+            raise ValueError(f"downsample {self.downsample}: prepared files are used as they are")
         if len(set(self.channels)) != len(self.channels):
             raise ValueError("a channel stands twice in channels")
         return self

@@ -1,0 +1,98 @@
+"""How the benchmarks measure: contestants take turns in one process, so that a busy machine slows all of them alike."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Options:
+    """How much to measure, and where files may be written."""
+
+    quick: bool
+    folder: Path
+    repetitions: int
+
+
+@dataclass(frozen=True)
+class Row:
+    """One result beside its reference.
+
+    Attributes
+    ----------
+    values, references
+        One for each repetition, in `unit`; value i and reference i were measured one after the other.
+    reference
+        What the reference is: a floor that no program gets past, a simpler program, or a limit to keep.
+    counted
+        The bytes, FLOPs and sizes behind the numbers.
+    """
+
+    name: str
+    unit: str
+    values: list[float]
+    reference: str
+    references: list[float]
+    counted: dict[str, float]
+
+    @property
+    def ratio(self) -> float:
+        """Median of value / reference over the repetitions."""
+        return statistics.median(a / b for a, b in zip(self.values, self.references, strict=True))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return everything, the medians included."""
+        medians = {"value": statistics.median(self.values), "reference_value": statistics.median(self.references)}
+        return {**asdict(self), **medians, "ratio": self.ratio}
+
+    def cells(self) -> list[str]:
+        """Return the row as the table shows it."""
+        value, reference = statistics.median(self.values), statistics.median(self.references)
+        return [
+            self.name,
+            f"{figures(value)} {self.unit}",
+            f"{figures(min(self.values))}–{figures(max(self.values))} ({len(self.values)}×)",
+            f"{figures(reference)} {self.reference}",
+            f"{self.ratio:.3f}",
+            ", ".join(f"{key} {figures(amount)}" for key, amount in self.counted.items()),
+        ]
+
+
+HEADINGS = ["row", "median", "spread", "reference", "ratio", "counted"]
+
+
+def figures(value: float) -> str:
+    """Write a number with three significant figures, large ones whole or with an exponent of ten."""
+    return f"{value:.0f}" if 1000 <= abs(value) < 1e6 else f"{value:.3g}"
+
+
+def table(rows: list[Row]) -> str:
+    """Lay rows out in columns."""
+    cells = [HEADINGS, *(row.cells() for row in rows)]
+    widths = [max(len(line[column]) for line in cells) for column in range(len(HEADINGS))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells
+    )
+
+
+def in_turns(repetitions: int, contestants: dict[str, Callable[[], float]]) -> dict[str, list[float]]:
+    """Call every contestant once, untimed by name, then all in turns; return what each one measured, by name."""
+    for contestant in contestants.values():
+        contestant()
+    found: dict[str, list[float]] = {name: [] for name in contestants}
+    for _ in range(repetitions):
+        for name, contestant in contestants.items():
+            found[name].append(contestant())
+    return found
+
+
+def seconds(action: Callable[[], object]) -> float:
+    """Return how long one call takes."""
+    start = time.perf_counter()
+    action()
+    return time.perf_counter() - start

@@ -1,0 +1,93 @@
+"""MB/s and peak memory of the preprocess stage, against reading the same file and doing nothing with it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import h5py
+import numpy as np
+
+from dlscale.data import preprocess
+from dlscale.data.channels import CHANNELS
+from tests.bench.loading import cosmo_fields, write
+from tests.bench.measure import Options, Row, in_turns, seconds
+from tests.conftest import ROOT
+
+MEMORY_MB = 64
+
+
+def read(path: Path, rows: int = 4) -> None:
+    """Read all of a volume into one buffer, some rows at a time."""
+    with h5py.File(path) as file:
+        for name in CHANNELS:
+            found = file[name]
+            buffer = np.empty((found.shape[0], rows, *found.shape[2:]), found.dtype)
+            for first in range(0, found.shape[1], rows):
+                found.read_direct(buffer, np.s_[:, first : first + rows])
+
+
+PEAK = """
+import sys
+from pathlib import Path
+import dlscale.data.cosmo, dlscale.data.preprocess
+from dlscale.cli import main
+assert not sys.argv[1:] or main(sys.argv[1:]) == 0
+status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+print(status["VmHWM"].split()[0])
+"""
+
+
+def peak_mb(*arguments: str) -> float:
+    """Return the greatest resident memory of a stage, MB; without arguments that of its imports alone."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "workflow_scripts")}
+    command = [sys.executable, "-c", PEAK, *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    return int(done.stdout) * 1024 / 1e6
+
+
+def volumes(options: Options) -> list[Row]:
+    """Downsample a volume by 2; twice and four times the edge show that memory stays what it is."""
+    paths = [options.folder / f"raw{edge}.h5" for edge in ((64, 128) if options.quick else (128, 256))]
+    for path in paths:
+        write(path, cosmo_fields(int(path.stem.removeprefix("raw"))))
+    small, large = paths
+    megabytes = large.stat().st_size / 1e6
+    source = {"kind": "files", "train": [str(large)], "valid": [str(small)]}
+    settings = json.dumps({"kind": "cosmo", "source": source, "downsample": 2, "memory_mb": MEMORY_MB})
+    out = options.folder / "piece.h5"
+
+    def stage() -> None:
+        part = f"train/{large.stem}"
+        preprocess.main(argparse.Namespace(config=settings, part=part, piece=0, source=[str(large)], out=str(out)))
+
+    found = in_turns(
+        options.repetitions,
+        {"stage": lambda: megabytes / seconds(stage), "read": lambda: megabytes / seconds(lambda: read(large))},
+    )
+    counted = {"bytes read": megabytes * 1e6, "bytes written": float(out.stat().st_size)}
+
+    def peak(path: Path, split: str) -> float:
+        which = ["--config", settings, "--part", f"{split}/{path.stem}", "--source", str(path)]
+        return peak_mb("preprocess", *which, "--out", str(out))
+
+    return [
+        Row("preprocess, downsample 2", "MB/s", found["stage"], "reading the file", found["read"], counted),
+        Row(
+            f"preprocess, peak memory, {figure(large)} input",
+            "MB",
+            [peak(large, "train")],
+            f"a {figure(small)} input",
+            [peak(small, "valid")],
+            {"memory_mb": MEMORY_MB, "imports alone, MB": peak_mb()},
+        ),
+    ]
+
+
+def figure(path: Path) -> str:
+    """Return a file's size, for a label."""
+    return f"{path.stat().st_size / 1e6:.0f} MB"

@@ -1,0 +1,79 @@
+"""The benchmarks of dlscale itself: `make bench`, or `python tests/bench/run.py [--quick] [--json FILE] [GROUP ...]`.
+
+Each row is held against a reference that is measured in turns with it, in the same process: compare ratios, not
+values, between machines and days. None of them is a test.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "workflow_scripts")]
+
+import torch  # noqa: E402
+
+from dlscale.runtime.provenance import PACKAGES, git_state, now  # noqa: E402
+from dlscale.train.session import device_facts  # noqa: E402
+from tests.bench import compute, loading, preprocessing, training, workflow  # noqa: E402
+from tests.bench.measure import Options, Row, table  # noqa: E402
+
+GROUPS = {
+    "crops": loading.crops,
+    "pairs": loading.pairs,
+    "steps": training.steps,
+    "models": compute.models,
+    "preprocess": preprocessing.volumes,
+    "workflow": workflow.graph,
+}
+
+
+def machine() -> dict[str, Any]:
+    """Return what the numbers were measured on."""
+    from importlib.metadata import version
+
+    return {
+        "time": now(),
+        "cores": len(os.sched_getaffinity(0)),
+        "load": os.getloadavg()[0],
+        "device": device_facts(torch.device("cpu")),
+        "git": git_state(),
+        "packages": {name: version(name) for name in PACKAGES},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("groups", nargs="*", metavar="GROUP", help=f"what to measure, of {', '.join(GROUPS)} (all)")
+    parser.add_argument("--quick", action="store_true", help="small sizes and two repetitions: does it work at all?")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to FILE, too")
+    args = parser.parse_args()
+    if unknown := set(args.groups) - set(GROUPS):
+        parser.error(f"no such group: {', '.join(sorted(unknown))}; there are: {', '.join(GROUPS)}")
+    logging.disable(logging.INFO)  # the stages' own
+    facts = machine()
+    print(f"{facts['device']['name']}, {facts['cores']} cores, load {facts['load']:.1f}; PyTorch {torch.__version__}")
+    if facts["load"] > 0.5 * facts["cores"]:
+        print("Other processes are at work: values are low, and even ratios are less certain.")
+    rows: list[Row] = []
+    for group in args.groups or GROUPS:
+        start = time.perf_counter()
+        with tempfile.TemporaryDirectory(prefix="dlscale-bench-") as folder:
+            found = GROUPS[group](Options(args.quick, Path(folder), repetitions=2 if args.quick else 5))
+        print(f"\n{group} ({time.perf_counter() - start:.0f} s)\n{table(found)}", flush=True)
+        rows += found
+    if args.json:
+        results = {"machine": facts, "quick": args.quick, "rows": [row.to_json() for row in rows]}
+        args.json.write_text(json.dumps(results, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
