@@ -100,8 +100,9 @@ format: $(VENV)/.installed-dev  ## put the style right
 	@snakefmt Snakefile rules
 
 .PHONY: schema
-schema: $(VENV)/.installed  ## print the JSON schema of config.yaml, for editors
-	@python -m dlscale schema $(ARGS)
+schema: $(VENV)/.installed  ## write the JSON schema of config.yaml, for editors
+	@python -m dlscale schema >$(VENV)/schema.json
+	@mv $(VENV)/schema.json workflow_scripts/dlscale/runtime/schema/config.schema.json
 
 .PHONY: lock
 lock: | $(VENV)/bin/python  ## write requirements.lock anew from pyproject.toml

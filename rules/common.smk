@@ -14,11 +14,23 @@ from dlscale.runtime.errors import UserError
 from dlscale.runtime.fingerprint import ROOT, fingerprint
 from dlscale.runtime.schema.dataset import Era5Prepared
 from dlscale.runtime.schema.run import ThroughputRun, TrainRun
+from dlscale.runtime.settings import read_yaml
 
 NAME = r"[A-Za-z0-9][A-Za-z0-9_-]*"
 
+
+
+def user_configuration():
+    """config.yaml, then --configfile, then --config, merged as dlscale merges: another `kind` replaces a section."""
+    settings = workflow.config_settings
+    raw = {}
+    for path in [*([] if settings.replace_workflow_config else ["config.yaml"]), *settings.configfiles]:
+        configuration.merge(raw, read_yaml(path))
+    return configuration.merge(raw, settings.config)
+
+
 try:
-    CONFIG = configuration.load(config)
+    CONFIG = configuration.load(user_configuration())
 except UserError as error:
     # The message alone: Snakemake would add the places in its files where the exception passed.
     print(error, file=sys.stderr)

@@ -452,7 +452,6 @@ def test_a_full_disk(full_disk: Path, refused: Check, cosmo_data: Path, era5_dat
         assert text.startswith(f"{out}: no space left"), text
 
 
-@pytest.mark.xfail(reason="HDF5 crashes in h5netcdf's second attempt to close a file that it could not flush")
 @pytest.mark.parametrize("leave", [4096, 40960])
 def test_a_disk_too_full_for_a_simulated_year(full_disk: Path, era5_data: Path, leave: int) -> None:
     fill(full_disk, leave)

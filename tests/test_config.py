@@ -561,3 +561,8 @@ def test_every_shipped_plan_resolves_and_its_figures_name_its_runs() -> None:
         for figure in study.get("published", []):
             if "run" in figure:
                 assert any(figure["run"] in plan_["runs"] for plan_ in study["plans"].values()), figure
+
+
+def test_the_committed_schema_is_the_configurations() -> None:
+    path = ROOT / "workflow_scripts/dlscale/runtime/schema/config.schema.json"
+    assert json.loads(path.read_text()) == config.schema(), "run `make schema`"

@@ -34,7 +34,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlscale.runtime.errors import UserError
-from dlscale.runtime.files import whole
+from dlscale.runtime.files import Forgiving, whole
 
 Real = NDArray[np.float64]
 Complex = NDArray[np.complex128]
@@ -442,7 +442,7 @@ def simulate_year(
     block = np.empty((chunk, len(VARIABLES), latitudes, longitudes), np.float32)
     states = trajectory(sphere, seed, year, stirring, courant)
 
-    with whole(path) as temporary, h5netcdf.File(temporary, "w") as file:
+    with whole(path) as temporary, Forgiving(temporary) as raw, h5netcdf.File(raw, "w") as file:
         variables = _define(file, when, latitude, longitude, chunk)
         file.attrs["source"] = f"dlscale barotropic vorticity model, T{truncation}, seed {seed}, year {year}"
         for done, state in enumerate(itertools.islice(states, spinup + steps), start=1):

@@ -14,7 +14,7 @@ import numpy as np
 from dlscale.data.era5 import Era5Source, gridded
 from dlscale.data.parts import Raw
 from dlscale.runtime.errors import UserError
-from dlscale.runtime.files import whole
+from dlscale.runtime.files import Forgiving, whole
 from dlscale.runtime.schema.dataset import Era5Dataset
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def acquire(dataset: Era5Dataset, raw: Raw, out: Path, progress: Callable[[int, 
         source = Era5Source(
             variables, dataset.channels, label=raw.name, period=raw.period, step_hours=dataset.step_hours
         )
-        with whole(out) as temporary, h5netcdf.File(temporary, "w") as file:
+        with whole(out) as temporary, Forgiving(temporary) as file_, h5netcdf.File(file_, "w") as file:
             _lay_out(file, source)
             for start, stop in source.blocks(dataset.memory_mb * 10**6):
                 values = _read(source, start, stop, _ATTEMPTS if remote else 1)

@@ -103,7 +103,7 @@ def load_files(*paths: str | Path) -> Configuration:
 
 @functools.cache
 def shipped_studies() -> dict[str, Raw]:
-    """Return what each study ships: `title`, `data`, `settings`, `datasets`, `plans`, `published`.
+    """Return what each study ships: `title`, `data`, `losses`, `settings`, `datasets`, `plans`, `published`.
 
     They are read as data from the package; a study is there once its YAML file is.
     """
@@ -247,6 +247,9 @@ class _Resolver:
             kind, needed = getattr(run, section).kind, self.shipped[run.study]["settings"][section]["kind"]
             if kind != needed:
                 fail(f"{section}.kind", f"got '{kind}'; study {run.study} needs {needed}")
+        if run.loss.kind not in self.shipped[run.study]["losses"]:
+            known = ", ".join(self.shipped[run.study]["losses"])
+            fail("loss.kind", f"got '{run.loss.kind}'; study {run.study} knows: {known}")
         if run.dataset not in self.workflow.datasets:
             fail("dataset", unknown("dataset", run.dataset, self.workflow.datasets))
         dataset = self.workflow.datasets[run.dataset]

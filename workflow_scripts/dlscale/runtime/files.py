@@ -6,6 +6,7 @@ import contextlib
 import errno
 import glob
 import hashlib
+import io
 import json
 import os
 import shutil
@@ -50,6 +51,44 @@ def whole(path: str | os.PathLike[str]) -> Iterator[Path]:
     except BaseException:
         _remove(temporary)
         raise
+
+
+class Forgiving(io.FileIO):
+    """A new file for libraries that crash when a write fails, as HDF5 does while it closes a file.
+
+    After the first failure nothing more is written and nothing fails any more; leaving the context raises that
+    first error, once the library has closed the file.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        super().__init__(path, "w+")
+        self._error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        """Write all of `data`, or pretend to."""
+        view = memoryview(data).cast("B")
+        done = 0
+        while self._error is None and done < len(view):
+            try:
+                done += super().write(view[done:]) or 0
+            except OSError as error:
+                self._error = error
+        if done < len(view):
+            self.seek(len(view) - done, os.SEEK_CUR)
+        return len(view)
+
+    def truncate(self, size: int | None = None) -> int:
+        """Set the file's size, or pretend to."""
+        try:
+            return super().truncate(size)
+        except OSError as error:
+            self._error = self._error or error
+            return self.tell() if size is None else size
+
+    def __exit__(self, *details: object) -> None:
+        self.close()
+        if self._error is not None:
+            raise self._error
 
 
 def explained(error: Exception, path: str | os.PathLike[str]) -> Exception:

@@ -23,7 +23,8 @@ def only_writer(folder: Path) -> Iterator[None]:
         raise explained(error, folder) from error
     with file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # A POSIX lock, which forked children (loader workers that outlive a killed parent) do not hold.
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             file.seek(0)
             owner = file.read().strip() or "another process"

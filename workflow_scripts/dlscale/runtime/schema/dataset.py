@@ -6,9 +6,11 @@ import datetime as dt
 import itertools
 import posixpath
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
 from pydantic import Field, PositiveFloat, PositiveInt, StringConstraints, model_validator
 
+from dlscale.runtime.errors import nearest
 from dlscale.runtime.schema.base import Strict
 
 Split = Literal["train", "valid", "test"]
@@ -72,6 +74,17 @@ class CosmoSimulated(Strict):
     seed: int = Field(0, ge=0)
 
 
+def _check_digests(sha256: dict[str, str], origins: list[str]) -> None:
+    """Refuse a digest of no file, or of one that is read where it lies: nothing would check it."""
+    fetched = {urlsplit(origin).path.rsplit("/", 1)[-1] for origin in origins if origin.startswith(("http:", "https:"))}
+    for name in sha256:
+        if name not in fetched:
+            raise ValueError(
+                f"sha256: no file called '{name}' is fetched{nearest(name, fetched)}; digests are of URLs, by the part "
+                "after the last '/'"
+            )
+
+
 def _refuse_shared(*splits: list[str]) -> None:
     files = [file if "://" in file else posixpath.normpath(file) for split in splits for file in split]
     repeated = sorted({file for file in files if files.count(file) > 1})
@@ -103,6 +116,7 @@ class CosmoFiles(Strict):
         if by_fraction and not (self.paths and self.fractions):
             raise ValueError("paths and fractions go together")
         _refuse_shared(self.train, self.valid, self.test)
+        _check_digests(self.sha256, [*self.train, *self.valid, *self.test, *self.paths])
         return self
 
 
@@ -118,6 +132,7 @@ class CosmoPrepared(Strict):
     @model_validator(mode="after")
     def _disjoint(self) -> CosmoPrepared:
         _refuse_shared(self.train, self.valid, self.test)
+        _check_digests(self.sha256, [*self.train, *self.valid, *self.test])
         return self
 
 
@@ -167,6 +182,11 @@ class Era5Files(Strict):
     kind: Literal["files"]
     paths: list[Path] = Field(min_length=1)
     sha256: dict[str, Sha256] = Field({}, description="Expected digests by file name (the part after the last '/').")
+
+    @model_validator(mode="after")
+    def _digests(self) -> Era5Files:
+        _check_digests(self.sha256, self.paths)
+        return self
 
 
 class Era5Zarr(Strict):
