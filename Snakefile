@@ -33,6 +33,7 @@ localrules:
     configure_dataset,
     configure_run,
     configure_plan,
+    preview,
     collect,
     report,
     report_plan,

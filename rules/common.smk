@@ -84,7 +84,8 @@ def data_files(name):
     if isinstance(dataset.source, Era5Prepared):
         root = Path(dataset.source.path)
         found = sorted(str(path) for path in root.glob("*/*.h5"))
-        return [*found, f"{root}/stats/global_means.npy", f"{root}/stats/global_stds.npy"]
+        means = [str(path) for path in [root / "stats/time_means.npy"] if path.exists()]
+        return [*found, f"{root}/stats/global_means.npy", f"{root}/stats/global_stds.npy", *means]
     if parts.prepared(dataset):
         return [raw_path(name, part.raws[0]) for part in parts.parts(dataset)]
     return [f"{RESULTS}/data/{name}/{part.split}/{part.name}.h5" for part in parts.parts(dataset)]
@@ -133,6 +134,10 @@ def describe_params(wildcards):
     if parts.prepared(dataset):
         settings["dataset"] = dataset.model_dump(mode="json", exclude={"memory_mb"})
     return stage_params("describe", None, settings)
+
+
+def preview_params(wildcards):
+    return stage_params("preview", None, None)
 
 
 # ---- runs ------------------------------------------------------------------------------------------

@@ -58,18 +58,12 @@ rule assemble:
 
 
 rule describe:
-    """Write a dataset's statistics (of the training part alone), manifest and preview."""
+    """Write a dataset's statistics (of the training part alone) and manifest."""
     input:
         files=dataset_files,
     output:
         manifest=f"{RESULTS}/data/{{dataset}}/manifest.json",
         stats=directory(f"{RESULTS}/data/{{dataset}}/stats"),
-        preview=report(
-            f"{RESULTS}/data/{{dataset}}/preview.png",
-            caption="../workflow_scripts/dlscale/report/captions/preview.rst",
-            category="Data",
-            labels={"dataset": "{dataset}"},
-        ),
     log:
         f"{RESULTS}/logs/describe/{{dataset}}.log",
     benchmark:
@@ -82,4 +76,28 @@ rule describe:
         "Describe dataset {wildcards.dataset}"
     shell:
         "python -m dlscale describe --config {params.dataset:q} {params.sources:q} --manifest {output.manifest:q}"
-        " --stats {output.stats:q} --preview {output.preview:q} --log {log:q}"
+        " --stats {output.stats:q} --log {log:q}"
+
+
+rule preview:
+    """Draw a dataset's channels."""
+    input:
+        manifest=f"{RESULTS}/data/{{dataset}}/manifest.json",
+        files=dataset_files,
+    output:
+        report(
+            f"{RESULTS}/data/{{dataset}}/preview.png",
+            caption="../workflow_scripts/dlscale/report/captions/preview.rst",
+            category="Data",
+            labels={"dataset": "{dataset}"},
+        ),
+    log:
+        f"{RESULTS}/logs/preview/{{dataset}}.log",
+    benchmark:
+        f"{RESULTS}/benchmarks/preview/{{dataset}}.tsv"
+    params:
+        stage=preview_params,
+    message:
+        "Draw dataset {wildcards.dataset}"
+    shell:
+        "python -m dlscale preview --manifest {input.manifest:q} --out {output:q} --log {log:q}"

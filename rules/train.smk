@@ -24,9 +24,9 @@ rule train:
     params:
         stage=train_params,
         folder=subpath(output.metrics, parent=True),
-        checkpoints=f"{RESULTS}/checkpoints",
+        checkpoints=f"{RESULTS}/checkpoints/{{plan}}/{{run}}",
     message:
         "Train {wildcards.plan}.{wildcards.run}"
     shell:
         "python -m dlscale train --config {params.stage[settings]:q} --manifest {input.manifest:q} --threads {threads}"
-        " --checkpoints {params.checkpoints:q} --out {params.folder:q} --log {log:q}"
+        " --sources {params.stage[sources]} --checkpoints {params.checkpoints:q} --out {params.folder:q} --log {log:q}"

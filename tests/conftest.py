@@ -12,8 +12,8 @@ import pytest
 
 from dlscale import cli
 from dlscale.data import parts
+from dlscale.data.parts import load_dataset
 from dlscale.runtime import config
-from dlscale.runtime.settings import load_dataset
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared"  # real data, where it is at hand
@@ -93,16 +93,11 @@ def make_parts(folder: Path, settings: dict[str, Any]) -> list[Path]:
 def make_dataset(folder: Path, settings: dict[str, Any]) -> Path:
     """Bring a dataset into being, its description and preview included; return its folder."""
     sources = make_parts(folder, settings)
-    products = [
-        "--manifest",
-        folder / "manifest.json",
-        "--stats",
-        folder / "stats",
-        "--preview",
-        folder / "preview.png",
-    ]
+    manifest = ["--manifest", folder / "manifest.json"]
     configured = ["--config", folder / "config.yaml"]
-    assert stage("describe", *configured, *(["--source", *sources] if sources else []), *products) == 0
+    sources = ["--source", *sources] if sources else []
+    assert stage("describe", *configured, *sources, *manifest, "--stats", folder / "stats") == 0
+    assert stage("preview", *manifest, "--out", folder / "preview.png") == 0
     return folder
 
 

@@ -216,4 +216,4 @@ def test_two_modules_that_swap_their_contents_are_seen(package: Path) -> None:
 def test_fingerprints_differ_by_study() -> None:
     digests = {fingerprint(stages.modules("train", run(name))) for name in ("cosmo", "era5", "synthetic")}
     assert len(digests) == 3 and all(len(digest) == 64 for digest in digests)
-    assert plugins.study(run("cosmo")) == "dlscale.studies.cosmo_unet"
+    assert plugins.study(run("cosmo").study) == "dlscale.studies.cosmo_unet"

@@ -21,7 +21,7 @@ import pytest
 from dlscale import cli
 from dlscale.data import parts
 from dlscale.data.manifest import Manifest
-from dlscale.runtime.settings import load_dataset
+from dlscale.data.parts import load_dataset
 from tests.conftest import COSMO, COSMO_RUN, ERA5, ERA5_RUN, ROOT, make_dataset, make_parts, make_run, stage, train
 from tests.raw_files import cosmo, era5, published, volume, write_volume, write_years
 
@@ -71,7 +71,7 @@ def preprocess(folder: Path, settings: dict[str, Any], *raw: Path, part: str = "
 
 def describe(folder: Path, settings: dict[str, Any], *raw: Path) -> list[object]:
     """Return the command that describes a dataset."""
-    products = ["--manifest", folder / "manifest.json", "--stats", folder / "stats", "--preview", folder / "p.png"]
+    products = ["--manifest", folder / "manifest.json", "--stats", folder / "stats"]
     return ["describe", *configured(folder, settings), *(["--source", *raw] if raw else []), *products]
 
 
@@ -478,7 +478,7 @@ def test_a_disk_too_full_for_small_files(
     before = contents(home)
     fill(full_disk, 0)
     sources = [tmp_path / "raw" / name for name in ("a.h5", "b.h5")]
-    products = ["--manifest", home / "manifest.json", "--stats", home / "stats", "--preview", home / "preview.png"]
+    products = ["--manifest", home / "manifest.json", "--stats", home / "stats"]
     text = refused("describe", "--config", folder / "config.yaml", "--source", *sources, *products, folder=full_disk)
     assert "no space left" in text and str(home) in text
     text = refused("configure", "--settings", json.dumps(settings), "--out", home / "config.yaml", folder=full_disk)

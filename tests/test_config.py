@@ -14,11 +14,12 @@ import pytest
 import yaml
 
 from dlscale import cli
+from dlscale.data.parts import load_dataset
 from dlscale.runtime import config
 from dlscale.runtime.config import Configuration
 from dlscale.runtime.errors import UserError
 from dlscale.runtime.schema.run import Run, RunCore, ThroughputRun, TrainRun
-from dlscale.runtime.settings import load_dataset, load_run
+from dlscale.runtime.settings import load_run
 from dlscale.train.schedule import peak_rate
 from tests.conftest import COSMO, COSMO_RUN, ERA5, ERA5_RUN, ROOT, stage
 

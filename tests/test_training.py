@@ -102,7 +102,7 @@ def provenance(folder: Path) -> dict[str, Any]:
 
 
 def checkpoint_folder(folder: Path) -> Path:
-    (found,) = (folder / "checkpoints").iterdir()
+    (found,) = (path for path in (folder / "checkpoints").iterdir() if path.is_dir())
     return found
 
 
@@ -432,6 +432,10 @@ def test_a_killed_run_resumes_as_if_nothing_had_been(
         assert train(killed, manifest) == 2
         (message,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("dlscale")]
         assert f"in use by process {process.pid} on" in message
+        # Not even another training: it would write the same files.
+        make_era5(killed, config.merge(copy.deepcopy(over), {"optimizer": {"lr": 2e-3}}))
+        assert train(killed, manifest) == 2
+        make_era5(killed, over)
     finally:
         process.kill()
         process.wait()
@@ -474,9 +478,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory, weather: Path) -> Path:
 
 @pytest.fixture
 def again(finished: Path, tmp_path: Path) -> Path:
-    """A copy of the finished run, as it was just before it could say that it had finished."""
+    """A copy of the finished run, as if it had been killed after its last checkpoint."""
     shutil.copytree(finished, tmp_path / "run")
-    (checkpoint_folder(tmp_path / "run") / "finished").unlink()
     for name in FILES - {"config.yaml", "checkpoints"}:
         with contextlib.suppress(NotADirectoryError):
             shutil.rmtree(tmp_path / "run" / name)
@@ -556,24 +559,30 @@ def test_without_a_readable_checkpoint_it_starts_afresh(again: Path, finished: P
     assert (again / "model.pt").read_bytes() == (finished / "model.pt").read_bytes()
 
 
-def test_a_finished_run_trained_again_starts_afresh(finished: Path, tmp_path: Path, weather: Path) -> None:
-    shutil.copytree(finished, tmp_path / "run")
-    for file in checkpoint_folder(tmp_path / "run").glob("step-*/state.pt"):  # whoever resumes from these shows it
-        state = torch.load(file, weights_only=True)
-        torch.save(state | {"model": {key: 0 * value for key, value in state["model"].items()}}, file)
-    assert train(tmp_path / "run", weather / "manifest.json") == 0
-    assert provenance(tmp_path / "run")["resumed_from_step"] is None
-    assert (tmp_path / "run" / "model.pt").read_bytes() == (finished / "model.pt").read_bytes()
-    assert timeless(tmp_path / "run") == timeless(finished)
-    assert {path.name for path in (tmp_path / "run").iterdir()} == FILES, "and nothing else is left there"
+def test_a_finished_run_trained_again_only_writes_its_outputs_again(
+    finished: Path, tmp_path: Path, weather: Path
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    (run / "model.pt").unlink()
+    assert train(run, weather / "manifest.json") == 0
+    assert provenance(run)["resumed_from_step"] == 30
+    assert (run / "model.pt").read_bytes() == (finished / "model.pt").read_bytes()
+    assert (run / "metrics.jsonl").read_text() == (finished / "metrics.jsonl").read_text(), "their times too"
+    assert scalars(run) == scalars(finished)
+    assert {path.name for path in run.iterdir()} == FILES, "and nothing else is left there"
 
 
 def test_a_changed_setting_does_not_pick_up_the_old_checkpoint(again: Path, finished: Path, weather: Path) -> None:
-    over = {"training": {"epochs": 3}, "model": DROPS, "optimizer": {"lr": 2e-3}}
-    make_era5(again, over)
+    over = {"training": {"epochs": 3}, "model": DROPS}
+    old = checkpoint_folder(again)
+    make_era5(again, over | {"optimizer": {"lr": 1e30}})
+    assert train(again, weather / "manifest.json") == 2
+    assert old.is_dir(), "a change that fails can be taken back"
+    make_era5(again, over | {"optimizer": {"lr": 2e-3}})
     assert train(again, weather / "manifest.json") == 0
     assert provenance(again)["resumed_from_step"] is None
-    assert len(list((again / "checkpoints").iterdir())) == 2
+    assert checkpoint_folder(again) != old, "of the old training nothing is left once the new one is done"
     assert not same(weights(again), weights(finished))
 
 
@@ -588,13 +597,30 @@ def test_what_makes_a_training_itself(finished: Path, weather: Path, tmp_path: P
 
     assert changed() == own
     assert changed(label="another name", throughput={"trials": 9}) == own, "what the stage does not see"
+    assert changed(training={"checkpoint_epochs": 3, "keep_checkpoints": 1}) == own
     others = [changed(seed=1), changed(batch_size=8), changed(model={"dropout": 0.3}), changed(precision="bf16")]
     others += [changed(schedule={"end_lr": 1e-9}), changed(training={"epochs": 4}), changed(loss={"kind": "l1"})]
-    values = json.loads((weather / "manifest.json").read_text())
-    values["splits"]["train"][0]["identity"] += "x"
-    (tmp_path / "manifest.json").write_text(json.dumps(values))
-    others.append(identity(run, Manifest.read(tmp_path / "manifest.json")))
-    assert len({own, *others}) == 9
+    others.append(identity(run, manifest, sources="other sources"))
+
+    def with_manifest(change: Callable[[dict[str, Any]], None]) -> str:
+        values = json.loads((weather / "manifest.json").read_text())
+        for name in ("train", "valid", "stats"):
+            shutil.copytree(weather / name, tmp_path / name, dirs_exist_ok=True)
+        change(values)
+        (tmp_path / "manifest.json").write_text(json.dumps(values))
+        return identity(run, Manifest.read(tmp_path / "manifest.json"))
+
+    def changed_climatology(values: dict[str, Any]) -> None:
+        path = tmp_path / values["climatology"]
+        np.save(path, np.load(path) + 1)
+
+    assert with_manifest(lambda values: None) == own
+    assert with_manifest(lambda values: values["provenance"].update(settings="told differently")) == own
+    others.append(with_manifest(lambda values: values["splits"]["train"][0].update(identity="another file")))
+    others.append(with_manifest(lambda values: values["fields"]["fields"]["transforms"][0].update(scale=7.0)))
+    others.append(with_manifest(lambda values: values["latitude"].reverse()))
+    others.append(with_manifest(changed_climatology))
+    assert len({own, *others}) == 1 + 12
 
 
 def test_checkpoints_are_as_often_and_as_many_as_asked(era5: Make) -> None:

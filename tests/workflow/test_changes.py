@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import yaml
 
+from dlscale.data.parts import load_dataset
 from dlscale.runtime import stages
 from dlscale.runtime.fingerprint import reachable
 from dlscale.runtime.schema.run import ThroughputRun, TrainRun
-from dlscale.runtime.settings import load_dataset, load_run
+from dlscale.runtime.settings import load_run
 from tests.workflow.conftest import TARGETS, Outcome, Tree
 
 PACKAGE = "workflow_scripts/dlscale"
@@ -32,13 +33,13 @@ DATA = {
             "preprocess boxes valid box001 1",
         ],
         "assemble": ["assemble boxes train box000", "assemble boxes valid box001"],
-        "describe": ["describe boxes"],
+        "describe": ["describe boxes", "preview boxes"],
     },
     "years": {
         "acquire": ["acquire years 2001.nc", "acquire years 2002.nc"],
         "preprocess": ["preprocess years train 2001 0", "preprocess years valid 2002 0"],
         "assemble": ["assemble years train 2001", "assemble years valid 2002"],
-        "describe": ["describe years"],
+        "describe": ["describe years", "preview years"],
     },
 }
 TRAIN = {
@@ -251,10 +252,15 @@ ROWS = [
     Row("trainer", append(f"{PACKAGE}/train/trainer.py"), trained(*BOTH)),
     Row("checkpoints", append(f"{PACKAGE}/train/checkpoint.py"), trained(*BOTH)),
     Row("schedule", append(f"{PACKAGE}/train/schedule.py"), trained(*BOTH)),
+    Row("list of stages", append(f"{PACKAGE}/runtime/stages.py"), []),
+    Row("settings of runs", append(f"{PACKAGE}/runtime/schema/run.py"), [*runs(*BOTH), *REPORTS]),
     Row("provenance", append(f"{PACKAGE}/runtime/provenance.py"), trained(*BOTH)),
     Row("precision", append(f"{PACKAGE}/train/precision.py"), runs(*BOTH)),
     Row("optimiser", append(f"{PACKAGE}/train/optimizer.py"), runs(*BOTH)),
     Row("throughput", append(f"{PACKAGE}/measure/throughput.py"), timed(*BOTH)),
+    # A picture is a result of the stage that draws it.
+    Row("preview", append(f"{PACKAGE}/data/preview.py"), ["preview boxes", "preview years", *REPORTS]),
+    Row("picture of a prediction", append(f"{PACKAGE}/studies/figures.py"), runs(*BOTH)),
     # The report.
     Row("report page", append(f"{PACKAGE}/report/report.py"), REPORTS),
     Row("report template", append(f"{PACKAGE}/report/templates/report.html.j2", "<!-- edited -->\n"), REPORTS),
@@ -351,8 +357,7 @@ ROWS = [
     Row(
         "pieces",
         configure("datasets.boxes.pieces", 1),
-        ["configure_dataset boxes"]
-        + [job for job in since("preprocess", "boxes") if not job.endswith(("box000 1", "box001 1"))],
+        ["configure_dataset boxes", *(job for job in since("preprocess", "boxes") if not job.endswith(" 1"))],
     ),
     Row("bound on memory", configure("datasets.boxes.memory_mb", 100), ["configure_dataset boxes"]),
     Row(
@@ -380,9 +385,7 @@ ROWS = [
     Row(
         "one run less",
         configure("plans.again.runs.faster", None),
-        [
-            *("configure_plan again", "collect again", "report_plan again", "report"),
-        ],
+        ["configure_plan again", "collect again", "report_plan again", "report"],
     ),
     # A purged disk: what is there no more is made again when something needs it, with what has to follow.
     Row("raw file purged", delete("data/boxes/source/box000.h5"), []),

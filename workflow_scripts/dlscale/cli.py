@@ -65,14 +65,17 @@ def parser() -> argparse.ArgumentParser:
     path(p, "--pieces", "the pieces, in order", nargs="+")
     path(p, "--out", "HDF5 file to write")
 
-    p = stage("describe", "Write a dataset's statistics, manifest and preview.")
+    p = stage("describe", "Write a dataset's statistics and manifest.")
     path(p, "--config", "the dataset's config.yaml, or its settings as JSON")
     p.add_argument(
         "--source", nargs="*", default=[], metavar="PATH", help="files of a prepared dataset, used as they are"
     )
     path(p, "--manifest", "manifest.json to write, in the dataset's folder")
     path(p, "--stats", "folder of .npy files to write")
-    path(p, "--preview", "PNG file to write")
+
+    p = stage("preview", "Draw a first look at a dataset's channels.")
+    path(p, "--manifest", "the dataset's manifest.json")
+    path(p, "--out", "PNG file to write")
 
     for name, text in (
         ("train", "Train one run; resume where an earlier try stopped."),
@@ -84,7 +87,10 @@ def parser() -> argparse.ArgumentParser:
         p.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to compute")
         p.add_argument("--threads", type=int, metavar="N", help="CPU threads (PyTorch's choice if absent)")
         if name == "train":
-            path(p, "--checkpoints", "folder of all runs' checkpoints")
+            path(p, "--checkpoints", "folder of this run's checkpoints")
+            p.add_argument(
+                "--sources", default="", metavar="SHA256", help="digest of the sources: another one starts afresh"
+            )
             path(p, "--out", "the run's folder")
         else:
             path(p, "--out", "JSON file to write")

@@ -18,12 +18,11 @@ from dlscale.data.parts import Raw
 from dlscale.runtime.errors import UserError, nearest
 from dlscale.runtime.progress import Progress
 from dlscale.runtime.schema.dataset import CosmoSimulated, Dataset, Era5Dataset, Era5Simulated
-from dlscale.runtime.settings import load_dataset
 
 
 def main(args: argparse.Namespace) -> None:
     """Make `args.out`, the raw file called `args.file`, of the dataset in `args.config`."""
-    dataset = load_dataset(args.config)
+    dataset = parts.load_dataset(args.config)
     raws = parts.raws(dataset)
     if args.file not in raws:
         raise UserError(f"--file {args.file}: no such raw file{nearest(args.file, raws)}; there are: {', '.join(raws)}")

@@ -10,11 +10,11 @@ import h5py
 import numpy as np
 
 from dlscale.data import store
+from dlscale.data.parts import load_dataset
 from dlscale.data.store import Field, Moments
 from dlscale.runtime.files import whole
 from dlscale.runtime.progress import Progress
 from dlscale.runtime.schema.dataset import Dataset
-from dlscale.runtime.settings import load_dataset
 
 
 def main(args: argparse.Namespace) -> None:
@@ -34,7 +34,8 @@ def main(args: argparse.Namespace) -> None:
             file.create_dataset(f"sum/{key}", data=sum(piece[f"sum/{key}"][()] for piece in pieces))
         file.attrs["fields"] = pieces[0].attrs["fields"]
         file.attrs["source"] = pieces[0].attrs["source"]
-        file.attrs["settings"] = json.dumps(dataset.model_dump(mode="json"))
+        settings = dataset.model_dump(mode="json", exclude={"source", "split", "pieces", "memory_mb"})
+        file.attrs["settings"] = json.dumps(settings)
     for piece in pieces:
         piece.close()
 

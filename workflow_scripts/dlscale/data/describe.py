@@ -1,4 +1,4 @@
-"""Stage `describe`: statistics of the training part, the manifest, and a preview figure.
+"""Stage `describe`: statistics of the training part, and the manifest.
 
 It ends preprocessing, and it is where prepared files (the published layouts) enter: they are checked
 and described where they lie.
@@ -18,19 +18,17 @@ import numpy as np
 from dlscale.data import parts, store
 from dlscale.data.channels import CHANNELS
 from dlscale.data.manifest import FieldInfo, File, Manifest
-from dlscale.data.preview import draw_preview
 from dlscale.data.store import Field, Moments
 from dlscale.data.transforms import Transform
 from dlscale.runtime.errors import UserError
 from dlscale.runtime.files import sha256, whole
 from dlscale.runtime.progress import tracked
 from dlscale.runtime.schema.dataset import SPLITS, CosmoPrepared, Dataset, Era5Dataset, Era5Prepared
-from dlscale.runtime.settings import load_dataset
 
 
 def main(args: argparse.Namespace) -> None:
-    """Write `args.manifest`, `args.stats` and `args.preview` of the dataset in `args.config`."""
-    dataset = load_dataset(args.config)
+    """Write `args.manifest` and `args.stats` of the dataset in `args.config`."""
+    dataset = parts.load_dataset(args.config)
     folder = Path(args.manifest).resolve().parent
     if isinstance(dataset.source, Era5Prepared):
         manifest = _era5_prepared(dataset, folder)
@@ -42,7 +40,6 @@ def main(args: argparse.Namespace) -> None:
     with whole(args.stats) as stats:
         stats.mkdir()
         manifest = _write_stats(manifest, stats, folder, Path(args.stats).name)
-    draw_preview(manifest, Path(args.preview))
     manifest.write(Path(args.manifest))  # last: it is what the stages after this one wait for
 
 
@@ -67,9 +64,14 @@ def _own(dataset: Dataset, folder: Path) -> Manifest:
                 if part.split == "train":
                     these = Moments.from_json(json.loads(file[name].attrs["moments"]))
                     moments[name] = moments.get(name, Moments.empty(len(found.channels))).merged(these)
-            coordinates |= {key: file[key][()].tolist() for key in ("latitude", "longitude") if key in file}
+            for key in ("latitude", "longitude"):
+                if key in file and coordinates.setdefault(key, file[key][()].tolist()) != file[key][()].tolist():
+                    raise UserError(f"{path}: its {key}s differ from those of other files; expected one grid")
             if "time" in file:
                 steps |= set(np.diff(file["time"][()]).tolist())
+            if len(steps) > 1:
+                found_steps = ", ".join(f"{step:g} h" for step in sorted(steps))
+                raise UserError(f"{path}: steps of {found_steps} in one dataset; give them one `step_hours`")
             splits[part.split].append(_file(path, folder, Field.of(file[names[0]]).rows, sha256(path)))
     fields = {name: _info(dataset, field, moments[name], str(folder)) for name, field in infos.items()}
     return Manifest(

@@ -8,9 +8,11 @@ from __future__ import annotations
 import datetime as dt
 import re
 from dataclasses import dataclass
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import urlsplit
+
+from pydantic import TypeAdapter, ValidationError
 
 from dlscale.runtime.errors import UserError
 from dlscale.runtime.schema.dataset import (
@@ -26,6 +28,7 @@ from dlscale.runtime.schema.dataset import (
     Era5Zarr,
     Split,
 )
+from dlscale.runtime.settings import explain, read_settings
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,15 @@ class Part:
     raws: tuple[Raw, ...]
     fraction: tuple[float, float] = (0.0, 1.0)
     period: tuple[dt.date, dt.date] | None = None
+
+
+def load_dataset(config: str | Path) -> Dataset:
+    """Read a dataset's settings: `config.yaml`, or JSON itself."""
+    raw, where = read_settings(config)
+    try:
+        return TypeAdapter(Dataset).validate_python(raw)
+    except ValidationError as error:
+        raise UserError(explain(error, raw, where)) from None
 
 
 def is_url(origin: str) -> bool:

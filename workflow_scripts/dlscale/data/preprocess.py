@@ -21,14 +21,13 @@ from dlscale.runtime import plugins
 from dlscale.runtime.errors import UserError
 from dlscale.runtime.files import whole
 from dlscale.runtime.progress import Progress
-from dlscale.runtime.settings import load_dataset
 
 
 def main(args: argparse.Namespace) -> None:
     """Write piece `args.piece` of part `args.part` of the dataset in `args.config` to `args.out`."""
-    dataset = load_dataset(args.config)
+    dataset = parts.load_dataset(args.config)
     part = parts.part(dataset, args.part)
-    source: Source = plugins.plugin(plugins.kind(dataset)).open_source(
+    source: Source = plugins.plugin(plugins.reader(dataset.kind)).open_source(
         dataset, part, [Path(path) for path in args.source]
     )
     try:

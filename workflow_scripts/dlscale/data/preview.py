@@ -1,7 +1,8 @@
-"""A first look at a dataset: one picture a channel, and how its values are distributed."""
+"""Stage `preview`: a first look at a dataset, one picture a channel and how its values are distributed."""
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,11 @@ import numpy as np
 from dlscale.data.manifest import FieldInfo, Manifest
 from dlscale.data.store import Reader
 from dlscale.runtime.files import whole
+
+
+def main(args: argparse.Namespace) -> None:
+    """Draw the dataset of `args.manifest` to `args.out`."""
+    draw_preview(Manifest.read(args.manifest), Path(args.out))
 
 
 def first_fields(manifest: Manifest, split: str = "train") -> list[tuple[FieldInfo, np.ndarray]]:

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
-from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from dlscale.runtime.errors import UserError, nearest
-from dlscale.runtime.schema.dataset import Dataset
 
 Raw = dict[str, Any]
 Model = TypeVar("Model", bound=BaseModel)
@@ -20,20 +19,11 @@ Model = TypeVar("Model", bound=BaseModel)
 
 def load_run(config: str | Path, kind: type[Model]) -> Model:
     """Read from a run's settings (`config.yaml`, or JSON itself) the slice that `kind` (a `RunCore`) declares."""
-    raw, where = _read(config)
+    raw, where = read_settings(config)
     return validate(kind, {key: value for key, value in raw.items() if key in kind.model_fields}, where=where)
 
 
-def load_dataset(config: str | Path) -> Dataset:
-    """Read a dataset's settings: `config.yaml`, or JSON itself."""
-    raw, where = _read(config)
-    try:
-        return TypeAdapter(Dataset).validate_python(raw)
-    except ValidationError as error:
-        raise UserError(_explain(error, raw, where)) from None
-
-
-def _read(config: str | Path) -> tuple[Raw, str]:
+def read_settings(config: str | Path) -> tuple[Raw, str]:
     """Return the settings in a YAML file, or in JSON (an object, as the workflow passes it), and what to call them."""
     if not str(config).startswith("{"):
         return read_yaml(config), str(config)
@@ -70,10 +60,11 @@ def validate(
     try:
         return model.model_validate(raw)
     except ValidationError as error:
-        raise UserError(_explain(error, raw, where, list(layers))) from None
+        raise UserError(explain(error, raw, where, list(layers))) from None
 
 
-def _explain(error: ValidationError, raw: Any, where: str, layers: list[tuple[str, Raw]] | None = None) -> str:
+def explain(error: ValidationError, raw: Any, where: str, layers: list[tuple[str, Raw]] | None = None) -> str:
+    """Return one line for each place in `raw` that `error` complains of; `layers` as in `validate`."""
     reasons: dict[str, list[str]] = {}
     for item in error.errors(include_url=False)[:8]:
         keys = _path(raw, item["loc"])

@@ -13,6 +13,7 @@ STAGES = {
     "preprocess": "dlscale.data.preprocess",
     "assemble": "dlscale.data.assemble",
     "describe": "dlscale.data.describe",
+    "preview": "dlscale.data.preview",
     "train": "dlscale.train.train",
     "throughput": "dlscale.measure.throughput",
     "collect": "dlscale.report.collect",
@@ -27,9 +28,9 @@ def modules(stage: str, subject: Dataset | RunCore | None = None) -> list[str]:
     not change with the code that carries it, and is not fetched again when that is edited.
     """
     if isinstance(subject, RunCore):
-        return [STAGES[stage], plugins.study(subject), plugins.loader(subject)]
+        return [STAGES[stage], plugins.study(subject.study), plugins.loader(subject.loader.kind)]
     if subject is None:
         return [STAGES[stage]]
     if stage == "acquire":
-        return [module for module in [plugins.acquisition(subject)] if module]
-    return [STAGES[stage], plugins.kind(subject)]
+        return [module for module in [plugins.acquisition(subject.kind, subject.source.kind)] if module]
+    return [STAGES[stage], plugins.reader(subject.kind)]

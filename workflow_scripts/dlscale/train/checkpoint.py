@@ -8,6 +8,7 @@ afresh.
 from __future__ import annotations
 
 import logging
+import pickle
 import shutil
 import zipfile
 from pathlib import Path
@@ -62,11 +63,8 @@ class Checkpoints:
                         raise OSError(f"{damaged}: wrong checksum")
                 state: State = torch.load(path, map_location=device, weights_only=True)
                 return state
-            except Exception as error:  # any damage: fall back to the one before it
+            except (OSError, zipfile.BadZipFile, pickle.UnpicklingError, EOFError, RuntimeError) as error:
+                # Out of the way, so that it does not count among those to keep.
                 logging.warning("%s: not readable (%s); trying an earlier one", path, type(error).__name__)
+                shutil.rmtree(self._path(step), ignore_errors=True)
         return None
-
-    def clear(self) -> None:
-        """Remove all checkpoints."""
-        for step in self.steps():
-            shutil.rmtree(self._path(step), ignore_errors=True)

@@ -33,7 +33,7 @@ class Session:
         samples = self.study.samples(self.run, self.manifest, split)
         if split == "train" and samples.size < self.run.batch_size:
             logging.warning("an epoch of %d samples is less than one batch (%d)", samples.size, self.run.batch_size)
-        module = plugins.plugin(plugins.loader(self.run))
+        module = plugins.plugin(plugins.loader(self.run.loader.kind))
         loader: Loader = module.build(samples, self.run.loader, Share(self.run.batch_size), self.device)
         return loader
 
@@ -66,7 +66,7 @@ def open_session(run: RunCore, manifest: str | Path, device: str = "auto", threa
     if threads:
         torch.set_num_threads(threads)
     found = Manifest.read(manifest)
-    study: Study = plugins.plugin(plugins.study(run)).STUDY
+    study: Study = plugins.plugin(plugins.study(run.study)).STUDY
     torch.manual_seed(run.seed)
     model = study.model(run, found).to(device)
     loss = study.loss(run)

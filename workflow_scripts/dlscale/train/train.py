@@ -7,14 +7,15 @@ import contextlib
 import hashlib
 import json
 import logging
+import shutil
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
 from dlscale.data.manifest import Manifest
-from dlscale.runtime import provenance, stages
-from dlscale.runtime.files import whole, write_json, write_text
-from dlscale.runtime.fingerprint import fingerprint
+from dlscale.runtime import provenance
+from dlscale.runtime.files import sha256, whole, write_json, write_text
 from dlscale.runtime.lock import only_writer
 from dlscale.runtime.schema.run import TrainRun
 from dlscale.runtime.settings import load_run
@@ -28,15 +29,10 @@ def main(args: argparse.Namespace) -> None:
     """Train the run in `args.config` on the data of `args.manifest` and fill the run's folder `args.out`."""
     run = load_run(args.config, TrainRun)
     session = open_session(run, args.manifest, args.device, args.threads)
-    folder = Path(args.checkpoints) / identity(run, session.manifest)[:16]
+    folder = Path(args.checkpoints) / identity(run, session.manifest, args.sources)[:16]
     started = provenance.now()
-    with only_writer(folder), contextlib.ExitStack() as stack:
+    with only_writer(folder.parent), contextlib.ExitStack() as stack:
         checkpoints = Checkpoints(folder, run.training.keep_checkpoints)
-        finished = folder / "finished"
-        if finished.exists():
-            # It was trained to the end before: whoever asks again wants it trained again.
-            checkpoints.clear()
-            finished.unlink()
         out = Path(args.out)
         board_folder = stack.enter_context(whole(out / "tensorboard"))
         board = stack.enter_context(Board(board_folder, run))
@@ -81,15 +77,24 @@ def main(args: argparse.Namespace) -> None:
             ),
         )
         write_text(out / "metrics.jsonl", "".join(json.dumps(record) + "\n" for record in history))
-        finished.touch()
+        for other in set(folder.parent.iterdir()) - {folder}:
+            if other.is_dir():  # of the run as it was before a change; until now it could have been put back
+                shutil.rmtree(other, ignore_errors=True)
 
 
-def identity(run: TrainRun, manifest: Manifest) -> str:
-    """Return the SHA-256 of what makes this training itself: settings, data and sources."""
+def identity(run: TrainRun, manifest: Manifest, sources: str = "") -> str:
+    """Return the SHA-256 of what makes this training itself: settings, data and how they are read, sources.
+
+    A run of the same identity goes on from its checkpoints; one that was trained to the end has its outputs
+    written again, no more. Which checkpoints to keep is no part of it.
+    """
     parts = {
-        "run": run.model_dump(mode="json"),
+        "run": run.model_dump(mode="json", exclude={"training": {"checkpoint_epochs", "keep_checkpoints"}}),
         "data": {split: [file.identity for file in files] for split, files in manifest.splits.items()},
-        "sources": fingerprint(stages.modules("train", run)),
+        "fields": {name: asdict(info) for name, info in manifest.fields.items()},
+        "latitude": manifest.latitude,
+        "climatology": sha256(manifest.path(manifest.climatology)) if manifest.climatology else None,
+        "sources": sources,
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
