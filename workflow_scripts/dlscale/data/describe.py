@@ -19,7 +19,7 @@ from dlscale.data import parts, store
 from dlscale.data.channels import CHANNELS
 from dlscale.data.manifest import FieldInfo, File, Manifest
 from dlscale.data.store import Field, Moments
-from dlscale.data.transforms import Transform
+from dlscale.data.transforms import DENSITY, IDENTITY, Transform
 from dlscale.runtime.errors import UserError
 from dlscale.runtime.files import sha256, whole
 from dlscale.runtime.progress import tracked
@@ -126,6 +126,7 @@ def _cosmo_prepared(dataset: Dataset, sources: list[str], folder: Path) -> Manif
     splits: dict[str, list[File]] = {split: [] for split in SPLITS}
     moments = {name: Moments.empty(len(spec[0])) for name, spec in CHANNELS.items()}
     grid: dict[str, list[int]] = {}
+    described = dict.fromkeys(CHANNELS, True)  # whether every file says how it was transformed, as ours do
     if len(sources) != len(parts.parts(dataset)):
         raise UserError(f"--source: expected the {len(parts.parts(dataset))} files of the configuration, in its order")
     for part, path in zip(parts.parts(dataset), map(Path, sources), strict=True):
@@ -136,6 +137,7 @@ def _cosmo_prepared(dataset: Dataset, sources: list[str], folder: Path) -> Manif
                 raise UserError(f"{path}: Nbody and Hydro differ in size ({shapes}); expected the same grid")
             for name, values in found.items():
                 grid.setdefault(name, list(values.shape[1:]))
+                described[name] &= "transforms" in values.attrs and Field.of(values).transforms == CHANNELS[name][2]
                 if part.split == "train":
                     field = Field(name, *CHANNELS[name][:2], values.shape, 0, CHANNELS[name][2])
                     rows = values.shape[1]
@@ -154,6 +156,10 @@ def _cosmo_prepared(dataset: Dataset, sources: list[str], folder: Path) -> Manif
         splits[part.split].append(_file(path, folder, shapes["Nbody"][0]))
     fields = {}
     for name, (channels, units, transforms) in CHANNELS.items():
+        if not described[name]:
+            # Of the published files only the density's form is known, ln(x)/14; the rest stays in model units.
+            transforms = tuple(t if t == DENSITY else IDENTITY for t in transforms)
+            units = tuple(u if t == DENSITY else "model units" for u, t in zip(units, transforms, strict=True))
         field = Field(name, channels, units, (len(channels), *grid[name]), 0, transforms)
         fields[name] = info = _info(dataset, field, moments[name], str(folder))
         for channel, transform, highest in zip(channels, transforms, info.maximum, strict=True):
@@ -237,7 +243,7 @@ def _era5_prepared(dataset: Dataset, folder: Path) -> Manifest:
         splits,
         latitude[:rows],
         longitude[:columns],
-        float(dataset.step_hours or 6),
+        float(dataset.source.step_hours),
         str(climatology.resolve()) if climatology.is_file() else None,
         {"settings": dataset.model_dump(mode="json")},
         folder,

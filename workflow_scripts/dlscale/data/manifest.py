@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from dlscale.data.transforms import Transform
-from dlscale.runtime.errors import UserError, nearest
+from dlscale.runtime.errors import UserError
 from dlscale.runtime.files import read_json, write_json
 
 
@@ -50,14 +50,6 @@ class FieldInfo:
     std: list[float]
     minimum: list[float]
     maximum: list[float]
-
-    def channel(self, name: str) -> int:
-        """Return the index of a channel."""
-        if name not in self.channels:
-            raise UserError(
-                f"no channel is called '{name}'{nearest(name, self.channels)}; there are: {', '.join(self.channels)}"
-            )
-        return self.channels.index(name)
 
     def model_mean_std(self) -> tuple[np.ndarray, np.ndarray]:
         """Mean and standard deviation [C] in model units (exact for stored model units and linear transforms)."""

@@ -15,7 +15,10 @@ Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class Step:
-    """Forward, loss, backward, update. Nothing in it waits for the device.
+    """Forward, loss, backward, update.
+
+    Nothing in it waits for the device, with one exception that is PyTorch's: under `fp16` an optimiser that is not
+    `fused` asks the device in every step whether the gradients overflowed.
 
     Attributes
     ----------

@@ -136,6 +136,12 @@ class CosmoPrepared(Strict):
         return self
 
 
+def _refuse_changed(dataset: Preprocessing, *keys: str) -> None:
+    for key in keys:
+        if getattr(dataset, key) != type(dataset).model_fields[key].default:
+            raise ValueError(f"{key}: prepared files are used as they are; leave it out")
+
+
 class CosmoDataset(Preprocessing):
     """N-body to hydrodynamics cubes."""
 
@@ -150,8 +156,8 @@ class CosmoDataset(Preprocessing):
     def _divides(self) -> CosmoDataset:
         if isinstance(self.source, CosmoSimulated) and self.source.grid % self.downsample:
             raise ValueError(f"downsample {self.downsample} does not divide source.grid {self.source.grid}")
-        if isinstance(self.source, CosmoPrepared) and self.downsample > 1:
-            raise ValueError(f"downsample {self.downsample}: prepared files are used as they are")
+        if isinstance(self.source, CosmoPrepared):
+            _refuse_changed(self, "downsample", "storage", "pieces", "transform")
         return self
 
 
@@ -201,6 +207,7 @@ class Era5Prepared(Strict):
 
     kind: Literal["prepared"]
     path: Path = Field(description="The folder that holds train/, valid/, test/ (optional) and stats/.")
+    step_hours: PositiveInt = Field(6, description="Hours between the times in the files.")
 
 
 class Periods(Strict):
@@ -245,8 +252,8 @@ class Era5Dataset(Preprocessing):
                 raise ValueError("channels is missing: name at least one variable")
         elif self.split is not None:
             raise ValueError(f"split goes with source kinds files and zarr, not with {self.source.kind}")
-        if isinstance(self.source, Era5Prepared) and self.downsample > 1:
-            raise ValueError(f"downsample {self.downsample}: prepared files are used as they are")
+        if isinstance(self.source, Era5Prepared):
+            _refuse_changed(self, "downsample", "storage", "pieces", "step_hours")
         if len(set(self.channels)) != len(self.channels):
             raise ValueError("a channel stands twice in channels")
         return self

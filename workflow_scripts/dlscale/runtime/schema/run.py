@@ -101,7 +101,7 @@ class Optimizer(Strict):
 
 
 class Schedule(Strict):
-    """The learning-rate schedule: linear warm-up, then a cosine that ends at `end_lr` on the last step."""
+    """The learning-rate schedule: linear warm-up, then a cosine that reaches `end_lr` when all steps are done."""
 
     kind: Literal["cosine", "constant"] = "cosine"
     warmup_steps: NonNegativeInt = 0
