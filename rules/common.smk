@@ -19,7 +19,6 @@ from dlscale.runtime.settings import read_yaml
 NAME = r"[A-Za-z0-9][A-Za-z0-9_-]*"
 
 
-
 def user_configuration():
     """config.yaml, then --configfile, then --config, merged as dlscale merges: another `kind` replaces a section."""
     settings = workflow.config_settings
@@ -133,6 +132,9 @@ def describe_params(wildcards):
     settings = {"parts": [f"{part.split}/{part.name}" for part in parts.parts(dataset)]}
     if parts.prepared(dataset):
         settings["dataset"] = dataset.model_dump(mode="json", exclude={"memory_mb"})
+        # Files of others may be swapped for older ones, which modification times alone do not show.
+        found = [Path(file) for file in data_files(wildcards.dataset)]
+        settings["files"] = [[str(f), f.stat().st_size, f.stat().st_mtime_ns] for f in found if f.exists()]
     return stage_params("describe", None, settings)
 
 

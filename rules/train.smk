@@ -29,4 +29,4 @@ rule train:
         "Train {wildcards.plan}.{wildcards.run}"
     shell:
         "python -m dlscale train --config {params.stage[settings]:q} --manifest {input.manifest:q} --threads {threads}"
-        " --sources {params.stage[sources]} --checkpoints {params.checkpoints:q} --out {params.folder:q} --log {log:q}"
+        " --sources {params.stage[sources]:q} --checkpoints {params.checkpoints:q} --out {params.folder:q} --log {log:q}"

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the command line sets it, before anything loads OpenMP
+
 from dlscale import cli
 from dlscale.data import parts
 from dlscale.data.parts import load_dataset

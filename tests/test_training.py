@@ -582,8 +582,40 @@ def test_a_changed_setting_does_not_pick_up_the_old_checkpoint(again: Path, fini
     make_era5(again, over | {"optimizer": {"lr": 2e-3}})
     assert train(again, weather / "manifest.json") == 0
     assert provenance(again)["resumed_from_step"] is None
-    assert checkpoint_folder(again) != old, "of the old training nothing is left once the new one is done"
+    new = checkpoint_folder(again)
+    assert new != old, "of the old training nothing is left once the new one is done"
     assert not same(weights(again), weights(finished))
+
+
+def test_only_its_own_folders_are_cleared_away(again: Path, weather: Path) -> None:
+    """Whoever names a folder that holds other things as well keeps them."""
+    for name in ("important", "0123456789abcdeX"):
+        (again / "checkpoints" / name).mkdir()
+    (again / "checkpoints" / "0123456789abcdef").mkdir()
+    assert train(again, weather / "manifest.json") == 0
+    assert {path.name for path in (again / "checkpoints").iterdir() if path.is_dir()} == {
+        provenance(again)["fingerprint"],
+        "important",
+        "0123456789abcdeX",
+    }
+
+
+def test_a_checkpoint_that_is_not_torn_is_never_thrown_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that runs out while it is read is no fault of the file: the next try may find enough."""
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    for step in (1, 2):
+        checkpoints.save(step, {"step": torch.tensor(step)})
+
+    def no_memory(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("out of memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "load", no_memory)
+        assert checkpoints.load() is None
+    assert checkpoints.load() == {"step": torch.tensor(2)}
+    _cut(tmp_path / "step-00000002" / "state.pt")
+    assert checkpoints.load() == {"step": torch.tensor(1)}
+    assert checkpoints.steps() == [1], "a torn one does not count among those to keep"
 
 
 def test_what_makes_a_training_itself(finished: Path, weather: Path, tmp_path: Path) -> None:
@@ -647,7 +679,7 @@ def test_a_checkpoint_is_there_as_a_whole_or_not_at_all(tmp_path: Path) -> None:
         with pytest.raises(MemoryError):
             checkpoints.save(step, {"model": {"w": torch.zeros(2)}, "bad": Unwritable()})
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000007"]
-    state = checkpoints.load(torch.device("cpu"))
+    state = checkpoints.load()
     assert state is not None
     assert torch.equal(state["model"]["w"], torch.ones(2))
 
@@ -657,7 +689,7 @@ def test_what_a_killed_process_left_half_saved_is_cleared_away(tmp_path: Path) -
     (tmp_path / ".step-00000009.elsewhere.123.part" / "state.pt").write_bytes(b"half")
     checkpoints = Checkpoints(tmp_path, keep=2)
     assert not list(tmp_path.iterdir())
-    assert checkpoints.load(torch.device("cpu")) is None
+    assert checkpoints.load() is None
 
 
 # --- what a run leaves ------------------------------------------------------------------------------------------

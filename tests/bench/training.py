@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -49,14 +50,14 @@ def compare(
     loader = synthetic(shapes, steps * batch_size, batch_size)
     valid = synthetic(shapes, 1, 1)
     metrics = SimpleNamespace(per_sample=lambda x, y, p: {}, summarise=lambda means: {}, units={})
-    checkpoints = Checkpoints(options.folder / name, keep=1)
+    turns = itertools.count()
     bare = copy.deepcopy(model)
     settings = run.optimizer
     adam = torch.optim.Adam(bare.parameters(), lr=settings.lr, betas=settings.betas, eps=settings.eps)
     step = Step(model, loss, run, CPU)
 
     def trainer() -> float:
-        checkpoints.clear()
+        checkpoints = Checkpoints(options.folder / name / str(next(turns)), keep=1)  # nothing to resume from
         fit = Trainer(run, step, loss, loader, valid, metrics, checkpoints, lambda record: None)  # type: ignore[arg-type]
         return float(fit.fit()[0]["samples_per_second"])
 

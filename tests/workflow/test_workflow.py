@@ -150,6 +150,7 @@ def test_run_by_hand(finished: tuple[Tree, Outcome], clone: Tree) -> None:
 
     before, weights = metrics(), torch.load(folder / "model.pt")
     config = (folder / "config.yaml").read_bytes()
+    shutil.rmtree(clone.results / "checkpoints/era5/vit")  # what was finished would not be trained again
     shutil.rmtree(folder / "tensorboard")
     for name in ("metrics.jsonl", "model.pt", "prediction.png", "provenance.json", "config.yaml"):
         (folder / name).unlink()
@@ -414,10 +415,12 @@ def test_interrupted_and_killed(clone: Tree) -> None:
     clone.write()
     run = clone.results / "plans/era5/vit"
     call = ["--cores", "2", "--", str(run.relative_to(clone.path) / "metrics.jsonl")]
-    before = set((clone.results / "checkpoints").iterdir())
+    checkpoints = clone.results / "checkpoints/era5/vit"
+    before = {path for path in checkpoints.iterdir() if path.is_dir()}
 
     def steps() -> set[str]:
-        (folder,) = set((clone.results / "checkpoints").iterdir()) - before or [Path("nowhere")]
+        now = {path for path in checkpoints.iterdir() if path.is_dir()}
+        (folder,) = now - before or [Path("nowhere")]
         return {path.name for path in folder.glob("step-*")}
 
     process = clone.start(*call)
@@ -432,8 +435,7 @@ def test_interrupted_and_killed(clone: Tree) -> None:
     wait_for(lambda: steps() - done, "a checkpoint after the interruption")
     process.kill()  # Snakemake alone: its training lives on
     process.wait()
-    (lock,) = {path for path in (clone.results / "checkpoints").glob("*/.lock") if path.parent not in before}
-    owner = int(lock.read_text().split()[1])
+    owner = int((checkpoints / ".lock").read_text().split()[1])
     assert process.stdout
     try:
         os.kill(owner, signal.SIGSTOP)  # so that it is there still when the others ask

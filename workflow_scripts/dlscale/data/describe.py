@@ -268,6 +268,9 @@ def _check_climatology(path: Path, needed: tuple[int, ...]) -> None:
         shape = np.load(path, mmap_mode="r", allow_pickle=False).shape
     except (ValueError, EOFError) as error:
         raise UserError(f"{path}: not a readable .npy file ({error})") from None
+    values = np.load(path, mmap_mode="r", allow_pickle=False)
+    if len(shape) == 4 and not all(np.isfinite(values[:, channel]).all() for channel in range(shape[1])):
+        raise UserError(f"{path}: holds values that are not finite; expected means of the {needed[0]} channels")
     good = len(shape) == 4 and shape[1] == needed[0] and all(a >= b for a, b in zip(shape[2:], needed[1:], strict=True))
     if not good:
         raise UserError(f"{path}: expected means of the {needed[0]} channels, shape {(1, *needed)}, got shape {shape}")

@@ -85,6 +85,21 @@ class Manifest:
             raise UserError(f"{self.folder}: the dataset has no {split} part; its splits: {found}")
         return self.splits[split]
 
+    def check_files(self) -> None:
+        """Raise a `UserError` if a file is not there or has another size than when it was described.
+
+        HDF5 reads what is missing at a file's end as zeros, so a file that was cut would train on in silence.
+        """
+        for file in (file for files in self.splits.values() for file in files):
+            path = self.path(file)
+            if not path.is_file():
+                raise UserError(f"{path}: no such file; run the workflow again to make or fetch it")
+            if path.stat().st_size != file.bytes:
+                raise UserError(
+                    f"{path}: {path.stat().st_size} bytes, expected {file.bytes}; it changed since it was described; "
+                    f"put it back, or delete {self.folder / 'manifest.json'} and run the workflow again"
+                )
+
     def write(self, path: Path) -> None:
         """Write as JSON, whole or not at all."""
         values = asdict(self)

@@ -53,18 +53,20 @@ class Checkpoints:
         for old in self.steps()[: -self.keep]:
             shutil.rmtree(self._path(old), ignore_errors=True)
 
-    def load(self, device: torch.device) -> State | None:
-        """Return the newest readable state, tensors on `device`, or None. Nothing in it is executed."""
+    def load(self) -> State | None:
+        """Return the newest readable state, tensors on the host, or None. Nothing in it is executed."""
         for step in reversed(self.steps()):
             path = self._path(step) / "state.pt"
             try:
                 with zipfile.ZipFile(path) as archive:  # torch.load does not look at the checksums that it wrote
                     if damaged := archive.testzip():
-                        raise OSError(f"{damaged}: wrong checksum")
-                state: State = torch.load(path, map_location=device, weights_only=True)
+                        raise zipfile.BadZipFile(f"{damaged}: wrong checksum")
+                # On the host: a device that is full or gone is no fault of the file.
+                state: State = torch.load(path, map_location="cpu", weights_only=True)
                 return state
             except (OSError, zipfile.BadZipFile, pickle.UnpicklingError, EOFError, RuntimeError) as error:
-                # Out of the way, so that it does not count among those to keep.
                 logging.warning("%s: not readable (%s); trying an earlier one", path, type(error).__name__)
-                shutil.rmtree(self._path(step), ignore_errors=True)
+                if isinstance(error, zipfile.BadZipFile | FileNotFoundError):
+                    # Torn beyond doubt: out of the way, so that it does not count among those to keep.
+                    shutil.rmtree(self._path(step), ignore_errors=True)
         return None

@@ -66,6 +66,7 @@ def open_session(run: RunCore, manifest: str | Path, device: str = "auto", threa
     if threads:
         torch.set_num_threads(threads)
     found = Manifest.read(manifest)
+    found.check_files()
     study: Study = plugins.plugin(plugins.study(run.study)).STUDY
     torch.manual_seed(run.seed)
     model = study.model(run, found).to(device)

@@ -24,8 +24,11 @@ class Board:
     def __enter__(self) -> Board:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._writer.close()
+    def __exit__(self, failure: type[BaseException] | None, *_: object) -> None:
+        # Closing waits for the writer's thread, for ever if an interrupt caught it with its queue locked. After a
+        # failure the folder is thrown away, and the thread ends with the process.
+        if failure is None:
+            self._writer.close()
 
     def epoch(self, record: dict[str, Any]) -> None:
         """Log an epoch's record at its step."""

@@ -77,8 +77,8 @@ def main(args: argparse.Namespace) -> None:
             ),
         )
         write_text(out / "metrics.jsonl", "".join(json.dumps(record) + "\n" for record in history))
-        for other in set(folder.parent.iterdir()) - {folder}:
-            if other.is_dir():  # of the run as it was before a change; until now it could have been put back
+        for other in folder.parent.glob("[0-9a-f]" * len(folder.name)):  # nothing that is not ours
+            if other != folder:  # of the run as it was before a change; until now it could have been put back
                 shutil.rmtree(other, ignore_errors=True)
 
 

@@ -72,7 +72,7 @@ class Trainer:
         `samples_per_second` (training alone, the wait for the first batch included), `valid_seconds`, and
         `metrics` by name.
         """
-        state = self.checkpoints.load(self.step.device)
+        state = self.checkpoints.load()
         if state is not None:
             self._restore(state)
         for record in self.history:
