@@ -403,8 +403,6 @@ def test_the_manifest_says_which_files_and_their_content(cosmo_data: Path, tmp_p
     assert again.provenance == manifest.provenance
     with pytest.raises(UserError, match=r"no valid2 part; its splits: train, valid, test"):
         manifest.files("valid2")
-    with pytest.raises(UserError, match=r"'gas_densty' \(did you mean 'gas_density'\?\)"):
-        manifest.fields["Hydro"].channel("gas_densty")
 
 
 def test_the_same_settings_make_the_same_files(cosmo_data: Path, tmp_path: Path) -> None:
