@@ -383,7 +383,7 @@ def test_a_manifest_without_its_files(tmp_path: Path, refused: Check, small: tup
     command = training(tmp_path / "run", "cosmo_unet", small_run(), settings, folder / "manifest.json")
     data = tmp_path / "raw" / "a.h5"
     data.write_bytes(data.read_bytes()[:-100])
-    assert f"{data}: not a readable HDF5 file" in refused(*command)
+    assert f"{data}: {data.stat().st_size} bytes, expected {data.stat().st_size + 100}; it changed" in refused(*command)
     data.unlink()
     assert f"{data}: no such file" in refused(*command)
     (folder / "manifest.json").unlink()

@@ -731,7 +731,7 @@ def test_no_secret_in_messages_logs_or_files(
 
 def test_a_file_in_place_of_the_folder(remote: Remote, tmp_path: Path) -> None:
     (tmp_path / "folder").write_text("not one")
-    with pytest.raises(UserError, match=r"folder/data\.bin: the download cannot be stored here"):
+    with pytest.raises(UserError, match=r"folder/data\.bin: a file stands where a folder is needed"):
         fetch(remote, tmp_path / "folder" / "data.bin")
     assert remote.requests == []
 
@@ -755,7 +755,7 @@ def test_a_folder_without_write_permission(remote: Remote, tmp_path: Path) -> No
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, a disk that is always full")
 def test_a_full_disk(remote: Remote, target: Path) -> None:
     partial(target).symlink_to("/dev/full")
-    with pytest.raises(UserError, match=r"data\.bin: no space left on the device"):
+    with pytest.raises(UserError, match=r"data\.bin: no space left for this file"):
         fetch(remote, target)
     assert not target.exists()
     assert len(remote.requests) == 1
