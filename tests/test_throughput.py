@@ -186,11 +186,13 @@ def batches_of(*sizes: int) -> Iterator[Batch]:
 
 def test_trials_count_and_time_what_follows_the_warm_up() -> None:
     consumed: list[int] = []
+    ends: list[float] = []
 
     def consume(x: torch.Tensor, y: torch.Tensor) -> None:
         assert len(x) == len(y)
         consumed.append(len(x))
-        time.sleep(0.4 if len(consumed) <= 2 else 0.02)  # the first trial, the warm-up, is slow
+        time.sleep(0.1 if len(consumed) <= 2 else 0.02)  # the first trial, the warm-up, is slow
+        ends.append(time.perf_counter())
 
     settings = Throughput(warmup=1, trials=2, batches=2)
     found = trials("FULL", batches_of(9, 9, 3, 4, 5, 6, 7), consume, settings, CPU)
@@ -198,7 +200,9 @@ def test_trials_count_and_time_what_follows_the_warm_up() -> None:
     assert [a * b for a, b in zip(found["trial_time"], found["trial_throughput"], strict=True)] == pytest.approx(
         [7, 11]
     )
-    assert all(0.04 <= seconds < 0.5 for seconds in found["trial_time"])
+    assert all(seconds >= 0.04 for seconds in found["trial_time"])
+    # By this test's own clock, however slow the machine: nothing from before the warm-up's end is counted.
+    assert sum(found["trial_time"]) <= time.perf_counter() - ends[1]
 
 
 def test_the_wait_for_data_counts() -> None:

@@ -121,7 +121,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser().print_help()
         return USER_ERROR
     terminal = sys.stderr
-    # Threads that wait shall sleep, not spin: beside any other load, spinning made steps 3 to 10 times slower.
+    # Threads that wait shall sleep, not spin: beside any other load, spinning makes every step wait for a core.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # A stage that is asked to end removes what it has half-written, as it does on Ctrl-C.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
