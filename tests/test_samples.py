@@ -26,7 +26,7 @@ from dlscale.data.loaders import synthetic_loader, torch_loader
 from dlscale.data.loaders.base import Loader, Share
 from dlscale.data.manifest import FieldInfo, File, Manifest
 from dlscale.data.pairs import Pairs
-from dlscale.data.samples import Samples
+from dlscale.data.samples import Places, Samples
 from dlscale.data.transforms import Transform
 from dlscale.runtime.errors import UserError
 from dlscale.runtime.schema.run import CropSamples, PairSamples
@@ -91,6 +91,11 @@ def crops(manifest: Manifest, split: str = "train", seed: int = 0, **settings: A
 
 def pairs(manifest: Manifest, split: str = "train", seed: int = 0, **settings: Any) -> Pairs:
     return Pairs(manifest, split, PairSamples(kind="pairs", **settings), seed)
+
+
+def found(places: Places) -> list[tuple[int, ...]]:
+    """Return file and first cell of the input of each sample."""
+    return [(int(file), *map(int, start)) for file, start in zip(places.file, places.input, strict=True)]
 
 
 def digest(x: Any, y: Any) -> str:
@@ -271,14 +276,16 @@ def test_a_sample_is_what_its_place_says(volumes: Manifest, epoch: int) -> None:
     assert (samples.input_shape, samples.target_shape) == ((4, 4, 4, 4), (5, 4, 4, 4))
     seen = set()
     for index in range(samples.size):
-        where = samples.locate(epoch, index)
-        box = (slice(None), *(slice(start, start + 4) for start in where.offset))
+        places = samples.places(epoch)
+        symmetry = int(places.symmetry[index])
+        assert (places.input == places.target).all()
+        box = (slice(None), *(slice(start, start + 4) for start in places.input[index]))
         for field, values in zip(("Nbody", "Hydro"), samples.read(epoch, index), strict=True):
-            raw = content(volumes, volumes.files("train")[where.volume], field)[box]
+            raw = content(volumes, volumes.files("train")[places.file[index]], field)[box]
             assert raw.shape[1:] == (4, 4, 4)
-            np.testing.assert_array_equal(values, index_loop(SYMMETRIES[where.symmetry], raw, [(1, 2, 3)]))
+            np.testing.assert_array_equal(values, index_loop(SYMMETRIES[symmetry], raw, [(1, 2, 3)]))
             assert values.dtype == np.float32
-        seen.add(where.symmetry)
+        seen.add(symmetry)
     assert len(seen) > 15
 
 
@@ -287,13 +294,13 @@ def test_every_offset_of_every_volume_is_equally_likely(volumes: Manifest) -> No
     samples = crops(volumes, train=40_000)
     offsets = [[edge - 4 + 1 for edge in edges] for _, edges in VOLUMES["train"]]
     table = samples.table(0)
-    found = Counter(map(tuple, table[:, :4].tolist()))
+    counts_of = Counter(map(tuple, table[:, :4].tolist()))
     expected = {
         (volume, *place) for volume, counts in enumerate(offsets) for place in itertools.product(*map(range, counts))
     }
-    assert set(found) == expected
+    assert set(counts_of) == expected
     mean = len(table) / len(expected)
-    chi_square = sum((count - mean) ** 2 for count in found.values()) / mean
+    chi_square = sum((count - mean) ** 2 for count in counts_of.values()) / mean
     freedom = len(expected) - 1
     assert chi_square < freedom + 5 * np.sqrt(2 * freedom)
     turns = np.bincount(table[:, 4], minlength=48)
@@ -304,8 +311,8 @@ def test_every_offset_of_every_volume_is_equally_likely(volumes: Manifest) -> No
 
 @pytest.mark.parametrize(("symmetry", "count"), [("none", 1), ("rotations", 24), ("full", 48)])
 def test_symmetries_are_those_asked_for(volumes: Manifest, symmetry: str, count: int) -> None:
-    found = crops(volumes, train=2000, symmetry=symmetry).table(0)[:, 4]
-    assert set(found.tolist()) == set(range(count))
+    table = crops(volumes, train=2000, symmetry=symmetry).table(0)
+    assert set(table[:, 4].tolist()) == set(range(count))
 
 
 def test_validation_crops_are_fixed_disjoint_and_not_turned(volumes: Manifest) -> None:
@@ -322,7 +329,7 @@ def test_validation_crops_are_fixed_disjoint_and_not_turned(volumes: Manifest) -
     other = crops(volumes, "valid", seed=2)
     assert [digest(*samples.read(0, i)) for i in range(12)] == [digest(*other.read(9, i)) for i in range(12)]
     few = crops(volumes, "valid", valid=5)
-    assert [few.locate(0, i).offset for i in range(5)] == [expected[i * 12 // 5] for i in range(5)]
+    assert few.places(0).input.tolist() == [list(expected[i * 12 // 5]) for i in range(5)]
 
 
 def test_validation_crops_of_several_volumes(volumes: Manifest) -> None:
@@ -331,21 +338,21 @@ def test_validation_crops_of_several_volumes(volumes: Manifest) -> None:
         **{**vars(volumes), "splits": {"train": volumes.splits["valid"], "valid": volumes.splits["train"]}}
     )
     samples = crops(swapped, "valid")
-    found = [samples.locate(0, index) for index in range(samples.size)]
-    assert [where.volume for where in found] == [0] * (1 * 1 * 2) + [1] * (2 * 2 * 2)
-    assert len(set(found)) == len(found)
-    for where in found:
-        edges = VOLUMES["train"][where.volume][1]
-        assert all(start % 4 == 0 and start + 4 <= edge for start, edge in zip(where.offset, edges, strict=True))
+    places = samples.places(0)
+    assert places.file.tolist() == [0] * (1 * 1 * 2) + [1] * (2 * 2 * 2)
+    assert len(set(found(places))) == samples.size
+    for volume, offset in zip(places.file, places.input, strict=True):
+        edges = VOLUMES["train"][volume][1]
+        assert all(start % 4 == 0 and start + 4 <= edge for start, edge in zip(offset, edges, strict=True))
 
 
 def test_training_and_validation_do_not_share_their_choices(volumes: Manifest) -> None:
     """Even of the same volumes: the published loader seeded both alike."""
     same = Manifest(**{**vars(volumes), "splits": {split: volumes.splits["train"] for split in ("train", "valid")}})
     train, valid = crops(same, "train"), crops(same, "valid")
-    places = [[samples.locate(0, index) for index in range(valid.size)] for samples in (train, valid)]
-    assert places[0] != places[1]
-    assert {where.symmetry for where in places[1]} == {0} != {where.symmetry for where in places[0]}
+    first, second = (samples.places(0) for samples in (train, valid))
+    assert found(first)[: valid.size] != found(second)
+    assert set(second.symmetry) == {0} != set(first.symmetry)
 
 
 def test_a_crop_larger_than_a_volume_is_one_message(volumes: Manifest) -> None:
@@ -364,8 +371,10 @@ def test_pairs_are_dt_apart_in_one_file_and_standardised(series: Manifest, dt: i
     assert samples.size == samples.available == sum(max(times - dt, 0) for _, times in YEARS["train"])
     mean, scale = np.array([5, -3])[:, None, None], np.array([2, 4])[:, None, None]
     for index in range(samples.size):
-        file, row = samples.locate(0, index)
-        raw = content(series, series.files("train")[file], "fields").astype(np.float64)
+        places = samples.places(0)
+        row = int(places.input[index, 0])
+        assert places.target[index].tolist() == [row + dt, 0, 0]
+        raw = content(series, series.files("train")[places.file[index]], "fields").astype(np.float64)
         for values, time in zip(samples.read(0, index), (row, row + dt), strict=True):
             np.testing.assert_allclose(values, (raw[time, :, :4, :4] - mean) / scale, rtol=1e-6)
             assert values.dtype == np.float32
@@ -375,13 +384,13 @@ def test_validation_pairs_are_fixed_and_evenly_spread(series: Manifest) -> None:
     for wanted, expected in ((None, list(range(18))), (4, [0, 4, 9, 13]), (99, list(range(18)))):
         samples = pairs(series, "valid", dt=2, valid=wanted)
         for epoch in (0, 3):
-            assert [samples.locate(epoch, index) for index in range(samples.size)] == [(0, row) for row in expected]
+            assert found(samples.places(epoch)) == [(0, row, 0, 0) for row in expected]
 
 
 def test_of_fewer_training_pairs_each_epoch_takes_others(series: Manifest) -> None:
     samples = pairs(series, dt=1, train=5)
     assert (samples.size, samples.available) == (5, 22)
-    epochs = [[samples.locate(epoch, index) for index in range(5)] for epoch in range(40)]
+    epochs = [found(samples.places(epoch)) for epoch in range(40)]
     assert all(len(set(epoch)) == 5 for epoch in epochs)
     assert len({place for epoch in epochs for place in epoch}) == 22
 

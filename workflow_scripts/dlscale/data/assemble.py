@@ -55,14 +55,16 @@ def _join(dataset: Dataset, pieces: list[h5py.Dataset], file: h5py.File, label: 
         field,
         dtype=dataset.storage.dtype,
         chunk=dataset.storage.chunk,
+        channels_last=dataset.storage.channels == "last",
         scaling=(moments.mean, scale) if half else None,
     )
     offset_c, scale_c = (field.per_channel(values) for values in (moments.mean, scale))
     axes = tuple(axis for axis in range(len(field.shape)) if axis != field.channel_axis)
     # Bytes a value: as read, being scaled, and stored.
     block = max(1, dataset.memory_mb * 1_000_000 // (3 * 4 * int(np.prod(field.shape)) // field.rows))
-    if target.chunks and block > target.chunks[field.row_axis]:
-        block -= block % target.chunks[field.row_axis]  # write whole chunks
+    rows_of_chunk = store.channels_first(target, target.chunks)[field.row_axis] if target.chunks else 1
+    if block > rows_of_chunk:
+        block -= block % rows_of_chunk  # write whole chunks
     error = np.zeros(len(field.channels))
     with Progress(f"assembling {label}: {field.name}", field.rows, "rows") as progress:
         done = 0
@@ -81,7 +83,7 @@ def _join(dataset: Dataset, pieces: list[h5py.Dataset], file: h5py.File, label: 
                     np.abs(work, out=work)
                     error = np.maximum(error, work.max(axis=axes))
                     del work
-                target[field.select(done + first, done + last)] = stored
+                store.write(target, field.select(done + first, done + last), stored)
                 del values, stored  # before the next are read
                 progress.update(done + last)
             done += count

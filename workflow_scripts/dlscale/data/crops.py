@@ -3,29 +3,20 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 
 import numpy as np
 
 from dlscale.data import sampling
-from dlscale.data.augmentation import COUNT, SYMMETRIES, apply, vectors
+from dlscale.data.augmentation import COUNT
 from dlscale.data.manifest import Manifest
+from dlscale.data.samples import GridSamples, Places, Side
 from dlscale.data.store import Reader
 from dlscale.runtime.errors import UserError
 from dlscale.runtime.schema.run import CropSamples
 
 
-@dataclass(frozen=True)
-class Crop:
-    """Where a sample lies: volume, first cell along D, H, W, and its symmetry's number."""
-
-    volume: int
-    offset: tuple[int, int, int]
-    symmetry: int
-
-
-class Crops:
-    """See `dlscale.data.samples.Samples`.
+class Crops(GridSamples):
+    """See `dlscale.data.samples.GridSamples`.
 
     Training sample i is a crop at random: every offset that fits is equally likely, the last one too,
     and larger volumes are chosen as much more often as they hold more offsets. Validation and test are
@@ -34,12 +25,14 @@ class Crops:
 
     def __init__(self, manifest: Manifest, split: str, settings: CropSamples, seed: int) -> None:
         files = manifest.files(split)
-        self._inputs = [Reader(manifest.path(file), "Nbody") for file in files]
-        self._targets = [Reader(manifest.path(file), "Hydro") for file in files]
-        self._vectors = [vectors(manifest.fields[name].channels) for name in ("Nbody", "Hydro")]
         self.crop, self._seed, self._training = settings.crop, seed, split == "train"
+        extent = (self.crop,) * 3
+        self.input, self.target = (
+            Side([Reader(manifest.path(file), name) for file in files], manifest.fields[name], extent, channel_axis=0)
+            for name in ("Nbody", "Hydro")
+        )
         self._symmetries = COUNT[settings.symmetry] if self._training else 1
-        edges = np.array([reader.shape[1:] for reader in self._inputs])
+        edges = np.array([reader.shape[1:] for reader in self.input.readers])
         for file, edge in zip(files, edges, strict=True):
             if min(edge) < self.crop:
                 raise UserError(
@@ -52,9 +45,6 @@ class Crops:
         available = int(self._grid.prod(axis=1).sum())
         self.size: int = settings.train if self._training else min(settings.valid, available)
         self._fixed = sampling.evenly(available, self.size)
-        edge3 = (self.crop,) * 3
-        self.input_shape: tuple[int, ...] = (len(manifest.fields["Nbody"].channels), *edge3)
-        self.target_shape: tuple[int, ...] = (len(manifest.fields["Hydro"].channels), *edge3)
 
     @functools.lru_cache(maxsize=2)  # noqa: B019 - an epoch's table serves all its samples; two epochs overlap
     def table(self, epoch: int) -> np.ndarray:
@@ -75,22 +65,17 @@ class Crops:
             axis=1,
         )
 
-    def locate(self, epoch: int, index: int) -> Crop:
-        """Return where sample `index` of `epoch` lies."""
+    @functools.lru_cache(maxsize=2)  # noqa: B019 - as above
+    def places(self, epoch: int) -> Places:
+        """See `GridSamples`."""
         if self._training:
-            volume, z, y, x, symmetry = (int(value) for value in self.table(epoch)[index])
-            return Crop(volume, (z, y, x), symmetry)
-        cell, volume = int(self._fixed[index]), 0
-        while cell >= self._grid[volume].prod():
-            cell -= int(self._grid[volume].prod())
-            volume += 1
-        z, y, x = (int(place) * self.crop for place in np.unravel_index(cell, self._grid[volume]))
-        return Crop(volume, (z, y, x), 0)
-
-    def read(self, epoch: int, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return x [4, S, S, S] and y [5, S, S, S], float32."""
-        where = self.locate(epoch, index)
-        box = (slice(None), *(slice(start, start + self.crop) for start in where.offset))
-        x, y = self._inputs[where.volume][box], self._targets[where.volume][box]
-        symmetry = SYMMETRIES[where.symmetry]
-        return apply(symmetry, x, self._vectors[0]), apply(symmetry, y, self._vectors[1])
+            table = self.table(epoch)
+            return Places(table[:, 0], table[:, 1:4], table[:, 1:4], table[:, 4])
+        cells = self._grid.prod(axis=1)
+        ends = np.cumsum(cells)
+        volume = np.searchsorted(ends, self._fixed, side="right")
+        grid_N3, place = self._grid[volume], self._fixed - (ends - cells)[volume]
+        z, place = np.divmod(place, grid_N3[:, 1] * grid_N3[:, 2])
+        y, x = np.divmod(place, grid_N3[:, 2])
+        start = np.stack([z, y, x], axis=1) * self.crop
+        return Places(volume, start, start, np.zeros_like(volume))

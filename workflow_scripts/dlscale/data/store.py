@@ -3,6 +3,8 @@
 cosmo: `Nbody` [4, D, H, W] and `Hydro` [5, D, H, W], chunked in cubes with all channels, because
 crops are cubes. era5: `fields` [T, C, H, W], contiguous, because a sample is one or two whole times.
 Values are float32, or float16 of (x - offset) / scale with the `offset` and `scale` [C] attributes.
+Volumes may be stored channels last, [D, H, W, C], marked by the attribute `channels_last`: the rows of a
+crop are then C times longer. Whoever reads them through this module sees channels first all the same.
 """
 
 from __future__ import annotations
@@ -82,7 +84,8 @@ class Field:
         attrs = dataset.attrs
         transforms = tuple(Transform(**values) for values in json.loads(attrs["transforms"]))
         channels, units = (tuple(str(value) for value in attrs[key]) for key in ("channels", "units"))
-        return Field(dataset.name.lstrip("/"), channels, units, dataset.shape, int(attrs["channel_axis"]), transforms)
+        name, shape = dataset.name.lstrip("/"), channels_first(dataset, dataset.shape)
+        return Field(name, channels, units, shape, int(attrs["channel_axis"]), transforms)
 
 
 def open_file(path: str | os.PathLike[str]) -> h5py.File:
@@ -109,32 +112,54 @@ def dataset(file: h5py.File, name: str, channels: int | None = None, ndim: int =
     return found
 
 
+def channels_first(dataset: h5py.Dataset, axes: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Bring what belongs to the stored axes (sizes, slices) into the order that fields have, channels first."""
+    return (axes[-1], *axes[:-1]) if dataset.attrs.get("channels_last", False) else axes
+
+
+def as_stored(dataset: h5py.Dataset, axes: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Bring what belongs to a field's axes into the order in which they are stored."""
+    return (*axes[1:], axes[0]) if dataset.attrs.get("channels_last", False) else axes
+
+
 def create(
     file: h5py.File,
     field: Field,
     *,
     dtype: str = "float32",
     chunk: int | None = None,
+    channels_last: bool = False,
     scaling: tuple[Any, Any] | None = None,
 ) -> h5py.Dataset:
-    """Create the dataset of `field` in `file`.
+    """Create the dataset of `field` in `file`; fill it with `write`.
 
     Parameters
     ----------
     chunk
         Edge of a cubic chunk with all channels ([C, D, H, W] only); contiguous if None.
+    channels_last
+        Store [C, D, H, W] as [D, H, W, C].
     scaling
-        (offset, scale), each [C], with which `encode` will be called; recorded as attributes.
+        (offset, scale), each [C], with which the values were scaled; recorded as attributes.
     """
-    chunks = None
+    shape, chunks = field.shape, None
     if chunk is not None and field.channel_axis == 0:
-        chunks = (field.shape[0], *(min(chunk, size) for size in field.shape[1:]))
+        chunks = (shape[0], *(min(chunk, size) for size in shape[1:]))
+    if channels_last:
+        assert field.channel_axis == 0, "time series have their channels outside the grid"
+        shape, chunks = (*shape[1:], shape[0]), chunks and (*chunks[1:], chunks[0])
     # Every value will be written: filling chunks first would cost time, and the memory of a whole chunk.
-    created = file.create_dataset(field.name, shape=field.shape, dtype=dtype, chunks=chunks, fill_time="never")
+    created = file.create_dataset(field.name, shape=shape, dtype=dtype, chunks=chunks, fill_time="never")
+    created.attrs["channels_last"] = channels_last
     field.annotate(created)
     if scaling is not None:
         created.attrs["offset"], created.attrs["scale"] = (np.asarray(part, dtype=np.float32) for part in scaling)
     return created
+
+
+def write(target: h5py.Dataset, where: tuple[slice, ...], values: np.ndarray) -> None:
+    """Write `values`, channels first like `where`, in the order in which `target` stores them."""
+    target[as_stored(target, where)] = values.transpose(as_stored(target, tuple(range(values.ndim))))
 
 
 class Reader:
@@ -145,37 +170,47 @@ class Reader:
 
     def __init__(self, path: str | os.PathLike[str], name: str) -> None:
         self.path, self.name = str(path), name
-        self._opened: tuple[int, h5py.Dataset, np.ndarray | None, np.ndarray | None] | None = None
+        self._opened: tuple[int, h5py.Dataset] | None = None
 
-    def _open(self) -> tuple[int, h5py.Dataset, np.ndarray | None, np.ndarray | None]:
+    @property
+    def dataset(self) -> h5py.Dataset:
+        """The open dataset, as it is stored."""
         if self._opened is None or self._opened[0] != os.getpid():
-            found = dataset(open_file(self.path), self.name)
-            offset = scale = None
-            if "scale" in found.attrs:
-                shape = [1] * found.ndim
-                shape[int(found.attrs["channel_axis"])] = -1
-                offset, scale = (found.attrs[key].reshape(shape) for key in ("offset", "scale"))
-            self._opened = (os.getpid(), found, offset, scale)
-        return self._opened
+            self._opened = (os.getpid(), dataset(open_file(self.path), self.name))
+        return self._opened[1]
 
     def __getstate__(self) -> dict[str, Any]:
         return {"path": self.path, "name": self.name, "_opened": None}
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the dataset."""
-        return tuple(self._open()[1].shape)
+        """Shape of the dataset, channels first."""
+        return channels_first(self.dataset, self.dataset.shape)
 
-    def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
-        """Return the selected values as a fresh float32 array (all axes kept: slices only)."""
-        _, found, offset, scale = self._open()
+    @property
+    def scaling(self) -> tuple[np.ndarray, np.ndarray] | None:
+        """`offset` and `scale` [C], float32, if the stored values are (x - offset) / scale."""
+        attrs = self.dataset.attrs
+        return (attrs["offset"], attrs["scale"]) if "scale" in attrs else None
+
+    def stored(self, index: tuple[slice, ...]) -> np.ndarray:
+        """Return the selected values as they are stored, channels first (all axes kept: slices only)."""
+        found = self.dataset
         try:
-            values = found[index].astype(np.float32, copy=False)
+            values: np.ndarray = found[as_stored(found, index)]
         except OSError as error:
             raise UserError(
                 f"{self.path}: {self.name}: cannot read ({' '.join(str(error).split())}); the file is damaged"
             ) from None
-        if scale is not None:
+        return values.transpose(channels_first(found, tuple(range(values.ndim))))
+
+    def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
+        """Return the selected values as a fresh float32 array (all axes kept: slices only)."""
+        values = self.stored(index).astype(np.float32, copy=False)
+        if self.scaling is not None:
+            shape = [1] * values.ndim
+            shape[int(self.dataset.attrs["channel_axis"])] = -1
+            offset, scale = (part.reshape(shape) for part in self.scaling)
             values = values * scale + offset
         return values
 

@@ -27,8 +27,16 @@ class Storage(Strict):
         "float32",
         description="float16 stores (x - offset) / scale per channel; the greatest error is measured and recorded.",
     )
-    chunk: PositiveInt = Field(32, description="Edge of an HDF5 chunk in cells (cosmo: a cube with all channels; "
-                                               "era5: unused, the times lie one after the other).")  # fmt: skip
+    chunk: PositiveInt | None = Field(
+        32,
+        description="Edge of an HDF5 chunk in cells (cosmo: a cube with all channels; null: none, rows of the whole "
+        "volume; era5: unused, the times lie one after the other).",
+    )
+    channels: Literal["first", "last"] = Field(
+        "first",
+        description="first: [C, D, H, W], the published layout; last: [D, H, W, C], whose rows are C times longer and "
+        "which loaders read faster (cosmo only).",
+    )
 
 
 class Preprocessing(Strict):
@@ -254,6 +262,8 @@ class Era5Dataset(Preprocessing):
             raise ValueError(f"split goes with source kinds files and zarr, not with {self.source.kind}")
         if isinstance(self.source, Era5Prepared):
             _refuse_changed(self, "downsample", "storage", "pieces", "step_hours")
+        if self.storage.channels == "last":
+            raise ValueError("storage.channels: the times of a series are stored one after the other; leave it out")
         if len(set(self.channels)) != len(self.channels):
             raise ValueError("a channel stands twice in channels")
         return self
