@@ -53,6 +53,21 @@ def test_without_a_weight_the_exponential_is_not_computed() -> None:
     assert not l1(p, t, 0.1).isfinite(), "with a weight it is"
 
 
+def test_relative_l2_is_the_flattened_one_bit_by_bit() -> None:
+    """The published form flattens, which copies what is channels-last. There only the order of the sum differs."""
+    p, t = (f32(random(4, 6, 24, 40, seed=seed)) for seed in (0, 1))
+    flat, plain, last = (p.clone().requires_grad_() for _ in range(3))
+    expected = ((flat - t).flatten(1).norm(dim=1) / t.flatten(1).norm(dim=1)).mean()
+    found, other = relative_l2(plain, t), relative_l2(last.contiguous(memory_format=torch.channels_last), t)
+    assert torch.equal(found, expected)
+    torch.testing.assert_close(other, expected)
+    for loss in (expected, found, other):
+        loss.backward()
+    assert flat.grad is not None
+    assert torch.equal(plain.grad, flat.grad)  # type: ignore[arg-type]
+    torch.testing.assert_close(last.grad, flat.grad)
+
+
 def test_relative_l2_is_the_mean_of_each_samples_ratio() -> None:
     p, t = random(4, 3, 6, 8), random(4, 3, 6, 8, seed=1)
     t *= np.array([1, 10, 100, 0.1])[:, None, None, None]  # a ratio of sums would see the third sample only

@@ -22,7 +22,9 @@ from dlscale.runtime import config
 from dlscale.runtime.schema.run import Throughput, ThroughputRun
 from dlscale.runtime.settings import load_run
 from dlscale.train.session import open_session
+from dlscale.train.step import Step
 from tests.conftest import COSMO, COSMO_RUN, make_run, stage
+from tests.test_rungs import need_compiler
 
 CPU = torch.device("cpu")
 LABELS = ("IO", "SYNTHETIC", "FULL")
@@ -94,6 +96,7 @@ def test_the_numbers_count_the_samples_that_were_processed(measured: Path) -> No
     assert found["batch_size"] == 4
     assert found["nranks"] == 1
     assert found["settings"] == TRIALS
+    assert "compile" not in found
     assert found["device"]["kind"] == "cpu"
     assert 50e6 < found["peak_memory_bytes"] < 100e9
 
@@ -174,6 +177,28 @@ def test_the_steps_train_and_io_does_not(tmp_path: Path, cosmo_data: Path, monke
     measure(tmp_path, cosmo_data)
     assert sums[0] == sums[1]
     assert len(set(sums[1:])) == 3
+
+
+@pytest.mark.slow
+def test_compilation_is_timed_apart(tmp_path: Path, cosmo_data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cold, nothing is in the cache, whatever the user's holds; warm, what the first time left there."""
+    need_compiler()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    opened, moved = throughput.compilation, list[bool]()
+
+    def watched(step: Step, *rest: Any) -> dict[str, float]:
+        before = [p.detach().clone() for p in step.model.parameters()]
+        found = opened(step, *rest)
+        moved.append(not all(torch.equal(a, b) for a, b in zip(before, step.model.parameters(), strict=True)))
+        return found
+
+    monkeypatch.setattr(throughput, "compilation", watched)
+    path = measure(tmp_path, cosmo_data, compile={"mode": "default"}, throughput={"trials": 1, "batches": 1})
+    found = json.loads(path.read_text())["compile"]
+    assert set(found) == {"cold_seconds", "warm_seconds"}
+    assert 0 < found["warm_seconds"] < 0.7 * found["cold_seconds"]
+    assert moved == [False]
+    torch.compiler.reset()
 
 
 # --- the pieces -------------------------------------------------------------------------------------------------

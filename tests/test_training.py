@@ -356,7 +356,15 @@ class Waits(TorchDispatchMode):
 @pytest.mark.parametrize(
     ("precision", "fused"),
     # Without a fused optimiser PyTorch's loss scaler itself reads, at every step, whether a gradient overflowed.
-    [("fp32", False), ("fp32", True), ("bf16", False), ("fp16", True)],
+    [
+        ("fp32", False),
+        ("fp32", True),
+        ("bf16", False),
+        ("fp16", True),
+        ("bf16_master", False),
+        ("bf16_master", True),
+        ("fp16_master", True),
+    ],
 )
 def test_no_step_waits_for_the_device(tmp_path: Path, weather: Path, precision: str, fused: bool) -> None:
     def waits(steps: int, **replaced: Any) -> int:
@@ -411,7 +419,9 @@ def wait_for(folder: Path, pattern: str, process: subprocess.Popen[bytes]) -> Pa
 
 
 @pytest.mark.parametrize(
-    ("workers", "precision"), [(0, "fp32"), (2, "fp32"), (0, "fp16")], ids=["alone", "2 workers", "loss scaling"]
+    ("workers", "precision"),
+    [(0, "fp32"), (2, "fp32"), (0, "fp16"), (0, "bf16_master"), (0, "fp16_master")],
+    ids=["alone", "2 workers", "loss scaling", "master weights", "both"],
 )
 def test_a_killed_run_resumes_as_if_nothing_had_been(
     tmp_path: Path, weather: Path, capfd: pytest.CaptureFixture[str], workers: int, precision: str
@@ -461,7 +471,7 @@ def test_a_killed_run_resumes_as_if_nothing_had_been(
     assert same(*states), "moments, loss scale and random state as well"
     moments = states[0]["optimizer"]["state"]
     assert len(moments) == len(weights(killed))
-    assert (precision == "fp16") == bool(states[0]["scaler"])
+    assert precision.startswith("fp16") == bool(states[0]["scaler"])
     assert scalars(killed)["loss/train"] == pytest.approx({r["step"]: r["train_loss"] for r in records(killed)})
 
 

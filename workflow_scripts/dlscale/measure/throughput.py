@@ -26,6 +26,7 @@ from dlscale.runtime.progress import Progress
 from dlscale.runtime.schema.run import Throughput, ThroughputRun
 from dlscale.runtime.settings import load_run
 from dlscale.train.session import device_facts, open_session
+from dlscale.train.step import Step
 
 
 def main(args: argparse.Namespace) -> None:
@@ -40,7 +41,11 @@ def main(args: argparse.Namespace) -> None:
         "settings": run.throughput.model_dump(),
     }
     with contextlib.closing(session.loader("train")) as loader:
-        cached = next(loader.epoch(0))
+        x, y = next(loader.epoch(0))
+        cached = x.clone(), y.clone()  # the loader will use their memory again
+        if run.compile.mode != "none":
+            results["compile"] = compilation(step, cached, device)
+            logging.info("compilation: %(cold_seconds).1f s, %(warm_seconds).1f s from the cache", results["compile"])
 
         def nothing(x: torch.Tensor, y: torch.Tensor) -> None:
             pass
@@ -93,6 +98,35 @@ def trials(
         "mean": statistics.fmean(rates),
         "std": statistics.stdev(rates) if len(rates) > 1 else 0.0,
     }
+
+
+def compilation(step: Step, batch: Batch, device: torch.device) -> dict[str, float]:
+    """Return the seconds that compiling the forward and backward pass of `step` takes; no weight is changed.
+
+    Returns
+    -------
+    dict
+        `cold_seconds` with an empty cache on disk, `warm_seconds` when a process finds what an earlier one left there;
+        of both the time of an ordinary pass is taken off.
+    """
+    from torch._inductor.utils import clear_caches, fresh_cache
+
+    def seconds() -> float:
+        synchronize(device)
+        start = time.perf_counter()
+        step.gradients(*batch)
+        synchronize(device)
+        return time.perf_counter() - start
+
+    firsts = []
+    with fresh_cache():  # in a folder of its own
+        for _ in ("cold", "warm"):
+            torch.compiler.reset()
+            clear_caches()  # those in memory
+            firsts.append(seconds())
+        ordinary = min(seconds() for _ in range(3))
+    cold, warm = (max(first - ordinary, 0.0) for first in firsts)
+    return {"cold_seconds": cold, "warm_seconds": warm}
 
 
 def endless(loader: Loader, first_epoch: int) -> Iterator[Batch]:

@@ -22,5 +22,6 @@ def l1(prediction_BC: torch.Tensor, target_BC: torch.Tensor, density_weight: flo
 
 def relative_l2(prediction_BC: torch.Tensor, target_BC: torch.Tensor) -> torch.Tensor:
     """Mean over samples of ||prediction - target|| / ||target||, norms over channels and points."""
-    difference = (prediction_BC - target_BC).flatten(1).norm(dim=1)
-    return (difference / target_BC.flatten(1).norm(dim=1)).mean()
+    rest = tuple(range(1, target_BC.dim()))  # to flatten instead would copy what is channels-last
+    difference = torch.linalg.vector_norm(prediction_BC - target_BC, dim=rest)
+    return (difference / torch.linalg.vector_norm(target_BC, dim=rest)).mean()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 
 class Attention(nn.Module):
@@ -94,6 +95,13 @@ class ViT(nn.Module):
         Stochastic depth of the last block, rising linearly from 0 at the first.
     residual
         Add the input's first out_channels to the output: predict the change.
+    checkpointing
+        Keep only each block's input for the backward pass, and compute the block again there.
+
+    Attributes
+    ----------
+    attention_shape
+        Heads, tokens and head dimension.
     """
 
     def __init__(
@@ -110,6 +118,7 @@ class ViT(nn.Module):
         attention_dropout: float = 0.0,
         drop_path: float = 0.0,
         residual: bool = False,
+        checkpointing: bool = False,
     ) -> None:
         super().__init__()
         (height, width), (rows, columns) = image_size, patch
@@ -117,6 +126,9 @@ class ViT(nn.Module):
             raise ValueError(f"patch {rows} x {columns} does not divide the fields ({height} x {width} points)")
         self.grid = (height // rows, width // columns)
         self.patch, self.out_channels, self.residual = patch, out_channels, residual
+        self.checkpointing, self.attention_dropout = checkpointing, attention_dropout
+        self.attention_shape = (heads, self.grid[0] * self.grid[1], embed_dim // heads)
+        self._random = bool(dropout or attention_dropout or drop_path)
         self.embedding = nn.Conv2d(in_channels, embed_dim, kernel_size=patch, stride=patch)
         self.position = nn.Parameter(torch.zeros(1, self.grid[0] * self.grid[1], embed_dim))
         self.dropout = nn.Dropout(dropout)
@@ -138,7 +150,11 @@ class ViT(nn.Module):
         x_BNE = self.embedding(x_BCHW).flatten(2).transpose(1, 2)
         x_BNE = self.dropout(x_BNE + self.position)
         for block in self.blocks:
-            x_BNE = block(x_BNE)
+            if self.checkpointing and torch.is_grad_enabled():
+                # The second pass must drop what the first dropped.
+                x_BNE = checkpoint(block, x_BNE, use_reentrant=False, preserve_rng_state=self._random)
+            else:
+                x_BNE = block(x_BNE)
         y = self.head(self.norm(x_BNE))  # [B, N, rows * columns * C]
         y = y.unflatten(1, self.grid).unflatten(-1, (*self.patch, self.out_channels))  # [B, h, w, rows, columns, C]
         y_BCHW = y.permute(0, 5, 1, 3, 2, 4).flatten(4, 5).flatten(2, 3)

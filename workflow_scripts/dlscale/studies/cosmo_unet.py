@@ -72,7 +72,14 @@ class CosmoUNet(Study):
         if not isinstance(run.model, UNet3DModel):
             raise UserError(f"model.kind: study {run.study} needs unet3d, got {run.model.kind}")
         inputs, outputs = (len(manifest.fields[name].channels) for name in ("Nbody", "Hydro"))
-        return UNet3D(inputs, outputs, widths=run.model.widths, init_std=run.model.init_std)
+        return UNet3D(
+            inputs,
+            outputs,
+            widths=run.model.widths,
+            init_std=run.model.init_std,
+            pad_channels=run.pad_channels,
+            checkpointing=run.activation_checkpointing,
+        )
 
     def loss(self, run: RunCore) -> Loss:
         """See `Study`."""

@@ -119,6 +119,7 @@ class Era5ViT(Study):
             attention_dropout=m.attention_dropout,
             drop_path=m.drop_path,
             residual=m.residual,
+            checkpointing=run.activation_checkpointing,
         )
 
     def loss(self, run: RunCore) -> Loss:

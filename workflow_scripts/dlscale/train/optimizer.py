@@ -2,19 +2,62 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import torch
-from torch import nn
 
-from dlscale.runtime.schema.run import Optimizer
+from dlscale.runtime.schema.run import Adam, Optimizer
 
 
-def build_optimizer(model: nn.Module, settings: Optimizer) -> torch.optim.Optimizer:
-    """Return Adam over all parameters of `model`; its learning rate is set at every step by the trainer."""
-    return torch.optim.Adam(
-        model.parameters(),
-        lr=settings.lr,
-        betas=settings.betas,
-        eps=settings.eps,
+def build_optimizer(
+    parameters: Iterable[torch.nn.Parameter], settings: Optimizer, capture: torch.device | None = None
+) -> torch.optim.Optimizer:
+    """Return the optimiser; its learning rate is set at every step by `set_learning_rate`.
+
+    Parameters
+    ----------
+    capture
+        Device on which a CUDA graph will record the update: learning rate and step counters must live there.
+    """
+    lr = settings.lr if capture is None else torch.tensor(settings.lr, device=capture)
+    if isinstance(settings, Adam):
+        kind = torch.optim.Adam if settings.kind == "adam" else torch.optim.AdamW
+        return kind(
+            parameters,
+            lr=lr,
+            betas=settings.betas,
+            eps=settings.eps,
+            weight_decay=settings.weight_decay,
+            fused=settings.fused,
+            capturable=capture is not None,
+        )
+    return torch.optim.SGD(
+        parameters,
+        lr=lr,
+        momentum=settings.momentum,
+        nesterov=settings.nesterov,
         weight_decay=settings.weight_decay,
         fused=settings.fused,
     )
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Set the rate of the next update; on the device, without a wait, where it is a tensor."""
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+    """Take over a saved state, in the parameters' order in memory: a fused kernel walks through all side by side."""
+    optimizer.load_state_dict(saved)
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], torch.Tensor):  # read from a file, it is on the host
+            group["lr"] = group["lr"].to(group["params"][0].device)
+        for p in group["params"]:
+            for name, value in optimizer.state[p].items():
+                if isinstance(value, torch.Tensor) and value.shape == p.shape and value.stride() != p.stride():
+                    optimizer.state[p][name] = torch.empty_like(p, dtype=value.dtype, requires_grad=False).copy_(value)

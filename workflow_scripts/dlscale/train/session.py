@@ -14,6 +14,8 @@ from dlscale.runtime import plugins
 from dlscale.runtime.errors import UserError
 from dlscale.runtime.schema.run import RunCore
 from dlscale.studies.base import Study
+from dlscale.train.precision import compute_dtype
+from dlscale.train.selfcheck import check_operations
 from dlscale.train.step import Loss, Step
 
 
@@ -67,6 +69,8 @@ def open_session(run: RunCore, manifest: str | Path, device: str = "auto", threa
         torch.set_num_threads(threads)
     found = Manifest.read(manifest)
     found.check_files()
+    if compute_dtype(run.precision) != torch.float32:
+        check_operations(compute_dtype(run.precision), torch.device(device), run.memory_format == "channels_last")
     study: Study = plugins.plugin(plugins.study(run.study)).STUDY
     torch.manual_seed(run.seed)
     model = study.model(run, found).to(device)

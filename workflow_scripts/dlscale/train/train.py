@@ -59,7 +59,7 @@ def main(args: argparse.Namespace) -> None:
         board.finish(history[-1])
         # Given a path, torch.save would put its (temporary) name into the file: equal weights, unequal bytes.
         with whole(out / "model.pt") as path, open(path, "wb") as file:
-            torch.save({key: value.cpu() for key, value in session.step.model.state_dict().items()}, file)
+            torch.save({key: value.cpu() for key, value in session.step.weights.state_dict().items()}, file)
         write_json(
             out / "provenance.json",
             provenance.provenance(
@@ -103,7 +103,7 @@ def _draw(session: Session, path: Path, board: Board) -> None:
     """Draw the first validation sample with its prediction."""
     samples = session.study.samples(session.run, session.manifest, "valid")
     x, y = samples.read(0, 0)
-    prediction = session.step.predict(torch.from_numpy(x)[None].to(session.device))[0].cpu().numpy()
+    prediction = session.step.predict(torch.from_numpy(x)[None].to(session.device), once=True)[0].cpu().numpy()
     figure = session.study.figure(session.run, session.manifest, x, y, prediction)
     with whole(path) as temporary:
         figure.savefig(temporary, dpi=100, format="png")

@@ -149,18 +149,14 @@ class Trainer:
 
     def _state(self) -> State:
         return {
-            "model": self.step.model.state_dict(),
-            "optimizer": self.step.optimizer.state_dict(),
-            "scaler": self.step.scaler.state_dict(),
+            **self.step.state_dict(),
             "history": self.history,
             "rng": torch.get_rng_state(),
             "cuda_rng": torch.cuda.get_rng_state(self.step.device) if self.step.device.type == "cuda" else None,
         }
 
     def _restore(self, state: State) -> None:
-        self.step.model.load_state_dict(state["model"])
-        self.step.optimizer.load_state_dict(state["optimizer"])
-        self.step.scaler.load_state_dict(state["scaler"])
+        self.step.load_state_dict(state)
         self.history = state["history"]
         torch.set_rng_state(state["rng"].cpu())
         if self.step.device.type == "cuda" and state["cuda_rng"] is not None:

@@ -8,7 +8,15 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
 
 from dlscale.runtime.schema.base import Name, Strict
 
@@ -74,30 +82,88 @@ class PairSamples(Strict):
     valid: PositiveInt | None = Field(None, description="At most this many, evenly spaced; all if absent.")
 
 
-class Loader(Strict):
-    """How batches reach the model."""
+class TorchLoader(Strict):
+    """PyTorch's DataLoader: worker processes, the published baseline."""
 
-    kind: Literal["torch", "synthetic"] = Field("torch", description="torch: DataLoader; synthetic: no data at all.")
+    kind: Literal["torch"]
     workers: NonNegativeInt = Field(2, description="Loader processes; 0 loads in the training process.")
     prefetch: PositiveInt = Field(2, description="Batches that each worker keeps ready.")
     pin_memory: bool = Field(True, description="Page-locked host memory for copies to a GPU; no effect on a CPU.")
 
 
-class Optimizer(Strict):
-    """The optimiser."""
+class DirectLoader(Strict):
+    """Threads that read mapped files into reused buffers; a GPU turns and decodes what they read."""
 
-    kind: Literal["adam"] = "adam"
+    kind: Literal["direct"]
+    workers: NonNegativeInt = Field(2, description="Threads; 0 loads in the thread of the model.")
+    prefetch: PositiveInt = Field(2, description="Batches that are kept ready.")
+    resident: Literal["auto", "always", "never"] = Field(
+        "auto",
+        description="Hold all data on the device and read it once. auto: on a GPU of which it takes at most half the "
+        "free memory; the log says which.",
+    )
+
+
+class DaliLoader(Strict):
+    """NVIDIA DALI (`pip install dlscale[dali]`)."""
+
+    kind: Literal["dali"]
+    workers: PositiveInt = Field(2, description="Threads of the pipeline.")
+    prefetch: PositiveInt = Field(2, description="Batches that are kept ready.")
+    device: Literal["auto", "cpu", "gpu"] = Field(
+        "auto", description="Where samples are turned and decoded; auto: where the model is."
+    )
+
+
+class SyntheticLoader(Strict):
+    """One batch of random numbers on the device, again and again: no data at all."""
+
+    kind: Literal["synthetic"]
+
+
+Loader = Annotated[TorchLoader | DirectLoader | DaliLoader | SyntheticLoader, Field(discriminator="kind")]
+
+
+class _Optimizer(Strict):
+    kind: str
     lr: PositiveFloat = Field(2e-4, description="Learning rate at the schedule's base_batch_size.")
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: PositiveFloat = 1e-8
     weight_decay: NonNegativeFloat = 0.0
     fused: bool = Field(False, description="One kernel for the whole update.")
 
+
+class Adam(_Optimizer):
+    """Adam; `adamw` takes the weight decay out of the gradient (Loshchilov and Hutter 2019, arXiv:1711.05101)."""
+
+    kind: Literal["adam", "adamw"] = "adam"
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: PositiveFloat = 1e-8
+
     @model_validator(mode="after")
-    def _betas(self) -> Optimizer:
+    def _betas(self) -> Adam:
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas {list(self.betas)}: each must be at least 0 and less than 1")
         return self
+
+
+class SGD(_Optimizer):
+    """Stochastic gradient descent."""
+
+    kind: Literal["sgd"]
+    momentum: float = Field(0.0, ge=0, lt=1)
+    nesterov: bool = False
+
+    @model_validator(mode="after")
+    def _nesterov(self) -> SGD:
+        if self.nesterov and not self.momentum:
+            raise ValueError("nesterov needs a momentum greater than 0")
+        return self
+
+
+def _adam_by_default(value: Any) -> Any:
+    return {"kind": "adam", **value} if isinstance(value, dict) else value
+
+
+Optimizer = Annotated[Adam | SGD, Field(discriminator="kind"), BeforeValidator(_adam_by_default)]
 
 
 class Schedule(Strict):
@@ -134,7 +200,7 @@ class Training(Strict):
 
 
 class Compile(Strict):
-    """`torch.compile`."""
+    """`torch.compile` of the model together with its loss."""
 
     mode: Literal["none", "default", "reduce-overhead", "max-autotune"] = "none"
 
@@ -159,6 +225,9 @@ class Throughput(Strict):
     batches: PositiveInt = Field(50, description="Batches a trial.")
 
 
+Precision = Literal["fp32", "tf32", "fp16", "bf16", "fp16_master", "bf16_master", "fp16_pure", "bf16_pure"]
+
+
 class RunCore(Strict):
     """What training and measuring share."""
 
@@ -169,12 +238,31 @@ class RunCore(Strict):
     model: Annotated[UNet3DModel | ViTModel, Field(discriminator="kind")]
     loss: Loss
     samples: Annotated[CropSamples | PairSamples, Field(discriminator="kind")]
-    loader: Loader = Loader()
-    optimizer: Optimizer = Optimizer()
-    precision: Literal["fp32", "tf32", "fp16", "bf16"] = Field(
-        "fp32", description="fp32 switches TensorFloat-32 off; fp16 and bf16 are autocast (fp16 with loss scaling)."
+    loader: Loader = TorchLoader(kind="torch")
+    optimizer: Optimizer = Adam()
+    precision: Precision = Field(
+        "fp32",
+        description="fp32 switches TensorFloat-32 off, the others on. fp16, bf16: autocast (Apex O1). "
+        "fp16_master, bf16_master: weights and computation in 16 bits, updates on float32 copies (O2). "
+        "fp16_pure, bf16_pure: all in 16 bits (O3). fp16 and fp16_master scale the loss.",
     )
     compile: Compile = Compile()
+    cuda_graph: bool = Field(False, description="Record the whole step as a CUDA graph and replay it; needs a GPU.")
+    memory_format: Literal["contiguous", "channels_last"] = Field(
+        "contiguous", description="Order in memory of convolutions' inputs and weights."
+    )
+    pad_channels: PositiveInt = Field(
+        1, description="Pad the U-Net's input and output channels with zeros to a multiple; its weights stay."
+    )
+    attention: Literal["default", "auto", "flash", "efficient", "cudnn", "math"] = Field(
+        "default", description="Kernel of attention; default: PyTorch's own choice; auto: the fastest in a short trial."
+    )
+    accumulation_steps: PositiveInt = Field(
+        1, description="Parts of the local batch that are computed one after the other; the gradient stays the same."
+    )
+    activation_checkpointing: bool = Field(
+        False, description="Recompute activations in the backward pass instead of keeping them: time for memory."
+    )
     geometry: Geometry = Geometry()
 
     @model_validator(mode="after")
@@ -192,6 +280,56 @@ class RunCore(Strict):
                     "of model.widths each halve it"
                 )
         return self
+
+    @model_validator(mode="after")
+    def _goes_together(self) -> RunCore:
+        """Refuse what no model, optimiser or graph can do."""
+        vit = isinstance(self.model, ViTModel)
+        if self.accumulation_steps > self.local_batch_size:
+            raise ValueError(
+                f"accumulation_steps {self.accumulation_steps} is more than the {self.local_batch_size} samples that a "
+                "device has of batch_size"
+            )
+        if self.accumulation_steps > 1 and self.compile.mode in ("reduce-overhead", "max-autotune"):
+            raise ValueError(
+                f"accumulation_steps and compile.mode {self.compile.mode}: its graphs write each part's gradients "
+                "over those of the part before; use compile.mode default, with cuda_graph on a GPU"
+            )
+        if vit and self.pad_channels > 1:
+            raise ValueError("pad_channels is for the unet3d; a vit's channels need no padding: leave it at 1")
+        if not vit and self.attention != "default":
+            raise ValueError(f"attention {self.attention}: the {self.model.kind} has none; leave it at default")
+        # 2^-24 is the smallest number of float16; below, Adam divides by zero.
+        if self.precision == "fp16_pure" and isinstance(self.optimizer, Adam) and self.optimizer.eps < 2**-24:
+            raise ValueError(
+                f"precision fp16_pure: optimizer.eps {self.optimizer.eps:g} is zero in 16 bits; use 1e-4, or "
+                "optimizer.kind sgd, or precision fp16_master"
+            )
+        if self.cuda_graph:
+            self._capturable()
+        return self
+
+    def _capturable(self) -> None:
+        if self.compile.mode in ("reduce-overhead", "max-autotune"):
+            raise ValueError(
+                f"cuda_graph and compile.mode {self.compile.mode}: the mode captures graphs itself; "
+                "leave one of them out, or use compile.mode default"
+            )
+        if self.precision in ("fp16", "fp16_master"):
+            raise ValueError(
+                f"cuda_graph and precision {self.precision}: loss scaling, which skips updates, is not recorded; use "
+                "bf16 or bf16_master"
+            )
+        if self.optimizer.kind == "sgd" and not self.optimizer.fused:
+            raise ValueError("cuda_graph and optimizer.kind sgd need optimizer.fused, which has its rate on the device")
+        drops = isinstance(self.model, ViTModel) and (
+            self.model.dropout or self.model.attention_dropout or self.model.drop_path
+        )
+        if self.activation_checkpointing and drops:
+            raise ValueError(
+                "cuda_graph and activation_checkpointing: no graph can record the random state that drop-out keeps "
+                "for its second pass; leave one of the three out"
+            )
 
     @property
     def local_batch_size(self) -> int:

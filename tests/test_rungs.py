@@ -1,0 +1,789 @@
+"""Every rung of the single-device ladder against the plain float32 step: the same training, to its few digits."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+import shutil
+import sysconfig
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dlscale.models.losses import l1, relative_l2
+from dlscale.models.unet3d import UNet3D
+from dlscale.models.vit import ViT
+from dlscale.runtime import config
+from dlscale.runtime.errors import UserError
+from dlscale.runtime.schema.run import RunCore, TrainRun
+from dlscale.runtime.settings import load_run, validate
+from dlscale.train import attention, selfcheck, session
+from dlscale.train import compile as compile_
+from dlscale.train.attention import attention_context, trial
+from dlscale.train.graph import EAGER_STEPS, Graphed
+from dlscale.train.precision import compute_dtype, weight_dtype
+from dlscale.train.selfcheck import check_operations
+from dlscale.train.step import Step
+from tests.conftest import COSMO, COSMO_RUN, ERA5, ERA5_RUN, make_run, records, train
+
+CPU = torch.device("cpu")
+Tensors = dict[str, torch.Tensor]
+
+
+def need_compiler() -> None:
+    """Skip where `torch.compile` cannot work; forget what earlier tests compiled."""
+    headers = Path(sysconfig.get_path("include")) / "Python.h"
+    if not headers.exists() or not any(shutil.which(name) for name in ("g++", "c++", "clang++")):
+        pytest.skip("torch.compile needs a C++ compiler and Python's headers")
+    torch.compiler.reset()
+
+
+# --- a tiny step of each study ----------------------------------------------------------------------------------
+
+RUNS: dict[str, dict[str, Any]] = {
+    "cosmo_unet": {
+        "model": {"kind": "unet3d", "widths": [8, 12]},
+        "samples": {"kind": "crops", "crop": 8},
+        "loss": {"kind": "l1"},
+    },
+    "era5_vit": {
+        "model": {"kind": "vit", "patch": 4, "embed_dim": 16, "depth": 1, "heads": 2},
+        "samples": {"kind": "pairs"},
+        "loss": {"kind": "relative_l2"},
+    },
+}
+#: An update that is linear in the gradient: Adam makes a whole step of either sign of a gradient about zero.
+SGD: dict[str, Any] = {"kind": "sgd", "lr": 0.05, "momentum": 0.9, "nesterov": True}
+SHAPES = {"cosmo_unet": ((4, 8, 8, 8), (5, 8, 8, 8)), "era5_vit": ((3, 8, 16), (3, 8, 16))}
+studies = pytest.mark.parametrize("study", RUNS)
+
+
+def settings(study: str, **over: Any) -> RunCore:
+    base = {"study": study, "dataset": "any", "batch_size": 6, "optimizer": dict(SGD)}
+    return validate(RunCore, config.merge({**copy.deepcopy(RUNS[study]), **base}, over))
+
+
+def build(study: str, run: RunCore) -> nn.Module:
+    """The study's model as its module builds it, every parameter with a value of its own."""
+    torch.manual_seed(0)
+    model: nn.Module
+    if study == "cosmo_unet":
+        model = UNet3D(4, 5, (8, 12), pad_channels=run.pad_channels, checkpointing=run.activation_checkpointing)
+    else:
+        chosen = {name: getattr(run.model, name) for name in ("depth", "dropout", "attention_dropout", "drop_path")}
+        model = ViT((8, 16), (4, 4), 3, 3, 16, heads=2, checkpointing=run.activation_checkpointing, **chosen)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.1 * torch.randn(p.shape))
+    return model
+
+
+def loss_of(study: str) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    return l1 if study == "cosmo_unet" else relative_l2
+
+
+def make_step(study: str, **over: Any) -> Step:
+    run = settings(study, **over)
+    return Step(build(study, run), loss_of(study), run, CPU)
+
+
+def batch(study: str, size: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x, y = (torch.randn(size, *shape, generator=generator) for shape in SHAPES[study])
+    return x, 0.3 * y
+
+
+def gradients(step: Step, x: torch.Tensor, y: torch.Tensor) -> Tensors:
+    """The gradients of a batch in float32, without the loss scale; no weight is changed."""
+    step.gradients(x, y)
+    scale = step.scaler.get_scale()
+    return {name: p.grad.float() / scale for name, p in step.model.named_parameters() if p.grad is not None}
+
+
+# --- the ladder -------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Rung:
+    """Settings, and how far a step may be from the plain one: relative to the root mean square of the truth."""
+
+    over: dict[str, Any]
+    value: float = 2e-6  # prediction and loss
+    gradient: float = 2e-5
+    studies: tuple[str, ...] = ("cosmo_unet", "era5_vit")
+    slow: bool = False
+    plain: dict[str, Any] = field(default_factory=dict)
+
+
+# Float32 sums in another order: 2^-24 for each rounding, a few hundred of them.
+# bf16 has 8 bits: each of some ten operations rounds by up to 0.4 %; fp16 has 11: 0.05 %.
+# A gradient goes through twice as many, and through the sign of the L1, which flips where p - t is about zero.
+BF16: dict[str, Any] = {"value": 0.02, "gradient": 0.12}
+FP16: dict[str, Any] = {"value": 0.004, "gradient": 0.06}
+ADAM = {"kind": "adam", "lr": 1e-2, "weight_decay": 0.1}
+ADAMW = {"kind": "adamw", "lr": 1e-2, "weight_decay": 0.1}
+COMPILE = {"mode": "default"}
+VIT, UNET = ("era5_vit",), ("cosmo_unet",)
+
+RUNGS = {
+    "tf32": Rung({"precision": "tf32"}, value=0, gradient=0),  # a CPU has none
+    "fp16": Rung({"precision": "fp16"}, **FP16),
+    "bf16": Rung({"precision": "bf16"}, **BF16),
+    "fp16_master": Rung({"precision": "fp16_master"}, **FP16),
+    "bf16_master": Rung({"precision": "bf16_master"}, **BF16),
+    "fp16_pure": Rung({"precision": "fp16_pure"}, **FP16),
+    "bf16_pure": Rung({"precision": "bf16_pure"}, **BF16),
+    "fused adam": Rung({"optimizer": {**ADAM, "fused": True}}, plain={"optimizer": ADAM}),
+    "fused adamw": Rung({"optimizer": {**ADAMW, "fused": True}}, plain={"optimizer": ADAMW}),
+    "fused sgd": Rung({"optimizer": {"fused": True}}),
+    "channels_last": Rung({"memory_format": "channels_last"}),
+    "pad_channels": Rung({"pad_channels": 8}, studies=UNET),
+    "flash": Rung({"attention": "flash"}, studies=VIT),
+    "math": Rung({"attention": "math"}, studies=VIT),
+    "auto": Rung({"attention": "auto"}, studies=VIT),
+    "accumulation 2": Rung({"accumulation_steps": 2}),
+    "accumulation 3": Rung({"accumulation_steps": 3}),
+    "accumulation 4": Rung({"accumulation_steps": 4}),  # 6 samples in parts of 2, 2, 1, 1
+    "checkpointing": Rung({"activation_checkpointing": True}, value=0, gradient=0),
+    "compile": Rung({"compile": COMPILE}, slow=True),
+    "all in bf16": Rung(
+        {
+            "precision": "bf16",
+            "compile": COMPILE,
+            "memory_format": "channels_last",
+            "accumulation_steps": 2,
+            "activation_checkpointing": True,
+            "optimizer": {"fused": True},
+        },
+        slow=True,
+        **BF16,
+    ),
+    "master, padded, in parts": Rung(
+        {
+            "precision": "fp16_master",
+            "memory_format": "channels_last",
+            "pad_channels": 8,
+            "accumulation_steps": 2,
+            "activation_checkpointing": True,
+            "optimizer": {"fused": True},
+        },
+        studies=UNET,
+        **FP16,
+    ),
+    "master, attention, in parts": Rung(
+        {
+            "precision": "bf16_master",
+            "attention": "math",
+            "accumulation_steps": 2,
+            "activation_checkpointing": True,
+            "optimizer": {"fused": True},
+        },
+        studies=VIT,
+        **BF16,
+    ),
+}
+CASES = [
+    pytest.param(study, name, id=f"{study}-{name}", marks=[pytest.mark.slow] if rung.slow else [])
+    for name, rung in RUNGS.items()
+    for study in rung.studies
+]
+
+
+def distance(found: torch.Tensor, truth: torch.Tensor) -> float:
+    """Root mean square of the difference over that of the truth."""
+    return float((found.double() - truth.double()).norm() / truth.double().norm().clamp(min=1e-30))
+
+
+@pytest.mark.parametrize(("study", "name"), CASES)
+def test_a_rung_trains_as_the_plain_step_does(study: str, name: str) -> None:
+    rung = RUNGS[name]
+    if "compile" in rung.over:
+        need_compiler()
+    plain, step = make_step(study, **rung.plain), make_step(study, **rung.over)
+    assert [p.shape for p in plain.model.parameters()] == [p.shape for p in step.model.parameters()]
+    for x, y in (batch(study, 6), batch(study, 5, seed=1)):  # a whole batch, and a last one
+        start = copy.deepcopy(plain.weights.state_dict())
+        assert distance(step.predict(x), plain.predict(x)) <= rung.value
+        expected, found = gradients(plain, x, y), gradients(step, x, y)
+        truth, loss = plain(x, y), step(x, y)
+        assert loss.dtype == torch.float32
+        assert not loss.requires_grad
+        assert abs(float(loss - truth)) <= rung.value * float(truth)
+        assert found.keys() == expected.keys()
+        for key, value in expected.items():
+            if not key.endswith("attention.k.bias"):  # zero by algebra: nothing but rounding
+                assert distance(found[key], value) <= rung.gradient, key
+        weights = step.weights.state_dict()
+        for key, value in plain.weights.state_dict().items():
+            assert weights[key].dtype == torch.float32
+            if "pure" in name:  # the weights themselves are rounded, and the updates are smaller than that
+                assert distance(weights[key], value) <= rung.value, key
+            elif not key.endswith("attention.k.bias"):
+                assert distance(weights[key] - start[key], value - start[key]) <= rung.gradient + 1e-5, key
+        state, own = copy.deepcopy(plain.state_dict()), step.state_dict()  # both go on from the same weights
+        state["optimizer"]["param_groups"] = own["optimizer"]["param_groups"]
+        step.load_state_dict(state | {"scaler": own["scaler"]})
+
+
+@studies
+@pytest.mark.parametrize("name", ["bf16", "fp16_master", "accumulation 3", "checkpointing", "channels_last"])
+def test_a_step_keeps_nothing_of_its_batch(study: str, name: str) -> None:
+    """A loader may write its next batch into the same memory, or give it back."""
+    step = make_step(study, **RUNGS[name].over)
+    x, y = batch(study, 6)
+    step(x, y)
+    seen = [weakref.ref(x), weakref.ref(y)]
+    del x, y
+    assert [ref() for ref in seen] == [None, None]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_batch_may_have_fewer_samples_than_parts(size: int) -> None:
+    plain, parts = make_step("era5_vit"), make_step("era5_vit", accumulation_steps=4)
+    x, y = batch("era5_vit", size)
+    expected, found = gradients(plain, x, y), gradients(parts, x, y)
+    assert all(torch.allclose(found[key], value, rtol=1e-4, atol=1e-7) for key, value in expected.items())
+
+
+def test_checkpointing_drops_the_same_again() -> None:
+    """Drop-out in the second pass must be that of the first, and the random state after the step the same."""
+    found = []
+    for checkpointing in (False, True):
+        drops = {"dropout": 0.3, "attention_dropout": 0.3, "drop_path": 0.3, "depth": 3}
+        step = make_step("era5_vit", activation_checkpointing=checkpointing, model=drops)
+        torch.manual_seed(3)
+        found.append((gradients(step, *batch("era5_vit", 6)), torch.get_rng_state()))
+    (plain, state), (twice, again) = found
+    assert all(torch.equal(plain[key], twice[key]) for key in plain)
+    assert torch.equal(state, again)
+
+
+@studies
+def test_checkpointing_keeps_less(study: str) -> None:
+    kept = []
+    for checkpointing in (False, True):
+        step, sizes = make_step(study, activation_checkpointing=checkpointing), list[int]()
+
+        def note(value: torch.Tensor, sizes: list[int] = sizes) -> torch.Tensor:
+            sizes.append(value.numel())
+            return value
+
+        x, y = batch(study, 6)
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda value: value):
+            step._loss_of(x, y)
+        kept.append(sum(sizes))
+    assert kept[1] < kept[0]
+
+
+# --- number formats ---------------------------------------------------------------------------------------------
+
+
+@studies
+@pytest.mark.parametrize(
+    ("precision", "weights", "compute", "scaled"),
+    [
+        ("fp32", torch.float32, torch.float32, False),
+        ("tf32", torch.float32, torch.float32, False),
+        ("fp16", torch.float32, torch.float16, True),
+        ("bf16", torch.float32, torch.bfloat16, False),
+        ("fp16_master", torch.float16, torch.float16, True),
+        ("bf16_master", torch.bfloat16, torch.bfloat16, False),
+        ("fp16_pure", torch.float16, torch.float16, False),
+        ("bf16_pure", torch.bfloat16, torch.bfloat16, False),
+    ],
+)
+def test_what_has_which_format(
+    study: str, precision: str, weights: torch.dtype, compute: torch.dtype, scaled: bool
+) -> None:
+    step = make_step(study, precision=precision)
+    assert (weight_dtype(precision), compute_dtype(precision)) == (weights, compute)
+    assert step.scaler.is_enabled() == scaled
+    seen: set[torch.dtype] = set()
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func.overloadpacket in (torch.ops.aten.convolution, torch.ops.aten.addmm, torch.ops.aten.mm):
+                seen.update(arg.dtype for arg in args if isinstance(arg, torch.Tensor))
+            return func(*args, **(kwargs or {}))
+
+    with Watch():
+        step(*batch(study, 6))
+    assert seen == {compute}
+    for module in step.model.modules():
+        exact = isinstance(module, nn.LayerNorm) and not precision.endswith("pure")
+        assert {p.dtype for p in module.parameters(recurse=False)} <= {torch.float32 if exact else weights}
+    pure = precision.endswith("pure")
+    assert {p.dtype for p in step.weights.updated} == {weights if pure else torch.float32}
+    for state in step.optimizer.state.values():
+        assert state["momentum_buffer"].dtype == (weights if pure else torch.float32)
+    assert {value.dtype for value in step.weights.state_dict().values()} == {torch.float32}
+
+
+def test_master_weights_take_updates_that_rounding_would_lose() -> None:
+    """bf16 has 8 bits: next to 1, an update of 1e-3 is nothing. A hundred of them are 0.1."""
+
+    def trained(precision: str) -> torch.Tensor:
+        run = settings("era5_vit", precision=precision, optimizer={"lr": 1e-3, "momentum": 0.0, "nesterov": False})
+        model = nn.Linear(1, 1, bias=False)
+        nn.init.ones_(model.weight)
+        step = Step(model, lambda p, t: p.sum(), run, CPU)
+        for _ in range(100):
+            step(torch.ones(1, 1), torch.ones(1, 1))
+        return step.weights.state_dict()["weight"]
+
+    assert trained("bf16_pure").item() == 1.0
+    assert trained("bf16_master").item() == pytest.approx(0.9, rel=1e-5)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_gradient_that_overflows_changes_no_weight(fused: bool) -> None:
+    step = make_step("era5_vit", precision="fp16_master", optimizer={"fused": fused})
+    before, scale = copy.deepcopy(step.weights.state_dict()), step.scaler.get_scale()
+    x, y = batch("era5_vit", 6)
+    step(x, 1e-9 * y)  # the loss is relative to the target
+    assert step.scaler.get_scale() == scale / 2
+    assert all(torch.equal(value, before[key]) for key, value in step.weights.state_dict().items())
+    step(x, y)
+    assert not any(torch.equal(value, before[key]) for key, value in step.weights.state_dict().items() if "norm" in key)
+
+
+@studies
+@pytest.mark.parametrize("fused", [False, True], ids=["", "fused"])
+@pytest.mark.parametrize("precision", ["fp16", "bf16_master", "fp16_master", "bf16_pure"])
+def test_a_restored_step_goes_on_bit_by_bit(study: str, precision: str, fused: bool, tmp_path: Path) -> None:
+    over = {"precision": precision, "optimizer": {**ADAM, "fused": fused}, "memory_format": "channels_last"}
+    batches = [batch(study, 6, seed) for seed in range(4)]
+    straight, first, second = (make_step(study, **over) for _ in range(3))
+    for x, y in batches:
+        straight(x, y)
+    for x, y in batches[:2]:
+        first(x, y)
+    torch.save(first.state_dict(), tmp_path / "state.pt")
+    second.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    for x, y in batches[2:]:
+        second(x, y)
+    a, b = straight.weights.state_dict(), second.weights.state_dict()
+    assert all(torch.equal(a[key], b[key]) for key in a)
+    assert all(torch.equal(p, q) for p, q in zip(straight.model.parameters(), second.model.parameters(), strict=True))
+    assert straight.scaler.state_dict() == second.scaler.state_dict()
+    assert torch.equal(straight.predict(x), second.predict(x))
+
+
+# --- order in memory, padded channels ---------------------------------------------------------------------------
+
+
+@studies
+def test_channels_last_reaches_the_convolutions(study: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = make_step(study, memory_format="channels_last")
+    layout = torch.channels_last_3d if study == "cosmo_unet" else torch.channels_last
+    seen = []
+    for module in step.model.modules():
+        if isinstance(module, nn.Conv2d | nn.Conv3d | nn.ConvTranspose3d):
+            module.register_forward_pre_hook(lambda m, inputs: seen.append((inputs[0], m.weight)))
+    step(*batch(study, 6))
+    assert seen
+    for x, weight in seen:
+        assert x.is_contiguous(memory_format=layout)
+        assert weight.is_contiguous(memory_format=layout)
+        assert weight.grad.is_contiguous(memory_format=layout)
+
+
+@pytest.mark.parametrize(("multiple", "inputs", "outputs"), [(1, 4, 5), (3, 6, 6), (5, 5, 5), (8, 8, 8)])
+def test_channels_are_padded_while_they_are_computed(multiple: int, inputs: int, outputs: int) -> None:
+    step = make_step("cosmo_unet", pad_channels=multiple)
+    seen: list[tuple[int, int]] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            if func.overloadpacket is torch.ops.aten.convolution:
+                seen.append((args[0].shape[1], result.shape[1]))
+            return result
+
+    with Watch():
+        prediction = step.predict(batch("cosmo_unet", 2)[0])
+    assert (seen[0][0], seen[-1][1]) == (inputs, outputs)
+    assert prediction.shape[1] == 5
+
+
+# --- attention --------------------------------------------------------------------------------------------------
+
+SHAPE = (2, 2, 32, 8)
+
+
+def test_the_trial_finds_what_works_here() -> None:
+    assert set(trial(SHAPE, 0.0, torch.float32, CPU)) == {"flash", "math"}
+
+
+def test_auto_takes_the_fastest_and_says_so(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    seconds = {"flash": 3e-3, "math": 2e-3, "cudnn": 4e-3}
+
+    def pretended(name: str, *rest: Any) -> float:
+        if name not in seconds:
+            raise RuntimeError("no such kernel")
+        return seconds[name]
+
+    monkeypatch.setattr(attention, "_seconds", pretended)
+    with caplog.at_level(logging.INFO):
+        context = attention_context("auto", SHAPE, 0.0, torch.bfloat16, CPU)
+    assert context.args == ("math",)  # type: ignore[attr-defined]
+    assert "attention math" in caplog.text
+    assert "cudnn 4.00 ms, flash 3.00 ms, math 2.00 ms" in caplog.text
+
+
+def test_math_is_not_tried_where_its_scores_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "MOST_SCORES", math.prod(SHAPE[:3]) * SHAPE[2] - 1)
+    assert set(trial(SHAPE, 0.0, torch.float32, CPU)) == {"flash"}
+
+
+@pytest.mark.parametrize("kind", ["efficient", "cudnn"])
+def test_a_kernel_that_is_not_here_is_refused(kind: str) -> None:
+    with pytest.raises(UserError, match=rf"attention: {kind} cannot compute .* or one of: flash, math"):
+        make_step("era5_vit", attention=kind)
+
+
+def test_the_trial_leaves_the_random_state_alone() -> None:
+    before = torch.get_rng_state()
+    trial(SHAPE, 0.1, torch.float32, CPU)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(("kind", "flash"), [("default", True), ("flash", True), ("math", False)])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_the_chosen_kernel_computes_both_passes(kind: str, flash: bool, checkpointing: bool) -> None:
+    step = make_step("era5_vit", attention=kind, activation_checkpointing=checkpointing)
+    seen: list[str] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(str(func.overloadpacket))
+            return func(*args, **(kwargs or {}))
+
+    x, y = batch("era5_vit", 6)
+    with Watch():
+        step(x, y)
+    forward = seen.count("aten._scaled_dot_product_flash_attention_for_cpu")
+    assert forward == (flash * (1 + checkpointing)), "the recomputed pass, too"
+    assert seen.count("aten._scaled_dot_product_flash_attention_for_cpu_backward") == flash
+    seen.clear()
+    with Watch():
+        step.predict(x)
+    assert seen.count("aten._scaled_dot_product_flash_attention_for_cpu") == flash
+
+
+@pytest.mark.slow
+def test_the_chosen_kernel_is_compiled_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the cache on disk has the same model with another kernel."""
+    from torch._inductor.utils import run_and_get_code
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    for kind, flash in (("default", True), ("math", False), ("flash", True), ("default", True)):
+        need_compiler()
+        step = make_step("era5_vit", attention=kind, compile=COMPILE)
+        _, codes = run_and_get_code(step, *batch("era5_vit", 6))
+        assert len(codes) == 2, "one graph forward, one backward"
+        assert ["flash_attention" in code for code in codes] == [flash, flash], kind
+
+
+# --- compilation ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["default", "math"])
+def test_each_shape_is_compiled_once(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Epochs that end in a smaller batch: four graphs (two sizes, training and prediction), and never one more."""
+    inductor = torch.compile
+
+    def traced(function: Any, mode: str, dynamic: bool) -> Any:
+        return inductor(function, backend="eager", dynamic=dynamic)  # Dynamo alone decides when to compile
+
+    monkeypatch.setattr(torch, "compile", traced)
+    monkeypatch.setattr(compile_, "check_compiler", lambda mode: None)
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    step = make_step("era5_vit", compile=COMPILE, attention=kind)
+    counts = []
+    for epoch in range(3):
+        for size in (6, 6, 4):
+            step.set_learning_rate(0.1 / (epoch + size))
+            step(*batch("era5_vit", size))
+        for size in (6, 4):
+            step.predict(batch("era5_vit", size)[0])
+        counts.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    step.predict(batch("era5_vit", 1)[0], once=True)
+    counts.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    torch.compiler.reset()
+    assert counts == [4, 4, 4, 4]
+    assert not torch._dynamo.utils.counters["graph_break"]
+
+
+def test_without_a_compiler_there_is_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import cpp_builder, exc
+
+    def none() -> str:
+        raise exc.InvalidCxxCompiler
+
+    with monkeypatch.context() as patched:
+        patched.setattr(cpp_builder, "get_cpp_compiler", none)
+        with pytest.raises(UserError, match=r"compile.mode default: .* no C\+\+ compiler; install g\+\+"):
+            make_step("era5_vit", compile=COMPILE)
+    need_compiler()
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: "/nowhere")
+    with pytest.raises(UserError, match=r"no Python headers \(/nowhere/Python.h\); install them"):
+        make_step("era5_vit", compile=COMPILE)
+
+
+# --- CUDA graphs ------------------------------------------------------------------------------------------------
+
+
+class Recorder:
+    """A backend whose replay calls the body again on the static memory, as a graph's replay would."""
+
+    def __init__(self) -> None:
+        self.log: list[tuple[str, int]] = []
+
+    def run(self, body: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        self.log.append(("run", len(x)))
+        result: torch.Tensor = body(x, y)
+        return result
+
+    def record(self, body: Any, x: torch.Tensor, y: torch.Tensor) -> tuple[Callable[[], None], torch.Tensor]:
+        self.log.append(("record", len(x)))
+        result = torch.zeros(())
+
+        def replay() -> None:
+            self.log.append(("replay", len(x)))
+            result.copy_(body(x, y))
+
+        return replay, result
+
+
+def test_graphs_are_chosen_by_shape_and_rare_shapes_have_none() -> None:
+    recorder = Recorder()
+    graphed = Graphed(lambda x, y: (x * y).sum(), recorder)
+    kept = []
+    for epoch in range(2):
+        for size in (4, 4, 4, 2):
+            x, y = torch.full((size, 1), float(epoch + 1)), torch.full((size, 1), float(len(kept)))
+            kept.append(graphed(x, y))
+            x.fill_(math.nan)  # the loader writes its next batch there
+    assert [loss.item() for loss in kept] == [
+        size * (epoch + 1) * (4 * epoch + i) for epoch in range(2) for i, size in enumerate((4, 4, 4, 2))
+    ], "each its own loss, also after later replays"
+    assert EAGER_STEPS == 3
+    expected = [("run", 4)] * 3 + [("run", 2), ("record", 4)] + [("replay", 4)] * 3 + [("run", 2)]
+    assert recorder.log == expected
+    graphed.reset()
+    graphed(torch.ones(4, 1), torch.ones(4, 1))
+    assert recorder.log[-1] == ("run", 4)
+
+
+@studies
+def test_a_graphed_step_is_the_plain_one(study: str) -> None:
+    """All but CUDA itself: learning rate as a tensor, static memory, two shapes."""
+    plain, graphed = make_step(study), make_step(study)
+    for group in graphed.optimizer.param_groups:
+        group["lr"] = torch.tensor(group["lr"])
+    graphed._train = Graphed(graphed._train_eagerly, Recorder())
+    for number in range(10):
+        x, y = batch(study, 4 if number % 2 else 6, seed=number)
+        for step in (plain, graphed):
+            step.set_learning_rate(0.01 * (number + 1))
+        assert torch.allclose(plain(x, y), graphed(x, y), rtol=1e-5)
+    a, b = plain.weights.state_dict(), graphed.weights.state_dict()
+    assert all(torch.allclose(a[key], b[key], rtol=1e-4, atol=1e-6) for key in a)
+    assert isinstance(graphed.optimizer.param_groups[0]["lr"], torch.Tensor)
+
+
+def test_a_cpu_has_no_graphs() -> None:
+    with pytest.raises(UserError, match="cuda_graph: the device is a cpu"):
+        make_step("cosmo_unet", cuda_graph=True, optimizer={"fused": True})
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
+@studies
+@pytest.mark.parametrize(
+    "over",
+    [
+        {"optimizer": ADAM},
+        {"optimizer": {**ADAM, "fused": True}},
+        {"optimizer": {"fused": True}},
+        {"precision": "bf16", "accumulation_steps": 2},
+        {"precision": "bf16_master", "memory_format": "channels_last"},
+        {"activation_checkpointing": True},
+        {"compile": {"mode": "default"}},
+    ],
+    ids=str,
+)
+def test_a_cuda_graph_trains_as_the_eager_step_does(study: str, over: dict[str, Any]) -> None:
+    device = torch.device("cuda")
+    over = config.merge({"optimizer": {"fused": True}}, over)
+    steps = []
+    for graph in (False, True):
+        run = settings(study, **over, cuda_graph=graph)
+        steps.append(Step(build(study, run).to(device), loss_of(study), run, device))
+    for number in range(12):
+        x, y = (t.to(device) for t in batch(study, 4 if number % 2 else 6, seed=number))
+        losses = []
+        for step in steps:
+            step.set_learning_rate(1e-3 * (number + 1))
+            losses.append(float(step(x, y)))
+        assert losses[1] == pytest.approx(losses[0], rel=1e-3 if "precision" in over else 1e-5)
+        x.fill_(math.nan)
+    a, b = (step.weights.state_dict() for step in steps)
+    tolerance = 2e-2 if "precision" in over else 1e-3
+    assert all(distance(b[key], a[key]) < tolerance for key in a if not key.endswith("attention.k.bias"))
+
+
+# --- the check of the libraries ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_libraries_here_are_right(dtype: torch.dtype, channels_last: bool) -> None:
+    before = torch.get_rng_state()
+    start = time.thread_time()
+    check_operations(dtype, CPU, channels_last)
+    assert time.thread_time() - start < 1, "it is made at the start of every run"
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_run_in_16_bits_is_checked_and_no_other(
+    tmp_path: Path, cosmo_data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(session, "check_operations", lambda *arguments: checked.append(arguments))
+    for precision in ("fp32", "tf32", "bf16", "fp16_master"):
+        over = {"precision": precision, "memory_format": "channels_last"}
+        make_run(tmp_path, "cosmo_unet", config.merge(copy.deepcopy(COSMO_RUN), over), COSMO)
+        session.open_session(load_run(tmp_path / "config.yaml", TrainRun), cosmo_data / "manifest.json", "cpu", 1)
+    assert checked == [(torch.bfloat16, CPU, True), (torch.float16, CPU, True)]
+
+
+@pytest.mark.parametrize("what", ["forward", "backward", "nan"])
+@pytest.mark.parametrize("name", ["conv2d", "conv3d", "conv_transpose3d", "scaled_dot_product_attention"])
+def test_a_wrong_library_is_found(monkeypatch: pytest.MonkeyPatch, name: str, what: str) -> None:
+    right = getattr(F, name)
+
+    def wrong(x: torch.Tensor, *rest: Any, **arguments: Any) -> torch.Tensor:
+        result: torch.Tensor = right(x, *rest, **arguments)
+        if x.dtype == torch.float32:
+            return result
+        error = torch.zeros_like(result)
+        error.view(-1)[3] = math.nan if what == "nan" else 0.5 * float(result.detach().float().std())
+        # In the backward pass only: a term whose value is zero.
+        return result + (error if what != "backward" else 0.2 * (result - result.detach()))
+
+    monkeypatch.setattr(F, name, wrong)
+    with pytest.raises(UserError) as caught:
+        check_operations(torch.bfloat16, CPU)
+    said = str(caught.value)
+    place = "backward" if what == "backward" else "forward"
+    assert {v[0]: k for k, v in selfcheck.CHECKS.items()}[name] + f" ({place}) in torch.bfloat16 is wrong" in said
+    for part in ("tolerance 0.05", f"PyTorch {torch.__version__}", "cuDNN 9.8 to 9.10", "precision fp32 or tf32"):
+        assert part in said
+
+
+# --- what does not go together ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("study", "over", "said"),
+    [
+        ("era5_vit", {"optimizer": {"kind": "adam", "momentum": 0.9}}, "unknown key 'momentum'"),
+        ("era5_vit", {"optimizer": {"kind": "sgd", "betas": [0.9, 0.99]}}, "unknown key 'betas'"),
+        ("era5_vit", {"optimizer": {"kind": "sgdd"}}, "did you mean 'sgd'"),
+        ("era5_vit", {"optimizer": {"kind": "sgd", "momentum": 0.0, "nesterov": True}}, "nesterov needs a momentum"),
+        ("era5_vit", {"pad_channels": 8}, "pad_channels is for the unet3d"),
+        ("cosmo_unet", {"attention": "flash"}, "attention flash: the unet3d has none"),
+        ("cosmo_unet", {"accumulation_steps": 7}, "accumulation_steps 7 is more than the 6 samples"),
+        (
+            "cosmo_unet",
+            {"accumulation_steps": 2, "compile": {"mode": "max-autotune"}},
+            "accumulation_steps and compile",
+        ),
+        ("cosmo_unet", {"precision": "fp16_pure", "optimizer": {"kind": "adam"}}, "optimizer.eps 1e-08 is zero"),
+        ("cosmo_unet", {"cuda_graph": True}, "optimizer.fused"),
+        ("cosmo_unet", {"cuda_graph": True, "compile": {"mode": "max-autotune"}}, "compile.mode max-autotune"),
+        ("cosmo_unet", {"cuda_graph": True, "compile": {"mode": "reduce-overhead"}}, "compile.mode reduce-overhead"),
+        ("cosmo_unet", {"cuda_graph": True, "precision": "fp16"}, "precision fp16: loss scaling"),
+        ("cosmo_unet", {"cuda_graph": True, "precision": "fp16_master"}, "use bf16 or bf16_master"),
+        (
+            "era5_vit",
+            {
+                "cuda_graph": True,
+                "optimizer": {"fused": True},
+                "activation_checkpointing": True,
+                "model": {"dropout": 0.1},
+            },
+            "cuda_graph and activation_checkpointing",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused(study: str, over: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError) as caught:
+        settings(study, **over)
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(("written", "kind"), [({}, "Adam"), ({"kind": "adamw"}, "AdamW"), ({"kind": "sgd"}, "SGD")])
+def test_the_optimiser_is_the_one_that_was_asked_for(written: dict[str, Any], kind: str) -> None:
+    run = validate(
+        RunCore,
+        {**copy.deepcopy(RUNS["era5_vit"]), "study": "any", "dataset": "any", "optimizer": written},
+    )
+    made = Step(build("era5_vit", run), relative_l2, run, CPU).optimizer
+    assert type(made).__name__ == kind
+    assert made.param_groups[0]["lr"] == 2e-4
+
+
+# --- whole runs -------------------------------------------------------------------------------------------------
+
+TOP: dict[str, Any] = {  # many rungs at once
+    "precision": "bf16_master",
+    "optimizer": {"fused": True},
+    "memory_format": "channels_last",
+    "accumulation_steps": 3,
+    "activation_checkpointing": True,
+}
+
+
+@pytest.mark.parametrize(
+    ("study", "data", "over"),
+    [
+        ("cosmo_unet", "cosmo_data", {"samples": {"train": 10}, "pad_channels": 8}),
+        ("era5_vit", "era5_data", {"samples": {"train": 10, "valid": 3}, "attention": "auto"}),
+    ],
+)
+def test_a_run_at_the_top_of_the_ladder_learns_what_the_plain_one_does(
+    tmp_path: Path, request: pytest.FixtureRequest, study: str, data: str, over: dict[str, Any]
+) -> None:
+    """10 samples in batches of 4: the last has 2, fewer than the parts."""
+    manifest = request.getfixturevalue(data) / "manifest.json"
+    base, dataset = (COSMO_RUN, COSMO) if study == "cosmo_unet" else (ERA5_RUN, ERA5)
+    losses, weights = {}, {}
+    for name, more in (("plain", {}), ("top", TOP | over)):
+        chosen = config.merge(copy.deepcopy(base), {"samples": over["samples"], **copy.deepcopy(more)})
+        make_run(tmp_path / name, study, chosen, dataset)
+        assert train(tmp_path / name, manifest) == 0
+        losses[name] = [record[key] for record in records(tmp_path / name) for key in ("train_loss", "valid_loss")]
+        weights[name] = torch.load(tmp_path / name / "model.pt", weights_only=True)
+    assert losses["top"] == pytest.approx(losses["plain"], rel=0.02)
+    assert losses["top"] != losses["plain"]
+    shapes = {key: (value.shape, torch.float32) for key, value in weights["plain"].items()}
+    assert {key: (value.shape, value.dtype) for key, value in weights["top"].items()} == shapes
+    run = load_run(tmp_path / "top" / "config.yaml", TrainRun)
+    model: Any = session.open_session(run, manifest, "cpu", 1).step.model
+    assert model.checkpointing
+    if study == "cosmo_unet":
+        assert model.down[0][0].multiple == model.last.multiple == 8

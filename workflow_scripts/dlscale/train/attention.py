@@ -1,0 +1,104 @@
+"""Which kernel computes attention."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from dlscale.runtime.errors import UserError
+
+BACKENDS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+
+#: Elements of the score matrices beyond which `math`, which holds them all, is not tried: it could only lose.
+MOST_SCORES = 2**28
+
+#: A context for the forward and the backward pass: recomputed activations choose their kernel again.
+Context = Callable[[], AbstractContextManager[object]]
+
+
+def attention_context(
+    kind: str, shape: tuple[int, int, int, int], dropout: float, dtype: torch.dtype, device: torch.device
+) -> Context:
+    """Return the context in which all attention runs on the kernel that `kind` (the run's `attention`) names.
+
+    Parameters
+    ----------
+    shape
+        Samples, heads, tokens, head dimension.
+    """
+    if kind == "default":
+        return nullcontext
+    times = trial(shape, dropout, dtype, device) if kind == "auto" else {}
+    if kind == "auto":
+        kind = min(times, key=times.__getitem__)
+        shown = ", ".join(f"{name} {1e3 * seconds:.2f} ms" for name, seconds in sorted(times.items()))
+        logging.info("attention %s for %s, %s: %s", kind, "x".join(map(str, shape)), dtype, shown)
+    elif not _works(kind, shape, dropout, dtype, device):
+        usable = trial(shape, dropout, dtype, device, repeats=1)
+        raise UserError(
+            f"attention: {kind} cannot compute {dtype} with {shape[2]} tokens of {shape[3]} on {device.type}; "
+            f"use default, auto or one of: {', '.join(usable)}"
+        )
+    return partial(only, kind)
+
+
+@contextmanager
+def only(kind: str) -> Iterator[None]:
+    """Run attention on one kernel; what is compiled meanwhile is cached under its name.
+
+    PyTorch 2.13 keys its cache of compiled code by the model alone, and would load code with another kernel.
+    """
+    settings: Any = torch.compiler.config
+    with sdpa_kernel(BACKENDS[kind]), settings.patch(cache_key_tag=f"attention {kind}"):
+        yield
+
+
+def trial(
+    shape: tuple[int, int, int, int], dropout: float, dtype: torch.dtype, device: torch.device, repeats: int = 5
+) -> dict[str, float]:
+    """Return the seconds (the least of `repeats`) of a forward and a backward pass with each kernel that works."""
+    times: dict[str, float] = {}
+    for name in BACKENDS:
+        if name == "math" and times and math.prod(shape[:3]) * shape[2] > MOST_SCORES:
+            continue
+        if _works(name, shape, dropout, dtype, device):  # also warms up
+            times[name] = min(_seconds(name, shape, dropout, dtype, device) for _ in range(repeats))
+    if device.type == "cuda":  # the trial is not the run's memory
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    return times
+
+
+def _works(name: str, shape: tuple[int, ...], dropout: float, dtype: torch.dtype, device: torch.device) -> bool:
+    try:
+        _seconds(name, shape, dropout, dtype, device)
+    except RuntimeError:  # there is no such kernel, or not the memory for it
+        return False
+    return True
+
+
+def _seconds(name: str, shape: tuple[int, ...], dropout: float, dtype: torch.dtype, device: torch.device) -> float:
+    q, k, v = (torch.full(shape, 0.1, dtype=dtype, device=device, requires_grad=True) for _ in range(3))
+    cuda = device.type == "cuda"
+    with torch.random.fork_rng([device] if cuda else []), sdpa_kernel(BACKENDS[name]):
+        if cuda:
+            torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        F.scaled_dot_product_attention(q, k, v, dropout_p=dropout).sum().backward()
+        if cuda:
+            torch.cuda.synchronize(device)
+        return time.perf_counter() - start

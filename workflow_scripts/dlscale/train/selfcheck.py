@@ -1,0 +1,68 @@
+"""Convolution and attention in 16 bits against float32, before a run trusts them.
+
+Libraries have been wrong in silence: cuDNN 9.8 to 9.10 gave wrong values in bf16 3-D convolutions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch.nn import functional as F
+
+from dlscale.runtime.errors import UserError
+
+#: Greatest error of an element over the root mean square of all: some 13 (bf16) and 20 (fp16) roundings.
+TOLERANCE = {torch.bfloat16: 0.05, torch.float16: 0.01}
+
+Operation = Callable[..., torch.Tensor]
+
+
+#: Name: the function's name in `torch.nn.functional`, shapes of its inputs, and its arguments.
+CHECKS: dict[str, tuple[str, list[tuple[int, ...]], dict[str, int]]] = {
+    "2-D convolution": ("conv2d", [(2, 8, 16, 16), (16, 8, 4, 4)], {"stride": 4}),
+    "3-D convolution": ("conv3d", [(2, 8, 8, 8, 8), (16, 8, 4, 4, 4)], {"stride": 2, "padding": 1}),
+    "transposed 3-D convolution": (
+        "conv_transpose3d",
+        [(2, 8, 4, 4, 4), (8, 16, 4, 4, 4)],
+        {"stride": 2, "padding": 1},
+    ),
+    "attention": ("scaled_dot_product_attention", [(2, 2, 64, 32)] * 3, {}),
+}
+
+
+LAYOUT = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+def check_operations(dtype: torch.dtype, device: torch.device, channels_last: bool = False) -> None:
+    """Refuse to go on where a forward or backward pass in `dtype` differs from float32 by more than rounding.
+
+    With `channels_last` the convolutions are those of that order in memory: they are other kernels.
+    """
+    generator = torch.Generator().manual_seed(0)
+    for name, (function, shapes, arguments) in CHECKS.items():
+        # Rounded to `dtype` first: only the arithmetic differs. The truth is computed by another library, on the host.
+        inputs = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+        operation = getattr(F, function)
+        own = [x.to(device) for x in inputs]
+        if channels_last and "convolution" in name:
+            own = [x.contiguous(memory_format=LAYOUT[x.dim()]) for x in own]
+        found = _passes(operation, own, arguments)
+        truth = _passes(operation, [x.float() for x in inputs], arguments)
+        for what, a, b in zip(("forward", *["backward"] * len(inputs)), found, truth, strict=True):
+            error = float((a.cpu().float() - b).abs().max() / b.square().mean().sqrt())
+            if not error <= TOLERANCE[dtype]:  # so that NaN is an error, too
+                raise UserError(
+                    f"precision: {name} ({what}) in {dtype} is wrong on this {device.type}: error {error:.2g}, "
+                    f"tolerance {TOLERANCE[dtype]:g} (PyTorch {torch.__version__}, cuDNN "
+                    f"{torch.backends.cudnn.version()}; known to be wrong: cuDNN 9.8 to 9.10); "
+                    "use another version of PyTorch or cuDNN, or precision fp32 or tf32"
+                )
+
+
+def _passes(operation: Operation, inputs: list[torch.Tensor], arguments: dict[str, int]) -> list[torch.Tensor]:
+    """Return the result, then the gradients of all inputs."""
+    inputs = [x.detach().requires_grad_() for x in inputs]
+    result = operation(*inputs, **arguments)
+    incoming = (torch.arange(result.numel()) % 7 - 3).reshape(result.shape).to(result)  # exact in all formats
+    return [result.detach(), *torch.autograd.grad(result, inputs, incoming)]
