@@ -32,7 +32,7 @@ from dlscale.data.transforms import DENSITY, IDENTITY, TEMPERATURE, VELOCITY, Tr
 from dlscale.runtime import config
 from dlscale.runtime.errors import UserError
 from dlscale.runtime.schema.dataset import Dataset
-from dlscale.runtime.schema.run import Loader, PairSamples
+from dlscale.runtime.schema.run import PairSamples, TorchLoader
 from tests.conftest import COSMO, ERA5, ROOT, make_dataset, make_parts, stage
 from tests.raw_files import CHANNELS_OF, cosmo, era5, published, volume, write_volume, write_years
 
@@ -621,7 +621,7 @@ def test_every_pair_reaches_the_model_once(tmp_path: Path) -> None:
     years = {2003: 12, 2004: 17, 2005: 5}
     manifest = pair_folder(tmp_path, years)
     pairs = Pairs(manifest, "train", PairSamples(kind="pairs", dt=2), seed=3)
-    loader = torch_loader.build(pairs, Loader(workers=0), Share(8), torch.device("cpu"))
+    loader = torch_loader.build(pairs, TorchLoader(kind="torch", workers=0), Share(8), torch.device("cpu"))
     expected = sorted(10_000 * (year - 2000) + row for year, times in years.items() for row in range(times - 2))
     for epoch in range(2):
         batches = list(loader.epoch(epoch))

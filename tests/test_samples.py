@@ -29,8 +29,7 @@ from dlscale.data.pairs import Pairs
 from dlscale.data.samples import Places, Samples
 from dlscale.data.transforms import Transform
 from dlscale.runtime.errors import UserError
-from dlscale.runtime.schema.run import CropSamples, PairSamples
-from dlscale.runtime.schema.run import Loader as LoaderSettings
+from dlscale.runtime.schema.run import CropSamples, PairSamples, SyntheticLoader, TorchLoader
 from tests.conftest import ROOT
 from tests.raw_files import CHANNELS_OF
 
@@ -113,7 +112,7 @@ def flat(batches: list[list[Any]]) -> list[Any]:
 
 
 def torch_loader_of(samples: Samples, batch: int = 8, workers: int = 0, rank: int = 0, ranks: int = 1) -> Loader:
-    return torch_loader.build(samples, LoaderSettings(workers=workers), Share(batch, rank, ranks), CPU)
+    return torch_loader.build(samples, TorchLoader(kind="torch", workers=workers), Share(batch, rank, ranks), CPU)
 
 
 # ---- random words ----------------------------------------------------------------------------------------
@@ -514,7 +513,7 @@ def test_the_synthetic_loader_has_the_shapes_and_no_data(make: Any) -> None:
     samples = make()
     samples.read = None  # type: ignore[method-assign, assignment]
     share = Share(6)
-    loader = synthetic_loader.build(samples, LoaderSettings(kind="synthetic"), share, CPU)
+    loader = synthetic_loader.build(samples, SyntheticLoader(kind="synthetic"), share, CPU)
     assert (loader.samples, len(loader)) == (samples.size, share.steps(samples.size))
     batches = list(loader.epoch(0))
     assert [len(x) for x, _ in batches] == [len(share.indices(step, samples.size)) for step in range(len(loader))]
@@ -524,7 +523,7 @@ def test_the_synthetic_loader_has_the_shapes_and_no_data(make: Any) -> None:
         assert x.dtype == y.dtype == torch.float32
         assert x.data_ptr() == batches[0][0].data_ptr()  # one batch, again and again
     assert 0.8 < batches[0][0].std() < 1.2
-    again = synthetic_loader.build(samples, LoaderSettings(kind="synthetic"), share, CPU)
+    again = synthetic_loader.build(samples, SyntheticLoader(kind="synthetic"), share, CPU)
     assert torch.equal(next(again.epoch(5))[0], batches[0][0])
     assert len(list(loader.epoch(0, start=1))) == len(loader) - 1
     loader.close()

@@ -47,6 +47,26 @@ def vectors(channels: list[str]) -> list[tuple[int, int, int]]:
     ]
 
 
+def components(vectors_: list[tuple[int, int, int]], channels: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return for each of the 48 which channel each channel of the result comes from, and its sign.
+
+    Returns
+    -------
+    source
+        int64 [48, channels].
+    sign
+        float32 [48, channels], 1 or -1.
+    """
+    source = np.tile(np.arange(channels), (len(SYMMETRIES), 1))
+    sign = np.ones((len(SYMMETRIES), channels), np.float32)
+    for number, symmetry in enumerate(SYMMETRIES):
+        for vector in vectors_:
+            for axis, channel in enumerate(vector):
+                source[number, channel] = vector[symmetry.axes[axis]]
+                sign[number, channel] = -1 if symmetry.flips[axis] else 1
+    return source, sign
+
+
 def apply(symmetry: Symmetry, x_CDHW: np.ndarray, vectors_: list[tuple[int, int, int]]) -> np.ndarray:
     """Return the transformed cube as a contiguous array [C, D, H, W] of the same type.
 

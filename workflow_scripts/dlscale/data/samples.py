@@ -24,13 +24,19 @@ class Samples(Protocol):
     ----------
     size
         Samples in an epoch.
-    input_shape, target_shape
-        Of one sample, channels first.
     """
 
     size: int
-    input_shape: tuple[int, ...]
-    target_shape: tuple[int, ...]
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        """Of one sample, channels first."""
+        ...
+
+    @property
+    def target_shape(self) -> tuple[int, ...]:
+        """Of one sample, channels first."""
+        ...
 
     def read(self, epoch: int, index: int) -> tuple[np.ndarray, np.ndarray]:
         """Return input and target of sample `index` (0 ... size - 1) of `epoch`, float32, in model units.
@@ -59,6 +65,11 @@ class Places:
     target: np.ndarray
     symmetry: np.ndarray
 
+    def part(self, indices: range) -> Places:
+        """Return the places of consecutive samples."""
+        s = slice(indices.start, indices.stop)
+        return Places(self.file[s], self.input[s], self.target[s], self.symmetry[s])
+
 
 class Side:
     """Input or target: boxes of one size in one field of every file.
@@ -85,25 +96,29 @@ class Side:
         self.vectors = vectors(info.channels)
         self.shape: tuple[int, ...] = (len(info.channels), *extent[channel_axis:])
         self._info = info
-        self._decoding: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
+        self._decoding: dict[int, tuple[np.ndarray, ...]] = {}
 
-    def decoding(self, file: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def decoding(self, file: int) -> tuple[np.ndarray, ...]:
         """Return shift, factor, offset, each [C] float32: model value = (stored - shift) * factor + offset.
 
         Values that are stored as they are keep their digits: the large mean of a pressure goes first.
         """
         if file not in self._decoding:
             transforms = self._info.transforms if self._info.stored == "physical" else []
-            mean = np.float32([t.offset for t in transforms] or [0.0] * self.shape[0]).astype(np.float64)
-            std = np.float32([t.scale for t in transforms] or [1.0] * self.shape[0]).astype(np.float64)
+            mean, std = (  # in the digits that the published statistics have
+                np.array([getattr(t, key) for t in transforms] or [plain] * self.shape[0], dtype=np.float32).astype(
+                    np.float64
+                )
+                for key, plain in (("offset", 0.0), ("scale", 1.0))
+            )
             scaling = self.readers[file].scaling
+            found: tuple[np.ndarray, ...]
             if scaling is None:
-                found = mean, 1 / std, np.zeros_like(mean)
+                found = mean, 1 / std, 0 * mean
             else:
                 offset, scale = (part.astype(np.float64) for part in scaling)
-                found = np.zeros_like(mean), scale / std, (offset - mean) / std
-            shift, factor, offset = (part.astype(np.float32) for part in found)
-            self._decoding[file] = shift, factor, offset
+                found = 0 * mean, scale / std, (offset - mean) / std
+            self._decoding[file] = tuple(part.astype(np.float32) for part in found)
         return self._decoding[file]
 
     def box(self, start: np.ndarray) -> tuple[slice, ...]:

@@ -11,7 +11,7 @@ import torch
 
 from dlscale.data.loaders.base import Batch, Share
 from dlscale.data.samples import Samples
-from dlscale.runtime.schema.run import Loader as Settings
+from dlscale.runtime.schema.run import SyntheticLoader as Settings
 
 
 class SyntheticLoader:

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 from dlscale.data.loaders.base import Batch, Share
 from dlscale.data.samples import Samples
-from dlscale.runtime.schema.run import Loader as Settings
+from dlscale.runtime.schema.run import TorchLoader as Settings
 
 
 class _Dataset(Dataset[Batch]):

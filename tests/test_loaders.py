@@ -1,0 +1,369 @@
+"""Every loader yields the one stream's samples, from every layout of files, with any workers, ranks, resume points."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+import torch
+
+from dlscale.data import store
+from dlscale.data.channels import CHANNELS
+from dlscale.data.crops import Crops
+from dlscale.data.loaders import direct_loader, torch_loader
+from dlscale.data.loaders.base import Loader, Share
+from dlscale.data.loaders.direct_device import Resident, Streamed
+from dlscale.data.loaders.direct_host import OnHost
+from dlscale.data.loaders.direct_loader import DirectLoader
+from dlscale.data.manifest import FieldInfo, File, Manifest
+from dlscale.data.pairs import Pairs
+from dlscale.data.raw import Raw
+from dlscale.data.samples import GridSamples
+from dlscale.data.store import Field, Reader
+from dlscale.data.transforms import Transform
+from dlscale.runtime.errors import UserError
+from dlscale.runtime.schema import run as schema
+from dlscale.runtime.schema.run import CropSamples, PairSamples
+from tests.conftest import ROOT  # noqa: F401 - sets how OpenMP waits
+
+CPU = torch.device("cpu")
+#: Volumes of different sizes, none a cube, none a multiple of a chunk.
+EDGES = [(13, 11, 12), (9, 17, 10)]
+TIMES = [7, 9]
+
+#: How a field may lie in its file: what `h5py` or `store.create` is told. The first is the published form.
+VOLUMES: dict[str, dict[str, Any]] = {
+    "published": {},
+    "chunks": {"chunk": 5},
+    "half": {"chunk": 5, "dtype": "float16"},
+    "half, whole": {"dtype": "float16"},
+    "channels last": {"channels_last": True, "chunk": 5},
+    "channels last, whole": {"channels_last": True},
+    "channels last, half": {"channels_last": True, "dtype": "float16", "chunk": 4},
+    "channels last, half, whole": {"channels_last": True, "dtype": "float16"},
+}
+SERIES: dict[str, dict[str, Any]] = {"published": {}, "half": {"dtype": "float16"}}
+#: Which the library alone can read: compressed, and of the other byte order.
+FOREIGN: dict[str, dict[str, Any]] = {"compressed": {"compression": "gzip"}, "big-endian": {"dtype": ">f4"}}
+
+
+def write_field(path: Path, field: Field, seed: int, layout: dict[str, Any]) -> None:
+    """Write one field: through `store`, or foreign."""
+    values = np.random.default_rng(seed).normal(size=field.shape).astype(np.float32)
+    values[(0,) * 4] = -0.0
+    with h5py.File(path, "a") as file:
+        if layout in FOREIGN.values():
+            options = {"chunks": True} if "compression" in layout else {}
+            file.create_dataset(field.name, data=values, **{**options, **layout})
+            return
+        shape = [1] * 4
+        shape[field.channel_axis] = -1
+        scaling = None
+        if layout.get("dtype") == "float16":
+            scaling = np.linspace(-0.5, 2, len(field.channels)), np.linspace(0.3, 3, len(field.channels))
+            offset, scale = (part.reshape(shape).astype(np.float32) for part in scaling)
+            values = ((values - offset) / scale).astype(np.float16)
+        target = store.create(file, field, scaling=scaling, **layout)
+        store.write(target, (slice(None),) * 4, values)
+
+
+def crops(folder: Path, layout: dict[str, Any], split: str = "train", files: int = 2) -> Crops:
+    """Return 29 training crops of 6^3 cells of two volumes."""
+    found = []
+    for number, edges in enumerate(EDGES[:files]):
+        path = folder / f"{number}.h5"
+        if not path.exists():
+            for seed, (name, (channels, units, transforms)) in enumerate(CHANNELS.items()):
+                field = Field(name, channels, units, (len(channels), *edges), 0, transforms)
+                write_field(path, field, 10 * number + seed, layout)
+        found.append(File(path.name, edges[0], path.stat().st_size, str(number)))
+    fields = {
+        name: FieldInfo(list(spec[0]), list(spec[1]), [9, 9, 9], list(spec[2]), "model", [], [], [], [])
+        for name, spec in CHANNELS.items()
+    }
+    manifest = Manifest("cosmo", fields, {split: found}, folder=folder)
+    return Crops(manifest, split, CropSamples(kind="crops", crop=6, train=29, valid=8), seed=4)
+
+
+def pairs(folder: Path, layout: dict[str, Any], split: str = "train") -> Pairs:
+    """Return the 14 pairs of two series of 6 channels on 5 x 8 points, of which 4 x 8 are kept."""
+    names = tuple(f"channel{number}" for number in range(6))
+    found = []
+    for number, times in enumerate(TIMES):
+        path = folder / f"{number}.h5"
+        if not path.exists():
+            write_field(path, Field("fields", names, ("1",) * 6, (times, 6, 5, 8), 1), number, layout)
+        found.append(File(path.name, times, path.stat().st_size, str(number)))
+    transforms = [Transform("linear", 100.0 * number, 0.5 + number) for number in range(6)]
+    info = FieldInfo(list(names), ["1"] * 6, [4, 8], transforms, "physical", [], [], [], [])
+    manifest = Manifest("era5", {"fields": info}, {split: found}, folder=folder)
+    return Pairs(manifest, split, PairSamples(kind="pairs"), seed=4)
+
+
+CASES = [
+    *(pytest.param(crops, layout, id=f"crops, {name}") for name, layout in {**VOLUMES, **FOREIGN}.items()),
+    *(pytest.param(pairs, layout, id=f"pairs, {name}") for name, layout in {**SERIES, **FOREIGN}.items()),
+]
+
+
+def torch_loader_of(samples: GridSamples, share: Share, workers: int) -> Loader:
+    return torch_loader.build(samples, schema.TorchLoader(kind="torch", workers=workers), share, CPU)
+
+
+def host(samples: GridSamples, share: Share, workers: int) -> Loader:
+    loader = direct_loader.build(samples, schema.DirectLoader(kind="direct", workers=workers), share, CPU)
+    assert isinstance(loader._way, OnHost)
+    return loader
+
+
+def resident(samples: GridSamples, share: Share, workers: int) -> Loader:
+    settings = schema.DirectLoader(kind="direct", workers=workers, resident="always")
+    loader = direct_loader.build(samples, settings, share, CPU)
+    assert isinstance(loader._way, Resident)
+    return loader
+
+
+def streamed(samples: GridSamples, share: Share, workers: int) -> Loader:
+    """The way to a GPU, with the processor in its place."""
+    loader = direct_loader.build(samples, schema.DirectLoader(kind="direct", workers=workers), share, CPU)
+    assert isinstance(loader._way, OnHost)
+    batch = len(share.indices(0, samples.size))
+    loader._way = Streamed(loader._way._sides, batch, loader._slots, CPU)
+    return loader
+
+
+def dali(samples: GridSamples, share: Share, workers: int) -> Loader:
+    pytest.importorskip("nvidia.dali", reason="DALI is not installed: pip install 'dlscale[dali]'")
+    from dlscale.data.loaders import dali_loader
+
+    return dali_loader.build(samples, schema.DaliLoader(kind="dali", workers=max(1, workers)), share, CPU)
+
+
+def dali_raw(samples: GridSamples, share: Share, workers: int) -> Loader:
+    """The way to a GPU, with the processor in its place."""
+    loader: Any = dali(samples, share, workers)
+    from dlscale.data.loaders import dali_loader
+
+    loader._here = False
+    loader._feeds = [dali_loader.Feed(side, 0) for side in (samples.input, samples.target)]
+    loader._pipeline = loader._build(schema.DaliLoader(kind="dali"))
+    found: Loader = loader
+    return found
+
+
+LOADERS: dict[str, Callable[[GridSamples, Share, int], Loader]] = {
+    "torch": torch_loader_of,
+    "direct on the host": host,
+    "direct, resident": resident,
+    "direct, streamed": streamed,
+    "dali": dali,
+    "dali, raw": dali_raw,
+}
+
+
+def batches(loader: Loader, epoch: int, start: int = 0) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Return the batches of an epoch; copies, since loaders use their buffers again."""
+    return [(x.numpy().copy(), y.numpy().copy()) for x, y in loader.epoch(epoch, start)]
+
+
+def expected(samples: GridSamples, share: Share, epoch: int, start: int = 0) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield the batches as `read` gives them, sample by sample."""
+    for step in range(start, share.steps(samples.size)):
+        found = [samples.read(epoch, index) for index in share.indices(step, samples.size)]
+        shapes = samples.input_shape, samples.target_shape
+        yield tuple(  # type: ignore[misc]
+            np.stack(side) if found else np.empty((0, *shape), np.float32)
+            for side, shape in zip(zip(*found, strict=True) if found else ((), ()), shapes, strict=True)
+        )
+
+
+def check(found: list[tuple[np.ndarray, np.ndarray]], wanted: Iterator[tuple[np.ndarray, np.ndarray]]) -> None:
+    for (x, y), (a, b) in itertools.zip_longest(found, wanted):
+        np.testing.assert_array_equal(x, a)
+        np.testing.assert_array_equal(y, b)
+        assert x.dtype == y.dtype == np.float32
+
+
+#: DALI compiles its operators anew for each of these, in seconds: layouts that differ in how a box is found.
+DALI_CASES = ("crops, published", "crops, channels last, half", "crops, compressed", "pairs, half")
+
+
+@pytest.mark.parametrize(
+    ("name", "make", "layout"),
+    [
+        pytest.param(name, *case.values, id=f"{name}: {case.id}")
+        for name in LOADERS
+        for case in CASES
+        if not name.startswith("dali") or case.id in DALI_CASES
+    ],
+)
+def test_every_loader_yields_the_one_stream(tmp_path: Path, name: str, make: Any, layout: dict[str, Any]) -> None:
+    """Bit by bit, from every layout, in two epochs, with a last batch that is a part of one."""
+    samples, share = make(tmp_path, layout), Share(4)
+    assert samples.size % 4
+    with closing(LOADERS[name](samples, share, 0 if name == "torch" else 2)) as loader:
+        assert (loader.samples, len(loader)) == (samples.size, share.steps(samples.size))
+        for epoch in (0, 3):
+            check(batches(loader, epoch), expected(make(tmp_path, layout), share, epoch))
+
+
+@pytest.mark.parametrize(
+    ("name", "workers", "ranks", "make"),
+    [
+        case
+        for case in itertools.product(LOADERS, (0, 1, 2), (1, 2, 3), (crops, pairs))
+        if not case[0].startswith("dali") or case[1:3] == (2, 2)
+    ],
+)
+def test_workers_ranks_and_resume_points_do_not_show(
+    tmp_path: Path, name: str, workers: int, ranks: int, make: Any
+) -> None:
+    layout = {"dtype": "float16"}
+    samples = make(tmp_path, layout)
+    for rank in range(ranks):
+        share = Share(5, rank, ranks)
+        with closing(LOADERS[name](make(tmp_path, layout), share, workers)) as loader:
+            next(loader.epoch(2))  # given up after a batch, with more on the way
+            for start in (0, 2, len(loader)):
+                check(batches(loader, 1, start), expected(samples, share, 1, start))
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("loader")]
+
+
+@pytest.mark.parametrize("name", [name for name in LOADERS if name != "dali, raw"])
+def test_validation_is_the_same_in_every_epoch(tmp_path: Path, name: str) -> None:
+    """Not turned, so that boxes may be decoded where they lie."""
+    samples = crops(tmp_path, VOLUMES["channels last, half, whole"], split="valid")
+    assert not samples.places(0).symmetry.any()
+    with closing(LOADERS[name](samples, Share(3), 1)) as loader:
+        for epoch in (0, 5):
+            check(batches(loader, epoch), expected(samples, Share(3), 0))
+
+
+def test_all_symmetries_and_channels_come_up(tmp_path: Path) -> None:
+    """What the tests above compare is all of what can happen to a crop."""
+    samples = crops(tmp_path, VOLUMES["half"])
+    numbers = {int(number) for epoch in range(12) for number in samples.places(epoch).symmetry}
+    assert numbers == set(range(48))
+    with closing(host(samples, Share(29), 2)) as loader:
+        for epoch in range(12):
+            check(batches(loader, epoch), expected(samples, Share(29), epoch))
+
+
+def test_mapped_layouts_are_read_without_the_library(tmp_path: Path) -> None:
+    for number, (layout, mapped) in enumerate(
+        [*((layout, True) for layout in VOLUMES.values()), *((layout, False) for layout in FOREIGN.values())]
+    ):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        samples = crops(folder, layout)
+        for side in (samples.input, samples.target):
+            assert [Raw(reader, 0).mapped for reader in side.readers] == [mapped, mapped], layout
+
+
+def test_chunks_that_were_never_written_are_left_to_the_library(tmp_path: Path) -> None:
+    """Their values are the fill value, which lies nowhere in the file."""
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        values = file.create_dataset("Nbody", (4, 8, 8, 8), "f4", chunks=(4, 4, 4, 4), fillvalue=7.0)
+        values[:, :4] = 1.0
+    raw = Raw(Reader(tmp_path / "a.h5", "Nbody"), 0)
+    out = np.empty((4, 4, 4, 4), np.float32)
+    raw.copy(np.array([2, 1, 1]), out)
+    assert not raw.mapped
+    assert (out[:, :2] == 1).all() and (out[:, 2:] == 7).all()
+
+
+def test_files_of_different_layouts_in_one_dataset(tmp_path: Path) -> None:
+    """The user's own, say: one in half precision and channels last, one as published."""
+    samples = crops(tmp_path, VOLUMES["channels last, half"], files=1)
+    both = crops(tmp_path, VOLUMES["published"])
+    assert both.size == samples.size
+    assert len({raw.dtype for raw in (Raw(reader, 0) for reader in both.input.readers)}) == 2
+    with pytest.raises(UserError, match=r"loader\.kind: dali needs files of one type, these have .*float16.*float32"):
+        dali(both, Share(4), 1)
+    for make in (make for name, make in LOADERS.items() if not name.startswith("dali")):
+        with closing(make(both, Share(4), 1)) as loader:
+            check(batches(loader, 0), expected(both, Share(4), 0))
+
+
+def test_halves_are_decoded_exactly() -> None:
+    """All 65,536 of them: normal, subnormal, zeros of both signs, infinities and what is not a number."""
+    from dlscale.data.loaders.direct_host import _half
+
+    bits = np.arange(2**16, dtype=np.uint16)
+    with np.errstate(invalid="ignore"):
+        wanted = bits.view(np.float16).astype(np.float32)
+    found = np.array([_half(np.uint32(value)) for value in bits], np.float32)
+    np.testing.assert_array_equal(found, wanted)
+    np.testing.assert_array_equal(np.signbit(found), np.signbit(wanted))
+
+
+def test_batches_are_written_again_only_when_the_next_is_asked_for(tmp_path: Path) -> None:
+    """And they are: memory does not grow with the epoch."""
+    samples = crops(tmp_path, VOLUMES["half"])
+    with closing(host(samples, Share(2), 2)) as loader:
+        places = set()
+        for (x, y), (a, b) in zip(loader.epoch(0), expected(samples, Share(2), 0), strict=True):
+            places.add((x.data_ptr(), y.data_ptr()))
+            torch.mm(torch.randn(200, 200), torch.randn(200, 200))  # time for the threads to spoil it
+            np.testing.assert_array_equal(x.numpy(), a)
+            np.testing.assert_array_equal(y.numpy(), b)
+        assert len(places) == 3  # the two that are kept ready, and the one in use
+
+
+def test_a_torn_file_is_one_message_from_any_thread(tmp_path: Path) -> None:
+    samples = crops(tmp_path, FOREIGN["compressed"])
+    with h5py.File(tmp_path / "0.h5") as file:
+        first = file["Nbody"].id.get_chunk_info(0)
+    with open(tmp_path / "0.h5", "r+b") as raw:
+        raw.seek(first.byte_offset)
+        raw.write(b"\0" * first.size)
+    with closing(host(samples, Share(29), 2)) as loader, pytest.raises(UserError, match=r"0\.h5: Nbody: cannot read"):
+        list(loader.epoch(0))
+
+
+def test_direct_needs_arrays_on_grids() -> None:
+    class Images:
+        size, input_shape, target_shape = 4, (3, 8, 8), (1,)
+
+    with pytest.raises(UserError, match=r"loader\.kind: direct reads arrays on grids.*use torch"):
+        direct_loader.build(Images(), schema.DirectLoader(kind="direct"), Share(2), CPU)  # type: ignore[arg-type]
+
+
+def test_what_fits_becomes_resident(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    """By measured free memory, and it is said."""
+    samples = crops(tmp_path, VOLUMES["half"])
+    sides = [direct_loader.Stored(side) for side in (samples.input, samples.target)]
+    needed = sum(side.bytes for side in sides)
+    assert needed == 2 * 9 * sum(int(np.prod(edges)) for edges in EDGES)
+    caplog.set_level("INFO")
+    for free, fits in ((2 * needed, True), (2 * needed - 1, False)):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free, 2 * free))
+        assert direct_loader.becomes_resident("auto", sides, torch.device("cuda")) == fits
+        assert f"{'is held' if fits else 'is not held'} on the device" in caplog.messages[-1]
+    assert direct_loader.becomes_resident("always", sides, torch.device("cuda"))
+    assert not direct_loader.becomes_resident("never", sides, torch.device("cuda"))
+    assert not direct_loader.becomes_resident("auto", sides, CPU)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("resident_", ["always", "never"])
+@pytest.mark.parametrize("make", [crops, pairs])
+def test_on_a_gpu(tmp_path: Path, make: Any, resident_: str) -> None:
+    """The same samples within the rounding of a fused multiply-add, under work that keeps the device busy."""
+    samples, device = make(tmp_path, {"dtype": "float16"}), torch.device("cuda")
+    settings = schema.DirectLoader(kind="direct", resident=resident_)
+    with closing(DirectLoader(samples, settings, Share(4), device)) as loader:
+        for (x, y), (a, b) in zip(loader.epoch(0), expected(samples, Share(4), 0), strict=True):
+            busy = torch.randn(2000, 2000, device=device)
+            for _ in range(5):
+                busy = busy @ busy
+            np.testing.assert_allclose(x.cpu(), a, rtol=1e-6, atol=1e-6)
+            np.testing.assert_allclose(y.cpu(), b, rtol=1e-6, atol=1e-6)

@@ -1,0 +1,79 @@
+"""The operators that DALI runs for each sample: plain functions, which DALI compiles with Numba.
+
+Their inputs are those of `Feed.samples`: the file's bits, the chunks' places, where (edges [3], strides [4], start [3],
+pitch [4], size [4]), steps (base, step [3], channel [C]) and numbers (shift, factor, offset) [3, C].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numba
+import numpy as np
+
+from dlscale.data.loaders.direct_host import KERNELS
+
+Operator = tuple[Callable[..., None], Callable[..., None]]
+
+
+@numba.njit(nogil=True, cache=True)
+def fetch(bits, chunks, where, out):  # type: ignore[no-untyped-def]
+    """Copy a box row by row, and each row chunk by chunk, into `out` with its own pitch."""
+    edges, strides, start, pitch, size = where[:3], where[3:7], where[7:10], where[10:14], where[14:18]
+    together = strides[0] == 1  # a cell's channels lie side by side: a row holds them all
+    width = size[0] if together else 1
+    for c in range(1 if together else size[0]):
+        for i in range(size[1]):
+            a = (start[0] + i) // edges[0]
+            for j in range(size[2]):
+                b = (start[1] + j) // edges[1]
+                inside = (
+                    c * strides[0]
+                    + (start[0] + i - a * edges[0]) * strides[1]
+                    + (start[1] + j - b * edges[1]) * strides[2]
+                )
+                k = 0
+                while k < size[3]:
+                    d = (start[2] + k) // edges[2]
+                    first = start[2] + k - d * edges[2]
+                    count = min(edges[2] - first, size[3] - k)
+                    source = chunks[a, b, d] + inside + first * strides[3]
+                    target = c * pitch[0] + i * pitch[1] + j * pitch[2] + k * pitch[3]
+                    out[target : target + count * width] = bits[source : source + count * width]
+                    k += count
+
+
+def decode_operator(itemsize: int, size: tuple[int, ...]) -> Operator:
+    """Return the operator that reads, turns and decodes a box, and the one that tells its `size` [C, a, b, c]."""
+    kernel, dtype = KERNELS[itemsize], {2: np.uint16, 4: np.uint32}[itemsize]
+    c0, c1, c2, c3 = size
+
+    def run(out: Any, bits: Any, chunks: Any, where: Any, steps: Any, numbers: Any) -> None:
+        pitch = where[10:14]
+        box = np.empty(max(pitch[0] * c0, pitch[1] * c1), dtype)
+        fetch(bits, chunks, where, box)
+        group, lane = np.arange(c0), np.zeros(c0, dtype)
+        kernel(box, steps[0], steps[4:], group, lane, steps[1:4], numbers[0], numbers[1], numbers[2], out)
+
+    def setup(outs: Any, ins: Any) -> None:
+        for out in outs[0]:
+            out[0] = c0
+            out[1] = c1
+            out[2] = c2
+            out[3] = c3
+
+    return run, setup
+
+
+def read_operator(values: int) -> Operator:
+    """Return the operator that reads a box as it is stored, and the one that tells its size."""
+
+    def run(out: Any, bits: Any, chunks: Any, where: Any, steps: Any, numbers: Any) -> None:
+        fetch(bits, chunks, where, out)
+
+    def setup(outs: Any, ins: Any) -> None:
+        for out in outs[0]:
+            out[0] = values
+
+    return run, setup

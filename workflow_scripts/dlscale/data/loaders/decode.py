@@ -1,0 +1,75 @@
+"""From stored values to the model's: turn a box, decode it, put channels first, as `Side.read` does.
+
+A turned box is the same memory walked in another order. So all that a sample needs is one formula,
+
+    out[c, i, j, k] = (stored[base + channel[c] + i step[0] + j step[1] + k step[2]] - shift[c]) factor[c] + offset[c]
+
+whose numbers a `Recipe` holds for the samples of a batch, wherever the stored values are: in the mapped file, in a
+buffer, or on a device. `direct_host` evaluates it on a processor and `direct_device` with PyTorch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from dlscale.data.augmentation import SYMMETRIES, components
+from dlscale.data.samples import Side
+
+_AXES = np.array([symmetry.axes for symmetry in SYMMETRIES])
+_FLIPS = np.array([symmetry.flips for symmetry in SYMMETRIES])
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The formula's numbers for B samples of C channels; places are counted in values.
+
+    Attributes
+    ----------
+    base
+        int64 [B].
+    step
+        int64 [B, 3].
+    channel
+        int64 [B, C].
+    shift, factor, offset
+        float32 [B, C].
+    """
+
+    base: np.ndarray
+    step: np.ndarray
+    channel: np.ndarray
+    shift: np.ndarray
+    factor: np.ndarray
+    offset: np.ndarray
+
+
+class Recipes:
+    """Makes the recipes of one side."""
+
+    def __init__(self, side: Side) -> None:
+        self._side = side
+        self._source, self._sign = components(side.vectors, side.shape[0])
+        self._decoding = [np.stack(side.decoding(file)) for file in range(len(side.readers))]  # each [3, C]
+
+    def make(self, file: np.ndarray, symmetry: np.ndarray, base: np.ndarray, stride: np.ndarray) -> Recipe:
+        """Return the recipe of B samples.
+
+        Parameters
+        ----------
+        file, symmetry
+            As `Places` has them, int64 [B].
+        base
+            Where each box begins, in values, int64 [B].
+        stride
+            Values from one cell to the next along the axes (C, and the box's three), int64 [B, 4].
+        """
+        turned = np.take_along_axis(stride[:, 1:], _AXES[symmetry], axis=1)
+        flips, last = _FLIPS[symmetry], np.array(self._side.extent)[_AXES[symmetry]] - 1
+        base = base + (flips * last * turned).sum(axis=1)
+        source, sign = self._source[symmetry], self._sign[symmetry]
+        numbers = np.stack([self._decoding[number] for number in file]) if len(file) else np.empty((0, 3, len(sign[0])))
+        shift, factor, offset = (np.take_along_axis(numbers[:, row], source, axis=1) for row in range(3))
+        step = np.where(flips, -turned, turned)
+        return Recipe(base, step, source * stride[:, :1], shift, factor * sign, offset * sign)

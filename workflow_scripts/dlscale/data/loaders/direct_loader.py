@@ -1,0 +1,138 @@
+"""`direct`: from the page cache to the model with as few copies as can be, by threads.
+
+On a processor, threads turn and decode boxes of the mapped files straight into batches that are used again and again.
+On a GPU, threads copy stored values into pinned buffers, a stream of its own takes them to the device ahead of the
+step, and they are turned and decoded there; data that fits is taken to the device once and never read again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dlscale.data.loaders.base import Batch, Share
+from dlscale.data.loaders.direct_device import Resident, Streamed
+from dlscale.data.loaders.direct_stored import Stored, Way
+from dlscale.data.samples import GridSamples, Places, Samples
+from dlscale.runtime.errors import UserError
+from dlscale.runtime.schema.run import DirectLoader as Settings
+
+#: Of a device's free memory, what resident data may take; the rest is for activations, which come later.
+RESIDENT_SHARE = 0.5
+
+
+class DirectLoader:
+    """See `dlscale.data.loaders.base.Loader`."""
+
+    def __init__(self, samples: GridSamples, settings: Settings, share: Share, device: torch.device) -> None:
+        self.samples = samples.size
+        self._places, self._share = samples.places, share
+        self._pool = ThreadPoolExecutor(settings.workers, "loader") if settings.workers else None
+        # With the batch that the model works on. Without threads there is nobody who could work ahead.
+        self._slots = 1 + (settings.prefetch if settings.workers else 0)
+        sides = [Stored(samples.input)]
+        sides.append(sides[0] if samples.target is samples.input else Stored(samples.target))
+        batch = len(share.indices(0, samples.size))
+        self._way: Way
+        if becomes_resident(settings.resident, sides, device):
+            self._way = Resident(sides, device)
+        elif device.type == "cpu":
+            from dlscale.data.loaders.direct_host import OnHost  # compiled, which a GPU has no use for
+
+            self._way = OnHost(sides, batch, self._slots)
+        else:
+            self._way = Streamed(sides, batch, self._slots, device)
+
+    def __len__(self) -> int:
+        return self._share.steps(self.samples)
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
+        """Yield the batches of an epoch from global step `start`; each is overwritten some time after the next one."""
+        places = self._places(epoch)
+        ahead: deque[_Work] = deque()
+        following = start
+        try:
+            for _ in range(start, len(self)):
+                while following < len(self) and len(ahead) < self._slots:
+                    indices = self._share.indices(following, self.samples)
+                    ahead.append(self._start(following % self._slots, places.part(indices)))
+                    following += 1
+                yield self._way.deliver(ahead.popleft().result())
+        finally:
+            for work in ahead:
+                work.abandon()
+
+    def _start(self, slot: int, places: Places) -> _Work:
+        fills, finish = self._way.begin(slot, places)
+        if self._pool is None:
+            for fill in fills:
+                fill()
+            done: Future[Any] = Future()
+            done.set_result(finish())
+            return _Work([], done)
+        filled = [self._pool.submit(fill) for fill in fills]
+
+        def after() -> Any:  # comes after them in the threads' queue, so they are done or being done
+            for future in filled:
+                future.result()
+            return finish()
+
+        return _Work(filled, self._pool.submit(after))
+
+    def close(self) -> None:
+        """End the threads."""
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+
+
+@dataclass(frozen=True)
+class _Work:
+    """A batch that threads work on."""
+
+    filled: list[Future[None]]
+    finished: Future[Any]
+
+    def result(self) -> Any:
+        """Wait for the batch."""
+        return self.finished.result()
+
+    def abandon(self) -> None:
+        """Return when nobody writes into its buffers any more."""
+        for future in (*self.filled, self.finished):
+            if not future.cancel():
+                future.exception()
+
+
+def becomes_resident(setting: str, sides: list[Stored], device: torch.device) -> bool:
+    """Return whether the data is to be held on the device, by the setting or by what fits, and say so."""
+    if setting != "auto":
+        return setting == "always"
+    if device.type != "cuda":
+        return False  # the page cache is memory already
+    needed = sum(stored.bytes for stored in dict.fromkeys(sides))
+    free, _ = torch.cuda.mem_get_info(device)
+    fits = needed <= RESIDENT_SHARE * free
+    logging.info(
+        "data of %.1f GB %s on the device (%.1f GB are free, at most %.0f %% for data)",
+        needed / 1e9,
+        "is held" if fits else "is not held",
+        free / 1e9,
+        100 * RESIDENT_SHARE,
+    )
+    return fits
+
+
+def build(samples: Samples, settings: Settings, share: Share, device: torch.device) -> DirectLoader:
+    """Make the loader."""
+    if not isinstance(samples, GridSamples):
+        raise UserError(
+            f"loader.kind: direct reads arrays on grids, and these samples are none ({type(samples).__name__}); "
+            "use torch"
+        )
+    return DirectLoader(samples, settings, share, device)
