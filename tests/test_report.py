@@ -38,7 +38,7 @@ PUBLISHED = {
         {
             "label": "baseline",
             "hardware": "A100 40 GB",
-            "run": "baseline",
+            "runs": ["baseline"],
             "kind": "FULL",
             "samples_per_second": 9.4,
             "source": "S1",
@@ -46,16 +46,16 @@ PUBLISHED = {
         {
             "label": "baseline",
             "hardware": "A100 40 GB",
-            "run": "baseline",
+            "runs": ["baseline"],
             "kind": "FULL",
             "samples_per_second": 8.8,
             "source": "S2",
         },
-        {"label": "fast", "hardware": "A100 40 GB", "run": "another", "samples_per_second": 64.0, "source": "S2"},
+        {"label": "fast", "hardware": "A100 40 GB", "runs": ["another"], "samples_per_second": 64.0, "source": "S2"},
         {
             "label": "loading",
             "hardware": "A100 40 GB",
-            "run": "baseline",
+            "runs": ["baseline"],
             "kind": "IO",
             "samples_per_second": 77.0,
             "source": "S1",

@@ -25,6 +25,8 @@ io_samples_per_second, synthetic_samples_per_second, full_samples_per_second
     Means over the throughput trials; each is followed by its standard deviation, `…_std`.
 speed_up
     `full_samples_per_second` relative to the plan's first run; without throughput, that of training.
+published_samples_per_second, published_speed_up, published_hardware, published_source
+    The published FULL throughput of the run of this name, at full size; its ratio to that of the plan's first run.
 METRIC
     Each validation metric of the last epoch under its own name; units are in `provenance.json`.
 """
@@ -35,6 +37,7 @@ import argparse
 import csv
 import io
 
+from dlscale.report import published
 from dlscale.report.results import MODES, PlanResult, RunResult, read_plan
 from dlscale.runtime.files import write_text
 
@@ -79,4 +82,12 @@ def _row(plan: PlanResult, run: RunResult) -> Row:
         trials = run.throughput.mode(mode) if run.throughput else None
         column = f"{mode.lower()}_samples_per_second"
         row |= {column: trials.mean if trials else None, f"{column}_std": trials.std if trials else None}
-    return row | {"speed_up": plan.speed_up(run)} | (dict(last.metrics) if last else {})
+    row["speed_up"] = plan.speed_up(run)
+    of_run, first = (published.speed(plan.study, name) for name in (run.name, plan.runs[0].name))
+    row |= {
+        "published_samples_per_second": of_run.samples_per_second if of_run else None,
+        "published_speed_up": published.speed_up(of_run, first),
+        "published_hardware": of_run.hardware if of_run else None,
+        "published_source": of_run.source if of_run else None,
+    }
+    return row | (dict(last.metrics) if last else {})

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dlscale.report import published
 from dlscale.report.diagnosis import bound
 from dlscale.report.results import MODES, Epoch, PlanResult, RunResult
 from dlscale.report.text import NONE, count, duration, number, size, unit
@@ -103,6 +104,7 @@ def runs_table(plan: PlanResult) -> Table:
         ("Throughput (samples/s)", "training", lambda run: _cell(run.training_speed)),
         *(("Throughput (samples/s)", mode, _trials(mode)) for mode in MODES),
         ("Verdict", "speed-up", lambda run: _cell(plan.speed_up(run), lambda ratio: f"{number(ratio)}×")),
+        ("Verdict", "published", _published(plan)),
         ("Verdict", "bound by", _bound),
         (
             "Verdict",
@@ -179,6 +181,21 @@ def _trials(mode: str) -> Callable[[RunResult], Cell]:
     def make(run: RunResult) -> Cell:
         trials = run.throughput.mode(mode) if run.throughput else None
         return _cell(trials.mean, note=f"± {number(trials.std, 2)}") if trials else Cell(NONE)
+
+    return make
+
+
+def _published(plan: PlanResult) -> Callable[[RunResult], Cell]:
+    """Samples/s that were published for a run of this name; below, how much that was faster than the first."""
+    first = published.speed(plan.study, plan.runs[0].name)
+
+    def make(run: RunResult) -> Cell:
+        found = published.speed(plan.study, run.name)
+        if found is None:
+            return Cell(NONE)
+        ratio = published.speed_up(found, first)
+        times = f"{number(ratio)}×, " if ratio is not None and run is not plan.runs[0] else ""
+        return _cell(found.samples_per_second, note=f"{times}{found.hardware}, {found.source}")
 
     return make
 
