@@ -1,9 +1,15 @@
-"""Samples/s of the loaders, against copying as many bytes in memory: crops of a volume, and pairs of a time series."""
+"""Samples/s of the loaders: crops of a volume and pairs of a time series, in the page cache and cold.
+
+The reference is the published form: contiguous float32 HDF5, PyTorch's DataLoader with its best number of workers,
+measured in turns with the others. The floor is a copy of as many stored bytes into buffers that are used again.
+"""
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from pathlib import Path
 
@@ -11,36 +17,45 @@ import h5py
 import numpy as np
 import torch
 
-from dlscale.data import store
+from dlscale.data import raw, store
 from dlscale.data.channels import CHANNELS
 from dlscale.data.crops import Crops
-from dlscale.data.loaders import torch_loader
+from dlscale.data.loaders import direct_loader, torch_loader
 from dlscale.data.loaders.base import Loader, Share
+from dlscale.data.loaders.direct_stored import Stored
 from dlscale.data.manifest import FieldInfo, File, Manifest
 from dlscale.data.pairs import Pairs
-from dlscale.data.samples import Samples
+from dlscale.data.samples import GridSamples
 from dlscale.data.store import Field
 from dlscale.data.transforms import Transform
-from dlscale.runtime.schema.run import CropSamples, PairSamples
-from dlscale.runtime.schema.run import Loader as Settings
+from dlscale.runtime.errors import UserError
+from dlscale.runtime.schema.run import CropSamples, DaliLoader, DirectLoader, PairSamples, TorchLoader
 from tests.bench.measure import Options, Row, in_turns
 
 CHANNELS_ERA5, ROWS, COLUMNS = 20, 360, 720
-FLOOR = "copying as many bytes"
+CPU = torch.device("cpu")
+THREADS = 2
+FLOOR = "copying the stored bytes"
+PUBLISHED = "torch loader, published layout, {} workers"
+
+Contestants = dict[str, Callable[[], float]]
 
 
-def write(path: Path, fields: list[Field], half: bool = False) -> None:
-    """Write normal deviates, contiguous float32 or, in half precision, as the assemble stage stores them."""
-    generator = np.random.default_rng(0)
+def write(
+    path: Path, fields: list[Field], dtype: str = "float32", channels_last: bool = False, chunk: int | None = None
+) -> None:
+    """Write normal deviates: contiguous float32 as published, or as the assemble stage stores them."""
+    tile = np.random.default_rng(0).standard_normal(2**22, dtype=np.float32)
     with h5py.File(path, "w") as file:
         for field in fields:
             ones = np.ones(len(field.channels))
-            layout = {"dtype": "float16", "chunk": 32, "scaling": (0 * ones, ones)} if half else {}
-            target = store.create(file, field, **layout)
+            scaling = (0 * ones, ones) if dtype == "float16" else None
+            target = store.create(file, field, dtype=dtype, chunk=chunk, channels_last=channels_last, scaling=scaling)
             step = 32 if field.channel_axis == 0 else 1
             for first in range(0, field.rows, step):
                 where = field.select(first, min(first + step, field.rows))
-                target[where] = generator.standard_normal(target[where].shape, dtype=np.float32)
+                shape = field.resized(min(step, field.rows - first)).shape
+                store.write(target, where, np.resize(tile, shape))
 
 
 def manifest(path: Path, kind: str, fields: list[Field]) -> Manifest:
@@ -49,10 +64,9 @@ def manifest(path: Path, kind: str, fields: list[Field]) -> Manifest:
     for field in fields:
         count = len(field.channels)
         grid = list(field.shape[2:] if field.channel_axis == 1 else field.shape[1:])
-        numbers = [[0.0] * count, [1.0] * count, [-5.0] * count, [5.0] * count]
-        infos[field.name] = FieldInfo(
-            list(field.channels), ["1"] * count, grid, [Transform()] * count, "model", *numbers
-        )
+        transforms = [Transform()] * count if kind == "cosmo" else [Transform("linear", 0.1, 1.5)] * count
+        stored = "model" if kind == "cosmo" else "physical"
+        infos[field.name] = FieldInfo(list(field.channels), ["1"] * count, grid, transforms, stored, [], [], [], [])
     file = File(path.name, fields[0].rows, path.stat().st_size, "bench")
     return Manifest(kind, infos, {"train": [file]}, folder=path.parent)
 
@@ -65,10 +79,42 @@ def cosmo_fields(edge: int) -> list[Field]:
     ]
 
 
-def rates(stack: ExitStack, samples: Samples, batch_size: int, workers: int) -> Callable[[], float]:
+def torch_of(samples: GridSamples, batch_size: int, workers: int) -> Loader:
+    return torch_loader.build(samples, TorchLoader(kind="torch", workers=workers), Share(batch_size), CPU)
+
+
+def direct_of(samples: GridSamples, batch_size: int) -> Loader:
+    return direct_loader.build(samples, DirectLoader(kind="direct", workers=THREADS), Share(batch_size), CPU)
+
+
+def dali_of(samples: GridSamples, batch_size: int) -> Loader | None:
+    """Return DALI's loader; None where it is not installed."""
+    from dlscale.data.loaders import dali_loader
+
+    try:
+        return dali_loader.build(samples, DaliLoader(kind="dali", workers=THREADS), Share(batch_size), CPU)
+    except UserError as error:
+        print(f"left out: {error}")
+        return None
+
+
+def with_dali(
+    stack: ExitStack,
+    found: Contestants,
+    targets: dict[str, float],
+    samples: GridSamples,
+    batch_size: int,
+    target: float,
+) -> tuple[Contestants, dict[str, float]]:
+    """Add DALI to the contestants."""
+    loader = dali_of(samples, batch_size)
+    if loader is not None:
+        found["DALI"], targets["DALI"] = rate(stack, loader), target
+    return found, targets
+
+
+def rate(stack: ExitStack, loader: Loader) -> Callable[[], float]:
     """Return a function that delivers one epoch and returns its samples/s, the wait for the first batch included."""
-    settings = Settings(kind="torch", workers=workers)
-    loader: Loader = torch_loader.build(samples, settings, Share(batch_size), torch.device("cpu"))
     stack.enter_context(closing(loader))
     epochs = iter(range(10**9))
 
@@ -82,55 +128,219 @@ def rates(stack: ExitStack, samples: Samples, batch_size: int, workers: int) -> 
     return measure
 
 
-def copying(sample_bytes: int, count: int, batch_size: int) -> Callable[[], float]:
-    """Return a function that copies as many bytes as `count` samples have, and returns its samples/s."""
-    source = np.ones((max(4, 2**28 // sample_bytes), sample_bytes), np.uint8)  # more than any cache holds
+def reading(stack: ExitStack, samples: GridSamples, batch_size: int) -> Callable[[], float]:
+    """Return a function that copies an epoch's boxes into a batch of buffers, as they are stored; samples/s."""
+    pool = stack.enter_context(ThreadPoolExecutor(THREADS))
+    sides = [Stored(side) for side in (samples.input, samples.target)]
+    buffers = [
+        raw.buffer(batch_size, side.box, side.order, 0, lambda shape, side=side: np.ones(shape, side.dtype))[1]  # type: ignore[misc]
+        for side in sides
+    ]
+    for side in sides:
+        for file in side.raws:
+            if file.whole is not None:  # each page once: a mapping's first touch of a page is no reading
+                file.whole.transpose(file.order).reshape(-1)[:: 4096 // side.dtype.itemsize].max()
+    epochs = iter(range(10**9))
+
+    def measure() -> float:
+        places = samples.places(next(epochs))
+
+        def read(index: int) -> None:
+            for side, starts, boxes in zip(sides, (places.input, places.target), buffers, strict=True):
+                side.raws[places.file[index]].copy(starts[index], boxes[index % batch_size])
+
+        start = time.perf_counter()
+        list(pool.map(read, range(samples.size)))
+        return samples.size / (time.perf_counter() - start)
+
+    return measure
+
+
+def copying(stack: ExitStack, sample_bytes: int, count: int, batch_size: int) -> Callable[[], float]:
+    """Return a function that copies as many bytes as `count` samples have into a batch of buffers; samples/s."""
+    pool = stack.enter_context(ThreadPoolExecutor(THREADS))
+    source = np.ones((max(4, 2**29 // sample_bytes), sample_bytes), np.uint8)  # more than any cache holds
     target = np.ones((batch_size, sample_bytes), np.uint8)
+
+    def copy(index: int) -> None:
+        np.copyto(target[index % batch_size], source[index % len(source)])
 
     def measure() -> float:
         start = time.perf_counter()
-        for index in range(count):
-            np.copyto(target[index % batch_size], source[index % len(source)])
+        list(pool.map(copy, range(count)))
         return count / (time.perf_counter() - start)
 
     return measure
 
 
-def compare(options: Options, label: str, stores: dict[str, Samples], batch_size: int) -> list[Row]:
-    """Measure each store with 0, 1 and 2 workers."""
-    first = next(iter(stores.values()))
-    sample_bytes = 4 * sum(int(np.prod(shape)) for shape in (first.input_shape, first.target_shape))
+def cold(path: Path, make: Callable[[], Loader], read: list[float]) -> Callable[[], float]:
+    """Return a function that delivers one epoch of a file that the page cache has forgotten; samples/s.
+
+    `read` gets the bytes that came from the disk for each sample, of loaders without worker processes.
+    """
+
+    def measure() -> float:
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        loader = make()
+        before, start = _disk_bytes(), time.perf_counter()
+        delivered = sum(len(x) for x, _ in loader.epoch(0))
+        seconds = time.perf_counter() - start
+        read.append((_disk_bytes() - before) / delivered)
+        loader.close()
+        return delivered / seconds
+
+    return measure
+
+
+def _disk_bytes() -> int:
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return int(next(line.split()[1] for line in lines if line.startswith("read_bytes")))
+
+
+def compare(
+    options: Options,
+    label: str,
+    published: dict[int, GridSamples],
+    contestants: Callable[[ExitStack], tuple[Contestants, dict[str, float]]],
+    ours: GridSamples,
+    batch_size: int,
+) -> list[Row]:
+    """Measure all in turns.
+
+    Parameters
+    ----------
+    published
+        Samples of the published layout by number of workers.
+    contestants
+        Makes the others, and the times that each is to be faster than the published form.
+    ours
+        Samples whose stored bytes are read and copied.
+    """
+    stored = [(np.prod(side.shape), side.readers[0].dataset.dtype.itemsize) for side in (ours.input, ours.target)]
+    stored_bytes = int(sum(values * size for values, size in stored))
+    delivered = int(sum(values * 4 for values, _ in stored))
     with ExitStack() as stack:
-        contestants = {
-            f"{label}, {name}, workers: {workers}": rates(stack, samples, batch_size, workers)
-            for name, samples in stores.items()
-            for workers in (0, 1, 2)
-        }
-        contestants[FLOOR] = copying(sample_bytes, first.size, batch_size)
-        found = in_turns(options.repetitions, contestants)
+        others, targets = contestants(stack)
+        found = in_turns(
+            options.repetitions,
+            {
+                **{
+                    PUBLISHED.format(workers): rate(stack, torch_of(samples, batch_size, workers))
+                    for workers, samples in published.items()
+                },
+                **others,
+                "reads alone": reading(stack, ours, batch_size),
+                FLOOR: copying(stack, stored_bytes, ours.size, batch_size),
+            },
+        )
     floor = found.pop(FLOOR)
-    counted = {"bytes/sample": sample_bytes, "samples": first.size, "batch": batch_size}
-    return [Row(name, "samples/s", values, FLOOR, floor, counted) for name, values in found.items()]
+    torch_rates = [found.pop(PUBLISHED.format(workers)) for workers in published]
+    best = [max(values) for values in zip(*torch_rates, strict=True)]
+    counted: dict[str, float] = {"bytes delivered": delivered, "batch": batch_size}
+    rows = [
+        Row(
+            f"{label}, {PUBLISHED.format(workers)}", "samples/s", values, FLOOR, floor, {**counted, "stored": delivered}
+        )
+        for workers, values in zip(published, torch_rates, strict=True)
+    ]
+    reads = found.pop("reads alone")
+    counted["stored"] = stored_bytes
+    rows.append(Row(f"{label}, reads alone", "samples/s", reads, FLOOR, floor, counted, target=0.6))
+    for name, values in found.items():
+        rows.append(Row(f"{label}, {name}", "samples/s", values, FLOOR, floor, counted))
+        reference = "torch loader's best"
+        if name in targets:
+            rows.append(Row(f"{label}, {name}", "samples/s", values, reference, best, counted, target=targets[name]))
+    return rows
 
 
 def crops(options: Options) -> list[Row]:
-    """64^3 crops of 9 channels, from the published layout and from this project's own, turned at random."""
-    edge, count = (128, 8) if options.quick else (256, 32)
+    """64^3 crops of 9 channels, turned at random, in batches of 16."""
+    edge, few, many = (96, 8, 16) if options.quick else (512, 48, 256)
     fields = cosmo_fields(edge)
-    stores: dict[str, Samples] = {}
-    for name, half in (("contiguous fp32", False), ("chunks 32^3 fp16", True)):
-        path = options.folder / f"volume{edge}-{'half' if half else 'single'}.h5"
-        write(path, fields, half)
-        stores[name] = Crops(manifest(path, "cosmo", fields), "train", CropSamples(kind="crops", train=count), seed=0)
-    return compare(options, "64^3 crops", stores, batch_size=8)
+    paths = {name: options.folder / f"{name}.h5" for name in ("published", "ours", "chunked")}
+    write(paths["published"], fields)
+    write(paths["ours"], fields, "float16", channels_last=True)
+    write(paths["chunked"], fields, "float16", channels_last=True, chunk=32)
+
+    def samples(name: str, count: int) -> Crops:
+        settings = CropSamples(kind="crops", train=count)
+        return Crops(manifest(paths[name], "cosmo", fields), "train", settings, seed=0)
+
+    ours = samples("ours", many)
+
+    def contestants(stack: ExitStack) -> tuple[Contestants, dict[str, float]]:
+        found = {
+            "direct, published layout": rate(stack, direct_of(samples("published", many), 16)),
+            "direct, fp16 channels last, chunks 32^3": rate(stack, direct_of(samples("chunked", many), 16)),
+            "direct, fp16 channels last": rate(stack, direct_of(ours, 16)),
+        }
+        return with_dali(stack, found, {"direct, fp16 channels last": 8.0}, ours, 16, 4.0)
+
+    published = {workers: samples("published", few) for workers in (0, 1, 2)}
+    rows = compare(options, "64^3 crops", published, contestants, ours, batch_size=16)
+    return rows + colds(options, "64^3 crops", paths, lambda name: samples(name, 16 if options.quick else 32), 16)
 
 
 def pairs(options: Options) -> list[Row]:
-    """Pairs of atmospheric states, 20 channels at 360 x 720, from the published layout."""
-    times = 5 if options.quick else 17
+    """Pairs of atmospheric states, 20 channels at 360 x 720, standardised, in batches of 4."""
+    times, few, many = (5, 4, 4) if options.quick else (33, 12, 32)
     names = tuple(f"channel{index}" for index in range(CHANNELS_ERA5))
     field = Field("fields", names, ("1",) * CHANNELS_ERA5, (times, CHANNELS_ERA5, ROWS, COLUMNS), 1)
-    path = options.folder / "series.h5"
-    write(path, [field])
-    samples = Pairs(manifest(path, "era5", [field]), "train", PairSamples(kind="pairs"), seed=0)
-    return compare(options, "ERA5 pairs", {"contiguous fp32": samples}, batch_size=2)
+    paths = {name: options.folder / f"{name}.h5" for name in ("published", "ours")}
+    write(paths["published"], [field])
+    write(paths["ours"], [field], "float16")
+
+    def samples(name: str, count: int) -> Pairs:
+        return Pairs(manifest(paths[name], "era5", [field]), "train", PairSamples(kind="pairs", train=count), seed=0)
+
+    ours = samples("ours", many)
+
+    def contestants(stack: ExitStack) -> tuple[Contestants, dict[str, float]]:
+        found = {
+            "direct, published layout": rate(stack, direct_of(samples("published", many), 4)),
+            "direct, fp16": rate(stack, direct_of(ours, 4)),
+        }
+        return with_dali(stack, found, {"direct, fp16": 5.0}, ours, 4, 1.0)
+
+    published = {workers: samples("published", few) for workers in (0, 1, 2)}
+    rows = compare(options, "ERA5 pairs", published, contestants, ours, batch_size=4)
+    return rows + colds(options, "ERA5 pairs", paths, lambda name: samples(name, few), 4)
+
+
+def colds(
+    options: Options, label: str, paths: dict[str, Path], samples: Callable[[str], GridSamples], batch_size: int
+) -> list[Row]:
+    """Measure what comes from the disk: the direct loader on either layout against PyTorch's on the published one."""
+    read: dict[str, list[float]] = {name: [] for name in ("torch, published layout", *paths)}
+    found = in_turns(
+        2 if options.quick else 3,
+        {
+            "torch, published layout": cold(
+                paths["published"],
+                lambda: torch_of(samples("published"), batch_size, 0),
+                read["torch, published layout"],
+            ),
+            **{
+                name: cold(path, lambda name=name: direct_of(samples(name), batch_size), read[name])  # type: ignore[misc]
+                for name, path in paths.items()
+            },
+        },
+    )
+    reference = found["torch, published layout"]
+    return [
+        Row(
+            f"{label}, cold, direct, {name} layout",
+            "samples/s",
+            found[name],
+            "torch loader, published layout, cold",
+            reference,
+            {
+                "bytes read/sample": float(np.median(read[name])),
+                "torch read": float(np.median(read["torch, published layout"])),
+            },
+        )
+        for name in paths
+    ]

@@ -31,6 +31,8 @@ class Row:
         What the reference is: a floor that no program gets past, a simpler program, or a limit to keep.
     counted
         The bytes, FLOPs and sizes behind the numbers.
+    target
+        The ratio to reach, if there is one.
     """
 
     name: str
@@ -39,11 +41,19 @@ class Row:
     reference: str
     references: list[float]
     counted: dict[str, float]
+    target: float | None = None
 
     @property
     def ratio(self) -> float:
         """Median of value / reference over the repetitions."""
         return statistics.median(a / b for a, b in zip(self.values, self.references, strict=True))
+
+    @property
+    def verdict(self) -> str:
+        """Whether the target is reached."""
+        if self.target is None:
+            return ""
+        return f"{'pass' if self.ratio >= self.target else 'SHORT'} (≥ {self.target:g})"
 
     def to_json(self) -> dict[str, Any]:
         """Return everything, the medians included."""
@@ -59,11 +69,12 @@ class Row:
             f"{figures(min(self.values))}–{figures(max(self.values))} ({len(self.values)}×)",
             f"{figures(reference)} {self.reference}",
             f"{self.ratio:.3f}",
+            self.verdict,
             ", ".join(f"{key} {figures(amount)}" for key, amount in self.counted.items()),
         ]
 
 
-HEADINGS = ["row", "median", "spread", "reference", "ratio", "counted"]
+HEADINGS = ["row", "median", "spread", "reference", "ratio", "target", "counted"]
 
 
 def figures(value: float) -> str:
