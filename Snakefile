@@ -39,6 +39,12 @@ localrules:
     report_plan,
 
 
+onstart:
+    for plan in CONFIG.workflow.targets:
+        for run, lacking in CONFIG.left_out[plan].items():
+            print(f"{plan}.{run} is left out: this machine lacks {lacking}.", file=sys.stderr)
+
+
 rule all:
     default_target: True
     input:
@@ -54,7 +60,7 @@ include: "rules/report.smk"
 
 
 # One target a plan (shipped ones too), one a study.
-for name in CONFIG.plans:
+for name in [name for name, runs in CONFIG.plans.items() if runs]:
 
     rule:
         name:

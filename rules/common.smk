@@ -184,6 +184,7 @@ def plan_settings(name):
         "kind": plan.kind,
         "measure": plan.measure,
         "runs": runs,
+        "left_out": CONFIG.left_out[name],
     }
 
 

@@ -15,7 +15,7 @@ import yaml
 
 from dlscale import cli
 from dlscale.data.parts import load_dataset
-from dlscale.runtime import config
+from dlscale.runtime import config, machine
 from dlscale.runtime.config import Configuration
 from dlscale.runtime.errors import UserError
 from dlscale.runtime.schema.run import Run, RunCore, ThroughputRun, TrainRun
@@ -285,6 +285,30 @@ def test_a_ladder_keeps_what_earlier_rungs_changed_and_a_set_does_not() -> None:
     assert [run.label for run in rungs.values()] == ["the base", None, "the fast", None]
     alone = {name: resolved.run for name, resolved in load(**plan(kind="set", runs=runs)).plans["p"].items()}
     assert [run.loader.workers for run in alone.values()] == [0, 2, 0, 0]
+
+
+def test_a_rung_that_the_machine_cannot_do_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if it were not written: what it changes is not kept by those after it, and it is said what is missing."""
+    runs: Raw = {
+        "a": {},
+        "compiled": {"compile": {"mode": "default"}, "batch_size": 2, "needs": ["compiler"]},
+        "b": {"seed": 5},
+    }
+    for here in (True, False):
+        monkeypatch.setitem(machine.NEEDS, "compiler", ("a C++ compiler", lambda here=here: here))
+        found = load(**plan(kind="ladder", runs=runs))
+        assert list(found.plans["p"]) == (["a", "compiled", "b"] if here else ["a", "b"])
+        assert found.left_out["p"] == ({} if here else {"compiled": "a C++ compiler"})
+        last = found.plans["p"]["b"].run
+        assert (last.seed, last.compile.mode, last.batch_size) == ((5, "default", 2) if here else (5, "none", 4))
+    one(
+        message(**plan(runs={"c": {"needs": ["compiler"]}}), targets=["p"]), "targets", "no run for this machine", "C++"
+    )
+    other = {"plans": {**plan(kind="ladder", runs=runs)["plans"], "q": {"study": "cosmo_unet", "from": "p.compiled"}}}
+    other["plans"]["q"]["runs"] = {"d": {}}
+    one(message(**other), "plans.q.from", "p.compiled needs a C++ compiler", "lacks")
+    for wrong in (["compilre"], "compiler", 3):
+        one(message(**plan(runs={"c": {"needs": wrong}})), "plans.p.runs.c.needs", "compiler, dali, bf16", str(wrong))
 
 
 def test_use_names_a_run_that_another_plan_has() -> None:
@@ -560,8 +584,8 @@ def test_every_shipped_plan_resolves_and_its_figures_name_its_runs() -> None:
         for name, plan_ in study["plans"].items():
             assert list(found.plans[name]) == list(plan_["runs"])
         for figure in study.get("published", []):
-            if "run" in figure:
-                assert any(figure["run"] in plan_["runs"] for plan_ in study["plans"].values()), figure
+            for run in figure.get("runs", []):
+                assert any(run in plan_["runs"] for plan_ in study["plans"].values()), figure
 
 
 def test_the_committed_schema_is_the_configurations() -> None:

@@ -22,6 +22,7 @@ from pydantic import TypeAdapter
 
 from dlscale.data import parts
 from dlscale.data.channels import CHANNELS
+from dlscale.data.crops import Crops
 from dlscale.data.loaders import torch_loader
 from dlscale.data.loaders.base import Share
 from dlscale.data.manifest import FieldInfo, Manifest
@@ -32,7 +33,7 @@ from dlscale.data.transforms import DENSITY, IDENTITY, TEMPERATURE, VELOCITY, Tr
 from dlscale.runtime import config
 from dlscale.runtime.errors import UserError
 from dlscale.runtime.schema.dataset import Dataset
-from dlscale.runtime.schema.run import PairSamples, TorchLoader
+from dlscale.runtime.schema.run import CropSamples, PairSamples, TorchLoader
 from tests.conftest import COSMO, ERA5, ROOT, make_dataset, make_parts, stage
 from tests.raw_files import CHANNELS_OF, cosmo, era5, published, volume, write_volume, write_years
 
@@ -121,6 +122,29 @@ def slow(fields: dict[str, np.ndarray], factor: int) -> dict[str, np.ndarray]:
             means[channel] = (x - transform.offset) / transform.scale
         found[name] = means
     return found
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("chunk", [None, 5])
+def test_channels_last_is_another_order_of_the_same(tmp_path: Path, chunk: int | None, dtype: str) -> None:
+    """On disk [D, H, W, C]; through readers, samples and the manifest as if it were [C, D, H, W]."""
+    found = {}
+    for order in ("first", "last"):
+        settings = {**COSMO, "storage": {"channels": order, "chunk": chunk, "dtype": dtype}, "pieces": 3}
+        folder = make_dataset(tmp_path / order, settings)
+        manifest = Manifest.read(folder / "manifest.json")
+        path = manifest.path(manifest.files("train")[0])
+        with h5py.File(path) as file:
+            channels, grid = len(manifest.fields["Hydro"].channels), (32, 32, 32)
+            shape = (channels, *grid) if order == "first" else (*grid, channels)
+            edge = chunk and (5, 5, 5)
+            assert file["Hydro"].shape == shape and file["Hydro"].dtype == dtype
+            assert file["Hydro"].chunks == (edge and ((channels, *edge) if order == "first" else (*edge, channels)))
+        crops = Crops(manifest, "train", CropSamples(kind="crops", crop=12, train=5), seed=1)
+        found[order] = [stored(path, "Nbody"), stored(path, "Hydro"), *(a for i in range(5) for a in crops.read(0, i))]
+        found[order] += [np.array([getattr(info, key) for key in ("mean", "std")]) for info in manifest.fields.values()]
+    for first, last in zip(*found.values(), strict=True):
+        np.testing.assert_array_equal(first, last)
 
 
 @pytest.mark.parametrize("factor", [1, 2, 3])

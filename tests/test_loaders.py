@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -31,7 +33,7 @@ from dlscale.data.transforms import Transform
 from dlscale.runtime.errors import UserError
 from dlscale.runtime.schema import run as schema
 from dlscale.runtime.schema.run import CropSamples, PairSamples
-from tests.conftest import ROOT  # noqa: F401 - sets how OpenMP waits
+from tests.conftest import ROOT
 
 CPU = torch.device("cpu")
 #: Volumes of different sizes, none a cube, none a multiple of a chunk.
@@ -315,6 +317,53 @@ def test_batches_are_written_again_only_when_the_next_is_asked_for(tmp_path: Pat
             np.testing.assert_array_equal(x.numpy(), a)
             np.testing.assert_array_equal(y.numpy(), b)
         assert len(places) == 3  # the two that are kept ready, and the one in use
+
+
+MEMORY = """
+import sys, threading, time
+from pathlib import Path
+sys.path[:0] = sys.argv[1:3]
+from tests import test_loaders as t
+samples = t.large(Path(sys.argv[3]), int(sys.argv[4]))
+loader = t.host(samples, t.Share(4), 2)
+def anonymous():
+    return int(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("RssAnon")))
+most = 0
+for epoch in range(2):
+    for _ in loader.epoch(epoch):
+        most = max(most, anonymous())
+print(most)
+"""
+
+
+def large(folder: Path, edge: int) -> Crops:
+    """Return crops of a volume of `edge`^3 cells of nine channels in float16."""
+    for name, (channels, units, transforms) in CHANNELS.items():
+        field = Field(name, channels, units, (len(channels), edge, edge, edge), 0, transforms)
+        with h5py.File(folder / f"{edge}.h5", "a") as file:
+            if name not in file:
+                scale = np.zeros(len(channels)), np.ones(len(channels))
+                target = store.create(file, field, dtype="float16", channels_last=True, scaling=scale)
+                target[...] = np.float16(1)
+    fields = {
+        name: FieldInfo(list(spec[0]), list(spec[1]), [edge] * 3, list(spec[2]), "model", [], [], [], [])
+        for name, spec in CHANNELS.items()
+    }
+    manifest = Manifest("cosmo", fields, {"train": [File(f"{edge}.h5", edge, 0, "large")]}, folder=folder)
+    return Crops(manifest, "train", CropSamples(kind="crops", crop=16, train=400), seed=0)
+
+
+def test_memory_does_not_grow_with_the_data(tmp_path: Path) -> None:
+    """Of 37 times the data next to nothing more is this process's own; what the page cache maps can be taken back."""
+    found = []
+    for edge in (48, 160):
+        large(tmp_path, edge)
+        command = [sys.executable, "-c", MEMORY, str(ROOT), str(ROOT / "workflow_scripts"), str(tmp_path), str(edge)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        found.append(int(done.stdout) * 1024)
+    data = (160**3 - 48**3) * 9 * 2
+    assert found[1] - found[0] < 0.1 * data, f"{found} bytes, for {data} bytes more"
 
 
 def test_a_torn_file_is_one_message_from_any_thread(tmp_path: Path) -> None:

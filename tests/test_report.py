@@ -332,6 +332,14 @@ def with_ladder(results: Results) -> Results:
     return results
 
 
+def test_what_was_left_out_is_said(ladder: Results) -> None:
+    path = ladder.plans[0]
+    settings = yaml.safe_load(path.read_text())
+    path.write_text(yaml.safe_dump({**settings, "left_out": {"compile": "a C++ compiler"}}))
+    text = re.sub(r"<[^>]+>", "", ladder.report())
+    assert "Left out: compile. The machine lacks a C++ compiler." in text
+
+
 # ---- collect -------------------------------------------------------------------------------------
 
 
@@ -363,6 +371,13 @@ def test_summary_has_the_runs_in_order_and_their_numbers(ladder: Results) -> Non
     assert [float(row[f"{mode}_samples_per_second"]) for mode in ("io", "synthetic", "full")] == [200.0, 120.0, 110.0]
     assert float(row["full_samples_per_second_std"]) == pytest.approx(110 / 50)
     assert [float(row["speed_up"]) for row in rows] == pytest.approx([1.0, 110 / 24, 180 / 24])
+    # of the two published figures of the baseline the later one; of the others there is none
+    keys = ("samples_per_second", "speed_up", "hardware", "source")
+    assert [[row[f"published_{key}"] for key in keys] for row in rows] == [
+        ["8.8", "1.0", "A100 40 GB", "S2"],
+        ["", "", "", ""],
+        ["", "", "", ""],
+    ]
 
 
 def test_summary_without_throughput_compares_training(results: Results) -> None:

@@ -108,6 +108,7 @@ def _plan(plan: PlanResult, known: Sequence[str], plans: set[str], pictures: int
         "study": plan.study,
         "kind": plan.kind,
         "runs": len(plan.runs),
+        "left_out": plan.left_out,
         "datasets": [{"name": name, "linked": name in known} for name in used],
         "devices": _devices(plan.runs),
         "speed": _speed(plan),

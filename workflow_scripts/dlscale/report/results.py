@@ -6,7 +6,7 @@ import json
 import math
 import statistics
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -108,6 +108,7 @@ class _PlanFile(_Record):
     kind: Literal["set", "ladder"] = "set"
     measure: list[str]
     runs: list[_Reference] = Field(min_length=1)
+    left_out: dict[str, str] = {}
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,7 +181,13 @@ class RunResult:
 
 @dataclass(frozen=True)
 class PlanResult:
-    """A plan and its runs, in the plan's order."""
+    """A plan and its runs, in the plan's order.
+
+    Attributes
+    ----------
+    left_out
+        Runs that the machine cannot do, and what it lacks.
+    """
 
     name: str
     title: str
@@ -188,6 +195,7 @@ class PlanResult:
     kind: str
     measure: list[str]
     runs: list[RunResult]
+    left_out: dict[str, str] = field(default_factory=dict)
 
     def speed_up(self, run: RunResult) -> float | None:
         """Speed relative to the plan's first run; None where either is unknown."""
@@ -212,7 +220,7 @@ def read_plan(path: str | Path) -> PlanResult:
     plan = validate(_PlanFile, read_yaml(path), where=str(path))
     root = path.parent.parent
     runs = [_read_run(root / reference.plan / reference.run, reference, plan.measure) for reference in plan.runs]
-    return PlanResult(plan.plan, plan.title or plan.plan, plan.study, plan.kind, plan.measure, runs)
+    return PlanResult(plan.plan, plan.title or plan.plan, plan.study, plan.kind, plan.measure, runs, plan.left_out)
 
 
 def _read_run(folder: Path, reference: _Reference, measure: list[str]) -> RunResult:

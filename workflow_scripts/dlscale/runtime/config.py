@@ -18,6 +18,7 @@ from typing import Any
 import yaml
 
 from dlscale.runtime.errors import UserError, nearest
+from dlscale.runtime.machine import NEEDS, missing
 from dlscale.runtime.schema.dataset import CosmoSimulated, Era5Dataset, Era5Simulated
 from dlscale.runtime.schema.plan import Plan
 from dlscale.runtime.schema.run import CropSamples, Run, ViTModel
@@ -52,10 +53,13 @@ class Configuration:
         The configuration file, the shipped datasets and plans merged in.
     plans
         Runs by plan and run name, in order. In a run named with `use`, `ResolvedRun.plan` differs.
+    left_out
+        By plan and run name: what this machine lacks of what the run needs.
     """
 
     workflow: Workflow
     plans: dict[str, dict[str, ResolvedRun]]
+    left_out: dict[str, dict[str, str]]
 
 
 def load(raw: Mapping[str, Any]) -> Configuration:
@@ -88,9 +92,16 @@ def load(raw: Mapping[str, Any]) -> Configuration:
         if name not in workflow.plans:
             raise UserError(f"configuration: targets: {unknown('plan', name, workflow.plans)}")
     resolver = _Resolver(workflow, merged, shipped)
-    return Configuration(
-        workflow, {plan: {run: resolver.run(plan, run) for run in workflow.plans[plan].runs} for plan in workflow.plans}
-    )
+    left_out = {plan: resolver.left_out(plan) for plan in workflow.plans}
+    plans = {
+        name: {run: resolver.run(name, run) for run in plan.runs if run not in left_out[name]}
+        for name, plan in workflow.plans.items()
+    }
+    for name in workflow.targets:
+        if not plans[name]:
+            lacking = "; ".join(f"{run}: {what}" for run, what in left_out[name].items())
+            raise UserError(f"configuration: targets: plan {name} has no run for this machine ({lacking})")
+    return Configuration(workflow, plans, left_out)
 
 
 def load_files(*paths: str | Path) -> Configuration:
@@ -169,6 +180,22 @@ class _Resolver:
             self._runs[owner] = run
         return ResolvedRun(*owner, self._runs[owner])
 
+    def left_out(self, plan: str) -> dict[str, str]:
+        """Return the runs that need what this machine lacks, and what that is."""
+        found = {}
+        for name, settings in self.workflow.plans[plan].runs.items():
+            needs = settings.get("needs") if isinstance(settings, dict) else None
+            known = NEEDS if isinstance(needs, list) else ()
+            for need in needs if isinstance(needs, list) else [needs] if needs else []:
+                if need not in known:
+                    raise UserError(
+                        f"configuration: plans.{plan}.runs.{name}.needs: expected a list of {', '.join(NEEDS)}, "
+                        f"got {needs!r}"
+                    )
+            if lacking := missing(needs or []):
+                found[name] = " and ".join(lacking)
+        return found
+
     def layers(self, plan: str, name: str) -> tuple[tuple[str, str], list[tuple[str, Raw]]]:
         """Return the run that really holds the results, and the settings it is merged from."""
         key = (plan, name)
@@ -187,12 +214,14 @@ class _Resolver:
         if plan.study not in self.shipped:
             raise UserError(f"configuration: {here}.study: {unknown('study', plan.study, self.shipped)}")
         own = self._settings(f"{here}.runs.{name}", plan.runs[name])
+        own = {key: value for key, value in own.items() if key != "needs"}
         if "use" in own:
             if len(own) > 1:
                 raise UserError(f"configuration: {here}.runs.{name}: 'use' stands alone, with no other key")
             target = self._reference(f"{here}.runs.{name}.use", own["use"], plan)
             return self.layers(*target)
-        names = list(plan.runs)
+        left_out = self.left_out(plan_name)  # a rung that is not there changes nothing for those after it
+        names = [run for run in plan.runs if run == name or run not in left_out]
         if plan.kind == "ladder" and names.index(name) > 0:
             layers = self.layers(plan_name, names[names.index(name) - 1])[1]
         else:
@@ -221,6 +250,8 @@ class _Resolver:
         other = self.workflow.plans[target]
         if run not in other.runs:
             raise UserError(f"configuration: {where}: {unknown(f'run of plan {target}', run, other.runs)}")
+        if run in (lacking := self.left_out(target)):
+            raise UserError(f"configuration: {where}: {text} needs {lacking[run]}, which this machine lacks")
         if other.study != plan.study:
             raise UserError(f"configuration: {where}: {text} is of study {other.study}, this plan of {plan.study}")
         return target, run

@@ -16,8 +16,12 @@ if TYPE_CHECKING:
 else:
     _settings = partial(Run, without=("study",))
     _use = (str | None, Field(None, description="Name a run of another plan, written plan.run, instead of its keys."))
+    _needs = (
+        list[Literal["compiler", "dali", "bf16"]],
+        Field([], description="Leave the run out, and say so, on a machine that lacks one of these."),
+    )
     Settings = SkipValidation[_settings | None]
-    RunSettings = SkipValidation[create_model("NamedRunSettings", __base__=_settings, use=_use) | None]
+    RunSettings = SkipValidation[create_model("NamedRunSettings", __base__=_settings, use=_use, needs=_needs) | None]
 
 Measurement = Literal["train", "throughput"]
 

@@ -1,0 +1,40 @@
+"""What some runs need of the machine, and whether it is here."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+
+
+def _compiler() -> bool:
+    names = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "clang++"]
+    return any(map(shutil.which, names)) and (Path(sysconfig.get_path("include")) / "Python.h").exists()
+
+
+def _dali() -> bool:
+    return bool(importlib.util.find_spec("nvidia") and importlib.util.find_spec("nvidia.dali"))
+
+
+def _bf16() -> bool:
+    try:
+        flags = Path("/proc/cpuinfo").read_text().split()
+    except OSError:
+        return False
+    return bool({"avx512_bf16", "amx_bf16", "bf16"} & set(flags))
+
+
+#: By the name in a run's `needs`: what it is, and whether this machine has it.
+NEEDS: dict[str, tuple[str, Callable[[], bool]]] = {
+    "compiler": ("a C++ compiler (g++) and Python's headers (python3-dev)", _compiler),
+    "dali": ("NVIDIA DALI (pip install 'dlscale[dali]')", _dali),
+    "bf16": ("a processor with bfloat16 instructions", _bf16),
+}
+
+
+def missing(needs: list[str]) -> list[str]:
+    """Return what of `needs` is not here, in words."""
+    return [NEEDS[name][0] for name in needs if not NEEDS[name][1]()]
