@@ -344,7 +344,7 @@ def large(folder: Path, edge: int) -> Crops:
             if name not in file:
                 scale = np.zeros(len(channels)), np.ones(len(channels))
                 target = store.create(file, field, dtype="float16", channels_last=True, scaling=scale)
-                target[...] = np.float16(1)
+                target[...] = np.ones(target.shape, np.float16)
     fields = {
         name: FieldInfo(list(spec[0]), list(spec[1]), [edge] * 3, list(spec[2]), "model", [], [], [], [])
         for name, spec in CHANNELS.items()
