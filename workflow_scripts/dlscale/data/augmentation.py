@@ -47,26 +47,6 @@ def vectors(channels: list[str]) -> list[tuple[int, int, int]]:
     ]
 
 
-def components(vectors_: list[tuple[int, int, int]], channels: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return for each of the 48 which channel each channel of the result comes from, and its sign.
-
-    Returns
-    -------
-    source
-        int64 [48, channels].
-    sign
-        float32 [48, channels], 1 or -1.
-    """
-    source = np.tile(np.arange(channels), (len(SYMMETRIES), 1))
-    sign = np.ones((len(SYMMETRIES), channels), np.float32)
-    for number, symmetry in enumerate(SYMMETRIES):
-        for vector in vectors_:
-            for axis, channel in enumerate(vector):
-                source[number, channel] = vector[symmetry.axes[axis]]
-                sign[number, channel] = -1 if symmetry.flips[axis] else 1
-    return source, sign
-
-
 def apply(symmetry: Symmetry, x_CDHW: np.ndarray, vectors_: list[tuple[int, int, int]]) -> np.ndarray:
     """Return the transformed cube as a contiguous array [C, D, H, W] of the same type.
 
@@ -86,3 +66,22 @@ def apply(symmetry: Symmetry, x_CDHW: np.ndarray, vectors_: list[tuple[int, int,
             values = turned[components[symmetry.axes[axis]]]
             result[channel] = -values if symmetry.flips[axis] else values
     return result
+
+
+class Turning:
+    """All 48, for boxes of the channels given. See `dlscale.data.samples.Turning`."""
+
+    def __init__(self, channels: list[str]) -> None:
+        self._vectors = vectors(channels)
+        self.axes = np.array([symmetry.axes for symmetry in SYMMETRIES])
+        self.flips = np.array([symmetry.flips for symmetry in SYMMETRIES])
+        self.source = np.tile(np.arange(len(channels)), (len(SYMMETRIES), 1))
+        self.sign = np.ones(self.source.shape, np.float32)
+        for vector in self._vectors:
+            for axis, channel in enumerate(vector):
+                self.source[:, channel] = np.array(vector)[self.axes[:, axis]]
+                self.sign[:, channel] = np.where(self.flips[:, axis], -1, 1)
+
+    def apply(self, number: int, x: np.ndarray) -> np.ndarray:
+        """Return the turned box, contiguous."""
+        return apply(SYMMETRIES[number], x, self._vectors)

@@ -7,7 +7,7 @@ import functools
 import numpy as np
 
 from dlscale.data import sampling
-from dlscale.data.augmentation import COUNT
+from dlscale.data.augmentation import COUNT, Turning
 from dlscale.data.manifest import Manifest
 from dlscale.data.samples import GridSamples, Places, Side
 from dlscale.data.store import Reader
@@ -28,7 +28,13 @@ class Crops(GridSamples):
         self.crop, self._seed, self._training = settings.crop, seed, split == "train"
         extent = (self.crop,) * 3
         self.input, self.target = (
-            Side([Reader(manifest.path(file), name) for file in files], manifest.fields[name], extent, channel_axis=0)
+            Side(
+                [Reader(manifest.path(file), name) for file in files],
+                manifest.fields[name],
+                extent,
+                channel_axis=0,
+                turning=Turning(manifest.fields[name].channels),
+            )
             for name in ("Nbody", "Hydro")
         )
         self._symmetries = COUNT[settings.symmetry] if self._training else 1

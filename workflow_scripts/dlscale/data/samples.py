@@ -12,7 +12,6 @@ from typing import Protocol
 
 import numpy as np
 
-from dlscale.data.augmentation import SYMMETRIES, apply, vectors
 from dlscale.data.manifest import FieldInfo
 from dlscale.data.store import Reader
 
@@ -71,6 +70,29 @@ class Places:
         return Places(self.file[s], self.input[s], self.target[s], self.symmetry[s])
 
 
+class Turning(Protocol):
+    """Symmetries of boxes, by number; 0 leaves everything as it is.
+
+    Attributes
+    ----------
+    axes
+        Axis of the box that each axis of the result walks along, int64 [S, 3].
+    flips
+        Whether it does so backwards, bool [S, 3].
+    source, sign
+        Channel that each channel of the result comes from, int64 [S, C], and its sign, float32 [S, C].
+    """
+
+    axes: np.ndarray
+    flips: np.ndarray
+    source: np.ndarray
+    sign: np.ndarray
+
+    def apply(self, number: int, x: np.ndarray) -> np.ndarray:
+        """Return the turned box [C, a, b, c]."""
+        ...
+
+
 class Side:
     """Input or target: boxes of one size in one field of every file.
 
@@ -84,6 +106,8 @@ class Side:
         Size of a box along each of the three axes but the channels'.
     channel_axis
         0 for volumes [C, D, H, W], 1 for series [T, C, H, W].
+    turning
+        Symmetries that boxes may be turned by; None if they never are.
 
     Attributes
     ----------
@@ -91,9 +115,15 @@ class Side:
         Of a delivered box, channels first; a single time has no axis of its own.
     """
 
-    def __init__(self, readers: list[Reader], info: FieldInfo, extent: tuple[int, int, int], channel_axis: int) -> None:
-        self.readers, self.extent, self.channel_axis = readers, extent, channel_axis
-        self.vectors = vectors(info.channels)
+    def __init__(
+        self,
+        readers: list[Reader],
+        info: FieldInfo,
+        extent: tuple[int, int, int],
+        channel_axis: int,
+        turning: Turning | None = None,
+    ) -> None:
+        self.readers, self.extent, self.channel_axis, self.turning = readers, extent, channel_axis, turning
         self.shape: tuple[int, ...] = (len(info.channels), *extent[channel_axis:])
         self._info = info
         self._decoding: dict[int, tuple[np.ndarray, ...]] = {}
@@ -132,7 +162,8 @@ class Side:
         shift, factor, offset = (part.reshape(-1, 1, 1, 1) for part in self.decoding(file))
         values = (stored.astype(np.float32) - shift) * factor + offset
         if symmetry:
-            values = apply(SYMMETRIES[symmetry], values, self.vectors)
+            assert self.turning is not None
+            values = self.turning.apply(symmetry, values)
         return np.ascontiguousarray(values).reshape(self.shape)
 
 

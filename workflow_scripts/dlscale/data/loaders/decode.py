@@ -14,11 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dlscale.data.augmentation import SYMMETRIES, components
 from dlscale.data.samples import Side
-
-_AXES = np.array([symmetry.axes for symmetry in SYMMETRIES])
-_FLIPS = np.array([symmetry.flips for symmetry in SYMMETRIES])
 
 
 @dataclass(frozen=True)
@@ -50,7 +46,11 @@ class Recipes:
 
     def __init__(self, side: Side) -> None:
         self._side = side
-        self._source, self._sign = components(side.vectors, side.shape[0])
+        turning, channels = side.turning, side.shape[0]
+        self._axes = turning.axes if turning else np.arange(3)[None]
+        self._flips = turning.flips if turning else np.zeros((1, 3), bool)
+        self._source = turning.source if turning else np.arange(channels)[None]
+        self._sign = turning.sign if turning else np.ones((1, channels), np.float32)
         self._decoding = [np.stack(side.decoding(file)) for file in range(len(side.readers))]  # each [3, C]
 
     def make(self, file: np.ndarray, symmetry: np.ndarray, base: np.ndarray, stride: np.ndarray) -> Recipe:
@@ -65,8 +65,8 @@ class Recipes:
         stride
             Values from one cell to the next along the axes (C, and the box's three), int64 [B, 4].
         """
-        turned = np.take_along_axis(stride[:, 1:], _AXES[symmetry], axis=1)
-        flips, last = _FLIPS[symmetry], np.array(self._side.extent)[_AXES[symmetry]] - 1
+        axes, flips = self._axes[symmetry], self._flips[symmetry]
+        turned, last = np.take_along_axis(stride[:, 1:], axes, axis=1), np.array(self._side.extent)[axes] - 1
         base = base + (flips * last * turned).sum(axis=1)
         source, sign = self._source[symmetry], self._sign[symmetry]
         numbers = np.stack([self._decoding[number] for number in file]) if len(file) else np.empty((0, 3, len(sign[0])))
