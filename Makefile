@@ -68,9 +68,14 @@ demo: $(VENV)/.installed  ## run the whole workflow at demo scale, then say wher
 	$(say) 'Report: $(CURDIR)/results/report/index.html'
 
 .PHONY: bench
-bench: $(VENV)/.installed-dev  ## measure dlscale itself: loaders, steps, preprocessing, DAG
+bench: $(VENV)/.installed-dev  ## measure dlscale itself: loaders, steps, rungs, preprocessing, DAG
 	$(say) 'Running the benchmarks'
 	@python tests/bench/run.py $(ARGS)
+
+.PHONY: bench-gpu
+bench-gpu: $(VENV)/.installed-dev  ## check and measure all that needs a GPU, in eight minutes
+	$(say) 'Running the checks and benchmarks of a GPU'
+	@python tests/bench/gpu.py --json $(VENV)/bench-gpu.json $(ARGS)
 
 # ---- development ---------------------------------------------------------------------------------
 

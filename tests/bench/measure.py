@@ -49,11 +49,14 @@ class Row:
         return statistics.median(a / b for a, b in zip(self.values, self.references, strict=True))
 
     @property
+    def reached(self) -> bool:
+        """Whether the target is reached, if there is one."""
+        return self.target is None or self.ratio >= self.target
+
+    @property
     def verdict(self) -> str:
-        """Whether the target is reached."""
-        if self.target is None:
-            return ""
-        return f"{'pass' if self.ratio >= self.target else 'SHORT'} (≥ {self.target:g})"
+        """The same in a word, with the target."""
+        return "" if self.target is None else f"{'pass' if self.reached else 'SHORT'} (≥ {self.target:g})"
 
     def to_json(self) -> dict[str, Any]:
         """Return everything, the medians included."""
@@ -89,6 +92,14 @@ def table(rows: list[Row]) -> str:
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells
     )
+
+
+def summary(rows: list[Row]) -> str:
+    """Say in one line how many targets there are, and which are not reached."""
+    targets = [row for row in rows if row.target is not None]
+    short = [row.name for row in targets if not row.reached]
+    names = ": " + "; ".join(short) if short else ""
+    return f"{len(targets)} targets: {len(targets) - len(short)} pass, {len(short)} short{names}"
 
 
 def in_turns(repetitions: int, contestants: dict[str, Callable[[], float]]) -> dict[str, list[float]]:

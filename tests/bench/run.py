@@ -1,7 +1,7 @@
 """The benchmarks of dlscale itself: `make bench`, or `python tests/bench/run.py [--quick] [--json FILE] [GROUP ...]`.
 
 Each row is held against a reference that is measured in turns with it, in the same process: compare ratios, not
-values, between machines and days. None of them is a test.
+values, between machines and days. Some have a target, the ratio to reach. None of them is a test.
 """
 
 from __future__ import annotations
@@ -18,18 +18,21 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "workflow_scripts")]
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the command line sets it, before anything loads OpenMP
 
 import torch  # noqa: E402
 
 from dlscale.runtime.provenance import PACKAGES, git_state, now  # noqa: E402
 from dlscale.train.session import device_facts  # noqa: E402
-from tests.bench import compute, loading, preprocessing, training, workflow  # noqa: E402
-from tests.bench.measure import Options, Row, table  # noqa: E402
+from tests.bench import compute, loading, preprocessing, rungs, training, workflow  # noqa: E402
+from tests.bench.measure import Options, Row, summary, table  # noqa: E402
 
 GROUPS = {
     "crops": loading.crops,
     "pairs": loading.pairs,
     "steps": training.steps,
+    "full": training.full,
+    "rungs": rungs.rungs,
     "models": compute.models,
     "preprocess": preprocessing.volumes,
     "workflow": workflow.graph,
@@ -70,6 +73,7 @@ def main() -> None:
             found = GROUPS[group](Options(args.quick, Path(folder), repetitions=2 if args.quick else 5))
         print(f"\n{group} ({time.perf_counter() - start:.0f} s)\n{table(found)}", flush=True)
         rows += found
+    print(f"\n{summary(rows)}")
     if args.json:
         results = {"machine": facts, "quick": args.quick, "rows": [row.to_json() for row in rows]}
         args.json.write_text(json.dumps(results, indent=2) + "\n")

@@ -1,103 +1,211 @@
-"""Samples/s of the trainer, against a loop by hand with the same model, optimiser and batch."""
+"""Samples/s of the trainer and its step: against a loop by hand, the published program's step, and what bounds them.
+
+All on one thread, in short turns and many of them: a busy machine disturbs single turns, and a median forgets these.
+"""
 
 from __future__ import annotations
 
-import copy
 import itertools
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
 
-from dlscale.data.loaders.base import Share
+from dlscale.data.loaders import direct_loader
+from dlscale.data.loaders.base import Batch, Share
 from dlscale.data.loaders.synthetic_loader import SyntheticLoader
-from dlscale.models.losses import l1, relative_l2
-from dlscale.models.unet3d import UNet3D
-from dlscale.models.vit import ViT
-from dlscale.runtime import config
-from dlscale.runtime.schema.run import Run
+from dlscale.measure.throughput import endless, repeat, trials
+from dlscale.runtime.schema.run import DirectLoader, Throughput
 from dlscale.train.checkpoint import Checkpoints
-from dlscale.train.step import Step
 from dlscale.train.trainer import Trainer
+from tests.bench import published
+from tests.bench.cases import Case
 from tests.bench.measure import Options, Row, in_turns
 
 CPU = torch.device("cpu")
-Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+UNET = Case("cosmo_unet", {"widths": [16, 32]}, (32, 32, 32), batch_size=2)
+VIT = Case("era5_vit", {"patch": 8, "embed_dim": 96, "depth": 4, "heads": 4}, (64, 128), batch_size=4, channels=16)
+#: Larger, with more arithmetic for each value that is loaded: nearer to the published sizes, and tens of ms a step.
+FULL_UNET = Case("cosmo_unet", {"widths": [32, 64, 128]}, (32, 32, 32), batch_size=2)
+FULL_VIT = Case("era5_vit", {"patch": 8, "embed_dim": 192, "depth": 4, "heads": 4}, (96, 192), batch_size=1)
+NAMES = {"cosmo_unet": "U-Net", "era5_vit": "ViT"}
+#: No slower; 2 % is the noise.
+NO_SLOWER = 0.98
 
 
-def resolved(study: str, **settings: Any) -> Run:
-    """Return a study's run as the configuration resolves it; its data are never read."""
-    run = {"precision": "fp32", "loader": {"kind": "synthetic"}, "training": {"epochs": 1}, **settings}
-    plan = {"study": study, "runs": {"run": run}}
-    return config.load({"targets": ["bench"], "plans": {"bench": plan}}).plans["bench"]["run"].run
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Compute on one thread."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
-def synthetic(shapes: tuple[tuple[int, ...], tuple[int, ...]], size: int, batch_size: int) -> SyntheticLoader:
-    """Return the loader that needs no data."""
-    samples = SimpleNamespace(size=size, input_shape=shapes[0], target_shape=shapes[1])
-    return SyntheticLoader(samples, Share(batch_size), CPU)  # type: ignore[arg-type]
+def label(case: Case) -> str:
+    """Return what rows call a case."""
+    return f"{NAMES[case.study]} {'×'.join(map(str, case.grid))}"
 
 
-def compare(
-    options: Options, name: str, run: Run, model: nn.Module, loss: Loss, shapes: tuple[tuple[int, ...], tuple[int, ...]]
-) -> Row:
-    """Measure both over one epoch of the same steps."""
-    steps = 2 if options.quick else 5
-    batch_size = run.batch_size
-    loader = synthetic(shapes, steps * batch_size, batch_size)
-    valid = synthetic(shapes, 1, 1)
-    metrics = SimpleNamespace(per_sample=lambda x, y, p: {}, summarise=lambda means: {}, units={})
+def counts(case: Case, model: nn.Module, steps: int) -> dict[str, float]:
+    """Return what is behind the numbers of a row."""
+    return {
+        "threads": torch.get_num_threads(),
+        "steps": steps,
+        "batch": case.batch_size,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "FLOPs/sample": case.flops(),
+    }
+
+
+def rate(step: Callable[..., torch.Tensor], batch: Batch, count: int) -> float:
+    """Return samples/s of a number of steps on one batch."""
+    start = time.perf_counter()
+    for _ in range(count):
+        loss = step(*batch)
+    loss.item()
+    return count * len(batch[0]) / (time.perf_counter() - start)
+
+
+def adam(case: Case, model: nn.Module) -> torch.optim.Optimizer:
+    """Return PyTorch's optimiser as the study has it."""
+    settings: Any = case.run().optimizer
+    return torch.optim.Adam(model.parameters(), lr=settings.lr, betas=settings.betas, eps=settings.eps)
+
+
+def bare_loop(case: Case) -> tuple[nn.Module, Callable[..., torch.Tensor]]:
+    """Return dlscale's model, and the least that trains it."""
+    model, loss = case.step(CPU).model, case.loss()
+    optimizer = adam(case, model)
+    model.train()
+
+    def call(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad(set_to_none=True)
+        value = loss(model(x), y)
+        value.backward()
+        optimizer.step()
+        return value.detach()
+
+    return model, call
+
+
+def trainer(options: Options, case: Case, steps: int) -> Callable[[], float]:
+    """Return a function that trains for an epoch and returns its samples/s, as the trainer records them."""
+    run, step, loss = case.run(), case.step(CPU), case.loss()
+
+    def loader(size: int, batch_size: int) -> SyntheticLoader:
+        samples: Any = SimpleNamespace(size=size, input_shape=case.shapes[0], target_shape=case.shapes[1])
+        return SyntheticLoader(samples, Share(batch_size), CPU)
+
+    batches, valid = loader(steps * case.batch_size, case.batch_size), loader(1, 1)
+    metrics: Any = SimpleNamespace(per_sample=lambda x, y, p: {}, summarise=lambda means: {}, units={})
     turns = itertools.count()
-    bare = copy.deepcopy(model)
-    settings = run.optimizer
-    adam = torch.optim.Adam(bare.parameters(), lr=settings.lr, betas=settings.betas, eps=settings.eps)
-    step = Step(model, loss, run, CPU)
 
-    def trainer() -> float:
-        checkpoints = Checkpoints(options.folder / name / str(next(turns)), keep=1)  # nothing to resume from
-        fit = Trainer(run, step, loss, loader, valid, metrics, checkpoints, lambda record: None)  # type: ignore[arg-type]
+    def epoch() -> float:
+        checkpoints = Checkpoints(options.folder / case.study / str(next(turns)), keep=1)  # nothing to resume from
+        fit = Trainer(run, step, loss, batches, valid, metrics, checkpoints, lambda record: None)
         return float(fit.fit()[0]["samples_per_second"])
 
-    def by_hand() -> float:
-        x, y = next(loader.epoch(0))
-        bare.train()
-        start = time.perf_counter()
-        for _ in range(steps):
-            adam.zero_grad(set_to_none=True)
-            value = loss(bare(x), y)
-            value.backward()
-            adam.step()
-        value.item()
-        return steps * batch_size / (time.perf_counter() - start)
+    return epoch
 
-    # Short turns and many of them, on one thread: steadier on a busy machine.
-    found = in_turns(3 * options.repetitions, {"trainer": trainer, "by hand": by_hand})
-    parameters = sum(p.numel() for p in model.parameters())
-    counted = {"threads": torch.get_num_threads(), "steps": steps, "batch": batch_size, "parameters": parameters}
-    return Row(name, "samples/s", found["trainer"], "a bare loop", found["by hand"], counted)
+
+def published_loop(case: Case) -> tuple[nn.Module, Callable[..., torch.Tensor]]:
+    """Return the published program's model, with dlscale's weights, and its step."""
+    ours = case.step(CPU).model
+    if case.study == "cosmo_unet":
+        theirs: nn.Module = published.UNet(4, 5, case.model["widths"])
+    else:
+        sizes = {"embed": case.model["embed_dim"], "depth": case.model["depth"], "heads": case.model["heads"]}
+        theirs = published.ViT(case.grid, case.model["patch"], case.channels, **sizes)  # type: ignore[arg-type]
+    with torch.no_grad():
+        for p, q in zip(theirs.parameters(), ours.parameters(), strict=True):
+            p.copy_(q)
+    loss = published.l1 if case.study == "cosmo_unet" else published.relative_l2
+    return theirs, published.step(theirs, loss, adam(case, theirs))
+
+
+def ours(case: Case) -> Callable[..., torch.Tensor]:
+    """Return dlscale's step, its learning rate set as the trainer does."""
+    step = case.step(CPU)
+
+    def call(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        step.set_learning_rate(1e-4)
+        return step(x, y)
+
+    return call
 
 
 def steps(options: Options) -> list[Row]:
-    """Both studies, small: what the trainer itself costs shows best where a step is short."""
-    torch.manual_seed(0)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    unet = resolved("cosmo_unet", batch_size=2, model={"widths": [16, 32]}, samples={"crop": 32})
-    shape = (16, 64, 128)
-    vit = resolved("era5_vit", batch_size=4, model={"patch": 8, "embed_dim": 96, "depth": 4, "heads": 4})
-    rows = [
-        compare(options, "step, U-Net 32^3", unet, UNet3D(4, 5, (16, 32)), l1, ((4, 32, 32, 32), (5, 32, 32, 32))),
-        compare(
-            options,
-            "step, ViT 16 x 64 x 128",
-            vit,
-            ViT(shape[1:], (8, 8), 16, 16, embed_dim=96, depth=4, heads=4),
-            relative_l2,
-            (shape, shape),
-        ),
-    ]
-    torch.set_num_threads(threads)
+    """Both studies, small: what is not arithmetic shows best where a step is short."""
+    count, turns = (2, 2) if options.quick else (3, 24 * options.repetitions)
+    rows = []
+    with one_thread():
+        for case in (UNET, VIT):
+            batch = case.batch(CPU)
+            model, bare = bare_loop(case)
+            _, theirs = published_loop(case)
+            counted = counts(case, model, count)
+            contests: list[tuple[str, Callable[[], float], str, Callable[[], float]]] = [
+                ("trainer", trainer(options, case, count), "a bare loop", partial(rate, bare, batch, count)),
+                (
+                    "step",
+                    partial(rate, ours(case), batch, count),
+                    "published step",
+                    partial(rate, theirs, batch, count),
+                ),
+            ]
+            for name, measure, reference, measure_reference in contests:
+                found = in_turns(turns, {name: measure, reference: measure_reference})
+                title = f"{name}, {label(case)}"
+                rows.append(Row(title, "samples/s", found[name], reference, found[reference], counted, NO_SLOWER))
     return rows
+
+
+def full(options: Options) -> list[Row]:
+    """Training on real samples against the slower of loading and computing, as the throughput stage measures them."""
+    with one_thread():
+        return [full_row(options, case, rows) for case, rows in ((FULL_UNET, 64), (FULL_VIT, 16))]
+
+
+def full_row(options: Options, case: Case, rows: int) -> Row:
+    """Measure one study on a file of `rows`; IO, SYNTHETIC and FULL take turns."""
+    batches, turns = (2, 2) if options.quick else (6, 4 * options.repetitions)
+    settings = Throughput(warmup=1, trials=1, batches=batches)  # a turn; the warm-up fills the loader's buffers
+    path = options.folder / f"{case.study}.h5"
+    case.write(path, rows)
+    step, wanted = case.step(CPU), DirectLoader(kind="direct", workers=1)
+    samples = case.samples(path, rows, count=64 * case.batch_size)
+    with closing(direct_loader.build(samples, wanted, Share(case.batch_size), CPU)) as loader:
+        x, y = next(loader.epoch(0))
+        cached = x.clone(), y.clone()
+
+        def nothing(x: torch.Tensor, y: torch.Tensor) -> None:
+            pass
+
+        def mean(label: str, batches: Iterator[Batch], consume: Callable[..., object]) -> float:
+            return float(trials(label, batches, consume, settings, CPU)["mean"])
+
+        found = in_turns(
+            turns,
+            {
+                "IO": lambda: mean("IO", endless(loader, 1), nothing),
+                "SYNTHETIC": lambda: mean("SYNTHETIC", repeat(cached), step),
+                "FULL": lambda: mean("FULL", endless(loader, 1), step),
+            },
+        )
+    bound = [min(pair) for pair in zip(found["IO"], found["SYNTHETIC"], strict=True)]
+    counted = {
+        **counts(case, step.model, batches),
+        "stored bytes/sample": 2 * (x.numel() + y.numel()) / case.batch_size,
+        "IO": statistics.median(found["IO"]),
+        "SYNTHETIC": statistics.median(found["SYNTHETIC"]),
+        "loader threads": wanted.workers,
+    }
+    name = f"FULL, {label(case)}, direct"
+    return Row(name, "samples/s", found["FULL"], "the slower of IO, SYNTHETIC", bound, counted, target=0.97)

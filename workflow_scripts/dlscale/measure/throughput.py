@@ -14,7 +14,7 @@ import logging
 import resource
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,8 @@ def main(args: argparse.Namespace) -> None:
             ("SYNTHETIC", repeat(cached), step),
             ("FULL", endless(loader, 1), step),
         ):
-            results[label] = trials(label, batches, consume, run.throughput, device)
+            with contextlib.closing(batches):
+                results[label] = trials(label, batches, consume, run.throughput, device)
             logging.info("%s: %.2f +- %.2f samples/s", label, results[label]["mean"], results[label]["std"])
     results["peak_memory_bytes"] = peak_memory(device)
     write_text(Path(args.out), json.dumps(results) + "\n")
@@ -129,7 +130,7 @@ def compilation(step: Step, batch: Batch, device: torch.device) -> dict[str, flo
     return {"cold_seconds": cold, "warm_seconds": warm}
 
 
-def endless(loader: Loader, first_epoch: int) -> Iterator[Batch]:
+def endless(loader: Loader, first_epoch: int) -> Generator[Batch]:
     """Yield batches epoch after epoch."""
     epoch = first_epoch
     while True:
@@ -137,7 +138,7 @@ def endless(loader: Loader, first_epoch: int) -> Iterator[Batch]:
         epoch += 1
 
 
-def repeat(batch: Batch) -> Iterator[Batch]:
+def repeat(batch: Batch) -> Generator[Batch]:
     """Yield the same batch for ever."""
     while True:
         yield batch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import sys
 import time
@@ -31,7 +32,7 @@ class Progress:
         self.done = 0
         self._start = self._last = time.monotonic()
         self._bar: Any = None
-        if sys.stderr.isatty():
+        if sys.stderr.isatty() and importlib.util.find_spec("rich"):
             from rich.console import Console
             from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
             from rich.progress import Progress as RichProgress

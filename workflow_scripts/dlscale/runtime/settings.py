@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-import yaml
 from pydantic import BaseModel, ValidationError
 
 from dlscale.runtime.errors import UserError, nearest
@@ -35,6 +34,8 @@ def read_settings(config: str | Path) -> tuple[Raw, str]:
 
 def read_yaml(path: str | Path) -> Raw:
     """Read a YAML mapping with the safe loader; anything else is a `UserError`."""
+    import yaml  # settings may come as JSON, where there is no YAML
+
     try:
         raw = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -52,7 +52,8 @@ class Loader(Protocol):
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         """Yield (x, y) of global steps `start` and on of an epoch, float32, on the loader's device.
 
-        A loader may use a batch's memory again once the next is asked for: what is to stay must be copied.
+        A loader may use a batch's memory again once the next is asked for: what is to stay must be copied. To begin an
+        epoch ends the one before.
         """
         ...
 

@@ -9,6 +9,7 @@ no float16, and its reader of .npy files visits files in an order of its own.)
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
@@ -147,9 +148,8 @@ class DaliLoader:
 
     def _source(self) -> Any:
         """Return the inputs of the next batch; its samples may be fewer than a batch has."""
-        assert self._epoch is not None
         step = next(self._steps, None)
-        if step is None:
+        if step is None or self._epoch is None:
             raise StopIteration
         places = self._epoch.part(self._share.indices(step, self.samples))
         inputs: list[Any] = []
@@ -163,20 +163,26 @@ class DaliLoader:
         places = self._places(epoch)
         # A rank without a sample in the last, small batch has nothing to ask of DALI.
         filled = [step for step in range(start, len(self)) if self._share.indices(step, self.samples)]
+        self._abandon()  # an epoch that was left unfinished
         self._epoch, self._steps = places, iter(filled)
-        ended = False
+        steps = self._steps
         try:
             for step in range(start, len(self)):
                 part = places.part(self._share.indices(step, self.samples))
                 yield self._deliver(self._pipeline.run() if len(part.file) else None, part)
         finally:
-            self._steps = iter(())
-            while not ended:  # what was prefetched
-                try:
-                    self._pipeline.run()
-                except StopIteration:
-                    ended = True
-            self._pipeline.reset()
+            if steps is self._steps:
+                self._abandon()
+
+    def _abandon(self) -> None:
+        """Throw away what was prefetched of the epoch before, and make the pipeline ready for another."""
+        if self._epoch is None:
+            return
+        self._epoch, self._steps = None, iter(())
+        with contextlib.suppress(StopIteration):
+            while True:
+                self._pipeline.run()
+        self._pipeline.reset()
 
     def _deliver(self, outputs: Any, places: Places) -> Batch:
         found = []
@@ -196,6 +202,7 @@ class DaliLoader:
 
     def close(self) -> None:
         """Free the pipeline: its threads end with it."""
+        self._abandon()
         del self._pipeline
 
 

@@ -11,14 +11,13 @@ import logging
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from dlscale.data.loaders.base import Batch, Share
 from dlscale.data.loaders.direct_device import Resident, Streamed
-from dlscale.data.loaders.direct_stored import Stored, Way
+from dlscale.data.loaders.direct_stored import Finish, Stored, Way
 from dlscale.data.samples import GridSamples, Places, Samples
 from dlscale.runtime.errors import UserError
 from dlscale.runtime.schema.run import DirectLoader as Settings
@@ -38,6 +37,7 @@ class DirectLoader:
         self._slots = 1 + (settings.prefetch if settings.workers else 0)
         sides = [Stored(samples.input)]
         sides.append(sides[0] if samples.target is samples.input else Stored(samples.target))
+        self._ahead: deque[_Work] = deque()
         batch = len(share.indices(0, samples.size))
         self._way: Way
         if becomes_resident(settings.resident, sides, device):
@@ -55,35 +55,24 @@ class DirectLoader:
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         """Yield the batches of an epoch from global step `start`; each is overwritten some time after the next one."""
         places = self._places(epoch)
-        ahead: deque[_Work] = deque()
+        self._abandon()  # an epoch that was left unfinished: its buffers are these
+        ahead = self._ahead
         following = start
         try:
             for _ in range(start, len(self)):
                 while following < len(self) and len(ahead) < self._slots:
                     indices = self._share.indices(following, self.samples)
-                    ahead.append(self._start(following % self._slots, places.part(indices)))
+                    ahead.append(_Work(self._way, following % self._slots, places.part(indices), self._pool))
                     following += 1
                 yield self._way.deliver(ahead.popleft().result())
         finally:
-            for work in ahead:
-                work.abandon()
+            if ahead is self._ahead:
+                self._abandon()
 
-    def _start(self, slot: int, places: Places) -> _Work:
-        fills, finish = self._way.begin(slot, places)
-        if self._pool is None:
-            for fill in fills:
-                fill()
-            done: Future[Any] = Future()
-            done.set_result(finish())
-            return _Work([], done)
-        filled = [self._pool.submit(fill) for fill in fills]
-
-        def after() -> Any:  # comes after them in the threads' queue, so they are done or being done
-            for future in filled:
-                future.result()
-            return finish()
-
-        return _Work(filled, self._pool.submit(after))
+    def _abandon(self) -> None:
+        for work in self._ahead:
+            work.abandon()
+        self._ahead = deque()
 
     def close(self) -> None:
         """End the threads."""
@@ -91,22 +80,52 @@ class DirectLoader:
             self._pool.shutdown(cancel_futures=True)
 
 
-@dataclass(frozen=True)
 class _Work:
-    """A batch that threads work on."""
+    """A batch that threads work on: one of them finds out what there is to do, all do it, one finishes it.
 
-    filled: list[Future[None]]
-    finished: Future[Any]
+    Without threads it is done at once.
+    """
+
+    def __init__(self, way: Way, slot: int, places: Places, pool: ThreadPoolExecutor | None) -> None:
+        self._way, self._slot, self._places, self._pool = way, slot, places, pool
+        self._done: Future[Any] = Future()
+        self._fills: list[Future[None]] = []
+        self._begun = pool.submit(self._begin) if pool is not None else None
+        if pool is None:
+            fills, finish = way.begin(slot, places)
+            for fill in fills:
+                fill()
+            self._done.set_result(finish())
+
+    def _begin(self) -> None:
+        try:
+            assert self._pool is not None
+            fills, finish = self._way.begin(self._slot, self._places)
+            self._fills = [self._pool.submit(fill) for fill in fills]
+            # Behind the fills in the threads' queue, so that they are done, or being done, when it waits for them.
+            self._fills.append(self._pool.submit(self._finish, list(self._fills), finish))
+        except BaseException as error:
+            self._done.set_exception(error)
+
+    def _finish(self, fills: list[Future[None]], finish: Finish) -> None:
+        try:
+            for fill in fills:
+                fill.result()
+            self._done.set_result(finish())
+        except BaseException as error:
+            self._done.set_exception(error)
 
     def result(self) -> Any:
         """Wait for the batch."""
-        return self.finished.result()
+        return self._done.result()
 
     def abandon(self) -> None:
         """Return when nobody writes into its buffers any more."""
-        for future in (*self.filled, self.finished):
-            if not future.cancel():
-                future.exception()
+        if self._begun is not None and not self._begun.cancel():
+            self._begun.exception()
+        for fill in self._fills:
+            if not fill.cancel():
+                fill.exception()
 
 
 def becomes_resident(setting: str, sides: list[Stored], device: torch.device) -> bool:

@@ -1,0 +1,139 @@
+"""The two studies at any size, without a configuration file: settings, model, step, data on a grid."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+from dlscale.data.crops import Crops
+from dlscale.data.pairs import Pairs
+from dlscale.data.samples import GridSamples
+from dlscale.data.store import Field
+from dlscale.runtime import plugins
+from dlscale.runtime.schema.run import CropSamples, PairSamples, Run
+from dlscale.studies.base import Loss, Study
+from dlscale.train.step import Step
+from tests.bench import loading
+from tests.bench.compute import unet_flops, vit_flops
+
+#: What the published code sets of each study, sizes apart.
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "cosmo_unet": {"loss": {"kind": "l1"}, "optimizer": {"lr": 2e-4}},
+    "era5_vit": {"loss": {"kind": "relative_l2"}, "optimizer": {"lr": 5e-4, "betas": (0.9, 0.95)}},
+}
+KINDS = {"cosmo_unet": ("unet3d", "crops"), "era5_vit": ("vit", "pairs")}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A study at one size.
+
+    Attributes
+    ----------
+    study
+        Its name.
+    model
+        Settings of the model.
+    grid
+        Points of a sample: [D, H, W], a cube, or [H, W].
+    batch_size
+        Samples a step.
+    channels
+        Of the atmosphere, in and out; the cosmic boxes have theirs.
+    """
+
+    study: str
+    model: dict[str, Any]
+    grid: tuple[int, ...]
+    batch_size: int
+    channels: int = 20
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Of one input and one target."""
+        counts = (4, 5) if self.study == "cosmo_unet" else (self.channels, self.channels)
+        return (counts[0], *self.grid), (counts[1], *self.grid)
+
+    def run(self, **over: Any) -> Run:
+        """Return a run, resolved; `over` goes over the published settings, key by key, but for what has a `kind`."""
+        model, samples = KINDS[self.study]
+        raw: dict[str, Any] = {
+            "study": self.study,
+            "dataset": "bench",
+            "precision": "fp32",
+            "batch_size": self.batch_size,
+            "model": {"kind": model, **self.model},
+            "samples": {"kind": samples} | ({"crop": self.grid[0]} if samples == "crops" else {}),
+            "training": {"epochs": 1},
+            **PUBLISHED[self.study],
+        }
+        for key, value in over.items():
+            merged = isinstance(value, dict) and "kind" not in value
+            raw[key] = {**raw.get(key, {}), **value} if merged else value
+        return Run.model_validate(raw)
+
+    def network(self, run: Run) -> nn.Module:
+        """Return the model as its study builds it."""
+        (inputs, *_), (outputs, *_) = self.shapes
+        named = {"Nbody": inputs, "Hydro": outputs, "fields": inputs}
+        fields = {name: SimpleNamespace(channels=range(count), grid=self.grid) for name, count in named.items()}
+        return self._study.model(run, SimpleNamespace(fields=fields))  # type: ignore[arg-type]
+
+    def loss(self) -> Loss:
+        """Return the study's loss."""
+        return self._study.loss(self.run())
+
+    def step(self, device: torch.device, spread: float = 0.0, **over: Any) -> Step:
+        """Return the step of a run, with the same weights every time: as initialised, and moved by `spread`."""
+        run = self.run(**over)
+        torch.manual_seed(0)
+        with device, torch.no_grad():  # drawn where they stay: large models are many numbers
+            model = self.network(run)
+            for p in model.parameters() if spread else ():
+                p.add_(spread * torch.randn(p.shape))
+        return Step(model, self.loss(), run, device)
+
+    def batch(self, device: torch.device, size: int | None = None, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return a batch of normal deviates."""
+        generator = torch.Generator().manual_seed(seed)
+        size = size or self.batch_size
+        x, y = (torch.randn(size, *shape, generator=generator) for shape in self.shapes)
+        return x.to(device), 0.3 * y.to(device)
+
+    def flops(self) -> int:
+        """FLOPs of a sample, forward and backward."""
+        with torch.device("meta"):
+            model: Any = self.network(self.run())
+        return unet_flops(model, self.grid) if self.study == "cosmo_unet" else vit_flops(model, self.channels, 1)
+
+    def write(self, path: Path, rows: int) -> None:
+        """Write what samples are taken of, as the assemble stage does: a volume of `rows`^3 cells, or `rows` times."""
+        loading.write(path, self._fields(rows), "float16", channels_last=self.study == "cosmo_unet")
+
+    def samples(self, path: Path, rows: int, count: int) -> GridSamples:
+        """Return `count` samples an epoch of what `write` wrote.
+
+        A series is named often enough to have them: the page cache holds it once, and epochs are long.
+        """
+        if self.study == "cosmo_unet":
+            settings = CropSamples(kind="crops", crop=self.grid[0], train=count)
+            return Crops(loading.manifest(path, "cosmo", self._fields(rows)), "train", settings, seed=0)
+        manifest = loading.manifest(path, "era5", self._fields(rows))
+        manifest.splits["train"] *= -(-count // (rows - 1))
+        return Pairs(manifest, "train", PairSamples(kind="pairs", train=count), seed=0)
+
+    def _fields(self, rows: int) -> list[Field]:
+        if self.study == "cosmo_unet":
+            return loading.cosmo_fields(rows)
+        names = tuple(f"channel{index}" for index in range(self.channels))
+        return [Field("fields", names, ("1",) * self.channels, (rows, self.channels, *self.grid), 1)]
+
+    @property
+    def _study(self) -> Study:
+        study: Study = plugins.plugin(plugins.study(self.study)).STUDY
+        return study

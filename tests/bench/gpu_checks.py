@@ -1,0 +1,325 @@
+"""What must hold on a GPU: the libraries' values, every loader's samples, every rung's step, graphs, resumption."""
+
+from __future__ import annotations
+
+import io
+from contextlib import closing
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from dlscale.data.loaders import direct_loader
+from dlscale.data.loaders.base import Loader, Share
+from dlscale.data.loaders.direct_device import Streamed
+from dlscale.data.loaders.direct_stored import Stored
+from dlscale.data.samples import GridSamples
+from dlscale.runtime.errors import UserError
+from dlscale.runtime.schema.run import DaliLoader, DirectLoader
+from dlscale.train.selfcheck import check_operations
+from dlscale.train.step import Step
+from tests.bench.cases import Case
+from tests.bench.tasks import Bench, Skip, Task, Values
+
+UNET = Case("cosmo_unet", {"widths": [8, 12]}, (8, 8, 8), batch_size=6)
+VIT = Case("era5_vit", {"patch": 4, "embed_dim": 64, "depth": 1, "heads": 2}, (16, 32), batch_size=6, channels=3)
+CROPS = Case("cosmo_unet", {"widths": [4]}, (16, 16, 16), batch_size=4)
+PAIRS = Case("era5_vit", {}, (24, 48), batch_size=4, channels=6)
+
+#: An update that is linear in the gradient: Adam makes a whole step of either sign of a gradient about zero.
+SGD: dict[str, Any] = {"kind": "sgd", "lr": 0.5, "momentum": 0.9}
+#: Of a sample's values, relative and absolute: the rounding of a fused multiply-add.
+DECODING = 1e-6
+WORKERS = 4
+
+
+class Errors(dict[str, float]):
+    """The greatest error of each kind so far."""
+
+    def hold(self, name: str, error: float, tolerance: float) -> None:
+        """Fail where the error is greater than the tolerance, or not a number."""
+        self[name] = max(self.get(name, 0.0), error)
+        if not error <= tolerance:
+            raise AssertionError(f"{name} is off by {error:.2g}, tolerance {tolerance:g}")
+
+
+def distance(found: torch.Tensor, truth: torch.Tensor) -> float:
+    """Root mean square of the difference over that of the truth."""
+    return float((found.double() - truth.double()).norm() / truth.double().norm().clamp(min=1e-30))
+
+
+# --- the libraries -----------------------------------------------------------------------------------------------
+
+
+def values(bench: Bench) -> Values:
+    """Make the check that every run in 16 bits begins with."""
+    for dtype in (torch.bfloat16, torch.float16):
+        for channels_last in (False, True):
+            check_operations(dtype, bench.device, channels_last)
+    return {"dtypes": "bf16, fp16", "layouts": "plain, channels last"}
+
+
+# --- samples -----------------------------------------------------------------------------------------------------
+
+
+def loader_of(bench: Bench, samples: GridSamples, kind: str, batch_size: int, workers: int = WORKERS) -> Loader:
+    """Return a loader that delivers to the device: `resident`, `streamed` (both `direct`) or `dali`."""
+    share = Share(batch_size)
+    if kind == "dali":
+        bench.need_cuda()
+        try:
+            import numba  # noqa: F401
+            import nvidia.dali  # noqa: F401
+        except ImportError as error:
+            raise Skip(str(error)) from None
+        from dlscale.data.loaders import dali_loader
+
+        return dali_loader.build(samples, DaliLoader(kind="dali", workers=workers, device="gpu"), share, bench.device)
+    settings = DirectLoader(
+        kind="direct", workers=workers, resident="never" if kind == "streamed" and bench.cuda else "always"
+    )
+    loader = direct_loader.build(samples, settings, share, bench.device)
+    if kind == "streamed" and not bench.cuda:  # the way to a GPU, with the processor in its place
+        sides = [Stored(samples.input)]
+        sides.append(sides[0] if samples.target is samples.input else Stored(samples.target))
+        loader._way = Streamed(sides, batch_size, loader._slots, bench.device)
+    return loader
+
+
+def samples_equal(bench: Bench, kind: str) -> Values:
+    """Hold two epochs, with a last batch that is a part of one, against plain reads, while the device is busy."""
+    errors = Errors()
+    for case, rows, count in ((CROPS, 24, 30), (PAIRS, 8, 14)):
+        path = bench.folder / f"check-{case.study}.h5"
+        if not path.exists():
+            case.write(path, rows)
+        samples = case.samples(path, rows, count)
+        with closing(loader_of(bench, samples, kind, case.batch_size)) as loader:
+            for epoch in (0, 1):
+                indices = iter(range(count))
+                for x, y in loader.epoch(epoch):
+                    size = 2000 if bench.cuda else 50
+                    busy = torch.randn(size, size, device=bench.device)
+                    for _ in range(5):
+                        busy = busy @ busy
+                    truth = [samples.read(epoch, index) for _, index in zip(x, indices, strict=False)]
+                    for found, side in zip((x, y), zip(*truth, strict=True), strict=True):
+                        wanted = np.stack(side)
+                        off = np.abs(found.cpu().numpy() - wanted) / (1 + np.abs(wanted))
+                        errors.hold(case.study, float(off.max()), DECODING)
+                if next(indices, None) is not None:
+                    raise AssertionError(f"{case.study}: an epoch has fewer than {count} samples")
+    return {"tolerance": DECODING, **errors}
+
+
+# --- rungs -------------------------------------------------------------------------------------------------------
+
+#: Settings; tolerances of prediction and loss, and of gradients and the update; the studies that have it.
+FP32 = 2e-5, 5e-4  # sums in another order
+HALF = 0.004, 0.06  # 11 bits; TensorFloat-32 has them, too
+BF16 = 0.02, 0.2  # 8 bits; a few units of a layer end up on the other side of zero
+BOTH = UNET, VIT
+FUSED: dict[str, Any] = {"optimizer": {"fused": True}}
+TOP: dict[str, Any] = {"accumulation_steps": 2, "activation_checkpointing": True, "memory_format": "channels_last"}
+Rung = tuple[dict[str, Any], tuple[float, float], tuple[Case, ...]]
+RUNGS: dict[str, Rung] = {
+    "tf32": ({"precision": "tf32"}, HALF, BOTH),
+    "fp16": ({"precision": "fp16"}, HALF, BOTH),
+    "bf16": ({"precision": "bf16"}, BF16, BOTH),
+    "fp16_master": ({"precision": "fp16_master"}, HALF, BOTH),
+    "bf16_master": ({"precision": "bf16_master"}, BF16, BOTH),
+    "fused": (FUSED, FP32, BOTH),
+    "channels_last": ({"memory_format": "channels_last"}, FP32, BOTH),
+    "channels_last, bf16": ({"memory_format": "channels_last", "precision": "bf16"}, BF16, BOTH),
+    "pad_channels 8": ({"pad_channels": 8}, FP32, (UNET,)),
+    "accumulation 3": ({"accumulation_steps": 3}, FP32, BOTH),
+    "checkpointing": ({"activation_checkpointing": True}, FP32, BOTH),
+    "attention math": ({"attention": "math"}, FP32, (VIT,)),
+    "attention efficient": ({"attention": "efficient"}, FP32, (VIT,)),
+    "attention flash": ({"attention": "flash", "precision": "bf16"}, BF16, (VIT,)),
+    "attention cudnn": ({"attention": "cudnn", "precision": "bf16"}, BF16, (VIT,)),
+    "attention auto": ({"attention": "auto", "precision": "bf16"}, BF16, (VIT,)),
+    "all but compile": ({**FUSED, **TOP, "precision": "bf16"}, BF16, BOTH),
+}
+COMPILED: dict[str, Rung] = {
+    "compile default": ({"compile": {"mode": "default"}}, FP32, BOTH),
+    "compile, bf16": ({**FUSED, "compile": {"mode": "default"}, "precision": "bf16"}, BF16, BOTH),
+}
+
+
+def make(bench: Bench, case: Case, **over: Any) -> Step:
+    """Return a small step with plain SGD."""
+    return case.step(bench.device, spread=0.1, **over | {"optimizer": SGD | over.get("optimizer", {})})
+
+
+def observe(step: Step, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return prediction, loss, gradients and the change of the weights in one step, all in float32, by name."""
+    found = {"prediction": step.predict(x).clone()}
+    step.gradients(x, y)
+    scale = step.scaler.get_scale()
+    for name, p in step.model.named_parameters():
+        if p.grad is not None and not name.endswith("attention.k.bias"):  # zero by algebra: nothing but rounding
+            found[f"gradient of {name}"] = p.grad.float() / scale
+    before = {name: value.clone() for name, value in step.weights.state_dict().items()}
+    found["loss"] = step(x, y).clone()
+    for name, value in step.weights.state_dict().items():
+        if not name.endswith("attention.k.bias"):
+            found[f"update of {name}"] = value - before[name]
+    return found
+
+
+def rung_equals_plain(bench: Bench, rung: Rung) -> Values:
+    """Hold a rung's step against the plain float32 one, on a whole batch and on a last one."""
+    over, (exact, loose), cases = rung
+    errors = Errors()
+    for case in cases:
+        for size in (6, 5):
+            plain = make(bench, case)
+            x, y = case.batch(bench.device, size)
+            # Nowhere near the prediction: there an L1 has a kink, and rounding would turn gradients over.
+            y = plain.predict(x) + y + 0.2 * y.sign()
+            truth = observe(plain, x, y)  # before the other is made: TensorFloat-32 is a switch of the process
+            try:
+                step = make(bench, case, **over)
+            except UserError as error:
+                raise Skip(str(error)) from None
+            found = observe(step, x, y)
+            if found.keys() != truth.keys():
+                raise AssertionError(f"not the same gradients: {sorted(found.keys() ^ truth.keys())}")
+            for name, value in truth.items():
+                kind, of, _ = name.partition(" of ")
+                try:
+                    errors.hold(kind, distance(found[name], value), loose if of else exact)
+                except AssertionError as error:
+                    raise AssertionError(f"{case.study}, batch of {size}, {name}: {error}") from None
+    return {"tolerance": f"{exact:g}, {loose:g}", **errors}
+
+
+# --- graphs ------------------------------------------------------------------------------------------------------
+
+GRAPHS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "Adam": {"optimizer": {"kind": "adam", "lr": 1e-3, "fused": True}},
+    "bf16, accumulation": {"precision": "bf16", "accumulation_steps": 2},
+    "bf16_master, channels last": {"precision": "bf16_master", "memory_format": "channels_last"},
+}
+GRAPHS_COMPILED: dict[str, dict[str, Any]] = {"compile default": {"compile": {"mode": "default"}}}
+
+
+def graph_equals_eager(bench: Bench, over: dict[str, Any]) -> Values:
+    """Hold ten graphed steps, with smaller batches among them, against the same without graphs."""
+    bench.need_cuda()
+    errors, half = Errors(), "precision" in over
+    over = over if "optimizer" in over else {**over, **FUSED}
+    for case in BOTH:
+        optimizer = over["optimizer"] if "kind" in over["optimizer"] else SGD | over["optimizer"]
+        eager, graphed = (
+            case.step(bench.device, spread=0.1, **{**over, "optimizer": optimizer}, cuda_graph=graph)
+            for graph in (False, True)
+        )
+        for number in range(10):
+            x, y = case.batch(bench.device, 4 if number % 5 == 4 else 6, seed=number)
+            for step in (eager, graphed):
+                step.set_learning_rate(1e-3 * (number + 1))
+            truth, loss = eager(x, y), graphed(x, y)
+            errors.hold("loss", distance(loss, truth), 1e-3 if half else 1e-4)
+            x.fill_(float("nan"))  # the loader writes its next batch there
+        weights = graphed.weights.state_dict()
+        for name, value in eager.weights.state_dict().items():
+            if not name.endswith("attention.k.bias"):
+                errors.hold("weights", distance(weights[name], value), 2e-2 if half else 1e-3)
+    return dict(errors)
+
+
+def resume_with_graphs(bench: Bench) -> Values:
+    """Hold a step that was saved and restored amid graphs, into itself and into a new one, against an uninterrupted."""
+    bench.need_cuda()
+    errors = Errors()
+    over: dict[str, Any] = {"optimizer": {"kind": "adam", "lr": 1e-3, "fused": True}, "cuda_graph": True}
+    for case in BOTH:
+        straight, first, second = (case.step(bench.device, spread=0.1, **over) for _ in range(3))
+        batches = [case.batch(bench.device, seed=number) for number in range(12)]
+        for x, y in batches[:6]:
+            straight(x, y)
+            first(x, y)
+        memory = io.BytesIO()
+        torch.save(first.state_dict(), memory)
+        for x, y in batches[:3]:  # which shall leave no trace
+            first(x, y)
+        for step in (first, second):
+            memory.seek(0)
+            step.load_state_dict(torch.load(memory, map_location="cpu", weights_only=True))
+        for x, y in batches[6:]:
+            losses = [step(x, y) for step in (straight, first, second)]
+            for name, loss in zip(("itself", "a new one"), losses[1:], strict=True):
+                errors.hold(f"loss, into {name}", distance(loss, losses[0]), 1e-4)
+    return dict(errors)
+
+
+def no_wait(bench: Bench, over: dict[str, Any]) -> Values:
+    """Let PyTorch raise where a step waits for the device, the trainer's sum of losses included."""
+    bench.need_cuda()
+    for case in BOTH:
+        step = case.step(bench.device, precision="bf16", optimizer={"fused": True}, **over)
+        x, y = case.batch(bench.device)
+        total = torch.zeros((), dtype=torch.float64, device=bench.device)
+
+        def several(step: Step = step, x: torch.Tensor = x, y: torch.Tensor = y, total: torch.Tensor = total) -> None:
+            for number in range(6):
+                step.set_learning_rate(1e-4 * (number + 1))
+                total += step(x, y) * len(x)
+
+        several()
+        torch.cuda.synchronize(bench.device)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            several()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return {"steps": 6}
+
+
+def mode_runs(bench: Bench, mode: str) -> Values:
+    """Hold some steps with a mode of the compiler that captures graphs itself against plain ones."""
+    bench.need_cuda()
+    errors = Errors()
+    plain, step = make(bench, VIT), make(bench, VIT, compile={"mode": mode})
+    for number in range(6):
+        x, y = VIT.batch(bench.device, 4 if number == 3 else 6, seed=number)
+        errors.hold("loss", distance(step(x, y), plain(x, y)), 1e-4)
+    return dict(errors)
+
+
+def compiled_equals_plain(bench: Bench, rung: Rung) -> Values:
+    bench.need_cuda()  # `make bench` has the processor's
+    return rung_equals_plain(bench, rung)
+
+
+def tasks(bench: Bench) -> tuple[list[Task], list[Task]]:
+    """Return the quick checks, and those that compile."""
+    first = [Task("check", "values in bf16 and fp16", 5, partial(values, bench))]
+    first += [
+        Task("check", f"samples, {kind}", 20 if kind == "dali" else 3, partial(samples_equal, bench, kind))
+        for kind in ("resident", "streamed", "dali")
+    ]
+    first += [Task("check", name, 2, partial(rung_equals_plain, bench, rung)) for name, rung in RUNGS.items()]
+    first += [
+        Task("check", f"CUDA graph, {name}", 3, partial(graph_equals_eager, bench, over))
+        for name, over in GRAPHS.items()
+    ]
+    first.append(Task("check", "resumption with graphs", 3, partial(resume_with_graphs, bench)))
+    first += [
+        Task("check", f"no step waits{name}", 3, partial(no_wait, bench, over))
+        for name, over in (("", {}), (", CUDA graph", {"cuda_graph": True}))
+    ]
+    last = [Task("check", name, 30, partial(compiled_equals_plain, bench, rung)) for name, rung in COMPILED.items()]
+    last += [
+        Task("check", f"CUDA graph, {name}", 20, partial(graph_equals_eager, bench, over))
+        for name, over in GRAPHS_COMPILED.items()
+    ]
+    last += [
+        Task("check", mode, 20 if mode == "reduce-overhead" else 40, partial(mode_runs, bench, mode))
+        for mode in ("reduce-overhead", "max-autotune")
+    ]
+    return first, last

@@ -1,0 +1,115 @@
+"""The published programs' models and step, written plainly: what dlscale's are held against.
+
+Parameters come in the order of dlscale's models, so that one's can be copied into the other's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class UNet(nn.Module):
+    """Convolutions of stride 2 down, transposed ones up, each level's skip concatenated."""
+
+    def __init__(self, in_channels: int, out_channels: int, widths: Sequence[int]) -> None:
+        super().__init__()
+        down = [in_channels, *widths]
+        self.down = nn.ModuleList(nn.Conv3d(a, b, 4, 2, 1) for a, b in zip(down, widths, strict=False))
+        up, width = [], widths[-1]
+        for above in reversed(widths[:-1]):
+            up.append(nn.ConvTranspose3d(width, above, 4, 2, 1))
+            width = 2 * above
+        self.up = nn.ModuleList(up)
+        self.last = nn.ConvTranspose3d(width, out_channels, 4, 2, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        skips = []
+        for conv in self.down:
+            x = F.leaky_relu(conv(x), 0.01)
+            skips.append(x)
+        x = skips.pop()
+        for conv in self.up:
+            x = torch.cat((F.relu(conv(x)), skips.pop()), dim=1)
+        return torch.tanh(self.last(x))
+
+
+class Block(nn.Module):
+    """Pre-norm transformer block."""
+
+    def __init__(self, embed: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1 = nn.LayerNorm(embed, eps=1e-6)
+        self.q, self.k, self.v, self.projection = (nn.Linear(embed, embed) for _ in range(4))
+        self.norm2 = nn.LayerNorm(embed, eps=1e-6)
+        self.fc1, self.fc2 = nn.Linear(embed, 4 * embed), nn.Linear(4 * embed, embed)
+        self.dropout, self.activation = nn.Dropout(0.0), nn.GELU()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        count, tokens, embed = x.shape
+        normed = self.norm1(x)
+        q, k, v = (
+            layer(normed).reshape(count, tokens, self.heads, embed // self.heads).permute(0, 2, 1, 3)
+            for layer in (self.q, self.k, self.v)
+        )
+        attended = F.scaled_dot_product_attention(q, k, v)
+        attended = attended.transpose(1, 2).reshape(count, tokens, embed)
+        x = x + self.dropout(self.projection(attended))
+        hidden = self.dropout(self.activation(self.fc1(self.norm2(x))))
+        return x + self.dropout(self.fc2(hidden))
+
+
+class ViT(nn.Module):
+    """Patches to tokens, blocks, a linear head back to patches."""
+
+    def __init__(self, grid: tuple[int, int], patch: int, channels: int, embed: int, depth: int, heads: int) -> None:
+        super().__init__()
+        self.patch, self.channels = patch, channels
+        self.tokens = grid[0] // patch, grid[1] // patch
+        self.position = nn.Parameter(torch.zeros(1, self.tokens[0] * self.tokens[1], embed))
+        self.embedding = nn.Conv2d(channels, embed, patch, patch)
+        self.blocks = nn.ModuleList(Block(embed, heads) for _ in range(depth))
+        self.norm = nn.LayerNorm(embed, eps=1e-6)
+        self.head = nn.Linear(embed, channels * patch**2, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(x).flatten(2).transpose(1, 2) + self.position
+        for block in self.blocks:
+            x = block(x)
+        (rows, columns), patch = self.tokens, self.patch
+        x = self.head(self.norm(x)).reshape(len(x), rows, columns, patch, patch, self.channels)
+        return torch.einsum("nhwpqc->nchpwq", x).reshape(len(x), self.channels, rows * patch, columns * patch)
+
+
+def l1(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Mean absolute error."""
+    return torch.mean(torch.abs(prediction - target))
+
+
+def relative_l2(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Mean over samples of the relative error's norm, on flattened samples."""
+    count = len(prediction)
+    error = torch.norm(prediction.reshape(count, -1) - target.reshape(count, -1), 2, 1)
+    return torch.mean(error / torch.norm(target.reshape(count, -1), 2, 1))
+
+
+def step(model: nn.Module, loss: Loss, optimizer: torch.optim.Optimizer) -> Callable[..., torch.Tensor]:
+    """Return one pass of the published loop: learning rate, gradients, update."""
+
+    def call(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        model.train()
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-4
+        optimizer.zero_grad()
+        value = loss(model(x), y)
+        value.backward()
+        optimizer.step()
+        return value.detach()
+
+    return call
