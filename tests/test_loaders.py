@@ -54,7 +54,14 @@ VOLUMES: dict[str, dict[str, Any]] = {
 }
 SERIES: dict[str, dict[str, Any]] = {"published": {}, "half": {"dtype": "float16"}}
 #: Which the library alone can read: compressed, and of the other byte order.
-FOREIGN: dict[str, dict[str, Any]] = {"compressed": {"compression": "gzip"}, "big-endian": {"dtype": ">f4"}}
+FOREIGN: dict[str, dict[str, Any]] = {
+    "compressed": {"compression": "gzip"},
+    "compressed, channels last": {"compression": "gzip", "channels_last": True},
+    "big-endian": {"dtype": ">f4"},
+    "double": {"dtype": "f8"},
+}
+#: Chunks that hold some of the channels.
+SPLIT: dict[str, Any] = {"chunks": (2, 5, 5, 5)}
 
 
 def write_field(path: Path, field: Field, seed: int, layout: dict[str, Any]) -> None:
@@ -62,9 +69,13 @@ def write_field(path: Path, field: Field, seed: int, layout: dict[str, Any]) -> 
     values = np.random.default_rng(seed).normal(size=field.shape).astype(np.float32)
     values[(0,) * 4] = -0.0
     with h5py.File(path, "a") as file:
-        if layout in FOREIGN.values():
+        if layout in FOREIGN.values() or layout is SPLIT:
             options = {"chunks": True} if "compression" in layout else {}
-            file.create_dataset(field.name, data=values, **{**options, **layout})
+            last = bool(layout.get("channels_last"))
+            values = np.moveaxis(values, 0, -1) if last else values
+            rest = {key: value for key, value in layout.items() if key != "channels_last"}
+            made = file.create_dataset(field.name, data=values, **{**options, **rest})
+            made.attrs["channels_last"] = last
             return
         shape = [1] * 4
         shape[field.channel_axis] = -1
@@ -111,8 +122,15 @@ def pairs(folder: Path, layout: dict[str, Any], split: str = "train") -> Pairs:
 
 
 CASES = [
-    *(pytest.param(crops, layout, id=f"crops, {name}") for name, layout in {**VOLUMES, **FOREIGN}.items()),
-    *(pytest.param(pairs, layout, id=f"pairs, {name}") for name, layout in {**SERIES, **FOREIGN}.items()),
+    *(
+        pytest.param(crops, layout, id=f"crops, {name}")
+        for name, layout in {**VOLUMES, **FOREIGN, "split": SPLIT}.items()
+    ),
+    *(
+        pytest.param(pairs, layout, id=f"pairs, {name}")
+        for name, layout in {**SERIES, **FOREIGN}.items()
+        if "channels_last" not in layout
+    ),
 ]
 
 
@@ -195,7 +213,14 @@ def check(found: list[tuple[np.ndarray, np.ndarray]], wanted: Iterator[tuple[np.
 
 
 #: DALI compiles its operators anew for each of these, in seconds: layouts that differ in how a box is found.
-DALI_CASES = ("crops, published", "crops, channels last, half", "crops, compressed", "pairs, half")
+DALI_CASES = (
+    "crops, published",
+    "crops, channels last, half",
+    "crops, compressed, channels last",
+    "crops, split",
+    "crops, double",
+    "pairs, half",
+)
 
 
 @pytest.mark.parametrize(
@@ -260,9 +285,8 @@ def test_all_symmetries_and_channels_come_up(tmp_path: Path) -> None:
 
 
 def test_mapped_layouts_are_read_without_the_library(tmp_path: Path) -> None:
-    for number, (layout, mapped) in enumerate(
-        [*((layout, True) for layout in VOLUMES.values()), *((layout, False) for layout in FOREIGN.values())]
-    ):
+    known = [*((layout, True) for layout in (*VOLUMES.values(), SPLIT)), *((lay, False) for lay in FOREIGN.values())]
+    for number, (layout, mapped) in enumerate(known):
         folder = tmp_path / str(number)
         folder.mkdir()
         samples = crops(folder, layout)
@@ -291,6 +315,16 @@ def test_files_of_different_layouts_in_one_dataset(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"loader\.kind: dali needs files of one type, these have .*float16.*float32"):
         dali(both, Share(4), 1)
     for make in (make for name, make in LOADERS.items() if not name.startswith("dali")):
+        with closing(make(both, Share(4), 1)) as loader:
+            check(batches(loader, 0), expected(both, Share(4), 0))
+
+
+@pytest.mark.parametrize("first", ["published", "channels last"])
+def test_files_of_different_orders_in_one_dataset(tmp_path: Path, first: str) -> None:
+    """What one file has side by side, another has apart."""
+    crops(tmp_path, VOLUMES[first], files=1)
+    both = crops(tmp_path, VOLUMES["channels last" if first == "published" else "published"])
+    for make in LOADERS.values():
         with closing(make(both, Share(4), 1)) as loader:
             check(batches(loader, 0), expected(both, Share(4), 0))
 
@@ -417,18 +451,40 @@ def test_what_fits_becomes_resident(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert not direct_loader.becomes_resident("auto", sides, CPU)
 
 
+def slow_down(stream: Any, cycles: int) -> None:
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(cycles)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("resident_", ["always", "never"])
+@pytest.mark.parametrize("slow", ["the loader's stream", "the model's stream"])
+@pytest.mark.parametrize("way", ["always", "never", "dali"])
 @pytest.mark.parametrize("make", [crops, pairs])
-def test_on_a_gpu(tmp_path: Path, make: Any, resident_: str) -> None:
-    """The same samples within the rounding of a fused multiply-add, under work that keeps the device busy."""
+def test_on_a_gpu(tmp_path: Path, make: Any, way: str, slow: str) -> None:
+    """The same samples within the rounding of a fused multiply-add, whichever stream lags behind.
+
+    A batch that is used before it is ready, or whose memory is used again too early, shows only then.
+    """
     samples, device = make(tmp_path, {"dtype": "float16"}), torch.device("cuda")
-    settings = schema.DirectLoader(kind="direct", resident=resident_)
-    with closing(DirectLoader(samples, settings, Share(4), device)) as loader:
-        for (x, y), (a, b) in zip(loader.epoch(0), expected(samples, Share(4), 0), strict=True):
-            busy = torch.randn(2000, 2000, device=device)
-            for _ in range(5):
-                busy = busy @ busy
+    loader: Any
+    if way == "dali":
+        pytest.importorskip("nvidia.dali", reason="DALI is not installed: pip install 'dlscale[dali]'")
+        from dlscale.data.loaders import dali_loader
+
+        loader = dali_loader.build(samples, schema.DaliLoader(kind="dali"), Share(4), device)
+    else:
+        settings = schema.DirectLoader(kind="direct", resident=way)  # type: ignore[arg-type]
+        loader = DirectLoader(samples, settings, Share(4), device)
+    kept = []
+    with closing(loader):
+        next(loader.epoch(1))  # given up after a batch
+        for x, y in loader.epoch(0):
+            if slow == "the model's stream":
+                torch.cuda._sleep(50_000_000)
+            elif way != "dali":
+                slow_down(loader._way._stream, 50_000_000)
+            kept.append((x.clone(), y.clone()))
+        for (x, y), (a, b) in zip(kept, expected(samples, Share(4), 0), strict=True):
             np.testing.assert_allclose(x.cpu(), a, rtol=1e-6, atol=1e-6)
             np.testing.assert_allclose(y.cpu(), b, rtol=1e-6, atol=1e-6)

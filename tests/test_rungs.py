@@ -10,6 +10,7 @@ import sysconfig
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -659,7 +660,7 @@ def test_the_libraries_here_are_right(dtype: torch.dtype, channels_last: bool) -
 
 
 def test_a_run_in_16_bits_is_checked_and_no_other(
-    tmp_path: Path, cosmo_data: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, cosmo_data: Path, era5_data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checked: list[tuple[Any, ...]] = []
     monkeypatch.setattr(session, "check_operations", lambda *arguments: checked.append(arguments))
@@ -667,7 +668,13 @@ def test_a_run_in_16_bits_is_checked_and_no_other(
         over = {"precision": precision, "memory_format": "channels_last"}
         make_run(tmp_path, "cosmo_unet", config.merge(copy.deepcopy(COSMO_RUN), over), COSMO)
         session.open_session(load_run(tmp_path / "config.yaml", TrainRun), cosmo_data / "manifest.json", "cpu", 1)
-    assert checked == [(torch.bfloat16, CPU, True), (torch.float16, CPU, True)]
+    # the U-Net has no attention: the check's own head dimension, and PyTorch's own choice of a kernel
+    wanted = [(torch.bfloat16, CPU, True, nullcontext, 32), (torch.float16, CPU, True, nullcontext, 32)]
+    assert checked == wanted
+    over = {"precision": "bf16", "attention": "math"}
+    make_run(tmp_path, "era5_vit", config.merge(copy.deepcopy(ERA5_RUN), over), ERA5)
+    session.open_session(load_run(tmp_path / "config.yaml", TrainRun), era5_data / "manifest.json", "cpu", 1)
+    assert checked[2][3] is not nullcontext and checked[2][4] == 16 // 2
 
 
 @pytest.mark.parametrize("what", ["forward", "backward", "nan"])

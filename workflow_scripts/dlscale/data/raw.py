@@ -11,7 +11,7 @@ Axes are in one order for all fields: channels, then the three others ([C, D, H,
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -127,7 +127,7 @@ class Raw:
 
     def box(self, start: np.ndarray, shape: tuple[int, ...]) -> Layout:
         """Return the box of `shape` [C, a, b, c] at `start` [3], copied, as a dataset of its own."""
-        values = np.empty(shape, self.dtype.newbyteorder("="))
+        values = np.empty(shape, common_type([self]))
         self.copy(start, values)
         strides = np.array(values.strides) // values.itemsize
         bits = values.view(f"u{values.itemsize}").reshape(-1)
@@ -143,6 +143,11 @@ class Raw:
                 cut.append(slice(low - first, high - first))
                 place.append(slice(low - s.start, high - s.start))
             np.copyto(out[tuple(place)], self._chunks[corner][tuple(cut)])
+
+
+def common_type(raws: Sequence[Raw]) -> np.dtype[Any]:
+    """Return the type of buffers for values of all these datasets: float16 if all have it, else float32."""
+    return np.dtype(np.float16 if all(raw.dtype == np.float16 for raw in raws) else np.float32)
 
 
 def buffer(

@@ -25,8 +25,9 @@ io_samples_per_second, synthetic_samples_per_second, full_samples_per_second
     Means over the throughput trials; each is followed by its standard deviation, `…_std`.
 speed_up
     `full_samples_per_second` relative to the plan's first run; without throughput, that of training.
-published_samples_per_second, published_speed_up, published_hardware, published_source
-    The published FULL throughput of the run of this name, at full size; its ratio to that of the plan's first run.
+published_samples_per_second, published_speed_up, published_as, published_hardware, published_source
+    The published FULL throughput of what the run does, at full size; its ratio to that of the plan's first run; what
+    was published, on which hardware and where. All of a plan's are of one source.
 METRIC
     Each validation metric of the last epoch under its own name; units are in `provenance.json`.
 """
@@ -51,7 +52,8 @@ def main(args: argparse.Namespace) -> None:
 
 def summary_csv(plan: PlanResult) -> str:
     """Return the plan's table as CSV, numbers with all their digits."""
-    rows = [_row(plan, run) for run in plan.runs]
+    known = published.series(plan.study, plan.name, [run.name for run in plan.runs])
+    rows = [_row(plan, run, known) for run in plan.runs]
     text = io.StringIO()
     columns = list(dict.fromkeys(column for row in rows for column in row))
     writer = csv.DictWriter(text, columns, restval="", lineterminator="\n")
@@ -60,7 +62,7 @@ def summary_csv(plan: PlanResult) -> str:
     return text.getvalue()
 
 
-def _row(plan: PlanResult, run: RunResult) -> Row:
+def _row(plan: PlanResult, run: RunResult, known: dict[str, published.Speed]) -> Row:
     last = run.last
     row: Row = {
         "run": run.name,
@@ -83,11 +85,12 @@ def _row(plan: PlanResult, run: RunResult) -> Row:
         column = f"{mode.lower()}_samples_per_second"
         row |= {column: trials.mean if trials else None, f"{column}_std": trials.std if trials else None}
     row["speed_up"] = plan.speed_up(run)
-    of_run, first = (published.speed(plan.study, name) for name in (run.name, plan.runs[0].name))
+    figure, first = known.get(run.name), known.get(plan.runs[0].name)
     row |= {
-        "published_samples_per_second": of_run.samples_per_second if of_run else None,
-        "published_speed_up": published.speed_up(of_run, first),
-        "published_hardware": of_run.hardware if of_run else None,
-        "published_source": of_run.source if of_run else None,
+        "published_samples_per_second": figure.samples_per_second if figure else None,
+        "published_speed_up": figure.samples_per_second / first.samples_per_second if figure and first else None,
+        "published_as": figure.label if figure else None,
+        "published_hardware": figure.hardware if figure else None,
+        "published_source": figure.source if figure else None,
     }
     return row | (dict(last.metrics) if last else {})

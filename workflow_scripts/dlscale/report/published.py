@@ -12,11 +12,17 @@ from dlscale.runtime.settings import Raw
 
 @dataclass(frozen=True)
 class Speed:
-    """A published FULL throughput: samples/s, the hardware, and where it stands."""
+    """A published FULL throughput: samples/s, what of, on which hardware, and where it stands."""
 
     samples_per_second: float
+    label: str
     hardware: str
     source: str
+
+    @property
+    def text(self) -> str:
+        """All of it, in a line."""
+        return f"{_digits(self.samples_per_second)} samples/s ({self.label}) on {self.hardware}, {self.source}"
 
 
 def shipped(study: str) -> Raw:
@@ -29,30 +35,31 @@ def entries(study: str) -> list[dict[str, str]]:
     return [_entry(raw) for raw in _raw(study)]
 
 
-def speeds(study: str, run: str | None = None) -> list[str]:
-    """Return the range of published FULL throughputs on each piece of hardware, of one run or of all."""
+def speeds(study: str) -> list[str]:
+    """Return the range of published FULL throughputs on each piece of hardware."""
     by_hardware: dict[str, list[float]] = {}
     for raw in _raw(study):
-        if _is_speed(raw) and (run is None or run in _runs(raw)):
+        if _is_speed(raw):
             by_hardware.setdefault(raw.get("hardware", NONE), []).append(raw["samples_per_second"])
     ranges = {hardware: dict.fromkeys(map(_digits, (min(all_), max(all_)))) for hardware, all_ in by_hardware.items()}
     return [f"{' to '.join(range_)} samples/s on {hardware}" for hardware, range_ in ranges.items()]
 
 
-def speed(study: str, run: str) -> Speed | None:
-    """Return the published FULL throughput of the run of this name, the latest if there are several."""
-    found = [raw for raw in _raw(study) if _is_speed(raw) and run in _runs(raw)]
-    if not found:
-        return None
-    latest = max(found, key=lambda raw: str(raw.get("source", "")))
-    return Speed(latest["samples_per_second"], latest.get("hardware", NONE), latest.get("source", NONE))
+def series(study: str, plan: str, runs: Iterable[str]) -> dict[str, Speed]:
+    """Return the published FULL throughputs of a plan's runs by name, all of one source and hardware.
 
-
-def speed_up(of_run: Speed | None, first: Speed | None) -> float | None:
-    """Return the ratio of two published throughputs, if both were measured on the same hardware."""
-    if of_run is None or first is None or of_run.hardware != first.hardware:
-        return None
-    return of_run.samples_per_second / first.samples_per_second
+    Ratios of figures from different sources mean nothing; so of all sources the one that knows most of the runs is
+    taken, the latest of several.
+    """
+    by_source: dict[tuple[str, str], dict[str, Speed]] = {}
+    names = {f"{plan}.{run}": run for run in runs}
+    for raw in filter(_is_speed, _raw(study)):
+        source, hardware = raw.get("source", NONE), raw.get("hardware", NONE)
+        for run in (names[name] for name in raw.get("runs") or [] if name in names):
+            by_source.setdefault((source, hardware), {})[run] = Speed(
+                raw["samples_per_second"], raw.get("label", NONE), hardware, source
+            )
+    return max(by_source.items(), key=lambda item: (len(item[1]), item[0]), default=(None, {}))[1]
 
 
 def summary(study: str) -> list[str]:
@@ -67,11 +74,6 @@ def _raw(study: str) -> Iterable[Raw]:
 
 def _is_speed(raw: Raw) -> bool:
     return "samples_per_second" in raw and raw.get("kind", "FULL") == "FULL"
-
-
-def _runs(raw: Raw) -> list[str]:
-    """Names of the runs that the figure is of, in whatever plan."""
-    return list(raw.get("runs") or [])
 
 
 def _entry(raw: Raw) -> dict[str, str]:

@@ -174,6 +174,7 @@ def _speed(plan: PlanResult) -> View | None:
     fastest = min(known, key=_slowness)
     greatest = fastest.speed or 1.0
     full = "throughput" in plan.measure
+    figures_ = published.series(plan.study, plan.name, [run.name for run in plan.runs])
     return {
         "what": "FULL: loading and computing together" if full else "Training, median over epochs",
         "fastest": fastest.label,
@@ -188,7 +189,7 @@ def _speed(plan: PlanResult) -> View | None:
                 "share": (run.speed or 0.0) / greatest,
                 "speed_up": plan.speed_up(run),
                 "fastest": run is fastest,
-                "published": "; ".join(published.speeds(plan.study, run.name)),
+                "published": figures_[run.name].text if run.name in figures_ else "",
             }
             for run in _some(known, CARD_RUNS, _slowness)
         ],

@@ -186,16 +186,18 @@ def _trials(mode: str) -> Callable[[RunResult], Cell]:
 
 
 def _published(plan: PlanResult) -> Callable[[RunResult], Cell]:
-    """Samples/s that were published for a run of this name; below, how much that was faster than the first."""
-    first = published.speed(plan.study, plan.runs[0].name)
+    """Samples/s that were published for what a run does; below, how much that was faster than the first."""
+    known = published.series(plan.study, plan.name, [run.name for run in plan.runs])
+    first = known.get(plan.runs[0].name)
 
     def make(run: RunResult) -> Cell:
-        found = published.speed(plan.study, run.name)
+        found = known.get(run.name)
         if found is None:
             return Cell(NONE)
-        ratio = published.speed_up(found, first)
-        times = f"{number(ratio)}×, " if ratio is not None and run is not plan.runs[0] else ""
-        return _cell(found.samples_per_second, note=f"{times}{found.hardware}, {found.source}")
+        ratio = (
+            f"{number(found.samples_per_second / first.samples_per_second)}×, " if first not in (None, found) else ""
+        )
+        return _cell(found.samples_per_second, note=f"{ratio}{found.label}, {found.hardware}, {found.source}")
 
     return make
 

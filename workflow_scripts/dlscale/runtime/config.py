@@ -93,9 +93,11 @@ def load(raw: Mapping[str, Any]) -> Configuration:
             raise UserError(f"configuration: targets: {unknown('plan', name, workflow.plans)}")
     resolver = _Resolver(workflow, merged, shipped)
     left_out = {plan: resolver.left_out(plan) for plan in workflow.plans}
+    # Those that are left out are checked like the others: a mistake does not depend on the machine.
+    resolved = {name: {run: resolver.run(name, run) for run in plan.runs} for name, plan in workflow.plans.items()}
     plans = {
-        name: {run: resolver.run(name, run) for run in plan.runs if run not in left_out[name]}
-        for name, plan in workflow.plans.items()
+        name: {run: found for run, found in runs.items() if run not in left_out[name]}
+        for name, runs in resolved.items()
     }
     for name in workflow.targets:
         if not plans[name]:
@@ -168,6 +170,7 @@ class _Resolver:
         self._layers: dict[tuple[str, str], tuple[tuple[str, str], list[tuple[str, Raw]]]] = {}
         self._runs: dict[tuple[str, str], Run] = {}
         self._open: list[tuple[str, str]] = []
+        self._left_out: dict[str, dict[str, str]] = {}
 
     def run(self, plan: str, name: str) -> ResolvedRun:
         owner, layers = self.layers(plan, name)
@@ -181,20 +184,25 @@ class _Resolver:
         return ResolvedRun(*owner, self._runs[owner])
 
     def left_out(self, plan: str) -> dict[str, str]:
-        """Return the runs that need what this machine lacks, and what that is."""
-        found = {}
-        for name, settings in self.workflow.plans[plan].runs.items():
-            needs = settings.get("needs") if isinstance(settings, dict) else None
-            known = NEEDS if isinstance(needs, list) else ()
-            for need in needs if isinstance(needs, list) else [needs] if needs else []:
-                if need not in known:
-                    raise UserError(
-                        f"configuration: plans.{plan}.runs.{name}.needs: expected a list of {', '.join(NEEDS)}, "
-                        f"got {needs!r}"
-                    )
-            if lacking := missing(needs or []):
-                found[name] = " and ".join(lacking)
-        return found
+        """Return the runs that need what this machine lacks, and what that is; those that name one of them, too."""
+        if plan not in self._left_out:
+            self._left_out[plan] = {}  # a circle of names is found, and reported, when the runs are resolved
+            for name, settings in self.workflow.plans[plan].runs.items():
+                lacking = missing(self._needs(f"plans.{plan}.runs.{name}", settings))
+                named = settings.get("use", "") if isinstance(settings, dict) else ""
+                other, _, run = str(named).partition(".")
+                if other in self.workflow.plans and run in (there := self.left_out(other)):
+                    lacking.append(there[run])
+                if lacking:
+                    self._left_out[plan][name] = " and ".join(lacking)
+        return self._left_out[plan]
+
+    @staticmethod
+    def _needs(where: str, settings: Any) -> list[str]:
+        needs = settings.get("needs", []) if isinstance(settings, dict) else []
+        if not isinstance(needs, list) or any(need not in NEEDS for need in needs):
+            raise UserError(f"configuration: {where}.needs: expected a list of {', '.join(NEEDS)}, got {needs!r}")
+        return needs
 
     def layers(self, plan: str, name: str) -> tuple[tuple[str, str], list[tuple[str, Raw]]]:
         """Return the run that really holds the results, and the settings it is merged from."""
@@ -250,8 +258,6 @@ class _Resolver:
         other = self.workflow.plans[target]
         if run not in other.runs:
             raise UserError(f"configuration: {where}: {unknown(f'run of plan {target}', run, other.runs)}")
-        if run in (lacking := self.left_out(target)):
-            raise UserError(f"configuration: {where}: {text} needs {lacking[run]}, which this machine lacks")
         if other.study != plan.study:
             raise UserError(f"configuration: {where}: {text} is of study {other.study}, this plan of {plan.study}")
         return target, run

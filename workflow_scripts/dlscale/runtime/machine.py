@@ -1,4 +1,4 @@
-"""What some runs need of the machine, and whether it is here."""
+"""What some runs need of the machine, and whether it is here: where the workflow runs, that is."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from pathlib import Path
 
 
 def _compiler() -> bool:
-    names = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "clang++"]
-    return any(map(shutil.which, names)) and (Path(sysconfig.get_path("include")) / "Python.h").exists()
+    # PyTorch looks for g++ unless it is told another.
+    return (
+        bool(shutil.which(os.environ.get("CXX") or "g++"))
+        and (Path(sysconfig.get_path("include")) / "Python.h").exists()
+    )
 
 
 def _dali() -> bool:

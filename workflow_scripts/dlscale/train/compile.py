@@ -36,7 +36,7 @@ def check_compiler(mode: str) -> None:
     try:
         get_cpp_compiler()
     except exc.InvalidCxxCompiler:
-        raise UserError(f"{what} C++ compiler; install g++ or clang++, name one in CXX, {todo}") from None
+        raise UserError(f"{what} C++ compiler; install g++, or name another in CXX, {todo}") from None
     headers = Path(sysconfig.get_path("include"))
     if not (headers / "Python.h").exists():
         raise UserError(f"{what} Python headers ({headers}/Python.h); install them (python3-dev), {todo}")

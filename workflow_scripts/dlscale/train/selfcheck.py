@@ -6,11 +6,13 @@ Libraries have been wrong in silence: cuDNN 9.8 to 9.10 gave wrong values in bf1
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 from torch.nn import functional as F
 
 from dlscale.runtime.errors import UserError
+from dlscale.train.attention import Context
 
 #: Greatest error of an element over the root mean square of all: some 13 (bf16) and 20 (fp16) roundings.
 TOLERANCE = {torch.bfloat16: 0.05, torch.float16: 0.01}
@@ -34,20 +36,34 @@ CHECKS: dict[str, tuple[str, list[tuple[int, ...]], dict[str, int]]] = {
 LAYOUT = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
-def check_operations(dtype: torch.dtype, device: torch.device, channels_last: bool = False) -> None:
+def check_operations(
+    dtype: torch.dtype,
+    device: torch.device,
+    channels_last: bool = False,
+    attention: Context = nullcontext,
+    head_dim: int = 32,
+) -> None:
     """Refuse to go on where a forward or backward pass in `dtype` differs from float32 by more than rounding.
 
-    With `channels_last` the convolutions are those of that order in memory: they are other kernels.
+    Parameters
+    ----------
+    channels_last
+        Check the convolutions of that order in memory: they are other kernels.
+    attention, head_dim
+        The context that chooses the run's kernel of attention, and the head dimension of its model.
     """
     generator = torch.Generator().manual_seed(0)
     for name, (function, shapes, arguments) in CHECKS.items():
         # Rounded to `dtype` first: only the arithmetic differs. The truth is computed by another library, on the host.
+        if name == "attention":
+            shapes = [(*shape[:-1], head_dim) for shape in shapes]
         inputs = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
         operation = getattr(F, function)
         own = [x.to(device) for x in inputs]
         if channels_last and "convolution" in name:
             own = [x.contiguous(memory_format=LAYOUT[x.dim()]) for x in own]
-        found = _passes(operation, own, arguments)
+        with attention():
+            found = _passes(operation, own, arguments)
         truth = _passes(operation, [x.float() for x in inputs], arguments)
         for what, a, b in zip(("forward", *["backward"] * len(inputs)), found, truth, strict=True):
             error = float((a.cpu().float() - b).abs().max() / b.square().mean().sqrt())

@@ -69,13 +69,17 @@ def open_session(run: RunCore, manifest: str | Path, device: str = "auto", threa
         torch.set_num_threads(threads)
     found = Manifest.read(manifest)
     found.check_files()
-    if compute_dtype(run.precision) != torch.float32:
-        check_operations(compute_dtype(run.precision), torch.device(device), run.memory_format == "channels_last")
     study: Study = plugins.plugin(plugins.study(run.study)).STUDY
     torch.manual_seed(run.seed)
     model = study.model(run, found).to(device)
     loss = study.loss(run)
-    return Session(run, found, torch.device(device), study, Step(model, loss, run, torch.device(device)), loss)
+    step = Step(model, loss, run, torch.device(device))
+    if compute_dtype(run.precision) != torch.float32:
+        width = getattr(model, "attention_shape", (0, 0, 32))[2]
+        check_operations(
+            compute_dtype(run.precision), step.device, run.memory_format == "channels_last", step.attention, width
+        )
+    return Session(run, found, torch.device(device), study, step, loss)
 
 
 def device_facts(device: torch.device) -> dict[str, str | int]:

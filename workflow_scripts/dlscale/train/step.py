@@ -35,6 +35,8 @@ class Step:
         Its parameters and what the optimiser updates for them.
     optimizer, scaler
         As PyTorch has them.
+    attention
+        Context that chooses the kernel of attention.
     """
 
     def __init__(self, model: nn.Module, loss: Loss, run: RunCore, device: torch.device) -> None:
@@ -49,7 +51,7 @@ class Step:
         self.optimizer = build_optimizer(self.weights.updated, run.optimizer, device if run.cuda_graph else None)
         self.scaler = grad_scaler(run.precision, device)
         self._parts = run.accumulation_steps
-        self._attention = _attention(model, run, device)
+        self.attention = _attention(model, run, device)
         self._loss_of = compiled(self._eager_loss, run.compile.mode, device)
         self._predict = compiled(self._eager_predict, run.compile.mode, device)
         self._train: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = self._train_eagerly
@@ -86,7 +88,7 @@ class Step:
 
     def _backward(self, x: torch.Tensor, y: torch.Tensor, share: float) -> torch.Tensor:
         """Add the gradients of `share` times the loss; return that product."""
-        with self._attention():
+        with self.attention():
             loss = self._loss_of(x, y)
             if share != 1.0:
                 loss = loss * share
@@ -98,7 +100,7 @@ class Step:
         """Return the prediction in evaluation mode, float32; one that is made only `once` is not compiled for."""
         if self.model.training:
             self.model.eval()
-        with self._attention():
+        with self.attention():
             return self._eager_predict(x) if once else self._predict(x)
 
     def _eager_predict(self, x: torch.Tensor) -> torch.Tensor:

@@ -117,7 +117,7 @@ class Trainer:
             progress.update(done + number + 1)
         train_loss = float(loss_sum) / samples  # waits, so the time below is that of finished work
         seconds = time.perf_counter() - start
-        del batches
+        batches.close()
         _check_finite(epoch, "training", train_loss)
         start = time.perf_counter()
         valid = self.validate()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -49,11 +49,11 @@ class Loader(Protocol):
         """Batches in an epoch."""
         ...
 
-    def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
+    def epoch(self, epoch: int, start: int = 0) -> Generator[Batch]:
         """Yield (x, y) of global steps `start` and on of an epoch, float32, on the loader's device.
 
         A loader may use a batch's memory again once the next is asked for: what is to stay must be copied. To begin an
-        epoch ends the one before.
+        epoch ends the one before: one is open at a time. On a GPU the batch is ready for the current stream.
         """
         ...
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from torch.utils.dlpack import from_dlpack
 from dlscale.data.loaders.base import Batch, Share
 from dlscale.data.loaders.decode import Recipe, Recipes
 from dlscale.data.loaders.direct_device import on_device
-from dlscale.data.raw import Raw
+from dlscale.data.raw import Raw, common_type
 from dlscale.data.samples import GridSamples, Places, Samples, Side
 from dlscale.runtime.errors import UserError
 from dlscale.runtime.schema.run import DaliLoader as Settings
@@ -48,13 +48,12 @@ class Feed:
     def __init__(self, side: Side, pad: int) -> None:
         self.side = side
         raws = [Raw(reader, side.channel_axis) for reader in side.readers]
-        dtypes = {raw.dtype.newbyteorder("=") for raw in raws}
-        if len(dtypes) > 1:
+        types = {common_type([file]) for file in raws}
+        if len(types) > 1:
             raise UserError(
-                f"loader.kind: dali needs files of one type, these have {sorted(map(str, dtypes))}; use torch"
+                f"loader.kind: dali needs files of one type, these have {sorted(map(str, types))}; use torch"
             )
-        self.dtype = dtypes.pop()
-        self.itemsize = self.dtype.itemsize
+        self.itemsize = types.pop().itemsize
         self._recipes = Recipes(side)
         self._layouts = [raw.layout() for raw in raws]
         self._raws = raws
@@ -97,6 +96,7 @@ class DaliLoader:
         self._here = device.type == "cpu" or settings.device == "cpu"
         self._feeds = [Feed(side, PAD if self._here else 0) for side in (samples.input, samples.target)]
         self._kept: deque[Any] = deque(maxlen=settings.prefetch + 2)  # DALI reads them without a copy
+        self._handed: deque[Any] = deque(maxlen=settings.prefetch + 2)  # the device may not be done with them
         self._steps: Iterator[int] = iter(())
         self._epoch: Places | None = None
         self._pipeline = self._build(settings)
@@ -158,7 +158,7 @@ class DaliLoader:
         self._kept.append(inputs)
         return inputs
 
-    def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
+    def epoch(self, epoch: int, start: int = 0) -> Generator[Batch]:
         """Yield the batches of an epoch from global step `start`."""
         places = self._places(epoch)
         # A rank without a sample in the last, small batch has nothing to ask of DALI.
@@ -197,13 +197,15 @@ class DaliLoader:
                     recipe = feed.recipe(places, np.arange(len(places.file)) * feed.values)
                     values = on_device(stored, recipe, feed.side.extent)
             found.append(values.reshape(-1, *shape))
+        self._handed.append((outputs, found))
         x, y = found
         return x, y
 
     def close(self) -> None:
         """Free the pipeline: its threads end with it."""
-        self._abandon()
-        del self._pipeline
+        if self._pipeline is not None:
+            self._abandon()
+        self._pipeline = None
 
 
 def build(samples: Samples, settings: Settings, share: Share, device: torch.device) -> DaliLoader:

@@ -21,7 +21,9 @@ Operator = tuple[Callable[..., None], Callable[..., None]]
 def fetch(bits, chunks, where, out):  # type: ignore[no-untyped-def]
     """Copy a box row by row, and each row chunk by chunk, into `out` with its own pitch."""
     edges, strides, start, pitch, size = where[:3], where[3:7], where[7:10], where[10:14], where[14:18]
-    together = strides[0] == 1  # a cell's channels lie side by side: a row holds them all
+    # A row is in one piece where cells follow each other on both sides, with all their channels or with one.
+    together = strides[0] == 1 and pitch[0] == 1 and strides[3] == size[0] and pitch[3] == size[0]
+    apart = strides[3] == 1 and pitch[3] == 1
     width = size[0] if together else 1
     for c in range(1 if together else size[0]):
         for i in range(size[1]):
@@ -40,7 +42,11 @@ def fetch(bits, chunks, where, out):  # type: ignore[no-untyped-def]
                     count = min(edges[2] - first, size[3] - k)
                     source = chunks[a, b, d] + inside + first * strides[3]
                     target = c * pitch[0] + i * pitch[1] + j * pitch[2] + k * pitch[3]
-                    out[target : target + count * width] = bits[source : source + count * width]
+                    if together or apart:
+                        out[target : target + count * width] = bits[source : source + count * width]
+                    else:
+                        for cell in range(count):
+                            out[target + cell * pitch[3]] = bits[source + cell * strides[3]]
                     k += count
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from dlscale.data.loaders.decode import Recipe
 from dlscale.data.loaders.direct_stored import Fill, Finish, Stored
 from dlscale.data.raw import Raw
 from dlscale.data.samples import Places
+from dlscale.runtime.errors import UserError
 
 #: Bytes that are taken to the device at a time while data becomes resident.
 SLAB = 2**26
@@ -54,15 +56,25 @@ def on_device(stored: torch.Tensor, recipe: Recipe, extent: tuple[int, int, int]
 class _OnDevice:
     """What streamed and resident data share: decoding on a device, on a stream of its own."""
 
-    def __init__(self, sides: list[Stored], device: torch.device) -> None:
-        self._sides, self._device = sides, device
+    def __init__(self, sides: list[Stored], slots: int, device: torch.device) -> None:
+        self._sides, self._slots, self._device = sides, slots, device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._used: deque[torch.cuda.Event] = deque()
+
+    def _keep_pace(self) -> None:
+        """Wait, in a thread of the loader, until the model has done with batches given out long ago.
+
+        The model's thread never waits for the device, so without this it could run ahead by an epoch's memory.
+        """
+        while len(self._used) > self._slots:
+            self._used.popleft().synchronize()
 
     def deliver(self, result: Any) -> Batch:
         """See `Way`."""
         (x, y), event = result
         if event is not None:
             current = torch.cuda.current_stream(self._device)
+            self._used.append(current.record_event())  # the work on the batches before this one
             current.wait_event(event)
             for tensor in (x, y):
                 tensor.record_stream(current)  # its memory is not to be used again before this stream is done with it
@@ -81,7 +93,7 @@ class Streamed(_OnDevice):
     """
 
     def __init__(self, sides: list[Stored], batch: int, slots: int, device: torch.device) -> None:
-        super().__init__(sides, device)
+        super().__init__(sides, slots, device)
         self._shared = sides[0] is sides[1]
         self._buffers = [
             [self._allocate(stored, batch * (1 + self._shared)) for stored in sides[: 1 if self._shared else 2]]
@@ -103,6 +115,7 @@ class Streamed(_OnDevice):
 
     def begin(self, slot: int, places: Places) -> tuple[list[Fill], Finish]:
         """See `Way`: one task a box."""
+        self._keep_pace()
         if (event := self._copied[slot]) is not None:
             event.synchronize()  # the copy out of this buffer, some batches ago
         sides = [np.column_stack([places.file, start]) for start in (places.input, places.target)]
@@ -156,10 +169,19 @@ class _Copy:
 class Resident(_OnDevice):
     """Holds all stored values on the device; a batch is decoded from there."""
 
-    def __init__(self, sides: list[Stored], device: torch.device) -> None:
-        super().__init__(sides, device)
-        first = self._load(sides[0])
-        held = [first, first if sides[1] is sides[0] else self._load(sides[1])]
+    def __init__(self, sides: list[Stored], slots: int, device: torch.device) -> None:
+        super().__init__(sides, slots, device)
+        try:
+            first = self._load(sides[0])
+            held = [first, first if sides[1] is sides[0] else self._load(sides[1])]
+        except torch.OutOfMemoryError:
+            needed = sum(stored.bytes for stored in dict.fromkeys(sides))
+            raise UserError(
+                f"loader.resident: data of {needed / 1e9:.1f} GB do not fit on the device; use auto or never, or store "
+                "them in float16"
+            ) from None
+        if self._stream is not None:  # which reads what was just written on another
+            self._stream.wait_stream(torch.cuda.current_stream(device))
         self._values = [values for values, _, _ in held]
         self._bases = [bases for _, bases, _ in held]
         self._strides = [strides for _, _, strides in held]
@@ -188,6 +210,7 @@ class Resident(_OnDevice):
 
     def begin(self, slot: int, places: Places) -> tuple[list[Fill], Finish]:
         """See `Way`: nothing to read."""
+        self._keep_pace()
 
         def finish() -> Any:
             recipes = []

@@ -178,7 +178,7 @@ class OnHost:
 class _Task:
     """One box to decode on the host."""
 
-    path: OnHost
+    way: OnHost
     number: int
     file: Raw
     start: np.ndarray
@@ -188,4 +188,4 @@ class _Task:
     out: np.ndarray
 
     def __call__(self) -> None:
-        self.path.decode(self)
+        self.way.decode(self)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -41,7 +41,7 @@ class DirectLoader:
         batch = len(share.indices(0, samples.size))
         self._way: Way
         if becomes_resident(settings.resident, sides, device):
-            self._way = Resident(sides, device)
+            self._way = Resident(sides, self._slots, device)
         elif device.type == "cpu":
             from dlscale.data.loaders.direct_host import OnHost  # compiled, which a GPU has no use for
 
@@ -52,7 +52,7 @@ class DirectLoader:
     def __len__(self) -> int:
         return self._share.steps(self.samples)
 
-    def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
+    def epoch(self, epoch: int, start: int = 0) -> Generator[Batch]:
         """Yield the batches of an epoch from global step `start`; each is overwritten some time after the next one."""
         places = self._places(epoch)
         self._abandon()  # an epoch that was left unfinished: its buffers are these

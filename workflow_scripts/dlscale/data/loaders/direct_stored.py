@@ -9,7 +9,7 @@ import numpy as np
 
 from dlscale.data.loaders.base import Batch
 from dlscale.data.loaders.decode import Recipes
-from dlscale.data.raw import Raw
+from dlscale.data.raw import Raw, common_type
 from dlscale.data.samples import Places, Side
 
 Fill = Callable[[], None]
@@ -31,7 +31,7 @@ class Stored:
         self.side = side
         self.raws = [Raw(reader, side.channel_axis) for reader in side.readers]
         self.recipes = Recipes(side)
-        self.dtype = np.result_type(*(raw.dtype for raw in self.raws))
+        self.dtype = common_type(self.raws)
         self.order = self.raws[0].order
         self.box = (side.shape[0], *side.extent)
 

@@ -5,7 +5,7 @@ It shows what the rest of a step costs: the ceiling of every loader.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 
 import torch
 
@@ -28,7 +28,7 @@ class SyntheticLoader:
     def __len__(self) -> int:
         return self._share.steps(self.samples)
 
-    def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
+    def epoch(self, epoch: int, start: int = 0) -> Generator[Batch]:
         """Yield the same batch for every step; a smaller last one is a part of it."""
         for step in range(start, len(self)):
             count = len(self._share.indices(step, self.samples))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
@@ -70,7 +70,7 @@ class TorchLoader:
     def __len__(self) -> int:
         return len(self._batches)
 
-    def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
+    def epoch(self, epoch: int, start: int = 0) -> Generator[Batch]:
         """Yield the batches of an epoch from global step `start`."""
         self._batches.epoch, self._batches.start = epoch, start
         for x, y in self._loader:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, SkipValidation, create_model
 
+from dlscale.runtime.machine import NEEDS
 from dlscale.runtime.schema.base import Name, Strict, partial
 from dlscale.runtime.schema.run import Run
 
@@ -17,8 +18,11 @@ else:
     _settings = partial(Run, without=("study",))
     _use = (str | None, Field(None, description="Name a run of another plan, written plan.run, instead of its keys."))
     _needs = (
-        list[Literal["compiler", "dali", "bf16"]],
-        Field([], description="Leave the run out, and say so, on a machine that lacks one of these."),
+        list[Literal[tuple(NEEDS)]],  # type: ignore[valid-type]
+        Field(
+            [],
+            description="Leave the run out, and say so, where the machine that runs the workflow lacks one of these.",
+        ),
     )
     Settings = SkipValidation[_settings | None]
     RunSettings = SkipValidation[create_model("NamedRunSettings", __base__=_settings, use=_use, needs=_needs) | None]
