@@ -39,12 +39,6 @@ localrules:
     report_plan,
 
 
-onstart:
-    for plan in CONFIG.workflow.targets:
-        for run, lacking in CONFIG.left_out[plan].items():
-            print(f"{plan}.{run} is left out: this machine lacks {lacking}.", file=sys.stderr)
-
-
 rule all:
     default_target: True
     input:

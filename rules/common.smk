@@ -35,6 +35,13 @@ except UserError as error:
     print(error, file=sys.stderr)
     sys.exit(2)
 
+# Once, for the plans asked for: jobs that Snakemake starts as processes of their own read this file, too.
+if workflow.is_main_process:
+    asked = {word.removeprefix("plan_") for word in sys.argv if word.startswith("plan_")} & set(CONFIG.plans)
+    for plan in asked or CONFIG.workflow.targets:
+        for run, lacking in CONFIG.left_out[plan].items():
+            print(f"{plan}.{run} is left out: this machine lacks {lacking}.", file=sys.stderr)
+
 RESULTS = CONFIG.workflow.results
 STUDIES = {}
 for plan in CONFIG.workflow.targets:

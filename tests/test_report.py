@@ -26,7 +26,7 @@ import yaml
 from dlscale.data.manifest import FieldInfo, File, Manifest
 from dlscale.data.transforms import DENSITY, VELOCITY, Transform
 from dlscale.report import collect, figures, report, text
-from dlscale.report.diagnosis import bound
+from dlscale.report.diagnosis import bound, disturbance
 from dlscale.report.results import Throughput, read_plan
 from dlscale.runtime import config
 from dlscale.runtime.errors import UserError
@@ -346,6 +346,27 @@ def test_what_was_left_out_is_said(ladder: Results) -> None:
     assert "Left out: compile. The machine lacks a C++ compiler." in text
 
 
+def test_a_busy_machine_is_given_away(results: Results) -> None:
+    """The same computation at several speeds; and FULL above what can be."""
+    for name, triplet in (("a", (90.0, 100.0, 80.0)), ("b", (500.0, 60.0, 58.0))):
+        results.run("ladder", name, triplet=triplet, loader={"kind": name})
+    plan = read_plan(results.plan("ladder", {"a": "a", "b": "b"}))
+    said = disturbance(plan.runs)
+    assert said and "in b and in a, and yet 60 and 100 samples/s" in said
+    assert "The machine was not quiet." in re.sub(r"<[^>]+>", "", results.report())
+    assert disturbance(plan.runs[:1]) is None
+    results.run("ladder", "b", triplet=(500.0, 110.0, 58.0), loader={"kind": "b"})
+    assert disturbance(read_plan(results.plans[0]).runs) is None
+    results.run("ladder", "b", triplet=(500.0, 60.0, 58.0), loader={"kind": "b"}, precision="bf16")
+    assert disturbance(read_plan(results.plans[0]).runs) is None
+    found = bound(
+        Throughput.model_validate(
+            {mode: {"mean": mean} for mode, mean in zip(("IO", "SYNTHETIC", "FULL"), (90, 100, 130), strict=True)}
+        )
+    )
+    assert found and found.what == "not known" and "something else kept the machine busy" in found.why
+
+
 # ---- collect -------------------------------------------------------------------------------------
 
 
@@ -640,12 +661,13 @@ def test_the_page_answers_at_a_glance(ladder: Results) -> None:
         "180 samples/s FULL: loading and computing together, run bf16: 7.50× as fast as baseline.",  # how fast
         "both alike The loader alone delivers 205 samples/s, the model alone takes 240.",  # what bounds it
         "1.87 K t2m RMSE 30\u00a0% less error than persistence (2.67 K), run 4 workers",  # how good: 0.7 x 2.67
-        "published: 8.8 samples/s (baseline) on A100 40 GB, S2",  # of the run of that name
+        "published at full size: 8.8 samples/s on A100 40 GB (baseline; S2)",
+        "published at full size: 64 samples/s on A100 40 GB (fast, 7.27× baseline; S2)",
         "8.8 to 64 samples/s on A100 40 GB · u10 RMSE 0.13 (S1)",  # of the study
         "Example CPU, 2 threads",
     ):
         assert " ".join(answer.split()) in page.text, answer
-    assert page.text.count("published: ") == 2  # of the first run, and of the one that is the fastest
+    assert page.text.count("published at full size: ") == 2  # of the first run, and of the one that is the fastest
 
 
 def test_the_table_has_every_run_with_units(ladder: Results) -> None:

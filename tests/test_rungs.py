@@ -359,6 +359,19 @@ def test_a_gradient_that_overflows_changes_no_weight(fused: bool) -> None:
 
 
 @studies
+@pytest.mark.parametrize("precision", ["fp16_master", "bf16_master"])
+def test_the_model_has_the_rounded_master_weights(study: str, precision: str) -> None:
+    step = make_step(study, precision=precision)
+    before = {name: p.clone() for name, p in step.model.named_parameters()}
+    for seed in range(2):
+        step(*batch(study, 4, seed))
+    exact = step.weights.state_dict()
+    for name, p in step.model.named_parameters():
+        assert torch.equal(p, exact[name].to(p.dtype)), name
+    assert any(not torch.equal(p, before[name]) for name, p in step.model.named_parameters())
+
+
+@studies
 @pytest.mark.parametrize("fused", [False, True], ids=["", "fused"])
 @pytest.mark.parametrize("precision", ["fp16", "bf16_master", "fp16_master", "bf16_pure"])
 def test_a_restored_step_goes_on_bit_by_bit(study: str, precision: str, fused: bool, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ answers at once.
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import importlib
 import logging
 import os
@@ -128,6 +129,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if args.log:
             terminal = _redirect(Path(args.log))
+        # A mapped file that is cut, or whose disk fails, ends the process at once: the log shall say where.
+        faulthandler.enable(file=2)
         logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
         if args.stage == "schema":
             _print_schema()

@@ -26,8 +26,8 @@ io_samples_per_second, synthetic_samples_per_second, full_samples_per_second
 speed_up
     `full_samples_per_second` relative to the plan's first run; without throughput, that of training.
 published_samples_per_second, published_speed_up, published_as, published_hardware, published_source
-    The published FULL throughput of what the run does, at full size; its ratio to that of the plan's first run; what
-    was published, on which hardware and where. All of a plan's are of one source.
+    The published FULL throughput of what the run does, at full size; its ratio to that of the first run that has one;
+    what was published, on which hardware and where. All of a plan's are of one source.
 METRIC
     Each validation metric of the last epoch under its own name; units are in `provenance.json`.
 """
@@ -85,10 +85,10 @@ def _row(plan: PlanResult, run: RunResult, known: dict[str, published.Speed]) ->
         column = f"{mode.lower()}_samples_per_second"
         row |= {column: trials.mean if trials else None, f"{column}_std": trials.std if trials else None}
     row["speed_up"] = plan.speed_up(run)
-    figure, first = known.get(run.name), known.get(plan.runs[0].name)
+    figure = known.get(run.name)
     row |= {
         "published_samples_per_second": figure.samples_per_second if figure else None,
-        "published_speed_up": figure.samples_per_second / first.samples_per_second if figure and first else None,
+        "published_speed_up": published.ratio(known, run.name),
         "published_as": figure.label if figure else None,
         "published_hardware": figure.hardware if figure else None,
         "published_source": figure.source if figure else None,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dlscale.report.results import MODES, Throughput
+from dlscale.report.results import MODES, RunResult, Throughput
 from dlscale.report.text import number, percent
 
 
@@ -35,7 +37,10 @@ def bound(throughput: Throughput | None) -> Bound | None:
         what, key, advice = "both alike", "both", "Both would have to be faster."
     share = full / min(io, synthetic)
     serial = 1 / (1 / io + 1 / synthetic)  # one after the other: nothing overlaps
-    if share < 0.8 and full < 0.9 * serial:
+    if share > 1.1:
+        what, key = "not known", "both"
+        advice = "It cannot be faster than either: something else kept the machine busy meanwhile. Measure again."
+    elif share < 0.8 and full < 0.9 * serial:
         advice = "That is less than one after the other would give: they compete for the same cores or memory."
     elif share < 0.8 and full < 1.1 * serial:
         advice = "That is what one after the other gives: they do not overlap."
@@ -46,3 +51,29 @@ def bound(throughput: Throughput | None) -> Bound | None:
         f"FULL reaches {percent(share)} of the slower one. {advice}"
     )
     return Bound(what, key, why)
+
+
+def disturbance(runs: Sequence[RunResult]) -> str | None:
+    """Return what gives away that something else kept the machine busy: one computation with several speeds.
+
+    Runs that differ in nothing but how data are loaded have the same SYNTHETIC.
+    """
+    alike: dict[str, list[tuple[float, str]]] = {}
+    for run in runs:
+        trials = run.throughput.synthetic if run.throughput else None
+        if trials:
+            rest = {
+                key: value
+                for key, value in run.settings.items()
+                if key not in ("loader", "label", "training", "schedule")
+            }
+            alike.setdefault(json.dumps(rest, sort_keys=True, default=str), []).append((trials.mean, run.label))
+    for found in alike.values():
+        (least, slow), (most, quick) = min(found), max(found)
+        if most > 1.25 * least:
+            return (
+                f"The machine was not quiet. SYNTHETIC is the same computation in {slow} and in {quick}, and yet "
+                f"{number(least)} and {number(most)} samples/s were measured: speed-ups of these runs mean little. "
+                "Measure again with nothing else running."
+            )
+    return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from dlscale.report.text import NONE, unit
+from dlscale.report.text import NONE, number, unit
 from dlscale.runtime import config
 from dlscale.runtime.settings import Raw
 
@@ -18,11 +18,6 @@ class Speed:
     label: str
     hardware: str
     source: str
-
-    @property
-    def text(self) -> str:
-        """All of it, in a line."""
-        return f"{_digits(self.samples_per_second)} samples/s ({self.label}) on {self.hardware}, {self.source}"
 
 
 def shipped(study: str) -> Raw:
@@ -59,7 +54,24 @@ def series(study: str, plan: str, runs: Iterable[str]) -> dict[str, Speed]:
             by_source.setdefault((source, hardware), {})[run] = Speed(
                 raw["samples_per_second"], raw.get("label", NONE), hardware, source
             )
-    return max(by_source.items(), key=lambda item: (len(item[1]), item[0]), default=(None, {}))[1]
+    known = max(by_source.items(), key=lambda item: (len(item[1]), item[0]), default=(None, {}))[1]
+    return {run: known[run] for run in names.values() if run in known}
+
+
+def ratio(known: dict[str, Speed], run: str) -> float | None:
+    """Return how much faster than the first run with a figure this one was, as published."""
+    first = next(iter(known.values()), None)
+    return known[run].samples_per_second / first.samples_per_second if first and run in known else None
+
+
+def beside(known: dict[str, Speed], run: str) -> str:
+    """Return the published figure of a run in a line; nothing if there is none."""
+    if run not in known:
+        return ""
+    figure, times = known[run], ratio(known, run)
+    compared = f", {number(times)}× {next(iter(known.values())).label}" if times and times != 1 else ""
+    rate = f"{_digits(figure.samples_per_second)} samples/s on {figure.hardware}"
+    return f"{rate} ({figure.label}{compared}; {figure.source})"
 
 
 def summary(study: str) -> list[str]:

@@ -20,7 +20,7 @@ import yaml
 
 from dlscale.report import datasets, figures, published, text
 from dlscale.report.collect import summary_csv
-from dlscale.report.diagnosis import bound
+from dlscale.report.diagnosis import bound, disturbance
 from dlscale.report.figures import Line
 from dlscale.report.results import MODES, PlanResult, RunResult, read_plan
 from dlscale.report.tables import METRICS, NAIVE, anchor, channel_tables, runs_table
@@ -109,6 +109,7 @@ def _plan(plan: PlanResult, known: Sequence[str], plans: set[str], pictures: int
         "kind": plan.kind,
         "runs": len(plan.runs),
         "left_out": plan.left_out,
+        "disturbance": disturbance(plan.runs),
         "datasets": [{"name": name, "linked": name in known} for name in used],
         "devices": _devices(plan.runs),
         "speed": _speed(plan),
@@ -189,7 +190,7 @@ def _speed(plan: PlanResult) -> View | None:
                 "share": (run.speed or 0.0) / greatest,
                 "speed_up": plan.speed_up(run),
                 "fastest": run is fastest,
-                "published": figures_[run.name].text if run.name in figures_ else "",
+                "published": published.beside(figures_, run.name),
             }
             for run in _some(known, CARD_RUNS, _slowness)
         ],

@@ -92,7 +92,17 @@ def runs_table(plan: PlanResult) -> Table:
         ("Run", "run", lambda run: Cell(run.label, order[run], link=anchor(plan, run))),
         ("Run", "what it changes", lambda run: Cell(changes[order[run]] or NONE, changes[order[run]])),
         ("Run", "batch size", lambda run: _cell(run.settings.get("batch_size"), count)),
-        ("Run", "parameters", lambda run: _cell(run.provenance.get("parameters"), count)),
+        ("Throughput (samples/s)", "training", lambda run: _cell(run.training_speed)),
+        *(("Throughput (samples/s)", mode, _trials(mode)) for mode in MODES),
+        ("Verdict", "speed-up", lambda run: _cell(plan.speed_up(run), lambda ratio: f"{number(ratio)}×")),
+        ("Verdict", "published, full size", _published(plan)),
+        ("Verdict", "bound by", _bound),
+        (
+            "Verdict",
+            "peak memory",
+            lambda run: _cell(run.throughput.peak_memory_bytes if run.throughput else None, size),
+        ),
+        ("Training", "parameters", lambda run: _cell(run.provenance.get("parameters"), count)),
         ("Training", "epochs", _last(lambda epoch: epoch.epoch, count)),
         ("Training", "samples", _last(lambda epoch: epoch.samples, count)),
         ("Training", "time", lambda run: _cell(run.training_seconds if run.last else None, duration)),
@@ -101,16 +111,6 @@ def runs_table(plan: PlanResult) -> Table:
         ("Training", "best validation loss", lambda run: _cell(run.best_valid_loss)),
         *(("Training", METRICS.get(name, (name,))[0], _metric(name)) for name in scalars if name != "skill"),
         ("Training", "mean skill", _last(lambda epoch: epoch.skill)),
-        ("Throughput (samples/s)", "training", lambda run: _cell(run.training_speed)),
-        *(("Throughput (samples/s)", mode, _trials(mode)) for mode in MODES),
-        ("Verdict", "speed-up", lambda run: _cell(plan.speed_up(run), lambda ratio: f"{number(ratio)}×")),
-        ("Verdict", "published", _published(plan)),
-        ("Verdict", "bound by", _bound),
-        (
-            "Verdict",
-            "peak memory",
-            lambda run: _cell(run.throughput.peak_memory_bytes if run.throughput else None, size),
-        ),
     ]
     found = [(group, name, [make(run) for run in plan.runs]) for group, name, make in columns]
     found = [(group, name, cells) for group, name, cells in found if any(cell.text != NONE for cell in cells)]
@@ -186,18 +186,15 @@ def _trials(mode: str) -> Callable[[RunResult], Cell]:
 
 
 def _published(plan: PlanResult) -> Callable[[RunResult], Cell]:
-    """Samples/s that were published for what a run does; below, how much that was faster than the first."""
+    """Samples/s that were published, at full size, for what a run does; below, what that was."""
     known = published.series(plan.study, plan.name, [run.name for run in plan.runs])
-    first = known.get(plan.runs[0].name)
 
     def make(run: RunResult) -> Cell:
-        found = known.get(run.name)
-        if found is None:
+        if run.name not in known:
             return Cell(NONE)
-        ratio = (
-            f"{number(found.samples_per_second / first.samples_per_second)}×, " if first not in (None, found) else ""
-        )
-        return _cell(found.samples_per_second, note=f"{ratio}{found.label}, {found.hardware}, {found.source}")
+        figure, times = known[run.name], published.ratio(known, run.name)
+        faster = f"{number(times)}×, " if times and times != 1 else ""
+        return _cell(figure.samples_per_second, note=f"{faster}{figure.label}, {figure.hardware}, {figure.source}")
 
     return make
 

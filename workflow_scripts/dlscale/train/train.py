@@ -22,7 +22,7 @@ from dlscale.runtime.settings import load_run
 from dlscale.train.checkpoint import Checkpoints
 from dlscale.train.session import Session, device_facts, open_session
 from dlscale.train.tensorboard import Board
-from dlscale.train.trainer import Trainer
+from dlscale.train.trainer import Record, Trainer
 
 
 def main(args: argparse.Namespace) -> None:
@@ -40,9 +40,12 @@ def main(args: argparse.Namespace) -> None:
             stack.enter_context(contextlib.closing(session.loader(split))) for split in ("train", "valid")
         )
         metrics = session.study.metrics(session.manifest, session.device)
-        trainer = Trainer(
-            run, session.step, session.loss, train_loader, valid_loader, metrics, checkpoints, board.epoch
-        )
+
+        def on_epoch(record: Record) -> None:
+            session.manifest.check_files()  # HDF5 reads what was cut off as zeros
+            board.epoch(record)
+
+        trainer = Trainer(run, session.step, session.loss, train_loader, valid_loader, metrics, checkpoints, on_epoch)
         logging.info(
             "%s: %d parameters, %d training and %d validation samples, %d steps in %d epochs, batch %d, on %s",
             run.study,

@@ -1,10 +1,22 @@
 """Loaders: one module each, with the same `build`, over the one sample stream."""
 
+import atexit
 import os
+import shutil
 import tempfile
 from pathlib import Path
 
-# Numba keeps the code that it compiled for a module beside it. Where that cannot be written, as in an image, there may
-# be no home to take its place, either.
-if not os.access(Path(__file__).parent, os.W_OK):
-    os.environ.setdefault("NUMBA_CACHE_DIR", str(Path(tempfile.gettempdir()) / f"dlscale-numba-{os.getuid()}"))
+
+def _writable(folder: str) -> bool:
+    path = Path(os.path.expanduser(folder))  # noqa: PTH111 - pathlib's raises where there is no home
+    there = next(found for found in (path, *path.absolute().parents) if found.exists())
+    return os.access(there, os.W_OK)
+
+
+# Numba keeps the code that it compiled beside a module, or in the user's cache. In an image there may be neither; then
+# it gets a folder of this process's own: one that others can guess could hold the code of others.
+if "NUMBA_CACHE_DIR" not in os.environ and not any(
+    map(_writable, (str(Path(__file__).parent / "__pycache__"), "~/.cache/numba"))
+):
+    os.environ["NUMBA_CACHE_DIR"] = tempfile.mkdtemp(prefix="dlscale-numba-")
+    atexit.register(shutil.rmtree, os.environ["NUMBA_CACHE_DIR"], ignore_errors=True)

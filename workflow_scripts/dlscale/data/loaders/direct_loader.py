@@ -34,7 +34,7 @@ class DirectLoader:
         self._places, self._share = samples.places, share
         self._pool = ThreadPoolExecutor(settings.workers, "loader") if settings.workers else None
         # With the batch that the model works on. Without threads there is nobody who could work ahead.
-        self._slots = 1 + (settings.prefetch if settings.workers else 0)
+        self._slots = 1 + (min(settings.prefetch, max(len(self) - 1, 0)) if settings.workers else 0)
         sides = [Stored(samples.input)]
         sides.append(sides[0] if samples.target is samples.input else Stored(samples.target))
         self._ahead: deque[_Work] = deque()

@@ -262,8 +262,9 @@ class Era5Dataset(Preprocessing):
             raise ValueError(f"split goes with source kinds files and zarr, not with {self.source.kind}")
         if isinstance(self.source, Era5Prepared):
             _refuse_changed(self, "downsample", "storage", "pieces", "step_hours")
-        if self.storage.channels == "last":
-            raise ValueError("storage.channels: the times of a series are stored one after the other; leave it out")
+        for key in ("channels", "chunk"):
+            if getattr(self.storage, key) != Storage.model_fields[key].default:
+                raise ValueError(f"storage.{key}: the times of a series are stored one after the other; leave it out")
         if len(set(self.channels)) != len(self.channels):
             raise ValueError("a channel stands twice in channels")
         return self
