@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dlscale.models.losses import l1, relative_l2
 from dlscale.models.unet3d import UNet3D
 from dlscale.models.vit import ViT
+from dlscale.parallel.world import World
 from dlscale.runtime import config
 from dlscale.runtime.errors import UserError
 from dlscale.runtime.schema.run import RunCore, TrainRun
@@ -680,13 +681,13 @@ def test_a_run_in_16_bits_is_checked_and_no_other(
     for precision in ("fp32", "tf32", "bf16", "fp16_master"):
         over = {"precision": precision, "memory_format": "channels_last"}
         make_run(tmp_path, "cosmo_unet", config.merge(copy.deepcopy(COSMO_RUN), over), COSMO)
-        session.open_session(load_run(tmp_path / "config.yaml", TrainRun), cosmo_data / "manifest.json", "cpu", 1)
+        session.open_session(load_run(tmp_path / "config.yaml", TrainRun), cosmo_data / "manifest.json", World(), 1)
     # the U-Net has no attention: the check's own head dimension, and PyTorch's own choice of a kernel
     wanted = [(torch.bfloat16, CPU, True, nullcontext, 32), (torch.float16, CPU, True, nullcontext, 32)]
     assert checked == wanted
     over = {"precision": "bf16", "attention": "math"}
     make_run(tmp_path, "era5_vit", config.merge(copy.deepcopy(ERA5_RUN), over), ERA5)
-    session.open_session(load_run(tmp_path / "config.yaml", TrainRun), era5_data / "manifest.json", "cpu", 1)
+    session.open_session(load_run(tmp_path / "config.yaml", TrainRun), era5_data / "manifest.json", World(), 1)
     assert checked[2][3] is not nullcontext and checked[2][4] == 16 // 2
 
 
@@ -803,7 +804,7 @@ def test_a_run_at_the_top_of_the_ladder_learns_what_the_plain_one_does(
     shapes = {key: (value.shape, torch.float32) for key, value in weights["plain"].items()}
     assert {key: (value.shape, value.dtype) for key, value in weights["top"].items()} == shapes
     run = load_run(tmp_path / "top" / "config.yaml", TrainRun)
-    model: Any = session.open_session(run, manifest, "cpu", 1).step.model
+    model: Any = session.open_session(run, manifest, World(), 1).step.model
     assert model.checkpointing
     if study == "cosmo_unet":
         assert model.down[0][0].multiple == model.last.multiple == 8

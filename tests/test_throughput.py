@@ -18,6 +18,7 @@ import torch
 from dlscale.data.loaders.base import Batch, Loader
 from dlscale.measure import throughput
 from dlscale.measure.throughput import endless, repeat, trials
+from dlscale.parallel.world import World
 from dlscale.runtime import config
 from dlscale.runtime.schema.run import Throughput, ThroughputRun
 from dlscale.runtime.settings import load_run
@@ -220,7 +221,7 @@ def test_trials_count_and_time_what_follows_the_warm_up() -> None:
         ends.append(time.perf_counter())
 
     settings = Throughput(warmup=1, trials=2, batches=2)
-    found = trials("FULL", batches_of(9, 9, 3, 4, 5, 6, 7), consume, settings, CPU)
+    found = trials("FULL", batches_of(9, 9, 3, 4, 5, 6, 7), consume, settings, World())
     assert consumed == [9, 9, 3, 4, 5, 6], "and not one batch more"
     assert [a * b for a, b in zip(found["trial_time"], found["trial_throughput"], strict=True)] == pytest.approx(
         [7, 11]
@@ -236,14 +237,14 @@ def test_the_wait_for_data_counts() -> None:
             time.sleep(0.03)
             yield batch
 
-    found = trials("IO", late(), lambda x, y: None, Throughput(warmup=0, trials=2, batches=2), CPU)
+    found = trials("IO", late(), lambda x, y: None, Throughput(warmup=0, trials=2, batches=2), World())
     assert all(seconds >= 0.06 for seconds in found["trial_time"])
 
 
 @contextlib.contextmanager
 def train_loader(folder: Path, data: Path, **over: Any) -> Iterator[Loader]:
     make_run(folder, "cosmo_unet", config.merge(copy.deepcopy(COSMO_RUN), {"samples": {"train": 10}, **over}), COSMO)
-    session = open_session(load_run(folder / "config.yaml", ThroughputRun), data / "manifest.json", "cpu", 1)
+    session = open_session(load_run(folder / "config.yaml", ThroughputRun), data / "manifest.json", World(), 1)
     with contextlib.closing(session.loader("train")) as loader:
         yield loader
 

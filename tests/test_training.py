@@ -33,6 +33,7 @@ from dlscale.data.pairs import Pairs
 from dlscale.models.losses import l1, relative_l2
 from dlscale.models.unet3d import UNet3D
 from dlscale.models.vit import ViT
+from dlscale.parallel.world import World
 from dlscale.runtime import config
 from dlscale.runtime.schema.run import CropSamples, PairSamples, TrainRun
 from dlscale.runtime.settings import load_run
@@ -297,7 +298,7 @@ def test_validation_runs_without_drop_out(era5: Make) -> None:
 def trainer(folder: Path, data: Path, loader: type[TorchLoader] = TorchLoader, **replaced: Any) -> Iterator[Trainer]:
     """The trainer of a run as the stage sets it up, with its parts at hand."""
     run = load_run(folder / "config.yaml", TrainRun)
-    session = open_session(run, data / "manifest.json", "cpu", 1)
+    session = open_session(run, data / "manifest.json", World(), 1)
     with contextlib.ExitStack() as stack:
         loaders = [stack.enter_context(contextlib.closing(session.loader(split))) for split in ("train", "valid")]
         for one in loaders:

@@ -128,7 +128,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         if args.log:
-            terminal = _redirect(Path(args.log))
+            terminal = _redirect(_own_log(Path(args.log)))
         # A mapped file that is cut, or whose disk fails, ends the process at once: the log shall say where.
         faulthandler.enable(file=2)
         logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
@@ -150,6 +150,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             terminal, f"dlscale {args.stage}: a defect of dlscale: {type(error).__name__}: {error}{place}", DEFECT
         )
     return 0
+
+
+def _own_log(log: Path) -> Path:
+    """Return the log of this process: of several that run one stage, all but the first have logs of their own."""
+    rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
+    return log if rank == "0" else log.with_name(f"{log.stem}.rank{rank}{log.suffix}")
 
 
 def _redirect(log: Path) -> TextIO:

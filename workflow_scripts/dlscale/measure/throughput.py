@@ -21,30 +21,38 @@ from typing import Any
 import torch
 
 from dlscale.data.loaders.base import Batch, Loader
+from dlscale.parallel.world import World, join
 from dlscale.runtime.files import write_text
 from dlscale.runtime.progress import Progress
 from dlscale.runtime.schema.run import Throughput, ThroughputRun
 from dlscale.runtime.settings import load_run
-from dlscale.train.session import device_facts, open_session
+from dlscale.train.session import Session, device_facts, open_session
 from dlscale.train.step import Step
 
 
 def main(args: argparse.Namespace) -> None:
     """Measure the run in `args.config` on the data of `args.manifest` and write `args.out`, one line of JSON."""
     run = load_run(args.config, ThroughputRun)
-    session = open_session(run, args.manifest, args.device, args.threads)
-    step, device = session.step, session.device
+    with join(run.geometry, args.device) as world:
+        results = measure(run, open_session(run, args.manifest, world, args.threads))
+        if world.main:
+            write_text(Path(args.out), json.dumps(results) + "\n")
+
+
+def measure(run: ThroughputRun, session: Session) -> dict[str, Any]:
+    """Return what the JSON holds: samples/s of all processes together, and the settings."""
+    step, world = session.step, session.world
     results: dict[str, Any] = {
-        "nranks": 1,
+        "nranks": world.size,
         "batch_size": run.batch_size,
-        "device": device_facts(device),
+        "device": device_facts(world.device),
         "settings": run.throughput.model_dump(),
     }
     with contextlib.closing(session.loader("train")) as loader:
         x, y = next(loader.epoch(0))
         cached = x.clone(), y.clone()  # the loader will use their memory again
         if run.compile.mode != "none":
-            results["compile"] = compilation(step, cached, device)
+            results["compile"] = compilation(step, cached, world.device)
             logging.info("compilation: %(cold_seconds).1f s, %(warm_seconds).1f s from the cache", results["compile"])
             if last := loader.samples % run.batch_size:  # it has code of its own, not to be made while we measure
                 step.gradients(*(side[:last] for side in cached))
@@ -59,16 +67,18 @@ def main(args: argparse.Namespace) -> None:
             ("FULL", endless(loader, 1), step),
         ):
             with contextlib.closing(batches):
-                results[label] = trials(label, batches, consume, run.throughput, device)
+                results[label] = trials(label, batches, consume, run.throughput, world)
             logging.info("%s: %.2f +- %.2f samples/s", label, results[label]["mean"], results[label]["std"])
-    results["peak_memory_bytes"] = peak_memory(device)
-    write_text(Path(args.out), json.dumps(results) + "\n")
+    results["peak_memory_bytes"] = int(world.most(peak_memory(world.device)))
+    return results
 
 
 def trials(
-    label: str, batches: Iterator[Batch], consume: Callable[..., object], settings: Throughput, device: torch.device
+    label: str, batches: Iterator[Batch], consume: Callable[..., object], settings: Throughput, world: World
 ) -> dict[str, Any]:
     """Run the warm-up and the counted trials over one unbroken stream of batches.
+
+    All processes begin together, their samples count together, and a trial ends with the last of them.
 
     Returns
     -------
@@ -82,14 +92,16 @@ def trials(
     with Progress(f"measuring {label}", settings.warmup + settings.trials, "trials") as progress:
         for trial in range(-settings.warmup, settings.trials):
             samples = 0
-            synchronize(device)
+            synchronize(world.device)
+            world.wait()
             start = time.perf_counter()
             for _ in range(settings.batches):
                 x, y = next(batches)
                 consume(x, y)
                 samples += len(x)
-            synchronize(device)
-            seconds = time.perf_counter() - start
+            synchronize(world.device)
+            seconds = world.most(time.perf_counter() - start)
+            samples = sum(world.gather(samples))
             if trial >= 0:
                 rates.append(samples / seconds)
                 times.append(seconds)

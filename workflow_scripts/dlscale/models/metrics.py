@@ -6,7 +6,7 @@ waits for it before the end of the epoch. Shape suffixes: B batch, C channels, H
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -54,6 +54,14 @@ class MetricSum:
         """Samples added so far."""
         return self._count
 
-    def means(self) -> dict[str, torch.Tensor]:
-        """Return the mean over all samples of each value, on the host. This waits for the device."""
-        return {name: (total / self._count).cpu() for name, total in self._sums.items()}
+    def means(self, over_all: Callable[[torch.Tensor], torch.Tensor] = lambda sums: sums) -> dict[str, torch.Tensor]:
+        """Return the mean over all samples of each value, on the host. This waits for the device.
+
+        Parameters
+        ----------
+        over_all
+            Adds up a tensor over all processes, each of which has seen some of the samples.
+        """
+        device = next(iter(self._sums.values())).device
+        count = int(over_all(torch.tensor(self._count, device=device)))
+        return {name: (over_all(total) / count).cpu() for name, total in self._sums.items()}

@@ -53,9 +53,12 @@ class Checkpoints:
         for old in self.steps()[: -self.keep]:
             shutil.rmtree(self._path(old), ignore_errors=True)
 
-    def load(self) -> State | None:
-        """Return the newest readable state, tensors on the host, or None. Nothing in it is executed."""
-        for step in reversed(self.steps()):
+    def load(self, only: int | None = None) -> State | None:
+        """Return the newest readable state, or that of step `only`, tensors on the host, or None.
+
+        Nothing in it is executed.
+        """
+        for step in reversed(self.steps() if only is None else [only]):
             path = self._path(step) / "state.pt"
             try:
                 with zipfile.ZipFile(path) as archive:  # torch.load does not look at the checksums that it wrote

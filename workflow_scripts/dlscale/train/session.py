@@ -6,12 +6,13 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from dlscale.data.loaders.base import Loader, Share
 from dlscale.data.manifest import Manifest
+from dlscale.parallel.world import World
 from dlscale.runtime import plugins
-from dlscale.runtime.errors import UserError
 from dlscale.runtime.schema.run import RunCore
 from dlscale.studies.base import Study
 from dlscale.train.precision import compute_dtype
@@ -25,7 +26,7 @@ class Session:
 
     run: RunCore
     manifest: Manifest
-    device: torch.device
+    world: World
     study: Study
     step: Step
     loss: Loss
@@ -36,8 +37,14 @@ class Session:
         if split == "train" and samples.size < self.run.batch_size:
             logging.warning("an epoch of %d samples is less than one batch (%d)", samples.size, self.run.batch_size)
         module = plugins.plugin(plugins.loader(self.run.loader.kind))
-        loader: Loader = module.build(samples, self.run.loader, Share(self.run.batch_size), self.device)
+        share = Share(self.run.batch_size, self.world.rank, self.world.size)
+        loader: Loader = module.build(samples, self.run.loader, share, self.world.device)
         return loader
+
+    @property
+    def device(self) -> torch.device:
+        """What this process computes on."""
+        return self.world.device
 
     @property
     def parameters(self) -> int:
@@ -45,41 +52,34 @@ class Session:
         return sum(p.numel() for p in self.step.model.parameters() if p.requires_grad)
 
 
-def open_session(run: RunCore, manifest: str | Path, device: str = "auto", threads: int | None = None) -> Session:
+def open_session(run: RunCore, manifest: str | Path, world: World, threads: int | None = None) -> Session:
     """Set up everything but the loaders.
 
     Parameters
     ----------
-    device
-        `cpu`, `cuda`, or `auto`: CUDA where there is one.
+    world
+        The processes of the run.
     threads
         CPU threads of PyTorch; results on a CPU are bitwise repeatable for the same number.
     """
-    if run.geometry.world_size > 1:
-        raise UserError(
-            f"geometry: this run asks for {run.geometry.world_size} processes ({run.geometry.nodes} nodes x "
-            f"{run.geometry.gpus_per_node}); this version trains on one device: set geometry to 1 x 1 and lower "
-            "batch_size"
-        )
-    if device == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device cuda: PyTorch sees no CUDA device here; use --device cpu or a machine with a GPU")
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
     if threads:
-        torch.set_num_threads(threads)
+        # Those of a machine are shared by the processes on it.
+        torch.set_num_threads(max(1, threads // run.geometry.gpus_per_node))
     found = Manifest.read(manifest)
     found.check_files()
     study: Study = plugins.plugin(plugins.study(run.study)).STUDY
     torch.manual_seed(run.seed)
-    model = study.model(run, found).to(device)
+    model = study.model(run, found).to(world.device)
     loss = study.loss(run)
-    step = Step(model, loss, run, torch.device(device))
+    step = Step(model, loss, run, world.device, world.size)
     if compute_dtype(run.precision) != torch.float32:
         width = getattr(model, "attention_shape", (0, 0, 32))[2]
         check_operations(
             compute_dtype(run.precision), step.device, run.memory_format == "channels_last", step.attention, width
         )
-    return Session(run, found, torch.device(device), study, step, loss)
+    if world.rank:  # the same weights everywhere, but each its own drop-out
+        torch.manual_seed(int(np.random.SeedSequence([run.seed, world.rank]).generate_state(1, np.uint64)[0]))
+    return Session(run, found, world, study, step, loss)
 
 
 def device_facts(device: torch.device) -> dict[str, str | int]:

@@ -8,12 +8,14 @@ import hashlib
 import json
 import logging
 import shutil
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
 from dlscale.data.manifest import Manifest
+from dlscale.parallel.world import join
 from dlscale.runtime import provenance
 from dlscale.runtime.files import sha256, whole, write_json, write_text
 from dlscale.runtime.lock import only_writer
@@ -26,36 +28,54 @@ from dlscale.train.trainer import Record, Trainer
 
 
 def main(args: argparse.Namespace) -> None:
-    """Train the run in `args.config` on the data of `args.manifest` and fill the run's folder `args.out`."""
+    """Train the run in `args.config` on the data of `args.manifest` and fill the run's folder `args.out`.
+
+    Of several processes the first one writes; the others only train.
+    """
     run = load_run(args.config, TrainRun)
-    session = open_session(run, args.manifest, args.device, args.threads)
-    folder = Path(args.checkpoints) / identity(run, session.manifest, args.sources)[:16]
+    with join(run.geometry, args.device) as world:
+        session = open_session(run, args.manifest, world, args.threads)
+        folder = Path(args.checkpoints) / identity(run, session.manifest, args.sources)[:16]
+        if world.main:
+            _lead(run, session, folder, Path(args.out))
+        else:
+            with _trainer(run, session, folder, lambda record: None) as trainer:
+                trainer.fit()
+
+
+@contextlib.contextmanager
+def _trainer(run: TrainRun, session: Session, folder: Path, on_epoch: Callable[[Record], None]) -> Iterator[Trainer]:
+    """Make the trainer and its loaders, and close them at the end."""
+    with contextlib.ExitStack() as stack:
+        train, valid = (stack.enter_context(contextlib.closing(session.loader(split))) for split in ("train", "valid"))
+        metrics = session.study.metrics(session.manifest, session.device)
+        checkpoints = Checkpoints(folder, run.training.keep_checkpoints)
+        yield Trainer(run, session.step, session.loss, train, valid, metrics, checkpoints, on_epoch, session.world)
+
+
+def _lead(run: TrainRun, session: Session, folder: Path, out: Path) -> None:
+    """Train, and write what there is to show for it."""
     started = provenance.now()
     with only_writer(folder.parent), contextlib.ExitStack() as stack:
-        checkpoints = Checkpoints(folder, run.training.keep_checkpoints)
-        out = Path(args.out)
         board_folder = stack.enter_context(whole(out / "tensorboard"))
         board = stack.enter_context(Board(board_folder, run))
-        train_loader, valid_loader = (
-            stack.enter_context(contextlib.closing(session.loader(split))) for split in ("train", "valid")
-        )
-        metrics = session.study.metrics(session.manifest, session.device)
 
         def on_epoch(record: Record) -> None:
             session.manifest.check_files()  # HDF5 reads what was cut off as zeros
             board.epoch(record)
 
-        trainer = Trainer(run, session.step, session.loss, train_loader, valid_loader, metrics, checkpoints, on_epoch)
+        trainer = stack.enter_context(_trainer(run, session, folder, on_epoch))
         logging.info(
-            "%s: %d parameters, %d training and %d validation samples, %d steps in %d epochs, batch %d, on %s",
+            "%s: %d parameters, %d training and %d validation samples, %d steps in %d epochs, batch %d, on %s%s",
             run.study,
             session.parameters,
-            train_loader.samples,
-            valid_loader.samples,
+            trainer.train_loader.samples,
+            trainer.valid_loader.samples,
             trainer.total_steps,
             trainer.epochs,
             run.batch_size,
             session.device,
+            f", one of {session.world.size} processes" if session.world.size > 1 else "",
         )
         history = trainer.fit()
         _draw(session, out / "prediction.png", board)
@@ -68,15 +88,16 @@ def main(args: argparse.Namespace) -> None:
             provenance.provenance(
                 started=started,
                 device=device_facts(session.device),
+                processes=session.world.size,
                 seed=run.seed,
                 parameters=session.parameters,
-                training_samples=train_loader.samples,
-                validation_samples=valid_loader.samples,
+                training_samples=trainer.train_loader.samples,
+                validation_samples=trainer.valid_loader.samples,
                 dataset=run.dataset,
                 manifest=session.manifest.provenance,
                 fingerprint=folder.name,
                 resumed_from_step=trainer.resumed_from,
-                metric_units=metrics.units,
+                metric_units=trainer.metrics.units,
             ),
         )
         write_text(out / "metrics.jsonl", "".join(json.dumps(record) + "\n" for record in history))

@@ -6,13 +6,14 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from dlscale.data.loaders.base import Loader
 from dlscale.models.metrics import MetricSum
+from dlscale.parallel.world import World
 from dlscale.runtime.errors import UserError
 from dlscale.runtime.progress import Progress
 from dlscale.runtime.schema.run import TrainRun
@@ -44,6 +45,8 @@ class Trainer:
         Where to save and resume.
     on_epoch
         Called with each epoch's record; on a resume first with those of the epochs done before.
+    world
+        The processes that train together; all of them do what is said here, and the first one saves.
     """
 
     run: TrainRun
@@ -54,6 +57,7 @@ class Trainer:
     metrics: Metrics
     checkpoints: Checkpoints
     on_epoch: Callable[[Record], None]
+    world: World = field(default_factory=World)
 
     def __post_init__(self) -> None:
         per_epoch = len(self.train_loader)
@@ -72,9 +76,7 @@ class Trainer:
         `samples_per_second` (training alone, the wait for the first batch included), `valid_seconds`, and
         `metrics` by name.
         """
-        state = self.checkpoints.load()
-        if state is not None:
-            self._restore(state)
+        self._resume()
         for record in self.history:
             self.on_epoch(record)
         with Progress("training", self.total_steps, "steps") as progress:
@@ -94,7 +96,9 @@ class Trainer:
                 )
                 last = epoch + 1 == self.epochs
                 if last or (epoch + 1) % self.run.training.checkpoint_epochs == 0:
-                    self.checkpoints.save(record["step"], self._state())
+                    state = self._state()
+                    if self.world.main:
+                        self.checkpoints.save(record["step"], state)
                 self.on_epoch(record)
         return self.history
 
@@ -104,18 +108,19 @@ class Trainer:
         seen = self.history[-1]["samples"] if self.history else 0
         steps = min(len(self.train_loader), self.total_steps - done)
         loss_sum = torch.zeros((), dtype=torch.float64 if device.type != "mps" else torch.float32, device=device)
-        samples, rate = 0, 0.0
+        samples, rate, size = 0, 0.0, self.train_loader.samples
         start = time.perf_counter()
         batches = self.train_loader.epoch(epoch)
         for number in range(steps):
             x, y = next(batches)
             rate = learning_rate(self.run.schedule, self.peak, done + number, self.total_steps)
             self.step.set_learning_rate(rate)
-            loss = self.step(x, y)
+            whole = min(self.run.batch_size, size - number * self.run.batch_size)
+            loss = self.step(x, y, weight=len(x) * self.world.size / whole)
             loss_sum += loss * len(x)  # stays on the device: no step waits
-            samples += len(x)
+            samples += whole
             progress.update(done + number + 1)
-        train_loss = float(loss_sum) / samples  # waits, so the time below is that of finished work
+        train_loss = float(self.world.sum(loss_sum)) / samples  # waits, so the time below is that of finished work
         seconds = time.perf_counter() - start
         batches.close()
         _check_finite(epoch, "training", train_loss)
@@ -141,26 +146,49 @@ class Trainer:
         for x, y in self.valid_loader.epoch(0):
             prediction = self.step.predict(x)
             # One loss a sample, so that a smaller last batch weighs as it should.
-            losses = torch.stack([self.loss(p[None], t[None]) for p, t in zip(prediction, y, strict=True)])
-            sums.add({"loss": losses, **self.metrics.per_sample(x, y, prediction)})
-        means = sums.means()
+            losses = [self.loss(p[None], t[None]) for p, t in zip(prediction, y, strict=True)]
+            sums.add(
+                {
+                    "loss": torch.stack(losses) if losses else prediction.new_empty(0),
+                    **self.metrics.per_sample(x, y, prediction),
+                }
+            )
+        means = sums.means(self.world.sum)
         loss = float(means.pop("loss"))
         return {"loss": loss, **self.metrics.summarise(means)}
+
+    def _resume(self) -> None:
+        """Go on from the newest checkpoint: the first process finds it, and all take the same."""
+        state = self.checkpoints.load() if self.world.main else None
+        step = self.world.gather(state["history"][-1]["step"] if state else None)[0]
+        if step is not None and state is None:
+            state = self.checkpoints.load(step)
+        if step is not None and (lost := self.world.gather(state is None)).count(True):
+            raise UserError(
+                f"{self.checkpoints.folder}: the checkpoint of step {step} cannot be read by {lost.count(True)} of "
+                f"{self.world.size} processes; all nodes need the same file system"
+            )
+        if state is not None:
+            self._restore(state)
 
     def _state(self) -> State:
         return {
             **self.step.state_dict(),
             "history": self.history,
-            "rng": torch.get_rng_state(),
-            "cuda_rng": torch.cuda.get_rng_state(self.step.device) if self.step.device.type == "cuda" else None,
+            "rng": self.world.gather(torch.get_rng_state()),
+            "cuda_rng": self.world.gather(
+                torch.cuda.get_rng_state(self.step.device) if self.step.device.type == "cuda" else None
+            ),
         }
 
     def _restore(self, state: State) -> None:
         self.step.load_state_dict(state)
         self.history = state["history"]
-        torch.set_rng_state(state["rng"].cpu())
-        if self.step.device.type == "cuda" and state["cuda_rng"] is not None:
-            torch.cuda.set_rng_state(state["cuda_rng"].cpu(), self.step.device)
+        if len(state["rng"]) == self.world.size:  # with another number of processes drop-out starts anew
+            torch.set_rng_state(state["rng"][self.world.rank].cpu())
+            cuda = state["cuda_rng"][self.world.rank]
+            if self.step.device.type == "cuda" and cuda is not None:
+                torch.cuda.set_rng_state(cuda.cpu(), self.step.device)
         self.resumed_from = self.history[-1]["step"]
         logging.info("resumed after epoch %d, step %d", self.history[-1]["epoch"], self.resumed_from)
 

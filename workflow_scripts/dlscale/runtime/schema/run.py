@@ -310,6 +310,8 @@ class RunCore(Strict):
         return self
 
     def _capturable(self) -> None:
+        if self.geometry.world_size > 1:
+            raise ValueError("cuda_graph is for one device so far; set it to false, or geometry to 1 x 1")
         if self.compile.mode in ("reduce-overhead", "max-autotune"):
             raise ValueError(
                 f"cuda_graph and compile.mode {self.compile.mode}: the mode captures graphs itself; "

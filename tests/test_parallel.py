@@ -1,0 +1,169 @@
+"""Several processes train as one does: the same stream, the same gradients, the same numbers; the first one writes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dlscale.parallel.world import World, join
+from dlscale.runtime.errors import UserError
+from dlscale.runtime.schema.run import Geometry
+from tests.conftest import COSMO, COSMO_RUN, ERA5, ERA5_RUN, ROOT, make_run, records, train
+
+STUDIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "cosmo_unet": (COSMO, {**COSMO_RUN, "loader": {"workers": 0}}),
+    "era5_vit": (ERA5, {**ERA5_RUN, "loader": {"workers": 0}}),
+}
+
+
+def launch(stage: str, ranks: int, *arguments: object, env: dict[str, str] | None = None) -> Any:
+    """Run a stage in `ranks` processes, as the workflow does."""
+    starter = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    command = [sys.executable, *starter, "-m", "--", "dlscale", stage, *map(str, arguments)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "workflow_scripts"), **(env or {})}
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, cwd=ROOT)
+
+
+def train_by(ranks: int, folder: Path, data: Path) -> None:
+    """Train the run in `folder`."""
+    arguments = ["--config", folder / "config.yaml", "--manifest", data / "manifest.json", "--threads", ranks]
+    arguments += ["--checkpoints", folder / "checkpoints", "--out", folder, "--log", folder / "train.log"]
+    done = launch("train", ranks, *arguments)
+    logs = "".join(path.read_text() for path in folder.glob("*.log"))
+    assert done.returncode == 0, done.stdout + done.stderr + logs
+
+
+def configure(folder: Path, study: str, ranks: int, **changes: Any) -> Path:
+    dataset, settings = STUDIES[study]
+    make_run(folder, study, {**settings, **changes, "geometry": {"gpus_per_node": ranks}}, dataset)
+    return folder
+
+
+def close(one: Path, other: Path, tolerance: float) -> None:
+    """Compare two trainings: every number of every epoch, and the weights."""
+    for a, b in zip(records(one), records(other), strict=True):
+        for key in ("epoch", "step", "samples", "learning_rate"):
+            assert a[key] == b[key], key
+        for key in ("train_loss", "valid_loss"):
+            assert a[key] == pytest.approx(b[key], rel=tolerance), key
+        assert a["metrics"] == pytest.approx(b["metrics"], rel=10 * tolerance, abs=1e-6)
+    weights = [torch.load(folder / "model.pt", weights_only=True) for folder in (one, other)]
+    for name, value in weights[0].items():
+        torch.testing.assert_close(value, weights[1][name], rtol=10 * tolerance, atol=10 * tolerance)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("study", "ranks", "changes"),
+    [
+        # 13 samples in batches of 4 leave one for the last: the second process has none of it.
+        ("cosmo_unet", 2, {"samples": {"crop": 16, "train": 13, "valid": 7}}),
+        ("era5_vit", 2, {}),
+        ("era5_vit", 2, {"accumulation_steps": 2, "loader": {"kind": "direct", "workers": 1}}),
+        ("era5_vit", 4, {"optimizer": {"kind": "sgd", "lr": 0.1, "momentum": 0.9}}),
+    ],
+    ids=["last batch of one", "plain", "in parts", "four"],
+)
+def test_several_train_as_one_does(
+    tmp_path: Path, cosmo_data: Path, era5_data: Path, study: str, ranks: int, changes: dict[str, Any]
+) -> None:
+    """The same losses, metrics and weights as one process with the same global batch; sums are in another order."""
+    data = cosmo_data if study == "cosmo_unet" else era5_data
+    alone = configure(tmp_path / "alone", study, 1, **changes)
+    assert train(alone, data / "manifest.json") == 0
+    together = configure(tmp_path / "together", study, ranks, **changes)
+    train_by(ranks, together, data)
+    close(alone, together, 2e-5)
+    assert json.loads((together / "provenance.json").read_text())["processes"] == ranks
+    assert sorted(path.name for path in together.glob("*.log")) == [
+        "train.log",
+        *(f"train.rank{rank}.log" for rank in range(1, ranks)),
+    ]
+
+
+@pytest.mark.slow
+def test_a_resumed_training_is_the_uninterrupted_one(tmp_path: Path, era5_data: Path) -> None:
+    """Bit by bit, drop-out of every process included; and by another number of processes it goes on, too."""
+    drops = {"model": {**ERA5_RUN["model"], "dropout": 0.2}}
+    through = configure(tmp_path / "through", "era5_vit", 2, **drops, training={"epochs": 3})
+    train_by(2, through, era5_data)
+    newest = sorted(through.glob("checkpoints/*/step-*"))
+    assert len(newest) == 2
+    for path in (newest[-1] / "state.pt",):
+        path.unlink()  # as if it had ended after the second epoch
+    whole = (through / "model.pt").read_bytes()
+    train_by(2, through, era5_data)
+    assert json.loads((through / "provenance.json").read_text())["resumed_from_step"] == records(through)[1]["step"]
+    assert (through / "model.pt").read_bytes() == whole
+
+
+@pytest.mark.slow
+def test_throughput_counts_all_processes(tmp_path: Path, era5_data: Path) -> None:
+    folder = configure(tmp_path, "era5_vit", 2)
+    arguments = ["--config", folder / "config.yaml", "--manifest", era5_data / "manifest.json", "--threads", 2]
+    done = launch("throughput", 2, *arguments, "--out", folder / "throughput.json", "--log", folder / "log")
+    assert done.returncode == 0, done.stderr
+    found = json.loads((folder / "throughput.json").read_text())
+    assert found["nranks"] == 2 and found["batch_size"] == 4
+    for mode in ("IO", "SYNTHETIC", "FULL"):
+        for rate, seconds in zip(found[mode]["trial_throughput"], found[mode]["trial_time"], strict=True):
+            assert rate * seconds == pytest.approx(2 * 4)  # two batches of four, of both together
+
+
+@pytest.mark.slow
+def test_a_mistake_ends_all_processes_with_its_message(tmp_path: Path, era5_data: Path) -> None:
+    """Nobody waits for ever for one who has gone."""
+    folder = configure(tmp_path, "era5_vit", 2, optimizer={"lr": 1e30}, precision="fp32")
+    arguments = ["--config", folder / "config.yaml", "--manifest", era5_data / "manifest.json", "--threads", 2]
+    arguments += ["--checkpoints", folder / "checkpoints", "--out", folder]
+    done = launch("train", 2, *arguments)
+    assert done.returncode != 0
+    assert "loss is nan" in done.stderr.lower() and "lower optimizer.lr" in done.stderr
+    assert not (folder / "metrics.jsonl").exists()
+
+
+def test_a_world_of_one_needs_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even where Slurm's variables are there: a run on one device may be a task of a larger job."""
+    for name, value in {"SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_LOCALID": "3"}.items():
+        monkeypatch.setenv(name, value)
+    with join(Geometry(), "cpu") as world:
+        assert (world.rank, world.size, world.main) == (0, 1, True)
+        values = torch.ones(3)
+        assert world.sum(values) is values and world.most(2.5) == 2.5 and world.gather("x") == ["x"]
+        world.wait()
+
+
+@pytest.mark.parametrize(
+    ("environment", "started"),
+    [({}, 1), ({"RANK": "0", "WORLD_SIZE": "3", "LOCAL_RANK": "0"}, 3), ({"SLURM_NTASKS": "8"}, 1)],
+)
+def test_too_few_processes_are_one_message(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], started: int
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    message = rf"geometry: this run asks for 8 processes \(2 nodes x 4\), and {started} were started"
+    with pytest.raises(UserError, match=message), join(Geometry(nodes=2, gpus_per_node=4), "cpu"):
+        pass
+
+
+def test_several_nodes_need_a_place_to_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0"}.items():
+        monkeypatch.setenv(name, value)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(UserError, match="MASTER_ADDR is not set"), join(Geometry(nodes=2), "cpu"):
+        pass
+
+
+def test_the_default_world_is_alone() -> None:
+    assert World() == World(0, 1, 0, torch.device("cpu"))

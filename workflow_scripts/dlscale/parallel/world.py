@@ -1,0 +1,138 @@
+"""The processes of a run: which of them this one is, and what they do together.
+
+A run on one device is a world of one, in which everything below costs nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime as dt
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from dlscale.runtime.errors import UserError
+from dlscale.runtime.schema.run import Geometry
+
+CPU = torch.device("cpu")
+Value = TypeVar("Value")
+
+#: How long a process waits for another before it gives up: longer than loading data or compiling takes.
+TIMEOUT = dt.timedelta(minutes=30)
+
+#: Variables that name rank, size and local rank: torchrun's, then Slurm's of an `srun` step.
+VARIABLES = (("RANK", "WORLD_SIZE", "LOCAL_RANK"), ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"))
+
+
+@dataclass(frozen=True)
+class World:
+    """The processes of a run, one a device.
+
+    Attributes
+    ----------
+    rank, size, local_rank
+        Of this process, of all, and among those of its node.
+    device
+        What this process computes on.
+    """
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    device: torch.device = CPU
+
+    @property
+    def main(self) -> bool:
+        """Whether this is the process that writes."""
+        return self.rank == 0
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """Add up a tensor over all processes, in place; every process gets the result."""
+        if self.size > 1:
+            dist.all_reduce(values)
+        return values
+
+    def most(self, value: float) -> float:
+        """Return the greatest of all processes' numbers. This waits for them."""
+        if self.size == 1:
+            return value
+        values = torch.tensor([value], dtype=torch.float64, device=self.device)
+        dist.all_reduce(values, dist.ReduceOp.MAX)
+        return float(values)
+
+    def gather(self, value: Value) -> list[Value]:
+        """Return every process's value, by rank."""
+        found: list[Any] = [value] * self.size
+        if self.size > 1:
+            dist.all_gather_object(found, value)
+        return found
+
+    def wait(self) -> None:
+        """Return when every process has come here."""
+        if self.size > 1:
+            dist.barrier()
+
+
+@contextlib.contextmanager
+def join(geometry: Geometry, device: str) -> Iterator[World]:
+    """Enter the world that the process was started in, and leave it at the end.
+
+    Parameters
+    ----------
+    geometry
+        What the run asks for: as many processes must have been started.
+    device
+        `cpu`, `cuda`, or `auto`: CUDA where there is one.
+    """
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device cuda: PyTorch sees no CUDA device here; use --device cpu or a machine with a GPU")
+    kind = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    if geometry.world_size == 1:
+        yield World(device=torch.device(kind))
+        return
+    rank, size, local_rank = _place()
+    if size != geometry.world_size:
+        raise UserError(
+            f"geometry: this run asks for {geometry.world_size} processes ({geometry.nodes} nodes x "
+            f"{geometry.gpus_per_node}), and {size} were started; start it with torchrun --nproc-per-node="
+            f"{geometry.gpus_per_node} or srun --ntasks={geometry.world_size}, as the workflow does"
+        )
+    place = torch.device(kind)
+    if kind == "cuda":
+        # Slurm may show a task its own GPU alone, or all of the node's.
+        place = torch.device("cuda", local_rank % torch.cuda.device_count())
+        torch.cuda.set_device(place)
+    _rendezvous(geometry)
+    dist.init_process_group(
+        "nccl" if kind == "cuda" else "gloo",
+        rank=rank,
+        world_size=size,
+        timeout=TIMEOUT,
+        device_id=place if kind == "cuda" else None,
+    )
+    try:
+        yield World(rank, size, local_rank, place)
+    finally:
+        dist.destroy_process_group()
+
+
+def _place() -> tuple[int, int, int]:
+    for names in VARIABLES:
+        values = [os.environ.get(name, "") for name in names]
+        if all(value.isdecimal() for value in values):
+            rank, size, local_rank = map(int, values)
+            return rank, size, local_rank
+    return 0, 1, 0
+
+
+def _rendezvous(geometry: Geometry) -> None:
+    """Say where the processes meet, if whoever started them did not."""
+    if geometry.nodes > 1 and "MASTER_ADDR" not in os.environ:
+        raise UserError("MASTER_ADDR is not set: with several nodes, give all processes the name of the first node")
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    # Jobs that share a node must not meet at the same port.
+    os.environ.setdefault("MASTER_PORT", str(20000 + int(os.environ.get("SLURM_JOB_ID", os.getppid())) % 20000))
