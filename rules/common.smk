@@ -12,6 +12,7 @@ from dlscale.runtime import config as configuration
 from dlscale.runtime import stages
 from dlscale.runtime.errors import UserError
 from dlscale.runtime.fingerprint import ROOT, fingerprint
+from dlscale.runtime.launcher import launch
 from dlscale.runtime.schema.dataset import Era5Prepared
 from dlscale.runtime.schema.run import ThroughputRun, TrainRun
 from dlscale.runtime.settings import read_yaml
@@ -162,6 +163,11 @@ def run_manifest(wildcards):
 
 def configure_run_params(wildcards):
     return stage_params("configure", None, run_of(wildcards).model_dump_json())
+
+
+def run_launch(wildcards, input):
+    """The words that start one of a run's stages. Taking `input` keeps them from making it run again."""
+    return launch(run_of(wildcards).geometry)
 
 
 def train_params(wildcards):

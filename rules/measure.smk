@@ -13,8 +13,9 @@ rule throughput:
     threads: 64
     params:
         stage=throughput_params,
+        launch=run_launch,
     message:
         "Measure throughput of {wildcards.plan}.{wildcards.run}"
     shell:
-        "python -m dlscale throughput --config {params.stage[settings]:q} --manifest {input.manifest:q}"
+        "{params.launch:q} throughput --config {params.stage[settings]:q} --manifest {input.manifest:q}"
         " --threads {threads} --out {output:q} --log {log:q}"

@@ -23,10 +23,11 @@ rule train:
     threads: 64
     params:
         stage=train_params,
+        launch=run_launch,
         folder=subpath(output.metrics, parent=True),
         checkpoints=f"{RESULTS}/checkpoints/{{plan}}/{{run}}",
     message:
         "Train {wildcards.plan}.{wildcards.run}"
     shell:
-        "python -m dlscale train --config {params.stage[settings]:q} --manifest {input.manifest:q} --threads {threads}"
+        "{params.launch:q} train --config {params.stage[settings]:q} --manifest {input.manifest:q} --threads {threads}"
         " --sources {params.stage[sources]:q} --checkpoints {params.checkpoints:q} --out {params.folder:q} --log {log:q}"
