@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from dlscale.parallel import world
 from dlscale.parallel.world import World, join
 from dlscale.runtime.errors import UserError
 from dlscale.runtime.schema.run import Geometry
@@ -133,11 +134,11 @@ def test_a_world_of_one_needs_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """Even where Slurm's variables are there: a run on one device may be a task of a larger job."""
     for name, value in {"SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_LOCALID": "3"}.items():
         monkeypatch.setenv(name, value)
-    with join(Geometry(), "cpu") as world:
-        assert (world.rank, world.size, world.main) == (0, 1, True)
+    with join(Geometry(), "cpu") as alone:
+        assert (alone.rank, alone.size, alone.main) == (0, 1, True)
         values = torch.ones(3)
-        assert world.sum(values) is values and world.most(2.5) == 2.5 and world.gather("x") == ["x"]
-        world.wait()
+        assert alone.sum(values) is values and alone.most(2.5) == 2.5 and alone.gather("x") == ["x"]
+        alone.wait()
 
 
 @pytest.mark.parametrize(
@@ -163,6 +164,18 @@ def test_several_nodes_need_a_place_to_meet(monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(UserError, match="MASTER_ADDR is not set"), join(Geometry(nodes=2), "cpu"):
         pass
+
+
+def test_ports_of_two_jobs_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    ports = []
+    for job in ("4711", "4712"):
+        for name in ("MASTER_ADDR", "MASTER_PORT"):
+            monkeypatch.setenv(name, "")  # so that it is put back
+            monkeypatch.delenv(name)
+        monkeypatch.setenv("SLURM_JOB_ID", job)
+        world._rendezvous(Geometry(gpus_per_node=2))
+        ports.append(int(os.environ["MASTER_PORT"]))
+    assert ports[0] != ports[1] and all(20000 <= port < 40000 for port in ports)
 
 
 def test_the_default_world_is_alone() -> None:

@@ -16,6 +16,7 @@ import torch
 
 from dlscale.data.loaders.base import Batch, Loader
 from dlscale.measure.throughput import endless, peak_memory, repeat, trials
+from dlscale.parallel.world import World
 from dlscale.runtime.schema.run import Throughput
 from dlscale.train.step import Step
 from tests.bench.cases import Case
@@ -136,7 +137,7 @@ def median(bench: Bench, batches: Iterator[Batch], step: Step | None, settings: 
         if step is not None:
             step(x, y)
 
-    return statistics.median(trials("", batches, consume, settings, bench.device)["trial_throughput"])
+    return statistics.median(trials("", batches, consume, settings, World(device=bench.device))["trial_throughput"])
 
 
 def compiling(bench: Bench, step: Step, batch: Batch, warm: bool) -> Values:

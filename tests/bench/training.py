@@ -21,6 +21,7 @@ from dlscale.data.loaders import direct_loader
 from dlscale.data.loaders.base import Batch, Share
 from dlscale.data.loaders.synthetic_loader import SyntheticLoader
 from dlscale.measure.throughput import endless, repeat, trials
+from dlscale.parallel.world import World
 from dlscale.runtime.schema.run import DirectLoader, Throughput
 from dlscale.train.checkpoint import Checkpoints
 from dlscale.train.trainer import Trainer
@@ -189,7 +190,7 @@ def full_row(options: Options, case: Case, rows: int) -> Row:
             pass
 
         def mean(label: str, batches: Iterator[Batch], consume: Callable[..., object]) -> float:
-            return float(trials(label, batches, consume, settings, CPU)["mean"])
+            return float(trials(label, batches, consume, settings, World())["mean"])
 
         found = in_turns(
             turns,

@@ -104,7 +104,13 @@ def join(geometry: Geometry, device: str) -> Iterator[World]:
     place = torch.device(kind)
     if kind == "cuda":
         # Slurm may show a task its own GPU alone, or all of the node's.
-        place = torch.device("cuda", local_rank % torch.cuda.device_count())
+        seen = torch.cuda.device_count()
+        if seen < geometry.gpus_per_node and not (seen == 1 and "RANK" not in os.environ):
+            raise UserError(
+                f"geometry.gpus_per_node: this run asks for {geometry.gpus_per_node} GPUs a node, and PyTorch sees {seen} "
+                "here; ask for as many, or lower it"
+            )
+        place = torch.device("cuda", local_rank % seen)
         torch.cuda.set_device(place)
     _rendezvous(geometry)
     dist.init_process_group(
