@@ -107,8 +107,8 @@ def join(geometry: Geometry, device: str) -> Iterator[World]:
         seen = torch.cuda.device_count()
         if seen < geometry.gpus_per_node and not (seen == 1 and "RANK" not in os.environ):
             raise UserError(
-                f"geometry.gpus_per_node: this run asks for {geometry.gpus_per_node} GPUs a node, and PyTorch sees {seen} "
-                "here; ask for as many, or lower it"
+                f"geometry.gpus_per_node: this run asks for {geometry.gpus_per_node} GPUs a node, and PyTorch sees "
+                f"{seen} here; ask for as many, or lower it"
             )
         place = torch.device("cuda", local_rank % seen)
         torch.cuda.set_device(place)
