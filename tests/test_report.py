@@ -352,7 +352,7 @@ def test_a_busy_machine_is_given_away(results: Results) -> None:
         results.run("ladder", name, triplet=triplet, loader={"kind": name})
     plan = read_plan(results.plan("ladder", {"a": "a", "b": "b"}))
     said = disturbance(plan.runs)
-    assert said and "in b and in a, and yet 60 and 100 samples/s" in said
+    assert said and "in b and in a, and yet 60.0 and 100 samples/s" in said
     assert "The machine was not quiet." in re.sub(r"<[^>]+>", "", results.report())
     assert disturbance(plan.runs[:1]) is None
     results.run("ladder", "b", triplet=(500.0, 110.0, 58.0), loader={"kind": "b"})

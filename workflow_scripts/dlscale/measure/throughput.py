@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from dlscale.data.loaders.base import Batch, Loader
+from dlscale.data.loaders.base import Batch, Loader, Share
 from dlscale.parallel.world import World, join
 from dlscale.runtime.files import write_text
 from dlscale.runtime.progress import Progress
@@ -54,8 +54,9 @@ def measure(run: ThroughputRun, session: Session) -> dict[str, Any]:
         if run.compile.mode != "none":
             results["compile"] = compilation(step, cached, world.device)
             logging.info("compilation: %(cold_seconds).1f s, %(warm_seconds).1f s from the cache", results["compile"])
-            if last := loader.samples % run.batch_size:  # it has code of its own, not to be made while we measure
-                step.gradients(*(side[:last] for side in cached))
+            if loader.samples % run.batch_size:  # the last batch has code of its own, not to be made while we measure
+                share = Share(run.batch_size, world.rank, world.size).indices(len(loader) - 1, loader.samples)
+                step.gradients(*(side[: len(share)] for side in cached))
 
         def nothing(x: torch.Tensor, y: torch.Tensor) -> None:
             pass
