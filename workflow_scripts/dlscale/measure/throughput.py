@@ -56,7 +56,7 @@ def measure(run: ThroughputRun, session: Session) -> dict[str, Any]:
             logging.info("compilation: %(cold_seconds).1f s, %(warm_seconds).1f s from the cache", results["compile"])
             if loader.samples % run.batch_size:  # the last batch has code of its own, not to be made while we measure
                 share = Share(run.batch_size, world.rank, world.size).indices(len(loader) - 1, loader.samples)
-                step.gradients(*(side[: len(share)] for side in cached))
+                step.gradients(cached[0][: len(share)], cached[1][: len(share)])
 
         def nothing(x: torch.Tensor, y: torch.Tensor) -> None:
             pass
