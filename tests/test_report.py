@@ -148,7 +148,7 @@ class Results:
     ) -> Path:
         """Write a run's folder; `final` is the last error relative to the naive answer."""
         folder = self.root / "plans" / plan / name
-        folder.mkdir(parents=True)
+        folder.mkdir(parents=True, exist_ok=True)
         forecast = study == "era5_vit"
         chosen = {
             "study": study,

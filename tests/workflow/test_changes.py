@@ -295,7 +295,7 @@ ROWS = [
     # A rule's command: Snakemake's own code trigger.
     Row(
         "a rule's command",
-        replace("rules/measure.smk", "dlscale throughput", "dlscale throughput --device cpu"),
+        replace("rules/measure.smk", "{params.launch:q} throughput", "{params.launch:q} throughput --device cpu"),
         timed(*BOTH),
     ),
     # Configuration: the stages whose slice holds the key.
