@@ -30,9 +30,9 @@ class Layout:
     Attributes
     ----------
     bits
-        All values of the file from its beginning, mapped, as unsigned integers of their size.
+        Values as unsigned integers of their size, [n]: mapped, of the dataset or of the whole file.
     chunks
-        Number of the first value of each chunk, int64, along the three axes but the channels'.
+        Where in `bits` each chunk begins, int64, by its number along the three axes but the channels'.
     edges
         Of a chunk along these axes, int64 [3].
     strides
@@ -58,7 +58,7 @@ class Raw:
     Attributes
     ----------
     dtype
-        As stored: float16 or float32.
+        As stored: any floating-point type; mapped ones are float16 or float32.
     order
         The axes (0 is that of channels) in the order in which they are stored, slowest first.
     whole
@@ -93,7 +93,10 @@ class Raw:
         return stored.transpose(np.argsort(self.order))
 
     def copy(self, start: np.ndarray, out: np.ndarray) -> None:
-        """Copy the box of `out`'s shape [C, a, b, c] at `start` [3] into `out`. Threads may do so side by side."""
+        """Copy the box of `out`'s shape [C, a, b, c] at `start` [3] into `out`, in its type.
+
+        Threads may do so side by side. What the HDF5 library cannot read is a `UserError`.
+        """
         a, b, c = start.tolist()
         _, rows, columns, cells = out.shape
         if self.whole is not None:

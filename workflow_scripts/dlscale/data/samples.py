@@ -7,6 +7,7 @@ what every loader is tested against.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -167,7 +168,7 @@ class Side:
         return np.ascontiguousarray(values).reshape(self.shape)
 
 
-class GridSamples:
+class GridSamples(ABC):
     """Samples that are boxes of stored arrays. See `Samples`."""
 
     size: int
@@ -184,9 +185,9 @@ class GridSamples:
         """Of one sample, channels first."""
         return self.target.shape
 
+    @abstractmethod
     def places(self, epoch: int) -> Places:
         """Return where the samples of an epoch lie."""
-        raise NotImplementedError
 
     def read(self, epoch: int, index: int) -> tuple[np.ndarray, np.ndarray]:
         """Return input and target of one sample, float32."""

@@ -64,7 +64,10 @@ class Feed:
         self.values = a * b * row * (1 if last else count)
 
     def samples(self, places: Places, starts: np.ndarray, base: np.ndarray) -> tuple[list[np.ndarray], ...]:
-        """Return the operator's inputs, each a list with an array for every sample."""
+        """Return the operator's inputs (see `dali_operator`), each a list with an array for every one of B samples.
+
+        `starts` are the boxes' first cells, int64 [B, 3]; `base` is where each begins in the operator's buffer, [B].
+        """
         layouts = [self._layout(file, start) for file, start in zip(places.file, starts, strict=True)]
         where = [
             np.concatenate([layout.edges, layout.strides, start, self.pitch, self.size]) for layout, start in layouts

@@ -19,7 +19,7 @@ Operator = tuple[Callable[..., None], Callable[..., None]]
 
 @numba.njit(nogil=True, cache=True)
 def fetch(bits, chunks, where, out):  # type: ignore[no-untyped-def]
-    """Copy a box row by row, and each row chunk by chunk, into `out` with its own pitch."""
+    """Copy a box row by row, and each row chunk by chunk, into `out` [n] with its own pitch; nothing checks bounds."""
     edges, strides, start, pitch, size = where[:3], where[3:7], where[7:10], where[10:14], where[14:18]
     # A row is in one piece where cells follow each other on both sides, with all their channels or with one.
     together = strides[0] == 1 and pitch[0] == 1 and strides[3] == size[0] and pitch[3] == size[0]

@@ -46,6 +46,11 @@ def _single(bits):  # type: ignore[no-untyped-def]
 def _compiled(value, mask):  # type: ignore[no-untyped-def]
     @numba.njit(nogil=True, cache=True)
     def decode(words, base, groups, group, lane, step, shift, factor, offset, out):  # type: ignore[no-untyped-def]
+        """Write a box [C, n0, n1, n2], float32, into `out`; nothing checks that it lies within `words`.
+
+        `words` [n] are unsigned integers; word `base` + `groups`[g] + i `step`[0] + j `step`[1] + k `step`[2] holds, of
+        cell (i, j, k), the channels c of `group`[c] = g, each from bit `lane`[c] on.
+        """
         n0, n1, n2 = out.shape[1:]
         s0, s1, s2 = step[0], step[1], step[2]
         row = np.empty(n2, words.dtype)
