@@ -468,7 +468,7 @@ def test_a_killed_run_resumes_as_if_nothing_had_been(
         for name in ("whole", "killed")
     ]
     assert {path.name for path in killed.iterdir()} == FILES | {"log"}, "nothing half-written stays"
-    assert set(states[0]) == {"model", "optimizer", "scaler", "history", "rng", "cuda_rng"}
+    assert set(states[0]) == {"model", "optimizer", "scaler", "step", "partial", "history", "rng", "cuda_rng"}
     assert same(*states), "moments, loss scale and random state as well"
     moments = states[0]["optimizer"]["state"]
     assert len(moments) == len(weights(killed))

@@ -16,13 +16,20 @@ import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
-from dlscale.runtime.errors import UserError
+from dlscale.runtime.contain import hold_on
+from dlscale.runtime.errors import Stopped, UserError
 from dlscale.runtime.files import explained
 from dlscale.runtime.stages import STAGES
 
-USER_ERROR, DEFECT, INTERRUPTED = 2, 1, 130
+if TYPE_CHECKING:
+    from dlscale.runtime.config import Configuration
+
+USER_ERROR, DEFECT, STOPPED, INTERRUPTED = 2, 1, 75, 130
+
+#: Asked about the whole configuration, by no rule: `main(args, configuration)` prints and returns the exit status.
+QUESTIONS = {"doctor": "dlscale.preflight.doctor", "cost": "dlscale.preflight.cost"}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -44,6 +51,13 @@ def parser() -> argparse.ArgumentParser:
 
     def path(command: argparse.ArgumentParser, flag: str, text: str, **more: object) -> None:
         command.add_argument(flag, required=True, metavar="PATH", help=text, **more)  # type: ignore[arg-type]
+
+    def question(name: str, text: str) -> argparse.ArgumentParser:
+        added = stage(name, text)
+        added.add_argument("plans", nargs="*", metavar="PLAN", help="plans; the targets if absent")
+        added.add_argument("--profile", metavar="NAME", help="the site: profiles/NAME/site.yaml, or its path")
+        added.add_argument("--configfile", nargs="+", default=[], metavar="FILE", help="YAML files, over config.yaml")
+        return added
 
     p = stage("configure", "Write the resolved settings of a dataset, run or plan as YAML.")
     path(p, "--out", "YAML file to write")
@@ -106,12 +120,26 @@ def parser() -> argparse.ArgumentParser:
     path(p, "--datasets", "dataset folders", nargs="+")
     path(p, "--out", "HTML file to write")
 
+    p = stage("image", "Build or pull the image that stages run in; migrate it for podman-hpc.")
+    p.add_argument("--engine", required=True, metavar="NAME", help="container engine")
+    p.add_argument("--image", required=True, metavar="NAME", help="localhost/... is built, others are pulled")
+    p.add_argument("--target", default="cpu", choices=("cpu", "gpu"), help="target of docker/Dockerfile")
+    p.add_argument("--build-arg", action="append", default=[], metavar="NAME=VALUE", help="argument of the build")
+
     p = stage("schema", "Print the JSON schema of config.yaml, for editors.")
+
+    p = question("doctor", "Check what the workflow needs, before anything is submitted: 0 if nothing fails, else 1.")
+    p.add_argument("--json", action="store_true", help="print JSON")
+
+    question("cost", "Estimate what the runs that lack results will cost: node-hours, GPU-hours, charge.")
     return top
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one stage and return the process's exit status: 0, 2 (user's mistake), 1 (defect), 130 (interrupted)."""
+    """Run one stage and return the process's exit status: 0, or why it ended.
+
+    2: a user's mistake; 1: a defect; 75: asked to end, all saved, try again; 130: interrupted.
+    """
     args = parser().parse_args(argv)
     if args.version:
         from importlib.metadata import version
@@ -129,15 +157,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if args.log:
             terminal = _redirect(_own_log(Path(args.log)))
+        if "DLSCALE_LIFELINE" in os.environ and args.stage in STAGES:
+            hold_on()
         # A mapped file that is cut, or whose disk fails, ends the process at once: the log shall say where.
         faulthandler.enable(file=2)
         logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
         if args.stage == "schema":
             _print_schema()
+        elif args.stage in QUESTIONS:
+            return importlib.import_module(QUESTIONS[args.stage]).main(args, _configuration(args))
         else:
             importlib.import_module(STAGES[args.stage]).main(args)
     except UserError as error:
         return _fail(terminal, f"dlscale {args.stage}: {error}", USER_ERROR)
+    except Stopped as stopped:
+        return _fail(terminal, f"dlscale {args.stage}: {stopped}", STOPPED)
     except KeyboardInterrupt:
         return _fail(terminal, f"dlscale {args.stage}: interrupted", INTERRUPTED)
     except Exception as error:
@@ -159,9 +193,14 @@ def _own_log(log: Path) -> Path:
 
 
 def _redirect(log: Path) -> TextIO:
-    """Send everything this process and its children print to `log`; return the terminal for a last word."""
+    """Send everything this process and its children print to `log`; return the terminal for a last word.
+
+    The log of the try before stays as `NAME.previous.log`: it is the one that says why there is another try.
+    """
     try:
         log.parent.mkdir(parents=True, exist_ok=True)
+        if log.exists():
+            log.replace(log.with_name(f"{log.stem}.previous{log.suffix}"))
         file = open(log, "w", buffering=1, encoding="utf-8")  # noqa: SIM115 - it stays open as the standard streams
     except OSError as error:
         raise explained(error, log) from error
@@ -176,6 +215,14 @@ def _fail(terminal: TextIO, message: str, status: int) -> int:
     if terminal is not sys.stderr:
         print(message, file=sys.stderr)
     return status
+
+
+def _configuration(args: argparse.Namespace) -> Configuration | None:
+    """Return the configuration as the workflow merges it; None where there is none, as inside of an image."""
+    from dlscale.runtime.config import load_files
+
+    files = [*(["config.yaml"] if Path("config.yaml").is_file() else []), *args.configfile]
+    return load_files(*files, site=args.profile) if files or args.profile else None
 
 
 def _print_schema() -> None:

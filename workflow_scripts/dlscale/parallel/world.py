@@ -8,7 +8,8 @@ from __future__ import annotations
 import contextlib
 import datetime as dt
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -38,12 +39,15 @@ class World:
         Of this process, of all, and among those of its node.
     device
         What this process computes on.
+    control
+        The processes once more, to exchange what is not on a device; None: as they are.
     """
 
     rank: int = 0
     size: int = 1
     local_rank: int = 0
     device: torch.device = CPU
+    control: Any = None
 
     @property
     def main(self) -> bool:
@@ -64,6 +68,13 @@ class World:
         dist.all_reduce(values, dist.ReduceOp.MAX)
         return float(values)
 
+    def most_on_host(self, values: Sequence[float]) -> list[float]:
+        """Return the greatest of all processes' numbers, one by one; no device waits for it."""
+        found = torch.tensor(list(values), dtype=torch.float64)
+        if self.size > 1:
+            dist.all_reduce(found, dist.ReduceOp.MAX, group=self.control)
+        return [float(value) for value in found]
+
     def gather(self, value: Value) -> list[Value]:
         """Return every process's value, by rank."""
         found: list[Any] = [value] * self.size
@@ -74,7 +85,7 @@ class World:
     def wait(self) -> None:
         """Return when every process has come here."""
         if self.size > 1:
-            dist.barrier()
+            dist.barrier(group=self.control)
 
 
 @contextlib.contextmanager
@@ -121,7 +132,11 @@ def join(geometry: Geometry, device: str) -> Iterator[World]:
         device_id=place if kind == "cuda" else None,
     )
     try:
-        yield World(rank, size, local_rank, place)
+        # NCCL exchanges only what is on a device.
+        control = dist.new_group(backend="gloo") if kind == "cuda" else None
+        yield World(rank, size, local_rank, place, control)
+        # The first process holds what the others meet at, and may be busy longer than they are.
+        dist.barrier(group=control)
     finally:
         dist.destroy_process_group()
 
@@ -136,9 +151,20 @@ def _place() -> tuple[int, int, int]:
 
 
 def _rendezvous(geometry: Geometry) -> None:
-    """Say where the processes meet, if whoever started them did not."""
+    """Say where the processes meet, if whoever started them did not: on the first node of Slurm's list."""
+    nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST")
+    if geometry.nodes > 1 and nodes:
+        os.environ.setdefault("MASTER_ADDR", first_host(nodes))
     if geometry.nodes > 1 and "MASTER_ADDR" not in os.environ:
         raise UserError("MASTER_ADDR is not set: with several nodes, give all processes the name of the first node")
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     # Jobs that share a node must not meet at the same port.
     os.environ.setdefault("MASTER_PORT", str(20000 + int(os.environ.get("SLURM_JOB_ID", os.getppid())) % 20000))
+
+
+def first_host(nodes: str) -> str:
+    """Return the first host of a list in Slurm's notation: `nid001` of `nid[001-004,007],login1`."""
+    found = re.match(r"([^,\[]+)(?:\[([^\],-]+)[^\]]*\]([^,\[]*))?", nodes)
+    if found is None:
+        raise UserError(f"SLURM_STEP_NODELIST: {nodes!r} names no host; set MASTER_ADDR to the first node's name")
+    return "".join(part or "" for part in found.groups())

@@ -14,6 +14,10 @@ class UserError(Exception):
     """
 
 
+class Stopped(Exception):
+    """A stage was asked to end and has saved what it did; the same command goes on from there."""
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return « (did you mean 'x'?)» for the closest of `known`, or an empty string.
 

@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,20 +14,55 @@ import torch
 from dlscale.data.loaders.base import Loader
 from dlscale.models.metrics import MetricSum
 from dlscale.parallel.world import World
-from dlscale.runtime.errors import UserError
+from dlscale.runtime.errors import Stopped, UserError
 from dlscale.runtime.progress import Progress
 from dlscale.runtime.schema.run import TrainRun
 from dlscale.studies.base import Metrics
 from dlscale.train.checkpoint import Checkpoints, State
+from dlscale.train.interruption import Interruption
 from dlscale.train.schedule import learning_rate, peak_rate
 from dlscale.train.step import Loss, Step
 
 Record = dict[str, Any]
 
 
+@dataclass(frozen=True)
+class Partial:
+    """How far an epoch was when it was stopped.
+
+    Attributes
+    ----------
+    steps, samples
+        Done in it.
+    loss_sums
+        Sum of the samples' losses, of each process.
+    learning_rate
+        Of its last step.
+    seconds
+        Spent on it, in all tries.
+    """
+
+    steps: int
+    samples: int
+    loss_sums: list[float]
+    learning_rate: float
+    seconds: float
+
+    @classmethod
+    def none(cls, processes: int) -> Partial:
+        """Return that of an epoch that has not begun."""
+        return cls(0, 0, [0.0] * processes, 0.0, 0.0)
+
+    def among(self, processes: int) -> Partial:
+        """Return the same for another number of processes."""
+        if len(self.loss_sums) == processes:
+            return self
+        return replace(self, loss_sums=[sum(self.loss_sums), *[0.0] * (processes - 1)])
+
+
 @dataclass
 class Trainer:
-    """Trains, validates after every epoch, and saves checkpoints at the ends of epochs.
+    """Trains, validates after every epoch, and saves checkpoints: at the ends of epochs, and whenever it is asked to.
 
     Attributes
     ----------
@@ -67,6 +102,7 @@ class Trainer:
         self.peak = peak_rate(self.run.schedule, self.run.optimizer.lr, self.run.batch_size)
         self.history: list[Record] = []
         self.resumed_from: int | None = None
+        self._partial: Partial | None = None  # of the epoch in which an earlier try was stopped
 
     def fit(self) -> list[Record]:
         """Train to the end, from the newest checkpoint if there is one; return a record for each epoch.
@@ -79,9 +115,9 @@ class Trainer:
         self._resume()
         for record in self.history:
             self.on_epoch(record)
-        with Progress("training", self.total_steps, "steps") as progress:
+        with Interruption(self.world) as interruption, Progress("training", self.total_steps, "steps") as progress:
             for epoch in range(len(self.history), self.epochs):
-                record = self._epoch(epoch, progress)
+                record = self._epoch(epoch, progress, interruption)
                 self.history.append(record)
                 logging.info(
                     "epoch %d of %d: %.1f s, %.2f samples/s, train loss %.6f, valid loss %.6f (%.1f s)%s",
@@ -96,22 +132,35 @@ class Trainer:
                 )
                 last = epoch + 1 == self.epochs
                 if last or (epoch + 1) % self.run.training.checkpoint_epochs == 0:
-                    state = self._state()
-                    if self.world.main:
-                        self.checkpoints.save(record["step"], state)
+                    self._save(record["step"], None)
                 self.on_epoch(record)
         return self.history
 
-    def _epoch(self, epoch: int, progress: Progress) -> Record:
+    def _epoch(self, epoch: int, progress: Progress, interruption: Interruption) -> Record:
         device = self.step.device
         done = self.history[-1]["step"] if self.history else 0
         seen = self.history[-1]["samples"] if self.history else 0
         steps = min(len(self.train_loader), self.total_steps - done)
-        loss_sum = torch.zeros((), dtype=torch.float64 if device.type != "mps" else torch.float32, device=device)
-        samples, rate, size = 0, 0.0, self.train_loader.samples
-        start = time.perf_counter()
-        batches = self.train_loader.epoch(epoch)
-        for number in range(steps):
+        size = self.train_loader.samples
+        before, self._partial = self._partial or Partial.none(self.world.size), None
+        loss_sum = torch.tensor(before.loss_sums[self.world.rank], dtype=torch.float64, device=device)
+        samples, rate, first = before.samples, before.learning_rate, before.steps
+        start = time.perf_counter() - before.seconds
+
+        def heed(number: int) -> None:
+            """Save before step `number` of the epoch, or before its validation, if that is asked for."""
+            if request := interruption.asked():
+                seconds = time.perf_counter() - start
+                sums = self.world.gather(float(loss_sum))
+                self._save(done + number, Partial(number, samples, sums, rate, seconds))
+                logging.info("asked to %s: saved after step %d", request, done + number)
+                if request == "end":
+                    self.world.wait()  # whoever ended first would have the others ended, too
+                    raise Stopped(f"asked to end; saved after step {done + number} of {self.total_steps}; run it again")
+
+        batches = self.train_loader.epoch(epoch, first)
+        for number in range(first, steps):
+            heed(number)
             x, y = next(batches)
             rate = learning_rate(self.run.schedule, self.peak, done + number, self.total_steps)
             self.step.set_learning_rate(rate)
@@ -120,12 +169,14 @@ class Trainer:
             loss_sum += loss * len(x)  # stays on the device: no step waits
             samples += whole
             progress.update(done + number + 1)
-        train_loss = float(self.world.sum(loss_sum)) / samples  # waits, so the time below is that of finished work
+        heed(steps)
+        # This waits, so the time below is that of finished work. Of a copy: this process's own sum may yet be saved.
+        train_loss = float(self.world.sum(loss_sum.clone())) / samples
         seconds = time.perf_counter() - start
         batches.close()
         _check_finite(epoch, "training", train_loss)
         start = time.perf_counter()
-        valid = self.validate()
+        valid = self.validate(lambda: heed(steps))
         _check_finite(epoch, "validation", valid["loss"])  # the training loss knows nothing of the last update
         return {
             "epoch": epoch + 1,
@@ -140,10 +191,14 @@ class Trainer:
             "metrics": valid,
         }
 
-    def validate(self) -> dict[str, float]:
-        """Return the loss (`loss`) and the metrics over all validation samples, each counted once."""
+    def validate(self, heed: Callable[[], None] = lambda: None) -> dict[str, float]:
+        """Return the loss (`loss`) and the metrics over all validation samples, each counted once.
+
+        `heed` is called before each batch, and may stop it.
+        """
         sums = MetricSum()
         for x, y in self.valid_loader.epoch(0):
+            heed()
             prediction = self.step.predict(x)
             # One loss a sample, so that a smaller last batch weighs as it should.
             losses = [self.loss(p[None], t[None]) for p, t in zip(prediction, y, strict=True)]
@@ -160,7 +215,7 @@ class Trainer:
     def _resume(self) -> None:
         """Go on from the newest checkpoint: the first process finds it, and all take the same."""
         state = self.checkpoints.load() if self.world.main else None
-        step = self.world.gather(state["history"][-1]["step"] if state else None)[0]
+        step = self.world.gather(state["step"] if state else None)[0]
         if step is not None and state is None:
             state = self.checkpoints.load(step)
         if step is not None and (lost := self.world.gather(state is None)).count(True):
@@ -171,9 +226,17 @@ class Trainer:
         if state is not None:
             self._restore(state)
 
-    def _state(self) -> State:
+    def _save(self, step: int, partial: Partial | None) -> None:
+        """Save what there is after `step` steps; `partial` where that is in the midst of an epoch."""
+        state = self._state(step, partial)
+        if self.world.main:
+            self.checkpoints.save(step, state)
+
+    def _state(self, step: int, partial: Partial | None) -> State:
         return {
             **self.step.state_dict(),
+            "step": step,
+            "partial": asdict(partial) if partial else None,
             "history": self.history,
             "rng": self.world.gather(torch.get_rng_state()),
             "cuda_rng": self.world.gather(
@@ -189,8 +252,10 @@ class Trainer:
             cuda = state["cuda_rng"][self.world.rank]
             if self.step.device.type == "cuda" and cuda is not None:
                 torch.cuda.set_rng_state(cuda.cpu(), self.step.device)
-        self.resumed_from = self.history[-1]["step"]
-        logging.info("resumed after epoch %d, step %d", self.history[-1]["epoch"], self.resumed_from)
+        if state["partial"]:
+            self._partial = Partial(**state["partial"]).among(self.world.size)
+        self.resumed_from = state["step"]
+        logging.info("resumed after epoch %d, step %d", len(self.history), state["step"])
 
 
 def _check_finite(epoch: int, what: str, loss: float) -> None:

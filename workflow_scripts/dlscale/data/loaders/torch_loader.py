@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Generator, Iterator
 
 import torch
@@ -48,6 +49,12 @@ class _Batches:
         return self.share.steps(self.size)
 
 
+def _ignore_signals(worker: int) -> None:
+    """Live on where all processes of a job are signalled: the training, which ends its workers, has yet to save."""
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+
+
 class TorchLoader:
     """See `dlscale.data.loaders.base.Loader`; the copy to the device does not block the host."""
 
@@ -62,6 +69,7 @@ class TorchLoader:
             num_workers=settings.workers,
             prefetch_factor=settings.prefetch if settings.workers else None,
             persistent_workers=settings.workers > 0,
+            worker_init_fn=_ignore_signals,
             pin_memory=settings.pin_memory and device.type == "cuda",
             # Seeds for workers come from here and not from the random state that drop-out uses.
             generator=torch.Generator(),

@@ -1,0 +1,215 @@
+"""Asked to save or to end in the midst of an epoch: nothing that was done is lost, and nothing shows in the result."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+
+from dlscale.parallel.world import World, first_host, join
+from dlscale.runtime.schema.run import Geometry
+from dlscale.train.interruption import Interruption
+from tests.conftest import ERA5, ERA5_RUN, ROOT, make_run, records, train
+
+STOPPED = 75
+#: Drop-out, so that a random state that is not restored shows; 10 steps an epoch, the last one smaller.
+RUN: dict[str, Any] = {**ERA5_RUN, "model": {**ERA5_RUN["model"], "dropout": 0.2}, "training": {"epochs": 2}}
+
+
+def configure(folder: Path, **changes: Any) -> Path:
+    make_run(folder, "era5_vit", {**RUN, **changes}, ERA5)
+    return folder
+
+
+def timeless(folder: Path) -> list[dict[str, Any]]:
+    """A run's epochs without what a clock says."""
+    return [{key: value for key, value in record.items() if "second" not in key} for record in records(folder)]
+
+
+def same(one: Path, other: Path) -> None:
+    assert timeless(one) == timeless(other)
+    assert (one / "model.pt").read_bytes() == (other / "model.pt").read_bytes()
+
+
+@pytest.mark.parametrize(("every", "workers"), [(1, 0), (3, 2), (7, 0)], ids=["each step", "workers", "validation"])
+def test_stopped_again_and_again_is_never_stopped(
+    tmp_path: Path, era5_data: Path, monkeypatch: pytest.MonkeyPatch, every: int, workers: int
+) -> None:
+    """Each try gets a few batches further than the one before, of training or of validation, until one gets through."""
+    manifest = era5_data / "manifest.json"
+    whole, stopped = (configure(tmp_path / name, loader={"workers": workers}) for name in ("whole", "stopped"))
+    assert train(whole, manifest) == 0
+    newest = []
+    for batches in itertools.count(every, every):
+        requests = itertools.chain([None] * batches, itertools.repeat("end"))
+        monkeypatch.setattr(Interruption, "asked", lambda self, requests=requests: next(requests))
+        status = train(stopped, manifest)
+        if status == 0:
+            break
+        assert status == STOPPED
+        assert not (stopped / "metrics.jsonl").exists(), "half a result is none"
+        newest.append(max(int(path.name.split("-")[1]) for path in stopped.glob("checkpoints/*/step-*")))
+    assert newest == sorted(newest) and newest[0] == every and len(newest) > 1
+    same(whole, stopped)
+
+
+def test_a_warning_saves_and_goes_on(tmp_path: Path, era5_data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, warned = (
+        configure(tmp_path / "whole"),
+        configure(tmp_path / "warned", training={"epochs": 2, "keep_checkpoints": 9}),
+    )
+    manifest = era5_data / "manifest.json"
+    assert train(whole, manifest) == 0
+    requests = itertools.chain([None] * 4, ["save"], itertools.repeat(None))
+    monkeypatch.setattr(Interruption, "asked", lambda self: next(requests))
+    assert train(warned, manifest) == 0
+    same(whole, warned)
+    (state,) = warned.glob("checkpoints/*/step-00000004/state.pt")
+    found = torch.load(state, weights_only=True)
+    assert (found["step"], found["history"]) == (4, []) and found["partial"]["steps"] == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [0, 2])
+def test_terminated(tmp_path: Path, era5_data: Path, workers: int) -> None:
+    """By a real signal to all of its processes, loader workers too, as Slurm sends it."""
+    run = {"training": {"steps": 3000, "checkpoint_epochs": 1000}, "loader": {"workers": workers}}
+    folder = configure(tmp_path / "run", **run)
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "dlscale", "train", "--config", "config.yaml", "--out", ".", "--threads", "1"),
+            *("--manifest", str(era5_data / "manifest.json"), "--checkpoints", "checkpoints", "--log", "log"),
+        ],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "workflow_scripts")},
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        wait_for(folder / "log", "epoch 2 of", process)
+        os.killpg(process.pid, signal.SIGUSR2)
+        wait_for(folder / "log", "asked to save: saved after step", process)
+        saved = len(list(folder.glob("checkpoints/*/step-*")))
+        wait_for(folder / "log", f"epoch {4 + (folder / 'log').read_text().count('epoch ')} of", process)
+        os.killpg(process.pid, signal.SIGTERM)
+        _, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == STOPPED and saved == 1
+    assert "asked to end; saved after step" in errors and "Traceback" not in (folder / "log").read_text()
+    assert len(list(folder.glob("checkpoints/*/step-*"))) == 2
+
+
+@pytest.mark.slow
+def test_one_of_several_processes_is_asked_and_all_save(tmp_path: Path, era5_data: Path) -> None:
+    from tests.test_parallel import train_by
+
+    settings = {"training": {"steps": 1200, "checkpoint_epochs": 1000}, "geometry": {"gpus_per_node": 2}}
+    whole, stopped = configure(tmp_path / "whole", **settings), configure(tmp_path / "stopped", **settings)
+    starter = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "-m",
+        "--",
+        "dlscale",
+    ]
+    process = subprocess.Popen(
+        [
+            *(*starter, "train", "--config", "config.yaml", "--out", ".", "--threads", "2", "--log", "train.log"),
+            *("--manifest", str(era5_data / "manifest.json"), "--checkpoints", "checkpoints"),
+        ],
+        cwd=stopped,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "workflow_scripts")},
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        wait_for(stopped / "train.log", "epoch 3 of", process)
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        os.kill(int(children[1]), signal.SIGTERM)  # that of rank 1
+        process.communicate(timeout=120)
+    finally:
+        process.kill()
+    assert process.returncode != 0
+    assert "asked to end: saved after step" in (stopped / "train.log").read_text()
+    (folder,) = [path for path in (stopped / "checkpoints").iterdir() if path.is_dir()]
+    newest = max(folder.glob("step-*"))
+    state = torch.load(newest / "state.pt", weights_only=True)
+    assert state["step"] < 1200 and len(state["partial"]["loss_sums"]) == 2
+    train_by(2, stopped, era5_data)
+    train_by(2, whole, era5_data)
+    same(whole, stopped)
+
+
+def wait_for(log: Path, text: str, process: subprocess.Popen[str]) -> None:
+    for _ in range(1200):
+        if log.exists() and text in log.read_text():
+            return
+        assert process.poll() is None, log.read_text() if log.exists() else "no log"
+        time.sleep(0.05)
+    raise AssertionError(f"no {text!r} after a minute")
+
+
+# ---- agreement -------------------------------------------------------------------------------------
+
+
+def _agree(rank: int, port: int, folder: str) -> None:
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE="3", LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+    )
+    with join(Geometry(gpus_per_node=3), "cpu") as world, Interruption(world, seconds=0.02) as interruption:
+        heard = []
+        for step in range(400):
+            if (rank, step) in ((2, 100), (0, 250)):
+                os.kill(os.getpid(), signal.SIGUSR1 if step == 100 else signal.SIGTERM)
+            if request := interruption.asked():
+                heard.append((step, request))
+            time.sleep(0.0005 * (1 + rank))
+        Path(folder, str(rank)).write_text(repr(heard))
+
+
+def test_all_hear_the_same_at_the_same_step(tmp_path: Path) -> None:
+    mp.spawn(_agree, (20000 + os.getpid() % 20000, str(tmp_path)), nprocs=3)
+    heard = [eval(Path(tmp_path, str(rank)).read_text()) for rank in range(3)]
+    assert heard[0] == heard[1] == heard[2]
+    (save, end) = heard[0]
+    assert save[1] == "save" and 100 <= save[0] < 250 and end[1] == "end" and 250 <= end[0] < 400
+
+
+def test_alone_a_signal_is_heard_at_the_next_step_and_once() -> None:
+    former = signal.getsignal(signal.SIGTERM)
+    with Interruption(World()) as interruption:
+        assert interruption.asked() is None
+        os.kill(os.getpid(), signal.SIGUSR2)
+        assert interruption.asked() == "save" and interruption.asked() is None
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert interruption.asked() == "end", "the graver of the two"
+    assert signal.getsignal(signal.SIGTERM) is former
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("nid001", "nid001"),
+        ("nid[001-004,007],login1", "nid001"),
+        ("nid001,nid005", "nid001"),
+        ("n[3,5-7]-ib.site.org", "n3-ib.site.org"),
+    ],
+)
+def test_the_first_host_of_slurms_lists(nodes: str, first: str) -> None:
+    assert first_host(nodes) == first
