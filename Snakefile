@@ -12,10 +12,6 @@ min_version("9.14")
 configfile: "config.yaml"
 
 
-# Documents the software. Only `--sdm apptainer` would use it; plain runs use the environment that snakemake is in.
-container: "docker://dlscale:0.1.0"
-
-
 include: "rules/common.smk"
 
 
@@ -30,6 +26,7 @@ wildcard_constraints:
 
 localrules:
     all,
+    image,
     configure_dataset,
     configure_run,
     configure_plan,
@@ -39,6 +36,13 @@ localrules:
     report_plan,
 
 
+# Compute nodes have no network.
+if not SITE.scheduler or SITE.scheduler.acquire == "here":
+
+    localrules:
+        fetch,
+
+
 rule all:
     default_target: True
     input:
@@ -46,6 +50,8 @@ rule all:
         [plan_files(plan) for plan in CONFIG.workflow.targets],
 
 
+include: "rules/preflight.smk"
+include: "rules/image.smk"
 include: "rules/configure.smk"
 include: "rules/data.smk"
 include: "rules/train.smk"

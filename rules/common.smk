@@ -4,26 +4,38 @@
 # settings that it depends on. Snakemake compares parameters as a set of values, so one dict is compared as
 # a whole; imported modules and configuration read inside a stage it would not see at all.
 import json
+import os
+import signal
 import sys
 from pathlib import Path
 
 from dlscale.data import parts
 from dlscale.runtime import config as configuration
-from dlscale.runtime import stages
+from dlscale.preflight import cost
+from dlscale.runtime import image, launcher, slurm, stages
 from dlscale.runtime.errors import UserError
 from dlscale.runtime.fingerprint import ROOT, fingerprint
-from dlscale.runtime.launcher import launch
 from dlscale.runtime.schema.dataset import Era5Prepared
 from dlscale.runtime.schema.run import ThroughputRun, TrainRun
 from dlscale.runtime.settings import read_yaml
 
 NAME = r"[A-Za-z0-9][A-Za-z0-9_-]*"
 
+if not workflow.is_main_process:
+    # Slurm warns all processes of a job of its time limit; this one leads to the training, which saves then.
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+
+
+def site_name():
+    """The profile's site: among its default resources, which alone reach the jobs that Snakemake starts elsewhere."""
+    found = (workflow.resource_settings.default_resources or {}).get("site")
+    return str(getattr(found, "raw", found)).strip("'\"") if found else None
+
 
 def user_configuration():
-    """config.yaml, then --configfile, then --config, merged as dlscale merges: another `kind` replaces a section."""
+    """The profile's site, config.yaml, then --configfile, then --config; another `kind` replaces a section."""
     settings = workflow.config_settings
-    raw = {}
+    raw = configuration.site_settings(site_name(), f"{workflow.basedir}/profiles")
     for path in [*([] if settings.replace_workflow_config else ["config.yaml"]), *settings.configfiles]:
         configuration.merge(raw, read_yaml(path))
     return configuration.merge(raw, settings.config)
@@ -49,6 +61,16 @@ for plan in CONFIG.workflow.targets:
     STUDIES.setdefault(CONFIG.workflow.plans[plan].study, []).append(plan)
 
 
+def named(names):
+    """A regular expression of exactly these names; of none it matches nothing."""
+    return "|".join(names) or "(?!)"
+
+
+FETCHING = [name for name, dataset in CONFIG.workflow.datasets.items() if parts.fetched(dataset)]
+FETCHED = named(FETCHING)
+SIMULATED = named(name for name in CONFIG.workflow.datasets if name not in FETCHING)
+
+
 # ---- from wildcards to settings --------------------------------------------------------------------
 
 
@@ -65,7 +87,99 @@ def part_of(wildcards):
 
 
 def stage_params(stage, subject, settings, files=()):
-    return {"sources": fingerprint(stages.modules(stage, subject), files), "settings": settings}
+    found = {"sources": fingerprint(stages.modules(stage, subject), files), "settings": settings}
+    return {**found, "image": IMAGE} if IMAGE else found
+
+
+# ---- where and how commands run --------------------------------------------------------------------
+
+
+def find_image():
+    """What tells the image from others. Jobs inherit what the first process found, on nodes that may know of none."""
+    site = CONFIG.workflow.site
+    name, _, found = os.environ.get("DLSCALE_IMAGE", "").partition("=")
+    if not found or name != f"{SITE.engine}:{site.image}":
+        found = image.identity(SITE.engine, site.image or "") or ""
+        os.environ["DLSCALE_IMAGE"] = f"{SITE.engine}:{site.image}={found}"
+    return found
+
+
+try:
+    CHOICE = launcher.resolve(CONFIG.workflow.site)
+    if CHOICE.site.engine != "none" and not CHOICE.site.image:
+        raise UserError(f"site.image: engine {CHOICE.site.engine} needs an image; name one, or set site.engine to none")
+except UserError as error:
+    print(error, file=sys.stderr)
+    sys.exit(2)
+SITE = CHOICE.site
+IMAGE = find_image()
+if workflow.is_main_process:
+    for reason in CHOICE.reasons:
+        print(reason, file=sys.stderr)
+
+
+def image_options():
+    site = CONFIG.workflow.site
+    arguments = [f"--build-arg={name}={value}" for name, value in site.build.arguments.items()]
+    return [f"--engine={SITE.engine}", f"--image={site.image or ''}", f"--target={site.build.target}", *arguments]
+
+
+def place(paths):
+    """What a container takes over from here to run a stage that reads `paths`."""
+    folder, results = os.getcwd(), Path(RESULTS).resolve()
+    found = launcher.outside([*paths, ROOT.parent], folder, results)
+    return launcher.Place(
+        folder=folder,
+        sources=str(ROOT.parent),
+        uid=os.getuid(),
+        gid=os.getgid(),
+        data=found,
+        results=None if results.is_relative_to(folder) else str(results),
+    )
+
+
+def stage_launch(wildcards, input):
+    """The words that start a stage. Taking `input` keeps them from making it run again."""
+    return launcher.launch(SITE, place(input))
+
+
+def acquire_launch(wildcards, input):
+    """The same for a stage that reads what is no file of the workflow, such as a local store."""
+    raw = parts.raws(dataset_of(wildcards)).get(wildcards.file)
+    return launcher.launch(SITE, place([raw.origin] if raw and Path(raw.origin).exists() else []))
+
+
+def asked(stage, geometry=None, minutes=None):
+    """What a job of a stage asks of the scheduler; nothing where there is none."""
+    return slurm.request(SITE.scheduler, stage, geometry, minutes) if SITE.scheduler else {}
+
+
+def asked_of_data(name):
+    """A function from wildcards to one resource of a data stage."""
+
+    def found(wildcards):
+        return asked("data").get(name)
+
+    return found
+
+
+def asked_of_run(stage, name):
+    """A function from wildcards to one resource of a run's stage; its time limit from the run's measured speed."""
+
+    def found(wildcards, attempt):
+        run = run_of(wildcards)
+        work = cost.Work(stage, wildcards.plan, wildcards.run, run)
+        minutes = cost.minutes(work, Path(RESULTS), SITE.scheduler)
+        return asked(stage, run.geometry, minutes and minutes * attempt).get(name)
+
+    return found
+
+
+# None is no resource: the executor asks which are there.
+ASKED = [] if not SITE.scheduler else slurm.RESOURCES
+DATA_RESOURCES = {name: asked_of_data(name) for name in ASKED}
+TRAIN_RESOURCES = {name: asked_of_run("train", name) for name in ASKED}
+THROUGHPUT_RESOURCES = {name: asked_of_run("throughput", name) for name in ASKED}
 
 
 # ---- data ------------------------------------------------------------------------------------------
@@ -167,7 +281,7 @@ def configure_run_params(wildcards):
 
 def run_launch(wildcards, input):
     """The words that start one of a run's stages. Taking `input` keeps them from making it run again."""
-    return launch(run_of(wildcards).geometry)
+    return launcher.launch(SITE, place(input), run_of(wildcards).geometry)
 
 
 def train_params(wildcards):

@@ -12,10 +12,11 @@ rule configure_dataset:
         f"{RESULTS}/benchmarks/configure/data/{{dataset}}.tsv"
     params:
         stage=configure_dataset_params,
+        launch=stage_launch,
     message:
         "Settings of dataset {wildcards.dataset}"
     shell:
-        "python -m dlscale configure --settings {params.stage[settings]:q} --out {output:q} --log {log:q}"
+        "{params.launch:q} configure --settings {params.stage[settings]:q} --out {output:q} --log {log:q}"
 
 
 rule configure_run:
@@ -28,10 +29,11 @@ rule configure_run:
         f"{RESULTS}/benchmarks/configure/plans/{{plan}}/{{run}}.tsv"
     params:
         stage=configure_run_params,
+        launch=stage_launch,
     message:
         "Settings of run {wildcards.plan}.{wildcards.run}"
     shell:
-        "python -m dlscale configure --settings {params.stage[settings]:q} --out {output:q} --log {log:q}"
+        "{params.launch:q} configure --settings {params.stage[settings]:q} --out {output:q} --log {log:q}"
 
 
 rule configure_plan:
@@ -44,7 +46,8 @@ rule configure_plan:
         f"{RESULTS}/benchmarks/configure/plans/{{plan}}.tsv"
     params:
         stage=configure_plan_params,
+        launch=stage_launch,
     message:
         "Runs of plan {wildcards.plan}"
     shell:
-        "python -m dlscale configure --settings {params.stage[settings]:q} --out {output:q} --log {log:q}"
+        "{params.launch:q} configure --settings {params.stage[settings]:q} --out {output:q} --log {log:q}"

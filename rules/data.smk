@@ -2,20 +2,33 @@
 
 
 rule acquire:
-    """Simulate or fetch one raw file. Fetching needs the network: a login or transfer node."""
+    """Simulate one raw file."""
+    wildcard_constraints:
+        dataset=SIMULATED,
     output:
         f"{RESULTS}/data/{{dataset}}/source/{{file}}",
     log:
         f"{RESULTS}/logs/acquire/{{dataset}}/{{file}}.log",
     benchmark:
         f"{RESULTS}/benchmarks/acquire/{{dataset}}/{{file}}.tsv"
+    resources:
+        **DATA_RESOURCES,
     params:
         stage=acquire_params,
+        launch=acquire_launch,
         dataset=dataset_settings,
     message:
         "Acquire {wildcards.file} of dataset {wildcards.dataset}"
     shell:
-        "python -m dlscale acquire --config {params.dataset:q} --file {wildcards.file:q} --out {output:q} --log {log:q}"
+        "{params.launch:q} acquire --config {params.dataset:q} --file {wildcards.file:q} --out {output:q} --log {log:q}"
+
+
+use rule acquire as fetch with:
+    # Needs the network: a login or transfer node.
+    wildcard_constraints:
+        dataset=FETCHED,
+    message:
+        "Fetch {wildcards.file} of dataset {wildcards.dataset}"
 
 
 rule preprocess:
@@ -28,13 +41,16 @@ rule preprocess:
         f"{RESULTS}/logs/preprocess/{{dataset}}/{{split}}/{{part}}-{{piece}}.log",
     benchmark:
         f"{RESULTS}/benchmarks/preprocess/{{dataset}}/{{split}}/{{part}}-{{piece}}.tsv"
+    resources:
+        **DATA_RESOURCES,
     params:
         stage=preprocess_params,
+        launch=stage_launch,
         dataset=dataset_settings,
     message:
         "Preprocess {wildcards.dataset} {wildcards.split}/{wildcards.part}, piece {wildcards.piece}"
     shell:
-        "python -m dlscale preprocess --config {params.dataset:q} --part {wildcards.split}/{wildcards.part}"
+        "{params.launch:q} preprocess --config {params.dataset:q} --part {wildcards.split}/{wildcards.part}"
         " --piece {wildcards.piece} --source {input.sources:q} --out {output:q} --log {log:q}"
 
 
@@ -48,13 +64,16 @@ rule assemble:
         f"{RESULTS}/logs/assemble/{{dataset}}/{{split}}/{{part}}.log",
     benchmark:
         f"{RESULTS}/benchmarks/assemble/{{dataset}}/{{split}}/{{part}}.tsv"
+    resources:
+        **DATA_RESOURCES,
     params:
         stage=assemble_params,
+        launch=stage_launch,
         dataset=dataset_settings,
     message:
         "Assemble {wildcards.dataset} {wildcards.split}/{wildcards.part}"
     shell:
-        "python -m dlscale assemble --config {params.dataset:q} --pieces {input.pieces:q} --out {output:q} --log {log:q}"
+        "{params.launch:q} assemble --config {params.dataset:q} --pieces {input.pieces:q} --out {output:q} --log {log:q}"
 
 
 rule describe:
@@ -68,14 +87,17 @@ rule describe:
         f"{RESULTS}/logs/describe/{{dataset}}.log",
     benchmark:
         f"{RESULTS}/benchmarks/describe/{{dataset}}.tsv"
+    resources:
+        **DATA_RESOURCES,
     params:
         stage=describe_params,
+        launch=stage_launch,
         dataset=dataset_settings,
         sources=prepared_sources,
     message:
         "Describe dataset {wildcards.dataset}"
     shell:
-        "python -m dlscale describe --config {params.dataset:q} {params.sources:q} --manifest {output.manifest:q}"
+        "{params.launch:q} describe --config {params.dataset:q} {params.sources:q} --manifest {output.manifest:q}"
         " --stats {output.stats:q} --log {log:q}"
 
 
@@ -97,7 +119,8 @@ rule preview:
         f"{RESULTS}/benchmarks/preview/{{dataset}}.tsv"
     params:
         stage=preview_params,
+        launch=stage_launch,
     message:
         "Draw dataset {wildcards.dataset}"
     shell:
-        "python -m dlscale preview --manifest {input.manifest:q} --out {output:q} --log {log:q}"
+        "{params.launch:q} preview --manifest {input.manifest:q} --out {output:q} --log {log:q}"

@@ -11,6 +11,8 @@ rule throughput:
         f"{RESULTS}/benchmarks/throughput/{{plan}}/{{run}}.tsv"
     # All cores of one machine, so that no other job disturbs what is timed.
     threads: 64
+    resources:
+        **THROUGHPUT_RESOURCES,
     params:
         stage=throughput_params,
         launch=run_launch,

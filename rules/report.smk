@@ -16,10 +16,11 @@ rule collect:
         f"{RESULTS}/benchmarks/collect/{{plan}}.tsv"
     params:
         stage=collect_params,
+        launch=stage_launch,
     message:
         "Tabulate plan {wildcards.plan}"
     shell:
-        "python -m dlscale collect --plan {input.plan:q} --out {output:q} --log {log:q}"
+        "{params.launch:q} collect --plan {input.plan:q} --out {output:q} --log {log:q}"
 
 
 rule report:
@@ -38,11 +39,12 @@ rule report:
         f"{RESULTS}/benchmarks/report.tsv"
     params:
         stage=report_params(CONFIG.workflow.report.title, CONFIG.workflow.targets),
+        launch=stage_launch,
         datasets=report_folders,
     message:
         "Write the report"
     shell:
-        "python -m dlscale report --title {params.stage[settings][title]:q} --plans {input.plans:q}"
+        "{params.launch:q} report --title {params.stage[settings][title]:q} --plans {input.plans:q}"
         " --datasets {params.datasets:q} --out {output:q} --log {log:q}"
 
 
@@ -63,9 +65,10 @@ rule report_plan:
         f"{RESULTS}/benchmarks/report/{{plan}}.tsv"
     params:
         stage=report_plan_params,
+        launch=stage_launch,
         datasets=report_folders,
     message:
         "Write the report of plan {wildcards.plan}"
     shell:
-        "python -m dlscale report --title {params.stage[settings][title]:q} --plans {input.plans:q}"
+        "{params.launch:q} report --title {params.stage[settings][title]:q} --plans {input.plans:q}"
         " --datasets {params.datasets:q} --out {output:q} --log {log:q}"

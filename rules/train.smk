@@ -21,6 +21,8 @@ rule train:
         f"{RESULTS}/benchmarks/train/{{plan}}/{{run}}.tsv"
     # All cores of one machine, so that no other job disturbs what is timed.
     threads: 64
+    resources:
+        **TRAIN_RESOURCES,
     params:
         stage=train_params,
         launch=run_launch,

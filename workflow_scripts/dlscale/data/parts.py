@@ -108,6 +108,11 @@ def prepared(dataset: Dataset) -> bool:
     return isinstance(dataset.source, CosmoPrepared | Era5Prepared)
 
 
+def fetched(dataset: Dataset) -> bool:
+    """Whether some raw file comes over the network, or from a store, and not from a simulator."""
+    return any(raw.acquired and raw.origin != "simulated" for raw in raws(dataset).values())
+
+
 def parts(dataset: Dataset) -> list[Part]:
     """Return the files that preprocessing makes, in order; none for a prepared folder (ERA5)."""
     source = dataset.source

@@ -22,6 +22,7 @@ from dlscale.runtime.machine import NEEDS, missing
 from dlscale.runtime.schema.dataset import CosmoSimulated, Era5Dataset, Era5Simulated
 from dlscale.runtime.schema.plan import Plan
 from dlscale.runtime.schema.run import CropSamples, Run, ViTModel
+from dlscale.runtime.schema.site import Site
 from dlscale.runtime.schema.workflow import Workflow
 from dlscale.runtime.settings import Raw, holds, read_yaml, validate
 
@@ -106,12 +107,31 @@ def load(raw: Mapping[str, Any]) -> Configuration:
     return Configuration(workflow, plans, left_out)
 
 
-def load_files(*paths: str | Path) -> Configuration:
-    """Load and merge YAML files, later ones over earlier ones, and validate the result."""
-    raw: Raw = {}
+def load_files(*paths: str | Path, site: str | Path | None = None) -> Configuration:
+    """Load and merge YAML files, later ones over earlier ones, over a site (`site_settings`), and validate them."""
+    raw = site_settings(site)
     for path in paths:
         merge(raw, read_yaml(path))
     return load(raw)
+
+
+def site_settings(site: str | Path | None, profiles: str | Path = "profiles") -> Raw:
+    """Return what a profile says of its site, as configuration to merge the user's over.
+
+    Parameters
+    ----------
+    site
+        Name of a folder in `profiles` with a `site.yaml`, or the path of such a file (with a slash); None: no site.
+    """
+    if not site:
+        return {}
+    path = Path(site) if "/" in str(site) else Path(profiles) / str(site) / "site.yaml"
+    if not path.is_file():
+        known = sorted(file.parent.name for file in Path(profiles).glob("*/site.yaml") if file.parent.name != "default")
+        raise UserError(f"site: {path}: no such file; {unknown('site', str(site), known)}")
+    raw = read_yaml(path)
+    validate(Site, raw, where=str(path))
+    return {"site": raw}
 
 
 @functools.cache

@@ -8,6 +8,7 @@ from dlscale.runtime.schema.run import RunCore
 
 #: Entry module of each stage; its `main(args)` does the work.
 STAGES = {
+    "image": "dlscale.runtime.image",
     "configure": "dlscale.runtime.configure",
     "acquire": "dlscale.data.acquire",
     "preprocess": "dlscale.data.preprocess",

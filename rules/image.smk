@@ -1,0 +1,15 @@
+# The image that the stages run in, where they run in containers.
+
+
+rule image:
+    """Make the site's image usable: build or pull it, and migrate it for podman-hpc. The engine knows what is new."""
+    log:
+        f"{RESULTS}/logs/image.log",
+    benchmark:
+        f"{RESULTS}/benchmarks/image.tsv"
+    params:
+        options=image_options(),
+    message:
+        "Build or pull the image"
+    shell:
+        "python -m dlscale image {params.options:q} --log {log:q}"

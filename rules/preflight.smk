@@ -1,0 +1,49 @@
+# Before anything runs: what it will cost, whether the site is ready, and whether an earlier call's jobs still run.
+import atexit
+from collections import Counter
+
+from dlscale.preflight import doctor
+from snakemake.exceptions import WorkflowError
+
+def in_order(work):
+    return list(CONFIG.plans).index(work.plan), list(CONFIG.plans[work.plan]).index(work.run_name), work.stage
+
+
+def waiting_works():
+    """The jobs that would run, as the estimate of their cost knows them: data jobs counted by dataset."""
+    runs, data = [], Counter()
+    for job in workflow.dag.needrun_jobs():
+        name, wildcards = job.rule.name, job.wildcards
+        if name in ("train", "throughput"):
+            runs.append(cost.Work(name, wildcards.plan, wildcards.run, run_of(wildcards)))
+        elif name in ("acquire", "preprocess", "assemble", "describe"):
+            data[wildcards.dataset] += 1
+    runs.sort(key=in_order)
+    return [*(cost.Work("data", name, "data", jobs=number) for name, number in data.items()), *runs]
+
+
+def show_cost():
+    """The end of a dry run: Snakemake has no hook there, but this process has."""
+    if workflow.dryrun and getattr(workflow, "_dag", None) and (works := waiting_works()):
+        table = cost.price(works, SITE.scheduler, Path(RESULTS))
+        print("", *cost.lines(table), cost.over(table, CONFIG.workflow.budget) or "", sep="\n", file=sys.stderr)
+
+
+if workflow.is_main_process and SITE.scheduler:
+    atexit.register(show_cost)
+    # Looking, or unlocking, waits for nobody.
+    if not {"-n", "--dry-run", "--dryrun", "--unlock", "--lint", "--report", "--summary", "--dag"} & set(sys.argv):
+        slurm.wait_for_left_running(os.getcwd())
+
+
+onstart:
+    works = waiting_works()
+    problem = cost.over(cost.price(works, SITE.scheduler, Path(RESULTS)), CONFIG.workflow.budget)
+    if problem:
+        raise WorkflowError(problem)
+    if works and (SITE.scheduler or SITE.engine != "none"):
+        plans = {work.plan for work in works if work.run}
+        findings = doctor.check(CONFIG, site_name(), {work.stage for work in works}, plans)
+        print(*doctor.lines(findings), sep="\n", file=sys.stderr)
+        if doctor.failed(findings):
+            raise WorkflowError("The site is not ready; nothing was started. See the lines with FAIL above.")

@@ -1,0 +1,412 @@
+"""Cost: seconds, node-hours and charges against numbers that were computed by hand, and the messages."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import TypeAdapter
+
+from dlscale.data import parts
+from dlscale.preflight import cost
+from dlscale.preflight.cost import Estimate, Work
+from dlscale.runtime import config, slurm
+from dlscale.runtime.config import Configuration
+from dlscale.runtime.errors import UserError
+from dlscale.runtime.schema.dataset import Dataset
+from dlscale.runtime.schema.run import Geometry
+from dlscale.runtime.schema.site import Scheduler
+from dlscale.runtime.schema.workflow import Budget
+from tests.conftest import COSMO, ERA5, ROOT, stage
+
+PERLMUTTER = ROOT / "profiles/perlmutter/site.yaml"
+
+
+def load(tmp_path: Path, **changes: Any) -> Configuration:
+    """Return the shipped configuration on Perlmutter, changed, with results in `tmp_path`."""
+    raw = config.merge(config.site_settings(PERLMUTTER), yaml.safe_load((ROOT / "config.yaml").read_text()))
+    return config.load(config.merge(raw, {"results": str(tmp_path), **changes}))
+
+
+def ladder(**settings: Any) -> dict[str, Any]:
+    """Return the change of the ladder's settings; its last rung is for one device."""
+    return {"cosmo_ladder": {"settings": settings, "runs": {"graphs": {"cuda_graph": False}}}}
+
+
+def scheduler(**changes: Any) -> Scheduler:
+    raw = yaml.safe_load(PERLMUTTER.read_text())["scheduler"]
+    return Scheduler.model_validate(config.merge(copy.deepcopy(raw), changes))
+
+
+def work(configuration: Configuration, name: str, stage: Any = "train") -> Work:
+    plan, run = name.split(".")
+    return Work(stage, plan, run, configuration.plans[plan][run].run)
+
+
+def measured(results: Path, name: str, rate: object, batch_size: int = 64, ranks: int = 1) -> None:
+    """Leave behind what the throughput stage would."""
+    file = results / "plans" / name.replace(".", "/") / "throughput.json"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps({"nranks": ranks, "batch_size": batch_size, "FULL": {"mean": rate}}))
+
+
+def manifest(results: Path, dataset: str, **rows: list[int]) -> None:
+    file = results / "data" / dataset / "manifest.json"
+    file.parent.mkdir(parents=True)
+    splits = {split: [{"path": f"{n}.h5", "rows": r, "bytes": 1} for n, r in enumerate(rows[split])] for split in rows}
+    file.write_text(json.dumps({"splits": splits}))
+
+
+# ---- seconds -----------------------------------------------------------------------------------------
+
+
+def test_epochs(tmp_path: Path) -> None:
+    """4 epochs of 4096 crops and 512 to validate, published at 85.2 samples/s."""
+    found = cost.estimate(work(load(tmp_path), "cosmo_ladder.baseline"), tmp_path)
+    assert found.basis == "published"
+    assert found.seconds == pytest.approx((16384 + 2048 / 3) / 85.2 + 120) == pytest.approx(320.3, abs=0.1)
+
+
+def test_throughput(tmp_path: Path) -> None:
+    """6 trials of 50 batches of 64, in three modes."""
+    found = cost.estimate(work(load(tmp_path), "cosmo_ladder.baseline", "throughput"), tmp_path)
+    assert found.basis == "published" and found.seconds == pytest.approx(3 * 19200 / 85.2 + 120)
+
+
+@pytest.mark.parametrize(("steps", "epochs"), [(128, 4), (129, 5), (32, 1)])
+def test_steps(tmp_path: Path, steps: int, epochs: int) -> None:
+    """Of 16 samples each, 32 to an epoch, and 128 to validate after each; the slowest of what was published."""
+    configuration = load(tmp_path, plans={"era5_ladder": {"settings": {"training": {"steps": steps}}}})
+    found = cost.estimate(work(configuration, "era5_ladder.baseline"), tmp_path)
+    assert found.seconds == pytest.approx((steps * 16 + epochs * 128 / 3) / 8.8 + 120)
+
+
+def test_a_published_figure_is_one_devices(tmp_path: Path) -> None:
+    configuration = load(tmp_path, plans=ladder(geometry={"gpus_per_node": 4}))
+    found = cost.estimate(work(configuration, "cosmo_ladder.baseline"), tmp_path)
+    assert found.seconds == pytest.approx((16384 + 2048 / 3) / (4 * 85.2) + 120)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("cosmo_demo.workers", {}),  # tables show the figure beside the demo, which is of another size
+        ("era5_demo.baseline", {}),
+        ("cosmo_ladder.baseline", {"model": {"widths": [64, 128, 256]}}),
+        ("cosmo_ladder.baseline", {"samples": {"crop": 128}}),
+        ("cosmo_ladder.baseline", {"dataset": "cosmo_demo"}),
+        ("cosmo_ladder.compile", {}),  # nobody published it
+        ("cosmo_published.base", {}),
+    ],
+)
+def test_a_published_figure_is_of_the_full_size(tmp_path: Path, name: str, settings: dict) -> None:
+    changes = {"plans": {name.split(".")[0]: {"settings": settings}}}
+    if settings.get("dataset"):
+        changes["datasets"] = {"cosmo_demo": {"source": {"grid": 256}}}
+    assert cost.estimate(work(load(tmp_path, **changes), name), tmp_path) == Estimate(None, "limit")
+
+
+def test_a_published_figure_needs_a_gpu(tmp_path: Path) -> None:
+    here = work(load(tmp_path), "cosmo_ladder.baseline")
+    assert cost.estimate(here, tmp_path, scheduler()).basis == "published"
+    assert cost.estimate(here, tmp_path, scheduler(gpu_nodes={"gpus": 0})) == Estimate(None, "limit")
+
+
+def test_what_was_measured_wins(tmp_path: Path) -> None:
+    here = work(load(tmp_path), "cosmo_ladder.baseline")
+    measured(tmp_path, "cosmo_ladder.baseline", 50.0)
+    found = cost.estimate(here, tmp_path)
+    assert found.basis == "measured" and found.seconds == pytest.approx((16384 + 2048 / 3) / 50 + 120)
+    measured(tmp_path, "cosmo_ladder.baseline", 25.0)
+    slower = cost.estimate(here, tmp_path)
+    assert found.seconds and slower.seconds and slower.seconds - 120 == pytest.approx(2 * (found.seconds - 120))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"batch_size": 32}, {"ranks": 2}, {"rate": 0.0}, {"rate": None}, {"rate": "fast"}],
+    ids=["batch size", "ranks", "zero", "none", "text"],
+)
+def test_what_was_measured_otherwise_does_not_count(tmp_path: Path, other: dict) -> None:
+    measured(tmp_path, "cosmo_ladder.baseline", **{"rate": 50.0, **other})
+    assert cost.estimate(work(load(tmp_path), "cosmo_ladder.baseline"), tmp_path).basis == "published"
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"batch_size": 64, "nranks": 1, "FULL": 3}', "\xff"])
+def test_a_torn_measurement_does_not_count(tmp_path: Path, text: str) -> None:
+    measured(tmp_path, "cosmo_ladder.baseline", 1.0)
+    (tmp_path / "plans/cosmo_ladder/baseline/throughput.json").write_text(text, encoding="latin-1")
+    assert cost.estimate(work(load(tmp_path), "cosmo_ladder.baseline"), tmp_path).basis == "published"
+
+
+def test_samples_are_counted_where_the_dataset_is(tmp_path: Path) -> None:
+    """All pairs 6 times apart: 94 of 100 in one file, 44 of 50 in another, none of 5."""
+    here = work(load(tmp_path), "era5_uk.vit")
+    measured(tmp_path, "era5_uk.vit", 10.0, batch_size=32)
+    assert cost.estimate(here, tmp_path) == Estimate(None, "limit")
+    assert cost.estimate(work(load(tmp_path), "era5_uk.vit", "throughput"), tmp_path).basis == "measured"
+    manifest(tmp_path, "era5_uk", train=[100, 50, 5], valid=[30])
+    found = cost.estimate(here, tmp_path)
+    assert found.basis == "measured" and found.seconds == pytest.approx((40 * 138 + 40 * 24 / 3) / 10 + 120)
+
+
+def test_no_more_samples_than_there_are(tmp_path: Path) -> None:
+    configuration = load(tmp_path)
+    measured(tmp_path, "era5_demo.baseline", 10.0, batch_size=16)
+    manifest(tmp_path, "era5_demo", train=[101], valid=[1001])  # 464 and 224 are asked for
+    found = cost.estimate(work(configuration, "era5_demo.baseline"), tmp_path)
+    assert found.seconds == pytest.approx(5 * (100 + 224 / 3) / 10 + 120)
+
+
+@pytest.mark.parametrize(("rate", "minutes"), [(85.2, 19), (1e9, 15), (17066.6667 / 480, 25)])
+def test_minutes(tmp_path: Path, rate: float, minutes: int) -> None:
+    """320 s are 8.01 minutes with half of it added; 120 s alone ask for the least; 600 s make 15 minutes, 10 on top."""
+    measured(tmp_path, "cosmo_ladder.baseline", rate)
+    here = work(load(tmp_path), "cosmo_ladder.baseline")
+    assert cost.minutes(here, tmp_path, scheduler()) == minutes
+
+
+def test_minutes_of_what_is_not_known(tmp_path: Path) -> None:
+    assert cost.minutes(work(load(tmp_path), "cosmo_ladder.compile"), tmp_path, scheduler()) is None
+    assert cost.minutes(Work("data", "cosmo_demo", "data"), tmp_path, scheduler()) is None
+
+
+# ---- hours -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("nodes", "gpus", "qos", "charged"),
+    [
+        (1, 1, "shared", 0.25),
+        (1, 2, "shared", 0.5),
+        (1, 4, "regular", 1),
+        (2, 4, "regular", 2),
+        (1, 3, "regular", 1),  # too large for a part: all of the node is charged
+    ],
+)
+def test_nodes(tmp_path: Path, nodes: int, gpus: int, qos: str, charged: float) -> None:
+    geometry = {"nodes": nodes, "gpus_per_node": gpus}
+    configuration = load(tmp_path, plans=ladder(geometry=geometry, batch_size=96))
+    measured(tmp_path, "cosmo_ladder.baseline", (16384 + 2048 / 3) / 3480, 96, nodes * gpus)  # an hour
+    (row,) = cost.price([work(configuration, "cosmo_ladder.baseline")], scheduler(), tmp_path).rows
+    assert row.qos == qos and row.estimate.basis == "measured"
+    assert row.node_hours == row.charged_hours == pytest.approx(charged)
+    assert row.gpu_hours == pytest.approx(nodes * gpus)
+    assert row.geometry == slurm.shown(Geometry(nodes=nodes, gpus_per_node=gpus))
+
+
+def test_charge(tmp_path: Path) -> None:
+    """The factor is that of the run's own QOS."""
+    here = [work(load(tmp_path), "cosmo_ladder.baseline")]
+    plain = cost.price(here, scheduler(), tmp_path)
+    dear = cost.price(here, scheduler(part_qos="premium"), tmp_path)
+    assert dear.total("node_hours") == pytest.approx(plain.total("node_hours"))
+    assert dear.total("charged_hours") == pytest.approx(2 * plain.total("charged_hours"))
+
+
+def test_time_limits_bound_what_is_not_known(tmp_path: Path) -> None:
+    """12 h, or what the QOS allows; data on 32 of 256 CPUs, 2 h a job."""
+    known, unknown = (work(load(tmp_path), f"cosmo_ladder.{run}") for run in ("baseline", "compile"))
+    data = Work("data", "cosmo_demo", "data", jobs=5)
+    table = cost.price([known, unknown, data], scheduler(minutes={"train": 720, "data": 120}), tmp_path)
+    assert [row.estimate.basis for row in table.rows] == ["published", "limit", "limit"]
+    assert [row.node_hours for row in table.rows[1:]] == pytest.approx([3, 5 * 2 / 8])
+    assert [row.gpu_hours for row in table.rows[1:]] == pytest.approx([12, 0])
+    assert table.bounds == 2 and table.unknown == 0
+    brief = scheduler(part_qos="debug", minutes={"train": 720})
+    assert cost.price([unknown], brief, tmp_path).total("gpu_hours") == pytest.approx(0.5)
+
+
+def test_twice_as_slow_is_twice_as_dear(tmp_path: Path) -> None:
+    configuration = load(tmp_path)
+    names = ["cosmo_ladder.baseline", "cosmo_ladder.compile"]
+
+    def hours(rate: float) -> float:
+        for name in names:
+            measured(tmp_path, name, rate)
+        works = [work(configuration, name, stage) for name in names for stage in ("train", "throughput")]
+        start = len(works) * 120 / 3600 / 4
+        return cost.price(works, scheduler(), tmp_path).total("charged_hours") - start
+
+    assert hours(10.0) == pytest.approx(2 * hours(20.0))
+
+
+def test_cpu_cluster(tmp_path: Path) -> None:
+    """Nodes without GPUs: CPUs are the part of a node, and there are no GPU-hours."""
+    site = scheduler(gpu_nodes={"gpus": 0, "cpus": 64, "account_suffix": ""}, data_cpus=16, part_qos=None)
+    measured(tmp_path, "cosmo_ladder.baseline", (16384 + 2048 / 3) / 3480)
+    (row,) = cost.price([work(load(tmp_path), "cosmo_ladder.baseline")], site, tmp_path).rows
+    assert (row.node_hours, row.gpu_hours) == (pytest.approx(1.0), 0)  # QOS regular: the whole node
+    site = site.model_copy(update={"whole_qos": None})
+    (row,) = cost.price([work(load(tmp_path), "cosmo_ladder.baseline")], site, tmp_path).rows
+    assert row.node_hours == pytest.approx(0.25)
+
+
+def test_without_a_scheduler(tmp_path: Path) -> None:
+    works = [work(load(tmp_path), f"cosmo_ladder.{run}") for run in ("baseline", "compile")]
+    table = cost.price([*works, Work("data", "cosmo_demo", "data")], None, tmp_path)
+    assert table.total("gpu_hours") == pytest.approx(320.3 / 3600, rel=1e-3)
+    assert table.total("node_hours") == table.total("charged_hours") == 0
+    text = "\n".join(cost.lines(table))
+    assert table.unknown == 2 and "?: 2 of 3 rows" in text and "QOS" not in text and "≤" not in text
+
+
+def test_a_geometry_that_cannot_be(tmp_path: Path) -> None:
+    here = work(load(tmp_path, plans=ladder(geometry={"gpus_per_node": 8})), "cosmo_ladder.baseline")
+    with pytest.raises(UserError, match="8 is more than the 4 GPUs"):
+        cost.price([here], scheduler(), tmp_path)
+
+
+# ---- what would run ----------------------------------------------------------------------------------
+
+
+def test_works(tmp_path: Path) -> None:
+    """A run named with `use` once, under its own name; what has its results, not; data first."""
+    plans = {
+        "mine": {
+            "study": "cosmo_unet",
+            "from": "cosmo_demo.baseline",
+            "measure": ["train"],
+            "runs": {"reference": {"use": "cosmo_demo.baseline"}, "larger": {"batch_size": 16}},
+        }
+    }
+    configuration = load(tmp_path, plans=plans)
+    assert [(w.stage, w.plan, w.run_name) for w in cost.works(configuration, ["mine", "mine"])] == [
+        ("data", "cosmo_demo", "data"),
+        ("train", "cosmo_demo", "baseline"),
+        ("train", "mine", "larger"),
+    ]
+    manifest(tmp_path, "cosmo_demo", train=[64])
+    (tmp_path / "plans/mine/larger").mkdir(parents=True)
+    (tmp_path / "plans/mine/larger/metrics.jsonl").touch()
+    measured(tmp_path, "cosmo_demo.baseline", 3.0)  # its training is still to be done
+    assert [(w.stage, w.run_name) for w in cost.works(configuration, ["mine"])] == [("train", "baseline")]
+    both = cost.works(configuration, ["mine", "cosmo_demo"])
+    assert [w.stage for w in both if w.run_name == "baseline"] == ["train"]
+    assert all(w.run == configuration.plans[w.plan][w.run_name].run for w in both)
+    (tmp_path / "plans/cosmo_demo/baseline/metrics.jsonl").touch()  # where the results of `mine.reference` are
+    assert cost.works(configuration, ["mine"]) == []
+
+
+def test_works_of_the_targets(tmp_path: Path) -> None:
+    configuration = load(tmp_path, targets=["era5_ladder"])
+    assert {w.plan for w in cost.works(configuration)} == {"era5_published", "era5_ladder"}
+    with pytest.raises(UserError, match=r"no plan is called 'era5_lader' \(did you mean 'era5_ladder'\?\)"):
+        cost.works(configuration, ["era5_lader"])
+
+
+URL = "https://example.org/"
+PERIODS = {"train": ["2018-12-30", "2020-01-02"], "valid": ["2020-02-01", "2020-02-03"]}
+DATASETS: dict[str, dict] = {
+    "simulated boxes": COSMO,
+    "simulated years": ERA5,
+    "in pieces": {**COSMO, "pieces": 3},
+    "files": {"kind": "cosmo", "source": {"kind": "files", "train": [f"{URL}a.h5", "b.h5"], "valid": ["c.h5"]}},
+    "fractions": {
+        "kind": "cosmo",
+        "source": {"kind": "files", "paths": ["a.h5", f"{URL}b.h5"], "fractions": {"train": 0.5, "valid": 0.5}},
+    },
+    "prepared": {"kind": "cosmo", "source": {"kind": "prepared", "train": [f"{URL}a.h5"], "valid": ["b.h5"]}},
+    "prepared years": {"kind": "era5", "source": {"kind": "prepared", "path": "years"}},
+    "grib": {
+        "kind": "era5",
+        "source": {"kind": "files", "paths": ["a.grib", f"{URL}b.nc"]},
+        "channels": ["t2m"],
+        "split": PERIODS,
+    },
+    "store": {"kind": "era5", "source": {"kind": "zarr", "store": "gs://a/b"}, "channels": ["t"], "split": PERIODS},
+}
+
+
+@pytest.mark.parametrize("settings", DATASETS.values(), ids=DATASETS)
+def test_data_jobs(settings: dict) -> None:
+    """As many as the data's own list of parts has; those that fetch run beside the workflow, and are no jobs."""
+    dataset: Dataset = TypeAdapter(Dataset).validate_python(settings)
+    acquired = [raw for raw in parts.raws(dataset).values() if raw.acquired]
+    made = [] if parts.prepared(dataset) else parts.parts(dataset)
+    others = len(made) * (dataset.pieces + 1) + 1
+    in_jobs = [raw for raw in acquired if raw.origin == "simulated"]
+    assert cost.data_jobs(dataset, scheduler(acquire="here")) == len(in_jobs) + others
+    assert cost.data_jobs(dataset, scheduler(acquire="job")) == len(acquired) + others
+    assert cost.data_jobs(dataset, None) == len(acquired) + others
+
+
+# ---- what is said ------------------------------------------------------------------------------------
+
+
+def test_lines(tmp_path: Path) -> None:
+    configuration = load(tmp_path)
+    works = [Work("data", "cosmo_demo", "data", jobs=10)]
+    works += [work(configuration, f"cosmo_ladder.{run}") for run in ("baseline", "compile")]
+    site = scheduler(minutes={"train": 720, "data": 120})
+    *table, note = cost.lines(cost.price(works, site, tmp_path))
+    shown = slurm.shown(Geometry())
+    assert [re.split("  +", line) for line in table] == [
+        ["run", "stage", "geometry", "QOS", "basis", "node-hours", "GPU-hours", "charged hours"],
+        ["cosmo_demo", "data", "10 jobs x 32 CPUs", "shared", "limit", "≤2.50", "0.00", "≤2.50"],
+        ["cosmo_ladder.baseline", "train", shown, "shared", "published", "0.02", "0.09", "0.02"],
+        ["cosmo_ladder.compile", "train", shown, "shared", "limit", "≤3.00", "≤12.00", "≤3.00"],
+        ["total", "≤5.52", "≤12.09", "≤5.52"],
+    ]
+    assert len({len(line) for line in table}) == 1  # figures end in one column
+    assert {line.index("shared") for line in table[1:4]} == {table[0].index("QOS")}
+    assert note == "≤: 2 of 3 rows at their whole time limit, for want of an estimate"
+
+
+def test_lines_of_nothing(tmp_path: Path) -> None:
+    assert cost.lines(cost.price([], scheduler(), tmp_path)) == ["Nothing to run: all results are there."]
+
+
+def test_over(tmp_path: Path) -> None:
+    """The message names the cap, the estimate, and what to do; a cap that just holds is none."""
+    table = cost.price([work(load(tmp_path), "cosmo_ladder.baseline")], scheduler(part_qos="premium"), tmp_path)
+    gpu = table.total("gpu_hours")
+    assert cost.over(table, Budget()) is None
+    assert cost.over(table, Budget(gpu_hours=gpu, node_hours=1, charged_hours=1)) is None
+    message = cost.over(table, Budget(gpu_hours=gpu * 0.999, node_hours=1)) or ""
+    assert "0.09 GPU-hours where budget.gpu_hours allows" in message and "\n" not in message
+    assert "raise budget.gpu_hours to 1, drop runs" in message and "samples.train" in message
+    assert "node" not in message and "≤" not in message
+    message = cost.over(table, Budget(node_hours=0.01, charged_hours=0)) or ""
+    assert "0.02 node-hours where budget.node_hours allows 0.01 and 0.04 charged hours where" in message
+    assert "raise budget.node_hours to 1 and budget.charged_hours to 1" in message
+
+
+def test_over_says_what_are_bounds(tmp_path: Path) -> None:
+    table = cost.price([work(load(tmp_path), "cosmo_ladder.compile")], scheduler(minutes={"train": 720}), tmp_path)
+    message = cost.over(table, Budget(gpu_hours=10)) or ""
+    assert "≤ 12.00 GPU-hours" in message and "allows 10;" in message
+    assert "1 of 1 rows are counted at their time limit (site.scheduler.minutes)" in message
+
+
+def test_raising_the_budget_as_told_is_enough(tmp_path: Path) -> None:
+    table = cost.price([work(load(tmp_path), "cosmo_ladder.compile")], scheduler(), tmp_path)
+    told = Budget(gpu_hours=math.ceil(table.total("gpu_hours")))
+    assert cost.over(table, told) is None
+
+
+def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Files go over config.yaml, as the workflow reads them; 2 for an unknown plan and for too much."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr("logging.basicConfig", lambda **_: None)
+    mine = tmp_path / "mine.yaml"
+    mine.write_text(f"results: {tmp_path}/results\nbudget: {{node_hours: 1000}}\n")
+    asked = ["cost", "cosmo_ladder", "--profile", "perlmutter", "--configfile", mine]
+    assert stage(*asked) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert out[0].startswith("run ") and any(line.startswith("total ") for line in out)
+    assert sum(line.startswith("cosmo_ladder.") for line in out) == 2 * len(load(tmp_path).plans["cosmo_ladder"])
+    mine.write_text(f"results: {tmp_path}/results\nbudget: {{node_hours: 0.5}}\n")
+    assert stage(*asked) == 2
+    assert "dlscale cost: budget: what would run" in capsys.readouterr().err
+    assert stage("cost", "cosmo_lader") == 2
+    assert "did you mean 'cosmo_ladder'?" in capsys.readouterr().err
+    monkeypatch.chdir(tmp_path)
+    assert stage("cost") == 2
+    assert "config.yaml: no such file here" in capsys.readouterr().err

@@ -1,0 +1,741 @@
+"""The preflight: each check on what commands really print, on fakes that fail or hang, and as a whole, here."""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import TypeAdapter
+
+from dlscale.preflight import doctor
+from dlscale.preflight.doctor import Finding
+from dlscale.runtime import config
+from dlscale.runtime.config import Configuration
+from dlscale.runtime.schema.dataset import Dataset
+from dlscale.runtime.schema.run import Run
+from dlscale.runtime.schema.site import Scheduler, Site
+from tests.cluster import cluster as slurm_cluster
+from tests.conftest import COSMO, ROOT
+
+PERLMUTTER = ROOT / "profiles/perlmutter/site.yaml"
+
+
+#: Of an environment without a fault.
+FACTS: dict[str, Any] = {
+    "python": "3.12.3",
+    "torch": "2.13.0+cu130",
+    "h5py": "3.16.0",
+    "numba": "0.68.1",
+    "dali": "2.4.0",
+    "cuda": "13.0",
+    "gpus": 4,
+    "cudnn": 91700,
+    "nccl": [2, 28, 3],
+}
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Spare the import of torch, except to other processes of the command line."""
+    monkeypatch.setattr(doctor, "FACTS", f"print({json.dumps(FACTS)!r})")
+
+
+def load(results: Path, site: dict[str, Any] | None = None, **changes: Any) -> Configuration:
+    """Return the shipped configuration, changed, on a site."""
+    raw = {"site": site or {}, **yaml.safe_load((ROOT / "config.yaml").read_text())}
+    return config.load(config.merge(raw, {"results": str(results), **changes}))
+
+
+def dataset(settings: dict) -> Dataset:
+    return TypeAdapter(Dataset).validate_python(settings)
+
+
+def named(findings: list[Finding], name: str) -> Finding:
+    (found,) = [found for found in findings if found.name == name]
+    return found
+
+
+@pytest.fixture
+def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
+    """Return a function that puts a shell script before all other commands."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", f"{folder}:{Path(sys.executable).parent}:/usr/bin:/bin")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "workflow_scripts"))
+
+    def make(name: str, script: str) -> None:
+        (folder / name).write_text(f"#!/bin/sh\n{script}\n")
+        (folder / name).chmod(0o755)
+
+    return make
+
+
+# ---- Slurm: what it prints, captured from a cluster --------------------------------------------------
+
+ASSOCIATIONS = """\
+m1_g|debug,interactive,preempt,premium,regular,shared
+m1|debug,shared
+m1|regular
+root|
+"""
+FEATURES = "gpu,a100,hbm40g\ngpu,a100,hbm80g\ncpu\n(null)\n"
+CONFIG = """\
+Configuration data as of 2026-11-20T15:20:16
+JobSubmitPlugins        = lua
+KillWait                = 10 sec
+MinJobAge               = 300 sec
+"""
+
+
+def test_associations() -> None:
+    found = doctor.associations(ASSOCIATIONS)
+    assert set(found) == {"m1", "m1_g", "root"}
+    assert found["m1"] == {"debug", "shared", "regular"} and found["root"] == set()
+
+
+@pytest.mark.parametrize(
+    ("wanted", "status", "words"),
+    [
+        ({("m1", "shared"), ("m1_g", "premium")}, "ok", ["m1, m1_g"]),
+        ({("M1", "shared")}, "ok", ["M1"]),
+        ({("root", "anything")}, "ok", ["root"]),  # no list of its own: all are allowed
+        ({("m1", "premium")}, "FAIL", ["m1 may not use QOS premium", "debug, regular, shared"]),
+        ({("m2", "shared"), ("m1", "shared")}, "FAIL", ["m2: not yours", "m1, m1_g, root"]),
+        ({(None, "shared")}, "FAIL", ["none is set", "export SBATCH_ACCOUNT"]),
+    ],
+)
+def test_account(wanted: set, status: str, words: list[str]) -> None:
+    found = doctor.account(wanted, doctor.associations(ASSOCIATIONS), suffixed=True)
+    assert found.status == status
+    for word in words:
+        assert word in found.text + found.remedy
+
+
+def test_account_where_none_is_needed() -> None:
+    assert doctor.account({(None, None)}, None, suffixed=False).status == "skip"
+    assert doctor.account({(None, None)}, {"m1": set()}, suffixed=False).status == "warn"
+    assert doctor.account({("m1", None)}, None, suffixed=True).status == "skip"
+
+
+def test_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The accounts and QOS of the jobs that would be submitted, and of no others."""
+    monkeypatch.setenv("SBATCH_ACCOUNT", "m1")
+    scheduler = Scheduler.model_validate(yaml.safe_load(PERLMUTTER.read_text())["scheduler"])
+    runs = [found.run for found in load(tmp_path).plans["cosmo_published"].values()]
+    assert doctor.asked(scheduler, runs, ["data", "train"]) == {
+        ("m1", "shared"),
+        ("m1_g", "shared"),
+        ("m1_g", "regular"),
+    }
+    assert doctor.asked(scheduler, runs[:1], ["throughput"]) == {("m1_g", "shared")}
+    assert doctor.asked(scheduler, runs, ["data"]) == {("m1", "shared")}
+
+
+@pytest.mark.parametrize(
+    ("names", "listed", "filtered", "status"),
+    [
+        ({"shared", "debug"}, {"shared", "debug", "normal"}, False, "ok"),
+        ({"shared"}, {"gpu_shared", "shared_milan"}, True, "ok"),  # what a submit filter makes of it
+        ({"shared", "dbug"}, {"shared", "debug"}, False, "FAIL"),
+        ({"share"}, {"gpu_shared"}, True, "warn"),
+        ({"shared"}, set(), False, "FAIL"),
+    ],
+)
+def test_qos(names: set, listed: set, filtered: bool, status: str) -> None:
+    found = doctor.qos(names, listed, filtered)
+    assert found.status == status
+    if status != "ok":
+        assert ", ".join(sorted(listed)) in found.remedy and (names - listed).pop() in found.text
+
+
+def test_submit_filter() -> None:
+    assert doctor.submit_filter(CONFIG)
+    assert not doctor.submit_filter(CONFIG.replace("lua", "(null)"))
+    assert not doctor.submit_filter("")
+
+
+@pytest.mark.parametrize(
+    ("constraint", "status", "word"),
+    [
+        ("gpu", "ok", "gpu"),
+        ("gpu&hbm80g", "ok", ""),
+        ("gpu&(hbm40g|hbm80g)", "ok", ""),
+        ("[hbm40g*2&hbm80g*1]", "ok", ""),
+        ("gpuu", "FAIL", "gpuu: a feature of no node"),
+        ("gpu&hbm90g", "FAIL", "hbm90g: a feature"),
+        ("hbm40g&hbm80g", "FAIL", "all together"),
+    ],
+)
+def test_features(constraint: str, status: str, word: str) -> None:
+    found = doctor.features({constraint}, FEATURES)
+    assert found.status == status and word in found.text
+    if "a feature of no node" in found.text:
+        assert "a100, cpu, gpu, hbm40g, hbm80g" in found.remedy
+
+
+def test_features_where_none_is_asked_for() -> None:
+    assert doctor.features(set(), FEATURES).status == "skip"
+
+
+@pytest.mark.parametrize(
+    ("text", "status"),
+    [
+        ("Slurmctld(primary) at nid001 is UP\n", "ok"),
+        ("Slurmctld(primary) at a is DOWN\nSlurmctld(backup) at b is UP\n", "ok"),
+        ("Slurmctld(primary) at nid001 is DOWN\n", "FAIL"),
+        ("", "FAIL"),
+    ],
+)
+def test_ping(text: str, status: str) -> None:
+    assert doctor.ping(text).status == status
+
+
+@pytest.mark.parametrize(("seconds", "status"), [(40, "ok"), (100, "ok"), (101, "warn")])
+def test_min_job_age(seconds: float, status: str) -> None:
+    found = doctor.min_job_age(CONFIG, seconds)
+    assert found.status == status and found.text.startswith("300 s")
+    assert status == "ok" or "at most 100" in found.remedy
+
+
+def test_min_job_age_of_nothing() -> None:
+    assert doctor.min_job_age("", 40).status == "warn"
+
+
+def test_profile_says_how_jobs_are_watched(
+    tmp_path: Path, command: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The profile's own settings lie beside its site."""
+    command("scontrol", f"cat <<'END'\n{CONFIG.replace('300', '100')}END")
+    folder = tmp_path / "profiles" / "mine"
+    folder.mkdir(parents=True)
+    site = yaml.safe_load(PERLMUTTER.read_text()) | {"engine": "none"}
+    monkeypatch.chdir(tmp_path)
+    for settings, status in (
+        ({"slurm-status-command": "squeue"}, "warn"),  # 40 s, three times
+        ({"slurm-init-seconds-before-status-checks": 20}, "ok"),
+        ({"slurm-status-command": "sacct"}, "skip"),
+    ):
+        (folder / "profile.yaml").write_text(yaml.safe_dump(settings))
+        for name in ("mine", str(folder / "site.yaml")):
+            found = doctor.check(load(tmp_path / "results", site), name)
+            assert named(found, "MinJobAge").status == status
+
+
+# ---- probes that break or hang -----------------------------------------------------------------------
+
+
+def test_no_slurm(tmp_path: Path, command: Callable[[str, str], None]) -> None:
+    """Without its commands there is one failure, not one a check."""
+    command("sbatch", "")
+    command("scontrol", "echo 'scontrol: error: no route to host' >&2; exit 1")
+    for name in ("sacctmgr", "sinfo"):
+        command(name, "echo gone >&2; exit 1")
+    found = doctor.check(load(tmp_path / "results", yaml.safe_load(PERLMUTTER.read_text()) | {"engine": "none"}))
+    assert doctor.failed(found)
+    assert named(found, "Slurm").status == "FAIL" and "no route to host" in named(found, "Slurm").text
+    assert [named(found, name).status for name in ("account", "QOS", "constraint", "MinJobAge")] == ["warn"] * 4
+    assert "sinfo: gone" in named(found, "constraint").text
+
+
+def test_no_slurm_commands(
+    tmp_path: Path, command: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    found = doctor.check(load(tmp_path / "results", yaml.safe_load(PERLMUTTER.read_text()) | {"engine": "none"}))
+    assert named(found, "Slurm").status == "FAIL" and "login node" in named(found, "Slurm").remedy
+    assert [named(found, name).status for name in ("QOS", "constraint", "MinJobAge")] == ["skip"] * 3
+    assert named(found, "python").status == "FAIL"  # nothing runs where no Python is
+
+
+def test_a_cluster_that_keeps_no_accounts(
+    tmp_path: Path, command: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SBATCH_ACCOUNT", raising=False)
+    command("sacctmgr", "echo \"Only 'accounting_storage/slurmdbd' is supported\" >&2; exit 1")
+    site = {"scheduler": {"cpu_nodes": {"cpus": 4}, "gpu_nodes": {"cpus": 4, "gpus": 1}}}
+    found = doctor.check(load(tmp_path / "results", site))
+    assert named(found, "account").status == named(found, "QOS").status == "skip"
+
+
+def test_a_command_that_hangs(
+    tmp_path: Path, command: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "LIMIT", 0.3)
+    command("sinfo", "exec sleep 60")
+    start = time.monotonic()
+    with pytest.raises(doctor._NoAnswerError, match="sinfo gives no answer"):
+        doctor._said(["sinfo"])
+    assert time.monotonic() - start < 5
+
+
+def test_probes_neither_raise_nor_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What hangs, as a file system may, is left behind; the others' findings are all there, in order."""
+    monkeypatch.setattr(doctor, "LIMIT", -4.5)
+    start = time.monotonic()
+    found = doctor._ask(
+        [
+            ("slow", lambda: time.sleep(60) or Finding("slow", "ok", "")),
+            ("broken", lambda: 1 // 0),  # type: ignore[list-item, return-value]
+            ("fine", lambda: Finding("fine", "ok", "yes")),
+        ]
+    )
+    assert time.monotonic() - start < 5
+    assert [(f.name, f.status) for f in found] == [("slow", "warn"), ("broken", "warn"), ("fine", "ok")]
+    assert "ZeroDivisionError" in found[1].text and "no answer" in found[0].text
+
+
+# ---- containers --------------------------------------------------------------------------------------
+
+#: Knows one image, and runs what it is told to in it: here.
+ENGINE = """
+case "$1 $2" in
+  "info "*) exit 0 ;;
+  "image inspect") [ "$5" = localhost/mine:1 ] && echo sha256:0123456789abcdef || exit 1 ;;
+  run*) echo "Welcome to this image"; while [ "$1" != localhost/mine:1 ]; do shift; done; shift; exec "$@" ;;
+esac
+"""
+
+
+def test_in_a_container(tmp_path: Path, command: Callable[[str, str], None]) -> None:
+    """The very words that start a stage start the questions; what greets whoever enters is no answer."""
+    command("docker", ENGINE)
+    found = doctor.check(load(tmp_path / "results", {"engine": "docker", "image": "localhost/mine:1"}))
+    assert named(found, "engine").status == "ok"
+    assert named(found, "image") == Finding("image", "ok", "localhost/mine:1 (0123456789ab)")
+    assert named(found, "torch") == Finding("torch", "ok", FACTS["torch"])
+
+
+def test_no_image(tmp_path: Path, command: Callable[[str, str], None]) -> None:
+    command("docker", ENGINE)
+    found = doctor.check(load(tmp_path / "results", {"engine": "docker", "image": "localhost/other:1"}))
+    assert named(found, "image").status == "FAIL" and "snakemake image" in named(found, "image").remedy
+    assert named(found, "environment").status == "skip"
+    (file := tmp_path / "image.sif").touch()
+    site = Site(engine="apptainer", image=str(file))
+    assert doctor._image(site).status == "ok"
+    assert doctor._image(site.model_copy(update={"image": "/no.sif"})).status == "FAIL"
+    assert doctor._image(site.model_copy(update={"image": None})).status == "FAIL"
+
+
+@pytest.mark.parametrize(("listed", "status"), [("localhost/mine:1 true", "ok"), ("localhost/mine:1 false", "FAIL")])
+def test_migrated(command: Callable[[str, str], None], listed: str, status: str) -> None:
+    command("podman-hpc", f'[ "$1" = images ] && echo "{listed}" || echo sha256:01')
+    assert doctor._image(Site(engine="podman-hpc", image="localhost/mine:1")).status == status
+
+
+def test_no_engine(tmp_path: Path, command: Callable[[str, str], None]) -> None:
+    found = doctor.check(load(tmp_path / "results", {"engine": "shifter", "image": "mine:1"}))
+    assert named(found, "engine").status == named(found, "image").status == "FAIL"
+    assert named(found, "environment").status == "skip"
+
+
+GPUS = """\
+GPU 0: NVIDIA A100-SXM4-40GB (UUID: GPU-1)
+GPU 1: NVIDIA A100-SXM4-40GB (UUID: GPU-2)
+"""
+
+
+def test_gpus(tmp_path: Path, command: Callable[[str, str], None]) -> None:
+    site = Site(engine="docker", image="localhost/mine:1")
+    assert doctor._gpus(site, tmp_path).status == "skip"
+    (tmp_path / "nvidia0").touch()
+    command("docker", ENGINE)
+    command("nvidia-smi", f"cat <<END\n{GPUS}END")
+    assert doctor._gpus(site, tmp_path) == Finding("GPU", "ok", "2 x NVIDIA A100-SXM4-40GB in the container")
+    assert doctor._gpus(Site(), tmp_path) == Finding("GPU", "ok", "2 x NVIDIA A100-SXM4-40GB here")
+    command("nvidia-smi", "echo 'No devices were found'")
+    assert doctor._gpus(site, tmp_path).status == "FAIL"
+    command("nvidia-smi", "echo 'no driver' >&2; exit 9")
+    found = doctor._gpus(Site(environment={"A": "b"}), tmp_path)
+    assert found.status == "FAIL" and "no driver" in found.text
+
+
+# ---- versions ----------------------------------------------------------------------------------------
+
+
+def runs(tmp_path: Path, plan: str) -> list[Run]:
+    """Return a plan's runs, whatever this machine lacks."""
+    configuration = load(tmp_path)
+    return [found.run for found in configuration.plans[plan].values()]
+
+
+def test_environment() -> None:
+    found = doctor.environment(FACTS, [])
+    assert {f.status for f in found} == {"ok"}
+    assert named(found, "cuDNN").text == "9.17.0" and named(found, "NCCL").text == "2.28.3"
+    assert named(found, "CUDA").text == "13.0, 4 GPUs seen by torch"
+
+
+@pytest.mark.parametrize(
+    ("facts", "name", "plan", "status"),
+    [
+        ({"cudnn": 90701}, "cuDNN", "cosmo_ladder", "ok"),
+        ({"cudnn": 90800}, "cuDNN", "cosmo_ladder", "FAIL"),
+        ({"cudnn": 91002}, "cuDNN", "cosmo_ladder", "FAIL"),
+        ({"cudnn": 91100}, "cuDNN", "cosmo_ladder", "ok"),
+        ({"cudnn": 91002}, "cuDNN", "era5_ladder", "warn"),  # no convolution to go wrong
+        ({"cudnn": 8907}, "cuDNN", "cosmo_ladder", "ok"),
+        ({"torch": "2.9.1+cu128"}, "torch", "cosmo_ladder", "warn"),
+        ({"torch": "2.10.0"}, "torch", "cosmo_ladder", "ok"),
+        ({"torch": None}, "torch", "era5_ladder", "FAIL"),
+        ({"error": "ImportError: libcudart.so"}, "torch", "era5_ladder", "FAIL"),
+        ({"numba": None}, "numba", "era5_ladder", "FAIL"),
+        ({"h5py": None}, "h5py", "era5_ladder", "FAIL"),
+        ({"python": "3.10.2"}, "python", "era5_ladder", "FAIL"),
+        ({"dali": None}, "DALI", "cosmo_published", "FAIL"),
+        ({"dali": None}, "DALI", "cosmo_demo", "skip"),
+        ({"cuda": None}, "CUDA", "cosmo_demo", "skip"),
+    ],
+)
+def test_versions(tmp_path: Path, facts: dict, name: str, plan: str, status: str) -> None:
+    found = named(doctor.environment({**FACTS, **facts}, runs(tmp_path, plan)), name)
+    assert found.status == status, found
+    assert found.status in ("ok", "skip") or found.remedy
+
+
+def test_cudnn() -> None:
+    assert [doctor.cudnn(number) for number in (8907, 90100, 91002)] == ["8.9.7", "9.1.0", "9.10.2"]
+
+
+# ---- data --------------------------------------------------------------------------------------------
+
+
+def made(results: Path, name: str = "mine", size: int = 100) -> Path:
+    """Leave behind a dataset of one file; return it."""
+    folder = results / "data" / name
+    (folder / "train").mkdir(parents=True)
+    (folder / "train/a.h5").write_bytes(bytes(100))
+    splits = {"train": [{"path": "train/a.h5", "rows": 1, "bytes": size}], "valid": []}
+    (folder / "manifest.json").write_text(json.dumps({"splits": splits}))
+    return folder / "train/a.h5"
+
+
+def files(*paths: object, kind: str = "files") -> Dataset:
+    return dataset({"kind": "cosmo", "source": {"kind": kind, "train": [str(paths[0])], "valid": [str(paths[1])]}})
+
+
+def test_data(tmp_path: Path) -> None:
+    """To be made, there, gone, changed."""
+    simulated = dataset(COSMO)
+    assert doctor.data("mine", simulated, tmp_path) == Finding("data mine", "ok", "will be simulated")
+    file = made(tmp_path)
+    assert doctor.data("mine", simulated, tmp_path).text.startswith("1 files, 100 B")
+    file.unlink()
+    gone = doctor.data("mine", simulated, tmp_path)
+    assert gone.status == "warn" and "1 of 1 files" in gone.text and "simulated again" in gone.remedy
+    file.write_bytes(bytes(99))
+    cut = doctor.data("mine", simulated, tmp_path)
+    assert cut.status == "FAIL" and str(file) in cut.text and str(file) in cut.remedy
+    (tmp_path / "data/mine/manifest.json").write_text("{")
+    assert doctor.data("mine", simulated, tmp_path).status == "FAIL"
+
+
+def test_data_that_vanished_is_fetched_again(tmp_path: Path) -> None:
+    fetched = files("https://example.org/a.h5", "https://example.org/b.h5")
+    assert doctor.data("mine", fetched, tmp_path).status == "ok"
+    made(tmp_path).unlink()
+    found = doctor.data("mine", fetched, tmp_path)
+    assert found.status == "warn" and "it will be fetched again" in found.remedy
+
+
+@pytest.mark.parametrize("kind", ["files", "prepared"])
+def test_raw_files(tmp_path: Path, kind: str) -> None:
+    (one := tmp_path / "one.h5").write_bytes(b"1")
+    two = tmp_path / "two.h5"
+    found = doctor.data("mine", files(one, two, kind=kind), tmp_path)
+    assert found.status == "FAIL" and f"{two}: no such file" in found.text and "datasets.mine.source" in found.remedy
+    two.touch()
+    assert "empty" in doctor.data("mine", files(one, two, kind=kind), tmp_path).text
+    two.write_bytes(b"2")
+    assert doctor.data("mine", files(one, two, kind=kind), tmp_path).status == "ok"
+    made(tmp_path)
+    one.unlink()  # an input of a rule: missed even where all is made
+    assert doctor.data("mine", files(one, two, kind=kind), tmp_path).status == "FAIL"
+
+
+def test_changed_prepared_files_are_described_again(tmp_path: Path) -> None:
+    (one := tmp_path / "one.h5").write_bytes(b"1")
+    (two := tmp_path / "two.h5").write_bytes(b"2")
+    folder = tmp_path / "data/mine"
+    folder.mkdir(parents=True)
+    splits = {"train": [{"path": str(one), "rows": 1, "bytes": 7}]}
+    (folder / "manifest.json").write_text(json.dumps({"splits": splits}))
+    found = doctor.data("mine", files(one, two, kind="prepared"), tmp_path)
+    assert found.status == "warn" and "another size" in found.text
+
+
+def test_prepared_years(tmp_path: Path) -> None:
+    years = dataset({"kind": "era5", "source": {"kind": "prepared", "path": str(tmp_path / "years")}})
+    for name in ("train/1999.h5", "valid/2000.h5", "stats/global_means.npy", "stats/global_stds.npy"):
+        assert doctor.data("mine", years, tmp_path).status == "FAIL"
+        (tmp_path / "years" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "years" / name).write_bytes(b"1")
+    assert doctor.data("mine", years, tmp_path).status == "ok"
+
+
+def store(where: str) -> Dataset:
+    periods = {"train": ["2019-01-01", "2019-01-02"], "valid": ["2020-01-01", "2020-01-02"]}
+    return dataset({"kind": "era5", "source": {"kind": "zarr", "store": where}, "channels": ["t2m"], "split": periods})
+
+
+def test_a_store_is_read_once(tmp_path: Path) -> None:
+    here = store(str(tmp_path / "store.zarr"))
+    assert doctor.data("mine", here, tmp_path).status == "FAIL"
+    made(tmp_path)
+    assert doctor.data("mine", here, tmp_path).status == "ok"
+
+
+# ---- network -----------------------------------------------------------------------------------------
+
+
+def test_hosts() -> None:
+    assert doctor.hosts(store("gs://bucket/era5")) == [("storage.googleapis.com", 443)]
+    assert doctor.hosts(store("https://example.org:8443/era5")) == [("example.org", 8443)]
+    assert doctor.hosts(files("http://example.org/a", "http://example.org/b")) == [("example.org", 80)]
+    assert doctor.hosts(files("http://example.org:99999/a", "b")) == []
+    assert doctor.hosts(store("/here")) == doctor.hosts(dataset(COSMO)) == []
+
+
+@pytest.fixture
+def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """Return a port that answers."""
+    for name in [name for name in os.environ if name.lower().endswith("_proxy")]:
+        monkeypatch.delenv(name)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+def test_network(tmp_path: Path, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def found(site: dict | None = None) -> Finding:
+        source = {"kind": "files", "train": [f"http://127.0.0.1:{port}/a"], "valid": [f"http://127.0.0.1:{port}/b"]}
+        configuration = load(tmp_path, site, datasets={"cosmo_demo": {"source": source}}, targets=["cosmo_demo"])
+        (found,) = [f for f in doctor.check(configuration) if f.name.startswith("network")]
+        return found
+
+    assert found() == Finding("network 127.0.0.1", "ok", f"port {port} answers from here")
+    free = port
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    assert found().status == "FAIL" and "does not answer from here" in found().text
+    nodes = {"cpu_nodes": {"cpus": 4}, "gpu_nodes": {"cpus": 4, "gpus": 1}, "acquire": "job"}
+    assert found({"scheduler": nodes}).status == "warn"  # it is the node that fetches
+    monkeypatch.setenv("https_proxy", f"http://127.0.0.1:{free}")
+    assert found().status == "ok" and "by way of the proxy 127.0.0.1" in found().text
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    assert found().status == "FAIL"
+    made(tmp_path, "cosmo_demo")
+    assert found() == Finding("network", "skip", "nothing has to be fetched")
+
+
+# ---- disks and clock ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("total", "free", "inodes", "status"),
+    [
+        (1e12, 2e11, (10**6, 10**7), "ok"),
+        (1e12, 2e11, (0, 0), "ok"),  # btrfs: no fixed number
+        (1e12, 0.9e11, (0, 0), "warn"),  # less than a tenth
+        (1e11, 1.9e10, (0, 0), "warn"),  # less than 20 GB
+        (1e12, 2e11, (10**4, 10**7), "warn"),
+        (1e11, 1e8, (0, 0), "FAIL"),
+    ],
+)
+def test_space(total: float, free: float, inodes: tuple[int, int], status: str) -> None:
+    assert doctor.space(Path("/here"), int(total), int(free), *inodes).status == status
+
+
+def test_space_of_a_folder_to_be_made(tmp_path: Path) -> None:
+    found = doctor._space(tmp_path / "not" / "yet")
+    assert str(tmp_path) in found.text and not (tmp_path / "not").exists()
+
+
+SHOWQUOTA = """\
++-------------+------------+-------------+----------------+------------+-------------+----------------+
+| File system | Space used | Space quota | Space used (%) | Inode used | Inode quota | Inode used (%) |
++-------------+------------+-------------+----------------+------------+-------------+----------------+
+|        home |    9.00GiB |    40.00GiB |          22.5% |    100.00K |       1.00M |          10.0% |
+|    pscratch |   17.00TiB |    20.00TiB |          85.0% |      9.50M |      10.00M |          95.0% |
+"""
+
+
+def test_quota() -> None:
+    assert doctor.showquota(SHOWQUOTA) == {"home": 22.5, "pscratch": 95.0}
+    assert doctor.quota(doctor.showquota(SHOWQUOTA)).status == "warn"
+    lustre = "       /scratch   500  1000  1200  -  10  0  100  -\n"
+    assert doctor.lustre(lustre) == {"/scratch": 50.0}
+    assert doctor.lustre("/a/long/path\n      1300*  1000 1200 6d  10  0  100  -\n") == {"/a/long/path": 130.0}
+    assert doctor.lustre("/scratch 5 0 0 - 5 0 0 -") == {}
+    assert [doctor.quota({"a": share}).status for share in (89.0, 90.0, 100.0)] == ["ok", "warn", "FAIL"]
+    assert doctor.quota({}).status == "skip"
+
+
+def test_quota_commands(tmp_path: Path, command: Callable[[str, str], None]) -> None:
+    assert doctor._quota(tmp_path).status == "skip"
+    command("lfs", '[ "$1 $2 $3" = "quota -q -u" ] && echo "$5 95 100 0 - 1 0 0 -"')
+    assert doctor._quota(tmp_path / "results") == Finding("quota", "warn", f"{tmp_path} 95 %", "remove files there")
+    command("lfs", "echo 'not a Lustre file system' >&2; exit 1")
+    assert doctor._quota(tmp_path).status == "skip"
+    command("showquota", f"cat <<END\n{SHOWQUOTA}END")
+    assert doctor._quota(tmp_path).text == "home 22 %, pscratch 95 %"
+
+
+def test_purge(tmp_path: Path) -> None:
+    """The file that was used least recently, read or written, decides; of all that the runs read."""
+    day, now = 86_400.0, time.time()
+    for name, read, written in (("a", 60, 10), ("b/c", 30, 50), ("d", 5, 20)):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+        os.utime(tmp_path / name, (now - read * day, now - written * day))
+    found = doctor._purge([str(tmp_path / "b"), str(tmp_path / "a"), str(tmp_path / "d"), str(tmp_path / "no")], 56)
+    assert found.status == "ok" and str(tmp_path / "b/c") in found.text  # last read 30 days ago
+    assert found.text.startswith(str(dt.date.fromtimestamp(now + 26 * day)))
+    assert doctor._purge([str(tmp_path)], 36).status == "warn"  # 6 days left
+    assert doctor._purge([str(tmp_path)], 38).status == "ok"
+    assert doctor._purge([str(tmp_path)], 20).status == "warn"  # it may be gone any time
+    assert doctor._purge([str(tmp_path / "no")], 56).status == "skip"
+
+
+@pytest.mark.parametrize(("seconds", "status"), [(0.0, "ok"), (4.9, "ok"), (5.1, "warn"), (-5.1, "warn")])
+def test_clock(seconds: float, status: str) -> None:
+    assert doctor.clock(seconds).status == status
+
+
+@pytest.mark.parametrize(("shift", "words"), [(60, "60.0 s behind"), (-60, "60.0 s ahead of")])
+def test_clock_of_the_file_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shift: float, words: str) -> None:
+    assert doctor._clock(tmp_path / "results").status == "ok"
+    real = time.time
+    monkeypatch.setattr(doctor.time, "time", lambda: real() + shift)
+    found = doctor._clock(tmp_path)
+    assert found.status == "warn" and words in found.text
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_place_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(**_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(doctor.tempfile, "TemporaryFile", refuse)
+    assert doctor._clock(tmp_path).status == "warn"
+
+
+# ---- as a whole --------------------------------------------------------------------------------------
+
+
+def test_lines() -> None:
+    findings = [
+        Finding("a", "ok", "fine", "nothing"),
+        Finding("b", "warn", "two\nlines", "mend it"),
+        Finding("c", "FAIL", "gone", "find it"),
+        Finding("d", "skip", "none"),
+    ]
+    assert doctor.lines(findings) == [
+        "ok    a: fine",
+        "warn  b: two lines; mend it",
+        "FAIL  c: gone; find it",
+        "skip  d: none",
+    ]
+    assert doctor.failed(findings) and not doctor.failed(findings[:2] + findings[3:])
+
+
+def test_stages_wanted(tmp_path: Path) -> None:
+    """What no wanted stage needs is not checked."""
+    configuration = load(tmp_path)
+    names = {stage: {f.name for f in doctor.check(configuration, None, [stage])} for stage in ("data", "train")}
+    assert "GPU" in names["train"] - names["data"] and "network" in names["data"] - names["train"]
+
+
+def test_plans(tmp_path: Path) -> None:
+    """Those that are asked for, whatever the targets are."""
+    configuration = load(tmp_path)
+    names = [f.name for f in doctor.check(configuration, plans=["cosmo_ladder"]) if f.name.startswith("data ")]
+    assert names == ["data cosmo_published"]
+    assert named(doctor.check(configuration), "data cosmo_demo").status == "ok"
+
+
+def doctor_command(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, "-m", "dlscale", "doctor", *arguments]
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    more = {"PYTHONPATH": str(ROOT / "workflow_scripts"), "PATH": path, **environment}
+    return subprocess.run(
+        words, cwd=folder, env={**os.environ, **more}, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def test_bare(tmp_path: Path) -> None:
+    """In an image: no configuration, no profile; for real."""
+    done = doctor_command(tmp_path, "--json")
+    findings = json.loads(done.stdout)
+    assert [f["name"] for f in findings if f["name"] not in ("cuDNN", "NCCL")] == [
+        *("python", "torch", "h5py", "numba", "DALI", "CUDA", "space", "clock")
+    ]
+    failing = [f for f in findings if f["status"] == "FAIL"]
+    assert done.returncode == bool(failing), done.stderr
+    assert not [f for f in failing if f["name"] != "space"], failing
+
+
+def test_status(tmp_path: Path) -> None:
+    """1 where a check fails, 2 for a mistake in the configuration."""
+    text = {"results": str(tmp_path / "results"), "targets": ["cosmo_ladder"]}  # its data are not here
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(text))
+    done = doctor_command(tmp_path)
+    assert done.returncode == 1
+    (line,) = [line for line in done.stdout.splitlines() if "data cosmo_published" in line]
+    assert line.startswith("FAIL  ") and "datasets.cosmo_published.source" in line
+    (tmp_path / "mine.yaml").write_text("targets: [cosmo_lader]\n")
+    done = doctor_command(tmp_path, "cosmo_lader")
+    assert done.returncode == 2 and "did you mean 'cosmo_ladder'" in done.stderr
+    done = doctor_command(tmp_path, "--configfile", "mine.yaml")
+    assert done.returncode == 2 and "did you mean 'cosmo_ladder'" in done.stderr
+
+
+@pytest.fixture(scope="module")
+def slurm() -> Iterator[dict[str, str]]:
+    """Return the environment of a cluster with Perlmutter's manners."""
+    if slurm_cluster.obstacle() or slurm_cluster.missing():
+        pytest.skip("no Slurm here")
+    cluster = slurm_cluster.Cluster.claim(os.getpid())
+    try:
+        cluster.start()
+        yield cluster.environment()
+    finally:
+        cluster.stop()
+
+
+@pytest.mark.cluster
+@pytest.mark.slow
+def test_on_a_cluster(tmp_path: Path, slurm: dict[str, str]) -> None:
+    """Real commands of Slurm: all as it should be, and what is not, told from one another."""
+    site = yaml.safe_load(PERLMUTTER.read_text()) | {"engine": "none"}
+    (tmp_path / "site.yaml").write_text(yaml.safe_dump(site))
+    text = {"results": str(tmp_path / "results"), "targets": ["cosmo_demo"]}
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(text))
+    (tmp_path / "config.yaml").write_text((ROOT / "config.yaml").read_text())
+    asked = ["--profile", f"{tmp_path}/site.yaml", "--configfile", "mine.yaml", "--json"]
+
+    def found(**environment: str) -> dict[str, dict[str, str]]:
+        done = doctor_command(tmp_path, *asked, **{**slurm, **environment})
+        return {finding["name"]: finding for finding in json.loads(done.stdout)}
+
+    sound = found(SBATCH_ACCOUNT="m0000")
+    names = ("Slurm", "MinJobAge", "account", "QOS", "constraint")
+    assert [sound[name]["status"] for name in names] == ["ok"] * 5, sound
+    assert sound["account"]["text"] == "m0000, m0000_g" and sound["constraint"]["text"] == "cpu, gpu"
+    assert found(SBATCH_ACCOUNT="m9999")["account"]["status"] == "FAIL"
+    site["scheduler"]["gpu_nodes"]["constraint"] = "gpu&hbm90g"
+    site["scheduler"] |= {"part_qos": "shred", "data_qos": "premium"}
+    (tmp_path / "site.yaml").write_text(yaml.safe_dump(site))
+    wrong = found(SBATCH_ACCOUNT="m0000")
+    assert "hbm90g: a feature of no node" in wrong["constraint"]["text"]
+    assert "shred: Slurm lists no such QOS" in wrong["QOS"]["text"] and "shared" in wrong["QOS"]["remedy"]
+    assert wrong["account"]["text"] == "m0000_g may not use QOS shred"

@@ -1,0 +1,305 @@
+"""What starts a stage's processes: every engine with every starter, word by word."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dlscale.runtime import config, slurm
+from dlscale.runtime.contain import PASSED_ON
+from dlscale.runtime.errors import UserError
+from dlscale.runtime.launcher import Place, launch, outside, resolve
+from dlscale.runtime.schema.run import Geometry
+from dlscale.runtime.schema.site import Site
+from tests.conftest import ROOT
+
+ENGINES = ["none", "docker", "podman", "podman-hpc", "shifter", "apptainer"]
+SCHEDULER = {"cpu_nodes": {"cpus": 256}, "gpu_nodes": {"cpus": 128, "gpus": 4}}
+HERE = Place("/scratch/my work", "/scratch/my work/workflow_scripts", uid=1000, gid=100, data=("/cfs/a b",))
+ONE, FOUR, EIGHT = Geometry(), Geometry(gpus_per_node=4), Geometry(nodes=2, gpus_per_node=4)
+
+
+def site(**changes: Any) -> Site:
+    base = {"engine": "podman", "image": "registry/dlscale:1", "starter": "torchrun", "gpu": True}
+    return Site.model_validate({**base, **changes})
+
+
+def words(found: list[str], flag: str) -> list[str]:
+    """The values of an option, given as `--flag=value`."""
+    return [word.partition("=")[2] for word in found if word.startswith(f"{flag}=")]
+
+
+# ---- starters --------------------------------------------------------------------------------------
+
+
+def test_one_process_is_python_alone() -> None:
+    for starter in ("direct", "torchrun", "srun"):
+        assert launch(site(engine="none", starter=starter), HERE, ONE) == ["python", "-m", "dlscale"]
+    assert launch(site(engine="none"), HERE) == ["python", "-m", "dlscale"]
+
+
+def test_torchrun_starts_a_process_a_device() -> None:
+    assert launch(site(engine="none"), HERE, FOUR) == [
+        *("python", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", "-m", "--", "dlscale")
+    ]
+
+
+def test_srun_is_told_the_whole_geometry() -> None:
+    found = launch(site(engine="none", starter="srun", scheduler=SCHEDULER), HERE, EIGHT)
+    assert found == [
+        *("srun", "--nodes=2", "--ntasks-per-node=4", "--cpus-per-task=32", "--gpus-per-node=4"),
+        *("--kill-on-bad-exit=1", "python", "-m", "dlscale"),
+    ]
+
+
+def test_the_environment_of_the_site_reaches_a_bare_process() -> None:
+    found = launch(site(engine="none", environment={"A": "b c", "D": "$(e)"}), HERE, ONE)
+    assert found == ["env", "A=b c", "D=$(e)", "python", "-m", "dlscale"]
+    shown = subprocess.run([*found[:3], "printenv", "A", "D"], capture_output=True, text=True, check=True)
+    assert shown.stdout == "b c\n$(e)\n"
+
+
+# ---- engines ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("engine", ["docker", "podman", "podman-hpc"])
+def test_engines_that_run(engine: str) -> None:
+    found = launch(site(engine=engine, mounts={"/cfs/x": "/data"}, environment={"A": "b c"}), HERE, ONE)
+    assert found[:5] == ["python", "-m", "dlscale.runtime.contain", engine, "run"]
+    assert found[-4:] == ["registry/dlscale:1", "python", "-m", "dlscale"]
+    assert {"--rm", "--init", "--interactive", "--cap-drop=ALL", "--security-opt=no-new-privileges"} < set(found)
+    assert words(found, "--workdir") == ["/scratch/my work"]
+    assert words(found, "--volume") == [*("/scratch/my work:/scratch/my work", "/cfs/x:/data", "/cfs/a b:/cfs/a b:ro")]
+    given = words(found, "--env")
+    assert {"A=b c", "PYTHONPATH=/scratch/my work/workflow_scripts", "DLSCALE_LIFELINE=1"} < set(given)
+    assert set(PASSED_ON) < set(given), "by name: their values are each process's own"
+
+
+def test_files_belong_to_the_caller() -> None:
+    assert words(launch(site(engine="docker"), HERE, ONE), "--user") == ["1000:100"]
+    found = launch(site(engine="podman"), HERE, ONE)
+    assert "--userns=keep-id" in found and words(found, "--user") == ["1000:100"]
+    root = Place("/w", "/w", uid=0, gid=0)
+    assert "--userns=keep-id" not in launch(site(engine="podman"), root, ONE)
+    assert not words(launch(site(engine="podman-hpc"), HERE, ONE), "--user"), "root in there is the user"
+
+
+@pytest.mark.parametrize(
+    ("engine", "words_for_gpus"),
+    [
+        ("docker", ["--gpus=all"]),
+        ("podman", ["--device=nvidia.com/gpu=all"]),
+        ("podman-hpc", ["--gpu"]),
+        ("apptainer", ["--nv"]),
+    ],
+)
+def test_gpus_are_for_runs_on_machines_that_have_some(engine: str, words_for_gpus: list[str]) -> None:
+    for geometry, gpu in itertools.product((None, ONE, FOUR), (True, False)):
+        found = launch(site(engine=engine, gpu=gpu), HERE, geometry)
+        there = [word for word in found if word in words_for_gpus]
+        assert there == (words_for_gpus if gpu and geometry else [])
+
+
+def test_shifter_by_its_documented_rules() -> None:
+    found = launch(
+        site(engine="shifter", modules=["gpu", "nccl-plugin"], mounts={"/cfs/x": "/data"}, environment={"A": "b"}),
+        HERE,
+        ONE,
+    )
+    assert found[0] == "shifter" and "DLSCALE_LIFELINE=1" not in " ".join(found), "its signals and status pass"
+    assert words(found, "--image") == ["registry/dlscale:1"]
+    assert words(found, "--module") == ["gpu,nccl-plugin"], "of several options the last would win"
+    assert words(found, "--volume") == ["/cfs/x:/data"]
+    assert words(found, "--workdir") == ["/scratch/my work"]
+    assert all(word.partition("=")[2] for word in words(found, "--env")), "it takes no empty values"
+    assert found[-3:] == ["python", "-m", "dlscale"]
+
+
+def test_podman_hpc_takes_modules_as_options() -> None:
+    found = launch(site(engine="podman-hpc", modules=["gpu", "nccl", "cuda-mpi"]), HERE, FOUR)
+    assert found.count("--gpu") == 1 and {"--nccl", "--cuda-mpi"} < set(found)
+
+
+def test_apptainer() -> None:
+    found = launch(site(engine="apptainer", image="/cfs/dlscale.sif"), HERE, None)
+    assert found[3:6] == ["apptainer", "exec", "--cleanenv"]
+    assert found[-4:] == ["/cfs/dlscale.sif", "python", "-m", "dlscale"]
+    pairs = list(itertools.pairwise(found))
+    assert ("--bind", "/cfs/a b:/cfs/a b:ro") in pairs and ("--pwd", "/scratch/my work") in pairs
+
+
+@pytest.mark.parametrize(("engine", "starter"), list(itertools.product(ENGINES, ["direct", "torchrun", "srun"])))
+def test_no_word_is_lost_in_a_shell(engine: str, starter: str, tmp_path: Path) -> None:
+    """The rules put the words into a shell, quoted: hostile names come out as they went in."""
+    hostile = tmp_path / "a 'b' $(touch pwned) `touch pwned` \"c\" ; touch pwned"
+    hostile.mkdir()
+    place = Place(str(hostile), f"{hostile}/src", uid=1, gid=1)
+    variables = {"A": "$(touch pwned) ' \" \\ ;"}
+    found = launch(site(engine=engine, starter=starter, scheduler=SCHEDULER, environment=variables), place, EIGHT)
+    command = f"{shlex.quote(sys.executable)} -c 'import json,sys; print(json.dumps(sys.argv[1:]))' {shlex.join(found)}"
+    shown = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert json.loads(shown.stdout) == found
+    assert {path.name for path in tmp_path.iterdir()} == {hostile.name}
+
+
+# ---- what `auto` takes -----------------------------------------------------------------------------
+
+
+def fake(folder: Path, *names: str) -> Path:
+    for name in names:
+        (folder / name).write_text("#!/bin/sh\nexit 1\n")
+        (folder / name).chmod(0o755)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("there", "taken"),
+    [
+        ([], "none"),
+        (["podman"], "podman"),
+        (["podman", "podman-hpc"], "podman-hpc"),
+        (["docker", "apptainer", "shifter"], "shifter"),
+    ],
+)
+def test_auto_takes_what_is_there_and_says_so(tmp_path: Path, there: list[str], taken: str) -> None:
+    choice = resolve(site(engine="auto"), fake(tmp_path, *there))
+    assert choice.site.engine == taken
+    assert choice.reasons[0].startswith(f"engine: {taken}, since ")
+
+
+def test_a_docker_without_its_daemon_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", f"{fake(tmp_path, 'docker')}:{os.environ['PATH']}")
+    choice = resolve(site(engine="auto"), tmp_path)
+    assert choice.site.engine == "none" and "docker (its daemon does not answer)" in choice.reasons[0]
+
+
+def test_what_was_said_is_not_chosen_again() -> None:
+    assert resolve(site(engine="shifter")).reasons == ()
+    assert resolve(site(engine="none", starter="auto")).site.starter == "torchrun"
+    assert resolve(site(engine="none", starter="auto", scheduler=SCHEDULER)).site.starter == "srun"
+
+
+# ---- mounts ----------------------------------------------------------------------------------------
+
+
+def test_data_elsewhere_is_seen(tmp_path: Path) -> None:
+    """Where a path leads through a link, both ends are: the container follows the link, too."""
+    work, far = tmp_path / "work", tmp_path / "far"
+    (work / "results").mkdir(parents=True)
+    far.mkdir()
+    (far / "x.h5").touch()
+    (work / "link").symlink_to(far)
+    (work / "own.h5").touch()
+    assert outside([work / "own.h5", work / "link" / "x.h5"], work) == (str(far),)
+    assert outside([far / "x.h5", far], work) == (str(far),), "one mount for a folder"
+
+
+@pytest.mark.parametrize("target", ["/etc", "/etc/x", "/var/lib", "/opt", "/", "/opt/"])
+def test_nothing_is_mounted_where_the_system_is(target: str) -> None:
+    with pytest.raises(UserError, match="nothing may be mounted"):
+        config.load({**PLAN, "site": {"mounts": {"/data": target}}})
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("image", "--privileged"),
+        ("image", "x; touch pwned"),
+        ("mounts", {"/a:/b": "/c"}),
+        ("mounts", {"relative": "/c"}),
+        ("environment", {"A B": "c"}),
+        ("environment", {"A": ""}),
+        ("modules", ["--privileged"]),
+        ("engine", "singularity"),
+    ],
+)
+def test_what_no_engine_can_carry_is_refused(key: str, value: Any) -> None:
+    with pytest.raises(UserError, match=rf"site\.{key}"):
+        config.load({**PLAN, "site": {key: value}})
+
+
+PLAN: dict[str, Any] = {"targets": ["cosmo_published"]}
+
+
+@pytest.mark.parametrize("name", ["docker", "slurm", "perlmutter"])
+def test_the_profiles_sites_are_valid(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    loaded = config.load_files("config.yaml", site=name)
+    assert (loaded.workflow.site.scheduler is not None) == (name != "docker")
+
+
+def test_a_site_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(UserError, match=r"no site is called 'perlmuter' \(did you mean 'perlmutter'\?\)"):
+        config.load_files("config.yaml", site="perlmuter")
+
+
+# ---- Slurm -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def perlmutter(monkeypatch: pytest.MonkeyPatch) -> slurm.Scheduler:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("SBATCH_ACCOUNT", "m1234")
+    scheduler = config.load_files("config.yaml", site="perlmutter").workflow.site.scheduler
+    assert scheduler is not None
+    return scheduler
+
+
+def test_what_a_run_on_one_gpu_asks_for(perlmutter: slurm.Scheduler) -> None:
+    assert slurm.request(perlmutter, "train", ONE) == {
+        **{"nodes": 1, "mem_mb": 0, "cpus_per_task": 32, "gres": "gpu:1", "runtime": 720},
+        **{"qos": "shared", "constraint": "gpu", "slurm_account": "m1234_g", "slurm_extra": "--signal=USR2@120"},
+    }
+
+
+def test_what_a_run_on_nodes_asks_for(perlmutter: slurm.Scheduler) -> None:
+    found = slurm.request(perlmutter, "throughput", EIGHT, minutes=25)
+    assert found == {
+        **{"nodes": 2, "mem_mb": 0, "cpus_per_task": 32, "gres": "gpu:4", "mpi": "srun", "tasks_per_node": 4},
+        **{"runtime": 25, "qos": "regular", "constraint": "gpu", "slurm_account": "m1234_g"},
+    }
+
+
+def test_what_data_ask_for(perlmutter: slurm.Scheduler) -> None:
+    found = slurm.request(perlmutter, "data", None)
+    assert found["constraint"] == "cpu" and found["slurm_account"] == "m1234" and "gres" not in found
+
+
+@pytest.mark.parametrize(
+    ("gpus", "qos"), [(1, "shared"), (2, "shared"), (3, "regular"), (4, "regular")], ids=["1", "2", "3", "4"]
+)
+def test_half_a_node_at_most_is_shared(perlmutter: slurm.Scheduler, gpus: int, qos: str) -> None:
+    assert slurm.run_qos(perlmutter, Geometry(gpus_per_node=gpus)) == qos
+
+
+@pytest.mark.parametrize(
+    ("geometry", "message"),
+    [
+        (Geometry(gpus_per_node=8), "8 is more than the 4 GPUs of this site's nodes; use 4 and more nodes"),
+        (Geometry(nodes=2), "2 nodes with one GPU each"),
+    ],
+)
+def test_a_geometry_that_cannot_be_is_refused(perlmutter: slurm.Scheduler, geometry: Geometry, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        slurm.check(perlmutter, geometry)
+
+
+def test_a_queue_has_its_limits(perlmutter: slurm.Scheduler) -> None:
+    debug = perlmutter.model_copy(update={"whole_qos": "debug"})
+    assert slurm.request(debug, "train", EIGHT)["runtime"] == 30, "minutes"
+    with pytest.raises(UserError, match="9 is more than the 8 that QOS debug allows"):
+        slurm.check(debug, Geometry(nodes=9, gpus_per_node=4))
+
+
+def test_resources_are_all_that_is_asked_for(perlmutter: slurm.Scheduler) -> None:
+    asked = {*slurm.request(perlmutter, "train", EIGHT), *slurm.request(perlmutter, "data", None)}
+    assert asked == set(slurm.RESOURCES)

@@ -1,0 +1,108 @@
+"""Run a container engine's client so that nothing is left behind: `python -m dlscale.runtime.contain ENGINE ...`.
+
+The container gets a name. Signals go to it by that name, for a client that is killed takes none along; its own exit
+status is reported; and it is removed on the way out. Where this process itself is killed outright, the container's
+standard input, which it holds, ends, and the stage in it ends with that (`hold_on`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from types import FrameType
+
+#: Set anew for each process, hence passed on by name: rank, size and place of meeting, devices, the job.
+PASSED_ON = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "SLURM_PROCID",
+    "SLURM_LOCALID",
+    "SLURM_NTASKS",
+    "SLURM_JOB_ID",
+    "SLURM_JOB_NODELIST",
+    "SLURM_STEP_NODELIST",
+    "SLURM_STEP_ID",
+    "CUDA_VISIBLE_DEVICES",
+    "OMP_NUM_THREADS",
+)
+
+FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
+#: Seconds between asking a stage to end and ending it, where whoever started it is gone.
+GRACE = 30
+
+
+def name() -> str:
+    """Return a name that no other container of this user on this node has."""
+    job = [os.environ[key] for key in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID") if key in os.environ]
+    return "-".join(["dlscale", socket.gethostname().split(".")[0], *job, str(os.getpid())])
+
+
+def main(command: list[str]) -> int:
+    """Run `command` (an engine and its words) to its end and return the container's exit status."""
+    if command[:1] == ["apptainer"]:  # no daemon, no name: it is a process like any other
+        passed = {f"APPTAINERENV_{key}": os.environ[key] for key in PASSED_ON if key in os.environ}
+        os.execvpe(command[0], command, {**os.environ, **passed})
+    engine, called = command[0], name()
+
+    def ask(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([engine, *words], capture_output=True, text=True, check=False, start_new_session=True)
+
+    def deliver(word: str) -> None:
+        # It may be that the container is only about to start.
+        for _ in range(40):
+            if ask("kill", "--signal", word, called).returncode == 0 or client.poll() is not None:
+                return
+            time.sleep(0.25)
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        threading.Thread(target=deliver, args=(signal.Signals(number).name,), daemon=True).start()
+
+    for number in FORWARDED:
+        signal.signal(number, forward)
+    # In a session of its own, so that Ctrl-C, which goes to all of a terminal's processes, reaches it once.
+    client = subprocess.Popen(
+        [engine, command[1], "--name", called, "--sig-proxy=false", *command[2:]],
+        stdin=subprocess.PIPE,
+        start_new_session=True,
+    )
+    try:
+        status = client.wait()
+        if status < 0:  # the client was killed; the container goes on
+            waited = ask("wait", called).stdout.strip()
+            status = int(waited) if waited.isdecimal() else 128 - status
+        return status
+    finally:
+        for number in FORWARDED:
+            signal.signal(number, signal.SIG_IGN)
+        if client.stdin:
+            with contextlib.suppress(OSError):
+                client.stdin.close()
+        ask("rm", "--force", called)  # nothing, where --rm has done it
+
+
+def hold_on() -> None:
+    """End this process when its standard input ends: inside a container, whoever holds it is gone then."""
+
+    def watch() -> None:
+        with contextlib.suppress(OSError):
+            while os.read(0, 4096):
+                pass
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(GRACE)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True, name="lifeline").start()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
