@@ -3,6 +3,8 @@
 #   make demo                      the whole workflow at demo scale
 #   make test ARGS="-k loader"     ARGS reaches pytest, snakemake (demo) or the benchmarks
 #   make demo PYTHON=python3.12    another Python for a new environment
+#   make demo ENGINE=podman        in a container (or docker): no Python needed here. IMAGE names an image that is
+#                                  there already; else it is built, with BUILD_ARGS for the engine's `build`
 #
 # All tools live in one virtual environment, .venv; `source .venv/bin/activate` gives you them, too.
 
@@ -15,6 +17,9 @@ VENV := .venv
 BIN := $(CURDIR)/$(VENV)/bin
 PYTHON ?=
 ARGS ?=
+ENGINE ?=
+IMAGE ?=
+BUILD_ARGS ?=
 
 # Stages run as `python -m dlscale`: that python has to be the environment's.
 export PATH := $(BIN):$(PATH)
@@ -25,7 +30,7 @@ say = @printf '==> %s\n'
 
 .PHONY: help
 help:  ## what there is
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 # ---- environment ---------------------------------------------------------------------------------
 
@@ -61,10 +66,33 @@ install-dev: $(VENV)/.installed-dev  ## the environment with the development too
 
 # ---- use -----------------------------------------------------------------------------------------
 
+DEMO := snakemake --profile none --workflow-profile local $(ARGS)
+
 .PHONY: demo
+ifeq ($(ENGINE),)
 demo: $(VENV)/.installed  ## run the whole workflow at demo scale, then say where the report is
 	$(say) 'Running the workflow (config.yaml)'
-	@snakemake --profile none --workflow-profile local $(ARGS)
+	@$(DEMO)
+else
+# Rootless podman has its own numbering of users, in which keep-id makes the caller's what it is outside. No network:
+# the demo needs none. No relabelling of the checkout for SELinux. --init passes signals on; what is left, the trap ends.
+demo:
+	@command -v $(ENGINE) >/dev/null || { echo "$(ENGINE) is not installed; without ENGINE=… the demo needs none" >&2; exit 1; }
+ifeq ($(IMAGE),)
+	$(say) 'Building localhost/dlscale:cpu (PyTorch is large: minutes on a first run)'
+	@$(ENGINE) build $(if $(filter podman,$(ENGINE)),--format=docker) \
+	    $(addprefix --build-arg=REVISION=,$(shell git rev-parse HEAD 2>/dev/null)) $(BUILD_ARGS) \
+	    --target cpu --file docker/Dockerfile --tag localhost/dlscale:cpu .
+endif
+	$(say) 'Running the workflow (config.yaml) with $(ENGINE)'
+	@name=dlscale-demo-$$$$; terminal=(); keep=(); \
+	[ ! -t 0 ] || terminal=(--interactive --tty); \
+	[ "$(ENGINE)" != podman ] || [ "$$(id -u)" -eq 0 ] || keep=(--userns=keep-id); \
+	trap '$(ENGINE) kill "$$name" >/dev/null 2>&1 || true' EXIT; \
+	$(ENGINE) run --rm --init --name "$$name" "$${terminal[@]}" "$${keep[@]}" --user "$$(id -u):$$(id -g)" \
+	    --network none --security-opt label=disable --no-healthcheck --volume "$(CURDIR):/dlscale" \
+	    $(or $(IMAGE),localhost/dlscale:cpu) $(DEMO)
+endif
 	$(say) 'Report: $(CURDIR)/results/report/index.html'
 
 .PHONY: bench
@@ -84,8 +112,13 @@ test: $(VENV)/.installed-dev  ## run the tests
 	$(say) 'Running the tests'
 	@pytest $(ARGS)
 
+.PHONY: test-container
+test-container: $(VENV)/.installed-dev  ## build the image with podman, which is installed where missing, and test it
+	$(say) 'Testing the image (the first build takes minutes)'
+	@DLSCALE_CONTAINER_TESTS=1 pytest tests/container -m container $(ARGS)
+
 .PHONY: lint
-lint: $(VENV)/.installed-dev  ## check style, types, layers and the workflow
+lint: $(VENV)/.installed-dev  ## check style, types, layers, the workflow, the image's and CI's files
 	$(say) 'ruff'
 	@ruff check .
 	@ruff format --check .
@@ -97,6 +130,11 @@ lint: $(VENV)/.installed-dev  ## check style, types, layers and the workflow
 	@snakefmt --check Snakefile rules
 	$(say) 'snakemake --lint'
 	@snakemake --workflow-profile none --lint
+	$(say) 'hadolint, shellcheck'
+	@hadolint docker/Dockerfile
+	@shellcheck tests/container/engine.sh
+	$(say) 'actionlint'
+	@if command -v actionlint >/dev/null; then actionlint; else echo 'not installed: left to CI'; fi
 
 .PHONY: format
 format: $(VENV)/.installed-dev  ## put the style right
@@ -110,7 +148,7 @@ schema: $(VENV)/.installed  ## write the JSON schema of config.yaml, for editors
 	@mv $(VENV)/schema.json workflow_scripts/dlscale/runtime/schema/config.schema.json
 
 .PHONY: lock
-lock: | $(VENV)/bin/python  ## write requirements.lock anew from pyproject.toml
+lock: | $(VENV)/bin/python  ## write requirements.lock anew from pyproject.toml, and the images' with hashes
 	$(say) 'Resolving the dependencies'
 	@[ -x $(BIN)/pip-compile ] || python -m pip install --quiet --disable-pip-version-check pip-tools
 	@pip-compile --quiet --extra dev --strip-extras --allow-unsafe --upgrade --no-header --annotation-style line \
@@ -118,9 +156,10 @@ lock: | $(VENV)/bin/python  ## write requirements.lock anew from pyproject.toml
 	    --output-file $(VENV)/lock.txt pyproject.toml
 	@{ printf '%s\n' '# Written by `make lock` from pyproject.toml: the core and the development tools, for Python 3.11.' \
 	        '# Used as constraints (pip install -c), so that torch comes in whatever build the index offers:' \
-	        '# no local version (+cpu, +cu130), and none of the CUDA packages that only some builds need.'; \
-	   sed -E -e '/^(nvidia-|cuda-|triton==|pip==|#|$$)/d' -e 's/^(torch==[0-9.]+)\+[a-z0-9.]+/\1/' -e 's/ +# via/  # via/' \
+	        '# no local version (+cpu, +cu130), and none of the CUDA packages that only some of its builds need.'; \
+	   sed -E -e '/^(nvidia-(cu|nccl|nvjitlink|nvshmem|nvtx)|cuda-|triton==|pip==|#|$$)/d' -e 's/^(torch==[0-9.]+)\+[a-z0-9.]+/\1/' -e 's/ +# via/  # via/' \
 	        $(VENV)/lock.txt; } > requirements.lock
+	@python docker/lock.py
 
 .PHONY: clean
 clean:  ## remove the environment and all caches; results/ stays

@@ -1,0 +1,87 @@
+"""A container engine and the image `cpu`, built once, for all tests that import these fixtures.
+
+They skip where no engine is installed; DLSCALE_CONTAINER_TESTS=1 (`make test-container`) has it installed instead.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shlex
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+
+SCRIPT = Path(__file__).parent / "engine.sh"
+IMAGE = "localhost/dlscale:tests"
+
+
+@dataclass(frozen=True)
+class Engine:
+    """Podman with the settings that work here; call it with podman's words."""
+
+    environment: dict[str, str]
+
+    def __call__(self, *words: object, check: bool = True, timeout: float = 300) -> str:
+        """Run podman and return what it says, errors included."""
+        return self.run(["podman", *map(str, words)], check, timeout)
+
+    def build(self, folder: Path, tag: str, *words: str) -> str:
+        """Build the image `cpu` of the repository in `folder`."""
+        return self.run(["bash", str(SCRIPT), "build", str(folder), tag, *words], timeout=1800)
+
+    def run(self, command: list[str], check: bool = True, timeout: float = 300) -> str:
+        """Run any command beside which podman is called."""
+        done = subprocess.run(
+            command,
+            env=self.environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
+        assert not check or done.returncode == 0, f"{shlex.join(command)}: {done.returncode}\n{done.stdout[-5000:]}"
+        return done.stdout
+
+
+def lacking() -> str | None:
+    """Return why there can be no engine here."""
+    if os.geteuid():
+        return "the container tests need root: rootless podman may not make a base image"
+    tools = ["podman"] if "DLSCALE_BASE_IMAGE" in os.environ else ["podman", "mmdebstrap"]
+    missing = " and ".join(tool for tool in tools if not shutil.which(tool))
+    if missing and os.environ.get("DLSCALE_CONTAINER_TESTS") != "1":
+        return f"without {missing}; `make test-container` installs what it needs"
+    if missing and not shutil.which("apt-get"):
+        return f"without {missing}, and without apt-get to install it"
+    return None
+
+
+@pytest.fixture(scope="session")
+def container_engine() -> Engine:
+    """Return a podman that works, with what another process needs to see its images in `environment`."""
+    if reason := lacking():
+        pytest.skip(reason)
+    script = Engine(dict(os.environ))
+    if os.environ.get("DLSCALE_CONTAINER_TESTS") == "1":
+        script.run(["bash", str(SCRIPT), "install"], timeout=900)
+    said = script.run(["bash", str(SCRIPT), "env"])
+    exports = dict(shlex.split(line)[1].split("=", 1) for line in said.splitlines())
+    return Engine({**os.environ, **exports})
+
+
+@pytest.fixture(scope="session")
+def cpu_image(container_engine: Engine) -> str:
+    """Return the name of the image `cpu`, built from this checkout."""
+    # Processes of one test session build one after the other; the later ones find everything done.
+    with Path(container_engine.environment["CONTAINERS_STORAGE_CONF"]).with_name("build.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        container_engine.build(ROOT, IMAGE, "--build-arg=REVISION=tested")
+    return IMAGE

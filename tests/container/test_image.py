@@ -1,0 +1,137 @@
+"""The image `cpu`, built for real: what it holds, who can run it, and the workflow inside of it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.conftest import COSMO, COSMO_RUN, ROOT
+from tests.container.conftest import Engine
+from tests.workflow.conftest import copy_tree
+
+#: The first build installs PyTorch, and before it perhaps podman and a base.
+pytestmark = [pytest.mark.container, pytest.mark.slow, pytest.mark.timeout(1800)]
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+#: Nobody whom the image knows.
+USER, GROUP = 4242, 4343
+RUN = ["run", "--rm", "--init", "--network=none", "--no-healthcheck", "--pull=never"]
+#: ... without the entry in /etc/passwd that podman would add, and docker would not.
+STRANGER = [*RUN, f"--user={USER}:{GROUP}", "--passwd=false"]
+
+
+@pytest.fixture(scope="session")
+def inspected(container_engine: Engine, cpu_image: str) -> dict[str, Any]:
+    """Return what the engine knows of the image."""
+    return json.loads(container_engine("image", "inspect", cpu_image))[0]
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """Return a copy of the repository from which the image can be built."""
+    copy_tree(tmp_path / "checkout")
+    for name in ("pyproject.toml", "LICENSE", "Makefile", ".dockerignore"):
+        shutil.copy2(ROOT / name, tmp_path / "checkout")
+    shutil.copytree(ROOT / "docker", tmp_path / "checkout/docker")
+    return tmp_path / "checkout"
+
+
+def test_configuration(inspected: dict[str, Any]) -> None:
+    config = inspected["Config"]
+    label = {key.removeprefix("org.opencontainers.image."): value for key, value in config["Labels"].items()}
+    assert label["version"] == PROJECT["version"]
+    assert label["revision"] == "tested"
+    assert label["licenses"] == PROJECT["license"]
+    assert {"title", "description", "source", "base.name"} <= set(label)
+    assert config["User"] == "10001:10001"
+    assert not config.get("Entrypoint")  # Shifter ignores it, podman-hpc breaks on it
+    assert config["WorkingDir"] == "/dlscale"
+    assert "doctor" in str(inspected["Healthcheck"])
+
+
+def test_torch_is_the_projects() -> None:
+    torch = next(line for line in PROJECT["dependencies"] if line.startswith("torch=="))
+    text = (ROOT / "docker/Dockerfile").read_text()
+    assert f"ARG TORCH={torch}\n" in text
+    assert text.count(f"ARG VERSION={PROJECT['version']}\n") == 2
+
+
+def test_nothing_is_left_behind(container_engine: Engine, cpu_image: str, inspected: dict[str, Any]) -> None:
+    print(f"{cpu_image}: {inspected['Size'] / 1e9:.2f} GB")
+    assert inspected["Size"] < 3e9
+    # Empty files are locks of apt's; those of a shell are Debian's.
+    find = "find /root /tmp /run/secrets /var/lib/apt/lists /var/cache/apt /var/log -type f -size +0 ! -name .bashrc"
+    said = container_engine(*RUN, "--user=0", cpu_image, "sh", "-c", f"{find} ! -name .profile 2>/dev/null || true")
+    assert said == ""
+    listed = container_engine(*RUN, cpu_image, "ls", "-A", "/dlscale").split()
+    assert not {".git", ".venv", ".snakemake", "tests", "data"} & set(listed), listed
+    assert container_engine(*RUN, cpu_image, "ls", "-A", "results") == ""
+
+
+def test_readable_by_all(container_engine: Engine, cpu_image: str) -> None:
+    closed = r"! -type l \( ! -perm -o=r -o -type d ! -perm -o=x \)"
+    assert container_engine(*RUN, "--user=0", cpu_image, "sh", "-c", f"find /opt/venv /dlscale {closed}") == ""
+
+
+@pytest.mark.parametrize("more", [[], ["--env=HOME=/nowhere", "--env=USER=", "--read-only"]], ids=["as is", "no home"])
+def test_any_user(container_engine: Engine, cpu_image: str, more: list[str]) -> None:
+    run = [*STRANGER, *more, cpu_image]
+    assert container_engine(*run, "python", "-m", "dlscale", "--version").strip() == PROJECT["version"]
+    code = "import torch; assert torch.compile(lambda x: x + 1)(torch.ones(2)).sum() == 4; import matplotlib.pyplot"
+    assert container_engine(*run, "python", "-W", "error::UserWarning", "-c", code) == ""
+    assert "usage" in container_engine(*run, "snakemake", "--help")
+
+
+def test_a_mounted_checkout_comes_first(container_engine: Engine, cpu_image: str, checkout: Path) -> None:
+    where = ["python", "-c", "import dlscale; print(dlscale.__file__)"]
+    assert container_engine(*STRANGER, "--workdir=/tmp", cpu_image, *where).startswith("/dlscale/workflow_scripts/")
+    mounted = [f"--volume={checkout}:/elsewhere:ro", "--env=PYTHONPATH=/elsewhere/workflow_scripts", cpu_image]
+    assert container_engine(*STRANGER, *mounted, *where).startswith("/elsewhere/workflow_scripts/")
+
+
+def test_changed_code_makes_two_layers(
+    container_engine: Engine, cpu_image: str, inspected: dict[str, Any], checkout: Path
+) -> None:
+    with (checkout / "workflow_scripts/dlscale/__main__.py").open("a") as file:
+        file.write(f"# {time.time()}\n")
+    tag = f"{cpu_image}-changed"
+    started = time.monotonic()
+    container_engine.build(checkout, tag)
+    print(f"built again in {time.monotonic() - started:.1f} s")
+    layers = json.loads(container_engine("image", "inspect", tag))[0]["RootFS"]["Layers"]
+    container_engine("rmi", tag)
+    before = inspected["RootFS"]["Layers"]
+    assert len(layers) == len(before)
+    assert layers[:-2] == before[:-2]
+    assert layers[-2] != before[-2]
+
+
+def test_the_workflow(container_engine: Engine, cpu_image: str, tmp_path: Path) -> None:
+    results = tmp_path / "results"
+    results.mkdir()
+    plan = {"study": "cosmo_unet", "settings": {**COSMO_RUN, "dataset": "boxes"}, "runs": {"unet": {}}}
+    boxes = {**COSMO, "source": {**COSMO["source"], "boxes": {"train": 1, "valid": 1, "test": 0}}}
+    config = {"targets": ["tiny"], "datasets": {"boxes": boxes}, "plans": {"tiny": plan}}
+    (results / "tiny.yaml").write_text(yaml.safe_dump(config))
+    shutil.chown(results, USER, GROUP)
+    command = ["snakemake", "--cores", "2", "--configfile", "results/tiny.yaml"]
+    said = container_engine(*STRANGER, f"--volume={results}:/dlscale/results", cpu_image, *command, timeout=900)
+    made = [path for path in results.rglob("*") if path.name != "tiny.yaml"]
+    assert results / "report/index.html" in made, said[-3000:]
+    assert {(path.stat().st_uid, path.stat().st_gid) for path in made} == {(USER, GROUP)}
+
+
+def test_make_demo(container_engine: Engine, cpu_image: str, checkout: Path) -> None:
+    """Without a Python on the host: the checkout is mounted, its code is what runs, nothing is installed."""
+    words = ["ENGINE=podman", f"IMAGE={cpu_image}", "ARGS=--dry-run --quiet"]
+    said = container_engine.run(["make", "-C", str(checkout), "demo", *words])
+    assert f"Report: {checkout}/results/report/index.html" in said
+    assert not (checkout / ".venv").exists()
+    assert container_engine("ps", "--all", "--quiet", "--filter=name=dlscale-demo") == ""
