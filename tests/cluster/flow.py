@@ -1,0 +1,139 @@
+"""The workflow on a cluster of the tests: `snakemake --profile perlmutter`, with what differs here laid over it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tests.cluster.cluster import Cluster
+from tests.conftest import ERA5, ERA5_RUN
+
+#: Faster than on a production site, where asking often would be a burden.
+QUICK = ["--slurm-init-seconds-before-status-checks=3", "--latency-wait=5"]
+
+#: One dataset; runs of each shape. Steps are few: what is tested is how jobs come and go.
+CONFIG: dict[str, Any] = {
+    "targets": ["shapes"],
+    "datasets": {"years": {**ERA5, "source": {**ERA5["source"], "days": 3, "train": [2001], "valid": [2002]}}},
+    "plans": {
+        "shapes": {
+            "study": "era5_vit",
+            "settings": {
+                **ERA5_RUN,
+                "dataset": "years",
+                "batch_size": 8,
+                "loader": {"workers": 0},
+                "training": {"epochs": 1},
+                "throughput": {"warmup": 0, "trials": 1, "batches": 2},
+            },
+            "runs": {"one": {}, "eight": {"geometry": {"nodes": 2, "gpus_per_node": 4}}},
+        },
+        "long": {
+            "study": "era5_vit",
+            "measure": ["train"],
+            "from": "shapes.one",
+            "settings": {"training": {"steps": 1000, "checkpoint_epochs": 100_000}},
+            "runs": {"run": {}},
+        },
+    },
+    "site": {"engine": "none", "gpu": False, "scheduler": {"warning_seconds": 30}},
+}
+
+
+@dataclass
+class Flow:
+    """A folder with the workflow in it, and the cluster that it submits to."""
+
+    path: Path
+    cluster: Cluster
+    config: dict[str, Any]
+    environment: dict[str, str] = field(default_factory=dict)
+
+    def start(self, *arguments: str, profile: str | None = "perlmutter") -> subprocess.Popen[str]:
+        """Start Snakemake in a process group of its own; what it prints goes to `output`."""
+        config = {key: value for key, value in self.config.items() if profile or key != "site"}
+        (self.path / "tiny.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
+        named = ["--profile", profile, *QUICK] if profile else ["--workflow-profile", "none", "--cores", "2"]
+        with open(self.path / "output", "w") as output:
+            return subprocess.Popen(
+                [sys.executable, "-m", "snakemake", *named, *arguments, "--configfile", "tiny.yaml"],
+                cwd=self.path,
+                env={
+                    **os.environ,
+                    **self.cluster.environment(),
+                    "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+                    "PYTHONPATH": str(self.path / "workflow_scripts"),
+                    "SBATCH_ACCOUNT": "m0000",
+                    "OMP_NUM_THREADS": "1",
+                    **self.environment,
+                },
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,
+            )
+
+    @property
+    def output(self) -> str:
+        """What the last call printed."""
+        return (self.path / "output").read_text()
+
+    def run(self, *arguments: str, timeout: float = 400, profile: str | None = "perlmutter") -> int:
+        """Run Snakemake to its end and return its exit status."""
+        process = self.start(*arguments, profile=profile)
+        try:
+            return process.wait(timeout)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+    def until(self, what: str, true: Callable[[], Any], process: subprocess.Popen[str] | None, timeout: float) -> Any:
+        """Wait until `true` says something, and return that; the process must not end before."""
+        end = time.monotonic() + timeout
+        while time.monotonic() < end:
+            if found := true():
+                return found
+            assert process is None or process.poll() is None, f"it ended before {what}:\n{self.output[-5000:]}"
+            time.sleep(0.3)
+        raise AssertionError(f"not within {timeout:.0f} s: {what}\n{self.output[-5000:]}")
+
+    def log(self, run: str = "long/run") -> str:
+        """The log of a run's training; also of the try before, if there was one."""
+        logs = sorted((self.path / "results/logs/train").glob(f"{run}*.log"), reverse=True)
+        return "".join(path.read_text() for path in logs if ".rank" not in path.name)
+
+    def jobs(self, *columns: str) -> list[list[str]]:
+        """Rows of the jobs of this folder that Slurm remembers, by squeue's long names of columns."""
+        listed = self.cluster.run("squeue", "--states=all", "--noheader", f"--Format={','.join(columns)},workdir:200")
+        return [line.split() for line in listed.stdout.splitlines() if str(self.path) in line]
+
+    def provenance(self, run: str) -> dict[str, Any]:
+        """What a run's training says of itself."""
+        found: dict[str, Any] = json.loads((self.path / "results/plans" / run / "provenance.json").read_text())
+        return found
+
+    def checkpoints(self, run: str = "long/run") -> list[int]:
+        """Steps that are saved."""
+        return sorted(
+            int(path.name.split("-")[1]) for path in (self.path / "results/checkpoints" / run).glob("*/step-*")
+        )
+
+
+def repository(path: Path) -> Path:
+    """Copy what the workflow needs, links as links."""
+    from tests.workflow.conftest import copy_tree
+
+    copy_tree(path)
+    return path

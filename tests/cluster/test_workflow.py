@@ -1,0 +1,248 @@
+"""`snakemake --profile perlmutter` on a real Slurm: what is asked for, and what happens when jobs do not end well."""
+
+from __future__ import annotations
+
+import copy
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cluster.cluster import Cluster
+from tests.cluster.flow import CONFIG, Flow, repository
+from tests.conftest import records
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module")
+def prepared(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Flow:
+    """A folder in which the data are there already, made on this machine."""
+    flow = Flow(repository(tmp_path_factory.mktemp("flow") / "w"), cluster, copy.deepcopy(CONFIG))
+    assert flow.run("results/data/years/manifest.json", profile=None) == 0, flow.output[-5000:]
+    return flow
+
+
+@pytest.fixture
+def make(cluster: Cluster, prepared: Flow, tmp_path: Path) -> Iterator[Callable[..., Flow]]:
+    """Return a function that copies the prepared folder and changes its configuration."""
+
+    def made(**changes: Any) -> Flow:
+        path = tmp_path / "w"
+        shutil.copytree(prepared.path, path, symlinks=True)
+        config = copy.deepcopy(CONFIG)
+        for key, value in changes.items():
+            here = config
+            *parents, last = key.split("__")
+            for parent in parents:
+                here = here[parent]
+            here[last] = value
+        return Flow(path, cluster, config)
+
+    yield made
+    cluster.cancel_all()
+
+
+def long(seconds: float, prepared: Flow) -> dict[str, Any]:
+    """Settings of a training that takes about so long here, by the speed of one that was timed here."""
+    global _RATE
+    if _RATE is None:
+        assert prepared.run("results/plans/shapes/one/metrics.jsonl", profile=None) == 0, prepared.output[-5000:]
+        (record,) = records(prepared.path / "results/plans/shapes/one")
+        _RATE = 1 / max(record["epoch_seconds"] / record["step"], 1e-3)
+    return {"training": {"steps": max(50, int(seconds * _RATE)), "checkpoint_epochs": 100_000}}
+
+
+_RATE: float | None = None
+
+
+# ---- what is asked for -----------------------------------------------------------------------------
+
+
+def test_shapes(make: Callable[..., Flow]) -> None:
+    """One GPU on a shared node; two nodes with four tasks each; and the report."""
+    flow = make()
+    assert flow.run() == 0, flow.output[-8000:]
+    rows = {
+        row[0].removeprefix("rule_").replace("_wildcards_", " "): row[1:-1]
+        for row in flow.jobs("comment:100", "qos", "numnodes", "tres-per-node:30", "feature", "account", "state")
+    }
+    one, eight = (
+        ["shared", "1", "gres:gpu:1", "gpu", "m0000_g", "COMPLETED"],
+        ["regular", "2", "gres:gpu:4", "gpu", "m0000_g", "COMPLETED"],
+    )
+    assert rows == {
+        f"{stage} shapes_{run}": asked
+        for stage in ("train", "throughput")
+        for run, asked in {"one": one, "eight": eight}.items()
+    }
+    assert "2 nodes x 4 GPUs = 8 ranks (dp 8)" not in flow.output, "that is for a dry run"
+    assert (flow.path / "results/report/index.html").exists()
+    found = flow.provenance("shapes/eight")
+    assert found["processes"] == 8 and found["slurm"]["SLURM_JOB_NODELIST"].startswith("nid[")
+    a, b = (records(flow.path / "results/plans/shapes" / run)[-1] for run in ("one", "eight"))
+    assert a["valid_loss"] == pytest.approx(b["valid_loss"], rel=1e-4), "eight train as one does"
+    assert flow.run() == 0 and "Nothing to be done" in flow.output
+
+
+def test_a_dry_run_shows_geometry_and_cost(make: Callable[..., Flow]) -> None:
+    flow = make()
+    assert flow.run("-n") == 0
+    assert "2 nodes x 4 GPUs = 8 ranks (dp 8)" in flow.output
+    assert "charged hours" in flow.output and "total" in flow.output
+    assert not flow.jobs("jobid")
+
+
+def test_a_budget_is_kept(make: Callable[..., Flow]) -> None:
+    flow = make(budget={"gpu_hours": 0.5})
+    assert flow.run() != 0
+    assert "budget.gpu_hours" in flow.output and not flow.jobs("jobid")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"site__scheduler": {"whole_qos": "nosuch"}}, "FAIL  QOS: "),
+        ({"site__scheduler": {"account": "m9999"}}, "FAIL  account: "),
+        ({"site__scheduler": {"gpu_nodes": {"constraint": "gpux"}}}, "FAIL  constraint: "),
+        ({"site__engine": "podman", "site__image": "localhost/nosuch:1"}, "FAIL  image: "),
+    ],
+    ids=["QOS", "account", "constraint", "image"],
+)
+def test_what_would_be_rejected_is_one_message(make: Callable[..., Flow], change: dict[str, Any], message: str) -> None:
+    """Nothing is submitted, and nothing is lost."""
+    flow = make(**change)
+    assert flow.run() != 0
+    assert flow.output.count(message) == 1, flow.output[-3000:]
+    assert "nothing was started" in flow.output and "Traceback" not in flow.output
+    assert not flow.jobs("jobid")
+
+
+def test_a_submission_that_slurm_refuses(make: Callable[..., Flow]) -> None:
+    """What only the site's own filter knows: its word is shown, with the job it was said of."""
+    flow = make(site__scheduler={"gpu_nodes": {"account_suffix": ""}})
+    assert flow.run("--retries=0", "results/plans/shapes/one/metrics.jsonl") != 0
+    assert "does not match any supported policy" in flow.output and "Traceback" not in flow.output
+
+
+# ---- jobs that do not just end well ----------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_time_limit(make: Callable[..., Flow], prepared: Flow) -> None:
+    """Warned, it saves and goes on; at the limit it saves and ends; the next job goes on from there."""
+    flow = make(targets=["long"], plans__long__settings=long(130, prepared))
+    assert flow.run("--set-resources", "train:runtime=1", "--retries=4") == 0, flow.output[-8000:]
+    assert flow.provenance("long/run")["resumed_from_step"] > 0
+    assert "asked to save: saved after step" in flow.log() or "asked to end: saved after step" in flow.log()
+    states = [row[0] for row in flow.jobs("state")]
+    assert len(states) >= 2 and states.count("COMPLETED") == 1
+    (record,) = records(flow.path / "results/plans/long/run")[-1:]
+    assert record["step"] == flow.config["plans"]["long"]["settings"]["training"]["steps"]
+
+
+@pytest.mark.slow
+def test_a_failed_node(make: Callable[..., Flow], prepared: Flow, cluster: Cluster) -> None:
+    """The job goes on on another node, from what was saved before."""
+    settings = long(40, prepared)
+    settings["training"]["checkpoint_epochs"] = 50
+    flow = make(targets=["long"], plans__long__settings=settings)
+    process = flow.start("--retries=2")
+    try:
+        flow.until("a checkpoint", flow.checkpoints, process, 90)
+        (node,) = {row[0] for row in flow.jobs("nodelist") if row[0].startswith("nid")}
+        cluster.fail_node(node)
+        assert process.wait(300) == 0, flow.output[-8000:]
+    finally:
+        os.killpg(process.pid, signal.SIGKILL) if process.poll() is None else None
+        cluster.start_node(node)
+    assert sorted(row[0] for row in flow.jobs("state")) == ["COMPLETED", "NODE_FAIL"]
+    assert flow.provenance("long/run")["slurm"]["SLURM_JOB_NODELIST"] != node
+    assert flow.provenance("long/run")["resumed_from_step"] > 0
+
+
+@pytest.mark.slow
+def test_scancel_is_seen(make: Callable[..., Flow], prepared: Flow, cluster: Cluster) -> None:
+    """Within a minute; and what was done is saved."""
+    flow = make(targets=["long"], plans__long__settings=long(300, prepared))
+    process = flow.start("--retries=0")
+    try:
+        flow.until("training", lambda: "epoch 3 of" in flow.log(), process, 90)
+        (job,) = [row[0] for row in flow.jobs("jobid")]
+        cluster.run("scancel", job)
+        begun = time.monotonic()
+        assert process.wait(60) != 0
+    finally:
+        os.killpg(process.pid, signal.SIGKILL) if process.poll() is None else None
+    assert time.monotonic() - begun < 60
+    assert "CANCELLED" in flow.output and flow.checkpoints()
+
+
+@pytest.mark.slow
+def test_preemption(make: Callable[..., Flow], prepared: Flow, cluster: Cluster) -> None:
+    """A job of a better QOS takes the node; the run saves, waits, and goes on."""
+    flow = make(targets=["long"], plans__long__settings=long(40, prepared))
+    flow.config["site"]["scheduler"] |= {"part_qos": "preempt", "qos": {"preempt": {"charge": 0.25}}}
+    process = flow.start("--retries=2")
+    try:
+        flow.until("training", lambda: "epoch 3 of" in flow.log(), process, 90)
+        other = cluster.submit(
+            "sleep 5", "--qos=premium", "--constraint=gpu", "--nodes=4", "--account=m0000_g", "--time=1", cwd=flow.path
+        )
+        assert process.wait(300) == 0, flow.output[-8000:]
+    finally:
+        os.killpg(process.pid, signal.SIGKILL) if process.poll() is None else None
+    assert cluster.state(other) == "COMPLETED"
+    assert flow.provenance("long/run")["resumed_from_step"] > 0
+    assert "asked to end: saved after step" in flow.log()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL], ids=["TERM", "KILL"])
+def test_the_controller_goes_and_comes_back(make: Callable[..., Flow], prepared: Flow, how: signal.Signals) -> None:
+    """No job runs twice, and nothing that was done is lost."""
+    flow = make(targets=["long"], plans__long__settings=long(25, prepared))
+    process = flow.start("--retries=0")
+    try:
+        flow.until("training", lambda: "epoch 3 of" in flow.log(), process, 90)
+        os.kill(process.pid, how)
+        process.wait(120)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL) if process.poll() is None else None
+    if how == signal.SIGKILL:
+        assert flow.run("--unlock") == 0, flow.output
+    assert flow.run("--retries=0") == 0, flow.output[-8000:]
+    if how == signal.SIGKILL:
+        assert "Waiting for jobs of an earlier call" in flow.output
+    jobs = flow.jobs("state", "comment:100")
+    assert [(row[0], row[1].split("_")[1]) for row in jobs] == [("COMPLETED", "train")]
+    assert flow.provenance("long/run")["resumed_from_step"] is None
+
+
+@pytest.mark.slow
+def test_a_second_writer_is_refused(make: Callable[..., Flow], prepared: Flow, cluster: Cluster) -> None:
+    """Even from another node: the lock says who holds it, and dies with its owner."""
+    flow = make(targets=["long"], plans__long__settings=long(60, prepared))
+    process = flow.start("--retries=0")
+    try:
+        flow.until("training", lambda: "epoch 3 of" in flow.log(), process, 90)
+        second = flow.path / "second"
+        command = next(
+            line.partition("Shell command: ")[2]
+            for line in flow.output.splitlines()
+            if "dlscale train" in line and "Shell command" in line
+        ).replace("results/logs/train/long/run.log", str(second))
+        script = f"export PYTHONPATH={flow.path}/workflow_scripts PATH={Path(sys.executable).parent}:$PATH\n"
+        job = cluster.submit(script + command, "--constraint=hbm80g", "--account=m0000_g", "--time=2", cwd=flow.path)
+        cluster.wait(job, "FAILED", timeout=60)
+        assert "in use by process" in second.read_text() and "Slurm job" in second.read_text()
+        assert process.wait(300) == 0, flow.output[-8000:]
+    finally:
+        os.killpg(process.pid, signal.SIGKILL) if process.poll() is None else None
+    assert flow.provenance("long/run")["resumed_from_step"] is None
