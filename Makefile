@@ -117,6 +117,11 @@ test-container: $(VENV)/.installed-dev  ## build the image with podman, which is
 	$(say) 'Testing the image (the first build takes minutes)'
 	@DLSCALE_CONTAINER_TESTS=1 pytest tests/container -m container $(ARGS)
 
+.PHONY: test-cluster
+test-cluster: $(VENV)/.installed-dev  ## start a Slurm cluster here, installed where missing, and test the workflow on it
+	$(say) 'Testing on a Slurm cluster (a quarter of an hour)'
+	@DLSCALE_CLUSTER_TESTS=1 DLSCALE_CONTAINER_TESTS=1 pytest tests/cluster -m cluster $(ARGS)
+
 .PHONY: lint
 lint: $(VENV)/.installed-dev  ## check style, types, layers, the workflow, the image's and CI's files
 	$(say) 'ruff'

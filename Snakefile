@@ -12,6 +12,10 @@ min_version("9.14")
 configfile: "config.yaml"
 
 
+# Documents the software. Only `--sdm apptainer` would use it: which engine runs which image is the site's to say.
+container: "docker://ghcr.io/dlscale/dlscale:cpu-0.1.0"
+
+
 include: "rules/common.smk"
 
 

@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 
 from dlscale.data import parts
-from dlscale.runtime import config as configuration
 from dlscale.preflight import cost
+from dlscale.runtime import config as configuration
 from dlscale.runtime import image, launcher, slurm, stages
 from dlscale.runtime.errors import UserError
 from dlscale.runtime.fingerprint import ROOT, fingerprint
@@ -50,10 +50,16 @@ except UserError as error:
 
 # Once, for the plans asked for: jobs that Snakemake starts as processes of their own read this file, too.
 if workflow.is_main_process:
-    asked = {word.removeprefix("plan_") for word in sys.argv if word.startswith("plan_")} & set(CONFIG.plans)
-    for plan in asked or CONFIG.workflow.targets:
+    named = {word.removeprefix("plan_") for word in sys.argv if word.startswith("plan_")} & set(CONFIG.plans)
+    for plan in named or CONFIG.workflow.targets:
         for run, lacking in CONFIG.left_out[plan].items():
             print(f"{plan}.{run} is left out: this machine lacks {lacking}.", file=sys.stderr)
+        for resolved in CONFIG.plans[plan].values() if CONFIG.workflow.site.scheduler else []:
+            try:
+                slurm.check(CONFIG.workflow.site.scheduler, resolved.run.geometry)
+            except UserError as error:
+                print(f"configuration: plans.{resolved.plan}.runs.{resolved.name}: {error}", file=sys.stderr)
+                sys.exit(2)
 
 RESULTS = CONFIG.workflow.results
 STUDIES = {}
@@ -61,14 +67,14 @@ for plan in CONFIG.workflow.targets:
     STUDIES.setdefault(CONFIG.workflow.plans[plan].study, []).append(plan)
 
 
-def named(names):
-    """A regular expression of exactly these names; of none it matches nothing."""
+def exactly(names):
+    """A regular expression of these names and no others; of none it matches nothing."""
     return "|".join(names) or "(?!)"
 
 
 FETCHING = [name for name, dataset in CONFIG.workflow.datasets.items() if parts.fetched(dataset)]
-FETCHED = named(FETCHING)
-SIMULATED = named(name for name in CONFIG.workflow.datasets if name not in FETCHING)
+FETCHED = exactly(FETCHING)
+SIMULATED = exactly(name for name in CONFIG.workflow.datasets if name not in FETCHING)
 
 
 # ---- from wildcards to settings --------------------------------------------------------------------
@@ -94,16 +100,6 @@ def stage_params(stage, subject, settings, files=()):
 # ---- where and how commands run --------------------------------------------------------------------
 
 
-def find_image():
-    """What tells the image from others. Jobs inherit what the first process found, on nodes that may know of none."""
-    site = CONFIG.workflow.site
-    name, _, found = os.environ.get("DLSCALE_IMAGE", "").partition("=")
-    if not found or name != f"{SITE.engine}:{site.image}":
-        found = image.identity(SITE.engine, site.image or "") or ""
-        os.environ["DLSCALE_IMAGE"] = f"{SITE.engine}:{site.image}={found}"
-    return found
-
-
 try:
     CHOICE = launcher.resolve(CONFIG.workflow.site)
     if CHOICE.site.engine != "none" and not CHOICE.site.image:
@@ -112,16 +108,15 @@ except UserError as error:
     print(error, file=sys.stderr)
     sys.exit(2)
 SITE = CHOICE.site
-IMAGE = find_image()
+IMAGE = image.inherited(SITE.engine, SITE.image or "", first=workflow.is_main_process)
 if workflow.is_main_process:
     for reason in CHOICE.reasons:
         print(reason, file=sys.stderr)
 
 
 def image_options():
-    site = CONFIG.workflow.site
-    arguments = [f"--build-arg={name}={value}" for name, value in site.build.arguments.items()]
-    return [f"--engine={SITE.engine}", f"--image={site.image or ''}", f"--target={site.build.target}", *arguments]
+    arguments = [f"--build-arg={name}={value}" for name, value in SITE.build.arguments.items()]
+    return [f"--engine={SITE.engine}", f"--image={SITE.image or ''}", f"--target={SITE.build.target}", *arguments]
 
 
 def place(paths):
@@ -149,37 +144,37 @@ def acquire_launch(wildcards, input):
     return launcher.launch(SITE, place([raw.origin] if raw and Path(raw.origin).exists() else []))
 
 
-def asked(stage, geometry=None, minutes=None):
+def requested(stage, geometry=None, minutes=None):
     """What a job of a stage asks of the scheduler; nothing where there is none."""
     return slurm.request(SITE.scheduler, stage, geometry, minutes) if SITE.scheduler else {}
 
 
-def asked_of_data(name):
+def data_resource(name):
     """A function from wildcards to one resource of a data stage."""
 
     def found(wildcards):
-        return asked("data").get(name)
+        return requested("data").get(name)
 
     return found
 
 
-def asked_of_run(stage, name):
+def run_resource(stage, name):
     """A function from wildcards to one resource of a run's stage; its time limit from the run's measured speed."""
 
     def found(wildcards, attempt):
         run = run_of(wildcards)
         work = cost.Work(stage, wildcards.plan, wildcards.run, run)
         minutes = cost.minutes(work, Path(RESULTS), SITE.scheduler)
-        return asked(stage, run.geometry, minutes and minutes * attempt).get(name)
+        return requested(stage, run.geometry, minutes and minutes * attempt).get(name)
 
     return found
 
 
 # None is no resource: the executor asks which are there.
-ASKED = [] if not SITE.scheduler else slurm.RESOURCES
-DATA_RESOURCES = {name: asked_of_data(name) for name in ASKED}
-TRAIN_RESOURCES = {name: asked_of_run("train", name) for name in ASKED}
-THROUGHPUT_RESOURCES = {name: asked_of_run("throughput", name) for name in ASKED}
+RESOURCES = slurm.RESOURCES if SITE.scheduler else []
+DATA_RESOURCES = {name: data_resource(name) for name in RESOURCES}
+TRAIN_RESOURCES = {name: run_resource("train", name) for name in RESOURCES}
+THROUGHPUT_RESOURCES = {name: run_resource("throughput", name) for name in RESOURCES}
 
 
 # ---- data ------------------------------------------------------------------------------------------

@@ -3,14 +3,14 @@
 
 rule acquire:
     """Simulate one raw file."""
-    wildcard_constraints:
-        dataset=SIMULATED,
     output:
         f"{RESULTS}/data/{{dataset}}/source/{{file}}",
     log:
         f"{RESULTS}/logs/acquire/{{dataset}}/{{file}}.log",
     benchmark:
         f"{RESULTS}/benchmarks/acquire/{{dataset}}/{{file}}.tsv"
+    wildcard_constraints:
+        dataset=SIMULATED,
     resources:
         **DATA_RESOURCES,
     params:

@@ -1,9 +1,11 @@
 # Before anything runs: what it will cost, whether the site is ready, and whether an earlier call's jobs still run.
 import atexit
+import re
 from collections import Counter
 
 from dlscale.preflight import doctor
 from snakemake.exceptions import WorkflowError
+
 
 def in_order(work):
     return list(CONFIG.plans).index(work.plan), list(CONFIG.plans[work.plan]).index(work.run_name), work.stage
@@ -12,7 +14,8 @@ def in_order(work):
 def waiting_works():
     """The jobs that would run, as the estimate of their cost knows them: data jobs counted by dataset."""
     runs, data = [], Counter()
-    for job in workflow.dag.needrun_jobs():
+    # By the time that its cost is shown a dry run has «finished» them all.
+    for job in workflow.dag.needrun_jobs(exclude_finished=False):
         name, wildcards = job.rule.name, job.wildcards
         if name in ("train", "throughput"):
             runs.append(cost.Work(name, wildcards.plan, wildcards.run, run_of(wildcards)))
@@ -32,12 +35,19 @@ def show_cost():
 if workflow.is_main_process and SITE.scheduler:
     atexit.register(show_cost)
     # Looking, or unlocking, waits for nobody.
-    if not {"-n", "--dry-run", "--dryrun", "--unlock", "--lint", "--report", "--summary", "--dag"} & set(sys.argv):
+    looking = r"-\w*n\w*|--(dry-?run|unlock|lint|report|summary|detailed-summary|list.*|.*dag|rulegraph|filegraph)"
+    if not any(re.fullmatch(looking, word) for word in sys.argv):
         slurm.wait_for_left_running(os.getcwd())
 
 
 onstart:
     works = waiting_works()
+    for work in works:
+        if work.run and work.run.geometry.nodes > 1 and not SITE.scheduler:
+            name = f"{work.plan}.{work.run_name}: geometry.nodes: {work.run.geometry.nodes}"
+            raise WorkflowError(
+                f"{name} needs a scheduler; use a profile that has one, such as --profile perlmutter"
+            )
     problem = cost.over(cost.price(works, SITE.scheduler, Path(RESULTS)), CONFIG.workflow.budget)
     if problem:
         raise WorkflowError(problem)

@@ -110,9 +110,9 @@ class Flow:
         raise AssertionError(f"not within {timeout:.0f} s: {what}\n{self.output[-5000:]}")
 
     def log(self, run: str = "long/run") -> str:
-        """The log of a run's training; also of the try before, if there was one."""
-        logs = sorted((self.path / "results/logs/train").glob(f"{run}*.log"), reverse=True)
-        return "".join(path.read_text() for path in logs if ".rank" not in path.name)
+        """The log of a run's training, so far."""
+        path = self.path / f"results/logs/train/{run}.log"
+        return path.read_text() if path.exists() else ""
 
     def jobs(self, *columns: str) -> list[list[str]]:
         """Rows of the jobs of this folder that Slurm remembers, by squeue's long names of columns."""

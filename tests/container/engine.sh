@@ -52,7 +52,7 @@ base() {
     if [ -n "${DLSCALE_BASE_IMAGE:-}" ] || podman image exists "$BASE"; then return 0; fi
     local work key suite sources
     work=$(mktemp -d)
-    trap 'rm -rf "$work"' RETURN
+    trap 'rm -rf "$work"; trap - RETURN' RETURN
     mkdir "$work/certificates"
     find /usr/local/share/ca-certificates -name '*.crt' -exec cp -t "$work/certificates" {} +
     {

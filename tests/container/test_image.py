@@ -17,7 +17,7 @@ from tests.container.conftest import Engine
 from tests.workflow.conftest import copy_tree
 
 #: The first build installs PyTorch, and before it perhaps podman and a base.
-pytestmark = [pytest.mark.container, pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.container, pytest.mark.timeout(1800)]
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 #: Nobody whom the image knows.
@@ -75,6 +75,7 @@ def test_nothing_is_left_behind(container_engine: Engine, cpu_image: str, inspec
     assert container_engine(*RUN, cpu_image, "ls", "-A", "results") == ""
 
 
+@pytest.mark.slow
 def test_readable_by_all(container_engine: Engine, cpu_image: str) -> None:
     closed = r"! -type l \( ! -perm -o=r -o -type d ! -perm -o=x \)"
     assert container_engine(*RUN, "--user=0", cpu_image, "sh", "-c", f"find /opt/venv /dlscale {closed}") == ""
@@ -96,6 +97,7 @@ def test_a_mounted_checkout_comes_first(container_engine: Engine, cpu_image: str
     assert container_engine(*STRANGER, *mounted, *where).startswith("/elsewhere/workflow_scripts/")
 
 
+@pytest.mark.slow
 def test_changed_code_makes_two_layers(
     container_engine: Engine, cpu_image: str, inspected: dict[str, Any], checkout: Path
 ) -> None:
@@ -113,6 +115,7 @@ def test_changed_code_makes_two_layers(
     assert layers[-2] != before[-2]
 
 
+@pytest.mark.slow
 def test_the_workflow(container_engine: Engine, cpu_image: str, tmp_path: Path) -> None:
     results = tmp_path / "results"
     results.mkdir()

@@ -486,7 +486,7 @@ def test_fingerprint_is_of_exactly_what_ran(finished: tuple[Tree, Outcome]) -> N
         assert imported - own <= expected, f"{stage}: not in its fingerprint"
         assert expected <= imported, f"{stage}: in its fingerprint, but not needed"
         stages_seen.append(stage)
-    assert set(stages_seen) == set(stages.STAGES)
+    assert set(stages_seen) == set(stages.STAGES) - {"image"}  # whose engine knows what is new
     assert len(stages_seen) == len(finished[1].names)
 
 

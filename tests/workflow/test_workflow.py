@@ -284,14 +284,14 @@ def directive(body: str, name: str) -> str:
 
 
 def test_all_rules_are_seen(finished: tuple[Tree, Outcome]) -> None:
-    assert set(RULES) == {job.rule for job in finished[1].jobs if job.command}
+    assert set(RULES) - {"image"} == {job.rule for job in finished[1].jobs if job.command}
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_rule_is_thin_and_complete(rule: str) -> None:
     _, body = RULES[rule]
     assert re.match(r'    """[A-Z].*\."""\n', body), "a docstring of one line"
-    for name in ("log", "benchmark", "message", "params", "output"):
+    for name in ("log", "benchmark", "message", "params", *(["output"] if rule != "image" else [])):
         assert directive(body, name), name
     for name in ("run", "script", "notebook", "wrapper"):
         assert not directive(body, name), name

@@ -193,14 +193,9 @@ def _own_log(log: Path) -> Path:
 
 
 def _redirect(log: Path) -> TextIO:
-    """Send everything this process and its children print to `log`; return the terminal for a last word.
-
-    The log of the try before stays as `NAME.previous.log`: it is the one that says why there is another try.
-    """
+    """Send everything this process and its children print to `log`; return the terminal for a last word."""
     try:
         log.parent.mkdir(parents=True, exist_ok=True)
-        if log.exists():
-            log.replace(log.with_name(f"{log.stem}.previous{log.suffix}"))
         file = open(log, "w", buffering=1, encoding="utf-8")  # noqa: SIM115 - it stays open as the standard streams
     except OSError as error:
         raise explained(error, log) from error

@@ -33,6 +33,7 @@ PASSED_ON = (
     "SLURM_STEP_ID",
     "CUDA_VISIBLE_DEVICES",
     "OMP_NUM_THREADS",
+    "DLSCALE_IMAGE",
 )
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)

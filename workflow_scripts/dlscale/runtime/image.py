@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import re
 import subprocess
 from pathlib import Path
@@ -36,6 +37,22 @@ def identity(engine: str, image: str) -> str | None:
         return None
     lines = found.stdout.split()
     return lines[-1] if found.returncode == 0 and lines else None
+
+
+def inherited(engine: str, image: str, first: bool) -> str:
+    """Return the image's identity, as the workflow's first process found it, "" if it is not here.
+
+    What that process found is in the environment of all that it starts: they run on nodes that may know of no image,
+    and tell of it in their results (`provenance`).
+    """
+    wanted = f"{engine}:{image}"
+    name, _, found = os.environ.pop("DLSCALE_IMAGE", "").partition("=")
+    if engine == "none":
+        return ""
+    if first or name != wanted:
+        found = identity(engine, image) or ""
+    os.environ["DLSCALE_IMAGE"] = f"{wanted}={found}"
+    return found
 
 
 def main(args: argparse.Namespace) -> None:

@@ -46,9 +46,17 @@ def provenance(**more: Any) -> dict[str, Any]:
         "platform": platform.platform(),
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in PACKAGES},
+        "image": _image(os.environ.get("DLSCALE_IMAGE", "")),
         "slurm": {key: os.environ[key] for key in ("SLURM_JOB_ID", "SLURM_JOB_NODELIST") if key in os.environ},
         **more,
     }
+
+
+def _image(text: str) -> dict[str, str] | None:
+    """Return the container image that the workflow started this process in (`ENGINE:NAME=IDENTITY`), if it did."""
+    name, _, identity = text.partition("=")
+    engine, _, image = name.partition(":")
+    return {"engine": engine, "name": image, "identity": identity} if identity else None
 
 
 def _version(name: str) -> str | None:

@@ -1,0 +1,84 @@
+"""Stages in real containers, as tasks of real Slurm jobs."""
+
+from __future__ import annotations
+
+import copy
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.cluster import Cluster
+from tests.cluster.flow import CONFIG, Flow, repository
+from tests.conftest import records
+from tests.container.conftest import Engine, container_engine, cpu_image  # noqa: F401 - fixtures
+
+pytestmark = [pytest.mark.cluster, pytest.mark.container, pytest.mark.slow, pytest.mark.timeout(1800)]
+
+
+@pytest.fixture
+def flow(cluster: Cluster, container_engine: Engine, cpu_image: str, tmp_path: Path) -> Iterator[Flow]:  # noqa: F811
+    """A folder whose stages run in containers."""
+    config = copy.deepcopy(CONFIG)
+    config["site"] |= {"engine": "podman", "image": cpu_image, "modules": []}
+    mine = {key: value for key, value in container_engine.environment.items() if key.startswith("CONTAINERS_")}
+    yield Flow(repository(tmp_path / "w"), cluster, config, mine)
+    cluster.cancel_all()
+
+
+def running(engine: Engine) -> list[str]:
+    return engine("ps", "--all", "--filter=name=^dlscale-", "--format={{.Names}}").split()
+
+
+def test_a_plan_in_containers(flow: Flow, container_engine: Engine) -> None:  # noqa: F811
+    """From simulated data to the report; two nodes with four tasks, each in a container of its own."""
+    assert flow.run(timeout=900) == 0, flow.output[-8000:]
+    assert (flow.path / "results/report/index.html").exists()
+    found = flow.provenance("shapes/eight")
+    assert found["processes"] == 8 and found["image"]["name"].startswith("localhost/dlscale")
+    one, eight = (records(flow.path / "results/plans/shapes" / run)[-1] for run in ("one", "eight"))
+    assert one["valid_loss"] == pytest.approx(eight["valid_loss"], rel=1e-4), "eight train as one does"
+    assert running(container_engine) == []
+
+
+@pytest.mark.parametrize("how", ["scancel", "the controller's Ctrl-C", "the client killed"])
+def test_nothing_is_left_running(flow: Flow, container_engine: Engine, cluster: Cluster, how: str) -> None:  # noqa: F811
+    flow.config["targets"] = ["long"]
+    flow.config["plans"]["long"]["settings"]["training"]["steps"] = 100_000
+    process = flow.start("--retries=0")
+    try:
+        flow.until("training", lambda: "epoch 3 of" in flow.log(), process, 300)
+        assert len(running(container_engine)) == 1
+        if how == "scancel":
+            (job,) = [row[0] for row in flow.jobs("jobid", "comment:100") if "train" in row[1]]
+            cluster.run("scancel", job)
+        elif how == "the client killed":
+            for client in clients():
+                os.kill(client, signal.SIGKILL)
+        else:
+            os.killpg(process.pid, signal.SIGINT)
+        end = time.monotonic() + 60
+        while running(container_engine):
+            assert time.monotonic() < end, container_engine("ps", "--all")
+            time.sleep(0.5)
+        assert process.wait(90) != 0
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    assert flow.checkpoints(), "what was done is saved"
+
+
+def clients() -> list[int]:
+    """Processes that are podman's client of one of our containers."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (folder / "cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if words[0].endswith(b"podman") and b"run" in words and any(word.startswith(b"dlscale-") for word in words):
+            found.append(int(folder.name))
+    return found

@@ -1,0 +1,203 @@
+"""What the launcher makes of an engine, in real containers: signals, exit status, files, and nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dlscale.runtime import image
+from dlscale.runtime.launcher import Place, launch
+from dlscale.runtime.schema.run import Geometry
+from dlscale.runtime.schema.site import Site
+from tests.conftest import ERA5_RUN, ROOT, make_run
+from tests.container.conftest import Engine
+
+pytestmark = [pytest.mark.container, pytest.mark.timeout(1800)]
+STAND_INS = Path(__file__).parent / "stand_ins"
+SOURCES = str(ROOT / "workflow_scripts")
+
+#: A stage that says what happens to it, in place of `dlscale`.
+STAGE = """
+import os, signal, sys, time
+from dlscale.runtime.contain import hold_on
+def heard(number, frame):
+    open(signal.Signals(number).name, "w").close()  # what it prints goes nowhere once the client is gone
+    print("heard", signal.Signals(number).name, flush=True)
+    if number != signal.SIGUSR2:
+        sys.exit(75)
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
+    signal.signal(number, heard)
+hold_on()
+print("ready", os.environ.get("SLURM_PROCID"), flush=True)
+open("made", "w").write("x")
+for _ in range(int(sys.argv[1]) * 10):
+    time.sleep(0.1)
+sys.exit(7)
+"""
+
+
+@pytest.fixture
+def prefix(container_engine: Engine, cpu_image: str, tmp_path: Path) -> list[str]:
+    """What starts Python in a container; the stage itself follows."""
+    site = Site(engine="podman", image=cpu_image, starter="direct", gpu=False)
+    place = Place(str(tmp_path), SOURCES, os.getuid(), os.getgid(), (str(ROOT),))
+    words = launch(site, place, Geometry())
+    assert words[-3:] == ["python", "-m", "dlscale"]
+    return [sys.executable, *words[1:-2]]
+
+
+@pytest.fixture
+def start(container_engine: Engine, prefix: list[str], tmp_path: Path) -> Iterator[Any]:
+    """Return a function that starts the stage for some seconds."""
+    processes = []
+
+    def started(seconds: int) -> subprocess.Popen[str]:
+        environment = {
+            **container_engine.environment,
+            "PYTHONPATH": SOURCES,
+            "SLURM_PROCID": "3",
+        }
+        with (tmp_path / "said").open("w") as said:
+            process = subprocess.Popen(
+                [*prefix, "-c", STAGE, str(seconds)],
+                cwd=tmp_path,
+                env=environment,
+                stdout=said,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,
+            )
+        processes.append(process)
+        return process
+
+    yield started
+    for process in processes:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def containers(engine: Engine) -> list[str]:
+    return engine("ps", "--all", "--filter=name=^dlscale-", "--format={{.Names}}").split()
+
+
+def said(folder: Path, text: str, seconds: float = 60) -> str:
+    end = time.monotonic() + seconds
+    while text not in (found := (folder / "said").read_text()):
+        assert time.monotonic() < end, found
+        time.sleep(0.1)
+    return found
+
+
+def test_status_and_files(start: Any, container_engine: Engine, tmp_path: Path) -> None:
+    process = start(0)
+    assert process.wait(60) == 7, "the stage's own"
+    assert "ready 3" in said(tmp_path, "ready"), "variables of rank reach it"
+    made = (tmp_path / "made").stat()
+    assert (made.st_uid, made.st_gid) == (os.getuid(), os.getgid())
+    assert containers(container_engine) == []
+
+
+def test_signals_reach_the_stage_by_name(start: Any, container_engine: Engine, tmp_path: Path) -> None:
+    process = start(60)
+    said(tmp_path, "ready")
+    process.send_signal(signal.SIGUSR2)
+    said(tmp_path, "heard SIGUSR2")
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30) == 75
+    assert "heard SIGTERM" in said(tmp_path, "SIGTERM") and containers(container_engine) == []
+
+
+def test_ctrl_c_reaches_it_once(start: Any, container_engine: Engine, tmp_path: Path) -> None:
+    process = start(60)
+    said(tmp_path, "ready")
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does it
+    assert process.wait(30) == 75
+    assert said(tmp_path, "heard").count("heard SIGINT") == 1 and containers(container_engine) == []
+
+
+@pytest.mark.parametrize("who", ["supervisor", "client", "both"])
+def test_nothing_outlives_whoever_is_killed(start: Any, container_engine: Engine, tmp_path: Path, who: str) -> None:
+    process = start(120)
+    said(tmp_path, "ready")
+    (client,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()[:1]
+    victims = {"supervisor": [process.pid], "client": [int(client)], "both": [process.pid, int(client)]}[who]
+    for pid in victims:
+        os.kill(pid, signal.SIGKILL)
+    end = time.monotonic() + 30
+    while containers(container_engine):
+        assert time.monotonic() < end, container_engine("ps", "--all")
+        time.sleep(0.3)
+    assert (tmp_path / "SIGTERM").exists(), "it was asked to end, and could have saved"
+    if who == "client":
+        assert process.wait(30) in (75, 128 + signal.SIGKILL), "its own, unless it is removed before one can ask"
+
+
+def test_an_engine_that_fails_says_so(container_engine: Engine, prefix: list[str], tmp_path: Path) -> None:
+    missing = [word if "dlscale:tests" not in word else "localhost/nosuch:1" for word in prefix]
+    environment = {**container_engine.environment, "PYTHONPATH": SOURCES}
+    done = subprocess.run(missing, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 125 and "nosuch" in done.stderr and "Traceback" not in done.stderr
+
+
+# ---- a stage in every engine that runs here --------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["podman", "shifter"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_training_in_a_container_is_that_outside(
+    engine: str, ranks: int, container_engine: Engine, cpu_image: str, era5_data: Path, tmp_path: Path
+) -> None:
+    """The same numbers, to the accuracy of another build's arithmetic; by Shifter's stand-in as well."""
+    from tests.conftest import ERA5, records, train
+
+    settings = {**ERA5_RUN, "loader": {"workers": 1}, "geometry": {"gpus_per_node": ranks}}
+    for name in ("outside", "inside"):
+        make_run(tmp_path / name, "era5_vit", settings if name == "inside" else {**settings, "geometry": {}}, ERA5)
+    assert train(tmp_path / "outside", era5_data / "manifest.json") == 0
+    mounts = {str(era5_data): str(era5_data), str(ROOT): str(ROOT)} if engine == "shifter" else {}
+    site = Site(engine=engine, image=cpu_image, starter="torchrun", gpu=False, mounts=mounts)
+    place = Place(str(tmp_path), SOURCES, os.getuid(), os.getgid(), (str(era5_data), str(ROOT)))
+    arguments = ["--config", tmp_path / "inside/config.yaml", "--manifest", era5_data / "manifest.json"]
+    arguments += ["--checkpoints", tmp_path / "inside/checkpoints", "--out", tmp_path / "inside"]
+    command = [*launch(site, place, Geometry(gpus_per_node=ranks)), "train", *map(str, arguments), f"--threads={ranks}"]
+    path = f"{STAND_INS}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    container_engine.run(["env", f"--chdir={tmp_path}", f"PATH={path}", f"PYTHONPATH={SOURCES}", *command])
+    for a, b in zip(records(tmp_path / "outside"), records(tmp_path / "inside"), strict=True):
+        assert a["train_loss"] == pytest.approx(b["train_loss"], rel=1e-4)
+        assert a["metrics"] == pytest.approx(b["metrics"], rel=1e-3, abs=1e-6)
+    assert json.loads((tmp_path / "inside/provenance.json").read_text())["processes"] == ranks
+    assert containers(container_engine) == []
+
+
+def test_shifters_rules_are_enforced(container_engine: Engine, cpu_image: str) -> None:
+    """The stand-in would not let a wrong command line pass."""
+    for wrong in (["--gpu"], ["--env=A="], ["--volume=/tmp:/etc/x"], ["--volume=/tmp:/opt"]):
+        command = [STAND_INS / "shifter", f"--image={cpu_image}", *wrong, "true"]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode and done.stderr.startswith("shifter: "), wrong
+
+
+# ---- the image's identity --------------------------------------------------------------------------
+
+
+def test_identity(container_engine: Engine, cpu_image: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for key, value in container_engine.environment.items():
+        monkeypatch.setenv(key, value)
+    found = image.identity("podman", cpu_image)
+    assert found and len(found.removeprefix("sha256:")) == 64
+    assert image.identity("podman", "localhost/nosuch:1") is None
+    container_engine("tag", cpu_image, "localhost/dlscale:another")
+    assert image.identity("podman", "localhost/dlscale:another") == found, "content counts, not the name"
+    container_engine("untag", "localhost/dlscale:another", "localhost/dlscale:another")
+    monkeypatch.setenv("PATH", f"{STAND_INS}:{os.environ['PATH']}")
+    assert image.identity("shifter", cpu_image) == found
