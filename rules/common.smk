@@ -29,7 +29,8 @@ if not workflow.is_main_process:
 def site_name():
     """The profile's site: among its default resources, which alone reach the jobs that Snakemake starts elsewhere."""
     found = (workflow.resource_settings.default_resources or {}).get("site")
-    return str(getattr(found, "raw", found)).strip("'\"") if found else None
+    text = getattr(found, "raw", found)
+    return str(text).strip("'\"") if text else None
 
 
 def user_configuration():

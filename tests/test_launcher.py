@@ -167,6 +167,7 @@ def fake(folder: Path, *names: str) -> Path:
         (["podman"], "podman"),
         (["podman", "podman-hpc"], "podman-hpc"),
         (["docker", "apptainer", "shifter"], "shifter"),
+        (["apptainer", "podman"], "podman"),
     ],
 )
 def test_auto_takes_what_is_there_and_says_so(tmp_path: Path, there: list[str], taken: str) -> None:
@@ -303,3 +304,20 @@ def test_a_queue_has_its_limits(perlmutter: slurm.Scheduler) -> None:
 def test_resources_are_all_that_is_asked_for(perlmutter: slurm.Scheduler) -> None:
     asked = {*slurm.request(perlmutter, "train", EIGHT), *slurm.request(perlmutter, "data", None)}
     assert asked == set(slurm.RESOURCES)
+
+
+def test_auto_takes_an_engine_that_can_have_the_image(tmp_path: Path) -> None:
+    there = fake(tmp_path, "shifter", "apptainer", "podman")
+    for image, engine in (
+        ("localhost/dlscale:cpu", "podman"),
+        ("/cfs/x.sif", "apptainer"),
+        ("registry/x:1", "shifter"),
+    ):
+        assert resolve(site(engine="auto", image=image), there).site.engine == engine
+
+
+def test_what_a_site_provides_counts_for_what_runs_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    plan = {"targets": ["cosmo_ladder"]}
+    assert "dali" in config.load({**plan, "site": {"provides": ["dali"]}}).plans["cosmo_ladder"]
+    assert "dali" not in config.load({**plan, "site": {"provides": []}}).plans["cosmo_ladder"]

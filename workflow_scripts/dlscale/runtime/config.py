@@ -208,7 +208,7 @@ class _Resolver:
         if plan not in self._left_out:
             self._left_out[plan] = {}  # a circle of names is found, and reported, when the runs are resolved
             for name, settings in self.workflow.plans[plan].runs.items():
-                lacking = missing(self._needs(f"plans.{plan}.runs.{name}", settings))
+                lacking = missing(self._needs(f"plans.{plan}.runs.{name}", settings), self.workflow.site.provides)
                 named = settings.get("use", "") if isinstance(settings, dict) else ""
                 other, _, run = str(named).partition(".")
                 if other in self.workflow.plans and run in (there := self.left_out(other)):

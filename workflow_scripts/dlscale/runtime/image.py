@@ -11,9 +11,7 @@ from pathlib import Path
 
 from dlscale.runtime.errors import UserError
 from dlscale.runtime.files import sha256
-
-#: An image that no registry has: it is built here.
-LOCAL = "localhost/"
+from dlscale.runtime.launcher import LOCAL
 
 
 def identity(engine: str, image: str) -> str | None:
@@ -81,6 +79,8 @@ def _build(engine: str, image: str, target: str, arguments: list[str]) -> None:
 
 def _pull(engine: str, image: str) -> None:
     if engine == "apptainer":
+        if Path(image).is_file():
+            return
         raise UserError(f"{image}: no such file; make it: apptainer pull {image} docker://NAME")
     _run(["shifterimg", "pull", image] if engine == "shifter" else [engine, "pull", image])
 

@@ -14,6 +14,9 @@ from dlscale.runtime.schema.site import Engine, Site
 
 PYTHON = ["python", "-m", "dlscale"]
 
+#: An image of this name is in no registry: it is built here.
+LOCAL = "localhost/"
+
 #: Runs the engine's client: a name for the container, signals, the exit status, and nothing left behind.
 SUPERVISOR = ["python", "-m", "dlscale.runtime.contain"]
 
@@ -107,7 +110,7 @@ def _contain(site: Site, place: Place, gpu: bool) -> list[str]:
         return [
             "shifter",
             f"--image={image}",
-            *([f"--module={','.join(site.modules)}"] if site.modules else []),
+            *([f"--module={','.join(site.modules)}"] if gpu and site.modules else []),
             *(f"--volume={source}:{target}" for source, target in site.mounts.items()),
             f"--workdir={place.folder}",
             *(f"--env={name}={value}" for name, value in environment.items() if name != "HOME"),
@@ -158,8 +161,8 @@ def _engine_options(site: Site, place: Place, gpu: bool) -> list[str]:
         # Without root, the user's own number has to be asked for, or files would belong to a subordinate one.
         mine = [owner] if place.uid == 0 else ["--userns=keep-id", owner]
         return ["--pull=never", "--no-healthcheck", *mine, *(["--device=nvidia.com/gpu=all"] if gpu else [])]
-    modules = [f"--{module}" for module in site.modules if module != "gpu"]  # podman-hpc; root inside is the user
-    return [*(["--gpu"] if gpu else []), *modules]
+    # podman-hpc, in which root is the user; its modules are of GPU nodes
+    return ["--gpu", *(f"--{module}" for module in site.modules if module != "gpu")] if gpu else []
 
 
 # ---- what `auto` takes -----------------------------------------------------------------------------
@@ -182,7 +185,7 @@ def resolve(site: Site, folder: Path | None = None) -> Choice:
     chosen: dict[str, str | bool] = {}
     reasons = []
     if site.engine == "auto":
-        found = [(engine, _trouble(engine, folder)) for engine in ENGINES]
+        found = [(engine, _trouble(engine, site.image or "", folder)) for engine in ENGINES]
         engine = next((engine for engine, trouble in found if trouble is None), "none")
         absent = ", ".join(f"{name} ({trouble})" for name, trouble in found if trouble not in (None, "absent"))
         why = f"no engine is installed{f' but {absent}' if absent else ''}" if engine == "none" else "it is here"
@@ -197,10 +200,12 @@ def resolve(site: Site, folder: Path | None = None) -> Choice:
     return Choice(site.model_copy(update=chosen), tuple(reasons))
 
 
-def _trouble(engine: str, folder: Path | None) -> str | None:
-    """Return what keeps an engine from being used, or None."""
+def _trouble(engine: str, image: str, folder: Path | None) -> str | None:
+    """Return what keeps an engine from being used for an image, or None."""
     if not shutil.which(engine, path=str(folder) if folder else None):
         return "absent"
+    if (engine == "apptainer") != image.endswith(".sif") or (engine == "shifter" and image.startswith(LOCAL)):
+        return f"not for image {image}"
     if engine == "docker":  # a client without its daemon is common
         asked = subprocess.run(["docker", "info"], capture_output=True, timeout=30, check=False)
         return None if asked.returncode == 0 else "its daemon does not answer"

@@ -6,7 +6,7 @@ import importlib.util
 import os
 import shutil
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 
@@ -38,6 +38,10 @@ NEEDS: dict[str, tuple[str, Callable[[], bool]]] = {
 }
 
 
-def missing(needs: list[str]) -> list[str]:
-    """Return what of `needs` is not here, in words."""
-    return [NEEDS[name][0] for name in needs if not NEEDS[name][1]()]
+def missing(needs: list[str], provided: Collection[str] | None = None) -> list[str]:
+    """Return what of `needs` is not `provided`, or not here if nothing is said of that; in words."""
+    return [
+        what
+        for name, (what, here) in NEEDS.items()
+        if name in needs and not (here() if provided is None else name in provided)
+    ]

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveInt, StringConstraints
 
+from dlscale.runtime.machine import NEEDS
 from dlscale.runtime.schema.base import Name, Strict
 
 Engine = Literal["none", "auto", "docker", "podman", "podman-hpc", "shifter", "apptainer"]
@@ -98,7 +99,12 @@ class Site(Strict):
     gpu: bool | None = Field(
         None, description="Whether containers of runs get the GPUs; absent: where the nodes, or this machine, have any."
     )
-    modules: list[Name] = Field([], description="Modules of Shifter (--module=a,b) or podman-hpc (--a --b).")
+    modules: list[Name] = Field(
+        [], description="Modules of Shifter (--module=a,b) or podman-hpc (--a --b), for containers with GPUs."
+    )
+    provides: list[Literal[tuple(NEEDS)]] | None = Field(  # type: ignore[valid-type]
+        None, description="What of runs' `needs` the image and the nodes have; absent: asked of this machine."
+    )
     mounts: dict[Path_, Annotated[Path_, AfterValidator(_target)]] = Field(
         {}, description="Folders that containers see, beside the working folder and the data: here -> there."
     )
