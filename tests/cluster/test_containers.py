@@ -53,7 +53,7 @@ def test_nothing_is_left_running(flow: Flow, container_engine: Engine, cluster: 
         flow.until("training", lambda: "epoch 3 of" in flow.log(), process, 300)
         assert len(running(container_engine)) == 1
         if how == "scancel":
-            (job,) = [row[0] for row in flow.jobs("jobid", "comment:100") if "train" in row[1]]
+            (job,) = [row[0] for row in flow.jobs("jobid", "comment:100") if row[1].startswith("rule_train")]
             cluster.run("scancel", job)
         elif how == "the client killed":
             for client in clients():

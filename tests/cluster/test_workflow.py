@@ -249,3 +249,30 @@ def test_a_second_writer_is_refused(make: Callable[..., Flow], prepared: Flow, c
     finally:
         os.killpg(process.pid, signal.SIGKILL) if process.poll() is None else None
     assert flow.provenance("long/run")["resumed_from_step"] is None
+
+
+# ---- many small jobs -------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_pieces_are_an_array_and_small_runs_share_a_job(make: Callable[..., Flow]) -> None:
+    """One submission for all pieces of a dataset; one wait in the queue for two measurements."""
+    flow = make(plans__shapes__runs={"one": {}, "two": {"seed": 1}}, plans__shapes__measure=["throughput"])
+    flow.config["datasets"]["years"] = {**flow.config["datasets"]["years"], "pieces": 3}
+    shutil.rmtree(flow.path / "results")
+    grouped = ["--groups", "throughput=measure", "--group-components", "measure=2"]
+    grouped += [
+        "--set-resource-scopes",
+        "cpus_per_task=local",
+        "nodes=local",
+        "--resources",
+        "cpus_per_task=32",
+        "nodes=1",
+    ]
+    assert flow.run(*grouped) == 0, flow.output[-8000:]
+    jobs = flow.jobs("jobarrayid", "comment:100", "state")
+    arrays = [row[0] for row in jobs if row[1].startswith("rule_preprocess")]
+    assert len(arrays) == 6 and len({name.partition("_")[0] for name in arrays}) < 6, jobs
+    assert len([row for row in jobs if "measure" in row[1] or "throughput" in row[1]]) == 1, jobs
+    for run in ("one", "two"):
+        assert (flow.path / f"results/plans/shapes/{run}/throughput.json").exists()

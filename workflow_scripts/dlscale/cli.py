@@ -171,6 +171,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         return _fail(terminal, f"dlscale {args.stage}: {error}", USER_ERROR)
     except Stopped as stopped:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Slurm asks more than once
         return _fail(terminal, f"dlscale {args.stage}: {stopped}", STOPPED)
     except KeyboardInterrupt:
         return _fail(terminal, f"dlscale {args.stage}: interrupted", INTERRUPTED)
