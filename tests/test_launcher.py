@@ -89,7 +89,7 @@ def test_files_belong_to_the_caller() -> None:
     assert "--userns=keep-id" in found and words(found, "--user") == ["1000:100"]
     root = Place("/w", "/w", uid=0, gid=0)
     assert "--userns=keep-id" not in launch(site(engine="podman"), root, ONE)
-    assert not words(launch(site(engine="podman-hpc"), HERE, ONE), "--user"), "root in there is the user"
+    assert words(launch(site(engine="podman-hpc"), HERE, ONE), "--user") == ["0:0"], "root in there is the user"
 
 
 @pytest.mark.parametrize(

@@ -152,7 +152,7 @@ def test_an_engine_that_fails_says_so(container_engine: Engine, prefix: list[str
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", ["podman", "shifter"])
+@pytest.mark.parametrize("engine", ["podman", "podman-hpc", "shifter"])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_training_in_a_container_is_that_outside(
     engine: str, ranks: int, container_engine: Engine, cpu_image: str, era5_data: Path, tmp_path: Path
@@ -171,7 +171,9 @@ def test_a_training_in_a_container_is_that_outside(
     arguments += ["--checkpoints", tmp_path / "inside/checkpoints", "--out", tmp_path / "inside"]
     command = [*launch(site, place, Geometry(gpus_per_node=ranks)), "train", *map(str, arguments), f"--threads={ranks}"]
     path = f"{STAND_INS}:{Path(sys.executable).parent}:{os.environ['PATH']}"
-    container_engine.run(["env", f"--chdir={tmp_path}", f"PATH={path}", f"PYTHONPATH={SOURCES}", *command])
+    # Its own settings of storage want fuse-overlayfs, which not every machine has; podman's serve it as well.
+    variables = [f"PATH={path}", f"PYTHONPATH={SOURCES}", "PODMANHPC_USE_DEFAULT_ARGS=false", "USER=tester"]
+    container_engine.run(["env", f"--chdir={tmp_path}", *variables, *command])
     for a, b in zip(records(tmp_path / "outside"), records(tmp_path / "inside"), strict=True):
         assert a["train_loss"] == pytest.approx(b["train_loss"], rel=1e-4)
         assert a["metrics"] == pytest.approx(b["metrics"], rel=1e-3, abs=1e-6)
@@ -201,3 +203,15 @@ def test_identity(container_engine: Engine, cpu_image: str, monkeypatch: pytest.
     container_engine("untag", "localhost/dlscale:another", "localhost/dlscale:another")
     monkeypatch.setenv("PATH", f"{STAND_INS}:{os.environ['PATH']}")
     assert image.identity("shifter", cpu_image) == found
+
+
+def test_an_image_that_is_not_migrated_is_no_success(
+    container_engine: Engine, cpu_image: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`podman-hpc migrate` may report success and have done nothing: its list of images is asked."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    for key, value in {**container_engine.environment, "PATH": path, "USER": "tester"}.items():
+        monkeypatch.setenv(key, value)
+    monkeypatch.setenv("PODMANHPC_USE_DEFAULT_ARGS", "false")
+    assert image.identity("podman-hpc", cpu_image) == image.identity("podman", cpu_image)
+    assert not image.migrated(cpu_image)

@@ -161,8 +161,9 @@ def _engine_options(site: Site, place: Place, gpu: bool) -> list[str]:
         # Without root, the user's own number has to be asked for, or files would belong to a subordinate one.
         mine = [owner] if place.uid == 0 else ["--userns=keep-id", owner]
         return ["--pull=never", "--no-healthcheck", *mine, *(["--device=nvidia.com/gpu=all"] if gpu else [])]
-    # podman-hpc, in which root is the user; its modules are of GPU nodes
-    return ["--gpu", *(f"--{module}" for module in site.modules if module != "gpu")] if gpu else []
+    # podman-hpc runs without root, and root inside is the user: the image's own user would be nobody outside.
+    modules = [f"--{module}" for module in site.modules if module != "gpu"]  # of GPU nodes
+    return ["--user=0:0", *(["--gpu", *modules] if gpu else [])]
 
 
 # ---- what `auto` takes -----------------------------------------------------------------------------
