@@ -17,6 +17,7 @@ container: "docker://ghcr.io/dlscale/dlscale:cpu-0.1.0"
 
 
 include: "rules/common.smk"
+include: "rules/site.smk"
 
 
 wildcard_constraints:

@@ -41,15 +41,17 @@ if workflow.is_main_process and SITE.scheduler:
 
 
 onstart:
+    if workflow.non_local_exec and not SITE.scheduler:
+        raise WorkflowError(
+            "Jobs are submitted, and no site says how; name one: --default-resources \"site='NAME'\""
+        )
     works = waiting_works()
-    for work in works:
-        if work.run and work.run.geometry.nodes > 1 and not SITE.scheduler:
-            name = f"{work.plan}.{work.run_name}: geometry.nodes: {work.run.geometry.nodes}"
-            raise WorkflowError(
-                f"{name} needs a scheduler; use a profile that has one, such as --profile perlmutter"
-            )
-    problem = cost.over(cost.price(works, SITE.scheduler, Path(RESULTS)), CONFIG.workflow.budget)
-    if problem:
+    try:
+        for work in [work for work in works if work.run]:
+            slurm.check(SITE.scheduler, work.run.geometry, f"plans.{work.plan}.runs.{work.run_name}.")
+    except UserError as error:
+        raise WorkflowError(str(error))
+    if problem := cost.over(cost.price(works, SITE.scheduler, Path(RESULTS)), CONFIG.workflow.budget):
         raise WorkflowError(problem)
     if works and (SITE.scheduler or SITE.engine != "none"):
         plans = {work.plan for work in works if work.run}

@@ -213,3 +213,14 @@ def test_alone_a_signal_is_heard_at_the_next_step_and_once() -> None:
 )
 def test_the_first_host_of_slurms_lists(nodes: str, first: str) -> None:
     assert first_host(nodes) == first
+
+
+def test_a_warning_outside_of_training_is_no_end(tmp_path: Path) -> None:
+    """Slurm warns all processes of a job, whatever they are at."""
+    code = (
+        "import os, signal, dlscale.cli as cli, dlscale.runtime.configure as c\n"
+        "def main(args):\n    os.kill(os.getpid(), signal.SIGUSR2); os.kill(os.getpid(), signal.SIGUSR1)\n"
+        "c.main = main\nraise SystemExit(cli.main(['configure', '--settings', '{}', '--out', 'x']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, timeout=60, check=False)
+    assert done.returncode == 0

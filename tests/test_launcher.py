@@ -8,15 +8,17 @@ import os
 import shlex
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dlscale.runtime import config, slurm
+from dlscale.runtime import config, image, slurm
 from dlscale.runtime.contain import PASSED_ON
 from dlscale.runtime.errors import UserError
 from dlscale.runtime.launcher import Place, launch, outside, resolve
+from dlscale.runtime.provenance import Image
 from dlscale.runtime.schema.run import Geometry
 from dlscale.runtime.schema.site import Site
 from tests.conftest import ROOT
@@ -308,16 +310,93 @@ def test_resources_are_all_that_is_asked_for(perlmutter: slurm.Scheduler) -> Non
 
 def test_auto_takes_an_engine_that_can_have_the_image(tmp_path: Path) -> None:
     there = fake(tmp_path, "shifter", "apptainer", "podman")
-    for image, engine in (
-        ("localhost/dlscale:cpu", "podman"),
-        ("/cfs/x.sif", "apptainer"),
-        ("registry/x:1", "shifter"),
-    ):
-        assert resolve(site(engine="auto", image=image), there).site.engine == engine
+    taken = {"localhost/dlscale:cpu": "podman", "/cfs/x.sif": "apptainer", "registry/x:1": "shifter"}
+    for name, engine in taken.items():
+        assert resolve(site(engine="auto", image=name), there).site.engine == engine
 
 
 def test_what_a_site_provides_counts_for_what_runs_need(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     plan = {"targets": ["cosmo_ladder"]}
-    assert "dali" in config.load({**plan, "site": {"provides": ["dali"]}}).plans["cosmo_ladder"]
-    assert "dali" not in config.load({**plan, "site": {"provides": []}}).plans["cosmo_ladder"]
+    container = {"engine": "podman", "image": "x"}
+    assert "dali" in config.load({**plan, "site": {**container, "provides": ["dali"]}}).plans["cosmo_ladder"]
+    assert "dali" not in config.load({**plan, "site": {**container, "provides": []}}).plans["cosmo_ladder"]
+    here = "dali" in config.load(plan).plans["cosmo_ladder"]
+    assert ("dali" in config.load({**plan, "site": {"provides": []}}).plans["cosmo_ladder"]) == here, "no container"
+
+
+@pytest.mark.parametrize("nodes", [{"cpus": 128, "gpus": 4}, {"cpus": 64, "gpus": 0}, {"cpus": 8, "gpus": 0}])
+@pytest.mark.parametrize("geometry", [FOUR, EIGHT])
+def test_srun_asks_for_what_the_job_has(nodes: dict[str, int], geometry: Geometry) -> None:
+    chosen = site(engine="none", starter="srun", scheduler={"cpu_nodes": {"cpus": 64}, "gpu_nodes": nodes})
+    assert chosen.scheduler is not None
+    started, asked = launch(chosen, HERE, geometry), slurm.request(chosen.scheduler, "train", geometry)
+    assert words(started, "--nodes") == [str(asked["nodes"])]
+    assert words(started, "--ntasks-per-node") == [str(asked["tasks_per_node"])]
+    assert words(started, "--cpus-per-task") == [str(asked["cpus_per_task"])]
+    assert words(started, "--gpus-per-node") == [word.split(":")[-1] for word in [asked.get("gres")] if word]
+
+
+def test_several_nodes_need_a_scheduler() -> None:
+    slurm.check(None, FOUR)
+    with pytest.raises(UserError, match=r"plans\.a\.runs\.b\.geometry\.nodes: 2 nodes need a scheduler"):
+        slurm.check(None, EIGHT, "plans.a.runs.b.")
+
+
+def test_auto_is_no_engine_for_many_nodes() -> None:
+    with pytest.raises(UserError, match=r"site\.engine: auto may mean another engine on each node"):
+        config.load({**PLAN, "site": {"engine": "auto", "scheduler": SCHEDULER}})
+
+
+# ---- jobs of an earlier call -----------------------------------------------------------------------
+
+QUEUE = "7|RUNNING|rule_train_wildcards_a_b|/here\n8|PENDING|rule_acquire|/there\n9|RUNNING|mine|/here\nodd line\n"
+
+
+def squeue(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    (folder / "squeue").write_text(f"#!/bin/sh\n{script}\n")
+    (folder / "squeue").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+
+
+def test_jobs_of_this_folder_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    squeue(tmp_path, monkeypatch, f"printf '{QUEUE}'")
+    assert slurm.left_running("/here") == [slurm.Running("7", "RUNNING", "train a_b")]
+    assert slurm.left_running("/nowhere") == []
+
+
+def test_no_answer_is_not_no_jobs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Slurm's hiccup is waited for: with it, jobs that still run would be submitted twice."""
+    squeue(tmp_path, monkeypatch, "exit 1")
+    assert slurm.left_running("/here") is None
+    answers = f"cd {tmp_path}; echo x >>asked; case $(wc -l <asked) in 1) exit 1;; 2) printf '{QUEUE}';; esac"
+    squeue(tmp_path, monkeypatch, answers)
+    slurm.wait_for_left_running("/here", 0.01)
+    said = capsys.readouterr().err.splitlines()
+    assert said[0] == "Waiting for squeue's answer." and said[1].startswith(
+        "Waiting for jobs of an earlier call: 7 (train"
+    )
+    assert (tmp_path / "asked").read_text().count("x") == 3
+
+
+# ---- the image -------------------------------------------------------------------------------------
+
+
+def test_what_one_process_found_the_others_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "podman").write_text("#!/bin/sh\necho sha256:abc\n")
+    (tmp_path / "podman").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("DLSCALE_IMAGE", "podman:registry/x:1=sha256:old")
+    assert image.inherited("podman", "registry/x:1", first=False) == "sha256:old"
+    assert image.inherited("podman", "registry/x:2", first=False) == "sha256:abc", "that was said of another"
+    assert image.inherited("podman", "registry/x:1", first=True) == "sha256:abc"
+    assert Image.read() == Image("podman", "registry/x:1", "sha256:abc")
+    assert image.inherited("none", "", first=True) == "" and Image.read() is None
+
+
+def test_versions_of_the_images_are_the_projects() -> None:
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    for file, target in (("profiles/perlmutter/site.yaml", "gpu"), ("Snakefile", "cpu")):
+        assert f"ghcr.io/dlscale/dlscale:{target}-{version}" in (ROOT / file).read_text(), file

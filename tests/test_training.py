@@ -873,3 +873,13 @@ def test_a_single_step_is_a_training(era5: Make) -> None:
 def test_an_epoch_smaller_than_a_batch_trains(era5: Make) -> None:
     folder = era5(batch_size=64, training={"epochs": 1})
     assert [(r["step"], r["samples"]) for r in records(folder)] == [(1, 38)]
+
+
+def test_another_image_trains_anew(tmp_path: Path, weather: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its numbers are its own: none are taken over from a checkpoint that another image made."""
+    folder = make_era5(tmp_path / "run", {"training": {"epochs": 1}})
+    for image, resumed in (("a", None), ("a", 10), ("b", None)):
+        monkeypatch.setenv("DLSCALE_IMAGE", f"podman:localhost/x:1={image}")
+        assert train(folder, weather / "manifest.json") == 0
+        found = provenance(folder)
+        assert (found["resumed_from_step"], found["image"]["identity"]) == (resumed, image)

@@ -154,6 +154,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # A stage that is asked to end removes what it has half-written, as it does on Ctrl-C.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    # Slurm's warning of the time limit, which only training heeds, would end any other process.
+    for warning in (signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(warning, signal.SIG_IGN)
     try:
         if args.log:
             terminal = _redirect(_own_log(Path(args.log)))

@@ -79,7 +79,7 @@ class World:
         """Return every process's value, by rank."""
         found: list[Any] = [value] * self.size
         if self.size > 1:
-            dist.all_gather_object(found, value)
+            dist.all_gather_object(found, value, group=self.control)
         return found
 
     def wait(self) -> None:
@@ -105,7 +105,7 @@ def join(geometry: Geometry, device: str) -> Iterator[World]:
     if geometry.world_size == 1:
         yield World(device=torch.device(kind))
         return
-    rank, size, local_rank = _place()
+    rank, size, local_rank = _ranks()
     if size != geometry.world_size:
         raise UserError(
             f"geometry: this run asks for {geometry.world_size} processes ({geometry.nodes} nodes x "
@@ -133,7 +133,7 @@ def join(geometry: Geometry, device: str) -> Iterator[World]:
     )
     try:
         # NCCL exchanges only what is on a device.
-        control = dist.new_group(backend="gloo") if kind == "cuda" else None
+        control = dist.new_group(backend="gloo", timeout=TIMEOUT) if kind == "cuda" else None
         yield World(rank, size, local_rank, place, control)
         # The first process holds what the others meet at, and may be busy longer than they are.
         dist.barrier(group=control)
@@ -141,7 +141,7 @@ def join(geometry: Geometry, device: str) -> Iterator[World]:
         dist.destroy_process_group()
 
 
-def _place() -> tuple[int, int, int]:
+def _ranks() -> tuple[int, int, int]:
     for names in VARIABLES:
         values = [os.environ.get(name, "") for name in names]
         if all(value.isdecimal() for value in values):

@@ -93,6 +93,8 @@ def load(raw: Mapping[str, Any]) -> Configuration:
         if name not in workflow.plans:
             raise UserError(f"configuration: targets: {unknown('plan', name, workflow.plans)}")
     resolver = _Resolver(workflow, merged, shipped)
+    if workflow.site.scheduler and workflow.site.engine == "auto":
+        raise UserError("configuration: site.engine: auto may mean another engine on each node; name one")
     left_out = {plan: resolver.left_out(plan) for plan in workflow.plans}
     # Those that are left out are checked like the others: a mistake does not depend on the machine.
     resolved = {name: {run: resolver.run(name, run) for run in plan.runs} for name, plan in workflow.plans.items()}
@@ -191,6 +193,8 @@ class _Resolver:
         self._runs: dict[tuple[str, str], Run] = {}
         self._open: list[tuple[str, str]] = []
         self._left_out: dict[str, dict[str, str]] = {}
+        site = workflow.site
+        self._provided = site.provides if site.engine != "none" else None
 
     def run(self, plan: str, name: str) -> ResolvedRun:
         owner, layers = self.layers(plan, name)
@@ -208,7 +212,7 @@ class _Resolver:
         if plan not in self._left_out:
             self._left_out[plan] = {}  # a circle of names is found, and reported, when the runs are resolved
             for name, settings in self.workflow.plans[plan].runs.items():
-                lacking = missing(self._needs(f"plans.{plan}.runs.{name}", settings), self.workflow.site.provides)
+                lacking = missing(self._needs(f"plans.{plan}.runs.{name}", settings), self._provided)
                 named = settings.get("use", "") if isinstance(settings, dict) else ""
                 other, _, run = str(named).partition(".")
                 if other in self.workflow.plans and run in (there := self.left_out(other)):

@@ -12,6 +12,7 @@ from pathlib import Path
 from dlscale.runtime.errors import UserError
 from dlscale.runtime.files import sha256
 from dlscale.runtime.launcher import LOCAL
+from dlscale.runtime.provenance import Image
 
 
 def identity(engine: str, image: str) -> str | None:
@@ -25,10 +26,8 @@ def identity(engine: str, image: str) -> str | None:
     if engine == "apptainer":
         file = Path(image)
         return sha256(file) if file.is_file() else None
-    words = {
-        "shifter": ["shifterimg", "lookup", image],
-        "podman-hpc": ["podman-hpc", "image", "inspect", "--format", "{{.Id}}", image],
-    }.get(engine, [engine, "image", "inspect", "--format", "{{.Id}}", image])
+    inspect = [engine, "image", "inspect", "--format", "{{.Id}}", image]
+    words = ["shifterimg", "lookup", image] if engine == "shifter" else inspect
     try:
         found = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
     except (OSError, subprocess.TimeoutExpired):
@@ -38,18 +37,14 @@ def identity(engine: str, image: str) -> str | None:
 
 
 def inherited(engine: str, image: str, first: bool) -> str:
-    """Return the image's identity, as the workflow's first process found it, "" if it is not here.
-
-    What that process found is in the environment of all that it starts: they run on nodes that may know of no image,
-    and tell of it in their results (`provenance`).
-    """
-    wanted = f"{engine}:{image}"
-    name, _, found = os.environ.pop("DLSCALE_IMAGE", "").partition("=")
-    if engine == "none":
-        return ""
-    if first or name != wanted:
-        found = identity(engine, image) or ""
-    os.environ["DLSCALE_IMAGE"] = f"{wanted}={found}"
+    """Return the image's identity, as the workflow's first process finds it and tells all others; "" if none."""
+    told = Image.read()
+    if not first and told and (told.engine, told.name) == (engine, image):
+        return told.identity
+    os.environ.pop("DLSCALE_IMAGE", None)
+    found = identity(engine, image) or ""
+    if found:
+        Image(engine, image, found).write()
     return found
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from dlscale.runtime.contain import PASSED_ON
 from dlscale.runtime.schema.run import Geometry
 from dlscale.runtime.schema.site import Engine, Site
+from dlscale.runtime.slurm import cpus_per_task
 
 PYTHON = ["python", "-m", "dlscale"]
 
@@ -76,7 +77,7 @@ def _start(site: Site, geometry: Geometry) -> list[str]:
         "srun",
         f"--nodes={geometry.nodes}",
         f"--ntasks-per-node={geometry.gpus_per_node}",
-        *([f"--cpus-per-task={nodes.cpus // max(nodes.gpus, 1)}"] if nodes else []),
+        *([f"--cpus-per-task={cpus_per_task(site.scheduler)}"] if site.scheduler else []),
         *devices,
         "--kill-on-bad-exit=1",
     ]
@@ -182,7 +183,7 @@ ENGINES: tuple[Engine, ...] = ("shifter", "podman-hpc", "apptainer", "podman", "
 
 
 def resolve(site: Site, folder: Path | None = None) -> Choice:
-    """Replace `auto` by what is here, `folder` standing for PATH in tests; the commands are asked, none is started."""
+    """Replace `auto`, and a choice not made, by what is here; `folder` stands for PATH in tests."""
     chosen: dict[str, str | bool] = {}
     reasons = []
     if site.engine == "auto":
@@ -208,8 +209,11 @@ def _trouble(engine: str, image: str, folder: Path | None) -> str | None:
     if (engine == "apptainer") != image.endswith(".sif") or (engine == "shifter" and image.startswith(LOCAL)):
         return f"not for image {image}"
     if engine == "docker":  # a client without its daemon is common
-        asked = subprocess.run(["docker", "info"], capture_output=True, timeout=30, check=False)
-        return None if asked.returncode == 0 else "its daemon does not answer"
+        try:
+            asked = subprocess.run(["docker", "info"], capture_output=True, timeout=30, check=False).returncode
+        except subprocess.TimeoutExpired:
+            asked = 1
+        return "its daemon does not answer" if asked else None
     return None
 
 

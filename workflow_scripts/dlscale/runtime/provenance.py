@@ -9,11 +9,35 @@ import shlex
 import socket
 import subprocess
 import sys
+from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 PACKAGES = ("torch", "numpy", "h5py", "pydantic", "tensorboard", "snakemake")
+
+
+@dataclass(frozen=True)
+class Image:
+    """The container image of a stage, as the workflow's first process found it.
+
+    It travels in the environment, `DLSCALE_IMAGE`, to all that this process starts: nodes may know of no image.
+    """
+
+    engine: str
+    name: str
+    identity: str
+
+    @staticmethod
+    def read() -> Image | None:
+        """Return the one in the environment, if there is one."""
+        name, _, identity = os.environ.get("DLSCALE_IMAGE", "").partition("=")
+        engine, _, image = name.partition(":")
+        return Image(engine, image, identity) if engine and image and identity else None
+
+    def write(self) -> None:
+        """Put it into the environment."""
+        os.environ["DLSCALE_IMAGE"] = f"{self.engine}:{self.name}={self.identity}"
 
 
 def now() -> str:
@@ -46,17 +70,10 @@ def provenance(**more: Any) -> dict[str, Any]:
         "platform": platform.platform(),
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in PACKAGES},
-        "image": _image(os.environ.get("DLSCALE_IMAGE", "")),
+        "image": asdict(image) if (image := Image.read()) else None,
         "slurm": {key: os.environ[key] for key in ("SLURM_JOB_ID", "SLURM_JOB_NODELIST") if key in os.environ},
         **more,
     }
-
-
-def _image(text: str) -> dict[str, str] | None:
-    """Return the container image that the workflow started this process in (`ENGINE:NAME=IDENTITY`), if it did."""
-    name, _, identity = text.partition("=")
-    engine, _, image = name.partition(":")
-    return {"engine": engine, "name": image, "identity": identity} if identity else None
 
 
 def _version(name: str) -> str | None:

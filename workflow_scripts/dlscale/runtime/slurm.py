@@ -51,7 +51,7 @@ def request(scheduler: Scheduler, stage: Stage, geometry: Geometry | None, minut
         check(scheduler, geometry)
         qos = run_qos(scheduler, geometry)
         wanted["nodes"] = geometry.nodes
-        wanted["cpus_per_task"] = nodes.cpus // max(nodes.gpus, 1) if nodes.gpus else scheduler.data_cpus
+        wanted["cpus_per_task"] = cpus_per_task(scheduler)
         if nodes.gpus:
             wanted["gres"] = f"{nodes.gres}:{geometry.gpus_per_node}"
         if geometry.world_size > 1:
@@ -71,6 +71,12 @@ def request(scheduler: Scheduler, stage: Stage, geometry: Geometry | None, minut
     return wanted
 
 
+def cpus_per_task(scheduler: Scheduler) -> int:
+    """Return the CPUs of each process of a run: a GPU's part of its node."""
+    nodes = scheduler.gpu_nodes
+    return nodes.cpus // nodes.gpus if nodes.gpus else min(scheduler.data_cpus, nodes.cpus)
+
+
 def account_of(scheduler: Scheduler, nodes: Nodes) -> str | None:
     """Return the account that jobs on these nodes are charged to."""
     account = scheduler.account or os.environ.get("SBATCH_ACCOUNT")
@@ -87,23 +93,33 @@ def run_qos(scheduler: Scheduler, geometry: Geometry) -> str | None:
     return scheduler.part_qos if scheduler.part_qos and small and fits else scheduler.whole_qos
 
 
-def check(scheduler: Scheduler, geometry: Geometry) -> None:
-    """Refuse a geometry that the site's nodes or queues cannot hold."""
+def check(scheduler: Scheduler | None, geometry: Geometry, where: str = "") -> None:
+    """Refuse a geometry that the site's nodes or queues, or a machine alone, cannot hold; `where` begins its key."""
+    if scheduler is None:
+        if geometry.nodes > 1:
+            raise UserError(
+                f"{where}geometry.nodes: {geometry.nodes} nodes need a scheduler; use a profile that has one, such as "
+                "--profile perlmutter"
+            )
+        return
     have = scheduler.gpu_nodes.gpus
     if have and geometry.gpus_per_node > have:
         raise UserError(
-            f"geometry.gpus_per_node: {geometry.gpus_per_node} is more than the {have} GPUs of this site's nodes; "
-            f"use {have} and more nodes"
+            f"{where}geometry.gpus_per_node: {geometry.gpus_per_node} is more than the {have} GPUs of this site's "
+            f"nodes; use {have} and more nodes"
         )
     if geometry.world_size > 1 and geometry.gpus_per_node == 1:
+        instead = f"use geometry.gpus_per_node {have}" if have > 1 else "use one node"
         raise UserError(
-            f"geometry: {geometry.nodes} nodes with one GPU each waste the others, and the workflow's executor starts "
-            f"no such job; use geometry.gpus_per_node {have or 2}"
+            f"{where}geometry: {geometry.nodes} nodes with one GPU each: the workflow's executor starts no such job; "
+            f"{instead}"
         )
     qos = run_qos(scheduler, geometry)
     limit = scheduler.qos.get(qos or "", Qos())
     if limit.max_nodes and geometry.nodes > limit.max_nodes:
-        raise UserError(f"geometry.nodes: {geometry.nodes} is more than the {limit.max_nodes} that QOS {qos} allows")
+        raise UserError(
+            f"{where}geometry.nodes: {geometry.nodes} is more than the {limit.max_nodes} that QOS {qos} allows"
+        )
 
 
 def shown(geometry: Geometry) -> str:
@@ -129,16 +145,20 @@ class Running:
     purpose: str
 
 
-def left_running(folder: str) -> list[Running]:
-    """Return the user's jobs that were submitted from `folder` by a workflow and are still in the queue."""
+def left_running(folder: str) -> list[Running] | None:
+    """Return the user's jobs that a workflow submitted from `folder` and that are still queued; None: no answer."""
     words = ["squeue", "--me", "--noheader", "--format=%i|%T|%k|%Z"]
     try:
         listed = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
-    except (OSError, subprocess.TimeoutExpired):
+    except FileNotFoundError:  # no Slurm here, no jobs
         return []
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    if listed.returncode:
+        return None
     found = []
     for line in listed.stdout.splitlines():
-        number, state, purpose, place = line.split("|", 3)
+        number, state, purpose, place = (*line.split("|", 3), "", "", "", "")[:4]
         if place == folder and purpose.startswith("rule_"):
             found.append(Running(number, state, purpose.removeprefix("rule_").replace("_wildcards_", " ")))
     return found
@@ -150,12 +170,14 @@ def wait_for_left_running(folder: str, seconds: float = 30.0) -> None:
     A controller that was killed leaves its jobs; they finish, and leave their results. Asked every `seconds`, since
     the controller shares its node and Slurm with others.
     """
-    said = 0
-    while jobs := left_running(folder):
-        if len(jobs) != said:
-            names = ", ".join(f"{job.number} ({job.purpose}, {job.state.lower()})" for job in jobs)
-            print(
-                f"Waiting for jobs of an earlier call: {names}; `scancel` those that are not wanted.", file=sys.stderr
+    said: int | None = 0
+    while (jobs := left_running(folder)) is None or jobs:
+        number = None if jobs is None else len(jobs)
+        if number != said:
+            names = ", ".join(f"{job.number} ({job.purpose}, {job.state.lower()})" for job in jobs or [])
+            what = (
+                f"jobs of an earlier call: {names}; `scancel` those that are not wanted" if jobs else "squeue's answer"
             )
-            said = len(jobs)
+            print(f"Waiting for {what}.", file=sys.stderr)
+            said = number
         time.sleep(seconds)

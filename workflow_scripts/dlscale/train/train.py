@@ -119,6 +119,7 @@ def identity(run: TrainRun, manifest: Manifest, sources: str = "") -> str:
         "latitude": manifest.latitude,
         "climatology": sha256(manifest.path(manifest.climatology)) if manifest.climatology else None,
         "sources": sources,
+        "image": image.identity if (image := provenance.Image.read()) else None,
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 

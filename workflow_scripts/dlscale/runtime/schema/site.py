@@ -103,7 +103,8 @@ class Site(Strict):
         [], description="Modules of Shifter (--module=a,b) or podman-hpc (--a --b), for containers with GPUs."
     )
     provides: list[Literal[tuple(NEEDS)]] | None = Field(  # type: ignore[valid-type]
-        None, description="What of runs' `needs` the image and the nodes have; absent: asked of this machine."
+        None,
+        description="What of runs' `needs` containers have, by image or by node; absent: what this machine has.",
     )
     mounts: dict[Path_, Annotated[Path_, AfterValidator(_target)]] = Field(
         {}, description="Folders that containers see, beside the working folder and the data: here -> there."

@@ -1,0 +1,87 @@
+# Where and how the stages' commands run: the site's engine and starter, and what a job asks of its scheduler.
+import signal
+
+if not workflow.is_main_process:
+    # Slurm warns all processes of a job of its time limit; this one leads to the training, which saves then.
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+
+
+try:
+    CHOICE = launcher.resolve(CONFIG.workflow.site)
+    if CHOICE.site.engine != "none" and not CHOICE.site.image:
+        raise UserError(f"site.image: engine {CHOICE.site.engine} needs an image; name one, or set site.engine to none")
+    # Before Snakemake asks for their resources, of which a mistake would be a traceback.
+    for resolved in [run for plan in ASKED_PLANS for run in CONFIG.plans[plan].values() if CHOICE.site.scheduler]:
+        slurm.check(CHOICE.site.scheduler, resolved.run.geometry, f"plans.{resolved.plan}.runs.{resolved.name}.")
+except UserError as error:
+    print(error, file=sys.stderr)
+    sys.exit(2)
+SITE = CHOICE.site
+IMAGE = image.inherited(SITE.engine, SITE.image or "", first=workflow.is_main_process)
+if workflow.is_main_process:
+    for reason in CHOICE.reasons:
+        print(reason, file=sys.stderr)
+
+
+def image_options():
+    arguments = [f"--build-arg={name}={value}" for name, value in SITE.build.arguments.items()]
+    return [f"--engine={SITE.engine}", f"--image={SITE.image or ''}", f"--target={SITE.build.target}", *arguments]
+
+
+def place(paths):
+    """What a container takes over from here to run a stage that reads `paths`."""
+    folder, results = os.getcwd(), Path(RESULTS).resolve()
+    found = launcher.outside([*paths, ROOT.parent], folder, results)
+    return launcher.Place(
+        folder=folder,
+        sources=str(ROOT.parent),
+        uid=os.getuid(),
+        gid=os.getgid(),
+        data=found,
+        results=None if results.is_relative_to(folder) else str(results),
+    )
+
+
+def stage_launch(wildcards, input):
+    """The words that start a stage. Taking `input` keeps them from making it run again."""
+    return launcher.launch(SITE, place(input))
+
+
+def acquire_launch(wildcards, input):
+    """The same for a stage that reads what is no file of the workflow, such as a local store."""
+    raw = parts.raws(dataset_of(wildcards)).get(wildcards.file)
+    return launcher.launch(SITE, place([raw.origin] if raw and Path(raw.origin).exists() else []))
+
+
+def requested(stage, geometry=None, minutes=None):
+    """What a job of a stage asks of the scheduler; nothing where there is none."""
+    return slurm.request(SITE.scheduler, stage, geometry, minutes) if SITE.scheduler else {}
+
+
+def data_resource(name):
+    """A function from wildcards to one resource of a data stage."""
+
+    def found(wildcards):
+        return requested("data").get(name)
+
+    return found
+
+
+def run_resource(stage, name):
+    """A function from wildcards to one resource of a run's stage; its time limit from the run's measured speed."""
+
+    def found(wildcards, attempt):
+        run, minutes = run_of(wildcards), None
+        if name == "runtime":
+            work = cost.Work(stage, wildcards.plan, wildcards.run, run)
+            minutes = cost.minutes(work, Path(RESULTS), SITE.scheduler)
+        return requested(stage, run.geometry, minutes and minutes * attempt).get(name)
+
+    return found
+
+
+# None is no resource: the executor asks which are there.
+RESOURCES = slurm.RESOURCES if SITE.scheduler else []
+DATA_RESOURCES = {name: data_resource(name) for name in RESOURCES}
+TRAIN_RESOURCES = {name: run_resource("train", name) for name in RESOURCES}
+THROUGHPUT_RESOURCES = {name: run_resource("throughput", name) for name in RESOURCES}
