@@ -110,10 +110,7 @@ def data_files(name):
     """All files that hold a dataset's samples."""
     dataset = CONFIG.workflow.datasets[name]
     if isinstance(dataset.source, Era5Prepared):
-        root = Path(dataset.source.path)
-        found = sorted(str(path) for path in root.glob("*/*.h5"))
-        means = [str(path) for path in [root / "stats/time_means.npy"] if path.exists()]
-        return [*found, f"{root}/stats/global_means.npy", f"{root}/stats/global_stds.npy", *means]
+        return parts.prepared_files(dataset.source)
     if parts.prepared(dataset):
         return [raw_path(name, part.raws[0]) for part in parts.parts(dataset)]
     return [f"{RESULTS}/data/{name}/{part.split}/{part.name}.h5" for part in parts.parts(dataset)]

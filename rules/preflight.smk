@@ -4,6 +4,7 @@ import re
 from collections import Counter
 
 from dlscale.preflight import doctor
+from dlscale.runtime.lock import only_writer
 from snakemake.exceptions import WorkflowError
 
 
@@ -25,11 +26,19 @@ def waiting_works():
     return [*(cost.Work("data", name, "data", jobs=number) for name, number in data.items()), *runs]
 
 
+def examined(works):
+    """What `dlscale doctor` finds of the site, for these jobs."""
+    plans = {work.plan for work in works if work.run}
+    return doctor.check(CONFIG, site_name(), {work.stage for work in works}, plans)
+
+
 def show_cost():
-    """The end of a dry run: Snakemake has no hook there, but this process has."""
+    """The end of a dry run, which has no hook of Snakemake's: what it would cost, and what would keep it from starting."""
     if workflow.dryrun and getattr(workflow, "_dag", None) and (works := waiting_works()):
         table = cost.price(works, SITE.scheduler, Path(RESULTS))
-        print("", *cost.lines(table), cost.over(table, CONFIG.workflow.budget) or "", sep="\n", file=sys.stderr)
+        failures = [finding for finding in examined(works) if finding.status == "FAIL"]
+        lines = [*cost.lines(table), cost.over(table, CONFIG.workflow.budget), *doctor.lines(failures)]
+        print("", *filter(None, lines), sep="\n", file=sys.stderr)
 
 
 if workflow.is_main_process and SITE.scheduler:
@@ -37,6 +46,13 @@ if workflow.is_main_process and SITE.scheduler:
     # Looking, or unlocking, waits for nobody.
     looking = r"-\w*n\w*|--(dry-?run|unlock|lint|report|summary|detailed-summary|list.*|.*dag|rulegraph|filegraph)"
     if not any(re.fullmatch(looking, word) for word in sys.argv):
+        # Held until this process ends. Jobs of a call that is alive are not left over from an earlier one.
+        CONTROLLER = only_writer(Path(".snakemake"))
+        try:
+            CONTROLLER.__enter__()
+        except UserError as error:
+            print(f"Another call of snakemake is at work: {error}", file=sys.stderr)
+            sys.exit(2)
         slurm.wait_for_left_running(os.getcwd())
 
 
@@ -54,8 +70,13 @@ onstart:
     if problem := cost.over(cost.price(works, SITE.scheduler, Path(RESULTS)), CONFIG.workflow.budget):
         raise WorkflowError(problem)
     if works and (SITE.scheduler or SITE.engine != "none"):
-        plans = {work.plan for work in works if work.run}
-        findings = doctor.check(CONFIG, site_name(), {work.stage for work in works}, plans)
+        findings = examined(works)
         print(*doctor.lines(findings), sep="\n", file=sys.stderr)
         if doctor.failed(findings):
             raise WorkflowError("The site is not ready; nothing was started. See the lines with FAIL above.")
+
+
+onsuccess:
+    page = Path(RESULTS, "report/index.html")
+    if page.exists():
+        print(f"Report: {page.resolve()}", file=sys.stderr)

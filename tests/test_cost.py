@@ -410,3 +410,28 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     monkeypatch.chdir(tmp_path)
     assert stage("cost") == 2
     assert "config.yaml: no such file here" in capsys.readouterr().err
+
+
+def test_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Settings of the command line go over all files, as Snakemake's do; a wrong one is one message."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr("logging.basicConfig", lambda **_: None)
+    mine = tmp_path / "mine.yaml"
+    mine.write_text(f"results: {tmp_path}/results\nbudget: {{gpu_hours: 1000}}\n")
+    asked = ["cost", "cosmo_ladder", "--profile", "perlmutter", "--configfile", mine, "--config"]
+    assert stage(*asked, 'site={"scheduler": {"part_qos": "premium"}}', "budget={node_hours: 1000}") == 0
+    assert " premium " in capsys.readouterr().out
+    assert stage(*asked, 'budget={"gpu_hours": 0.5}') == 2
+    assert "budget.gpu_hours allows 0.5" in capsys.readouterr().err
+    for setting, message in (
+        ("cosmo_demo", "--config: cosmo_demo: expected KEY=VALUE"),
+        ("=1", "--config: =1: expected KEY=VALUE"),
+        ("site={", "--config: site={: not valid YAML: "),
+        ('site={"engin": "none"}', "configuration: site: unknown key 'engin'"),
+        ("sites={}", "configuration: unknown key 'sites'"),
+        ("site=none", "configuration: site: expected keys and values"),
+        ("datasets=3", "configuration: datasets: expected names"),
+    ):
+        assert stage(*asked, setting) == 2
+        error = capsys.readouterr().err
+        assert error.startswith(f"dlscale cost: {message}") and len(error.strip().splitlines()) == 1

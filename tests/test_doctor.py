@@ -17,13 +17,14 @@ import pytest
 import yaml
 from pydantic import TypeAdapter
 
-from dlscale.preflight import doctor
-from dlscale.preflight.doctor import Finding
-from dlscale.runtime import config
+from dlscale.data import parts
+from dlscale.preflight import data, disks, doctor, environment, probe, site_slurm
+from dlscale.preflight.probe import Finding
+from dlscale.runtime import config, launcher
 from dlscale.runtime.config import Configuration
-from dlscale.runtime.schema.dataset import Dataset
+from dlscale.runtime.schema.dataset import Dataset, Era5Prepared
 from dlscale.runtime.schema.run import Run
-from dlscale.runtime.schema.site import Scheduler, Site
+from dlscale.runtime.schema.site import Nodes, Scheduler, Site
 from tests.cluster import cluster as slurm_cluster
 from tests.conftest import COSMO, ROOT
 
@@ -47,7 +48,7 @@ FACTS: dict[str, Any] = {
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Spare the import of torch, except to other processes of the command line."""
-    monkeypatch.setattr(doctor, "FACTS", f"print({json.dumps(FACTS)!r})")
+    monkeypatch.setattr(environment, "FACTS", f"print({json.dumps(FACTS)!r})")
 
 
 def load(results: Path, site: dict[str, Any] | None = None, **changes: Any) -> Configuration:
@@ -98,7 +99,7 @@ MinJobAge               = 300 sec
 
 
 def test_associations() -> None:
-    found = doctor.associations(ASSOCIATIONS)
+    found = site_slurm.associations(ASSOCIATIONS)
     assert set(found) == {"m1", "m1_g", "root"}
     assert found["m1"] == {"debug", "shared", "regular"} and found["root"] == set()
 
@@ -115,16 +116,16 @@ def test_associations() -> None:
     ],
 )
 def test_account(wanted: set, status: str, words: list[str]) -> None:
-    found = doctor.account(wanted, doctor.associations(ASSOCIATIONS), suffixed=True)
+    found = site_slurm.account(wanted, site_slurm.associations(ASSOCIATIONS), suffixed=True)
     assert found.status == status
     for word in words:
         assert word in found.text + found.remedy
 
 
 def test_account_where_none_is_needed() -> None:
-    assert doctor.account({(None, None)}, None, suffixed=False).status == "skip"
-    assert doctor.account({(None, None)}, {"m1": set()}, suffixed=False).status == "warn"
-    assert doctor.account({("m1", None)}, None, suffixed=True).status == "skip"
+    assert site_slurm.account({(None, None)}, None, suffixed=False).status == "skip"
+    assert site_slurm.account({(None, None)}, {"m1": set()}, suffixed=False).status == "warn"
+    assert site_slurm.account({("m1", None)}, None, suffixed=True).status == "skip"
 
 
 def test_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,13 +133,32 @@ def test_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SBATCH_ACCOUNT", "m1")
     scheduler = Scheduler.model_validate(yaml.safe_load(PERLMUTTER.read_text())["scheduler"])
     runs = [found.run for found in load(tmp_path).plans["cosmo_published"].values()]
-    assert doctor.asked(scheduler, runs, ["data", "train"]) == {
+    assert site_slurm.asked(scheduler, runs, ["data", "train"]) == {
         ("m1", "shared"),
         ("m1_g", "shared"),
         ("m1_g", "regular"),
     }
-    assert doctor.asked(scheduler, runs[:1], ["throughput"]) == {("m1_g", "shared")}
-    assert doctor.asked(scheduler, runs, ["data"]) == {("m1", "shared")}
+    assert site_slurm.asked(scheduler, runs[:1], ["throughput"]) == {("m1_g", "shared")}
+    assert site_slurm.asked(scheduler, runs, ["data"]) == {("m1", "shared")}
+
+
+def test_asked_of_no_queue(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("SBATCH_ACCOUNT", raising=False)
+    scheduler = Scheduler.model_validate({"cpu_nodes": {"cpus": 4}, "gpu_nodes": {"cpus": 4, "gpus": 1}})
+    assert site_slurm.asked(scheduler, runs(tmp_path, "cosmo_demo"), ["data", "train"]) == {(None, None)}
+
+
+def test_a_geometry_that_cannot_be(tmp_path: Path, command: Callable[[str, str], None]) -> None:
+    """It is said where it matters, and the other checks go on."""
+    command("sacctmgr", "")
+    site = yaml.safe_load(PERLMUTTER.read_text()) | {"engine": "none"}
+    plans = {
+        "cosmo_ladder": {"settings": {"geometry": {"gpus_per_node": 8}}, "runs": {"graphs": {"cuda_graph": False}}}
+    }
+    found = doctor.check(load(tmp_path, site, plans=plans, targets=["cosmo_ladder"]))
+    for name in ("account", "QOS"):
+        assert named(found, name).status == "warn" and "8 is more than the 4 GPUs" in named(found, name).text
+    assert named(found, "torch").status == "ok"
 
 
 @pytest.mark.parametrize(
@@ -152,16 +172,16 @@ def test_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_qos(names: set, listed: set, filtered: bool, status: str) -> None:
-    found = doctor.qos(names, listed, filtered)
+    found = site_slurm.qos(names, listed, filtered)
     assert found.status == status
     if status != "ok":
         assert ", ".join(sorted(listed)) in found.remedy and (names - listed).pop() in found.text
 
 
 def test_submit_filter() -> None:
-    assert doctor.submit_filter(CONFIG)
-    assert not doctor.submit_filter(CONFIG.replace("lua", "(null)"))
-    assert not doctor.submit_filter("")
+    assert site_slurm.submit_filter(CONFIG)
+    assert not site_slurm.submit_filter(CONFIG.replace("lua", "(null)"))
+    assert not site_slurm.submit_filter("")
 
 
 @pytest.mark.parametrize(
@@ -177,14 +197,35 @@ def test_submit_filter() -> None:
     ],
 )
 def test_features(constraint: str, status: str, word: str) -> None:
-    found = doctor.features({constraint}, FEATURES)
+    found = site_slurm.features({constraint}, FEATURES)
     assert found.status == status and word in found.text
     if "a feature of no node" in found.text:
         assert "a100, cpu, gpu, hbm40g, hbm80g" in found.remedy
 
 
+NODES = "gpu,a100|128|gpu:a100:4(S:0-1)|2\ngpu,a100,hbm80g|128|gpu:a100:4|2\ncpu|256|(null)|1\n"
+
+
+@pytest.mark.parametrize(
+    ("kind", "most", "status", "word"),
+    [
+        ({"constraint": "gpu", "cpus": 128, "gpus": 4}, 4, "ok", "4 of gpu"),
+        ({"constraint": "gpu", "cpus": 128, "gpus": 4}, 5, "FAIL", "5 wanted of gpu"),
+        ({"constraint": "gpu&hbm80g", "cpus": 128, "gpus": 4, "gres": "gpu:a100"}, 3, "FAIL", "2 there"),
+        ({"constraint": "gpu", "cpus": 128, "gpus": 8}, 1, "FAIL", "0 there (2 with 128 CPUs, 4 GPUs"),
+        ({"constraint": "gpu", "cpus": 130, "gpus": 4}, 1, "FAIL", "0 there"),
+        ({"constraint": "gpu", "cpus": 1, "gpus": 1, "gres": "gpu:h100"}, 1, "FAIL", "0 GPUs"),
+        ({"cpus": 256}, 1, "ok", "1 of any"),
+        ({"cpus": 257}, 1, "FAIL", "0 there"),
+    ],
+)
+def test_nodes_have_what_the_site_says(kind: dict[str, Any], most: int, status: str, word: str) -> None:
+    found = site_slurm.hardware([Nodes(**kind)], most, NODES)
+    assert found.status == status and word in found.text
+
+
 def test_features_where_none_is_asked_for() -> None:
-    assert doctor.features(set(), FEATURES).status == "skip"
+    assert site_slurm.features(set(), FEATURES).status == "skip"
 
 
 @pytest.mark.parametrize(
@@ -197,18 +238,18 @@ def test_features_where_none_is_asked_for() -> None:
     ],
 )
 def test_ping(text: str, status: str) -> None:
-    assert doctor.ping(text).status == status
+    assert site_slurm.ping(text).status == status
 
 
 @pytest.mark.parametrize(("seconds", "status"), [(40, "ok"), (100, "ok"), (101, "warn")])
 def test_min_job_age(seconds: float, status: str) -> None:
-    found = doctor.min_job_age(CONFIG, seconds)
+    found = site_slurm.min_job_age(CONFIG, seconds)
     assert found.status == status and found.text.startswith("300 s")
     assert status == "ok" or "at most 100" in found.remedy
 
 
 def test_min_job_age_of_nothing() -> None:
-    assert doctor.min_job_age("", 40).status == "warn"
+    assert site_slurm.min_job_age("", 40).status == "warn"
 
 
 def test_profile_says_how_jobs_are_watched(
@@ -270,19 +311,19 @@ def test_a_cluster_that_keeps_no_accounts(
 def test_a_command_that_hangs(
     tmp_path: Path, command: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor, "LIMIT", 0.3)
+    monkeypatch.setattr(probe, "LIMIT", 0.3)
     command("sinfo", "exec sleep 60")
     start = time.monotonic()
-    with pytest.raises(doctor._NoAnswerError, match="sinfo gives no answer"):
-        doctor._said(["sinfo"])
+    with pytest.raises(probe.NoAnswerError, match="sinfo gives no answer"):
+        probe.said(["sinfo"])
     assert time.monotonic() - start < 5
 
 
 def test_probes_neither_raise_nor_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     """What hangs, as a file system may, is left behind; the others' findings are all there, in order."""
-    monkeypatch.setattr(doctor, "LIMIT", -4.5)
+    monkeypatch.setattr(probe, "LIMIT", -4.5)
     start = time.monotonic()
-    found = doctor._ask(
+    found = probe.ask(
         [
             ("slow", lambda: time.sleep(60) or Finding("slow", "ok", "")),
             ("broken", lambda: 1 // 0),  # type: ignore[list-item, return-value]
@@ -315,6 +356,34 @@ def test_in_a_container(tmp_path: Path, command: Callable[[str, str], None]) -> 
     assert named(found, "torch") == Finding("torch", "ok", FACTS["torch"])
 
 
+def test_engines_are_asked_once(
+    tmp_path: Path, command: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many probes need the answer."""
+    monkeypatch.setattr(launcher, "ENGINES", ["docker"])
+    command("docker", f'echo "$1 $2" >>{tmp_path}/asked; sleep 0.3{ENGINE}')
+    found = doctor.check(load(tmp_path / "results", {"engine": "auto", "image": "localhost/mine:1"}))
+    assert named(found, "engine").text == str(tmp_path / "bin/docker") and named(found, "torch").status == "ok"
+    asked = (tmp_path / "asked").read_text().splitlines()
+    words = [line.split()[0] for line in asked]
+    assert [words.count(word) for word in ("info", "image", "run")] == [1, 1, 1]
+
+
+def test_an_engine_that_hangs(
+    tmp_path: Path, command: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What does not need it is checked all the same."""
+    monkeypatch.setattr(probe, "LIMIT", 0.5)
+    monkeypatch.setattr(launcher, "ENGINES", ["docker"])
+    command("docker", "exec sleep 20")
+    start = time.monotonic()
+    found = doctor.check(load(tmp_path / "results", {"engine": "auto", "image": "localhost/mine:1"}))
+    assert time.monotonic() - start < 10
+    for name in ("engine", "image", "environment"):
+        assert named(found, name).status == "warn" and "no answer" in named(found, name).text
+    assert named(found, "clock").status == "ok"
+
+
 def test_no_image(tmp_path: Path, command: Callable[[str, str], None]) -> None:
     command("docker", ENGINE)
     found = doctor.check(load(tmp_path / "results", {"engine": "docker", "image": "localhost/other:1"}))
@@ -322,15 +391,15 @@ def test_no_image(tmp_path: Path, command: Callable[[str, str], None]) -> None:
     assert named(found, "environment").status == "skip"
     (file := tmp_path / "image.sif").touch()
     site = Site(engine="apptainer", image=str(file))
-    assert doctor._image(site).status == "ok"
-    assert doctor._image(site.model_copy(update={"image": "/no.sif"})).status == "FAIL"
-    assert doctor._image(site.model_copy(update={"image": None})).status == "FAIL"
+    assert environment.probe_image(site).status == "ok"
+    assert environment.probe_image(site.model_copy(update={"image": "/no.sif"})).status == "FAIL"
+    assert environment.probe_image(site.model_copy(update={"image": None})).status == "FAIL"
 
 
 @pytest.mark.parametrize(("listed", "status"), [("localhost/mine:1 true", "ok"), ("localhost/mine:1 false", "FAIL")])
 def test_migrated(command: Callable[[str, str], None], listed: str, status: str) -> None:
     command("podman-hpc", f'[ "$1" = images ] && echo "{listed}" || echo sha256:01')
-    assert doctor._image(Site(engine="podman-hpc", image="localhost/mine:1")).status == status
+    assert environment.probe_image(Site(engine="podman-hpc", image="localhost/mine:1")).status == status
 
 
 def test_no_engine(tmp_path: Path, command: Callable[[str, str], None]) -> None:
@@ -347,16 +416,16 @@ GPU 1: NVIDIA A100-SXM4-40GB (UUID: GPU-2)
 
 def test_gpus(tmp_path: Path, command: Callable[[str, str], None]) -> None:
     site = Site(engine="docker", image="localhost/mine:1")
-    assert doctor._gpus(site, tmp_path).status == "skip"
+    assert environment.probe_gpus(site, tmp_path).status == "skip"
     (tmp_path / "nvidia0").touch()
     command("docker", ENGINE)
     command("nvidia-smi", f"cat <<END\n{GPUS}END")
-    assert doctor._gpus(site, tmp_path) == Finding("GPU", "ok", "2 x NVIDIA A100-SXM4-40GB in the container")
-    assert doctor._gpus(Site(), tmp_path) == Finding("GPU", "ok", "2 x NVIDIA A100-SXM4-40GB here")
+    assert environment.probe_gpus(site, tmp_path) == Finding("GPU", "ok", "2 x NVIDIA A100-SXM4-40GB in the container")
+    assert environment.probe_gpus(Site(), tmp_path) == Finding("GPU", "ok", "2 x NVIDIA A100-SXM4-40GB here")
     command("nvidia-smi", "echo 'No devices were found'")
-    assert doctor._gpus(site, tmp_path).status == "FAIL"
+    assert environment.probe_gpus(site, tmp_path).status == "FAIL"
     command("nvidia-smi", "echo 'no driver' >&2; exit 9")
-    found = doctor._gpus(Site(environment={"A": "b"}), tmp_path)
+    found = environment.probe_gpus(Site(environment={"A": "b"}), tmp_path)
     assert found.status == "FAIL" and "no driver" in found.text
 
 
@@ -370,7 +439,7 @@ def runs(tmp_path: Path, plan: str) -> list[Run]:
 
 
 def test_environment() -> None:
-    found = doctor.environment(FACTS, [])
+    found = environment.environment(FACTS, [])
     assert {f.status for f in found} == {"ok"}
     assert named(found, "cuDNN").text == "9.17.0" and named(found, "NCCL").text == "2.28.3"
     assert named(found, "CUDA").text == "13.0, 4 GPUs seen by torch"
@@ -398,13 +467,13 @@ def test_environment() -> None:
     ],
 )
 def test_versions(tmp_path: Path, facts: dict, name: str, plan: str, status: str) -> None:
-    found = named(doctor.environment({**FACTS, **facts}, runs(tmp_path, plan)), name)
+    found = named(environment.environment({**FACTS, **facts}, runs(tmp_path, plan)), name)
     assert found.status == status, found
     assert found.status in ("ok", "skip") or found.remedy
 
 
 def test_cudnn() -> None:
-    assert [doctor.cudnn(number) for number in (8907, 90100, 91002)] == ["8.9.7", "9.1.0", "9.10.2"]
+    assert [environment.cudnn(number) for number in (8907, 90100, 91002)] == ["8.9.7", "9.1.0", "9.10.2"]
 
 
 # ---- data --------------------------------------------------------------------------------------------
@@ -427,24 +496,24 @@ def files(*paths: object, kind: str = "files") -> Dataset:
 def test_data(tmp_path: Path) -> None:
     """To be made, there, gone, changed."""
     simulated = dataset(COSMO)
-    assert doctor.data("mine", simulated, tmp_path) == Finding("data mine", "ok", "will be simulated")
+    assert data.probe_data("mine", simulated, tmp_path) == Finding("data mine", "ok", "will be simulated")
     file = made(tmp_path)
-    assert doctor.data("mine", simulated, tmp_path).text.startswith("1 files, 100 B")
+    assert data.probe_data("mine", simulated, tmp_path).text.startswith("1 files, 100 B")
     file.unlink()
-    gone = doctor.data("mine", simulated, tmp_path)
+    gone = data.probe_data("mine", simulated, tmp_path)
     assert gone.status == "warn" and "1 of 1 files" in gone.text and "simulated again" in gone.remedy
     file.write_bytes(bytes(99))
-    cut = doctor.data("mine", simulated, tmp_path)
+    cut = data.probe_data("mine", simulated, tmp_path)
     assert cut.status == "FAIL" and str(file) in cut.text and str(file) in cut.remedy
     (tmp_path / "data/mine/manifest.json").write_text("{")
-    assert doctor.data("mine", simulated, tmp_path).status == "FAIL"
+    assert data.probe_data("mine", simulated, tmp_path).status == "FAIL"
 
 
 def test_data_that_vanished_is_fetched_again(tmp_path: Path) -> None:
     fetched = files("https://example.org/a.h5", "https://example.org/b.h5")
-    assert doctor.data("mine", fetched, tmp_path).status == "ok"
+    assert data.probe_data("mine", fetched, tmp_path).status == "ok"
     made(tmp_path).unlink()
-    found = doctor.data("mine", fetched, tmp_path)
+    found = data.probe_data("mine", fetched, tmp_path)
     assert found.status == "warn" and "it will be fetched again" in found.remedy
 
 
@@ -452,15 +521,15 @@ def test_data_that_vanished_is_fetched_again(tmp_path: Path) -> None:
 def test_raw_files(tmp_path: Path, kind: str) -> None:
     (one := tmp_path / "one.h5").write_bytes(b"1")
     two = tmp_path / "two.h5"
-    found = doctor.data("mine", files(one, two, kind=kind), tmp_path)
+    found = data.probe_data("mine", files(one, two, kind=kind), tmp_path)
     assert found.status == "FAIL" and f"{two}: no such file" in found.text and "datasets.mine.source" in found.remedy
     two.touch()
-    assert "empty" in doctor.data("mine", files(one, two, kind=kind), tmp_path).text
+    assert "empty" in data.probe_data("mine", files(one, two, kind=kind), tmp_path).text
     two.write_bytes(b"2")
-    assert doctor.data("mine", files(one, two, kind=kind), tmp_path).status == "ok"
+    assert data.probe_data("mine", files(one, two, kind=kind), tmp_path).status == "ok"
     made(tmp_path)
     one.unlink()  # an input of a rule: missed even where all is made
-    assert doctor.data("mine", files(one, two, kind=kind), tmp_path).status == "FAIL"
+    assert data.probe_data("mine", files(one, two, kind=kind), tmp_path).status == "FAIL"
 
 
 def test_changed_prepared_files_are_described_again(tmp_path: Path) -> None:
@@ -470,17 +539,47 @@ def test_changed_prepared_files_are_described_again(tmp_path: Path) -> None:
     folder.mkdir(parents=True)
     splits = {"train": [{"path": str(one), "rows": 1, "bytes": 7}]}
     (folder / "manifest.json").write_text(json.dumps({"splits": splits}))
-    found = doctor.data("mine", files(one, two, kind="prepared"), tmp_path)
+    found = data.probe_data("mine", files(one, two, kind="prepared"), tmp_path)
     assert found.status == "warn" and "another size" in found.text
 
 
 def test_prepared_years(tmp_path: Path) -> None:
     years = dataset({"kind": "era5", "source": {"kind": "prepared", "path": str(tmp_path / "years")}})
     for name in ("train/1999.h5", "valid/2000.h5", "stats/global_means.npy", "stats/global_stds.npy"):
-        assert doctor.data("mine", years, tmp_path).status == "FAIL"
+        assert data.probe_data("mine", years, tmp_path).status == "FAIL"
         (tmp_path / "years" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "years" / name).write_bytes(b"1")
-    assert doctor.data("mine", years, tmp_path).status == "ok"
+    assert data.probe_data("mine", years, tmp_path).status == "ok"
+
+
+def test_prepared_files(tmp_path: Path) -> None:
+    """The order is that of the rules' inputs; of what a folder has to have, also what is missing."""
+    source = dataset({"kind": "era5", "source": {"kind": "prepared", "path": str(tmp_path)}}).source
+    assert isinstance(source, Era5Prepared)
+    for name in ("valid/2000.h5", "train/1999.h5", "train/1998.h5", "train/notes.txt", "out_of_sample/2018.h5"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    names = ["out_of_sample/2018.h5", "train/1998.h5", "train/1999.h5", "valid/2000.h5"]
+    names += ["stats/global_means.npy", "stats/global_stds.npy"]
+    assert parts.prepared_files(source) == [f"{tmp_path}/{name}" for name in names]
+    (tmp_path / "stats").mkdir()
+    (tmp_path / "stats/time_means.npy").touch()
+    assert parts.prepared_files(source)[-1] == f"{tmp_path}/stats/time_means.npy"
+
+
+def test_origins(tmp_path: Path) -> None:
+    """Each once, however many files are made of it."""
+    paths = ["/a/one.nc", "https://example.org/two.nc"]
+    periods = {"train": ["2018-12-30", "2020-01-02"], "valid": ["2020-02-01", "2020-02-03"]}
+    years = dataset(
+        {"kind": "era5", "source": {"kind": "files", "paths": paths}, "channels": ["t2m"], "split": periods}
+    )
+    assert parts.origins(years) == paths and data.local_files(years) == paths[:1]
+    assert parts.origins(files("/a/1.h5", "/b/1.h5")) == ["/a/1.h5", "/b/1.h5"]
+    assert parts.origins(store("gs://bucket/era5")) == ["gs://bucket/era5"]
+    assert parts.origins(dataset(COSMO)) == []
+    folder = dataset({"kind": "era5", "source": {"kind": "prepared", "path": str(tmp_path)}})
+    assert parts.origins(folder) == [str(tmp_path)]
 
 
 def store(where: str) -> Dataset:
@@ -490,20 +589,20 @@ def store(where: str) -> Dataset:
 
 def test_a_store_is_read_once(tmp_path: Path) -> None:
     here = store(str(tmp_path / "store.zarr"))
-    assert doctor.data("mine", here, tmp_path).status == "FAIL"
+    assert data.probe_data("mine", here, tmp_path).status == "FAIL"
     made(tmp_path)
-    assert doctor.data("mine", here, tmp_path).status == "ok"
+    assert data.probe_data("mine", here, tmp_path).status == "ok"
 
 
 # ---- network -----------------------------------------------------------------------------------------
 
 
 def test_hosts() -> None:
-    assert doctor.hosts(store("gs://bucket/era5")) == [("storage.googleapis.com", 443)]
-    assert doctor.hosts(store("https://example.org:8443/era5")) == [("example.org", 8443)]
-    assert doctor.hosts(files("http://example.org/a", "http://example.org/b")) == [("example.org", 80)]
-    assert doctor.hosts(files("http://example.org:99999/a", "b")) == []
-    assert doctor.hosts(store("/here")) == doctor.hosts(dataset(COSMO)) == []
+    assert data.hosts(store("gs://bucket/era5")) == [("storage.googleapis.com", 443)]
+    assert data.hosts(store("https://example.org:8443/era5")) == [("example.org", 8443)]
+    assert data.hosts(files("http://example.org/a", "http://example.org/b")) == [("example.org", 80)]
+    assert data.hosts(files("http://example.org:99999/a", "b")) == []
+    assert data.hosts(store("/here")) == data.hosts(dataset(COSMO)) == []
 
 
 @pytest.fixture
@@ -552,11 +651,11 @@ def test_network(tmp_path: Path, port: int, monkeypatch: pytest.MonkeyPatch) -> 
     ],
 )
 def test_space(total: float, free: float, inodes: tuple[int, int], status: str) -> None:
-    assert doctor.space(Path("/here"), int(total), int(free), *inodes).status == status
+    assert disks.space(Path("/here"), int(total), int(free), *inodes).status == status
 
 
 def test_space_of_a_folder_to_be_made(tmp_path: Path) -> None:
-    found = doctor._space(tmp_path / "not" / "yet")
+    found = disks.probe_space(tmp_path / "not" / "yet")
     assert str(tmp_path) in found.text and not (tmp_path / "not").exists()
 
 
@@ -570,24 +669,24 @@ SHOWQUOTA = """\
 
 
 def test_quota() -> None:
-    assert doctor.showquota(SHOWQUOTA) == {"home": 22.5, "pscratch": 95.0}
-    assert doctor.quota(doctor.showquota(SHOWQUOTA)).status == "warn"
+    assert disks.showquota(SHOWQUOTA) == {"home": 22.5, "pscratch": 95.0}
+    assert disks.quota(disks.showquota(SHOWQUOTA)).status == "warn"
     lustre = "       /scratch   500  1000  1200  -  10  0  100  -\n"
-    assert doctor.lustre(lustre) == {"/scratch": 50.0}
-    assert doctor.lustre("/a/long/path\n      1300*  1000 1200 6d  10  0  100  -\n") == {"/a/long/path": 130.0}
-    assert doctor.lustre("/scratch 5 0 0 - 5 0 0 -") == {}
-    assert [doctor.quota({"a": share}).status for share in (89.0, 90.0, 100.0)] == ["ok", "warn", "FAIL"]
-    assert doctor.quota({}).status == "skip"
+    assert disks.lustre(lustre) == {"/scratch": 50.0}
+    assert disks.lustre("/a/long/path\n      1300*  1000 1200 6d  10  0  100  -\n") == {"/a/long/path": 130.0}
+    assert disks.lustre("/scratch 5 0 0 - 5 0 0 -") == {}
+    assert [disks.quota({"a": share}).status for share in (89.0, 90.0, 100.0)] == ["ok", "warn", "FAIL"]
+    assert disks.quota({}).status == "skip"
 
 
 def test_quota_commands(tmp_path: Path, command: Callable[[str, str], None]) -> None:
-    assert doctor._quota(tmp_path).status == "skip"
+    assert disks.probe_quota(tmp_path).status == "skip"
     command("lfs", '[ "$1 $2 $3" = "quota -q -u" ] && echo "$5 95 100 0 - 1 0 0 -"')
-    assert doctor._quota(tmp_path / "results") == Finding("quota", "warn", f"{tmp_path} 95 %", "remove files there")
+    assert disks.probe_quota(tmp_path / "results") == Finding("quota", "warn", f"{tmp_path} 95 %", "remove files there")
     command("lfs", "echo 'not a Lustre file system' >&2; exit 1")
-    assert doctor._quota(tmp_path).status == "skip"
+    assert disks.probe_quota(tmp_path).status == "skip"
     command("showquota", f"cat <<END\n{SHOWQUOTA}END")
-    assert doctor._quota(tmp_path).text == "home 22 %, pscratch 95 %"
+    assert disks.probe_quota(tmp_path).text == "home 22 %, pscratch 95 %"
 
 
 def test_purge(tmp_path: Path) -> None:
@@ -597,26 +696,26 @@ def test_purge(tmp_path: Path) -> None:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
         os.utime(tmp_path / name, (now - read * day, now - written * day))
-    found = doctor._purge([str(tmp_path / "b"), str(tmp_path / "a"), str(tmp_path / "d"), str(tmp_path / "no")], 56)
+    found = disks.probe_purge([str(tmp_path / "b"), str(tmp_path / "a"), str(tmp_path / "d"), str(tmp_path / "no")], 56)
     assert found.status == "ok" and str(tmp_path / "b/c") in found.text  # last read 30 days ago
     assert found.text.startswith(str(dt.date.fromtimestamp(now + 26 * day)))
-    assert doctor._purge([str(tmp_path)], 36).status == "warn"  # 6 days left
-    assert doctor._purge([str(tmp_path)], 38).status == "ok"
-    assert doctor._purge([str(tmp_path)], 20).status == "warn"  # it may be gone any time
-    assert doctor._purge([str(tmp_path / "no")], 56).status == "skip"
+    assert disks.probe_purge([str(tmp_path)], 36).status == "warn"  # 6 days left
+    assert disks.probe_purge([str(tmp_path)], 38).status == "ok"
+    assert disks.probe_purge([str(tmp_path)], 20).status == "warn"  # it may be gone any time
+    assert disks.probe_purge([str(tmp_path / "no")], 56).status == "skip"
 
 
 @pytest.mark.parametrize(("seconds", "status"), [(0.0, "ok"), (4.9, "ok"), (5.1, "warn"), (-5.1, "warn")])
 def test_clock(seconds: float, status: str) -> None:
-    assert doctor.clock(seconds).status == status
+    assert disks.clock(seconds).status == status
 
 
 @pytest.mark.parametrize(("shift", "words"), [(60, "60.0 s behind"), (-60, "60.0 s ahead of")])
 def test_clock_of_the_file_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shift: float, words: str) -> None:
-    assert doctor._clock(tmp_path / "results").status == "ok"
+    assert disks.probe_clock(tmp_path / "results").status == "ok"
     real = time.time
-    monkeypatch.setattr(doctor.time, "time", lambda: real() + shift)
-    found = doctor._clock(tmp_path)
+    monkeypatch.setattr(disks.time, "time", lambda: real() + shift)
+    found = disks.probe_clock(tmp_path)
     assert found.status == "warn" and words in found.text
     assert not list(tmp_path.iterdir())
 
@@ -625,8 +724,8 @@ def test_a_place_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monk
     def refuse(**_: object) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(doctor.tempfile, "TemporaryFile", refuse)
-    assert doctor._clock(tmp_path).status == "warn"
+    monkeypatch.setattr(disks.tempfile, "TemporaryFile", refuse)
+    assert disks.probe_clock(tmp_path).status == "warn"
 
 
 # ---- as a whole --------------------------------------------------------------------------------------
@@ -697,6 +796,15 @@ def test_status(tmp_path: Path) -> None:
     assert done.returncode == 2 and "did you mean 'cosmo_ladder'" in done.stderr
     done = doctor_command(tmp_path, "--configfile", "mine.yaml")
     assert done.returncode == 2 and "did you mean 'cosmo_ladder'" in done.stderr
+
+
+def test_config(tmp_path: Path) -> None:
+    """Settings of the command line, as the README's way on Perlmutter begins."""
+    (tmp_path / "config.yaml").write_text((ROOT / "config.yaml").read_text())
+    site = ["--profile", str(PERLMUTTER), "--config", f"results={tmp_path}/results"]
+    done = doctor_command(tmp_path, *site, 'site={"engine": "none"}', "targets=[cosmo_demo]")
+    assert "skip  engine: none: commands run as they are" in done.stdout, done.stderr
+    assert "data cosmo_demo: will be simulated" in done.stdout and "data era5" not in done.stdout
 
 
 @pytest.fixture(scope="module")

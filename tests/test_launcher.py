@@ -157,7 +157,7 @@ def test_no_word_is_lost_in_a_shell(engine: str, starter: str, tmp_path: Path) -
 
 def fake(folder: Path, *names: str) -> Path:
     for name in names:
-        (folder / name).write_text("#!/bin/sh\nexit 1\n")
+        (folder / name).write_text(f"#!/bin/sh\nexit {int(name == 'docker')}\n")
         (folder / name).chmod(0o755)
     return folder
 
@@ -181,7 +181,7 @@ def test_auto_takes_what_is_there_and_says_so(tmp_path: Path, there: list[str], 
 def test_a_docker_without_its_daemon_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", f"{fake(tmp_path, 'docker')}:{os.environ['PATH']}")
     choice = resolve(site(engine="auto"), tmp_path)
-    assert choice.site.engine == "none" and "docker (its daemon does not answer)" in choice.reasons[0]
+    assert choice.site.engine == "none" and "docker (docker info fails)" in choice.reasons[0]
 
 
 def test_what_was_said_is_not_chosen_again() -> None:

@@ -144,8 +144,11 @@ def test_nothing_outlives_whoever_is_killed(start: Any, container_engine: Engine
 def test_an_engine_that_fails_says_so(container_engine: Engine, prefix: list[str], tmp_path: Path) -> None:
     missing = [word if "dlscale:tests" not in word else "localhost/nosuch:1" for word in prefix]
     environment = {**container_engine.environment, "PYTHONPATH": SOURCES}
-    done = subprocess.run(missing, env=environment, capture_output=True, text=True, timeout=60)
+    command = [*missing, "-m", "dlscale", "train", "--log", "logs/train.log"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, cwd=tmp_path)
     assert done.returncode == 125 and "nosuch" in done.stderr and "Traceback" not in done.stderr
+    log = (tmp_path / "logs/train.log").read_text()
+    assert "nosuch" in log and "podman did not start the container (status 125)" in log
 
 
 # ---- a stage in every engine that runs here --------------------------------------------------------

@@ -16,7 +16,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from dlscale.runtime.contain import hold_on
 from dlscale.runtime.errors import Stopped, UserError
@@ -57,6 +57,9 @@ def parser() -> argparse.ArgumentParser:
         added.add_argument("plans", nargs="*", metavar="PLAN", help="plans; the targets if absent")
         added.add_argument("--profile", metavar="NAME", help="the site: profiles/NAME/site.yaml, or its path")
         added.add_argument("--configfile", nargs="+", default=[], metavar="FILE", help="YAML files, over config.yaml")
+        added.add_argument(
+            "--config", nargs="+", default=[], metavar="KEY=VALUE", help="settings (YAML), over the files"
+        )
         return added
 
     p = stage("configure", "Write the resolved settings of a dataset, run or plan as YAML.")
@@ -218,10 +221,29 @@ def _fail(terminal: TextIO, message: str, status: int) -> int:
 
 def _configuration(args: argparse.Namespace) -> Configuration | None:
     """Return the configuration as the workflow merges it; None where there is none, as inside of an image."""
-    from dlscale.runtime.config import load_files
+    from dlscale.runtime.config import load, merge, site_settings
+    from dlscale.runtime.settings import read_yaml
 
     files = [*(["config.yaml"] if Path("config.yaml").is_file() else []), *args.configfile]
-    return load_files(*files, site=args.profile) if files or args.profile else None
+    if not (files or args.config or args.profile):
+        return None
+    raw = site_settings(args.profile)
+    for settings in [*map(read_yaml, files), *map(_given, args.config)]:
+        merge(raw, settings)
+    return load(raw)
+
+
+def _given(text: str) -> dict[str, Any]:
+    """Return the setting in KEY=VALUE; numbers and the like remain strings, as those in Snakemake's `--config` do."""
+    import yaml
+
+    key, equals, value = text.partition("=")
+    if not (key and equals):
+        raise UserError(f"--config: {text}: expected KEY=VALUE")
+    try:
+        return {key: yaml.load(value, Loader=yaml.BaseLoader)}
+    except yaml.YAMLError as error:
+        raise UserError(f"--config: {text}: not valid YAML: {' '.join(str(error).split())}") from None
 
 
 def _print_schema() -> None:

@@ -174,6 +174,25 @@ def raws(dataset: Dataset) -> dict[str, Raw]:
     return {raw.name: raw for p in parts(dataset) for raw in p.raws}
 
 
+def origins(dataset: Dataset) -> list[str]:
+    """Return where a dataset's raw files come from: paths, URLs, a store; nothing for a simulated one."""
+    if isinstance(dataset.source, Era5Prepared):
+        return [dataset.source.path]
+    return list(dict.fromkeys(raw.origin for raw in raws(dataset).values() if raw.origin != "simulated"))
+
+
+def prepared_files(source: Era5Prepared) -> list[str]:
+    """Return the files of a folder of years; the statistics that it has to have, even where they are missing."""
+    root = Path(source.path)
+    means = [str(path) for path in [root / "stats/time_means.npy"] if path.exists()]
+    return [
+        *sorted(str(path) for path in root.glob("*/*.h5")),
+        str(root / "stats/global_means.npy"),
+        str(root / "stats/global_stds.npy"),
+        *means,
+    ]
+
+
 def raw_settings(dataset: Dataset, raw: Raw) -> dict[str, Any]:
     """Return the settings that decide the content of an acquired file: what makes acquisition run again."""
     settings = {

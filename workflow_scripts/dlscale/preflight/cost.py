@@ -300,7 +300,7 @@ def _price(work: Work, scheduler: Scheduler | None, results: Path) -> Row:
     asked = slurm.request(scheduler, work.stage, geometry)
     hours = work.jobs * (found.seconds / 3600 if found.seconds is not None else int(asked["runtime"]) / 60)
     nodes = scheduler.cpu_nodes if geometry is None else scheduler.gpu_nodes
-    qos = slurm.run_qos(scheduler, geometry) if geometry else scheduler.data_qos
+    qos = str(asked["qos"]) if "qos" in asked else None
     if geometry is None:
         shown += f" x {asked['cpus_per_task']} CPUs"
     node_hours = hours * int(asked["nodes"]) * _part(scheduler, nodes, qos, asked)

@@ -123,11 +123,12 @@ def site_settings(site: str | Path | None, profiles: str | Path = "profiles") ->
     Parameters
     ----------
     site
-        Name of a folder in `profiles` with a `site.yaml`, or the path of such a file (with a slash); None: no site.
+        Name of a folder in `profiles` with a `site.yaml`, or path of a folder or file (with a slash); None: no site.
     """
     if not site:
         return {}
-    path = Path(site) if "/" in str(site) else Path(profiles) / str(site) / "site.yaml"
+    path = Path(site) if "/" in str(site) else Path(profiles) / str(site)
+    path = path / "site.yaml" if path.suffix != ".yaml" else path
     if not path.is_file():
         known = sorted(file.parent.name for file in Path(profiles).glob("*/site.yaml") if file.parent.name != "default")
         raise UserError(f"site: {path}: no such file; {unknown('site', str(site), known)}")

@@ -7,6 +7,7 @@ standard input, which it holds, ends, and the stage in it ends with that (`hold_
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import os
 import signal
@@ -15,7 +16,10 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterable
+from pathlib import Path
 from types import FrameType
+from typing import IO
 
 #: Set anew for each process, hence passed on by name: rank, size and place of meeting, devices, the job.
 PASSED_ON = (
@@ -37,6 +41,9 @@ PASSED_ON = (
 )
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
+#: Statuses of the engine's own: it failed; the command cannot be run; there is no such command.
+NOT_STARTED = (125, 126, 127)
 
 #: Seconds between asking a stage to end and ending it, where whoever started it is gone.
 GRACE = 30
@@ -74,10 +81,17 @@ def main(command: list[str]) -> int:
     client = subprocess.Popen(
         [engine, command[1], "--name", called, "--sig-proxy=false", *command[2:]],
         stdin=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         start_new_session=True,
     )
+    last: collections.deque[bytes] = collections.deque(maxlen=20)
+    copier = threading.Thread(target=_copy, args=(client.stderr, last), daemon=True)
+    copier.start()
     try:
         status = client.wait()
+        copier.join(5)
+        if status in NOT_STARTED:
+            _explain(engine, command, status, last)
         if status < 0:  # the client was killed; the container goes on
             waited = ask("wait", called).stdout.strip()
             status = int(waited) if waited.isdecimal() else 128 - status
@@ -89,6 +103,27 @@ def main(command: list[str]) -> int:
             with contextlib.suppress(OSError):
                 client.stdin.close()
         ask("rm", "--force", called)  # nothing, where --rm has done it
+
+
+def _copy(stream: IO[bytes], last: collections.deque[bytes]) -> None:
+    """Pass on what the engine and the stage say, and remember its end."""
+    for line in stream:
+        last.append(line)
+        with contextlib.suppress(OSError):
+            os.write(2, line)
+
+
+def _explain(engine: str, command: list[str], status: int, last: Iterable[bytes]) -> None:
+    """Write into the stage's log, which the stage had no chance to, why its container did not start."""
+    if "--log" not in command[:-1]:
+        return
+    log = Path(command[command.index("--log") + 1])
+    said = b"".join(last).decode(errors="replace")
+    remedy = "; is the image here, and are GPUs set up for containers (site.gpu: false leaves them out)?"
+    with contextlib.suppress(OSError):
+        log.parent.mkdir(parents=True, exist_ok=True)
+        if not log.exists() or not log.stat().st_size:
+            log.write_text(f"{said}{engine} did not start the container (status {status}){remedy}\n")
 
 
 def hold_on() -> None:

@@ -204,16 +204,18 @@ def resolve(site: Site, folder: Path | None = None) -> Choice:
 
 def _trouble(engine: str, image: str, folder: Path | None) -> str | None:
     """Return what keeps an engine from being used for an image, or None."""
-    if not shutil.which(engine, path=str(folder) if folder else None):
+    command = shutil.which(engine, path=str(folder) if folder else None)
+    if not command:
         return "absent"
     if (engine == "apptainer") != image.endswith(".sif") or (engine == "shifter" and image.startswith(LOCAL)):
         return f"not for image {image}"
-    if engine == "docker":  # a client without its daemon is common
+    # A client without its daemon is common, and podman-hpc without a USER or its tools.
+    if question := {"docker": ["info"], "podman-hpc": ["images", "--quiet"]}.get(engine):
         try:
-            asked = subprocess.run(["docker", "info"], capture_output=True, timeout=30, check=False).returncode
+            asked = subprocess.run([command, *question], capture_output=True, timeout=30, check=False).returncode
         except subprocess.TimeoutExpired:
             asked = 1
-        return "its daemon does not answer" if asked else None
+        return f"{engine} {' '.join(question)} fails" if asked else None
     return None
 
 

@@ -80,7 +80,9 @@ class Build(Strict):
     """How `snakemake image` builds a local image."""
 
     target: Literal["cpu", "gpu"] = Field("cpu", description="Target of docker/Dockerfile.")
-    arguments: dict[Variable, Value] = Field({}, description="Build arguments, such as BASE_IMAGE.")
+    arguments: dict[Variable, Annotated[str, StringConstraints(pattern=r"^[^\n\r]*$")]] = Field(
+        {}, description="Build arguments, such as BASE_IMAGE."
+    )
 
 
 class Site(Strict):

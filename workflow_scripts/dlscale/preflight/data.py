@@ -1,0 +1,116 @@
+"""The datasets: their files, and the servers that they are fetched from."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import urllib.request
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from dlscale.data import parts
+from dlscale.preflight.disks import in_bytes
+from dlscale.preflight.probe import Finding, Status
+from dlscale.runtime.schema.dataset import SPLITS, Dataset, Era5Prepared, Era5Zarr
+from dlscale.runtime.schema.site import Scheduler
+
+
+def manifest_of(results: Path, name: str) -> Path:
+    """Return the file that describes a dataset, and is there once it is made."""
+    return results / "data" / name / "manifest.json"
+
+
+def local_files(dataset: Dataset) -> list[str]:
+    """Return the raw files that are read where they lie, and folders of them."""
+    return [origin for origin in parts.origins(dataset) if "://" not in origin]
+
+
+def probe_data(name: str, dataset: Dataset, results: Path) -> Finding:
+    """Judge a dataset: the files it is made from, and those that were made of them."""
+    what = f"data {name}"
+    manifest = manifest_of(results, name)
+    # A store is read once; files that are read where they lie are inputs of rules, and are missed at any time.
+    stored = isinstance(dataset.source, Era5Zarr) and manifest.exists()
+    if not stored and (trouble := _trouble(dataset)):
+        return Finding(what, "FAIL", trouble, f"put it there, or name its place in datasets.{name}.source")
+    if not manifest.exists():
+        made = "will be simulated" if not parts.origins(dataset) else "will be made from its files"
+        return Finding(what, "ok", made)
+    try:
+        splits = json.loads(manifest.read_text(encoding="utf-8"))["splits"]
+        files = [(manifest.parent / file["path"], int(file["bytes"])) for split in splits.values() for file in split]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return Finding(what, "FAIL", f"{manifest}: not a manifest", "delete it and run the workflow again")
+    gone = [path for path, _ in files if not path.is_file()]
+    changed = [path for path, size in files if path.is_file() and path.stat().st_size != size]
+    if changed:
+        own = changed[0].resolve().is_relative_to(manifest.parent.resolve())
+        remedy = (
+            f"delete {changed[0]} and run the workflow again"
+            if own
+            else "if that is meant, go on: it is described again"
+        )
+        text = f"{changed[0]}: of another size than when it was described ({len(changed)} of {len(files)} files)"
+        return Finding(what, "FAIL" if own else "warn", text, remedy)
+    if gone:
+        again = "simulated" if not parts.origins(dataset) else "made" if local_files(dataset) else "fetched"
+        text = f"{gone[0]}: gone, perhaps removed from scratch ({len(gone)} of {len(files)} files)"
+        return Finding(what, "warn", text, f"it will be {again} again, which takes its time")
+    size = sum(size for _, size in files)
+    return Finding(what, "ok", f"{len(files)} files, {in_bytes(size)}, of the size that was described")
+
+
+def _trouble(dataset: Dataset) -> str | None:
+    """Return what is wrong with the first local raw file that is not as it has to be."""
+    source = dataset.source
+    files = local_files(dataset)
+    if isinstance(source, Era5Prepared):
+        for split in ("train", "valid"):
+            if not any(Path(source.path).glob(f"{split}/*.h5")):
+                return f"{source.path}/{split}/*.h5: no such file"
+        # Folders of other names are nobody's concern.
+        files = [file for file in parts.prepared_files(source) if Path(file).parent.name in (*SPLITS, "stats")]
+    return next(filter(None, map(_unreadable, map(Path, files))), None)
+
+
+def _unreadable(path: Path) -> str | None:
+    if not path.exists():
+        return f"{path}: no such file or folder"
+    if not os.access(path, os.R_OK):
+        return f"{path}: no permission to read it"
+    return f"{path}: empty" if path.is_file() and path.stat().st_size == 0 else None
+
+
+#: Where stores without a host in their name are.
+STORES = {"gs": "storage.googleapis.com", "s3": "s3.amazonaws.com"}
+PORTS = {"http": 80}
+
+
+def hosts(dataset: Dataset) -> list[tuple[str, int]]:
+    """Return name and port of the servers that a dataset is fetched from."""
+    found = []
+    for origin in parts.origins(dataset):
+        with contextlib.suppress(ValueError):  # no address: whoever fetches it will say so
+            address = urlsplit(origin)
+            host = STORES.get(address.scheme) or (address.hostname if address.scheme in ("http", "https") else None)
+            if host:
+                found.append((host, address.port or PORTS.get(address.scheme, 443)))
+    return list(dict.fromkeys(found))
+
+
+def probe_network(host: str, port: int, scheduler: Scheduler | None) -> Finding:
+    """Try to reach a server, by way of the proxy if there is one."""
+    proxy = urllib.request.getproxies().get("http" if port == 80 else "https")
+    via = urlsplit(proxy) if proxy and not urllib.request.proxy_bypass(host) else None
+    to = (via.hostname, via.port or 80) if via and via.hostname else (host, port)
+    by = f" by way of the proxy {to[0]}" if via else ""
+    try:
+        socket.create_connection(to, timeout=5).close()
+    except OSError as error:
+        elsewhere = scheduler is not None and scheduler.acquire == "job"
+        remedy = "fetch where there is a network (site.scheduler.acquire), or put the files there by hand"
+        status: Status = "warn" if elsewhere else "FAIL"
+        return Finding(f"network {host}", status, f"port {to[1]} does not answer from here{by}: {error}", remedy)
+    return Finding(f"network {host}", "ok", f"port {to[1]} answers from here{by}")
