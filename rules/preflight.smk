@@ -72,7 +72,7 @@ onstart:
     if works and (SITE.scheduler or SITE.engine != "none"):
         findings = examined(works)
         print(*doctor.lines(findings), sep="\n", file=sys.stderr)
-        if doctor.failed(findings):
+        if doctor.failed(findings) or (SITE.engine != "none" and not IMAGE):
             raise WorkflowError("The site is not ready; nothing was started. See the lines with FAIL above.")
 
 

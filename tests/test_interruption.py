@@ -17,6 +17,7 @@ import torch.multiprocessing as mp
 
 from dlscale.parallel.world import World, first_host, join
 from dlscale.runtime.schema.run import Geometry
+from dlscale.train.checkpoint import Checkpoints
 from dlscale.train.interruption import Interruption
 from tests.conftest import ERA5, ERA5_RUN, ROOT, make_run, records, train
 
@@ -224,3 +225,65 @@ def test_a_warning_outside_of_training_is_no_end(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, timeout=60, check=False)
     assert done.returncode == 0
+
+
+@pytest.mark.slow
+def test_ranks_end_with_torchrun(tmp_path: Path, era5_data: Path) -> None:
+    """A torchrun that is killed outright leaves nobody training: its ranks save, and end."""
+    settings = {"training": {"steps": 100_000, "checkpoint_epochs": 100_000}, "geometry": {"gpus_per_node": 2}}
+    folder = configure(tmp_path / "run", **settings)
+    starter = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "-m",
+        "--",
+        "dlscale",
+    ]
+    arguments = ["--config", "config.yaml", "--out", ".", "--threads", "2", "--log", "train.log"]
+    arguments += ["--manifest", str(era5_data / "manifest.json"), "--checkpoints", "checkpoints"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "workflow_scripts")}
+    process = subprocess.Popen([*starter, "dlscale", "train", *arguments], cwd=folder, env=environment)
+    wait_for(folder / "train.log", "epoch 3 of", process)
+    ranks = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    process.kill()
+    process.wait()
+    end = time.monotonic() + 60
+    while any(Path(f"/proc/{rank}").exists() for rank in ranks):
+        assert time.monotonic() < end
+        time.sleep(0.2)
+    assert "asked to end: saved after step" in (folder / "train.log").read_text()
+
+
+def test_a_kill_between_two_saves_of_a_step_loses_neither(tmp_path: Path) -> None:
+    """The same step is saved again when a validation that was stopped comes to its end."""
+    checkpoints = Checkpoints(tmp_path, 1)
+    checkpoints.save(10, {"step": 10, "what": "first"})
+    (tmp_path / "step-00000010").rename(tmp_path / ".step-00000010.host.7.abcd.old")  # killed right there
+    assert checkpoints.load() is None
+    (tmp_path / ".step-00000011.host.7.abcd.part").mkdir()
+    checkpoints.tidy()
+    assert checkpoints.load() == {"step": 10, "what": "first"}
+    checkpoints.save(10, {"step": 10, "what": "second"})
+    assert checkpoints.load() == {"step": 10, "what": "second"}
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000010"]
+
+
+def test_slow_steps_are_not_waited_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps that take seconds, or become slow all at once: a signal is heard within a few of them."""
+    for before, after in ((20.0, 20.0), (0.005, 2.0)):
+        now = [0.0]
+        monkeypatch.setattr("dlscale.train.interruption.time.monotonic", lambda now=now: now[0])
+        world = World(size=2)
+        monkeypatch.setattr(World, "most_on_host", lambda self, values: list(values))
+        interruption = Interruption(world)
+        for _ in range(3000):
+            now[0] += before
+            interruption.asked()
+        interruption._heard = "end"
+        begun = now[0]
+        while not interruption.asked():
+            now[0] += after
+        assert now[0] - begun <= 16 * after + 1

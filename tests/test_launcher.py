@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -17,7 +18,7 @@ import pytest
 from dlscale.runtime import config, image, slurm
 from dlscale.runtime.contain import PASSED_ON
 from dlscale.runtime.errors import UserError
-from dlscale.runtime.launcher import Place, launch, outside, resolve
+from dlscale.runtime.launcher import Place, check_names, launch, outside, resolve
 from dlscale.runtime.provenance import Image
 from dlscale.runtime.schema.run import Geometry
 from dlscale.runtime.schema.site import Site
@@ -350,7 +351,7 @@ def test_auto_is_no_engine_for_many_nodes() -> None:
 
 # ---- jobs of an earlier call -----------------------------------------------------------------------
 
-QUEUE = "7|RUNNING|rule_train_wildcards_a_b|/here\n8|PENDING|rule_acquire|/there\n9|RUNNING|mine|/here\nodd line\n"
+QUEUE = "7|RUNNING|/here|rule_train_wildcards_a_b\n8|PENDING|/there|rule_acquire\n9|RUNNING|/here|mine\nodd line\n\n"
 
 
 def squeue(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
@@ -400,3 +401,39 @@ def test_versions_of_the_images_are_the_projects() -> None:
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     for file, target in (("profiles/perlmutter/site.yaml", "gpu"), ("Snakefile", "cpu")):
         assert f"ghcr.io/dlscale/dlscale:{target}-{version}" in (ROOT / file).read_text(), file
+
+
+def test_a_chain_of_links_is_seen(tmp_path: Path) -> None:
+    """Links to links, relative and of folders: the container follows each of them."""
+    work, far = tmp_path / "work", tmp_path / "far"
+    (far / "v2").mkdir(parents=True)
+    work.mkdir()
+    (far / "v2/x.h5").touch()
+    (far / "by_name").mkdir()
+    (far / "by_name/current").symlink_to("../v2")
+    (work / "x.h5").symlink_to(far / "by_name/current/x.h5")
+    assert outside([work / "x.h5"], work) == (str(far / "by_name/current"), str(far / "v2"))
+
+
+@pytest.mark.parametrize(
+    ("path", "changes", "message"),
+    [
+        (
+            "/a/$(touch x)",
+            {"scheduler": SCHEDULER, "engine": "none"},
+            "Slurm jobs cannot be submitted from a path with",
+        ),
+        ("/a/`x`", {"scheduler": SCHEDULER, "engine": "none"}, "Slurm jobs cannot"),
+        ("/a:b", {"engine": "podman"}, "no container can be given a path with ':'"),
+    ],
+)
+def test_paths_that_cannot_be_carried_are_refused(path: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=re.escape(message)):
+        check_names(["/fine 'n' ü", path], site(**changes))
+    check_names([path], site(engine="none"))
+
+
+def test_a_whole_node_is_no_part_of_one(perlmutter: slurm.Scheduler) -> None:
+    without = perlmutter.model_copy(update={"qos": {}})
+    assert slurm.run_qos(without, Geometry(gpus_per_node=3)) == "shared"
+    assert slurm.run_qos(without, FOUR) == "regular"

@@ -6,9 +6,12 @@ A run on one device is a world of one, in which everything below costs nothing.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import datetime as dt
 import os
 import re
+import signal
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -106,6 +109,7 @@ def join(geometry: Geometry, device: str) -> Iterator[World]:
         yield World(device=torch.device(kind))
         return
     rank, size, local_rank = _ranks()
+    _end_with_torchrun()
     if size != geometry.world_size:
         raise UserError(
             f"geometry: this run asks for {geometry.world_size} processes ({geometry.nodes} nodes x "
@@ -150,6 +154,12 @@ def _ranks() -> tuple[int, int, int]:
     return 0, 1, 0
 
 
+def _end_with_torchrun() -> None:
+    """Have this process told (SIGTERM) when torchrun, its parent, is killed: nobody else would end it."""
+    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+
+
 def _rendezvous(geometry: Geometry) -> None:
     """Say where the processes meet, if whoever started them did not: on the first node of Slurm's list."""
     nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST")
@@ -158,8 +168,10 @@ def _rendezvous(geometry: Geometry) -> None:
     if geometry.nodes > 1 and "MASTER_ADDR" not in os.environ:
         raise UserError("MASTER_ADDR is not set: with several nodes, give all processes the name of the first node")
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    # Jobs that share a node must not meet at the same port.
-    os.environ.setdefault("MASTER_PORT", str(20000 + int(os.environ.get("SLURM_JOB_ID", os.getppid())) % 20000))
+    # Jobs that share a node, and steps that share a job, must not meet at the same port.
+    job, step = (os.environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+    number = int(job) + 97 * int(step or 0) if job.isdecimal() and (step or "0").isdecimal() else os.getppid()
+    os.environ.setdefault("MASTER_PORT", str(20000 + number % 20000))
 
 
 def first_host(nodes: str) -> str:

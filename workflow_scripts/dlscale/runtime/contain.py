@@ -51,7 +51,8 @@ GRACE = 30
 
 def name() -> str:
     """Return a name that no other container of this user on this node has."""
-    job = [os.environ[key] for key in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID") if key in os.environ]
+    numbers = (os.environ.get(key, "") for key in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID"))
+    job = [number for number in numbers if number.isdecimal()]
     return "-".join(["dlscale", socket.gethostname().split(".")[0], *job, str(os.getpid())])
 
 
@@ -67,9 +68,7 @@ def main(command: list[str]) -> int:
 
     def deliver(word: str) -> None:
         # It may be that the container is only about to start.
-        for _ in range(40):
-            if ask("kill", "--signal", word, called).returncode == 0 or client.poll() is not None:
-                return
+        while client.poll() is None and ask("kill", "--signal", word, called).returncode:
             time.sleep(0.25)
 
     def forward(number: int, frame: FrameType | None) -> None:

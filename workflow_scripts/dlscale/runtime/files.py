@@ -9,6 +9,7 @@ import hashlib
 import io
 import json
 import os
+import secrets
 import shutil
 import socket
 from collections.abc import Iterator
@@ -33,8 +34,9 @@ def whole(path: str | os.PathLike[str]) -> Iterator[Path]:
         The final file or directory.
     """
     path = Path(path)
-    stem, owner = f".{path.name[:150]}.{_HOST}", f"{os.getpid()}.part{path.suffix}"
-    temporary = path.with_name(f"{stem}.{owner}")
+    # A token, since processes of different containers may have the same number.
+    stem, owner = f".{path.name[:150]}.{_HOST}", f"{os.getpid()}.{secrets.token_hex(4)}"
+    temporary = path.with_name(f"{stem}.{owner}.part{path.suffix}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         for left in path.parent.glob(f"{glob.escape(stem)}.*.part{glob.escape(path.suffix)}"):
@@ -42,9 +44,12 @@ def whole(path: str | os.PathLike[str]) -> Iterator[Path]:
             if not Path(f"/proc/{left.name[len(stem) + 1 :].split('.')[0]}").exists():
                 _remove(left)
         yield temporary
-        if path.is_dir() and temporary.is_dir():
-            shutil.rmtree(path)
+        former = path.with_name(f"{stem}.{owner}.old") if path.is_dir() and temporary.is_dir() else None
+        if former:  # a folder cannot be written over; at no time is there neither
+            os.replace(path, former)
         os.replace(temporary, path)
+        if former:
+            shutil.rmtree(former, ignore_errors=True)
     except (OSError, RuntimeError) as error:  # h5py reports a failed write as either
         _remove(temporary)
         raise explained(error, path) from error
@@ -95,7 +100,9 @@ def explained(error: Exception, path: str | os.PathLike[str]) -> Exception:
     """Return a `UserError` for a full disk, a read-only place or a missing file, else `error`."""
     text, number = str(error).lower(), getattr(error, "errno", None)
     if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or any(
-        words in text for words in ("no space left", "quota exceeded", "file too large")
+        # The last is how PyTorch says it: what it wrote is not there.
+        words in text
+        for words in ("no space left", "quota exceeded", "file too large", "unexpected pos")
     ):
         return UserError(f"{path}: no space left for this file; free some, or choose a larger place for `results`")
     if number in (errno.EACCES, errno.EPERM, errno.EROFS):

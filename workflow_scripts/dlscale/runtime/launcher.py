@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import shutil
 import subprocess
 from collections.abc import Iterable
@@ -9,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dlscale.runtime.contain import PASSED_ON
+from dlscale.runtime.errors import UserError
 from dlscale.runtime.schema.run import Geometry
 from dlscale.runtime.schema.site import Engine, Site
 from dlscale.runtime.slurm import cpus_per_task
@@ -222,13 +225,35 @@ def _trouble(engine: str, image: str, folder: Path | None) -> str | None:
 def outside(paths: Iterable[str | Path], *inside: str | Path) -> tuple[str, ...]:
     """Return the folders of `paths` that a container with the folders `inside` would not see, absolute.
 
-    Where a path leads through links, the folder of what it points to, too: the container follows the links as well.
+    Where a path leads through links, the folders of all that they point to: the container follows the links as well.
     """
     seen = [Path(folder).resolve() for folder in inside]
     found: dict[str, None] = {}
     for path in map(Path, paths):
-        for place in (path.absolute(), path.resolve()):
+        for place in _chain(path.absolute()):
             folder = place if place.is_dir() else place.parent
             if not any(place.is_relative_to(known) for known in seen):
                 found[str(folder)] = None
     return tuple(found)
+
+
+def _chain(path: Path) -> list[Path]:
+    """Return a path, and what it becomes as each link in it is followed."""
+    found = [path]
+    for _ in range(40):  # as many as Linux follows
+        link = next((part for part in [*reversed(found[-1].parents), found[-1]] if part.is_symlink()), None)
+        if link is None:
+            break
+        target = Path(os.path.normpath(link.parent / link.readlink()))
+        found.append(target / found[-1].relative_to(link))
+    return found
+
+
+def check_names(paths: Iterable[str], site: Site) -> None:
+    """Refuse names of folders and files that an engine, or the executor that submits jobs, cannot carry."""
+    for path in paths:
+        # It puts the command between double quotes, in which a shell still reads these.
+        if site.scheduler and (bad := re.search(r'[$`"\\\n]', path)):
+            raise UserError(f"{path}: Slurm jobs cannot be submitted from a path with {bad[0]!r}; use another name")
+        if site.engine != "none" and (bad := re.search(r"[:,\n]", path)):
+            raise UserError(f"{path}: no container can be given a path with {bad[0]!r}; use another name")

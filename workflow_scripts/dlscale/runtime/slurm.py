@@ -116,6 +116,8 @@ def check(scheduler: Scheduler | None, geometry: Geometry, where: str = "") -> N
         )
     qos = run_qos(scheduler, geometry)
     limit = scheduler.qos.get(qos or "", Qos())
+    if limit.max_gpus and geometry.world_size > limit.max_gpus:
+        raise UserError(f"{where}geometry: {geometry.world_size} GPUs are more than the {limit.max_gpus} of QOS {qos}")
     if limit.max_nodes and geometry.nodes > limit.max_nodes:
         raise UserError(
             f"{where}geometry.nodes: {geometry.nodes} is more than the {limit.max_nodes} that QOS {qos} allows"
@@ -147,7 +149,7 @@ class Running:
 
 def left_running(folder: str) -> list[Running] | None:
     """Return the user's jobs that a workflow submitted from `folder` and that are still queued; None: no answer."""
-    words = ["squeue", "--me", "--noheader", "--format=%i|%T|%k|%Z"]
+    words = ["squeue", "--me", "--noheader", "--format=%i|%T|%Z|%k"]
     try:
         listed = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
     except FileNotFoundError:  # no Slurm here, no jobs
@@ -158,7 +160,7 @@ def left_running(folder: str) -> list[Running] | None:
         return None
     found = []
     for line in listed.stdout.splitlines():
-        number, state, purpose, place = (*line.split("|", 3), "", "", "", "")[:4]
+        number, state, place, purpose = (*line.split("|", 3), "", "", "", "")[:4]
         if place == folder and purpose.startswith("rule_"):
             found.append(Running(number, state, purpose.removeprefix("rule_").replace("_wildcards_", " ")))
     return found

@@ -35,8 +35,17 @@ class Checkpoints:
     def __init__(self, folder: Path, keep: int) -> None:
         self.folder, self.keep = folder, keep
         folder.mkdir(parents=True, exist_ok=True)
-        for torn in folder.glob(".step-*.part"):  # left by a process that was killed while it saved
+
+    def tidy(self) -> None:
+        """Put right what a process left that was killed while it saved. Only the one writer may do so."""
+        for torn in self.folder.glob(".step-*.part"):
             shutil.rmtree(torn, ignore_errors=True)
+        for former in self.folder.glob(".step-*.old"):  # was about to be replaced by one of the same step
+            path = self.folder / former.name.split(".")[1]
+            if path.exists():
+                shutil.rmtree(former, ignore_errors=True)
+            else:
+                former.rename(path)
 
     def steps(self) -> list[int]:
         """Return the saved steps, oldest first."""

@@ -21,6 +21,10 @@ MEANING: dict[signal.Signals, Request] = {
 _WEIGHT: dict[Request | None, int] = {None: 0, "save": 1, "end": 2}
 
 
+#: Steps between two agreements at most: should they become slow all at once, it is not noticed too late.
+MOST_STEPS = 16
+
+
 class Interruption:
     """Whether this training was asked to save or to end; a context in which signals ask.
 
@@ -37,7 +41,7 @@ class Interruption:
         self._world, self._seconds = world, seconds
         self._heard: Request | None = None
         self._every = self._left = 1
-        self._agreed = time.monotonic()
+        self._agreed = 0.0
         self._former: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Interruption:
@@ -65,8 +69,8 @@ class Interruption:
         now = time.monotonic()
         request, elapsed = self._world.most_on_host([_WEIGHT[self._heard], now - self._agreed])
         # Of the slowest process's time all make the same next interval.
-        ratio = self._seconds / max(elapsed, 1e-6)
-        self._every = self._left = max(1, int(self._every * min(ratio, 4.0)))
+        ratio = self._seconds / max(elapsed, 1e-6) if self._agreed else 1.0  # the first says nothing of steps
+        self._every = self._left = min(max(1, int(self._every * min(ratio, 4.0))), MOST_STEPS)
         self._agreed = time.monotonic()
         found = next(name for name, weight in _WEIGHT.items() if weight == request)
         if _WEIGHT[self._heard] <= request:  # a signal that came meanwhile waits for the next time

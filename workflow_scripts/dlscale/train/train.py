@@ -57,6 +57,7 @@ def _lead(run: TrainRun, session: Session, folder: Path, out: Path) -> None:
     """Train, and write what there is to show for it."""
     started = provenance.now()
     with only_writer(folder.parent), contextlib.ExitStack() as stack:
+        Checkpoints(folder, run.training.keep_checkpoints).tidy()
         board_folder = stack.enter_context(whole(out / "tensorboard"))
         board = stack.enter_context(Board(board_folder, run))
 
