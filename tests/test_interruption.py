@@ -80,9 +80,9 @@ def test_a_warning_saves_and_goes_on(tmp_path: Path, era5_data: Path, monkeypatc
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("workers", [0, 2])
-def test_terminated(tmp_path: Path, era5_data: Path, workers: int) -> None:
-    """By a real signal to all of its processes, loader workers too, as Slurm sends it."""
+@pytest.mark.parametrize(("workers", "how"), [(0, signal.SIGTERM), (2, signal.SIGTERM), (2, signal.SIGINT)])
+def test_terminated(tmp_path: Path, era5_data: Path, workers: int, how: signal.Signals) -> None:
+    """By a real signal to all of its processes, loader workers too, as Slurm or a terminal sends it."""
     run = {"training": {"steps": 3000, "checkpoint_epochs": 1000}, "loader": {"workers": workers}}
     folder = configure(tmp_path / "run", **run)
     process = subprocess.Popen(
@@ -102,7 +102,7 @@ def test_terminated(tmp_path: Path, era5_data: Path, workers: int) -> None:
         wait_for(folder / "log", "asked to save: saved after step", process)
         saved = len(list(folder.glob("checkpoints/*/step-*")))
         wait_for(folder / "log", f"epoch {4 + (folder / 'log').read_text().count('epoch ')} of", process)
-        os.killpg(process.pid, signal.SIGTERM)
+        os.killpg(process.pid, how)
         _, errors = process.communicate(timeout=60)
     finally:
         process.kill()

@@ -1,4 +1,4 @@
-"""Being asked to save, or to save and end, by a signal: Slurm's warning of the time limit, preemption, `scancel`."""
+"""Being asked to save, or to save and end, by a signal: Slurm's warning, preemption, `scancel`, Ctrl-C."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ MEANING: dict[signal.Signals, Request] = {
     signal.SIGUSR1: "save",
     signal.SIGUSR2: "save",
     signal.SIGTERM: "end",
+    signal.SIGINT: "end",
 }
 _WEIGHT: dict[Request | None, int] = {None: 0, "save": 1, "end": 2}
-
 
 #: Steps between two agreements at most: should they become slow all at once, it is not noticed too late.
 MOST_STEPS = 16
@@ -55,6 +55,8 @@ class Interruption:
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         request = MEANING[signal.Signals(number)]
+        if number == signal.SIGINT:  # who asks again will not wait for it to be saved
+            signal.signal(number, signal.default_int_handler)
         if _WEIGHT[request] > _WEIGHT[self._heard]:
             self._heard = request
 

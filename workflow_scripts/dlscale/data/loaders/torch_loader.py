@@ -51,7 +51,7 @@ class _Batches:
 
 def _ignore_signals(worker: int) -> None:
     """Live on where all processes of a job are signalled: the training, which ends its workers, has yet to save."""
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
 
 
