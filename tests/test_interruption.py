@@ -22,6 +22,9 @@ from dlscale.train.interruption import Interruption
 from tests.conftest import ERA5, ERA5_RUN, ROOT, make_run, records, train
 
 STOPPED = 75
+TORCHRUN = [
+    *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "--", "dlscale")
+]
 #: Drop-out, so that a random state that is not restored shows; 10 steps an epoch, the last one smaller.
 RUN: dict[str, Any] = {**ERA5_RUN, "model": {**ERA5_RUN["model"], "dropout": 0.2}, "training": {"epochs": 2}}
 
@@ -117,19 +120,9 @@ def test_one_of_several_processes_is_asked_and_all_save(tmp_path: Path, era5_dat
 
     settings = {"training": {"steps": 1200, "checkpoint_epochs": 1000}, "geometry": {"gpus_per_node": 2}}
     whole, stopped = configure(tmp_path / "whole", **settings), configure(tmp_path / "stopped", **settings)
-    starter = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=2",
-        "-m",
-        "--",
-        "dlscale",
-    ]
     process = subprocess.Popen(
         [
-            *(*starter, "train", "--config", "config.yaml", "--out", ".", "--threads", "2", "--log", "train.log"),
+            *(*TORCHRUN, "train", "--config", "config.yaml", "--out", ".", "--threads", "2", "--log", "train.log"),
             *("--manifest", str(era5_data / "manifest.json"), "--checkpoints", "checkpoints"),
         ],
         cwd=stopped,
@@ -232,20 +225,10 @@ def test_ranks_end_with_torchrun(tmp_path: Path, era5_data: Path) -> None:
     """A torchrun that is killed outright leaves nobody training: its ranks save, and end."""
     settings = {"training": {"steps": 100_000, "checkpoint_epochs": 100_000}, "geometry": {"gpus_per_node": 2}}
     folder = configure(tmp_path / "run", **settings)
-    starter = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=2",
-        "-m",
-        "--",
-        "dlscale",
-    ]
     arguments = ["--config", "config.yaml", "--out", ".", "--threads", "2", "--log", "train.log"]
     arguments += ["--manifest", str(era5_data / "manifest.json"), "--checkpoints", "checkpoints"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "workflow_scripts")}
-    process = subprocess.Popen([*starter, "dlscale", "train", *arguments], cwd=folder, env=environment)
+    process = subprocess.Popen([*TORCHRUN, "train", *arguments], cwd=folder, env=environment)
     wait_for(folder / "train.log", "epoch 3 of", process)
     ranks = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     process.kill()
