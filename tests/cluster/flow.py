@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -91,9 +92,15 @@ class Flow:
 
     def run(self, *arguments: str, timeout: float = 400, profile: str | None = "perlmutter") -> int:
         """Run Snakemake to its end and return its exit status."""
+        with self.running(*arguments, profile=profile) as process:
+            return process.wait(timeout)
+
+    @contextlib.contextmanager
+    def running(self, *arguments: str, profile: str | None = "perlmutter") -> Iterator[subprocess.Popen[str]]:
+        """Start Snakemake, and leave none of its processes running."""
         process = self.start(*arguments, profile=profile)
         try:
-            return process.wait(timeout)
+            yield process
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)

@@ -48,8 +48,7 @@ def test_a_plan_in_containers(flow: Flow, container_engine: Engine) -> None:  # 
 def test_nothing_is_left_running(flow: Flow, container_engine: Engine, cluster: Cluster, how: str) -> None:  # noqa: F811
     flow.config["targets"] = ["long"]
     flow.config["plans"]["long"]["settings"]["training"]["steps"] = 100_000
-    process = flow.start("--retries=0")
-    try:
+    with flow.running("--retries=0") as process:
         flow.until("training", lambda: "epoch 3 of" in flow.log(), process, 300)
         assert len(running(container_engine)) == 1
         if how == "scancel":
@@ -65,9 +64,6 @@ def test_nothing_is_left_running(flow: Flow, container_engine: Engine, cluster: 
             assert time.monotonic() < end, container_engine("ps", "--all")
             time.sleep(0.5)
         assert process.wait(90) != 0
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
     assert flow.checkpoints(), "what was done is saved"
 
 

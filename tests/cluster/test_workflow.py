@@ -154,15 +154,14 @@ def test_a_failed_node(make: Callable[..., Flow], prepared: Flow, cluster: Clust
     settings = long(40, prepared)
     settings["training"]["checkpoint_epochs"] = 50
     flow = make(targets=["long"], plans__long__settings=settings)
-    process = flow.start("--retries=2")
-    try:
+    with flow.running("--retries=2") as process:
         flow.until("a checkpoint", flow.checkpoints, process, 90)
         (node,) = {row[0] for row in flow.jobs("nodelist") if row[0].startswith("nid")}
-        cluster.fail_node(node)
-        assert process.wait(300) == 0, flow.output[-8000:]
-    finally:
-        os.killpg(process.pid, signal.SIGKILL) if process.poll() is None else None
-        cluster.start_node(node)
+        try:
+            cluster.fail_node(node)
+            assert process.wait(300) == 0, flow.output[-8000:]
+        finally:
+            cluster.start_node(node)
     assert sorted(row[0] for row in flow.jobs("state")) == ["COMPLETED", "NODE_FAIL"]
     assert flow.provenance("long/run")["slurm"]["SLURM_JOB_NODELIST"] != node
     assert flow.provenance("long/run")["resumed_from_step"] > 0
@@ -172,15 +171,12 @@ def test_a_failed_node(make: Callable[..., Flow], prepared: Flow, cluster: Clust
 def test_scancel_is_seen(make: Callable[..., Flow], prepared: Flow, cluster: Cluster) -> None:
     """Within a minute; and what was done is saved."""
     flow = make(targets=["long"], plans__long__settings=long(300, prepared))
-    process = flow.start("--retries=0")
-    try:
+    with flow.running("--retries=0") as process:
         flow.until("training", lambda: "epoch 3 of" in flow.log(), process, 90)
         (job,) = [row[0] for row in flow.jobs("jobid")]
         cluster.run("scancel", job)
         begun = time.monotonic()
         assert process.wait(60) != 0
-    finally:
-        os.killpg(process.pid, signal.SIGKILL) if process.poll() is None else None
     assert time.monotonic() - begun < 60
     assert "CANCELLED" in flow.output and flow.checkpoints()
 
@@ -190,15 +186,12 @@ def test_preemption(make: Callable[..., Flow], prepared: Flow, cluster: Cluster)
     """A job of a better QOS takes the node; the run saves, waits, and goes on."""
     flow = make(targets=["long"], plans__long__settings=long(40, prepared))
     flow.config["site"]["scheduler"] |= {"part_qos": "preempt", "qos": {"preempt": {"charge": 0.25}}}
-    process = flow.start("--retries=2")
-    try:
+    with flow.running("--retries=2") as process:
         flow.until("training", lambda: "epoch 3 of" in flow.log(), process, 90)
         other = cluster.submit(
             "sleep 5", "--qos=premium", "--constraint=gpu", "--nodes=4", "--account=m0000_g", "--time=1", cwd=flow.path
         )
         assert process.wait(300) == 0, flow.output[-8000:]
-    finally:
-        os.killpg(process.pid, signal.SIGKILL) if process.poll() is None else None
     assert cluster.state(other) == "COMPLETED"
     assert flow.provenance("long/run")["resumed_from_step"] > 0
     assert "asked to end: saved after step" in flow.output
@@ -209,13 +202,10 @@ def test_preemption(make: Callable[..., Flow], prepared: Flow, cluster: Cluster)
 def test_the_controller_goes_and_comes_back(make: Callable[..., Flow], prepared: Flow, how: signal.Signals) -> None:
     """No job runs twice, and nothing that was done is lost."""
     flow = make(targets=["long"], plans__long__settings=long(25, prepared))
-    process = flow.start("--retries=0")
-    try:
+    with flow.running("--retries=0") as process:
         flow.until("training", lambda: "epoch 3 of" in flow.log(), process, 90)
         os.kill(process.pid, how)
         process.wait(120)
-    finally:
-        os.killpg(process.pid, signal.SIGKILL) if process.poll() is None else None
     if how == signal.SIGKILL:
         assert flow.run("--unlock") == 0, flow.output
     assert flow.run("--retries=0") == 0, flow.output[-8000:]
@@ -230,8 +220,7 @@ def test_the_controller_goes_and_comes_back(make: Callable[..., Flow], prepared:
 def test_a_second_writer_is_refused(make: Callable[..., Flow], prepared: Flow, cluster: Cluster) -> None:
     """Even from another node: the lock says who holds it, and dies with its owner."""
     flow = make(targets=["long"], plans__long__settings=long(60, prepared))
-    process = flow.start("--retries=0")
-    try:
+    with flow.running("--retries=0") as process:
         flow.until("training", lambda: "epoch 3 of" in flow.log(), process, 90)
         second = flow.path / "second"
         command = next(
@@ -246,8 +235,6 @@ def test_a_second_writer_is_refused(make: Callable[..., Flow], prepared: Flow, c
         cluster.wait(job, "FAILED", timeout=60)
         assert "in use by process" in second.read_text() and "Slurm job" in second.read_text()
         assert process.wait(300) == 0, flow.output[-8000:]
-    finally:
-        os.killpg(process.pid, signal.SIGKILL) if process.poll() is None else None
     assert flow.provenance("long/run")["resumed_from_step"] is None
 
 
