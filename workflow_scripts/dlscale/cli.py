@@ -221,16 +221,12 @@ def _fail(terminal: TextIO, message: str, status: int) -> int:
 
 def _configuration(args: argparse.Namespace) -> Configuration | None:
     """Return the configuration as the workflow merges it; None where there is none, as inside of an image."""
-    from dlscale.runtime.config import load, merge, site_settings
-    from dlscale.runtime.settings import read_yaml
+    from dlscale.runtime.config import load_files
 
     files = [*(["config.yaml"] if Path("config.yaml").is_file() else []), *args.configfile]
     if not (files or args.config or args.profile):
         return None
-    raw = site_settings(args.profile)
-    for settings in [*map(read_yaml, files), *map(_given, args.config)]:
-        merge(raw, settings)
-    return load(raw)
+    return load_files(*files, site=args.profile, over=map(_given, args.config))
 
 
 def _given(text: str) -> dict[str, Any]:

@@ -113,11 +113,13 @@ def load(raw: Mapping[str, Any]) -> Configuration:
     return Configuration(workflow, plans, left_out)
 
 
-def load_files(*paths: str | Path, site: str | Path | None = None) -> Configuration:
-    """Load and merge YAML files, later ones over earlier ones, over a site (`site_settings`), and validate them."""
+def load_files(
+    *paths: str | Path, site: str | Path | None = None, over: Iterable[Mapping[str, Any]] = ()
+) -> Configuration:
+    """Merge YAML files over a site (`site_settings`), later over earlier ones, and `over` last; validate it all."""
     raw = site_settings(site)
-    for path in paths:
-        merge(raw, read_yaml(path))
+    for settings in [*map(read_yaml, paths), *over]:
+        merge(raw, settings)
     return load(raw)
 
 
