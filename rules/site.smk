@@ -10,7 +10,6 @@ try:
     CHOICE = launcher.resolve(CONFIG.workflow.site)
     if CHOICE.site.engine != "none" and not CHOICE.site.image:
         raise UserError(f"site.image: engine {CHOICE.site.engine} needs an image; name one, or set site.engine to none")
-    launcher.check_names([os.getcwd(), RESULTS, *map(str, workflow.config_settings.configfiles)], CHOICE.site)
     # Before Snakemake asks for their resources, of which a mistake would be a traceback.
     for resolved in [run for plan in ASKED_PLANS for run in CONFIG.plans[plan].values() if CHOICE.site.scheduler]:
         slurm.check(CHOICE.site.scheduler, resolved.run.geometry, f"plans.{resolved.plan}.runs.{resolved.name}.")

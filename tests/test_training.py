@@ -699,6 +699,8 @@ def test_what_a_killed_process_left_half_saved_is_cleared_away(tmp_path: Path) -
     (tmp_path / ".step-00000009.elsewhere.123.part").mkdir()
     (tmp_path / ".step-00000009.elsewhere.123.part" / "state.pt").write_bytes(b"half")
     checkpoints = Checkpoints(tmp_path, keep=2)
+    assert list(tmp_path.iterdir()), "another process may be writing it"
+    checkpoints.tidy()
     assert not list(tmp_path.iterdir())
     assert checkpoints.load() is None
 

@@ -263,3 +263,11 @@ def test_pieces_are_an_array_and_small_runs_share_a_job(make: Callable[..., Flow
     assert len([row for row in jobs if "measure" in row[1] or "throughput" in row[1]]) == 1, jobs
     for run in ("one", "two"):
         assert (flow.path / f"results/plans/shapes/{run}/throughput.json").exists()
+
+
+def test_a_path_that_would_run_in_a_shell_is_refused(make: Callable[..., Flow]) -> None:
+    """The executor puts a job's command between double quotes."""
+    flow = make(results="my $(touch pwned)")
+    assert flow.run() != 0
+    assert "Slurm jobs cannot be submitted from a path with '$'" in flow.output and "Traceback" not in flow.output
+    assert not flow.jobs("jobid") and not list(flow.path.rglob("pwned"))
