@@ -88,29 +88,19 @@ def test_terminated(tmp_path: Path, era5_data: Path, workers: int, how: signal.S
     """By a real signal to all of its processes, loader workers too, as Slurm or a terminal sends it."""
     run = {"training": {"steps": 3000, "checkpoint_epochs": 1000}, "loader": {"workers": workers}}
     folder = configure(tmp_path / "run", **run)
-    process = subprocess.Popen(
-        [
-            *(sys.executable, "-m", "dlscale", "train", "--config", "config.yaml", "--out", ".", "--threads", "1"),
-            *("--manifest", str(era5_data / "manifest.json"), "--checkpoints", "checkpoints", "--log", "log"),
-        ],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT / "workflow_scripts")},
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    process = begin(folder, era5_data, [sys.executable, "-m", "dlscale"])
     try:
-        wait_for(folder / "log", "epoch 2 of", process)
+        wait_for(folder / "train.log", "epoch 2 of", process)
         os.killpg(process.pid, signal.SIGUSR2)
-        wait_for(folder / "log", "asked to save: saved after step", process)
+        wait_for(folder / "train.log", "asked to save: saved after step", process)
         saved = len(list(folder.glob("checkpoints/*/step-*")))
-        wait_for(folder / "log", f"epoch {4 + (folder / 'log').read_text().count('epoch ')} of", process)
+        wait_for(folder / "train.log", f"epoch {4 + (folder / 'train.log').read_text().count('epoch ')} of", process)
         os.killpg(process.pid, how)
         _, errors = process.communicate(timeout=60)
     finally:
         process.kill()
     assert process.returncode == STOPPED and saved == 1
-    assert "asked to end; saved after step" in errors and "Traceback" not in (folder / "log").read_text()
+    assert "asked to end; saved after step" in errors and "Traceback" not in (folder / "train.log").read_text()
     assert len(list(folder.glob("checkpoints/*/step-*"))) == 2
 
 
@@ -120,17 +110,7 @@ def test_one_of_several_processes_is_asked_and_all_save(tmp_path: Path, era5_dat
 
     settings = {"training": {"steps": 1200, "checkpoint_epochs": 1000}, "geometry": {"gpus_per_node": 2}}
     whole, stopped = configure(tmp_path / "whole", **settings), configure(tmp_path / "stopped", **settings)
-    process = subprocess.Popen(
-        [
-            *(*TORCHRUN, "train", "--config", "config.yaml", "--out", ".", "--threads", "2", "--log", "train.log"),
-            *("--manifest", str(era5_data / "manifest.json"), "--checkpoints", "checkpoints"),
-        ],
-        cwd=stopped,
-        env={**os.environ, "PYTHONPATH": str(ROOT / "workflow_scripts")},
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    process = begin(stopped, era5_data, TORCHRUN)
     try:
         wait_for(stopped / "train.log", "epoch 3 of", process)
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
@@ -147,6 +127,20 @@ def test_one_of_several_processes_is_asked_and_all_save(tmp_path: Path, era5_dat
     train_by(2, stopped, era5_data)
     train_by(2, whole, era5_data)
     same(whole, stopped)
+
+
+def begin(folder: Path, data: Path, starter: list[str]) -> subprocess.Popen[str]:
+    """Start the training of the run in `folder`, in a process group of its own."""
+    manifest = str(data / "manifest.json")
+    settings = ["--config", "config.yaml", "--manifest", manifest, "--threads", "2"]
+    return subprocess.Popen(
+        [*starter, "train", *settings, "--checkpoints", "checkpoints", "--out", ".", "--log", "train.log"],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "workflow_scripts")},
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
 
 
 def wait_for(log: Path, text: str, process: subprocess.Popen[str]) -> None:
@@ -225,10 +219,7 @@ def test_ranks_end_with_torchrun(tmp_path: Path, era5_data: Path) -> None:
     """A torchrun that is killed outright leaves nobody training: its ranks save, and end."""
     settings = {"training": {"steps": 100_000, "checkpoint_epochs": 100_000}, "geometry": {"gpus_per_node": 2}}
     folder = configure(tmp_path / "run", **settings)
-    arguments = ["--config", "config.yaml", "--out", ".", "--threads", "2", "--log", "train.log"]
-    arguments += ["--manifest", str(era5_data / "manifest.json"), "--checkpoints", "checkpoints"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "workflow_scripts")}
-    process = subprocess.Popen([*TORCHRUN, "train", *arguments], cwd=folder, env=environment)
+    process = begin(folder, era5_data, TORCHRUN)
     wait_for(folder / "train.log", "epoch 3 of", process)
     ranks = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     process.kill()
