@@ -150,7 +150,7 @@ format: $(VENV)/.installed-dev  ## put the style right
 .PHONY: schema
 schema: $(VENV)/.installed  ## write the JSON schema of config.yaml, for editors
 	@python -m dlscale schema >$(VENV)/schema.json
-	@mv $(VENV)/schema.json workflow_scripts/dlscale/runtime/schema/config.schema.json
+	@mv $(VENV)/schema.json workflow_scripts/dlscale/config/config.schema.json
 
 .PHONY: lock
 lock: | $(VENV)/bin/python  ## write requirements.lock anew from pyproject.toml, and the images' with hashes

@@ -10,13 +10,16 @@ from pathlib import Path
 
 from dlscale.data import parts
 from dlscale.preflight import cost
-from dlscale.runtime import config as configuration
-from dlscale.runtime import image, launcher, slurm, stages
-from dlscale.runtime.errors import UserError
-from dlscale.runtime.fingerprint import ROOT, fingerprint
-from dlscale.runtime.schema.dataset import Era5Prepared
-from dlscale.runtime.schema.run import ThroughputRun, TrainRun
-from dlscale.runtime.settings import read_yaml
+from dlscale.config import resolve as configuration
+from dlscale.launch import image
+from dlscale.launch import launcher
+from dlscale.launch import slurm
+from dlscale.core import stages
+from dlscale.core.errors import UserError
+from dlscale.core.fingerprint import ROOT, fingerprint
+from dlscale.config.dataset import Era5Prepared
+from dlscale.config.run import ThroughputRun, TrainRun
+from dlscale.core.settings import read_yaml
 
 NAME = r"[A-Za-z0-9][A-Za-z0-9_-]*"
 

@@ -4,7 +4,7 @@ import re
 from collections import Counter
 
 from dlscale.preflight import doctor
-from dlscale.runtime.lock import only_writer
+from dlscale.core.lock import only_writer
 from snakemake.exceptions import WorkflowError
 
 

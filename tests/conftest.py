@@ -13,9 +13,9 @@ import pytest
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the command line sets it, before anything loads OpenMP
 
 from dlscale import cli
+from dlscale.config import resolve as config
 from dlscale.data import parts
 from dlscale.data.parts import load_dataset
-from dlscale.runtime import config
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared"  # real data, where it is at hand

@@ -8,7 +8,7 @@ from typing import Any
 import h5py
 import numpy as np
 
-from dlscale.data.channels import CHANNELS
+from dlscale.datasets.cosmo.channels import CHANNELS
 
 CHANNELS_OF = {name: list(spec[0]) for name, spec in CHANNELS.items()}
 

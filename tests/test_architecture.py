@@ -11,11 +11,13 @@ from pathlib import Path
 import pytest
 from pydantic import TypeAdapter
 
-from dlscale.runtime import config, plugins, stages
-from dlscale.runtime.fingerprint import ROOT as PACKAGE
-from dlscale.runtime.fingerprint import fingerprint, reachable
-from dlscale.runtime.schema.dataset import Dataset
-from dlscale.runtime.schema.run import Run
+from dlscale.config import resolve as config
+from dlscale.config.dataset import DatasetSettings
+from dlscale.config.run import Run
+from dlscale.core import registry as plugins
+from dlscale.core import stages
+from dlscale.core.fingerprint import ROOT as PACKAGE
+from dlscale.core.fingerprint import fingerprint, reachable
 from tests.conftest import COSMO, COSMO_RUN, ERA5, ERA5_RUN, ROOT
 
 MODULES = {
@@ -50,8 +52,8 @@ def run(name: str) -> Run:
     return config.load(raw).plans["plan"]["run"].run
 
 
-def dataset(settings: dict) -> Dataset:
-    return TypeAdapter(Dataset).validate_python(settings)
+def dataset(settings: dict) -> DatasetSettings:
+    return TypeAdapter(DatasetSettings).validate_python(settings)
 
 
 def test_layers() -> None:
@@ -76,9 +78,9 @@ def test_models_are_pure() -> None:
 
 
 def test_computed_imports_are_in_one_place() -> None:
-    """The fingerprint cannot see them: `dlscale.runtime.plugins` names the modules, the command line the stages'."""
+    """The fingerprint cannot see them: `dlscale.core.registry` names the modules, the command line the stages'."""
     found = {module for module, file in MODULES.items() if re.search("import_module|__import__", file.read_text())}
-    assert found == {"dlscale.runtime.plugins", "dlscale.cli"}
+    assert found == {"dlscale.core.registry", "dlscale.cli"}
 
 
 def test_stages_and_plugins_are_modules() -> None:
@@ -135,7 +137,7 @@ def test_fetched_files_depend_on_no_source() -> None:
 PROBE = """
 import sys
 from pathlib import Path
-from dlscale.runtime import fingerprint as f
+from dlscale.core import fingerprint as f
 f.ROOT = Path(sys.argv[1])
 print(*f.reachable(["dlscale.entry"]))
 print(f.fingerprint(["dlscale.entry"], [Path(file) for file in sys.argv[2:]]))

@@ -14,12 +14,12 @@ import pytest
 import yaml
 
 from dlscale import cli
+from dlscale.config import resolve as config
+from dlscale.config.resolve import Configuration
+from dlscale.config.run import Run, RunCore, ThroughputRun, TrainRun, load_run
+from dlscale.core import machine
+from dlscale.core.errors import UserError
 from dlscale.data.parts import load_dataset
-from dlscale.runtime import config, machine
-from dlscale.runtime.config import Configuration
-from dlscale.runtime.errors import UserError
-from dlscale.runtime.schema.run import Run, RunCore, ThroughputRun, TrainRun
-from dlscale.runtime.settings import load_run
 from dlscale.train.schedule import peak_rate
 from tests.conftest import COSMO, COSMO_RUN, ERA5, ERA5_RUN, ROOT, stage
 
@@ -592,5 +592,5 @@ def test_every_shipped_plan_resolves_and_its_figures_name_its_runs() -> None:
 
 
 def test_the_committed_schema_is_the_configurations() -> None:
-    path = ROOT / "workflow_scripts/dlscale/runtime/schema/config.schema.json"
+    path = ROOT / "workflow_scripts/dlscale/config/config.schema.json"
     assert json.loads(path.read_text()) == config.schema(), "run `make schema`"

@@ -9,9 +9,9 @@ import h5py
 import numpy as np
 import pytest
 
-from dlscale.data import cosmo_simulator as simulator
-from dlscale.data.cosmo_simulator import Physics
-from dlscale.runtime.errors import UserError
+from dlscale.core.errors import UserError
+from dlscale.datasets.cosmo import simulator
+from dlscale.datasets.cosmo.simulator import Physics
 
 
 def rng(seed: int = 0) -> np.random.Generator:

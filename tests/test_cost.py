@@ -13,16 +13,17 @@ import pytest
 import yaml
 from pydantic import TypeAdapter
 
+from dlscale.config import resolve as config
+from dlscale.config.dataset import DatasetSettings
+from dlscale.config.resolve import Configuration
+from dlscale.config.run import Geometry
+from dlscale.config.site import Scheduler
+from dlscale.config.workflow import Budget
+from dlscale.core.errors import UserError
 from dlscale.data import parts
+from dlscale.launch import slurm
 from dlscale.preflight import cost
 from dlscale.preflight.cost import Estimate, Work
-from dlscale.runtime import config, slurm
-from dlscale.runtime.config import Configuration
-from dlscale.runtime.errors import UserError
-from dlscale.runtime.schema.dataset import Dataset
-from dlscale.runtime.schema.run import Geometry
-from dlscale.runtime.schema.site import Scheduler
-from dlscale.runtime.schema.workflow import Budget
 from tests.conftest import COSMO, ERA5, ROOT, stage
 
 PERLMUTTER = ROOT / "profiles/perlmutter/site.yaml"
@@ -327,7 +328,7 @@ DATASETS: dict[str, dict] = {
 @pytest.mark.parametrize("settings", DATASETS.values(), ids=DATASETS)
 def test_data_jobs(settings: dict) -> None:
     """As many as the data's own list of parts has; those that fetch run beside the workflow, and are no jobs."""
-    dataset: Dataset = TypeAdapter(Dataset).validate_python(settings)
+    dataset: DatasetSettings = TypeAdapter(DatasetSettings).validate_python(settings)
     acquired = [raw for raw in parts.raws(dataset).values() if raw.acquired]
     made = [] if parts.prepared(dataset) else parts.parts(dataset)
     others = len(made) * (dataset.pieces + 1) + 1

@@ -20,20 +20,22 @@ import pytest
 import torch
 from pydantic import TypeAdapter
 
+from dlscale.config import resolve as config
+from dlscale.config.dataset import DatasetSettings
+from dlscale.core.errors import UserError
 from dlscale.data import parts
-from dlscale.data.channels import CHANNELS
-from dlscale.data.crops import Crops
 from dlscale.data.loaders import torch_loader
 from dlscale.data.loaders.base import Share
+from dlscale.data.loaders.settings import TorchLoader
 from dlscale.data.manifest import FieldInfo, Manifest
-from dlscale.data.pairs import Pairs
 from dlscale.data.parts import load_dataset
 from dlscale.data.store import Moments, Reader, block_average
 from dlscale.data.transforms import DENSITY, IDENTITY, TEMPERATURE, VELOCITY, Transform
-from dlscale.runtime import config
-from dlscale.runtime.errors import UserError
-from dlscale.runtime.schema.dataset import Dataset
-from dlscale.runtime.schema.run import CropSamples, PairSamples, TorchLoader
+from dlscale.datasets.cosmo.channels import CHANNELS
+from dlscale.datasets.cosmo.kind import CropSamples
+from dlscale.datasets.cosmo.samples import Crops
+from dlscale.datasets.era5.kind import PairSamples
+from dlscale.datasets.era5.samples import Pairs
 from tests.conftest import COSMO, ERA5, ROOT, make_dataset, make_parts, stage
 from tests.raw_files import CHANNELS_OF, cosmo, era5, published, volume, write_volume, write_years
 
@@ -210,7 +212,7 @@ def moments_of(path: Path, name: str) -> Moments:
 
 
 def store_source(dataset: Any, label: str, path: Path) -> Any:
-    from dlscale.runtime import plugins
+    from dlscale.core import registry as plugins
 
     return plugins.plugin(plugins.reader(dataset.kind)).open_source(dataset, parts.part(dataset, label), [path])
 
@@ -375,7 +377,7 @@ def test_volumes_carry_names_units_and_provenance(cosmo_data: Path) -> None:
         assert source and set(source) == set(raw.attrs)  # what the raw file says of itself
         settings = json.loads(file.attrs["settings"])
     everything = manifest.provenance["settings"]
-    assert TypeAdapter(Dataset).validate_python(everything) == load_dataset(cosmo_data / "config.yaml")
+    assert TypeAdapter(DatasetSettings).validate_python(everything) == load_dataset(cosmo_data / "config.yaml")
     # What does not decide the values (a bound on memory, the other splits) must not make a file another one.
     assert settings == {k: v for k, v in everything.items() if k not in {"source", "split", "pieces", "memory_mb"}}
     width, height = png_size(cosmo_data / "preview.png")
@@ -567,7 +569,7 @@ def test_files_of_one_name_do_not_stand_in_for_each_other(tmp_path: Path) -> Non
             np.testing.assert_array_equal(stored(manifest.path(file), "Nbody"), fields[seed]["Nbody"])
     urls = ["https://example.org/one/box.h5", "https://example.org/two/box.h5?version=3"]
     source = {"kind": "files", "train": urls[:1], "valid": urls[1:]}
-    named = parts.raws(TypeAdapter(Dataset).validate_python({"kind": "cosmo", "source": source}))
+    named = parts.raws(TypeAdapter(DatasetSettings).validate_python({"kind": "cosmo", "source": source}))
     assert [raw.origin for raw in named.values()] == urls
     assert all(re.fullmatch(r"[A-Za-z0-9._-]+", name) for name in named)
 

@@ -17,14 +17,16 @@ import pytest
 import yaml
 from pydantic import TypeAdapter
 
+from dlscale.config import resolve as config
+from dlscale.config.dataset import DatasetSettings
+from dlscale.config.resolve import Configuration
+from dlscale.config.run import Run
+from dlscale.config.site import Nodes, Scheduler, Site
 from dlscale.data import parts
+from dlscale.datasets.era5.kind import Era5Prepared
+from dlscale.launch import launcher
 from dlscale.preflight import data, disks, doctor, environment, probe, site_slurm
 from dlscale.preflight.probe import Finding
-from dlscale.runtime import config, launcher
-from dlscale.runtime.config import Configuration
-from dlscale.runtime.schema.dataset import Dataset, Era5Prepared
-from dlscale.runtime.schema.run import Run
-from dlscale.runtime.schema.site import Nodes, Scheduler, Site
 from tests.cluster import cluster as slurm_cluster
 from tests.conftest import COSMO, ROOT
 
@@ -57,8 +59,8 @@ def load(results: Path, site: dict[str, Any] | None = None, **changes: Any) -> C
     return config.load(config.merge(raw, {"results": str(results), **changes}))
 
 
-def dataset(settings: dict) -> Dataset:
-    return TypeAdapter(Dataset).validate_python(settings)
+def dataset(settings: dict) -> DatasetSettings:
+    return TypeAdapter(DatasetSettings).validate_python(settings)
 
 
 def named(findings: list[Finding], name: str) -> Finding:
@@ -489,7 +491,7 @@ def made(results: Path, name: str = "mine", size: int = 100) -> Path:
     return folder / "train/a.h5"
 
 
-def files(*paths: object, kind: str = "files") -> Dataset:
+def files(*paths: object, kind: str = "files") -> DatasetSettings:
     return dataset({"kind": "cosmo", "source": {"kind": kind, "train": [str(paths[0])], "valid": [str(paths[1])]}})
 
 
@@ -582,7 +584,7 @@ def test_origins(tmp_path: Path) -> None:
     assert parts.origins(folder) == [str(tmp_path)]
 
 
-def store(where: str) -> Dataset:
+def store(where: str) -> DatasetSettings:
     periods = {"train": ["2019-01-01", "2019-01-02"], "valid": ["2020-01-01", "2020-01-02"]}
     return dataset({"kind": "era5", "source": {"kind": "zarr", "store": where}, "channels": ["t2m"], "split": periods})
 

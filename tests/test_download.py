@@ -25,9 +25,9 @@ from pathlib import Path
 import pytest
 
 import dlscale
+from dlscale.core.errors import UserError
 from dlscale.data import download as module
 from dlscale.data.download import download, redacted
-from dlscale.runtime.errors import UserError
 
 MIB = 2**20
 BODY = random.Random(0).randbytes(2 * MIB + 3)

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import xarray as xr
 
-from dlscale.data import era5_simulator as era5
-from dlscale.runtime.errors import UserError
+from dlscale.core.errors import UserError
+from dlscale.datasets.era5 import simulator as era5
 
 SPHERE = era5.Sphere.of(21)
 DAY = era5.DAY

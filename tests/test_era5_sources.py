@@ -17,13 +17,13 @@ import numpy as np
 import pytest
 import xarray as xr
 
-from dlscale.data import era5_zarr
-from dlscale.data.era5 import Era5Source, open_source
-from dlscale.data.era5_zarr import acquire
-from dlscale.data.parts import Part, Raw
+from dlscale.core.errors import UserError
+from dlscale.data.kind import Part, RawFile
 from dlscale.data.transforms import IDENTITY
-from dlscale.runtime.errors import UserError
-from dlscale.runtime.schema.dataset import Era5Dataset
+from dlscale.datasets.era5 import zarr as era5_zarr
+from dlscale.datasets.era5.kind import Era5Dataset
+from dlscale.datasets.era5.source import Era5Source, open_source
+from dlscale.datasets.era5.zarr import acquire
 
 REAL = Path(__file__).resolve().parents[2] / "shared" / "data" / "era5"
 GRIB, CLASSIC = REAL / "era5-2mt-2019-03-uk.grib", REAL / "eraint_uvz.nc"
@@ -573,8 +573,8 @@ def test_missing_values_are_nan(tmp_path: Path) -> None:
 CHANNELS = ["t@500", "2m_temperature", "z@200", "t@850"]
 
 
-def days(first: str, last: str, store: Path | str) -> Raw:
-    return Raw("train-2020.nc", str(store), period=(dt.date.fromisoformat(first), dt.date.fromisoformat(last)))
+def days(first: str, last: str, store: Path | str) -> RawFile:
+    return RawFile("train-2020.nc", str(store), period=(dt.date.fromisoformat(first), dt.date.fromisoformat(last)))
 
 
 def weatherbench(**keys: Any) -> xr.Dataset:

@@ -15,13 +15,14 @@ from typing import Any
 
 import pytest
 
-from dlscale.runtime import config, image, slurm
-from dlscale.runtime.contain import PASSED_ON
-from dlscale.runtime.errors import UserError
-from dlscale.runtime.launcher import Place, check_names, launch, outside, resolve
-from dlscale.runtime.provenance import Image
-from dlscale.runtime.schema.run import Geometry
-from dlscale.runtime.schema.site import Site
+from dlscale.config import resolve as config
+from dlscale.config.run import Geometry
+from dlscale.config.site import Site
+from dlscale.core.errors import UserError
+from dlscale.core.provenance import Image
+from dlscale.launch import image, slurm
+from dlscale.launch.contain import PASSED_ON
+from dlscale.launch.launcher import Place, check_names, launch, outside, resolve
 from tests.conftest import ROOT
 
 ENGINES = ["none", "docker", "podman", "podman-hpc", "shifter", "apptainer"]
@@ -76,7 +77,7 @@ def test_the_environment_of_the_site_reaches_a_bare_process() -> None:
 @pytest.mark.parametrize("engine", ["docker", "podman", "podman-hpc"])
 def test_engines_that_run(engine: str) -> None:
     found = launch(site(engine=engine, mounts={"/cfs/x": "/data"}, environment={"A": "b c"}), HERE, ONE)
-    assert found[:5] == ["python", "-m", "dlscale.runtime.contain", engine, "run"]
+    assert found[:5] == ["python", "-m", "dlscale.launch.contain", engine, "run"]
     assert found[-4:] == ["registry/dlscale:1", "python", "-m", "dlscale"]
     assert {"--rm", "--init", "--interactive", "--cap-drop=ALL", "--security-opt=no-new-privileges"} < set(found)
     assert words(found, "--workdir") == ["/scratch/my work"]

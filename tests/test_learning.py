@@ -12,10 +12,10 @@ import pytest
 import torch
 import xarray
 
+from dlscale.config import resolve as config
 from dlscale.data.manifest import Manifest
 from dlscale.models.unet3d import UNet3D
 from dlscale.models.vit import ViT
-from dlscale.runtime import config
 from tests.conftest import make_dataset, make_run, records, stage, train
 
 pytestmark = pytest.mark.slow

@@ -17,23 +17,24 @@ import numpy as np
 import pytest
 import torch
 
+from dlscale.config import run as schema
+from dlscale.core.errors import UserError
 from dlscale.data import store
-from dlscale.data.channels import CHANNELS
-from dlscale.data.crops import Crops
 from dlscale.data.loaders import direct_loader, torch_loader
 from dlscale.data.loaders.base import Loader, Share
 from dlscale.data.loaders.direct_device import Resident, Streamed
 from dlscale.data.loaders.direct_host import OnHost
 from dlscale.data.loaders.direct_loader import DirectLoader
 from dlscale.data.manifest import FieldInfo, File, Manifest
-from dlscale.data.pairs import Pairs
-from dlscale.data.raw import Raw
+from dlscale.data.mapped import Raw
 from dlscale.data.samples import GridSamples
 from dlscale.data.store import Field, Reader
 from dlscale.data.transforms import Transform
-from dlscale.runtime.errors import UserError
-from dlscale.runtime.schema import run as schema
-from dlscale.runtime.schema.run import CropSamples, PairSamples
+from dlscale.datasets.cosmo.channels import CHANNELS
+from dlscale.datasets.cosmo.kind import CropSamples
+from dlscale.datasets.cosmo.samples import Crops
+from dlscale.datasets.era5.kind import PairSamples
+from dlscale.datasets.era5.samples import Pairs
 from tests.conftest import ROOT
 
 CPU = torch.device("cpu")

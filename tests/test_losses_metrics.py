@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
+from dlscale.config.run import TrainRun
+from dlscale.core.errors import UserError
 from dlscale.data.manifest import Manifest
 from dlscale.models.losses import l1, relative_l2
 from dlscale.models.metrics import MetricSum, anomaly_correlation, latitude_weights, mean_square
-from dlscale.runtime.errors import UserError
-from dlscale.runtime.schema.run import TrainRun
 from dlscale.studies.cosmo_unet import STUDY as COSMO_UNET
 from dlscale.studies.era5_vit import STUDY as ERA5_VIT
 from tests.conftest import COSMO as COSMO_DATA
@@ -78,7 +78,7 @@ def test_relative_l2_is_the_mean_of_each_samples_ratio() -> None:
 
 
 def run_of(folder: Path, study: str, settings: dict[str, Any], data: dict[str, Any]) -> TrainRun:
-    from dlscale.runtime.settings import load_run
+    from dlscale.config.run import load_run
 
     return load_run(make_run(folder, study, settings, data), TrainRun)
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import nn
 
+from dlscale.config.run import RunCore
 from dlscale.models.losses import l1
 from dlscale.models.unet3d import UNet3D
 from dlscale.models.vit import Attention, DropPath, ViT
-from dlscale.runtime.schema.run import RunCore
 from dlscale.train.precision import autocast
 from dlscale.train.step import Step
 

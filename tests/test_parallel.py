@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
+from dlscale.config.run import Geometry
+from dlscale.core.errors import UserError
 from dlscale.parallel import world
 from dlscale.parallel.world import World, join
-from dlscale.runtime.errors import UserError
-from dlscale.runtime.schema.run import Geometry
 from tests.conftest import COSMO, COSMO_RUN, ERA5, ERA5_RUN, ROOT, make_run, records, train
 
 STUDIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

@@ -10,10 +10,11 @@ import h5py
 import numpy as np
 import pytest
 
-from dlscale.data.crops import Crops
 from dlscale.data.manifest import Manifest
-from dlscale.data.pairs import Pairs
-from dlscale.runtime.schema.run import CropSamples, PairSamples
+from dlscale.datasets.cosmo.kind import CropSamples
+from dlscale.datasets.cosmo.samples import Crops
+from dlscale.datasets.era5.kind import PairSamples
+from dlscale.datasets.era5.samples import Pairs
 from tests.conftest import COSMO_RUN, ERA5_RUN, make_dataset, make_run, records, stage, train
 from tests.raw_files import CHANNELS_OF, cosmo, era5, published, volume, write_volume, write_years
 

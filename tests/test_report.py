@@ -23,13 +23,13 @@ import numpy as np
 import pytest
 import yaml
 
+from dlscale.config import resolve as config
+from dlscale.core.errors import UserError
 from dlscale.data.manifest import FieldInfo, File, Manifest
 from dlscale.data.transforms import DENSITY, VELOCITY, Transform
 from dlscale.report import collect, figures, report, text
 from dlscale.report.diagnosis import bound, disturbance
 from dlscale.report.results import Throughput, read_plan
-from dlscale.runtime import config
-from dlscale.runtime.errors import UserError
 
 HOSTILE = """</title><script>alert(1)</script>"&'{{ 7*7 }}"""
 PUBLISHED = {

@@ -21,14 +21,14 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dlscale.config import resolve as config
+from dlscale.config.run import RunCore, TrainRun, load_run
+from dlscale.core.errors import UserError
+from dlscale.core.settings import validate
 from dlscale.models.losses import l1, relative_l2
 from dlscale.models.unet3d import UNet3D
 from dlscale.models.vit import ViT
 from dlscale.parallel.world import World
-from dlscale.runtime import config
-from dlscale.runtime.errors import UserError
-from dlscale.runtime.schema.run import RunCore, TrainRun
-from dlscale.runtime.settings import load_run, validate
 from dlscale.train import attention, selfcheck, session
 from dlscale.train import compile as compile_
 from dlscale.train.attention import attention_context, trial

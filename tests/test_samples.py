@@ -18,18 +18,20 @@ import numpy as np
 import pytest
 import torch
 
+from dlscale.core.errors import UserError
 from dlscale.data import sampling
-from dlscale.data.augmentation import COUNT, SYMMETRIES, Symmetry, apply, vectors
-from dlscale.data.channels import CHANNELS
-from dlscale.data.crops import Crops
 from dlscale.data.loaders import synthetic_loader, torch_loader
 from dlscale.data.loaders.base import Loader, Share
+from dlscale.data.loaders.settings import SyntheticLoader, TorchLoader
 from dlscale.data.manifest import FieldInfo, File, Manifest
-from dlscale.data.pairs import Pairs
 from dlscale.data.samples import Places, Samples
 from dlscale.data.transforms import Transform
-from dlscale.runtime.errors import UserError
-from dlscale.runtime.schema.run import CropSamples, PairSamples, SyntheticLoader, TorchLoader
+from dlscale.datasets.cosmo.channels import CHANNELS
+from dlscale.datasets.cosmo.kind import CropSamples
+from dlscale.datasets.cosmo.samples import Crops
+from dlscale.datasets.cosmo.symmetries import COUNT, SYMMETRIES, Symmetry, apply, vectors
+from dlscale.datasets.era5.kind import PairSamples
+from dlscale.datasets.era5.samples import Pairs
 from tests.conftest import ROOT
 from tests.raw_files import CHANNELS_OF
 

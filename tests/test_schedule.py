@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from dlscale.runtime.errors import UserError
-from dlscale.runtime.schema.run import Schedule
-from dlscale.runtime.settings import validate
+from dlscale.config.run import Schedule
+from dlscale.core.errors import UserError
+from dlscale.core.settings import validate
 from dlscale.train.schedule import learning_rate, peak_rate
 
 

@@ -15,13 +15,12 @@ from typing import Any
 import pytest
 import torch
 
+from dlscale.config import resolve as config
+from dlscale.config.run import Throughput, ThroughputRun, load_run
 from dlscale.data.loaders.base import Batch, Loader
 from dlscale.measure import throughput
 from dlscale.measure.throughput import endless, repeat, trials
 from dlscale.parallel.world import World
-from dlscale.runtime import config
-from dlscale.runtime.schema.run import Throughput, ThroughputRun
-from dlscale.runtime.settings import load_run
 from dlscale.train.session import open_session
 from dlscale.train.step import Step
 from tests.conftest import COSMO, COSMO_RUN, make_run, stage

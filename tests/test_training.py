@@ -25,18 +25,19 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.hparams import plugin_data_pb2
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dlscale.data.crops import Crops
+from dlscale.config import resolve as config
+from dlscale.config.run import TrainRun, load_run
 from dlscale.data.loaders.base import Batch
 from dlscale.data.loaders.torch_loader import TorchLoader
 from dlscale.data.manifest import Manifest
-from dlscale.data.pairs import Pairs
+from dlscale.datasets.cosmo.kind import CropSamples
+from dlscale.datasets.cosmo.samples import Crops
+from dlscale.datasets.era5.kind import PairSamples
+from dlscale.datasets.era5.samples import Pairs
 from dlscale.models.losses import l1, relative_l2
 from dlscale.models.unet3d import UNet3D
 from dlscale.models.vit import ViT
 from dlscale.parallel.world import World
-from dlscale.runtime import config
-from dlscale.runtime.schema.run import CropSamples, PairSamples, TrainRun
-from dlscale.runtime.settings import load_run
 from dlscale.train.checkpoint import Checkpoints
 from dlscale.train.session import open_session
 from dlscale.train.train import identity

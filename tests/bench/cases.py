@@ -10,12 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from dlscale.data.crops import Crops
-from dlscale.data.pairs import Pairs
+from dlscale.config.run import Run
+from dlscale.core import registry as plugins
 from dlscale.data.samples import GridSamples
 from dlscale.data.store import Field
-from dlscale.runtime import plugins
-from dlscale.runtime.schema.run import CropSamples, PairSamples, Run
+from dlscale.datasets.cosmo.kind import CropSamples
+from dlscale.datasets.cosmo.samples import Crops
+from dlscale.datasets.era5.kind import PairSamples
+from dlscale.datasets.era5.samples import Pairs
 from dlscale.studies.base import Loss, Study
 from dlscale.train.step import Step
 from tests.bench import loading

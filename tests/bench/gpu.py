@@ -23,7 +23,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the command line sets 
 
 import torch  # noqa: E402
 
-from dlscale.runtime.provenance import git_state, now  # noqa: E402
+from dlscale.core.provenance import git_state, now  # noqa: E402
 from tests.bench import gpu_checks, gpu_timings  # noqa: E402
 from tests.bench.tasks import Bench, closing_words, perform_all  # noqa: E402
 

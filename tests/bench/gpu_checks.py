@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from dlscale.core.errors import UserError
 from dlscale.data.loaders import direct_loader
 from dlscale.data.loaders.base import Loader, Share
 from dlscale.data.loaders.direct_device import Streamed
 from dlscale.data.loaders.direct_stored import Stored
+from dlscale.data.loaders.settings import DaliLoader, DirectLoader
 from dlscale.data.samples import GridSamples
-from dlscale.runtime.errors import UserError
-from dlscale.runtime.schema.run import DaliLoader, DirectLoader
 from dlscale.train.selfcheck import check_operations
 from dlscale.train.step import Step
 from tests.bench.cases import Case

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
+from dlscale.config.run import Throughput
 from dlscale.data.loaders.base import Batch, Loader
 from dlscale.measure.throughput import endless, peak_memory, repeat, trials
 from dlscale.parallel.world import World
-from dlscale.runtime.schema.run import Throughput
 from dlscale.train.step import Step
 from tests.bench.cases import Case
 from tests.bench.gpu_checks import loader_of

@@ -18,19 +18,22 @@ import h5py
 import numpy as np
 import torch
 
-from dlscale.data import raw, store
-from dlscale.data.channels import CHANNELS
-from dlscale.data.crops import Crops
+from dlscale.core.errors import UserError
+from dlscale.data import mapped as raw
+from dlscale.data import store
 from dlscale.data.loaders import direct_loader, torch_loader
 from dlscale.data.loaders.base import Loader, Share
 from dlscale.data.loaders.direct_stored import Stored
+from dlscale.data.loaders.settings import DaliLoader, DirectLoader, TorchLoader
 from dlscale.data.manifest import FieldInfo, File, Manifest
-from dlscale.data.pairs import Pairs
 from dlscale.data.samples import GridSamples
 from dlscale.data.store import Field
 from dlscale.data.transforms import Transform
-from dlscale.runtime.errors import UserError
-from dlscale.runtime.schema.run import CropSamples, DaliLoader, DirectLoader, PairSamples, TorchLoader
+from dlscale.datasets.cosmo.channels import CHANNELS
+from dlscale.datasets.cosmo.kind import CropSamples
+from dlscale.datasets.cosmo.samples import Crops
+from dlscale.datasets.era5.kind import PairSamples
+from dlscale.datasets.era5.samples import Pairs
 from tests.bench.measure import Options, Row, in_turns
 
 CHANNELS_ERA5, ROWS, COLUMNS = 20, 360, 720

@@ -13,7 +13,7 @@ import h5py
 import numpy as np
 
 from dlscale.data import preprocess
-from dlscale.data.channels import CHANNELS
+from dlscale.datasets.cosmo.channels import CHANNELS
 from tests.bench.loading import cosmo_fields, write
 from tests.bench.measure import Options, Row, in_turns, seconds
 from tests.conftest import ROOT
@@ -34,7 +34,7 @@ def read(path: Path, rows: int = 4) -> None:
 PEAK = """
 import sys
 from pathlib import Path
-import dlscale.data.cosmo, dlscale.data.preprocess
+import dlscale.datasets.cosmo.source, dlscale.data.preprocess
 from dlscale.cli import main
 assert not sys.argv[1:] or main(sys.argv[1:]) == 0
 status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from dlscale.core.errors import UserError
 from dlscale.measure.throughput import compilation
-from dlscale.runtime.errors import UserError
 from tests.bench.cases import Case
 from tests.bench.measure import Options, Row, in_turns
 from tests.bench.training import CPU, NAMES, counts, label, one_thread, rate

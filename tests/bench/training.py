@@ -17,12 +17,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from dlscale.config.run import Throughput
 from dlscale.data.loaders import direct_loader
 from dlscale.data.loaders.base import Batch, Share
+from dlscale.data.loaders.settings import DirectLoader
 from dlscale.data.loaders.synthetic_loader import SyntheticLoader
 from dlscale.measure.throughput import endless, repeat, trials
 from dlscale.parallel.world import World
-from dlscale.runtime.schema.run import DirectLoader, Throughput
 from dlscale.train.checkpoint import Checkpoints
 from dlscale.train.trainer import Trainer
 from tests.bench import published

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from dlscale.runtime import image
-from dlscale.runtime.launcher import Place, launch
-from dlscale.runtime.schema.run import Geometry
-from dlscale.runtime.schema.site import Site
+from dlscale.config.run import Geometry
+from dlscale.config.site import Site
+from dlscale.launch import image
+from dlscale.launch.launcher import Place, launch
 from tests.conftest import ERA5_RUN, ROOT, make_run
 from tests.container.conftest import Engine
 
@@ -28,7 +28,7 @@ SOURCES = str(ROOT / "workflow_scripts")
 #: A stage that says what happens to it, in place of `dlscale`.
 STAGE = """
 import os, signal, sys, time
-from dlscale.runtime.contain import hold_on
+from dlscale.launch.contain import hold_on
 def heard(number, frame):
     open(signal.Signals(number).name, "w").close()  # what it prints goes nowhere once the client is gone
     print("heard", signal.Signals(number).name, flush=True)

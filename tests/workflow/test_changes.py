@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 import yaml
 
+from dlscale.config.run import ThroughputRun, TrainRun, load_run
+from dlscale.core import stages
+from dlscale.core.fingerprint import reachable
 from dlscale.data.parts import load_dataset
-from dlscale.runtime import stages
-from dlscale.runtime.fingerprint import reachable
-from dlscale.runtime.schema.run import ThroughputRun, TrainRun
-from dlscale.runtime.settings import load_run
 from tests.workflow.conftest import TARGETS, Outcome, Tree
 
 PACKAGE = "workflow_scripts/dlscale"
@@ -481,8 +480,8 @@ def test_fingerprint_is_of_exactly_what_ran(finished: tuple[Tree, Outcome]) -> N
         stage, imported = found["arguments"][0], set(found["modules"])
         expected = set(reachable(stages.modules(stage, subject(found["arguments"]))))
         if stage == "acquire":
-            expected |= set(reachable(["dlscale.data.download", "dlscale.data.parts", "dlscale.runtime.progress"]))
-            expected |= {"dlscale.data.acquire", "dlscale.runtime.settings"}
+            expected |= set(reachable(["dlscale.data.download", "dlscale.data.parts", "dlscale.core.progress"]))
+            expected |= {"dlscale.data.acquire", "dlscale.core.settings"}
         assert imported - own <= expected, f"{stage}: not in its fingerprint"
         assert expected <= imported, f"{stage}: in its fingerprint, but not needed"
         stages_seen.append(stage)

@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 import torch
 
-from dlscale.runtime.stages import STAGES
+from dlscale.core.stages import STAGES
 from tests.workflow.conftest import CONFIG, RESULTS, ROOT, TARGETS, TITLE, Outcome, Tree
 
 Make = Callable[..., Tree]
@@ -165,7 +165,7 @@ def test_run_by_hand(finished: tuple[Tree, Outcome], clone: Tree) -> None:
 HELP = """
 import contextlib, io, json, sys
 from dlscale import cli
-from dlscale.runtime.stages import STAGES
+from dlscale.core.stages import STAGES
 for arguments in [], *([stage] for stage in STAGES):
     with contextlib.redirect_stdout(io.StringIO()) as text, contextlib.suppress(SystemExit):
         cli.main([*arguments, "--help"])

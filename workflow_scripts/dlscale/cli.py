@@ -18,13 +18,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from dlscale.runtime.contain import hold_on
-from dlscale.runtime.errors import Stopped, UserError
-from dlscale.runtime.files import explained
-from dlscale.runtime.stages import STAGES
+from dlscale.core.errors import Stopped, UserError
+from dlscale.core.files import explained
+from dlscale.core.stages import STAGES
+from dlscale.launch.contain import hold_on
 
 if TYPE_CHECKING:
-    from dlscale.runtime.config import Configuration
+    from dlscale.config.resolve import Configuration
 
 USER_ERROR, DEFECT, STOPPED, INTERRUPTED = 2, 1, 75, 130
 
@@ -173,7 +173,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         elif args.stage in QUESTIONS:
             return importlib.import_module(QUESTIONS[args.stage]).main(args, _configuration(args))
         else:
-            importlib.import_module(STAGES[args.stage]).main(args)
+            importlib.import_module(STAGES[args.stage].module).main(args)
     except UserError as error:
         return _fail(terminal, f"dlscale {args.stage}: {error}", USER_ERROR)
     except Stopped as stopped:
@@ -221,7 +221,7 @@ def _fail(terminal: TextIO, message: str, status: int) -> int:
 
 def _configuration(args: argparse.Namespace) -> Configuration | None:
     """Return the configuration as the workflow merges it; None where there is none, as inside of an image."""
-    from dlscale.runtime.config import load_files
+    from dlscale.config.resolve import load_files
 
     files = [*(["config.yaml"] if Path("config.yaml").is_file() else []), *args.configfile]
     if not (files or args.config or args.profile):
@@ -245,6 +245,6 @@ def _given(text: str) -> dict[str, Any]:
 def _print_schema() -> None:
     import json
 
-    from dlscale.runtime.config import schema
+    from dlscale.config.resolve import schema
 
     print(json.dumps(schema(), indent=2))

@@ -9,12 +9,12 @@ import logging
 import h5py
 import numpy as np
 
+from dlscale.config.dataset import DatasetSettings
+from dlscale.core.files import whole
+from dlscale.core.progress import Progress
 from dlscale.data import store
 from dlscale.data.parts import load_dataset
 from dlscale.data.store import Field, Moments
-from dlscale.runtime.files import whole
-from dlscale.runtime.progress import Progress
-from dlscale.runtime.schema.dataset import Dataset
 
 
 def main(args: argparse.Namespace) -> None:
@@ -40,7 +40,7 @@ def main(args: argparse.Namespace) -> None:
         piece.close()
 
 
-def _join(dataset: Dataset, pieces: list[h5py.Dataset], file: h5py.File, label: str) -> None:
+def _join(dataset: DatasetSettings, pieces: list[h5py.Dataset], file: h5py.File, label: str) -> None:
     field = Field.of(pieces[0])
     rows = [piece.shape[field.row_axis] for piece in pieces]
     field = field.resized(sum(rows))

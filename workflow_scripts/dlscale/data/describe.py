@@ -15,15 +15,17 @@ from typing import Any
 
 import numpy as np
 
+from dlscale.config.dataset import SPLITS, DatasetSettings
+from dlscale.core.errors import UserError
+from dlscale.core.files import sha256, whole
+from dlscale.core.progress import tracked
 from dlscale.data import parts, store
-from dlscale.data.channels import CHANNELS
 from dlscale.data.manifest import FieldInfo, File, Manifest
 from dlscale.data.store import Field, Moments
 from dlscale.data.transforms import DENSITY, IDENTITY, Transform
-from dlscale.runtime.errors import UserError
-from dlscale.runtime.files import sha256, whole
-from dlscale.runtime.progress import tracked
-from dlscale.runtime.schema.dataset import SPLITS, CosmoPrepared, Dataset, Era5Dataset, Era5Prepared
+from dlscale.datasets.cosmo.channels import CHANNELS
+from dlscale.datasets.cosmo.kind import CosmoPrepared
+from dlscale.datasets.era5.kind import Era5Dataset, Era5Prepared
 
 
 def main(args: argparse.Namespace) -> None:
@@ -43,7 +45,7 @@ def main(args: argparse.Namespace) -> None:
     manifest.write(Path(args.manifest))  # last: it is what the stages after this one wait for
 
 
-def _own(dataset: Dataset, folder: Path) -> Manifest:
+def _own(dataset: DatasetSettings, folder: Path) -> Manifest:
     """Describe what `assemble` wrote."""
     splits: dict[str, list[File]] = {split: [] for split in SPLITS}
     infos: dict[str, Field] = {}
@@ -78,9 +80,7 @@ def _own(dataset: Dataset, folder: Path) -> Manifest:
         dataset.kind,
         fields,
         splits,
-        coordinates.get("latitude", []),
-        coordinates.get("longitude", []),
-        min(steps) if steps else None,
+        {**coordinates, "step_hours": min(steps)} if steps else {},
         provenance={"settings": dataset.model_dump(mode="json")},
         folder=folder,
     )
@@ -98,7 +98,7 @@ def _check_disjoint(manifest: Manifest) -> None:
                 )
 
 
-def _info(dataset: Dataset, field: Field, moments: Moments, where: str) -> FieldInfo:
+def _info(dataset: DatasetSettings, field: Field, moments: Moments, where: str) -> FieldInfo:
     for channel, std in zip(field.channels, moments.std, strict=True):
         if not std > 0:
             raise UserError(
@@ -121,7 +121,7 @@ def _info(dataset: Dataset, field: Field, moments: Moments, where: str) -> Field
     )
 
 
-def _cosmo_prepared(dataset: Dataset, sources: list[str], folder: Path) -> Manifest:
+def _cosmo_prepared(dataset: DatasetSettings, sources: list[str], folder: Path) -> Manifest:
     """Describe files in the published layout; statistics take one pass over the training files."""
     splits: dict[str, list[File]] = {split: [] for split in SPLITS}
     moments = {name: Moments.empty(len(spec[0])) for name, spec in CHANNELS.items()}
@@ -174,7 +174,7 @@ def _cosmo_prepared(dataset: Dataset, sources: list[str], folder: Path) -> Manif
     )
 
 
-def _era5_prepared(dataset: Dataset, folder: Path) -> Manifest:
+def _era5_prepared(dataset: DatasetSettings, folder: Path) -> Manifest:
     """Describe a folder in the published layout; its statistics are taken from its `stats/`."""
     assert isinstance(dataset, Era5Dataset) and isinstance(dataset.source, Era5Prepared)
     root = Path(dataset.source.path)
@@ -241,10 +241,12 @@ def _era5_prepared(dataset: Dataset, folder: Path) -> Manifest:
         dataset.kind,
         {"fields": info},
         splits,
-        latitude[:rows],
-        longitude[:columns],
-        float(dataset.source.step_hours),
-        str(climatology.resolve()) if climatology.is_file() else None,
+        {
+            "latitude": latitude[:rows],
+            "longitude": longitude[:columns],
+            "step_hours": float(dataset.source.step_hours),
+            "climatology": str(climatology.resolve()) if climatology.is_file() else None,
+        },
         {"settings": dataset.model_dump(mode="json")},
         folder,
     )
@@ -290,7 +292,7 @@ def _write_stats(manifest: Manifest, stats: Path, folder: Path, name: str) -> Ma
         shape = (1, -1, 1, 1)
         np.save(stats / f"{prefix}_means.npy", np.asarray(info.mean, dtype=np.float32).reshape(shape))
         np.save(stats / f"{prefix}_stds.npy", np.asarray(info.std, dtype=np.float32).reshape(shape))
-    if manifest.kind != "era5" or manifest.climatology is not None:
+    if manifest.kind != "era5" or manifest.extra.get("climatology"):
         return manifest
     total, rows = None, 0
     for file in manifest.files("train"):
@@ -303,5 +305,5 @@ def _write_stats(manifest: Manifest, stats: Path, folder: Path, name: str) -> Ma
     assert total is not None
     np.save(stats / "time_means.npy", (total / rows).astype(np.float32)[None])
     logging.info("climatology: mean over %d training times", rows)
-    values = {**vars(manifest), "climatology": f"{name}/time_means.npy"}
+    values = {**vars(manifest), "extra": {**manifest.extra, "climatology": f"{name}/time_means.npy"}}
     return Manifest(**values)

@@ -17,8 +17,8 @@ import requests
 import tenacity
 import urllib3
 
-from dlscale.runtime import files
-from dlscale.runtime.errors import UserError
+from dlscale.core import files
+from dlscale.core.errors import UserError
 
 _BUFFER = 2**20  # bytes in memory at a time
 _LONGEST_WAIT_S = 60.0  # between two attempts, whatever Retry-After asks for

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from dlscale.core.errors import UserError
+from dlscale.core.files import read_json, write_json
 from dlscale.data.transforms import Transform
-from dlscale.runtime.errors import UserError
-from dlscale.runtime.files import read_json, write_json
 
 
 @dataclass(frozen=True)
@@ -67,10 +67,7 @@ class Manifest:
     kind: str
     fields: dict[str, FieldInfo]
     splits: dict[str, list[File]]
-    latitude: list[float] = field(default_factory=list)
-    longitude: list[float] = field(default_factory=list)
-    step_hours: float | None = None
-    climatology: str | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
     provenance: dict[str, Any] = field(default_factory=dict)
     folder: Path = Path()
 

@@ -14,22 +14,22 @@ from pathlib import Path
 import h5py
 import numpy as np
 
+from dlscale.config.dataset import DatasetSettings
+from dlscale.core import registry
+from dlscale.core.errors import UserError
+from dlscale.core.files import whole
+from dlscale.core.progress import Progress
 from dlscale.data import parts, store
+from dlscale.data.kind import Part
 from dlscale.data.source import Source
 from dlscale.data.store import Moments
-from dlscale.runtime import plugins
-from dlscale.runtime.errors import UserError
-from dlscale.runtime.files import whole
-from dlscale.runtime.progress import Progress
 
 
 def main(args: argparse.Namespace) -> None:
     """Write piece `args.piece` of part `args.part` of the dataset in `args.config` to `args.out`."""
     dataset = parts.load_dataset(args.config)
     part = parts.part(dataset, args.part)
-    source: Source = plugins.plugin(plugins.reader(dataset.kind)).open_source(
-        dataset, part, [Path(path) for path in args.source]
-    )
+    source = open_source(dataset, part, [Path(path) for path in args.source])
     try:
         start, stop = parts.piece_rows(source.fields[0].rows, args.piece, dataset.pieces)
         if stop <= start:
@@ -47,6 +47,14 @@ def main(args: argparse.Namespace) -> None:
             write_piece(source, out, start, stop, block, args.part)
     finally:
         source.close()
+
+
+def open_source(dataset: DatasetSettings, part: Part, paths: list[Path]) -> Source:
+    """Open the raw files of a part."""
+    module = registry.part(dataset.kind, "source")
+    assert module is not None, f"kind {dataset.kind} has no source"
+    source: Source = registry.load(module).open_source(dataset, part, paths)
+    return source
 
 
 def write_piece(source: Source, out: Path, start: int, stop: int, block: int, label: str) -> None:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
+from dlscale.core.files import whole
 from dlscale.data.manifest import FieldInfo, Manifest
 from dlscale.data.store import Reader
-from dlscale.runtime.files import whole
 
 
 def main(args: argparse.Namespace) -> None:
@@ -46,12 +46,9 @@ def draw_preview(manifest: Manifest, path: Path) -> None:
         for info, values in first_fields(manifest)
         for index, (channel, unit, transform) in enumerate(zip(info.channels, info.units, info.transforms, strict=True))
     ][:10]
-    geographic = manifest.kind == "era5" and bool(manifest.latitude) and bool(manifest.longitude)
-    extent = (
-        (manifest.longitude[0], manifest.longitude[-1], manifest.latitude[-1], manifest.latitude[0])
-        if geographic
-        else None
-    )
+    latitude, longitude = (manifest.extra.get(key) for key in ("latitude", "longitude"))
+    geographic = bool(latitude and longitude)
+    extent = (longitude[0], longitude[-1], latitude[-1], latitude[0]) if geographic else None
     columns = min(len(panels), 5)
     bands = -(-len(panels) // columns)
     figure, axes = plt.subplots(

@@ -19,8 +19,8 @@ from typing import Any
 import h5py
 import numpy as np
 
+from dlscale.core.errors import UserError
 from dlscale.data.transforms import IDENTITY, Transform
-from dlscale.runtime.errors import UserError
 
 
 @dataclass(frozen=True)

@@ -20,26 +20,25 @@ from typing import Any
 
 import torch
 
+from dlscale.config.run import Run, Throughput, load_run
+from dlscale.core.files import write_text
+from dlscale.core.progress import Progress
 from dlscale.data.loaders.base import Batch, Loader, Share
 from dlscale.parallel.world import World, join
-from dlscale.runtime.files import write_text
-from dlscale.runtime.progress import Progress
-from dlscale.runtime.schema.run import Throughput, ThroughputRun
-from dlscale.runtime.settings import load_run
 from dlscale.train.session import Session, device_facts, open_session
 from dlscale.train.step import Step
 
 
 def main(args: argparse.Namespace) -> None:
     """Measure the run in `args.config` on the data of `args.manifest` and write `args.out`, one line of JSON."""
-    run = load_run(args.config, ThroughputRun)
+    run = load_run(args.config, "throughput")
     with join(run.geometry, args.device) as world:
         results = measure(run, open_session(run, args.manifest, world, args.threads))
         if world.main:
             write_text(Path(args.out), json.dumps(results) + "\n")
 
 
-def measure(run: ThroughputRun, session: Session) -> dict[str, Any]:
+def measure(run: Run, session: Session) -> dict[str, Any]:
     """Return what the JSON holds: samples/s of all processes together, and the settings."""
     step, world = session.step, session.world
     results: dict[str, Any] = {

@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from dlscale.runtime.errors import UserError
-from dlscale.runtime.schema.run import Geometry
+from dlscale.config.run import Geometry
+from dlscale.core.errors import UserError
 
 CPU = torch.device("cpu")
 Value = TypeVar("Value")

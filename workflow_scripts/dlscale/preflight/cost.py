@@ -15,14 +15,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from dlscale.config.dataset import DatasetSettings
+from dlscale.config.resolve import Configuration, shipped_studies, unknown
+from dlscale.config.run import Run
+from dlscale.config.site import Nodes, Qos, Scheduler
+from dlscale.config.workflow import Budget
+from dlscale.core.errors import UserError
 from dlscale.data import parts
-from dlscale.runtime import slurm
-from dlscale.runtime.config import Configuration, shipped_studies, unknown
-from dlscale.runtime.errors import UserError
-from dlscale.runtime.schema.dataset import Dataset
-from dlscale.runtime.schema.run import PairSamples, Run
-from dlscale.runtime.schema.site import Nodes, Qos, Scheduler
-from dlscale.runtime.schema.workflow import Budget
+from dlscale.datasets.era5.kind import PairSamples
+from dlscale.launch import slurm
 
 Basis = Literal["measured", "published", "limit"]
 Hours = Literal["node_hours", "gpu_hours", "charged_hours"]
@@ -219,7 +220,7 @@ def works(configuration: Configuration, plans: Iterable[str] = ()) -> list[Work]
     return [*datasets.values(), *runs.values()]
 
 
-def data_jobs(dataset: Dataset, scheduler: Scheduler | None) -> int:
+def data_jobs(dataset: DatasetSettings, scheduler: Scheduler | None) -> int:
     """Return how many jobs make a dataset: acquire, preprocess by piece, assemble by part, describe."""
     made = [] if parts.prepared(dataset) else parts.parts(dataset)
     acquired = [raw for raw in parts.raws(dataset).values() if raw.acquired]

@@ -10,11 +10,12 @@ import urllib.request
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from dlscale.config.dataset import SPLITS, DatasetSettings
+from dlscale.config.site import Scheduler
 from dlscale.data import parts
+from dlscale.datasets.era5.kind import Era5Prepared, Era5Zarr
 from dlscale.preflight.disks import in_bytes
 from dlscale.preflight.probe import Finding, Status
-from dlscale.runtime.schema.dataset import SPLITS, Dataset, Era5Prepared, Era5Zarr
-from dlscale.runtime.schema.site import Scheduler
 
 
 def manifest_of(results: Path, name: str) -> Path:
@@ -22,12 +23,12 @@ def manifest_of(results: Path, name: str) -> Path:
     return results / "data" / name / "manifest.json"
 
 
-def local_files(dataset: Dataset) -> list[str]:
+def local_files(dataset: DatasetSettings) -> list[str]:
     """Return the raw files that are read where they lie, and folders of them."""
     return [origin for origin in parts.origins(dataset) if "://" not in origin]
 
 
-def probe_data(name: str, dataset: Dataset, results: Path) -> Finding:
+def probe_data(name: str, dataset: DatasetSettings, results: Path) -> Finding:
     """Judge a dataset: the files it is made from, and those that were made of them."""
     what = f"data {name}"
     manifest = manifest_of(results, name)
@@ -62,7 +63,7 @@ def probe_data(name: str, dataset: Dataset, results: Path) -> Finding:
     return Finding(what, "ok", f"{len(files)} files, {in_bytes(size)}, of the size that was described")
 
 
-def _trouble(dataset: Dataset) -> str | None:
+def _trouble(dataset: DatasetSettings) -> str | None:
     """Return what is wrong with the first local raw file that is not as it has to be."""
     source = dataset.source
     files = local_files(dataset)
@@ -88,7 +89,7 @@ STORES = {"gs": "storage.googleapis.com", "s3": "s3.amazonaws.com"}
 PORTS = {"http": 80}
 
 
-def hosts(dataset: Dataset) -> list[tuple[str, int]]:
+def hosts(dataset: DatasetSettings) -> list[tuple[str, int]]:
     """Return name and port of the servers that a dataset is fetched from."""
     found = []
     for origin in parts.origins(dataset):

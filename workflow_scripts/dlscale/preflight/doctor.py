@@ -17,11 +17,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import get_args
 
+from dlscale.config.resolve import Configuration, unknown
+from dlscale.core.errors import UserError
+from dlscale.launch import launcher, slurm
 from dlscale.preflight import data, disks, environment, probe, site_slurm
 from dlscale.preflight.probe import Finding, Probe, started
-from dlscale.runtime import launcher, slurm
-from dlscale.runtime.config import Configuration, unknown
-from dlscale.runtime.errors import UserError
 
 
 def check(

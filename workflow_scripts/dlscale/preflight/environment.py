@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dlscale.config.run import Geometry, Run
+from dlscale.config.site import Site
+from dlscale.core.fingerprint import ROOT
+from dlscale.launch import image as images
+from dlscale.launch import launcher
 from dlscale.preflight.probe import AbsentError, FailedError, Finding, NoAnswerError, Status, said
-from dlscale.runtime import image as images
-from dlscale.runtime import launcher
-from dlscale.runtime.fingerprint import ROOT
-from dlscale.runtime.schema.run import Geometry, Run, UNet3DModel
-from dlscale.runtime.schema.site import Site
+from dlscale.studies.cosmo_unet import UNet3DSettings
 
 
 def probe_engine(site: Site) -> Finding:
@@ -140,7 +141,7 @@ class Bad:
 
 
 def _convolves_in(run: Run, *precisions: str) -> bool:
-    return isinstance(run.model, UNet3DModel) and run.precision.split("_")[0] in precisions
+    return isinstance(run.model, UNet3DSettings) and run.precision.split("_")[0] in precisions
 
 
 BAD = (

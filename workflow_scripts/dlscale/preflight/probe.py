@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
-from dlscale.runtime.errors import UserError
+from dlscale.core.errors import UserError
 
 Answer = TypeVar("Answer")
 

@@ -10,11 +10,11 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from dlscale.config.run import Run
+from dlscale.config.site import Nodes, Scheduler
+from dlscale.core.settings import read_yaml
+from dlscale.launch import slurm
 from dlscale.preflight.probe import AbsentError, FailedError, Finding, NoAnswerError, Probe, Status, said, started
-from dlscale.runtime import slurm
-from dlscale.runtime.schema.run import Run
-from dlscale.runtime.schema.site import Nodes, Scheduler
-from dlscale.runtime.settings import read_yaml
 
 
 def probes(scheduler: Scheduler, runs: list[Run], profile: str | None, stages: Collection[slurm.Stage]) -> list[Probe]:

@@ -38,9 +38,9 @@ import argparse
 import csv
 import io
 
+from dlscale.core.files import write_text
 from dlscale.report import published
 from dlscale.report.results import MODES, PlanResult, RunResult, read_plan
-from dlscale.runtime.files import write_text
 
 Row = dict[str, str | int | float | None]
 

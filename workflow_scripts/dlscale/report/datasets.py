@@ -39,9 +39,9 @@ def view(folder: Path, name: str) -> dict[str, Any]:
 
 
 def _facts(manifest: Manifest, total: int) -> list[str]:
-    facts = [f"a state every {manifest.step_hours:g} h"] if manifest.step_hours else []
+    facts = [f"a state every {step:g} h"] if (step := manifest.extra.get("step_hours")) else []
     for name in ("latitude", "longitude"):
-        if values := getattr(manifest, name):
+        if values := manifest.extra.get(name):
             facts.append(f"{name} {values[0]:g}° to {values[-1]:g}°".replace("-", "−"))
     return [*facts, size(total)]
 

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from dlscale.core.errors import UserError
 from dlscale.report.results import MODES, Epoch, RunResult
 from dlscale.report.text import number, shorten
-from dlscale.runtime.errors import UserError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

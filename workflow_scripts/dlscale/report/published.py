@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from dlscale.config import resolve as config
+from dlscale.core.settings import Raw
 from dlscale.report.text import NONE, number, unit
-from dlscale.runtime import config
-from dlscale.runtime.settings import Raw
 
 
 @dataclass(frozen=True)

@@ -18,13 +18,13 @@ from typing import Any
 
 import yaml
 
+from dlscale.core.files import write_text
 from dlscale.report import datasets, figures, published, text
 from dlscale.report.collect import summary_csv
 from dlscale.report.diagnosis import bound, disturbance
 from dlscale.report.figures import Line
 from dlscale.report.results import MODES, PlanResult, RunResult, read_plan
 from dlscale.report.tables import METRICS, NAIVE, anchor, channel_tables, runs_table
-from dlscale.runtime.files import write_text
 
 View = dict[str, Any]
 

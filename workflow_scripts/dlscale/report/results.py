@@ -13,10 +13,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from dlscale.runtime.errors import UserError
-from dlscale.runtime.files import read_json
-from dlscale.runtime.schema.base import Name
-from dlscale.runtime.settings import Raw, read_yaml, validate
+from dlscale.core.errors import UserError
+from dlscale.core.files import read_json
+from dlscale.core.schema import Name
+from dlscale.core.settings import Raw, read_yaml, validate
 
 #: The three throughput measurements, in the order in which tables and figures show them.
 MODES = ("IO", "SYNTHETIC", "FULL")

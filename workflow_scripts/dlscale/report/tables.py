@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dlscale.core.settings import Raw
 from dlscale.report import published
 from dlscale.report.diagnosis import bound
 from dlscale.report.results import MODES, Epoch, PlanResult, RunResult
 from dlscale.report.text import NONE, count, duration, number, size, unit
-from dlscale.runtime.settings import Raw
 
 #: Metrics that measure an error, with the same error of a naive answer, and what that answer is.
 NAIVE = {

@@ -1,58 +1,88 @@
-"""What a study gives the trainer: its samples, model, loss, metrics and figure."""
+"""What a study is: a model on a kind of dataset, its loss, its metrics, its figure, and what it asks of a run.
+
+A study's module is read whenever a configuration is: it imports PyTorch and its model inside of its methods.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
-from torch import nn
-
-from dlscale.data.manifest import Manifest
-from dlscale.data.samples import Samples
-from dlscale.runtime.schema.run import RunCore
+from dlscale.core.records import LossInfo, Metric
+from dlscale.core.schema import Strict
 
 if TYPE_CHECKING:
+    import torch
     from matplotlib.figure import Figure
+    from torch import nn
 
-Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    from dlscale.data.manifest import Manifest
+
+#: From predictions and targets [B, ...], float32, to the loss of each sample [B].
+SampleLoss = Callable[["torch.Tensor", "torch.Tensor"], "torch.Tensor"]
 
 
 class Metrics(ABC):
     """Validation metrics of a study on one dataset."""
 
-    #: Unit of each metric that `summarise` returns.
-    units: dict[str, str]
+    @property
+    @abstractmethod
+    def described(self) -> list[Metric]:
+        """What each number is that `summarise` returns, in the order of tables."""
 
     @abstractmethod
     def per_sample(self, x: torch.Tensor, y: torch.Tensor, prediction: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return per-sample values [B, ...] from input, target and prediction in model units, all float32."""
+        """Return per-sample values [B, ...] from a batch's input, target and prediction (float32, model units)."""
 
     @abstractmethod
     def summarise(self, means: dict[str, torch.Tensor]) -> dict[str, float]:
-        """Turn the means over all samples into named numbers."""
+        """Turn the means over all samples into numbers by name."""
 
 
 class Study(ABC):
-    """What is particular to a study. Its settings and published plans lie beside it, in its YAML file."""
+    """What is particular to a study; its YAML file has its default settings, datasets, plans and published figures.
+
+    Attributes
+    ----------
+    dataset
+        The kind of dataset that it needs.
+    Model, Loss
+        Settings of the model (key `model`) and of the loss (key `loss`).
+    supports
+        Keys of a run that only some models can do and this one can: of `pad_channels`, `attention`.
+    """
+
+    dataset: ClassVar[str]
+    Model: ClassVar[type[Strict]]
+    Loss: ClassVar[type[Strict]]
+    supports: ClassVar[frozenset[str]] = frozenset()
+
+    def check(self, run: Any) -> None:  # noqa: B027 - most have nothing to refuse
+        """Refuse settings of a run that do not go together: `ValueError` with a message that names their keys."""
+
+    def check_grid(self, run: Any, grid: tuple[int, ...]) -> None:  # noqa: B027
+        """Refuse a model or samples that do not fit stored fields of this grid: `ValueError` that names the keys.
+
+        It is asked when the configuration is read, if the grid is known then, and again when the run begins.
+        """
 
     @abstractmethod
-    def samples(self, run: RunCore, manifest: Manifest, split: str) -> Samples:
-        """Return the samples of a split."""
+    def model(self, run: Any, manifest: Manifest) -> nn.Module:
+        """Return the model, initialised from torch's current random state, on torch's current default device."""
 
     @abstractmethod
-    def model(self, run: RunCore, manifest: Manifest) -> nn.Module:
-        """Return the model, initialised from torch's current random state."""
+    def loss(self, run: Any) -> SampleLoss:
+        """Return the loss of each sample."""
+
+    def loss_info(self, run: Any) -> LossInfo:
+        """Return what the loss is called, and its unit."""
+        return LossInfo()
 
     @abstractmethod
-    def loss(self, run: RunCore) -> Loss:
-        """Return the loss: (prediction, target) to a scalar."""
-
-    @abstractmethod
-    def metrics(self, manifest: Manifest, device: torch.device) -> Metrics:
+    def metrics(self, run: Any, manifest: Manifest, device: torch.device) -> Metrics:
         """Return the validation metrics."""
 
-    @abstractmethod
-    def figure(self, run: RunCore, manifest: Manifest, x: Any, y: Any, prediction: Any) -> Figure:
-        """Draw one sample's input, target and prediction (numpy, [C, ...], model units) in physical units."""
+    def figure(self, run: Any, manifest: Manifest, x: Any, y: Any, prediction: Any) -> Figure | None:
+        """Draw the first validation sample with its prediction (numpy, as a batch has them); None: no figure."""
+        return None

@@ -2,24 +2,52 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
-import torch
-from torch import nn
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from dlscale.data.manifest import Manifest
-from dlscale.data.pairs import Pairs
-from dlscale.models.losses import l1, relative_l2
-from dlscale.models.metrics import anomaly_correlation, latitude_weights, mean_square
-from dlscale.models.vit import ViT
-from dlscale.runtime.errors import UserError
-from dlscale.runtime.schema.run import PairSamples, RunCore, ViTModel
-from dlscale.studies.base import Loss, Metrics, Study
-from dlscale.studies.figures import comparison
+from dlscale.core.records import LossInfo, Metric
+from dlscale.core.schema import Strict
+from dlscale.studies.base import Metrics, SampleLoss, Study
 
 if TYPE_CHECKING:
+    import torch
     from matplotlib.figure import Figure
+    from torch import nn
+
+    from dlscale.data.manifest import Manifest
+
+
+class ViTSettings(Strict):
+    """The vision transformer; its image size and channels come from the data."""
+
+    kind: Literal["vit"]
+    patch: PositiveInt | tuple[PositiveInt, PositiveInt] = Field(8, description="Patch edge, or rows and columns.")
+    embed_dim: PositiveInt = 384
+    depth: PositiveInt = 12
+    heads: PositiveInt = 8
+    mlp_ratio: PositiveFloat = 4.0
+    dropout: float = Field(0.0, ge=0, lt=1, description="Of projections and MLPs.")
+    attention_dropout: float = Field(0.0, ge=0, lt=1)
+    drop_path: float = Field(0.0, ge=0, lt=1, description="Stochastic depth of the last block; rises linearly from 0.")
+    residual: bool = Field(False, description="Predict the change from the input state instead of the state itself.")
+
+    @model_validator(mode="after")
+    def _heads(self) -> ViTSettings:
+        if self.embed_dim % self.heads:
+            raise ValueError(f"embed_dim {self.embed_dim} does not divide by heads {self.heads}")
+        return self
+
+    @property
+    def patch_size(self) -> tuple[int, int]:
+        """Rows and columns of a patch."""
+        return self.patch if isinstance(self.patch, tuple) else (self.patch, self.patch)
+
+
+class LossSettings(Strict):
+    """The published relative L2, or the mean absolute error."""
+
+    kind: Literal["relative_l2", "l1"]
 
 
 class Era5Metrics(Metrics):
@@ -36,34 +64,69 @@ class Era5Metrics(Metrics):
     """
 
     def __init__(self, manifest: Manifest, device: torch.device) -> None:
+        import numpy as np
+        import torch
+
+        from dlscale.datasets.era5.samples import Extra
+        from dlscale.models.metrics import latitude_weights
+
+        extra = Extra.of(manifest)
         self.info = info = manifest.fields["fields"]
         tensor: dict[str, Any] = {"dtype": torch.float32, "device": device}
-        latitude = manifest.latitude[: info.grid[0]] or [0.0] * info.grid[0]
+        latitude = extra.latitude[: info.grid[0]] or [0.0] * info.grid[0]
         self.weights = latitude_weights(torch.tensor(latitude, **tensor))
         self.scale = torch.tensor([t.scale for t in info.transforms])
         self.climatology: torch.Tensor | None = None
-        if manifest.climatology:
-            mean = np.load(manifest.path(manifest.climatology), allow_pickle=False)[
-                0, :, : info.grid[0], : info.grid[1]
-            ]
+        if extra.climatology:
+            file = np.load(manifest.path(extra.climatology), allow_pickle=False)
+            mean = file[0, :, : info.grid[0], : info.grid[1]]
             mean = np.stack([t.forward(channel) for t, channel in zip(info.transforms, mean, strict=True)])
             self.climatology = torch.tensor(mean, **tensor)
-        self.units = {}
-        for name, unit in zip(info.channels, info.units, strict=True):
-            self.units |= {f"rmse/{name}": unit, f"persistence_rmse/{name}": unit, f"rmse_normalised/{name}": "1"}
-            self.units |= {f"skill/{name}": "1", f"acc/{name}": "1"}
+
+    @property
+    def described(self) -> list[Metric]:
+        """See `Metrics`."""
+        kinds: list[tuple[str, str, str, bool]] = [
+            ("rmse", "RMSE", "root-mean-square error over all validation samples and points, in physical units", True),
+            (
+                "rmse_normalised",
+                "RMSE, normalised",
+                "of standardised fields, averaged over samples: the published form",
+                False,
+            ),
+            ("persistence_rmse", "RMSE of persistence", "of always answering the input itself", True),
+            ("skill", "skill", "1 - RMSE / RMSE of persistence; 1 is perfect", False),
+        ]
+        if self.climatology is not None:
+            meaning = "anomaly correlation coefficient against the training climatology; 1 is perfect"
+            kinds.append(("acc", "ACC", meaning, False))
+        return [
+            Metric(
+                name=f"{kind}/{name}",
+                title=title,
+                meaning=meaning,
+                unit=unit if physical else "1",
+                better="higher" if kind in ("skill", "acc") else "lower",
+                naive=f"persistence_rmse/{name}" if kind == "rmse" else None,
+                answer="persistence" if kind == "rmse" else "",
+            )
+            for kind, title, meaning, physical in kinds
+            for name, unit in zip(self.info.channels, self.info.units, strict=True)
+        ]
 
     def per_sample(self, x: torch.Tensor, y: torch.Tensor, prediction: torch.Tensor) -> dict[str, torch.Tensor]:
         """See `Metrics`."""
+        from dlscale.models.metrics import anomaly_correlation, mean_square
+
         square = mean_square(prediction - y, self.weights)
-        found = {
+        values = {
             "square": square,
             "root": square.sqrt(),
             "persistence": mean_square(x[:, : y.shape[1]] - y, self.weights),
         }
         if self.climatology is not None:
-            found["acc"] = anomaly_correlation(prediction, y, self.climatology, self.weights)
-        return found
+            values["acc"] = anomaly_correlation(prediction, y, self.climatology, self.weights)
+        return values
 
     def summarise(self, means: dict[str, torch.Tensor]) -> dict[str, float]:
         """See `Metrics`."""
@@ -86,29 +149,38 @@ class Era5Metrics(Metrics):
 class Era5ViT(Study):
     """See the module."""
 
-    def samples(self, run: RunCore, manifest: Manifest, split: str) -> Pairs:
-        """See `Study`."""
-        if not isinstance(run.samples, PairSamples):
-            raise UserError(f"samples.kind: study {run.study} needs pairs, got {run.samples.kind}")
-        return Pairs(manifest, split, run.samples, run.seed)
+    dataset = "era5"
+    Model, Loss = ViTSettings, LossSettings
+    supports = frozenset({"attention", "activation_checkpointing"})
 
-    def model(self, run: RunCore, manifest: Manifest) -> nn.Module:
+    def check(self, run: Any) -> None:
         """See `Study`."""
-        m = run.model
-        if not isinstance(m, ViTModel):
-            raise UserError(f"model.kind: study {run.study} needs vit, got {m.kind}")
-        info = manifest.fields["fields"]
-        rows, columns = m.patch if isinstance(m.patch, tuple) else (m.patch, m.patch)
-        height, width = info.grid
-        if height % rows or width % columns:
-            raise UserError(
-                f"model.patch {rows} x {columns} does not divide the fields of dataset {run.dataset} "
-                f"({height} x {width} points); choose divisors, or crop the dataset"
+        drops = run.model.dropout or run.model.attention_dropout or run.model.drop_path
+        if run.cuda_graph and run.activation_checkpointing and drops:
+            raise ValueError(
+                "cuda_graph and activation_checkpointing: no graph can record the random state that drop-out keeps "
+                "for its second pass; leave one of the three out"
             )
+
+    def check_grid(self, run: Any, grid: tuple[int, ...]) -> None:
+        """See `Study`."""
+        patch = run.model.patch_size
+        if any(edge % size for edge, size in zip(grid, patch, strict=True)):
+            raise ValueError(
+                f"model.patch {patch[0]} x {patch[1]} does not divide the fields of dataset {run.dataset} "
+                f"({grid[0]} x {grid[1]} points); choose divisors, or crop the dataset"
+            )
+
+    def model(self, run: Any, manifest: Manifest) -> nn.Module:
+        """See `Study`."""
+        from dlscale.models.vit import ViT
+
+        m, info = run.model, manifest.fields["fields"]
+        height, width = info.grid
         channels = len(info.channels)
         return ViT(
             (height, width),
-            (rows, columns),
+            m.patch_size,
             channels,
             channels,
             embed_dim=m.embed_dim,
@@ -122,29 +194,39 @@ class Era5ViT(Study):
             checkpointing=run.activation_checkpointing,
         )
 
-    def loss(self, run: RunCore) -> Loss:
+    def loss(self, run: Any) -> SampleLoss:
         """See `Study`."""
+        from dlscale.models.losses import l1, relative_l2
+
         return relative_l2 if run.loss.kind == "relative_l2" else l1
 
-    def metrics(self, manifest: Manifest, device: torch.device) -> Era5Metrics:
+    def loss_info(self, run: Any) -> LossInfo:
+        """See `Study`."""
+        l1 = LossInfo(title="L1", unit="model units")
+        return l1 if run.loss.kind == "l1" else LossInfo(title="relative L2", unit="no unit")
+
+    def metrics(self, run: Any, manifest: Manifest, device: torch.device) -> Era5Metrics:
         """See `Study`."""
         return Era5Metrics(manifest, device)
 
-    def figure(self, run: RunCore, manifest: Manifest, x: Any, y: Any, prediction: Any) -> Figure:
+    def figure(self, run: Any, manifest: Manifest, x: Any, y: Any, prediction: Any) -> Figure:
         """Draw at most four channels on the map."""
-        info = manifest.fields["fields"]
+        from dlscale.datasets.era5.samples import Extra
+        from dlscale.studies.figures import comparison
+
+        info, extra = manifest.fields["fields"], Extra.of(manifest)
         rows = [
             (name, unit, [transform.inverse(state[channel]) for state in (x, y, prediction)])
             for channel, (name, unit, transform) in enumerate(
                 zip(info.channels, info.units, info.transforms, strict=True)
             )
         ][:4]
-        steps = run.samples.dt if isinstance(run.samples, PairSamples) else 1
-        lead = f"{steps * manifest.step_hours:g} h" if manifest.step_hours else f"{steps} stored steps"
+        steps = run.samples.dt
+        lead = f"{steps * extra.step_hours:g} h" if extra.step_hours else f"{steps} stored steps"
         extent = None
         labels = ("column", "row")
-        if manifest.latitude and manifest.longitude:
-            extent = (manifest.longitude[0], manifest.longitude[-1], manifest.latitude[-1], manifest.latitude[0])
+        if extra.latitude and extra.longitude:
+            extent = (extra.longitude[0], extra.longitude[-1], extra.latitude[-1], extra.latitude[0])
             labels = ("longitude (degrees)", "latitude (degrees)")
         figure = comparison(rows, ["input", "truth", "prediction"], labels, extent)
         figure.suptitle(f"first validation pair: {lead} ahead", fontsize=9)

@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from dlscale.runtime.errors import UserError
+from dlscale.core.errors import UserError
 
 BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,

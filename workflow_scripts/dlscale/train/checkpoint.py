@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from dlscale.runtime.files import whole
+from dlscale.core.files import whole
 
 State = dict[str, Any]
 

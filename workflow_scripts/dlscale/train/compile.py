@@ -9,7 +9,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from dlscale.runtime.errors import UserError
+from dlscale.core.errors import UserError
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 

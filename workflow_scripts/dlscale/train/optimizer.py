@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from dlscale.runtime.schema.run import Adam, Optimizer
+from dlscale.config.run import Adam, Optimizer
 
 
 def build_optimizer(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from dlscale.runtime.schema.run import Schedule
+from dlscale.config.run import Schedule
 
 
 def peak_rate(schedule: Schedule, lr: float, batch_size: int) -> float:

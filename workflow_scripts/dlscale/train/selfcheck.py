@@ -11,7 +11,7 @@ from contextlib import nullcontext
 import torch
 from torch.nn import functional as F
 
-from dlscale.runtime.errors import UserError
+from dlscale.core.errors import UserError
 from dlscale.train.attention import Context
 
 #: Greatest error of an element over the root mean square of all: some 13 (bf16) and 20 (fp16) roundings.

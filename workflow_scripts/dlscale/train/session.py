@@ -9,11 +9,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from dlscale.config.run import RunCore
+from dlscale.core import registry
+from dlscale.core.fingerprint import DEFAULTS
 from dlscale.data.loaders.base import Loader, Share
 from dlscale.data.manifest import Manifest
+from dlscale.data.samples import Samples
 from dlscale.parallel.world import World
-from dlscale.runtime import plugins
-from dlscale.runtime.schema.run import RunCore
 from dlscale.studies.base import Study
 from dlscale.train.precision import compute_dtype
 from dlscale.train.selfcheck import check_operations
@@ -33,13 +35,19 @@ class Session:
 
     def loader(self, split: str) -> Loader:
         """Return the loader of a split; validation goes through the same loader as training."""
-        samples = self.study.samples(self.run, self.manifest, split)
+        samples = self.samples(split)
         if split == "train" and samples.size < self.run.batch_size:
             logging.warning("an epoch of %d samples is less than one batch (%d)", samples.size, self.run.batch_size)
-        module = plugins.plugin(plugins.loader(self.run.loader.kind))
+        module = registry.load(registry.loader(self.run.loader.kind))
         share = Share(self.run.batch_size, self.world.rank, self.world.size)
         loader: Loader = module.build(samples, self.run.loader, share, self.world.device)
         return loader
+
+    def samples(self, split: str) -> Samples:
+        """Return the samples of a split."""
+        module = registry.part(self.study.dataset, "samples") or DEFAULTS["samples"]
+        samples: Samples = registry.load(module).open_samples(self.manifest, split, self.run.samples, self.run.seed)
+        return samples
 
     @property
     def device(self) -> torch.device:
@@ -67,7 +75,7 @@ def open_session(run: RunCore, manifest: str | Path, world: World, threads: int 
         torch.set_num_threads(max(1, threads // run.geometry.gpus_per_node))
     found = Manifest.read(manifest)
     found.check_files()
-    study: Study = plugins.plugin(plugins.study(run.study)).STUDY
+    study: Study = registry.study(run.study)
     torch.manual_seed(run.seed)
     model = study.model(run, found).to(world.device)
     loss = study.loss(run)

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from dlscale.runtime.errors import UserError
-from dlscale.runtime.schema.run import RunCore
+from dlscale.config.run import RunCore
+from dlscale.core.errors import UserError
 from dlscale.train.attention import Context, attention_context
 from dlscale.train.compile import compiled
 from dlscale.train.graph import CudaBackend, Graphed
@@ -131,7 +131,7 @@ class Step:
 
     def _eager_loss(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         # The loss is a long sum: in float32 whatever the model computes in.
-        return self._loss(self._eager_predict(x, self._network), y.to(memory_format=self._layout))
+        return self._loss(self._eager_predict(x, self._network), y.to(memory_format=self._layout)).mean()
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint holds: weights in float32 and the states of optimiser and loss scaler."""

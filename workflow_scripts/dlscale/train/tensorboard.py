@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.tensorboard import SummaryWriter
 
-from dlscale.runtime.schema.run import TrainRun
+from dlscale.config.run import Run
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class Board:
     """Writes event files into a folder; on a resume the trainer replays the epochs done before."""
 
-    def __init__(self, folder: Path, run: TrainRun) -> None:
+    def __init__(self, folder: Path, run: Run) -> None:
         self._writer = SummaryWriter(str(folder))
         self._run = run
         self._step = 0

@@ -14,13 +14,12 @@ from pathlib import Path
 
 import torch
 
+from dlscale.config.run import Run, load_run
+from dlscale.core import provenance
+from dlscale.core.files import whole, write_json, write_text
+from dlscale.core.lock import only_writer
 from dlscale.data.manifest import Manifest
 from dlscale.parallel.world import join
-from dlscale.runtime import provenance
-from dlscale.runtime.files import sha256, whole, write_json, write_text
-from dlscale.runtime.lock import only_writer
-from dlscale.runtime.schema.run import TrainRun
-from dlscale.runtime.settings import load_run
 from dlscale.train.checkpoint import Checkpoints
 from dlscale.train.session import Session, device_facts, open_session
 from dlscale.train.tensorboard import Board
@@ -32,7 +31,7 @@ def main(args: argparse.Namespace) -> None:
 
     Of several processes the first one writes; the others only train.
     """
-    run = load_run(args.config, TrainRun)
+    run = load_run(args.config, "train")
     with join(run.geometry, args.device) as world:
         session = open_session(run, args.manifest, world, args.threads)
         folder = Path(args.checkpoints) / identity(run, session.manifest, args.sources)[:16]
@@ -44,16 +43,16 @@ def main(args: argparse.Namespace) -> None:
 
 
 @contextlib.contextmanager
-def _trainer(run: TrainRun, session: Session, folder: Path, on_epoch: Callable[[Record], None]) -> Iterator[Trainer]:
+def _trainer(run: Run, session: Session, folder: Path, on_epoch: Callable[[Record], None]) -> Iterator[Trainer]:
     """Make the trainer and its loaders, and close them at the end."""
     with contextlib.ExitStack() as stack:
         train, valid = (stack.enter_context(contextlib.closing(session.loader(split))) for split in ("train", "valid"))
-        metrics = session.study.metrics(session.manifest, session.device)
+        metrics = session.study.metrics(session.run, session.manifest, session.device)
         checkpoints = Checkpoints(folder, run.training.keep_checkpoints)
         yield Trainer(run, session.step, session.loss, train, valid, metrics, checkpoints, on_epoch, session.world)
 
 
-def _lead(run: TrainRun, session: Session, folder: Path, out: Path) -> None:
+def _lead(run: Run, session: Session, folder: Path, out: Path) -> None:
     """Train, and write what there is to show for it."""
     started = provenance.now()
     with only_writer(folder.parent), contextlib.ExitStack() as stack:
@@ -98,7 +97,7 @@ def _lead(run: TrainRun, session: Session, folder: Path, out: Path) -> None:
                 manifest=session.manifest.provenance,
                 fingerprint=folder.name,
                 resumed_from_step=trainer.resumed_from,
-                metric_units=trainer.metrics.units,
+                metrics=[metric.model_dump() for metric in trainer.metrics.described],
             ),
         )
         write_text(out / "metrics.jsonl", "".join(json.dumps(record) + "\n" for record in history))
@@ -107,7 +106,7 @@ def _lead(run: TrainRun, session: Session, folder: Path, out: Path) -> None:
                 shutil.rmtree(other, ignore_errors=True)
 
 
-def identity(run: TrainRun, manifest: Manifest, sources: str = "") -> str:
+def identity(run: Run, manifest: Manifest, sources: str = "") -> str:
     """Return the SHA-256 of what makes this training itself: settings, data and how they are read, sources.
 
     A run of the same identity goes on from its checkpoints; one that was trained to the end has its outputs
@@ -117,8 +116,7 @@ def identity(run: TrainRun, manifest: Manifest, sources: str = "") -> str:
         "run": run.model_dump(mode="json", exclude={"training": {"checkpoint_epochs", "keep_checkpoints"}}),
         "data": {split: [file.identity for file in files] for split, files in manifest.splits.items()},
         "fields": {name: asdict(info) for name, info in manifest.fields.items()},
-        "latitude": manifest.latitude,
-        "climatology": sha256(manifest.path(manifest.climatology)) if manifest.climatology else None,
+        "extra": manifest.extra,
         "sources": sources,
         "image": image.identity if (image := provenance.Image.read()) else None,
     }
@@ -127,7 +125,7 @@ def identity(run: TrainRun, manifest: Manifest, sources: str = "") -> str:
 
 def _draw(session: Session, path: Path, board: Board) -> None:
     """Draw the first validation sample with its prediction."""
-    samples = session.study.samples(session.run, session.manifest, "valid")
+    samples = session.samples("valid")
     x, y = samples.read(0, 0)
     prediction = session.step.predict(torch.from_numpy(x)[None].to(session.device), once=True)[0].cpu().numpy()
     figure = session.study.figure(session.run, session.manifest, x, y, prediction)

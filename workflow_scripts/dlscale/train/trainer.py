@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
+from dlscale.config.run import Run
+from dlscale.core.errors import Stopped, UserError
+from dlscale.core.progress import Progress
 from dlscale.data.loaders.base import Loader
 from dlscale.models.metrics import MetricSum
 from dlscale.parallel.world import World
-from dlscale.runtime.errors import Stopped, UserError
-from dlscale.runtime.progress import Progress
-from dlscale.runtime.schema.run import TrainRun
 from dlscale.studies.base import Metrics
 from dlscale.train.checkpoint import Checkpoints, State
 from dlscale.train.interruption import Interruption
@@ -84,7 +84,7 @@ class Trainer:
         The processes that train together; all of them do what is said here, and the first one saves.
     """
 
-    run: TrainRun
+    run: Run
     step: Step
     loss: Loss
     train_loader: Loader
@@ -200,11 +200,10 @@ class Trainer:
         for x, y in self.valid_loader.epoch(0):
             heed()
             prediction = self.step.predict(x)
-            # One loss a sample, so that a smaller last batch weighs as it should.
-            losses = [self.loss(p[None], t[None]) for p, t in zip(prediction, y, strict=True)]
+            losses = self.loss(prediction, y)
             sums.add(
                 {
-                    "loss": torch.stack(losses) if losses else prediction.new_empty(0),
+                    "loss": losses,
                     **self.metrics.per_sample(x, y, prediction),
                 }
             )

@@ -18,13 +18,13 @@ import numpy as np
 import torch
 from torch.utils.dlpack import from_dlpack
 
+from dlscale.core.errors import UserError
 from dlscale.data.loaders.base import Batch, Share
 from dlscale.data.loaders.decode import Recipe, Recipes
 from dlscale.data.loaders.direct_device import on_device
-from dlscale.data.raw import Raw, common_type
+from dlscale.data.loaders.settings import DaliLoader as Settings
+from dlscale.data.mapped import Raw, common_type
 from dlscale.data.samples import GridSamples, Places, Samples, Side
-from dlscale.runtime.errors import UserError
-from dlscale.runtime.schema.run import DaliLoader as Settings
 
 #: Cells added to the rows of the operator's buffer; see `raw.buffer`.
 PAD = 4

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from dlscale.data import raw
+from dlscale.core.errors import UserError
+from dlscale.data import mapped as raw
 from dlscale.data.loaders.base import Batch
 from dlscale.data.loaders.decode import Recipe
 from dlscale.data.loaders.direct_stored import Fill, Finish, Stored
-from dlscale.data.raw import Raw
+from dlscale.data.mapped import Raw
 from dlscale.data.samples import Places
-from dlscale.runtime.errors import UserError
 
 #: Bytes that are taken to the device at a time while data becomes resident.
 SLAB = 2**26

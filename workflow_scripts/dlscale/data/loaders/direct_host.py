@@ -16,11 +16,11 @@ import numba
 import numpy as np
 import torch
 
-from dlscale.data import raw
+from dlscale.data import mapped as raw
 from dlscale.data.loaders.base import Batch
 from dlscale.data.loaders.decode import Recipe
 from dlscale.data.loaders.direct_stored import Fill, Finish, Stored
-from dlscale.data.raw import Raw
+from dlscale.data.mapped import Raw
 from dlscale.data.samples import Places, Side
 
 #: Cells added to the rows of a thread's buffer; see `raw.buffer`.

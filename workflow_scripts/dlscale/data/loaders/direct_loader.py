@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
+from dlscale.core.errors import UserError
 from dlscale.data.loaders.base import Batch, Share
 from dlscale.data.loaders.direct_device import Resident, Streamed
 from dlscale.data.loaders.direct_stored import Finish, Stored, Way
+from dlscale.data.loaders.settings import DirectLoader as Settings
 from dlscale.data.samples import GridSamples, Places, Samples
-from dlscale.runtime.errors import UserError
-from dlscale.runtime.schema.run import DirectLoader as Settings
 
 #: Of a device's free memory, what resident data may take; the rest is for activations, which come later.
 RESIDENT_SHARE = 0.5

@@ -9,7 +9,7 @@ import numpy as np
 
 from dlscale.data.loaders.base import Batch
 from dlscale.data.loaders.decode import Recipes
-from dlscale.data.raw import Raw, common_type
+from dlscale.data.mapped import Raw, common_type
 from dlscale.data.samples import Places, Side
 
 Fill = Callable[[], None]

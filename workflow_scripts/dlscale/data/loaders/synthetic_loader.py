@@ -10,8 +10,8 @@ from collections.abc import Generator
 import torch
 
 from dlscale.data.loaders.base import Batch, Share
+from dlscale.data.loaders.settings import SyntheticLoader as Settings
 from dlscale.data.samples import Samples
-from dlscale.runtime.schema.run import SyntheticLoader as Settings
 
 
 class SyntheticLoader:

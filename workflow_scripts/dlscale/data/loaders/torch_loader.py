@@ -9,8 +9,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from dlscale.data.loaders.base import Batch, Share
+from dlscale.data.loaders.settings import TorchLoader as Settings
 from dlscale.data.samples import Samples
-from dlscale.runtime.schema.run import TorchLoader as Settings
 
 
 class _Dataset(Dataset[Batch]):

@@ -1,0 +1,1 @@
+"""From YAML to validated datasets, plans and fully resolved runs."""

@@ -1,0 +1,83 @@
+"""What all datasets have in common. Each kind brings the settings of its own: `dlscale/datasets/KIND/kind.py`."""
+
+from __future__ import annotations
+
+import functools
+import posixpath
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
+
+from pydantic import Field, PositiveInt, StringConstraints
+
+from dlscale.core import registry
+from dlscale.core.errors import nearest
+from dlscale.core.schema import Strict
+
+Split = Literal["train", "valid", "test"]
+SPLITS: tuple[Split, ...] = ("train", "valid", "test")
+Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+Path = Annotated[str, StringConstraints(min_length=1)]
+
+
+class Storage(Strict):
+    """How preprocessed fields are stored on disk."""
+
+    dtype: Literal["float32", "float16"] = Field(
+        "float32",
+        description="float16 stores (x - offset) / scale per channel; the greatest error is measured and recorded.",
+    )
+    chunk: PositiveInt | None = Field(
+        32,
+        description="Edge of an HDF5 chunk in cells (cosmo: a cube with all channels; null: none, rows of the whole "
+        "volume; era5: unused, the times lie one after the other).",
+    )
+    channels: Literal["first", "last"] = Field(
+        "first",
+        description="first: [C, D, H, W], the published layout; last: [D, H, W, C], whose rows are C times longer and "
+        "which loaders read faster (cosmo only).",
+    )
+
+
+class DatasetSettings(Strict):
+    """Keys that every dataset has. A kind's own settings add `kind`, a Literal, and their `source`."""
+
+    kind: str
+    source: Any = None
+
+    downsample: PositiveInt = Field(1, description="Block-average this many cells along each spatial axis.")
+    storage: Storage = Storage()
+    pieces: PositiveInt = Field(1, description="Each file is preprocessed in this many independent, parallel pieces.")
+    memory_mb: PositiveInt = Field(512, description="Bound on the memory of a piece's buffers, in MB (10^6 bytes).")
+
+
+def check_digests(sha256: dict[str, str], origins: list[str]) -> None:
+    """Refuse a digest of no file, or of one that is read where it lies: nothing would check it."""
+    fetched = {urlsplit(origin).path.rsplit("/", 1)[-1] for origin in origins if origin.startswith(("http:", "https:"))}
+    for name in sha256:
+        if name not in fetched:
+            raise ValueError(
+                f"sha256: no file called '{name}' is fetched{nearest(name, fetched)}; digests are of URLs, by the part "
+                "after the last '/'"
+            )
+
+
+def refuse_shared(*splits: list[str]) -> None:
+    """Refuse a file that stands in two splits."""
+    files = [file if "://" in file else posixpath.normpath(file) for split in splits for file in split]
+    repeated = sorted({file for file in files if files.count(file) > 1})
+    if repeated:
+        raise ValueError(f"'{repeated[0]}' stands in two splits: validation would see training data")
+
+
+def refuse_changed(dataset: DatasetSettings, *keys: str) -> None:
+    """Refuse keys that decide how files are prepared, of a dataset whose files are prepared already."""
+    for key in keys:
+        if getattr(dataset, key) != type(dataset).model_fields[key].default:
+            raise ValueError(f"{key}: prepared files are used as they are; leave it out")
+
+
+def dataset_type() -> Any:
+    """Return the union of the settings of all kinds of datasets that are registered now."""
+    known = [registry.kind(name).Settings for name in registry.kinds()]
+    union = functools.reduce(lambda a, b: a | b, known)
+    return Annotated[union, Field(discriminator="kind")]

@@ -1,0 +1,72 @@
+"""An ordered set of runs that answers one question."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Literal
+
+from pydantic import Field, SkipValidation, create_model
+
+from dlscale.config.run import Run, components
+from dlscale.core import registry
+from dlscale.core.machine import NEEDS
+from dlscale.core.schema import Name, Strict, partial
+from dlscale.core.stages import RUN_STAGES
+
+
+class Plan(Strict):
+    """Runs of one study.
+
+    The settings are validated once they are merged; `plan_class` says in the JSON schema what they may be.
+    """
+
+    study: Name
+    kind: Literal["set", "ladder"] = Field(
+        "set",
+        description="set: each run stands on the plan's settings; ladder: each keeps what those before it changed.",
+    )
+    title: str | None = Field(None, description="What the report calls the plan; its name if absent.")
+    from_: str | None = Field(None, alias="from", description="Start from the settings of this run, written plan.run.")
+    settings: SkipValidation[dict[str, Any]] = Field({}, description="Settings common to all runs of the plan.")
+    measure: list[Literal[RUN_STAGES]] = Field(  # type: ignore[valid-type]
+        list(RUN_STAGES), min_length=1, description="Stages that each run goes through."
+    )
+    runs: dict[Name, SkipValidation[dict[str, Any]]] = Field(
+        min_length=1, description="Settings by run, in order; `{use: plan.run}` names a run that another plan has."
+    )
+
+
+def study_settings() -> Any:
+    """Return what may stand for a study: changes to its runs' settings, or the path of a study from outside."""
+    return SkipValidation[_settings(tuple(registry.studies())) | str | None]
+
+
+def plan_class() -> type[Plan]:
+    """Return the class of plans with the settings of all studies that are registered now."""
+    settings = _settings(tuple(registry.studies()))
+    needs = Field(
+        [], description="Leave the run out, and say so, where the machine that runs the workflow lacks one of these."
+    )
+    use = Field(None, description="Name a run of another plan, written plan.run, instead of its keys.")
+    fields: dict[str, Any] = {"use": (str | None, use), "needs": (list[Literal[tuple(NEEDS)]], needs)}
+    named = create_model("NamedRunSettings", __base__=settings, **fields)
+    return create_model(
+        "Plan",
+        __base__=Plan,
+        __doc__="Runs of one study.",
+        settings=(SkipValidation[settings | None], Plan.model_fields["settings"]),
+        runs=(dict[Name, SkipValidation[named | None]], Plan.model_fields["runs"]),  # type: ignore[valid-type, misc]
+    )
+
+
+@functools.cache
+def _settings(studies: tuple[str, ...]) -> type[Strict]:
+    """Return a model of overrides: every key of a run optional, each component of any study."""
+    found: dict[str, list[Any]] = {}
+    for study in studies:
+        for key, (annotation, _) in components(study).items():
+            found.setdefault(key, []).append(annotation)
+    unions: dict[str, Any] = {
+        key: (functools.reduce(lambda a, b: a | b, dict.fromkeys(each)), ...) for key, each in found.items()
+    }
+    return partial(create_model("Run", __base__=Run, **unions), without=("study",))  # type: ignore[return-value]

@@ -1,0 +1,366 @@
+"""From the user's configuration to validated datasets and fully resolved runs.
+
+What the studies ship (the YAML file beside each) comes first and the user's configuration is merged
+over it, so any shipped dataset or plan can be changed by name. A run's settings are layered in turn:
+the study's, those of the plan's `from`, the plan's, in a ladder those of the rungs before, its own.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dlscale.config.plan import Plan
+from dlscale.config.run import Run, run_class
+from dlscale.config.site import Site
+from dlscale.config.workflow import Workflow, workflow_class
+from dlscale.core import registry
+from dlscale.core.errors import UserError, nearest
+from dlscale.core.machine import NEEDS, missing
+from dlscale.core.settings import Raw, holds, read_yaml, validate
+
+#: Keys of a study's YAML file.
+STUDY_KEYS = ("title", "settings", "datasets", "plans", "published")
+
+
+@dataclass(frozen=True)
+class ResolvedRun:
+    """One run of a plan.
+
+    Attributes
+    ----------
+    plan, name
+        Where the run's results are: those of another plan where the run was named with `use`.
+    run
+        Its full settings.
+    """
+
+    plan: str
+    name: str
+    run: Run
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """Everything that the workflow needs to know, validated.
+
+    Attributes
+    ----------
+    workflow
+        The configuration file, the shipped datasets and plans merged in.
+    plans
+        Runs by plan and run name, in order. In a run named with `use`, `ResolvedRun.plan` differs.
+    left_out
+        By plan and run name: what this machine lacks of what the run needs.
+    """
+
+    workflow: Workflow
+    plans: dict[str, dict[str, ResolvedRun]]
+    left_out: dict[str, dict[str, str]]
+
+
+def load(raw: Mapping[str, Any]) -> Configuration:
+    """Validate a configuration as Snakemake merged it and resolve every run.
+
+    Parameters
+    ----------
+    raw
+        The user's configuration: nested mappings of plain values (strings where `--config` gave them).
+
+    Raises
+    ------
+    UserError
+        With the key's path, what was expected and the nearest valid name.
+    """
+    user = _plain(raw)
+    add_studies(user)
+    files = study_files()
+    merged: Raw = {"studies": {}, "datasets": {}, "plans": {}}
+    for study in files.values():
+        merge(merged, {key: study[key] for key in ("datasets", "plans") if key in study})
+    for section in ("datasets", "plans", "studies"):
+        if not isinstance(user.get(section, {}), dict):
+            raise UserError(f"configuration: {section}: expected names and their settings")
+    merge(merged, user)
+    workflow = validate(workflow_class(), merged)
+    for name in workflow.studies:
+        if name not in files:
+            raise UserError(f"configuration: studies: {unknown('study', name, files)}; or give the path of its file")
+    for name in workflow.targets:
+        if name not in workflow.plans:
+            raise UserError(f"configuration: targets: {unknown('plan', name, workflow.plans)}")
+    resolver = _Resolver(workflow, merged, files)
+    if workflow.site.scheduler and workflow.site.starter == "torchrun":
+        raise UserError(
+            "configuration: site.starter: torchrun does not pass on Slurm's warning of the time limit; use srun"
+        )
+    if workflow.site.scheduler and workflow.site.engine == "auto":
+        raise UserError("configuration: site.engine: auto may mean another engine on each node; name one")
+    left_out = {plan: resolver.left_out(plan) for plan in workflow.plans}
+    # Those that are left out are checked like the others: a mistake does not depend on the machine.
+    resolved = {name: {run: resolver.run(name, run) for run in plan.runs} for name, plan in workflow.plans.items()}
+    plans = {
+        name: {run: found for run, found in runs.items() if run not in left_out[name]}
+        for name, runs in resolved.items()
+    }
+    for name in workflow.targets:
+        if not plans[name]:
+            lacking = "; ".join(f"{run}: {what}" for run, what in left_out[name].items())
+            raise UserError(f"configuration: targets: plan {name} has no run for this machine ({lacking})")
+    return Configuration(workflow, plans, left_out)
+
+
+def add_studies(raw: Raw) -> None:
+    """Register the studies from outside that a configuration names by path, and leave only settings under `studies`."""
+    studies = raw.get("studies")
+    if isinstance(studies, dict):
+        for name, path in [(name, path) for name, path in studies.items() if isinstance(path, str)]:
+            registry.add(name, path)
+            studies[name] = {}
+
+
+def load_files(
+    *paths: str | Path, site: str | Path | None = None, over: Iterable[Mapping[str, Any]] = ()
+) -> Configuration:
+    """Merge YAML files over a site (`site_settings`), later over earlier ones, and `over` last; validate it all."""
+    raw = site_settings(site)
+    for settings in [*map(read_yaml, paths), *over]:
+        merge(raw, settings)
+    return load(raw)
+
+
+def site_settings(site: str | Path | None, profiles: str | Path = "profiles") -> Raw:
+    """Return what a profile says of its site, as configuration to merge the user's over.
+
+    Parameters
+    ----------
+    site
+        Name of a folder in `profiles` with a `site.yaml`, or path of a folder or file (with a slash); None: no site.
+    """
+    if not site:
+        return {}
+    path = Path(site) if "/" in str(site) else Path(profiles) / str(site)
+    path = path / "site.yaml" if path.suffix != ".yaml" else path
+    if not path.is_file():
+        known = sorted(file.parent.name for file in Path(profiles).glob("*/site.yaml") if file.parent.name != "default")
+        raise UserError(f"site: {path}: no such file; {unknown('site', str(site), known)}")
+    raw = read_yaml(path)
+    validate(Site, raw, where=str(path))
+    return {"site": raw}
+
+
+def study_files() -> dict[str, Raw]:
+    """Return what the YAML file of each registered study says, by `STUDY_KEYS`."""
+    return {name: _study_file(study.yaml, study.outside) for name, study in registry.studies().items()}
+
+
+@functools.cache
+def _study_file(path: Path, outside: bool) -> Raw:
+    raw = read_yaml(path)
+    for key in raw:
+        if key not in STUDY_KEYS:
+            raise UserError(
+                f"{path}: {key}: unknown key{nearest(key, STUDY_KEYS)}; valid keys: {', '.join(STUDY_KEYS)}"
+            )
+    if not isinstance(raw.get("settings"), dict):
+        raise UserError(f"{path}: settings: this key is missing; it has the default settings of the study's runs")
+    return raw
+
+
+def merge(base: Raw, over: Mapping[str, Any]) -> Raw:
+    """Merge `over` into `base` in place and return it.
+
+    Mappings merge key by key; anything else replaces. A section of another `kind` replaces as a
+    whole (a plan does not: its kind only says how its runs are layered), and of two settings that
+    exclude each other (`epochs`, `steps`) the one that is set stays.
+    """
+    for key, value in over.items():
+        old = base.get(key)
+        if not isinstance(value, Mapping):
+            base[key] = copy.deepcopy(value)
+        elif isinstance(old, dict) and ("runs" in old or value.get("kind", old.get("kind")) == old.get("kind")):
+            merge(old, value)
+        else:
+            base[key] = copy.deepcopy(dict(value))
+    for one, other in (("epochs", "steps"), ("steps", "epochs")):
+        # Mappings are no settings but, say, runs of these names.
+        if not isinstance(over.get(one), Mapping | None) and other not in over:
+            base.pop(other, None)
+    return base
+
+
+def unknown(what: str, name: str, known: Iterable[str]) -> str:
+    """Return the message for a reference to something that is not there."""
+    known = sorted(known)
+    return f"no {what} is called '{name}'{nearest(name, known)}; there are: {', '.join(known)}"
+
+
+def _plain(value: Any) -> Any:
+    """Copy nested mappings to dicts; `--config` passes strings only, so its 'null' means nothing."""
+    if isinstance(value, Mapping):
+        return {key: _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    return None if value == "null" else value
+
+
+class _Resolver:
+    """Resolves runs on demand, since `use` and `from` may point anywhere."""
+
+    def __init__(self, workflow: Workflow, raw: Raw, files: dict[str, Raw]) -> None:
+        self.workflow, self.raw, self.files = workflow, raw, files
+        self._layers: dict[tuple[str, str], tuple[tuple[str, str], list[tuple[str, Raw]]]] = {}
+        self._runs: dict[tuple[str, str], Run] = {}
+        self._open: list[tuple[str, str]] = []
+        self._left_out: dict[str, dict[str, str]] = {}
+        site = workflow.site
+        self._provided = site.provides if site.engine != "none" else None
+
+    def run(self, plan: str, name: str) -> ResolvedRun:
+        owner, layers = self.layers(plan, name)
+        if owner not in self._runs:
+            plan_ = self.workflow.plans[owner[0]]
+            merged: Raw = {"study": plan_.study}
+            for _, layer in layers:
+                merge(merged, layer)
+            run = validate(run_class(plan_.study), merged, layers=layers)
+            self._check(run, f"plans.{owner[0]}.runs.{owner[1]}", layers)
+            self._runs[owner] = run
+        return ResolvedRun(*owner, self._runs[owner])
+
+    def left_out(self, plan: str) -> dict[str, str]:
+        """Return the runs that need what this machine lacks, and what that is; those that name one of them, too."""
+        if plan not in self._left_out:
+            self._left_out[plan] = {}  # a circle of names is found, and reported, when the runs are resolved
+            for name, settings in self.workflow.plans[plan].runs.items():
+                lacking = missing(self._needs(f"plans.{plan}.runs.{name}", settings), self._provided)
+                named = settings.get("use", "") if isinstance(settings, dict) else ""
+                other, _, run = str(named).partition(".")
+                if other in self.workflow.plans and run in (there := self.left_out(other)):
+                    lacking.append(there[run])
+                if lacking:
+                    self._left_out[plan][name] = " and ".join(lacking)
+        return self._left_out[plan]
+
+    @staticmethod
+    def _needs(where: str, settings: Any) -> list[str]:
+        needs = settings.get("needs", []) if isinstance(settings, dict) else []
+        if not isinstance(needs, list) or any(need not in NEEDS for need in needs):
+            raise UserError(f"configuration: {where}.needs: expected a list of {', '.join(NEEDS)}, got {needs!r}")
+        return needs
+
+    def layers(self, plan: str, name: str) -> tuple[tuple[str, str], list[tuple[str, Raw]]]:
+        """Return the run that really holds the results, and the settings it is merged from."""
+        key = (plan, name)
+        if key in self._open:
+            chain = " -> ".join(".".join(step) for step in [*self._open, key])
+            raise UserError(f"configuration: plans: 'use' and 'from' go in a circle: {chain}")
+        if key not in self._layers:
+            self._open.append(key)
+            self._layers[key] = self._collect(plan, name)
+            self._open.pop()
+        return self._layers[key]
+
+    def _collect(self, plan_name: str, name: str) -> tuple[tuple[str, str], list[tuple[str, Raw]]]:
+        plan = self.workflow.plans[plan_name]
+        here = f"plans.{plan_name}"
+        if plan.study not in self.files:
+            raise UserError(f"configuration: {here}.study: {unknown('study', plan.study, self.files)}")
+        own = self._settings(f"{here}.runs.{name}", plan.runs[name])
+        own = {key: value for key, value in own.items() if key != "needs"}
+        if "use" in own:
+            if len(own) > 1:
+                raise UserError(f"configuration: {here}.runs.{name}: 'use' stands alone, with no other key")
+            target = self._reference(f"{here}.runs.{name}.use", own["use"], plan)
+            return self.layers(*target)
+        left_out = self.left_out(plan_name)  # a rung that is not there changes nothing for those after it
+        names = [run for run in plan.runs if run == name or run not in left_out]
+        if plan.kind == "ladder" and names.index(name) > 0:
+            layers = self.layers(plan_name, names[names.index(name) - 1])[1]
+        else:
+            layers = self._base(plan_name, plan)
+        inherited = [(path, {key: value for key, value in layer.items() if key != "label"}) for path, layer in layers]
+        return (plan_name, name), [*inherited, (f"{here}.runs.{name}", own)]
+
+    def _base(self, plan_name: str, plan: Plan) -> list[tuple[str, Raw]]:
+        here = f"plans.{plan_name}"
+        if plan.from_:
+            layers = self.layers(*self._reference(f"{here}.from", plan.from_, plan))[1]
+        else:
+            user = self._settings(f"studies.{plan.study}", self.workflow.studies.get(plan.study, {}))
+            layers = [
+                (f"(shipped) {plan.study}", self.files[plan.study]["settings"]),
+                (f"studies.{plan.study}", user),
+            ]
+        return [*layers, (f"{here}.settings", self._settings(f"{here}.settings", plan.settings))]
+
+    def _reference(self, where: str, text: Any, plan: Plan) -> tuple[str, str]:
+        target, _, run = str(text).partition(".")
+        if target not in self.workflow.plans:
+            raise UserError(
+                f"configuration: {where}: {unknown('plan', target, self.workflow.plans)}; write it plan.run"
+            )
+        other = self.workflow.plans[target]
+        if run not in other.runs:
+            raise UserError(f"configuration: {where}: {unknown(f'run of plan {target}', run, other.runs)}")
+        if other.study != plan.study:
+            raise UserError(f"configuration: {where}: {text} is of study {other.study}, this plan of {plan.study}")
+        return target, run
+
+    @staticmethod
+    def _settings(where: str, value: Any) -> Raw:
+        if value is None:
+            return {}
+        if not isinstance(value, dict):
+            raise UserError(f"configuration: {where}: expected settings (keys and values), got {value!r}")
+        if "study" in value:
+            raise UserError(f"configuration: {where}.study: a plan is of one study; name it in the plan's own `study`")
+        return value
+
+    def _check(self, run: Run, where: str, layers: list[tuple[str, Raw]]) -> None:
+        """Check what needs more than the run itself: its dataset."""
+
+        def fail(key: str, message: str) -> None:
+            keys = tuple(key.split("."))
+            prefix = next((path for path, layer in reversed(layers) if holds(layer, keys)), where)
+            raise UserError(f"configuration: {prefix}.{key}: {message}")
+
+        if run.dataset not in self.workflow.datasets:
+            fail("dataset", unknown("dataset", run.dataset, self.workflow.datasets))
+        dataset, study = self.workflow.datasets[run.dataset], registry.study(run.study)
+        if dataset.kind != study.dataset:
+            fail("dataset", f"'{run.dataset}' is of kind {dataset.kind}, study {run.study} needs {study.dataset}")
+        grid = registry.kind(dataset.kind).grid(dataset)
+        try:
+            if grid is not None:
+                study.check_grid(run, grid)
+        except ValueError as error:
+            key, _, message = str(error).partition(" ")
+            fail(key, message)
+
+
+def schema() -> Raw:
+    """Return the JSON schema of `config.yaml`, for editors.
+
+    No key has to be there: a file may change a part of what the studies ship, or of another file.
+    """
+    found: Raw = _optional(workflow_class().model_json_schema())
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **found, "title": "dlscale"}
+
+
+def _optional(node: Any) -> Any:
+    """Return a JSON schema in which nothing is required, not even the `kind` by which one of several is chosen."""
+    if isinstance(node, list):
+        return [_optional(item) for item in node]
+    if not isinstance(node, dict):
+        return node
+    kept = {key: _optional(value) for key, value in node.items() if key not in ("required", "discriminator")}
+    if "oneOf" in kept:
+        kept["anyOf"] = kept.pop("oneOf")
+    if "patternProperties" in kept:
+        kept["additionalProperties"] = False  # names that do not match the pattern
+    return kept

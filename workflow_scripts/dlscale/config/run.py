@@ -1,0 +1,311 @@
+"""One fully resolved configuration of one study at one scale.
+
+A run's class depends on its study, which brings the settings of its model, loss and samples: `run_class`. A stage sees
+the common keys (`RunCore`) and those that its row in the table of stages names: `stage_class`. What a stage cannot see
+cannot make it run again.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BeforeValidator,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    SerializeAsAny,
+    create_model,
+    model_validator,
+)
+
+from dlscale.core import registry
+from dlscale.core.errors import UserError, nearest
+from dlscale.core.schema import Name, Strict
+from dlscale.core.settings import read_settings, validate
+from dlscale.core.stages import STAGES
+
+
+class _Optimizer(Strict):
+    kind: str
+    lr: PositiveFloat = Field(2e-4, description="Learning rate at the schedule's base_batch_size.")
+    weight_decay: NonNegativeFloat = 0.0
+    fused: bool = Field(False, description="One kernel for the whole update.")
+
+
+class Adam(_Optimizer):
+    """Adam; `adamw` takes the weight decay out of the gradient (Loshchilov and Hutter 2019, arXiv:1711.05101)."""
+
+    kind: Literal["adam", "adamw"] = "adam"
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: PositiveFloat = 1e-8
+
+    @model_validator(mode="after")
+    def _betas(self) -> Adam:
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas {list(self.betas)}: each must be at least 0 and less than 1")
+        return self
+
+
+class SGD(_Optimizer):
+    """Stochastic gradient descent."""
+
+    kind: Literal["sgd"]
+    momentum: float = Field(0.0, ge=0, lt=1)
+    nesterov: bool = False
+
+    @model_validator(mode="after")
+    def _nesterov(self) -> SGD:
+        if self.nesterov and not self.momentum:
+            raise ValueError("nesterov needs a momentum greater than 0")
+        return self
+
+
+class Adadelta(_Optimizer):
+    """Adadelta (Zeiler 2012, arXiv:1212.5701)."""
+
+    kind: Literal["adadelta"]
+    rho: float = Field(0.9, ge=0, lt=1)
+    eps: PositiveFloat = 1e-6
+
+    @model_validator(mode="after")
+    def _unfused(self) -> Adadelta:
+        if self.fused:
+            raise ValueError("fused: PyTorch has no fused adadelta; leave it out")
+        return self
+
+
+def _adam_by_default(value: Any) -> Any:
+    return {"kind": "adam", **value} if isinstance(value, dict) else value
+
+
+Optimizer = Annotated[Adam | SGD | Adadelta, Field(discriminator="kind"), BeforeValidator(_adam_by_default)]
+
+
+class Schedule(Strict):
+    """The learning-rate schedule: linear warm-up, then one of three forms."""
+
+    kind: Literal["cosine", "constant", "step"] = Field(
+        "cosine",
+        description="cosine: reaches end_lr when all steps are done; step: times gamma after every step_epochs epochs.",
+    )
+    warmup_steps: NonNegativeInt = 0
+    end_lr: NonNegativeFloat = Field(0.0, description="Of cosine.")
+    gamma: float = Field(0.1, gt=0, le=1, description="Of step.")
+    step_epochs: PositiveInt = Field(1, description="Of step.")
+    scaling: Literal["none", "sqrt", "linear"] = Field(
+        "none", description="How lr grows with batch_size / base_batch_size."
+    )
+    base_batch_size: PositiveInt | None = Field(None, description="Batch size that optimizer.lr is meant for.")
+
+    @model_validator(mode="after")
+    def _base(self) -> Schedule:
+        if self.scaling != "none" and self.base_batch_size is None:
+            raise ValueError(f"scaling {self.scaling} needs base_batch_size")
+        return self
+
+
+class Training(Strict):
+    """How long to train, and what to keep."""
+
+    epochs: PositiveInt | None = Field(None, description="Passes over the training samples; or give steps.")
+    steps: PositiveInt | None = Field(None, description="Optimiser steps; the last epoch may be cut short.")
+    checkpoint_epochs: PositiveInt = Field(1, description="Save a checkpoint every so many epochs, and at the end.")
+    keep_checkpoints: PositiveInt = Field(2, description="Checkpoints kept on disk, the newest.")
+
+    @model_validator(mode="after")
+    def _one(self) -> Training:
+        if (self.epochs is None) == (self.steps is None):
+            raise ValueError("give either epochs or steps")
+        return self
+
+
+class Compile(Strict):
+    """`torch.compile` of the model together with its loss."""
+
+    mode: Literal["none", "default", "reduce-overhead", "max-autotune"] = "none"
+
+
+class Geometry(Strict):
+    """Nodes and devices. One process drives one device."""
+
+    nodes: PositiveInt = 1
+    gpus_per_node: PositiveInt = Field(1, description="Processes a node, one device each (a CPU counts as one).")
+
+    @property
+    def world_size(self) -> int:
+        """Processes in all."""
+        return self.nodes * self.gpus_per_node
+
+
+class Throughput(Strict):
+    """Trials of the throughput stage, as `benchy` defined them."""
+
+    warmup: NonNegativeInt = Field(3, description="Uncounted trials first.")
+    trials: PositiveInt = 3
+    batches: PositiveInt = Field(50, description="Batches a trial.")
+
+
+Precision = Literal["fp32", "tf32", "fp16", "bf16", "fp16_master", "bf16_master", "fp16_pure", "bf16_pure"]
+
+
+class RunCore(Strict):
+    """What training and measuring share."""
+
+    study: Name
+    dataset: Name
+    seed: NonNegativeInt = Field(0, description="Of weights, samples and drop-out.")
+    batch_size: PositiveInt = Field(64, description="Global batch size in samples: over all devices.")
+    model: SerializeAsAny[Strict]
+    loss: SerializeAsAny[Strict]
+    samples: SerializeAsAny[Strict]
+    loader: SerializeAsAny[Strict]
+    optimizer: Optimizer = Adam()
+    precision: Precision = Field(
+        "fp32",
+        description="fp32 switches TensorFloat-32 off, the others on. fp16, bf16: autocast (Apex O1). "
+        "fp16_master, bf16_master: weights and computation in 16 bits, updates on float32 copies (O2). "
+        "fp16_pure, bf16_pure: all in 16 bits (O3). fp16 and fp16_master scale the loss.",
+    )
+    compile: Compile = Compile()
+    cuda_graph: bool = Field(False, description="Record the whole step as a CUDA graph and replay it; needs a GPU.")
+    memory_format: Literal["contiguous", "channels_last"] = Field(
+        "contiguous", description="Order in memory of convolutions' inputs and weights."
+    )
+    pad_channels: PositiveInt = Field(
+        1, description="Pad the input and output channels of convolutions with zeros to a multiple; its weights stay."
+    )
+    attention: Literal["default", "auto", "flash", "efficient", "cudnn", "math"] = Field(
+        "default", description="Kernel of attention; default: PyTorch's own choice; auto: the fastest in a short trial."
+    )
+    accumulation_steps: PositiveInt = Field(
+        1, description="Parts of the local batch that are computed one after the other; the gradient stays the same."
+    )
+    activation_checkpointing: bool = Field(
+        False, description="Recompute activations in the backward pass instead of keeping them: time for memory."
+    )
+    geometry: Geometry = Geometry()
+
+    @model_validator(mode="after")
+    def _fits(self) -> RunCore:
+        if self.batch_size % self.geometry.world_size:
+            raise ValueError(
+                f"batch_size {self.batch_size} does not divide by geometry.nodes x geometry.gpus_per_node = "
+                f"{self.geometry.world_size}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _goes_together(self) -> RunCore:
+        """Refuse what no model, optimiser or graph can do."""
+        if self.accumulation_steps > self.local_batch_size:
+            raise ValueError(
+                f"accumulation_steps {self.accumulation_steps} is more than the {self.local_batch_size} samples that a "
+                "device has of batch_size"
+            )
+        if self.accumulation_steps > 1 and self.compile.mode in ("reduce-overhead", "max-autotune"):
+            raise ValueError(
+                f"accumulation_steps and compile.mode {self.compile.mode}: its graphs write each part's gradients "
+                "over those of the part before; use compile.mode default, with cuda_graph on a GPU"
+            )
+        study = registry.study(self.study)
+        for key in ("pad_channels", "attention", "activation_checkpointing"):
+            default = type(self).model_fields[key].default
+            if getattr(self, key) != default and key not in study.supports:
+                raise ValueError(f"{key}: the model of study {self.study} has no such thing; leave it at {default}")
+        study.check(self)
+        # 2^-24 is the smallest number of float16; below, Adam divides by zero.
+        if self.precision == "fp16_pure" and isinstance(self.optimizer, Adam) and self.optimizer.eps < 2**-24:
+            raise ValueError(
+                f"precision fp16_pure: optimizer.eps {self.optimizer.eps:g} is zero in 16 bits; use 1e-4, or "
+                "optimizer.kind sgd, or precision fp16_master"
+            )
+        if self.cuda_graph:
+            self._capturable()
+        return self
+
+    def _capturable(self) -> None:
+        if self.geometry.world_size > 1:
+            raise ValueError("cuda_graph is for one device so far; set it to false, or geometry to 1 x 1")
+        if self.compile.mode in ("reduce-overhead", "max-autotune"):
+            raise ValueError(
+                f"cuda_graph and compile.mode {self.compile.mode}: the mode captures graphs itself; "
+                "leave one of them out, or use compile.mode default"
+            )
+        if self.precision in ("fp16", "fp16_master"):
+            raise ValueError(
+                f"cuda_graph and precision {self.precision}: loss scaling, which skips updates, is not recorded; use "
+                "bf16 or bf16_master"
+            )
+        if self.optimizer.kind == "sgd" and not self.optimizer.fused:
+            raise ValueError("cuda_graph and optimizer.kind sgd need optimizer.fused, which has its rate on the device")
+
+    @property
+    def local_batch_size(self) -> int:
+        """Samples a step on one device."""
+        return self.batch_size // self.geometry.world_size
+
+
+class Run(RunCore):
+    """A run as `results/plans/PLAN/RUN/config.yaml` holds it."""
+
+    training: Training
+    schedule: Schedule = Schedule()
+    throughput: Throughput = Throughput()
+    label: str | None = Field(None, description="What tables and figures call the run; its name if absent.")
+
+    def slice(self, stage: str) -> dict[str, Any]:
+        """Return the part of this run that a stage sees, as plain values for JSON."""
+        return self.model_dump(mode="json", include={*RunCore.model_fields, *STAGES[stage].settings})
+
+
+def components(study: str) -> dict[str, Any]:
+    """Return the fields of a run whose types the study, its kind of dataset and the loaders bring."""
+    found = registry.study(study)
+    loaders = registry.load("dlscale.data.loaders.settings").LOADERS
+    loader = Annotated[functools.reduce(lambda a, b: a | b, loaders), Field(discriminator="kind")]
+    return {
+        "model": (found.Model, ...),
+        "loss": (found.Loss, ...),
+        "samples": (registry.kind(found.dataset).Samples, ...),
+        "loader": (loader, loaders[0](kind="torch")),
+    }
+
+
+@functools.cache
+def run_class(study: str) -> type[Run]:
+    """Return the class of the runs of a study."""
+    return create_model("Run", __base__=Run, __doc__=Run.__doc__, **components(study))
+
+
+@functools.cache
+def stage_class(study: str, stage: str) -> type[RunCore]:
+    """Return what a stage sees of the runs of a study."""
+    own: dict[str, Any] = {
+        name: (Run.model_fields[name].annotation, Run.model_fields[name]) for name in STAGES[stage].settings
+    }
+    return create_model(f"{stage.capitalize()}Run", __base__=RunCore, **components(study), **own)
+
+
+def load_run(config: str | Path, stage: str) -> Any:
+    """Read a run's settings (`config.yaml`, or JSON itself) as a stage sees them.
+
+    Raises
+    ------
+    UserError
+        A key that no run has, a bad value, no such study.
+    """
+    raw, where = read_settings(config)
+    study = raw.get("study")
+    known = registry.studies()
+    if study not in known:
+        raise UserError(
+            f"{where}: study: no study is called '{study}'{nearest(str(study), known)}; there are: {', '.join(known)}"
+        )
+    # Of a key that no run has the stage's class complains; what other stages see is left out.
+    others = set(Run.model_fields) - set(RunCore.model_fields) - set(STAGES[stage].settings)
+    return validate(stage_class(study, stage), {k: v for k, v in raw.items() if k not in others}, where=where)

@@ -1,0 +1,116 @@
+"""Where and how the workflow's commands run: container engine, process starter, nodes, queues.
+
+A profile's folder holds these settings in `site.yaml`; science is not in there, and the site is in no run.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveInt, StringConstraints
+
+from dlscale.core.machine import NEEDS
+from dlscale.core.schema import Name, Strict
+
+Engine = Literal["none", "auto", "docker", "podman", "podman-hpc", "shifter", "apptainer"]
+Starter = Literal["auto", "direct", "torchrun", "srun"]
+
+#: What an engine's options can carry: no engine's separators, no line ends.
+Path_ = Annotated[str, StringConstraints(pattern=r"^/[^:;,\n\r]*$")]
+Variable = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+Value = Annotated[str, StringConstraints(pattern=r"^[^\n\r]+$")]  # Shifter takes no empty ones
+
+
+def _target(path: str) -> str:
+    """Refuse what Shifter refuses; no other engine misses it."""
+    if re.match(r"^/(etc|var)(/|$)", path) or path.rstrip("/") in ("", "/opt"):
+        raise ValueError(f"{path}: nothing may be mounted at /, /opt, /etc or /var of a container")
+    return path
+
+
+class Qos(Strict):
+    """What a quality of service allows and costs; absent limits are not checked."""
+
+    max_nodes: PositiveInt | None = None
+    max_gpus: PositiveInt | None = Field(None, description="GPUs a job.")
+    max_minutes: PositiveInt | None = None
+    charge: NonNegativeFloat = Field(1.0, description="Factor on what a node-hour costs.")
+
+
+class Nodes(Strict):
+    """One kind of node."""
+
+    constraint: str | None = Field(None, description="What picks these nodes (sbatch -C).")
+    account_suffix: str = Field("", description="What the account's name ends in for jobs on these nodes.")
+    cpus: PositiveInt = Field(description="CPUs of a node, as Slurm counts them (hardware threads).")
+    gpus: NonNegativeInt = Field(0, description="GPUs of a node.")
+    gres: str = Field("gpu", description="What a GPU is called in --gres, such as gpu or gpu:a100.")
+
+
+class Minutes(Strict):
+    """Time limits where nothing is known about how long a stage takes."""
+
+    data: PositiveInt = Field(60, description="acquire, preprocess, assemble, describe.")
+    train: PositiveInt = 720
+    throughput: PositiveInt = 60
+
+
+class Scheduler(Strict):
+    """Slurm: what to ask for."""
+
+    account: str | None = Field(None, description="Project to charge; $SBATCH_ACCOUNT if absent.")
+    cpu_nodes: Nodes
+    gpu_nodes: Nodes
+    data_cpus: PositiveInt = Field(32, description="CPUs of a data stage.")
+    data_qos: str | None = None
+    part_qos: str | None = Field(None, description="QOS of runs on part of a node.")
+    whole_qos: str | None = Field(None, description="QOS of runs on whole nodes, and of parts too large for part_qos.")
+    qos: dict[str, Qos] = Field({}, description="Limits and charges by QOS.")
+    minutes: Minutes = Minutes()
+    warning_seconds: PositiveInt = Field(
+        120, description="Training is told to save so long before its time limit (sbatch --signal)."
+    )
+    acquire: Literal["here", "job"] = Field(
+        "here", description="Where files are fetched: beside Snakemake (compute nodes have no network), or in a job."
+    )
+
+
+class Build(Strict):
+    """How `snakemake image` builds a local image."""
+
+    target: Literal["cpu", "gpu"] = Field("cpu", description="Target of docker/Dockerfile.")
+    arguments: dict[Variable, Annotated[str, StringConstraints(pattern=r"^[^\n\r]*$")]] = Field(
+        {}, description="Build arguments, such as BASE_IMAGE."
+    )
+
+
+class Site(Strict):
+    """Where and how commands run."""
+
+    engine: Engine = Field("none", description="Container engine; auto: the first that works here.")
+    image: str | None = Field(
+        None,
+        pattern=r"^[A-Za-z0-9/][A-Za-z0-9._/:@+-]*$",
+        description="Image of the stages; `snakemake image` builds (localhost/…) or pulls it.",
+    )
+    build: Build = Build()
+    starter: Starter = Field(
+        "auto", description="What starts several processes; auto: srun where there is a scheduler, else torchrun."
+    )
+    gpu: bool | None = Field(
+        None, description="Whether containers of runs get the GPUs; absent: where the nodes, or this machine, have any."
+    )
+    modules: list[Name] = Field(
+        [], description="Modules of Shifter (--module=a,b) or podman-hpc (--a --b), for containers with GPUs."
+    )
+    provides: list[Literal[tuple(NEEDS)]] | None = Field(  # type: ignore[valid-type]
+        None,
+        description="What of runs' `needs` containers have, by image or by node; absent: what this machine has.",
+    )
+    mounts: dict[Path_, Annotated[Path_, AfterValidator(_target)]] = Field(
+        {}, description="Folders that containers see, beside the working folder and the data: here -> there."
+    )
+    environment: dict[Variable, Value] = Field({}, description="Environment of every stage.")
+    scratch_days: PositiveInt | None = Field(None, description="Age at which the site removes files from scratch.")
+    scheduler: Scheduler | None = None

@@ -1,0 +1,148 @@
+"""Files that appear whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import glob
+import hashlib
+import io
+import json
+import os
+import secrets
+import shutil
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from dlscale.core.errors import UserError
+
+_HOST = socket.gethostname().split(".")[0]
+
+
+@contextlib.contextmanager
+def whole(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Yield a temporary sibling of `path` that takes its place when the block succeeds.
+
+    The block may create a file or a directory there. On any exception the temporary is removed and
+    `path` keeps its former content. Lack of space or of permission becomes a `UserError`.
+
+    Parameters
+    ----------
+    path
+        The final file or directory.
+    """
+    path = Path(path)
+    # A token, since processes of different containers may have the same number.
+    stem, owner = f".{path.name[:150]}.{_HOST}", f"{os.getpid()}.{secrets.token_hex(4)}"
+    temporary = path.with_name(f"{stem}.{owner}.part{path.suffix}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for left in path.parent.glob(f"{glob.escape(stem)}.*.part{glob.escape(path.suffix)}"):
+            # Of a process that was killed here; nobody else would ever remove it.
+            if not Path(f"/proc/{left.name[len(stem) + 1 :].split('.')[0]}").exists():
+                _remove(left)
+        yield temporary
+        former = path.with_name(f"{stem}.{owner}.old") if path.is_dir() and temporary.is_dir() else None
+        if former:  # a folder cannot be written over; at no time is there neither
+            os.replace(path, former)
+        os.replace(temporary, path)
+        if former:
+            shutil.rmtree(former, ignore_errors=True)
+    except (OSError, RuntimeError) as error:  # h5py reports a failed write as either
+        _remove(temporary)
+        raise explained(error, path) from error
+    except BaseException:
+        _remove(temporary)
+        raise
+
+
+class Forgiving(io.FileIO):
+    """A new file for libraries that crash when a write fails, as HDF5 does while it closes a file.
+
+    After the first failure nothing more is written and nothing fails any more; leaving the context raises that
+    first error, once the library has closed the file.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        super().__init__(path, "w+")
+        self._error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        """Write all of `data`, or pretend to."""
+        view = memoryview(data).cast("B")
+        done = 0
+        while self._error is None and done < len(view):
+            try:
+                done += super().write(view[done:]) or 0
+            except OSError as error:
+                self._error = error
+        if done < len(view):
+            self.seek(len(view) - done, os.SEEK_CUR)
+        return len(view)
+
+    def truncate(self, size: int | None = None) -> int:
+        """Set the file's size, or pretend to."""
+        try:
+            return super().truncate(size)
+        except OSError as error:
+            self._error = self._error or error
+            return self.tell() if size is None else size
+
+    def __exit__(self, *details: object) -> None:
+        self.close()
+        if self._error is not None:
+            raise self._error
+
+
+def explained(error: Exception, path: str | os.PathLike[str]) -> Exception:
+    """Return a `UserError` for a full disk, a read-only place or a missing file, else `error`."""
+    text, number = str(error).lower(), getattr(error, "errno", None)
+    if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or any(
+        # The last is how PyTorch says it: what it wrote is not there.
+        words in text
+        for words in ("no space left", "quota exceeded", "file too large", "unexpected pos")
+    ):
+        return UserError(f"{path}: no space left for this file; free some, or choose a larger place for `results`")
+    if number in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return UserError(f"{path}: no permission to write here; choose another place for `results`, or change its mode")
+    if number == errno.ENOENT:
+        return UserError(f"{getattr(error, 'filename', None) or path}: no such file or directory")
+    if number in (errno.EEXIST, errno.ENOTDIR, errno.EISDIR):
+        return UserError(f"{path}: a file stands where a folder is needed, or a folder where a file is; move it away")
+    return error
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """Write `text` (UTF-8) to `path`, whole or not at all."""
+    with whole(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def write_json(path: str | os.PathLike[str], value: Any) -> None:
+    """Write `value` as indented JSON to `path`, whole or not at all; NaN and infinities are refused."""
+    write_text(path, json.dumps(value, indent=2, allow_nan=False, ensure_ascii=False) + "\n")
+
+
+def read_json(path: str | os.PathLike[str]) -> Any:
+    """Read JSON from `path`; a missing or torn file is a `UserError`."""
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file; run the stage that writes it first") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: not valid JSON ({error}); delete it and run its stage again") from None
+
+
+def sha256(path: str | os.PathLike[str]) -> str:
+    """Return the SHA-256 of a file's content as 64 hexadecimal digits; memory stays bounded."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

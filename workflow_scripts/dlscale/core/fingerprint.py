@@ -1,0 +1,124 @@
+"""SHA-256 of exactly the source files that a stage can reach.
+
+Snakemake does not look into imported modules; this digest, as a rule's parameter, is how an edited
+module makes its stages run again, and only them. Content counts, not modification times: an edit
+that is taken back un-triggers.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+from collections.abc import Iterable
+from pathlib import Path
+
+from dlscale.core import registry
+from dlscale.core.stages import STAGES
+
+ROOT = Path(__file__).resolve().parents[1]  # the package's folder
+
+
+#: Not followed. What the table of stages says of a stage is among the params of its jobs already: entry, settings.
+LEFT_OUT = {"dlscale.core.stages"}
+
+
+@functools.cache
+def _file(module: str) -> Path | None:
+    """Return the source file of a module of this package, or of a study from outside; None for anything else."""
+    parts = module.split(".")
+    if module in LEFT_OUT:
+        return None
+    for root in [ROOT.parent] if parts[0] == ROOT.name else registry.roots():
+        base = root.joinpath(*parts)
+        for candidate in (base.with_suffix(".py"), base / "__init__.py"):
+            if candidate.is_file():
+                return candidate
+    return None
+
+
+@functools.cache
+def _source(module: str) -> tuple[str, frozenset[str]]:
+    """Return a module's digest and the modules that it imports, anywhere in its text: those that have a file here."""
+    file = _file(module)
+    assert file is not None, module
+    text = file.read_bytes()
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            # `from package import name`: the name may be a module itself.
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    # A package's __init__ runs when any of its modules is imported.
+    parents = {name.rsplit(".", depth)[0] for name in {*found, module} for depth in range(1, name.count(".") + 1)}
+    return hashlib.sha256(text).hexdigest(), frozenset(name for name in found | parents if _file(name)) - {module}
+
+
+def reachable(modules: Iterable[str]) -> list[str]:
+    """Return the modules of dlscale, and of studies outside, that `modules` import; themselves included.
+
+    Imports inside functions count; imports by computed name do not: `run_modules` and `data_modules` list those.
+    Relative imports are not followed: the package has none, and a test holds that.
+    """
+    seen: set[str] = set()
+    todo = list(modules)
+    while todo:
+        module = todo.pop()
+        if module not in seen:
+            seen.add(module)
+            todo += _source(module)[1]
+    return sorted(seen)
+
+
+@functools.cache
+def _digest(modules: tuple[str, ...]) -> str:
+    digest = hashlib.sha256()
+    for module in reachable(modules):
+        digest.update(f"{module} {_source(module)[0]}\n".encode())
+    return digest.hexdigest()
+
+
+def fingerprint(modules: Iterable[str], files: Iterable[Path] = ()) -> str:
+    """Return the SHA-256 (64 hexadecimal digits) of all sources that `modules` reach, and of `files`.
+
+    Parameters
+    ----------
+    modules
+        Module names, as `run_modules` and `data_modules` give them.
+    files
+        Further files that the stage reads from the package, such as a page's template.
+    """
+    digest = hashlib.sha256(_digest(tuple(sorted(modules))).encode())
+    for file in sorted(files):
+        digest.update(f"{file.name} {hashlib.sha256(file.read_bytes()).hexdigest()}\n".encode())
+    return digest.hexdigest()
+
+
+def run_modules(stage: str, study: str, loader: str) -> list[str]:
+    """Return the modules from which a stage reaches all the code that decides its results for a run.
+
+    Parameters
+    ----------
+    study, loader
+        Name of the run's study, and kind of its loader.
+    """
+    kind = registry.study(study).dataset
+    samples = registry.part(kind, "samples") or DEFAULTS["samples"]
+    return [STAGES[stage].module, registry.studies()[study].module, samples, registry.loader(loader)]
+
+
+def data_modules(stage: str, kind: str, acquirer: str | None = None) -> list[str]:
+    """Return the same for a stage of a dataset of this kind.
+
+    For acquisition that is what makes the file (`acquirer`) alone: a fetched file does not change with the code that
+    fetches it, and is not fetched again when that is edited.
+    """
+    if stage == "acquire":
+        return [module for module in [acquirer and registry.part(kind, acquirer)] if module]
+    role = {"preprocess": "source", "describe": "describe", "preview": "preview"}.get(stage)
+    return [module for module in [STAGES[stage].module, role and registry.part(kind, role)] if module]
+
+
+#: What serves a kind of dataset that has no module of its own for it.
+DEFAULTS = {"samples": "dlscale.data.rows"}

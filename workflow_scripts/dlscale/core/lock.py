@@ -1,0 +1,46 @@
+"""A lock that dies with its owner: one writer a folder."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+from dlscale.core.errors import UserError
+from dlscale.core.files import explained
+
+
+@contextlib.contextmanager
+def only_writer(folder: Path) -> Iterator[None]:
+    """Hold `folder/.lock` while the block runs; if another process holds it, raise a `UserError` that names it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = open(folder / ".lock", "a+")  # noqa: SIM115 - closed below, with the lock
+    except OSError as error:
+        raise explained(error, folder) from error
+    with file:
+        try:
+            # A POSIX lock, which forked children (loader workers that outlive a killed parent) do not hold.
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):  # a file system without locks
+                logging.warning("%s: this file system has no locks; see to it that no second run writes here", folder)
+                yield
+                return
+            file.seek(0)
+            owner = file.read().strip() or "another process"
+            raise UserError(f"{folder}: in use by {owner}; wait for it, or end it and try again") from None
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}{_job()}\n")
+        file.flush()
+        yield
+
+
+def _job() -> str:
+    job = os.environ.get("SLURM_JOB_ID")
+    return f" (Slurm job {job})" if job else ""

@@ -1,0 +1,297 @@
+"""One typed class for each file that a stage writes: its writer and all its readers use it."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationError
+
+from dlscale.core.errors import UserError
+from dlscale.core.files import read_json, write_json
+from dlscale.core.schema import Name
+
+#: The three throughput measurements, in the order in which tables and figures show them.
+MODES = ("IO", "SYNTHETIC", "FULL")
+
+#: A number; JSON's null stands for one that is not finite.
+Number = Annotated[
+    float,
+    BeforeValidator(lambda value: math.nan if value is None else value),
+    PlainSerializer(lambda value: value if math.isfinite(value) else None, return_type=float | None, when_used="json"),
+]
+
+
+class Record(BaseModel):
+    """A frozen record. Readers leave alone the keys that only later versions know."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", populate_by_name=True)
+
+    def text(self) -> str:
+        """Return the record as one line of JSON."""
+        return self.model_dump_json(by_alias=True, exclude_none=False)
+
+    def write(self, path: str | Path) -> None:
+        """Write the record as JSON, whole or not at all."""
+        write_json(path, self.model_dump(mode="json", by_alias=True))
+
+    @classmethod
+    def read(cls, path: str | Path) -> Self:
+        """Read what `write` wrote; anything else in the file is a `UserError`."""
+        return cls.checked(read_json(path), str(path))
+
+    @classmethod
+    def checked(cls, values: Any, where: str) -> Self:
+        """Return the record in `values`; `where` names the place in the message of the `UserError`."""
+        try:
+            return cls.model_validate(values)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            key = ".".join(map(str, first["loc"]))
+            raise UserError(
+                f"{where}: {key + ': ' if key else ''}{first['msg']}; not a {cls.__name__} record of this version: "
+                "delete the file and run its stage again"
+            ) from None
+
+
+class Metric(Record):
+    """What a validation metric is; tables and the page are made from this.
+
+    Attributes
+    ----------
+    name
+        As in `Epoch.metrics`: `KIND`, or `KIND/CHANNEL` where there is one for each channel.
+    title, meaning
+        What readers call the kind, and what it means, in a line.
+    unit
+        `1` for a number without a unit.
+    better
+        Which direction is better.
+    naive
+        Name of the metric that holds the same score of a naive answer; None if there is none.
+    answer
+        What the naive answer is.
+    """
+
+    name: str
+    title: str
+    meaning: str = ""
+    unit: str = "1"
+    better: Literal["lower", "higher"] = "lower"
+    naive: str | None = None
+    answer: str = ""
+
+    @property
+    def kind(self) -> str:
+        """The name without its channel."""
+        return self.name.partition("/")[0]
+
+    @property
+    def channel(self) -> str:
+        """The channel; empty if the metric is of no channel."""
+        return self.name.partition("/")[2]
+
+
+class LossInfo(Record):
+    """What a loss is called, and its unit in words."""
+
+    title: str = "loss"
+    unit: str = ""
+
+
+class Epoch(Record):
+    """One line of `metrics.jsonl`.
+
+    Attributes
+    ----------
+    epoch
+        From 1.
+    step, samples
+        Optimiser steps and training samples so far.
+    learning_rate
+        Of the epoch's last step.
+    train_loss, valid_loss
+        Means over the epoch's training samples and over all validation samples.
+    epoch_seconds, valid_seconds
+        Time of training and, after it, of validating, s.
+    samples_per_second
+        Of training, without validation; the wait for the first batch is included.
+    wall_time
+        When the epoch's last training step was done, seconds since 1970-01-01 UTC.
+    metrics
+        Validation metrics by name.
+    """
+
+    epoch: int = Field(ge=1)
+    step: int
+    samples: int
+    learning_rate: Number
+    train_loss: Number
+    valid_loss: Number
+    epoch_seconds: float
+    samples_per_second: float
+    valid_seconds: float = 0.0
+    wall_time: float = 0.0
+    metrics: dict[str, Number] = {}
+
+    @property
+    def skill(self) -> float | None:
+        """Mean skill over channels; None where the study has none."""
+        values = [value for name, value in self.metrics.items() if name.partition("/")[0] == "skill"]
+        return statistics.fmean(values) if values else None
+
+
+def read_epochs(path: Path) -> list[Epoch]:
+    """Read `metrics.jsonl`; a missing, torn or empty file is a `UserError`."""
+    import json
+
+    advice = "delete it and run the train stage again"
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file; run the train stage first") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read ({error}); {advice}") from None
+    epochs = []
+    for number, line in enumerate(lines, 1):
+        try:
+            epochs.append(Epoch.checked(json.loads(line), f"{path}: line {number}"))
+        except json.JSONDecodeError as error:
+            raise UserError(f"{path}: line {number} is not valid JSON ({error}); {advice}") from None
+    if not epochs:
+        raise UserError(f"{path}: holds no epoch; {advice}")
+    return epochs
+
+
+def epoch_lines(epochs: Iterable[Epoch]) -> str:
+    """Return the text of `metrics.jsonl`."""
+    return "".join(epoch.text() + "\n" for epoch in epochs)
+
+
+class Device(Record):
+    """What a stage computed on: `cpu` or `cuda`, its name, CPU threads of a process."""
+
+    kind: str = ""
+    name: str = ""
+    threads: int | None = None
+
+
+class Trials(Record):
+    """One mode of a throughput measurement, in the form of romerojosh/benchy; rates are samples/s, times seconds.
+
+    `avg_iter_throughput` equals the trial's: single steps are not timed, since each would wait for the device.
+    """
+
+    trial_throughput: list[float] = []
+    trial_time: list[float] = []
+    avg_iter_throughput: list[float] = []
+    mean: float = Field(ge=0)
+    std: float = Field(0.0, ge=0)
+
+
+class Throughput(Record):
+    """`throughput.json`; a mode that was not measured is None.
+
+    Attributes
+    ----------
+    nranks, batch_size
+        Processes, and samples a step over all of them.
+    io, synthetic, full
+        Loading alone; computing alone, on a batch that stays on the device; both.
+    settings
+        The run's `throughput`: warm-up trials, trials, batches.
+    compile
+        `cold_seconds`, `warm_seconds` of compiling, if the run compiles.
+    peak_memory_bytes
+        Greatest memory of any process: the GPU's, or the process's on a CPU.
+    """
+
+    nranks: int = 1
+    batch_size: int | None = None
+    device: Device = Device()
+    settings: dict[str, Any] = {}
+    compile: dict[str, float] | None = None
+    io: Trials | None = Field(None, alias="IO")
+    synthetic: Trials | None = Field(None, alias="SYNTHETIC")
+    full: Trials | None = Field(None, alias="FULL")
+    peak_memory_bytes: int | None = None
+
+    def mode(self, name: str) -> Trials | None:
+        """Return one of `MODES`."""
+        trials: Trials | None = getattr(self, name.lower())
+        return trials
+
+
+class Provenance(Record):
+    """`provenance.json`: what a training was made with. The train stage writes it last.
+
+    Attributes
+    ----------
+    fingerprint
+        The first digits of the run's fingerprint, which names its folder of checkpoints.
+    metrics, loss
+        What the metrics of the run's epochs are, and its loss.
+    manifest
+        What the dataset was made from.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="allow", populate_by_name=True)
+
+    command: str | None = None
+    started: str | None = None
+    finished: str | None = None
+    git: dict[str, Any] | None = None
+    host: str | None = None
+    platform: str | None = None
+    python: str | None = None
+    packages: dict[str, str | None] = {}
+    image: dict[str, str] | None = None
+    slurm: dict[str, str] = {}
+    device: Device = Device()
+    processes: int = 1
+    seed: int | None = None
+    parameters: int | None = None
+    training_samples: int | None = None
+    validation_samples: int | None = None
+    dataset: str | None = None
+    manifest: dict[str, Any] = {}
+    fingerprint: str | None = None
+    resumed_from_step: int | None = None
+    loss: LossInfo = LossInfo()
+    metrics: list[Metric] = []
+
+
+class RunReference(Record):
+    """A run of a plan, and the folder `PLAN/RUN` that holds its results."""
+
+    name: Name
+    label: str | None = None
+    plan: Name
+    run: Name
+
+
+class PlanRecord(Record):
+    """`plan.yaml`: which runs a plan consists of, and what the report needs to know of its study.
+
+    Attributes
+    ----------
+    measure
+        The stages that each run goes through.
+    left_out
+        Runs that the machine cannot do, and what it lacks.
+    study_title, published
+        Of the study: its title and the figures that were published for it, as its YAML file has them.
+    """
+
+    plan: Name
+    title: str | None = None
+    study: Name
+    study_title: str | None = None
+    kind: Literal["set", "ladder"] = "set"
+    measure: list[str]
+    runs: list[RunReference] = Field(min_length=1)
+    left_out: dict[str, str] = {}
+    published: list[dict[str, Any]] = []

@@ -1,0 +1,207 @@
+"""What a configuration can name: studies, kinds of datasets, loaders. They are modules, imported by their names.
+
+A shipped study is a module `dlscale.studies.NAME` with its YAML beside it; a shipped kind of dataset is a folder
+`dlscale/datasets/KIND`. A study from outside is a file or folder that the configuration names
+(`studies: {mine: path/to/mine.py}`) or an installed entry point of the group `dlscale.studies`; it may bring kinds of
+datasets along. Nothing else of dlscale knows a study or a kind by its name.
+
+The fingerprint of a stage follows static imports only. What this module imports by a computed name, the fingerprint
+learns from the same functions.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import re
+import sys
+import traceback
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from dlscale.core.errors import UserError, nearest
+
+PACKAGE = Path(__file__).resolve().parents[1]
+GROUP = "dlscale.studies"
+
+
+@dataclass(frozen=True)
+class Study:
+    """Where a study is.
+
+    Attributes
+    ----------
+    module
+        Name under which the study is imported.
+    file
+        Its Python file (of a folder, its `__init__.py`).
+    outside
+        Whether the file is not of this package.
+    """
+
+    name: str
+    module: str
+    file: Path
+    outside: bool = False
+
+    @property
+    def yaml(self) -> Path:
+        """The file of its settings, datasets, plans and published figures: beside it, or in its folder."""
+        stem = self.file.parent if self.file.name == "__init__.py" else self.file.with_suffix("")
+        beside = stem.with_name(f"{stem.name}.yaml")
+        return self.file.parent / f"{stem.name}.yaml" if self.file.name == "__init__.py" else beside
+
+
+_added: dict[str, Study] = {}
+
+
+def studies() -> dict[str, Study]:
+    """Return all studies by name: the shipped ones, those that are installed, those that were added."""
+    return {**_shipped(), **_installed(), **_added}
+
+
+@functools.cache
+def _shipped() -> dict[str, Study]:
+    files = sorted((PACKAGE / "studies").glob("*.yaml"))
+    return {f.stem: Study(f.stem, f"dlscale.studies.{f.stem}", f.with_suffix(".py")) for f in files}
+
+
+@functools.cache
+def _installed() -> dict[str, Study]:
+    found = {}
+    for point in metadata.entry_points(group=GROUP):
+        spec = importlib.util.find_spec(point.module)
+        if spec is None or spec.origin is None:
+            raise UserError(f"entry point {point.name} of {GROUP}: no module {point.module}; install its package again")
+        found[point.name] = Study(point.name, point.module, Path(spec.origin), outside=True)
+    return found
+
+
+def add(name: str, path: str | Path) -> Study:
+    """Register the study in a file or folder outside of this package; adding the same one again is fine.
+
+    Raises
+    ------
+    UserError
+        No such file, no Python file, or a name that is taken.
+    """
+    where = f"studies.{name}"
+    file = Path(path).expanduser().resolve()
+    file = file / "__init__.py" if file.is_dir() else file
+    if not file.is_file():
+        raise UserError(f"{where}: {path}: no such file; expected a study's Python file, or a folder with __init__.py")
+    if file.suffix != ".py":
+        raise UserError(f"{where}: {path}: expected a Python file (.py), or a folder with __init__.py")
+    if name in _shipped() or name in _installed():
+        raise UserError(f"{where}: dlscale has a study of this name; choose another")
+    module = re.sub(r"\W", "_", (file.parent if file.name == "__init__.py" else file).stem)
+    if not module.isidentifier() or module in sys.stdlib_module_names or module == PACKAGE.name:
+        raise UserError(f"{where}: {path}: Python cannot import a module called '{module}' from there; rename the file")
+    study = Study(name, module, file, outside=True)
+    if not study.yaml.is_file():
+        raise UserError(f"{where}: {study.yaml}: no such file; a study's settings stand in a YAML file beside it")
+    _added[name] = study
+    roots()  # the folder is importable from now on
+    return study
+
+
+def added() -> dict[str, Study]:
+    """Return the studies that were added."""
+    return dict(_added)
+
+
+def roots() -> list[Path]:
+    """Return the folders from which modules from outside are imported; each is made importable."""
+    found = []
+    for study in (*_added.values(), *_installed().values()):
+        depth = study.module.count(".") + (study.file.name == "__init__.py")
+        root = study.file.parents[depth]
+        found.append(root)
+        if study.name in _added and str(root) not in sys.path:
+            sys.path.append(str(root))  # last: nothing there hides what is installed
+    return list(dict.fromkeys(found))
+
+
+def load(module: str) -> ModuleType:
+    """Import a module that a function of this module names; a mistake in one from outside is a `UserError`."""
+    if module.split(".")[0] == PACKAGE.name:
+        return importlib.import_module(module)
+    try:
+        found = importlib.import_module(module)
+    except UserError:
+        raise
+    except Exception as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        raise UserError(
+            f"{last.filename}:{last.lineno}: {type(error).__name__}: {error}; the study in module {module} cannot be "
+            "imported"
+        ) from error
+    for study in _added.values():
+        there = Path(found.__file__ or "").resolve()
+        if study.module == module and there != study.file:
+            raise UserError(
+                f"studies.{study.name}: {study.file}: Python has another module '{module}'; rename the file"
+            )
+    return found
+
+
+def study(name: str) -> Any:
+    """Return the study called `name`: the object `STUDY` of its module."""
+    known = studies()
+    if name not in known:
+        raise UserError(f"no study is called '{name}'{nearest(name, known)}; there are: {', '.join(sorted(known))}")
+    module = load(known[name].module)
+    if not hasattr(module, "STUDY"):
+        raise UserError(f"{known[name].file}: no STUDY in it; a study's module ends with `STUDY = MyStudy()`")
+    return module.STUDY
+
+
+@functools.cache
+def _shipped_kinds() -> dict[str, str]:
+    return {
+        folder.parent.name: f"dlscale.datasets.{folder.parent.name}"
+        for folder in sorted((PACKAGE / "datasets").glob("*/kind.py"))
+    }
+
+
+def kinds() -> dict[str, str]:
+    """Return the module of each kind of dataset: a folder of this package, or a study's module from outside."""
+    found = dict(_shipped_kinds())
+    for outside in (s for s in studies().values() if s.outside):
+        for kind in getattr(load(outside.module), "KINDS", []):
+            found.setdefault(kind.name, outside.module)
+    return found
+
+
+def kind(name: str) -> Any:
+    """Return a kind of dataset: the object `KIND` of a folder's `kind.py`, or one of an outside module's `KINDS`."""
+    known = kinds()
+    if name not in known:
+        raise UserError(f"no kind of dataset is called '{name}'{nearest(name, known)}; there are: {', '.join(known)}")
+    if name in _shipped_kinds():
+        return load(f"{known[name]}.kind").KIND
+    return next(kind for kind in load(known[name]).KINDS if kind.name == name)
+
+
+def part(name: str, role: str) -> str | None:
+    """Return the module that does one thing for a kind of dataset; None if nothing there does.
+
+    Parameters
+    ----------
+    role
+        `source`, `samples`, `describe`, `preview`, or what the kind calls a module that acquires. Of a folder it is the
+        module of that name; a single module from outside has all of its roles in itself, as functions.
+    """
+    base = kinds()[name]
+    if name not in _shipped_kinds():
+        return base
+    return f"{base}.{role}" if (PACKAGE / "datasets" / name / f"{role}.py").is_file() else None
+
+
+def loader(kind: str) -> str:
+    """Return the module of a kind of loader."""
+    return f"dlscale.data.loaders.{kind}_loader"

@@ -1,0 +1,70 @@
+"""Behaviour shared by all configuration models."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Collection
+from typing import Annotated, Any, Union, get_args, get_origin
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, create_model, model_validator
+from pydantic_core import PydanticCustomError
+
+from dlscale.core.errors import nearest
+
+#: Names of datasets, plans and runs become folders, so they hold nothing that a shell or a path reads.
+Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")]
+
+
+class Strict(BaseModel):
+    """A frozen configuration model that refuses unknown keys and names the nearest valid one.
+
+    Numbers written as strings are accepted (YAML reads `5E-4` as a string, and `--config` passes
+    strings only).
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, populate_by_name=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_keys(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            raise PydanticCustomError(
+                "not_a_mapping", "expected keys and values ({keys})", {"keys": ", ".join(cls._keys())}
+            )
+        known = cls._keys()
+        for key in data:
+            if key not in known:
+                raise PydanticCustomError(
+                    "unknown_key",
+                    "unknown key '{key}'{nearest}; valid keys: {keys}",
+                    {"key": str(key), "nearest": nearest(key, known), "keys": ", ".join(known)},
+                )
+        return data
+
+    @classmethod
+    def _keys(cls) -> list[str]:
+        return [field.alias or name for name, field in cls.model_fields.items()]
+
+
+def partial(model: type[BaseModel], without: Collection[str] = ()) -> type[BaseModel]:
+    """Return `model` with every key optional, nested models included, but those `without`: the form of an override.
+
+    It serves the JSON schema only; overrides are validated after they are merged.
+    """
+    fields: dict[str, Any] = {}
+    for name, field in model.model_fields.items():
+        if name in without:
+            continue
+        annotation = _partial_annotation(field.annotation)
+        if field.metadata:
+            annotation = Annotated[(annotation, *field.metadata)]
+        fields[name] = (annotation | None, Field(default=None, description=field.description, alias=field.alias))
+    return create_model(f"{model.__name__}Settings", __base__=Strict, __doc__=model.__doc__, **fields)
+
+
+def _partial_annotation(annotation: Any) -> Any:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return partial(annotation)
+    if get_origin(annotation) in (Union, types.UnionType):
+        return Union[tuple(_partial_annotation(part) for part in get_args(annotation))]  # noqa: UP007
+    return annotation

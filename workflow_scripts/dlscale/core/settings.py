@@ -1,0 +1,143 @@
+"""Reading settings from YAML, and one clear message for each mistake in them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, TypeAdapter, ValidationError
+
+from dlscale.core.errors import UserError, nearest
+
+Raw = dict[str, Any]
+Model = TypeVar("Model", bound=BaseModel)
+
+
+def read_settings(config: str | Path) -> tuple[Raw, str]:
+    """Return the settings in a YAML file, or in JSON (an object, as the workflow passes it), and what to call them."""
+    if not str(config).startswith("{"):
+        return read_yaml(config), str(config)
+    try:
+        return json.loads(str(config)), "--config"
+    except json.JSONDecodeError as error:
+        raise UserError(f"--config: not valid JSON ({error}); pass what the workflow prints, or a file") from None
+
+
+def read_yaml(path: str | Path) -> Raw:
+    """Read a YAML mapping with the safe loader; anything else is a `UserError`."""
+    import yaml  # settings may come as JSON, where there is no YAML
+
+    try:
+        raw = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(raw, dict):
+        raise UserError(f"{path}: expected keys and values, got {type(raw).__name__}")
+    return raw
+
+
+def validate(
+    model: type[Model], raw: Any, where: str = "configuration", layers: Iterable[tuple[str, Raw]] = ()
+) -> Model:
+    """Validate `raw`; errors become one `UserError` that names each key by its path.
+
+    Parameters
+    ----------
+    layers
+        (path, settings) pairs that `raw` was merged from, later ones over earlier ones: a wrong value
+        is reported at the place where it was written.
+    """
+    try:
+        return model.model_validate(raw)
+    except ValidationError as error:
+        raise UserError(explain(error, raw, where, list(layers))) from None
+
+
+def check(kind: Any, raw: Any, where: str = "configuration") -> Any:
+    """Validate `raw` as any type that pydantic knows, as `validate` does."""
+    try:
+        return TypeAdapter(kind).validate_python(raw)
+    except ValidationError as error:
+        raise UserError(explain(error, raw, where)) from None
+
+
+def explain(error: ValidationError, raw: Any, where: str, layers: list[tuple[str, Raw]] | None = None) -> str:
+    """Return one line for each place in `raw` that `error` complains of; `layers` as in `validate`."""
+    reasons: dict[str, list[str]] = {}
+    for item in error.errors(include_url=False)[:8]:
+        keys = _path(raw, item["loc"])
+        culprits = [keys]
+        if item["type"] == "unknown_key":
+            culprits = [(*keys, item["ctx"]["key"])]
+        elif item["type"] == "value_error":
+            # A check of several keys names them in its message.
+            culprits = [(*keys, *name.split(".")) for name in re.findall(r"[a-z_0-9]+(?:\.[a-z_0-9]+)*", item["msg"])]
+        prefix = next((path for path, layer in reversed(layers or []) if any(holds(layer, c) for c in culprits)), None)
+        if prefix is None and layers:
+            prefix = layers[-1][0]
+        path = ".".join(str(key) for key in ([prefix] if prefix else []) + list(keys))
+        # One line a place: of a union each member has its own complaint about the same value.
+        reasons.setdefault(f"{where}: {path + ': ' if path else ''}", []).append(_reason(item))
+    return "\n".join(place + "; or: ".join(dict.fromkeys(found)) for place, found in reasons.items())
+
+
+def _reason(item: Any) -> str:
+    kind, context = item["type"], item.get("ctx", {})
+    given = item.get("input")
+    if kind == "missing":
+        last = item["loc"][-1]
+        return f"value {last + 1} is missing" if isinstance(last, int) else "this key is missing"
+    if kind in ("model_attributes_type", "model_type", "dict_type"):
+        return f"got {given!r}; expected keys and values"
+    if kind == "union_tag_not_found":
+        return "the key 'kind' is missing"
+    if kind == "union_tag_invalid":
+        tags = [tag.strip("' ") for tag in context["expected_tags"].split(",")]
+        return (
+            f"kind: no such kind '{context['tag']}'{nearest(context['tag'], tags)}; expected one of: {', '.join(tags)}"
+        )
+    if kind == "literal_error":
+        choices = [choice.strip("' ") for choice in context["expected"].replace(" or ", ", ").split(",")]
+        return f"got {given!r}{nearest(str(given), choices)}; expected one of: {', '.join(choices)}"
+    if kind == "string_pattern_mismatch":
+        return f"got {given!r}; expected to match {context['pattern']}"
+    if kind == "value_error":
+        return str(context["error"])
+    if kind in ("unknown_key", "not_a_mapping"):
+        return str(item["msg"])
+    message = item["msg"].removeprefix("Input should be ")
+    shown = repr(given) if len(repr(given)) < 60 else type(given).__name__
+    return f"got {shown}; expected {message}"
+
+
+def _path(raw: Any, location: tuple[int | str, ...]) -> tuple[int | str, ...]:
+    """Drop from a pydantic location the union tags, which are no keys of the file."""
+    path: list[int | str] = []
+    here = raw
+    for position, key in enumerate(location):
+        if key == "[key]":  # the name itself is wrong; it stands before this mark
+            continue
+        try:
+            here = here[key]
+        except (KeyError, IndexError, TypeError):
+            # A key that is missing ends the path; anything else that is not there is a tag.
+            last = position == len(location) - 1
+            if not last or not isinstance(here, Mapping) or here.get("kind") == key:
+                continue
+        path.append(key)
+    return tuple(path)
+
+
+def holds(layer: Any, keys: tuple[int | str, ...]) -> bool:
+    """Whether nested settings have a value at this path."""
+    for key in keys:
+        try:
+            layer = layer[key]
+        except (KeyError, IndexError, TypeError):
+            return False
+    return True

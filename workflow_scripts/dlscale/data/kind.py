@@ -1,0 +1,160 @@
+"""What a kind of dataset says of itself. It is pure and quick: the workflow asks it when it builds its graph.
+
+The work is done by functions in modules beside it (see `dlscale.core.registry.part`), so that a stage depends on no
+more than it uses. In a single module from outside they all stand in that module.
+
+================  ========================================================  =====================================
+module            function                                                  without it
+================  ========================================================  =====================================
+(`acquirer`)      `acquire(dataset, raw, out, progress)`                    files are read where they lie, or fetched
+`source`          `open_source(dataset, part, paths) -> Source`             datasets of source kind `prepared` only
+`samples`         `open_samples(manifest, split, settings, seed)`           rows: `dlscale.data.rows.open_samples`
+`describe`        `describe(dataset, sources, folder) -> Manifest`          files that `assemble` wrote
+`preview`         `preview(manifest) -> Preview`                            the first fields, or rows
+================  ========================================================  =====================================
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import re
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Any, ClassVar
+from urllib.parse import urlsplit
+
+from dlscale.config.dataset import DatasetSettings, Split
+from dlscale.core.schema import Strict
+
+
+@dataclass(frozen=True)
+class RawFile:
+    """A raw file.
+
+    Attributes
+    ----------
+    name
+        Its file name in the dataset's `source/` folder, if it is acquired.
+    origin
+        Where it comes from: a path, a URL, a store, or `simulated`.
+    index
+        Number of what is simulated: a box, a year.
+    period
+        First and last day (inclusive) to take from a store.
+    """
+
+    name: str
+    origin: str
+    index: int = 0
+    period: tuple[dt.date, dt.date] | None = None
+
+
+@dataclass(frozen=True)
+class Part:
+    """One preprocessed file, `SPLIT/NAME.h5`.
+
+    Attributes
+    ----------
+    raws
+        The raw files that it is made from; none for what is made in memory.
+    fraction
+        Share (from, to) of the raw file's rows.
+    period
+        First and last day (inclusive) that it holds.
+    """
+
+    split: Split
+    name: str
+    raws: tuple[RawFile, ...] = ()
+    fraction: tuple[float, float] = (0.0, 1.0)
+    period: tuple[dt.date, dt.date] | None = None
+
+    @property
+    def label(self) -> str:
+        """`SPLIT/NAME`."""
+        return f"{self.split}/{self.name}"
+
+
+def is_url(origin: str) -> bool:
+    """Whether `origin` is fetched over the network."""
+    return urlsplit(origin).scheme in ("http", "https")
+
+
+def file_name(origin: str) -> str:
+    """Return the last part of a path or URL."""
+    return PurePosixPath(urlsplit(origin).path if is_url(origin) else origin).name
+
+
+def name_files(origins: list[str]) -> dict[str, RawFile]:
+    """Name raw files after their origins, harmlessly; of those with equal stems all but the first get a number."""
+    named: dict[str, RawFile] = {}
+    taken: set[str] = set()
+    for origin in origins:
+        name = PurePosixPath(re.sub(r"[^A-Za-z0-9._-]", "_", file_name(origin)).lstrip(".-") or "file")
+        raw, number = RawFile(name.name, origin), 1
+        while stem(raw) in taken:
+            number += 1
+            raw = RawFile(f"{name.stem}-{number}{name.suffix}", origin)
+        taken.add(stem(raw))
+        named[origin] = raw
+    return named
+
+
+def stem(raw: RawFile) -> str:
+    """Return a raw file's name without its last suffix, as parts are called."""
+    return PurePosixPath(raw.name).stem.replace(".", "_")
+
+
+class DatasetKind(ABC):
+    """See the module. A folder's `kind.py` has one as `KIND`; a module from outside lists its own in `KINDS`.
+
+    Attributes
+    ----------
+    name
+        What a dataset's key `kind` says.
+    Settings
+        The settings of a dataset of this kind.
+    Samples
+        A run's settings of its samples (key `samples`).
+    """
+
+    name: ClassVar[str]
+    Settings: ClassVar[type[DatasetSettings]]
+    Samples: ClassVar[type[Strict]]
+
+    @abstractmethod
+    def parts(self, dataset: Any) -> list[Part]:
+        """Return the files that preprocessing makes, in order; of a prepared dataset, the files that it is."""
+
+    def acquirer(self, dataset: Any) -> str | None:
+        """Return the module (see `dlscale.core.registry.part`) that makes raw files; None where none is made."""
+        return None
+
+    def prepared(self, dataset: Any) -> bool:
+        """Return whether the files are used as they are, without preprocessing."""
+        return getattr(dataset.source, "kind", None) == "prepared"
+
+    def prepared_files(self, dataset: Any) -> list[str]:
+        """Return the files of a prepared dataset, even those that are missing."""
+        return [raw.origin for part in self.parts(dataset) for raw in part.raws]
+
+    def raw_settings(self, dataset: Any, raw: RawFile) -> dict[str, Any]:
+        """Return the settings that decide the content of an acquired file: what makes acquisition run again."""
+        return {"source": dataset.source.model_dump(mode="json") if dataset.source else None, "index": raw.index}
+
+    def part_settings(self, dataset: Any, part: Part) -> dict[str, Any]:
+        """Return the settings that decide the content of a part's pieces."""
+        return {
+            **dataset.model_dump(mode="json", exclude={"storage", "memory_mb"}),
+            "fraction": part.fraction,
+            "period": [str(day) for day in part.period] if part.period else None,
+        }
+
+    def grid(self, dataset: Any) -> tuple[int, ...] | None:
+        """Return the grid of the stored fields where the settings alone decide it, else None."""
+        return None
+
+    def available(self, samples: Any, rows: list[int]) -> int | None:
+        """Return how many samples files of so many rows hold; None where rows do not tell, or any number is drawn."""
+        return sum(rows)

@@ -1,0 +1,52 @@
+"""Settings of the loaders. Each loader is a module `KIND_loader` beside this one."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, NonNegativeInt, PositiveInt
+
+from dlscale.core.schema import Strict
+
+
+class TorchLoader(Strict):
+    """PyTorch's DataLoader: worker processes, the published baseline."""
+
+    kind: Literal["torch"]
+    workers: NonNegativeInt = Field(2, description="Loader processes; 0 loads in the training process.")
+    prefetch: PositiveInt = Field(2, description="Batches that each worker keeps ready.")
+    pin_memory: bool = Field(True, description="Page-locked host memory for copies to a GPU; no effect on a CPU.")
+
+
+class DirectLoader(Strict):
+    """Threads that read mapped files into reused buffers; a GPU turns and decodes what they read."""
+
+    kind: Literal["direct"]
+    workers: NonNegativeInt = Field(2, description="Threads; 0 loads in the thread of the model.")
+    prefetch: PositiveInt = Field(2, description="Batches that are kept ready.")
+    resident: Literal["auto", "always", "never"] = Field(
+        "auto",
+        description="Hold all data on the device and read it once. auto: on a GPU of which it takes at most half the "
+        "free memory; the log says which.",
+    )
+
+
+class DaliLoader(Strict):
+    """NVIDIA DALI (`pip install dlscale[dali]`)."""
+
+    kind: Literal["dali"]
+    workers: PositiveInt = Field(2, description="Threads of the pipeline.")
+    prefetch: PositiveInt = Field(2, description="Batches that are kept ready.")
+    device: Literal["auto", "cpu", "gpu"] = Field(
+        "auto", description="Where samples are turned and decoded; auto: where the model is."
+    )
+
+
+class SyntheticLoader(Strict):
+    """One batch of random numbers on the device, again and again: no data at all."""
+
+    kind: Literal["synthetic"]
+
+
+#: All loaders' settings; the configuration's key `loader` is one of them.
+LOADERS = (TorchLoader, DirectLoader, DaliLoader, SyntheticLoader)

@@ -1,0 +1,1 @@
+"""The kinds of datasets, a folder each."""

@@ -1,0 +1,1 @@
+"""`cosmo`: volumes of dark matter and gas."""

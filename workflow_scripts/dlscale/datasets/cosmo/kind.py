@@ -1,0 +1,178 @@
+"""`cosmo`: N-body and hydrodynamics volumes. Settings, files, parts."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+
+from dlscale.config.dataset import SPLITS, DatasetSettings, Path, Sha256, check_digests, refuse_changed, refuse_shared
+from dlscale.core.schema import Strict
+from dlscale.data.kind import DatasetKind, Part, RawFile, file_name, name_files, stem
+
+
+class Counts(Strict):
+    """How many independent simulated boxes each split gets."""
+
+    train: PositiveInt = 2
+    valid: PositiveInt = 1
+    test: int = Field(0, ge=0)
+
+
+class Fractions(Strict):
+    """Shares of each file, cut along its first axis in this order, with `gap` cells dropped at each cut."""
+
+    train: float = Field(gt=0, lt=1)
+    valid: float = Field(gt=0, lt=1)
+    test: float = Field(0, ge=0, lt=1)
+    gap: int = Field(0, ge=0, description="Rows (after downsampling) dropped between two splits, against leakage.")
+
+    @model_validator(mode="after")
+    def _sum(self) -> Fractions:
+        if self.train + self.valid + self.test > 1 + 1e-9:
+            raise ValueError(f"the fractions add up to {self.train + self.valid + self.test:g}, expected at most 1")
+        return self
+
+
+class CosmoSimulated(Strict):
+    """Boxes made by the built-in simulator, one independent realisation each."""
+
+    kind: Literal["simulated"]
+    grid: int = Field(128, ge=16, multiple_of=2, description="Cells and particles along an edge of a box.")
+    box_mpc_h: PositiveFloat = Field(64.0, description="Edge of a box in Mpc/h (comoving).")
+    redshift: float = Field(2.0, ge=0)
+    boxes: Counts = Counts()
+    seed: int = Field(0, ge=0)
+
+
+class CosmoFiles(Strict):
+    """HDF5 files with `Nbody` [4, D, H, W] and `Hydro` [5, D, H, W] in physical units; paths or http(s) URLs.
+
+    Give either files per split, or `paths` with `fractions` of each file.
+    """
+
+    kind: Literal["files"]
+    train: list[Path] = []
+    valid: list[Path] = []
+    test: list[Path] = []
+    paths: list[Path] = []
+    fractions: Fractions | None = None
+    sha256: dict[str, Sha256] = Field({}, description="Expected digests by file name (the part after the last '/').")
+
+    @model_validator(mode="after")
+    def _one_form(self) -> CosmoFiles:
+        by_split, by_fraction = bool(self.train or self.valid or self.test), bool(self.paths or self.fractions)
+        if by_split == by_fraction:
+            raise ValueError("give either files per split (train, valid, test) or paths with fractions")
+        if by_split and not (self.train and self.valid):
+            raise ValueError("train and valid need at least one file each")
+        if by_fraction and not (self.paths and self.fractions):
+            raise ValueError("paths and fractions go together")
+        refuse_shared(self.train, self.valid, self.test)
+        check_digests(self.sha256, [*self.train, *self.valid, *self.test, *self.paths])
+        return self
+
+
+class CosmoPrepared(Strict):
+    """HDF5 files in the published layout (`Nbody`, `Hydro`, already transformed), used as they are."""
+
+    kind: Literal["prepared"]
+    train: list[Path] = Field(min_length=1)
+    valid: list[Path] = Field(min_length=1)
+    test: list[Path] = []
+    sha256: dict[str, Sha256] = {}
+
+    @model_validator(mode="after")
+    def _disjoint(self) -> CosmoPrepared:
+        refuse_shared(self.train, self.valid, self.test)
+        check_digests(self.sha256, [*self.train, *self.valid, *self.test])
+        return self
+
+
+class CosmoDataset(DatasetSettings):
+    """N-body to hydrodynamics cubes."""
+
+    kind: Literal["cosmo"]
+    source: CosmoSimulated | CosmoFiles | CosmoPrepared = Field(discriminator="kind")
+    transform: Literal["published", "none"] = Field(
+        "published",
+        description="published: densities ln(x)/14, velocities and temperature scaled to (-1, 1); none: as they are.",
+    )
+
+    @model_validator(mode="after")
+    def _divides(self) -> CosmoDataset:
+        if isinstance(self.source, CosmoSimulated) and self.source.grid % self.downsample:
+            raise ValueError(f"downsample {self.downsample} does not divide source.grid {self.source.grid}")
+        if isinstance(self.source, CosmoPrepared):
+            refuse_changed(self, "downsample", "storage", "pieces", "transform")
+        return self
+
+
+class CropSamples(Strict):
+    """Random crops of volumes."""
+
+    kind: Literal["crops"]
+    crop: PositiveInt = Field(64, description="Edge of a crop in cells.")
+    symmetry: Literal["none", "rotations", "full"] = Field(
+        "full", description="none; the 24 rotations; or full: all 48 rotations and reflections. Vectors turn along."
+    )
+    train: PositiveInt = Field(65536, description="Samples in a training epoch.")
+    valid: PositiveInt = Field(8192, description="Fixed validation crops (fewer where the volume holds fewer).")
+
+
+class Cosmo(DatasetKind):
+    """See the module."""
+
+    name = "cosmo"
+    Settings = CosmoDataset
+    Samples = CropSamples
+
+    def parts(self, dataset: CosmoDataset) -> list[Part]:
+        """One part for each box, or for each file and split; of files cut by fractions, one for each file and share."""
+        source = dataset.source
+        if isinstance(source, CosmoSimulated):
+            numbers = itertools.count()
+            boxes = [(split, next(numbers)) for split in SPLITS for _ in range(getattr(source.boxes, split))]
+            return [Part(split, f"box{n:03d}", (RawFile(f"box{n:03d}.h5", "simulated", n),)) for split, n in boxes]
+        if isinstance(source, CosmoPrepared) or not source.paths:
+            files = [(split, origin) for split in SPLITS for origin in getattr(source, split)]
+            named = name_files([origin for _, origin in files])
+            return [Part(split, stem(named[origin]), (named[origin],)) for split, origin in files]
+        assert source.fractions is not None
+        cuts = [0.0, *itertools.accumulate(getattr(source.fractions, split) for split in SPLITS)]
+        return [
+            Part(split, stem(raw), (raw,), fraction=(low, high))
+            for split, (low, high) in zip(SPLITS, itertools.pairwise(cuts), strict=True)
+            if high > low
+            for raw in name_files(source.paths).values()
+        ]
+
+    def acquirer(self, dataset: CosmoDataset) -> str | None:
+        """See `DatasetKind`."""
+        return "simulator" if isinstance(dataset.source, CosmoSimulated) else None
+
+    def raw_settings(self, dataset: CosmoDataset, raw: RawFile) -> dict[str, Any]:
+        """See `DatasetKind`."""
+        kept = dataset.source.model_dump(mode="json", exclude={"boxes", *SPLITS, "paths", "fractions", "sha256"})
+        digest = getattr(dataset.source, "sha256", {}).get(file_name(raw.origin))
+        return {**kept, "origin": raw.origin, "index": raw.index, "sha256": digest}
+
+    def part_settings(self, dataset: CosmoDataset, part: Part) -> dict[str, Any]:
+        """See `DatasetKind`."""
+        settings = dataset.model_dump(mode="json", exclude={"source", "storage", "memory_mb"})
+        fractions = getattr(dataset.source, "fractions", None)
+        return {**settings, "fraction": part.fraction, "gap": fractions.gap if fractions else 0}
+
+    def grid(self, dataset: CosmoDataset) -> tuple[int, ...] | None:
+        """See `DatasetKind`; files tell their size only when they are read."""
+        if not isinstance(dataset.source, CosmoSimulated):
+            return None
+        return (dataset.source.grid // dataset.downsample,) * 3
+
+    def available(self, samples: CropSamples, rows: list[int]) -> int | None:
+        """See `DatasetKind`: crops are drawn, any number of them."""
+        return None
+
+
+KIND = Cosmo()

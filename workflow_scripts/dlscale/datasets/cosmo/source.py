@@ -1,0 +1,98 @@
+"""Raw cosmology volumes: HDF5 with `Nbody` [4, D, H, W] and `Hydro` [5, D, H, W] in physical units."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dlscale.core.errors import UserError
+from dlscale.data import store
+from dlscale.data.kind import Part
+from dlscale.data.store import Field
+from dlscale.data.transforms import IDENTITY
+from dlscale.datasets.cosmo.channels import CHANNELS
+from dlscale.datasets.cosmo.kind import CosmoDataset
+
+
+def open_source(dataset: CosmoDataset, part: Part, paths: list[Path]) -> CosmoSource:
+    """Open the volume of one part."""
+    return CosmoSource(dataset, part, paths[0])
+
+
+class CosmoSource:
+    """A volume streamed in slabs along its first axis; see `dlscale.data.source.Source`."""
+
+    def __init__(self, dataset: CosmoDataset, part: Part, path: Path) -> None:
+        self._file = store.open_file(path)
+        self._raw = {name: store.dataset(self._file, name, len(spec[0])) for name, spec in CHANNELS.items()}
+        shapes = {raw.shape[1:] for raw in self._raw.values()}
+        if len(shapes) > 1:
+            raise UserError(
+                f"{path}: Nbody and Hydro differ in size ({', '.join(map(str, shapes))}); expected the same grid"
+            )
+        self._factor = dataset.downsample
+        edge = shapes.pop()
+        depth, height, width = (size // self._factor for size in edge)
+        if min(depth, height, width) < 1:
+            raise UserError(f"{path}: downsample {self._factor} is larger than the volume {edge}; choose a smaller one")
+        gap = dataset.source.fractions.gap if getattr(dataset.source, "fractions", None) else 0  # type: ignore[union-attr]
+        low, high = part.fraction
+        self._first = math.ceil(low * depth - 1e-9) + (gap if low > 0 else 0)
+        rows = math.floor(high * depth + 1e-9) - self._first
+        if rows < 1:
+            raise UserError(
+                f"{path}: split '{part.split}' is empty: {depth} rows, fractions {low:g} to {high:g}, gap {gap}; "
+                "choose a larger share or a smaller gap"
+            )
+        published = dataset.transform == "published"
+        self.fields = tuple(
+            Field(
+                name,
+                channels,
+                units if published else ("1",) * len(channels),
+                (len(channels), rows, height, width),
+                0,
+                transforms if published else (IDENTITY,) * len(channels),
+            )
+            for name, (channels, units, transforms) in CHANNELS.items()
+        )
+        raw_row = 4 * 9 * self._factor * edge[1] * edge[2]
+        # The raw slab, its averages axis by axis (half at most, then less), a finite-check mask, the result.
+        self.bytes_per_row = int(raw_row * (2.0 if self._factor > 1 else 1.25)) + 4 * 9 * height * width * 2
+        self.coordinates: dict[str, np.ndarray] = {}
+        self.attributes: dict[str, Any] = {"raw_file": path.name, **_plain(dict(self._file.attrs))}
+        self._path = path
+
+    def read(self, start: int, stop: int) -> dict[str, np.ndarray]:
+        """Return rows [start, stop) of both fields, block-averaged, then transformed to model units."""
+        found = {}
+        for field in self.fields:
+            raw = self._raw[field.name]
+            rows = slice((self._first + start) * self._factor, (self._first + stop) * self._factor)
+            try:
+                values = raw[:, rows].astype(np.float32, copy=False)
+            except OSError as error:
+                raise UserError(
+                    f"{self._path}: {field.name}: cannot read ({error}); the file is damaged, fetch it again"
+                ) from None
+            # The check comes before the logarithm, which would turn a NaN into the range's lower end.
+            store.check_finite(values, field, str(self._path), rows.start)
+            values = store.block_average(values, self._factor, (1, 2, 3))
+            found[field.name] = np.stack(
+                [transform.forward(channel) for transform, channel in zip(field.transforms, values, strict=True)]
+            )
+        return found
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def _plain(attributes: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: value.item() if hasattr(value, "item") and np.ndim(value) == 0 else str(value)
+        for key, value in attributes.items()
+    }

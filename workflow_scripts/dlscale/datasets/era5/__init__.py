@@ -1,0 +1,1 @@
+"""`era5`: time series of atmospheric states."""

@@ -1,0 +1,205 @@
+"""`era5`: time series of atmospheric states. Settings, files, parts."""
+
+from __future__ import annotations
+
+import datetime as dt
+import itertools
+import pathlib
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, PositiveInt, model_validator
+
+from dlscale.config.dataset import SPLITS, DatasetSettings, Path, Sha256, Storage, check_digests, refuse_changed
+from dlscale.core.schema import Strict
+from dlscale.data.kind import DatasetKind, Part, RawFile, file_name, name_files
+
+Year = Annotated[int, Field(ge=1, le=9999)]
+
+
+class Era5Simulated(Strict):
+    """Years of a barotropic-vorticity atmosphere made by the built-in simulator, each its own trajectory."""
+
+    kind: Literal["simulated"]
+    latitudes: int = Field(32, ge=8)
+    longitudes: int = Field(64, ge=16)
+    days: PositiveInt | None = Field(None, le=366, description="Days a year; the whole year if absent.")
+    train: list[Year] = Field(min_length=1)
+    valid: list[Year] = Field(min_length=1)
+    test: list[Year] = []
+    seed: int = Field(0, ge=0)
+
+    @model_validator(mode="after")
+    def _disjoint(self) -> Era5Simulated:
+        years = [*self.train, *self.valid, *self.test]
+        repeated = sorted({year for year in years if years.count(year) > 1})
+        if repeated:
+            raise ValueError(f"year {repeated[0]} stands twice: splits must be disjoint periods")
+        return self
+
+
+class Era5Files(Strict):
+    """GRIB or NetCDF files (paths or http(s) URLs); together they hold all channels at all times."""
+
+    kind: Literal["files"]
+    paths: list[Path] = Field(min_length=1)
+    sha256: dict[str, Sha256] = Field({}, description="Expected digests by file name (the part after the last '/').")
+
+    @model_validator(mode="after")
+    def _digests(self) -> Era5Files:
+        check_digests(self.sha256, self.paths)
+        return self
+
+
+class Era5Zarr(Strict):
+    """Any Zarr store that xarray can open: a folder or a URL."""
+
+    kind: Literal["zarr"]
+    store: Path
+
+
+class Era5Prepared(Strict):
+    """The published layout used as it is: `train/`, `valid/`, `test/` with `YYYY.h5`, and `stats/*.npy`."""
+
+    kind: Literal["prepared"]
+    path: Path = Field(description="The folder that holds train/, valid/, test/ (optional) and stats/.")
+    step_hours: PositiveInt = Field(6, description="Hours between the times in the files.")
+
+
+class Periods(Strict):
+    """First and last day (inclusive) of each split."""
+
+    train: tuple[dt.date, dt.date]
+    valid: tuple[dt.date, dt.date]
+    test: tuple[dt.date, dt.date] | None = None
+
+    @model_validator(mode="after")
+    def _disjoint(self) -> Periods:
+        periods = sorted((*period, split) for split in SPLITS if (period := getattr(self, split)))
+        for first, last, split in periods:
+            if last < first:
+                raise ValueError(f"{split} ends ({last}) before it begins ({first})")
+        for (_, last, one), (first, _, other) in itertools.pairwise(periods):
+            if first <= last:
+                raise ValueError(f"{one} and {other} overlap at {first}: splits must be disjoint periods")
+        return self
+
+
+class Era5Dataset(DatasetSettings):
+    """Pairs of atmospheric states."""
+
+    kind: Literal["era5"]
+    source: Era5Simulated | Era5Files | Era5Zarr | Era5Prepared = Field(discriminator="kind")
+    channels: list[str] = Field(
+        [], description="Variables in order, `name` or `name@level`; those of the simulator if absent."
+    )
+    split: Periods | None = Field(None, description="Days of each split (files and zarr).")
+    step_hours: PositiveInt | None = Field(None, description="Keep times at this interval; all times if absent.")
+    crop: tuple[PositiveInt, PositiveInt] | None = Field(
+        None, description="Rows and columns kept from the north-west, before downsampling (published: 360, 720)."
+    )
+
+    @model_validator(mode="after")
+    def _complete(self) -> Era5Dataset:
+        if isinstance(self.source, Era5Files | Era5Zarr):
+            if self.split is None:
+                raise ValueError("split is missing: give the first and last day of train, valid (and test)")
+            if not self.channels:
+                raise ValueError("channels is missing: name at least one variable")
+        elif self.split is not None:
+            raise ValueError(f"split goes with source kinds files and zarr, not with {self.source.kind}")
+        if isinstance(self.source, Era5Prepared):
+            refuse_changed(self, "downsample", "storage", "pieces", "step_hours")
+        for key in ("channels", "chunk"):
+            if getattr(self.storage, key) != Storage.model_fields[key].default:
+                raise ValueError(f"storage.{key}: the times of a series are stored one after the other; leave it out")
+        if len(set(self.channels)) != len(self.channels):
+            raise ValueError("a channel stands twice in channels")
+        return self
+
+
+class PairSamples(Strict):
+    """Pairs of states `dt` stored steps apart."""
+
+    kind: Literal["pairs"]
+    dt: PositiveInt = Field(1, description="Stored time steps between input and target.")
+    train: PositiveInt | None = Field(None, description="At most this many training samples an epoch; all if absent.")
+    valid: PositiveInt | None = Field(None, description="At most this many, evenly spaced; all if absent.")
+
+
+class Era5(DatasetKind):
+    """See the module."""
+
+    name = "era5"
+    Settings = Era5Dataset
+    Samples = PairSamples
+
+    def parts(self, dataset: Era5Dataset) -> list[Part]:
+        """One part for each split and calendar year; none for a prepared folder, which is as it is."""
+        source = dataset.source
+        if isinstance(source, Era5Simulated):
+            years = [(split, year) for split in SPLITS for year in getattr(source, split)]
+            return [Part(split, f"{y:04d}", (RawFile(f"{y:04d}.nc", "simulated", y),)) for split, y in years]
+        if isinstance(source, Era5Prepared):
+            return []
+        assert dataset.split is not None
+        parts = []
+        for split in SPLITS:
+            for period in _years(getattr(dataset.split, split)):
+                name = f"{period[0].year:04d}"
+                if isinstance(source, Era5Zarr):
+                    raws: tuple[RawFile, ...] = (RawFile(f"{split}-{name}.nc", source.store, period=period),)
+                else:
+                    raws = tuple(name_files(source.paths).values())
+                parts.append(Part(split, name, raws, period=period))
+        return parts
+
+    def acquirer(self, dataset: Era5Dataset) -> str | None:
+        """See `DatasetKind`."""
+        return {"simulated": "simulator", "zarr": "zarr"}.get(dataset.source.kind)
+
+    def prepared_files(self, dataset: Era5Dataset) -> list[str]:
+        """Return a folder's years, and the statistics that it has to have, even where they are missing."""
+        assert isinstance(dataset.source, Era5Prepared)
+        root = pathlib.Path(dataset.source.path)
+        means = [root / "stats/time_means.npy"] if (root / "stats/time_means.npy").exists() else []
+        needed = [root / "stats/global_means.npy", root / "stats/global_stds.npy"]
+        years = sorted(path for split in SPLITS for path in (root / split).glob("*.h5"))
+        return [str(path) for path in [*years, *needed, *means]]
+
+    def raw_settings(self, dataset: Era5Dataset, raw: RawFile) -> dict[str, Any]:
+        """See `DatasetKind`; out of a store only the asked channels and times are read."""
+        kept = dataset.source.model_dump(mode="json", exclude={*SPLITS, "paths", "sha256"})
+        digest = getattr(dataset.source, "sha256", {}).get(file_name(raw.origin))
+        settings = {**kept, "origin": raw.origin, "index": raw.index, "sha256": digest}
+        if raw.period:
+            settings |= {"period": [str(day) for day in raw.period]}
+            settings |= {"channels": dataset.channels, "step_hours": dataset.step_hours}
+        return settings
+
+    def part_settings(self, dataset: Era5Dataset, part: Part) -> dict[str, Any]:
+        """See `DatasetKind`."""
+        settings = dataset.model_dump(mode="json", exclude={"source", "split", "storage", "memory_mb"})
+        return {**settings, "period": [str(day) for day in part.period] if part.period else None}
+
+    def grid(self, dataset: Era5Dataset) -> tuple[int, ...] | None:
+        """See `DatasetKind`."""
+        source = dataset.source
+        size = dataset.crop or ((source.latitudes, source.longitudes) if isinstance(source, Era5Simulated) else None)
+        return tuple(edge // dataset.downsample for edge in size) if size else None
+
+    def available(self, samples: PairSamples, rows: list[int]) -> int | None:
+        """See `DatasetKind`: a file of T times holds T - dt pairs."""
+        return sum(max(count - samples.dt, 0) for count in rows)
+
+
+def _years(period: tuple[dt.date, dt.date] | None) -> list[tuple[dt.date, dt.date]]:
+    """Cut a period at the ends of calendar years, as the published files are."""
+    if period is None:
+        return []
+    first, last = period
+    return [
+        (max(first, dt.date(year, 1, 1)), min(last, dt.date(year, 12, 31))) for year in range(first.year, last.year + 1)
+    ]
+
+
+KIND = Era5()

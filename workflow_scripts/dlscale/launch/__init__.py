@@ -1,0 +1,1 @@
+"""How stages become processes: sites, engines, starters, Slurm requests, images."""

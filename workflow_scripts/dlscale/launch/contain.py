@@ -1,0 +1,143 @@
+"""Run a container engine's client so that nothing is left behind: `python -m dlscale.launch.contain ENGINE ...`.
+
+The container gets a name. Signals go to it by that name, for a client that is killed takes none along; its own exit
+status is reported; and it is removed on the way out. Where this process itself is killed outright, the container's
+standard input, which it holds, ends, and the stage in it ends with that (`hold_on`).
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from types import FrameType
+from typing import IO
+
+#: Set anew for each process, hence passed on by name: rank, size and place of meeting, devices, the job.
+PASSED_ON = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "SLURM_PROCID",
+    "SLURM_LOCALID",
+    "SLURM_NTASKS",
+    "SLURM_JOB_ID",
+    "SLURM_JOB_NODELIST",
+    "SLURM_STEP_NODELIST",
+    "SLURM_STEP_ID",
+    "CUDA_VISIBLE_DEVICES",
+    "OMP_NUM_THREADS",
+    "DLSCALE_IMAGE",
+)
+
+FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
+#: Statuses of the engine's own: it failed; the command cannot be run; there is no such command.
+NOT_STARTED = (125, 126, 127)
+
+#: Seconds between asking a stage to end and ending it, where whoever started it is gone.
+GRACE = 30
+
+
+def name() -> str:
+    """Return a name that no other container of this user on this node has."""
+    numbers = (os.environ.get(key, "") for key in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID"))
+    job = [number for number in numbers if number.isdecimal()]
+    return "-".join(["dlscale", socket.gethostname().split(".")[0], *job, str(os.getpid())])
+
+
+def main(command: list[str]) -> int:
+    """Run `command` (an engine and its words) to its end and return the container's exit status."""
+    if command[:1] == ["apptainer"]:  # no daemon, no name: it is a process like any other
+        passed = {f"APPTAINERENV_{key}": os.environ[key] for key in PASSED_ON if key in os.environ}
+        os.execvpe(command[0], command, {**os.environ, **passed})
+    engine, called = command[0], name()
+
+    def ask(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([engine, *words], capture_output=True, text=True, check=False, start_new_session=True)
+
+    def deliver(word: str) -> None:
+        # It may be that the container is only about to start.
+        while client.poll() is None and ask("kill", "--signal", word, called).returncode:
+            time.sleep(0.25)
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        threading.Thread(target=deliver, args=(signal.Signals(number).name,), daemon=True).start()
+
+    for number in FORWARDED:
+        signal.signal(number, forward)
+    # In a session of its own, so that Ctrl-C, which goes to all of a terminal's processes, reaches it once.
+    client = subprocess.Popen(
+        [engine, command[1], "--name", called, "--sig-proxy=false", *command[2:]],
+        stdin=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+    last: collections.deque[bytes] = collections.deque(maxlen=20)
+    copier = threading.Thread(target=_copy, args=(client.stderr, last), daemon=True)
+    copier.start()
+    try:
+        status = client.wait()
+        copier.join(5)
+        if status in NOT_STARTED:
+            _explain(engine, command, status, last)
+        if status < 0:  # the client was killed; the container goes on
+            waited = ask("wait", called).stdout.strip()
+            status = int(waited) if waited.isdecimal() else 128 - status
+        return status
+    finally:
+        for number in FORWARDED:
+            signal.signal(number, signal.SIG_IGN)
+        if client.stdin:
+            with contextlib.suppress(OSError):
+                client.stdin.close()
+        ask("rm", "--force", called)  # nothing, where --rm has done it
+
+
+def _copy(stream: IO[bytes], last: collections.deque[bytes]) -> None:
+    """Pass on what the engine and the stage say, and remember its end."""
+    for line in stream:
+        last.append(line)
+        with contextlib.suppress(OSError):
+            os.write(2, line)
+
+
+def _explain(engine: str, command: list[str], status: int, last: Iterable[bytes]) -> None:
+    """Write into the stage's log, which the stage had no chance to, why its container did not start."""
+    if "--log" not in command[:-1]:
+        return
+    log = Path(command[command.index("--log") + 1])
+    said = b"".join(last).decode(errors="replace")
+    remedy = "; is the image here, and are GPUs set up for containers (site.gpu: false leaves them out)?"
+    with contextlib.suppress(OSError):
+        log.parent.mkdir(parents=True, exist_ok=True)
+        if not log.exists() or not log.stat().st_size:
+            log.write_text(f"{said}{engine} did not start the container (status {status}){remedy}\n")
+
+
+def hold_on() -> None:
+    """End this process when its standard input ends: inside a container, whoever holds it is gone then."""
+
+    def watch() -> None:
+        with contextlib.suppress(OSError):
+            while os.read(0, 4096):
+                pass
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(GRACE)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True, name="lifeline").start()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,110 @@
+"""Stage `image`: build, pull and migrate the image that the stages run in; and which one it is."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import re
+import subprocess
+from pathlib import Path
+
+from dlscale.core.errors import UserError
+from dlscale.core.files import sha256
+from dlscale.core.provenance import Image
+from dlscale.launch.launcher import LOCAL
+
+
+def identity(engine: str, image: str) -> str | None:
+    """Return what tells an image from every other, the same for the same content; None where it is not here.
+
+    For podman and docker the SHA-256 of the image's configuration, which names its layers (a local image has no
+    repository digest); for Shifter the gateway's identifier; for an Apptainer file the SHA-256 of its content.
+    """
+    if engine == "none" or not image:
+        return None
+    if engine == "apptainer":
+        file = Path(image)
+        return sha256(file) if file.is_file() else None
+    inspect = [engine, "image", "inspect", "--format", "{{.Id}}", image]
+    words = ["shifterimg", "lookup", image] if engine == "shifter" else inspect
+    try:
+        found = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    lines = found.stdout.split()
+    return lines[-1] if found.returncode == 0 and lines else None
+
+
+def inherited(engine: str, image: str, first: bool) -> str:
+    """Return the image's identity, as the workflow's first process finds it and tells all others; "" if none."""
+    told = Image.read()
+    if not first and told and (told.engine, told.name) == (engine, image):
+        return told.identity
+    os.environ.pop("DLSCALE_IMAGE", None)
+    found = identity(engine, image) or ""
+    if found:
+        Image(engine, image, found).write()
+    return found
+
+
+def main(args: argparse.Namespace) -> None:
+    """Make `args.image` usable by `args.engine`: build or pull it, and where podman-hpc wants it, migrate it."""
+    engine, image = args.engine, args.image
+    if engine == "none" or not image:
+        raise UserError("site: no container engine, or no image; set site.engine and site.image, or name a profile")
+    if image.startswith(LOCAL) and engine not in ("shifter", "apptainer"):
+        _build(engine, image, args.target, args.build_arg)
+    else:
+        _pull(engine, image)
+    if engine == "podman-hpc":
+        _migrate(engine, image)
+    found = identity(engine, image)
+    if found is None:
+        raise UserError(f"{image}: {engine} does not have this image now; see above what it said")
+    logging.info("%s: %s", image, found)
+
+
+def _build(engine: str, image: str, target: str, arguments: list[str]) -> None:
+    words = [engine, "build", "--file=docker/Dockerfile", f"--target={target}", f"--tag={image}"]
+    if engine != "docker":
+        words += ["--format=docker", "--network=host"]  # OCI's own form has no place for HEALTHCHECK
+    _run([*words, *(f"--build-arg={item}" for item in arguments), "."])
+
+
+def _pull(engine: str, image: str) -> None:
+    if engine == "apptainer":
+        if Path(image).is_file():
+            return
+        raise UserError(f"{image}: no such file; make it: apptainer pull {image} docker://NAME")
+    _run(["shifterimg", "pull", image] if engine == "shifter" else [engine, "pull", image])
+
+
+def _migrate(engine: str, image: str) -> None:
+    """Copy the image to where compute nodes see it; `podman-hpc migrate` reports success even where it failed."""
+    _run([engine, "migrate", image])
+    if not migrated(image):
+        raise UserError(f"{image}: podman-hpc images does not list it as migrated (R/O); see the log for what it said")
+
+
+def migrated(image: str) -> bool:
+    """Whether podman-hpc lists the image as one that compute nodes see."""
+    words = ["podman-hpc", "images", "--format", "{{.Repository}}:{{.Tag}} {{.ReadOnly}}"]
+    listed = subprocess.run(words, capture_output=True, text=True, check=False, timeout=60).stdout
+    return f"{image if ':' in image else image + ':latest'} true" in listed.splitlines()
+
+
+def _run(words: list[str]) -> None:
+    """Run a command whose output is the log; no shell reads its words."""
+    logging.info("%s", " ".join(words))
+    try:
+        status = subprocess.run(words, check=False).returncode
+    except FileNotFoundError:
+        raise UserError(f"{words[0]}: no such command here; install it, or set site.engine to one that is") from None
+    if status:
+        raise UserError(f"{' '.join(words[:2])} failed with status {status}; the log has what it said")
+
+
+def shown(identity: str) -> str:
+    """Return a short form of an image's identity, for tables."""
+    return re.sub(r"^sha256:", "", identity)[:12]

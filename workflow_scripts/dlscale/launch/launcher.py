@@ -1,0 +1,259 @@
+"""How a stage's command becomes processes: container engine x process starter, as one pure function."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from dlscale.config.run import Geometry
+from dlscale.config.site import Engine, Site
+from dlscale.core.errors import UserError
+from dlscale.launch.contain import PASSED_ON
+from dlscale.launch.slurm import cpus_per_task
+
+PYTHON = ["python", "-m", "dlscale"]
+
+#: An image of this name is in no registry: it is built here.
+LOCAL = "localhost/"
+
+#: Runs the engine's client: a name for the container, signals, the exit status, and nothing left behind.
+SUPERVISOR = ["python", "-m", "dlscale.launch.contain"]
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a container takes over from where it is started.
+
+    Attributes
+    ----------
+    folder
+        Working folder, absolute; it is seen in the container at the same path.
+    sources
+        Folder of the package `dlscale`: the code that runs, whatever the image brings.
+    uid, gid
+        Owner of what is written.
+    data
+        Further folders or files that the stage reads, absolute; seen at the same paths, read-only.
+    results
+        Folder outside of `folder` that the stage writes to, if so.
+    """
+
+    folder: str
+    sources: str
+    uid: int
+    gid: int
+    data: tuple[str, ...] = ()
+    results: str | None = None
+
+
+def launch(site: Site, place: Place, geometry: Geometry | None = None) -> list[str]:
+    """Return the words that start `dlscale`, once or with a process for each device; the stage's own follow.
+
+    Parameters
+    ----------
+    site
+        With its choices made (see `resolve`).
+    geometry
+        Of a run; None for a stage that needs no device.
+    """
+    processes = geometry or Geometry()
+    return [
+        *_start(site, processes),
+        *_contain(site, place, gpu=geometry is not None),
+        *_processes(site, processes),
+    ]
+
+
+def _start(site: Site, geometry: Geometry) -> list[str]:
+    """Return what starts one container, or one bare process, for each task."""
+    if geometry.world_size == 1 or site.starter != "srun":
+        return []
+    nodes = site.scheduler and site.scheduler.gpu_nodes
+    devices = [f"--gpus-per-node={geometry.gpus_per_node}"] if nodes and nodes.gpus else []
+    # The geometry is said again: inside of a job the workflow's executor hides the job's own from srun.
+    return [
+        "srun",
+        f"--nodes={geometry.nodes}",
+        f"--ntasks-per-node={geometry.gpus_per_node}",
+        *([f"--cpus-per-task={cpus_per_task(site.scheduler)}"] if site.scheduler else []),
+        *devices,
+        "--kill-on-bad-exit=1",
+    ]
+
+
+def _processes(site: Site, geometry: Geometry) -> list[str]:
+    """Return what runs where it was started: one process, or torchrun, which ends all when one fails."""
+    if geometry.world_size == 1 or site.starter != "torchrun":
+        return PYTHON
+    starter = ["python", "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={geometry.gpus_per_node}"]
+    # What follows "--" is the stage's own: torchrun would read `--log` as one of its options.
+    return [*starter, "-m", "--", "dlscale"]
+
+
+def _contain(site: Site, place: Place, gpu: bool) -> list[str]:
+    """Return what puts a process into a container, or gives a bare one the site's environment."""
+    gpu = gpu and bool(site.gpu)
+    image = site.image or ""
+    if site.engine == "none":
+        words = [f"{name}={value}" for name, value in site.environment.items()]
+        return ["env", *words] if words else []
+    environment = {
+        "PYTHONPATH": place.sources,
+        "PYTHONNOUSERSITE": "1",  # home may be mounted, with packages for another Python
+        "HOME": "/tmp",
+        **site.environment,
+    }
+    folders = {path: path for path in (place.folder, place.results) if path}
+    if site.engine == "shifter":
+        # It sees the site's file systems and the whole environment as they are.
+        return [
+            "shifter",
+            f"--image={image}",
+            *([f"--module={','.join(site.modules)}"] if gpu and site.modules else []),
+            *(f"--volume={source}:{target}" for source, target in site.mounts.items()),
+            f"--workdir={place.folder}",
+            *(f"--env={name}={value}" for name, value in environment.items() if name != "HOME"),
+        ]
+    if site.engine == "apptainer":
+        binds = [f"{source}:{target}" for source, target in {**folders, **site.mounts}.items()]
+        binds += [f"{path}:{path}:ro" for path in place.data]
+        return [
+            *SUPERVISOR,
+            "apptainer",
+            "exec",
+            "--cleanenv",
+            "--no-home",
+            *(["--nv"] if gpu else []),
+            *(word for bind in binds for word in ("--bind", bind)),
+            *(word for item in environment.items() if item[0] != "HOME" for word in ("--env", "=".join(item))),
+            "--pwd",
+            place.folder,
+            image,
+        ]
+    return [
+        *SUPERVISOR,
+        site.engine,
+        "run",
+        "--rm",
+        "--init",
+        "--interactive",  # its standard input ends when whoever started it does; see `contain`
+        "--network=host",
+        "--ipc=host",  # loaders and NCCL share memory, the latter between containers
+        "--cap-drop=ALL",
+        "--security-opt=no-new-privileges",
+        *_engine_options(site, place, gpu),
+        *(f"--volume={source}:{target}" for source, target in {**folders, **site.mounts}.items()),
+        *(f"--volume={path}:{path}:ro" for path in place.data),
+        f"--workdir={place.folder}",
+        *(f"--env={name}={value}" for name, value in environment.items()),
+        *(f"--env={name}" for name in PASSED_ON if name not in environment),
+        "--env=DLSCALE_LIFELINE=1",
+        image,
+    ]
+
+
+def _engine_options(site: Site, place: Place, gpu: bool) -> list[str]:
+    owner = f"--user={place.uid}:{place.gid}"
+    if site.engine == "docker":
+        return ["--pull=never", "--no-healthcheck", owner, *(["--gpus=all"] if gpu else [])]
+    if site.engine == "podman":
+        # Without root, the user's own number has to be asked for, or files would belong to a subordinate one.
+        mine = [owner] if place.uid == 0 else ["--userns=keep-id", owner]
+        return ["--pull=never", "--no-healthcheck", *mine, *(["--device=nvidia.com/gpu=all"] if gpu else [])]
+    # podman-hpc runs without root, and root inside is the user: the image's own user would be nobody outside.
+    modules = [f"--{module}" for module in site.modules if module != "gpu"]  # of GPU nodes
+    return ["--user=0:0", *(["--gpu", *modules] if gpu else [])]
+
+
+# ---- what `auto` takes -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was taken for `auto`, and why, in words; no reason where nothing was to be chosen."""
+
+    site: Site
+    reasons: tuple[str, ...] = ()
+
+
+#: Those made for clusters first: where they are installed, they are what the site wants.
+ENGINES: tuple[Engine, ...] = ("shifter", "podman-hpc", "apptainer", "podman", "docker")
+
+
+def resolve(site: Site, folder: Path | None = None) -> Choice:
+    """Replace `auto`, and a choice not made, by what is here; `folder` stands for PATH in tests."""
+    chosen: dict[str, str | bool] = {}
+    reasons = []
+    if site.engine == "auto":
+        found = [(engine, _trouble(engine, site.image or "", folder)) for engine in ENGINES]
+        engine = next((engine for engine, trouble in found if trouble is None), "none")
+        absent = ", ".join(f"{name} ({trouble})" for name, trouble in found if trouble not in (None, "absent"))
+        why = f"no engine is installed{f' but {absent}' if absent else ''}" if engine == "none" else "it is here"
+        chosen["engine"] = engine
+        reasons.append(f"engine: {engine}, since {why}")
+    if site.starter == "auto":
+        chosen["starter"] = "srun" if site.scheduler else "torchrun"
+        if site.scheduler:
+            reasons.append("starter: srun, since there is a scheduler")
+    if site.gpu is None:
+        chosen["gpu"] = site.scheduler.gpu_nodes.gpus > 0 if site.scheduler else Path("/dev/nvidiactl").exists()
+    return Choice(site.model_copy(update=chosen), tuple(reasons))
+
+
+def _trouble(engine: str, image: str, folder: Path | None) -> str | None:
+    """Return what keeps an engine from being used for an image, or None."""
+    command = shutil.which(engine, path=str(folder) if folder else None)
+    if not command:
+        return "absent"
+    if (engine == "apptainer") != image.endswith(".sif") or (engine == "shifter" and image.startswith(LOCAL)):
+        return f"not for image {image}"
+    # A client without its daemon is common, and podman-hpc without a USER or its tools.
+    if question := {"docker": ["info"], "podman-hpc": ["images", "--quiet"]}.get(engine):
+        try:
+            asked = subprocess.run([command, *question], capture_output=True, timeout=30, check=False).returncode
+        except subprocess.TimeoutExpired:
+            asked = 1
+        return f"{engine} {' '.join(question)} fails" if asked else None
+    return None
+
+
+def outside(paths: Iterable[str | Path], *inside: str | Path) -> tuple[str, ...]:
+    """Return the folders of `paths` that a container with the folders `inside` would not see, absolute.
+
+    Where a path leads through links, the folders of all that they point to: the container follows the links as well.
+    """
+    seen = [Path(folder).resolve() for folder in inside]
+    found: dict[str, None] = {}
+    for path in map(Path, paths):
+        for place in _chain(path.absolute()):
+            folder = place if place.is_dir() else place.parent
+            if not any(place.is_relative_to(known) for known in seen):
+                found[str(folder)] = None
+    return tuple(found)
+
+
+def _chain(path: Path) -> list[Path]:
+    """Return a path, and what it becomes as each link in it is followed."""
+    found = [path]
+    for _ in range(40):  # as many as Linux follows
+        link = next((part for part in [*reversed(found[-1].parents), found[-1]] if part.is_symlink()), None)
+        if link is None:
+            break
+        target = Path(os.path.normpath(link.parent / link.readlink()))
+        found.append(target / found[-1].relative_to(link))
+    return found
+
+
+def check_names(paths: Iterable[str], site: Site) -> None:
+    """Refuse names of folders and files that an engine, or the executor that submits jobs, cannot carry."""
+    for path in paths:
+        # It puts the command between double quotes, in which a shell still reads these.
+        if site.scheduler and (bad := re.search(r'[$`"\\\n]', path)):
+            raise UserError(f"{path}: Slurm jobs cannot be submitted from a path with {bad[0]!r}; use another name")
+        if site.engine != "none" and (bad := re.search(r"[:,\n]", path)):
+            raise UserError(f"{path}: no container can be given a path with {bad[0]!r}; use another name")

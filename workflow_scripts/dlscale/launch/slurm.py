@@ -1,0 +1,185 @@
+"""What a stage asks of Slurm: nodes, GPUs, queue and time, from its geometry and the site; and what is queued."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from typing import Literal
+
+from dlscale.config.run import Geometry
+from dlscale.config.site import Nodes, Qos, Scheduler
+from dlscale.core.errors import UserError
+
+Stage = Literal["data", "train", "throughput"]
+Request = dict[str, str | int]
+
+#: All that `request` may ask for.
+RESOURCES = (
+    "nodes",
+    "mem_mb",
+    "cpus_per_task",
+    "gres",
+    "mpi",
+    "tasks_per_node",
+    "runtime",
+    "qos",
+    "constraint",
+    "slurm_account",
+    "slurm_extra",
+)
+
+
+def request(scheduler: Scheduler, stage: Stage, geometry: Geometry | None, minutes: int | None = None) -> Request:
+    """Return what the workflow's Slurm executor shall ask for, by its names of resources.
+
+    Parameters
+    ----------
+    geometry
+        Of a run; None for a stage on part of a CPU node.
+    minutes
+        Time limit, as estimated; the site's own for the stage if None. It is cut to what the queue allows.
+    """
+    nodes = scheduler.cpu_nodes if geometry is None else scheduler.gpu_nodes
+    wanted: Request = {"nodes": 1, "mem_mb": 0}  # no --mem: memory goes with the part of the node
+    if geometry is None:
+        qos = scheduler.data_qos
+        wanted["cpus_per_task"] = min(scheduler.data_cpus, nodes.cpus)
+    else:
+        check(scheduler, geometry)
+        qos = run_qos(scheduler, geometry)
+        wanted["nodes"] = geometry.nodes
+        wanted["cpus_per_task"] = cpus_per_task(scheduler)
+        if nodes.gpus:
+            wanted["gres"] = f"{nodes.gres}:{geometry.gpus_per_node}"
+        if geometry.world_size > 1:
+            # The executor then leaves starting the tasks to the command, which begins with srun.
+            wanted |= {"mpi": "srun", "tasks_per_node": geometry.gpus_per_node}
+    limit = scheduler.qos.get(qos or "", Qos()).max_minutes
+    wanted["runtime"] = min(minutes or getattr(scheduler.minutes, stage), limit or 10**9)
+    if qos:
+        wanted["qos"] = qos
+    if nodes.constraint:
+        wanted["constraint"] = nodes.constraint
+    if account := account_of(scheduler, nodes):
+        wanted["slurm_account"] = account
+    if stage == "train":
+        # To every process of the job's steps, not to the batch shell (B:), which would die of it.
+        wanted["slurm_extra"] = f"--signal=USR2@{scheduler.warning_seconds}"
+    return wanted
+
+
+def cpus_per_task(scheduler: Scheduler) -> int:
+    """Return the CPUs of each process of a run: a GPU's part of its node."""
+    nodes = scheduler.gpu_nodes
+    return nodes.cpus // nodes.gpus if nodes.gpus else min(scheduler.data_cpus, nodes.cpus)
+
+
+def account_of(scheduler: Scheduler, nodes: Nodes) -> str | None:
+    """Return the account that jobs on these nodes are charged to."""
+    account = scheduler.account or os.environ.get("SBATCH_ACCOUNT")
+    for suffix in (scheduler.cpu_nodes.account_suffix, scheduler.gpu_nodes.account_suffix):
+        account = account and account.removesuffix(suffix)
+    return account + nodes.account_suffix if account else None
+
+
+def run_qos(scheduler: Scheduler, geometry: Geometry) -> str | None:
+    """Return the queue of a run: that for parts of a node where it fits."""
+    part = scheduler.qos.get(scheduler.part_qos or "", Qos())
+    small = geometry.nodes == 1 and geometry.gpus_per_node < scheduler.gpu_nodes.gpus
+    fits = geometry.gpus_per_node <= (part.max_gpus or scheduler.gpu_nodes.gpus)
+    return scheduler.part_qos if scheduler.part_qos and small and fits else scheduler.whole_qos
+
+
+def check(scheduler: Scheduler | None, geometry: Geometry, where: str = "") -> None:
+    """Refuse a geometry that the site's nodes or queues, or a machine alone, cannot hold; `where` begins its key."""
+    if scheduler is None:
+        if geometry.nodes > 1:
+            raise UserError(
+                f"{where}geometry.nodes: {geometry.nodes} nodes need a scheduler; use a profile that has one, such as "
+                "--profile perlmutter"
+            )
+        return
+    have = scheduler.gpu_nodes.gpus
+    if have and geometry.gpus_per_node > have:
+        raise UserError(
+            f"{where}geometry.gpus_per_node: {geometry.gpus_per_node} is more than the {have} GPUs of this site's "
+            f"nodes; use {have} and more nodes"
+        )
+    if geometry.world_size > 1 and geometry.gpus_per_node == 1:
+        instead = f"use geometry.gpus_per_node {have}" if have > 1 else "use one node"
+        raise UserError(
+            f"{where}geometry: {geometry.nodes} nodes with one GPU each: the workflow's executor starts no such job; "
+            f"{instead}"
+        )
+    qos = run_qos(scheduler, geometry)
+    limit = scheduler.qos.get(qos or "", Qos())
+    if limit.max_gpus and geometry.world_size > limit.max_gpus:
+        raise UserError(f"{where}geometry: {geometry.world_size} GPUs are more than the {limit.max_gpus} of QOS {qos}")
+    if limit.max_nodes and geometry.nodes > limit.max_nodes:
+        raise UserError(
+            f"{where}geometry.nodes: {geometry.nodes} is more than the {limit.max_nodes} that QOS {qos} allows"
+        )
+
+
+def shown(geometry: Geometry) -> str:
+    """Return a geometry in words, as it is shown before anything is submitted."""
+    ranks = geometry.world_size
+    devices = f"{_many(geometry.nodes, 'node')} x {_many(geometry.gpus_per_node, 'GPU')}"
+    return f"{devices} = {_many(ranks, 'rank')} (dp {ranks})"
+
+
+def _many(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+# ---- jobs that run already -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Running:
+    """A job in the queue: its number, its state, and what it is for."""
+
+    number: str
+    state: str
+    purpose: str
+
+
+def left_running(folder: str) -> list[Running] | None:
+    """Return the user's jobs that a workflow submitted from `folder` and that are still queued; None: no answer."""
+    words = ["squeue", "--me", "--noheader", "--format=%i|%T|%Z|%k"]
+    try:
+        listed = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    except FileNotFoundError:  # no Slurm here, no jobs
+        return []
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    if listed.returncode:
+        return None
+    found = []
+    for line in listed.stdout.splitlines():
+        number, state, place, purpose = (*line.split("|", 3), "", "", "", "")[:4]
+        if place == folder and purpose.startswith("rule_"):
+            found.append(Running(number, state, purpose.removeprefix("rule_").replace("_wildcards_", " ")))
+    return found
+
+
+def wait_for_left_running(folder: str, seconds: float = 30.0) -> None:
+    """Return when no job of an earlier workflow in `folder` is queued any more: what it does is not to be done twice.
+
+    A controller that was killed leaves its jobs; they finish, and leave their results. Asked every `seconds`, since
+    the controller shares its node and Slurm with others.
+    """
+    said: int | None = 0
+    while (jobs := left_running(folder)) is None or jobs:
+        number = None if jobs is None else len(jobs)
+        if number != said:
+            names = ", ".join(f"{job.number} ({job.purpose}, {job.state.lower()})" for job in jobs or [])
+            what = (
+                f"jobs of an earlier call: {names}; `scancel` those that are not wanted" if jobs else "squeue's answer"
+            )
+            print(f"Waiting for {what}.", file=sys.stderr)
+            said = number
+        time.sleep(seconds)

@@ -1,1 +1,0 @@
-"""Configuration, files, logging, provenance and fingerprints: what every stage stands on."""
