@@ -139,6 +139,10 @@ class DatasetKind(ABC):
         """Return the files of a prepared dataset, even those that are missing."""
         return [raw.origin for part in self.parts(dataset) for raw in part.raws]
 
+    def lacking(self, dataset: Any) -> str | None:
+        """Return what a prepared dataset lacks beyond the files that `prepared_files` names; None if nothing."""
+        return None
+
     def raw_settings(self, dataset: Any, raw: RawFile) -> dict[str, Any]:
         """Return the settings that decide the content of an acquired file: what makes acquisition run again."""
         return {"source": dataset.source.model_dump(mode="json") if dataset.source else None, "index": raw.index}

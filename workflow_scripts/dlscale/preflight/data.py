@@ -10,10 +10,9 @@ import urllib.request
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from dlscale.config.dataset import SPLITS, DatasetSettings
+from dlscale.config.dataset import DatasetSettings
 from dlscale.config.site import Scheduler
 from dlscale.data import parts
-from dlscale.datasets.era5.kind import Era5Prepared, Era5Zarr
 from dlscale.preflight.disks import in_bytes
 from dlscale.preflight.probe import Finding, Status
 
@@ -33,7 +32,7 @@ def probe_data(name: str, dataset: DatasetSettings, results: Path) -> Finding:
     what = f"data {name}"
     manifest = manifest_of(results, name)
     # A store is read once; files that are read where they lie are inputs of rules, and are missed at any time.
-    stored = isinstance(dataset.source, Era5Zarr) and manifest.exists()
+    stored = parts.kind_of(dataset).acquirer(dataset) is not None and manifest.exists()
     if not stored and (trouble := _trouble(dataset)):
         return Finding(what, "FAIL", trouble, f"put it there, or name its place in datasets.{name}.source")
     if not manifest.exists():
@@ -65,14 +64,11 @@ def probe_data(name: str, dataset: DatasetSettings, results: Path) -> Finding:
 
 def _trouble(dataset: DatasetSettings) -> str | None:
     """Return what is wrong with the first local raw file that is not as it has to be."""
-    source = dataset.source
-    files = local_files(dataset)
-    if isinstance(source, Era5Prepared):
-        for split in ("train", "valid"):
-            if not any(Path(source.path).glob(f"{split}/*.h5")):
-                return f"{source.path}/{split}/*.h5: no such file"
-        # Folders of other names are nobody's concern.
-        files = [file for file in parts.prepared_files(source) if Path(file).parent.name in (*SPLITS, "stats")]
+    kind, files = parts.kind_of(dataset), local_files(dataset)
+    if kind.prepared(dataset):
+        files = [file for file in kind.prepared_files(dataset) if "://" not in file]
+        if trouble := kind.lacking(dataset):
+            return trouble
     return next(filter(None, map(_unreadable, map(Path, files))), None)
 
 

@@ -49,13 +49,17 @@ class Study(ABC):
         The kind of dataset that it needs.
     Model, Loss
         Settings of the model (key `model`) and of the loss (key `loss`).
+    operations
+        What the model computes with: of `conv2d`, `conv3d`, `attention`. Known defects of libraries concern these.
     supports
-        Keys of a run that only some models can do and this one can: of `pad_channels`, `attention`.
+        Keys of a run that only some models can do and this one can: of `pad_channels`, `attention`,
+        `activation_checkpointing`.
     """
 
     dataset: ClassVar[str]
     Model: ClassVar[type[Strict]]
     Loss: ClassVar[type[Strict]]
+    operations: ClassVar[frozenset[str]] = frozenset()
     supports: ClassVar[frozenset[str]] = frozenset()
 
     def check(self, run: Any) -> None:  # noqa: B027 - most have nothing to refuse

@@ -29,7 +29,7 @@ class UNet3DSettings(Strict):
     init_std: PositiveFloat = Field(0.02, description="Standard deviation of the initial weights.")
 
 
-class LossSettings(Strict):
+class UNet3DLoss(Strict):
     """The mean absolute error."""
 
     kind: Literal["l1"]
@@ -99,7 +99,8 @@ class CosmoUNet(Study):
     """See the module."""
 
     dataset = "cosmo"
-    Model, Loss = UNet3DSettings, LossSettings
+    Model, Loss = UNet3DSettings, UNet3DLoss
+    operations = frozenset({"conv3d"})
     supports = frozenset({"pad_channels", "activation_checkpointing"})
 
     def check(self, run: Any) -> None:

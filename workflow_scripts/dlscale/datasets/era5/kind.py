@@ -166,6 +166,11 @@ class Era5(DatasetKind):
         years = sorted(path for split in SPLITS for path in (root / split).glob("*.h5"))
         return [str(path) for path in [*years, *needed, *means]]
 
+    def lacking(self, dataset: Era5Dataset) -> str | None:
+        """See `DatasetKind`: a folder of no year has no file to miss."""
+        folders = [pathlib.Path(dataset.source.path, split) for split in ("train", "valid")]
+        return next((f"{folder}/*.h5: no such file" for folder in folders if not any(folder.glob("*.h5"))), None)
+
     def raw_settings(self, dataset: Era5Dataset, raw: RawFile) -> dict[str, Any]:
         """See `DatasetKind`; out of a store only the asked channels and times are read."""
         kept = dataset.source.model_dump(mode="json", exclude={*SPLITS, "paths", "sha256"})
