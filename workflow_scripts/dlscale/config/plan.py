@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, Union
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, Union
 
 from pydantic import Field, SkipValidation, create_model
 
@@ -42,14 +42,14 @@ class Plan(Strict):
 def study_settings() -> Any:
     """Return what may stand for a study: changes to its runs' settings, or the path of a study from outside."""
     overrides: Any = _overrides()
-    unchecked: Any = SkipValidation[Any]()  # until it is merged
-    return Annotated[overrides | str | None, unchecked]
+    unchecked: Any = SkipValidation  # until it is merged
+    return unchecked[overrides | str | None]
 
 
 def plan_class() -> type[Plan]:
     """Return the class of plans with the settings of all studies that are registered now."""
     settings: Any = _overrides()
-    unchecked: Any = SkipValidation[Any]()  # until it is merged
+    unchecked: Any = SkipValidation  # until it is merged
     needs = "Leave the run out, and say so, where the machine that runs the workflow lacks one of these."
     use = "Name a run of another plan, written plan.run, instead of its keys."
     fields: dict[str, Any] = {
@@ -58,8 +58,8 @@ def plan_class() -> type[Plan]:
     }
     named: Any = create_model("NamedRunSettings", __base__=settings, **fields)
     own: dict[str, Any] = {
-        "settings": (Annotated[settings | None, unchecked], Plan.model_fields["settings"]),
-        "runs": (dict[Name, Annotated[named | None, unchecked]], Plan.model_fields["runs"]),
+        "settings": (unchecked[settings | None], Plan.model_fields["settings"]),
+        "runs": (dict[Name, unchecked[named | None]], Plan.model_fields["runs"]),
     }
     return create_model("Plan", __base__=Plan, __doc__="Runs of one study.", **own)
 

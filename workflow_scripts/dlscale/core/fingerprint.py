@@ -95,17 +95,18 @@ def fingerprint(modules: Iterable[str], files: Iterable[Path] = ()) -> str:
     return digest.hexdigest()
 
 
-def run_modules(stage: str, study: str, loader: str) -> list[str]:
+def run_modules(stage: str, study: str, loader: str | None = None) -> list[str]:
     """Return the modules from which a stage reaches all the code that decides its results for a run.
 
     Parameters
     ----------
     study, loader
-        Name of the run's study, and kind of its loader.
+        Name of the run's study, and kind of its loader; None leaves the loader out.
     """
     kind = registry.study(study).dataset
     samples = registry.part(kind, "samples") or DEFAULTS["samples"]
-    return [STAGES[stage].module, registry.studies()[study].module, samples, registry.loader(loader)]
+    own = [STAGES[stage].module, registry.studies()[study].module, samples]
+    return [*own, registry.loader(loader)] if loader else own
 
 
 def data_modules(stage: str, kind: str, acquirer: str | None = None) -> list[str]:
