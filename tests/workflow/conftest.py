@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.conftest import COSMO, COSMO_RUN, ERA5, ERA5_RUN, ROOT
+from tests.conftest import COSMO, COSMO_RUN, ERA5, ERA5_RUN, ROOT, once
+from tests.waiting import PATIENCE
 
 #: What runs inside of Snakemake and of the stages, for the tests to see what they do.
 INSIDE = Path(__file__).parent / "inside"
@@ -153,7 +154,7 @@ class Tree:
             start_new_session=True,
         )
 
-    def snakemake(self, *arguments: str, timeout: float = 300) -> Outcome:
+    def snakemake(self, *arguments: str, timeout: float = 2 * PATIENCE) -> Outcome:
         """Run Snakemake to its end."""
         self.log.unlink(missing_ok=True)
         with self.start(*arguments) as process:
@@ -202,7 +203,7 @@ class Tree:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=PATIENCE,
         )
 
     def python(self, code: str) -> Any:
@@ -214,7 +215,7 @@ class Tree:
             stdout=subprocess.PIPE,
             text=True,
             check=True,
-            timeout=60,
+            timeout=PATIENCE,
         )
         return json.loads(done.stdout)
 
@@ -252,12 +253,20 @@ def make_tree(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[...
 
 
 @pytest.fixture(scope="session")
-def finished(make_tree: Callable[..., Tree]) -> tuple[Tree, Outcome]:
-    """Run the tiny workflow to its end, once; tests leave the tree as they find it."""
-    tree = make_tree()
-    outcome = tree.snakemake("--cores", "2", "--printshellcmds", "--", *TARGETS, timeout=540)
-    assert outcome.status == 0, outcome.output[-5000:]
-    return tree, outcome
+def finished(make_tree: Callable[..., Tree], tmp_path_factory: pytest.TempPathFactory) -> tuple[Tree, Outcome]:
+    """Run the tiny workflow to its end, once for all processes; return a copy, which tests leave as they find it."""
+
+    def run(folder: Path) -> None:
+        copy_tree(folder / "a repository")
+        tree = Tree(folder / "a repository", CONFIG)
+        tree.write()
+        outcome = tree.snakemake("--cores", "2", "--printshellcmds", "--", *TARGETS)
+        assert outcome.status == 0, outcome.output[-5000:]
+        (folder / "output").write_text(outcome.output)
+
+    folder = once(tmp_path_factory, "workflow", run)
+    tree = make_tree(like=Tree(folder / "a repository", CONFIG))
+    return tree, Outcome(0, (folder / "output").read_text(), tree.jobs())
 
 
 @pytest.fixture
