@@ -1,4 +1,4 @@
-"""A tiny workflow of both studies, run once for all tests by the real Snakemake, in a copy of the repository."""
+"""A tiny workflow of all studies, run once for all tests by the real Snakemake, in a copy of the repository."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.conftest import COSMO, COSMO_RUN, ERA5, ERA5_RUN, ROOT, once
+from tests.conftest import COSMO, COSMO_RUN, ERA5, ERA5_RUN, ROOT, TINY, once
 from tests.waiting import PATIENCE
 
 #: What runs inside of Snakemake and of the stages, for the tests to see what they do.
@@ -27,7 +27,8 @@ TREE = ["Snakefile", "config.yaml", "README.md", "rules", "profiles", "perlmutte
 RESULTS = "my results $(touch pwned) 'n' more"
 TITLE = """Gas & "stars" $(touch pwned) `touch pwned` <b>it's</b>; touch pwned"""
 
-#: The configuration of all workflow tests: two datasets, three plans, four runs that are run (and one named again).
+#: The configuration of all workflow tests: of two studies three plans, with four runs (and one named again), and of
+#: each other study a plan, a dataset and a run.
 CONFIG: dict[str, Any] = {
     "results": RESULTS,
     "targets": ["cosmo", "era5", "again"],
@@ -65,9 +66,17 @@ CONFIG: dict[str, Any] = {
     "studies": {"era5_vit": {"optimizer": {"lr": 1e-3}}},
     "report": {"title": TITLE},
 }
+for _study in TINY.keys() - {plan["study"] for plan in CONFIG["plans"].values()}:
+    CONFIG["targets"].append(_study)
+    CONFIG["datasets"][_study] = TINY[_study]["dataset"]
+    CONFIG["plans"][_study] = {
+        "study": _study,
+        "settings": {**TINY[_study]["run"], "dataset": _study},
+        "runs": {"tiny": {}},
+    }
 #: One thread a job: two jobs side by side disturb each other less, and so do other processes of the machine.
 COMMON = ["--configfile", "tiny.yaml", "--logger", "jobs", "--set-threads", "train=1", "throughput=1"]
-TARGETS = ["all", "plan_cosmo", "plan_era5", "plan_again"]
+TARGETS = ["all", *(f"plan_{plan}" for plan in CONFIG["targets"])]
 
 
 @dataclass(frozen=True)
