@@ -75,7 +75,7 @@ def parser() -> argparse.ArgumentParser:
     path(p, "--config", "the dataset's config.yaml, or its settings as JSON")
     p.add_argument("--part", required=True, metavar="SPLIT/NAME", help="the part")
     p.add_argument("--piece", type=int, default=0, metavar="N", help="number of the piece, from 0")
-    path(p, "--source", "raw files of the part", nargs="+")
+    path(p, "--source", "raw files of the part", nargs="*")
     path(p, "--out", "HDF5 file to write")
 
     p = stage("assemble", "Join the pieces of one part into its final file.")
