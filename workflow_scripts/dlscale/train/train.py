@@ -9,7 +9,6 @@ import json
 import logging
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -114,8 +113,8 @@ def identity(run: Run, manifest: Manifest, sources: str = "") -> str:
     """
     parts = {
         "run": run.model_dump(mode="json", exclude={"training": {"checkpoint_epochs", "keep_checkpoints"}}),
-        "data": {split: [file.identity for file in files] for split, files in manifest.splits.items()},
-        "fields": {name: asdict(info) for name, info in manifest.fields.items()},
+        "data": {split: [file.digest for file in files] for split, files in manifest.splits.items()},
+        "fields": {name: info.model_dump(mode="json") for name, info in manifest.fields.items()},
         "extra": manifest.extra,
         "sources": sources,
         "image": image.identity if (image := provenance.Image.read()) else None,
