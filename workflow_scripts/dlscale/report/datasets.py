@@ -7,13 +7,10 @@ from typing import Any
 
 import yaml
 
+from dlscale.core.text import size, unit
 from dlscale.data.manifest import FieldInfo, Manifest
 from dlscale.data.transforms import Transform
-from dlscale.report.figures import picture
-from dlscale.report.text import size, unit
-
-#: What a file's rows are, by kind of dataset.
-ROWS = {"era5": "times", "cosmo": "planes"}
+from dlscale.report.drawing import picture
 
 
 def view(folder: Path, name: str) -> dict[str, Any]:
@@ -29,21 +26,13 @@ def view(folder: Path, name: str) -> dict[str, Any]:
         "name": name,
         "kind": manifest.kind,
         "source": (settings.get("source") or {}).get("kind"),
-        "facts": _facts(manifest, sum(part[3] for part in parts)),
+        "facts": [*manifest.facts, size(sum(part[3] for part in parts))],
         "preview": picture(folder / "preview.png"),
         "fields": [_field(key, info) for key, info in manifest.fields.items()],
-        "rows": ROWS.get(manifest.kind, "rows"),
+        "rows": manifest.rows,
         "splits": parts,
         "settings": yaml.safe_dump(settings, sort_keys=False, allow_unicode=True) if settings else None,
     }
-
-
-def _facts(manifest: Manifest, total: int) -> list[str]:
-    facts = [f"a state every {step:g} h"] if (step := manifest.extra.get("step_hours")) else []
-    for name in ("latitude", "longitude"):
-        if values := manifest.extra.get(name):
-            facts.append(f"{name} {values[0]:g}° to {values[-1]:g}°".replace("-", "−"))
-    return [*facts, size(total)]
 
 
 def _field(name: str, info: FieldInfo) -> dict[str, Any]:
