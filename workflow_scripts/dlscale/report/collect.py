@@ -66,11 +66,10 @@ def summary(plan: PlanResult) -> list[Row]:
 
 def _row(plan: PlanResult, run: RunResult, figures: dict[str, Published]) -> Row:
     last, figure = run.last, figures.get(run.name)
-    trials = {mode: run.throughput.mode(mode) if run.throughput else None for mode in MODES}
     speeds: Row = {}
-    for mode, measured in trials.items():
-        column = f"{mode.lower()}_samples_per_second"
-        speeds |= {column: measured.mean if measured else None, f"{column}_std": measured.std if measured else None}
+    for mode in MODES:
+        column, trials = f"{mode.lower()}_samples_per_second", run.trials(mode)
+        speeds |= {column: trials.mean if trials else None, f"{column}_std": trials.std if trials else None}
     return {
         "run": run.name,
         "label": run.label,

@@ -61,8 +61,7 @@ def disturbance(runs: Sequence[RunResult]) -> str | None:
     """
     alike: dict[str, list[tuple[float, str]]] = {}
     for run in runs:
-        trials = run.throughput.synthetic if run.throughput else None
-        if trials:
+        if trials := run.trials("SYNTHETIC"):
             other = ("loader", "label", "training", "schedule")
             rest = {key: value for key, value in run.settings.items() if key not in other}
             alike.setdefault(json.dumps(rest, sort_keys=True, default=str), []).append((trials.mean, run.label))

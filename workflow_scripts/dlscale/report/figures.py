@@ -89,8 +89,8 @@ def skill(name: str, runs: Sequence[RunResult], value: Callable[[Epoch], float |
         axes.axhline(0, color=MUTED, linewidth=1)
         values = [y for run in runs for epoch in run.epochs if (y := value(epoch)) is not None]
         axes.set_ylim(max(min([*values, -0.05]) * 1.1, -1.0), max([*values, 0.1]) * 1.1)
-        style = {"ha": "right", "va": "bottom", "fontsize": 8, "color": MUTED}
-        axes.text(0.99, 0, "naive answer", transform=axes.get_yaxis_transform(), **style)
+        text = axes.text(0.99, 0, "naive answer", transform=axes.get_yaxis_transform(), ha="right", va="bottom")
+        text.set(fontsize=8, color=MUTED)
 
     return by_epoch(name, runs, value, "skill", naive)
 
@@ -99,9 +99,7 @@ def throughput(name: str, runs: Sequence[RunResult]) -> str:
     """Draw IO, SYNTHETIC and FULL of each run as bars, with the standard deviation over the trials."""
 
     def draw(axes: Axes) -> None:
-        measured = [
-            trials for run in runs for mode in MODES if run.throughput and (trials := run.throughput.mode(mode))
-        ]
+        measured = [trials for run in runs for mode in MODES if (trials := run.trials(mode))]
         means = [trials.mean for trials in measured if trials.mean > 0]
         logarithmic = bool(means) and max(means) > 30 * min(means)
         if logarithmic:
@@ -117,7 +115,7 @@ def throughput(name: str, runs: Sequence[RunResult]) -> str:
             for y, mode in enumerate(MODES, 1):
                 positions.append(top + y)
                 names.append(mode)
-                if not (trials := run.throughput and run.throughput.mode(mode)):
+                if (trials := run.trials(mode)) is None:
                     continue
                 axes.barh(top + y, trials.mean, height=0.78, color=MODE_COLOURS[mode])
                 axes.errorbar(trials.mean, top + y, xerr=trials.std, color=INK, linewidth=1, capsize=2)

@@ -51,9 +51,9 @@ def fastest_bound(plan: PlanResult) -> View | None:
     """Return what bounds the fastest run; None if that was not measured."""
     run = min(plan.runs, key=slowness)
     verdict = bound(run.throughput)
-    if not verdict or not run.throughput:
+    if not verdict:
         return None
-    means = {mode: trials.mean for mode in MODES if (trials := run.throughput.mode(mode))}
+    means = {mode: trials.mean for mode in MODES if (trials := run.trials(mode))}
     greatest = max(means.values())
     return {"bound": verdict, "run": run.label, "bars": [(mode, mean, mean / greatest) for mode, mean in means.items()]}
 

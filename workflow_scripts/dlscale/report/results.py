@@ -18,6 +18,7 @@ from dlscale.core.records import (
     Provenance,
     RunReference,
     Throughput,
+    Trials,
     read_epochs,
 )
 from dlscale.core.settings import Raw, read_yaml
@@ -82,6 +83,10 @@ class RunResult:
         if self.throughput is not None:
             return self.throughput.full.mean if self.throughput.full else None
         return self.training_speed
+
+    def trials(self, mode: str) -> Trials | None:
+        """Return what was measured in one of `MODES`."""
+        return self.throughput.mode(mode) if self.throughput else None
 
     @property
     def training_seconds(self) -> float:

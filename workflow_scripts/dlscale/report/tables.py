@@ -154,7 +154,7 @@ def _times(ratio: float) -> str:
 
 def _trials(mode: str) -> Make:
     def make(run: RunResult, row: Row) -> Cell:
-        trials = run.throughput.mode(mode) if run.throughput else None
+        trials = run.trials(mode)
         return _cell(trials.mean, note=f"± {number(trials.std, 2)}") if trials else Cell()
 
     return make
