@@ -17,7 +17,7 @@ def view(folder: Path, name: str) -> dict[str, Any]:
     """Return what the page shows of the dataset in `folder`: its `manifest.json` and `preview.png`."""
     manifest = Manifest.read(folder / "manifest.json")
     settings = manifest.provenance.get("settings") or {}
-    parts = [
+    splits = [
         (split, len(files), sum(file.rows for file in files), sum(file.bytes for file in files))
         for split, files in manifest.splits.items()
         if files
@@ -26,11 +26,11 @@ def view(folder: Path, name: str) -> dict[str, Any]:
         "name": name,
         "kind": manifest.kind,
         "source": (settings.get("source") or {}).get("kind"),
-        "facts": [*manifest.facts, size(sum(part[3] for part in parts))],
+        "facts": [*manifest.facts, size(sum(split[3] for split in splits))],
         "preview": picture(folder / "preview.png"),
         "fields": [_field(key, info) for key, info in manifest.fields.items()],
         "rows": manifest.rows,
-        "splits": parts,
+        "splits": splits,
         "settings": yaml.safe_dump(settings, sort_keys=False, allow_unicode=True) if settings else None,
     }
 
@@ -41,7 +41,7 @@ def _field(name: str, info: FieldInfo) -> dict[str, Any]:
     units = [unit(of) or "1" for of in info.units]
     return {
         "name": name,
-        "grid": " × ".join(str(edge) for edge in info.grid),
+        "grid": f"{' × '.join(map(str, info.grid))} points" if info.grid else "one value a row",
         "physical": info.stored == "physical",
         "rows": list(zip(info.channels, units, map(_formula, info.transforms), *statistics, strict=True)),
     }

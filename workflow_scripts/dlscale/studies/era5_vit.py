@@ -67,7 +67,7 @@ class Era5Metrics(Metrics):
         import numpy as np
         import torch
 
-        from dlscale.datasets.era5.samples import Extra
+        from dlscale.datasets.era5.extra import Extra
         from dlscale.models.metrics import latitude_weights
 
         extra = Extra.of(manifest)
@@ -212,7 +212,7 @@ class Era5ViT(Study):
 
     def figure(self, run: Any, manifest: Manifest, x: Any, y: Any, prediction: Any) -> Figure:
         """Draw at most four channels on the map."""
-        from dlscale.datasets.era5.samples import Extra
+        from dlscale.datasets.era5.extra import Extra
         from dlscale.studies.figures import comparison
 
         info, extra = manifest.fields["fields"], Extra.of(manifest)

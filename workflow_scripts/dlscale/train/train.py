@@ -114,7 +114,7 @@ def identity(run: Run, manifest: Manifest, sources: str = "") -> str:
     """
     parts = {
         "run": run.model_dump(mode="json", exclude={"training": {"checkpoint_epochs", "keep_checkpoints"}}),
-        "data": {split: [file.identity for file in files] for split, files in manifest.splits.items()},
+        "data": {split: [file.digest for file in files] for split, files in manifest.splits.items()},
         "fields": {name: asdict(info) for name, info in manifest.fields.items()},
         "extra": manifest.extra,
         "sources": sources,
