@@ -109,6 +109,7 @@ class Era5Metrics(Metrics):
                 better="higher" if kind in ("skill", "acc") else "lower",
                 naive=f"persistence_rmse/{name}" if kind == "rmse" else None,
                 answer="persistence" if kind == "rmse" else "",
+                derived=kind == "skill",
             )
             for kind, title, meaning, physical in kinds
             for name, unit in zip(self.info.channels, self.info.units, strict=True)
