@@ -12,7 +12,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from dlscale.config import resolve as config
-from dlscale.config.dataset import DatasetSettings
+from dlscale.config.dataset import DatasetSettings, dataset_type
 from dlscale.config.run import Run
 from dlscale.core import registry as plugins
 from dlscale.core import stages
@@ -53,7 +53,7 @@ def run(name: str) -> Run:
 
 
 def dataset(settings: dict) -> DatasetSettings:
-    return TypeAdapter(DatasetSettings).validate_python(settings)
+    return TypeAdapter(dataset_type()).validate_python(settings)
 
 
 def test_layers() -> None:

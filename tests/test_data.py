@@ -21,7 +21,7 @@ import torch
 from pydantic import TypeAdapter
 
 from dlscale.config import resolve as config
-from dlscale.config.dataset import DatasetSettings
+from dlscale.config.dataset import dataset_type
 from dlscale.core.errors import UserError
 from dlscale.data import parts
 from dlscale.data.loaders import torch_loader
@@ -377,7 +377,7 @@ def test_volumes_carry_names_units_and_provenance(cosmo_data: Path) -> None:
         assert source and set(source) == set(raw.attrs)  # what the raw file says of itself
         settings = json.loads(file.attrs["settings"])
     everything = manifest.provenance["settings"]
-    assert TypeAdapter(DatasetSettings).validate_python(everything) == load_dataset(cosmo_data / "config.yaml")
+    assert TypeAdapter(dataset_type()).validate_python(everything) == load_dataset(cosmo_data / "config.yaml")
     # What does not decide the values (a bound on memory, the other splits) must not make a file another one.
     assert settings == {k: v for k, v in everything.items() if k not in {"source", "split", "pieces", "memory_mb"}}
     width, height = png_size(cosmo_data / "preview.png")
@@ -569,7 +569,7 @@ def test_files_of_one_name_do_not_stand_in_for_each_other(tmp_path: Path) -> Non
             np.testing.assert_array_equal(stored(manifest.path(file), "Nbody"), fields[seed]["Nbody"])
     urls = ["https://example.org/one/box.h5", "https://example.org/two/box.h5?version=3"]
     source = {"kind": "files", "train": urls[:1], "valid": urls[1:]}
-    named = parts.raws(TypeAdapter(DatasetSettings).validate_python({"kind": "cosmo", "source": source}))
+    named = parts.raws(TypeAdapter(dataset_type()).validate_python({"kind": "cosmo", "source": source}))
     assert [raw.origin for raw in named.values()] == urls
     assert all(re.fullmatch(r"[A-Za-z0-9._-]+", name) for name in named)
 

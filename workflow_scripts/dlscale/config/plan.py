@@ -32,9 +32,9 @@ class Plan(Strict):
     )
     title: str | None = Field(None, description="What the report calls the plan; its name if absent.")
     from_: str | None = Field(None, alias="from", description="Start from the settings of this run, written plan.run.")
-    settings: SkipValidation[dict[str, Any]] = Field({}, description="Settings common to all runs of the plan.")
+    settings: Any = Field({}, description="Settings common to all runs of the plan.")
     measure: list[Measurement] = Field(list(RUN_STAGES), min_length=1, description="Stages that each run goes through.")
-    runs: dict[Name, SkipValidation[dict[str, Any]]] = Field(
+    runs: dict[Name, Any] = Field(
         min_length=1, description="Settings by run, in order; `{use: plan.run}` names a run that another plan has."
     )
 
