@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 import torch
 
-from dlscale.data.loaders import settings as schema
 from dlscale.core.errors import UserError
 from dlscale.data import store
 from dlscale.data.loaders import direct_loader, torch_loader
+from dlscale.data.loaders import settings as schema
 from dlscale.data.loaders.base import Loader, Share
 from dlscale.data.loaders.direct_device import Resident, Streamed
 from dlscale.data.loaders.direct_host import OnHost
