@@ -42,8 +42,9 @@ def make_parts(folder: Path, settings: dict[str, Any]) -> list[Path]:
     configured = ["--config", folder / "config.yaml"]
     paths = {}
     for name, raw in parts.raws(dataset).items():
-        paths[name] = folder / "source" / name if parts.acquired(dataset, raw) else Path(raw.origin)
-        if parts.acquired(dataset, raw):
+        acquired = parts.acquired(dataset, raw)
+        paths[name] = folder / "source" / name if acquired else Path(raw.origin)
+        if acquired:
             assert stage("acquire", *configured, "--file", name, "--out", paths[name]) == 0
     if parts.kind_of(dataset).prepared(dataset):
         return list(paths.values())

@@ -24,7 +24,8 @@ import numpy as np
 
 from dlscale.core.errors import UserError, nearest
 from dlscale.data.kind import Part
-from dlscale.data.store import Field, block_average, identity
+from dlscale.data.source import Source
+from dlscale.data.store import Field, block_average
 from dlscale.datasets.era5.kind import Era5Dataset
 
 if TYPE_CHECKING:
@@ -129,7 +130,7 @@ def open_source(dataset: Era5Dataset, part: Part, paths: list[Path]) -> Era5Sour
         )
 
 
-class Era5Source:
+class Era5Source(Source):
     """Channels at regular times from any number of variables in any number of files.
 
     Attributes: see `dlscale.data.source.Source`.
@@ -185,13 +186,14 @@ class Era5Source:
         points = (rows.stop // downsample) * (columns.stop // downsample)
         shape = (self.times.size, len(names), rows.stop // downsample, columns.stop // downsample)
         written = tuple(channels) or tuple(names)
-        self.fields: tuple[Field, ...] = (Field("fields", written, units, shape, 1, identity(len(names))),)
+        self.fields: tuple[Field, ...] = (Field("fields", written, units, shape, 1),)
         self.bytes_per_row = 4 * len(names) * points + max(map(self._footprint, self._segments), default=0)
         self.coordinates = {
             "latitude": _averaged(latitude[rows], downsample),
             "longitude": _averaged(longitude[columns], downsample),
-            "time": self.times.astype(np.int64) / 3600.0,
         }
+        self.row_coordinates = {"time": self.times.astype(np.int64) / 3600.0}
+        self.summed = ("fields",)  # for the climatology
         self.attributes: dict[str, Any] = {
             "long_names": [_one_value(name, "long_name", used, strict=False) for name in names],
             "source_files": list(dict.fromkeys(segment.variable.origin for segment in self._segments)),
