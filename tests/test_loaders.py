@@ -36,6 +36,7 @@ from dlscale.datasets.cosmo.samples import Crops
 from dlscale.datasets.era5.kind import PairSamples
 from dlscale.datasets.era5.samples import Pairs
 from tests.conftest import ROOT
+from tests.waiting import PATIENCE
 
 CPU = torch.device("cpu")
 #: Volumes of different sizes, none a cube, none a multiple of a chunk.
