@@ -15,7 +15,8 @@ from dlscale.core.errors import UserError
 from dlscale.core.files import Forgiving, whole
 from dlscale.data.kind import RawFile
 from dlscale.datasets.era5.kind import Era5Dataset
-from dlscale.datasets.era5.source import Era5Source, gridded
+from dlscale.datasets.era5.netcdf import gridded
+from dlscale.datasets.era5.source import Era5Source
 
 if TYPE_CHECKING:
     import xarray as xr
