@@ -634,7 +634,7 @@ def test_every_pair_is_used_once_an_epoch_whatever_the_files_lengths(tmp_path: P
     assert pairs.size == len(expected) == 1460 + 1464 + 1460 - 3 * dt
     orders = []
     for epoch in range(3):
-        places = pairs.places(epoch)
+        places = pairs.boxes(epoch)
         found = list(zip(places.file.tolist(), places.input[:, 0].tolist(), strict=True))
         assert len(found) == len(expected) and set(found) == expected
         orders.append(found)

@@ -17,17 +17,17 @@ import numpy as np
 import pytest
 import torch
 
-from dlscale.config import run as schema
 from dlscale.core.errors import UserError
 from dlscale.data import store
 from dlscale.data.loaders import direct_loader, torch_loader
+from dlscale.data.loaders import settings as schema
 from dlscale.data.loaders.base import Loader, Share
 from dlscale.data.loaders.direct_device import Resident, Streamed
 from dlscale.data.loaders.direct_host import OnHost
 from dlscale.data.loaders.direct_loader import DirectLoader
 from dlscale.data.manifest import FieldInfo, File, Manifest
 from dlscale.data.mapped import Raw
-from dlscale.data.samples import GridSamples
+from dlscale.data.samples import ArraySpec, GridSamples
 from dlscale.data.store import Field, Reader
 from dlscale.data.transforms import Transform
 from dlscale.datasets.cosmo.channels import CHANNELS
@@ -199,7 +199,7 @@ def expected(samples: GridSamples, share: Share, epoch: int, start: int = 0) -> 
     """Yield the batches as `read` gives them, sample by sample."""
     for step in range(start, share.steps(samples.size)):
         found = [samples.read(epoch, index) for index in share.indices(step, samples.size)]
-        shapes = samples.input_shape, samples.target_shape
+        shapes = samples.input_spec.shape, samples.target_spec.shape
         yield tuple(  # type: ignore[misc]
             np.stack(side) if found else np.empty((0, *shape), np.float32)
             for side, shape in zip(zip(*found, strict=True) if found else ((), ()), shapes, strict=True)
@@ -269,7 +269,7 @@ def test_workers_ranks_and_resume_points_do_not_show(
 def test_validation_is_the_same_in_every_epoch(tmp_path: Path, name: str) -> None:
     """Not turned, so that boxes may be decoded where they lie."""
     samples = crops(tmp_path, VOLUMES["channels last, half, whole"], split="valid")
-    assert not samples.places(0).symmetry.any()
+    assert not samples.boxes(0).symmetry.any()
     with closing(LOADERS[name](samples, Share(3), 1)) as loader:
         for epoch in (0, 5):
             check(batches(loader, epoch), expected(samples, Share(3), 0))
@@ -278,7 +278,7 @@ def test_validation_is_the_same_in_every_epoch(tmp_path: Path, name: str) -> Non
 def test_all_symmetries_and_channels_come_up(tmp_path: Path) -> None:
     """What the tests above compare is all of what can happen to a crop."""
     samples = crops(tmp_path, VOLUMES["half"])
-    numbers = {int(number) for epoch in range(12) for number in samples.places(epoch).symmetry}
+    numbers = {int(number) for epoch in range(12) for number in samples.boxes(epoch).symmetry}
     assert numbers == set(range(48))
     with closing(host(samples, Share(29), 2)) as loader:
         for epoch in range(12):
@@ -430,7 +430,7 @@ def test_a_torn_file_is_one_message_from_any_thread(tmp_path: Path) -> None:
 
 def test_direct_needs_arrays_on_grids() -> None:
     class Images:
-        size, input_shape, target_shape = 4, (3, 8, 8), (1,)
+        size, input_spec, target_spec = 4, ArraySpec((3, 8, 8), "uint8"), ArraySpec((), "int64", classes=10)
 
     with pytest.raises(UserError, match=r"loader\.kind: direct reads arrays on grids.*use torch"):
         direct_loader.build(Images(), schema.DirectLoader(kind="direct"), Share(2), CPU)  # type: ignore[arg-type]

@@ -81,7 +81,7 @@ def test_the_published_volumes_train_the_unet(tmp_path: Path) -> None:
     # Values reach the model as they lie in the file: the published files are transformed already.
     crops = Crops(manifest, "valid", CropSamples(kind="crops", crop=8, valid=8, train=1), seed=0)
     for index in range(crops.size):
-        z, y, x = crops.places(0).input[index]
+        z, y, x = crops.boxes(0).input[index]
         for name, cut in zip(("Nbody", "Hydro"), crops.read(0, index), strict=True):
             np.testing.assert_array_equal(cut, fields[1][name][:, z : z + 8, y : y + 8, x : x + 8])
 
@@ -141,7 +141,7 @@ def test_fields_are_standardised_with_the_published_statistics(tmp_path: Path, y
     for split in ("train", "valid"):
         pairs = Pairs(manifest, split, PairSamples(kind="pairs", dt=2), seed=0)
         for index in range(pairs.size):
-            number, row = int(pairs.places(0).file[index]), int(pairs.places(0).input[index, 0])
+            number, row = int(pairs.boxes(0).file[index]), int(pairs.boxes(0).input[index, 0])
             with h5py.File(manifest.path(manifest.files(split)[number])) as file:
                 raw = file["fields"][[row, row + 2]].astype(np.float64)
             expected = (raw[:, :, :HEIGHT] - means[:, None, None]) / stds[:, None, None]

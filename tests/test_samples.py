@@ -24,7 +24,7 @@ from dlscale.data.loaders import synthetic_loader, torch_loader
 from dlscale.data.loaders.base import Loader, Share
 from dlscale.data.loaders.settings import SyntheticLoader, TorchLoader
 from dlscale.data.manifest import FieldInfo, File, Manifest
-from dlscale.data.samples import Places, Samples
+from dlscale.data.samples import BoxIndex, Samples
 from dlscale.data.transforms import Transform
 from dlscale.datasets.cosmo.channels import CHANNELS
 from dlscale.datasets.cosmo.kind import CropSamples
@@ -94,7 +94,7 @@ def pairs(manifest: Manifest, split: str = "train", seed: int = 0, **settings: A
     return Pairs(manifest, split, PairSamples(kind="pairs", **settings), seed)
 
 
-def found(places: Places) -> list[tuple[int, ...]]:
+def found(places: BoxIndex) -> list[tuple[int, ...]]:
     """Return file and first cell of the input of each sample."""
     return [(int(file), *map(int, start)) for file, start in zip(places.file, places.input, strict=True)]
 
@@ -274,10 +274,10 @@ def content(manifest: Manifest, file: File, field: str) -> np.ndarray:
 def test_a_sample_is_what_its_place_says(volumes: Manifest, epoch: int) -> None:
     """Input and target are cut at the same place of the same volume and turned alike, vectors with them."""
     samples = crops(volumes, seed=5)
-    assert (samples.input_shape, samples.target_shape) == ((4, 4, 4, 4), (5, 4, 4, 4))
+    assert (samples.input_spec.shape, samples.target_spec.shape) == ((4, 4, 4, 4), (5, 4, 4, 4))
     seen = set()
     for index in range(samples.size):
-        places = samples.places(epoch)
+        places = samples.boxes(epoch)
         symmetry = int(places.symmetry[index])
         assert (places.input == places.target).all()
         box = (slice(None), *(slice(start, start + 4) for start in places.input[index]))
@@ -306,7 +306,7 @@ def test_every_offset_of_every_volume_is_equally_likely(volumes: Manifest) -> No
     assert chi_square < freedom + 5 * np.sqrt(2 * freedom)
     turns = np.bincount(table[:, 4], minlength=48)
     assert len(turns) == 48 and abs(turns - len(table) / 48).max() < 5 * np.sqrt(len(table) / 48)
-    # Places and turns are drawn independently of each other.
+    # BoxIndex and turns are drawn independently of each other.
     assert abs(np.corrcoef(table[table[:, 0] == 1][:, 1:].T) - np.eye(4)).max() < 5 / np.sqrt(len(table) / 2)
 
 
@@ -330,7 +330,7 @@ def test_validation_crops_are_fixed_disjoint_and_not_turned(volumes: Manifest) -
     other = crops(volumes, "valid", seed=2)
     assert [digest(*samples.read(0, i)) for i in range(12)] == [digest(*other.read(9, i)) for i in range(12)]
     few = crops(volumes, "valid", valid=5)
-    assert few.places(0).input.tolist() == [list(expected[i * 12 // 5]) for i in range(5)]
+    assert few.boxes(0).input.tolist() == [list(expected[i * 12 // 5]) for i in range(5)]
 
 
 def test_validation_crops_of_several_volumes(volumes: Manifest) -> None:
@@ -339,7 +339,7 @@ def test_validation_crops_of_several_volumes(volumes: Manifest) -> None:
         **{**vars(volumes), "splits": {"train": volumes.splits["valid"], "valid": volumes.splits["train"]}}
     )
     samples = crops(swapped, "valid")
-    places = samples.places(0)
+    places = samples.boxes(0)
     assert places.file.tolist() == [0] * (1 * 1 * 2) + [1] * (2 * 2 * 2)
     assert len(set(found(places))) == samples.size
     for volume, offset in zip(places.file, places.input, strict=True):
@@ -351,7 +351,7 @@ def test_training_and_validation_do_not_share_their_choices(volumes: Manifest) -
     """Even of the same volumes: the published loader seeded both alike."""
     same = Manifest(**{**vars(volumes), "splits": {split: volumes.splits["train"] for split in ("train", "valid")}})
     train, valid = crops(same, "train"), crops(same, "valid")
-    first, second = (samples.places(0) for samples in (train, valid))
+    first, second = (samples.boxes(0) for samples in (train, valid))
     assert found(first)[: valid.size] != found(second)
     assert set(second.symmetry) == {0} != set(first.symmetry)
 
@@ -368,11 +368,11 @@ def test_a_crop_larger_than_a_volume_is_one_message(volumes: Manifest) -> None:
 @pytest.mark.parametrize("dt", [1, 2, 5])
 def test_pairs_are_dt_apart_in_one_file_and_standardised(series: Manifest, dt: int) -> None:
     samples = pairs(series, dt=dt)
-    assert samples.input_shape == samples.target_shape == (2, 4, 4)
+    assert samples.input_spec.shape == samples.target_spec.shape == (2, 4, 4)
     assert samples.size == samples.available == sum(max(times - dt, 0) for _, times in YEARS["train"])
     mean, scale = np.array([5, -3])[:, None, None], np.array([2, 4])[:, None, None]
     for index in range(samples.size):
-        places = samples.places(0)
+        places = samples.boxes(0)
         row = int(places.input[index, 0])
         assert places.target[index].tolist() == [row + dt, 0, 0]
         raw = content(series, series.files("train")[places.file[index]], "fields").astype(np.float64)
@@ -385,13 +385,13 @@ def test_validation_pairs_are_fixed_and_evenly_spread(series: Manifest) -> None:
     for wanted, expected in ((None, list(range(18))), (4, [0, 4, 9, 13]), (99, list(range(18)))):
         samples = pairs(series, "valid", dt=2, valid=wanted)
         for epoch in (0, 3):
-            assert found(samples.places(epoch)) == [(0, row, 0, 0) for row in expected]
+            assert found(samples.boxes(epoch)) == [(0, row, 0, 0) for row in expected]
 
 
 def test_of_fewer_training_pairs_each_epoch_takes_others(series: Manifest) -> None:
     samples = pairs(series, dt=1, train=5)
     assert (samples.size, samples.available) == (5, 22)
-    epochs = [found(samples.places(epoch)) for epoch in range(40)]
+    epochs = [found(samples.boxes(epoch)) for epoch in range(40)]
     assert all(len(set(epoch)) == 5 for epoch in epochs)
     assert len({place for epoch in epochs for place in epoch}) == 22
 
@@ -521,7 +521,7 @@ def test_the_synthetic_loader_has_the_shapes_and_no_data(make: Any) -> None:
     assert [len(x) for x, _ in batches] == [len(share.indices(step, samples.size)) for step in range(len(loader))]
     assert len(batches[-1][0]) < 6
     for x, y in batches:
-        assert x.shape[1:] == samples.input_shape and y.shape[1:] == samples.target_shape
+        assert x.shape[1:] == samples.input_spec.shape and y.shape[1:] == samples.target_spec.shape
         assert x.dtype == y.dtype == torch.float32
         assert x.data_ptr() == batches[0][0].data_ptr()  # one batch, again and again
     assert 0.8 < batches[0][0].std() < 1.2

@@ -22,6 +22,7 @@ from dlscale.data.loaders import direct_loader
 from dlscale.data.loaders.base import Batch, Share
 from dlscale.data.loaders.settings import DirectLoader
 from dlscale.data.loaders.synthetic_loader import SyntheticLoader
+from dlscale.data.samples import ArraySpec
 from dlscale.measure.throughput import endless, repeat, trials
 from dlscale.parallel.world import World
 from dlscale.train.checkpoint import Checkpoints
@@ -102,7 +103,8 @@ def trainer(options: Options, case: Case, steps: int) -> Callable[[], float]:
     run, step, loss = case.run(), case.step(CPU), case.loss()
 
     def loader(size: int, batch_size: int) -> SyntheticLoader:
-        samples: Any = SimpleNamespace(size=size, input_shape=case.shapes[0], target_shape=case.shapes[1])
+        specs = [ArraySpec(tuple(shape)) for shape in case.shapes]
+        samples: Any = SimpleNamespace(size=size, input_spec=specs[0], target_spec=specs[1])
         return SyntheticLoader(samples, Share(batch_size), CPU)
 
     batches, valid = loader(steps * case.batch_size, case.batch_size), loader(1, 1)

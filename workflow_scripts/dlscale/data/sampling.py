@@ -41,6 +41,22 @@ def order(seed: int, epoch: int, count: int) -> np.ndarray:
     return np.random.Generator(np.random.Philox(key=key)).permutation(count)
 
 
+def visits(seed: int, epoch: int, count: int, wanted: int | None, training: bool) -> np.ndarray:
+    """Return which of `count` items an epoch visits, at most `wanted`, int64.
+
+    Training visits them in a random order, and of more than `wanted` it takes a new random choice each epoch;
+    validation and test are fixed, in order and evenly spread.
+    """
+    return order(seed, epoch, count)[:wanted] if training else evenly(count, wanted)
+
+
+def locate(counts: np.ndarray, items: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the file of each item and its number there, int64 [n] each; file i holds `counts[i]` items."""
+    ends = np.cumsum(counts)
+    file = np.searchsorted(ends, items, side="right")
+    return file, items - (ends - counts)[file]
+
+
 def evenly(count: int, wanted: int | None) -> np.ndarray:
     """Return at most `wanted` of `count` indices, evenly spread from the first on, int64."""
     if wanted is None or wanted >= count:

@@ -7,10 +7,10 @@ from typing import Any
 
 import yaml
 
+from dlscale.core.text import size, unit
 from dlscale.data.manifest import FieldInfo, Manifest
 from dlscale.data.transforms import Transform
-from dlscale.report.figures import picture
-from dlscale.report.text import size, unit
+from dlscale.report.drawing import picture
 
 
 def view(folder: Path, name: str) -> dict[str, Any]:
@@ -41,7 +41,7 @@ def _field(name: str, info: FieldInfo) -> dict[str, Any]:
     units = [unit(of) or "1" for of in info.units]
     return {
         "name": name,
-        "grid": " × ".join(str(edge) for edge in info.grid),
+        "grid": f"{' × '.join(map(str, info.grid))} points" if info.grid else "one value a row",
         "physical": info.stored == "physical",
         "rows": list(zip(info.channels, units, map(_formula, info.transforms), *statistics, strict=True)),
     }

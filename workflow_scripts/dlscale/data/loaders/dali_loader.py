@@ -19,12 +19,12 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from dlscale.core.errors import UserError
-from dlscale.data.loaders.base import Batch, Share
+from dlscale.data.loaders.base import Batch, Share, on_grids
 from dlscale.data.loaders.decode import Recipe, Recipes
 from dlscale.data.loaders.direct_device import on_device
 from dlscale.data.loaders.settings import DaliLoader as Settings
 from dlscale.data.mapped import Raw, common_type
-from dlscale.data.samples import GridSamples, Places, Samples, Side
+from dlscale.data.samples import BoxField, BoxIndex, GridSamples, Samples
 
 #: Cells added to the rows of the operator's buffer; see `raw.buffer`.
 PAD = 4
@@ -45,7 +45,7 @@ class Feed:
         Of such a buffer.
     """
 
-    def __init__(self, side: Side, pad: int) -> None:
+    def __init__(self, side: BoxField, pad: int) -> None:
         self.side = side
         raws = [Raw(reader, side.channel_axis) for reader in side.readers]
         types = {common_type([file]) for file in raws}
@@ -63,7 +63,7 @@ class Feed:
         self.pitch = np.array([1, b * row, row, count] if last else [a * b * row, b * row, row, 1])
         self.values = a * b * row * (1 if last else count)
 
-    def samples(self, places: Places, starts: np.ndarray, base: np.ndarray) -> tuple[list[np.ndarray], ...]:
+    def samples(self, places: BoxIndex, starts: np.ndarray, base: np.ndarray) -> tuple[list[np.ndarray], ...]:
         """Return the operator's inputs (see `dali_operator`), each a list with an array for every one of B samples.
 
         `starts` are the boxes' first cells, int64 [B, 3]; `base` is where each begins in the operator's buffer, [B].
@@ -77,7 +77,7 @@ class Feed:
         numbers = list(np.stack([recipe.shift, recipe.factor, recipe.offset], axis=1))
         return [layout.bits for layout, _ in layouts], [layout.chunks for layout, _ in layouts], where, steps, numbers
 
-    def recipe(self, places: Places, base: np.ndarray) -> Recipe:
+    def recipe(self, places: BoxIndex, base: np.ndarray) -> Recipe:
         """Return how to decode what lies in buffers that begin at `base` [B]."""
         stride = np.tile(self.pitch, (len(places.file), 1))
         return self._recipes.make(places.file, places.symmetry, base, stride)
@@ -95,13 +95,13 @@ class DaliLoader:
 
     def __init__(self, samples: GridSamples, settings: Settings, share: Share, device: torch.device) -> None:
         self.samples = samples.size
-        self._places, self._share, self._device = samples.places, share, device
+        self._places, self._share, self._device = samples.boxes, share, device
         self._here = device.type == "cpu" or settings.device == "cpu"
         self._feeds = [Feed(side, PAD if self._here else 0) for side in (samples.input, samples.target)]
         self._kept: deque[Any] = deque(maxlen=settings.prefetch + 2)  # DALI reads them without a copy
         self._handed: deque[Any] = deque(maxlen=settings.prefetch + 2)  # the device may not be done with them
         self._steps: Iterator[int] = iter(())
-        self._epoch: Places | None = None
+        self._epoch: BoxIndex | None = None
         self._pipeline = self._build(settings)
 
     def __len__(self) -> int:
@@ -154,7 +154,7 @@ class DaliLoader:
         step = next(self._steps, None)
         if step is None or self._epoch is None:
             raise StopIteration
-        places = self._epoch.part(self._share.indices(step, self.samples))
+        places = self._epoch.take(self._share.indices(step, self.samples))
         inputs: list[Any] = []
         for feed, starts in zip(self._feeds, (places.input, places.target), strict=True):
             inputs += feed.samples(places, starts, np.zeros(len(places.file), np.int64))
@@ -171,7 +171,7 @@ class DaliLoader:
         steps = self._steps
         try:
             for step in range(start, len(self)):
-                part = places.part(self._share.indices(step, self.samples))
+                part = places.take(self._share.indices(step, self.samples))
                 yield self._deliver(self._pipeline.run() if len(part.file) else None, part)
         finally:
             if steps is self._steps:
@@ -187,10 +187,10 @@ class DaliLoader:
                 self._pipeline.run()
         self._pipeline.reset()
 
-    def _deliver(self, outputs: Any, places: Places) -> Batch:
+    def _deliver(self, outputs: Any, places: BoxIndex) -> Batch:
         found = []
         for number, feed in enumerate(self._feeds):
-            shape = feed.side.shape
+            shape = feed.side.spec.shape
             if outputs is None:
                 values = torch.empty(0, *shape, device=self._device)
             else:
@@ -213,11 +213,6 @@ class DaliLoader:
 
 def build(samples: Samples, settings: Settings, share: Share, device: torch.device) -> DaliLoader:
     """Make the loader."""
-    if not isinstance(samples, GridSamples):
-        raise UserError(
-            f"loader.kind: dali reads arrays on grids here, and these samples are none ({type(samples).__name__}); "
-            "use torch"
-        )
     if settings.device == "gpu" and device.type != "cuda":
         raise UserError("loader.device: gpu, but the model is on a CPU; use auto or cpu")
-    return DaliLoader(samples, settings, share, device)
+    return DaliLoader(on_grids(samples, "dali"), settings, share, device)

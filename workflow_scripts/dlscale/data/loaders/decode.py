@@ -1,4 +1,4 @@
-"""From stored values to the model's: turn a box, decode it, put channels first, as `Side.read` does.
+"""From stored values to the model's: turn a box, decode it, put channels first, as `BoxField.read` does.
 
 A turned box is the same memory walked in another order. So all that a sample needs is one formula,
 
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dlscale.data.samples import Side
+from dlscale.data.samples import BoxField
 
 
 @dataclass(frozen=True)
@@ -44,14 +44,14 @@ class Recipe:
 class Recipes:
     """Makes the recipes of one side."""
 
-    def __init__(self, side: Side) -> None:
+    def __init__(self, side: BoxField) -> None:
         self._side = side
-        turning, channels = side.turning, side.shape[0]
+        turning, channels = side.symmetries, side.shape[0]
         self._axes = turning.axes if turning else np.arange(3)[None]
         self._flips = turning.flips if turning else np.zeros((1, 3), bool)
         self._source = turning.source if turning else np.arange(channels)[None]
         self._sign = turning.sign if turning else np.ones((1, channels), np.float32)
-        self._decoding = [np.stack(side.decoding(file)) for file in range(len(side.readers))]  # each [3, C]
+        self._decoding = np.stack([side.decoding(file) for file in range(len(side.readers))])  # [files, 3, C]
 
     def make(self, file: np.ndarray, symmetry: np.ndarray, base: np.ndarray, stride: np.ndarray) -> Recipe:
         """Return the recipe of B samples.
@@ -59,7 +59,7 @@ class Recipes:
         Parameters
         ----------
         file, symmetry
-            As `Places` has them, int64 [B].
+            As `BoxIndex` has them, int64 [B].
         base
             Where each box begins, in values, int64 [B].
         stride
@@ -69,7 +69,7 @@ class Recipes:
         turned, last = np.take_along_axis(stride[:, 1:], axes, axis=1), np.array(self._side.extent)[axes] - 1
         base = base + (flips * last * turned).sum(axis=1)
         source, sign = self._source[symmetry], self._sign[symmetry]
-        numbers = np.stack([self._decoding[number] for number in file]) if len(file) else np.empty((0, 3, len(sign[0])))
+        numbers = self._decoding[file]
         shift, factor, offset = (np.take_along_axis(numbers[:, row], source, axis=1) for row in range(3))
         step = np.where(flips, -turned, turned)
         return Recipe(base, step, source * stride[:, :1], shift, factor * sign, offset * sign)

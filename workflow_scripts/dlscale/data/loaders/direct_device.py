@@ -15,7 +15,7 @@ from dlscale.data.loaders.base import Batch
 from dlscale.data.loaders.decode import Recipe
 from dlscale.data.loaders.direct_stored import Fill, Finish, Stored
 from dlscale.data.mapped import Raw
-from dlscale.data.samples import Places
+from dlscale.data.samples import BoxIndex
 
 #: Bytes that are taken to the device at a time while data becomes resident.
 SLAB = 2**26
@@ -83,7 +83,7 @@ class _OnDevice:
     def _decoded(self, stored: list[torch.Tensor], recipes: list[Recipe]) -> list[torch.Tensor]:
         extents = [side.side.extent for side in self._sides]
         found = [on_device(*each) for each in zip(stored, recipes, extents, strict=True)]
-        return [values.reshape(-1, *side.side.shape) for values, side in zip(found, self._sides, strict=True)]
+        return [values.reshape(-1, *side.side.spec.shape) for values, side in zip(found, self._sides, strict=True)]
 
 
 class Streamed(_OnDevice):
@@ -113,7 +113,7 @@ class Streamed(_OnDevice):
         _, boxes = raw.buffer(count, stored.box, stored.order, 0, pinned)
         return made[0], boxes
 
-    def begin(self, slot: int, places: Places) -> tuple[list[Fill], Finish]:
+    def begin(self, slot: int, places: BoxIndex) -> tuple[list[Fill], Finish]:
         """See `Way`: one task a box."""
         self._keep_pace()
         if (event := self._copied[slot]) is not None:
@@ -208,7 +208,7 @@ class Resident(_OnDevice):
                 target[:, first : first + count] = found.to(self._device)
         return values, ends - [int(np.prod(shape)) for shape in shapes], np.stack(strides)
 
-    def begin(self, slot: int, places: Places) -> tuple[list[Fill], Finish]:
+    def begin(self, slot: int, places: BoxIndex) -> tuple[list[Fill], Finish]:
         """See `Way`: nothing to read."""
         self._keep_pace()
 

@@ -21,7 +21,7 @@ from dlscale.data.loaders.base import Batch
 from dlscale.data.loaders.decode import Recipe
 from dlscale.data.loaders.direct_stored import Fill, Finish, Stored
 from dlscale.data.mapped import Raw
-from dlscale.data.samples import Places, Side
+from dlscale.data.samples import BoxField, BoxIndex
 
 #: Cells added to the rows of a thread's buffer; see `raw.buffer`.
 PAD = 4
@@ -84,7 +84,7 @@ class HostDecoder:
         Whether a cell's channels lie side by side in memory (channels stored last).
     """
 
-    def __init__(self, side: Side, together: bool) -> None:
+    def __init__(self, side: BoxField, together: bool) -> None:
         self._side = side
         self._channels = side.shape[0]
         self._lanes = 4 if together and self._channels >= 4 else 1
@@ -119,7 +119,7 @@ class OnHost:
     def __init__(self, sides: list[Stored], batch: int, slots: int) -> None:
         self._sides, self._local = sides, threading.local()
         self._decoders = [HostDecoder(stored.side, stored.order[-1] == 0) for stored in sides]
-        self._ring = [[torch.empty(batch, *stored.side.shape) for stored in sides] for _ in range(slots)]
+        self._ring = [[torch.empty(batch, *stored.side.spec.shape) for stored in sides] for _ in range(slots)]
         self._maps: list[list[tuple[np.ndarray, np.ndarray] | None]] = []
         for stored, decoder in zip(sides, self._decoders, strict=True):
             found: list[tuple[np.ndarray, np.ndarray] | None] = []
@@ -142,7 +142,7 @@ class OnHost:
         found: tuple[np.ndarray, np.ndarray] = buffers[number]
         return found
 
-    def begin(self, slot: int, places: Places) -> tuple[list[Fill], Finish]:
+    def begin(self, slot: int, places: BoxIndex) -> tuple[list[Fill], Finish]:
         """See `Way`: one task a sample and side."""
         count = len(places.file)
         batch = [side[:count] for side in self._ring[slot]]

@@ -15,12 +15,11 @@ from typing import Any
 
 import torch
 
-from dlscale.core.errors import UserError
-from dlscale.data.loaders.base import Batch, Share
+from dlscale.data.loaders.base import Batch, Share, on_grids
 from dlscale.data.loaders.direct_device import Resident, Streamed
 from dlscale.data.loaders.direct_stored import Finish, Stored, Way
 from dlscale.data.loaders.settings import DirectLoader as Settings
-from dlscale.data.samples import GridSamples, Places, Samples
+from dlscale.data.samples import BoxIndex, GridSamples, Samples
 
 #: Of a device's free memory, what resident data may take; the rest is for activations, which come later.
 RESIDENT_SHARE = 0.5
@@ -31,7 +30,7 @@ class DirectLoader:
 
     def __init__(self, samples: GridSamples, settings: Settings, share: Share, device: torch.device) -> None:
         self.samples = samples.size
-        self._places, self._share = samples.places, share
+        self._places, self._share = samples.boxes, share
         self._pool = ThreadPoolExecutor(settings.workers, "loader") if settings.workers else None
         # With the batch that the model works on. Without threads there is nobody who could work ahead.
         self._slots = 1 + (min(settings.prefetch, max(len(self) - 1, 0)) if settings.workers else 0)
@@ -62,7 +61,7 @@ class DirectLoader:
             for _ in range(start, len(self)):
                 while following < len(self) and len(ahead) < self._slots:
                     indices = self._share.indices(following, self.samples)
-                    ahead.append(_Work(self._way, following % self._slots, places.part(indices), self._pool))
+                    ahead.append(_Work(self._way, following % self._slots, places.take(indices), self._pool))
                     following += 1
                 yield self._way.deliver(ahead.popleft().result())
         finally:
@@ -86,7 +85,7 @@ class _Work:
     Without threads it is done at once.
     """
 
-    def __init__(self, way: Way, slot: int, places: Places, pool: ThreadPoolExecutor | None) -> None:
+    def __init__(self, way: Way, slot: int, places: BoxIndex, pool: ThreadPoolExecutor | None) -> None:
         self._way, self._slot, self._places, self._pool = way, slot, places, pool
         self._done: Future[Any] = Future()
         self._fills: list[Future[None]] = []
@@ -149,9 +148,4 @@ def becomes_resident(setting: str, sides: list[Stored], device: torch.device) ->
 
 def build(samples: Samples, settings: Settings, share: Share, device: torch.device) -> DirectLoader:
     """Make the loader."""
-    if not isinstance(samples, GridSamples):
-        raise UserError(
-            f"loader.kind: direct reads arrays on grids, and these samples are none ({type(samples).__name__}); "
-            "use torch"
-        )
-    return DirectLoader(samples, settings, share, device)
+    return DirectLoader(on_grids(samples, "direct"), settings, share, device)

@@ -10,7 +10,7 @@ import numpy as np
 from dlscale.data.loaders.base import Batch
 from dlscale.data.loaders.decode import Recipes
 from dlscale.data.mapped import Raw, common_type
-from dlscale.data.samples import Places, Side
+from dlscale.data.samples import BoxField, BoxIndex
 
 Fill = Callable[[], None]
 Finish = Callable[[], Any]
@@ -27,7 +27,7 @@ class Stored:
         Shape of a box: channels and the three other axes.
     """
 
-    def __init__(self, side: Side) -> None:
+    def __init__(self, side: BoxField) -> None:
         self.side = side
         self.raws = [Raw(reader, side.channel_axis) for reader in side.readers]
         self.recipes = Recipes(side)
@@ -48,7 +48,7 @@ class Stored:
 class Way(Protocol):
     """How the boxes of a batch reach the model."""
 
-    def begin(self, slot: int, places: Places) -> tuple[list[Fill], Finish]:
+    def begin(self, slot: int, places: BoxIndex) -> tuple[list[Fill], Finish]:
         """Return what threads are to do, in any order, for the batch of a slot, and what then gives its result."""
         ...
 
