@@ -16,7 +16,13 @@ configfile: "config.yaml"
 container: "docker://ghcr.io/dlscale/dlscale:cpu-0.1.0"
 
 
+include: "rules/controller.smk"
 include: "rules/common.smk"
+
+
+ASKED_PLANS = asked_plans()
+
+
 include: "rules/site.smk"
 
 

@@ -8,52 +8,34 @@ import os
 import sys
 from pathlib import Path
 
-from dlscale.data import parts
-from dlscale.preflight import cost
-from dlscale.config import resolve as configuration
-from dlscale.launch import image
-from dlscale.launch import launcher
-from dlscale.launch import slurm
-from dlscale.core import stages
+from dlscale.config import resolve
+from dlscale.core import registry
 from dlscale.core.errors import UserError
-from dlscale.core.fingerprint import ROOT, fingerprint
-from dlscale.config.dataset import Era5Prepared
-from dlscale.config.run import ThroughputRun, TrainRun
+from dlscale.core.fingerprint import ROOT, data_modules, fingerprint, run_modules
 from dlscale.core.settings import read_yaml
+from dlscale.core.stages import STAGES
+from dlscale.data import parts
+from dlscale.launch import image, launcher, slurm
+from dlscale.preflight import cost
 
 NAME = r"[A-Za-z0-9][A-Za-z0-9_-]*"
-
-
-def site_name():
-    """The profile's site: among its default resources, which alone reach the jobs that Snakemake starts elsewhere."""
-    found = (workflow.resource_settings.default_resources or {}).get("site")
-    text = getattr(found, "raw", found)
-    return str(text).strip("'\"") if text else None
 
 
 def user_configuration():
     """The profile's site, config.yaml, then --configfile, then --config; another `kind` replaces a section."""
     settings = workflow.config_settings
-    raw = configuration.site_settings(site_name(), f"{workflow.basedir}/profiles")
+    raw = resolve.site_settings(site_name(), f"{workflow.basedir}/profiles")
     for path in [*([] if settings.replace_workflow_config else ["config.yaml"]), *settings.configfiles]:
-        configuration.merge(raw, read_yaml(path))
-    return configuration.merge(raw, settings.config)
+        resolve.merge(raw, read_yaml(path))
+    return resolve.merge(raw, settings.config)
 
 
 try:
-    CONFIG = configuration.load(user_configuration())
+    CONFIG = resolve.load(user_configuration())
 except UserError as error:
     # The message alone: Snakemake would add the places in its files where the exception passed.
     print(error, file=sys.stderr)
     sys.exit(2)
-
-NAMED = {word.removeprefix("plan_") for word in sys.argv if word.startswith("plan_")} & set(CONFIG.plans)
-ASKED_PLANS = NAMED or CONFIG.workflow.targets
-# Once: jobs that Snakemake starts as processes of their own read this file, too.
-if workflow.is_main_process:
-    for plan in ASKED_PLANS:
-        for run, lacking in CONFIG.left_out[plan].items():
-            print(f"{plan}.{run} is left out: this machine lacks {lacking}.", file=sys.stderr)
 
 RESULTS = CONFIG.workflow.results
 STUDIES = {}
@@ -86,10 +68,15 @@ def part_of(wildcards):
     return parts.part(dataset_of(wildcards), f"{wildcards.split}/{wildcards.part}")
 
 
-def stage_params(stage, subject, settings, files=()):
-    modules = stages.modules(stage, subject)  # none: what comes from elsewhere, which no code of ours makes
-    found = {"sources": fingerprint(modules, files), "settings": settings}
-    return {**found, "image": IMAGE} if IMAGE and modules else found
+def stage_params(modules, settings, files=()):
+    """What makes a job run again; without modules (a fetched file) no code of dlscale decides the result."""
+    params = {"sources": fingerprint(modules, files), "settings": settings}
+    return {**params, "image": IMAGE} if IMAGE and modules else params
+
+
+def own_params(stage, settings=None, files=()):
+    """Those of a stage that is the same for all studies and kinds of data."""
+    return stage_params([STAGES[stage].module], settings, files)
 
 
 # ---- data ------------------------------------------------------------------------------------------
@@ -97,7 +84,8 @@ def stage_params(stage, subject, settings, files=()):
 
 def raw_path(dataset, raw):
     """Where a raw file lies: in the dataset's source folder if it is acquired."""
-    return f"{RESULTS}/data/{dataset}/source/{raw.name}" if raw.acquired else raw.origin
+    acquired = parts.acquired(CONFIG.workflow.datasets[dataset], raw)
+    return f"{RESULTS}/data/{dataset}/source/{raw.name}" if acquired else raw.origin
 
 
 def part_sources(wildcards):
@@ -112,11 +100,11 @@ def part_pieces(wildcards):
 def data_files(name):
     """All files that hold a dataset's samples."""
     dataset = CONFIG.workflow.datasets[name]
-    if isinstance(dataset.source, Era5Prepared):
-        return parts.prepared_files(dataset.source)
-    if parts.prepared(dataset):
-        return [raw_path(name, part.raws[0]) for part in parts.parts(dataset)]
-    return [f"{RESULTS}/data/{name}/{part.split}/{part.name}.h5" for part in parts.parts(dataset)]
+    kind = parts.kind_of(dataset)
+    if kind.prepared(dataset):
+        raws = parts.raws(dataset).values()
+        return [raw_path(name, raw) for raw in raws] or kind.prepared_files(dataset)
+    return [f"{RESULTS}/data/{name}/{part.label}.h5" for part in parts.parts(dataset)]
 
 
 def dataset_files(wildcards):
@@ -126,7 +114,7 @@ def dataset_files(wildcards):
 def prepared_sources(wildcards, input):
     """Arguments that name a prepared dataset's files."""
     dataset = dataset_of(wildcards)
-    return ["--source", *input.files] if parts.prepared(dataset) else []
+    return ["--source", *input.files] if parts.kind_of(dataset).prepared(dataset) else []
 
 
 def dataset_settings(wildcards, input):
@@ -135,40 +123,40 @@ def dataset_settings(wildcards, input):
 
 
 def configure_dataset_params(wildcards):
-    return stage_params("configure", None, dataset_of(wildcards).model_dump_json())
+    return own_params("configure", dataset_of(wildcards).model_dump_json())
 
 
 def acquire_params(wildcards):
     dataset = dataset_of(wildcards)
-    raws = parts.raws(dataset)
-    settings = parts.raw_settings(dataset, raws[wildcards.file]) if wildcards.file in raws else None
-    return stage_params("acquire", dataset, settings)
+    kind, raws = parts.kind_of(dataset), parts.raws(dataset)
+    settings = kind.raw_settings(dataset, raws[wildcards.file]) if wildcards.file in raws else None
+    return stage_params(data_modules("acquire", dataset.kind, kind.acquirer(dataset)), settings)
 
 
 def preprocess_params(wildcards):
     dataset = dataset_of(wildcards)
-    return stage_params("preprocess", dataset, parts.part_settings(dataset, part_of(wildcards)))
+    settings = parts.kind_of(dataset).part_settings(dataset, part_of(wildcards))
+    return stage_params(data_modules("preprocess", dataset.kind), settings)
 
 
 def assemble_params(wildcards):
     dataset = dataset_of(wildcards)
-    settings = {"storage": dataset.storage.model_dump(), "pieces": dataset.pieces}
-    return stage_params("assemble", None, settings)
+    return own_params("assemble", {"storage": dataset.storage.model_dump(), "pieces": dataset.pieces})
 
 
 def describe_params(wildcards):
     dataset = dataset_of(wildcards)
-    settings = {"parts": [f"{part.split}/{part.name}" for part in parts.parts(dataset)]}
-    if parts.prepared(dataset):
+    settings = {"parts": [part.label for part in parts.parts(dataset)]}
+    if parts.kind_of(dataset).prepared(dataset):
         settings["dataset"] = dataset.model_dump(mode="json", exclude={"memory_mb"})
         # Files of others may be swapped for older ones, which modification times alone do not show.
-        found = [Path(file) for file in data_files(wildcards.dataset)]
-        settings["files"] = [[str(f), f.stat().st_size, f.stat().st_mtime_ns] for f in found if f.exists()]
-    return stage_params("describe", None, settings)
+        files = [Path(file) for file in data_files(wildcards.dataset)]
+        settings["files"] = [[str(f), f.stat().st_size, f.stat().st_mtime_ns] for f in files if f.exists()]
+    return stage_params(data_modules("describe", dataset.kind), settings)
 
 
 def preview_params(wildcards):
-    return stage_params("preview", None, None)
+    return stage_params(data_modules("preview", dataset_of(wildcards).kind), None)
 
 
 # ---- runs ------------------------------------------------------------------------------------------
@@ -183,30 +171,32 @@ def run_manifest(wildcards):
 
 
 def configure_run_params(wildcards):
-    return stage_params("configure", None, run_of(wildcards).model_dump_json())
+    return own_params("configure", run_of(wildcards).model_dump_json())
 
 
-def run_launch(wildcards, input):
-    """The words that start one of a run's stages. Taking `input` keeps them from making it run again."""
-    return launcher.launch(SITE, place(input), run_of(wildcards).geometry)
+def run_params(stage):
+    """A function from wildcards to the params of one of a run's stages."""
+
+    def params(wildcards):
+        run = run_of(wildcards)
+        modules = run_modules(stage, run.study, run.loader.kind)
+        return stage_params(modules, json.dumps(run.slice(stage)))
+
+    return params
 
 
-def train_params(wildcards):
-    run = run_of(wildcards)
-    return stage_params("train", run, json.dumps(run.slice(TrainRun)))
-
-
-def throughput_params(wildcards):
-    run = run_of(wildcards)
-    return stage_params("throughput", run, json.dumps(run.slice(ThroughputRun)))
+def checkpoint_sources(wildcards, input):
+    """The sources that decide what a checkpoint means: all of a training's but its loader, which changes no sample."""
+    return fingerprint(run_modules("train", run_of(wildcards).study))
 
 
 # ---- plans and reports -----------------------------------------------------------------------------
 
 
 def plan_settings(name):
-    """A plan as its tables and pages need it."""
+    """A plan as its tables and pages need it: `dlscale.core.records.PlanRecord`."""
     plan = CONFIG.workflow.plans[name]
+    study = resolve.study_files()[plan.study]
     runs = [
         {"name": run, "label": resolved.run.label or run, "plan": resolved.plan, "run": resolved.name}
         for run, resolved in CONFIG.plans[name].items()
@@ -215,24 +205,24 @@ def plan_settings(name):
         "plan": name,
         "title": plan.title or name,
         "study": plan.study,
+        "study_title": study.get("title"),
         "kind": plan.kind,
         "measure": plan.measure,
         "runs": runs,
         "left_out": CONFIG.left_out[name],
+        "published": study.get("published") or [],
     }
 
 
 def measured(name):
-    """The files that a plan's runs leave: of training, of measuring throughput, or of both."""
-    plan = CONFIG.workflow.plans[name]
-    files = {
-        "train": ["metrics.jsonl", "provenance.json", "prediction.png"],
-        "throughput": ["throughput.json"],
-    }
+    """The files that a plan's runs leave, of all the stages that they go through."""
     return [
         f"{RESULTS}/plans/{resolved.plan}/{resolved.name}/{file}"
         for resolved in CONFIG.plans[name].values()
-        for file in ["config.yaml", *(file for stage in plan.measure for file in files[stage])]
+        for file in [
+            "config.yaml",
+            *(f for stage in CONFIG.workflow.plans[name].measure for f in STAGES[stage].outputs),
+        ]
     ]
 
 
@@ -243,12 +233,12 @@ def plan_files(name):
 
 
 def plan_datasets(names):
-    """Folders of the datasets that plans use, each once, in order."""
+    """Names of the datasets that plans use, each once, in order."""
     return list(dict.fromkeys(resolved.run.dataset for name in names for resolved in CONFIG.plans[name].values()))
 
 
 def configure_plan_params(wildcards):
-    return stage_params("configure", None, json.dumps(plan_settings(wildcards.plan)))
+    return own_params("configure", json.dumps(plan_settings(wildcards.plan)))
 
 
 def collect_inputs(wildcards):
@@ -256,7 +246,7 @@ def collect_inputs(wildcards):
 
 
 def collect_params(wildcards):
-    return stage_params("collect", None, plan_settings(wildcards.plan))
+    return own_params("collect", plan_settings(wildcards.plan))
 
 
 def report_files(names):
@@ -279,8 +269,7 @@ def report_folders(wildcards, input):
 
 
 def report_params(title, names):
-    files = [*ROOT.glob("report/templates/*"), *ROOT.glob("studies/*.yaml")]
-    return stage_params("report", None, {"title": title, "plans": list(names)}, files)
+    return own_params("report", {"title": title, "plans": list(names)}, ROOT.glob("report/templates/*"))
 
 
 def report_plan_params(wildcards):

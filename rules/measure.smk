@@ -12,9 +12,9 @@ rule throughput:
     # All cores of one machine, so that no other job disturbs what is timed.
     threads: 64
     resources:
-        **THROUGHPUT_RESOURCES,
+        **run_resources("throughput"),
     params:
-        stage=throughput_params,
+        stage=run_params("throughput"),
         launch=run_launch,
     message:
         "Measure throughput of {wildcards.plan}.{wildcards.run}"

@@ -1,11 +1,15 @@
 # Before anything runs: what it will cost, whether the site is ready, and whether an earlier call's jobs still run.
-import atexit
-import re
 from collections import Counter
 
+from dlscale.core.stages import DATA_STAGES, RUN_STAGES
 from dlscale.preflight import doctor
-from dlscale.core.lock import only_writer
 from snakemake.exceptions import WorkflowError
+
+# Once: jobs that Snakemake starts as processes of their own read this file, too.
+if workflow.is_main_process:
+    for plan in ASKED_PLANS:
+        for run, lacking in CONFIG.left_out[plan].items():
+            print(f"{plan}.{run} is left out: this machine lacks {lacking}.", file=sys.stderr)
 
 
 def in_order(work):
@@ -15,12 +19,10 @@ def in_order(work):
 def waiting_works():
     """The jobs that would run, as the estimate of their cost knows them: data jobs counted by dataset."""
     runs, data = [], Counter()
-    # By the time that its cost is shown a dry run has «finished» them all.
-    for job in workflow.dag.needrun_jobs(exclude_finished=False):
-        name, wildcards = job.rule.name, job.wildcards
-        if name in ("train", "throughput"):
+    for name, wildcards in jobs_to_run():
+        if name in RUN_STAGES:
             runs.append(cost.Work(name, wildcards.plan, wildcards.run, run_of(wildcards)))
-        elif name in ("acquire", "preprocess", "assemble", "describe"):
+        elif name in DATA_STAGES:
             data[wildcards.dataset] += 1
     runs.sort(key=in_order)
     return [*(cost.Work("data", name, "data", jobs=number) for name, number in data.items()), *runs]
@@ -33,27 +35,17 @@ def examined(works):
 
 
 def show_cost():
-    """The end of a dry run, which has no hook of Snakemake's: what it would cost, and what would keep it from starting."""
-    if workflow.dryrun and getattr(workflow, "_dag", None) and (works := waiting_works()):
+    """Print what the jobs of a dry run would cost, and what would keep them from starting."""
+    if works := waiting_works():
         table = cost.price(works, SITE.scheduler, Path(RESULTS))
         failures = [finding for finding in examined(works) if finding.status == "FAIL"]
         lines = [*cost.lines(table), cost.over(table, CONFIG.workflow.budget), *doctor.lines(failures)]
         print("", *filter(None, lines), sep="\n", file=sys.stderr)
 
 
-if workflow.is_main_process and SITE.scheduler:
-    atexit.register(show_cost)
-    # Looking, or unlocking, waits for nobody.
-    looking = r"-\w*n\w*|--(dry-?run|unlock|lint|report|summary|detailed-summary|list.*|.*dag|rulegraph|filegraph)"
-    if not any(re.fullmatch(looking, word) for word in sys.argv):
-        # Held until this process ends. Jobs of a call that is alive are not left over from an earlier one.
-        CONTROLLER = only_writer(Path(".snakemake"))
-        try:
-            CONTROLLER.__enter__()
-        except UserError as error:
-            print(f"Another call of snakemake is at work: {error}", file=sys.stderr)
-            sys.exit(2)
-        slurm.wait_for_left_running(os.getcwd())
+if SITE.scheduler:
+    at_end_of_dry_run(show_cost)
+    be_the_only_controller()
 
 
 onstart:

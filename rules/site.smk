@@ -1,11 +1,4 @@
 # Where and how the stages' commands run: the site's engine and starter, and what a job asks of its scheduler.
-import signal
-
-if not workflow.is_main_process:
-    # Slurm warns all processes of a job of its time limit; this one leads to the training, which saves then.
-    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
-
-
 try:
     CHOICE = launcher.resolve(CONFIG.workflow.site)
     if CHOICE.site.engine != "none" and not CHOICE.site.image:
@@ -28,60 +21,70 @@ def image_options():
     return [f"--engine={SITE.engine}", f"--image={SITE.image or ''}", f"--target={SITE.build.target}", *arguments]
 
 
-def place(paths):
-    """What a container takes over from here to run a stage that reads `paths`."""
+def launch(paths, geometry=None):
+    """The words that start a stage that reads `paths`: in a container it sees these, here and there alike."""
     folder, results = os.getcwd(), Path(RESULTS).resolve()
-    found = launcher.outside([*paths, ROOT.parent], folder, results)
-    return launcher.Place(
+    outside = {name: study.file for name, study in registry.added().items()}
+    place = launcher.Place(
         folder=folder,
         sources=str(ROOT.parent),
         uid=os.getuid(),
         gid=os.getgid(),
-        data=found,
+        data=launcher.outside([*paths, ROOT.parent, *outside.values()], folder, results),
         results=None if results.is_relative_to(folder) else str(results),
     )
+    studies = [f"--study={name}={file}" for name, file in outside.items()]
+    return [*launcher.launch(SITE, place, geometry), *studies]
 
 
 def stage_launch(wildcards, input):
     """The words that start a stage. Taking `input` keeps them from making it run again."""
-    return launcher.launch(SITE, place(input))
+    return launch(input)
+
+
+def run_launch(wildcards, input):
+    """The words that start one of a run's stages, on the devices of its geometry."""
+    return launch(input, run_of(wildcards).geometry)
 
 
 def acquire_launch(wildcards, input):
-    """The same for a stage that reads what is no file of the workflow, such as a local store."""
+    """The words that start a stage that reads what is no file of the workflow, such as a local store."""
     raw = parts.raws(dataset_of(wildcards)).get(wildcards.file)
-    return launcher.launch(SITE, place([raw.origin] if raw and Path(raw.origin).exists() else []))
+    return launch([raw.origin] if raw and Path(raw.origin).exists() else [])
 
 
-def requested(stage, geometry=None, minutes=None):
-    """What a job of a stage asks of the scheduler; nothing where there is none."""
-    return slurm.request(SITE.scheduler, stage, geometry, minutes) if SITE.scheduler else {}
+def requested(job, geometry=None, minutes=None):
+    """What a job asks of the scheduler; nothing where there is none."""
+    return slurm.request(SITE.scheduler, job, geometry, minutes) if SITE.scheduler else {}
 
 
 def data_resource(name):
     """A function from wildcards to one resource of a data stage."""
 
-    def found(wildcards):
+    def resource(wildcards):
         return requested("data").get(name)
 
-    return found
+    return resource
 
 
 def run_resource(stage, name):
     """A function from wildcards to one resource of a run's stage; its time limit from the run's measured speed."""
 
-    def found(wildcards, attempt):
+    def resource(wildcards, attempt):
         run, minutes = run_of(wildcards), None
         if name == "runtime":
             work = cost.Work(stage, wildcards.plan, wildcards.run, run)
             minutes = cost.minutes(work, Path(RESULTS), SITE.scheduler)
         return requested(stage, run.geometry, minutes and minutes * attempt).get(name)
 
-    return found
+    return resource
 
 
 # None is no resource: the executor asks which are there.
 RESOURCES = slurm.RESOURCES if SITE.scheduler else []
 DATA_RESOURCES = {name: data_resource(name) for name in RESOURCES}
-TRAIN_RESOURCES = {name: run_resource("train", name) for name in RESOURCES}
-THROUGHPUT_RESOURCES = {name: run_resource("throughput", name) for name in RESOURCES}
+
+
+def run_resources(stage):
+    """All resources of one of a run's stages."""
+    return {name: run_resource(stage, name) for name in RESOURCES}

@@ -1,5 +1,5 @@
 rule train:
-    """Train one run. Its checkpoints are no declared output, which would be deleted when a job fails: a retry resumes."""
+    """Train one run. What a retry goes on from is no declared output, which would be deleted when a job fails."""
     input:
         manifest=run_manifest,
         data=run_data,
@@ -7,7 +7,6 @@ rule train:
         metrics=f"{RESULTS}/plans/{{plan}}/{{run}}/metrics.jsonl",
         provenance=f"{RESULTS}/plans/{{plan}}/{{run}}/provenance.json",
         model=f"{RESULTS}/plans/{{plan}}/{{run}}/model.pt",
-        tensorboard=directory(f"{RESULTS}/plans/{{plan}}/{{run}}/tensorboard"),
         prediction=report(
             f"{RESULTS}/plans/{{plan}}/{{run}}/prediction.png",
             caption="../workflow_scripts/dlscale/report/captions/prediction.rst",
@@ -22,14 +21,15 @@ rule train:
     # All cores of one machine, so that no other job disturbs what is timed.
     threads: 64
     resources:
-        **TRAIN_RESOURCES,
+        **run_resources("train"),
     params:
-        stage=train_params,
+        stage=run_params("train"),
         launch=run_launch,
+        sources=checkpoint_sources,
         folder=subpath(output.metrics, parent=True),
         checkpoints=f"{RESULTS}/checkpoints/{{plan}}/{{run}}",
     message:
         "Train {wildcards.plan}.{wildcards.run}"
     shell:
         "{params.launch:q} train --config {params.stage[settings]:q} --manifest {input.manifest:q} --threads {threads}"
-        " --sources {params.stage[sources]:q} --checkpoints {params.checkpoints:q} --out {params.folder:q} --log {log:q}"
+        " --sources {params.sources:q} --checkpoints {params.checkpoints:q} --out {params.folder:q} --log {log:q}"

@@ -16,9 +16,10 @@ import yaml
 from dlscale import cli
 from dlscale.config import resolve as config
 from dlscale.config.resolve import Configuration
-from dlscale.config.run import Run, RunCore, ThroughputRun, TrainRun, load_run
+from dlscale.config.run import RunCore, load_run, run_class
 from dlscale.core import machine
 from dlscale.core.errors import UserError
+from dlscale.core.stages import RUN_STAGES, STAGES
 from dlscale.data.parts import load_dataset
 from dlscale.train.schedule import peak_rate
 from tests.conftest import COSMO, COSMO_RUN, ERA5, ERA5_RUN, ROOT, stage
@@ -78,7 +79,11 @@ MISTAKES = {
     "not finite": ({"optimizer": {"lr": float("nan")}}, ".optimizer.lr", ("got nan", "finite")),
     "wrong choice": ({"precision": "bf61"}, ".precision", ("got 'bf61'", "did you mean 'bf16'?", "fp16")),
     "misspelt kind": ({"loader": {"kind": "torhc"}}, ".loader", ("did you mean 'torch'?", "synthetic")),
-    "misspelt kind of a union": ({"samples": {"kind": "corps", "crop": 16}}, ".samples", ("did you mean 'crops'?",)),
+    "misspelt kind of a union": (
+        {"samples": {"kind": "corps", "crop": 16}},
+        ".samples.kind",
+        ("did you mean 'crops'?",),
+    ),
     "no mapping": ({"model": "unet3d"}, ".model", ("got 'unet3d'", "keys and values")),
     "list too short": ({"optimizer": {"betas": [0.9]}}, ".optimizer.betas", ("2",)),
     "wrong item of a list": ({"model": {"widths": [4, -8]}}, ".model.widths.1", ("got -8",)),
@@ -259,7 +264,7 @@ def test_numbers_as_yaml_and_the_command_line_give_them(tmp_path: Path) -> None:
 
 def test_later_layers_win_and_the_rest_stays() -> None:
     """Shipped, then the study's, the plan's, the run's: each of four keys is last set in another layer."""
-    shipped = config.shipped_studies()["cosmo_unet"]["settings"]
+    shipped = config.study_files()["cosmo_unet"]["settings"]
     found = load(
         studies={"cosmo_unet": {"optimizer": {"lr": 1.0, "eps": 1.0, "weight_decay": 1.0}}},
         **plan({"optimizer": {"lr": 0.1, "eps": 2.0}}, runs={"a": {"optimizer": {"lr": 3.0}}, "b": {}}),
@@ -379,18 +384,25 @@ def test_a_resolved_run_reaches_its_stages_slice_by_slice(name: str, run: str, t
     resolved = load().plans[name][run].run
     file = tmp_path / "config.yaml"
     assert stage("configure", "--settings", resolved.model_dump_json(), "--out", file) == 0
-    assert load_run(file, Run) == load_run(resolved.model_dump_json(), Run) == resolved
-    for kind, foreign in ((TrainRun, {"throughput", "label"}), (ThroughputRun, {"training", "schedule", "label"})):
-        found = load_run(file, kind)
-        assert json.loads(found.model_dump_json()) == resolved.slice(kind)
-        assert not foreign & set(resolved.slice(kind)) and not foreign & set(vars(found))
-        assert set(RunCore.model_fields) < set(resolved.slice(kind))
+    assert run_class(resolved.study).model_validate(yaml.safe_load(file.read_text())) == resolved
+    for name_, row in STAGES.items():
+        if row.scope == "run":
+            seen = load_run(file, name_)
+            assert json.loads(seen.model_dump_json()) == resolved.slice(name_)
+            assert set(vars(seen)) == {*RunCore.model_fields, *row.settings} == set(resolved.slice(name_))
+
+
+def test_a_key_that_no_run_has_is_refused_by_every_stage(tmp_path: Path) -> None:
+    settings = {**json.loads(load().plans["sound"]["first"].run.model_dump_json()), "optimzer": {}}
+    for name in RUN_STAGES:
+        with pytest.raises(UserError, match=r"unknown key 'optimzer' \(did you mean 'optimizer'\?\)"):
+            load_run(json.dumps(settings), name)
 
 
 def test_a_stage_does_not_see_what_it_has_no_use_for() -> None:
     def slices(settings: Raw) -> list[Raw]:
         run = load(**plan(settings)).plans["p"]["a"].run
-        return [run.slice(TrainRun), run.slice(ThroughputRun)]
+        return [run.slice("train"), run.slice("throughput")]
 
     before = slices({})
     for settings, changed in (
@@ -427,7 +439,7 @@ def test_the_schema_accepts_what_is_valid(capsys: pytest.CaptureFixture[str]) ->
     jsonschema.Draft202012Validator.check_schema(config.schema())
     assert complaints(yaml.safe_load((ROOT / "config.yaml").read_text())) == []
     assert complaints(SOUND) == []
-    for study in config.shipped_studies().values():
+    for study in config.study_files().values():
         shipped = {key: study[key] for key in ("datasets", "plans")}
         assert complaints({"targets": list(study["plans"]), **shipped}) == []
     changed = {
@@ -582,7 +594,7 @@ def test_the_published_vit_plans() -> None:
 
 def test_every_shipped_plan_resolves_and_its_figures_name_its_runs() -> None:
     found, demo = load(), yaml.safe_load((ROOT / "config.yaml").read_text())
-    for study in config.shipped_studies().values():
+    for study in config.study_files().values():
         for name, plan_ in study["plans"].items():
             assert list(found.plans[name]) == list(plan_["runs"])
         for figure in study.get("published", []):

@@ -14,7 +14,7 @@ import yaml
 from pydantic import TypeAdapter
 
 from dlscale.config import resolve as config
-from dlscale.config.dataset import DatasetSettings
+from dlscale.config.dataset import DatasetSettings, dataset_type
 from dlscale.config.resolve import Configuration
 from dlscale.config.run import Geometry
 from dlscale.config.site import Scheduler
@@ -328,9 +328,9 @@ DATASETS: dict[str, dict] = {
 @pytest.mark.parametrize("settings", DATASETS.values(), ids=DATASETS)
 def test_data_jobs(settings: dict) -> None:
     """As many as the data's own list of parts has; those that fetch run beside the workflow, and are no jobs."""
-    dataset: DatasetSettings = TypeAdapter(DatasetSettings).validate_python(settings)
-    acquired = [raw for raw in parts.raws(dataset).values() if raw.acquired]
-    made = [] if parts.prepared(dataset) else parts.parts(dataset)
+    dataset: DatasetSettings = TypeAdapter(dataset_type()).validate_python(settings)
+    acquired = [raw for raw in parts.raws(dataset).values() if parts.acquired(dataset, raw)]
+    made = [] if parts.kind_of(dataset).prepared(dataset) else parts.parts(dataset)
     others = len(made) * (dataset.pieces + 1) + 1
     in_jobs = [raw for raw in acquired if raw.origin == "simulated"]
     assert cost.data_jobs(dataset, scheduler(acquire="here")) == len(in_jobs) + others
@@ -430,7 +430,7 @@ def test_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
         ("site={", "--config: site={: not valid YAML: "),
         ('site={"engin": "none"}', "configuration: site: unknown key 'engin'"),
         ("sites={}", "configuration: unknown key 'sites'"),
-        ("site=none", "configuration: site: expected keys and values"),
+        ("site=none", "configuration: site: got 'none'; expected keys and values"),
         ("datasets=3", "configuration: datasets: expected names"),
     ):
         assert stage(*asked, setting) == 2

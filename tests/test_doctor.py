@@ -18,12 +18,11 @@ import yaml
 from pydantic import TypeAdapter
 
 from dlscale.config import resolve as config
-from dlscale.config.dataset import DatasetSettings
+from dlscale.config.dataset import DatasetSettings, dataset_type
 from dlscale.config.resolve import Configuration
 from dlscale.config.run import Run
 from dlscale.config.site import Nodes, Scheduler, Site
 from dlscale.data import parts
-from dlscale.datasets.era5.kind import Era5Prepared
 from dlscale.launch import launcher
 from dlscale.preflight import data, disks, doctor, environment, probe, site_slurm
 from dlscale.preflight.probe import Finding
@@ -60,7 +59,7 @@ def load(results: Path, site: dict[str, Any] | None = None, **changes: Any) -> C
 
 
 def dataset(settings: dict) -> DatasetSettings:
-    return TypeAdapter(DatasetSettings).validate_python(settings)
+    return TypeAdapter(dataset_type()).validate_python(settings)
 
 
 def named(findings: list[Finding], name: str) -> Finding:
@@ -556,17 +555,16 @@ def test_prepared_years(tmp_path: Path) -> None:
 
 def test_prepared_files(tmp_path: Path) -> None:
     """The order is that of the rules' inputs; of what a folder has to have, also what is missing."""
-    source = dataset({"kind": "era5", "source": {"kind": "prepared", "path": str(tmp_path)}}).source
-    assert isinstance(source, Era5Prepared)
+    prepared = dataset({"kind": "era5", "source": {"kind": "prepared", "path": str(tmp_path)}})
     for name in ("valid/2000.h5", "train/1999.h5", "train/1998.h5", "train/notes.txt", "out_of_sample/2018.h5"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
-    names = ["out_of_sample/2018.h5", "train/1998.h5", "train/1999.h5", "valid/2000.h5"]
+    names = ["train/1998.h5", "train/1999.h5", "valid/2000.h5"]
     names += ["stats/global_means.npy", "stats/global_stds.npy"]
-    assert parts.prepared_files(source) == [f"{tmp_path}/{name}" for name in names]
+    assert parts.kind_of(prepared).prepared_files(prepared) == [f"{tmp_path}/{name}" for name in names]
     (tmp_path / "stats").mkdir()
     (tmp_path / "stats/time_means.npy").touch()
-    assert parts.prepared_files(source)[-1] == f"{tmp_path}/stats/time_means.npy"
+    assert parts.kind_of(prepared).prepared_files(prepared)[-1] == f"{tmp_path}/stats/time_means.npy"
 
 
 def test_origins(tmp_path: Path) -> None:

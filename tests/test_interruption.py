@@ -20,6 +20,7 @@ from dlscale.parallel.world import World, first_host, join
 from dlscale.train.checkpoint import Checkpoints
 from dlscale.train.interruption import Interruption
 from tests.conftest import ERA5, ERA5_RUN, ROOT, make_run, records, train
+from tests.waiting import PATIENCE, until
 
 STOPPED = 75
 TORCHRUN = [
@@ -96,7 +97,7 @@ def test_terminated(tmp_path: Path, era5_data: Path, workers: int, how: signal.S
         saved = len(list(folder.glob("checkpoints/*/step-*")))
         wait_for(folder / "train.log", f"epoch {4 + (folder / 'train.log').read_text().count('epoch ')} of", process)
         os.killpg(process.pid, how)
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=PATIENCE)
     finally:
         process.kill()
     assert process.returncode == STOPPED and saved == 1
@@ -115,7 +116,7 @@ def test_one_of_several_processes_is_asked_and_all_save(tmp_path: Path, era5_dat
         wait_for(stopped / "train.log", "epoch 3 of", process)
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         os.kill(int(children[1]), signal.SIGTERM)  # that of rank 1
-        process.communicate(timeout=120)
+        process.communicate(timeout=PATIENCE)
     finally:
         process.kill()
     assert process.returncode != 0
@@ -144,12 +145,10 @@ def begin(folder: Path, data: Path, starter: list[str]) -> subprocess.Popen[str]
 
 
 def wait_for(log: Path, text: str, process: subprocess.Popen[str]) -> None:
-    for _ in range(1200):
-        if log.exists() and text in log.read_text():
-            return
-        assert process.poll() is None, log.read_text() if log.exists() else "no log"
-        time.sleep(0.05)
-    raise AssertionError(f"no {text!r} after a minute")
+    def said() -> str:
+        return log.read_text() if log.exists() else ""
+
+    until(f"'{text}' in the log", lambda: text in said(), process, said)
 
 
 # ---- agreement -------------------------------------------------------------------------------------
@@ -210,7 +209,7 @@ def test_a_warning_outside_of_training_is_no_end(tmp_path: Path) -> None:
         "def main(args):\n    os.kill(os.getpid(), signal.SIGUSR2); os.kill(os.getpid(), signal.SIGUSR1)\n"
         "c.main = main\nraise SystemExit(cli.main(['configure', '--settings', '{}', '--out', 'x']))"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, timeout=PATIENCE, check=False)
     assert done.returncode == 0
 
 
@@ -224,10 +223,7 @@ def test_ranks_end_with_torchrun(tmp_path: Path, era5_data: Path) -> None:
     ranks = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     process.kill()
     process.wait()
-    end = time.monotonic() + 60
-    while any(Path(f"/proc/{rank}").exists() for rank in ranks):
-        assert time.monotonic() < end
-        time.sleep(0.2)
+    until("the ranks' end", lambda: not any(Path(f"/proc/{rank}").exists() for rank in ranks))
     assert "asked to end: saved after step" in (folder / "train.log").read_text()
 
 

@@ -17,6 +17,7 @@ from dlscale.core.errors import UserError
 from dlscale.parallel import world
 from dlscale.parallel.world import World, join
 from tests.conftest import COSMO, COSMO_RUN, ERA5, ERA5_RUN, ROOT, make_run, records, train
+from tests.waiting import PATIENCE
 
 STUDIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "cosmo_unet": (COSMO, {**COSMO_RUN, "loader": {"workers": 0}}),
@@ -29,7 +30,7 @@ def launch(stage: str, ranks: int, *arguments: object, env: dict[str, str] | Non
     starter = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     command = [sys.executable, *starter, "-m", "--", "dlscale", stage, *map(str, arguments)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "workflow_scripts"), **(env or {})}
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, cwd=ROOT)
+    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, env=environment, cwd=ROOT)
 
 
 def train_by(ranks: int, folder: Path, data: Path) -> None:

@@ -14,7 +14,7 @@ from tests.conftest import ERA5, ERA5_RUN
 from tests.container.conftest import Engine
 from tests.workflow.conftest import copy_tree
 
-pytestmark = [pytest.mark.container, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.container, pytest.mark.timeout(1800), pytest.mark.xdist_group("machine")]
 
 CONFIG: dict[str, Any] = {
     "targets": ["tiny"],

@@ -1,4 +1,4 @@
-"""A tiny workflow of both studies, run once for all tests by the real Snakemake, in a copy of the repository."""
+"""A tiny workflow of all studies, run once for all tests by the real Snakemake, in a copy of the repository."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.conftest import COSMO, COSMO_RUN, ERA5, ERA5_RUN, ROOT
+from tests.conftest import COSMO, COSMO_RUN, ERA5, ERA5_RUN, ROOT, TINY, once
+from tests.waiting import PATIENCE
 
 #: What runs inside of Snakemake and of the stages, for the tests to see what they do.
 INSIDE = Path(__file__).parent / "inside"
@@ -26,7 +27,8 @@ TREE = ["Snakefile", "config.yaml", "README.md", "rules", "profiles", "perlmutte
 RESULTS = "my results $(touch pwned) 'n' more"
 TITLE = """Gas & "stars" $(touch pwned) `touch pwned` <b>it's</b>; touch pwned"""
 
-#: The configuration of all workflow tests: two datasets, three plans, four runs that are run (and one named again).
+#: The configuration of all workflow tests: of two studies three plans, with four runs (and one named again), and of
+#: each other study a plan, a dataset and a run.
 CONFIG: dict[str, Any] = {
     "results": RESULTS,
     "targets": ["cosmo", "era5", "again"],
@@ -64,9 +66,17 @@ CONFIG: dict[str, Any] = {
     "studies": {"era5_vit": {"optimizer": {"lr": 1e-3}}},
     "report": {"title": TITLE},
 }
+for _study in TINY.keys() - {plan["study"] for plan in CONFIG["plans"].values()}:
+    CONFIG["targets"].append(_study)
+    CONFIG["datasets"][_study] = TINY[_study]["dataset"]
+    CONFIG["plans"][_study] = {
+        "study": _study,
+        "settings": {**TINY[_study]["run"], "dataset": _study},
+        "runs": {"tiny": {}},
+    }
 #: One thread a job: two jobs side by side disturb each other less, and so do other processes of the machine.
 COMMON = ["--configfile", "tiny.yaml", "--logger", "jobs", "--set-threads", "train=1", "throughput=1"]
-TARGETS = ["all", "plan_cosmo", "plan_era5", "plan_again"]
+TARGETS = ["all", *(f"plan_{plan}" for plan in CONFIG["targets"])]
 
 
 @dataclass(frozen=True)
@@ -153,7 +163,7 @@ class Tree:
             start_new_session=True,
         )
 
-    def snakemake(self, *arguments: str, timeout: float = 300) -> Outcome:
+    def snakemake(self, *arguments: str, timeout: float = 2 * PATIENCE) -> Outcome:
         """Run Snakemake to its end."""
         self.log.unlink(missing_ok=True)
         with self.start(*arguments) as process:
@@ -202,7 +212,7 @@ class Tree:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=PATIENCE,
         )
 
     def python(self, code: str) -> Any:
@@ -214,7 +224,7 @@ class Tree:
             stdout=subprocess.PIPE,
             text=True,
             check=True,
-            timeout=60,
+            timeout=PATIENCE,
         )
         return json.loads(done.stdout)
 
@@ -252,12 +262,20 @@ def make_tree(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[...
 
 
 @pytest.fixture(scope="session")
-def finished(make_tree: Callable[..., Tree]) -> tuple[Tree, Outcome]:
-    """Run the tiny workflow to its end, once; tests leave the tree as they find it."""
-    tree = make_tree()
-    outcome = tree.snakemake("--cores", "2", "--printshellcmds", "--", *TARGETS, timeout=540)
-    assert outcome.status == 0, outcome.output[-5000:]
-    return tree, outcome
+def finished(make_tree: Callable[..., Tree], tmp_path_factory: pytest.TempPathFactory) -> tuple[Tree, Outcome]:
+    """Run the tiny workflow to its end, once for all processes; return a copy, which tests leave as they find it."""
+
+    def run(folder: Path) -> None:
+        copy_tree(folder / "a repository")
+        tree = Tree(folder / "a repository", CONFIG)
+        tree.write()
+        outcome = tree.snakemake("--cores", "2", "--printshellcmds", "--", *TARGETS)
+        assert outcome.status == 0, outcome.output[-5000:]
+        (folder / "output").write_text(outcome.output)
+
+    folder = once(tmp_path_factory, "workflow", run)
+    tree = make_tree(like=Tree(folder / "a repository", CONFIG))
+    return tree, Outcome(0, (folder / "output").read_text(), tree.jobs())
 
 
 @pytest.fixture

@@ -11,7 +11,6 @@ import os
 import re
 import shutil
 import signal
-import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +22,7 @@ import pytest
 import torch
 
 from dlscale.core.stages import STAGES
+from tests.waiting import PATIENCE, until
 from tests.workflow.conftest import CONFIG, RESULTS, ROOT, TARGETS, TITLE, Outcome, Tree
 
 Make = Callable[..., Tree]
@@ -400,13 +400,6 @@ def test_prepared_data_with_odd_names(clone: Tree) -> None:
     assert not list(clone.path.rglob("pwned*"))
 
 
-def wait_for(condition: Callable[[], object], what: str, seconds: float = 90) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, f"{what}: not within {seconds:.0f} s"
-        time.sleep(0.05)
-
-
 def test_interrupted_and_killed(clone: Tree) -> None:
     """Ctrl-C: the same command goes on. SIGKILL: Snakemake first wants `--unlock`, says so, and then goes on.
 
@@ -425,15 +418,15 @@ def test_interrupted_and_killed(clone: Tree) -> None:
         return {path.name for path in folder.glob("step-*")}
 
     process = clone.start(*call)
-    wait_for(steps, "the first checkpoint")
+    until("the first checkpoint", steps)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode != 0
     assert not (run / "metrics.jsonl").exists() and not (run / "model.pt").exists(), output
 
     done = steps()
     process = clone.start(*call)
-    wait_for(lambda: steps() - done, "a checkpoint after the interruption")
+    until("a checkpoint after the interruption", lambda: steps() - done)
     process.kill()  # Snakemake alone: its training lives on
     process.wait()
     owner = int((checkpoints / ".lock").read_text().split()[1])

@@ -18,9 +18,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from dlscale.core import registry
 from dlscale.core.errors import Stopped, UserError
 from dlscale.core.files import explained
-from dlscale.core.stages import STAGES
+from dlscale.core.stages import RUN_OPTIONS, STAGES
 from dlscale.launch.contain import hold_on
 
 if TYPE_CHECKING:
@@ -29,112 +30,52 @@ if TYPE_CHECKING:
 USER_ERROR, DEFECT, STOPPED, INTERRUPTED = 2, 1, 75, 130
 
 #: Asked about the whole configuration, by no rule: `main(args, configuration)` prints and returns the exit status.
-QUESTIONS = {"doctor": "dlscale.preflight.doctor", "cost": "dlscale.preflight.cost"}
+QUESTIONS = {
+    "doctor": (
+        "dlscale.preflight.doctor",
+        "Check what the workflow needs, before anything is submitted: 0 if nothing fails, else 1.",
+    ),
+    "cost": (
+        "dlscale.preflight.cost",
+        "Estimate what the runs that lack results will cost: node-hours, GPU-hours, charge.",
+    ),
+}
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of all subcommands."""
+    """Return the parser of all subcommands: the table of stages, and the questions."""
     top = argparse.ArgumentParser(
         prog="dlscale",
         description="Measured, reproducible scaling studies of PyTorch models. The workflow (`snakemake`) calls these "
         "stages; each also runs by hand.",
     )
     top.add_argument("--version", action="store_true", help="print the version and exit")
+    top.add_argument(
+        "--study", action="append", default=[], metavar="NAME=PATH", help="a study from outside of dlscale: its file"
+    )
     commands = top.add_subparsers(dest="stage", metavar="STAGE")
 
-    def stage(name: str, text: str) -> argparse.ArgumentParser:
+    def command(name: str, text: str) -> argparse.ArgumentParser:
         added = commands.add_parser(
             name, help=text, description=text, formatter_class=argparse.ArgumentDefaultsHelpFormatter
         )
         added.add_argument("--log", metavar="FILE", help="write the log to FILE instead of the terminal")
         return added
 
-    def path(command: argparse.ArgumentParser, flag: str, text: str, **more: object) -> None:
-        command.add_argument(flag, required=True, metavar="PATH", help=text, **more)  # type: ignore[arg-type]
-
-    def question(name: str, text: str) -> argparse.ArgumentParser:
-        added = stage(name, text)
-        added.add_argument("plans", nargs="*", metavar="PLAN", help="plans; the targets if absent")
-        added.add_argument("--profile", metavar="NAME", help="the site: profiles/NAME/site.yaml, or its path")
-        added.add_argument("--configfile", nargs="+", default=[], metavar="FILE", help="YAML files, over config.yaml")
-        added.add_argument(
+    for name, stage in STAGES.items():
+        added = command(name, stage.text)
+        for option in [*(RUN_OPTIONS if stage.scope == "run" else ()), *stage.options]:
+            added.add_argument(option.flag, required=option.required, help=option.text, **option.more)
+    command("schema", "Print the JSON schema of config.yaml, for editors.")
+    for name, (_, text) in QUESTIONS.items():
+        asked = command(name, text)
+        asked.add_argument("plans", nargs="*", metavar="PLAN", help="plans; the targets if absent")
+        asked.add_argument("--profile", metavar="NAME", help="the site: profiles/NAME/site.yaml, or its path")
+        asked.add_argument("--configfile", nargs="+", default=[], metavar="FILE", help="YAML files, over config.yaml")
+        asked.add_argument(
             "--config", nargs="+", default=[], metavar="KEY=VALUE", help="settings (YAML), over the files"
         )
-        return added
-
-    p = stage("configure", "Write the resolved settings of a dataset, run or plan as YAML.")
-    path(p, "--out", "YAML file to write")
-    p.add_argument("--settings", required=True, metavar="JSON", help="the settings")
-
-    p = stage("acquire", "Simulate or fetch one raw file of a dataset (fetching needs the network).")
-    path(p, "--config", "the dataset's config.yaml, or its settings as JSON")
-    p.add_argument("--file", required=True, metavar="NAME", help="name of the raw file")
-    path(p, "--out", "file to write")
-
-    p = stage("preprocess", "Stream one piece of one part of a dataset through downsampling and transforms.")
-    path(p, "--config", "the dataset's config.yaml, or its settings as JSON")
-    p.add_argument("--part", required=True, metavar="SPLIT/NAME", help="the part")
-    p.add_argument("--piece", type=int, default=0, metavar="N", help="number of the piece, from 0")
-    path(p, "--source", "raw files of the part", nargs="+")
-    path(p, "--out", "HDF5 file to write")
-
-    p = stage("assemble", "Join the pieces of one part into its final file.")
-    path(p, "--config", "the dataset's config.yaml, or its settings as JSON")
-    path(p, "--pieces", "the pieces, in order", nargs="+")
-    path(p, "--out", "HDF5 file to write")
-
-    p = stage("describe", "Write a dataset's statistics and manifest.")
-    path(p, "--config", "the dataset's config.yaml, or its settings as JSON")
-    p.add_argument(
-        "--source", nargs="*", default=[], metavar="PATH", help="files of a prepared dataset, used as they are"
-    )
-    path(p, "--manifest", "manifest.json to write, in the dataset's folder")
-    path(p, "--stats", "folder of .npy files to write")
-
-    p = stage("preview", "Draw a first look at a dataset's channels.")
-    path(p, "--manifest", "the dataset's manifest.json")
-    path(p, "--out", "PNG file to write")
-
-    for name, text in (
-        ("train", "Train one run; resume where an earlier try stopped."),
-        ("throughput", "Measure a run's samples/s: IO alone, SYNTHETIC, FULL."),
-    ):
-        p = stage(name, text)
-        path(p, "--config", "the run's config.yaml, or its settings as JSON")
-        path(p, "--manifest", "manifest.json of the run's dataset")
-        p.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to compute")
-        p.add_argument("--threads", type=int, metavar="N", help="CPU threads (PyTorch's choice if absent)")
-        if name == "train":
-            path(p, "--checkpoints", "folder of this run's checkpoints")
-            p.add_argument(
-                "--sources", default="", metavar="SHA256", help="digest of the sources: another one starts afresh"
-            )
-            path(p, "--out", "the run's folder")
-        else:
-            path(p, "--out", "JSON file to write")
-
-    p = stage("collect", "Tabulate a plan's runs.")
-    path(p, "--plan", "the plan's plan.yaml")
-    path(p, "--out", "CSV file to write")
-
-    p = stage("report", "Write the report's page.")
-    p.add_argument("--title", required=True, help="heading of the page")
-    path(p, "--plans", "plan.yaml files", nargs="+")
-    path(p, "--datasets", "dataset folders", nargs="+")
-    path(p, "--out", "HTML file to write")
-
-    p = stage("image", "Build or pull the image that stages run in; migrate it for podman-hpc.")
-    p.add_argument("--engine", required=True, metavar="NAME", help="container engine")
-    p.add_argument("--image", required=True, metavar="NAME", help="localhost/... is built, others are pulled")
-    p.add_argument("--target", default="cpu", choices=("cpu", "gpu"), help="target of docker/Dockerfile")
-    p.add_argument("--build-arg", action="append", default=[], metavar="NAME=VALUE", help="argument of the build")
-
-    p = stage("schema", "Print the JSON schema of config.yaml, for editors.")
-
-    p = question("doctor", "Check what the workflow needs, before anything is submitted: 0 if nothing fails, else 1.")
-    p.add_argument("--json", action="store_true", help="print JSON")
-
-    question("cost", "Estimate what the runs that lack results will cost: node-hours, GPU-hours, charge.")
+        asked.add_argument("--json", action="store_true", help="print JSON")
     return top
 
 
@@ -168,10 +109,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         # A mapped file that is cut, or whose disk fails, ends the process at once: the log shall say where.
         faulthandler.enable(file=2)
         logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+        for text in args.study:
+            name, equals, path = text.partition("=")
+            if not (name and equals and path):
+                raise UserError(f"--study: {text}: expected NAME=PATH")
+            registry.add(name, path)
         if args.stage == "schema":
             _print_schema()
         elif args.stage in QUESTIONS:
-            return importlib.import_module(QUESTIONS[args.stage]).main(args, _configuration(args))
+            return importlib.import_module(QUESTIONS[args.stage][0]).main(args, _configuration(args))
         else:
             importlib.import_module(STAGES[args.stage].module).main(args)
     except UserError as error:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import posixpath
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Union
 from urllib.parse import urlsplit
 
 from pydantic import Field, PositiveInt, StringConstraints
@@ -78,6 +77,5 @@ def refuse_changed(dataset: DatasetSettings, *keys: str) -> None:
 
 def dataset_type() -> Any:
     """Return the union of the settings of all kinds of datasets that are registered now."""
-    known = [registry.kind(name).Settings for name in registry.kinds()]
-    union = functools.reduce(lambda a, b: a | b, known)
-    return Annotated[union, Field(discriminator="kind")]
+    known: Any = tuple(registry.kind(name).Settings for name in registry.kinds())
+    return Annotated[Union[known], Field(discriminator="kind")]  # noqa: UP007

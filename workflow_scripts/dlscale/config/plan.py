@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, Union
 
 from pydantic import Field, SkipValidation, create_model
 
@@ -12,6 +11,12 @@ from dlscale.core import registry
 from dlscale.core.machine import NEEDS
 from dlscale.core.schema import Name, Strict, partial
 from dlscale.core.stages import RUN_STAGES
+
+if TYPE_CHECKING:
+    Measurement: TypeAlias = str
+    Need: TypeAlias = str
+else:
+    Measurement, Need = Literal[RUN_STAGES], Literal[tuple(NEEDS)]
 
 
 class Plan(Strict):
@@ -27,46 +32,43 @@ class Plan(Strict):
     )
     title: str | None = Field(None, description="What the report calls the plan; its name if absent.")
     from_: str | None = Field(None, alias="from", description="Start from the settings of this run, written plan.run.")
-    settings: SkipValidation[dict[str, Any]] = Field({}, description="Settings common to all runs of the plan.")
-    measure: list[Literal[RUN_STAGES]] = Field(  # type: ignore[valid-type]
-        list(RUN_STAGES), min_length=1, description="Stages that each run goes through."
-    )
-    runs: dict[Name, SkipValidation[dict[str, Any]]] = Field(
+    settings: Any = Field({}, description="Settings common to all runs of the plan.")
+    measure: list[Measurement] = Field(list(RUN_STAGES), min_length=1, description="Stages that each run goes through.")
+    runs: dict[Name, Any] = Field(
         min_length=1, description="Settings by run, in order; `{use: plan.run}` names a run that another plan has."
     )
 
 
 def study_settings() -> Any:
     """Return what may stand for a study: changes to its runs' settings, or the path of a study from outside."""
-    return SkipValidation[_settings(tuple(registry.studies())) | str | None]
+    overrides: Any = _overrides()
+    unchecked: Any = SkipValidation  # until it is merged
+    return unchecked[overrides | str | None]
 
 
 def plan_class() -> type[Plan]:
     """Return the class of plans with the settings of all studies that are registered now."""
-    settings = _settings(tuple(registry.studies()))
-    needs = Field(
-        [], description="Leave the run out, and say so, where the machine that runs the workflow lacks one of these."
-    )
-    use = Field(None, description="Name a run of another plan, written plan.run, instead of its keys.")
-    fields: dict[str, Any] = {"use": (str | None, use), "needs": (list[Literal[tuple(NEEDS)]], needs)}
-    named = create_model("NamedRunSettings", __base__=settings, **fields)
-    return create_model(
-        "Plan",
-        __base__=Plan,
-        __doc__="Runs of one study.",
-        settings=(SkipValidation[settings | None], Plan.model_fields["settings"]),
-        runs=(dict[Name, SkipValidation[named | None]], Plan.model_fields["runs"]),  # type: ignore[valid-type, misc]
-    )
-
-
-@functools.cache
-def _settings(studies: tuple[str, ...]) -> type[Strict]:
-    """Return a model of overrides: every key of a run optional, each component of any study."""
-    found: dict[str, list[Any]] = {}
-    for study in studies:
-        for key, (annotation, _) in components(study).items():
-            found.setdefault(key, []).append(annotation)
-    unions: dict[str, Any] = {
-        key: (functools.reduce(lambda a, b: a | b, dict.fromkeys(each)), ...) for key, each in found.items()
+    settings: Any = _overrides()
+    unchecked: Any = SkipValidation  # until it is merged
+    needs = "Leave the run out, and say so, where the machine that runs the workflow lacks one of these."
+    use = "Name a run of another plan, written plan.run, instead of its keys."
+    fields: dict[str, Any] = {
+        "use": (str | None, Field(None, description=use)),
+        "needs": (list[Need], Field([], description=needs)),
     }
-    return partial(create_model("Run", __base__=Run, **unions), without=("study",))  # type: ignore[return-value]
+    named: Any = create_model("NamedRunSettings", __base__=settings, **fields)
+    own: dict[str, Any] = {
+        "settings": (unchecked[settings | None], Plan.model_fields["settings"]),
+        "runs": (dict[Name, unchecked[named | None]], Plan.model_fields["runs"]),
+    }
+    return create_model("Plan", __base__=Plan, __doc__="Runs of one study.", **own)
+
+
+def _overrides() -> Any:
+    """Return a model of overrides: every key of a run optional, each component any study's."""
+    kinds: dict[str, list[Any]] = {}
+    for study in registry.studies():
+        for key, (annotation, _) in components(study).items():
+            kinds.setdefault(key, []).append(annotation)
+    unions: dict[str, Any] = {key: (Union[tuple(dict.fromkeys(each))], ...) for key, each in kinds.items()}  # noqa: UP007
+    return partial(create_model("Run", __base__=Run, **unions), without=("study",))

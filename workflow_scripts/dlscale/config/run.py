@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Union
 
 from pydantic import (
     BeforeValidator,
@@ -25,7 +25,7 @@ from pydantic import (
 
 from dlscale.core import registry
 from dlscale.core.errors import UserError, nearest
-from dlscale.core.schema import Name, Strict
+from dlscale.core.schema import Component, Name, Strict
 from dlscale.core.settings import read_settings, validate
 from dlscale.core.stages import STAGES
 
@@ -163,7 +163,7 @@ class RunCore(Strict):
     model: SerializeAsAny[Strict]
     loss: SerializeAsAny[Strict]
     samples: SerializeAsAny[Strict]
-    loader: SerializeAsAny[Strict]
+    loader: SerializeAsAny[Component]
     optimizer: Optimizer = Adam()
     precision: Precision = Field(
         "fp32",
@@ -267,7 +267,7 @@ def components(study: str) -> dict[str, Any]:
     """Return the fields of a run whose types the study, its kind of dataset and the loaders bring."""
     found = registry.study(study)
     loaders = registry.load("dlscale.data.loaders.settings").LOADERS
-    loader = Annotated[functools.reduce(lambda a, b: a | b, loaders), Field(discriminator="kind")]
+    loader = Annotated[Union[loaders], Field(discriminator="kind")]  # type: ignore[valid-type]  # noqa: UP007
     return {
         "model": (found.Model, ...),
         "loss": (found.Loss, ...),

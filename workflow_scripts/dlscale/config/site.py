@@ -6,15 +6,22 @@ A profile's folder holds these settings in `site.yaml`; science is not in there,
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveInt, StringConstraints
 
 from dlscale.core.machine import NEEDS
 from dlscale.core.schema import Name, Strict
+from dlscale.core.stages import RUN_STAGES, STAGES
 
 Engine = Literal["none", "auto", "docker", "podman", "podman-hpc", "shifter", "apptainer"]
 Starter = Literal["auto", "direct", "torchrun", "srun"]
+
+#: What a job does: a stage of a run, or one of the stages that make a dataset.
+if TYPE_CHECKING:
+    Job: TypeAlias = str
+else:
+    Job = Literal[("data", *RUN_STAGES)]
 
 #: What an engine's options can carry: no engine's separators, no line ends.
 Path_ = Annotated[str, StringConstraints(pattern=r"^/[^:;,\n\r]*$")]
@@ -48,14 +55,6 @@ class Nodes(Strict):
     gres: str = Field("gpu", description="What a GPU is called in --gres, such as gpu or gpu:a100.")
 
 
-class Minutes(Strict):
-    """Time limits where nothing is known about how long a stage takes."""
-
-    data: PositiveInt = Field(60, description="acquire, preprocess, assemble, describe.")
-    train: PositiveInt = 720
-    throughput: PositiveInt = 60
-
-
 class Scheduler(Strict):
     """Slurm: what to ask for."""
 
@@ -67,13 +66,19 @@ class Scheduler(Strict):
     part_qos: str | None = Field(None, description="QOS of runs on part of a node.")
     whole_qos: str | None = Field(None, description="QOS of runs on whole nodes, and of parts too large for part_qos.")
     qos: dict[str, Qos] = Field({}, description="Limits and charges by QOS.")
-    minutes: Minutes = Minutes()
+    minutes: dict[Job, PositiveInt] = Field(
+        {}, description="Time limits where nothing is known about how long a stage takes; `data`: of all data stages."
+    )
     warning_seconds: PositiveInt = Field(
         120, description="Training is told to save so long before its time limit (sbatch --signal)."
     )
     acquire: Literal["here", "job"] = Field(
         "here", description="Where files are fetched: beside Snakemake (compute nodes have no network), or in a job."
     )
+
+    def limit(self, job: Job) -> int:
+        """Return the time limit of a job of which nothing else is known, in minutes."""
+        return self.minutes.get(job) or (STAGES[job].minutes if job in STAGES else 60)
 
 
 class Build(Strict):

@@ -53,11 +53,9 @@ class Workflow(Strict):
 def workflow_class() -> type[Workflow]:
     """Return the class of configurations with what is registered now."""
     plan: Any = plan_class()
-    return create_model(
-        "Workflow",
-        __base__=Workflow,
-        __doc__=Workflow.__doc__,
-        datasets=(dict[Name, dataset_type()], Field({}, description=DATASETS)),  # type: ignore[misc]
-        studies=(dict[Name, study_settings()], Field({}, description=STUDIES)),  # type: ignore[misc]
-        plans=(dict[Name, plan], Workflow.model_fields["plans"]),
-    )
+    own: dict[str, Any] = {
+        "datasets": (dict[Name, dataset_type()], Field({}, description=DATASETS)),  # type: ignore[misc]
+        "studies": (dict[Name, study_settings()], Field({}, description=STUDIES)),  # type: ignore[misc]
+        "plans": (dict[Name, plan], Workflow.model_fields["plans"]),
+    }
+    return create_model("Workflow", __base__=Workflow, __doc__=Workflow.__doc__, **own)

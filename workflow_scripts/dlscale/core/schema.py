@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import types
-from collections.abc import Collection
 from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, create_model, model_validator
@@ -46,7 +46,14 @@ class Strict(BaseModel):
         return [field.alias or name for name, field in cls.model_fields.items()]
 
 
-def partial(model: type[BaseModel], without: Collection[str] = ()) -> type[BaseModel]:
+class Component(Strict):
+    """Settings of one of several kinds of a thing; `kind`, a Literal, says which."""
+
+    kind: str
+
+
+@functools.cache
+def partial(model: type[BaseModel], without: tuple[str, ...] = ()) -> type[BaseModel]:
     """Return `model` with every key optional, nested models included, but those `without`: the form of an override.
 
     It serves the JSON schema only; overrides are validated after they are merged.
@@ -59,7 +66,8 @@ def partial(model: type[BaseModel], without: Collection[str] = ()) -> type[BaseM
         if field.metadata:
             annotation = Annotated[(annotation, *field.metadata)]
         fields[name] = (annotation | None, Field(default=None, description=field.description, alias=field.alias))
-    return create_model(f"{model.__name__}Settings", __base__=Strict, __doc__=model.__doc__, **fields)
+    name = f"{model.__name__.removesuffix('Settings')}Settings"
+    return create_model(name, __base__=Strict, __doc__=model.__doc__, **fields)
 
 
 def _partial_annotation(annotation: Any) -> Any:

@@ -108,8 +108,10 @@ def _reason(item: Any) -> str:
         return f"got {given!r}; expected to match {context['pattern']}"
     if kind == "value_error":
         return str(context["error"])
-    if kind in ("unknown_key", "not_a_mapping"):
+    if kind == "unknown_key":
         return str(item["msg"])
+    if kind == "not_a_mapping":
+        return f"got {given!r}; {item['msg']}"
     message = item["msg"].removeprefix("Input should be ")
     shown = repr(given) if len(repr(given)) < 60 else type(given).__name__
     return f"got {shown}; expected {message}"

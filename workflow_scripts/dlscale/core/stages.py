@@ -80,6 +80,8 @@ class Stage:
         Where a job runs.
     work
         Of a run: how much it computes.
+    minutes
+        Time limit of a job where nothing is known of how long it takes; a site may say another.
     warned
         Whether the job asks to be warned of its time limit.
     """
@@ -92,6 +94,7 @@ class Stage:
     outputs: tuple[str, ...] = ()
     nodes: Nodes = "here"
     work: Callable[[Any, int | None, int | None], float | None] | None = None
+    minutes: int = 60
     warned: bool = False
 
 
@@ -183,6 +186,7 @@ STAGES: dict[str, Stage] = {
         outputs=("metrics.jsonl", "provenance.json", "prediction.png"),
         nodes="geometry",
         work=training_work,
+        minutes=720,
         warned=True,
     ),
     "throughput": Stage(

@@ -7,13 +7,12 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
-from typing import Literal
 
 from dlscale.config.run import Geometry
-from dlscale.config.site import Nodes, Qos, Scheduler
+from dlscale.config.site import Job, Nodes, Qos, Scheduler
 from dlscale.core.errors import UserError
+from dlscale.core.stages import STAGES
 
-Stage = Literal["data", "train", "throughput"]
 Request = dict[str, str | int]
 
 #: All that `request` may ask for.
@@ -32,7 +31,7 @@ RESOURCES = (
 )
 
 
-def request(scheduler: Scheduler, stage: Stage, geometry: Geometry | None, minutes: int | None = None) -> Request:
+def request(scheduler: Scheduler, job: Job, geometry: Geometry | None, minutes: int | None = None) -> Request:
     """Return what the workflow's Slurm executor shall ask for, by its names of resources.
 
     Parameters
@@ -58,14 +57,14 @@ def request(scheduler: Scheduler, stage: Stage, geometry: Geometry | None, minut
             # The executor then leaves starting the tasks to the command, which begins with srun.
             wanted |= {"mpi": "srun", "tasks_per_node": geometry.gpus_per_node}
     limit = scheduler.qos.get(qos or "", Qos()).max_minutes
-    wanted["runtime"] = min(minutes or getattr(scheduler.minutes, stage), limit or 10**9)
+    wanted["runtime"] = min(minutes or scheduler.limit(job), limit or 10**9)
     if qos:
         wanted["qos"] = qos
     if nodes.constraint:
         wanted["constraint"] = nodes.constraint
     if account := account_of(scheduler, nodes):
         wanted["slurm_account"] = account
-    if stage == "train":
+    if job in STAGES and STAGES[job].warned:
         # To every process of the job's steps, not to the batch shell (B:), which would die of it.
         wanted["slurm_extra"] = f"--signal=USR2@{scheduler.warning_seconds}"
     return wanted

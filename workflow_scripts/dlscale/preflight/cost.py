@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dlscale.config.dataset import DatasetSettings
-from dlscale.config.resolve import Configuration, shipped_studies, unknown
+from dlscale.config.resolve import Configuration, study_files, unknown
 from dlscale.config.run import Run
-from dlscale.config.site import Nodes, Qos, Scheduler
+from dlscale.config.site import Job, Nodes, Qos, Scheduler
 from dlscale.config.workflow import Budget
+from dlscale.core import registry
 from dlscale.core.errors import UserError
+from dlscale.core.stages import STAGES
 from dlscale.data import parts
-from dlscale.datasets.era5.kind import PairSamples
 from dlscale.launch import slurm
 
 Basis = Literal["measured", "published", "limit"]
@@ -30,11 +31,6 @@ Hours = Literal["node_hours", "gpu_hours", "charged_hours"]
 
 #: Seconds from a job's start to its first step: interpreter, libraries, data, first batches.
 START_UP = 120.0
-#: A validation sample needs no backward pass, which is two thirds of a training sample's work.
-VALIDATION = 1 / 3
-#: Modes of a throughput measurement: IO, SYNTHETIC, FULL. Neither of the first two is slower than the last.
-MODES = 3
-
 WORDS: dict[Hours, str] = {"node_hours": "node-hours", "gpu_hours": "GPU-hours", "charged_hours": "charged hours"}
 
 
@@ -54,7 +50,7 @@ class Work:
         How many of the kind.
     """
 
-    stage: slurm.Stage
+    stage: Job
     plan: str
     run_name: str
     run: Run | None = None
@@ -73,12 +69,10 @@ class Estimate:
 
 
 def estimate(work: Work, results: Path, scheduler: Scheduler | None = None) -> Estimate:
-    """Return how long one job of `work` takes.
+    """Return how long one job of `work` takes: what its stage computes, in training samples, ÷ rate + 120 s.
 
-    Training: (samples + validation samples an epoch × epochs ÷ 3) ÷ rate + 120 s. Samples are epochs × samples an
-    epoch, or steps × batch size; a forward pass is a third of a training step (Kaplan et al. 2020, arXiv:2001.08361,
-    section 2.1: 2 of 6 FLOPs a parameter), and 120 s start a process. Measuring: (warm-up + counted trials) × batches ×
-    batch size ÷ rate × 3 modes + 120 s, where FULL is the slowest of the three. Compilation is in neither.
+    The table of stages (`dlscale.core.stages`) says what a stage computes. 120 s start a process. Compilation is left
+    out.
 
     Parameters
     ----------
@@ -93,14 +87,12 @@ def estimate(work: Work, results: Path, scheduler: Scheduler | None = None) -> E
         `limit` without seconds for data stages, where no rate is known, and where the samples are not known yet.
     """
     run = work.run
-    found, basis = _rate(work, results, scheduler)
-    if run is None or found is None:
+    rate, basis = _rate(work, results, scheduler)
+    if run is None or rate is None:
         return Estimate(None, "limit")
-    if work.stage == "throughput":
-        trials = run.throughput.warmup + run.throughput.trials
-        return Estimate(trials * run.throughput.batches * run.batch_size / found * MODES + START_UP, basis)
-    samples = _training_samples(run, results)
-    return Estimate(samples / found + START_UP, basis) if samples is not None else Estimate(None, "limit")
+    computed = STAGES[work.stage].work
+    samples = computed(run, *(_samples(run, split, results) for split in ("train", "valid"))) if computed else None
+    return Estimate(samples / rate + START_UP, basis) if samples is not None else Estimate(None, "limit")
 
 
 def minutes(work: Work, results: Path, scheduler: Scheduler) -> int | None:
@@ -135,16 +127,16 @@ def _published(work: Work, run: Run) -> float | None:
     It is one device's; those of a run on several add up. It holds for the full size: runs of the demo, which tables set
     beside the same figures, are other models on other data.
     """
-    shipped = shipped_studies()[run.study]
-    settings = shipped["settings"]
+    study = study_files()[run.study]
+    settings, samples = study["settings"], run.samples.model_dump(exclude={"train", "valid"})
     full_size = (
         run.dataset == settings["dataset"]
         and all(getattr(run.model, key) == value for key, value in settings["model"].items())
-        and getattr(run.samples, "crop", None) == settings["samples"].get("crop")
+        and all(samples[key] == value for key, value in settings["samples"].items() if key in samples)
     )
     rates = [
         figure["samples_per_second"]
-        for figure in shipped.get("published") or []
+        for figure in study.get("published") or []
         if "samples_per_second" in figure
         and figure.get("kind", "FULL") == "FULL"
         and f"{work.plan}.{work.run_name}" in figure.get("runs", [])
@@ -152,28 +144,13 @@ def _published(work: Work, run: Run) -> float | None:
     return min(rates) * run.geometry.world_size if full_size and rates else None
 
 
-def _training_samples(run: Run, results: Path) -> float | None:
-    """Return what a training works through, in training samples; None where the dataset is not there to be counted."""
-    train, valid = _samples(run, "train", results), _samples(run, "valid", results)
-    if train is None or valid is None:
-        return None
-    if run.training.steps is None:
-        epochs = run.training.epochs or 0
-        return epochs * (train + VALIDATION * valid)
-    epochs = math.ceil(run.training.steps / math.ceil(train / run.batch_size))
-    return run.training.steps * run.batch_size + VALIDATION * epochs * valid
-
-
 def _samples(run: Run, split: Literal["train", "valid"], results: Path) -> int | None:
-    """Return the samples of a split in an epoch: those asked for, of pairs of states at most as many as there are."""
-    asked: int | None = getattr(run.samples, split)
-    if not isinstance(run.samples, PairSamples):
-        return asked
+    """Return the samples of a split in an epoch: those asked for, and at most as many as the files hold."""
+    asked: int | None = getattr(run.samples, split, None)
     files = _json(results / "data" / run.dataset / "manifest.json").get("splits", {}).get(split)
-    if not files:
-        return asked
-    there = sum(max(int(file["rows"]) - run.samples.dt, 0) for file in files)
-    return min(asked or there, there)
+    kind = registry.kind(registry.study(run.study).dataset)
+    there = kind.available(run.samples, [int(file["rows"]) for file in files]) if files else None
+    return asked if there is None else min(asked or there, there)
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -213,7 +190,7 @@ def works(configuration: Configuration, plans: Iterable[str] = ()) -> list[Work]
                 jobs = data_jobs(configuration.workflow.datasets[data], configuration.workflow.site.scheduler)
                 datasets[data] = Work("data", data, "data", jobs=jobs)
             for stage in configuration.workflow.plans[name].measure:
-                file = {"train": "metrics.jsonl", "throughput": "throughput.json"}[stage]
+                file = STAGES[stage].outputs[0]
                 if not (results / "plans" / resolved.plan / resolved.name / file).exists():
                     key = (resolved.plan, resolved.name, stage)
                     runs[key] = Work(stage, resolved.plan, resolved.name, resolved.run)
@@ -222,8 +199,8 @@ def works(configuration: Configuration, plans: Iterable[str] = ()) -> list[Work]
 
 def data_jobs(dataset: DatasetSettings, scheduler: Scheduler | None) -> int:
     """Return how many jobs make a dataset: acquire, preprocess by piece, assemble by part, describe."""
-    made = [] if parts.prepared(dataset) else parts.parts(dataset)
-    acquired = [raw for raw in parts.raws(dataset).values() if raw.acquired]
+    made = [] if parts.kind_of(dataset).prepared(dataset) else parts.parts(dataset)
+    acquired = [raw for raw in parts.raws(dataset).values() if parts.acquired(dataset, raw)]
     if scheduler and scheduler.acquire == "here" and parts.fetched(dataset):
         acquired = []  # no job
     return len(acquired) + len(made) * (dataset.pieces + 1) + 1

@@ -15,11 +15,12 @@ from collections.abc import Collection, Iterable
 from concurrent.futures import wait
 from dataclasses import asdict
 from pathlib import Path
-from typing import get_args
 
 from dlscale.config.resolve import Configuration, unknown
+from dlscale.config.site import Job
 from dlscale.core.errors import UserError
-from dlscale.launch import launcher, slurm
+from dlscale.core.stages import RUN_STAGES
+from dlscale.launch import launcher
 from dlscale.preflight import data, disks, environment, probe, site_slurm
 from dlscale.preflight.probe import Finding, Probe, started
 
@@ -27,7 +28,7 @@ from dlscale.preflight.probe import Finding, Probe, started
 def check(
     configuration: Configuration | None,
     profile: str | None = None,
-    stages_wanted: Collection[slurm.Stage] = get_args(slurm.Stage),
+    stages_wanted: Collection[Job] = ("data", *RUN_STAGES),
     plans: Collection[str] = (),
 ) -> list[Finding]:
     """Check what plans need on this site; the environment alone without a configuration.
@@ -67,7 +68,7 @@ def check(
         ("image", image.result),
         ("environment", lambda: environment.probe_environment(site.result(), image.result(), runs)),
     ]
-    if {"train", "throughput"} & set(stages_wanted):
+    if set(RUN_STAGES) & set(stages_wanted):
         probes.append(("GPU", lambda: environment.probe_gpus(site.result())))
     for name, dataset in datasets.items():
         probes.append((f"data {name}", functools.partial(data.probe_data, name, dataset, results)))

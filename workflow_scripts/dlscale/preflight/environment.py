@@ -13,11 +13,11 @@ from typing import Any
 
 from dlscale.config.run import Geometry, Run
 from dlscale.config.site import Site
+from dlscale.core import registry
 from dlscale.core.fingerprint import ROOT
 from dlscale.launch import image as images
 from dlscale.launch import launcher
 from dlscale.preflight.probe import AbsentError, FailedError, Finding, NoAnswerError, Status, said
-from dlscale.studies.cosmo_unet import UNet3DSettings
 
 
 def probe_engine(site: Site) -> Finding:
@@ -141,7 +141,7 @@ class Bad:
 
 
 def _convolves_in(run: Run, *precisions: str) -> bool:
-    return isinstance(run.model, UNet3DSettings) and run.precision.split("_")[0] in precisions
+    return "conv3d" in registry.study(run.study).operations and run.precision.split("_")[0] in precisions
 
 
 BAD = (

@@ -11,17 +11,18 @@ from pathlib import Path
 from typing import Any
 
 from dlscale.config.run import Run
-from dlscale.config.site import Nodes, Scheduler
+from dlscale.config.site import Job, Nodes, Scheduler
 from dlscale.core.settings import read_yaml
+from dlscale.core.stages import RUN_STAGES
 from dlscale.launch import slurm
 from dlscale.preflight.probe import AbsentError, FailedError, Finding, NoAnswerError, Probe, Status, said, started
 
 
-def probes(scheduler: Scheduler, runs: list[Run], profile: str | None, stages: Collection[slurm.Stage]) -> list[Probe]:
+def probes(scheduler: Scheduler, runs: list[Run], profile: str | None, stages: Collection[Job]) -> list[Probe]:
     """Return the probes of what jobs of these stages and runs need of Slurm."""
     wanted = functools.partial(asked, scheduler, runs, stages)  # not yet: it refuses a geometry that cannot be
     kinds = [scheduler.cpu_nodes] if "data" in stages else []
-    kinds += [scheduler.gpu_nodes] if runs and {"train", "throughput"} & set(stages) else []
+    kinds += [scheduler.gpu_nodes] if runs and set(RUN_STAGES) & set(stages) else []
     constraints = {nodes.constraint for nodes in kinds if nodes.constraint}
     most = max((run.geometry.nodes for run in runs), default=1)
     suffixed = any(nodes.account_suffix for nodes in kinds)
@@ -78,9 +79,7 @@ def _workflow_profile(profile: str | None) -> Mapping[str, Any]:
     return read_yaml(found[0]) if found else {}
 
 
-def asked(
-    scheduler: Scheduler, runs: Iterable[Run], stages: Collection[slurm.Stage]
-) -> set[tuple[str | None, str | None]]:
+def asked(scheduler: Scheduler, runs: Iterable[Run], stages: Collection[Job]) -> set[tuple[str | None, str | None]]:
     """Return account and QOS of all jobs that would be submitted."""
     jobs = [(stage, None) if stage == "data" else (stage, run.geometry) for stage in stages for run in runs]
     requests = [slurm.request(scheduler, stage, geometry) for stage, geometry in jobs]

@@ -23,21 +23,21 @@ if TYPE_CHECKING:
 SampleLoss = Callable[["torch.Tensor", "torch.Tensor"], "torch.Tensor"]
 
 
-class Metrics(ABC):
-    """Validation metrics of a study on one dataset."""
+class Metrics:
+    """Validation metrics of a study on one dataset; these are none."""
 
     @property
-    @abstractmethod
     def described(self) -> list[Metric]:
         """What each number is that `summarise` returns, in the order of tables."""
+        return []
 
-    @abstractmethod
     def per_sample(self, x: torch.Tensor, y: torch.Tensor, prediction: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return per-sample values [B, ...] from a batch's input, target and prediction (float32, model units)."""
+        """Return per-sample values [B, ...] of a batch's input, target and prediction; fields are in model units."""
+        return {}
 
-    @abstractmethod
     def summarise(self, means: dict[str, torch.Tensor]) -> dict[str, float]:
         """Turn the means over all samples into numbers by name."""
+        return {}
 
 
 class Study(ABC):
@@ -49,13 +49,17 @@ class Study(ABC):
         The kind of dataset that it needs.
     Model, Loss
         Settings of the model (key `model`) and of the loss (key `loss`).
+    operations
+        What the model computes with: of `conv2d`, `conv3d`, `attention`. Known defects of libraries concern these.
     supports
-        Keys of a run that only some models can do and this one can: of `pad_channels`, `attention`.
+        Keys of a run that only some models can do and this one can: of `pad_channels`, `attention`,
+        `activation_checkpointing`.
     """
 
     dataset: ClassVar[str]
     Model: ClassVar[type[Strict]]
     Loss: ClassVar[type[Strict]]
+    operations: ClassVar[frozenset[str]] = frozenset()
     supports: ClassVar[frozenset[str]] = frozenset()
 
     def check(self, run: Any) -> None:  # noqa: B027 - most have nothing to refuse
@@ -79,9 +83,9 @@ class Study(ABC):
         """Return what the loss is called, and its unit."""
         return LossInfo()
 
-    @abstractmethod
     def metrics(self, run: Any, manifest: Manifest, device: torch.device) -> Metrics:
-        """Return the validation metrics."""
+        """Return the validation metrics, beside the loss."""
+        return Metrics()
 
     def figure(self, run: Any, manifest: Manifest, x: Any, y: Any, prediction: Any) -> Figure | None:
         """Draw the first validation sample with its prediction (numpy, as a batch has them); None: no figure."""

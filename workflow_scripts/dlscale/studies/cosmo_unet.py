@@ -29,7 +29,7 @@ class UNet3DSettings(Strict):
     init_std: PositiveFloat = Field(0.02, description="Standard deviation of the initial weights.")
 
 
-class LossSettings(Strict):
+class UNet3DLoss(Strict):
     """The mean absolute error."""
 
     kind: Literal["l1"]
@@ -62,7 +62,13 @@ class CosmoMetrics(Metrics):
                 name="l1", title="L1", meaning="mean absolute error in model units", naive="l1_of_mean", answer=answer
             ),
             Metric(name="l1_of_mean", title="L1 of the mean", meaning=mean),
-            Metric(name="skill", title="skill", meaning="1 - L1 / L1 of the mean; 1 is perfect", better="higher"),
+            Metric(
+                name="skill",
+                title="skill",
+                meaning="1 - L1 / L1 of the mean; 1 is perfect",
+                better="higher",
+                derived=True,
+            ),
         ]
         for name, unit in zip(self.hydro.channels, self.hydro.units, strict=True):
             naive = f"mae_of_mean/{name}"
@@ -99,7 +105,8 @@ class CosmoUNet(Study):
     """See the module."""
 
     dataset = "cosmo"
-    Model, Loss = UNet3DSettings, LossSettings
+    Model, Loss = UNet3DSettings, UNet3DLoss
+    operations = frozenset({"conv3d"})
     supports = frozenset({"pad_channels", "activation_checkpointing"})
 
     def check(self, run: Any) -> None:

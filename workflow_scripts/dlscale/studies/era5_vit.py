@@ -44,7 +44,7 @@ class ViTSettings(Strict):
         return self.patch if isinstance(self.patch, tuple) else (self.patch, self.patch)
 
 
-class LossSettings(Strict):
+class ViTLoss(Strict):
     """The published relative L2, or the mean absolute error."""
 
     kind: Literal["relative_l2", "l1"]
@@ -67,7 +67,7 @@ class Era5Metrics(Metrics):
         import numpy as np
         import torch
 
-        from dlscale.datasets.era5.samples import Extra
+        from dlscale.datasets.era5.extra import Extra
         from dlscale.models.metrics import latitude_weights
 
         extra = Extra.of(manifest)
@@ -109,6 +109,7 @@ class Era5Metrics(Metrics):
                 better="higher" if kind in ("skill", "acc") else "lower",
                 naive=f"persistence_rmse/{name}" if kind == "rmse" else None,
                 answer="persistence" if kind == "rmse" else "",
+                derived=kind == "skill",
             )
             for kind, title, meaning, physical in kinds
             for name, unit in zip(self.info.channels, self.info.units, strict=True)
@@ -150,7 +151,8 @@ class Era5ViT(Study):
     """See the module."""
 
     dataset = "era5"
-    Model, Loss = ViTSettings, LossSettings
+    Model, Loss = ViTSettings, ViTLoss
+    operations = frozenset({"conv2d", "attention"})
     supports = frozenset({"attention", "activation_checkpointing"})
 
     def check(self, run: Any) -> None:
@@ -211,7 +213,7 @@ class Era5ViT(Study):
 
     def figure(self, run: Any, manifest: Manifest, x: Any, y: Any, prediction: Any) -> Figure:
         """Draw at most four channels on the map."""
-        from dlscale.datasets.era5.samples import Extra
+        from dlscale.datasets.era5.extra import Extra
         from dlscale.studies.figures import comparison
 
         info, extra = manifest.fields["fields"], Extra.of(manifest)

@@ -7,36 +7,11 @@ import functools
 import numpy as np
 
 from dlscale.core.errors import UserError
-from dlscale.core.records import Record
 from dlscale.data import sampling
 from dlscale.data.manifest import Manifest
 from dlscale.data.samples import BoxField, BoxIndex, GridSamples
 from dlscale.data.store import Reader
 from dlscale.datasets.era5.kind import PairSamples
-
-
-class Extra(Record):
-    """What a manifest of this kind says beyond what all manifests do.
-
-    Attributes
-    ----------
-    latitude, longitude
-        Of the grid, degrees; empty where files do not tell.
-    step_hours
-        Time between stored states, h.
-    climatology
-        Path of the mean over training times [1, C, H, W], relative to the manifest.
-    """
-
-    latitude: list[float] = []
-    longitude: list[float] = []
-    step_hours: float | None = None
-    climatology: str | None = None
-
-    @classmethod
-    def of(cls, manifest: Manifest) -> Extra:
-        """Return that of a manifest."""
-        return cls.checked(manifest.extra, f"{manifest.folder}/manifest.json: extra")
 
 
 class Pairs(GridSamples):

@@ -15,7 +15,8 @@ from dlscale.core.errors import UserError
 from dlscale.core.files import Forgiving, whole
 from dlscale.data.kind import RawFile
 from dlscale.datasets.era5.kind import Era5Dataset
-from dlscale.datasets.era5.source import Era5Source, gridded
+from dlscale.datasets.era5.netcdf import gridded
+from dlscale.datasets.era5.source import Era5Source
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -109,9 +110,10 @@ def _lay_out(file: Any, source: Era5Source) -> None:
         "latitude": ("degrees_north", "latitude"),
         "longitude": ("degrees_east", "longitude"),
     }
-    file.dimensions = {name: source.coordinates[name].size for name in axes}
+    coordinates = {**source.row_coordinates, **source.coordinates}
+    file.dimensions = {name: coordinates[name].size for name in axes}
     for name, (units, standard_name) in axes.items():
-        axis = file.create_variable(name, (name,), np.float64, data=source.coordinates[name])
+        axis = file.create_variable(name, (name,), np.float64, data=coordinates[name])
         axis.attrs.update(units=units, standard_name=standard_name)
     file.variables["time"].attrs["calendar"] = "proleptic_gregorian"
     for channel, units, long_name in zip(field.channels, field.units, source.attributes["long_names"], strict=True):

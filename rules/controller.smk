@@ -1,0 +1,71 @@
+# What this workflow needs of Snakemake beyond what Snakemake offers publicly. All of it is here, each with its reason;
+# after an upgrade of Snakemake, look here first.
+#
+#   the name of the site     `workflow.resource_settings`: of a profile, default resources alone reach the processes that
+#                            Snakemake starts for its jobs.
+#   the plans asked for      `sys.argv`: the targets are not known before the rules are read, and a run that the machine
+#                            cannot do is said before.
+#   looking, or running      `sys.argv`: jobs of an earlier controller have to be waited for before Snakemake looks which
+#                            results are there. `onstart` comes after that, and `--unlock` or `--lint` must wait for nobody.
+#   the end of a dry run     `atexit`, `workflow._dag`: a dry run calls no hook.
+#   jobs that would run      `workflow.dag.needrun_jobs`: their cost, and what they need.
+import atexit
+import os
+import re
+import signal
+import sys
+from pathlib import Path
+
+from dlscale.core.errors import UserError
+from dlscale.core.lock import only_writer
+
+if not workflow.is_main_process:
+    # Slurm warns all processes of a job of its time limit; this one leads to the training, which saves then.
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+
+LOOKING = r"-\w*n\w*|--(dry-?run|unlock|lint|report|summary|detailed-summary|list.*|.*dag|rulegraph|filegraph)"
+
+
+def site_name():
+    """The profile's site."""
+    resource = (workflow.resource_settings.default_resources or {}).get("site")
+    text = getattr(resource, "raw", resource)
+    return str(text).strip("'\"") if text else None
+
+
+def asked_plans():
+    """The plans that are named on the command line, or the targets."""
+    named = {word.removeprefix("plan_") for word in sys.argv if word.startswith("plan_")} & set(CONFIG.plans)
+    return named or CONFIG.workflow.targets
+
+
+def jobs_to_run():
+    """Rule and wildcards of the jobs that would run; by the time that its cost is shown a dry run has finished them."""
+    if not getattr(workflow, "_dag", None):
+        return []
+    return [(job.rule.name, job.wildcards) for job in workflow.dag.needrun_jobs(exclude_finished=False)]
+
+
+def at_end_of_dry_run(show):
+    """Call `show` when a dry run ends."""
+
+    def ended():
+        if workflow.dryrun:
+            show()
+
+    if workflow.is_main_process:
+        atexit.register(ended)
+
+
+def be_the_only_controller():
+    """Refuse to start beside another call in this folder, and wait for jobs that an earlier one left in the queue."""
+    global CONTROLLER
+    if workflow.is_main_process and not any(re.fullmatch(LOOKING, word) for word in sys.argv):
+        # Held until this process ends. Jobs of a call that is alive are not left over from an earlier one.
+        CONTROLLER = only_writer(Path(".snakemake"))
+        try:
+            CONTROLLER.__enter__()
+        except UserError as error:
+            print(f"Another call of snakemake is at work: {error}", file=sys.stderr)
+            sys.exit(2)
+        slurm.wait_for_left_running(os.getcwd())
