@@ -141,16 +141,21 @@ class PlanResult:
         candidates = [metric for metric in self.described.values() if not metric.derived]
         return next((metric for metric in candidates if metric.naive), candidates[0] if candidates else None)
 
+    @property
+    def judge(self) -> Metric | None:
+        """The metric that runs are ranked by: the leading one. Of one by channels None, which stands for the loss."""
+        return None if self.lead and self.lead.channel else self.lead
+
     @cached_property
     def best(self) -> RunResult | None:
-        """The trained run with the best last value of the leading metric; by channels, with the least loss."""
+        """The trained run that is the best after its last epoch."""
         return min(self.trained, key=self._rank, default=None)
 
     def _rank(self, run: RunResult) -> float:
-        if self.lead is None or self.lead.channel:
+        if self.judge is None:
             return run.final_loss
-        value = run.epochs[-1].metrics.get(self.lead.name, math.nan)
-        return (value if self.lead.better == "lower" else -value) if math.isfinite(value) else math.inf
+        value = run.epochs[-1].metrics.get(self.judge.name, math.nan)
+        return (value if self.judge.better == "lower" else -value) if math.isfinite(value) else math.inf
 
     def skill(self, epoch: Epoch) -> float | None:
         """Return the mean skill over the channels of the leading metric; None if it has no naive answer."""
