@@ -625,7 +625,10 @@ def test_units_times_and_sizes() -> None:
         "2\u00a0min 5\u00a0s",
         "1\u00a0h 2\u00a0min",
     ]
-    assert [text.size(b) for b in (512, 1_500_000, 2.5e12)] == ["512\u00a0B", "1.50\u00a0MB", "2.50\u00a0TB"]
+    assert [text.size(b, " ") for b in (512, 1_500_000, 999_499_999, 999_600_000)] == [
+        *("512 B", "1.50 MB", "999 MB", "1.00 GB")
+    ]
+    assert [text.size(b) for b in (None, 2.5e12, 3e15)] == ["–", "2.50\u00a0TB", "3,000\u00a0TB"]
 
 
 # ---- the page ------------------------------------------------------------------------------------
