@@ -109,12 +109,12 @@ class PlanResult:
 
     @property
     def name(self) -> str:
-        """Of the plan."""
+        """The plan's name."""
         return self.record.plan
 
     @property
     def title(self) -> str:
-        """For readers."""
+        """What readers call the plan."""
         return self.record.title or self.record.plan
 
     @cached_property
@@ -129,10 +129,11 @@ class PlanResult:
 
     @cached_property
     def metrics(self) -> dict[str, Metric]:
-        """All metrics by name: those that the study describes, then those that have nothing but a name."""
-        names = (name for run in self.trained for name in run.epochs[-1].metrics)
-        return self.described | {
-            name: Metric(name=name, title=name.partition("/")[0]) for name in names if name not in self.described
+        """The metrics of the last epochs by name: those that the study describes, then those with a name only."""
+        names = dict.fromkeys(name for run in self.trained for name in run.epochs[-1].metrics)
+        order = [name for name in self.described if name in names]
+        return {
+            name: self.described.get(name, Metric(name=name, title=name.partition("/")[0])) for name in [*order, *names]
         }
 
     @cached_property

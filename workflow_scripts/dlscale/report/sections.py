@@ -14,10 +14,9 @@ from dlscale.report import figures, glance, published
 from dlscale.report.collect import summary_csv
 from dlscale.report.diagnosis import bound, disturbance
 from dlscale.report.drawing import MARKERS, picture
+from dlscale.report.glance import View
 from dlscale.report.results import PlanResult, RunResult, first_and_least, slowness
 from dlscale.report.tables import channel_tables, runs_table
-
-View = dict[str, Any]
 
 #: What keeps a report of hundreds of runs readable: how many of them each part shows.
 LINES = len(MARKERS)
