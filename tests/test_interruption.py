@@ -45,7 +45,14 @@ def same(one: Path, other: Path) -> None:
     assert (one / "model.pt").read_bytes() == (other / "model.pt").read_bytes()
 
 
-@pytest.mark.parametrize(("every", "workers"), [(1, 0), (3, 2), (7, 0)], ids=["each step", "workers", "validation"])
+@pytest.mark.parametrize(
+    ("every", "workers"),
+    [
+        pytest.param(1, 0, id="each step", marks=pytest.mark.slow),
+        pytest.param(3, 2, id="workers"),
+        pytest.param(7, 0, id="validation", marks=pytest.mark.slow),
+    ],
+)
 def test_stopped_again_and_again_is_never_stopped(
     tmp_path: Path, era5_data: Path, monkeypatch: pytest.MonkeyPatch, every: int, workers: int
 ) -> None:

@@ -37,6 +37,7 @@ from dlscale.datasets.cosmo.samples import Crops
 from dlscale.datasets.era5.kind import PairSamples
 from dlscale.datasets.era5.samples import Pairs
 from tests.conftest import ROOT
+from tests.waiting import PATIENCE
 
 CPU = torch.device("cpu")
 #: Volumes of different sizes, none a cube, none a multiple of a chunk.
@@ -191,6 +192,11 @@ LOADERS: dict[str, Callable[[GridSamples, Share, int], Loader]] = {
 }
 
 
+def marks(name: str, quick: bool = False) -> list[pytest.MarkDecorator]:
+    """Return the marks of a case of a loader: DALI compiles its operators in seconds, which `make test` does once."""
+    return [pytest.mark.slow] if name.startswith("dali") and not quick else []
+
+
 def batches(loader: Loader, epoch: int, start: int = 0) -> list[tuple[np.ndarray, np.ndarray]]:
     """Return the batches of an epoch; copies, since loaders use their buffers again."""
     return [(x.numpy().copy(), y.numpy().copy()) for x, y in loader.epoch(epoch, start)]
@@ -214,7 +220,7 @@ def check(found: list[tuple[np.ndarray, np.ndarray]], wanted: Iterator[tuple[np.
         assert x.dtype == y.dtype == np.float32
 
 
-#: DALI compiles its operators anew for each of these, in seconds: layouts that differ in how a box is found.
+#: DALI compiles its operators anew for each of these: layouts that differ in how a box is found.
 DALI_CASES = (
     "crops, published",
     "crops, channels last, half",
@@ -228,7 +234,7 @@ DALI_CASES = (
 @pytest.mark.parametrize(
     ("name", "make", "layout"),
     [
-        pytest.param(name, *case.values, id=f"{name}: {case.id}")
+        pytest.param(name, *case.values, id=f"{name}: {case.id}", marks=marks(name, case.id == "pairs, half"))
         for name in LOADERS
         for case in CASES
         if not name.startswith("dali") or case.id in DALI_CASES
@@ -247,7 +253,7 @@ def test_every_loader_yields_the_one_stream(tmp_path: Path, name: str, make: Any
 @pytest.mark.parametrize(
     ("name", "workers", "ranks", "make"),
     [
-        case
+        pytest.param(*case, marks=marks(case[0]))
         for case in itertools.product(LOADERS, (0, 1, 2), (1, 2, 3), (crops, pairs))
         if not case[0].startswith("dali") or case[1:3] == (2, 2)
     ],
@@ -266,7 +272,7 @@ def test_workers_ranks_and_resume_points_do_not_show(
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("loader")]
 
 
-@pytest.mark.parametrize("name", [name for name in LOADERS if name != "dali, raw"])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name)) for name in LOADERS if name != "dali, raw"])
 def test_validation_is_the_same_in_every_epoch(tmp_path: Path, name: str) -> None:
     """Not turned, so that boxes may be decoded where they lie."""
     samples = crops(tmp_path, VOLUMES["channels last, half, whole"], split="valid")
@@ -322,13 +328,13 @@ def test_files_of_different_layouts_in_one_dataset(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("first", ["published", "channels last"])
-def test_files_of_different_orders_in_one_dataset(tmp_path: Path, first: str) -> None:
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name)) for name in LOADERS])
+def test_files_of_different_orders_in_one_dataset(tmp_path: Path, name: str, first: str) -> None:
     """What one file has side by side, another has apart."""
     crops(tmp_path, VOLUMES[first], files=1)
     both = crops(tmp_path, VOLUMES["channels last" if first == "published" else "published"])
-    for make in LOADERS.values():
-        with closing(make(both, Share(4), 1)) as loader:
-            check(batches(loader, 0), expected(both, Share(4), 0))
+    with closing(LOADERS[name](both, Share(4), 1)) as loader:
+        check(batches(loader, 0), expected(both, Share(4), 0))
 
 
 def test_halves_are_decoded_exactly() -> None:
@@ -356,7 +362,7 @@ def test_batches_are_written_again_only_when_the_next_is_asked_for(tmp_path: Pat
         assert len(places) == 3  # the two that are kept ready, and the one in use
 
 
-@pytest.mark.parametrize("name", [name for name in LOADERS if name != "dali, raw"])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name)) for name in LOADERS if name != "dali, raw"])
 def test_a_new_epoch_ends_the_one_before(tmp_path: Path, name: str) -> None:
     """Even if that is still held: what it had prefetched neither shows nor writes into the new one's buffers."""
     samples, share = crops(tmp_path, VOLUMES["half, whole"]), Share(4)
@@ -411,7 +417,7 @@ def test_memory_does_not_grow_with_the_data(tmp_path: Path) -> None:
     for edge in (48, 160):
         large(tmp_path, edge)
         command = [sys.executable, "-c", MEMORY, str(ROOT), str(ROOT / "workflow_scripts"), str(tmp_path), str(edge)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         found.append(int(done.stdout) * 1024)
     data = (160**3 - 48**3) * 9 * 2

@@ -61,17 +61,27 @@ def close(one: Path, other: Path, tolerance: float) -> None:
         torch.testing.assert_close(value, weights[1][name], rtol=10 * tolerance, atol=10 * tolerance)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("study", "ranks", "changes"),
     [
         # 13 samples in batches of 4 leave one for the last: the second process has none of it.
-        ("cosmo_unet", 2, {"samples": {"crop": 16, "train": 13, "valid": 7}}),
-        ("era5_vit", 2, {}),
-        ("era5_vit", 2, {"accumulation_steps": 2, "loader": {"kind": "direct", "workers": 1}}),
-        ("era5_vit", 4, {"optimizer": {"kind": "sgd", "lr": 0.1, "momentum": 0.9}}),
+        pytest.param(
+            *("cosmo_unet", 2, {"samples": {"crop": 16, "train": 13, "valid": 7}}),
+            id="last batch of one",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param("era5_vit", 2, {}, id="plain"),
+        pytest.param(
+            *("era5_vit", 2, {"accumulation_steps": 2, "loader": {"kind": "direct", "workers": 1}}),
+            id="in parts",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            *("era5_vit", 4, {"optimizer": {"kind": "sgd", "lr": 0.1, "momentum": 0.9}}),
+            id="four",
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=["last batch of one", "plain", "in parts", "four"],
 )
 def test_several_train_as_one_does(
     tmp_path: Path, cosmo_data: Path, era5_data: Path, study: str, ranks: int, changes: dict[str, Any]
