@@ -22,11 +22,12 @@ from dlscale.data import store
 from dlscale.data.loaders import direct_loader, torch_loader
 from dlscale.data.loaders import settings as schema
 from dlscale.data.loaders.base import Loader, Share
+from dlscale.data.loaders.decode import stored_fields
 from dlscale.data.loaders.direct_device import Resident, Streamed
 from dlscale.data.loaders.direct_host import OnHost
 from dlscale.data.loaders.direct_loader import DirectLoader
 from dlscale.data.manifest import FieldInfo, File, Manifest
-from dlscale.data.mapped import Raw
+from dlscale.data.mapped import MappedArray
 from dlscale.data.samples import ArraySpec, GridSamples
 from dlscale.data.store import Field, Reader
 from dlscale.data.transforms import Transform
@@ -142,23 +143,23 @@ def torch_loader_of(samples: GridSamples, share: Share, workers: int) -> Loader:
 
 def host(samples: GridSamples, share: Share, workers: int) -> Loader:
     loader = direct_loader.build(samples, schema.DirectLoader(kind="direct", workers=workers), share, CPU)
-    assert isinstance(loader._way, OnHost)
+    assert isinstance(loader._backend, OnHost)
     return loader
 
 
 def resident(samples: GridSamples, share: Share, workers: int) -> Loader:
     settings = schema.DirectLoader(kind="direct", workers=workers, resident="always")
     loader = direct_loader.build(samples, settings, share, CPU)
-    assert isinstance(loader._way, Resident)
+    assert isinstance(loader._backend, Resident)
     return loader
 
 
 def streamed(samples: GridSamples, share: Share, workers: int) -> Loader:
     """The way to a GPU, with the processor in its place."""
     loader = direct_loader.build(samples, schema.DirectLoader(kind="direct", workers=workers), share, CPU)
-    assert isinstance(loader._way, OnHost)
+    assert isinstance(loader._backend, OnHost)
     batch = len(share.indices(0, samples.size))
-    loader._way = Streamed(loader._way._sides, batch, loader._slots, CPU)
+    loader._backend = Streamed(stored_fields(samples), batch, loader._slots, CPU)
     return loader
 
 
@@ -174,8 +175,8 @@ def dali_raw(samples: GridSamples, share: Share, workers: int) -> Loader:
     loader: Any = dali(samples, share, workers)
     from dlscale.data.loaders import dali_loader
 
-    loader._here = False
-    loader._feeds = [dali_loader.Feed(side, 0) for side in (samples.input, samples.target)]
+    loader._on_host = False
+    loader._fields = [dali_loader.DaliField(field, 0) for field in (samples.input, samples.target)]
     loader._pipeline = loader._build(schema.DaliLoader(kind="dali"))
     found: Loader = loader
     return found
@@ -298,7 +299,7 @@ def test_mapped_layouts_are_read_without_the_library(tmp_path: Path) -> None:
         folder.mkdir()
         samples = crops(folder, layout)
         for side in (samples.input, samples.target):
-            assert [Raw(reader, 0).mapped for reader in side.readers] == [mapped, mapped], layout
+            assert [MappedArray(reader, 0).mapped for reader in side.readers] == [mapped, mapped], layout
 
 
 def test_chunks_that_were_never_written_are_left_to_the_library(tmp_path: Path) -> None:
@@ -306,7 +307,7 @@ def test_chunks_that_were_never_written_are_left_to_the_library(tmp_path: Path) 
     with h5py.File(tmp_path / "a.h5", "w") as file:
         values = file.create_dataset("Nbody", (4, 8, 8, 8), "f4", chunks=(4, 4, 4, 4), fillvalue=7.0)
         values[:, :4] = 1.0
-    raw = Raw(Reader(tmp_path / "a.h5", "Nbody"), 0)
+    raw = MappedArray(Reader(tmp_path / "a.h5", "Nbody"), 0)
     out = np.empty((4, 4, 4, 4), np.float32)
     raw.copy(np.array([2, 1, 1]), out)
     assert not raw.mapped
@@ -318,7 +319,7 @@ def test_files_of_different_layouts_in_one_dataset(tmp_path: Path) -> None:
     samples = crops(tmp_path, VOLUMES["channels last, half"], files=1)
     both = crops(tmp_path, VOLUMES["published"])
     assert both.size == samples.size
-    assert len({raw.dtype for raw in (Raw(reader, 0) for reader in both.input.readers)}) == 2
+    assert len({raw.dtype for raw in (MappedArray(reader, 0) for reader in both.input.readers)}) == 2
     with pytest.raises(UserError, match=r"loader\.kind: dali needs files of one type, these have .*float16.*float32"):
         dali(both, Share(4), 1)
     for make in (make for name, make in LOADERS.items() if not name.startswith("dali")):
@@ -445,17 +446,17 @@ def test_direct_needs_arrays_on_grids() -> None:
 def test_what_fits_becomes_resident(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     """By measured free memory, and it is said."""
     samples = crops(tmp_path, VOLUMES["half"])
-    sides = [direct_loader.Stored(side) for side in (samples.input, samples.target)]
-    needed = sum(side.bytes for side in sides)
+    fields = stored_fields(samples)
+    needed = sum(field.bytes for field in fields)
     assert needed == 2 * 9 * sum(int(np.prod(edges)) for edges in EDGES)
     caplog.set_level("INFO")
     for free, fits in ((2 * needed, True), (2 * needed - 1, False)):
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free, 2 * free))
-        assert direct_loader.becomes_resident("auto", sides, torch.device("cuda")) == fits
+        assert direct_loader.becomes_resident("auto", fields, torch.device("cuda")) == fits
         assert f"{'is held' if fits else 'is not held'} on the device" in caplog.messages[-1]
-    assert direct_loader.becomes_resident("always", sides, torch.device("cuda"))
-    assert not direct_loader.becomes_resident("never", sides, torch.device("cuda"))
-    assert not direct_loader.becomes_resident("auto", sides, CPU)
+    assert direct_loader.becomes_resident("always", fields, torch.device("cuda"))
+    assert not direct_loader.becomes_resident("never", fields, torch.device("cuda"))
+    assert not direct_loader.becomes_resident("auto", fields, CPU)
 
 
 def slow_down(stream: Any, cycles: int) -> None:
@@ -490,7 +491,7 @@ def test_on_a_gpu(tmp_path: Path, make: Any, way: str, slow: str) -> None:
             if slow == "the model's stream":
                 torch.cuda._sleep(50_000_000)
             elif way != "dali":
-                slow_down(loader._way._stream, 50_000_000)
+                slow_down(loader._backend._stream, 50_000_000)
             kept.append((x.clone(), y.clone()))
         for (x, y), (a, b) in zip(kept, expected(samples, Share(4), 0), strict=True):
             np.testing.assert_allclose(x.cpu(), a, rtol=1e-6, atol=1e-6)

@@ -137,7 +137,7 @@ def test_a_mistake_ends_all_processes_with_its_message(tmp_path: Path, era5_data
     done = launch("train", 2, *arguments)
     assert done.returncode != 0
     assert "loss is nan" in done.stderr.lower() and "lower optimizer.lr" in done.stderr
-    assert not (folder / "metrics.jsonl").exists()
+    assert not (folder / "provenance.json").exists()
 
 
 def test_a_world_of_one_needs_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,10 +145,10 @@ def test_a_world_of_one_needs_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_LOCALID": "3"}.items():
         monkeypatch.setenv(name, value)
     with join(Geometry(), "cpu") as alone:
-        assert (alone.rank, alone.size, alone.main) == (0, 1, True)
+        assert (alone.rank, alone.size, alone.data_rank, alone.data_size, alone.main) == (0, 1, 0, 1, True)
         values = torch.ones(3)
-        assert alone.sum(values) is values and alone.most(2.5) == 2.5 and alone.gather("x") == ["x"]
-        alone.wait()
+        assert alone.sum(values) is values and alone.max(2.5) == 2.5 and alone.gather("x") == ["x"]
+        alone.barrier()
 
 
 @pytest.mark.parametrize(
