@@ -33,8 +33,8 @@ from dlscale.parallel.world import World
 from dlscale.train import attention, selfcheck, session
 from dlscale.train import compile as compile_
 from dlscale.train.attention import attention_context, trial
-from dlscale.train.graph import EAGER_STEPS, Graphed
 from dlscale.train.build import build_step
+from dlscale.train.graph import EAGER_STEPS, Graphed
 from dlscale.train.precision import compute_dtype, weight_dtype
 from dlscale.train.selfcheck import check_operations
 from dlscale.train.step import Step
@@ -804,7 +804,9 @@ def test_images_and_labels_go_in_as_they_are(over: dict[str, Any]) -> None:
 
 
 def test_indices_reach_the_model_as_indices() -> None:
-    step = build_step(settings("era5_vit", precision="bf16_pure"), lambda: nn.Embedding(9, 3), lambda p, t: p.mean((1, 2)))
+    step = build_step(
+        settings("era5_vit", precision="bf16_pure"), lambda: nn.Embedding(9, 3), lambda p, t: p.mean((1, 2))
+    )
     assert step.predict(torch.randint(0, 9, (6, 4))).shape == (6, 4, 3)
 
 
