@@ -83,8 +83,8 @@ class Version:
         return self.etag if self.etag and not self.etag.startswith("W/") else self.modified
 
     def differs(self, other: Version) -> bool:
-        pairs = zip(astuple(self), astuple(other), strict=True)
-        return any(one != two for one, two in pairs if one is not None and two is not None)
+        both = zip(astuple(self), astuple(other), strict=True)
+        return any(one != two for one, two in both if one is not None and two is not None)
 
 
 class Partial:

@@ -9,6 +9,7 @@ import json
 import logging
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -26,7 +27,7 @@ from dlscale.train.session import Session, describe_device, open_session
 from dlscale.train.trainer import Trainer
 
 #: Settings that change no weight: which checkpoints are kept, on how many devices a run trains, who loads its samples.
-NOT_FINGERPRINTED = {"training": {"checkpoint_epochs", "keep_checkpoints"}, "geometry": True, "loader": True}
+NOT_FINGERPRINTED: Any = {"training": {"checkpoint_epochs", "keep_checkpoints"}, "geometry": True, "loader": True}
 
 
 def main(args: argparse.Namespace) -> None:
@@ -42,9 +43,9 @@ def main(args: argparse.Namespace) -> None:
         if world.main:
             stack.enter_context(only_writer(folder.parent))
             checkpoints.tidy()
-        loaders = [stack.enter_context(contextlib.closing(session.loader(split))) for split in ("train", "valid")]
+        train, valid = (stack.enter_context(contextlib.closing(session.loader(split))) for split in ("train", "valid"))
         metrics = session.study.metrics(run, session.manifest, world.device)
-        trainer = Trainer(run, session.step, session.share(), *loaders, metrics, checkpoints, world)
+        trainer = Trainer(run, session.step, session.share(), train, valid, metrics, checkpoints, world)
         trainer.resume()
         if world.main:
             _lead(run, session, trainer, Path(args.out))
