@@ -187,7 +187,7 @@ def users(module: str) -> list[str]:
 COLLECT = '    "collect": Stage('
 ROWS = [
     *components(),
-    # A study from outside: its one file has its data, samples and model.
+    # A study from outside: its one file has its data, samples and model, so that all of these reach what it imports.
     Row("a study outside", append(f"../{OUTSIDE}/waves.py"), since("preprocess", "waves")),
     Row(
         "settings of a study outside",
@@ -198,7 +198,7 @@ ROWS = [
     Row("symmetries", append(f"{PACKAGE}/datasets/cosmo/symmetries.py"), runs("boxes")),
     # What all studies share: the runs, measuring included.
     Row("losses", append(f"{PACKAGE}/models/losses.py"), runs(*users("models.losses"))),
-    Row("base of studies", append(f"{PACKAGE}/studies/base.py"), runs(*ALL)),
+    Row("base of studies", append(f"{PACKAGE}/studies/base.py"), [*runs(*ALL), *since("preprocess", "waves")]),
     Row("sample stream", append(f"{PACKAGE}/data/sampling.py"), runs(*ALL)),
     # Loaders: the runs that have them.
     Row(
@@ -233,7 +233,7 @@ ROWS = [
         [],
     ),
     # Records: what writes them and what reads them.
-    Row("records", append(f"{PACKAGE}/core/records.py"), since("describe", *ALL)),
+    Row("records", append(f"{PACKAGE}/core/records.py"), [*since("describe", *ALL), *since("preprocess", "waves")]),
     # A picture is a result of the stage that draws it.
     Row("preview", append(f"{PACKAGE}/data/preview.py"), previews(*ALL)),
     # The report.
@@ -460,7 +460,8 @@ def test_fingerprint_is_of_exactly_what_ran(finished: tuple[Tree, Outcome], monk
     monkeypatch.setattr(registry, "_added", {})
     registry.add("waves", finished[0].path / f"../{OUTSIDE}/waves.py")
     own = set(finished[0].python("import dlscale.cli, json, sys; print(json.dumps(list(sys.modules)))"))
-    own |= {f"{module}.kind" for module in registry.kinds().values()}  # settings are of one of all kinds
+    # Settings are of one of all kinds, those of a study from outside included.
+    own |= {f"{module}.kind" for module in registry.kinds().values()} | set(reachable(["waves"]))
     stages_seen = []
     for file in finished[0].imports.iterdir():
         process = json.loads(file.read_text())
