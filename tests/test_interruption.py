@@ -90,8 +90,14 @@ def test_a_warning_saves_and_goes_on(tmp_path: Path, era5_data: Path, monkeypatc
     assert (saved.step, saved.history) == (4, []) and saved.partial is not None and saved.partial.steps == 4
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("workers", "how"), [(0, signal.SIGTERM), (2, signal.SIGTERM), (2, signal.SIGINT)])
+@pytest.mark.parametrize(
+    ("workers", "how"),
+    [
+        pytest.param(0, signal.SIGTERM, marks=pytest.mark.slow),
+        pytest.param(2, signal.SIGTERM),
+        pytest.param(2, signal.SIGINT, marks=pytest.mark.slow),
+    ],
+)
 def test_terminated(tmp_path: Path, era5_data: Path, workers: int, how: signal.Signals) -> None:
     """By a real signal to all of its processes, loader workers too, as Slurm or a terminal sends it."""
     run = {"training": {"steps": 3000, "checkpoint_epochs": 1000}, "loader": {"workers": workers}}

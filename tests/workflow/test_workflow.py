@@ -424,6 +424,7 @@ def test_prepared_data_with_odd_names(clone: Tree) -> None:
     assert not list(clone.path.rglob("pwned*"))
 
 
+@pytest.mark.slow
 def test_interrupted_and_killed(clone: Tree) -> None:
     """Ctrl-C: the same command goes on. SIGKILL: Snakemake first wants `--unlock`, says so, and then goes on.
 

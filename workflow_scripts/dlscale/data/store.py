@@ -4,7 +4,7 @@ Volumes are [C, D, H, W], chunked in cubes with all channels, because samples of
 row by row, contiguous, because a sample is a few whole rows: states and images [N, C, H, W], images without channels
 [N, H, W], scalars [N, K], labels [N]. Floating-point values are float32, or float16 of (x - offset) / scale with the
 attributes `offset` and `scale` [C]; integers keep their type. Volumes may be stored channels last, [D, H, W, C], marked
-by the attribute `channels_last`: a sample's rows are then C times longer. This module's readers show channels first.
+by the attribute `channels_last`: the rows of a sample are then C times longer. Readers show channels first.
 """
 
 from __future__ import annotations
