@@ -16,8 +16,8 @@ from dlscale.config.run import stage_class
 from dlscale.models.losses import l1
 from dlscale.models.unet3d import UNet3D
 from dlscale.models.vit import Attention, DropPath, ViT
-from dlscale.train.precision import autocast
 from dlscale.train.build import build_step
+from dlscale.train.precision import autocast
 
 
 def count(model: nn.Module) -> int:

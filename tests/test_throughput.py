@@ -22,7 +22,7 @@ from dlscale.data.loaders.base import Batch, Loader
 from dlscale.measure import throughput
 from dlscale.measure.throughput import endless, trials
 from dlscale.parallel.world import World
-from dlscale.train.session import open_session
+from dlscale.train.build import open_session
 from dlscale.train.step import Step
 from tests.conftest import COSMO, COSMO_RUN, make_run, stage
 from tests.test_rungs import need_compiler
@@ -223,9 +223,7 @@ def test_trials_count_and_time_what_follows_the_warm_up() -> None:
     settings = Throughput(warmup=1, trials=2, batches=2)
     found = trials("FULL", batches_of(9, 9, 3, 4, 5, 6, 7), consume, settings, World())
     assert consumed == [9, 9, 3, 4, 5, 6], "and not one batch more"
-    assert [a * b for a, b in zip(found.trial_time, found.trial_throughput, strict=True)] == pytest.approx(
-        [7, 11]
-    )
+    assert [a * b for a, b in zip(found.trial_time, found.trial_throughput, strict=True)] == pytest.approx([7, 11])
     assert all(seconds >= 0.04 for seconds in found.trial_time)
     # By this test's own clock, however slow the machine: nothing from before the warm-up's end is counted.
     assert sum(found.trial_time) <= time.perf_counter() - ends[1]

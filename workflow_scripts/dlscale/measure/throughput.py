@@ -26,9 +26,9 @@ from dlscale.core.files import write_text
 from dlscale.core.progress import Progress
 from dlscale.core.records import Throughput, Trials
 from dlscale.data.loaders.base import Loader
-from dlscale.parallel.world import World, join
+from dlscale.parallel.world import World, describe_device, join
+from dlscale.train.build import Session, open_session
 from dlscale.train.loop import Batch, Hook, run_steps
-from dlscale.train.session import Session, describe_device, open_session
 from dlscale.train.step import Step
 
 
@@ -71,7 +71,7 @@ def measure(settings: Settings, session: Session) -> Throughput:
         settings=settings.model_dump(),
         compile=compiling,
         **modes,
-        peak_memory_bytes=int(world.max(peak_memory(world.device))),
+        peak_memory_bytes=int(*world.max(peak_memory(world.device))),
     )
 
 
@@ -101,7 +101,7 @@ def trials(
             start = time.perf_counter()
             run_steps(consume, batches, range(settings.batches), [samples])
             synchronize(world.device)
-            seconds = world.max(time.perf_counter() - start)
+            (seconds,) = world.max(time.perf_counter() - start)
             rate = sum(world.gather(samples.count)) / seconds
             if trial >= 0:
                 rates.append(rate)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -17,18 +17,6 @@ Body = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 #: Ordinary steps of a shape before it is recorded. (DistributedDataParallel needs 11.)
 EAGER_STEPS = 3
-
-
-class Backend(Protocol):
-    """What runs and records a body."""
-
-    def run(self, body: Body, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """Run it now."""
-        ...
-
-    def record(self, body: Body, x: torch.Tensor, y: torch.Tensor) -> tuple[Callable[[], Any], torch.Tensor]:
-        """Record it without running it; return what replays it, and where its result then lies."""
-        ...
 
 
 class Graphed:
@@ -39,7 +27,7 @@ class Graphed:
     it has proved otherwise. Autocast needs no care: its cache of converted weights lives and dies within the body.
     """
 
-    def __init__(self, body: Body, backend: Backend) -> None:
+    def __init__(self, body: Body, backend: CudaBackend) -> None:
         self._body, self._backend = body, backend
         self.reset()
 
@@ -72,7 +60,7 @@ class CudaBackend:
         self._pool = torch.cuda.graph_pool_handle()
 
     def run(self, body: Body, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """See `Backend`; on the side stream, where autograd's nodes will also be recorded."""
+        """Run a body now, on the side stream, where autograd's nodes will also be recorded."""
         current = torch.cuda.current_stream()
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -81,7 +69,7 @@ class CudaBackend:
         return loss
 
     def record(self, body: Body, x: torch.Tensor, y: torch.Tensor) -> tuple[Callable[[], Any], torch.Tensor]:
-        """See `Backend`."""
+        """Record a body without running it; return what replays it, and where its result then lies."""
         graph = torch.cuda.CUDAGraph()
         # thread_local: a loader's thread may pin memory meanwhile, which is none of the graph's business.
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
