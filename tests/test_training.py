@@ -303,15 +303,11 @@ def test_validation_runs_without_drop_out(era5: Make) -> None:
 # --- the loop -----------------------------------------------------------------------------------------------------
 
 
-class _Noted(Hook):
-    def __init__(self, name: str, notes: list[str]) -> None:
-        self.name, self.notes = name, notes
-
-    def before_step(self, number: int) -> None:
-        self.notes.append(f"{self.name} before {number}")
-
-    def after_step(self, number: int, batch: Any, result: Any) -> None:
-        self.notes.append(f"{self.name} after {number}: {batch} {result}")
+def noting(name: str, notes: list[str]) -> Hook:
+    return Hook(
+        before_step=lambda number: notes.append(f"{name} before {number}"),
+        after_step=lambda number, batch, result: notes.append(f"{name} after {number}: {batch} {result}"),
+    )
 
 
 def test_the_loop_tells_its_hooks_in_their_order() -> None:
@@ -322,7 +318,7 @@ def test_the_loop_tells_its_hooks_in_their_order() -> None:
             notes.append(f"batch {number}")
             yield number, 2 * number
 
-    run_steps(lambda x, y: x + y, batches(), range(7, 9), [_Noted("a", notes), _Noted("b", notes)])
+    run_steps(lambda x, y: x + y, batches(), range(7, 9), [noting("a", notes), Hook(), noting("b", notes)])
     assert notes == [
         *("a before 7", "b before 7", "batch 0", "a after 7: (0, 0) 0", "b after 7: (0, 0) 0"),
         *("a before 8", "b before 8", "batch 1", "a after 8: (1, 2) 3", "b after 8: (1, 2) 3"),
@@ -621,6 +617,19 @@ def test_a_finished_run_trained_again_only_writes_its_outputs_again(
     assert times[0] == times[1] == [record["wall_time"] for record in records(run)]
     assert len(list((run / "tensorboard").iterdir())) == 1, "and nothing is there twice"
     assert {path.name for path in run.iterdir()} == FILES, "and nothing else is left there"
+
+
+def test_another_loader_trains_a_finished_run_again(finished: Path, weather: Path, tmp_path: Path) -> None:
+    """The weights are the same; its samples/s would be those of the loader before."""
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    over = {"training": {"epochs": 3}, "model": DROPS, "loader": {"kind": "direct", "workers": 0}}
+    make_era5(run, over)
+    assert train(run, weather / "manifest.json") == 0
+    assert provenance(run)["resumed_from_step"] is None
+    assert (run / "model.pt").read_bytes() == (finished / "model.pt").read_bytes()
+    assert [r["wall_time"] for r in records(run)] > [r["wall_time"] for r in records(finished)]
+    assert [path.name for path in sorted(checkpoint_folder(run).glob("step-*"))] == ["step-00000020", "step-00000030"]
 
 
 def test_a_changed_setting_does_not_pick_up_the_old_checkpoint(again: Path, finished: Path, weather: Path) -> None:

@@ -16,7 +16,6 @@ import statistics
 import time
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -75,15 +74,6 @@ def measure(settings: Settings, session: Session) -> Throughput:
     )
 
 
-class _Samples(Hook):
-    """Counts the samples of this rank."""
-
-    count = 0
-
-    def after_step(self, number: int, batch: Batch, result: Any) -> None:
-        self.count += len(batch[0])
-
-
 def trials(
     mode: str, batches: Iterator[Batch], consume: Callable[..., object], settings: Settings, world: World
 ) -> Trials:
@@ -93,16 +83,18 @@ def trials(
     """
     rates: list[float] = []
     times: list[float] = []
+    counts: list[int] = []
+    count = Hook(after_step=lambda number, batch, result: counts.append(len(batch[0])))
     with Progress(f"measuring {mode}", settings.warmup + settings.trials, "trials") as progress:
         for trial in range(-settings.warmup, settings.trials):
-            samples = _Samples()
+            counts.clear()
             synchronize(world.device)
             world.barrier()
             start = time.perf_counter()
-            run_steps(consume, batches, range(settings.batches), [samples])
+            run_steps(consume, batches, range(settings.batches), [count])
             synchronize(world.device)
             (seconds,) = world.max(time.perf_counter() - start)
-            rate = sum(world.gather(samples.count)) / seconds
+            rate = sum(world.gather(sum(counts))) / seconds
             if trial >= 0:
                 rates.append(rate)
                 times.append(seconds)

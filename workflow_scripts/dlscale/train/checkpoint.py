@@ -33,12 +33,15 @@ class CheckpointRecord(Record):
         The epochs that are done.
     loss_sums, seconds
         Of the epoch under way: sum of the samples' losses on each rank, time spent on its steps in all tries.
+    made_with
+        The run's `geometry` and `loader`, which decide times and no weight.
     """
 
     step: int = 0
     history: list[Epoch] = []
     loss_sums: list[Number] = [0.0]
     seconds: float = 0.0
+    made_with: dict[str, Any] = {}
 
     def loss_sum(self, rank: int, ranks: int) -> float:
         """Return the sum with which a rank goes on; with another number of ranks the first has the sum of all."""
@@ -72,6 +75,11 @@ class Checkpoints:
                 shutil.rmtree(former, ignore_errors=True)
             else:
                 former.rename(path)
+
+    def clear(self) -> None:
+        """Remove all checkpoints."""
+        for step in self.steps():
+            shutil.rmtree(self._path(step), ignore_errors=True)
 
     def steps(self) -> list[int]:
         """Return the saved steps, oldest first."""

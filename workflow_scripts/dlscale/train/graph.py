@@ -1,8 +1,8 @@
 """A whole step as a CUDA graph: recorded once, then replayed with one call from the host.
 
-The rules are those of `torch.cuda.graph`: static memory for what goes in, nothing that waits for the device, the
-learning rate and the optimiser's counters on the device, and some ordinary steps first, on a side stream, in which
-libraries choose their kernels and the optimiser makes its state.
+`torch.cuda.graph` demands static memory for inputs, no wait for the device, and the learning rate and the optimiser's
+counters on the device. Some ordinary steps on a side stream come first, in which libraries choose their kernels and
+the optimiser makes its state.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ EAGER_STEPS = 3
 class Graphed:
     """Calls `body(x, y)`, a whole training step, by a graph for each shape of batch.
 
-    The first `EAGER_STEPS` batches of a shape train without a graph, and the next is recorded: all are ordinary
-    steps of the training. A shape that is rare, as an epoch's last batch may be, therefore costs no graph before
-    it has proved otherwise. Autocast needs no care: its cache of converted weights lives and dies within the body.
+    The first `EAGER_STEPS` batches of a shape train without a graph, the next is recorded; all are ordinary steps of
+    the training. A rare shape, such as an epoch's last batch, gets no graph. Autocast's cache of converted weights
+    lives only within the body and needs no care.
     """
 
     def __init__(self, body: Body, backend: CudaBackend) -> None:
@@ -32,7 +32,7 @@ class Graphed:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all graphs, as one must when memory that they know is replaced."""
+        """Drop all graphs, as is needed when memory that they use is replaced."""
         self._seen: Counter[Any] = Counter()
         self._graphs: dict[Any, tuple[Callable[[], Any], torch.Tensor, torch.Tensor, torch.Tensor]] = {}
 

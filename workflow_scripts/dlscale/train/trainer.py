@@ -68,11 +68,15 @@ class Trainer:
         self.history: list[Epoch] = []
         self.resumed_from: int | None = None
         self._resumed = CheckpointRecord()
+        self._made_with = run.model_dump(mode="json", include={"geometry", "loader"})
 
     def fit(self, on_epoch: Callable[[Epoch], None] = lambda record: None) -> list[Epoch]:
         """Train to the end; return the records of all epochs, each of which `on_epoch` is told as it comes."""
         with Interruption(self.world) as interruption, Progress("training", self.total_steps, "steps") as progress:
-            hooks = (_LearningRate(self), _Display(progress))
+            hooks = [
+                Hook(before_step=lambda number: self.step.set_learning_rate(self.rate(number))),
+                Hook(after_step=lambda number, batch, loss: progress.update(number + 1)),
+            ]
             for epoch in range(len(self.history), self.epochs):
                 record = self._epoch(epoch, interruption, hooks)
                 skill = [f", {name} {value:.4g}" for name, value in record.metrics.items() if "skill" in name]
@@ -84,7 +88,7 @@ class Trainer:
                 on_epoch(record)
                 self.history.append(record)
                 if epoch + 1 == self.epochs or (epoch + 1) % self.run.training.checkpoint_epochs == 0:
-                    self.save(CheckpointRecord(step=record.step, history=self.history))
+                    self._save(record.step)
         return self.history
 
     def _epoch(self, epoch: int, interruption: Interruption, hooks: Sequence[Hook]) -> Epoch:
@@ -94,10 +98,10 @@ class Trainer:
         before, self._resumed = self._resumed, CheckpointRecord()
         first = max(before.step - done, 0)  # not 0 where an earlier try was stopped within this epoch
         sums = _EpochSums(before, done + first, self.world, self.step.device)
-        requests = _Requests(interruption, self, sums)
+        requests = Hook(before_step=lambda number: self._obey(interruption.poll(), sums))
         batches = self.train_loader.epoch(epoch, first)
         numbers = range(done + first, done + steps)
-        run_steps(self.step, self._weighted(batches, first), numbers, (requests, *hooks, sums))
+        run_steps(self.step, self._weighted(batches, first), numbers, [requests, *hooks, Hook(after_step=sums.add)])
         requests.before_step(done + steps)
         train_loss = sums.total() / samples  # waits, so the time below is that of finished work
         seconds, wall_time = sums.seconds, time.time()
@@ -147,6 +151,10 @@ class Trainer:
     def resume(self) -> None:
         """Go on from the newest checkpoint, if there is one: the first rank chooses it, and all read the same."""
         loaded = self.checkpoints.load() if self.world.main else None
+        if loaded and loaded[0].step == self.total_steps and loaded[0].made_with != self._made_with:
+            logging.info("this was trained to the end with another geometry or loader: again, for times of its own")
+            self.checkpoints.clear()
+            loaded = None
         step = self.world.gather(loaded[0].step if loaded else None)[0]
         if step is None:
             return
@@ -167,59 +175,38 @@ class Trainer:
                 torch.cuda.set_rng_state(cuda, self.step.device)
         logging.info("resumed after epoch %d, step %d", len(self.history), step)
 
-    def save(self, record: CheckpointRecord) -> None:
+    def _obey(self, request: Request, sums: _EpochSums) -> None:
+        """Save, or save and end, within an epoch, if a signal asks for it."""
+        if not request:
+            return
+        self._save(sums.step, loss_sums=sums.by_rank(), seconds=sums.seconds)
+        logging.info("asked to %s: saved after step %d", request.name.lower(), sums.step)
+        if request == Request.END:
+            self.world.barrier()  # a rank that ends before the others have saved ends them, too
+            raise Stopped(f"asked to end; saved after step {sums.step} of {self.total_steps}; run it again")
+
+    def _save(self, step: int, **partial: Any) -> None:
         """Save a checkpoint."""
         cuda = torch.cuda.get_rng_state(self.step.device) if self.step.device.type == "cuda" else None
         rng = {"rng": self.world.gather(torch.get_rng_state()), "cuda_rng": self.world.gather(cuda)}
         if self.world.main:
+            record = CheckpointRecord(step=step, history=self.history, made_with=self._made_with, **partial)
             self.checkpoints.save(record, {**self.step.state_dict(), **rng})
 
 
-class _Requests(Hook):
-    """Saves, or saves and ends, before the next step when a signal asks for it."""
-
-    def __init__(self, interruption: Interruption, trainer: Trainer, sums: _EpochSums) -> None:
-        self._interruption, self._trainer, self._sums = interruption, trainer, sums
-
-    def before_step(self, number: int) -> None:
-        if request := self._interruption.poll():
-            record = self._sums.record(self._trainer.history)
-            self._trainer.save(record)
-            logging.info("asked to %s: saved after step %d", request.name.lower(), record.step)
-            if request == Request.END:
-                self._trainer.world.barrier()  # a rank that ends before the others have saved ends them, too
-                total = self._trainer.total_steps
-                raise Stopped(f"asked to end; saved after step {record.step} of {total}; run it again")
-
-
-class _LearningRate(Hook):
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
-
-    def before_step(self, number: int) -> None:
-        self._trainer.step.set_learning_rate(self._trainer.rate(number))
-
-
-class _Display(Hook):
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
-
-    def after_step(self, number: int, batch: Batch, result: Any) -> None:
-        self._progress.update(number + 1)
-
-
-class _EpochSums(Hook):
+class _EpochSums:
     """Losses and time of the epoch under way, on this rank, from step `first` of the training."""
 
     def __init__(self, before: CheckpointRecord, first: int, world: World, device: torch.device) -> None:
-        self._step, self._world = first, world
+        self.step, self._world = first, world
         loss_sum = before.loss_sum(world.rank, world.size)
         self._loss_sum = torch.tensor(loss_sum, dtype=torch.float64, device=device)
         self._start = time.perf_counter() - before.seconds
 
-    def after_step(self, number: int, batch: Batch, result: Any) -> None:
-        self._loss_sum += result * len(batch[0])  # stays on the device: no step waits
-        self._step = number + 1
+    def add(self, number: int, batch: Batch, loss: torch.Tensor) -> None:
+        """Add a step."""
+        self._loss_sum += loss * len(batch[0])  # stays on the device: no step waits
+        self.step = number + 1
 
     @property
     def seconds(self) -> float:
@@ -230,10 +217,9 @@ class _EpochSums(Hook):
         """Return the sum of all ranks' losses; it is taken of a copy, as this rank's own sum may yet be saved."""
         return float(self._world.sum(self._loss_sum.clone()))
 
-    def record(self, history: list[Epoch]) -> CheckpointRecord:
-        """Return what a checkpoint says."""
-        sums = self._world.gather(float(self._loss_sum))
-        return CheckpointRecord(step=self._step, history=history, loss_sums=sums, seconds=self.seconds)
+    def by_rank(self) -> list[float]:
+        """Return the sum of each rank's losses."""
+        return self._world.gather(float(self._loss_sum))
 
 
 def _check_finite(epoch: int, what: str, loss: float) -> None:
