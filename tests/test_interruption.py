@@ -20,6 +20,7 @@ from dlscale.parallel.world import World, first_host, join
 from dlscale.train.checkpoint import CheckpointRecord, Checkpoints
 from dlscale.train.interruption import Interruption, Request
 from tests.conftest import ERA5, ERA5_RUN, ROOT, make_run, records, train
+from tests.waiting import PATIENCE, until
 
 STOPPED = 75
 TORCHRUN = [
@@ -45,7 +46,14 @@ def same(one: Path, other: Path) -> None:
     assert (one / "model.pt").read_bytes() == (other / "model.pt").read_bytes()
 
 
-@pytest.mark.parametrize(("every", "workers"), [(1, 0), (3, 2), (7, 0)], ids=["each step", "workers", "validation"])
+@pytest.mark.parametrize(
+    ("every", "workers"),
+    [
+        pytest.param(1, 0, id="each step", marks=pytest.mark.slow),
+        pytest.param(3, 2, id="workers"),
+        pytest.param(7, 0, id="validation", marks=pytest.mark.slow),
+    ],
+)
 def test_stopped_again_and_again_is_never_stopped(
     tmp_path: Path, era5_data: Path, monkeypatch: pytest.MonkeyPatch, every: int, workers: int
 ) -> None:
@@ -124,8 +132,14 @@ def test_another_number_of_ranks_goes_on(tmp_path: Path, era5_data: Path) -> Non
     close(alone, moved, 2e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("workers", "how"), [(0, signal.SIGTERM), (2, signal.SIGTERM), (2, signal.SIGINT)])
+@pytest.mark.parametrize(
+    ("workers", "how"),
+    [
+        pytest.param(0, signal.SIGTERM, marks=pytest.mark.slow),
+        pytest.param(2, signal.SIGTERM),
+        pytest.param(2, signal.SIGINT, marks=pytest.mark.slow),
+    ],
+)
 def test_terminated(tmp_path: Path, era5_data: Path, workers: int, how: signal.Signals) -> None:
     """By a real signal to all of its processes, loader workers too, as Slurm or a terminal sends it."""
     run = {"training": {"steps": 3000, "checkpoint_epochs": 1000}, "loader": {"workers": workers}}
@@ -138,7 +152,7 @@ def test_terminated(tmp_path: Path, era5_data: Path, workers: int, how: signal.S
         saved = len(list(folder.glob("checkpoints/*/step-*")))
         wait_for(folder / "train.log", f"epoch {4 + (folder / 'train.log').read_text().count('epoch ')} of", process)
         os.killpg(process.pid, how)
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=PATIENCE)
     finally:
         process.kill()
     assert process.returncode == STOPPED and saved == 1
@@ -157,7 +171,7 @@ def test_one_of_several_processes_is_asked_and_all_save(tmp_path: Path, era5_dat
         wait_for(stopped / "train.log", "epoch 3 of", process)
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         os.kill(int(children[1]), signal.SIGTERM)  # that of rank 1
-        process.communicate(timeout=120)
+        process.communicate(timeout=PATIENCE)
     finally:
         process.kill()
     assert process.returncode != 0
@@ -185,12 +199,10 @@ def begin(folder: Path, data: Path, starter: list[str]) -> subprocess.Popen[str]
 
 
 def wait_for(log: Path, text: str, process: subprocess.Popen[str]) -> None:
-    for _ in range(1200):
-        if log.exists() and text in log.read_text():
-            return
-        assert process.poll() is None, log.read_text() if log.exists() else "no log"
-        time.sleep(0.05)
-    raise AssertionError(f"no {text!r} after a minute")
+    def said() -> str:
+        return log.read_text() if log.exists() else ""
+
+    until(f"'{text}' in the log", lambda: text in said(), process, said)
 
 
 # ---- agreement -------------------------------------------------------------------------------------
@@ -251,7 +263,7 @@ def test_a_warning_outside_of_training_is_no_end(tmp_path: Path) -> None:
         "def main(args):\n    os.kill(os.getpid(), signal.SIGUSR2); os.kill(os.getpid(), signal.SIGUSR1)\n"
         "c.main = main\nraise SystemExit(cli.main(['configure', '--settings', '{}', '--out', 'x']))"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, timeout=PATIENCE, check=False)
     assert done.returncode == 0
 
 
@@ -265,10 +277,7 @@ def test_ranks_end_with_torchrun(tmp_path: Path, era5_data: Path) -> None:
     ranks = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     process.kill()
     process.wait()
-    end = time.monotonic() + 60
-    while any(Path(f"/proc/{rank}").exists() for rank in ranks):
-        assert time.monotonic() < end
-        time.sleep(0.2)
+    until("the ranks' end", lambda: not any(Path(f"/proc/{rank}").exists() for rank in ranks))
     assert "asked to end: saved after step" in (folder / "train.log").read_text()
 
 

@@ -45,6 +45,7 @@ from dlscale.train.loop import Hook, run_steps
 from dlscale.train.train import run_fingerprint
 from dlscale.train.trainer import Trainer
 from tests.conftest import COSMO, COSMO_RUN, ERA5, ERA5_RUN, make_dataset, make_run, records, train
+from tests.waiting import PATIENCE
 
 CPU = torch.device("cpu")
 TIMES = ("epoch_seconds", "samples_per_second", "valid_seconds", "wall_time")
@@ -436,19 +437,24 @@ def start(folder: Path, manifest: Path) -> subprocess.Popen[bytes]:
 
 def wait_for(folder: Path, pattern: str, process: subprocess.Popen[bytes]) -> Path:
     """Wait until a file is there."""
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline:
         if found := sorted(folder.glob(pattern)):
             return found[0]
         assert process.poll() is None, (folder / "log").read_text()
         time.sleep(0.001)
-    raise AssertionError(f"no {pattern} after two minutes")
+    raise AssertionError(f"no {pattern} in time")
 
 
 @pytest.mark.parametrize(
     ("workers", "precision"),
-    [(0, "fp32"), (2, "fp32"), (0, "fp16"), (0, "bf16_master"), (0, "fp16_master")],
-    ids=["alone", "2 workers", "loss scaling", "master weights", "both"],
+    [
+        pytest.param(0, "fp32", id="alone", marks=pytest.mark.slow),
+        pytest.param(2, "fp32", id="2 workers"),
+        pytest.param(0, "fp16", id="loss scaling", marks=pytest.mark.slow),
+        pytest.param(0, "bf16_master", id="master weights", marks=pytest.mark.slow),
+        pytest.param(0, "fp16_master", id="both"),
+    ],
 )
 def test_a_killed_run_resumes_as_if_nothing_had_been(
     tmp_path: Path, weather: Path, capfd: pytest.CaptureFixture[str], workers: int, precision: str

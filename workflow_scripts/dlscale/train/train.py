@@ -27,7 +27,7 @@ from dlscale.train.logs import RunLogs
 from dlscale.train.trainer import Trainer
 
 #: Settings that change no weight: which checkpoints are kept, on how many devices a run trains, who loads its samples.
-UNDECISIVE: dict[str, Any] = {"training": {"checkpoint_epochs", "keep_checkpoints"}, "geometry": True, "loader": True}
+NOT_FINGERPRINTED: Any = {"training": {"checkpoint_epochs", "keep_checkpoints"}, "geometry": True, "loader": True}
 
 
 def main(args: argparse.Namespace) -> None:
@@ -114,7 +114,7 @@ def run_fingerprint(run: Run, manifest: Manifest, sources: str = "") -> str:
     """
     image = provenance.Image.read()
     decisive = {
-        "run": run.model_dump(mode="json", exclude=UNDECISIVE),
+        "run": run.model_dump(mode="json", exclude=NOT_FINGERPRINTED),
         # Loaders deliver the same samples, but for the one that delivers no data.
         "synthetic": run.loader.kind == "synthetic",
         "data": {split: [file.digest for file in files] for split, files in manifest.splits.items()},
