@@ -128,8 +128,13 @@ def slow(fields: dict[str, np.ndarray], factor: int) -> dict[str, np.ndarray]:
     return found
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-@pytest.mark.parametrize("chunk", [None, 5])
+@pytest.mark.parametrize(
+    ("chunk", "dtype"),
+    [
+        *((None, "float32"), (5, "float16")),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((None, "float16"), (5, "float32"))),
+    ],
+)
 def test_channels_last_is_another_order_of_the_same(tmp_path: Path, chunk: int | None, dtype: str) -> None:
     """On disk [D, H, W, C]; through readers, samples and the manifest as if it were [C, D, H, W]."""
     found = {}

@@ -189,9 +189,9 @@ LOADERS: dict[str, Callable[[GridSamples, Share, int], Loader]] = {
 }
 
 
-def marks(name: str, quick: bool = False) -> list[pytest.MarkDecorator]:
+def marks(name: str, case: str = "") -> list[pytest.MarkDecorator]:
     """Return the marks of a case of a loader: DALI compiles its operators in seconds, which `make test` does once."""
-    return [pytest.mark.slow] if name.startswith("dali") and not quick else []
+    return [pytest.mark.slow] if name.startswith("dali") and (name, case) != ("dali", "pairs, half") else []
 
 
 def batches(loader: Loader, epoch: int, start: int = 0) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -231,7 +231,7 @@ DALI_CASES = (
 @pytest.mark.parametrize(
     ("name", "make", "layout"),
     [
-        pytest.param(name, *case.values, id=f"{name}: {case.id}", marks=marks(name, case.id == "pairs, half"))
+        pytest.param(name, *case.values, id=f"{name}: {case.id}", marks=marks(name, case.id))
         for name in LOADERS
         for case in CASES
         if not name.startswith("dali") or case.id in DALI_CASES

@@ -25,9 +25,9 @@ CONFIG: dict[str, Any] = {
 
 
 def test_every_stage_in_a_container(container_engine: Engine, cpu_image: str, tmp_path: Path) -> None:
-    """A study from outside, too. A new image makes exactly the jobs that use it run again.
+    """A study from outside, too.
 
-    The same content under another name, or the old image put back, makes none run.
+    A new image makes exactly the jobs that use it run again; the same content, or the old one put back, none.
     """
     copy_tree(tmp_path / "w")
     # Results elsewhere, and a folder with a blank, are seen in the containers as well.
