@@ -107,10 +107,19 @@ bench-gpu: $(VENV)/.installed-dev  ## check and measure all that needs a GPU, in
 
 # ---- development ---------------------------------------------------------------------------------
 
+# Side by side: a test uses one core. A later option of ARGS takes the place of these: -n 0, -m slow.
+WORKERS ?= $(shell cores=$$(nproc 2>/dev/null || echo 2); echo $$((cores < 8 ? cores : 8)))
+PYTEST := pytest --numprocesses=$(WORKERS) --dist=loadgroup
+
 .PHONY: test
-test: $(VENV)/.installed-dev  ## run the tests
-	$(say) 'Running the tests'
-	@pytest $(ARGS)
+test: $(VENV)/.installed-dev  ## test every feature once, in some minutes
+	$(say) 'Running the tests (all of them: make test-all)'
+	@$(PYTEST) -m 'not (slow or cluster or container)' $(ARGS)
+
+.PHONY: test-all
+test-all: $(VENV)/.installed-dev  ## run all tests that can run here
+	$(say) 'Running all tests'
+	@$(PYTEST) $(ARGS)
 
 .PHONY: test-container
 test-container: $(VENV)/.installed-dev  ## build the image with podman, which is installed where missing, and test it

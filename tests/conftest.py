@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,57 +13,21 @@ from typing import Any
 import pytest
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the command line sets it, before anything loads OpenMP
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # tensors are tiny, and the tests run side by side
 
 from dlscale import cli
 from dlscale.config import resolve as config
+from dlscale.core.settings import read_yaml
 from dlscale.data import parts
 from dlscale.data.parts import load_dataset
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared"  # real data, where it is at hand
 
-#: 32^3 boxes with cells of 0.75 Mpc/h: the gas depends on neighbours, and a crop of 16 fits.
-COSMO: dict[str, Any] = {
-    "kind": "cosmo",
-    "source": {
-        "kind": "simulated",
-        "grid": 32,
-        "box_mpc_h": 24.0,
-        "boxes": {"train": 2, "valid": 1, "test": 1},
-        "seed": 3,
-    },
-}
-ERA5: dict[str, Any] = {
-    "kind": "era5",
-    "source": {
-        "kind": "simulated",
-        "latitudes": 16,
-        "longitudes": 32,
-        "days": 5,
-        "train": [2001, 2002],
-        "valid": [2003],
-        "seed": 3,
-    },
-}
-COSMO_RUN: dict[str, Any] = {
-    "batch_size": 4,
-    "model": {"widths": [4, 8]},
-    "samples": {"crop": 16, "train": 12, "valid": 8},
-    "loader": {"workers": 0},
-    "optimizer": {"lr": 2e-3},
-    "training": {"epochs": 2},
-    "precision": "fp32",
-    "throughput": {"warmup": 0, "trials": 2, "batches": 2},
-}
-ERA5_RUN: dict[str, Any] = {
-    "batch_size": 4,
-    "model": {"patch": 4, "embed_dim": 16, "depth": 2, "heads": 2},
-    "loader": {"workers": 0},
-    "optimizer": {"lr": 1e-3},
-    "training": {"epochs": 2},
-    "precision": "fp32",
-    "throughput": {"warmup": 0, "trials": 2, "batches": 2},
-}
+#: By study: `tests/tiny/STUDY.yaml` has a tiny dataset and a tiny run of it. Tests of all studies go over these.
+TINY: dict[str, dict[str, Any]] = {file.stem: read_yaml(file) for file in sorted((ROOT / "tests/tiny").glob("*.yaml"))}
+COSMO, COSMO_RUN = TINY["cosmo_unet"]["dataset"], TINY["cosmo_unet"]["run"]
+ERA5, ERA5_RUN = TINY["era5_vit"]["dataset"], TINY["era5_vit"]["run"]
 
 
 def stage(*arguments: object) -> int:
@@ -76,19 +42,20 @@ def make_parts(folder: Path, settings: dict[str, Any]) -> list[Path]:
     configured = ["--config", folder / "config.yaml"]
     paths = {}
     for name, raw in parts.raws(dataset).items():
-        paths[name] = folder / "source" / name if parts.acquired(dataset, raw) else Path(raw.origin)
-        if parts.acquired(dataset, raw):
+        acquired = parts.acquired(dataset, raw)
+        paths[name] = folder / "source" / name if acquired else Path(raw.origin)
+        if acquired:
             assert stage("acquire", *configured, "--file", name, "--out", paths[name]) == 0
     if parts.kind_of(dataset).prepared(dataset):
         return list(paths.values())
     for part in parts.parts(dataset):
-        label, pieces = f"{part.split}/{part.name}", []
+        pieces = []
         for piece in range(dataset.pieces):
-            pieces.append(folder / "pieces" / f"{label}-{piece}.h5")
+            pieces.append(folder / "pieces" / f"{part.label}-{piece}.h5")
             raws = [paths[raw.name] for raw in part.raws]
-            arguments = ["--part", label, "--piece", piece, "--source", *raws, "--out", pieces[-1]]
+            arguments = ["--part", part.label, "--piece", piece, "--source", *raws, "--out", pieces[-1]]
             assert stage("preprocess", *configured, *arguments) == 0
-        assert stage("assemble", *configured, "--pieces", *pieces, "--out", folder / f"{label}.h5") == 0
+        assert stage("assemble", *configured, "--pieces", *pieces, "--out", folder / f"{part.label}.h5") == 0
     return []
 
 
@@ -126,16 +93,39 @@ def records(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+def once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
+    """Return a folder that `make` fills, once for all processes of a test session; tests leave it as they find it."""
+    base = factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        base = base.parent  # each of the processes has a folder of its own in it
+    folder, done = base / name, base / f"{name}.done"
+    with (base / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not done.exists():
+            shutil.rmtree(folder, ignore_errors=True)  # of one who failed
+            make(folder)
+            done.touch()
+    return folder
+
+
 @pytest.fixture(scope="session")
-def cosmo_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tiny_data(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return a function from a study to the folder of its tiny dataset."""
+    return lambda study: once(
+        tmp_path_factory, f"data_{study}", lambda folder: make_dataset(folder, TINY[study]["dataset"])
+    )
+
+
+@pytest.fixture(scope="session")
+def cosmo_data(tiny_data: Callable[[str], Path]) -> Path:
     """Return the folder of a tiny cosmo dataset."""
-    return make_dataset(tmp_path_factory.mktemp("data") / "cosmo", COSMO)
+    return tiny_data("cosmo_unet")
 
 
 @pytest.fixture(scope="session")
-def era5_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def era5_data(tiny_data: Callable[[str], Path]) -> Path:
     """Return the folder of a tiny era5 dataset."""
-    return make_dataset(tmp_path_factory.mktemp("data") / "era5", ERA5)
+    return tiny_data("era5_vit")
 
 
 @pytest.fixture

@@ -1,65 +1,73 @@
-"""The house: layers, pure models, and a fingerprint that follows every import and no more."""
+"""The house: layers, pure models, names in their own rooms, and a fingerprint that follows every import and no more."""
 
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from pydantic import TypeAdapter
 
-from dlscale.config import resolve as config
-from dlscale.config.dataset import DatasetSettings, dataset_type
-from dlscale.config.run import Run
-from dlscale.core import registry as plugins
-from dlscale.core import stages
+from dlscale.config import resolve
+from dlscale.core import registry
 from dlscale.core.fingerprint import ROOT as PACKAGE
-from dlscale.core.fingerprint import fingerprint, reachable
-from tests.conftest import COSMO, COSMO_RUN, ERA5, ERA5_RUN, ROOT
+from dlscale.core.fingerprint import data_modules, fingerprint, reachable, run_modules
+from dlscale.core.settings import read_yaml
+from dlscale.core.stages import RUN_STAGES, STAGES
+from dlscale.data import parts
+from dlscale.data.loaders.settings import LOADERS as LOADER_SETTINGS
+from tests.conftest import ROOT, TINY
 
 MODULES = {
     ".".join(["dlscale", *file.relative_to(PACKAGE).with_suffix("").parts]).removesuffix(".__init__"): file
     for file in sorted(PACKAGE.rglob("*.py"))
 }
+STUDIES = {name: study.module for name, study in registry.studies().items() if not study.outside}
+KINDS = registry.kinds()
+LOADERS = [settings.model_fields["kind"].annotation.__args__[0] for settings in LOADER_SETTINGS]
+#: What a module of a kind of dataset has for each role; see `dlscale.data.kind`.
+ROLES = {"source": "open_source", "samples": "open_samples", "describe": "complete", "preview": "preview"}
+#: Modules that have a model in them, and not only losses or the like, which studies may share.
+MODELS = {
+    module
+    for module, file in MODULES.items()
+    if module.startswith("dlscale.models.") and re.search(r"^class \w+\(nn\.Module\):", file.read_text(), re.MULTILINE)
+}
+#: All datasets that are shipped, and the tiny ones.
+DATASETS = resolve.load(
+    resolve.merge(
+        read_yaml(ROOT / "config.yaml"),
+        {"datasets": {f"tiny_{study}": tiny["dataset"] for study, tiny in TINY.items()}},
+    )
+).workflow.datasets
 
 
 def imports(file: Path) -> set[str]:
     """Return all that a file imports, by full name; relative imports begin with a dot."""
-    found = set()
+    names = set()
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            found.add("." * node.level + (node.module or ""))
-    return found
+            names.add("." * node.level + (node.module or ""))
+    return names
 
 
-def run(name: str) -> Run:
-    """Return the resolved run of a study, on simulated data."""
-    study, data, settings = {
-        "cosmo": ("cosmo_unet", COSMO, COSMO_RUN),
-        "era5": ("era5_vit", ERA5, ERA5_RUN),
-        "synthetic": ("cosmo_unet", COSMO, {**COSMO_RUN, "loader": {"kind": "synthetic"}}),
-    }[name]
-    raw = {
-        "targets": ["plan"],
-        "datasets": {"data": data},
-        "plans": {"plan": {"study": study, "settings": {"dataset": "data"}, "runs": {"run": settings}}},
-    }
-    return config.load(raw).plans["plan"]["run"].run
+def below(package: str, modules: list[str]) -> set[str]:
+    """Return those of `modules` that are inside of a package, itself left out."""
+    return {module for module in modules if module.startswith(f"dlscale.{package}.")}
 
 
-def dataset(settings: dict) -> DatasetSettings:
-    return TypeAdapter(dataset_type()).validate_python(settings)
+# ---- the code ---------------------------------------------------------------------------------------
 
 
 def test_layers() -> None:
     """The contracts in pyproject.toml: layers, pure models, no Snakemake in a stage."""
     command = [str(Path(sys.executable).with_name("lint-imports")), "--no-cache"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -78,58 +86,163 @@ def test_models_are_pure() -> None:
 
 
 def test_computed_imports_are_in_one_place() -> None:
-    """The fingerprint cannot see them: `dlscale.core.registry` names the modules, the command line the stages'."""
-    found = {module for module, file in MODULES.items() if re.search("import_module|__import__", file.read_text())}
-    assert found == {"dlscale.core.registry", "dlscale.cli"}
+    """The fingerprint cannot see them: the registry names the modules, the command line the stages'."""
+    computed = re.compile("import_module|__import__|spec_from_file")
+    assert {module for module, file in MODULES.items() if computed.search(file.read_text())} == {
+        "dlscale.core.registry",
+        "dlscale.cli",
+    }
 
 
-def test_stages_and_plugins_are_modules() -> None:
-    assert set(stages.STAGES.values()) <= set(MODULES)
-    for settings in (COSMO, ERA5):
-        assert set(stages.modules("acquire", dataset(settings))) <= set(MODULES)
-        assert set(stages.modules("preprocess", dataset(settings))) <= set(MODULES)
-    for name in ("cosmo", "era5", "synthetic"):
-        assert set(stages.modules("train", run(name))) <= set(MODULES)
-    for study in config.shipped_studies():
-        assert f"dlscale.studies.{study}" in MODULES
+def test_no_study_or_kind_is_named_outside_of_its_rooms() -> None:
+    """Not even in a comment: what all studies share may not be shaped by one of them."""
+    words = {
+        "cosmo",
+        "era5",
+        "unet",
+        "vit",
+        "crops",
+        "pairs",
+        *KINDS,
+        *(word for name in STUDIES for word in name.split("_")),
+    }
+    pattern = re.compile("|".join(sorted(words)), re.IGNORECASE)
+    rooms = [PACKAGE / name for name in ("studies", "datasets", "models")]
+    written = [PACKAGE / "config/config.schema.json"]  # from the registry
+    files = [*PACKAGE.rglob("*"), *(ROOT / "rules").glob("*.smk"), ROOT / "Snakefile"]
+    named = [
+        f"{file.relative_to(ROOT)}:{number}: {line.strip()}"
+        for file in sorted(files)
+        if file.is_file() and file.suffix != ".pyc" and file not in written
+        if not any(file.is_relative_to(room) for room in rooms)
+        for number, line in enumerate(file.read_text().splitlines(), 1)
+        if pattern.search(line)
+    ]
+    assert not named, "\n" + "\n".join(named)
 
 
-@pytest.mark.parametrize(
-    ("stage", "subject", "there", "absent"),
-    [
-        ("train", "cosmo", ["models.unet3d", "data.crops", "studies.cosmo_unet"], ["models.vit", "data.pairs"]),
-        ("train", "era5", ["models.vit", "data.pairs", "studies.era5_vit"], ["models.unet3d", "data.crops"]),
-        ("train", "cosmo", ["train.trainer", "data.loaders.torch_loader"], ["data.loaders.synthetic_loader"]),
-        ("train", "synthetic", ["data.loaders.synthetic_loader"], ["data.loaders.torch_loader"]),
-        ("train", "era5", ["train.checkpoint"], ["measure.throughput", "report.report", "data.preprocess", "cli"]),
-        ("throughput", "era5", ["train.step", "models.vit"], ["train.trainer", "train.checkpoint", "report.report"]),
-    ],
-)
-def test_reach_of_runs(stage: str, subject: str, there: list[str], absent: list[str]) -> None:
-    found = reachable(stages.modules(stage, run(subject)))
-    assert {f"dlscale.{name}" for name in there} <= set(found)
-    assert not {f"dlscale.{name}" for name in absent} & set(found)
+# ---- what is registered -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("stage", "settings", "there", "absent"),
-    [
-        ("acquire", COSMO, ["data.cosmo_simulator"], ["data.era5_simulator", "data.download", "data.cosmo"]),
-        ("acquire", ERA5, ["data.era5_simulator"], ["data.cosmo_simulator", "data.download", "data.era5"]),
-        ("preprocess", COSMO, ["data.cosmo", "data.store"], ["data.cosmo_simulator", "data.era5", "models.unet3d"]),
-        ("preprocess", ERA5, ["data.era5", "data.store"], ["data.era5_simulator", "data.cosmo", "data.era5_zarr"]),
-    ],
-)
-def test_reach_of_data(stage: str, settings: dict, there: list[str], absent: list[str]) -> None:
-    found = reachable(stages.modules(stage, dataset(settings)))
-    assert {f"dlscale.{name}" for name in there} <= set(found)
-    assert not {f"dlscale.{name}" for name in absent} & set(found)
+def test_every_study_has_a_tiny_run() -> None:
+    """`tests/tiny` has a file for each, and so all tests that go over the studies run it."""
+    assert set(TINY) == set(STUDIES)
 
 
-def test_fetched_files_depend_on_no_source() -> None:
-    """What was fetched does not change with the code that fetched it."""
-    files = {"kind": "files", "train": ["https://example.org/a.h5"], "valid": ["https://example.org/b.h5"]}
-    assert stages.modules("acquire", dataset({"kind": "cosmo", "source": files})) == []
+@pytest.mark.parametrize("stage", STAGES)
+def test_stage_resolves(stage: str) -> None:
+    """Its module is there and has a `main`."""
+    tree = ast.parse(MODULES[STAGES[stage].module].read_text())
+    assert "main" in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+
+@pytest.mark.parametrize("study", STUDIES)
+def test_study_resolves(study: str) -> None:
+    """Its kind of dataset is there, and its tiny run is valid."""
+    assert STUDIES[study] in MODULES
+    assert registry.study(study).dataset in KINDS
+    plan = {"study": study, "settings": {**TINY[study]["run"], "dataset": "tiny"}, "runs": {"run": {}}}
+    raw = {"targets": ["tiny"], "datasets": {"tiny": TINY[study]["dataset"]}, "plans": {"tiny": plan}}
+    run = resolve.load(raw).plans["tiny"]["run"].run
+    assert run.study == study
+    for stage in RUN_STAGES:
+        assert set(run_modules(stage, study, run.loader.kind)) <= set(MODULES)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kind_resolves(kind: str) -> None:
+    """What it brings is where the table of roles says; and a dataset of it is in some test."""
+    assert registry.kind(kind).name == kind
+    for role, function in ROLES.items():
+        if module := registry.part(kind, role):
+            assert hasattr(importlib.import_module(module), function), role
+    mine = [dataset for dataset in DATASETS.values() if dataset.kind == kind]
+    assert mine
+    for acquirer in {parts.kind_of(dataset).acquirer(dataset) for dataset in mine} - {None}:
+        module = registry.part(kind, acquirer)
+        assert module and hasattr(importlib.import_module(module), "acquire")
+
+
+@pytest.mark.parametrize("loader", LOADERS)
+def test_loader_resolves(loader: str) -> None:
+    module = MODULES[registry.loader(loader)]
+    assert "build" in {node.name for node in ast.parse(module.read_text()).body if isinstance(node, ast.FunctionDef)}
+
+
+# ---- what a stage reaches ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", RUN_STAGES)
+@pytest.mark.parametrize("study", STUDIES)
+def test_a_run_reaches_its_own_study_and_no_other(stage: str, study: str) -> None:
+    reached = reachable(run_modules(stage, study, LOADERS[0]))
+    samples = registry.part(registry.study(study).dataset, "samples")
+    own = reachable([module for module in (STUDIES[study], samples) if module])
+    assert STUDIES[study] in reached and (samples is None or samples in reached)
+    assert not {module for name, module in STUDIES.items() if name != study} & set(reached)
+    # What all studies share reaches no model, and no kind of dataset.
+    assert MODELS & set(reached) == MODELS & set(own) != set()
+    assert below("datasets", reached) == below("datasets", own)
+    assert {module.split(".")[2] for module in below("datasets", reached)} == {registry.study(study).dataset}
+    assert not {f"{KINDS[kind]}.{role}" for kind in KINDS for role in ("source", "preview", "describe")} & set(reached)
+
+
+@pytest.mark.parametrize("study", STUDIES)
+def test_a_model_is_reached_by_the_studies_that_import_it(study: str) -> None:
+    def models(name: str) -> set[str]:
+        return imports(MODULES[STUDIES[name]]) & MODELS
+
+    mine = set(reachable(run_modules("train", study, LOADERS[0])))
+    assert models(study) and models(study) <= mine
+    others = set.union(*map(models, STUDIES)) - set(reachable(sorted(models(study))))
+    assert not others & mine
+
+
+@pytest.mark.parametrize("loader", LOADERS)
+def test_a_run_reaches_its_own_loader_and_no_other(loader: str) -> None:
+    reached = reachable(run_modules("train", next(iter(STUDIES)), loader))
+    assert {name for name in LOADERS if registry.loader(name) in reached} == {loader}
+
+
+@pytest.mark.parametrize("stage", RUN_STAGES)
+def test_a_stage_reaches_no_other(stage: str) -> None:
+    """Nor what shows results or asks before they are made."""
+    reached = reachable(run_modules(stage, next(iter(STUDIES)), LOADERS[0]))
+    assert {name for name in STAGES if STAGES[name].module in reached} == {stage}
+    assert not below("report", reached) | below("preflight", reached) and "dlscale.cli" not in reached
+
+
+def test_measuring_needs_no_trainer() -> None:
+    """What only a training does, a measurement does not depend on."""
+    trainer = {"dlscale.train.trainer", "dlscale.train.checkpoint"}
+    assert trainer <= set(reachable(run_modules("train", next(iter(STUDIES)), LOADERS[0])))
+    assert not trainer & set(reachable(run_modules("throughput", next(iter(STUDIES)), LOADERS[0])))
+
+
+@pytest.mark.parametrize("stage", ["preprocess", "describe", "preview"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_data_stage_reaches_its_own_kind_and_no_other(stage: str, kind: str) -> None:
+    reached = reachable(data_modules(stage, kind))
+    assert STAGES[stage].module in reached
+    assert {module.split(".")[2] for module in below("datasets", reached)} <= {kind}
+    assert not below("studies", reached) | below("models", reached) | below("train", reached)
+    acquirers = {parts.kind_of(dataset).acquirer(dataset) for dataset in DATASETS.values() if dataset.kind == kind}
+    assert not {registry.part(kind, acquirer) for acquirer in acquirers - {None}} & set(reached)
+
+
+@pytest.mark.parametrize("name", DATASETS)
+def test_a_raw_file_depends_on_what_makes_it(name: str) -> None:
+    """On the simulator alone; what was fetched does not change with the code that fetched it."""
+    dataset = DATASETS[name]
+    acquirer = parts.kind_of(dataset).acquirer(dataset)
+    reached = reachable(data_modules("acquire", dataset.kind, acquirer))
+    if acquirer is None:
+        assert reached == []
+        return
+    assert registry.part(dataset.kind, acquirer) in reached
+    assert {module.split(".")[2] for module in below("datasets", reached)} == {dataset.kind}
+    readers = {registry.part(dataset.kind, role) for role in ROLES}
+    assert not (readers | {"dlscale.data.download", "dlscale.data.acquire"}) & set(reached)
 
 
 # ---- the fingerprint itself, on a package made for it ------------------------------------------------
@@ -215,7 +328,20 @@ def test_two_modules_that_swap_their_contents_are_seen(package: Path) -> None:
     assert probe(package)[1] != before
 
 
-def test_fingerprints_differ_by_study() -> None:
-    digests = {fingerprint(stages.modules("train", run(name))) for name in ("cosmo", "era5", "synthetic")}
-    assert len(digests) == 3 and all(len(digest) == 64 for digest in digests)
-    assert plugins.study(run("cosmo").study) == "dlscale.studies.cosmo_unet"
+def test_fingerprints_differ_by_study_and_loader() -> None:
+    digests = {fingerprint(run_modules("train", study, loader)) for study in STUDIES for loader in LOADERS}
+    assert len(digests) == len(STUDIES) * len(LOADERS) and all(len(digest) == 64 for digest in digests)
+
+
+def test_a_study_from_outside_is_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own modules and those of dlscale that it imports; nothing else that lies there."""
+    monkeypatch.setattr(registry, "_added", {})
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "outside_study.py").write_text("import outside_helper\nfrom dlscale.models import losses\n")
+    (tmp_path / "outside_study.yaml").write_text("settings: {}\n")
+    for name in ("helper", "stranger"):
+        (tmp_path / f"outside_{name}.py").write_text("")
+    study = registry.add("mine", tmp_path / "outside_study.py")
+    reached = reachable([study.module])
+    assert {"outside_study", "outside_helper", "dlscale.models.losses"} <= set(reached)
+    assert "outside_stranger" not in reached

@@ -79,7 +79,11 @@ MISTAKES = {
     "not finite": ({"optimizer": {"lr": float("nan")}}, ".optimizer.lr", ("got nan", "finite")),
     "wrong choice": ({"precision": "bf61"}, ".precision", ("got 'bf61'", "did you mean 'bf16'?", "fp16")),
     "misspelt kind": ({"loader": {"kind": "torhc"}}, ".loader", ("did you mean 'torch'?", "synthetic")),
-    "misspelt kind of a union": ({"samples": {"kind": "corps", "crop": 16}}, ".samples.kind", ("did you mean 'crops'?",)),
+    "misspelt kind of a union": (
+        {"samples": {"kind": "corps", "crop": 16}},
+        ".samples.kind",
+        ("did you mean 'crops'?",),
+    ),
     "no mapping": ({"model": "unet3d"}, ".model", ("got 'unet3d'", "keys and values")),
     "list too short": ({"optimizer": {"betas": [0.9]}}, ".optimizer.betas", ("2",)),
     "wrong item of a list": ({"model": {"widths": [4, -8]}}, ".model.widths.1", ("got -8",)),

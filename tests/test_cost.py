@@ -430,7 +430,7 @@ def test_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
         ("site={", "--config: site={: not valid YAML: "),
         ('site={"engin": "none"}', "configuration: site: unknown key 'engin'"),
         ("sites={}", "configuration: unknown key 'sites'"),
-        ("site=none", "configuration: site: expected keys and values"),
+        ("site=none", "configuration: site: got 'none'; expected keys and values"),
         ("datasets=3", "configuration: datasets: expected names"),
     ):
         assert stage(*asked, setting) == 2

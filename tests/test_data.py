@@ -23,17 +23,18 @@ from pydantic import TypeAdapter
 from dlscale.config import resolve as config
 from dlscale.config.dataset import dataset_type
 from dlscale.core.errors import UserError
-from dlscale.data import parts
+from dlscale.data import parts, preprocess
 from dlscale.data.loaders import torch_loader
 from dlscale.data.loaders.base import Share
 from dlscale.data.loaders.settings import TorchLoader
 from dlscale.data.manifest import FieldInfo, Manifest
 from dlscale.data.parts import load_dataset
 from dlscale.data.store import Moments, Reader, block_average
-from dlscale.data.transforms import DENSITY, IDENTITY, TEMPERATURE, VELOCITY, Transform
-from dlscale.datasets.cosmo.channels import CHANNELS
+from dlscale.data.transforms import IDENTITY, Transform
+from dlscale.datasets.cosmo.channels import CHANNELS, DENSITY, TEMPERATURE, VELOCITY
 from dlscale.datasets.cosmo.kind import CropSamples
 from dlscale.datasets.cosmo.samples import Crops
+from dlscale.datasets.era5.extra import Extra
 from dlscale.datasets.era5.kind import PairSamples
 from dlscale.datasets.era5.samples import Pairs
 from tests.conftest import COSMO, ERA5, ROOT, make_dataset, make_parts, stage
@@ -212,9 +213,7 @@ def moments_of(path: Path, name: str) -> Moments:
 
 
 def store_source(dataset: Any, label: str, path: Path) -> Any:
-    from dlscale.core import registry as plugins
-
-    return plugins.plugin(plugins.reader(dataset.kind)).open_source(dataset, parts.part(dataset, label), [path])
+    return preprocess.open_source(dataset, parts.part(dataset, label), [path])
 
 
 def test_pieces_and_blocks_do_not_show_in_the_series(tmp_path: Path, era5_data: Path) -> None:
@@ -386,15 +385,15 @@ def test_volumes_carry_names_units_and_provenance(cosmo_data: Path) -> None:
 
 def test_series_carry_names_units_coordinates_and_provenance(era5_data: Path) -> None:
     manifest = Manifest.read(era5_data / "manifest.json")
-    info = manifest.fields["fields"]
-    assert (manifest.kind, manifest.step_hours, info.grid, info.stored) == ("era5", 6.0, [16, 32], "physical")
+    info, extra = manifest.fields["fields"], Extra.of(manifest)
+    assert (manifest.kind, extra.step_hours, info.grid, info.stored) == ("era5", 6.0, [16, 32], "physical")
     with h5py.File(era5_data / "train" / "2001.h5") as file, h5py.File(era5_data / "source" / "2001.nc") as raw:
         assert list(file["fields"].attrs["channels"]) == info.channels
         for index, (channel, unit) in enumerate(zip(info.channels, info.units, strict=True)):
             assert raw[channel].attrs["units"] in (unit, unit.encode())
             np.testing.assert_array_equal(file["fields"][:, index], raw[channel][()])
-        np.testing.assert_allclose(manifest.latitude, raw["latitude"][()])
-        np.testing.assert_allclose(manifest.longitude, raw["longitude"][()])
+        np.testing.assert_allclose(extra.latitude, raw["latitude"][()])
+        np.testing.assert_allclose(extra.longitude, raw["longitude"][()])
         hours = file["time"][()]
         assert len(hours) == 4 * 5 and (np.diff(hours) == 6).all()
         assert np.datetime64("1970-01-01T00") + np.timedelta64(int(hours[0]), "h") == np.datetime64("2001-01-01T00")
@@ -409,7 +408,7 @@ def test_series_carry_names_units_coordinates_and_provenance(era5_data: Path) ->
     np.testing.assert_allclose(means.ravel(), exact.mean(axis=(0, 2, 3)), rtol=1e-6)
     np.testing.assert_allclose(stds.ravel(), exact.std(axis=(0, 2, 3)), rtol=1e-6)
     assert [(t.offset, t.scale) for t in info.transforms] == list(zip(info.mean, info.std, strict=True))
-    assert manifest.path(manifest.climatology or "") == (era5_data / "stats" / "time_means.npy").resolve()
+    assert manifest.path(extra.climatology or "") == (era5_data / "stats" / "time_means.npy").resolve()
     assert min(png_size(era5_data / "preview.png")) > 300
 
 
@@ -421,7 +420,7 @@ def test_the_manifest_says_which_files_and_their_content(cosmo_data: Path, tmp_p
         for file in files:
             content = manifest.path(file).read_bytes()
             assert (file.bytes, file.rows) == (len(content), 32)
-            assert file.identity == hashlib.sha256(content).hexdigest()
+            assert file.digest == hashlib.sha256(content).hexdigest()
             assert not Path(file.path).is_absolute()  # the folder can be moved
     manifest.write(tmp_path / "manifest.json")
     again = Manifest.read(tmp_path / "manifest.json")
@@ -564,7 +563,7 @@ def test_files_of_one_name_do_not_stand_in_for_each_other(tmp_path: Path) -> Non
         settings = cosmo([paths[0], paths[2], paths[3], paths[4]], paths[1:2], kind, **more)
         manifest = Manifest.read(make_dataset(tmp_path / kind, settings) / "manifest.json")
         files = [*manifest.files("train"), *manifest.files("valid")]
-        assert len({file.path for file in files}) == len({file.identity for file in files}) == 5
+        assert len({file.path for file in files}) == len({file.digest for file in files}) == 5
         for file, seed in zip(files, (0, 2, 3, 4, 1), strict=True):
             np.testing.assert_array_equal(stored(manifest.path(file), "Nbody"), fields[seed]["Nbody"])
     urls = ["https://example.org/one/box.h5", "https://example.org/two/box.h5?version=3"]
@@ -604,7 +603,7 @@ def test_statistics_of_series_are_of_the_training_part_alone(tmp_path: Path, era
         assert (folder / "stats" / path.name).read_bytes() == path.read_bytes(), path.name
     old, new = (Manifest.read(each / "manifest.json") for each in (era5_data, folder))
     assert old.fields == new.fields
-    assert old.files("valid")[0].identity != new.files("valid")[0].identity
+    assert old.files("valid")[0].digest != new.files("valid")[0].digest
 
 
 # ---- every pair, once ------------------------------------------------------------------------------------
@@ -635,7 +634,7 @@ def test_every_pair_is_used_once_an_epoch_whatever_the_files_lengths(tmp_path: P
     assert pairs.size == len(expected) == 1460 + 1464 + 1460 - 3 * dt
     orders = []
     for epoch in range(3):
-        places = pairs.places(epoch)
+        places = pairs.boxes(epoch)
         found = list(zip(places.file.tolist(), places.input[:, 0].tolist(), strict=True))
         assert len(found) == len(expected) and set(found) == expected
         orders.append(found)

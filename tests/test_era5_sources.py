@@ -174,7 +174,7 @@ def test_real_grib_is_what_cfgrib_reads(tmp_path: Path) -> None:
     assert source.attributes["step_hours"] == 1
     np.testing.assert_array_equal(source.coordinates["latitude"], truth.latitude)
     np.testing.assert_array_equal(source.coordinates["longitude"], truth.longitude)
-    assert source.coordinates["time"][0] == (dt.date(2019, 3, 25) - dt.date(1970, 1, 1)).days * 24
+    assert source.row_coordinates["time"][0] == (dt.date(2019, 3, 25) - dt.date(1970, 1, 1)).days * 24
     source.close()
     assert list(tmp_path.iterdir()) == [path], "no index file beside the input"
 
@@ -236,7 +236,7 @@ def test_values_order_and_levels(tmp_path: Path, form: str, north_first: bool) -
     np.testing.assert_array_equal(source.coordinates["latitude"], states.latitude)
     np.testing.assert_array_equal(source.coordinates["longitude"], states.longitude)
     hours = (states.time.values - np.datetime64("1970-01-01")) / np.timedelta64(1, "h")
-    np.testing.assert_array_equal(source.coordinates["time"], hours)
+    np.testing.assert_array_equal(source.row_coordinates["time"], hours)
     assert {array.dtype for array in source.coordinates.values()} == {np.dtype(np.float64)}
     assert source.attributes["source_files"] == [str(path)]
     assert source.attributes["step_hours"] == 6
@@ -274,7 +274,7 @@ def test_period_and_step(tmp_path: Path, form: str) -> None:
     for step in (1, 3, 6, 12, 24):
         source = open_source(settings(["t2m"], step_hours=step), part("2020-02-28", "2020-02-29"), [path])
         np.testing.assert_array_equal(fields(source)[:, 0], expected[::step])
-        assert source.coordinates["time"][0] % step == 0
+        assert source.row_coordinates["time"][0] % step == 0
     assert open_source(settings(["t2m"]), part(), [path]).fields[0].rows == 100
 
 

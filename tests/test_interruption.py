@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.multiprocessing as mp
 
 from dlscale.config.run import Geometry
 from dlscale.parallel.world import World, first_host, join
-from dlscale.train.checkpoint import Checkpoints
+from dlscale.train.checkpoint import CheckpointRecord, Checkpoints
 from dlscale.train.interruption import Interruption
 from tests.conftest import ERA5, ERA5_RUN, ROOT, make_run, records, train
+from tests.waiting import PATIENCE, until
 
 STOPPED = 75
 TORCHRUN = [
@@ -36,7 +36,8 @@ def configure(folder: Path, **changes: Any) -> Path:
 
 def timeless(folder: Path) -> list[dict[str, Any]]:
     """A run's epochs without what a clock says."""
-    return [{key: value for key, value in record.items() if "second" not in key} for record in records(folder)]
+    clocks = ("epoch_seconds", "samples_per_second", "valid_seconds", "wall_time")
+    return [{key: value for key, value in record.items() if key not in clocks} for record in records(folder)]
 
 
 def same(one: Path, other: Path) -> None:
@@ -44,7 +45,14 @@ def same(one: Path, other: Path) -> None:
     assert (one / "model.pt").read_bytes() == (other / "model.pt").read_bytes()
 
 
-@pytest.mark.parametrize(("every", "workers"), [(1, 0), (3, 2), (7, 0)], ids=["each step", "workers", "validation"])
+@pytest.mark.parametrize(
+    ("every", "workers"),
+    [
+        pytest.param(1, 0, id="each step", marks=pytest.mark.slow),
+        pytest.param(3, 2, id="workers"),
+        pytest.param(7, 0, id="validation", marks=pytest.mark.slow),
+    ],
+)
 def test_stopped_again_and_again_is_never_stopped(
     tmp_path: Path, era5_data: Path, monkeypatch: pytest.MonkeyPatch, every: int, workers: int
 ) -> None:
@@ -55,12 +63,12 @@ def test_stopped_again_and_again_is_never_stopped(
     newest = []
     for batches in itertools.count(every, every):
         requests = itertools.chain([None] * batches, itertools.repeat("end"))
-        monkeypatch.setattr(Interruption, "asked", lambda self, requests=requests: next(requests))
+        monkeypatch.setattr(Interruption, "poll", lambda self, requests=requests: next(requests))
         status = train(stopped, manifest)
         if status == 0:
             break
         assert status == STOPPED
-        assert not (stopped / "metrics.jsonl").exists(), "half a result is none"
+        assert not (stopped / "provenance.json").exists(), "which says that a result is whole"
         newest.append(max(int(path.name.split("-")[1]) for path in stopped.glob("checkpoints/*/step-*")))
     assert newest == sorted(newest) and newest[0] == every and len(newest) > 1
     same(whole, stopped)
@@ -74,16 +82,22 @@ def test_a_warning_saves_and_goes_on(tmp_path: Path, era5_data: Path, monkeypatc
     manifest = era5_data / "manifest.json"
     assert train(whole, manifest) == 0
     requests = itertools.chain([None] * 4, ["save"], itertools.repeat(None))
-    monkeypatch.setattr(Interruption, "asked", lambda self: next(requests))
+    monkeypatch.setattr(Interruption, "poll", lambda self: next(requests))
     assert train(warned, manifest) == 0
     same(whole, warned)
-    (state,) = warned.glob("checkpoints/*/step-00000004/state.pt")
-    found = torch.load(state, weights_only=True)
-    assert (found["step"], found["history"]) == (4, []) and found["partial"]["steps"] == 4
+    (file,) = warned.glob("checkpoints/*/step-00000004/checkpoint.json")
+    saved = CheckpointRecord.read(file)
+    assert (saved.step, saved.history) == (4, []) and saved.partial is not None and saved.partial.steps == 4
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("workers", "how"), [(0, signal.SIGTERM), (2, signal.SIGTERM), (2, signal.SIGINT)])
+@pytest.mark.parametrize(
+    ("workers", "how"),
+    [
+        pytest.param(0, signal.SIGTERM, marks=pytest.mark.slow),
+        pytest.param(2, signal.SIGTERM),
+        pytest.param(2, signal.SIGINT, marks=pytest.mark.slow),
+    ],
+)
 def test_terminated(tmp_path: Path, era5_data: Path, workers: int, how: signal.Signals) -> None:
     """By a real signal to all of its processes, loader workers too, as Slurm or a terminal sends it."""
     run = {"training": {"steps": 3000, "checkpoint_epochs": 1000}, "loader": {"workers": workers}}
@@ -96,7 +110,7 @@ def test_terminated(tmp_path: Path, era5_data: Path, workers: int, how: signal.S
         saved = len(list(folder.glob("checkpoints/*/step-*")))
         wait_for(folder / "train.log", f"epoch {4 + (folder / 'train.log').read_text().count('epoch ')} of", process)
         os.killpg(process.pid, how)
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=PATIENCE)
     finally:
         process.kill()
     assert process.returncode == STOPPED and saved == 1
@@ -115,15 +129,14 @@ def test_one_of_several_processes_is_asked_and_all_save(tmp_path: Path, era5_dat
         wait_for(stopped / "train.log", "epoch 3 of", process)
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         os.kill(int(children[1]), signal.SIGTERM)  # that of rank 1
-        process.communicate(timeout=120)
+        process.communicate(timeout=PATIENCE)
     finally:
         process.kill()
     assert process.returncode != 0
     assert "asked to end: saved after step" in (stopped / "train.log").read_text()
     (folder,) = [path for path in (stopped / "checkpoints").iterdir() if path.is_dir()]
-    newest = max(folder.glob("step-*"))
-    state = torch.load(newest / "state.pt", weights_only=True)
-    assert state["step"] < 1200 and len(state["partial"]["loss_sums"]) == 2
+    saved = CheckpointRecord.read(max(folder.glob("step-*")) / "checkpoint.json")
+    assert saved.step < 1200 and saved.partial is not None and len(saved.partial.loss_sums) == 2
     train_by(2, stopped, era5_data)
     train_by(2, whole, era5_data)
     same(whole, stopped)
@@ -144,12 +157,10 @@ def begin(folder: Path, data: Path, starter: list[str]) -> subprocess.Popen[str]
 
 
 def wait_for(log: Path, text: str, process: subprocess.Popen[str]) -> None:
-    for _ in range(1200):
-        if log.exists() and text in log.read_text():
-            return
-        assert process.poll() is None, log.read_text() if log.exists() else "no log"
-        time.sleep(0.05)
-    raise AssertionError(f"no {text!r} after a minute")
+    def said() -> str:
+        return log.read_text() if log.exists() else ""
+
+    until(f"'{text}' in the log", lambda: text in said(), process, said)
 
 
 # ---- agreement -------------------------------------------------------------------------------------
@@ -164,7 +175,7 @@ def _agree(rank: int, port: int, folder: str) -> None:
         for step in range(400):
             if (rank, step) in ((2, 100), (0, 250)):
                 os.kill(os.getpid(), signal.SIGUSR1 if step == 100 else signal.SIGTERM)
-            if request := interruption.asked():
+            if request := interruption.poll():
                 heard.append((step, request))
             time.sleep(0.0005 * (1 + rank))
         Path(folder, str(rank)).write_text(repr(heard))
@@ -181,12 +192,12 @@ def test_all_hear_the_same_at_the_same_step(tmp_path: Path) -> None:
 def test_alone_a_signal_is_heard_at_the_next_step_and_once() -> None:
     former = signal.getsignal(signal.SIGTERM)
     with Interruption(World()) as interruption:
-        assert interruption.asked() is None
+        assert interruption.poll() is None
         os.kill(os.getpid(), signal.SIGUSR2)
-        assert interruption.asked() == "save" and interruption.asked() is None
+        assert interruption.poll() == "save" and interruption.poll() is None
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGUSR1)
-        assert interruption.asked() == "end", "the graver of the two"
+        assert interruption.poll() == "end", "the graver of the two"
     assert signal.getsignal(signal.SIGTERM) is former
 
 
@@ -210,7 +221,7 @@ def test_a_warning_outside_of_training_is_no_end(tmp_path: Path) -> None:
         "def main(args):\n    os.kill(os.getpid(), signal.SIGUSR2); os.kill(os.getpid(), signal.SIGUSR1)\n"
         "c.main = main\nraise SystemExit(cli.main(['configure', '--settings', '{}', '--out', 'x']))"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, timeout=PATIENCE, check=False)
     assert done.returncode == 0
 
 
@@ -224,24 +235,22 @@ def test_ranks_end_with_torchrun(tmp_path: Path, era5_data: Path) -> None:
     ranks = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     process.kill()
     process.wait()
-    end = time.monotonic() + 60
-    while any(Path(f"/proc/{rank}").exists() for rank in ranks):
-        assert time.monotonic() < end
-        time.sleep(0.2)
+    until("the ranks' end", lambda: not any(Path(f"/proc/{rank}").exists() for rank in ranks))
     assert "asked to end: saved after step" in (folder / "train.log").read_text()
 
 
 def test_a_kill_between_two_saves_of_a_step_loses_neither(tmp_path: Path) -> None:
     """The same step is saved again when a validation that was stopped comes to its end."""
     checkpoints = Checkpoints(tmp_path, 1)
-    checkpoints.save(10, {"step": 10, "what": "first"})
+    first, second = ((CheckpointRecord(step=10), {"what": what}) for what in ("first", "second"))
+    checkpoints.save(*first)
     (tmp_path / "step-00000010").rename(tmp_path / ".step-00000010.host.7.abcd.old")  # killed right there
     assert checkpoints.load() is None
     (tmp_path / ".step-00000011.host.7.abcd.part").mkdir()
     checkpoints.tidy()
-    assert checkpoints.load() == {"step": 10, "what": "first"}
-    checkpoints.save(10, {"step": 10, "what": "second"})
-    assert checkpoints.load() == {"step": 10, "what": "second"}
+    assert checkpoints.load() == first
+    checkpoints.save(*second)
+    assert checkpoints.load() == second
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000010"]
 
 
@@ -251,13 +260,13 @@ def test_slow_steps_are_not_waited_for_long(monkeypatch: pytest.MonkeyPatch) -> 
         now = [0.0]
         monkeypatch.setattr("dlscale.train.interruption.time.monotonic", lambda now=now: now[0])
         world = World(size=2)
-        monkeypatch.setattr(World, "most_on_host", lambda self, values: list(values))
+        monkeypatch.setattr(World, "max_on_host", lambda self, values: list(values))
         interruption = Interruption(world)
         for _ in range(3000):
             now[0] += before
-            interruption.asked()
-        interruption._heard = "end"
+            interruption.poll()
+        interruption._received = "end"
         begun = now[0]
-        while not interruption.asked():
+        while not interruption.poll():
             now[0] += after
         assert now[0] - begun <= 16 * after + 1

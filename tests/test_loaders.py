@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -17,17 +17,17 @@ import numpy as np
 import pytest
 import torch
 
-from dlscale.config import run as schema
 from dlscale.core.errors import UserError
 from dlscale.data import store
 from dlscale.data.loaders import direct_loader, torch_loader
+from dlscale.data.loaders import settings as schema
 from dlscale.data.loaders.base import Loader, Share
+from dlscale.data.loaders.decode import stored_fields
 from dlscale.data.loaders.direct_device import Resident, Streamed
 from dlscale.data.loaders.direct_host import OnHost
 from dlscale.data.loaders.direct_loader import DirectLoader
-from dlscale.data.manifest import FieldInfo, File, Manifest
-from dlscale.data.mapped import Raw
-from dlscale.data.samples import GridSamples
+from dlscale.data.mapped import MappedArray
+from dlscale.data.samples import ArraySpec, GridSamples
 from dlscale.data.store import Field, Reader
 from dlscale.data.transforms import Transform
 from dlscale.datasets.cosmo.channels import CHANNELS
@@ -36,6 +36,8 @@ from dlscale.datasets.cosmo.samples import Crops
 from dlscale.datasets.era5.kind import PairSamples
 from dlscale.datasets.era5.samples import Pairs
 from tests.conftest import ROOT
+from tests.manifests import manifest_of
+from tests.waiting import PATIENCE
 
 CPU = torch.device("cpu")
 #: Volumes of different sizes, none a cube, none a multiple of a chunk.
@@ -89,36 +91,33 @@ def write_field(path: Path, field: Field, seed: int, layout: dict[str, Any]) -> 
         store.write(target, (slice(None),) * 4, values)
 
 
+def volume_fields(edges: Sequence[int]) -> list[Field]:
+    return [Field(name, c, u, (len(c), *edges), 0, t) for name, (c, u, t) in CHANNELS.items()]
+
+
 def crops(folder: Path, layout: dict[str, Any], split: str = "train", files: int = 2) -> Crops:
     """Return 29 training crops of 6^3 cells of two volumes."""
-    found = []
     for number, edges in enumerate(EDGES[:files]):
         path = folder / f"{number}.h5"
         if not path.exists():
-            for seed, (name, (channels, units, transforms)) in enumerate(CHANNELS.items()):
-                field = Field(name, channels, units, (len(channels), *edges), 0, transforms)
+            for seed, field in enumerate(volume_fields(edges)):
                 write_field(path, field, 10 * number + seed, layout)
-        found.append(File(path.name, edges[0], path.stat().st_size, str(number)))
-    fields = {
-        name: FieldInfo(list(spec[0]), list(spec[1]), [9, 9, 9], list(spec[2]), "model", [], [], [], [])
-        for name, spec in CHANNELS.items()
-    }
-    manifest = Manifest("cosmo", fields, {split: found}, folder=folder)
+    described = {split: [(f"{number}.h5", edges[0]) for number, edges in enumerate(EDGES[:files])]}
+    manifest = manifest_of(folder, "cosmo", volume_fields(EDGES[0]), described)
     return Crops(manifest, split, CropSamples(kind="crops", crop=6, train=29, valid=8), seed=4)
 
 
 def pairs(folder: Path, layout: dict[str, Any], split: str = "train") -> Pairs:
     """Return the 14 pairs of two series of 6 channels on 5 x 8 points, of which 4 x 8 are kept."""
     names = tuple(f"channel{number}" for number in range(6))
-    found = []
-    for number, times in enumerate(TIMES):
+    transforms = tuple(Transform("linear", 100.0 * number, 0.5 + number) for number in range(6))
+    fields = [Field("fields", names, ("1",) * 6, (times, 6, 5, 8), 1, transforms) for times in TIMES]
+    for number, field in enumerate(fields):
         path = folder / f"{number}.h5"
         if not path.exists():
-            write_field(path, Field("fields", names, ("1",) * 6, (times, 6, 5, 8), 1), number, layout)
-        found.append(File(path.name, times, path.stat().st_size, str(number)))
-    transforms = [Transform("linear", 100.0 * number, 0.5 + number) for number in range(6)]
-    info = FieldInfo(list(names), ["1"] * 6, [4, 8], transforms, "physical", [], [], [], [])
-    manifest = Manifest("era5", {"fields": info}, {split: found}, folder=folder)
+            write_field(path, field, number, layout)
+    described = {split: [(f"{number}.h5", times) for number, times in enumerate(TIMES)]}
+    manifest = manifest_of(folder, "era5", fields[:1], described, grid=[4, 8], stored="physical")
     return Pairs(manifest, split, PairSamples(kind="pairs"), seed=4)
 
 
@@ -141,23 +140,23 @@ def torch_loader_of(samples: GridSamples, share: Share, workers: int) -> Loader:
 
 def host(samples: GridSamples, share: Share, workers: int) -> Loader:
     loader = direct_loader.build(samples, schema.DirectLoader(kind="direct", workers=workers), share, CPU)
-    assert isinstance(loader._way, OnHost)
+    assert isinstance(loader._backend, OnHost)
     return loader
 
 
 def resident(samples: GridSamples, share: Share, workers: int) -> Loader:
     settings = schema.DirectLoader(kind="direct", workers=workers, resident="always")
     loader = direct_loader.build(samples, settings, share, CPU)
-    assert isinstance(loader._way, Resident)
+    assert isinstance(loader._backend, Resident)
     return loader
 
 
 def streamed(samples: GridSamples, share: Share, workers: int) -> Loader:
     """The way to a GPU, with the processor in its place."""
     loader = direct_loader.build(samples, schema.DirectLoader(kind="direct", workers=workers), share, CPU)
-    assert isinstance(loader._way, OnHost)
+    assert isinstance(loader._backend, OnHost)
     batch = len(share.indices(0, samples.size))
-    loader._way = Streamed(loader._way._sides, batch, loader._slots, CPU)
+    loader._backend = Streamed(stored_fields(samples), batch, loader._slots, CPU)
     return loader
 
 
@@ -173,8 +172,8 @@ def dali_raw(samples: GridSamples, share: Share, workers: int) -> Loader:
     loader: Any = dali(samples, share, workers)
     from dlscale.data.loaders import dali_loader
 
-    loader._here = False
-    loader._feeds = [dali_loader.Feed(side, 0) for side in (samples.input, samples.target)]
+    loader._on_host = False
+    loader._fields = [dali_loader.DaliField(field, 0) for field in (samples.input, samples.target)]
     loader._pipeline = loader._build(schema.DaliLoader(kind="dali"))
     found: Loader = loader
     return found
@@ -190,6 +189,11 @@ LOADERS: dict[str, Callable[[GridSamples, Share, int], Loader]] = {
 }
 
 
+def marks(name: str, quick: bool = False) -> list[pytest.MarkDecorator]:
+    """Return the marks of a case of a loader: DALI compiles its operators in seconds, which `make test` does once."""
+    return [pytest.mark.slow] if name.startswith("dali") and not quick else []
+
+
 def batches(loader: Loader, epoch: int, start: int = 0) -> list[tuple[np.ndarray, np.ndarray]]:
     """Return the batches of an epoch; copies, since loaders use their buffers again."""
     return [(x.numpy().copy(), y.numpy().copy()) for x, y in loader.epoch(epoch, start)]
@@ -199,7 +203,7 @@ def expected(samples: GridSamples, share: Share, epoch: int, start: int = 0) -> 
     """Yield the batches as `read` gives them, sample by sample."""
     for step in range(start, share.steps(samples.size)):
         found = [samples.read(epoch, index) for index in share.indices(step, samples.size)]
-        shapes = samples.input_shape, samples.target_shape
+        shapes = samples.input_spec.shape, samples.target_spec.shape
         yield tuple(  # type: ignore[misc]
             np.stack(side) if found else np.empty((0, *shape), np.float32)
             for side, shape in zip(zip(*found, strict=True) if found else ((), ()), shapes, strict=True)
@@ -213,7 +217,7 @@ def check(found: list[tuple[np.ndarray, np.ndarray]], wanted: Iterator[tuple[np.
         assert x.dtype == y.dtype == np.float32
 
 
-#: DALI compiles its operators anew for each of these, in seconds: layouts that differ in how a box is found.
+#: DALI compiles its operators anew for each of these: layouts that differ in how a box is found.
 DALI_CASES = (
     "crops, published",
     "crops, channels last, half",
@@ -227,7 +231,7 @@ DALI_CASES = (
 @pytest.mark.parametrize(
     ("name", "make", "layout"),
     [
-        pytest.param(name, *case.values, id=f"{name}: {case.id}")
+        pytest.param(name, *case.values, id=f"{name}: {case.id}", marks=marks(name, case.id == "pairs, half"))
         for name in LOADERS
         for case in CASES
         if not name.startswith("dali") or case.id in DALI_CASES
@@ -246,7 +250,7 @@ def test_every_loader_yields_the_one_stream(tmp_path: Path, name: str, make: Any
 @pytest.mark.parametrize(
     ("name", "workers", "ranks", "make"),
     [
-        case
+        pytest.param(*case, marks=marks(case[0]))
         for case in itertools.product(LOADERS, (0, 1, 2), (1, 2, 3), (crops, pairs))
         if not case[0].startswith("dali") or case[1:3] == (2, 2)
     ],
@@ -265,11 +269,11 @@ def test_workers_ranks_and_resume_points_do_not_show(
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("loader")]
 
 
-@pytest.mark.parametrize("name", [name for name in LOADERS if name != "dali, raw"])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name)) for name in LOADERS if name != "dali, raw"])
 def test_validation_is_the_same_in_every_epoch(tmp_path: Path, name: str) -> None:
     """Not turned, so that boxes may be decoded where they lie."""
     samples = crops(tmp_path, VOLUMES["channels last, half, whole"], split="valid")
-    assert not samples.places(0).symmetry.any()
+    assert not samples.boxes(0).symmetry.any()
     with closing(LOADERS[name](samples, Share(3), 1)) as loader:
         for epoch in (0, 5):
             check(batches(loader, epoch), expected(samples, Share(3), 0))
@@ -278,7 +282,7 @@ def test_validation_is_the_same_in_every_epoch(tmp_path: Path, name: str) -> Non
 def test_all_symmetries_and_channels_come_up(tmp_path: Path) -> None:
     """What the tests above compare is all of what can happen to a crop."""
     samples = crops(tmp_path, VOLUMES["half"])
-    numbers = {int(number) for epoch in range(12) for number in samples.places(epoch).symmetry}
+    numbers = {int(number) for epoch in range(12) for number in samples.boxes(epoch).symmetry}
     assert numbers == set(range(48))
     with closing(host(samples, Share(29), 2)) as loader:
         for epoch in range(12):
@@ -292,7 +296,7 @@ def test_mapped_layouts_are_read_without_the_library(tmp_path: Path) -> None:
         folder.mkdir()
         samples = crops(folder, layout)
         for side in (samples.input, samples.target):
-            assert [Raw(reader, 0).mapped for reader in side.readers] == [mapped, mapped], layout
+            assert [MappedArray(reader, 0).mapped for reader in side.readers] == [mapped, mapped], layout
 
 
 def test_chunks_that_were_never_written_are_left_to_the_library(tmp_path: Path) -> None:
@@ -300,7 +304,7 @@ def test_chunks_that_were_never_written_are_left_to_the_library(tmp_path: Path) 
     with h5py.File(tmp_path / "a.h5", "w") as file:
         values = file.create_dataset("Nbody", (4, 8, 8, 8), "f4", chunks=(4, 4, 4, 4), fillvalue=7.0)
         values[:, :4] = 1.0
-    raw = Raw(Reader(tmp_path / "a.h5", "Nbody"), 0)
+    raw = MappedArray(Reader(tmp_path / "a.h5", "Nbody"), 0)
     out = np.empty((4, 4, 4, 4), np.float32)
     raw.copy(np.array([2, 1, 1]), out)
     assert not raw.mapped
@@ -312,7 +316,7 @@ def test_files_of_different_layouts_in_one_dataset(tmp_path: Path) -> None:
     samples = crops(tmp_path, VOLUMES["channels last, half"], files=1)
     both = crops(tmp_path, VOLUMES["published"])
     assert both.size == samples.size
-    assert len({raw.dtype for raw in (Raw(reader, 0) for reader in both.input.readers)}) == 2
+    assert len({raw.dtype for raw in (MappedArray(reader, 0) for reader in both.input.readers)}) == 2
     with pytest.raises(UserError, match=r"loader\.kind: dali needs files of one type, these have .*float16.*float32"):
         dali(both, Share(4), 1)
     for make in (make for name, make in LOADERS.items() if not name.startswith("dali")):
@@ -321,13 +325,13 @@ def test_files_of_different_layouts_in_one_dataset(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("first", ["published", "channels last"])
-def test_files_of_different_orders_in_one_dataset(tmp_path: Path, first: str) -> None:
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name)) for name in LOADERS])
+def test_files_of_different_orders_in_one_dataset(tmp_path: Path, name: str, first: str) -> None:
     """What one file has side by side, another has apart."""
     crops(tmp_path, VOLUMES[first], files=1)
     both = crops(tmp_path, VOLUMES["channels last" if first == "published" else "published"])
-    for make in LOADERS.values():
-        with closing(make(both, Share(4), 1)) as loader:
-            check(batches(loader, 0), expected(both, Share(4), 0))
+    with closing(LOADERS[name](both, Share(4), 1)) as loader:
+        check(batches(loader, 0), expected(both, Share(4), 0))
 
 
 def test_halves_are_decoded_exactly() -> None:
@@ -355,7 +359,7 @@ def test_batches_are_written_again_only_when_the_next_is_asked_for(tmp_path: Pat
         assert len(places) == 3  # the two that are kept ready, and the one in use
 
 
-@pytest.mark.parametrize("name", [name for name in LOADERS if name != "dali, raw"])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name)) for name in LOADERS if name != "dali, raw"])
 def test_a_new_epoch_ends_the_one_before(tmp_path: Path, name: str) -> None:
     """Even if that is still held: what it had prefetched neither shows nor writes into the new one's buffers."""
     samples, share = crops(tmp_path, VOLUMES["half, whole"]), Share(4)
@@ -389,18 +393,14 @@ print(most)
 
 def large(folder: Path, edge: int) -> Crops:
     """Return crops of a volume of `edge`^3 cells of nine channels in float16."""
-    for name, (channels, units, transforms) in CHANNELS.items():
-        field = Field(name, channels, units, (len(channels), edge, edge, edge), 0, transforms)
+    fields = volume_fields([edge] * 3)
+    for field in fields:
         with h5py.File(folder / f"{edge}.h5", "a") as file:
-            if name not in file:
-                scale = np.zeros(len(channels)), np.ones(len(channels))
+            if field.name not in file:
+                scale = np.zeros(len(field.channels)), np.ones(len(field.channels))
                 target = store.create(file, field, dtype="float16", channels_last=True, scaling=scale)
                 target[...] = np.ones(target.shape, np.float16)
-    fields = {
-        name: FieldInfo(list(spec[0]), list(spec[1]), [edge] * 3, list(spec[2]), "model", [], [], [], [])
-        for name, spec in CHANNELS.items()
-    }
-    manifest = Manifest("cosmo", fields, {"train": [File(f"{edge}.h5", edge, 0, "large")]}, folder=folder)
+    manifest = manifest_of(folder, "cosmo", fields, {"train": [(f"{edge}.h5", edge)]})
     return Crops(manifest, "train", CropSamples(kind="crops", crop=16, train=400), seed=0)
 
 
@@ -410,7 +410,7 @@ def test_memory_does_not_grow_with_the_data(tmp_path: Path) -> None:
     for edge in (48, 160):
         large(tmp_path, edge)
         command = [sys.executable, "-c", MEMORY, str(ROOT), str(ROOT / "workflow_scripts"), str(tmp_path), str(edge)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         found.append(int(done.stdout) * 1024)
     data = (160**3 - 48**3) * 9 * 2
@@ -430,7 +430,7 @@ def test_a_torn_file_is_one_message_from_any_thread(tmp_path: Path) -> None:
 
 def test_direct_needs_arrays_on_grids() -> None:
     class Images:
-        size, input_shape, target_shape = 4, (3, 8, 8), (1,)
+        size, input_spec, target_spec = 4, ArraySpec((3, 8, 8), "uint8"), ArraySpec((), "int64", classes=10)
 
     with pytest.raises(UserError, match=r"loader\.kind: direct reads arrays on grids.*use torch"):
         direct_loader.build(Images(), schema.DirectLoader(kind="direct"), Share(2), CPU)  # type: ignore[arg-type]
@@ -439,17 +439,17 @@ def test_direct_needs_arrays_on_grids() -> None:
 def test_what_fits_becomes_resident(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     """By measured free memory, and it is said."""
     samples = crops(tmp_path, VOLUMES["half"])
-    sides = [direct_loader.Stored(side) for side in (samples.input, samples.target)]
-    needed = sum(side.bytes for side in sides)
+    fields = stored_fields(samples)
+    needed = sum(field.bytes for field in fields)
     assert needed == 2 * 9 * sum(int(np.prod(edges)) for edges in EDGES)
     caplog.set_level("INFO")
     for free, fits in ((2 * needed, True), (2 * needed - 1, False)):
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free, 2 * free))
-        assert direct_loader.becomes_resident("auto", sides, torch.device("cuda")) == fits
+        assert direct_loader.becomes_resident("auto", fields, torch.device("cuda")) == fits
         assert f"{'is held' if fits else 'is not held'} on the device" in caplog.messages[-1]
-    assert direct_loader.becomes_resident("always", sides, torch.device("cuda"))
-    assert not direct_loader.becomes_resident("never", sides, torch.device("cuda"))
-    assert not direct_loader.becomes_resident("auto", sides, CPU)
+    assert direct_loader.becomes_resident("always", fields, torch.device("cuda"))
+    assert not direct_loader.becomes_resident("never", fields, torch.device("cuda"))
+    assert not direct_loader.becomes_resident("auto", fields, CPU)
 
 
 def slow_down(stream: Any, cycles: int) -> None:
@@ -484,7 +484,7 @@ def test_on_a_gpu(tmp_path: Path, make: Any, way: str, slow: str) -> None:
             if slow == "the model's stream":
                 torch.cuda._sleep(50_000_000)
             elif way != "dali":
-                slow_down(loader._way._stream, 50_000_000)
+                slow_down(loader._backend._stream, 50_000_000)
             kept.append((x.clone(), y.clone()))
         for (x, y), (a, b) in zip(kept, expected(samples, Share(4), 0), strict=True):
             np.testing.assert_allclose(x.cpu(), a, rtol=1e-6, atol=1e-6)

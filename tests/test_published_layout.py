@@ -13,6 +13,7 @@ import pytest
 from dlscale.data.manifest import Manifest
 from dlscale.datasets.cosmo.kind import CropSamples
 from dlscale.datasets.cosmo.samples import Crops
+from dlscale.datasets.era5.extra import Extra
 from dlscale.datasets.era5.kind import PairSamples
 from dlscale.datasets.era5.samples import Pairs
 from tests.conftest import COSMO_RUN, ERA5_RUN, make_dataset, make_run, records, stage, train
@@ -80,7 +81,7 @@ def test_the_published_volumes_train_the_unet(tmp_path: Path) -> None:
     # Values reach the model as they lie in the file: the published files are transformed already.
     crops = Crops(manifest, "valid", CropSamples(kind="crops", crop=8, valid=8, train=1), seed=0)
     for index in range(crops.size):
-        z, y, x = crops.places(0).input[index]
+        z, y, x = crops.boxes(0).input[index]
         for name, cut in zip(("Nbody", "Hydro"), crops.read(0, index), strict=True):
             np.testing.assert_array_equal(cut, fields[1][name][:, z : z + 8, y : y + 8, x : x + 8])
 
@@ -113,14 +114,14 @@ def test_the_published_years_train_the_vit(tmp_path: Path, years: Path) -> None:
     settings = era5(years, crop=[HEIGHT, WIDTH])
     data = make_dataset(tmp_path / "data", settings)
     manifest = Manifest.read(data / "manifest.json")
-    info = manifest.fields["fields"]
+    info, extra = manifest.fields["fields"], Extra.of(manifest)
     assert info.grid == [HEIGHT, WIDTH] and len(info.channels) == CHANNELS
     assert [[file.rows for file in files] for files in manifest.splits.values()] == [[12, 14], [9], []]
-    assert manifest.step_hours == 6.0
-    assert manifest.path(manifest.climatology or "") == years / "stats" / "time_means.npy"
+    assert extra.step_hours == 6.0
+    assert manifest.path(extra.climatology or "") == years / "stats" / "time_means.npy"
     # From the north pole on, in the steps of the published grid.
-    np.testing.assert_allclose(manifest.latitude, 90 - 360 / WIDTH * np.arange(HEIGHT))
-    np.testing.assert_allclose(manifest.longitude, 360 / WIDTH * np.arange(WIDTH))
+    np.testing.assert_allclose(extra.latitude, 90 - 360 / WIDTH * np.arange(HEIGHT))
+    np.testing.assert_allclose(extra.longitude, 360 / WIDTH * np.arange(WIDTH))
     assert not list(data.rglob("*.h5"))
 
     run = {**ERA5_RUN, "optimizer": {"lr": 3e-3}}
@@ -140,7 +141,7 @@ def test_fields_are_standardised_with_the_published_statistics(tmp_path: Path, y
     for split in ("train", "valid"):
         pairs = Pairs(manifest, split, PairSamples(kind="pairs", dt=2), seed=0)
         for index in range(pairs.size):
-            number, row = int(pairs.places(0).file[index]), int(pairs.places(0).input[index, 0])
+            number, row = int(pairs.boxes(0).file[index]), int(pairs.boxes(0).input[index, 0])
             with h5py.File(manifest.path(manifest.files(split)[number])) as file:
                 raw = file["fields"][[row, row + 2]].astype(np.float64)
             expected = (raw[:, :, :HEIGHT] - means[:, None, None]) / stds[:, None, None]
@@ -166,9 +167,10 @@ def test_a_folder_that_we_preprocessed_is_a_prepared_one(tmp_path: Path, era5_da
     ]
     a, b = ours.fields["fields"], theirs.fields["fields"]
     assert (a.channels, a.units, a.grid, a.stored) == (b.channels, b.units, b.grid, b.stored)
-    np.testing.assert_allclose(theirs.latitude, ours.latitude)
-    np.testing.assert_allclose(theirs.longitude, ours.longitude)
-    assert theirs.step_hours == ours.step_hours
+    mine, other = Extra.of(ours), Extra.of(theirs)
+    np.testing.assert_allclose(other.latitude, mine.latitude)
+    np.testing.assert_allclose(other.longitude, mine.longitude)
+    assert other.step_hours == mine.step_hours
     for key in ("offset", "scale"):
         numbers = [[getattr(t, key) for t in info.transforms] for info in (a, b)]
         np.testing.assert_allclose(numbers[1], numbers[0], rtol=1e-6)  # .npy files hold float32, as published
@@ -176,7 +178,7 @@ def test_a_folder_that_we_preprocessed_is_a_prepared_one(tmp_path: Path, era5_da
     for index in range(one.size):
         for x, y in zip(one.read(1, index), two.read(1, index), strict=True):
             np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
-    means = [np.load(m.path(m.climatology or "")) for m in (ours, theirs)]
+    means = [np.load(m.path(Extra.of(m).climatology or "")) for m in (ours, theirs)]
     np.testing.assert_array_equal(*means)
     losses = [
         fit(tmp_path / name, "era5_vit", {**ERA5_RUN, "training": {"epochs": 1}}, dataset, data)[-1]["valid_loss"]

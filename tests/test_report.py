@@ -14,7 +14,8 @@ import struct
 import subprocess
 import sys
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any, Literal
@@ -23,60 +24,24 @@ import numpy as np
 import pytest
 import yaml
 
-from dlscale.config import resolve as config
+from dlscale.core import records, text
 from dlscale.core.errors import UserError
+from dlscale.core.records import LossInfo, Metric, Published, Throughput
 from dlscale.data.manifest import FieldInfo, File, Manifest
-from dlscale.data.transforms import DENSITY, VELOCITY, Transform
-from dlscale.report import collect, figures, report, text
+from dlscale.data.transforms import Transform
+from dlscale.report import collect, figures, glance, report, sections
 from dlscale.report.diagnosis import bound, disturbance
-from dlscale.report.results import Throughput, read_plan
+from dlscale.report.results import first_and_least, read_plan
 
 HOSTILE = """</title><script>alert(1)</script>"&'{{ 7*7 }}"""
-PUBLISHED = {
-    "title": "ERA5 forecast",
-    "published": [
-        {
-            "label": "baseline",
-            "hardware": "A100 40 GB",
-            "runs": ["ladder.baseline"],
-            "kind": "FULL",
-            "samples_per_second": 9.4,
-            "source": "S1",
-        },
-        {
-            "label": "baseline",
-            "hardware": "A100 40 GB",
-            "runs": ["ladder.baseline"],
-            "kind": "FULL",
-            "samples_per_second": 8.8,
-            "source": "S2",
-        },
-        {
-            "label": "fast",
-            "hardware": "A100 40 GB",
-            "runs": ["ladder.bf16"],
-            "samples_per_second": 64.0,
-            "source": "S2",
-        },
-        {
-            "label": "loading",
-            "hardware": "A100 40 GB",
-            "runs": ["ladder.baseline"],
-            "kind": "IO",
-            "samples_per_second": 77.0,
-            "source": "S1",
-        },
-        {"label": "u10 RMSE", "metric": "rmse_normalised/u10", "value": 0.13, "unit": "1", "source": "S1"},
-    ],
-}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def published() -> Iterator[None]:
-    """The shipped figures may change; these tests do not depend on them."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(config, "shipped_studies", lambda: {"era5_vit": PUBLISHED, "cosmo_unet": {}})
-        yield
+A100 = {"hardware": "A100 40 GB"}
+PUBLISHED = [
+    Published(label="baseline", runs=["ladder.baseline"], kind="FULL", samples_per_second=9.4, source="S1", **A100),
+    Published(label="baseline", runs=["ladder.baseline"], kind="FULL", samples_per_second=8.8, source="S2", **A100),
+    Published(label="fast", runs=["ladder.bf16"], samples_per_second=64.0, source="S2", **A100),
+    Published(label="loading", runs=["ladder.baseline"], kind="IO", samples_per_second=77.0, source="S1", **A100),
+    Published(label="u10 RMSE", metric="rmse_normalised/u10", value=0.13, source="S1"),
+]
 
 
 # ---- results as the stages write them ------------------------------------------------------------
@@ -96,18 +61,30 @@ def png(path: Path, width: int = 60, height: int = 40) -> None:
     )
 
 
-def forecast_metrics(shrink: float) -> dict[str, float]:
-    """Of two channels; `shrink` is the error relative to persistence."""
+@dataclass(frozen=True)
+class Study:
+    """A study as its runs' records show it: `values` gives the metrics by the error relative to the naive answer."""
+
+    settings: dict[str, Any]
+    described: list[Metric]
+    loss: LossInfo
+    values: Callable[[float], dict[str, float]]
+    published: list[Published] = field(default_factory=list)
+    title: str | None = None
+
+
+def forecast_values(shrink: float) -> dict[str, float]:
+    """Of two channels."""
     persistence, std = {"u10": 2.0, "t2m": 2.67}, {"u10": 4.0, "t2m": 8.0}
-    found: dict[str, float] = {}
+    values: dict[str, float] = {}
     for channel, naive in persistence.items():
         rmse = shrink * naive
-        found |= {f"rmse/{channel}": rmse, f"persistence_rmse/{channel}": naive, f"skill/{channel}": 1 - shrink}
-        found |= {f"rmse_normalised/{channel}": rmse / std[channel], f"acc/{channel}": 0.99 - 0.1 * shrink}
-    return found
+        values |= {f"rmse/{channel}": rmse, f"persistence_rmse/{channel}": naive, f"skill/{channel}": 1 - shrink}
+        values |= {f"rmse_normalised/{channel}": rmse / std[channel], f"acc/{channel}": 0.99 - 0.1 * shrink}
+    return values
 
 
-def cosmo_metrics(shrink: float) -> dict[str, float]:
+def gas_values(shrink: float) -> dict[str, float]:
     return {
         "l1": 0.04 * shrink,
         "l1_of_mean": 0.04,
@@ -117,13 +94,112 @@ def cosmo_metrics(shrink: float) -> dict[str, float]:
     }
 
 
-UNITS = {
-    "rmse/u10": "m s**-1",
-    "rmse/t2m": "K",
-    "rmse_normalised/u10": "1",
-    "mae/velocity_x": "km/s",
-    "mae/density": "1",
-    "l1": "1",
+def of_channels(units: dict[str, str], kind: str, title: str, **more: Any) -> list[Metric]:
+    """One kind of metric for each channel; a naive answer is named by its kind."""
+    naive = more.pop("naive", None)
+    return [
+        Metric(name=f"{kind}/{name}", title=title, unit=unit, naive=f"{naive}/{name}" if naive else None, **more)
+        for name, unit in units.items()
+    ]
+
+
+WINDS, GAS = {"u10": "m s**-1", "t2m": "K"}, {"density": "1", "velocity_x": "km/s"}
+NO_UNITS = dict.fromkeys(WINDS, "1")
+STUDIES = {
+    "forecast": Study(
+        {"dataset": "demo_states", "model": {"kind": "vit"}, "loss": {"kind": "relative_l2"}},
+        [
+            *of_channels(
+                WINDS,
+                "rmse",
+                "RMSE",
+                meaning="root-mean-square error over all validation samples and points, in physical units",
+                naive="persistence_rmse",
+                answer="persistence",
+            ),
+            *of_channels(
+                NO_UNITS,
+                "rmse_normalised",
+                "RMSE, normalised",
+                meaning="of standardised fields, averaged over samples: the published form",
+            ),
+            *of_channels(WINDS, "persistence_rmse", "RMSE of persistence"),
+            *of_channels(NO_UNITS, "skill", "skill", better="higher", derived=True),
+            *of_channels(
+                NO_UNITS,
+                "acc",
+                "ACC",
+                meaning="anomaly correlation coefficient against the training climatology; 1 is perfect",
+                better="higher",
+            ),
+        ],
+        LossInfo(title="relative L2", unit="no unit"),
+        forecast_values,
+        PUBLISHED,
+        "ERA5 forecast",
+    ),
+    "gas": Study(
+        {"dataset": "demo_volumes", "model": {"kind": "unet3d"}, "loss": {"kind": "l1"}},
+        [
+            Metric(
+                name="l1",
+                title="L1",
+                meaning="mean absolute error in model units",
+                naive="l1_of_mean",
+                answer="the training mean",
+            ),
+            Metric(name="l1_of_mean", title="L1 of the mean"),
+            Metric(name="skill", title="skill", better="higher", derived=True),
+            *of_channels(
+                GAS,
+                "mae",
+                "MAE",
+                meaning="mean absolute error over all validation samples and points, in physical units",
+                naive="mae_of_mean",
+                answer="the training mean",
+            ),
+        ],
+        LossInfo(title="L1", unit="model units"),
+        gas_values,
+    ),
+    # What is better is more; there are no channels, no naive answer, no words for the loss.
+    "digits": Study(
+        {"dataset": "digits", "model": {"kind": "net"}, "loss": {"kind": "entropy"}},
+        [Metric(name="accuracy", title="accuracy", meaning="share of right answers", better="higher")],
+        LossInfo(),
+        lambda shrink: {"accuracy": 1 - 0.1 * shrink},
+    ),
+}
+
+
+STATES = FieldInfo(
+    channels=["u10", "t2m"],
+    units=["m s**-1", "K"],
+    grid=[32, 64],
+    transforms=[Transform("linear", 0.5, 4.0), Transform("linear", 281.3, 8.0)],
+    stored="physical",
+    mean=[0.5, 281.3],
+    std=[4.0, 8.0],
+    minimum=[-20.0, 240.0],
+    maximum=[25.0, 310.0],
+)
+VOLUMES = FieldInfo(
+    channels=["density", "velocity_x"],
+    units=["1", "km/s"],
+    grid=[64] * 3,
+    transforms=[Transform("log", 0.0, 14.0, 1e-3), Transform("linear", 0.0, 1000.0)],
+    stored="model",
+    mean=[-0.01, 0.0],
+    std=[0.1, 0.2],
+)
+LABELS = FieldInfo(
+    channels=["label"], units=["1"], grid=[], transforms=[Transform("linear")], stored="model", mean=[4.5], std=[2.9]
+)
+STATE_FACTS = ["a state every 6 h", "latitude 87° to −87°", "longitude 0° to 354°"]
+DATASETS = {
+    "demo_states": Manifest(kind="states", rows="times", fields={"fields": STATES}, splits={}, facts=STATE_FACTS),
+    "demo_volumes": Manifest(kind="volumes", rows="planes", fields={"Hydro": VOLUMES}, splits={}),
+    "digits": Manifest(kind="digits", rows="images", fields={"label": LABELS}, splits={}),
 }
 
 
@@ -139,7 +215,7 @@ class Results:
         self,
         plan: str,
         name: str,
-        study: str = "era5_vit",
+        study: str = "forecast",
         epochs: int = 5,
         speed: float = 20.0,
         triplet: tuple[float, float, float] | None = (200.0, 25.0, 22.0),
@@ -149,144 +225,111 @@ class Results:
         """Write a run's folder; `final` is the last error relative to the naive answer."""
         folder = self.root / "plans" / plan / name
         folder.mkdir(parents=True, exist_ok=True)
-        forecast = study == "era5_vit"
+        known = STUDIES[study]
         chosen = {
             "study": study,
-            "dataset": "demo_" + ("era5" if forecast else "cosmo"),
             "seed": 0,
             "batch_size": 16,
-            "model": {"kind": "vit" if forecast else "unet3d"},
-            "loss": {"kind": "relative_l2" if forecast else "l1"},
+            **known.settings,
             "loader": {"kind": "torch", "workers": 0},
             "precision": "fp32",
         }
         (folder / "config.yaml").write_text(yaml.safe_dump(chosen | settings, sort_keys=False))
+        device = records.Device(kind="cpu", name="Example CPU", threads=2)
         lines = []
         for epoch in range(1, epochs + 1):
             shrink = final + (1.4 - final) * (math.exp(-0.6 * epoch) - math.exp(-0.6 * epochs))
             lines.append(
-                {
-                    "epoch": epoch,
-                    "step": 8 * epoch,
-                    "samples": 128 * epoch,
-                    "learning_rate": 1e-3 * (1 + math.cos(math.pi * epoch / epochs)) / 2,
-                    "train_loss": 0.31 * shrink,
-                    "valid_loss": 0.30 * shrink + 0.01,
-                    "epoch_seconds": 128 / speed,
-                    "samples_per_second": speed * (0.5 if epoch == 1 else 1 + 0.01 * epoch**2),
-                    "valid_seconds": 1.5,
-                    "metrics": forecast_metrics(shrink) if forecast else cosmo_metrics(shrink),
-                }
+                records.Epoch(
+                    epoch=epoch,
+                    step=8 * epoch,
+                    samples=128 * epoch,
+                    learning_rate=1e-3 * (1 + math.cos(math.pi * epoch / epochs)) / 2,
+                    train_loss=0.31 * shrink,
+                    valid_loss=0.30 * shrink + 0.01,
+                    epoch_seconds=128 / speed,
+                    samples_per_second=speed * (0.5 if epoch == 1 else 1 + 0.01 * epoch**2),
+                    valid_seconds=1.5,
+                    metrics=known.values(shrink),
+                )
             )
         if epochs:
-            (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+            (folder / "metrics.jsonl").write_text(records.epoch_lines(lines))
             png(folder / "prediction.png")
-            provenance = {
-                "command": f"python -m dlscale train --config results/plans/{plan}/{name}/config.yaml",
-                "git": {"commit": "0123456789abcdef", "dirty": True},
-                "started": "2024-05-01T10:00:00+00:00",
-                "finished": "2024-05-01T10:02:05+00:00",
-                "host": "node-1",
-                "python": "3.12.1",
-                "packages": {"torch": "2.13.0", "numpy": "2.4.6"},
-                "device": {"kind": "cpu", "name": "Example CPU", "threads": 2},
-                "seed": 0,
-                "parameters": 1_234_567,
-                "metric_units": UNITS,
-                "resumed_from_step": None,
-            }
-            (folder / "provenance.json").write_text(json.dumps(provenance))
+            records.Provenance(
+                command=f"python -m dlscale train --config results/plans/{plan}/{name}/config.yaml",
+                git={"commit": "0123456789abcdef", "dirty": True},
+                started="2024-05-01T10:00:00+00:00",
+                finished="2024-05-01T10:02:05+00:00",
+                host="node-1",
+                python="3.12.1",
+                packages={"torch": "2.13.0", "numpy": "2.4.6"},
+                device=device,
+                seed=0,
+                parameters=1_234_567,
+                loss=known.loss,
+                metrics=known.described,
+            ).write(folder / "provenance.json")
         if triplet:
             modes = {
-                mode: {
-                    "trial_throughput": [mean],
-                    "trial_time": [1.0],
-                    "avg_iter_throughput": [mean],
-                    "mean": mean,
-                    "std": mean / 50,
-                }
-                for mode, mean in zip(("IO", "SYNTHETIC", "FULL"), triplet, strict=True)
+                mode: records.Trials(
+                    trial_throughput=[mean], trial_time=[1.0], avg_iter_throughput=[mean], mean=mean, std=mean / 50
+                )
+                for mode, mean in zip(("io", "synthetic", "full"), triplet, strict=True)
             }
-            device = {"kind": "cpu", "name": "Example CPU", "threads": 2}
-            content = {"nranks": 1, "batch_size": 16, "device": device, **modes, "peak_memory_bytes": 1_500_000_000}
-            (folder / "throughput.json").write_text(json.dumps(content) + "\n")
+            Throughput(batch_size=16, device=device, peak_memory_bytes=1_500_000_000, **modes).write(
+                folder / "throughput.json"
+            )
         return folder
 
     def plan(
         self,
         name: str,
         runs: dict[str, str],
-        study: str = "era5_vit",
+        study: str = "forecast",
         title: str | None = None,
-        kind: str = "ladder",
+        kind: Literal["set", "ladder"] = "ladder",
         measure: tuple[str, ...] = ("train", "throughput"),
         use: dict[str, tuple[str, str]] | None = None,
     ) -> Path:
         """Write a plan of `runs` (name: label); `use` says which of them are another plan's."""
         owners = {run: (use or {}).get(run, (name, run)) for run in runs}
-        entries = [
-            {"name": run, "label": label, "plan": owners[run][0], "run": owners[run][1]} for run, label in runs.items()
-        ]
-        content = {
-            "plan": name,
-            "title": title or name,
-            "study": study,
-            "kind": kind,
-            "measure": list(measure),
-            "runs": entries,
-        }
+        known = STUDIES.get(study)
+        record = records.PlanRecord(
+            plan=name,
+            title=title or name,
+            study=study,
+            study_title=known.title if known else None,
+            kind=kind,
+            measure=list(measure),
+            runs=[
+                records.RunReference(name=run, label=label, plan=owners[run][0], run=owners[run][1])
+                for run, label in runs.items()
+            ],
+            published=known.published if known else [],
+        )
         path = self.root / "plans" / name / "plan.yaml"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
+        path.write_text(yaml.safe_dump(record.model_dump(mode="json"), sort_keys=False, allow_unicode=True))
         self.plans.append(path)
         return path
 
-    def dataset(self, kind: str) -> Path:
+    def dataset(self, name: str) -> Path:
         """Write a dataset's manifest and preview."""
-        folder = self.root / "data" / f"demo_{kind}"
-        if kind == "era5":
-            transforms = [Transform("linear", 0.5, 4.0), Transform("linear", 281.3, 8.0)]
-            info = FieldInfo(
-                ["u10", "t2m"],
-                ["m s**-1", "K"],
-                [32, 64],
-                transforms,
-                "physical",
-                [0.5, 281.3],
-                [4.0, 8.0],
-                [-20.0, 240.0],
-                [25.0, 310.0],
-            )
-            fields = {"fields": info}
-        else:
-            transforms = [DENSITY, VELOCITY]
-            fields = {
-                "Hydro": FieldInfo(
-                    ["density", "velocity_x"],
-                    ["1", "km/s"],
-                    [64] * 3,
-                    transforms,
-                    "model",
-                    [-0.01, 0.0],
-                    [0.1, 0.2],
-                    [],
-                    [],
-                )
-            }
-        splits = {
-            "train": [File("train/a.h5", 1460, 48_000_000, "0"), File("train/b.h5", 1464, 48_000_000, "1")],
-            "valid": [File("valid/c.h5", 100, 3_300_000, "2")],
-        }
-        coordinates: dict[str, Any] = (
-            {"latitude": [87.0, -87.0], "longitude": [0.0, 354.0], "step_hours": 6.0} if kind == "era5" else {}
-        )
+        folder = self.root / "data" / name
         png(folder / "preview.png", 300, 100)
-        Manifest(
-            kind,
-            fields,
-            splits,
-            **coordinates,
-            provenance={"settings": {"kind": kind, "source": {"kind": "simulated"}}},
+        sizes = {"train": [(1460, 48_000_000), (1464, 48_000_000)], "valid": [(100, 3_300_000)]}
+        DATASETS[name].model_copy(
+            update={
+                "splits": {
+                    split: [
+                        File(path=f"{split}/{index}.h5", rows=rows, bytes=bytes_, digest="0")
+                        for index, (rows, bytes_) in enumerate(files)
+                    ]
+                    for split, files in sizes.items()
+                },
+                "provenance": {"settings": {"kind": DATASETS[name].kind, "source": {"kind": "simulated"}}},
+            }
         ).write(folder / "manifest.json")
         self.datasets.append(folder)
         return folder
@@ -334,7 +377,7 @@ def with_ladder(results: Results) -> Results:
         precision="bf16",
     )
     results.plan("ladder", {"baseline": "baseline", "workers": "4 workers", "bf16": "bf16"}, title="The ladder")
-    results.dataset("era5")
+    results.dataset("demo_states")
     return results
 
 
@@ -380,8 +423,8 @@ def test_summary_has_the_runs_in_order_and_their_numbers(ladder: Results) -> Non
     } == {
         "label": "4 workers",
         "plan": "ladder",
-        "study": "era5_vit",
-        "dataset": "demo_era5",
+        "study": "forecast",
+        "dataset": "demo_states",
         "source": "ladder/workers",
         "parameters": "1234567",
         "epochs": "5",
@@ -474,7 +517,7 @@ def test_a_missing_file_is_named_and_nothing_is_written(ladder: Results, name: s
 TORN: dict[str, Callable[[str], str]] = {
     "cut": lambda line: line[: len(line) // 2],
     "no loss": lambda line: line.replace("valid_loss", "valid"),
-    "a word": lambda line: line.replace('"step": 24', '"step": "many"'),
+    "a word": lambda line: line.replace('"step":24', '"step":"many"'),
     "no record": lambda line: "[1, 2]",
     "empty": lambda line: "",
 }
@@ -503,8 +546,8 @@ def test_a_torn_line_is_named(ladder: Results, damage: str) -> None:
         ("prediction.png", b"\x89PNG\r\n\x1a\n half a picture"),
         ("../plan.yaml", b"plan: x\n"),
         ("../plan.yaml", b"plan: ladder\nstudy: s\nmeasure: [train]\nruns: [{name: a, plan: ../.., run: a}]\n"),
-        ("../../../data/demo_era5/preview.png", b""),
-        ("../../../data/demo_era5/manifest.json", b"{}"),
+        ("../../../data/demo_states/preview.png", b""),
+        ("../../../data/demo_states/manifest.json", b"{}"),
     ],
 )
 def test_damage_is_one_message_with_the_file(ladder: Results, name: str, content: bytes) -> None:
@@ -582,7 +625,10 @@ def test_units_times_and_sizes() -> None:
         "2\u00a0min 5\u00a0s",
         "1\u00a0h 2\u00a0min",
     ]
-    assert [text.size(b) for b in (512, 1_500_000, 2.5e12)] == ["512\u00a0B", "1.50\u00a0MB", "2.50\u00a0TB"]
+    assert [text.size(b, " ") for b in (512, 1_500_000, 999_499_999, 999_600_000)] == [
+        *("512 B", "1.50 MB", "999 MB", "1.00 GB")
+    ]
+    assert [text.size(b) for b in (None, 2.5e12, 3e15)] == ["–", "2.50\u00a0TB", "3,000\u00a0TB"]
 
 
 # ---- the page ------------------------------------------------------------------------------------
@@ -636,16 +682,16 @@ class Page(HTMLParser):
 def full(tmp_path_factory: pytest.TempPathFactory) -> Results:
     """Everything at once: two studies, a used run, hostile labels, plans with only one measurement."""
     results = with_ladder(Results(tmp_path_factory.mktemp("full") / "results"))
-    results.run("gas", "base", study="cosmo_unet", triplet=(900.0, 14.0, 13.6), final=0.6)
-    results.run("gas", "once", study="cosmo_unet", triplet=(900.0, 15.0, 14.9), final=0.9, epochs=1)
-    results.plan("gas", {"base": HOSTILE, "once": "$one_epoch$ 漢字"}, study="cosmo_unet", title=HOSTILE, kind="set")
+    results.run("gas", "base", study="gas", triplet=(900.0, 14.0, 13.6), final=0.6)
+    results.run("gas", "once", study="gas", triplet=(900.0, 15.0, 14.9), final=0.9, epochs=1)
+    results.plan("gas", {"base": HOSTILE, "once": "$one_epoch$ 漢字"}, study="gas", title=HOSTILE, kind="set")
     results.run("speed", "only", epochs=0)
     results.plan(
         "speed", {"only": "only", "again": "again"}, measure=("throughput",), use={"again": ("ladder", "bf16")}
     )
     results.run("learn", "only", triplet=None, epochs=1)
     results.plan("learn", {"only": "only"}, measure=("train",))
-    results.dataset("cosmo")
+    results.dataset("demo_volumes")
     return results
 
 
@@ -660,7 +706,7 @@ def test_the_page_answers_at_a_glance(ladder: Results) -> None:
     for answer in (
         "180 samples/s FULL: loading and computing together, run bf16: 7.50× as fast as baseline.",  # how fast
         "both alike The loader alone delivers 205 samples/s, the model alone takes 240.",  # what bounds it
-        "1.87 K t2m RMSE 30\u00a0% less error than persistence (2.67 K), run 4 workers",  # how good: 0.7 x 2.67
+        "1.40 m s⁻¹ u10 RMSE 30\u00a0% less error than persistence (2.00 m s⁻¹), run 4 workers",  # how good: 0.7 x 2.00
         "published at full size: 8.8 samples/s on A100 40 GB (baseline; S2)",
         "published at full size: 64 samples/s on A100 40 GB (fast, 7.27× baseline; S2)",
         "8.8 to 64 samples/s on A100 40 GB · u10 RMSE 0.13 (S1)",  # of the study
@@ -714,7 +760,7 @@ def test_links_reach_their_anchors_and_names_are_unique(html: str) -> None:
     }
     targets |= {value for _, key, value in page.attributes if key == "aria-labelledby"}
     assert targets <= set(names)
-    assert {"plan.ladder", "study.era5_vit", "dataset.demo_era5", "run.gas.once"} <= targets
+    assert {"plan.ladder", "study.forecast", "dataset.demo_states", "run.gas.once"} <= targets
 
 
 def test_what_users_write_stays_text(html: str) -> None:
@@ -777,6 +823,45 @@ def test_a_plan_without_naive_answers_shows_its_loss(results: Results) -> None:
     assert "No provenance was recorded" in page.text and "No published figures are known" in page.text
 
 
+def test_a_study_of_which_more_is_better(results: Results) -> None:
+    """The best run is the one of greatest accuracy, whatever its loss is; nothing is compared with a naive answer."""
+    results.run("p", "a", study="digits", final=0.5)
+    folder = results.run("p", "b", study="digits", final=0.2)
+    epochs = records.read_epochs(folder / "metrics.jsonl")
+    worse = (epoch.model_copy(update={"valid_loss": 10 * epoch.valid_loss}) for epoch in epochs)
+    (folder / "metrics.jsonl").write_text(records.epoch_lines(worse))
+    plan = results.plan("p", {"a": "few epochs", "b": "more epochs"}, study="digits", kind="set")
+    results.dataset("digits")
+    assert [row["accuracy"] for row in results.collect(plan)] == ["0.95", "0.98"]
+    html = results.report()
+    page = Page(html)
+    assert "0.980 accuracy Higher is better, run more epochs. Validation loss 0.700, training" in page.text
+    assert re.findall(r'alt="Prediction[^"]* run ([^"]*)"', html) == ["more epochs", "few epochs"]
+    (table,) = [table for table in page.tables if "batch size" in table[1]]
+    assert [row[table[1].index("accuracy (higher is better)")] for row in table[2:]] == ["0.950", "0.980"]
+    assert "mean skill" not in table[1]
+    assert "more epochs, the run with the best accuracy: one validation sample" in page.text
+    assert "Accuracy on the validation data; higher is better." in page.text
+    for word in ("naive", "skill", "Errors by channel", "L1", "loss loss", "Skill"):
+        assert word not in page.text, word
+    assert "label, one value a row." in page.text and ["part", "files", "images", "size"] in [t[0] for t in page.tables]
+
+
+def test_more_is_better_than_a_naive_answer(results: Results) -> None:
+    folder = results.run("p", "a", study="digits", triplet=None)
+    majority = Metric(
+        name="accuracy", title="accuracy", better="higher", naive="majority", answer="the commonest digit"
+    )
+    provenance = records.Provenance.read(folder / "provenance.json")
+    provenance.model_copy(update={"metrics": [majority]}).write(folder / "provenance.json")
+    lines = (folder / "metrics.jsonl").read_text()
+    (folder / "metrics.jsonl").write_text(lines.replace('"accuracy":', '"majority":0.125,"accuracy":'))
+    results.plan("p", {"a": "a"}, study="digits", measure=("train",))
+    page = Page(results.report())
+    assert "0.920 accuracy the commonest digit: 0.125. Higher is better." in page.text
+    assert "less error" not in page.text and "naive answerone that needs no learning: the commonest digit" in page.text
+
+
 def test_hundreds_of_runs_stay_readable(results: Results) -> None:
     template = results.run("big", "r0", epochs=3)
     for index in range(1, 300):
@@ -792,7 +877,7 @@ def test_hundreds_of_runs_stay_readable(results: Results) -> None:
     page = Page(html)
     assert html.count("<img ") == report.PREDICTIONS_OF_A_PLAN
     assert max(len(table) for table in page.tables) == 302  # the table of runs has all of them
-    for shown in (report.CARD_RUNS, report.LINES, report.BARS, report.CHANNEL_ROWS):
+    for shown in (glance.BARS, sections.LINES, sections.BARS, sections.CHANNEL_ROWS):
         assert f"{shown} of 300 runs" in page.text
     assert f"{report.PREDICTIONS_OF_A_PLAN} of 300 figures" in page.text
 
@@ -801,7 +886,7 @@ def test_the_lines_drawn_are_the_first_and_the_best(results: Results) -> None:
     for index in range(12):
         results.run("p", f"r{index}", final=0.9 - 0.05 * (index % 6), triplet=None, epochs=2)
     plan = read_plan(results.plan("p", {f"r{index}": f"r{index}" for index in range(12)}, measure=("train",)))
-    drawn = [run.name for run in report._some(plan.runs, 5, report._final_loss)]
+    drawn = [run.name for run in first_and_least(plan.runs, 5, lambda run: run.final_loss)]
     assert drawn == ["r0", "r4", "r5", "r10", "r11"]
 
 
@@ -826,7 +911,7 @@ def test_bars_and_whiskers_are_as_long_as_the_numbers(ladder: Results) -> None:
 def test_curves_are_where_the_numbers_are(results: Results, over: Literal["epoch", "time"]) -> None:
     results.run("p", "a", triplet=None, epochs=6, final=0.5)
     run = read_plan(results.plan("p", {"a": "a"}, measure=("train",))).runs[0]
-    svg = figures.loss("x", [figures.Line(run, 0)], over, "loss")
+    svg = figures.loss("x", [run], over, "loss")
     paths = re.findall(r'<path d="([^"]*)"[^>]*?style="([^"]*var\(--s0\)[^"]*)"', svg)
     lines = {"dash" in style: points(path) for path, style in paths if len(points(path)) == 6}
     valid, trained = lines[False], lines[True]
@@ -845,7 +930,7 @@ def test_lines_that_coincide_stay_visible(results: Results) -> None:
     for name in "ab":
         results.run("p", name, triplet=None)
     runs = read_plan(results.plan("p", {"a": "a", "b": "b"}, measure=("train",))).runs
-    svg = figures.loss("x", [figures.Line(run, style) for style, run in enumerate(runs)], "epoch", "loss")
+    svg = figures.loss("x", runs, "epoch", "loss")
     widths = dict(re.findall(r"stroke: var\(--(s[01])\); stroke-width: ([\d.]+); stroke-linecap: square", svg))
     assert float(widths["s0"]) > float(widths["s1"]) + 1
 
@@ -884,7 +969,7 @@ def test_the_best_prediction_leads(ladder: Results) -> None:
 
 def test_a_naive_answer_that_differs_between_runs_has_no_row(ladder: Results) -> None:
     path = ladder.root / "plans" / "ladder" / "bf16" / "metrics.jsonl"
-    path.write_text(path.read_text().replace('"persistence_rmse/t2m": 2.67', '"persistence_rmse/t2m": 5.34'))
+    path.write_text(path.read_text().replace('"persistence_rmse/t2m":2.67', '"persistence_rmse/t2m":5.34'))
     (table,) = [table for table in Page(ladder.report()).tables if "naive" in table[1][0]]
     assert table[1][1:] == ["2.00", "–"]
     assert table[4][2] == "2.00skill 0.62"  # 0.75 x 2.67 of 5.34

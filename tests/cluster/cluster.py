@@ -23,11 +23,12 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
+
+from tests.waiting import PATIENCE, NotInTime, until
 
 #: A Debian package, and a program that shows that it is there.
 PACKAGES = {
@@ -200,7 +201,9 @@ def started(pid: int) -> int | None:
     return None if fields[0] in "ZX" else int(fields[19])
 
 
-def call(*command: object, check: bool = True, timeout: float = 60, **more: Any) -> subprocess.CompletedProcess[str]:
+def call(
+    *command: object, check: bool = True, timeout: float = PATIENCE, **more: Any
+) -> subprocess.CompletedProcess[str]:
     """Run a command, and say what it said where it fails."""
     argv = [str(word) for word in command]
     more.setdefault("env", {**os.environ, "PATH": PATH})
@@ -210,15 +213,6 @@ def call(*command: object, check: bool = True, timeout: float = 60, **more: Any)
     if check and done.returncode:
         raise ClusterError(f"{' '.join(argv)} ended with {done.returncode}: {done.stdout}{done.stderr}")
     return done
-
-
-def until(what: str, seconds: float, ready: Callable[[], object], interval: float = 0.1) -> None:
-    """Wait for something to be."""
-    end = time.monotonic() + seconds
-    while not ready():
-        if time.monotonic() > end:
-            raise ClusterError(f"waited {seconds:.0f} s in vain: {what}")
-        time.sleep(interval)
 
 
 def missing() -> list[str]:
@@ -354,8 +348,8 @@ class Cluster:
                 with contextlib.suppress(ProcessLookupError):
                     # each leads a group of its own; what it forked to help itself goes along
                     os.killpg(pid, number)
-            with contextlib.suppress(ClusterError):
-                until("daemons to end", seconds, lambda: not alive(), 0.02)
+            with contextlib.suppress(NotInTime):
+                until("daemons to end", lambda: not alive(), seconds=seconds)
         self._write({name: value for name, value in self._recorded()["processes"].items() if name not in ours})
 
     # ---- start and stop --------------------------------------------------------------------------
@@ -389,9 +383,9 @@ class Cluster:
         self._spawn("slurmctld", "slurmctld", "-D", "-f", self.conf)
         for node in NODES:
             self._boot(node)
-        until("slurmctld", 30, lambda: "UP" in self.run("scontrol", "ping", check=False).stdout)
-        until("the limit of QOS shared", 30, self._limit_shared)
-        until("all nodes", 60, self.ready)
+        until("slurmctld", lambda: "UP" in self.run("scontrol", "ping", check=False).stdout)
+        until("the limit of QOS shared", self._limit_shared)
+        until("all nodes", self.ready)
 
     def stop(self) -> None:
         """Stop it, and whatever runs on its nodes; also one that another process has started, or left by crashing."""
@@ -522,15 +516,15 @@ class Cluster:
 
     def _start_database(self, installation: subprocess.Popen[bytes]) -> None:
         """Start the accounting, and tell it the site's projects and limits."""
-        if installation.wait(60):
+        if installation.wait(PATIENCE):
             raise ClusterError(f"mariadb-install-db failed: see {self.folder / 'log'}")
         port = self.folder / "run" / "mysql"
         settings = [*FORGETFUL, "--innodb-buffer-pool-size=32M", "--innodb-lock-wait-timeout=900"]
         arguments = ["--user=root", f"--datadir={self.folder / 'mysql'}", f"--socket={port}", "--skip-networking"]
         self._spawn("mariadbd", "mariadbd", "--no-defaults", *arguments, *settings)
-        until("mariadbd", 30, port.exists, 0.05)
+        until("mariadbd", port.exists)
         self._spawn("slurmdbd", "slurmdbd", "-D", MYSQL_UNIX_PORT=str(port))
-        until("slurmdbd", 30, lambda: self.run("sacctmgr", "-n", "show", "cluster", check=False).returncode == 0)
+        until("slurmdbd", lambda: self.run("sacctmgr", "-n", "show", "cluster", check=False).returncode == 0)
         # Before slurmctld starts: it reads them at once, instead of being told later.
         lines = ["add cluster perlmutter"]
         lines += [f"add qos {name} {limits} Flags=DenyOnLimit" for name, limits in QOS.items()]
@@ -575,7 +569,7 @@ class Cluster:
                     os.kill(int(pid), signal.SIGKILL)
             return not any(started(int(pid)) for pid in pids)
 
-        until(f"the processes of {node} to end", 5, kill, 0.05)
+        until(f"the processes of {node} to end", kill)
 
     # ---- use -------------------------------------------------------------------------------------
 
@@ -596,15 +590,15 @@ class Cluster:
         """Return a job's state, for 300 s after its end, too: PENDING, RUNNING, COMPLETED, NODE_FAIL …"""
         return self.run("squeue", "--noheader", "--states=all", f"--jobs={job}", "--format=%T").stdout.strip()
 
-    def wait(self, job: int, *states: str, timeout: float = 60) -> None:
+    def wait(self, job: int, *states: str) -> None:
         """Wait for one of these states."""
-        until(f"job {job} to be {' or '.join(states)}", timeout, lambda: self.state(job) in states)
+        until(f"job {job} to be {' or '.join(states)}", lambda: self.state(job) in states)
 
     def cancel_all(self) -> None:
         """Cancel all jobs, and wait until the nodes are free again."""
         self.run("scancel", "--user=root", "--state=PENDING")
         self.run("scancel", "--user=root")
-        until("the queue to be empty", 60, lambda: not self.run("squeue", "--noheader").stdout.strip())
+        until("the queue to be empty", lambda: not self.run("squeue", "--noheader").stdout.strip())
 
     def nodes(self) -> dict[str, str]:
         """Return the nodes' states: `idle`, `mixed`, `allocated`, `down*` …"""
@@ -622,12 +616,12 @@ class Cluster:
         self._kill_all_on(node)
         self._halt(node, patience=0)
 
-    def start_node(self, node: str, timeout: float = 60) -> None:
+    def start_node(self, node: str) -> None:
         """Give a node its power back, and wait until it takes jobs."""
         call("ip", "link", "set", self._namespace(node), "up")
         if node not in self.processes():
             self._boot(node)
-        until(f"{node} to be back", timeout, lambda: self.nodes().get(node) in ("idle", "mixed", "allocated"))
+        until(f"{node} to be back", lambda: self.nodes().get(node) in ("idle", "mixed", "allocated"))
 
 
 def _outside_of_jobs() -> dict[str, str]:

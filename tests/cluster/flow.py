@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +17,7 @@ import yaml
 
 from tests.cluster.cluster import Cluster
 from tests.conftest import ERA5, ERA5_RUN
+from tests.waiting import until
 
 #: Faster than on a production site, where asking often would be a burden.
 QUICK = ["--slurm-init-seconds-before-status-checks=3", "--latency-wait=5"]
@@ -90,7 +90,7 @@ class Flow:
         """What the last call printed."""
         return (self.path / "output").read_text()
 
-    def run(self, *arguments: str, timeout: float = 400, profile: str | None = "perlmutter") -> int:
+    def run(self, *arguments: str, timeout: float = 900, profile: str | None = "perlmutter") -> int:
         """Run Snakemake to its end and return its exit status."""
         with self.running(*arguments, profile=profile) as process:
             return process.wait(timeout)
@@ -106,15 +106,9 @@ class Flow:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
 
-    def until(self, what: str, true: Callable[[], Any], process: subprocess.Popen[str] | None, timeout: float) -> Any:
-        """Wait until `true` says something, and return that; the process must not end before."""
-        end = time.monotonic() + timeout
-        while time.monotonic() < end:
-            if found := true():
-                return found
-            assert process is None or process.poll() is None, f"it ended before {what}:\n{self.output[-5000:]}"
-            time.sleep(0.3)
-        raise AssertionError(f"not within {timeout:.0f} s: {what}\n{self.output[-5000:]}")
+    def until(self, what: str, ready: Callable[[], Any], process: subprocess.Popen[str]) -> Any:
+        """Wait until `ready` returns something true, and return that; the process must not end before."""
+        return until(what, ready, process, lambda: self.output[-5000:])
 
     def log(self, run: str = "long/run") -> str:
         """The log of a run's training, so far."""

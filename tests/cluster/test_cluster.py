@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,8 +15,9 @@ import pytest
 from tests.cluster import cluster as slurm
 from tests.cluster.cluster import CPU_NODES, GPU_NODES, NODES, QOS, REFUSAL, Cluster, ClusterError
 from tests.conftest import ROOT
+from tests.waiting import PATIENCE, until
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.xdist_group("machine")]
 
 GPU = ["--account=m0000_g", "--constraint=gpu"]
 CPU = ["--account=m0000", "--constraint=cpu"]
@@ -43,8 +43,8 @@ def lines(done: subprocess.CompletedProcess[str]) -> list[str]:
     return sorted(done.stdout.splitlines())
 
 
-def wait_for_text(path: Path, word: str, timeout: float = 30) -> None:
-    slurm.until(f"{word} in {path}", timeout, lambda: path.exists() and word in path.read_text())
+def wait_for_text(path: Path, word: str) -> None:
+    until(f"{word} in {path}", lambda: path.exists() and word in path.read_text())
 
 
 def test_nodes_have_names_and_addresses_of_their_own(cluster: Cluster) -> None:
@@ -116,7 +116,7 @@ def test_a_finished_job_is_remembered_and_accounted_for(cluster: Cluster) -> Non
     job = cluster.submit("exit 3", *CPU, "--qos=shared")
     cluster.wait(job, "FAILED")
     command = ["sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={job}", "--format=state,exitcode"]
-    slurm.until("the accounting to know it", 20, lambda: lines(cluster.run(*command)) == ["FAILED|3:0"])
+    until("the accounting to know it", lambda: lines(cluster.run(*command)) == ["FAILED|3:0"])
 
 
 @pytest.mark.slow
@@ -131,13 +131,13 @@ def test_preemption_terminates_before_it_kills(cluster: Cluster, tmp_path: Path)
     )
     for name in ["again", "ended"]:
         wait_for_text(tmp_path / name, "alive")
-    other = cluster.submit("sleep 60", *GPU, "--nodelist=nid001,nid002")
+    other = cluster.submit("sleep 600", *GPU, "--nodelist=nid001,nid002")
     cluster.wait(other, "RUNNING")
     for name in ["again", "ended"]:
         seen = [line.split() for line in (tmp_path / name).read_text().splitlines()]
         told = [float(when) for what, when in seen if what == "TERM"]
-        assert 9 <= told[-1] - told[0] <= 30
-        assert 8 <= max(float(when) for _, when in seen) - told[-1] <= 30
+        assert told[-1] - told[0] >= 9
+        assert max(float(when) for _, when in seen) - told[-1] >= 8
     assert cluster.state(ended) == "PREEMPTED"
     cluster.wait(again, "PENDING")
 
@@ -148,7 +148,7 @@ def test_a_failed_node_fails_its_job_and_comes_back(cluster: Cluster) -> None:
     cluster.wait(job, "RUNNING")
     cluster.fail_node("nid003")
     assert "nid003" not in cluster.processes()
-    cluster.wait(job, "NODE_FAIL", timeout=90)
+    cluster.wait(job, "NODE_FAIL")
     cluster.start_node("nid003")
     assert lines(cluster.run("srun", *GPU, "--nodelist=nid003", "hostname")) == ["nid003"]
 
@@ -166,15 +166,13 @@ def test_two_clusters_and_a_crash(cluster: Cluster) -> None:
         "print(json.dumps([cluster.id, str(cluster.folder), cluster.processes()]), flush=True)\n"
         "os.kill(os.getpid(), 9)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == -signal.SIGKILL, done.stderr
     name, folder, processes = json.loads(done.stdout)
     assert name != cluster.id
     assert len(processes) == 4 + len(NODES)
     assert all(slurm.started(pid) for pid in processes.values())
-    begin = time.monotonic()
     slurm.sweep()
-    assert time.monotonic() - begin < 10
     assert not any(slurm.started(pid) for pid in processes.values())
     devices = cluster.run("ip", "-brief", "link").stdout + cluster.run("ip", "netns").stdout
     assert name not in devices

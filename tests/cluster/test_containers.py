@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import os
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,8 +14,12 @@ from tests.cluster.cluster import Cluster
 from tests.cluster.flow import CONFIG, Flow, repository
 from tests.conftest import records
 from tests.container.conftest import Engine, container_engine, cpu_image  # noqa: F401 - fixtures
+from tests.waiting import PATIENCE, until
 
-pytestmark = [pytest.mark.cluster, pytest.mark.container, pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [
+    *(pytest.mark.cluster, pytest.mark.container, pytest.mark.slow),
+    *(pytest.mark.timeout(1800), pytest.mark.xdist_group("machine")),
+]
 
 
 @pytest.fixture
@@ -47,9 +50,9 @@ def test_a_plan_in_containers(flow: Flow, container_engine: Engine) -> None:  # 
 @pytest.mark.parametrize("how", ["scancel", "the controller's Ctrl-C", "the client killed"])
 def test_nothing_is_left_running(flow: Flow, container_engine: Engine, cluster: Cluster, how: str) -> None:  # noqa: F811
     flow.config["targets"] = ["long"]
-    flow.config["plans"]["long"]["settings"]["training"]["steps"] = 100_000
+    flow.config["plans"]["long"]["settings"]["training"]["steps"] = 1_000_000
     with flow.running("--retries=0") as process:
-        flow.until("training", lambda: "epoch 3 of" in flow.log(), process, 300)
+        flow.until("training", lambda: "epoch 3 of" in flow.log(), process)
         assert len(running(container_engine)) == 1
         if how == "scancel":
             (job,) = [row[0] for row in flow.jobs("jobid", "comment:100") if row[1].startswith("rule_train")]
@@ -59,11 +62,14 @@ def test_nothing_is_left_running(flow: Flow, container_engine: Engine, cluster: 
                 os.kill(client, signal.SIGKILL)
         else:
             os.killpg(process.pid, signal.SIGINT)
-        end = time.monotonic() + 60
-        while running(container_engine):
-            assert time.monotonic() < end, container_engine("ps", "--all")
-            time.sleep(0.5)
-        assert process.wait(90) != 0
+        # Slurm, the client and the container pass it on to one another: beside other load that takes minutes.
+        until(
+            "the container's end",
+            lambda: not running(container_engine),
+            said=lambda: container_engine("ps", "--all") + flow.output[-5000:],
+            seconds=2 * PATIENCE,
+        )
+        assert process.wait(PATIENCE) != 0
     assert flow.checkpoints(), "what was done is saved"
 
 

@@ -27,7 +27,7 @@ class Engine:
 
     environment: dict[str, str]
 
-    def __call__(self, *words: object, check: bool = True, timeout: float = 300) -> str:
+    def __call__(self, *words: object, check: bool = True, timeout: float = 900) -> str:
         """Run podman and return what it says, errors included."""
         return self.run(["podman", *map(str, words)], check, timeout)
 
@@ -35,7 +35,7 @@ class Engine:
         """Build the image `cpu` of the repository in `folder`."""
         return self.run(["bash", str(SCRIPT), "build", str(folder), tag, *words], timeout=1800)
 
-    def run(self, command: list[str], check: bool = True, timeout: float = 300) -> str:
+    def run(self, command: list[str], check: bool = True, timeout: float = 900) -> str:
         """Run any command beside which podman is called."""
         done = subprocess.run(
             command,

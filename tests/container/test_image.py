@@ -17,7 +17,7 @@ from tests.container.conftest import Engine
 from tests.workflow.conftest import copy_tree
 
 #: The first build installs PyTorch, and before it perhaps podman and a base.
-pytestmark = [pytest.mark.container, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.container, pytest.mark.timeout(1800), pytest.mark.xdist_group("machine")]
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 #: Nobody whom the image knows.

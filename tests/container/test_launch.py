@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,9 @@ from dlscale.launch import image
 from dlscale.launch.launcher import Place, launch
 from tests.conftest import ERA5_RUN, ROOT, make_run
 from tests.container.conftest import Engine
+from tests.waiting import PATIENCE, until
 
-pytestmark = [pytest.mark.container, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.container, pytest.mark.timeout(1800), pytest.mark.xdist_group("machine")]
 STAND_INS = Path(__file__).parent / "stand_ins"
 SOURCES = str(ROOT / "workflow_scripts")
 
@@ -89,17 +89,15 @@ def containers(engine: Engine) -> list[str]:
     return engine("ps", "--all", "--filter=name=^dlscale-", "--format={{.Names}}").split()
 
 
-def said(folder: Path, text: str, seconds: float = 60) -> str:
-    end = time.monotonic() + seconds
-    while text not in (found := (folder / "said").read_text()):
-        assert time.monotonic() < end, found
-        time.sleep(0.1)
-    return found
+def said(folder: Path, text: str) -> str:
+    printed = folder / "said"
+    until(f"the stage to say '{text}'", lambda: text in printed.read_text(), said=printed.read_text)
+    return printed.read_text()
 
 
 def test_status_and_files(start: Any, container_engine: Engine, tmp_path: Path) -> None:
     process = start(0)
-    assert process.wait(60) == 7, "the stage's own"
+    assert process.wait(PATIENCE) == 7, "the stage's own"
     assert "ready 3" in said(tmp_path, "ready"), "variables of rank reach it"
     made = (tmp_path / "made").stat()
     assert (made.st_uid, made.st_gid) == (os.getuid(), os.getgid())
@@ -107,45 +105,42 @@ def test_status_and_files(start: Any, container_engine: Engine, tmp_path: Path) 
 
 
 def test_signals_reach_the_stage_by_name(start: Any, container_engine: Engine, tmp_path: Path) -> None:
-    process = start(60)
+    process = start(1000)
     said(tmp_path, "ready")
     process.send_signal(signal.SIGUSR2)
     said(tmp_path, "heard SIGUSR2")
     process.send_signal(signal.SIGTERM)
-    assert process.wait(30) == 75
+    assert process.wait(PATIENCE) == 75
     assert "heard SIGTERM" in said(tmp_path, "SIGTERM") and containers(container_engine) == []
 
 
 def test_ctrl_c_reaches_it_once(start: Any, container_engine: Engine, tmp_path: Path) -> None:
-    process = start(60)
+    process = start(1000)
     said(tmp_path, "ready")
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does it
-    assert process.wait(30) == 75
+    assert process.wait(PATIENCE) == 75
     assert said(tmp_path, "heard").count("heard SIGINT") == 1 and containers(container_engine) == []
 
 
 @pytest.mark.parametrize("who", ["supervisor", "client", "both"])
 def test_nothing_outlives_whoever_is_killed(start: Any, container_engine: Engine, tmp_path: Path, who: str) -> None:
-    process = start(120)
+    process = start(1000)
     said(tmp_path, "ready")
     (client,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()[:1]
     victims = {"supervisor": [process.pid], "client": [int(client)], "both": [process.pid, int(client)]}[who]
     for pid in victims:
         os.kill(pid, signal.SIGKILL)
-    end = time.monotonic() + 30
-    while containers(container_engine):
-        assert time.monotonic() < end, container_engine("ps", "--all")
-        time.sleep(0.3)
+    until("the container's end", lambda: not containers(container_engine), said=lambda: container_engine("ps", "--all"))
     assert (tmp_path / "SIGTERM").exists(), "it was asked to end, and could have saved"
     if who == "client":
-        assert process.wait(30) in (75, 128 + signal.SIGKILL), "its own, unless it is removed before one can ask"
+        assert process.wait(PATIENCE) in (75, 128 + signal.SIGKILL), "its own, unless it is removed before one can ask"
 
 
 def test_an_engine_that_fails_says_so(container_engine: Engine, prefix: list[str], tmp_path: Path) -> None:
     missing = [word if "dlscale:tests" not in word else "localhost/nosuch:1" for word in prefix]
     environment = {**container_engine.environment, "PYTHONPATH": SOURCES}
     command = [*missing, "-m", "dlscale", "train", "--log", "logs/train.log"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE, cwd=tmp_path)
     assert done.returncode == 125 and "nosuch" in done.stderr and "Traceback" not in done.stderr
     log = (tmp_path / "logs/train.log").read_text()
     assert "nosuch" in log and "podman did not start the container (status 125)" in log

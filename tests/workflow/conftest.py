@@ -1,4 +1,4 @@
-"""A tiny workflow of both studies, run once for all tests by the real Snakemake, in a copy of the repository."""
+"""A tiny workflow of all studies and one from outside, run once by the real Snakemake in a copy of the repository."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.conftest import COSMO, COSMO_RUN, ERA5, ERA5_RUN, ROOT
+from tests.conftest import COSMO, COSMO_RUN, ERA5, ERA5_RUN, ROOT, TINY, once
+from tests.waiting import PATIENCE
 
 #: What runs inside of Snakemake and of the stages, for the tests to see what they do.
 INSIDE = Path(__file__).parent / "inside"
@@ -26,10 +27,14 @@ TREE = ["Snakefile", "config.yaml", "README.md", "rules", "profiles", "perlmutte
 RESULTS = "my results $(touch pwned) 'n' more"
 TITLE = """Gas & "stars" $(touch pwned) `touch pwned` <b>it's</b>; touch pwned"""
 
-#: The configuration of all workflow tests: two datasets, three plans, four runs that are run (and one named again).
+#: The folder of a study from outside (that of the docs), beside the copy of the repository.
+OUTSIDE = "a study's place"
+
+#: The configuration of all workflow tests: of two studies three plans, with four runs (and one named again); a ladder
+#: of the study from outside; of each other study a plan, a dataset and a run.
 CONFIG: dict[str, Any] = {
     "results": RESULTS,
-    "targets": ["cosmo", "era5", "again"],
+    "targets": ["cosmo", "era5", "again", "waves_ladder"],
     "datasets": {
         "boxes": {
             **COSMO,
@@ -37,6 +42,7 @@ CONFIG: dict[str, Any] = {
             "pieces": 2,
         },
         "years": {**ERA5, "source": {**ERA5["source"], "days": 3, "train": [2001], "valid": [2002]}},
+        "waves": {"kind": "waves", "train": 64, "valid": 32},
     },
     "plans": {
         "cosmo": {
@@ -60,13 +66,27 @@ CONFIG: dict[str, Any] = {
             "settings": {**COSMO_RUN, "dataset": "boxes"},
             "runs": {"same": {"use": "cosmo.unet"}, "faster": {"optimizer": {"lr": 4e-3}}},
         },
+        # The study ships it; here it is changed.
+        "waves_ladder": {
+            "study": "waves",
+            "settings": {"dataset": "waves", "training": {"epochs": 2}},
+            "runs": {"baseline": {}, "fused": {}},
+        },
     },
-    "studies": {"era5_vit": {"optimizer": {"lr": 1e-3}}},
+    "studies": {"era5_vit": {"optimizer": {"lr": 1e-3}}, "waves": f"../{OUTSIDE}/waves.py"},
     "report": {"title": TITLE},
 }
+for _study in TINY.keys() - {plan["study"] for plan in CONFIG["plans"].values()}:
+    CONFIG["targets"].append(_study)
+    CONFIG["datasets"][_study] = TINY[_study]["dataset"]
+    CONFIG["plans"][_study] = {
+        "study": _study,
+        "settings": {**TINY[_study]["run"], "dataset": _study},
+        "runs": {"tiny": {}},
+    }
 #: One thread a job: two jobs side by side disturb each other less, and so do other processes of the machine.
 COMMON = ["--configfile", "tiny.yaml", "--logger", "jobs", "--set-threads", "train=1", "throughput=1"]
-TARGETS = ["all", "plan_cosmo", "plan_era5", "plan_again"]
+TARGETS = ["all", *(f"plan_{plan}" for plan in CONFIG["targets"])]
 
 
 @dataclass(frozen=True)
@@ -153,7 +173,7 @@ class Tree:
             start_new_session=True,
         )
 
-    def snakemake(self, *arguments: str, timeout: float = 300) -> Outcome:
+    def snakemake(self, *arguments: str, timeout: float = 2 * PATIENCE) -> Outcome:
         """Run Snakemake to its end."""
         self.log.unlink(missing_ok=True)
         with self.start(*arguments) as process:
@@ -202,7 +222,7 @@ class Tree:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=PATIENCE,
         )
 
     def python(self, code: str) -> Any:
@@ -214,15 +234,16 @@ class Tree:
             stdout=subprocess.PIPE,
             text=True,
             check=True,
-            timeout=60,
+            timeout=PATIENCE,
         )
         return json.loads(done.stdout)
 
 
 def copy_tree(path: Path) -> None:
-    """Copy what the workflow needs, links as links, without results and caches."""
-    path.mkdir(parents=True)
+    """Copy what the workflow needs, links as links, without results and caches; beside it the study from outside."""
     ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
+    shutil.copytree(ROOT / "docs/examples", path.parent / OUTSIDE, ignore=ignored, dirs_exist_ok=True)
+    path.mkdir(parents=True)
     for name in TREE:
         source = ROOT / name
         if source.is_dir() and not source.is_symlink():
@@ -240,7 +261,7 @@ def make_tree(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[...
         tree = Tree(tmp_path_factory.mktemp("tree") / "a repository", json.loads(json.dumps(config or CONFIG)))
         trees.append(tree)
         if like:
-            shutil.copytree(like.path, tree.path, symlinks=True)
+            shutil.copytree(like.path.parent, tree.path.parent, symlinks=True, dirs_exist_ok=True)
         else:
             copy_tree(tree.path)
         tree.write()
@@ -252,12 +273,20 @@ def make_tree(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[...
 
 
 @pytest.fixture(scope="session")
-def finished(make_tree: Callable[..., Tree]) -> tuple[Tree, Outcome]:
-    """Run the tiny workflow to its end, once; tests leave the tree as they find it."""
-    tree = make_tree()
-    outcome = tree.snakemake("--cores", "2", "--printshellcmds", "--", *TARGETS, timeout=540)
-    assert outcome.status == 0, outcome.output[-5000:]
-    return tree, outcome
+def finished(make_tree: Callable[..., Tree], tmp_path_factory: pytest.TempPathFactory) -> tuple[Tree, Outcome]:
+    """Run the tiny workflow to its end, once for all processes; return a copy, which tests leave as they find it."""
+
+    def run(folder: Path) -> None:
+        copy_tree(folder / "a repository")
+        tree = Tree(folder / "a repository", CONFIG)
+        tree.write()
+        outcome = tree.snakemake("--cores", "2", "--printshellcmds", "--", *TARGETS)
+        assert outcome.status == 0, outcome.output[-5000:]
+        (folder / "output").write_text(outcome.output)
+
+    folder = once(tmp_path_factory, "workflow", run)
+    tree = make_tree(like=Tree(folder / "a repository", CONFIG))
+    return tree, Outcome(0, (folder / "output").read_text(), tree.jobs())
 
 
 @pytest.fixture

@@ -4,88 +4,27 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+import re
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import yaml
 
-from dlscale.config.run import ThroughputRun, TrainRun, load_run
-from dlscale.core import stages
-from dlscale.core.fingerprint import reachable
+from dlscale.config.dataset import dataset_type
+from dlscale.config.run import load_run
+from dlscale.core import registry
+from dlscale.core.fingerprint import data_modules, reachable, run_modules
+from dlscale.core.settings import check
+from dlscale.core.stages import RUN_STAGES, STAGES
+from dlscale.data import parts
 from dlscale.data.parts import load_dataset
-from tests.workflow.conftest import TARGETS, Outcome, Tree
+from tests.workflow.conftest import CONFIG, OUTSIDE, TARGETS, Outcome, Tree
+from tests.workflow.jobs import ALL, EVERYTHING, REPORTS, STUDY, previews, runs, since, tables, timed, trained
 
 PACKAGE = "workflow_scripts/dlscale"
-
-# ---- the jobs of the tiny workflow, by dataset -----------------------------------------------------
-# `boxes` serves cosmo.unet, cosmo.ceiling (synthetic loader) and again.faster (training only); `years` serves era5.vit.
-
-DATA = {
-    "boxes": {
-        "acquire": ["acquire boxes box000.h5", "acquire boxes box001.h5"],
-        "preprocess": [
-            "preprocess boxes train box000 0",
-            "preprocess boxes train box000 1",
-            "preprocess boxes valid box001 0",
-            "preprocess boxes valid box001 1",
-        ],
-        "assemble": ["assemble boxes train box000", "assemble boxes valid box001"],
-        "describe": ["describe boxes", "preview boxes"],
-    },
-    "years": {
-        "acquire": ["acquire years 2001.nc", "acquire years 2002.nc"],
-        "preprocess": ["preprocess years train 2001 0", "preprocess years valid 2002 0"],
-        "assemble": ["assemble years train 2001", "assemble years valid 2002"],
-        "describe": ["describe years", "preview years"],
-    },
-}
-TRAIN = {
-    "boxes": ["train cosmo unet", "train cosmo ceiling", "train again faster"],
-    "years": ["train era5 vit"],
-}
-THROUGHPUT = {
-    "boxes": ["throughput cosmo unet", "throughput cosmo ceiling"],
-    "years": ["throughput era5 vit"],
-}
-TABLES = {
-    "boxes": ["collect cosmo", "collect again", "report_plan cosmo", "report_plan again", "report"],
-    "years": ["collect era5", "report_plan era5", "report"],
-}
-REPORTS = ["report", "report_plan cosmo", "report_plan again", "report_plan era5"]
-CONFIGURE = [
-    *("configure_dataset boxes", "configure_dataset years"),
-    *("configure_run cosmo unet", "configure_run cosmo ceiling", "configure_run again faster"),
-    "configure_run era5 vit",
-    *("configure_plan cosmo", "configure_plan again", "configure_plan era5"),
-]
-BOTH = ("boxes", "years")
-
-
-def trained(*datasets: str) -> list[str]:
-    """Training on these datasets, and what shows its results."""
-    return [job for name in datasets for job in TRAIN[name] + TABLES[name]]
-
-
-def timed(*datasets: str) -> list[str]:
-    """Throughput on these datasets, and what shows its results; the plan `again` does not measure it."""
-    return [job for name in datasets for job in THROUGHPUT[name] + TABLES[name] if not job.endswith("again")]
-
-
-def runs(*datasets: str) -> list[str]:
-    """All that runs on these datasets."""
-    return trained(*datasets) + timed(*datasets)
-
-
-def since(stage: str, *datasets: str) -> list[str]:
-    """All jobs of these datasets from a stage of theirs on."""
-    stages = list(DATA["boxes"])
-    wanted = stages[stages.index(stage) :]
-    return [job for name in datasets for key in wanted for job in DATA[name][key]] + runs(*datasets)
-
-
-EVERYTHING = [*CONFIGURE, *since("acquire", *BOTH)]
 
 # ---- edits: each changes a tree and returns what puts it back --------------------------------------
 
@@ -217,62 +156,107 @@ class Row:
     arguments: tuple[str, ...] = ()
 
 
+def components() -> Iterator[Row]:
+    """Yield rows for what each study and its kind of dataset bring: a new one has them by being registered."""
+    for name, study in [(name, study) for name, study in STUDY.items() if name != "waves"]:
+        source = registry.studies()[study].file.read_text()
+        kind, file = registry.study(study).dataset, f"{PACKAGE}/studies/{study}.py"
+        dataset = check(dataset_type(), CONFIG["datasets"][name])
+        yield Row(f"study {study}", append(file), runs(name))
+        for model in re.findall(r"from dlscale\.models\.(\w+) import [A-Z]", source):
+            yield Row(f"model {model}", append(f"{PACKAGE}/models/{model}.py"), runs(name))
+        jobs = {
+            "samples": runs(name),
+            "source": since("preprocess", name),
+            "describe": since("describe", name),
+            "preview": previews(name),
+            parts.kind_of(dataset).acquirer(dataset): since("acquire", name),
+        }
+        for role, expected in jobs.items():
+            module = role and registry.part(kind, role)
+            if module:
+                yield Row(f"{kind}: {role}", append(f"workflow_scripts/{module.replace('.', '/')}.py"), expected)
+
+
+def users(module: str) -> list[str]:
+    """Return the datasets whose study names a module of dlscale."""
+    files = {name: registry.studies()[study].file for name, study in STUDY.items() if name != "waves"}
+    return [name for name, file in files.items() if f"from dlscale.{module} import" in file.read_text()]
+
+
+COLLECT = '    "collect": Stage('
 ROWS = [
-    # Models, losses, studies, samples: the runs that use them, measuring included.
-    Row("ViT model", append(f"{PACKAGE}/models/vit.py"), runs("years")),
-    Row("U-Net model", append(f"{PACKAGE}/models/unet3d.py"), runs("boxes")),
-    Row("losses", append(f"{PACKAGE}/models/losses.py"), runs(*BOTH)),
-    Row("cosmo study", append(f"{PACKAGE}/studies/cosmo_unet.py"), runs("boxes")),
-    Row("era5 study", append(f"{PACKAGE}/studies/era5_vit.py"), runs("years")),
-    Row("crops", append(f"{PACKAGE}/data/crops.py"), runs("boxes")),
-    Row("augmentation", append(f"{PACKAGE}/data/augmentation.py"), runs("boxes")),
-    Row("pairs", append(f"{PACKAGE}/data/pairs.py"), runs("years")),
-    Row("sample stream", append(f"{PACKAGE}/data/sampling.py"), runs(*BOTH)),
+    *components(),
+    # A study from outside: its one file has its data, samples and model.
+    Row("a study outside", append(f"../{OUTSIDE}/waves.py"), since("preprocess", "waves")),
+    Row(
+        "settings of a study outside",
+        replace(f"../{OUTSIDE}/waves.yaml", "lr: 1.0e-2", "lr: 2.0e-2"),
+        [*("configure_run waves_ladder baseline", "configure_run waves_ladder fused"), *runs("waves")],
+    ),
+    Row("a file beside a study outside", create(f"../{OUTSIDE}/unused.py"), []),
+    Row("symmetries", append(f"{PACKAGE}/datasets/cosmo/symmetries.py"), runs("boxes")),
+    # What all studies share: the runs, measuring included.
+    Row("losses", append(f"{PACKAGE}/models/losses.py"), runs(*users("models.losses"))),
+    Row("base of studies", append(f"{PACKAGE}/studies/base.py"), runs(*ALL)),
+    Row("sample stream", append(f"{PACKAGE}/data/sampling.py"), runs(*ALL)),
     # Loaders: the runs that have them.
     Row(
         "torch loader",
         append(f"{PACKAGE}/data/loaders/torch_loader.py"),
-        [job for job in runs(*BOTH) if job not in ("train cosmo ceiling", "throughput cosmo ceiling")],
+        [job for job in runs(*ALL) if job not in ("train cosmo ceiling", "throughput cosmo ceiling")],
     ),
     Row(
         "synthetic loader",
         append(f"{PACKAGE}/data/loaders/synthetic_loader.py"),
-        ["train cosmo ceiling", "throughput cosmo ceiling", "collect cosmo", "report_plan cosmo", "report"],
+        ["train cosmo ceiling", "throughput cosmo ceiling", *tables("cosmo")],
     ),
     # Data: everything after it, of its dataset. Pieces are temporary, so assembling again needs them again.
-    Row("cosmo simulator", append(f"{PACKAGE}/data/cosmo_simulator.py"), since("acquire", "boxes")),
-    Row("era5 simulator", append(f"{PACKAGE}/data/era5_simulator.py"), since("acquire", "years")),
-    Row("cosmo reader", append(f"{PACKAGE}/data/cosmo.py"), since("preprocess", "boxes")),
-    Row("era5 reader", append(f"{PACKAGE}/data/era5.py"), since("preprocess", "years")),
-    Row("preprocessing", append(f"{PACKAGE}/data/preprocess.py"), since("preprocess", *BOTH)),
-    Row("assembling", append(f"{PACKAGE}/data/assemble.py"), since("preprocess", *BOTH)),
-    Row("describing", append(f"{PACKAGE}/data/describe.py"), since("describe", *BOTH)),
+    Row("base of kinds", append(f"{PACKAGE}/data/kind.py"), since("preprocess", *ALL)),
+    Row("preprocessing", append(f"{PACKAGE}/data/preprocess.py"), since("preprocess", *ALL)),
+    Row("assembling", append(f"{PACKAGE}/data/assemble.py"), since("preprocess", *ALL)),
+    Row("describing", append(f"{PACKAGE}/data/describe.py"), since("describe", *ALL)),
     # Training and measuring do not touch each other, but both make steps.
-    Row("trainer", append(f"{PACKAGE}/train/trainer.py"), trained(*BOTH)),
-    Row("checkpoints", append(f"{PACKAGE}/train/checkpoint.py"), trained(*BOTH)),
-    Row("schedule", append(f"{PACKAGE}/train/schedule.py"), trained(*BOTH)),
-    Row("list of stages", append(f"{PACKAGE}/runtime/stages.py"), []),
-    Row("settings of runs", append(f"{PACKAGE}/runtime/schema/run.py"), [*runs(*BOTH), *REPORTS]),
-    Row("provenance", append(f"{PACKAGE}/runtime/provenance.py"), trained(*BOTH)),
-    Row("precision", append(f"{PACKAGE}/train/precision.py"), runs(*BOTH)),
-    Row("optimiser", append(f"{PACKAGE}/train/optimizer.py"), runs(*BOTH)),
-    Row("throughput", append(f"{PACKAGE}/measure/throughput.py"), timed(*BOTH)),
+    Row("trainer", append(f"{PACKAGE}/train/trainer.py"), trained(*ALL)),
+    Row("checkpoints", append(f"{PACKAGE}/train/checkpoint.py"), trained(*ALL)),
+    Row("interruption", append(f"{PACKAGE}/train/interruption.py"), trained(*ALL)),
+    Row("schedule", append(f"{PACKAGE}/train/schedule.py"), trained(*ALL)),
+    Row("provenance", append(f"{PACKAGE}/core/provenance.py"), trained(*ALL)),
+    Row("precision", append(f"{PACKAGE}/train/precision.py"), runs(*ALL)),
+    Row("optimiser", append(f"{PACKAGE}/train/optimizer.py"), runs(*ALL)),
+    Row("throughput", append(f"{PACKAGE}/measure/throughput.py"), timed(*ALL)),
+    # The table of stages: what it says of a stage is among the params of its jobs.
+    Row("a stage's text", replace(f"{PACKAGE}/core/stages.py", "Train one run; resume", "Train a run; resume"), []),
+    Row(
+        "a stage more",
+        replace(f"{PACKAGE}/core/stages.py", COLLECT, f'    "new": Stage("dlscale.new", "New.", "page"),\n{COLLECT}'),
+        [],
+    ),
+    # Records: what writes them and what reads them.
+    Row("records", append(f"{PACKAGE}/core/records.py"), since("describe", *ALL)),
     # A picture is a result of the stage that draws it.
-    Row("preview", append(f"{PACKAGE}/data/preview.py"), ["preview boxes", "preview years", *REPORTS]),
-    Row("picture of a prediction", append(f"{PACKAGE}/studies/figures.py"), runs(*BOTH)),
+    Row("preview", append(f"{PACKAGE}/data/preview.py"), previews(*ALL)),
     # The report.
     Row("report page", append(f"{PACKAGE}/report/report.py"), REPORTS),
     Row("report template", append(f"{PACKAGE}/report/templates/report.html.j2", "<!-- edited -->\n"), REPORTS),
     Row("report style", append(f"{PACKAGE}/report/templates/style.css", "/* edited */\n"), REPORTS),
     Row("report's plots", append(f"{PACKAGE}/report/figures.py"), REPORTS),
-    Row("published figure", replace(f"{PACKAGE}/studies/era5_vit.yaml", "published:", "published: "), REPORTS),
-    Row("table", append(f"{PACKAGE}/report/collect.py"), [job for name in BOTH for job in TABLES[name]]),
+    Row(
+        "published figure",
+        replace(
+            f"{PACKAGE}/studies/era5_vit.yaml",
+            "published:\n",
+            "published:\n  - {label: edited, samples_per_second: 1.0, source: nobody}\n",
+        ),
+        ["configure_plan era5", *tables("era5")],
+    ),
+    Row("table", append(f"{PACKAGE}/report/collect.py"), tables(*CONFIG["plans"])),
     # What all stages stand on.
-    Row("whole files", append(f"{PACKAGE}/runtime/files.py"), EVERYTHING),
+    Row("whole files", append(f"{PACKAGE}/core/files.py"), EVERYTHING),
     # What no result depends on.
     Row("unused module", create(f"{PACKAGE}/data/unused.py"), []),
     Row("unused download", replace(f"{PACKAGE}/data/download.py", '"""', '"""Edited. '), []),
-    Row("unused Zarr reader", append(f"{PACKAGE}/data/era5_zarr.py"), []),
+    Row("unused Zarr reader", append(f"{PACKAGE}/datasets/era5/zarr.py"), []),
     Row("command line", append(f"{PACKAGE}/cli.py"), []),
     Row("README", append("README.md", "Edited.\n"), []),
     Row("touched source", touch(f"{PACKAGE}/models/unet3d.py"), []),
@@ -295,7 +279,7 @@ ROWS = [
     Row(
         "a rule's command",
         replace("rules/measure.smk", "{params.launch:q} throughput", "{params.launch:q} throughput --device cpu"),
-        timed(*BOTH),
+        timed(*ALL),
     ),
     # Configuration: the stages whose slice holds the key.
     Row(
@@ -328,7 +312,7 @@ ROWS = [
         configure("plans.cosmo.runs.unet.samples", {"train": 8, "valid": 12}),
         [
             *("configure_run cosmo unet", "train cosmo unet", "throughput cosmo unet"),
-            *TABLES["boxes"],  # `again` names this run
+            *tables("cosmo", "again"),  # which names this run
         ],
     ),
     Row("batch size", configure("plans.era5.settings.batch_size", 2), ["configure_run era5 vit", *runs("years")]),
@@ -336,12 +320,12 @@ ROWS = [
     Row(
         "plan's title",
         configure("plans.era5.title", "Edited"),
-        ["configure_plan era5", *TABLES["years"]],
+        ["configure_plan era5", *tables("era5")],
     ),
     Row(
         "run's label",
         configure("plans.era5.runs.vit.label", "Edited"),
-        ["configure_run era5 vit", "configure_plan era5", *TABLES["years"]],
+        ["configure_run era5 vit", "configure_plan era5", *tables("era5")],
     ),
     Row(
         "downsampling",
@@ -378,7 +362,7 @@ ROWS = [
         configure("plans.era5.runs.more", {"model": {"depth": 1}}),
         [
             *("configure_plan era5", "configure_run era5 more", "train era5 more", "throughput era5 more"),
-            *TABLES["years"],
+            *tables("era5"),
         ],
     ),
     Row(
@@ -428,8 +412,7 @@ def test_exactly_what_changed_would_run(row: Row, finished: tuple[Tree, Outcome]
         undo()
     reasons = {str(job): job.reason for job in planned.jobs}
     assert planned.names == sorted(set(row.jobs)), reasons
-    if row.jobs:  # otherwise the next row, or the last test, says so
-        assert tree.planned().names == []
+    # Whether it was put back, the next row says, or the last test.
 
 
 def test_what_was_put_back_leaves_nothing_to_do(finished: tuple[Tree, Outcome]) -> None:
@@ -469,35 +452,46 @@ def test_table_covers_all_jobs(finished: tuple[Tree, Outcome]) -> None:
 # ---- the fingerprint against what the stages of the finished workflow had really imported -----------
 
 
-def test_fingerprint_is_of_exactly_what_ran(finished: tuple[Tree, Outcome]) -> None:
+def test_fingerprint_is_of_exactly_what_ran(finished: tuple[Tree, Outcome], monkeypatch: pytest.MonkeyPatch) -> None:
     """All that a stage imported is in its fingerprint and all that is in it was imported; but for the command line's
-    own modules, and what only carries a raw file from where it comes from.
+    own modules, what only carries a raw file from where it comes from, and what a study has for another stage.
     """
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(registry, "_added", {})
+    registry.add("waves", finished[0].path / f"../{OUTSIDE}/waves.py")
     own = set(finished[0].python("import dlscale.cli, json, sys; print(json.dumps(list(sys.modules)))"))
+    own |= {f"{module}.kind" for module in registry.kinds().values()}  # settings are of one of all kinds
     stages_seen = []
     for file in finished[0].imports.iterdir():
-        found = json.loads(file.read_text())
-        stage, imported = found["arguments"][0], set(found["modules"])
-        expected = set(reachable(stages.modules(stage, subject(found["arguments"]))))
-        if stage == "acquire":
+        process = json.loads(file.read_text())
+        name, imported = process["arguments"][0], set(process["modules"])
+        modules = entries(finished[0], process["arguments"])
+        expected = set(reachable(modules))
+        if name == "acquire":
             expected |= set(reachable(["dlscale.data.download", "dlscale.data.parts", "dlscale.core.progress"]))
             expected |= {"dlscale.data.acquire", "dlscale.core.settings"}
-        assert imported - own <= expected, f"{stage}: not in its fingerprint"
-        assert expected <= imported, f"{stage}: in its fingerprint, but not needed"
-        stages_seen.append(stage)
-    assert set(stages_seen) == set(stages.STAGES) - {"image"}  # whose engine knows what is new
+        assert imported - own <= expected, f"{name}: not in its fingerprint"
+        brought = set(reachable({study.module for study in registry.studies().values()} & set(modules)))
+        assert expected - brought - own <= imported, f"{name}: in its fingerprint, but not needed"
+        stages_seen.append(name)
+    assert set(stages_seen) == set(STAGES) - {"image"}  # whose engine knows what is new
     assert len(stages_seen) == len(finished[1].names)
 
 
-def subject(arguments: list[str]) -> Any:
-    """Return the dataset or run that the workflow named when it took the fingerprint."""
+def entries(tree: Tree, arguments: list[str]) -> list[str]:
+    """Return the modules of which the workflow took the fingerprint for a stage with these arguments."""
+    name = arguments[0]
     config = arguments[arguments.index("--config") + 1] if "--config" in arguments else ""
-    match arguments[0]:
-        case "acquire" | "preprocess":
-            return load_dataset(config)
-        case "train" | "throughput":
-            return load_run(config, TrainRun if arguments[0] == "train" else ThroughputRun)
-    return None
+    if name in RUN_STAGES:
+        run = load_run(config, name)
+        return run_modules(name, run.study, run.loader.kind)
+    if name == "preview":
+        manifest = tree.path / arguments[arguments.index("--manifest") + 1]
+        return data_modules(name, json.loads(manifest.read_text())["kind"])
+    if name in ("acquire", "preprocess", "describe"):
+        dataset = load_dataset(config)
+        return data_modules(name, dataset.kind, parts.kind_of(dataset).acquirer(dataset))
+    return [STAGES[name].module]
 
 
 def test_the_copy_is_what_runs(finished: tuple[Tree, Outcome]) -> None:

@@ -27,13 +27,13 @@ class Storage(Strict):
     )
     chunk: PositiveInt | None = Field(
         32,
-        description="Edge of an HDF5 chunk in cells (cosmo: a cube with all channels; null: none, rows of the whole "
-        "volume; era5: unused, the times lie one after the other).",
+        description="Edge of an HDF5 chunk in cells (volumes: a cube with all channels; null: none, rows of the whole "
+        "volume; rows lie one after the other).",
     )
     channels: Literal["first", "last"] = Field(
         "first",
         description="first: [C, D, H, W], the published layout; last: [D, H, W, C], whose rows are C times longer and "
-        "which loaders read faster (cosmo only).",
+        "which loaders read faster (volumes only).",
     )
 
 

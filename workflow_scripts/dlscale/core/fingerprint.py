@@ -47,9 +47,12 @@ def _source(module: str) -> tuple[str, frozenset[str]]:
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
-            # `from package import name`: the name may be a module itself.
-            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        elif isinstance(node, ast.ImportFrom):
+            # From here, so many packages up; `from package import name`: the name may be a module itself.
+            here = module if file.name == "__init__.py" else module.rpartition(".")[0]
+            up = here.split(".")[: len(here.split(".")) - node.level + 1] if node.level else []
+            name = ".".join([*up, *([node.module] if node.module else [])])
+            found |= {name, *(f"{name}.{alias.name}" for alias in node.names)}
     # A package's __init__ runs when any of its modules is imported.
     parents = {name.rsplit(".", depth)[0] for name in {*found, module} for depth in range(1, name.count(".") + 1)}
     return hashlib.sha256(text).hexdigest(), frozenset(name for name in found | parents if _file(name)) - {module}
@@ -59,7 +62,6 @@ def reachable(modules: Iterable[str]) -> list[str]:
     """Return the modules of dlscale, and of studies outside, that `modules` import; themselves included.
 
     Imports inside functions count; imports by computed name do not: `run_modules` and `data_modules` list those.
-    Relative imports are not followed: the package has none, and a test holds that.
     """
     seen: set[str] = set()
     todo = list(modules)

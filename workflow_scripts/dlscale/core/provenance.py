@@ -14,6 +14,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from dlscale.core.records import Provenance
+
 PACKAGES = ("torch", "numpy", "h5py", "pydantic", "tensorboard", "snakemake")
 
 
@@ -60,20 +62,21 @@ def git_state() -> dict[str, Any] | None:
     return {"commit": commit, "dirty": bool(status)}
 
 
-def provenance(**more: Any) -> dict[str, Any]:
+def provenance(**more: Any) -> Provenance:
     """Return what is known of this process, and `more`. Of the environment only Slurm's job numbers are kept."""
-    return {
-        "command": shlex.join([sys.executable.rsplit("/", 1)[-1], "-m", "dlscale", *sys.argv[1:]]),
-        "finished": now(),
-        "git": git_state(),
-        "host": socket.gethostname(),
-        "platform": platform.platform(),
-        "python": platform.python_version(),
-        "packages": {name: _version(name) for name in PACKAGES},
-        "image": asdict(image) if (image := Image.read()) else None,
-        "slurm": {key: os.environ[key] for key in ("SLURM_JOB_ID", "SLURM_JOB_NODELIST") if key in os.environ},
+    image = Image.read()
+    return Provenance(
+        command=shlex.join([sys.executable.rsplit("/", 1)[-1], "-m", "dlscale", *sys.argv[1:]]),
+        finished=now(),
+        git=git_state(),
+        host=socket.gethostname(),
+        platform=platform.platform(),
+        python=platform.python_version(),
+        packages={name: _version(name) for name in PACKAGES},
+        image=asdict(image) if image else None,
+        slurm={key: os.environ[key] for key in ("SLURM_JOB_ID", "SLURM_JOB_NODELIST") if key in os.environ},
         **more,
-    }
+    )
 
 
 def _version(name: str) -> str | None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -13,6 +12,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSeriali
 from dlscale.core.errors import UserError
 from dlscale.core.files import read_json, write_json
 from dlscale.core.schema import Name
+from dlscale.core.text import NONE
 
 #: The three throughput measurements, in the order in which tables and figures show them.
 MODES = ("IO", "SYNTHETIC", "FULL")
@@ -74,6 +74,8 @@ class Metric(Record):
         Name of the metric that holds the same score of a naive answer; None if there is none.
     answer
         What the naive answer is.
+    derived
+        Whether it follows from other metrics, as a skill does: the page then shows those.
     """
 
     name: str
@@ -83,6 +85,7 @@ class Metric(Record):
     better: Literal["lower", "higher"] = "lower"
     naive: str | None = None
     answer: str = ""
+    derived: bool = False
 
     @property
     def kind(self) -> str:
@@ -93,6 +96,14 @@ class Metric(Record):
     def channel(self) -> str:
         """The channel; empty if the metric is of no channel."""
         return self.name.partition("/")[2]
+
+    def skill(self, metrics: Mapping[str, float]) -> float | None:
+        """Return 1 - error / error of the naive answer from metrics by name; None where it has no such answer.
+
+        It is the share of the naive answer's error that is gone; a metric of which more is better has none.
+        """
+        value, naive = metrics.get(self.name), metrics.get(self.naive or "")
+        return 1 - value / naive if self.better == "lower" and naive and value is not None else None
 
 
 class LossInfo(Record):
@@ -136,12 +147,6 @@ class Epoch(Record):
     valid_seconds: float = 0.0
     wall_time: float = 0.0
     metrics: dict[str, Number] = {}
-
-    @property
-    def skill(self) -> float | None:
-        """Mean skill over channels; None where the study has none."""
-        values = [value for name, value in self.metrics.items() if name.partition("/")[0] == "skill"]
-        return statistics.fmean(values) if values else None
 
 
 def read_epochs(path: Path) -> list[Epoch]:
@@ -264,6 +269,35 @@ class Provenance(Record):
     metrics: list[Metric] = []
 
 
+class Published(Record):
+    """A published figure of a study, as its YAML file has it: a throughput, or the value of a metric.
+
+    Attributes
+    ----------
+    runs
+        `PLAN.RUN` of the runs that do, at full size, what was measured.
+    kind
+        Of a throughput: one of `MODES`.
+    metric, value, unit
+        Of another figure than a throughput.
+    """
+
+    label: str = NONE
+    hardware: str = NONE
+    source: str = NONE
+    runs: list[str] = []
+    kind: str = "FULL"
+    samples_per_second: float | None = Field(None, gt=0)
+    metric: str = ""
+    value: float | None = None
+    unit: str = "1"
+
+    @property
+    def speed(self) -> float:
+        """FULL samples/s; 0 if the figure is another one."""
+        return (self.samples_per_second or 0.0) if self.kind == "FULL" else 0.0
+
+
 class RunReference(Record):
     """A run of a plan, and the folder `PLAN/RUN` that holds its results."""
 
@@ -294,4 +328,4 @@ class PlanRecord(Record):
     measure: list[str]
     runs: list[RunReference] = Field(min_length=1)
     left_out: dict[str, str] = {}
-    published: list[dict[str, Any]] = []
+    published: list[Published] = []

@@ -49,7 +49,7 @@ def validate(
     Parameters
     ----------
     layers
-        (path, settings) pairs that `raw` was merged from, later ones over earlier ones: a wrong value
+        (path, settings) tuples that `raw` was merged from, later ones over earlier ones: a wrong value
         is reported at the place where it was written.
     """
     try:

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from dlscale.config.dataset import DatasetSettings
-from dlscale.core import registry
 from dlscale.core.errors import UserError, nearest
 from dlscale.core.progress import Progress
 from dlscale.data import parts
-from dlscale.data.download import download, redacted
+from dlscale.data.download import download
 from dlscale.data.kind import RawFile, file_name, is_url
+from dlscale.data.transfer import redacted
 
 
 def main(args: argparse.Namespace) -> None:
@@ -43,6 +43,7 @@ def main(args: argparse.Namespace) -> None:
 
 def make(dataset: DatasetSettings, raw: RawFile, out: Path, progress: Progress) -> None:
     """Make a raw file as the dataset's kind does: simulated, or read out of a store."""
-    module = registry.part(dataset.kind, parts.kind_of(dataset).acquirer(dataset) or "")
-    assert module is not None
-    registry.load(module).acquire(dataset, raw, out, progress.update)
+    acquire = parts.role(dataset, parts.kind_of(dataset).acquirer(dataset) or "", "acquire")
+    if acquire is None:
+        raise UserError(f"datasets of kind {dataset.kind}: no function `acquire` makes {raw.name}; write one")
+    acquire(dataset, raw, out, progress.update)

@@ -25,11 +25,10 @@ def main(args: argparse.Namespace) -> None:
     with whole(args.out) as out, h5py.File(out, "w", rdcc_nbytes=0) as file:
         for name in pieces[0].attrs["fields"]:
             _join(dataset, [piece[name] for piece in pieces], file, str(args.out))
-        for key in ("latitude", "longitude"):
-            if key in pieces[0]:
-                file.create_dataset(key, data=pieces[0][key][()])
-        if "time" in pieces[0]:
-            file.create_dataset("time", data=np.concatenate([piece["time"][()] for piece in pieces]))
+        for key in pieces[0].attrs["coordinates"]:
+            file.create_dataset(key, data=pieces[0][key][()])
+        for key in pieces[0].attrs["row_coordinates"]:
+            file.create_dataset(key, data=np.concatenate([piece[key][()] for piece in pieces]))
         for key in pieces[0].get("sum", {}):
             file.create_dataset(f"sum/{key}", data=sum(piece[f"sum/{key}"][()] for piece in pieces))
         file.attrs["fields"] = pieces[0].attrs["fields"]
@@ -47,15 +46,15 @@ def _join(dataset: DatasetSettings, pieces: list[h5py.Dataset], file: h5py.File,
     moments = Moments.empty(len(field.channels))
     for piece in pieces:
         moments = moments.merged(Moments.from_json(json.loads(piece.attrs["moments"])))
-    half = dataset.storage.dtype == "float16"
+    half = dataset.storage.dtype == "float16" and field.floating
     # Centred and scaled, every channel uses half precision where it is dense; a constant one stays exact.
     scale = np.where(moments.std > 0, moments.std, 1.0)
     target = store.create(
         file,
         field,
-        dtype=dataset.storage.dtype,
+        dtype=dataset.storage.dtype if field.floating else None,
         chunk=dataset.storage.chunk,
-        channels_last=dataset.storage.channels == "last",
+        channels_last=dataset.storage.channels == "last" and field.channel_axis == 0,
         scaling=(moments.mean, scale) if half else None,
     )
     offset_c, scale_c = (field.per_channel(values) for values in (moments.mean, scale))

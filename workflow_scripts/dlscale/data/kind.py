@@ -3,15 +3,19 @@
 The work is done by functions in modules beside it (see `dlscale.core.registry.part`), so that a stage depends on no
 more than it uses. In a single module from outside they all stand in that module.
 
-================  ========================================================  =====================================
-module            function                                                  without it
-================  ========================================================  =====================================
-(`acquirer`)      `acquire(dataset, raw, out, progress)`                    files are read where they lie, or fetched
-`source`          `open_source(dataset, part, paths) -> Source`             datasets of source kind `prepared` only
-`samples`         `open_samples(manifest, split, settings, seed)`           rows: `dlscale.data.rows.open_samples`
-`describe`        `describe(dataset, sources, folder) -> Manifest`          files that `assemble` wrote
-`preview`         `preview(manifest) -> Preview`                            the first fields, or rows
-================  ========================================================  =====================================
+(`acquirer`)
+    `acquire(dataset, raw, out, progress)` makes a raw file. Without it files are read where they lie, or fetched.
+`source`
+    `open_source(dataset, part, paths) -> Source` reads a part. Only prepared datasets do without.
+`samples`
+    `open_samples(manifest, split, settings, seed)`. Without it a sample is a row: `dlscale.data.rows`.
+`describe`
+    `describe_prepared(dataset, sources, folder) -> Manifest` for prepared datasets; other files are described by
+    `dlscale.data.describe`. `complete(dataset, manifest, stats, name) -> Manifest`, which may be absent, returns every
+    manifest with what the kind adds: `extra`, `facts`, normalisation. It may write into the folder `stats`, whose name
+    beside the manifest will be `name`, and refuse the data.
+`preview`
+    `preview(manifest)` yields `dlscale.data.preview.Panel`s. Without it the first rows are drawn.
 """
 
 from __future__ import annotations
@@ -21,8 +25,10 @@ import re
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import PurePosixPath
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 from urllib.parse import urlsplit
+
+from pydantic import Field, PositiveInt
 
 from dlscale.config.dataset import DatasetSettings, Split
 from dlscale.core.schema import Strict
@@ -106,6 +112,16 @@ def stem(raw: RawFile) -> str:
     return PurePosixPath(raw.name).stem.replace(".", "_")
 
 
+class RowSamples(Strict):
+    """Samples that are rows of the files: see `dlscale.data.rows`."""
+
+    kind: Literal["rows"]
+    input: str = Field(description="Field of the dataset that the model is given.")
+    target: str = Field(description="Field that the model is to answer.")
+    train: PositiveInt | None = Field(None, description="At most this many training samples an epoch; all if absent.")
+    valid: PositiveInt | None = Field(None, description="At most this many, evenly spaced; all if absent.")
+
+
 class DatasetKind(ABC):
     """See the module. A folder's `kind.py` has one as `KIND`; a module from outside lists its own in `KINDS`.
 
@@ -117,11 +133,14 @@ class DatasetKind(ABC):
         The settings of a dataset of this kind.
     Samples
         A run's settings of its samples (key `samples`).
+    rows
+        What the rows of a file are called.
     """
 
     name: ClassVar[str]
     Settings: ClassVar[type[DatasetSettings]]
-    Samples: ClassVar[type[Strict]]
+    Samples: ClassVar[type[Strict]] = RowSamples
+    rows: ClassVar[str] = "samples"
 
     @abstractmethod
     def parts(self, dataset: Any) -> list[Part]:
@@ -135,13 +154,14 @@ class DatasetKind(ABC):
         """Return whether the files are used as they are, without preprocessing."""
         return getattr(dataset.source, "kind", None) == "prepared"
 
-    def prepared_files(self, dataset: Any) -> list[str]:
-        """Return the files of a prepared dataset, even those that are missing."""
-        return [raw.origin for part in self.parts(dataset) for raw in part.raws]
+    def origins(self, dataset: Any) -> list[str]:
+        """Return where a dataset comes from: paths, URLs, a store; nothing for a simulated one."""
+        origins = (raw.origin for part in self.parts(dataset) for raw in part.raws)
+        return list(dict.fromkeys(origin for origin in origins if origin != "simulated"))
 
-    def lacking(self, dataset: Any) -> str | None:
-        """Return what a prepared dataset lacks beyond the files that `prepared_files` names; None if nothing."""
-        return None
+    def prepared_files(self, dataset: Any) -> list[str]:
+        """Return the files of a prepared dataset, even those that are missing; `*` stands for names nobody knows."""
+        return [raw.origin for part in self.parts(dataset) for raw in part.raws]
 
     def raw_settings(self, dataset: Any, raw: RawFile) -> dict[str, Any]:
         """Return the settings that decide the content of an acquired file: what makes acquisition run again."""

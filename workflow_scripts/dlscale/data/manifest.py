@@ -2,74 +2,146 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+import hashlib
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Self
 
 import numpy as np
+from pydantic import Field, ValidationError
 
 from dlscale.core.errors import UserError
-from dlscale.core.files import read_json, write_json
+from dlscale.core.files import read_json
+from dlscale.core.records import Record
 from dlscale.data.transforms import Transform
 
 
-@dataclass(frozen=True)
-class File:
-    """One data file: `path` (absolute, or relative to the manifest), its rows, size and identity."""
+class File(Record):
+    """One data file.
+
+    Attributes
+    ----------
+    path
+        Absolute, or relative to the manifest.
+    rows, bytes
+        Its rows, and its size when it was described.
+    digest
+        SHA-256 that stands for its content.
+    """
 
     path: str
     rows: int
     bytes: int
-    identity: str
+    digest: str
+
+    @classmethod
+    def of(cls, path: Path, folder: Path, rows: int, digest: str | None = None) -> File:
+        """Describe the file at `path`; `folder` is the manifest's.
+
+        Without a digest of its content the file's place, size and time stand for it: files of others may be terabytes.
+        """
+        status, place, folder = path.stat(), path.resolve(), folder.resolve()
+        digest = digest or hashlib.sha256(f"{place} {status.st_size} {status.st_mtime_ns}".encode()).hexdigest()
+        inside = place.is_relative_to(folder)
+        name = str(place.relative_to(folder) if inside else place)
+        return cls(path=name, rows=rows, bytes=status.st_size, digest=digest)
 
 
-@dataclass(frozen=True)
-class FieldInfo:
-    """What one HDF5 dataset holds in every file.
+class FieldInfo(Record):
+    """What the HDF5 dataset of one name holds in every file. C is the number of channels, N that of rows.
 
     Attributes
     ----------
     channels, units
-        Of each of the C channels; units are physical.
+        Of each channel; units are physical. A field without an axis of channels counts as one channel.
     grid
-        Spatial shape to read: (D, H, W) is given by the files for volumes; (H, W) for time series.
+        Shape to read, without rows and channels: [H, W] of states and images, [] of scalars and labels. Volumes
+        [C, D, H, W] differ in size: [D, H, W] is the first file's.
     transforms
         Physical to model units, by channel.
     stored
         `model`: values on disk are in model units; `physical`: readers apply `transforms`.
     mean, std, minimum, maximum
-        Of the training part, by channel, in stored units.
+        Of the training part, by channel, in stored units; extremes are empty where nobody measured them.
+    dtype
+        What a reader returns: `float32` for floating-point numbers however they are stored, else the stored type.
+    channel_axis
+        0 for [C, D, H, W], 1 for [N, C, ...], None for [N, ...] without channels.
+    classes
+        Of labels (one integer a row): how many classes there are in all splits; else None.
     """
 
     channels: list[str]
     units: list[str]
     grid: list[int]
     transforms: list[Transform]
-    stored: str
+    stored: Literal["model", "physical"]
     mean: list[float]
     std: list[float]
-    minimum: list[float]
-    maximum: list[float]
+    minimum: list[float] = []
+    maximum: list[float] = []
+    dtype: str = "float32"
+    channel_axis: int | None = None
+    classes: int | None = None
+
+    @property
+    def row_shape(self) -> tuple[int, ...]:
+        """Shape of one row: (C, *grid), or the grid where there is no axis of channels."""
+        return tuple(self.grid) if self.channel_axis is None else (len(self.channels), *self.grid)
 
     def model_mean_std(self) -> tuple[np.ndarray, np.ndarray]:
-        """Mean and standard deviation [C] in model units (exact for stored model units and linear transforms)."""
+        """Mean and standard deviation [C], float64, in model units (physical fields have linear transforms)."""
         mean, std = np.array(self.mean), np.array(self.std)
         if self.stored == "model":
             return mean, std
         offset, scale = (np.array([getattr(t, key) for t in self.transforms]) for key in ("offset", "scale"))
         return (mean - offset) / scale, std / scale
 
+    def standardised(self) -> FieldInfo:
+        """Return the field with transforms to mean 0 and standard deviation 1, which readers apply."""
+        transforms = [Transform("linear", m, s) for m, s in zip(self.mean, self.std, strict=True)]
+        return self.model_copy(update={"transforms": transforms, "stored": "physical"})
 
-@dataclass(frozen=True)
-class Manifest:
-    """See the module."""
+    def check_varies(self, where: str) -> None:
+        """Raise a `UserError` if a channel is constant."""
+        for channel, std in zip(self.channels, self.std, strict=True):
+            if not std > 0:
+                raise UserError(
+                    f"{where}: channel '{channel}' is constant over the training part (variance 0), so it cannot be "
+                    "normalised; remove it or mend the input"
+                )
+
+
+class Manifest(Record):
+    """See the module.
+
+    Attributes
+    ----------
+    kind
+        The kind of dataset.
+    rows
+        What a file's rows are called.
+    fields
+        What files hold, by name of the HDF5 dataset.
+    splits
+        The files of each split.
+    facts
+        Short facts for the report.
+    extra
+        What the kind adds for its own studies.
+    provenance
+        What the dataset was made from: its `settings`.
+    folder
+        Where the manifest lies; not in the file.
+    """
 
     kind: str
+    rows: str = "rows"
     fields: dict[str, FieldInfo]
     splits: dict[str, list[File]]
-    extra: dict[str, Any] = field(default_factory=dict)
-    provenance: dict[str, Any] = field(default_factory=dict)
-    folder: Path = Path()
+    facts: list[str] = []
+    extra: dict[str, Any] = {}
+    provenance: dict[str, Any] = {}
+    folder: Path = Field(Path(), exclude=True)
 
     def path(self, file: File | str) -> Path:
         """Return where a file lies."""
@@ -78,8 +150,8 @@ class Manifest:
     def files(self, split: str) -> list[File]:
         """Return a split's files; it is a `UserError` if there are none."""
         if not self.splits.get(split):
-            found = ", ".join(name for name, files in self.splits.items() if files)
-            raise UserError(f"{self.folder}: the dataset has no {split} part; its splits: {found}")
+            there = ", ".join(name for name, files in self.splits.items() if files)
+            raise UserError(f"{self.folder}: the dataset has no {split} part; its splits: {there}")
         return self.splits[split]
 
     def check_files(self) -> None:
@@ -97,24 +169,14 @@ class Manifest:
                     f"put it back, or delete {self.folder / 'manifest.json'} and run the workflow again"
                 )
 
-    def write(self, path: Path) -> None:
-        """Write as JSON, whole or not at all."""
-        values = asdict(self)
-        del values["folder"]
-        write_json(path, values)
-
-    @staticmethod
-    def read(path: str | Path) -> Manifest:
+    @classmethod
+    def read(cls, path: str | Path) -> Self:
         """Read what `write` wrote."""
-        values = read_json(path)
         try:
-            fields = {
-                name: FieldInfo(**{**info, "transforms": [Transform(**t) for t in info["transforms"]]})
-                for name, info in values.pop("fields").items()
-            }
-            splits = {split: [File(**file) for file in files] for split, files in values.pop("splits").items()}
-            return Manifest(fields=fields, splits=splits, folder=Path(path).resolve().parent, **values)
-        except (AttributeError, KeyError, TypeError) as error:
+            return cls.model_validate(read_json(path)).model_copy(update={"folder": Path(path).resolve().parent})
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}".removeprefix(": ")
             raise UserError(
-                f"{path}: not a manifest of this version ({error}); delete it and run the workflow again"
+                f"{path}: not a manifest of this version ({reason}); delete it and run the workflow again"
             ) from None

@@ -5,7 +5,9 @@ Pure and quick: the workflow calls it for every dataset when it builds its graph
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from dlscale.config.dataset import DatasetSettings, dataset_type
 from dlscale.core import registry
@@ -25,6 +27,12 @@ def kind_of(dataset: DatasetSettings) -> DatasetKind:
     """Return the kind of a dataset."""
     kind: DatasetKind = registry.kind(dataset.kind)
     return kind
+
+
+def role(dataset: DatasetSettings | str, module: str, function: str) -> Callable[..., Any] | None:
+    """Return a function of a kind's module (see the table in `dlscale.data.kind`); None where the kind has none."""
+    name = registry.part(dataset if isinstance(dataset, str) else dataset.kind, module)
+    return getattr(registry.load(name), function, None) if name else None
 
 
 def acquired(dataset: DatasetSettings, raw: RawFile) -> bool:
@@ -53,14 +61,6 @@ def part(dataset: DatasetSettings, label: str) -> Part:
 def raws(dataset: DatasetSettings) -> dict[str, RawFile]:
     """Return all raw files of a dataset by name."""
     return {raw.name: raw for part in parts(dataset) for raw in part.raws}
-
-
-def origins(dataset: DatasetSettings) -> list[str]:
-    """Return where a dataset comes from: paths, URLs, a store; nothing for a simulated one."""
-    kind = kind_of(dataset)
-    if kind.prepared(dataset) and not raws(dataset):
-        return [dataset.source.path]
-    return list(dict.fromkeys(raw.origin for raw in raws(dataset).values() if raw.origin != "simulated"))
 
 
 def piece_rows(rows: int, piece: int, pieces: int) -> tuple[int, int]:

@@ -1,7 +1,7 @@
 """Stage `preprocess`: one piece of one part, streamed from the raw files within a memory bound.
 
-A piece holds its rows in float32, its moments, and (time series) the sum over its times. Pieces are
-independent: they run in parallel and `assemble` joins them.
+A piece holds its rows in float32 or as integers, their moments and, where the source asks for it, their sum. Pieces
+are independent: they run in parallel and `assemble` joins them.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import argparse
 import json
 import logging
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
 
 from dlscale.config.dataset import DatasetSettings
-from dlscale.core import registry
 from dlscale.core.errors import UserError
 from dlscale.core.files import whole
 from dlscale.core.progress import Progress
@@ -51,37 +51,46 @@ def main(args: argparse.Namespace) -> None:
 
 def open_source(dataset: DatasetSettings, part: Part, paths: list[Path]) -> Source:
     """Open the raw files of a part."""
-    module = registry.part(dataset.kind, "source")
-    assert module is not None, f"kind {dataset.kind} has no source"
-    source: Source = registry.load(module).open_source(dataset, part, paths)
+    opener = parts.role(dataset, "source", "open_source")
+    if opener is None:
+        raise UserError(f"datasets of kind {dataset.kind}: no function `open_source` reads {part.label}; write one")
+    source: Source = opener(dataset, part, paths)
     return source
 
 
 def write_piece(source: Source, out: Path, start: int, stop: int, block: int, label: str) -> None:
     """Stream rows [start, stop) of `source`, `block` rows at a time, into a new HDF5 file `out`."""
     moments = {field.name: Moments.empty(len(field.channels)) for field in source.fields}
-    sums: dict[str, np.ndarray] = {}
+    sums: dict[str, Any] = {}
     with h5py.File(out, "w") as file, Progress(f"preprocessing {label}", stop - start, "rows") as progress:
         for field in source.fields:
             store.create(file, field.resized(stop - start))
         for first in range(start, stop, block):
             last = min(first + block, stop)
-            for field, values in zip(source.fields, source.read(first, last).values(), strict=True):
+            read = source.read(first, last)
+            for field in source.fields:
+                values = read[field.name]
                 store.check_finite(values, field, label, first)
                 moments[field.name] = moments[field.name].merged(Moments.of(values, field.channel_axis))
-                if field.row_axis == 0:
-                    total = values.sum(axis=0, dtype=np.float64)
-                    sums[field.name] = sums[field.name] + total if field.name in sums else total
+                if field.name in source.summed:
+                    sums[field.name] = sums.get(field.name, 0) + values.sum(axis=0, dtype=np.float64)
                 file[field.name][field.select(first - start, last - start)] = values
+            del read, values  # before the next are read
             progress.update(last - start)
         for field in source.fields:
             file[field.name].attrs["moments"] = json.dumps(moments[field.name].to_json())
-            if field.name in sums:
-                file.create_dataset(f"sum/{field.name}", data=sums[field.name])
-        for name, values in source.coordinates.items():
-            file.create_dataset(name, data=values[start:stop] if name == "time" else values)
+        for name, total in sums.items():
+            file.create_dataset(f"sum/{name}", data=total)
+        for name, coordinate in source.coordinates.items():
+            file.create_dataset(name, data=coordinate)
+        for name, coordinate in source.row_coordinates.items():
+            file.create_dataset(name, data=coordinate[start:stop])
+        file.attrs["coordinates"], file.attrs["row_coordinates"] = (
+            list(source.coordinates),
+            list(source.row_coordinates),
+        )
         file.attrs["fields"] = [field.name for field in source.fields]
-        file.attrs["source"] = json.dumps(source.attributes)
+        file.attrs["source"] = json.dumps(dict(source.attributes))
     logging.info(
         "%s: %d rows in blocks of %d, at most %.0f MB of buffers",
         label,

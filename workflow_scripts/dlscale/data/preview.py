@@ -1,54 +1,99 @@
-"""Stage `preview`: a first look at a dataset, one picture a channel and how its values are distributed."""
+"""Stage `preview`: a first look at a dataset, pictures of some values and how they are distributed."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from dlscale.core.files import whole
+from dlscale.data import parts
 from dlscale.data.manifest import FieldInfo, Manifest
 from dlscale.data.store import Reader
+
+MOST = 10  # panels; more would not be told apart
+STRIP = 4  # images along an edge of the mosaic that shows the first rows
+VALUES = 1_000_000  # numbers of a field that are read at most
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One picture above the histogram of its values.
+
+    Attributes
+    ----------
+    title, unit
+        What the values are, and their unit.
+    values
+        Of the histogram; [H, W] are shown as a picture, too.
+    labels
+        Of the picture's axes, x and y; empty for none.
+    extent
+        Values of x and y at the picture's edges: left, right, bottom, top; pixels if None.
+    classes
+        Of labels: how many there are; the histogram then has a bar for each.
+    """
+
+    title: str
+    unit: str
+    values: np.ndarray
+    labels: tuple[str, str] = ("", "")
+    extent: tuple[float, float, float, float] | None = None
+    classes: int | None = None
 
 
 def main(args: argparse.Namespace) -> None:
     """Draw the dataset of `args.manifest` to `args.out`."""
-    draw_preview(Manifest.read(args.manifest), Path(args.out))
+    manifest = Manifest.read(args.manifest)
+    preview = parts.role(manifest.kind, "preview", "preview") or first_rows
+    draw_preview(manifest.folder.name, list(preview(manifest))[:MOST], Path(args.out))
 
 
-def first_fields(manifest: Manifest, split: str = "train") -> list[tuple[FieldInfo, np.ndarray]]:
-    """Return each field's first horizontal slice [C, H, W] in model units, from the first file of `split`."""
-    file = manifest.files(split)[0]
-    found = []
+def channel_panels(
+    info: FieldInfo,
+    values: np.ndarray,
+    labels: tuple[str, str],
+    extent: tuple[float, float, float, float] | None = None,
+) -> Iterator[Panel]:
+    """Return a panel for each channel of a slice [C, H, W] in stored units: physical values, or their log10."""
+    for channel, unit, transform, picture in zip(info.channels, info.units, info.transforms, values, strict=True):
+        physical = transform.inverse(picture) if info.stored == "model" else picture
+        if transform.kind == "log":
+            physical, unit = np.log10(physical), f"log10({unit})"
+        yield Panel(channel, unit, physical, labels, extent)
+
+
+def first_rows(manifest: Manifest) -> Iterator[Panel]:
+    """Return panels of the first training file's first rows, for kinds that say nothing else."""
+    file = manifest.files("train")[0]
     for name, info in manifest.fields.items():
-        reader = Reader(manifest.path(file), name)
-        if manifest.kind == "cosmo":
-            middle = reader.shape[1] // 2
-            values = reader[:, middle : middle + 1, :, :][:, 0]
-        else:
-            values = reader[0:1, :, : info.grid[0], : info.grid[1]][0]
-        if info.stored == "physical":
-            values = np.stack([t.forward(channel) for t, channel in zip(info.transforms, values, strict=True)])
-        found.append((info, values))
-    return found
+        rows = max(1, min(file.rows, VALUES // max(1, int(np.prod(info.row_shape)))))
+        values = Reader(manifest.path(file), name)[(slice(rows),)]
+        if info.channel_axis is None:
+            values = values[:, None]
+        for index, (channel, unit) in enumerate(zip(info.channels, info.units, strict=True)):
+            of_channel = values[:, index]
+            shown = _mosaic(of_channel) if len(info.grid) == 2 else of_channel.ravel()
+            yield Panel(channel, unit, shown, classes=info.classes)
 
 
-def draw_preview(manifest: Manifest, path: Path) -> None:
-    """Draw every channel (at most 10) as a picture above its histogram, in physical units, to a PNG file."""
+def _mosaic(images: np.ndarray) -> np.ndarray:
+    """Lay the first images [N, H, W] side by side: [STRIP * H, STRIP * W], or one row of fewer."""
+    edge = STRIP if len(images) >= STRIP**2 else 1
+    across = STRIP if edge > 1 else len(images)
+    return np.block([[images[row * across + column] for column in range(across)] for row in range(edge)])
+
+
+def draw_preview(name: str, panels: list[Panel], path: Path) -> None:
+    """Draw the panels of dataset `name` to a PNG file."""
     import matplotlib
 
     matplotlib.use("agg")
     import matplotlib.pyplot as plt
 
-    panels = [
-        (channel, unit, transform, values[index])
-        for info, values in first_fields(manifest)
-        for index, (channel, unit, transform) in enumerate(zip(info.channels, info.units, info.transforms, strict=True))
-    ][:10]
-    latitude, longitude = (manifest.extra.get(key) for key in ("latitude", "longitude"))
-    geographic = bool(latitude and longitude)
-    extent = (longitude[0], longitude[-1], latitude[-1], latitude[0]) if geographic else None
     columns = min(len(panels), 5)
     bands = -(-len(panels) // columns)
     figure, axes = plt.subplots(
@@ -61,26 +106,26 @@ def draw_preview(manifest: Manifest, path: Path) -> None:
     )
     for axis in axes.flat:
         axis.set_visible(False)
-    for number, (channel, unit, transform, values) in enumerate(panels):
-        physical = transform.inverse(values)
-        shown = physical
-        if transform.kind == "log":
-            shown, unit = np.log10(physical), f"log10({unit})"
+    for number, panel in enumerate(panels):
         band, column = divmod(number, columns)
         top, bottom = axes[2 * band, column], axes[2 * band + 1, column]
-        top.set_visible(True)
+        if panel.values.ndim == 2:
+            top.set_visible(True)
+            image = top.imshow(
+                panel.values, extent=panel.extent, aspect="auto" if panel.extent else "equal", cmap="viridis"
+            )
+            top.set_title(panel.title, fontsize=9)
+            top.set_xlabel(panel.labels[0], fontsize=8)
+            top.set_ylabel(panel.labels[1], fontsize=8)
+            figure.colorbar(image, ax=top, label=panel.unit, shrink=0.8)
         bottom.set_visible(True)
-        image = top.imshow(shown, extent=extent, aspect="auto" if geographic else "equal", cmap="viridis")
-        top.set_title(channel, fontsize=9)
-        top.set_xlabel("longitude (degrees)" if geographic else "z (cells)", fontsize=8)
-        top.set_ylabel("latitude (degrees)" if geographic else "y (cells)", fontsize=8)
-        figure.colorbar(image, ax=top, label=unit, shrink=0.8)
-        bottom.hist(shown.ravel(), bins=60)
-        bottom.set_xlabel(f"{channel} ({unit})", fontsize=8)
-        bottom.set_ylabel("points", fontsize=8)
+        bins = 60 if panel.classes is None else np.arange(panel.classes + 1) - 0.5
+        bottom.hist(panel.values.ravel(), bins=bins)
+        bottom.set_xlabel(panel.title if panel.unit == "1" else f"{panel.title} ({panel.unit})", fontsize=8)
+        bottom.set_ylabel("points" if panel.values.ndim == 2 else "rows", fontsize=8)
         for axis in (top, bottom):
             axis.tick_params(labelsize=7)
-    figure.suptitle(f"{manifest.folder.name}: first training file", fontsize=10)
+    figure.suptitle(f"{name}: first training file", fontsize=10)
     with whole(path) as temporary:
         figure.savefig(temporary, dpi=90, format="png")
     plt.close(figure)

@@ -1,8 +1,9 @@
-"""What a loader asks of a dataset: how many samples there are, where each lies, and sample (epoch, index) itself.
+"""What a loader asks of a dataset: how many samples there are, what arrays they are, and sample (epoch, index) itself.
 
-Samples on grids are boxes of stored arrays. `GridSamples` says where the boxes lie and what turns stored
-values into the model's, so that a loader may fetch and turn them as it likes; `read` is the plain way, and
-what every loader is tested against.
+Samples on grids are boxes of stored arrays. `GridSamples` says where the boxes lie and how stored values become the
+model's, so that a loader may fetch and decode them as it likes; `read` is the plain way, which every loader is tested
+against. Samples that must be decoded in another way, as compressed images, get a class beside `GridSamples`, and
+`dlscale.data.loaders.base.on_grids` is where a loader tells them apart.
 """
 
 from __future__ import annotations
@@ -13,8 +14,45 @@ from typing import Protocol
 
 import numpy as np
 
-from dlscale.data.manifest import FieldInfo
+from dlscale.data.manifest import FieldInfo, Manifest
 from dlscale.data.store import Reader
+
+
+@dataclass(frozen=True)
+class ArraySpec:
+    """What one sample's input or target is.
+
+    Attributes
+    ----------
+    shape
+        Of one sample: (C, ...), channels first, for fields and images; () for a label or another scalar.
+    dtype
+        `float32`; `uint8` for images; `int64` for labels.
+    classes
+        Of labels: they are 0 ... classes - 1. None for what is no label.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+    classes: int | None = None
+
+
+def decoding(info: FieldInfo, scaling: tuple[np.ndarray, np.ndarray] | None) -> np.ndarray:
+    """Return shift, factor, offset, float32 [3, C]: model value = (stored - shift) * factor + offset.
+
+    Values that are stored as they are (`scaling` is None) keep their digits: the large mean of a pressure goes first.
+    """
+    transforms = info.transforms if info.stored == "physical" else []
+    mean, std = (  # in the digits that the published statistics have
+        np.array([getattr(t, key) for t in transforms] or [plain] * len(info.channels), np.float32).astype(float)
+        for key, plain in (("offset", 0.0), ("scale", 1.0))
+    )
+    if scaling is None:
+        numbers = mean, 1 / std, 0 * mean
+    else:
+        offset, scale = (values.astype(float) for values in scaling)
+        numbers = 0 * mean, scale / std, (offset - mean) / std
+    return np.stack(numbers).astype(np.float32)
 
 
 class Samples(Protocol):
@@ -29,26 +67,26 @@ class Samples(Protocol):
     size: int
 
     @property
-    def input_shape(self) -> tuple[int, ...]:
-        """Of one sample, channels first."""
+    def input_spec(self) -> ArraySpec:
+        """What the model is given."""
         ...
 
     @property
-    def target_shape(self) -> tuple[int, ...]:
-        """Of one sample, channels first."""
+    def target_spec(self) -> ArraySpec:
+        """What it is to answer."""
         ...
 
     def read(self, epoch: int, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return input and target of sample `index` (0 ... size - 1) of `epoch`, float32, in model units.
+        """Return input and target of sample `index` (0 ... size - 1) of `epoch`, of the declared shapes and dtypes.
 
-        The same arguments give the same arrays in any process.
+        Fields are in model units. The same arguments give the same arrays in any process.
         """
         ...
 
 
 @dataclass(frozen=True)
-class Places:
-    """Where the n samples of an epoch lie.
+class BoxIndex:
+    """Where the boxes of n samples lie.
 
     Attributes
     ----------
@@ -57,7 +95,7 @@ class Places:
     input, target
         First cell of the boxes along each axis but the channels', int64 [n, 3].
     symmetry
-        Number of the symmetry of the cube that is then applied, int64 [n].
+        Number of the symmetry that is then applied, int64 [n].
     """
 
     file: np.ndarray
@@ -65,13 +103,16 @@ class Places:
     target: np.ndarray
     symmetry: np.ndarray
 
-    def part(self, indices: range) -> Places:
-        """Return the places of consecutive samples."""
+    def __len__(self) -> int:
+        return len(self.file)
+
+    def take(self, indices: range) -> BoxIndex:
+        """Return the index of consecutive samples."""
         s = slice(indices.start, indices.stop)
-        return Places(self.file[s], self.input[s], self.target[s], self.symmetry[s])
+        return BoxIndex(self.file[s], self.input[s], self.target[s], self.symmetry[s])
 
 
-class Turning(Protocol):
+class Symmetries(Protocol):
     """Symmetries of boxes, by number; 0 leaves everything as it is.
 
     Attributes
@@ -90,108 +131,91 @@ class Turning(Protocol):
     sign: np.ndarray
 
     def apply(self, number: int, x: np.ndarray) -> np.ndarray:
-        """Return the turned box [C, a, b, c]."""
+        """Return the transformed box [C, a, b, c]."""
         ...
 
 
-class Side:
-    """Input or target: boxes of one size in one field of every file.
+class BoxField:
+    """Input or target of samples on grids: boxes of one size in one field of every file.
 
     Parameters
     ----------
-    readers
-        One for each file.
-    info
-        The field's channels and units.
+    manifest, split, name
+        Where the files are, and the field's name in them: volumes [C, D, H, W] or series [T, C, H, W].
     extent
         Size of a box along each of the three axes but the channels'.
-    channel_axis
-        0 for volumes [C, D, H, W], 1 for series [T, C, H, W].
-    turning
-        Symmetries that boxes may be turned by; None if they never are.
+    symmetries
+        What boxes may be transformed by; None if they never are.
 
     Attributes
     ----------
+    readers
+        One for each file.
     shape
-        Of a delivered box, channels first; a single time has no axis of its own.
+        Of a stored box, channels first: (C, *extent).
+    spec
+        Of a delivered box, float32, channels first; a single time has no axis of its own.
     """
 
     def __init__(
         self,
-        readers: list[Reader],
-        info: FieldInfo,
+        manifest: Manifest,
+        split: str,
+        name: str,
         extent: tuple[int, int, int],
-        channel_axis: int,
-        turning: Turning | None = None,
+        symmetries: Symmetries | None = None,
     ) -> None:
-        self.readers, self.extent, self.channel_axis, self.turning = readers, extent, channel_axis, turning
-        self.shape: tuple[int, ...] = (len(info.channels), *extent[channel_axis:])
-        self._info = info
-        self._decoding: dict[int, tuple[np.ndarray, ...]] = {}
+        self._info = manifest.fields[name]
+        assert self._info.channel_axis is not None
+        self.readers = [Reader(manifest.path(file), name) for file in manifest.files(split)]
+        self.extent, self.symmetries, self.channel_axis = extent, symmetries, self._info.channel_axis
+        self.shape = (len(self._info.channels), *extent)
+        self.spec = ArraySpec((len(self._info.channels), *extent[self.channel_axis :]))
+        self._decoding: dict[int, np.ndarray] = {}
 
-    def decoding(self, file: int) -> tuple[np.ndarray, ...]:
-        """Return shift, factor, offset, each [C] float32: model value = (stored - shift) * factor + offset.
-
-        Values that are stored as they are keep their digits: the large mean of a pressure goes first.
-        """
+    def decoding(self, file: int) -> np.ndarray:
+        """Return what `decoding` returns for a file, computed once."""
         if file not in self._decoding:
-            transforms = self._info.transforms if self._info.stored == "physical" else []
-            mean, std = (  # in the digits that the published statistics have
-                np.array([getattr(t, key) for t in transforms] or [plain] * self.shape[0], dtype=np.float32).astype(
-                    np.float64
-                )
-                for key, plain in (("offset", 0.0), ("scale", 1.0))
-            )
-            scaling = self.readers[file].scaling
-            found: tuple[np.ndarray, ...]
-            if scaling is None:
-                found = mean, 1 / std, 0 * mean
-            else:
-                offset, scale = (part.astype(np.float64) for part in scaling)
-                found = 0 * mean, scale / std, (offset - mean) / std
-            self._decoding[file] = tuple(part.astype(np.float32) for part in found)
+            self._decoding[file] = decoding(self._info, self.readers[file].scaling)
         return self._decoding[file]
 
-    def box(self, start: np.ndarray) -> tuple[slice, ...]:
-        """Index of the box at `start` [3] in a file's field."""
-        grid = [slice(int(first), int(first) + size) for first, size in zip(start, self.extent, strict=True)]
-        return (*grid[: self.channel_axis], slice(None), *grid[self.channel_axis :])
-
     def read(self, file: int, start: np.ndarray, symmetry: int) -> np.ndarray:
-        """Return one box as the model takes it, float32 of shape `shape`."""
-        stored = np.moveaxis(self.readers[file].stored(self.box(start)), self.channel_axis, 0)
-        shift, factor, offset = (part.reshape(-1, 1, 1, 1) for part in self.decoding(file))
+        """Return the box at `start` [3] as the model takes it: float32, of shape `spec.shape`."""
+        box = [slice(int(first), int(first) + size) for first, size in zip(start, self.extent, strict=True)]
+        box.insert(self.channel_axis, slice(None))
+        stored = np.moveaxis(self.readers[file].stored(tuple(box)), self.channel_axis, 0)
+        shift, factor, offset = self.decoding(file)[..., None, None, None]
         values = (stored.astype(np.float32) - shift) * factor + offset
         if symmetry:
-            assert self.turning is not None
-            values = self.turning.apply(symmetry, values)
-        return np.ascontiguousarray(values).reshape(self.shape)
+            assert self.symmetries is not None
+            values = self.symmetries.apply(symmetry, values)
+        return np.ascontiguousarray(values).reshape(self.spec.shape)
 
 
 class GridSamples(ABC):
     """Samples that are boxes of stored arrays. See `Samples`."""
 
     size: int
-    input: Side
-    target: Side
+    input: BoxField
+    target: BoxField
 
     @property
-    def input_shape(self) -> tuple[int, ...]:
-        """Of one sample, channels first."""
-        return self.input.shape
+    def input_spec(self) -> ArraySpec:
+        """See `Samples`."""
+        return self.input.spec
 
     @property
-    def target_shape(self) -> tuple[int, ...]:
-        """Of one sample, channels first."""
-        return self.target.shape
+    def target_spec(self) -> ArraySpec:
+        """See `Samples`."""
+        return self.target.spec
 
     @abstractmethod
-    def places(self, epoch: int) -> Places:
-        """Return where the samples of an epoch lie."""
+    def boxes(self, epoch: int) -> BoxIndex:
+        """Return where the boxes of an epoch's samples lie."""
 
     def read(self, epoch: int, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return input and target of one sample, float32."""
-        places = self.places(epoch)
-        file, symmetry = int(places.file[index]), int(places.symmetry[index])
-        x = self.input.read(file, places.input[index], symmetry)
-        return x, self.target.read(file, places.target[index], symmetry)
+        """See `Samples`."""
+        boxes = self.boxes(epoch)
+        file, symmetry = int(boxes.file[index]), int(boxes.symmetry[index])
+        x = self.input.read(file, boxes.input[index], symmetry)
+        return x, self.target.read(file, boxes.target[index], symmetry)

@@ -20,7 +20,7 @@ def words(seed: int, epoch: int, stream: str, count: int, start: int = 0) -> np.
     seed, epoch
         Non-negative integers.
     stream
-        What the words are for ("crops", "order" ...): different streams are independent.
+        What the words are for ("order" ...): different streams are independent.
     """
     key = np.random.SeedSequence([seed, epoch, *stream.encode()]).generate_state(2, np.uint64)
     generator = np.random.Philox(key=key)
@@ -39,6 +39,22 @@ def order(seed: int, epoch: int, count: int) -> np.ndarray:
     """Return the order in which `count` items are visited in an epoch: a permutation, int64 [count]."""
     key = np.random.SeedSequence([seed, epoch, *b"order"]).generate_state(2, np.uint64)
     return np.random.Generator(np.random.Philox(key=key)).permutation(count)
+
+
+def visits(seed: int, epoch: int, count: int, wanted: int | None, training: bool) -> np.ndarray:
+    """Return which of `count` items an epoch visits, at most `wanted`, int64.
+
+    Training visits them in a random order, and of more than `wanted` it takes a new random choice each epoch;
+    validation and test are fixed, in order and evenly spread.
+    """
+    return order(seed, epoch, count)[:wanted] if training else evenly(count, wanted)
+
+
+def locate(counts: np.ndarray, items: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the file of each item and its number there, int64 [n] each; file i holds `counts[i]` items."""
+    ends = np.cumsum(counts)
+    file = np.searchsorted(ends, items, side="right")
+    return file, items - (ends - counts)[file]
 
 
 def evenly(count: int, wanted: int | None) -> np.ndarray:

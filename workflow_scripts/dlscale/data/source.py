@@ -2,38 +2,91 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from dlscale.data.store import Field
 
 
-class Source(Protocol):
-    """One part's raw input, streamed along rows (slabs of a volume, times of a series).
+class Source(ABC):
+    """One part's raw input, streamed along rows: slabs of a volume, times of a series, samples.
 
     Attributes
     ----------
     fields
-        What the part will hold, at the stored resolution (after cropping and block-averaging).
+        What the part will hold, at the stored resolution; all have as many rows.
     bytes_per_row
         Memory that `read` needs for one row: raw buffers and results, in bytes.
     coordinates
-        Small arrays kept beside the data: `latitude` [H], `longitude` [W] (degrees), `time` [rows]
-        (hours since 1970-01-01), where there are such.
+        Small arrays kept beside the data, the same in every piece.
+    row_coordinates
+        Arrays [rows, ...] kept beside the data, such as the time of each row.
+    summed
+        Names of fields [N, ...] whose sum over rows is kept, as `sum/NAME`, float64.
     attributes
-        Provenance of the raw file, as plain values.
+        Provenance of the raw files, as plain values.
     """
 
     fields: tuple[Field, ...]
     bytes_per_row: int
-    coordinates: dict[str, np.ndarray]
-    attributes: dict[str, Any]
+    coordinates: Mapping[str, np.ndarray] = {}
+    row_coordinates: Mapping[str, np.ndarray] = {}
+    summed: tuple[str, ...] = ()
+    attributes: Mapping[str, Any] = {}
+
+    @abstractmethod
+    def read(self, start: int, stop: int) -> Mapping[str, np.ndarray]:
+        """Return rows [start, stop) of each field by name, of its type (float32 or integers)."""
+
+    def close(self) -> None:  # noqa: B027 - arrays in memory need no closing
+        """Close the raw files."""
+
+
+class ArraySource(Source):
+    """Arrays in memory as a source: rows lie along the first axis.
+
+    Parameters
+    ----------
+    arrays
+        By name of field, [N, ...] each: integers are stored in their type, truth values as uint8, floats as float32.
+    channels
+        Names of the channels along the second axis, for the fields that have such an axis.
+    units
+        Of a field; `1` if absent.
+    attributes
+        Provenance, as plain values.
+    """
+
+    def __init__(
+        self,
+        arrays: Mapping[str, np.ndarray],
+        channels: Mapping[str, Sequence[str]] | None = None,
+        units: Mapping[str, str] | None = None,
+        attributes: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._arrays = {
+            name: values.astype({"f": np.float32, "b": np.uint8}.get(values.dtype.kind, values.dtype), copy=False)
+            for name, values in arrays.items()
+        }
+        fields = []
+        for name, values in self._arrays.items():
+            names = tuple((channels or {}).get(name, ()))
+            unit = (units or {}).get(name, "1")
+            count = len(names) or 1
+            fields.append(
+                Field(
+                    name, names or (name,), (unit,) * count, values.shape, 1 if names else None, (), str(values.dtype)
+                )
+            )
+        self.fields = tuple(fields)
+        rows = max(1, self.fields[0].rows)
+        # Values as they are, and the float64 copies that their statistics take.
+        self.bytes_per_row = sum(values.nbytes + 16 * values.size for values in self._arrays.values()) // rows + 1
+        self.attributes = attributes or {}
 
     def read(self, start: int, stop: int) -> dict[str, np.ndarray]:
-        """Return rows [start, stop) of each field, in model units (cosmo) or physical ones (era5), float32."""
-        ...
-
-    def close(self) -> None:
-        """Close the raw files."""
-        ...
+        """See `Source`."""
+        return {name: values[start:stop] for name, values in self._arrays.items()}

@@ -1,10 +1,10 @@
-"""The HDF5 layout of preprocessed data: the published one, plus attributes.
+"""The HDF5 layout of preprocessed data: one dataset for each field, and attributes that say what it is.
 
-cosmo: `Nbody` [4, D, H, W] and `Hydro` [5, D, H, W], chunked in cubes with all channels, because
-crops are cubes. era5: `fields` [T, C, H, W], contiguous, because a sample is one or two whole times.
-Values are float32, or float16 of (x - offset) / scale with the `offset` and `scale` [C] attributes.
-Volumes may be stored channels last, [D, H, W, C], marked by the attribute `channels_last`: the rows of a
-crop are then C times longer. Whoever reads them through this module sees channels first all the same.
+Volumes are [C, D, H, W], chunked in cubes with all channels, because samples of them are cubes. Everything else lies
+row by row, contiguous, because a sample is a few whole rows: states and images [N, C, H, W], images without channels [N, H, W],
+scalars [N, K], labels [N]. Floating-point values are float32, or float16 of (x - offset) / scale with the attributes
+`offset` and `scale` [C]; integers keep their type. Volumes may be stored channels last, [D, H, W, C], marked by the
+attribute `channels_last`: the rows of a crop are then C times longer. This module's readers show channels first.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 import h5py
@@ -30,36 +29,52 @@ class Field:
     Attributes
     ----------
     name
-        Of the HDF5 dataset: `Nbody`, `Hydro` or `fields`.
+        Of the HDF5 dataset.
     channels, units, transforms
-        Of each of the C channels.
+        Of each of the C channels; one channel where there is no axis of channels.
     shape
-        Of the whole dataset, channels included.
+        Of the whole dataset, rows and channels included.
     channel_axis
-        0 ([C, D, H, W], streamed along axis 1) or 1 ([T, C, H, W], streamed along axis 0).
+        0 ([C, D, H, W], whose rows are along axis 1), 1 ([N, C, ...]) or None ([N, ...]), with rows along axis 0.
+    dtype
+        Of the values before they are stored: `float32`, or an integer type.
     """
 
     name: str
     channels: tuple[str, ...]
     units: tuple[str, ...]
     shape: tuple[int, ...]
-    channel_axis: int
+    channel_axis: int | None
     transforms: tuple[Transform, ...] = ()
+    dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "transforms", self.transforms or (IDENTITY,) * len(self.channels))
+
+    @property
+    def floating(self) -> bool:
+        """Whether the values are floating-point numbers, and not integers."""
+        return np.dtype(self.dtype).kind == "f"
 
     @property
     def row_axis(self) -> int:
         """The axis along which files are streamed and cut into pieces."""
-        return 1 - self.channel_axis
+        return 1 if self.channel_axis == 0 else 0
 
     @property
     def rows(self) -> int:
         """Length of the row axis."""
         return self.shape[self.row_axis]
 
+    @property
+    def grid(self) -> tuple[int, ...]:
+        """Shape without channels, and but for volumes [C, D, H, W] without rows."""
+        return self.shape[1:] if self.channel_axis is None else self.shape[self.channel_axis + 1 :]
+
     def resized(self, rows: int) -> Field:
         """Return this field with another number of rows."""
         shape = tuple(rows if axis == self.row_axis else size for axis, size in enumerate(self.shape))
-        return Field(self.name, self.channels, self.units, shape, self.channel_axis, self.transforms)
+        return replace(self, shape=shape)
 
     def select(self, start: int, stop: int) -> tuple[slice, ...]:
         """Index of rows [start, stop) in the dataset."""
@@ -67,15 +82,15 @@ class Field:
 
     def per_channel(self, values: Any) -> np.ndarray:
         """Shape C values so that they broadcast over the dataset, as float32."""
-        shape = [1] * len(self.shape)
-        shape[self.channel_axis] = -1
+        shape = [-1 if axis == self.channel_axis else 1 for axis in range(len(self.shape))]
         return np.asarray(values, dtype=np.float32).reshape(shape)
 
     def annotate(self, dataset: h5py.Dataset) -> None:
         """Write channels, units and transforms as attributes."""
         dataset.attrs["channels"] = list(self.channels)
         dataset.attrs["units"] = list(self.units)
-        dataset.attrs["channel_axis"] = self.channel_axis
+        if self.channel_axis is not None:
+            dataset.attrs["channel_axis"] = self.channel_axis
         dataset.attrs["transforms"] = json.dumps([t.to_json() for t in self.transforms])
 
     @staticmethod
@@ -84,8 +99,10 @@ class Field:
         attrs = dataset.attrs
         transforms = tuple(Transform(**values) for values in json.loads(attrs["transforms"]))
         channels, units = (tuple(str(value) for value in attrs[key]) for key in ("channels", "units"))
-        name, shape = dataset.name.lstrip("/"), channels_first(dataset, dataset.shape)
-        return Field(name, channels, units, shape, int(attrs["channel_axis"]), transforms)
+        axis = int(attrs["channel_axis"]) if "channel_axis" in attrs else None
+        dtype = "float32" if dataset.dtype.kind == "f" else str(dataset.dtype)
+        shape = channels_first(dataset, dataset.shape)
+        return Field(dataset.name.lstrip("/"), channels, units, shape, axis, transforms, dtype)
 
 
 def open_file(path: str | os.PathLike[str]) -> h5py.File:
@@ -101,15 +118,17 @@ def open_file(path: str | os.PathLike[str]) -> h5py.File:
         ) from None
 
 
-def dataset(file: h5py.File, name: str, channels: int | None = None, ndim: int = 4) -> h5py.Dataset:
-    """Return dataset `name`, checked: floating-point, `ndim` axes, and `channels` on axis 0 if given."""
+def dataset(file: h5py.File, name: str, channels: int | None = None, ndim: int | None = None) -> h5py.Dataset:
+    """Return dataset `name`, checked: numbers; with `ndim`, so many axes of floats, with `channels` on the first."""
     if name not in file or not isinstance(file[name], h5py.Dataset):
         raise UserError(f"{file.filename}: no dataset '{name}'; it holds: {', '.join(file) or 'nothing'}")
-    found = file[name]
-    if found.ndim != ndim or found.dtype.kind != "f" or (channels is not None and found.shape[0] != channels):
-        expected = f"{ndim} axes of floating-point numbers" + (f", {channels} channels first" if channels else "")
-        raise UserError(f"{file.filename}: {name}: expected {expected}, got shape {found.shape} of {found.dtype}")
-    return found
+    values = file[name]
+    good = values.dtype.kind == "f" if ndim else values.dtype.kind in "fiu"
+    if not good or ndim not in (None, values.ndim) or (channels and values.shape[:1] != (channels,)):
+        expected = f"{ndim} axes of floating-point numbers" if ndim else "numbers"
+        expected += f", {channels} channels first" if channels else ""
+        raise UserError(f"{file.filename}: {name}: expected {expected}, got shape {values.shape} of {values.dtype}")
+    return values
 
 
 def channels_first(dataset: h5py.Dataset, axes: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -126,7 +145,7 @@ def create(
     file: h5py.File,
     field: Field,
     *,
-    dtype: str = "float32",
+    dtype: str | None = None,
     chunk: int | None = None,
     channels_last: bool = False,
     scaling: tuple[Any, Any] | None = None,
@@ -135,10 +154,12 @@ def create(
 
     Parameters
     ----------
+    dtype
+        To store; the field's own if None.
     chunk
         Edge of a cubic chunk with all channels ([C, D, H, W] only); contiguous if None.
     channels_last
-        Store [C, D, H, W] as [D, H, W, C].
+        Store [C, D, H, W] as [D, H, W, C]; for no other field.
     scaling
         (offset, scale), each [C], with which the values were scaled; recorded as attributes.
     """
@@ -146,10 +167,10 @@ def create(
     if chunk is not None and field.channel_axis == 0:
         chunks = (shape[0], *(min(chunk, size) for size in shape[1:]))
     if channels_last:
-        assert field.channel_axis == 0, "time series have their channels outside the grid"
+        assert field.channel_axis == 0, "rows lie one after the other"
         shape, chunks = (*shape[1:], shape[0]), chunks and (*chunks[1:], chunks[0])
     # Every value will be written: filling chunks first would cost time, and the memory of a whole chunk.
-    created = file.create_dataset(field.name, shape=shape, dtype=dtype, chunks=chunks, fill_time="never")
+    created = file.create_dataset(field.name, shape, dtype or field.dtype, chunks=chunks, fill_time="never")
     created.attrs["channels_last"] = channels_last
     field.annotate(created)
     if scaling is not None:
@@ -163,7 +184,7 @@ def write(target: h5py.Dataset, where: tuple[slice, ...], values: np.ndarray) ->
 
 
 class Reader:
-    """Reads one dataset of one file, decoding scaled float16 to float32.
+    """Reads one dataset of one file: scaled float16 as float32, integers as they are.
 
     The file is opened on first use and once per process, so a Reader may cross a fork or be pickled.
     """
@@ -195,21 +216,23 @@ class Reader:
 
     def stored(self, index: tuple[slice, ...]) -> np.ndarray:
         """Return the selected values as they are stored, channels first (all axes kept: slices only)."""
-        found = self.dataset
+        opened = self.dataset
         try:
-            values: np.ndarray = found[as_stored(found, index)]
+            values: np.ndarray = opened[as_stored(opened, index)]
         except OSError as error:
             raise UserError(
                 f"{self.path}: {self.name}: cannot read ({' '.join(str(error).split())}); the file is damaged"
             ) from None
-        return values.transpose(channels_first(found, tuple(range(values.ndim))))
+        return values.transpose(channels_first(opened, tuple(range(values.ndim))))
 
     def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
-        """Return the selected values as a fresh float32 array (all axes kept: slices only)."""
-        values = self.stored(index).astype(np.float32, copy=False)
+        """Return the selected values as a fresh array, float32 or integers (all axes kept: slices only)."""
+        values = self.stored(index)
+        if values.dtype.kind == "f":
+            values = values.astype(np.float32, copy=False)
         if self.scaling is not None:
-            shape = [1] * values.ndim
-            shape[int(self.dataset.attrs["channel_axis"])] = -1
+            axis = self.dataset.attrs.get("channel_axis")
+            shape = [-1 if a == axis else 1 for a in range(values.ndim)]
             offset, scale = (part.reshape(shape) for part in self.scaling)
             values = values * scale + offset
         return values
@@ -235,9 +258,9 @@ class Moments:
         return Moments(0, zeros, zeros.copy(), np.full(channels, np.inf), np.full(channels, -np.inf))
 
     @staticmethod
-    def of(values: np.ndarray, channel_axis: int) -> Moments:
+    def of(values: np.ndarray, channel_axis: int | None) -> Moments:
         """Moments of an array; memory: one channel at a time in float64."""
-        moved = np.moveaxis(values, channel_axis, 0)
+        moved = values[None] if channel_axis is None else np.moveaxis(values, channel_axis, 0)
         parts = []
         for channel in moved:
             x = channel.astype(np.float64).ravel()
@@ -278,11 +301,11 @@ class Moments:
 
 def check_finite(values: np.ndarray, field: Field, origin: str, first_row: int) -> None:
     """Raise a `UserError` that names the first channel and row of `values` holding NaN or infinity."""
-    if np.isfinite(values).all():
+    if not field.floating or np.isfinite(values).all():
         return
     bad = np.argwhere(~np.isfinite(values))
     place = bad[0]
-    channel = field.channels[place[field.channel_axis]]
+    channel = field.channels[0 if field.channel_axis is None else place[field.channel_axis]]
     raise UserError(
         f"{origin}: {field.name}: channel '{channel}' is not finite at row {first_row + place[field.row_axis]} "
         f"({len(bad)} such values in this block); mend or leave out this part of the input"
@@ -302,14 +325,3 @@ def block_average(values: np.ndarray, factor: int, axes: Sequence[int]) -> np.nd
         shape = (*values.shape[:axis], size // factor, factor, *values.shape[axis + 1 :])
         values = trimmed.reshape(shape).mean(axis=axis + 1, dtype=np.float32)
     return values
-
-
-def identity(channels: int) -> tuple[Transform, ...]:
-    """Return as many transforms that change nothing."""
-    return (IDENTITY,) * channels
-
-
-def relative(path: str | Path, folder: str | Path) -> str:
-    """Return `path` relative to `folder` where it lies inside, else absolute."""
-    path, folder = Path(path).resolve(), Path(folder).resolve()
-    return str(path.relative_to(folder)) if path.is_relative_to(folder) else str(path)

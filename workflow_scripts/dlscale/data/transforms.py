@@ -45,11 +45,5 @@ class Transform:
         return asdict(self)
 
 
-#: The published form: densities (relative to the mean) as ln(x)/14. Cells that no particle touched are
-#: exactly 0; the floor, a thousandth of the mean, keeps them from standing far off all others.
-DENSITY = Transform("log", 0.0, 14.0, 1e-3)
-#: Peculiar velocities in km/s; 1000 km/s bounds what boxes of ~100 Mpc/h hold.
-VELOCITY = Transform("linear", 0.0, 1000.0)
-#: Temperatures in K: 10^2 ... 10^8 K fill (-1, 1).
-TEMPERATURE = Transform("log", 5 * float(np.log(10)), 3 * float(np.log(10)))
+#: Leaves values as they are.
 IDENTITY = Transform()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
+import itertools
 import logging
 import resource
 import statistics
@@ -20,12 +20,15 @@ from typing import Any
 
 import torch
 
-from dlscale.config.run import Run, Throughput, load_run
+from dlscale.config.run import Throughput as Settings
+from dlscale.config.run import load_run
 from dlscale.core.files import write_text
 from dlscale.core.progress import Progress
-from dlscale.data.loaders.base import Batch, Loader, Share
+from dlscale.core.records import Throughput, Trials
+from dlscale.data.loaders.base import Loader
 from dlscale.parallel.world import World, join
-from dlscale.train.session import Session, device_facts, open_session
+from dlscale.train.loop import Batch, Hook, run_steps
+from dlscale.train.session import Session, describe_device, open_session
 from dlscale.train.step import Step
 
 
@@ -33,86 +36,84 @@ def main(args: argparse.Namespace) -> None:
     """Measure the run in `args.config` on the data of `args.manifest` and write `args.out`, one line of JSON."""
     run = load_run(args.config, "throughput")
     with join(run.geometry, args.device) as world:
-        results = measure(run, open_session(run, args.manifest, world, args.threads))
+        results = measure(run.throughput, open_session(run, args.manifest, world, args.threads))
         if world.main:
-            write_text(Path(args.out), json.dumps(results) + "\n")
+            write_text(Path(args.out), results.text() + "\n")
 
 
-def measure(run: Run, session: Session) -> dict[str, Any]:
-    """Return what the JSON holds: samples/s of all processes together, and the settings."""
-    step, world = session.step, session.world
-    results: dict[str, Any] = {
-        "nranks": world.size,
-        "batch_size": run.batch_size,
-        "device": device_facts(world.device),
-        "settings": run.throughput.model_dump(),
-    }
+def measure(settings: Settings, session: Session) -> Throughput:
+    """Return samples/s of all ranks together in each mode."""
+    step, world, run = session.step, session.world, session.run
+    compiling: dict[str, float] | None = None
+    modes: dict[str, Trials] = {}
     with contextlib.closing(session.loader("train")) as loader:
         x, y = next(loader.epoch(0))
         cached = x.clone(), y.clone()  # the loader will use their memory again
         if run.compile.mode != "none":
-            results["compile"] = compilation(step, cached, world.device)
-            logging.info("compilation: %(cold_seconds).1f s, %(warm_seconds).1f s from the cache", results["compile"])
+            compiling = compilation(step, cached, world.device)
+            logging.info("compilation: %(cold_seconds).1f s, %(warm_seconds).1f s from the cache", compiling)
             if loader.samples % run.batch_size:  # the last batch has code of its own, not to be made while we measure
-                share = Share(run.batch_size, world.rank, world.size).indices(len(loader) - 1, loader.samples)
+                share = session.share().indices(len(loader) - 1, loader.samples)
                 step.gradients(cached[0][: len(share)], cached[1][: len(share)])
-
-        def nothing(x: torch.Tensor, y: torch.Tensor) -> None:
-            pass
-
         # Epoch 0 gave the cached batch; the others start where no worker has looked ahead.
-        for label, batches, consume in (
-            ("IO", endless(loader, 1), nothing),
-            ("SYNTHETIC", repeat(cached), step),
-            ("FULL", endless(loader, 1), step),
-        ):
-            with contextlib.closing(batches):
-                results[label] = trials(label, batches, consume, run.throughput, world)
-            logging.info("%s: %.2f +- %.2f samples/s", label, results[label]["mean"], results[label]["std"])
-    results["peak_memory_bytes"] = int(world.most(peak_memory(world.device)))
-    return results
+        streams: dict[str, tuple[Iterator[Batch], Callable[..., object]]] = {
+            "IO": (endless(loader, 1), lambda x, y: None),
+            "SYNTHETIC": (itertools.repeat(cached), step),
+            "FULL": (endless(loader, 1), step),
+        }
+        for mode, (batches, consume) in streams.items():
+            modes[mode] = trials(mode, batches, consume, settings, world)
+            logging.info("%s: %.2f +- %.2f samples/s", mode, modes[mode].mean, modes[mode].std)
+    return Throughput(
+        nranks=world.size,
+        batch_size=run.batch_size,
+        device=describe_device(world.device),
+        settings=settings.model_dump(),
+        compile=compiling,
+        **modes,
+        peak_memory_bytes=int(world.max(peak_memory(world.device))),
+    )
+
+
+class _Samples(Hook):
+    """Counts the samples of this rank."""
+
+    count = 0
+
+    def after_step(self, number: int, batch: Batch, result: Any) -> None:
+        self.count += len(batch[0])
 
 
 def trials(
-    label: str, batches: Iterator[Batch], consume: Callable[..., object], settings: Throughput, world: World
-) -> dict[str, Any]:
+    mode: str, batches: Iterator[Batch], consume: Callable[..., object], settings: Settings, world: World
+) -> Trials:
     """Run the warm-up and the counted trials over one unbroken stream of batches.
 
-    All processes begin together, their samples count together, and a trial ends with the last of them.
-
-    Returns
-    -------
-    dict
-        `trial_throughput` (samples/s), `trial_time` (s), `avg_iter_throughput` (samples/s; here the same as the
-        trial's: single steps are not timed, since that would make each wait for the device), `mean`, `std` (of
-        the counted trials; 0 for one), in samples/s.
+    All ranks begin together, their samples count together, and a trial ends with the last of them.
     """
     rates: list[float] = []
     times: list[float] = []
-    with Progress(f"measuring {label}", settings.warmup + settings.trials, "trials") as progress:
+    with Progress(f"measuring {mode}", settings.warmup + settings.trials, "trials") as progress:
         for trial in range(-settings.warmup, settings.trials):
-            samples = 0
+            samples = _Samples()
             synchronize(world.device)
-            world.wait()
+            world.barrier()
             start = time.perf_counter()
-            for _ in range(settings.batches):
-                x, y = next(batches)
-                consume(x, y)
-                samples += len(x)
+            run_steps(consume, batches, range(settings.batches), [samples])
             synchronize(world.device)
-            seconds = world.most(time.perf_counter() - start)
-            samples = sum(world.gather(samples))
+            seconds = world.max(time.perf_counter() - start)
+            rate = sum(world.gather(samples.count)) / seconds
             if trial >= 0:
-                rates.append(samples / seconds)
+                rates.append(rate)
                 times.append(seconds)
             progress.update(trial + settings.warmup + 1)
-    return {
-        "trial_throughput": rates,
-        "trial_time": times,
-        "avg_iter_throughput": rates,
-        "mean": statistics.fmean(rates),
-        "std": statistics.stdev(rates) if len(rates) > 1 else 0.0,
-    }
+    return Trials(
+        trial_throughput=rates,
+        trial_time=times,
+        avg_iter_throughput=rates,
+        mean=statistics.fmean(rates),
+        std=statistics.stdev(rates) if len(rates) > 1 else 0.0,
+    )
 
 
 def compilation(step: Step, batch: Batch, device: torch.device) -> dict[str, float]:
@@ -146,16 +147,8 @@ def compilation(step: Step, batch: Batch, device: torch.device) -> dict[str, flo
 
 def endless(loader: Loader, first_epoch: int) -> Generator[Batch]:
     """Yield batches epoch after epoch."""
-    epoch = first_epoch
-    while True:
+    for epoch in itertools.count(first_epoch):
         yield from loader.epoch(epoch)
-        epoch += 1
-
-
-def repeat(batch: Batch) -> Generator[Batch]:
-    """Yield the same batch for ever."""
-    while True:
-        yield batch
 
 
 def synchronize(device: torch.device) -> None:

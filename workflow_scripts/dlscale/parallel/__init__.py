@@ -1,1 +1,1 @@
-"""Several processes on one model: who they are, and what they do together."""
+"""The ranks of a run: who they are, and what they exchange."""

@@ -1,6 +1,6 @@
-"""The processes of a run: which of them this one is, and what they do together.
+"""The ranks (processes) of a run: which of them this one is, and what they exchange.
 
-A run on one device is a world of one, in which everything below costs nothing.
+A run on one device is a world of one rank, in which everything below costs nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dlscale.core.errors import UserError
 CPU = torch.device("cpu")
 Value = TypeVar("Value")
 
-#: How long a process waits for another before it gives up: longer than loading data or compiling takes.
+#: How long a rank waits for another before it gives up: longer than loading data or compiling takes.
 TIMEOUT = dt.timedelta(minutes=30)
 
 #: Variables that name rank, size and local rank: torchrun's, then Slurm's of an `srun` step.
@@ -34,16 +34,18 @@ VARIABLES = (("RANK", "WORLD_SIZE", "LOCAL_RANK"), ("SLURM_PROCID", "SLURM_NTASK
 
 @dataclass(frozen=True)
 class World:
-    """The processes of a run, one a device.
+    """The ranks of a run, one for each device.
 
     Attributes
     ----------
-    rank, size, local_rank
-        Of this process, of all, and among those of its node.
+    rank, size
+        This process's rank, and the number of ranks.
+    local_rank
+        This process's rank on its node.
     device
         What this process computes on.
     control
-        The processes once more, to exchange what is not on a device; None: as they are.
+        Process group that exchanges values on the host; None: the default group does.
     """
 
     rank: int = 0
@@ -54,46 +56,56 @@ class World:
 
     @property
     def main(self) -> bool:
-        """Whether this is the process that writes."""
+        """Whether this is the rank that writes."""
         return self.rank == 0
 
+    @property
+    def data_rank(self) -> int:
+        """Rank among those that load different samples: all, as long as none share a copy of the model."""
+        return self.rank
+
+    @property
+    def data_size(self) -> int:
+        """Number of ranks that load different samples."""
+        return self.size
+
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Add up a tensor over all processes, in place; every process gets the result."""
+        """Add up a tensor over all ranks, in place; every rank gets the result."""
         if self.size > 1:
             dist.all_reduce(values)
         return values
 
-    def most(self, value: float) -> float:
-        """Return the greatest of all processes' numbers. This waits for them."""
+    def max(self, value: float) -> float:
+        """Return the greatest of all ranks' numbers. The host waits for the device."""
         if self.size == 1:
             return value
         values = torch.tensor([value], dtype=torch.float64, device=self.device)
         dist.all_reduce(values, dist.ReduceOp.MAX)
         return float(values)
 
-    def most_on_host(self, values: Sequence[float]) -> list[float]:
-        """Return the greatest of all processes' numbers, one by one; no device waits for it."""
-        found = torch.tensor(list(values), dtype=torch.float64)
+    def max_on_host(self, values: Sequence[float]) -> list[float]:
+        """Return for each number the greatest of all ranks' numbers; no device waits."""
+        greatest = torch.tensor(list(values), dtype=torch.float64)
         if self.size > 1:
-            dist.all_reduce(found, dist.ReduceOp.MAX, group=self.control)
-        return [float(value) for value in found]
+            dist.all_reduce(greatest, dist.ReduceOp.MAX, group=self.control)
+        return [float(value) for value in greatest]
 
     def gather(self, value: Value) -> list[Value]:
-        """Return every process's value, by rank."""
-        found: list[Any] = [value] * self.size
+        """Return every rank's value, by rank."""
+        values: list[Any] = [value] * self.size
         if self.size > 1:
-            dist.all_gather_object(found, value, group=self.control)
-        return found
+            dist.all_gather_object(values, value, group=self.control)
+        return values
 
-    def wait(self) -> None:
-        """Return when every process has come here."""
+    def barrier(self) -> None:
+        """Return when every rank has come here."""
         if self.size > 1:
             dist.barrier(group=self.control)
 
 
 @contextlib.contextmanager
 def join(geometry: Geometry, device: str) -> Iterator[World]:
-    """Enter the world that the process was started in, and leave it at the end.
+    """Join the other ranks of the run, and leave them at the end.
 
     Parameters
     ----------
@@ -116,30 +128,30 @@ def join(geometry: Geometry, device: str) -> Iterator[World]:
             f"{geometry.gpus_per_node}), and {size} were started; start it with torchrun --nproc-per-node="
             f"{geometry.gpus_per_node} or srun --ntasks={geometry.world_size}, as the workflow does"
         )
-    place = torch.device(kind)
+    own = torch.device(kind)
     if kind == "cuda":
         # Slurm may show a task its own GPU alone, or all of the node's.
-        seen = torch.cuda.device_count()
-        if seen < geometry.gpus_per_node and not (seen == 1 and "RANK" not in os.environ):
+        visible = torch.cuda.device_count()
+        if visible < geometry.gpus_per_node and not (visible == 1 and "RANK" not in os.environ):
             raise UserError(
                 f"geometry.gpus_per_node: this run asks for {geometry.gpus_per_node} GPUs a node, and PyTorch sees "
-                f"{seen} here; ask for as many, or lower it"
+                f"{visible} here; ask for as many, or lower it"
             )
-        place = torch.device("cuda", local_rank % seen)
-        torch.cuda.set_device(place)
+        own = torch.device("cuda", local_rank % visible)
+        torch.cuda.set_device(own)
     _rendezvous(geometry)
     dist.init_process_group(
         "nccl" if kind == "cuda" else "gloo",
         rank=rank,
         world_size=size,
         timeout=TIMEOUT,
-        device_id=place if kind == "cuda" else None,
+        device_id=own if kind == "cuda" else None,
     )
     try:
-        # NCCL exchanges only what is on a device.
+        # NCCL only exchanges tensors on a device.
         control = dist.new_group(backend="gloo", timeout=TIMEOUT) if kind == "cuda" else None
-        yield World(rank, size, local_rank, place, control)
-        # The first process holds what the others meet at, and may be busy longer than they are.
+        yield World(rank, size, local_rank, own, control)
+        # Rank 0 holds the store through which all exchange, and leaves last.
         dist.barrier(group=control)
     finally:
         dist.destroy_process_group()
@@ -155,20 +167,20 @@ def _ranks() -> tuple[int, int, int]:
 
 
 def _end_with_torchrun() -> None:
-    """Have this process told (SIGTERM) when torchrun, its parent, is killed: nobody else would end it."""
+    """Ask Linux to send this process SIGTERM when torchrun, its parent, is killed: nobody else would end it."""
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
 def _rendezvous(geometry: Geometry) -> None:
-    """Say where the processes meet, if whoever started them did not: on the first node of Slurm's list."""
+    """Set where the ranks meet, if whoever started them did not: on the first node of Slurm's list."""
     nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST")
     if geometry.nodes > 1 and nodes:
         os.environ.setdefault("MASTER_ADDR", first_host(nodes))
     if geometry.nodes > 1 and "MASTER_ADDR" not in os.environ:
         raise UserError("MASTER_ADDR is not set: with several nodes, give all processes the name of the first node")
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    # Jobs that share a node, and steps that share a job, must not meet at the same port.
+    # Jobs that share a node, and steps of one job, need different ports.
     job, step = (os.environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
     number = int(job) + 97 * int(step or 0) if job.isdecimal() and (step or "0").isdecimal() else os.getppid()
     os.environ.setdefault("MASTER_PORT", str(20000 + number % 20000))
@@ -176,7 +188,7 @@ def _rendezvous(geometry: Geometry) -> None:
 
 def first_host(nodes: str) -> str:
     """Return the first host of a list in Slurm's notation: `nid001` of `nid[001-004,007],login1`."""
-    found = re.match(r"([^,\[]+)(?:\[([^\],-]+)[^\]]*\]([^,\[]*))?", nodes)
-    if found is None:
+    match = re.match(r"([^,\[]+)(?:\[([^\],-]+)[^\]]*\]([^,\[]*))?", nodes)
+    if match is None:
         raise UserError(f"SLURM_STEP_NODELIST: {nodes!r} names no host; set MASTER_ADDR to the first node's name")
-    return "".join(part or "" for part in found.groups())
+    return "".join(part or "" for part in match.groups())

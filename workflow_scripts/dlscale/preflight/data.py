@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import socket
 import urllib.request
@@ -12,8 +11,10 @@ from urllib.parse import urlsplit
 
 from dlscale.config.dataset import DatasetSettings
 from dlscale.config.site import Scheduler
+from dlscale.core.errors import UserError
+from dlscale.core.text import size
 from dlscale.data import parts
-from dlscale.preflight.disks import in_bytes
+from dlscale.data.manifest import Manifest
 from dlscale.preflight.probe import Finding, Status
 
 
@@ -24,25 +25,25 @@ def manifest_of(results: Path, name: str) -> Path:
 
 def local_files(dataset: DatasetSettings) -> list[str]:
     """Return the raw files that are read where they lie, and folders of them."""
-    return [origin for origin in parts.origins(dataset) if "://" not in origin]
+    return [origin for origin in parts.kind_of(dataset).origins(dataset) if "://" not in origin]
 
 
 def probe_data(name: str, dataset: DatasetSettings, results: Path) -> Finding:
     """Judge a dataset: the files it is made from, and those that were made of them."""
     what = f"data {name}"
     manifest = manifest_of(results, name)
-    # A store is read once; files that are read where they lie are inputs of rules, and are missed at any time.
-    stored = parts.kind_of(dataset).acquirer(dataset) is not None and manifest.exists()
-    if not stored and (trouble := _trouble(dataset)):
+    # What raw files are made from is read once; files that are read where they lie are missed at any time.
+    read_once = parts.kind_of(dataset).acquirer(dataset) is not None and manifest.exists()
+    if not read_once and (trouble := _trouble(dataset)):
         return Finding(what, "FAIL", trouble, f"put it there, or name its place in datasets.{name}.source")
+    origins = parts.kind_of(dataset).origins(dataset)
     if not manifest.exists():
-        made = "will be simulated" if not parts.origins(dataset) else "will be made from its files"
-        return Finding(what, "ok", made)
+        return Finding(what, "ok", "will be made from its files" if origins else "will be simulated")
     try:
-        splits = json.loads(manifest.read_text(encoding="utf-8"))["splits"]
-        files = [(manifest.parent / file["path"], int(file["bytes"])) for split in splits.values() for file in split]
-    except (ValueError, KeyError, TypeError, AttributeError):
+        described = Manifest.read(manifest)
+    except UserError:
         return Finding(what, "FAIL", f"{manifest}: not a manifest", "delete it and run the workflow again")
+    files = [(described.path(file), file.bytes) for split in described.splits.values() for file in split]
     gone = [path for path, _ in files if not path.is_file()]
     changed = [path for path, size in files if path.is_file() and path.stat().st_size != size]
     if changed:
@@ -55,21 +56,19 @@ def probe_data(name: str, dataset: DatasetSettings, results: Path) -> Finding:
         text = f"{changed[0]}: of another size than when it was described ({len(changed)} of {len(files)} files)"
         return Finding(what, "FAIL" if own else "warn", text, remedy)
     if gone:
-        again = "simulated" if not parts.origins(dataset) else "made" if local_files(dataset) else "fetched"
+        again = "simulated" if not origins else "made" if local_files(dataset) else "fetched"
         text = f"{gone[0]}: gone, perhaps removed from scratch ({len(gone)} of {len(files)} files)"
         return Finding(what, "warn", text, f"it will be {again} again, which takes its time")
-    size = sum(size for _, size in files)
-    return Finding(what, "ok", f"{len(files)} files, {in_bytes(size)}, of the size that was described")
+    total = size(sum(bytes_ for _, bytes_ in files), " ")
+    return Finding(what, "ok", f"{len(files)} files, {total}, of the size that was described")
 
 
 def _trouble(dataset: DatasetSettings) -> str | None:
     """Return what is wrong with the first local raw file that is not as it has to be."""
-    kind, files = parts.kind_of(dataset), local_files(dataset)
-    if kind.prepared(dataset):
-        files = [file for file in kind.prepared_files(dataset) if "://" not in file]
-        if trouble := kind.lacking(dataset):
-            return trouble
-    return next(filter(None, map(_unreadable, map(Path, files))), None)
+    kind = parts.kind_of(dataset)
+    files = kind.prepared_files(dataset) if kind.prepared(dataset) else local_files(dataset)
+    local = (Path(file) for file in files if "://" not in file)
+    return next(filter(None, map(_unreadable, local)), None)
 
 
 def _unreadable(path: Path) -> str | None:
@@ -87,14 +86,14 @@ PORTS = {"http": 80}
 
 def hosts(dataset: DatasetSettings) -> list[tuple[str, int]]:
     """Return name and port of the servers that a dataset is fetched from."""
-    found = []
-    for origin in parts.origins(dataset):
+    servers = []
+    for origin in parts.kind_of(dataset).origins(dataset):
         with contextlib.suppress(ValueError):  # no address: whoever fetches it will say so
             address = urlsplit(origin)
             host = STORES.get(address.scheme) or (address.hostname if address.scheme in ("http", "https") else None)
             if host:
-                found.append((host, address.port or PORTS.get(address.scheme, 443)))
-    return list(dict.fromkeys(found))
+                servers.append((host, address.port or PORTS.get(address.scheme, 443)))
+    return list(dict.fromkeys(servers))
 
 
 def probe_network(host: str, port: int, scheduler: Scheduler | None) -> Finding:

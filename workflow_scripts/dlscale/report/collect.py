@@ -35,12 +35,11 @@ METRIC
 from __future__ import annotations
 
 import argparse
-import csv
-import io
 
 from dlscale.core.files import write_text
+from dlscale.core.records import MODES, Published
 from dlscale.report import published
-from dlscale.report.results import MODES, PlanResult, RunResult, read_plan
+from dlscale.report.results import PlanResult, RunResult, read_plan
 
 Row = dict[str, str | int | float | None]
 
@@ -52,26 +51,33 @@ def main(args: argparse.Namespace) -> None:
 
 def summary_csv(plan: PlanResult) -> str:
     """Return the plan's table as CSV, numbers with all their digits."""
-    known = published.series(plan.study, plan.name, [run.name for run in plan.runs])
-    rows = [_row(plan, run, known) for run in plan.runs]
-    text = io.StringIO()
-    columns = list(dict.fromkeys(column for row in rows for column in row))
-    writer = csv.DictWriter(text, columns, restval="", lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue()
+    import pandas as pd
+
+    # As text, since pandas writes a loss that is not a number as it writes one that was not measured: as nothing.
+    rows = [{key: value if value is None else str(value) for key, value in row.items()} for row in summary(plan)]
+    return pd.DataFrame(rows).to_csv(index=False, lineterminator="\n")
 
 
-def _row(plan: PlanResult, run: RunResult, known: dict[str, published.Speed]) -> Row:
-    last = run.last
-    row: Row = {
+def summary(plan: PlanResult) -> list[Row]:
+    """Return the columns of `summary.csv` for each run; a value that was not measured is None."""
+    figures = published.series(plan.record.published, plan.name, [run.name for run in plan.runs])
+    return [_row(plan, run, figures) for run in plan.runs]
+
+
+def _row(plan: PlanResult, run: RunResult, figures: dict[str, Published]) -> Row:
+    last, figure = run.last, figures.get(run.name)
+    speeds: Row = {}
+    for mode in MODES:
+        column, trials = f"{mode.lower()}_samples_per_second", run.trials(mode)
+        speeds |= {column: trials.mean if trials else None, f"{column}_std": trials.std if trials else None}
+    return {
         "run": run.name,
         "label": run.label,
         "plan": plan.name,
-        "study": plan.study,
+        "study": plan.record.study,
         "dataset": run.settings.get("dataset"),
         "source": run.owner,
-        "parameters": run.provenance.get("parameters"),
+        "parameters": run.provenance.parameters if run.provenance else None,
         "epochs": last.epoch if last else None,
         "steps": last.step if last else None,
         "samples": last.samples if last else None,
@@ -79,18 +85,12 @@ def _row(plan: PlanResult, run: RunResult, known: dict[str, published.Speed]) ->
         "valid_loss": last.valid_loss if last else None,
         "best_valid_loss": run.best_valid_loss,
         "train_samples_per_second": run.training_speed,
-    }
-    for mode in MODES:
-        trials = run.throughput.mode(mode) if run.throughput else None
-        column = f"{mode.lower()}_samples_per_second"
-        row |= {column: trials.mean if trials else None, f"{column}_std": trials.std if trials else None}
-    row["speed_up"] = plan.speed_up(run)
-    figure = known.get(run.name)
-    row |= {
-        "published_samples_per_second": figure.samples_per_second if figure else None,
-        "published_speed_up": published.ratio(known, run.name),
+        **speeds,
+        "speed_up": plan.speed_up(run),
+        "published_samples_per_second": figure.speed if figure else None,
+        "published_speed_up": published.ratio(figures, run.name),
         "published_as": figure.label if figure else None,
         "published_hardware": figure.hardware if figure else None,
         "published_source": figure.source if figure else None,
+        **(last.metrics if last else {}),
     }
-    return row | (dict(last.metrics) if last else {})

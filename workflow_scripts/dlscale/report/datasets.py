@@ -7,20 +7,17 @@ from typing import Any
 
 import yaml
 
+from dlscale.core.text import size, unit
 from dlscale.data.manifest import FieldInfo, Manifest
 from dlscale.data.transforms import Transform
-from dlscale.report.figures import picture
-from dlscale.report.text import size, unit
-
-#: What a file's rows are, by kind of dataset.
-ROWS = {"era5": "times", "cosmo": "planes"}
+from dlscale.report.drawing import picture
 
 
 def view(folder: Path, name: str) -> dict[str, Any]:
     """Return what the page shows of the dataset in `folder`: its `manifest.json` and `preview.png`."""
     manifest = Manifest.read(folder / "manifest.json")
     settings = manifest.provenance.get("settings") or {}
-    parts = [
+    splits = [
         (split, len(files), sum(file.rows for file in files), sum(file.bytes for file in files))
         for split, files in manifest.splits.items()
         if files
@@ -29,21 +26,13 @@ def view(folder: Path, name: str) -> dict[str, Any]:
         "name": name,
         "kind": manifest.kind,
         "source": (settings.get("source") or {}).get("kind"),
-        "facts": _facts(manifest, sum(part[3] for part in parts)),
+        "facts": [*manifest.facts, size(sum(split[3] for split in splits))],
         "preview": picture(folder / "preview.png"),
         "fields": [_field(key, info) for key, info in manifest.fields.items()],
-        "rows": ROWS.get(manifest.kind, "rows"),
-        "splits": parts,
+        "rows": manifest.rows,
+        "splits": splits,
         "settings": yaml.safe_dump(settings, sort_keys=False, allow_unicode=True) if settings else None,
     }
-
-
-def _facts(manifest: Manifest, total: int) -> list[str]:
-    facts = [f"a state every {step:g} h"] if (step := manifest.extra.get("step_hours")) else []
-    for name in ("latitude", "longitude"):
-        if values := manifest.extra.get(name):
-            facts.append(f"{name} {values[0]:g}° to {values[-1]:g}°".replace("-", "−"))
-    return [*facts, size(total)]
 
 
 def _field(name: str, info: FieldInfo) -> dict[str, Any]:
@@ -52,7 +41,7 @@ def _field(name: str, info: FieldInfo) -> dict[str, Any]:
     units = [unit(of) or "1" for of in info.units]
     return {
         "name": name,
-        "grid": " × ".join(str(edge) for edge in info.grid),
+        "grid": f"{' × '.join(map(str, info.grid))} points" if info.grid else "one value a row",
         "physical": info.stored == "physical",
         "rows": list(zip(info.channels, units, map(_formula, info.transforms), *statistics, strict=True)),
     }

@@ -6,8 +6,9 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dlscale.report.results import MODES, RunResult, Throughput
-from dlscale.report.text import number, percent
+from dlscale.core.records import MODES, Throughput
+from dlscale.core.text import number, percent
+from dlscale.report.results import RunResult
 
 
 @dataclass(frozen=True)
@@ -54,22 +55,18 @@ def bound(throughput: Throughput | None) -> Bound | None:
 
 
 def disturbance(runs: Sequence[RunResult]) -> str | None:
-    """Return what gives away that something else kept the machine busy: one computation with several speeds.
+    """Return a warning if one computation had several speeds: something else kept the machine busy.
 
     Runs that differ in nothing but how data are loaded have the same SYNTHETIC.
     """
     alike: dict[str, list[tuple[float, str]]] = {}
     for run in runs:
-        trials = run.throughput.synthetic if run.throughput else None
-        if trials:
-            rest = {
-                key: value
-                for key, value in run.settings.items()
-                if key not in ("loader", "label", "training", "schedule")
-            }
+        if trials := run.trials("SYNTHETIC"):
+            other = ("loader", "label", "training", "schedule")
+            rest = {key: value for key, value in run.settings.items() if key not in other}
             alike.setdefault(json.dumps(rest, sort_keys=True, default=str), []).append((trials.mean, run.label))
-    for found in alike.values():
-        (least, slow), (most, quick) = min(found), max(found)
+    for speeds in alike.values():
+        (least, slow), (most, quick) = min(speeds), max(speeds)
         if most > 1.25 * least:
             return (
                 f"The machine was not quiet. SYNTHETIC is the same computation in {slow} and in {quick}, and yet "

@@ -1,114 +1,27 @@
-"""What the stages left in run folders, read back and checked."""
+"""A plan and its runs, with the records that the stages left in their folders."""
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
-
-from dlscale.core.errors import UserError
-from dlscale.core.files import read_json
-from dlscale.core.schema import Name
-from dlscale.core.settings import Raw, read_yaml, validate
-
-#: The three throughput measurements, in the order in which tables and figures show them.
-MODES = ("IO", "SYNTHETIC", "FULL")
-
-#: A number; JSON's null stands for one that is not finite.
-Number = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
-
-
-class _Record(BaseModel):
-    """A record that a stage wrote; keys that only later versions know are left alone."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore", populate_by_name=True)
-
-
-class Epoch(_Record):
-    """One line of `metrics.jsonl`.
-
-    Attributes
-    ----------
-    epoch
-        From 1.
-    step, samples
-        Optimiser steps and training samples so far.
-    train_loss, valid_loss
-        Means over the epoch's training samples and over all validation samples.
-    epoch_seconds, valid_seconds
-        Time of training and, after it, of validating, s.
-    samples_per_second
-        Of training, without validation.
-    metrics
-        Validation metrics by name.
-    """
-
-    epoch: int = Field(ge=1)
-    step: int
-    samples: int
-    learning_rate: Number
-    train_loss: Number
-    valid_loss: Number
-    epoch_seconds: float
-    samples_per_second: float
-    valid_seconds: float = 0.0
-    metrics: dict[str, Number] = {}
-
-    @property
-    def skill(self) -> float | None:
-        """Mean skill over channels; None where the study has none."""
-        values = [value for name, value in self.metrics.items() if name.split("/")[0] == "skill"]
-        return statistics.fmean(values) if values else None
-
-
-class Trials(_Record):
-    """Mean and standard deviation over trials, samples/s."""
-
-    mean: float = Field(ge=0)
-    std: float = Field(0.0, ge=0)
-
-
-class Throughput(_Record):
-    """`throughput.json`; a mode that was not measured is None."""
-
-    io: Trials | None = Field(None, alias="IO")
-    synthetic: Trials | None = Field(None, alias="SYNTHETIC")
-    full: Trials | None = Field(None, alias="FULL")
-    device: dict[str, Any] | str | None = None
-    peak_memory_bytes: int | None = None
-
-    def mode(self, name: str) -> Trials | None:
-        """Return one of `MODES`."""
-        trials: Trials | None = getattr(self, name.lower())
-        return trials
-
-
-class _Reference(_Record):
-    """Where a run's results are: in the folder of the plan that owns it."""
-
-    name: Name
-    label: str | None = None
-    plan: Name
-    run: Name
-
-
-class _PlanFile(_Record):
-    """`plan.yaml`."""
-
-    plan: Name
-    title: str | None = None
-    study: Name
-    kind: Literal["set", "ladder"] = "set"
-    measure: list[str]
-    runs: list[_Reference] = Field(min_length=1)
-    left_out: dict[str, str] = {}
+from dlscale.core.records import (
+    Device,
+    Epoch,
+    LossInfo,
+    Metric,
+    PlanRecord,
+    Provenance,
+    RunReference,
+    Throughput,
+    Trials,
+    read_epochs,
+)
+from dlscale.core.settings import Raw, read_yaml
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,7 +37,7 @@ class RunResult:
     settings
         The run's `config.yaml`.
     provenance
-        `provenance.json`, empty if there is none.
+        None if there is none.
     epochs
         Empty if the plan does not train.
     throughput
@@ -137,7 +50,7 @@ class RunResult:
     label: str
     owner: str
     settings: Raw
-    provenance: Raw
+    provenance: Provenance | None
     epochs: list[Epoch]
     throughput: Throughput | None
     prediction: Path | None
@@ -146,6 +59,12 @@ class RunResult:
     def last(self) -> Epoch | None:
         """The last epoch."""
         return self.epochs[-1] if self.epochs else None
+
+    @property
+    def final_loss(self) -> float:
+        """The last validation loss; infinite if it is not a number or there is none."""
+        loss = self.last.valid_loss if self.last else math.inf
+        return loss if math.isfinite(loss) else math.inf
 
     @cached_property
     def best_valid_loss(self) -> float | None:
@@ -165,42 +84,112 @@ class RunResult:
             return self.throughput.full.mean if self.throughput.full else None
         return self.training_speed
 
+    def trials(self, mode: str) -> Trials | None:
+        """Return what was measured in one of `MODES`."""
+        return self.throughput.mode(mode) if self.throughput else None
+
     @property
     def training_seconds(self) -> float:
         """Time spent training, validation left out, s."""
         return sum(epoch.epoch_seconds for epoch in self.epochs)
 
     @property
-    def device(self) -> Raw:
-        """`kind`, `name` and `threads` of the device, as far as they are known."""
-        found = self.throughput.device if self.throughput and self.throughput.device else self.provenance.get("device")
-        if isinstance(found, Mapping):
-            return dict(found)
-        return {"name": str(found)} if found else {}
+    def device(self) -> Device:
+        """What it was measured on, as far as that is known."""
+        devices = [record.device for record in (self.throughput, self.provenance) if record]
+        return next((device for device in devices if device.name), Device())
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PlanResult:
-    """A plan and its runs, in the plan's order.
+    """A plan and its runs, in the plan's order."""
 
-    Attributes
-    ----------
-    left_out
-        Runs that the machine cannot do, and what it lacks.
-    """
-
-    name: str
-    title: str
-    study: str
-    kind: str
-    measure: list[str]
+    record: PlanRecord
     runs: list[RunResult]
-    left_out: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """The plan's name."""
+        return self.record.plan
+
+    @property
+    def title(self) -> str:
+        """What readers call the plan."""
+        return self.record.title or self.record.plan
+
+    @cached_property
+    def trained(self) -> list[RunResult]:
+        """The runs that have epochs."""
+        return [run for run in self.runs if run.epochs]
+
+    @cached_property
+    def described(self) -> dict[str, Metric]:
+        """The metrics that the study describes, by name, in its order."""
+        return {metric.name: metric for run in self.runs if run.provenance for metric in run.provenance.metrics}
+
+    @cached_property
+    def metrics(self) -> dict[str, Metric]:
+        """The metrics of the last epochs by name: those that the study describes, then those with a name only."""
+        names = dict.fromkeys(name for run in self.trained for name in run.epochs[-1].metrics)
+        order = [name for name in self.described if name in names]
+        return {
+            name: self.described.get(name, Metric(name=name, title=name.partition("/")[0])) for name in [*order, *names]
+        }
+
+    @cached_property
+    def lead(self) -> Metric | None:
+        """The metric that says best how good a run is: the first with a naive answer, or else the first of all."""
+        candidates = [metric for metric in self.described.values() if not metric.derived]
+        return next((metric for metric in candidates if metric.naive), candidates[0] if candidates else None)
+
+    @property
+    def judge(self) -> Metric | None:
+        """The metric that runs are ranked by: the leading one. Of one by channels None, which stands for the loss."""
+        return None if self.lead and self.lead.channel else self.lead
+
+    @cached_property
+    def best(self) -> RunResult | None:
+        """The trained run that is the best after its last epoch."""
+        return min(self.trained, key=self._rank, default=None)
+
+    def _rank(self, run: RunResult) -> float:
+        if self.judge is None:
+            return run.final_loss
+        value = run.epochs[-1].metrics.get(self.judge.name, math.nan)
+        return (value if self.judge.better == "lower" else -value) if math.isfinite(value) else math.inf
+
+    def skill(self, epoch: Epoch) -> float | None:
+        """Return the mean skill over the channels of the leading metric; None if it has no naive answer."""
+        kind = self.lead.kind if self.lead else None
+        skills = [metric.skill(epoch.metrics) for metric in self.described.values() if metric.kind == kind]
+        known = [skill for skill in skills if skill is not None]
+        return statistics.fmean(known) if known else None
+
+    @cached_property
+    def loss(self) -> LossInfo:
+        """What the loss of the trained runs is; only its name if it is not the same for all."""
+        losses = {run.provenance.loss if run.provenance else LossInfo() for run in self.trained}
+        return losses.pop() if len(losses) == 1 else LossInfo(title="losses of several kinds")
 
     def speed_up(self, run: RunResult) -> float | None:
-        """Speed relative to the plan's first run; None where either is unknown."""
+        """Return the speed relative to the plan's first run; None where either is unknown."""
         first = self.runs[0].speed
         return run.speed / first if run.speed is not None and first else None
+
+    def anchor(self, run: RunResult) -> str:
+        """Return the identifier of a run in the page; names have no dots, so it is unique."""
+        return f"run.{self.name}.{run.name}"
+
+
+def first_and_least(runs: Sequence[RunResult], limit: int, key: Callable[[RunResult], float]) -> list[RunResult]:
+    """Return at most `limit` runs in the plan's order: the first, and those of the least `key`."""
+    ranked = sorted(range(1, len(runs)), key=lambda index: (key(runs[index]), index))[: limit - 1]
+    return [runs[index] for index in sorted([*ranked, 0])] if runs else []
+
+
+def slowness(run: RunResult) -> float:
+    """Return a key that is least for the fastest run."""
+    return -(run.speed or 0.0)
 
 
 def read_plan(path: str | Path) -> PlanResult:
@@ -217,53 +206,22 @@ def read_plan(path: str | Path) -> PlanResult:
         A file that the plan's `measure` promises is missing, torn, or lacks a key; the message names it.
     """
     path = Path(path)
-    plan = validate(_PlanFile, read_yaml(path), where=str(path))
+    plan = PlanRecord.checked(read_yaml(path), str(path))
     root = path.parent.parent
-    runs = [_read_run(root / reference.plan / reference.run, reference, plan.measure) for reference in plan.runs]
-    return PlanResult(plan.plan, plan.title or plan.plan, plan.study, plan.kind, plan.measure, runs, plan.left_out)
+    return PlanResult(plan, [_read_run(root / run.plan / run.run, run, plan.measure) for run in plan.runs])
 
 
-def _read_run(folder: Path, reference: _Reference, measure: list[str]) -> RunResult:
+def _read_run(folder: Path, reference: RunReference, measure: list[str]) -> RunResult:
     # Only what the plan measures: another plan may have put more into the folder, or be about to.
-    train, throughput = "train" in measure, "throughput" in measure
+    train = "train" in measure
     provenance, prediction = folder / "provenance.json", folder / "prediction.png"
-    trials = folder / "throughput.json"
     return RunResult(
         name=reference.name,
         label=reference.label or reference.name,
         owner=f"{reference.plan}/{reference.run}",
         settings=read_yaml(folder / "config.yaml"),
-        provenance=_mapping(provenance) if train and provenance.exists() else {},
-        epochs=_read_epochs(folder / "metrics.jsonl") if train else [],
-        throughput=validate(Throughput, _mapping(trials), where=str(trials)) if throughput else None,
+        provenance=Provenance.read(provenance) if train and provenance.exists() else None,
+        epochs=read_epochs(folder / "metrics.jsonl") if train else [],
+        throughput=Throughput.read(folder / "throughput.json") if "throughput" in measure else None,
         prediction=prediction if train and prediction.exists() else None,
     )
-
-
-def _mapping(path: Path) -> Raw:
-    value = read_json(path)
-    if not isinstance(value, dict):
-        raise UserError(
-            f"{path}: expected keys and values, got {type(value).__name__}; delete it and run its stage again"
-        )
-    return value
-
-
-def _read_epochs(path: Path) -> list[Epoch]:
-    advice = "delete it and run the train stage again"
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file; run the train stage first") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: cannot be read ({error}); {advice}") from None
-    epochs = []
-    for number, line in enumerate(lines, 1):
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise UserError(f"{path}: line {number} is not valid JSON ({error}); {advice}") from None
-        epochs.append(validate(Epoch, record, where=f"{path}: line {number}"))
-    if not epochs:
-        raise UserError(f"{path}: holds no epoch; {advice}")
-    return epochs

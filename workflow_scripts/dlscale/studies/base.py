@@ -23,21 +23,21 @@ if TYPE_CHECKING:
 SampleLoss = Callable[["torch.Tensor", "torch.Tensor"], "torch.Tensor"]
 
 
-class Metrics(ABC):
-    """Validation metrics of a study on one dataset."""
+class Metrics:
+    """Validation metrics of a study on one dataset; these are none."""
 
     @property
-    @abstractmethod
     def described(self) -> list[Metric]:
         """What each number is that `summarise` returns, in the order of tables."""
+        return []
 
-    @abstractmethod
     def per_sample(self, x: torch.Tensor, y: torch.Tensor, prediction: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return per-sample values [B, ...] from a batch's input, target and prediction (float32, model units)."""
+        """Return per-sample values [B, ...] of a batch's input, target and prediction; fields are in model units."""
+        return {}
 
-    @abstractmethod
     def summarise(self, means: dict[str, torch.Tensor]) -> dict[str, float]:
         """Turn the means over all samples into numbers by name."""
+        return {}
 
 
 class Study(ABC):
@@ -83,9 +83,9 @@ class Study(ABC):
         """Return what the loss is called, and its unit."""
         return LossInfo()
 
-    @abstractmethod
     def metrics(self, run: Any, manifest: Manifest, device: torch.device) -> Metrics:
-        """Return the validation metrics."""
+        """Return the validation metrics, beside the loss."""
+        return Metrics()
 
     def figure(self, run: Any, manifest: Manifest, x: Any, y: Any, prediction: Any) -> Figure | None:
         """Draw the first validation sample with its prediction (numpy, as a batch has them); None: no figure."""

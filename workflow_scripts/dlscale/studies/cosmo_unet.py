@@ -62,7 +62,13 @@ class CosmoMetrics(Metrics):
                 name="l1", title="L1", meaning="mean absolute error in model units", naive="l1_of_mean", answer=answer
             ),
             Metric(name="l1_of_mean", title="L1 of the mean", meaning=mean),
-            Metric(name="skill", title="skill", meaning="1 - L1 / L1 of the mean; 1 is perfect", better="higher"),
+            Metric(
+                name="skill",
+                title="skill",
+                meaning="1 - L1 / L1 of the mean; 1 is perfect",
+                better="higher",
+                derived=True,
+            ),
         ]
         for name, unit in zip(self.hydro.channels, self.hydro.units, strict=True):
             naive = f"mae_of_mean/{name}"

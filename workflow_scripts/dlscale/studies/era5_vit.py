@@ -67,7 +67,7 @@ class Era5Metrics(Metrics):
         import numpy as np
         import torch
 
-        from dlscale.datasets.era5.samples import Extra
+        from dlscale.datasets.era5.extra import Extra
         from dlscale.models.metrics import latitude_weights
 
         extra = Extra.of(manifest)
@@ -109,6 +109,7 @@ class Era5Metrics(Metrics):
                 better="higher" if kind in ("skill", "acc") else "lower",
                 naive=f"persistence_rmse/{name}" if kind == "rmse" else None,
                 answer="persistence" if kind == "rmse" else "",
+                derived=kind == "skill",
             )
             for kind, title, meaning, physical in kinds
             for name, unit in zip(self.info.channels, self.info.units, strict=True)
@@ -212,7 +213,7 @@ class Era5ViT(Study):
 
     def figure(self, run: Any, manifest: Manifest, x: Any, y: Any, prediction: Any) -> Figure:
         """Draw at most four channels on the map."""
-        from dlscale.datasets.era5.samples import Extra
+        from dlscale.datasets.era5.extra import Extra
         from dlscale.studies.figures import comparison
 
         info, extra = manifest.fields["fields"], Extra.of(manifest)

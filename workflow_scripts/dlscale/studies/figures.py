@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -67,4 +68,19 @@ def comparison(
             axis.set_xlabel(axes_labels[0], fontsize=7)
             axis.set_ylabel(axes_labels[1], fontsize=7)
             axis.tick_params(labelsize=6)
+    return figure
+
+
+def values(target: np.ndarray, prediction: np.ndarray, count: int = 12) -> Figure:
+    """Draw the first numbers of a sample's target and prediction as a table, for studies without a figure."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    columns = [[f"{number:.4g}" for number in values.ravel()[:count]] for values in (target, prediction)]
+    rows = list(itertools.zip_longest(*columns, fillvalue=""))
+    figure = Figure(figsize=(4, 0.5 + 0.3 * len(rows)), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    axes.axis("off")
+    axes.table(cellText=rows, colLabels=["target", "prediction"], loc="center")
     return figure

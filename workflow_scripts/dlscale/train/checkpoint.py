@@ -1,8 +1,7 @@
 """Checkpoints: one folder a step, there as a whole or not at all.
 
-They lie in a folder named by what the run is (its settings, its data, its sources), not in a declared
-output of the workflow, which would be deleted when a job fails: a retry resumes, a changed run starts
-afresh.
+They lie in a folder named by the run's fingerprint, not in a declared output of the workflow, which would be deleted
+when a job fails: a retry resumes, a changed run starts afresh.
 """
 
 from __future__ import annotations
@@ -16,9 +15,53 @@ from typing import Any
 
 import torch
 
+from dlscale.core.errors import UserError
 from dlscale.core.files import whole
+from dlscale.core.records import Epoch, Number, Record
 
 State = dict[str, Any]
+
+
+class PartialEpoch(Record):
+    """An epoch that was interrupted.
+
+    Attributes
+    ----------
+    steps
+        Steps that are done in it.
+    loss_sums
+        Sum of the samples' losses on each rank.
+    seconds
+        Time spent on its steps, in all tries.
+    """
+
+    steps: int = 0
+    loss_sums: list[Number] = []
+    seconds: float = 0.0
+
+    def loss_sum(self, rank: int, ranks: int) -> float:
+        """Return the sum with which a rank goes on; with another number of ranks the first has the sum of all."""
+        if len(self.loss_sums) == ranks:
+            return self.loss_sums[rank]
+        return 0.0 if rank else sum(self.loss_sums)
+
+
+class CheckpointRecord(Record):
+    """`checkpoint.json`: how far a training was.
+
+    Attributes
+    ----------
+    step
+        Optimiser steps that are done.
+    history
+        The epochs that are done.
+    partial
+        The epoch under way; None between two epochs.
+    """
+
+    step: int
+    history: list[Epoch] = []
+    partial: PartialEpoch | None = None
 
 
 class Checkpoints:
@@ -27,7 +70,7 @@ class Checkpoints:
     Parameters
     ----------
     folder
-        Where they are, one `step-NNNNNNNN/` each.
+        Where they are: `step-NNNNNNNN/`, each with `checkpoint.json` and `state.pt`.
     keep
         How many of the newest to keep.
     """
@@ -37,7 +80,7 @@ class Checkpoints:
         folder.mkdir(parents=True, exist_ok=True)
 
     def tidy(self) -> None:
-        """Put right what a process left that was killed while it saved. Only the one writer may do so."""
+        """Repair what a process left that was killed while it saved. Only the one writer may do so."""
         for torn in self.folder.glob(".step-*.part"):
             shutil.rmtree(torn, ignore_errors=True)
         for former in self.folder.glob(".step-*.old"):  # was about to be replaced by one of the same step
@@ -54,31 +97,32 @@ class Checkpoints:
     def _path(self, step: int) -> Path:
         return self.folder / f"step-{step:08d}"
 
-    def save(self, step: int, state: State) -> None:
-        """Write `state` (tensors and plain values) as that of `step`, then drop the oldest beyond `keep`."""
-        with whole(self._path(step)) as temporary:
+    def save(self, record: CheckpointRecord, state: State) -> None:
+        """Write the record and `state` (tensors and plain values), then drop the oldest beyond `keep`."""
+        with whole(self._path(record.step)) as temporary:
             temporary.mkdir()
             torch.save(state, temporary / "state.pt")
+            record.write(temporary / "checkpoint.json")
         for old in self.steps()[: -self.keep]:
             shutil.rmtree(self._path(old), ignore_errors=True)
 
-    def load(self, only: int | None = None) -> State | None:
-        """Return the newest readable state, or that of step `only`, tensors on the host, or None.
+    def load(self, only: int | None = None) -> tuple[CheckpointRecord, State] | None:
+        """Return the newest readable checkpoint, or that of step `only`, tensors on the host; None if there is none.
 
         Nothing in it is executed.
         """
         for step in reversed(self.steps() if only is None else [only]):
             path = self._path(step) / "state.pt"
             try:
+                record = CheckpointRecord.read(path.with_name("checkpoint.json"))
                 with zipfile.ZipFile(path) as archive:  # torch.load does not look at the checksums that it wrote
                     if damaged := archive.testzip():
                         raise zipfile.BadZipFile(f"{damaged}: wrong checksum")
                 # On the host: a device that is full or gone is no fault of the file.
-                state: State = torch.load(path, map_location="cpu", weights_only=True)
-                return state
-            except (OSError, zipfile.BadZipFile, pickle.UnpicklingError, EOFError, RuntimeError) as error:
-                logging.warning("%s: not readable (%s); trying an earlier one", path, type(error).__name__)
-                if isinstance(error, zipfile.BadZipFile | FileNotFoundError):
-                    # Torn beyond doubt: out of the way, so that it does not count among those to keep.
+                return record, torch.load(path, map_location="cpu", weights_only=True)
+            except (OSError, zipfile.BadZipFile, pickle.UnpicklingError, EOFError, RuntimeError, UserError) as error:
+                logging.warning("%s: not readable (%s); trying an earlier one", path.parent, type(error).__name__)
+                if isinstance(error, zipfile.BadZipFile | FileNotFoundError | UserError):
+                    # Torn beyond doubt: removed, so that it does not count among those to keep.
                     shutil.rmtree(self._path(step), ignore_errors=True)
         return None

@@ -1,4 +1,4 @@
-"""Optimisers by their configuration."""
+"""Optimisers by their settings."""
 
 from __future__ import annotations
 
@@ -7,7 +7,14 @@ from typing import Any
 
 import torch
 
-from dlscale.config.run import Adam, Optimizer
+from dlscale.config.run import Optimizer
+
+CLASSES: dict[str, type[torch.optim.Optimizer]] = {
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+    "sgd": torch.optim.SGD,
+    "adadelta": torch.optim.Adadelta,
+}
 
 
 def build_optimizer(
@@ -20,26 +27,13 @@ def build_optimizer(
     capture
         Device on which a CUDA graph will record the update: learning rate and step counters must live there.
     """
-    lr = settings.lr if capture is None else torch.tensor(settings.lr, device=capture)
-    if isinstance(settings, Adam):
-        kind = torch.optim.Adam if settings.kind == "adam" else torch.optim.AdamW
-        return kind(
-            parameters,
-            lr=lr,
-            betas=settings.betas,
-            eps=settings.eps,
-            weight_decay=settings.weight_decay,
-            fused=settings.fused,
-            capturable=capture is not None,
-        )
-    return torch.optim.SGD(
-        parameters,
-        lr=lr,
-        momentum=settings.momentum,
-        nesterov=settings.nesterov,
-        weight_decay=settings.weight_decay,
-        fused=settings.fused,
-    )
+    options = settings.model_dump(exclude={"kind", "lr", "fused"})  # their names are PyTorch's
+    options["lr"] = settings.lr if capture is None else torch.tensor(settings.lr, device=capture)
+    if settings.fused:  # False would also switch off `foreach`, PyTorch's default on a GPU
+        options["fused"] = True
+    if capture is not None and settings.kind != "sgd":
+        options["capturable"] = True
+    return CLASSES[settings.kind](parameters, **options)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:

@@ -62,8 +62,10 @@ class Weights:
 
     Attributes
     ----------
+    model
+        The model itself.
     parameters
-        Those of the model.
+        The model's parameters.
     updated
         What the optimiser updates: the same, or with master weights float32 copies of those in 16 bits.
     """
@@ -74,7 +76,7 @@ class Weights:
         if dtype != torch.float32:
             _convert(model, dtype, keep_norms=master)
         named = dict(model.named_parameters())
-        self._model, self.parameters = model, list(named.values())
+        self.model, self.parameters = model, list(named.values())
         self._masters = {name: nn.Parameter(value) for name, value in exact.items() if named[name].dtype == dtype}
         self._rounded: list[torch.Tensor] = [named[name] for name in self._masters]
         self._exact: list[torch.Tensor] = list(self._masters.values())
@@ -101,12 +103,12 @@ class Weights:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the model's state in float32: master weights in the place of rounded ones."""
-        found = self._model.state_dict() | {name: p.detach() for name, p in self._masters.items()}
+        found = self.model.state_dict() | {name: p.detach() for name, p in self._masters.items()}
         return {name: value.float() if value.is_floating_point() else value for name, value in found.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` returned."""
-        self._model.load_state_dict(state)
+        self.model.load_state_dict(state)
         for name, p in self._masters.items():
             p.detach().copy_(state[name])
 

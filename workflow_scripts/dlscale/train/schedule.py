@@ -16,16 +16,19 @@ def peak_rate(schedule: Schedule, lr: float, batch_size: int) -> float:
     return lr * (ratio if schedule.scaling == "linear" else math.sqrt(ratio))
 
 
-def learning_rate(schedule: Schedule, peak: float, step: int, total: int) -> float:
+def learning_rate(schedule: Schedule, peak: float, step: int, total: int, steps_per_epoch: int) -> float:
     """Return the rate of optimiser step `step` (0-based) of `total`.
 
-    It rises linearly to `peak` over `warmup_steps`, then follows half a cosine that reaches `end_lr` when
-    all steps are done (step == total), warm-up or not: the cosine spans what warm-up leaves.
+    It rises linearly to `peak` over `warmup_steps`. Then it stays (`constant`), is multiplied by `gamma` at the end of
+    every `step_epochs` epochs since the beginning (`step`), or follows half a cosine that reaches `end_lr` when all
+    steps are done, step == total, warm-up or not (`cosine`).
     """
     warmup = min(schedule.warmup_steps, total)
     if step < warmup:
         return peak * (step + 1) / warmup
     if schedule.kind == "constant":
         return peak
+    if schedule.kind == "step":
+        return float(peak * schedule.gamma ** (step // steps_per_epoch // schedule.step_epochs))
     progress = (step - warmup) / max(total - warmup, 1)
     return schedule.end_lr + (peak - schedule.end_lr) * 0.5 * (1.0 + math.cos(math.pi * min(progress, 1.0)))

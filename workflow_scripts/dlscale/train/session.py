@@ -1,9 +1,10 @@
-"""From a run's settings to objects: device, data, model, step. Training and measuring both begin here."""
+"""What training and measuring both begin with: data, loaders, and the step of a run."""
 
 from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -11,27 +12,33 @@ import torch
 
 from dlscale.config.run import RunCore
 from dlscale.core import registry
+from dlscale.core.errors import UserError
 from dlscale.core.fingerprint import DEFAULTS
+from dlscale.core.records import Device
 from dlscale.data.loaders.base import Loader, Share
 from dlscale.data.manifest import Manifest
 from dlscale.data.samples import Samples
 from dlscale.parallel.world import World
 from dlscale.studies.base import Study
+from dlscale.train.build import build_step
 from dlscale.train.precision import compute_dtype
 from dlscale.train.selfcheck import check_operations
-from dlscale.train.step import Loss, Step
+from dlscale.train.step import Step
 
 
 @dataclass(frozen=True)
 class Session:
-    """What a stage works with."""
+    """What a stage of a run works with."""
 
     run: RunCore
     manifest: Manifest
     world: World
     study: Study
     step: Step
-    loss: Loss
+
+    def share(self) -> Share:
+        """Return what this rank loads of each batch."""
+        return Share(self.run.batch_size, self.world.data_rank, self.world.data_size)
 
     def loader(self, split: str) -> Loader:
         """Return the loader of a split; validation goes through the same loader as training."""
@@ -39,8 +46,7 @@ class Session:
         if split == "train" and samples.size < self.run.batch_size:
             logging.warning("an epoch of %d samples is less than one batch (%d)", samples.size, self.run.batch_size)
         module = registry.load(registry.loader(self.run.loader.kind))
-        share = Share(self.run.batch_size, self.world.rank, self.world.size)
-        loader: Loader = module.build(samples, self.run.loader, share, self.world.device)
+        loader: Loader = module.build(samples, self.run.loader, self.share(), self.world.device)
         return loader
 
     def samples(self, split: str) -> Samples:
@@ -48,11 +54,6 @@ class Session:
         module = registry.part(self.study.dataset, "samples") or DEFAULTS["samples"]
         samples: Samples = registry.load(module).open_samples(self.manifest, split, self.run.samples, self.run.seed)
         return samples
-
-    @property
-    def device(self) -> torch.device:
-        """What this process computes on."""
-        return self.world.device
 
     @property
     def parameters(self) -> int:
@@ -66,35 +67,36 @@ def open_session(run: RunCore, manifest: str | Path, world: World, threads: int 
     Parameters
     ----------
     world
-        The processes of the run.
+        The ranks of the run.
     threads
-        CPU threads of PyTorch; results on a CPU are bitwise repeatable for the same number.
+        CPU threads of a node; results on a CPU are bitwise repeatable for the same number.
     """
     if threads:
-        # Those of a machine are shared by the processes on it.
+        # The ranks of a node share its threads.
         torch.set_num_threads(max(1, threads // run.geometry.gpus_per_node))
-    found = Manifest.read(manifest)
-    found.check_files()
+    data = Manifest.read(manifest)
+    data.check_files()
     study: Study = registry.study(run.study)
-    torch.manual_seed(run.seed)
-    model = study.model(run, found).to(world.device)
-    loss = study.loss(run)
-    step = Step(model, loss, run, world.device, world.size)
-    if compute_dtype(run.precision) != torch.float32:
-        width = getattr(model, "attention_shape", (0, 0, 32))[2]
-        check_operations(
-            compute_dtype(run.precision), step.device, run.memory_format == "channels_last", step.attention, width
-        )
-    if world.rank:  # the same weights everywhere, but each its own drop-out
-        torch.manual_seed(int(np.random.SeedSequence([run.seed, world.rank]).generate_state(1, np.uint64)[0]))
-    return Session(run, found, world, study, step, loss)
+    for grid in {tuple(info.grid) for info in data.fields.values() if info.grid}:
+        try:
+            study.check_grid(run, grid)
+        except ValueError as error:
+            raise UserError(str(error)) from None
+    step = build_step(run, partial(study.model, run, data), study.loss(run), world)
+    dtype = compute_dtype(run.precision)
+    if dtype != torch.float32:
+        width = getattr(step.model, "attention_shape", (0, 0, 32))[2]
+        check_operations(dtype, world.device, run.memory_format == "channels_last", step.attention, width)
+    if world.data_rank:  # the same weights everywhere, but each its own drop-out
+        sequence = np.random.SeedSequence([run.seed, world.data_rank])
+        torch.manual_seed(int(sequence.generate_state(1, np.uint64)[0]))
+    return Session(run, data, world, study, step)
 
 
-def device_facts(device: torch.device) -> dict[str, str | int]:
-    """Return kind, name and CPU threads of the device, for the record."""
-    if device.type == "cuda":
-        return {"kind": "cuda", "name": torch.cuda.get_device_name(device), "threads": torch.get_num_threads()}
-    return {"kind": device.type, "name": _processor(), "threads": torch.get_num_threads()}
+def describe_device(device: torch.device) -> Device:
+    """Return what a process computes on, for the record."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
+    return Device(kind=device.type, name=name, threads=torch.get_num_threads())
 
 
 def _processor() -> str:

@@ -10,58 +10,75 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from dlscale.config.run import RunCore
-from dlscale.core.errors import UserError
-from dlscale.train.attention import Context, attention_context
+from dlscale.studies.base import SampleLoss
+from dlscale.train.attention import Context
 from dlscale.train.compile import compiled
 from dlscale.train.graph import CudaBackend, Graphed
-from dlscale.train.optimizer import build_optimizer, load_optimizer, set_learning_rate
-from dlscale.train.precision import Weights, autocast, compute_dtype, grad_scaler, set_matmul_precision, weight_dtype
+from dlscale.train.optimizer import load_optimizer, set_learning_rate
+from dlscale.train.precision import Weights, autocast, grad_scaler, weight_dtype
 
-Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+#: Axes that a tensor needs to be stored in a layout.
+AXES = {torch.channels_last: 4, torch.channels_last_3d: 5}
 
 
 class Step:
-    """Forward, loss, backward, update.
+    """Forward, backward, update. `dlscale.train.build` makes it.
 
     Nothing in it waits for the device, with one exception that is PyTorch's: where the loss is scaled (`fp16`,
     `fp16_master`) an optimiser that is not `fused` asks the device in every step whether the gradients overflowed.
     Nothing of a batch is kept after the step: its memory may be overwritten.
 
-    With several processes each computes its share of the batch; gradients are averaged while they are computed, and
-    all processes make the same update.
+    With several ranks each computes its share of the batch; gradients are averaged while they are computed, and
+    all ranks make the same update.
 
-    Attributes
+    Parameters
     ----------
-    model
-        The module with the parameters, in the format of the run's `precision`.
     weights
-        Its parameters and what the optimiser updates for them.
-    optimizer, scaler
-        As PyTorch has them.
+        The model's parameters, in the format of `precision`, and what the optimiser updates for them.
+    network
+        The model, or what wraps it for several ranks.
+    loss
+        Loss of each sample [B] from predictions and targets [B, ...].
+    optimizer
+        Of `weights.updated`.
+    precision
+        The run's `precision`.
+    layout
+        Order in memory of the model's inputs.
     attention
         Context that chooses the kernel of attention.
+    accumulation
+        Parts of a batch that are computed one after the other.
     """
 
-    def __init__(self, model: nn.Module, loss: Loss, run: RunCore, device: torch.device, ranks: int = 1) -> None:
-        if run.cuda_graph and device.type != "cuda":
-            raise UserError(f"cuda_graph: the device is a {device.type}, and only CUDA has graphs; set it to false")
-        set_matmul_precision(run.precision)
-        self.model, self._loss, self._precision, self.device = model, loss, run.precision, device
-        self._input_dtype = weight_dtype(run.precision)
-        self._layout = memory_format(model, run.memory_format)
-        model.to(memory_format=self._layout)  # type: ignore[call-overload]
-        self.weights = Weights(model, run.precision)
-        self.optimizer = build_optimizer(self.weights.updated, run.optimizer, device if run.cuda_graph else None)
-        self.scaler = grad_scaler(run.precision, device)
-        self._network = model if ranks == 1 else _distributed(model, device)
-        self._parts = run.accumulation_steps
-        self.attention = _attention(model, run, device)
-        self._loss_of = compiled(self._eager_loss, run.compile.mode, device)
-        self._predict = compiled(self._eager_predict, run.compile.mode, device)
+    def __init__(
+        self,
+        weights: Weights,
+        network: nn.Module,
+        loss: SampleLoss,
+        optimizer: torch.optim.Optimizer,
+        precision: str = "fp32",
+        layout: torch.memory_format = torch.preserve_format,
+        attention: Context = nullcontext,
+        accumulation: int = 1,
+    ) -> None:
+        self.weights, self.model, self._network, self.loss = weights, weights.model, network, loss
+        self.device = weights.parameters[0].device
+        self.optimizer, self.scaler = optimizer, grad_scaler(precision, self.device)
+        self.attention, self._accumulation = attention, accumulation
+        self._precision, self._input_dtype = precision, weight_dtype(precision)
+        self._layout, self._layout_axes = layout, AXES.get(layout)
+        self._loss_of, self._predict = self._eager_loss, self._eager_predict
         self._train: Callable[..., torch.Tensor] = self._train_eagerly
-        if run.cuda_graph:
-            self._train = Graphed(self._train_eagerly, CudaBackend(device))
+
+    def compile(self, mode: str) -> None:
+        """Compile the forward pass, with the loss and alone, in this mode (the run's `compile.mode`)."""
+        self._loss_of = compiled(self._eager_loss, mode, self.device)
+        self._predict = compiled(self._eager_predict, mode, self.device)
+
+    def capture(self) -> None:
+        """Record whole steps as CUDA graphs, and replay them."""
+        self._train = Graphed(self._train_eagerly, CudaBackend(self.device))
 
     def set_learning_rate(self, rate: float) -> None:
         """Set the rate of the next update."""
@@ -73,7 +90,7 @@ class Step:
         Parameters
         ----------
         weight
-            What this process's mean loss counts beside those of others: its samples over the mean of all processes'.
+            Weight of this rank's mean loss among those of all ranks: its samples over the mean of all ranks' samples.
         """
         return self._train(x, y) if weight == 1.0 else self._train_eagerly(x, y, weight)
 
@@ -90,10 +107,10 @@ class Step:
         if not self.model.training:  # to say it at every step would walk through all modules
             self.model.train()
         self.weights.clear_gradients()
-        parts = min(self._parts, len(x))  # a small last batch may not fill them all
+        parts = min(self._accumulation, len(x))  # a small last batch may not fill them all
         if parts <= 1:
             return self._backward(x, y, 1.0, weight)
-        # Each part counts as many times as it has samples; the last one waits for the other processes.
+        # Each part counts as many times as it has samples; the last one waits for the other ranks.
         losses = [
             self._backward(a, b, len(a) / len(x), weight, last=number == parts)
             for number, (a, b) in enumerate(zip(x.tensor_split(parts), y.tensor_split(parts), strict=True), 1)
@@ -109,7 +126,7 @@ class Step:
         if not last and isinstance(network, DistributedDataParallel):
             apart = network.no_sync()
         with self.attention(), apart:
-            # Of a small last batch a process may have no sample: the others wait for its gradients all the same.
+            # Of a small last batch a rank may have no sample: the others wait for its gradients all the same.
             loss = self._loss_of(x, y) if len(x) else 0.0 * self._eager_predict(x, network).sum()
             if share != 1.0:
                 loss = loss * share
@@ -125,13 +142,20 @@ class Step:
             return self._eager_predict(x) if once else self._predict(x)
 
     def _eager_predict(self, x: torch.Tensor, network: nn.Module | None = None) -> torch.Tensor:
+        numbers = x.is_floating_point() or x.dtype == torch.uint8  # other integers are indices
+        x = self._arranged(x, self._input_dtype if numbers else x.dtype)
         with autocast(self._precision, self.device):
-            prediction: torch.Tensor = (network or self.model)(x.to(self._input_dtype, memory_format=self._layout))
+            prediction: torch.Tensor = (network or self.model)(x)
         return prediction.float()
 
     def _eager_loss(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         # The loss is a long sum: in float32 whatever the model computes in.
-        return self._loss(self._eager_predict(x, self._network), y.to(memory_format=self._layout)).mean()
+        return self.loss(self._eager_predict(x, self._network), self._arranged(y, y.dtype)).mean()
+
+    def _arranged(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return the values in this format and, where they have its axes, in the model's layout."""
+        layout = self._layout if values.dim() == self._layout_axes else torch.preserve_format
+        return values.to(dtype, memory_format=layout)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint holds: weights in float32 and the states of optimiser and loss scaler."""
@@ -148,26 +172,3 @@ class Step:
         self.scaler.load_state_dict(state["scaler"])
         if isinstance(self._train, Graphed):
             self._train.reset()
-
-
-def _distributed(model: nn.Module, device: torch.device) -> DistributedDataParallel:
-    """Return the model whose gradients are averaged over all processes."""
-    return DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None)
-
-
-def memory_format(model: nn.Module, kind: str) -> torch.memory_format:
-    """Return PyTorch's name of a run's `memory_format`, by the dimensions of the model's convolutions."""
-    if kind == "contiguous":
-        return torch.preserve_format
-    volumes = any(p.dim() == 5 for p in model.parameters())
-    return torch.channels_last_3d if volumes else torch.channels_last
-
-
-def _attention(model: nn.Module, run: RunCore, device: torch.device) -> Context:
-    """Return the context of the model's attention, if it has any."""
-    if run.attention == "default":
-        return nullcontext
-    known: Any = model
-    heads, tokens, width = known.attention_shape
-    shape = (-(-run.local_batch_size // run.accumulation_steps), heads, tokens, width)
-    return attention_context(run.attention, shape, known.attention_dropout, compute_dtype(run.precision), device)

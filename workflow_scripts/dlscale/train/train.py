@@ -8,127 +8,123 @@ import hashlib
 import json
 import logging
 import shutil
-from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from dlscale.config.run import Run, load_run
 from dlscale.core import provenance
-from dlscale.core.files import whole, write_json, write_text
+from dlscale.core.files import whole
 from dlscale.core.lock import only_writer
+from dlscale.core.records import Epoch
 from dlscale.data.manifest import Manifest
 from dlscale.parallel.world import join
+from dlscale.studies import figures
 from dlscale.train.checkpoint import Checkpoints
-from dlscale.train.session import Session, device_facts, open_session
-from dlscale.train.tensorboard import Board
-from dlscale.train.trainer import Record, Trainer
+from dlscale.train.logs import RunLogs
+from dlscale.train.session import Session, describe_device, open_session
+from dlscale.train.trainer import Trainer
+
+#: Settings that change no weight: which checkpoints are kept, on how many devices a run trains, who loads its samples.
+NOT_FINGERPRINTED: Any = {"training": {"checkpoint_epochs", "keep_checkpoints"}, "geometry": True, "loader": True}
 
 
 def main(args: argparse.Namespace) -> None:
     """Train the run in `args.config` on the data of `args.manifest` and fill the run's folder `args.out`.
 
-    Of several processes the first one writes; the others only train.
+    Of several ranks the first one writes; the others only train.
     """
     run = load_run(args.config, "train")
-    with join(run.geometry, args.device) as world:
+    with join(run.geometry, args.device) as world, contextlib.ExitStack() as stack:
         session = open_session(run, args.manifest, world, args.threads)
-        folder = Path(args.checkpoints) / identity(run, session.manifest, args.sources)[:16]
-        if world.main:
-            _lead(run, session, folder, Path(args.out))
-        else:
-            with _trainer(run, session, folder, lambda record: None) as trainer:
-                trainer.fit()
-
-
-@contextlib.contextmanager
-def _trainer(run: Run, session: Session, folder: Path, on_epoch: Callable[[Record], None]) -> Iterator[Trainer]:
-    """Make the trainer and its loaders, and close them at the end."""
-    with contextlib.ExitStack() as stack:
-        train, valid = (stack.enter_context(contextlib.closing(session.loader(split))) for split in ("train", "valid"))
-        metrics = session.study.metrics(session.run, session.manifest, session.device)
+        folder = Path(args.checkpoints) / run_fingerprint(run, session.manifest, args.sources)[:16]
         checkpoints = Checkpoints(folder, run.training.keep_checkpoints)
-        yield Trainer(run, session.step, session.loss, train, valid, metrics, checkpoints, on_epoch, session.world)
+        if world.main:
+            stack.enter_context(only_writer(folder.parent))
+            checkpoints.tidy()
+        train, valid = (stack.enter_context(contextlib.closing(session.loader(split))) for split in ("train", "valid"))
+        metrics = session.study.metrics(run, session.manifest, world.device)
+        trainer = Trainer(run, session.step, session.share(), train, valid, metrics, checkpoints, world)
+        trainer.resume()
+        if world.main:
+            _lead(run, session, trainer, Path(args.out))
+        else:
+            trainer.fit()
 
 
-def _lead(run: Run, session: Session, folder: Path, out: Path) -> None:
-    """Train, and write what there is to show for it."""
-    started = provenance.now()
-    with only_writer(folder.parent), contextlib.ExitStack() as stack:
-        Checkpoints(folder, run.training.keep_checkpoints).tidy()
-        board_folder = stack.enter_context(whole(out / "tensorboard"))
-        board = stack.enter_context(Board(board_folder, run))
+def _lead(run: Run, session: Session, trainer: Trainer, out: Path) -> None:
+    """Train as the rank that writes, and write what there is to show for it; `provenance.json` says that all is there.
 
-        def on_epoch(record: Record) -> None:
-            session.manifest.check_files()  # HDF5 reads what was cut off as zeros
-            board.epoch(record)
-
-        trainer = stack.enter_context(_trainer(run, session, folder, on_epoch))
-        logging.info(
-            "%s: %d parameters, %d training and %d validation samples, %d steps in %d epochs, batch %d, on %s%s",
-            run.study,
-            session.parameters,
-            trainer.train_loader.samples,
-            trainer.valid_loader.samples,
-            trainer.total_steps,
-            trainer.epochs,
-            run.batch_size,
-            session.device,
-            f", one of {session.world.size} processes" if session.world.size > 1 else "",
-        )
-        history = trainer.fit()
-        _draw(session, out / "prediction.png", board)
-        board.finish(history[-1])
-        # Given a path, torch.save would put its (temporary) name into the file: equal weights, unequal bytes.
-        with whole(out / "model.pt") as path, open(path, "wb") as file:
-            torch.save({key: value.cpu() for key, value in session.step.weights.state_dict().items()}, file)
-        write_json(
-            out / "provenance.json",
-            provenance.provenance(
-                started=started,
-                device=device_facts(session.device),
-                processes=session.world.size,
-                seed=run.seed,
-                parameters=session.parameters,
-                training_samples=trainer.train_loader.samples,
-                validation_samples=trainer.valid_loader.samples,
-                dataset=run.dataset,
-                manifest=session.manifest.provenance,
-                fingerprint=folder.name,
-                resumed_from_step=trainer.resumed_from,
-                metrics=[metric.model_dump() for metric in trainer.metrics.described],
-            ),
-        )
-        write_text(out / "metrics.jsonl", "".join(json.dumps(record) + "\n" for record in history))
-        for other in folder.parent.glob("[0-9a-f]" * len(folder.name)):  # nothing that is not ours
-            if other != folder:  # of the run as it was before a change; until now it could have been put back
-                shutil.rmtree(other, ignore_errors=True)
-
-
-def identity(run: Run, manifest: Manifest, sources: str = "") -> str:
-    """Return the SHA-256 of what makes this training itself: settings, data and how they are read, sources.
-
-    A run of the same identity goes on from its checkpoints; one that was trained to the end has its outputs
-    written again, no more. Which checkpoints to keep is no part of it.
+    What a former run left is removed first.
     """
-    parts = {
-        "run": run.model_dump(mode="json", exclude={"training": {"checkpoint_epochs", "keep_checkpoints"}}),
-        "data": {split: [file.identity for file in files] for split, files in manifest.splits.items()},
-        "fields": {name: asdict(info) for name, info in manifest.fields.items()},
+    started = provenance.now()
+    logging.info(
+        "%s: %d parameters, %d training and %d validation samples, %d steps in %d epochs, batch %d, on %s%s",
+        run.study,
+        session.parameters,
+        trainer.train_loader.samples,
+        trainer.valid_loader.samples,
+        trainer.total_steps,
+        trainer.epochs,
+        run.batch_size,
+        session.world.device,
+        f", one of {session.world.size} processes" if session.world.size > 1 else "",
+    )
+    for name in ("provenance.json", "prediction.png", "model.pt"):
+        (out / name).unlink(missing_ok=True)
+    logs = RunLogs(out, trainer.history)
+
+    def on_epoch(record: Epoch) -> None:
+        session.manifest.check_files()  # HDF5 reads what was cut off as zeros
+        logs.add(record)
+
+    history = trainer.fit(on_epoch)
+    x, y = session.samples("valid").read(0, 0)
+    prediction = session.step.predict(torch.from_numpy(x)[None].to(session.world.device), once=True)[0].cpu().numpy()
+    figure = session.study.figure(run, session.manifest, x, y, prediction) or figures.values(y, prediction)
+    with whole(out / "prediction.png") as path:
+        figure.savefig(path, dpi=100, format="png")
+    logs.finish(history[-1], figure, run.model_dump(mode="json"))
+    # Given a path, torch.save would put its (temporary) name into the file: equal weights, unequal bytes.
+    with whole(out / "model.pt") as path, open(path, "wb") as file:
+        torch.save({key: value.cpu() for key, value in session.step.weights.state_dict().items()}, file)
+    fingerprint = trainer.checkpoints.folder
+    provenance.provenance(
+        started=started,
+        device=describe_device(session.world.device),
+        processes=session.world.size,
+        seed=run.seed,
+        parameters=session.parameters,
+        training_samples=trainer.train_loader.samples,
+        validation_samples=trainer.valid_loader.samples,
+        dataset=run.dataset,
+        manifest=session.manifest.provenance,
+        fingerprint=fingerprint.name,
+        resumed_from_step=trainer.resumed_from,
+        loss=session.study.loss_info(run),
+        metrics=trainer.metrics.described,
+    ).write(out / "provenance.json")
+    for other in fingerprint.parent.glob("[0-9a-f]" * len(fingerprint.name)):  # nothing that is not ours
+        if other != fingerprint:  # of the run as it was before a change; until now it could have been put back
+            shutil.rmtree(other, ignore_errors=True)
+
+
+def run_fingerprint(run: Run, manifest: Manifest, sources: str = "") -> str:
+    """Return the SHA-256 of what makes a training itself: settings, data, sources, image.
+
+    A run with the same fingerprint goes on from its checkpoints; one that was trained to the end has its outputs
+    written again, no more.
+    """
+    image = provenance.Image.read()
+    decisive = {
+        "run": run.model_dump(mode="json", exclude=NOT_FINGERPRINTED),
+        # Loaders deliver the same samples, but for the one that delivers no data.
+        "synthetic": run.loader.kind == "synthetic",
+        "data": {split: [file.digest for file in files] for split, files in manifest.splits.items()},
+        "fields": {name: info.model_dump(mode="json") for name, info in manifest.fields.items()},
         "extra": manifest.extra,
         "sources": sources,
-        "image": image.identity if (image := provenance.Image.read()) else None,
+        "image": image.identity if image else None,
     }
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
-
-
-def _draw(session: Session, path: Path, board: Board) -> None:
-    """Draw the first validation sample with its prediction."""
-    samples = session.samples("valid")
-    x, y = samples.read(0, 0)
-    prediction = session.step.predict(torch.from_numpy(x)[None].to(session.device), once=True)[0].cpu().numpy()
-    figure = session.study.figure(session.run, session.manifest, x, y, prediction)
-    with whole(path) as temporary:
-        figure.savefig(temporary, dpi=100, format="png")
-    board.figure(figure)
+    return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()

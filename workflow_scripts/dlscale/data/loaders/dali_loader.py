@@ -19,75 +19,64 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from dlscale.core.errors import UserError
-from dlscale.data.loaders.base import Batch, Share
-from dlscale.data.loaders.decode import Recipe, Recipes
+from dlscale.data.loaders.base import Batch, Share, on_grids
+from dlscale.data.loaders.decode import DecodePlan, StoredField
 from dlscale.data.loaders.direct_device import on_device
 from dlscale.data.loaders.settings import DaliLoader as Settings
-from dlscale.data.mapped import Raw, common_type
-from dlscale.data.samples import GridSamples, Places, Samples, Side
+from dlscale.data.mapped import Layout
+from dlscale.data.samples import BoxField, BoxIndex, GridSamples, Samples
 
-#: Cells added to the rows of the operator's buffer; see `raw.buffer`.
+#: Cells added to the rows of the operator's buffer; see `dlscale.data.mapped.buffer`.
 PAD = 4
 
 
-class Feed:
-    """What the external source hands to the operator of one side.
+class DaliField(StoredField):
+    """What the external source hands to the operator of one field.
 
     Attributes
     ----------
-    size
-        Of a box, [C, a, b, c].
-    itemsize
-        Of stored values, bytes.
     pitch
         Values from one to the next along [C, a, b, c] in the operator's buffer, int64 [4].
     values
         Of such a buffer.
     """
 
-    def __init__(self, side: Side, pad: int) -> None:
-        self.side = side
-        raws = [Raw(reader, side.channel_axis) for reader in side.readers]
-        types = {common_type([file]) for file in raws}
+    def __init__(self, field: BoxField, pad: int) -> None:
+        super().__init__(field)
+        types = {str(file.buffer_dtype) for file in self.files}
         if len(types) > 1:
-            raise UserError(
-                f"loader.kind: dali needs files of one type, these have {sorted(map(str, types))}; use torch"
-            )
-        self.itemsize = types.pop().itemsize
-        self._recipes = Recipes(side)
-        self._layouts = [raw.layout() for raw in raws]
-        self._raws = raws
-        last = raws[0].order[-1] == 0
-        self.size = count, a, b, c = side.shape[0], *side.extent
+            raise UserError(f"loader.kind: dali needs files of one type, these have {sorted(types)}; use torch")
+        self._layouts = [file.layout() for file in self.files]
+        last = self.order[-1] == 0
+        count, a, b, c = self.shape
         row = (c + pad) * (count if last else 1)
         self.pitch = np.array([1, b * row, row, count] if last else [a * b * row, b * row, row, 1])
         self.values = a * b * row * (1 if last else count)
 
-    def samples(self, places: Places, starts: np.ndarray, base: np.ndarray) -> tuple[list[np.ndarray], ...]:
+    def inputs(self, boxes: BoxIndex, starts: np.ndarray) -> tuple[list[np.ndarray], ...]:
         """Return the operator's inputs (see `dali_operator`), each a list with an array for every one of B samples.
 
-        `starts` are the boxes' first cells, int64 [B, 3]; `base` is where each begins in the operator's buffer, [B].
+        `starts` are the boxes' first cells, int64 [B, 3].
         """
-        layouts = [self._layout(file, start) for file, start in zip(places.file, starts, strict=True)]
+        layouts = [self._layout(file, start) for file, start in zip(boxes.file, starts, strict=True)]
         where = [
-            np.concatenate([layout.edges, layout.strides, start, self.pitch, self.size]) for layout, start in layouts
+            np.concatenate([layout.edges, layout.strides, start, self.pitch, self.shape]) for layout, start in layouts
         ]
-        recipe = self.recipe(places, base)
-        steps = list(np.column_stack([recipe.base, recipe.step, recipe.channel]))
-        numbers = list(np.stack([recipe.shift, recipe.factor, recipe.offset], axis=1))
+        plan = self.plan_buffers(boxes, 0)
+        steps = list(np.column_stack([plan.base, plan.step, plan.channel]))
+        numbers = list(np.stack([plan.shift, plan.factor, plan.offset], axis=1))
         return [layout.bits for layout, _ in layouts], [layout.chunks for layout, _ in layouts], where, steps, numbers
 
-    def recipe(self, places: Places, base: np.ndarray) -> Recipe:
-        """Return how to decode what lies in buffers that begin at `base` [B]."""
-        stride = np.tile(self.pitch, (len(places.file), 1))
-        return self._recipes.make(places.file, places.symmetry, base, stride)
+    def plan_buffers(self, boxes: BoxIndex, distance: int) -> DecodePlan:
+        """Return how to decode what lies in the operator's buffers, which begin `distance` values from each other."""
+        return self.plan(boxes.file, boxes.symmetry, distance * np.arange(len(boxes)), self.pitch[None])
 
-    def _layout(self, file: int, start: np.ndarray) -> tuple[Any, np.ndarray]:
+    def _layout(self, file: int, start: np.ndarray) -> tuple[Layout, np.ndarray]:
         layout = self._layouts[file]
         if layout is not None:
             return layout, start
         # Compressed, say: read through the library here, and handed over as a box of its own.
-        return self._raws[file].box(start, self.size), np.zeros(3, np.int64)
+        return self.files[file].box(start, self.shape), np.zeros(3, np.int64)
 
 
 class DaliLoader:
@@ -95,13 +84,13 @@ class DaliLoader:
 
     def __init__(self, samples: GridSamples, settings: Settings, share: Share, device: torch.device) -> None:
         self.samples = samples.size
-        self._places, self._share, self._device = samples.places, share, device
-        self._here = device.type == "cpu" or settings.device == "cpu"
-        self._feeds = [Feed(side, PAD if self._here else 0) for side in (samples.input, samples.target)]
+        self._boxes, self._share, self._device = samples.boxes, share, device
+        self._on_host = device.type == "cpu" or settings.device == "cpu"
+        self._fields = [DaliField(field, PAD if self._on_host else 0) for field in (samples.input, samples.target)]
         self._kept: deque[Any] = deque(maxlen=settings.prefetch + 2)  # DALI reads them without a copy
-        self._handed: deque[Any] = deque(maxlen=settings.prefetch + 2)  # the device may not be done with them
+        self._delivered: deque[Any] = deque(maxlen=settings.prefetch + 2)  # the device may not be done with them
         self._steps: Iterator[int] = iter(())
-        self._epoch: Places | None = None
+        self._epoch: BoxIndex | None = None
         self._pipeline = self._build(settings)
 
     def __len__(self) -> int:
@@ -117,7 +106,7 @@ class DaliLoader:
             ) from None
         from dlscale.data.loaders.dali_operator import decode_operator, read_operator
 
-        kinds = {2: types.UINT16, 4: types.UINT32}
+        words = {2: types.UINT16, 4: types.UINT32}
 
         @pipeline_def(
             batch_size=max(1, len(self._share.indices(0, self.samples))),
@@ -127,22 +116,23 @@ class DaliLoader:
             exec_dynamic=True,  # every batch owns its memory
         )
         def pipeline() -> Any:
-            inputs = fn.external_source(self._source, num_outputs=5 * len(self._feeds), batch=True, no_copy=True)
+            inputs = fn.external_source(self._source, num_outputs=5 * len(self._fields), batch=True, no_copy=True)
             outputs = []
-            for number, feed in enumerate(self._feeds):
-                operator = decode_operator(feed.itemsize, feed.size) if self._here else read_operator(feed.values)
+            for number, field in enumerate(self._fields):
+                item = field.dtype.itemsize
+                operator = decode_operator(item, field.shape) if self._on_host else read_operator(field.values)
                 run, setup = operator
-                found: Any = numba_function(
+                values: Any = numba_function(
                     *inputs[5 * number : 5 * number + 5],
                     run_fn=run,
                     setup_fn=setup,
-                    out_types=[types.FLOAT if self._here else kinds[feed.itemsize]],
-                    in_types=[kinds[feed.itemsize], types.INT64, types.INT64, types.INT64, types.FLOAT],
-                    outs_ndim=[4 if self._here else 1],
+                    out_types=[types.FLOAT if self._on_host else words[item]],
+                    in_types=[words[item], types.INT64, types.INT64, types.INT64, types.FLOAT],
+                    outs_ndim=[4 if self._on_host else 1],
                     ins_ndim=[1, 3, 1, 1, 2],
                     batch_processing=False,
                 )
-                outputs.append(found if self._device.type == "cpu" else found.gpu())
+                outputs.append(values if self._device.type == "cpu" else values.gpu())
             return tuple(outputs)
 
         built = pipeline()
@@ -154,25 +144,25 @@ class DaliLoader:
         step = next(self._steps, None)
         if step is None or self._epoch is None:
             raise StopIteration
-        places = self._epoch.part(self._share.indices(step, self.samples))
+        boxes = self._epoch.take(self._share.indices(step, self.samples))
         inputs: list[Any] = []
-        for feed, starts in zip(self._feeds, (places.input, places.target), strict=True):
-            inputs += feed.samples(places, starts, np.zeros(len(places.file), np.int64))
+        for field, starts in zip(self._fields, (boxes.input, boxes.target), strict=True):
+            inputs += field.inputs(boxes, starts)
         self._kept.append(inputs)
         return inputs
 
     def epoch(self, epoch: int, start: int = 0) -> Generator[Batch]:
         """Yield the batches of an epoch from global step `start`."""
-        places = self._places(epoch)
+        boxes = self._boxes(epoch)
         # A rank without a sample in the last, small batch has nothing to ask of DALI.
         filled = [step for step in range(start, len(self)) if self._share.indices(step, self.samples)]
         self._abandon()  # an epoch that was left unfinished
-        self._epoch, self._steps = places, iter(filled)
+        self._epoch, self._steps = boxes, iter(filled)
         steps = self._steps
         try:
             for step in range(start, len(self)):
-                part = places.part(self._share.indices(step, self.samples))
-                yield self._deliver(self._pipeline.run() if len(part.file) else None, part)
+                batch = boxes.take(self._share.indices(step, self.samples))
+                yield self._deliver(self._pipeline.run() if len(batch) else None, batch)
         finally:
             if steps is self._steps:
                 self._abandon()
@@ -187,21 +177,19 @@ class DaliLoader:
                 self._pipeline.run()
         self._pipeline.reset()
 
-    def _deliver(self, outputs: Any, places: Places) -> Batch:
-        found = []
-        for number, feed in enumerate(self._feeds):
-            shape = feed.side.shape
+    def _deliver(self, outputs: Any, boxes: BoxIndex) -> Batch:
+        batch = []
+        for number, field in enumerate(self._fields):
             if outputs is None:
-                values = torch.empty(0, *shape, device=self._device)
+                values = torch.empty(0, device=self._device)
             else:
                 values = from_dlpack(outputs[number].as_tensor())
-                if not self._here:
-                    stored = values.view(torch.float16 if feed.itemsize == 2 else torch.float32).reshape(-1)
-                    recipe = feed.recipe(places, np.arange(len(places.file)) * feed.values)
-                    values = on_device(stored, recipe, feed.side.extent)
-            found.append(values.reshape(-1, *shape))
-        self._handed.append((outputs, found))
-        x, y = found
+                if not self._on_host:
+                    stored = values.view(torch.float16 if field.dtype == np.float16 else torch.float32).reshape(-1)
+                    values = on_device(stored, field.plan_buffers(boxes, field.values), field.extent)
+            batch.append(values.reshape(len(boxes), *field.spec.shape))
+        self._delivered.append((outputs, batch))
+        x, y = batch
         return x, y
 
     def close(self) -> None:
@@ -213,11 +201,6 @@ class DaliLoader:
 
 def build(samples: Samples, settings: Settings, share: Share, device: torch.device) -> DaliLoader:
     """Make the loader."""
-    if not isinstance(samples, GridSamples):
-        raise UserError(
-            f"loader.kind: dali reads arrays on grids here, and these samples are none ({type(samples).__name__}); "
-            "use torch"
-        )
     if settings.device == "gpu" and device.type != "cuda":
         raise UserError("loader.device: gpu, but the model is on a CPU; use auto or cpu")
-    return DaliLoader(samples, settings, share, device)
+    return DaliLoader(on_grids(samples, "dali"), settings, share, device)

@@ -1,7 +1,7 @@
 """The operators that DALI runs for each sample: plain functions, which DALI compiles with Numba.
 
-Their inputs are those of `Feed.samples`: the file's bits, the chunks' places, where (edges [3], strides [4], start [3],
-pitch [4], size [4]), steps (base, step [3], channel [C]) and numbers (shift, factor, offset) [3, C].
+Their inputs are those of `DaliField.inputs`: the file's bits, the chunks' positions, where (edges [3], strides [4],
+start [3], pitch [4], size [4]), steps (base, step [3], channel [C]) and numbers (shift, factor, offset) [3, C].
 """
 
 from __future__ import annotations

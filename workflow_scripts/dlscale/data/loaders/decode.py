@@ -1,10 +1,10 @@
-"""From stored values to the model's: turn a box, decode it, put channels first, as `Side.read` does.
+"""From stored values to the model's: transform a box, decode it, put channels first, as `BoxField.read` does.
 
-A turned box is the same memory walked in another order. So all that a sample needs is one formula,
+A transformed box is the same memory walked in another order. So all that a sample needs is one formula,
 
     out[c, i, j, k] = (stored[base + channel[c] + i step[0] + j step[1] + k step[2]] - shift[c]) factor[c] + offset[c]
 
-whose numbers a `Recipe` holds for the samples of a batch, wherever the stored values are: in the mapped file, in a
+whose numbers a `DecodePlan` holds for the samples of a batch, wherever the stored values are: in the mapped file, in a
 buffer, or on a device. `direct_host` evaluates it on a processor and `direct_device` with PyTorch.
 """
 
@@ -14,12 +14,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dlscale.data.samples import Side
+from dlscale.data.mapped import MappedArray
+from dlscale.data.samples import BoxField, GridSamples
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """The formula's numbers for B samples of C channels; places are counted in values.
+class DecodePlan:
+    """The formula's numbers for B samples of C channels; positions are counted in values.
 
     Attributes
     ----------
@@ -41,35 +42,64 @@ class Recipe:
     offset: np.ndarray
 
 
-class Recipes:
-    """Makes the recipes of one side."""
+class StoredField:
+    """A field's values as they lie in the files, and how to decode boxes of them.
 
-    def __init__(self, side: Side) -> None:
-        self._side = side
-        turning, channels = side.turning, side.shape[0]
-        self._axes = turning.axes if turning else np.arange(3)[None]
-        self._flips = turning.flips if turning else np.zeros((1, 3), bool)
-        self._source = turning.source if turning else np.arange(channels)[None]
-        self._sign = turning.sign if turning else np.ones((1, channels), np.float32)
-        self._decoding = [np.stack(side.decoding(file)) for file in range(len(side.readers))]  # each [3, C]
+    Attributes
+    ----------
+    files
+        The stored values of each file.
+    dtype, order
+        Of buffers for boxes: float16 if all files have it, else float32; axes lie as in the first file.
+    shape, extent, spec
+        See `BoxField`.
+    """
 
-    def make(self, file: np.ndarray, symmetry: np.ndarray, base: np.ndarray, stride: np.ndarray) -> Recipe:
-        """Return the recipe of B samples.
+    def __init__(self, field: BoxField) -> None:
+        self.files = [MappedArray(reader, field.channel_axis) for reader in field.readers]
+        self.dtype = np.result_type(*(file.buffer_dtype for file in self.files))
+        self.order = self.files[0].order
+        self.shape, self.extent, self.spec = field.shape, field.extent, field.spec
+        symmetries, channels = field.symmetries, field.shape[0]
+        self._axes = symmetries.axes if symmetries else np.arange(3)[None]
+        self._flips = symmetries.flips if symmetries else np.zeros((1, 3), bool)
+        self._source = symmetries.source if symmetries else np.arange(channels)[None]
+        self._sign = symmetries.sign if symmetries else np.ones((1, channels), np.float32)
+        self._decoding = np.stack([field.decoding(file) for file in range(len(self.files))])  # [files, 3, C]
+
+    @property
+    def bytes(self) -> int:
+        """Of all files in memory."""
+        return sum(int(np.prod(file.shape)) for file in self.files) * self.dtype.itemsize
+
+    def strides(self, boxes: np.ndarray) -> np.ndarray:
+        """Return the values from one cell to the next in an array with axes [..., C, a, b, c], int64 [4]."""
+        return np.array(boxes.strides[-4:]) // self.dtype.itemsize
+
+    def plan(self, file: np.ndarray, symmetry: np.ndarray, base: np.ndarray, stride: np.ndarray) -> DecodePlan:
+        """Return how to decode the boxes of B samples.
 
         Parameters
         ----------
         file, symmetry
-            As `Places` has them, int64 [B].
+            As `BoxIndex` has them, int64 [B].
         base
             Where each box begins, in values, int64 [B].
         stride
-            Values from one cell to the next along the axes (C, and the box's three), int64 [B, 4].
+            Values from one cell to the next along the axes (C, and the box's three), int64 [B, 4] or [1, 4].
         """
         axes, flips = self._axes[symmetry], self._flips[symmetry]
-        turned, last = np.take_along_axis(stride[:, 1:], axes, axis=1), np.array(self._side.extent)[axes] - 1
-        base = base + (flips * last * turned).sum(axis=1)
+        stride = np.broadcast_to(stride, (len(file), 4))
+        step, last = np.take_along_axis(stride[:, 1:], axes, axis=1), np.array(self.extent)[axes] - 1
+        base = base + (flips * last * step).sum(axis=1)
         source, sign = self._source[symmetry], self._sign[symmetry]
-        numbers = np.stack([self._decoding[number] for number in file]) if len(file) else np.empty((0, 3, len(sign[0])))
-        shift, factor, offset = (np.take_along_axis(numbers[:, row], source, axis=1) for row in range(3))
-        step = np.where(flips, -turned, turned)
-        return Recipe(base, step, source * stride[:, :1], shift, factor * sign, offset * sign)
+        shift, factor, offset = (np.take_along_axis(self._decoding[file, row], source, axis=1) for row in range(3))
+        return DecodePlan(
+            base, np.where(flips, -step, step), source * stride[:, :1], shift, factor * sign, offset * sign
+        )
+
+
+def stored_fields(samples: GridSamples) -> list[StoredField]:
+    """Return input and target of samples; one object twice if both are boxes of the same field."""
+    x = StoredField(samples.input)
+    return [x, x if samples.target is samples.input else StoredField(samples.target)]

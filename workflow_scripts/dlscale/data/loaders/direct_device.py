@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 
 from dlscale.core.errors import UserError
-from dlscale.data import mapped as raw
 from dlscale.data.loaders.base import Batch
-from dlscale.data.loaders.decode import Recipe
-from dlscale.data.loaders.direct_stored import Fill, Finish, Stored
-from dlscale.data.mapped import Raw
-from dlscale.data.samples import Places
+from dlscale.data.loaders.decode import DecodePlan, StoredField
+from dlscale.data.mapped import buffer
+from dlscale.data.samples import BoxIndex
 
 #: Bytes that are taken to the device at a time while data becomes resident.
 SLAB = 2**26
 
 
-def on_device(stored: torch.Tensor, recipe: Recipe, extent: tuple[int, int, int]) -> torch.Tensor:
+def on_device(stored: torch.Tensor, plan: DecodePlan, extent: tuple[int, int, int]) -> torch.Tensor:
     """Evaluate the formula where `stored` [values] is.
 
     Returns
@@ -35,29 +34,29 @@ def on_device(stored: torch.Tensor, recipe: Recipe, extent: tuple[int, int, int]
         tensor = torch.from_numpy(np.ascontiguousarray(values))
         return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
-    whole = torch.int32 if stored.numel() < 2**31 else torch.int64
-    base, step = moved(recipe.base).to(whole), moved(recipe.step).to(whole)
-    channel = moved(recipe.channel).to(whole)
-    shift, factor, offset = (moved(part)[:, :, None] for part in (recipe.shift, recipe.factor, recipe.offset))
-    place = base[:, None, None, None]
+    integer = torch.int32 if stored.numel() < 2**31 else torch.int64
+    base, step, channel = (moved(values).to(integer) for values in (plan.base, plan.step, plan.channel))
+    shift, factor, offset = (moved(values)[:, :, None] for values in (plan.shift, plan.factor, plan.offset))
+    position = base[:, None, None, None]
     for axis, size in enumerate(extent):
         shape = [1, 1, 1, 1]
         shape[1 + axis] = size
-        place = place + torch.arange(size, dtype=whole, device=device).reshape(shape) * step[:, axis, None, None, None]
-    place = place.flatten(1)
-    count, channels = recipe.channel.shape
-    out = torch.empty(count, channels, place.shape[1], device=device)
+        cells = torch.arange(size, dtype=integer, device=device).reshape(shape)
+        position = position + cells * step[:, axis, None, None, None]
+    position = position.flatten(1)
+    count, channels = plan.channel.shape
+    out = torch.empty(count, channels, position.shape[1], device=device)
     for c in range(channels):
-        found = stored.index_select(0, (place + channel[:, c, None]).flatten()).reshape(place.shape)
-        out[:, c] = (found.float() - shift[:, c]) * factor[:, c] + offset[:, c]
+        values = stored.index_select(0, (position + channel[:, c, None]).flatten()).reshape(position.shape)
+        out[:, c] = (values.float() - shift[:, c]) * factor[:, c] + offset[:, c]
     return out.reshape(count, channels, *extent)
 
 
 class _OnDevice:
     """What streamed and resident data share: decoding on a device, on a stream of its own."""
 
-    def __init__(self, sides: list[Stored], slots: int, device: torch.device) -> None:
-        self._sides, self._slots, self._device = sides, slots, device
+    def __init__(self, fields: list[StoredField], slots: int, device: torch.device) -> None:
+        self._fields, self._slots, self._device = fields, slots, device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._used: deque[torch.cuda.Event] = deque()
 
@@ -69,8 +68,21 @@ class _OnDevice:
         while len(self._used) > self._slots:
             self._used.popleft().synchronize()
 
+    def _on_stream(self, decode: Callable[[], list[torch.Tensor]]) -> tuple[list[torch.Tensor], Any]:
+        """Return the batch, and the event after which it is ready."""
+        if self._stream is None:
+            return decode(), None
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            return decode(), self._stream.record_event()
+
+    def _decoded(self, stored: list[torch.Tensor], plans: list[DecodePlan]) -> list[torch.Tensor]:
+        return [
+            on_device(values, plan, field.extent).reshape(-1, *field.spec.shape)
+            for values, plan, field in zip(stored, plans, self._fields, strict=True)
+        ]
+
     def deliver(self, result: Any) -> Batch:
-        """See `Way`."""
+        """See `Backend`."""
         (x, y), event = result
         if event is not None:
             current = torch.cuda.current_stream(self._device)
@@ -80,102 +92,77 @@ class _OnDevice:
                 tensor.record_stream(current)  # its memory is not to be used again before this stream is done with it
         return x, y
 
-    def _decoded(self, stored: list[torch.Tensor], recipes: list[Recipe]) -> list[torch.Tensor]:
-        extents = [side.side.extent for side in self._sides]
-        found = [on_device(*each) for each in zip(stored, recipes, extents, strict=True)]
-        return [values.reshape(-1, *side.side.shape) for values, side in zip(found, self._sides, strict=True)]
-
 
 class Streamed(_OnDevice):
     """Copies stored values into pinned buffers and from there to the device, where they are decoded.
 
-    Boxes that input and target share, as consecutive pairs of a series do, are copied once.
+    Boxes that input and target share, as consecutive states of a series do, are copied once.
     """
 
-    def __init__(self, sides: list[Stored], batch: int, slots: int, device: torch.device) -> None:
-        super().__init__(sides, slots, device)
-        self._shared = sides[0] is sides[1]
-        self._buffers = [
-            [self._allocate(stored, batch * (1 + self._shared)) for stored in sides[: 1 if self._shared else 2]]
-            for _ in range(slots)
-        ]
+    def __init__(self, fields: list[StoredField], batch: int, slots: int, device: torch.device) -> None:
+        super().__init__(fields, slots, device)
+        self._shared = fields[0] is fields[1]
+        fields, batch = (fields[:1], 2 * batch) if self._shared else (fields, batch)
+        self._buffers = [[self._allocate(field, batch) for field in fields] for _ in range(slots)]
         self._copied = [torch.cuda.Event() if self._stream else None for _ in range(slots)]
 
-    def _allocate(self, stored: Stored, count: int) -> tuple[torch.Tensor, np.ndarray]:
-        dtype = torch.float16 if stored.dtype.itemsize == 2 else torch.float32
+    def _allocate(self, field: StoredField, count: int) -> tuple[torch.Tensor, np.ndarray]:
+        """Return a pinned buffer for `count` boxes, and the boxes in it [count, C, a, b, c]."""
         made: list[torch.Tensor] = []
 
         def pinned(shape: tuple[int, ...]) -> np.ndarray:
-            made.append(torch.empty(shape, dtype=dtype, pin_memory=self._stream is not None))
-            found: np.ndarray = made[0].numpy()
-            return found
+            made.append(torch.empty(shape, dtype=_torch_dtype(field), pin_memory=self._stream is not None))
+            values: np.ndarray = made[0].numpy()
+            return values
 
-        _, boxes = raw.buffer(count, stored.box, stored.order, 0, pinned)
+        _, boxes = buffer(count, field.shape, field.order, 0, pinned)
         return made[0], boxes
 
-    def begin(self, slot: int, places: Places) -> tuple[list[Fill], Finish]:
-        """See `Way`: one task a box."""
+    def begin(self, slot: int, boxes: BoxIndex) -> tuple[list[Callable[[], None]], Callable[[], Any]]:
+        """See `Backend`: one task for each box."""
         self._keep_pace()
         if (event := self._copied[slot]) is not None:
             event.synchronize()  # the copy out of this buffer, some batches ago
-        sides = [np.column_stack([places.file, start]) for start in (places.input, places.target)]
+        needed = [np.column_stack([boxes.file, start]) for start in (boxes.input, boxes.target)]  # each [B, 4]
+        position = [np.arange(len(boxes))] * 2  # of each sample's boxes in the buffers
         if self._shared:
-            boxes, where = np.unique(np.concatenate(sides), axis=0, return_inverse=True)
-            needed, place = [boxes], np.split(where.reshape(-1), 2)
-        else:
-            needed, place = sides, [np.arange(len(places.file))] * 2
-        tasks: list[Fill] = []
-        for stored, (_, buffer), boxes in zip(self._sides, self._buffers[slot], needed, strict=False):
-            for target, box in zip(buffer, boxes, strict=False):
-                tasks.append(_Copy(stored.raws[box[0]], box[1:], target))
-        recipes = []
-        for number, stored in enumerate(self._sides):
-            boxes = self._buffers[slot][0 if self._shared else number][1]
-            stride = np.tile(stored.strides(boxes), (len(places.file), 1))
-            base = place[number] * (boxes.strides[0] // stored.dtype.itemsize)
-            recipes.append(stored.recipes.make(places.file, places.symmetry, base, stride))
+            distinct, where = np.unique(np.concatenate(needed), axis=0, return_inverse=True)
+            needed, position = [distinct], np.split(where.reshape(-1), 2)
+        buffers = self._buffers[slot]
+        tasks: list[Callable[[], None]] = [
+            functools.partial(field.files[box[0]].copy, box[1:], out)
+            for field, (_, outs), wanted in zip(self._fields, buffers, needed, strict=False)
+            for box, out in zip(wanted, outs, strict=False)
+        ]
+        plans = []
+        for number, field in enumerate(self._fields):
+            out = buffers[0 if self._shared else number][1]
+            base = position[number] * (out.strides[0] // field.dtype.itemsize)
+            plans.append(field.plan(boxes.file, boxes.symmetry, base, field.strides(out)[None]))
+        counts = [len(wanted) for wanted in needed]
+        return tasks, functools.partial(self._on_stream, functools.partial(self._copy, slot, counts, plans))
 
-        def finish() -> Any:
-            if self._stream is None:
-                return self._finish(slot, [len(each) for each in needed], recipes), None
-            with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-                batch = self._finish(slot, [len(each) for each in needed], recipes)
-                return batch, self._stream.record_event()
-
-        return tasks, finish
-
-    def _finish(self, slot: int, counts: list[int], recipes: list[Recipe]) -> list[torch.Tensor]:
+    def _copy(self, slot: int, counts: list[int], plans: list[DecodePlan]) -> list[torch.Tensor]:
+        """Take the first boxes of each buffer to the device, and decode them."""
         copies = [
             whole[:count].to(self._device, non_blocking=True).reshape(-1)
             for (whole, _), count in zip(self._buffers[slot], counts, strict=True)
         ]
         if (event := self._copied[slot]) is not None:
             event.record(self._stream)
-        return self._decoded([copies[0], copies[-1]], recipes)
-
-
-@dataclass(frozen=True)
-class _Copy:
-    """One box to copy into a buffer."""
-
-    file: Raw
-    start: np.ndarray
-    target: np.ndarray
-
-    def __call__(self) -> None:
-        self.file.copy(self.start, self.target)
+        return self._decoded([copies[0], copies[-1]], plans)
 
 
 class Resident(_OnDevice):
     """Holds all stored values on the device; a batch is decoded from there."""
 
-    def __init__(self, sides: list[Stored], slots: int, device: torch.device) -> None:
-        super().__init__(sides, slots, device)
+    def __init__(self, fields: list[StoredField], slots: int, device: torch.device) -> None:
+        super().__init__(fields, slots, device)
         try:
-            first = self._load(sides[0])
-            held = [first, first if sides[1] is sides[0] else self._load(sides[1])]
+            x = self._load(fields[0])
+            held = [x, x if fields[1] is fields[0] else self._load(fields[1])]
         except torch.OutOfMemoryError:
-            needed = sum(stored.bytes for stored in dict.fromkeys(sides))
+            needed = sum(field.bytes for field in dict.fromkeys(fields))
             raise UserError(
                 f"loader.resident: data of {needed / 1e9:.1f} GB do not fit on the device; use auto or never, or store "
                 "them in float16"
@@ -183,49 +170,47 @@ class Resident(_OnDevice):
         if self._stream is not None:  # which reads what was just written on another
             self._stream.wait_stream(torch.cuda.current_stream(device))
         self._values = [values for values, _, _ in held]
-        self._bases = [bases for _, bases, _ in held]
-        self._strides = [strides for _, _, strides in held]
+        self._firsts = [(first, strides) for _, first, strides in held]
 
-    def _load(self, stored: Stored) -> tuple[torch.Tensor, np.ndarray, np.ndarray]:
-        """Take all files of a side to the device, a slab at a time; return values, first value and strides by file."""
-        shapes = [_canonical(reader.shape, stored.side.channel_axis) for reader in stored.side.readers]
-        ends = np.cumsum([int(np.prod(shape)) for shape in shapes])
-        dtype = torch.float16 if stored.dtype.itemsize == 2 else torch.float32
-        values = torch.empty(int(ends[-1]), dtype=dtype, device=self._device)
+    def _load(self, field: StoredField) -> tuple[torch.Tensor, np.ndarray, np.ndarray]:
+        """Take all files of a field to the device, a slab at a time.
+
+        Returns
+        -------
+        tuple
+            All values [n]; of each file its first value, int64 [files], and its strides, int64 [files, 4].
+        """
+        sizes = [int(np.prod(file.shape)) for file in field.files]
+        canonical = np.argsort(field.order).tolist()
+        values = torch.empty(sum(sizes), dtype=_torch_dtype(field), device=self._device)
         strides = []
-        for file, shape, end in zip(stored.raws, shapes, ends, strict=True):
-            size = int(np.prod(shape))
-            sizes = [shape[axis] for axis in stored.order]
-            target = values[end - size : end].view(sizes).permute(*np.argsort(stored.order).tolist())
+        for file, size, one in zip(field.files, sizes, values.split(sizes), strict=True):
+            target = one.view([file.shape[axis] for axis in field.order]).permute(canonical)
             strides.append(np.array(target.stride()))
-            rows = max(1, SLAB // (size // shape[1] * stored.dtype.itemsize))
-            for first in range(0, shape[1], rows):
-                count = min(rows, shape[1] - first)
-                part = (shape[0], count, *shape[2:])
-                whole, boxes = raw.buffer(1, part, stored.order, 0, lambda shape: np.empty(shape, stored.dtype))
+            channels, rows, *grid = file.shape
+            step = max(1, SLAB // (size // rows * field.dtype.itemsize))
+            for first in range(0, rows, step):
+                slab = (channels, min(step, rows - first), *grid)
+                whole, boxes = buffer(1, slab, field.order, 0, functools.partial(np.empty, dtype=field.dtype))
                 file.copy(np.array([first, 0, 0]), boxes[0])
-                found = torch.from_numpy(whole[0]).permute(*np.argsort(stored.order).tolist())
-                target[:, first : first + count] = found.to(self._device)
-        return values, ends - [int(np.prod(shape)) for shape in shapes], np.stack(strides)
+                target[:, first : first + step] = torch.from_numpy(whole[0]).permute(canonical).to(self._device)
+        return values, np.cumsum(sizes) - sizes, np.stack(strides)
 
-    def begin(self, slot: int, places: Places) -> tuple[list[Fill], Finish]:
-        """See `Way`: nothing to read."""
+    def begin(self, slot: int, boxes: BoxIndex) -> tuple[list[Callable[[], None]], Callable[[], Any]]:
+        """See `Backend`: nothing to read."""
         self._keep_pace()
+        return [], functools.partial(self._on_stream, functools.partial(self._decode, boxes))
 
-        def finish() -> Any:
-            recipes = []
-            for number, starts in enumerate((places.input, places.target)):
-                stride = self._strides[number][places.file]
-                base = self._bases[number][places.file] + (starts * stride[:, 1:]).sum(axis=1)
-                recipes.append(self._sides[number].recipes.make(places.file, places.symmetry, base, stride))
-            if self._stream is None:
-                return self._decoded(self._values, recipes), None
-            with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-                return self._decoded(self._values, recipes), self._stream.record_event()
-
-        return [], finish
+    def _decode(self, boxes: BoxIndex) -> list[torch.Tensor]:
+        plans = []
+        for field, (firsts, strides), starts in zip(
+            self._fields, self._firsts, (boxes.input, boxes.target), strict=True
+        ):
+            stride = strides[boxes.file]
+            base = firsts[boxes.file] + (starts * stride[:, 1:]).sum(axis=1)
+            plans.append(field.plan(boxes.file, boxes.symmetry, base, stride))
+        return self._decoded(self._values, plans)
 
 
-def _canonical(shape: tuple[int, ...], channel_axis: int) -> tuple[int, ...]:
-    others = [size for axis, size in enumerate(shape) if axis != channel_axis]
-    return (shape[channel_axis], *others)
+def _torch_dtype(field: StoredField) -> torch.dtype:
+    return torch.float16 if field.dtype == np.float16 else torch.float32

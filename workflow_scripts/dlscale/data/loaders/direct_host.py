@@ -8,22 +8,21 @@ vector instructions.
 
 from __future__ import annotations
 
+import functools
 import threading
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numba
 import numpy as np
 import torch
 
-from dlscale.data import mapped as raw
 from dlscale.data.loaders.base import Batch
-from dlscale.data.loaders.decode import Recipe
-from dlscale.data.loaders.direct_stored import Fill, Finish, Stored
-from dlscale.data.mapped import Raw
-from dlscale.data.samples import Places, Side
+from dlscale.data.loaders.decode import DecodePlan, StoredField
+from dlscale.data.mapped import MappedArray, buffer
+from dlscale.data.samples import BoxIndex
 
-#: Cells added to the rows of a thread's buffer; see `raw.buffer`.
+#: Cells added to the rows of a thread's buffer; see `buffer`.
 PAD = 4
 
 
@@ -73,124 +72,99 @@ def _compiled(value, mask):  # type: ignore[no-untyped-def]
 KERNELS = {2: _compiled(_half, np.uint32(0xFFFF)), 4: _compiled(_single, np.uint32(0xFFFFFFFF))}
 
 
-class HostDecoder:
-    """Decodes boxes of one side into arrays of the model's.
+class HostField:
+    """Decodes boxes of one field on the processor."""
 
-    Parameters
-    ----------
-    side
-        What the boxes are.
-    together
-        Whether a cell's channels lie side by side in memory (channels stored last).
-    """
+    def __init__(self, field: StoredField) -> None:
+        self._field, self._local = field, threading.local()
+        self._channels = field.shape[0]
+        together = field.order[-1] == 0  # a cell's channels lie side by side
+        self._lanes = 4 if together and self._channels >= 4 and field.dtype == np.float16 else 1
+        #: Words and strides of the files whose boxes can be decoded where they lie.
+        self._mapped: list[tuple[np.ndarray, np.ndarray] | None] = []
+        for file in field.files:
+            if file.whole is None or (file.dtype, file.order) != (field.dtype, field.order):
+                self._mapped.append(None)
+            else:
+                values = file.whole.transpose(file.order).reshape(-1)
+                self._mapped.append((self._words(values), field.strides(file.whole)))
+        self._strides = field.strides(self._buffer()[0])
 
-    def __init__(self, side: Side, together: bool) -> None:
-        self._side = side
-        self._channels = side.shape[0]
-        self._lanes = 4 if together and self._channels >= 4 else 1
-
-    def words(self, stored: np.ndarray) -> np.ndarray:
+    def _words(self, stored: np.ndarray) -> np.ndarray:
         """Return stored values [n], contiguous, as the words that the kernel reads; word i begins with value i."""
         bits = stored.view(f"u{stored.itemsize}")
-        if self._lanes == 1 or stored.itemsize != 2:
+        if self._lanes == 1:
             return bits
         wide = np.frombuffer(bits, np.uint64, 1)
         return np.lib.stride_tricks.as_strided(wide, (len(bits) - 3,), (2,), writeable=False)
 
-    def decode(self, words: np.ndarray, recipe: Recipe, index: int, out: np.ndarray) -> None:
-        """Write sample `index` of a recipe into `out`, float32 of the side's shape. Threads may do so side by side."""
-        channel = recipe.channel[index]
-        if words.dtype == np.uint64:
+    def _buffer(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return this thread's own buffer for a box, and its words."""
+        if not hasattr(self._local, "buffer"):
+            shape, order = self._field.shape, self._field.order
+            whole, boxes = buffer(1, shape, order, PAD, functools.partial(np.zeros, dtype=self._field.dtype))
+            self._local.buffer = boxes[0], self._words(whole.reshape(-1))
+        box: tuple[np.ndarray, np.ndarray] = self._local.buffer
+        return box
+
+    def tasks(self, boxes: BoxIndex, starts: np.ndarray, out: np.ndarray) -> Iterator[Callable[[], None]]:
+        """Return what writes each box that begins at `starts` [n, 3] into `out`, float32 [n, C, ...]."""
+        # Boxes are decoded where they lie, if they lie in one piece and keep their axes; others are copied first.
+        mapped = [
+            None if symmetry else self._mapped[file] for file, symmetry in zip(boxes.file, boxes.symmetry, strict=True)
+        ]
+        strides = np.array([self._strides if each is None else each[1] for each in mapped]).reshape(-1, 4)
+        bases = np.array([each is not None for each in mapped], np.int64) * (starts * strides[:, 1:]).sum(axis=1)
+        plan = self._field.plan(boxes.file, boxes.symmetry, bases, strides)
+        for index, each in enumerate(mapped):
+            file, words = self._field.files[boxes.file[index]], None if each is None else each[0]
+            yield functools.partial(self._decode, file, starts[index], words, plan, index, out[index])
+
+    def _decode(
+        self,
+        file: MappedArray,
+        start: np.ndarray,
+        words: np.ndarray | None,
+        plan: DecodePlan,
+        index: int,
+        out: np.ndarray,
+    ) -> None:
+        """Write one box into `out`, out of the file's `words` or by way of a buffer."""
+        if words is None:
+            box, words = self._buffer()
+            file.copy(start, box)
+        channel = plan.channel[index]
+        if self._lanes == 4:
             # As few words as hold all channels; the last is moved back, so that none reaches beyond its cell.
             groups = np.minimum(np.arange(0, self._channels, 4), self._channels - 4)
             group = np.searchsorted(groups, channel, side="right") - 1
             lane = (16 * (channel - groups[group])).astype(np.uint64)
         else:
             groups, group, lane = channel, np.arange(len(channel)), np.zeros(len(channel), words.dtype)
-        kernel = KERNELS[4 if words.dtype == np.uint32 else 2]
-        step, base = recipe.step[index], recipe.base[index]
-        numbers = recipe.shift[index], recipe.factor[index], recipe.offset[index]
-        kernel(words, base, groups, group, lane, step, *numbers, out.reshape(self._channels, *self._side.extent))
+        kernel = KERNELS[self._field.dtype.itemsize]
+        numbers = plan.shift[index], plan.factor[index], plan.offset[index]
+        box = out.reshape(self._field.shape)
+        kernel(words, plan.base[index], groups, group, lane, plan.step[index], *numbers, box)
 
 
 class OnHost:
-    """Decodes into the batches of a ring, on the processor."""
+    """Decodes into the batches of a ring, on the processor. See `dlscale.data.loaders.direct_loader.Backend`."""
 
-    def __init__(self, sides: list[Stored], batch: int, slots: int) -> None:
-        self._sides, self._local = sides, threading.local()
-        self._decoders = [HostDecoder(stored.side, stored.order[-1] == 0) for stored in sides]
-        self._ring = [[torch.empty(batch, *stored.side.shape) for stored in sides] for _ in range(slots)]
-        self._maps: list[list[tuple[np.ndarray, np.ndarray] | None]] = []
-        for stored, decoder in zip(sides, self._decoders, strict=True):
-            found: list[tuple[np.ndarray, np.ndarray] | None] = []
-            for file in stored.raws:
-                if file.whole is None or (file.dtype, file.order) != (stored.dtype, stored.order):
-                    found.append(None)
-                else:
-                    flat = file.whole.transpose(file.order).reshape(-1)
-                    found.append((decoder.words(flat), stored.strides(file.whole)))
-            self._maps.append(found)
-        self._strides = [stored.strides(self._buffer(number)[0]) for number, stored in enumerate(sides)]
+    def __init__(self, fields: list[StoredField], batch: int, slots: int) -> None:
+        self._fields = [HostField(field) for field in fields]
+        self._ring = [[torch.empty(batch, *field.spec.shape) for field in fields] for _ in range(slots)]
 
-    def _buffer(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return this thread's own buffer for a box of a side: the box, and its words."""
-        buffers = self._local.__dict__.setdefault("buffers", {})
-        if number not in buffers:
-            stored = self._sides[number]
-            whole, boxes = raw.buffer(1, stored.box, stored.order, PAD, lambda shape: np.zeros(shape, stored.dtype))
-            buffers[number] = boxes[0], self._decoders[number].words(whole.reshape(-1))
-        found: tuple[np.ndarray, np.ndarray] = buffers[number]
-        return found
-
-    def begin(self, slot: int, places: Places) -> tuple[list[Fill], Finish]:
-        """See `Way`: one task a sample and side."""
-        count = len(places.file)
-        batch = [side[:count] for side in self._ring[slot]]
-        tasks: list[Fill] = []
-        for number, (stored, starts) in enumerate(zip(self._sides, (places.input, places.target), strict=True)):
-            # Boxes that are not turned are decoded where they lie, if they lie in one piece; others are copied first.
-            maps = [
-                None if turn else self._maps[number][file]
-                for file, turn in zip(places.file, places.symmetry, strict=True)
-            ]
-            strides = np.array([self._strides[number] if found is None else found[1] for found in maps]).reshape(-1, 4)
-            bases = [
-                0 if found is None else int(start @ found[1][1:]) for found, start in zip(maps, starts, strict=True)
-            ]
-            recipe = stored.recipes.make(places.file, places.symmetry, np.array(bases, dtype=np.int64), strides)
-            out = batch[number].numpy()
-            for index, found in enumerate(maps):
-                file = stored.raws[places.file[index]]
-                words = None if found is None else found[0]
-                tasks.append(_Task(self, number, file, starts[index], words, recipe, index, out[index]))
-        return tasks, lambda: batch
+    def begin(self, slot: int, boxes: BoxIndex) -> tuple[list[Callable[[], None]], Callable[[], Any]]:
+        """See `Backend`: one task for each box."""
+        x, y = (values[: len(boxes)] for values in self._ring[slot])
+        tasks = [
+            task
+            for field, starts, out in zip(self._fields, (boxes.input, boxes.target), (x, y), strict=True)
+            for task in field.tasks(boxes, starts, out.numpy())
+        ]
+        return tasks, lambda: (x, y)
 
     def deliver(self, result: Any) -> Batch:
-        """See `Way`."""
+        """See `Backend`."""
         x, y = result
         return x, y
-
-    def decode(self, task: _Task) -> None:
-        """Do one task."""
-        words = task.words
-        if words is None:
-            box, words = self._buffer(task.number)
-            task.file.copy(task.start, box)
-        self._decoders[task.number].decode(words, task.recipe, task.index, task.out)
-
-
-@dataclass(frozen=True)
-class _Task:
-    """One box to decode on the host."""
-
-    way: OnHost
-    number: int
-    file: Raw
-    start: np.ndarray
-    words: np.ndarray | None
-    recipe: Recipe
-    index: int
-    out: np.ndarray
-
-    def __call__(self) -> None:
-        self.way.decode(self)

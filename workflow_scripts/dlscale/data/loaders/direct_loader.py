@@ -9,21 +9,32 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from dlscale.core.errors import UserError
-from dlscale.data.loaders.base import Batch, Share
+from dlscale.data.loaders.base import Batch, Share, on_grids
+from dlscale.data.loaders.decode import StoredField, stored_fields
 from dlscale.data.loaders.direct_device import Resident, Streamed
-from dlscale.data.loaders.direct_stored import Finish, Stored, Way
 from dlscale.data.loaders.settings import DirectLoader as Settings
-from dlscale.data.samples import GridSamples, Places, Samples
+from dlscale.data.samples import BoxIndex, GridSamples, Samples
 
 #: Of a device's free memory, what resident data may take; the rest is for activations, which come later.
 RESIDENT_SHARE = 0.5
+
+
+class Backend(Protocol):
+    """How the boxes of a batch reach the model."""
+
+    def begin(self, slot: int, boxes: BoxIndex) -> tuple[list[Callable[[], None]], Callable[[], Any]]:
+        """Return the tasks of threads, in any order, for the batch of a slot, and what then returns its result."""
+        ...
+
+    def deliver(self, result: Any) -> Batch:
+        """Return the batch, in the thread of the model."""
+        ...
 
 
 class DirectLoader:
@@ -31,30 +42,29 @@ class DirectLoader:
 
     def __init__(self, samples: GridSamples, settings: Settings, share: Share, device: torch.device) -> None:
         self.samples = samples.size
-        self._places, self._share = samples.places, share
-        self._pool = ThreadPoolExecutor(settings.workers, "loader") if settings.workers else None
+        self._boxes, self._share = samples.boxes, share
+        self._pool = threads(settings.workers, device) if settings.workers else None
         # With the batch that the model works on. Without threads there is nobody who could work ahead.
         self._slots = 1 + (min(settings.prefetch, max(len(self) - 1, 0)) if settings.workers else 0)
-        sides = [Stored(samples.input)]
-        sides.append(sides[0] if samples.target is samples.input else Stored(samples.target))
-        self._ahead: deque[_Work] = deque()
+        fields = stored_fields(samples)
+        self._ahead: deque[_PendingBatch] = deque()
         batch = len(share.indices(0, samples.size))
-        self._way: Way
-        if becomes_resident(settings.resident, sides, device):
-            self._way = Resident(sides, self._slots, device)
+        self._backend: Backend
+        if becomes_resident(settings.resident, fields, device):
+            self._backend = Resident(fields, self._slots, device)
         elif device.type == "cpu":
             from dlscale.data.loaders.direct_host import OnHost  # compiled, which a GPU has no use for
 
-            self._way = OnHost(sides, batch, self._slots)
+            self._backend = OnHost(fields, batch, self._slots)
         else:
-            self._way = Streamed(sides, batch, self._slots, device)
+            self._backend = Streamed(fields, batch, self._slots, device)
 
     def __len__(self) -> int:
         return self._share.steps(self.samples)
 
     def epoch(self, epoch: int, start: int = 0) -> Generator[Batch]:
         """Yield the batches of an epoch from global step `start`; each is overwritten some time after the next one."""
-        places = self._places(epoch)
+        boxes = self._boxes(epoch)
         self._abandon()  # an epoch that was left unfinished: its buffers are these
         ahead = self._ahead
         following = start
@@ -62,16 +72,16 @@ class DirectLoader:
             for _ in range(start, len(self)):
                 while following < len(self) and len(ahead) < self._slots:
                     indices = self._share.indices(following, self.samples)
-                    ahead.append(_Work(self._way, following % self._slots, places.part(indices), self._pool))
+                    ahead.append(_PendingBatch(self._backend, following % self._slots, boxes.take(indices), self._pool))
                     following += 1
-                yield self._way.deliver(ahead.popleft().result())
+                yield self._backend.deliver(ahead.popleft().result())
         finally:
             if ahead is self._ahead:
                 self._abandon()
 
     def _abandon(self) -> None:
-        for work in self._ahead:
-            work.abandon()
+        for batch in self._ahead:
+            batch.abandon()
         self._ahead = deque()
 
     def close(self) -> None:
@@ -80,38 +90,38 @@ class DirectLoader:
             self._pool.shutdown(cancel_futures=True)
 
 
-class _Work:
-    """A batch that threads work on: one of them finds out what there is to do, all do it, one finishes it.
+class _PendingBatch:
+    """A batch that threads work on: one lists the tasks, all do them, and one makes the batch of what they did.
 
     Without threads it is done at once.
     """
 
-    def __init__(self, way: Way, slot: int, places: Places, pool: ThreadPoolExecutor | None) -> None:
-        self._way, self._slot, self._places, self._pool = way, slot, places, pool
+    def __init__(self, backend: Backend, slot: int, boxes: BoxIndex, pool: ThreadPoolExecutor | None) -> None:
+        self._backend, self._slot, self._boxes, self._pool = backend, slot, boxes, pool
         self._done: Future[Any] = Future()
-        self._fills: list[Future[None]] = []
+        self._tasks: list[Future[None]] = []
         self._begun = pool.submit(self._begin) if pool is not None else None
         if pool is None:
-            fills, finish = way.begin(slot, places)
-            for fill in fills:
-                fill()
-            self._done.set_result(finish())
+            tasks, finalize = backend.begin(slot, boxes)
+            for task in tasks:
+                task()
+            self._done.set_result(finalize())
 
     def _begin(self) -> None:
         try:
             assert self._pool is not None
-            fills, finish = self._way.begin(self._slot, self._places)
-            self._fills = [self._pool.submit(fill) for fill in fills]
-            # Behind the fills in the threads' queue, so that they are done, or being done, when it waits for them.
-            self._fills.append(self._pool.submit(self._finish, list(self._fills), finish))
+            tasks, finalize = self._backend.begin(self._slot, self._boxes)
+            self._tasks = [self._pool.submit(task) for task in tasks]
+            # Behind the tasks in the threads' queue, so that they are done, or being done, when it waits for them.
+            self._tasks.append(self._pool.submit(self._finalize, list(self._tasks), finalize))
         except BaseException as error:
             self._done.set_exception(error)
 
-    def _finish(self, fills: list[Future[None]], finish: Finish) -> None:
+    def _finalize(self, tasks: list[Future[None]], finalize: Callable[[], Any]) -> None:
         try:
-            for fill in fills:
-                fill.result()
-            self._done.set_result(finish())
+            for task in tasks:
+                task.result()
+            self._done.set_result(finalize())
         except BaseException as error:
             self._done.set_exception(error)
 
@@ -123,18 +133,26 @@ class _Work:
         """Return when nobody writes into its buffers any more."""
         if self._begun is not None and not self._begun.cancel():
             self._begun.exception()
-        for fill in self._fills:
-            if not fill.cancel():
-                fill.exception()
+        for task in self._tasks:
+            if not task.cancel():
+                task.exception()
 
 
-def becomes_resident(setting: str, sides: list[Stored], device: torch.device) -> bool:
+def threads(count: int, device: torch.device) -> ThreadPoolExecutor:
+    """Return threads that work on the loader's GPU: the current one of a new thread is the first of the machine."""
+    if device.type != "cuda":
+        return ThreadPoolExecutor(count, "loader")
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return ThreadPoolExecutor(count, "loader", torch.cuda.set_device, (index,))
+
+
+def becomes_resident(setting: str, fields: list[StoredField], device: torch.device) -> bool:
     """Return whether the data is to be held on the device, by the setting or by what fits, and say so."""
     if setting != "auto":
         return setting == "always"
     if device.type != "cuda":
         return False  # the page cache is memory already
-    needed = sum(stored.bytes for stored in dict.fromkeys(sides))
+    needed = sum(field.bytes for field in dict.fromkeys(fields))
     free, _ = torch.cuda.mem_get_info(device)
     fits = needed <= RESIDENT_SHARE * free
     logging.info(
@@ -149,9 +167,4 @@ def becomes_resident(setting: str, sides: list[Stored], device: torch.device) ->
 
 def build(samples: Samples, settings: Settings, share: Share, device: torch.device) -> DirectLoader:
     """Make the loader."""
-    if not isinstance(samples, GridSamples):
-        raise UserError(
-            f"loader.kind: direct reads arrays on grids, and these samples are none ({type(samples).__name__}); "
-            "use torch"
-        )
-    return DirectLoader(samples, settings, share, device)
+    return DirectLoader(on_grids(samples, "direct"), settings, share, device)

@@ -1,4 +1,4 @@
-"""`synthetic`: no data at all. One batch of normal deviates on the device, again and again.
+"""`synthetic`: no data at all. One batch of random numbers on the device, as the samples declare it, again and again.
 
 It shows what the rest of a step costs: the ceiling of every loader.
 """
@@ -11,19 +11,23 @@ import torch
 
 from dlscale.data.loaders.base import Batch, Share
 from dlscale.data.loaders.settings import SyntheticLoader as Settings
-from dlscale.data.samples import Samples
+from dlscale.data.samples import ArraySpec, Samples
 
 
 class SyntheticLoader:
-    """See `dlscale.data.loaders.base.Loader`."""
+    """See `dlscale.data.loaders.base.Loader`.
+
+    Fields are normal deviates, in targets clamped to [-1, 1]; labels are any of their classes, and images any bytes.
+    """
 
     def __init__(self, samples: Samples, share: Share, device: torch.device) -> None:
         self.samples = samples.size
         self._share = share
         generator = torch.Generator().manual_seed(0)
         count = len(share.indices(0, samples.size))
-        self._x = torch.randn((count, *samples.input_shape), generator=generator).to(device)
-        self._y = torch.randn((count, *samples.target_shape), generator=generator).clamp(-1, 1).to(device)
+        self._x = _random(samples.input_spec, count, generator).to(device)
+        y = _random(samples.target_spec, count, generator)
+        self._y = (y.clamp(-1, 1) if y.is_floating_point() else y).to(device)
 
     def __len__(self) -> int:
         return self._share.steps(self.samples)
@@ -36,6 +40,13 @@ class SyntheticLoader:
 
     def close(self) -> None:
         """Nothing to stop."""
+
+
+def _random(spec: ArraySpec, count: int, generator: torch.Generator) -> torch.Tensor:
+    shape, dtype = (count, *spec.shape), getattr(torch, spec.dtype)
+    if dtype.is_floating_point:
+        return torch.randn(shape, generator=generator, dtype=dtype)
+    return torch.randint(spec.classes or 256, shape, generator=generator, dtype=dtype)
 
 
 def build(samples: Samples, settings: Settings, share: Share, device: torch.device) -> SyntheticLoader:

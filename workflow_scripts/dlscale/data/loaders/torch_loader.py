@@ -28,10 +28,12 @@ class _Collate:
     """Stacks samples; this rank's share of a small last batch may be none at all."""
 
     def __init__(self, samples: Samples) -> None:
-        self.shapes = samples.input_shape, samples.target_shape
+        self.specs = samples.input_spec, samples.target_spec
 
-    def __call__(self, found: list[Batch]) -> list[torch.Tensor]:
-        return default_collate(found) if found else [torch.empty(0, *shape) for shape in self.shapes]
+    def __call__(self, samples: list[Batch]) -> list[torch.Tensor]:
+        if samples:
+            return default_collate(samples)
+        return [torch.empty(0, *spec.shape, dtype=getattr(torch, spec.dtype)) for spec in self.specs]
 
 
 class _Batches:

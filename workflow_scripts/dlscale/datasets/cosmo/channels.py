@@ -1,8 +1,23 @@
-"""The channels of cosmological volumes, in the published order."""
+"""The channels of cosmological volumes: names, units, transforms, in the published order, and their files."""
 
 from __future__ import annotations
 
-from dlscale.data.transforms import DENSITY, TEMPERATURE, VELOCITY, Transform
+from pathlib import Path
+
+import h5py
+import numpy as np
+
+from dlscale.core.errors import UserError
+from dlscale.data import store
+from dlscale.data.transforms import Transform
+
+#: The published form: densities (relative to the mean) as ln(x)/14. Cells that no particle touched are
+#: exactly 0; the floor, a thousandth of the mean, keeps them from standing far off all others.
+DENSITY = Transform("log", 0.0, 14.0, 1e-3)
+#: Peculiar velocities in km/s; 1000 km/s bounds what boxes of ~100 Mpc/h hold.
+VELOCITY = Transform("linear", 0.0, 1000.0)
+#: Temperatures in K: 10^2 ... 10^8 K fill (-1, 1).
+TEMPERATURE = Transform("log", 5 * float(np.log(10)), 3 * float(np.log(10)))
 
 #: (channels, units, transforms) of both fields. Component x, y, z of a vector belongs to grid axis D, H, W.
 CHANNELS: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[Transform, ...]]] = {
@@ -17,3 +32,26 @@ CHANNELS: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[Transform, ...
         (DENSITY, VELOCITY, VELOCITY, VELOCITY, TEMPERATURE),
     ),
 }
+
+
+def open_volumes(file: h5py.File) -> dict[str, h5py.Dataset]:
+    """Return both volumes [C, D, H, W] of an open file by name; other channels or sizes are a `UserError`."""
+    volumes = {name: store.dataset(file, name, len(spec[0]), ndim=4) for name, spec in CHANNELS.items()}
+    sizes = [values.shape[1:] for values in volumes.values()]
+    if len(set(sizes)) > 1:
+        raise UserError(
+            f"{file.filename}: {' and '.join(volumes)} differ in size ({', '.join(map(str, sizes))}); expected the "
+            "same grid"
+        )
+    return volumes
+
+
+def read_planes(volume: h5py.Dataset, rows: slice, path: Path) -> np.ndarray:
+    """Return planes [C, rows, H, W] of a volume, float32."""
+    try:
+        values: np.ndarray = volume[:, rows].astype(np.float32, copy=False)
+    except OSError as error:
+        raise UserError(
+            f"{path}: {volume.name.lstrip('/')}: cannot read ({error}); the file is damaged, fetch it again"
+        ) from None
+    return values

@@ -127,6 +127,7 @@ class Cosmo(DatasetKind):
     name = "cosmo"
     Settings = CosmoDataset
     Samples = CropSamples
+    rows = "planes"
 
     def parts(self, dataset: CosmoDataset) -> list[Part]:
         """One part for each box, or for each file and split; of files cut by fractions, one for each file and share."""

@@ -9,10 +9,9 @@ import numpy as np
 from dlscale.core.errors import UserError
 from dlscale.data import sampling
 from dlscale.data.manifest import Manifest
-from dlscale.data.samples import GridSamples, Places, Side
-from dlscale.data.store import Reader
+from dlscale.data.samples import BoxField, BoxIndex, GridSamples
 from dlscale.datasets.cosmo.kind import CropSamples
-from dlscale.datasets.cosmo.symmetries import COUNT, Turning
+from dlscale.datasets.cosmo.symmetries import COUNT, CubeSymmetries
 
 
 class Crops(GridSamples):
@@ -26,15 +25,8 @@ class Crops(GridSamples):
     def __init__(self, manifest: Manifest, split: str, settings: CropSamples, seed: int) -> None:
         files = manifest.files(split)
         self.crop, self._seed, self._training = settings.crop, seed, split == "train"
-        extent = (self.crop,) * 3
         self.input, self.target = (
-            Side(
-                [Reader(manifest.path(file), name) for file in files],
-                manifest.fields[name],
-                extent,
-                channel_axis=0,
-                turning=Turning(manifest.fields[name].channels),
-            )
+            BoxField(manifest, split, name, (self.crop,) * 3, CubeSymmetries(manifest.fields[name].channels))
             for name in ("Nbody", "Hydro")
         )
         self._symmetries = COUNT[settings.symmetry] if self._training else 1
@@ -72,19 +64,17 @@ class Crops(GridSamples):
         )
 
     @functools.lru_cache(maxsize=2)  # noqa: B019 - as above
-    def places(self, epoch: int) -> Places:
+    def boxes(self, epoch: int) -> BoxIndex:
         """See `GridSamples`."""
         if self._training:
             table = self.table(epoch)
-            return Places(table[:, 0], table[:, 1:4], table[:, 1:4], table[:, 4])
-        cells = self._grid.prod(axis=1)
-        ends = np.cumsum(cells)
-        volume = np.searchsorted(ends, self._fixed, side="right")
-        grid_N3, place = self._grid[volume], self._fixed - (ends - cells)[volume]
-        z, place = np.divmod(place, grid_N3[:, 1] * grid_N3[:, 2])
-        y, x = np.divmod(place, grid_N3[:, 2])
+            return BoxIndex(table[:, 0], table[:, 1:4], table[:, 1:4], table[:, 4])
+        volume, cell = sampling.locate(self._grid.prod(axis=1), self._fixed)
+        grid_N3 = self._grid[volume]
+        z, cell = np.divmod(cell, grid_N3[:, 1] * grid_N3[:, 2])
+        y, x = np.divmod(cell, grid_N3[:, 2])
         start = np.stack([z, y, x], axis=1) * self.crop
-        return Places(volume, start, start, np.zeros_like(volume))
+        return BoxIndex(volume, start, start, np.zeros_like(volume))
 
 
 def open_samples(manifest: Manifest, split: str, settings: CropSamples, seed: int) -> Crops:

@@ -11,9 +11,9 @@ import numpy as np
 from dlscale.core.errors import UserError
 from dlscale.data import store
 from dlscale.data.kind import Part
+from dlscale.data.source import Source
 from dlscale.data.store import Field
-from dlscale.data.transforms import IDENTITY
-from dlscale.datasets.cosmo.channels import CHANNELS
+from dlscale.datasets.cosmo.channels import CHANNELS, open_volumes, read_planes
 from dlscale.datasets.cosmo.kind import CosmoDataset
 
 
@@ -22,19 +22,14 @@ def open_source(dataset: CosmoDataset, part: Part, paths: list[Path]) -> CosmoSo
     return CosmoSource(dataset, part, paths[0])
 
 
-class CosmoSource:
+class CosmoSource(Source):
     """A volume streamed in slabs along its first axis; see `dlscale.data.source.Source`."""
 
     def __init__(self, dataset: CosmoDataset, part: Part, path: Path) -> None:
         self._file = store.open_file(path)
-        self._raw = {name: store.dataset(self._file, name, len(spec[0])) for name, spec in CHANNELS.items()}
-        shapes = {raw.shape[1:] for raw in self._raw.values()}
-        if len(shapes) > 1:
-            raise UserError(
-                f"{path}: Nbody and Hydro differ in size ({', '.join(map(str, shapes))}); expected the same grid"
-            )
+        self._volumes = open_volumes(self._file)
         self._factor = dataset.downsample
-        edge = shapes.pop()
+        edge = self._volumes["Nbody"].shape[1:]
         depth, height, width = (size // self._factor for size in edge)
         if min(depth, height, width) < 1:
             raise UserError(f"{path}: downsample {self._factor} is larger than the volume {edge}; choose a smaller one")
@@ -55,36 +50,29 @@ class CosmoSource:
                 units if published else ("1",) * len(channels),
                 (len(channels), rows, height, width),
                 0,
-                transforms if published else (IDENTITY,) * len(channels),
+                transforms if published else (),
             )
             for name, (channels, units, transforms) in CHANNELS.items()
         )
         raw_row = 4 * 9 * self._factor * edge[1] * edge[2]
         # The raw slab, its averages axis by axis (half at most, then less), a finite-check mask, the result.
         self.bytes_per_row = int(raw_row * (2.0 if self._factor > 1 else 1.25)) + 4 * 9 * height * width * 2
-        self.coordinates: dict[str, np.ndarray] = {}
-        self.attributes: dict[str, Any] = {"raw_file": path.name, **_plain(dict(self._file.attrs))}
+        self.attributes = {"raw_file": path.name, **_plain(dict(self._file.attrs))}
         self._path = path
 
     def read(self, start: int, stop: int) -> dict[str, np.ndarray]:
         """Return rows [start, stop) of both fields, block-averaged, then transformed to model units."""
-        found = {}
+        slabs = {}
         for field in self.fields:
-            raw = self._raw[field.name]
             rows = slice((self._first + start) * self._factor, (self._first + stop) * self._factor)
-            try:
-                values = raw[:, rows].astype(np.float32, copy=False)
-            except OSError as error:
-                raise UserError(
-                    f"{self._path}: {field.name}: cannot read ({error}); the file is damaged, fetch it again"
-                ) from None
+            values = read_planes(self._volumes[field.name], rows, self._path)
             # The check comes before the logarithm, which would turn a NaN into the range's lower end.
             store.check_finite(values, field, str(self._path), rows.start)
             values = store.block_average(values, self._factor, (1, 2, 3))
-            found[field.name] = np.stack(
+            slabs[field.name] = np.stack(
                 [transform.forward(channel) for transform, channel in zip(field.transforms, values, strict=True)]
             )
-        return found
+        return slabs
 
     def close(self) -> None:
         """Close the file."""

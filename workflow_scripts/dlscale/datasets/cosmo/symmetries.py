@@ -68,8 +68,8 @@ def apply(symmetry: Symmetry, x_CDHW: np.ndarray, vectors_: list[tuple[int, int,
     return result
 
 
-class Turning:
-    """All 48, for boxes of the channels given. See `dlscale.data.samples.Turning`."""
+class CubeSymmetries:
+    """All 48, for boxes of the channels given. See `dlscale.data.samples.Symmetries`."""
 
     def __init__(self, channels: list[str]) -> None:
         self._vectors = vectors(channels)
@@ -83,5 +83,5 @@ class Turning:
                 self.sign[:, channel] = np.where(self.flips[:, axis], -1, 1)
 
     def apply(self, number: int, x: np.ndarray) -> np.ndarray:
-        """Return the turned box, contiguous."""
+        """See `dlscale.data.samples.Symmetries`; the result is contiguous."""
         return apply(SYMMETRIES[number], x, self._vectors)

@@ -132,6 +132,7 @@ class Era5(DatasetKind):
     name = "era5"
     Settings = Era5Dataset
     Samples = PairSamples
+    rows = "times"
 
     def parts(self, dataset: Era5Dataset) -> list[Part]:
         """One part for each split and calendar year; none for a prepared folder, which is as it is."""
@@ -157,19 +158,21 @@ class Era5(DatasetKind):
         """See `DatasetKind`."""
         return {"simulated": "simulator", "zarr": "zarr"}.get(dataset.source.kind)
 
+    def origins(self, dataset: Era5Dataset) -> list[str]:
+        """See `DatasetKind`."""
+        return [dataset.source.path] if isinstance(dataset.source, Era5Prepared) else super().origins(dataset)
+
     def prepared_files(self, dataset: Era5Dataset) -> list[str]:
-        """Return a folder's years, and the statistics that it has to have, even where they are missing."""
+        """Return a folder's years, and the statistics that it has to have."""
         assert isinstance(dataset.source, Era5Prepared)
         root = pathlib.Path(dataset.source.path)
-        means = [root / "stats/time_means.npy"] if (root / "stats/time_means.npy").exists() else []
-        needed = [root / "stats/global_means.npy", root / "stats/global_stds.npy"]
-        years = sorted(path for split in SPLITS for path in (root / split).glob("*.h5"))
-        return [str(path) for path in [*years, *needed, *means]]
-
-    def lacking(self, dataset: Era5Dataset) -> str | None:
-        """See `DatasetKind`: a folder of no year has no file to miss."""
-        folders = [pathlib.Path(dataset.source.path, split) for split in ("train", "valid")]
-        return next((f"{folder}/*.h5: no such file" for folder in folders if not any(folder.glob("*.h5"))), None)
+        files = []
+        for split in SPLITS:
+            years = sorted((root / split).glob("*.h5"))
+            files += years or ([] if split == "test" else [root / split / "*.h5"])
+        files += [root / "stats" / f"global_{name}.npy" for name in ("means", "stds")]
+        files += [path for path in [root / "stats/time_means.npy"] if path.exists()]
+        return [str(path) for path in files]
 
     def raw_settings(self, dataset: Era5Dataset, raw: RawFile) -> dict[str, Any]:
         """See `DatasetKind`; out of a store only the asked channels and times are read."""

@@ -7,36 +7,10 @@ import functools
 import numpy as np
 
 from dlscale.core.errors import UserError
-from dlscale.core.records import Record
 from dlscale.data import sampling
 from dlscale.data.manifest import Manifest
-from dlscale.data.samples import GridSamples, Places, Side
-from dlscale.data.store import Reader
+from dlscale.data.samples import BoxField, BoxIndex, GridSamples
 from dlscale.datasets.era5.kind import PairSamples
-
-
-class Extra(Record):
-    """What a manifest of this kind says beyond what all manifests do.
-
-    Attributes
-    ----------
-    latitude, longitude
-        Of the grid, degrees; empty where files do not tell.
-    step_hours
-        Time between stored states, h.
-    climatology
-        Path of the mean over training times [1, C, H, W], relative to the manifest.
-    """
-
-    latitude: list[float] = []
-    longitude: list[float] = []
-    step_hours: float | None = None
-    climatology: str | None = None
-
-    @classmethod
-    def of(cls, manifest: Manifest) -> Extra:
-        """Return that of a manifest."""
-        return cls.checked(manifest.extra, f"{manifest.folder}/manifest.json: extra")
 
 
 class Pairs(GridSamples):
@@ -49,13 +23,10 @@ class Pairs(GridSamples):
 
     def __init__(self, manifest: Manifest, split: str, settings: PairSamples, seed: int) -> None:
         files = manifest.files(split)
-        info = manifest.fields["fields"]
-        readers = [Reader(manifest.path(file), "fields") for file in files]
-        rows, columns = info.grid
-        self.input = self.target = Side(readers, info, (1, rows, columns), channel_axis=1)
-        pairs = np.array([max(file.rows - settings.dt, 0) for file in files])
-        self._ends = np.cumsum(pairs)
-        self.available = int(self._ends[-1])
+        rows, columns = manifest.fields["fields"].grid
+        self.input = self.target = BoxField(manifest, split, "fields", (1, rows, columns))
+        self._pairs = np.array([max(file.rows - settings.dt, 0) for file in files])
+        self.available = int(self._pairs.sum())
         if not self.available:
             raise UserError(
                 f"{manifest.folder}: {split}: no pair of states {settings.dt} steps apart (samples.dt) in files of "
@@ -64,22 +35,15 @@ class Pairs(GridSamples):
         self._dt, self._seed, self._training = settings.dt, seed, split == "train"
         wanted = settings.train if self._training else settings.valid
         self.size = min(wanted or self.available, self.available)
-        self._fixed = sampling.evenly(self.available, self.size)
 
-    @functools.lru_cache(maxsize=2)  # noqa: B019 - an epoch's order serves all its samples; two epochs overlap
-    def order(self, epoch: int) -> np.ndarray:
-        """Return the pair that each sample of a training epoch is, int64 [size]."""
-        return sampling.order(self._seed, epoch, self.available)[: self.size]
-
-    @functools.lru_cache(maxsize=2)  # noqa: B019 - as above
-    def places(self, epoch: int) -> Places:
+    @functools.lru_cache(maxsize=2)  # noqa: B019 - an epoch's index serves all its samples; two epochs overlap
+    def boxes(self, epoch: int) -> BoxIndex:
         """See `GridSamples`."""
-        pair = self.order(epoch) if self._training else self._fixed
-        file = np.searchsorted(self._ends, pair, side="right")
-        row = pair - np.concatenate([[0], self._ends])[file]
+        pair = sampling.visits(self._seed, epoch, self.available, self.size, self._training)
+        file, row = sampling.locate(self._pairs, pair)
         zero = np.zeros_like(row)
         x, y = (np.stack([time, zero, zero], axis=1) for time in (row, row + self._dt))
-        return Places(file, x, y, zero)
+        return BoxIndex(file, x, y, zero)
 
 
 def open_samples(manifest: Manifest, split: str, settings: PairSamples, seed: int) -> Pairs:

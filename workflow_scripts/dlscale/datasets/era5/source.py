@@ -4,8 +4,7 @@ Each file is catalogued first (names, levels, times and grid, without the values
 files are laid side by side and checked: every channel once at every time, at one step, on one grid. Values
 are read only where they are asked for: the wanted variables, levels, times and window.
 
-Notation: `T` times, `C` channels, `L` levels of a variable, `H` latitudes (north to south), `W` longitudes.
-Times are numpy `datetime64[s]`, UTC. Levels are in hPa, whatever the file counts in.
+Notation: `C` channels, the rest as in `dlscale.datasets.era5.variables`.
 """
 
 from __future__ import annotations
@@ -13,70 +12,22 @@ from __future__ import annotations
 import contextlib
 import datetime as dt
 import functools
-import os
-import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from dlscale.core.errors import UserError, nearest
 from dlscale.data.kind import Part
-from dlscale.data.store import Field, block_average, identity
+from dlscale.data.source import Source
+from dlscale.data.store import Field, block_average
+from dlscale.datasets.era5.grib import open_grib
 from dlscale.datasets.era5.kind import Era5Dataset
-
-if TYPE_CHECKING:
-    import xarray as xr
-
-# what the axes are called: by CF, ECMWF's two generations of NetCDF, cfgrib, ARCO-ERA5 and WeatherBench2
-TIMES = ("valid_time", "time")
-LATITUDES = ("latitude", "lat")
-LONGITUDES = ("longitude", "lon")
-LEVELS = ("isobaricInhPa", "isobaricInPa", "pressure_level", "level", "plev", "lev")
-
-_TORN = "the file may be torn or damaged: fetch or make it again"
-_GRID = "expected a regular grid: one axis of latitudes and one of longitudes; interpolate it, e.g. with `cdo remapbil`"
-
-
-@dataclass(frozen=True, eq=False)
-class Variable:
-    """One variable of one file, its values not read yet.
-
-    Attributes
-    ----------
-    origin
-        The file or store, for messages.
-    channels
-        `name`, or `name@level` for each of L levels.
-    times
-        [T], as in the file: sorted or not.
-    latitude, longitude
-        [H], north to south, and [W], ascending: degrees, float64.
-    load
-        `load(times, levels, rows, columns)` reads indices [t] and [l] and a window [h, w] of the grid,
-        as float32 [t, l, h, w]; missing values are NaN.
-    footprint
-        `footprint(levels, rows, columns)`: bytes that `load` needs for one time: of stored values (whole
-        chunks), and of decoded ones (the selected window).
-    chunk
-        Times that are stored, and hence read, together.
-    advice
-        What to do when `load` fails.
-    """
-
-    origin: str
-    channels: tuple[str, ...]
-    units: str
-    long_name: str
-    times: np.ndarray
-    latitude: np.ndarray
-    longitude: np.ndarray
-    load: Callable[[np.ndarray, list[int], slice, slice], np.ndarray]
-    footprint: Callable[[list[int], slice, slice], tuple[int, int]]
-    chunk: int = 1
-    advice: str = _TORN
+from dlscale.datasets.era5.netcdf import open_netcdf
+from dlscale.datasets.era5.times import common_times, kept
+from dlscale.datasets.era5.variables import TORN, Variable, reading
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,7 +80,37 @@ def open_source(dataset: Era5Dataset, part: Part, paths: list[Path]) -> Era5Sour
         )
 
 
-class Era5Source:
+def _catalogue(path: Path, wanted: Collection[str], stack: contextlib.ExitStack) -> list[Variable]:
+    """List the variables of a file of any format; `stack` will close it.
+
+    What does not fit (other axes, other grids) is left out, unless it is `wanted`: then it is a `UserError`.
+    """
+    if path.is_dir():
+        if not any((path / marker).exists() for marker in ("zarr.json", ".zgroup", ".zmetadata")):
+            raise UserError(f"{path}: a folder, but not a Zarr store; give GRIB or NetCDF files, or a Zarr store")
+        return open_netcdf(path, "zarr", wanted, stack)
+    try:
+        with open(path, "rb") as file:
+            head = file.read(1024)
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file; check the dataset's `source.paths`, or run the acquire stage") from None
+    except OSError as error:
+        raise UserError(f"{path}: cannot be opened ({error.strerror}); check the permissions") from None
+    if head.startswith(b"\x89HDF\r\n\x1a\n"):
+        return open_netcdf(path, "h5netcdf", wanted, stack)
+    if head.startswith((b"CDF\x01", b"CDF\x02")):
+        return open_netcdf(path, "scipy", wanted, stack)
+    if b"GRIB" in head:  # bulletins may have a heading before it
+        return open_grib(path, wanted)
+    if head.startswith(b"CDF\x05"):
+        raise UserError(f"{path}: NetCDF in the CDF-5 format is not supported; convert it: nccopy -k nc4 IN OUT")
+    if head.startswith((b"\x1f\x8b", b"PK\x03\x04")):
+        raise UserError(f"{path}: a compressed archive; unpack it first")
+    content = f"begins with {head[:8]!r}" if head else "is empty"
+    raise UserError(f"{path}: neither GRIB nor NetCDF nor Zarr: it {content}; {TORN}")
+
+
+class Era5Source(Source):
     """Channels at regular times from any number of variables in any number of files.
 
     Attributes: see `dlscale.data.source.Source`.
@@ -172,8 +153,8 @@ class Era5Source:
             used = [variable for variable in variables if not set(variable.channels).isdisjoint(names)]
             latitude, longitude = _one_grid(used)
             rows, columns = _window(crop, downsample, (latitude.size, longitude.size), label)
-            keep = functools.partial(_kept, period=period, step_hours=step_hours)
-            self.times = _common_times(names, used, keep, period, step_hours, label)
+            keep = functools.partial(kept, period=period, step_hours=step_hours)
+            self.times = common_times(names, used, keep, period, step_hours, label)
             units = tuple(_one_value(name, "units", used) for name in names)
         except BaseException:
             close()
@@ -185,13 +166,14 @@ class Era5Source:
         points = (rows.stop // downsample) * (columns.stop // downsample)
         shape = (self.times.size, len(names), rows.stop // downsample, columns.stop // downsample)
         written = tuple(channels) or tuple(names)
-        self.fields: tuple[Field, ...] = (Field("fields", written, units, shape, 1, identity(len(names))),)
+        self.fields: tuple[Field, ...] = (Field("fields", written, units, shape, 1),)
         self.bytes_per_row = 4 * len(names) * points + max(map(self._footprint, self._segments), default=0)
         self.coordinates = {
             "latitude": _averaged(latitude[rows], downsample),
             "longitude": _averaged(longitude[columns], downsample),
-            "time": self.times.astype(np.int64) / 3600.0,
         }
+        self.row_coordinates = {"time": self.times.astype(np.int64) / 3600.0}
+        self.summed = ("fields",)  # for the climatology
         self.attributes: dict[str, Any] = {
             "long_names": [_one_value(name, "long_name", used, strict=False) for name in names],
             "source_files": list(dict.fromkeys(segment.variable.origin for segment in self._segments)),
@@ -212,7 +194,7 @@ class Era5Source:
             if low == high:
                 continue
             variable, place = segment.variable, (segment.rows[low:high, None] - start, segment.positions)
-            with _reading(variable.origin, variable.advice):
+            with reading(variable.origin, variable.advice):
                 # the values get no name, so that they are gone before the next ones come
                 out[place] = block_average(
                     variable.load(segment.indices[low:high], segment.levels, *self._window), self._downsample, (2, 3)
@@ -244,9 +226,6 @@ class Era5Source:
         # where every sixth time of a chunk is wanted, each bears the cost of the six that are unpacked with it
         apart = abs(int(np.median(np.diff(segment.indices)))) if segment.indices.size > 1 else 1
         return stored * min(max(apart, 1), segment.variable.chunk) + decoded + averaging
-
-
-# ------------------------------------------------------------------------------- matching what the files hold
 
 
 def _resolved(channels: Sequence[str], variables: Sequence[Variable], label: str) -> list[str]:
@@ -320,78 +299,6 @@ def _window(crop: tuple[int, int] | None, downsample: int, grid: tuple[int, int]
     return slice(0, rows), slice(0, columns)
 
 
-def _kept(times: np.ndarray, period: tuple[dt.date, dt.date] | None, step_hours: int | None) -> np.ndarray:
-    """Return which times lie in the period and at the step: bool [T]."""
-    keep = np.ones(times.shape, bool)
-    if period:
-        first, last = (np.datetime64(day, "D") for day in period)
-        keep &= (times >= first) & (times < last + 1)
-    if step_hours:
-        keep &= times.astype(np.int64) % (3600 * step_hours) == 0
-    return keep
-
-
-def _common_times(
-    names: Sequence[str],
-    variables: Sequence[Variable],
-    keep: Callable[[np.ndarray], np.ndarray],
-    period: tuple[dt.date, dt.date] | None,
-    step_hours: int | None,
-    label: str,
-) -> np.ndarray:
-    """Return the times [T], ascending, that every channel has exactly once; or say what is amiss."""
-    own: dict[str, np.ndarray] = {}
-    for name in dict.fromkeys(names):
-        holders = [variable for variable in variables if name in variable.channels]
-        every = np.concatenate([variable.times for variable in holders])
-        first, last = every.min(), every.max()
-        if period and (first.astype("datetime64[D]") > period[0] or last.astype("datetime64[D]") < period[1]):
-            raise UserError(
-                f"{label}: needs {period[0]} to {period[1]}, but '{name}' covers {_text(first)} to {_text(last)}; "
-                "set the dataset's `split` within that, or add files"
-            )
-        times = np.sort(np.concatenate([variable.times[keep(variable.times)] for variable in holders]))
-        twice = times[1:][times[1:] == times[:-1]]
-        if twice.size:
-            places = [variable.origin for variable in holders for _ in range((variable.times == twice[0]).sum())]
-            raise UserError(
-                f"{label}: channel '{name}' stands twice at {_text(twice[0])}: in {' and '.join(places[:2])}; "
-                "give each time once (one file, one ensemble member, one `expver`)"
-            )
-        own[name] = times
-    union = np.unique(np.concatenate(list(own.values())))
-    if not union.size:
-        raise UserError(f"{label}: no time is left: none is a multiple of step_hours ({step_hours}) from midnight UTC")
-    for name, times in own.items():
-        missing = np.setdiff1d(union, times)
-        if missing.size:
-            other = next(other for other, has in own.items() if missing[0] in has)
-            raise UserError(
-                f"{label}: channel '{name}' is missing at {_text(missing[0])} ({missing.size} such times), "
-                f"where '{other}' is there; add the file that holds it"
-            )
-    _check_step(union, step_hours, label)
-    return union
-
-
-def _check_step(times: np.ndarray, step_hours: int | None, label: str) -> None:
-    """Refuse times that do not follow one another at one step: the asked one, or else the commonest."""
-    if times.size < 2:
-        return
-    steps, counts = np.unique(np.diff(times), return_counts=True)
-    step = np.timedelta64(3600 * step_hours, "s") if step_hours else steps[counts.argmax()]
-    expected = np.arange(times[0], times[-1] + step, step)
-    hours = step / np.timedelta64(1, "h")
-    missing, extra = np.setdiff1d(expected[expected <= times[-1]], times), np.setdiff1d(times, expected)
-    if missing.size:
-        raise UserError(
-            f"{label}: {_text(missing[0])} is missing ({missing.size} of {expected.size} times, every {hours:g} h "
-            f"from {_text(times[0])} to {_text(times[-1])}); add the file that holds it, or set `split` around the gap"
-        )
-    if extra.size:
-        raise UserError(f"{label}: {_text(extra[0])} breaks the step of {hours:g} h; set `step_hours`, or remove it")
-
-
 def _segment(variable: Variable, names: list[str], keep: np.ndarray, times: np.ndarray) -> _Segment:
     """Match a variable's levels with channels and its times with rows."""
     positions = [position for position, name in enumerate(names) if name in variable.channels]
@@ -418,325 +325,3 @@ def _one_value(name: str, attribute: str, variables: Sequence[Variable], strict:
 def _averaged(axis: np.ndarray, factor: int) -> np.ndarray:
     """Centres of blocks of `factor` points, float64: `block_average` would round coordinates to float32."""
     return np.asarray(axis.astype(np.float64).reshape(-1, factor).mean(axis=1))
-
-
-def _text(time: np.datetime64) -> str:
-    return str(time.astype("datetime64[m]")).replace("T", " ")
-
-
-# ----------------------------------------------------------------------------------------------- file formats
-
-
-def _catalogue(path: Path, wanted: Collection[str], stack: contextlib.ExitStack) -> list[Variable]:
-    """List the variables of a file of any format; `stack` will close it.
-
-    What does not fit (other axes, other grids) is left out, unless it is `wanted`: then it is a `UserError`.
-    """
-    if path.is_dir():
-        if not any((path / marker).exists() for marker in ("zarr.json", ".zgroup", ".zmetadata")):
-            raise UserError(f"{path}: a folder, but not a Zarr store; give GRIB or NetCDF files, or a Zarr store")
-        return _netcdf(path, "zarr", wanted, stack)
-    try:
-        with open(path, "rb") as file:
-            head = file.read(1024)
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file; check the dataset's `source.paths`, or run the acquire stage") from None
-    except OSError as error:
-        raise UserError(f"{path}: cannot be opened ({error.strerror}); check the permissions") from None
-    if head.startswith(b"\x89HDF\r\n\x1a\n"):
-        return _netcdf(path, "h5netcdf", wanted, stack)
-    if head.startswith((b"CDF\x01", b"CDF\x02")):
-        return _netcdf(path, "scipy", wanted, stack)
-    if b"GRIB" in head:  # bulletins may have a heading before it
-        return _grib(path, wanted)
-    if head.startswith(b"CDF\x05"):
-        raise UserError(f"{path}: NetCDF in the CDF-5 format is not supported; convert it: nccopy -k nc4 IN OUT")
-    if head.startswith((b"\x1f\x8b", b"PK\x03\x04")):
-        raise UserError(f"{path}: a compressed archive; unpack it first")
-    found = f"begins with {head[:8]!r}" if head else "is empty"
-    raise UserError(f"{path}: neither GRIB nor NetCDF nor Zarr: it {found}; {_TORN}")
-
-
-@contextlib.contextmanager
-def _reading(origin: str | os.PathLike[str], advice: str = _TORN) -> Iterator[None]:
-    """Turn whatever a format's library raises into a `UserError`, and silence what it warns of."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    except (UserError, MemoryError):
-        raise
-    except Exception as error:
-        text = " ".join(str(error).split())[:200] or type(error).__name__
-        raise UserError(f"{origin}: cannot be read ({text}); {advice}") from error
-
-
-def _netcdf(path: Path, engine: str, wanted: Collection[str], stack: contextlib.ExitStack) -> list[Variable]:
-    """List the variables of a NetCDF file or a local Zarr store."""
-    import xarray as xr
-
-    with _reading(path):
-        opened = stack.enter_context(xr.open_dataset(path, engine=engine, decode_times=False, cache=False))
-        return gridded(opened, str(path), wanted)
-
-
-def gridded(dataset: xr.Dataset, origin: str, wanted: Collection[str], advice: str = _TORN) -> list[Variable]:
-    """List the variables of an xarray dataset that lie on time, latitude and longitude, and perhaps level.
-
-    Parameters
-    ----------
-    dataset
-        Opened lazily with `decode_times=False` and `cache=False`.
-    origin
-        For messages.
-    wanted
-        Names whose variables must be readable: a `UserError` says why they are not. Others are left out.
-    advice
-        What to do when a read fails later on.
-    """
-    times = functools.cache(lambda clock: _decoded_times(dataset.variables[clock], origin))  # one for all variables
-    return _usable(
-        {
-            str(name): functools.partial(_gridded, dataset, str(name), times, origin, advice)
-            for name in dataset.data_vars
-        },
-        wanted,
-        origin,
-    )
-
-
-def _usable(makers: Mapping[str, Callable[[], Variable]], wanted: Collection[str], origin: str) -> list[Variable]:
-    """Describe each variable or `name@level`; leave out what cannot be, unless it is wanted or nothing is left."""
-    found: list[Variable] = []
-    refusal = UserError(f"{origin}: holds no variables; {_TORN}")
-    for name, make in makers.items():
-        try:
-            found.append(make())
-        except UserError as error:
-            if name in wanted or name.partition("@")[0] in wanted:
-                raise
-            refusal = error
-    if not found:
-        raise refusal
-    return found
-
-
-def _gridded(dataset: xr.Dataset, name: str, times: Callable[[str], np.ndarray], origin: str, advice: str) -> Variable:
-    """Describe one variable, or say why it is not a series of states on a regular grid."""
-    array = dataset[name]
-
-    def refused(problem: str) -> UserError:
-        axes = ", ".join(f"{dim} ({size})" for dim, size in array.sizes.items()) or "none"
-        return UserError(f"{origin}: '{name}' {problem}; its dimensions: {axes}")
-
-    def coordinate(candidates: Sequence[str], ndim: Sequence[int] = (1,)) -> str | None:
-        """Return the first of these that belongs to the variable; an axis rather than a single value."""
-        known = {key: dataset.variables[key] for key in candidates if key in dataset.variables}
-        fitting = [key for key, axis in known.items() if axis.ndim in ndim and set(axis.dims) <= set(array.dims)]
-        return max(fitting, key=lambda key: known[key].ndim, default=None)
-
-    found = {"latitude": coordinate(LATITUDES), "longitude": coordinate(LONGITUDES)}
-    found |= {"time": coordinate(TIMES, (0, 1)), "level": coordinate(LEVELS, (0, 1))}
-    coordinates = {key: dataset.variables[other] for key, other in found.items() if other is not None}
-    axes = {key: variable.dims[0] for key, variable in coordinates.items() if variable.ndim}
-    if len({axes.get("latitude"), axes.get("longitude")} - {None}) < 2:
-        raise refused(f"is not on axes {' / '.join(LATITUDES)} and {' / '.join(LONGITUDES)}; {_GRID}")
-    if found["time"] is None:
-        raise refused(f"has no time axis; expected {' or '.join(TIMES)}")
-    if not array.size:
-        raise refused("holds no values")
-    rest = [dim for dim in array.dims if dim not in axes.values()]
-    if further := [dim for dim in rest if array.sizes[dim] > 1]:
-        raise refused(f"has the further dimension {further[0]}; select one of its entries, or average over it")
-
-    channels: tuple[str, ...] = (name,)
-    if "level" in coordinates:
-        level = coordinates["level"]
-        hectopascals = np.atleast_1d(level.values) / (100.0 if level.attrs.get("units") == "Pa" else 1.0)
-        channels = tuple(f"{name}@{value:g}" for value in hectopascals)
-
-    values = array.variable
-    order = [axes[key] for key in ("time", "level", "latitude", "longitude") if key in axes]
-
-    def load(times: np.ndarray, levels: list[int], rows: slice, columns: slice) -> np.ndarray:
-        asked = {"time": _compact(times), "level": _compact(levels), "latitude": rows, "longitude": columns}
-        index: dict[Any, Any] = {axes[key]: asked[key] for key in axes} | dict.fromkeys(rest, 0)
-        # transposed only once it is read: a lazy transposition would make the library read point by point
-        read = values.isel(index).load().transpose(*order).values
-        return np.asarray(read, np.float32).reshape(len(times), len(levels), rows.stop - rows.start, -1)
-
-    chunks = {axes[key]: 1 for key in axes} | values.encoding.get("preferred_chunks", {})
-    height, width = (array.sizes[axes[key]] for key in ("latitude", "longitude"))
-    stored = np.dtype(values.encoding.get("dtype", values.dtype)).itemsize
-
-    def footprint(levels: list[int], rows: slice, columns: slice) -> tuple[int, int]:
-        selected = len(levels) * (rows.stop - rows.start) * (columns.stop - columns.start)
-        indices = {"level": levels, "latitude": range(height)[rows], "longitude": range(width)[columns]}
-        touched = 1  # stored values: whole chunks
-        for key in axes.keys() & indices.keys():
-            chunk = chunks[axes[key]]
-            touched *= min(len({index // chunk for index in indices[key]}) * chunk, array.sizes[axes[key]])
-        # both kinds twice, while they are unpacked and then masked and scaled; and the result
-        return 2 * stored * touched, (2 * values.dtype.itemsize + 4) * selected
-
-    return _regular(
-        Variable(
-            origin,
-            channels,
-            str(array.attrs.get("units", "")),
-            str(array.attrs.get("long_name", array.attrs.get("standard_name", name))),
-            times(found["time"]),
-            coordinates["latitude"].values.astype(np.float64),
-            coordinates["longitude"].values.astype(np.float64),
-            load,
-            footprint,
-            chunks[axes["time"]] if "time" in axes else 1,
-            advice,
-        )
-    )
-
-
-def _decoded_times(clock: xr.Variable, origin: str) -> np.ndarray:
-    """Decode a CF time axis to datetime64[s], [T]."""
-    import xarray as xr
-
-    try:
-        coder = xr.coders.CFDatetimeCoder(use_cftime=False, time_unit="s")
-        times = xr.conventions.decode_cf_variable("time", clock, decode_times=coder).values
-    except Exception as error:
-        raise UserError(f"{origin}: the time axis cannot be read ({' '.join(str(error).split())[:200]})") from error
-    if times.dtype.kind != "M" or np.isnat(times).any():
-        units, calendar = (clock.attrs.get(key, "none") for key in ("units", "calendar"))
-        raise UserError(
-            f"{origin}: the time axis holds no dates of the standard calendar (units: {units}, calendar: {calendar}); "
-            "expected, e.g., 'hours since 1900-01-01'"
-        )
-    nearest_second = times.astype("datetime64[ms]") + np.timedelta64(500, "ms")  # hours as float32 are a little off
-    return np.atleast_1d(nearest_second.astype("datetime64[s]"))
-
-
-def _compact(indices: Sequence[int] | np.ndarray) -> slice | np.ndarray:
-    """Return a slice in place of evenly spaced, ascending indices: every format reads these fast."""
-    indices = np.asarray(indices)
-    steps = np.unique(np.diff(indices))
-    if steps.size > 1 or (steps.size == 1 and steps[0] <= 0):
-        return indices
-    return slice(int(indices[0]), int(indices[-1]) + 1, int(steps[0]) if steps.size else 1)
-
-
-def _regular(variable: Variable) -> Variable:
-    """Return the variable with latitudes north to south and ascending longitudes; refuse other grids."""
-    latitude, longitude = variable.latitude, variable.longitude
-    if (abs(np.diff(longitude)) > 180.0).any():  # ..., 355, 0, 5: continue with 360, 365
-        longitude = np.unwrap(longitude, period=360.0)
-    north_first = latitude[0] >= latitude[-1]
-    ordered = (np.diff(latitude if north_first else latitude[::-1]) < 0).all() and (np.diff(longitude) > 0).all()
-    if not (ordered and np.isfinite(latitude).all() and np.isfinite(longitude).all()):
-        name = variable.channels[0]
-        raise UserError(f"{variable.origin}: '{name}': latitudes or longitudes are not in order; {_GRID}")
-    if north_first:
-        return replace(variable, longitude=longitude)
-
-    load, height = variable.load, latitude.size
-
-    def flipped(times: np.ndarray, levels: list[int], rows: slice, columns: slice) -> np.ndarray:
-        return load(times, levels, slice(height - rows.stop, height - rows.start), columns)[..., ::-1, :]
-
-    return replace(variable, latitude=latitude[::-1], longitude=longitude, load=flipped)
-
-
-def _grib(path: Path, wanted: Collection[str]) -> list[Variable]:
-    """List the variables of a GRIB file, each level of each as one, through cfgrib's index of messages.
-
-    xarray's view of the index does not do here: it makes one hypercube of what may be several, fills
-    messages that are not there with NaN, and takes the first of two at one time without a word.
-    """
-    from cfgrib import cfmessage, messages
-
-    _silence_eccodes()
-    stream = messages.FileStream(str(path), errors="raise")
-    keys = ["cfVarName", "shortName", "typeOfLevel", "level", "valid_time", "md5GridSection"]
-    with _reading(path):
-        index = messages.FileIndex.from_fieldset(stream, keys, cfmessage.COMPUTED_KEYS)  # leaves no file behind
-        _check_end(stream, max((offset for _, offsets in index.iter_index() for offset in offsets), key=_position))
-    found: dict[tuple[str, str, float, str], list[tuple[int, Any]]] = {}
-    for (cf_name, short, kind, level, time, grid), offsets in index.iter_index():
-        name = short if cf_name in ("unknown", "undef") else cf_name
-        found.setdefault((name, kind, level, grid), []).extend((time, offset) for offset in offsets)
-
-    levels: dict[tuple[str, str], set[float]] = {}
-    for name, kind, level, _ in found:
-        levels.setdefault((name, kind), set()).add(level)
-    makers: dict[str, Callable[[], Variable]] = {}
-    for (name, kind, level, grid), entries in found.items():
-        hectopascals = level / 100.0 if kind == "isobaricInPa" else level
-        levelled = kind.startswith("isobaric") or len(levels[name, kind]) > 1
-        channel = f"{name}@{hectopascals:g}" if levelled else name
-        makers[f"{channel}@{kind}@{grid}"] = functools.partial(_message_series, path, stream, channel, entries)
-    with _reading(path):
-        return _usable(makers, wanted, str(path))
-
-
-def _position(offset: int | tuple[int, int]) -> int:
-    """Byte at which a field's message begins; a field that shares its message with others has its number, too."""
-    return offset[0] if isinstance(offset, tuple) else offset
-
-
-def _check_end(stream: Any, last: int | tuple[int, int]) -> None:
-    """Refuse a file with more messages after the last that was found: ecCodes takes a damaged one for the end."""
-    with open(stream.path, "rb") as file:
-        file.seek(_position(last) + stream[_position(last)]["totalLength"])
-        if any(b"GRIB" in block for block in iter(lambda: file.read(2**20), b"")):
-            raise UserError(f"{stream.path}: the message after byte {_position(last)} cannot be decoded; {_TORN}")
-
-
-def _message_series(path: Path, stream: Any, channel: str, entries: list[tuple[int, Any]]) -> Variable:
-    """Describe the GRIB messages of one variable and level: (seconds since 1970, offset in the file) each."""
-    from cfgrib.messages import MISSING_VAUE_INDICATOR as MISSING  # cfgrib's spelling
-
-    times, offsets = zip(*entries, strict=True)
-    if "undef" in times:
-        raise UserError(f"{path}: '{channel}' has messages without a time; expected one at each time")
-    first = stream[offsets[0]]
-    unusual = [key for key in ("iScansNegatively", "jPointsAreConsecutive", "alternativeRowScanning") if first.get(key)]
-    if first["gridType"] not in ("regular_ll", "regular_gg") or unusual:
-        found = f"scanned in an unusual order ({unusual[0]})" if unusual else f"on a grid of type {first['gridType']}"
-        raise UserError(f"{path}: '{channel}' is {found}; {_GRID}")
-    latitude, longitude = (np.array(first[key], np.float64) for key in ("distinctLatitudes", "distinctLongitudes"))
-
-    def load(times: np.ndarray, levels: list[int], rows: slice, columns: slice) -> np.ndarray:
-        out = np.empty((len(times), 1, rows.stop - rows.start, columns.stop - columns.start), np.float32)
-        with open(path, "rb") as file:
-            for place, time in enumerate(times):
-                message = stream.message_from_file(file, offset=offsets[time])
-                out[place, 0] = message["values"].reshape(latitude.size, longitude.size)[rows, columns]
-        out[out == MISSING] = np.nan
-        return out
-
-    def footprint(levels: list[int], rows: slice, columns: slice) -> tuple[int, int]:
-        message = 24 * latitude.size * longitude.size  # packed, and as float64 in ecCodes and here; one at a time
-        return message, 5 * len(levels) * (rows.stop - rows.start) * (columns.stop - columns.start)
-
-    return _regular(
-        Variable(
-            str(path),
-            (channel,),
-            str(first["units"]),
-            str(first["name"]),
-            np.array(times, "datetime64[s]"),
-            latitude,
-            longitude,
-            load,
-            footprint,
-        )
-    )
-
-
-@functools.cache
-def _silence_eccodes() -> IO[str]:
-    """Send what ecCodes prints to nowhere: its errors arrive as exceptions. Cached, so that the file stays open."""
-    import eccodes
-
-    nowhere = open(os.devnull, "w")  # noqa: SIM115
-    eccodes.codes_context_set_logging(nowhere)
-    return nowhere

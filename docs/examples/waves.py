@@ -1,0 +1,78 @@
+"""waves: the frequency of a noisy wave, told by a small network. A study of one file, outside of dlscale."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import nn
+
+from dlscale.config.dataset import DatasetSettings
+from dlscale.core.schema import Strict
+from dlscale.data.kind import DatasetKind, Part, RowSamples
+from dlscale.data.source import ArraySource
+from dlscale.studies.base import SampleLoss, Study
+
+
+class WavesDataset(DatasetSettings):
+    """How many waves each split has, and how noisy they are."""
+
+    kind: Literal["waves"]
+    train: int = 512
+    valid: int = 128
+    noise: float = 0.1
+
+
+class Waves(DatasetKind):
+    """One file a split, made in memory."""
+
+    name, Settings, Samples = "waves", WavesDataset, RowSamples
+
+    def parts(self, dataset: WavesDataset) -> list[Part]:
+        """See `DatasetKind`."""
+        return [Part("train", "waves"), Part("valid", "waves")]
+
+
+def open_source(dataset: WavesDataset, part: Part, paths: list[Path]) -> ArraySource:
+    """Make the waves of a split: float32 [N, 32], with their frequencies [N] in Hz."""
+    rng = np.random.default_rng([0, part.split == "valid"])
+    count = dataset.train if part.split == "train" else dataset.valid
+    frequency = rng.uniform(1, 4, count)
+    wave = np.sin(2 * np.pi * (frequency[:, None] * np.linspace(0, 1, 32) + rng.uniform(0, 1, (count, 1))))
+    wave += dataset.noise * rng.normal(size=wave.shape)
+    return ArraySource({"wave": wave, "frequency": frequency}, units={"frequency": "Hz"})
+
+
+KINDS = [Waves()]
+
+
+class NetSettings(Strict):
+    """The model."""
+
+    kind: Literal["net"]
+    hidden: int = 64
+
+
+class SquareSettings(Strict):
+    """The loss."""
+
+    kind: Literal["square"]
+
+
+class WavesStudy(Study):
+    """See the module."""
+
+    dataset, Model, Loss = "waves", NetSettings, SquareSettings
+
+    def model(self, run: Any, manifest: Any) -> nn.Module:
+        """See `Study`."""
+        return nn.Sequential(nn.Linear(32, run.model.hidden), nn.ReLU(), nn.Linear(run.model.hidden, 1), nn.Flatten(0))
+
+    def loss(self, run: Any) -> SampleLoss:
+        """See `Study`."""
+        return lambda prediction_B, target_B: torch.square(prediction_B - target_B)
+
+
+STUDY = WavesStudy()

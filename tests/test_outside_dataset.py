@@ -1,0 +1,163 @@
+"""A dataset that a study brings along from outside: images, labels and scalars, made in memory, without raw files."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+
+from dlscale.core import registry
+from dlscale.data import parts
+from dlscale.data.manifest import Manifest
+from dlscale.data.parts import load_dataset
+from dlscale.data.preview import first_rows
+from dlscale.data.store import Reader
+from tests.conftest import make_dataset, make_parts, stage
+
+MODULE = """
+from typing import Literal
+
+import numpy as np
+
+from dlscale.config.dataset import DatasetSettings
+from dlscale.core.schema import Strict
+from dlscale.data.kind import DatasetKind, Part
+from dlscale.data.source import ArraySource
+
+
+class Settings(DatasetSettings):
+    kind: Literal["marks"]
+    count: int = 40
+    bad: bool = False
+
+
+class Samples(Strict):
+    kind: Literal["rows"]
+
+
+class Marks(DatasetKind):
+    name, Settings, Samples = "marks", Settings, Samples
+
+    def parts(self, dataset):
+        return [Part(split, "all") for split in ("train", "valid")]
+
+
+KINDS = [Marks()]
+
+
+def arrays(split, count):
+    rng = np.random.default_rng(["train", "valid"].index(split))
+    return {
+        "image": rng.integers(0, 256, (count, 1, 6, 5), dtype=np.uint8),
+        "mask": rng.random((count, 6, 5)) > 0.5,
+        "label": rng.integers(0, 7, count) if split == "train" else np.full(count, 9),
+        "scalars": rng.normal(3, 2, (count, 2)),
+        "weight": rng.normal(size=count).astype(np.float32),
+    }
+
+
+def open_source(dataset, part, paths):
+    assert not paths
+    made = arrays(part.split, dataset.count)
+    if dataset.bad:
+        made["scalars"][3, 1] = np.nan
+    return ArraySource(
+        made, channels={"image": ["grey"], "scalars": ["mass", "age"]}, units={"weight": "kg"}, attributes={"seed": 0}
+    )
+"""
+TYPES = {"image": "uint8", "mask": "uint8", "label": "int64", "scalars": "float32", "weight": "float32"}
+
+
+@pytest.fixture
+def module(tmp_path: Path) -> Iterator[str]:
+    """Register a study with a kind of dataset of its own; forget it again."""
+    name = f"marks_{tmp_path.parent.name}_{tmp_path.name}".replace("-", "_")
+    (tmp_path / f"{name}.py").write_text(MODULE)
+    (tmp_path / f"{name}.yaml").write_text("{}")
+    registry.add("marks", tmp_path / f"{name}.py")
+    yield name
+    del registry._added["marks"]
+    sys.modules.pop(name, None)
+    sys.path.remove(str(tmp_path))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("pieces", [1, 3])
+def test_rows_of_any_type_go_through_every_stage(module: str, tmp_path: Path, dtype: str, pieces: int) -> None:
+    """Integers are stored as they are, floats in the asked type; statistics are of the training part alone."""
+    settings = {"kind": "marks", "pieces": pieces, "memory_mb": 1, "storage": {"dtype": dtype, "channels": "last"}}
+    folder = make_dataset(tmp_path / "data", settings)
+    manifest = Manifest.read(folder / "manifest.json")
+    manifest.check_files()
+    made = registry.load(module).arrays
+    assert (manifest.kind, manifest.rows, manifest.extra, manifest.facts) == ("marks", "samples", {}, [])
+    assert {split: [file.rows for file in files] for split, files in manifest.splits.items()} == {
+        "train": [40],
+        "valid": [40],
+        "test": [],
+    }
+    shapes = {"image": (1, 6, 5), "mask": (6, 5), "label": (), "scalars": (2,), "weight": ()}
+    for split in ("train", "valid"):
+        path = manifest.path(manifest.files(split)[0])
+        for name, values in made(split, 40).items():
+            info, read = manifest.fields[name], Reader(path, name)[(slice(None),)]
+            assert (info.dtype, info.row_shape, info.stored) == (TYPES[name], shapes[name], "model")
+            assert read.dtype == TYPES[name] and read.shape == values.shape
+            with h5py.File(path) as file:
+                assert file[name].dtype == (dtype if info.dtype == "float32" else info.dtype)
+            exact = dtype == "float32" or info.dtype != "float32"
+            np.testing.assert_allclose(read, values, atol=0 if exact else 0.01, rtol=1e-7 if exact else 1e-3)
+    for name, values in made("train", 40).items():
+        info = manifest.fields[name]
+        axes = tuple(axis for axis in range(values.ndim) if axis != info.channel_axis)
+        np.testing.assert_allclose(info.mean, np.atleast_1d(values.mean(axis=axes)), rtol=1e-6)
+        np.testing.assert_allclose(info.std, np.atleast_1d(values.std(axis=axes)), rtol=1e-6)
+        np.testing.assert_allclose(info.maximum, np.atleast_1d(values.max(axis=axes)), rtol=1e-6)
+    classes = {name: info.classes for name, info in manifest.fields.items()}
+    assert classes == {"image": None, "mask": None, "label": 10, "scalars": None, "weight": None}, "of all splits"
+    assert manifest.fields["scalars"].channels == ["mass", "age"] and manifest.fields["weight"].units == ["kg"]
+    panels = {panel.title: panel for panel in first_rows(manifest)}
+    assert panels["grey"].values.shape == (24, 20) and panels["label"].classes == 10
+    np.testing.assert_array_equal(panels["grey"].values[6:12, 5:10], made("train", 40)["image"][5, 0])
+    assert (folder / "preview.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_row_that_is_not_finite_is_named(module: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    settings = {"kind": "marks", "bad": True}
+    assert stage("configure", "--settings", json.dumps(settings), "--out", tmp_path / "config.yaml") == 0
+    arguments = [
+        "--config",
+        tmp_path / "config.yaml",
+        "--part",
+        "train/all",
+        "--source",
+        "--out",
+        tmp_path / "piece.h5",
+    ]
+    assert stage("preprocess", *arguments) == 2
+    assert "train/all: scalars: channel 'age' is not finite at row 3 " in capfd.readouterr().err
+    assert not (tmp_path / "piece.h5").exists()
+
+
+def test_files_of_other_rows_are_refused(module: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    make_parts(tmp_path, {"kind": "marks"})
+    with h5py.File(tmp_path / "valid" / "all.h5", "r+") as file:
+        attributes = dict(file["image"].attrs)
+        del file["image"]
+        file["image"] = np.zeros((40, 1, 7, 5), np.uint8)
+        file["image"].attrs.update(attributes)
+    products = ["--manifest", tmp_path / "manifest.json", "--stats", tmp_path / "stats"]
+    assert stage("describe", "--config", tmp_path / "config.yaml", *products) == 2
+    assert "image: grid (40, 1, 7, 5) differs from that of other files (40, 1, 6, 5)" in capfd.readouterr().err
+
+
+def test_a_dataset_without_raw_files(module: str, tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("kind: marks")
+    dataset = load_dataset(tmp_path / "config.yaml")
+    assert parts.raws(dataset) == {} and parts.kind_of(dataset).origins(dataset) == []
+    assert not parts.fetched(dataset) and not parts.kind_of(dataset).prepared(dataset)

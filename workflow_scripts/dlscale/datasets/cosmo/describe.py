@@ -1,0 +1,75 @@
+"""Manifests of volumes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import h5py
+import numpy as np
+
+from dlscale.config.dataset import SPLITS
+from dlscale.core.errors import UserError
+from dlscale.core.progress import tracked
+from dlscale.data import parts, store
+from dlscale.data.describe import describe_field, new_manifest
+from dlscale.data.manifest import File, Manifest
+from dlscale.data.store import Field, Moments
+from dlscale.data.transforms import IDENTITY
+from dlscale.datasets.cosmo.channels import CHANNELS, DENSITY, open_volumes, read_planes
+from dlscale.datasets.cosmo.kind import CosmoDataset
+
+
+def describe_prepared(dataset: CosmoDataset, sources: list[Path], folder: Path) -> Manifest:
+    """Describe files in the published layout; statistics take one pass over the training files."""
+    splits: dict[str, list[File]] = {split: [] for split in SPLITS}
+    moments = {name: Moments.empty(len(spec[0])) for name, spec in CHANNELS.items()}
+    shapes: dict[str, tuple[int, ...]] = {}  # of the first file
+    described = dict.fromkeys(CHANNELS, True)  # whether every file says how it was transformed, as ours do
+    if len(sources) != len(parts.parts(dataset)):
+        raise UserError(f"--source: expected the {len(parts.parts(dataset))} files of the configuration, in its order")
+    for part, path in zip(parts.parts(dataset), sources, strict=True):
+        with store.open_file(path) as file:
+            volumes = open_volumes(file)
+            for name, values in volumes.items():
+                channels, units, transforms = CHANNELS[name]
+                shapes.setdefault(name, values.shape)
+                described[name] &= "transforms" in values.attrs and Field.of(values).transforms == transforms
+                if part.split == "train":
+                    field = Field(name, channels, units, values.shape, 0, transforms)
+                    moments[name] = moments[name].merged(_measure(values, field, path, dataset.memory_mb))
+            splits[part.split].append(File.of(path, folder, volumes["Nbody"].shape[1]))
+    fields = {}
+    for name, (channels, units, transforms) in CHANNELS.items():
+        if not described[name]:
+            # Of the published files only the density's form is known, ln(x)/14; the rest stays in model units.
+            transforms = tuple(t if t == DENSITY else IDENTITY for t in transforms)
+            units = tuple(u if t == DENSITY else "model units" for u, t in zip(units, transforms, strict=True))
+        fields[name] = describe_field(Field(name, channels, units, shapes[name], 0, transforms), moments[name])
+    return new_manifest(dataset, fields, splits, folder)
+
+
+def complete(dataset: CosmoDataset, manifest: Manifest, stats: Path, name: str) -> Manifest:
+    """Refuse a channel that never varies, and physical values where transformed ones are expected."""
+    for field, info in manifest.fields.items():
+        where = f"{manifest.folder}: {field}"
+        info.check_varies(where)
+        for channel, transform, highest in zip(info.channels, info.transforms, info.maximum, strict=True):
+            # Of densities and temperatures the logarithm is stored; physical values would overflow when undone.
+            if transform.kind == "log" and highest * transform.scale + transform.offset > np.log(1e30):
+                raise UserError(
+                    f"{where}: channel '{channel}' reaches {highest:g}, but prepared files hold transformed values, "
+                    "mostly in (-1, 1); for physical values use source kind files"
+                )
+    return manifest
+
+
+def _measure(values: h5py.Dataset, field: Field, path: Path, memory_mb: int) -> Moments:
+    """Return the statistics of a volume, read in blocks of planes."""
+    block = max(1, memory_mb * 1_000_000 // (12 * int(np.prod(values.shape)) // field.rows))
+    moments = Moments.empty(len(field.channels))
+    starts = range(0, field.rows, block)
+    for first in tracked(starts, f"reading {path.name}: {field.name}", len(starts), "blocks"):
+        read = read_planes(values, slice(first, first + block), path)
+        store.check_finite(read, field, str(path), first)
+        moments = moments.merged(Moments.of(read, 0))
+    return moments

@@ -1,0 +1,152 @@
+"""Manifests of atmospheric states: grid, time step, normalisation, climatology."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dlscale.config.dataset import SPLITS
+from dlscale.core.errors import UserError
+from dlscale.data import store
+from dlscale.data.describe import new_manifest
+from dlscale.data.manifest import FieldInfo, File, Manifest
+from dlscale.datasets.era5.extra import Extra
+from dlscale.datasets.era5.kind import Era5Dataset, Era5Prepared
+
+
+def describe_prepared(dataset: Era5Dataset, sources: list[Path], folder: Path) -> Manifest:
+    """Describe a folder in the published layout; its statistics are taken from its `stats/`."""
+    assert isinstance(dataset.source, Era5Prepared)
+    root = Path(dataset.source.path)
+    splits: dict[str, list[File]] = {split: [] for split in SPLITS}
+    shape: tuple[int, ...] | None = None
+    latitude: list[float] = []
+    longitude: list[float] = []
+    names: list[str] = []
+    units: list[str] = []
+    for split in SPLITS:
+        for path in sorted((root / split).glob("*.h5")):
+            with store.open_file(path) as file:
+                fields = store.dataset(file, "fields", ndim=4)
+                if shape is not None and fields.shape[1:] != shape[1:]:
+                    raise UserError(f"{path}: fields {fields.shape} differ from those of other files {shape}")
+                shape = fields.shape
+                if "latitude" in file and "longitude" in file:
+                    latitude, longitude = file["latitude"][()].tolist(), file["longitude"][()].tolist()
+                names, units = ([str(name) for name in fields.attrs.get(key, [])] for key in ("channels", "units"))
+                splits[split].append(File.of(path, folder, fields.shape[0]))
+    for split in ("train", "valid"):
+        if not splits[split]:
+            raise UserError(
+                f"{root / split}: no *.h5 files; expected the published layout (train/YYYY.h5, valid/, stats/)"
+            )
+    assert shape is not None
+    channels = dataset.channels or names or [f"channel{index:02d}" for index in range(shape[1])]
+    if len(channels) != shape[1]:
+        raise UserError(
+            f"{root}: files hold {shape[1]} channels, the configuration names {len(channels)}; name them all in order"
+        )
+    rows, columns = dataset.crop or shape[2:]
+    if rows > shape[2] or columns > shape[3]:
+        raise UserError(
+            f"{root}: crop {rows} x {columns} is larger than the fields ({shape[2]} x {shape[3]}); choose a smaller one"
+        )
+    mean, std = (_statistic(root / "stats" / f"global_{name}.npy", channels) for name in ("means", "stds"))
+    for channel, value in zip(channels, std, strict=True):
+        if not value > 0:
+            raise UserError(
+                f"{root}/stats/global_stds.npy: channel '{channel}' has standard deviation {value:g}; expected more "
+                "than 0"
+            )
+    if not latitude:
+        # The published grid: equal steps around the globe, the first row at the north pole.
+        step = 360.0 / shape[3]
+        latitude = [90.0 - step * row for row in range(rows)]
+        longitude = [step * column for column in range(columns)]
+    info = FieldInfo(
+        channels=channels,
+        units=units or ["unknown"] * len(channels),
+        grid=[rows, columns],
+        transforms=[],
+        stored="physical",
+        mean=mean,
+        std=std,
+        channel_axis=1,
+    )
+    climatology = root / "stats" / "time_means.npy"
+    extra = Extra(latitude=latitude[:rows], longitude=longitude[:columns], step_hours=dataset.source.step_hours)
+    if climatology.is_file():
+        _check_climatology(climatology, (len(channels), rows, columns))
+        extra = extra.model_copy(update={"climatology": str(climatology.resolve())})
+    manifest = new_manifest(dataset, {"fields": info}, splits, folder)
+    return manifest.model_copy(update={"extra": extra.model_dump()})
+
+
+def complete(dataset: Era5Dataset, manifest: Manifest, stats: Path, name: str) -> Manifest:
+    """Add grid, time step, climatology, and the transforms that standardise each channel when it is read."""
+    info = manifest.fields["fields"]
+    info.check_varies(f"{manifest.folder}: fields")
+    extra = Extra.of(manifest) if isinstance(dataset.source, Era5Prepared) else _extra(manifest, stats, name)
+    facts = [f"a state every {extra.step_hours:g} h"] if extra.step_hours else []
+    for axis in ("latitude", "longitude"):
+        if degrees := getattr(extra, axis):
+            facts.append(f"{axis} {degrees[0]:g}° to {degrees[-1]:g}°".replace("-", "−"))
+    update = {"fields": {"fields": info.standardised()}, "facts": facts, "extra": extra.model_dump()}
+    return manifest.model_copy(update=update)
+
+
+def _extra(manifest: Manifest, stats: Path, name: str) -> Extra:
+    """Read grid and time step from our own files, and write the climatology: the mean over all training times."""
+    grid: dict[str, list[float]] = {}
+    steps: set[float] = set()
+    total: Any = 0.0
+    rows = 0
+    for split, files in manifest.splits.items():
+        for path in map(manifest.path, files):
+            with store.open_file(path) as file:
+                for axis in ("latitude", "longitude"):
+                    degrees = file[axis][()].tolist()
+                    if grid.setdefault(axis, degrees) != degrees:
+                        raise UserError(f"{path}: its {axis}s differ from those of other files; expected one grid")
+                steps |= set(np.diff(file["time"][()]).tolist())
+                if len(steps) > 1:
+                    there = ", ".join(f"{step:g} h" for step in sorted(steps))
+                    raise UserError(f"{path}: steps of {there} in one dataset; give them one `step_hours`")
+                if split == "train":
+                    total = total + file["sum/fields"][()]
+                    rows += len(file["time"])
+    np.save(stats / "time_means.npy", (total / rows).astype(np.float32)[None])
+    logging.info("climatology: mean over %d training times", rows)
+    return Extra(**grid, step_hours=min(steps, default=None), climatology=f"{name}/time_means.npy")
+
+
+def _statistic(path: Path, channels: list[str]) -> list[float]:
+    """Read one number for each channel from a .npy file [1, C, 1, 1]."""
+    try:
+        array = np.load(path, allow_pickle=False)
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file; the published layout has it, shape [1, C, 1, 1]") from None
+    except (ValueError, EOFError) as error:
+        raise UserError(f"{path}: not a readable .npy file ({error})") from None
+    values = array.astype(np.float64).ravel()[: len(channels)]
+    if values.size < len(channels) or not np.isfinite(values).all():
+        raise UserError(f"{path}: expected {len(channels)} finite values, shape [1, C, 1, 1], got shape {array.shape}")
+    numbers: list[float] = values.tolist()
+    return numbers
+
+
+def _check_climatology(path: Path, needed: tuple[int, int, int]) -> None:
+    """Refuse a file [1, C, H, W] of other channels, of a smaller grid, or with values that are not finite."""
+    try:
+        values = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (ValueError, EOFError) as error:
+        raise UserError(f"{path}: not a readable .npy file ({error})") from None
+    shape = values.shape
+    good = len(shape) == 4 and shape[1] == needed[0] and all(a >= b for a, b in zip(shape[2:], needed[1:], strict=True))
+    if not good:
+        raise UserError(f"{path}: expected means of the {needed[0]} channels, shape {(1, *needed)}, got shape {shape}")
+    if not all(np.isfinite(values[:, channel]).all() for channel in range(shape[1])):
+        raise UserError(f"{path}: holds values that are not finite; expected means of the {needed[0]} channels")

@@ -1,0 +1,76 @@
+"""The page's cards: how fast a plan's runs are, what bounds them, how good they are."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from dlscale.core.records import MODES
+from dlscale.report import published
+from dlscale.report.diagnosis import bound
+from dlscale.report.results import PlanResult, first_and_least, slowness
+
+View = dict[str, Any]
+
+#: How many runs, or metrics, a card shows.
+BARS = 6
+
+
+def speed(plan: PlanResult) -> View | None:
+    """Return the fastest run, and bars of the first and the fastest ones; None if none was measured."""
+    measured = [run for run in plan.runs if run.speed]
+    if not measured:
+        return None
+    fastest = min(measured, key=slowness)
+    greatest = fastest.speed or 1.0
+    full = "throughput" in plan.record.measure
+    figures = published.series(plan.record.published, plan.name, [run.name for run in plan.runs])
+    return {
+        "what": "FULL: loading and computing together" if full else "Training, median over epochs",
+        "fastest": fastest.label,
+        "speed": greatest,
+        "speed_up": plan.speed_up(fastest) if fastest is not plan.runs[0] else None,
+        "first": plan.runs[0].label,
+        "bars": [
+            {
+                "label": run.label,
+                "id": plan.anchor(run),
+                "speed": run.speed,
+                "share": (run.speed or 0.0) / greatest,
+                "speed_up": plan.speed_up(run),
+                "fastest": run is fastest,
+                "published": published.beside(figures, run.name),
+            }
+            for run in first_and_least(measured, BARS, slowness)
+        ],
+        "of": len(measured),
+    }
+
+
+def fastest_bound(plan: PlanResult) -> View | None:
+    """Return what bounds the fastest run; None if that was not measured."""
+    run = min(plan.runs, key=slowness)
+    verdict = bound(run.throughput)
+    if not verdict:
+        return None
+    means = {mode: trials.mean for mode in MODES if (trials := run.trials(mode))}
+    greatest = max(means.values())
+    return {"bound": verdict, "run": run.label, "bars": [(mode, mean, mean / greatest) for mode, mean in means.items()]}
+
+
+def quality(plan: PlanResult) -> View | None:
+    """Return the losses of the best run, its leading metric, and each error beside that of the naive answer."""
+    if plan.best is None:
+        return None
+    last = plan.best.epochs[-1]
+    scores = []
+    for metric in plan.described.values():
+        skill = metric.skill(last.metrics)
+        if skill is not None and math.isfinite(skill):
+            scores.append({"metric": metric, "value": last.metrics[metric.name], "skill": skill})
+    lead = None
+    if plan.lead and plan.lead.name in last.metrics:
+        naive = last.metrics.get(plan.lead.naive or "")
+        lead = {"metric": plan.lead, "value": last.metrics[plan.lead.name], "naive": naive}
+        lead["skill"] = plan.lead.skill(last.metrics)
+    return {"run": plan.best.label, "last": last, "lead": lead, "scores": scores[:BARS], "of": len(scores)}

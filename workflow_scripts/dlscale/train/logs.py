@@ -1,0 +1,86 @@
+"""What a user watches while a run trains: `metrics.jsonl` and TensorBoard's event file grow epoch by epoch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.tensorboard import SummaryWriter
+from torch.utils.tensorboard.summary import hparams
+
+from dlscale.core.files import write_text
+from dlscale.core.records import Epoch, epoch_lines
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+class RunLogs:
+    """The logs in a run's folder. They begin with the epochs that are done; older ones are removed.
+
+    Parameters
+    ----------
+    out
+        The run's folder.
+    history
+        The epochs of an earlier try: they keep their times.
+    """
+
+    def __init__(self, out: Path, history: list[Epoch]) -> None:
+        self._metrics, folder = out / "metrics.jsonl", out / "tensorboard"
+        self._metrics.unlink(missing_ok=True)
+        if history:
+            write_text(self._metrics, epoch_lines(history))
+        for events in folder.glob("events.out.tfevents.*"):
+            events.unlink()
+        # From step 0: a TensorBoard that is open forgets the points of the file that was removed.
+        self._board = SummaryWriter(str(folder), purge_step=0)
+        for record in history:
+            self._scalars(record)
+        self._board.flush()
+
+    def add(self, record: Epoch) -> None:
+        """Add an epoch."""
+        with self._metrics.open("a", encoding="utf-8") as file:
+            file.write(record.text() + "\n")
+        self._scalars(record)
+        self._board.flush()
+
+    def _scalars(self, record: Epoch) -> None:
+        self._write(
+            record,
+            {
+                "loss/train": record.train_loss,
+                "loss/valid": record.valid_loss,
+                "learning_rate": record.learning_rate,
+                "samples_per_second": record.samples_per_second,
+                **{f"valid/{name}": value for name, value in record.metrics.items()},
+            },
+        )
+
+    def _write(self, record: Epoch, scalars: dict[str, float]) -> None:
+        for name, value in scalars.items():
+            self._board.add_scalar(name, value, record.step, walltime=record.wall_time)
+
+    def finish(self, record: Epoch, figure: Figure, settings: dict[str, Any]) -> None:
+        """Add the picture of a prediction, and the settings beside the final losses; close the files.
+
+        After a failure nobody closes them: that waits for the writer's thread, for ever if an interrupt caught it
+        with its queue locked.
+        """
+        self._board.add_figure("valid/prediction", figure, record.step, close=False, walltime=record.wall_time)
+        final = {"final/train_loss": record.train_loss, "final/valid_loss": record.valid_loss}
+        for summary in hparams(_flat(settings), final):
+            self._board._get_file_writer().add_summary(summary, walltime=record.wall_time)
+        self._write(record, final)
+        self._board.close()
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, dict):
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value if isinstance(value, bool | int | float | str) else str(value)
+    return flat
