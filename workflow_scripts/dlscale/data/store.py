@@ -1,10 +1,10 @@
 """The HDF5 layout of preprocessed data: one dataset for each field, and attributes that say what it is.
 
 Volumes are [C, D, H, W], chunked in cubes with all channels, because samples of them are cubes. Everything else lies
-row by row, contiguous, because a sample is a few whole rows: states and images [N, C, H, W], images without channels [N, H, W],
-scalars [N, K], labels [N]. Floating-point values are float32, or float16 of (x - offset) / scale with the attributes
-`offset` and `scale` [C]; integers keep their type. Volumes may be stored channels last, [D, H, W, C], marked by the
-attribute `channels_last`: the rows of a crop are then C times longer. This module's readers show channels first.
+row by row, contiguous, because a sample is a few whole rows: states and images [N, C, H, W], images without channels
+[N, H, W], scalars [N, K], labels [N]. Floating-point values are float32, or float16 of (x - offset) / scale with the
+attributes `offset` and `scale` [C]; integers keep their type. Volumes may be stored channels last, [D, H, W, C], marked
+by the attribute `channels_last`: the rows of a sample are then C times longer. Readers show channels first.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ class MnistMetrics(Metrics):
 
         counts = np.zeros(CLASSES, np.int64)
         for file in manifest.files("train"):
-            counts += np.bincount(Reader(manifest.path(file), field)[:], minlength=CLASSES)
+            counts += np.bincount(Reader(manifest.path(file), field)[(slice(None),)], minlength=CLASSES)
         self.frequent = int(counts.argmax())
 
     @property

@@ -10,7 +10,6 @@ from pydantic import Field, PositiveInt, model_validator
 from dlscale.config.dataset import SPLITS, DatasetSettings, Path, Sha256, Split, check_digests, refuse_changed
 from dlscale.core.schema import Strict
 from dlscale.data.kind import DatasetKind, Part, RawFile, file_name, name_files
-from dlscale.data.rows import RowSamples
 
 
 class IdxFiles(Strict):
@@ -51,7 +50,9 @@ class MnistFiles(Strict):
         by_share = self.all is not None and self.shares is not None
         if by_split == by_share or (by_share and (self.train or self.valid or self.test)):
             raise ValueError("give either train and valid (and test), or all with shares")
-        origins = [origin for files in (self.train, self.valid, self.test, self.all) if files for origin in _both(files)]
+        origins = [
+            origin for files in (self.train, self.valid, self.test, self.all) if files for origin in _both(files)
+        ]
         repeated = sorted({origin for origin in origins if origins.count(origin) > 1})
         if repeated:
             raise ValueError(f"'{repeated[0]}' stands twice: each split has images and labels of its own")
@@ -86,14 +87,17 @@ class Mnist(DatasetKind):
 
     name = "mnist"
     Settings = MnistDataset
-    Samples = RowSamples
 
     def parts(self, dataset: MnistDataset) -> list[Part]:
         """One part for each split."""
         source = dataset.source
         if isinstance(source, MnistSimulated):
             return [
-                Part(split, split, tuple(RawFile(f"{split}-{what}.idx", "simulated", n) for what in IdxFiles.model_fields))
+                Part(
+                    split,
+                    split,
+                    tuple(RawFile(f"{split}-{what}.idx", "simulated", n) for what in IdxFiles.model_fields),
+                )
                 for n, split in enumerate(SPLITS)
                 if getattr(source, split)
             ]
