@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import h5py
@@ -91,7 +91,7 @@ class Field:
         dataset.attrs["units"] = list(self.units)
         if self.channel_axis is not None:
             dataset.attrs["channel_axis"] = self.channel_axis
-        dataset.attrs["transforms"] = json.dumps([t.to_json() for t in self.transforms])
+        dataset.attrs["transforms"] = json.dumps([asdict(t) for t in self.transforms])
 
     @staticmethod
     def of(dataset: h5py.Dataset) -> Field:
