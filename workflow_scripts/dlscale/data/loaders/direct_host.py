@@ -42,7 +42,8 @@ def _single(bits):  # type: ignore[no-untyped-def]
     return np.uint32(bits).view(np.float32)
 
 
-def _compiled(value, mask):  # type: ignore[no-untyped-def]
+def _compiled(half, mask):  # type: ignore[no-untyped-def]
+    # Numba finds its compiled code again by what is closed over: plain values, since functions are new in each process.
     @numba.njit(nogil=True, cache=True)
     def decode(words, base, groups, group, lane, step, shift, factor, offset, out):  # type: ignore[no-untyped-def]
         """Write a box [C, n0, n1, n2], float32, into `out`; nothing checks that it lies within `words`.
@@ -63,13 +64,15 @@ def _compiled(value, mask):  # type: ignore[no-untyped-def]
                         if group[c] == g:
                             bits, a, b, d = lane[c], shift[c], factor[c], offset[c]
                             for k in range(n2):
-                                out[c, i, j, k] = (value(np.uint32(row[k] >> bits) & mask) - a) * b + d
+                                word = np.uint32(row[k] >> bits) & mask
+                                value = _half(word) if half else _single(word)
+                                out[c, i, j, k] = (value - a) * b + d
 
     return decode
 
 
-#: Compiled loops by the bytes of a stored value.
-KERNELS = {2: _compiled(_half, np.uint32(0xFFFF)), 4: _compiled(_single, np.uint32(0xFFFFFFFF))}
+decode_half = _compiled(True, np.uint32(0xFFFF))
+decode_single = _compiled(False, np.uint32(0xFFFFFFFF))
 
 
 class HostField:
@@ -141,7 +144,7 @@ class HostField:
             lane = (16 * (channel - groups[group])).astype(np.uint64)
         else:
             groups, group, lane = channel, np.arange(len(channel)), np.zeros(len(channel), words.dtype)
-        kernel = KERNELS[self._field.dtype.itemsize]
+        kernel = decode_half if self._field.dtype == np.float16 else decode_single
         numbers = plan.shift[index], plan.factor[index], plan.offset[index]
         box = out.reshape(self._field.shape)
         kernel(words, plan.base[index], groups, group, lane, plan.step[index], *numbers, box)
