@@ -29,7 +29,7 @@ STUDIES = {name: study.module for name, study in registry.studies().items() if n
 KINDS = registry.kinds()
 LOADERS = [settings.model_fields["kind"].annotation.__args__[0] for settings in LOADER_SETTINGS]
 #: What a module of a kind of dataset has for each role; see `dlscale.data.kind`.
-ROLES = {"source": "open_source", "samples": "open_samples", "describe": "describe", "preview": "preview"}
+ROLES = {"source": "open_source", "samples": "open_samples", "describe": "complete", "preview": "preview"}
 #: Modules that have a model in them, and not only losses or the like, which studies may share.
 MODELS = {
     module

@@ -23,6 +23,7 @@ from tests.bench.gpu_checks import UNET, Errors, rung_equals_plain
 from tests.bench.measure import Row, figures, in_turns, summary, table
 from tests.bench.tasks import Bench, Skip, Task, closing_words, perform_all
 from tests.conftest import ROOT
+from tests.waiting import PATIENCE
 
 
 def dali() -> bool:
@@ -39,7 +40,7 @@ def test_benchmarks_run(tmp_path: Path) -> None:
     """All but those of the workflow, whose commands the workflow's own tests run."""
     groups = ["crops", "pairs", "steps", "full", "rungs", "models", "preprocess"]
     command = [sys.executable, str(ROOT / "tests/bench/run.py"), "--quick", "--json", str(tmp_path / "out.json")]
-    done = subprocess.run([*command, *groups], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    done = subprocess.run([*command, *groups], cwd=tmp_path, capture_output=True, text=True, timeout=2 * PATIENCE)
     assert done.returncode == 0, done.stdout + done.stderr
     results = json.loads((tmp_path / "out.json").read_text())
     assert results["quick"] is True
@@ -72,7 +73,7 @@ def test_the_benchmarks_of_a_gpu_run_on_a_processor(tmp_path: Path) -> None:
     """All checks that a processor can make hold; what needs CUDA says so."""
     out = tmp_path / "out.json"
     command = [sys.executable, str(ROOT / "tests/bench/gpu.py"), "--device", "cpu", "--quick", "--json", str(out)]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=2 * PATIENCE)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(out.read_text())
     assert found["finished"] is True and found["quick"] is True and found["device"] == "cpu"
@@ -166,7 +167,7 @@ def test_the_published_form_is_the_same_training(case: Case) -> None:
 
 def test_unknown_group_names_the_known(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "tests/bench/run.py"), "nonsense"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 2 and "no such group: nonsense; there are: crops, pairs" in done.stderr
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import signal
 import subprocess
@@ -12,13 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.multiprocessing as mp
 
 from dlscale.config.run import Geometry
 from dlscale.parallel.world import World, first_host, join
-from dlscale.train.checkpoint import Checkpoints
-from dlscale.train.interruption import Interruption
+from dlscale.train.checkpoint import CheckpointRecord, Checkpoints
+from dlscale.train.interruption import Interruption, Request
 from tests.conftest import ERA5, ERA5_RUN, ROOT, make_run, records, train
 from tests.waiting import PATIENCE, until
 
@@ -37,7 +37,8 @@ def configure(folder: Path, **changes: Any) -> Path:
 
 def timeless(folder: Path) -> list[dict[str, Any]]:
     """A run's epochs without what a clock says."""
-    return [{key: value for key, value in record.items() if "second" not in key} for record in records(folder)]
+    clocks = ("epoch_seconds", "samples_per_second", "valid_seconds", "wall_time")
+    return [{key: value for key, value in record.items() if key not in clocks} for record in records(folder)]
 
 
 def same(one: Path, other: Path) -> None:
@@ -45,7 +46,14 @@ def same(one: Path, other: Path) -> None:
     assert (one / "model.pt").read_bytes() == (other / "model.pt").read_bytes()
 
 
-@pytest.mark.parametrize(("every", "workers"), [(1, 0), (3, 2), (7, 0)], ids=["each step", "workers", "validation"])
+@pytest.mark.parametrize(
+    ("every", "workers"),
+    [
+        pytest.param(1, 0, id="each step", marks=pytest.mark.slow),
+        pytest.param(3, 2, id="workers"),
+        pytest.param(7, 0, id="validation", marks=pytest.mark.slow),
+    ],
+)
 def test_stopped_again_and_again_is_never_stopped(
     tmp_path: Path, era5_data: Path, monkeypatch: pytest.MonkeyPatch, every: int, workers: int
 ) -> None:
@@ -55,13 +63,13 @@ def test_stopped_again_and_again_is_never_stopped(
     assert train(whole, manifest) == 0
     newest = []
     for batches in itertools.count(every, every):
-        requests = itertools.chain([None] * batches, itertools.repeat("end"))
-        monkeypatch.setattr(Interruption, "asked", lambda self, requests=requests: next(requests))
+        requests = itertools.chain([Request.NONE] * batches, itertools.repeat(Request.END))
+        monkeypatch.setattr(Interruption, "poll", lambda self, requests=requests: next(requests))
         status = train(stopped, manifest)
         if status == 0:
             break
         assert status == STOPPED
-        assert not (stopped / "metrics.jsonl").exists(), "half a result is none"
+        assert not (stopped / "provenance.json").exists(), "which says that a result is whole"
         newest.append(max(int(path.name.split("-")[1]) for path in stopped.glob("checkpoints/*/step-*")))
     assert newest == sorted(newest) and newest[0] == every and len(newest) > 1
     same(whole, stopped)
@@ -74,17 +82,64 @@ def test_a_warning_saves_and_goes_on(tmp_path: Path, era5_data: Path, monkeypatc
     )
     manifest = era5_data / "manifest.json"
     assert train(whole, manifest) == 0
-    requests = itertools.chain([None] * 4, ["save"], itertools.repeat(None))
-    monkeypatch.setattr(Interruption, "asked", lambda self: next(requests))
+    requests = itertools.chain([Request.NONE] * 4, [Request.SAVE], itertools.repeat(None))
+    monkeypatch.setattr(Interruption, "poll", lambda self: next(requests))
     assert train(warned, manifest) == 0
     same(whole, warned)
-    (state,) = warned.glob("checkpoints/*/step-00000004/state.pt")
-    found = torch.load(state, weights_only=True)
-    assert (found["step"], found["history"]) == (4, []) and found["partial"]["steps"] == 4
+    (file,) = warned.glob("checkpoints/*/step-00000004/checkpoint.json")
+    saved = CheckpointRecord.read(file)
+    assert (saved.step, saved.history) == (4, []) and saved.seconds > 0
+
+
+def test_another_loader_goes_on_bit_by_bit(tmp_path: Path, era5_data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All loaders deliver the same samples: which one does is no part of what a checkpoint is."""
+    manifest = era5_data / "manifest.json"
+    whole, stopped = (configure(tmp_path / name) for name in ("whole", "stopped"))
+    assert train(whole, manifest) == 0
+    with monkeypatch.context() as patched:
+        requests = itertools.chain([Request.NONE] * 4, [Request.END])
+        patched.setattr(Interruption, "poll", lambda self: next(requests))
+        assert train(stopped, manifest) == STOPPED
+    configure(stopped, loader={"kind": "direct", "workers": 1})
+    assert train(stopped, manifest) == 0
+    assert json.loads((stopped / "provenance.json").read_text())["resumed_from_step"] == 4
+    same(whole, stopped)
+
+
+def _train_until(rank: int, port: int, folder: Path, manifest: Path, steps: int) -> None:
+    """One of two ranks, which are asked to end after some steps."""
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+    )
+    requests = itertools.chain([Request.NONE] * steps, [Request.END])
+    Interruption.poll = lambda self: next(requests)  # type: ignore[method-assign, return-value]
+    assert train(folder, manifest) == STOPPED
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("workers", "how"), [(0, signal.SIGTERM), (2, signal.SIGTERM), (2, signal.SIGINT)])
+def test_another_number_of_ranks_goes_on(tmp_path: Path, era5_data: Path) -> None:
+    """Stopped with two ranks in the midst of an epoch, continued by one: as one that trained alone."""
+    from tests.test_parallel import close
+
+    manifest, plain = era5_data / "manifest.json", {"model": ERA5_RUN["model"]}
+    alone, moved = configure(tmp_path / "alone", **plain), tmp_path / "moved"
+    assert train(alone, manifest) == 0
+    configure(moved, **plain, geometry={"gpus_per_node": 2})
+    mp.spawn(_train_until, (20000 + os.getpid() % 20000, moved, manifest, 4), nprocs=2)
+    configure(moved, **plain)
+    assert train(moved, manifest) == 0
+    assert json.loads((moved / "provenance.json").read_text())["resumed_from_step"] == 4
+    close(alone, moved, 2e-5)
+
+
+@pytest.mark.parametrize(
+    ("workers", "how"),
+    [
+        pytest.param(0, signal.SIGTERM, marks=pytest.mark.slow),
+        pytest.param(2, signal.SIGTERM),
+        pytest.param(2, signal.SIGINT, marks=pytest.mark.slow),
+    ],
+)
 def test_terminated(tmp_path: Path, era5_data: Path, workers: int, how: signal.Signals) -> None:
     """By a real signal to all of its processes, loader workers too, as Slurm or a terminal sends it."""
     run = {"training": {"steps": 3000, "checkpoint_epochs": 1000}, "loader": {"workers": workers}}
@@ -122,9 +177,8 @@ def test_one_of_several_processes_is_asked_and_all_save(tmp_path: Path, era5_dat
     assert process.returncode != 0
     assert "asked to end: saved after step" in (stopped / "train.log").read_text()
     (folder,) = [path for path in (stopped / "checkpoints").iterdir() if path.is_dir()]
-    newest = max(folder.glob("step-*"))
-    state = torch.load(newest / "state.pt", weights_only=True)
-    assert state["step"] < 1200 and len(state["partial"]["loss_sums"]) == 2
+    saved = CheckpointRecord.read(max(folder.glob("step-*")) / "checkpoint.json")
+    assert saved.step < 1200 and len(saved.loss_sums) == 2
     train_by(2, stopped, era5_data)
     train_by(2, whole, era5_data)
     same(whole, stopped)
@@ -163,8 +217,8 @@ def _agree(rank: int, port: int, folder: str) -> None:
         for step in range(400):
             if (rank, step) in ((2, 100), (0, 250)):
                 os.kill(os.getpid(), signal.SIGUSR1 if step == 100 else signal.SIGTERM)
-            if request := interruption.asked():
-                heard.append((step, request))
+            if request := interruption.poll():
+                heard.append((step, request.name))
             time.sleep(0.0005 * (1 + rank))
         Path(folder, str(rank)).write_text(repr(heard))
 
@@ -174,18 +228,18 @@ def test_all_hear_the_same_at_the_same_step(tmp_path: Path) -> None:
     heard = [eval(Path(tmp_path, str(rank)).read_text()) for rank in range(3)]
     assert heard[0] == heard[1] == heard[2]
     (save, end) = heard[0]
-    assert save[1] == "save" and 100 <= save[0] < 250 and end[1] == "end" and 250 <= end[0] < 400
+    assert save[1] == "SAVE" and 100 <= save[0] < 250 and end[1] == "END" and 250 <= end[0] < 400
 
 
 def test_alone_a_signal_is_heard_at_the_next_step_and_once() -> None:
     former = signal.getsignal(signal.SIGTERM)
     with Interruption(World()) as interruption:
-        assert interruption.asked() is None
+        assert not interruption.poll()
         os.kill(os.getpid(), signal.SIGUSR2)
-        assert interruption.asked() == "save" and interruption.asked() is None
+        assert interruption.poll() == Request.SAVE and not interruption.poll()
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGUSR1)
-        assert interruption.asked() == "end", "the graver of the two"
+        assert interruption.poll() == Request.END, "the more urgent of the two"
     assert signal.getsignal(signal.SIGTERM) is former
 
 
@@ -230,14 +284,15 @@ def test_ranks_end_with_torchrun(tmp_path: Path, era5_data: Path) -> None:
 def test_a_kill_between_two_saves_of_a_step_loses_neither(tmp_path: Path) -> None:
     """The same step is saved again when a validation that was stopped comes to its end."""
     checkpoints = Checkpoints(tmp_path, 1)
-    checkpoints.save(10, {"step": 10, "what": "first"})
+    first, second = ((CheckpointRecord(step=10), {"what": what}) for what in ("first", "second"))
+    checkpoints.save(*first)
     (tmp_path / "step-00000010").rename(tmp_path / ".step-00000010.host.7.abcd.old")  # killed right there
     assert checkpoints.load() is None
     (tmp_path / ".step-00000011.host.7.abcd.part").mkdir()
     checkpoints.tidy()
-    assert checkpoints.load() == {"step": 10, "what": "first"}
-    checkpoints.save(10, {"step": 10, "what": "second"})
-    assert checkpoints.load() == {"step": 10, "what": "second"}
+    assert checkpoints.load() == first
+    checkpoints.save(*second)
+    assert checkpoints.load() == second
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000010"]
 
 
@@ -247,13 +302,13 @@ def test_slow_steps_are_not_waited_for_long(monkeypatch: pytest.MonkeyPatch) -> 
         now = [0.0]
         monkeypatch.setattr("dlscale.train.interruption.time.monotonic", lambda now=now: now[0])
         world = World(size=2)
-        monkeypatch.setattr(World, "most_on_host", lambda self, values: list(values))
+        monkeypatch.setattr(World, "max", lambda self, *values: list(values))
         interruption = Interruption(world)
         for _ in range(3000):
             now[0] += before
-            interruption.asked()
-        interruption._heard = "end"
+            interruption.poll()
+        interruption._received = Request.END
         begun = now[0]
-        while not interruption.asked():
+        while not interruption.poll():
             now[0] += after
         assert now[0] - begun <= 16 * after + 1

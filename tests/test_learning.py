@@ -104,7 +104,7 @@ def test_a_vit_learns_the_next_state(tmp_path: Path) -> None:
     assert train(tmp_path, tmp_path / "data" / "manifest.json") == 0
     final = records(tmp_path)[-1]["metrics"]
     manifest = Manifest.read(tmp_path / "data" / "manifest.json")
-    weights = np.cos(np.radians(manifest.latitude))
+    weights = np.cos(np.radians(manifest.extra["latitude"]))
     with h5py.File(tmp_path / "data" / "valid" / "2003.h5") as file:
         states = file["fields"][:].astype(np.float64)
     for channel, name in enumerate(manifest.fields["fields"].channels):

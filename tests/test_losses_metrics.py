@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from dlscale.config.run import TrainRun
+from dlscale.config.run import RunCore
 from dlscale.core.errors import UserError
 from dlscale.data.manifest import Manifest
 from dlscale.models.losses import l1, relative_l2
 from dlscale.models.metrics import MetricSum, anomaly_correlation, latitude_weights, mean_square
+from dlscale.studies.base import Metrics
 from dlscale.studies.cosmo_unet import STUDY as COSMO_UNET
 from dlscale.studies.era5_vit import STUDY as ERA5_VIT
 from tests.conftest import COSMO as COSMO_DATA
@@ -38,8 +39,9 @@ def f32(x: np.ndarray) -> torch.Tensor:
 @pytest.mark.parametrize("weight", [0.0, 0.25])
 def test_l1_is_its_formula(weight: float) -> None:
     p, t = 0.2 * random(3, 5, 4, 4, 4), 0.2 * random(3, 5, 4, 4, 4, seed=1)
-    expected = np.abs(p - t).mean() + weight * np.abs(np.exp(14 * p[:, 0]) - np.exp(14 * t[:, 0])).mean()
-    assert float(l1(torch.from_numpy(p), torch.from_numpy(t), weight)) == pytest.approx(expected, rel=1e-12)
+    density = np.abs(np.exp(14 * p[:, 0]) - np.exp(14 * t[:, 0])).mean(axis=(1, 2, 3))
+    expected = np.abs(p - t).mean(axis=(1, 2, 3, 4)) + weight * density
+    np.testing.assert_allclose(l1(torch.from_numpy(p), torch.from_numpy(t), weight).numpy(), expected, rtol=1e-12)
 
 
 def test_without_a_weight_the_exponential_is_not_computed() -> None:
@@ -57,45 +59,47 @@ def test_relative_l2_is_the_flattened_one_bit_by_bit() -> None:
     """The published form flattens, which copies what is channels-last. There only the order of the sum differs."""
     p, t = (f32(random(4, 6, 24, 40, seed=seed)) for seed in (0, 1))
     flat, plain, last = (p.clone().requires_grad_() for _ in range(3))
-    expected = ((flat - t).flatten(1).norm(dim=1) / t.flatten(1).norm(dim=1)).mean()
+    expected = (flat - t).flatten(1).norm(dim=1) / t.flatten(1).norm(dim=1)
     found, other = relative_l2(plain, t), relative_l2(last.contiguous(memory_format=torch.channels_last), t)
     assert torch.equal(found, expected)
     torch.testing.assert_close(other, expected)
     for loss in (expected, found, other):
-        loss.backward()
+        loss.mean().backward()
     assert flat.grad is not None
     assert torch.equal(plain.grad, flat.grad)  # type: ignore[arg-type]
     torch.testing.assert_close(last.grad, flat.grad)
 
 
-def test_relative_l2_is_the_mean_of_each_samples_ratio() -> None:
+def test_relative_l2_is_each_samples_ratio() -> None:
     p, t = random(4, 3, 6, 8), random(4, 3, 6, 8, seed=1)
-    t *= np.array([1, 10, 100, 0.1])[:, None, None, None]  # a ratio of sums would see the third sample only
-    expected = np.mean([np.linalg.norm(a - b) / np.linalg.norm(b) for a, b in zip(p, t, strict=True)])
-    assert float(relative_l2(torch.from_numpy(p), torch.from_numpy(t))) == pytest.approx(expected, rel=1e-12)
-    assert float(relative_l2(torch.from_numpy(t), torch.from_numpy(t))) == 0
-    assert float(relative_l2(torch.from_numpy(0 * t), torch.from_numpy(t))) == pytest.approx(1)
+    t *= np.array([1, 10, 100, 0.1])[:, None, None, None]
+    expected = [np.linalg.norm(a - b) / np.linalg.norm(b) for a, b in zip(p, t, strict=True)]
+    tensors = [torch.from_numpy(value) for value in (p, t)]
+    np.testing.assert_allclose(relative_l2(*tensors).numpy(), expected, rtol=1e-12)
+    assert relative_l2(tensors[1], tensors[1]).tolist() == [0] * 4
+    assert relative_l2(0 * tensors[1], tensors[1]).tolist() == pytest.approx([1] * 4)
 
 
-def run_of(folder: Path, study: str, settings: dict[str, Any], data: dict[str, Any]) -> TrainRun:
+def run_of(folder: Path, study: str, settings: dict[str, Any], data: dict[str, Any]) -> RunCore:
     from dlscale.config.run import load_run
 
-    return load_run(make_run(folder, study, settings, data), TrainRun)
+    return load_run(make_run(folder, study, settings, data), "train")
 
 
 def test_the_studies_use_the_loss_that_was_asked_for(tmp_path: Path) -> None:
     p, t = f32(0.1 * random(2, 5, 4, 4)), f32(0.1 * random(2, 5, 4, 4, seed=1))
 
-    def cosmo(**loss: Any) -> TrainRun:
+    def cosmo(**loss: Any) -> RunCore:
         return run_of(tmp_path, "cosmo_unet", COSMO_RUN | {"loss": loss}, COSMO_DATA)
 
-    def era5(**loss: Any) -> TrainRun:
+    def era5(**loss: Any) -> RunCore:
         return run_of(tmp_path, "era5_vit", ERA5_RUN | {"loss": loss}, ERA5_DATA)
 
-    assert COSMO_UNET.loss(cosmo())(p, t) == l1(p, t)
-    assert COSMO_UNET.loss(cosmo(density_weight=0.5))(p, t) == l1(p, t, 0.5) > l1(p, t)
-    assert ERA5_VIT.loss(era5())(p, t) == relative_l2(p, t)
-    assert ERA5_VIT.loss(era5(kind="l1"))(p, t) == l1(p, t)
+    assert torch.equal(COSMO_UNET.loss(cosmo())(p, t), l1(p, t))
+    assert torch.equal(COSMO_UNET.loss(cosmo(density_weight=0.5))(p, t), l1(p, t, 0.5))
+    assert (l1(p, t, 0.5) > l1(p, t)).all()
+    assert torch.equal(ERA5_VIT.loss(era5())(p, t), relative_l2(p, t))
+    assert torch.equal(ERA5_VIT.loss(era5(kind="l1"))(p, t), l1(p, t))
     with pytest.raises(UserError, match=r"loss\.kind"):
         COSMO_UNET.loss(cosmo(kind="relative_l2"))
 
@@ -169,8 +173,13 @@ def summary(metrics: Any, x: torch.Tensor, y: torch.Tensor, p: torch.Tensor, bat
         part = slice(start, start + batch)
         total.add(metrics.per_sample(x[part], y[part], p[part]))
     found: dict[str, float] = metrics.summarise(total.means())
-    assert set(found) == set(metrics.units), "every metric has a unit, every unit a metric"
+    assert sorted(found) == sorted(metric.name for metric in metrics.described), "every number is described"
+    assert all(metric.naive is None or metric.naive in found for metric in metrics.described)
     return found
+
+
+def units_of(metrics: Metrics) -> dict[str, str]:
+    return {metric.name: metric.unit for metric in metrics.described}
 
 
 def test_era5_metrics_are_plain_numpy_in_physical_units(era5_data: Path) -> None:
@@ -184,11 +193,11 @@ def test_era5_metrics_are_plain_numpy_in_physical_units(era5_data: Path) -> None
     climatology = np.load(era5_data / "stats" / "time_means.npy")[0].astype(np.float64)
     x, y = fields[:11], fields[1:12]
     p = y + std * 0.3 * random(*y.shape) * np.linspace(0.5, 2, 11)[:, None, None, None]  # samples of unequal error
-    w = np.cos(np.radians(manifest.latitude))
+    w = np.cos(np.radians(manifest.extra["latitude"]))
     w = (w / w.mean())[:, None]
 
     normal = [f32((value - mean) / std) for value in (x, y, p)]
-    found = summary(ERA5_VIT.metrics(manifest, CPU), *normal, batch=4)
+    found = summary(ERA5_VIT.metrics(None, manifest, CPU), *normal, batch=4)
     for c, name in enumerate(info.channels):
         rmse = np.sqrt((w * (p - y)[:, c] ** 2).mean())
         persistence = np.sqrt((w * (x - y)[:, c] ** 2).mean())
@@ -202,10 +211,10 @@ def test_era5_metrics_are_plain_numpy_in_physical_units(era5_data: Path) -> None
         sums = ((w * one * two).sum(axis=(1, 2)) for one, two in ((a, b), (a, a), (b, b)))
         cross, aa, bb = sums
         assert found[f"acc/{name}"] == pytest.approx((cross / np.sqrt(aa * bb)).mean(), rel=1e-3)
-        assert ERA5_VIT.metrics(manifest, CPU).units[f"rmse/{name}"] == info.units[c]
+        assert units_of(ERA5_VIT.metrics(None, manifest, CPU))[f"rmse/{name}"] == info.units[c]
 
-    perfect = summary(ERA5_VIT.metrics(manifest, CPU), normal[0], normal[1], normal[1], batch=4)
-    lazy = summary(ERA5_VIT.metrics(manifest, CPU), normal[0], normal[1], normal[0], batch=4)
+    perfect = summary(ERA5_VIT.metrics(None, manifest, CPU), normal[0], normal[1], normal[1], batch=4)
+    lazy = summary(ERA5_VIT.metrics(None, manifest, CPU), normal[0], normal[1], normal[0], batch=4)
     for name in info.channels:
         assert perfect[f"acc/{name}"] == pytest.approx(1, abs=1e-6)
         assert (perfect[f"rmse/{name}"], perfect[f"skill/{name}"]) == (0, 1)
@@ -229,7 +238,7 @@ def test_cosmo_metrics_are_plain_numpy_in_physical_units(cosmo_data: Path) -> No
     y = np.stack([valid[:, 4 * i : 4 * i + 16, :16, :16] for i in range(5)])  # 5 samples: batches of 2, 2 and 1
     p = y + 0.02 * random(*y.shape) * np.arange(1, 6)[:, None, None, None, None]
 
-    metrics = COSMO_UNET.metrics(manifest, CPU)
+    metrics = COSMO_UNET.metrics(None, manifest, CPU)
     found = summary(metrics, f32(y[:, :4]), f32(y), f32(p), batch=2)
     of_mean = np.abs(train_mean.reshape(1, 5, 1, 1, 1) - y).mean()
     assert found["l1"] == pytest.approx(np.abs(p - y).mean(), rel=1e-5)
@@ -242,4 +251,4 @@ def test_cosmo_metrics_are_plain_numpy_in_physical_units(cosmo_data: Path) -> No
     for name, unit, value, of_the_mean in zip(names, units, expected, naive, strict=True):
         assert found[f"mae/{name}"] == pytest.approx(value, rel=1e-4)
         assert found[f"mae_of_mean/{name}"] == pytest.approx(of_the_mean, rel=1e-3)
-        assert metrics.units[f"mae/{name}"] == metrics.units[f"mae_of_mean/{name}"] == unit
+        assert units_of(metrics)[f"mae/{name}"] == units_of(metrics)[f"mae_of_mean/{name}"] == unit

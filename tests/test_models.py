@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import nn
 
-from dlscale.config.run import RunCore
+from dlscale.config.run import stage_class
 from dlscale.models.losses import l1
 from dlscale.models.unet3d import UNet3D
 from dlscale.models.vit import Attention, DropPath, ViT
+from dlscale.train.build import build_step
 from dlscale.train.precision import autocast
-from dlscale.train.step import Step
 
 
 def count(model: nn.Module) -> int:
@@ -406,8 +406,7 @@ def test_bf16_is_close_to_fp32(name: str) -> None:
     assert 0 < difference < 0.02  # bf16 keeps 8 bits: 0.4 %, a few times over
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["unet", "vit"])
+@pytest.mark.parametrize("name", ["unet", pytest.param("vit", marks=pytest.mark.slow)])
 def test_a_compiled_step_is_the_eager_one(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if not any(shutil.which(compiler) for compiler in ("g++", "c++", "clang++")):
         pytest.skip("torch.compile needs a C++ compiler here: none of g++, c++, clang++ is on the PATH")
@@ -420,20 +419,21 @@ def test_a_compiled_step_is_the_eager_one(name: str, tmp_path: Path, monkeypatch
     found: dict[str, list[torch.Tensor]] = {}
     for mode in ("none", "default"):
         torch._dynamo.utils.counters.clear()
-        run = RunCore.model_validate(
+        run = stage_class("era5_vit", "throughput").model_validate(
             {
-                "study": "any",
+                "study": "era5_vit",
                 "dataset": "any",
                 "model": {"kind": "vit"},
                 "samples": {"kind": "pairs"},
                 "loss": {"kind": "l1"},
                 "optimizer": {"lr": 1e-2},
                 "compile": {"mode": mode},
+                "throughput": {},
             }
         )
         torch.manual_seed(0)
         model, x = roughened(build()), torch.randn(shape)
-        step = Step(model, l1, run, torch.device("cpu"))
+        step = build_step(run, lambda model=model: model, l1)
         y = torch.randn_like(step.predict(x))
         losses = [step(x, y) for _ in range(3)]
         found[mode] = [step.predict(x), *losses, *(p.grad for p in model.parameters() if p.grad is not None)]

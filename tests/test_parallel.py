@@ -61,17 +61,27 @@ def close(one: Path, other: Path, tolerance: float) -> None:
         torch.testing.assert_close(value, weights[1][name], rtol=10 * tolerance, atol=10 * tolerance)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("study", "ranks", "changes"),
     [
         # 13 samples in batches of 4 leave one for the last: the second process has none of it.
-        ("cosmo_unet", 2, {"samples": {"crop": 16, "train": 13, "valid": 7}}),
-        ("era5_vit", 2, {}),
-        ("era5_vit", 2, {"accumulation_steps": 2, "loader": {"kind": "direct", "workers": 1}}),
-        ("era5_vit", 4, {"optimizer": {"kind": "sgd", "lr": 0.1, "momentum": 0.9}}),
+        pytest.param(
+            *("cosmo_unet", 2, {"samples": {"crop": 16, "train": 13, "valid": 7}}),
+            id="last batch of one",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param("era5_vit", 2, {}, id="plain"),
+        pytest.param(
+            *("era5_vit", 2, {"accumulation_steps": 2, "loader": {"kind": "direct", "workers": 1}}),
+            id="in parts",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            *("era5_vit", 4, {"optimizer": {"kind": "sgd", "lr": 0.1, "momentum": 0.9}}),
+            id="four",
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=["last batch of one", "plain", "in parts", "four"],
 )
 def test_several_train_as_one_does(
     tmp_path: Path, cosmo_data: Path, era5_data: Path, study: str, ranks: int, changes: dict[str, Any]
@@ -106,7 +116,6 @@ def test_a_resumed_training_is_the_uninterrupted_one(tmp_path: Path, era5_data: 
     assert (through / "model.pt").read_bytes() == whole
 
 
-@pytest.mark.slow
 def test_throughput_counts_all_processes(tmp_path: Path, era5_data: Path) -> None:
     folder = configure(tmp_path, "era5_vit", 2)
     arguments = ["--config", folder / "config.yaml", "--manifest", era5_data / "manifest.json", "--threads", 2]
@@ -128,7 +137,7 @@ def test_a_mistake_ends_all_processes_with_its_message(tmp_path: Path, era5_data
     done = launch("train", 2, *arguments)
     assert done.returncode != 0
     assert "loss is nan" in done.stderr.lower() and "lower optimizer.lr" in done.stderr
-    assert not (folder / "metrics.jsonl").exists()
+    assert not (folder / "provenance.json").exists()
 
 
 def test_a_world_of_one_needs_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,10 +145,10 @@ def test_a_world_of_one_needs_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_LOCALID": "3"}.items():
         monkeypatch.setenv(name, value)
     with join(Geometry(), "cpu") as alone:
-        assert (alone.rank, alone.size, alone.main) == (0, 1, True)
+        assert (alone.rank, alone.size, alone.data_rank, alone.data_size, alone.main) == (0, 1, 0, 1, True)
         values = torch.ones(3)
-        assert alone.sum(values) is values and alone.most(2.5) == 2.5 and alone.gather("x") == ["x"]
-        alone.wait()
+        assert alone.sum(values) is values and alone.max(2.5, 1) == [2.5, 1] and alone.gather("x") == ["x"]
+        alone.barrier()
 
 
 @pytest.mark.parametrize(

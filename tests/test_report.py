@@ -625,7 +625,10 @@ def test_units_times_and_sizes() -> None:
         "2\u00a0min 5\u00a0s",
         "1\u00a0h 2\u00a0min",
     ]
-    assert [text.size(b) for b in (512, 1_500_000, 2.5e12)] == ["512\u00a0B", "1.50\u00a0MB", "2.50\u00a0TB"]
+    assert [text.size(b, " ") for b in (512, 1_500_000, 999_499_999, 999_600_000)] == [
+        *("512 B", "1.50 MB", "999 MB", "1.00 GB")
+    ]
+    assert [text.size(b) for b in (None, 2.5e12, 3e15)] == ["–", "2.50\u00a0TB", "3,000\u00a0TB"]
 
 
 # ---- the page ------------------------------------------------------------------------------------
@@ -818,6 +821,45 @@ def test_a_plan_without_naive_answers_shows_its_loss(results: Results) -> None:
     page = Page(results.report())
     assert "0.250 validation loss" in page.text and "0.988" in page.text
     assert "No provenance was recorded" in page.text and "No published figures are known" in page.text
+
+
+def test_a_study_of_which_more_is_better(results: Results) -> None:
+    """The best run is the one of greatest accuracy, whatever its loss is; nothing is compared with a naive answer."""
+    results.run("p", "a", study="digits", final=0.5)
+    folder = results.run("p", "b", study="digits", final=0.2)
+    epochs = records.read_epochs(folder / "metrics.jsonl")
+    worse = (epoch.model_copy(update={"valid_loss": 10 * epoch.valid_loss}) for epoch in epochs)
+    (folder / "metrics.jsonl").write_text(records.epoch_lines(worse))
+    plan = results.plan("p", {"a": "few epochs", "b": "more epochs"}, study="digits", kind="set")
+    results.dataset("digits")
+    assert [row["accuracy"] for row in results.collect(plan)] == ["0.95", "0.98"]
+    html = results.report()
+    page = Page(html)
+    assert "0.980 accuracy Higher is better, run more epochs. Validation loss 0.700, training" in page.text
+    assert re.findall(r'alt="Prediction[^"]* run ([^"]*)"', html) == ["more epochs", "few epochs"]
+    (table,) = [table for table in page.tables if "batch size" in table[1]]
+    assert [row[table[1].index("accuracy (higher is better)")] for row in table[2:]] == ["0.950", "0.980"]
+    assert "mean skill" not in table[1]
+    assert "more epochs, the run with the best accuracy: one validation sample" in page.text
+    assert "Accuracy on the validation data; higher is better." in page.text
+    for word in ("naive", "skill", "Errors by channel", "L1", "loss loss", "Skill"):
+        assert word not in page.text, word
+    assert "label, one value a row." in page.text and ["part", "files", "images", "size"] in [t[0] for t in page.tables]
+
+
+def test_more_is_better_than_a_naive_answer(results: Results) -> None:
+    folder = results.run("p", "a", study="digits", triplet=None)
+    majority = Metric(
+        name="accuracy", title="accuracy", better="higher", naive="majority", answer="the commonest digit"
+    )
+    provenance = records.Provenance.read(folder / "provenance.json")
+    provenance.model_copy(update={"metrics": [majority]}).write(folder / "provenance.json")
+    lines = (folder / "metrics.jsonl").read_text()
+    (folder / "metrics.jsonl").write_text(lines.replace('"accuracy":', '"majority":0.125,"accuracy":'))
+    results.plan("p", {"a": "a"}, study="digits", measure=("train",))
+    page = Page(results.report())
+    assert "0.920 accuracy the commonest digit: 0.125. Higher is better." in page.text
+    assert "less error" not in page.text and "naive answerone that needs no learning: the commonest digit" in page.text
 
 
 def test_hundreds_of_runs_stay_readable(results: Results) -> None:

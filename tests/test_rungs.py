@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +23,18 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dlscale.config import resolve as config
-from dlscale.config.run import RunCore, TrainRun, load_run
+from dlscale.config.run import RunCore, load_run, stage_class
 from dlscale.core.errors import UserError
 from dlscale.core.settings import validate
 from dlscale.models.losses import l1, relative_l2
 from dlscale.models.unet3d import UNet3D
 from dlscale.models.vit import ViT
 from dlscale.parallel.world import World
-from dlscale.train import attention, selfcheck, session
+from dlscale.train import attention, selfcheck
+from dlscale.train import build as build_
 from dlscale.train import compile as compile_
 from dlscale.train.attention import attention_context, trial
+from dlscale.train.build import build_step
 from dlscale.train.graph import EAGER_STEPS, Graphed
 from dlscale.train.precision import compute_dtype, weight_dtype
 from dlscale.train.selfcheck import check_operations
@@ -71,8 +74,8 @@ studies = pytest.mark.parametrize("study", RUNS)
 
 
 def settings(study: str, **over: Any) -> RunCore:
-    base = {"study": study, "dataset": "any", "batch_size": 6, "optimizer": dict(SGD)}
-    return validate(RunCore, config.merge({**copy.deepcopy(RUNS[study]), **base}, over))
+    base = {"study": study, "dataset": "any", "batch_size": 6, "optimizer": dict(SGD), "throughput": {}}
+    return validate(stage_class(study, "throughput"), config.merge({**copy.deepcopy(RUNS[study]), **base}, over))
 
 
 def build(study: str, run: RunCore) -> nn.Module:
@@ -96,7 +99,7 @@ def loss_of(study: str) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
 
 def make_step(study: str, **over: Any) -> Step:
     run = settings(study, **over)
-    return Step(build(study, run), loss_of(study), run, CPU)
+    return build_step(run, lambda: build(study, run), loss_of(study))
 
 
 def batch(study: str, size: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -338,7 +341,7 @@ def test_master_weights_take_updates_that_rounding_would_lose() -> None:
         run = settings("era5_vit", precision=precision, optimizer={"lr": 1e-3, "momentum": 0.0, "nesterov": False})
         model = nn.Linear(1, 1, bias=False)
         nn.init.ones_(model.weight)
-        step = Step(model, lambda p, t: p.sum(), run, CPU)
+        step = build_step(run, lambda: model, lambda p, t: p.sum(dim=1))
         for _ in range(100):
             step(torch.ones(1, 1), torch.ones(1, 1))
         return step.weights.state_dict()["weight"]
@@ -646,7 +649,7 @@ def test_a_cuda_graph_trains_as_the_eager_step_does(study: str, over: dict[str, 
     steps = []
     for graph in (False, True):
         run = settings(study, **over, cuda_graph=graph)
-        steps.append(Step(build(study, run).to(device), loss_of(study), run, device))
+        steps.append(build_step(run, partial(build, study, run), loss_of(study), World(device=device)))
     for number in range(12):
         x, y = (t.to(device) for t in batch(study, 4 if number % 2 else 6, seed=number))
         losses = []
@@ -677,17 +680,17 @@ def test_a_run_in_16_bits_is_checked_and_no_other(
     tmp_path: Path, cosmo_data: Path, era5_data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checked: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(session, "check_operations", lambda *arguments: checked.append(arguments))
+    monkeypatch.setattr(build_, "check_operations", lambda *arguments: checked.append(arguments))
     for precision in ("fp32", "tf32", "bf16", "fp16_master"):
         over = {"precision": precision, "memory_format": "channels_last"}
         make_run(tmp_path, "cosmo_unet", config.merge(copy.deepcopy(COSMO_RUN), over), COSMO)
-        session.open_session(load_run(tmp_path / "config.yaml", TrainRun), cosmo_data / "manifest.json", World(), 1)
+        build_.open_session(load_run(tmp_path / "config.yaml", "train"), cosmo_data / "manifest.json", World(), 1)
     # the U-Net has no attention: the check's own head dimension, and PyTorch's own choice of a kernel
     wanted = [(torch.bfloat16, CPU, True, nullcontext, 32), (torch.float16, CPU, True, nullcontext, 32)]
     assert checked == wanted
     over = {"precision": "bf16", "attention": "math"}
     make_run(tmp_path, "era5_vit", config.merge(copy.deepcopy(ERA5_RUN), over), ERA5)
-    session.open_session(load_run(tmp_path / "config.yaml", TrainRun), era5_data / "manifest.json", World(), 1)
+    build_.open_session(load_run(tmp_path / "config.yaml", "train"), era5_data / "manifest.json", World(), 1)
     assert checked[2][3] is not nullcontext and checked[2][4] == 16 // 2
 
 
@@ -725,8 +728,8 @@ def test_a_wrong_library_is_found(monkeypatch: pytest.MonkeyPatch, name: str, wh
         ("era5_vit", {"optimizer": {"kind": "sgd", "betas": [0.9, 0.99]}}, "unknown key 'betas'"),
         ("era5_vit", {"optimizer": {"kind": "sgdd"}}, "did you mean 'sgd'"),
         ("era5_vit", {"optimizer": {"kind": "sgd", "momentum": 0.0, "nesterov": True}}, "nesterov needs a momentum"),
-        ("era5_vit", {"pad_channels": 8}, "pad_channels is for the unet3d"),
-        ("cosmo_unet", {"attention": "flash"}, "attention flash: the unet3d has none"),
+        ("era5_vit", {"pad_channels": 8}, "pad_channels: the model of study era5_vit has no such thing"),
+        ("cosmo_unet", {"attention": "flash"}, "attention: the model of study cosmo_unet has no such thing"),
         ("cosmo_unet", {"accumulation_steps": 7}, "accumulation_steps 7 is more than the 6 samples"),
         (
             "cosmo_unet",
@@ -757,15 +760,55 @@ def test_what_cannot_be_is_refused(study: str, over: dict[str, Any], said: str) 
     assert said in str(caught.value)
 
 
-@pytest.mark.parametrize(("written", "kind"), [({}, "Adam"), ({"kind": "adamw"}, "AdamW"), ({"kind": "sgd"}, "SGD")])
-def test_the_optimiser_is_the_one_that_was_asked_for(written: dict[str, Any], kind: str) -> None:
-    run = validate(
-        RunCore,
-        {**copy.deepcopy(RUNS["era5_vit"]), "study": "any", "dataset": "any", "optimizer": written},
+@pytest.mark.parametrize(
+    ("written", "plain"),
+    [
+        ({}, partial(torch.optim.Adam, lr=2e-4)),
+        ({"kind": "adamw", "eps": 1e-7}, partial(torch.optim.AdamW, lr=2e-4, eps=1e-7, weight_decay=0.0)),
+        ({"kind": "sgd", "momentum": 0.9}, partial(torch.optim.SGD, lr=2e-4, momentum=0.9)),
+        ({"kind": "adadelta", "lr": 1.0}, partial(torch.optim.Adadelta, lr=1.0)),
+        ({"kind": "adadelta", "lr": 0.5, "rho": 0.8}, partial(torch.optim.Adadelta, lr=0.5, rho=0.8)),
+    ],
+    ids=str,
+)
+def test_the_optimiser_is_pytorchs_own(written: dict[str, Any], plain: Any) -> None:
+    raw = {**copy.deepcopy(RUNS["era5_vit"]), "study": "era5_vit", "dataset": "any", "throughput": {}}
+    run: RunCore = validate(stage_class("era5_vit", "throughput"), raw | {"optimizer": written})
+    step, model = build_step(run, lambda: build("era5_vit", run), relative_l2), build("era5_vit", run)
+    optimizer = plain(model.parameters())
+    assert step.optimizer.defaults == optimizer.defaults, "no default of PyTorch's is switched off"
+    for seed in range(3):
+        x, y = batch("era5_vit", 6, seed)
+        step(x, y)
+        optimizer.zero_grad()
+        relative_l2(model(x), y).mean().backward()
+        optimizer.step()
+    assert all(torch.equal(p, q) for p, q in zip(step.model.parameters(), model.parameters(), strict=True))
+
+
+# --- what goes in -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("over", [{}, {"precision": "bf16"}, {"memory_format": "channels_last"}], ids=str)
+def test_images_and_labels_go_in_as_they_are(over: dict[str, Any]) -> None:
+    """uint8 images become the model's numbers, integer labels stay integers; the loss is cross entropy's."""
+    run = settings("era5_vit", **over)
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(), nn.Linear(4 * 36, 10))
+    cross_entropy = partial(F.cross_entropy, reduction="none")
+    step = build_step(run, lambda: model, cross_entropy)
+    x = torch.randint(0, 256, (6, 1, 8, 8), dtype=torch.uint8)
+    y = torch.randint(0, 10, (6,))
+    expected = cross_entropy(step.predict(x), y).mean()
+    assert float(step(x, y)) == pytest.approx(float(expected), rel=1e-3)
+    assert step.predict(x).dtype == torch.float32
+    assert torch.equal(step.predict(x), step.predict(x.float()))
+
+
+def test_indices_reach_the_model_as_indices() -> None:
+    step = build_step(
+        settings("era5_vit", precision="bf16_pure"), lambda: nn.Embedding(9, 3), lambda p, t: p.mean((1, 2))
     )
-    made = Step(build("era5_vit", run), relative_l2, run, CPU).optimizer
-    assert type(made).__name__ == kind
-    assert made.param_groups[0]["lr"] == 2e-4
+    assert step.predict(torch.randint(0, 9, (6, 4))).shape == (6, 4, 3)
 
 
 # --- whole runs -------------------------------------------------------------------------------------------------
@@ -803,8 +846,8 @@ def test_a_run_at_the_top_of_the_ladder_learns_what_the_plain_one_does(
     assert losses["top"] != losses["plain"]
     shapes = {key: (value.shape, torch.float32) for key, value in weights["plain"].items()}
     assert {key: (value.shape, value.dtype) for key, value in weights["top"].items()} == shapes
-    run = load_run(tmp_path / "top" / "config.yaml", TrainRun)
-    model: Any = session.open_session(run, manifest, World(), 1).step.model
+    run = load_run(tmp_path / "top" / "config.yaml", "train")
+    model: Any = build_.open_session(run, manifest, World(), 1).step.model
     assert model.checkpointing
     if study == "cosmo_unet":
         assert model.down[0][0].multiple == model.last.multiple == 8

@@ -15,10 +15,10 @@ from dlscale.core.settings import validate
 from dlscale.train.schedule import learning_rate, peak_rate
 
 
-def rates(total: int, peak: float = 1.0, **settings: Any) -> list[float]:
+def rates(total: int, peak: float = 1.0, steps_per_epoch: int = 10, **settings: Any) -> list[float]:
     """The rate of each of `total` steps, and the one after the last."""
     schedule = Schedule(**settings)
-    return [learning_rate(schedule, peak, step, total) for step in range(total + 1)]
+    return [learning_rate(schedule, peak, step, total, steps_per_epoch) for step in range(total + 1)]
 
 
 @pytest.mark.parametrize("warmup", [0, 1, 128, 900])
@@ -62,6 +62,26 @@ def test_without_warm_up_it_is_pytorchs() -> None:
         optimizer.step()
         scheduler.step()
     np.testing.assert_allclose(rates(57, peak=2e-4, end_lr=1e-6), theirs, rtol=1e-9)
+
+
+@pytest.mark.parametrize(("step_epochs", "gamma"), [(1, 0.7), (3, 0.1)])
+def test_steps_are_pytorchs(step_epochs: int, gamma: float) -> None:
+    """PyTorch counts epochs, dlscale steps: each epoch's steps have the epoch's rate."""
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.5)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=step_epochs, gamma=gamma)
+    theirs = []
+    for _ in range(8):
+        theirs += [optimizer.param_groups[0]["lr"]] * 4
+        optimizer.step()
+        scheduler.step()
+    ours = rates(32, peak=0.5, steps_per_epoch=4, kind="step", gamma=gamma, step_epochs=step_epochs)
+    np.testing.assert_allclose(ours[:32], theirs, rtol=1e-12)
+
+
+def test_steps_count_from_the_beginning_warm_up_or_not() -> None:
+    ours = rates(30, kind="step", gamma=0.5, step_epochs=1, warmup_steps=5)
+    assert ours[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+    assert [ours[step] for step in (9, 10, 20)] == [1.0, 0.5, 0.25]
 
 
 def test_a_warm_up_longer_than_the_training_just_rises() -> None:

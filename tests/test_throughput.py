@@ -16,12 +16,13 @@ import pytest
 import torch
 
 from dlscale.config import resolve as config
-from dlscale.config.run import Throughput, ThroughputRun, load_run
+from dlscale.config.run import Throughput, load_run
+from dlscale.core.records import Trials
 from dlscale.data.loaders.base import Batch, Loader
 from dlscale.measure import throughput
-from dlscale.measure.throughput import endless, repeat, trials
+from dlscale.measure.throughput import endless, trials
 from dlscale.parallel.world import World
-from dlscale.train.session import open_session
+from dlscale.train.build import open_session
 from dlscale.train.step import Step
 from tests.conftest import COSMO, COSMO_RUN, make_run, stage
 from tests.test_rungs import need_compiler
@@ -96,7 +97,7 @@ def test_the_numbers_count_the_samples_that_were_processed(measured: Path) -> No
     assert found["batch_size"] == 4
     assert found["nranks"] == 1
     assert found["settings"] == TRIALS
-    assert "compile" not in found
+    assert found["compile"] is None
     assert found["device"]["kind"] == "cpu"
     assert 50e6 < found["peak_memory_bytes"] < 100e9
 
@@ -126,7 +127,7 @@ def test_synthetic_is_one_resident_batch_for_every_loader(
     """The stage runs as it is; what passes through it is noted down on the way."""
     seen: dict[str, list[Batch]] = {}
 
-    def noting(label: str, batches: Iterator[Batch], *rest: Any) -> dict[str, Any]:
+    def noting(label: str, batches: Iterator[Batch], *rest: Any) -> Trials:
         seen[label] = []
 
         def noted() -> Iterator[Batch]:
@@ -164,7 +165,7 @@ def test_the_steps_train_and_io_does_not(tmp_path: Path, cosmo_data: Path, monke
     def keeping(*arguments: Any) -> Any:
         session = opened(*arguments)
 
-        def noting(*rest: Any) -> dict[str, Any]:
+        def noting(*rest: Any) -> Trials:
             found = trials(*rest)
             sums.append(sum(float(p.detach().double().abs().sum()) for p in session.step.model.parameters()))
             return found
@@ -222,12 +223,10 @@ def test_trials_count_and_time_what_follows_the_warm_up() -> None:
     settings = Throughput(warmup=1, trials=2, batches=2)
     found = trials("FULL", batches_of(9, 9, 3, 4, 5, 6, 7), consume, settings, World())
     assert consumed == [9, 9, 3, 4, 5, 6], "and not one batch more"
-    assert [a * b for a, b in zip(found["trial_time"], found["trial_throughput"], strict=True)] == pytest.approx(
-        [7, 11]
-    )
-    assert all(seconds >= 0.04 for seconds in found["trial_time"])
+    assert [a * b for a, b in zip(found.trial_time, found.trial_throughput, strict=True)] == pytest.approx([7, 11])
+    assert all(seconds >= 0.04 for seconds in found.trial_time)
     # By this test's own clock, however slow the machine: nothing from before the warm-up's end is counted.
-    assert sum(found["trial_time"]) <= time.perf_counter() - ends[1]
+    assert sum(found.trial_time) <= time.perf_counter() - ends[1]
 
 
 def test_the_wait_for_data_counts() -> None:
@@ -237,13 +236,13 @@ def test_the_wait_for_data_counts() -> None:
             yield batch
 
     found = trials("IO", late(), lambda x, y: None, Throughput(warmup=0, trials=2, batches=2), World())
-    assert all(seconds >= 0.06 for seconds in found["trial_time"])
+    assert all(seconds >= 0.06 for seconds in found.trial_time)
 
 
 @contextlib.contextmanager
 def train_loader(folder: Path, data: Path, **over: Any) -> Iterator[Loader]:
     make_run(folder, "cosmo_unet", config.merge(copy.deepcopy(COSMO_RUN), {"samples": {"train": 10}, **over}), COSMO)
-    session = open_session(load_run(folder / "config.yaml", ThroughputRun), data / "manifest.json", World(), 1)
+    session = open_session(load_run(folder / "config.yaml", "throughput"), data / "manifest.json", World(), 1)
     with contextlib.closing(session.loader("train")) as loader:
         yield loader
 
@@ -256,11 +255,6 @@ def test_endless_goes_through_epoch_after_epoch(tmp_path: Path, cosmo_data: Path
             assert torch.equal(x, x_)
             assert torch.equal(y, y_)
     assert not torch.equal(found[0][0], found[3][0])
-
-
-def test_repeat_yields_the_same_batch_for_ever() -> None:
-    (batch,) = batches_of(3)
-    assert all(again is batch for again in itertools.islice(repeat(batch), 5))
 
 
 def test_a_synthetic_loader_has_the_stream_of_a_real_one(tmp_path: Path, cosmo_data: Path) -> None:

@@ -26,7 +26,7 @@ from tensorboard.plugins.hparams import plugin_data_pb2
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dlscale.config import resolve as config
-from dlscale.config.run import TrainRun, load_run
+from dlscale.config.run import load_run
 from dlscale.data.loaders.base import Batch
 from dlscale.data.loaders.torch_loader import TorchLoader
 from dlscale.data.manifest import Manifest
@@ -38,13 +38,17 @@ from dlscale.models.losses import l1, relative_l2
 from dlscale.models.unet3d import UNet3D
 from dlscale.models.vit import ViT
 from dlscale.parallel.world import World
-from dlscale.train.checkpoint import Checkpoints
-from dlscale.train.session import open_session
-from dlscale.train.train import identity
+from dlscale.studies.era5_vit import Era5ViT
+from dlscale.train.build import open_session
+from dlscale.train.checkpoint import CheckpointRecord, Checkpoints
+from dlscale.train.loop import Hook, run_steps
+from dlscale.train.train import run_fingerprint
 from dlscale.train.trainer import Trainer
 from tests.conftest import COSMO, COSMO_RUN, ERA5, ERA5_RUN, make_dataset, make_run, records, train
+from tests.waiting import PATIENCE
 
-TIMES = ("epoch_seconds", "samples_per_second", "valid_seconds")
+CPU = torch.device("cpu")
+TIMES = ("epoch_seconds", "samples_per_second", "valid_seconds", "wall_time")
 FILES = {"config.yaml", "metrics.jsonl", "model.pt", "prediction.png", "provenance.json", "tensorboard", "checkpoints"}
 Make = Callable[..., Path]
 
@@ -90,8 +94,8 @@ def cosmo(tmp_path: Path, cosmo_data: Path) -> Make:
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = torch.load(folder / "model.pt", weights_only=True)
-    return found
+    state: dict[str, torch.Tensor] = torch.load(folder / "model.pt", weights_only=True)
+    return state
 
 
 def timeless(folder: Path) -> list[dict[str, Any]]:
@@ -99,13 +103,18 @@ def timeless(folder: Path) -> list[dict[str, Any]]:
 
 
 def provenance(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / "provenance.json").read_text())
-    return found
+    record: dict[str, Any] = json.loads((folder / "provenance.json").read_text())
+    return record
 
 
 def checkpoint_folder(folder: Path) -> Path:
-    (found,) = (path for path in (folder / "checkpoints").iterdir() if path.is_dir())
-    return found
+    (only,) = (path for path in (folder / "checkpoints").iterdir() if path.is_dir())
+    return only
+
+
+def checkpoint(folder: Path) -> CheckpointRecord:
+    """How far the training was of which `folder` is a checkpoint."""
+    return CheckpointRecord.read(folder / "checkpoint.json")
 
 
 def same(a: Any, b: Any) -> bool:
@@ -144,7 +153,7 @@ def bare_loop(
             for group in optimizer.param_groups:
                 group["lr"] = rate(step)
             optimizer.zero_grad()
-            value = loss(model(x), y)
+            value = loss(model(x), y).mean()
             value.backward()
             optimizer.step()
             step, total, seen = step + 1, total + value.item() * len(chosen), seen + len(chosen)
@@ -292,31 +301,48 @@ def test_validation_runs_without_drop_out(era5: Make) -> None:
     assert len({r["train_loss"] for r in records(dropping)} & {r["train_loss"] for r in records(plain)}) == 0
 
 
+# --- the loop -----------------------------------------------------------------------------------------------------
+
+
+def noting(name: str, notes: list[str]) -> Hook:
+    return Hook(
+        before_step=lambda number: notes.append(f"{name} before {number}"),
+        after_step=lambda number, batch, result: notes.append(f"{name} after {number}: {batch} {result}"),
+    )
+
+
+def test_the_loop_tells_its_hooks_in_their_order() -> None:
+    notes: list[str] = []
+
+    def batches() -> Iterator[tuple[int, int]]:
+        for number in range(100):
+            notes.append(f"batch {number}")
+            yield number, 2 * number
+
+    run_steps(lambda x, y: x + y, batches(), range(7, 9), [noting("a", notes), Hook(), noting("b", notes)])
+    assert notes == [
+        *("a before 7", "b before 7", "batch 0", "a after 7: (0, 0) 0", "b after 7: (0, 0) 0"),
+        *("a before 8", "b before 8", "batch 1", "a after 8: (1, 2) 3", "b after 8: (1, 2) 3"),
+    ], "and not one batch more"
+
+
 # --- the trainer by itself --------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def trainer(folder: Path, data: Path, loader: type[TorchLoader] = TorchLoader, **replaced: Any) -> Iterator[Trainer]:
     """The trainer of a run as the stage sets it up, with its parts at hand."""
-    run = load_run(folder / "config.yaml", TrainRun)
+    run = load_run(folder / "config.yaml", "train")
     session = open_session(run, data / "manifest.json", World(), 1)
+    session.step.loss = replaced.get("loss", session.step.loss)
     with contextlib.ExitStack() as stack:
         loaders = [stack.enter_context(contextlib.closing(session.loader(split))) for split in ("train", "valid")]
         for one in loaders:
             if loader is not TorchLoader:
                 one.__class__ = loader
-        made = Trainer(
-            run,
-            session.step,
-            replaced.get("loss", session.loss),
-            *loaders,
-            session.study.metrics(session.manifest, session.device),
-            Checkpoints(folder / "trainer", 1),
-            lambda record: None,
-        )
-        if "loss" in replaced:
-            made.step._loss = replaced["loss"]
-        yield made
+        metrics = session.study.metrics(run, session.manifest, CPU)
+        checkpoints = Checkpoints(folder / "trainer", 1)
+        yield Trainer(run, session.step, session.share(), (loaders[0], loaders[1]), metrics, checkpoints, World())
 
 
 class _Slow(TorchLoader):
@@ -331,9 +357,9 @@ def test_the_wait_for_the_first_batch_counts(tmp_path: Path, weather: Path) -> N
     make_era5(tmp_path, {"training": {"epochs": 1}})
     with trainer(tmp_path, weather, _Slow) as made:
         (record,) = made.fit()
-    assert record["epoch_seconds"] >= 0.3
-    assert record["valid_seconds"] >= 0.3
-    assert record["samples_per_second"] <= 38 / 0.3
+    assert record.epoch_seconds >= 0.3
+    assert record.valid_seconds >= 0.3
+    assert record.samples_per_second <= 38 / 0.3
 
 
 class Waits(TorchDispatchMode):
@@ -384,7 +410,7 @@ def test_no_step_waits_for_the_device(tmp_path: Path, weather: Path, precision: 
     def watched(p: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
         loss = relative_l2(p, t)
         if p.requires_grad:
-            print(loss.detach().item())
+            print(loss.detach().sum().item())
         return loss
 
     assert waits(8, loss=watched) == waits(2, loss=watched) + 6, "an added .item() is seen"
@@ -411,19 +437,24 @@ def start(folder: Path, manifest: Path) -> subprocess.Popen[bytes]:
 
 def wait_for(folder: Path, pattern: str, process: subprocess.Popen[bytes]) -> Path:
     """Wait until a file is there."""
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline:
         if found := sorted(folder.glob(pattern)):
             return found[0]
         assert process.poll() is None, (folder / "log").read_text()
         time.sleep(0.001)
-    raise AssertionError(f"no {pattern} after two minutes")
+    raise AssertionError(f"no {pattern} in time")
 
 
 @pytest.mark.parametrize(
     ("workers", "precision"),
-    [(0, "fp32"), (2, "fp32"), (0, "fp16"), (0, "bf16_master"), (0, "fp16_master")],
-    ids=["alone", "2 workers", "loss scaling", "master weights", "both"],
+    [
+        pytest.param(0, "fp32", id="alone", marks=pytest.mark.slow),
+        pytest.param(2, "fp32", id="2 workers"),
+        pytest.param(0, "fp16", id="loss scaling", marks=pytest.mark.slow),
+        pytest.param(0, "bf16_master", id="master weights", marks=pytest.mark.slow),
+        pytest.param(0, "fp16_master", id="both"),
+    ],
 )
 def test_a_killed_run_resumes_as_if_nothing_had_been(
     tmp_path: Path, weather: Path, capfd: pytest.CaptureFixture[str], workers: int, precision: str
@@ -454,9 +485,12 @@ def test_a_killed_run_resumes_as_if_nothing_had_been(
     assert process.returncode == -signal.SIGKILL
     saved = sorted(first.parent.glob("step-*"))
     assert len(saved) < 8, "it was killed midway"
-    done = torch.load(saved[-1] / "state.pt", weights_only=True)["history"]
+    done = [record.model_dump() for record in checkpoint(saved[-1]).history]
     assert len(done) == len(saved)
-    assert not (killed / "metrics.jsonl").exists(), "half a result is none"
+    logged = records(killed)
+    assert logged[: len(done)] == done and len(logged) - len(done) in (0, 1), "what was done so far can be read"
+    assert set(scalars(killed)["loss/train"]) >= {record["step"] for record in done}
+    assert not (killed / "provenance.json").exists(), "which says that a result is whole"
 
     assert train(killed, manifest) == 0
     assert provenance(killed)["resumed_from_step"] == 6 * len(saved)
@@ -464,17 +498,18 @@ def test_a_killed_run_resumes_as_if_nothing_had_been(
     assert records(killed)[: len(done)] == done, "the epochs before, their times too"
     assert timeless(killed) == timeless(tmp_path / "whole")
     assert (killed / "model.pt").read_bytes() == (tmp_path / "whole" / "model.pt").read_bytes()
-    states = [
-        torch.load(checkpoint_folder(tmp_path / name) / "step-00000048" / "state.pt", weights_only=True)
-        for name in ("whole", "killed")
-    ]
+    last = [checkpoint_folder(tmp_path / name) / "step-00000048" for name in ("whole", "killed")]
+    states = [torch.load(folder / "state.pt", weights_only=True) for folder in last]
+    assert same(*(checkpoint(folder).model_dump() for folder in last))
     assert {path.name for path in killed.iterdir()} == FILES | {"log"}, "nothing half-written stays"
-    assert set(states[0]) == {"model", "optimizer", "scaler", "step", "partial", "history", "rng", "cuda_rng"}
+    assert set(states[0]) == {"model", "optimizer", "scaler", "rng", "cuda_rng"}
     assert same(*states), "moments, loss scale and random state as well"
     moments = states[0]["optimizer"]["state"]
     assert len(moments) == len(weights(killed))
     assert precision.startswith("fp16") == bool(states[0]["scaler"])
-    assert scalars(killed)["loss/train"] == pytest.approx({r["step"]: r["train_loss"] for r in records(killed)})
+    points = [(event.step, event.wall_time, event.value) for event in events(killed).Scalars("loss/train")]
+    expected = [(r["step"], r["wall_time"], pytest.approx(r["train_loss"])) for r in records(killed)]
+    assert points == expected, "each epoch once, with the time of its step"
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------
@@ -537,6 +572,8 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
     "flipped": _flip,
     "empty": lambda file: file.write_bytes(b""),
     "missing": lambda file: file.unlink(),
+    "record cut": lambda file: _cut(file.with_name("checkpoint.json")),
+    "record of another kind": lambda file: file.with_name("checkpoint.json").write_text('{"step": "many"}'),
     "trap": _trap,
     "plain trap": _plain_trap,
 }
@@ -555,7 +592,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(
     assert (again / "model.pt").read_bytes() == (finished / "model.pt").read_bytes()
     assert timeless(again) == timeless(finished)
     assert not (folder / "executed").exists(), "the checkpoint's code was run"
-    assert torch.load(folder / "step-00000030" / "state.pt", weights_only=True)["history"] == records(again)
+    assert [record.model_dump() for record in checkpoint(folder / "step-00000030").history] == records(again)
     if damage and "trap" in damage:  # the trap is a real one
         DAMAGES[damage](folder / "step-00000030" / "state.pt")
         with contextlib.suppress(Exception):
@@ -582,7 +619,23 @@ def test_a_finished_run_trained_again_only_writes_its_outputs_again(
     assert (run / "model.pt").read_bytes() == (finished / "model.pt").read_bytes()
     assert (run / "metrics.jsonl").read_text() == (finished / "metrics.jsonl").read_text(), "their times too"
     assert scalars(run) == scalars(finished)
+    times = [[event.wall_time for event in events(folder).Scalars("loss/train")] for folder in (run, finished)]
+    assert times[0] == times[1] == [record["wall_time"] for record in records(run)]
+    assert len(list((run / "tensorboard").iterdir())) == 1, "and nothing is there twice"
     assert {path.name for path in run.iterdir()} == FILES, "and nothing else is left there"
+
+
+def test_another_loader_trains_a_finished_run_again(finished: Path, weather: Path, tmp_path: Path) -> None:
+    """The weights are the same; its samples/s would be those of the loader before."""
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    over = {"training": {"epochs": 3}, "model": DROPS, "loader": {"kind": "direct", "workers": 0}}
+    make_era5(run, over)
+    assert train(run, weather / "manifest.json") == 0
+    assert provenance(run)["resumed_from_step"] is None
+    assert (run / "model.pt").read_bytes() == (finished / "model.pt").read_bytes()
+    assert [r["wall_time"] for r in records(run)] > [r["wall_time"] for r in records(finished)]
+    assert [path.name for path in sorted(checkpoint_folder(run).glob("step-*"))] == ["step-00000020", "step-00000030"]
 
 
 def test_a_changed_setting_does_not_pick_up_the_old_checkpoint(again: Path, finished: Path, weather: Path) -> None:
@@ -597,6 +650,16 @@ def test_a_changed_setting_does_not_pick_up_the_old_checkpoint(again: Path, fini
     new = checkpoint_folder(again)
     assert new != old, "of the old training nothing is left once the new one is done"
     assert not same(weights(again), weights(finished))
+
+
+def test_what_another_training_left_is_cleared_away(finished: Path, weather: Path, tmp_path: Path) -> None:
+    """Its numbers would stand beside those of a run that failed."""
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    make_era5(run, {"training": {"epochs": 3}, "optimizer": {"lr": 1e30}})
+    assert train(run, weather / "manifest.json") == 2
+    assert {path.name for path in run.iterdir()} == {"config.yaml", "checkpoints", "tensorboard"}
+    assert not scalars(run)
 
 
 def test_only_its_own_folders_are_cleared_away(again: Path, weather: Path) -> None:
@@ -616,7 +679,7 @@ def test_a_checkpoint_that_is_not_torn_is_never_thrown_away(tmp_path: Path, monk
     """Memory that runs out while it is read is no fault of the file: the next try may find enough."""
     checkpoints = Checkpoints(tmp_path, keep=2)
     for step in (1, 2):
-        checkpoints.save(step, {"step": torch.tensor(step)})
+        checkpoints.save(CheckpointRecord(step=step), {"w": torch.tensor(step)})
 
     def no_memory(*_: Any, **__: Any) -> None:
         raise torch.OutOfMemoryError("out of memory")
@@ -624,27 +687,29 @@ def test_a_checkpoint_that_is_not_torn_is_never_thrown_away(tmp_path: Path, monk
     with monkeypatch.context() as patched:
         patched.setattr(torch, "load", no_memory)
         assert checkpoints.load() is None
-    assert checkpoints.load() == {"step": torch.tensor(2)}
+    assert checkpoints.load() == (CheckpointRecord(step=2), {"w": torch.tensor(2)})
     _cut(tmp_path / "step-00000002" / "state.pt")
-    assert checkpoints.load() == {"step": torch.tensor(1)}
+    assert checkpoints.load() == (CheckpointRecord(step=1), {"w": torch.tensor(1)})
     assert checkpoints.steps() == [1], "a torn one does not count among those to keep"
 
 
 def test_what_makes_a_training_itself(finished: Path, weather: Path, tmp_path: Path) -> None:
-    run, manifest = load_run(finished / "config.yaml", TrainRun), Manifest.read(weather / "manifest.json")
-    own = identity(run, manifest)
+    run, manifest = load_run(finished / "config.yaml", "train"), Manifest.read(weather / "manifest.json")
+    own = run_fingerprint(run, manifest)
     assert own[:16] == checkpoint_folder(finished).name == provenance(finished)["fingerprint"]
 
     def changed(**over: Any) -> str:
         make_era5(tmp_path, config.merge({"training": {"epochs": 3}, "model": dict(DROPS)}, over))
-        return identity(load_run(tmp_path / "config.yaml", TrainRun), manifest)
+        return run_fingerprint(load_run(tmp_path / "config.yaml", "train"), manifest)
 
     assert changed() == own
     assert changed(label="another name", throughput={"trials": 9}) == own, "what the stage does not see"
     assert changed(training={"checkpoint_epochs": 3, "keep_checkpoints": 1}) == own
+    assert changed(loader={"kind": "direct", "workers": 3}, geometry={"gpus_per_node": 2}) == own, "the same samples"
     others = [changed(seed=1), changed(batch_size=8), changed(model={"dropout": 0.3}), changed(precision="bf16")]
+    others.append(changed(loader={"kind": "synthetic"}))
     others += [changed(schedule={"end_lr": 1e-9}), changed(training={"epochs": 4}), changed(loss={"kind": "l1"})]
-    others.append(identity(run, manifest, sources="other sources"))
+    others.append(run_fingerprint(run, manifest, sources="other sources"))
 
     def with_manifest(change: Callable[[dict[str, Any]], None]) -> str:
         values = json.loads((weather / "manifest.json").read_text())
@@ -652,18 +717,13 @@ def test_what_makes_a_training_itself(finished: Path, weather: Path, tmp_path: P
             shutil.copytree(weather / name, tmp_path / name, dirs_exist_ok=True)
         change(values)
         (tmp_path / "manifest.json").write_text(json.dumps(values))
-        return identity(run, Manifest.read(tmp_path / "manifest.json"))
-
-    def changed_climatology(values: dict[str, Any]) -> None:
-        path = tmp_path / values["climatology"]
-        np.save(path, np.load(path) + 1)
+        return run_fingerprint(run, Manifest.read(tmp_path / "manifest.json"))
 
     assert with_manifest(lambda values: None) == own
     assert with_manifest(lambda values: values["provenance"].update(settings="told differently")) == own
-    others.append(with_manifest(lambda values: values["splits"]["train"][0].update(identity="another file")))
+    others.append(with_manifest(lambda values: values["splits"]["train"][0].update(digest="another file")))
     others.append(with_manifest(lambda values: values["fields"]["fields"]["transforms"][0].update(scale=7.0)))
-    others.append(with_manifest(lambda values: values["latitude"].reverse()))
-    others.append(with_manifest(changed_climatology))
+    others.append(with_manifest(lambda values: values["extra"]["latitude"].reverse()))
     assert len({own, *others}) == 1 + 12
 
 
@@ -681,7 +741,7 @@ def test_checkpoints_are_as_often_and_as_many_as_asked(era5: Make) -> None:
 
 def test_a_checkpoint_is_there_as_a_whole_or_not_at_all(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep=2)
-    checkpoints.save(7, {"model": {"w": torch.ones(2)}})
+    checkpoints.save(CheckpointRecord(step=7), {"model": {"w": torch.ones(2)}})
 
     class Unwritable:
         def __reduce__(self) -> tuple[Any, ...]:
@@ -689,11 +749,11 @@ def test_a_checkpoint_is_there_as_a_whole_or_not_at_all(tmp_path: Path) -> None:
 
     for step in (7, 8):
         with pytest.raises(MemoryError):
-            checkpoints.save(step, {"model": {"w": torch.zeros(2)}, "bad": Unwritable()})
+            checkpoints.save(CheckpointRecord(step=step), {"model": {"w": torch.zeros(2)}, "bad": Unwritable()})
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000007"]
-    state = checkpoints.load()
-    assert state is not None
-    assert torch.equal(state["model"]["w"], torch.ones(2))
+    loaded = checkpoints.load()
+    assert loaded is not None
+    assert torch.equal(loaded[1]["model"]["w"], torch.ones(2))
 
 
 def test_what_a_killed_process_left_half_saved_is_cleared_away(tmp_path: Path) -> None:
@@ -749,6 +809,16 @@ def test_the_figure_is_a_picture(finished: Path) -> None:
     assert picture[..., :3].std() > 0.05
 
 
+def test_a_study_without_a_figure_has_a_plain_picture(
+    again: Path, finished: Path, weather: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Era5ViT, "figure", lambda *arguments: None)
+    assert train(again, weather / "manifest.json") == 0
+    picture = matplotlib.image.imread(again / "prediction.png")
+    assert min(picture.shape[:2]) > 150 and picture[..., :3].std() > 0.02
+    assert not np.array_equal(picture, matplotlib.image.imread(finished / "prediction.png"))
+
+
 def test_metrics_jsonl_is_plain_json(finished: Path) -> None:
     def refuse(constant: str) -> None:
         raise AssertionError(f"{constant} is not JSON")
@@ -769,8 +839,9 @@ def test_provenance_tells_the_story(finished: Path) -> None:
     assert found["packages"]["numpy"] == np.__version__
     assert found["python"] == ".".join(map(str, sys.version_info[:3]))
     assert found["started"] <= found["finished"]
-    assert set(found["metric_units"]) == set(records(finished)[0]["metrics"])
-    assert found["metric_units"]["rmse/t2m"] == "K"
+    assert {metric["name"] for metric in found["metrics"]} == set(records(finished)[0]["metrics"])
+    assert {metric["name"]: metric["unit"] for metric in found["metrics"]}["rmse/t2m"] == "K"
+    assert found["loss"]["title"] == "relative L2"
     assert found["manifest"]["settings"]["source"]["seed"] == 3
     assert {path.name for path in finished.iterdir()} == FILES
 
@@ -792,7 +863,7 @@ def test_precisions_learn_as_fp32_does_to_their_few_digits(
             settings = config.merge(copy.deepcopy(COSMO_RUN), over | {"precision": precision})
             make_run(folder, study, settings, COSMO)
         with trainer(folder, data) as made:
-            losses[precision] = [[record["train_loss"], record["valid_loss"]] for record in made.fit()]
+            losses[precision] = [[record.train_loss, record.valid_loss] for record in made.fit()]
             assert all(p.isfinite().all() and p.dtype == torch.float32 for p in made.step.model.parameters())
             x = torch.zeros(1, *next(iter(made.train_loader.epoch(0)))[0].shape[1:])
             assert made.step.predict(x).dtype == torch.float32
@@ -822,7 +893,7 @@ def test_a_loss_that_explodes_ends_in_one_message(
     said = message(capfd)
     assert f"epoch 1: the {which} loss is nan" in said
     assert "lower optimizer.lr" in said
-    assert {path.name for path in (tmp_path / "run").iterdir()} == {"config.yaml", "checkpoints"}
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {"config.yaml", "checkpoints", "tensorboard"}
     assert not list(checkpoint_folder(tmp_path / "run").glob("step-*")), "NaN is not worth a checkpoint"
 
 
@@ -839,6 +910,21 @@ def test_cuda_without_a_gpu_is_refused(tmp_path: Path, weather: Path, capfd: pyt
     make_era5(tmp_path, {})
     assert train(tmp_path, weather / "manifest.json", "--device", "cuda") == 2
     assert "PyTorch sees no CUDA device" in message(capfd)
+
+
+def test_a_model_that_does_not_fit_the_data_is_refused(
+    tmp_path: Path, weather: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The configuration said another grid than the files have."""
+    source = {**WEATHER["source"], "latitudes": 20, "longitudes": 40}
+    make_run(
+        tmp_path,
+        "era5_vit",
+        config.merge(copy.deepcopy(ERA5_RUN), {"model": {"patch": 5}}),
+        {**WEATHER, "source": source},
+    )
+    assert train(tmp_path, weather / "manifest.json") == 2
+    assert "model.patch 5 x 5 does not divide the fields of dataset data (16 x 32 points)" in message(capfd)
 
 
 @pytest.mark.parametrize(

@@ -10,15 +10,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from dlscale.config.run import Run
-from dlscale.core import registry as plugins
+from dlscale.config.run import Run, run_class
+from dlscale.core import registry
 from dlscale.data.samples import GridSamples
 from dlscale.data.store import Field
 from dlscale.datasets.cosmo.kind import CropSamples
 from dlscale.datasets.cosmo.samples import Crops
 from dlscale.datasets.era5.kind import PairSamples
 from dlscale.datasets.era5.samples import Pairs
-from dlscale.studies.base import Loss, Study
+from dlscale.parallel.world import World
+from dlscale.studies.base import SampleLoss, Study
+from dlscale.train.build import build_step
 from dlscale.train.step import Step
 from tests.bench import loading
 from tests.bench.compute import unet_flops, vit_flops
@@ -77,7 +79,7 @@ class Case:
         for key, value in over.items():
             merged = isinstance(value, dict) and "kind" not in value
             raw[key] = {**raw.get(key, {}), **value} if merged else value
-        return Run.model_validate(raw)
+        return run_class(self.study).model_validate(raw)
 
     def network(self, run: Run) -> nn.Module:
         """Return the model as its study builds it."""
@@ -86,19 +88,22 @@ class Case:
         fields = {name: SimpleNamespace(channels=range(count), grid=self.grid) for name, count in named.items()}
         return self._study.model(run, SimpleNamespace(fields=fields))  # type: ignore[arg-type]
 
-    def loss(self) -> Loss:
+    def loss(self) -> SampleLoss:
         """Return the study's loss."""
         return self._study.loss(self.run())
 
     def step(self, device: torch.device, spread: float = 0.0, **over: Any) -> Step:
         """Return the step of a run, with the same weights every time: as initialised, and moved by `spread`."""
         run = self.run(**over)
-        torch.manual_seed(0)
-        with device, torch.no_grad():  # drawn where they stay: large models are many numbers
-            model = self.network(run)
-            for p in model.parameters() if spread else ():
-                p.add_(spread * torch.randn(p.shape))
-        return Step(model, self.loss(), run, device)
+
+        def make() -> nn.Module:
+            with device, torch.no_grad():  # drawn where they stay: large models are many numbers
+                model = self.network(run)
+                for p in model.parameters() if spread else ():
+                    p.add_(spread * torch.randn(p.shape))
+            return model
+
+        return build_step(run, make, self.loss(), World(device=device))
 
     def batch(self, device: torch.device, size: int | None = None, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """Return a batch of normal deviates."""
@@ -136,5 +141,5 @@ class Case:
 
     @property
     def _study(self) -> Study:
-        study: Study = plugins.plugin(plugins.study(self.study)).STUDY
+        study: Study = registry.study(self.study)
         return study

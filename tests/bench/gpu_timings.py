@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import statistics
 import subprocess
@@ -16,7 +17,7 @@ import torch
 
 from dlscale.config.run import Throughput
 from dlscale.data.loaders.base import Batch, Loader
-from dlscale.measure.throughput import endless, peak_memory, repeat, trials
+from dlscale.measure.throughput import endless, peak_memory, trials
 from dlscale.parallel.world import World
 from dlscale.train.step import Step
 from tests.bench.cases import Case
@@ -137,7 +138,7 @@ def median(bench: Bench, batches: Iterator[Batch], step: Step | None, settings: 
         if step is not None:
             step(x, y)
 
-    return statistics.median(trials("", batches, consume, settings, World(device=bench.device))["trial_throughput"])
+    return statistics.median(trials("", batches, consume, settings, World(device=bench.device)).trial_throughput)
 
 
 def compiling(bench: Bench, step: Step, batch: Batch, warm: bool) -> Values:
@@ -180,7 +181,7 @@ class Ladder:
         step = self.case.step(self.bench.device, **over)
         x, y = self.case.batch(self.bench.device)
         found: Values = compiling(self.bench, step, (x, y), first_compiled) if compiled else {}
-        found["SYNTHETIC"] = synthetic = median(self.bench, repeat((x, y)), step, self.settings)
+        found["SYNTHETIC"] = synthetic = median(self.bench, itertools.repeat((x, y)), step, self.settings)
         if self._before:
             found["× rung before"] = synthetic / self._before
         self._before = synthetic
@@ -233,7 +234,7 @@ def large(bench: Bench, case: Case, settings: Throughput) -> Values:
             step = case.step(bench.device, batch_size=batch_size, **over)
             batch = case.batch(bench.device, batch_size)
             found = {"batch": batch_size, **compiling(bench, step, batch, warm=False)}
-            found["SYNTHETIC"] = median(bench, repeat(batch), step, settings)
+            found["SYNTHETIC"] = median(bench, itertools.repeat(batch), step, settings)
             break
         except torch.OutOfMemoryError:
             if batch_size == 1:

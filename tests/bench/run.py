@@ -23,7 +23,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the command line sets 
 import torch  # noqa: E402
 
 from dlscale.core.provenance import PACKAGES, git_state, now  # noqa: E402
-from dlscale.train.session import device_facts  # noqa: E402
+from dlscale.parallel.world import describe_device  # noqa: E402
 from tests.bench import compute, loading, preprocessing, rungs, training, workflow  # noqa: E402
 from tests.bench.measure import Options, Row, summary, table  # noqa: E402
 
@@ -47,7 +47,7 @@ def machine() -> dict[str, Any]:
         "time": now(),
         "cores": len(os.sched_getaffinity(0)),
         "load": os.getloadavg()[0],
-        "device": device_facts(torch.device("cpu")),
+        "device": describe_device(torch.device("cpu")).model_dump(),
         "git": git_state(),
         "packages": {name: version(name) for name in PACKAGES},
     }

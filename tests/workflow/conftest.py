@@ -1,4 +1,4 @@
-"""A tiny workflow of all studies, run once for all tests by the real Snakemake, in a copy of the repository."""
+"""A tiny workflow of all studies and one from outside, run once by the real Snakemake in a copy of the repository."""
 
 from __future__ import annotations
 
@@ -27,11 +27,14 @@ TREE = ["Snakefile", "config.yaml", "README.md", "rules", "profiles", "perlmutte
 RESULTS = "my results $(touch pwned) 'n' more"
 TITLE = """Gas & "stars" $(touch pwned) `touch pwned` <b>it's</b>; touch pwned"""
 
-#: The configuration of all workflow tests: of two studies three plans, with four runs (and one named again), and of
-#: each other study a plan, a dataset and a run.
+#: The folder of a study from outside (that of the docs), beside the copy of the repository.
+OUTSIDE = "a study's place"
+
+#: The configuration of all workflow tests: of two studies three plans, with four runs (and one named again); a ladder
+#: of the study from outside; of each other study a plan, a dataset and a run.
 CONFIG: dict[str, Any] = {
     "results": RESULTS,
-    "targets": ["cosmo", "era5", "again"],
+    "targets": ["cosmo", "era5", "again", "waves_ladder"],
     "datasets": {
         "boxes": {
             **COSMO,
@@ -39,6 +42,7 @@ CONFIG: dict[str, Any] = {
             "pieces": 2,
         },
         "years": {**ERA5, "source": {**ERA5["source"], "days": 3, "train": [2001], "valid": [2002]}},
+        "waves": {"kind": "waves", "train": 64, "valid": 32},
     },
     "plans": {
         "cosmo": {
@@ -62,8 +66,14 @@ CONFIG: dict[str, Any] = {
             "settings": {**COSMO_RUN, "dataset": "boxes"},
             "runs": {"same": {"use": "cosmo.unet"}, "faster": {"optimizer": {"lr": 4e-3}}},
         },
+        # The study ships it; here it is changed.
+        "waves_ladder": {
+            "study": "waves",
+            "settings": {"dataset": "waves", "training": {"epochs": 2}},
+            "runs": {"baseline": {}, "fused": {}},
+        },
     },
-    "studies": {"era5_vit": {"optimizer": {"lr": 1e-3}}},
+    "studies": {"era5_vit": {"optimizer": {"lr": 1e-3}}, "waves": f"../{OUTSIDE}/waves.py"},
     "report": {"title": TITLE},
 }
 for _study in TINY.keys() - {plan["study"] for plan in CONFIG["plans"].values()}:
@@ -230,9 +240,10 @@ class Tree:
 
 
 def copy_tree(path: Path) -> None:
-    """Copy what the workflow needs, links as links, without results and caches."""
-    path.mkdir(parents=True)
+    """Copy what the workflow needs, links as links, without results and caches; beside it the study from outside."""
     ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
+    shutil.copytree(ROOT / "docs/examples", path.parent / OUTSIDE, ignore=ignored, dirs_exist_ok=True)
+    path.mkdir(parents=True)
     for name in TREE:
         source = ROOT / name
         if source.is_dir() and not source.is_symlink():
@@ -250,7 +261,7 @@ def make_tree(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[...
         tree = Tree(tmp_path_factory.mktemp("tree") / "a repository", json.loads(json.dumps(config or CONFIG)))
         trees.append(tree)
         if like:
-            shutil.copytree(like.path, tree.path, symlinks=True)
+            shutil.copytree(like.path.parent, tree.path.parent, symlinks=True, dirs_exist_ok=True)
         else:
             copy_tree(tree.path)
         tree.write()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -20,92 +21,10 @@ from dlscale.core.settings import check
 from dlscale.core.stages import RUN_STAGES, STAGES
 from dlscale.data import parts
 from dlscale.data.parts import load_dataset
-from tests.workflow.conftest import CONFIG, TARGETS, Outcome, Tree
+from tests.workflow.conftest import CONFIG, OUTSIDE, TARGETS, Outcome, Tree
+from tests.workflow.jobs import ALL, EVERYTHING, REPORTS, STUDY, previews, runs, since, tables, timed, trained
 
 PACKAGE = "workflow_scripts/dlscale"
-
-# ---- the jobs of the tiny workflow, by dataset -----------------------------------------------------
-
-
-def _data_jobs(name: str) -> dict[str, list[str]]:
-    """Return the jobs that make a dataset, by stage."""
-    dataset = check(dataset_type(), CONFIG["datasets"][name])
-    labels = [f"{name} {part.split} {part.name}" for part in parts.parts(dataset)]
-    raws = [raw.name for raw in parts.raws(dataset).values() if parts.acquired(dataset, raw)]
-    return {
-        "acquire": [f"acquire {name} {raw}" for raw in raws],
-        "preprocess": [f"preprocess {label} {piece}" for label in labels for piece in range(dataset.pieces)],
-        "assemble": [f"assemble {label}" for label in labels],
-        "describe": [f"describe {name}"],
-        "preview": [f"preview {name}"],
-    }
-
-
-#: `boxes` serves cosmo.unet, cosmo.ceiling (synthetic loader) and again.faster (training only); `years` era5.vit.
-DATA = {name: _data_jobs(name) for name in CONFIG["datasets"]}
-ALL = tuple(DATA)
-#: By dataset: the study whose runs are on it, and plan, run and stages of each that is not another one named again.
-STUDY: dict[str, str] = {}
-RUNS: dict[str, list[tuple[str, str, list[str]]]] = {name: [] for name in ALL}
-PLANS: dict[str, list[str]] = {name: [] for name in ALL}
-for _plan, _settings in CONFIG["plans"].items():
-    _dataset = _settings["settings"]["dataset"]
-    STUDY[_dataset] = _settings["study"]
-    PLANS[_dataset].append(_plan)
-    RUNS[_dataset] += [
-        (_plan, run, _settings.get("measure", list(RUN_STAGES)))
-        for run, own in _settings["runs"].items()
-        if "use" not in own
-    ]
-REPORTS = ["report", *(f"report_plan {plan}" for plan in CONFIG["plans"])]
-CONFIGURE = [
-    *(f"configure_dataset {name}" for name in ALL),
-    *(f"configure_run {plan} {run}" for name in ALL for plan, run, _ in RUNS[name]),
-    *(f"configure_plan {plan}" for plan in CONFIG["plans"]),
-]
-
-
-def tables(*plans: str) -> list[str]:
-    """Return the jobs that show the results of these plans."""
-    return [*(f"{rule} {plan}" for plan in plans for rule in ("collect", "report_plan")), "report"]
-
-
-def stage(name: str, *datasets: str) -> list[str]:
-    """Return a stage of all runs on these datasets that go through it, and what shows its results."""
-    jobs = [(plan, f"{name} {plan} {run}") for data in datasets for plan, run, stages in RUNS[data] if name in stages]
-    return [*(job for _, job in jobs), *tables(*{plan for plan, _ in jobs})]
-
-
-def trained(*datasets: str) -> list[str]:
-    """Return training on these datasets, and what shows its results, also under another plan's name."""
-    return stage("train", *datasets) + tables(*(plan for name in datasets for plan in PLANS[name]))
-
-
-def timed(*datasets: str) -> list[str]:
-    """Return throughput on these datasets, and what shows its results; the plan `again` does not measure it."""
-    return stage("throughput", *datasets)
-
-
-def runs(*datasets: str) -> list[str]:
-    """Return all that runs on these datasets."""
-    return trained(*datasets) + timed(*datasets)
-
-
-def since(first: str, *datasets: str) -> list[str]:
-    """Return all jobs of these datasets from a stage of theirs on."""
-    order = list(DATA["boxes"])
-    return [job for name in datasets for key in order[order.index(first) :] for job in DATA[name][key]] + runs(
-        *datasets
-    )
-
-
-def previews(*datasets: str) -> list[str]:
-    """Return the previews of these datasets, and the pages that show them."""
-    shown = [f"report_plan {plan}" for name in datasets for plan in PLANS[name]]
-    return [*(f"preview {name}" for name in datasets), *shown, "report"]
-
-
-EVERYTHING = [*CONFIGURE, *since("acquire", *ALL)]
 
 # ---- edits: each changes a tree and returns what puts it back --------------------------------------
 
@@ -239,7 +158,7 @@ class Row:
 
 def components() -> Iterator[Row]:
     """Yield rows for what each study and its kind of dataset bring: a new one has them by being registered."""
-    for name, study in STUDY.items():
+    for name, study in [(name, study) for name, study in STUDY.items() if name != "waves"]:
         source = registry.studies()[study].file.read_text()
         kind, file = registry.study(study).dataset, f"{PACKAGE}/studies/{study}.py"
         dataset = check(dataset_type(), CONFIG["datasets"][name])
@@ -261,13 +180,21 @@ def components() -> Iterator[Row]:
 
 def users(module: str) -> list[str]:
     """Return the datasets whose study names a module of dlscale."""
-    files = {name: registry.studies()[study].file.read_text() for name, study in STUDY.items()}
-    return [name for name, text in files.items() if f"from dlscale.{module} import" in text]
+    files = {name: registry.studies()[study].file for name, study in STUDY.items() if name != "waves"}
+    return [name for name, file in files.items() if f"from dlscale.{module} import" in file.read_text()]
 
 
 COLLECT = '    "collect": Stage('
 ROWS = [
     *components(),
+    # A study from outside: its one file has its data, samples and model.
+    Row("a study outside", append(f"../{OUTSIDE}/waves.py"), since("preprocess", "waves")),
+    Row(
+        "settings of a study outside",
+        replace(f"../{OUTSIDE}/waves.yaml", "lr: 1.0e-2", "lr: 2.0e-2"),
+        [*("configure_run waves_ladder baseline", "configure_run waves_ladder fused"), *runs("waves")],
+    ),
+    Row("a file beside a study outside", create(f"../{OUTSIDE}/unused.py"), []),
     Row("symmetries", append(f"{PACKAGE}/datasets/cosmo/symmetries.py"), runs("boxes")),
     # What all studies share: the runs, measuring included.
     Row("losses", append(f"{PACKAGE}/models/losses.py"), runs(*users("models.losses"))),
@@ -318,8 +245,8 @@ ROWS = [
         "published figure",
         replace(
             f"{PACKAGE}/studies/era5_vit.yaml",
-            "published:\n",
-            "published:\n  - {label: edited, samples_per_second: 1.0, source: nobody}\n",
+            "\npublished:\n",
+            "\npublished:\n  - {label: edited, samples_per_second: 1.0, source: nobody}\n",
         ),
         ["configure_plan era5", *tables("era5")],
     ),
@@ -525,10 +452,13 @@ def test_table_covers_all_jobs(finished: tuple[Tree, Outcome]) -> None:
 # ---- the fingerprint against what the stages of the finished workflow had really imported -----------
 
 
-def test_fingerprint_is_of_exactly_what_ran(finished: tuple[Tree, Outcome]) -> None:
+def test_fingerprint_is_of_exactly_what_ran(finished: tuple[Tree, Outcome], monkeypatch: pytest.MonkeyPatch) -> None:
     """All that a stage imported is in its fingerprint and all that is in it was imported; but for the command line's
     own modules, what only carries a raw file from where it comes from, and what a study has for another stage.
     """
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(registry, "_added", {})
+    registry.add("waves", finished[0].path / f"../{OUTSIDE}/waves.py")
     own = set(finished[0].python("import dlscale.cli, json, sys; print(json.dumps(list(sys.modules)))"))
     own |= {f"{module}.kind" for module in registry.kinds().values()}  # settings are of one of all kinds
     stages_seen = []
@@ -541,7 +471,7 @@ def test_fingerprint_is_of_exactly_what_ran(finished: tuple[Tree, Outcome]) -> N
             expected |= set(reachable(["dlscale.data.download", "dlscale.data.parts", "dlscale.core.progress"]))
             expected |= {"dlscale.data.acquire", "dlscale.core.settings"}
         assert imported - own <= expected, f"{name}: not in its fingerprint"
-        brought = set(reachable([module for module in modules if module.startswith("dlscale.studies.")]))
+        brought = set(reachable({study.module for study in registry.studies().values()} & set(modules)))
         assert expected - brought - own <= imported, f"{name}: in its fingerprint, but not needed"
         stages_seen.append(name)
     assert set(stages_seen) == set(STAGES) - {"image"}  # whose engine knows what is new

@@ -1,4 +1,7 @@
-"""Python imports this when it starts: at its end, a stage writes which modules of dlscale it had imported."""
+"""Python imports this when it starts: at its end, a stage writes which modules it had imported.
+
+Of dlscale, and of the study from outside.
+"""
 
 import atexit
 import json
@@ -8,9 +11,11 @@ from pathlib import Path
 
 
 def _write() -> None:
-    found = sorted(name for name in sys.modules if name.split(".")[0] == "dlscale")
+    found = sorted(name for name in sys.modules if name.split(".")[0] in ("dlscale", "waves"))
     if "dlscale.cli" in found and len(sys.argv) > 1:
-        text = json.dumps({"arguments": sys.argv[1:], "modules": found})
+        text = json.dumps(
+            {"arguments": [word for word in sys.argv[1:] if not word.startswith("--study=")], "modules": found}
+        )
         Path(os.environ["IMPORTS"], f"{os.getpid()}.json").write_text(text)
 
 

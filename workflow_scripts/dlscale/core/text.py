@@ -62,15 +62,15 @@ def duration(seconds: float | None) -> str:
     return f"{hours:,}{_SPACE}h {minutes}{_SPACE}min"
 
 
-def size(bytes_: float | None) -> str:
-    """Return a size in decimal units (1 kB = 1000 bytes)."""
+def size(bytes_: float | None, space: str = _SPACE) -> str:
+    """Return a size in decimal units (1 kB = 1000 bytes); `space` parts the number from its unit."""
     if bytes_ is None:
         return NONE
     for name in ("B", "kB", "MB", "GB", "TB"):
-        if bytes_ < 1000 or name == "TB":
+        if bytes_ < 999.5 or name == "TB":  # what is left is not written as 1,000
             break
         bytes_ /= 1000
-    return f"{number(bytes_)}{_SPACE}{name}"
+    return f"{number(bytes_)}{space}{name}"
 
 
 def shorten(text: str, length: int) -> str:

@@ -12,9 +12,9 @@ from urllib.parse import urlsplit
 from dlscale.config.dataset import DatasetSettings
 from dlscale.config.site import Scheduler
 from dlscale.core.errors import UserError
+from dlscale.core.text import size
 from dlscale.data import parts
 from dlscale.data.manifest import Manifest
-from dlscale.preflight.disks import in_bytes
 from dlscale.preflight.probe import Finding, Status
 
 
@@ -59,8 +59,8 @@ def probe_data(name: str, dataset: DatasetSettings, results: Path) -> Finding:
         again = "simulated" if not origins else "made" if local_files(dataset) else "fetched"
         text = f"{gone[0]}: gone, perhaps removed from scratch ({len(gone)} of {len(files)} files)"
         return Finding(what, "warn", text, f"it will be {again} again, which takes its time")
-    size = sum(size for _, size in files)
-    return Finding(what, "ok", f"{len(files)} files, {in_bytes(size)}, of the size that was described")
+    total = size(sum(bytes_ for _, bytes_ in files), " ")
+    return Finding(what, "ok", f"{len(files)} files, {total}, of the size that was described")
 
 
 def _trouble(dataset: DatasetSettings) -> str | None:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
+from dlscale.core.text import size
 from dlscale.preflight.probe import AbsentError, Finding, NoAnswerError, said
 
 #: Bytes free, below which nothing can run, and below which it is worth a word.
@@ -38,22 +39,13 @@ def probe_space(folder: Path) -> Finding:
 
 def space(folder: Path, total: int, free: int, inodes_free: int = 0, inodes: int = 0) -> Finding:
     """Judge bytes and inodes of a file system; one without a fixed number of inodes has 0 of them."""
-    text = f"{in_bytes(free)} of {in_bytes(total)} free at {folder}"
+    text = f"{size(free, ' ')} of {size(total, ' ')} free at {folder}"
     remedy = "free some, or choose a larger place for `results`"
     if free < LEAST:
         return Finding("space", "FAIL", text, remedy)
     if inodes and inodes_free < inodes / 100:
         return Finding("space", "warn", f"{text}, but {inodes_free} of {inodes} inodes", "remove small files")
     return Finding("space", "warn" if free < LITTLE or free < total / 10 else "ok", text, remedy)
-
-
-def in_bytes(number: float) -> str:
-    """Return a size in words."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if number < 1000:
-            return f"{number:.3g} {unit}"
-        number /= 1000
-    return f"{number:,.1f} TB"
 
 
 def probe_quota(results: Path) -> Finding:

@@ -16,8 +16,9 @@ from pathlib import Path
 from dlscale.core import text
 from dlscale.core.files import write_text
 from dlscale.report import datasets, published
+from dlscale.report.glance import View
 from dlscale.report.results import PlanResult, read_plan
-from dlscale.report.sections import View, devices, plan_view
+from dlscale.report.sections import devices, plan_view
 
 #: How many predictions the page shows, and how many of a plan.
 PREDICTIONS, PREDICTIONS_OF_A_PLAN = 12, 3

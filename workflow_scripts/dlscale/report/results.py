@@ -109,12 +109,12 @@ class PlanResult:
 
     @property
     def name(self) -> str:
-        """Of the plan."""
+        """The plan's name."""
         return self.record.plan
 
     @property
     def title(self) -> str:
-        """For readers."""
+        """What readers call the plan."""
         return self.record.title or self.record.plan
 
     @cached_property
@@ -129,10 +129,11 @@ class PlanResult:
 
     @cached_property
     def metrics(self) -> dict[str, Metric]:
-        """All metrics by name: those that the study describes, then those that have nothing but a name."""
-        names = (name for run in self.trained for name in run.epochs[-1].metrics)
-        return self.described | {
-            name: Metric(name=name, title=name.partition("/")[0]) for name in names if name not in self.described
+        """The metrics of the last epochs by name: those that the study describes, then those with a name only."""
+        names = dict.fromkeys(name for run in self.trained for name in run.epochs[-1].metrics)
+        order = [name for name in self.described if name in names]
+        return {
+            name: self.described.get(name, Metric(name=name, title=name.partition("/")[0])) for name in [*order, *names]
         }
 
     @cached_property
@@ -141,16 +142,21 @@ class PlanResult:
         candidates = [metric for metric in self.described.values() if not metric.derived]
         return next((metric for metric in candidates if metric.naive), candidates[0] if candidates else None)
 
+    @property
+    def judge(self) -> Metric | None:
+        """The metric that runs are ranked by: the leading one. Of one by channels None, which stands for the loss."""
+        return None if self.lead and self.lead.channel else self.lead
+
     @cached_property
     def best(self) -> RunResult | None:
-        """The trained run with the best last value of the leading metric; by channels, with the least loss."""
+        """The trained run that is the best after its last epoch."""
         return min(self.trained, key=self._rank, default=None)
 
     def _rank(self, run: RunResult) -> float:
-        if self.lead is None or self.lead.channel:
+        if self.judge is None:
             return run.final_loss
-        value = run.epochs[-1].metrics.get(self.lead.name, math.nan)
-        return (value if self.lead.better == "lower" else -value) if math.isfinite(value) else math.inf
+        value = run.epochs[-1].metrics.get(self.judge.name, math.nan)
+        return (value if self.judge.better == "lower" else -value) if math.isfinite(value) else math.inf
 
     def skill(self, epoch: Epoch) -> float | None:
         """Return the mean skill over the channels of the leading metric; None if it has no naive answer."""

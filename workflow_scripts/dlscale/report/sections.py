@@ -14,10 +14,9 @@ from dlscale.report import figures, glance, published
 from dlscale.report.collect import summary_csv
 from dlscale.report.diagnosis import bound, disturbance
 from dlscale.report.drawing import MARKERS, picture
+from dlscale.report.glance import View
 from dlscale.report.results import PlanResult, RunResult, first_and_least, slowness
 from dlscale.report.tables import channel_tables, runs_table
-
-View = dict[str, Any]
 
 #: What keeps a report of hundreds of runs readable: how many of them each part shows.
 LINES = len(MARKERS)
@@ -89,7 +88,9 @@ def _curves(plan: PlanResult) -> View | None:
             unit = text.unit(lead.unit)
             axis = f"{lead.title}{f' ({unit})' * bool(unit)}"
             drawing = figures.by_epoch(f"{plan.name}-lead", runs, lambda epoch: epoch.metrics.get(lead.name), axis)
-            small.append((drawing, f"{lead.title} on the validation data; {lead.better} is better."))
+            small.append(
+                (drawing, f"{lead.title[:1].upper()}{lead.title[1:]} on the validation data; {lead.better} is better.")
+            )
     small.append((figures.learning_rate(f"{plan.name}-rate", runs), "Learning rate at the end of each epoch."))
     return {
         "large": [
@@ -121,7 +122,8 @@ def _predictions(plan: PlanResult, limit: int) -> View | None:
         return None
     drawn.sort(key=lambda pair: pair[0] is not plan.best)
     pictures = [{"label": run.label, "best": run is plan.best, **picture(path)} for run, path in drawn[:limit]]
-    return {"pictures": pictures, "of": len(drawn)}
+    best = f"the best {plan.judge.title}" if plan.judge else "the least validation loss"
+    return {"pictures": pictures, "of": len(drawn), "best": best}
 
 
 def _provenance(plan: PlanResult, run: RunResult, plans: set[str]) -> View:

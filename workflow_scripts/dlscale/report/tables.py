@@ -187,8 +187,8 @@ def _same(values: Sequence[float | None]) -> float | None:
 
 
 def _changes(plan: PlanResult) -> list[str]:
-    """Return in what settings each run differs: in a ladder from the run before, else from the first."""
-    flat = [_flat(run.settings) for run in plan.runs]
+    """Return what each run changes, the label apart: in a ladder from the run before, else from the first."""
+    flat = [_flat({**run.settings, "label": None}) for run in plan.runs]
     texts = [""]
     for index in range(1, len(flat)):
         reference = flat[index - 1 if plan.record.kind == "ladder" else 0]
@@ -198,11 +198,8 @@ def _changes(plan: PlanResult) -> list[str]:
 
 
 def _flat(settings: Raw, prefix: str = "") -> Raw:
-    """Return nested settings as one mapping with dotted keys, the label left out."""
+    """Return nested settings as one mapping with dotted keys, in their order."""
     flat: Raw = {}
     for key, value in settings.items():
-        if isinstance(value, dict):
-            flat |= _flat(value, f"{prefix}{key}.")
-        elif prefix or key != "label":
-            flat[f"{prefix}{key}"] = value
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
     return flat

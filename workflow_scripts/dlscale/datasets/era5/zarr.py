@@ -14,6 +14,7 @@ import numpy as np
 from dlscale.core.errors import UserError
 from dlscale.core.files import Forgiving, whole
 from dlscale.data.kind import RawFile
+from dlscale.datasets.era5.cf import create_series
 from dlscale.datasets.era5.kind import Era5Dataset
 from dlscale.datasets.era5.netcdf import gridded
 from dlscale.datasets.era5.source import Era5Source
@@ -63,14 +64,18 @@ def acquire(dataset: Era5Dataset, raw: RawFile, out: Path, progress: Callable[[i
             variables, dataset.channels, label=raw.name, period=raw.period, step_hours=dataset.step_hours
         )
         with whole(out) as temporary, Forgiving(temporary) as file_, h5netcdf.File(file_, "w") as file:
-            _lay_out(file, source)
+            field = source.fields[0]
+            described = zip(field.channels, field.units, source.attributes["long_names"], strict=True)
+            hours, grid = source.row_coordinates["time"], source.coordinates
+            created = create_series(file, hours, grid["latitude"], grid["longitude"], described)
+            file.attrs["source"] = ", ".join(source.attributes["source_files"])
             for start, stop in source.blocks(dataset.memory_mb * 10**6):
                 values = _read(source, start, stop, _ATTEMPTS if remote else 1)
                 _check_there(values, source, start, raw.origin)
-                for position, channel in enumerate(source.fields[0].channels):
-                    file.variables[channel][start:stop] = values[:, position]
+                for position, variable in enumerate(created):
+                    variable[start:stop] = values[:, position]
                 if progress:
-                    progress(stop, source.fields[0].rows)
+                    progress(stop, field.rows)
 
 
 def _opened(origin: str, remote: bool) -> xr.Dataset:
@@ -100,26 +105,6 @@ def _opened(origin: str, remote: bool) -> xr.Dataset:
         text = " ".join(str(error).split())[:200] or type(error).__name__
         advice = _NETWORK if remote else _DAMAGED
         raise UserError(f"{origin}: the Zarr store cannot be opened ({text}); {advice}") from error
-
-
-def _lay_out(file: Any, source: Era5Source) -> None:
-    """Create the dimensions, coordinates and variables of an h5netcdf file."""
-    field = source.fields[0]
-    axes = {
-        "time": ("hours since 1970-01-01", "time"),
-        "latitude": ("degrees_north", "latitude"),
-        "longitude": ("degrees_east", "longitude"),
-    }
-    coordinates = {**source.row_coordinates, **source.coordinates}
-    file.dimensions = {name: coordinates[name].size for name in axes}
-    for name, (units, standard_name) in axes.items():
-        axis = file.create_variable(name, (name,), np.float64, data=coordinates[name])
-        axis.attrs.update(units=units, standard_name=standard_name)
-    file.variables["time"].attrs["calendar"] = "proleptic_gregorian"
-    for channel, units, long_name in zip(field.channels, field.units, source.attributes["long_names"], strict=True):
-        variable = file.create_variable(channel, tuple(axes), np.float32)
-        variable.attrs.update(units=units, long_name=long_name)
-    file.attrs.update(Conventions="CF-1.8", source=", ".join(source.attributes["source_files"]))
 
 
 def _read(source: Era5Source, start: int, stop: int, attempts: int) -> np.ndarray:

@@ -1,0 +1,100 @@
+"""The jobs of the tiny workflow, by dataset; derived from what is registered, and held against what was run."""
+
+from __future__ import annotations
+
+from dlscale.config.dataset import dataset_type
+from dlscale.core.settings import check
+from dlscale.core.stages import RUN_STAGES
+from dlscale.data import parts
+from tests.workflow.conftest import CONFIG
+
+
+def _data_jobs(name: str) -> dict[str, list[str]]:
+    """Return the jobs that make a dataset, by stage."""
+    dataset = check(dataset_type(), CONFIG["datasets"][name])
+    labels = [f"{name} {part.split} {part.name}" for part in parts.parts(dataset)]
+    raws = [raw.name for raw in parts.raws(dataset).values() if parts.acquired(dataset, raw)]
+    return {
+        "acquire": [f"acquire {name} {raw}" for raw in raws],
+        "preprocess": [f"preprocess {label} {piece}" for label in labels for piece in range(dataset.pieces)],
+        "assemble": [f"assemble {label}" for label in labels],
+        "describe": [f"describe {name}"],
+        "preview": [f"preview {name}"],
+    }
+
+
+#: `boxes` serves cosmo.unet, cosmo.ceiling (synthetic loader) and again.faster (training only); `years` era5.vit.
+#: Of the study from outside the process of the tests knows nothing.
+DATA = {
+    **{name: _data_jobs(name) for name in CONFIG["datasets"] if name != "waves"},
+    "waves": {
+        "acquire": [],
+        "preprocess": ["preprocess waves train waves 0", "preprocess waves valid waves 0"],
+        "assemble": ["assemble waves train waves", "assemble waves valid waves"],
+        "describe": ["describe waves"],
+        "preview": ["preview waves"],
+    },
+}
+ALL = tuple(DATA)
+#: By dataset: the study whose runs are on it, and plan, run and stages of each that is not another one named again.
+STUDY: dict[str, str] = {}
+RUNS: dict[str, list[tuple[str, str, list[str]]]] = {name: [] for name in ALL}
+PLANS: dict[str, list[str]] = {name: [] for name in ALL}
+for _plan, _settings in CONFIG["plans"].items():
+    _dataset = _settings["settings"]["dataset"]
+    STUDY[_dataset] = _settings["study"]
+    PLANS[_dataset].append(_plan)
+    RUNS[_dataset] += [
+        (_plan, run, _settings.get("measure", list(RUN_STAGES)))
+        for run, own in _settings["runs"].items()
+        if "use" not in own
+    ]
+REPORTS = ["report", *(f"report_plan {plan}" for plan in CONFIG["plans"])]
+CONFIGURE = [
+    *(f"configure_dataset {name}" for name in ALL),
+    *(f"configure_run {plan} {run}" for name in ALL for plan, run, _ in RUNS[name]),
+    *(f"configure_plan {plan}" for plan in CONFIG["plans"]),
+]
+
+
+def tables(*plans: str) -> list[str]:
+    """Return the jobs that show the results of these plans."""
+    return [*(f"{rule} {plan}" for plan in plans for rule in ("collect", "report_plan")), "report"]
+
+
+def stage(name: str, *datasets: str) -> list[str]:
+    """Return a stage of all runs on these datasets that go through it, and what shows its results."""
+    jobs = [(plan, f"{name} {plan} {run}") for data in datasets for plan, run, stages in RUNS[data] if name in stages]
+    return [*(job for _, job in jobs), *tables(*{plan for plan, _ in jobs})]
+
+
+def trained(*datasets: str) -> list[str]:
+    """Return training on these datasets, and what shows its results, also under another plan's name."""
+    return stage("train", *datasets) + tables(*(plan for name in datasets for plan in PLANS[name]))
+
+
+def timed(*datasets: str) -> list[str]:
+    """Return throughput on these datasets, and what shows its results; the plan `again` does not measure it."""
+    return stage("throughput", *datasets)
+
+
+def runs(*datasets: str) -> list[str]:
+    """Return all that runs on these datasets."""
+    return trained(*datasets) + timed(*datasets)
+
+
+def since(first: str, *datasets: str) -> list[str]:
+    """Return all jobs of these datasets from a stage of theirs on."""
+    order = list(DATA["boxes"])
+    return [job for name in datasets for key in order[order.index(first) :] for job in DATA[name][key]] + runs(
+        *datasets
+    )
+
+
+def previews(*datasets: str) -> list[str]:
+    """Return the previews of these datasets, and the pages that show them."""
+    shown = [f"report_plan {plan}" for name in datasets for plan in PLANS[name]]
+    return [*(f"preview {name}" for name in datasets), *shown, "report"]
+
+
+EVERYTHING = [*CONFIGURE, *since("acquire", *ALL)]
