@@ -19,10 +19,11 @@ import torch
 
 from dlscale.data.loaders.base import Batch
 from dlscale.data.loaders.decode import DecodePlan, StoredField
-from dlscale.data.mapped import MappedArray, buffer
+from dlscale.data.mapped import MappedArray
 from dlscale.data.samples import BoxIndex
 
-#: Cells added to the rows of a thread's buffer; see `buffer`.
+#: Cells added to the two faster axes of a thread's buffer: at distances of a power of two, neighbours along a slow axis
+#: compete for the same few lines of the processor's cache.
 PAD = 4
 
 
@@ -104,9 +105,10 @@ class HostField:
     def _buffer(self) -> tuple[np.ndarray, np.ndarray]:
         """Return this thread's own buffer for a box, and its words."""
         if not hasattr(self._local, "buffer"):
-            shape, order = self._field.shape, self._field.order
-            whole, boxes = buffer(1, shape, order, PAD, functools.partial(np.zeros, dtype=self._field.dtype))
-            self._local.buffer = boxes[0], self._words(whole.reshape(-1))
+            channels, a, b, c = self._field.shape
+            padded = channels, a, b + PAD, c + PAD
+            whole = np.zeros([padded[axis] for axis in self._field.order], self._field.dtype)
+            self._local.buffer = self._field.canonical(whole)[:, :, :b, :c], self._words(whole.reshape(-1))
         box: tuple[np.ndarray, np.ndarray] = self._local.buffer
         return box
 
