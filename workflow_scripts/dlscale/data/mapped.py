@@ -11,7 +11,6 @@ Boxes have their axes in one order for all fields: channels, then the three othe
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -165,28 +164,3 @@ def map_chunks(dataset: h5py.Dataset) -> tuple[np.ndarray, dict[tuple[int, ...],
     return file, {
         corner: file[first : first + size].view(dataset.dtype).reshape(shape) for corner, first in offsets.items()
     }
-
-
-def buffer(
-    count: int,
-    shape: tuple[int, ...],
-    order: tuple[int, ...],
-    pad: int,
-    allocate: Callable[[tuple[int, ...]], np.ndarray],
-) -> tuple[np.ndarray, np.ndarray]:
-    """Make a buffer for `count` boxes of `shape` [C, a, b, c] whose axes lie in `order`, slowest first.
-
-    `pad` adds cells to all but the slowest of the grid's axes: at distances of a power of two, neighbours along a slow
-    axis compete for the same few lines of the processor's cache.
-
-    Returns
-    -------
-    tuple
-        The whole buffer, contiguous, and the boxes in it with axes in the one order, [count, C, a, b, c].
-    """
-    sizes = [shape[axis] for axis in order]
-    for position in [position for position, axis in enumerate(order) if axis != 0][1:]:
-        sizes[position] += pad
-    whole = allocate((count, *sizes))
-    boxes = whole.transpose(0, *(1 + np.argsort(order)))
-    return whole, boxes[:, :, : shape[1], : shape[2], : shape[3]]

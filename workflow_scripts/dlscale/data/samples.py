@@ -1,8 +1,8 @@
 """What a loader asks of a dataset: how many samples there are, what arrays they are, and sample (epoch, index) itself.
 
 Samples on grids are boxes of stored arrays. `GridSamples` says where the boxes lie and how stored values become the
-model's, so that a loader may fetch and decode them as it likes; `read` is the plain way, which every loader is tested
-against. Samples that must be decoded in another way, as compressed images, get a class beside `GridSamples`, and
+model's, so that a loader may fetch and decode them as it likes; `read` returns one sample, and every loader is tested
+against it. Samples that must be decoded in another way, as compressed images, get a class beside `GridSamples`, and
 `dlscale.data.loaders.base.on_grids` is where a loader tells them apart.
 """
 
@@ -62,19 +62,13 @@ class Samples(Protocol):
     ----------
     size
         Samples in an epoch.
+    input_spec, target_spec
+        What the model is given, and what it is to answer.
     """
 
     size: int
-
-    @property
-    def input_spec(self) -> ArraySpec:
-        """What the model is given."""
-        ...
-
-    @property
-    def target_spec(self) -> ArraySpec:
-        """What it is to answer."""
-        ...
+    input_spec: ArraySpec
+    target_spec: ArraySpec
 
     def read(self, epoch: int, index: int) -> tuple[np.ndarray, np.ndarray]:
         """Return input and target of sample `index` (0 ... size - 1) of `epoch`, of the declared shapes and dtypes.
@@ -196,18 +190,10 @@ class GridSamples(ABC):
     """Samples that are boxes of stored arrays. See `Samples`."""
 
     size: int
-    input: BoxField
-    target: BoxField
 
-    @property
-    def input_spec(self) -> ArraySpec:
-        """See `Samples`."""
-        return self.input.spec
-
-    @property
-    def target_spec(self) -> ArraySpec:
-        """See `Samples`."""
-        return self.target.spec
+    def __init__(self, input: BoxField, target: BoxField) -> None:
+        self.input, self.target = input, target
+        self.input_spec, self.target_spec = input.spec, target.spec
 
     @abstractmethod
     def boxes(self, epoch: int) -> BoxIndex:

@@ -67,6 +67,10 @@ class StoredField:
         self._sign = symmetries.sign if symmetries else np.ones((1, channels), np.float32)
         self._decoding = np.stack([field.decoding(file) for file in range(len(self.files))])  # [files, 3, C]
 
+    def canonical(self, stored: np.ndarray) -> np.ndarray:
+        """Return an array whose last four axes lie in `order` as boxes, [..., C, a, b, c]."""
+        return np.moveaxis(stored, [axis - 4 for axis in range(4)], [axis - 4 for axis in self.order])
+
     @property
     def bytes(self) -> int:
         """Of all files in memory."""

@@ -1,4 +1,4 @@
-"""The `direct` loader with a GPU: stored values go to the device as they are, and are turned and decoded there."""
+"""The `direct` loader with a GPU: stored values go to the device as they are, and are decoded there."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import torch
 from dlscale.core.errors import UserError
 from dlscale.data.loaders.base import Batch
 from dlscale.data.loaders.decode import DecodePlan, StoredField
-from dlscale.data.mapped import buffer
 from dlscale.data.samples import BoxIndex
 
 #: Bytes that are taken to the device at a time while data becomes resident.
@@ -26,7 +25,7 @@ def on_device(stored: torch.Tensor, plan: DecodePlan, extent: tuple[int, int, in
     Returns
     -------
     torch.Tensor
-        Float32 of shape [B, C, *extent]. Beside it, memory for the places of one channel is needed.
+        Float32 of shape [B, C, *extent]. Beside it, memory for the positions of one channel's values is needed.
     """
     device = stored.device
 
@@ -108,15 +107,9 @@ class Streamed(_OnDevice):
 
     def _allocate(self, field: StoredField, count: int) -> tuple[torch.Tensor, np.ndarray]:
         """Return a pinned buffer for `count` boxes, and the boxes in it [count, C, a, b, c]."""
-        made: list[torch.Tensor] = []
-
-        def pinned(shape: tuple[int, ...]) -> np.ndarray:
-            made.append(torch.empty(shape, dtype=_torch_dtype(field), pin_memory=self._stream is not None))
-            values: np.ndarray = made[0].numpy()
-            return values
-
-        _, boxes = buffer(count, field.shape, field.order, 0, pinned)
-        return made[0], boxes
+        shape = [count, *(field.shape[axis] for axis in field.order)]
+        whole = torch.empty(shape, dtype=_torch_dtype(field), pin_memory=self._stream is not None)
+        return whole, field.canonical(whole.numpy())
 
     def begin(self, slot: int, boxes: BoxIndex) -> tuple[list[Callable[[], None]], Callable[[], Any]]:
         """See `Backend`: one task for each box."""
@@ -190,10 +183,10 @@ class Resident(_OnDevice):
             channels, rows, *grid = file.shape
             step = max(1, SLAB // (size // rows * field.dtype.itemsize))
             for first in range(0, rows, step):
-                slab = (channels, min(step, rows - first), *grid)
-                whole, boxes = buffer(1, slab, field.order, 0, functools.partial(np.empty, dtype=field.dtype))
-                file.copy(np.array([first, 0, 0]), boxes[0])
-                target[:, first : first + step] = torch.from_numpy(whole[0]).permute(canonical).to(self._device)
+                shape = (channels, min(step, rows - first), *grid)
+                slab = torch.empty([shape[axis] for axis in field.order], dtype=values.dtype).permute(canonical)
+                file.copy(np.array([first, 0, 0]), slab.numpy())
+                target[:, first : first + step] = slab.to(self._device)
         return values, np.cumsum(sizes) - sizes, np.stack(strides)
 
     def begin(self, slot: int, boxes: BoxIndex) -> tuple[list[Callable[[], None]], Callable[[], Any]]:

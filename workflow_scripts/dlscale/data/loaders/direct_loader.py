@@ -1,8 +1,8 @@
 """`direct`: from the page cache to the model with as few copies as can be, by threads.
 
-On a processor, threads turn and decode boxes of the mapped files straight into batches that are used again and again.
+On a processor, threads decode boxes of the mapped files straight into batches that are used again and again.
 On a GPU, threads copy stored values into pinned buffers, a stream of its own takes them to the device ahead of the
-step, and they are turned and decoded there; data that fits is taken to the device once and never read again.
+step, and they are decoded there; data that fits is taken to the device once and never read again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dlscale.data.loaders.base import Batch, Share, on_grids
 from dlscale.data.loaders.decode import StoredField, stored_fields
 from dlscale.data.loaders.direct_device import Resident, Streamed
 from dlscale.data.loaders.settings import DirectLoader as Settings
-from dlscale.data.samples import BoxIndex, GridSamples, Samples
+from dlscale.data.samples import BoxIndex, Samples
 
 #: Of a device's free memory, what resident data may take; the rest is for activations, which come later.
 RESIDENT_SHARE = 0.5
@@ -40,13 +40,14 @@ class Backend(Protocol):
 class DirectLoader:
     """See `dlscale.data.loaders.base.Loader`."""
 
-    def __init__(self, samples: GridSamples, settings: Settings, share: Share, device: torch.device) -> None:
+    def __init__(self, samples: Samples, settings: Settings, share: Share, device: torch.device) -> None:
+        grids = on_grids(samples, settings.kind)
         self.samples = samples.size
-        self._boxes, self._share = samples.boxes, share
+        self._boxes, self._share = grids.boxes, share
         self._pool = threads(settings.workers, device) if settings.workers else None
         # With the batch that the model works on. Without threads there is nobody who could work ahead.
         self._slots = 1 + (min(settings.prefetch, max(len(self) - 1, 0)) if settings.workers else 0)
-        fields = stored_fields(samples)
+        fields = stored_fields(grids)
         self._ahead: deque[_PendingBatch] = deque()
         batch = len(share.indices(0, samples.size))
         self._backend: Backend
@@ -165,6 +166,4 @@ def becomes_resident(setting: str, fields: list[StoredField], device: torch.devi
     return fits
 
 
-def build(samples: Samples, settings: Settings, share: Share, device: torch.device) -> DirectLoader:
-    """Make the loader."""
-    return DirectLoader(on_grids(samples, "direct"), settings, share, device)
+build = DirectLoader

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import signal
 from collections.abc import Generator, Iterator
 
@@ -10,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 from dlscale.data.loaders.base import Batch, Share
 from dlscale.data.loaders.settings import TorchLoader as Settings
-from dlscale.data.samples import Samples
+from dlscale.data.samples import ArraySpec, Samples
 
 
 class _Dataset(Dataset[Batch]):
@@ -24,16 +25,11 @@ class _Dataset(Dataset[Batch]):
         return torch.from_numpy(x), torch.from_numpy(y)
 
 
-class _Collate:
-    """Stacks samples; this rank's share of a small last batch may be none at all."""
-
-    def __init__(self, samples: Samples) -> None:
-        self.specs = samples.input_spec, samples.target_spec
-
-    def __call__(self, samples: list[Batch]) -> list[torch.Tensor]:
-        if samples:
-            return default_collate(samples)
-        return [torch.empty(0, *spec.shape, dtype=getattr(torch, spec.dtype)) for spec in self.specs]
+def _collate(specs: tuple[ArraySpec, ArraySpec], samples: list[Batch]) -> list[torch.Tensor]:
+    """Stack samples; this rank's share of a small last batch may be none at all."""
+    if samples:
+        return default_collate(samples)
+    return [torch.empty(0, *spec.shape, dtype=getattr(torch, spec.dtype)) for spec in specs]
 
 
 class _Batches:
@@ -67,7 +63,7 @@ class TorchLoader:
         self._loader = DataLoader(
             _Dataset(samples),
             batch_sampler=self._batches,
-            collate_fn=_Collate(samples),
+            collate_fn=functools.partial(_collate, (samples.input_spec, samples.target_spec)),
             num_workers=settings.workers,
             prefetch_factor=settings.prefetch if settings.workers else None,
             persistent_workers=settings.workers > 0,
@@ -93,6 +89,4 @@ class TorchLoader:
             iterator._shutdown_workers()
 
 
-def build(samples: Samples, settings: Settings, share: Share, device: torch.device) -> TorchLoader:
-    """Make the loader."""
-    return TorchLoader(samples, settings, share, device)
+build = TorchLoader
