@@ -64,8 +64,8 @@ def parser() -> argparse.ArgumentParser:
 
     for name, stage in STAGES.items():
         added = command(name, stage.text)
-        for option in [*(RUN_OPTIONS if stage.scope == "run" else ()), *stage.options]:
-            added.add_argument(option.flag, required=option.required, help=option.text, **option.more)
+        for flag, keywords in [*(RUN_OPTIONS if stage.scope == "run" else ()), *stage.options]:
+            added.add_argument(flag, **keywords)
     command("schema", "Print the JSON schema of config.yaml, for editors.")
     for name, (_, text) in QUESTIONS.items():
         asked = command(name, text)

@@ -16,15 +16,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dlscale.config.dataset import DatasetSettings
-from dlscale.config.resolve import Configuration, study_files, unknown
+from dlscale.config.resolve import Configuration, study_files
 from dlscale.config.run import Run
 from dlscale.config.site import Job, Nodes, Qos, Scheduler
 from dlscale.config.workflow import Budget
 from dlscale.core import registry
-from dlscale.core.errors import UserError
+from dlscale.core.errors import UserError, unknown
 from dlscale.core.stages import STAGES
 from dlscale.data import parts
 from dlscale.launch import slurm
+from dlscale.report import published
 
 Basis = Literal["measured", "published", "limit"]
 Hours = Literal["node_hours", "gpu_hours", "charged_hours"]
@@ -128,19 +129,13 @@ def _published(work: Work, run: Run) -> float | None:
     beside the same figures, are other models on other data.
     """
     study = study_files()[run.study]
-    settings, samples = study["settings"], run.samples.model_dump(exclude={"train", "valid"})
+    settings, samples = study.settings, run.samples.model_dump(exclude={"train", "valid"})
     full_size = (
         run.dataset == settings["dataset"]
         and all(getattr(run.model, key) == value for key, value in settings["model"].items())
         and all(samples[key] == value for key, value in settings["samples"].items() if key in samples)
     )
-    rates = [
-        figure["samples_per_second"]
-        for figure in study.get("published") or []
-        if "samples_per_second" in figure
-        and figure.get("kind", "FULL") == "FULL"
-        and f"{work.plan}.{work.run_name}" in figure.get("runs", [])
-    ]
+    rates = [figure.speed for figure in published.speeds_of(study.published, work.plan, work.run_name)]
     return min(rates) * run.geometry.world_size if full_size and rates else None
 
 

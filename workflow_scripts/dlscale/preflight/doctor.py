@@ -16,9 +16,9 @@ from concurrent.futures import wait
 from dataclasses import asdict
 from pathlib import Path
 
-from dlscale.config.resolve import Configuration, unknown
+from dlscale.config.resolve import Configuration
 from dlscale.config.site import Job
-from dlscale.core.errors import UserError
+from dlscale.core.errors import UserError, unknown
 from dlscale.core.stages import RUN_STAGES
 from dlscale.launch import launcher
 from dlscale.preflight import data, disks, environment, probe, site_slurm
