@@ -3,31 +3,25 @@
 from __future__ import annotations
 
 import os
-import subprocess
+import shutil
 import sys
 import time
 from dataclasses import dataclass
+from typing import Any
 
 from dlscale.config.run import Geometry
 from dlscale.config.site import Job, Nodes, Qos, Scheduler
 from dlscale.core.errors import UserError
+from dlscale.core.machine import answer
 from dlscale.core.stages import STAGES
 
-Request = dict[str, str | int]
+#: Numbers and words by the executor's names of resources.
+Request = dict[str, Any]
 
 #: All that `request` may ask for.
 RESOURCES = (
-    "nodes",
-    "mem_mb",
-    "cpus_per_task",
-    "gres",
-    "mpi",
-    "tasks_per_node",
-    "runtime",
-    "qos",
-    "constraint",
-    "slurm_account",
-    "slurm_extra",
+    *("nodes", "mem_mb", "cpus_per_task", "gres", "mpi", "tasks_per_node"),
+    *("runtime", "qos", "constraint", "slurm_account", "slurm_extra"),
 )
 
 
@@ -148,21 +142,17 @@ class Running:
 
 def left_running(folder: str) -> list[Running] | None:
     """Return the user's jobs that a workflow submitted from `folder` and that are still queued; None: no answer."""
-    words = ["squeue", "--me", "--noheader", "--format=%i|%T|%Z|%k"]
-    try:
-        listed = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
-    except FileNotFoundError:  # no Slurm here, no jobs
+    if not shutil.which("squeue"):  # no Slurm here, no jobs
         return []
-    except (OSError, subprocess.TimeoutExpired):
+    listed = answer(["squeue", "--me", "--noheader", "--format=%i|%T|%Z|%k"])
+    if listed is None:
         return None
-    if listed.returncode:
-        return None
-    found = []
-    for line in listed.stdout.splitlines():
-        number, state, place, purpose = (*line.split("|", 3), "", "", "", "")[:4]
-        if place == folder and purpose.startswith("rule_"):
-            found.append(Running(number, state, purpose.removeprefix("rule_").replace("_wildcards_", " ")))
-    return found
+    jobs = [line.split("|", 3) for line in listed.splitlines() if line.count("|") >= 3]
+    return [
+        Running(number, state, purpose.removeprefix("rule_").replace("_wildcards_", " "))
+        for number, state, place, purpose in jobs
+        if place == folder and purpose.startswith("rule_")
+    ]
 
 
 def wait_for_left_running(folder: str, seconds: float = 30.0) -> None:
@@ -176,9 +166,7 @@ def wait_for_left_running(folder: str, seconds: float = 30.0) -> None:
         number = None if jobs is None else len(jobs)
         if number != said:
             names = ", ".join(f"{job.number} ({job.purpose}, {job.state.lower()})" for job in jobs or [])
-            what = (
-                f"jobs of an earlier call: {names}; `scancel` those that are not wanted" if jobs else "squeue's answer"
-            )
-            print(f"Waiting for {what}.", file=sys.stderr)
+            earlier = f"jobs of an earlier call: {names}; `scancel` those that are not wanted"
+            print("Waiting for", f"{earlier}." if jobs else "squeue's answer.", file=sys.stderr)
             said = number
         time.sleep(seconds)
