@@ -3,6 +3,7 @@
 #   snakemake                      the plans that config.yaml names as targets, and the report
 #   snakemake plan_NAME            one plan, with a report of its own
 #   snakemake study_NAME           all target plans of one study
+#   snakemake data_NAME            one dataset, described and drawn
 #   snakemake -n                   what would run, and why
 from snakemake.utils import min_version
 
@@ -70,7 +71,17 @@ include: "rules/measure.smk"
 include: "rules/report.smk"
 
 
-# One target a plan (shipped ones too), one a study.
+# One target a dataset and one a plan (shipped ones too), one a study.
+for name in CONFIG.workflow.datasets:
+
+    rule:
+        name:
+            f"data_{name}"
+        input:
+            f"{RESULTS}/data/{name}/manifest.json",
+            f"{RESULTS}/data/{name}/preview.png",
+
+
 for name in [name for name, runs in CONFIG.plans.items() if runs]:
 
     rule:

@@ -352,7 +352,7 @@ def test_a_crop_larger_than_the_box(tmp_path: Path, refused: Check, small: tuple
     folder, settings = small
     run = small_run(samples={"crop": 16, "train": 4, "valid": 4})
     text = refused(*training(tmp_path / "run", "cosmo_unet", run, settings, folder / "manifest.json"))
-    assert "samples.crop 16 is larger than the volume (8, 8, 8)" in text and "choose at most 8" in text
+    assert "samples.crop 16 is larger than the boxes of dataset data (8 cells)" in text
 
 
 def test_a_patch_that_does_not_fit_files(tmp_path: Path, refused: Check) -> None:

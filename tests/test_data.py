@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,7 @@ def test_transforms_invert(transform: Transform) -> None:
     np.testing.assert_allclose(model, (exact - transform.offset) / transform.scale, rtol=1e-6, atol=1e-6)
     np.testing.assert_allclose(transform.inverse(model), physical, rtol=1e-5, atol=1e-4)
     np.testing.assert_allclose(transform.inverse(torch.from_numpy(model)).numpy(), transform.inverse(model), rtol=1e-6)
-    assert Transform(**json.loads(json.dumps(transform.to_json()))) == transform
+    assert Transform(**json.loads(json.dumps(asdict(transform)))) == transform
 
 
 def test_published_transforms() -> None:
@@ -127,8 +128,13 @@ def slow(fields: dict[str, np.ndarray], factor: int) -> dict[str, np.ndarray]:
     return found
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-@pytest.mark.parametrize("chunk", [None, 5])
+@pytest.mark.parametrize(
+    ("chunk", "dtype"),
+    [
+        *((None, "float32"), (5, "float16")),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((None, "float16"), (5, "float32"))),
+    ],
+)
 def test_channels_last_is_another_order_of_the_same(tmp_path: Path, chunk: int | None, dtype: str) -> None:
     """On disk [D, H, W, C]; through readers, samples and the manifest as if it were [C, D, H, W]."""
     found = {}

@@ -23,6 +23,7 @@ from dlscale.config.resolve import Configuration
 from dlscale.config.run import Run
 from dlscale.config.site import Nodes, Scheduler, Site
 from dlscale.data import parts
+from dlscale.data.manifest import File, Manifest
 from dlscale.launch import launcher
 from dlscale.preflight import data, disks, doctor, environment, probe, site_slurm
 from dlscale.preflight.probe import Finding
@@ -480,13 +481,17 @@ def test_cudnn() -> None:
 # ---- data --------------------------------------------------------------------------------------------
 
 
+def describe(folder: Path, *train: File) -> None:
+    """Write a manifest that says no more than which files there are."""
+    Manifest(kind="", fields={}, splits={"train": list(train), "valid": []}).write(folder / "manifest.json")
+
+
 def made(results: Path, name: str = "mine", size: int = 100) -> Path:
     """Leave behind a dataset of one file; return it."""
     folder = results / "data" / name
     (folder / "train").mkdir(parents=True)
     (folder / "train/a.h5").write_bytes(bytes(100))
-    splits = {"train": [{"path": "train/a.h5", "rows": 1, "bytes": size}], "valid": []}
-    (folder / "manifest.json").write_text(json.dumps({"splits": splits}))
+    describe(folder, File(path="train/a.h5", rows=1, bytes=size, digest=""))
     return folder / "train/a.h5"
 
 
@@ -538,8 +543,7 @@ def test_changed_prepared_files_are_described_again(tmp_path: Path) -> None:
     (two := tmp_path / "two.h5").write_bytes(b"2")
     folder = tmp_path / "data/mine"
     folder.mkdir(parents=True)
-    splits = {"train": [{"path": str(one), "rows": 1, "bytes": 7}]}
-    (folder / "manifest.json").write_text(json.dumps({"splits": splits}))
+    describe(folder, File(path=str(one), rows=1, bytes=7, digest=""))
     found = data.probe_data("mine", files(one, two, kind="prepared"), tmp_path)
     assert found.status == "warn" and "another size" in found.text
 
@@ -567,6 +571,10 @@ def test_prepared_files(tmp_path: Path) -> None:
     assert parts.kind_of(prepared).prepared_files(prepared)[-1] == f"{tmp_path}/stats/time_means.npy"
 
 
+def origins(dataset: DatasetSettings) -> list[str]:
+    return parts.kind_of(dataset).origins(dataset)
+
+
 def test_origins(tmp_path: Path) -> None:
     """Each once, however many files are made of it."""
     paths = ["/a/one.nc", "https://example.org/two.nc"]
@@ -574,12 +582,12 @@ def test_origins(tmp_path: Path) -> None:
     years = dataset(
         {"kind": "era5", "source": {"kind": "files", "paths": paths}, "channels": ["t2m"], "split": periods}
     )
-    assert parts.origins(years) == paths and data.local_files(years) == paths[:1]
-    assert parts.origins(files("/a/1.h5", "/b/1.h5")) == ["/a/1.h5", "/b/1.h5"]
-    assert parts.origins(store("gs://bucket/era5")) == ["gs://bucket/era5"]
-    assert parts.origins(dataset(COSMO)) == []
+    assert origins(years) == paths and data.local_files(years) == paths[:1]
+    assert origins(files("/a/1.h5", "/b/1.h5")) == ["/a/1.h5", "/b/1.h5"]
+    assert origins(store("gs://bucket/era5")) == ["gs://bucket/era5"]
+    assert origins(dataset(COSMO)) == []
     folder = dataset({"kind": "era5", "source": {"kind": "prepared", "path": str(tmp_path)}})
-    assert parts.origins(folder) == [str(tmp_path)]
+    assert origins(folder) == [str(tmp_path)]
 
 
 def store(where: str) -> DatasetSettings:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import signal
 import subprocess
@@ -17,7 +18,7 @@ import torch.multiprocessing as mp
 from dlscale.config.run import Geometry
 from dlscale.parallel.world import World, first_host, join
 from dlscale.train.checkpoint import CheckpointRecord, Checkpoints
-from dlscale.train.interruption import Interruption
+from dlscale.train.interruption import Interruption, Request
 from tests.conftest import ERA5, ERA5_RUN, ROOT, make_run, records, train
 from tests.waiting import PATIENCE, until
 
@@ -62,7 +63,7 @@ def test_stopped_again_and_again_is_never_stopped(
     assert train(whole, manifest) == 0
     newest = []
     for batches in itertools.count(every, every):
-        requests = itertools.chain([None] * batches, itertools.repeat("end"))
+        requests = itertools.chain([Request.NONE] * batches, itertools.repeat(Request.END))
         monkeypatch.setattr(Interruption, "poll", lambda self, requests=requests: next(requests))
         status = train(stopped, manifest)
         if status == 0:
@@ -81,13 +82,54 @@ def test_a_warning_saves_and_goes_on(tmp_path: Path, era5_data: Path, monkeypatc
     )
     manifest = era5_data / "manifest.json"
     assert train(whole, manifest) == 0
-    requests = itertools.chain([None] * 4, ["save"], itertools.repeat(None))
+    requests = itertools.chain([Request.NONE] * 4, [Request.SAVE], itertools.repeat(None))
     monkeypatch.setattr(Interruption, "poll", lambda self: next(requests))
     assert train(warned, manifest) == 0
     same(whole, warned)
     (file,) = warned.glob("checkpoints/*/step-00000004/checkpoint.json")
     saved = CheckpointRecord.read(file)
-    assert (saved.step, saved.history) == (4, []) and saved.partial is not None and saved.partial.steps == 4
+    assert (saved.step, saved.history) == (4, []) and saved.seconds > 0
+
+
+def test_another_loader_goes_on_bit_by_bit(tmp_path: Path, era5_data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All loaders deliver the same samples: which one does is no part of what a checkpoint is."""
+    manifest = era5_data / "manifest.json"
+    whole, stopped = (configure(tmp_path / name) for name in ("whole", "stopped"))
+    assert train(whole, manifest) == 0
+    with monkeypatch.context() as patched:
+        requests = itertools.chain([Request.NONE] * 4, [Request.END])
+        patched.setattr(Interruption, "poll", lambda self: next(requests))
+        assert train(stopped, manifest) == STOPPED
+    configure(stopped, loader={"kind": "direct", "workers": 1})
+    assert train(stopped, manifest) == 0
+    assert json.loads((stopped / "provenance.json").read_text())["resumed_from_step"] == 4
+    same(whole, stopped)
+
+
+def _train_until(rank: int, port: int, folder: Path, manifest: Path, steps: int) -> None:
+    """One of two ranks, which are asked to end after some steps."""
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+    )
+    requests = itertools.chain([Request.NONE] * steps, [Request.END])
+    Interruption.poll = lambda self: next(requests)  # type: ignore[method-assign, return-value]
+    assert train(folder, manifest) == STOPPED
+
+
+@pytest.mark.slow
+def test_another_number_of_ranks_goes_on(tmp_path: Path, era5_data: Path) -> None:
+    """Stopped with two ranks in the midst of an epoch, continued by one: as one that trained alone."""
+    from tests.test_parallel import close
+
+    manifest, plain = era5_data / "manifest.json", {"model": ERA5_RUN["model"]}
+    alone, moved = configure(tmp_path / "alone", **plain), tmp_path / "moved"
+    assert train(alone, manifest) == 0
+    configure(moved, **plain, geometry={"gpus_per_node": 2})
+    mp.spawn(_train_until, (20000 + os.getpid() % 20000, moved, manifest, 4), nprocs=2)
+    configure(moved, **plain)
+    assert train(moved, manifest) == 0
+    assert json.loads((moved / "provenance.json").read_text())["resumed_from_step"] == 4
+    close(alone, moved, 2e-5)
 
 
 @pytest.mark.parametrize(
@@ -136,7 +178,7 @@ def test_one_of_several_processes_is_asked_and_all_save(tmp_path: Path, era5_dat
     assert "asked to end: saved after step" in (stopped / "train.log").read_text()
     (folder,) = [path for path in (stopped / "checkpoints").iterdir() if path.is_dir()]
     saved = CheckpointRecord.read(max(folder.glob("step-*")) / "checkpoint.json")
-    assert saved.step < 1200 and saved.partial is not None and len(saved.partial.loss_sums) == 2
+    assert saved.step < 1200 and len(saved.loss_sums) == 2
     train_by(2, stopped, era5_data)
     train_by(2, whole, era5_data)
     same(whole, stopped)
@@ -176,7 +218,7 @@ def _agree(rank: int, port: int, folder: str) -> None:
             if (rank, step) in ((2, 100), (0, 250)):
                 os.kill(os.getpid(), signal.SIGUSR1 if step == 100 else signal.SIGTERM)
             if request := interruption.poll():
-                heard.append((step, request))
+                heard.append((step, request.name))
             time.sleep(0.0005 * (1 + rank))
         Path(folder, str(rank)).write_text(repr(heard))
 
@@ -186,18 +228,18 @@ def test_all_hear_the_same_at_the_same_step(tmp_path: Path) -> None:
     heard = [eval(Path(tmp_path, str(rank)).read_text()) for rank in range(3)]
     assert heard[0] == heard[1] == heard[2]
     (save, end) = heard[0]
-    assert save[1] == "save" and 100 <= save[0] < 250 and end[1] == "end" and 250 <= end[0] < 400
+    assert save[1] == "SAVE" and 100 <= save[0] < 250 and end[1] == "END" and 250 <= end[0] < 400
 
 
 def test_alone_a_signal_is_heard_at_the_next_step_and_once() -> None:
     former = signal.getsignal(signal.SIGTERM)
     with Interruption(World()) as interruption:
-        assert interruption.poll() is None
+        assert not interruption.poll()
         os.kill(os.getpid(), signal.SIGUSR2)
-        assert interruption.poll() == "save" and interruption.poll() is None
+        assert interruption.poll() == Request.SAVE and not interruption.poll()
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGUSR1)
-        assert interruption.poll() == "end", "the graver of the two"
+        assert interruption.poll() == Request.END, "the more urgent of the two"
     assert signal.getsignal(signal.SIGTERM) is former
 
 
@@ -260,12 +302,12 @@ def test_slow_steps_are_not_waited_for_long(monkeypatch: pytest.MonkeyPatch) -> 
         now = [0.0]
         monkeypatch.setattr("dlscale.train.interruption.time.monotonic", lambda now=now: now[0])
         world = World(size=2)
-        monkeypatch.setattr(World, "max_on_host", lambda self, values: list(values))
+        monkeypatch.setattr(World, "max", lambda self, *values: list(values))
         interruption = Interruption(world)
         for _ in range(3000):
             now[0] += before
             interruption.poll()
-        interruption._received = "end"
+        interruption._received = Request.END
         begun = now[0]
         while not interruption.poll():
             now[0] += after

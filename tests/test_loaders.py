@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,6 @@ from dlscale.data.loaders.decode import stored_fields
 from dlscale.data.loaders.direct_device import Resident, Streamed
 from dlscale.data.loaders.direct_host import OnHost
 from dlscale.data.loaders.direct_loader import DirectLoader
-from dlscale.data.manifest import FieldInfo, File, Manifest
 from dlscale.data.mapped import MappedArray
 from dlscale.data.samples import ArraySpec, GridSamples
 from dlscale.data.store import Field, Reader
@@ -37,6 +36,7 @@ from dlscale.datasets.cosmo.samples import Crops
 from dlscale.datasets.era5.kind import PairSamples
 from dlscale.datasets.era5.samples import Pairs
 from tests.conftest import ROOT
+from tests.manifests import manifest_of
 from tests.waiting import PATIENCE
 
 CPU = torch.device("cpu")
@@ -91,36 +91,33 @@ def write_field(path: Path, field: Field, seed: int, layout: dict[str, Any]) -> 
         store.write(target, (slice(None),) * 4, values)
 
 
+def volume_fields(edges: Sequence[int]) -> list[Field]:
+    return [Field(name, c, u, (len(c), *edges), 0, t) for name, (c, u, t) in CHANNELS.items()]
+
+
 def crops(folder: Path, layout: dict[str, Any], split: str = "train", files: int = 2) -> Crops:
     """Return 29 training crops of 6^3 cells of two volumes."""
-    found = []
     for number, edges in enumerate(EDGES[:files]):
         path = folder / f"{number}.h5"
         if not path.exists():
-            for seed, (name, (channels, units, transforms)) in enumerate(CHANNELS.items()):
-                field = Field(name, channels, units, (len(channels), *edges), 0, transforms)
+            for seed, field in enumerate(volume_fields(edges)):
                 write_field(path, field, 10 * number + seed, layout)
-        found.append(File(path.name, edges[0], path.stat().st_size, str(number)))
-    fields = {
-        name: FieldInfo(list(spec[0]), list(spec[1]), [9, 9, 9], list(spec[2]), "model", [], [], [], [])
-        for name, spec in CHANNELS.items()
-    }
-    manifest = Manifest("cosmo", fields, {split: found}, folder=folder)
+    described = {split: [(f"{number}.h5", edges[0]) for number, edges in enumerate(EDGES[:files])]}
+    manifest = manifest_of(folder, "cosmo", volume_fields(EDGES[0]), described)
     return Crops(manifest, split, CropSamples(kind="crops", crop=6, train=29, valid=8), seed=4)
 
 
 def pairs(folder: Path, layout: dict[str, Any], split: str = "train") -> Pairs:
     """Return the 14 pairs of two series of 6 channels on 5 x 8 points, of which 4 x 8 are kept."""
     names = tuple(f"channel{number}" for number in range(6))
-    found = []
-    for number, times in enumerate(TIMES):
+    transforms = tuple(Transform("linear", 100.0 * number, 0.5 + number) for number in range(6))
+    fields = [Field("fields", names, ("1",) * 6, (times, 6, 5, 8), 1, transforms) for times in TIMES]
+    for number, field in enumerate(fields):
         path = folder / f"{number}.h5"
         if not path.exists():
-            write_field(path, Field("fields", names, ("1",) * 6, (times, 6, 5, 8), 1), number, layout)
-        found.append(File(path.name, times, path.stat().st_size, str(number)))
-    transforms = [Transform("linear", 100.0 * number, 0.5 + number) for number in range(6)]
-    info = FieldInfo(list(names), ["1"] * 6, [4, 8], transforms, "physical", [], [], [], [])
-    manifest = Manifest("era5", {"fields": info}, {split: found}, folder=folder)
+            write_field(path, field, number, layout)
+    described = {split: [(f"{number}.h5", times) for number, times in enumerate(TIMES)]}
+    manifest = manifest_of(folder, "era5", fields[:1], described, grid=[4, 8], stored="physical")
     return Pairs(manifest, split, PairSamples(kind="pairs"), seed=4)
 
 
@@ -192,9 +189,9 @@ LOADERS: dict[str, Callable[[GridSamples, Share, int], Loader]] = {
 }
 
 
-def marks(name: str, quick: bool = False) -> list[pytest.MarkDecorator]:
+def marks(name: str, case: str = "") -> list[pytest.MarkDecorator]:
     """Return the marks of a case of a loader: DALI compiles its operators in seconds, which `make test` does once."""
-    return [pytest.mark.slow] if name.startswith("dali") and not quick else []
+    return [pytest.mark.slow] if name.startswith("dali") and (name, case) != ("dali", "pairs, half") else []
 
 
 def batches(loader: Loader, epoch: int, start: int = 0) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -234,7 +231,7 @@ DALI_CASES = (
 @pytest.mark.parametrize(
     ("name", "make", "layout"),
     [
-        pytest.param(name, *case.values, id=f"{name}: {case.id}", marks=marks(name, case.id == "pairs, half"))
+        pytest.param(name, *case.values, id=f"{name}: {case.id}", marks=marks(name, case.id))
         for name in LOADERS
         for case in CASES
         if not name.startswith("dali") or case.id in DALI_CASES
@@ -396,18 +393,14 @@ print(most)
 
 def large(folder: Path, edge: int) -> Crops:
     """Return crops of a volume of `edge`^3 cells of nine channels in float16."""
-    for name, (channels, units, transforms) in CHANNELS.items():
-        field = Field(name, channels, units, (len(channels), edge, edge, edge), 0, transforms)
+    fields = volume_fields([edge] * 3)
+    for field in fields:
         with h5py.File(folder / f"{edge}.h5", "a") as file:
-            if name not in file:
-                scale = np.zeros(len(channels)), np.ones(len(channels))
+            if field.name not in file:
+                scale = np.zeros(len(field.channels)), np.ones(len(field.channels))
                 target = store.create(file, field, dtype="float16", channels_last=True, scaling=scale)
                 target[...] = np.ones(target.shape, np.float16)
-    fields = {
-        name: FieldInfo(list(spec[0]), list(spec[1]), [edge] * 3, list(spec[2]), "model", [], [], [], [])
-        for name, spec in CHANNELS.items()
-    }
-    manifest = Manifest("cosmo", fields, {"train": [File(f"{edge}.h5", edge, 0, "large")]}, folder=folder)
+    manifest = manifest_of(folder, "cosmo", fields, {"train": [(f"{edge}.h5", edge)]})
     return Crops(manifest, "train", CropSamples(kind="crops", crop=16, train=400), seed=0)
 
 

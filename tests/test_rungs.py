@@ -30,7 +30,8 @@ from dlscale.models.losses import l1, relative_l2
 from dlscale.models.unet3d import UNet3D
 from dlscale.models.vit import ViT
 from dlscale.parallel.world import World
-from dlscale.train import attention, selfcheck, session
+from dlscale.train import attention, selfcheck
+from dlscale.train import build as build_
 from dlscale.train import compile as compile_
 from dlscale.train.attention import attention_context, trial
 from dlscale.train.build import build_step
@@ -679,17 +680,17 @@ def test_a_run_in_16_bits_is_checked_and_no_other(
     tmp_path: Path, cosmo_data: Path, era5_data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checked: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(session, "check_operations", lambda *arguments: checked.append(arguments))
+    monkeypatch.setattr(build_, "check_operations", lambda *arguments: checked.append(arguments))
     for precision in ("fp32", "tf32", "bf16", "fp16_master"):
         over = {"precision": precision, "memory_format": "channels_last"}
         make_run(tmp_path, "cosmo_unet", config.merge(copy.deepcopy(COSMO_RUN), over), COSMO)
-        session.open_session(load_run(tmp_path / "config.yaml", "train"), cosmo_data / "manifest.json", World(), 1)
+        build_.open_session(load_run(tmp_path / "config.yaml", "train"), cosmo_data / "manifest.json", World(), 1)
     # the U-Net has no attention: the check's own head dimension, and PyTorch's own choice of a kernel
     wanted = [(torch.bfloat16, CPU, True, nullcontext, 32), (torch.float16, CPU, True, nullcontext, 32)]
     assert checked == wanted
     over = {"precision": "bf16", "attention": "math"}
     make_run(tmp_path, "era5_vit", config.merge(copy.deepcopy(ERA5_RUN), over), ERA5)
-    session.open_session(load_run(tmp_path / "config.yaml", "train"), era5_data / "manifest.json", World(), 1)
+    build_.open_session(load_run(tmp_path / "config.yaml", "train"), era5_data / "manifest.json", World(), 1)
     assert checked[2][3] is not nullcontext and checked[2][4] == 16 // 2
 
 
@@ -846,7 +847,7 @@ def test_a_run_at_the_top_of_the_ladder_learns_what_the_plain_one_does(
     shapes = {key: (value.shape, torch.float32) for key, value in weights["plain"].items()}
     assert {key: (value.shape, value.dtype) for key, value in weights["top"].items()} == shapes
     run = load_run(tmp_path / "top" / "config.yaml", "train")
-    model: Any = session.open_session(run, manifest, World(), 1).step.model
+    model: Any = build_.open_session(run, manifest, World(), 1).step.model
     assert model.checkpointing
     if study == "cosmo_unet":
         assert model.down[0][0].multiple == model.last.multiple == 8

@@ -10,7 +10,9 @@ import pickle
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import h5py
@@ -20,11 +22,14 @@ import torch
 
 from dlscale.core.errors import UserError
 from dlscale.data import sampling
+from dlscale.data.kind import RowSamples
 from dlscale.data.loaders import synthetic_loader, torch_loader
 from dlscale.data.loaders.base import Loader, Share
 from dlscale.data.loaders.settings import SyntheticLoader, TorchLoader
-from dlscale.data.manifest import FieldInfo, File, Manifest
-from dlscale.data.samples import BoxIndex, Samples
+from dlscale.data.manifest import File, Manifest
+from dlscale.data.rows import Rows
+from dlscale.data.samples import ArraySpec, BoxIndex, Samples
+from dlscale.data.store import Field
 from dlscale.data.transforms import Transform
 from dlscale.datasets.cosmo.channels import CHANNELS
 from dlscale.datasets.cosmo.kind import CropSamples
@@ -33,6 +38,7 @@ from dlscale.datasets.cosmo.symmetries import COUNT, SYMMETRIES, Symmetry, apply
 from dlscale.datasets.era5.kind import PairSamples
 from dlscale.datasets.era5.samples import Pairs
 from tests.conftest import ROOT
+from tests.manifests import manifest_of
 from tests.raw_files import CHANNELS_OF
 
 CPU = torch.device("cpu")
@@ -56,32 +62,92 @@ def write(path: Path, name: str, values: np.ndarray) -> None:
 def volumes(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
     """Return the manifest of volumes in which every cell of every channel has a number of its own."""
     folder = tmp_path_factory.mktemp("volumes")
-    splits: dict[str, list[File]] = {}
+    splits: dict[str, list[tuple[str, int]]] = {}
     for split, files in VOLUMES.items():
         for index, (name, edges) in enumerate(files):
             for field, channels in CHANNELS_OF.items():
                 per_channel = [numbers(edges, 1 + 100_000 * c + 10_000 * index) for c in range(len(channels))]
                 write(folder / f"{name}.h5", field, np.stack(per_channel))
-            splits.setdefault(split, []).append(File(f"{name}.h5", edges[0], 0, name))
-    fields = {
-        name: FieldInfo(list(spec[0]), list(spec[1]), [6, 7, 8], list(spec[2]), "model", [], [], [], [])
-        for name, spec in CHANNELS.items()
-    }
-    return Manifest("cosmo", fields, splits, folder=folder)
+            splits.setdefault(split, []).append((f"{name}.h5", edges[0]))
+    fields = [Field(n, c, u, (len(c), 6, 7, 8), 0, t) for n, (c, u, t) in CHANNELS.items()]
+    return manifest_of(folder, "cosmo", fields, splits)
 
 
 @pytest.fixture(scope="module")
 def series(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
     """Return the manifest of series of 2 channels on 5 x 4 points (4 x 4 kept): file and time can be told by value."""
     folder = tmp_path_factory.mktemp("series")
-    splits: dict[str, list[File]] = {}
+    splits: dict[str, list[tuple[str, int]]] = {}
     for split, files in YEARS.items():
         for name, times in files:
             write(folder / f"{name}.h5", "fields", numbers((times, 2, 5, 4), 10_000 * (int(name) - 2000)))
-            splits.setdefault(split, []).append(File(f"{name}.h5", times, 0, name))
-    transforms = [Transform("linear", 5.0, 2.0), Transform("linear", -3.0, 4.0)]
-    info = FieldInfo(["u", "v"], ["m/s"] * 2, [4, 4], transforms, "physical", [], [], [], [])
-    return Manifest("era5", {"fields": info}, splits, folder=folder)
+            splits.setdefault(split, []).append((f"{name}.h5", times))
+    transforms = Transform("linear", 5.0, 2.0), Transform("linear", -3.0, 4.0)
+    field = Field("fields", ("u", "v"), ("m/s",) * 2, (9, 2, 5, 4), 1, transforms)
+    return manifest_of(folder, "era5", [field], splits, grid=[4, 4], stored="physical")
+
+
+#: What a row holds: axis of channels, and values [N, ...] of N rows as they are stored.
+FIELDS: dict[str, tuple[int | None, Callable[[np.random.Generator, int], np.ndarray]]] = {
+    "image": (1, lambda rng, n: rng.integers(0, 256, (n, 2, 6, 5), np.uint8)),
+    "mask": (None, lambda rng, n: rng.integers(0, 2, (n, 6, 5), np.uint8)),
+    "state": (1, lambda rng, n: rng.normal(5, 3, (n, 2, 4)).astype(np.float32)),
+    "scaled": (1, lambda rng, n: rng.normal(size=(n, 2, 4)).astype(np.float16)),
+    "label": (None, lambda rng, n: rng.permutation(n).astype(np.uint8)),
+    "weight": (None, lambda rng, n: rng.normal(size=n).astype(np.float32)),
+    "standard": (None, lambda rng, n: rng.normal(7, 2, n).astype(np.float32)),
+    "grey": (1, lambda rng, n: rng.integers(0, 256, (n, 1, 3, 3), np.uint8)),
+}
+ROWS = {"train": [("a", 12), ("b", 1), ("c", 6)], "valid": [("d", 11)]}
+#: Number of classes; shift and scale that readers take off; offset and scale that the stored values were scaled with.
+LABELS = {"label": 12}
+STANDARDISED = {"standard": ([7.0], [2.0]), "grey": ([100.0], [50.0]), "state": ([5.0, 4.0], [3.0, 2.0])}
+SCALED = {"scaled": ([1.0, -2.0], [3.0, 0.5])}
+
+
+def truth(split: str, name: str) -> np.ndarray:
+    """Return all rows of a split as the model gets them."""
+    axis, make_values = FIELDS[name]
+    stored = [make_values(np.random.default_rng([ord(file), len(name)]), rows) for file, rows in ROWS[split]]
+    values = np.concatenate(stored)
+    shape = [1 if a != axis else -1 for a in range(values.ndim)]
+    if name in SCALED:
+        offset, scale = (np.reshape(part, shape) for part in SCALED[name])
+        return values.astype(np.float64) * scale + offset
+    if name in STANDARDISED:
+        mean, std = (np.reshape(part, shape) for part in STANDARDISED[name])
+        return (values.astype(np.float64) - mean) / std
+    return values.astype(np.int64) if name in LABELS else values
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
+    """Return the manifest of files of rows of all kinds; one is compressed: only the library can read it."""
+    folder = tmp_path_factory.mktemp("table")
+    fields = []
+    for name, (axis, make_values) in FIELDS.items():
+        for file, rows in [*ROWS["train"], *ROWS["valid"]]:
+            values = make_values(np.random.default_rng([ord(file), len(name)]), rows)
+            with h5py.File(folder / f"{file}.h5", "a") as opened:
+                made = opened.create_dataset(name, data=values, compression="gzip" if file == "c" else None)
+                if axis is not None:
+                    made.attrs["channel_axis"] = axis
+                if name in SCALED:
+                    made.attrs["offset"], made.attrs["scale"] = (np.float32(part) for part in SCALED[name])
+        channels = tuple(f"{name}{c}" for c in range(1 if axis is None else values.shape[1]))
+        dtype = "uint8" if values.dtype == np.uint8 else "float32"
+        fields.append(Field(name, channels, ("1",) * len(channels), values.shape, axis, (), dtype))
+    splits = {split: [(f"{name}.h5", rows) for name, rows in files] for split, files in ROWS.items()}
+    manifest = manifest_of(folder, "table", fields, splits)
+    for name, count in LABELS.items():
+        manifest.fields[name] = manifest.fields[name].model_copy(update={"classes": count})
+    for name, (mean, std) in STANDARDISED.items():
+        manifest.fields[name] = manifest.fields[name].model_copy(update={"mean": mean, "std": std}).standardised()
+    return manifest
+
+
+def rows(manifest: Manifest, split: str = "train", seed: int = 0, **settings: Any) -> Rows:
+    return Rows(manifest, split, RowSamples(**{"kind": "rows", "input": "image", "target": "label", **settings}), seed)
 
 
 def crops(manifest: Manifest, split: str = "train", seed: int = 0, **settings: Any) -> Crops:
@@ -403,12 +469,59 @@ def test_no_pair_at_all_is_one_message(series: Manifest) -> None:
         pairs(series, dt=14)
 
 
+# ---- rows --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_a_row_is_the_row_of_the_array(table: Manifest, name: str) -> None:
+    """Of any shape and dtype, as input and as target; every row once an epoch, in an order of its own."""
+    samples, wanted = rows(table, input=name, target="weight", seed=3), truth("train", name)
+    dtype = "uint8" if name in ("image", "mask") else "int64" if name in LABELS else "float32"
+    assert samples.input_spec == ArraySpec(wanted.shape[1:], dtype, LABELS.get(name))
+    assert samples.size == 19
+    for epoch in (0, 2):
+        for index, row in enumerate(sampling.order(3, epoch, 19)):
+            for values, all_rows in zip(samples.read(epoch, index), (wanted, truth("train", "weight")), strict=True):
+                np.testing.assert_allclose(
+                    values, all_rows[row], rtol=2e-6, atol=2e-6 if values.dtype.kind == "f" else 0
+                )
+            values, _ = samples.read(epoch, index)
+            assert isinstance(values, np.ndarray) and (str(values.dtype), values.shape) == (dtype, wanted.shape[1:])
+
+
+def test_validation_rows_are_in_order_and_evenly_spread(table: Manifest) -> None:
+    for wanted, expected in ((None, list(range(11))), (4, [0, 2, 5, 8]), (99, list(range(11)))):
+        samples = rows(table, "valid", valid=wanted)
+        for epoch in (0, 3):
+            labels = [int(samples.read(epoch, index)[1]) for index in range(samples.size)]
+            assert labels == truth("valid", "label")[expected].tolist()
+
+
+def test_of_fewer_training_rows_each_epoch_takes_others(table: Manifest) -> None:
+    samples = rows(table, train=5, target="weight")
+    epochs = [[float(samples.read(epoch, index)[1]) for index in range(samples.size)] for epoch in range(40)]
+    assert all(len(set(epoch)) == 5 for epoch in epochs)
+    assert {value for epoch in epochs for value in epoch} == set(truth("train", "weight").tolist())
+
+
+def test_fields_that_no_row_has_are_one_message(table: Manifest, volumes: Manifest) -> None:
+    with pytest.raises(
+        UserError, match=r"samples\.target: the dataset has no field 'lable' \(did you mean 'label'\?\)"
+    ):
+        rows(table, target="lable")
+    with pytest.raises(UserError, match=r"samples\.input: field 'Nbody' holds volumes"):
+        rows(volumes, input="Nbody", target="Hydro")
+
+
 # ---- one stream, whoever reads it --------------------------------------------------------------------------
 
 
-@pytest.fixture(params=["crops", "pairs"])
+@pytest.fixture(params=["crops", "pairs", "rows"])
 def make(request: pytest.FixtureRequest, volumes: Manifest, series: Manifest) -> Any:
-    """Return a function that makes fresh training samples: 40 crops or 19 pairs."""
+    """Return a function that makes fresh training samples: 40 crops, 19 pairs or 19 rows."""
+    if request.param == "rows":
+        table = request.getfixturevalue("table")
+        return lambda split="train", seed=0: rows(table, split, seed)
     if request.param == "crops":
         return lambda split="train", seed=0: crops(volumes, split, seed)
     return lambda split="train", seed=0: pairs(series, split, seed, dt=2)  # the last batch of 6 holds 1
@@ -444,15 +557,17 @@ for samples in pickle.load(open(sys.argv[1], "rb")):
 """
 
 
-def test_the_stream_is_the_same_in_another_process(volumes: Manifest, series: Manifest, tmp_path: Path) -> None:
+def test_the_stream_is_the_same_in_another_process(
+    volumes: Manifest, series: Manifest, table: Manifest, tmp_path: Path
+) -> None:
     """With another hash seed, and another random state."""
-    both = crops(volumes), pairs(series)
-    (tmp_path / "samples").write_bytes(pickle.dumps(both))
+    all_samples = crops(volumes), pairs(series), rows(table)
+    (tmp_path / "samples").write_bytes(pickle.dumps(all_samples))
     environment = {**os.environ, "PYTHONHASHSEED": "77", "PYTHONPATH": str(ROOT / "workflow_scripts")}
     command = [sys.executable, "-c", PROCESS, str(tmp_path / "samples")]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == [*stream(both[0], 2), *stream(both[1], 2)]
+    assert done.stdout.split() == flat([stream(samples, 2) for samples in all_samples])
 
 
 @pytest.mark.parametrize("workers", [0, 1, 2])
@@ -513,19 +628,36 @@ def test_shares_cover_every_batch_as_equally_as_can_be() -> None:
 
 def test_the_synthetic_loader_has_the_shapes_and_no_data(make: Any) -> None:
     samples = make()
-    samples.read = None  # type: ignore[method-assign, assignment]
+    samples.read = None
     share = Share(6)
     loader = synthetic_loader.build(samples, SyntheticLoader(kind="synthetic"), share, CPU)
     assert (loader.samples, len(loader)) == (samples.size, share.steps(samples.size))
     batches = list(loader.epoch(0))
     assert [len(x) for x, _ in batches] == [len(share.indices(step, samples.size)) for step in range(len(loader))]
     assert len(batches[-1][0]) < 6
-    for x, y in batches:
-        assert x.shape[1:] == samples.input_spec.shape and y.shape[1:] == samples.target_spec.shape
-        assert x.dtype == y.dtype == torch.float32
-        assert x.data_ptr() == batches[0][0].data_ptr()  # one batch, again and again
-    assert 0.8 < batches[0][0].std() < 1.2
+    for batch in batches:
+        for values, spec in zip(batch, (samples.input_spec, samples.target_spec), strict=True):
+            assert values.shape[1:] == spec.shape and values.dtype == getattr(torch, spec.dtype)
+        assert batch[0].data_ptr() == batches[0][0].data_ptr()  # one batch, again and again
     again = synthetic_loader.build(samples, SyntheticLoader(kind="synthetic"), share, CPU)
     assert torch.equal(next(again.epoch(5))[0], batches[0][0])
     assert len(list(loader.epoch(0, start=1))) == len(loader) - 1
     loader.close()
+
+
+def test_synthetic_batches_are_what_is_declared() -> None:
+    """Fields are normal deviates, as targets within [-1, 1]; labels are any of their classes, images any bytes."""
+    for name, spec in (
+        ("field", ArraySpec((2, 9, 9))),
+        ("image", ArraySpec((3, 9, 9), "uint8")),
+        ("label", ArraySpec((), "int64", classes=3)),
+    ):
+        samples: Any = SimpleNamespace(size=500, input_spec=spec, target_spec=spec)
+        x, y = next(synthetic_loader.build(samples, SyntheticLoader(kind="synthetic"), Share(500), CPU).epoch(0))
+        assert x.shape == y.shape == (500, *spec.shape) and x.dtype == y.dtype == getattr(torch, spec.dtype)
+        if name == "field":
+            assert abs(float(x.mean())) < 0.02 and abs(float(x.std()) - 1) < 0.02 and float(x.max()) > 3
+            assert (float(y.min()), float(y.max())) == (-1, 1)
+        else:
+            bound = spec.classes or 256
+            assert set(x.unique().tolist()) == set(y.unique().tolist()) == set(range(bound))

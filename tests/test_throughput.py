@@ -22,7 +22,7 @@ from dlscale.data.loaders.base import Batch, Loader
 from dlscale.measure import throughput
 from dlscale.measure.throughput import endless, trials
 from dlscale.parallel.world import World
-from dlscale.train.session import open_session
+from dlscale.train.build import open_session
 from dlscale.train.step import Step
 from tests.conftest import COSMO, COSMO_RUN, make_run, stage
 from tests.test_rungs import need_compiler

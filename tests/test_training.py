@@ -38,8 +38,10 @@ from dlscale.models.losses import l1, relative_l2
 from dlscale.models.unet3d import UNet3D
 from dlscale.models.vit import ViT
 from dlscale.parallel.world import World
+from dlscale.studies.era5_vit import Era5ViT
+from dlscale.train.build import open_session
 from dlscale.train.checkpoint import CheckpointRecord, Checkpoints
-from dlscale.train.session import open_session
+from dlscale.train.loop import Hook, run_steps
 from dlscale.train.train import run_fingerprint
 from dlscale.train.trainer import Trainer
 from tests.conftest import COSMO, COSMO_RUN, ERA5, ERA5_RUN, make_dataset, make_run, records, train
@@ -299,6 +301,31 @@ def test_validation_runs_without_drop_out(era5: Make) -> None:
     assert len({r["train_loss"] for r in records(dropping)} & {r["train_loss"] for r in records(plain)}) == 0
 
 
+# --- the loop -----------------------------------------------------------------------------------------------------
+
+
+def noting(name: str, notes: list[str]) -> Hook:
+    return Hook(
+        before_step=lambda number: notes.append(f"{name} before {number}"),
+        after_step=lambda number, batch, result: notes.append(f"{name} after {number}: {batch} {result}"),
+    )
+
+
+def test_the_loop_tells_its_hooks_in_their_order() -> None:
+    notes: list[str] = []
+
+    def batches() -> Iterator[tuple[int, int]]:
+        for number in range(100):
+            notes.append(f"batch {number}")
+            yield number, 2 * number
+
+    run_steps(lambda x, y: x + y, batches(), range(7, 9), [noting("a", notes), Hook(), noting("b", notes)])
+    assert notes == [
+        *("a before 7", "b before 7", "batch 0", "a after 7: (0, 0) 0", "b after 7: (0, 0) 0"),
+        *("a before 8", "b before 8", "batch 1", "a after 8: (1, 2) 3", "b after 8: (1, 2) 3"),
+    ], "and not one batch more"
+
+
 # --- the trainer by itself --------------------------------------------------------------------------------------
 
 
@@ -315,7 +342,7 @@ def trainer(folder: Path, data: Path, loader: type[TorchLoader] = TorchLoader, *
                 one.__class__ = loader
         metrics = session.study.metrics(run, session.manifest, CPU)
         checkpoints = Checkpoints(folder / "trainer", 1)
-        yield Trainer(run, session.step, session.share(), *loaders, metrics, checkpoints, World())
+        yield Trainer(run, session.step, session.share(), (loaders[0], loaders[1]), metrics, checkpoints, World())
 
 
 class _Slow(TorchLoader):
@@ -480,7 +507,9 @@ def test_a_killed_run_resumes_as_if_nothing_had_been(
     moments = states[0]["optimizer"]["state"]
     assert len(moments) == len(weights(killed))
     assert precision.startswith("fp16") == bool(states[0]["scaler"])
-    assert scalars(killed)["loss/train"] == pytest.approx({r["step"]: r["train_loss"] for r in records(killed)})
+    points = [(event.step, event.wall_time, event.value) for event in events(killed).Scalars("loss/train")]
+    expected = [(r["step"], r["wall_time"], pytest.approx(r["train_loss"])) for r in records(killed)]
+    assert points == expected, "each epoch once, with the time of its step"
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------
@@ -596,6 +625,19 @@ def test_a_finished_run_trained_again_only_writes_its_outputs_again(
     assert {path.name for path in run.iterdir()} == FILES, "and nothing else is left there"
 
 
+def test_another_loader_trains_a_finished_run_again(finished: Path, weather: Path, tmp_path: Path) -> None:
+    """The weights are the same; its samples/s would be those of the loader before."""
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    over = {"training": {"epochs": 3}, "model": DROPS, "loader": {"kind": "direct", "workers": 0}}
+    make_era5(run, over)
+    assert train(run, weather / "manifest.json") == 0
+    assert provenance(run)["resumed_from_step"] is None
+    assert (run / "model.pt").read_bytes() == (finished / "model.pt").read_bytes()
+    assert [r["wall_time"] for r in records(run)] > [r["wall_time"] for r in records(finished)]
+    assert [path.name for path in sorted(checkpoint_folder(run).glob("step-*"))] == ["step-00000020", "step-00000030"]
+
+
 def test_a_changed_setting_does_not_pick_up_the_old_checkpoint(again: Path, finished: Path, weather: Path) -> None:
     over = {"training": {"epochs": 3}, "model": DROPS}
     old = checkpoint_folder(again)
@@ -608,6 +650,16 @@ def test_a_changed_setting_does_not_pick_up_the_old_checkpoint(again: Path, fini
     new = checkpoint_folder(again)
     assert new != old, "of the old training nothing is left once the new one is done"
     assert not same(weights(again), weights(finished))
+
+
+def test_what_another_training_left_is_cleared_away(finished: Path, weather: Path, tmp_path: Path) -> None:
+    """Its numbers would stand beside those of a run that failed."""
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    make_era5(run, {"training": {"epochs": 3}, "optimizer": {"lr": 1e30}})
+    assert train(run, weather / "manifest.json") == 2
+    assert {path.name for path in run.iterdir()} == {"config.yaml", "checkpoints", "tensorboard"}
+    assert not scalars(run)
 
 
 def test_only_its_own_folders_are_cleared_away(again: Path, weather: Path) -> None:
@@ -757,6 +809,16 @@ def test_the_figure_is_a_picture(finished: Path) -> None:
     assert picture[..., :3].std() > 0.05
 
 
+def test_a_study_without_a_figure_has_a_plain_picture(
+    again: Path, finished: Path, weather: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Era5ViT, "figure", lambda *arguments: None)
+    assert train(again, weather / "manifest.json") == 0
+    picture = matplotlib.image.imread(again / "prediction.png")
+    assert min(picture.shape[:2]) > 150 and picture[..., :3].std() > 0.02
+    assert not np.array_equal(picture, matplotlib.image.imread(finished / "prediction.png"))
+
+
 def test_metrics_jsonl_is_plain_json(finished: Path) -> None:
     def refuse(constant: str) -> None:
         raise AssertionError(f"{constant} is not JSON")
@@ -848,6 +910,21 @@ def test_cuda_without_a_gpu_is_refused(tmp_path: Path, weather: Path, capfd: pyt
     make_era5(tmp_path, {})
     assert train(tmp_path, weather / "manifest.json", "--device", "cuda") == 2
     assert "PyTorch sees no CUDA device" in message(capfd)
+
+
+def test_a_model_that_does_not_fit_the_data_is_refused(
+    tmp_path: Path, weather: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The configuration said another grid than the files have."""
+    source = {**WEATHER["source"], "latitudes": 20, "longitudes": 40}
+    make_run(
+        tmp_path,
+        "era5_vit",
+        config.merge(copy.deepcopy(ERA5_RUN), {"model": {"patch": 5}}),
+        {**WEATHER, "source": source},
+    )
+    assert train(tmp_path, weather / "manifest.json") == 2
+    assert "model.patch 5 x 5 does not divide the fields of dataset data (16 x 32 points)" in message(capfd)
 
 
 @pytest.mark.parametrize(

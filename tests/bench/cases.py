@@ -137,8 +137,7 @@ class Case:
     def _fields(self, rows: int) -> list[Field]:
         if self.study == "cosmo_unet":
             return loading.cosmo_fields(rows)
-        names = tuple(f"channel{index}" for index in range(self.channels))
-        return [Field("fields", names, ("1",) * self.channels, (rows, self.channels, *self.grid), 1)]
+        return [loading.series_field(rows, self.channels, *self.grid)]
 
     @property
     def _study(self) -> Study:

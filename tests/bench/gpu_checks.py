@@ -13,8 +13,8 @@ import torch
 from dlscale.core.errors import UserError
 from dlscale.data.loaders import direct_loader
 from dlscale.data.loaders.base import Loader, Share
+from dlscale.data.loaders.decode import stored_fields
 from dlscale.data.loaders.direct_device import Streamed
-from dlscale.data.loaders.direct_stored import Stored
 from dlscale.data.loaders.settings import DaliLoader, DirectLoader
 from dlscale.data.samples import GridSamples
 from dlscale.train.selfcheck import check_operations
@@ -81,9 +81,7 @@ def loader_of(bench: Bench, samples: GridSamples, kind: str, batch_size: int, wo
     )
     loader = direct_loader.build(samples, settings, share, bench.device)
     if kind == "streamed" and not bench.cuda:  # the way to a GPU, with the processor in its place
-        sides = [Stored(samples.input)]
-        sides.append(sides[0] if samples.target is samples.input else Stored(samples.target))
-        loader._way = Streamed(sides, batch_size, loader._slots, bench.device)
+        loader._backend = Streamed(stored_fields(samples), batch_size, loader._slots, bench.device)
     return loader
 
 

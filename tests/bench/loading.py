@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 
 import h5py
@@ -19,13 +20,13 @@ import numpy as np
 import torch
 
 from dlscale.core.errors import UserError
-from dlscale.data import mapped as raw
 from dlscale.data import store
 from dlscale.data.loaders import direct_loader, torch_loader
 from dlscale.data.loaders.base import Loader, Share
-from dlscale.data.loaders.direct_stored import Stored
+from dlscale.data.loaders.decode import stored_fields
 from dlscale.data.loaders.settings import DaliLoader, DirectLoader, TorchLoader
-from dlscale.data.manifest import FieldInfo, File, Manifest
+from dlscale.data.manifest import Manifest
+from dlscale.data.mapped import buffer
 from dlscale.data.samples import GridSamples
 from dlscale.data.store import Field
 from dlscale.data.transforms import Transform
@@ -35,6 +36,7 @@ from dlscale.datasets.cosmo.samples import Crops
 from dlscale.datasets.era5.kind import PairSamples
 from dlscale.datasets.era5.samples import Pairs
 from tests.bench.measure import Options, Row, in_turns
+from tests.manifests import manifest_of
 
 CHANNELS_ERA5, ROWS, COLUMNS = 20, 360, 720
 CPU = torch.device("cpu")
@@ -63,16 +65,9 @@ def write(
 
 
 def manifest(path: Path, kind: str, fields: list[Field]) -> Manifest:
-    """Describe a file as the describe stage would."""
-    infos = {}
-    for field in fields:
-        count = len(field.channels)
-        grid = list(field.shape[2:] if field.channel_axis == 1 else field.shape[1:])
-        transforms = [Transform()] * count if kind == "cosmo" else [Transform("linear", 0.1, 1.5)] * count
-        stored = "model" if kind == "cosmo" else "physical"
-        infos[field.name] = FieldInfo(list(field.channels), ["1"] * count, grid, transforms, stored, [], [], [], [])
-    file = File(path.name, fields[0].rows, path.stat().st_size, "bench")
-    return Manifest(kind, infos, {"train": [file]}, folder=path.parent)
+    """Describe a file as the describe stage would: volumes in model units, series in physical ones."""
+    info = {} if fields[0].channel_axis == 0 else {"stored": "physical"}
+    return manifest_of(path.parent, kind, fields, {"train": [(path.name, fields[0].rows)]}, **info)
 
 
 def cosmo_fields(edge: int) -> list[Field]:
@@ -81,6 +76,13 @@ def cosmo_fields(edge: int) -> list[Field]:
         Field(name, channels, units, (len(channels), edge, edge, edge), 0, transforms)
         for name, (channels, units, transforms) in CHANNELS.items()
     ]
+
+
+def series_field(times: int, channels: int, rows: int, columns: int) -> Field:
+    """Return what a series of states holds, and its standardisation."""
+    names = tuple(f"channel{index}" for index in range(channels))
+    transforms = (Transform("linear", 0.1, 1.5),) * channels
+    return Field("fields", names, ("1",) * channels, (times, channels, rows, columns), 1, transforms)
 
 
 def torch_of(samples: GridSamples, batch_size: int, workers: int) -> Loader:
@@ -135,23 +137,22 @@ def rate(stack: ExitStack, loader: Loader) -> Callable[[], float]:
 def reading(stack: ExitStack, samples: GridSamples, batch_size: int) -> Callable[[], float]:
     """Return a function that copies an epoch's boxes into a batch of buffers, as they are stored; samples/s."""
     pool = stack.enter_context(ThreadPoolExecutor(THREADS))
-    sides = [Stored(side) for side in (samples.input, samples.target)]
+    fields = stored_fields(samples)
     buffers = [
-        raw.buffer(batch_size, side.box, side.order, 0, lambda shape, side=side: np.ones(shape, side.dtype))[1]  # type: ignore[misc]
-        for side in sides
+        buffer(batch_size, field.shape, field.order, 0, partial(np.ones, dtype=field.dtype))[1] for field in fields
     ]
-    for side in sides:
-        for file in side.raws:
+    for field in fields:
+        for file in field.files:
             if file.whole is not None:  # each page once: a mapping's first touch of a page is no reading
-                file.whole.transpose(file.order).reshape(-1)[:: 4096 // side.dtype.itemsize].max()
+                file.whole.transpose(file.order).reshape(-1)[:: 4096 // field.dtype.itemsize].max()
     epochs = iter(range(10**9))
 
     def measure() -> float:
-        places = samples.places(next(epochs))
+        boxes = samples.boxes(next(epochs))
 
         def read(index: int) -> None:
-            for side, starts, boxes in zip(sides, (places.input, places.target), buffers, strict=True):
-                side.raws[places.file[index]].copy(starts[index], boxes[index % batch_size])
+            for field, starts, out in zip(fields, (boxes.input, boxes.target), buffers, strict=True):
+                field.files[boxes.file[index]].copy(starts[index], out[index % batch_size])
 
         start = time.perf_counter()
         list(pool.map(read, range(samples.size)))
@@ -223,7 +224,7 @@ def compare(
     ours
         Samples whose stored bytes are read and copied.
     """
-    stored = [(np.prod(side.shape), side.readers[0].dataset.dtype.itemsize) for side in (ours.input, ours.target)]
+    stored = [(np.prod(field.shape), field.readers[0].dataset.dtype.itemsize) for field in (ours.input, ours.target)]
     stored_bytes = int(sum(values * size for values, size in stored))
     delivered = int(sum(values * 4 for values, _ in stored))
     with ExitStack() as stack:
@@ -292,8 +293,7 @@ def crops(options: Options) -> list[Row]:
 def pairs(options: Options) -> list[Row]:
     """Pairs of atmospheric states, 20 channels at 360 x 720, standardised, in batches of 4."""
     times, few, many = (5, 4, 4) if options.quick else (33, 12, 32)
-    names = tuple(f"channel{index}" for index in range(CHANNELS_ERA5))
-    field = Field("fields", names, ("1",) * CHANNELS_ERA5, (times, CHANNELS_ERA5, ROWS, COLUMNS), 1)
+    field = series_field(times, CHANNELS_ERA5, ROWS, COLUMNS)
     paths = {name: options.folder / f"{name}.h5" for name in ("published", "ours")}
     write(paths["published"], [field])
     write(paths["ours"], [field], "float16")

@@ -23,7 +23,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the command line sets 
 import torch  # noqa: E402
 
 from dlscale.core.provenance import PACKAGES, git_state, now  # noqa: E402
-from dlscale.train.session import describe_device  # noqa: E402
+from dlscale.parallel.world import describe_device  # noqa: E402
 from tests.bench import compute, loading, preprocessing, rungs, training, workflow  # noqa: E402
 from tests.bench.measure import Options, Row, summary, table  # noqa: E402
 

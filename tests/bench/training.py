@@ -116,7 +116,7 @@ def trainer(options: Options, case: Case, steps: int) -> Callable[[], float]:
 
     def epoch() -> float:
         checkpoints = Checkpoints(options.folder / case.study / str(next(turns)), keep=1)  # nothing to resume from
-        fit = Trainer(run, step, Share(case.batch_size), batches, valid, Metrics(), checkpoints, World())
+        fit = Trainer(run, step, Share(case.batch_size), (batches, valid), Metrics(), checkpoints, World())
         return fit.fit()[0].samples_per_second
 
     return epoch

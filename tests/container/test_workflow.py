@@ -12,19 +12,23 @@ import yaml
 
 from tests.conftest import ERA5, ERA5_RUN
 from tests.container.conftest import Engine
-from tests.workflow.conftest import copy_tree
+from tests.workflow.conftest import OUTSIDE, copy_tree
 
 pytestmark = [pytest.mark.container, pytest.mark.timeout(1800), pytest.mark.xdist_group("machine")]
 
 CONFIG: dict[str, Any] = {
-    "targets": ["tiny"],
+    "targets": ["tiny", "waves_ladder"],
+    "studies": {"waves": f"../{OUTSIDE}/waves.py"},
     "datasets": {"years": {**ERA5, "source": {**ERA5["source"], "days": 3, "train": [2001], "valid": [2002]}}},
     "plans": {"tiny": {"study": "era5_vit", "settings": {**ERA5_RUN, "dataset": "years"}, "runs": {"run": {}}}},
 }
 
 
 def test_every_stage_in_a_container(container_engine: Engine, cpu_image: str, tmp_path: Path) -> None:
-    """A new image makes exactly the jobs that use it run again; the same content, or the old one put back, none."""
+    """A study from outside, too.
+
+    A new image makes exactly the jobs that use it run again; the same content, or the old one put back, none.
+    """
     copy_tree(tmp_path / "w")
     # Results elsewhere, and a folder with a blank, are seen in the containers as well.
     results = tmp_path / "other place"

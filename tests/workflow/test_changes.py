@@ -245,8 +245,8 @@ ROWS = [
         "published figure",
         replace(
             f"{PACKAGE}/studies/era5_vit.yaml",
-            "published:\n",
-            "published:\n  - {label: edited, samples_per_second: 1.0, source: nobody}\n",
+            "\npublished:\n",
+            "\npublished:\n  - {label: edited, samples_per_second: 1.0, source: nobody}\n",
         ),
         ["configure_plan era5", *tables("era5")],
     ),

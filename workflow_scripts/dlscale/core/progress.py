@@ -1,4 +1,4 @@
-"""Signs of life: a bar on a terminal, a line at sane intervals in a log."""
+"""Progress of a stage: a bar on a terminal, a line every ten seconds in a log."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LINE_SECONDS = 10.0
 
 
 class Progress:
-    """Counts towards a total and shows it now and then.
+    """Counts towards a total and shows the count.
 
     Parameters
     ----------
@@ -51,7 +51,7 @@ class Progress:
             self._task = self._bar.add_task(what, total=total)
 
     def update(self, done: int, total: int | None = None) -> None:
-        """Say that `done` are done (an absolute count)."""
+        """Set the count to `done`."""
         self.done = done
         self.total = self.total if total is None else total
         if self._bar:
@@ -65,7 +65,7 @@ class Progress:
         logging.info("%s: %d%s %s, %.0f s", self.what, self.done, share, self.unit, time.monotonic() - self._start)
 
     def close(self) -> None:
-        """Take the bar away; in a log, say where it ended."""
+        """Remove the bar; in a log, write a last line."""
         if self._bar:
             self._bar.stop()
         elif self.done:

@@ -172,6 +172,15 @@ def kind(name: str) -> Any:
     return next(kind for kind in load(known[name]).KINDS if kind.name == name)
 
 
+#: What a kind of dataset may do itself: the functions of each role. Any other role acquires: `acquire`.
+ROLES = {
+    "source": ("open_source",),
+    "samples": ("open_samples",),
+    "describe": ("describe_prepared", "complete"),
+    "preview": ("preview",),
+}
+
+
 def part(name: str, role: str) -> str | None:
     """Return the module that does one thing for a kind of dataset; None if nothing there does.
 
@@ -183,7 +192,7 @@ def part(name: str, role: str) -> str | None:
     """
     base = kinds()[name]
     if name not in _shipped_kinds():
-        return base
+        return base if any(hasattr(load(base), function) for function in ROLES.get(role, ("acquire",))) else None
     return f"{base}.{role}" if (PACKAGE / "datasets" / name / f"{role}.py").is_file() else None
 
 

@@ -25,8 +25,10 @@ import re
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import PurePosixPath
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 from urllib.parse import urlsplit
+
+from pydantic import Field, PositiveInt
 
 from dlscale.config.dataset import DatasetSettings, Split
 from dlscale.core.schema import Strict
@@ -110,6 +112,16 @@ def stem(raw: RawFile) -> str:
     return PurePosixPath(raw.name).stem.replace(".", "_")
 
 
+class RowSamples(Strict):
+    """Samples that are rows of the files: see `dlscale.data.rows`."""
+
+    kind: Literal["rows"]
+    input: str = Field(description="Field of the dataset that the model is given.")
+    target: str = Field(description="Field that the model is to answer.")
+    train: PositiveInt | None = Field(None, description="At most this many training samples an epoch; all if absent.")
+    valid: PositiveInt | None = Field(None, description="At most this many, evenly spaced; all if absent.")
+
+
 class DatasetKind(ABC):
     """See the module. A folder's `kind.py` has one as `KIND`; a module from outside lists its own in `KINDS`.
 
@@ -127,7 +139,7 @@ class DatasetKind(ABC):
 
     name: ClassVar[str]
     Settings: ClassVar[type[DatasetSettings]]
-    Samples: ClassVar[type[Strict]]
+    Samples: ClassVar[type[Strict]] = RowSamples
     rows: ClassVar[str] = "samples"
 
     @abstractmethod

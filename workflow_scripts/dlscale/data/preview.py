@@ -121,7 +121,7 @@ def draw_preview(name: str, panels: list[Panel], path: Path) -> None:
         bottom.set_visible(True)
         bins = 60 if panel.classes is None else np.arange(panel.classes + 1) - 0.5
         bottom.hist(panel.values.ravel(), bins=bins)
-        bottom.set_xlabel(f"{panel.title} ({panel.unit})", fontsize=8)
+        bottom.set_xlabel(panel.title if panel.unit == "1" else f"{panel.title} ({panel.unit})", fontsize=8)
         bottom.set_ylabel("points" if panel.values.ndim == 2 else "rows", fontsize=8)
         for axis in (top, bottom):
             axis.tick_params(labelsize=7)

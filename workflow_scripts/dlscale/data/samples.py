@@ -14,7 +14,7 @@ from typing import Protocol
 
 import numpy as np
 
-from dlscale.data.manifest import FieldInfo
+from dlscale.data.manifest import FieldInfo, Manifest
 from dlscale.data.store import Reader
 
 
@@ -35,6 +35,24 @@ class ArraySpec:
     shape: tuple[int, ...]
     dtype: str = "float32"
     classes: int | None = None
+
+
+def decoding(info: FieldInfo, scaling: tuple[np.ndarray, np.ndarray] | None) -> np.ndarray:
+    """Return shift, factor, offset, float32 [3, C]: model value = (stored - shift) * factor + offset.
+
+    Values that are stored as they are (`scaling` is None) keep their digits: the large mean of a pressure goes first.
+    """
+    transforms = info.transforms if info.stored == "physical" else []
+    mean, std = (  # in the digits that the published statistics have
+        np.array([getattr(t, key) for t in transforms] or [plain] * len(info.channels), np.float32).astype(float)
+        for key, plain in (("offset", 0.0), ("scale", 1.0))
+    )
+    if scaling is None:
+        numbers = mean, 1 / std, 0 * mean
+    else:
+        offset, scale = (values.astype(float) for values in scaling)
+        numbers = 0 * mean, scale / std, (offset - mean) / std
+    return np.stack(numbers).astype(np.float32)
 
 
 class Samples(Protocol):
@@ -122,19 +140,17 @@ class BoxField:
 
     Parameters
     ----------
-    readers
-        One for each file.
-    info
-        The field's channels and units.
+    manifest, split, name
+        Where the files are, and the field's name in them: volumes [C, D, H, W] or series [T, C, H, W].
     extent
         Size of a box along each of the three axes but the channels'.
-    channel_axis
-        0 for volumes [C, D, H, W], 1 for series [T, C, H, W].
     symmetries
         What boxes may be transformed by; None if they never are.
 
     Attributes
     ----------
+    readers
+        One for each file.
     shape
         Of a stored box, channels first: (C, *extent).
     spec
@@ -143,36 +159,24 @@ class BoxField:
 
     def __init__(
         self,
-        readers: list[Reader],
-        info: FieldInfo,
+        manifest: Manifest,
+        split: str,
+        name: str,
         extent: tuple[int, int, int],
-        channel_axis: int,
         symmetries: Symmetries | None = None,
     ) -> None:
-        self.readers, self.extent, self.channel_axis, self.symmetries = readers, extent, channel_axis, symmetries
-        self.shape = (len(info.channels), *extent)
-        self.spec = ArraySpec((len(info.channels), *extent[channel_axis:]))
-        self._info = info
+        self._info = manifest.fields[name]
+        assert self._info.channel_axis is not None
+        self.readers = [Reader(manifest.path(file), name) for file in manifest.files(split)]
+        self.extent, self.symmetries, self.channel_axis = extent, symmetries, self._info.channel_axis
+        self.shape = (len(self._info.channels), *extent)
+        self.spec = ArraySpec((len(self._info.channels), *extent[self.channel_axis :]))
         self._decoding: dict[int, np.ndarray] = {}
 
     def decoding(self, file: int) -> np.ndarray:
-        """Return shift, factor, offset, float32 [3, C]: model value = (stored - shift) * factor + offset.
-
-        Values that are stored as they are keep their digits: the large mean of a pressure goes first.
-        """
+        """Return what `decoding` returns for a file, computed once."""
         if file not in self._decoding:
-            transforms = self._info.transforms if self._info.stored == "physical" else []
-            mean, std = (  # in the digits that the published statistics have
-                np.array([getattr(t, key) for t in transforms] or [plain] * self.shape[0], np.float32).astype(float)
-                for key, plain in (("offset", 0.0), ("scale", 1.0))
-            )
-            scaling = self.readers[file].scaling
-            if scaling is None:
-                numbers = mean, 1 / std, 0 * mean
-            else:
-                offset, scale = (values.astype(float) for values in scaling)
-                numbers = 0 * mean, scale / std, (offset - mean) / std
-            self._decoding[file] = np.stack(numbers).astype(np.float32)
+            self._decoding[file] = decoding(self._info, self.readers[file].scaling)
         return self._decoding[file]
 
     def read(self, file: int, start: np.ndarray, symmetry: int) -> np.ndarray:
@@ -180,7 +184,7 @@ class BoxField:
         box = [slice(int(first), int(first) + size) for first, size in zip(start, self.extent, strict=True)]
         box.insert(self.channel_axis, slice(None))
         stored = np.moveaxis(self.readers[file].stored(tuple(box)), self.channel_axis, 0)
-        shift, factor, offset = self.decoding(file)[:, :, None, None, None]
+        shift, factor, offset = self.decoding(file)[..., None, None, None]
         values = (stored.astype(np.float32) - shift) * factor + offset
         if symmetry:
             assert self.symmetries is not None

@@ -20,7 +20,7 @@ def words(seed: int, epoch: int, stream: str, count: int, start: int = 0) -> np.
     seed, epoch
         Non-negative integers.
     stream
-        What the words are for ("crops", "order" ...): different streams are independent.
+        What the words are for ("order" ...): different streams are independent.
     """
     key = np.random.SeedSequence([seed, epoch, *stream.encode()]).generate_state(2, np.uint64)
     generator = np.random.Philox(key=key)

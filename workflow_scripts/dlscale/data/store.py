@@ -1,10 +1,10 @@
 """The HDF5 layout of preprocessed data: one dataset for each field, and attributes that say what it is.
 
-Volumes are [C, D, H, W], chunked in cubes with all channels, because crops are cubes. Everything else lies row by row,
-contiguous, because a sample is a few whole rows: states and images [N, C, H, W], images without channels [N, H, W],
-scalars [N, K], labels [N]. Floating-point values are float32, or float16 of (x - offset) / scale with the attributes
-`offset` and `scale` [C]; integers keep their type. Volumes may be stored channels last, [D, H, W, C], marked by the
-attribute `channels_last`: the rows of a crop are then C times longer. This module's readers show channels first.
+Volumes are [C, D, H, W], chunked in cubes with all channels, because samples of them are cubes. Everything else lies
+row by row, contiguous, because a sample is a few whole rows: states and images [N, C, H, W], images without channels
+[N, H, W], scalars [N, K], labels [N]. Floating-point values are float32, or float16 of (x - offset) / scale with the
+attributes `offset` and `scale` [C]; integers keep their type. Volumes may be stored channels last, [D, H, W, C], marked
+by the attribute `channels_last`: the rows of a sample are then C times longer. Readers show channels first.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import h5py
@@ -91,7 +91,7 @@ class Field:
         dataset.attrs["units"] = list(self.units)
         if self.channel_axis is not None:
             dataset.attrs["channel_axis"] = self.channel_axis
-        dataset.attrs["transforms"] = json.dumps([t.to_json() for t in self.transforms])
+        dataset.attrs["transforms"] = json.dumps([asdict(t) for t in self.transforms])
 
     @staticmethod
     def of(dataset: h5py.Dataset) -> Field:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -39,10 +39,6 @@ class Transform:
         if self.kind == "linear":
             return y
         return np.exp(y) if isinstance(y, np.ndarray) else y.exp()
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain values for JSON; `Transform(**values)` restores it."""
-        return asdict(self)
 
 
 #: Leaves values as they are.

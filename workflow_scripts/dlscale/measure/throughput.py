@@ -16,7 +16,6 @@ import statistics
 import time
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -26,9 +25,9 @@ from dlscale.core.files import write_text
 from dlscale.core.progress import Progress
 from dlscale.core.records import Throughput, Trials
 from dlscale.data.loaders.base import Loader
-from dlscale.parallel.world import World, join
+from dlscale.parallel.world import World, describe_device, join
+from dlscale.train.build import Session, open_session
 from dlscale.train.loop import Batch, Hook, run_steps
-from dlscale.train.session import Session, describe_device, open_session
 from dlscale.train.step import Step
 
 
@@ -71,17 +70,8 @@ def measure(settings: Settings, session: Session) -> Throughput:
         settings=settings.model_dump(),
         compile=compiling,
         **modes,
-        peak_memory_bytes=int(world.max(peak_memory(world.device))),
+        peak_memory_bytes=int(*world.max(peak_memory(world.device))),
     )
-
-
-class _Samples(Hook):
-    """Counts the samples of this rank."""
-
-    count = 0
-
-    def after_step(self, number: int, batch: Batch, result: Any) -> None:
-        self.count += len(batch[0])
 
 
 def trials(
@@ -93,16 +83,18 @@ def trials(
     """
     rates: list[float] = []
     times: list[float] = []
+    counts: list[int] = []
+    count = Hook(after_step=lambda number, batch, result: counts.append(len(batch[0])))
     with Progress(f"measuring {mode}", settings.warmup + settings.trials, "trials") as progress:
         for trial in range(-settings.warmup, settings.trials):
-            samples = _Samples()
+            counts.clear()
             synchronize(world.device)
             world.barrier()
             start = time.perf_counter()
-            run_steps(consume, batches, range(settings.batches), [samples])
+            run_steps(consume, batches, range(settings.batches), [count])
             synchronize(world.device)
-            seconds = world.max(time.perf_counter() - start)
-            rate = sum(world.gather(samples.count)) / seconds
+            (seconds,) = world.max(time.perf_counter() - start)
+            rate = sum(world.gather(sum(counts))) / seconds
             if trial >= 0:
                 rates.append(rate)
                 times.append(seconds)

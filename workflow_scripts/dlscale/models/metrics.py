@@ -1,7 +1,7 @@
-"""Validation metrics: sums over samples that add up, batch by batch and rank by rank.
+"""Validation metrics, and their sums over batches and ranks.
 
-Each function returns per-sample values [B, ...]; `MetricSum` adds them up on the device, so that nothing
-waits for it before the end of the epoch. Shape suffixes: B batch, C channels, H W the grid.
+Each function returns per-sample values [B, ...]; `MetricSum` adds them up on the device, so that the host
+does not wait before the end of the epoch. Shape suffixes: B batch, C channels, H W the grid.
 """
 
 from __future__ import annotations

@@ -9,11 +9,13 @@ import contextlib
 import ctypes
 import datetime as dt
 import os
+import platform
 import re
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -21,6 +23,7 @@ import torch.distributed as dist
 
 from dlscale.config.run import Geometry
 from dlscale.core.errors import UserError
+from dlscale.core.records import Device
 
 CPU = torch.device("cpu")
 Value = TypeVar("Value")
@@ -75,17 +78,9 @@ class World:
             dist.all_reduce(values)
         return values
 
-    def max(self, value: float) -> float:
-        """Return the greatest of all ranks' numbers. The host waits for the device."""
-        if self.size == 1:
-            return value
-        values = torch.tensor([value], dtype=torch.float64, device=self.device)
-        dist.all_reduce(values, dist.ReduceOp.MAX)
-        return float(values)
-
-    def max_on_host(self, values: Sequence[float]) -> list[float]:
+    def max(self, *values: float) -> list[float]:
         """Return for each number the greatest of all ranks' numbers; no device waits."""
-        greatest = torch.tensor(list(values), dtype=torch.float64)
+        greatest = torch.tensor(values, dtype=torch.float64)
         if self.size > 1:
             dist.all_reduce(greatest, dist.ReduceOp.MAX, group=self.control)
         return [float(value) for value in greatest]
@@ -192,3 +187,13 @@ def first_host(nodes: str) -> str:
     if match is None:
         raise UserError(f"SLURM_STEP_NODELIST: {nodes!r} names no host; set MASTER_ADDR to the first node's name")
     return "".join(part or "" for part in match.groups())
+
+
+def describe_device(device: torch.device) -> Device:
+    """Return what a process computes on, for the record."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()
+    with contextlib.suppress(OSError, StopIteration):
+        if device.type != "cuda":
+            lines = Path("/proc/cpuinfo").read_text().splitlines()
+            name = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return Device(kind=device.type, name=name or platform.machine(), threads=torch.get_num_threads())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -72,15 +71,13 @@ def comparison(
 
 
 def values(target: np.ndarray, prediction: np.ndarray, count: int = 12) -> Figure:
-    """Draw the first numbers of a sample's target and prediction as a table, for studies without a figure."""
+    """Draw the first numbers of a sample's target and prediction, for studies without a figure."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    columns = [[f"{number:.4g}" for number in values.ravel()[:count]] for values in (target, prediction)]
-    rows = list(itertools.zip_longest(*columns, fillvalue=""))
-    figure = Figure(figsize=(4, 0.5 + 0.3 * len(rows)), layout="constrained")
+    figure = Figure(figsize=(4, 3))
     FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    axes.axis("off")
-    axes.table(cellText=rows, colLabels=["target", "prediction"], loc="center")
+    for place, (title, numbers) in enumerate({"target": target, "prediction": prediction}.items()):
+        text = "\n".join([title, *(f"{number:.4g}" for number in np.ravel(numbers)[:count])])
+        figure.text(0.1 + 0.5 * place, 0.95, text, verticalalignment="top")
     return figure

@@ -1,4 +1,4 @@
-"""Which kernel computes attention."""
+"""The choice of the kernel that computes attention."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ BACKENDS = {
     "math": SDPBackend.MATH,
 }
 
-#: Elements of the score matrices beyond which `math`, which holds them all, is not tried: it could only lose.
+#: Elements of the score matrices beyond which `math`, which keeps them all in memory, is not tried: it is slower.
 MOST_SCORES = 2**28
 
-#: A context for the forward and the backward pass: recomputed activations choose their kernel again.
+#: A context for the forward and the backward pass: activations that are recomputed choose their kernel again.
 Context = Callable[[], AbstractContextManager[object]]
 
 
@@ -58,7 +58,7 @@ def attention_context(
 
 @contextmanager
 def only(kind: str) -> Iterator[None]:
-    """Run attention on one kernel; what is compiled meanwhile is cached under its name.
+    """Run attention on one kernel; code compiled in this context is cached under the kernel's name.
 
     PyTorch 2.13 keys its cache of compiled code by the model alone, and would load code with another kernel.
     """

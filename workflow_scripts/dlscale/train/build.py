@@ -1,27 +1,38 @@
-"""A model becomes a step that trains: every part of building has its place in `build_step`, in a fixed order."""
+"""From a run's settings to the step that training repeats and throughput is measured of."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dlscale.config.run import RunCore
+from dlscale.core import registry
 from dlscale.core.errors import UserError
+from dlscale.core.fingerprint import DEFAULTS
+from dlscale.data.loaders.base import Loader, Share
+from dlscale.data.manifest import Manifest
+from dlscale.data.samples import Samples
 from dlscale.parallel.world import World
-from dlscale.studies.base import SampleLoss
+from dlscale.studies.base import SampleLoss, Study
 from dlscale.train.attention import Context, attention_context
 from dlscale.train.optimizer import build_optimizer
 from dlscale.train.precision import Weights, compute_dtype, set_matmul_precision
+from dlscale.train.selfcheck import check_operations
 from dlscale.train.step import Step
 
 
 def build_step(run: RunCore, make: Callable[[], nn.Module], loss: SampleLoss, world: World | None = None) -> Step:
-    """Build the step of a run.
+    """Build the step of a run: every part of building has its place here, in a fixed order.
 
     Parameters
     ----------
@@ -39,10 +50,10 @@ def build_step(run: RunCore, make: Callable[[], nn.Module], loss: SampleLoss, wo
     set_matmul_precision(run.precision)
 
     # 1. Made, its weights drawn from the seed on the host: they are the same on every device and number of ranks.
-    #    (A model too large for one host would be made on `meta`, and its weights drawn after 2.)
+    #    (A model too large for a host would be made on `meta`, and its weights drawn after 2.)
     torch.manual_seed(run.seed)
     model = make()
-    # 2. Sharded: the place of a plan that splits layers over ranks. All ranks hold the whole model so far.
+    # 2. Sharded: the place of a plan that splits layers over ranks. Every rank holds the whole model so far.
     # 3. Placed: device, layout, number format.
     layout = memory_format(model, run.memory_format)
     model.to(device).to(memory_format=layout)  # type: ignore[call-overload]
@@ -53,8 +64,7 @@ def build_step(run: RunCore, make: Callable[[], nn.Module], loss: SampleLoss, wo
         network = DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None)
     # 5. The optimiser, of the weights as they are placed.
     optimizer = build_optimizer(weights.updated, run.optimizer, device if run.cuda_graph else None)
-    attention = _attention(model, run, device)
-    step = Step(weights, network, loss, optimizer, run.precision, layout, attention, run.accumulation_steps)
+    step = Step(run, weights, network, loss, optimizer, layout, _attention(model, run, device))
     # 6. Compiled, or recorded: what the parts above have become.
     step.compile(run.compile.mode)
     if run.cuda_graph:
@@ -77,3 +87,67 @@ def _attention(model: Any, run: RunCore, device: torch.device) -> Context:
     heads, tokens, width = model.attention_shape
     shape = (-(-run.local_batch_size // run.accumulation_steps), heads, tokens, width)
     return attention_context(run.attention, shape, model.attention_dropout, compute_dtype(run.precision), device)
+
+
+@dataclass(frozen=True)
+class Session:
+    """What a stage of a run works with."""
+
+    run: RunCore
+    manifest: Manifest
+    world: World
+    study: Study
+    step: Step
+
+    def share(self) -> Share:
+        """Return what this rank loads of each batch."""
+        return Share(self.run.batch_size, self.world.data_rank, self.world.data_size)
+
+    def loader(self, split: str) -> Loader:
+        """Return the loader of a split; validation goes through the same loader as training."""
+        samples = self.samples(split)
+        if split == "train" and samples.size < self.run.batch_size:
+            logging.warning("an epoch of %d samples is less than one batch (%d)", samples.size, self.run.batch_size)
+        module = registry.load(registry.loader(self.run.loader.kind))
+        loader: Loader = module.build(samples, self.run.loader, self.share(), self.world.device)
+        return loader
+
+    def samples(self, split: str) -> Samples:
+        """Return the samples of a split."""
+        module = registry.part(self.study.dataset, "samples") or DEFAULTS["samples"]
+        samples: Samples = registry.load(module).open_samples(self.manifest, split, self.run.samples, self.run.seed)
+        return samples
+
+    @property
+    def parameters(self) -> int:
+        """Trainable parameters of the model."""
+        return sum(p.numel() for p in self.step.model.parameters() if p.requires_grad)
+
+
+def open_session(run: RunCore, manifest: str | Path, world: World, threads: int | None = None) -> Session:
+    """Set up everything but the loaders.
+
+    Parameters
+    ----------
+    threads
+        CPU threads of a node; results on a CPU are bitwise repeatable for the same number.
+    """
+    if threads:
+        torch.set_num_threads(max(1, threads // run.geometry.gpus_per_node))  # the ranks of a node share its threads
+    data = Manifest.read(manifest)
+    data.check_files()
+    study: Study = registry.study(run.study)
+    for info in data.fields.values():
+        try:
+            study.check_grid(run, tuple(info.grid))
+        except ValueError as error:
+            raise UserError(str(error)) from None
+    step = build_step(run, partial(study.model, run, data), study.loss(run), world)
+    dtype = compute_dtype(run.precision)
+    if dtype != torch.float32:
+        width = getattr(step.model, "attention_shape", (0, 0, 32))[2]
+        check_operations(dtype, world.device, run.memory_format == "channels_last", step.attention, width)
+    if world.data_rank:  # the same weights everywhere, but each its own drop-out
+        sequence = np.random.SeedSequence([run.seed, world.data_rank])
+        torch.manual_seed(int(sequence.generate_state(1, np.uint64)[0]))
+    return Session(run, data, world, study, step)

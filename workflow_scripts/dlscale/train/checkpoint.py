@@ -22,30 +22,6 @@ from dlscale.core.records import Epoch, Number, Record
 State = dict[str, Any]
 
 
-class PartialEpoch(Record):
-    """An epoch that was interrupted.
-
-    Attributes
-    ----------
-    steps
-        Steps that are done in it.
-    loss_sums
-        Sum of the samples' losses on each rank.
-    seconds
-        Time spent on its steps, in all tries.
-    """
-
-    steps: int = 0
-    loss_sums: list[Number] = []
-    seconds: float = 0.0
-
-    def loss_sum(self, rank: int, ranks: int) -> float:
-        """Return the sum with which a rank goes on; with another number of ranks the first has the sum of all."""
-        if len(self.loss_sums) == ranks:
-            return self.loss_sums[rank]
-        return 0.0 if rank else sum(self.loss_sums)
-
-
 class CheckpointRecord(Record):
     """`checkpoint.json`: how far a training was.
 
@@ -55,13 +31,23 @@ class CheckpointRecord(Record):
         Optimiser steps that are done.
     history
         The epochs that are done.
-    partial
-        The epoch under way; None between two epochs.
+    loss_sums, seconds
+        Of the epoch under way: sum of the samples' losses on each rank, time spent on its steps in all tries.
+    made_with
+        The run's `geometry` and `loader`, which decide times and no weight.
     """
 
-    step: int
+    step: int = 0
     history: list[Epoch] = []
-    partial: PartialEpoch | None = None
+    loss_sums: list[Number] = [0.0]
+    seconds: float = 0.0
+    made_with: dict[str, Any] = {}
+
+    def loss_sum(self, rank: int, ranks: int) -> float:
+        """Return the sum with which a rank goes on; with another number of ranks the first has the sum of all."""
+        if len(self.loss_sums) == ranks:
+            return self.loss_sums[rank]
+        return 0.0 if rank else sum(self.loss_sums)
 
 
 class Checkpoints:
@@ -89,6 +75,11 @@ class Checkpoints:
                 shutil.rmtree(former, ignore_errors=True)
             else:
                 former.rename(path)
+
+    def clear(self) -> None:
+        """Remove all checkpoints."""
+        for step in self.steps():
+            shutil.rmtree(self._path(step), ignore_errors=True)
 
     def steps(self) -> list[int]:
         """Return the saved steps, oldest first."""

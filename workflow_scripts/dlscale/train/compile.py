@@ -17,7 +17,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 def compiled(function: Function, mode: str, device: torch.device) -> Function:
     """Return the function compiled in this mode (the run's `compile.mode`); `none` leaves it as it is.
 
-    Shapes are constants: a batch of another size, an epoch's last, gets code of its own, once.
+    Shapes are constants: a batch of another size, such as an epoch's last, is compiled for once more.
     """
     if mode == "none":
         return function
@@ -27,7 +27,7 @@ def compiled(function: Function, mode: str, device: torch.device) -> Function:
 
 
 def check_compiler(mode: str) -> None:
-    """Refuse where code for a CPU cannot be built."""
+    """Raise a `UserError` where code for a CPU cannot be built."""
     from torch._inductor import exc
     from torch._inductor.cpp_builder import get_cpp_compiler
 

@@ -1,15 +1,15 @@
 """A whole step as a CUDA graph: recorded once, then replayed with one call from the host.
 
-The rules are those of `torch.cuda.graph`: static memory for what goes in, nothing that waits for the device, the
-learning rate and the optimiser's counters on the device, and some ordinary steps first, on a side stream, in which
-libraries choose their kernels and the optimiser makes its state.
+`torch.cuda.graph` demands static memory for inputs, no wait for the device, and the learning rate and the optimiser's
+counters on the device. Some ordinary steps on a side stream come first, in which libraries choose their kernels and
+the optimiser makes its state.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -19,32 +19,20 @@ Body = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 EAGER_STEPS = 3
 
 
-class Backend(Protocol):
-    """What runs and records a body."""
-
-    def run(self, body: Body, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """Run it now."""
-        ...
-
-    def record(self, body: Body, x: torch.Tensor, y: torch.Tensor) -> tuple[Callable[[], Any], torch.Tensor]:
-        """Record it without running it; return what replays it, and where its result then lies."""
-        ...
-
-
 class Graphed:
     """Calls `body(x, y)`, a whole training step, by a graph for each shape of batch.
 
-    The first `EAGER_STEPS` batches of a shape train without a graph, and the next is recorded: all are ordinary
-    steps of the training. A shape that is rare, as an epoch's last batch may be, therefore costs no graph before
-    it has proved otherwise. Autocast needs no care: its cache of converted weights lives and dies within the body.
+    The first `EAGER_STEPS` batches of a shape train without a graph, the next is recorded; all are ordinary steps of
+    the training. A rare shape, such as an epoch's last batch, gets no graph. Autocast's cache of converted weights
+    lives only within the body and needs no care.
     """
 
-    def __init__(self, body: Body, backend: Backend) -> None:
+    def __init__(self, body: Body, backend: CudaBackend) -> None:
         self._body, self._backend = body, backend
         self.reset()
 
     def reset(self) -> None:
-        """Forget all graphs, as one must when memory that they know is replaced."""
+        """Drop all graphs, as is needed when memory that they use is replaced."""
         self._seen: Counter[Any] = Counter()
         self._graphs: dict[Any, tuple[Callable[[], Any], torch.Tensor, torch.Tensor, torch.Tensor]] = {}
 
@@ -72,7 +60,7 @@ class CudaBackend:
         self._pool = torch.cuda.graph_pool_handle()
 
     def run(self, body: Body, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """See `Backend`; on the side stream, where autograd's nodes will also be recorded."""
+        """Run a body now, on the side stream, where autograd's nodes will also be recorded."""
         current = torch.cuda.current_stream()
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -81,7 +69,7 @@ class CudaBackend:
         return loss
 
     def record(self, body: Body, x: torch.Tensor, y: torch.Tensor) -> tuple[Callable[[], Any], torch.Tensor]:
-        """See `Backend`."""
+        """Record a body without running it; return what replays it, and where its result then lies."""
         graph = torch.cuda.CUDAGraph()
         # thread_local: a loader's thread may pin memory meanwhile, which is none of the graph's business.
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):

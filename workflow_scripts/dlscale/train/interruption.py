@@ -5,21 +5,28 @@ from __future__ import annotations
 import signal
 import threading
 import time
+from enum import IntEnum
 from types import FrameType
-from typing import Any, Literal
+from typing import Any
 
 from dlscale.parallel.world import World
 
-Request = Literal["save", "end"]
 
-#: What each signal requests. A warning may come long before the limit: the time that is left is used.
-REQUESTS: dict[signal.Signals, Request] = {
-    signal.SIGUSR1: "save",
-    signal.SIGUSR2: "save",
-    signal.SIGTERM: "end",
-    signal.SIGINT: "end",
+class Request(IntEnum):
+    """What a signal asks for; the greater one is the more urgent."""
+
+    NONE = 0
+    SAVE = 1
+    END = 2
+
+
+#: What each signal asks for. A warning may come long before the limit: the time that is left is used.
+REQUESTS = {
+    signal.SIGUSR1: Request.SAVE,
+    signal.SIGUSR2: Request.SAVE,
+    signal.SIGTERM: Request.END,
+    signal.SIGINT: Request.END,
 }
-_URGENCY: dict[Request | None, int] = {None: 0, "save": 1, "end": 2}
 
 #: Steps between two agreements at most: steps may become slow all at once.
 MAX_STEPS = 16
@@ -39,7 +46,7 @@ class Interruption:
 
     def __init__(self, world: World, seconds: float = 1.0) -> None:
         self._world, self._seconds = world, seconds
-        self._received: Request | None = None
+        self._received = Request.NONE
         self._interval = self._left = 1
         self._agreed = 0.0
         self._handlers: dict[signal.Signals, Any] = {}
@@ -57,23 +64,22 @@ class Interruption:
         request = REQUESTS[signal.Signals(number)]
         if number == signal.SIGINT:  # a second Ctrl-C ends the process without saving
             signal.signal(number, signal.default_int_handler)
-        if _URGENCY[request] > _URGENCY[self._received]:
-            self._received = request
+        self._received = max(self._received, request)
 
-    def poll(self) -> Request | None:
+    def poll(self) -> Request:
         """Return the most urgent request of any rank, once. Every rank calls it equally often, before each batch."""
         if self._world.size == 1:
-            request, self._received = self._received, None
+            request, self._received = self._received, Request.NONE
             return request
         self._left -= 1
         if self._left > 0:
-            return None
+            return Request.NONE
         now = time.monotonic()
-        urgency, elapsed = self._world.max_on_host([_URGENCY[self._received], now - self._agreed])
+        urgency, elapsed = self._world.max(self._received, now - self._agreed)
         # All ranks compute the same next interval, from the slowest rank's time.
         ratio = self._seconds / max(elapsed, 1e-6) if self._agreed else 1.0  # the first says nothing of steps
         self._interval = self._left = min(max(1, int(self._interval * min(ratio, 4.0))), MAX_STEPS)
         self._agreed = time.monotonic()
-        if _URGENCY[self._received] <= urgency:  # a more urgent signal that came meanwhile waits for the next time
-            self._received = None
-        return next(request for request, value in _URGENCY.items() if value == urgency)
+        if self._received <= urgency:  # a more urgent signal that came meanwhile waits for the next time
+            self._received = Request.NONE
+        return Request(int(urgency))

@@ -47,18 +47,13 @@ class RunLogs:
         self._board.flush()
 
     def _scalars(self, record: Epoch) -> None:
-        self._write(
-            record,
-            {
-                "loss/train": record.train_loss,
-                "loss/valid": record.valid_loss,
-                "learning_rate": record.learning_rate,
-                "samples_per_second": record.samples_per_second,
-                **{f"valid/{name}": value for name, value in record.metrics.items()},
-            },
-        )
-
-    def _write(self, record: Epoch, scalars: dict[str, float]) -> None:
+        scalars = {
+            "loss/train": record.train_loss,
+            "loss/valid": record.valid_loss,
+            "learning_rate": record.learning_rate,
+            "samples_per_second": record.samples_per_second,
+            **{f"valid/{name}": value for name, value in record.metrics.items()},
+        }
         for name, value in scalars.items():
             self._board.add_scalar(name, value, record.step, walltime=record.wall_time)
 
@@ -72,7 +67,8 @@ class RunLogs:
         final = {"final/train_loss": record.train_loss, "final/valid_loss": record.valid_loss}
         for summary in hparams(_flat(settings), final):
             self._board._get_file_writer().add_summary(summary, walltime=record.wall_time)
-        self._write(record, final)
+        for name, value in final.items():
+            self._board.add_scalar(name, value, record.step, walltime=record.wall_time)
         self._board.close()
 
 

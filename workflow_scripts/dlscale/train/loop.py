@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 #: What `step` takes: input and target, and in training the weight of this rank's loss.
 Batch = tuple[Any, ...]
 
 
+def _nothing(*told: Any) -> None:
+    pass
+
+
+@dataclass(frozen=True)
 class Hook:
-    """Something that happens at every step of a loop. A hook that reads `result` makes the host wait for the device."""
+    """Something that happens at every step of a loop.
 
-    def before_step(self, number: int) -> None:
-        """Act before step `number`; its batch is not loaded yet."""
+    Attributes
+    ----------
+    before_step
+        Called with the step's number; its batch is not loaded yet.
+    after_step
+        Called with number, batch and what the step returned. The batch's memory is reused later; to read a number from
+        the device makes the host wait.
+    """
 
-    def after_step(self, number: int, batch: Batch, result: Any) -> None:
-        """Act after step `number`, which has returned `result`; the batch's memory is reused after that."""
+    before_step: Callable[[int], None] = _nothing
+    after_step: Callable[[int, Batch, Any], None] = _nothing
 
 
 def run_steps(

@@ -9,9 +9,9 @@ The names in Apex's terms (https://nvidia.github.io/apex/amp.html):
 `fp16_pure`, `bf16_pure`        O3    weights, computation and optimiser state in 16 bits
 ==============================  ====  =============================================================================
 
-`fp16` and `fp16_master` scale the loss, since small gradients are zero in float16. Normalisation stays in float32
-but in O3; Apex keeps batch normalisation there, we layer normalisation as well, as autocast does. The loss is
-in float32 throughout: it is a long sum.
+`fp16` and `fp16_master` scale the loss, since small gradients are zero in float16. Except in O3, normalisation stays in
+float32: batch normalisation as in Apex, and layer normalisation as in autocast. The loss is a long sum and always in
+float32.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager[obj
 
 
 def grad_scaler(precision: str, device: torch.device) -> torch.amp.GradScaler:
-    """Return the loss scaler, which does nothing but for fp16 and fp16_master."""
+    """Return the loss scaler; it is active for fp16 and fp16_master only."""
     return torch.amp.GradScaler(device.type, enabled=precision in ("fp16", "fp16_master"))
 
 
@@ -86,12 +86,12 @@ class Weights:
             p.grad = gradient
 
     def clear_gradients(self) -> None:
-        """Forget the model's gradients. (As `zero_grad`, without its hooks and its search for parameters.)"""
+        """Clear the model's gradients, as `zero_grad` does, without its hooks and its search for parameters."""
         for p in self.parameters:
             p.grad = None
 
     def collect_gradients(self) -> None:
-        """Give the model's gradients to the master weights, if there are any."""
+        """Copy the model's gradients to the master weights, if there are any."""
         if self._masters:
             torch._foreach_copy_(self._gradients, [p.grad for p in self._rounded if p.grad is not None])
 
@@ -103,8 +103,8 @@ class Weights:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the model's state in float32: master weights in the place of rounded ones."""
-        found = self.model.state_dict() | {name: p.detach() for name, p in self._masters.items()}
-        return {name: value.float() if value.is_floating_point() else value for name, value in found.items()}
+        state = self.model.state_dict() | {name: p.detach() for name, p in self._masters.items()}
+        return {name: value.float() if value.is_floating_point() else value for name, value in state.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` returned."""

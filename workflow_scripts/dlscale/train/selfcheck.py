@@ -1,6 +1,6 @@
-"""Convolution and attention in 16 bits against float32, before a run trusts them.
+"""A check of convolutions and attention in 16 bits against float32, at the start of a run.
 
-Libraries have been wrong in silence: cuDNN 9.8 to 9.10 gave wrong values in bf16 3-D convolutions.
+Libraries have been wrong without a message: cuDNN 9.8 to 9.10 gave wrong values in bf16 3-D convolutions.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def check_operations(
     attention: Context = nullcontext,
     head_dim: int = 32,
 ) -> None:
-    """Refuse to go on where a forward or backward pass in `dtype` differs from float32 by more than rounding.
+    """Raise a `UserError` where a forward or backward pass in `dtype` differs from float32 by more than rounding.
 
     Parameters
     ----------
@@ -63,9 +63,9 @@ def check_operations(
         if channels_last and "convolution" in name:
             own = [x.contiguous(memory_format=LAYOUT[x.dim()]) for x in own]
         with attention():
-            found = _passes(operation, own, arguments)
+            values = _passes(operation, own, arguments)
         truth = _passes(operation, [x.float() for x in inputs], arguments)
-        for what, a, b in zip(("forward", *["backward"] * len(inputs)), found, truth, strict=True):
+        for what, a, b in zip(("forward", *["backward"] * len(inputs)), values, truth, strict=True):
             error = float((a.cpu().float() - b).abs().max() / b.square().mean().sqrt())
             if not error <= TOLERANCE[dtype]:  # so that NaN is an error, too
                 raise UserError(

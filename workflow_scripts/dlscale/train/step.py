@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from dlscale.config.run import RunCore
 from dlscale.studies.base import SampleLoss
 from dlscale.train.attention import Context
 from dlscale.train.compile import compiled
@@ -22,7 +23,7 @@ AXES = {torch.channels_last: 4, torch.channels_last_3d: 5}
 
 
 class Step:
-    """Forward, backward, update. `dlscale.train.build` makes it.
+    """Forward, backward, update; `build_step` makes it.
 
     Nothing in it waits for the device, with one exception that is PyTorch's: where the loss is scaled (`fp16`,
     `fp16_master`) an optimiser that is not `fused` asks the device in every step whether the gradients overflowed.
@@ -33,42 +34,36 @@ class Step:
 
     Parameters
     ----------
+    run
+        Its precision and accumulation steps are read here; the other settings are in the parts below.
     weights
-        The model's parameters, in the format of `precision`, and what the optimiser updates for them.
+        The model's parameters, in the format of the run's precision, and what the optimiser updates for them.
     network
         The model, or what wraps it for several ranks.
     loss
         Loss of each sample [B] from predictions and targets [B, ...].
-    optimizer
-        Of `weights.updated`.
-    precision
-        The run's `precision`.
     layout
         Order in memory of the model's inputs.
     attention
         Context that chooses the kernel of attention.
-    accumulation
-        Parts of a batch that are computed one after the other.
     """
 
     def __init__(
         self,
+        run: RunCore,
         weights: Weights,
         network: nn.Module,
         loss: SampleLoss,
         optimizer: torch.optim.Optimizer,
-        precision: str = "fp32",
-        layout: torch.memory_format = torch.preserve_format,
-        attention: Context = nullcontext,
-        accumulation: int = 1,
+        layout: torch.memory_format,
+        attention: Context,
     ) -> None:
         self.weights, self.model, self._network, self.loss = weights, weights.model, network, loss
-        self.device = weights.parameters[0].device
-        self.optimizer, self.scaler = optimizer, grad_scaler(precision, self.device)
-        self.attention, self._accumulation = attention, accumulation
-        self._precision, self._input_dtype = precision, weight_dtype(precision)
+        self.device, self.attention = weights.parameters[0].device, attention
+        self.optimizer, self.scaler = optimizer, grad_scaler(run.precision, self.device)
+        self._precision, self._input_dtype = run.precision, weight_dtype(run.precision)
         self._layout, self._layout_axes = layout, AXES.get(layout)
-        self._loss_of, self._predict = self._eager_loss, self._eager_predict
+        self._accumulation = run.accumulation_steps
         self._train: Callable[..., torch.Tensor] = self._train_eagerly
 
     def compile(self, mode: str) -> None:

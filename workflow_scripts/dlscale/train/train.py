@@ -19,11 +19,11 @@ from dlscale.core.files import whole
 from dlscale.core.lock import only_writer
 from dlscale.core.records import Epoch
 from dlscale.data.manifest import Manifest
-from dlscale.parallel.world import join
+from dlscale.parallel.world import describe_device, join
 from dlscale.studies import figures
+from dlscale.train.build import Session, open_session
 from dlscale.train.checkpoint import Checkpoints
 from dlscale.train.logs import RunLogs
-from dlscale.train.session import Session, describe_device, open_session
 from dlscale.train.trainer import Trainer
 
 #: Settings that change no weight: which checkpoints are kept, on how many devices a run trains, who loads its samples.
@@ -43,9 +43,11 @@ def main(args: argparse.Namespace) -> None:
         if world.main:
             stack.enter_context(only_writer(folder.parent))
             checkpoints.tidy()
-        train, valid = (stack.enter_context(contextlib.closing(session.loader(split))) for split in ("train", "valid"))
+        loaders = session.loader("train"), session.loader("valid")
+        for loader in loaders:
+            stack.callback(loader.close)
         metrics = session.study.metrics(run, session.manifest, world.device)
-        trainer = Trainer(run, session.step, session.share(), train, valid, metrics, checkpoints, world)
+        trainer = Trainer(run, session.step, session.share(), loaders, metrics, checkpoints, world)
         trainer.resume()
         if world.main:
             _lead(run, session, trainer, Path(args.out))
@@ -59,17 +61,11 @@ def _lead(run: Run, session: Session, trainer: Trainer, out: Path) -> None:
     What a former run left is removed first.
     """
     started = provenance.now()
+    training, validation, processes = trainer.train_loader.samples, trainer.valid_loader.samples, session.world.size
     logging.info(
-        "%s: %d parameters, %d training and %d validation samples, %d steps in %d epochs, batch %d, on %s%s",
-        run.study,
-        session.parameters,
-        trainer.train_loader.samples,
-        trainer.valid_loader.samples,
-        trainer.total_steps,
-        trainer.epochs,
-        run.batch_size,
-        session.world.device,
-        f", one of {session.world.size} processes" if session.world.size > 1 else "",
+        f"{run.study}: {session.parameters} parameters, {training} training and {validation} validation samples, "
+        f"{trainer.total_steps} steps in {trainer.epochs} epochs, batch {run.batch_size}, on {session.world.device}"
+        f"{f', one of {processes} processes' if processes > 1 else ''}"
     )
     for name in ("provenance.json", "prediction.png", "model.pt"):
         (out / name).unlink(missing_ok=True)
@@ -93,11 +89,11 @@ def _lead(run: Run, session: Session, trainer: Trainer, out: Path) -> None:
     provenance.provenance(
         started=started,
         device=describe_device(session.world.device),
-        processes=session.world.size,
+        processes=processes,
         seed=run.seed,
         parameters=session.parameters,
-        training_samples=trainer.train_loader.samples,
-        validation_samples=trainer.valid_loader.samples,
+        training_samples=training,
+        validation_samples=validation,
         dataset=run.dataset,
         manifest=session.manifest.provenance,
         fingerprint=fingerprint.name,

@@ -18,8 +18,8 @@ from dlscale.data.loaders.base import Loader, Share
 from dlscale.models.metrics import MetricSum
 from dlscale.parallel.world import World
 from dlscale.studies.base import Metrics
-from dlscale.train.checkpoint import CheckpointRecord, Checkpoints, PartialEpoch
-from dlscale.train.interruption import Interruption
+from dlscale.train.checkpoint import CheckpointRecord, Checkpoints
+from dlscale.train.interruption import Interruption, Request
 from dlscale.train.loop import Batch, Hook, run_steps
 from dlscale.train.schedule import learning_rate, peak_rate
 from dlscale.train.step import Step
@@ -36,10 +36,10 @@ class Trainer:
         The settings that the train stage sees.
     share
         What this rank loads of each batch.
+    loaders
+        Of training and of validation samples.
     metrics
-        Validation metrics.
-    checkpoints
-        Where to save and resume.
+        Of validation.
 
     Attributes
     ----------
@@ -56,61 +56,55 @@ class Trainer:
         run: Run,
         step: Step,
         share: Share,
-        train_loader: Loader,
-        valid_loader: Loader,
+        loaders: tuple[Loader, Loader],
         metrics: Metrics,
         checkpoints: Checkpoints,
         world: World,
     ) -> None:
         self.run, self.step, self.share, self.metrics, self.world = run, step, share, metrics, world
-        self.train_loader, self.valid_loader, self.checkpoints = train_loader, valid_loader, checkpoints
-        self.total_steps = run.training.steps or len(train_loader) * (run.training.epochs or 0)
-        self.epochs = -(-self.total_steps // len(train_loader))
+        self.checkpoints, (self.train_loader, self.valid_loader) = checkpoints, loaders
+        self.total_steps = run.training.steps or len(self.train_loader) * (run.training.epochs or 0)
+        self.epochs = -(-self.total_steps // len(self.train_loader))
         self.history: list[Epoch] = []
         self.resumed_from: int | None = None
-        self._partial = PartialEpoch()  # of the epoch in which an earlier try was stopped
-
-    def rate(self, number: int) -> float:
-        """Return the learning rate of step `number`."""
-        peak = peak_rate(self.run.schedule, self.run.optimizer.lr, self.run.batch_size)
-        return learning_rate(self.run.schedule, peak, number, self.total_steps, len(self.train_loader))
+        self._resumed = CheckpointRecord()
+        self._made_with = run.model_dump(mode="json", include={"geometry", "loader"})
 
     def fit(self, on_epoch: Callable[[Epoch], None] = lambda record: None) -> list[Epoch]:
-        """Train to the end; return the record of each epoch, to which `on_epoch` is told as it comes."""
+        """Train to the end; return the records of all epochs, each of which `on_epoch` is told as it comes."""
         with Interruption(self.world) as interruption, Progress("training", self.total_steps, "steps") as progress:
-            hooks = [_LearningRate(self), _Display(progress)]
+            hooks = [
+                Hook(before_step=lambda number: self.step.set_learning_rate(self.rate(number))),
+                Hook(after_step=lambda number, batch, loss: progress.update(number + 1)),
+            ]
             for epoch in range(len(self.history), self.epochs):
                 record = self._epoch(epoch, interruption, hooks)
+                skill = [f", {name} {value:.4g}" for name, value in record.metrics.items() if "skill" in name]
                 logging.info(
-                    "epoch %d of %d: %.1f s, %.2f samples/s, train loss %.6f, valid loss %.6f (%.1f s)%s",
-                    record.epoch,
-                    self.epochs,
-                    record.epoch_seconds,
-                    record.samples_per_second,
-                    record.train_loss,
-                    record.valid_loss,
-                    record.valid_seconds,
-                    "".join(f", {name} {value:.4g}" for name, value in record.metrics.items() if "skill" in name),
+                    f"epoch {record.epoch} of {self.epochs}: {record.epoch_seconds:.1f} s, "
+                    f"{record.samples_per_second:.2f} samples/s, train loss {record.train_loss:.6f}, valid loss "
+                    f"{record.valid_loss:.6f} ({record.valid_seconds:.1f} s){''.join(skill)}"
                 )
                 on_epoch(record)
                 self.history.append(record)
                 if epoch + 1 == self.epochs or (epoch + 1) % self.run.training.checkpoint_epochs == 0:
-                    self.save()
+                    self._save(record.step)
         return self.history
 
     def _epoch(self, epoch: int, interruption: Interruption, hooks: Sequence[Hook]) -> Epoch:
         done, seen = (self.history[-1].step, self.history[-1].samples) if self.history else (0, 0)
         steps = min(len(self.train_loader), self.total_steps - done)
         samples = min(steps * self.run.batch_size, self.train_loader.samples)
-        before, self._partial = self._partial, PartialEpoch()
-        sums = _EpochSums(before, self.world, self.step.device)
-        requests = _Requests(interruption, self, sums)
-        batches = self.train_loader.epoch(epoch, before.steps)
-        numbers = range(done + before.steps, done + steps)
-        run_steps(self.step, self._weighted(batches, before.steps), numbers, [requests, *hooks, sums])
+        before, self._resumed = self._resumed, CheckpointRecord()
+        first = max(before.step - done, 0)  # not 0 where an earlier try was stopped within this epoch
+        sums = _EpochSums(before, done + first, self.world, self.step.device)
+        requests = Hook(before_step=lambda number: self._obey(interruption.poll(), sums))
+        batches = self.train_loader.epoch(epoch, first)
+        numbers = range(done + first, done + steps)
+        run_steps(self.step, self._weighted(batches, first), numbers, [requests, *hooks, Hook(after_step=sums.add)])
         requests.before_step(done + steps)
         train_loss = sums.total() / samples  # waits, so the time below is that of finished work
-        wall_time, seconds = time.time(), sums.seconds
+        seconds, wall_time = sums.seconds, time.time()
         batches.close()
         _check_finite(epoch, "training", train_loss)
         start = time.perf_counter()
@@ -135,6 +129,11 @@ class Trainer:
         for number, (x, y) in enumerate(batches, first):
             yield x, y, self.share.weight(number, self.train_loader.samples)
 
+    def rate(self, number: int) -> float:
+        """Return the learning rate of step `number`."""
+        peak = peak_rate(self.run.schedule, self.run.optimizer.lr, self.run.batch_size)
+        return learning_rate(self.run.schedule, peak, number, self.total_steps, len(self.train_loader))
+
     def validate(self, hooks: Sequence[Hook] = ()) -> tuple[float, dict[str, float]]:
         """Return the loss and the metrics over all validation samples, each counted once."""
         sums = MetricSum()
@@ -152,6 +151,10 @@ class Trainer:
     def resume(self) -> None:
         """Go on from the newest checkpoint, if there is one: the first rank chooses it, and all read the same."""
         loaded = self.checkpoints.load() if self.world.main else None
+        if loaded and loaded[0].step == self.total_steps and loaded[0].made_with != self._made_with:
+            logging.info("this was trained to the end with another geometry or loader: again, for times of its own")
+            self.checkpoints.clear()
+            loaded = None
         step = self.world.gather(loaded[0].step if loaded else None)[0]
         if step is None:
             return
@@ -162,71 +165,48 @@ class Trainer:
                 f"{self.checkpoints.folder}: the checkpoint of step {step} cannot be read by {lost} of "
                 f"{self.world.size} processes; all nodes need the same file system"
             )
-        record, state = loaded
+        self._resumed, state = loaded
+        self.history, self.resumed_from = list(self._resumed.history), step
         self.step.load_state_dict(state)
         if len(state["rng"]) == self.world.size:  # with another number of ranks drop-out starts anew
             torch.set_rng_state(state["rng"][self.world.rank])
             cuda = state["cuda_rng"][self.world.rank]
             if self.step.device.type == "cuda" and cuda is not None:
                 torch.cuda.set_rng_state(cuda, self.step.device)
-        self.history, self._partial = list(record.history), record.partial or PartialEpoch()
-        self.resumed_from = step
         logging.info("resumed after epoch %d, step %d", len(self.history), step)
 
-    def save(self, partial: PartialEpoch | None = None) -> int:
-        """Save a checkpoint, with an epoch that is not done; return its step."""
-        step = (self.history[-1].step if self.history else 0) + (partial.steps if partial else 0)
+    def _obey(self, request: Request, sums: _EpochSums) -> None:
+        """Save, or save and end, within an epoch, if a signal asks for it."""
+        if not request:
+            return
+        self._save(sums.step, loss_sums=sums.by_rank(), seconds=sums.seconds)
+        logging.info("asked to %s: saved after step %d", request.name.lower(), sums.step)
+        if request == Request.END:
+            self.world.barrier()  # a rank that ends before the others have saved ends them, too
+            raise Stopped(f"asked to end; saved after step {sums.step} of {self.total_steps}; run it again")
+
+    def _save(self, step: int, **partial: Any) -> None:
+        """Save a checkpoint."""
         cuda = torch.cuda.get_rng_state(self.step.device) if self.step.device.type == "cuda" else None
         rng = {"rng": self.world.gather(torch.get_rng_state()), "cuda_rng": self.world.gather(cuda)}
         if self.world.main:
-            record = CheckpointRecord(step=step, history=self.history, partial=partial)
+            record = CheckpointRecord(step=step, history=self.history, made_with=self._made_with, **partial)
             self.checkpoints.save(record, {**self.step.state_dict(), **rng})
-        return step
 
 
-class _Requests(Hook):
-    """Saves, or saves and ends, before the next step when a signal asks for it."""
+class _EpochSums:
+    """Losses and time of the epoch under way, on this rank, from step `first` of the training."""
 
-    def __init__(self, interruption: Interruption, trainer: Trainer, sums: _EpochSums) -> None:
-        self._interruption, self._trainer, self._sums = interruption, trainer, sums
-
-    def before_step(self, number: int) -> None:
-        if request := self._interruption.poll():
-            step = self._trainer.save(self._sums.partial())
-            logging.info("asked to %s: saved after step %d", request, step)
-            if request == "end":
-                self._trainer.world.barrier()  # a rank that ends before the others have saved ends them, too
-                raise Stopped(f"asked to end; saved after step {step} of {self._trainer.total_steps}; run it again")
-
-
-class _LearningRate(Hook):
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
-
-    def before_step(self, number: int) -> None:
-        self._trainer.step.set_learning_rate(self._trainer.rate(number))
-
-
-class _Display(Hook):
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
-
-    def after_step(self, number: int, batch: Batch, result: Any) -> None:
-        self._progress.update(number + 1)
-
-
-class _EpochSums(Hook):
-    """Steps, losses and time of the epoch under way, on this rank."""
-
-    def __init__(self, before: PartialEpoch, world: World, device: torch.device) -> None:
-        self.steps, self._world = before.steps, world
+    def __init__(self, before: CheckpointRecord, first: int, world: World, device: torch.device) -> None:
+        self.step, self._world = first, world
         loss_sum = before.loss_sum(world.rank, world.size)
         self._loss_sum = torch.tensor(loss_sum, dtype=torch.float64, device=device)
         self._start = time.perf_counter() - before.seconds
 
-    def after_step(self, number: int, batch: Batch, result: Any) -> None:
-        self._loss_sum += result * len(batch[0])  # stays on the device: no step waits
-        self.steps += 1
+    def add(self, number: int, batch: Batch, loss: torch.Tensor) -> None:
+        """Add a step."""
+        self._loss_sum += loss * len(batch[0])  # stays on the device: no step waits
+        self.step = number + 1
 
     @property
     def seconds(self) -> float:
@@ -234,13 +214,12 @@ class _EpochSums(Hook):
         return time.perf_counter() - self._start
 
     def total(self) -> float:
-        """Return the sum of all ranks' losses. Of a copy: this rank's own sum may yet be saved."""
+        """Return the sum of all ranks' losses; it is taken of a copy, as this rank's own sum may yet be saved."""
         return float(self._world.sum(self._loss_sum.clone()))
 
-    def partial(self) -> PartialEpoch:
-        """Return what a checkpoint holds of the epoch."""
-        sums = self._world.gather(float(self._loss_sum))
-        return PartialEpoch(steps=self.steps, loss_sums=sums, seconds=self.seconds)
+    def by_rank(self) -> list[float]:
+        """Return the sum of each rank's losses."""
+        return self._world.gather(float(self._loss_sum))
 
 
 def _check_finite(epoch: int, what: str, loss: float) -> None:

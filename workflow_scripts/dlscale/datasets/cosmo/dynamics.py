@@ -47,26 +47,18 @@ class Physics(Strict):
     """What is simulated; by default near Planck 2018 (arXiv:1807.06209), at the redshift of the Lyman-alpha forest."""
 
     redshift: float = Field(2.0, ge=0, le=100)
-    """Redshift of the snapshot."""
-    sigma8: float = Field(0.81, ge=1e-3, le=5)
-    """Linear rms fluctuation in spheres of 8 Mpc/h, at redshift 0: the amplitude of everything."""
-    omega_m: float = Field(0.31, ge=0.2, le=1)
-    """Matter over critical density today; the universe is flat, so the rest is a cosmological constant."""
-    omega_b: float = Field(0.049, ge=0, le=0.1)
-    """Baryons over critical density today; they suppress the spectrum's small scales."""
-    hubble: float = Field(0.677, ge=0.3, le=1.5)
-    """H0 / (100 km/s/Mpc)."""
-    n_s: float = Field(0.967, ge=0.5, le=1.5)
-    """Slope of the primordial spectrum."""
+    sigma8: float = Field(0.81, ge=1e-3, le=5)  # linear rms fluctuation in spheres of 8 Mpc/h, at redshift 0
+    omega_m: float = Field(0.31, ge=0.2, le=1)  # matter over critical density today; the universe is flat
+    omega_b: float = Field(0.049, ge=0, le=0.1)  # baryons likewise; they suppress the spectrum's small scales
+    hubble: float = Field(0.677, ge=0.3, le=1.5)  # H0 / (100 km/s/Mpc)
+    n_s: float = Field(0.967, ge=0.5, le=1.5)  # slope of the primordial spectrum
+    # Mpc/h; standard deviation of the Gaussian over which pressure smooths the gas. Real ones are nearer 0.1;
+    # this one spans voxels at the resolution of a demonstration, so that there is something nonlocal to learn.
     gas_radius: float = Field(0.8, ge=1e-3, le=100)
-    """Mpc/h; standard deviation of the Gaussian over which pressure smooths the gas. Real ones are nearer 0.1;
-    this one spans voxels at the resolution of a demonstration, so that there is something nonlocal to learn."""
-    t0: float = Field(1.2e4, ge=1e3, le=1e6)
-    """K; photo-ionised gas at mean density."""
-    gamma: float = Field(1.5, ge=1, le=3)
-    """T = t0 · density^(gamma - 1) where photo-ionisation rules."""
+    t0: float = Field(1.2e4, ge=1e3, le=1e6)  # K; photo-ionised gas at mean density
+    gamma: float = Field(1.5, ge=1, le=3)  # T = t0 · density^(gamma - 1) where photo-ionisation rules
+    # Mpc/h; converging gas is stopped over this length, and its motion turns to heat. 0: no shocks.
     shock_length: float = Field(1.0, ge=0, le=100)
-    """Mpc/h; converging gas is stopped over this length, and its motion turns to heat. 0: no shocks."""
 
 
 def evolve(

@@ -10,7 +10,6 @@ from dlscale.core.errors import UserError
 from dlscale.data import sampling
 from dlscale.data.manifest import Manifest
 from dlscale.data.samples import BoxField, BoxIndex, GridSamples
-from dlscale.data.store import Reader
 from dlscale.datasets.cosmo.kind import CropSamples
 from dlscale.datasets.cosmo.symmetries import COUNT, CubeSymmetries
 
@@ -26,15 +25,8 @@ class Crops(GridSamples):
     def __init__(self, manifest: Manifest, split: str, settings: CropSamples, seed: int) -> None:
         files = manifest.files(split)
         self.crop, self._seed, self._training = settings.crop, seed, split == "train"
-        extent = (self.crop,) * 3
         self.input, self.target = (
-            BoxField(
-                [Reader(manifest.path(file), name) for file in files],
-                manifest.fields[name],
-                extent,
-                channel_axis=0,
-                symmetries=CubeSymmetries(manifest.fields[name].channels),
-            )
+            BoxField(manifest, split, name, (self.crop,) * 3, CubeSymmetries(manifest.fields[name].channels))
             for name in ("Nbody", "Hydro")
         )
         self._symmetries = COUNT[settings.symmetry] if self._training else 1

@@ -21,14 +21,10 @@ from dlscale.datasets.cosmo.dynamics import Physics, evolve, gaussian_field, pow
 class Box(Physics):
     """A box, and what is simulated in it."""
 
-    grid: int = Field(ge=8, multiple_of=2)
-    """N, cells a side."""
-    box_mpc_h: PositiveFloat
-    """Side of the periodic box, Mpc/h."""
-    seed: int = Field(ge=0, lt=2**64)
-    """Which universe."""
-    index: int = Field(ge=0, lt=2**64)
-    """Which box of the universe."""
+    grid: int = Field(ge=8, multiple_of=2)  # N, cells a side
+    box_mpc_h: PositiveFloat  # side of the periodic box, Mpc/h
+    seed: int = Field(ge=0, lt=2**64)  # which universe
+    index: int = Field(ge=0, lt=2**64)  # which box of the universe
 
 
 def simulate_box(
@@ -73,14 +69,6 @@ def simulate_box(
 
 def acquire(dataset: Any, raw: Any, out: Path, progress: Callable[[int, int | None], None]) -> None:
     """Simulate the box of a raw file."""
-    source = dataset.source
     phases = itertools.count(1)
-    simulate_box(
-        out,
-        grid=source.grid,
-        box_mpc_h=source.box_mpc_h,
-        seed=source.seed,
-        index=raw.index,
-        redshift=source.redshift,
-        progress=lambda phase: progress(next(phases), 7),
-    )
+    settings = {key: getattr(dataset.source, key) for key in ("grid", "box_mpc_h", "seed", "redshift")}
+    simulate_box(out, index=raw.index, progress=lambda phase: progress(next(phases), 7), **settings)

@@ -32,16 +32,16 @@ def open_grib(path: Path, wanted: Collection[str]) -> list[Variable]:
     with reading(path):
         index = messages.FileIndex.from_fieldset(stream, keys, cfmessage.COMPUTED_KEYS)  # leaves no file behind
         _check_end(stream, max((offset for _, offsets in index.iter_index() for offset in offsets), key=_position))
-    found: dict[tuple[str, str, float, str], list[tuple[int, Any]]] = {}
+    series: dict[tuple[str, str, float, str], list[tuple[int, Any]]] = {}
     for (cf_name, short, kind, level, time, grid), offsets in index.iter_index():
         name = short if cf_name in ("unknown", "undef") else cf_name
-        found.setdefault((name, kind, level, grid), []).extend((time, offset) for offset in offsets)
+        series.setdefault((name, kind, level, grid), []).extend((time, offset) for offset in offsets)
 
     levels: dict[tuple[str, str], set[float]] = {}
-    for name, kind, level, _ in found:
+    for name, kind, level, _ in series:
         levels.setdefault((name, kind), set()).add(level)
     makers: dict[str, Callable[[], Variable]] = {}
-    for (name, kind, level, grid), entries in found.items():
+    for (name, kind, level, grid), entries in series.items():
         hectopascals = level / 100.0 if kind == "isobaricInPa" else level
         levelled = kind.startswith("isobaric") or len(levels[name, kind]) > 1
         channel = f"{name}@{hectopascals:g}" if levelled else name
@@ -73,8 +73,8 @@ def _message_series(path: Path, stream: Any, channel: str, entries: list[tuple[i
     first = stream[offsets[0]]
     unusual = [key for key in ("iScansNegatively", "jPointsAreConsecutive", "alternativeRowScanning") if first.get(key)]
     if first["gridType"] not in ("regular_ll", "regular_gg") or unusual:
-        found = f"scanned in an unusual order ({unusual[0]})" if unusual else f"on a grid of type {first['gridType']}"
-        raise UserError(f"{path}: '{channel}' is {found}; {GRID}")
+        problem = f"scanned in an unusual order ({unusual[0]})" if unusual else f"on a grid of type {first['gridType']}"
+        raise UserError(f"{path}: '{channel}' is {problem}; {GRID}")
     latitude, longitude = (np.array(first[key], np.float64) for key in ("distinctLatitudes", "distinctLongitudes"))
 
     def load(times: np.ndarray, levels: list[int], rows: slice, columns: slice) -> np.ndarray:

@@ -71,13 +71,13 @@ def _gridded(dataset: xr.Dataset, name: str, times: Callable[[str], np.ndarray],
         fitting = [key for key, axis in known.items() if axis.ndim in ndim and set(axis.dims) <= set(array.dims)]
         return max(fitting, key=lambda key: known[key].ndim, default=None)
 
-    found = {"latitude": coordinate(LATITUDES), "longitude": coordinate(LONGITUDES)}
-    found |= {"time": coordinate(TIMES, (0, 1)), "level": coordinate(LEVELS, (0, 1))}
-    coordinates = {key: dataset.variables[other] for key, other in found.items() if other is not None}
+    named = {"latitude": coordinate(LATITUDES), "longitude": coordinate(LONGITUDES)}
+    named |= {"time": coordinate(TIMES, (0, 1)), "level": coordinate(LEVELS, (0, 1))}
+    coordinates = {key: dataset.variables[other] for key, other in named.items() if other is not None}
     axes = {key: variable.dims[0] for key, variable in coordinates.items() if variable.ndim}
     if len({axes.get("latitude"), axes.get("longitude")} - {None}) < 2:
         raise refused(f"is not on axes {' / '.join(LATITUDES)} and {' / '.join(LONGITUDES)}; {GRID}")
-    if found["time"] is None:
+    if named["time"] is None:
         raise refused(f"has no time axis; expected {' or '.join(TIMES)}")
     if not array.size:
         raise refused("holds no values")
@@ -121,7 +121,7 @@ def _gridded(dataset: xr.Dataset, name: str, times: Callable[[str], np.ndarray],
             channels,
             str(array.attrs.get("units", "")),
             str(array.attrs.get("long_name", array.attrs.get("standard_name", name))),
-            times(found["time"]),
+            times(named["time"]),
             coordinates["latitude"].values.astype(np.float64),
             coordinates["longitude"].values.astype(np.float64),
             load,

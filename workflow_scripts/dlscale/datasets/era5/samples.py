@@ -10,7 +10,6 @@ from dlscale.core.errors import UserError
 from dlscale.data import sampling
 from dlscale.data.manifest import Manifest
 from dlscale.data.samples import BoxField, BoxIndex, GridSamples
-from dlscale.data.store import Reader
 from dlscale.datasets.era5.kind import PairSamples
 
 
@@ -24,10 +23,8 @@ class Pairs(GridSamples):
 
     def __init__(self, manifest: Manifest, split: str, settings: PairSamples, seed: int) -> None:
         files = manifest.files(split)
-        info = manifest.fields["fields"]
-        readers = [Reader(manifest.path(file), "fields") for file in files]
-        rows, columns = info.grid
-        self.input = self.target = BoxField(readers, info, (1, rows, columns), channel_axis=1)
+        rows, columns = manifest.fields["fields"].grid
+        self.input = self.target = BoxField(manifest, split, "fields", (1, rows, columns))
         self._pairs = np.array([max(file.rows - settings.dt, 0) for file in files])
         self.available = int(self._pairs.sum())
         if not self.available:

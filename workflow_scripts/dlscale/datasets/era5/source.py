@@ -106,8 +106,8 @@ def _catalogue(path: Path, wanted: Collection[str], stack: contextlib.ExitStack)
         raise UserError(f"{path}: NetCDF in the CDF-5 format is not supported; convert it: nccopy -k nc4 IN OUT")
     if head.startswith((b"\x1f\x8b", b"PK\x03\x04")):
         raise UserError(f"{path}: a compressed archive; unpack it first")
-    found = f"begins with {head[:8]!r}" if head else "is empty"
-    raise UserError(f"{path}: neither GRIB nor NetCDF nor Zarr: it {found}; {TORN}")
+    content = f"begins with {head[:8]!r}" if head else "is empty"
+    raise UserError(f"{path}: neither GRIB nor NetCDF nor Zarr: it {content}; {TORN}")
 
 
 class Era5Source(Source):

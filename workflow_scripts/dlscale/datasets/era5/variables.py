@@ -82,18 +82,18 @@ def regular(variable: Variable) -> Variable:
 
 def usable(makers: Mapping[str, Callable[[], Variable]], wanted: Collection[str], origin: str) -> list[Variable]:
     """Describe each variable or `name@level`; leave out what cannot be, unless it is wanted or nothing is left."""
-    found: list[Variable] = []
+    variables: list[Variable] = []
     refusal = UserError(f"{origin}: holds no variables; {TORN}")
     for name, make in makers.items():
         try:
-            found.append(make())
+            variables.append(make())
         except UserError as error:
             if name in wanted or name.partition("@")[0] in wanted:
                 raise
             refusal = error
-    if not found:
+    if not variables:
         raise refusal
-    return found
+    return variables
 
 
 @contextlib.contextmanager

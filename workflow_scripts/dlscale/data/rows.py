@@ -1,0 +1,100 @@
+"""Samples that are rows of the files, in two fields of any shape and dtype: for kinds without a `samples` module.
+
+Fields that lie in one piece in their files, as `dlscale.data.store` writes them, are mapped into memory: all processes
+of a machine share one copy of them, and no row is read twice.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+
+from dlscale.core.errors import UserError, nearest
+from dlscale.data import sampling
+from dlscale.data.kind import RowSamples
+from dlscale.data.manifest import Manifest
+from dlscale.data.mapped import map_chunks
+from dlscale.data.samples import ArraySpec, decoding
+from dlscale.data.store import Reader
+
+
+class RowField:
+    """Rows [n, ...] of one field of every file, in model units.
+
+    Attributes
+    ----------
+    spec
+        Of one row: labels are int64, whatever they are stored as.
+    """
+
+    def __init__(self, manifest: Manifest, split: str, key: str, name: str) -> None:
+        fields = manifest.fields
+        if name not in fields:
+            raise UserError(
+                f"samples.{key}: the dataset has no field '{name}'{nearest(name, fields)}; it has: {', '.join(fields)}"
+            )
+        self._info = info = fields[name]
+        if info.channel_axis == 0:
+            raise UserError(f"samples.{key}: field '{name}' holds volumes [C, D, H, W], of which no row is a sample")
+        stored = "float32" if info.stored == "physical" else info.dtype
+        self.spec = ArraySpec(info.row_shape, "int64" if info.classes else stored, info.classes)
+        self._readers = [Reader(manifest.path(file), name) for file in manifest.files(split)]
+        self._opened: dict[int, tuple[np.ndarray | None, np.ndarray | None]] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_opened": {}}  # a mapping would be copied
+
+    def read(self, file: int, row: int) -> np.ndarray:
+        """Return one row, as `spec` declares it."""
+        if file not in self._opened:
+            self._opened[file] = self._open(file)
+        mapped, numbers = self._opened[file]
+        box = (slice(row, row + 1), *(slice(size) for size in self.spec.shape))
+        stored = self._readers[file].stored(box) if mapped is None else mapped[box]
+        values = stored.astype(self.spec.dtype).reshape(self.spec.shape)
+        return values if numbers is None else np.asarray((values - numbers[0]) * numbers[1] + numbers[2])
+
+    def _open(self, file: int) -> tuple[np.ndarray | None, np.ndarray | None]:
+        """Return a file's rows, if they can be mapped, and shift, factor and offset, if they must be decoded."""
+        reader, info = self._readers[file], self._info
+        _, chunks = map_chunks(reader.dataset)
+        mapped = next(iter(chunks.values())) if chunks and reader.dataset.chunks is None else None
+        if reader.scaling is None and info.stored == "model":
+            return mapped, None
+        channels = [] if info.channel_axis is None else [len(info.channels)]
+        return mapped, decoding(info, reader.scaling).reshape(3, *channels, *[1] * len(info.grid))
+
+
+class Rows:
+    """See `dlscale.data.samples.Samples`.
+
+    A training epoch visits all rows in a random order, and of more than `settings.train` a new random choice each
+    epoch; validation and test are fixed, in order and evenly spread.
+    """
+
+    def __init__(self, manifest: Manifest, split: str, settings: RowSamples, seed: int) -> None:
+        self._input = RowField(manifest, split, "input", settings.input)
+        self._target = RowField(manifest, split, "target", settings.target)
+        self.input_spec, self.target_spec = self._input.spec, self._target.spec
+        self._rows = np.array([file.rows for file in manifest.files(split)])
+        self._seed, self._training = seed, split == "train"
+        wanted, available = settings.train if self._training else settings.valid, int(self._rows.sum())
+        self.size = min(wanted or available, available)
+
+    @functools.lru_cache(maxsize=2)  # noqa: B019 - an epoch's rows serve all its samples; two epochs overlap
+    def rows(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return file and row of each sample of an epoch, int64 [size] each."""
+        available = int(self._rows.sum())
+        return sampling.locate(self._rows, sampling.visits(self._seed, epoch, available, self.size, self._training))
+
+    def read(self, epoch: int, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """See `dlscale.data.samples.Samples`."""
+        file, row = (int(each[index]) for each in self.rows(epoch))
+        return self._input.read(file, row), self._target.read(file, row)
+
+
+def open_samples(manifest: Manifest, split: str, settings: RowSamples, seed: int) -> Rows:
+    """Return the samples of a split."""
+    return Rows(manifest, split, settings, seed)

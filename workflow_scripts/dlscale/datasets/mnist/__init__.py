@@ -1,0 +1,1 @@
+"""`mnist`: images of digits in IDX files."""

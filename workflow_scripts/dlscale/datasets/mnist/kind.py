@@ -1,0 +1,133 @@
+"""`mnist`: images of digits with their labels. Settings, files, parts."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, Literal
+
+from pydantic import Field, PositiveInt, model_validator
+
+from dlscale.config.dataset import SPLITS, DatasetSettings, Path, Sha256, Split, check_digests, refuse_changed
+from dlscale.core.schema import Strict
+from dlscale.data.kind import DatasetKind, Part, RawFile, file_name, name_files
+
+
+class IdxFiles(Strict):
+    """Two IDX files that belong together: images uint8 [N, H, W] and labels uint8 [N]; gzipped or not."""
+
+    images: Path
+    labels: Path
+
+
+class Shares(Strict):
+    """Shares of the images, cut in this order."""
+
+    train: float = Field(gt=0, lt=1)
+    valid: float = Field(gt=0, lt=1)
+    test: float = Field(0, ge=0, lt=1)
+
+    @model_validator(mode="after")
+    def _sum(self) -> Shares:
+        if self.train + self.valid + self.test > 1 + 1e-9:
+            raise ValueError(f"the shares add up to {self.train + self.valid + self.test:g}, expected at most 1")
+        return self
+
+
+class MnistFiles(Strict):
+    """IDX files, as paths or http(s) URLs: those of each split, or `all` with `shares` of them."""
+
+    kind: Literal["files"]
+    train: IdxFiles | None = None
+    valid: IdxFiles | None = None
+    test: IdxFiles | None = None
+    all: IdxFiles | None = None
+    shares: Shares | None = None
+    sha256: dict[str, Sha256] = Field({}, description="Expected digests by file name (the part after the last '/').")
+
+    @model_validator(mode="after")
+    def _one_form(self) -> MnistFiles:
+        by_split = self.train is not None and self.valid is not None
+        by_share = self.all is not None and self.shares is not None
+        if by_split == by_share or (by_share and (self.train or self.valid or self.test)):
+            raise ValueError("give either train and valid (and test), or all with shares")
+        origins = [
+            origin for files in (self.train, self.valid, self.test, self.all) if files for origin in _both(files)
+        ]
+        repeated = sorted({origin for origin in origins if origins.count(origin) > 1})
+        if repeated:
+            raise ValueError(f"'{repeated[0]}' stands twice: each split has images and labels of its own")
+        check_digests(self.sha256, origins)
+        return self
+
+
+class MnistSimulated(Strict):
+    """Digits as a pocket calculator shows them, shifted, slanted and blurred at random: they can be learnt."""
+
+    kind: Literal["simulated"]
+    train: PositiveInt = 2000
+    valid: PositiveInt = 500
+    test: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0)
+
+
+class MnistDataset(DatasetSettings):
+    """Images of digits, stored as they are."""
+
+    kind: Literal["mnist"]
+    source: MnistSimulated | MnistFiles = Field(discriminator="kind")
+
+    @model_validator(mode="after")
+    def _as_it_is(self) -> MnistDataset:
+        refuse_changed(self, "downsample", "storage")
+        return self
+
+
+class Mnist(DatasetKind):
+    """See the module."""
+
+    name = "mnist"
+    Settings = MnistDataset
+
+    def parts(self, dataset: MnistDataset) -> list[Part]:
+        """One part for each split."""
+        source = dataset.source
+        if isinstance(source, MnistSimulated):
+            return [
+                Part(
+                    split,
+                    split,
+                    tuple(RawFile(f"{split}-{what}.idx", "simulated", n) for what in IdxFiles.model_fields),
+                )
+                for n, split in enumerate(SPLITS)
+                if getattr(source, split)
+            ]
+        splits: dict[Split, IdxFiles] = {split: files for split in SPLITS if (files := getattr(source, split))}
+        named = name_files([origin for files in [source.all, *splits.values()] if files for origin in _both(files)])
+        if source.all is None or source.shares is None:
+            return [Part(split, split, tuple(named[o] for o in _both(files))) for split, files in splits.items()]
+        raws = tuple(named[origin] for origin in _both(source.all))
+        cuts = [0.0, *itertools.accumulate(getattr(source.shares, split) for split in SPLITS)]
+        shares = zip(SPLITS, itertools.pairwise(cuts), strict=True)
+        return [Part(split, split, raws, fraction=(low, high)) for split, (low, high) in shares if high > low]
+
+    def acquirer(self, dataset: MnistDataset) -> str | None:
+        """See `DatasetKind`."""
+        return "simulator" if isinstance(dataset.source, MnistSimulated) else None
+
+    def raw_settings(self, dataset: MnistDataset, raw: RawFile) -> dict[str, Any]:
+        """See `DatasetKind`."""
+        source = dataset.source
+        if isinstance(source, MnistSimulated):
+            return {"name": raw.name, "seed": source.seed, "count": getattr(source, SPLITS[raw.index])}
+        return {"origin": raw.origin, "sha256": source.sha256.get(file_name(raw.origin))}
+
+    def part_settings(self, dataset: MnistDataset, part: Part) -> dict[str, Any]:
+        """See `DatasetKind`."""
+        return {"fraction": part.fraction, "pieces": dataset.pieces}
+
+
+def _both(files: IdxFiles) -> tuple[str, str]:
+    return files.images, files.labels
+
+
+KIND = Mnist()

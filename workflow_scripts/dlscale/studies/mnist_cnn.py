@@ -1,0 +1,128 @@
+"""`mnist_cnn`: which digit an image shows, with a small convolutional network."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt
+
+from dlscale.core.records import LossInfo, Metric
+from dlscale.core.schema import Strict
+from dlscale.studies.base import Metrics, SampleLoss, Study
+
+if TYPE_CHECKING:
+    import torch
+    from matplotlib.figure import Figure
+    from torch import nn
+
+    from dlscale.data.manifest import Manifest
+
+CLASSES = 10
+
+
+class MnistCNNSettings(Strict):
+    """The network; the images' size comes from the data."""
+
+    kind: Literal["mnist_cnn"]
+    widths: tuple[PositiveInt, PositiveInt] = Field((32, 64), description="Channels after each convolution.")
+    hidden: PositiveInt = Field(128, description="Width of the first linear layer.")
+    dropouts: tuple[float, float] = Field((0.25, 0.5), description="After the pooling, and between linear layers.")
+    mean: float = Field(0.1307, description="Of the training images, in units of the greatest value (255).")
+    std: PositiveFloat = Field(0.3081, description="As mean.")
+
+
+class MnistLoss(Strict):
+    """The negative log-likelihood."""
+
+    kind: Literal["nll"]
+
+
+class MnistMetrics(Metrics):
+    """`accuracy`: the share of images whose most probable digit is the right one.
+
+    `accuracy_of_most_frequent` is that of always answering the training data's most frequent digit.
+    """
+
+    def __init__(self, manifest: Manifest, field: str) -> None:
+        import numpy as np
+
+        from dlscale.data.store import Reader
+
+        counts = np.zeros(CLASSES, np.int64)
+        for file in manifest.files("train"):
+            counts += np.bincount(Reader(manifest.path(file), field)[(slice(None),)], minlength=CLASSES)
+        self.frequent = int(counts.argmax())
+
+    @property
+    def described(self) -> list[Metric]:
+        """See `Metrics`."""
+        naive = "accuracy_of_most_frequent"
+        answer, better = "the most frequent digit", "higher"
+        share = "share of validation images with the right answer"
+        return [
+            Metric(name="accuracy", title="accuracy", meaning=share, better=better, naive=naive, answer=answer),
+            Metric(name=naive, title="accuracy of the most frequent digit", meaning=share, better=better),
+        ]
+
+    def per_sample(self, x: torch.Tensor, y: torch.Tensor, prediction: torch.Tensor) -> dict[str, torch.Tensor]:
+        """See `Metrics`."""
+        return {"right": (prediction.argmax(dim=1) == y).float(), "frequent": (y == self.frequent).float()}
+
+    def summarise(self, means: dict[str, torch.Tensor]) -> dict[str, float]:
+        """See `Metrics`."""
+        return {"accuracy": float(means["right"]), "accuracy_of_most_frequent": float(means["frequent"])}
+
+
+class MnistCNNStudy(Study):
+    """See the module."""
+
+    dataset = "mnist"
+    Model, Loss = MnistCNNSettings, MnistLoss
+    operations = frozenset({"conv2d"})
+
+    def model(self, run: Any, manifest: Manifest) -> nn.Module:
+        """See `Study`."""
+        from dlscale.models.mnist_cnn import MnistCNN
+
+        m, images = run.model, manifest.fields[run.samples.input]
+        rows, columns = images.grid
+        return MnistCNN((rows, columns), len(images.channels), CLASSES, m.widths, m.hidden, m.dropouts, m.mean, m.std)
+
+    def loss(self, run: Any) -> SampleLoss:
+        """See `Study`."""
+        from dlscale.models.mnist_cnn import nll
+
+        return nll
+
+    def loss_info(self, run: Any) -> LossInfo:
+        """See `Study`."""
+        return LossInfo(title="negative log-likelihood", unit="nats")
+
+    def metrics(self, run: Any, manifest: Manifest, device: torch.device) -> MnistMetrics:
+        """See `Study`."""
+        return MnistMetrics(manifest, run.samples.target)
+
+    def figure(self, run: Any, manifest: Manifest, x: Any, y: Any, prediction: Any) -> Figure:
+        """Draw the image beside the probabilities of the digits."""
+        import numpy as np
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(6.4, 2.8), layout="constrained")
+        FigureCanvasAgg(figure)
+        picture, bars = figure.subplots(1, 2)
+        picture.imshow(x[0], cmap="gray", vmin=0, vmax=255)
+        picture.set_title(f"first validation image: {int(y)}", fontsize=9)
+        picture.set_xlabel("column (pixels)", fontsize=8)
+        picture.set_ylabel("row (pixels)", fontsize=8)
+        colours = ["tab:green" if digit == int(y) else "tab:gray" for digit in range(CLASSES)]
+        bars.bar(range(CLASSES), np.exp(prediction), color=colours)
+        bars.set_xticks(range(CLASSES))
+        bars.set_ylim(0, 1)
+        bars.set_title(f"prediction: {int(np.argmax(prediction))}", fontsize=9)
+        bars.set_xlabel("digit", fontsize=8)
+        bars.set_ylabel("probability", fontsize=8)
+        return figure
+
+
+STUDY = MnistCNNStudy()
