@@ -58,17 +58,9 @@ class Configuration:
 
 
 def load(raw: Mapping[str, Any]) -> Configuration:
-    """Validate a configuration as Snakemake merged it and resolve every run.
+    """Validate the user's configuration, as Snakemake merged it (strings where `--config` gave them); resolve every run.
 
-    Parameters
-    ----------
-    raw
-        The user's configuration: nested mappings of plain values (strings where `--config` gave them).
-
-    Raises
-    ------
-    UserError
-        With the key's path, what was expected and the nearest valid name.
+    A `UserError` has the key's path, what was expected and the nearest valid name.
     """
     user = _plain(raw)
     add_studies(user)
@@ -110,8 +102,8 @@ def load(raw: Mapping[str, Any]) -> Configuration:
 def add_studies(raw: Raw) -> None:
     """Register the studies from outside that a configuration names by path, and leave only settings under `studies`."""
     studies = raw.get("studies")
-    if isinstance(studies, dict):
-        for name, path in [(name, path) for name, path in studies.items() if isinstance(path, str)]:
+    for name, path in studies.items() if isinstance(studies, dict) else ():
+        if isinstance(path, str):
             registry.add(name, path)
             studies[name] = {}
 
@@ -127,10 +119,7 @@ def load_files(*paths: str | Path, site: str | Path | None = None, over: Iterabl
 def site_settings(site: str | Path | None, profiles: str | Path = "profiles") -> Raw:
     """Return what a profile says of its site, as configuration to merge the user's over.
 
-    Parameters
-    ----------
-    site
-        Name of a folder in `profiles` with a `site.yaml`, or path of a folder or file (with a slash); None: no site.
+    `site` is the name of a folder in `profiles` with a `site.yaml`, or path of a folder or file (with a slash).
     """
     if not site:
         return {}

@@ -292,13 +292,7 @@ def stage_class(study: str, stage: str) -> type[RunCore]:
 
 
 def load_run(config: str | Path, stage: str) -> Any:
-    """Read a run's settings (`config.yaml`, or JSON itself) as a stage sees them.
-
-    Raises
-    ------
-    UserError
-        A key that no run has, a bad value, no such study.
-    """
+    """Read a run's settings (`config.yaml`, or JSON itself) as a stage sees them; a mistake there is a `UserError`."""
     raw, where = read_settings(config)
     study = raw.get("study")
     if study not in registry.studies():

@@ -74,10 +74,7 @@ def _installed() -> dict[str, Study]:
 def add(name: str, path: str | Path) -> Study:
     """Register the study in a file or folder outside of this package; adding the same one again is fine.
 
-    Raises
-    ------
-    UserError
-        No such file, no Python file, or a name that is taken.
+    A `UserError` is raised for a file that is missing, that Python cannot import, or for a name that is taken.
     """
     where = f"studies.{name}"
     file = Path(path).expanduser().resolve()

@@ -44,11 +44,8 @@ def read_yaml(path: str | Path) -> Raw:
 def validate(kind: type[Kind], raw: Any, where: str = "configuration", layers: Sequence[tuple[str, Raw]] = ()) -> Kind:
     """Validate `raw` as a type that pydantic knows; errors become one `UserError` that names each key by its path.
 
-    Parameters
-    ----------
-    layers
-        (path, settings) tuples that `raw` was merged from, later ones over earlier ones: a wrong value
-        is reported at the place where it was written.
+    `layers` are the paths and settings that `raw` was merged from, later ones over earlier ones: a wrong value is
+    reported at the place where it was written.
     """
     try:
         return TypeAdapter(kind).validate_python(raw)

@@ -121,23 +121,12 @@ def _engine_options(site: Site, place: Place, gpu: bool) -> list[str]:
     return ["--user=0:0", *(["--gpu", *modules] if gpu else [])]
 
 
-# ---- what `auto` takes -----------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Choice:
-    """What was taken for `auto`, and why, in words; no reason where nothing was to be chosen."""
-
-    site: Site
-    reasons: tuple[str, ...] = ()
-
-
 #: Those made for clusters first: where they are installed, they are what the site wants.
 ENGINES: tuple[Engine, ...] = ("shifter", "podman-hpc", "apptainer", "podman", "docker")
 
 
-def resolve(site: Site, folder: Path | None = None) -> Choice:
-    """Replace `auto`, and a choice not made, by what is here; `folder` stands for PATH in tests."""
+def resolve(site: Site, folder: Path | None = None) -> tuple[Site, list[str]]:
+    """Return the site with what is here for `auto` and choices not made, and the reasons; `folder` stands for PATH."""
     chosen: dict[str, str | bool] = {}
     reasons = []
     if site.engine == "auto":
@@ -153,7 +142,7 @@ def resolve(site: Site, folder: Path | None = None) -> Choice:
             reasons.append("starter: srun, since there is a scheduler")
     if site.gpu is None:
         chosen["gpu"] = site.scheduler.gpu_nodes.gpus > 0 if site.scheduler else Path("/dev/nvidiactl").exists()
-    return Choice(site.model_copy(update=chosen), tuple(reasons))
+    return site.model_copy(update=chosen), reasons
 
 
 def _trouble(engine: str, image: str, folder: Path | None) -> str | None:

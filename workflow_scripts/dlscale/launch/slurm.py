@@ -6,7 +6,6 @@ import os
 import shutil
 import sys
 import time
-from dataclasses import dataclass
 from typing import Any
 
 from dlscale.config.run import Geometry
@@ -14,6 +13,7 @@ from dlscale.config.site import Job, Nodes, Qos, Scheduler
 from dlscale.core.errors import UserError
 from dlscale.core.machine import answer
 from dlscale.core.stages import STAGES
+from dlscale.core.text import many
 
 #: Numbers and words by the executor's names of resources.
 Request = dict[str, Any]
@@ -52,12 +52,8 @@ def request(scheduler: Scheduler, job: Job, geometry: Geometry | None, minutes: 
             wanted |= {"mpi": "srun", "tasks_per_node": geometry.gpus_per_node}
     limit = scheduler.qos.get(qos or "", Qos()).max_minutes
     wanted["runtime"] = min(minutes or scheduler.limit(job), limit or 10**9)
-    if qos:
-        wanted["qos"] = qos
-    if nodes.constraint:
-        wanted["constraint"] = nodes.constraint
-    if account := account_of(scheduler, nodes):
-        wanted["slurm_account"] = account
+    named = {"qos": qos, "constraint": nodes.constraint, "slurm_account": account_of(scheduler, nodes)}
+    wanted |= {key: value for key, value in named.items() if value}
     if job in STAGES and STAGES[job].warned:
         # To every process of the job's steps, not to the batch shell (B:), which would die of it.
         wanted["slurm_extra"] = f"--signal=USR2@{scheduler.warning_seconds}"
@@ -120,28 +116,16 @@ def check(scheduler: Scheduler | None, geometry: Geometry, where: str = "") -> N
 def shown(geometry: Geometry) -> str:
     """Return a geometry in words, as it is shown before anything is submitted."""
     ranks = geometry.world_size
-    devices = f"{_many(geometry.nodes, 'node')} x {_many(geometry.gpus_per_node, 'GPU')}"
-    return f"{devices} = {_many(ranks, 'rank')} (dp {ranks})"
+    return (
+        f"{many(geometry.nodes, 'node')} x {many(geometry.gpus_per_node, 'GPU')} = {many(ranks, 'rank')} (dp {ranks})"
+    )
 
 
-def _many(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
+def left_running(folder: str) -> list[str] | None:
+    """Return the jobs that a workflow of the user submitted from `folder` and that are still queued; None: no answer.
 
-
-# ---- jobs that run already -------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Running:
-    """A job in the queue: its number, its state, and what it is for."""
-
-    number: str
-    state: str
-    purpose: str
-
-
-def left_running(folder: str) -> list[Running] | None:
-    """Return the user's jobs that a workflow submitted from `folder` and that are still queued; None: no answer."""
+    A job is its number, what it is for, and its state.
+    """
     if not shutil.which("squeue"):  # no Slurm here, no jobs
         return []
     listed = answer(["squeue", "--me", "--noheader", "--format=%i|%T|%Z|%k"])
@@ -149,7 +133,7 @@ def left_running(folder: str) -> list[Running] | None:
         return None
     jobs = [line.split("|", 3) for line in listed.splitlines() if line.count("|") >= 3]
     return [
-        Running(number, state, purpose.removeprefix("rule_").replace("_wildcards_", " "))
+        f"{number} ({purpose.removeprefix('rule_').replace('_wildcards_', ' ')}, {state.lower()})"
         for number, state, place, purpose in jobs
         if place == folder and purpose.startswith("rule_")
     ]
@@ -165,8 +149,7 @@ def wait_for_left_running(folder: str, seconds: float = 30.0) -> None:
     while (jobs := left_running(folder)) is None or jobs:
         number = None if jobs is None else len(jobs)
         if number != said:
-            names = ", ".join(f"{job.number} ({job.purpose}, {job.state.lower()})" for job in jobs or [])
-            earlier = f"jobs of an earlier call: {names}; `scancel` those that are not wanted"
+            earlier = f"jobs of an earlier call: {', '.join(jobs or [])}; `scancel` those that are not wanted"
             print("Waiting for", f"{earlier}." if jobs else "squeue's answer.", file=sys.stderr)
             said = number
         time.sleep(seconds)

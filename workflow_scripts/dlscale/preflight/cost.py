@@ -24,6 +24,7 @@ from dlscale.core.errors import UserError, unknown
 from dlscale.core.files import read_json
 from dlscale.core.records import Throughput
 from dlscale.core.stages import STAGES
+from dlscale.core.text import many
 from dlscale.data import parts
 from dlscale.launch import slurm
 from dlscale.report import published
@@ -133,31 +134,23 @@ def works(configuration: Configuration, plans: Iterable[str] = ()) -> list[Work]
     """Return the jobs that lack their results: of the plans named, or of the target plans; each run once.
 
     Only whether a result is there counts, not whether its settings or sources have changed since: that is for the
-    workflow to say.
-
-    Raises
-    ------
-    UserError
-        No such plan.
+    workflow to say. A plan that is not there is a `UserError`.
     """
-    names = list(plans) or configuration.workflow.targets
-    for name in names:
-        if name not in configuration.plans:
-            raise UserError(unknown("plan", name, configuration.plans))
-    results = Path(configuration.workflow.results)
+    workflow = configuration.workflow
+    results = Path(workflow.results)
     datasets: dict[str, Work] = {}
     runs: dict[tuple[str, str, str], Work] = {}
-    for name in names:
-        for resolved in configuration.plans[name].values():
-            data = resolved.run.dataset
+    for plan in list(plans) or workflow.targets:
+        if plan not in configuration.plans:
+            raise UserError(unknown("plan", plan, configuration.plans))
+        for resolved in configuration.plans[plan].values():
+            data, owner, name = resolved.run.dataset, resolved.plan, resolved.name
             if not (results / "data" / data / "manifest.json").exists():
-                jobs = data_jobs(configuration.workflow.datasets[data], configuration.workflow.site.scheduler)
+                jobs = data_jobs(workflow.datasets[data], workflow.site.scheduler)
                 datasets[data] = Work("data", data, "data", jobs=jobs)
-            for stage in configuration.workflow.plans[name].measure:
-                file = STAGES[stage].outputs[0]
-                if not (results / "plans" / resolved.plan / resolved.name / file).exists():
-                    key = (resolved.plan, resolved.name, stage)
-                    runs[key] = Work(stage, resolved.plan, resolved.name, resolved.run)
+            for stage in workflow.plans[plan].measure:
+                if not (results / "plans" / owner / name / STAGES[stage].outputs[0]).exists():
+                    runs[owner, name, stage] = Work(stage, owner, name, resolved.run)
     return [*datasets.values(), *runs.values()]
 
 
@@ -216,12 +209,8 @@ def price(works: Iterable[Work], scheduler: Scheduler | None, results: Path) -> 
 
     Node-hours = hours × nodes × part of a node, which is GPUs ÷ GPUs of a node, or CPUs ÷ CPUs of a node. In the QOS
     for whole nodes a part costs all of the node. Charged hours = node-hours × charge of the QOS. GPU-hours = hours ×
-    GPUs that are used. Where the time is unknown it is the time limit that is asked for.
-
-    Raises
-    ------
-    UserError
-        A geometry that the site's nodes or queues cannot hold.
+    GPUs that are used. Where the time is unknown it is the time limit that is asked for. A geometry that the site's
+    nodes or queues cannot hold is a `UserError`.
     """
     return Table(tuple(_price(work, scheduler, results) for work in works), scheduler is not None)
 
@@ -229,7 +218,7 @@ def price(works: Iterable[Work], scheduler: Scheduler | None, results: Path) -> 
 def _price(work: Work, scheduler: Scheduler | None, results: Path) -> Row:
     geometry = work.run.geometry if work.run else None
     time = estimate(work, results, scheduler)
-    shown = slurm.shown(geometry) if geometry else f"{work.jobs} job{'s' if work.jobs > 1 else ''}"
+    shown = slurm.shown(geometry) if geometry else many(work.jobs, "job")
     if scheduler is None:
         known = time.seconds / 3600 * geometry.world_size if time.seconds is not None and geometry else None
         return Row(work, time, shown, gpu_hours=known)
@@ -305,13 +294,7 @@ def over(table: Table, budget: Budget) -> str | None:
 
 
 def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
-    """Print what the plans in `args.plans`, or the targets, would cost; return 0.
-
-    Raises
-    ------
-    UserError
-        No configuration, no such plan, or more than the budget.
-    """
+    """Print what the plans in `args.plans`, or the targets, would cost; more than the budget is a `UserError`."""
     if configuration is None:
         raise UserError("config.yaml: no such file here; name one with --configfile")
     workflow = configuration.workflow

@@ -56,7 +56,7 @@ def check(
     runs = [resolved.run for plan in plans or workflow.targets for resolved in configuration.plans[plan].values()]
     datasets = {name: workflow.datasets[name] for name in dict.fromkeys(run.dataset for run in runs)}
     # Which engine `auto` is may take a call of one of them: one, before the probes that need the answer wait for it.
-    site = started(lambda: launcher.resolve(workflow.site).site)
+    site = started(lambda: launcher.resolve(workflow.site)[0])
     wait([site], probe.LIMIT)
     image = started(lambda: environment.probe_image(site.result()))
     if scheduler:
@@ -100,13 +100,7 @@ def failed(findings: Iterable[Finding]) -> bool:
 
 
 def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
-    """Print the findings; return 0, or 1 if a check fails: all that a HEALTHCHECK may return.
-
-    Raises
-    ------
-    UserError
-        No such plan.
-    """
+    """Print the findings; return 0, or 1 if a check fails: all that a HEALTHCHECK may return."""
     known = configuration.plans if configuration else {}
     for name in args.plans:
         if name not in known:

@@ -86,17 +86,17 @@ def of(*names):
         except PackageNotFoundError:
             pass
 
-found = {"python": platform.python_version(), "torch": of("torch"), "h5py": of("h5py"), "numba": of("numba")}
-found["dali"] = of("nvidia-dali-cuda120", "nvidia-dali-cuda130", "nvidia-dali-cuda110")
-if found["torch"]:
+facts = {"python": platform.python_version(), "torch": of("torch"), "h5py": of("h5py"), "numba": of("numba")}
+facts["dali"] = of("nvidia-dali-cuda120", "nvidia-dali-cuda130", "nvidia-dali-cuda110")
+if facts["torch"]:
     try:
         import torch
-        found.update(torch=torch.__version__, cuda=torch.version.cuda, gpus=torch.cuda.device_count())
+        facts.update(torch=torch.__version__, cuda=torch.version.cuda, gpus=torch.cuda.device_count())
         if torch.version.cuda:
-            found.update(cudnn=torch.backends.cudnn.version(), nccl=torch.cuda.nccl.version())
+            facts.update(cudnn=torch.backends.cudnn.version(), nccl=torch.cuda.nccl.version())
     except Exception as error:
-        found["error"] = f"{type(error).__name__}: {error}"
-print(json.dumps(found))
+        facts["error"] = f"{type(error).__name__}: {error}"
+print(json.dumps(facts))
 """
 
 Facts = dict[str, Any]

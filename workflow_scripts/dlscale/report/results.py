@@ -163,10 +163,7 @@ def slowness(run: RunResult) -> float:
 def read_plan(path: str | Path) -> PlanResult:
     """Read a plan, `results/plans/PLAN/plan.yaml`, and the results of all its runs.
 
-    Raises
-    ------
-    UserError
-        A file that the plan's `measure` promises is missing, torn, or lacks a key; the message names it.
+    A file that the plan's `measure` promises and that is missing, torn, or lacks a key is a `UserError`.
     """
     path = Path(path)
     plan = PlanRecord.checked(read_yaml(path), str(path))
