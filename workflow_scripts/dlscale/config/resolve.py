@@ -58,7 +58,7 @@ class Configuration:
 
 
 def load(raw: Mapping[str, Any]) -> Configuration:
-    """Validate the user's configuration, as Snakemake merged it (strings where `--config` gave them); resolve every run.
+    """Validate the user's configuration as Snakemake merged it (strings where `--config` gave them); resolve all runs.
 
     A `UserError` has the key's path, what was expected and the nearest valid name.
     """
@@ -102,10 +102,11 @@ def load(raw: Mapping[str, Any]) -> Configuration:
 def add_studies(raw: Raw) -> None:
     """Register the studies from outside that a configuration names by path, and leave only settings under `studies`."""
     studies = raw.get("studies")
-    for name, path in studies.items() if isinstance(studies, dict) else ():
-        if isinstance(path, str):
-            registry.add(name, path)
-            studies[name] = {}
+    if isinstance(studies, dict):
+        for name, path in studies.items():
+            if isinstance(path, str):
+                registry.add(name, path)
+                studies[name] = {}
 
 
 def load_files(*paths: str | Path, site: str | Path | None = None, over: Iterable[Raw] = ()) -> Configuration:

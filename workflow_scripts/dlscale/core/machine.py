@@ -29,11 +29,8 @@ def _dali() -> bool:
 
 
 def _bf16() -> bool:
-    try:
-        flags = Path("/proc/cpuinfo").read_text().split()
-    except OSError:
-        return False
-    return bool({"avx512_bf16", "amx_bf16", "bf16"} & set(flags))
+    cpuinfo = Path("/proc/cpuinfo")
+    return cpuinfo.exists() and bool({"avx512_bf16", "amx_bf16", "bf16"} & set(cpuinfo.read_text().split()))
 
 
 #: By the name in a run's `needs`: what it is, and whether this machine has it.

@@ -28,12 +28,8 @@ RESOURCES = (
 def request(scheduler: Scheduler, job: Job, geometry: Geometry | None, minutes: int | None = None) -> Request:
     """Return what the workflow's Slurm executor shall ask for, by its names of resources.
 
-    Parameters
-    ----------
-    geometry
-        Of a run; None for a stage on part of a CPU node.
-    minutes
-        Time limit, as estimated; the site's own for the stage if None. It is cut to what the queue allows.
+    `geometry` is a run's; None for a stage on part of a CPU node. `minutes` is the time limit, as estimated (None: the
+    site's own for the stage); it is cut to what the queue allows.
     """
     nodes = scheduler.cpu_nodes if geometry is None else scheduler.gpu_nodes
     wanted: Request = {"nodes": 1, "mem_mb": 0}  # no --mem: memory goes with the part of the node

@@ -66,7 +66,7 @@ def runs_table(plan: PlanResult) -> RunsTable:
         ("Run", "what it changes", lambda run, row: Cell(changes[order[run]] or NONE, changes[order[run]])),
         ("Run", "batch size", lambda run, row: _cell(run.settings.get("batch_size"), count)),
         ("Throughput (samples/s)", "training", _column("train_samples_per_second")),
-        *(("Throughput (samples/s)", mode, _trials(mode)) for mode in MODES),
+        *(("Throughput (samples/s)", mode, _column(f"{mode.lower()}_samples_per_second")) for mode in MODES),
         ("Verdict", "speed-up", _column("speed_up", _times)),
         ("Verdict", "published, full size", _published),
         ("Verdict", "bound by", _bound),
@@ -120,7 +120,12 @@ def _cell(value: Any, text: Callable[[Any], str] = number, note: str = "") -> Ce
 
 def _column(name: str, text: Callable[[Any], str] = number) -> Make:
     """Return what makes the cells of a column of `summary.csv`."""
-    return lambda run, row: _cell(row.get(name), text)
+
+    def make(run: RunResult, row: Row) -> Cell:
+        spread: Any = row.get(f"{name}_std")
+        return _cell(row.get(name), text, "" if spread is None else f"± {number(spread, 2)}")
+
+    return make
 
 
 def _heading(metric: Metric) -> str:
@@ -129,14 +134,6 @@ def _heading(metric: Metric) -> str:
 
 def _times(ratio: float) -> str:
     return f"{number(ratio)}×"
-
-
-def _trials(mode: str) -> Make:
-    def make(run: RunResult, row: Row) -> Cell:
-        trials = run.trials(mode)
-        return _cell(trials.mean, note=f"± {number(trials.std, 2)}") if trials else Cell()
-
-    return make
 
 
 def _published(run: RunResult, row: Row) -> Cell:
