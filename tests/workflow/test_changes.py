@@ -17,7 +17,7 @@ from dlscale.config.dataset import dataset_type
 from dlscale.config.run import load_run
 from dlscale.core import registry
 from dlscale.core.fingerprint import data_modules, reachable, run_modules
-from dlscale.core.settings import check
+from dlscale.core.settings import validate
 from dlscale.core.stages import RUN_STAGES, STAGES
 from dlscale.data import parts
 from dlscale.data.parts import load_dataset
@@ -161,7 +161,7 @@ def components() -> Iterator[Row]:
     for name, study in [(name, study) for name, study in STUDY.items() if name != "waves"]:
         source = registry.studies()[study].file.read_text()
         kind, file = registry.study(study).dataset, f"{PACKAGE}/studies/{study}.py"
-        dataset = check(dataset_type(), CONFIG["datasets"][name])
+        dataset = validate(dataset_type(), CONFIG["datasets"][name])
         yield Row(f"study {study}", append(file), runs(name))
         for model in re.findall(r"from dlscale\.models\.(\w+) import [A-Z]", source):
             yield Row(f"model {model}", append(f"{PACKAGE}/models/{model}.py"), runs(name))
