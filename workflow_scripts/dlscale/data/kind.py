@@ -78,7 +78,6 @@ class Part:
 
     @property
     def label(self) -> str:
-        """`SPLIT/NAME`."""
         return f"{self.split}/{self.name}"
 
 
@@ -135,12 +134,16 @@ class DatasetKind(ABC):
         A run's settings of its samples (key `samples`).
     rows
         What the rows of a file are called.
+    selection
+        Keys of the dataset and its source that only say which parts and raw files there are: what these hold does not
+        depend on them.
     """
 
     name: ClassVar[str]
     Settings: ClassVar[type[DatasetSettings]]
     Samples: ClassVar[type[Strict]] = RowSamples
     rows: ClassVar[str] = "samples"
+    selection: ClassVar[frozenset[str]] = frozenset()
 
     @abstractmethod
     def parts(self, dataset: Any) -> list[Part]:
@@ -165,15 +168,15 @@ class DatasetKind(ABC):
 
     def raw_settings(self, dataset: Any, raw: RawFile) -> dict[str, Any]:
         """Return the settings that decide the content of an acquired file: what makes acquisition run again."""
-        return {"source": dataset.source.model_dump(mode="json") if dataset.source else None, "index": raw.index}
+        source = dataset.source.model_dump(mode="json", exclude={*self.selection, "sha256"}) if dataset.source else {}
+        digest = getattr(dataset.source, "sha256", {}).get(file_name(raw.origin))
+        return {**source, "origin": raw.origin, "index": raw.index, "period": _days(raw.period), "sha256": digest}
 
     def part_settings(self, dataset: Any, part: Part) -> dict[str, Any]:
-        """Return the settings that decide the content of a part's pieces."""
-        return {
-            **dataset.model_dump(mode="json", exclude={"storage", "memory_mb"}),
-            "fraction": part.fraction,
-            "period": [str(day) for day in part.period] if part.period else None,
-        }
+        """Return the settings that decide the content of a part's pieces, given its raw files."""
+        left_out = {"storage", "memory_mb", *self.selection} | ({"source"} if part.raws else set())
+        settings = dataset.model_dump(mode="json", exclude=left_out)
+        return {**settings, "fraction": part.fraction, "period": _days(part.period)}
 
     def grid(self, dataset: Any) -> tuple[int, ...] | None:
         """Return the grid of the stored fields where the settings alone decide it, else None."""
@@ -182,3 +185,7 @@ class DatasetKind(ABC):
     def available(self, samples: Any, rows: list[int]) -> int | None:
         """Return how many samples files of so many rows hold; None where rows do not tell, or any number is drawn."""
         return sum(rows)
+
+
+def _days(period: tuple[dt.date, dt.date] | None) -> list[str] | None:
+    return [str(day) for day in period] if period else None

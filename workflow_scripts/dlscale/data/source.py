@@ -88,5 +88,4 @@ class ArraySource(Source):
         self.attributes = attributes or {}
 
     def read(self, start: int, stop: int) -> dict[str, np.ndarray]:
-        """See `Source`."""
         return {name: values[start:stop] for name, values in self._arrays.items()}
