@@ -248,29 +248,24 @@ class _Partial:
         self._note.unlink(missing_ok=True)
 
 
+@dataclass
 class _Transfer:
     """One address on its way into one partial file; as text, the address without secrets."""
 
-    def __init__(
-        self,
-        url: str,
-        partial: _Partial,
-        verified: bool,
-        timeout_s: float,
-        progress: Callable[[int, int | None], None],
-    ) -> None:
-        parts = _split(url)
+    url: str
+    partial: _Partial
+    verified: bool  # whether a digest will tell that the content is right
+    timeout_s: float
+    progress: Callable[[int, int | None], None]
+
+    def __post_init__(self) -> None:
+        parts = _split(self.url)
         if parts is None or parts.scheme not in ("http", "https"):
-            raise UserError(f"{redacted(url)}: not an address to download from, expected http(s)://HOST/PATH")
-        self.partial = partial
-        self._url = url
+            raise UserError(f"{self}: not an address to download from, expected http(s)://HOST/PATH")
         self._address = hashlib.sha256(_anonymous(parts).geturl().encode()).hexdigest()
-        self._verified = verified
-        self._timeout_s = timeout_s
-        self._progress = progress
 
     def __str__(self) -> str:
-        return redacted(self._url)
+        return redacted(self.url)
 
     def run(self, attempts: int, backoff_s: float) -> str:
         """Complete the partial file and return its SHA-256."""
@@ -307,7 +302,7 @@ class _Transfer:
         """Ask for what is missing and append it, or overwrite what is there where it does not fit."""
         kept, offset = self.partial.version(), self.partial.size()
         # Without a validator only the digest can tell whether two halves belong together.
-        if kept is None or kept.address != self._address or not (kept.validator or self._verified):
+        if kept is None or kept.address != self._address or not (kept.validator or self.verified):
             kept, offset = None, 0
         # Lengths and ranges count the file's own bytes, so no compression on the way.
         headers = {"Accept-Encoding": "identity"}
@@ -328,7 +323,7 @@ class _Transfer:
     def _get(self, headers: dict[str, str]) -> requests.Response:
         # The texts of these exceptions quote the whole address, so neither they nor a chain of them are shown.
         try:
-            return requests.get(self._url, headers=headers, stream=True, timeout=self._timeout_s)
+            return requests.get(self.url, headers=headers, stream=True, timeout=self.timeout_s)
         except (requests.ConnectionError, requests.Timeout, requests.exceptions.ChunkedEncodingError) as error:
             raise _TransientError(self._cause(error)) from None
         except (OSError, ValueError, urllib3.exceptions.HTTPError) as error:  # other ones of requests included
@@ -354,11 +349,11 @@ class _Transfer:
 
     def _append(self, response: requests.Response, done: int, length: int | None) -> None:
         with self.partial.path.open("ab") as file:
-            self._progress(done, length)
+            self.progress(done, length)
             for chunk in self._body(response):
                 file.write(chunk)
                 done += len(chunk)
-                self._progress(done, length)
+                self.progress(done, length)
         if length is not None and done < length:
             raise _TransientError(f"only {done} of {length} bytes arrived")
         if length is not None and done > length:
@@ -375,7 +370,7 @@ class _Transfer:
 
     def _cause(self, error: Exception) -> str:
         if isinstance(error, (requests.Timeout, urllib3.exceptions.TimeoutError)):
-            return f"no data for {self._timeout_s:g} s"
+            return f"no data for {self.timeout_s:g} s"
         link: BaseException | None = error
         while link:
             if isinstance(link, OSError) and link.strerror:

@@ -36,45 +36,23 @@ from dlscale.core.schema import Strict
 
 @dataclass(frozen=True)
 class RawFile:
-    """A raw file.
+    """A raw file."""
 
-    Attributes
-    ----------
-    name
-        Its file name in the dataset's `source/` folder, if it is acquired.
-    origin
-        Where it comes from: a path, a URL, a store, or `simulated`.
-    index
-        Number of what is simulated: a box, a year.
-    period
-        First and last day (inclusive) to take from a store.
-    """
-
-    name: str
-    origin: str
-    index: int = 0
-    period: tuple[dt.date, dt.date] | None = None
+    name: str  # in the dataset's `source/` folder, if it is acquired
+    origin: str  # a path, a URL, a store, or `simulated`
+    index: int = 0  # number of what is simulated: a box, a year
+    period: tuple[dt.date, dt.date] | None = None  # first and last day (inclusive) to take from a store
 
 
 @dataclass(frozen=True)
 class Part:
-    """One preprocessed file, `SPLIT/NAME.h5`.
-
-    Attributes
-    ----------
-    raws
-        The raw files that it is made from; none for what is made in memory.
-    fraction
-        Share (from, to) of the raw file's rows.
-    period
-        First and last day (inclusive) that it holds.
-    """
+    """One preprocessed file, `SPLIT/NAME.h5`."""
 
     split: Split
     name: str
-    raws: tuple[RawFile, ...] = ()
-    fraction: tuple[float, float] = (0.0, 1.0)
-    period: tuple[dt.date, dt.date] | None = None
+    raws: tuple[RawFile, ...] = ()  # that it is made from; none for what is made in memory
+    fraction: tuple[float, float] = (0.0, 1.0)  # share (from, to) of the raw file's rows
+    period: tuple[dt.date, dt.date] | None = None  # first and last day (inclusive) that it holds
 
     @property
     def label(self) -> str:
@@ -122,27 +100,14 @@ class RowSamples(Strict):
 
 
 class DatasetKind(ABC):
-    """See the module. A folder's `kind.py` has one as `KIND`; a module from outside lists its own in `KINDS`.
+    """See the module. A folder's `kind.py` has one as `KIND`; a module from outside lists its own in `KINDS`."""
 
-    Attributes
-    ----------
-    name
-        What a dataset's key `kind` says.
-    Settings
-        The settings of a dataset of this kind.
-    Samples
-        A run's settings of its samples (key `samples`).
-    rows
-        What the rows of a file are called.
-    selection
-        Keys of the dataset and its source that only say which parts and raw files there are: what these hold does not
-        depend on them.
-    """
-
-    name: ClassVar[str]
-    Settings: ClassVar[type[DatasetSettings]]
-    Samples: ClassVar[type[Strict]] = RowSamples
-    rows: ClassVar[str] = "samples"
+    name: ClassVar[str]  # what a dataset's key `kind` says
+    Settings: ClassVar[type[DatasetSettings]]  # of a dataset of this kind
+    Samples: ClassVar[type[Strict]] = RowSamples  # a run's settings of its samples (key `samples`)
+    rows: ClassVar[str] = "samples"  # what the rows of a file are called
+    #: Keys of the dataset and its source that only say which parts and raw files there are: what these hold does not
+    #: depend on them.
     selection: ClassVar[frozenset[str]] = frozenset()
 
     @abstractmethod

@@ -33,41 +33,23 @@ LEVELS = ("isobaricInhPa", "isobaricInPa", "pressure_level", "level", "plev", "l
 
 @dataclass(frozen=True, eq=False)
 class Variable:
-    """One variable of one file, its values not read yet.
+    """One variable of one file, its values not read yet."""
 
-    Attributes
-    ----------
-    origin
-        The file or store, for messages.
-    channels
-        `name`, or `name@level` for each of L levels.
-    times
-        [T], as in the file: sorted or not.
-    latitude, longitude
-        [H], north to south, and [W], ascending: degrees, float64.
-    load
-        `load(times, levels, rows, columns)` reads indices [t] and [l] and a window [h, w] of the grid,
-        as float32 [t, l, h, w]; missing values are NaN.
-    footprint
-        `footprint(levels, rows, columns)`: bytes that `load` needs for one time: of stored values (whole
-        chunks), and of decoded ones (the selected window).
-    chunk
-        Times that are stored, and hence read, together.
-    advice
-        What to do when `load` fails.
-    """
-
-    origin: str
-    channels: tuple[str, ...]
+    origin: str  # the file or store, for messages
+    channels: tuple[str, ...]  # `name`, or `name@level` for each of L levels
     units: str
     long_name: str
-    times: np.ndarray
-    latitude: np.ndarray
-    longitude: np.ndarray
+    times: np.ndarray  # [T], as in the file: sorted or not
+    latitude: np.ndarray  # [H], north to south, degrees, float64
+    longitude: np.ndarray  # [W], ascending, degrees, float64
+    #: `load(times, levels, rows, columns)` reads indices [t] and [l] and a window [h, w] of the grid, as float32
+    #: [t, l, h, w]; missing values are NaN.
     load: Callable[[np.ndarray, list[int], slice, slice], np.ndarray]
+    #: `footprint(levels, rows, columns)`: bytes that `load` needs for one time: of stored values (whole chunks), and of
+    #: decoded ones (the selected window).
     footprint: Callable[[list[int], slice, slice], tuple[int, int]]
-    chunk: int = 1
-    advice: str = TORN
+    chunk: int = 1  # times that are stored, and hence read, together
+    advice: str = TORN  # what to do when `load` fails
 
 
 def _regular(variable: Variable) -> Variable:
