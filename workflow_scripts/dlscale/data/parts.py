@@ -24,7 +24,7 @@ def load_dataset(config: str | Path) -> DatasetSettings:
 
 
 def kind_of(dataset: DatasetSettings) -> DatasetKind:
-    """Return the kind of a dataset."""
+    """Return the object that answers for a dataset's kind."""
     kind: DatasetKind = registry.kind(dataset.kind)
     return kind
 
