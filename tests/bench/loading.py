@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
-from functools import partial
 from pathlib import Path
 
 import h5py
@@ -26,7 +25,6 @@ from dlscale.data.loaders.base import Loader, Share
 from dlscale.data.loaders.decode import stored_fields
 from dlscale.data.loaders.settings import DaliLoader, DirectLoader, TorchLoader
 from dlscale.data.manifest import Manifest
-from dlscale.data.mapped import buffer
 from dlscale.data.samples import GridSamples
 from dlscale.data.store import Field
 from dlscale.data.transforms import Transform
@@ -138,9 +136,11 @@ def reading(stack: ExitStack, samples: GridSamples, batch_size: int) -> Callable
     """Return a function that copies an epoch's boxes into a batch of buffers, as they are stored; samples/s."""
     pool = stack.enter_context(ThreadPoolExecutor(THREADS))
     fields = stored_fields(samples)
-    buffers = [
-        buffer(batch_size, field.shape, field.order, 0, partial(np.ones, dtype=field.dtype))[1] for field in fields
-    ]
+    buffers = []
+    for field in fields:
+        whole, boxes = field.buffer(batch_size, field.shape)
+        whole.fill_(1)  # its pages are there before the first copy
+        buffers.append(boxes)
     for field in fields:
         for file in field.files:
             if file.whole is not None:  # each page once: a mapping's first touch of a page is no reading

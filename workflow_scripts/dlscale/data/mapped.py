@@ -11,7 +11,6 @@ Boxes have their axes in one order for all fields: channels, then the three othe
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,24 +22,12 @@ from dlscale.data.store import Reader, as_stored
 
 @dataclass(frozen=True)
 class Layout:
-    """Where a dataset's values lie, for compiled loops. What is in one piece is one chunk.
+    """Where a dataset's values lie, for compiled loops. What is in one piece is one chunk."""
 
-    Attributes
-    ----------
-    bits
-        Values as unsigned integers of their size, [n]: of the whole mapped file, or of one box.
-    chunks
-        Where in `bits` each chunk begins, int64, by its number along the three axes but the channels'.
-    edges
-        Of a chunk along these axes, int64 [3].
-    strides
-        Values from one to the next inside a chunk along [C, a, b, c], int64 [4].
-    """
-
-    bits: np.ndarray
-    chunks: np.ndarray
-    edges: np.ndarray
-    strides: np.ndarray
+    bits: np.ndarray  #: values as unsigned integers of their size, [n]: of the whole mapped file, or of one box
+    chunks: np.ndarray  #: where in `bits` each chunk begins, int64, by its number along the axes but the channels'
+    edges: np.ndarray  #: of a chunk along these axes, int64 [3]
+    strides: np.ndarray  #: values from one to the next inside a chunk along [C, a, b, c], int64 [4]
 
 
 class MappedArray:
@@ -48,17 +35,13 @@ class MappedArray:
 
     Parameters
     ----------
-    reader
-        Of the dataset.
     channel_axis
         Of the field, channels first: 0 for [C, D, H, W], 1 for [T, C, H, W].
 
     Attributes
     ----------
-    dtype
-        As stored: any floating-point type.
-    buffer_dtype
-        Of buffers for the values: float16 for float16, else float32.
+    dtype, buffer_dtype
+        As stored, any floating-point type; and of buffers for the values: float16 for float16, else float32.
     order
         The axes (0 is that of channels) in the order in which they are stored, slowest first.
     shape
@@ -165,28 +148,3 @@ def map_chunks(dataset: h5py.Dataset) -> tuple[np.ndarray, dict[tuple[int, ...],
     return file, {
         corner: file[first : first + size].view(dataset.dtype).reshape(shape) for corner, first in offsets.items()
     }
-
-
-def buffer(
-    count: int,
-    shape: tuple[int, ...],
-    order: tuple[int, ...],
-    pad: int,
-    allocate: Callable[[tuple[int, ...]], np.ndarray],
-) -> tuple[np.ndarray, np.ndarray]:
-    """Make a buffer for `count` boxes of `shape` [C, a, b, c] whose axes lie in `order`, slowest first.
-
-    `pad` adds cells to all but the slowest of the grid's axes: at distances of a power of two, neighbours along a slow
-    axis compete for the same few lines of the processor's cache.
-
-    Returns
-    -------
-    tuple
-        The whole buffer, contiguous, and the boxes in it with axes in the one order, [count, C, a, b, c].
-    """
-    sizes = [shape[axis] for axis in order]
-    for position in [position for position, axis in enumerate(order) if axis != 0][1:]:
-        sizes[position] += pad
-    whole = allocate((count, *sizes))
-    boxes = whole.transpose(0, *(1 + np.argsort(order)))
-    return whole, boxes[:, :, : shape[1], : shape[2], : shape[3]]

@@ -90,7 +90,6 @@ class Rows:
         return sampling.locate(self._rows, sampling.visits(self._seed, epoch, available, self.size, self._training))
 
     def read(self, epoch: int, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """See `dlscale.data.samples.Samples`."""
         file, row = (int(each[index]) for each in self.rows(epoch))
         return self._input.read(file, row), self._target.read(file, row)
 

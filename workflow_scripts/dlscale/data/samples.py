@@ -69,19 +69,16 @@ class Samples(Protocol):
     @property
     def input_spec(self) -> ArraySpec:
         """What the model is given."""
-        ...
 
     @property
     def target_spec(self) -> ArraySpec:
         """What it is to answer."""
-        ...
 
     def read(self, epoch: int, index: int) -> tuple[np.ndarray, np.ndarray]:
         """Return input and target of sample `index` (0 ... size - 1) of `epoch`, of the declared shapes and dtypes.
 
         Fields are in model units. The same arguments give the same arrays in any process.
         """
-        ...
 
 
 @dataclass(frozen=True)
@@ -132,7 +129,6 @@ class Symmetries(Protocol):
 
     def apply(self, number: int, x: np.ndarray) -> np.ndarray:
         """Return the transformed box [C, a, b, c]."""
-        ...
 
 
 class BoxField:
@@ -201,12 +197,10 @@ class GridSamples(ABC):
 
     @property
     def input_spec(self) -> ArraySpec:
-        """See `Samples`."""
         return self.input.spec
 
     @property
     def target_spec(self) -> ArraySpec:
-        """See `Samples`."""
         return self.target.spec
 
     @abstractmethod
@@ -214,7 +208,6 @@ class GridSamples(ABC):
         """Return where the boxes of an epoch's samples lie."""
 
     def read(self, epoch: int, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """See `Samples`."""
         boxes = self.boxes(epoch)
         file, symmetry = int(boxes.file[index]), int(boxes.symmetry[index])
         x = self.input.read(file, boxes.input[index], symmetry)

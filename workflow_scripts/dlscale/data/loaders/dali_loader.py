@@ -24,9 +24,9 @@ from dlscale.data.loaders.decode import DecodePlan, StoredField
 from dlscale.data.loaders.direct_device import on_device
 from dlscale.data.loaders.settings import DaliLoader as Settings
 from dlscale.data.mapped import Layout
-from dlscale.data.samples import BoxField, BoxIndex, GridSamples, Samples
+from dlscale.data.samples import BoxField, BoxIndex, Samples
 
-#: Cells added to the rows of the operator's buffer; see `dlscale.data.mapped.buffer`.
+#: Cells added to the rows of the operator's buffer; see `StoredField.buffer`.
 PAD = 4
 
 
@@ -82,7 +82,10 @@ class DaliField(StoredField):
 class DaliLoader:
     """See `dlscale.data.loaders.base.Loader`."""
 
-    def __init__(self, samples: GridSamples, settings: Settings, share: Share, device: torch.device) -> None:
+    def __init__(self, samples: Samples, settings: Settings, share: Share, device: torch.device) -> None:
+        if settings.device == "gpu" and device.type != "cuda":
+            raise UserError("loader.device: gpu, but the model is on a CPU; use auto or cpu")
+        samples = on_grids(samples, "dali")
         self.samples = samples.size
         self._boxes, self._share, self._device = samples.boxes, share, device
         self._on_host = device.type == "cpu" or settings.device == "cpu"
@@ -185,7 +188,7 @@ class DaliLoader:
             else:
                 values = from_dlpack(outputs[number].as_tensor())
                 if not self._on_host:
-                    stored = values.view(torch.float16 if field.dtype == np.float16 else torch.float32).reshape(-1)
+                    stored = values.view(field.torch_dtype).reshape(-1)
                     values = on_device(stored, field.plan_buffers(boxes, field.values), field.extent)
             batch.append(values.reshape(len(boxes), *field.spec.shape))
         self._delivered.append((outputs, batch))
@@ -199,8 +202,4 @@ class DaliLoader:
         self._pipeline = None
 
 
-def build(samples: Samples, settings: Settings, share: Share, device: torch.device) -> DaliLoader:
-    """Make the loader."""
-    if settings.device == "gpu" and device.type != "cuda":
-        raise UserError("loader.device: gpu, but the model is on a CPU; use auto or cpu")
-    return DaliLoader(on_grids(samples, "dali"), settings, share, device)
+build = DaliLoader

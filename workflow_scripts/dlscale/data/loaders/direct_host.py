@@ -19,10 +19,10 @@ import torch
 
 from dlscale.data.loaders.base import Batch
 from dlscale.data.loaders.decode import DecodePlan, StoredField
-from dlscale.data.mapped import MappedArray, buffer
+from dlscale.data.mapped import MappedArray
 from dlscale.data.samples import BoxIndex
 
-#: Cells added to the rows of a thread's buffer; see `buffer`.
+#: Cells added to the rows of a thread's buffer; see `StoredField.buffer`.
 PAD = 4
 
 
@@ -101,9 +101,8 @@ class HostField:
     def _buffer(self) -> tuple[np.ndarray, np.ndarray]:
         """Return this thread's own buffer for a box, and its words."""
         if not hasattr(self._local, "buffer"):
-            shape, order = self._field.shape, self._field.order
-            whole, boxes = buffer(1, shape, order, PAD, functools.partial(np.zeros, dtype=self._field.dtype))
-            self._local.buffer = boxes[0], self._words(whole.reshape(-1))
+            whole, boxes = self._field.buffer(1, self._field.shape, PAD)
+            self._local.buffer = boxes[0], self._words(whole.zero_().numpy().reshape(-1))
         box: tuple[np.ndarray, np.ndarray] = self._local.buffer
         return box
 
@@ -164,7 +163,5 @@ class OnHost:
         ]
         return tasks, lambda: (x, y)
 
-    def deliver(self, result: Any) -> Batch:
-        """See `Backend`."""
-        x, y = result
-        return x, y
+    def deliver(self, result: Batch) -> Batch:
+        return result

@@ -20,7 +20,7 @@ class SyntheticLoader:
     Fields are normal deviates, in targets clamped to [-1, 1]; labels are any of their classes, and images any bytes.
     """
 
-    def __init__(self, samples: Samples, share: Share, device: torch.device) -> None:
+    def __init__(self, samples: Samples, settings: Settings, share: Share, device: torch.device) -> None:
         self.samples = samples.size
         self._share = share
         generator = torch.Generator().manual_seed(0)
@@ -49,6 +49,4 @@ def _random(spec: ArraySpec, count: int, generator: torch.Generator) -> torch.Te
     return torch.randint(spec.classes or 256, shape, generator=generator, dtype=dtype)
 
 
-def build(samples: Samples, settings: Settings, share: Share, device: torch.device) -> SyntheticLoader:
-    """Make the loader."""
-    return SyntheticLoader(samples, share, device)
+build = SyntheticLoader

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import signal
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from dlscale.data.loaders.base import Batch, Share
 from dlscale.data.loaders.settings import TorchLoader as Settings
-from dlscale.data.samples import Samples
+from dlscale.data.samples import ArraySpec, Samples
 
 
 class _Dataset(Dataset[Batch]):
@@ -24,16 +25,11 @@ class _Dataset(Dataset[Batch]):
         return torch.from_numpy(x), torch.from_numpy(y)
 
 
-class _Collate:
-    """Stacks samples; this rank's share of a small last batch may be none at all."""
-
-    def __init__(self, samples: Samples) -> None:
-        self.specs = samples.input_spec, samples.target_spec
-
-    def __call__(self, samples: list[Batch]) -> list[torch.Tensor]:
-        if samples:
-            return default_collate(samples)
-        return [torch.empty(0, *spec.shape, dtype=getattr(torch, spec.dtype)) for spec in self.specs]
+def _stacked(specs: Sequence[ArraySpec], samples: list[Batch]) -> list[torch.Tensor]:
+    """Stack samples; this rank's share of a small last batch may be none at all."""
+    if samples:
+        return default_collate(samples)
+    return [torch.empty(0, *spec.shape, dtype=getattr(torch, spec.dtype)) for spec in specs]
 
 
 class _Batches:
@@ -46,9 +42,6 @@ class _Batches:
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
         for step in range(self.start, self.share.steps(self.size)):
             yield [(self.epoch, index) for index in self.share.indices(step, self.size)]
-
-    def __len__(self) -> int:
-        return self.share.steps(self.size)
 
 
 def _ignore_signals(worker: int) -> None:
@@ -67,7 +60,7 @@ class TorchLoader:
         self._loader = DataLoader(
             _Dataset(samples),
             batch_sampler=self._batches,
-            collate_fn=_Collate(samples),
+            collate_fn=functools.partial(_stacked, (samples.input_spec, samples.target_spec)),
             num_workers=settings.workers,
             prefetch_factor=settings.prefetch if settings.workers else None,
             persistent_workers=settings.workers > 0,
@@ -78,7 +71,7 @@ class TorchLoader:
         )
 
     def __len__(self) -> int:
-        return len(self._batches)
+        return self._batches.share.steps(self.samples)
 
     def epoch(self, epoch: int, start: int = 0) -> Generator[Batch]:
         """Yield the batches of an epoch from global step `start`."""
@@ -87,12 +80,9 @@ class TorchLoader:
             yield x.to(self._device, non_blocking=True), y.to(self._device, non_blocking=True)
 
     def close(self) -> None:
-        """End the worker processes."""
         iterator, self._loader._iterator = self._loader._iterator, None
         if iterator is not None and hasattr(iterator, "_shutdown_workers"):
             iterator._shutdown_workers()
 
 
-def build(samples: Samples, settings: Settings, share: Share, device: torch.device) -> TorchLoader:
-    """Make the loader."""
-    return TorchLoader(samples, settings, share, device)
+build = TorchLoader

@@ -65,7 +65,6 @@ class Crops(GridSamples):
 
     @functools.lru_cache(maxsize=2)  # noqa: B019 - as above
     def boxes(self, epoch: int) -> BoxIndex:
-        """See `GridSamples`."""
         if self._training:
             table = self.table(epoch)
             return BoxIndex(table[:, 0], table[:, 1:4], table[:, 1:4], table[:, 4])

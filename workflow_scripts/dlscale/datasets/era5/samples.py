@@ -38,7 +38,6 @@ class Pairs(GridSamples):
 
     @functools.lru_cache(maxsize=2)  # noqa: B019 - an epoch's index serves all its samples; two epochs overlap
     def boxes(self, epoch: int) -> BoxIndex:
-        """See `GridSamples`."""
         pair = sampling.visits(self._seed, epoch, self.available, self.size, self._training)
         file, row = sampling.locate(self._pairs, pair)
         zero = np.zeros_like(row)
