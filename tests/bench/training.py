@@ -21,7 +21,7 @@ from dlscale.config.run import Throughput
 from dlscale.data.loaders import direct_loader
 from dlscale.data.loaders.base import Batch, Share
 from dlscale.data.loaders.settings import DirectLoader
-from dlscale.data.loaders.settings import SyntheticLoader as Settings
+from dlscale.data.loaders.settings import SyntheticLoader as SyntheticSettings
 from dlscale.data.loaders.synthetic_loader import SyntheticLoader
 from dlscale.data.samples import ArraySpec
 from dlscale.measure.throughput import endless, trials
@@ -110,7 +110,7 @@ def trainer(options: Options, case: Case, steps: int) -> Callable[[], float]:
     def loader(size: int, batch_size: int) -> SyntheticLoader:
         specs = [ArraySpec(tuple(shape)) for shape in case.shapes]
         samples: Any = SimpleNamespace(size=size, input_spec=specs[0], target_spec=specs[1])
-        return SyntheticLoader(samples, Settings(kind="synthetic"), Share(batch_size), CPU)
+        return SyntheticLoader(samples, SyntheticSettings(kind="synthetic"), Share(batch_size), CPU)
 
     batches, valid = loader(steps * case.batch_size, case.batch_size), loader(1, 1)
     turns = itertools.count()

@@ -25,7 +25,7 @@ from dlscale.core.files import write_text
 from dlscale.core.progress import Progress
 from dlscale.core.records import Throughput, Trials
 from dlscale.data.loaders.base import Loader
-from dlscale.parallel.world import World, describe_device, join
+from dlscale.parallel.world import World, describe_device, join, synchronize
 from dlscale.train.build import Session, open_session
 from dlscale.train.loop import Batch, Hook, run_steps
 from dlscale.train.step import Step
@@ -81,9 +81,7 @@ def trials(
 
     All ranks begin together, their samples count together, and a trial ends with the last of them.
     """
-    rates: list[float] = []
-    times: list[float] = []
-    counts: list[int] = []
+    rates, times, counts = list[float](), list[float](), list[int]()
     count = Hook(after_step=lambda number, batch, result: counts.append(len(batch[0])))
     with Progress(f"measuring {mode}", settings.warmup + settings.trials, "trials") as progress:
         for trial in range(-settings.warmup, settings.trials):
@@ -111,11 +109,8 @@ def trials(
 def compilation(step: Step, batch: Batch, device: torch.device) -> dict[str, float]:
     """Return the seconds that compiling the forward and backward pass of `step` takes; no weight is changed.
 
-    Returns
-    -------
-    dict
-        `cold_seconds` with an empty cache on disk, `warm_seconds` when a process finds what an earlier one left there;
-        of both the time of an ordinary pass is taken off.
+    `cold_seconds` is with an empty cache on disk, `warm_seconds` with what an earlier process left there; the time of
+    an ordinary pass is taken off.
     """
     from torch._inductor.utils import clear_caches, fresh_cache
 
@@ -141,12 +136,6 @@ def endless(loader: Loader, first_epoch: int) -> Generator[Batch]:
     """Yield batches epoch after epoch."""
     for epoch in itertools.count(first_epoch):
         yield from loader.epoch(epoch)
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait until the device has done all it was given."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def peak_memory(device: torch.device) -> int:

@@ -49,11 +49,6 @@ class MetricSum:
             self._sums[name] = self._sums[name] + total if name in self._sums else total
         self._count += len(next(iter(values.values())))
 
-    @property
-    def count(self) -> int:
-        """Samples added so far."""
-        return self._count
-
     def means(self, over_all: Callable[[torch.Tensor], torch.Tensor] = lambda sums: sums) -> dict[str, torch.Tensor]:
         """Return the mean over all samples of each value, on the host. This waits for the device.
 

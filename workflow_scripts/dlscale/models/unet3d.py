@@ -51,8 +51,6 @@ class UNet3D(nn.Module):
 
     Parameters
     ----------
-    in_channels, out_channels
-        Channels of input and output.
     widths
         Channels after each level down; the n levels halve the grid n times. The published six,
         64 to 512, with 4 channels in and 5 out have 116,977,029 parameters.

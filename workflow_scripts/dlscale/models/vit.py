@@ -22,7 +22,6 @@ class Attention(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x_BNE: torch.Tensor) -> torch.Tensor:
-        """Return [B, N, E]."""
         q_BANK, k_BANK, v_BANK = (
             layer(x_BNE).unflatten(-1, (self.heads, -1)).transpose(1, 2) for layer in (self.q, self.k, self.v)
         )
@@ -68,7 +67,6 @@ class Block(nn.Module):
         self.drop_path = DropPath(drop_path)
 
     def forward(self, x_BNE: torch.Tensor) -> torch.Tensor:
-        """Return [B, N, E]."""
         x_BNE = x_BNE + self.drop_path(self.attention(self.norm1(x_BNE)))
         return x_BNE + self.drop_path(self.mlp(self.norm2(x_BNE)))
 
@@ -77,18 +75,12 @@ class ViT(nn.Module):
     """Patches to tokens, transformer blocks, a linear head back to patches.
 
     With the published base (360 x 720, patch 8, 20 channels, embed_dim 384, depth 12) it has 23,832,960
-    parameters; with embed_dim 1024, 157,926,400.
+    parameters; with embed_dim 1024, 157,926,400. Input and output have `in_channels` and `out_channels`.
 
     Parameters
     ----------
-    image_size
-        (H, W) in points.
-    patch
-        (rows, columns) of a patch; divides image_size.
-    in_channels, out_channels
-        Channels of input and output.
-    embed_dim, depth, heads, mlp_ratio
-        Size of the transformer; embed_dim divides by heads.
+    image_size, patch
+        (H, W) in points, and (rows, columns) of a patch, which divide them; embed_dim divides by heads.
     dropout, attention_dropout
         Of projections and MLPs, and of attention weights; all off in evaluation.
     drop_path
@@ -97,11 +89,6 @@ class ViT(nn.Module):
         Add the input's first out_channels to the output: predict the change.
     checkpointing
         Keep only each block's input for the backward pass, and compute the block again there.
-
-    Attributes
-    ----------
-    attention_shape
-        Heads, tokens and head dimension.
     """
 
     def __init__(
@@ -127,7 +114,11 @@ class ViT(nn.Module):
         self.grid = (height // rows, width // columns)
         self.patch, self.out_channels, self.residual = patch, out_channels, residual
         self.checkpointing, self.attention_dropout = checkpointing, attention_dropout
-        self.attention_shape = (heads, self.grid[0] * self.grid[1], embed_dim // heads)
+        self.attention_shape = (
+            heads,
+            self.grid[0] * self.grid[1],
+            embed_dim // heads,
+        )  #: heads, tokens, head dimension
         self._random = bool(dropout or attention_dropout or drop_path)
         self.embedding = nn.Conv2d(in_channels, embed_dim, kernel_size=patch, stride=patch)
         self.position = nn.Parameter(torch.zeros(1, self.grid[0] * self.grid[1], embed_dim))

@@ -37,25 +37,13 @@ VARIABLES = (("RANK", "WORLD_SIZE", "LOCAL_RANK"), ("SLURM_PROCID", "SLURM_NTASK
 
 @dataclass(frozen=True)
 class World:
-    """The ranks of a run, one for each device.
-
-    Attributes
-    ----------
-    rank, size
-        This process's rank, and the number of ranks.
-    local_rank
-        This process's rank on its node.
-    device
-        What this process computes on.
-    control
-        Process group that exchanges values on the host; None: the default group does.
-    """
+    """The ranks of a run, one for each device, as one of them, this process, sees them."""
 
     rank: int = 0
     size: int = 1
-    local_rank: int = 0
-    device: torch.device = CPU
-    control: Any = None
+    local_rank: int = 0  #: rank on the node
+    device: torch.device = CPU  #: what this process computes on
+    control: Any = None  #: process group that exchanges values on the host; None: the default group does
 
     @property
     def main(self) -> bool:
@@ -100,14 +88,9 @@ class World:
 
 @contextlib.contextmanager
 def join(geometry: Geometry, device: str) -> Iterator[World]:
-    """Join the other ranks of the run, and leave them at the end.
+    """Join the other ranks of the run, as many as `geometry` asks for, and leave them at the end.
 
-    Parameters
-    ----------
-    geometry
-        What the run asks for: as many processes must have been started.
-    device
-        `cpu`, `cuda`, or `auto`: CUDA where there is one.
+    `device` is `cpu`, `cuda`, or `auto`: CUDA where there is one. What cannot be had is a `UserError`.
     """
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda: PyTorch sees no CUDA device here; use --device cpu or a machine with a GPU")
@@ -187,6 +170,12 @@ def first_host(nodes: str) -> str:
     if match is None:
         raise UserError(f"SLURM_STEP_NODELIST: {nodes!r} names no host; set MASTER_ADDR to the first node's name")
     return "".join(part or "" for part in match.groups())
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done all it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def describe_device(device: torch.device) -> Device:

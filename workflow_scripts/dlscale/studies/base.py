@@ -6,7 +6,7 @@ A study's module is read whenever a configuration is: it imports PyTorch and its
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from dlscale.core.records import LossInfo, Metric
@@ -26,6 +26,8 @@ SampleLoss = Callable[["torch.Tensor", "torch.Tensor"], "torch.Tensor"]
 class Metrics:
     """Validation metrics of a study on one dataset; these are none."""
 
+    channels: Sequence[str] = ()  #: of metrics that have a value for each channel
+
     @property
     def described(self) -> list[Metric]:
         """What each number is that `summarise` returns, in the order of tables."""
@@ -36,8 +38,12 @@ class Metrics:
         return {}
 
     def summarise(self, means: dict[str, torch.Tensor]) -> dict[str, float]:
-        """Turn the means over all samples into numbers by name."""
-        return {}
+        """Turn the means over all samples, scalars or [C], into numbers: `NAME`, or `NAME/CHANNEL` for each channel."""
+        numbers: dict[str, float] = {}
+        for name, mean in means.items():
+            names = [f"{name}/{channel}" for channel in self.channels] if mean.dim() else [name]
+            numbers.update(zip(names, mean.reshape(-1).tolist(), strict=True))
+        return numbers
 
 
 class Study(ABC):

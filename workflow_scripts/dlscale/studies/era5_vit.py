@@ -51,17 +51,7 @@ class ViTLoss(Strict):
 
 
 class Era5Metrics(Metrics):
-    """Latitude-weighted scores of each channel.
-
-    rmse
-        In physical units: the root of the mean over all samples and points.
-    rmse_normalised
-        The published form: of normalised fields, the root taken for each sample, then the mean over samples.
-    acc
-        Anomaly correlation against the training climatology, where there is one.
-    persistence_rmse, skill
-        The same error of answering the input itself, and 1 - rmse / persistence_rmse.
-    """
+    """Latitude-weighted scores of each channel; `acc` only where there is a climatology of the training data."""
 
     def __init__(self, manifest: Manifest, device: torch.device) -> None:
         import numpy as np
@@ -72,6 +62,7 @@ class Era5Metrics(Metrics):
 
         extra = Extra.of(manifest)
         self.info = info = manifest.fields["fields"]
+        self.channels = info.channels
         tensor: dict[str, Any] = {"dtype": torch.float32, "device": device}
         latitude = extra.latitude[: info.grid[0]] or [0.0] * info.grid[0]
         self.weights = latitude_weights(torch.tensor(latitude, **tensor))
@@ -85,38 +76,34 @@ class Era5Metrics(Metrics):
 
     @property
     def described(self) -> list[Metric]:
-        """See `Metrics`."""
-        kinds: list[tuple[str, str, str, bool]] = [
-            ("rmse", "RMSE", "root-mean-square error over all validation samples and points, in physical units", True),
-            (
-                "rmse_normalised",
+        kinds = {
+            "rmse": ("RMSE", "root-mean-square error over all validation samples and points, in physical units"),
+            "rmse_normalised": (
                 "RMSE, normalised",
                 "of standardised fields, averaged over samples: the published form",
-                False,
             ),
-            ("persistence_rmse", "RMSE of persistence", "of always answering the input itself", True),
-            ("skill", "skill", "1 - RMSE / RMSE of persistence; 1 is perfect", False),
-        ]
-        if self.climatology is not None:
-            meaning = "anomaly correlation coefficient against the training climatology; 1 is perfect"
-            kinds.append(("acc", "ACC", meaning, False))
+            "persistence_rmse": ("RMSE of persistence", "of always answering the input itself"),
+            "skill": ("skill", "1 - RMSE / RMSE of persistence; 1 is perfect"),
+            "acc": ("ACC", "anomaly correlation coefficient against the training climatology; 1 is perfect"),
+        }
+        if self.climatology is None:
+            del kinds["acc"]
         return [
             Metric(
                 name=f"{kind}/{name}",
                 title=title,
                 meaning=meaning,
-                unit=unit if physical else "1",
+                unit=unit if kind in ("rmse", "persistence_rmse") else "1",
                 better="higher" if kind in ("skill", "acc") else "lower",
                 naive=f"persistence_rmse/{name}" if kind == "rmse" else None,
                 answer="persistence" if kind == "rmse" else "",
                 derived=kind == "skill",
             )
-            for kind, title, meaning, physical in kinds
-            for name, unit in zip(self.info.channels, self.info.units, strict=True)
+            for kind, (title, meaning) in kinds.items()
+            for name, unit in zip(self.channels, self.info.units, strict=True)
         ]
 
     def per_sample(self, x: torch.Tensor, y: torch.Tensor, prediction: torch.Tensor) -> dict[str, torch.Tensor]:
-        """See `Metrics`."""
         from dlscale.models.metrics import anomaly_correlation, mean_square
 
         square = mean_square(prediction - y, self.weights)
@@ -130,21 +117,10 @@ class Era5Metrics(Metrics):
         return values
 
     def summarise(self, means: dict[str, torch.Tensor]) -> dict[str, float]:
-        """See `Metrics`."""
         rmse, persistence = (means[key].sqrt() * self.scale for key in ("square", "persistence"))
-        values = {
-            "rmse": rmse,
-            "rmse_normalised": means["root"],
-            "persistence_rmse": persistence,
-            "skill": 1 - rmse / persistence,
-        }
-        if "acc" in means:
-            values["acc"] = means["acc"]
-        return {
-            f"{key}/{name}": float(v)
-            for key, each in values.items()
-            for name, v in zip(self.info.channels, each, strict=True)
-        }
+        scores = {"rmse": rmse, "rmse_normalised": means["root"], "persistence_rmse": persistence}
+        scores["skill"] = 1 - rmse / persistence
+        return super().summarise(scores | {name: mean for name, mean in means.items() if name == "acc"})
 
 
 class Era5ViT(Study):
@@ -156,7 +132,6 @@ class Era5ViT(Study):
     supports = frozenset({"attention", "activation_checkpointing"})
 
     def check(self, run: Any) -> None:
-        """See `Study`."""
         drops = run.model.dropout or run.model.attention_dropout or run.model.drop_path
         if run.cuda_graph and run.activation_checkpointing and drops:
             raise ValueError(
@@ -165,7 +140,6 @@ class Era5ViT(Study):
             )
 
     def check_grid(self, run: Any, grid: tuple[int, ...]) -> None:
-        """See `Study`."""
         patch = run.model.patch_size
         if any(edge % size for edge, size in zip(grid, patch, strict=True)):
             raise ValueError(
@@ -174,41 +148,31 @@ class Era5ViT(Study):
             )
 
     def model(self, run: Any, manifest: Manifest) -> nn.Module:
-        """See `Study`."""
         from dlscale.models.vit import ViT
 
-        m, info = run.model, manifest.fields["fields"]
+        info = manifest.fields["fields"]
         height, width = info.grid
         channels = len(info.channels)
+        options = run.model.model_dump(exclude={"kind", "patch"})  # their names are the model's
         return ViT(
             (height, width),
-            m.patch_size,
+            run.model.patch_size,
             channels,
             channels,
-            embed_dim=m.embed_dim,
-            depth=m.depth,
-            heads=m.heads,
-            mlp_ratio=m.mlp_ratio,
-            dropout=m.dropout,
-            attention_dropout=m.attention_dropout,
-            drop_path=m.drop_path,
-            residual=m.residual,
+            **options,
             checkpointing=run.activation_checkpointing,
         )
 
     def loss(self, run: Any) -> SampleLoss:
-        """See `Study`."""
         from dlscale.models.losses import l1, relative_l2
 
         return relative_l2 if run.loss.kind == "relative_l2" else l1
 
     def loss_info(self, run: Any) -> LossInfo:
-        """See `Study`."""
         l1 = LossInfo(title="L1", unit="model units")
         return l1 if run.loss.kind == "l1" else LossInfo(title="relative L2", unit="no unit")
 
     def metrics(self, run: Any, manifest: Manifest, device: torch.device) -> Era5Metrics:
-        """See `Study`."""
         return Era5Metrics(manifest, device)
 
     def figure(self, run: Any, manifest: Manifest, x: Any, y: Any, prediction: Any) -> Figure:
@@ -225,12 +189,7 @@ class Era5ViT(Study):
         ][:4]
         steps = run.samples.dt
         lead = f"{steps * extra.step_hours:g} h" if extra.step_hours else f"{steps} stored steps"
-        extent = None
-        labels = ("column", "row")
-        if extra.latitude and extra.longitude:
-            extent = (extra.longitude[0], extra.longitude[-1], extra.latitude[-1], extra.latitude[0])
-            labels = ("longitude (degrees)", "latitude (degrees)")
-        figure = comparison(rows, ["input", "truth", "prediction"], labels, extent)
+        figure = comparison(rows, ["input", "truth", "prediction"], *extra.axes())
         figure.suptitle(f"first validation pair: {lead} ahead", fontsize=9)
         return figure
 

@@ -55,7 +55,6 @@ class MnistMetrics(Metrics):
 
     @property
     def described(self) -> list[Metric]:
-        """See `Metrics`."""
         naive = "accuracy_of_most_frequent"
         answer, better = "the most frequent digit", "higher"
         share = "share of validation images with the right answer"
@@ -65,11 +64,9 @@ class MnistMetrics(Metrics):
         ]
 
     def per_sample(self, x: torch.Tensor, y: torch.Tensor, prediction: torch.Tensor) -> dict[str, torch.Tensor]:
-        """See `Metrics`."""
         return {"right": (prediction.argmax(dim=1) == y).float(), "frequent": (y == self.frequent).float()}
 
     def summarise(self, means: dict[str, torch.Tensor]) -> dict[str, float]:
-        """See `Metrics`."""
         return {"accuracy": float(means["right"]), "accuracy_of_most_frequent": float(means["frequent"])}
 
 
@@ -81,7 +78,6 @@ class MnistCNNStudy(Study):
     operations = frozenset({"conv2d"})
 
     def model(self, run: Any, manifest: Manifest) -> nn.Module:
-        """See `Study`."""
         from dlscale.models.mnist_cnn import MnistCNN
 
         m, images = run.model, manifest.fields[run.samples.input]
@@ -89,17 +85,14 @@ class MnistCNNStudy(Study):
         return MnistCNN((rows, columns), len(images.channels), CLASSES, m.widths, m.hidden, m.dropouts, m.mean, m.std)
 
     def loss(self, run: Any) -> SampleLoss:
-        """See `Study`."""
         from dlscale.models.mnist_cnn import nll
 
         return nll
 
     def loss_info(self, run: Any) -> LossInfo:
-        """See `Study`."""
         return LossInfo(title="negative log-likelihood", unit="nats")
 
     def metrics(self, run: Any, manifest: Manifest, device: torch.device) -> MnistMetrics:
-        """See `Study`."""
         return MnistMetrics(manifest, run.samples.target)
 
     def figure(self, run: Any, manifest: Manifest, x: Any, y: Any, prediction: Any) -> Figure:

@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dlscale.core.errors import UserError
+from dlscale.parallel.world import synchronize
 
 BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -35,24 +36,24 @@ def attention_context(
 ) -> Context:
     """Return the context in which all attention runs on the kernel that `kind` (the run's `attention`) names.
 
-    Parameters
-    ----------
-    shape
-        Samples, heads, tokens, head dimension.
+    `shape` is that of queries: samples, heads, tokens, head dimension.
     """
     if kind == "default":
         return nullcontext
-    times = trial(shape, dropout, dtype, device) if kind == "auto" else {}
     if kind == "auto":
+        times = trial(shape, dropout, dtype, device)
         kind = min(times, key=times.__getitem__)
         shown = ", ".join(f"{name} {1e3 * seconds:.2f} ms" for name, seconds in sorted(times.items()))
         logging.info("attention %s for %s, %s: %s", kind, "x".join(map(str, shape)), dtype, shown)
-    elif not _works(kind, shape, dropout, dtype, device):
+        return partial(only, kind)
+    try:
+        _seconds(kind, shape, dropout, dtype, device)
+    except RuntimeError:
         usable = trial(shape, dropout, dtype, device, repeats=1)
         raise UserError(
             f"attention: {kind} cannot compute {dtype} with {shape[2]} tokens of {shape[3]} on {device.type}; "
             f"use default, auto or one of: {', '.join(usable)}"
-        )
+        ) from None
     return partial(only, kind)
 
 
@@ -75,7 +76,8 @@ def trial(
     for name in BACKENDS:
         if name == "math" and times and math.prod(shape[:3]) * shape[2] > MOST_SCORES:
             continue
-        if _works(name, shape, dropout, dtype, device):  # also warms up
+        with suppress(RuntimeError):  # there is no such kernel, or not the memory for it
+            _seconds(name, shape, dropout, dtype, device)  # warms up
             times[name] = min(_seconds(name, shape, dropout, dtype, device) for _ in range(repeats))
     if device.type == "cuda":  # the trial is not the run's memory
         torch.cuda.empty_cache()
@@ -83,22 +85,11 @@ def trial(
     return times
 
 
-def _works(name: str, shape: tuple[int, ...], dropout: float, dtype: torch.dtype, device: torch.device) -> bool:
-    try:
-        _seconds(name, shape, dropout, dtype, device)
-    except RuntimeError:  # there is no such kernel, or not the memory for it
-        return False
-    return True
-
-
 def _seconds(name: str, shape: tuple[int, ...], dropout: float, dtype: torch.dtype, device: torch.device) -> float:
     q, k, v = (torch.full(shape, 0.1, dtype=dtype, device=device, requires_grad=True) for _ in range(3))
-    cuda = device.type == "cuda"
-    with torch.random.fork_rng([device] if cuda else []), sdpa_kernel(BACKENDS[name]):
-        if cuda:
-            torch.cuda.synchronize(device)
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), sdpa_kernel(BACKENDS[name]):
+        synchronize(device)
         start = time.perf_counter()
         F.scaled_dot_product_attention(q, k, v, dropout_p=dropout).sum().backward()
-        if cuda:
-            torch.cuda.synchronize(device)
+        synchronize(device)
         return time.perf_counter() - start

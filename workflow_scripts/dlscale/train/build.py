@@ -34,14 +34,7 @@ from dlscale.train.step import Step
 def build_step(run: RunCore, make: Callable[[], nn.Module], loss: SampleLoss, world: World | None = None) -> Step:
     """Build the step of a run: every part of building has its place here, in a fixed order.
 
-    Parameters
-    ----------
-    make
-        Makes the model and draws its weights from torch's random state.
-    loss
-        Loss of each sample [B].
-    world
-        The ranks that train together; this process alone by default.
+    `make` makes the model and draws its weights from torch's random state; `loss` is that of each sample [B].
     """
     world = world or World()
     device = world.device
@@ -100,7 +93,6 @@ class Session:
     step: Step
 
     def share(self) -> Share:
-        """Return what this rank loads of each batch."""
         return Share(self.run.batch_size, self.world.data_rank, self.world.data_size)
 
     def loader(self, split: str) -> Loader:
@@ -113,7 +105,6 @@ class Session:
         return loader
 
     def samples(self, split: str) -> Samples:
-        """Return the samples of a split."""
         module = registry.part(self.study.dataset, "samples") or DEFAULTS["samples"]
         samples: Samples = registry.load(module).open_samples(self.manifest, split, self.run.samples, self.run.seed)
         return samples
@@ -127,13 +118,10 @@ class Session:
 def open_session(run: RunCore, manifest: str | Path, world: World, threads: int | None = None) -> Session:
     """Set up everything but the loaders.
 
-    Parameters
-    ----------
-    threads
-        CPU threads of a node; results on a CPU are bitwise repeatable for the same number.
+    `threads` are a node's, which its ranks share; results on a CPU are bitwise repeatable for the same number.
     """
     if threads:
-        torch.set_num_threads(max(1, threads // run.geometry.gpus_per_node))  # the ranks of a node share its threads
+        torch.set_num_threads(max(1, threads // run.geometry.gpus_per_node))
     data = Manifest.read(manifest)
     data.check_files()
     study: Study = registry.study(run.study)

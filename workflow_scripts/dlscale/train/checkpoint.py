@@ -23,25 +23,13 @@ State = dict[str, Any]
 
 
 class CheckpointRecord(Record):
-    """`checkpoint.json`: how far a training was.
+    """`checkpoint.json`: how far a training was."""
 
-    Attributes
-    ----------
-    step
-        Optimiser steps that are done.
-    history
-        The epochs that are done.
-    loss_sums, seconds
-        Of the epoch under way: sum of the samples' losses on each rank, time spent on its steps in all tries.
-    made_with
-        The run's `geometry` and `loader`, which decide times and no weight.
-    """
-
-    step: int = 0
-    history: list[Epoch] = []
-    loss_sums: list[Number] = [0.0]
-    seconds: float = 0.0
-    made_with: dict[str, Any] = {}
+    step: int = 0  #: optimiser steps that are done
+    history: list[Epoch] = []  #: the epochs that are done
+    loss_sums: list[Number] = [0.0]  #: of the epoch under way: sum of the samples' losses on each rank
+    seconds: float = 0.0  #: time spent on its steps in all tries
+    made_with: dict[str, Any] = {}  #: the run's `geometry` and `loader`, which decide times and no weight
 
     def loss_sum(self, rank: int, ranks: int) -> float:
         """Return the sum with which a rank goes on; with another number of ranks the first has the sum of all."""
@@ -51,15 +39,7 @@ class CheckpointRecord(Record):
 
 
 class Checkpoints:
-    """The checkpoints of one run.
-
-    Parameters
-    ----------
-    folder
-        Where they are: `step-NNNNNNNN/`, each with `checkpoint.json` and `state.pt`.
-    keep
-        How many of the newest to keep.
-    """
+    """The `keep` newest checkpoints of one run: `step-NNNNNNNN/` in `folder`, with `checkpoint.json` and `state.pt`."""
 
     def __init__(self, folder: Path, keep: int) -> None:
         self.folder, self.keep = folder, keep
@@ -77,7 +57,6 @@ class Checkpoints:
                 former.rename(path)
 
     def clear(self) -> None:
-        """Remove all checkpoints."""
         for step in self.steps():
             shutil.rmtree(self._path(step), ignore_errors=True)
 

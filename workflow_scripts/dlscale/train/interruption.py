@@ -36,12 +36,7 @@ class Interruption:
     """A context in which signals are received as requests, on which all ranks agree.
 
     A signal reaches the ranks one by one, at different steps, or only one of them. All must save at the same step, so
-    they exchange their requests about once a second, on the host: no device waits.
-
-    Parameters
-    ----------
-    seconds
-        Time between two agreements, about.
+    they exchange their requests about every `seconds`, on the host: no device waits.
     """
 
     def __init__(self, world: World, seconds: float = 1.0) -> None:

@@ -16,15 +16,7 @@ if TYPE_CHECKING:
 
 
 class RunLogs:
-    """The logs in a run's folder. They begin with the epochs that are done; older ones are removed.
-
-    Parameters
-    ----------
-    out
-        The run's folder.
-    history
-        The epochs of an earlier try: they keep their times.
-    """
+    """The logs in a run's folder `out`. They begin with the epochs of an earlier try; older logs are removed."""
 
     def __init__(self, out: Path, history: list[Epoch]) -> None:
         self._metrics, folder = out / "metrics.jsonl", out / "tensorboard"
@@ -40,7 +32,6 @@ class RunLogs:
         self._board.flush()
 
     def add(self, record: Epoch) -> None:
-        """Add an epoch."""
         with self._metrics.open("a", encoding="utf-8") as file:
             file.write(record.text() + "\n")
         self._scalars(record)

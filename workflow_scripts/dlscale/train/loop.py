@@ -18,17 +18,11 @@ def _nothing(*told: Any) -> None:
 class Hook:
     """Something that happens at every step of a loop.
 
-    Attributes
-    ----------
-    before_step
-        Called with the step's number; its batch is not loaded yet.
-    after_step
-        Called with number, batch and what the step returned. The batch's memory is reused later; to read a number from
-        the device makes the host wait.
+    A batch's memory is reused after the step; to read a number from the device makes the host wait.
     """
 
-    before_step: Callable[[int], None] = _nothing
-    after_step: Callable[[int, Batch, Any], None] = _nothing
+    before_step: Callable[[int], None] = _nothing  #: called with the step's number; its batch is not loaded yet
+    after_step: Callable[[int, Batch, Any], None] = _nothing  #: called with number, batch and what the step returned
 
 
 def run_steps(

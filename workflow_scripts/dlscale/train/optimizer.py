@@ -22,10 +22,7 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Return the optimiser; its learning rate is set at every step by `set_learning_rate`.
 
-    Parameters
-    ----------
-    capture
-        Device on which a CUDA graph will record the update: learning rate and step counters must live there.
+    `capture` is the device on which a CUDA graph will record the update: learning rate and step counters live there.
     """
     options = settings.model_dump(exclude={"kind", "lr", "fused"})  # their names are PyTorch's
     options["lr"] = settings.lr if capture is None else torch.tensor(settings.lr, device=capture)

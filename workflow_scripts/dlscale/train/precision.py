@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -58,16 +57,9 @@ def grad_scaler(precision: str, device: torch.device) -> torch.amp.GradScaler:
 
 
 class Weights:
-    """A model's weights, converted to the format of `precision`, and what an optimiser updates for them.
+    """A model's weights, converted to the format of `precision`, and what an optimiser updates for them (`updated`).
 
-    Attributes
-    ----------
-    model
-        The model itself.
-    parameters
-        The model's parameters.
-    updated
-        What the optimiser updates: the same, or with master weights float32 copies of those in 16 bits.
+    That is the parameters themselves, or with master weights float32 copies of those in 16 bits.
     """
 
     def __init__(self, model: nn.Module, precision: str) -> None:
@@ -117,16 +109,8 @@ def _convert(model: nn.Module, dtype: torch.dtype, keep_norms: bool) -> None:
     """Convert a model in place; `keep_norms` leaves normalisation layers in float32, input and output converted."""
     for module in model.modules():
         if keep_norms and isinstance(module, nn.LayerNorm | nn.GroupNorm | _BatchNorm):
-            module.register_forward_pre_hook(_input_to_float)
-            module.register_forward_hook(partial(_output_to, dtype))
+            module.register_forward_pre_hook(lambda module, inputs: tuple(x.float() for x in inputs))
+            module.register_forward_hook(lambda module, inputs, output: output.to(dtype))
         else:
             for value in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
                 value.data = value.data.to(dtype) if value.is_floating_point() else value.data
-
-
-def _input_to_float(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    return tuple(x.float() for x in inputs)
-
-
-def _output_to(dtype: torch.dtype, module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
-    return output.to(dtype)

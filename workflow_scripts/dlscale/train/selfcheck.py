@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 from torch.nn import functional as F
@@ -17,21 +18,17 @@ from dlscale.train.attention import Context
 #: Greatest error of an element over the root mean square of all: some 13 (bf16) and 20 (fp16) roundings.
 TOLERANCE = {torch.bfloat16: 0.05, torch.float16: 0.01}
 
-Operation = Callable[..., torch.Tensor]
-
-
 #: Name: the function's name in `torch.nn.functional`, shapes of its inputs, and its arguments.
 CHECKS: dict[str, tuple[str, list[tuple[int, ...]], dict[str, int]]] = {
     "2-D convolution": ("conv2d", [(2, 8, 16, 16), (16, 8, 4, 4)], {"stride": 4}),
     "3-D convolution": ("conv3d", [(2, 8, 8, 8, 8), (16, 8, 4, 4, 4)], {"stride": 2, "padding": 1}),
     "transposed 3-D convolution": (
         "conv_transpose3d",
-        [(2, 8, 4, 4, 4), (8, 16, 4, 4, 4)],
+        [(2, 8, *[4] * 3), (8, 16, *[4] * 3)],
         {"stride": 2, "padding": 1},
     ),
     "attention": ("scaled_dot_product_attention", [(2, 2, 64, 32)] * 3, {}),
 }
-
 
 LAYOUT = {4: torch.channels_last, 5: torch.channels_last_3d}
 
@@ -45,12 +42,8 @@ def check_operations(
 ) -> None:
     """Raise a `UserError` where a forward or backward pass in `dtype` differs from float32 by more than rounding.
 
-    Parameters
-    ----------
-    channels_last
-        Check the convolutions of that order in memory: they are other kernels.
-    attention, head_dim
-        The context that chooses the run's kernel of attention, and the head dimension of its model.
+    `channels_last` checks convolutions of that order in memory, which are other kernels; `attention` and `head_dim` are
+    the context that chooses the run's kernel of attention, and the head dimension of its model.
     """
     generator = torch.Generator().manual_seed(0)
     for name, (function, shapes, arguments) in CHECKS.items():
@@ -58,13 +51,13 @@ def check_operations(
         if name == "attention":
             shapes = [(*shape[:-1], head_dim) for shape in shapes]
         inputs = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
-        operation = getattr(F, function)
+        operation = partial(getattr(F, function), **arguments)
         own = [x.to(device) for x in inputs]
         if channels_last and "convolution" in name:
             own = [x.contiguous(memory_format=LAYOUT[x.dim()]) for x in own]
         with attention():
-            values = _passes(operation, own, arguments)
-        truth = _passes(operation, [x.float() for x in inputs], arguments)
+            values = _passes(operation, own)
+        truth = _passes(operation, [x.float() for x in inputs])
         for what, a, b in zip(("forward", *["backward"] * len(inputs)), values, truth, strict=True):
             error = float((a.cpu().float() - b).abs().max() / b.square().mean().sqrt())
             if not error <= TOLERANCE[dtype]:  # so that NaN is an error, too
@@ -76,9 +69,9 @@ def check_operations(
                 )
 
 
-def _passes(operation: Operation, inputs: list[torch.Tensor], arguments: dict[str, int]) -> list[torch.Tensor]:
+def _passes(operation: Callable[..., torch.Tensor], inputs: list[torch.Tensor]) -> list[torch.Tensor]:
     """Return the result, then the gradients of all inputs."""
     inputs = [x.detach().requires_grad_() for x in inputs]
-    result = operation(*inputs, **arguments)
+    result = operation(*inputs)
     incoming = (torch.arange(result.numel()) % 7 - 3).reshape(result.shape).to(result)  # exact in all formats
     return [result.detach(), *torch.autograd.grad(result, inputs, incoming)]

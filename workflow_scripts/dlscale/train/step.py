@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -36,16 +36,12 @@ class Step:
     ----------
     run
         Its precision and accumulation steps are read here; the other settings are in the parts below.
-    weights
-        The model's parameters, in the format of the run's precision, and what the optimiser updates for them.
     network
         The model, or what wraps it for several ranks.
     loss
         Loss of each sample [B] from predictions and targets [B, ...].
     layout
         Order in memory of the model's inputs.
-    attention
-        Context that chooses the kernel of attention.
     """
 
     def __init__(
@@ -76,16 +72,12 @@ class Step:
         self._train = Graphed(self._train_eagerly, CudaBackend(self.device))
 
     def set_learning_rate(self, rate: float) -> None:
-        """Set the rate of the next update."""
         set_learning_rate(self.optimizer, rate)
 
     def __call__(self, x: torch.Tensor, y: torch.Tensor, weight: float = 1.0) -> torch.Tensor:
         """Train on one batch and return its loss, a scalar on the device, detached.
 
-        Parameters
-        ----------
-        weight
-            Weight of this rank's mean loss among those of all ranks: its samples over the mean of all ranks' samples.
+        `weight` is that of this rank's loss among those of all ranks: its samples over the mean of all ranks' samples.
         """
         return self._train(x, y) if weight == 1.0 else self._train_eagerly(x, y, weight)
 
@@ -117,10 +109,8 @@ class Step:
     ) -> torch.Tensor:
         """Add the gradients of `share` times `weight` times the loss; return `share` times the loss."""
         network = self._network
-        apart: AbstractContextManager[object] = nullcontext()
-        if not last and isinstance(network, DistributedDataParallel):
-            apart = network.no_sync()
-        with self.attention(), apart:
+        alone = network.no_sync() if isinstance(network, DistributedDataParallel) and not last else nullcontext()
+        with self.attention(), alone:
             # Of a small last batch a rank may have no sample: the others wait for its gradients all the same.
             loss = self._loss_of(x, y) if len(x) else 0.0 * self._eager_predict(x, network).sum()
             if share != 1.0:

@@ -31,10 +31,7 @@ NOT_FINGERPRINTED: Any = {"training": {"checkpoint_epochs", "keep_checkpoints"},
 
 
 def main(args: argparse.Namespace) -> None:
-    """Train the run in `args.config` on the data of `args.manifest` and fill the run's folder `args.out`.
-
-    Of several ranks the first one writes; the others only train.
-    """
+    """Train the run in `args.config` on the data of `args.manifest`; the first rank fills the folder `args.out`."""
     run = load_run(args.config, "train")
     with join(run.geometry, args.device) as world, contextlib.ExitStack() as stack:
         session = open_session(run, args.manifest, world, args.threads)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,27 +29,7 @@ from dlscale.train.step import Step
 class Trainer:
     """Trains, validates after every epoch, and saves checkpoints: at the ends of epochs, and when a signal asks for it.
 
-    Every rank does the same; the first one saves.
-
-    Parameters
-    ----------
-    run
-        The settings that the train stage sees.
-    share
-        What this rank loads of each batch.
-    loaders
-        Of training and of validation samples.
-    metrics
-        Of validation.
-
-    Attributes
-    ----------
-    total_steps, epochs
-        Of the whole training; the last epoch may be cut short.
-    history
-        The epochs that are done.
-    resumed_from
-        Step of the checkpoint from which this process went on; None if it began anew.
+    Every rank does the same; the first one saves. `loaders` are those of training and of validation samples.
     """
 
     def __init__(
@@ -64,14 +45,16 @@ class Trainer:
         self.run, self.step, self.share, self.metrics, self.world = run, step, share, metrics, world
         self.checkpoints, (self.train_loader, self.valid_loader) = checkpoints, loaders
         self.total_steps = run.training.steps or len(self.train_loader) * (run.training.epochs or 0)
-        self.epochs = -(-self.total_steps // len(self.train_loader))
-        self.history: list[Epoch] = []
-        self.resumed_from: int | None = None
+        self.epochs = -(-self.total_steps // len(self.train_loader))  #: the last one may be cut short
+        self.history: list[Epoch] = []  #: the epochs that are done
+        self.resumed_from: int | None = None  #: step of the checkpoint from which this process went on
         self._resumed = CheckpointRecord()
         self._made_with = run.model_dump(mode="json", include={"geometry", "loader"})
 
     def fit(self, on_epoch: Callable[[Epoch], None] = lambda record: None) -> list[Epoch]:
         """Train to the end; return the records of all epochs, each of which `on_epoch` is told as it comes."""
+        described = sorted(self.metrics.described, key=lambda metric: not metric.naive)
+        headline = described[0].name if described else ""  # the first with a naive answer, or else the first
         with Interruption(self.world) as interruption, Progress("training", self.total_steps, "steps") as progress:
             hooks = [
                 Hook(before_step=lambda number: self.step.set_learning_rate(self.rate(number))),
@@ -79,11 +62,11 @@ class Trainer:
             ]
             for epoch in range(len(self.history), self.epochs):
                 record = self._epoch(epoch, interruption, hooks)
-                skill = [f", {name} {value:.4g}" for name, value in record.metrics.items() if "skill" in name]
+                shown = f", {headline} {record.metrics[headline]:.4g}" if headline else ""
                 logging.info(
                     f"epoch {record.epoch} of {self.epochs}: {record.epoch_seconds:.1f} s, "
                     f"{record.samples_per_second:.2f} samples/s, train loss {record.train_loss:.6f}, valid loss "
-                    f"{record.valid_loss:.6f} ({record.valid_seconds:.1f} s){''.join(skill)}"
+                    f"{record.valid_loss:.6f} ({record.valid_seconds:.1f} s){shown}"
                 )
                 on_epoch(record)
                 self.history.append(record)
@@ -100,8 +83,10 @@ class Trainer:
         sums = _EpochSums(before, done + first, self.world, self.step.device)
         requests = Hook(before_step=lambda number: self._obey(interruption.poll(), sums))
         batches = self.train_loader.epoch(epoch, first)
+        weight = functools.partial(self.share.weight, samples=self.train_loader.samples)  # of this rank's loss
+        weighted = ((x, y, weight(number)) for number, (x, y) in enumerate(batches, first))
         numbers = range(done + first, done + steps)
-        run_steps(self.step, self._weighted(batches, first), numbers, [requests, *hooks, Hook(after_step=sums.add)])
+        run_steps(self.step, weighted, numbers, [requests, *hooks, Hook(after_step=sums.add)])
         requests.before_step(done + steps)
         train_loss = sums.total() / samples  # waits, so the time below is that of finished work
         seconds, wall_time = sums.seconds, time.time()
@@ -123,11 +108,6 @@ class Trainer:
             wall_time=wall_time,
             metrics=metrics,
         )
-
-    def _weighted(self, batches: Iterator[Batch], first: int) -> Iterator[Batch]:
-        """Yield batches with the weight of this rank's loss, from step `first` of an epoch."""
-        for number, (x, y) in enumerate(batches, first):
-            yield x, y, self.share.weight(number, self.train_loader.samples)
 
     def rate(self, number: int) -> float:
         """Return the learning rate of step `number`."""
@@ -186,7 +166,6 @@ class Trainer:
             raise Stopped(f"asked to end; saved after step {sums.step} of {self.total_steps}; run it again")
 
     def _save(self, step: int, **partial: Any) -> None:
-        """Save a checkpoint."""
         cuda = torch.cuda.get_rng_state(self.step.device) if self.step.device.type == "cuda" else None
         rng = {"rng": self.world.gather(torch.get_rng_state()), "cuda_rng": self.world.gather(cuda)}
         if self.world.main:
@@ -204,7 +183,6 @@ class _EpochSums:
         self._start = time.perf_counter() - before.seconds
 
     def add(self, number: int, batch: Batch, loss: torch.Tensor) -> None:
-        """Add a step."""
         self._loss_sum += loss * len(batch[0])  # stays on the device: no step waits
         self.step = number + 1
 

@@ -14,6 +14,13 @@ class Extra(Record):
     step_hours: float | None = None  # between stored states
     climatology: str | None = None  # path of the mean over training times [1, C, H, W], relative to the manifest
 
+    def axes(self) -> tuple[tuple[str, str], tuple[float, float, float, float] | None]:
+        """Return the labels of a map's axes and its (left, right, bottom, top), degrees; cells where there are none."""
+        if not (self.latitude and self.longitude):
+            return ("column", "row"), None
+        extent = (self.longitude[0], self.longitude[-1], self.latitude[-1], self.latitude[0])
+        return ("longitude (degrees)", "latitude (degrees)"), extent
+
     @classmethod
     def of(cls, manifest: Manifest) -> Extra:
         """Read the extra part of a manifest."""

@@ -15,5 +15,4 @@ def preview(manifest: Manifest) -> Iterator[Panel]:
     info, extra = manifest.fields["fields"], Extra.of(manifest)
     reader = Reader(manifest.path(manifest.files("train")[0]), "fields")
     state = reader[0:1, :, : info.grid[0], : info.grid[1]][0]
-    extent = (extra.longitude[0], extra.longitude[-1], extra.latitude[-1], extra.latitude[0])
-    yield from channel_panels(info, state, ("longitude (degrees)", "latitude (degrees)"), extent)
+    yield from channel_panels(info, state, *extra.axes())
