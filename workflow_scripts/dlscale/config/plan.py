@@ -10,7 +10,7 @@ from dlscale.config.run import Run, components
 from dlscale.core import registry
 from dlscale.core.machine import NEEDS
 from dlscale.core.schema import Name, Strict, partial
-from dlscale.core.stages import RUN_STAGES
+from dlscale.core.stages import RUN_STAGES, STAGES
 
 if TYPE_CHECKING:
     Measurement: TypeAlias = str
@@ -33,7 +33,11 @@ class Plan(Strict):
     title: str | None = Field(None, description="What the report calls the plan; its name if absent.")
     from_: str | None = Field(None, alias="from", description="Start from the settings of this run, written plan.run.")
     settings: Any = Field({}, description="Settings common to all runs of the plan.")
-    measure: list[Measurement] = Field(list(RUN_STAGES), min_length=1, description="Stages that each run goes through.")
+    measure: list[Measurement] = Field(
+        [name for name in RUN_STAGES if STAGES[name].usual],
+        min_length=1,
+        description="Stages that each run goes through.",
+    )
     runs: dict[Name, Any] = Field(
         min_length=1, description="Settings by run, in order; `{use: plan.run}` names a run that another plan has."
     )

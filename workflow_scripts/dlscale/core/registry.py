@@ -145,14 +145,15 @@ def study(name: str) -> Any:
 
 
 @functools.cache
-def _shipped_kinds() -> dict[str, str]:
+def shipped_kinds() -> dict[str, str]:
+    """Return the folder of each kind of dataset of this package, as a package's name; nothing is imported."""
     names = sorted(file.parent.name for file in (PACKAGE / "datasets").glob("*/kind.py"))
     return {name: f"dlscale.datasets.{name}" for name in names}
 
 
 def kinds() -> dict[str, str]:
     """Return the module of each kind of dataset: a folder of this package, or a study's module from outside."""
-    modules = dict(_shipped_kinds())
+    modules = dict(shipped_kinds())
     for outside in (study for study in studies().values() if study.outside):
         for kind in getattr(load(outside.module), "KINDS", []):
             modules.setdefault(kind.name, outside.module)
@@ -161,11 +162,10 @@ def kinds() -> dict[str, str]:
 
 def kind(name: str) -> Any:
     """Return a kind of dataset: the object `KIND` of a folder's `kind.py`, or one of an outside module's `KINDS`."""
-    known = kinds()
-    if name not in known:
+    if name in shipped_kinds():
+        return load(f"{shipped_kinds()[name]}.kind").KIND
+    if name not in (known := kinds()):
         raise UserError(unknown("kind of dataset", name, known))
-    if name in _shipped_kinds():
-        return load(f"{known[name]}.kind").KIND
     return next(kind for kind in load(known[name]).KINDS if kind.name == name)
 
 
@@ -187,10 +187,10 @@ def part(name: str, role: str) -> str | None:
         `source`, `samples`, `describe`, `preview`, or what the kind calls a module that acquires. Of a folder it is the
         module of that name; a single module from outside has all of its roles in itself, as functions.
     """
-    base = kinds()[name]
-    if name not in _shipped_kinds():
+    if name not in shipped_kinds():
+        base = kinds()[name]
         return base if any(hasattr(load(base), function) for function in ROLES.get(role, ("acquire",))) else None
-    return f"{base}.{role}" if (PACKAGE / "datasets" / name / f"{role}.py").is_file() else None
+    return f"{shipped_kinds()[name]}.{role}" if (PACKAGE / "datasets" / name / f"{role}.py").is_file() else None
 
 
 def loader(kind: str) -> str:

@@ -63,6 +63,7 @@ class Stage:
     #: Of a run: the keys that the stage sees beside the common ones. What it cannot see cannot make it run again.
     settings: tuple[str, ...] = ()
     outputs: tuple[str, ...] = ()  #: Of a run: files in its folder; the first one shows that the stage is done.
+    usual: bool = False  #: Of a run: whether plans go through the stage unless they say what they measure.
     nodes: Nodes = "here"
     #: Of a run: samples that it computes, in units of one training sample, from the samples of train and valid.
     work: Callable[[Any, int | None, int | None], float | None] | None = None
@@ -156,6 +157,7 @@ STAGES: dict[str, Stage] = {
         ),
         settings=("training", "schedule"),
         outputs=("metrics.jsonl", "provenance.json", "prediction.png"),
+        usual=True,
         nodes="geometry",
         work=training_work,
         minutes=720,
@@ -168,6 +170,7 @@ STAGES: dict[str, Stage] = {
         (path("--out", "JSON file to write"),),
         settings=("throughput",),
         outputs=("throughput.json",),
+        usual=True,
         nodes="geometry",
         work=throughput_work,
     ),
