@@ -11,8 +11,8 @@ from dlscale.core.errors import UserError
 from dlscale.data import store
 from dlscale.data.kind import Part
 from dlscale.data.source import Source
-from dlscale.data.store import Field
-from dlscale.datasets.cosmo.channels import CHANNELS, open_volumes, read_planes
+from dlscale.data.store import Field, Reader
+from dlscale.datasets.cosmo.channels import CHANNELS, open_volumes
 from dlscale.datasets.cosmo.kind import CosmoDataset, gap
 
 
@@ -21,10 +21,12 @@ class CosmoSource(Source):
 
     def __init__(self, dataset: CosmoDataset, part: Part, paths: list[Path]) -> None:
         [path] = paths
-        self._path, self._file = path, store.open_file(path)
-        self._volumes = open_volumes(self._file)
-        self._factor = dataset.downsample
-        edge = self._volumes["Nbody"].shape[1:]
+        self._path, self._factor = path, dataset.downsample
+        with store.open_file(path) as file:
+            edge = open_volumes(file)["Nbody"].shape[1:]
+            said = {k: v.item() if hasattr(v, "item") and np.ndim(v) == 0 else str(v) for k, v in file.attrs.items()}
+        self.attributes = {"raw_file": path.name, **said}
+        self._readers = {name: Reader(path, name) for name in CHANNELS}
         depth, height, width = (size // self._factor for size in edge)
         if min(depth, height, width) < 1:
             raise UserError(f"{path}: downsample {self._factor} is larger than the volume {edge}; choose a smaller one")
@@ -48,15 +50,13 @@ class CosmoSource(Source):
         raw_row = 4 * 9 * self._factor * edge[1] * edge[2]
         # The raw slab, its averages axis by axis (half at most, then less), a finite-check mask, the result.
         self.bytes_per_row = int(raw_row * (2.0 if self._factor > 1 else 1.25)) + 4 * 9 * height * width * 2
-        plain = {k: v.item() if hasattr(v, "item") and np.ndim(v) == 0 else str(v) for k, v in self._file.attrs.items()}
-        self.attributes = {"raw_file": path.name, **plain}
 
     def read(self, start: int, stop: int) -> dict[str, np.ndarray]:
         """Return rows [start, stop) of both fields, block-averaged, then transformed to model units."""
         slabs = {}
         for field in self.fields:
             rows = slice((self._first + start) * self._factor, (self._first + stop) * self._factor)
-            values = read_planes(self._volumes[field.name], rows, self._path)
+            values = self._readers[field.name][:, rows, :, :]
             # The check comes before the logarithm, which would turn a NaN into the range's lower end.
             store.check_finite(values, field, str(self._path), rows.start)
             values = store.block_average(values, self._factor, (1, 2, 3))
@@ -64,9 +64,6 @@ class CosmoSource(Source):
                 [transform.forward(channel) for transform, channel in zip(field.transforms, values, strict=True)]
             )
         return slabs
-
-    def close(self) -> None:
-        self._file.close()
 
 
 open_source = CosmoSource
