@@ -33,13 +33,10 @@ def on_device(stored: torch.Tensor, plan: DecodePlan, extent: tuple[int, int, in
     integer = torch.int32 if stored.numel() < 2**31 else torch.int64
     base, step, channel = (moved(values).to(integer) for values in (plan.base, plan.step, plan.channel))
     shift, factor, offset = (moved(values)[:, :, None] for values in (plan.shift, plan.factor, plan.offset))
-    position = base[:, None, None, None]
+    position = base[:, None]  # of each cell in `stored`, [B, cells], axis by axis
     for axis, size in enumerate(extent):
-        shape = [1, 1, 1, 1]
-        shape[1 + axis] = size
-        cells = torch.arange(size, dtype=integer, device=device).reshape(shape)
-        position = position + cells * step[:, axis, None, None, None]
-    position = position.flatten(1)
+        cells = torch.arange(size, dtype=integer, device=device) * step[:, axis, None]
+        position = (position[:, :, None] + cells[:, None]).flatten(1)
     count, channels = plan.channel.shape
     out = torch.empty(count, channels, position.shape[1], device=device)
     for c in range(channels):

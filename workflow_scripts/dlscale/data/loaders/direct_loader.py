@@ -149,11 +149,8 @@ def becomes_resident(setting: str, fields: list[StoredField], device: torch.devi
     free, _ = torch.cuda.mem_get_info(device)
     fits = needed <= RESIDENT_SHARE * free
     logging.info(
-        "data of %.1f GB %s on the device (%.1f GB are free, at most %.0f %% for data)",
-        needed / 1e9,
-        "is held" if fits else "is not held",
-        free / 1e9,
-        100 * RESIDENT_SHARE,
+        f"data of {needed / 1e9:.1f} GB is {'' if fits else 'not '}held on the device "
+        f"({free / 1e9:.1f} GB are free, at most {100 * RESIDENT_SHARE:.0f} % for data)"
     )
     return fits
 

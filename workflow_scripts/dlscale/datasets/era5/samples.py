@@ -45,6 +45,4 @@ class Pairs(GridSamples):
         return BoxIndex(file, x, y, zero)
 
 
-def open_samples(manifest: Manifest, split: str, settings: PairSamples, seed: int) -> Pairs:
-    """Return the samples of a split."""
-    return Pairs(manifest, split, settings, seed)
+open_samples = Pairs
