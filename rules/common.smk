@@ -205,12 +205,12 @@ def plan_settings(name):
         "plan": name,
         "title": plan.title or name,
         "study": plan.study,
-        "study_title": study.get("title"),
+        "study_title": study.title,
         "kind": plan.kind,
         "measure": plan.measure,
         "runs": runs,
         "left_out": CONFIG.left_out[name],
-        "published": study.get("published") or [],
+        "published": [figure.model_dump(exclude_unset=True) for figure in study.published],
     }
 
 

@@ -1,18 +1,17 @@
 # Where and how the stages' commands run: the site's engine and starter, and what a job asks of its scheduler.
 try:
-    CHOICE = launcher.resolve(CONFIG.workflow.site)
-    if CHOICE.site.engine != "none" and not CHOICE.site.image:
-        raise UserError(f"site.image: engine {CHOICE.site.engine} needs an image; name one, or set site.engine to none")
+    SITE, REASONS = launcher.resolve(CONFIG.workflow.site)
+    if SITE.engine != "none" and not SITE.image:
+        raise UserError(f"site.image: engine {SITE.engine} needs an image; name one, or set site.engine to none")
     # Before Snakemake asks for their resources, of which a mistake would be a traceback.
-    for resolved in [run for plan in ASKED_PLANS for run in CONFIG.plans[plan].values() if CHOICE.site.scheduler]:
-        slurm.check(CHOICE.site.scheduler, resolved.run.geometry, f"plans.{resolved.plan}.runs.{resolved.name}.")
+    for resolved in [run for plan in ASKED_PLANS for run in CONFIG.plans[plan].values() if SITE.scheduler]:
+        slurm.check(SITE.scheduler, resolved.run.geometry, f"plans.{resolved.plan}.runs.{resolved.name}.")
 except UserError as error:
     print(error, file=sys.stderr)
     sys.exit(2)
-SITE = CHOICE.site
 IMAGE = image.inherited(SITE.engine, SITE.image or "", first=workflow.is_main_process)
 if workflow.is_main_process:
-    for reason in CHOICE.reasons:
+    for reason in REASONS:
         print(reason, file=sys.stderr)
 
 

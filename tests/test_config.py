@@ -264,7 +264,7 @@ def test_numbers_as_yaml_and_the_command_line_give_them(tmp_path: Path) -> None:
 
 def test_later_layers_win_and_the_rest_stays() -> None:
     """Shipped, then the study's, the plan's, the run's: each of four keys is last set in another layer."""
-    shipped = config.study_files()["cosmo_unet"]["settings"]
+    shipped = config.study_files()["cosmo_unet"].settings
     found = load(
         studies={"cosmo_unet": {"optimizer": {"lr": 1.0, "eps": 1.0, "weight_decay": 1.0}}},
         **plan({"optimizer": {"lr": 0.1, "eps": 2.0}}, runs={"a": {"optimizer": {"lr": 3.0}}, "b": {}}),
@@ -440,8 +440,8 @@ def test_the_schema_accepts_what_is_valid(capsys: pytest.CaptureFixture[str]) ->
     assert complaints(yaml.safe_load((ROOT / "config.yaml").read_text())) == []
     assert complaints(SOUND) == []
     for study in config.study_files().values():
-        shipped = {key: study[key] for key in ("datasets", "plans")}
-        assert complaints({"targets": list(study["plans"]), **shipped}) == []
+        shipped = {key: getattr(study, key) for key in ("datasets", "plans")}
+        assert complaints({"targets": list(study.plans), **shipped}) == []
     changed = {
         "targets": ["sound", "cosmo_published"],
         "datasets": {"cosmo_published": {"memory_mb": 99, "source": {"train": ["a.h5"]}}},
@@ -595,12 +595,12 @@ def test_the_published_vit_plans() -> None:
 def test_every_shipped_plan_resolves_and_its_figures_name_its_runs() -> None:
     found, demo = load(), yaml.safe_load((ROOT / "config.yaml").read_text())
     for study in config.study_files().values():
-        for name, plan_ in study["plans"].items():
+        for name, plan_ in study.plans.items():
             assert list(found.plans[name]) == list(plan_["runs"])
-        for figure in study.get("published", []):
-            for name in figure.get("runs", []):
+        for figure in study.published:
+            for name in figure.runs:
                 plan_name, _, run = name.partition(".")
-                assert run in (study["plans"] | demo["plans"])[plan_name]["runs"], figure
+                assert run in (study.plans | demo["plans"])[plan_name]["runs"], figure
 
 
 def test_the_committed_schema_is_the_configurations() -> None:

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from dlscale.core.errors import UserError
-from dlscale.datasets.cosmo import dynamics, simulator
-from dlscale.datasets.cosmo.dynamics import Physics
+from dlscale.datasets.cosmo import simulator
+from dlscale.datasets.cosmo.simulator import Physics
 
 
 def rng(seed: int = 0) -> np.random.Generator:
@@ -28,7 +28,7 @@ def wave(grid: int, axis: int, cycles: int = 1) -> np.ndarray:
 
 def smooth_field(grid: int, box: float, rms: float) -> np.ndarray:
     """A random field without small scales, so that linear theory holds where it is small."""
-    field = dynamics.gaussian_field(grid, box, lambda k: np.exp(-((k * box / 6) ** 2)), rng(3))
+    field = simulator.gaussian_field(grid, box, lambda k: np.exp(-((k * box / 6) ** 2)), rng(3))
     return field * np.float32(rms / field.std())
 
 
@@ -95,14 +95,14 @@ def test_initial_field_has_the_asked_power() -> None:
     # shell here, two fundamental modes from the origin, has 62: 18 %. Sixty realisations bring it to 2.3 %, and the
     # 10 % below to four of its standard deviations; the curvature of P across a shell takes about 3 % there.
     grid, size, realisations = 32, 64.0, 60
-    fields = [dynamics.gaussian_field(grid, size, dynamics.power_spectrum, rng(i)) for i in range(realisations)]
+    fields = [simulator.gaussian_field(grid, size, simulator.power_spectrum, rng(i)) for i in range(realisations)]
     k, _ = measure_power(fields[0], size)
     power = np.mean([measure_power(field, size)[1] for field in fields], axis=0)
     lowest, nyquist = 2 * np.pi / size, np.pi * grid / size
     middle = np.sqrt(lowest * nyquist)
     decade = (k > middle / 10**0.5) & (k < middle * 10**0.5)
     assert decade.sum() >= 10
-    assert power[decade] == pytest.approx(dynamics.power_spectrum(k[decade]), rel=0.10)
+    assert power[decade] == pytest.approx(simulator.power_spectrum(k[decade]), rel=0.10)
     assert all(field.dtype == np.float32 and abs(field.mean(dtype=np.float64)) < 1e-6 for field in fields)
 
 
@@ -111,7 +111,7 @@ def test_spectrum_is_normalised_to_sigma8() -> None:
     k = np.geomspace(1e-4, 50, 20001)
     x = 8 * k
     window = 3 * (np.sin(x) / x**3 - np.cos(x) / x**2)
-    integrand = k**2 * dynamics.power_spectrum(k, physics) * window**2 / (2 * np.pi**2)
+    integrand = k**2 * simulator.power_spectrum(k, physics) * window**2 / (2 * np.pi**2)
     variance = np.sum((integrand[1:] + integrand[:-1]) / 2 * np.diff(k))
     assert math.sqrt(variance) == pytest.approx(0.9, rel=1e-3)
 
@@ -123,11 +123,11 @@ def test_spectrum_has_the_shape_of_another_cold_dark_matter_fit() -> None:
     q = k / (p.omega_m * p.hubble * math.exp(-p.omega_b * (1 + math.sqrt(2 * p.hubble) / p.omega_m)))
     bbks = np.log(1 + 2.34 * q) / (2.34 * q)
     bbks *= (1 + 3.89 * q + (16.1 * q) ** 2 + (5.46 * q) ** 3 + (6.71 * q) ** 4) ** -0.25
-    ratio = dynamics.power_spectrum(k, p) / (k**p.n_s * bbks**2)
+    ratio = simulator.power_spectrum(k, p) / (k**p.n_s * bbks**2)
     assert ratio / np.median(ratio) == pytest.approx(np.ones(50), rel=0.25)
-    assert dynamics.power_spectrum(np.zeros(1), p)[0] == 0
+    assert simulator.power_spectrum(np.zeros(1), p)[0] == 0
     fine = np.geomspace(1e-3, 1, 1000)
-    assert 0.012 < fine[np.argmax(dynamics.power_spectrum(fine, p))] < 0.022  # matter-radiation equality
+    assert 0.012 < fine[np.argmax(simulator.power_spectrum(fine, p))] < 0.022  # matter-radiation equality
 
 
 def test_spectrum_has_the_values_of_the_fit() -> None:
@@ -136,21 +136,21 @@ def test_spectrum_has_the_values_of_the_fit() -> None:
     p = Physics(redshift=0.0, omega_m=0.3, omega_b=0.05, hubble=0.7)
     k = np.array([0.01, 0.03, 0.1, 1.0])
     transfer = np.array([0.7861277, 0.433149, 0.1312002, 0.00455319])
-    ratio = dynamics.power_spectrum(k, p) / (k**p.n_s * transfer**2)
+    ratio = simulator.power_spectrum(k, p) / (k**p.n_s * transfer**2)
     assert ratio == pytest.approx(np.full(4, ratio[0]), rel=1e-5)
 
 
 def test_growth_follows_the_exact_integral() -> None:
-    assert dynamics.growth(Physics(omega_m=1.0, redshift=3.0)) == pytest.approx(0.25)
+    assert simulator.growth(Physics(omega_m=1.0, redshift=3.0)) == pytest.approx(0.25)
 
     def exact(a: float, m: float = 0.31) -> float:  # Heath 1977: D ∝ H ∫ da / (a H)³
         x = np.linspace(1e-6, a, 20001)
         y = (x / (m + (1 - m) * x**3)) ** 1.5
         return float(np.sqrt(m / a**3 + 1 - m) * np.sum((y[1:] + y[:-1]) / 2) * (x[1] - x[0]))
 
-    assert dynamics.growth(Physics(redshift=2.0)) == pytest.approx(exact(1 / 3) / exact(1.0), rel=0.01)
-    low, high = (dynamics.power_spectrum(np.ones(1), Physics(redshift=z))[0] for z in (0.0, 2.0))
-    assert high / low == pytest.approx(dynamics.growth(Physics()) ** 2)
+    assert simulator.growth(Physics(redshift=2.0)) == pytest.approx(exact(1 / 3) / exact(1.0), rel=0.01)
+    low, high = (simulator.power_spectrum(np.ones(1), Physics(redshift=z))[0] for z in (0.0, 2.0))
+    assert high / low == pytest.approx(simulator.growth(Physics()) ** 2)
 
 
 # --- displacement and deposit -------------------------------------------------------------------------------------
@@ -159,7 +159,7 @@ def test_growth_follows_the_exact_integral() -> None:
 @pytest.mark.parametrize("axis", [0, 1, 2])
 def test_displacement_of_a_plane_wave(axis: int) -> None:
     grid, size, amplitude = 16, 50.0, 0.2
-    displacement = dynamics.zeldovich(amplitude * wave(grid, axis), size)
+    displacement = simulator.zeldovich(amplitude * wave(grid, axis), size)
     k = 2 * np.pi / size  # delta = A cos(kx) = -div psi gives psi = -A/k sin(kx)
     expected = -amplitude / k * np.roll(wave(grid, axis), grid // 4, axis)
     assert displacement[axis] == pytest.approx(expected, abs=1e-5)
@@ -169,7 +169,7 @@ def test_displacement_of_a_plane_wave(axis: int) -> None:
 def test_displacement_has_no_curl_and_the_fields_divergence() -> None:
     grid, size = 24, 30.0
     delta = smooth_field(grid, size, 0.5)
-    displacement = dynamics.zeldovich(delta, size)
+    displacement = simulator.zeldovich(delta, size)
     wavenumber = 2 * np.pi * np.fft.fftfreq(grid, size / grid)
     axes = np.meshgrid(wavenumber, wavenumber, wavenumber, indexing="ij")
 
@@ -184,16 +184,16 @@ def test_displacement_has_no_curl_and_the_fields_divergence() -> None:
 def test_a_mirrored_field_has_the_mirrored_displacement() -> None:
     # With noise up to the Nyquist frequency, whose modes have no direction to prefer.
     delta = rng(9).standard_normal((8, 8, 8)).astype(np.float32)
-    displacement = dynamics.zeldovich(delta, 8.0)
+    displacement = simulator.zeldovich(delta, 8.0)
     for axis in range(3):
-        mirrored = dynamics.zeldovich(np.flip(delta, axis), 8.0)
+        mirrored = simulator.zeldovich(np.flip(delta, axis), 8.0)
         expected = np.flip(displacement, axis + 1).copy()
         expected[axis] *= -1
         assert mirrored == pytest.approx(expected, abs=1e-5)
 
 
 def test_undisturbed_particles_are_uniform() -> None:
-    assert np.all(dynamics.deposit(np.zeros((3, 12, 12, 12), np.float32), 7.0) == 1.0)
+    assert np.all(simulator.deposit(np.zeros((3, 12, 12, 12), np.float32), 7.0) == 1.0)
 
 
 def test_deposit_equals_the_plain_sum_over_particles() -> None:
@@ -207,16 +207,16 @@ def test_deposit_equals_the_plain_sum_over_particles() -> None:
         for corner in np.ndindex(2, 2, 2):
             cell = np.floor(place).astype(int) + corner
             expected[tuple(cell % grid)] += weight[start] * np.prod(1 - np.abs(place - cell))
-    assert dynamics.deposit(displacement, size, weight) == pytest.approx(expected, abs=1e-4)
+    assert simulator.deposit(displacement, size, weight) == pytest.approx(expected, abs=1e-4)
 
 
 def test_deposit_conserves_mass_and_momentum() -> None:
     grid, size = 80, 20.0  # more than one slab
     displacement = (5 * rng(5).standard_normal((3, grid, grid, grid))).astype(np.float32)
-    density = dynamics.deposit(displacement, size)
+    density = simulator.deposit(displacement, size)
     assert density.min() >= 0
     assert density.sum(dtype=np.float64) == pytest.approx(grid**3, rel=1e-6)
-    momentum = dynamics.deposit(displacement, size, displacement[1] + 1)
+    momentum = simulator.deposit(displacement, size, displacement[1] + 1)
     assert momentum.sum(dtype=np.float64) == pytest.approx((displacement[1] + 1).sum(dtype=np.float64), rel=1e-5)
 
 
@@ -226,10 +226,10 @@ def test_deposit_wraps_around_every_face(axis: int) -> None:
     displacement = np.zeros((3, grid, grid, grid), np.float32)
     weight = rng(6).standard_normal((grid, grid, grid)).astype(np.float32)
     displacement[axis] = size + 3 * size / grid
-    assert dynamics.deposit(displacement, size, weight) == pytest.approx(np.roll(weight, 3, axis), abs=1e-6)
+    assert simulator.deposit(displacement, size, weight) == pytest.approx(np.roll(weight, 3, axis), abs=1e-6)
     displacement[axis] = 0.5 * size / grid  # the last layer is shared with the first
     half = (weight + np.roll(weight, 1, axis)) / 2
-    assert dynamics.deposit(displacement, size, weight) == pytest.approx(half, abs=1e-6)
+    assert simulator.deposit(displacement, size, weight) == pytest.approx(half, abs=1e-6)
 
 
 # --- velocities and gas -------------------------------------------------------------------------------------------
@@ -237,14 +237,14 @@ def test_deposit_wraps_around_every_face(axis: int) -> None:
 
 def test_velocity_scale() -> None:
     einstein_de_sitter = Physics(omega_m=1.0, redshift=3.0)  # a H f = 100 (1+z)^(3/2) / (1+z)
-    assert dynamics.velocity_per_displacement(einstein_de_sitter) == pytest.approx(200.0)
-    assert dynamics.velocity_per_displacement(Physics(redshift=0.0)) == pytest.approx(100 * 0.31**0.55)
+    assert simulator.velocity_per_displacement(einstein_de_sitter) == pytest.approx(200.0)
+    assert simulator.velocity_per_displacement(Physics(redshift=0.0)) == pytest.approx(100 * 0.31**0.55)
 
 
 @pytest.mark.parametrize("axis", [0, 1, 2])
 def test_velocity_component_belongs_to_its_axis(axis: int) -> None:
     grid, size = 32, 64.0
-    channels = {name: v for _, name, v in dynamics.evolve(0.3 * wave(grid, axis), size, Physics())}
+    channels = {name: v for _, name, v in simulator.evolve(0.3 * wave(grid, axis), size, Physics())}
     for kind in ("dm", "gas"):
         speeds = [np.abs(channels[f"{kind}_velocity_{name}"]).max() for name in "xyz"]
         assert speeds[axis] > 100
@@ -262,11 +262,11 @@ def test_a_small_perturbation_is_the_growing_mode() -> None:
     grid, size = 32, 64.0
     delta = smooth_field(grid, size, 0.01)
     physics = Physics()
-    channels = {name: v for _, name, v in dynamics.evolve(delta, size, physics)}
+    channels = {name: v for _, name, v in simulator.evolve(delta, size, physics)}
     density = (channels["dm_density"] - 1).ravel()
     assert np.corrcoef(density, delta.ravel())[0, 1] > 0.95  # cloud-in-cell differences upwind, half a cell off
     assert np.dot(density, delta.ravel()) / np.dot(delta.ravel(), delta.ravel()) == pytest.approx(1, abs=0.05)
-    expected = dynamics.velocity_per_displacement(physics) * dynamics.zeldovich(delta, size)
+    expected = simulator.velocity_per_displacement(physics) * simulator.zeldovich(delta, size)
     for axis, name in enumerate("xyz"):
         for kind in ("dm", "gas"):
             error = channels[f"{kind}_velocity_{name}"] - expected[axis]
@@ -276,12 +276,12 @@ def test_a_small_perturbation_is_the_growing_mode() -> None:
 def test_smoothing_damps_a_wave_as_a_gaussian_does() -> None:
     grid, size, radius = 32, 32.0, 2.0
     k = 2 * np.pi * 3 / size
-    smoothed = dynamics.smooth(1 + wave(grid, 2, cycles=3), size, radius)
+    smoothed = simulator.smooth(1 + wave(grid, 2, cycles=3), size, radius)
     assert smoothed == pytest.approx(1 + math.exp(-0.5 * (k * radius) ** 2) * wave(grid, 2, cycles=3), abs=1e-5)
     spike = np.zeros((grid, grid, grid), np.float32)
     spike[5, 6, 7] = 1000
     for radius in (0.01, 0.5, 2.0):
-        smoothed = dynamics.smooth(spike, size, radius)
+        smoothed = simulator.smooth(spike, size, radius)
         assert smoothed.min() > -1e-3
         assert smoothed.mean() == pytest.approx(spike.mean(), rel=1e-4)
         assert smoothed.argmax() == spike.argmax()
@@ -290,16 +290,16 @@ def test_smoothing_damps_a_wave_as_a_gaussian_does() -> None:
 def test_temperature() -> None:
     physics = Physics()
     density = np.array([0.01, 0.1, 1.0, 10.0, 1000.0], np.float32)
-    still = dynamics.temperature(density, np.zeros(5, np.float32), physics)
+    still = simulator.temperature(density, np.zeros(5, np.float32), physics)
     assert still[2] == pytest.approx(1.2e4, rel=0.05)
     assert still[1] / still[2] == pytest.approx(0.1**0.5, rel=0.05)
     assert still[4] < 1.2e4 * 10**0.5  # cooling ends the rise
-    assert np.all(dynamics.temperature(density, np.full(5, -300, np.float32), physics) == still)  # expanding: no shock
-    shocked = dynamics.temperature(density, np.full(5, 100, np.float32), physics)
+    assert np.all(simulator.temperature(density, np.full(5, -300, np.float32), physics) == still)  # expanding: no shock
+    shocked = simulator.temperature(density, np.full(5, 100, np.float32), physics)
     assert shocked[4] - still[4] == pytest.approx(1.34e5, rel=0.02)  # 3/16 μ m_p v² / k_B at 100 km/s
     assert shocked[0] == pytest.approx(still[0], rel=0.05)  # voids do not shock
-    extreme = dynamics.temperature(np.array([1e-6, 1e6], np.float32), np.array([0, 1e6], np.float32), physics)
-    assert tuple(extreme) == dynamics.TEMPERATURE_RANGE
+    extreme = simulator.temperature(np.array([1e-6, 1e6], np.float32), np.array([0, 1e6], np.float32), physics)
+    assert tuple(extreme) == simulator.TEMPERATURE_RANGE
 
 
 def fitted(columns: list[np.ndarray], target: np.ndarray) -> float:
@@ -315,8 +315,8 @@ def test_gas_has_something_to_learn(box: dict[str, np.ndarray]) -> None:
     size, radius = 32.0, Physics().gas_radius
     density, velocities = box["dm_density"], [box[f"dm_velocity_{name}"] for name in "xyz"]
     local = [np.log(density + 0.01), *velocities]
-    mass = dynamics.smooth(density, size, radius)
-    oracle = [np.log(mass), *(dynamics.smooth(density * v, size, radius) / mass for v in velocities)]
+    mass = simulator.smooth(density, size, radius)
+    oracle = [np.log(mass), *(simulator.smooth(density * v, size, radius) / mass for v in velocities)]
     targets = {name: np.log(v) if "velocity" not in name else v for name, v in box.items() if name.startswith("gas")}
     assert len(targets) == 5
     for name, target in targets.items():
@@ -367,7 +367,7 @@ def test_values_are_physical(box: dict[str, np.ndarray]) -> None:
         assert box[f"{kind}_density"].mean(dtype=np.float64) == pytest.approx(1, rel=1e-3)
         for name in "xyz":
             assert 10 < box[f"{kind}_velocity_{name}"].std() < 1000
-    assert box["gas_density"].min() > 0.99 * dynamics.DIFFUSE
+    assert box["gas_density"].min() > 0.99 * simulator.DIFFUSE
     assert box["gas_density"].std() < box["dm_density"].std()  # pressure
     assert 5e3 < np.median(box["gas_temperature"]) < 2e4
     assert 1e5 < box["gas_temperature"].max() < 1e8
@@ -376,13 +376,13 @@ def test_values_are_physical(box: dict[str, np.ndarray]) -> None:
 def test_empty_voxels_flow_as_linear_theory_has_it() -> None:
     # A radius far below a cell does not smooth: voxels without dark matter have no gas but the diffuse share.
     size, physics = 16.0, Physics(gas_radius=1e-3)
-    delta = dynamics.gaussian_field(32, size, dynamics.power_spectrum, rng(8))
-    channels = {name: values for _, name, values in dynamics.evolve(delta, size, physics)}
+    delta = simulator.gaussian_field(32, size, simulator.power_spectrum, rng(8))
+    channels = {name: values for _, name, values in simulator.evolve(delta, size, physics)}
     assert all(values.dtype == np.float32 and np.isfinite(values).all() for values in channels.values())
     empty = channels["dm_density"] == 0
     assert empty.any()
-    assert channels["gas_density"][empty] == pytest.approx(np.full(empty.sum(), dynamics.DIFFUSE), rel=0.05)
-    linear = dynamics.velocity_per_displacement(physics) * dynamics.zeldovich(delta, size)
+    assert channels["gas_density"][empty] == pytest.approx(np.full(empty.sum(), simulator.DIFFUSE), rel=0.05)
+    linear = simulator.velocity_per_displacement(physics) * simulator.zeldovich(delta, size)
     for axis, name in enumerate("xyz"):
         error = channels[f"gas_velocity_{name}"][empty] - linear[axis][empty]
         assert np.abs(error).max() < 0.1 * linear[axis].std()
@@ -390,7 +390,7 @@ def test_empty_voxels_flow_as_linear_theory_has_it() -> None:
 
 def test_channels_stay_as_they_were_yielded() -> None:
     delta = smooth_field(16, 16.0, 1.0)
-    kept = [(values, values.copy()) for _, _, values in dynamics.evolve(delta, 16.0, Physics())]
+    kept = [(values, values.copy()) for _, _, values in simulator.evolve(delta, 16.0, Physics())]
     assert len(kept) == 9
     assert all(np.array_equal(values, copy) for values, copy in kept)
 

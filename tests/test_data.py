@@ -91,7 +91,7 @@ def test_moments_merge_to_those_of_all_values_in_any_split() -> None:
         pieces = [Moments.of(piece, 0) for piece in np.split(values, cuts, axis=1) if piece.size]
         rng.shuffle(pieces)  # type: ignore[arg-type]
         for piece in pieces:
-            merged = merged.merged(Moments.from_json(json.loads(json.dumps(piece.to_json()))))
+            merged = merged.merged(Moments.from_json(piece.to_json()))
             merged = merged.merged(Moments.empty(3))
         assert merged.count == 600
         np.testing.assert_allclose(merged.mean, values.mean(axis=1), rtol=1e-12)
@@ -215,7 +215,7 @@ def test_pieces_and_blocks_do_not_show_in_the_volume(tmp_path: Path) -> None:
 
 def moments_of(path: Path, name: str) -> Moments:
     with h5py.File(path) as file:
-        return Moments.from_json(json.loads(file[name].attrs["moments"]))
+        return Moments.from_json(file[name].attrs["moments"])
 
 
 def store_source(dataset: Any, label: str, path: Path) -> Any:

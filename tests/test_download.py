@@ -26,9 +26,8 @@ import pytest
 
 import dlscale
 from dlscale.core.errors import UserError
-from dlscale.data import transfer
-from dlscale.data.download import download
-from dlscale.data.transfer import redacted
+from dlscale.data import download as download_module
+from dlscale.data.download import download, redacted
 
 MIB = 2**20
 BODY = random.Random(0).randbytes(2 * MIB + 3)
@@ -555,7 +554,7 @@ def test_retry_after_is_honoured(remote: Remote, target: Path, form: str) -> Non
 
 
 def test_retry_after_is_honoured_within_reason(remote: Remote, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfer, "_LONGEST_WAIT_S", 0.01)
+    monkeypatch.setattr(download_module, "_LONGEST_WAIT_S", 0.01)
     remote.script = [status(503, Retry_After="999999"), status(503, Retry_After="Fri, 31 Dec 9999 23:59:59 GMT")]
     fetch(remote, target)
     assert only(target)

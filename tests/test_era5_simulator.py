@@ -11,10 +11,10 @@ import pytest
 import xarray as xr
 
 from dlscale.core.errors import UserError
-from dlscale.datasets.era5 import dynamics, simulator, sphere
+from dlscale.datasets.era5 import simulator, sphere
 
 SPHERE = sphere.Sphere.of(21)
-DAY = dynamics.DAY
+DAY = simulator.DAY
 
 
 def zeros(*leading: int) -> sphere.Complex:
@@ -24,20 +24,20 @@ def zeros(*leading: int) -> sphere.Complex:
 def random_state(scale: float = 3e-5) -> sphere.Complex:
     """A lively flow and temperature with content at all scales that the products can alias."""
     bits = [np.random.Philox(key=[7, stream]) for stream in (0, 1)]
-    return np.stack([scale * dynamics.noise(SPHERE, 1, 21, bits[0]), 10 * dynamics.noise(SPHERE, 0, 21, bits[1])])
+    return np.stack([scale * simulator.noise(SPHERE, 1, 21, bits[0]), 10 * simulator.noise(SPHERE, 0, 21, bits[1])])
 
 
 def integrate(state: sphere.Complex, seconds: float, steps: int) -> sphere.Complex:
     """Inviscid, unforced."""
     for _ in range(steps):
-        state = dynamics.runge_kutta(lambda now: dynamics.advection(SPHERE, now), state, seconds / steps)
+        state = simulator.runge_kutta(lambda now: simulator.advection(SPHERE, now), state, seconds / steps)
     return state
 
 
 @pytest.fixture(scope="module")
 def spun_up() -> sphere.Complex:
     """A state of the attractor: eight days after the random start."""
-    states = dynamics.trajectory(SPHERE, seed=3, year=2001, stirring=1e-6, courant=1.5)
+    states = simulator.trajectory(SPHERE, seed=3, year=2001, stirring=1e-6, courant=1.5)
     return [next(states) for _ in range(32)][-1]
 
 
@@ -148,19 +148,19 @@ def test_inviscid_flow_conserves_its_invariants() -> None:
 
 
 def test_relaxation_pulls_towards_the_climate() -> None:
-    target = dynamics.climate(SPHERE)
-    pull = dynamics.tendency(SPHERE, zeros(2), target)
-    rates = 1 / (DAY * np.array([dynamics.VORTICITY_DAYS, dynamics.TEMPERATURE_DAYS]))
+    target = simulator.climate(SPHERE)
+    pull = simulator.tendency(SPHERE, zeros(2), target)
+    rates = 1 / (DAY * np.array([simulator.VORTICITY_DAYS, simulator.TEMPERATURE_DAYS]))
     np.testing.assert_allclose(pull, rates[:, None, None] * target, atol=1e-20)
 
 
 def test_noise_has_unit_mean_square_in_its_band_at_any_truncation() -> None:
-    fields = [dynamics.noise(SPHERE, 6, 12, np.random.Philox(key=[0, k])) for k in range(50)]
+    fields = [simulator.noise(SPHERE, 6, 12, np.random.Philox(key=[0, k])) for k in range(50)]
     assert np.mean([(SPHERE.to_grid(f[None])[0] ** 2).mean(1) @ SPHERE.weights for f in fields]) == pytest.approx(
         1, abs=0.1
     )
     assert not fields[0][:, :6].any() and not fields[0][:, 13:].any()
-    larger = dynamics.noise(sphere.Sphere.of(30), 6, 12, np.random.Philox(key=[0, 0]))
+    larger = simulator.noise(sphere.Sphere.of(30), 6, 12, np.random.Philox(key=[0, 0]))
     np.testing.assert_array_equal(larger[:13, :13], fields[0][:13, :13])
 
 
@@ -172,12 +172,12 @@ def rms(values: Any) -> float:
 
 
 def test_stirring_is_a_few_per_cent_of_what_happens_in_six_hours(spun_up: sphere.Complex) -> None:
-    target = dynamics.climate(SPHERE)
+    target = simulator.climate(SPHERE)
     kicked = []
     for key in (1, 2):
         state = spun_up.copy()
-        state[0] += 1e-6 * dynamics.noise(SPHERE, 6, 12, np.random.Philox(key=[key, 0]))
-        kicked.append(dynamics.six_hours(SPHERE, state, target))
+        state[0] += 1e-6 * simulator.noise(SPHERE, 6, 12, np.random.Philox(key=[key, 0]))
+        kicked.append(simulator.six_hours(SPHERE, state, target))
     change = SPHERE.to_grid(kicked[0] - spun_up)
     difference = SPHERE.to_grid(kicked[0] - kicked[1])
     for channel in (0, 1):
@@ -314,8 +314,8 @@ def test_years_and_seeds_are_independent(tmp_path: Path) -> None:
 
 
 def test_every_interval_has_a_kick_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dynamics, "six_hours", lambda sphere, state, target, courant: state)
-    states = dynamics.trajectory(SPHERE, seed=0, year=2001, stirring=1e-6, courant=1.5)
+    monkeypatch.setattr(simulator, "six_hours", lambda sphere, state, target, courant: state)
+    states = simulator.trajectory(SPHERE, seed=0, year=2001, stirring=1e-6, courant=1.5)
     vorticity = SPHERE.to_grid(np.stack([next(states)[0] for _ in range(9)]))
     kicks = np.diff(vorticity, axis=0).reshape(8, -1)
     assert rms(kicks) == pytest.approx(1e-6, rel=0.2)
@@ -369,10 +369,10 @@ def test_a_state_that_is_not_finite_is_reported(spun_up: sphere.Complex) -> None
     state = spun_up.copy()
     state[1, 0, 0] = np.nan
     with pytest.raises(UserError, match="integration failed"):
-        dynamics.six_hours(SPHERE, state, dynamics.climate(SPHERE))
+        simulator.six_hours(SPHERE, state, simulator.climate(SPHERE))
     state[1, 0, 0] = 1e308  # finite before, not after
     with pytest.raises(UserError, match="integration failed"):
-        dynamics.six_hours(SPHERE, state, dynamics.climate(SPHERE))
+        simulator.six_hours(SPHERE, state, simulator.climate(SPHERE))
 
 
 @pytest.mark.parametrize(

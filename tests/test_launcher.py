@@ -175,21 +175,21 @@ def fake(folder: Path, *names: str) -> Path:
     ],
 )
 def test_auto_takes_what_is_there_and_says_so(tmp_path: Path, there: list[str], taken: str) -> None:
-    choice = resolve(site(engine="auto"), fake(tmp_path, *there))
-    assert choice.site.engine == taken
-    assert choice.reasons[0].startswith(f"engine: {taken}, since ")
+    chosen, reasons = resolve(site(engine="auto"), fake(tmp_path, *there))
+    assert chosen.engine == taken
+    assert reasons[0].startswith(f"engine: {taken}, since ")
 
 
 def test_a_docker_without_its_daemon_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", f"{fake(tmp_path, 'docker')}:{os.environ['PATH']}")
-    choice = resolve(site(engine="auto"), tmp_path)
-    assert choice.site.engine == "none" and "docker (docker info fails)" in choice.reasons[0]
+    chosen, reasons = resolve(site(engine="auto"), tmp_path)
+    assert chosen.engine == "none" and "docker (docker info fails)" in reasons[0]
 
 
 def test_what_was_said_is_not_chosen_again() -> None:
-    assert resolve(site(engine="shifter")).reasons == ()
-    assert resolve(site(engine="none", starter="auto")).site.starter == "torchrun"
-    assert resolve(site(engine="none", starter="auto", scheduler=SCHEDULER)).site.starter == "srun"
+    assert resolve(site(engine="shifter"))[1] == []
+    assert resolve(site(engine="none", starter="auto"))[0].starter == "torchrun"
+    assert resolve(site(engine="none", starter="auto", scheduler=SCHEDULER))[0].starter == "srun"
 
 
 # ---- mounts ----------------------------------------------------------------------------------------
@@ -314,7 +314,7 @@ def test_auto_takes_an_engine_that_can_have_the_image(tmp_path: Path) -> None:
     there = fake(tmp_path, "shifter", "apptainer", "podman")
     taken = {"localhost/dlscale:cpu": "podman", "/cfs/x.sif": "apptainer", "registry/x:1": "shifter"}
     for name, engine in taken.items():
-        assert resolve(site(engine="auto", image=name), there).site.engine == engine
+        assert resolve(site(engine="auto", image=name), there)[0].engine == engine
 
 
 def test_what_a_site_provides_counts_for_what_runs_need(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -363,7 +363,7 @@ def squeue(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
 
 def test_jobs_of_this_folder_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     squeue(tmp_path, monkeypatch, f"printf '{QUEUE}'")
-    assert slurm.left_running("/here") == [slurm.Running("7", "RUNNING", "train a_b")]
+    assert slurm.left_running("/here") == ["7 (train a_b, running)"]
     assert slurm.left_running("/nowhere") == []
 
 

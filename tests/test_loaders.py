@@ -9,25 +9,27 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast, get_args
 
 import h5py
 import numpy as np
 import pytest
 import torch
 
+from dlscale.config.run import load_run
+from dlscale.core import registry
 from dlscale.core.errors import UserError
+from dlscale.core.fingerprint import DEFAULTS
 from dlscale.data import store
-from dlscale.data.loaders import direct_loader, torch_loader
-from dlscale.data.loaders import settings as schema
+from dlscale.data.loaders import direct_loader, settings
 from dlscale.data.loaders.base import Loader, Share
 from dlscale.data.loaders.decode import stored_fields
-from dlscale.data.loaders.direct_device import Resident, Streamed
-from dlscale.data.loaders.direct_host import OnHost
-from dlscale.data.loaders.direct_loader import DirectLoader
+from dlscale.data.loaders.direct_device import Streamed
+from dlscale.data.manifest import Manifest
 from dlscale.data.mapped import MappedArray
-from dlscale.data.samples import ArraySpec, GridSamples
+from dlscale.data.samples import ArraySpec, GridSamples, Samples
 from dlscale.data.store import Field, Reader
 from dlscale.data.transforms import Transform
 from dlscale.datasets.cosmo.channels import CHANNELS
@@ -35,7 +37,7 @@ from dlscale.datasets.cosmo.kind import CropSamples
 from dlscale.datasets.cosmo.samples import Crops
 from dlscale.datasets.era5.kind import PairSamples
 from dlscale.datasets.era5.samples import Pairs
-from tests.conftest import ROOT
+from tests.conftest import ROOT, TINY, make_run
 from tests.manifests import manifest_of
 from tests.waiting import PATIENCE
 
@@ -134,64 +136,49 @@ CASES = [
 ]
 
 
-def torch_loader_of(samples: GridSamples, share: Share, workers: int) -> Loader:
-    return torch_loader.build(samples, schema.TorchLoader(kind="torch", workers=workers), share, CPU)
+#: Settings of all loaders by kind.
+SETTINGS: dict[str, Any] = {get_args(each.model_fields["kind"].annotation)[0]: each for each in settings.LOADERS}
 
 
-def host(samples: GridSamples, share: Share, workers: int) -> Loader:
-    loader = direct_loader.build(samples, schema.DirectLoader(kind="direct", workers=workers), share, CPU)
-    assert isinstance(loader._backend, OnHost)
-    return loader
-
-
-def resident(samples: GridSamples, share: Share, workers: int) -> Loader:
-    settings = schema.DirectLoader(kind="direct", workers=workers, resident="always")
-    loader = direct_loader.build(samples, settings, share, CPU)
-    assert isinstance(loader._backend, Resident)
-    return loader
+def build(kind: str, samples: Any, share: Share, workers: int = 0, device: torch.device = CPU, **more: Any) -> Any:
+    """Return a loader of a kind; DALI always has a thread, and some loaders have none."""
+    if kind == "dali":
+        pytest.importorskip("nvidia.dali", reason="DALI is not installed: pip install 'dlscale[dali]'")
+    if "workers" in SETTINGS[kind].model_fields:
+        more["workers"] = max(workers, 1 if kind == "dali" else 0)
+    return registry.load(registry.loader(kind)).build(samples, SETTINGS[kind](kind=kind, **more), share, device)
 
 
 def streamed(samples: GridSamples, share: Share, workers: int) -> Loader:
     """The way to a GPU, with the processor in its place."""
-    loader = direct_loader.build(samples, schema.DirectLoader(kind="direct", workers=workers), share, CPU)
-    assert isinstance(loader._backend, OnHost)
-    batch = len(share.indices(0, samples.size))
-    loader._backend = Streamed(stored_fields(samples), batch, loader._slots, CPU)
-    return loader
-
-
-def dali(samples: GridSamples, share: Share, workers: int) -> Loader:
-    pytest.importorskip("nvidia.dali", reason="DALI is not installed: pip install 'dlscale[dali]'")
-    from dlscale.data.loaders import dali_loader
-
-    return dali_loader.build(samples, schema.DaliLoader(kind="dali", workers=max(1, workers)), share, CPU)
+    loader = build("direct", samples, share, workers)
+    loader._backend = Streamed(stored_fields(samples), len(share.indices(0, samples.size)), loader._slots, CPU)
+    return cast(Loader, loader)
 
 
 def dali_raw(samples: GridSamples, share: Share, workers: int) -> Loader:
     """The way to a GPU, with the processor in its place."""
-    loader: Any = dali(samples, share, workers)
-    from dlscale.data.loaders import dali_loader
+    pytest.importorskip("nvidia.dali", reason="DALI is not installed: pip install 'dlscale[dali]'")
+    from dlscale.data.loaders.dali_loader import DaliLoader
 
-    loader._on_host = False
-    loader._fields = [dali_loader.DaliField(field, 0) for field in (samples.input, samples.target)]
-    loader._pipeline = loader._build(schema.DaliLoader(kind="dali"))
-    found: Loader = loader
-    return found
+    class Raw(DaliLoader):
+        _on_host = property(lambda self: False, lambda self, value: None)  # type: ignore[assignment]
+
+    return Raw(samples, settings.DaliLoader(kind="dali", workers=max(1, workers)), share, CPU)
 
 
+#: Every loader of data, and the ways of those that have several.
 LOADERS: dict[str, Callable[[GridSamples, Share, int], Loader]] = {
-    "torch": torch_loader_of,
-    "direct on the host": host,
-    "direct, resident": resident,
+    **{kind: partial(build, kind) for kind in SETTINGS if kind != "synthetic"},
+    "direct, resident": partial(build, "direct", resident="always"),
     "direct, streamed": streamed,
-    "dali": dali,
     "dali, raw": dali_raw,
 }
 
 
-def marks(name: str, case: str = "") -> list[pytest.MarkDecorator]:
-    """Return the marks of a case of a loader: DALI compiles its operators in seconds, which `make test` does once."""
-    return [pytest.mark.slow] if name.startswith("dali") and (name, case) != ("dali", "pairs, half") else []
+def marked(*values: Any, id: str | None = None, quick: bool = False) -> Any:
+    """Return parameters, the first of them a loader: DALI compiles its operators for each, which takes seconds."""
+    return pytest.param(*values, id=id, marks=[pytest.mark.slow] if values[0].startswith("dali") and not quick else [])
 
 
 def batches(loader: Loader, epoch: int, start: int = 0) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -199,25 +186,24 @@ def batches(loader: Loader, epoch: int, start: int = 0) -> list[tuple[np.ndarray
     return [(x.numpy().copy(), y.numpy().copy()) for x, y in loader.epoch(epoch, start)]
 
 
-def expected(samples: GridSamples, share: Share, epoch: int, start: int = 0) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def expected(samples: Samples, share: Share, epoch: int, start: int = 0) -> Iterator[list[np.ndarray]]:
     """Yield the batches as `read` gives them, sample by sample."""
     for step in range(start, share.steps(samples.size)):
-        found = [samples.read(epoch, index) for index in share.indices(step, samples.size)]
-        shapes = samples.input_spec.shape, samples.target_spec.shape
-        yield tuple(  # type: ignore[misc]
-            np.stack(side) if found else np.empty((0, *shape), np.float32)
-            for side, shape in zip(zip(*found, strict=True) if found else ((), ()), shapes, strict=True)
-        )
+        read = [samples.read(epoch, index) for index in share.indices(step, samples.size)]
+        yield [
+            np.array([sample[number] for sample in read], spec.dtype).reshape(-1, *spec.shape)
+            for number, spec in enumerate((samples.input_spec, samples.target_spec))
+        ]
 
 
-def check(found: list[tuple[np.ndarray, np.ndarray]], wanted: Iterator[tuple[np.ndarray, np.ndarray]]) -> None:
-    for (x, y), (a, b) in itertools.zip_longest(found, wanted):
-        np.testing.assert_array_equal(x, a)
-        np.testing.assert_array_equal(y, b)
-        assert x.dtype == y.dtype == np.float32
+def check(delivered: list[tuple[np.ndarray, np.ndarray]], wanted: Iterator[list[np.ndarray]]) -> None:
+    for batch, truth in itertools.zip_longest(delivered, wanted):
+        for values, true_values in zip(batch, truth, strict=True):
+            np.testing.assert_array_equal(values, true_values)
+            assert (values.shape, values.dtype) == (true_values.shape, true_values.dtype)
 
 
-#: DALI compiles its operators anew for each of these: layouts that differ in how a box is found.
+#: Layouts that differ in how DALI's operators find a box.
 DALI_CASES = (
     "crops, published",
     "crops, channels last, half",
@@ -231,7 +217,7 @@ DALI_CASES = (
 @pytest.mark.parametrize(
     ("name", "make", "layout"),
     [
-        pytest.param(name, *case.values, id=f"{name}: {case.id}", marks=marks(name, case.id))
+        marked(name, *case.values, id=f"{name}: {case.id}", quick=(name, case.id) == ("dali", "pairs, half"))
         for name in LOADERS
         for case in CASES
         if not name.startswith("dali") or case.id in DALI_CASES
@@ -250,7 +236,7 @@ def test_every_loader_yields_the_one_stream(tmp_path: Path, name: str, make: Any
 @pytest.mark.parametrize(
     ("name", "workers", "ranks", "make"),
     [
-        pytest.param(*case, marks=marks(case[0]))
+        marked(*case)
         for case in itertools.product(LOADERS, (0, 1, 2), (1, 2, 3), (crops, pairs))
         if not case[0].startswith("dali") or case[1:3] == (2, 2)
     ],
@@ -261,7 +247,7 @@ def test_workers_ranks_and_resume_points_do_not_show(
     layout = {"dtype": "float16"}
     samples = make(tmp_path, layout)
     for rank in range(ranks):
-        share = Share(5, rank, ranks)
+        share = Share(4, rank, ranks)  # of crops the last batch holds one, of pairs two
         with closing(LOADERS[name](make(tmp_path, layout), share, workers)) as loader:
             next(loader.epoch(2))  # given up after a batch, with more on the way
             for start in (0, 2, len(loader)):
@@ -269,7 +255,45 @@ def test_workers_ranks_and_resume_points_do_not_show(
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("loader")]
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name)) for name in LOADERS if name != "dali, raw"])
+@pytest.mark.parametrize("name", [name for name in LOADERS if not name.startswith("dali")])  # see above
+@pytest.mark.parametrize("make", [crops, pairs])
+def test_a_rank_may_have_no_sample_of_the_last_batch(tmp_path: Path, make: Any, name: str) -> None:
+    samples, share = make(tmp_path, {}), Share(4, 0, 3)
+    with closing(LOADERS[name](samples, share, 1)) as loader:
+        *_, (x, y) = loader.epoch(0)
+    assert (x.shape, y.shape) == ((0, *samples.input_spec.shape), (0, *samples.target_spec.shape))
+    assert x.dtype == y.dtype == torch.float32
+
+
+@pytest.mark.parametrize("kind", [marked(kind) for kind in SETTINGS])
+@pytest.mark.parametrize("study", TINY)
+def test_every_loader_serves_every_study(
+    tmp_path: Path, tiny_data: Callable[[str], Path], study: str, kind: str
+) -> None:
+    """What its samples declare; or the loader says that it cannot."""
+    run = load_run(make_run(tmp_path, study, TINY[study]["run"], TINY[study]["dataset"]), "train")
+    module = registry.load(registry.part(registry.study(study).dataset, "samples") or DEFAULTS["samples"])
+    manifest = Manifest.read(tiny_data(study) / "manifest.json")
+    samples = module.open_samples(manifest, "train", run.samples, run.seed)
+    specs = samples.input_spec, samples.target_spec
+    for values, spec in zip(samples.read(0, 0), specs, strict=True):
+        assert (values.shape, str(values.dtype)) == (spec.shape, spec.dtype)
+    if kind in ("direct", "dali") and not isinstance(samples, GridSamples):
+        with pytest.raises(UserError, match=f"{kind} reads arrays on grids"):
+            build(kind, samples, Share(5))
+        return
+    with closing(build(kind, samples, Share(5))) as loader:
+        delivered = batches(loader, 1)
+    wanted = list(expected(samples, Share(5), 1))
+    if kind == "synthetic":  # of the truth only the form
+        wanted = [[batch[number] for number in range(2)] for batch in delivered]
+        assert [len(x) for x, _ in delivered] == [len(x) for x, _ in expected(samples, Share(5), 1)]
+    check(delivered, iter(wanted))
+    for batch in delivered:
+        assert [(values.shape[1:], str(values.dtype)) for values in batch] == [(s.shape, s.dtype) for s in specs]
+
+
+@pytest.mark.parametrize("name", [marked(name) for name in LOADERS if name != "dali, raw"])
 def test_validation_is_the_same_in_every_epoch(tmp_path: Path, name: str) -> None:
     """Not turned, so that boxes may be decoded where they lie."""
     samples = crops(tmp_path, VOLUMES["channels last, half, whole"], split="valid")
@@ -284,7 +308,7 @@ def test_all_symmetries_and_channels_come_up(tmp_path: Path) -> None:
     samples = crops(tmp_path, VOLUMES["half"])
     numbers = {int(number) for epoch in range(12) for number in samples.boxes(epoch).symmetry}
     assert numbers == set(range(48))
-    with closing(host(samples, Share(29), 2)) as loader:
+    with closing(build("direct", samples, Share(29), 2)) as loader:
         for epoch in range(12):
             check(batches(loader, epoch), expected(samples, Share(29), epoch))
 
@@ -318,14 +342,14 @@ def test_files_of_different_layouts_in_one_dataset(tmp_path: Path) -> None:
     assert both.size == samples.size
     assert len({raw.dtype for raw in (MappedArray(reader, 0) for reader in both.input.readers)}) == 2
     with pytest.raises(UserError, match=r"loader\.kind: dali needs files of one type, these have .*float16.*float32"):
-        dali(both, Share(4), 1)
+        build("dali", both, Share(4), 1)
     for make in (make for name, make in LOADERS.items() if not name.startswith("dali")):
         with closing(make(both, Share(4), 1)) as loader:
             check(batches(loader, 0), expected(both, Share(4), 0))
 
 
 @pytest.mark.parametrize("first", ["published", "channels last"])
-@pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name)) for name in LOADERS])
+@pytest.mark.parametrize("name", [marked(name) for name in LOADERS])
 def test_files_of_different_orders_in_one_dataset(tmp_path: Path, name: str, first: str) -> None:
     """What one file has side by side, another has apart."""
     crops(tmp_path, VOLUMES[first], files=1)
@@ -349,7 +373,7 @@ def test_halves_are_decoded_exactly() -> None:
 def test_batches_are_written_again_only_when_the_next_is_asked_for(tmp_path: Path) -> None:
     """And they are: memory does not grow with the epoch."""
     samples = crops(tmp_path, VOLUMES["half"])
-    with closing(host(samples, Share(2), 2)) as loader:
+    with closing(build("direct", samples, Share(2), 2)) as loader:
         places = set()
         for (x, y), (a, b) in zip(loader.epoch(0), expected(samples, Share(2), 0), strict=True):
             places.add((x.data_ptr(), y.data_ptr()))
@@ -359,7 +383,7 @@ def test_batches_are_written_again_only_when_the_next_is_asked_for(tmp_path: Pat
         assert len(places) == 3  # the two that are kept ready, and the one in use
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name)) for name in LOADERS if name != "dali, raw"])
+@pytest.mark.parametrize("name", [marked(name) for name in LOADERS if name != "dali, raw"])
 def test_a_new_epoch_ends_the_one_before(tmp_path: Path, name: str) -> None:
     """Even if that is still held: what it had prefetched neither shows nor writes into the new one's buffers."""
     samples, share = crops(tmp_path, VOLUMES["half, whole"]), Share(4)
@@ -380,7 +404,7 @@ from pathlib import Path
 sys.path[:0] = sys.argv[1:3]
 from tests import test_loaders as t
 samples = t.large(Path(sys.argv[3]), int(sys.argv[4]))
-loader = t.host(samples, t.Share(4), 2)
+loader = t.build("direct", samples, t.Share(4), 2)
 def anonymous():
     return int(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("RssAnon")))
 most = 0
@@ -424,16 +448,34 @@ def test_a_torn_file_is_one_message_from_any_thread(tmp_path: Path) -> None:
     with open(tmp_path / "0.h5", "r+b") as raw:
         raw.seek(first.byte_offset)
         raw.write(b"\0" * first.size)
-    with closing(host(samples, Share(29), 2)) as loader, pytest.raises(UserError, match=r"0\.h5: Nbody: cannot read"):
+    with (
+        closing(build("direct", samples, Share(29), 2)) as loader,
+        pytest.raises(UserError, match=r"0\.h5: Nbody: cannot read"),
+    ):
         list(loader.epoch(0))
 
 
-def test_direct_needs_arrays_on_grids() -> None:
+@pytest.mark.parametrize("kind", ["direct", "dali"])
+def test_loaders_of_grids_need_grids(kind: str) -> None:
     class Images:
         size, input_spec, target_spec = 4, ArraySpec((3, 8, 8), "uint8"), ArraySpec((), "int64", classes=10)
 
-    with pytest.raises(UserError, match=r"loader\.kind: direct reads arrays on grids.*use torch"):
-        direct_loader.build(Images(), schema.DirectLoader(kind="direct"), Share(2), CPU)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=rf"loader\.kind: {kind} reads arrays on grids.*use torch"):
+        build(kind, Images(), Share(2))
+
+
+def test_threads_work_on_the_device_of_the_loader(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of them: a new thread's own current device is the first GPU of the machine."""
+    devices: dict[str, int] = {}
+    monkeypatch.setattr(
+        torch.cuda, "set_device", lambda device: devices.update({threading.current_thread().name: device})
+    )
+    for device, wanted in ((torch.device("cuda", 3), {3}), (CPU, set())):
+        devices.clear()
+        with direct_loader.threads(3, device) as pool:
+            barrier = threading.Barrier(3, timeout=60)
+            list(pool.map(lambda _, barrier=barrier: barrier.wait(), range(3)))  # type: ignore[misc]
+        assert set(devices.values()) == wanted and len(devices) == 3 * len(wanted)
 
 
 def test_what_fits_becomes_resident(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
@@ -468,15 +510,8 @@ def test_on_a_gpu(tmp_path: Path, make: Any, way: str, slow: str) -> None:
     A batch that is used before it is ready, or whose memory is used again too early, shows only then.
     """
     samples, device = make(tmp_path, {"dtype": "float16"}), torch.device("cuda")
-    loader: Any
-    if way == "dali":
-        pytest.importorskip("nvidia.dali", reason="DALI is not installed: pip install 'dlscale[dali]'")
-        from dlscale.data.loaders import dali_loader
-
-        loader = dali_loader.build(samples, schema.DaliLoader(kind="dali"), Share(4), device)
-    else:
-        settings = schema.DirectLoader(kind="direct", resident=way)  # type: ignore[arg-type]
-        loader = DirectLoader(samples, settings, Share(4), device)
+    loader = build("dali", samples, Share(4), 2, device) if way == "dali" else None
+    loader = loader or build("direct", samples, Share(4), 2, device, resident=way)
     kept = []
     with closing(loader):
         next(loader.epoch(1))  # given up after a batch

@@ -136,11 +136,10 @@ def reading(stack: ExitStack, samples: GridSamples, batch_size: int) -> Callable
     """Return a function that copies an epoch's boxes into a batch of buffers, as they are stored; samples/s."""
     pool = stack.enter_context(ThreadPoolExecutor(THREADS))
     fields = stored_fields(samples)
-    buffers = []
-    for field in fields:
-        whole, boxes = field.buffer(batch_size, field.shape)
-        whole.fill_(1)  # its pages are there before the first copy
-        buffers.append(boxes)
+    buffers = [
+        field.canonical(np.ones([batch_size, *(field.shape[axis] for axis in field.order)], field.dtype))
+        for field in fields
+    ]
     for field in fields:
         for file in field.files:
             if file.whole is not None:  # each page once: a mapping's first touch of a page is no reading

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dlscale.config.dataset import dataset_type
-from dlscale.core.settings import check
+from dlscale.core.settings import validate
 from dlscale.core.stages import RUN_STAGES
 from dlscale.data import parts
 from tests.workflow.conftest import CONFIG
@@ -11,7 +11,7 @@ from tests.workflow.conftest import CONFIG
 
 def _data_jobs(name: str) -> dict[str, list[str]]:
     """Return the jobs that make a dataset, by stage."""
-    dataset = check(dataset_type(), CONFIG["datasets"][name])
+    dataset = validate(dataset_type(), CONFIG["datasets"][name])
     labels = [f"{name} {part.split} {part.name}" for part in parts.parts(dataset)]
     raws = [raw.name for raw in parts.raws(dataset).values() if parts.acquired(dataset, raw)]
     return {

@@ -17,7 +17,7 @@ from dlscale.config.dataset import dataset_type
 from dlscale.config.run import load_run
 from dlscale.core import registry
 from dlscale.core.fingerprint import data_modules, reachable, run_modules
-from dlscale.core.settings import check
+from dlscale.core.settings import validate
 from dlscale.core.stages import RUN_STAGES, STAGES
 from dlscale.data import parts
 from dlscale.data.parts import load_dataset
@@ -161,7 +161,7 @@ def components() -> Iterator[Row]:
     for name, study in [(name, study) for name, study in STUDY.items() if name != "waves"]:
         source = registry.studies()[study].file.read_text()
         kind, file = registry.study(study).dataset, f"{PACKAGE}/studies/{study}.py"
-        dataset = check(dataset_type(), CONFIG["datasets"][name])
+        dataset = validate(dataset_type(), CONFIG["datasets"][name])
         yield Row(f"study {study}", append(file), runs(name))
         for model in re.findall(r"from dlscale\.models\.(\w+) import [A-Z]", source):
             yield Row(f"model {model}", append(f"{PACKAGE}/models/{model}.py"), runs(name))
@@ -187,7 +187,7 @@ def users(module: str) -> list[str]:
 COLLECT = '    "collect": Stage('
 ROWS = [
     *components(),
-    # A study from outside: its one file has its data, samples and model.
+    # A study from outside: its one file has its data, samples and model, so that all of these reach what it imports.
     Row("a study outside", append(f"../{OUTSIDE}/waves.py"), since("preprocess", "waves")),
     Row(
         "settings of a study outside",
@@ -198,7 +198,7 @@ ROWS = [
     Row("symmetries", append(f"{PACKAGE}/datasets/cosmo/symmetries.py"), runs("boxes")),
     # What all studies share: the runs, measuring included.
     Row("losses", append(f"{PACKAGE}/models/losses.py"), runs(*users("models.losses"))),
-    Row("base of studies", append(f"{PACKAGE}/studies/base.py"), runs(*ALL)),
+    Row("base of studies", append(f"{PACKAGE}/studies/base.py"), [*runs(*ALL), *since("preprocess", "waves")]),
     Row("sample stream", append(f"{PACKAGE}/data/sampling.py"), runs(*ALL)),
     # Loaders: the runs that have them.
     Row(
@@ -233,7 +233,7 @@ ROWS = [
         [],
     ),
     # Records: what writes them and what reads them.
-    Row("records", append(f"{PACKAGE}/core/records.py"), since("describe", *ALL)),
+    Row("records", append(f"{PACKAGE}/core/records.py"), [*since("describe", *ALL), *since("preprocess", "waves")]),
     # A picture is a result of the stage that draws it.
     Row("preview", append(f"{PACKAGE}/data/preview.py"), previews(*ALL)),
     # The report.
@@ -460,7 +460,8 @@ def test_fingerprint_is_of_exactly_what_ran(finished: tuple[Tree, Outcome], monk
     monkeypatch.setattr(registry, "_added", {})
     registry.add("waves", finished[0].path / f"../{OUTSIDE}/waves.py")
     own = set(finished[0].python("import dlscale.cli, json, sys; print(json.dumps(list(sys.modules)))"))
-    own |= {f"{module}.kind" for module in registry.kinds().values()}  # settings are of one of all kinds
+    # Settings are of one of all kinds, those of a study from outside included.
+    own |= {f"{module}.kind" for module in registry.kinds().values()} | set(reachable(["waves"]))
     stages_seen = []
     for file in finished[0].imports.iterdir():
         process = json.loads(file.read_text())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import importlib
+import json
 import logging
 import os
 import signal
@@ -29,16 +30,11 @@ if TYPE_CHECKING:
 
 USER_ERROR, DEFECT, STOPPED, INTERRUPTED = 2, 1, 75, 130
 
-#: Asked about the whole configuration, by no rule: `main(args, configuration)` prints and returns the exit status.
+#: Modules of `preflight`, asked about the whole configuration, by no rule: `main(args, configuration)` prints and
+#: returns the exit status.
 QUESTIONS = {
-    "doctor": (
-        "dlscale.preflight.doctor",
-        "Check what the workflow needs, before anything is submitted: 0 if nothing fails, else 1.",
-    ),
-    "cost": (
-        "dlscale.preflight.cost",
-        "Estimate what the runs that lack results will cost: node-hours, GPU-hours, charge.",
-    ),
+    "doctor": "Check what the workflow needs, before anything is submitted: 0 if nothing fails, else 1.",
+    "cost": "Estimate what the runs that lack results will cost: node-hours, GPU-hours, charge.",
 }
 
 
@@ -64,17 +60,15 @@ def parser() -> argparse.ArgumentParser:
 
     for name, stage in STAGES.items():
         added = command(name, stage.text)
-        for option in [*(RUN_OPTIONS if stage.scope == "run" else ()), *stage.options]:
-            added.add_argument(option.flag, required=option.required, help=option.text, **option.more)
+        for flag, keywords in [*(RUN_OPTIONS if stage.scope == "run" else ()), *stage.options]:
+            added.add_argument(flag, **keywords)
     command("schema", "Print the JSON schema of config.yaml, for editors.")
-    for name, (_, text) in QUESTIONS.items():
-        asked = command(name, text)
+    for name, text in QUESTIONS.items():
+        asked, several = command(name, text), dict[str, Any](nargs="+", default=[])
         asked.add_argument("plans", nargs="*", metavar="PLAN", help="plans; the targets if absent")
         asked.add_argument("--profile", metavar="NAME", help="the site: profiles/NAME/site.yaml, or its path")
-        asked.add_argument("--configfile", nargs="+", default=[], metavar="FILE", help="YAML files, over config.yaml")
-        asked.add_argument(
-            "--config", nargs="+", default=[], metavar="KEY=VALUE", help="settings (YAML), over the files"
-        )
+        asked.add_argument("--configfile", **several, metavar="FILE", help="YAML files, over config.yaml")
+        asked.add_argument("--config", **several, metavar="KEY=VALUE", help="settings (YAML), over the files")
         asked.add_argument("--json", action="store_true", help="print JSON")
     return top
 
@@ -115,13 +109,13 @@ def main(argv: Sequence[str] | None = None) -> int:
                 raise UserError(f"--study: {text}: expected NAME=PATH")
             registry.add(name, path)
         if args.stage == "schema":
-            _print_schema()
+            from dlscale.config.resolve import schema
+
+            print(json.dumps(schema(), indent=2))
         elif args.stage in QUESTIONS:
-            return importlib.import_module(QUESTIONS[args.stage][0]).main(args, _configuration(args))
+            return importlib.import_module(f"dlscale.preflight.{args.stage}").main(args, _configuration(args))
         else:
             importlib.import_module(STAGES[args.stage].module).main(args)
-    except UserError as error:
-        return _fail(terminal, f"dlscale {args.stage}: {error}", USER_ERROR)
     except Stopped as stopped:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Slurm asks more than once
         return _fail(terminal, f"dlscale {args.stage}: {stopped}", STOPPED)
@@ -132,10 +126,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(expected, UserError):
             return _fail(terminal, f"dlscale {args.stage}: {str(expected).removeprefix(': ')}", USER_ERROR)
         traceback.print_exc(file=sys.stderr)
+        defect = f"a defect of dlscale: {type(error).__name__}: {error}"
         place = f"; the log {args.log} has the traceback" if args.log else ""
-        return _fail(
-            terminal, f"dlscale {args.stage}: a defect of dlscale: {type(error).__name__}: {error}{place}", DEFECT
-        )
+        return _fail(terminal, f"dlscale {args.stage}: {defect}{place}", DEFECT)
     return 0
 
 
@@ -186,11 +179,3 @@ def _given(text: str) -> dict[str, Any]:
         return {key: yaml.load(value, Loader=yaml.BaseLoader)}
     except yaml.YAMLError as error:
         raise UserError(f"--config: {text}: not valid YAML: {' '.join(str(error).split())}") from None
-
-
-def _print_schema() -> None:
-    import json
-
-    from dlscale.config.resolve import schema
-
-    print(json.dumps(schema(), indent=2))

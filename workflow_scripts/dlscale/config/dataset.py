@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import posixpath
 from typing import Annotated, Any, Literal, Union
 from urllib.parse import urlsplit
 
-from pydantic import Field, PositiveInt, StringConstraints
+from pydantic import Field, PositiveInt, StringConstraints, model_validator
 
 from dlscale.core import registry
 from dlscale.core.errors import nearest
@@ -35,6 +36,25 @@ class Storage(Strict):
         description="first: [C, D, H, W], the published layout; last: [D, H, W, C], whose rows are C times longer and "
         "which loaders read faster (volumes only).",
     )
+
+
+class Shares(Strict):
+    """Shares of the rows of each file, cut in this order."""
+
+    train: float = Field(gt=0, lt=1)
+    valid: float = Field(gt=0, lt=1)
+    test: float = Field(0, ge=0, lt=1)
+
+    @model_validator(mode="after")
+    def _sum(self) -> Shares:
+        if self.train + self.valid + self.test > 1 + 1e-9:
+            raise ValueError(f"the shares add up to {self.train + self.valid + self.test:g}, expected at most 1")
+        return self
+
+    def ranges(self) -> list[tuple[Split, tuple[float, float]]]:
+        """Return the splits that get anything, each with its share (from, to)."""
+        cuts = itertools.pairwise([0.0, *itertools.accumulate(getattr(self, split) for split in SPLITS)])
+        return [(split, cut) for split, cut in zip(SPLITS, cuts, strict=True) if cut[1] > cut[0]]
 
 
 class DatasetSettings(Strict):

@@ -19,25 +19,29 @@ from dlscale.config.run import Run, run_class
 from dlscale.config.site import Site
 from dlscale.config.workflow import Workflow, workflow_class
 from dlscale.core import registry
-from dlscale.core.errors import UserError, nearest
+from dlscale.core.errors import UserError, unknown
 from dlscale.core.machine import NEEDS, missing
+from dlscale.core.records import Published
+from dlscale.core.schema import Strict
 from dlscale.core.settings import Raw, holds, read_yaml, validate
 
-#: Keys of a study's YAML file.
-STUDY_KEYS = ("title", "settings", "datasets", "plans", "published")
+#: Settings and where they were written.
+Layer = tuple[str, Raw]
+
+
+class StudyFile(Strict):
+    """A study's YAML file; its settings, datasets and plans are validated once the user's are merged over them."""
+
+    title: str | None = None
+    settings: dict[str, Any]
+    datasets: dict[str, Any] = {}
+    plans: dict[str, Any] = {}
+    published: list[Published] = []
 
 
 @dataclass(frozen=True)
 class ResolvedRun:
-    """One run of a plan.
-
-    Attributes
-    ----------
-    plan, name
-        Where the run's results are: those of another plan where the run was named with `use`.
-    run
-        Its full settings.
-    """
+    """One run of a plan: its full settings, and the plan and name under which its results are (see `use`)."""
 
     plan: str
     name: str
@@ -46,42 +50,24 @@ class ResolvedRun:
 
 @dataclass(frozen=True)
 class Configuration:
-    """Everything that the workflow needs to know, validated.
+    """Everything that the workflow needs to know, validated."""
 
-    Attributes
-    ----------
-    workflow
-        The configuration file, the shipped datasets and plans merged in.
-    plans
-        Runs by plan and run name, in order. In a run named with `use`, `ResolvedRun.plan` differs.
-    left_out
-        By plan and run name: what this machine lacks of what the run needs.
-    """
-
-    workflow: Workflow
-    plans: dict[str, dict[str, ResolvedRun]]
-    left_out: dict[str, dict[str, str]]
+    workflow: Workflow  #: The configuration file, the shipped datasets and plans merged in.
+    plans: dict[str, dict[str, ResolvedRun]]  #: By plan and run name, in order.
+    left_out: dict[str, dict[str, str]]  #: By plan and run name: what this machine lacks of what the run needs.
 
 
 def load(raw: Mapping[str, Any]) -> Configuration:
-    """Validate a configuration as Snakemake merged it and resolve every run.
+    """Validate the user's configuration as Snakemake merged it (strings where `--config` gave them); resolve all runs.
 
-    Parameters
-    ----------
-    raw
-        The user's configuration: nested mappings of plain values (strings where `--config` gave them).
-
-    Raises
-    ------
-    UserError
-        With the key's path, what was expected and the nearest valid name.
+    A `UserError` has the key's path, what was expected and the nearest valid name.
     """
     user = _plain(raw)
     add_studies(user)
     files = study_files()
     merged: Raw = {"studies": {}, "datasets": {}, "plans": {}}
     for study in files.values():
-        merge(merged, {key: study[key] for key in ("datasets", "plans") if key in study})
+        merge(merged, {"datasets": study.datasets, "plans": study.plans})
     for section in ("datasets", "plans", "studies"):
         if not isinstance(user.get(section, {}), dict):
             raise UserError(f"configuration: {section}: expected names and their settings")
@@ -93,7 +79,7 @@ def load(raw: Mapping[str, Any]) -> Configuration:
     for name in workflow.targets:
         if name not in workflow.plans:
             raise UserError(f"configuration: targets: {unknown('plan', name, workflow.plans)}")
-    resolver = _Resolver(workflow, merged, files)
+    resolver = _Resolver(workflow, files)
     if workflow.site.scheduler and workflow.site.starter == "torchrun":
         raise UserError(
             "configuration: site.starter: torchrun does not pass on Slurm's warning of the time limit; use srun"
@@ -104,8 +90,7 @@ def load(raw: Mapping[str, Any]) -> Configuration:
     # Those that are left out are checked like the others: a mistake does not depend on the machine.
     resolved = {name: {run: resolver.run(name, run) for run in plan.runs} for name, plan in workflow.plans.items()}
     plans = {
-        name: {run: found for run, found in runs.items() if run not in left_out[name]}
-        for name, runs in resolved.items()
+        plan: {name: run for name, run in runs.items() if name not in left_out[plan]} for plan, runs in resolved.items()
     }
     for name in workflow.targets:
         if not plans[name]:
@@ -118,14 +103,13 @@ def add_studies(raw: Raw) -> None:
     """Register the studies from outside that a configuration names by path, and leave only settings under `studies`."""
     studies = raw.get("studies")
     if isinstance(studies, dict):
-        for name, path in [(name, path) for name, path in studies.items() if isinstance(path, str)]:
-            registry.add(name, path)
-            studies[name] = {}
+        for name, path in studies.items():
+            if isinstance(path, str):
+                registry.add(name, path)
+                studies[name] = {}
 
 
-def load_files(
-    *paths: str | Path, site: str | Path | None = None, over: Iterable[Mapping[str, Any]] = ()
-) -> Configuration:
+def load_files(*paths: str | Path, site: str | Path | None = None, over: Iterable[Raw] = ()) -> Configuration:
     """Merge YAML files over a site (`site_settings`), later over earlier ones, and `over` last; validate it all."""
     raw = site_settings(site)
     for settings in [*map(read_yaml, paths), *over]:
@@ -136,10 +120,7 @@ def load_files(
 def site_settings(site: str | Path | None, profiles: str | Path = "profiles") -> Raw:
     """Return what a profile says of its site, as configuration to merge the user's over.
 
-    Parameters
-    ----------
-    site
-        Name of a folder in `profiles` with a `site.yaml`, or path of a folder or file (with a slash); None: no site.
+    `site` is the name of a folder in `profiles` with a `site.yaml`, or path of a folder or file (with a slash).
     """
     if not site:
         return {}
@@ -153,22 +134,14 @@ def site_settings(site: str | Path | None, profiles: str | Path = "profiles") ->
     return {"site": raw}
 
 
-def study_files() -> dict[str, Raw]:
-    """Return what the YAML file of each registered study says, by `STUDY_KEYS`."""
-    return {name: _study_file(study.yaml, study.outside) for name, study in registry.studies().items()}
+def study_files() -> dict[str, StudyFile]:
+    """Return what the YAML file of each registered study says."""
+    return {name: _study_file(study.yaml) for name, study in registry.studies().items()}
 
 
 @functools.cache
-def _study_file(path: Path, outside: bool) -> Raw:
-    raw = read_yaml(path)
-    for key in raw:
-        if key not in STUDY_KEYS:
-            raise UserError(
-                f"{path}: {key}: unknown key{nearest(key, STUDY_KEYS)}; valid keys: {', '.join(STUDY_KEYS)}"
-            )
-    if not isinstance(raw.get("settings"), dict):
-        raise UserError(f"{path}: settings: this key is missing; it has the default settings of the study's runs")
-    return raw
+def _study_file(path: Path) -> StudyFile:
+    return validate(StudyFile, read_yaml(path), where=str(path))
 
 
 def merge(base: Raw, over: Mapping[str, Any]) -> Raw:
@@ -193,12 +166,6 @@ def merge(base: Raw, over: Mapping[str, Any]) -> Raw:
     return base
 
 
-def unknown(what: str, name: str, known: Iterable[str]) -> str:
-    """Return the message for a reference to something that is not there."""
-    known = sorted(known)
-    return f"no {what} is called '{name}'{nearest(name, known)}; there are: {', '.join(known)}"
-
-
 def _plain(value: Any) -> Any:
     """Copy nested mappings to dicts; `--config` passes strings only, so its 'null' means nothing."""
     if isinstance(value, Mapping):
@@ -211,9 +178,9 @@ def _plain(value: Any) -> Any:
 class _Resolver:
     """Resolves runs on demand, since `use` and `from` may point anywhere."""
 
-    def __init__(self, workflow: Workflow, raw: Raw, files: dict[str, Raw]) -> None:
-        self.workflow, self.raw, self.files = workflow, raw, files
-        self._layers: dict[tuple[str, str], tuple[tuple[str, str], list[tuple[str, Raw]]]] = {}
+    def __init__(self, workflow: Workflow, files: dict[str, StudyFile]) -> None:
+        self.workflow, self.files = workflow, files
+        self._layers: dict[tuple[str, str], tuple[tuple[str, str], list[Layer]]] = {}
         self._runs: dict[tuple[str, str], Run] = {}
         self._open: list[tuple[str, str]] = []
         self._left_out: dict[str, dict[str, str]] = {}
@@ -253,7 +220,7 @@ class _Resolver:
             raise UserError(f"configuration: {where}.needs: expected a list of {', '.join(NEEDS)}, got {needs!r}")
         return needs
 
-    def layers(self, plan: str, name: str) -> tuple[tuple[str, str], list[tuple[str, Raw]]]:
+    def layers(self, plan: str, name: str) -> tuple[tuple[str, str], list[Layer]]:
         """Return the run that really holds the results, and the settings it is merged from."""
         key = (plan, name)
         if key in self._open:
@@ -265,18 +232,17 @@ class _Resolver:
             self._open.pop()
         return self._layers[key]
 
-    def _collect(self, plan_name: str, name: str) -> tuple[tuple[str, str], list[tuple[str, Raw]]]:
+    def _collect(self, plan_name: str, name: str) -> tuple[tuple[str, str], list[Layer]]:
         plan = self.workflow.plans[plan_name]
         here = f"plans.{plan_name}"
         if plan.study not in self.files:
             raise UserError(f"configuration: {here}.study: {unknown('study', plan.study, self.files)}")
-        own = self._settings(f"{here}.runs.{name}", plan.runs[name])
-        own = {key: value for key, value in own.items() if key != "needs"}
+        where = f"{here}.runs.{name}"
+        own = {key: value for key, value in self._settings(where, plan.runs[name]).items() if key != "needs"}
         if "use" in own:
             if len(own) > 1:
-                raise UserError(f"configuration: {here}.runs.{name}: 'use' stands alone, with no other key")
-            target = self._reference(f"{here}.runs.{name}.use", own["use"], plan)
-            return self.layers(*target)
+                raise UserError(f"configuration: {where}: 'use' stands alone, with no other key")
+            return self.layers(*self._reference(f"{where}.use", own["use"], plan))
         left_out = self.left_out(plan_name)  # a rung that is not there changes nothing for those after it
         names = [run for run in plan.runs if run == name or run not in left_out]
         if plan.kind == "ladder" and names.index(name) > 0:
@@ -284,26 +250,22 @@ class _Resolver:
         else:
             layers = self._base(plan_name, plan)
         inherited = [(path, {key: value for key, value in layer.items() if key != "label"}) for path, layer in layers]
-        return (plan_name, name), [*inherited, (f"{here}.runs.{name}", own)]
+        return (plan_name, name), [*inherited, (where, own)]
 
-    def _base(self, plan_name: str, plan: Plan) -> list[tuple[str, Raw]]:
+    def _base(self, plan_name: str, plan: Plan) -> list[Layer]:
         here = f"plans.{plan_name}"
         if plan.from_:
             layers = self.layers(*self._reference(f"{here}.from", plan.from_, plan))[1]
         else:
             user = self._settings(f"studies.{plan.study}", self.workflow.studies.get(plan.study, {}))
-            layers = [
-                (f"(shipped) {plan.study}", self.files[plan.study]["settings"]),
-                (f"studies.{plan.study}", user),
-            ]
+            layers = [(f"(shipped) {plan.study}", self.files[plan.study].settings), (f"studies.{plan.study}", user)]
         return [*layers, (f"{here}.settings", self._settings(f"{here}.settings", plan.settings))]
 
     def _reference(self, where: str, text: Any, plan: Plan) -> tuple[str, str]:
         target, _, run = str(text).partition(".")
         if target not in self.workflow.plans:
-            raise UserError(
-                f"configuration: {where}: {unknown('plan', target, self.workflow.plans)}; write it plan.run"
-            )
+            message = unknown("plan", target, self.workflow.plans)
+            raise UserError(f"configuration: {where}: {message}; write it plan.run")
         other = self.workflow.plans[target]
         if run not in other.runs:
             raise UserError(f"configuration: {where}: {unknown(f'run of plan {target}', run, other.runs)}")
@@ -321,7 +283,7 @@ class _Resolver:
             raise UserError(f"configuration: {where}.study: a plan is of one study; name it in the plan's own `study`")
         return value
 
-    def _check(self, run: Run, where: str, layers: list[tuple[str, Raw]]) -> None:
+    def _check(self, run: Run, where: str, layers: list[Layer]) -> None:
         """Check what needs more than the run itself: its dataset."""
 
         def fail(key: str, message: str) -> None:
@@ -348,8 +310,8 @@ def schema() -> Raw:
 
     No key has to be there: a file may change a part of what the studies ship, or of another file.
     """
-    found: Raw = _optional(workflow_class().model_json_schema())
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **found, "title": "dlscale"}
+    of_workflow: Raw = _optional(workflow_class().model_json_schema())
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **of_workflow, "title": "dlscale"}
 
 
 def _optional(node: Any) -> Any:

@@ -24,7 +24,7 @@ from pydantic import (
 )
 
 from dlscale.core import registry
-from dlscale.core.errors import UserError, nearest
+from dlscale.core.errors import UserError, unknown
 from dlscale.core.schema import Component, Name, Strict
 from dlscale.core.settings import read_settings, validate
 from dlscale.core.stages import STAGES
@@ -265,13 +265,13 @@ class Run(RunCore):
 
 def components(study: str) -> dict[str, Any]:
     """Return the fields of a run whose types the study, its kind of dataset and the loaders bring."""
-    found = registry.study(study)
+    brought = registry.study(study)
     loaders = registry.load("dlscale.data.loaders.settings").LOADERS
     loader = Annotated[Union[loaders], Field(discriminator="kind")]  # type: ignore[valid-type]  # noqa: UP007
     return {
-        "model": (found.Model, ...),
-        "loss": (found.Loss, ...),
-        "samples": (registry.kind(found.dataset).Samples, ...),
+        "model": (brought.Model, ...),
+        "loss": (brought.Loss, ...),
+        "samples": (registry.kind(brought.dataset).Samples, ...),
         "loader": (loader, loaders[0](kind="torch")),
     }
 
@@ -292,20 +292,11 @@ def stage_class(study: str, stage: str) -> type[RunCore]:
 
 
 def load_run(config: str | Path, stage: str) -> Any:
-    """Read a run's settings (`config.yaml`, or JSON itself) as a stage sees them.
-
-    Raises
-    ------
-    UserError
-        A key that no run has, a bad value, no such study.
-    """
+    """Read a run's settings (`config.yaml`, or JSON itself) as a stage sees them; a mistake there is a `UserError`."""
     raw, where = read_settings(config)
     study = raw.get("study")
-    known = registry.studies()
-    if study not in known:
-        raise UserError(
-            f"{where}: study: no study is called '{study}'{nearest(str(study), known)}; there are: {', '.join(known)}"
-        )
+    if study not in registry.studies():
+        raise UserError(f"{where}: study: {unknown('study', study, registry.studies())}")
     # Of a key that no run has the stage's class complains; what other stages see is left out.
     others = set(Run.model_fields) - set(RunCore.model_fields) - set(STAGES[stage].settings)
     return validate(stage_class(study, stage), {k: v for k, v in raw.items() if k not in others}, where=where)

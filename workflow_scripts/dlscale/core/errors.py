@@ -19,14 +19,12 @@ class Stopped(Exception):
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return « (did you mean 'x'?)» for the closest of `known`, or an empty string.
-
-    Parameters
-    ----------
-    name
-        What was written.
-    known
-        The names that are valid there.
-    """
+    """Return a question, ` (did you mean 'x'?)`, for the closest of `known` names, or an empty string."""
     close = difflib.get_close_matches(str(name), [str(k) for k in known], n=1, cutoff=0.5)
     return f" (did you mean '{close[0]}'?)" if close else ""
+
+
+def unknown(what: str, name: object, known: Iterable[str]) -> str:
+    """Return the message for a reference to something that is not there."""
+    known = sorted(known)
+    return f"no {what} is called '{name}'{nearest(str(name), known)}; there are: {', '.join(known)}"

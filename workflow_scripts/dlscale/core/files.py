@@ -27,11 +27,6 @@ def whole(path: str | os.PathLike[str]) -> Iterator[Path]:
 
     The block may create a file or a directory there. On any exception the temporary is removed and
     `path` keeps its former content. Lack of space or of permission becomes a `UserError`.
-
-    Parameters
-    ----------
-    path
-        The final file or directory.
     """
     path = Path(path)
     # A token, since processes of different containers may have the same number.

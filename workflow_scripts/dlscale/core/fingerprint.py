@@ -19,16 +19,12 @@ from dlscale.core.stages import STAGES
 ROOT = Path(__file__).resolve().parents[1]  # the package's folder
 
 
-#: Not followed. What the table of stages says of a stage is among the params of its jobs already: entry, settings.
-LEFT_OUT = {"dlscale.core.stages"}
-
-
 @functools.cache
 def _file(module: str) -> Path | None:
     """Return the source file of a module of this package, or of a study from outside; None for anything else."""
-    parts = module.split(".")
-    if module in LEFT_OUT:
+    if module == "dlscale.core.stages":  # what it says of a stage is among the params of its jobs: entry, settings
         return None
+    parts = module.split(".")
     for root in [ROOT.parent] if parts[0] == ROOT.name else registry.roots():
         base = root.joinpath(*parts)
         for candidate in (base.with_suffix(".py"), base / "__init__.py"):
@@ -43,19 +39,19 @@ def _source(module: str) -> tuple[str, frozenset[str]]:
     file = _file(module)
     assert file is not None, module
     text = file.read_bytes()
-    found: set[str] = set()
+    imported: set[str] = set()
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            imported |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             # From here, so many packages up; `from package import name`: the name may be a module itself.
             here = module if file.name == "__init__.py" else module.rpartition(".")[0]
             up = here.split(".")[: len(here.split(".")) - node.level + 1] if node.level else []
             name = ".".join([*up, *([node.module] if node.module else [])])
-            found |= {name, *(f"{name}.{alias.name}" for alias in node.names)}
+            imported |= {name, *(f"{name}.{alias.name}" for alias in node.names)}
     # A package's __init__ runs when any of its modules is imported.
-    parents = {name.rsplit(".", depth)[0] for name in {*found, module} for depth in range(1, name.count(".") + 1)}
-    return hashlib.sha256(text).hexdigest(), frozenset(name for name in found | parents if _file(name)) - {module}
+    parents = {name.rsplit(".", depth)[0] for name in {*imported, module} for depth in range(1, name.count(".") + 1)}
+    return hashlib.sha256(text).hexdigest(), frozenset(name for name in imported | parents if _file(name)) - {module}
 
 
 def reachable(modules: Iterable[str]) -> list[str]:
@@ -84,12 +80,7 @@ def _digest(modules: tuple[str, ...]) -> str:
 def fingerprint(modules: Iterable[str], files: Iterable[Path] = ()) -> str:
     """Return the SHA-256 (64 hexadecimal digits) of all sources that `modules` reach, and of `files`.
 
-    Parameters
-    ----------
-    modules
-        Module names, as `run_modules` and `data_modules` give them.
-    files
-        Further files that the stage reads from the package, such as a page's template.
+    `files` are what the stage reads from the package beside its modules, such as a page's template.
     """
     digest = hashlib.sha256(_digest(tuple(sorted(modules))).encode())
     for file in sorted(files):
@@ -100,10 +91,7 @@ def fingerprint(modules: Iterable[str], files: Iterable[Path] = ()) -> str:
 def run_modules(stage: str, study: str, loader: str | None = None) -> list[str]:
     """Return the modules from which a stage reaches all the code that decides its results for a run.
 
-    Parameters
-    ----------
-    study, loader
-        Name of the run's study, and kind of its loader; None leaves the loader out.
+    `study` is the name of the run's study, `loader` the kind of its loader; None leaves the loader out.
     """
     kind = registry.study(study).dataset
     samples = registry.part(kind, "samples") or DEFAULTS["samples"]
@@ -117,10 +105,10 @@ def data_modules(stage: str, kind: str, acquirer: str | None = None) -> list[str
     For acquisition that is what makes the file (`acquirer`) alone: a fetched file does not change with the code that
     fetches it, and is not fetched again when that is edited.
     """
-    if stage == "acquire":
-        return [module for module in [acquirer and registry.part(kind, acquirer)] if module]
-    role = {"preprocess": "source", "describe": "describe", "preview": "preview"}.get(stage)
-    return [module for module in [STAGES[stage].module, role and registry.part(kind, role)] if module]
+    roles = {"acquire": acquirer, "preprocess": "source", "describe": "describe", "preview": "preview"}
+    role = roles.get(stage)
+    modules = [None if stage == "acquire" else STAGES[stage].module, role and registry.part(kind, role)]
+    return [module for module in modules if module]
 
 
 #: What serves a kind of dataset that has no module of its own for it.

@@ -36,11 +36,7 @@ def only_writer(folder: Path) -> Iterator[None]:
             owner = file.read().strip() or "another process"
             raise UserError(f"{folder}: in use by {owner}; wait for it, or end it and try again") from None
         file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}{_job()}\n")
+        job = os.environ.get("SLURM_JOB_ID")
+        file.write(f"process {os.getpid()} on {socket.gethostname()}{f' (Slurm job {job})' if job else ''}\n")
         file.flush()
         yield
-
-
-def _job() -> str:
-    job = os.environ.get("SLURM_JOB_ID")
-    return f" (Slurm job {job})" if job else ""

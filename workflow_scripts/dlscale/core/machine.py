@@ -1,21 +1,27 @@
-"""What some runs need of the machine, and whether it is here: where the workflow runs, that is."""
+"""The machine where the workflow runs: what its commands answer, and whether it has what some runs need."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
 import shutil
+import subprocess
 import sysconfig
 from collections.abc import Callable, Collection
 from pathlib import Path
 
 
+def answer(words: list[str], seconds: float = 60.0) -> str | None:
+    """Return what a command prints; None where it is not here, fails, or takes longer than so many seconds."""
+    try:
+        return subprocess.run(words, capture_output=True, text=True, timeout=seconds, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
 def _compiler() -> bool:
-    # PyTorch looks for g++ unless it is told another.
-    return (
-        bool(shutil.which(os.environ.get("CXX") or "g++"))
-        and (Path(sysconfig.get_path("include")) / "Python.h").exists()
-    )
+    compiler = os.environ.get("CXX") or "g++"  # where PyTorch looks
+    return bool(shutil.which(compiler)) and Path(sysconfig.get_path("include"), "Python.h").exists()
 
 
 def _dali() -> bool:
@@ -23,11 +29,8 @@ def _dali() -> bool:
 
 
 def _bf16() -> bool:
-    try:
-        flags = Path("/proc/cpuinfo").read_text().split()
-    except OSError:
-        return False
-    return bool({"avx512_bf16", "amx_bf16", "bf16"} & set(flags))
+    cpuinfo = Path("/proc/cpuinfo")
+    return cpuinfo.exists() and bool({"avx512_bf16", "amx_bf16", "bf16"} & set(cpuinfo.read_text().split()))
 
 
 #: By the name in a run's `needs`: what it is, and whether this machine has it.

@@ -15,17 +15,7 @@ LINE_SECONDS = 10.0
 
 
 class Progress:
-    """Counts towards a total and shows the count.
-
-    Parameters
-    ----------
-    what
-        What is being done, as the user would say it.
-    total
-        Count at the end, or None if unknown.
-    unit
-        What is counted, in the plural.
-    """
+    """Counts things, named by `unit` in the plural, towards a total (None: unknown) and shows the count."""
 
     def __init__(self, what: str, total: int | None, unit: str) -> None:
         self.what, self.total, self.unit = what, total, unit

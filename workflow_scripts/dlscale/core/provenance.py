@@ -7,13 +7,13 @@ import os
 import platform
 import shlex
 import socket
-import subprocess
 import sys
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from dlscale.core.machine import answer
 from dlscale.core.records import Provenance
 
 PACKAGES = ("torch", "numpy", "h5py", "pydantic", "tensorboard", "snakemake")
@@ -49,17 +49,10 @@ def now() -> str:
 
 def git_state() -> dict[str, Any] | None:
     """Return the commit of the package's checkout and whether it is dirty; None outside of one."""
-    folder = Path(__file__).resolve().parent
-    try:
-        commit, status = (
-            subprocess.run(
-                ["git", "-C", str(folder), *command], capture_output=True, text=True, timeout=10, check=True
-            ).stdout.strip()
-            for command in (["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=no"])
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return {"commit": commit, "dirty": bool(status)}
+    git = ["git", "-C", str(Path(__file__).resolve().parent)]
+    commit = answer([*git, "rev-parse", "HEAD"], 10)
+    status = answer([*git, "status", "--porcelain", "--untracked-files=no"], 10)
+    return None if commit is None or status is None else {"commit": commit.strip(), "dirty": bool(status.strip())}
 
 
 def provenance(**more: Any) -> Provenance:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -58,38 +59,19 @@ class Record(BaseModel):
 
 
 class Metric(Record):
-    """What a validation metric is; tables and the page are made from this.
+    """What a validation metric is; tables and the page are made from this."""
 
-    Attributes
-    ----------
-    name
-        As in `Epoch.metrics`: `KIND`, or `KIND/CHANNEL` where there is one for each channel.
-    title, meaning
-        What readers call the kind, and what it means, in a line.
-    unit
-        `1` for a number without a unit.
-    better
-        Which direction is better.
-    naive
-        Name of the metric that holds the same score of a naive answer; None if there is none.
-    answer
-        What the naive answer is.
-    derived
-        Whether it follows from other metrics, as a skill does: the page then shows those.
-    """
-
-    name: str
-    title: str
-    meaning: str = ""
-    unit: str = "1"
+    name: str  #: As in `Epoch.metrics`: `KIND`, or `KIND/CHANNEL` where there is one for each channel.
+    title: str  #: What readers call the kind.
+    meaning: str = ""  #: What it means, in a line.
+    unit: str = "1"  #: `1` for a number without a unit.
     better: Literal["lower", "higher"] = "lower"
-    naive: str | None = None
-    answer: str = ""
-    derived: bool = False
+    naive: str | None = None  #: Name of the metric that holds the same score of a naive answer, if there is one.
+    answer: str = ""  #: What the naive answer is.
+    derived: bool = False  #: Whether it follows from other metrics, as a skill does: the page then shows those.
 
     @property
     def kind(self) -> str:
-        """The name without its channel."""
         return self.name.partition("/")[0]
 
     @property
@@ -114,45 +96,23 @@ class LossInfo(Record):
 
 
 class Epoch(Record):
-    """One line of `metrics.jsonl`.
-
-    Attributes
-    ----------
-    epoch
-        From 1.
-    step, samples
-        Optimiser steps and training samples so far.
-    learning_rate
-        Of the epoch's last step.
-    train_loss, valid_loss
-        Means over the epoch's training samples and over all validation samples.
-    epoch_seconds, valid_seconds
-        Time of training and, after it, of validating, s.
-    samples_per_second
-        Of training, without validation; the wait for the first batch is included.
-    wall_time
-        When the epoch's last training step was done, seconds since 1970-01-01 UTC.
-    metrics
-        Validation metrics by name.
-    """
+    """One line of `metrics.jsonl`."""
 
     epoch: int = Field(ge=1)
-    step: int
-    samples: int
-    learning_rate: Number
-    train_loss: Number
-    valid_loss: Number
-    epoch_seconds: float
-    samples_per_second: float
-    valid_seconds: float = 0.0
-    wall_time: float = 0.0
-    metrics: dict[str, Number] = {}
+    step: int  #: Optimiser steps so far.
+    samples: int  #: Training samples so far.
+    learning_rate: Number  #: Of the epoch's last step.
+    train_loss: Number  #: Mean over the epoch's training samples.
+    valid_loss: Number  #: Mean over all validation samples.
+    epoch_seconds: float  #: Time of training alone, s.
+    samples_per_second: float  #: Of training alone; the wait for the first batch is included.
+    valid_seconds: float = 0.0  #: Time of validation, which follows, s.
+    wall_time: float = 0.0  #: When the epoch's last training step was done, seconds since 1970-01-01 UTC.
+    metrics: dict[str, Number] = {}  #: Validation metrics by name.
 
 
 def read_epochs(path: Path) -> list[Epoch]:
     """Read `metrics.jsonl`; a missing, torn or empty file is a `UserError`."""
-    import json
-
     advice = "delete it and run the train stage again"
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -198,31 +158,17 @@ class Trials(Record):
 
 
 class Throughput(Record):
-    """`throughput.json`; a mode that was not measured is None.
+    """`throughput.json`; a mode that was not measured is None."""
 
-    Attributes
-    ----------
-    nranks, batch_size
-        Processes, and samples a step over all of them.
-    io, synthetic, full
-        Loading alone; computing alone, on a batch that stays on the device; both.
-    settings
-        The run's `throughput`: warm-up trials, trials, batches.
-    compile
-        `cold_seconds`, `warm_seconds` of compiling, if the run compiles.
-    peak_memory_bytes
-        Greatest memory of any process: the GPU's, or the process's on a CPU.
-    """
-
-    nranks: int = 1
-    batch_size: int | None = None
+    nranks: int = 1  #: Processes.
+    batch_size: int | None = None  #: Samples a step over all processes.
     device: Device = Device()
-    settings: dict[str, Any] = {}
-    compile: dict[str, float] | None = None
-    io: Trials | None = Field(None, alias="IO")
-    synthetic: Trials | None = Field(None, alias="SYNTHETIC")
-    full: Trials | None = Field(None, alias="FULL")
-    peak_memory_bytes: int | None = None
+    settings: dict[str, Any] = {}  #: The run's `throughput`: warm-up trials, trials, batches.
+    compile: dict[str, float] | None = None  #: `cold_seconds`, `warm_seconds` of compiling, if the run compiles.
+    io: Trials | None = Field(None, alias="IO")  #: Loading alone.
+    synthetic: Trials | None = Field(None, alias="SYNTHETIC")  #: Computing alone, on a batch that stays on the device.
+    full: Trials | None = Field(None, alias="FULL")  #: Both.
+    peak_memory_bytes: int | None = None  #: Greatest memory of any process: the GPU's, or the process's on a CPU.
 
     def mode(self, name: str) -> Trials | None:
         """Return one of `MODES`."""
@@ -231,17 +177,7 @@ class Throughput(Record):
 
 
 class Provenance(Record):
-    """`provenance.json`: what a training was made with. The train stage writes it last.
-
-    Attributes
-    ----------
-    fingerprint
-        The first digits of the run's fingerprint, which names its folder of checkpoints.
-    metrics, loss
-        What the metrics of the run's epochs are, and its loss.
-    manifest
-        What the dataset was made from.
-    """
+    """`provenance.json`: what a training was made with. The train stage writes it last."""
 
     model_config = ConfigDict(frozen=True, extra="allow", populate_by_name=True)
 
@@ -262,33 +198,23 @@ class Provenance(Record):
     training_samples: int | None = None
     validation_samples: int | None = None
     dataset: str | None = None
-    manifest: dict[str, Any] = {}
-    fingerprint: str | None = None
+    manifest: dict[str, Any] = {}  #: What the dataset was made from.
+    fingerprint: str | None = None  #: The first digits of the run's fingerprint, the name of its folder of checkpoints.
     resumed_from_step: int | None = None
     loss: LossInfo = LossInfo()
-    metrics: list[Metric] = []
+    metrics: list[Metric] = []  #: What the metrics of the run's epochs are.
 
 
 class Published(Record):
-    """A published figure of a study, as its YAML file has it: a throughput, or the value of a metric.
-
-    Attributes
-    ----------
-    runs
-        `PLAN.RUN` of the runs that do, at full size, what was measured.
-    kind
-        Of a throughput: one of `MODES`.
-    metric, value, unit
-        Of another figure than a throughput.
-    """
+    """A published figure of a study, as its YAML file has it: a throughput, or the value of a metric."""
 
     label: str = NONE
     hardware: str = NONE
     source: str = NONE
-    runs: list[str] = []
-    kind: str = "FULL"
+    runs: list[str] = []  #: `PLAN.RUN` of the runs that do, at full size, what was measured.
+    kind: str = "FULL"  #: Of a throughput: one of `MODES`.
     samples_per_second: float | None = Field(None, gt=0)
-    metric: str = ""
+    metric: str = ""  #: This and the next two are of another figure than a throughput.
     value: float | None = None
     unit: str = "1"
 
@@ -308,24 +234,14 @@ class RunReference(Record):
 
 
 class PlanRecord(Record):
-    """`plan.yaml`: which runs a plan consists of, and what the report needs to know of its study.
-
-    Attributes
-    ----------
-    measure
-        The stages that each run goes through.
-    left_out
-        Runs that the machine cannot do, and what it lacks.
-    study_title, published
-        Of the study: its title and the figures that were published for it, as its YAML file has them.
-    """
+    """`plan.yaml`: which runs a plan consists of, and what the report needs to know of its study."""
 
     plan: Name
     title: str | None = None
     study: Name
     study_title: str | None = None
     kind: Literal["set", "ladder"] = "set"
-    measure: list[str]
+    measure: list[str]  #: The stages that each run goes through.
     runs: list[RunReference] = Field(min_length=1)
-    left_out: dict[str, str] = {}
+    left_out: dict[str, str] = {}  #: Runs that the machine cannot do, and what it lacks.
     published: list[Published] = []

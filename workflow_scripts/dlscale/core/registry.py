@@ -23,7 +23,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from dlscale.core.errors import UserError, nearest
+from dlscale.core.errors import UserError, unknown
 
 PACKAGE = Path(__file__).resolve().parents[1]
 GROUP = "dlscale.studies"
@@ -31,29 +31,19 @@ GROUP = "dlscale.studies"
 
 @dataclass(frozen=True)
 class Study:
-    """Where a study is.
-
-    Attributes
-    ----------
-    module
-        Name under which the study is imported.
-    file
-        Its Python file (of a folder, its `__init__.py`).
-    outside
-        Whether the file is not of this package.
-    """
+    """Where a study is."""
 
     name: str
-    module: str
-    file: Path
-    outside: bool = False
+    module: str  #: Name under which the study is imported.
+    file: Path  #: Its Python file (of a folder, its `__init__.py`).
+    outside: bool = False  #: Whether the file is not of this package.
 
     @property
     def yaml(self) -> Path:
         """The file of its settings, datasets, plans and published figures: beside it, or in its folder."""
-        stem = self.file.parent if self.file.name == "__init__.py" else self.file.with_suffix("")
-        beside = stem.with_name(f"{stem.name}.yaml")
-        return self.file.parent / f"{stem.name}.yaml" if self.file.name == "__init__.py" else beside
+        if self.file.name == "__init__.py":
+            return self.file.with_name(f"{self.file.parent.name}.yaml")
+        return self.file.with_suffix(".yaml")
 
 
 _added: dict[str, Study] = {}
@@ -72,22 +62,19 @@ def _shipped() -> dict[str, Study]:
 
 @functools.cache
 def _installed() -> dict[str, Study]:
-    found = {}
+    installed = {}
     for point in metadata.entry_points(group=GROUP):
         spec = importlib.util.find_spec(point.module)
         if spec is None or spec.origin is None:
             raise UserError(f"entry point {point.name} of {GROUP}: no module {point.module}; install its package again")
-        found[point.name] = Study(point.name, point.module, Path(spec.origin), outside=True)
-    return found
+        installed[point.name] = Study(point.name, point.module, Path(spec.origin), outside=True)
+    return installed
 
 
 def add(name: str, path: str | Path) -> Study:
     """Register the study in a file or folder outside of this package; adding the same one again is fine.
 
-    Raises
-    ------
-    UserError
-        No such file, no Python file, or a name that is taken.
+    A `UserError` is raised for a file that is missing, that Python cannot import, or for a name that is taken.
     """
     where = f"studies.{name}"
     file = Path(path).expanduser().resolve()
@@ -116,44 +103,41 @@ def added() -> dict[str, Study]:
 
 def roots() -> list[Path]:
     """Return the folders from which modules from outside are imported; each is made importable."""
-    found = []
+    folders = []
     for study in (*_added.values(), *_installed().values()):
         depth = study.module.count(".") + (study.file.name == "__init__.py")
         root = study.file.parents[depth]
-        found.append(root)
+        folders.append(root)
         if study.name in _added and str(root) not in sys.path:
             sys.path.append(str(root))  # last: nothing there hides what is installed
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(folders))
 
 
 def load(module: str) -> ModuleType:
     """Import a module that a function of this module names; a mistake in one from outside is a `UserError`."""
-    if module.split(".")[0] == PACKAGE.name:
-        return importlib.import_module(module)
     try:
-        found = importlib.import_module(module)
+        loaded = importlib.import_module(module)
     except UserError:
         raise
     except Exception as error:
+        if module.split(".")[0] == PACKAGE.name:
+            raise
         last = traceback.extract_tb(error.__traceback__)[-1]
         raise UserError(
             f"{last.filename}:{last.lineno}: {type(error).__name__}: {error}; the study in module {module} cannot be "
             "imported"
         ) from error
     for study in _added.values():
-        there = Path(found.__file__ or "").resolve()
-        if study.module == module and there != study.file:
-            raise UserError(
-                f"studies.{study.name}: {study.file}: Python has another module '{module}'; rename the file"
-            )
-    return found
+        if study.module == module and Path(loaded.__file__ or "").resolve() != study.file:
+            raise UserError(f"studies.{study.name}: {study.file}: Python has another module '{module}'; rename it")
+    return loaded
 
 
 def study(name: str) -> Any:
     """Return the study called `name`: the object `STUDY` of its module."""
     known = studies()
     if name not in known:
-        raise UserError(f"no study is called '{name}'{nearest(name, known)}; there are: {', '.join(sorted(known))}")
+        raise UserError(unknown("study", name, known))
     module = load(known[name].module)
     if not hasattr(module, "STUDY"):
         raise UserError(f"{known[name].file}: no STUDY in it; a study's module ends with `STUDY = MyStudy()`")
@@ -162,26 +146,24 @@ def study(name: str) -> Any:
 
 @functools.cache
 def _shipped_kinds() -> dict[str, str]:
-    return {
-        folder.parent.name: f"dlscale.datasets.{folder.parent.name}"
-        for folder in sorted((PACKAGE / "datasets").glob("*/kind.py"))
-    }
+    names = sorted(file.parent.name for file in (PACKAGE / "datasets").glob("*/kind.py"))
+    return {name: f"dlscale.datasets.{name}" for name in names}
 
 
 def kinds() -> dict[str, str]:
     """Return the module of each kind of dataset: a folder of this package, or a study's module from outside."""
-    found = dict(_shipped_kinds())
-    for outside in (s for s in studies().values() if s.outside):
+    modules = dict(_shipped_kinds())
+    for outside in (study for study in studies().values() if study.outside):
         for kind in getattr(load(outside.module), "KINDS", []):
-            found.setdefault(kind.name, outside.module)
-    return found
+            modules.setdefault(kind.name, outside.module)
+    return modules
 
 
 def kind(name: str) -> Any:
     """Return a kind of dataset: the object `KIND` of a folder's `kind.py`, or one of an outside module's `KINDS`."""
     known = kinds()
     if name not in known:
-        raise UserError(f"no kind of dataset is called '{name}'{nearest(name, known)}; there are: {', '.join(known)}")
+        raise UserError(unknown("kind of dataset", name, known))
     if name in _shipped_kinds():
         return load(f"{known[name]}.kind").KIND
     return next(kind for kind in load(known[name]).KINDS if kind.name == name)

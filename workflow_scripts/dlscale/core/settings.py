@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from dlscale.core.errors import UserError, nearest
 
 Raw = dict[str, Any]
-Model = TypeVar("Model", bound=BaseModel)
+Kind = TypeVar("Kind")
 
 
 def read_settings(config: str | Path) -> tuple[Raw, str]:
@@ -41,32 +41,19 @@ def read_yaml(path: str | Path) -> Raw:
     return raw
 
 
-def validate(
-    model: type[Model], raw: Any, where: str = "configuration", layers: Iterable[tuple[str, Raw]] = ()
-) -> Model:
-    """Validate `raw`; errors become one `UserError` that names each key by its path.
+def validate(kind: type[Kind], raw: Any, where: str = "configuration", layers: Sequence[tuple[str, Raw]] = ()) -> Kind:
+    """Validate `raw` as a type that pydantic knows; errors become one `UserError` that names each key by its path.
 
-    Parameters
-    ----------
-    layers
-        (path, settings) tuples that `raw` was merged from, later ones over earlier ones: a wrong value
-        is reported at the place where it was written.
+    `layers` are the paths and settings that `raw` was merged from, later ones over earlier ones: a wrong value is
+    reported at the place where it was written.
     """
-    try:
-        return model.model_validate(raw)
-    except ValidationError as error:
-        raise UserError(explain(error, raw, where, list(layers))) from None
-
-
-def check(kind: Any, raw: Any, where: str = "configuration") -> Any:
-    """Validate `raw` as any type that pydantic knows, as `validate` does."""
     try:
         return TypeAdapter(kind).validate_python(raw)
     except ValidationError as error:
-        raise UserError(explain(error, raw, where)) from None
+        raise UserError(_explained(error, raw, where, layers)) from None
 
 
-def explain(error: ValidationError, raw: Any, where: str, layers: list[tuple[str, Raw]] | None = None) -> str:
+def _explained(error: ValidationError, raw: Any, where: str, layers: Sequence[tuple[str, Raw]]) -> str:
     """Return one line for each place in `raw` that `error` complains of; `layers` as in `validate`."""
     reasons: dict[str, list[str]] = {}
     for item in error.errors(include_url=False)[:8]:
@@ -77,13 +64,12 @@ def explain(error: ValidationError, raw: Any, where: str, layers: list[tuple[str
         elif item["type"] == "value_error":
             # A check of several keys names them in its message.
             culprits = [(*keys, *name.split(".")) for name in re.findall(r"[a-z_0-9]+(?:\.[a-z_0-9]+)*", item["msg"])]
-        prefix = next((path for path, layer in reversed(layers or []) if any(holds(layer, c) for c in culprits)), None)
-        if prefix is None and layers:
-            prefix = layers[-1][0]
-        path = ".".join(str(key) for key in ([prefix] if prefix else []) + list(keys))
+        written = [path for path, layer in layers if any(holds(layer, culprit) for culprit in culprits)]
+        prefix = written[-1:] or [path for path, _ in layers[-1:]]
+        path = ".".join(map(str, [*prefix, *keys]))
         # One line a place: of a union each member has its own complaint about the same value.
         reasons.setdefault(f"{where}: {path + ': ' if path else ''}", []).append(_reason(item))
-    return "\n".join(place + "; or: ".join(dict.fromkeys(found)) for place, found in reasons.items())
+    return "\n".join(place + "; or: ".join(dict.fromkeys(each)) for place, each in reasons.items())
 
 
 def _reason(item: Any) -> str:
@@ -98,9 +84,8 @@ def _reason(item: Any) -> str:
         return "the key 'kind' is missing"
     if kind == "union_tag_invalid":
         tags = [tag.strip("' ") for tag in context["expected_tags"].split(",")]
-        return (
-            f"kind: no such kind '{context['tag']}'{nearest(context['tag'], tags)}; expected one of: {', '.join(tags)}"
-        )
+        given = context["tag"]
+        return f"kind: no such kind '{given}'{nearest(given, tags)}; expected one of: {', '.join(tags)}"
     if kind == "literal_error":
         choices = [choice.strip("' ") for choice in context["expected"].replace(" or ", ", ").split(",")]
         return f"got {given!r}{nearest(str(given), choices)}; expected one of: {', '.join(choices)}"

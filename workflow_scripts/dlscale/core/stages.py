@@ -7,7 +7,7 @@ A stage that measures a run is added by a row here, its module, and a thin rule.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 #: What one job of a stage is for.
@@ -17,24 +17,18 @@ Scope = Literal["settings", "raw", "piece", "part", "dataset", "run", "plan", "p
 Nodes = Literal["here", "cpu", "geometry"]
 
 
-@dataclass(frozen=True)
-class Option:
-    """An option of the command line; `more` goes to `argparse`."""
+#: An option of the command line: its flag, and the keywords of `argparse`.
+Option = tuple[str, dict[str, Any]]
 
-    flag: str
-    text: str
-    required: bool = True
-    more: dict[str, Any] = field(default_factory=dict)
+
+def option(flag: str, text: str, required: bool = True, **more: Any) -> Option:
+    """Return an option; `more` goes to `argparse`."""
+    return flag, {"help": text, "required": required, **more}
 
 
 def path(flag: str, text: str, **more: Any) -> Option:
     """Return an option that takes a path."""
-    return Option(flag, text, more={"metavar": "PATH", **more})
-
-
-def optional(flag: str, text: str, **more: Any) -> Option:
-    """Return an option that may be left out."""
-    return Option(flag, text, required=False, more=more)
+    return option(flag, text, metavar="PATH", **more)
 
 
 #: A validation sample needs no backward pass, which is two thirds of a training sample's work: of 6 FLOPs a parameter
@@ -60,42 +54,20 @@ def throughput_work(run: Any, train: int | None, valid: int | None) -> float | N
 
 @dataclass(frozen=True)
 class Stage:
-    """One row of the table.
+    """One row of the table."""
 
-    Attributes
-    ----------
-    module
-        Entry module; its `main(args)` does the work.
-    text
-        What the stage does, for `--help`.
-    scope
-        What one job is for.
-    options
-        Of the command line, beside `--log` and those that every stage of a run has.
-    settings
-        Of a run: the keys that the stage sees beside the common ones. What it cannot see cannot make it run again.
-    outputs
-        Of a run: the files that it leaves in the run's folder, the one that shows that it is done first.
-    nodes
-        Where a job runs.
-    work
-        Of a run: how much it computes.
-    minutes
-        Time limit of a job where nothing is known of how long it takes; a site may say another.
-    warned
-        Whether the job asks to be warned of its time limit.
-    """
-
-    module: str
-    text: str
+    module: str  #: Entry module; its `main(args)` does the work.
+    text: str  #: What the stage does, for `--help`.
     scope: Scope
-    options: tuple[Option, ...] = ()
+    options: tuple[Option, ...] = ()  #: Beside `--log` and those that every stage of a run has.
+    #: Of a run: the keys that the stage sees beside the common ones. What it cannot see cannot make it run again.
     settings: tuple[str, ...] = ()
-    outputs: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()  #: Of a run: files in its folder; the first one shows that the stage is done.
     nodes: Nodes = "here"
+    #: Of a run: samples that it computes, in units of one training sample, from the samples of train and valid.
     work: Callable[[Any, int | None, int | None], float | None] | None = None
-    minutes: int = 60
-    warned: bool = False
+    minutes: int = 60  #: Time limit where nothing is known of how long a job takes; a site may say another.
+    warned: bool = False  #: Whether the job asks to be warned of its time limit.
 
 
 _DATASET = path("--config", "the dataset's config.yaml, or its settings as JSON")
@@ -104,8 +76,8 @@ _DATASET = path("--config", "the dataset's config.yaml, or its settings as JSON"
 RUN_OPTIONS = (
     path("--config", "the run's config.yaml, or its settings as JSON"),
     path("--manifest", "manifest.json of the run's dataset"),
-    optional("--device", "where to compute", choices=("auto", "cpu", "cuda"), default="auto"),
-    optional("--threads", "CPU threads of a node, shared by the processes there", type=int, metavar="N"),
+    option("--device", "where to compute", False, choices=("auto", "cpu", "cuda"), default="auto"),
+    option("--threads", "CPU threads of a node, shared by the processes there", False, type=int, metavar="N"),
 )
 
 STAGES: dict[str, Stage] = {
@@ -114,23 +86,23 @@ STAGES: dict[str, Stage] = {
         "Build or pull the image that stages run in; migrate it for podman-hpc.",
         "image",
         (
-            Option("--engine", "container engine", more={"metavar": "NAME"}),
-            Option("--image", "localhost/... is built, others are pulled", more={"metavar": "NAME"}),
-            optional("--target", "target of docker/Dockerfile", default="cpu", choices=("cpu", "gpu")),
-            optional("--build-arg", "argument of the build", action="append", default=[], metavar="NAME=VALUE"),
+            option("--engine", "container engine", metavar="NAME"),
+            option("--image", "localhost/... is built, others are pulled", metavar="NAME"),
+            option("--target", "target of docker/Dockerfile", False, default="cpu", choices=("cpu", "gpu")),
+            option("--build-arg", "argument of the build", False, action="append", default=[], metavar="NAME=VALUE"),
         ),
     ),
     "configure": Stage(
         "dlscale.config.configure",
         "Write the resolved settings of a dataset, run or plan as YAML.",
         "settings",
-        (path("--out", "YAML file to write"), Option("--settings", "the settings", more={"metavar": "JSON"})),
+        (path("--out", "YAML file to write"), option("--settings", "the settings", metavar="JSON")),
     ),
     "acquire": Stage(
         "dlscale.data.acquire",
         "Simulate or fetch one raw file of a dataset (fetching needs the network).",
         "raw",
-        (_DATASET, Option("--file", "name of the raw file", more={"metavar": "NAME"}), path("--out", "file to write")),
+        (_DATASET, option("--file", "name of the raw file", metavar="NAME"), path("--out", "file to write")),
         nodes="cpu",
     ),
     "preprocess": Stage(
@@ -139,8 +111,8 @@ STAGES: dict[str, Stage] = {
         "piece",
         (
             _DATASET,
-            Option("--part", "the part", more={"metavar": "SPLIT/NAME"}),
-            optional("--piece", "number of the piece, from 0", type=int, default=0, metavar="N"),
+            option("--part", "the part", metavar="SPLIT/NAME"),
+            option("--piece", "number of the piece, from 0", False, type=int, default=0, metavar="N"),
             path("--source", "raw files of the part", nargs="*"),
             path("--out", "HDF5 file to write"),
         ),
@@ -159,9 +131,7 @@ STAGES: dict[str, Stage] = {
         "dataset",
         (
             _DATASET,
-            optional(
-                "--source", "files of a prepared dataset, used as they are", nargs="*", default=[], metavar="PATH"
-            ),
+            path("--source", "files of a prepared dataset, used as they are", required=False, nargs="*", default=[]),
             path("--manifest", "manifest.json to write, in the dataset's folder"),
             path("--stats", "folder of .npy files to write"),
         ),
@@ -179,7 +149,9 @@ STAGES: dict[str, Stage] = {
         "run",
         (
             path("--checkpoints", "folder of this run's checkpoints"),
-            optional("--sources", "digest of the sources: another one starts afresh", default="", metavar="SHA256"),
+            option(
+                "--sources", "digest of the sources: another one starts afresh", False, default="", metavar="SHA256"
+            ),
             path("--out", "the run's folder"),
         ),
         settings=("training", "schedule"),
@@ -210,7 +182,7 @@ STAGES: dict[str, Stage] = {
         "Write the report's page.",
         "page",
         (
-            Option("--title", "heading of the page"),
+            option("--title", "heading of the page"),
             path("--plans", "plan.yaml files", nargs="+"),
             path("--datasets", "dataset folders", nargs="+"),
             path("--out", "HTML file to write"),

@@ -36,6 +36,11 @@ def count(value: int | None) -> str:
     return NONE if value is None else f"{value:,}"
 
 
+def many(value: int, what: str) -> str:
+    """Return a number of things, `what` in the singular."""
+    return f"{value} {what}{'' if value == 1 else 's'}"
+
+
 def unit(text: str | None) -> str:
     """Return a unit with its powers raised (`m s**-1` and `m s-1`: m s⁻¹); nothing for the dimensionless `1`."""
     if text in (None, "", "1"):

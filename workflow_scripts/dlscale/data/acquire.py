@@ -15,9 +15,8 @@ from dlscale.config.dataset import DatasetSettings
 from dlscale.core.errors import UserError, nearest
 from dlscale.core.progress import Progress
 from dlscale.data import parts
-from dlscale.data.download import download
+from dlscale.data.download import download, redacted
 from dlscale.data.kind import RawFile, file_name, is_url
-from dlscale.data.transfer import redacted
 
 
 def main(args: argparse.Namespace) -> None:

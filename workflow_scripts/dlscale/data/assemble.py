@@ -45,7 +45,7 @@ def _join(dataset: DatasetSettings, pieces: list[h5py.Dataset], file: h5py.File,
     field = field.resized(sum(rows))
     moments = Moments.empty(len(field.channels))
     for piece in pieces:
-        moments = moments.merged(Moments.from_json(json.loads(piece.attrs["moments"])))
+        moments = moments.merged(Moments.from_json(piece.attrs["moments"]))
     half = dataset.storage.dtype == "float16" and field.floating
     # Centred and scaled, every channel uses half precision where it is dense; a constant one stays exact.
     scale = np.where(moments.std > 0, moments.std, 1.0)
@@ -86,12 +86,8 @@ def _join(dataset: DatasetSettings, pieces: list[h5py.Dataset], file: h5py.File,
                 del values, stored  # before the next are read
                 progress.update(done + last)
             done += count
-    target.attrs["moments"] = json.dumps(moments.to_json())
+    target.attrs["moments"] = moments.to_json()
     if half:
         target.attrs["float16_max_error"] = error
-        logging.info(
-            "%s: %s: greatest float16 error %s",
-            label,
-            field.name,
-            dict(zip(field.channels, error.tolist(), strict=True)),
-        )
+        errors = dict(zip(field.channels, error.tolist(), strict=True))
+        logging.info("%s: %s: greatest float16 error %s", label, field.name, errors)

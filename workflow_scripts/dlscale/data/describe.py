@@ -7,7 +7,6 @@ them where they lie.
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
 import numpy as np
@@ -57,7 +56,7 @@ def describe_own(dataset: DatasetSettings, folder: Path) -> Manifest:
             for name in names:
                 field = Field.of(file[name])
                 check_alike(path, field, fields.setdefault(name, field))
-                these = Moments.from_json(json.loads(file[name].attrs["moments"]))
+                these = Moments.from_json(file[name].attrs["moments"])
                 if part.split == "train":
                     moments[name] = moments[name].merged(these) if name in moments else these
                 lowest[name] = min(lowest.get(name, np.inf), these.minimum.min())

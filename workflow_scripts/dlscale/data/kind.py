@@ -36,49 +36,26 @@ from dlscale.core.schema import Strict
 
 @dataclass(frozen=True)
 class RawFile:
-    """A raw file.
+    """A raw file."""
 
-    Attributes
-    ----------
-    name
-        Its file name in the dataset's `source/` folder, if it is acquired.
-    origin
-        Where it comes from: a path, a URL, a store, or `simulated`.
-    index
-        Number of what is simulated: a box, a year.
-    period
-        First and last day (inclusive) to take from a store.
-    """
-
-    name: str
-    origin: str
-    index: int = 0
-    period: tuple[dt.date, dt.date] | None = None
+    name: str  # in the dataset's `source/` folder, if it is acquired
+    origin: str  # a path, a URL, a store, or `simulated`
+    index: int = 0  # number of what is simulated: a box, a year
+    period: tuple[dt.date, dt.date] | None = None  # first and last day (inclusive) to take from a store
 
 
 @dataclass(frozen=True)
 class Part:
-    """One preprocessed file, `SPLIT/NAME.h5`.
-
-    Attributes
-    ----------
-    raws
-        The raw files that it is made from; none for what is made in memory.
-    fraction
-        Share (from, to) of the raw file's rows.
-    period
-        First and last day (inclusive) that it holds.
-    """
+    """One preprocessed file, `SPLIT/NAME.h5`."""
 
     split: Split
     name: str
-    raws: tuple[RawFile, ...] = ()
-    fraction: tuple[float, float] = (0.0, 1.0)
-    period: tuple[dt.date, dt.date] | None = None
+    raws: tuple[RawFile, ...] = ()  # that it is made from; none for what is made in memory
+    fraction: tuple[float, float] = (0.0, 1.0)  # share (from, to) of the raw file's rows
+    period: tuple[dt.date, dt.date] | None = None  # first and last day (inclusive) that it holds
 
     @property
     def label(self) -> str:
-        """`SPLIT/NAME`."""
         return f"{self.split}/{self.name}"
 
 
@@ -123,24 +100,15 @@ class RowSamples(Strict):
 
 
 class DatasetKind(ABC):
-    """See the module. A folder's `kind.py` has one as `KIND`; a module from outside lists its own in `KINDS`.
+    """See the module. A folder's `kind.py` has one as `KIND`; a module from outside lists its own in `KINDS`."""
 
-    Attributes
-    ----------
-    name
-        What a dataset's key `kind` says.
-    Settings
-        The settings of a dataset of this kind.
-    Samples
-        A run's settings of its samples (key `samples`).
-    rows
-        What the rows of a file are called.
-    """
-
-    name: ClassVar[str]
-    Settings: ClassVar[type[DatasetSettings]]
-    Samples: ClassVar[type[Strict]] = RowSamples
-    rows: ClassVar[str] = "samples"
+    name: ClassVar[str]  # what a dataset's key `kind` says
+    Settings: ClassVar[type[DatasetSettings]]  # of a dataset of this kind
+    Samples: ClassVar[type[Strict]] = RowSamples  # a run's settings of its samples (key `samples`)
+    rows: ClassVar[str] = "samples"  # what the rows of a file are called
+    #: Keys of the dataset and its source that only say which parts and raw files there are: what these hold does not
+    #: depend on them.
+    selection: ClassVar[frozenset[str]] = frozenset()
 
     @abstractmethod
     def parts(self, dataset: Any) -> list[Part]:
@@ -165,15 +133,15 @@ class DatasetKind(ABC):
 
     def raw_settings(self, dataset: Any, raw: RawFile) -> dict[str, Any]:
         """Return the settings that decide the content of an acquired file: what makes acquisition run again."""
-        return {"source": dataset.source.model_dump(mode="json") if dataset.source else None, "index": raw.index}
+        source = dataset.source.model_dump(mode="json", exclude={*self.selection, "sha256"}) if dataset.source else {}
+        digest = getattr(dataset.source, "sha256", {}).get(file_name(raw.origin))
+        return {**source, "origin": raw.origin, "index": raw.index, "period": _days(raw.period), "sha256": digest}
 
     def part_settings(self, dataset: Any, part: Part) -> dict[str, Any]:
-        """Return the settings that decide the content of a part's pieces."""
-        return {
-            **dataset.model_dump(mode="json", exclude={"storage", "memory_mb"}),
-            "fraction": part.fraction,
-            "period": [str(day) for day in part.period] if part.period else None,
-        }
+        """Return the settings that decide the content of a part's pieces, given its raw files."""
+        left_out = {"storage", "memory_mb", *self.selection} | ({"source"} if part.raws else set())
+        settings = dataset.model_dump(mode="json", exclude=left_out)
+        return {**settings, "fraction": part.fraction, "period": _days(part.period)}
 
     def grid(self, dataset: Any) -> tuple[int, ...] | None:
         """Return the grid of the stored fields where the settings alone decide it, else None."""
@@ -182,3 +150,7 @@ class DatasetKind(ABC):
     def available(self, samples: Any, rows: list[int]) -> int | None:
         """Return how many samples files of so many rows hold; None where rows do not tell, or any number is drawn."""
         return sum(rows)
+
+
+def _days(period: tuple[dt.date, dt.date] | None) -> list[str] | None:
+    return [str(day) for day in period] if period else None

@@ -7,31 +7,20 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 import numpy as np
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from dlscale.core.errors import UserError
-from dlscale.core.files import read_json
 from dlscale.core.records import Record
 from dlscale.data.transforms import Transform
 
 
 class File(Record):
-    """One data file.
+    """One data file."""
 
-    Attributes
-    ----------
-    path
-        Absolute, or relative to the manifest.
-    rows, bytes
-        Its rows, and its size when it was described.
-    digest
-        SHA-256 that stands for its content.
-    """
-
-    path: str
+    path: str  # absolute, or relative to the manifest
     rows: int
-    bytes: int
-    digest: str
+    bytes: int  # when it was described
+    digest: str  # SHA-256 that stands for its content
 
     @classmethod
     def of(cls, path: Path, folder: Path, rows: int, digest: str | None = None) -> File:
@@ -47,41 +36,22 @@ class File(Record):
 
 
 class FieldInfo(Record):
-    """What the HDF5 dataset of one name holds in every file. C is the number of channels, N that of rows.
+    """What the HDF5 dataset of one name holds in every file. C is the number of channels, N that of rows."""
 
-    Attributes
-    ----------
-    channels, units
-        Of each channel; units are physical. A field without an axis of channels counts as one channel.
-    grid
-        Shape to read, without rows and channels: [H, W] of states and images, [] of scalars and labels. Volumes
-        [C, D, H, W] differ in size: [D, H, W] is the first file's.
-    transforms
-        Physical to model units, by channel.
-    stored
-        `model`: values on disk are in model units; `physical`: readers apply `transforms`.
-    mean, std, minimum, maximum
-        Of the training part, by channel, in stored units; extremes are empty where nobody measured them.
-    dtype
-        What a reader returns: `float32` for floating-point numbers however they are stored, else the stored type.
-    channel_axis
-        0 for [C, D, H, W], 1 for [N, C, ...], None for [N, ...] without channels.
-    classes
-        Of labels (one integer a row): how many classes there are in all splits; else None.
-    """
-
-    channels: list[str]
-    units: list[str]
+    channels: list[str]  # a field without an axis of channels counts as one channel
+    units: list[str]  # physical, of each channel
+    #: Shape to read, without rows and channels: [H, W] of states and images, [] of scalars and labels. Volumes
+    #: [C, D, H, W] differ in size: [D, H, W] is the first file's.
     grid: list[int]
-    transforms: list[Transform]
-    stored: Literal["model", "physical"]
-    mean: list[float]
+    transforms: list[Transform]  # physical to model units, by channel
+    stored: Literal["model", "physical"]  # model: values on disk are in model units; physical: readers apply transforms
+    mean: list[float]  # of the training part, by channel, in stored units; so are the next three
     std: list[float]
-    minimum: list[float] = []
+    minimum: list[float] = []  # extremes are empty where nobody measured them
     maximum: list[float] = []
-    dtype: str = "float32"
-    channel_axis: int | None = None
-    classes: int | None = None
+    dtype: str = "float32"  # of what a reader returns: float32 for all floating-point numbers, else the stored type
+    channel_axis: int | None = None  # 0 for [C, D, H, W], 1 for [N, C, ...], None for [N, ...] without channels
+    classes: int | None = None  # of labels (one integer a row): how many classes there are in all splits
 
     @property
     def row_shape(self) -> tuple[int, ...]:
@@ -112,39 +82,18 @@ class FieldInfo(Record):
 
 
 class Manifest(Record):
-    """See the module.
+    """See the module."""
 
-    Attributes
-    ----------
-    kind
-        The kind of dataset.
-    rows
-        What a file's rows are called.
-    fields
-        What files hold, by name of the HDF5 dataset.
-    splits
-        The files of each split.
-    facts
-        Short facts for the report.
-    extra
-        What the kind adds for its own studies.
-    provenance
-        What the dataset was made from: its `settings`.
-    folder
-        Where the manifest lies; not in the file.
-    """
-
-    kind: str
-    rows: str = "rows"
-    fields: dict[str, FieldInfo]
+    kind: str  # of dataset
+    rows: str = "rows"  # what a file's rows are called
+    fields: dict[str, FieldInfo]  # what files hold, by name of the HDF5 dataset
     splits: dict[str, list[File]]
-    facts: list[str] = []
-    extra: dict[str, Any] = {}
-    provenance: dict[str, Any] = {}
-    folder: Path = Field(Path(), exclude=True)
+    facts: list[str] = []  # short, for the report
+    extra: dict[str, Any] = {}  # what the kind adds for its own studies
+    provenance: dict[str, Any] = {}  # what the dataset was made from: its `settings`
+    folder: Path = Field(Path(), exclude=True)  # where the manifest lies; not in the file
 
     def path(self, file: File | str) -> Path:
-        """Return where a file lies."""
         return self.folder / (file if isinstance(file, str) else file.path)
 
     def files(self, split: str) -> list[File]:
@@ -171,12 +120,4 @@ class Manifest(Record):
 
     @classmethod
     def read(cls, path: str | Path) -> Self:
-        """Read what `write` wrote."""
-        try:
-            return cls.model_validate(read_json(path)).model_copy(update={"folder": Path(path).resolve().parent})
-        except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}".removeprefix(": ")
-            raise UserError(
-                f"{path}: not a manifest of this version ({reason}); delete it and run the workflow again"
-            ) from None
+        return super().read(path).model_copy(update={"folder": Path(path).resolve().parent})

@@ -12,19 +12,19 @@ from typing import Any
 from dlscale.config.dataset import DatasetSettings, dataset_type
 from dlscale.core import registry
 from dlscale.core.errors import UserError
-from dlscale.core.settings import check, read_settings
+from dlscale.core.settings import read_settings, validate
 from dlscale.data.kind import DatasetKind, Part, RawFile, is_url
 
 
 def load_dataset(config: str | Path) -> DatasetSettings:
     """Read a dataset's settings: `config.yaml`, or JSON itself."""
     raw, where = read_settings(config)
-    dataset: DatasetSettings = check(dataset_type(), raw, where)
+    dataset: DatasetSettings = validate(dataset_type(), raw, where)
     return dataset
 
 
 def kind_of(dataset: DatasetSettings) -> DatasetKind:
-    """Return the kind of a dataset."""
+    """Return the object that answers for a dataset's kind."""
     kind: DatasetKind = registry.kind(dataset.kind)
     return kind
 

@@ -78,23 +78,16 @@ def write_piece(source: Source, out: Path, start: int, stop: int, block: int, la
             del read, values  # before the next are read
             progress.update(last - start)
         for field in source.fields:
-            file[field.name].attrs["moments"] = json.dumps(moments[field.name].to_json())
+            file[field.name].attrs["moments"] = moments[field.name].to_json()
         for name, total in sums.items():
             file.create_dataset(f"sum/{name}", data=total)
         for name, coordinate in source.coordinates.items():
             file.create_dataset(name, data=coordinate)
         for name, coordinate in source.row_coordinates.items():
             file.create_dataset(name, data=coordinate[start:stop])
-        file.attrs["coordinates"], file.attrs["row_coordinates"] = (
-            list(source.coordinates),
-            list(source.row_coordinates),
-        )
+        file.attrs["coordinates"] = list(source.coordinates)
+        file.attrs["row_coordinates"] = list(source.row_coordinates)
         file.attrs["fields"] = [field.name for field in source.fields]
         file.attrs["source"] = json.dumps(dict(source.attributes))
-    logging.info(
-        "%s: %d rows in blocks of %d, at most %.0f MB of buffers",
-        label,
-        stop - start,
-        block,
-        block * source.bytes_per_row / 1e6,
-    )
+    buffers = block * source.bytes_per_row / 1e6
+    logging.info("%s: %d rows in blocks of %d, at most %.0f MB of buffers", label, stop - start, block, buffers)

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -21,28 +22,14 @@ VALUES = 1_000_000  # numbers of a field that are read at most
 
 @dataclass(frozen=True)
 class Panel:
-    """One picture above the histogram of its values.
+    """One picture above the histogram of its values."""
 
-    Attributes
-    ----------
-    title, unit
-        What the values are, and their unit.
-    values
-        Of the histogram; [H, W] are shown as a picture, too.
-    labels
-        Of the picture's axes, x and y; empty for none.
-    extent
-        Values of x and y at the picture's edges: left, right, bottom, top; pixels if None.
-    classes
-        Of labels: how many there are; the histogram then has a bar for each.
-    """
-
-    title: str
+    title: str  # what the values are
     unit: str
-    values: np.ndarray
-    labels: tuple[str, str] = ("", "")
-    extent: tuple[float, float, float, float] | None = None
-    classes: int | None = None
+    values: np.ndarray  # of the histogram; [H, W] are shown as a picture, too
+    labels: tuple[str, str] = ("", "")  # of the picture's axes, x and y
+    extent: tuple[float, float, float, float] | None = None  # x left, right, y bottom, top of the picture; else pixels
+    classes: int | None = None  # of labels: how many there are; the histogram then has a bar for each
 
 
 def main(args: argparse.Namespace) -> None:
@@ -96,14 +83,8 @@ def draw_preview(name: str, panels: list[Panel], path: Path) -> None:
 
     columns = min(len(panels), 5)
     bands = -(-len(panels) // columns)
-    figure, axes = plt.subplots(
-        2 * bands,
-        columns,
-        figsize=(3.2 * columns, 4.6 * bands),
-        squeeze=False,
-        height_ratios=(2, 1) * bands,
-        layout="constrained",
-    )
+    layout: Any = {"figsize": (3.2 * columns, 4.6 * bands), "height_ratios": (2, 1) * bands, "layout": "constrained"}
+    figure, axes = plt.subplots(2 * bands, columns, squeeze=False, **layout)
     for axis in axes.flat:
         axis.set_visible(False)
     for number, panel in enumerate(panels):
@@ -111,9 +92,8 @@ def draw_preview(name: str, panels: list[Panel], path: Path) -> None:
         top, bottom = axes[2 * band, column], axes[2 * band + 1, column]
         if panel.values.ndim == 2:
             top.set_visible(True)
-            image = top.imshow(
-                panel.values, extent=panel.extent, aspect="auto" if panel.extent else "equal", cmap="viridis"
-            )
+            aspect: Any = "auto" if panel.extent else "equal"
+            image = top.imshow(panel.values, extent=panel.extent, aspect=aspect, cmap="viridis")
             top.set_title(panel.title, fontsize=9)
             top.set_xlabel(panel.labels[0], fontsize=8)
             top.set_ylabel(panel.labels[1], fontsize=8)

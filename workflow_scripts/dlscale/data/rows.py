@@ -85,6 +85,7 @@ class Rows:
         )
 
     def read(self, epoch: int, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """See `dlscale.data.samples.Samples`."""
         file, row = (int(each[index]) for each in self.rows(epoch))
         return self._input.read(file, row), self._target.read(file, row)
 

@@ -1,8 +1,8 @@
 """What a loader asks of a dataset: how many samples there are, what arrays they are, and sample (epoch, index) itself.
 
 Samples on grids are boxes of stored arrays. `GridSamples` says where the boxes lie and how stored values become the
-model's, so that a loader may fetch and decode them as it likes; `read` is the plain way, which every loader is tested
-against. Samples that must be decoded in another way, as compressed images, get a class beside `GridSamples`, and
+model's, so that a loader may fetch and decode them as it likes; `read` returns one sample, and every loader is tested
+against it. Samples that must be decoded in another way, as compressed images, get a class beside `GridSamples`, and
 `dlscale.data.loaders.base.on_grids` is where a loader tells them apart.
 """
 
@@ -49,20 +49,15 @@ class Samples(Protocol):
     """The samples of one split."""
 
     size: int  #: samples in an epoch
-
-    @property
-    def input_spec(self) -> ArraySpec:
-        """What the model is given."""
-
-    @property
-    def target_spec(self) -> ArraySpec:
-        """What it is to answer."""
+    input_spec: ArraySpec  #: what the model is given
+    target_spec: ArraySpec  #: what it is to answer
 
     def read(self, epoch: int, index: int) -> tuple[np.ndarray, np.ndarray]:
         """Return input and target of sample `index` (0 ... size - 1) of `epoch`, of the declared shapes and dtypes.
 
         Fields are in model units. The same arguments give the same arrays in any process.
         """
+        ...
 
 
 @dataclass(frozen=True)
@@ -93,6 +88,7 @@ class Symmetries(Protocol):
 
     def apply(self, number: int, x: np.ndarray) -> np.ndarray:
         """Return the transformed box [C, a, b, c]."""
+        ...
 
 
 class BoxField:
@@ -154,22 +150,17 @@ class GridSamples(ABC):
     """Samples that are boxes of stored arrays. See `Samples`."""
 
     size: int
-    input: BoxField
-    target: BoxField
 
-    @property
-    def input_spec(self) -> ArraySpec:
-        return self.input.spec
-
-    @property
-    def target_spec(self) -> ArraySpec:
-        return self.target.spec
+    def __init__(self, input: BoxField, target: BoxField) -> None:
+        self.input, self.target = input, target
+        self.input_spec, self.target_spec = input.spec, target.spec
 
     @abstractmethod
     def boxes(self, epoch: int) -> BoxIndex:
         """Return where the boxes of an epoch's samples lie."""
 
     def read(self, epoch: int, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """See `Samples`."""
         boxes = self.boxes(epoch)
         file, symmetry = int(boxes.file[index]), int(boxes.symmetry[index])
         x = self.input.read(file, boxes.input[index], symmetry)

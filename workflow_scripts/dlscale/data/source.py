@@ -12,30 +12,14 @@ from dlscale.data.store import Field
 
 
 class Source(ABC):
-    """One part's raw input, streamed along rows: slabs of a volume, times of a series, samples.
+    """One part's raw input, streamed along rows: slabs of a volume, times of a series, samples."""
 
-    Attributes
-    ----------
-    fields
-        What the part will hold, at the stored resolution; all have as many rows.
-    bytes_per_row
-        Memory that `read` needs for one row: raw buffers and results, in bytes.
-    coordinates
-        Small arrays kept beside the data, the same in every piece.
-    row_coordinates
-        Arrays [rows, ...] kept beside the data, such as the time of each row.
-    summed
-        Names of fields [N, ...] whose sum over rows is kept, as `sum/NAME`, float64.
-    attributes
-        Provenance of the raw files, as plain values.
-    """
-
-    fields: tuple[Field, ...]
-    bytes_per_row: int
-    coordinates: Mapping[str, np.ndarray] = {}
-    row_coordinates: Mapping[str, np.ndarray] = {}
-    summed: tuple[str, ...] = ()
-    attributes: Mapping[str, Any] = {}
+    fields: tuple[Field, ...]  # what the part will hold, at the stored resolution; all have as many rows
+    bytes_per_row: int  # memory that `read` needs for one row: raw buffers and results
+    coordinates: Mapping[str, np.ndarray] = {}  # small arrays kept beside the data, the same in every piece
+    row_coordinates: Mapping[str, np.ndarray] = {}  # arrays [rows, ...] kept beside the data, such as each row's time
+    summed: tuple[str, ...] = ()  # fields [N, ...] whose sum over rows is kept, as `sum/NAME`, float64
+    attributes: Mapping[str, Any] = {}  # provenance of the raw files, as plain values
 
     @abstractmethod
     def read(self, start: int, stop: int) -> Mapping[str, np.ndarray]:
@@ -71,22 +55,17 @@ class ArraySource(Source):
             name: values.astype({"f": np.float32, "b": np.uint8}.get(values.dtype.kind, values.dtype), copy=False)
             for name, values in arrays.items()
         }
-        fields = []
+        self.fields = ()
         for name, values in self._arrays.items():
             names = tuple((channels or {}).get(name, ()))
-            unit = (units or {}).get(name, "1")
-            count = len(names) or 1
-            fields.append(
-                Field(
-                    name, names or (name,), (unit,) * count, values.shape, 1 if names else None, (), str(values.dtype)
-                )
-            )
-        self.fields = tuple(fields)
+            own_units = ((units or {}).get(name, "1"),) * (len(names) or 1)
+            axis = 1 if names else None
+            field = Field(name, names or (name,), own_units, values.shape, axis, dtype=str(values.dtype))
+            self.fields += (field,)
         rows = max(1, self.fields[0].rows)
         # Values as they are, and the float64 copies that their statistics take.
         self.bytes_per_row = sum(values.nbytes + 16 * values.size for values in self._arrays.values()) // rows + 1
         self.attributes = attributes or {}
 
     def read(self, start: int, stop: int) -> dict[str, np.ndarray]:
-        """See `Source`."""
         return {name: values[start:stop] for name, values in self._arrays.items()}

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -24,36 +24,22 @@ from dlscale.data.transforms import IDENTITY, Transform
 
 @dataclass(frozen=True)
 class Field:
-    """One dataset of a file.
-
-    Attributes
-    ----------
-    name
-        Of the HDF5 dataset.
-    channels, units, transforms
-        Of each of the C channels; one channel where there is no axis of channels.
-    shape
-        Of the whole dataset, rows and channels included.
-    channel_axis
-        0 ([C, D, H, W], whose rows are along axis 1), 1 ([N, C, ...]) or None ([N, ...]), with rows along axis 0.
-    dtype
-        Of the values before they are stored: `float32`, or an integer type.
-    """
+    """One dataset of a file."""
 
     name: str
-    channels: tuple[str, ...]
-    units: tuple[str, ...]
-    shape: tuple[int, ...]
+    channels: tuple[str, ...]  # one where there is no axis of channels
+    units: tuple[str, ...]  # of each channel, like the transforms
+    shape: tuple[int, ...]  # of the whole dataset, rows and channels included
+    #: 0 ([C, D, H, W], whose rows are along axis 1), 1 ([N, C, ...]) or None ([N, ...]), with rows along axis 0.
     channel_axis: int | None
     transforms: tuple[Transform, ...] = ()
-    dtype: str = "float32"
+    dtype: str = "float32"  # of the values before they are stored, or an integer type
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "transforms", self.transforms or (IDENTITY,) * len(self.channels))
 
     @property
     def floating(self) -> bool:
-        """Whether the values are floating-point numbers, and not integers."""
         return np.dtype(self.dtype).kind == "f"
 
     @property
@@ -63,7 +49,6 @@ class Field:
 
     @property
     def rows(self) -> int:
-        """Length of the row axis."""
         return self.shape[self.row_axis]
 
     @property
@@ -152,16 +137,9 @@ def create(
 ) -> h5py.Dataset:
     """Create the dataset of `field` in `file`; fill it with `write`.
 
-    Parameters
-    ----------
-    dtype
-        To store; the field's own if None.
-    chunk
-        Edge of a cubic chunk with all channels ([C, D, H, W] only); contiguous if None.
-    channels_last
-        Store [C, D, H, W] as [D, H, W, C]; for no other field.
-    scaling
-        (offset, scale), each [C], with which the values were scaled; recorded as attributes.
+    `dtype` is what to store, the field's own if None. Of [C, D, H, W] alone, `chunk` is the edge of a cubic chunk with
+    all channels, and `channels_last` stores [D, H, W, C]. Values scaled with `scaling`, (offset, scale) [C] each,
+    are marked by attributes.
     """
     shape, chunks = field.shape, None
     if chunk is not None and field.channel_axis == 0:
@@ -205,7 +183,6 @@ class Reader:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the dataset, channels first."""
         return channels_first(self.dataset, self.dataset.shape)
 
     @property
@@ -253,7 +230,6 @@ class Moments:
 
     @staticmethod
     def empty(channels: int) -> Moments:
-        """Moments of no values."""
         zeros = np.zeros(channels)
         return Moments(0, zeros, zeros.copy(), np.full(channels, np.inf), np.full(channels, -np.inf))
 
@@ -270,7 +246,6 @@ class Moments:
         return Moments(moved[0].size, mean, m2, low, high)
 
     def merged(self, other: Moments) -> Moments:
-        """Moments of both sets of values together."""
         if not self.count or not other.count:
             return other if not self.count else self
         count = self.count + other.count
@@ -288,15 +263,15 @@ class Moments:
         """Population standard deviation [C]."""
         return np.sqrt(self.m2 / max(self.count, 1))
 
-    def to_json(self) -> dict[str, Any]:
-        """Return plain values for JSON; `from_json` restores them exactly."""
+    def to_json(self) -> str:
+        """Return JSON from which `from_json` restores the moments exactly."""
         arrays = {key: getattr(self, key).tolist() for key in ("mean", "m2", "minimum", "maximum")}
-        return {"count": self.count, **arrays}
+        return json.dumps({"count": self.count, **arrays})
 
     @staticmethod
-    def from_json(values: Mapping[str, Any]) -> Moments:
-        """Restore what `to_json` gave."""
-        return Moments(int(values["count"]), *(np.array(values[key]) for key in ("mean", "m2", "minimum", "maximum")))
+    def from_json(text: str) -> Moments:
+        values = json.loads(text)
+        return Moments(values["count"], *(np.array(values[key]) for key in ("mean", "m2", "minimum", "maximum")))
 
 
 def check_finite(values: np.ndarray, field: Field, origin: str, first_row: int) -> None:

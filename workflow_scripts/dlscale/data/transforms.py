@@ -12,14 +12,8 @@ import numpy as np
 class Transform:
     """`model = (g(physical) - offset) / scale`, with g the identity (`linear`) or the natural logarithm (`log`).
 
-    Attributes
-    ----------
-    kind
-        `linear` or `log`.
-    offset, scale
-        In units of g(physical); scale > 0.
-    floor
-        Of `log`: smaller values, zeros too, are raised to it (physical units).
+    `offset` and `scale`, above 0, are in units of g(physical). Of `log`, smaller values than `floor` (physical units)
+    are raised to it, zeros too.
     """
 
     kind: Literal["linear", "log"] = "linear"

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from dlscale.core.errors import UserError
 from dlscale.core.files import sha256
+from dlscale.core.machine import answer
 from dlscale.core.provenance import Image
 from dlscale.launch.launcher import LOCAL
 
@@ -27,13 +28,8 @@ def identity(engine: str, image: str) -> str | None:
         file = Path(image)
         return sha256(file) if file.is_file() else None
     inspect = [engine, "image", "inspect", "--format", "{{.Id}}", image]
-    words = ["shifterimg", "lookup", image] if engine == "shifter" else inspect
-    try:
-        found = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    lines = found.stdout.split()
-    return lines[-1] if found.returncode == 0 and lines else None
+    words = (answer(["shifterimg", "lookup", image] if engine == "shifter" else inspect) or "").split()
+    return words[-1] if words else None
 
 
 def inherited(engine: str, image: str, first: bool) -> str:
@@ -42,10 +38,10 @@ def inherited(engine: str, image: str, first: bool) -> str:
     if not first and told and (told.engine, told.name) == (engine, image):
         return told.identity
     os.environ.pop("DLSCALE_IMAGE", None)
-    found = identity(engine, image) or ""
-    if found:
-        Image(engine, image, found).write()
-    return found
+    here = identity(engine, image) or ""
+    if here:
+        Image(engine, image, here).write()
+    return here
 
 
 def main(args: argparse.Namespace) -> None:
@@ -53,45 +49,32 @@ def main(args: argparse.Namespace) -> None:
     engine, image = args.engine, args.image
     if engine == "none" or not image:
         raise UserError("site: no container engine, or no image; set site.engine and site.image, or name a profile")
-    if image.startswith(LOCAL) and engine not in ("shifter", "apptainer"):
-        _build(engine, image, args.target, args.build_arg)
-    else:
-        _pull(engine, image)
-    if engine == "podman-hpc":
-        _migrate(engine, image)
-    found = identity(engine, image)
-    if found is None:
-        raise UserError(f"{image}: {engine} does not have this image now; see above what it said")
-    logging.info("%s: %s", image, found)
-
-
-def _build(engine: str, image: str, target: str, arguments: list[str]) -> None:
-    words = [engine, "build", "--file=docker/Dockerfile", f"--target={target}", f"--tag={image}"]
-    if engine != "docker":
-        words += ["--format=docker", "--network=host"]  # OCI's own form has no place for HEALTHCHECK
-    _run([*words, *(f"--build-arg={item}" for item in arguments), "."])
-
-
-def _pull(engine: str, image: str) -> None:
     if engine == "apptainer":
-        if Path(image).is_file():
-            return
-        raise UserError(f"{image}: no such file; make it: apptainer pull {image} docker://NAME")
-    _run(["shifterimg", "pull", image] if engine == "shifter" else [engine, "pull", image])
-
-
-def _migrate(engine: str, image: str) -> None:
-    """Copy the image to where compute nodes see it; `podman-hpc migrate` reports success even where it failed."""
-    _run([engine, "migrate", image])
-    if not migrated(image):
-        raise UserError(f"{image}: podman-hpc images does not list it as migrated (R/O); see the log for what it said")
+        if not Path(image).is_file():
+            raise UserError(f"{image}: no such file; make it: apptainer pull {image} docker://NAME")
+    elif engine == "shifter":
+        _run(["shifterimg", "pull", image])
+    elif image.startswith(LOCAL):
+        words = [engine, "build", "--file=docker/Dockerfile", f"--target={args.target}", f"--tag={image}"]
+        if engine != "docker":
+            words += ["--format=docker", "--network=host"]  # OCI's own form has no place for HEALTHCHECK
+        _run([*words, *(f"--build-arg={item}" for item in args.build_arg), "."])
+    else:
+        _run([engine, "pull", image])
+    if engine == "podman-hpc":  # compute nodes see the image once it is migrated, which reports no failure
+        _run([engine, "migrate", image])
+        if not migrated(image):
+            raise UserError(f"{image}: podman-hpc images does not list it as migrated (R/O); see the log")
+    here = identity(engine, image)
+    if here is None:
+        raise UserError(f"{image}: {engine} does not have this image now; see above what it said")
+    logging.info("%s: %s", image, here)
 
 
 def migrated(image: str) -> bool:
     """Whether podman-hpc lists the image as one that compute nodes see."""
     words = ["podman-hpc", "images", "--format", "{{.Repository}}:{{.Tag}} {{.ReadOnly}}"]
-    listed = subprocess.run(words, capture_output=True, text=True, check=False, timeout=60).stdout
-    return f"{image if ':' in image else image + ':latest'} true" in listed.splitlines()
+    return f"{image if ':' in image else image + ':latest'} true" in (answer(words) or "").splitlines()
 
 
 def _run(words: list[str]) -> None:

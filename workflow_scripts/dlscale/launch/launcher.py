@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import subprocess
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 from dlscale.config.run import Geometry
 from dlscale.config.site import Engine, Site
 from dlscale.core.errors import UserError
+from dlscale.core.machine import answer
 from dlscale.launch.contain import PASSED_ON
 from dlscale.launch.slurm import cpus_per_task
 
@@ -27,72 +27,34 @@ SUPERVISOR = ["python", "-m", "dlscale.launch.contain"]
 
 @dataclass(frozen=True)
 class Place:
-    """What a container takes over from where it is started.
+    """What a container takes over from where it is started; paths are absolute, and the same inside."""
 
-    Attributes
-    ----------
-    folder
-        Working folder, absolute; it is seen in the container at the same path.
-    sources
-        Folder of the package `dlscale`: the code that runs, whatever the image brings.
-    uid, gid
-        Owner of what is written.
-    data
-        Further folders or files that the stage reads, absolute; seen at the same paths, read-only.
-    results
-        Folder outside of `folder` that the stage writes to, if so.
-    """
-
-    folder: str
-    sources: str
-    uid: int
-    gid: int
-    data: tuple[str, ...] = ()
-    results: str | None = None
+    folder: str  #: Working folder.
+    sources: str  #: Folder of the package `dlscale`: the code that runs, whatever the image brings.
+    uid: int  #: Owner of what is written.
+    gid: int  #: Its group.
+    data: tuple[str, ...] = ()  #: Further folders or files that the stage reads.
+    results: str | None = None  #: Folder that the stage writes to, if it is outside of `folder`.
 
 
 def launch(site: Site, place: Place, geometry: Geometry | None = None) -> list[str]:
     """Return the words that start `dlscale`, once or with a process for each device; the stage's own follow.
 
-    Parameters
-    ----------
-    site
-        With its choices made (see `resolve`).
-    geometry
-        Of a run; None for a stage that needs no device.
+    The site's choices are made (see `resolve`); a stage that needs no device has no geometry.
     """
-    processes = geometry or Geometry()
-    return [
-        *_start(site, processes),
-        *_contain(site, place, gpu=geometry is not None),
-        *_processes(site, processes),
-    ]
-
-
-def _start(site: Site, geometry: Geometry) -> list[str]:
-    """Return what starts one container, or one bare process, for each task."""
-    if geometry.world_size == 1 or site.starter != "srun":
-        return []
-    nodes = site.scheduler and site.scheduler.gpu_nodes
-    devices = [f"--gpus-per-node={geometry.gpus_per_node}"] if nodes and nodes.gpus else []
-    # The geometry is said again: inside of a job the workflow's executor hides the job's own from srun.
-    return [
-        "srun",
-        f"--nodes={geometry.nodes}",
-        f"--ntasks-per-node={geometry.gpus_per_node}",
-        *([f"--cpus-per-task={cpus_per_task(site.scheduler)}"] if site.scheduler else []),
-        *devices,
-        "--kill-on-bad-exit=1",
-    ]
-
-
-def _processes(site: Site, geometry: Geometry) -> list[str]:
-    """Return what runs where it was started: one process, or torchrun, which ends all when one fails."""
-    if geometry.world_size == 1 or site.starter != "torchrun":
-        return PYTHON
-    starter = ["python", "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={geometry.gpus_per_node}"]
-    # What follows "--" is the stage's own: torchrun would read `--log` as one of its options.
-    return [*starter, "-m", "--", "dlscale"]
+    container = _contain(site, place, gpu=geometry is not None)
+    if geometry is None or geometry.world_size == 1 or site.starter == "direct":
+        return [*container, *PYTHON]
+    if site.starter == "srun":  # one container, or one bare process, for each task
+        # The geometry is said again: inside of a job the workflow's executor hides the job's own from srun.
+        srun = ["srun", f"--nodes={geometry.nodes}", f"--ntasks-per-node={geometry.gpus_per_node}"]
+        if site.scheduler:
+            srun.append(f"--cpus-per-task={cpus_per_task(site.scheduler)}")
+            srun += [f"--gpus-per-node={geometry.gpus_per_node}"] if site.scheduler.gpu_nodes.gpus else []
+        return [*srun, "--kill-on-bad-exit=1", *container, *PYTHON]
+    # It ends all processes when one fails. What follows "--" is the stage's own, such as `--log`.
+    torchrun = ["python", "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={geometry.gpus_per_node}"]
+    return [*container, *torchrun, "-m", "--", "dlscale"]
 
 
 def _contain(site: Site, place: Place, gpu: bool) -> list[str]:
@@ -100,8 +62,7 @@ def _contain(site: Site, place: Place, gpu: bool) -> list[str]:
     gpu = gpu and bool(site.gpu)
     image = site.image or ""
     if site.engine == "none":
-        words = [f"{name}={value}" for name, value in site.environment.items()]
-        return ["env", *words] if words else []
+        return ["env", *(f"{name}={value}" for name, value in site.environment.items())] if site.environment else []
     environment = {
         "PYTHONPATH": place.sources,
         "PYTHONNOUSERSITE": "1",  # home may be mounted, with packages for another Python
@@ -123,24 +84,14 @@ def _contain(site: Site, place: Place, gpu: bool) -> list[str]:
         binds = [f"{source}:{target}" for source, target in {**folders, **site.mounts}.items()]
         binds += [f"{path}:{path}:ro" for path in place.data]
         return [
-            *SUPERVISOR,
-            "apptainer",
-            "exec",
-            "--cleanenv",
-            "--no-home",
+            *(*SUPERVISOR, "apptainer", "exec", "--cleanenv", "--no-home"),
             *(["--nv"] if gpu else []),
             *(word for bind in binds for word in ("--bind", bind)),
             *(word for item in environment.items() if item[0] != "HOME" for word in ("--env", "=".join(item))),
-            "--pwd",
-            place.folder,
-            image,
+            *("--pwd", place.folder, image),
         ]
     return [
-        *SUPERVISOR,
-        site.engine,
-        "run",
-        "--rm",
-        "--init",
+        *(*SUPERVISOR, site.engine, "run", "--rm", "--init"),
         "--interactive",  # its standard input ends when whoever started it does; see `contain`
         "--network=host",
         "--ipc=host",  # loaders and NCCL share memory, the latter between containers
@@ -170,29 +121,18 @@ def _engine_options(site: Site, place: Place, gpu: bool) -> list[str]:
     return ["--user=0:0", *(["--gpu", *modules] if gpu else [])]
 
 
-# ---- what `auto` takes -----------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Choice:
-    """What was taken for `auto`, and why, in words; no reason where nothing was to be chosen."""
-
-    site: Site
-    reasons: tuple[str, ...] = ()
-
-
 #: Those made for clusters first: where they are installed, they are what the site wants.
 ENGINES: tuple[Engine, ...] = ("shifter", "podman-hpc", "apptainer", "podman", "docker")
 
 
-def resolve(site: Site, folder: Path | None = None) -> Choice:
-    """Replace `auto`, and a choice not made, by what is here; `folder` stands for PATH in tests."""
+def resolve(site: Site, folder: Path | None = None) -> tuple[Site, list[str]]:
+    """Return the site with what is here for `auto` and choices not made, and the reasons; `folder` stands for PATH."""
     chosen: dict[str, str | bool] = {}
     reasons = []
     if site.engine == "auto":
-        found = [(engine, _trouble(engine, site.image or "", folder)) for engine in ENGINES]
-        engine = next((engine for engine, trouble in found if trouble is None), "none")
-        absent = ", ".join(f"{name} ({trouble})" for name, trouble in found if trouble not in (None, "absent"))
+        troubles = [(engine, _trouble(engine, site.image or "", folder)) for engine in ENGINES]
+        engine = next((engine for engine, trouble in troubles if trouble is None), "none")
+        absent = ", ".join(f"{name} ({trouble})" for name, trouble in troubles if trouble not in (None, "absent"))
         why = f"no engine is installed{f' but {absent}' if absent else ''}" if engine == "none" else "it is here"
         chosen["engine"] = engine
         reasons.append(f"engine: {engine}, since {why}")
@@ -202,7 +142,7 @@ def resolve(site: Site, folder: Path | None = None) -> Choice:
             reasons.append("starter: srun, since there is a scheduler")
     if site.gpu is None:
         chosen["gpu"] = site.scheduler.gpu_nodes.gpus > 0 if site.scheduler else Path("/dev/nvidiactl").exists()
-    return Choice(site.model_copy(update=chosen), tuple(reasons))
+    return site.model_copy(update=chosen), reasons
 
 
 def _trouble(engine: str, image: str, folder: Path | None) -> str | None:
@@ -214,11 +154,7 @@ def _trouble(engine: str, image: str, folder: Path | None) -> str | None:
         return f"not for image {image}"
     # A client without its daemon is common, and podman-hpc without a USER or its tools.
     if question := {"docker": ["info"], "podman-hpc": ["images", "--quiet"]}.get(engine):
-        try:
-            asked = subprocess.run([command, *question], capture_output=True, timeout=30, check=False).returncode
-        except subprocess.TimeoutExpired:
-            asked = 1
-        return f"{engine} {' '.join(question)} fails" if asked else None
+        return f"{engine} {' '.join(question)} fails" if answer([command, *question], 30) is None else None
     return None
 
 
@@ -228,25 +164,21 @@ def outside(paths: Iterable[str | Path], *inside: str | Path) -> tuple[str, ...]
     Where a path leads through links, the folders of all that they point to: the container follows the links as well.
     """
     seen = [Path(folder).resolve() for folder in inside]
-    found: dict[str, None] = {}
-    for path in map(Path, paths):
-        for place in _chain(path.absolute()):
-            folder = place if place.is_dir() else place.parent
-            if not any(place.is_relative_to(known) for known in seen):
-                found[str(folder)] = None
-    return tuple(found)
+    places = [place for path in paths for place in _chain(Path(path).absolute())]
+    unseen = [place for place in places if not any(place.is_relative_to(folder) for folder in seen)]
+    return tuple(dict.fromkeys(str(place if place.is_dir() else place.parent) for place in unseen))
 
 
 def _chain(path: Path) -> list[Path]:
     """Return a path, and what it becomes as each link in it is followed."""
-    found = [path]
+    chain = [path]
     for _ in range(40):  # as many as Linux follows
-        link = next((part for part in [*reversed(found[-1].parents), found[-1]] if part.is_symlink()), None)
+        link = next((part for part in [*reversed(chain[-1].parents), chain[-1]] if part.is_symlink()), None)
         if link is None:
             break
         target = Path(os.path.normpath(link.parent / link.readlink()))
-        found.append(target / found[-1].relative_to(link))
-    return found
+        chain.append(target / chain[-1].relative_to(link))
+    return chain
 
 
 def check_names(paths: Iterable[str], site: Site) -> None:

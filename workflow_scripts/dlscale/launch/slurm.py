@@ -3,43 +3,33 @@
 from __future__ import annotations
 
 import os
-import subprocess
+import shutil
 import sys
 import time
-from dataclasses import dataclass
+from typing import Any
 
 from dlscale.config.run import Geometry
 from dlscale.config.site import Job, Nodes, Qos, Scheduler
 from dlscale.core.errors import UserError
+from dlscale.core.machine import answer
 from dlscale.core.stages import STAGES
+from dlscale.core.text import many
 
-Request = dict[str, str | int]
+#: Numbers and words by the executor's names of resources.
+Request = dict[str, Any]
 
 #: All that `request` may ask for.
 RESOURCES = (
-    "nodes",
-    "mem_mb",
-    "cpus_per_task",
-    "gres",
-    "mpi",
-    "tasks_per_node",
-    "runtime",
-    "qos",
-    "constraint",
-    "slurm_account",
-    "slurm_extra",
+    *("nodes", "mem_mb", "cpus_per_task", "gres", "mpi", "tasks_per_node"),
+    *("runtime", "qos", "constraint", "slurm_account", "slurm_extra"),
 )
 
 
 def request(scheduler: Scheduler, job: Job, geometry: Geometry | None, minutes: int | None = None) -> Request:
     """Return what the workflow's Slurm executor shall ask for, by its names of resources.
 
-    Parameters
-    ----------
-    geometry
-        Of a run; None for a stage on part of a CPU node.
-    minutes
-        Time limit, as estimated; the site's own for the stage if None. It is cut to what the queue allows.
+    `geometry` is a run's; None for a stage on part of a CPU node. `minutes` is the time limit, as estimated (None: the
+    site's own for the stage); it is cut to what the queue allows.
     """
     nodes = scheduler.cpu_nodes if geometry is None else scheduler.gpu_nodes
     wanted: Request = {"nodes": 1, "mem_mb": 0}  # no --mem: memory goes with the part of the node
@@ -58,12 +48,8 @@ def request(scheduler: Scheduler, job: Job, geometry: Geometry | None, minutes: 
             wanted |= {"mpi": "srun", "tasks_per_node": geometry.gpus_per_node}
     limit = scheduler.qos.get(qos or "", Qos()).max_minutes
     wanted["runtime"] = min(minutes or scheduler.limit(job), limit or 10**9)
-    if qos:
-        wanted["qos"] = qos
-    if nodes.constraint:
-        wanted["constraint"] = nodes.constraint
-    if account := account_of(scheduler, nodes):
-        wanted["slurm_account"] = account
+    named = {"qos": qos, "constraint": nodes.constraint, "slurm_account": account_of(scheduler, nodes)}
+    wanted |= {key: value for key, value in named.items() if value}
     if job in STAGES and STAGES[job].warned:
         # To every process of the job's steps, not to the batch shell (B:), which would die of it.
         wanted["slurm_extra"] = f"--signal=USR2@{scheduler.warning_seconds}"
@@ -126,43 +112,27 @@ def check(scheduler: Scheduler | None, geometry: Geometry, where: str = "") -> N
 def shown(geometry: Geometry) -> str:
     """Return a geometry in words, as it is shown before anything is submitted."""
     ranks = geometry.world_size
-    devices = f"{_many(geometry.nodes, 'node')} x {_many(geometry.gpus_per_node, 'GPU')}"
-    return f"{devices} = {_many(ranks, 'rank')} (dp {ranks})"
+    return (
+        f"{many(geometry.nodes, 'node')} x {many(geometry.gpus_per_node, 'GPU')} = {many(ranks, 'rank')} (dp {ranks})"
+    )
 
 
-def _many(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
+def left_running(folder: str) -> list[str] | None:
+    """Return the jobs that a workflow of the user submitted from `folder` and that are still queued; None: no answer.
 
-
-# ---- jobs that run already -------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Running:
-    """A job in the queue: its number, its state, and what it is for."""
-
-    number: str
-    state: str
-    purpose: str
-
-
-def left_running(folder: str) -> list[Running] | None:
-    """Return the user's jobs that a workflow submitted from `folder` and that are still queued; None: no answer."""
-    words = ["squeue", "--me", "--noheader", "--format=%i|%T|%Z|%k"]
-    try:
-        listed = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
-    except FileNotFoundError:  # no Slurm here, no jobs
+    A job is its number, what it is for, and its state.
+    """
+    if not shutil.which("squeue"):  # no Slurm here, no jobs
         return []
-    except (OSError, subprocess.TimeoutExpired):
+    listed = answer(["squeue", "--me", "--noheader", "--format=%i|%T|%Z|%k"])
+    if listed is None:
         return None
-    if listed.returncode:
-        return None
-    found = []
-    for line in listed.stdout.splitlines():
-        number, state, place, purpose = (*line.split("|", 3), "", "", "", "")[:4]
-        if place == folder and purpose.startswith("rule_"):
-            found.append(Running(number, state, purpose.removeprefix("rule_").replace("_wildcards_", " ")))
-    return found
+    jobs = [line.split("|", 3) for line in listed.splitlines() if line.count("|") >= 3]
+    return [
+        f"{number} ({purpose.removeprefix('rule_').replace('_wildcards_', ' ')}, {state.lower()})"
+        for number, state, place, purpose in jobs
+        if place == folder and purpose.startswith("rule_")
+    ]
 
 
 def wait_for_left_running(folder: str, seconds: float = 30.0) -> None:
@@ -175,10 +145,7 @@ def wait_for_left_running(folder: str, seconds: float = 30.0) -> None:
     while (jobs := left_running(folder)) is None or jobs:
         number = None if jobs is None else len(jobs)
         if number != said:
-            names = ", ".join(f"{job.number} ({job.purpose}, {job.state.lower()})" for job in jobs or [])
-            what = (
-                f"jobs of an earlier call: {names}; `scancel` those that are not wanted" if jobs else "squeue's answer"
-            )
-            print(f"Waiting for {what}.", file=sys.stderr)
+            earlier = f"jobs of an earlier call: {', '.join(jobs or [])}; `scancel` those that are not wanted"
+            print("Waiting for", f"{earlier}." if jobs else "squeue's answer.", file=sys.stderr)
             said = number
         time.sleep(seconds)

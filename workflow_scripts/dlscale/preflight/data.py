@@ -47,14 +47,10 @@ def probe_data(name: str, dataset: DatasetSettings, results: Path) -> Finding:
     gone = [path for path, _ in files if not path.is_file()]
     changed = [path for path, size in files if path.is_file() and path.stat().st_size != size]
     if changed:
-        own = changed[0].resolve().is_relative_to(manifest.parent.resolve())
-        remedy = (
-            f"delete {changed[0]} and run the workflow again"
-            if own
-            else "if that is meant, go on: it is described again"
-        )
         text = f"{changed[0]}: of another size than when it was described ({len(changed)} of {len(files)} files)"
-        return Finding(what, "FAIL" if own else "warn", text, remedy)
+        if changed[0].resolve().is_relative_to(manifest.parent.resolve()):
+            return Finding(what, "FAIL", text, f"delete {changed[0]} and run the workflow again")
+        return Finding(what, "warn", text, "if that is meant, go on: it is described again")
     if gone:
         again = "simulated" if not origins else "made" if local_files(dataset) else "fetched"
         text = f"{gone[0]}: gone, perhaps removed from scratch ({len(gone)} of {len(files)} files)"
@@ -67,16 +63,14 @@ def _trouble(dataset: DatasetSettings) -> str | None:
     """Return what is wrong with the first local raw file that is not as it has to be."""
     kind = parts.kind_of(dataset)
     files = kind.prepared_files(dataset) if kind.prepared(dataset) else local_files(dataset)
-    local = (Path(file) for file in files if "://" not in file)
-    return next(filter(None, map(_unreadable, local)), None)
-
-
-def _unreadable(path: Path) -> str | None:
-    if not path.exists():
-        return f"{path}: no such file or folder"
-    if not os.access(path, os.R_OK):
-        return f"{path}: no permission to read it"
-    return f"{path}: empty" if path.is_file() and path.stat().st_size == 0 else None
+    for path in [Path(file) for file in files if "://" not in file]:
+        if not path.exists():
+            return f"{path}: no such file or folder"
+        if not os.access(path, os.R_OK):
+            return f"{path}: no permission to read it"
+        if path.is_file() and path.stat().st_size == 0:
+            return f"{path}: empty"
+    return None
 
 
 #: Where stores without a host in their name are.

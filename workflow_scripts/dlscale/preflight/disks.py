@@ -63,13 +63,13 @@ def probe_quota(results: Path) -> Finding:
 
 def showquota(text: str) -> dict[str, float]:
     """Return the greatest percentage in use by file system, from NERSC's table: a row each, in cells between bars."""
-    found = {}
+    greatest = {}
     for line in text.splitlines():
         cells = [cell.strip() for cell in line.strip(" |").split("|")]
         shares = [float(cell.rstrip("%")) for cell in cells[1:] if re.fullmatch(r"[\d.]+ ?%", cell)]
         if shares:
-            found[cells[0]] = max(shares)
-    return found
+            greatest[cells[0]] = max(shares)
+    return greatest
 
 
 def lustre(text: str) -> dict[str, float]:
@@ -97,14 +97,19 @@ def quota(shares: Mapping[str, float]) -> Finding:
 
 def probe_purge(paths: Iterable[str], days: int) -> Finding:
     """Look for the file among these files and folders that was used least recently."""
-    oldest: tuple[float, str] | None = None
+    used = []
     for file in itertools.islice(_files(paths), MANY):
         with contextlib.suppress(OSError):
             status = Path(file).stat()
             # File systems that do not keep the time of the last reading have an old one there.
-            used = max(status.st_atime, status.st_mtime), file
-            oldest = min(oldest, used) if oldest else used
-    return purge(oldest, days, time.time())
+            used.append((max(status.st_atime, status.st_mtime), file))
+    if not used:
+        return Finding("purge", "skip", "no data yet")
+    oldest, first = min(used)
+    end = oldest + 86_400 * days
+    text = f"{dt.date.fromtimestamp(end)}: {first} is the first to be removed, {days} days after it was last used"
+    soon = end < time.time() + 86_400 * PURGE_SOON
+    return Finding("purge", "warn" if soon else "ok", text, "copy what cannot be fetched or made again to a safe place")
 
 
 def _files(paths: Iterable[str]) -> Iterator[str]:
@@ -113,17 +118,6 @@ def _files(paths: Iterable[str]) -> Iterator[str]:
             yield path
         for folder, _, names in os.walk(path):
             yield from (os.path.join(folder, name) for name in names)  # noqa: PTH118 - there may be many
-
-
-def purge(oldest: tuple[float, str] | None, days: int, now: float) -> Finding:
-    """Judge when the site begins to remove files: `oldest` is when one was last used (s since 1970), and which."""
-    if oldest is None:
-        return Finding("purge", "skip", "no data yet")
-    used, file = oldest
-    end = used + 86_400 * days
-    text = f"{dt.date.fromtimestamp(end)}: {file} is the first to be removed, {days} days after it was last used"
-    soon = end < now + 86_400 * PURGE_SOON
-    return Finding("purge", "warn" if soon else "ok", text, "copy what cannot be fetched or made again to a safe place")
 
 
 def probe_clock(folder: Path) -> Finding:

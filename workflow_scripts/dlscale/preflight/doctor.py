@@ -16,9 +16,9 @@ from concurrent.futures import wait
 from dataclasses import asdict
 from pathlib import Path
 
-from dlscale.config.resolve import Configuration, unknown
+from dlscale.config.resolve import Configuration
 from dlscale.config.site import Job
-from dlscale.core.errors import UserError
+from dlscale.core.errors import UserError, unknown
 from dlscale.core.stages import RUN_STAGES
 from dlscale.launch import launcher
 from dlscale.preflight import data, disks, environment, probe, site_slurm
@@ -31,7 +31,9 @@ def check(
     stages_wanted: Collection[Job] = ("data", *RUN_STAGES),
     plans: Collection[str] = (),
 ) -> list[Finding]:
-    """Check what plans need on this site; the environment alone without a configuration.
+    """Check what plans need on this site, in a fixed order; the environment alone without a configuration.
+
+    This function neither raises nor hangs: after twice `probe.LIMIT` and some seconds it is back.
 
     Parameters
     ----------
@@ -41,24 +43,20 @@ def check(
         Stages that will run: only what these need is checked.
     plans
         The plans, which have to be there; the targets if none is named.
-
-    Returns
-    -------
-    list of Finding
-        In a fixed order. This function neither raises nor hangs: after twice `probe.LIMIT` and some seconds it is back.
     """
-    probes: list[Probe] = []
     if configuration is None:
         here = Path()
-        probes = [("environment", lambda: environment.probe_python([sys.executable], []))]
-        probes += [("space", lambda: disks.probe_space(here)), ("clock", lambda: disks.probe_clock(here))]
-        return probe.ask(probes)
+        python = ("environment", lambda: environment.probe_python([sys.executable], []))
+        return probe.ask(
+            [python, ("space", lambda: disks.probe_space(here)), ("clock", lambda: disks.probe_clock(here))]
+        )
+    probes: list[Probe] = []
     workflow = configuration.workflow
     results, scheduler, days = Path(workflow.results), workflow.site.scheduler, workflow.site.scratch_days
     runs = [resolved.run for plan in plans or workflow.targets for resolved in configuration.plans[plan].values()]
     datasets = {name: workflow.datasets[name] for name in dict.fromkeys(run.dataset for run in runs)}
     # Which engine `auto` is may take a call of one of them: one, before the probes that need the answer wait for it.
-    site = started(lambda: launcher.resolve(workflow.site).site)
+    site = started(lambda: launcher.resolve(workflow.site)[0])
     wait([site], probe.LIMIT)
     image = started(lambda: environment.probe_image(site.result()))
     if scheduler:
@@ -75,9 +73,8 @@ def check(
     if "data" in stages_wanted:
         to_fetch = [dataset for name, dataset in datasets.items() if not data.manifest_of(results, name).exists()]
         places = sorted({place for dataset in to_fetch for place in data.hosts(dataset)})
-        probes += [
-            (f"network {host}", functools.partial(data.probe_network, host, port, scheduler)) for host, port in places
-        ]
+        for host, port in places:
+            probes.append((f"network {host}", functools.partial(data.probe_network, host, port, scheduler)))
         if not places:
             probes.append(("network", lambda: Finding("network", "skip", "nothing has to be fetched")))
     probes += [("space", lambda: disks.probe_space(results)), ("quota", lambda: disks.probe_quota(results))]
@@ -90,36 +87,27 @@ def check(
 
 def lines(findings: Iterable[Finding]) -> list[str]:
     """Return one line a finding: status, what was checked, what was found, and unless it is fine the remedy."""
-    return [
-        " ".join(f"{found.status:4}  {found.name}: {found.text}{_remedy(found)}".split("\n")).rstrip()
-        for found in findings
-    ]
-
-
-def _remedy(found: Finding) -> str:
-    return f"; {found.remedy}" if found.remedy and found.status != "ok" else ""
+    text = []
+    for finding in findings:
+        remedy = f"; {finding.remedy}" if finding.remedy and finding.status != "ok" else ""
+        text.append(f"{finding.status:4}  {finding.name}: {finding.text}{remedy}".replace("\n", " ").rstrip())
+    return text
 
 
 def failed(findings: Iterable[Finding]) -> bool:
     """Whether something would keep the workflow from its results."""
-    return any(found.status == "FAIL" for found in findings)
+    return any(finding.status == "FAIL" for finding in findings)
 
 
 def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
-    """Print the findings; return 0, or 1 if a check fails: all that a HEALTHCHECK may return.
-
-    Raises
-    ------
-    UserError
-        No such plan.
-    """
+    """Print the findings; return 0, or 1 if a check fails: all that a HEALTHCHECK may return."""
     known = configuration.plans if configuration else {}
     for name in args.plans:
         if name not in known:
             raise UserError(unknown("plan", name, known))
     findings = check(configuration, args.profile, plans=args.plans)
     if args.json:
-        print(json.dumps([asdict(found) for found in findings], indent=2, ensure_ascii=False))
+        print(json.dumps([asdict(finding) for finding in findings], indent=2, ensure_ascii=False))
     else:
         print("\n".join(lines(findings)))
     return int(failed(findings))

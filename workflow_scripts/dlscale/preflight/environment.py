@@ -6,7 +6,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,11 +40,11 @@ def probe_image(site: Site) -> Finding:
         if Path(site.image).is_file():
             return Finding("image", "ok", site.image)
         return Finding("image", "FAIL", f"{site.image}: no such file", f"apptainer pull {site.image} docker://NAME")
-    if (found := images.identity(site.engine, site.image)) is None:
+    if (identity := images.identity(site.engine, site.image)) is None:
         return Finding("image", "FAIL", f"{site.image}: {site.engine} does not have it", remedy)
     if site.engine == "podman-hpc" and not images.migrated(site.image):
         return Finding("image", "FAIL", f"{site.image}: not migrated, so compute nodes do not see it", remedy)
-    return Finding("image", "ok", f"{site.image} ({images.shown(found)})")
+    return Finding("image", "ok", f"{site.image} ({images.shown(identity)})")
 
 
 def _place() -> launcher.Place:
@@ -86,17 +86,17 @@ def of(*names):
         except PackageNotFoundError:
             pass
 
-found = {"python": platform.python_version(), "torch": of("torch"), "h5py": of("h5py"), "numba": of("numba")}
-found["dali"] = of("nvidia-dali-cuda120", "nvidia-dali-cuda130", "nvidia-dali-cuda110")
-if found["torch"]:
+facts = {"python": platform.python_version(), "torch": of("torch"), "h5py": of("h5py"), "numba": of("numba")}
+facts["dali"] = of("nvidia-dali-cuda120", "nvidia-dali-cuda130", "nvidia-dali-cuda110")
+if facts["torch"]:
     try:
         import torch
-        found.update(torch=torch.__version__, cuda=torch.version.cuda, gpus=torch.cuda.device_count())
+        facts.update(torch=torch.__version__, cuda=torch.version.cuda, gpus=torch.cuda.device_count())
         if torch.version.cuda:
-            found.update(cudnn=torch.backends.cudnn.version(), nccl=torch.cuda.nccl.version())
+            facts.update(cudnn=torch.backends.cudnn.version(), nccl=torch.cuda.nccl.version())
     except Exception as error:
-        found["error"] = f"{type(error).__name__}: {error}"
-print(json.dumps(found))
+        facts["error"] = f"{type(error).__name__}: {error}"
+print(json.dumps(facts))
 """
 
 Facts = dict[str, Any]
@@ -113,102 +113,88 @@ def probe_environment(site: Site, image: Finding, runs: list[Run]) -> list[Findi
 def probe_python(python: list[str], runs: list[Run]) -> list[Finding]:
     """Ask an interpreter, started by these words, for versions."""
     try:
-        return environment(_parsed(said([*python, "-c", FACTS])), runs)
+        printed = said([*python, "-c", FACTS])
+        return environment(json.loads(printed.strip().splitlines()[-1]), runs)  # an image may greet whoever enters it
     except (AbsentError, FailedError) as error:
         remedy = "activate the environment, or see what the engine says"
         return [Finding("python", "FAIL", f"does not run where the stages do: {error}", remedy)]
 
 
-def _parsed(text: str) -> Facts:
-    """Return the facts from the last line: an image may greet whoever enters it."""
-    found: Facts = json.loads(text.strip().splitlines()[-1])
-    return found
-
-
 @dataclass(frozen=True)
 class Bad:
-    """Versions known to be bad: of which package, why, what to do, and which runs they spoil.
+    """Versions of a package that are bad for 3D convolutions in some precisions; for other runs they are a warning."""
 
-    `status` is what it is where a run is concerned; elsewhere it is worth a word only.
-    """
-
-    package: str
-    versions: Callable[[tuple[int, ...]], bool]
+    first: tuple[int, int]
+    last: tuple[int, int]
+    precisions: tuple[str, ...]
+    status: Status
     why: str
     remedy: str
-    status: Status
-    concerns: Callable[[Run], bool]
+
+    def spoils(self, run: Run) -> bool:
+        return "conv3d" in registry.study(run.study).operations and run.precision.split("_")[0] in self.precisions
 
 
-def _convolves_in(run: Run, *precisions: str) -> bool:
-    return "conv3d" in registry.study(run.study).operations and run.precision.split("_")[0] in precisions
-
-
-BAD = (
-    Bad(
-        "cuDNN",
-        lambda version: (9, 8) <= version[:2] <= (9, 10),
-        "3D convolutions in bf16 give wrong values",
-        "take an environment with cuDNN 9.11 or later or 9.7 or earlier, or another precision",
-        "FAIL",
-        lambda run: _convolves_in(run, "bf16"),
+#: By package.
+BAD = {
+    "cuDNN": Bad(
+        *((9, 8), (9, 10), ("bf16",), "FAIL"),
+        why="3D convolutions in bf16 give wrong values",
+        remedy="take an environment with cuDNN 9.11 or later or 9.7 or earlier, or another precision",
     ),
-    Bad(
-        "torch",
-        lambda version: version[:2] == (2, 9),
-        "3D convolutions under autocast are four times slower",
-        "take torch 2.10 or later, or 2.8",
-        "warn",
-        lambda run: _convolves_in(run, "bf16", "fp16"),
+    "torch": Bad(
+        *((2, 9), (2, 9), ("bf16", "fp16"), "warn"),
+        why="3D convolutions under autocast are four times slower",
+        remedy="take torch 2.10 or later, or 2.8",
     ),
-)
+}
 
 
 def environment(facts: Facts, runs: Iterable[Run]) -> list[Finding]:
     """Judge the versions where the stages run."""
     runs = list(runs)
     pip = "install dlscale's requirements there (pip install dlscale), or build the image anew"
-    found = [_versioned("python", facts["python"], runs)]
+    findings = [Finding("python", "ok", facts["python"])]
     if _numbers(facts["python"]) < (3, 11):
-        found = [Finding("python", "FAIL", f"{facts['python']}, expected at least 3.11", pip)]
+        findings = [Finding("python", "FAIL", f"{facts['python']}, expected at least 3.11", pip)]
     for name in ("torch", "h5py", "numba"):
         if facts.get(name) is None:
-            found.append(Finding(name, "FAIL", "not installed where the stages run", pip))
+            findings.append(Finding(name, "FAIL", "not installed where the stages run", pip))
         elif name == "torch" and "error" in facts:
-            found.append(Finding(name, "FAIL", f"{facts[name]} does not import: {facts['error']}", pip))
+            findings.append(Finding(name, "FAIL", f"{facts[name]} does not import: {facts['error']}", pip))
         else:
-            found.append(_versioned(name, facts[name], runs))
+            findings.append(_versioned(name, facts[name], runs))
     if facts.get("dali") is not None:
-        found.append(_versioned("DALI", facts["dali"], runs))
+        findings.append(_versioned("DALI", facts["dali"], runs))
     elif any(run.loader.kind == "dali" for run in runs):
         remedy = "pip install 'dlscale[dali]', or leave loader.kind dali"
-        found.append(Finding("DALI", "FAIL", "not installed where the stages run, and runs load with it", remedy))
+        findings.append(Finding("DALI", "FAIL", "not installed where the stages run, and runs load with it", remedy))
     else:
-        found.append(Finding("DALI", "skip", "not installed; no run needs it"))
+        findings.append(Finding("DALI", "skip", "not installed; no run needs it"))
     if facts.get("cudnn"):
-        found.append(_versioned("cuDNN", cudnn(facts["cudnn"]), runs))
+        findings.append(_versioned("cuDNN", cudnn(facts["cudnn"]), runs))
     if facts.get("nccl"):
-        found.append(_versioned("NCCL", ".".join(map(str, facts["nccl"])), runs))
-    if not facts.get("cuda") and facts.get("torch"):
-        found.append(Finding("CUDA", "skip", "this torch computes on CPUs only"))
-    elif facts.get("cuda"):
-        found.append(Finding("CUDA", "ok", f"{facts['cuda']}, {facts.get('gpus', 0)} GPUs seen by torch"))
-    return found
+        findings.append(_versioned("NCCL", ".".join(map(str, facts["nccl"])), runs))
+    if facts.get("cuda"):
+        findings.append(Finding("CUDA", "ok", f"{facts['cuda']}, {facts.get('gpus', 0)} GPUs seen by torch"))
+    elif facts.get("torch"):
+        findings.append(Finding("CUDA", "skip", "this torch computes on CPUs only"))
+    return findings
 
 
 def _versioned(name: str, version: str, runs: list[Run]) -> Finding:
-    for bad in BAD:
-        if bad.package == name and bad.versions(_numbers(version)):
-            spoilt = any(bad.concerns(run) for run in runs)
-            who = "" if spoilt else " (no run here is concerned)"
-            return Finding(name, bad.status if spoilt else "warn", f"{version}: {bad.why}{who}", bad.remedy)
-    return Finding(name, "ok", version)
+    bad = BAD.get(name)
+    if bad is None or not bad.first <= _numbers(version)[:2] <= bad.last:
+        return Finding(name, "ok", version)
+    if any(bad.spoils(run) for run in runs):
+        return Finding(name, bad.status, f"{version}: {bad.why}", bad.remedy)
+    return Finding(name, "warn", f"{version}: {bad.why} (no run here is concerned)", bad.remedy)
 
 
 def _numbers(version: str) -> tuple[int, ...]:
     """Return (2, 9, 1) for `2.9.1+cu128`."""
-    found = re.match(r"\d+(\.\d+)*", version)
-    return tuple(map(int, found.group().split("."))) if found else ()
+    numbers = re.match(r"\d+(\.\d+)*", version)
+    return tuple(map(int, numbers.group().split("."))) if numbers else ()
 
 
 def cudnn(number: int) -> str:

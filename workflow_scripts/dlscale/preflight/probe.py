@@ -65,29 +65,27 @@ def ask(probes: list[Probe]) -> list[Finding]:
     """Run all probes at once, and return in their order what they find."""
     answers = [(name, started(probe)) for name, probe in probes]
     end = time.monotonic() + LIMIT + 5  # a command that is ended has a moment to go
-    return [finding for name, answer in answers for finding in _found(name, answer, end)]
+    return [finding for name, answer in answers for finding in _findings(name, answer, end)]
 
 
-def _found(name: str, answer: Future[Finding | list[Finding]], end: float) -> list[Finding]:
+def _findings(name: str, answer: Future[Finding | list[Finding]], end: float) -> list[Finding]:
     try:
-        found = answer.result(max(end - time.monotonic(), 0))
+        findings = answer.result(max(end - time.monotonic(), 0))
+        return findings if isinstance(findings, list) else [findings]
     except AbsentError as absent:
         return [Finding(name, "skip", f"{absent}: no such command here")]
     except Exception as error:
         if not answer.done():
-            text = f"no answer within {LIMIT + 5:.0f} s"
-            return [Finding(name, "warn", text, "does a file system hang here?")]
+            return [Finding(name, "warn", f"no answer within {LIMIT + 5:.0f} s", "does a file system hang here?")]
         why = str(error) if isinstance(error, NoAnswerError | UserError) else f"{type(error).__name__}: {error}"
         return [Finding(name, "warn", f"cannot be checked: {why}", "ask it by hand")]
-    return found if isinstance(found, list) else [found]
 
 
 def said(words: list[str]) -> str:
     """Return what a command prints."""
+    pipe = subprocess.PIPE
     try:
-        process = subprocess.Popen(
-            words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace"
-        )
+        process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, errors="replace")
     except (FileNotFoundError, PermissionError):
         raise AbsentError(words[0]) from None
     try:

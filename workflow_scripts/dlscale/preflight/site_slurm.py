@@ -75,41 +75,31 @@ def _workflow_profile(profile: str | None) -> Mapping[str, Any]:
     if not profile:
         return {}
     folder = Path(profile).parent if "/" in profile else Path("profiles") / profile
-    found = [file for name in ("profile.yaml", "profile.v9+.yaml", "config.yaml") if (file := folder / name).is_file()]
-    return read_yaml(found[0]) if found else {}
+    files = [folder / name for name in ("profile.yaml", "profile.v9+.yaml", "config.yaml")]
+    return next((read_yaml(file) for file in files if file.is_file()), {})
 
 
 def asked(scheduler: Scheduler, runs: Iterable[Run], stages: Collection[Job]) -> set[tuple[str | None, str | None]]:
     """Return account and QOS of all jobs that would be submitted."""
     jobs = [(stage, None) if stage == "data" else (stage, run.geometry) for stage in stages for run in runs]
     requests = [slurm.request(scheduler, stage, geometry) for stage, geometry in jobs]
-    return {(_name(request, "slurm_account"), _name(request, "qos")) for request in requests}
-
-
-def _name(request: slurm.Request, key: str) -> str | None:
-    return str(request[key]) if key in request else None
+    return {(request.get("slurm_account"), request.get("qos")) for request in requests}
 
 
 def associations(text: str) -> dict[str, set[str]]:
     """Return the QOS of each account, which may stand twice, from `sacctmgr -nP show assoc format=account,qos`."""
-    found: dict[str, set[str]] = {}
+    accounts: dict[str, set[str]] = {}
     for line in text.split():
         name, _, listed = line.partition("|")
-        found.setdefault(name, set()).update(filter(None, listed.split(",")))
-    return found
+        accounts.setdefault(name, set()).update(filter(None, listed.split(",")))
+    return accounts
 
 
 def account(wanted: set[tuple[str | None, str | None]], mine: dict[str, set[str]] | None, suffixed: bool) -> Finding:
-    """Judge accounts and the QOS that go with them.
+    """Judge accounts and the QOS that go with them (`wanted`, as `asked` returns them).
 
-    Parameters
-    ----------
-    wanted
-        As `asked` returns them.
-    mine
-        The user's accounts; None where Slurm keeps none.
-    suffixed
-        Whether some nodes want the account's name to end in a certain way, as no default account does.
+    `mine` are the user's accounts, None where Slurm keeps none. `suffixed`: some nodes want the account's name to end
+    in a certain way, as no default account does.
     """
     names = sorted({name for name, _ in wanted if name})
     have = f"; yours: {', '.join(sorted(mine))}" if mine else ""
@@ -146,8 +136,7 @@ def qos(names: set[str], listed: set[str], filtered: bool) -> Finding:
 
 def submit_filter(text: str) -> bool:
     """Whether `scontrol show config` names one."""
-    value = _setting(text, "JobSubmitPlugins")
-    return value is not None and value not in ("", "(null)")
+    return _setting(text, "JobSubmitPlugins") not in ("", "(null)")
 
 
 def features(constraints: set[str], text: str) -> Finding:
@@ -169,12 +158,8 @@ def features(constraints: set[str], text: str) -> Finding:
 def hardware(kinds: Iterable[Nodes], most: int, text: str) -> Finding:
     """Judge whether nodes have what the site says of them: a job that asks for more waits for ever.
 
-    Parameters
-    ----------
-    most
-        Nodes of the largest run, on GPU nodes.
-    text
-        Of `sinfo -ho "%f|%c|%G|%D"`, a line a group of nodes: features, CPUs, generic resources, number.
+    `most` are the GPU nodes of the largest run. `text` is of `sinfo -ho "%f|%c|%G|%D"`, a line a group of nodes:
+    features, CPUs, generic resources, number.
     """
     rows = [line.split("|") for line in text.split() if line.count("|") == 3]
     checked = []
@@ -192,9 +177,9 @@ def hardware(kinds: Iterable[Nodes], most: int, text: str) -> Finding:
         what = f"{kind.constraint or 'any'}: {kind.cpus} CPUs, {kind.gpus} GPUs ({kind.gres})"
         wanted = most if kind.gpus else 1
         if fitting < wanted:
-            found = "; ".join(dict.fromkeys(seen)) or "none"
+            there = "; ".join(dict.fromkeys(seen)) or "none"
             remedy = "set cpus, gpus, gres of site.scheduler.*_nodes to what is, or take fewer geometry.nodes"
-            return Finding("nodes", "FAIL", f"{wanted} wanted of {what}, {fitting} there ({found})", remedy)
+            return Finding("nodes", "FAIL", f"{wanted} wanted of {what}, {fitting} there ({there})", remedy)
         checked.append(f"{fitting} of {what}")
     return Finding("nodes", "ok" if checked else "skip", "; ".join(checked) or "no job needs any")
 
@@ -209,10 +194,10 @@ def ping(text: str) -> Finding:
 
 def min_job_age(text: str, seconds: float) -> Finding:
     """Judge, by `scontrol show config`, whether `squeue` remembers jobs for three rounds of `seconds` between looks."""
-    found = re.match(r"\d+", _setting(text, "MinJobAge") or "")
-    if not found:
+    number = re.match(r"\d+", _setting(text, "MinJobAge"))
+    if not number:
         return Finding("MinJobAge", "warn", "scontrol does not tell", "look for MinJobAge in scontrol show config")
-    age = int(found.group())
+    age = int(number.group())
     if age >= 3 * seconds:
         return Finding("MinJobAge", "ok", f"{age} s")
     remedy = f"set slurm-init-seconds-before-status-checks to at most {max(age // 3, 1)} in profile.yaml"
@@ -220,6 +205,6 @@ def min_job_age(text: str, seconds: float) -> Finding:
     return Finding("MinJobAge", "warn", text, remedy)
 
 
-def _setting(text: str, name: str) -> str | None:
-    found = re.search(rf"^{name}\s*=\s*(.*?)\s*$", text, re.MULTILINE)
-    return found.group(1) if found else None
+def _setting(text: str, name: str) -> str:
+    line = re.search(rf"^{name}\s*=\s*(.*?)\s*$", text, re.MULTILINE)
+    return line.group(1) if line else ""

@@ -3,33 +3,20 @@
 `summary.csv` has one row a run, in the plan's order, and these columns; a value that the plan does not
 measure is empty.
 
-run, label
-    The run's name and what tables call it.
-plan, study, dataset
-    What it belongs to.
-source
-    `PLAN/RUN` whose folder holds the results: another plan's for a run named with `use`.
-
-Parameters
-----------
-    Trainable parameters of the model.
-epochs, steps, samples
-    Trained in all.
-train_loss, valid_loss
-    Of the last epoch.
-best_valid_loss
-    The least of all epochs.
-train_samples_per_second
-    Median over the epochs, the first one left out where there are more.
-io_samples_per_second, synthetic_samples_per_second, full_samples_per_second
-    Means over the throughput trials; each is followed by its standard deviation, `…_std`.
-speed_up
-    `full_samples_per_second` relative to the plan's first run; without throughput, that of training.
-published_samples_per_second, published_speed_up, published_as, published_hardware, published_source
-    The published FULL throughput of what the run does, at full size; its ratio to that of the first run that has one;
-    what was published, on which hardware and where. All of a plan's are of one source.
-METRIC
-    Each validation metric of the last epoch under its own name; units are in `provenance.json`.
+- run, label: the run's name, and what tables call it.
+- plan, study, dataset: what it belongs to.
+- source: `PLAN/RUN` whose folder holds the results: another plan's for a run named with `use`.
+- parameters: trainable parameters of the model.
+- epochs, steps, samples: trained in all.
+- train_loss, valid_loss: of the last epoch; best_valid_loss: the least of all epochs.
+- train_samples_per_second: median over the epochs, the first one left out where there are more.
+- io_samples_per_second, synthetic_samples_per_second, full_samples_per_second: means over the throughput trials; each
+  is followed by its standard deviation, `…_std`.
+- speed_up: `full_samples_per_second` relative to the plan's first run; without throughput, that of training.
+- published_samples_per_second, published_speed_up, published_as, published_hardware, published_source: the published
+  FULL throughput of what the run does, at full size; its ratio to that of the first run that has one; what was
+  published, on which hardware and where. All of a plan's are of one source.
+- METRIC: each validation metric of the last epoch under its own name; units are in `provenance.json`.
 """
 
 from __future__ import annotations
@@ -66,6 +53,7 @@ def summary(plan: PlanResult) -> list[Row]:
 
 def _row(plan: PlanResult, run: RunResult, figures: dict[str, Published]) -> Row:
     last, figure = run.last, figures.get(run.name)
+    trained = last.model_dump() if last else {}
     speeds: Row = {}
     for mode in MODES:
         column, trials = f"{mode.lower()}_samples_per_second", run.trials(mode)
@@ -78,11 +66,9 @@ def _row(plan: PlanResult, run: RunResult, figures: dict[str, Published]) -> Row
         "dataset": run.settings.get("dataset"),
         "source": run.owner,
         "parameters": run.provenance.parameters if run.provenance else None,
-        "epochs": last.epoch if last else None,
-        "steps": last.step if last else None,
-        "samples": last.samples if last else None,
-        "train_loss": last.train_loss if last else None,
-        "valid_loss": last.valid_loss if last else None,
+        "epochs": trained.get("epoch"),
+        "steps": trained.get("step"),
+        **{key: trained.get(key) for key in ("samples", "train_loss", "valid_loss")},
         "best_valid_loss": run.best_valid_loss,
         "train_samples_per_second": run.training_speed,
         **speeds,

@@ -140,10 +140,7 @@ def _uncover(axes: Axes) -> None:
 def picture(path: Path) -> dict[str, int | str]:
     """Return a PNG file's `width` and `height` in pixels and its content, `data`, in base 64.
 
-    Raises
-    ------
-    UserError
-        The file is missing, or not a whole PNG file.
+    A `UserError` is raised for a file that is missing, or not a whole PNG file.
     """
     try:
         content = path.read_bytes()

@@ -20,13 +20,7 @@ if TYPE_CHECKING:
 
 
 def loss(name: str, runs: Sequence[RunResult], over: Literal["epoch", "time"], label: str) -> str:
-    """Draw training (dashed) and validation loss over epochs, or over training time without validation.
-
-    Parameters
-    ----------
-    label
-        What the loss is, for the axis.
-    """
+    """Draw training (dashed) and validation loss over epochs, or training time without validation; `label` the axis."""
 
     def draw(axes: Axes) -> None:
         greatest = max(run.training_seconds for run in runs)

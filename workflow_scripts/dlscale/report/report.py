@@ -25,19 +25,7 @@ PREDICTIONS, PREDICTIONS_OF_A_PLAN = 12, 3
 
 
 def main(args: argparse.Namespace) -> None:
-    """Write `args.out` (HTML) from the plans of `args.plans` and the dataset folders of `args.datasets`.
-
-    Parameters
-    ----------
-    args
-        `title` of the page; `plans`: paths of `plan.yaml` files; `datasets`: folders with
-        `manifest.json` and `preview.png`; `out`. The page keeps their order.
-
-    Raises
-    ------
-    UserError
-        A result is missing or torn; the message names the file.
-    """
+    """Write `args.out` (HTML) from the plans (`plan.yaml` files) and datasets (folders), in the order of `args`."""
     plans = [read_plan(path) for path in dict.fromkeys(args.plans)]
     write_text(args.out, page(args.title, plans, [Path(folder) for folder in dict.fromkeys(args.datasets)]))
 

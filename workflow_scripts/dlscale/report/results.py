@@ -9,55 +9,26 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from dlscale.core.records import (
-    Device,
-    Epoch,
-    LossInfo,
-    Metric,
-    PlanRecord,
-    Provenance,
-    RunReference,
-    Throughput,
-    Trials,
-    read_epochs,
-)
+from dlscale.core import records
+from dlscale.core.records import Device, Epoch, LossInfo, Metric, PlanRecord, Provenance, Throughput, Trials
 from dlscale.core.settings import Raw, read_yaml
 
 
 @dataclass(frozen=True, eq=False)
 class RunResult:
-    """One run of a plan, with all that was measured of it.
+    """One run of a plan, with all that was measured of it."""
 
-    Attributes
-    ----------
-    name, label
-        In the plan at hand; the label is for readers.
-    owner
-        `PLAN/RUN` whose folder holds the results; another plan's where the run was named with `use`.
-    settings
-        The run's `config.yaml`.
-    provenance
-        None if there is none.
-    epochs
-        Empty if the plan does not train.
-    throughput
-        None if the plan does not measure it.
-    prediction
-        The figure of prediction against truth, if there is one.
-    """
-
-    name: str
-    label: str
-    owner: str
-    settings: Raw
+    name: str  #: In the plan at hand.
+    label: str  #: The same for readers.
+    owner: str  #: `PLAN/RUN` whose folder holds the results; another plan's where the run was named with `use`.
+    settings: Raw  #: The run's `config.yaml`.
     provenance: Provenance | None
-    epochs: list[Epoch]
-    throughput: Throughput | None
-    prediction: Path | None
+    epochs: list[Epoch]  #: Empty if the plan does not train.
+    throughput: Throughput | None  #: None if the plan does not measure it.
+    prediction: Path | None  #: The figure of prediction against truth, if there is one.
 
     @property
     def last(self) -> Epoch | None:
-        """The last epoch."""
         return self.epochs[-1] if self.epochs else None
 
     @property
@@ -109,17 +80,14 @@ class PlanResult:
 
     @property
     def name(self) -> str:
-        """The plan's name."""
         return self.record.plan
 
     @property
     def title(self) -> str:
-        """What readers call the plan."""
         return self.record.title or self.record.plan
 
     @cached_property
     def trained(self) -> list[RunResult]:
-        """The runs that have epochs."""
         return [run for run in self.runs if run.epochs]
 
     @cached_property
@@ -130,17 +98,17 @@ class PlanResult:
     @cached_property
     def metrics(self) -> dict[str, Metric]:
         """The metrics of the last epochs by name: those that the study describes, then those with a name only."""
-        names = dict.fromkeys(name for run in self.trained for name in run.epochs[-1].metrics)
-        order = [name for name in self.described if name in names]
-        return {
-            name: self.described.get(name, Metric(name=name, title=name.partition("/")[0])) for name in [*order, *names]
+        measured = dict.fromkeys(name for run in self.trained for name in run.epochs[-1].metrics)
+        described = {name: metric for name, metric in self.described.items() if name in measured}
+        return described | {
+            name: Metric(name=name, title=name.partition("/")[0]) for name in measured if name not in described
         }
 
     @cached_property
     def lead(self) -> Metric | None:
         """The metric that says best how good a run is: the first with a naive answer, or else the first of all."""
         candidates = [metric for metric in self.described.values() if not metric.derived]
-        return next((metric for metric in candidates if metric.naive), candidates[0] if candidates else None)
+        return next((metric for metric in candidates if metric.naive), next(iter(candidates), None))
 
     @property
     def judge(self) -> Metric | None:
@@ -193,17 +161,9 @@ def slowness(run: RunResult) -> float:
 
 
 def read_plan(path: str | Path) -> PlanResult:
-    """Read a plan and the results of all its runs.
+    """Read a plan, `results/plans/PLAN/plan.yaml`, and the results of all its runs.
 
-    Parameters
-    ----------
-    path
-        `results/plans/PLAN/plan.yaml`.
-
-    Raises
-    ------
-    UserError
-        A file that the plan's `measure` promises is missing, torn, or lacks a key; the message names it.
+    A file that the plan's `measure` promises and that is missing, torn, or lacks a key is a `UserError`.
     """
     path = Path(path)
     plan = PlanRecord.checked(read_yaml(path), str(path))
@@ -211,7 +171,7 @@ def read_plan(path: str | Path) -> PlanResult:
     return PlanResult(plan, [_read_run(root / run.plan / run.run, run, plan.measure) for run in plan.runs])
 
 
-def _read_run(folder: Path, reference: RunReference, measure: list[str]) -> RunResult:
+def _read_run(folder: Path, reference: records.RunReference, measure: list[str]) -> RunResult:
     # Only what the plan measures: another plan may have put more into the folder, or be about to.
     train = "train" in measure
     provenance, prediction = folder / "provenance.json", folder / "prediction.png"
@@ -221,7 +181,7 @@ def _read_run(folder: Path, reference: RunReference, measure: list[str]) -> RunR
         owner=f"{reference.plan}/{reference.run}",
         settings=read_yaml(folder / "config.yaml"),
         provenance=Provenance.read(provenance) if train and provenance.exists() else None,
-        epochs=read_epochs(folder / "metrics.jsonl") if train else [],
+        epochs=records.read_epochs(folder / "metrics.jsonl") if train else [],
         throughput=Throughput.read(folder / "throughput.json") if "throughput" in measure else None,
         prediction=prediction if train and prediction.exists() else None,
     )

@@ -25,15 +25,7 @@ CHANNEL_ROWS = 40
 
 
 def plan_view(plan: PlanResult, datasets: Sequence[str], plans: set[str], pictures: int) -> View:
-    """Return what the page shows of a plan.
-
-    Parameters
-    ----------
-    datasets, plans
-        Names of those that the page has.
-    pictures
-        At most this many predictions.
-    """
+    """Return what the page, which has these datasets and plans, shows of a plan: at most so many `pictures`."""
     used = dict.fromkeys(str(run.settings.get("dataset")) for run in plan.runs)
     return {
         "name": plan.name,
@@ -62,11 +54,11 @@ def plan_view(plan: PlanResult, datasets: Sequence[str], plans: set[str], pictur
 
 def devices(runs: Iterable[RunResult]) -> list[str]:
     """Return what the runs were measured on, each once."""
-    names: dict[str, None] = {}
+    names = []
     for device in (run.device for run in runs if run.device.name):
         threads = device.threads if device.kind == "cpu" else None
-        names[f"{device.name}, {threads} thread{'s' * (threads != 1)}" if threads else device.name] = None
-    return list(names)
+        names.append(f"{device.name}, {text.many(threads, 'thread')}" if threads else device.name)
+    return list(dict.fromkeys(names))
 
 
 def _least_loss(plan: PlanResult, limit: int) -> list[RunResult]:
@@ -88,9 +80,8 @@ def _curves(plan: PlanResult) -> View | None:
             unit = text.unit(lead.unit)
             axis = f"{lead.title}{f' ({unit})' * bool(unit)}"
             drawing = figures.by_epoch(f"{plan.name}-lead", runs, lambda epoch: epoch.metrics.get(lead.name), axis)
-            small.append(
-                (drawing, f"{lead.title[:1].upper()}{lead.title[1:]} on the validation data; {lead.better} is better.")
-            )
+            capital = lead.title[:1].upper() + lead.title[1:]
+            small.append((drawing, f"{capital} on the validation data; {lead.better} is better."))
     small.append((figures.learning_rate(f"{plan.name}-rate", runs), "Learning rate at the end of each epoch."))
     return {
         "large": [

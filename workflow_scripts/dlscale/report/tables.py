@@ -18,12 +18,12 @@ from dlscale.report.results import PlanResult, RunResult
 
 @dataclass(frozen=True)
 class Cell:
-    """A table's cell: its text, what it sorts by, a second line, the anchor that it links to."""
+    """A table's cell."""
 
     text: str = NONE
-    key: float | str = ""
-    note: str = ""
-    link: str = ""
+    key: float | str = ""  #: What it sorts by.
+    note: str = ""  #: A second line.
+    link: str = ""  #: The anchor that it links to.
 
     @property
     def words(self) -> bool:
@@ -42,25 +42,14 @@ class RunsTable:
 
 @dataclass(frozen=True)
 class ChannelTable:
-    """One kind of metric: runs down, channels across.
+    """One kind of metric: runs down, channels across."""
 
-    Attributes
-    ----------
-    metric
-        That of the first channel; all of a kind have the same title, meaning, direction and naive answer.
-    channels
-        Names and units.
-    naive
-        The error of the naive answer by channel, where all runs share it.
-    of
-        Runs in all; `rows` may hold fewer.
-    """
-
+    #: Of the first channel; all of a kind have the same title, meaning, direction and naive answer.
     metric: Metric
-    channels: list[tuple[str, str]]
-    naive: list[Cell] | None
+    channels: list[tuple[str, str]]  #: Names and units.
+    naive: list[Cell] | None  #: The error of the naive answer by channel, where all runs share it.
     rows: list[tuple[str, list[Cell]]]
-    of: int
+    of: int  #: Runs in all; `rows` may hold fewer.
 
 
 #: Makes a cell from a run and its row of `summary.csv`.
@@ -77,7 +66,7 @@ def runs_table(plan: PlanResult) -> RunsTable:
         ("Run", "what it changes", lambda run, row: Cell(changes[order[run]] or NONE, changes[order[run]])),
         ("Run", "batch size", lambda run, row: _cell(run.settings.get("batch_size"), count)),
         ("Throughput (samples/s)", "training", _column("train_samples_per_second")),
-        *(("Throughput (samples/s)", mode, _trials(mode)) for mode in MODES),
+        *(("Throughput (samples/s)", mode, _column(f"{mode.lower()}_samples_per_second")) for mode in MODES),
         ("Verdict", "speed-up", _column("speed_up", _times)),
         ("Verdict", "published, full size", _published),
         ("Verdict", "bound by", _bound),
@@ -103,14 +92,9 @@ def runs_table(plan: PlanResult) -> RunsTable:
 
 
 def channel_tables(plan: PlanResult, shown: Sequence[RunResult]) -> list[ChannelTable]:
-    """Return a table for each kind of metric that is given by channel.
+    """Return a table, of the runs `shown`, for each kind of metric that is given by channel.
 
     A naive answer's error, and a skill, stand beside the error of the run.
-
-    Parameters
-    ----------
-    shown
-        The trained runs that get a row.
     """
     naive = {metric.naive for metric in plan.metrics.values()}
     kinds: dict[str, list[Metric]] = {}
@@ -120,16 +104,11 @@ def channel_tables(plan: PlanResult, shown: Sequence[RunResult]) -> list[Channel
     last = [(run.label, run.epochs[-1].metrics) for run in shown]
     tables = []
     for metrics in kinds.values():
+        channels = [(metric.channel, unit(metric.unit)) for metric in metrics]
         answers = [_cell(_same([values.get(metric.naive or "") for _, values in last])) for metric in metrics]
-        tables.append(
-            ChannelTable(
-                metrics[0],
-                [(metric.channel, unit(metric.unit)) for metric in metrics],
-                answers if any(cell.text != NONE for cell in answers) else None,
-                [(label, [_error(metric, values) for metric in metrics]) for label, values in last],
-                len(plan.trained),
-            )
-        )
+        shared = answers if any(cell.text != NONE for cell in answers) else None
+        rows = [(label, [_error(metric, values) for metric in metrics]) for label, values in last]
+        tables.append(ChannelTable(metrics[0], channels, shared, rows, len(plan.trained)))
     return tables
 
 
@@ -141,7 +120,12 @@ def _cell(value: Any, text: Callable[[Any], str] = number, note: str = "") -> Ce
 
 def _column(name: str, text: Callable[[Any], str] = number) -> Make:
     """Return what makes the cells of a column of `summary.csv`."""
-    return lambda run, row: _cell(row.get(name), text)
+
+    def make(run: RunResult, row: Row) -> Cell:
+        spread: Any = row.get(f"{name}_std")
+        return _cell(row.get(name), text, "" if spread is None else f"± {number(spread, 2)}")
+
+    return make
 
 
 def _heading(metric: Metric) -> str:
@@ -152,21 +136,12 @@ def _times(ratio: float) -> str:
     return f"{number(ratio)}×"
 
 
-def _trials(mode: str) -> Make:
-    def make(run: RunResult, row: Row) -> Cell:
-        trials = run.trials(mode)
-        return _cell(trials.mean, note=f"± {number(trials.std, 2)}") if trials else Cell()
-
-    return make
-
-
 def _published(run: RunResult, row: Row) -> Cell:
     """Samples/s that were published, at full size, for what a run does; below, what that was."""
-    speed, times, *rest = (
-        row[f"published_{key}"] for key in ("samples_per_second", "speed_up", "as", "hardware", "source")
-    )
+    times = row["published_speed_up"]
     faster = [_times(times)] if isinstance(times, float) and times != 1 else []
-    return _cell(speed, note=", ".join([*faster, *map(str, rest)]))
+    words = [str(row[f"published_{key}"]) for key in ("as", "hardware", "source")]
+    return _cell(row["published_samples_per_second"], note=", ".join([*faster, *words]))
 
 
 def _bound(run: RunResult, row: Row) -> Cell:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 def _writable(folder: str) -> bool:
     path = Path(os.path.expanduser(folder))  # noqa: PTH111 - pathlib's raises where there is no home
-    existing = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
-    return os.access(existing, os.W_OK)
+    nearest = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+    return os.access(nearest, os.W_OK)
 
 
 # Numba keeps the code that it compiled beside a module, or in the user's cache. In an image there may be neither; then

@@ -1,8 +1,8 @@
 """`dali`: NVIDIA DALI's executor, threads and prefetching around the one sample stream.
 
 The pipeline is fed by an external source, which names each sample's place and hands over the mapped file without a
-copy; an operator compiled by Numba reads the region of interest and, on a processor, turns and decodes it as well.
-With a GPU the stored values go there through DALI, and are turned and decoded on the device. (DALI's own operators
+copy; an operator compiled by Numba reads the region of interest and, on a processor, decodes it as well.
+With a GPU the stored values go there through DALI, and are decoded on the device. (DALI's own operators
 cannot do it in one pass: its transpose has one permutation for a whole batch, its flips and its affine transforms know
 no float16, and its reader of .npy files visits files in an order of its own.)
 """
@@ -26,7 +26,7 @@ from dlscale.data.loaders.settings import DaliLoader as Settings
 from dlscale.data.mapped import Layout
 from dlscale.data.samples import BoxField, BoxIndex, Samples
 
-#: Cells added to the rows of the operator's buffer; see `StoredField.buffer`.
+#: Cells added to the rows of the operator's buffer; as in `direct_host`.
 PAD = 4
 
 
@@ -75,13 +75,13 @@ class DaliLoader:
     """See `dlscale.data.loaders.base.Loader`."""
 
     def __init__(self, samples: Samples, settings: Settings, share: Share, device: torch.device) -> None:
+        grids = on_grids(samples, settings.kind)
         if settings.device == "gpu" and device.type != "cuda":
             raise UserError("loader.device: gpu, but the model is on a CPU; use auto or cpu")
-        samples = on_grids(samples, "dali")
         self.samples = samples.size
-        self._boxes, self._share, self._device = samples.boxes, share, device
+        self._boxes, self._share, self._device = grids.boxes, share, device
         self._on_host = device.type == "cpu" or settings.device == "cpu"
-        self._fields = [DaliField(field, PAD if self._on_host else 0) for field in (samples.input, samples.target)]
+        self._fields = [DaliField(field, PAD if self._on_host else 0) for field in (grids.input, grids.target)]
         self._kept: deque[Any] = deque(maxlen=settings.prefetch + 2)  # DALI reads them without a copy
         self._delivered: deque[Any] = deque(maxlen=settings.prefetch + 2)  # the device may not be done with them
         self._steps: Iterator[int] = iter(())
@@ -179,7 +179,7 @@ class DaliLoader:
             else:
                 values = from_dlpack(outputs[number].as_tensor())
                 if not self._on_host:
-                    stored = values.view(field.torch_dtype).reshape(-1)
+                    stored = values.view(torch.float16 if field.dtype == np.float16 else torch.float32).reshape(-1)
                     values = on_device(stored, field.plan_buffers(boxes, field.values), field.extent)
             batch.append(values.reshape(len(boxes), *field.spec.shape))
         self._delivered.append((outputs, batch))

@@ -12,7 +12,7 @@ from typing import Any
 import numba
 import numpy as np
 
-from dlscale.data.loaders.direct_host import KERNELS
+from dlscale.data.loaders.direct_host import decode_half, decode_single
 
 Operator = tuple[Callable[..., None], Callable[..., None]]
 
@@ -51,8 +51,8 @@ def fetch(bits, chunks, where, out):  # type: ignore[no-untyped-def]
 
 
 def decode_operator(itemsize: int, size: tuple[int, ...]) -> Operator:
-    """Return the operator that reads, turns and decodes a box, and the one that tells its `size` [C, a, b, c]."""
-    kernel, dtype = KERNELS[itemsize], {2: np.uint16, 4: np.uint32}[itemsize]
+    """Return the operator that reads and decodes a box, and the one that tells its `size` [C, a, b, c]."""
+    decode, dtype = (decode_half, np.uint16) if itemsize == 2 else (decode_single, np.uint32)
     c0, c1, c2, c3 = size
 
     def run(out: Any, bits: Any, chunks: Any, where: Any, steps: Any, numbers: Any) -> None:
@@ -60,7 +60,7 @@ def decode_operator(itemsize: int, size: tuple[int, ...]) -> Operator:
         box = np.empty(max(pitch[0] * c0, pitch[1] * c1), dtype)
         fetch(bits, chunks, where, box)
         group, lane = np.arange(c0), np.zeros(c0, dtype)
-        kernel(box, steps[0], steps[4:], group, lane, steps[1:4], numbers[0], numbers[1], numbers[2], out)
+        decode(box, steps[0], steps[4:], group, lane, steps[1:4], numbers[0], numbers[1], numbers[2], out)
 
     def setup(outs: Any, ins: Any) -> None:
         for out in outs[0]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
 from dlscale.data.mapped import MappedArray
 from dlscale.data.samples import BoxField, GridSamples
@@ -21,12 +20,24 @@ from dlscale.data.samples import BoxField, GridSamples
 
 @dataclass(frozen=True)
 class DecodePlan:
-    """The formula's numbers for B samples of C channels; positions are counted in values."""
+    """The formula's numbers for B samples of C channels; positions are counted in values.
 
-    base: np.ndarray  #: int64 [B]
-    step: np.ndarray  #: int64 [B, 3]
-    channel: np.ndarray  #: int64 [B, C]
-    shift: np.ndarray  #: float32 [B, C], as factor and offset are
+    Attributes
+    ----------
+    base
+        int64 [B].
+    step
+        int64 [B, 3].
+    channel
+        int64 [B, C].
+    shift, factor, offset
+        float32 [B, C].
+    """
+
+    base: np.ndarray
+    step: np.ndarray
+    channel: np.ndarray
+    shift: np.ndarray
     factor: np.ndarray
     offset: np.ndarray
 
@@ -38,7 +49,7 @@ class StoredField:
     ----------
     files
         The stored values of each file.
-    dtype, torch_dtype, order
+    dtype, order
         Of buffers for boxes: float16 if all files have it, else float32; axes lie as in the first file.
     shape, extent, spec
         See `BoxField`.
@@ -47,7 +58,6 @@ class StoredField:
     def __init__(self, field: BoxField) -> None:
         self.files = [MappedArray(reader, field.channel_axis) for reader in field.readers]
         self.dtype = np.result_type(*(file.buffer_dtype for file in self.files))
-        self.torch_dtype = torch.float16 if self.dtype == np.float16 else torch.float32
         self.order = self.files[0].order
         self.shape, self.extent, self.spec = field.shape, field.extent, field.spec
         symmetries, channels = field.symmetries, field.shape[0]
@@ -57,40 +67,30 @@ class StoredField:
         self._sign = symmetries.sign if symmetries else np.ones((1, channels), np.float32)
         self._decoding = np.stack([field.decoding(file) for file in range(len(self.files))])  # [files, 3, C]
 
+    def canonical(self, stored: np.ndarray) -> np.ndarray:
+        """Return an array whose last four axes lie in `order` as boxes, [..., C, a, b, c]."""
+        return np.moveaxis(stored, [axis - 4 for axis in range(4)], [axis - 4 for axis in self.order])
+
     @property
     def bytes(self) -> int:
         """Of all files in memory."""
         return sum(int(np.prod(file.shape)) for file in self.files) * self.dtype.itemsize
-
-    def buffer(
-        self, count: int, shape: tuple[int, ...], pad: int = 0, pinned: bool = False
-    ) -> tuple[torch.Tensor, np.ndarray]:
-        """Make a buffer for `count` boxes of `shape` [C, a, b, c], with axes in the order in which they are stored.
-
-        `pad` adds cells to all but the slowest of the grid's axes: at distances of a power of two, neighbours along a
-        slow axis compete for the same few lines of the processor's cache.
-
-        Returns
-        -------
-        tuple
-            The whole buffer, contiguous, and the boxes in it with axes in the one order, [count, C, a, b, c].
-        """
-        sizes = [shape[axis] for axis in self.order]
-        for position in [position for position, axis in enumerate(self.order) if axis != 0][1:]:
-            sizes[position] += pad
-        whole = torch.empty(count, *sizes, dtype=self.torch_dtype, pin_memory=pinned)
-        boxes = whole.numpy().transpose(0, *(1 + np.argsort(self.order)))
-        return whole, boxes[:, :, : shape[1], : shape[2], : shape[3]]
 
     def strides(self, boxes: np.ndarray) -> np.ndarray:
         """Return the values from one cell to the next in an array with axes [..., C, a, b, c], int64 [4]."""
         return np.array(boxes.strides[-4:]) // self.dtype.itemsize
 
     def plan(self, file: np.ndarray, symmetry: np.ndarray, base: np.ndarray, stride: np.ndarray) -> DecodePlan:
-        """Return how to decode the boxes of B samples; `file` and `symmetry` [B] are as `BoxIndex` has them.
+        """Return how to decode the boxes of B samples.
 
-        `base`, int64 [B], is where each box begins, and `stride`, int64 [B, 4] or [1, 4], the distance from one cell to
-        the next along the axes (C, and the box's three), in values.
+        Parameters
+        ----------
+        file, symmetry
+            As `BoxIndex` has them, int64 [B].
+        base
+            Where each box begins, in values, int64 [B].
+        stride
+            Values from one cell to the next along the axes (C, and the box's three), int64 [B, 4] or [1, 4].
         """
         axes, flips = self._axes[symmetry], self._flips[symmetry]
         stride = np.broadcast_to(stride, (len(file), 4))

@@ -22,7 +22,8 @@ from dlscale.data.loaders.decode import DecodePlan, StoredField
 from dlscale.data.mapped import MappedArray
 from dlscale.data.samples import BoxIndex
 
-#: Cells added to the rows of a thread's buffer; see `StoredField.buffer`.
+#: Cells added to the two faster axes of a thread's buffer: at distances of a power of two, neighbours along a slow axis
+#: compete for the same few lines of the processor's cache.
 PAD = 4
 
 
@@ -42,7 +43,8 @@ def _single(bits):  # type: ignore[no-untyped-def]
     return np.uint32(bits).view(np.float32)
 
 
-def _compiled(value, mask):  # type: ignore[no-untyped-def]
+def _compiled(half, mask):  # type: ignore[no-untyped-def]
+    # Numba finds its compiled code again by what is closed over: plain values, since functions are new in each process.
     @numba.njit(nogil=True, cache=True)
     def decode(words, base, groups, group, lane, step, shift, factor, offset, out):  # type: ignore[no-untyped-def]
         """Write a box [C, n0, n1, n2], float32, into `out`; nothing checks that it lies within `words`.
@@ -63,13 +65,15 @@ def _compiled(value, mask):  # type: ignore[no-untyped-def]
                         if group[c] == g:
                             bits, a, b, d = lane[c], shift[c], factor[c], offset[c]
                             for k in range(n2):
-                                out[c, i, j, k] = (value(np.uint32(row[k] >> bits) & mask) - a) * b + d
+                                word = np.uint32(row[k] >> bits) & mask
+                                value = _half(word) if half else _single(word)
+                                out[c, i, j, k] = (value - a) * b + d
 
     return decode
 
 
-#: Compiled loops by the bytes of a stored value.
-KERNELS = {2: _compiled(_half, np.uint32(0xFFFF)), 4: _compiled(_single, np.uint32(0xFFFFFFFF))}
+decode_half = _compiled(True, np.uint32(0xFFFF))
+decode_single = _compiled(False, np.uint32(0xFFFFFFFF))
 
 
 class HostField:
@@ -101,8 +105,10 @@ class HostField:
     def _buffer(self) -> tuple[np.ndarray, np.ndarray]:
         """Return this thread's own buffer for a box, and its words."""
         if not hasattr(self._local, "buffer"):
-            whole, boxes = self._field.buffer(1, self._field.shape, PAD)
-            self._local.buffer = boxes[0], self._words(whole.zero_().numpy().reshape(-1))
+            channels, a, b, c = self._field.shape
+            padded = channels, a, b + PAD, c + PAD
+            whole = np.zeros([padded[axis] for axis in self._field.order], self._field.dtype)
+            self._local.buffer = self._field.canonical(whole)[:, :, :b, :c], self._words(whole.reshape(-1))
         box: tuple[np.ndarray, np.ndarray] = self._local.buffer
         return box
 
@@ -140,7 +146,7 @@ class HostField:
             lane = (16 * (channel - groups[group])).astype(np.uint64)
         else:
             groups, group, lane = channel, np.arange(len(channel)), np.zeros(len(channel), words.dtype)
-        kernel = KERNELS[self._field.dtype.itemsize]
+        kernel = decode_half if self._field.dtype == np.float16 else decode_single
         numbers = plan.shift[index], plan.factor[index], plan.offset[index]
         box = out.reshape(self._field.shape)
         kernel(words, plan.base[index], groups, group, lane, plan.step[index], *numbers, box)
@@ -163,5 +169,7 @@ class OnHost:
         ]
         return tasks, lambda: (x, y)
 
-    def deliver(self, result: Batch) -> Batch:
-        return result
+    def deliver(self, result: Any) -> Batch:
+        """See `Backend`."""
+        x, y = result
+        return x, y

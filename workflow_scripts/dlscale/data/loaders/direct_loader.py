@@ -1,13 +1,12 @@
 """`direct`: from the page cache to the model with as few copies as can be, by threads.
 
-On a processor, threads turn and decode boxes of the mapped files straight into batches that are used again and again.
+On a processor, threads decode boxes of the mapped files straight into batches that are used again and again.
 On a GPU, threads copy stored values into pinned buffers, a stream of its own takes them to the device ahead of the
-step, and they are turned and decoded there; data that fits is taken to the device once and never read again.
+step, and they are decoded there; data that fits is taken to the device once and never read again.
 """
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections import deque
 from collections.abc import Callable, Generator
@@ -31,22 +30,24 @@ class Backend(Protocol):
 
     def begin(self, slot: int, boxes: BoxIndex) -> tuple[list[Callable[[], None]], Callable[[], Any]]:
         """Return the tasks of threads, in any order, for the batch of a slot, and what then returns its result."""
+        ...
 
     def deliver(self, result: Any) -> Batch:
         """Return the batch, in the thread of the model."""
+        ...
 
 
 class DirectLoader:
     """See `dlscale.data.loaders.base.Loader`."""
 
     def __init__(self, samples: Samples, settings: Settings, share: Share, device: torch.device) -> None:
-        samples = on_grids(samples, "direct")
+        grids = on_grids(samples, settings.kind)
         self.samples = samples.size
-        self._boxes, self._share = samples.boxes, share
+        self._boxes, self._share = grids.boxes, share
         self._pool = threads(settings.workers, device) if settings.workers else None
         # With the batch that the model works on. Without threads there is nobody who could work ahead.
         self._slots = 1 + (min(settings.prefetch, max(len(self) - 1, 0)) if settings.workers else 0)
-        fields = stored_fields(samples)
+        fields = stored_fields(grids)
         self._ahead: deque[_PendingBatch] = deque()
         batch = len(share.indices(0, samples.size))
         self._backend: Backend
@@ -85,6 +86,7 @@ class DirectLoader:
         self._ahead = deque()
 
     def close(self) -> None:
+        """End the threads."""
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
 
@@ -92,29 +94,41 @@ class DirectLoader:
 class _PendingBatch:
     """A batch that threads work on: one lists the tasks, all do them, and one makes the batch of what they did.
 
-    Without threads it is made when it is asked for.
+    Without threads it is done at once.
     """
 
     def __init__(self, backend: Backend, slot: int, boxes: BoxIndex, pool: ThreadPoolExecutor | None) -> None:
-        self._begin = functools.partial(backend.begin, slot, boxes)
-        self._tasks: list[Future[Any]] = []
-        self._begun = pool.submit(self._share_out, pool) if pool is not None else None
+        self._backend, self._slot, self._boxes, self._pool = backend, slot, boxes, pool
+        self._done: Future[Any] = Future()
+        self._tasks: list[Future[None]] = []
+        self._begun = pool.submit(self._begin) if pool is not None else None
+        if pool is None:
+            tasks, finalize = backend.begin(slot, boxes)
+            for task in tasks:
+                task()
+            self._done.set_result(finalize())
 
-    def _share_out(self, pool: ThreadPoolExecutor) -> Future[Any]:
-        """Give the tasks to the threads; return what makes the batch."""
-        tasks, finalize = self._begin()
-        self._tasks = [pool.submit(task) for task in tasks]
-        # Behind the tasks in the threads' queue, so that they are done, or being done, when it waits for them.
-        self._tasks.append(pool.submit(_finalize, list(self._tasks), finalize))
-        return self._tasks[-1]
+    def _begin(self) -> None:
+        try:
+            assert self._pool is not None
+            tasks, finalize = self._backend.begin(self._slot, self._boxes)
+            self._tasks = [self._pool.submit(task) for task in tasks]
+            # Behind the tasks in the threads' queue, so that they are done, or being done, when it waits for them.
+            self._tasks.append(self._pool.submit(self._finalize, list(self._tasks), finalize))
+        except BaseException as error:
+            self._done.set_exception(error)
+
+    def _finalize(self, tasks: list[Future[None]], finalize: Callable[[], Any]) -> None:
+        try:
+            for task in tasks:
+                task.result()
+            self._done.set_result(finalize())
+        except BaseException as error:
+            self._done.set_exception(error)
 
     def result(self) -> Any:
-        if self._begun is not None:
-            return self._begun.result().result()
-        tasks, finalize = self._begin()
-        for task in tasks:
-            task()
-        return finalize()
+        """Wait for the batch."""
+        return self._done.result()
 
     def abandon(self) -> None:
         """Return when nobody writes into its buffers any more."""
@@ -123,12 +137,6 @@ class _PendingBatch:
         for task in self._tasks:
             if not task.cancel():
                 task.exception()
-
-
-def _finalize(tasks: list[Future[None]], finalize: Callable[[], Any]) -> Any:
-    for task in tasks:
-        task.result()
-    return finalize()
 
 
 def threads(count: int, device: torch.device) -> ThreadPoolExecutor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import signal
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator
 
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
@@ -25,7 +25,7 @@ class _Dataset(Dataset[Batch]):
         return torch.from_numpy(x), torch.from_numpy(y)
 
 
-def _stacked(specs: Sequence[ArraySpec], samples: list[Batch]) -> list[torch.Tensor]:
+def _collate(specs: tuple[ArraySpec, ArraySpec], samples: list[Batch]) -> list[torch.Tensor]:
     """Stack samples; this rank's share of a small last batch may be none at all."""
     if samples:
         return default_collate(samples)
@@ -42,6 +42,9 @@ class _Batches:
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
         for step in range(self.start, self.share.steps(self.size)):
             yield [(self.epoch, index) for index in self.share.indices(step, self.size)]
+
+    def __len__(self) -> int:
+        return self.share.steps(self.size)
 
 
 def _ignore_signals(worker: int) -> None:
@@ -60,7 +63,7 @@ class TorchLoader:
         self._loader = DataLoader(
             _Dataset(samples),
             batch_sampler=self._batches,
-            collate_fn=functools.partial(_stacked, (samples.input_spec, samples.target_spec)),
+            collate_fn=functools.partial(_collate, (samples.input_spec, samples.target_spec)),
             num_workers=settings.workers,
             prefetch_factor=settings.prefetch if settings.workers else None,
             persistent_workers=settings.workers > 0,
@@ -71,7 +74,7 @@ class TorchLoader:
         )
 
     def __len__(self) -> int:
-        return self._batches.share.steps(self.samples)
+        return len(self._batches)
 
     def epoch(self, epoch: int, start: int = 0) -> Generator[Batch]:
         """Yield the batches of an epoch from global step `start`."""
@@ -80,6 +83,7 @@ class TorchLoader:
             yield x.to(self._device, non_blocking=True), y.to(self._device, non_blocking=True)
 
     def close(self) -> None:
+        """End the worker processes."""
         iterator, self._loader._iterator = self._loader._iterator, None
         if iterator is not None and hasattr(iterator, "_shutdown_workers"):
             iterator._shutdown_workers()

@@ -7,9 +7,18 @@ from typing import Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from dlscale.config.dataset import SPLITS, DatasetSettings, Path, Sha256, check_digests, refuse_changed, refuse_shared
+from dlscale.config.dataset import (
+    SPLITS,
+    DatasetSettings,
+    Path,
+    Sha256,
+    Shares,
+    check_digests,
+    refuse_changed,
+    refuse_shared,
+)
 from dlscale.core.schema import Strict
-from dlscale.data.kind import DatasetKind, Part, RawFile, file_name, name_files, stem
+from dlscale.data.kind import DatasetKind, Part, RawFile, name_files, stem
 
 
 class Counts(Strict):
@@ -20,19 +29,10 @@ class Counts(Strict):
     test: int = Field(0, ge=0)
 
 
-class Fractions(Strict):
+class Fractions(Shares):
     """Shares of each file, cut along its first axis in this order, with `gap` cells dropped at each cut."""
 
-    train: float = Field(gt=0, lt=1)
-    valid: float = Field(gt=0, lt=1)
-    test: float = Field(0, ge=0, lt=1)
     gap: int = Field(0, ge=0, description="Rows (after downsampling) dropped between two splits, against leakage.")
-
-    @model_validator(mode="after")
-    def _sum(self) -> Fractions:
-        if self.train + self.valid + self.test > 1 + 1e-9:
-            raise ValueError(f"the fractions add up to {self.train + self.valid + self.test:g}, expected at most 1")
-        return self
 
 
 class CosmoSimulated(Strict):
@@ -128,6 +128,7 @@ class Cosmo(DatasetKind):
     Settings = CosmoDataset
     Samples = CropSamples
     rows = "planes"
+    selection = frozenset({*SPLITS, "boxes", "paths", "fractions"})
 
     def parts(self, dataset: CosmoDataset) -> list[Part]:
         """One part for each box, or for each file and split; of files cut by fractions, one for each file and share."""
@@ -141,39 +142,30 @@ class Cosmo(DatasetKind):
             named = name_files([origin for _, origin in files])
             return [Part(split, stem(named[origin]), (named[origin],)) for split, origin in files]
         assert source.fractions is not None
-        cuts = [0.0, *itertools.accumulate(getattr(source.fractions, split) for split in SPLITS)]
+        raws = name_files(source.paths).values()
         return [
-            Part(split, stem(raw), (raw,), fraction=(low, high))
-            for split, (low, high) in zip(SPLITS, itertools.pairwise(cuts), strict=True)
-            if high > low
-            for raw in name_files(source.paths).values()
+            Part(split, stem(raw), (raw,), fraction=share) for split, share in source.fractions.ranges() for raw in raws
         ]
 
     def acquirer(self, dataset: CosmoDataset) -> str | None:
-        """See `DatasetKind`."""
         return "simulator" if isinstance(dataset.source, CosmoSimulated) else None
 
-    def raw_settings(self, dataset: CosmoDataset, raw: RawFile) -> dict[str, Any]:
-        """See `DatasetKind`."""
-        kept = dataset.source.model_dump(mode="json", exclude={"boxes", *SPLITS, "paths", "fractions", "sha256"})
-        digest = getattr(dataset.source, "sha256", {}).get(file_name(raw.origin))
-        return {**kept, "origin": raw.origin, "index": raw.index, "sha256": digest}
-
     def part_settings(self, dataset: CosmoDataset, part: Part) -> dict[str, Any]:
-        """See `DatasetKind`."""
-        settings = dataset.model_dump(mode="json", exclude={"source", "storage", "memory_mb"})
-        fractions = getattr(dataset.source, "fractions", None)
-        return {**settings, "fraction": part.fraction, "gap": fractions.gap if fractions else 0}
+        return {**super().part_settings(dataset, part), "gap": gap(dataset)}
 
     def grid(self, dataset: CosmoDataset) -> tuple[int, ...] | None:
-        """See `DatasetKind`; files tell their size only when they are read."""
-        if not isinstance(dataset.source, CosmoSimulated):
-            return None
-        return (dataset.source.grid // dataset.downsample,) * 3
+        # Files tell their size only when they are read.
+        source = dataset.source
+        return (source.grid // dataset.downsample,) * 3 if isinstance(source, CosmoSimulated) else None
 
     def available(self, samples: CropSamples, rows: list[int]) -> int | None:
-        """See `DatasetKind`: crops are drawn, any number of them."""
-        return None
+        return None  # crops are drawn, any number of them
+
+
+def gap(dataset: CosmoDataset) -> int:
+    """Return how many rows are dropped between two splits of a file."""
+    fractions = getattr(dataset.source, "fractions", None)
+    return fractions.gap if fractions else 0
 
 
 KIND = Cosmo()

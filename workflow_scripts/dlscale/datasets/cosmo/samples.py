@@ -25,9 +25,11 @@ class Crops(GridSamples):
     def __init__(self, manifest: Manifest, split: str, settings: CropSamples, seed: int) -> None:
         files = manifest.files(split)
         self.crop, self._seed, self._training = settings.crop, seed, split == "train"
-        self.input, self.target = (
-            BoxField(manifest, split, name, (self.crop,) * 3, CubeSymmetries(manifest.fields[name].channels))
-            for name in ("Nbody", "Hydro")
+        super().__init__(
+            *(
+                BoxField(manifest, split, name, (self.crop,) * 3, CubeSymmetries(manifest.fields[name].channels))
+                for name in ("Nbody", "Hydro")
+            )
         )
         self._symmetries = COUNT[settings.symmetry] if self._training else 1
         edges = np.array([reader.shape[1:] for reader in self.input.readers])
@@ -57,6 +59,7 @@ class Crops(GridSamples):
 
     @functools.lru_cache(maxsize=2)  # noqa: B019 - as above
     def boxes(self, epoch: int) -> BoxIndex:
+        """See `GridSamples`."""
         if self._training:
             table = self.table(epoch)
             return BoxIndex(table[:, 0], table[:, 1:4], table[:, 1:4], table[:, 4])

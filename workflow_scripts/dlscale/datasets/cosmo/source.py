@@ -14,7 +14,7 @@ from dlscale.data.kind import Part
 from dlscale.data.source import Source
 from dlscale.data.store import Field
 from dlscale.datasets.cosmo.channels import CHANNELS, open_volumes, read_planes
-from dlscale.datasets.cosmo.kind import CosmoDataset
+from dlscale.datasets.cosmo.kind import CosmoDataset, gap
 
 
 def open_source(dataset: CosmoDataset, part: Part, paths: list[Path]) -> CosmoSource:
@@ -33,13 +33,13 @@ class CosmoSource(Source):
         depth, height, width = (size // self._factor for size in edge)
         if min(depth, height, width) < 1:
             raise UserError(f"{path}: downsample {self._factor} is larger than the volume {edge}; choose a smaller one")
-        gap = dataset.source.fractions.gap if getattr(dataset.source, "fractions", None) else 0  # type: ignore[union-attr]
         low, high = part.fraction
-        self._first = math.ceil(low * depth - 1e-9) + (gap if low > 0 else 0)
+        dropped = gap(dataset)
+        self._first = math.ceil(low * depth - 1e-9) + (dropped if low > 0 else 0)
         rows = math.floor(high * depth + 1e-9) - self._first
         if rows < 1:
             raise UserError(
-                f"{path}: split '{part.split}' is empty: {depth} rows, fractions {low:g} to {high:g}, gap {gap}; "
+                f"{path}: split '{part.split}' is empty: {depth} rows, fractions {low:g} to {high:g}, gap {dropped}; "
                 "choose a larger share or a smaller gap"
             )
         published = dataset.transform == "published"

@@ -48,10 +48,7 @@ def vectors(channels: list[str]) -> list[tuple[int, int, int]]:
 
 
 def apply(symmetry: Symmetry, x_CDHW: np.ndarray, vectors_: list[tuple[int, int, int]]) -> np.ndarray:
-    """Return the transformed cube (D = H = W) as a contiguous array [C, D, H, W] of the same type.
-
-    `vectors_` are as `vectors` gives them: the channels of the components along D, H and W.
-    """
+    """Return the transformed cube (D = H = W), contiguous and of the same type; `vectors_` as `vectors` gives them."""
     turned = x_CDHW.transpose(0, *(1 + axis for axis in symmetry.axes))
     steps = tuple(slice(None, None, -1) if flip else slice(None) for flip in symmetry.flips)
     turned = turned[(slice(None), *steps)]

@@ -23,10 +23,7 @@ def describe_prepared(dataset: Era5Dataset, sources: list[Path], folder: Path) -
     root = Path(dataset.source.path)
     splits: dict[str, list[File]] = {split: [] for split in SPLITS}
     shape: tuple[int, ...] | None = None
-    latitude: list[float] = []
-    longitude: list[float] = []
-    names: list[str] = []
-    units: list[str] = []
+    latitude, longitude, names, units = [], [], [], []
     for split in SPLITS:
         for path in sorted((root / split).glob("*.h5")):
             with store.open_file(path) as file:
@@ -123,14 +120,20 @@ def _extra(manifest: Manifest, stats: Path, name: str) -> Extra:
     return Extra(**grid, step_hours=min(steps, default=None), climatology=f"{name}/time_means.npy")
 
 
-def _statistic(path: Path, channels: list[str]) -> list[float]:
-    """Read one number for each channel from a .npy file [1, C, 1, 1]."""
+def _array(path: Path) -> np.ndarray:
+    """Map a .npy file."""
     try:
-        array = np.load(path, allow_pickle=False)
+        array: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
     except FileNotFoundError:
         raise UserError(f"{path}: no such file; the published layout has it, shape [1, C, 1, 1]") from None
     except (ValueError, EOFError) as error:
         raise UserError(f"{path}: not a readable .npy file ({error})") from None
+    return array
+
+
+def _statistic(path: Path, channels: list[str]) -> list[float]:
+    """Read one number for each channel from a .npy file [1, C, 1, 1]."""
+    array = _array(path)
     values = array.astype(np.float64).ravel()[: len(channels)]
     if values.size < len(channels) or not np.isfinite(values).all():
         raise UserError(f"{path}: expected {len(channels)} finite values, shape [1, C, 1, 1], got shape {array.shape}")
@@ -140,10 +143,7 @@ def _statistic(path: Path, channels: list[str]) -> list[float]:
 
 def _check_climatology(path: Path, needed: tuple[int, int, int]) -> None:
     """Refuse a file [1, C, H, W] of other channels, of a smaller grid, or with values that are not finite."""
-    try:
-        values = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, EOFError) as error:
-        raise UserError(f"{path}: not a readable .npy file ({error})") from None
+    values = _array(path)
     shape = values.shape
     good = len(shape) == 4 and shape[1] == needed[0] and all(a >= b for a, b in zip(shape[2:], needed[1:], strict=True))
     if not good:

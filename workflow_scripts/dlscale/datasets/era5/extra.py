@@ -7,22 +7,12 @@ from dlscale.data.manifest import Manifest
 
 
 class Extra(Record):
-    """See the module.
+    """See the module."""
 
-    Attributes
-    ----------
-    latitude, longitude
-        Of the grid, degrees, north to south and west to east; empty where files do not tell.
-    step_hours
-        Time between stored states, h.
-    climatology
-        Path of the mean over training times [1, C, H, W], relative to the manifest.
-    """
-
-    latitude: list[float] = []
-    longitude: list[float] = []
-    step_hours: float | None = None
-    climatology: str | None = None
+    latitude: list[float] = []  # degrees, north to south; empty where files do not tell
+    longitude: list[float] = []  # degrees, west to east
+    step_hours: float | None = None  # between stored states
+    climatology: str | None = None  # path of the mean over training times [1, C, H, W], relative to the manifest
 
     def axes(self) -> tuple[tuple[str, str], tuple[float, float, float, float] | None]:
         """Return the labels of a map's axes and its (left, right, bottom, top), degrees; cells where there are none."""

@@ -11,7 +11,7 @@ from pydantic import Field, PositiveInt, model_validator
 
 from dlscale.config.dataset import SPLITS, DatasetSettings, Path, Sha256, Storage, check_digests, refuse_changed
 from dlscale.core.schema import Strict
-from dlscale.data.kind import DatasetKind, Part, RawFile, file_name, name_files
+from dlscale.data.kind import DatasetKind, Part, RawFile, name_files
 
 Year = Annotated[int, Field(ge=1, le=9999)]
 
@@ -133,6 +133,7 @@ class Era5(DatasetKind):
     Settings = Era5Dataset
     Samples = PairSamples
     rows = "times"
+    selection = frozenset({*SPLITS, "paths", "split"})
 
     def parts(self, dataset: Era5Dataset) -> list[Part]:
         """One part for each split and calendar year; none for a prepared folder, which is as it is."""
@@ -155,11 +156,9 @@ class Era5(DatasetKind):
         return parts
 
     def acquirer(self, dataset: Era5Dataset) -> str | None:
-        """See `DatasetKind`."""
         return {"simulated": "simulator", "zarr": "zarr"}.get(dataset.source.kind)
 
     def origins(self, dataset: Era5Dataset) -> list[str]:
-        """See `DatasetKind`."""
         return [dataset.source.path] if isinstance(dataset.source, Era5Prepared) else super().origins(dataset)
 
     def prepared_files(self, dataset: Era5Dataset) -> list[str]:
@@ -175,28 +174,16 @@ class Era5(DatasetKind):
         return [str(path) for path in files]
 
     def raw_settings(self, dataset: Era5Dataset, raw: RawFile) -> dict[str, Any]:
-        """See `DatasetKind`; out of a store only the asked channels and times are read."""
-        kept = dataset.source.model_dump(mode="json", exclude={*SPLITS, "paths", "sha256"})
-        digest = getattr(dataset.source, "sha256", {}).get(file_name(raw.origin))
-        settings = {**kept, "origin": raw.origin, "index": raw.index, "sha256": digest}
-        if raw.period:
-            settings |= {"period": [str(day) for day in raw.period]}
-            settings |= {"channels": dataset.channels, "step_hours": dataset.step_hours}
-        return settings
-
-    def part_settings(self, dataset: Era5Dataset, part: Part) -> dict[str, Any]:
-        """See `DatasetKind`."""
-        settings = dataset.model_dump(mode="json", exclude={"source", "split", "storage", "memory_mb"})
-        return {**settings, "period": [str(day) for day in part.period] if part.period else None}
+        # Out of a store only the asked channels and times are read.
+        read = {"channels": dataset.channels, "step_hours": dataset.step_hours} if raw.period else {}
+        return {**super().raw_settings(dataset, raw), **read}
 
     def grid(self, dataset: Era5Dataset) -> tuple[int, ...] | None:
-        """See `DatasetKind`."""
         source = dataset.source
         size = dataset.crop or ((source.latitudes, source.longitudes) if isinstance(source, Era5Simulated) else None)
         return tuple(edge // dataset.downsample for edge in size) if size else None
 
     def available(self, samples: PairSamples, rows: list[int]) -> int | None:
-        """See `DatasetKind`: a file of T times holds T - dt pairs."""
         return sum(max(count - samples.dt, 0) for count in rows)
 
 

@@ -24,7 +24,8 @@ class Pairs(GridSamples):
     def __init__(self, manifest: Manifest, split: str, settings: PairSamples, seed: int) -> None:
         files = manifest.files(split)
         rows, columns = manifest.fields["fields"].grid
-        self.input = self.target = BoxField(manifest, split, "fields", (1, rows, columns))
+        states = BoxField(manifest, split, "fields", (1, rows, columns))
+        super().__init__(states, states)
         self._pairs = np.array([max(file.rows - settings.dt, 0) for file in files])
         self.available = int(self._pairs.sum())
         if not self.available:
@@ -38,6 +39,7 @@ class Pairs(GridSamples):
 
     @functools.lru_cache(maxsize=2)  # noqa: B019 - an epoch's index serves all its samples; two epochs overlap
     def boxes(self, epoch: int) -> BoxIndex:
+        """See `GridSamples`."""
         pair = sampling.visits(self._seed, epoch, self.available, self.size, self._training)
         file, row = sampling.locate(self._pairs, pair)
         zero = np.zeros_like(row)

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import datetime as dt
-import functools
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+import math
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,11 +23,10 @@ from dlscale.core.errors import UserError, nearest
 from dlscale.data.kind import Part
 from dlscale.data.source import Source
 from dlscale.data.store import Field, block_average
-from dlscale.datasets.era5.grib import open_grib
 from dlscale.datasets.era5.kind import Era5Dataset
-from dlscale.datasets.era5.netcdf import open_netcdf
-from dlscale.datasets.era5.times import common_times, kept
-from dlscale.datasets.era5.variables import TORN, Variable, reading
+from dlscale.datasets.era5.variables import TORN, Variable, open_grib, open_netcdf, reading
+
+Period = tuple[dt.date, dt.date]  # first and last day, inclusive
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,39 +44,17 @@ class _Segment:
 
 
 def open_source(dataset: Era5Dataset, part: Part, paths: list[Path]) -> Era5Source:
-    """Open the raw files of one part; a `dlscale.data.source.Source`.
+    """Open the raw files of one part: GRIB, NetCDF (3 or 4) or Zarr, told apart by their content.
 
-    Parameters
-    ----------
-    paths
-        GRIB, NetCDF (3 or 4) or Zarr, told apart by their content. Together they hold every channel at
-        every time of the part; how channels and times are spread over them does not matter.
-
-    Returns
-    -------
-    Era5Source
-        One field `fields` [T, C, H, W] in physical units. Its times are those of `part.period` whose
-        distance from midnight UTC is a multiple of `dataset.step_hours`; all times where these are None.
-
-    Raises
-    ------
-    UserError
-        A file is missing, torn or of another kind; a channel, level or time is missing or stands twice;
-        the grids differ, are not regular, or smaller than the crop.
+    Together they hold every channel at every time of the part; how channels and times are spread over them does not
+    matter. A `UserError` says what is missing, torn, of another kind, or twice there.
     """
     with contextlib.ExitStack() as stack:
         wanted = {channel.partition("@")[0] for channel in dataset.channels}
         variables = [variable for path in paths for variable in _catalogue(path, wanted, stack)]
-        return Era5Source(
-            variables,
-            dataset.channels,
-            period=part.period,
-            step_hours=dataset.step_hours,
-            crop=dataset.crop,
-            downsample=dataset.downsample,
-            label=f"part {part.split}/{part.name}",
-            close=stack.pop_all().close,
-        )
+        source = Era5Source(dataset, variables, part.period, f"part {part.label}")
+        source.files = stack.pop_all()
+    return source
 
 
 def _catalogue(path: Path, wanted: Collection[str], stack: contextlib.ExitStack) -> list[Variable]:
@@ -113,61 +90,34 @@ def _catalogue(path: Path, wanted: Collection[str], stack: contextlib.ExitStack)
 class Era5Source(Source):
     """Channels at regular times from any number of variables in any number of files.
 
-    Attributes: see `dlscale.data.source.Source`.
+    One field `fields` [T, C, H, W] in physical units: the dataset's channels (all that there are, if it names none),
+    cropped and averaged as it asks. Its times are those of the period whose distance from midnight UTC is a multiple
+    of the dataset's `step_hours`; all times where these are None.
 
-    Parameters
-    ----------
-    variables
-        Everything there is; what is not asked for is left alone.
-    channels
-        In the order of the result; all of `variables` in their order if empty.
-    period
-        First and last day (inclusive).
-    step_hours
-        Hours between times, counted from midnight UTC (of 1970-01-01).
-    crop
-        Rows and columns kept from the north-west corner, at the resolution of the files.
-    downsample
-        Edge of the blocks that are averaged, in grid points.
-    label
-        What is being read, for messages.
-    close
-        Closes the files.
+    Raises
+    ------
+    UserError
+        A channel, level or time is missing or stands twice; the grids differ, or are smaller than the crop.
     """
 
-    def __init__(
-        self,
-        variables: Sequence[Variable],
-        channels: Sequence[str],
-        *,
-        label: str,
-        period: tuple[dt.date, dt.date] | None = None,
-        step_hours: int | None = None,
-        crop: tuple[int, int] | None = None,
-        downsample: int = 1,
-        close: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._close = close
-        try:
-            names = _resolved(channels, variables, label)
-            used = [variable for variable in variables if not set(variable.channels).isdisjoint(names)]
-            latitude, longitude = _one_grid(used)
-            rows, columns = _window(crop, downsample, (latitude.size, longitude.size), label)
-            keep = functools.partial(kept, period=period, step_hours=step_hours)
-            self.times = common_times(names, used, keep, period, step_hours, label)
-            units = tuple(_one_value(name, "units", used) for name in names)
-        except BaseException:
-            close()
-            raise
-        self._segments = [_segment(variable, names, keep(variable.times), self.times) for variable in used]
-        self._segments = [segment for segment in self._segments if segment.rows.size]
-        self._window, self._downsample = (rows, columns), downsample
+    def __init__(self, dataset: Era5Dataset, variables: list[Variable], period: Period | None, label: str) -> None:
+        self.files = contextlib.ExitStack()  # what is open, and closed with the source
+        downsample = self._downsample = dataset.downsample
+        names = _resolved(dataset.channels, variables, label)
+        used = [variable for variable in variables if not set(variable.channels).isdisjoint(names)]
+        latitude, longitude = _one_grid(used)
+        rows, columns = self._window = _window(dataset.crop, downsample, (latitude.size, longitude.size), label)
+        self.times = _common_times(names, used, period, dataset.step_hours, label)
+        units = tuple(_one_unit(name, used) for name in names)
+        segments = (
+            _segment(variable, names, _kept(variable.times, period, dataset.step_hours), self.times)
+            for variable in used
+        )
+        self._segments = [segment for segment in segments if segment.rows.size]
 
-        points = (rows.stop // downsample) * (columns.stop // downsample)
         shape = (self.times.size, len(names), rows.stop // downsample, columns.stop // downsample)
-        written = tuple(channels) or tuple(names)
-        self.fields: tuple[Field, ...] = (Field("fields", written, units, shape, 1),)
-        self.bytes_per_row = 4 * len(names) * points + max(map(self._footprint, self._segments), default=0)
+        self.fields: tuple[Field, ...] = (Field("fields", tuple(dataset.channels or names), units, shape, 1),)
+        self.bytes_per_row = 4 * math.prod(shape[1:]) + max(map(self._footprint, self._segments), default=0)
         self.coordinates = {
             "latitude": _averaged(latitude[rows], downsample),
             "longitude": _averaged(longitude[columns], downsample),
@@ -175,7 +125,7 @@ class Era5Source(Source):
         self.row_coordinates = {"time": self.times.astype(np.int64) / 3600.0}
         self.summed = ("fields",)  # for the climatology
         self.attributes: dict[str, Any] = {
-            "long_names": [_one_value(name, "long_name", used, strict=False) for name in names],
+            "long_names": [next(v.long_name for v in used if name in v.channels) for name in names],
             "source_files": list(dict.fromkeys(segment.variable.origin for segment in self._segments)),
             "conventions": "latitude north to south, longitude west to east (degrees); time in hours since 1970-01-01",
         }
@@ -202,8 +152,7 @@ class Era5Source(Source):
         return {"fields": out}
 
     def close(self) -> None:
-        """Close the files."""
-        self._close()
+        self.files.close()
 
     def blocks(self, memory: int) -> Iterator[tuple[int, int]]:
         """Cut the times into [start, stop) that `memory` bytes suffice for, at the ends of chunks where possible."""
@@ -228,7 +177,7 @@ class Era5Source(Source):
         return stored * min(max(apart, 1), segment.variable.chunk) + decoded + averaging
 
 
-def _resolved(channels: Sequence[str], variables: Sequence[Variable], label: str) -> list[str]:
+def _resolved(channels: list[str], variables: list[Variable], label: str) -> list[str]:
     """Return the catalogue's name of each channel; `name` alone will do for a variable of one level."""
     known = list(dict.fromkeys(name for variable in variables for name in variable.channels))
     origins = _listed(variable.origin for variable in variables)
@@ -262,7 +211,7 @@ def _listed(names: Iterable[str], most: int = 20) -> str:
     return ", ".join(once[:most]) + (f" and {len(once) - most} more" if len(once) > most else "")
 
 
-def _one_grid(variables: Sequence[Variable]) -> tuple[np.ndarray, np.ndarray]:
+def _one_grid(variables: list[Variable]) -> tuple[np.ndarray, np.ndarray]:
     """Return the latitudes and longitudes that all variables share, up to the rounding of file formats."""
     first = variables[0]
     for other in variables[1:]:
@@ -309,19 +258,90 @@ def _segment(variable: Variable, names: list[str], keep: np.ndarray, times: np.n
     return _Segment(variable, levels, positions, indices[order], rows[order])
 
 
-def _one_value(name: str, attribute: str, variables: Sequence[Variable], strict: bool = True) -> str:
-    """Return an attribute of a channel, the same in all files if `strict`."""
-    holders = [variable for variable in variables if name in variable.channels]
-    for other in holders[1:]:
-        one, two = (getattr(holder, attribute).replace("**", "").replace("^", "") for holder in (holders[0], other))
-        if strict and one != two:  # m s**-1 is m s-1
+def _one_unit(name: str, variables: list[Variable]) -> str:
+    """Return the units of a channel, the same in all files."""
+    first, *others = (variable for variable in variables if name in variable.channels)
+    for other in others:
+        one, two = (variable.units.replace("**", "").replace("^", "") for variable in (first, other))
+        if one != two:  # m s**-1 is m s-1
             raise UserError(
-                f"{other.origin}: '{name}' has {attribute} '{getattr(other, attribute)}', but "
-                f"'{getattr(holders[0], attribute)}' in {holders[0].origin}; convert one of them"
+                f"{other.origin}: '{name}' has units '{other.units}', but '{first.units}' in {first.origin}; convert "
+                "one of them"
             )
-    return str(getattr(holders[0], attribute))
+    return first.units
 
 
 def _averaged(axis: np.ndarray, factor: int) -> np.ndarray:
     """Centres of blocks of `factor` points, float64: `block_average` would round coordinates to float32."""
     return np.asarray(axis.astype(np.float64).reshape(-1, factor).mean(axis=1))
+
+
+def _kept(times: np.ndarray, period: Period | None, step_hours: int | None) -> np.ndarray:
+    """Return which times lie in the period and at the step: bool [T]."""
+    keep = np.ones(times.shape, bool)
+    if period:
+        first, last = (np.datetime64(day, "D") for day in period)
+        keep &= (times >= first) & (times < last + 1)
+    if step_hours:
+        keep &= times.astype(np.int64) % (3600 * step_hours) == 0
+    return keep
+
+
+def _common_times(
+    names: list[str], variables: list[Variable], period: Period | None, step_hours: int | None, label: str
+) -> np.ndarray:
+    """Return the times [T], ascending, that every channel has exactly once; or say what is amiss."""
+    times_of: dict[str, np.ndarray] = {}
+    for name in dict.fromkeys(names):
+        holders = [variable for variable in variables if name in variable.channels]
+        every = np.concatenate([variable.times for variable in holders])
+        first, last = every.min(), every.max()
+        if period and (first.astype("datetime64[D]") > period[0] or last.astype("datetime64[D]") < period[1]):
+            raise UserError(
+                f"{label}: needs {period[0]} to {period[1]}, but '{name}' covers {_text(first)} to {_text(last)}; "
+                "set the dataset's `split` within that, or add files"
+            )
+        times = np.sort(every[_kept(every, period, step_hours)])
+        twice = times[1:][times[1:] == times[:-1]]
+        if twice.size:
+            places = [variable.origin for variable in holders for _ in range((variable.times == twice[0]).sum())]
+            raise UserError(
+                f"{label}: channel '{name}' stands twice at {_text(twice[0])}: in {' and '.join(places[:2])}; "
+                "give each time once (one file, one ensemble member, one `expver`)"
+            )
+        times_of[name] = times
+    union = np.unique(np.concatenate(list(times_of.values())))
+    if not union.size:
+        raise UserError(f"{label}: no time is left: none is a multiple of step_hours ({step_hours}) from midnight UTC")
+    for name, times in times_of.items():
+        missing = np.setdiff1d(union, times)
+        if missing.size:
+            other = next(other for other, has in times_of.items() if missing[0] in has)
+            raise UserError(
+                f"{label}: channel '{name}' is missing at {_text(missing[0])} ({missing.size} such times), "
+                f"where '{other}' is there; add the file that holds it"
+            )
+    _check_step(union, step_hours, label)
+    return union
+
+
+def _check_step(times: np.ndarray, step_hours: int | None, label: str) -> None:
+    """Refuse times that do not follow one another at one step: the asked one, or else the commonest."""
+    if times.size < 2:
+        return
+    steps, counts = np.unique(np.diff(times), return_counts=True)
+    step = np.timedelta64(3600 * step_hours, "s") if step_hours else steps[counts.argmax()]
+    expected = np.arange(times[0], times[-1] + step, step)
+    hours = step / np.timedelta64(1, "h")
+    missing, extra = np.setdiff1d(expected[expected <= times[-1]], times), np.setdiff1d(times, expected)
+    if missing.size:
+        raise UserError(
+            f"{label}: {_text(missing[0])} is missing ({missing.size} of {expected.size} times, every {hours:g} h "
+            f"from {_text(times[0])} to {_text(times[-1])}); add the file that holds it, or set `split` around the gap"
+        )
+    if extra.size:
+        raise UserError(f"{label}: {_text(extra[0])} breaks the step of {hours:g} h; set `step_hours`, or remove it")
+
+
+def _text(time: np.datetime64) -> str:
+    return str(time.astype("datetime64[m]")).replace("T", " ")

@@ -65,30 +65,16 @@ def analysis(grid: Real, table: Real, weights: Real) -> Complex:
 
 @dataclass(frozen=True)
 class Sphere:
-    """The Gaussian grid on which quadratic products of truncated fields project without aliasing.
+    """The Gaussian grid on which quadratic products of truncated fields project without aliasing."""
 
-    Attributes
-    ----------
-    truncation
-        Largest total wavenumber T (triangular).
-    mu, weights
-        Gaussian nodes (south to north) and their weights, of sum 1, `[J]`, J >= (3 T + 1) / 2.
-    table
-        `legendre(truncation, mu)`.
-    m, n, eps
-        Wavenumbers `[T+1, 1]`, `[1, T+2]`, and `coupling(truncation)`.
-    kept
-        True where a scalar has coefficients, m <= n <= T; `[T+1, T+2]`.
-    """
-
-    truncation: int
-    mu: Real
-    weights: Real
-    table: Real
-    m: Real
-    n: Real
-    eps: Real
-    kept: NDArray[np.bool_]
+    truncation: int  # largest total wavenumber T (triangular)
+    mu: Real  # Gaussian nodes, south to north, `[J]`, J >= (3 T + 1) / 2
+    weights: Real  # of the nodes, of sum 1, `[J]`
+    table: Real  # `legendre(truncation, mu)`
+    m: Real  # zonal wavenumbers, `[T+1, 1]`
+    n: Real  # total wavenumbers, `[1, T+2]`
+    eps: Real  # `coupling(truncation)`
+    kept: NDArray[np.bool_]  # where a scalar has coefficients, m <= n <= T; `[T+1, T+2]`
 
     @classmethod
     def of(cls, truncation: int) -> Sphere:

@@ -1,4 +1,4 @@
-"""A variable of an atmospheric file on a regular grid, whatever the file's format.
+"""The variables of atmospheric files: NetCDF files and Zarr stores through xarray, GRIB files through cfgrib.
 
 Notation: `T` times, `L` levels of a variable, `H` latitudes (north to south), `W` longitudes. Times are numpy
 `datetime64[s]`, UTC. Levels are in hPa, whatever the file counts in.
@@ -7,59 +7,52 @@ Notation: `T` times, `L` levels of a variable, `H` latitudes (north to south), `
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
 from dlscale.core.errors import UserError
 
+if TYPE_CHECKING:
+    import xarray as xr
+
 TORN = "the file may be torn or damaged: fetch or make it again"
 GRID = "expected a regular grid: one axis of latitudes and one of longitudes; interpolate it, e.g. with `cdo remapbil`"
+# what the axes are called: by CF, ECMWF's two generations of NetCDF, cfgrib, ARCO-ERA5 and WeatherBench2
+TIMES = ("valid_time", "time")
+LATITUDES = ("latitude", "lat")
+LONGITUDES = ("longitude", "lon")
+LEVELS = ("isobaricInhPa", "isobaricInPa", "pressure_level", "level", "plev", "lev")
 
 
 @dataclass(frozen=True, eq=False)
 class Variable:
-    """One variable of one file, its values not read yet.
+    """One variable of one file, its values not read yet."""
 
-    Attributes
-    ----------
-    origin
-        The file or store, for messages.
-    channels
-        `name`, or `name@level` for each of L levels.
-    times
-        [T], as in the file: sorted or not.
-    latitude, longitude
-        [H], north to south, and [W], ascending: degrees, float64.
-    load
-        `load(times, levels, rows, columns)` reads indices [t] and [l] and a window [h, w] of the grid,
-        as float32 [t, l, h, w]; missing values are NaN.
-    footprint
-        `footprint(levels, rows, columns)`: bytes that `load` needs for one time: of stored values (whole
-        chunks), and of decoded ones (the selected window).
-    chunk
-        Times that are stored, and hence read, together.
-    advice
-        What to do when `load` fails.
-    """
-
-    origin: str
-    channels: tuple[str, ...]
+    origin: str  # the file or store, for messages
+    channels: tuple[str, ...]  # `name`, or `name@level` for each of L levels
     units: str
     long_name: str
-    times: np.ndarray
-    latitude: np.ndarray
-    longitude: np.ndarray
+    times: np.ndarray  # [T], as in the file: sorted or not
+    latitude: np.ndarray  # [H], north to south, degrees, float64
+    longitude: np.ndarray  # [W], ascending, degrees, float64
+    #: `load(times, levels, rows, columns)` reads indices [t] and [l] and a window [h, w] of the grid, as float32
+    #: [t, l, h, w]; missing values are NaN.
     load: Callable[[np.ndarray, list[int], slice, slice], np.ndarray]
+    #: `footprint(levels, rows, columns)`: bytes that `load` needs for one time: of stored values (whole chunks), and of
+    #: decoded ones (the selected window).
     footprint: Callable[[list[int], slice, slice], tuple[int, int]]
-    chunk: int = 1
-    advice: str = TORN
+    chunk: int = 1  # times that are stored, and hence read, together
+    advice: str = TORN  # what to do when `load` fails
 
 
-def regular(variable: Variable) -> Variable:
+def _regular(variable: Variable) -> Variable:
     """Return the variable with latitudes north to south and ascending longitudes; refuse other grids."""
     latitude, longitude = variable.latitude, variable.longitude
     if (abs(np.diff(longitude)) > 180.0).any():  # ..., 355, 0, 5: continue with 360, 365
@@ -80,7 +73,7 @@ def regular(variable: Variable) -> Variable:
     return replace(variable, latitude=latitude[::-1], longitude=longitude, load=flipped)
 
 
-def usable(makers: Mapping[str, Callable[[], Variable]], wanted: Collection[str], origin: str) -> list[Variable]:
+def _usable(makers: Mapping[str, Callable[[], Variable]], wanted: Collection[str], origin: str) -> list[Variable]:
     """Describe each variable or `name@level`; leave out what cannot be, unless it is wanted or nothing is left."""
     variables: list[Variable] = []
     refusal = UserError(f"{origin}: holds no variables; {TORN}")
@@ -108,3 +101,221 @@ def reading(origin: str | os.PathLike[str], advice: str = TORN) -> Iterator[None
     except Exception as error:
         text = " ".join(str(error).split())[:200] or type(error).__name__
         raise UserError(f"{origin}: cannot be read ({text}); {advice}") from error
+
+
+def open_netcdf(path: Path, engine: str, wanted: Collection[str], stack: contextlib.ExitStack) -> list[Variable]:
+    """List the variables of a NetCDF file or a local Zarr store."""
+    import xarray as xr
+
+    with reading(path):
+        opened = stack.enter_context(xr.open_dataset(path, engine=engine, decode_times=False, cache=False))
+        return gridded(opened, str(path), wanted)
+
+
+def gridded(dataset: xr.Dataset, origin: str, wanted: Collection[str], advice: str = TORN) -> list[Variable]:
+    """List the variables of an xarray dataset that lie on time, latitude and longitude, and perhaps level.
+
+    `dataset` is opened lazily with `decode_times=False` and `cache=False`. `wanted` and `origin`: see `_usable`;
+    `advice`: see `Variable`.
+    """
+    times = functools.cache(lambda clock: _decoded_times(dataset.variables[clock], origin))  # one for all variables
+    names = [str(name) for name in dataset.data_vars]
+    makers = {name: functools.partial(_gridded, dataset, name, times, origin, advice) for name in names}
+    return _usable(makers, wanted, origin)
+
+
+def _gridded(dataset: xr.Dataset, name: str, times: Callable[[str], np.ndarray], origin: str, advice: str) -> Variable:
+    """Describe one variable, or say why it is not a series of states on a regular grid."""
+    array = dataset[name]
+
+    def refused(problem: str) -> UserError:
+        axes = ", ".join(f"{dim} ({size})" for dim, size in array.sizes.items()) or "none"
+        return UserError(f"{origin}: '{name}' {problem}; its dimensions: {axes}")
+
+    def coordinate(candidates: Sequence[str], ndim: Sequence[int] = (1,)) -> str | None:
+        """Return the first of these that belongs to the variable; an axis rather than a single value."""
+        known = {key: dataset.variables[key] for key in candidates if key in dataset.variables}
+        fitting = [key for key, axis in known.items() if axis.ndim in ndim and set(axis.dims) <= set(array.dims)]
+        return max(fitting, key=lambda key: known[key].ndim, default=None)
+
+    named = {"latitude": coordinate(LATITUDES), "longitude": coordinate(LONGITUDES)}
+    named |= {"time": coordinate(TIMES, (0, 1)), "level": coordinate(LEVELS, (0, 1))}
+    coordinates = {key: dataset.variables[other] for key, other in named.items() if other is not None}
+    axes = {key: variable.dims[0] for key, variable in coordinates.items() if variable.ndim}
+    if len({axes.get("latitude"), axes.get("longitude")} - {None}) < 2:
+        raise refused(f"is not on axes {' / '.join(LATITUDES)} and {' / '.join(LONGITUDES)}; {GRID}")
+    if named["time"] is None:
+        raise refused(f"has no time axis; expected {' or '.join(TIMES)}")
+    if not array.size:
+        raise refused("holds no values")
+    rest = [dim for dim in array.dims if dim not in axes.values()]
+    if further := [dim for dim in rest if array.sizes[dim] > 1]:
+        raise refused(f"has the further dimension {further[0]}; select one of its entries, or average over it")
+
+    channels: tuple[str, ...] = (name,)
+    if "level" in coordinates:
+        level = coordinates["level"]
+        hectopascals = np.atleast_1d(level.values) / (100.0 if level.attrs.get("units") == "Pa" else 1.0)
+        channels = tuple(f"{name}@{value:g}" for value in hectopascals)
+
+    values = array.variable
+    order = [axes[key] for key in ("time", "level", "latitude", "longitude") if key in axes]
+
+    def load(times: np.ndarray, levels: list[int], rows: slice, columns: slice) -> np.ndarray:
+        asked = {"time": _compact(times), "level": _compact(levels), "latitude": rows, "longitude": columns}
+        index: dict[Any, Any] = {axes[key]: asked[key] for key in axes} | dict.fromkeys(rest, 0)
+        # transposed only once it is read: a lazy transposition would make the library read point by point
+        read = values.isel(index).load().transpose(*order).values
+        return np.asarray(read, np.float32).reshape(len(times), len(levels), rows.stop - rows.start, -1)
+
+    chunks = {axes[key]: 1 for key in axes} | values.encoding.get("preferred_chunks", {})
+    height, width = (array.sizes[axes[key]] for key in ("latitude", "longitude"))
+    stored = np.dtype(values.encoding.get("dtype", values.dtype)).itemsize
+
+    def footprint(levels: list[int], rows: slice, columns: slice) -> tuple[int, int]:
+        selected = len(levels) * (rows.stop - rows.start) * (columns.stop - columns.start)
+        indices = {"level": levels, "latitude": range(height)[rows], "longitude": range(width)[columns]}
+        touched = 1  # stored values: whole chunks
+        for key in axes.keys() & indices.keys():
+            chunk = chunks[axes[key]]
+            touched *= min(len({index // chunk for index in indices[key]}) * chunk, array.sizes[axes[key]])
+        # both kinds twice, while they are unpacked and then masked and scaled; and the result
+        return 2 * stored * touched, (2 * values.dtype.itemsize + 4) * selected
+
+    return _regular(
+        Variable(
+            origin,
+            channels,
+            str(array.attrs.get("units", "")),
+            str(array.attrs.get("long_name", array.attrs.get("standard_name", name))),
+            times(named["time"]),
+            coordinates["latitude"].values.astype(np.float64),
+            coordinates["longitude"].values.astype(np.float64),
+            load,
+            footprint,
+            chunks[axes["time"]] if "time" in axes else 1,
+            advice,
+        )
+    )
+
+
+def _decoded_times(clock: xr.Variable, origin: str) -> np.ndarray:
+    """Decode a CF time axis to datetime64[s], [T]."""
+    import xarray as xr
+
+    try:
+        coder = xr.coders.CFDatetimeCoder(use_cftime=False, time_unit="s")
+        times = xr.conventions.decode_cf_variable("time", clock, decode_times=coder).values
+    except Exception as error:
+        raise UserError(f"{origin}: the time axis cannot be read ({' '.join(str(error).split())[:200]})") from error
+    if times.dtype.kind != "M" or np.isnat(times).any():
+        units, calendar = (clock.attrs.get(key, "none") for key in ("units", "calendar"))
+        raise UserError(
+            f"{origin}: the time axis holds no dates of the standard calendar (units: {units}, calendar: {calendar}); "
+            "expected, e.g., 'hours since 1900-01-01'"
+        )
+    nearest_second = times.astype("datetime64[ms]") + np.timedelta64(500, "ms")  # hours as float32 are a little off
+    return np.atleast_1d(nearest_second.astype("datetime64[s]"))
+
+
+def _compact(indices: Sequence[int] | np.ndarray) -> slice | np.ndarray:
+    """Return a slice in place of evenly spaced, ascending indices: every format reads these fast."""
+    indices = np.asarray(indices)
+    steps = np.unique(np.diff(indices))
+    if steps.size > 1 or (steps.size == 1 and steps[0] <= 0):
+        return indices
+    return slice(int(indices[0]), int(indices[-1]) + 1, int(steps[0]) if steps.size else 1)
+
+
+def open_grib(path: Path, wanted: Collection[str]) -> list[Variable]:
+    """List the variables of a GRIB file, each level of each as one, through cfgrib's index of messages.
+
+    xarray's view of the index does not do here: it makes one hypercube of what may be several, fills
+    messages that are not there with NaN, and takes the first of two at one time without a word.
+    """
+    from cfgrib import cfmessage, messages
+
+    _silence_eccodes()
+    stream = messages.FileStream(str(path), errors="raise")
+    keys = ["cfVarName", "shortName", "typeOfLevel", "level", "valid_time", "md5GridSection"]
+    with reading(path):
+        index = messages.FileIndex.from_fieldset(stream, keys, cfmessage.COMPUTED_KEYS)  # leaves no file behind
+        _check_end(stream, (offset for _, offsets in index.iter_index() for offset in offsets))
+    series: dict[tuple[str, str, float, str], list[tuple[int, Any]]] = {}
+    for (cf_name, short, kind, level, time, grid), offsets in index.iter_index():
+        name = short if cf_name in ("unknown", "undef") else cf_name
+        series.setdefault((name, kind, level, grid), []).extend((time, offset) for offset in offsets)
+
+    levels: dict[tuple[str, str], set[float]] = {}
+    for name, kind, level, _ in series:
+        levels.setdefault((name, kind), set()).add(level)
+    makers = {}
+    for (name, kind, level, grid), entries in series.items():
+        hectopascals = level / 100.0 if kind == "isobaricInPa" else level
+        levelled = kind.startswith("isobaric") or len(levels[name, kind]) > 1
+        channel = f"{name}@{hectopascals:g}" if levelled else name
+        makers[f"{channel}@{kind}@{grid}"] = functools.partial(_message_series, path, stream, channel, entries)
+    with reading(path):
+        return _usable(makers, wanted, str(path))
+
+
+def _check_end(stream: Any, offsets: Iterable[int | tuple[int, int]]) -> None:
+    """Refuse a file with more messages after the last in its index: ecCodes takes a damaged one for the end."""
+    # A field that shares its message with others has its number beside the byte at which the message begins.
+    last = max(offset[0] if isinstance(offset, tuple) else offset for offset in offsets)
+    with open(stream.path, "rb") as file:
+        file.seek(last + stream[last]["totalLength"])
+        if any(b"GRIB" in block for block in iter(lambda: file.read(2**20), b"")):
+            raise UserError(f"{stream.path}: the message after byte {last} cannot be decoded; {TORN}")
+
+
+def _message_series(path: Path, stream: Any, channel: str, entries: list[tuple[int, Any]]) -> Variable:
+    """Describe the GRIB messages of one variable and level: (seconds since 1970, offset in the file) each."""
+    from cfgrib.messages import MISSING_VAUE_INDICATOR as MISSING  # cfgrib's spelling
+
+    times, offsets = zip(*entries, strict=True)
+    if "undef" in times:
+        raise UserError(f"{path}: '{channel}' has messages without a time; expected one at each time")
+    first = stream[offsets[0]]
+    unusual = [key for key in ("iScansNegatively", "jPointsAreConsecutive", "alternativeRowScanning") if first.get(key)]
+    if first["gridType"] not in ("regular_ll", "regular_gg") or unusual:
+        problem = f"scanned in an unusual order ({unusual[0]})" if unusual else f"on a grid of type {first['gridType']}"
+        raise UserError(f"{path}: '{channel}' is {problem}; {GRID}")
+    latitude, longitude = (np.array(first[key], np.float64) for key in ("distinctLatitudes", "distinctLongitudes"))
+
+    def load(times: np.ndarray, levels: list[int], rows: slice, columns: slice) -> np.ndarray:
+        out = np.empty((len(times), 1, rows.stop - rows.start, columns.stop - columns.start), np.float32)
+        with open(path, "rb") as file:
+            for place, time in enumerate(times):
+                message = stream.message_from_file(file, offset=offsets[time])
+                out[place, 0] = message["values"].reshape(latitude.size, longitude.size)[rows, columns]
+        out[out == MISSING] = np.nan
+        return out
+
+    def footprint(levels: list[int], rows: slice, columns: slice) -> tuple[int, int]:
+        message = 24 * latitude.size * longitude.size  # packed, and as float64 in ecCodes and here; one at a time
+        return message, 5 * len(levels) * (rows.stop - rows.start) * (columns.stop - columns.start)
+
+    return _regular(
+        Variable(
+            str(path),
+            (channel,),
+            str(first["units"]),
+            str(first["name"]),
+            np.array(times, "datetime64[s]"),
+            latitude,
+            longitude,
+            load,
+            footprint,
+        )
+    )
+
+
+@functools.cache
+def _silence_eccodes() -> IO[str]:
+    """Send what ecCodes prints to nowhere: its errors arrive as exceptions. Cached, so that the file stays open."""
+    import eccodes
+
+    nowhere = open(os.devnull, "w")  # noqa: SIM115
+    eccodes.codes_context_set_logging(nowhere)
+    return nowhere

@@ -16,8 +16,8 @@ from dlscale.core.files import Forgiving, whole
 from dlscale.data.kind import RawFile
 from dlscale.datasets.era5.cf import create_series
 from dlscale.datasets.era5.kind import Era5Dataset
-from dlscale.datasets.era5.netcdf import gridded
 from dlscale.datasets.era5.source import Era5Source
+from dlscale.datasets.era5.variables import gridded
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -37,16 +37,8 @@ def acquire(dataset: Era5Dataset, raw: RawFile, out: Path, progress: Callable[[i
     Only the needed variables, levels and times (`dataset.step_hours`) are fetched, some chunks of times at
     a time, within `dataset.memory_mb` or one chunk, whichever is more. Grid and values stay as they are, but
     for the order: [time, latitude, longitude], north to south. A channel `name@level` becomes a variable
-    of that very name, and `dlscale.datasets.era5.source.open_source` finds the same channels in the file.
-
-    Parameters
-    ----------
-    raw
-        `origin`: a folder, or a URL of any kind that fsspec knows, consolidated or not; `period`.
-    out
-        Appears whole or not at all: float32, contiguous.
-    progress
-        Called with the times that are done and those in all.
+    of that very name, and `dlscale.datasets.era5.source.open_source` finds the same channels in the file. The
+    store is a folder, or a URL of any kind that fsspec knows, consolidated or not.
 
     Raises
     ------
@@ -60,9 +52,8 @@ def acquire(dataset: Era5Dataset, raw: RawFile, out: Path, progress: Callable[[i
     with contextlib.closing(store):
         wanted = {channel.partition("@")[0] for channel in dataset.channels}
         variables = gridded(store, raw.origin, wanted, advice=_NETWORK if remote else _DAMAGED)
-        source = Era5Source(
-            variables, dataset.channels, label=raw.name, period=raw.period, step_hours=dataset.step_hours
-        )
+        as_stored = dataset.model_copy(update={"crop": None, "downsample": 1})
+        source = Era5Source(as_stored, variables, raw.period, raw.name)
         with whole(out) as temporary, Forgiving(temporary) as file_, h5netcdf.File(file_, "w") as file:
             field = source.fields[0]
             described = zip(field.channels, field.units, source.attributes["long_names"], strict=True)

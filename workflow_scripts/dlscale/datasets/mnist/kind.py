@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
-from dlscale.config.dataset import SPLITS, DatasetSettings, Path, Sha256, Split, check_digests, refuse_changed
+from dlscale.config.dataset import SPLITS, DatasetSettings, Path, Sha256, Shares, Split, check_digests, refuse_changed
 from dlscale.core.schema import Strict
-from dlscale.data.kind import DatasetKind, Part, RawFile, file_name, name_files
+from dlscale.data.kind import DatasetKind, Part, RawFile, name_files
 
 
 class IdxFiles(Strict):
@@ -17,20 +16,6 @@ class IdxFiles(Strict):
 
     images: Path
     labels: Path
-
-
-class Shares(Strict):
-    """Shares of the images, cut in this order."""
-
-    train: float = Field(gt=0, lt=1)
-    valid: float = Field(gt=0, lt=1)
-    test: float = Field(0, ge=0, lt=1)
-
-    @model_validator(mode="after")
-    def _sum(self) -> Shares:
-        if self.train + self.valid + self.test > 1 + 1e-9:
-            raise ValueError(f"the shares add up to {self.train + self.valid + self.test:g}, expected at most 1")
-        return self
 
 
 class MnistFiles(Strict):
@@ -87,6 +72,7 @@ class Mnist(DatasetKind):
 
     name = "mnist"
     Settings = MnistDataset
+    selection = frozenset({*SPLITS, "all", "shares"})
 
     def parts(self, dataset: MnistDataset) -> list[Part]:
         """One part for each split."""
@@ -106,24 +92,15 @@ class Mnist(DatasetKind):
         if source.all is None or source.shares is None:
             return [Part(split, split, tuple(named[o] for o in _both(files))) for split, files in splits.items()]
         raws = tuple(named[origin] for origin in _both(source.all))
-        cuts = [0.0, *itertools.accumulate(getattr(source.shares, split) for split in SPLITS)]
-        shares = zip(SPLITS, itertools.pairwise(cuts), strict=True)
-        return [Part(split, split, raws, fraction=(low, high)) for split, (low, high) in shares if high > low]
+        return [Part(split, split, raws, fraction=share) for split, share in source.shares.ranges()]
 
     def acquirer(self, dataset: MnistDataset) -> str | None:
-        """See `DatasetKind`."""
         return "simulator" if isinstance(dataset.source, MnistSimulated) else None
 
     def raw_settings(self, dataset: MnistDataset, raw: RawFile) -> dict[str, Any]:
-        """See `DatasetKind`."""
-        source = dataset.source
-        if isinstance(source, MnistSimulated):
-            return {"name": raw.name, "seed": source.seed, "count": getattr(source, SPLITS[raw.index])}
-        return {"origin": raw.origin, "sha256": source.sha256.get(file_name(raw.origin))}
-
-    def part_settings(self, dataset: MnistDataset, part: Part) -> dict[str, Any]:
-        """See `DatasetKind`."""
-        return {"fraction": part.fraction, "pieces": dataset.pieces}
+        simulated = isinstance(dataset.source, MnistSimulated)
+        count = getattr(dataset.source, SPLITS[raw.index]) if simulated else None
+        return {**super().raw_settings(dataset, raw), "name": raw.name, "count": count}
 
 
 def _both(files: IdxFiles) -> tuple[str, str]:

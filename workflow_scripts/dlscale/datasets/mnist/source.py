@@ -92,7 +92,6 @@ class IdxSource(Source):
         self.attributes = {"images": images.name, "labels": labels.name}
 
     def read(self, start: int, stop: int) -> dict[str, np.ndarray]:
-        """See `Source`."""
         rows = self._first + start, self._first + stop
         labels = self._labels.read(*rows)
         if labels.max() >= CLASSES:
@@ -101,6 +100,5 @@ class IdxSource(Source):
         return {"images": self._images.read(*rows)[:, None], "labels": labels.astype(np.int64)}
 
     def close(self) -> None:
-        """See `Source`."""
         self._images.close()
         self._labels.close()
