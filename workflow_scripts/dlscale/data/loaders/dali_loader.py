@@ -179,7 +179,7 @@ class DaliLoader:
             else:
                 values = from_dlpack(outputs[number].as_tensor())
                 if not self._on_host:
-                    stored = values.view(torch.float16 if field.dtype == np.float16 else torch.float32).reshape(-1)
+                    stored = values.view(field.torch_dtype).reshape(-1)
                     values = on_device(stored, field.plan_buffers(boxes, field.values), field.extent)
             batch.append(values.reshape(len(boxes), *field.spec.shape))
         self._delivered.append((outputs, batch))
