@@ -124,16 +124,8 @@ class Crops(GridSamples):
         volume = np.searchsorted(self._shares, share, side="right").clip(max=len(self._shares) - 1)
         low = w << np.uint64(32)  # the other half of each word
         offsets = self._offsets[volume]
-        return np.stack(
-            [
-                volume,
-                sampling.below(w[:, 1], offsets[:, 0]),
-                sampling.below(low[:, 1], offsets[:, 1]),
-                sampling.below(w[:, 2], offsets[:, 2]),
-                sampling.below(w[:, 3], self._symmetries),
-            ],
-            axis=1,
-        )
+        starts = [sampling.below(each, offsets[:, axis]) for axis, each in enumerate((w[:, 1], low[:, 1], w[:, 2]))]
+        return np.stack([volume, *starts, sampling.below(w[:, 3], self._symmetries)], axis=1)
 
     @functools.lru_cache(maxsize=2)  # noqa: B019 - as above
     def boxes(self, epoch: int) -> BoxIndex:
