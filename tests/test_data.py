@@ -24,7 +24,7 @@ from pydantic import TypeAdapter
 from dlscale.config import resolve as config
 from dlscale.config.dataset import dataset_type
 from dlscale.core.errors import UserError
-from dlscale.data import parts, preprocess
+from dlscale.data import parts
 from dlscale.data.loaders import torch_loader
 from dlscale.data.loaders.base import Share
 from dlscale.data.loaders.settings import TorchLoader
@@ -219,7 +219,7 @@ def moments_of(path: Path, name: str) -> Moments:
 
 
 def store_source(dataset: Any, label: str, path: Path) -> Any:
-    return preprocess.open_source(dataset, parts.part(dataset, label), [path])
+    return parts.needed(dataset, "source", "open_source")(dataset, parts.part(dataset, label), [path])
 
 
 def test_pieces_and_blocks_do_not_show_in_the_series(tmp_path: Path, era5_data: Path) -> None:

@@ -33,8 +33,7 @@ from dlscale.data.store import Field
 from dlscale.data.transforms import Transform
 from dlscale.datasets.cosmo.channels import CHANNELS
 from dlscale.datasets.cosmo.kind import CropSamples
-from dlscale.datasets.cosmo.samples import Crops
-from dlscale.datasets.cosmo.symmetries import COUNT, SYMMETRIES, Symmetry, apply, vectors
+from dlscale.datasets.cosmo.samples import COUNT, SYMMETRIES, Crops, Symmetry, apply, vectors
 from dlscale.datasets.era5.kind import PairSamples
 from dlscale.datasets.era5.samples import Pairs
 from tests.conftest import ROOT

@@ -195,7 +195,6 @@ ROWS = [
         [*("configure_run waves_ladder baseline", "configure_run waves_ladder fused"), *runs("waves")],
     ),
     Row("a file beside a study outside", create(f"../{OUTSIDE}/unused.py"), []),
-    Row("symmetries", append(f"{PACKAGE}/datasets/cosmo/symmetries.py"), runs("boxes")),
     # What all studies share: the runs, measuring included.
     Row("losses", append(f"{PACKAGE}/models/losses.py"), runs(*users("models.losses"))),
     Row("base of studies", append(f"{PACKAGE}/studies/base.py"), [*runs(*ALL), *since("preprocess", "waves")]),

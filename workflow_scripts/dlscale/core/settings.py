@@ -120,6 +120,14 @@ def _path(raw: Any, location: tuple[int | str, ...]) -> tuple[int | str, ...]:
     return tuple(path)
 
 
+def flat(settings: Raw, prefix: str = "") -> Raw:
+    """Return nested settings as one mapping with dotted keys, in their order."""
+    values: Raw = {}
+    for key, value in settings.items():
+        values |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return values
+
+
 def holds(layer: Any, keys: tuple[int | str, ...]) -> bool:
     """Whether nested settings have a value at this path."""
     for key in keys:

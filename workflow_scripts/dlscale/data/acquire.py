@@ -11,12 +11,11 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from dlscale.config.dataset import DatasetSettings
 from dlscale.core.errors import UserError, nearest
 from dlscale.core.progress import Progress
 from dlscale.data import parts
 from dlscale.data.download import download, redacted
-from dlscale.data.kind import RawFile, file_name, is_url
+from dlscale.data.kind import file_name, is_url
 
 
 def main(args: argparse.Namespace) -> None:
@@ -31,18 +30,10 @@ def main(args: argparse.Namespace) -> None:
     with Progress(f"acquiring {raw.name}", None, "bytes" if is_url(raw.origin) else "steps") as progress:
         if raw.period is None and is_url(raw.origin):
             expected: dict[str, Any] = getattr(dataset.source, "sha256", {})
-            digest = download(raw.origin, out, sha256=expected.get(file_name(raw.origin)), progress=progress.update)
-            checked = (
-                "as expected" if file_name(raw.origin) in expected else "not checked: the configuration names none"
-            )
+            sha256 = expected.get(file_name(raw.origin))
+            digest = download(raw.origin, out, sha256=sha256, progress=progress.update)
+            checked = "as expected" if sha256 else "not checked: the configuration names none"
             logging.info("%s: SHA-256 %s (%s), from %s", out, digest, checked, redacted(raw.origin))
         else:
-            make(dataset, raw, out, progress)
-
-
-def make(dataset: DatasetSettings, raw: RawFile, out: Path, progress: Progress) -> None:
-    """Make a raw file as the dataset's kind does: simulated, or read out of a store."""
-    acquire = parts.role(dataset, parts.kind_of(dataset).acquirer(dataset) or "", "acquire")
-    if acquire is None:
-        raise UserError(f"datasets of kind {dataset.kind}: no function `acquire` makes {raw.name}; write one")
-    acquire(dataset, raw, out, progress.update)
+            acquire = parts.needed(dataset, parts.kind_of(dataset).acquirer(dataset) or "", "acquire")
+            acquire(dataset, raw, out, progress.update)

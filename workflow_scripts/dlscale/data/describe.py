@@ -25,9 +25,7 @@ def main(args: argparse.Namespace) -> None:
     dataset = parts.load_dataset(args.config)
     folder = Path(args.manifest).resolve().parent
     if parts.kind_of(dataset).prepared(dataset):
-        describe_prepared = parts.role(dataset, "describe", "describe_prepared")
-        if describe_prepared is None:
-            raise UserError(f"datasets of kind {dataset.kind}: no function `describe_prepared`; write one")
+        describe_prepared = parts.needed(dataset, "describe", "describe_prepared")
         manifest: Manifest = describe_prepared(dataset, [Path(path) for path in args.source], folder)
     else:
         manifest = describe_own(dataset, folder)

@@ -82,7 +82,7 @@ def download(
     if sha256 is not None and not re.fullmatch("[0-9a-fA-F]{64}", sha256):
         raise UserError(f"{redacted(url)}: its sha256 is '{sha256}', expected 64 hexadecimal digits; correct it")
     expected = sha256.lower() if sha256 else None
-    transfer = _Transfer(url, _Partial(destination), expected is not None, timeout_s, progress)
+    transfer = _Transfer(url, destination, expected is not None, timeout_s, progress)
     try:
         if destination.is_dir():
             raise UserError(f"{destination}: is a folder, expected the name of the file to write")
@@ -96,15 +96,15 @@ def download(
             actual = transfer.run(attempts, backoff_s)
             if expected not in (None, actual):
                 _log.warning("%s: has SHA-256 %s, expected %s; once more from its start", transfer, actual, expected)
-                transfer.partial.discard()
+                transfer.discard()
                 actual = transfer.run(attempts, backoff_s)
             if expected not in (None, actual):
-                transfer.partial.discard()
+                transfer.discard()
                 raise UserError(
                     f"{transfer}: the content has SHA-256 {actual}, expected {expected}, twice in a row; "
                     "the remote file has changed or the expected digest is wrong: correct one of them"
                 )
-            transfer.partial.become(destination)
+            transfer.finish()
             return actual
     except OSError as error:
         known = files.explained(error, destination)
@@ -151,10 +151,7 @@ def _is_at(descriptor: int, path: Path) -> bool:
 def _unlogged() -> Iterator[None]:
     """Mute the loggers of urllib3 that quote whole addresses, secrets included."""
     loggers = [logging.getLogger(f"urllib3.{name}") for name in ("connectionpool", "util.retry")]
-
-    def mute(record: logging.LogRecord) -> bool:
-        return False
-
+    mute = logging.Filter("dlscale")  # lets no other name pass
     for logger in loggers:
         logger.addFilter(mute)
     try:
@@ -216,44 +213,15 @@ class _Version:
         return any(one != two for one, two in both if one is not None and two is not None)
 
 
-class _Partial:
-    """The bytes that have arrived, with a note beside them on the remote version that they belong to."""
-
-    def __init__(self, destination: Path) -> None:
-        self.path = destination.with_name(f".{destination.name}.download")
-        self._note = destination.with_name(f".{destination.name}.download.json")
-
-    def size(self) -> int:
-        return self.path.stat().st_size if self.path.exists() else 0
-
-    def version(self) -> _Version | None:
-        try:
-            return _Version(**files.read_json(self._note))
-        except (UserError, TypeError):  # none, or not one of ours: whatever is there cannot be continued
-            return None
-
-    def restart(self, version: _Version) -> None:
-        # In this order, a process killed in between leaves no old bytes under a new note.
-        with self.path.open("wb"):
-            files.write_json(self._note, asdict(version))
-
-    def discard(self) -> None:
-        self.path.unlink(missing_ok=True)
-        self._note.unlink(missing_ok=True)
-
-    def become(self, destination: Path) -> None:
-        with self.path.open("rb") as file:
-            os.fsync(file.fileno())
-        self.path.replace(destination)
-        self._note.unlink(missing_ok=True)
-
-
 @dataclass
 class _Transfer:
-    """One address on its way into one partial file; as text, the address without secrets."""
+    """One address on its way into one partial file; as text, the address without secrets.
+
+    Beside the bytes that have arrived there is a note on the remote version that they belong to.
+    """
 
     url: str
-    partial: _Partial
+    destination: Path
     verified: bool  # whether a digest will tell that the content is right
     timeout_s: float
     progress: Callable[[int, int | None], None]
@@ -263,9 +231,26 @@ class _Transfer:
         if parts is None or parts.scheme not in ("http", "https"):
             raise UserError(f"{self}: not an address to download from, expected http(s)://HOST/PATH")
         self._address = hashlib.sha256(_anonymous(parts).geturl().encode()).hexdigest()
+        self._partial = self.destination.with_name(f".{self.destination.name}.download")
+        self._note = self.destination.with_name(f".{self.destination.name}.download.json")
 
     def __str__(self) -> str:
         return redacted(self.url)
+
+    def size(self) -> int:
+        """Return how many bytes have arrived."""
+        return self._partial.stat().st_size if self._partial.exists() else 0
+
+    def discard(self) -> None:
+        self._partial.unlink(missing_ok=True)
+        self._note.unlink(missing_ok=True)
+
+    def finish(self) -> None:
+        """Put the complete file into its place."""
+        with self._partial.open("rb") as file:
+            os.fsync(file.fileno())
+        self._partial.replace(self.destination)
+        self._note.unlink(missing_ok=True)
 
     def run(self, attempts: int, backoff_s: float) -> str:
         """Complete the partial file and return its SHA-256."""
@@ -290,17 +275,20 @@ class _Transfer:
         try:
             retrying(self._attempt)
         except _TransientError as error:
-            size = self.partial.size()
-            kept = f", which goes on from the {size} bytes in {self.partial.path}" if size else ""
+            size = self.size()
+            kept = f", which goes on from the {size} bytes in {self._partial}" if size else ""
             raise UserError(
                 f"{self}: not downloaded, attempt {attempts} of {attempts} ended with: {error}; "
                 f"check the network and run it again later{kept}"
             ) from None
-        return files.sha256(self.partial.path)
+        return files.sha256(self._partial)
 
     def _attempt(self) -> None:
         """Ask for what is missing and append it, or overwrite what is there where it does not fit."""
-        kept, offset = self.partial.version(), self.partial.size()
+        kept: _Version | None = None
+        offset = self.size()
+        with contextlib.suppress(UserError, TypeError):  # no note, or not one of ours: nothing can be continued
+            kept = _Version(**files.read_json(self._note))
         # Without a validator only the digest can tell whether two halves belong together.
         if kept is None or kept.address != self._address or not (kept.validator or self.verified):
             kept, offset = None, 0
@@ -313,7 +301,9 @@ class _Transfer:
         with self._get(headers) as response:
             if response.status_code == 200:
                 length = response.raw.length_remaining
-                self.partial.restart(self._version(response, length))
+                # In this order, a process killed in between leaves no old bytes under a new note.
+                with self._partial.open("wb"):
+                    files.write_json(self._note, asdict(self._version(response, length)))
                 self._append(response, 0, length)
             elif response.status_code in (206, 416) and kept and offset:
                 self._resume(response, kept, offset)
@@ -344,11 +334,11 @@ class _Transfer:
         if same and response.status_code == 206 and start == offset:
             self._append(response, offset, length)
         elif not (same and response.status_code == 416 and length == offset):  # nothing lies beyond it: it is complete
-            self.partial.discard()
+            self.discard()
             raise _TransientError("what the server has does not continue what was kept, which is now discarded")
 
     def _append(self, response: requests.Response, done: int, length: int | None) -> None:
-        with self.partial.path.open("ab") as file:
+        with self._partial.open("ab") as file:
             self.progress(done, length)
             for chunk in self._body(response):
                 file.write(chunk)
@@ -357,7 +347,7 @@ class _Transfer:
         if length is not None and done < length:
             raise _TransientError(f"only {done} of {length} bytes arrived")
         if length is not None and done > length:
-            self.partial.discard()
+            self.discard()
             raise _TransientError(f"{done} bytes arrived instead of {length}; they are discarded")
 
     def _body(self, response: requests.Response) -> Iterator[bytes]:

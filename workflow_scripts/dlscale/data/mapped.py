@@ -22,24 +22,12 @@ from dlscale.data.store import Reader, as_stored
 
 @dataclass(frozen=True)
 class Layout:
-    """Where a dataset's values lie, for compiled loops. What is in one piece is one chunk.
+    """Where a dataset's values lie, for compiled loops. What is in one piece is one chunk."""
 
-    Attributes
-    ----------
-    bits
-        Values as unsigned integers of their size, [n]: of the whole mapped file, or of one box.
-    chunks
-        Where in `bits` each chunk begins, int64, by its number along the three axes but the channels'.
-    edges
-        Of a chunk along these axes, int64 [3].
-    strides
-        Values from one to the next inside a chunk along [C, a, b, c], int64 [4].
-    """
-
-    bits: np.ndarray
-    chunks: np.ndarray
-    edges: np.ndarray
-    strides: np.ndarray
+    bits: np.ndarray  #: values as unsigned integers of their size, [n]: of the whole mapped file, or of one box
+    chunks: np.ndarray  #: where in `bits` each chunk begins, int64, by its number along the axes but the channels'
+    edges: np.ndarray  #: of a chunk along these axes, int64 [3]
+    strides: np.ndarray  #: values from one to the next inside a chunk along [C, a, b, c], int64 [4]
 
 
 class MappedArray:
@@ -47,17 +35,13 @@ class MappedArray:
 
     Parameters
     ----------
-    reader
-        Of the dataset.
     channel_axis
         Of the field, channels first: 0 for [C, D, H, W], 1 for [T, C, H, W].
 
     Attributes
     ----------
-    dtype
-        As stored: any floating-point type.
-    buffer_dtype
-        Of buffers for the values: float16 for float16, else float32.
+    dtype, buffer_dtype
+        As stored, any floating-point type; and of buffers for the values: float16 for float16, else float32.
     order
         The axes (0 is that of channels) in the order in which they are stored, slowest first.
     shape

@@ -37,6 +37,14 @@ def role(dataset: DatasetSettings | str, module: str, function: str) -> Callable
     return getattr(registry.load(name), function, None) if name else None
 
 
+def needed(dataset: DatasetSettings, module: str, function: str) -> Callable[..., Any]:
+    """Return a function of a kind's module that this dataset cannot do without."""
+    there = role(dataset, module, function)
+    if there is None:
+        raise UserError(f"datasets of kind {dataset.kind}: no function `{function}`; write one")
+    return there
+
+
 def acquired(dataset: DatasetSettings, raw: RawFile) -> bool:
     """Return whether the acquire stage makes a raw file; others are read where they lie."""
     return kind_of(dataset).acquirer(dataset) is not None or is_url(raw.origin)

@@ -15,12 +15,10 @@ from typing import Any
 import h5py
 import numpy as np
 
-from dlscale.config.dataset import DatasetSettings
 from dlscale.core.errors import UserError
 from dlscale.core.files import whole
 from dlscale.core.progress import Progress
 from dlscale.data import parts, store
-from dlscale.data.kind import Part
 from dlscale.data.source import Source
 from dlscale.data.store import Moments
 
@@ -29,7 +27,8 @@ def main(args: argparse.Namespace) -> None:
     """Write piece `args.piece` of part `args.part` of the dataset in `args.config` to `args.out`."""
     dataset = parts.load_dataset(args.config)
     part = parts.part(dataset, args.part)
-    source = open_source(dataset, part, [Path(path) for path in args.source])
+    open_source = parts.needed(dataset, "source", "open_source")
+    source: Source = open_source(dataset, part, [Path(path) for path in args.source])
     try:
         start, stop = parts.piece_rows(source.fields[0].rows, args.piece, dataset.pieces)
         if stop <= start:
@@ -47,15 +46,6 @@ def main(args: argparse.Namespace) -> None:
             write_piece(source, out, start, stop, block, args.part)
     finally:
         source.close()
-
-
-def open_source(dataset: DatasetSettings, part: Part, paths: list[Path]) -> Source:
-    """Open the raw files of a part."""
-    opener = parts.role(dataset, "source", "open_source")
-    if opener is None:
-        raise UserError(f"datasets of kind {dataset.kind}: no function `open_source` reads {part.label}; write one")
-    source: Source = opener(dataset, part, paths)
-    return source
 
 
 def write_piece(source: Source, out: Path, start: int, stop: int, block: int, label: str) -> None:

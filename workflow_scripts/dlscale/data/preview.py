@@ -54,9 +54,17 @@ def channel_panels(
 
 
 def first_rows(manifest: Manifest) -> Iterator[Panel]:
-    """Return panels of the first training file's first rows, for kinds that say nothing else."""
+    """Return panels of the first training file's first rows, of a volume the middle one.
+
+    They serve the kinds that say nothing else.
+    """
     file = manifest.files("train")[0]
     for name, info in manifest.fields.items():
+        if info.channel_axis == 0:
+            middle = slice(file.rows // 2, file.rows // 2 + 1)
+            plane = Reader(manifest.path(file), name)[:, middle, :, :][:, 0]
+            yield from channel_panels(info, plane, ("z (cells)", "y (cells)"))
+            continue
         rows = max(1, min(file.rows, VALUES // max(1, int(np.prod(info.row_shape)))))
         values = Reader(manifest.path(file), name)[(slice(rows),)]
         if info.channel_axis is None:

@@ -21,13 +21,7 @@ from dlscale.data.store import Reader
 
 
 class RowField:
-    """Rows [n, ...] of one field of every file, in model units.
-
-    Attributes
-    ----------
-    spec
-        Of one row: labels are int64, whatever they are stored as.
-    """
+    """Rows [n, ...] of one field of every file, in model units; labels are int64, whatever they are stored as."""
 
     def __init__(self, manifest: Manifest, split: str, key: str, name: str) -> None:
         fields = manifest.fields
@@ -80,14 +74,15 @@ class Rows:
         self.input_spec, self.target_spec = self._input.spec, self._target.spec
         self._rows = np.array([file.rows for file in manifest.files(split)])
         self._seed, self._training = seed, split == "train"
-        wanted, available = settings.train if self._training else settings.valid, int(self._rows.sum())
-        self.size = min(wanted or available, available)
+        self._available = int(self._rows.sum())
+        self.size = min((settings.train if self._training else settings.valid) or self._available, self._available)
 
     @functools.lru_cache(maxsize=2)  # noqa: B019 - an epoch's rows serve all its samples; two epochs overlap
     def rows(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """Return file and row of each sample of an epoch, int64 [size] each."""
-        available = int(self._rows.sum())
-        return sampling.locate(self._rows, sampling.visits(self._seed, epoch, available, self.size, self._training))
+        return sampling.locate(
+            self._rows, sampling.visits(self._seed, epoch, self._available, self.size, self._training)
+        )
 
     def read(self, epoch: int, index: int) -> tuple[np.ndarray, np.ndarray]:
         """See `dlscale.data.samples.Samples`."""
@@ -95,6 +90,4 @@ class Rows:
         return self._input.read(file, row), self._target.read(file, row)
 
 
-def open_samples(manifest: Manifest, split: str, settings: RowSamples, seed: int) -> Rows:
-    """Return the samples of a split."""
-    return Rows(manifest, split, settings, seed)
+open_samples = Rows

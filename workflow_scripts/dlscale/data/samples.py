@@ -20,21 +20,11 @@ from dlscale.data.store import Reader
 
 @dataclass(frozen=True)
 class ArraySpec:
-    """What one sample's input or target is.
+    """What one sample's input or target is."""
 
-    Attributes
-    ----------
-    shape
-        Of one sample: (C, ...), channels first, for fields and images; () for a label or another scalar.
-    dtype
-        `float32`; `uint8` for images; `int64` for labels.
-    classes
-        Of labels: they are 0 ... classes - 1. None for what is no label.
-    """
-
-    shape: tuple[int, ...]
-    dtype: str = "float32"
-    classes: int | None = None
+    shape: tuple[int, ...]  #: (C, ...), channels first, for fields and images; () for a label or another scalar
+    dtype: str = "float32"  #: `uint8` for images, `int64` for labels
+    classes: int | None = None  #: labels are 0 ... classes - 1; None for what is no label
 
 
 def decoding(info: FieldInfo, scaling: tuple[np.ndarray, np.ndarray] | None) -> np.ndarray:
@@ -56,19 +46,11 @@ def decoding(info: FieldInfo, scaling: tuple[np.ndarray, np.ndarray] | None) -> 
 
 
 class Samples(Protocol):
-    """The samples of one split.
+    """The samples of one split."""
 
-    Attributes
-    ----------
-    size
-        Samples in an epoch.
-    input_spec, target_spec
-        What the model is given, and what it is to answer.
-    """
-
-    size: int
-    input_spec: ArraySpec
-    target_spec: ArraySpec
+    size: int  #: samples in an epoch
+    input_spec: ArraySpec  #: what the model is given
+    target_spec: ArraySpec  #: what it is to answer
 
     def read(self, epoch: int, index: int) -> tuple[np.ndarray, np.ndarray]:
         """Return input and target of sample `index` (0 ... size - 1) of `epoch`, of the declared shapes and dtypes.
@@ -80,22 +62,12 @@ class Samples(Protocol):
 
 @dataclass(frozen=True)
 class BoxIndex:
-    """Where the boxes of n samples lie.
+    """Where the boxes of n samples lie."""
 
-    Attributes
-    ----------
-    file
-        Number of the file, int64 [n].
-    input, target
-        First cell of the boxes along each axis but the channels', int64 [n, 3].
-    symmetry
-        Number of the symmetry that is then applied, int64 [n].
-    """
-
-    file: np.ndarray
-    input: np.ndarray
-    target: np.ndarray
-    symmetry: np.ndarray
+    file: np.ndarray  #: number of the file, int64 [n]
+    input: np.ndarray  #: first cell of the boxes along each axis but the channels', int64 [n, 3]
+    target: np.ndarray  #: as input
+    symmetry: np.ndarray  #: number of the symmetry that is then applied, int64 [n]
 
     def __len__(self) -> int:
         return len(self.file)
@@ -107,22 +79,12 @@ class BoxIndex:
 
 
 class Symmetries(Protocol):
-    """Symmetries of boxes, by number; 0 leaves everything as it is.
+    """Symmetries of boxes, by number; 0 leaves everything as it is."""
 
-    Attributes
-    ----------
-    axes
-        Axis of the box that each axis of the result walks along, int64 [S, 3].
-    flips
-        Whether it does so backwards, bool [S, 3].
-    source, sign
-        Channel that each channel of the result comes from, int64 [S, C], and its sign, float32 [S, C].
-    """
-
-    axes: np.ndarray
-    flips: np.ndarray
-    source: np.ndarray
-    sign: np.ndarray
+    axes: np.ndarray  #: axis of the box that each axis of the result walks along, int64 [S, 3]
+    flips: np.ndarray  #: whether it does so backwards, bool [S, 3]
+    source: np.ndarray  #: channel that each channel of the result comes from, int64 [S, C]
+    sign: np.ndarray  #: of each channel, float32 [S, C]
 
     def apply(self, number: int, x: np.ndarray) -> np.ndarray:
         """Return the transformed box [C, a, b, c]."""
@@ -134,8 +96,8 @@ class BoxField:
 
     Parameters
     ----------
-    manifest, split, name
-        Where the files are, and the field's name in them: volumes [C, D, H, W] or series [T, C, H, W].
+    name
+        Of the field in the files: volumes [C, D, H, W] or series [T, C, H, W].
     extent
         Size of a box along each of the three axes but the channels'.
     symmetries
@@ -143,8 +105,6 @@ class BoxField:
 
     Attributes
     ----------
-    readers
-        One for each file.
     shape
         Of a stored box, channels first: (C, *extent).
     spec

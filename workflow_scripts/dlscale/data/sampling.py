@@ -15,12 +15,7 @@ WORDS = 4  # 64-bit words in a Philox block
 def words(seed: int, epoch: int, stream: str, count: int, start: int = 0) -> np.ndarray:
     """Return the random words of samples [start, start + count), uint64 of shape [count, 4].
 
-    Parameters
-    ----------
-    seed, epoch
-        Non-negative integers.
-    stream
-        What the words are for ("order" ...): different streams are independent.
+    `stream` says what the words are for ("order" ...): different streams are independent.
     """
     key = np.random.SeedSequence([seed, epoch, *stream.encode()]).generate_state(2, np.uint64)
     generator = np.random.Philox(key=key)

@@ -198,7 +198,8 @@ class Reader:
             values: np.ndarray = opened[as_stored(opened, index)]
         except OSError as error:
             raise UserError(
-                f"{self.path}: {self.name}: cannot read ({' '.join(str(error).split())}); the file is damaged"
+                f"{self.path}: {self.name}: cannot read ({' '.join(str(error).split())}); the file is damaged, fetch "
+                "or make it again"
             ) from None
         return values.transpose(channels_first(opened, tuple(range(values.ndim))))
 

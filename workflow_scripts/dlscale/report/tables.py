@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dlscale.core.records import MODES, Metric
-from dlscale.core.settings import Raw
+from dlscale.core.settings import flat
 from dlscale.core.text import NONE, count, duration, number, size, unit
 from dlscale.report.collect import Row, summary
 from dlscale.report.diagnosis import bound
@@ -163,18 +163,10 @@ def _same(values: Sequence[float | None]) -> float | None:
 
 def _changes(plan: PlanResult) -> list[str]:
     """Return what each run changes, the label apart: in a ladder from the run before, else from the first."""
-    flat = [_flat({**run.settings, "label": None}) for run in plan.runs]
+    settings = [flat({**run.settings, "label": None}) for run in plan.runs]
     texts = [""]
-    for index in range(1, len(flat)):
-        reference = flat[index - 1 if plan.record.kind == "ladder" else 0]
-        changed = [f"{key}: {value}" for key, value in flat[index].items() if reference.get(key) != value]
+    for index in range(1, len(settings)):
+        reference = settings[index - 1 if plan.record.kind == "ladder" else 0]
+        changed = [f"{key}: {value}" for key, value in settings[index].items() if reference.get(key) != value]
         texts.append(", ".join(changed[:4]) + (" …" if len(changed) > 4 else ""))
     return texts
-
-
-def _flat(settings: Raw, prefix: str = "") -> Raw:
-    """Return nested settings as one mapping with dotted keys, in their order."""
-    flat: Raw = {}
-    for key, value in settings.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return flat

@@ -111,12 +111,9 @@ class CosmoUNet(Study):
         from dlscale.models.unet3d import UNet3D
 
         inputs, outputs = (len(manifest.fields[name].channels) for name in ("Nbody", "Hydro"))
+        options = run.model.model_dump(exclude={"kind"})  # their names are the model's
         return UNet3D(
-            inputs,
-            outputs,
-            **run.model.model_dump(exclude={"kind"}),  # their names are the model's
-            pad_channels=run.pad_channels,
-            checkpointing=run.activation_checkpointing,
+            inputs, outputs, **options, pad_channels=run.pad_channels, checkpointing=run.activation_checkpointing
         )
 
     def loss(self, run: Any) -> SampleLoss:

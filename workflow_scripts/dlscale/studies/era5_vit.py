@@ -154,14 +154,8 @@ class Era5ViT(Study):
         height, width = info.grid
         channels = len(info.channels)
         options = run.model.model_dump(exclude={"kind", "patch"})  # their names are the model's
-        return ViT(
-            (height, width),
-            run.model.patch_size,
-            channels,
-            channels,
-            **options,
-            checkpointing=run.activation_checkpointing,
-        )
+        options["checkpointing"] = run.activation_checkpointing
+        return ViT((height, width), run.model.patch_size, channels, channels, **options)
 
     def loss(self, run: Any) -> SampleLoss:
         from dlscale.models.losses import l1, relative_l2

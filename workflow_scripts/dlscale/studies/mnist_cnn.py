@@ -98,11 +98,9 @@ class MnistCNNStudy(Study):
     def figure(self, run: Any, manifest: Manifest, x: Any, y: Any, prediction: Any) -> Figure:
         """Draw the image beside the probabilities of the digits."""
         import numpy as np
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(6.4, 2.8), layout="constrained")
-        FigureCanvasAgg(figure)
         picture, bars = figure.subplots(1, 2)
         picture.imshow(x[0], cmap="gray", vmin=0, vmax=255)
         picture.set_title(f"first validation image: {int(y)}", fontsize=9)

@@ -100,14 +100,13 @@ class Session:
         samples = self.samples(split)
         if split == "train" and samples.size < self.run.batch_size:
             logging.warning("an epoch of %d samples is less than one batch (%d)", samples.size, self.run.batch_size)
-        module = registry.load(registry.loader(self.run.loader.kind))
-        loader: Loader = module.build(samples, self.run.loader, self.share(), self.world.device)
-        return loader
+        build: Callable[..., Loader] = registry.load(registry.loader(self.run.loader.kind)).build
+        return build(samples, self.run.loader, self.share(), self.world.device)
 
     def samples(self, split: str) -> Samples:
         module = registry.part(self.study.dataset, "samples") or DEFAULTS["samples"]
-        samples: Samples = registry.load(module).open_samples(self.manifest, split, self.run.samples, self.run.seed)
-        return samples
+        open_samples: Callable[..., Samples] = registry.load(module).open_samples
+        return open_samples(self.manifest, split, self.run.samples, self.run.seed)
 
     @property
     def parameters(self) -> int:

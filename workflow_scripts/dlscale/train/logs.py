@@ -10,6 +10,7 @@ from torch.utils.tensorboard.summary import hparams
 
 from dlscale.core.files import write_text
 from dlscale.core.records import Epoch, epoch_lines
+from dlscale.core.settings import flat
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -56,18 +57,9 @@ class RunLogs:
         """
         self._board.add_figure("valid/prediction", figure, record.step, close=False, walltime=record.wall_time)
         final = {"final/train_loss": record.train_loss, "final/valid_loss": record.valid_loss}
-        for summary in hparams(_flat(settings), final):
+        plain = {key: v if isinstance(v, bool | int | float | str) else str(v) for key, v in flat(settings).items()}
+        for summary in hparams(plain, final):
             self._board._get_file_writer().add_summary(summary, walltime=record.wall_time)
         for name, value in final.items():
             self._board.add_scalar(name, value, record.step, walltime=record.wall_time)
         self._board.close()
-
-
-def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, dict):
-            flat |= _flat(value, f"{prefix}{key}.")
-        else:
-            flat[prefix + key] = value if isinstance(value, bool | int | float | str) else str(value)
-    return flat

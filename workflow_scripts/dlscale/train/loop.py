@@ -10,10 +10,6 @@ from typing import Any
 Batch = tuple[Any, ...]
 
 
-def _nothing(*told: Any) -> None:
-    pass
-
-
 @dataclass(frozen=True)
 class Hook:
     """Something that happens at every step of a loop.
@@ -21,8 +17,11 @@ class Hook:
     A batch's memory is reused after the step; to read a number from the device makes the host wait.
     """
 
-    before_step: Callable[[int], None] = _nothing  #: called with the step's number; its batch is not loaded yet
-    after_step: Callable[[int, Batch, Any], None] = _nothing  #: called with number, batch and what the step returned
+    before_step: Callable[[int], None] = lambda number: (
+        None
+    )  #: called with the step's number, before its batch is loaded
+    #: Called with number, batch and what the step returned.
+    after_step: Callable[[int, Batch, Any], None] = lambda number, batch, result: None
 
 
 def run_steps(

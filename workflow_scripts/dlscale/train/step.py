@@ -32,16 +32,8 @@ class Step:
     With several ranks each computes its share of the batch; gradients are averaged while they are computed, and
     all ranks make the same update.
 
-    Parameters
-    ----------
-    run
-        Its precision and accumulation steps are read here; the other settings are in the parts below.
-    network
-        The model, or what wraps it for several ranks.
-    loss
-        Loss of each sample [B] from predictions and targets [B, ...].
-    layout
-        Order in memory of the model's inputs.
+    Of `run` only precision and accumulation steps are read here; the other settings are in the other parts. `network`
+    is the model, or what wraps it for several ranks, and `layout` the order in memory of its inputs.
     """
 
     def __init__(

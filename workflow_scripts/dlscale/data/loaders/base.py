@@ -20,20 +20,13 @@ class Share:
     """What one data-parallel rank delivers of each global batch.
 
     Global step s takes samples [s B, (s + 1) B) of the epoch (the last batch may be smaller); rank r of
-    R takes the r-th of R contiguous runs of it, as equal as can be.
-
-    Attributes
-    ----------
-    batch_size
-        B, over all ranks.
-    rank, size
-        Data-parallel rank and number of such ranks. Processes that share a model replica have the same data rank:
-        this is not the rank in the world.
+    R takes the r-th of R contiguous runs of it, as equal as can be. Processes that share a model replica have the same
+    data-parallel rank: it is not the rank in the world.
     """
 
-    batch_size: int
-    rank: int = 0
-    size: int = 1
+    batch_size: int  #: B, over all ranks
+    rank: int = 0  #: r
+    size: int = 1  #: R
 
     def steps(self, samples: int) -> int:
         """Global steps in an epoch of `samples` samples, the last, smaller one included."""
@@ -54,19 +47,12 @@ class Share:
 
 
 class Loader(Protocol):
-    """Delivers the batches of one split.
+    """Delivers the batches of one split."""
 
-    Attributes
-    ----------
-    samples
-        Samples in an epoch, over all ranks.
-    """
-
-    samples: int
+    samples: int  #: in an epoch, over all ranks
 
     def __len__(self) -> int:
         """Batches in an epoch."""
-        ...
 
     def epoch(self, epoch: int, start: int = 0) -> Generator[Batch]:
         """Yield (x, y) of global steps `start` and on of an epoch, on the loader's device.
@@ -75,11 +61,9 @@ class Loader(Protocol):
         A loader may use a batch's memory again once the next is asked for: what is to stay must be copied. To begin an
         epoch ends the one before: one is open at a time. On a GPU the batch is ready for the current stream.
         """
-        ...
 
     def close(self) -> None:
         """Stop workers and close files."""
-        ...
 
 
 def on_grids(samples: Samples, loader: str) -> GridSamples:

@@ -31,15 +31,7 @@ PAD = 4
 
 
 class DaliField(StoredField):
-    """What the external source hands to the operator of one field.
-
-    Attributes
-    ----------
-    pitch
-        Values from one to the next along [C, a, b, c] in the operator's buffer, int64 [4].
-    values
-        Of such a buffer.
-    """
+    """What the external source hands to the operator of one field."""
 
     def __init__(self, field: BoxField, pad: int) -> None:
         super().__init__(field)
@@ -50,6 +42,7 @@ class DaliField(StoredField):
         last = self.order[-1] == 0
         count, a, b, c = self.shape
         row = (c + pad) * (count if last else 1)
+        #: Values from one to the next along [C, a, b, c] in the operator's buffer, and how many it holds.
         self.pitch = np.array([1, b * row, row, count] if last else [a * b * row, b * row, row, 1])
         self.values = a * b * row * (1 if last else count)
 
@@ -59,13 +52,12 @@ class DaliField(StoredField):
         `starts` are the boxes' first cells, int64 [B, 3].
         """
         layouts = [self._layout(file, start) for file, start in zip(boxes.file, starts, strict=True)]
-        where = [
-            np.concatenate([layout.edges, layout.strides, start, self.pitch, self.shape]) for layout, start in layouts
-        ]
+        bits, chunks = [layout.bits for layout, _ in layouts], [layout.chunks for layout, _ in layouts]
+        where = [np.concatenate([each.edges, each.strides, start, self.pitch, self.shape]) for each, start in layouts]
         plan = self.plan_buffers(boxes, 0)
         steps = list(np.column_stack([plan.base, plan.step, plan.channel]))
         numbers = list(np.stack([plan.shift, plan.factor, plan.offset], axis=1))
-        return [layout.bits for layout, _ in layouts], [layout.chunks for layout, _ in layouts], where, steps, numbers
+        return bits, chunks, where, steps, numbers
 
     def plan_buffers(self, boxes: BoxIndex, distance: int) -> DecodePlan:
         """Return how to decode what lies in the operator's buffers, which begin `distance` values from each other."""
@@ -123,8 +115,7 @@ class DaliLoader:
             outputs = []
             for number, field in enumerate(self._fields):
                 item = field.dtype.itemsize
-                operator = decode_operator(item, field.shape) if self._on_host else read_operator(field.values)
-                run, setup = operator
+                run, setup = decode_operator(item, field.shape) if self._on_host else read_operator(field.values)
                 values: Any = numba_function(
                     *inputs[5 * number : 5 * number + 5],
                     run_fn=run,
@@ -188,7 +179,7 @@ class DaliLoader:
             else:
                 values = from_dlpack(outputs[number].as_tensor())
                 if not self._on_host:
-                    stored = values.view(torch.float16 if field.dtype == np.float16 else torch.float32).reshape(-1)
+                    stored = values.view(field.torch_dtype).reshape(-1)
                     values = on_device(stored, field.plan_buffers(boxes, field.values), field.extent)
             batch.append(values.reshape(len(boxes), *field.spec.shape))
         self._delivered.append((outputs, batch))

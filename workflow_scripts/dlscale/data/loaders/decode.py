@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from dlscale.data.mapped import MappedArray
 from dlscale.data.samples import BoxField, GridSamples
@@ -20,24 +21,12 @@ from dlscale.data.samples import BoxField, GridSamples
 
 @dataclass(frozen=True)
 class DecodePlan:
-    """The formula's numbers for B samples of C channels; positions are counted in values.
+    """The formula's numbers for B samples of C channels; positions are counted in values."""
 
-    Attributes
-    ----------
-    base
-        int64 [B].
-    step
-        int64 [B, 3].
-    channel
-        int64 [B, C].
-    shift, factor, offset
-        float32 [B, C].
-    """
-
-    base: np.ndarray
-    step: np.ndarray
-    channel: np.ndarray
-    shift: np.ndarray
+    base: np.ndarray  #: int64 [B]
+    step: np.ndarray  #: int64 [B, 3]
+    channel: np.ndarray  #: int64 [B, C]
+    shift: np.ndarray  #: float32 [B, C], as factor and offset are
     factor: np.ndarray
     offset: np.ndarray
 
@@ -49,7 +38,7 @@ class StoredField:
     ----------
     files
         The stored values of each file.
-    dtype, order
+    dtype, torch_dtype, order
         Of buffers for boxes: float16 if all files have it, else float32; axes lie as in the first file.
     shape, extent, spec
         See `BoxField`.
@@ -58,6 +47,7 @@ class StoredField:
     def __init__(self, field: BoxField) -> None:
         self.files = [MappedArray(reader, field.channel_axis) for reader in field.readers]
         self.dtype = np.result_type(*(file.buffer_dtype for file in self.files))
+        self.torch_dtype = torch.float16 if self.dtype == np.float16 else torch.float32
         self.order = self.files[0].order
         self.shape, self.extent, self.spec = field.shape, field.extent, field.spec
         symmetries, channels = field.symmetries, field.shape[0]
@@ -81,16 +71,10 @@ class StoredField:
         return np.array(boxes.strides[-4:]) // self.dtype.itemsize
 
     def plan(self, file: np.ndarray, symmetry: np.ndarray, base: np.ndarray, stride: np.ndarray) -> DecodePlan:
-        """Return how to decode the boxes of B samples.
+        """Return how to decode the boxes of B samples; `file` and `symmetry` [B] are as `BoxIndex` has them.
 
-        Parameters
-        ----------
-        file, symmetry
-            As `BoxIndex` has them, int64 [B].
-        base
-            Where each box begins, in values, int64 [B].
-        stride
-            Values from one cell to the next along the axes (C, and the box's three), int64 [B, 4] or [1, 4].
+        `base`, int64 [B], is where each box begins, and `stride`, int64 [B, 4] or [1, 4], the distance from one cell to
+        the next along the axes (C, and the box's three), in values.
         """
         axes, flips = self._axes[symmetry], self._flips[symmetry]
         stride = np.broadcast_to(stride, (len(file), 4))

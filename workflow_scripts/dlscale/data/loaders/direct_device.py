@@ -22,10 +22,7 @@ SLAB = 2**26
 def on_device(stored: torch.Tensor, plan: DecodePlan, extent: tuple[int, int, int]) -> torch.Tensor:
     """Evaluate the formula where `stored` [values] is.
 
-    Returns
-    -------
-    torch.Tensor
-        Float32 of shape [B, C, *extent]. Beside it, memory for the positions of one channel's values is needed.
+    The values are float32 [B, C, *extent]. Beside them, memory for the positions of one channel is needed.
     """
     device = stored.device
 
@@ -36,13 +33,10 @@ def on_device(stored: torch.Tensor, plan: DecodePlan, extent: tuple[int, int, in
     integer = torch.int32 if stored.numel() < 2**31 else torch.int64
     base, step, channel = (moved(values).to(integer) for values in (plan.base, plan.step, plan.channel))
     shift, factor, offset = (moved(values)[:, :, None] for values in (plan.shift, plan.factor, plan.offset))
-    position = base[:, None, None, None]
+    position = base[:, None]  # of each cell in `stored`, [B, cells], axis by axis
     for axis, size in enumerate(extent):
-        shape = [1, 1, 1, 1]
-        shape[1 + axis] = size
-        cells = torch.arange(size, dtype=integer, device=device).reshape(shape)
-        position = position + cells * step[:, axis, None, None, None]
-    position = position.flatten(1)
+        cells = torch.arange(size, dtype=integer, device=device) * step[:, axis, None]
+        position = (position[:, :, None] + cells[:, None]).flatten(1)
     count, channels = plan.channel.shape
     out = torch.empty(count, channels, position.shape[1], device=device)
     for c in range(channels):
@@ -67,21 +61,15 @@ class _OnDevice:
         while len(self._used) > self._slots:
             self._used.popleft().synchronize()
 
-    def _on_stream(self, decode: Callable[[], list[torch.Tensor]]) -> tuple[list[torch.Tensor], Any]:
+    def _decoded(self, stored: list[torch.Tensor], plans: list[DecodePlan]) -> tuple[list[torch.Tensor], Any]:
         """Return the batch, and the event after which it is ready."""
-        if self._stream is None:
-            return decode(), None
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            return decode(), self._stream.record_event()
-
-    def _decoded(self, stored: list[torch.Tensor], plans: list[DecodePlan]) -> list[torch.Tensor]:
-        return [
+        batch = [
             on_device(values, plan, field.extent).reshape(-1, *field.spec.shape)
             for values, plan, field in zip(stored, plans, self._fields, strict=True)
         ]
+        return batch, self._stream.record_event() if self._stream else None
 
     def deliver(self, result: Any) -> Batch:
-        """See `Backend`."""
         (x, y), event = result
         if event is not None:
             current = torch.cuda.current_stream(self._device)
@@ -108,7 +96,7 @@ class Streamed(_OnDevice):
     def _allocate(self, field: StoredField, count: int) -> tuple[torch.Tensor, np.ndarray]:
         """Return a pinned buffer for `count` boxes, and the boxes in it [count, C, a, b, c]."""
         shape = [count, *(field.shape[axis] for axis in field.order)]
-        whole = torch.empty(shape, dtype=_torch_dtype(field), pin_memory=self._stream is not None)
+        whole = torch.empty(shape, dtype=field.torch_dtype, pin_memory=self._stream is not None)
         return whole, field.canonical(whole.numpy())
 
     def begin(self, slot: int, boxes: BoxIndex) -> tuple[list[Callable[[], None]], Callable[[], Any]]:
@@ -133,17 +121,18 @@ class Streamed(_OnDevice):
             base = position[number] * (out.strides[0] // field.dtype.itemsize)
             plans.append(field.plan(boxes.file, boxes.symmetry, base, field.strides(out)[None]))
         counts = [len(wanted) for wanted in needed]
-        return tasks, functools.partial(self._on_stream, functools.partial(self._copy, slot, counts, plans))
+        return tasks, functools.partial(self._copy, slot, counts, plans)
 
-    def _copy(self, slot: int, counts: list[int], plans: list[DecodePlan]) -> list[torch.Tensor]:
+    def _copy(self, slot: int, counts: list[int], plans: list[DecodePlan]) -> tuple[list[torch.Tensor], Any]:
         """Take the first boxes of each buffer to the device, and decode them."""
-        copies = [
-            whole[:count].to(self._device, non_blocking=True).reshape(-1)
-            for (whole, _), count in zip(self._buffers[slot], counts, strict=True)
-        ]
-        if (event := self._copied[slot]) is not None:
-            event.record(self._stream)
-        return self._decoded([copies[0], copies[-1]], plans)
+        with torch.cuda.stream(self._stream):
+            copies = [
+                whole[:count].to(self._device, non_blocking=True).reshape(-1)
+                for (whole, _), count in zip(self._buffers[slot], counts, strict=True)
+            ]
+            if (event := self._copied[slot]) is not None:
+                event.record(self._stream)
+            return self._decoded([copies[0], copies[-1]], plans)
 
 
 class Resident(_OnDevice):
@@ -153,7 +142,7 @@ class Resident(_OnDevice):
         super().__init__(fields, slots, device)
         try:
             x = self._load(fields[0])
-            held = [x, x if fields[1] is fields[0] else self._load(fields[1])]
+            self._held = [x, x if fields[1] is fields[0] else self._load(fields[1])]
         except torch.OutOfMemoryError:
             needed = sum(field.bytes for field in dict.fromkeys(fields))
             raise UserError(
@@ -162,20 +151,15 @@ class Resident(_OnDevice):
             ) from None
         if self._stream is not None:  # which reads what was just written on another
             self._stream.wait_stream(torch.cuda.current_stream(device))
-        self._values = [values for values, _, _ in held]
-        self._firsts = [(first, strides) for _, first, strides in held]
 
     def _load(self, field: StoredField) -> tuple[torch.Tensor, np.ndarray, np.ndarray]:
         """Take all files of a field to the device, a slab at a time.
 
-        Returns
-        -------
-        tuple
-            All values [n]; of each file its first value, int64 [files], and its strides, int64 [files, 4].
+        Return all values [n], and of each file its first value, int64 [files], and its strides, int64 [files, 4].
         """
         sizes = [int(np.prod(file.shape)) for file in field.files]
         canonical = np.argsort(field.order).tolist()
-        values = torch.empty(sum(sizes), dtype=_torch_dtype(field), device=self._device)
+        values = torch.empty(sum(sizes), dtype=field.torch_dtype, device=self._device)
         strides = []
         for file, size, one in zip(field.files, sizes, values.split(sizes), strict=True):
             target = one.view([file.shape[axis] for axis in field.order]).permute(canonical)
@@ -192,18 +176,15 @@ class Resident(_OnDevice):
     def begin(self, slot: int, boxes: BoxIndex) -> tuple[list[Callable[[], None]], Callable[[], Any]]:
         """See `Backend`: nothing to read."""
         self._keep_pace()
-        return [], functools.partial(self._on_stream, functools.partial(self._decode, boxes))
+        return [], functools.partial(self._decode, boxes)
 
-    def _decode(self, boxes: BoxIndex) -> list[torch.Tensor]:
+    def _decode(self, boxes: BoxIndex) -> tuple[list[torch.Tensor], Any]:
         plans = []
-        for field, (firsts, strides), starts in zip(
-            self._fields, self._firsts, (boxes.input, boxes.target), strict=True
+        for field, (_, firsts, strides), starts in zip(
+            self._fields, self._held, (boxes.input, boxes.target), strict=True
         ):
             stride = strides[boxes.file]
             base = firsts[boxes.file] + (starts * stride[:, 1:]).sum(axis=1)
             plans.append(field.plan(boxes.file, boxes.symmetry, base, stride))
-        return self._decoded(self._values, plans)
-
-
-def _torch_dtype(field: StoredField) -> torch.dtype:
-    return torch.float16 if field.dtype == np.float16 else torch.float32
+        with torch.cuda.stream(self._stream):
+            return self._decoded([values for values, _, _ in self._held], plans)

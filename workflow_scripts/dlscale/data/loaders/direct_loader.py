@@ -7,6 +7,7 @@ step, and they are decoded there; data that fits is taken to the device once and
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections import deque
 from collections.abc import Callable, Generator
@@ -30,11 +31,9 @@ class Backend(Protocol):
 
     def begin(self, slot: int, boxes: BoxIndex) -> tuple[list[Callable[[], None]], Callable[[], Any]]:
         """Return the tasks of threads, in any order, for the batch of a slot, and what then returns its result."""
-        ...
 
     def deliver(self, result: Any) -> Batch:
         """Return the batch, in the thread of the model."""
-        ...
 
 
 class DirectLoader:
@@ -86,7 +85,6 @@ class DirectLoader:
         self._ahead = deque()
 
     def close(self) -> None:
-        """End the threads."""
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
 
@@ -94,41 +92,29 @@ class DirectLoader:
 class _PendingBatch:
     """A batch that threads work on: one lists the tasks, all do them, and one makes the batch of what they did.
 
-    Without threads it is done at once.
+    Without threads it is made when it is asked for.
     """
 
     def __init__(self, backend: Backend, slot: int, boxes: BoxIndex, pool: ThreadPoolExecutor | None) -> None:
-        self._backend, self._slot, self._boxes, self._pool = backend, slot, boxes, pool
-        self._done: Future[Any] = Future()
-        self._tasks: list[Future[None]] = []
-        self._begun = pool.submit(self._begin) if pool is not None else None
-        if pool is None:
-            tasks, finalize = backend.begin(slot, boxes)
-            for task in tasks:
-                task()
-            self._done.set_result(finalize())
+        self._begin = functools.partial(backend.begin, slot, boxes)
+        self._tasks: list[Future[Any]] = []
+        self._begun = pool.submit(self._share_out, pool) if pool is not None else None
 
-    def _begin(self) -> None:
-        try:
-            assert self._pool is not None
-            tasks, finalize = self._backend.begin(self._slot, self._boxes)
-            self._tasks = [self._pool.submit(task) for task in tasks]
-            # Behind the tasks in the threads' queue, so that they are done, or being done, when it waits for them.
-            self._tasks.append(self._pool.submit(self._finalize, list(self._tasks), finalize))
-        except BaseException as error:
-            self._done.set_exception(error)
-
-    def _finalize(self, tasks: list[Future[None]], finalize: Callable[[], Any]) -> None:
-        try:
-            for task in tasks:
-                task.result()
-            self._done.set_result(finalize())
-        except BaseException as error:
-            self._done.set_exception(error)
+    def _share_out(self, pool: ThreadPoolExecutor) -> Future[Any]:
+        """Give the tasks to the threads; return what makes the batch."""
+        tasks, finalize = self._begin()
+        self._tasks = [pool.submit(task) for task in tasks]
+        # Behind the tasks in the threads' queue, so that they are done, or being done, when it waits for them.
+        self._tasks.append(pool.submit(_finalize, list(self._tasks), finalize))
+        return self._tasks[-1]
 
     def result(self) -> Any:
-        """Wait for the batch."""
-        return self._done.result()
+        if self._begun is not None:
+            return self._begun.result().result()
+        tasks, finalize = self._begin()
+        for task in tasks:
+            task()
+        return finalize()
 
     def abandon(self) -> None:
         """Return when nobody writes into its buffers any more."""
@@ -137,6 +123,12 @@ class _PendingBatch:
         for task in self._tasks:
             if not task.cancel():
                 task.exception()
+
+
+def _finalize(tasks: list[Future[None]], finalize: Callable[[], Any]) -> Any:
+    for task in tasks:
+        task.result()
+    return finalize()
 
 
 def threads(count: int, device: torch.device) -> ThreadPoolExecutor:
@@ -157,11 +149,8 @@ def becomes_resident(setting: str, fields: list[StoredField], device: torch.devi
     free, _ = torch.cuda.mem_get_info(device)
     fits = needed <= RESIDENT_SHARE * free
     logging.info(
-        "data of %.1f GB %s on the device (%.1f GB are free, at most %.0f %% for data)",
-        needed / 1e9,
-        "is held" if fits else "is not held",
-        free / 1e9,
-        100 * RESIDENT_SHARE,
+        f"data of {needed / 1e9:.1f} GB is {'' if fits else 'not '}held on the device "
+        f"({free / 1e9:.1f} GB are free, at most {100 * RESIDENT_SHARE:.0f} % for data)"
     )
     return fits
 

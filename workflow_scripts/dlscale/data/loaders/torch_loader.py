@@ -43,9 +43,6 @@ class _Batches:
         for step in range(self.start, self.share.steps(self.size)):
             yield [(self.epoch, index) for index in self.share.indices(step, self.size)]
 
-    def __len__(self) -> int:
-        return self.share.steps(self.size)
-
 
 def _ignore_signals(worker: int) -> None:
     """Live on where all processes of a job are signalled: the training, which ends its workers, has yet to save."""
@@ -74,7 +71,7 @@ class TorchLoader:
         )
 
     def __len__(self) -> int:
-        return len(self._batches)
+        return self._batches.share.steps(self.samples)
 
     def epoch(self, epoch: int, start: int = 0) -> Generator[Batch]:
         """Yield the batches of an epoch from global step `start`."""
@@ -83,7 +80,6 @@ class TorchLoader:
             yield x.to(self._device, non_blocking=True), y.to(self._device, non_blocking=True)
 
     def close(self) -> None:
-        """End the worker processes."""
         iterator, self._loader._iterator = self._loader._iterator, None
         if iterator is not None and hasattr(iterator, "_shutdown_workers"):
             iterator._shutdown_workers()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import h5py
 import numpy as np
 
@@ -44,14 +42,3 @@ def open_volumes(file: h5py.File) -> dict[str, h5py.Dataset]:
             "same grid"
         )
     return volumes
-
-
-def read_planes(volume: h5py.Dataset, rows: slice, path: Path) -> np.ndarray:
-    """Return planes [C, rows, H, W] of a volume, float32."""
-    try:
-        values: np.ndarray = volume[:, rows].astype(np.float32, copy=False)
-    except OSError as error:
-        raise UserError(
-            f"{path}: {volume.name.lstrip('/')}: cannot read ({error}); the file is damaged, fetch it again"
-        ) from None
-    return values

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import h5py
 import numpy as np
 
 from dlscale.config.dataset import SPLITS
@@ -13,9 +12,9 @@ from dlscale.core.progress import tracked
 from dlscale.data import parts, store
 from dlscale.data.describe import describe_field, new_manifest
 from dlscale.data.manifest import File, Manifest
-from dlscale.data.store import Field, Moments
+from dlscale.data.store import Field, Moments, Reader
 from dlscale.data.transforms import IDENTITY
-from dlscale.datasets.cosmo.channels import CHANNELS, DENSITY, open_volumes, read_planes
+from dlscale.datasets.cosmo.channels import CHANNELS, DENSITY, open_volumes
 from dlscale.datasets.cosmo.kind import CosmoDataset
 
 
@@ -36,7 +35,7 @@ def describe_prepared(dataset: CosmoDataset, sources: list[Path], folder: Path) 
                 described[name] &= "transforms" in values.attrs and Field.of(values).transforms == transforms
                 if part.split == "train":
                     field = Field(name, channels, units, values.shape, 0, transforms)
-                    moments[name] = moments[name].merged(_measure(values, field, path, dataset.memory_mb))
+                    moments[name] = moments[name].merged(_measure(field, path, dataset.memory_mb))
             splits[part.split].append(File.of(path, folder, volumes["Nbody"].shape[1]))
     fields = {}
     for name, (channels, units, transforms) in CHANNELS.items():
@@ -63,13 +62,14 @@ def complete(dataset: CosmoDataset, manifest: Manifest, stats: Path, name: str) 
     return manifest
 
 
-def _measure(values: h5py.Dataset, field: Field, path: Path, memory_mb: int) -> Moments:
+def _measure(field: Field, path: Path, memory_mb: int) -> Moments:
     """Return the statistics of a volume, read in blocks of planes."""
-    block = max(1, memory_mb * 1_000_000 // (12 * int(np.prod(values.shape)) // field.rows))
+    block = max(1, memory_mb * 1_000_000 // (12 * int(np.prod(field.shape)) // field.rows))
+    reader = Reader(path, field.name)
     moments = Moments.empty(len(field.channels))
     starts = range(0, field.rows, block)
     for first in tracked(starts, f"reading {path.name}: {field.name}", len(starts), "blocks"):
-        read = read_planes(values, slice(first, first + block), path)
+        read = reader[field.select(first, first + block)]
         store.check_finite(read, field, str(path), first)
         moments = moments.merged(Moments.of(read, 0))
     return moments

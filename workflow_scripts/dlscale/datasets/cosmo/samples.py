@@ -1,8 +1,16 @@
-"""Samples of volumes: cubic crops, turned at random for training, fixed for validation."""
+"""Samples of volumes: cubic crops, turned at random for training, fixed for validation.
+
+A crop is turned by one of the 48 rotations and reflections of a cube. A symmetry takes grid axis `axes[i]` to axis i
+and then reverses the axes in `flips`. A vector field must turn with its grid: component i of the result is component
+`axes[i]` of the original, with its sign changed where axis i was reversed. Turning the grid alone makes samples that no
+physics has.
+"""
 
 from __future__ import annotations
 
 import functools
+import itertools
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -11,13 +19,75 @@ from dlscale.data import sampling
 from dlscale.data.manifest import Manifest
 from dlscale.data.samples import BoxField, BoxIndex, GridSamples
 from dlscale.datasets.cosmo.kind import CropSamples
-from dlscale.datasets.cosmo.symmetries import COUNT, CubeSymmetries
+
+
+@dataclass(frozen=True)
+class Symmetry:
+    """One of the 48: `axes`, a permutation of (0, 1, 2), then `flips`, whether each axis is reversed."""
+
+    axes: tuple[int, int, int]
+    flips: tuple[bool, bool, bool]
+
+    @property
+    def determinant(self) -> int:
+        """+1 for a rotation, -1 for a reflection."""
+        parity = sum(a > b for a, b in itertools.combinations(self.axes, 2))
+        return (-1) ** (parity + sum(self.flips))
+
+
+_ALL = [
+    Symmetry((a, b, c), (f, g, h))
+    for a, b, c in itertools.permutations((0, 1, 2))
+    for f, g, h in itertools.product((False, True), repeat=3)
+]
+#: Identity first, then the other 23 rotations, then the 24 reflections.
+SYMMETRIES: tuple[Symmetry, ...] = tuple(sorted(_ALL, key=lambda s: (-s.determinant, s.axes, s.flips)))
+COUNT = {"none": 1, "rotations": 24, "full": 48}
+
+
+def vectors(channels: list[str]) -> list[tuple[int, int, int]]:
+    """Return the channel indices of each vector: names that end in `_x`, `_y` and `_z` and begin alike."""
+    stems = [name[:-2] for name in channels if name.endswith("_x")]
+    return [
+        (channels.index(f"{stem}_x"), channels.index(f"{stem}_y"), channels.index(f"{stem}_z"))
+        for stem in stems
+        if f"{stem}_y" in channels and f"{stem}_z" in channels
+    ]
+
+
+def apply(symmetry: Symmetry, x_CDHW: np.ndarray, vectors_: list[tuple[int, int, int]]) -> np.ndarray:
+    """Return the transformed cube (D = H = W), contiguous and of the same type; `vectors_` as `vectors` gives them."""
+    turned = x_CDHW.transpose(0, *(1 + axis for axis in symmetry.axes))
+    steps = tuple(slice(None, None, -1) if flip else slice(None) for flip in symmetry.flips)
+    turned = turned[(slice(None), *steps)]
+    result = np.ascontiguousarray(turned)
+    for components in vectors_:
+        for axis, channel in enumerate(components):
+            values = turned[components[symmetry.axes[axis]]]
+            result[channel] = -values if symmetry.flips[axis] else values
+    return result
+
+
+class CubeSymmetries:
+    """All 48, for boxes of the channels given; the protocol is `dlscale.data.samples.Symmetries`."""
+
+    def __init__(self, channels: list[str]) -> None:
+        self._vectors = vectors(channels)
+        self.axes = np.array([symmetry.axes for symmetry in SYMMETRIES])
+        self.flips = np.array([symmetry.flips for symmetry in SYMMETRIES])
+        self.source = np.tile(np.arange(len(channels)), (len(SYMMETRIES), 1))
+        self.sign = np.ones(self.source.shape, np.float32)
+        for vector in self._vectors:
+            for axis, channel in enumerate(vector):
+                self.source[:, channel] = np.array(vector)[self.axes[:, axis]]
+                self.sign[:, channel] = np.where(self.flips[:, axis], -1, 1)
+
+    def apply(self, number: int, x: np.ndarray) -> np.ndarray:
+        return apply(SYMMETRIES[number], x, self._vectors)
 
 
 class Crops(GridSamples):
-    """See `dlscale.data.samples.GridSamples`.
-
-    Training sample i is a crop at random: every offset that fits is equally likely, the last one too,
+    """Training sample i is a crop at random: every offset that fits is equally likely, the last one too,
     and larger volumes are chosen as much more often as they hold more offsets. Validation and test are
     fixed: disjoint crops on a grid, evenly spread, not turned.
     """
@@ -54,20 +124,11 @@ class Crops(GridSamples):
         volume = np.searchsorted(self._shares, share, side="right").clip(max=len(self._shares) - 1)
         low = w << np.uint64(32)  # the other half of each word
         offsets = self._offsets[volume]
-        return np.stack(
-            [
-                volume,
-                sampling.below(w[:, 1], offsets[:, 0]),
-                sampling.below(low[:, 1], offsets[:, 1]),
-                sampling.below(w[:, 2], offsets[:, 2]),
-                sampling.below(w[:, 3], self._symmetries),
-            ],
-            axis=1,
-        )
+        starts = [sampling.below(each, offsets[:, axis]) for axis, each in enumerate((w[:, 1], low[:, 1], w[:, 2]))]
+        return np.stack([volume, *starts, sampling.below(w[:, 3], self._symmetries)], axis=1)
 
     @functools.lru_cache(maxsize=2)  # noqa: B019 - as above
     def boxes(self, epoch: int) -> BoxIndex:
-        """See `GridSamples`."""
         if self._training:
             table = self.table(epoch)
             return BoxIndex(table[:, 0], table[:, 1:4], table[:, 1:4], table[:, 4])
@@ -79,6 +140,4 @@ class Crops(GridSamples):
         return BoxIndex(volume, start, start, np.zeros_like(volume))
 
 
-def open_samples(manifest: Manifest, split: str, settings: CropSamples, seed: int) -> Crops:
-    """Return the samples of a split."""
-    return Crops(manifest, split, settings, seed)
+open_samples = Crops

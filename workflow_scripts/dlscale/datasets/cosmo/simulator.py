@@ -252,16 +252,9 @@ def deposit(displacement: Values, box: float, weight: Values | None = None) -> A
 
     Hockney & Eastwood, Computer Simulation Using Particles, chapter 5: each particle is a cube of the size of a
     cell, shared out by overlap between the 8 nearest grid points.
-
-    Parameters
-    ----------
-    displacement
-        [3, N, N, N], Mpc/h, of the particle that began at each grid point; any length, the box is periodic.
-    box
-        Side, Mpc/h.
-    weight
-        [N, N, N], what each particle carries; 1 if omitted, which gives the density relative to its mean. The sum of
-        the result [N, N, N] is that of the weights.
+    `displacement` [3, N, N, N], Mpc/h, is that of the particle that began at each grid point, of any length: the box of
+    side `box` is periodic. `weight` [N, N, N] is what each carries; 1 if omitted, which gives the density relative to
+    its mean. The sum of the result [N, N, N] is that of the weights.
     """
     grid = displacement.shape[1]
     lattice = np.arange(grid, dtype=np.float64)

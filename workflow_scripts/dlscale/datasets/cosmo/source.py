@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -12,24 +11,22 @@ from dlscale.core.errors import UserError
 from dlscale.data import store
 from dlscale.data.kind import Part
 from dlscale.data.source import Source
-from dlscale.data.store import Field
-from dlscale.datasets.cosmo.channels import CHANNELS, open_volumes, read_planes
+from dlscale.data.store import Field, Reader
+from dlscale.datasets.cosmo.channels import CHANNELS, open_volumes
 from dlscale.datasets.cosmo.kind import CosmoDataset, gap
 
 
-def open_source(dataset: CosmoDataset, part: Part, paths: list[Path]) -> CosmoSource:
-    """Open the volume of one part."""
-    return CosmoSource(dataset, part, paths[0])
-
-
 class CosmoSource(Source):
-    """A volume streamed in slabs along its first axis; see `dlscale.data.source.Source`."""
+    """The volume of one part, streamed in slabs along its first axis."""
 
-    def __init__(self, dataset: CosmoDataset, part: Part, path: Path) -> None:
-        self._file = store.open_file(path)
-        self._volumes = open_volumes(self._file)
-        self._factor = dataset.downsample
-        edge = self._volumes["Nbody"].shape[1:]
+    def __init__(self, dataset: CosmoDataset, part: Part, paths: list[Path]) -> None:
+        [path] = paths
+        self._path, self._factor = path, dataset.downsample
+        with store.open_file(path) as file:
+            edge = open_volumes(file)["Nbody"].shape[1:]
+            said = {k: v.item() if hasattr(v, "item") and np.ndim(v) == 0 else str(v) for k, v in file.attrs.items()}
+        self.attributes = {"raw_file": path.name, **said}
+        self._readers = {name: Reader(path, name) for name in CHANNELS}
         depth, height, width = (size // self._factor for size in edge)
         if min(depth, height, width) < 1:
             raise UserError(f"{path}: downsample {self._factor} is larger than the volume {edge}; choose a smaller one")
@@ -43,29 +40,23 @@ class CosmoSource(Source):
                 "choose a larger share or a smaller gap"
             )
         published = dataset.transform == "published"
-        self.fields = tuple(
-            Field(
-                name,
-                channels,
-                units if published else ("1",) * len(channels),
-                (len(channels), rows, height, width),
-                0,
-                transforms if published else (),
-            )
-            for name, (channels, units, transforms) in CHANNELS.items()
-        )
+        self.fields = ()
+        for name, (channels, units, transforms) in CHANNELS.items():
+            shape = (len(channels), rows, height, width)
+            if published:
+                self.fields += (Field(name, channels, units, shape, 0, transforms),)
+            else:
+                self.fields += (Field(name, channels, ("1",) * len(channels), shape, 0),)
         raw_row = 4 * 9 * self._factor * edge[1] * edge[2]
         # The raw slab, its averages axis by axis (half at most, then less), a finite-check mask, the result.
         self.bytes_per_row = int(raw_row * (2.0 if self._factor > 1 else 1.25)) + 4 * 9 * height * width * 2
-        self.attributes = {"raw_file": path.name, **_plain(dict(self._file.attrs))}
-        self._path = path
 
     def read(self, start: int, stop: int) -> dict[str, np.ndarray]:
         """Return rows [start, stop) of both fields, block-averaged, then transformed to model units."""
         slabs = {}
         for field in self.fields:
             rows = slice((self._first + start) * self._factor, (self._first + stop) * self._factor)
-            values = read_planes(self._volumes[field.name], rows, self._path)
+            values = self._readers[field.name][:, rows, :, :]
             # The check comes before the logarithm, which would turn a NaN into the range's lower end.
             store.check_finite(values, field, str(self._path), rows.start)
             values = store.block_average(values, self._factor, (1, 2, 3))
@@ -74,13 +65,5 @@ class CosmoSource(Source):
             )
         return slabs
 
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
 
-
-def _plain(attributes: dict[str, Any]) -> dict[str, Any]:
-    return {
-        key: value.item() if hasattr(value, "item") and np.ndim(value) == 0 else str(value)
-        for key, value in attributes.items()
-    }
+open_source = CosmoSource

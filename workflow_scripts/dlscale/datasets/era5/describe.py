@@ -23,7 +23,10 @@ def describe_prepared(dataset: Era5Dataset, sources: list[Path], folder: Path) -
     root = Path(dataset.source.path)
     splits: dict[str, list[File]] = {split: [] for split in SPLITS}
     shape: tuple[int, ...] | None = None
-    latitude, longitude, names, units = [], [], [], []
+    latitude: list[float] = []
+    longitude: list[float] = []
+    names: list[str] = []
+    units: list[str] = []
     for split in SPLITS:
         for path in sorted((root / split).glob("*.h5")):
             with store.open_file(path) as file:

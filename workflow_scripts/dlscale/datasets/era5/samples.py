@@ -14,9 +14,7 @@ from dlscale.datasets.era5.kind import PairSamples
 
 
 class Pairs(GridSamples):
-    """See `dlscale.data.samples.GridSamples`.
-
-    A file of T times holds T - dt pairs and every one is used, whatever each file's length. A training
+    """A file of T times holds T - dt pairs and every one is used, whatever each file's length. A training
     epoch visits them in a random order, and of more than `settings.train` a new random choice each
     epoch; validation and test are fixed and evenly spread.
     """
@@ -39,7 +37,6 @@ class Pairs(GridSamples):
 
     @functools.lru_cache(maxsize=2)  # noqa: B019 - an epoch's index serves all its samples; two epochs overlap
     def boxes(self, epoch: int) -> BoxIndex:
-        """See `GridSamples`."""
         pair = sampling.visits(self._seed, epoch, self.available, self.size, self._training)
         file, row = sampling.locate(self._pairs, pair)
         zero = np.zeros_like(row)
@@ -47,6 +44,4 @@ class Pairs(GridSamples):
         return BoxIndex(file, x, y, zero)
 
 
-def open_samples(manifest: Manifest, split: str, settings: PairSamples, seed: int) -> Pairs:
-    """Return the samples of a split."""
-    return Pairs(manifest, split, settings, seed)
+open_samples = Pairs

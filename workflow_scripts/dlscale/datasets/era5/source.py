@@ -92,12 +92,8 @@ class Era5Source(Source):
 
     One field `fields` [T, C, H, W] in physical units: the dataset's channels (all that there are, if it names none),
     cropped and averaged as it asks. Its times are those of the period whose distance from midnight UTC is a multiple
-    of the dataset's `step_hours`; all times where these are None.
-
-    Raises
-    ------
-    UserError
-        A channel, level or time is missing or stands twice; the grids differ, or are smaller than the crop.
+    of the dataset's `step_hours`; all times where these are None. A channel, level or time that is missing or stands
+    twice, and grids that differ or are smaller than the crop, are a `UserError`.
     """
 
     def __init__(self, dataset: Era5Dataset, variables: list[Variable], period: Period | None, label: str) -> None:

@@ -34,16 +34,12 @@ _PACKAGES = {"gs": "gcsfs", "gcs": "gcsfs", "s3": "s3fs", "http": "aiohttp", "ht
 def acquire(dataset: Era5Dataset, raw: RawFile, out: Path, progress: Callable[[int, int], None] | None = None) -> None:
     """Copy `dataset.channels` over `raw.period` from the store `raw.origin` to the NetCDF-4 file `out`.
 
-    Only the needed variables, levels and times (`dataset.step_hours`) are fetched, some chunks of times at
-    a time, within `dataset.memory_mb` or one chunk, whichever is more. Grid and values stay as they are, but
-    for the order: [time, latitude, longitude], north to south. A channel `name@level` becomes a variable
-    of that very name, and `dlscale.datasets.era5.source.open_source` finds the same channels in the file. The
-    store is a folder, or a URL of any kind that fsspec knows, consolidated or not.
-
-    Raises
-    ------
-    UserError
-        The store is absent or out of reach, or lacks a channel, level or time; the disk is full.
+    Only the needed variables, levels and times (`dataset.step_hours`) are fetched, some chunks of times at a time,
+    within `dataset.memory_mb` or one chunk, whichever is more. Grid and values stay as they are, but for the order:
+    [time, latitude, longitude], north to south. A channel `name@level` becomes a variable of that very name, and
+    `dlscale.datasets.era5.source.open_source` finds the same channels in the file. The store is a folder, or a URL of
+    any kind that fsspec knows, consolidated or not. One that is absent, out of reach, or lacks a channel, level or time
+    is a `UserError`.
     """
     import h5netcdf
 
