@@ -460,7 +460,8 @@ def test_fingerprint_is_of_exactly_what_ran(finished: tuple[Tree, Outcome], monk
     registry.add("waves", finished[0].path / f"../{OUTSIDE}/waves.py")
     own = set(finished[0].python("import dlscale.cli, json, sys; print(json.dumps(list(sys.modules)))"))
     # Settings are of one of all kinds, those of a study from outside included.
-    own |= {f"{module}.kind" for module in registry.kinds().values()} | set(reachable(["waves"]))
+    kinds = [module for module in registry.kinds().values() if module != "waves"]
+    own |= {"dlscale.datasets", *kinds, *(f"{module}.kind" for module in kinds), *reachable(["waves"])}
     stages_seen = []
     for file in finished[0].imports.iterdir():
         process = json.loads(file.read_text())
