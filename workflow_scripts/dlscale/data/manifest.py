@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, ValidationError
 
 from dlscale.core.errors import UserError
+from dlscale.core.files import read_json
 from dlscale.core.records import Record
 from dlscale.data.transforms import Transform
 
@@ -120,4 +121,11 @@ class Manifest(Record):
 
     @classmethod
     def read(cls, path: str | Path) -> Self:
-        return super().read(path).model_copy(update={"folder": Path(path).resolve().parent})
+        try:
+            return cls.model_validate(read_json(path)).model_copy(update={"folder": Path(path).resolve().parent})
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}".removeprefix(": ")
+            raise UserError(
+                f"{path}: not a manifest of this version ({reason}); delete it and run the workflow again"
+            ) from None
