@@ -724,7 +724,9 @@ def test_what_makes_a_training_itself(finished: Path, weather: Path, tmp_path: P
     others.append(with_manifest(lambda values: values["splits"]["train"][0].update(digest="another file")))
     others.append(with_manifest(lambda values: values["fields"]["fields"]["transforms"][0].update(scale=7.0)))
     others.append(with_manifest(lambda values: values["extra"]["latitude"].reverse()))
-    assert len({own, *others}) == 1 + 12
+    assert manifest.extra["climatology_sha256"] == sha256(weather / "stats/time_means.npy")
+    others.append(with_manifest(lambda values: values["extra"].update(climatology_sha256="of another file")))
+    assert len({own, *others}) == 1 + 13
 
 
 def test_checkpoints_are_as_often_and_as_many_as_asked(era5: Make) -> None:

@@ -156,7 +156,7 @@ STAGES: dict[str, Stage] = {
             path("--out", "the run's folder"),
         ),
         settings=("training", "schedule"),
-        outputs=("metrics.jsonl", "provenance.json", "prediction.png"),
+        outputs=("provenance.json", "metrics.jsonl", "prediction.png"),
         usual=True,
         nodes="geometry",
         work=training_work,

@@ -10,6 +10,7 @@ import numpy as np
 
 from dlscale.config.dataset import SPLITS
 from dlscale.core.errors import UserError
+from dlscale.core.files import sha256
 from dlscale.data import store
 from dlscale.data.describe import new_manifest
 from dlscale.data.manifest import FieldInfo, File, Manifest
@@ -89,7 +90,11 @@ def complete(dataset: Era5Dataset, manifest: Manifest, stats: Path, name: str) -
     """Add grid, time step, climatology, and the transforms that standardise each channel when it is read."""
     info = manifest.fields["fields"]
     info.check_varies(f"{manifest.folder}: fields")
-    extra = Extra.of(manifest) if isinstance(dataset.source, Era5Prepared) else _extra(manifest, stats, name)
+    prepared = isinstance(dataset.source, Era5Prepared)
+    extra = Extra.of(manifest) if prepared else _extra(manifest, stats, name)
+    if extra.climatology:
+        means = Path(extra.climatology) if prepared else stats / Path(extra.climatology).name
+        extra = extra.model_copy(update={"climatology_sha256": sha256(means)})
     facts = [f"a state every {extra.step_hours:g} h"] if extra.step_hours else []
     for axis in ("latitude", "longitude"):
         if degrees := getattr(extra, axis):

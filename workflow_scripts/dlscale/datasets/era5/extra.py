@@ -13,6 +13,7 @@ class Extra(Record):
     longitude: list[float] = []  # degrees, west to east
     step_hours: float | None = None  # between stored states
     climatology: str | None = None  # path of the mean over training times [1, C, H, W], relative to the manifest
+    climatology_sha256: str | None = None  # of its content, which decides a run's scores
 
     def axes(self) -> tuple[tuple[str, str], tuple[float, float, float, float] | None]:
         """Return the labels of a map's axes and its (left, right, bottom, top), degrees; cells where there are none."""
