@@ -285,13 +285,13 @@ def test_works(tmp_path: Path) -> None:
     ]
     manifest(tmp_path, "cosmo_demo", train=[64])
     (tmp_path / "plans/mine/larger").mkdir(parents=True)
-    (tmp_path / "plans/mine/larger/metrics.jsonl").touch()
+    (tmp_path / "plans/mine/larger/provenance.json").touch()
     measured(tmp_path, "cosmo_demo.baseline", 3.0)  # its training is still to be done
     assert [(w.stage, w.run_name) for w in cost.works(configuration, ["mine"])] == [("train", "baseline")]
     both = cost.works(configuration, ["mine", "cosmo_demo"])
     assert [w.stage for w in both if w.run_name == "baseline"] == ["train"]
     assert all(w.run == configuration.plans[w.plan][w.run_name].run for w in both)
-    (tmp_path / "plans/cosmo_demo/baseline/metrics.jsonl").touch()  # where the results of `mine.reference` are
+    (tmp_path / "plans/cosmo_demo/baseline/provenance.json").touch()  # where the results of `mine.reference` are
     assert cost.works(configuration, ["mine"]) == []
 
 
