@@ -6,8 +6,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import torch
-from torch import nn
 
 from dlscale.config.dataset import DatasetSettings
 from dlscale.core.schema import Strict
@@ -66,13 +64,15 @@ class WavesStudy(Study):
 
     dataset, Model, Loss = "waves", NetSettings, SquareSettings
 
-    def model(self, run: Any, manifest: Any) -> nn.Module:
-        """See `Study`."""
+    def model(self, run: Any, manifest: Any) -> Any:
+        """See `Study`. PyTorch is imported here: the file is read with every call of Snakemake."""
+        from torch import nn
+
         return nn.Sequential(nn.Linear(32, run.model.hidden), nn.ReLU(), nn.Linear(run.model.hidden, 1), nn.Flatten(0))
 
     def loss(self, run: Any) -> SampleLoss:
         """See `Study`."""
-        return lambda prediction_B, target_B: torch.square(prediction_B - target_B)
+        return lambda prediction_B, target_B: (prediction_B - target_B) ** 2
 
 
 STUDY = WavesStudy()
