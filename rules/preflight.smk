@@ -55,7 +55,8 @@ onstart:
         )
     works = waiting_works()
     try:
-        launcher.check_names([os.getcwd(), RESULTS, *map(str, workflow.config_settings.configfiles)], SITE)
+        paths = [os.getcwd(), RESULTS, *registry.roots(), *workflow.config_settings.configfiles]
+        launcher.check_names(map(str, paths), SITE)
         for work in [work for work in works if work.run]:
             slurm.check(SITE.scheduler, work.run.geometry, f"plans.{work.plan}.runs.{work.run_name}.")
     except UserError as error:

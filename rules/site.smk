@@ -23,16 +23,15 @@ def image_options():
 def launch(paths, geometry=None):
     """The words that start a stage that reads `paths`: in a container it sees these, here and there alike."""
     folder, results = os.getcwd(), Path(RESULTS).resolve()
-    outside = {name: study.file for name, study in registry.added().items()}
     place = launcher.Place(
         folder=folder,
         sources=str(ROOT.parent),
         uid=os.getuid(),
         gid=os.getgid(),
-        data=launcher.outside([*paths, ROOT.parent, *outside.values()], folder, results),
+        data=launcher.outside([*paths, ROOT.parent, *registry.roots()], folder, results),
         results=None if results.is_relative_to(folder) else str(results),
     )
-    studies = [f"--study={name}={file}" for name, file in outside.items()]
+    studies = [f"--study={name}={study.file}" for name, study in registry.added().items()]
     return [*launcher.launch(SITE, place, geometry), *studies]
 
 

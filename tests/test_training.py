@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,7 @@ from dlscale.train.build import open_session
 from dlscale.train.checkpoint import CheckpointRecord, Checkpoints
 from dlscale.train.loop import Hook, run_steps
 from dlscale.train.train import run_fingerprint
-from dlscale.train.trainer import Trainer
+from dlscale.train.trainer import Trainer, _EpochSums
 from tests.conftest import COSMO, COSMO_RUN, ERA5, ERA5_RUN, make_dataset, make_run, records, train
 from tests.waiting import PATIENCE
 
@@ -975,3 +976,37 @@ def test_another_image_trains_anew(tmp_path: Path, weather: Path, monkeypatch: p
         assert train(folder, weather / "manifest.json") == 0
         found = provenance(folder)
         assert (found["resumed_from_step"], found["image"]["identity"]) == (resumed, image)
+
+
+# ---- checkpoints and clocks, alone -------------------------------------------------------------------
+
+
+def test_what_cannot_be_read_does_not_displace_what_was_saved(tmp_path: Path) -> None:
+    """A later step that nothing could go on from counts for none of those that are kept."""
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    checkpoints.save(CheckpointRecord(step=100), {})
+    with zipfile.ZipFile(tmp_path / "step-00000100/state.pt", "w") as archive:
+        archive.writestr("no", "checkpoint")
+    assert checkpoints.load() is None
+    for step in (75, 80):
+        checkpoints.save(CheckpointRecord(step=step), {})
+        assert checkpoints.steps() == [step]
+
+
+def test_a_rank_that_cannot_see_a_checkpoint_leaves_it(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    checkpoints.save(CheckpointRecord(step=3), {})
+    (tmp_path / "step-00000003/checkpoint.json").rename(tmp_path / "elsewhere")
+    assert checkpoints.load(3) is None and checkpoints.steps() == [3]
+
+
+def test_the_clock_of_an_epoch_stops_with_its_steps() -> None:
+    """Also where the try that stopped it was itself stopped while it validated."""
+    device = torch.device("cpu")
+    sums = _EpochSums(CheckpointRecord(seconds=2.0), 0, World(), device)
+    sums.finish()
+    stopped, wall_time = sums.seconds, sums.wall_time
+    assert stopped >= 2.0 and wall_time > 0
+    again = _EpochSums(CheckpointRecord(seconds=stopped, wall_time=wall_time), 0, World(), device)
+    again.finish()
+    assert (again.seconds, again.wall_time) == (stopped, wall_time) == (sums.seconds, sums.wall_time)

@@ -29,7 +29,7 @@ import contextlib
 from dlscale.config.run import load_run
 from dlscale.core.files import write_json
 from dlscale.parallel.world import join
-from dlscale.train.session import open_session
+from dlscale.train.build import open_session
 
 
 def main(args: argparse.Namespace) -> None:

@@ -126,6 +126,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(expected, UserError):
             return _fail(terminal, f"dlscale {args.stage}: {str(expected).removeprefix(': ')}", USER_ERROR)
         traceback.print_exc(file=sys.stderr)
+        if place := registry.mistake(error):
+            return _fail(terminal, f"dlscale {args.stage}: {place}", USER_ERROR)
         defect = f"a defect of dlscale: {type(error).__name__}: {error}"
         place = f"; the log {args.log} has the traceback" if args.log else ""
         return _fail(terminal, f"dlscale {args.stage}: {defect}{place}", DEFECT)

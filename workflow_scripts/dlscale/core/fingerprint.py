@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from dlscale.core import registry
+from dlscale.core.errors import UserError
 from dlscale.core.stages import STAGES
 
 ROOT = Path(__file__).resolve().parents[1]  # the package's folder
@@ -24,13 +25,11 @@ def _file(module: str) -> Path | None:
     """Return the source file of a module of this package, or of a study from outside; None for anything else."""
     if module == "dlscale.core.stages":  # what it says of a stage is among the params of its jobs: entry, settings
         return None
-    parts = module.split(".")
-    for root in [ROOT.parent] if parts[0] == ROOT.name else registry.roots():
-        base = root.joinpath(*parts)
-        for candidate in (base.with_suffix(".py"), base / "__init__.py"):
-            if candidate.is_file():
-                return candidate
-    return None
+    words = module.split(".")
+    if words[0] != ROOT.name:
+        return registry.source(module)
+    base = ROOT.parent.joinpath(*words)
+    return next((file for file in (base.with_suffix(".py"), base / "__init__.py") if file.is_file()), None)
 
 
 @functools.cache
@@ -40,7 +39,11 @@ def _source(module: str) -> tuple[str, frozenset[str]]:
     assert file is not None, module
     text = file.read_bytes()
     imported: set[str] = set()
-    for node in ast.walk(ast.parse(text)):
+    try:
+        tree = ast.parse(text)
+    except SyntaxError as error:
+        raise UserError(f"{file}:{error.lineno}: {error.msg}") from None
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             imported |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -108,6 +111,8 @@ def data_modules(stage: str, kind: str, acquirer: str | None = None) -> list[str
     roles = {"acquire": acquirer, "preprocess": "source", "describe": "describe", "preview": "preview"}
     role = roles.get(stage)
     modules = [None if stage == "acquire" else STAGES[stage].module, role and registry.part(kind, role)]
+    if stage == "describe" and kind in registry.shipped_kinds():  # what its rows are called
+        modules.append(f"{registry.shipped_kinds()[kind]}.kind")
     return [module for module in modules if module]
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-import re
 import sys
 import traceback
 from dataclasses import dataclass
@@ -64,9 +63,15 @@ def _shipped() -> dict[str, Study]:
 def _installed() -> dict[str, Study]:
     installed = {}
     for point in metadata.entry_points(group=GROUP):
-        spec = importlib.util.find_spec(point.module)
+        where = f"entry point {point.name} of {GROUP}"
+        if point.name in _shipped():
+            raise UserError(f"{where}: dlscale has a study of this name; uninstall the package, or rename its study")
+        try:
+            spec = importlib.util.find_spec(point.module)
+        except ImportError:
+            spec = None
         if spec is None or spec.origin is None:
-            raise UserError(f"entry point {point.name} of {GROUP}: no module {point.module}; install its package again")
+            raise UserError(f"{where}: no module {point.module}; install its package again")
         installed[point.name] = Study(point.name, point.module, Path(spec.origin), outside=True)
     return installed
 
@@ -85,9 +90,9 @@ def add(name: str, path: str | Path) -> Study:
         raise UserError(f"{where}: {path}: expected a Python file (.py), or a folder with __init__.py")
     if name in _shipped() or name in _installed():
         raise UserError(f"{where}: dlscale has a study of this name; choose another")
-    module = re.sub(r"\W", "_", (file.parent if file.name == "__init__.py" else file).stem)
+    module = (file.parent if file.name == "__init__.py" else file).stem
     if not module.isidentifier() or module in sys.stdlib_module_names or module == PACKAGE.name:
-        raise UserError(f"{where}: {path}: Python cannot import a module called '{module}' from there; rename the file")
+        raise UserError(f"{where}: {path}: Python cannot import a module called '{module}'; rename it")
     study = Study(name, module, file, outside=True)
     if not study.yaml.is_file():
         raise UserError(f"{where}: {study.yaml}: no such file; a study's settings stand in a YAML file beside it")
@@ -101,16 +106,49 @@ def added() -> dict[str, Study]:
     return dict(_added)
 
 
+def _root(study: Study) -> Path:
+    """Return the folder from which a study's module is imported."""
+    return study.file.parents[study.module.count(".") + (study.file.name == "__init__.py")]
+
+
 def roots() -> list[Path]:
-    """Return the folders from which modules from outside are imported; each is made importable."""
-    folders = []
+    """Return the folders from which studies from outside are imported; those of added ones are made importable."""
+    for root in map(str, map(_root, _added.values())):
+        if root not in sys.path:
+            sys.path.append(root)  # last: nothing there hides what is installed
+    return list(dict.fromkeys(map(_root, (*_added.values(), *_installed().values()))))
+
+
+def source(module: str) -> Path | None:
+    """Return the file of a module that belongs to a study from outside; None for any other.
+
+    Of an installed study these are the modules of its own package, of an added one all in the folder that it is in.
+    """
+    words, files = module.split("."), {}
     for study in (*_added.values(), *_installed().values()):
-        depth = study.module.count(".") + (study.file.name == "__init__.py")
-        root = study.file.parents[depth]
-        folders.append(root)
-        if study.name in _added and str(root) not in sys.path:
-            sys.path.append(str(root))  # last: nothing there hides what is installed
-    return list(dict.fromkeys(folders))
+        if study.name in _added or words[0] == study.module.split(".")[0]:
+            base = _root(study).joinpath(*words)
+            for file in (base.with_suffix(".py"), base / "__init__.py"):
+                if file.is_file():
+                    files[file] = study.name
+    if len(files) > 1:
+        first, second, *_ = files
+        raise UserError(f"{first} and {second}: Python can import only one module '{module}'; rename one of them")
+    return next(iter(files), None)
+
+
+def mistake(error: BaseException) -> str | None:
+    """Return where in a study from outside an exception was raised, and what it says; None if it was elsewhere."""
+    if isinstance(error, SyntaxError) and error.filename:
+        places = [(Path(error.filename), error.lineno)]
+    else:
+        places = [(Path(frame.filename), frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    roots = [_root(study) for study in _added.values()]
+    for file, line in reversed(places):
+        ours = file.is_relative_to(PACKAGE) or "site-packages" in file.parts
+        if not ours and any(file.is_relative_to(root) for root in roots):
+            return f"{file}:{line}: {type(error).__name__}: {error}"
+    return None
 
 
 def load(module: str) -> ModuleType:
@@ -122,11 +160,8 @@ def load(module: str) -> ModuleType:
     except Exception as error:
         if module.split(".")[0] == PACKAGE.name:
             raise
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        raise UserError(
-            f"{last.filename}:{last.lineno}: {type(error).__name__}: {error}; the study in module {module} cannot be "
-            "imported"
-        ) from error
+        what = mistake(error) or f"{type(error).__name__}: {error}"
+        raise UserError(f"{what}; the study in module {module} cannot be imported") from error
     for study in _added.values():
         if study.module == module and Path(loaded.__file__ or "").resolve() != study.file:
             raise UserError(f"studies.{study.name}: {study.file}: Python has another module '{module}'; rename it")
@@ -141,6 +176,9 @@ def study(name: str) -> Any:
     module = load(known[name].module)
     if not hasattr(module, "STUDY"):
         raise UserError(f"{known[name].file}: no STUDY in it; a study's module ends with `STUDY = MyStudy()`")
+    for key in ("dataset", "Model", "Loss"):
+        if not hasattr(module.STUDY, key):
+            raise UserError(f"{known[name].file}: STUDY has no {key}; docs/adding.md says what a study has")
     return module.STUDY
 
 
@@ -156,7 +194,10 @@ def kinds() -> dict[str, str]:
     modules = dict(shipped_kinds())
     for outside in (study for study in studies().values() if study.outside):
         for kind in getattr(load(outside.module), "KINDS", []):
-            modules.setdefault(kind.name, outside.module)
+            if isinstance(kind, type):
+                raise UserError(f"{outside.file}: KINDS holds the class {kind.__name__}; write {kind.__name__}()")
+            if modules.setdefault(kind.name, outside.module) != outside.module:
+                raise UserError(f"{outside.file}: a kind of dataset called '{kind.name}' is there already; rename it")
     return modules
 
 

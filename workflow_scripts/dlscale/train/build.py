@@ -124,16 +124,17 @@ def open_session(run: RunCore, manifest: str | Path, world: World, threads: int 
     data = Manifest.read(manifest)
     data.check_files()
     study: Study = registry.study(run.study)
-    for info in data.fields.values():
+    for grid in [tuple(info.grid) for info in data.fields.values() if info.grid]:
         try:
-            study.check_grid(run, tuple(info.grid))
+            study.check_grid(run, grid)
         except ValueError as error:
             raise UserError(str(error)) from None
     step = build_step(run, partial(study.model, run, data), study.loss(run), world)
     dtype = compute_dtype(run.precision)
     if dtype != torch.float32:
         width = getattr(step.model, "attention_shape", (0, 0, 32))[2]
-        check_operations(dtype, world.device, run.memory_format == "channels_last", step.attention, width)
+        last = run.memory_format == "channels_last"
+        check_operations(dtype, world.device, last, step.attention, width, study.operations)
     if world.data_rank:  # the same weights everywhere, but each its own drop-out
         sequence = np.random.SeedSequence([run.seed, world.data_rank])
         torch.manual_seed(int(sequence.generate_state(1, np.uint64)[0]))

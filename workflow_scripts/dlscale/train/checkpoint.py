@@ -29,6 +29,7 @@ class CheckpointRecord(Record):
     history: list[Epoch] = []  #: the epochs that are done
     loss_sums: list[Number] = [0.0]  #: of the epoch under way: sum of the samples' losses on each rank
     seconds: float = 0.0  #: time spent on its steps in all tries
+    wall_time: float = 0.0  #: when its steps were done, seconds since 1970-01-01 UTC; 0 while they are not
     made_with: dict[str, Any] = {}  #: the run's `geometry` and `loader`, which decide times and no weight
 
     def loss_sum(self, rank: int, ranks: int) -> float:
@@ -73,7 +74,10 @@ class Checkpoints:
             temporary.mkdir()
             torch.save(state, temporary / "state.pt")
             record.write(temporary / "checkpoint.json")
-        for old in self.steps()[: -self.keep]:
+        # Later steps are what could not be read: nothing goes on from them.
+        earlier = [step for step in self.steps() if step < record.step]
+        later = [step for step in self.steps() if step > record.step]
+        for old in [*earlier[: len(earlier) + 1 - self.keep], *later]:
             shutil.rmtree(self._path(old), ignore_errors=True)
 
     def load(self, only: int | None = None) -> tuple[CheckpointRecord, State] | None:
@@ -92,7 +96,8 @@ class Checkpoints:
                 return record, torch.load(path, map_location="cpu", weights_only=True)
             except (OSError, zipfile.BadZipFile, pickle.UnpicklingError, EOFError, RuntimeError, UserError) as error:
                 logging.warning("%s: not readable (%s); trying an earlier one", path.parent, type(error).__name__)
-                if isinstance(error, zipfile.BadZipFile | FileNotFoundError | UserError):
-                    # Torn beyond doubt: removed, so that it does not count among those to keep.
+                if only is None and isinstance(error, zipfile.BadZipFile | FileNotFoundError | UserError):
+                    # Torn beyond doubt: removed, so that it does not count among those to keep. The one that is named
+                    # was read by the rank that writes; who cannot see it shall not remove it.
                     shutil.rmtree(self._path(step), ignore_errors=True)
         return None

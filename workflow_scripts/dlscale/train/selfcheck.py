@@ -5,7 +5,7 @@ Libraries have been wrong without a message: cuDNN 9.8 to 9.10 gave wrong values
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from functools import partial
 
@@ -30,6 +30,13 @@ CHECKS: dict[str, tuple[str, list[tuple[int, ...]], dict[str, int]]] = {
     "attention": ("scaled_dot_product_attention", [(2, 2, 64, 32)] * 3, {}),
 }
 
+#: By function: the operation that a study names.
+OPERATIONS = {
+    "conv2d": "conv2d",
+    "conv3d": "conv3d",
+    "conv_transpose3d": "conv3d",
+    "scaled_dot_product_attention": "attention",
+}
 LAYOUT = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
@@ -39,14 +46,18 @@ def check_operations(
     channels_last: bool = False,
     attention: Context = nullcontext,
     head_dim: int = 32,
+    operations: Collection[str] = (),
 ) -> None:
     """Raise a `UserError` where a forward or backward pass in `dtype` differs from float32 by more than rounding.
 
     `channels_last` checks convolutions of that order in memory, which are other kernels; `attention` and `head_dim` are
-    the context that chooses the run's kernel of attention, and the head dimension of its model.
+    the context that chooses the run's kernel of attention, and the head dimension of its model. `operations` are those
+    of the model (`Study.operations`); all are checked of a model that names none.
     """
     generator = torch.Generator().manual_seed(0)
     for name, (function, shapes, arguments) in CHECKS.items():
+        if operations and OPERATIONS[function] not in operations:
+            continue
         # Rounded to `dtype` first: only the arithmetic differs. The truth is computed by another library, on the host.
         if name == "attention":
             shapes = [(*shape[:-1], head_dim) for shape in shapes]

@@ -87,9 +87,9 @@ class Trainer:
         weighted = ((x, y, weight(number)) for number, (x, y) in enumerate(batches, first))
         numbers = range(done + first, done + steps)
         run_steps(self.step, weighted, numbers, [requests, *hooks, Hook(after_step=sums.add)])
-        requests.before_step(done + steps)
         train_loss = sums.total() / samples  # waits, so the time below is that of finished work
-        seconds, wall_time = sums.seconds, time.time()
+        sums.finish()
+        requests.before_step(done + steps)
         batches.close()
         _check_finite(epoch, "training", train_loss)
         start = time.perf_counter()
@@ -102,10 +102,10 @@ class Trainer:
             learning_rate=self.rate(done + steps - 1),
             train_loss=train_loss,
             valid_loss=valid_loss,
-            epoch_seconds=seconds,
-            samples_per_second=samples / seconds,
+            epoch_seconds=sums.seconds,
+            samples_per_second=samples / sums.seconds,
             valid_seconds=time.perf_counter() - start,
-            wall_time=wall_time,
+            wall_time=sums.wall_time,
             metrics=metrics,
         )
 
@@ -159,7 +159,7 @@ class Trainer:
         """Save, or save and end, within an epoch, if a signal asks for it."""
         if not request:
             return
-        self._save(sums.step, loss_sums=sums.by_rank(), seconds=sums.seconds)
+        self._save(sums.step, loss_sums=sums.by_rank(), seconds=sums.seconds, wall_time=sums.wall_time)
         logging.info("asked to %s: saved after step %d", request.name.lower(), sums.step)
         if request == Request.END:
             self.world.barrier()  # a rank that ends before the others have saved ends them, too
@@ -180,7 +180,8 @@ class _EpochSums:
         self.step, self._world = first, world
         loss_sum = before.loss_sum(world.rank, world.size)
         self._loss_sum = torch.tensor(loss_sum, dtype=torch.float64, device=device)
-        self._start = time.perf_counter() - before.seconds
+        self._start, self.wall_time = time.perf_counter() - before.seconds, before.wall_time
+        self._seconds = before.seconds  # once the steps are done
 
     def add(self, number: int, batch: Batch, loss: torch.Tensor) -> None:
         self._loss_sum += loss * len(batch[0])  # stays on the device: no step waits
@@ -188,8 +189,13 @@ class _EpochSums:
 
     @property
     def seconds(self) -> float:
-        """Time since the epoch began, without that between two tries."""
-        return time.perf_counter() - self._start
+        """Time spent on the epoch's steps, without that between two tries."""
+        return self._seconds if self.wall_time else time.perf_counter() - self._start
+
+    def finish(self) -> None:
+        """Stop the clock: the steps are done. An earlier try, which ended while it validated, may have stopped it."""
+        if not self.wall_time:
+            self._seconds, self.wall_time = self.seconds, time.time()
 
     def total(self) -> float:
         """Return the sum of all ranks' losses; it is taken of a copy, as this rank's own sum may yet be saved."""
