@@ -49,7 +49,8 @@ def test_benchmarks_run(tmp_path: Path) -> None:
     compiles = "left out: ViT, compile" not in done.stdout
     # Published with 0, 1, 2 workers; reads; each layout against the floor, one of them against the best; each cold.
     crops, pairs = 3 + 1 + 3 + 1 + more + 3, 3 + 1 + 2 + 1 + more + 2
-    assert len(results["rows"]) == crops + pairs + 4 + 2 + (8 + compiles) + 2 + 2
+    # Of each of two models: the loop without hooks, the trainer, the published step.
+    assert len(results["rows"]) == crops + pairs + 6 + 2 + (8 + compiles) + 2 + 2
     keys = {"name", "unit", "values", "value", "reference", "references", "reference_value", "ratio", "counted"}
     for row in results["rows"]:
         assert set(row) == keys | {"target"}
