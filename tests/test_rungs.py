@@ -686,7 +686,8 @@ def test_a_run_in_16_bits_is_checked_and_no_other(
         make_run(tmp_path, "cosmo_unet", config.merge(copy.deepcopy(COSMO_RUN), over), COSMO)
         build_.open_session(load_run(tmp_path / "config.yaml", "train"), cosmo_data / "manifest.json", World(), 1)
     # the U-Net has no attention: the check's own head dimension, and PyTorch's own choice of a kernel
-    wanted = [(torch.bfloat16, CPU, True, nullcontext, 32), (torch.float16, CPU, True, nullcontext, 32)]
+    layers = frozenset({"conv3d"})
+    wanted = [(dtype, CPU, True, nullcontext, 32, layers) for dtype in (torch.bfloat16, torch.float16)]
     assert checked == wanted
     over = {"precision": "bf16", "attention": "math"}
     make_run(tmp_path, "era5_vit", config.merge(copy.deepcopy(ERA5_RUN), over), ERA5)

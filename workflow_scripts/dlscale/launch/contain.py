@@ -89,7 +89,12 @@ def main(command: list[str]) -> int:
         if client.stdin:
             with contextlib.suppress(OSError):
                 client.stdin.close()
-        ask("rm", "--force", called)  # nothing, where --rm has done it
+        end = time.monotonic() + GRACE
+        while True:  # The engine refuses while --rm is at it, and may be ended half-way.
+            ask("rm", "--force", called)
+            if ask("container", "inspect", called).returncode or time.monotonic() > end:
+                break
+            time.sleep(0.25)
 
 
 def _copy(stream: IO[bytes], last: collections.deque[bytes]) -> None:
