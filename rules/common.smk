@@ -75,7 +75,7 @@ def stage_params(modules, settings, files=()):
 
 
 def own_params(stage, settings=None, files=()):
-    """Those of a stage that is the same for all studies and kinds of data."""
+    """Return the parameters of a stage that is the same for all studies and kinds of data."""
     return stage_params([STAGES[stage].module], settings, files)
 
 

@@ -155,12 +155,12 @@ def test_kind_resolves(kind: str) -> None:
     """What it brings is where the table of roles says; and a dataset of it is in some test."""
     assert registry.kind(kind).name == kind
     for role, function in ROLES.items():
-        if module := registry.part(kind, role):
+        if module := registry.module_of(kind, role):
             assert hasattr(importlib.import_module(module), function), role
     mine = [dataset for dataset in DATASETS.values() if dataset.kind == kind]
     assert mine
     for acquirer in {parts.kind_of(dataset).acquirer(dataset) for dataset in mine} - {None}:
-        module = registry.part(kind, acquirer)
+        module = registry.module_of(kind, acquirer)
         assert module and hasattr(importlib.import_module(module), "acquire")
 
 
@@ -178,7 +178,7 @@ def test_loader_resolves(loader: str) -> None:
 @pytest.mark.parametrize("study", STUDIES)
 def test_a_run_reaches_its_own_study_and_no_other(stage: str, study: str) -> None:
     reached = reachable(run_modules(stage, study, LOADERS[0]))
-    samples = registry.part(registry.study(study).dataset, "samples")
+    samples = registry.module_of(registry.study(study).dataset, "samples")
     own = reachable([module for module in (STUDIES[study], samples) if module])
     assert STUDIES[study] in reached and (samples is None or samples in reached)
     assert not {module for name, module in STUDIES.items() if name != study} & set(reached)
@@ -229,7 +229,7 @@ def test_a_data_stage_reaches_its_own_kind_and_no_other(stage: str, kind: str) -
     assert {module.split(".")[2] for module in below("datasets", reached)} <= {kind}
     assert not below("studies", reached) | below("models", reached) | below("train", reached)
     acquirers = {parts.kind_of(dataset).acquirer(dataset) for dataset in DATASETS.values() if dataset.kind == kind}
-    assert not {registry.part(kind, acquirer) for acquirer in acquirers - {None}} & set(reached)
+    assert not {registry.module_of(kind, acquirer) for acquirer in acquirers - {None}} & set(reached)
 
 
 @pytest.mark.parametrize("name", DATASETS)
@@ -241,9 +241,9 @@ def test_a_raw_file_depends_on_what_makes_it(name: str) -> None:
     if acquirer is None:
         assert reached == []
         return
-    assert registry.part(dataset.kind, acquirer) in reached
+    assert registry.module_of(dataset.kind, acquirer) in reached
     assert {module.split(".")[2] for module in below("datasets", reached)} == {dataset.kind}
-    readers = {registry.part(dataset.kind, role) for role in ROLES}
+    readers = {registry.module_of(dataset.kind, role) for role in ROLES}
     assert not (readers | {"dlscale.data.download", "dlscale.data.acquire"}) & set(reached)
 
 

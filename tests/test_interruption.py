@@ -16,6 +16,7 @@ import pytest
 import torch.multiprocessing as mp
 
 from dlscale.config.run import Geometry
+from dlscale.core.records import read_epochs
 from dlscale.parallel.world import World, first_host, join
 from dlscale.train.checkpoint import CheckpointRecord, Checkpoints
 from dlscale.train.interruption import Interruption, Request
@@ -37,7 +38,7 @@ def configure(folder: Path, **changes: Any) -> Path:
 
 def timeless(folder: Path) -> list[dict[str, Any]]:
     """A run's epochs without what a clock says."""
-    clocks = ("epoch_seconds", "samples_per_second", "valid_seconds", "wall_time")
+    clocks = ("epoch_seconds", "samples_per_second", "valid_seconds", "wall_time", "made_with")
     return [{key: value for key, value in record.items() if key not in clocks} for record in records(folder)]
 
 
@@ -104,6 +105,9 @@ def test_another_loader_goes_on_bit_by_bit(tmp_path: Path, era5_data: Path, monk
     assert train(stopped, manifest) == 0
     assert json.loads((stopped / "provenance.json").read_text())["resumed_from_step"] == 4
     same(whole, stopped)
+    first, *others = read_epochs(stopped / "metrics.jsonl")
+    assert first.made_with is None, "its time is of both loaders"
+    assert {epoch.made_with["loader"]["kind"] for epoch in others if epoch.made_with} == {"direct"}
 
 
 def _train_until(rank: int, port: int, folder: Path, manifest: Path, steps: int) -> None:

@@ -21,7 +21,6 @@ import torch
 from dlscale.config.run import load_run
 from dlscale.core import registry
 from dlscale.core.errors import UserError
-from dlscale.core.fingerprint import DEFAULTS
 from dlscale.data import store
 from dlscale.data.loaders import direct_loader, settings
 from dlscale.data.loaders.base import Loader, Share
@@ -272,7 +271,7 @@ def test_every_loader_serves_every_study(
 ) -> None:
     """What its samples declare; or the loader says that it cannot."""
     run = load_run(make_run(tmp_path, study, TINY[study]["run"], TINY[study]["dataset"]), "train")
-    module = registry.load(registry.part(registry.study(study).dataset, "samples") or DEFAULTS["samples"])
+    module = registry.load(registry.module_of(registry.study(study).dataset, "samples") or "")
     manifest = Manifest.read(tiny_data(study) / "manifest.json")
     samples = module.open_samples(manifest, "train", run.samples, run.seed)
     specs = samples.input_spec, samples.target_spec

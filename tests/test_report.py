@@ -461,6 +461,23 @@ def test_summary_without_throughput_compares_training(results: Results) -> None:
     assert {row["full_samples_per_second"] for row in rows} == {""}
 
 
+def test_times_are_of_one_loader(results: Results) -> None:
+    """A run that was resumed with another one: its speed is that of the last, the time of both is nobody's."""
+    folder = results.run("p", "a", epochs=5, speed=10.0, triplet=None)
+    results.run("p", "b", epochs=5, speed=10.0, triplet=None)
+    made = [{"loader": "torch"}, {"loader": "torch"}, None, {"loader": "direct"}, {"loader": "direct"}]
+    epochs = records.read_epochs(folder / "metrics.jsonl")
+    lines = [epoch.model_copy(update={"made_with": own}) for epoch, own in zip(epochs, made, strict=True)]
+    (folder / "metrics.jsonl").write_text(records.epoch_lines(lines))
+    rows = results.collect(results.plan("p", {"a": "a", "b": "b"}, measure=("train",)))
+    # of `a` only the last epoch counts, as the first with a loader warms up; of `b` the median of the last four
+    speeds = [10 * (1 + 0.01 * epoch**2) for epoch in range(2, 6)]
+    expected = [speeds[3], (speeds[1] + speeds[2]) / 2]
+    assert [float(row["train_samples_per_second"]) for row in rows] == pytest.approx(expected)
+    page = results.report()
+    assert page.count(text.duration(64)) == 1, "the time of training, of b alone"
+
+
 def test_summary_without_training(results: Results) -> None:
     results.run("p", "a", epochs=0)
     (row,) = results.collect(results.plan("p", {"a": "a"}, measure=("throughput",)))

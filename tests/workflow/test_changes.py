@@ -173,8 +173,8 @@ def components() -> Iterator[Row]:
             parts.kind_of(dataset).acquirer(dataset): since("acquire", name),
         }
         for role, expected in jobs.items():
-            module = role and registry.part(kind, role)
-            if module:
+            module = role and registry.module_of(kind, role)
+            if module and module not in registry.DEFAULTS.values():
                 yield Row(f"{kind}: {role}", append(f"workflow_scripts/{module.replace('.', '/')}.py"), expected)
 
 

@@ -65,6 +65,71 @@ def test_a_stage_that_measures_a_run(clone: Tree) -> None:
     assert (clone.results / "plans/counted/report.html").exists()
 
 
+KIND = '''"""Kind `pulses`: bell curves of random heights."""
+
+from typing import Any, Literal
+
+from dlscale.config.dataset import DatasetSettings
+from dlscale.data.kind import DatasetKind, Part, RowSamples
+
+
+class PulsesDataset(DatasetSettings):
+    """How many pulses each split has."""
+
+    kind: Literal["pulses"]
+    train: int = 6
+    valid: int = 2
+
+
+class Pulses(DatasetKind):
+    """One file a split, made in memory."""
+
+    name, Settings, Samples = "pulses", PulsesDataset, RowSamples
+
+    def parts(self, dataset: Any) -> list[Part]:
+        return [Part("train", "pulses"), Part("valid", "pulses")]
+
+
+KIND = Pulses()
+'''
+SOURCE = '''"""Pulses of a part."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dlscale.data.kind import Part
+from dlscale.data.source import ArraySource
+
+
+def open_source(dataset: Any, part: Part, paths: list[Path]) -> ArraySource:
+    """Make pulses [N, 16] and their heights [N]."""
+    height = np.random.default_rng(part.split == "valid").uniform(1, 2, getattr(dataset, part.split))
+    return ArraySource({"pulse": height[:, None] * np.exp(-(np.linspace(-3, 3, 16) ** 2)), "height": height})
+'''
+
+
+@pytest.mark.slow
+def test_a_kind_of_dataset_inside(clone: Tree) -> None:
+    """Two modules in a folder of its own: the stages of data serve it, and nothing else runs again."""
+    folder = clone.path / "workflow_scripts/dlscale/datasets/pulses"
+    folder.mkdir()
+    for name, text in {"__init__": "", "kind": KIND, "source": SOURCE}.items():
+        (folder / f"{name}.py").write_text(text)
+    assert clone.planned().names == []
+    options = """--config '{"kind": "pulses"}' --part train/pulses --out piece.h5"""
+    done = clone.shell(f"python -m dlscale preprocess {options}")
+    assert done.returncode == 0 and (clone.path / "piece.h5").exists(), done.stderr
+    clone.config["datasets"]["pulses"] = {"kind": "pulses", "train": 10}
+    clone.write()
+    outcome = clone.snakemake("--cores", "2", "--", "data_pulses")
+    assert outcome.status == 0, outcome.output[-3000:]
+    manifest = json.loads((clone.results / "data/pulses/manifest.json").read_text())
+    assert [sum(file["rows"] for file in manifest["splits"][split]) for split in ("train", "valid")] == [10, 2]
+    assert (clone.results / "data/pulses/preview.png").exists()
+
+
 @pytest.mark.slow
 def test_a_study_outside(make_tree: Callable[..., Tree]) -> None:
     """The commands of the guide: copy the example, run it."""

@@ -19,7 +19,7 @@ from dlscale.config.run import Run, run_class
 from dlscale.config.site import Site
 from dlscale.config.workflow import Workflow, workflow_class
 from dlscale.core import registry
-from dlscale.core.errors import UserError, unknown
+from dlscale.core.errors import Refused, UserError, unknown
 from dlscale.core.machine import NEEDS, missing
 from dlscale.core.records import Published
 from dlscale.core.schema import Strict
@@ -300,7 +300,7 @@ class _Resolver:
         try:
             if grid is not None:
                 study.check_grid(run, grid)
-        except ValueError as error:
+        except Refused as error:
             key, _, message = str(error).partition(" ")
             fail(key, message)
 

@@ -177,7 +177,7 @@ class RunCore(Strict):
         "contiguous", description="Order in memory of convolutions' inputs and weights."
     )
     pad_channels: PositiveInt = Field(
-        1, description="Pad the input and output channels of convolutions with zeros to a multiple; its weights stay."
+        1, description="Convolutions get zeros as channels up to a multiple of this; the model stays the same."
     )
     attention: Literal["default", "auto", "flash", "efficient", "cudnn", "math"] = Field(
         "default", description="Kernel of attention; default: PyTorch's own choice; auto: the fastest in a short trial."

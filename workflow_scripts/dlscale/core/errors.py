@@ -14,6 +14,10 @@ class UserError(Exception):
     """
 
 
+class Refused(ValueError):
+    """Settings that do not go together: a message that begins with the key at fault."""
+
+
 class Stopped(Exception):
     """A stage was asked to end and has saved what it did; the same command goes on from there."""
 

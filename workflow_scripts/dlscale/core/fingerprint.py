@@ -97,24 +97,20 @@ def run_modules(stage: str, study: str, loader: str | None = None) -> list[str]:
     `study` is the name of the run's study, `loader` the kind of its loader; None leaves the loader out.
     """
     kind = registry.study(study).dataset
-    samples = registry.part(kind, "samples") or DEFAULTS["samples"]
-    own = [STAGES[stage].module, registry.studies()[study].module, samples]
-    return [*own, registry.loader(loader)] if loader else own
-
-
-def data_modules(stage: str, kind: str, acquirer: str | None = None) -> list[str]:
-    """Return the same for a stage of a dataset of this kind.
-
-    For acquisition that is what makes the file (`acquirer`) alone: a fetched file does not change with the code that
-    fetches it, and is not fetched again when that is edited.
-    """
-    roles = {"acquire": acquirer, "preprocess": "source", "describe": "describe", "preview": "preview"}
-    role = roles.get(stage)
-    modules = [None if stage == "acquire" else STAGES[stage].module, role and registry.part(kind, role)]
-    if stage == "describe" and kind in registry.shipped_kinds():  # what its rows are called
-        modules.append(f"{registry.shipped_kinds()[kind]}.kind")
+    modules = [STAGES[stage].module, registry.studies()[study].module, registry.module_of(kind, "samples")]
+    modules.append(registry.loader(loader) if loader else None)
     return [module for module in modules if module]
 
 
-#: What serves a kind of dataset that has no module of its own for it.
-DEFAULTS = {"samples": "dlscale.data.rows"}
+def data_modules(stage: str, kind: str, acquirer: str | None = None) -> list[str]:
+    """Return the modules from which a stage reaches all the code that decides its results for a dataset of this kind.
+
+    Stage `acquire` depends on what makes the file (`acquirer`) alone: a fetched file does not change with the code
+    that fetches it, and is not fetched again when that code is edited.
+    """
+    roles = {"acquire": acquirer, "preprocess": "source", "describe": "describe", "preview": "preview"}
+    role = roles.get(stage)
+    modules = [None if stage == "acquire" else STAGES[stage].module, role and registry.module_of(kind, role)]
+    if stage == "describe" and kind in registry.shipped_kinds():  # what its rows are called
+        modules.append(f"{registry.shipped_kinds()[kind]}.kind")
+    return [module for module in modules if module]

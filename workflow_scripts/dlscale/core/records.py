@@ -109,6 +109,8 @@ class Epoch(Record):
     valid_seconds: float = 0.0  #: Time of validation, which follows, s.
     wall_time: float = 0.0  #: When the epoch's last training step was done, seconds since 1970-01-01 UTC.
     metrics: dict[str, Number] = {}  #: Validation metrics by name.
+    #: The run's geometry and loader, which decide its times; None if they changed within the epoch.
+    made_with: dict[str, Any] | None = {}
 
 
 def read_epochs(path: Path) -> list[Epoch]:
@@ -214,7 +216,7 @@ class Published(Record):
     runs: list[str] = []  #: `PLAN.RUN` of the runs that do, at full size, what was measured.
     kind: str = "FULL"  #: Of a throughput: one of `MODES`.
     samples_per_second: float | None = Field(None, gt=0)
-    metric: str = ""  #: This and the next two are of another figure than a throughput.
+    metric: str = ""  #: Where the figure is no throughput: its metric, with `value` and `unit`.
     value: float | None = None
     unit: str = "1"
 

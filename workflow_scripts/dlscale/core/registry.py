@@ -210,7 +210,7 @@ def kind(name: str) -> Any:
     return next(kind for kind in load(known[name]).KINDS if kind.name == name)
 
 
-#: What a kind of dataset may do itself: the functions of each role. Any other role acquires: `acquire`.
+#: What a kind of dataset may do itself: the functions of each role. A role that is not here acquires: `acquire`.
 ROLES = {
     "source": ("open_source",),
     "samples": ("open_samples",),
@@ -219,8 +219,12 @@ ROLES = {
 }
 
 
-def part(name: str, role: str) -> str | None:
-    """Return the module that does one thing for a kind of dataset; None if nothing there does.
+#: What serves a kind of dataset that has no module of its own for a role.
+DEFAULTS = {"samples": "dlscale.data.rows"}
+
+
+def module_of(name: str, role: str) -> str | None:
+    """Return the module that does one thing for a kind of dataset; None if none does.
 
     Parameters
     ----------
@@ -228,10 +232,13 @@ def part(name: str, role: str) -> str | None:
         `source`, `samples`, `describe`, `preview`, or what the kind calls a module that acquires. Of a folder it is the
         module of that name; a single module from outside has all of its roles in itself, as functions.
     """
-    if name not in shipped_kinds():
-        base = kinds()[name]
-        return base if any(hasattr(load(base), function) for function in ROLES.get(role, ("acquire",))) else None
-    return f"{shipped_kinds()[name]}.{role}" if (PACKAGE / "datasets" / name / f"{role}.py").is_file() else None
+    if name in shipped_kinds():
+        own = f"{shipped_kinds()[name]}.{role}"
+        there = (PACKAGE / "datasets" / name / f"{role}.py").is_file()
+    else:
+        own = kinds()[name]
+        there = any(hasattr(load(own), function) for function in ROLES.get(role, ("acquire",)))
+    return own if there else DEFAULTS.get(role)
 
 
 def loader(kind: str) -> str:

@@ -114,7 +114,7 @@ STAGES: dict[str, Stage] = {
             _DATASET,
             option("--part", "the part", metavar="SPLIT/NAME"),
             option("--piece", "number of the piece, from 0", False, type=int, default=0, metavar="N"),
-            path("--source", "raw files of the part", nargs="*"),
+            path("--source", "raw files of the part", required=False, nargs="*", default=[]),
             path("--out", "HDF5 file to write"),
         ),
         nodes="cpu",

@@ -1,7 +1,7 @@
 """What a kind of dataset says of itself. It is pure and quick: the workflow asks it when it builds its graph.
 
-The work is done by functions in modules beside it (see `dlscale.core.registry.part`), so that a stage depends on no
-more than it uses. In a single module from outside they all stand in that module.
+The work is done by functions in modules beside it (`dlscale.core.registry.module_of` finds them), so that a stage
+depends on no more than it uses. In a single module from outside they all stand in that module.
 
 (`acquirer`)
     `acquire(dataset, raw, out, progress)` makes a raw file. Without it files are read where they lie, or fetched.
@@ -115,7 +115,7 @@ class DatasetKind(ABC):
         """Return the files that preprocessing makes, in order; of a prepared dataset, the files that it is."""
 
     def acquirer(self, dataset: Any) -> str | None:
-        """Return the module (see `dlscale.core.registry.part`) that makes raw files; None where none is made."""
+        """Return the module (see `dlscale.core.registry.module_of`) that makes raw files; None where none is made."""
         return None
 
     def prepared(self, dataset: Any) -> bool:

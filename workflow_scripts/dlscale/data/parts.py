@@ -33,7 +33,7 @@ def kind_of(dataset: DatasetSettings) -> DatasetKind:
 
 def role(dataset: DatasetSettings | str, module: str, function: str) -> Callable[..., Any] | None:
     """Return a function of a kind's module (see the table in `dlscale.data.kind`); None where the kind has none."""
-    name = registry.part(dataset if isinstance(dataset, str) else dataset.kind, module)
+    name = registry.module_of(dataset if isinstance(dataset, str) else dataset.kind, module)
     return getattr(registry.load(name), function, None) if name else None
 
 

@@ -23,10 +23,12 @@ def loss(name: str, runs: Sequence[RunResult], over: Literal["epoch", "time"], l
     """Draw training (dashed) and validation loss over epochs, or training time without validation; `label` the axis."""
 
     def draw(axes: Axes) -> None:
-        greatest = max(run.training_seconds for run in runs)
+        greatest = max(run.training_seconds or 0.0 for run in runs)
         seconds, time_unit = next(((s, u) for s, u in ((3600, "h"), (60, "min")) if greatest >= 2 * s), (1, "s"))
         values = []
         for style, run in enumerate(runs):
+            if over == "time" and run.training_seconds is None:
+                continue
             times = [t / seconds for t in accumulate(epoch.epoch_seconds for epoch in run.epochs)]
             x = [epoch.epoch for epoch in run.epochs] if over == "epoch" else times
             trained, valid = ([getattr(epoch, key) for epoch in run.epochs] for key in ("train_loss", "valid_loss"))

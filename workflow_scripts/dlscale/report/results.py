@@ -43,9 +43,18 @@ class RunResult:
         return min((epoch.valid_loss for epoch in self.epochs if math.isfinite(epoch.valid_loss)), default=None)
 
     @cached_property
+    def timed(self) -> list[Epoch]:
+        """The epochs trained with the last one's geometry and loader: a resumed run may have changed either."""
+        return [
+            epoch
+            for epoch in self.epochs
+            if epoch.made_with is not None and epoch.made_with == self.epochs[-1].made_with
+        ]
+
+    @cached_property
     def training_speed(self) -> float | None:
         """Median training samples/s over the epochs; the first, which warms up, counts only if it is alone."""
-        speeds = [epoch.samples_per_second for epoch in self.epochs]
+        speeds = [epoch.samples_per_second for epoch in self.timed]
         return statistics.median(speeds[1:] or speeds) if speeds else None
 
     @property
@@ -60,9 +69,9 @@ class RunResult:
         return self.throughput.mode(mode) if self.throughput else None
 
     @property
-    def training_seconds(self) -> float:
-        """Time spent training, validation left out, s."""
-        return sum(epoch.epoch_seconds for epoch in self.epochs)
+    def training_seconds(self) -> float | None:
+        """Time spent training, validation left out, s; None where geometry or loader changed on the way."""
+        return sum(epoch.epoch_seconds for epoch in self.epochs) if self.timed == self.epochs else None
 
     @property
     def device(self) -> Device:

@@ -74,7 +74,7 @@ def runs_table(plan: PlanResult) -> RunsTable:
         ("Training", "parameters", _column("parameters", count)),
         ("Training", "epochs", _column("epochs", count)),
         ("Training", "samples", _column("samples", count)),
-        ("Training", "time", lambda run, row: _cell(run.training_seconds if run.last else None, duration)),
+        ("Training", "time", lambda run, row: _cell(run.last and run.training_seconds, duration)),
         ("Training", "training loss", _column("train_loss")),
         ("Training", "validation loss", _column("valid_loss")),
         ("Training", "best validation loss", _column("best_valid_loss")),

@@ -69,10 +69,10 @@ class Study(ABC):
     supports: ClassVar[frozenset[str]] = frozenset()
 
     def check(self, run: Any) -> None:  # noqa: B027 - most have nothing to refuse
-        """Refuse settings of a run that do not go together: `ValueError` with a message that names their keys."""
+        """Refuse settings of a run that do not go together: `dlscale.core.errors.Refused`, its key first."""
 
     def check_grid(self, run: Any, grid: tuple[int, ...]) -> None:  # noqa: B027
-        """Refuse a model or samples that do not fit stored fields of this grid: `ValueError` that names the keys.
+        """Refuse a model or samples that do not fit stored fields of this grid: `Refused`, its key first.
 
         It is asked when the configuration is read, if the grid is known then, and again when the run begins.
         """

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
+from dlscale.core.errors import Refused
 from dlscale.core.records import LossInfo, Metric
 from dlscale.core.schema import Strict
 from dlscale.studies.base import Metrics, SampleLoss, Study
@@ -96,14 +97,14 @@ class CosmoUNet(Study):
     def check(self, run: Any) -> None:
         levels = len(run.model.widths)
         if run.samples.crop % 2**levels:
-            raise ValueError(
+            raise Refused(
                 f"samples.crop {run.samples.crop} does not divide by {2**levels}: {levels} levels of model.widths each "
                 "halve it"
             )
 
     def check_grid(self, run: Any, grid: tuple[int, ...]) -> None:
         if run.samples.crop > min(grid):
-            raise ValueError(
+            raise Refused(
                 f"samples.crop {run.samples.crop} is larger than the boxes of dataset {run.dataset} ({min(grid)} cells)"
             )
 

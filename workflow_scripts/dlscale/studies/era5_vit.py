@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
+from dlscale.core.errors import Refused
 from dlscale.core.records import LossInfo, Metric
 from dlscale.core.schema import Strict
 from dlscale.studies.base import Metrics, SampleLoss, Study
@@ -35,7 +36,7 @@ class ViTSettings(Strict):
     @model_validator(mode="after")
     def _heads(self) -> ViTSettings:
         if self.embed_dim % self.heads:
-            raise ValueError(f"embed_dim {self.embed_dim} does not divide by heads {self.heads}")
+            raise Refused(f"embed_dim {self.embed_dim} does not divide by heads {self.heads}")
         return self
 
     @property
@@ -134,7 +135,7 @@ class Era5ViT(Study):
     def check(self, run: Any) -> None:
         drops = run.model.dropout or run.model.attention_dropout or run.model.drop_path
         if run.cuda_graph and run.activation_checkpointing and drops:
-            raise ValueError(
+            raise Refused(
                 "cuda_graph and activation_checkpointing: no graph can record the random state that drop-out keeps "
                 "for its second pass; leave one of the three out"
             )
@@ -142,7 +143,7 @@ class Era5ViT(Study):
     def check_grid(self, run: Any, grid: tuple[int, ...]) -> None:
         patch = run.model.patch_size
         if any(edge % size for edge, size in zip(grid, patch, strict=True)):
-            raise ValueError(
+            raise Refused(
                 f"model.patch {patch[0]} x {patch[1]} does not divide the fields of dataset {run.dataset} "
                 f"({grid[0]} x {grid[1]} points); choose divisors, or crop the dataset"
             )

@@ -17,8 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dlscale.config.run import RunCore
 from dlscale.core import registry
-from dlscale.core.errors import UserError
-from dlscale.core.fingerprint import DEFAULTS
+from dlscale.core.errors import Refused, UserError
 from dlscale.data.loaders.base import Loader, Share
 from dlscale.data.manifest import Manifest
 from dlscale.data.samples import Samples
@@ -104,7 +103,7 @@ class Session:
         return build(samples, self.run.loader, self.share(), self.world.device)
 
     def samples(self, split: str) -> Samples:
-        module = registry.part(self.study.dataset, "samples") or DEFAULTS["samples"]
+        module = registry.module_of(self.study.dataset, "samples")
         open_samples: Callable[..., Samples] = registry.load(module).open_samples
         return open_samples(self.manifest, split, self.run.samples, self.run.seed)
 
@@ -127,7 +126,7 @@ def open_session(run: RunCore, manifest: str | Path, world: World, threads: int 
     for grid in [tuple(info.grid) for info in data.fields.values() if info.grid]:
         try:
             study.check_grid(run, grid)
-        except ValueError as error:
+        except Refused as error:
             raise UserError(str(error)) from None
     step = build_step(run, partial(study.model, run, data), study.loss(run), world)
     dtype = compute_dtype(run.precision)

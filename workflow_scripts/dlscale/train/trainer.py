@@ -107,6 +107,7 @@ class Trainer:
             valid_seconds=time.perf_counter() - start,
             wall_time=sums.wall_time,
             metrics=metrics,
+            made_with=self._made_with if not before.seconds or before.made_with == self._made_with else None,
         )
 
     def rate(self, number: int) -> float:
