@@ -104,6 +104,7 @@ class Session:
 
     def samples(self, split: str) -> Samples:
         module = registry.module_of(self.study.dataset, "samples")
+        assert module is not None  # rows serve a kind that has none of its own
         open_samples: Callable[..., Samples] = registry.load(module).open_samples
         return open_samples(self.manifest, split, self.run.samples, self.run.seed)
 
