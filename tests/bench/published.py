@@ -1,17 +1,24 @@
-"""The published programs' models and step, written plainly: what dlscale's are held against.
+"""The published programs' loaders, models and step, written plainly: what dlscale's are held against.
 
 Parameters come in the order of dlscale's models, so that one's can be copied into the other's.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
+import h5py
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Pair = tuple[torch.Tensor, torch.Tensor]
+Pieces = Dataset[Pair]
 
 
 class UNet(nn.Module):
@@ -113,3 +120,75 @@ def step(model: nn.Module, loss: Loss, optimizer: torch.optim.Optimizer) -> Call
         return value.detach()
 
     return call
+
+
+class Crops(Dataset[Pair]):
+    """Random cubes of two fields: read straight into a buffer that stays, turned as views, copied once.
+
+    The published program turns both fields alike, and leaves velocities as they are.
+    """
+
+    def __init__(self, path: Path, crop: int, count: int) -> None:
+        self.path, self.crop, self.count = path, crop, count
+        self.fields: list[tuple[h5py.Dataset, np.ndarray]] = []
+        self.turns = [
+            (axes, flips)
+            for axes in itertools.permutations(range(3))
+            for flips in itertools.product((1, -1), repeat=3)
+            if np.prod(flips) * np.linalg.det(np.eye(3)[list(axes)]) > 0
+        ]
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> Pair:
+        if not self.fields:
+            file = h5py.File(self.path, "r")
+            shape = (self.crop,) * 3
+            self.fields = [(f, np.zeros((len(f), *shape), np.float32)) for f in (file["Nbody"], file["Hydro"])]
+        edge = self.fields[0][0].shape[1]
+        z, y, x = np.random.randint(edge - self.crop, size=3)
+        axes, flips = self.turns[np.random.randint(len(self.turns))]
+        tensors = []
+        for field, buffer in self.fields:
+            n = self.crop
+            field.read_direct(buffer, np.s_[:, z : z + n, y : y + n, x : x + n], np.s_[:])
+            turned = buffer.transpose(0, *(1 + axis for axis in axes))[:, :: flips[0], :: flips[1], :: flips[2]]
+            tensors.append(torch.as_tensor(np.copy(turned)))
+        return tensors[0], tensors[1]
+
+
+class Pairs(Dataset[Pair]):
+    """Two states of a series, standardised in place."""
+
+    def __init__(self, path: Path, means: np.ndarray, stds: np.ndarray, count: int) -> None:
+        self.path, self.means, self.stds, self.count = path, means, stds, count
+        self.states: h5py.Dataset | None = None
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> Pair:
+        if self.states is None:
+            self.states = h5py.File(self.path, "r")["fields"]
+        return self._state(index), self._state(index + 1)
+
+    def _state(self, time: int) -> torch.Tensor:
+        assert self.states is not None
+        values = self.states[time, :, :360]
+        values -= self.means
+        values /= self.stds
+        return torch.as_tensor(values)
+
+
+def loader(dataset: Pieces, batch_size: int, workers: int) -> DataLoader[Pair]:
+    """Return PyTorch's loader as the published programs set it up."""
+    return DataLoader(
+        dataset,
+        batch_size=batch_size,
+        shuffle=True,
+        drop_last=True,
+        num_workers=workers,
+        persistent_workers=workers > 0,
+        pin_memory=torch.cuda.is_available(),
+    )

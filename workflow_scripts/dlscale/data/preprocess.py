@@ -18,7 +18,7 @@ import numpy as np
 from dlscale.core.errors import UserError
 from dlscale.core.files import whole
 from dlscale.core.progress import Progress
-from dlscale.data import parts, store
+from dlscale.data import parts, passes, store
 from dlscale.data.source import Source
 from dlscale.data.store import Moments
 
@@ -60,8 +60,10 @@ def write_piece(source: Source, out: Path, start: int, stop: int, block: int, la
             read = source.read(first, last)
             for field in source.fields:
                 values = read[field.name]
-                store.check_finite(values, field, label, first)
-                moments[field.name] = moments[field.name].merged(Moments.of(values, field.channel_axis))
+                own = passes.moments(values, field.channel_axis)
+                if not own.finite:
+                    store.check_finite(values, field, label, first)
+                moments[field.name] = moments[field.name].merged(own)
                 if field.name in source.summed:
                     sums[field.name] = sums.get(field.name, 0) + values.sum(axis=0, dtype=np.float64)
                 file[field.name][field.select(first - start, last - start)] = values

@@ -87,7 +87,7 @@ class Symmetries(Protocol):
     sign: np.ndarray  #: of each channel, float32 [S, C]
 
     def apply(self, number: int, x: np.ndarray) -> np.ndarray:
-        """Return the transformed box [C, a, b, c]."""
+        """Return a transformed copy of the box [C, a, b, c]."""
         ...
 
 
@@ -125,7 +125,9 @@ class BoxField:
         self.extent, self.symmetries, self.channel_axis = extent, symmetries, self._info.channel_axis
         self.shape = (len(self._info.channels), *extent)
         self.spec = ArraySpec((len(self._info.channels), *extent[self.channel_axis :]))
+        self._stored_shape = (*extent[: self.channel_axis], len(self._info.channels), *extent[self.channel_axis :])
         self._decoding: dict[int, np.ndarray] = {}
+        self._buffer: np.ndarray | None = None
 
     def decoding(self, file: int) -> np.ndarray:
         """Return what `decoding` returns for a file, computed once."""
@@ -134,16 +136,31 @@ class BoxField:
         return self._decoding[file]
 
     def read(self, file: int, start: np.ndarray, symmetry: int) -> np.ndarray:
-        """Return the box at `start` [3] as the model takes it: float32, of shape `spec.shape`."""
+        """Return the box at `start` [3] as the model takes it: float32, of shape `spec.shape`, axes in any order.
+
+        It costs no pass over the values that the published loaders do not make: what is stored as the model takes it
+        is not decoded, and what a symmetry copies is read into memory that is used again.
+        """
         box = [slice(int(first), int(first) + size) for first, size in zip(start, self.extent, strict=True)]
         box.insert(self.channel_axis, slice(None))
-        stored = np.moveaxis(self.readers[file].stored(tuple(box)), self.channel_axis, 0)
-        shift, factor, offset = self.decoding(file)[..., None, None, None]
-        values = (stored.astype(np.float32) - shift) * factor + offset
+        reader = self.readers[file]
+        stored = reader.stored(tuple(box), self._memory(reader) if symmetry else None)
+        values = np.moveaxis(stored.astype(np.float32, copy=False), self.channel_axis, 0)
+        shift, factor, offset = self.decoding(file)
+        for operation, numbers, neutral in ((np.subtract, shift, 0), (np.multiply, factor, 1), (np.add, offset, 0)):
+            if (numbers != neutral).any():
+                operation(values, numbers[:, None, None, None], out=values)
         if symmetry:
             assert self.symmetries is not None
             values = self.symmetries.apply(symmetry, values)
-        return np.ascontiguousarray(values).reshape(self.spec.shape)
+        return values.reshape(self.spec.shape)
+
+    def _memory(self, reader: Reader) -> np.ndarray:
+        """Return memory for a stored box, which the next one overwrites."""
+        shape, dtype = tuple(self._stored_shape[axis] for axis in reader.order), reader.dataset.dtype
+        if self._buffer is None or (self._buffer.shape, self._buffer.dtype) != (shape, dtype):
+            self._buffer = np.empty(shape, dtype)
+        return self._buffer
 
 
 class GridSamples(ABC):

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -118,12 +117,16 @@ def dataset(file: h5py.File, name: str, channels: int | None = None, ndim: int |
 
 def channels_first(dataset: h5py.Dataset, axes: tuple[Any, ...]) -> tuple[Any, ...]:
     """Bring what belongs to the stored axes (sizes, slices) into the order that fields have, channels first."""
-    return (axes[-1], *axes[:-1]) if dataset.attrs.get("channels_last", False) else axes
+    return (axes[-1], *axes[:-1]) if _channels_last(dataset) else axes
 
 
 def as_stored(dataset: h5py.Dataset, axes: tuple[Any, ...]) -> tuple[Any, ...]:
     """Bring what belongs to a field's axes into the order in which they are stored."""
-    return (*axes[1:], axes[0]) if dataset.attrs.get("channels_last", False) else axes
+    return (*axes[1:], axes[0]) if _channels_last(dataset) else axes
+
+
+def _channels_last(dataset: h5py.Dataset) -> bool:
+    return bool(dataset.attrs.get("channels_last", False))
 
 
 def create(
@@ -169,14 +172,24 @@ class Reader:
 
     def __init__(self, path: str | os.PathLike[str], name: str) -> None:
         self.path, self.name = str(path), name
-        self._opened: tuple[int, h5py.Dataset] | None = None
+        self._opened: tuple[int, h5py.Dataset, tuple[int, ...]] | None = None
 
     @property
     def dataset(self) -> h5py.Dataset:
         """The open dataset, as it is stored."""
+        return self._open()[0]
+
+    def _open(self) -> tuple[h5py.Dataset, tuple[int, ...]]:
+        """Return the dataset and its axes in the order in which they are stored: to ask the file takes a while."""
         if self._opened is None or self._opened[0] != os.getpid():
-            self._opened = (os.getpid(), dataset(open_file(self.path), self.name))
-        return self._opened[1]
+            opened = dataset(open_file(self.path), self.name)
+            self._opened = (os.getpid(), opened, as_stored(opened, tuple(range(opened.ndim))))
+        return self._opened[1:]
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """The field's axes, channels first, in the order in which they are stored."""
+        return self._open()[1]
 
     def __getstate__(self) -> dict[str, Any]:
         return {"path": self.path, "name": self.name, "_opened": None}
@@ -191,17 +204,26 @@ class Reader:
         attrs = self.dataset.attrs
         return (attrs["offset"], attrs["scale"]) if "scale" in attrs else None
 
-    def stored(self, index: tuple[slice, ...]) -> np.ndarray:
-        """Return the selected values as they are stored, channels first (all axes kept: slices only)."""
-        opened = self.dataset
+    def stored(self, index: tuple[slice, ...], buffer: np.ndarray | None = None) -> np.ndarray:
+        """Return the selected values as they are stored, channels first (all axes kept: slices only).
+
+        They are a new array, or in `buffer`, which has their type and the shape in which they are stored.
+        """
+        opened, order = self._open()
+        where = tuple(index[axis] for axis in order)
+        values: np.ndarray
         try:
-            values: np.ndarray = opened[as_stored(opened, index)]
+            if buffer is None:
+                values = opened[where]
+            else:
+                opened.read_direct(buffer, where)
+                values = buffer
         except OSError as error:
             raise UserError(
                 f"{self.path}: {self.name}: cannot read ({' '.join(str(error).split())}); the file is damaged, fetch "
                 "or make it again"
             ) from None
-        return values.transpose(channels_first(opened, tuple(range(values.ndim))))
+        return values.transpose([order.index(axis) for axis in range(values.ndim)])
 
     def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
         """Return the selected values as a fresh array, float32 or integers (all axes kept: slices only)."""
@@ -260,6 +282,11 @@ class Moments:
         )
 
     @property
+    def finite(self) -> bool:
+        """Whether every value was a finite number: one that is not makes the mean such a one."""
+        return bool(np.isfinite(self.mean).all() and np.isfinite(self.m2).all())
+
+    @property
     def std(self) -> np.ndarray:
         """Population standard deviation [C]."""
         return np.sqrt(self.m2 / max(self.count, 1))
@@ -286,18 +313,3 @@ def check_finite(values: np.ndarray, field: Field, origin: str, first_row: int) 
         f"{origin}: {field.name}: channel '{channel}' is not finite at row {first_row + place[field.row_axis]} "
         f"({len(bad)} such values in this block); mend or leave out this part of the input"
     )
-
-
-def block_average(values: np.ndarray, factor: int, axes: Sequence[int]) -> np.ndarray:
-    """Average blocks of `factor` cells along `axes`; cells beyond the last whole block are dropped.
-
-    Accumulates in float32 over at most factor^3 cells: error below 1e-6 of the mean magnitude.
-    """
-    if factor == 1:
-        return values
-    for axis in axes:
-        size = values.shape[axis] // factor * factor
-        trimmed = values[tuple(slice(size) if a == axis else slice(None) for a in range(values.ndim))]
-        shape = (*values.shape[:axis], size // factor, factor, *values.shape[axis + 1 :])
-        values = trimmed.reshape(shape).mean(axis=axis + 1, dtype=np.float32)
-    return values

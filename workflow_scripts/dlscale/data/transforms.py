@@ -21,11 +21,13 @@ class Transform:
     scale: float = 1.0
     floor: float = 1e-30
 
-    def forward(self, x: np.ndarray) -> np.ndarray:
-        """Physical to model units (float32, same shape)."""
+    def forward(self, x: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
+        """Physical to model units: float32, same shape; in `out`, which may be `x`, if given."""
+        out = np.empty(x.shape, np.float32) if out is None else out
         if self.kind == "log":
-            x = np.log(np.maximum(x, np.float32(self.floor)))
-        return ((x - np.float32(self.offset)) / np.float32(self.scale)).astype(np.float32, copy=False)
+            x = np.log(np.maximum(x, np.float32(self.floor), out=out), out=out)
+        np.subtract(x, np.float32(self.offset), out=out)
+        return np.divide(out, np.float32(self.scale), out=out)
 
     def inverse(self, x: Any) -> Any:
         """Model to physical units; `x` is a numpy array or a torch tensor of any shape."""

@@ -56,15 +56,23 @@ def vectors(channels: list[str]) -> list[tuple[int, int, int]]:
 
 
 def apply(symmetry: Symmetry, x_CDHW: np.ndarray, vectors_: list[tuple[int, int, int]]) -> np.ndarray:
-    """Return the transformed cube (D = H = W), contiguous and of the same type; `vectors_` as `vectors` gives them."""
+    """Return a transformed copy of the cube (D = H = W); `vectors_` as `vectors` gives them.
+
+    Its axes lie in memory as those of the original do, as `np.copy` of a turned view leaves them: one copy of bytes.
+    """
     turned = x_CDHW.transpose(0, *(1 + axis for axis in symmetry.axes))
     steps = tuple(slice(None, None, -1) if flip else slice(None) for flip in symmetry.flips)
     turned = turned[(slice(None), *steps)]
-    result = np.ascontiguousarray(turned)
+    source, negative = list(range(len(turned))), [False] * len(turned)
     for components in vectors_:
         for axis, channel in enumerate(components):
-            values = turned[components[symmetry.axes[axis]]]
-            result[channel] = -values if symmetry.flips[axis] else values
+            source[channel], negative[channel] = components[symmetry.axes[axis]], symmetry.flips[axis]
+    result = np.empty_like(turned)
+    for channel, (which, minus) in enumerate(zip(source, negative, strict=True)):
+        if minus:
+            np.negative(turned[which], out=result[channel])
+        else:
+            np.copyto(result[channel], turned[which])
     return result
 
 
