@@ -30,7 +30,7 @@ from dlscale.data.loaders.base import Share
 from dlscale.data.loaders.settings import TorchLoader
 from dlscale.data.manifest import FieldInfo, Manifest
 from dlscale.data.parts import load_dataset
-from dlscale.data.passes import block_average, moments
+from dlscale.data.passes import block_average
 from dlscale.data.store import Moments, Reader
 from dlscale.data.transforms import IDENTITY, Transform
 from dlscale.datasets.cosmo.channels import CHANNELS, DENSITY, TEMPERATURE, VELOCITY

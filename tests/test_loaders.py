@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast, get_args
 
 import h5py
@@ -475,6 +476,52 @@ def test_threads_work_on_the_device_of_the_loader(monkeypatch: pytest.MonkeyPatc
             barrier = threading.Barrier(3, timeout=60)
             list(pool.map(lambda _, barrier=barrier: barrier.wait(), range(3)))  # type: ignore[misc]
         assert set(devices.values()) == wanted and len(devices) == 3 * len(wanted)
+
+
+class LateDevice:
+    """A device that does its work some time after it was given, or when somebody waits."""
+
+    def __init__(self) -> None:
+        self.memory: dict[int, str] = {}
+        self.given: list[int] = []  # places in memory that its work reads, in order
+        self.seen: list[str] = []  # what it read there
+        self.ahead = 0  # the most work that was ever waiting
+
+    def work(self, until: int) -> None:
+        while len(self.seen) < until:
+            self.seen.append(self.memory[self.given[len(self.seen)]])
+
+    def record(self) -> Any:
+        place = len(self.given)
+        self.ahead = max(self.ahead, place - len(self.seen))
+        return SimpleNamespace(query=lambda: len(self.seen) >= place, synchronize=lambda: self.work(place))
+
+
+class LateBuffer:
+    """Memory of a device; whoever has it next overwrites it as soon as nobody holds it."""
+
+    def __init__(self, device: LateDevice, place: int) -> None:
+        self.device, self.place = device, place
+        device.memory[place] = f"batch {place}"
+
+    def __del__(self) -> None:
+        self.device.memory[self.place] = "overwritten"
+
+
+@pytest.mark.parametrize("speed", [0, 1, 3])
+def test_nothing_is_let_go_that_a_device_has_yet_to_read(speed: int) -> None:
+    """However far behind it is; the host waits for it only where it is further ahead than it may be."""
+    device, ahead = LateDevice(), 4
+    pace = Pace(ahead, device.record)
+    for number in range(30):
+        pace.hold(LateBuffer(device, number))
+        device.given.append(number)
+        if number % 3 == 0:
+            device.work(min(len(device.given), len(device.seen) + speed))
+    device.work(30)
+    assert device.seen == [f"batch {number}" for number in range(30)]
+    assert device.ahead <= ahead + 1
+    assert list(device.memory.values()).count("overwritten") >= 30 - ahead - 2, "nothing is held for ever"
 
 
 def test_what_fits_becomes_resident(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:

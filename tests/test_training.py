@@ -336,7 +336,7 @@ def trainer(folder: Path, data: Path, loader: type[TorchLoader] = TorchLoader, *
     """The trainer of a run as the stage sets it up, with its parts at hand."""
     run = load_run(folder / "config.yaml", "train")
     session = open_session(run, data / "manifest.json", World(), 1)
-    session.step.loss = replaced.get("loss", session.step.loss)
+    session.step.network.loss = replaced.get("loss", session.step.network.loss)
     with contextlib.ExitStack() as stack:
         loaders = [stack.enter_context(contextlib.closing(session.loader(split))) for split in ("train", "valid")]
         for one in loaders:

@@ -27,7 +27,7 @@ from dlscale.train.attention import Context, attention_context
 from dlscale.train.optimizer import build_optimizer
 from dlscale.train.precision import Weights, compute_dtype, set_matmul_precision
 from dlscale.train.selfcheck import check_operations
-from dlscale.train.step import Step
+from dlscale.train.step import Network, Step
 
 
 def build_step(run: RunCore, make: Callable[[], nn.Module], loss: SampleLoss, world: World | None = None) -> Step:
@@ -40,6 +40,7 @@ def build_step(run: RunCore, make: Callable[[], nn.Module], loss: SampleLoss, wo
     if run.cuda_graph and device.type != "cuda":
         raise UserError(f"cuda_graph: the device is a {device.type}, and only CUDA has graphs; set it to false")
     set_matmul_precision(run.precision)
+    torch.backends.cudnn.benchmark = True  # the fastest algorithm for each shape, as all published programs ask
 
     # 1. Made, its weights drawn from the seed on the host: they are the same on every device and number of ranks.
     #    (A model too large for a host would be made on `meta`, and its weights drawn after 2.)
@@ -50,13 +51,15 @@ def build_step(run: RunCore, make: Callable[[], nn.Module], loss: SampleLoss, wo
     layout = memory_format(model, run.memory_format)
     model.to(device).to(memory_format=layout)  # type: ignore[call-overload]
     weights = Weights(model, run.precision)
-    # 4. Wrapped: gradients are averaged over the data-parallel ranks.
-    network = model
+    # 4. Wrapped, with its loss: gradients are averaged over the data-parallel ranks.
+    network = Network(model, loss, run.precision, layout)
+    wrapped: nn.Module = network
     if world.data_size > 1:
-        network = DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None)
+        devices = [device] if device.type == "cuda" else None
+        wrapped = DistributedDataParallel(network, device_ids=devices, gradient_as_bucket_view=True)
     # 5. The optimiser, of the weights as they are placed.
     optimizer = build_optimizer(weights.updated, run.optimizer, device if run.cuda_graph else None)
-    step = Step(run, weights, network, loss, optimizer, layout, _attention(model, run, device))
+    step = Step(run, weights, network, wrapped, optimizer, _attention(model, run, device))
     # 6. Compiled, or recorded: what the parts above have become.
     step.compile(run.compile.mode)
     if run.cuda_graph:

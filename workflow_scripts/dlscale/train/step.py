@@ -22,6 +22,40 @@ from dlscale.train.precision import Weights, autocast, grad_scaler, weight_dtype
 AXES = {torch.channels_last: 4, torch.channels_last_3d: 5}
 
 
+class Network(nn.Module):
+    """Model and loss as one module: what wraps it for several ranks, and what compiles it, gets both in one piece.
+
+    `layout` is the order in memory of inputs and targets.
+    """
+
+    def __init__(self, model: nn.Module, loss: SampleLoss, precision: str, layout: torch.memory_format) -> None:
+        super().__init__()
+        self.model, self.loss = model, loss
+        self._precision, self._input_dtype = precision, weight_dtype(precision)
+        self._layout, self._layout_axes = layout, AXES.get(layout)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """Return the mean loss of a batch, a float32 scalar; of no sample it is 0, and so are its gradients."""
+        prediction = self.predict(x)
+        if not len(x):
+            return 0.0 * prediction.sum()
+        # The loss is a long sum: in float32 whatever the model computes in.
+        return self.loss(prediction, self._arranged(y, y.dtype)).mean()
+
+    def predict(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the prediction of inputs [B, ...], float32."""
+        numbers = x.is_floating_point() or x.dtype == torch.uint8  # other integers are indices
+        x = self._arranged(x, self._input_dtype if numbers else x.dtype)
+        with autocast(self._precision, x.device):
+            prediction: torch.Tensor = self.model(x)
+        return prediction.float()
+
+    def _arranged(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return the values in this format and, where they have its axes, in the model's layout."""
+        layout = self._layout if values.dim() == self._layout_axes else torch.preserve_format
+        return values.to(dtype, memory_format=layout)
+
+
 class Step:
     """Forward, backward, update; `build_step` makes it.
 
@@ -32,32 +66,29 @@ class Step:
     With several ranks each computes its share of the batch; gradients are averaged while they are computed, and
     all ranks make the same update.
 
-    Of `run` only precision and accumulation steps are read here; the other settings are in the other parts. `network`
-    is the model, or what wraps it for several ranks, and `layout` the order in memory of its inputs.
+    Of `run` only precision and accumulation steps are read here; the other settings are in the other parts. `wrapped`
+    is the network, or what wraps it for several ranks.
     """
 
     def __init__(
         self,
         run: RunCore,
         weights: Weights,
-        network: nn.Module,
-        loss: SampleLoss,
+        network: Network,
+        wrapped: nn.Module,
         optimizer: torch.optim.Optimizer,
-        layout: torch.memory_format,
         attention: Context,
     ) -> None:
-        self.weights, self.model, self._network, self.loss = weights, weights.model, network, loss
+        self.weights, self.model, self.network, self._wrapped = weights, weights.model, network, wrapped
         self.device, self.attention = weights.parameters[0].device, attention
         self.optimizer, self.scaler = optimizer, grad_scaler(run.precision, self.device)
-        self._precision, self._input_dtype = run.precision, weight_dtype(run.precision)
-        self._layout, self._layout_axes = layout, AXES.get(layout)
         self._accumulation = run.accumulation_steps
         self._train: Callable[..., torch.Tensor] = self._train_eagerly
 
     def compile(self, mode: str) -> None:
         """Compile the forward pass, with the loss and alone, in this mode (the run's `compile.mode`)."""
-        self._loss_of = compiled(self._eager_loss, mode, self.device)
-        self._predict = compiled(self._eager_predict, mode, self.device)
+        self._loss_of = compiled(self._wrapped, mode, self.device)
+        self._predict = compiled(self.network.predict, mode, self.device)
 
     def capture(self) -> None:
         """Record whole steps as CUDA graphs, and replay them."""
@@ -100,11 +131,11 @@ class Step:
         self, x: torch.Tensor, y: torch.Tensor, share: float, weight: float, last: bool = True
     ) -> torch.Tensor:
         """Add the gradients of `share` times `weight` times the loss; return `share` times the loss."""
-        network = self._network
-        alone = network.no_sync() if isinstance(network, DistributedDataParallel) and not last else nullcontext()
+        wrapped = self._wrapped
+        alone = wrapped.no_sync() if isinstance(wrapped, DistributedDataParallel) and not last else nullcontext()
         with self.attention(), alone:
             # Of a small last batch a rank may have no sample: the others wait for its gradients all the same.
-            loss = self._loss_of(x, y) if len(x) else 0.0 * self._eager_predict(x, network).sum()
+            loss = self._loss_of(x, y) if len(x) else wrapped(x, y)
             if share != 1.0:
                 loss = loss * share
             self.scaler.scale(loss * weight if weight != 1.0 else loss).backward()
@@ -116,23 +147,7 @@ class Step:
         if self.model.training:
             self.model.eval()
         with self.attention():
-            return self._eager_predict(x) if once else self._predict(x)
-
-    def _eager_predict(self, x: torch.Tensor, network: nn.Module | None = None) -> torch.Tensor:
-        numbers = x.is_floating_point() or x.dtype == torch.uint8  # other integers are indices
-        x = self._arranged(x, self._input_dtype if numbers else x.dtype)
-        with autocast(self._precision, self.device):
-            prediction: torch.Tensor = (network or self.model)(x)
-        return prediction.float()
-
-    def _eager_loss(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        # The loss is a long sum: in float32 whatever the model computes in.
-        return self.loss(self._eager_predict(x, self._network), self._arranged(y, y.dtype)).mean()
-
-    def _arranged(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return the values in this format and, where they have its axes, in the model's layout."""
-        layout = self._layout if values.dim() == self._layout_axes else torch.preserve_format
-        return values.to(dtype, memory_format=layout)
+            return self.network.predict(x) if once else self._predict(x)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint holds: weights in float32 and the states of optimiser and loss scaler."""

@@ -121,7 +121,7 @@ class Trainer:
 
         def add(x: torch.Tensor, y: torch.Tensor) -> None:
             prediction = self.step.predict(x)
-            losses = {"valid_loss": self.step.loss(prediction, y)}
+            losses = {"valid_loss": self.step.network.loss(prediction, y)}
             sums.add(losses | self.metrics.per_sample(x, y, prediction))
 
         run_steps(add, self.valid_loader.epoch(0), range(len(self.valid_loader)), hooks)

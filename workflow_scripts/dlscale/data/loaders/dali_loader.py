@@ -22,6 +22,7 @@ from dlscale.core.errors import UserError
 from dlscale.data.loaders.base import Batch, Share, on_grids
 from dlscale.data.loaders.decode import DecodePlan, StoredField
 from dlscale.data.loaders.direct_device import on_device
+from dlscale.data.loaders.pace import Pace
 from dlscale.data.loaders.settings import DaliLoader as Settings
 from dlscale.data.mapped import Layout
 from dlscale.data.samples import BoxField, BoxIndex, Samples
@@ -83,7 +84,7 @@ class DaliLoader:
         self._on_host = device.type == "cpu" or settings.device == "cpu"
         self._fields = [DaliField(field, PAD if self._on_host else 0) for field in (grids.input, grids.target)]
         self._kept: deque[Any] = deque(maxlen=settings.prefetch + 2)  # DALI reads them without a copy
-        self._delivered: deque[Any] = deque(maxlen=settings.prefetch + 2)  # the device may not be done with them
+        self._pace = Pace.of(device, settings.prefetch)
         self._steps: Iterator[int] = iter(())
         self._epoch: BoxIndex | None = None
         self._pipeline = self._build(settings)
@@ -156,7 +157,7 @@ class DaliLoader:
         try:
             for step in range(start, len(self)):
                 batch = boxes.take(self._share.indices(step, self.samples))
-                yield self._deliver(self._pipeline.run() if len(batch) else None, batch)
+                yield self._deliver(self._pipeline.run(self._stream()) if len(batch) else None, batch)
         finally:
             if steps is self._steps:
                 self._abandon()
@@ -171,6 +172,10 @@ class DaliLoader:
                 self._pipeline.run()
         self._pipeline.reset()
 
+    def _stream(self) -> Any:
+        """Return the stream for which outputs are to be ready: without one the host would wait for each batch."""
+        return torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
+
     def _deliver(self, outputs: Any, boxes: BoxIndex) -> Batch:
         batch = []
         for number, field in enumerate(self._fields):
@@ -182,7 +187,7 @@ class DaliLoader:
                     stored = values.view(field.torch_dtype).reshape(-1)
                     values = on_device(stored, field.plan_buffers(boxes, field.values), field.extent)
             batch.append(values.reshape(len(boxes), *field.spec.shape))
-        self._delivered.append((outputs, batch))
+        self._pace.hold((outputs, batch))
         x, y = batch
         return x, y
 

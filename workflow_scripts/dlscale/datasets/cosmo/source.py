@@ -16,7 +16,6 @@ from dlscale.data.store import Field, Reader
 from dlscale.datasets.cosmo.channels import CHANNELS, open_volumes
 from dlscale.datasets.cosmo.kind import CosmoDataset, gap
 
-
 #: Bytes of raw values that are averaged at a time.
 SLAB = 4_000_000
 
@@ -62,8 +61,7 @@ class CosmoSource(Source):
 
     def _field(self, field: Field, start: int, stop: int) -> np.ndarray:
         channels, _, height, width = field.shape
-        values = self._results.setdefault(field.name, np.empty((channels, stop - start, height, width), np.float32))
-        values = values[:, : stop - start]
+        values = np.empty((channels, stop - start, height, width), np.float32)
         # As many rows at a time as the processor's cache holds, in one buffer, which averaging then finds there.
         row_bytes = 4 * channels * self._factor**3 * height * width
         step = max(1, SLAB // row_bytes)

@@ -21,8 +21,8 @@ import numpy as np
 
 from dlscale.core.errors import UserError, nearest
 from dlscale.data.kind import Part
-from dlscale.data.source import Source
 from dlscale.data.passes import block_average
+from dlscale.data.source import Source
 from dlscale.data.store import Field
 from dlscale.datasets.era5.kind import Era5Dataset
 from dlscale.datasets.era5.variables import TORN, Variable, open_grib, open_netcdf, reading
