@@ -50,7 +50,7 @@ from tests.conftest import COSMO, COSMO_RUN, ERA5, ERA5_RUN, make_dataset, make_
 from tests.waiting import PATIENCE
 
 CPU = torch.device("cpu")
-TIMES = ("epoch_seconds", "samples_per_second", "valid_seconds", "wall_time")
+TIMES = ("epoch_seconds", "samples_per_second", "valid_seconds", "wall_time", "made_with")
 FILES = {"config.yaml", "metrics.jsonl", "model.pt", "prediction.png", "provenance.json", "tensorboard", "checkpoints"}
 Make = Callable[..., Path]
 
