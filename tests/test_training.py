@@ -16,6 +16,7 @@ import time
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import matplotlib.image
@@ -28,7 +29,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dlscale.config import resolve as config
 from dlscale.config.run import load_run
+from dlscale.core.errors import UserError
 from dlscale.core.files import sha256
+from dlscale.core.records import Metric
 from dlscale.data.loaders.base import Batch
 from dlscale.data.loaders.torch_loader import TorchLoader
 from dlscale.data.manifest import Manifest
@@ -362,6 +365,26 @@ def test_the_wait_for_the_first_batch_counts(tmp_path: Path, weather: Path) -> N
     assert record.epoch_seconds >= 0.3
     assert record.valid_seconds >= 0.3
     assert record.samples_per_second <= 38 / 0.3
+
+
+def test_a_loss_is_one_number_for_each_sample(tmp_path: Path, weather: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_era5(tmp_path, {"training": {"epochs": 1}})
+    mean = lambda prediction, target: (prediction - target).abs().mean()  # noqa: E731 - as a study writes it
+    monkeypatch.setattr(Era5ViT, "loss", lambda self, run: mean)
+    with trainer(tmp_path, weather) as made, pytest.raises(UserError, match=r"era5_vit: its loss has shape \(\) for 4"):
+        made.fit()
+
+
+def test_a_metric_that_is_described_has_a_value(tmp_path: Path, weather: Path) -> None:
+    make_era5(tmp_path, {"training": {"epochs": 1}})
+    with trainer(tmp_path, weather) as made:
+        described = [*made.metrics.described, Metric(name="sharpness", title="Sharpness")]
+        monkey = SimpleNamespace(
+            described=described, per_sample=made.metrics.per_sample, summarise=made.metrics.summarise
+        )
+        made.metrics = monkey  # type: ignore[assignment]
+        with pytest.raises(UserError, match=r"metrics that it describes have no value: sharpness; .*give: rmse"):
+            made.fit()
 
 
 class Waits(TorchDispatchMode):

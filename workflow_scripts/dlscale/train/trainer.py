@@ -127,7 +127,13 @@ class Trainer:
         run_steps(add, self.valid_loader.epoch(0), range(len(self.valid_loader)), hooks)
         means = sums.means(self.world.sum)
         loss = float(means.pop("valid_loss"))
-        return loss, self.metrics.summarise(means)
+        numbers = self.metrics.summarise(means)
+        if missing := {metric.name for metric in self.metrics.described} - numbers.keys():
+            raise UserError(
+                f"study {self.run.study}: metrics that it describes have no value: {', '.join(sorted(missing))}; "
+                f"`per_sample` and `summarise` give: {', '.join(numbers) or 'none'}"
+            )
+        return loss, numbers
 
     def resume(self) -> None:
         """Go on from the newest checkpoint, if there is one: the first rank chooses it, and all read the same."""
