@@ -375,10 +375,20 @@ def test_a_loss_is_one_number_for_each_sample(tmp_path: Path, weather: Path, mon
         made.fit()
 
 
-def test_a_metric_that_is_described_has_a_value(tmp_path: Path, weather: Path) -> None:
+def test_a_metric_that_is_described_has_a_value(tmp_path: Path, weather: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_era5(tmp_path, {"training": {"epochs": 1}})
     with trainer(tmp_path, weather) as made:
         described = [*made.metrics.described, Metric(name="sharpness", title="Sharpness")]
+        own = made.metrics.per_sample
+
+        def renamed(x: Any, y: Any, prediction: Any) -> dict[str, Any]:
+            return {"valid_loss": next(iter(own(x, y, prediction).values()))}
+
+        for wrong in (renamed, lambda x, y, prediction: {"sharpness": y.mean()}):
+            monkeypatch.setattr(type(made.metrics), "per_sample", staticmethod(wrong))
+            with pytest.raises(UserError, match="expected a name of its own, and a value for each of the 4 samples"):
+                made.validate()
+        monkeypatch.undo()
         monkey = SimpleNamespace(
             described=described, per_sample=made.metrics.per_sample, summarise=made.metrics.summarise
         )
