@@ -32,9 +32,11 @@ def user_configuration():
 
 try:
     CONFIG = resolve.load(user_configuration())
-except UserError as error:
+except Exception as error:
     # The message alone: Snakemake would add the places in its files where the exception passed.
-    print(error, file=sys.stderr)
+    if not (message := str(error) if isinstance(error, UserError) else registry.mistake(error)):
+        raise
+    print(message, file=sys.stderr)
     sys.exit(2)
 
 RESULTS = CONFIG.workflow.results

@@ -110,6 +110,28 @@ def test_another_loader_goes_on_bit_by_bit(tmp_path: Path, era5_data: Path, monk
     assert {epoch.made_with["loader"]["kind"] for epoch in others if epoch.made_with} == {"direct"}
 
 
+def test_times_of_two_loaders_stay_so(tmp_path: Path, era5_data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One epoch, stopped twice: with one loader, and with another that also ends it."""
+    folder, manifest = configure(tmp_path / "run"), era5_data / "manifest.json"
+    for number, batches in enumerate((2, 1, None)):
+        requests = (
+            itertools.chain([Request.NONE] * batches, [Request.END]) if batches else itertools.repeat(Request.NONE)
+        )
+        with monkeypatch.context() as patched:
+            patched.setattr(Interruption, "poll", lambda self, requests=requests: next(requests))
+            assert train(folder, manifest) == (STOPPED if batches else 0)
+        if not number:
+            configure(folder, loader={"kind": "direct", "workers": 1})
+    first, *others = read_epochs(folder / "metrics.jsonl")
+    assert first.made_with is None and all(other.made_with for other in others)
+
+
+@pytest.mark.parametrize(("ranks", "sums"), [(2, [1.0, 2.0]), (1, [3.0]), (3, [3.0, 0.0, 0.0])])
+def test_no_loss_is_lost_with_other_ranks(ranks: int, sums: list[float]) -> None:
+    saved = CheckpointRecord(loss_sums=[1.0, 2.0])
+    assert [saved.loss_sum(rank, ranks) for rank in range(ranks)] == sums
+
+
 def _train_until(rank: int, port: int, folder: Path, manifest: Path, steps: int) -> None:
     """One of two ranks, which are asked to end after some steps."""
     os.environ.update(

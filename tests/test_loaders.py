@@ -294,6 +294,20 @@ def test_every_loader_serves_every_study(
         assert [(values.shape[1:], str(values.dtype)) for values in batch] == [(s.shape, s.dtype) for s in specs]
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+@pytest.mark.parametrize("samples", [1, 7, 8, 13])
+def test_weighted_means_of_ranks_are_that_of_the_batch(samples: int, ranks: int) -> None:
+    """Whatever a rank has of a small last batch, nothing too."""
+    losses = np.random.default_rng(0).uniform(size=samples)
+    for step in range(-(-samples // 8)):
+        shares = [Share(8, rank, ranks) for rank in range(ranks)]
+        own = [losses[list(share.indices(step, samples))] for share in shares]
+        means = [
+            share.weight(step, samples) * part.mean() for share, part in zip(shares, own, strict=True) if len(part)
+        ]
+        assert sum(means) / ranks == pytest.approx(losses[8 * step : 8 * step + 8].mean())
+
+
 @pytest.mark.parametrize("name", [marked(name) for name in LOADERS if name != "dali, raw"])
 def test_validation_is_the_same_in_every_epoch(tmp_path: Path, name: str) -> None:
     """Not turned, so that boxes may be decoded where they lie."""

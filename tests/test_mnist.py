@@ -21,7 +21,7 @@ from dlscale.core import registry
 from dlscale.core.errors import UserError
 from dlscale.data.kind import Part
 from dlscale.data.store import Reader
-from dlscale.datasets.mnist.source import IdxSource
+from dlscale.datasets.mnist.source import IdxFile, IdxSource
 from dlscale.models.mnist_cnn import MnistCNN, nll
 from tests.conftest import make_dataset, make_run, records, train
 
@@ -121,6 +121,32 @@ def test_the_published_plan_says_what_the_script_did() -> None:
     assert (run.schedule.kind, run.schedule.gamma, run.schedule.step_epochs) == ("step", 0.7, 1)
     ladder = resolve.load({"targets": ["mnist_workers"]}).plans["mnist_workers"]
     assert [resolved.run.loader.workers for resolved in ladder.values()] == [0, 1, 2, 4, 8]
+
+
+@pytest.mark.parametrize(
+    ("damage", "zipped"),
+    [
+        *((damage, True) for damage in ("flip", "checksum", "cut", "more", "fewer rows")),
+        *((damage, False) for damage in ("cut", "more", "fewer rows")),  # without gzip there is no checksum
+    ],
+)
+def test_a_file_that_is_not_what_it_says(tmp_path: Path, damage: str, zipped: bool) -> None:
+    """gzip's checksum is looked at, and the file ends with its last row."""
+    plain = bytearray(struct.pack(">4I", 0x803, 50, 6, 6) + bytes(range(200)) * 9)
+    if damage == "more":
+        plain += b"more"
+    if damage == "fewer rows":
+        plain[7] = 10
+    if damage == "cut" and not zipped:
+        del plain[-8:]
+    raw = bytearray(gzip.compress(plain, 0) if zipped else plain)
+    if damage in ("flip", "checksum"):
+        raw[-6 if damage == "checksum" else 900] ^= 0x55
+    if damage == "cut" and zipped:
+        del raw[-8:]
+    (tmp_path / "images").write_bytes(raw)
+    with pytest.raises(UserError, match="fetch it again"):
+        IdxFile(tmp_path / "images", 3)
 
 
 def test_accuracy_is_the_share_of_right_answers(tmp_path: Path) -> None:

@@ -6,13 +6,16 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
 import pytest
 
 from dlscale.core import registry
+from dlscale.core.errors import UserError
 from dlscale.data import parts
+from dlscale.data.kind import Part
 from dlscale.data.manifest import Manifest
 from dlscale.data.parts import load_dataset
 from dlscale.data.preview import first_rows
@@ -84,6 +87,21 @@ def module(tmp_path: Path) -> Iterator[str]:
     del registry._added["marks"]
     sys.modules.pop(name, None)
     sys.path.remove(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("splits", "words"),
+    [
+        (["train", "valid", "train"], "its parts hold train/all more than once"),
+        (["valid"], "none of its parts is of split train"),
+        (["train"], "none of its parts is of split valid"),
+    ],
+)
+def test_parts_that_cannot_be(module: str, monkeypatch: pytest.MonkeyPatch, splits: list[Any], words: str) -> None:
+    kind = registry.kind("marks")
+    monkeypatch.setattr(type(kind), "parts", lambda self, dataset: [Part(split, "all") for split in splits])
+    with pytest.raises(UserError, match=words):
+        parts.parts(kind.Settings(kind="marks"))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])

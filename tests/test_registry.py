@@ -101,6 +101,8 @@ def test_an_installed_study_reaches_its_own_package_alone(tmp_path: Path, monkey
         ("my-study", STUDY.format(kind="k"), "cannot import a module called 'my-study'"),
         ("nothing", "", "no STUDY in it"),
         ("lacking", "class S:\n    dataset = 'k'\nSTUDY = S()\n", "STUDY has no Model"),
+        ("class_alone", "class S:\n    dataset = 'k'\nSTUDY = S\n", r"STUDY is the class S; write STUDY = S\(\)"),
+        ("leaving", "import sys\nsys.exit(0)\n", r"leaving.py:2: SystemExit: 0"),
         ("broken", "def f(:\n", r"broken.py:1: SyntaxError"),
         ("failing", "\nraise ValueError('no luck')\n", r"failing.py:2: ValueError: no luck"),
         (

@@ -16,6 +16,7 @@ import time
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import matplotlib.image
@@ -28,7 +29,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dlscale.config import resolve as config
 from dlscale.config.run import load_run
+from dlscale.core.errors import UserError
 from dlscale.core.files import sha256
+from dlscale.core.records import Metric
 from dlscale.data.loaders.base import Batch
 from dlscale.data.loaders.torch_loader import TorchLoader
 from dlscale.data.manifest import Manifest
@@ -50,7 +53,7 @@ from tests.conftest import COSMO, COSMO_RUN, ERA5, ERA5_RUN, make_dataset, make_
 from tests.waiting import PATIENCE
 
 CPU = torch.device("cpu")
-TIMES = ("epoch_seconds", "samples_per_second", "valid_seconds", "wall_time")
+TIMES = ("epoch_seconds", "samples_per_second", "valid_seconds", "wall_time", "made_with")
 FILES = {"config.yaml", "metrics.jsonl", "model.pt", "prediction.png", "provenance.json", "tensorboard", "checkpoints"}
 Make = Callable[..., Path]
 
@@ -362,6 +365,36 @@ def test_the_wait_for_the_first_batch_counts(tmp_path: Path, weather: Path) -> N
     assert record.epoch_seconds >= 0.3
     assert record.valid_seconds >= 0.3
     assert record.samples_per_second <= 38 / 0.3
+
+
+def test_a_loss_is_one_number_for_each_sample(tmp_path: Path, weather: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_era5(tmp_path, {"training": {"epochs": 1}})
+    mean = lambda prediction, target: (prediction - target).abs().mean()  # noqa: E731 - as a study writes it
+    monkeypatch.setattr(Era5ViT, "loss", lambda self, run: mean)
+    with trainer(tmp_path, weather) as made, pytest.raises(UserError, match=r"era5_vit: its loss has shape \(\) for 4"):
+        made.fit()
+
+
+def test_a_metric_that_is_described_has_a_value(tmp_path: Path, weather: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_era5(tmp_path, {"training": {"epochs": 1}})
+    with trainer(tmp_path, weather) as made:
+        described = [*made.metrics.described, Metric(name="sharpness", title="Sharpness")]
+        own = made.metrics.per_sample
+
+        def renamed(x: Any, y: Any, prediction: Any) -> dict[str, Any]:
+            return {"valid_loss": next(iter(own(x, y, prediction).values()))}
+
+        for wrong in (renamed, lambda x, y, prediction: {"sharpness": y.mean()}):
+            monkeypatch.setattr(type(made.metrics), "per_sample", staticmethod(wrong))
+            with pytest.raises(UserError, match="expected a name of its own, and a value for each of the 4 samples"):
+                made.validate()
+        monkeypatch.undo()
+        monkey = SimpleNamespace(
+            described=described, per_sample=made.metrics.per_sample, summarise=made.metrics.summarise
+        )
+        made.metrics = monkey  # type: ignore[assignment]
+        with pytest.raises(UserError, match=r"metrics that it describes have no value: sharpness; .*give: rmse"):
+            made.fit()
 
 
 class Waits(TorchDispatchMode):

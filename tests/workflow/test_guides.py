@@ -139,6 +139,6 @@ def test_a_study_outside(make_tree: Callable[..., Tree]) -> None:
     shutil.copy(ROOT / "docs/examples/mine.yaml", tree.path / "tiny.yaml")
     outcome = tree.snakemake("--cores", "2")
     assert outcome.status == 0, outcome.output[-3000:]
-    results = tree.path / "results"
+    results = tree.path / "results/mine"
     assert "waves_ladder" in (results / "report/index.html").read_text()
     assert len((results / "plans/waves_ladder/summary.csv").read_text().splitlines()) == 3

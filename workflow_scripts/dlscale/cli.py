@@ -7,6 +7,7 @@ answers at once.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import faulthandler
 import importlib
 import json
@@ -128,7 +129,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         traceback.print_exc(file=sys.stderr)
         if place := registry.mistake(error):
             return _fail(terminal, f"dlscale {args.stage}: {place}", USER_ERROR)
-        defect = f"a defect of dlscale: {type(error).__name__}: {error}"
+        outside = "".join(f"{study.file} or of " for study in registry.added().values())
+        defect = f"a defect of {outside}dlscale: {type(error).__name__}: {error}"
         place = f"; the log {args.log} has the traceback" if args.log else ""
         return _fail(terminal, f"dlscale {args.stage}: {defect}{place}", DEFECT)
     return 0
@@ -154,9 +156,9 @@ def _redirect(log: Path) -> TextIO:
 
 
 def _fail(terminal: TextIO, message: str, status: int) -> int:
-    print(message, file=terminal)
-    if terminal is not sys.stderr:
-        print(message, file=sys.stderr)
+    for stream in dict.fromkeys((terminal, sys.stderr)):
+        with contextlib.suppress(BrokenPipeError):  # whoever read it ended first
+            print(message, file=stream, flush=True)
     return status
 
 

@@ -94,6 +94,7 @@ class Forgiving(io.FileIO):
 def explained(error: Exception, path: str | os.PathLike[str]) -> Exception:
     """Return a `UserError` for a full disk, a read-only place or a missing file, else `error`."""
     text, number = str(error).lower(), getattr(error, "errno", None)
+    path = path or getattr(error, "filename", None) or ""
     if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or any(
         # The last is how PyTorch says it: what it wrote is not there.
         words in text

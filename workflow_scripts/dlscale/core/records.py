@@ -128,8 +128,8 @@ def read_epochs(path: Path) -> list[Epoch]:
             epochs.append(Epoch.checked(json.loads(line), f"{path}: line {number}"))
         except json.JSONDecodeError as error:
             raise UserError(f"{path}: line {number} is not valid JSON ({error}); {advice}") from None
-    if not epochs:
-        raise UserError(f"{path}: holds no epoch; {advice}")
+    if not epochs or [epoch.epoch for epoch in epochs] != list(range(1, len(epochs) + 1)):
+        raise UserError(f"{path}: holds {f'not all of {len(epochs)} epochs' if epochs else 'no epoch'}; {advice}")
     return epochs
 
 

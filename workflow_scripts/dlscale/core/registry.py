@@ -147,7 +147,7 @@ def mistake(error: BaseException) -> str | None:
     for file, line in reversed(places):
         ours = file.is_relative_to(PACKAGE) or "site-packages" in file.parts
         if not ours and any(file.is_relative_to(root) for root in roots):
-            return f"{file}:{line}: {type(error).__name__}: {error}"
+            return f"{file}:{line}: {type(error).__name__}: {' '.join(str(error).split())}"
     return None
 
 
@@ -157,14 +157,15 @@ def load(module: str) -> ModuleType:
         loaded = importlib.import_module(module)
     except UserError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if module.split(".")[0] == PACKAGE.name:
             raise
         what = mistake(error) or f"{type(error).__name__}: {error}"
         raise UserError(f"{what}; the study in module {module} cannot be imported") from error
     for study in _added.values():
         if study.module == module and Path(loaded.__file__ or "").resolve() != study.file:
-            raise UserError(f"studies.{study.name}: {study.file}: Python has another module '{module}'; rename it")
+            where = f"{study.file}: Python has another module '{module}', {loaded.__file__}"
+            raise UserError(f"studies.{study.name}: {where}; rename it")
     return loaded
 
 
@@ -176,6 +177,10 @@ def study(name: str) -> Any:
     module = load(known[name].module)
     if not hasattr(module, "STUDY"):
         raise UserError(f"{known[name].file}: no STUDY in it; a study's module ends with `STUDY = MyStudy()`")
+    if isinstance(module.STUDY, type):
+        raise UserError(
+            f"{known[name].file}: STUDY is the class {module.STUDY.__name__}; write STUDY = {module.STUDY.__name__}()"
+        )
     for key in ("dataset", "Model", "Loss"):
         if not hasattr(module.STUDY, key):
             raise UserError(f"{known[name].file}: STUDY has no {key}; docs/adding.md says what a study has")

@@ -60,10 +60,6 @@ def describe_own(dataset: DatasetSettings, folder: Path) -> Manifest:
                 lowest[name] = min(lowest.get(name, np.inf), these.minimum.min())
                 highest[name] = max(highest.get(name, -np.inf), these.maximum.max())
             splits[part.split].append(File.of(path, folder, Field.of(file[names[0]]).rows, sha256(path)))
-    if not splits["train"]:
-        raise UserError(
-            f"{folder}: dataset of kind {dataset.kind}: no part of split train; its kind's `parts` names none"
-        )
     infos = {name: describe_field(field, moments[name]) for name, field in fields.items()}
     for name, field in fields.items():
         if len(field.shape) == 1 and not field.floating and lowest[name] >= 0:

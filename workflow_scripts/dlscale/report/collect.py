@@ -58,7 +58,7 @@ def _row(plan: PlanResult, run: RunResult, figures: dict[str, Published]) -> Row
     for mode in MODES:
         column, trials = f"{mode.lower()}_samples_per_second", run.trials(mode)
         speeds |= {column: trials.mean if trials else None, f"{column}_std": trials.std if trials else None}
-    return {
+    row: Row = {
         "run": run.name,
         "label": run.label,
         "plan": plan.name,
@@ -78,5 +78,6 @@ def _row(plan: PlanResult, run: RunResult, figures: dict[str, Published]) -> Row
         "published_as": figure.label if figure else None,
         "published_hardware": figure.hardware if figure else None,
         "published_source": figure.source if figure else None,
-        **(last.metrics if last else {}),
     }
+    metrics = last.metrics if last else {}
+    return row | {f"metric {name}" if name in row else name: value for name, value in metrics.items()}

@@ -10,6 +10,9 @@ from dlscale.core.records import MODES, Throughput
 from dlscale.core.text import number, percent
 from dlscale.report.results import RunResult
 
+#: What bounds a run that was disturbed.
+UNKNOWN = "not known"
+
 
 @dataclass(frozen=True)
 class Bound:
@@ -39,7 +42,7 @@ def bound(throughput: Throughput | None) -> Bound | None:
     share = full / min(io, synthetic)
     serial = 1 / (1 / io + 1 / synthetic)  # one after the other: nothing overlaps
     if share > 1.1:
-        what, key = "not known", "both"
+        what, key = UNKNOWN, "both"
         advice = "It cannot be faster than either: something else kept the machine busy meanwhile. Measure again."
     elif share < 0.8 and full < 0.9 * serial:
         advice = "That is less than one after the other would give: they compete for the same cores or memory."
@@ -55,9 +58,9 @@ def bound(throughput: Throughput | None) -> Bound | None:
 
 
 def disturbance(runs: Sequence[RunResult]) -> str | None:
-    """Return a warning if one computation had several speeds: something else kept the machine busy.
+    """Return a warning if speeds contradict each other: something else kept the machine busy.
 
-    Runs that differ in nothing but how data are loaded have the same SYNTHETIC.
+    Runs that differ in nothing but how data are loaded have the same SYNTHETIC; FULL is not faster than its parts.
     """
     alike: dict[str, list[tuple[float, str]]] = {}
     for run in runs:
@@ -72,5 +75,11 @@ def disturbance(runs: Sequence[RunResult]) -> str | None:
                 f"The machine was not quiet. SYNTHETIC is the same computation in {slow} and in {quick}, and yet "
                 f"{number(least)} and {number(most)} samples/s were measured: speed-ups of these runs mean little. "
                 "Measure again with nothing else running."
+            )
+    for run in runs:
+        if (found := bound(run.throughput)) and found.what == UNKNOWN:
+            return (
+                f"The machine was not quiet. FULL of {run.label} was faster than loading or computing alone, which "
+                "cannot be: speed-ups of these runs mean little. Measure again with nothing else running."
             )
     return None

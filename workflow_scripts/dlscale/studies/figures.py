@@ -68,7 +68,7 @@ def values(target: np.ndarray, prediction: np.ndarray, count: int = 12) -> Figur
     """Draw the first numbers of a sample's target and prediction, for studies without a figure."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(4, 3))
+    figure = Figure(figsize=(4, 0.3 + 0.2 * min(count + 1, np.size(target) + 1)))
     for place, (title, numbers) in enumerate({"target": target, "prediction": prediction}.items()):
         text = "\n".join([title, *(f"{number:.4g}" for number in np.ravel(numbers)[:count])])
         figure.text(0.1 + 0.5 * place, 0.95, text, verticalalignment="top")

@@ -61,6 +61,8 @@ def build_step(run: RunCore, make: Callable[[], nn.Module], loss: SampleLoss, wo
     optimizer = build_optimizer(weights.updated, run.optimizer, device if run.cuda_graph else None)
     step = Step(run, weights, network, wrapped, optimizer, _attention(model, run, device))
     # 6. Compiled, or recorded: what the parts above have become.
+    if run.compile.mode != "none":
+        logging.info("compiled for each shape of batch when it first comes, which takes up to minutes")
     step.compile(run.compile.mode)
     if run.cuda_graph:
         step.capture()
@@ -82,6 +84,21 @@ def _attention(model: Any, run: RunCore, device: torch.device) -> Context:
     heads, tokens, width = model.attention_shape
     shape = (-(-run.local_batch_size // run.accumulation_steps), heads, tokens, width)
     return attention_context(run.attention, shape, model.attention_dropout, compute_dtype(run.precision), device)
+
+
+def _each(loss: SampleLoss, study: str) -> SampleLoss:
+    """Return a study's loss, which refuses to be anything but one number for each sample."""
+
+    def call(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        losses = loss(prediction, target)
+        if losses.shape != target.shape[:1]:
+            raise UserError(
+                f"study {study}: its loss has shape {tuple(losses.shape)} for {len(target)} samples; expected one "
+                f'number for each, ({len(target)},): reduction="none", and a mean over the axes but the first'
+            )
+        return losses
+
+    return call
 
 
 @dataclass(frozen=True)
@@ -132,7 +149,7 @@ def open_session(run: RunCore, manifest: str | Path, world: World, threads: int 
             study.check_grid(run, grid)
         except Refused as error:
             raise UserError(str(error)) from None
-    step = build_step(run, partial(study.model, run, data), study.loss(run), world)
+    step = build_step(run, partial(study.model, run, data), _each(study.loss(run), run.study), world)
     dtype = compute_dtype(run.precision)
     if dtype != torch.float32:
         width = getattr(step.model, "attention_shape", (0, 0, 32))[2]

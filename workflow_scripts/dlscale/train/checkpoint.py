@@ -30,7 +30,8 @@ class CheckpointRecord(Record):
     loss_sums: list[Number] = [0.0]  #: of the epoch under way: sum of the samples' losses on each rank
     seconds: float = 0.0  #: time spent on its steps in all tries
     wall_time: float = 0.0  #: when its steps were done, seconds since 1970-01-01 UTC; 0 while they are not
-    made_with: dict[str, Any] = {}  #: the run's `geometry` and `loader`, which decide times and no weight
+    #: The run's `geometry` and `loader`, which decide times and no weight; None if they changed within the epoch.
+    made_with: dict[str, Any] | None = {}
 
     def loss_sum(self, rank: int, ranks: int) -> float:
         """Return the sum with which a rank goes on; with another number of ranks the first has the sum of all."""

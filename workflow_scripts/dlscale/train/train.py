@@ -15,9 +15,9 @@ import torch
 
 from dlscale.config.run import Run, load_run
 from dlscale.core import provenance
-from dlscale.core.files import whole
+from dlscale.core.files import whole, write_text
 from dlscale.core.lock import only_writer
-from dlscale.core.records import Epoch
+from dlscale.core.records import Epoch, epoch_lines
 from dlscale.data.manifest import Manifest
 from dlscale.parallel.world import describe_device, join
 from dlscale.studies import figures
@@ -82,6 +82,7 @@ def _lead(run: Run, session: Session, trainer: Trainer, out: Path) -> None:
     # Given a path, torch.save would put its (temporary) name into the file: equal weights, unequal bytes.
     with whole(out / "model.pt") as path, open(path, "wb") as file:
         torch.save({key: value.cpu() for key, value in session.step.weights.state_dict().items()}, file)
+    write_text(out / "metrics.jsonl", epoch_lines(history))  # somebody may have removed what grew
     fingerprint = trainer.checkpoints.folder
     provenance.provenance(
         started=started,

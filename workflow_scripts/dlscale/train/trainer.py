@@ -81,7 +81,8 @@ class Trainer:
         before, self._resumed = self._resumed, CheckpointRecord()
         first = max(before.step - done, 0)  # not 0 where an earlier try was stopped within this epoch
         sums = _EpochSums(before, done + first, self.world, self.step.device)
-        requests = Hook(before_step=lambda number: self._obey(interruption.poll(), sums))
+        made_with = self._made_with if not before.seconds or before.made_with == self._made_with else None
+        requests = Hook(before_step=lambda number: self._obey(interruption.poll(), sums, made_with))
         batches = self.train_loader.epoch(epoch, first)
         weight = functools.partial(self.share.weight, samples=self.train_loader.samples)  # of this rank's loss
         weighted = ((x, y, weight(number)) for number, (x, y) in enumerate(batches, first))
@@ -107,7 +108,7 @@ class Trainer:
             valid_seconds=time.perf_counter() - start,
             wall_time=sums.wall_time,
             metrics=metrics,
-            made_with=self._made_with if not before.seconds or before.made_with == self._made_with else None,
+            made_with=made_with,
         )
 
     def rate(self, number: int) -> float:
@@ -122,12 +123,24 @@ class Trainer:
         def add(x: torch.Tensor, y: torch.Tensor) -> None:
             prediction = self.step.predict(x)
             losses = {"valid_loss": self.step.network.loss(prediction, y)}
-            sums.add(losses | self.metrics.per_sample(x, y, prediction))
+            values = self.metrics.per_sample(x, y, prediction)
+            if wrong := [name for name, value in values.items() if name in losses or value.shape[:1] != x.shape[:1]]:
+                raise UserError(
+                    f"study {self.run.study}: metric {wrong[0]}: expected a name of its own, and a value for each of "
+                    f"the {len(x)} samples, got shape {tuple(values[wrong[0]].shape)}"
+                )
+            sums.add(losses | values)
 
         run_steps(add, self.valid_loader.epoch(0), range(len(self.valid_loader)), hooks)
         means = sums.means(self.world.sum)
         loss = float(means.pop("valid_loss"))
-        return loss, self.metrics.summarise(means)
+        numbers = self.metrics.summarise(means)
+        if missing := {metric.name for metric in self.metrics.described} - numbers.keys():
+            raise UserError(
+                f"study {self.run.study}: metrics that it describes have no value: {', '.join(sorted(missing))}; "
+                f"`per_sample` and `summarise` give: {', '.join(numbers) or 'none'}"
+            )
+        return loss, numbers
 
     def resume(self) -> None:
         """Go on from the newest checkpoint, if there is one: the first rank chooses it, and all read the same."""
@@ -156,11 +169,12 @@ class Trainer:
                 torch.cuda.set_rng_state(cuda, self.step.device)
         logging.info("resumed after epoch %d, step %d", len(self.history), step)
 
-    def _obey(self, request: Request, sums: _EpochSums) -> None:
+    def _obey(self, request: Request, sums: _EpochSums, made_with: dict[str, Any] | None) -> None:
         """Save, or save and end, within an epoch, if a signal asks for it."""
         if not request:
             return
-        self._save(sums.step, loss_sums=sums.by_rank(), seconds=sums.seconds, wall_time=sums.wall_time)
+        times = {"seconds": sums.seconds, "wall_time": sums.wall_time, "made_with": made_with}
+        self._save(sums.step, loss_sums=sums.by_rank(), **times)
         logging.info("asked to %s: saved after step %d", request.name.lower(), sums.step)
         if request == Request.END:
             self.world.barrier()  # a rank that ends before the others have saved ends them, too
@@ -170,7 +184,7 @@ class Trainer:
         cuda = torch.cuda.get_rng_state(self.step.device) if self.step.device.type == "cuda" else None
         rng = {"rng": self.world.gather(torch.get_rng_state()), "cuda_rng": self.world.gather(cuda)}
         if self.world.main:
-            record = CheckpointRecord(step=step, history=self.history, made_with=self._made_with, **partial)
+            record = CheckpointRecord(step=step, history=self.history, **{"made_with": self._made_with, **partial})
             self.checkpoints.save(record, {**self.step.state_dict(), **rng})
 
 

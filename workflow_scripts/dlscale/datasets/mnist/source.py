@@ -48,8 +48,23 @@ class IdxFile:
                 f"{bytes([0, 0, 8, ndim]).hex()}); images and labels may be swapped"
             )
         self.shape = struct.unpack(f">{ndim}I", self._bytes(4 * ndim))
+        if not all(self.shape):
+            raise UserError(f"{path}: its shape is {self.shape}; expected at least one row, of at least one value")
         self._start = 4 + 4 * ndim
         self._row = math.prod(self.shape[1:])
+        self._check_end()
+
+    def _check_end(self) -> None:
+        """Read on to the end: the file holds the rows that it declares and no more, and gzip compares its checksum."""
+        left = self.shape[0] * self._row
+        while left:
+            left -= len(self._bytes(min(left, 2**20)))
+        try:
+            more = self._file.read(1)
+        except (OSError, EOFError, zlib.error) as error:
+            raise UserError(f"{self.path}: damaged ({error}); fetch it again") from None
+        if more:
+            raise UserError(f"{self.path}: goes on after its {self.shape[0]} rows; fetch it again")
 
     def _bytes(self, count: int) -> bytes:
         try:
