@@ -456,7 +456,29 @@ def test_auto_takes_the_fastest_and_says_so(monkeypatch: pytest.MonkeyPatch, cap
         context = attention_context("auto", SHAPE, 0.0, torch.bfloat16, CPU)
     assert context.args == ("math",)  # type: ignore[attr-defined]
     assert "attention math" in caplog.text
+    context = attention_context("auto", SHAPE, 0.0, torch.bfloat16, CPU, agreed=lambda mine: "flash")
+    assert context.args == ("flash",), "all ranks compute alike"  # type: ignore[attr-defined]
     assert "cudnn 4.00 ms, flash 3.00 ms, math 2.00 ms" in caplog.text
+
+
+def test_the_trial_is_of_the_models_own_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random values, heads side by side as linear layers leave them; so is the gradient that comes back."""
+    seen: list[torch.Tensor] = []
+    real = F.scaled_dot_product_attention
+
+    def watched(*inputs: torch.Tensor, dropout_p: float) -> torch.Tensor:
+        result = real(*inputs, dropout_p=dropout_p)
+        result.register_hook(lambda gradient: seen.append(gradient))
+        seen.extend(inputs)
+        return result
+
+    monkeypatch.setattr(attention.F, "scaled_dot_product_attention", watched)
+    trial(SHAPE, 0.0, torch.float32, CPU, repeats=1)
+    samples, heads, tokens, width = SHAPE
+    assert len(seen) == 2 * 2 * 4, "of two kernels, once to warm up: queries, keys, values, gradient"
+    for values in seen:
+        assert values.shape == SHAPE and values.stride() == (tokens * heads * width, width, heads * width, 1)
+        assert 0.9 < values.std() < 1.1
 
 
 def test_math_is_not_tried_where_its_scores_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -279,10 +279,11 @@ def tasks(bench: Bench) -> list[Task]:
     boxes_ladder = Ladder(bench, unet, boxes, ("resident", "streamed"), many)
     years_ladder = Ladder(bench, vit, years, ("resident",), few)
     unet_targets = {"compile": best, "CUDA graph": {**best, **no_slower}}
-    vit_targets = {"compile": {"FULL resident": 250.0} if h200 else {}, "CUDA graph": no_slower}
-    found = years_ladder.tasks("ViT-384", VIT_RUNGS, vit_targets)
-    found += boxes_ladder.tasks("U-Net 64³", UNET_RUNGS, unet_targets)
-    found.append(Task("ViT-1024", "all", 60, partial(large, bench, wide, few), {"MFU (datasheet)": 0.45}))
+    # What docs/ladder.md expects of an H200: its attention at a head dimension of 48 is padded to 64.
+    vit_targets = {"attention auto": {"FULL resident": 180.0} if h200 else {}, "CUDA graph": no_slower}
+    found = boxes_ladder.tasks("U-Net 64³", UNET_RUNGS, unet_targets)
+    found += years_ladder.tasks("ViT-384", VIT_RUNGS, vit_targets)
+    found.append(Task("ViT-1024", "all", 60, partial(large, bench, wide, few), {"MFU (datasheet)": 0.43}))
     for label, data, case in (("crops", boxes, unet), ("pairs", years, vit)):
         found += [
             Task(label, kind, 15 if kind == "dali" else 5, partial(loading, bench, data, case, kind, many))

@@ -42,6 +42,20 @@ class Task:
     do: Callable[[], Values]
     targets: dict[str, float] = field(default_factory=dict)
 
+    @property
+    def label(self) -> str:
+        """What its row is called."""
+        return f"{self.group}: {self.name}"
+
+
+def chosen(tasks: list[Task], only: list[str], skip: list[str]) -> list[Task]:
+    """Return the tasks whose labels hold one of `only`, if there are any, and none of `skip`; case does not count."""
+
+    def holds(task: Task, texts: list[str]) -> bool:
+        return any(text.lower() in task.label.lower() for text in texts)
+
+    return [task for task in tasks if (not only or holds(task, only)) and not holds(task, skip)]
+
 
 @dataclass
 class Result:
@@ -95,7 +109,7 @@ def perform_all(
         Called after each.
     """
     start, results = time.perf_counter(), list[Result]()
-    width = max(len(f"{task.group}: {task.name}") for task in tasks)
+    width = max(len(task.label) for task in tasks)
 
     def write(finished: bool) -> None:
         if out is not None:

@@ -32,17 +32,23 @@ Context = Callable[[], AbstractContextManager[object]]
 
 
 def attention_context(
-    kind: str, shape: tuple[int, int, int, int], dropout: float, dtype: torch.dtype, device: torch.device
+    kind: str,
+    shape: tuple[int, int, int, int],
+    dropout: float,
+    dtype: torch.dtype,
+    device: torch.device,
+    agreed: Callable[[str], str] = lambda kind: kind,
 ) -> Context:
     """Return the context in which all attention runs on the kernel that `kind` (the run's `attention`) names.
 
-    `shape` is that of queries: samples, heads, tokens, head dimension.
+    `shape` is that of queries: samples, heads, tokens, head dimension. `agreed` returns the first rank's choice on all
+    ranks: kernels round differently, and times differ by chance.
     """
     if kind == "default":
         return nullcontext
     if kind == "auto":
         times = trial(shape, dropout, dtype, device)
-        kind = min(times, key=times.__getitem__)
+        kind = agreed(min(times, key=times.__getitem__))
         shown = ", ".join(f"{name} {1e3 * seconds:.2f} ms" for name, seconds in sorted(times.items()))
         logging.info("attention %s for %s, %s: %s", kind, "x".join(map(str, shape)), dtype, shown)
         return partial(only, kind)
@@ -86,10 +92,21 @@ def trial(
 
 
 def _seconds(name: str, shape: tuple[int, ...], dropout: float, dtype: torch.dtype, device: torch.device) -> float:
-    q, k, v = (torch.full(shape, 0.1, dtype=dtype, device=device, requires_grad=True) for _ in range(3))
+    """Time one forward and backward pass of random values: constants compute faster, as fewer bits change.
+
+    Heads lie side by side in memory, [B, T, H, D], as a linear layer leaves them, and so does the gradient.
+    """
+    samples, heads, tokens, width = shape
+
+    def random() -> torch.Tensor:
+        return torch.randn(samples, tokens, heads, width, dtype=dtype, device=device).transpose(1, 2)
+
     with torch.random.fork_rng([device] if device.type == "cuda" else []), sdpa_kernel(BACKENDS[name]):
+        q, k, v, gradient = (random() for _ in range(4))
+        for x in (q, k, v):
+            x.requires_grad_()
         synchronize(device)
         start = time.perf_counter()
-        F.scaled_dot_product_attention(q, k, v, dropout_p=dropout).sum().backward()
+        F.scaled_dot_product_attention(q, k, v, dropout_p=dropout).backward(gradient)
         synchronize(device)
         return time.perf_counter() - start

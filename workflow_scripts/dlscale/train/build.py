@@ -59,7 +59,7 @@ def build_step(run: RunCore, make: Callable[[], nn.Module], loss: SampleLoss, wo
         wrapped = DistributedDataParallel(network, device_ids=devices, gradient_as_bucket_view=True)
     # 5. The optimiser, of the weights as they are placed.
     optimizer = build_optimizer(weights.updated, run.optimizer, device if run.cuda_graph else None)
-    step = Step(run, weights, network, wrapped, optimizer, _attention(model, run, device))
+    step = Step(run, weights, network, wrapped, optimizer, _attention(model, run, world))
     # 6. Compiled, or recorded: what the parts above have become.
     if run.compile.mode != "none":
         logging.info("compiled for each shape of batch when it first comes, which takes up to minutes")
@@ -77,13 +77,14 @@ def memory_format(model: nn.Module, kind: str) -> torch.memory_format:
     return torch.channels_last_3d if volumes else torch.channels_last
 
 
-def _attention(model: Any, run: RunCore, device: torch.device) -> Context:
+def _attention(model: Any, run: RunCore, world: World) -> Context:
     """Return the context of the model's attention, if it has any."""
     if run.attention == "default":
         return nullcontext
     heads, tokens, width = model.attention_shape
     shape = (-(-run.local_batch_size // run.accumulation_steps), heads, tokens, width)
-    return attention_context(run.attention, shape, model.attention_dropout, compute_dtype(run.precision), device)
+    dtype, drop = compute_dtype(run.precision), model.attention_dropout
+    return attention_context(run.attention, shape, drop, dtype, world.device, lambda kind: world.gather(kind)[0])
 
 
 def _each(loss: SampleLoss, study: str) -> SampleLoss:
