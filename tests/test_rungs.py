@@ -609,7 +609,7 @@ class Recorder:
 
 def test_graphs_are_chosen_by_shape_and_rare_shapes_have_none() -> None:
     recorder = Recorder()
-    graphed = Graphed(lambda x, y: (x * y).sum(), recorder)
+    graphed = Graphed(lambda x, y: (x * y).sum(), lambda: recorder)
     kept = []
     for epoch in range(2):
         for size in (4, 4, 4, 2):
@@ -633,7 +633,7 @@ def test_a_graphed_step_is_the_plain_one(study: str) -> None:
     plain, graphed = make_step(study), make_step(study)
     for group in graphed.optimizer.param_groups:
         group["lr"] = torch.tensor(group["lr"])
-    graphed._train = Graphed(graphed._train_eagerly, Recorder())
+    graphed._train = Graphed(graphed._train_eagerly, Recorder)
     for number in range(10):
         x, y = batch(study, 4 if number % 2 else 6, seed=number)
         for step in (plain, graphed):

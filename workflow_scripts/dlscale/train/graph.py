@@ -27,12 +27,13 @@ class Graphed:
     lives only within the body and needs no care.
     """
 
-    def __init__(self, body: Body, backend: CudaBackend) -> None:
-        self._body, self._backend = body, backend
+    def __init__(self, body: Body, make_backend: Callable[[], CudaBackend]) -> None:
+        self._body, self._make_backend = body, make_backend
         self.reset()
 
     def reset(self) -> None:
-        """Drop all graphs, as is needed when memory that they use is replaced."""
+        """Drop all graphs, as is needed when memory that they use is replaced; those to come have a pool of their own."""
+        self._backend = self._make_backend()
         self._seen: Counter[Any] = Counter()
         self._graphs: dict[Any, tuple[Callable[[], Any], torch.Tensor, torch.Tensor, torch.Tensor]] = {}
 

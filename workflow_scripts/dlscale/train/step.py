@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -92,7 +93,7 @@ class Step:
 
     def capture(self) -> None:
         """Record whole steps as CUDA graphs, and replay them."""
-        self._train = Graphed(self._train_eagerly, CudaBackend(self.device))
+        self._train = Graphed(self._train_eagerly, partial(CudaBackend, self.device))
 
     def set_learning_rate(self, rate: float) -> None:
         set_learning_rate(self.optimizer, rate)
@@ -133,8 +134,9 @@ class Step:
         """Add the gradients of `share` times `weight` times the loss; return `share` times the loss."""
         wrapped = self._wrapped
         alone = wrapped.no_sync() if isinstance(wrapped, DistributedDataParallel) and not last else nullcontext()
-        with self.attention(), alone:
-            # Of a small last batch a rank may have no sample: the others wait for its gradients all the same.
+        # Of a small last batch a rank may have no sample: the others wait for its gradients all the same. No code is
+        # compiled for that, and a kernel that was chosen may not know how to attend to nothing.
+        with self.attention() if len(x) else nullcontext(), alone:
             loss = self._loss_of(x, y) if len(x) else wrapped(x, y)
             if share != 1.0:
                 loss = loss * share

@@ -26,6 +26,11 @@ from dlscale.data.samples import BoxIndex, Samples
 RESIDENT_SHARE = 0.5
 
 
+#: Parts of a batch that each thread gets, so that none waits long for another: to give out every box by itself takes
+#: the trainer's thread time.
+SHARES = 4
+
+
 class Backend(Protocol):
     """How the boxes of a batch reach the model."""
 
@@ -44,6 +49,7 @@ class DirectLoader:
         self.samples = samples.size
         self._boxes, self._share = grids.boxes, share
         self._pool = threads(settings.workers, device) if settings.workers else None
+        self._workers = settings.workers
         # With the batch that the model works on. Without threads there is nobody who could work ahead.
         self._slots = 1 + (min(settings.prefetch, max(len(self) - 1, 0)) if settings.workers else 0)
         fields = stored_fields(grids)
@@ -72,7 +78,8 @@ class DirectLoader:
             for _ in range(start, len(self)):
                 while following < len(self) and len(ahead) < self._slots:
                     indices = self._share.indices(following, self.samples)
-                    ahead.append(_PendingBatch(self._backend, following % self._slots, boxes.take(indices), self._pool))
+                    slot, chosen = following % self._slots, boxes.take(indices)
+                    ahead.append(_PendingBatch(self._backend, slot, chosen, self._pool, SHARES * self._workers))
                     following += 1
                 yield self._backend.deliver(ahead.popleft().result())
         finally:
@@ -95,7 +102,10 @@ class _PendingBatch:
     Without threads it is made when it is asked for.
     """
 
-    def __init__(self, backend: Backend, slot: int, boxes: BoxIndex, pool: ThreadPoolExecutor | None) -> None:
+    def __init__(
+        self, backend: Backend, slot: int, boxes: BoxIndex, pool: ThreadPoolExecutor | None, shares: int
+    ) -> None:
+        self._shares = shares  #: that the tasks are given out in
         self._begin = functools.partial(backend.begin, slot, boxes)
         self._tasks: list[Future[Any]] = []
         self._begun = pool.submit(self._share_out, pool) if pool is not None else None
@@ -103,7 +113,8 @@ class _PendingBatch:
     def _share_out(self, pool: ThreadPoolExecutor) -> Future[Any]:
         """Give the tasks to the threads; return what makes the batch."""
         tasks, finalize = self._begin()
-        self._tasks = [pool.submit(task) for task in tasks]
+        shares = [tasks[first :: self._shares] for first in range(min(self._shares, len(tasks)))]
+        self._tasks = [pool.submit(_do, share) for share in shares]
         # Behind the tasks in the threads' queue, so that they are done, or being done, when it waits for them.
         self._tasks.append(pool.submit(_finalize, list(self._tasks), finalize))
         return self._tasks[-1]
@@ -123,6 +134,11 @@ class _PendingBatch:
         for task in self._tasks:
             if not task.cancel():
                 task.exception()
+
+
+def _do(tasks: list[Callable[[], None]]) -> None:
+    for task in tasks:
+        task()
 
 
 def _finalize(tasks: list[Future[None]], finalize: Callable[[], Any]) -> Any:
