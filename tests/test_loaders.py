@@ -26,8 +26,8 @@ from dlscale.data import store
 from dlscale.data.loaders import direct_loader, settings
 from dlscale.data.loaders.base import Loader, Share
 from dlscale.data.loaders.decode import stored_fields
-from dlscale.data.loaders.pace import Pace
 from dlscale.data.loaders.direct_device import Streamed
+from dlscale.data.loaders.pace import Pace
 from dlscale.data.manifest import Manifest
 from dlscale.data.mapped import MappedArray
 from dlscale.data.samples import ArraySpec, GridSamples, Samples

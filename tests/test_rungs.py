@@ -37,7 +37,7 @@ from dlscale.train.attention import attention_context, trial
 from dlscale.train.build import build_step
 from dlscale.train.graph import EAGER_STEPS, Graphed
 from dlscale.train.precision import compute_dtype, weight_dtype
-from dlscale.train.selfcheck import check_operations
+from dlscale.train.selfcheck import check_layers, check_operations
 from dlscale.train.step import Step
 from tests.conftest import COSMO, COSMO_RUN, ERA5, ERA5_RUN, make_run, records, train
 
@@ -474,7 +474,7 @@ def test_the_trial_is_of_the_models_own_layout(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(attention.F, "scaled_dot_product_attention", watched)
     trial(SHAPE, 0.0, torch.float32, CPU, repeats=1)
-    samples, heads, tokens, width = SHAPE
+    _, heads, tokens, width = SHAPE
     assert len(seen) == 2 * 2 * 4, "of two kernels, once to warm up: queries, keys, values, gradient"
     for values in seen:
         assert values.shape == SHAPE and values.stride() == (tokens * heads * width, width, heads * width, 1)
@@ -715,6 +715,50 @@ def test_a_run_in_16_bits_is_checked_and_no_other(
     make_run(tmp_path, "era5_vit", config.merge(copy.deepcopy(ERA5_RUN), over), ERA5)
     build_.open_session(load_run(tmp_path / "config.yaml", "train"), era5_data / "manifest.json", World(), 1)
     assert checked[2][3] is not nullcontext and checked[2][4] == 16 // 2
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16_master", "fp16"])
+@pytest.mark.parametrize("study", ["cosmo_unet", "era5_vit"])
+def test_a_models_own_layers_are_right(study: str, precision: str) -> None:
+    """At the run's own shapes, under its own autocast; nothing of the model is changed by that."""
+    step = make_step(study, precision=precision)
+    x, _ = batch(study, 3)
+    before, state = copy.deepcopy(step.weights.state_dict()), torch.get_rng_state()
+    layers = sum(isinstance(layer, nn.modules.conv._ConvNd) for layer in step.model.modules())
+    assert check_layers(step.model, step.network.predict, x) == layers
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(value, before[key]) for key, value in step.weights.state_dict().items())
+    assert all(p.grad is None for p in step.model.parameters())
+
+
+@pytest.mark.parametrize("what", ["forward", "input", "weights"])
+def test_a_kernel_that_is_wrong_at_one_shape_is_found(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    """As a library is that chooses by shape: only the second layer's sizes are computed wrongly, in 16 bits alone."""
+    step = make_step("cosmo_unet", precision="bf16")
+    x, _ = batch("cosmo_unet", 3)
+    channels = step.model.down[1][0].in_channels
+
+    class Wrong(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, values: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return values.clone(), weight.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return gradients[0] * (1.2 if what == "input" else 1), gradients[1] * (1.2 if what == "weights" else 1)
+
+    real = F.conv3d
+
+    def wrong(values: torch.Tensor, weight: torch.Tensor, *rest: Any) -> torch.Tensor:
+        if values.shape[1] != channels or not torch.is_autocast_enabled("cpu"):
+            return real(values, weight, *rest)
+        result = real(*Wrong.apply(values, weight), *rest)
+        return result * 1.2 if what == "forward" else result
+
+    monkeypatch.setattr(F, "conv3d", wrong)
+    words = what if what == "forward" else f"gradient of the {what}"
+    with pytest.raises(UserError, match=rf"Conv3d\({channels}, .* \({words}\) in torch.bfloat16 is wrong"):
+        check_layers(step.model, step.network.predict, x)
 
 
 @pytest.mark.parametrize("what", ["forward", "backward", "nan"])

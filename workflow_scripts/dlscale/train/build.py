@@ -26,7 +26,7 @@ from dlscale.studies.base import SampleLoss, Study
 from dlscale.train.attention import Context, attention_context
 from dlscale.train.optimizer import build_optimizer
 from dlscale.train.precision import Weights, compute_dtype, set_matmul_precision
-from dlscale.train.selfcheck import check_operations
+from dlscale.train.selfcheck import check_layers, check_operations
 from dlscale.train.step import Network, Step
 
 
@@ -159,4 +159,11 @@ def open_session(run: RunCore, manifest: str | Path, world: World, threads: int 
     if world.data_rank:  # the same weights everywhere, but each its own drop-out
         sequence = np.random.SeedSequence([run.seed, world.data_rank])
         torch.manual_seed(int(sequence.generate_state(1, np.uint64)[0]))
-    return Session(run, data, world, study, step)
+    session = Session(run, data, world, study, step)
+    if dtype != torch.float32 and world.device.type == "cuda":
+        spec = session.samples("train").input_spec
+        if spec.dtype == "float32":
+            check_layers(
+                step.model, step.network.predict, torch.randn(run.local_batch_size, *spec.shape, device=world.device)
+            )
+    return session

@@ -32,7 +32,7 @@ class Graphed:
         self.reset()
 
     def reset(self) -> None:
-        """Drop all graphs, as is needed when memory that they use is replaced; those to come have a pool of their own."""
+        """Drop all graphs, as is needed when memory that they use is replaced; the next have a pool of their own."""
         self._backend = self._make_backend()
         self._seen: Counter[Any] = Counter()
         self._graphs: dict[Any, tuple[Callable[[], Any], torch.Tensor, torch.Tensor, torch.Tensor]] = {}

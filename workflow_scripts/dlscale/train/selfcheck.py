@@ -5,12 +5,16 @@ Libraries have been wrong without a message: cuDNN 9.8 to 9.10 gave wrong values
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from functools import partial
+from typing import Any
 
 import torch
+from torch import nn
 from torch.nn import functional as F
+from torch.nn.modules.conv import _ConvNd
 
 from dlscale.core.errors import UserError
 from dlscale.train.attention import Context
@@ -70,14 +74,64 @@ def check_operations(
             values = _passes(operation, own)
         truth = _passes(operation, [x.float() for x in inputs])
         for what, a, b in zip(("forward", *["backward"] * len(inputs)), values, truth, strict=True):
-            error = float((a.cpu().float() - b).abs().max() / b.square().mean().sqrt())
-            if not error <= TOLERANCE[dtype]:  # so that NaN is an error, too
-                raise UserError(
-                    f"precision: {name} ({what}) in {dtype} is wrong on this {device.type}: error {error:.2g}, "
-                    f"tolerance {TOLERANCE[dtype]:g} (PyTorch {torch.__version__}, cuDNN "
-                    f"{torch.backends.cudnn.version()}; known to be wrong: cuDNN 9.8 to 9.10); "
-                    "use another version of PyTorch or cuDNN, or precision fp32 or tf32"
-                )
+            _compare(f"{name} ({what})", a, b, dtype)
+
+
+def check_layers(model: nn.Module, predict: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> int:
+    """Raise a `UserError` where a convolution of the model in 16 bits differs from float32 by more than rounding.
+
+    Libraries choose their kernels by shape: each layer is checked where it stands, on what it is given when `predict`
+    computes a batch `x`, forward and backward, once for each shape. Samples do not touch each other in a convolution,
+    so the truth, computed in float32 without cuDNN, is that of the first and the last of the batch.
+
+    Return how many layers were checked.
+    """
+    seen: set[object] = set()
+
+    def check(layer: Any, inputs: tuple[torch.Tensor], output: torch.Tensor) -> None:
+        shape = (type(layer), inputs[0].shape, inputs[0].stride(), layer.weight.shape, output.dtype)
+        if shape in seen or output.dtype not in TOLERANCE:
+            return
+        seen.add(shape)  # before the layer is called again
+        some = [0, -1]
+        gradient = torch.zeros_like(output)
+        gradient[some] = torch.randn_like(output[some])
+        with torch.enable_grad():
+            given = inputs[0].detach().requires_grad_()
+            own = layer(given)
+            x_own, w_own = torch.autograd.grad(own, (given, layer.weight), gradient)
+            with torch.autocast(x.device.type, enabled=False), torch.backends.cudnn.flags(enabled=False):
+                exact = copy.deepcopy(layer).to(output.dtype).float()
+                few = inputs[0].detach()[some].to(output.dtype).float().requires_grad_()
+                truth = exact(few)
+                x_true, w_true = torch.autograd.grad(truth, (few, exact.weight), gradient[some].float())
+        name = f"{layer} of {tuple(given.shape)}"
+        for what, a, b in (
+            ("forward", own[some], truth),
+            ("gradient of the input", x_own[some], x_true),
+            ("gradient of the weights", w_own, w_true),
+        ):
+            _compare(f"{name} ({what})", a.detach(), b.detach().cpu(), output.dtype)
+
+    layers = [layer for layer in model.modules() if isinstance(layer, _ConvNd)]
+    hooks = [layer.register_forward_hook(check) for layer in layers]
+    try:
+        with torch.no_grad(), torch.random.fork_rng([x.device] if x.device.type == "cuda" else []):
+            predict(x)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return len(seen)
+
+
+def _compare(what: str, found: torch.Tensor, truth: torch.Tensor, dtype: torch.dtype) -> None:
+    error = float((found.cpu().float() - truth).abs().max() / truth.square().mean().sqrt())
+    if not error <= TOLERANCE[dtype]:  # so that NaN is an error, too
+        raise UserError(
+            f"precision: {what} in {dtype} is wrong on this {found.device.type}: error {error:.2g}, tolerance "
+            f"{TOLERANCE[dtype]:g} (PyTorch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}; known to be "
+            "wrong: cuDNN 9.8 to 9.10); use another version of PyTorch or cuDNN, or precision fp32 or tf32"
+        )
 
 
 def _passes(operation: Callable[..., torch.Tensor], inputs: list[torch.Tensor]) -> list[torch.Tensor]:
