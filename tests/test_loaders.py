@@ -373,14 +373,16 @@ def test_files_of_different_orders_in_one_dataset(tmp_path: Path, name: str, fir
         check(batches(loader, 0), expected(both, Share(4), 0))
 
 
-def test_halves_are_decoded_exactly() -> None:
+@pytest.mark.parametrize("how", ["hardware", "bits"])
+def test_halves_are_decoded_exactly(how: str) -> None:
     """All 65,536 of them: normal, subnormal, zeros of both signs, infinities and what is not a number."""
-    from dlscale.data.loaders.direct_host import _half
+    from dlscale.data.loaders import direct_host
 
+    half = getattr(direct_host, f"_half_of_{how}")
     bits = np.arange(2**16, dtype=np.uint16)
     with np.errstate(invalid="ignore"):
         wanted = bits.view(np.float16).astype(np.float32)
-    found = np.array([_half(np.uint32(value)) for value in bits], np.float32)
+    found = np.array([half(np.uint32(value)) for value in bits], np.float32)
     np.testing.assert_array_equal(found, wanted)
     np.testing.assert_array_equal(np.signbit(found), np.signbit(wanted))
 

@@ -116,7 +116,9 @@ class DaliLoader:
             outputs = []
             for number, field in enumerate(self._fields):
                 item = field.dtype.itemsize
-                run, setup = decode_operator(item, field.shape) if self._on_host else read_operator(field.values)
+                last = field.order[-1] == 0
+                decode = decode_operator(item, field.shape, last) if self._on_host else read_operator(field.values)
+                run, setup = decode
                 values: Any = numba_function(
                     *inputs[5 * number : 5 * number + 5],
                     run_fn=run,
