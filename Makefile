@@ -128,7 +128,7 @@ test-container: $(VENV)/.installed-dev  ## build the image with podman, which is
 
 .PHONY: test-cluster
 test-cluster: $(VENV)/.installed-dev  ## start a Slurm cluster here, installed where missing, and test the workflow on it
-	$(say) 'Testing on a Slurm cluster (a quarter of an hour)'
+	$(say) 'Testing on a Slurm cluster (half an hour, most of it waiting)'
 	@DLSCALE_CLUSTER_TESTS=1 DLSCALE_CONTAINER_TESTS=1 pytest tests/cluster -m cluster $(ARGS)
 
 .PHONY: lint

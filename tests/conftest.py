@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,10 @@ import pytest
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the command line sets it, before anything loads OpenMP
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tensors are tiny, and the tests run side by side
+
+# A script that starts the tests in the background has them ignore Ctrl-C, and so all that they start in turn.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 from dlscale import cli
 from dlscale.config import resolve as config

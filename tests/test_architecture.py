@@ -347,3 +347,20 @@ def test_a_study_from_outside_is_followed(tmp_path: Path, monkeypatch: pytest.Mo
     reached = reachable([study.module])
     assert {"outside_study", "outside_helper", "dlscale.models.losses"} <= set(reached)
     assert "outside_stranger" not in reached
+
+
+def test_tests_of_one_group_run_one_after_the_other(tmp_path: Path) -> None:
+    """The clusters and containers of two would disturb each other; a runner may ignore groups without a word."""
+    (tmp_path / "test_it.py").write_text(
+        "import pytest\n"
+        "@pytest.mark.parametrize('number', range(8))\n"
+        "@pytest.mark.xdist_group('machine')\n"
+        "def test_one(number, worker_id):\n"
+        "    print(worker_id, file=open(f'{number}', 'w'))\n"
+        "def test_other():\n"
+        "    pass\n"
+    )
+    command = [sys.executable, "-m", "pytest", "--numprocesses=2", "--dist=loadgroup", "test_it.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+    assert len({(tmp_path / f"{number}").read_text() for number in range(8)}) == 1

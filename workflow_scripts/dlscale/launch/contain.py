@@ -92,7 +92,7 @@ def main(command: list[str]) -> int:
         end = time.monotonic() + GRACE
         while True:  # The engine refuses while --rm is at it, and may be ended half-way.
             ask("rm", "--force", called)
-            left = ask("ps", "--all", "--quiet", "--filter", f"name={called}").stdout
+            left = ask("ps", "--all", "--quiet", "--filter", f"name=^{called}$").stdout
             if not left.strip() or time.monotonic() > end:
                 break
             time.sleep(0.25)
