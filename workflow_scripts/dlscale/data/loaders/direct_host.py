@@ -42,7 +42,7 @@ def _widened(typing, bits):  # type: ignore[no-untyped-def]
 
 @numba.njit(inline="always")
 def _half_of_hardware(bits):  # type: ignore[no-untyped-def]
-    return _widened(np.uint16(bits))
+    return _widened(np.uint16(bits))  # type: ignore[call-arg]
 
 
 @numba.njit(inline="always")
