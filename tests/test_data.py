@@ -24,7 +24,8 @@ from pydantic import TypeAdapter
 from dlscale.config import resolve as config
 from dlscale.config.dataset import dataset_type
 from dlscale.core.errors import UserError
-from dlscale.data import parts
+from dlscale.data import parts, passes
+from dlscale.data.buffers import Buffers
 from dlscale.data.loaders import torch_loader
 from dlscale.data.loaders.base import Share
 from dlscale.data.loaders.settings import TorchLoader
@@ -102,6 +103,38 @@ def test_moments_merge_to_those_of_all_values_in_any_split() -> None:
     series = rng.normal(size=(5, 3, 4, 6)).astype(np.float32)  # [T, C, H, W]
     np.testing.assert_allclose(Moments.of(series, 1).std, series.astype(np.float64).std(axis=(0, 2, 3)), rtol=1e-12)
     assert Moments.of(np.full((1, 9), 0.1, np.float32), 0).std == [0.0]
+
+
+@pytest.mark.parametrize("axis", [None, 0, 1])
+def test_compiled_moments_are_those_of_float64(axis: int | None) -> None:
+    """Channels of thousands of values, far from zero, of one sign, constant; with both zeros."""
+    rng = np.random.default_rng(2)
+    values = (rng.normal(0, 3, (4, 5, 1111, 3)) + 1e5).astype(np.float32)
+    values[1] = -np.abs(rng.normal(0, 1e-3, values[1].shape))
+    values[2] = 0.1
+    values[3, ..., 0], values[3, ..., 1] = -0.0, 0.0
+    found, exact = passes.moments(values, axis), Moments.of(values, axis)
+    assert found.count == exact.count
+    for key in ("mean", "m2", "minimum", "maximum"):
+        np.testing.assert_allclose(getattr(found, key), getattr(exact, key), rtol=1e-9, atol=1e-9, err_msg=key)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("place", [0, 5000, -1])
+def test_moments_of_what_is_not_finite_are_not(bad: float, place: int) -> None:
+    """The vectors that sums are made in do not lose it."""
+    values = np.random.default_rng(3).normal(size=(2, 9001)).astype(np.float32)
+    assert passes.moments(values, 0).finite
+    values[1, place] = bad
+    assert not passes.moments(values, 0).finite
+
+
+def test_memory_is_used_again() -> None:
+    buffers = Buffers()
+    first = buffers("a", (3, 4))
+    first[:] = 7
+    assert buffers("a", (2, 2)).tolist() == [[7, 7], [7, 7]] and buffers("b", (2,)).base is not first.base
+    assert buffers("a", (3, 5)).shape == (3, 5) and buffers("a", (2,), np.float16).dtype == np.float16
 
 
 # ---- preprocessing -------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ GROUPS = {
     "full": training.full,
     "rungs": rungs.rungs,
     "models": compute.models,
-    "preprocess": preprocessing.volumes,
+    "preprocess": lambda options: preprocessing.volumes(options) + preprocessing.states(options),
     "workflow": workflow.graph,
 }
 

@@ -59,6 +59,12 @@ def block_average(values: np.ndarray, factor: int, axes: Sequence[int], out: np.
     return out
 
 
+@numba.njit(inline="always")
+def _ordered(bits):  # type: ignore[no-untyped-def]
+    """Map the bits of a float32 to an integer of the same order, and back: only integers are compared in vectors."""
+    return bits ^ ((bits >> np.int32(31)) & np.int32(0x7FFFFFFF))
+
+
 @numba.njit(nogil=True, cache=True, fastmath=_FAST)
 def _moments(x, found):  # type: ignore[no-untyped-def]
     """Write mean, sum of squared deviations, minimum and maximum of each channel of `x` [N, C, n] into `found` [4, C].
@@ -66,26 +72,30 @@ def _moments(x, found):  # type: ignore[no-untyped-def]
     Values are taken by the thousand, so that the second look at them is at the processor's cache; the update is that
     of `Moments`.
     """
+    extremes = np.empty(2, np.int32)
     for c in range(x.shape[1]):
         count, mean, m2 = 0, 0.0, 0.0
-        low, high = np.float32(np.inf), np.float32(-np.inf)
+        low, high = np.int32(2**31 - 1), np.int32(-(2**31))
         for a in range(x.shape[0]):
-            row = x[a, c]
-            for first in range(0, len(row), 4096):
-                some = row[first : first + 4096]
-                total = 0.0
-                for value in some:
-                    total += value
-                    low, high = min(low, value), max(high, value)
+            for first in range(0, x.shape[2], 4096):
+                some = x[a, c, first : first + 4096]
+                bits = some.view(np.int32)
+                total, squares = 0.0, 0.0
+                for i in range(len(some)):
+                    total += some[i]
                 own = total / len(some)
-                squares = 0.0
-                for value in some:
-                    squares += (value - own) ** 2
+                for i in range(len(some)):
+                    apart = some[i] - own
+                    squares += apart * apart
+                for i in range(len(bits)):
+                    low, high = min(low, _ordered(bits[i])), max(high, _ordered(bits[i]))
                 delta, both = own - mean, count + len(some)
                 m2 += squares + delta * delta * (count * len(some) / both)
                 mean += delta * (len(some) / both)
                 count = both
-        found[0, c], found[1, c], found[2, c], found[3, c] = mean, m2, low, high
+        extremes[0], extremes[1] = _ordered(low), _ordered(high)
+        found[0, c], found[1, c] = mean, m2
+        found[2, c], found[3, c] = extremes.view(np.float32)
 
 
 def moments(values: np.ndarray, channel_axis: int | None) -> Moments:

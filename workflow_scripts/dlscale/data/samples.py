@@ -14,6 +14,7 @@ from typing import Protocol
 
 import numpy as np
 
+from dlscale.data.buffers import Buffers
 from dlscale.data.manifest import FieldInfo, Manifest
 from dlscale.data.store import Reader
 
@@ -127,7 +128,7 @@ class BoxField:
         self.spec = ArraySpec((len(self._info.channels), *extent[self.channel_axis :]))
         self._stored_shape = (*extent[: self.channel_axis], len(self._info.channels), *extent[self.channel_axis :])
         self._decoding: dict[int, np.ndarray] = {}
-        self._buffer: np.ndarray | None = None
+        self._buffers = Buffers()
 
     def decoding(self, file: int) -> np.ndarray:
         """Return what `decoding` returns for a file, computed once."""
@@ -157,10 +158,7 @@ class BoxField:
 
     def _memory(self, reader: Reader) -> np.ndarray:
         """Return memory for a stored box, which the next one overwrites."""
-        shape, dtype = tuple(self._stored_shape[axis] for axis in reader.order), reader.dataset.dtype
-        if self._buffer is None or (self._buffer.shape, self._buffer.dtype) != (shape, dtype):
-            self._buffer = np.empty(shape, dtype)
-        return self._buffer
+        return self._buffers("box", tuple(self._stored_shape[axis] for axis in reader.order), reader.dataset.dtype)
 
 
 class GridSamples(ABC):

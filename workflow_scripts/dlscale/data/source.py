@@ -23,7 +23,10 @@ class Source(ABC):
 
     @abstractmethod
     def read(self, start: int, stop: int) -> Mapping[str, np.ndarray]:
-        """Return rows [start, stop) of each field by name, of its type (float32 or integers)."""
+        """Return rows [start, stop) of each field by name, of its type (float32 or integers).
+
+        The next call may overwrite them.
+        """
 
     def close(self) -> None:  # noqa: B027 - arrays in memory need no closing
         """Close the raw files."""

@@ -9,6 +9,7 @@ import numpy as np
 
 from dlscale.core.errors import UserError
 from dlscale.data import store
+from dlscale.data.buffers import Buffers
 from dlscale.data.kind import Part
 from dlscale.data.passes import block_average
 from dlscale.data.source import Source
@@ -17,7 +18,7 @@ from dlscale.datasets.cosmo.channels import CHANNELS, open_volumes
 from dlscale.datasets.cosmo.kind import CosmoDataset, gap
 
 #: Bytes of raw values that are averaged at a time.
-SLAB = 4_000_000
+SLAB = 2_000_000
 
 
 class CosmoSource(Source):
@@ -30,6 +31,7 @@ class CosmoSource(Source):
             edge = open_volumes(file)["Nbody"].shape[1:]
             said = {k: v.item() if hasattr(v, "item") and np.ndim(v) == 0 else str(v) for k, v in file.attrs.items()}
         self.attributes = {"raw_file": path.name, **said}
+        self._buffers = Buffers()
         self._readers = {name: Reader(path, name) for name in CHANNELS}
         depth, height, width = (size // self._factor for size in edge)
         if min(depth, height, width) < 1:
@@ -51,9 +53,11 @@ class CosmoSource(Source):
                 self.fields += (Field(name, channels, units, shape, 0, transforms),)
             else:
                 self.fields += (Field(name, channels, ("1",) * len(channels), shape, 0),)
-        raw_row = 4 * 9 * self._factor * edge[1] * edge[2]
-        # The raw slab, its averages axis by axis (half at most, then less), a finite-check mask, the result.
-        self.bytes_per_row = int(raw_row * (2.0 if self._factor > 1 else 1.25)) + 4 * 9 * height * width * 2
+        # The results of both fields, and a slab of raw values, which is of one row at least.
+        raw_row = (
+            4 * max(map(len, (channels for channels, _, _ in CHANNELS.values()))) * self._factor * edge[1] * edge[2]
+        )
+        self.bytes_per_row = 4 * 9 * height * width + raw_row
 
     def read(self, start: int, stop: int) -> dict[str, np.ndarray]:
         """Return rows [start, stop) of both fields, block-averaged, then transformed to model units."""
@@ -61,21 +65,20 @@ class CosmoSource(Source):
 
     def _field(self, field: Field, start: int, stop: int) -> np.ndarray:
         channels, _, height, width = field.shape
-        values = np.empty((channels, stop - start, height, width), np.float32)
+        values = self._buffers(field.name, (channels, stop - start, height, width))
         # As many rows at a time as the processor's cache holds, in one buffer, which averaging then finds there.
-        row_bytes = 4 * channels * self._factor**3 * height * width
-        step = max(1, SLAB // row_bytes)
+        reader = self._readers[field.name]
+        _, _, raw_height, raw_width = reader.shape
+        step = max(1, SLAB // (4 * channels * self._factor * raw_height * raw_width))
         for first in range(start, stop, step):
             last = min(first + step, stop)
             rows = slice((self._first + first) * self._factor, (self._first + last) * self._factor)
-            raw = self._readers[field.name][:, rows, :, :]
-            averaged = values[:, first - start : last - start]
-            if self._factor > 1:
-                averaged[:] = block_average(raw, self._factor, (1, 2, 3))
-            else:
-                averaged[:] = raw
+            shape = (channels, rows.stop - rows.start, raw_height, raw_width)
+            raw = reader.stored((slice(None), rows, slice(None), slice(None)), self._buffers("raw", shape))
+            for one, averaged in zip(raw, values[:, first - start : last - start], strict=True):
+                block_average(one[None], self._factor, (1, 2, 3), out=averaged[None])
             # The check comes before the logarithm, which would turn a NaN into the range's lower end.
-            if not np.isfinite(averaged.sum()):
+            if not np.isfinite(values[:, first - start : last - start].sum()):
                 store.check_finite(raw, field, str(self._path), rows.start)
         for transform, channel in zip(field.transforms, values, strict=True):
             transform.forward(channel, out=channel)
