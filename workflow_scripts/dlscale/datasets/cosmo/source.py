@@ -54,10 +54,9 @@ class CosmoSource(Source):
             else:
                 self.fields += (Field(name, channels, ("1",) * len(channels), shape, 0),)
         # The results of both fields, and a slab of raw values, which is of one row at least.
-        raw_row = (
-            4 * max(map(len, (channels for channels, _, _ in CHANNELS.values()))) * self._factor * edge[1] * edge[2]
-        )
-        self.bytes_per_row = 4 * 9 * height * width + raw_row
+        counts = [len(names) for names, _, _ in CHANNELS.values()]
+        raw_row = 4 * max(counts) * self._factor * edge[1] * edge[2]
+        self.bytes_per_row = 4 * sum(counts) * height * width + raw_row
 
     def read(self, start: int, stop: int) -> dict[str, np.ndarray]:
         """Return rows [start, stop) of both fields, block-averaged, then transformed to model units."""
