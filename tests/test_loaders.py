@@ -382,9 +382,38 @@ def test_halves_are_decoded_exactly(how: str) -> None:
     bits = np.arange(2**16, dtype=np.uint16)
     with np.errstate(invalid="ignore"):
         wanted = bits.view(np.float16).astype(np.float32)
-    found = np.array([half(np.uint32(value)) for value in bits], np.float32)
+    found = np.array([half(value) for value in bits], np.float32)
     np.testing.assert_array_equal(found, wanted)
     np.testing.assert_array_equal(np.signbit(found), np.signbit(wanted))
+
+
+@pytest.mark.parametrize("step", [(200, 40, 1), (1, -200, 40), (-40, 1, -200)], ids=["rows", "turned", "across"])
+@pytest.mark.parametrize("form", ["wide", "half", "single"])
+def test_what_is_written_past_the_cache_is_the_same(form: str, step: tuple[int, int, int]) -> None:
+    """Large batches are. Here the channels of a cell lie side by side, whatever form they are read in."""
+    from dlscale.data.loaders import direct_host
+
+    kernel = getattr(direct_host, f"decode_{form}")
+    random = np.random.default_rng(0)
+    stored = random.normal(size=100_000).astype(np.float32 if form == "single" else np.float16)
+    channels = np.arange(4)
+    groups, group, lane = (
+        (channels[:1], 0 * channels, 16 * channels) if form == "wide" else (channels, channels, channels)
+    )
+    words = {"single": stored, "half": stored.view(np.uint16)}.get(form)
+    if words is None:
+        words = np.lib.stride_tricks.as_strided(stored[:4].view(np.uint64), (len(stored) - 3,), (2,), writeable=False)
+    shift, factor, offset = random.normal(size=(3, 4)).astype(np.float32)
+    shape, base = (4, 3, 5, 32), 50_000
+    wanted = np.empty(shape, np.float32)
+    for c, i, j, k in np.ndindex(shape):
+        value = np.float32(stored[base + c + int(np.dot(step, (i, j, k)))])
+        wanted[c, i, j, k] = (value - shift[c]) * factor[c] + offset[c]
+    for stream in (False, True):
+        out = torch.full(shape, torch.nan).numpy()  # begins with a line of the cache
+        numbers = shift, factor, offset, stream
+        kernel(words, base, groups, group, lane.astype(np.uint64), np.array(step), *numbers, out)
+        np.testing.assert_array_equal(out, wanted)
 
 
 def test_batches_are_written_again_only_when_the_next_is_asked_for(tmp_path: Path) -> None:

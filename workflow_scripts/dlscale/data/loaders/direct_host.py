@@ -9,6 +9,7 @@ vector instructions.
 from __future__ import annotations
 
 import functools
+import math
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,6 +19,7 @@ import numpy as np
 import torch
 from llvmlite import binding, ir
 from numba import types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 from dlscale.data.loaders.base import Batch
@@ -42,12 +44,13 @@ def _widened(typing, bits):  # type: ignore[no-untyped-def]
 
 @numba.njit(inline="always")
 def _half_of_hardware(bits):  # type: ignore[no-untyped-def]
-    return _widened(np.uint16(bits))  # type: ignore[call-arg]
+    return _widened(bits)  # type: ignore[call-arg]
 
 
 @numba.njit(inline="always")
 def _half_of_bits(bits):  # type: ignore[no-untyped-def]
     """The same where the processor has no such instruction. Shifted into place only the bias is wrong: times 2^112."""
+    bits = np.uint32(bits)
     sign = (bits & np.uint32(0x8000)) << np.uint32(16)
     moved = (bits & np.uint32(0x7FFF)) << np.uint32(13)
     value = np.uint32(moved | sign).view(np.float32) * np.float32(2.0**112)
@@ -60,52 +63,102 @@ def _half_of_bits(bits):  # type: ignore[no-untyped-def]
 _half = _half_of_hardware if binding.get_host_cpu_features().get("f16c") else _half_of_bits
 
 
-@numba.njit(inline="always")
-def _single(bits):  # type: ignore[no-untyped-def]
-    return np.uint32(bits).view(np.float32)
+#: Values that are written together past the processor's cache: a line of it.
+LINE = 16
+#: Bytes of batches beyond which they are taken not to stay in a processor's cache.
+CACHE = 2**25
 
 
-def _compiled(half, mask):  # type: ignore[no-untyped-def]
+@intrinsic
+def _stream(typing, target, source):  # type: ignore[no-untyped-def]
+    """Write `source` into `target`, float32 [n] with whole lines, past the cache: no line is read before it is lost."""
+
+    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        line = ir.VectorType(ir.FloatType(), LINE).as_pointer()
+        arrays = [context.make_array(kind)(context, builder, each) for kind, each in zip(signature.args, arguments)]
+        to, origin = (builder.bitcast(array.data, line) for array in arrays)
+        mark = builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)])
+        count = builder.udiv(cgutils.unpack_tuple(builder, arrays[1].shape)[0], ir.Constant(ir.IntType(64), LINE))
+        with cgutils.for_range(builder, count) as loop:
+            value = builder.load(builder.gep(origin, [loop.index]), align=4)
+            builder.store(value, builder.gep(to, [loop.index]), align=64).set_metadata("nontemporal", mark)
+        return context.get_dummy_value()
+
+    return types.void(target, source), generate
+
+
+@intrinsic
+def _settle(typing):  # type: ignore[no-untyped-def]
+    """Wait until what was streamed can be seen by other threads."""
+
+    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
+def _compiled(half, wide):  # type: ignore[no-untyped-def]
     # Numba finds its compiled code again by what is closed over: plain values, since functions are new in each process.
     @numba.njit(nogil=True, cache=True)
-    def decode(words, base, groups, group, lane, step, shift, factor, offset, out):  # type: ignore[no-untyped-def]
+    def decode(words, base, groups, group, lane, step, shift, factor, offset, stream, out):  # type: ignore[no-untyped-def]
         """Write a box [C, n0, n1, n2], float32, into `out`; nothing checks that it lies within `words`.
 
-        `words` [n] are unsigned integers; word `base` + `groups`[g] + i `step`[0] + j `step`[1] + k `step`[2] holds, of
-        cell (i, j, k), the channels c of `group`[c] = g, each from bit `lane`[c] on.
+        Of `words` [n] that at `base` + `groups`[g] + i `step`[0] + j `step`[1] + k `step`[2] holds, of cell (i, j, k),
+        the channels c of `group`[c] = g: the value in float32, its bits in float16, or four of those, each from bit
+        `lane`[c] on. `stream` says to write past the cache: rows of `out` are whole lines of it then.
         """
         n0, n1, n2 = out.shape[1:]
         s0, s1, s2 = step[0], step[1], step[2]
-        row = np.empty(n2, words.dtype)
+        row, values = np.empty(n2, words.dtype), np.empty(n2, np.float32)
         for g in range(len(groups)):
             for i in range(n0):
                 for j in range(n1):
                     first = base + groups[g] + i * s0 + j * s1
-                    for k in range(n2):
-                        row[k] = words[first + k * s2]
+                    # Unsigned: nothing is counted from the end, as numpy would with negative positions.
+                    if s2 == 1:
+                        for k in range(n2):
+                            row[k] = words[np.uintp(first + k)]
+                    else:
+                        for k in range(n2):
+                            row[k] = words[np.uintp(first + k * s2)]
                     for c in range(out.shape[0]):
                         if group[c] == g:
                             bits, a, b, d = lane[c], shift[c], factor[c], offset[c]
+                            target = values if stream else out[c, i, j]
                             for k in range(n2):
-                                word = np.uint32(row[k] >> bits) & mask
-                                value = _half(word) if half else _single(word)
-                                out[c, i, j, k] = (value - a) * b + d
+                                if wide:
+                                    value = _half(np.uint16(row[k] >> bits))
+                                elif half:
+                                    value = _half(row[k])
+                                else:
+                                    value = row[k]
+                                target[k] = (value - a) * b + d
+                            if stream:
+                                _stream(out[c, i, j], values)
+        if stream:
+            _settle()
 
     return decode
 
 
-decode_half = _compiled(True, np.uint32(0xFFFF))
-decode_single = _compiled(False, np.uint32(0xFFFFFFFF))
+decode_wide = _compiled(True, True)
+decode_half = _compiled(True, False)
+decode_single = _compiled(False, False)
 
 
 class HostField:
     """Decodes boxes of one field on the processor."""
 
-    def __init__(self, field: StoredField) -> None:
+    def __init__(self, field: StoredField, batch: int = 1) -> None:
         self._field, self._local = field, threading.local()
         self._channels = field.shape[0]
         together = field.order[-1] == 0  # a cell's channels lie side by side
-        self._lanes = 4 if together and self._channels >= 4 and field.dtype == np.float16 else 1
+        self._wide = together and self._channels >= 4 and field.dtype == np.float16
+        half = decode_wide if self._wide else decode_half
+        self._kernel = half if field.dtype == np.float16 else decode_single
+        #: Whether batches are written past the cache: what does not stay there need not pass through it.
+        self._stream = field.extent[2] % LINE == 0 and 4 * batch * math.prod(field.shape) > CACHE
         #: Words and strides of the files whose boxes can be decoded where they lie.
         self._mapped: list[tuple[np.ndarray, np.ndarray] | None] = []
         for file in field.files:
@@ -118,11 +171,10 @@ class HostField:
 
     def _words(self, stored: np.ndarray) -> np.ndarray:
         """Return stored values [n], contiguous, as the words that the kernel reads; word i begins with value i."""
-        bits = stored.view(f"u{stored.itemsize}")
-        if self._lanes == 1:
-            return bits
-        wide = np.frombuffer(bits, np.uint64, 1)
-        return np.lib.stride_tricks.as_strided(wide, (len(bits) - 3,), (2,), writeable=False)
+        if not self._wide:
+            return stored.view(np.uint16) if stored.dtype == np.float16 else stored
+        wide = np.frombuffer(stored, np.uint64, 1)
+        return np.lib.stride_tricks.as_strided(wide, (len(stored) - 3,), (2,), writeable=False)
 
     def _buffer(self) -> tuple[np.ndarray, np.ndarray]:
         """Return this thread's own buffer for a box, and its words."""
@@ -161,24 +213,23 @@ class HostField:
             box, words = self._buffer()
             file.copy(start, box)
         channel = plan.channel[index]
-        if self._lanes == 4:
+        if self._wide:
             # As few words as hold all channels; the last is moved back, so that none reaches beyond its cell.
             groups = np.minimum(np.arange(0, self._channels, 4), self._channels - 4)
             group = np.searchsorted(groups, channel, side="right") - 1
             lane = (16 * (channel - groups[group])).astype(np.uint64)
         else:
-            groups, group, lane = channel, np.arange(len(channel)), np.zeros(len(channel), words.dtype)
-        kernel = decode_half if self._field.dtype == np.float16 else decode_single
+            groups, group, lane = channel, np.arange(len(channel)), np.zeros(len(channel), np.uint64)
         numbers = plan.shift[index], plan.factor[index], plan.offset[index]
         box = out.reshape(self._field.shape)
-        kernel(words, plan.base[index], groups, group, lane, plan.step[index], *numbers, box)
+        self._kernel(words, plan.base[index], groups, group, lane, plan.step[index], *numbers, self._stream, box)
 
 
 class OnHost:
     """Decodes into the batches of a ring, on the processor. See `dlscale.data.loaders.direct_loader.Backend`."""
 
     def __init__(self, fields: list[StoredField], batch: int, slots: int) -> None:
-        self._fields = [HostField(field) for field in fields]
+        self._fields = [HostField(field, batch * slots) for field in fields]
         self._ring = [[torch.empty(batch, *field.spec.shape) for field in fields] for _ in range(slots)]
 
     def begin(self, slot: int, boxes: BoxIndex) -> tuple[list[Callable[[], None]], Callable[[], Any]]:
