@@ -41,7 +41,7 @@ BEST: dict[str, dict[str, Any]] = {
 #: Kinds of kernels by what their names hold; the first that fits. On a processor operations take their place.
 KINDS = {
     "attention": r"flash|fmha|sdpa|attention",
-    "layout": r"nchw|nhwc|ncdhw|ndhwc|transpose|converttensor|im2col",
+    "layout": r"nchw|nhwc|ncdhw|ndhwc|(?<!conv_)transpose|converttensor|im2col",
     "convolutions, products": r"conv|gemm|xmma|nvjet|cutlass|wgrad|dgrad|fprop|cublas|addmm|\bmm\b|bmm|linear",
     "optimiser": r"multi_tensor|adam|sgd|foreach",
     "copies": r"memcpy|memset|copy",
@@ -201,15 +201,15 @@ class Convolution:
         Stride, padding, dilation, transposed, output padding, groups, as `aten::convolution` takes them.
     weight
         Shape of the weights as they are computed.
-    numbers
-        Weights without padding, for the FLOPs.
+    flops
+        Of a sample and one pass: 2 for each weight, padding apart, and cell of the coarser grid.
     """
 
     name: str
     grid: tuple[int, ...]
     arguments: tuple[Any, ...]
     weight: tuple[int, ...]
-    numbers: int
+    flops: int
 
     @property
     def transposed(self) -> bool:
@@ -229,20 +229,22 @@ def convolutions(case: Case) -> list[Convolution]:
     """
     found = list[Convolution]()
 
-    def note(name: str, layer: Any, inputs: tuple[torch.Tensor, ...]) -> None:
+    def note(name: str, layer: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
         transposed = isinstance(layer, nn.ConvTranspose3d)
         rest = (layer.stride, layer.padding, layer.dilation, transposed, layer.output_padding, layer.groups)
         shape = tuple(layer.weight.shape)
         padded = (*(-(-size // 8) * 8 for size in shape[:2]), *shape[2:])
+        grid = tuple(inputs[0].shape[2:])
+        flops = 2 * layer.weight.numel() * math.prod(grid if transposed else output.shape[2:])
         for label, weight in {name: shape, f"{name}, padded": padded}.items():
             if label == name or weight != shape:
-                found.append(Convolution(label, tuple(inputs[0].shape[2:]), rest, weight, layer.weight.numel()))
+                found.append(Convolution(label, grid, rest, weight, flops))
 
     with torch.device("meta"):
         model = case.network(case.run())
         for name, layer in model.named_modules():
             if isinstance(layer, nn.Conv3d | nn.ConvTranspose3d):
-                layer.register_forward_pre_hook(partial(lambda name, layer, x: note(name, layer, x), name))
+                layer.register_forward_hook(partial(note, name))
         model(torch.empty(1, *case.shapes[0]))
     return found
 
@@ -262,14 +264,12 @@ def convolution(bench: Bench, layer: Convolution, batch_size: int, layout: torch
     def backward(mask: list[bool]) -> object:
         return torch.ops.aten.convolution_backward(gradient, x, weight, None, *layer.arguments, mask)
 
-    cells = math.prod(layer.grid if layer.transposed else y.shape[2:])
-    flops = 2 * batch_size * cells * layer.numbers
     found: Values = {"layer": layer.name, "weights": "x".join(map(str, layer.weight))}
     passes = {"forward": forward, "input": partial(backward, [True, False, False])}
     passes["weight"] = partial(backward, [False, True, False])
     for name, action in passes.items():
         seconds = bench.seconds(action, 2 if bench.quick else 10)
-        found |= {f"{name} ms": 1e3 * seconds, f"{name} TFLOP/s": flops / seconds / 1e12}
+        found |= {f"{name} ms": 1e3 * seconds, f"{name} TFLOP/s": batch_size * layer.flops / seconds / 1e12}
     return found
 
 

@@ -117,10 +117,12 @@ class Ladder:
 
     def __init__(self, bench: Bench, case: Case, data: Data, kinds: tuple[str, ...], settings: Throughput) -> None:
         self.bench, self.case, self.data, self.kinds, self.settings = bench, case, data, kinds, settings
-        self._before: float | None = None
 
-    def rung(self, over: dict[str, Any], first_compiled: bool) -> Values:
-        """Return samples/s on one batch and from each kind of loader, and what they are of the hardware."""
+    def rung(self, over: dict[str, Any], first_compiled: bool, before: str) -> Values:
+        """Return samples/s on one batch and from each kind of loader, and what they are of the hardware.
+
+        `before` is the row of the rung before.
+        """
         compiled = over.get("compile", {}).get("mode", "none") != "none"
         if compiled or over.get("cuda_graph"):
             self.bench.need_cuda()
@@ -128,9 +130,8 @@ class Ladder:
         x, y = self.case.batch(self.bench.device)
         found: Values = compiling(self.bench, step, (x, y), first_compiled) if compiled else {}
         found["SYNTHETIC"] = synthetic = median(self.bench, itertools.repeat((x, y)), step, self.settings)
-        if self._before:
-            found["× rung before"] = synthetic / self._before
-        self._before = synthetic
+        if earlier := self.bench.found.get(before, {}).get("SYNTHETIC"):
+            found["× rung before"] = synthetic / earlier
         for kind in self.kinds:
             found[f"FULL {kind}"] = self.data.rate(kind, step, self.settings)
         found |= utilisation(self.bench, synthetic, self.case)
@@ -139,14 +140,15 @@ class Ladder:
 
     def tasks(self, label: str, rungs: Rungs, targets: dict[str, dict[str, float]]) -> list[Task]:
         """Return a task for each rung; each keeps what those before it set, unless it says otherwise."""
-        tasks, over, compiled = list[Task](), dict[str, Any](), False
+        tasks, over, compiled, before = list[Task](), dict[str, Any](), False, ""
         for name, change in rungs.items():
             over = {key: value for key, value in {**over, **change}.items() if value is not None}
             first = "compile" in over and not compiled
             compiled = compiled or first
-            do = partial(self.rung, dict(over), first)
+            do = partial(self.rung, dict(over), first, before)
             seconds = 60 if first or "reduce" in name or "attention" in name else 20
-            tasks.append(Task(label, name, 1 if self.bench.quick else seconds, do, targets.get(name, {})))
+            tasks.append(Task(label, name, seconds, do, targets.get(name, {})))
+            before = tasks[-1].label
         return tasks
 
 
@@ -233,7 +235,7 @@ def ladders(bench: Bench) -> list[Task]:
     unet, vit, wide = sizes(bench.quick)
     few, many = _trials(bench)
     boxes, years = data(bench)
-    h200 = bench.cuda and "H200" in torch.cuda.get_device_name(bench.device) and not bench.quick
+    h200 = torch.cuda.is_available() and "H200" in torch.cuda.get_device_name() and bench.cuda and not bench.quick
 
     def expected(rate: float, kind: str = "FULL resident", **more: float) -> dict[str, float]:
         return {kind: rate} | more if h200 else more

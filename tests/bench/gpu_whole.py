@@ -72,6 +72,8 @@ def one_rank(bench: Bench, over: dict[str, Any]) -> Values:
     """Hold wrapped steps against plain ones; where they are compiled, they are one graph of as many calls."""
     from torch._dynamo.utils import counters
 
+    if over.get("cuda_graph"):
+        bench.need_cuda()
     errors, found = Errors(), Values()
     with group(bench) as world:
         found["backend"] = dist.get_backend()
@@ -213,7 +215,6 @@ def tasks(bench: Bench) -> list[Task]:
         "bf16, accumulation": {"precision": "bf16", "accumulation_steps": 2},
         "compile": COMPILE,
         "compile, bf16": {**COMPILE, "precision": "bf16"},
-        "CUDA graph": {**FUSED, "cuda_graph": True},
     }
     unet = sizes(bench.quick or not bench.cuda)[0]
     best: dict[str, Any] = {"precision": "bf16", "memory_format": "channels_last", "pad_channels": 8}
@@ -225,3 +226,9 @@ def tasks(bench: Bench) -> list[Task]:
         Task(f"one rank, {backend}", "U-Net 64³", 15, partial(exchanging, bench, unet, best)),
         Task("end to end", "train, resume, throughput", 90, partial(end_to_end, bench)),
     ]
+
+
+def last(bench: Bench) -> list[Task]:
+    """Return what may leave the process in a bad state where it fails: a graph of steps with exchanges in them."""
+    over: dict[str, Any] = {"optimizer": {**SGD, "fused": True}, "cuda_graph": True}
+    return [Task(f"one rank, {'NCCL' if bench.cuda else 'gloo'}", "CUDA graph", 10, partial(one_rank, bench, over))]
