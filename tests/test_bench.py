@@ -119,7 +119,7 @@ def test_the_benchmarks_of_a_gpu_run_on_a_processor(tmp_path: Path) -> None:
     assert results["U-Net 64³: fused"]["values"]["FULL resident"] > 0
     assert results["U-Net 64³: fused"]["values"]["× rung before"] > 0
     whole = results["end to end: train, resume, throughput"]["values"]
-    assert whole["last loss"] < whole["first loss"] and whole["resumed from step"] % 8 == 0 and whole["FULL"] > 0
+    assert whole["last loss"] < whole["first loss"] and whole["resumed from step"] > 0 and whole["FULL"] > 0
     profile = results["profile U-Net 64³: eager"]["values"]
     assert 0 <= profile["idle %"] < 100 and profile["host ms"] > 0
     assert "convolution" in profile["kernels"][0]["kernel"].lower() or "conv" in profile["kernels"][0]["kernel"]

@@ -25,7 +25,7 @@ from dlscale.train.step import Step
 from tests.bench.cases import Case, sizes
 from tests.bench.gpu_checks import loader_of
 from tests.bench.gpu_machine import PINNED, PRODUCT
-from tests.bench.tasks import Bench, Task, Values
+from tests.bench.tasks import Bench, Skip, Task, Values
 
 #: TFLOP/s of dense bf16 matrix products by the makers' datasheets; the first name that is part of a card's.
 DATASHEET = {"H100 PCIe": 756, "H100": 989, "H200": 989, "GH200": 989, "A100": 312}
@@ -208,9 +208,12 @@ def loading(bench: Bench, data: Data, case: Case, kind: str, settings: Throughpu
 
 def sized(bench: Bench, case: Case, over: dict[str, Any], batch_size: int, settings: Throughput) -> Values:
     """Measure a step of one size of batch."""
-    step = case.step(bench.device, batch_size=batch_size, **over)
-    batch = case.batch(bench.device, batch_size)
-    found: Values = {"SYNTHETIC": median(bench, itertools.repeat(batch), step, settings)}
+    try:
+        step = case.step(bench.device, batch_size=batch_size, **over)
+        batch = case.batch(bench.device, batch_size)
+        found: Values = {"SYNTHETIC": median(bench, itertools.repeat(batch), step, settings)}
+    except torch.OutOfMemoryError:
+        raise Skip("does not fit into the device's memory") from None
     found |= {"ms/step": 1e3 * batch_size / found["SYNTHETIC"], **utilisation(bench, found["SYNTHETIC"], case)}
     return {**found, "peak GB": peak_memory(bench.device) / 1e9}
 
