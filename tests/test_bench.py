@@ -20,7 +20,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from dlscale.models.unet3d import UNet3D
 from dlscale.models.vit import ViT
-from tests.bench import training
+from dlscale.parallel.world import World
+from dlscale.train.step import Network, Step
+from tests.bench import gpu_checks, gpu_whole, training
 from tests.bench.cases import Case, sizes
 from tests.bench.compute import counted_flops, unet_flops, vit_flops
 from tests.bench.gpu_checks import UNET, Errors, rung_equals_plain
@@ -35,6 +37,7 @@ from tests.bench.gpu_kernels import (
     shares,
     table_of_convolutions,
 )
+from tests.bench.gpu_timings import COMPILE
 from tests.bench.measure import Row, figures, in_turns, summary, table
 from tests.bench.nvidia import Sampler
 from tests.bench.tasks import Bench, Result, Skip, Task, closing_words, markdown, perform, perform_all, read
@@ -358,6 +361,53 @@ def test_a_check_fails_where_it_should() -> None:
     wrong: Any = {"model": {"init_std": 0.1}}
     with pytest.raises(AssertionError, match=r"cosmo_unet, batch of 6, .* is off by"):
         rung_equals_plain(bench, (wrong, (1e-5, 1e-4), (UNET,)))
+
+
+def test_samples_that_a_loader_writes_over_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one would that gives out a buffer before a step has read it."""
+    bench, loader_of = Bench(torch.device("cpu"), True, tmp_path), gpu_checks.loader_of
+
+    class TooEarly:
+        """Delivers the target of a batch that comes later in the place of one."""
+
+        def __init__(self, loader: Any) -> None:
+            self._loader, self.close = loader, loader.close
+
+        def epoch(self, epoch: int) -> Any:
+            batches = [(x.clone(), y.clone()) for x, y in self._loader.epoch(epoch)]
+            batches[3] = batches[3][0], batches[5][1]
+            return iter(batches)
+
+    monkeypatch.setattr(gpu_checks, "loader_of", lambda *arguments: TooEarly(loader_of(*arguments)))
+    with pytest.raises(AssertionError, match="cosmo_unet is off by"):
+        gpu_checks.samples_ahead(bench, "streamed", {})
+
+
+def test_a_wrapped_step_that_is_another_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench, made = Bench(torch.device("cpu"), True, tmp_path), gpu_whole.made
+    assert gpu_whole.one_rank(bench, {})["loss"] < 1e-6
+
+    def other(case: Case, world: World, over: dict[str, Any]) -> Step:
+        return made(case, world, {**over, "seed": 1} if world.data_size > 1 else over)
+
+    monkeypatch.setattr(gpu_whole, "made", other)
+    with pytest.raises(AssertionError, match="loss is off by"):
+        gpu_whole.one_rank(bench, {})
+    assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.slow
+def test_a_break_of_the_graph_where_it_is_wrapped_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench, forward = Bench(torch.device("cpu"), True, tmp_path), Network.forward
+
+    def broken(self: Network, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x = x + 1
+        torch._dynamo.graph_break()
+        return forward(self, x - 1, y)
+
+    monkeypatch.setattr(Network, "forward", broken)
+    with pytest.raises(AssertionError, match="alone became"):
+        gpu_whole.one_rank(bench, COMPILE)
 
 
 @pytest.mark.parametrize("case", [training.UNET, training.VIT], ids=str)

@@ -6,6 +6,7 @@ its hooks, buckets and streams.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dlscale.config.run import Throughput
 from dlscale.core.errors import UserError
 from dlscale.data.manifest import Manifest
 from dlscale.parallel.world import World
@@ -29,7 +31,7 @@ from dlscale.train.step import Step
 from tests.bench import loading
 from tests.bench.cases import Case, sizes
 from tests.bench.gpu_checks import FUSED, SGD, UNET, VIT, Errors, distance
-from tests.bench.gpu_timings import COMPILE
+from tests.bench.gpu_timings import COMPILE, median
 from tests.bench.tasks import Bench, Skip, Task, Values
 
 # --- one rank ----------------------------------------------------------------------------------------------------
@@ -102,15 +104,12 @@ def one_rank(bench: Bench, over: dict[str, Any]) -> Values:
 
 def exchanging(bench: Bench, case: Case, over: dict[str, Any]) -> Values:
     """Measure a step alone and wrapped: what the hooks and buckets of the gradients cost."""
-    from dlscale.config.run import Throughput
-    from tests.bench.gpu_timings import median
-
     settings = Throughput(warmup=1, trials=3, batches=2 if bench.quick else 20)
     found = Values()
     with group(bench) as world:
         for name, kind in (("plain", World(device=world.device)), ("wrapped", world)):
             step, batch = made(case, kind, {**FUSED, **over}), case.batch(world.device)
-            found[f"{name} samples/s"] = median(bench, iter(lambda batch=batch: batch, None), step, settings)
+            found[f"{name} samples/s"] = median(bench, itertools.repeat(batch), step, settings)
     return {**found, "wrapped / plain": found["wrapped samples/s"] / found["plain samples/s"]}
 
 
