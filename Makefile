@@ -101,9 +101,22 @@ bench: $(VENV)/.installed-dev  ## measure dlscale itself: loaders, steps, rungs,
 	@python tests/bench/run.py $(ARGS)
 
 .PHONY: bench-gpu
-bench-gpu: $(VENV)/.installed-dev  ## check and measure all that needs a GPU, in eight minutes
+bench-gpu: $(VENV)/.installed-dev  ## check and measure all that needs a GPU, nine minutes a call; see the file
 	$(say) 'Running the checks and benchmarks of a GPU'
-	@python tests/bench/gpu.py --json $(VENV)/bench-gpu.json $(ARGS)
+	@python tests/bench/gpu.py --json $(VENV)/bench-gpu.json --markdown $(VENV)/bench-gpu.md $(ARGS)
+
+# What dlscale imports and a machine with PyTorch may lack. Few and small: they are carried there, for its --wheels.
+GPU_PYTHON ?= 3.12
+GPU_WHEELS := pydantic pydantic-core annotated-types typing-inspection typing-extensions h5py
+.PHONY: bench-gpu-wheels
+bench-gpu-wheels: $(VENV)/bin/python  ## collect what bench-gpu needs where there is no network (GPU_PYTHON=3.12)
+	$(say) 'Collecting wheels for Python $(GPU_PYTHON) on Linux x86-64 into $(VENV)/bench-gpu-wheels'
+	@rm -rf $(VENV)/bench-gpu-wheels
+	@grep -E "^($$(echo $(GPU_WHEELS) | tr ' ' '|'))==" requirements.lock | sed 's/ *#.*//' >$(VENV)/bench-gpu-wheels.txt
+	@python -m pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: --implementation cp \
+	    --python-version $(GPU_PYTHON) --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 \
+	    --platform manylinux2014_x86_64 --dest $(VENV)/bench-gpu-wheels --requirement $(VENV)/bench-gpu-wheels.txt
+	$(say) 'There: python3 tests/bench/gpu.py --json FILE --wheels FOLDER'
 
 # ---- development ---------------------------------------------------------------------------------
 

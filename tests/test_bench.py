@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import subprocess
 import sys
+import time
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,15 +16,31 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from dlscale.models.unet3d import UNet3D
 from dlscale.models.vit import ViT
-from tests.bench import training
-from tests.bench.cases import Case
+from dlscale.parallel.world import World
+from dlscale.train.step import Network, Step
+from tests.bench import gpu_checks, gpu_whole, training
+from tests.bench.cases import Case, sizes
 from tests.bench.compute import counted_flops, unet_flops, vit_flops
 from tests.bench.gpu_checks import UNET, Errors, rung_equals_plain
+from tests.bench.gpu_kernels import (
+    Launch,
+    busy,
+    convolution,
+    convolutions,
+    kind_of,
+    launches,
+    outermost,
+    shares,
+    table_of_convolutions,
+)
+from tests.bench.gpu_timings import COMPILE
 from tests.bench.measure import Row, figures, in_turns, summary, table
-from tests.bench.tasks import Bench, Skip, Task, closing_words, perform_all
+from tests.bench.nvidia import Sampler
+from tests.bench.tasks import Bench, Result, Skip, Task, closing_words, markdown, perform, perform_all, read
 from tests.conftest import ROOT
 from tests.waiting import PATIENCE
 
@@ -72,26 +91,211 @@ def test_benchmarks_run(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_benchmarks_of_a_gpu_run_on_a_processor(tmp_path: Path) -> None:
     """All checks that a processor can make hold; what needs CUDA says so."""
-    out = tmp_path / "out.json"
-    command = [sys.executable, str(ROOT / "tests/bench/gpu.py"), "--device", "cpu", "--quick", "--json", str(out)]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=2 * PATIENCE)
+    out, page = tmp_path / "out.json", tmp_path / "out.md"
+    done = gpu("--seconds", "1000", "--json", str(out), "--markdown", str(page), cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(out.read_text())
     assert found["finished"] is True and found["quick"] is True and found["device"] == "cpu"
     results = {f"{result['group']}: {result['name']}": result for result in found["results"]}
-    assert len(results) == len(found["results"]) == len(done.stdout.splitlines()) - 2
+    assert len(results) == len(found["results"])
     for name, result in results.items():
         assert name in done.stdout
-        assert set(result) == {"group", "name", "status", "seconds", "values", "targets", "why", "trace"}
+        keys = {"group", "name", "status", "seconds", "values", "targets", "why", "trace", "gpu"}
+        assert set(result) == keys
         assert bool(result["values"]) == (result["status"] == "ok") == (not result["why"])
         if result["status"] == "skipped":
-            assert result["why"] == "needs CUDA" or "cannot compute" in result["why"]
-    for name in ("check: samples, resident", "check: bf16", "ViT-384: fused", "U-Net 64³: fp16", "crops: streamed"):
-        assert results[name]["status"] == "ok"
-    for name in ("check: CUDA graph, Adam", "check: no step waits", "ViT-384: compile", "ViT-1024: all", "pairs: dali"):
+            assert (
+                result["why"] == "needs CUDA" or "cannot compute" in result["why"] or "no such kernel" in result["why"]
+            )
+    for name in (
+        *("check: samples, resident", "check: samples ahead, streamed", "check: bf16", "ViT-384: fused"),
+        *("U-Net 64³: fp16", "crops: streamed", "one rank, gloo: compile, bf16", "profile ViT-384: eager"),
+        *("convolutions: channels last, searched", "attention: flash", "decode: crops, operations, int32"),
+        *("end to end: train, resume, throughput", "batch U-Net 64³: 4"),
+    ):
+        assert results[name]["status"] == "ok", results[name]
+    for name in (
+        *("check: CUDA graph, Adam", "check: no step waits", "ViT-384: compile", "ViT-1024: all", "pairs: dali"),
+        *("decode: crops, operations, int64", "profile U-Net 64³: CUDA graph", "one rank, gloo: CUDA graph"),
+    ):
         assert results[name]["why"] == "needs CUDA"
     assert results["U-Net 64³: fused"]["values"]["FULL resident"] > 0
-    assert list(tmp_path.iterdir()) == [out]
+    assert results["U-Net 64³: fused"]["values"]["× rung before"] > 0
+    whole = results["end to end: train, resume, throughput"]["values"]
+    assert whole["last loss"] < whole["first loss"] and whole["resumed from step"] > 0 and whole["FULL"] > 0
+    profile = results["profile U-Net 64³: eager"]["values"]
+    assert 0 <= profile["idle %"] < 100 and profile["host ms"] > 0
+    assert "convolution" in profile["kernels"][0]["kernel"].lower() or "conv" in profile["kernels"][0]["kernel"]
+    headings = [line for line in page.read_text().splitlines() if line.startswith("### ")]
+    assert headings == [f"### {group}" for group in dict.fromkeys(result["group"] for result in found["results"])]
+    assert sorted(tmp_path.iterdir()) == [out, page]
+
+
+def gpu(*words: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run the benchmarks of a GPU on a processor."""
+    command = [sys.executable, str(ROOT / "tests/bench/gpu.py"), "--device", "cpu", "--quick", *words]
+    known = {**os.environ, **environment}
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=4 * PATIENCE, env=known)
+
+
+def test_rows_that_lack_a_package_say_so(tmp_path: Path) -> None:
+    """A machine with PyTorch and little else, then with what is carried there."""
+    lacking, out = tmp_path / "lacking" / "pydantic", tmp_path / "out.json"
+    lacking.mkdir(parents=True)
+    (lacking / "__init__.py").write_text("raise ModuleNotFoundError('no', name='pydantic')\n")
+    done = gpu("--json", str(out), cwd=tmp_path, PYTHONPATH=str(lacking.parent))
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = {f"{each['group']}: {each['name']}": each for each in json.loads(out.read_text())["results"]}
+    assert results["machine: bf16 matrix product"]["values"]["TFLOP/s"] > 0
+    whys = {each["why"] for name, each in results.items() if not name.startswith("machine")}
+    assert whys == {"needs the package pydantic, which is not here: make bench-gpu-wheels, --wheels"}
+    (tmp_path / "wheels").mkdir()
+    with zipfile.ZipFile(tmp_path / "wheels" / "pydantic-1-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("pydantic/__init__.py", "raise ModuleNotFoundError('no', name='what it needs in turn')\n")
+    done = gpu("--wheels", "wheels", cwd=tmp_path, PYTHONPATH=str(lacking.parent))
+    assert "needs the package what it needs in turn" in done.stdout and "package pydantic" not in done.stdout
+    done = gpu("--wheels", ".", cwd=tmp_path)
+    assert done.returncode == 2 and "--wheels: there are none in ." in done.stderr
+
+
+def test_rows_are_chosen_by_name_and_done_once(tmp_path: Path) -> None:
+    words = ["--only", "machine", "attention: flash", "--skip", "copy", "--json", "out.json"]
+    listed = gpu("--list", *words, cwd=tmp_path)
+    wanted = ["names and versions", "bf16 matrix product", "pinned host to device", "flash"]
+    assert [line.rpartition(": ")[2] for line in listed.stdout.splitlines()] == wanted
+    assert not (tmp_path / "out.json").exists()
+    first = gpu(*words, "--seconds", "0", cwd=tmp_path)
+    assert first.returncode == 0 and "4 not run (machine: names and versions; " in first.stdout
+    assert "it takes some 1 s, and 0 s are left" in first.stdout
+    assert gpu(*words[:2], "--json", "out.json", "--continue", cwd=tmp_path).returncode == 0
+    before = (tmp_path / "out.json").read_text()
+    last = gpu(*words, "--continue", cwd=tmp_path)
+    done = [line for line in last.stdout.splitlines() if line.startswith(("ok ", "skipped "))]
+    assert len(done) == 1 and "attention: flash" in done[0], "the others were there"
+    results, old = (json.loads(text)["results"] for text in ((tmp_path / "out.json").read_text(), before))
+    assert [each for each in results if each["group"] == "machine" and each["name"] != "copy in memory"] == [
+        each for each in old if each["name"] != "copy in memory"
+    ]
+    assert gpu("--only", "nonsense", cwd=tmp_path).returncode == 2
+    assert "from which file?" in gpu("--continue", cwd=tmp_path).stderr
+
+
+def test_what_a_trace_says() -> None:
+    """Idle time is where nothing runs; what lies in another operation counts once; kinds go by the kernels' names."""
+
+    def event(name: str, ts: float, dur: float, tid: int = 1) -> dict[str, Any]:
+        return {"name": name, "ts": ts, "dur": dur, "tid": tid}
+
+    found = outermost([event("b", 1, 2), event("a", 0, 10), event("c", 10, 5), event("d", 2, 10, tid=2)])
+    assert [(each.name, each.start, each.duration) for each in found] == [("a", 0, 10), ("d", 2, 10), ("c", 10, 5)]
+    assert busy(found) == (15, 15)
+    assert busy([*found, Launch("e", 20, 5)]) == (20, 25)
+    names = {
+        "void cudnn::ops::nchwToNhwcKernel<__half>": "layout",
+        "sm90_xmma_fprop_implicit_gemm_bf16bf16": "convolutions, products",
+        "nvjet_hsh_128x256": "convolutions, products",
+        "cudnn_generated_fort_native_sdpa_sm90_flash_fprop": "attention",
+        "void at::native::multi_tensor_apply_kernel<FusedAdam>": "optimiser",
+        "Memcpy HtoD (Pinned -> Device)": "copies",
+        "aten::conv_transpose3d": "convolutions, products",
+        "triton_poi_fused_tanh_0": "elementwise, sums",
+    }
+    assert {name: kind_of(name) for name in names} == names
+    tables = shares([Launch("aten::mm", 0, 3000), Launch("aten::mm", 0, 1000), Launch("aten::tanh", 0, 4000)], 2)
+    assert tables["kinds"] == [
+        {"kind": "convolutions, products", "ms/step": 2.0, "%": 50.0},
+        {"kind": "elementwise, sums", "ms/step": 2.0, "%": 50.0},
+    ]
+    assert tables["kernels"][0] == {"kernel": "aten::mm", "ms/step": 2.0, "%": 50.0, "launches/step": 1.0}
+
+
+def test_a_trace_has_what_was_launched(tmp_path: Path) -> None:
+    x = torch.randn(64, 64)
+    found = launches(Bench(torch.device("cpu"), True, tmp_path), lambda: (x @ x).tanh(), 3)
+    assert [each.name for each in found] == ["aten::matmul", "aten::tanh"] * 3
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("case", [sizes(False)[0], sizes(True)[0]], ids=["published", "small"])
+def test_the_table_of_convolutions_is_the_whole_model(case: Case) -> None:
+    """Its FLOPs are the model's, however the ends are padded, and its layers compute what the model's do."""
+    found = convolutions(case)
+    plain = [layer for layer in found if "padded" not in layer.name]
+    assert 3 * sum(layer.flops for layer in plain) == case.flops()
+    assert all(size % 8 == 0 for layer in found if "padded" in layer.name for size in layer.weight[:2])
+    if case.model:
+        bench = Bench(torch.device("cpu"), True, Path())
+        table = table_of_convolutions(bench, case, torch.channels_last_3d, True)
+        assert [row["layer"] for row in table["layers"]] == [layer.name for layer in found]
+        padded = [row for row in table["layers"] if "padded" in row["layer"]]
+        assert table["forward ms"] == pytest.approx(sum(row["forward ms"] for row in padded))
+        assert not torch.backends.cudnn.benchmark
+        with FlopCounterMode(display=False) as counter:
+            convolution(bench, plain[0], 2, torch.contiguous_format)
+        calls = 1 + 1 + 3 * 2  # once for the gradient's shape, once to warm up, and three tries of two
+        assert counter.get_total_flops() >= calls * 2 * plain[0].flops
+
+
+SMI = """#!/bin/sh
+case "$*" in
+  *{unknown}*) echo 'Field "x" is not a valid field to query.'; exit 2 ;;
+esac
+while :; do
+  echo "345, 3201, 90.50, 31, 0, 0x0000000000000001"
+  echo "1980, 3201, 690.00, 55, 100, 0x0000000000000004"
+  echo "1700, 3201, [N/A], 60, 100, 0x0000000000000020"
+  sleep 0.05
+done
+"""
+
+
+@pytest.mark.parametrize("unknown", ["clocks_throttle_reasons", "nothing"])
+def test_clocks_and_power_are_those_of_the_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unknown: str) -> None:
+    (tmp_path / "nvidia-smi").write_text(SMI.format(unknown=unknown))
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    start = time.monotonic()
+    sampler = Sampler("GPU-1")
+    while not sampler.between(start, time.monotonic()) and time.monotonic() < start + PATIENCE:
+        time.sleep(0.05)
+    time.sleep(0.2)
+    found = sampler.between(start, time.monotonic())
+    assert found == {
+        **{"SM MHz": 1840.0, "least SM MHz": 1700.0, "memory MHz": 3201.0, "W": 690.0, "most W": 690.0, "°C": 60.0},
+        "held back by": "power cap, temperature (software)",
+    }
+    assert sampler.between(0, start) == {}
+    result = perform(Task("a", "row", 1, lambda: time.sleep(0.3) or {"x": 1}), 10, sampler)
+    assert result.gpu["SM MHz"] == 1840.0
+    sampler.close()
+    assert sampler._process is not None and sampler._process.returncode is not None and not sampler._thread.is_alive()
+
+
+def test_without_nvidia_smi_there_are_no_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    sampler = Sampler("0")
+    sampler.close()
+    assert sampler.between(0, time.monotonic()) == {}
+
+
+def test_results_as_tables() -> None:
+    rows = [{"layer": "a|b", "ms": 1.2345}, {"layer": "c", "ms": 2.0}]
+    results = [
+        Result("g", "one", "pass", 1.0, {"x": 1.0, "rows": rows}, {"x": 0.5}, gpu={"W": 690.0, "held back by": "cap"}),
+        Result("g", "two", "skipped", 0.0, {}, {"x": 0.5}, "needs luck"),
+        Result("h", "three", "ok", 1.0, {"y": "text"}, {}),
+    ]
+    assert markdown(results, {"card": "none"}).splitlines() == [
+        *("card none", "", "### g", ""),
+        "|  | x | target | clocks and power |",
+        "|---|---|---|---|",
+        "| one | 1 | pass: x ≥ 0.5 | W 690, held back by cap |",
+        "| two | skipped: needs luck |  |  |",
+        *("", "**one**, rows", ""),
+        *("| layer | ms |", "|---|---|", r"| a\|b | 1.23 |", "| c | 2 |"),
+        *("", "### h", "", "|  | y |", "|---|---|", "| three | text |"),
+    ]
+    assert results[0].lines(6).splitlines()[1:] == ["        layer  ms", "        a|b    1.23", "        c      2"]
 
 
 def test_tasks_stand_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -122,16 +326,26 @@ def test_tasks_stand_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     ]
     cleaned: list[int] = []
     results = perform_all(given, 100, {"quick": False}, tmp_path / "out.json", lambda: cleaned.append(1))
-    assert [result.status for result in results] == ["ok", "FAILED", "skipped", "skipped", "pass", "SHORT", "ok"]
+    assert [result.status for result in results] == ["ok", "FAILED", "skipped", "not run", "pass", "SHORT", "ok"]
     assert [result.why for result in results][1:3] == ["ZeroDivisionError: never mind", "needs luck"]
     assert results[3].why == "it takes some 1000 s, and 100 s are left"
     assert "ZeroDivisionError" in results[1].trace
     assert [len(state["results"]) for state in seen] == [0, 4, 5, 6]
     assert not any(state["finished"] for state in seen)
+    assert [state["doing"] for state in seen] == ["a: plain", "b: reached", "b: short", "b: unknown here"]
     assert json.loads((tmp_path / "out.json").read_text())["finished"] and len(cleaned) == 7
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 7 and lines[5].startswith("SHORT   b: short") and lines[5].endswith("x 1.9, [x ≥ 2]")
-    assert closing_words(results) == "7 rows, 2 ok, 1 pass, 1 SHORT (b: short), 1 FAILED (a: fails), 2 skipped"
+    assert (
+        closing_words(results)
+        == "7 rows, 2 ok, 1 pass, 1 SHORT (b: short), 1 FAILED (a: fails), 1 skipped, 1 not run (b: long)"
+    )
+    again = read(tmp_path / "out.json")
+    assert again == [result for result in results if result.status != "not run"]
+    found: dict[str, Any] = {}
+    more = perform_all(given[3:6], 2000, {}, None, lambda: None, again, found=found)
+    assert [(r.label, r.status) for r in more][:3] == [("b: long", "ok"), ("b: reached", "pass"), ("b: short", "SHORT")]
+    assert len(more) == 7 and found["b: reached"] == {"x": 2.0, "y": 0.0}, "rows of before stay"
 
 
 def test_a_check_fails_where_it_should() -> None:
@@ -147,6 +361,53 @@ def test_a_check_fails_where_it_should() -> None:
     wrong: Any = {"model": {"init_std": 0.1}}
     with pytest.raises(AssertionError, match=r"cosmo_unet, batch of 6, .* is off by"):
         rung_equals_plain(bench, (wrong, (1e-5, 1e-4), (UNET,)))
+
+
+def test_samples_that_a_loader_writes_over_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one would that gives out a buffer before a step has read it."""
+    bench, loader_of = Bench(torch.device("cpu"), True, tmp_path), gpu_checks.loader_of
+
+    class TooEarly:
+        """Delivers the target of a batch that comes later in the place of one."""
+
+        def __init__(self, loader: Any) -> None:
+            self._loader, self.close = loader, loader.close
+
+        def epoch(self, epoch: int) -> Any:
+            batches = [(x.clone(), y.clone()) for x, y in self._loader.epoch(epoch)]
+            batches[3] = batches[3][0], batches[5][1]
+            return iter(batches)
+
+    monkeypatch.setattr(gpu_checks, "loader_of", lambda *arguments: TooEarly(loader_of(*arguments)))
+    with pytest.raises(AssertionError, match="cosmo_unet is off by"):
+        gpu_checks.samples_ahead(bench, "streamed", {})
+
+
+def test_a_wrapped_step_that_is_another_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench, made = Bench(torch.device("cpu"), True, tmp_path), gpu_whole.made
+    assert gpu_whole.one_rank(bench, {})["loss"] < 1e-6
+
+    def other(case: Case, world: World, over: dict[str, Any]) -> Step:
+        return made(case, world, {**over, "seed": 1} if world.data_size > 1 else over)
+
+    monkeypatch.setattr(gpu_whole, "made", other)
+    with pytest.raises(AssertionError, match="loss is off by"):
+        gpu_whole.one_rank(bench, {})
+    assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.slow
+def test_a_break_of_the_graph_where_it_is_wrapped_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench, forward = Bench(torch.device("cpu"), True, tmp_path), Network.forward
+
+    def broken(self: Network, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x = x + 1
+        torch._dynamo.graph_break()
+        return forward(self, x - 1, y)
+
+    monkeypatch.setattr(Network, "forward", broken)
+    with pytest.raises(AssertionError, match="alone became"):
+        gpu_whole.one_rank(bench, COMPILE)
 
 
 @pytest.mark.parametrize("case", [training.UNET, training.VIT], ids=str)

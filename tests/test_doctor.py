@@ -431,6 +431,61 @@ def test_gpus(tmp_path: Path, command: Callable[[str, str], None]) -> None:
     assert found.status == "FAIL" and "no driver" in found.text
 
 
+#: As `nvidia-smi topo -m` prints it of a node like Perlmutter's: the last GPU is near to the first CPUs.
+TOPOLOGY = """\
+\t\x1b[4mGPU0\tGPU1\tGPU2\tGPU3\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m
+GPU0\t X \tNV4\tNV4\tNV4\tSYS\t48-63,112-127\t3\t\tN/A
+GPU1\tNV4\t X \tNV4\tNV4\tSYS\t32-47,96-111\t2\t\tN/A
+GPU2\tNV4\tNV4\t X \tNV4\tPHB\t16-31,80-95\t1\t\tN/A
+GPU3\tNV4\tNV4\tNV4\t X \tSYS\t0-15,64-79\t0\t\tN/A
+NIC0\tSYS\tSYS\tPHB\tSYS\t X \t\t\t\t
+
+Legend:
+  X    = Self
+"""
+ALIKE = TOPOLOGY.replace("48-63,112-127", "0-127").replace("32-47,96-111", "0-127")
+ALIKE = ALIKE.replace("16-31,80-95", "0-127").replace("0-15,64-79", "0-127")
+PAIRS = TOPOLOGY.replace("48-63,112-127", "64-127").replace("32-47,96-111", "64-127").replace("16-31,80-95", "0-63")
+
+
+def ordered(order: list[int] | None, **changes: Any) -> Site:
+    scheduler = {"cpu_nodes": {"cpus": 128}, "gpu_nodes": {"cpus": 128, "gpus": 4}}
+    return Site.model_validate({"starter": "srun", "scheduler": scheduler, "gpu_order": order, **changes})
+
+
+@pytest.mark.parametrize(
+    ("text", "order", "status", "said"),
+    [
+        (TOPOLOGY, [3, 2, 1, 0], "ok", "GPU 3 from CPU 0, GPU 2 from CPU 16, GPU 1 from CPU 32, GPU 0 from CPU 48"),
+        (TOPOLOGY, None, "warn", "GPU 0 from CPU 48"),
+        (TOPOLOGY, [3, 2, 0, 1], "warn", "not in the order of the CPUs"),
+        (ALIKE, None, "ok", "GPU 0 from CPU 0"),
+        (ALIKE, [3, 2, 1, 0], "ok", ""),
+        (PAIRS, [3, 2, 0, 1], "ok", "GPU 3 from CPU 0, GPU 2 from CPU 0, GPU 0 from CPU 64"),
+        (PAIRS, [3, 1, 2, 0], "warn", "not in the order of the CPUs"),
+        ("", None, "skip", "0 GPUs with known CPUs here, and 4 on the site's nodes"),
+        (TOPOLOGY.replace("GPU3\tNV4", "xxx"), None, "skip", "3 GPUs"),
+    ],
+)
+def test_the_order_of_gpus(text: str, order: list[int] | None, status: str, said: str) -> None:
+    found = environment.gpu_order(text, ordered(order))
+    assert (found.name, found.status) == ("GPU order", status) and said in found.text
+    if status == "warn":
+        best = "[2, 3, 0, 1]" if text is PAIRS else "[3, 2, 1, 0]"
+        assert f"set site.gpu_order: {best}" in found.remedy
+        assert environment.gpu_order(text, ordered(json.loads(best))).status == "ok"
+
+
+def test_who_is_asked_for_the_order_of_gpus(tmp_path: Path, command: Callable[[str, str], None]) -> None:
+    command("nvidia-smi", f"[ \"$*\" = 'topo -m' ] && cat <<'END'\n{TOPOLOGY}END")
+    (tmp_path / "nvidia0").touch()
+    assert environment.probe_gpu_order(ordered(None), tmp_path) == [], "of one GPU there is no order"
+    (tmp_path / "nvidia1").touch()
+    assert environment.probe_gpu_order(ordered(None), tmp_path)[0].status == "warn"
+    alone = Site(starter="torchrun")
+    assert environment.probe_gpu_order(alone, tmp_path)[0].text == "only srun gives processes CPUs of their own"
+
+
 # ---- versions ----------------------------------------------------------------------------------------
 
 

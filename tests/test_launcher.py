@@ -71,6 +71,79 @@ def test_the_environment_of_the_site_reaches_a_bare_process() -> None:
     assert shown.stdout == "b c\n$(e)\n"
 
 
+# ---- which GPU a process takes ---------------------------------------------------------------------
+
+#: A stand-in for srun that starts a node's tasks as Slurm does: it shows every task all of the node's GPUs.
+SRUN = """#!/bin/sh
+printf '%s\\n' "$@" >"$(dirname "$0")/asked"
+while [ "${1#--}" != "$1" ]; do shift; done
+for task in 0 1 2 3; do SLURM_LOCALID=$task CUDA_VISIBLE_DEVICES=0,1,2,3 "$@" || exit; done
+"""
+ORDERED: dict[str, Any] = {"scheduler": SCHEDULER, "gpu_order": [3, 2, 0, 1]}
+
+
+def test_local_ranks_take_the_gpus_in_the_sites_order(tmp_path: Path) -> None:
+    for name, text in (("srun", SRUN), ("python", '#!/bin/sh\necho "$SLURM_LOCALID $CUDA_VISIBLE_DEVICES"\n')):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    found = launch(site(engine="none", starter="srun", **ORDERED), HERE, EIGHT)
+    path = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    shown = subprocess.run(found, env=path, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert shown == [f"{rank} 3,2,0,1" for rank in range(4)], "after Slurm has set its own"
+    # Each takes the device of its local rank among those that it sees: see `parallel.world`.
+    taken = [line.split()[1].split(",")[int(line.split()[0])] for line in shown]
+    assert taken == ["3", "2", "0", "1"]
+    asked = (tmp_path / "asked").read_text().split()
+    assert {"--cpu-bind=cores", "--gpu-bind=none", "--gpus-per-node=4", "--cpus-per-task=32"} < set(asked)
+    assert not any(word.startswith(("--gpus-per-task", "--ntasks-per-gpu")) for word in asked), (
+        "one GPU a task, named 0"
+    )
+
+
+@pytest.mark.parametrize(("engine", "starter"), list(itertools.product(ENGINES, ["direct", "torchrun", "srun"])))
+def test_the_order_reaches_every_engine(engine: str, starter: str) -> None:
+    found = launch(site(engine=engine, starter=starter, **ORDERED), HERE, FOUR)
+    given = [word for word in found if "CUDA_VISIBLE_DEVICES" in word]
+    form = {"none": "CUDA_VISIBLE_DEVICES=3,2,0,1", "apptainer": "CUDA_VISIBLE_DEVICES=3,2,0,1"}
+    assert given == [form.get(engine, "--env=CUDA_VISIBLE_DEVICES=3,2,0,1")], "once, and not that of outside"
+    assert ("--gpu-bind=none" in found) == ("--cpu-bind=cores" in found) == (starter == "srun")
+
+
+@pytest.mark.parametrize(
+    ("geometry", "changes"),
+    [
+        (None, {}),  # a stage that needs no device
+        (ONE, {}),
+        (Geometry(gpus_per_node=2), {}),  # of a part of a node only Slurm knows which GPUs they are
+        (FOUR, {"gpu": False}),
+        (FOUR, {"gpu_order": None}),
+    ],
+)
+def test_else_the_scheduler_decides(geometry: Geometry | None, changes: dict[str, Any]) -> None:
+    found = launch(site(engine="none", starter="srun", **{**ORDERED, **changes}), HERE, geometry)
+    assert "CUDA_VISIBLE_DEVICES" not in " ".join(found)
+    assert not {"--gpu-bind=none", "--cpu-bind=cores"} & set(found)
+
+
+@pytest.mark.parametrize("order", [[0, 1], [0, 1, 2, 2], [1, 2, 3, 4], [3, 2, 1, 0, 4]])
+def test_an_order_names_each_gpu_once(order: list[int]) -> None:
+    with pytest.raises(UserError, match=r"expected each of a node's GPUs once, a permutation of \[0, 1, 2, 3\]"):
+        config.load({**PLAN, "site": {"scheduler": SCHEDULER, "gpu_order": order}})
+
+
+def test_apptainer_is_passed_no_other_order(tmp_path: Path) -> None:
+    """Each process's own variables go in by another way than the site's, which must not undo these."""
+    (tmp_path / "apptainer").write_text("#!/bin/sh\nenv | grep ^APPTAINERENV_ | sort\n")
+    (tmp_path / "apptainer").chmod(0o755)
+    found = launch(site(engine="apptainer", image="/x.sif", **ORDERED), HERE, FOUR)
+    mine = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": "0,1,2,3", "SLURM_LOCALID": "1"}
+    shown = subprocess.run(
+        [sys.executable, *found[1:]], env={**os.environ, **mine}, capture_output=True, text=True, check=True
+    )
+    names = dict(line.split("=", 1) for line in shown.stdout.splitlines())
+    assert names["APPTAINERENV_SLURM_LOCALID"] == "1" and "APPTAINERENV_CUDA_VISIBLE_DEVICES" not in names
+
+
 # ---- engines ---------------------------------------------------------------------------------------
 
 
@@ -239,6 +312,7 @@ def test_the_profiles_sites_are_valid(name: str, monkeypatch: pytest.MonkeyPatch
     monkeypatch.chdir(ROOT)
     loaded = config.load_files("config.yaml", site=name)
     assert (loaded.workflow.site.scheduler is not None) == (name != "docker")
+    assert loaded.workflow.site.gpu_order == ([3, 2, 1, 0] if name == "perlmutter" else None)
 
 
 def test_a_site_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:

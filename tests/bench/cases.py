@@ -33,6 +33,22 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 KINDS = {"cosmo_unet": ("unet3d", "crops"), "era5_vit": ("vit", "pairs")}
 
 
+def sizes(small: bool) -> tuple[Case, Case, Case]:
+    """Return U-Net, ViT and the large ViT as published, with the batch of one GPU; or `small` ones of their kind."""
+    if small:
+        vit: dict[str, Any] = {"depth": 2, "heads": 2}
+        return (
+            Case("cosmo_unet", {"widths": [4, 8]}, (16, 16, 16), batch_size=2),
+            Case("era5_vit", {**vit, "embed_dim": 32}, (32, 64), batch_size=2, channels=3),
+            Case("era5_vit", {**vit, "embed_dim": 64}, (32, 64), batch_size=2, channels=3),
+        )
+    return (
+        Case("cosmo_unet", {}, (64, 64, 64), batch_size=64),
+        Case("era5_vit", {}, (360, 720), batch_size=16),
+        Case("era5_vit", {"embed_dim": 1024}, (360, 720), batch_size=16),
+    )
+
+
 @dataclass(frozen=True)
 class Case:
     """A study at one size.

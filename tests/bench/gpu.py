@@ -1,21 +1,33 @@
-"""All that needs a GPU, checks and timings, in one command of at most eight minutes on an H200 or A100.
+"""All that needs a GPU, checks and timings: what the first half hour on one is for.
 
-    make bench-gpu
-    python tests/bench/gpu.py [--device cuda|cpu] [--quick] [--limit SECONDS] [--json FILE]
-                              [--only TEXT ...] [--skip TEXT ...] [--list]
+    make bench-gpu                     # ARGS="--only U-Net", ARGS="--continue"
+    python3 tests/bench/gpu.py --json FILE [--continue] [--seconds SECONDS] [--only TEXT ...] [--skip TEXT ...]
+                               [--list] [--markdown FILE] [--wheels FOLDER] [--device cuda|cpu] [--quick]
 
-It makes its data itself, and beside the package it needs torch, h5py, numpy, pandas and pydantic only (DALI and Numba
-for DALI's rows). The exit status is 1 where a check fails; a target that is not reached is said, and no failure.
+It runs alone: on a machine without a network, it needs torch, numpy, and what `make bench-gpu-wheels` collects into a
+folder for `--wheels`; rows whose packages are missing (numba, DALI, tensorboard, ...) are left out and say so. The most
+valuable rows come first. A call takes at most `--seconds`, and says what there was no time for; with `--continue` the
+next one goes on from there: FILE holds each row as soon as it is done, with clocks, power and temperature meanwhile.
+
+The exit status is 1 where a check fails; a target that is not reached is said, and no failure.
 """
 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import gc
+import importlib
 import logging
 import os
+import subprocess
 import sys
 import tempfile
+import time
+import zipfile
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,23 +36,94 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the command line sets 
 
 import torch  # noqa: E402
 
-from dlscale.core.provenance import git_state, now  # noqa: E402
-from tests.bench import gpu_checks, gpu_timings  # noqa: E402
-from tests.bench.tasks import Bench, chosen, closing_words, perform_all  # noqa: E402
+from tests.bench.nvidia import Sampler  # noqa: E402
+from tests.bench.tasks import (  # noqa: E402
+    Bench,
+    Skip,
+    Task,
+    Values,
+    chosen,
+    closing_words,
+    markdown,
+    perform_all,
+    read,
+)
+
+#: Modules beside this one, and the functions that return their tasks: the most wanted first.
+ORDER = (
+    ("gpu_machine", "tasks"),
+    ("gpu_checks", "quick"),
+    ("gpu_whole", "tasks"),
+    ("gpu_kernels", "tasks"),
+    ("gpu_timings", "ladders"),
+    ("gpu_timings", "sweeps"),
+    ("gpu_timings", "loaders"),
+    ("gpu_checks", "slow"),
+    ("gpu_whole", "last"),
+)
+#: What a row may take beyond the time for all before everything ends, with a traceback: it hangs.
+GRACE = 30
 
 
-def main() -> int:
+def all_tasks(bench: Bench) -> list[Task]:
+    """Return the tasks of all modules; one that needs a package that is not here becomes a row that says so."""
+    tasks = list[Task]()
+
+    def missing(package: str | None) -> Values:
+        raise Skip(f"needs the package {package}, which is not here: make bench-gpu-wheels, --wheels")
+
+    for name, function in ORDER:
+        try:
+            tasks += getattr(importlib.import_module(f"tests.bench.{name}"), function)(bench)
+        except ModuleNotFoundError as error:
+            if (error.name or "").split(".")[0] in ("dlscale", "tests"):
+                raise
+            tasks.append(Task(name, function, 0, partial(missing, error.name)))
+    return [replace(task, seconds=1) for task in tasks] if bench.quick else tasks
+
+
+def heading(args: argparse.Namespace) -> Values:
+    """Return what tells one call's results from another's."""
+
+    def git(*words: str) -> str:
+        try:
+            return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, timeout=20).stdout.strip()
+        except (OSError, subprocess.SubprocessError):
+            return ""
+
+    changed = bool(git("status", "--porcelain", "--untracked-files=no"))
+    found: Values = {"time": time.strftime("%Y-%m-%d %H:%M:%S%z"), "commit": git("rev-parse", "HEAD") or "unknown"}
+    found |= {"changed": changed, "device": args.device, "quick": args.quick, "torch": torch.__version__}
+    return found | ({"card": torch.cuda.get_device_name()} if args.device == "cuda" and not args.list else {})
+
+
+def options() -> argparse.ArgumentParser:
+    """Return the parser."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: does the program work at all?")
     parser.add_argument("--quick", action="store_true", help="small sizes and few steps; no figure means anything")
-    parser.add_argument("--limit", type=float, default=480, metavar="SECONDS", help="what takes longer is left out")
+    parser.add_argument(
+        "--seconds", type=float, default=540, help="for all; what takes longer is not run (default 540)"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to FILE, too, as they come")
+    parser.add_argument("--continue", action="store_true", dest="go_on", help="keep FILE's results, do the other rows")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write all results as tables, too")
+    parser.add_argument("--wheels", type=Path, metavar="FOLDER", help="packages to use that are not installed")
     parser.add_argument("--only", nargs="+", default=[], metavar="TEXT", help="rows with one of these in their name")
     parser.add_argument("--skip", nargs="+", default=[], metavar="TEXT", help="and with none of these")
     parser.add_argument("--list", action="store_true", help="print the rows, with the seconds that each may take")
+    return parser
+
+
+def main() -> int:
+    parser = options()
     args = parser.parse_args()
     if not args.list and args.device == "cuda" and not torch.cuda.is_available():
         parser.error("PyTorch sees no CUDA device here; --device cpu --quick tries the program itself")
+    if args.go_on and not args.json:
+        parser.error("--continue: from which file? give --json FILE")
+    if args.wheels and not (wheels := sorted(args.wheels.glob("*.whl"))):
+        parser.error(f"--wheels: there are none in {args.wheels}; make bench-gpu-wheels collects them")
     logging.disable(logging.INFO)  # the stages' own
     device = torch.device(args.device)
 
@@ -52,21 +135,35 @@ def main() -> int:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(device)
 
-    with tempfile.TemporaryDirectory(prefix="dlscale-bench-", ignore_cleanup_errors=True) as folder:
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory("", "dlscale-bench-", None, True)))
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/compiled"  # empty: the first compilation is a cold one
-        bench = Bench(device, args.quick, Path(folder))
-        first, last = gpu_checks.tasks(bench)
-        tasks = chosen([*gpu_timings.facts(bench), *first, *gpu_timings.tasks(bench), *last], args.only, args.skip)
+        if args.wheels:
+            for wheel in wheels:
+                with zipfile.ZipFile(wheel) as archive:
+                    archive.extractall(folder / "packages")
+            sys.path.insert(0, str(folder / "packages"))
+        bench = Bench(device, args.quick, folder)
+        tasks = chosen(all_tasks(bench), args.only, args.skip)
         if args.list:
             print("\n".join(f"{task.seconds:5.0f} s  {task.label}" for task in tasks))
             return 0
         if not tasks:
             parser.error("no row is called so; --list shows them")
-        heading = {"time": now(), "git": git_state(), "device": args.device, "quick": args.quick, "limit": args.limit}
-        results = perform_all(tasks, args.limit, heading, args.json, clean)
+        sampler = None
+        if device.type == "cuda":
+            sampler = Sampler(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+            stack.callback(sampler.close)
+        earlier = read(args.json) if args.go_on and args.json.exists() else []
+        faulthandler.dump_traceback_later(args.seconds + GRACE, exit=True)
+        about = heading(args)
+        results = perform_all(tasks, args.seconds, about, args.json, clean, earlier, sampler, bench.found)
+        faulthandler.cancel_dump_traceback_later()
     print(closing_words(results))
-    if args.json:
-        print(f"written: {args.json}")
+    if args.markdown:
+        args.markdown.write_text(markdown(results, about))
+    for path in filter(None, (args.json, args.markdown)):
+        print(f"written: {path}")
     return int(any(result.status == "FAILED" for result in results))
 
 

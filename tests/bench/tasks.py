@@ -6,15 +6,17 @@ import json
 import os
 import time
 import traceback
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from tests.bench.measure import figures
+from tests.bench.nvidia import Sampler
 
+#: Named values of a row; a list of dicts with the same keys is a table.
 Values = dict[str, Any]
 
 
@@ -59,7 +61,17 @@ def chosen(tasks: list[Task], only: list[str], skip: list[str]) -> list[Task]:
 
 @dataclass
 class Result:
-    """What became of a task: `status` is ok, pass or SHORT (of a target), or FAILED or skipped, with `why`."""
+    """What became of a task.
+
+    Attributes
+    ----------
+    status
+        ok, pass or SHORT (of a target); FAILED; skipped (it cannot be done here); not run (no time was left).
+    why
+        Of the last three.
+    gpu
+        Clocks, power, temperature meanwhile; see `tests.bench.nvidia`.
+    """
 
     group: str
     name: str
@@ -69,74 +81,164 @@ class Result:
     targets: dict[str, float]
     why: str = ""
     trace: str = ""
+    gpu: Values = field(default_factory=dict)
 
-    def line(self, width: int) -> str:
-        """Return the row of the table, after a name of `width`."""
-        shown = [f"{key} {figures(v) if isinstance(v, int | float) else v}" for key, v in self.values.items()]
+    @property
+    def label(self) -> str:
+        """What the row is called."""
+        return f"{self.group}: {self.name}"
+
+    @property
+    def figures(self) -> dict[str, str]:
+        """The values as text, but for tables."""
+        shown = {key: value for key, value in self.values.items() if not isinstance(value, list)}
+        return {key: figures(v) if isinstance(v, int | float) else str(v) for key, v in shown.items()}
+
+    @property
+    def tables(self) -> dict[str, list[dict[str, str]]]:
+        """Tables by name, all cells as text."""
+        return {
+            key: [{k: figures(v) if isinstance(v, int | float) else str(v) for k, v in row.items()} for row in value]
+            for key, value in self.values.items()
+            if isinstance(value, list) and value
+        }
+
+    def lines(self, width: int) -> str:
+        """Return the row, after a name of `width`, and the tables that belong to it."""
+        shown = [" ".join(item) for item in self.figures.items()]
         shown += [f"[{key} ≥ {figures(least)}]" for key, least in self.targets.items() if key in self.values]
-        name = f"{self.group}: {self.name}"
-        return f"{self.status:8}{name:{width}}  {self.seconds:5.1f} s  {self.why or ', '.join(shown)}".rstrip()
+        text = f"{self.status:8}{self.label:{width}}  {self.seconds:5.1f} s  {self.why or ', '.join(shown)}".rstrip()
+        for rows in self.tables.values():
+            cells = [list(rows[0]), *(list(row.values()) for row in rows)]
+            widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+            for line in cells:
+                cut = (cell.ljust(size) for cell, size in zip(line, widths, strict=True))
+                text += "\n" + ("        " + "  ".join(cut)).rstrip()
+        return text
 
 
-def perform(task: Task, left: float) -> Result:
-    """Do a task, if `left` seconds are enough for it, and report."""
+def perform(task: Task, left: float, sampler: Sampler | None = None) -> Result:
+    """Do a task, if `left` seconds are enough for it, and report; a package that is not here is no failure."""
     if left < task.seconds:
         why = f"it takes some {task.seconds:.0f} s, and {max(left, 0):.0f} s are left"
-        return Result(task.group, task.name, "skipped", 0.0, {}, task.targets, why)
-    start, values, why, trace = time.perf_counter(), Values(), "", ""
+        return Result(task.group, task.name, "not run", 0.0, {}, task.targets, why)
+    start, values, why, trace = time.monotonic(), Values(), "", ""
     try:
         values = task.do()
         reached = [values[key] >= least for key, least in task.targets.items() if key in values]
         status = "ok" if not reached else "pass" if all(reached) else "SHORT"
     except Skip as reason:
         status, why = "skipped", str(reason)
+    except ModuleNotFoundError as missing:
+        status, why = "skipped", f"needs the package {missing.name}, which is not here"
     except Exception as error:
         status, why = "FAILED", f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
         trace = traceback.format_exc()
-    return Result(task.group, task.name, status, time.perf_counter() - start, values, task.targets, why, trace)
+    end = time.monotonic()
+    gpu = sampler.between(start, end) if sampler else {}
+    return Result(task.group, task.name, status, end - start, values, task.targets, why, trace, gpu)
 
 
 def perform_all(
-    tasks: list[Task], limit: float, heading: Values, out: Path | None, clean: Callable[[], None]
+    tasks: list[Task],
+    seconds: float,
+    heading: Values,
+    out: Path | None,
+    clean: Callable[[], None],
+    earlier: Iterable[Result] = (),
+    sampler: Sampler | None = None,
+    found: dict[str, Values] | None = None,
 ) -> list[Result]:
-    """Do the tasks in their order and print a row for each; `out` always holds what there is.
+    """Do the tasks in their order and print a row for each; `out` always holds what there is, and what is being done.
 
     Parameters
     ----------
-    limit
-        Seconds for all.
+    seconds
+        For all.
     clean
         Called after each.
+    earlier
+        Results of tasks that are not done again; they take their tasks' places.
+    found
+        Takes the values by label.
     """
-    start, results = time.perf_counter(), list[Result]()
+    start, results = time.monotonic(), list[Result]()
+    rest, found = {result.label: result for result in earlier}, {} if found is None else found
     width = max(len(task.label) for task in tasks)
 
-    def write(finished: bool) -> None:
+    def write(doing: str | None) -> None:
         if out is not None:
-            seconds = round(time.perf_counter() - start, 1)
-            state = {**heading, "finished": finished, "seconds": seconds, "results": [vars(r) for r in results]}
+            spent = round(time.monotonic() - start, 1)
+            state = {**heading, "finished": doing is None, "doing": doing, "spent": spent}
             partial = out.with_name(f".{out.name}.partial")
-            partial.write_text(json.dumps(state, indent=2) + "\n")
+            text = json.dumps(
+                {**state, "results": [asdict(r) for r in [*results, *rest.values()]]}, indent=2, default=str
+            )
+            partial.write_text(text + "\n")
             os.replace(partial, out)
 
-    write(finished=False)
     for task in tasks:
-        results.append(perform(task, limit - (time.perf_counter() - start)))
-        clean()
-        print(results[-1].line(width), flush=True)
-        write(finished=False)
-    write(finished=True)
-    return results
+        write(task.label)
+        if (result := rest.pop(task.label, None)) is None:
+            result = perform(task, seconds - (time.monotonic() - start), sampler)
+            clean()
+            print(result.lines(width), flush=True)
+        found[task.label] = result.values
+        results.append(result)
+    write(None)
+    return [*results, *rest.values()]
+
+
+def read(path: Path) -> list[Result]:
+    """Return the results in a file that `perform_all` wrote, but for what there was no time for."""
+    return [r for r in (Result(**each) for each in json.loads(path.read_text())["results"]) if r.status != "not run"]
 
 
 def closing_words(results: list[Result]) -> str:
     """Say in one line what failed, fell short or was left out."""
     parts = [f"{len(results)} rows"]
-    for status in ("ok", "pass", "SHORT", "FAILED", "skipped"):
-        names = [f"{result.group}: {result.name}" for result in results if result.status == status]
+    for status in ("ok", "pass", "SHORT", "FAILED", "skipped", "not run"):
+        names = [result.label for result in results if result.status == status]
         if names:
-            parts.append(f"{len(names)} {status}" + (f" ({'; '.join(names)})" if status in ("SHORT", "FAILED") else ""))
+            named = status in ("SHORT", "FAILED", "not run")
+            parts.append(f"{len(names)} {status}" + (f" ({'; '.join(names)})" if named else ""))
     return ", ".join(parts)
+
+
+def markdown(results: list[Result], heading: Values) -> str:
+    """Return all results as tables: one for each group, with a column for each value, and then each row's own."""
+    text = [", ".join(f"{key} {value}" for key, value in heading.items())]
+    groups = dict.fromkeys(result.group for result in results)
+    for group in groups:
+        rows = [result for result in results if result.group == group]
+        columns = list(dict.fromkeys(key for row in rows for key in row.figures))
+        cells = [["", *columns, "target", "clocks and power"]]
+        for row in rows:
+            targets = [f"{row.status}: {key} ≥ {figures(least)}" for key, least in row.targets.items()]
+            gpu = ", ".join(f"{key} {figures(v) if isinstance(v, int | float) else v}" for key, v in row.gpu.items())
+            note = row.why and f"{row.status}: {row.why}"
+            values = [note or row.figures.get(columns[0], "")] if columns else [note]
+            values += [row.figures.get(key, "") for key in columns[1:]]
+            cells.append([row.name, *values, "; ".join(targets) if row.values else "", gpu])
+        if not columns:
+            cells[0].insert(1, "")
+        text += ["", f"### {group}", "", *_pipes(cells)]
+        for row in rows:
+            for name, table in row.tables.items():
+                text += [
+                    "",
+                    f"**{row.name}**, {name}",
+                    "",
+                    *_pipes([list(table[0]), *(list(r.values()) for r in table)]),
+                ]
+    return "\n".join(text) + "\n"
+
+
+def _pipes(cells: list[list[str]]) -> list[str]:
+    """Return a table in markdown; columns in which nothing stands are left out."""
+    keep = [n for n in range(len(cells[0])) if n == 0 or any(line[n] for line in cells[1:])]
+    lines = ["| " + " | ".join(line[n].replace("|", "\\|") for n in keep) + " |" for line in cells]
+    return [lines[0], "|" + "---|" * len(keep), *lines[1:]]
 
 
 @dataclass
@@ -148,7 +250,7 @@ class Bench:
     folder
         For files.
     found
-        Values that later tasks refer to.
+        Values of the rows so far, by label.
     """
 
     device: torch.device
@@ -165,15 +267,6 @@ class Bench:
         """Skip the task where there is no GPU."""
         if not self.cuda:
             raise Skip("needs CUDA")
-
-    def keep(self, name: str, do: Callable[[], Values]) -> Callable[[], Values]:
-        """Return `do`, whose values are then found by `name`."""
-
-        def kept() -> Values:
-            self.found[name] = do()
-            return self.found[name]
-
-        return kept
 
     def wait(self) -> None:
         """Wait for the device."""

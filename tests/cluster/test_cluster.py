@@ -12,6 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from dlscale.config.run import Geometry
+from dlscale.config.site import Site
+from dlscale.launch.launcher import PYTHON, Place, launch
 from tests.cluster import cluster as slurm
 from tests.cluster.cluster import CPU_NODES, GPU_NODES, NODES, QOS, REFUSAL, Cluster, ClusterError
 from tests.conftest import ROOT
@@ -110,6 +113,16 @@ def test_shared_jobs_share_a_node_and_others_have_it_alone(cluster: Cluster) -> 
     command = ["srun", *GPU, "--nodelist=nid002", "--ntasks-per-node=4", "--cpus-per-task=32", "--gpus-per-node=4"]
     seen = lines(cluster.run(*command, "bash", "-c", "echo $SLURM_LOCALID $CUDA_VISIBLE_DEVICES $SLURM_CPUS_ON_NODE"))
     assert seen == [f"{rank} 0,1,2,3 128" for rank in range(4)]
+
+
+def test_tasks_take_the_gpus_in_the_sites_order(cluster: Cluster) -> None:
+    """Slurm takes the words, and what it says of GPUs itself has no part in it."""
+    scheduler = {"cpu_nodes": {"cpus": 256}, "gpu_nodes": {"cpus": 128, "gpus": 4}}
+    site = Site.model_validate({"starter": "srun", "gpu": True, "scheduler": scheduler, "gpu_order": [3, 2, 1, 0]})
+    place = Place(str(cluster.folder), str(cluster.folder), uid=0, gid=0)
+    srun, *rest = launch(site, place, Geometry(gpus_per_node=4))[: -len(PYTHON)]
+    shown = cluster.run(srun, *GPU, *rest, "bash", "-c", "echo $SLURM_LOCALID $CUDA_VISIBLE_DEVICES")
+    assert lines(shown) == [f"{rank} 3,2,1,0" for rank in range(4)]
 
 
 def test_a_finished_job_is_remembered_and_accounted_for(cluster: Cluster) -> None:

@@ -8,7 +8,15 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
-from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveInt, StringConstraints
+from pydantic import (
+    AfterValidator,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveInt,
+    StringConstraints,
+    model_validator,
+)
 
 from dlscale.core.machine import NEEDS
 from dlscale.core.schema import Name, Strict
@@ -106,6 +114,11 @@ class Site(Strict):
     gpu: bool | None = Field(
         None, description="Whether containers of runs get the GPUs; absent: where the nodes, or this machine, have any."
     )
+    gpu_order: list[NonNegativeInt] | None = Field(
+        None,
+        description="Numbers of a node's GPUs, that nearest to the first CPUs first: local ranks of runs on whole "
+        "nodes take them in this order; absent: as they are numbered.",
+    )
     modules: list[Name] = Field(
         [], description="Modules of Shifter (--module=a,b) or podman-hpc (--a --b), for containers with GPUs."
     )
@@ -119,3 +132,13 @@ class Site(Strict):
     environment: dict[Variable, Value] = Field({}, description="Environment of every stage.")
     scratch_days: PositiveInt | None = Field(None, description="Age at which the site removes files from scratch.")
     scheduler: Scheduler | None = None
+
+    @model_validator(mode="after")
+    def _order_is_of_all_gpus(self) -> Site:
+        order = self.gpu_order or []
+        gpus = self.scheduler.gpu_nodes.gpus if self.scheduler and order else len(order)
+        if sorted(order) != list(range(gpus)):
+            raise ValueError(
+                f"gpu_order: expected each of a node's GPUs once, a permutation of {list(range(gpus))}; got {order}"
+            )
+        return self

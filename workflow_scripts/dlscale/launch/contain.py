@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import itertools
 import os
 import signal
 import socket
@@ -47,7 +48,8 @@ def name() -> str:
 def main(command: list[str]) -> int:
     """Run `command` (an engine and its words) to its end and return the container's exit status."""
     if command[:1] == ["apptainer"]:  # no daemon, no name: it is a process like any other
-        passed = {f"APPTAINERENV_{key}": os.environ[key] for key in PASSED_ON if key in os.environ}
+        given = {word.partition("=")[0] for option, word in itertools.pairwise(command) if option == "--env"}
+        passed = {f"APPTAINERENV_{key}": os.environ[key] for key in PASSED_ON if key in os.environ and key not in given}
         os.execvpe(command[0], command, {**os.environ, **passed})
     engine, called = command[0], name()
 

@@ -42,6 +42,9 @@ def launch(site: Site, place: Place, geometry: Geometry | None = None) -> list[s
 
     The site's choices are made (see `resolve`); a stage that needs no device has no geometry.
     """
+    if ordered := _in_gpu_order(site, geometry):
+        devices = ",".join(map(str, site.gpu_order or []))
+        site = site.model_copy(update={"environment": {**site.environment, "CUDA_VISIBLE_DEVICES": devices}})
     container = _contain(site, place, gpu=geometry is not None)
     if geometry is None or geometry.world_size == 1 or site.starter == "direct":
         return [*container, *PYTHON]
@@ -51,10 +54,23 @@ def launch(site: Site, place: Place, geometry: Geometry | None = None) -> list[s
         if site.scheduler:
             srun.append(f"--cpus-per-task={cpus_per_task(site.scheduler)}")
             srun += [f"--gpus-per-node={geometry.gpus_per_node}"] if site.scheduler.gpu_nodes.gpus else []
+        if ordered:  # task i on the i-th share of the CPUs, and all GPUs of the node seen by every task
+            srun += ["--cpu-bind=cores", "--gpu-bind=none"]
         return [*srun, "--kill-on-bad-exit=1", *container, *PYTHON]
     # It ends all processes when one fails. What follows "--" is the stage's own, such as `--log`.
     torchrun = ["python", "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={geometry.gpus_per_node}"]
     return [*container, *torchrun, "-m", "--", "dlscale"]
+
+
+def _in_gpu_order(site: Site, geometry: Geometry | None) -> bool:
+    """Whether the processes of a run take GPUs in the site's order, by CUDA_VISIBLE_DEVICES: local rank i the i-th.
+
+    That is so on whole nodes. On a part of one, only the scheduler knows which GPUs a job has, and whether it numbers
+    them anew. One process has no order.
+    """
+    if geometry is None or geometry.world_size == 1 or not (site.gpu and site.gpu_order):
+        return False
+    return geometry.gpus_per_node == len(site.gpu_order)
 
 
 def _contain(site: Site, place: Place, gpu: bool) -> list[str]:

@@ -68,6 +68,7 @@ def check(
     ]
     if set(RUN_STAGES) & set(stages_wanted):
         probes.append(("GPU", lambda: environment.probe_gpus(site.result())))
+        probes.append(("GPU order", lambda: environment.probe_gpu_order(site.result())))
     for name, dataset in datasets.items():
         probes.append((f"data {name}", functools.partial(data.probe_data, name, dataset, results)))
     if "data" in stages_wanted:

@@ -74,6 +74,36 @@ def gpus(text: str, inside: bool) -> Finding:
     return Finding("GPU", "ok", f"{kinds} {where}")
 
 
+def probe_gpu_order(site: Site, devices: Path = Path("/dev")) -> list[Finding]:
+    """Ask this machine which CPUs each of its GPUs is near to; nothing to find where it has no two."""
+    if len(list(devices.glob("nvidia[0-9]*"))) < 2:
+        return []
+    return [gpu_order(said(["nvidia-smi", "topo", "-m"]), site)]
+
+
+def gpu_order(text: str, site: Site) -> Finding:
+    """Judge the site's order of GPUs by `nvidia-smi topo -m`: srun gives CPUs to local ranks in ascending order."""
+    nearest: dict[int, int] = {}  # to each GPU, the first of its CPUs
+    for line in text.splitlines():
+        row = re.match(r"GPU(\d+)\t(.*)", re.sub(r"\x1b\[\d*m", "", line))
+        lists = re.findall(r"(?:^|\t)\s*(\d+)(?:-\d+)?(?:,\d+(?:-\d+)?)*\s*(?=\t|$)", row.group(2)) if row else []
+        if row and lists:  # the CPUs; what follows, such as NUMA nodes, are numbers, too
+            nearest[int(row.group(1))] = int(lists[0])
+    order = site.gpu_order or sorted(nearest)
+    wanted = site.scheduler.gpu_nodes.gpus if site.scheduler else len(order)
+    if not nearest or sorted(nearest) != list(range(wanted)) or len(order) != wanted:
+        there = f"{len(nearest)} GPUs with known CPUs here, and {wanted} on the site's nodes"
+        return Finding("GPU order", "skip", f"{there}; nvidia-smi topo -m on one of these shows theirs")
+    if site.starter != "srun":
+        return Finding("GPU order", "skip", "only srun gives processes CPUs of their own")
+    shown = ", ".join(f"GPU {gpu} from CPU {nearest[gpu]}" for gpu in order)
+    best = sorted(nearest, key=nearest.__getitem__)
+    if [nearest[gpu] for gpu in order] == [nearest[gpu] for gpu in best]:
+        return Finding("GPU order", "ok", shown)
+    remedy = f"set site.gpu_order: {best}, so that each process's GPU is near to its CPUs"
+    return Finding("GPU order", "warn", f"{shown}: not in the order of the CPUs", remedy)
+
+
 #: Prints what there is where it runs, as one line of JSON. One process, since importing torch takes seconds.
 FACTS = """
 import json, platform

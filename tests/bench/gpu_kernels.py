@@ -1,0 +1,432 @@
+"""Where a step's time goes: its kernels and idle time, and each convolution, attention and decoding by itself."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import statistics
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from dlscale.data.loaders.decode import DecodePlan, stored_fields
+from dlscale.data.loaders.direct_device import Resident, on_device
+from dlscale.train.attention import BACKENDS, only
+from tests.bench.cases import Case, sizes
+from tests.bench.gpu_timings import COMPILE, Data, data
+from tests.bench.tasks import Bench, Skip, Task, Values
+
+#: What the rungs before compiling leave.
+BEST: dict[str, dict[str, Any]] = {
+    "cosmo_unet": {
+        "precision": "bf16",
+        "optimizer": {"fused": True},
+        "memory_format": "channels_last",
+        "pad_channels": 8,
+    },
+    "era5_vit": {"precision": "bf16", "optimizer": {"fused": True}, "attention": "auto"},
+}
+
+# --- a step's kernels --------------------------------------------------------------------------------------------
+
+#: Kinds of kernels by what their names hold; the first that fits. On a processor operations take their place.
+KINDS = {
+    "attention": r"flash|fmha|sdpa|attention",
+    "layout": r"nchw|nhwc|ncdhw|ndhwc|(?<!conv_)transpose|converttensor|im2col",
+    "convolutions, products": r"conv|gemm|xmma|nvjet|cutlass|wgrad|dgrad|fprop|cublas|addmm|\bmm\b|bmm|linear",
+    "optimiser": r"multi_tensor|adam|sgd|foreach",
+    "copies": r"memcpy|memset|copy",
+}
+TOP = 15
+STEPS = 3
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel, or a copy, that a device did: microseconds."""
+
+    name: str
+    start: float
+    duration: float
+
+
+def launches(bench: Bench, action: Callable[[], object], count: int) -> list[Launch]:
+    """Return what the device did in `count` calls, in the order of its beginning.
+
+    From PyTorch's trace. On a processor these are the outermost operations of each thread.
+    """
+    kinds = torch.profiler.ProfilerActivity
+    with torch.profiler.profile(activities=[kinds.CUDA if bench.cuda else kinds.CPU]) as profiler:
+        for _ in range(count):
+            action()
+        bench.wait()
+    path = bench.folder / "trace.json"
+    profiler.export_chrome_trace(str(path))
+    events = json.loads(path.read_text())["traceEvents"]
+    path.unlink()
+    wanted = ("kernel", "gpu_memcpy", "gpu_memset") if bench.cuda else ("cpu_op",)
+    events = [event for event in events if event.get("cat") in wanted]
+    return outermost(events) if not bench.cuda else [_launch(e) for e in sorted(events, key=lambda e: e["ts"])]
+
+
+def outermost(events: Iterable[dict[str, Any]]) -> list[Launch]:
+    """Return the events of a trace that no other event of their thread holds."""
+    found, ends = list[Launch](), defaultdict[Any, float](lambda: -math.inf)
+    for event in sorted(events, key=lambda event: (event["ts"], -event["dur"])):
+        if event["ts"] >= ends[event["tid"]]:
+            ends[event["tid"]] = event["ts"] + event["dur"]
+            found.append(_launch(event))
+    return found
+
+
+def _launch(event: dict[str, Any]) -> Launch:
+    return Launch(event["name"], float(event["ts"]), float(event["dur"]))
+
+
+def busy(found: list[Launch]) -> tuple[float, float]:
+    """Return the microseconds in which something ran, and those from the first beginning to the last end."""
+    covered, end = 0.0, -math.inf
+    for launch in sorted(found, key=lambda launch: launch.start):
+        last = launch.start + launch.duration
+        covered += max(0.0, last - max(launch.start, end))
+        end = max(end, last)
+    return covered, end - min(launch.start for launch in found)
+
+
+def kind_of(name: str) -> str:
+    """Return the kind of a kernel."""
+    return next((kind for kind, text in KINDS.items() if re.search(text, name.lower())), "elementwise, sums")
+
+
+def shares(found: list[Launch], steps: int) -> dict[str, list[Values]]:
+    """Return ms a step by kind, and of the kernels that take most, each as a table."""
+    kinds, names, counts = defaultdict[str, float](float), defaultdict[str, float](float), defaultdict[str, int](int)
+    for launch in found:
+        kinds[kind_of(launch.name)] += launch.duration
+        names[launch.name] += launch.duration
+        counts[launch.name] += 1
+    total = sum(kinds.values())
+
+    def row(label: str, name: str, microseconds: float, **more: Any) -> Values:
+        return {label: name, "ms/step": microseconds / steps / 1e3, "%": 100 * microseconds / total, **more}
+
+    def first(times: dict[str, float]) -> list[tuple[str, float]]:
+        return sorted(times.items(), key=lambda item: -item[1])[:TOP]
+
+    return {
+        "kinds": [row("kind", kind, microseconds) for kind, microseconds in first(kinds)],
+        "kernels": [
+            row("kernel", _short(name), microseconds, **{"launches/step": counts[name] / steps})
+            for name, microseconds in first(names)
+        ],
+    }
+
+
+def _short(name: str) -> str:
+    """Return a kernel's name without what says little."""
+    return re.sub(r"^void |at::native::|\(anonymous namespace\)::|<unnamed>::", "", name)[:70]
+
+
+def host_and_device(bench: Bench, action: Callable[[], object], count: int) -> Values:
+    """Return what a step takes the host until all is launched, and what it takes the device: ms.
+
+    The host's is of a step by itself, begun when the device has nothing to do: in a row, the host would wait for room
+    in the device's queue. The device's is of steps in a row, by events (on a processor, by the clock).
+    """
+    launching, times = list[float](), list[float]()
+    for _ in range(count):
+        bench.wait()
+        start = time.perf_counter()
+        action()
+        launching.append(time.perf_counter() - start)
+    for _ in range(3):
+        bench.wait()
+        start = time.perf_counter()
+        if bench.cuda:
+            begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begun.record()
+        for _ in range(count):
+            action()
+        if bench.cuda:
+            ended.record()
+            ended.synchronize()
+        times.append(begun.elapsed_time(ended) / 1e3 if bench.cuda else time.perf_counter() - start)
+    host, device = statistics.median(launching), min(times) / count
+    return {"host ms": 1e3 * host, "device ms": 1e3 * device, "host / device": host / device}
+
+
+def profile(bench: Bench, case: Case, over: dict[str, Any]) -> Values:
+    """Return host's and device's time of a step, its launches and idle share, and the kernels that take most."""
+    if over.get("cuda_graph") or "compile" in over:
+        bench.need_cuda()
+    step = case.step(bench.device, **BEST[case.study], **over)
+    x, y = case.batch(bench.device)
+    action = partial(step, x, y)
+    for _ in range(2 if bench.quick else 10):  # searches, compilation, capture
+        action()
+    found = host_and_device(bench, action, 2 if bench.quick else 10)
+    seen = launches(bench, action, STEPS)
+    if not seen:
+        raise Skip("the profiler saw nothing")
+    covered, window = busy(seen)
+    found |= {
+        "samples/s": case.batch_size / found["device ms"] * 1e3,
+        "launches/step": len(seen) / STEPS,
+        "idle %": 100 * (1 - covered / window),
+    }
+    return found | shares(seen, STEPS)
+
+
+# --- convolutions ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """One layer's: channels as they are computed, and the weights that count as work.
+
+    Attributes
+    ----------
+    grid
+        Of the input: [D, H, W].
+    arguments
+        Stride, padding, dilation, transposed, output padding, groups, as `aten::convolution` takes them.
+    weight
+        Shape of the weights as they are computed.
+    flops
+        Of a sample and one pass: 2 for each weight, padding apart, and cell of the coarser grid.
+    """
+
+    name: str
+    grid: tuple[int, ...]
+    arguments: tuple[Any, ...]
+    weight: tuple[int, ...]
+    flops: int
+
+    @property
+    def transposed(self) -> bool:
+        """Whether this is a transposed one."""
+        return bool(self.arguments[3])
+
+    @property
+    def channels(self) -> int:
+        """Of the input."""
+        return self.weight[0 if self.transposed else 1]
+
+
+def convolutions(case: Case) -> list[Convolution]:
+    """Return the convolutions of a model, in the order in which it computes; where channels do not divide by 8, twice.
+
+    The second is padded with zeros to 8, as `pad_channels` does.
+    """
+    found = list[Convolution]()
+
+    def note(name: str, layer: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+        transposed = isinstance(layer, nn.ConvTranspose3d)
+        rest = (layer.stride, layer.padding, layer.dilation, transposed, layer.output_padding, layer.groups)
+        shape = tuple(layer.weight.shape)
+        padded = (*(-(-size // 8) * 8 for size in shape[:2]), *shape[2:])
+        grid = tuple(inputs[0].shape[2:])
+        flops = 2 * layer.weight.numel() * math.prod(grid if transposed else output.shape[2:])
+        for label, weight in {name: shape, f"{name}, padded": padded}.items():
+            if label == name or weight != shape:
+                found.append(Convolution(label, grid, rest, weight, flops))
+
+    with torch.device("meta"):
+        model = case.network(case.run())
+        for name, layer in model.named_modules():
+            if isinstance(layer, nn.Conv3d | nn.ConvTranspose3d):
+                layer.register_forward_hook(partial(note, name))
+        model(torch.empty(1, *case.shapes[0]))
+    return found
+
+
+def convolution(bench: Bench, layer: Convolution, batch_size: int, layout: torch.memory_format) -> Values:
+    """Measure a layer's forward pass, and the gradients of its input and of its weights, in bf16."""
+
+    def random(*shape: int) -> torch.Tensor:
+        values = torch.randn(shape, device=bench.device, dtype=torch.bfloat16)
+        return values.to(memory_format=layout)
+
+    x, weight = random(batch_size, layer.channels, *layer.grid), random(*layer.weight)
+    forward = partial(torch.ops.aten.convolution, x, weight, None, *layer.arguments)
+    y: torch.Tensor = forward()
+    gradient = random(*y.shape)
+
+    def backward(mask: list[bool]) -> object:
+        return torch.ops.aten.convolution_backward(gradient, x, weight, None, *layer.arguments, mask)
+
+    found: Values = {"layer": layer.name, "weights": "x".join(map(str, layer.weight))}
+    passes = {"forward": forward, "input": partial(backward, [True, False, False])}
+    passes["weight"] = partial(backward, [False, True, False])
+    for name, action in passes.items():
+        seconds = bench.seconds(action, 2 if bench.quick else 10)
+        found |= {f"{name} ms": 1e3 * seconds, f"{name} TFLOP/s": batch_size * layer.flops / seconds / 1e12}
+    return found
+
+
+def table_of_convolutions(bench: Bench, case: Case, layout: torch.memory_format, search: bool) -> Values:
+    """Measure all convolutions of a model in one layout, with or without cuDNN's search for the fastest algorithm.
+
+    In a thread of its own: PyTorch remembers the algorithm of each shape by thread, whether it was searched for or
+    guessed. Layers that take microseconds are bound by their launch here.
+    """
+    rows, errors = list[Values](), list[BaseException]()
+
+    def measure() -> None:
+        try:
+            for layer in convolutions(case):
+                rows.append(convolution(bench, layer, case.batch_size, layout))
+        except BaseException as error:
+            errors.append(error)
+
+    before, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, search
+    try:
+        thread = threading.Thread(target=measure)
+        thread.start()
+        thread.join()
+    finally:
+        torch.backends.cudnn.benchmark = before
+    if errors:
+        raise errors[0]
+    # The model's: padded ends, and of the others all; the first layer's input needs no gradient.
+    padded = {str(row["layer"]).removesuffix(", padded") for row in rows if ", padded" in str(row["layer"])}
+    computed = [row for row in rows if row["layer"] not in padded]
+    parts = {name: sum(row[f"{name} ms"] for row in computed) for name in ("forward", "input", "weight")}
+    parts["input"] -= computed[0]["input ms"]
+    total = sum(parts.values())
+    return {**{f"{name} ms": ms for name, ms in parts.items()}, "ms/sample": total / case.batch_size, "layers": rows}
+
+
+# --- attention ---------------------------------------------------------------------------------------------------
+
+HEAD_DIMENSIONS = (48, 64, 128)
+
+
+def attention(bench: Bench, kind: str, samples: int, tokens: int, width: int) -> Values:
+    """Measure a kernel of attention at each head dimension, with `width` split into heads; bf16, the model's layout.
+
+    FLOPs: 4 N^2 times the width forward, and 2.5 times that backward, in which the scores are computed again: so the
+    FlashAttention papers count (Dao 2023, arXiv:2307.08691, section 4.1).
+    """
+    rows = list[Values]()
+    for dimension in HEAD_DIMENSIONS:
+        heads = max(width // dimension, 1)
+        shape = (samples, tokens, heads, dimension)
+        q, k, v, gradient = (
+            torch.randn(shape, device=bench.device, dtype=torch.bfloat16).transpose(1, 2) for _ in range(4)
+        )
+        for tensor in (q, k, v):
+            tensor.requires_grad_()
+
+        def both(tensors: tuple[torch.Tensor, ...] = (q, k, v), gradient: torch.Tensor = gradient) -> None:
+            for tensor in tensors:
+                tensor.grad = None  # to add to it would take time
+            F.scaled_dot_product_attention(*tensors).backward(gradient)
+
+        row: Values = {"head dimension": dimension, "heads": heads}
+        flops = 4 * samples * tokens**2 * heads * dimension
+        try:
+            with only(kind):
+                with torch.no_grad():
+                    forward = bench.seconds(partial(F.scaled_dot_product_attention, q, k, v), 2 if bench.quick else 5)
+                whole = bench.seconds(both, 2 if bench.quick else 5)
+            row |= {"forward ms": 1e3 * forward, "forward TFLOP/s": flops / forward / 1e12}
+            row |= {"both ms": 1e3 * whole, "both TFLOP/s": 3.5 * flops / whole / 1e12, "why not": ""}
+        except RuntimeError as error:  # there is no such kernel, or not the memory for it
+            row |= dict.fromkeys(("forward ms", "forward TFLOP/s", "both ms", "both TFLOP/s"), "")
+            row["why not"] = " ".join(str(error).split())[:80]
+        rows.append(row)
+    if all(row["why not"] for row in rows):
+        raise Skip(f"no such kernel here: {rows[0]['why not']}")
+    return {"tokens": tokens, "samples": samples, "width": width, "head dimensions": rows}
+
+
+# --- decoding ----------------------------------------------------------------------------------------------------
+
+#: What decodes on the device, by name: a function of stored values [n], a plan and the extent of a box.
+Decoder = Callable[[torch.Tensor, DecodePlan, tuple[int, int, int]], torch.Tensor]
+DECODERS: dict[str, Decoder] = {"operations": on_device}
+
+
+def decoding(bench: Bench, data: Data, decode: Decoder, wide: bool) -> Values:
+    """Measure the decoding of a batch from values on the device; `wide`: of so many that indices need 64 bits.
+
+    The rate is of the least bytes: every stored value read once, every decoded one written once.
+    """
+    if wide:
+        bench.need_cuda()
+    samples = data.samples()
+    fields, batch_size = stored_fields(samples), data.case.batch_size
+    boxes = samples.boxes(0).take(range(batch_size))
+    held = Resident(fields, 1, bench.device)._held
+    work = []
+    for field, (values, firsts, strides), starts in zip(fields, held, (boxes.input, boxes.target), strict=True):
+        shift = max(2**31 - len(values), 0) if wide else 0
+        if shift:
+            large = torch.zeros(shift + len(values), dtype=values.dtype, device=bench.device)
+            large[shift:] = values
+            values = large
+        stride = strides[boxes.file]
+        base = shift + firsts[boxes.file] + (starts * stride[:, 1:]).sum(axis=1)
+        work.append((values, field.plan(boxes.file, boxes.symmetry, base, stride), field.extent))
+
+    def action() -> list[torch.Tensor]:
+        return [decode(*each) for each in work]
+
+    out = action()
+    found = host_and_device(bench, action, 2 if bench.quick else 20)
+    count = len(launches(bench, action, 1))
+    stored = sum(tensor.numel() * values.element_size() for tensor, (values, *_) in zip(out, work, strict=True))
+    least = stored + sum(tensor.numel() * tensor.element_size() for tensor in out)
+    return {
+        **found,
+        "ms/sample": found["device ms"] / batch_size,
+        "launches": count,
+        "least MB/sample": least / batch_size / 1e6,
+        "GB/s": least / found["device ms"] / 1e6,
+        "dtype": str(out[0].dtype).removeprefix("torch."),
+    }
+
+
+def tasks(bench: Bench) -> list[Task]:
+    """Return profiles, then the tables."""
+    unet, vit, _ = sizes(bench.quick)
+    found = [
+        Task(f"profile {label}", name, 60 if "compile" in over else 15, partial(profile, bench, case, over))
+        for label, case in (("U-Net 64³", unet), ("ViT-384", vit))
+        for name, over in (("eager", {}), ("compiled", COMPILE), ("CUDA graph", {"cuda_graph": True}))
+    ]
+    layouts = {"contiguous": torch.contiguous_format, "channels last": torch.channels_last_3d}
+    found += [
+        Task(
+            "convolutions",
+            f"{name}, {'searched' if search else 'as guessed'}",
+            30 if search else 15,
+            partial(table_of_convolutions, bench, unet, layout, search),
+        )
+        for name, layout in layouts.items()
+        for search in (False, True)
+    ]
+    tokens, samples, width = (64, 2, 128) if bench.quick else (4050, 16, 384)
+    found += [
+        Task("attention", kind, 10, partial(attention, bench, kind, samples, tokens, width))
+        for kind in BACKENDS
+        if kind != "math"  # keeps all scores in memory
+    ]
+    boxes, years = data(bench)
+    found += [
+        Task("decode", f"{label}, {name}, {bits}", 10, partial(decoding, bench, source, decode, bits == "int64"))
+        for label, source in (("crops", boxes), ("pairs", years))
+        for name, decode in DECODERS.items()
+        for bits in ("int32", "int64")
+    ]
+    return found

@@ -1,0 +1,74 @@
+"""What the other rows are held against: names and versions, and the rates of the hardware. Needs torch alone."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from contextlib import suppress
+from functools import partial
+from importlib import metadata
+
+import torch
+
+from tests.bench.tasks import Bench, Task, Values
+
+PRODUCT, PINNED = "machine: bf16 matrix product", "machine: pinned host to device"
+PACKAGES = ("triton", "numba", "numpy", "h5py", "pydantic", "flash_attn_interface")
+
+
+def machine(bench: Bench) -> Values:
+    """Return names and versions."""
+    found: Values = {"torch": torch.__version__, "cores": len(os.sched_getaffinity(0))}
+    if bench.cuda:
+        free, total = torch.cuda.mem_get_info(bench.device)
+        found |= {
+            "card": torch.cuda.get_device_name(bench.device),
+            "CUDA": str(torch.version.cuda),
+            "cuDNN": str(torch.backends.cudnn.version()),
+            "NCCL": ".".join(map(str, torch.cuda.nccl.version())),
+            "free GB": free / 1e9,
+            "GB": total / 1e9,
+        }
+        with suppress(OSError, subprocess.SubprocessError, IndexError):
+            command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+            found["driver"] = subprocess.run(command, capture_output=True, text=True, timeout=20).stdout.split()[0]
+    for package in metadata.distributions():
+        name = str(package.metadata["Name"])
+        if name.startswith("nvidia-dali") or name in PACKAGES:
+            found[name] = package.version
+    return found
+
+
+def product(bench: Bench) -> Values:
+    """Return the rate of a large bf16 matrix product, the best of two sizes."""
+    best = 0.0
+    for size in (8192, 16384) if bench.cuda and not bench.quick else (256,):
+        a, b, c = (torch.randn(size, size, device=bench.device, dtype=torch.bfloat16) for _ in range(3))
+        best = max(best, 2 * size**3 / bench.seconds(partial(torch.mm, a, b, out=c), 10) / 1e12)
+    return {"TFLOP/s": best}
+
+
+def copying(bench: Bench) -> Values:
+    """Return the rate of a copy in memory, bytes read and written."""
+    size = 2**32 if bench.cuda and not bench.quick else 2**24
+    source, target = (torch.zeros(size, dtype=torch.uint8, device=bench.device) for _ in range(2))
+    return {"TB/s": 2 * size / bench.seconds(partial(target.copy_, source), 5) / 1e12}
+
+
+def to_device(bench: Bench) -> Values:
+    """Return the rate of copies from pinned memory."""
+    bench.need_cuda()
+    size = 2**24 if bench.quick else 2**30
+    source = torch.zeros(size, dtype=torch.uint8, pin_memory=True)
+    target = torch.empty(size, dtype=torch.uint8, device=bench.device)
+    return {"GB/s": size / bench.seconds(partial(target.copy_, source, non_blocking=True), 3) / 1e9}
+
+
+def tasks(bench: Bench) -> list[Task]:
+    """Return the tasks whose figures the others are held against."""
+    return [
+        Task("machine", "names and versions", 2, partial(machine, bench)),
+        Task("machine", "bf16 matrix product", 5, partial(product, bench)),
+        Task("machine", "copy in memory", 2, partial(copying, bench)),
+        Task("machine", "pinned host to device", 2, partial(to_device, bench)),
+    ]

@@ -1,0 +1,237 @@
+"""What takes the whole program: one rank with NCCL; training, its resumption and its measurement as a user runs them.
+
+One rank exchanges nothing, but all that stands around an exchange is there: the process group, DistributedDataParallel,
+its hooks, buckets and streams.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dlscale.config.run import Throughput
+from dlscale.core.errors import UserError
+from dlscale.data.manifest import Manifest
+from dlscale.parallel.world import World
+from dlscale.train.build import build_step
+from dlscale.train.step import Step
+from tests.bench import loading
+from tests.bench.cases import Case, sizes
+from tests.bench.gpu_checks import FUSED, SGD, UNET, VIT, Errors, distance
+from tests.bench.gpu_timings import COMPILE, median
+from tests.bench.tasks import Bench, Skip, Task, Values
+
+# --- one rank ----------------------------------------------------------------------------------------------------
+
+
+class Several(World):
+    """A world whose only rank takes itself for one of several: the model is wrapped, and means are its own values."""
+
+    @property
+    def data_size(self) -> int:
+        """More than there are."""
+        return 2
+
+
+@contextmanager
+def group(bench: Bench) -> Iterator[World]:
+    """Open a process group of one rank: NCCL's on a GPU, gloo's elsewhere."""
+    store = dist.HashStore()
+    device = torch.device("cuda", torch.cuda.current_device()) if bench.cuda else bench.device
+    backend, own = ("nccl", device) if bench.cuda else ("gloo", None)
+    dist.init_process_group(backend, rank=0, world_size=1, store=store, device_id=own)
+    try:
+        yield Several(device=device)
+    finally:
+        dist.destroy_process_group()
+
+
+def made(case: Case, world: World, over: dict[str, Any]) -> Step:
+    """Return a step in a world, with the same weights every time."""
+    run = case.run(**{**over, "optimizer": over.get("optimizer", SGD)})
+
+    def model() -> torch.nn.Module:
+        with world.device:
+            return case.network(run)
+
+    return build_step(run, model, case.loss(), world)
+
+
+def one_rank(bench: Bench, over: dict[str, Any]) -> Values:
+    """Hold wrapped steps against plain ones; where they are compiled, they are one graph of as many calls."""
+    from torch._dynamo.utils import counters
+
+    if over.get("cuda_graph"):
+        bench.need_cuda()
+    errors, found = Errors(), Values()
+    with group(bench) as world:
+        found["backend"] = dist.get_backend()
+        for case in (UNET, VIT):
+            graphs = []
+            losses: list[list[torch.Tensor]] = []
+            for kind in (World(device=world.device), world):
+                torch.compiler.reset()
+                counters.clear()
+                try:
+                    step = made(case, kind, over)
+                except UserError as error:
+                    raise Skip(str(error)) from None
+                x, y = case.batch(world.device)
+                losses.append([step(x, y) for _ in range(15)])  # a graph is recorded meanwhile
+                bench.wait()
+                graphs.append({key: counters["stats"][key] for key in ("unique_graphs", "calls_captured")})
+            for mine, plain in zip(losses[1], losses[0], strict=True):
+                errors.hold("loss", distance(mine, plain), 1e-3 if "precision" in over else 1e-4)
+            if over.get("compile"):
+                if graphs[1] != graphs[0] or graphs[1]["unique_graphs"] != 1:
+                    raise AssertionError(f"{case.study}: {graphs[0]} alone became {graphs[1]} where it is wrapped")
+                found[f"{case.study} calls in one graph"] = graphs[1]["calls_captured"]
+    return {**found, **errors}
+
+
+def exchanging(bench: Bench, case: Case, over: dict[str, Any]) -> Values:
+    """Measure a step alone and wrapped: what the hooks and buckets of the gradients cost."""
+    settings = Throughput(warmup=1, trials=3, batches=2 if bench.quick else 20)
+    found = Values()
+    with group(bench) as world:
+        for name, kind in (("plain", World(device=world.device)), ("wrapped", world)):
+            step, batch = made(case, kind, {**FUSED, **over}), case.batch(world.device)
+            found[f"{name} samples/s"] = median(bench, itertools.repeat(batch), step, settings)
+    return {**found, "wrapped / plain": found["wrapped samples/s"] / found["plain samples/s"]}
+
+
+# --- as a user runs it -------------------------------------------------------------------------------------------
+
+PATIENCE = 150.0
+EPOCHS = 24  # of 8 steps: time enough to be ended in
+
+
+def stage(bench: Bench, name: str, folder: Path, *words: object) -> subprocess.Popen[str]:
+    """Start a stage in a process of its own, as the workflow's commands do."""
+    paths = [str(Path(__file__).parents[2] / "workflow_scripts"), *sys.path]
+    command = [sys.executable, "-m", "dlscale", name, *map(str, words), "--device", bench.device.type]
+    with (folder / f"{name}.log").open("a") as log:
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        return subprocess.Popen(command, stdout=log, stderr=log, text=True, env=environment)
+
+
+def ended(process: subprocess.Popen[str], log: Path, wanted: int = 0) -> None:
+    """Wait for a stage's exit status."""
+    status = process.wait(PATIENCE)
+    if status != wanted:
+        raise AssertionError(f"exit status {status}, expected {wanted}: {log.read_text()[-400:]}")
+
+
+def epochs(folder: Path) -> list[dict[str, Any]]:
+    """Return the lines of metrics.jsonl so far."""
+    path = folder / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def end_to_end(bench: Bench) -> Values:
+    """Train to the end; train, be ended after an epoch, resume; measure: the same losses, and samples/s.
+
+    Losses agree to the rounding of sums in another order.
+    """
+    for package in ("tensorboard", "matplotlib"):  # the stage's own; a process that lacks them would fail
+        __import__(package)
+    case = Case("cosmo_unet", {"widths": [8, 16]}, (32, 32, 32) if bench.cuda else (16, 16, 16), batch_size=8)
+    folder = bench.folder / "end to end"
+    folder.mkdir()
+    for name in ("train.h5", "valid.h5"):
+        case.write(folder / name, 2 * case.grid[0])
+    manifest = described(case, folder)
+    rate = {"throughput": {"warmup": 1, "trials": 2, "batches": 5 if bench.quick else 50}}
+    samples = {"kind": "crops", "crop": case.grid[0], "train": 64, "valid": 8}
+    run = case.run(
+        training={"epochs": EPOCHS},
+        samples=samples,
+        loader={"kind": "direct", "workers": 2, "resident": "never"},
+        precision="bf16",
+        optimizer={"fused": True},
+        memory_format="channels_last",
+        **rate,
+    )
+    found, results = Values(), dict[str, list[dict[str, Any]]]()
+    for name in ("whole", "resumed"):
+        out = folder / name
+        out.mkdir()
+        words = ["--config", run.model_dump_json(), "--manifest", manifest, "--threads", 1]
+        training = partial(stage, bench, "train", out, *words, "--checkpoints", out / "checkpoints", "--out", out)
+        start = time.monotonic()
+        process = training()
+        if name == "resumed":
+            while process.poll() is None and not epochs(out) and time.monotonic() < start + PATIENCE:
+                time.sleep(0.01)
+            process.send_signal(signal.SIGTERM)
+            ended(process, out / "train.log", 75)  # saved, and to be called again
+            process = training()
+        ended(process, out / "train.log")
+        found[f"{name} s"] = time.monotonic() - start
+        results[name] = epochs(out)
+    resumed = json.loads((folder / "resumed" / "provenance.json").read_text())["resumed_from_step"]
+    if not 0 < (resumed or 0) < EPOCHS * 8:
+        raise AssertionError(f"it resumed from step {resumed}, expected one of the middle")
+    errors = Errors()
+    for whole, again in zip(results["whole"], results["resumed"], strict=True):
+        errors.hold("loss", abs(again["train_loss"] / whole["train_loss"] - 1), 0.01)
+    out = folder / "whole"
+    ended(stage(bench, "throughput", out, *words, "--out", out / "throughput.json"), out / "throughput.log")
+    measured = json.loads((out / "throughput.json").read_text())
+    found |= {"resumed from step": resumed, "first loss": results["whole"][0]["train_loss"]}
+    found |= {"last loss": results["whole"][-1]["train_loss"], "loss is off by": errors["loss"]}
+    return found | {mode: measured[mode]["mean"] for mode in ("IO", "SYNTHETIC", "FULL")}
+
+
+def described(case: Case, folder: Path) -> Path:
+    """Write the manifest of `train.h5` and `valid.h5` as the describe stage would; return its path."""
+    fields = loading.cosmo_fields(2 * case.grid[0])
+    manifests = [loading.manifest(folder / name, "cosmo", fields) for name in ("train.h5", "valid.h5")]
+    splits = {split: each.splits["train"] for split, each in zip(("train", "valid"), manifests, strict=True)}
+    normal = {  # what was written
+        name: info.model_copy(update={"mean": [0.0] * len(info.channels), "std": [1.0] * len(info.channels)})
+        for name, info in manifests[0].fields.items()
+    }
+    manifest = Manifest(kind="cosmo", fields=normal, splits=splits, folder=folder)
+    (folder / "manifest.json").write_text(manifest.text())
+    return folder / "manifest.json"
+
+
+def tasks(bench: Bench) -> list[Task]:
+    """Return the checks of one rank, and what a user runs."""
+    backend = "NCCL" if bench.cuda else "gloo"
+    forms: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "bf16, accumulation": {"precision": "bf16", "accumulation_steps": 2},
+        "compile": COMPILE,
+        "compile, bf16": {**COMPILE, "precision": "bf16"},
+    }
+    unet = sizes(bench.quick)[0]
+    best: dict[str, Any] = {"precision": "bf16", "memory_format": "channels_last", "pad_channels": 8}
+    return [
+        *(
+            Task(f"one rank, {backend}", name, 30 if "compile" in over else 5, partial(one_rank, bench, over))
+            for name, over in forms.items()
+        ),
+        Task(f"one rank, {backend}", "U-Net 64³", 15, partial(exchanging, bench, unet, best)),
+        Task("end to end", "train, resume, throughput", 90, partial(end_to_end, bench)),
+    ]
+
+
+def last(bench: Bench) -> list[Task]:
+    """Return what may leave the process in a bad state where it fails: a graph of steps with exchanges in them."""
+    over: dict[str, Any] = {"optimizer": {**SGD, "fused": True}, "cuda_graph": True}
+    return [Task(f"one rank, {'NCCL' if bench.cuda else 'gloo'}", "CUDA graph", 10, partial(one_rank, bench, over))]
