@@ -74,7 +74,7 @@ def gain(before: RunResult, run: RunResult) -> str | None:
     if not (was and now and before.throughput and run.throughput):
         return None
     ratios = {mode: _faster(_trials(before.throughput, mode), _trials(run.throughput, mode)) for mode in MODES}
-    full = number(_trials(run.throughput, "FULL").mean / _trials(before.throughput, "FULL").mean)
+    full = number(_ratio(before, run, "FULL"))
     if UNKNOWN in (was.what, now.what):
         return f"{full}× as fast as {before.label}; one of the two was disturbed, so that means little."
     noise = f"As fast as {before.label}, within the noise ({full}×)."
@@ -83,14 +83,22 @@ def gain(before: RunResult, run: RunResult) -> str | None:
         held = f"That one loads and computes in turn, and {percent(was.loading)} of its time is loading"
     else:
         held = f"That one is bound by {'loading and computation alike' if was.key == 'both' else was.what}"
-    changed = [
-        f"{what} alone is {number(ratios[mode])}× as fast"
-        for mode, what in (("IO", "loading"), ("SYNTHETIC", "computing"))
-        if ratios[mode] != 1
-    ]
-    if abs(now.share - was.share) > 0.1:
-        changed.append(f"FULL reaches {percent(now.share)} of the slower one instead of {percent(was.share)}")
-    return f"{speed_up} {held}; here {', and '.join(changed) or 'neither loading nor computing alone is faster'}."
+    changed = []
+    for mode, what in (("IO", "loading"), ("SYNTHETIC", "computing")):
+        ratio, bounds = ratios[mode], was.loading or was.key in (mode.lower(), "both")
+        if ratio != 1:
+            changed.append(f"{what} alone is {number(ratio)}× as fast")
+        elif bounds:
+            changed.append(f"{what} alone is as fast, within the noise ({number(_ratio(before, run, mode))}×)")
+    overlap, overlap_now = min(was.share, 1.0), min(now.share, 1.0)
+    if abs(overlap_now - overlap) > 0.1:
+        changed.append(f"FULL reaches {percent(overlap_now)} of the slower one instead of {percent(overlap)}")
+    return f"{speed_up} {held}; here {', and '.join(changed)}."
+
+
+def _ratio(before: RunResult, run: RunResult, mode: str) -> float:
+    assert before.throughput and run.throughput
+    return _trials(run.throughput, mode).mean / _trials(before.throughput, mode).mean
 
 
 def _trials(throughput: Throughput, mode: str) -> Trials:
