@@ -614,7 +614,7 @@ def test_what_bounds_a_run(rates: tuple[float, float, float], what: str, why: st
             (400.0, 200.0, 133.0),  # 2.5 ms of loading, then 5 ms of computing
             (2000.0, 200.0, 215.0),  # FULL is faster than can be: no more than all of the slower one is said
             "1.62× as fast as a. That one loads and computes in turn, and 33\u00a0% of its time is loading; here "
-            "loading alone is 5.00× as fast, and computing alone is as fast, within the noise (1.00×), and FULL "
+            "loading alone is 5.00× as fast and computing alone is 1.00× as fast, within the noise, and FULL "
             "reaches 100\u00a0% of the slower one instead of 66\u00a0%.",
         ),
         (
@@ -626,19 +626,19 @@ def test_what_bounds_a_run(rates: tuple[float, float, float], what: str, why: st
             (2000.0, 200.0, 198.0),
             (4000.0, 203.0, 201.0),
             "As fast as a, within the noise (1.02×). That one is bound by computation; here loading alone is 2.00× as "
-            "fast, and computing alone is as fast, within the noise (1.01×).",
+            "fast and computing alone is 1.01× as fast, within the noise.",
         ),
         (
             (100.0, 500.0, 99.0),
             (102.0, 490.0, 80.0),
-            "0.808× as fast as a. That one is bound by data loading; here loading alone is as fast, within the noise "
-            "(1.02×), and FULL reaches 78\u00a0% of the slower one instead of 99\u00a0%.",
+            "0.808× as fast as a. That one is bound by data loading; here loading alone is 1.02× as fast, within the "
+            "noise, and FULL reaches 78\u00a0% of the slower one instead of 99\u00a0%.",
         ),
         (
             (500.0, 510.0, 495.0),
             (505.0, 512.0, 500.0),
             "As fast as a, within the noise (1.01×). That one is bound by loading and computation alike; here loading "
-            "alone is as fast, within the noise (1.01×), and computing alone is as fast, within the noise (1.00×).",
+            "alone is 1.01× as fast, within the noise, and computing alone is 1.00× as fast, within the noise.",
         ),
         (
             (100.0, 100.0, 150.0),

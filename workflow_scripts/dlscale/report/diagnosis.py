@@ -85,15 +85,13 @@ def gain(before: RunResult, run: RunResult) -> str | None:
         held = f"That one is bound by {'loading and computation alike' if was.key == 'both' else was.what}"
     changed = []
     for mode, what in (("IO", "loading"), ("SYNTHETIC", "computing")):
-        ratio, bounds = ratios[mode], was.loading or was.key in (mode.lower(), "both")
-        if ratio != 1:
-            changed.append(f"{what} alone is {number(ratio)}× as fast")
-        elif bounds:
-            changed.append(f"{what} alone is as fast, within the noise ({number(_ratio(before, run, mode))}×)")
+        noise = ", within the noise," if ratios[mode] == 1 else ""
+        if not noise or was.loading or was.key in (mode.lower(), "both"):
+            changed.append(f"{what} alone is {number(_ratio(before, run, mode))}× as fast{noise}")
     overlap, overlap_now = min(was.share, 1.0), min(now.share, 1.0)
     if abs(overlap_now - overlap) > 0.1:
         changed.append(f"FULL reaches {percent(overlap_now)} of the slower one instead of {percent(overlap)}")
-    return f"{speed_up} {held}; here {', and '.join(changed)}."
+    return f"{speed_up} {held}; here {' and '.join(changed).rstrip(',')}."
 
 
 def _ratio(before: RunResult, run: RunResult, mode: str) -> float:
