@@ -1,9 +1,13 @@
 # Before anything runs: what it will cost, whether the site is ready, and whether an earlier call's jobs still run.
+import time
 from collections import Counter
 
+from dlscale.core import times
 from dlscale.core.stages import DATA_STAGES, RUN_STAGES
 from dlscale.preflight import doctor
 from snakemake.exceptions import WorkflowError
+
+STARTED = time.time() - times.age()
 
 # Once: jobs that Snakemake starts as processes of their own read this file, too.
 if workflow.is_main_process:
@@ -70,7 +74,18 @@ onstart:
             raise WorkflowError("The site is not ready; nothing was started. See the lines with FAIL above.")
 
 
+def show_times():
+    """Print where the time went, and how idle this machine was if all jobs were its own."""
+    used = os.times()
+    here = not (workflow.non_local_exec or SITE.engine != "none")
+    busy = used.user + used.system + used.children_user + used.children_system
+    done = times.jobs(Path(RESULTS), STARTED)
+    lines = times.lines(done, STARTED, time.time(), workflow.resource_settings.cores if here else None, busy)
+    print(*lines, sep="\n", file=sys.stderr)
+
+
 onsuccess:
+    show_times()
     page = Path(RESULTS, "report/index.html")
     if page.exists():
         print(f"Report: {page.resolve()}", file=sys.stderr)

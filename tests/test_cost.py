@@ -97,7 +97,7 @@ def test_a_published_figure_is_one_devices(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "settings"),
     [
-        ("cosmo_demo.workers", {}),  # tables show the figure beside the demo, which is of another size
+        ("cosmo_demo.bf16", {}),  # tables show the figure beside the demo, which is of another size
         ("era5_demo.baseline", {}),
         ("cosmo_ladder.baseline", {"model": {"widths": [64, 128, 256]}}),
         ("cosmo_ladder.baseline", {"samples": {"crop": 128}}),
@@ -159,10 +159,10 @@ def test_samples_are_counted_where_the_dataset_is(tmp_path: Path) -> None:
 
 def test_no_more_samples_than_there_are(tmp_path: Path) -> None:
     configuration = load(tmp_path)
-    measured(tmp_path, "era5_demo.baseline", 10.0, batch_size=16)
-    manifest(tmp_path, "era5_demo", train=[101], valid=[1001])  # 464 and 224 are asked for
+    measured(tmp_path, "era5_demo.baseline", 10.0, batch_size=8)
+    manifest(tmp_path, "era5_demo", train=[101], valid=[1001])  # 352 and 64 are asked for
     found = cost.estimate(work(configuration, "era5_demo.baseline"), tmp_path)
-    assert found.seconds == pytest.approx(5 * (100 + 224 / 3) / 10 + 120)
+    assert found.seconds == pytest.approx(4 * (100 + 64 / 3) / 10 + 120)
 
 
 @pytest.mark.parametrize(("rate", "minutes"), [(85.2, 19), (1e9, 15), (17066.6667 / 480, 25)])

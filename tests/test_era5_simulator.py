@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import xarray as xr
 
 from dlscale.core.errors import UserError
 from dlscale.datasets.era5 import simulator, sphere
+from tests.conftest import stage
 
 SPHERE = sphere.Sphere.of(21)
 DAY = simulator.DAY
@@ -243,6 +245,16 @@ def test_a_year_has_its_days(year: int, steps: int) -> None:
     times = simulator.times(year)
     assert times.size == steps
     assert times[0] == np.datetime64(f"{year}-01-01T00") and times[-1] == np.datetime64(f"{year}-12-31T18")
+
+
+def test_a_source_says_the_truncation(tmp_path: Path) -> None:
+    """Of waves beyond it there is nothing in the temperature, however fine the grid."""
+    source = {"kind": "simulated", "latitudes": 64, "longitudes": 128, "days": 1, "truncation": 17}
+    settings = {"kind": "era5", "source": {**source, "train": [2001], "valid": [2002]}}
+    assert stage("acquire", "--config", json.dumps(settings), "--file", "2001.nc", "--out", tmp_path / "a.nc") == 0
+    with xr.open_dataset(tmp_path / "a.nc", engine="h5netcdf") as dataset:
+        waves = np.abs(np.fft.rfft(dataset.t2m.values.astype(np.float64))).max(axis=(0, 1))
+    assert waves[17] > 1e-3 * waves[1] > 100 * waves[18:].max()
 
 
 def test_file_is_cf_and_in_range(simulated: xr.Dataset) -> None:

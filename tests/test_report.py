@@ -30,7 +30,7 @@ from dlscale.core.records import LossInfo, Metric, Published, Throughput
 from dlscale.data.manifest import FieldInfo, File, Manifest
 from dlscale.data.transforms import Transform
 from dlscale.report import collect, figures, glance, report, sections
-from dlscale.report.diagnosis import bound, disturbance
+from dlscale.report.diagnosis import bound, disturbance, gain
 from dlscale.report.results import first_and_least, read_plan
 
 HOSTILE = """</title><script>alert(1)</script>"&'{{ 7*7 }}"""
@@ -607,7 +607,80 @@ def test_what_bounds_a_run(rates: tuple[float, float, float], what: str, why: st
     assert found and found.what == what and why in found.why
 
 
-def test_an_incomplete_triplet_has_no_verdict() -> None:
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        (
+            (400.0, 200.0, 133.0),  # 2.5 ms of loading, then 5 ms of computing
+            (2000.0, 200.0, 215.0),  # FULL is faster than can be: no more than all of the slower one is said
+            "1.62× as fast as a. That one loads and computes in turn, and 33\u00a0% of its time is loading; here "
+            "loading alone is 5.00× as fast and computing alone is 1.00× as fast, within the noise, and FULL "
+            "reaches 100\u00a0% of the slower one instead of 66\u00a0%.",
+        ),
+        (
+            (2000.0, 200.0, 198.0),
+            (2000.0, 300.0, 290.0),
+            "1.46× as fast as a. That one is bound by computation; here computing alone is 1.50× as fast.",
+        ),
+        (
+            (2000.0, 200.0, 198.0),
+            (4000.0, 203.0, 201.0),
+            "As fast as a, within the noise (1.02×). That one is bound by computation; here loading alone is 2.00× as "
+            "fast and computing alone is 1.01× as fast, within the noise.",
+        ),
+        (
+            (100.0, 500.0, 99.0),
+            (102.0, 490.0, 80.0),
+            "0.808× as fast as a. That one is bound by data loading; here loading alone is 1.02× as fast, within the "
+            "noise, and FULL reaches 78\u00a0% of the slower one instead of 99\u00a0%.",
+        ),
+        (
+            (500.0, 510.0, 495.0),
+            (505.0, 512.0, 500.0),
+            "As fast as a, within the noise (1.01×). That one is bound by loading and computation alike; here loading "
+            "alone is 1.01× as fast, within the noise, and computing alone is 1.00× as fast, within the noise.",
+        ),
+        (
+            (100.0, 100.0, 150.0),
+            (100.0, 100.0, 90.0),
+            "0.600× as fast as a; one of the two was disturbed, so that means little.",
+        ),
+    ],
+)
+def test_a_rungs_gain_is_explained_by_what_bound_the_one_before(
+    results: Results, before: tuple[float, float, float], after: tuple[float, float, float], said: str
+) -> None:
+    results.run("p", "a", triplet=before)
+    results.run("p", "b", triplet=after)
+    a, b = read_plan(results.plan("p", {"a": "a", "b": "b"})).runs
+    assert gain(a, b) == said
+    assert " ".join(said.split()) in Page(results.report()).text
+
+
+def test_a_gain_within_the_spread_of_the_trials_is_none(results: Results) -> None:
+    """FULL is 20 % faster, which three trials that differ by 18 % cannot show, and trials that agree can."""
+    folder = {name: results.run("p", name, triplet=(2000.0, full, full)) for name, full in (("a", 100.0), ("b", 120.0))}
+    plan = results.plan("p", {"a": "a", "b": "b"})
+    assert "1.20× as fast as a." in str(gain(*read_plan(plan).runs))
+    measured = json.loads((folder["a"] / "throughput.json").read_text())
+    measured["FULL"] |= {"std": 18.0, "trial_time": [1.0, 1.0, 1.0]}
+    (folder["a"] / "throughput.json").write_text(json.dumps(measured))
+    assert "within the noise (1.20×)" in str(gain(*read_plan(plan).runs))
+
+
+def test_only_a_ladder_has_gains(results: Results) -> None:
+    for name, full in (("a", 24.0), ("b", 22.0)):
+        results.run("p", name, triplet=(200.0, 25.0, full))
+    for kind, shown in (("ladder", True), ("set", False)):
+        results.plan("p", {"a": "a", "b": "b"}, kind=kind)  # type: ignore[arg-type]
+        assert ("× as fast as a. That one is bound by computation" in Page(results.report()).text) is shown
+
+
+def test_an_incomplete_triplet_has_no_verdict(results: Results) -> None:
+    results.run("p", "a", triplet=None)
+    results.run("p", "b")
+    without, complete = read_plan(results.plan("p", {"a": "a", "b": "b"}, measure=("train",))).runs
+    assert gain(without, complete) is None
     assert bound(None) is None
     assert bound(Throughput.model_validate({"IO": {"mean": 1.0}, "FULL": {"mean": 1.0}})) is None
     assert bound(triplet(1.0, 0.0, 1.0)) is None

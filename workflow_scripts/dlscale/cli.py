@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from dlscale.core import registry
+from dlscale.core import registry, times
 from dlscale.core.errors import Stopped, UserError
 from dlscale.core.files import explained
 from dlscale.core.stages import RUN_OPTIONS, STAGES
@@ -116,7 +116,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         elif args.stage in QUESTIONS:
             return importlib.import_module(f"dlscale.preflight.{args.stage}").main(args, _configuration(args))
         else:
-            importlib.import_module(STAGES[args.stage].module).main(args)
+            stage = importlib.import_module(STAGES[args.stage].module)
+            logging.info(times.STARTED, times.age())
+            stage.main(args)
     except Stopped as stopped:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Slurm asks more than once
         return _fail(terminal, f"dlscale {args.stage}: {stopped}", STOPPED)

@@ -205,11 +205,12 @@ class Reader:
         return (attrs["offset"], attrs["scale"]) if "scale" in attrs else None
 
     def stored(self, index: tuple[slice, ...], buffer: np.ndarray | None = None) -> np.ndarray:
-        """Return the selected values as they are stored, channels first (all axes kept: slices only).
+        """Return the selected values as they are stored, channels first (slices only; axes without one are whole).
 
         They are a new array, or in `buffer`, which has their type and the shape in which they are stored.
         """
         opened, order = self._open()
+        index = (*index, *[slice(None)] * (len(order) - len(index)))
         where = tuple(index[axis] for axis in order)
         values: np.ndarray
         try:

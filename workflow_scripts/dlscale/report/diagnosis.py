@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dlscale.core.records import MODES, Throughput
+from dlscale.core.records import MODES, Throughput, Trials
 from dlscale.core.text import number, percent
 from dlscale.report.results import RunResult
 
 #: What bounds a run that was disturbed.
 UNKNOWN = "not known"
+
+#: A ratio of speeds nearer to 1 is noise, however quiet the trials were: two processes differ by as much.
+NOISE = 0.05
 
 
 @dataclass(frozen=True)
@@ -21,6 +25,8 @@ class Bound:
     what: str
     key: str
     why: str
+    share: float  #: What FULL reaches of the slower of loading alone and computing alone.
+    loading: float | None  #: Share of the time that goes into loading, where it and computing take turns.
 
 
 def bound(throughput: Throughput | None) -> Bound | None:
@@ -41,12 +47,14 @@ def bound(throughput: Throughput | None) -> Bound | None:
         what, key, advice = "both alike", "both", "Both would have to be faster."
     share = full / min(io, synthetic)
     serial = 1 / (1 / io + 1 / synthetic)  # one after the other: nothing overlaps
+    loading = None
     if share > 1.1:
         what, key = UNKNOWN, "both"
         advice = "It cannot be faster than either: something else kept the machine busy meanwhile. Measure again."
     elif share < 0.8 and full < 0.9 * serial:
         advice = "That is less than one after the other would give: they compete for the same cores or memory."
-    elif share < 0.8 and full < 1.1 * serial:
+    elif share < 0.9 and 0.9 * serial <= full <= 1.1 * serial < 0.99 * min(io, synthetic):
+        loading = serial / io
         advice = "That is what one after the other gives: they do not overlap."
     elif share < 0.8:
         advice = "They overlap only in part."
@@ -54,7 +62,57 @@ def bound(throughput: Throughput | None) -> Bound | None:
         f"The loader alone delivers {number(io)} samples/s, the model alone takes {number(synthetic)}. "
         f"FULL reaches {percent(share)} of the slower one. {advice}"
     )
-    return Bound(what, key, why)
+    return Bound(what, key, why, share, loading)
+
+
+def gain(before: RunResult, run: RunResult) -> str | None:
+    """Return how much faster a ladder's rung is than the one before, and why: what bound that one, and what changed.
+
+    None unless all three modes of both were measured.
+    """
+    was, now = bound(before.throughput), bound(run.throughput)
+    if not (was and now and before.throughput and run.throughput):
+        return None
+    ratios = {mode: _faster(_trials(before.throughput, mode), _trials(run.throughput, mode)) for mode in MODES}
+    full = number(_ratio(before, run, "FULL"))
+    if UNKNOWN in (was.what, now.what):
+        return f"{full}× as fast as {before.label}; one of the two was disturbed, so that means little."
+    noise = f"As fast as {before.label}, within the noise ({full}×)."
+    speed_up = noise if ratios["FULL"] == 1 else f"{full}× as fast as {before.label}."
+    if was.loading:
+        held = f"That one loads and computes in turn, and {percent(was.loading)} of its time is loading"
+    else:
+        held = f"That one is bound by {'loading and computation alike' if was.key == 'both' else was.what}"
+    changed = []
+    for mode, what in (("IO", "loading"), ("SYNTHETIC", "computing")):
+        noise = ", within the noise," if ratios[mode] == 1 else ""
+        if not noise or was.loading or was.key in (mode.lower(), "both"):
+            changed.append(f"{what} alone is {number(_ratio(before, run, mode))}× as fast{noise}")
+    overlap, overlap_now = min(was.share, 1.0), min(now.share, 1.0)
+    if abs(overlap_now - overlap) > 0.1:
+        changed.append(f"FULL reaches {percent(overlap_now)} of the slower one instead of {percent(overlap)}")
+    return f"{speed_up} {held}; here {' and '.join(changed).rstrip(',')}."
+
+
+def _ratio(before: RunResult, run: RunResult, mode: str) -> float:
+    assert before.throughput and run.throughput
+    return _trials(run.throughput, mode).mean / _trials(before.throughput, mode).mean
+
+
+def _trials(throughput: Throughput, mode: str) -> Trials:
+    trials = throughput.mode(mode)
+    assert trials is not None  # `bound` has seen it
+    return trials
+
+
+def _faster(before: Trials, after: Trials) -> float:
+    """Return the ratio of two speeds; exactly 1 where they differ by less than noise.
+
+    Noise is two standard errors of the ratio, from the spread of the trials, but not less than `NOISE`.
+    """
+    ratio = after.mean / before.mean
+    errors = [trials.std / trials.mean / math.sqrt(max(len(trials.trial_time), 1)) for trials in (before, after)]
+    return ratio if abs(ratio - 1) > max(NOISE, 2 * math.hypot(*errors)) else 1.0
 
 
 def disturbance(runs: Sequence[RunResult]) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import itertools
 from collections.abc import Iterable, Sequence
 from datetime import datetime
 from typing import Any
@@ -12,7 +13,7 @@ import yaml
 from dlscale.core import text
 from dlscale.report import figures, glance, published
 from dlscale.report.collect import summary_csv
-from dlscale.report.diagnosis import bound, disturbance
+from dlscale.report.diagnosis import bound, disturbance, gain
 from dlscale.report.drawing import MARKERS, picture
 from dlscale.report.glance import View
 from dlscale.report.results import PlanResult, RunResult, first_and_least, slowness
@@ -99,9 +100,14 @@ def _throughput(plan: PlanResult) -> View | None:
     if not measured:
         return None
     shown = first_and_least(measured, BARS, slowness)
+    rungs = plan.runs if plan.record.kind == "ladder" else []
+    gains = {run: gain(before, run) for before, run in itertools.pairwise(rungs)}
     return {
         "svg": figures.throughput(f"{plan.name}-throughput", shown),
-        "bounds": [{"run": run.label, "id": plan.anchor(run), "bound": bound(run.throughput)} for run in shown],
+        "bounds": [
+            {"run": run.label, "id": plan.anchor(run), "gain": gains.get(run), "bound": bound(run.throughput)}
+            for run in shown
+        ],
         "of": len(measured),
     }
 

@@ -22,6 +22,13 @@ class Era5Simulated(Strict):
     kind: Literal["simulated"]
     latitudes: int = Field(32, ge=8)
     longitudes: int = Field(64, ge=16)
+    truncation: int | None = Field(
+        None,
+        ge=17,
+        le=511,
+        description="Largest wavenumber of the model, whose cost grows as its fourth power; less is smoother fields "
+        "on the same grid. What the grid resolves, between 21 and 127, if absent.",
+    )
     days: PositiveInt | None = Field(None, le=366, description="Days a year; the whole year if absent.")
     train: list[Year] = Field(min_length=1)
     valid: list[Year] = Field(min_length=1)

@@ -166,7 +166,8 @@ def simulate_year(
 
 def acquire(dataset: Any, raw: Any, out: Path, progress: Callable[[int, int | None], None]) -> None:
     """Simulate the year of a raw file."""
-    settings = {key: getattr(dataset.source, key) for key in ("latitudes", "longitudes", "days", "seed")}
+    keys = ("latitudes", "longitudes", "truncation", "days", "seed")
+    settings = {key: getattr(dataset.source, key) for key in keys}
     simulate_year(out, year=raw.index, progress=progress, **settings)
 
 
