@@ -75,7 +75,10 @@ def _stream(typing, target, source):  # type: ignore[no-untyped-def]
 
     def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         line = ir.VectorType(ir.FloatType(), LINE).as_pointer()
-        arrays = [context.make_array(kind)(context, builder, each) for kind, each in zip(signature.args, arguments)]
+        arrays = [
+            context.make_array(kind)(context, builder, each)
+            for kind, each in zip(signature.args, arguments, strict=True)
+        ]
         to, origin = (builder.bitcast(array.data, line) for array in arrays)
         mark = builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)])
         count = builder.udiv(cgutils.unpack_tuple(builder, arrays[1].shape)[0], ir.Constant(ir.IntType(64), LINE))
@@ -135,9 +138,9 @@ def _compiled(half, wide):  # type: ignore[no-untyped-def]
                                     value = row[k]
                                 target[k] = (value - a) * b + d
                             if stream:
-                                _stream(out[c, i, j], values)
+                                _stream(out[c, i, j], values)  # type: ignore[call-arg]
         if stream:
-            _settle()
+            _settle()  # type: ignore[call-arg]
 
     return decode
 
