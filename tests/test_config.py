@@ -516,6 +516,7 @@ def test_the_published_unet_plans() -> None:
             "kind": "unet3d",
             "widths": [64, 128, 256, 512, 512, 512],
             "init_std": 0.02,
+            "space_to_depth": False,
         }
         assert run.samples.crop == 64  # type: ignore[union-attr]
         assert run.loss.model_dump() == {"kind": "l1", "density_weight": 0.0}

@@ -28,7 +28,7 @@ from dlscale.core.errors import UserError
 from dlscale.core.settings import validate
 from dlscale.models.losses import l1, relative_l2
 from dlscale.models.unet3d import UNet3D
-from dlscale.models.vit import ViT
+from dlscale.models.vit import Attention, ViT
 from dlscale.parallel.world import World
 from dlscale.train import attention, selfcheck
 from dlscale.train import build as build_
@@ -83,7 +83,9 @@ def build(study: str, run: RunCore) -> nn.Module:
     torch.manual_seed(0)
     model: nn.Module
     if study == "cosmo_unet":
-        model = UNet3D(4, 5, (8, 12), pad_channels=run.pad_channels, checkpointing=run.activation_checkpointing)
+        model = UNet3D(
+            *(4, 5, (8, 12)), checkpointing=run.activation_checkpointing, space_to_depth=run.model.space_to_depth
+        )
     else:
         chosen = {name: getattr(run.model, name) for name in ("depth", "dropout", "attention_dropout", "drop_path")}
         model = ViT((8, 16), (4, 4), 3, 3, 16, heads=2, checkpointing=run.activation_checkpointing, **chosen)
@@ -152,7 +154,7 @@ RUNGS = {
     "fused adamw": Rung({"optimizer": {**ADAMW, "fused": True}}, plain={"optimizer": ADAMW}),
     "fused sgd": Rung({"optimizer": {"fused": True}}),
     "channels_last": Rung({"memory_format": "channels_last"}),
-    "pad_channels": Rung({"pad_channels": 8}, studies=UNET),
+    "space_to_depth": Rung({"model": {"space_to_depth": True}}, studies=UNET),
     "flash": Rung({"attention": "flash"}, studies=VIT),
     "math": Rung({"attention": "math"}, studies=VIT),
     "auto": Rung({"attention": "auto"}, studies=VIT),
@@ -173,11 +175,11 @@ RUNGS = {
         slow=True,
         **BF16,
     ),
-    "master, padded, in parts": Rung(
+    "master, in blocks, in parts": Rung(
         {
             "precision": "fp16_master",
             "memory_format": "channels_last",
-            "pad_channels": 8,
+            "model": {"space_to_depth": True},
             "accumulation_steps": 2,
             "activation_checkpointing": True,
             "optimizer": {"fused": True},
@@ -397,7 +399,7 @@ def test_a_restored_step_goes_on_bit_by_bit(study: str, precision: str, fused: b
     assert torch.equal(straight.predict(x), second.predict(x))
 
 
-# --- order in memory, padded channels ---------------------------------------------------------------------------
+# --- order in memory, few channels ------------------------------------------------------------------------------
 
 
 @studies
@@ -416,22 +418,33 @@ def test_channels_last_reaches_the_convolutions(study: str, monkeypatch: pytest.
         assert weight.grad.is_contiguous(memory_format=layout)
 
 
-@pytest.mark.parametrize(("multiple", "inputs", "outputs"), [(1, 4, 5), (3, 6, 6), (5, 5, 5), (8, 8, 8)])
-def test_channels_are_padded_while_they_are_computed(multiple: int, inputs: int, outputs: int) -> None:
-    step = make_step("cosmo_unet", pad_channels=multiple)
-    seen: list[tuple[int, int]] = []
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+def test_layers_of_few_channels_are_computed_on_blocks_of_cells(layout: str) -> None:
+    """32 channels in, 40 out, kernels of 2; each is arranged in one copy, and in 16 bits the input is rounded first."""
+    step = make_step("cosmo_unet", model={"space_to_depth": True}, memory_format=layout, precision="bf16")
+    kernels: list[tuple[int, ...]] = []
+    copies: list[torch.dtype] = []
 
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             result = func(*args, **(kwargs or {}))
             if func.overloadpacket is torch.ops.aten.convolution:
-                seen.append((args[0].shape[1], result.shape[1]))
+                kernels.append(tuple(args[1].shape))
+                expected = layout == "channels_last"
+                for value in (args[0], result):
+                    assert value.is_contiguous(memory_format=torch.channels_last_3d) == expected
+            elif (
+                func.overloadpacket in (torch.ops.aten.clone, torch.ops.aten.constant_pad_nd) and args[0].shape[0] == 3
+            ):
+                copies.append(result.dtype)
             return result
 
+    x, y = batch("cosmo_unet", 3)
     with Watch():
-        prediction = step.predict(batch("cosmo_unet", 2)[0])
-    assert (seen[0][0], seen[-1][1]) == (inputs, outputs)
-    assert prediction.shape[1] == 5
+        step(x, y)
+    assert kernels == [(8, 32, 2, 2, 2), (12, 8, 4, 4, 4), (12, 8, 4, 4, 4), (16, 40, 2, 2, 2)]
+    # forward: padded, into blocks; out of blocks, cut. Backward: padded, into blocks; the input needs no gradient.
+    assert copies == [torch.bfloat16] * 6
 
 
 # --- attention --------------------------------------------------------------------------------------------------
@@ -462,7 +475,7 @@ def test_auto_takes_the_fastest_and_says_so(monkeypatch: pytest.MonkeyPatch, cap
 
 
 def test_the_trial_is_of_the_models_own_layout(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Random values, heads side by side as linear layers leave them; so is the gradient that comes back."""
+    """Random values in the very strides that a model's attention gets, and so the gradient that comes back."""
     seen: list[torch.Tensor] = []
     real = F.scaled_dot_product_attention
 
@@ -474,11 +487,14 @@ def test_the_trial_is_of_the_models_own_layout(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(attention.F, "scaled_dot_product_attention", watched)
     trial(SHAPE, 0.0, torch.float32, CPU, repeats=1)
-    _, heads, tokens, width = SHAPE
     assert len(seen) == 2 * 2 * 4, "of two kernels, once to warm up: queries, keys, values, gradient"
-    for values in seen:
-        assert values.shape == SHAPE and values.stride() == (tokens * heads * width, width, heads * width, 1)
-        assert 0.9 < values.std() < 1.1
+    assert all(values.shape == SHAPE and 0.9 < values.std() < 1.1 for values in seen)
+    tried = [values.stride() for values in seen[:4]]
+    seen.clear()
+    samples, heads, tokens, width = SHAPE
+    layer = Attention(heads * width, heads, 0.0, 0.0)
+    layer(torch.randn(samples, tokens, heads * width)).sum().backward()
+    assert [values.stride() for values in seen] == tried
 
 
 def test_math_is_not_tried_where_its_scores_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -721,7 +737,8 @@ def test_a_run_in_16_bits_is_checked_and_no_other(
 @pytest.mark.parametrize("study", ["cosmo_unet", "era5_vit"])
 def test_a_models_own_layers_are_right(study: str, precision: str) -> None:
     """At the run's own shapes, under its own autocast; nothing of the model is changed by that."""
-    step = make_step(study, precision=precision)
+    blocks = {"model": {"space_to_depth": True}} if study == "cosmo_unet" else {}
+    step = make_step(study, precision=precision, **blocks)
     x, _ = batch(study, 3)
     before, state = copy.deepcopy(step.weights.state_dict()), torch.get_rng_state()
     layers = sum(isinstance(layer, nn.modules.conv._ConvNd) for layer in step.model.modules())
@@ -795,7 +812,7 @@ def test_a_wrong_library_is_found(monkeypatch: pytest.MonkeyPatch, name: str, wh
         ("era5_vit", {"optimizer": {"kind": "sgd", "betas": [0.9, 0.99]}}, "unknown key 'betas'"),
         ("era5_vit", {"optimizer": {"kind": "sgdd"}}, "did you mean 'sgd'"),
         ("era5_vit", {"optimizer": {"kind": "sgd", "momentum": 0.0, "nesterov": True}}, "nesterov needs a momentum"),
-        ("era5_vit", {"pad_channels": 8}, "pad_channels: the model of study era5_vit has no such thing"),
+        ("era5_vit", {"model": {"space_to_depth": True}}, "model: unknown key 'space_to_depth'"),
         ("cosmo_unet", {"attention": "flash"}, "attention: the model of study cosmo_unet has no such thing"),
         ("cosmo_unet", {"accumulation_steps": 7}, "accumulation_steps 7 is more than the 6 samples"),
         (
@@ -892,7 +909,7 @@ TOP: dict[str, Any] = {  # many rungs at once
 @pytest.mark.parametrize(
     ("study", "data", "over"),
     [
-        ("cosmo_unet", "cosmo_data", {"samples": {"train": 10}, "pad_channels": 8}),
+        ("cosmo_unet", "cosmo_data", {"samples": {"train": 10}, "model": {"space_to_depth": True}}),
         ("era5_vit", "era5_data", {"samples": {"train": 10, "valid": 3}, "attention": "auto"}),
     ],
 )
@@ -917,4 +934,4 @@ def test_a_run_at_the_top_of_the_ladder_learns_what_the_plain_one_does(
     model: Any = build_.open_session(run, manifest, World(), 1).step.model
     assert model.checkpointing
     if study == "cosmo_unet":
-        assert model.down[0][0].multiple == model.last.multiple == 8
+        assert type(model.down[0][0]) is not nn.Conv3d and type(model.last) is not nn.ConvTranspose3d

@@ -130,7 +130,7 @@ RUNGS: dict[str, Rung] = {
     "fused": (FUSED, FP32, BOTH),
     "channels_last": ({"memory_format": "channels_last"}, FP32, BOTH),
     "channels_last, bf16": ({"memory_format": "channels_last", "precision": "bf16"}, BF16, BOTH),
-    "pad_channels 8": ({"pad_channels": 8}, FP32, (UNET,)),
+    "space_to_depth": ({"model": {"space_to_depth": True}}, FP32, (UNET,)),
     "accumulation 3": ({"accumulation_steps": 3}, FP32, BOTH),
     "checkpointing": ({"activation_checkpointing": True}, FP32, BOTH),
     "attention math": ({"attention": "math"}, FP32, (VIT,)),

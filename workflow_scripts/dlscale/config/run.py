@@ -176,9 +176,6 @@ class RunCore(Strict):
     memory_format: Literal["contiguous", "channels_last"] = Field(
         "contiguous", description="Order in memory of convolutions' inputs and weights."
     )
-    pad_channels: PositiveInt = Field(
-        1, description="Convolutions get zeros as channels up to a multiple of this; the model stays the same."
-    )
     attention: Literal["default", "auto", "flash", "efficient", "cudnn", "math"] = Field(
         "default", description="Kernel of attention; default: PyTorch's own choice; auto: the fastest in a short trial."
     )
@@ -213,7 +210,7 @@ class RunCore(Strict):
                 "over those of the part before; use compile.mode default, with cuda_graph on a GPU"
             )
         study = registry.study(self.study)
-        for key in ("pad_channels", "attention", "activation_checkpointing"):
+        for key in ("attention", "activation_checkpointing"):
             default = type(self).model_fields[key].default
             if getattr(self, key) != default and key not in study.supports:
                 raise ValueError(f"{key}: the model of study {self.study} has no such thing; leave it at {default}")

@@ -94,15 +94,18 @@ def trial(
 def _seconds(name: str, shape: tuple[int, ...], dropout: float, dtype: torch.dtype, device: torch.device) -> float:
     """Time one forward and backward pass of random values: constants compute faster, as fewer bits change.
 
-    Heads lie side by side in memory, [B, T, H, D], as a linear layer leaves them, and so does the gradient.
+    In memory lie, for each token, the heads' queries, keys, values side by side, [B, T, 3, H, D], as one linear layer
+    leaves them; the gradient's heads, too, [B, T, H, D].
     """
     samples, heads, tokens, width = shape
 
-    def random() -> torch.Tensor:
-        return torch.randn(samples, tokens, heads, width, dtype=dtype, device=device).transpose(1, 2)
+    def random(count: int) -> list[torch.Tensor]:
+        """Return this many of [B, H, T, D], side by side."""
+        values = torch.randn(samples, tokens, count, heads, width, dtype=dtype, device=device)
+        return [each.transpose(1, 2) for each in values.unbind(2)]
 
     with torch.random.fork_rng([device] if device.type == "cuda" else []), sdpa_kernel(BACKENDS[name]):
-        q, k, v, gradient = (random() for _ in range(4))
+        (q, k, v), (gradient,) = random(3), random(1)
         for x in (q, k, v):
             x.requires_grad_()
         synchronize(device)
