@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
 import math
+import os
 import shutil
 import sysconfig
 import time
 import weakref
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -18,24 +20,28 @@ from typing import Any
 
 import pytest
 import torch
+import torch.multiprocessing as mp
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from dlscale.config import resolve as config
-from dlscale.config.run import RunCore, load_run, stage_class
+from dlscale.config.run import Geometry, RunCore, load_run, stage_class
 from dlscale.core.errors import UserError
 from dlscale.core.settings import validate
+from dlscale.data.loaders.base import Share
 from dlscale.models.losses import l1, relative_l2
 from dlscale.models.unet3d import UNet3D
 from dlscale.models.vit import Attention, ViT
-from dlscale.parallel.world import World
+from dlscale.parallel.world import World, join
 from dlscale.train import attention, selfcheck
 from dlscale.train import build as build_
 from dlscale.train import compile as compile_
 from dlscale.train.attention import attention_context, trial
 from dlscale.train.build import build_step
-from dlscale.train.graph import EAGER_STEPS, Graphed
+from dlscale.train.graph import EAGER_STEPS, EAGER_STEPS_OF_RANKS, Graphed
+from dlscale.train.optimizer import build_optimizer
 from dlscale.train.precision import compute_dtype, weight_dtype
 from dlscale.train.selfcheck import check_layers, check_operations
 from dlscale.train.step import Step
@@ -607,6 +613,9 @@ class Recorder:
     def __init__(self) -> None:
         self.log: list[tuple[str, int]] = []
 
+    def reset(self) -> None:
+        self.log.append(("reset", 0))
+
     def run(self, body: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         self.log.append(("run", len(x)))
         result: torch.Tensor = body(x, y)
@@ -625,7 +634,7 @@ class Recorder:
 
 def test_graphs_are_chosen_by_shape_and_rare_shapes_have_none() -> None:
     recorder = Recorder()
-    graphed = Graphed(lambda x, y: (x * y).sum(), lambda: recorder)
+    graphed = Graphed(lambda x, y: (x * y).sum(), recorder)  # type: ignore[arg-type]
     kept = []
     for epoch in range(2):
         for size in (4, 4, 4, 2):
@@ -636,11 +645,11 @@ def test_graphs_are_chosen_by_shape_and_rare_shapes_have_none() -> None:
         size * (epoch + 1) * (4 * epoch + i) for epoch in range(2) for i, size in enumerate((4, 4, 4, 2))
     ], "each its own loss, also after later replays"
     assert EAGER_STEPS == 3
-    expected = [("run", 4)] * 3 + [("run", 2), ("record", 4)] + [("replay", 4)] * 3 + [("run", 2)]
+    expected = [("reset", 0)] + [("run", 4)] * 3 + [("run", 2), ("record", 4)] + [("replay", 4)] * 3 + [("run", 2)]
     assert recorder.log == expected
     graphed.reset()
     graphed(torch.ones(4, 1), torch.ones(4, 1))
-    assert recorder.log[-1] == ("run", 4)
+    assert recorder.log[-2:] == [("reset", 0), ("run", 4)]
 
 
 @studies
@@ -649,7 +658,7 @@ def test_a_graphed_step_is_the_plain_one(study: str) -> None:
     plain, graphed = make_step(study), make_step(study)
     for group in graphed.optimizer.param_groups:
         group["lr"] = torch.tensor(group["lr"])
-    graphed._train = Graphed(graphed._train_eagerly, Recorder)
+    graphed.capture(Recorder())  # type: ignore[arg-type]
     for number in range(10):
         x, y = batch(study, 4 if number % 2 else 6, seed=number)
         for step in (plain, graphed):
@@ -658,6 +667,176 @@ def test_a_graphed_step_is_the_plain_one(study: str) -> None:
     a, b = plain.weights.state_dict(), graphed.weights.state_dict()
     assert all(torch.allclose(a[key], b[key], rtol=1e-4, atol=1e-6) for key in a)
     assert isinstance(graphed.optimizer.param_groups[0]["lr"], torch.Tensor)
+
+
+class Tape:
+    """A CUDA graph's part, on a processor: operations are noted with their memory, and done again on the same memory.
+
+    What Python decides, and every number that it passes, stays as it was when the tape was made.
+    """
+
+    def __init__(self) -> None:
+        self.replays, self.waits = 0, 0
+
+    def reset(self) -> None:
+        pass
+
+    def run(self, body: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = body(x, y)
+        return result
+
+    def record(self, body: Any, x: torch.Tensor, y: torch.Tensor) -> tuple[Callable[[], None], torch.Tensor]:
+        done: list[tuple[Any, Any, Any, list[Any]]] = []
+
+        class Note(TorchDispatchMode):
+            def __torch_dispatch__(note, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                self.waits += func.overloadpacket is torch.ops.aten._local_scalar_dense
+                result = func(*args, **(kwargs or {}))
+                done.append((func, args, kwargs or {}, tree_leaves(result)))
+                return result
+
+        with Note():
+            loss = body(x, y)
+        replays = itertools.count()
+
+        @torch.no_grad()
+        def replay() -> None:
+            if next(replays):  # to note it has done it: the first replay is of the same batch
+                self.replays += 1
+                for func, args, kwargs, results in done:
+                    for old, new in zip(results, tree_leaves(func(*args, **kwargs)), strict=True):
+                        if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
+                            old.copy_(new)
+
+        return replay, loss
+
+
+def capturable(study: str, **over: Any) -> Step:
+    """A step as `cuda_graph` builds it, but for the device."""
+    step = make_step(study, **over)
+    step.optimizer = build_optimizer(step.weights.updated, settings(study, **over).optimizer, CPU)
+    return step
+
+
+@pytest.mark.parametrize(
+    "over",
+    [
+        {"optimizer": {**ADAM, "fused": True}},
+        {"optimizer": {"fused": True}, "precision": "fp16"},
+        {"optimizer": {**ADAM, "fused": True}, "precision": "fp16", "accumulation_steps": 2},
+        {"optimizer": {**ADAMW, "fused": True}, "precision": "fp16_master"},
+        {"optimizer": {**ADAM, "fused": True}, "precision": "bf16_master", "memory_format": "channels_last"},
+    ],
+    ids=str,
+)
+def test_a_replayed_step_is_the_plain_one(over: dict[str, Any]) -> None:
+    """Bit by bit, where gradients overflow, too: loss scale, its growth and the skipped update are in the graph."""
+    (plain, graphed), tape = (capturable("era5_vit", **over) for _ in range(2)), Tape()
+    graphed.capture(tape)  # type: ignore[arg-type]
+    for step in (plain, graphed):
+        step.scaler.set_growth_interval(4)
+    scales = []
+    for number in range(14):
+        x, y = batch("era5_vit", 4 if number % 5 == 4 else 6, seed=number)
+        if number in (8, 11):
+            y = 1e-9 * y  # the loss is relative to the target
+        for step in (plain, graphed):
+            step.set_learning_rate(1e-3 * (number + 1))
+        assert torch.equal(plain(x, y), graphed(x, y)), number
+        assert plain.scaler.state_dict() == graphed.scaler.state_dict(), number
+        scales.append(plain.scaler.get_scale())
+        a, b = plain.weights.state_dict(), graphed.weights.state_dict()
+        assert all(torch.equal(a[key], b[key]) for key in a), number
+    assert tape.replays >= 7 and tape.waits == 0
+    if plain.scaler.is_enabled():
+        ratios = {after / before for before, after in itertools.pairwise(scales)}
+        assert ratios == {0.5, 1.0, 2.0}, "both overflow and growth were replayed"
+
+
+def test_an_update_that_is_not_fused_asks_the_device() -> None:
+    """Hence no graph of it where the loss is scaled."""
+    step, tape = make_step("era5_vit", precision="fp16"), Tape()
+    tape.record(step._train_eagerly, *batch("era5_vit", 6))
+    assert tape.waits > 0
+
+
+def test_ranks_decide_alike_what_is_a_graph() -> None:
+    """A rank's loss has weight 1 only where all ranks' have, and then all have as many samples."""
+    for size, batch_size, samples in itertools.product(range(1, 6), range(1, 13), range(1, 30)):
+        shares = [Share(batch_size, rank, size) for rank in range(size)]
+        for step in range(shares[0].steps(samples)):
+            weights = {share.weight(step, samples) for share in shares}
+            counts = {len(share.indices(step, samples)) for share in shares}
+            assert (1.0 in weights) == (len(counts) == 1) and (1.0 not in weights or len(weights) == 1)
+
+
+def test_what_averages_gradients_is_made_on_the_graphs_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[Any] = []
+
+    class Backend:
+        @contextmanager
+        def aside(self) -> Iterator[None]:
+            log.append("aside")
+            yield
+            log.append("back")
+
+    class Averaging(nn.Module):
+        def __init__(self, network: nn.Module, **options: Any) -> None:
+            super().__init__()
+            log.append(options)
+
+        def _set_ddp_runtime_logging_sample_rate(self, rate: int) -> None:
+            log.append(rate)
+
+    monkeypatch.setattr(build_, "DistributedDataParallel", Averaging)
+    network = make_step("era5_vit").network
+    assert build_.wrap(network, World()) is network
+    build_.wrap(network, World(0, 2), Backend())  # type: ignore[arg-type]
+    options = {"device_ids": None, "gradient_as_bucket_view": True}
+    assert log == ["aside", options, "back", 2**31 - 1]
+    build_.wrap(network, World(0, 2))
+    assert log[4:] == [options, 2**31 - 1]
+
+
+def _train_graphed(rank: int, port: int, folder: str) -> None:
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+    )
+    torch.set_num_threads(1)
+    with join(Geometry(gpus_per_node=2), "cpu") as world:
+        run = settings("era5_vit", geometry={"gpus_per_node": 2})
+        step, recorder = build_step(run, lambda: build("era5_vit", run), relative_l2, world), Recorder()
+        for group in step.optimizer.param_groups:
+            group["lr"] = torch.tensor(group["lr"])
+        step.capture(recorder)  # type: ignore[arg-type]
+        share = Share(6, rank, 2)
+        for number in range(SHARED):
+            for part, samples in enumerate((6, 5)):
+                x, y = batch("era5_vit", samples, seed=2 * number + part)
+                own = share.indices(0, samples)
+                step(x[own.start : own.stop], y[own.start : own.stop], share.weight(0, samples))
+        kinds = [(what, size if what != "run" else 0) for what, size in recorder.log]
+        torch.save((kinds, step.weights.state_dict()), Path(folder, f"{rank}.pt"))
+
+
+SHARED = 14  #: whole batches, each with one after it of which one rank has more
+
+
+def test_ranks_record_and_replay_alike(tmp_path: Path) -> None:
+    """Two processes, with unequal shares among the batches: the same sequence on both, and one process's training."""
+    mp.spawn(_train_graphed, (20000 + os.getpid() % 20000, str(tmp_path)), nprocs=2)
+    (kinds, weights), (others, same) = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
+    assert kinds == others
+    assert EAGER_STEPS_OF_RANKS == 11
+    steps = [("run", 0)] * 22 + [("record", 3)] + [("replay", 3), ("run", 0)] * 3
+    assert kinds == [("reset", 0), *steps]
+    plain = make_step("era5_vit")
+    for number in range(SHARED):
+        for part, samples in enumerate((6, 5)):
+            plain(*batch("era5_vit", samples, seed=2 * number + part))
+    for key, value in plain.weights.state_dict().items():
+        assert torch.equal(weights[key], same[key])
+        torch.testing.assert_close(weights[key], value, rtol=1e-4, atol=1e-5)
 
 
 def test_a_cpu_has_no_graphs() -> None:
@@ -676,6 +855,8 @@ def test_a_cpu_has_no_graphs() -> None:
         {"optimizer": {"fused": True}},
         {"precision": "bf16", "accumulation_steps": 2},
         {"precision": "bf16_master", "memory_format": "channels_last"},
+        {"precision": "fp16"},
+        {"precision": "fp16_master", "optimizer": {**ADAM, "fused": True}},
         {"activation_checkpointing": True},
         {"compile": {"mode": "default"}},
     ],
@@ -824,8 +1005,8 @@ def test_a_wrong_library_is_found(monkeypatch: pytest.MonkeyPatch, name: str, wh
         ("cosmo_unet", {"cuda_graph": True}, "optimizer.fused"),
         ("cosmo_unet", {"cuda_graph": True, "compile": {"mode": "max-autotune"}}, "compile.mode max-autotune"),
         ("cosmo_unet", {"cuda_graph": True, "compile": {"mode": "reduce-overhead"}}, "compile.mode reduce-overhead"),
-        ("cosmo_unet", {"cuda_graph": True, "precision": "fp16"}, "precision fp16: loss scaling"),
-        ("cosmo_unet", {"cuda_graph": True, "precision": "fp16_master"}, "use bf16 or bf16_master"),
+        ("cosmo_unet", {"cuda_graph": True, "precision": "fp16"}, "precision fp16 need optimizer.fused"),
+        ("cosmo_unet", {"cuda_graph": True, "precision": "fp16_master"}, "use bf16, bf16_master"),
         (
             "era5_vit",
             {

@@ -226,17 +226,15 @@ class RunCore(Strict):
         return self
 
     def _capturable(self) -> None:
-        if self.geometry.world_size > 1:
-            raise ValueError("cuda_graph is for one device so far; set it to false, or geometry to 1 x 1")
         if self.compile.mode in ("reduce-overhead", "max-autotune"):
             raise ValueError(
                 f"cuda_graph and compile.mode {self.compile.mode}: the mode captures graphs itself; "
                 "leave one of them out, or use compile.mode default"
             )
-        if self.precision in ("fp16", "fp16_master"):
+        if self.precision in ("fp16", "fp16_master") and not self.optimizer.fused:
             raise ValueError(
-                f"cuda_graph and precision {self.precision}: loss scaling, which skips updates, is not recorded; use "
-                "bf16 or bf16_master"
+                f"cuda_graph and precision {self.precision} need optimizer.fused: the loss is scaled, and only a fused "
+                "update (adam, adamw, sgd) is skipped on the device where gradients overflow; or use bf16, bf16_master"
             )
         if self.optimizer.kind == "sgd" and not self.optimizer.fused:
             raise ValueError("cuda_graph and optimizer.kind sgd need optimizer.fused, which has its rate on the device")
