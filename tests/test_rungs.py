@@ -480,6 +480,39 @@ def test_auto_takes_the_fastest_and_says_so(monkeypatch: pytest.MonkeyPatch, cap
     assert "cudnn 4.00 ms, flash 3.00 ms, math 2.00 ms" in caplog.text
 
 
+def test_flash_attention_3_is_registered_for_its_trial_and_for_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a pretended package: in the trial only while it is tried, then, chosen, for good."""
+    log: list[str] = []
+    real = F.scaled_dot_product_attention
+
+    def watched(*inputs: torch.Tensor, dropout_p: float) -> torch.Tensor:
+        log.append("computed")
+        return real(*inputs, dropout_p=dropout_p)
+
+    monkeypatch.setattr(attention.F, "scaled_dot_product_attention", watched)
+    monkeypatch.setattr(attention, "activate_flash_attention_impl", log.append)
+    monkeypatch.setattr(attention, "restore_flash_attention_impl", lambda: log.append("restored"))
+    with attention._registered("fa3", torch.device("cuda")):
+        log.append("tried")
+    with attention._registered("flash", torch.device("cuda")):
+        log.append("flash")
+    assert log == ["FA3", "tried", "restored", "flash"]
+    with pytest.raises(UserError, match=r"attention: fa3 cannot compute .* or one of: flash, math"):
+        attention_context("fa3", SHAPE, 0.0, torch.bfloat16, CPU)
+    log.clear()
+    monkeypatch.setattr(attention, "_seconds", lambda name, *rest: 1.0 if name == "fa3" else 2.0)
+    for kind in ("fa3", "auto"):
+        context: Any = attention_context(kind, SHAPE, 0.0, torch.bfloat16, CPU)
+        assert context.args == ("fa3",)
+    assert log == ["FA3", "FA3"]
+
+
+def test_without_its_package_flash_attention_3_is_left_out() -> None:
+    with pytest.raises(ImportError), attention._registered("fa3", torch.device("cuda")):
+        pass
+    assert torch.nn.attention.current_flash_attention_impl() is None
+
+
 def test_the_trial_is_of_the_models_own_layout(monkeypatch: pytest.MonkeyPatch) -> None:
     """Random values in the very strides that a model's attention gets, and so the gradient that comes back."""
     seen: list[torch.Tensor] = []

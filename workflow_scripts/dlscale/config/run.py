@@ -176,8 +176,10 @@ class RunCore(Strict):
     memory_format: Literal["contiguous", "channels_last"] = Field(
         "contiguous", description="Order in memory of convolutions' inputs and weights."
     )
-    attention: Literal["default", "auto", "flash", "efficient", "cudnn", "math"] = Field(
-        "default", description="Kernel of attention; default: PyTorch's own choice; auto: the fastest in a short trial."
+    attention: Literal["default", "auto", "flash", "fa3", "efficient", "cudnn", "math"] = Field(
+        "default",
+        description="Kernel of attention; default: PyTorch's own choice; auto: the fastest in a short trial; fa3: "
+        "FlashAttention-3 (Hopper GPUs), where its package flash_attn_interface is installed.",
     )
     accumulation_steps: PositiveInt = Field(
         1, description="Parts of the local batch that are computed one after the other; the gradient stays the same."
