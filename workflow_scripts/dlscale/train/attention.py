@@ -12,12 +12,7 @@ from typing import Any
 
 import torch
 from torch.nn import functional as F
-from torch.nn.attention import (
-    SDPBackend,
-    activate_flash_attention_impl,
-    restore_flash_attention_impl,
-    sdpa_kernel,
-)
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dlscale.core.errors import UserError
 from dlscale.parallel.world import synchronize
@@ -71,6 +66,8 @@ def attention_context(
 
 def _chosen(kind: str) -> Context:
     if kind == "fa3":  # to register it takes longer than a step: once, for the whole process
+        from torch.nn.attention import activate_flash_attention_impl
+
         activate_flash_attention_impl("FA3")
     return partial(only, kind)
 
@@ -111,6 +108,8 @@ def _registered(name: str, device: torch.device) -> Iterator[None]:
         return
     if device.type != "cuda":
         raise RuntimeError("FlashAttention-3 is for CUDA")
+    from torch.nn.attention import activate_flash_attention_impl, restore_flash_attention_impl  # not in PyTorch 2.11
+
     activate_flash_attention_impl("FA3")  # imports `flash_attn_interface`
     try:
         yield
