@@ -114,9 +114,9 @@ def samples_equal(bench: Bench, kind: str) -> Values:
 # --- rungs -------------------------------------------------------------------------------------------------------
 
 #: Settings; tolerances of prediction and loss, and of gradients and the update; the studies that have it.
-# Sums in another order. Of the longest, 8 x 4^3 = 512 terms, one in float32 is off by some 2^-24 x sqrt(512) / 2.5 =
-# 5e-7, by transforms (FFT, Winograd) 20 times as much; TensorFloat-32 by 5e-4. That may put one unit of a layer's 12 x
-# 2^3 x 6 = 576 on the other side of zero, which is 1 / sqrt(576) = 0.04 of a gradient.
+# Sums in another order. The longest, of 6 x 8^3 = 3072 terms, is off in float32 by some 2^-24 x sqrt(3072) / 2.5 =
+# 1e-6, by transforms (FFT, Winograd) 20 times as much; TensorFloat-32 by 2e-4 to 5e-4. That may put one unit of a
+# layer's 12 x 2^3 x 6 = 576 on the other side of zero, which is 1 / sqrt(576) = 0.04 of a gradient.
 FP32 = 1e-4, 0.05
 HALF = 0.004, 0.06  # 11 bits; TensorFloat-32 has them, too
 BF16 = 0.02, 0.2  # 8 bits; a few units of a layer end up on the other side of zero
@@ -229,9 +229,9 @@ def graph_equals_eager(bench: Bench, over: dict[str, Any]) -> Values:
         weights = graphed.weights.state_dict()
         for name, value in eager.weights.state_dict().items():
             if not name.endswith("attention.k.bias"):
-                # Gradients are summed in any order. Adam makes of one that is nearly zero, of about 1e-5 of them, a whole
-                # step of either sign: 2 x 0.055 (all rates) x sqrt(1e-5) / 0.1 (the weights) = 0.003. A stale batch or
-                # rate would be 0.1.
+                # Gradients are summed in any order. Of one that is nearly zero, 1e-5 of all, Adam makes a whole step of
+                # either sign: 2 x 0.055 (all rates) x sqrt(1e-5) / 0.1 (the weights) = 0.003. A stale batch or rate
+                # would be 0.1.
                 errors.hold("weights", distance(weights[name], value), 2e-2)
     return dict(errors)
 
