@@ -318,6 +318,7 @@ def test_unet_on_blocks_is_the_plain_one(
     settings: dict[str, Any], grid: tuple[int, ...], layout: torch.memory_format
 ) -> None:
     """Prediction and gradients, that of the input too, in float64; either takes over what the other has saved."""
+    torch.manual_seed(0)
     plain = roughened(unet(**settings).double())
     blocks = unet(space_to_depth=True, **settings).double()
     blocks.load_state_dict(plain.state_dict())
@@ -332,7 +333,9 @@ def test_unet_on_blocks_is_the_plain_one(
         found.append([y.detach(), x.grad, *(p.grad for p in model.parameters())])
     for one, other in zip(*found, strict=True):
         assert one is not None and other is not None
-        assert float((one - other).abs().max()) <= 1e-12 * float(one.abs().max())
+        assert float((one - other).abs().max()) <= 1e-12 * max(1.0, float(one.abs().max())), (
+            "sums that cancel may be small"
+        )
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last_3d])
