@@ -488,5 +488,5 @@ def test_flops_of_the_unet() -> None:
     unet = UNet3D(4, 5, (8, 12, 16))
     x = torch.randn(2, 4, 16, 16, 32, requires_grad=True)
     assert 2 * unet_flops(unet, (16, 16, 32)) == counted_flops(unet, x)
-    assert unet_flops(UNet3D(4, 5, (8, 12, 16), pad_channels=8), (16, 16, 32)) == unet_flops(unet, (16, 16, 32))
+    assert unet_flops(UNet3D(4, 5, (8, 12, 16), space_to_depth=True), (16, 16, 32)) == unet_flops(unet, (16, 16, 32))
     assert Case("cosmo_unet", {}, (64, 64, 64), 1).flops() == pytest.approx(81.5e9, rel=1e-3)

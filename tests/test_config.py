@@ -516,6 +516,7 @@ def test_the_published_unet_plans() -> None:
             "kind": "unet3d",
             "widths": [64, 128, 256, 512, 512, 512],
             "init_std": 0.02,
+            "space_to_depth": False,
         }
         assert run.samples.crop == 64  # type: ignore[union-attr]
         assert run.loss.model_dump() == {"kind": "l1", "density_weight": 0.0}
@@ -590,6 +591,32 @@ def test_the_published_vit_plans() -> None:
     assert runs["mp_patch4"].local_batch_size == 1
     dataset = load().workflow.datasets[runs["base"].dataset]
     assert dataset.crop == (360, 720)  # type: ignore[union-attr]
+
+
+def test_wider_heads_are_other_models_of_the_same_size_and_of_no_published_figure() -> None:
+    found = load()
+    heads = {name: resolved.run.model for name, resolved in found.plans["era5_heads"].items()}
+    assert {name: model.embed_dim / model.heads for name, model in heads.items()} == {  # type: ignore[attr-defined]
+        "heads8": 48,
+        "heads6": 64,
+        "heads3": 128,
+    }
+    assert len({json.dumps(model.model_dump() | {"heads": None}) for model in heads.values()}) == 1
+    ladder = {resolved.run.model.heads for resolved in found.plans["era5_ladder"].values()}  # type: ignore[attr-defined]
+    assert ladder == {8}
+    named = [run for figure in config.study_files()["era5_vit"].published for run in figure.runs]
+    assert named and not any(run.startswith("era5_heads") for run in named)
+
+
+def test_sweeps_of_the_batch_change_nothing_but_the_batch() -> None:
+    found = load()
+    for study, sizes in (("cosmo", [16, 32, 64, 128, 256]), ("era5", [4, 8, 16, 32])):
+        top = found.plans[f"{study}_ladder"]["graphs"].run
+        runs = [resolved.run for resolved in found.plans[f"{study}_batch"].values()]
+        assert [run.batch_size for run in runs] == sizes
+        for run in runs:
+            assert run.model_copy(update={"batch_size": top.batch_size, "label": top.label}) == top
+        assert found.workflow.plans[f"{study}_batch"].measure == ["throughput"]
 
 
 def test_every_shipped_plan_resolves_and_its_figures_name_its_runs() -> None:

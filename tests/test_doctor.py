@@ -154,9 +154,7 @@ def test_a_geometry_that_cannot_be(tmp_path: Path, command: Callable[[str, str],
     """It is said where it matters, and the other checks go on."""
     command("sacctmgr", "")
     site = yaml.safe_load(PERLMUTTER.read_text()) | {"engine": "none"}
-    plans = {
-        "cosmo_ladder": {"settings": {"geometry": {"gpus_per_node": 8}}, "runs": {"graphs": {"cuda_graph": False}}}
-    }
+    plans = {"cosmo_ladder": {"settings": {"geometry": {"gpus_per_node": 8}}}}
     found = doctor.check(load(tmp_path, site, plans=plans, targets=["cosmo_ladder"]))
     for name in ("account", "QOS"):
         assert named(found, name).status == "warn" and "8 is more than the 4 GPUs" in named(found, name).text

@@ -6,11 +6,13 @@ import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dlscale.config.run import stage_class
 from dlscale.models.losses import l1
@@ -45,6 +47,7 @@ def roughened(model: nn.Module, seed: int = 1) -> nn.Module:
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "unet": (unet, (2, 4, 16, 8, 8)),
+    "unet_blocks": (lambda: unet(space_to_depth=True), (2, 4, 16, 8, 8)),
     "vit": (vit, (2, 3, 8, 18)),
     "vit_residual": (lambda: vit(residual=True, dropout=0.1, attention_dropout=0.1), (2, 3, 8, 18)),
 }
@@ -299,6 +302,51 @@ def test_unet_is_its_explicit_form(widths: tuple[int, ...]) -> None:
     assert expected.std() > 0.1, "the comparison is of something"
 
 
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last_3d])
+@pytest.mark.parametrize(
+    ("settings", "grid"),
+    [
+        ({}, (8, 8, 8)),
+        ({}, (8, 24, 16)),
+        ({"widths": (5,)}, (2, 4, 6)),
+        ({"in_channels": 1, "out_channels": 1}, (8, 8, 8)),
+        ({"checkpointing": True}, (16, 8, 8)),
+    ],
+    ids=str,
+)
+def test_unet_on_blocks_is_the_plain_one(
+    settings: dict[str, Any], grid: tuple[int, ...], layout: torch.memory_format
+) -> None:
+    """Prediction and gradients, that of the input too, in float64; either takes over what the other has saved."""
+    torch.manual_seed(0)
+    plain = roughened(unet(**settings).double())
+    blocks = unet(space_to_depth=True, **settings).double()
+    blocks.load_state_dict(plain.state_dict())
+    values = torch.randn(3, plain.down[0][0].in_channels, *grid, dtype=torch.float64)  # type: ignore[index, union-attr]
+    target = torch.randn(3, plain.last.out_channels, *grid, dtype=torch.float64)  # type: ignore[union-attr]
+    found = []
+    for model in (plain, blocks):
+        model.to(memory_format=layout)  # type: ignore[call-overload]
+        x = values.clone().to(memory_format=layout).requires_grad_()
+        y = model(x)
+        (y * target).sum().backward()
+        found.append([y.detach(), x.grad, *(p.grad for p in model.parameters())])
+    for one, other in zip(*found, strict=True):
+        assert one is not None and other is not None
+        assert float((one - other).abs().max()) <= 1e-12 * max(1.0, float(one.abs().max())), (
+            "sums that cancel may be small"
+        )
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last_3d])
+def test_unet_on_blocks_keeps_the_order_in_memory_and_bears_no_sample(layout: torch.memory_format) -> None:
+    models = [unet(space_to_depth=each).to(memory_format=layout) for each in (False, True)]  # type: ignore[call-overload]
+    x = torch.randn(2, 4, 8, 8, 16).to(memory_format=layout)
+    assert models[0](x).stride() == models[1](x).stride()
+    models[1](x[:0]).sum().backward()
+    assert all(p.grad is not None and not p.grad.any() for p in models[1].parameters())
+
+
 def test_unet_output_is_bounded() -> None:
     model = roughened(unet(init_std=1.0))
     y = model(100 * torch.randn(1, 4, 8, 8, 8))
@@ -386,6 +434,23 @@ def test_patches_come_back_where_they_came_from() -> None:
     assert torch.equal(model(x), x)
 
 
+def test_queries_keys_and_values_are_one_product() -> None:
+    """Of all tokens at once: two products forward (with the projection back), two backward for each."""
+    tokens = torch.randn(2, 8, 16, requires_grad=True)
+    products: list[tuple[int, ...]] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
+                products.append(tuple(result.shape))
+            return result
+
+    with Watch():
+        Attention(16, 4, 0.0, 0.0)(tokens).sum().backward()
+    assert sorted(products) == sorted([(16, 48), (16, 16), (16, 16), (16, 16), (16, 16), (48, 16)])
+
+
 # --- other ways to run ------------------------------------------------------------------------------------------
 
 
@@ -412,7 +477,7 @@ def test_a_compiled_step_is_the_eager_one(name: str, tmp_path: Path, monkeypatch
         pytest.skip("torch.compile needs a C++ compiler here: none of g++, c++, clang++ is on the PATH")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     build, shape = {
-        "unet": (lambda: unet(widths=(4, 6)), (2, 4, 4, 4, 4)),
+        "unet": (lambda: unet(widths=(4, 6), space_to_depth=True), (2, 4, 4, 4, 4)),
         "vit": (lambda: vit(depth=1, residual=True), (2, 3, 8, 18)),
     }[name]
     torch.compiler.reset()

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
 import math
+import os
 import shutil
 import sysconfig
 import time
 import weakref
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -18,24 +20,28 @@ from typing import Any
 
 import pytest
 import torch
+import torch.multiprocessing as mp
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from dlscale.config import resolve as config
-from dlscale.config.run import RunCore, load_run, stage_class
+from dlscale.config.run import Geometry, RunCore, load_run, stage_class
 from dlscale.core.errors import UserError
 from dlscale.core.settings import validate
+from dlscale.data.loaders.base import Share
 from dlscale.models.losses import l1, relative_l2
 from dlscale.models.unet3d import UNet3D
-from dlscale.models.vit import ViT
-from dlscale.parallel.world import World
+from dlscale.models.vit import Attention, ViT
+from dlscale.parallel.world import World, join
 from dlscale.train import attention, selfcheck
 from dlscale.train import build as build_
 from dlscale.train import compile as compile_
 from dlscale.train.attention import attention_context, trial
 from dlscale.train.build import build_step
-from dlscale.train.graph import EAGER_STEPS, Graphed
+from dlscale.train.graph import EAGER_STEPS, EAGER_STEPS_OF_RANKS, Graphed
+from dlscale.train.optimizer import build_optimizer
 from dlscale.train.precision import compute_dtype, weight_dtype
 from dlscale.train.selfcheck import check_layers, check_operations
 from dlscale.train.step import Step
@@ -83,7 +89,9 @@ def build(study: str, run: RunCore) -> nn.Module:
     torch.manual_seed(0)
     model: nn.Module
     if study == "cosmo_unet":
-        model = UNet3D(4, 5, (8, 12), pad_channels=run.pad_channels, checkpointing=run.activation_checkpointing)
+        model = UNet3D(
+            *(4, 5, (8, 12)), checkpointing=run.activation_checkpointing, space_to_depth=run.model.space_to_depth
+        )
     else:
         chosen = {name: getattr(run.model, name) for name in ("depth", "dropout", "attention_dropout", "drop_path")}
         model = ViT((8, 16), (4, 4), 3, 3, 16, heads=2, checkpointing=run.activation_checkpointing, **chosen)
@@ -152,7 +160,7 @@ RUNGS = {
     "fused adamw": Rung({"optimizer": {**ADAMW, "fused": True}}, plain={"optimizer": ADAMW}),
     "fused sgd": Rung({"optimizer": {"fused": True}}),
     "channels_last": Rung({"memory_format": "channels_last"}),
-    "pad_channels": Rung({"pad_channels": 8}, studies=UNET),
+    "space_to_depth": Rung({"model": {"space_to_depth": True}}, studies=UNET),
     "flash": Rung({"attention": "flash"}, studies=VIT),
     "math": Rung({"attention": "math"}, studies=VIT),
     "auto": Rung({"attention": "auto"}, studies=VIT),
@@ -173,11 +181,11 @@ RUNGS = {
         slow=True,
         **BF16,
     ),
-    "master, padded, in parts": Rung(
+    "master, in blocks, in parts": Rung(
         {
             "precision": "fp16_master",
             "memory_format": "channels_last",
-            "pad_channels": 8,
+            "model": {"space_to_depth": True},
             "accumulation_steps": 2,
             "activation_checkpointing": True,
             "optimizer": {"fused": True},
@@ -397,7 +405,7 @@ def test_a_restored_step_goes_on_bit_by_bit(study: str, precision: str, fused: b
     assert torch.equal(straight.predict(x), second.predict(x))
 
 
-# --- order in memory, padded channels ---------------------------------------------------------------------------
+# --- order in memory, few channels ------------------------------------------------------------------------------
 
 
 @studies
@@ -416,22 +424,33 @@ def test_channels_last_reaches_the_convolutions(study: str, monkeypatch: pytest.
         assert weight.grad.is_contiguous(memory_format=layout)
 
 
-@pytest.mark.parametrize(("multiple", "inputs", "outputs"), [(1, 4, 5), (3, 6, 6), (5, 5, 5), (8, 8, 8)])
-def test_channels_are_padded_while_they_are_computed(multiple: int, inputs: int, outputs: int) -> None:
-    step = make_step("cosmo_unet", pad_channels=multiple)
-    seen: list[tuple[int, int]] = []
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+def test_layers_of_few_channels_are_computed_on_blocks_of_cells(layout: str) -> None:
+    """32 channels in, 40 out, kernels of 2; each is arranged in one copy, and in 16 bits the input is rounded first."""
+    step = make_step("cosmo_unet", model={"space_to_depth": True}, memory_format=layout, precision="bf16")
+    kernels: list[tuple[int, ...]] = []
+    copies: list[torch.dtype] = []
 
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             result = func(*args, **(kwargs or {}))
             if func.overloadpacket is torch.ops.aten.convolution:
-                seen.append((args[0].shape[1], result.shape[1]))
+                kernels.append(tuple(args[1].shape))
+                expected = layout == "channels_last"
+                for value in (args[0], result):
+                    assert value.is_contiguous(memory_format=torch.channels_last_3d) == expected
+            elif (
+                func.overloadpacket in (torch.ops.aten.clone, torch.ops.aten.constant_pad_nd) and args[0].shape[0] == 3
+            ):
+                copies.append(result.dtype)
             return result
 
+    x, y = batch("cosmo_unet", 3)
     with Watch():
-        prediction = step.predict(batch("cosmo_unet", 2)[0])
-    assert (seen[0][0], seen[-1][1]) == (inputs, outputs)
-    assert prediction.shape[1] == 5
+        step(x, y)
+    assert kernels == [(8, 32, 2, 2, 2), (12, 8, 4, 4, 4), (12, 8, 4, 4, 4), (16, 40, 2, 2, 2)]
+    # forward: padded, into blocks; out of blocks, cut. Backward: padded, into blocks; the input needs no gradient.
+    assert copies == [torch.bfloat16] * 6
 
 
 # --- attention --------------------------------------------------------------------------------------------------
@@ -461,8 +480,34 @@ def test_auto_takes_the_fastest_and_says_so(monkeypatch: pytest.MonkeyPatch, cap
     assert "cudnn 4.00 ms, flash 3.00 ms, math 2.00 ms" in caplog.text
 
 
+def test_flash_attention_3_is_registered_for_its_trial_and_for_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a pretended package: in the trial only while it is tried, then, chosen, for good."""
+    log: list[str] = []
+    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", log.append)
+    monkeypatch.setattr(torch.nn.attention, "restore_flash_attention_impl", lambda: log.append("restored"))
+    with attention._registered("fa3", torch.device("cuda")):
+        log.append("tried")
+    with attention._registered("flash", torch.device("cuda")):
+        log.append("flash")
+    assert log == ["FA3", "tried", "restored", "flash"]
+    with pytest.raises(UserError, match=r"attention: fa3 cannot compute .* or one of: flash, math"):
+        attention_context("fa3", SHAPE, 0.0, torch.bfloat16, CPU)
+    log.clear()
+    monkeypatch.setattr(attention, "_seconds", lambda name, *rest: 1.0 if name == "fa3" else 2.0)
+    for kind in ("fa3", "auto"):
+        context: Any = attention_context(kind, SHAPE, 0.0, torch.bfloat16, CPU)
+        assert context.args == ("fa3",)
+    assert log == ["FA3", "FA3"]
+
+
+def test_without_its_package_flash_attention_3_is_left_out() -> None:
+    with pytest.raises(ImportError), attention._registered("fa3", torch.device("cuda")):
+        pass
+    assert torch.nn.attention.current_flash_attention_impl() is None
+
+
 def test_the_trial_is_of_the_models_own_layout(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Random values, heads side by side as linear layers leave them; so is the gradient that comes back."""
+    """Random values in the very strides that a model's attention gets, and so the gradient that comes back."""
     seen: list[torch.Tensor] = []
     real = F.scaled_dot_product_attention
 
@@ -474,11 +519,14 @@ def test_the_trial_is_of_the_models_own_layout(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(attention.F, "scaled_dot_product_attention", watched)
     trial(SHAPE, 0.0, torch.float32, CPU, repeats=1)
-    _, heads, tokens, width = SHAPE
     assert len(seen) == 2 * 2 * 4, "of two kernels, once to warm up: queries, keys, values, gradient"
-    for values in seen:
-        assert values.shape == SHAPE and values.stride() == (tokens * heads * width, width, heads * width, 1)
-        assert 0.9 < values.std() < 1.1
+    assert all(values.shape == SHAPE and 0.9 < values.std() < 1.1 for values in seen)
+    tried = [values.stride() for values in seen[:4]]
+    seen.clear()
+    samples, heads, tokens, width = SHAPE
+    layer = Attention(heads * width, heads, 0.0, 0.0)
+    layer(torch.randn(samples, tokens, heads * width)).sum().backward()
+    assert [values.stride() for values in seen] == tried
 
 
 def test_math_is_not_tried_where_its_scores_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -591,6 +639,9 @@ class Recorder:
     def __init__(self) -> None:
         self.log: list[tuple[str, int]] = []
 
+    def reset(self) -> None:
+        self.log.append(("reset", 0))
+
     def run(self, body: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         self.log.append(("run", len(x)))
         result: torch.Tensor = body(x, y)
@@ -609,7 +660,7 @@ class Recorder:
 
 def test_graphs_are_chosen_by_shape_and_rare_shapes_have_none() -> None:
     recorder = Recorder()
-    graphed = Graphed(lambda x, y: (x * y).sum(), lambda: recorder)
+    graphed = Graphed(lambda x, y: (x * y).sum(), recorder)  # type: ignore[arg-type]
     kept = []
     for epoch in range(2):
         for size in (4, 4, 4, 2):
@@ -620,11 +671,11 @@ def test_graphs_are_chosen_by_shape_and_rare_shapes_have_none() -> None:
         size * (epoch + 1) * (4 * epoch + i) for epoch in range(2) for i, size in enumerate((4, 4, 4, 2))
     ], "each its own loss, also after later replays"
     assert EAGER_STEPS == 3
-    expected = [("run", 4)] * 3 + [("run", 2), ("record", 4)] + [("replay", 4)] * 3 + [("run", 2)]
+    expected = [("reset", 0)] + [("run", 4)] * 3 + [("run", 2), ("record", 4)] + [("replay", 4)] * 3 + [("run", 2)]
     assert recorder.log == expected
     graphed.reset()
     graphed(torch.ones(4, 1), torch.ones(4, 1))
-    assert recorder.log[-1] == ("run", 4)
+    assert recorder.log[-2:] == [("reset", 0), ("run", 4)]
 
 
 @studies
@@ -633,7 +684,7 @@ def test_a_graphed_step_is_the_plain_one(study: str) -> None:
     plain, graphed = make_step(study), make_step(study)
     for group in graphed.optimizer.param_groups:
         group["lr"] = torch.tensor(group["lr"])
-    graphed._train = Graphed(graphed._train_eagerly, Recorder)
+    graphed.capture(Recorder())  # type: ignore[arg-type]
     for number in range(10):
         x, y = batch(study, 4 if number % 2 else 6, seed=number)
         for step in (plain, graphed):
@@ -642,6 +693,176 @@ def test_a_graphed_step_is_the_plain_one(study: str) -> None:
     a, b = plain.weights.state_dict(), graphed.weights.state_dict()
     assert all(torch.allclose(a[key], b[key], rtol=1e-4, atol=1e-6) for key in a)
     assert isinstance(graphed.optimizer.param_groups[0]["lr"], torch.Tensor)
+
+
+class Tape:
+    """A CUDA graph's part, on a processor: operations are noted with their memory, and done again on the same memory.
+
+    What Python decides, and every number that it passes, stays as it was when the tape was made.
+    """
+
+    def __init__(self) -> None:
+        self.replays, self.waits = 0, 0
+
+    def reset(self) -> None:
+        pass
+
+    def run(self, body: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = body(x, y)
+        return result
+
+    def record(self, body: Any, x: torch.Tensor, y: torch.Tensor) -> tuple[Callable[[], None], torch.Tensor]:
+        done: list[tuple[Any, Any, Any, list[Any]]] = []
+
+        class Note(TorchDispatchMode):
+            def __torch_dispatch__(note, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                self.waits += func.overloadpacket is torch.ops.aten._local_scalar_dense
+                result = func(*args, **(kwargs or {}))
+                done.append((func, args, kwargs or {}, tree_leaves(result)))
+                return result
+
+        with Note():
+            loss = body(x, y)
+        replays = itertools.count()
+
+        @torch.no_grad()
+        def replay() -> None:
+            if next(replays):  # to note it has done it: the first replay is of the same batch
+                self.replays += 1
+                for func, args, kwargs, results in done:
+                    for old, new in zip(results, tree_leaves(func(*args, **kwargs)), strict=True):
+                        if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
+                            old.copy_(new)
+
+        return replay, loss
+
+
+def capturable(study: str, **over: Any) -> Step:
+    """A step as `cuda_graph` builds it, but for the device."""
+    step = make_step(study, **over)
+    step.optimizer = build_optimizer(step.weights.updated, settings(study, **over).optimizer, CPU)
+    return step
+
+
+@pytest.mark.parametrize(
+    "over",
+    [
+        {"optimizer": {**ADAM, "fused": True}},
+        {"optimizer": {"fused": True}, "precision": "fp16"},
+        {"optimizer": {**ADAM, "fused": True}, "precision": "fp16", "accumulation_steps": 2},
+        {"optimizer": {**ADAMW, "fused": True}, "precision": "fp16_master"},
+        {"optimizer": {**ADAM, "fused": True}, "precision": "bf16_master", "memory_format": "channels_last"},
+    ],
+    ids=str,
+)
+def test_a_replayed_step_is_the_plain_one(over: dict[str, Any]) -> None:
+    """Bit by bit, where gradients overflow, too: loss scale, its growth and the skipped update are in the graph."""
+    (plain, graphed), tape = (capturable("era5_vit", **over) for _ in range(2)), Tape()
+    graphed.capture(tape)  # type: ignore[arg-type]
+    for step in (plain, graphed):
+        step.scaler.set_growth_interval(4)
+    scales = []
+    for number in range(14):
+        x, y = batch("era5_vit", 4 if number % 5 == 4 else 6, seed=number)
+        if number in (8, 11):
+            y = 1e-9 * y  # the loss is relative to the target
+        for step in (plain, graphed):
+            step.set_learning_rate(1e-3 * (number + 1))
+        assert torch.equal(plain(x, y), graphed(x, y)), number
+        assert plain.scaler.state_dict() == graphed.scaler.state_dict(), number
+        scales.append(plain.scaler.get_scale())
+        a, b = plain.weights.state_dict(), graphed.weights.state_dict()
+        assert all(torch.equal(a[key], b[key]) for key in a), number
+    assert tape.replays >= 7 and tape.waits == 0
+    if plain.scaler.is_enabled():
+        ratios = {after / before for before, after in itertools.pairwise(scales)}
+        assert ratios == {0.5, 1.0, 2.0}, "both overflow and growth were replayed"
+
+
+def test_an_update_that_is_not_fused_asks_the_device() -> None:
+    """Hence no graph of it where the loss is scaled."""
+    step, tape = make_step("era5_vit", precision="fp16"), Tape()
+    tape.record(step._train_eagerly, *batch("era5_vit", 6))
+    assert tape.waits > 0
+
+
+def test_ranks_decide_alike_what_is_a_graph() -> None:
+    """A rank's loss has weight 1 only where all ranks' have, and then all have as many samples."""
+    for size, batch_size, samples in itertools.product(range(1, 6), range(1, 13), range(1, 30)):
+        shares = [Share(batch_size, rank, size) for rank in range(size)]
+        for step in range(shares[0].steps(samples)):
+            weights = {share.weight(step, samples) for share in shares}
+            counts = {len(share.indices(step, samples)) for share in shares}
+            assert (1.0 in weights) == (len(counts) == 1) and (1.0 not in weights or len(weights) == 1)
+
+
+def test_what_averages_gradients_is_made_on_the_graphs_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[Any] = []
+
+    class Backend:
+        @contextmanager
+        def aside(self) -> Iterator[None]:
+            log.append("aside")
+            yield
+            log.append("back")
+
+    class Averaging(nn.Module):
+        def __init__(self, network: nn.Module, **options: Any) -> None:
+            super().__init__()
+            log.append(options)
+
+        def _set_ddp_runtime_logging_sample_rate(self, rate: int) -> None:
+            log.append(rate)
+
+    monkeypatch.setattr(build_, "DistributedDataParallel", Averaging)
+    network = make_step("era5_vit").network
+    assert build_.wrap(network, World()) is network
+    build_.wrap(network, World(0, 2), Backend())  # type: ignore[arg-type]
+    options = {"device_ids": None, "gradient_as_bucket_view": True}
+    assert log == ["aside", options, "back", 2**31 - 1]
+    build_.wrap(network, World(0, 2))
+    assert log[4:] == [options, 2**31 - 1]
+
+
+def _train_graphed(rank: int, port: int, folder: str) -> None:
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+    )
+    torch.set_num_threads(1)
+    with join(Geometry(gpus_per_node=2), "cpu") as world:
+        run = settings("era5_vit", geometry={"gpus_per_node": 2})
+        step, recorder = build_step(run, lambda: build("era5_vit", run), relative_l2, world), Recorder()
+        for group in step.optimizer.param_groups:
+            group["lr"] = torch.tensor(group["lr"])
+        step.capture(recorder)  # type: ignore[arg-type]
+        share = Share(6, rank, 2)
+        for number in range(SHARED):
+            for part, samples in enumerate((6, 5)):
+                x, y = batch("era5_vit", samples, seed=2 * number + part)
+                own = share.indices(0, samples)
+                step(x[own.start : own.stop], y[own.start : own.stop], share.weight(0, samples))
+        kinds = [(what, size if what != "run" else 0) for what, size in recorder.log]
+        torch.save((kinds, step.weights.state_dict()), Path(folder, f"{rank}.pt"))
+
+
+SHARED = 14  #: whole batches, each with one after it of which one rank has more
+
+
+def test_ranks_record_and_replay_alike(tmp_path: Path) -> None:
+    """Two processes, with unequal shares among the batches: the same sequence on both, and one process's training."""
+    mp.spawn(_train_graphed, (20000 + os.getpid() % 20000, str(tmp_path)), nprocs=2)
+    (kinds, weights), (others, same) = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
+    assert kinds == others
+    assert EAGER_STEPS_OF_RANKS == 11
+    steps = [("run", 0)] * 22 + [("record", 3)] + [("replay", 3), ("run", 0)] * 3
+    assert kinds == [("reset", 0), *steps]
+    plain = make_step("era5_vit")
+    for number in range(SHARED):
+        for part, samples in enumerate((6, 5)):
+            plain(*batch("era5_vit", samples, seed=2 * number + part))
+    for key, value in plain.weights.state_dict().items():
+        assert torch.equal(weights[key], same[key])
+        torch.testing.assert_close(weights[key], value, rtol=1e-4, atol=1e-5)
 
 
 def test_a_cpu_has_no_graphs() -> None:
@@ -660,6 +881,8 @@ def test_a_cpu_has_no_graphs() -> None:
         {"optimizer": {"fused": True}},
         {"precision": "bf16", "accumulation_steps": 2},
         {"precision": "bf16_master", "memory_format": "channels_last"},
+        {"precision": "fp16"},
+        {"precision": "fp16_master", "optimizer": {**ADAM, "fused": True}},
         {"activation_checkpointing": True},
         {"compile": {"mode": "default"}},
     ],
@@ -678,11 +901,12 @@ def test_a_cuda_graph_trains_as_the_eager_step_does(study: str, over: dict[str, 
         for step in steps:
             step.set_learning_rate(1e-3 * (number + 1))
             losses.append(float(step(x, y)))
-        assert losses[1] == pytest.approx(losses[0], rel=1e-3 if "precision" in over else 1e-5)
+        assert losses[1] == pytest.approx(losses[0], rel=1e-3)
         x.fill_(math.nan)
     a, b = (step.weights.state_dict() for step in steps)
-    tolerance = 2e-2 if "precision" in over else 1e-3
-    assert all(distance(b[key], a[key]) < tolerance for key in a if not key.endswith("attention.k.bias"))
+    # Gradients are summed in any order, and Adam makes of one that is nearly zero a whole step of either sign: see
+    # `graph_equals_eager` in tests/bench/gpu_checks.py. A stale batch or rate would be 0.1.
+    assert all(distance(b[key], a[key]) < 2e-2 for key in a if not key.endswith("attention.k.bias"))
 
 
 # --- the check of the libraries ---------------------------------------------------------------------------------
@@ -721,7 +945,8 @@ def test_a_run_in_16_bits_is_checked_and_no_other(
 @pytest.mark.parametrize("study", ["cosmo_unet", "era5_vit"])
 def test_a_models_own_layers_are_right(study: str, precision: str) -> None:
     """At the run's own shapes, under its own autocast; nothing of the model is changed by that."""
-    step = make_step(study, precision=precision)
+    blocks = {"model": {"space_to_depth": True}} if study == "cosmo_unet" else {}
+    step = make_step(study, precision=precision, **blocks)
     x, _ = batch(study, 3)
     before, state = copy.deepcopy(step.weights.state_dict()), torch.get_rng_state()
     layers = sum(isinstance(layer, nn.modules.conv._ConvNd) for layer in step.model.modules())
@@ -795,7 +1020,7 @@ def test_a_wrong_library_is_found(monkeypatch: pytest.MonkeyPatch, name: str, wh
         ("era5_vit", {"optimizer": {"kind": "sgd", "betas": [0.9, 0.99]}}, "unknown key 'betas'"),
         ("era5_vit", {"optimizer": {"kind": "sgdd"}}, "did you mean 'sgd'"),
         ("era5_vit", {"optimizer": {"kind": "sgd", "momentum": 0.0, "nesterov": True}}, "nesterov needs a momentum"),
-        ("era5_vit", {"pad_channels": 8}, "pad_channels: the model of study era5_vit has no such thing"),
+        ("era5_vit", {"model": {"space_to_depth": True}}, "model: unknown key 'space_to_depth'"),
         ("cosmo_unet", {"attention": "flash"}, "attention: the model of study cosmo_unet has no such thing"),
         ("cosmo_unet", {"accumulation_steps": 7}, "accumulation_steps 7 is more than the 6 samples"),
         (
@@ -807,8 +1032,8 @@ def test_a_wrong_library_is_found(monkeypatch: pytest.MonkeyPatch, name: str, wh
         ("cosmo_unet", {"cuda_graph": True}, "optimizer.fused"),
         ("cosmo_unet", {"cuda_graph": True, "compile": {"mode": "max-autotune"}}, "compile.mode max-autotune"),
         ("cosmo_unet", {"cuda_graph": True, "compile": {"mode": "reduce-overhead"}}, "compile.mode reduce-overhead"),
-        ("cosmo_unet", {"cuda_graph": True, "precision": "fp16"}, "precision fp16: loss scaling"),
-        ("cosmo_unet", {"cuda_graph": True, "precision": "fp16_master"}, "use bf16 or bf16_master"),
+        ("cosmo_unet", {"cuda_graph": True, "precision": "fp16"}, "precision fp16 need optimizer.fused"),
+        ("cosmo_unet", {"cuda_graph": True, "precision": "fp16_master"}, "use bf16, bf16_master"),
         (
             "era5_vit",
             {
@@ -892,7 +1117,7 @@ TOP: dict[str, Any] = {  # many rungs at once
 @pytest.mark.parametrize(
     ("study", "data", "over"),
     [
-        ("cosmo_unet", "cosmo_data", {"samples": {"train": 10}, "pad_channels": 8}),
+        ("cosmo_unet", "cosmo_data", {"samples": {"train": 10}, "model": {"space_to_depth": True}}),
         ("era5_vit", "era5_data", {"samples": {"train": 10, "valid": 3}, "attention": "auto"}),
     ],
 )
@@ -917,4 +1142,4 @@ def test_a_run_at_the_top_of_the_ladder_learns_what_the_plain_one_does(
     model: Any = build_.open_session(run, manifest, World(), 1).step.model
     assert model.checkpointing
     if study == "cosmo_unet":
-        assert model.down[0][0].multiple == model.last.multiple == 8
+        assert type(model.down[0][0]) is not nn.Conv3d and type(model.last) is not nn.ConvTranspose3d

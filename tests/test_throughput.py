@@ -140,14 +140,15 @@ def test_synthetic_is_one_resident_batch_for_every_loader(
     monkeypatch.setattr(throughput, "trials", noting)
     measure(tmp_path, cosmo_data, loader=loader, throughput={"warmup": 1, "trials": 2, "batches": 2})
     assert {label: len(batches) for label, batches in seen.items()} == dict.fromkeys(LABELS, 6)
-    x, y = seen["SYNTHETIC"][0]
+    x, y, _ = seen["SYNTHETIC"][0]
     assert x.shape == (4, 4, 16, 16, 16)
     assert y.shape == (4, 5, 16, 16, 16)
-    for other, target in seen["SYNTHETIC"]:
+    for other, target, _ in seen["SYNTHETIC"]:
         assert (other.data_ptr(), target.data_ptr()) == (x.data_ptr(), y.data_ptr()), "the very same memory"
     # IO and FULL take the stream of epochs 1 and 2, the same for both.
     sizes = [len(batch[0]) for batch in seen["FULL"]]
     assert sizes == [4, 4, 2, 4, 4, 2]
+    assert [batch[2] for batch in seen["FULL"]] == [1.0] * 6, "alone, every batch has its whole weight"
     for a, b in zip(seen["IO"], seen["FULL"], strict=True):
         assert torch.equal(a[0], b[0])
         assert torch.equal(a[1], b[1])

@@ -152,7 +152,10 @@ def samples_ahead(bench: Bench, kind: str, over: dict[str, Any]) -> Values:
 # --- rungs -------------------------------------------------------------------------------------------------------
 
 #: Settings; tolerances of prediction and loss, and of gradients and the update; the studies that have it.
-FP32 = 2e-5, 5e-4  # sums in another order
+# Sums in another order. The longest, of 6 x 8^3 = 3072 terms, is off in float32 by some 2^-24 x sqrt(3072) / 2.5 =
+# 1e-6, by transforms (FFT, Winograd) 20 times as much; TensorFloat-32 by 2e-4 to 5e-4. That may put one unit of a
+# layer's 12 x 2^3 x 6 = 576 on the other side of zero, which is 1 / sqrt(576) = 0.04 of a gradient.
+FP32 = 1e-4, 0.05
 HALF = 0.004, 0.06  # 11 bits; TensorFloat-32 has them, too
 BF16 = 0.02, 0.2  # 8 bits; a few units of a layer end up on the other side of zero
 BOTH = UNET, VIT
@@ -168,7 +171,7 @@ RUNGS: dict[str, Rung] = {
     "fused": (FUSED, FP32, BOTH),
     "channels_last": ({"memory_format": "channels_last"}, FP32, BOTH),
     "channels_last, bf16": ({"memory_format": "channels_last", "precision": "bf16"}, BF16, BOTH),
-    "pad_channels 8": ({"pad_channels": 8}, FP32, (UNET,)),
+    "space_to_depth": ({"model": {"space_to_depth": True}}, FP32, (UNET,)),
     "accumulation 3": ({"accumulation_steps": 3}, FP32, BOTH),
     "checkpointing": ({"activation_checkpointing": True}, FP32, BOTH),
     "attention math": ({"attention": "math"}, FP32, (VIT,)),
@@ -246,7 +249,7 @@ GRAPHS_COMPILED: dict[str, dict[str, Any]] = {"compile default": {"compile": {"m
 def graph_equals_eager(bench: Bench, over: dict[str, Any]) -> Values:
     """Hold ten graphed steps, with smaller batches among them, against the same without graphs."""
     bench.need_cuda()
-    errors, half = Errors(), "precision" in over
+    errors = Errors()
     over = over if "optimizer" in over else {**over, **FUSED}
     for case in BOTH:
         optimizer = over["optimizer"] if "kind" in over["optimizer"] else SGD | over["optimizer"]
@@ -259,12 +262,15 @@ def graph_equals_eager(bench: Bench, over: dict[str, Any]) -> Values:
             for step in (eager, graphed):
                 step.set_learning_rate(1e-3 * (number + 1))
             truth, loss = eager(x, y), graphed(x, y)
-            errors.hold("loss", distance(loss, truth), 1e-3 if half else 1e-4)
+            errors.hold("loss", distance(loss, truth), 1e-3)
             x.fill_(float("nan"))  # the loader writes its next batch there
         weights = graphed.weights.state_dict()
         for name, value in eager.weights.state_dict().items():
             if not name.endswith("attention.k.bias"):
-                errors.hold("weights", distance(weights[name], value), 2e-2 if half else 1e-3)
+                # Gradients are summed in any order. Of one that is nearly zero, 1e-5 of all, Adam makes a whole step of
+                # either sign: 2 x 0.055 (all rates) x sqrt(1e-5) / 0.1 (the weights) = 0.003. A stale batch or rate
+                # would be 0.1.
+                errors.hold("weights", distance(weights[name], value), 2e-2)
     return dict(errors)
 
 

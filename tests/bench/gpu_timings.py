@@ -166,7 +166,8 @@ UNET_RUNGS: Rungs = {
     "fp16": {"precision": "fp16"},
     "bf16": {"precision": "bf16"},
     "fused": {"optimizer": {"fused": True}},
-    "channels last, padded to 8": {"memory_format": "channels_last", "pad_channels": 8},
+    "channels last": {"memory_format": "channels_last"},
+    "space to depth": {"model": {"space_to_depth": True}},
     "compile": COMPILE,
     "CUDA graph": {"cuda_graph": True},
 }

@@ -176,11 +176,10 @@ class RunCore(Strict):
     memory_format: Literal["contiguous", "channels_last"] = Field(
         "contiguous", description="Order in memory of convolutions' inputs and weights."
     )
-    pad_channels: PositiveInt = Field(
-        1, description="Convolutions get zeros as channels up to a multiple of this; the model stays the same."
-    )
-    attention: Literal["default", "auto", "flash", "efficient", "cudnn", "math"] = Field(
-        "default", description="Kernel of attention; default: PyTorch's own choice; auto: the fastest in a short trial."
+    attention: Literal["default", "auto", "flash", "fa3", "efficient", "cudnn", "math"] = Field(
+        "default",
+        description="Kernel of attention; default: PyTorch's own choice; auto: the fastest in a short trial; fa3: "
+        "FlashAttention-3 (Hopper GPUs), where its package flash_attn_interface is installed.",
     )
     accumulation_steps: PositiveInt = Field(
         1, description="Parts of the local batch that are computed one after the other; the gradient stays the same."
@@ -213,7 +212,7 @@ class RunCore(Strict):
                 "over those of the part before; use compile.mode default, with cuda_graph on a GPU"
             )
         study = registry.study(self.study)
-        for key in ("pad_channels", "attention", "activation_checkpointing"):
+        for key in ("attention", "activation_checkpointing"):
             default = type(self).model_fields[key].default
             if getattr(self, key) != default and key not in study.supports:
                 raise ValueError(f"{key}: the model of study {self.study} has no such thing; leave it at {default}")
@@ -229,17 +228,15 @@ class RunCore(Strict):
         return self
 
     def _capturable(self) -> None:
-        if self.geometry.world_size > 1:
-            raise ValueError("cuda_graph is for one device so far; set it to false, or geometry to 1 x 1")
         if self.compile.mode in ("reduce-overhead", "max-autotune"):
             raise ValueError(
                 f"cuda_graph and compile.mode {self.compile.mode}: the mode captures graphs itself; "
                 "leave one of them out, or use compile.mode default"
             )
-        if self.precision in ("fp16", "fp16_master"):
+        if self.precision in ("fp16", "fp16_master") and not self.optimizer.fused:
             raise ValueError(
-                f"cuda_graph and precision {self.precision}: loss scaling, which skips updates, is not recorded; use "
-                "bf16 or bf16_master"
+                f"cuda_graph and precision {self.precision} need optimizer.fused: the loss is scaled, and only a fused "
+                "update (adam, adamw, sgd) is skipped on the device where gradients overflow; or use bf16, bf16_master"
             )
         if self.optimizer.kind == "sgd" and not self.optimizer.fused:
             raise ValueError("cuda_graph and optimizer.kind sgd need optimizer.fused, which has its rate on the device")

@@ -47,18 +47,22 @@ def measure(settings: Settings, session: Session) -> Throughput:
     modes: dict[str, Trials] = {}
     with contextlib.closing(session.loader("train")) as loader:
         x, y = next(loader.epoch(0))
-        cached = x.clone(), y.clone()  # the loader will use their memory again
+        share = session.share()
+        weights = [share.weight(number, loader.samples) for number in range(len(loader))]
+        cached = x.clone(), y.clone(), weights[0]  # the loader will use their memory again
         if run.compile.mode != "none":
             compiling = compilation(step, cached, world.device)
             logging.info("compilation: %(cold_seconds).1f s, %(warm_seconds).1f s from the cache", compiling)
             if loader.samples % run.batch_size:  # the last batch has code of its own, not to be made while we measure
-                share = session.share().indices(len(loader) - 1, loader.samples)
-                step.gradients(cached[0][: len(share)], cached[1][: len(share)])
-        # Epoch 0 gave the cached batch; the others start where no worker has looked ahead.
+                rest = len(share.indices(len(loader) - 1, loader.samples))
+                step.gradients(cached[0][:rest], cached[1][:rest])
+        # Epoch 0 gave the cached batch; the others start where no worker has looked ahead. What a rank's loss counts
+        # goes with its batches, as in training: by it all ranks decide alike what is recorded as a graph.
+        weighted = ((x, y, weight) for (x, y), weight in zip(endless(loader, 1), itertools.cycle(weights)))
         streams: dict[str, tuple[Iterator[Batch], Callable[..., object]]] = {
             "IO": (endless(loader, 1), lambda x, y: None),
             "SYNTHETIC": (itertools.repeat(cached), step),
-            "FULL": (endless(loader, 1), step),
+            "FULL": (weighted, step),
         }
         for mode, (batches, consume) in streams.items():
             modes[mode] = trials(mode, batches, consume, settings, world)

@@ -15,31 +15,53 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 
-class _PaddedInput(nn.Conv3d):
-    """A convolution whose input channels are padded with zeros to a multiple while it computes."""
+def _blocks(x_BCDHW: torch.Tensor) -> torch.Tensor:
+    """Space to depth: blocks of 2^3 cells become channels, [B, 8 C, D/2, H/2, W/2], in the order (place, C).
 
-    multiple = 1
+    It is one copy, and the order in memory stays that of the input. A kernel [O, C, 4, 4, 4] may be given, too.
+    """
+    if _is_channels_last(x_BCDHW):
+        x = x_BCDHW.permute(0, 2, 3, 4, 1).unflatten(3, (-1, 2)).unflatten(2, (-1, 2)).unflatten(1, (-1, 2))
+        return x.permute(0, 1, 3, 5, 2, 4, 6, 7).flatten(4).permute(0, 4, 1, 2, 3)  # from B D 2 H 2 W 2 C
+    x = x_BCDHW.unflatten(4, (-1, 2)).unflatten(3, (-1, 2)).unflatten(2, (-1, 2))
+    return x.permute(0, 3, 5, 7, 1, 2, 4, 6).flatten(1, 4)  # from B C D 2 H 2 W 2
+
+
+def _unblocks(x_BCDHW: torch.Tensor) -> torch.Tensor:
+    """Depth to space, which undoes `_blocks`: from [B, 8 C, D, H, W] to [B, C, 2 D, 2 H, 2 W]."""
+    batch, channels, *grid = x_BCDHW.shape
+    doubled = [2 * edge for edge in grid]
+    if _is_channels_last(x_BCDHW):
+        x = x_BCDHW.permute(0, 2, 3, 4, 1).unflatten(-1, (2, 2, 2, -1)).permute(0, 1, 4, 2, 5, 3, 6, 7)
+        return x.reshape(batch, *doubled, channels // 8).permute(0, 4, 1, 2, 3)
+    x = x_BCDHW.unflatten(1, (2, 2, 2, -1)).permute(0, 4, 5, 1, 6, 2, 7, 3)
+    return x.reshape(batch, channels // 8, *doubled)
+
+
+def _is_channels_last(x_BCDHW: torch.Tensor) -> bool:
+    return not x_BCDHW.is_contiguous() and x_BCDHW.is_contiguous(memory_format=torch.channels_last_3d)
+
+
+class _BlockConv(nn.Conv3d):
+    """A convolution of kernel 4, stride 2, padding 1, computed on blocks: kernel 2, stride 1, 8 times the channels.
+
+    Cell 2 o + k of the padded grid is place k % 2 of block o + k // 2, along each axis: the sums have the same terms.
+    """
 
     def forward(self, x_BCDHW: torch.Tensor) -> torch.Tensor:
-        channels = (0, 0, 0, 0, 0, 0, 0, -self.in_channels % self.multiple)
-        if not channels[-1]:
-            return super().forward(x_BCDHW)
-        return self._conv_forward(F.pad(x_BCDHW, channels), F.pad(self.weight, channels), self.bias)
+        kind = x_BCDHW.device.type
+        if torch.is_autocast_enabled(kind):  # at once, so that half the bytes are padded and moved
+            x_BCDHW = x_BCDHW.to(torch.get_autocast_dtype(kind))
+        return F.conv3d(_blocks(F.pad(x_BCDHW, (1,) * 6)), _blocks(self.weight), self.bias)
 
 
-class _PaddedOutput(nn.ConvTranspose3d):
-    """A transposed convolution that computes a multiple of output channels and drops the surplus."""
-
-    multiple = 1
+class _BlockTranspose(nn.ConvTranspose3d):
+    """The transpose of the above: kernel 2, stride 1 to blocks, of whose cells the outermost are cut off."""
 
     def forward(self, x_BCDHW: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        surplus = -self.out_channels % self.multiple
-        if not surplus:
-            return super().forward(x_BCDHW)
         assert self.bias is not None
-        weight, bias = F.pad(self.weight, (0, 0, 0, 0, 0, 0, 0, surplus)), F.pad(self.bias, (0, surplus))
-        y_BCDHW = F.conv_transpose3d(x_BCDHW, weight, bias, self.stride, self.padding)  # type: ignore[arg-type]
-        return y_BCDHW[:, : self.out_channels]
+        y_BCDHW = F.conv_transpose3d(x_BCDHW, _blocks(self.weight), self.bias.repeat(8))
+        return F.pad(_unblocks(y_BCDHW), (-1,) * 6)
 
 
 def _join(level: nn.Module, *x_BCDHW: torch.Tensor) -> torch.Tensor:
@@ -56,9 +78,9 @@ class UNet3D(nn.Module):
         64 to 512, with 4 channels in and 5 out have 116,977,029 parameters.
     init_std
         Weights are drawn from N(0, init_std); biases are 0.
-    pad_channels
-        Compute with input and output channels padded with zeros to a multiple of this, as tensor cores like it; the
-        parameters are the same.
+    space_to_depth
+        Compute the first and the last layer, whose few channels leave most of a tensor core idle, on blocks of 2^3
+        cells: 8 times the channels and an 8th of the kernel. The function and its parameters are the same.
     checkpointing
         Keep only each level's inputs for the backward pass, and compute the level again there.
     """
@@ -69,18 +91,17 @@ class UNet3D(nn.Module):
         out_channels: int,
         widths: Sequence[int] = (64, 128, 256, 512, 512, 512),
         init_std: float = 0.02,
-        pad_channels: int = 1,
+        space_to_depth: bool = False,
         checkpointing: bool = False,
     ) -> None:
         super().__init__()
         self.checkpointing = checkpointing
         conv: dict[str, Any] = {"kernel_size": 4, "stride": 2, "padding": 1}
         sizes = [in_channels, *widths]
+        first, last = (_BlockConv, _BlockTranspose) if space_to_depth else (nn.Conv3d, nn.ConvTranspose3d)
         self.down = nn.ModuleList(
-            nn.Sequential(kind(a, b, **conv), nn.LeakyReLU(0.01, inplace=True))
-            for kind, (a, b) in zip(
-                [_PaddedInput, *[nn.Conv3d] * (len(widths) - 1)], itertools.pairwise(sizes), strict=True
-            )
+            nn.Sequential((nn.Conv3d if level else first)(a, b, **conv), nn.LeakyReLU(0.01, inplace=True))
+            for level, (a, b) in enumerate(itertools.pairwise(sizes))
         )
         # From the bottom up: each level ends with the width of the level above, then meets its skip.
         self.up = nn.ModuleList()
@@ -88,8 +109,7 @@ class UNet3D(nn.Module):
         for above in reversed(widths[:-1]):
             self.up.append(nn.Sequential(nn.ConvTranspose3d(width, above, **conv), nn.ReLU(inplace=True)))
             width = 2 * above
-        self.last = _PaddedOutput(width, out_channels, **conv)
-        self.down[0][0].multiple = self.last.multiple = pad_channels  # type: ignore[index]
+        self.last = last(width, out_channels, **conv)
         for module in self.modules():
             if isinstance(module, nn.Conv3d | nn.ConvTranspose3d):
                 nn.init.normal_(module.weight, 0.0, init_std)

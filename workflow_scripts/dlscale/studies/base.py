@@ -58,8 +58,7 @@ class Study(ABC):
     operations
         What the model computes with: of `conv2d`, `conv3d`, `attention`. Known defects of libraries concern these.
     supports
-        Keys of a run that only some models can do and this one can: of `pad_channels`, `attention`,
-        `activation_checkpointing`.
+        Keys of a run that only some models can do and this one can: of `attention`, `activation_checkpointing`.
     """
 
     dataset: ClassVar[str]

@@ -29,6 +29,11 @@ class UNet3DSettings(Strict):
         [64, 128, 256, 512, 512, 512], min_length=1, description="Channels after each stride-2 level, top to bottom."
     )
     init_std: PositiveFloat = Field(0.02, description="Standard deviation of the initial weights.")
+    space_to_depth: bool = Field(
+        False,
+        description="Compute the first and the last layer, of few channels, on blocks of 2^3 cells: the same function "
+        "and parameters in the shapes that tensor cores want.",
+    )
 
 
 class UNet3DLoss(Strict):
@@ -92,7 +97,7 @@ class CosmoUNet(Study):
     dataset = "cosmo"
     Model, Loss = UNet3DSettings, UNet3DLoss
     operations = frozenset({"conv3d"})
-    supports = frozenset({"pad_channels", "activation_checkpointing"})
+    supports = frozenset({"activation_checkpointing"})
 
     def check(self, run: Any) -> None:
         levels = len(run.model.widths)
@@ -113,9 +118,7 @@ class CosmoUNet(Study):
 
         inputs, outputs = (len(manifest.fields[name].channels) for name in ("Nbody", "Hydro"))
         options = run.model.model_dump(exclude={"kind"})  # their names are the model's
-        return UNet3D(
-            inputs, outputs, **options, pad_channels=run.pad_channels, checkpointing=run.activation_checkpointing
-        )
+        return UNet3D(inputs, outputs, **options, checkpointing=run.activation_checkpointing)
 
     def loss(self, run: Any) -> SampleLoss:
         from dlscale.models.losses import l1

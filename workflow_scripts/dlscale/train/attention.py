@@ -19,6 +19,7 @@ from dlscale.parallel.world import synchronize
 
 BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
+    "fa3": SDPBackend.FLASH_ATTENTION,  # which FlashAttention-3 takes over
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "math": SDPBackend.MATH,
@@ -51,15 +52,23 @@ def attention_context(
         kind = agreed(min(times, key=times.__getitem__))
         shown = ", ".join(f"{name} {1e3 * seconds:.2f} ms" for name, seconds in sorted(times.items()))
         logging.info("attention %s for %s, %s: %s", kind, "x".join(map(str, shape)), dtype, shown)
-        return partial(only, kind)
+        return _chosen(kind)
     try:
         _seconds(kind, shape, dropout, dtype, device)
-    except RuntimeError:
+    except (RuntimeError, ImportError):
         usable = trial(shape, dropout, dtype, device, repeats=1)
         raise UserError(
             f"attention: {kind} cannot compute {dtype} with {shape[2]} tokens of {shape[3]} on {device.type}; "
             f"use default, auto or one of: {', '.join(usable)}"
         ) from None
+    return _chosen(kind)
+
+
+def _chosen(kind: str) -> Context:
+    if kind == "fa3":  # to register it takes longer than a step: once, for the whole process
+        from torch.nn.attention import activate_flash_attention_impl
+
+        activate_flash_attention_impl("FA3")
     return partial(only, kind)
 
 
@@ -82,7 +91,7 @@ def trial(
     for name in BACKENDS:
         if name == "math" and times and math.prod(shape[:3]) * shape[2] > MOST_SCORES:
             continue
-        with suppress(RuntimeError):  # there is no such kernel, or not the memory for it
+        with suppress(RuntimeError, ImportError):  # there is no such kernel, or not the memory for it
             _seconds(name, shape, dropout, dtype, device)  # warms up
             times[name] = min(_seconds(name, shape, dropout, dtype, device) for _ in range(repeats))
     if device.type == "cuda":  # the trial is not the run's memory
@@ -91,18 +100,38 @@ def trial(
     return times
 
 
+@contextmanager
+def _registered(name: str, device: torch.device) -> Iterator[None]:
+    """Let FlashAttention-3 compute within what PyTorch calls flash, where `name` asks for it."""
+    if name != "fa3":
+        yield
+        return
+    if device.type != "cuda":
+        raise RuntimeError("FlashAttention-3 is for CUDA")
+    from torch.nn.attention import activate_flash_attention_impl, restore_flash_attention_impl  # not in PyTorch 2.11
+
+    activate_flash_attention_impl("FA3")  # imports `flash_attn_interface`
+    try:
+        yield
+    finally:
+        restore_flash_attention_impl()
+
+
 def _seconds(name: str, shape: tuple[int, ...], dropout: float, dtype: torch.dtype, device: torch.device) -> float:
     """Time one forward and backward pass of random values: constants compute faster, as fewer bits change.
 
-    Heads lie side by side in memory, [B, T, H, D], as a linear layer leaves them, and so does the gradient.
+    In memory lie, for each token, the heads' queries, keys, values side by side, [B, T, 3, H, D], as one linear layer
+    leaves them; the gradient's heads, too, [B, T, H, D].
     """
     samples, heads, tokens, width = shape
 
-    def random() -> torch.Tensor:
-        return torch.randn(samples, tokens, heads, width, dtype=dtype, device=device).transpose(1, 2)
+    def random(count: int) -> list[torch.Tensor]:
+        """Return this many of [B, H, T, D], side by side."""
+        values = torch.randn(samples, tokens, count, heads, width, dtype=dtype, device=device)
+        return [each.transpose(1, 2) for each in values.unbind(2)]
 
-    with torch.random.fork_rng([device] if device.type == "cuda" else []), sdpa_kernel(BACKENDS[name]):
-        q, k, v, gradient = (random() for _ in range(4))
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), _registered(name, device), only(name):
+        (q, k, v), (gradient,) = random(3), random(1)
         for x in (q, k, v):
             x.requires_grad_()
         synchronize(device)

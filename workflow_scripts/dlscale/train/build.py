@@ -24,6 +24,7 @@ from dlscale.data.samples import Samples
 from dlscale.parallel.world import World
 from dlscale.studies.base import SampleLoss, Study
 from dlscale.train.attention import Context, attention_context
+from dlscale.train.graph import CudaBackend
 from dlscale.train.optimizer import build_optimizer
 from dlscale.train.precision import Weights, compute_dtype, set_matmul_precision
 from dlscale.train.selfcheck import check_layers, check_operations
@@ -53,10 +54,8 @@ def build_step(run: RunCore, make: Callable[[], nn.Module], loss: SampleLoss, wo
     weights = Weights(model, run.precision)
     # 4. Wrapped, with its loss: gradients are averaged over the data-parallel ranks.
     network = Network(model, loss, run.precision, layout)
-    wrapped: nn.Module = network
-    if world.data_size > 1:
-        devices = [device] if device.type == "cuda" else None
-        wrapped = DistributedDataParallel(network, device_ids=devices, gradient_as_bucket_view=True)
+    graphs = CudaBackend(device) if run.cuda_graph else None
+    wrapped = wrap(network, world, graphs)
     # 5. The optimiser, of the weights as they are placed.
     optimizer = build_optimizer(weights.updated, run.optimizer, device if run.cuda_graph else None)
     step = Step(run, weights, network, wrapped, optimizer, _attention(model, run, world))
@@ -64,9 +63,25 @@ def build_step(run: RunCore, make: Callable[[], nn.Module], loss: SampleLoss, wo
     if run.compile.mode != "none":
         logging.info("compiled for each shape of batch when it first comes, which takes up to minutes")
     step.compile(run.compile.mode)
-    if run.cuda_graph:
-        step.capture()
+    if graphs:
+        step.capture(graphs)
     return step
+
+
+def wrap(network: Network, world: World, graphs: CudaBackend | None = None) -> nn.Module:
+    """Return the network, or with several data-parallel ranks what averages its gradients over them.
+
+    With `graphs` it is made on their stream: it keeps the nodes of autograd that gather gradients, which work on the
+    stream on which they were made, and a graph bears no other.
+    """
+    if world.data_size == 1:
+        return network
+    devices = [world.device] if world.device.type == "cuda" else None
+    with graphs.aside() if graphs else nullcontext():
+        wrapped = DistributedDataParallel(network, device_ids=devices, gradient_as_bucket_view=True)
+    # Else it would time every hundredth step by events, for which the host waits, and which a graph must not have.
+    wrapped._set_ddp_runtime_logging_sample_rate(2**31 - 1)
+    return wrapped
 
 
 def memory_format(model: nn.Module, kind: str) -> torch.memory_format:

@@ -1,48 +1,63 @@
 """A whole step as a CUDA graph: recorded once, then replayed with one call from the host.
 
-`torch.cuda.graph` demands static memory for inputs, no wait for the device, and the learning rate and the optimiser's
-counters on the device. Some ordinary steps on a side stream come first, in which libraries choose their kernels and
-the optimiser makes its state.
+`torch.cuda.graph` demands static memory for inputs, no wait for the device, and the learning rate, the optimiser's
+counters and the loss scale on the device. Some ordinary steps on a side stream come first, in which libraries choose
+their kernels and the optimiser makes its state.
+
+Of several ranks each records its own share of the step, and NCCL's sums of gradients with it. Whether a step is
+recorded, replayed or ordinary must be the same on all ranks ("Using NCCL with CUDA Graphs" in NCCL's user guide); so it
+must not depend on what a rank alone sees. PyTorch itself lets the capture wait until NCCL's watchdog has nothing left
+to ask for, and keeps it away from what is captured (since 2.2: pytorch/pytorch pull request 110665): its handling of
+errors stays on.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 
-Body = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Body = Callable[..., torch.Tensor]
 
-#: Ordinary steps of a shape before it is recorded. (DistributedDataParallel needs 11.)
-EAGER_STEPS = 3
+#: Ordinary steps of a shape before it is recorded, on one rank and on several: DistributedDataParallel puts its buckets
+#: in order after its first backward pass, and times its first ten with events.
+EAGER_STEPS, EAGER_STEPS_OF_RANKS = 3, 11
 
 
 class Graphed:
     """Calls `body(x, y)`, a whole training step, by a graph for each shape of batch.
 
-    The first `EAGER_STEPS` batches of a shape train without a graph, the next is recorded; all are ordinary steps of
+    The first `eager_steps` batches of a shape train without a graph, the next is recorded; all are ordinary steps of
     the training. A rare shape, such as an epoch's last batch, gets no graph. Autocast's cache of converted weights
     lives only within the body and needs no care.
     """
 
-    def __init__(self, body: Body, make_backend: Callable[[], CudaBackend]) -> None:
-        self._body, self._make_backend = body, make_backend
+    def __init__(self, body: Body, backend: CudaBackend, eager_steps: int = EAGER_STEPS) -> None:
+        self._body, self._backend, self._eager_steps = body, backend, eager_steps
         self.reset()
 
     def reset(self) -> None:
         """Drop all graphs, as is needed when memory that they use is replaced; the next have a pool of their own."""
-        self._backend = self._make_backend()
+        self._backend.reset()
         self._seen: Counter[Any] = Counter()
         self._graphs: dict[Any, tuple[Callable[[], Any], torch.Tensor, torch.Tensor, torch.Tensor]] = {}
 
-    def __call__(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """Train on one batch and return its loss."""
+    def __call__(self, x: torch.Tensor, y: torch.Tensor, weight: float = 1.0) -> torch.Tensor:
+        """Train on one batch and return its loss.
+
+        A batch of which ranks have unequal shares, so that losses are weighted, gets no graph. A rank's weight is 1 if
+        and only if all ranks' are (`Share`), and then their shapes are the same, too: all decide alike.
+        """
+        if weight != 1.0:
+            return self._backend.run(partial(self._body, weight=weight), x, y)
         shape = (x.shape, y.shape)
         if shape not in self._graphs:
             self._seen[shape] += 1
-            if self._seen[shape] <= EAGER_STEPS:
+            if self._seen[shape] <= self._eager_steps:
                 return self._backend.run(self._body, x, y)
             static_x, static_y = x.clone(), y.clone()
             self._graphs[shape] = (*self._backend.record(self._body, static_x, static_y), static_x, static_y)
@@ -54,20 +69,29 @@ class Graphed:
 
 
 class CudaBackend:
-    """CUDA graphs that share one pool of memory: they are never replayed at the same time."""
+    """CUDA graphs on one side stream that share one pool of memory: they are never replayed at the same time."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
+        self.reset()
+
+    def reset(self) -> None:
+        """Take a new pool of memory for the next graphs; the stream stays, as what was made on it may live on."""
         self._pool = torch.cuda.graph_pool_handle()
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Work on the side stream, after what was begun before and before what comes after."""
+        current = torch.cuda.current_stream(self._stream.device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            yield
+        current.wait_stream(self._stream)
 
     def run(self, body: Body, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """Run a body now, on the side stream, where autograd's nodes will also be recorded."""
-        current = torch.cuda.current_stream()
-        self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            loss = body(x, y)
-        current.wait_stream(self._stream)
-        return loss
+        with self.aside():
+            return body(x, y)
 
     def record(self, body: Body, x: torch.Tensor, y: torch.Tensor) -> tuple[Callable[[], Any], torch.Tensor]:
         """Record a body without running it; return what replays it, and where its result then lies."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from dlscale.config.run import RunCore
 from dlscale.studies.base import SampleLoss
 from dlscale.train.attention import Context
 from dlscale.train.compile import compiled
-from dlscale.train.graph import CudaBackend, Graphed
+from dlscale.train.graph import EAGER_STEPS, EAGER_STEPS_OF_RANKS, CudaBackend, Graphed
 from dlscale.train.optimizer import load_optimizer, set_learning_rate
 from dlscale.train.precision import Weights, autocast, grad_scaler, weight_dtype
 
@@ -91,9 +90,10 @@ class Step:
         self._loss_of = compiled(self._wrapped, mode, self.device)
         self._predict = compiled(self.network.predict, mode, self.device)
 
-    def capture(self) -> None:
+    def capture(self, graphs: CudaBackend) -> None:
         """Record whole steps as CUDA graphs, and replay them."""
-        self._train = Graphed(self._train_eagerly, partial(CudaBackend, self.device))
+        several = isinstance(self._wrapped, DistributedDataParallel)
+        self._train = Graphed(self._train_eagerly, graphs, EAGER_STEPS_OF_RANKS if several else EAGER_STEPS)
 
     def set_learning_rate(self, rate: float) -> None:
         set_learning_rate(self.optimizer, rate)
@@ -103,7 +103,7 @@ class Step:
 
         `weight` is that of this rank's loss among those of all ranks: its samples over the mean of all ranks' samples.
         """
-        return self._train(x, y) if weight == 1.0 else self._train_eagerly(x, y, weight)
+        return self._train(x, y, weight)
 
     def _train_eagerly(self, x: torch.Tensor, y: torch.Tensor, weight: float = 1.0) -> torch.Tensor:
         loss = self.gradients(x, y, weight)
