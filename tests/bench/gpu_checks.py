@@ -242,6 +242,7 @@ GRAPHS: dict[str, dict[str, Any]] = {
     "Adam": {"optimizer": {"kind": "adam", "lr": 1e-3, "fused": True}},
     "bf16, accumulation": {"precision": "bf16", "accumulation_steps": 2},
     "bf16_master, channels last": {"precision": "bf16_master", "memory_format": "channels_last"},
+    "fp16": {"precision": "fp16"},
 }
 GRAPHS_COMPILED: dict[str, dict[str, Any]] = {"compile default": {"compile": {"mode": "default"}}}
 

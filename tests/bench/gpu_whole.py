@@ -220,7 +220,11 @@ def tasks(bench: Bench) -> list[Task]:
         "compile, bf16": {**COMPILE, "precision": "bf16"},
     }
     unet = sizes(bench.quick)[0]
-    best: dict[str, Any] = {"precision": "bf16", "memory_format": "channels_last", "pad_channels": 8}
+    best: dict[str, Any] = {
+        "precision": "bf16",
+        "memory_format": "channels_last",
+        "model": {"space_to_depth": True},
+    }
     return [
         *(
             Task(f"one rank, {backend}", name, 30 if "compile" in over else 5, partial(one_rank, bench, over))
@@ -233,5 +237,8 @@ def tasks(bench: Bench) -> list[Task]:
 
 def last(bench: Bench) -> list[Task]:
     """Return what may leave the process in a bad state where it fails: a graph of steps with exchanges in them."""
-    over: dict[str, Any] = {"optimizer": {**SGD, "fused": True}, "cuda_graph": True}
-    return [Task(f"one rank, {'NCCL' if bench.cuda else 'gloo'}", "CUDA graph", 10, partial(one_rank, bench, over))]
+    graph: dict[str, Any] = {"optimizer": {**SGD, "fused": True}, "cuda_graph": True}
+    return [
+        Task(f"one rank, {'NCCL' if bench.cuda else 'gloo'}", name, 10, partial(one_rank, bench, {**graph, **over}))
+        for name, over in {"CUDA graph": {}, "CUDA graph, fp16": {"precision": "fp16"}}.items()
+    ]
