@@ -27,7 +27,7 @@ from dlscale.core import registry
 from dlscale.core.errors import UserError
 from dlscale.data import store
 from dlscale.data.loaders import direct_loader, settings
-from dlscale.data.loaders.base import Loader, Share
+from dlscale.data.loaders.base import AS_DECLARED, Delivery, Loader, Share
 from dlscale.data.loaders.decode import stored_fields
 from dlscale.data.loaders.direct_device import Streamed
 from dlscale.data.loaders.pace import Pace
@@ -153,10 +153,11 @@ def build(kind: str, samples: Any, share: Share, workers: int = 0, device: torch
     return registry.load(registry.loader(kind)).build(samples, SETTINGS[kind](kind=kind, **more), share, device)
 
 
-def streamed(samples: GridSamples, share: Share, workers: int) -> Loader:
+def streamed(samples: GridSamples, share: Share, workers: int, delivery: Delivery = AS_DECLARED) -> Loader:
     """The way to a GPU, with the processor in its place."""
     loader = build("direct", samples, share, workers)
-    loader._backend = Streamed(stored_fields(samples), len(share.indices(0, samples.size)), loader._slots, CPU)
+    batch = len(share.indices(0, samples.size))
+    loader._backend = Streamed(stored_fields(samples), batch, loader._slots, CPU, delivery)
     return cast(Loader, loader)
 
 

@@ -19,9 +19,9 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from dlscale.core.errors import UserError
-from dlscale.data.loaders.base import Batch, Share, on_grids
+from dlscale.data.loaders.base import AS_DECLARED, Batch, Delivery, Share, on_grids
 from dlscale.data.loaders.decode import DecodePlan, StoredField
-from dlscale.data.loaders.direct_device import on_device
+from dlscale.data.loaders.direct_device import on_device, placed
 from dlscale.data.loaders.pace import Pace
 from dlscale.data.loaders.settings import DaliLoader as Settings
 from dlscale.data.mapped import Layout
@@ -75,12 +75,19 @@ class DaliField(StoredField):
 class DaliLoader:
     """See `dlscale.data.loaders.base.Loader`."""
 
-    def __init__(self, samples: Samples, settings: Settings, share: Share, device: torch.device) -> None:
+    def __init__(
+        self,
+        samples: Samples,
+        settings: Settings,
+        share: Share,
+        device: torch.device,
+        delivery: Delivery = AS_DECLARED,
+    ) -> None:
         grids = on_grids(samples, settings.kind)
         if settings.device == "gpu" and device.type != "cuda":
             raise UserError("loader.device: gpu, but the model is on a CPU; use auto or cpu")
         self.samples = samples.size
-        self._boxes, self._share, self._device = grids.boxes, share, device
+        self._boxes, self._share, self._device, self._delivery = grids.boxes, share, device, delivery
         self._on_host = device.type == "cpu" or settings.device == "cpu"
         self._specs = [grids.input_spec, grids.target_spec]
         self._pace = Pace.of(device, settings.prefetch)
@@ -210,7 +217,9 @@ class DaliLoader:
             return values
         field = self._fields[number]
         stored = values.view(field.torch_dtype).reshape(-1)
-        return on_device(stored, field.plan_buffers(boxes, field.values), field.extent)
+        (plan,) = placed([field.plan_buffers(boxes, field.values)], stored.device)
+        dtype = torch.float32 if number else self._delivery.dtype
+        return on_device(stored, plan, field.extent, field.spec.shape, dtype, self._delivery)
 
     def close(self) -> None:
         """Free the pipeline: its threads end with it."""
@@ -226,8 +235,11 @@ def not_installed(error: ImportError) -> UserError:
     )
 
 
-def build(samples: Samples, settings: Settings, share: Share, device: torch.device) -> DaliLoader:
+def build(
+    samples: Samples, settings: Settings, share: Share, device: torch.device, delivery: Delivery = AS_DECLARED
+) -> DaliLoader:
     """Return the loader with the operators that the settings name."""
     from dlscale.data.loaders.dali_native import NativeDaliLoader  # which builds on this module
 
-    return (NativeDaliLoader if settings.operators == "native" else DaliLoader)(samples, settings, share, device)
+    loader = NativeDaliLoader if settings.operators == "native" else DaliLoader
+    return loader(samples, settings, share, device, delivery)

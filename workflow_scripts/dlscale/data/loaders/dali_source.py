@@ -83,7 +83,7 @@ class NativeField:
         numbers = field.decoding(file)
         if (symmetries := field.symmetries) is not None:
             source, sign = symmetries.source[symmetry], symmetries.sign[symmetry]
-            turn = self.axes.index(tuple(map(int, symmetries.axes[symmetry])))
+            turn = self.axes.index(tuple(symmetries.axes[symmetry].tolist()))
             inputs += [np.array(turn, np.int32), symmetries.flips[symmetry].astype(np.int32), source.astype(np.int32)]
             numbers = numbers[:, source] * np.stack([np.ones_like(sign), sign, sign])
         wanted = (self.subtracts, self.multiplies, self.adds)
