@@ -144,13 +144,23 @@ CASES = [
 SETTINGS: dict[str, Any] = {get_args(each.model_fields["kind"].annotation)[0]: each for each in settings.LOADERS}
 
 
-def build(kind: str, samples: Any, share: Share, workers: int = 0, device: torch.device = CPU, **more: Any) -> Any:
+def build(
+    kind: str,
+    samples: Any,
+    share: Share,
+    workers: int = 0,
+    device: torch.device = CPU,
+    delivery: Delivery = AS_DECLARED,
+    **more: Any,
+) -> Any:
     """Return a loader of a kind; DALI always has a thread, and some loaders have none."""
     if kind == "dali":
         pytest.importorskip("nvidia.dali", reason="DALI is not installed: pip install 'dlscale[dali]'")
     if "workers" in SETTINGS[kind].model_fields:
         more["workers"] = max(workers, 1 if kind == "dali" else 0)
-    return registry.load(registry.loader(kind)).build(samples, SETTINGS[kind](kind=kind, **more), share, device)
+    return registry.load(registry.loader(kind)).build(
+        samples, SETTINGS[kind](kind=kind, **more), share, device, delivery
+    )
 
 
 def streamed(samples: GridSamples, share: Share, workers: int, delivery: Delivery = AS_DECLARED) -> Loader:

@@ -83,9 +83,10 @@ class Loader(Protocol):
     def epoch(self, epoch: int, start: int = 0) -> Generator[Batch]:
         """Yield (x, y) of global steps `start` and on of an epoch, on the loader's device.
 
-        Shapes and dtypes are those that the samples declare, or the `Delivery` that was asked for; a rank's share of a small last batch may be empty.
-        A loader may use a batch's memory again once the next is asked for: what is to stay must be copied. To begin an
-        epoch ends the one before: one is open at a time. On a GPU the batch is ready for the current stream.
+        Shapes and dtypes are those that the samples declare, or the `Delivery` that was asked for; a rank's share of a
+        small last batch may be empty. A loader may use a batch's memory again once the next is asked for: what is to
+        stay must be copied. To begin an epoch ends the one before: one is open at a time. On a GPU the batch is ready
+        for the current stream.
         """
 
     def close(self) -> None:

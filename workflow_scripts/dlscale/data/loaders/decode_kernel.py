@@ -15,15 +15,17 @@ ROWS, VALUES = 8, 512
 
 
 @triton.jit
-def _decode(stored, places, numbers, out, n0, n1, n2, width, C: tl.constexpr, LAST: tl.constexpr,
-            ROWS: tl.constexpr, VALUES: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+def _decode(  # type: ignore[no-untyped-def]
+    stored, places, numbers, out, n0, n1, n2, width, C: tl.constexpr, LAST: tl.constexpr, ROWS: tl.constexpr,
+    VALUES: tl.constexpr,
+):  # fmt: skip
     """Write a tile of `ROWS` rows along one axis of a box and `VALUES` values along its last.
 
     What is written lies side by side along a row: cell after cell, with all channels of each if they come last
-    (`LAST`). What is read lies side by side along any axis, since boxes are turned. If that is the last axis, rows are
-    read as they are written. Else the tile's rows are the axis along which neighbours are nearest in what is stored: the
-    sectors of memory that one row touches serve the others, out of the first cache. So both sides move whole sectors, as
-    in a transpose by tiles.
+    (`LAST`). What is read lies side by side along any axis, since boxes are turned. If that is the last one, rows are
+    read as they are written. Else the tile's rows follow the axis along which neighbours are nearest in what is stored:
+    the sectors of memory that one row touches serve the others, out of the first cache. So whole sectors move on both
+    sides, as in a transpose by tiles.
 
     Positions are 64-bit integers: one addition for each value, as to a pointer of a GPU in any case.
     """
@@ -37,17 +39,17 @@ def _decode(stored, places, numbers, out, n0, n1, n2, width, C: tl.constexpr, LA
     row_pitch, other_pitch = tl.where(swap, n1, 1), tl.where(swap, 1, n1)
 
     tile = tl.program_id(0)
-    across = tl.cdiv(width, VALUES)
+    across = (width + VALUES - 1) // VALUES
     m = tile % across * VALUES + tl.arange(0, VALUES)
     tile = tile // across
     line = 0  # of the result, [n0, n1] of them, or [C, n0, n1]
     if LAST:
         k, c = m // C, m % C
     else:
-        k, c = m, tile % C + tl.zeros_like(m)
+        k, c = m, tile % C + 0 * m
         line += tile % C * n0 * n1
         tile = tile // C
-    down = tl.cdiv(count, ROWS)
+    down = (count + ROWS - 1) // ROWS
     row = tile % down * ROWS + tl.arange(0, ROWS)
     other = tile // down
 
