@@ -1,4 +1,4 @@
-"""Decoding on a device, by the kernel (in Triton's interpreter) and by PyTorch's operations: as `BoxField.read` does."""
+"""Decoding on a device, by the kernel (Triton interprets it) and by PyTorch's operations, against `BoxField.read`."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from dlscale.core.errors import UserError
-from dlscale.data.loaders.base import Batch, Delivery
+from dlscale.data.loaders.base import AS_DECLARED, Batch, Delivery
 from dlscale.data.loaders.decode import DecodePlan, StoredField
 from dlscale.data.samples import BoxIndex
 
@@ -107,7 +107,9 @@ def _by_operations(stored: torch.Tensor, plan: Placed, extent: tuple[int, int, i
 class _OnDevice:
     """What streamed and resident data share: decoding on a device, on a stream of its own."""
 
-    def __init__(self, fields: list[StoredField], slots: int, device: torch.device, delivery: Delivery) -> None:
+    def __init__(
+        self, fields: list[StoredField], slots: int, device: torch.device, delivery: Delivery = AS_DECLARED
+    ) -> None:
         self._fields, self._slots, self._device, self._delivery = fields, slots, device, delivery
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._used: deque[torch.cuda.Event] = deque()
@@ -149,7 +151,7 @@ class Streamed(_OnDevice):
     """
 
     def __init__(
-        self, fields: list[StoredField], batch: int, slots: int, device: torch.device, delivery: Delivery
+        self, fields: list[StoredField], batch: int, slots: int, device: torch.device, delivery: Delivery = AS_DECLARED
     ) -> None:
         super().__init__(fields, slots, device, delivery)
         self._shared = fields[0] is fields[1]
@@ -202,7 +204,9 @@ class Streamed(_OnDevice):
 class Resident(_OnDevice):
     """Holds all stored values on the device; a batch is decoded from there."""
 
-    def __init__(self, fields: list[StoredField], slots: int, device: torch.device, delivery: Delivery) -> None:
+    def __init__(
+        self, fields: list[StoredField], slots: int, device: torch.device, delivery: Delivery = AS_DECLARED
+    ) -> None:
         super().__init__(fields, slots, device, delivery)
         try:
             x = self._load(fields[0])
