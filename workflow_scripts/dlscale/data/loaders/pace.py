@@ -53,4 +53,5 @@ class Pace:
             self._past.append((self._record(), self._present))
         self._present = what
         while self._past and (len(self._past) > self._ahead or self._past[0][0].query()):
-            self._past.popleft()[0].synchronize()
+            self._past[0][0].synchronize()
+            self._past.popleft()  # only now: it lets go of what is held
