@@ -210,6 +210,7 @@ class Reader:
         They are a new array, or in `buffer`, which has their type and the shape in which they are stored.
         """
         opened, order = self._open()
+        index = (*index, *[slice(None)] * (len(order) - len(index)))
         where = tuple(index[axis] for axis in order)
         values: np.ndarray
         try:
