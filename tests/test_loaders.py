@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import multiprocessing
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -24,7 +27,7 @@ from dlscale.core import registry
 from dlscale.core.errors import UserError
 from dlscale.data import store
 from dlscale.data.loaders import direct_loader, settings
-from dlscale.data.loaders.base import Loader, Share
+from dlscale.data.loaders.base import AS_DECLARED, Delivery, Loader, Share
 from dlscale.data.loaders.decode import stored_fields
 from dlscale.data.loaders.direct_device import Streamed
 from dlscale.data.loaders.pace import Pace
@@ -141,19 +144,30 @@ CASES = [
 SETTINGS: dict[str, Any] = {get_args(each.model_fields["kind"].annotation)[0]: each for each in settings.LOADERS}
 
 
-def build(kind: str, samples: Any, share: Share, workers: int = 0, device: torch.device = CPU, **more: Any) -> Any:
+def build(
+    kind: str,
+    samples: Any,
+    share: Share,
+    workers: int = 0,
+    device: torch.device = CPU,
+    delivery: Delivery = AS_DECLARED,
+    **more: Any,
+) -> Any:
     """Return a loader of a kind; DALI always has a thread, and some loaders have none."""
     if kind == "dali":
         pytest.importorskip("nvidia.dali", reason="DALI is not installed: pip install 'dlscale[dali]'")
     if "workers" in SETTINGS[kind].model_fields:
         more["workers"] = max(workers, 1 if kind == "dali" else 0)
-    return registry.load(registry.loader(kind)).build(samples, SETTINGS[kind](kind=kind, **more), share, device)
+    return registry.load(registry.loader(kind)).build(
+        samples, SETTINGS[kind](kind=kind, **more), share, device, delivery
+    )
 
 
-def streamed(samples: GridSamples, share: Share, workers: int) -> Loader:
+def streamed(samples: GridSamples, share: Share, workers: int, delivery: Delivery = AS_DECLARED) -> Loader:
     """The way to a GPU, with the processor in its place."""
     loader = build("direct", samples, share, workers)
-    loader._backend = Streamed(stored_fields(samples), len(share.indices(0, samples.size)), loader._slots, CPU)
+    batch = len(share.indices(0, samples.size))
+    loader._backend = Streamed(stored_fields(samples), batch, loader._slots, CPU, delivery)
     return cast(Loader, loader)
 
 
@@ -173,6 +187,7 @@ LOADERS: dict[str, Callable[[GridSamples, Share, int], Loader]] = {
     **{kind: partial(build, kind) for kind in SETTINGS if kind != "synthetic"},
     "direct, resident": partial(build, "direct", resident="always"),
     "direct, streamed": streamed,
+    "dali, native": partial(build, "dali", operators="native"),
     "dali, raw": dali_raw,
 }
 
@@ -487,7 +502,15 @@ def test_memory_does_not_grow_with_the_data(tmp_path: Path) -> None:
     assert found[1] - found[0] < 0.1 * data, f"{found} bytes, for {data} bytes more"
 
 
-def test_a_torn_file_is_one_message_from_any_thread(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [
+        ("direct", {}),
+        ("dali", {"operators": "numba"}),
+        ("dali", {"operators": "native"}),
+    ],
+)
+def test_a_torn_file_is_one_message_from_any_thread(tmp_path: Path, kind: str, more: dict[str, Any]) -> None:
     samples = crops(tmp_path, FOREIGN["compressed"])
     with h5py.File(tmp_path / "0.h5") as file:
         first = file["Nbody"].id.get_chunk_info(0)
@@ -495,10 +518,25 @@ def test_a_torn_file_is_one_message_from_any_thread(tmp_path: Path) -> None:
         raw.seek(first.byte_offset)
         raw.write(b"\0" * first.size)
     with (
-        closing(build("direct", samples, Share(29), 2)) as loader,
+        closing(build(kind, samples, Share(29), 2, **more)) as loader,
         pytest.raises(UserError, match=r"0\.h5: Nbody: cannot read"),
     ):
         list(loader.epoch(0))
+
+
+@pytest.mark.slow
+def test_processes_of_dali_end_with_the_loader(tmp_path: Path) -> None:
+    """They live on through a signal to all processes of a job, as the training does until it has saved."""
+    loader = build("dali", crops(tmp_path, {}), Share(4), 2, operators="native")
+    next(iter(loader.epoch(0)))
+    before = multiprocessing.active_children()
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+        for process in before:
+            os.kill(process.pid or 0, number)
+    assert len(list(loader.epoch(1))) == 8
+    assert len(before) == 2 and set(multiprocessing.active_children()) == set(before)
+    loader.close()
+    assert not multiprocessing.active_children()
 
 
 @pytest.mark.parametrize("kind", ["direct", "dali"])

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from pathlib import Path
+from typing import Literal
 
 import h5py
 import numpy as np
@@ -96,12 +97,13 @@ def direct_of(samples: GridSamples, batch_size: int) -> Loader:
     return direct_loader.build(samples, DirectLoader(kind="direct", workers=THREADS), Share(batch_size), CPU)
 
 
-def dali_of(samples: GridSamples, batch_size: int) -> Loader | None:
+def dali_of(samples: GridSamples, batch_size: int, operators: Literal["numba", "native"]) -> Loader | None:
     """Return DALI's loader; None where it is not installed."""
     from dlscale.data.loaders import dali_loader
 
+    settings = DaliLoader(kind="dali", operators=operators, workers=THREADS)
     try:
-        return dali_loader.build(samples, DaliLoader(kind="dali", workers=THREADS), Share(batch_size), CPU)
+        return dali_loader.build(samples, settings, Share(batch_size), CPU)
     except UserError as error:
         print(f"left out: {error}")
         return None
@@ -111,13 +113,16 @@ def with_dali(
     stack: ExitStack,
     found: Contestants,
     targets: dict[str, float],
+    plain: GridSamples,
     samples: GridSamples,
     batch_size: int,
     target: float,
 ) -> tuple[Contestants, dict[str, float]]:
-    """Add DALI to the contestants."""
-    loader = dali_of(samples, batch_size)
-    if loader is not None:
+    """Add DALI to the contestants: its own operators on `plain`, the published layout, and ours on `samples`."""
+    native = dali_of(plain, batch_size, "native")
+    loader = dali_of(samples, batch_size, "numba") if native else None
+    if native is not None and loader is not None:
+        found["DALI's own operators, published layout"] = rate(stack, native)
         found["DALI"], targets["DALI"] = rate(stack, loader), target
     return found, targets
 
@@ -320,7 +325,7 @@ def crops(options: Options) -> list[Row]:
             "direct, fp16 channels last, chunks 32^3": rate(stack, direct_of(samples("chunked", many), 16)),
             "direct, fp16 channels last": rate(stack, direct_of(ours, 16)),
         }
-        return with_dali(stack, found, {"direct, fp16 channels last": 12.0}, ours, 16, 5.0)
+        return with_dali(stack, found, {"direct, fp16 channels last": 12.0}, samples("published", many), ours, 16, 5.0)
 
     program = published.Crops(paths["published"], 64, few)
     rows = compare(options, "64^3 crops", program, samples("published", few), contestants, ours, batch_size=16)
@@ -345,7 +350,7 @@ def pairs(options: Options) -> list[Row]:
             "direct, published layout": rate(stack, direct_of(samples("published", many), 4)),
             "direct, fp16": rate(stack, direct_of(ours, 4)),
         }
-        return with_dali(stack, found, {"direct, fp16": 10.0}, ours, 4, 4.0)
+        return with_dali(stack, found, {"direct, fp16": 10.0}, samples("published", many), ours, 4, 4.0)
 
     numbers = [
         np.full((CHANNELS_ERA5, 1, 1), getattr(field.transforms[0], key), np.float32) for key in ("offset", "scale")

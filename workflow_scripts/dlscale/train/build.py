@@ -136,7 +136,7 @@ class Session:
         if split == "train" and samples.size < self.run.batch_size:
             logging.warning("an epoch of %d samples is less than one batch (%d)", samples.size, self.run.batch_size)
         build: Callable[..., Loader] = registry.load(registry.loader(self.run.loader.kind)).build
-        return build(samples, self.run.loader, self.share(), self.world.device)
+        return build(samples, self.run.loader, self.share(), self.world.device, self.step.network.delivery)
 
     def samples(self, split: str) -> Samples:
         module = registry.module_of(self.study.dataset, "samples")

@@ -11,15 +11,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dlscale.config.run import RunCore
+from dlscale.data.loaders.base import AXES, Delivery
 from dlscale.studies.base import SampleLoss
 from dlscale.train.attention import Context
 from dlscale.train.compile import compiled
 from dlscale.train.graph import EAGER_STEPS, EAGER_STEPS_OF_RANKS, CudaBackend, Graphed
 from dlscale.train.optimizer import load_optimizer, set_learning_rate
 from dlscale.train.precision import Weights, autocast, grad_scaler, weight_dtype
-
-#: Axes that a tensor needs to be stored in a layout.
-AXES = {torch.channels_last: 4, torch.channels_last_3d: 5}
 
 
 class Network(nn.Module):
@@ -33,6 +31,11 @@ class Network(nn.Module):
         self.model, self.loss = model, loss
         self._precision, self._input_dtype = precision, weight_dtype(precision)
         self._layout, self._layout_axes = layout, AXES.get(layout)
+
+    @property
+    def delivery(self) -> Delivery:
+        """The form of batches that needs no other arrangement."""
+        return Delivery(self._input_dtype, self._layout if self._layout_axes else torch.contiguous_format)
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """Return the mean loss of a batch, a float32 scalar; of no sample it is 0, and so are its gradients."""

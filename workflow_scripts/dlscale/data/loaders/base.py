@@ -46,6 +46,32 @@ class Share:
         return len(self.indices(step, samples)) * self.size / self.count(step, samples)
 
 
+@dataclass(frozen=True)
+class Delivery:
+    """The form in which a training step takes a batch: whoever writes it so at once spares it a pass over the values.
+
+    A loader that would need a pass for it itself may deliver what the samples declare.
+    """
+
+    dtype: torch.dtype = torch.float32  #: of inputs on grids; targets are float32
+    layout: torch.memory_format = torch.contiguous_format  #: of what has its axes
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return memory for samples of `shape`, [B, C, ...]."""
+        return torch.empty(shape, dtype=dtype, device=device, memory_format=self.layout_of(len(shape)))
+
+    def layout_of(self, axes: int) -> torch.memory_format:
+        """Return the layout of a tensor with so many axes."""
+        return self.layout if AXES.get(self.layout) == axes else torch.contiguous_format
+
+
+#: What the samples declare.
+AS_DECLARED = Delivery()
+
+#: Axes that a tensor needs to be stored in a layout.
+AXES = {torch.channels_last: 4, torch.channels_last_3d: 5}
+
+
 class Loader(Protocol):
     """Delivers the batches of one split."""
 
@@ -57,9 +83,10 @@ class Loader(Protocol):
     def epoch(self, epoch: int, start: int = 0) -> Generator[Batch]:
         """Yield (x, y) of global steps `start` and on of an epoch, on the loader's device.
 
-        Shapes and dtypes are those that the samples declare; a rank's share of a small last batch may be empty.
-        A loader may use a batch's memory again once the next is asked for: what is to stay must be copied. To begin an
-        epoch ends the one before: one is open at a time. On a GPU the batch is ready for the current stream.
+        Shapes and dtypes are those that the samples declare, or the `Delivery` that was asked for; a rank's share of a
+        small last batch may be empty. A loader may use a batch's memory again once the next is asked for: what is to
+        stay must be copied. To begin an epoch ends the one before: one is open at a time. On a GPU the batch is ready
+        for the current stream.
         """
 
     def close(self) -> None:

@@ -1,10 +1,10 @@
 """`dali`: NVIDIA DALI's executor, threads and prefetching around the one sample stream.
 
-The pipeline is fed by an external source, which names each sample's place and hands over the mapped file without a
-copy; an operator compiled by Numba reads the region of interest and, on a processor, decodes it as well.
-With a GPU the stored values go there through DALI, and are decoded on the device. (DALI's own operators
-cannot do it in one pass: its transpose has one permutation for a whole batch, its flips and its affine transforms know
-no float16, and its reader of .npy files visits files in an order of its own.)
+What follows is `operators: numba`; `dali_native` is the other way. The pipeline is fed by an external source, which
+names each sample's place and hands over the mapped file without a copy; an operator compiled by Numba reads the region
+of interest and, on a processor, decodes it as well. With a GPU the stored values go there through DALI, and are decoded
+on the device. (DALI's own operators cannot do it in one pass: its transpose has one permutation for a whole batch, its
+flips and its affine transforms know no float16, and its reader of .npy files visits files in an order of its own.)
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from dlscale.core.errors import UserError
-from dlscale.data.loaders.base import Batch, Share, on_grids
+from dlscale.data.loaders.base import AS_DECLARED, Batch, Delivery, Share, on_grids
 from dlscale.data.loaders.decode import DecodePlan, StoredField
-from dlscale.data.loaders.direct_device import on_device
+from dlscale.data.loaders.direct_device import on_device, placed
 from dlscale.data.loaders.pace import Pace
 from dlscale.data.loaders.settings import DaliLoader as Settings
 from dlscale.data.mapped import Layout
-from dlscale.data.samples import BoxField, BoxIndex, Samples
+from dlscale.data.samples import BoxField, BoxIndex, GridSamples, Samples
 
 #: Cells added to the rows of the operator's buffer; as in `direct_host`.
 PAD = 4
@@ -75,42 +75,53 @@ class DaliField(StoredField):
 class DaliLoader:
     """See `dlscale.data.loaders.base.Loader`."""
 
-    def __init__(self, samples: Samples, settings: Settings, share: Share, device: torch.device) -> None:
+    def __init__(
+        self,
+        samples: Samples,
+        settings: Settings,
+        share: Share,
+        device: torch.device,
+        delivery: Delivery = AS_DECLARED,
+    ) -> None:
         grids = on_grids(samples, settings.kind)
         if settings.device == "gpu" and device.type != "cuda":
             raise UserError("loader.device: gpu, but the model is on a CPU; use auto or cpu")
         self.samples = samples.size
-        self._boxes, self._share, self._device = grids.boxes, share, device
+        self._boxes, self._share, self._device, self._delivery = grids.boxes, share, device, delivery
         self._on_host = device.type == "cpu" or settings.device == "cpu"
-        self._fields = [DaliField(field, PAD if self._on_host else 0) for field in (grids.input, grids.target)]
-        self._kept: deque[Any] = deque(maxlen=settings.prefetch + 2)  # DALI reads them without a copy
+        self._specs = [grids.input_spec, grids.target_spec]
         self._pace = Pace.of(device, settings.prefetch)
         self._steps: Iterator[int] = iter(())
         self._epoch: BoxIndex | None = None
-        self._pipeline = self._build(settings)
+        self._pipeline = self._build(grids, settings)
 
     def __len__(self) -> int:
         return self._share.steps(self.samples)
 
-    def _build(self, settings: Settings) -> Any:
+    def _executor(self, settings: Settings) -> dict[str, Any]:
+        """Return the settings of DALI's executor."""
+        return {
+            "batch_size": max(1, len(self._share.indices(0, self.samples))),
+            "num_threads": settings.workers,
+            "device_id": self._device.index or 0 if self._device.type == "cuda" else None,
+            "prefetch_queue_depth": settings.prefetch,
+            "exec_dynamic": True,  # every batch owns its memory
+        }
+
+    def _build(self, samples: GridSamples, settings: Settings) -> Any:
+        """Return the pipeline, built."""
         try:
             from nvidia.dali import fn, pipeline_def, types
             from nvidia.dali.plugin.numba.fn.experimental import numba_function
         except ImportError as error:
-            raise UserError(
-                f"loader.kind: dali is not installed ({error}); pip install 'dlscale[dali]', or choose torch or direct"
-            ) from None
+            raise not_installed(error) from None
         from dlscale.data.loaders.dali_operator import decode_operator, read_operator
 
+        self._fields = [DaliField(field, PAD if self._on_host else 0) for field in (samples.input, samples.target)]
+        self._kept: deque[Any] = deque(maxlen=settings.prefetch + 2)  # DALI reads them without a copy
         words = {2: types.UINT16, 4: types.UINT32}
 
-        @pipeline_def(
-            batch_size=max(1, len(self._share.indices(0, self.samples))),
-            num_threads=settings.workers,
-            device_id=self._device.index or 0 if self._device.type == "cuda" else None,
-            prefetch_queue_depth=settings.prefetch,
-            exec_dynamic=True,  # every batch owns its memory
-        )
+        @pipeline_def(**self._executor(settings))
         def pipeline() -> Any:
             inputs = fn.external_source(self._source, num_outputs=5 * len(self._fields), batch=True, no_copy=True)
             outputs = []
@@ -156,42 +167,59 @@ class DaliLoader:
         self._abandon()  # an epoch that was left unfinished
         self._epoch, self._steps = boxes, iter(filled)
         steps = self._steps
+        self._begin(epoch, start)
         try:
             for step in range(start, len(self)):
                 batch = boxes.take(self._share.indices(step, self.samples))
-                yield self._deliver(self._pipeline.run(self._stream()) if len(batch) else None, batch)
+                yield self._deliver(self._run() if len(batch) else None, batch)
         finally:
             if steps is self._steps:
                 self._abandon()
+
+    def _begin(self, epoch: int, start: int) -> None:
+        """Let the source give the samples of an epoch from a step."""
 
     def _abandon(self) -> None:
         """Throw away what was prefetched of the epoch before, and make the pipeline ready for another."""
         if self._epoch is None:
             return
         self._epoch, self._steps = None, iter(())
+        self._begin(0, len(self))
         with contextlib.suppress(StopIteration):
             while True:
                 self._pipeline.run()
         self._pipeline.reset()
+
+    def _run(self) -> Any:
+        try:
+            return self._pipeline.run(self._stream())
+        except Exception:
+            self._epoch = None  # there is nothing to abandon in a pipeline that failed
+            raise
 
     def _stream(self) -> Any:
         """Return the stream for which outputs are to be ready: without one the host would wait for each batch."""
         return torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
 
     def _deliver(self, outputs: Any, boxes: BoxIndex) -> Batch:
-        batch = []
-        for number, field in enumerate(self._fields):
-            if outputs is None:
-                values = torch.empty(0, device=self._device)
-            else:
-                values = from_dlpack(outputs[number].as_tensor())
-                if not self._on_host:
-                    stored = values.view(field.torch_dtype).reshape(-1)
-                    values = on_device(stored, field.plan_buffers(boxes, field.values), field.extent)
-            batch.append(values.reshape(len(boxes), *field.spec.shape))
-        self._pace.hold((outputs, batch))
-        x, y = batch
+        if outputs is None:
+            batch = [torch.empty(0, device=self._device) for _ in self._specs]
+        else:
+            batch = [self._values(number, output, boxes) for number, output in enumerate(outputs)]
+        x, y = (values.reshape(len(boxes), *spec.shape) for values, spec in zip(batch, self._specs, strict=True))
+        self._pace.hold((outputs, x, y))
         return x, y
+
+    def _values(self, number: int, output: Any, boxes: BoxIndex) -> torch.Tensor:
+        """Return the decoded values of a field from what the pipeline returned of it."""
+        values = from_dlpack(output.as_tensor())
+        if self._on_host:
+            return values
+        field = self._fields[number]
+        stored = values.view(field.torch_dtype).reshape(-1)
+        (plan,) = placed([field.plan_buffers(boxes, field.values)], stored.device)
+        dtype = torch.float32 if number else self._delivery.dtype
+        return on_device(stored, plan, field.extent, field.spec.shape, dtype, self._delivery)
 
     def close(self) -> None:
         """Free the pipeline: its threads end with it."""
@@ -200,4 +228,18 @@ class DaliLoader:
         self._pipeline = None
 
 
-build = DaliLoader
+def not_installed(error: ImportError) -> UserError:
+    """Return what to say where DALI is missing."""
+    return UserError(
+        f"loader.kind: dali is not installed ({error}); pip install 'dlscale[dali]', or choose torch or direct"
+    )
+
+
+def build(
+    samples: Samples, settings: Settings, share: Share, device: torch.device, delivery: Delivery = AS_DECLARED
+) -> DaliLoader:
+    """Return the loader with the operators that the settings name."""
+    from dlscale.data.loaders.dali_native import NativeDaliLoader  # which builds on this module
+
+    loader = NativeDaliLoader if settings.operators == "native" else DaliLoader
+    return loader(samples, settings, share, device, delivery)

@@ -5,7 +5,7 @@ A transformed box is the same memory walked in another order. So all that a samp
     out[c, i, j, k] = (stored[base + channel[c] + i step[0] + j step[1] + k step[2]] - shift[c]) factor[c] + offset[c]
 
 whose numbers a `DecodePlan` holds for the samples of a batch, wherever the stored values are: in the mapped file, in a
-buffer, or on a device. `direct_host` evaluates it on a processor and `direct_device` with PyTorch.
+buffer, or on a device. `direct_host` evaluates it on a processor, `direct_device` on a GPU.
 """
 
 from __future__ import annotations

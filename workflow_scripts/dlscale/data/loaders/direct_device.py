@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import functools
+import logging
+import os
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from dlscale.core.errors import UserError
-from dlscale.data.loaders.base import Batch
+from dlscale.data.loaders.base import AS_DECLARED, Batch, Delivery
 from dlscale.data.loaders.decode import DecodePlan, StoredField
 from dlscale.data.samples import BoxIndex
 
@@ -19,37 +21,96 @@ from dlscale.data.samples import BoxIndex
 SLAB = 2**26
 
 
-def on_device(stored: torch.Tensor, plan: DecodePlan, extent: tuple[int, int, int]) -> torch.Tensor:
-    """Evaluate the formula where `stored` [values] is.
+class Placed(NamedTuple):
+    """The formula's numbers for B samples of C channels (see `DecodePlan`), on a device."""
 
-    The values are float32 [B, C, *extent]. Beside them, memory for the positions of one channel is needed.
+    places: torch.Tensor  #: base, step [3], channel [C], int64 [B, 4 + C]
+    numbers: torch.Tensor  #: shift, factor, offset, float32 [B, 3, C]
+
+
+def placed(plans: list[DecodePlan], device: torch.device) -> list[Placed]:
+    """Take plans to a device, all in one copy, which does not wait for it."""
+    arrays = [
+        array
+        for plan in plans
+        for array in (
+            np.column_stack([plan.base, plan.step, plan.channel]),
+            np.stack([plan.shift, plan.factor, plan.offset], axis=1),
+        )
+    ]
+    ends = np.cumsum([-(-array.nbytes // 16) * 16 for array in arrays]).tolist()  # as kernels like addresses
+    starts = [0, *ends[:-1]]
+    # PyTorch gives pinned memory out again once the copies from it are done.
+    packed = torch.empty(ends[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
+    for array, start in zip(arrays, starts, strict=True):
+        packed.numpy()[start : start + array.nbytes].view(array.dtype)[:] = array.reshape(-1)
+    moved = packed.to(device, non_blocking=True)
+    tensors = [
+        moved[start : start + array.nbytes].view(torch.from_numpy(array).dtype).view(array.shape)
+        for array, start in zip(arrays, starts, strict=True)
+    ]
+    return [Placed(*pair) for pair in zip(tensors[::2], tensors[1::2], strict=True)]
+
+
+def on_device(
+    stored: torch.Tensor,
+    plan: Placed,
+    extent: tuple[int, int, int],
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    delivery: Delivery,
+) -> torch.Tensor:
+    """Evaluate the formula where `stored` [values] is: by one kernel, or by PyTorch's operations.
+
+    The values, of `dtype` [B, *shape] in the delivery's layout, are boxes [C, *extent], perhaps without an axis of one
+    cell. With PyTorch's operations memory is needed beside them for the positions of one channel.
     """
-    device = stored.device
+    count = len(plan.places)
+    if (decode := kernel(stored.device)) is None:
+        values = _by_operations(stored, plan, extent).reshape(count, *shape)
+        return values.to(dtype, memory_format=delivery.layout_of(values.dim()))
+    out = delivery.empty((count, *shape), dtype, stored.device)
+    decode(stored, *plan, extent, out)
+    return out
 
-    def moved(values: np.ndarray) -> torch.Tensor:
-        tensor = torch.from_numpy(np.ascontiguousarray(values))
-        return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
+@functools.cache
+def kernel(device: torch.device) -> Callable[..., None] | None:
+    """Return the fused kernel, if Triton is there and serves the device (a processor it only interprets)."""
+    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        return None
+    try:
+        from dlscale.data.loaders.decode_kernel import decode
+    except ImportError as error:
+        logging.info(f"no Triton ({error}): samples are decoded by PyTorch's operations, which takes longer")
+        return None
+    return decode
+
+
+def _by_operations(stored: torch.Tensor, plan: Placed, extent: tuple[int, int, int]) -> torch.Tensor:
+    """Return the values, float32 [B, C, cells]."""
     integer = torch.int32 if stored.numel() < 2**31 else torch.int64
-    base, step, channel = (moved(values).to(integer) for values in (plan.base, plan.step, plan.channel))
-    shift, factor, offset = (moved(values)[:, :, None] for values in (plan.shift, plan.factor, plan.offset))
-    position = base[:, None]  # of each cell in `stored`, [B, cells], axis by axis
+    base, step, channel = plan.places.to(integer).tensor_split([1, 4], dim=1)
+    shift, factor, offset = plan.numbers[..., None].unbind(1)
+    position = base  # of each cell in `stored`, [B, cells], axis by axis
     for axis, size in enumerate(extent):
-        cells = torch.arange(size, dtype=integer, device=device) * step[:, axis, None]
+        cells = torch.arange(size, dtype=integer, device=stored.device) * step[:, axis, None]
         position = (position[:, :, None] + cells[:, None]).flatten(1)
-    count, channels = plan.channel.shape
-    out = torch.empty(count, channels, position.shape[1], device=device)
+    count, channels = channel.shape
+    out = torch.empty(count, channels, position.shape[1], device=stored.device)
     for c in range(channels):
         values = stored.index_select(0, (position + channel[:, c, None]).flatten()).reshape(position.shape)
         out[:, c] = (values.float() - shift[:, c]) * factor[:, c] + offset[:, c]
-    return out.reshape(count, channels, *extent)
+    return out
 
 
 class _OnDevice:
     """What streamed and resident data share: decoding on a device, on a stream of its own."""
 
-    def __init__(self, fields: list[StoredField], slots: int, device: torch.device) -> None:
-        self._fields, self._slots, self._device = fields, slots, device
+    def __init__(
+        self, fields: list[StoredField], slots: int, device: torch.device, delivery: Delivery = AS_DECLARED
+    ) -> None:
+        self._fields, self._slots, self._device, self._delivery = fields, slots, device, delivery
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._used: deque[torch.cuda.Event] = deque()
 
@@ -63,9 +124,12 @@ class _OnDevice:
 
     def _decoded(self, stored: list[torch.Tensor], plans: list[DecodePlan]) -> tuple[list[torch.Tensor], Any]:
         """Return the batch, and the event after which it is ready."""
+        dtypes = self._delivery.dtype, torch.float32
         batch = [
-            on_device(values, plan, field.extent).reshape(-1, *field.spec.shape)
-            for values, plan, field in zip(stored, plans, self._fields, strict=True)
+            on_device(values, plan, field.extent, field.spec.shape, dtype, self._delivery)
+            for values, plan, field, dtype in zip(
+                stored, placed(plans, self._device), self._fields, dtypes, strict=True
+            )
         ]
         return batch, self._stream.record_event() if self._stream else None
 
@@ -86,8 +150,10 @@ class Streamed(_OnDevice):
     Boxes that input and target share, as consecutive states of a series do, are copied once.
     """
 
-    def __init__(self, fields: list[StoredField], batch: int, slots: int, device: torch.device) -> None:
-        super().__init__(fields, slots, device)
+    def __init__(
+        self, fields: list[StoredField], batch: int, slots: int, device: torch.device, delivery: Delivery = AS_DECLARED
+    ) -> None:
+        super().__init__(fields, slots, device, delivery)
         self._shared = fields[0] is fields[1]
         fields, batch = (fields[:1], 2 * batch) if self._shared else (fields, batch)
         self._buffers = [[self._allocate(field, batch) for field in fields] for _ in range(slots)]
@@ -138,8 +204,10 @@ class Streamed(_OnDevice):
 class Resident(_OnDevice):
     """Holds all stored values on the device; a batch is decoded from there."""
 
-    def __init__(self, fields: list[StoredField], slots: int, device: torch.device) -> None:
-        super().__init__(fields, slots, device)
+    def __init__(
+        self, fields: list[StoredField], slots: int, device: torch.device, delivery: Delivery = AS_DECLARED
+    ) -> None:
+        super().__init__(fields, slots, device, delivery)
         try:
             x = self._load(fields[0])
             self._held = [x, x if fields[1] is fields[0] else self._load(fields[1])]

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
-from dlscale.data.loaders.base import Batch, Share, on_grids
+from dlscale.data.loaders.base import AS_DECLARED, Batch, Delivery, Share, on_grids
 from dlscale.data.loaders.decode import StoredField, stored_fields
 from dlscale.data.loaders.direct_device import Resident, Streamed
 from dlscale.data.loaders.settings import DirectLoader as Settings
@@ -44,7 +44,14 @@ class Backend(Protocol):
 class DirectLoader:
     """See `dlscale.data.loaders.base.Loader`."""
 
-    def __init__(self, samples: Samples, settings: Settings, share: Share, device: torch.device) -> None:
+    def __init__(
+        self,
+        samples: Samples,
+        settings: Settings,
+        share: Share,
+        device: torch.device,
+        delivery: Delivery = AS_DECLARED,
+    ) -> None:
         grids = on_grids(samples, settings.kind)
         self.samples = samples.size
         self._boxes, self._share = grids.boxes, share
@@ -57,13 +64,13 @@ class DirectLoader:
         batch = len(share.indices(0, samples.size))
         self._backend: Backend
         if becomes_resident(settings.resident, fields, device):
-            self._backend = Resident(fields, self._slots, device)
+            self._backend = Resident(fields, self._slots, device, delivery)
         elif device.type == "cpu":
             from dlscale.data.loaders.direct_host import OnHost  # compiled, which a GPU has no use for
 
             self._backend = OnHost(fields, batch, self._slots)
         else:
-            self._backend = Streamed(fields, batch, self._slots, device)
+            self._backend = Streamed(fields, batch, self._slots, device, delivery)
 
     def __len__(self) -> int:
         return self._share.steps(self.samples)

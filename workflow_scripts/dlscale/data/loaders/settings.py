@@ -35,7 +35,14 @@ class DaliLoader(Strict):
     """NVIDIA DALI (`pip install dlscale[dali]`)."""
 
     kind: Literal["dali"]
-    workers: PositiveInt = Field(2, description="Threads of the pipeline.")
+    operators: Literal["numba", "native"] = Field(
+        "numba",
+        description="What reads, turns and decodes samples: one operator of this project, compiled by Numba; or, as in "
+        "the published programs, processes that read with h5py and DALI's own operators.",
+    )
+    workers: PositiveInt = Field(
+        2, description="Threads of the pipeline; with native operators as many processes, too."
+    )
     prefetch: PositiveInt = Field(2, description="Batches that are kept ready.")
     device: Literal["auto", "cpu", "gpu"] = Field(
         "auto", description="Where samples are turned and decoded; auto: where the model is."

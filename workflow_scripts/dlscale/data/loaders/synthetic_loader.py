@@ -9,7 +9,7 @@ from collections.abc import Generator
 
 import torch
 
-from dlscale.data.loaders.base import Batch, Share
+from dlscale.data.loaders.base import AS_DECLARED, Batch, Delivery, Share
 from dlscale.data.loaders.settings import SyntheticLoader as Settings
 from dlscale.data.samples import ArraySpec, Samples
 
@@ -20,7 +20,14 @@ class SyntheticLoader:
     Fields are normal deviates, in targets clamped to [-1, 1]; labels are any of their classes, and images any bytes.
     """
 
-    def __init__(self, samples: Samples, settings: Settings, share: Share, device: torch.device) -> None:
+    def __init__(
+        self,
+        samples: Samples,
+        settings: Settings,
+        share: Share,
+        device: torch.device,
+        delivery: Delivery = AS_DECLARED,
+    ) -> None:
         self.samples = samples.size
         self._share = share
         generator = torch.Generator().manual_seed(0)

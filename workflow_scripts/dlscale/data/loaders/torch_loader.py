@@ -9,7 +9,7 @@ from collections.abc import Generator, Iterator
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from dlscale.data.loaders.base import Batch, Share
+from dlscale.data.loaders.base import AS_DECLARED, Batch, Delivery, Share
 from dlscale.data.loaders.settings import TorchLoader as Settings
 from dlscale.data.samples import ArraySpec, Samples
 
@@ -53,7 +53,14 @@ def _ignore_signals(worker: int) -> None:
 class TorchLoader:
     """See `dlscale.data.loaders.base.Loader`; the copy to the device does not block the host."""
 
-    def __init__(self, samples: Samples, settings: Settings, share: Share, device: torch.device) -> None:
+    def __init__(
+        self,
+        samples: Samples,
+        settings: Settings,
+        share: Share,
+        device: torch.device,
+        delivery: Delivery = AS_DECLARED,
+    ) -> None:
         self.samples = samples.size
         self._device = device
         self._batches = _Batches(samples.size, share)
