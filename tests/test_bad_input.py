@@ -210,7 +210,7 @@ def test_more_pieces_than_rows(tmp_path: Path, refused: Check) -> None:
 def test_a_memory_bound_below_one_row(tmp_path: Path, refused: Check) -> None:
     path = write_volume(tmp_path / "a.h5", volume((2, 200, 200)))
     text = refused(*preprocess(tmp_path, cosmo([path], [tmp_path / "b.h5"], memory_mb=1), path))
-    assert "one row needs 5 MB" in text and "`memory_mb` allows 1;" in text
+    assert "one row needs 2 MB" in text and "`memory_mb` allows 1;" in text
 
 
 def test_splits_and_factors_that_leave_nothing(tmp_path: Path, refused: Check) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import numba
 import numpy as np
 
-from dlscale.data.loaders.direct_host import decode_half, decode_single
+from dlscale.data.loaders.direct_host import decode_half, decode_single, decode_wide
 
 Operator = tuple[Callable[..., None], Callable[..., None]]
 
@@ -55,15 +55,18 @@ def decode_operator(itemsize: int, size: tuple[int, ...], together: bool) -> Ope
 
     `together` says that a cell's channels lie side by side: one word then fetches four float16, as in `direct_host`.
     """
-    decode, dtype = (decode_half, np.uint16) if itemsize == 2 else (decode_single, np.uint32)
     c0, c1, c2, c3 = size
+    half = itemsize == 2
+    decode = decode_half if half else decode_single
+    stored, values = (np.uint16, np.uint16) if half else (np.uint32, np.float32)
 
     def run(out: Any, bits: Any, chunks: Any, where: Any, steps: Any, numbers: Any) -> None:
         pitch = where[10:14]
-        box = np.empty(max(pitch[0] * c0, pitch[1] * c1), dtype)
+        box = np.empty(max(pitch[0] * c0, pitch[1] * c1), stored)
         fetch(bits, chunks, where, box)
-        group, lane = np.arange(c0), np.zeros(c0, dtype)
-        decode(box, steps[0], steps[4:], group, lane, steps[1:4], numbers[0], numbers[1], numbers[2], out)
+        group, lane = np.arange(c0), np.zeros(c0, np.uint64)
+        words, a, b, d = box.view(values), numbers[0], numbers[1], numbers[2]
+        decode(words, steps[0], steps[4:], group, lane, steps[1:4], a, b, d, False, out)
 
     def run_wide(out: Any, bits: Any, chunks: Any, where: Any, steps: Any, numbers: Any) -> None:
         channel = steps[4:]
@@ -73,7 +76,8 @@ def decode_operator(itemsize: int, size: tuple[int, ...], together: bool) -> Ope
         groups = np.minimum(np.arange(0, c0, 4), c0 - 4)  # the last is moved back, so that none reaches beyond its cell
         group = np.searchsorted(groups, channel, side="right") - 1
         lane = (16 * (channel - groups[group])).astype(np.uint64)
-        decode_half(words, steps[0], groups, group, lane, steps[1:4], numbers[0], numbers[1], numbers[2], out)
+        a, b, d = numbers[0], numbers[1], numbers[2]
+        decode_wide(words, steps[0], groups, group, lane, steps[1:4], a, b, d, False, out)
 
     def setup(outs: Any, ins: Any) -> None:
         for out in outs[0]:
@@ -82,7 +86,7 @@ def decode_operator(itemsize: int, size: tuple[int, ...], together: bool) -> Ope
             out[2] = c2
             out[3] = c3
 
-    return (run_wide if together and itemsize == 2 and c0 >= 4 else run), setup
+    return (run_wide if together and half and c0 >= 4 else run), setup
 
 
 def read_operator(values: int) -> Operator:
