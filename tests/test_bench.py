@@ -39,7 +39,7 @@ from tests.bench.gpu_kernels import (
 )
 from tests.bench.gpu_timings import COMPILE
 from tests.bench.measure import Row, figures, in_turns, summary, table
-from tests.bench.nvidia import Sampler
+from tests.bench.clocks import Sampler
 from tests.bench.tasks import Bench, Result, Skip, Task, closing_words, markdown, perform, perform_all, read
 from tests.conftest import ROOT
 from tests.waiting import PATIENCE

@@ -36,7 +36,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the command line sets 
 
 import torch  # noqa: E402
 
-from tests.bench.nvidia import Sampler  # noqa: E402
+from tests.bench.clocks import Sampler  # noqa: E402
 from tests.bench.tasks import (  # noqa: E402
     Bench,
     Skip,

@@ -7,9 +7,11 @@ floor is a copy of as many stored bytes into buffers that are used again.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import statistics
+import subprocess
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -44,6 +46,7 @@ CHANNELS_ERA5, ROWS, COLUMNS = 20, 360, 720
 CPU = torch.device("cpu")
 THREADS = 2
 FLOOR = "copying the stored bytes"
+LOOP = "the same rows by a loop in C"
 PROGRAM = "published loader, {} workers"
 PUBLISHED = "torch loader, published layout, {} workers"
 WORKERS = (0, 1, 2)
@@ -200,6 +203,51 @@ def reading(stack: ExitStack, samples: GridSamples, batch_size: int) -> Callable
     return measure
 
 
+ROWS_IN_C = """
+#include <string.h>
+void rows(char *to, const char *from, const long *n, const long *stride, long width) {
+    for (long i = 0; i < n[0]; i++)
+        for (long j = 0; j < n[1]; j++)
+            for (long k = 0; k < n[2]; k++, to += width)
+                memcpy(to, from + i * stride[0] + j * stride[1] + k * stride[2], width);
+}
+"""
+
+
+def reading_in_c(stack: ExitStack, samples: GridSamples, batch_size: int, folder: Path) -> Callable[[], float]:
+    """Return a function that does what `reading` does by a bare loop in C: of each box, row by row; samples/s."""
+    (folder / "rows.c").write_text(ROWS_IN_C)
+    library = folder / f"rows{len(list(folder.glob('rows*.so')))}.so"
+    subprocess.run(["cc", "-O3", "-shared", "-fPIC", "-o", library, folder / "rows.c"], check=True)
+    rows = ctypes.CDLL(str(library)).rows
+    rows.argtypes = [ctypes.c_void_p, ctypes.c_void_p, *[np.ctypeslib.ndpointer(np.int64)] * 2, ctypes.c_long]
+    pool = stack.enter_context(ThreadPoolExecutor(THREADS))
+    fields = stored_fields(samples)
+    buffers = [np.ones((batch_size, int(np.prod(field.shape))), field.dtype) for field in fields]
+    epochs = iter(range(10**9))
+
+    def measure() -> float:
+        boxes = samples.boxes(next(epochs))
+
+        def read(index: int) -> None:
+            for field, starts, out in zip(fields, (boxes.input, boxes.target), buffers, strict=True):
+                whole = field.files[boxes.file[index]].whole
+                assert whole is not None
+                box = [slice(None), *(slice(a, a + n) for a, n in zip(starts[index], field.shape[1:], strict=True))]
+                view = whole[tuple(box)].transpose(field.order)
+                outer, width = list(zip(view.shape, view.strides, strict=True)), view.itemsize
+                while outer and outer[-1][1] == width:  # what lies in one piece
+                    width *= outer.pop()[0]
+                counts, strides = np.array([*[(1, 0)] * (3 - len(outer)), *outer]).T.copy()
+                rows(out[index % batch_size].ctypes.data, view.ctypes.data, counts, strides, width)
+
+        start = time.perf_counter()
+        list(pool.map(read, range(samples.size)))
+        return samples.size / (time.perf_counter() - start)
+
+    return measure
+
+
 def copying(stack: ExitStack, sample_bytes: int, count: int, batch_size: int) -> Callable[[], float]:
     """Return a function that copies as many bytes as `count` samples have into a batch of buffers; samples/s."""
     pool = stack.enter_context(ThreadPoolExecutor(THREADS))
@@ -276,6 +324,7 @@ def compare(
                 **{PUBLISHED.format(workers): torch_rate(stack, plain, batch_size, workers) for workers in WORKERS},
                 **others,
                 "reads alone": reading(stack, ours, batch_size),
+                LOOP: reading_in_c(stack, ours, batch_size, options.folder),
                 FLOOR: copying(stack, stored_bytes, ours.size, batch_size),
             },
         )
@@ -291,7 +340,8 @@ def compare(
     rows.append(Row(f"{label}, torch loader's best", "samples/s", ours_best, reference, best, counted, target=0.95))
     reads = found.pop("reads alone")
     counted["stored"] = stored_bytes
-    rows.append(Row(f"{label}, reads alone", "samples/s", reads, FLOOR, floor, counted, target=0.6))
+    rows.append(Row(f"{label}, reads alone", "samples/s", reads, FLOOR, floor, counted))
+    rows.append(Row(f"{label}, reads alone", "samples/s", reads, LOOP, found.pop(LOOP), counted, target=0.9))
     for name, values in found.items():
         rows.append(Row(f"{label}, {name}", "samples/s", values, FLOOR, floor, counted))
         if name in targets:

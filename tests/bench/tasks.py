@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from tests.bench.measure import figures
-from tests.bench.nvidia import Sampler
+from tests.bench.clocks import Sampler
 
 #: Named values of a row; a list of dicts with the same keys is a table.
 Values = dict[str, Any]
@@ -70,7 +70,7 @@ class Result:
     why
         Of the last three.
     gpu
-        Clocks, power, temperature meanwhile; see `tests.bench.nvidia`.
+        Clocks, power, temperature meanwhile; see `tests.bench.clocks`.
     """
 
     group: str

@@ -65,6 +65,8 @@ _half = _half_of_hardware if binding.get_host_cpu_features().get("f16c") else _h
 
 #: Values that are written together past the processor's cache: a line of it.
 LINE = 16
+#: Words that are fetched together and then decoded: they fit into the fastest cache.
+BLOCK = 1024
 #: Bytes of batches beyond which they are taken not to stay in a processor's cache.
 CACHE = 2**25
 
@@ -113,32 +115,37 @@ def _compiled(half, wide):  # type: ignore[no-untyped-def]
         """
         n0, n1, n2 = out.shape[1:]
         s0, s1, s2 = step[0], step[1], step[2]
-        row, values = np.empty(n2, words.dtype), np.empty(n2, np.float32)
+        block = max(1, BLOCK // n2)  # rows at a time: neighbours along any axis find their line of the cache again
+        rows, values = np.empty((block, n2), words.dtype), np.empty(n2, np.float32)
         for g in range(len(groups)):
-            for i in range(n0):
-                for j in range(n1):
-                    first = base + groups[g] + i * s0 + j * s1
+            for begin in range(0, n1, block):
+                count = min(block, n1 - begin)
+                for i in range(n0):
                     # Unsigned: nothing is counted from the end, as numpy would with negative positions.
-                    if s2 == 1:
-                        for k in range(n2):
-                            row[k] = words[np.uintp(first + k)]
-                    else:
-                        for k in range(n2):
-                            row[k] = words[np.uintp(first + k * s2)]
+                    for j in range(count):
+                        first, row = base + groups[g] + i * s0 + (begin + j) * s1, rows[j]
+                        if s2 == 1:
+                            for k in range(n2):
+                                row[k] = words[np.uintp(first + k)]
+                        else:
+                            for k in range(n2):
+                                row[k] = words[np.uintp(first + k * s2)]
                     for c in range(out.shape[0]):
                         if group[c] == g:
                             bits, a, b, d = lane[c], shift[c], factor[c], offset[c]
-                            target = values if stream else out[c, i, j]
-                            for k in range(n2):
-                                if wide:
-                                    value = _half(np.uint16(row[k] >> bits))
-                                elif half:
-                                    value = _half(row[k])
-                                else:
-                                    value = row[k]
-                                target[k] = (value - a) * b + d
-                            if stream:
-                                _stream(out[c, i, j], values)  # type: ignore[call-arg]
+                            for j in range(count):
+                                row = rows[j]
+                                target = values if stream else out[c, i, begin + j]
+                                for k in range(n2):
+                                    if wide:
+                                        value = _half(np.uint16(row[k] >> bits))
+                                    elif half:
+                                        value = _half(row[k])
+                                    else:
+                                        value = row[k]
+                                    target[k] = (value - a) * b + d
+                                if stream:
+                                    _stream(out[c, i, begin + j], values)  # type: ignore[call-arg]
         if stream:
             _settle()  # type: ignore[call-arg]
 
