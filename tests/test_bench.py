@@ -24,6 +24,7 @@ from dlscale.parallel.world import World
 from dlscale.train.step import Network, Step
 from tests.bench import gpu_checks, gpu_whole, training
 from tests.bench.cases import Case, sizes
+from tests.bench.clocks import Sampler
 from tests.bench.compute import counted_flops, unet_flops, vit_flops
 from tests.bench.gpu_checks import UNET, Errors, rung_equals_plain
 from tests.bench.gpu_kernels import (
@@ -39,7 +40,6 @@ from tests.bench.gpu_kernels import (
 )
 from tests.bench.gpu_timings import COMPILE
 from tests.bench.measure import Row, figures, in_turns, summary, table
-from tests.bench.clocks import Sampler
 from tests.bench.tasks import Bench, Result, Skip, Task, closing_words, markdown, perform, perform_all, read
 from tests.conftest import ROOT
 from tests.waiting import PATIENCE

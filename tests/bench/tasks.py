@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from tests.bench.measure import figures
 from tests.bench.clocks import Sampler
+from tests.bench.measure import figures
 
 #: Named values of a row; a list of dicts with the same keys is a table.
 Values = dict[str, Any]
