@@ -43,7 +43,7 @@ from dlscale.datasets.era5.kind import PairSamples
 from dlscale.datasets.era5.samples import Pairs
 from tests.conftest import ROOT, TINY, make_run
 from tests.manifests import manifest_of
-from tests.waiting import PATIENCE
+from tests.waiting import PATIENCE, until
 
 CPU = torch.device("cpu")
 #: Volumes of different sizes, none a cube, none a multiple of a chunk.
@@ -537,6 +537,31 @@ def test_processes_of_dali_end_with_the_loader(tmp_path: Path) -> None:
     assert len(before) == 2 and set(multiprocessing.active_children()) == set(before)
     loader.close()
     assert not multiprocessing.active_children()
+
+
+ENDLESS = """
+import multiprocessing, sys, time
+from pathlib import Path
+if __name__ == "__main__":
+    from tests.test_loaders import Share, build, crops
+    loader = build("dali", crops(Path(sys.argv[1]), {}), Share(4), 2, operators="native")
+    next(iter(loader.epoch(0)))
+    print(*[process.pid for process in multiprocessing.active_children()], flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.slow
+def test_processes_of_dali_do_not_outlive_a_killed_training(tmp_path: Path) -> None:
+    (tmp_path / "endless.py").write_text(ENDLESS)
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}/workflow_scripts:{ROOT}"}
+    command = [sys.executable, tmp_path / "endless.py", tmp_path]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as training:
+        assert training.stdout is not None
+        processes = [Path(f"/proc/{pid}") for pid in training.stdout.readline().split()]
+        assert len(processes) == 2 and all(process.exists() for process in processes)
+        training.kill()
+    until("the end of DALI's processes", lambda: not any(process.exists() for process in processes))
 
 
 @pytest.mark.parametrize("kind", ["direct", "dali"])
