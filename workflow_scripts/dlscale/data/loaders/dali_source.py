@@ -117,7 +117,7 @@ class NativeSource:
         self._memory = SharedMemory(create=True, size=16)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Live on where all processes of a job are signalled, for the training has yet to save; end when it has ended."""
+        """Live on where all processes of a job are signalled, for the training has yet to save; end when it has."""
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(number, signal.SIG_IGN)
         self.__dict__ = state
