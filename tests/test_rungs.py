@@ -941,16 +941,17 @@ def test_a_run_in_16_bits_is_checked_and_no_other(
     assert checked[2][3] is not nullcontext and checked[2][4] == 16 // 2
 
 
+@pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("precision", ["bf16", "bf16_master", "fp16"])
 @pytest.mark.parametrize("study", ["cosmo_unet", "era5_vit"])
-def test_a_models_own_layers_are_right(study: str, precision: str) -> None:
+def test_a_models_own_layers_are_right(study: str, precision: str, count: int) -> None:
     """At the run's own shapes, under its own autocast; nothing of the model is changed by that."""
     blocks = {"model": {"space_to_depth": True}} if study == "cosmo_unet" else {}
     step = make_step(study, precision=precision, **blocks)
-    x, _ = batch(study, 3)
+    x, _ = batch(study, count)
     before, state = copy.deepcopy(step.weights.state_dict()), torch.get_rng_state()
     layers = sum(isinstance(layer, nn.modules.conv._ConvNd) for layer in step.model.modules())
-    assert check_layers(step.model, step.network.predict, x) == layers
+    assert check_layers(step.model, step.network.predict, tuple(x.shape), CPU) == layers
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(value, before[key]) for key, value in step.weights.state_dict().items())
     assert all(p.grad is None for p in step.model.parameters())
@@ -983,7 +984,7 @@ def test_a_kernel_that_is_wrong_at_one_shape_is_found(monkeypatch: pytest.Monkey
     monkeypatch.setattr(F, "conv3d", wrong)
     words = what if what == "forward" else f"gradient of the {what}"
     with pytest.raises(UserError, match=rf"Conv3d\({channels}, .* \({words}\) in torch.bfloat16 is wrong"):
-        check_layers(step.model, step.network.predict, x)
+        check_layers(step.model, step.network.predict, tuple(x.shape), CPU)
 
 
 @pytest.mark.parametrize("what", ["forward", "backward", "nan"])

@@ -30,10 +30,7 @@ def vit_flops(model: ViT, in_channels: int, batch_size: int) -> int:
 
 
 def unet_flops(model: UNet3D, grid: tuple[int, ...]) -> int:
-    """FLOPs of a sample, forward and backward: 2 k^3 C_in C_out a cell of the coarser grid, thrice that with gradients.
-
-    Zeros that pad channels do not count.
-    """
+    """FLOPs of a sample, forward and backward: 2 k^3 C_in C_out a cell of the coarser grid, thrice with gradients."""
     levels = len(model.down)
     convolutions: list[Any] = [level[0] for level in model.down]  # type: ignore[index]
     convolutions += [level[0] for level in model.up] + [model.last]  # type: ignore[index]

@@ -9,7 +9,8 @@ import statistics
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,8 +19,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from dlscale.data.loaders.decode import DecodePlan, stored_fields
-from dlscale.data.loaders.direct_device import Resident, on_device
+from dlscale.data.loaders import direct_device
+from dlscale.data.loaders.base import AS_DECLARED
+from dlscale.data.loaders.decode import stored_fields
+from dlscale.data.loaders.direct_device import Resident, on_device, placed
 from dlscale.train.attention import BACKENDS, only
 from tests.bench.cases import Case, sizes
 from tests.bench.gpu_timings import COMPILE, Data, data
@@ -352,12 +355,25 @@ def attention(bench: Bench, kind: str, samples: int, tokens: int, width: int) ->
 
 # --- decoding ----------------------------------------------------------------------------------------------------
 
-#: What decodes on the device, by name: a function of stored values [n], a plan and the extent of a box.
-Decoder = Callable[[torch.Tensor, DecodePlan, tuple[int, int, int]], torch.Tensor]
-DECODERS: dict[str, Decoder] = {"operations": on_device}
+#: By name, whether the kernel decodes; else PyTorch's operations do.
+DECODERS = {"kernel": True, "operations": False}
 
 
-def decoding(bench: Bench, data: Data, decode: Decoder, wide: bool) -> Values:
+@contextmanager
+def decoder(fused: bool, device: torch.device) -> Iterator[None]:
+    """Let `on_device` use the kernel, or PyTorch's operations."""
+    found = direct_device.kernel(device)
+    if fused and found is None:
+        raise Skip("no Triton" if device.type == "cuda" else "only interpreted on a processor")
+    direct_device.kernel.cache_clear()
+    kernel, direct_device.kernel = direct_device.kernel, lambda device: found if fused else None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        direct_device.kernel = kernel
+
+
+def decoding(bench: Bench, data: Data, fused: bool, wide: bool) -> Values:
     """Measure the decoding of a batch from values on the device; `wide`: of so many that indices need 64 bits.
 
     The rate is of the least bytes: every stored value read once, every decoded one written once.
@@ -377,14 +393,19 @@ def decoding(bench: Bench, data: Data, decode: Decoder, wide: bool) -> Values:
             values = large
         stride = strides[boxes.file]
         base = shift + firsts[boxes.file] + (starts * stride[:, 1:]).sum(axis=1)
-        work.append((values, field.plan(boxes.file, boxes.symmetry, base, stride), field.extent))
+        work.append((values, field.plan(boxes.file, boxes.symmetry, base, stride), field))
 
     def action() -> list[torch.Tensor]:
-        return [decode(*each) for each in work]
+        plans = placed([plan for _, plan, _ in work], bench.device)
+        return [
+            on_device(values, plan, field.extent, field.spec.shape, torch.float32, AS_DECLARED)
+            for plan, (values, _, field) in zip(plans, work, strict=True)
+        ]
 
-    out = action()
-    found = host_and_device(bench, action, 2 if bench.quick else 20)
-    count = len(launches(bench, action, 1))
+    with decoder(fused, bench.device):
+        out = action()
+        found = host_and_device(bench, action, 2 if bench.quick else 20)
+        count = len(launches(bench, action, 1))
     stored = sum(tensor.numel() * values.element_size() for tensor, (values, *_) in zip(out, work, strict=True))
     least = stored + sum(tensor.numel() * tensor.element_size() for tensor in out)
     return {
@@ -424,9 +445,9 @@ def tasks(bench: Bench) -> list[Task]:
     ]
     boxes, years = data(bench)
     found += [
-        Task("decode", f"{label}, {name}, {bits}", 10, partial(decoding, bench, source, decode, bits == "int64"))
+        Task("decode", f"{label}, {name}, {bits}", 10, partial(decoding, bench, source, fused, bits == "int64"))
         for label, source in (("crops", boxes), ("pairs", years))
-        for name, decode in DECODERS.items()
+        for name, fused in DECODERS.items()
         for bits in ("int32", "int64")
     ]
     return found

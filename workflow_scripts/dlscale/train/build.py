@@ -178,7 +178,5 @@ def open_session(run: RunCore, manifest: str | Path, world: World, threads: int 
     if dtype != torch.float32 and world.device.type == "cuda":
         spec = session.samples("train").input_spec
         if spec.dtype == "float32":
-            check_layers(
-                step.model, step.network.predict, torch.randn(run.local_batch_size, *spec.shape, device=world.device)
-            )
+            check_layers(step.model, step.network.predict, (run.local_batch_size, *spec.shape), world.device)
     return session

@@ -77,12 +77,14 @@ def check_operations(
             _compare(f"{name} ({what})", a, b, dtype)
 
 
-def check_layers(model: nn.Module, predict: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> int:
+def check_layers(
+    model: nn.Module, predict: Callable[[torch.Tensor], torch.Tensor], shape: tuple[int, ...], device: torch.device
+) -> int:
     """Raise a `UserError` where a convolution of the model in 16 bits differs from float32 by more than rounding.
 
     Libraries choose their kernels by shape: each layer is checked where it stands, on what it is given when `predict`
-    computes a batch `x`, forward and backward, once for each shape. Samples do not touch each other in a convolution,
-    so the truth, computed in float32 without cuDNN, is that of the first and the last of the batch.
+    computes random inputs of `shape`, forward and backward, once for each shape. Samples do not touch each other in a
+    convolution, so the truth, computed in float32 without cuDNN, is that of the first and the last of the batch.
 
     Return how many layers were checked.
     """
@@ -93,14 +95,14 @@ def check_layers(model: nn.Module, predict: Callable[[torch.Tensor], torch.Tenso
         if shape in seen or output.dtype not in TOLERANCE:
             return
         seen.add(shape)  # before the layer is called again
-        some = [0, -1]
+        some = sorted({0, len(output) - 1})
         gradient = torch.zeros_like(output)
         gradient[some] = torch.randn_like(output[some])
         with torch.enable_grad():
             given = inputs[0].detach().requires_grad_()
             own = layer(given)
             x_own, w_own = torch.autograd.grad(own, (given, layer.weight), gradient)
-            with torch.autocast(x.device.type, enabled=False), torch.backends.cudnn.flags(enabled=False):
+            with torch.autocast(device.type, enabled=False), torch.backends.cudnn.flags(enabled=False):
                 exact = copy.deepcopy(layer).to(output.dtype).float()
                 few = inputs[0].detach()[some].to(output.dtype).float().requires_grad_()
                 truth = exact(few)
@@ -116,8 +118,8 @@ def check_layers(model: nn.Module, predict: Callable[[torch.Tensor], torch.Tenso
     layers = [layer for layer in model.modules() if isinstance(layer, _ConvNd)]
     hooks = [layer.register_forward_hook(check) for layer in layers]
     try:
-        with torch.no_grad(), torch.random.fork_rng([x.device] if x.device.type == "cuda" else []):
-            predict(x)
+        with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+            predict(torch.randn(shape, device=device))
     finally:
         for hook in hooks:
             hook.remove()

@@ -87,6 +87,8 @@ class Step:
         self.optimizer, self.scaler = optimizer, grad_scaler(run.precision, self.device)
         self._accumulation = run.accumulation_steps
         self._train: Callable[..., torch.Tensor] = self._train_eagerly
+        self._loss_of: Callable[..., torch.Tensor] = wrapped
+        self._predict: Callable[..., torch.Tensor] = network.predict
 
     def compile(self, mode: str) -> None:
         """Compile the forward pass, with the loss and alone, in this mode (the run's `compile.mode`)."""

@@ -225,6 +225,7 @@ class DaliLoader:
         """Free the pipeline: its threads end with it."""
         if self._pipeline is not None:
             self._abandon()
+            self._pace.close()
         self._pipeline = None
 
 

@@ -55,3 +55,10 @@ class Pace:
         while self._past and (len(self._past) > self._ahead or self._past[0][0].query()):
             self._past[0][0].synchronize()
             self._past.popleft()  # only now: what it holds may go
+
+    def close(self) -> None:
+        """Wait until the device has done all work, and hold nothing any more."""
+        self.hold(None)
+        while self._past:
+            self._past[0][0].synchronize()
+            self._past.popleft()
