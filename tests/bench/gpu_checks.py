@@ -12,7 +12,7 @@ import torch
 
 from dlscale.core.errors import UserError
 from dlscale.data.loaders import direct_loader
-from dlscale.data.loaders.base import Loader, Share
+from dlscale.data.loaders.base import AS_DECLARED, Delivery, Loader, Share
 from dlscale.data.loaders.decode import stored_fields
 from dlscale.data.loaders.direct_device import Streamed
 from dlscale.data.loaders.settings import DaliLoader, DirectLoader
@@ -63,7 +63,14 @@ def values(bench: Bench) -> Values:
 # --- samples -----------------------------------------------------------------------------------------------------
 
 
-def loader_of(bench: Bench, samples: GridSamples, kind: str, batch_size: int, workers: int = WORKERS) -> Loader:
+def loader_of(
+    bench: Bench,
+    samples: GridSamples,
+    kind: str,
+    batch_size: int,
+    workers: int = WORKERS,
+    delivery: Delivery = AS_DECLARED,
+) -> Loader:
     """Return a loader that delivers to the device: `resident`, `streamed` (both `direct`) or `dali`."""
     share = Share(batch_size)
     if kind == "dali":
@@ -75,13 +82,14 @@ def loader_of(bench: Bench, samples: GridSamples, kind: str, batch_size: int, wo
             raise Skip(str(error)) from None
         from dlscale.data.loaders import dali_loader
 
-        return dali_loader.build(samples, DaliLoader(kind="dali", workers=workers, device="gpu"), share, bench.device)
+        dali = DaliLoader(kind="dali", workers=workers, device="gpu")
+        return dali_loader.build(samples, dali, share, bench.device, delivery)
     settings = DirectLoader(
         kind="direct", workers=workers, resident="never" if kind == "streamed" and bench.cuda else "always"
     )
-    loader = direct_loader.build(samples, settings, share, bench.device)
+    loader = direct_loader.build(samples, settings, share, bench.device, delivery)
     if kind == "streamed" and not bench.cuda:  # the way to a GPU, with the processor in its place
-        loader._backend = Streamed(stored_fields(samples), batch_size, loader._slots, bench.device)
+        loader._backend = Streamed(stored_fields(samples), batch_size, loader._slots, bench.device, delivery)
     return loader
 
 
@@ -125,7 +133,7 @@ def samples_ahead(bench: Bench, kind: str, over: dict[str, Any]) -> Values:
             case.write(path, rows)
         samples = case.samples(path, rows, count)
         step = case.step(bench.device, precision="bf16", **FUSED, **over) if bench.cuda else make(bench, case)
-        with closing(loader_of(bench, samples, kind, case.batch_size)) as loader:
+        with closing(loader_of(bench, samples, kind, case.batch_size, delivery=step.network.delivery)) as loader:
             for x, y in loader.epoch(0):  # capture, and what is made only once
                 step(x, y)
             read: list[tuple[torch.Tensor, torch.Tensor]] = []

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from dlscale.config.run import Throughput
-from dlscale.data.loaders.base import Batch, Loader
+from dlscale.data.loaders.base import AS_DECLARED, Batch, Loader
 from dlscale.data.samples import GridSamples
 from dlscale.measure.throughput import endless, peak_memory, trials
 from dlscale.parallel.world import World
@@ -66,14 +66,15 @@ class Data:
         return self.case.samples(path, self._rows, self._count)
 
     @contextmanager
-    def loader(self, kind: str) -> Iterator[Loader]:
-        """Open a loader."""
-        with closing(loader_of(self._bench, self.samples(), kind, self.case.batch_size, WORKERS)) as loader:
+    def loader(self, kind: str, step: Step | None = None) -> Iterator[Loader]:
+        """Open a loader, which delivers as a step takes it."""
+        delivery = AS_DECLARED if step is None else step.network.delivery
+        with closing(loader_of(self._bench, self.samples(), kind, self.case.batch_size, WORKERS, delivery)) as loader:
             yield loader
 
     def rate(self, kind: str, step: Step | None, settings: Throughput) -> float:
         """Return samples/s of training (of loading alone, without a step) on what a loader delivers."""
-        with self.loader(kind) as loader, closing(endless(loader, 0)) as batches:  # type: ignore[type-var]
+        with self.loader(kind, step) as loader, closing(endless(loader, 0)) as batches:  # type: ignore[type-var]
             return median(self._bench, batches, step, settings)
 
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import h5py
 import numpy as np
@@ -30,7 +30,7 @@ from dlscale.data.loaders.base import Batch, Loader, Share
 from dlscale.data.loaders.decode import stored_fields
 from dlscale.data.loaders.settings import DaliLoader, DirectLoader, TorchLoader
 from dlscale.data.manifest import Manifest
-from dlscale.data.samples import GridSamples
+from dlscale.data.samples import BoxIndex, GridSamples
 from dlscale.data.store import Field
 from dlscale.data.transforms import Transform
 from dlscale.datasets.cosmo.channels import CHANNELS
@@ -220,29 +220,39 @@ def reading_in_c(stack: ExitStack, samples: GridSamples, batch_size: int, folder
     library = folder / f"rows{len(list(folder.glob('rows*.so')))}.so"
     subprocess.run(["cc", "-O3", "-shared", "-fPIC", "-o", library, folder / "rows.c"], check=True)
     rows = ctypes.CDLL(str(library)).rows
-    rows.argtypes = [ctypes.c_void_p, ctypes.c_void_p, *[np.ctypeslib.ndpointer(np.int64)] * 2, ctypes.c_long]
+    rows.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_long]
     pool = stack.enter_context(ThreadPoolExecutor(THREADS))
     fields = stored_fields(samples)
     buffers = [np.ones((batch_size, int(np.prod(field.shape))), field.dtype) for field in fields]
     epochs = iter(range(10**9))
 
+    def prepared(boxes: BoxIndex, index: int) -> list[tuple[Any, ...]]:
+        """Return the words of a sample's two calls."""
+        calls = list[tuple[Any, ...]]()
+        for field, starts, out in zip(fields, (boxes.input, boxes.target), buffers, strict=True):
+            whole = field.files[boxes.file[index]].whole
+            assert whole is not None
+            box = [slice(None), *(slice(a, a + n) for a, n in zip(starts[index], field.shape[1:], strict=True))]
+            view = whole[tuple(box)].transpose(field.order)
+            outer, width = list(zip(view.shape, view.strides, strict=True)), view.itemsize
+            while outer and outer[-1][1] == width:  # what lies in one piece
+                width *= outer.pop()[0]
+            counts, strides = (
+                (ctypes.c_long * 3)(*each) for each in zip(*[(1, 0)] * (3 - len(outer)), *outer, strict=True)
+            )
+            calls.append((out[index % batch_size].ctypes.data, view.ctypes.data, counts, strides, width))
+        return calls
+
     def measure() -> float:
         boxes = samples.boxes(next(epochs))
+        work = [prepared(boxes, index) for index in range(samples.size)]
 
-        def read(index: int) -> None:
-            for field, starts, out in zip(fields, (boxes.input, boxes.target), buffers, strict=True):
-                whole = field.files[boxes.file[index]].whole
-                assert whole is not None
-                box = [slice(None), *(slice(a, a + n) for a, n in zip(starts[index], field.shape[1:], strict=True))]
-                view = whole[tuple(box)].transpose(field.order)
-                outer, width = list(zip(view.shape, view.strides, strict=True)), view.itemsize
-                while outer and outer[-1][1] == width:  # what lies in one piece
-                    width *= outer.pop()[0]
-                counts, strides = np.array([*[(1, 0)] * (3 - len(outer)), *outer]).T.copy()
-                rows(out[index % batch_size].ctypes.data, view.ctypes.data, counts, strides, width)
+        def read(calls: list[tuple[Any, ...]]) -> None:
+            for words in calls:
+                rows(*words)
 
         start = time.perf_counter()
-        list(pool.map(read, range(samples.size)))
+        list(pool.map(read, work))
         return samples.size / (time.perf_counter() - start)
 
     return measure
