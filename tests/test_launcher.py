@@ -94,7 +94,13 @@ def test_local_ranks_take_the_gpus_in_the_sites_order(tmp_path: Path) -> None:
     taken = [line.split()[1].split(",")[int(line.split()[0])] for line in shown]
     assert taken == ["3", "2", "0", "1"]
     asked = (tmp_path / "asked").read_text().split()
-    assert {"--cpu-bind=cores", "--gpu-bind=none", "--gpus-per-node=4", "--cpus-per-task=32"} < set(asked)
+    assert {
+        "--distribution=block:block",
+        "--cpu-bind=cores",
+        "--gpu-bind=none",
+        "--gpus-per-node=4",
+        "--cpus-per-task=32",
+    } < set(asked)
     assert not any(word.startswith(("--gpus-per-task", "--ntasks-per-gpu")) for word in asked), (
         "one GPU a task, named 0"
     )

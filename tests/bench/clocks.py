@@ -65,6 +65,8 @@ class Sampler:
                 )
             except OSError:
                 return
+            if self._closed:  # meanwhile
+                self._process.kill()
             assert self._process.stdout is not None
             for line in self._process.stdout:
                 *numbers, mask = (cell.strip() for cell in line.split(","))

@@ -207,7 +207,8 @@ class Reader:
     def stored(self, index: tuple[slice, ...], buffer: np.ndarray | None = None) -> np.ndarray:
         """Return the selected values as they are stored, channels first (slices only; axes without one are whole).
 
-        They are a new array, or in `buffer`, which has their type and the shape in which they are stored.
+        They are a new array, or in `buffer`, which has the shape in which they are stored; to its type, if that is
+        another one, HDF5 converts them.
         """
         opened, order = self._open()
         index = (*index, *[slice(None)] * (len(order) - len(index)))

@@ -54,8 +54,8 @@ def launch(site: Site, place: Place, geometry: Geometry | None = None) -> list[s
         if site.scheduler:
             srun.append(f"--cpus-per-task={cpus_per_task(site.scheduler)}")
             srun += [f"--gpus-per-node={geometry.gpus_per_node}"] if site.scheduler.gpu_nodes.gpus else []
-        if ordered:  # task i on the i-th share of the CPUs, and all GPUs of the node seen by every task
-            srun += ["--cpu-bind=cores", "--gpu-bind=none"]
+        if ordered:  # task i on the i-th share of the CPUs, not dealt out to sockets; every task sees all GPUs
+            srun += ["--distribution=block:block", "--cpu-bind=cores", "--gpu-bind=none"]
         return [*srun, "--kill-on-bad-exit=1", *container, *PYTHON]
     # It ends all processes when one fails. What follows "--" is the stage's own, such as `--log`.
     torchrun = ["python", "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={geometry.gpus_per_node}"]

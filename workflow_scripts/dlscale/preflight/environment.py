@@ -82,7 +82,7 @@ def probe_gpu_order(site: Site, devices: Path = Path("/dev")) -> list[Finding]:
 
 
 def gpu_order(text: str, site: Site) -> Finding:
-    """Judge the site's order of GPUs by `nvidia-smi topo -m`: srun gives CPUs to local ranks in ascending order."""
+    """Judge the site's order of GPUs by `nvidia-smi topo -m`: local ranks get CPUs in ascending order."""
     nearest: dict[int, int] = {}  # to each GPU, the first of its CPUs
     for line in text.splitlines():
         row = re.match(r"GPU(\d+)\t(.*)", re.sub(r"\x1b\[\d*m", "", line))

@@ -77,8 +77,8 @@ def gain(before: RunResult, run: RunResult) -> str | None:
     full = number(_ratio(before, run, "FULL"))
     if UNKNOWN in (was.what, now.what):
         return f"{full}× as fast as {before.label}; one of the two was disturbed, so that means little."
-    noise = f"As fast as {before.label}, within the noise ({full}×)."
-    speed_up = noise if ratios["FULL"] == 1 else f"{full}× as fast as {before.label}."
+    alike = f"As fast as {before.label}, within the noise ({full}×)."
+    speed_up = alike if ratios["FULL"] == 1 else f"{full}× as fast as {before.label}."
     if was.loading:
         held = f"That one loads and computes in turn, and {percent(was.loading)} of its time is loading"
     else:

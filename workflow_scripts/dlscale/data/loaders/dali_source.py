@@ -18,6 +18,7 @@ from dlscale.data.samples import BoxField, BoxIndex, GridSamples
 
 
 def _end_with(process: Any) -> None:
+    """End this process when another one has ended."""
     process.join()
     os._exit(1)
 

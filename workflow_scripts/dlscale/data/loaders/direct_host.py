@@ -30,6 +30,12 @@ from dlscale.data.samples import BoxIndex
 #: Cells added to the two faster axes of a thread's buffer: at distances of a power of two, neighbours along a slow axis
 #: compete for the same few lines of the processor's cache.
 PAD = 4
+#: Values that are written together past the processor's cache: a line of it.
+LINE = 16
+#: Words that are fetched together and then decoded: they fit into the fastest cache.
+BLOCK = 1024
+#: Bytes of batches beyond which they are taken not to stay in a processor's cache.
+CACHE = 2**25
 
 
 @intrinsic
@@ -63,17 +69,12 @@ def _half_of_bits(bits):  # type: ignore[no-untyped-def]
 _half = _half_of_hardware if binding.get_host_cpu_features().get("f16c") else _half_of_bits
 
 
-#: Values that are written together past the processor's cache: a line of it.
-LINE = 16
-#: Words that are fetched together and then decoded: they fit into the fastest cache.
-BLOCK = 1024
-#: Bytes of batches beyond which they are taken not to stay in a processor's cache.
-CACHE = 2**25
-
-
 @intrinsic
 def _stream(typing, target, source):  # type: ignore[no-untyped-def]
-    """Write `source` into `target`, float32 [n] with whole lines, past the cache: no line is read before it is lost."""
+    """Write `source` into `target`, float32 [n], past the cache: no line is read only to be overwritten.
+
+    n is a multiple of `LINE`, and `target` begins with a line of the cache (at 64 bytes).
+    """
 
     def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         line = ir.VectorType(ir.FloatType(), LINE).as_pointer()
@@ -158,9 +159,9 @@ decode_single = _compiled(False, False)
 
 
 class HostField:
-    """Decodes boxes of one field on the processor."""
+    """Decodes boxes of one field on the processor; `held` is how many samples there are in all batches together."""
 
-    def __init__(self, field: StoredField, batch: int = 1) -> None:
+    def __init__(self, field: StoredField, held: int = 1) -> None:
         self._field, self._local = field, threading.local()
         self._channels = field.shape[0]
         together = field.order[-1] == 0  # a cell's channels lie side by side
@@ -168,7 +169,7 @@ class HostField:
         half = decode_wide if self._wide else decode_half
         self._kernel = half if field.dtype == np.float16 else decode_single
         #: Whether batches are written past the cache: what does not stay there need not pass through it.
-        self._stream = field.extent[2] % LINE == 0 and 4 * batch * math.prod(field.shape) > CACHE
+        self._stream = field.extent[2] % LINE == 0 and 4 * held * math.prod(field.shape) > CACHE
         #: Words and strides of the files whose boxes can be decoded where they lie.
         self._mapped: list[tuple[np.ndarray, np.ndarray] | None] = []
         for file in field.files:
