@@ -224,8 +224,12 @@ def test_without_triton_operations_decode(monkeypatch: pytest.MonkeyPatch, caplo
     forget()
 
 
-def test_the_kernel_compiles_for_gpus() -> None:
-    """For A100 and H200, without one: values are written 16 bytes at a time, and multiply-adds keep their digits."""
+@pytest.mark.parametrize("case", ["channels last", "contiguous", "one time"])
+def test_the_kernel_compiles_for_gpus(case: str) -> None:
+    """For A100 and H200, without one: values are written 16 bytes at a time, and multiply-adds keep their digits.
+
+    Triton compiles anew where a size is 1, as that of a pair's times is.
+    """
     triton = pytest.importorskip("triton", reason="Triton is not installed: it comes with CUDA builds of PyTorch")
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -234,7 +238,8 @@ def test_the_kernel_compiles_for_gpus() -> None:
     decode_kernel = importlib.import_module(KERNEL)
 
     types = {"stored": "*fp16", "places": "*i64", "numbers": "*fp32", "n0": "i32", "n1": "i32", "n2": "i32"}
-    constants = {"C": 5, "LAST": True, "ROWS": decode_kernel.ROWS, "VALUES": decode_kernel.VALUES}
+    constants = {"C": 5, "LAST": case == "channels last", "ROWS": decode_kernel.ROWS, "VALUES": decode_kernel.VALUES}
+    constants |= {"n0": 1} if case == "one time" else {}
     names = decode_kernel._decode.arg_names
     for capability, out in ((80, "*bf16"), (90, "*fp32")):
         signature = {**types, "out": out, "width": "i32", **dict.fromkeys(constants, "constexpr")}
@@ -242,7 +247,7 @@ def test_the_kernel_compiles_for_gpus() -> None:
             decode_kernel._decode,
             {name: signature[name] for name in names},
             constexprs={(names.index(name),): value for name, value in constants.items()},
-            attrs={(index,): [["tt.divisibility", 16]] for index in range(len(names) - len(constants))},
+            attrs={(index,): [["tt.divisibility", 16]] for index, name in enumerate(names) if name not in constants},
         )
         options = {"enable_fp_fusion": False}
         compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
