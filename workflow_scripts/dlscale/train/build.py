@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -136,7 +136,10 @@ class Session:
         if split == "train" and samples.size < self.run.batch_size:
             logging.warning("an epoch of %d samples is less than one batch (%d)", samples.size, self.run.batch_size)
         build: Callable[..., Loader] = registry.load(registry.loader(self.run.loader.kind)).build
-        return build(samples, self.run.loader, self.share(), self.world.device, self.step.network.delivery)
+        delivery = self.step.network.delivery
+        if split != "train":  # metrics see the inputs, too: naive answers are made of them
+            delivery = replace(delivery, dtype=torch.float32)
+        return build(samples, self.run.loader, self.share(), self.world.device, delivery)
 
     def samples(self, split: str) -> Samples:
         module = registry.module_of(self.study.dataset, "samples")
