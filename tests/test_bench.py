@@ -379,7 +379,7 @@ def test_samples_that_a_loader_writes_over_are_seen(tmp_path: Path, monkeypatch:
             batches[3] = batches[3][0], batches[5][1]
             return iter(batches)
 
-    monkeypatch.setattr(gpu_checks, "loader_of", lambda *arguments: TooEarly(loader_of(*arguments)))
+    monkeypatch.setattr(gpu_checks, "loader_of", lambda *arguments, **more: TooEarly(loader_of(*arguments, **more)))
     with pytest.raises(AssertionError, match="cosmo_unet is off by"):
         gpu_checks.samples_ahead(bench, "streamed", {})
 
