@@ -174,9 +174,9 @@ def streamed(samples: GridSamples, share: Share, workers: int, delivery: Deliver
 def dali_raw(samples: GridSamples, share: Share, workers: int) -> Loader:
     """The way to a GPU, with the processor in its place."""
     pytest.importorskip("nvidia.dali", reason="DALI is not installed: pip install 'dlscale[dali]'")
-    from dlscale.data.loaders.dali_loader import DaliLoader
+    from dlscale.data.loaders.dali_numba import NumbaDaliLoader
 
-    class Raw(DaliLoader):
+    class Raw(NumbaDaliLoader):
         _on_host = property(lambda self: False, lambda self, value: None)  # type: ignore[assignment]
 
     return Raw(samples, settings.DaliLoader(kind="dali", workers=max(1, workers)), share, CPU)
