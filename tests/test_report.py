@@ -613,7 +613,7 @@ def test_what_bounds_a_run(rates: tuple[float, float, float], what: str, why: st
         (
             (400.0, 200.0, 133.0),  # 2.5 ms of loading, then 5 ms of computing
             (2000.0, 200.0, 215.0),  # FULL is faster than can be: no more than all of the slower one is said
-            "1.62× as fast as a. That one loads and computes in turn, and 33\u00a0% of its time is loading; here "
+            "1.62× as fast as a. That one loads and computes as if in turn, and 33\u00a0% of its time is loading; here "
             "loading alone is 5.00× as fast and computing alone is 1.00× as fast, within the noise, and FULL "
             "reaches 100\u00a0% of the slower one instead of 66\u00a0%.",
         ),

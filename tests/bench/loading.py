@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -50,6 +51,9 @@ LOOP = "the same rows by a loop in C"
 PROGRAM = "published loader, {} workers"
 PUBLISHED = "torch loader, published layout, {} workers"
 WORKERS = (0, 1, 2)
+#: How many times as fast as the published loader each of ours is to be.
+CROPS = {"direct, fp16 channels last": 12.0, "DALI": 5.0}
+PAIRS = {"direct, fp16": 10.0, "DALI": 4.0}
 
 Contestants = dict[str, Callable[[], float]]
 
@@ -112,22 +116,13 @@ def dali_of(samples: GridSamples, batch_size: int, operators: Literal["numba", "
         return None
 
 
-def with_dali(
-    stack: ExitStack,
-    found: Contestants,
-    targets: dict[str, float],
-    plain: GridSamples,
-    samples: GridSamples,
-    batch_size: int,
-    target: float,
-) -> tuple[Contestants, dict[str, float]]:
-    """Add DALI to the contestants: its own operators on `plain`, the published layout, and ours on `samples`."""
+def dali_rates(stack: ExitStack, plain: GridSamples, ours: GridSamples, batch_size: int) -> Contestants:
+    """Return DALI's contestants: its own operators on `plain`, the published layout, and one of ours on `ours`."""
     native = dali_of(plain, batch_size, "native")
-    loader = dali_of(samples, batch_size, "numba") if native else None
-    if native is not None and loader is not None:
-        found["DALI's own operators, published layout"] = rate(stack, native)
-        found["DALI"], targets["DALI"] = rate(stack, loader), target
-    return found, targets
+    loader = dali_of(ours, batch_size, "numba") if native else None
+    if native is None or loader is None:
+        return {}
+    return {"DALI's own operators, published layout": rate(stack, native), "DALI": rate(stack, loader)}
 
 
 def rate(stack: ExitStack, loader: Loader) -> Callable[[], float]:
@@ -302,31 +297,34 @@ def _disk_bytes() -> int:
     return int(next(line.split()[1] for line in lines if line.startswith("read_bytes")))
 
 
-def compare(
-    options: Options,
-    label: str,
-    program: published.Pieces,
-    plain: GridSamples,
-    contestants: Callable[[ExitStack], tuple[Contestants, dict[str, float]]],
-    ours: GridSamples,
-    batch_size: int,
-) -> list[Row]:
-    """Measure all in turns.
+@dataclass(frozen=True)
+class Published:
+    """Samples of the published layout: as the published program has them, and as dlscale does."""
 
-    Parameters
-    ----------
-    program, plain
-        Samples of the published layout, as the published program has them and as dlscale does.
-    contestants
-        Makes the others, and the times that each is to be faster than the published program.
-    ours
-        Samples whose stored bytes are read and copied.
-    """
+    pieces: published.Pieces
+    samples: GridSamples
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Loaders of one study against the published program's."""
+
+    label: str
+    program: Published
+    ours: GridSamples  #: whose stored bytes are read and copied
+    batch_size: int
+    targets: dict[str, float]  #: how many times as fast as the published program each is to be
+
+
+def compare(options: Options, comparison: Comparison, contestants: Callable[[ExitStack], Contestants]) -> list[Row]:
+    """Measure all in turns; `contestants` makes those beside the published loaders and the floors."""
+    label, ours, batch_size = comparison.label, comparison.ours, comparison.batch_size
+    program, plain, targets = comparison.program.pieces, comparison.program.samples, comparison.targets
     stored = [(np.prod(field.shape), field.readers[0].dataset.dtype.itemsize) for field in (ours.input, ours.target)]
     stored_bytes = int(sum(values * size for values, size in stored))
     delivered = int(sum(values * 4 for values, _ in stored))
     with ExitStack() as stack:
-        others, targets = contestants(stack)
+        others = contestants(stack)
         found = in_turns(
             options.repetitions,
             {
@@ -379,16 +377,16 @@ def crops(options: Options) -> list[Row]:
 
     ours = samples("ours", many)
 
-    def contestants(stack: ExitStack) -> tuple[Contestants, dict[str, float]]:
+    def contestants(stack: ExitStack) -> Contestants:
         found = {
             "direct, published layout": rate(stack, direct_of(samples("published", many), 16)),
             "direct, fp16 channels last, chunks 32^3": rate(stack, direct_of(samples("chunked", many), 16)),
             "direct, fp16 channels last": rate(stack, direct_of(ours, 16)),
         }
-        return with_dali(stack, found, {"direct, fp16 channels last": 12.0}, samples("published", many), ours, 16, 5.0)
+        return found | dali_rates(stack, samples("published", many), ours, 16)
 
-    program = published.Crops(paths["published"], 64, few)
-    rows = compare(options, "64^3 crops", program, samples("published", few), contestants, ours, batch_size=16)
+    program = Published(published.Crops(paths["published"], 64, few), samples("published", few))
+    rows = compare(options, Comparison("64^3 crops", program, ours, 16, CROPS), contestants)
     return rows + colds(options, "64^3 crops", paths, lambda name: samples(name, 16 if options.quick else 32), 16)
 
 
@@ -405,18 +403,18 @@ def pairs(options: Options) -> list[Row]:
 
     ours = samples("ours", many)
 
-    def contestants(stack: ExitStack) -> tuple[Contestants, dict[str, float]]:
+    def contestants(stack: ExitStack) -> Contestants:
         found = {
             "direct, published layout": rate(stack, direct_of(samples("published", many), 4)),
             "direct, fp16": rate(stack, direct_of(ours, 4)),
         }
-        return with_dali(stack, found, {"direct, fp16": 10.0}, samples("published", many), ours, 4, 4.0)
+        return found | dali_rates(stack, samples("published", many), ours, 4)
 
     numbers = [
         np.full((CHANNELS_ERA5, 1, 1), getattr(field.transforms[0], key), np.float32) for key in ("offset", "scale")
     ]
-    program = published.Pairs(paths["published"], *numbers, few)
-    rows = compare(options, "ERA5 pairs", program, samples("published", few), contestants, ours, batch_size=4)
+    program = Published(published.Pairs(paths["published"], *numbers, few), samples("published", few))
+    rows = compare(options, Comparison("ERA5 pairs", program, ours, 4, PAIRS), contestants)
     return rows + colds(options, "ERA5 pairs", paths, lambda name: samples(name, few // 2), 4)
 
 

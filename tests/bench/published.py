@@ -125,7 +125,7 @@ def step(model: nn.Module, loss: Loss, optimizer: torch.optim.Optimizer) -> Call
 class Crops(Dataset[Pair]):
     """Random cubes of two fields: read straight into a buffer that stays, turned as views, copied once.
 
-    The published program turns both fields alike, and leaves velocities as they are.
+    The published program turns both fields alike, and leaves velocities as they are (SC22's loader for HDF5 files).
     """
 
     def __init__(self, path: Path, crop: int, count: int) -> None:

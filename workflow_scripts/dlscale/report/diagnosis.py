@@ -80,7 +80,7 @@ def gain(before: RunResult, run: RunResult) -> str | None:
     alike = f"As fast as {before.label}, within the noise ({full}×)."
     speed_up = alike if ratios["FULL"] == 1 else f"{full}× as fast as {before.label}."
     if was.loading:
-        held = f"That one loads and computes in turn, and {percent(was.loading)} of its time is loading"
+        held = f"That one loads and computes as if in turn, and {percent(was.loading)} of its time is loading"
     else:
         held = f"That one is bound by {'loading and computation alike' if was.key == 'both' else was.what}"
     changed = []

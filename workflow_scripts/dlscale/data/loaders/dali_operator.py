@@ -72,6 +72,7 @@ def decode_operator(itemsize: int, size: tuple[int, ...], together: bool) -> Ope
         channel = steps[4:]
         box = np.empty(-(-where[11] * c1 // 4) * 4, np.uint16)  # whole words
         fetch(bits, chunks, where, box)
+        # A word at every float16: as `direct_host` does, it relies on a processor that reads unaligned words.
         words = np.lib.stride_tricks.as_strided(box.view(np.uint64), (len(box) - 3,), (2,))
         groups = np.minimum(np.arange(0, c0, 4), c0 - 4)  # the last is moved back, so that none reaches beyond its cell
         group = np.searchsorted(groups, channel, side="right") - 1

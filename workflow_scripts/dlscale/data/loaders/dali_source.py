@@ -5,22 +5,13 @@ They import this module and what samples need, not torch: they are to start quic
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import signal
-import threading
 from multiprocessing.shared_memory import SharedMemory
 from typing import Any, Protocol
 
 import numpy as np
 
+from dlscale.data.loaders.processes import end_with_training, outlive_signals
 from dlscale.data.samples import BoxField, BoxIndex, GridSamples
-
-
-def _end_with(process: Any) -> None:
-    """End this process when another one has ended."""
-    process.join()
-    os._exit(1)
 
 
 class SampleInfo(Protocol):
@@ -118,12 +109,10 @@ class NativeSource:
         self._memory = SharedMemory(create=True, size=16)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Live on where all processes of a job are signalled, for the training has yet to save; end when it has."""
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
-            signal.signal(number, signal.SIG_IGN)
+        """Arrive in a process of DALI's, which has no hook of its own for what is to be done there first."""
+        outlive_signals()
+        end_with_training()
         self.__dict__ = state
-        if (training := multiprocessing.parent_process()) is not None:  # one that is killed takes none along
-            threading.Thread(target=_end_with, args=(training,), daemon=True).start()
 
     @property
     def _place(self) -> np.ndarray:

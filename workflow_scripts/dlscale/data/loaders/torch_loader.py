@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-import signal
 from collections.abc import Generator, Iterator
 
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from dlscale.data.loaders.base import AS_DECLARED, Batch, Delivery, Share
+from dlscale.data.loaders.processes import outlive_signals
 from dlscale.data.loaders.settings import TorchLoader as Settings
 from dlscale.data.samples import ArraySpec, Samples
 
@@ -44,10 +44,8 @@ class _Batches:
             yield [(self.epoch, index) for index in self.share.indices(step, self.size)]
 
 
-def _ignore_signals(worker: int) -> None:
-    """Live on where all processes of a job are signalled: the training, which ends its workers, has yet to save."""
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)
+def _begin_worker(worker: int) -> None:
+    outlive_signals()
 
 
 class TorchLoader:
@@ -71,7 +69,7 @@ class TorchLoader:
             num_workers=settings.workers,
             prefetch_factor=settings.prefetch if settings.workers else None,
             persistent_workers=settings.workers > 0,
-            worker_init_fn=_ignore_signals,
+            worker_init_fn=_begin_worker,
             pin_memory=settings.pin_memory and device.type == "cuda",
             # Seeds for workers come from here and not from the random state that drop-out uses.
             generator=torch.Generator(),
