@@ -146,6 +146,15 @@ def test_memory_is_used_again() -> None:
     assert buffers("a", (3, 5)).shape == (3, 5) and buffers("a", (2,), np.float16).dtype == np.float16
 
 
+@pytest.mark.parametrize("module", ["dlscale.data.passes", "dlscale.data.loaders.direct_host"])
+def test_compiled_code_has_a_place_where_nothing_can_be_written(module: str) -> None:
+    """As in an image without a home: preprocessing and loaders alike."""
+    code = f"import os; os.access = lambda *a: False; import {module}, numba; print(numba.config.CACHE_DIR)"
+    environment = {key: value for key, value in os.environ.items() if key != "NUMBA_CACHE_DIR"}
+    place = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert "dlscale-numba-" in place.stdout
+
+
 # ---- preprocessing -------------------------------------------------------------------------------------
 
 
