@@ -60,6 +60,14 @@ def test_block_average_is_the_slow_loop(factor: int) -> None:
     assert planes.shape[:2] == values.shape[:2]
 
 
+@pytest.mark.parametrize("factor", [16, 64])
+def test_averages_of_many_cells_keep_their_digits(factor: int) -> None:
+    """Equal values are the worst case: all roundings of a sum may go the same way."""
+    values = np.full((1, factor, factor, 2 * factor), 0.1, np.float32)
+    found = block_average(values, factor, (1, 2, 3))
+    assert abs(found / values[0, 0, 0, 0] - 1).max() < 2e-7 * factor / 3
+
+
 @pytest.mark.parametrize("transform", [IDENTITY, DENSITY, VELOCITY, TEMPERATURE, Transform("linear", 280.0, 15.0)])
 def test_transforms_invert(transform: Transform) -> None:
     rng = np.random.default_rng(0)
@@ -113,6 +121,7 @@ def test_compiled_moments_are_those_of_float64(axis: int | None) -> None:
     values[1] = -np.abs(rng.normal(0, 1e-3, values[1].shape))
     values[2] = 0.1
     values[3, ..., 0], values[3, ..., 1] = -0.0, 0.0
+    values[0, -1, -1, -1], values[1, -1, -1, -1] = 2e5, -2e5  # extremes in a channel's last cell
     found, exact = passes.moments(values, axis), Moments.of(values, axis)
     assert found.count == exact.count
     for key in ("mean", "m2", "minimum", "maximum"):
@@ -135,6 +144,15 @@ def test_memory_is_used_again() -> None:
     first[:] = 7
     assert buffers("a", (2, 2)).tolist() == [[7, 7], [7, 7]] and buffers("b", (2,)).base is not first.base
     assert buffers("a", (3, 5)).shape == (3, 5) and buffers("a", (2,), np.float16).dtype == np.float16
+
+
+@pytest.mark.parametrize("module", ["dlscale.data.passes", "dlscale.data.loaders.direct_host"])
+def test_compiled_code_has_a_place_where_nothing_can_be_written(module: str) -> None:
+    """As in an image without a home: preprocessing and loaders alike."""
+    code = f"import os; os.access = lambda *a: False; import {module}, numba; print(numba.config.CACHE_DIR)"
+    environment = {key: value for key, value in os.environ.items() if key != "NUMBA_CACHE_DIR"}
+    place = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert "dlscale-numba-" in place.stdout
 
 
 # ---- preprocessing -------------------------------------------------------------------------------------

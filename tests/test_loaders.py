@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -419,7 +420,7 @@ def test_what_is_written_past_the_cache_is_the_same(form: str, step: tuple[int, 
     if words is None:
         words = np.lib.stride_tricks.as_strided(stored[:4].view(np.uint64), (len(stored) - 3,), (2,), writeable=False)
     shift, factor, offset = random.normal(size=(3, 4)).astype(np.float32)
-    shape, base = (4, 3, 5, 32), 50_000
+    shape, base = (4, 3, 37, 32), 50_000  # more rows than are fetched together
     wanted = np.empty(shape, np.float32)
     for c, i, j, k in np.ndindex(shape):
         value = np.float32(stored[base + c + int(np.dot(step, (i, j, k)))])
@@ -429,6 +430,24 @@ def test_what_is_written_past_the_cache_is_the_same(form: str, step: tuple[int, 
         numbers = shift, factor, offset, stream
         kernel(words, base, groups, group, lane.astype(np.uint64), np.array(step), *numbers, out)
         np.testing.assert_array_equal(out, wanted)
+
+
+def test_only_whole_lines_are_written_past_the_cache(tmp_path: Path) -> None:
+    """However large the batches are."""
+    from dlscale.data.loaders.direct_host import HostField
+
+    field, _ = stored_fields(crops(tmp_path, VOLUMES["half"], files=1))
+    assert field.extent[2] == 6 and not HostField(field, held=10**9)._stream
+
+
+def test_stored_halves_become_what_the_physical_values_would(tmp_path: Path) -> None:
+    """Decoding takes a file's offset and scale, and the model's mean and standard deviation, in one step."""
+    samples = pairs(tmp_path, SERIES["half"])
+    x, _ = samples.read(0, 0)
+    boxes = samples.boxes(0)
+    physical = Reader(tmp_path / f"{boxes.file[0]}.h5", "fields")[(slice(int(boxes.input[0, 0]), None),)][0, :, :4]
+    expected = [(values - 100.0 * channel) / (0.5 + channel) for channel, values in enumerate(physical)]
+    np.testing.assert_allclose(x, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_batches_are_written_again_only_when_the_next_is_asked_for(tmp_path: Path) -> None:
@@ -615,6 +634,49 @@ class LateBuffer:
 
     def __del__(self) -> None:
         self.device.memory[self.place] = "overwritten"
+
+
+def test_a_batch_is_given_up_when_nobody_writes_into_it_any_more() -> None:
+    begun, go, done = threading.Event(), threading.Event(), []
+
+    def write() -> None:
+        begun.set()
+        go.wait()
+        time.sleep(0.1)
+        done.append(True)
+
+    backend: Any = SimpleNamespace(begin=lambda slot, boxes: ([write], lambda: None))
+    with ThreadPoolExecutor(1) as pool:
+        batch = direct_loader._PendingBatch(backend, 0, cast(Any, None), pool, 1)
+        begun.wait()
+        go.set()
+        batch.abandon()
+        assert done
+
+
+def test_a_device_is_waited_for_where_it_must_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model's stream for a batch, the host for its pinned buffers, and memory until the model has done with it."""
+    log: list[Any] = []
+
+    def noted(name: str) -> Any:
+        return SimpleNamespace(
+            synchronize=lambda: log.append((name, "waited for")),
+            record_event=lambda: noted("used"),
+            wait_event=lambda event: log.append((name, "waits for", event)),
+            record_stream=lambda stream: log.append((name, "held for", stream)),
+        )
+
+    model, x, y = noted("model"), noted("x"), noted("y")
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: model)
+    samples = crops(tmp_path, VOLUMES["half"])
+    backend = Streamed(stored_fields(samples), 2, 2, CPU)
+    for _ in range(4):
+        assert backend.deliver(((x, y), "ready")) == (x, y)
+    assert log == [("model", "waits for", "ready"), ("x", "held for", model), ("y", "held for", model)] * 4
+    log.clear()
+    backend._copied[1] = noted("copied")
+    backend.begin(1, samples.boxes(0).take(range(2)))
+    assert sorted(log) == [("copied", "waited for"), ("used", "waited for"), ("used", "waited for")]
 
 
 @pytest.mark.parametrize("speed", [0, 1, 3])

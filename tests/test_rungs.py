@@ -43,7 +43,7 @@ from dlscale.train.attention import attention_context, trial
 from dlscale.train.build import build_step
 from dlscale.train.graph import EAGER_STEPS, EAGER_STEPS_OF_RANKS, Graphed
 from dlscale.train.optimizer import build_optimizer
-from dlscale.train.precision import compute_dtype, weight_dtype
+from dlscale.train.precision import autocast, compute_dtype, weight_dtype
 from dlscale.train.selfcheck import check_layers, check_operations
 from dlscale.train.step import Step
 from tests.conftest import COSMO, COSMO_RUN, ERA5, ERA5_RUN, make_run, records, train
@@ -975,6 +975,24 @@ def test_a_models_own_layers_are_right(study: str, precision: str, count: int) -
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(value, before[key]) for key, value in step.weights.state_dict().items())
     assert all(p.grad is None for p in step.model.parameters())
+
+
+def test_layers_of_any_model_are_checked_and_left_alone() -> None:
+    """Statistics of batches, weights that begin as zeros, and layers that differ in nothing but their dilation."""
+    near, far = (nn.Conv2d(4, 4, 3, padding=width, dilation=width) for width in (1, 2))
+    zeros = nn.Conv2d(4, 2, 1)
+    for parameter in zeros.parameters():
+        nn.init.zeros_(parameter)
+    model = nn.Sequential(near, nn.BatchNorm2d(4), far, zeros)
+    before = copy.deepcopy(model.state_dict())
+
+    def predict(x: torch.Tensor) -> torch.Tensor:
+        with autocast("bf16", CPU):
+            result: torch.Tensor = model(x)
+        return result
+
+    assert check_layers(model, predict, (2, 4, 8, 8), CPU) == 3
+    assert model.training and all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
 
 
 @pytest.mark.parametrize("what", ["forward", "input", "weights"])
