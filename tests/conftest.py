@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the command line sets it, before anything loads OpenMP
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # tests run side by side; before anything loads OpenMP
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tensors are tiny, and the tests run side by side
 
 # A script that starts the tests in the background has them ignore Ctrl-C, and so all that they start in turn.

@@ -600,6 +600,7 @@ def triplet(io: float, synthetic: float, full: float) -> Throughput:
         ((100.0, 100.0, 50.0), "both alike", "do not overlap"),  # exactly one after the other
         ((1000.0, 200.0, 120.0), "computation", "they compete"),  # one after the other: 167
         ((100.0, 50.0, 38.0), "computation", "only in part"),
+        ((1000.0, 200.0, 214.0), "computation", "FULL reaches the slower one, within the noise."),
     ],
 )
 def test_what_bounds_a_run(rates: tuple[float, float, float], what: str, why: str) -> None:
@@ -613,32 +614,38 @@ def test_what_bounds_a_run(rates: tuple[float, float, float], what: str, why: st
         (
             (400.0, 200.0, 133.0),  # 2.5 ms of loading, then 5 ms of computing
             (2000.0, 200.0, 215.0),  # FULL is faster than can be: no more than all of the slower one is said
-            "1.62× as fast as a. That one loads and computes as if in turn, and 33\u00a0% of its time is loading; here "
-            "loading alone is 5.00× as fast and computing alone is 1.00× as fast, within the noise, and FULL "
+            "1.62× as fast as a. That one loads and computes as if in turn, and 33\u00a0% of its time is loading. Here "
+            "loading alone is 5.00× as fast; computing alone is 1.00× as fast, within the noise; FULL "
             "reaches 100\u00a0% of the slower one instead of 66\u00a0%.",
         ),
         (
             (2000.0, 200.0, 198.0),
             (2000.0, 300.0, 290.0),
-            "1.46× as fast as a. That one is bound by computation; here computing alone is 1.50× as fast.",
+            "1.46× as fast as a. That one is bound by computation. Here computing alone is 1.50× as fast.",
         ),
         (
             (2000.0, 200.0, 198.0),
             (4000.0, 203.0, 201.0),
-            "As fast as a, within the noise (1.02×). That one is bound by computation; here loading alone is 2.00× as "
-            "fast and computing alone is 1.01× as fast, within the noise.",
+            "As fast as a, within the noise (1.02×). That one is bound by computation. Here loading alone is 2.00× as "
+            "fast; computing alone is 1.01× as fast, within the noise.",
         ),
         (
             (100.0, 500.0, 99.0),
             (102.0, 490.0, 80.0),
-            "0.808× as fast as a. That one is bound by data loading; here loading alone is 1.02× as fast, within the "
-            "noise, and FULL reaches 78\u00a0% of the slower one instead of 99\u00a0%.",
+            "0.808× as fast as a. That one is bound by data loading. Here loading alone is 1.02× as fast, within the "
+            "noise; FULL reaches 78\u00a0% of the slower one instead of 99\u00a0%.",
         ),
         (
             (500.0, 510.0, 495.0),
             (505.0, 512.0, 500.0),
-            "As fast as a, within the noise (1.01×). That one is bound by loading and computation alike; here loading "
-            "alone is 1.01× as fast, within the noise, and computing alone is 1.00× as fast, within the noise.",
+            "As fast as a, within the noise (1.01×). That one is bound by loading and computation alike. Here loading "
+            "alone is 1.01× as fast, within the noise; computing alone is 1.00× as fast, within the noise.",
+        ),
+        (
+            (2000.0, 200.0, 185.0),
+            (2000.0, 201.0, 201.0),
+            "1.09× as fast as a. That one is bound by computation. Here computing alone is 1.00× as fast, within the "
+            "noise. That does not explain it: measure again on a quiet machine.",
         ),
         (
             (100.0, 100.0, 150.0),

@@ -978,12 +978,14 @@ def test_a_models_own_layers_are_right(study: str, precision: str, count: int) -
 
 
 def test_layers_of_any_model_are_checked_and_left_alone() -> None:
-    """Statistics of batches, weights that begin as zeros, and layers that differ in nothing but their dilation."""
+    """Statistics of batches, weights of zero, frozen or made of others, layers that differ in nothing but dilation."""
     near, far = (nn.Conv2d(4, 4, 3, padding=width, dilation=width) for width in (1, 2))
     zeros = nn.Conv2d(4, 2, 1)
     for parameter in zeros.parameters():
         nn.init.zeros_(parameter)
-    model = nn.Sequential(near, nn.BatchNorm2d(4), far, zeros)
+    frozen = nn.Conv2d(2, 2, 1).requires_grad_(False)
+    normed = nn.utils.parametrizations.weight_norm(nn.Conv2d(2, 2, 3))
+    model = nn.Sequential(near, nn.BatchNorm2d(4), far, zeros, frozen, normed)
     before = copy.deepcopy(model.state_dict())
 
     def predict(x: torch.Tensor) -> torch.Tensor:
@@ -991,7 +993,7 @@ def test_layers_of_any_model_are_checked_and_left_alone() -> None:
             result: torch.Tensor = model(x)
         return result
 
-    assert check_layers(model, predict, (2, 4, 8, 8), CPU) == 3
+    assert check_layers(model, predict, (2, 4, 8, 8), CPU) == 5
     assert model.training and all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
 
 

@@ -8,6 +8,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from dlscale.core import times
 from dlscale.core.times import Job
 
@@ -35,6 +37,14 @@ def test_jobs_are_those_that_ended_since_and_know_how_long_they_started(tmp_path
     assert times.jobs(tmp_path / "nothing", 0.0) == []
 
 
+@pytest.mark.parametrize("text", ["", "s\th:m:s\n", "s\th:m:s\nNA\t-\n"])
+def test_what_a_job_left_half_written_is_no_job(tmp_path: Path, text: str) -> None:
+    job(tmp_path, "train/plan/a", 1010.0, 8.5, None)
+    job(tmp_path, "train/plan/b", 1010.0, 8.5, None)
+    (tmp_path / "benchmarks/train/plan/b.tsv").write_text(text)
+    assert [done.seconds for done in times.jobs(tmp_path, 1000.0)] == [8.5]
+
+
 def test_the_table_has_rules_by_their_time_and_what_was_idle() -> None:
     # From 100 to 130: 2 s before the first job, two side by side to 112, 3 s of nothing, one to 125, 5 s after it.
     done = [Job("configure", 106.0, 4.0, None), Job("train", 112.0, 8.0, 1.5), Job("train", 125.0, 10.0, 2.0)]
@@ -45,6 +55,8 @@ def test_the_table_has_rules_by_their_time_and_what_was_idle() -> None:
         "  configure        1   4.0 s",
         "  between jobs        10.0 s",
     ]
+    side = [*done, Job("train", 125.0, 25.0, None)]
+    assert times.lines(side, 100.0, 130.0)[0].endswith("Jobs ran side by side: their times are more in sum.")
     assert times.lines(done, 100.0, 130.0)[0] == "Where the time went: 30.0\u00a0s."
     assert times.lines([], 100.0, 130.0, 2, 1.0) == []
 

@@ -32,7 +32,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "workflow_scripts")]
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the command line sets it, before anything loads OpenMP
+
+from dlscale.core.machine import let_threads_wait  # noqa: E402
+
+let_threads_wait()  # before anything loads OpenMP
 
 import torch  # noqa: E402
 

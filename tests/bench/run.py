@@ -10,6 +10,7 @@ import argparse
 import json
 import logging
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -18,7 +19,10 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "workflow_scripts")]
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the command line sets it, before anything loads OpenMP
+
+from dlscale.core.machine import let_threads_wait  # noqa: E402
+
+let_threads_wait()  # before anything loads OpenMP
 
 import torch  # noqa: E402
 
@@ -54,6 +58,7 @@ def machine() -> dict[str, Any]:
 
 
 def main() -> None:
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # the data are removed, then, too
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("groups", nargs="*", metavar="GROUP", help=f"what to measure, of {', '.join(GROUPS)} (all)")
     parser.add_argument("--quick", action="store_true", help="small sizes and two repetitions: does it work at all?")

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from dlscale.core import registry, times
 from dlscale.core.errors import Stopped, UserError
 from dlscale.core.files import explained
+from dlscale.core.machine import let_threads_wait
 from dlscale.core.stages import RUN_OPTIONS, STAGES
 from dlscale.launch.contain import hold_on
 
@@ -89,8 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser().print_help()
         return USER_ERROR
     terminal = sys.stderr
-    # Threads that wait shall sleep, not spin: beside any other load, spinning makes every step wait for a core.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    let_threads_wait()
     # A stage that is asked to end removes what it has half-written, as it does on Ctrl-C.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     # Slurm's warning of the time limit, which only training heeds, would end any other process.

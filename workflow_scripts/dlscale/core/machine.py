@@ -10,6 +10,17 @@ import sysconfig
 from collections.abc import Callable, Collection
 from pathlib import Path
 
+#: How threads of OpenMP wait for work: asleep, when they have looked for it for some microseconds. Those that sleep at
+#: once make small operations slow, since waking takes longer than they do; beside any other load, those that look for
+#: long make every operation wait for a core.
+WAITING = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000"}
+
+
+def let_threads_wait() -> None:
+    """Have threads wait as `WAITING` says, unless the environment says how; before anything loads OpenMP."""
+    if not any(name in os.environ for name in (*WAITING, "KMP_BLOCKTIME")):
+        os.environ.update(WAITING)
+
 
 def answer(words: list[str], seconds: float = 60.0) -> str | None:
     """Return what a command prints; None where it is not here, fails, or takes longer than so many seconds."""

@@ -39,7 +39,10 @@ def jobs(results: Path, since: float) -> list[Job]:
         if (end := path.stat().st_mtime) < since:
             continue
         relative = path.relative_to(folder)
-        seconds = float(path.read_text().splitlines()[1].split("\t")[0])
+        try:
+            seconds = float(path.read_text().splitlines()[1].split("\t")[0])
+        except (IndexError, ValueError):  # half-written, by a job that was ended
+            continue
         log = results / "logs" / relative.with_suffix(".log")
         started = _STARTED.search(log.read_text(errors="replace")) if log.exists() else None
         found.append(Job(Path(relative.parts[0]).stem, end, seconds, float(started[1]) if started else None))
@@ -71,7 +74,9 @@ def lines(done: Iterable[Job], since: float, until: float, cores: int | None = N
         "  ".join([name.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True))])
         for name, *cells in rows
     ]
-    return [f"Where the time went: {duration(elapsed)}{idle}.", *(f"  {row}".rstrip() for row in table)]
+    together = sum(job.seconds for own in rules.values() for job in own) > 1.02 * elapsed
+    beside = " Jobs ran side by side: their times are more in sum." if together else ""
+    return [f"Where the time went: {duration(elapsed)}{idle}.{beside}", *(f"  {row}".rstrip() for row in table)]
 
 
 def _seconds(value: float) -> str:

@@ -58,9 +58,10 @@ def bound(throughput: Throughput | None) -> Bound | None:
         advice = "That is what one after the other gives: they do not overlap."
     elif share < 0.8:
         advice = "They overlap only in part."
+    reaches = f"{percent(share)} of the slower one" if share <= 1 else "the slower one, within the noise"
     why = (
         f"The loader alone delivers {number(io)} samples/s, the model alone takes {number(synthetic)}. "
-        f"FULL reaches {percent(share)} of the slower one. {advice}"
+        f"FULL reaches {reaches}. {advice}"
     )
     return Bound(what, key, why, share, loading)
 
@@ -89,9 +90,14 @@ def gain(before: RunResult, run: RunResult) -> str | None:
         if not noise or was.loading or was.key in (mode.lower(), "both"):
             changed.append(f"{what} alone is {number(_ratio(before, run, mode))}× as fast{noise}")
     overlap, overlap_now = min(was.share, 1.0), min(now.share, 1.0)
-    if abs(overlap_now - overlap) > 0.1:
+    overlaps = abs(overlap_now - overlap) > 0.1
+    if overlaps:
         changed.append(f"FULL reaches {percent(overlap_now)} of the slower one instead of {percent(overlap)}")
-    return f"{speed_up} {held}; here {' and '.join(changed).rstrip(',')}."
+    here = "; ".join(each.rstrip(",") for each in changed)
+    holding = ("IO", "SYNTHETIC") if was.loading or was.key == "both" else (was.key.upper(),)
+    moved = overlaps or any((ratios[mode] - 1) * (ratios["FULL"] - 1) > 0 for mode in holding)
+    doubt = "" if moved or ratios["FULL"] == 1 else " That does not explain it: measure again on a quiet machine."
+    return f"{speed_up} {held}. Here {here}.{doubt}"
 
 
 def _ratio(before: RunResult, run: RunResult, mode: str) -> float:

@@ -99,20 +99,21 @@ def check_layers(
         some = sorted({0, len(output) - 1})
         gradient = torch.zeros_like(output)
         gradient[some] = torch.randn_like(output[some])
+        wanted = layer.weight.requires_grad and layer.weight.is_leaf  # neither frozen nor made of others
+        exact = copy.deepcopy(layer).to(output.dtype).float()
         with torch.enable_grad():
             given = inputs[0].detach().requires_grad_()
             own = layer(given)
-            x_own, w_own = torch.autograd.grad(own, (given, layer.weight), gradient)
+            x_own, *w_own = torch.autograd.grad(own, (given, layer.weight)[: 1 + wanted], gradient)
             with torch.autocast(device.type, enabled=False), torch.backends.cudnn.flags(enabled=False):
-                exact = copy.deepcopy(layer).to(output.dtype).float()
                 few = inputs[0].detach()[some].to(output.dtype).float().requires_grad_()
                 truth = exact(few)
-                x_true, w_true = torch.autograd.grad(truth, (few, exact.weight), gradient[some].float())
+                x_true, *w_true = torch.autograd.grad(truth, (few, exact.weight)[: 1 + wanted], gradient[some].float())
         name = f"{layer} of {tuple(given.shape)}"
         for what, a, b in (
             ("forward", own[some], truth),
             ("gradient of the input", x_own[some], x_true),
-            ("gradient of the weights", w_own, w_true),
+            *(("gradient of the weights", a, b) for a, b in zip(w_own, w_true, strict=True)),
         ):
             _compare(f"{name} ({what})", a.detach(), b.detach().cpu(), output.dtype)
 
