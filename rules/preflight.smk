@@ -86,6 +86,7 @@ def show_times():
 
 onsuccess:
     show_times()
-    page = Path(RESULTS, "report/index.html")
-    if page.exists():
-        print(f"Report: {page.resolve()}", file=sys.stderr)
+    page, parts = Path(RESULTS, "report/index.html"), Path(RESULTS, "plans").glob("*/report.html")
+    made = [each for each in (page, *sorted(parts)) if each.exists() and each.stat().st_mtime >= STARTED]
+    for each in made or [page] * page.exists():
+        print(f"Report: {each.resolve()}", file=sys.stderr)

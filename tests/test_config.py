@@ -633,3 +633,13 @@ def test_every_shipped_plan_resolves_and_its_figures_name_its_runs() -> None:
 def test_the_committed_schema_is_the_configurations() -> None:
     path = ROOT / "workflow_scripts/dlscale/config/config.schema.json"
     assert json.loads(path.read_text()) == config.schema(), "run `make schema`"
+
+
+@pytest.mark.parametrize("own", [{}, {"OMP_WAIT_POLICY": "active"}, {"GOMP_SPINCOUNT": "5"}, {"KMP_BLOCKTIME": "0"}])
+def test_threads_wait_as_the_environment_says_or_as_dlscale_does(
+    monkeypatch: pytest.MonkeyPatch, own: dict[str, str]
+) -> None:
+    environment = {"OTHER": "1", **own}
+    monkeypatch.setattr(machine.os, "environ", environment)
+    machine.let_threads_wait()
+    assert environment == {"OTHER": "1", **(own or machine.WAITING)}

@@ -98,6 +98,7 @@ def test_the_end_says_where_the_time_went(finished: tuple[Tree, Outcome]) -> Non
     seconds = {rule: (float(time), float(starting)) for rule, _, time, starting in rows}
     assert all(0 < starting < time for time, starting in (seconds["train"], seconds["throughput"]))
     assert [time for time, _ in seconds.values()] == sorted((time for time, _ in seconds.values()), reverse=True)
+    assert re.findall(r"^Report: .+/(\w+/\w+\.html)$", said, re.MULTILINE) == ["report/index.html"]
 
 
 def test_hostile_names_are_names_only(finished: tuple[Tree, Outcome]) -> None:
