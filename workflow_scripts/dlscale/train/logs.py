@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
@@ -11,9 +11,6 @@ from torch.utils.tensorboard.summary import hparams
 from dlscale.core.files import write_text
 from dlscale.core.records import Epoch, epoch_lines
 from dlscale.core.settings import flat
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 
 class RunLogs:
@@ -49,13 +46,16 @@ class RunLogs:
         for name, value in scalars.items():
             self._board.add_scalar(name, value, record.step, walltime=record.wall_time)
 
-    def finish(self, record: Epoch, figure: Figure, settings: dict[str, Any]) -> None:
+    def finish(self, record: Epoch, picture: Path, settings: dict[str, Any]) -> None:
         """Add the picture of a prediction, and the settings beside the final losses; close the files.
 
         After a failure nobody closes them: that waits for the writer's thread, for ever if an interrupt caught it
         with its queue locked.
         """
-        self._board.add_figure("valid/prediction", figure, record.step, close=False, walltime=record.wall_time)
+        from matplotlib.image import imread
+
+        pixels = imread(picture)  # drawn once: drawing takes as long as seconds of training
+        self._board.add_image("valid/prediction", pixels, record.step, walltime=record.wall_time, dataformats="HWC")
         final = {"final/train_loss": record.train_loss, "final/valid_loss": record.valid_loss}
         plain = {key: v if isinstance(v, bool | int | float | str) else str(v) for key, v in flat(settings).items()}
         for summary in hparams(plain, final):

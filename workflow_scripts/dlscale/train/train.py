@@ -78,7 +78,7 @@ def _lead(run: Run, session: Session, trainer: Trainer, out: Path) -> None:
     figure = session.study.figure(run, session.manifest, x, y, prediction) or figures.values(y, prediction)
     with whole(out / "prediction.png") as path:
         figure.savefig(path, dpi=100, format="png")
-    logs.finish(history[-1], figure, run.model_dump(mode="json"))
+    logs.finish(history[-1], out / "prediction.png", run.model_dump(mode="json"))
     # Given a path, torch.save would put its (temporary) name into the file: equal weights, unequal bytes.
     with whole(out / "model.pt") as path, open(path, "wb") as file:
         torch.save({key: value.cpu() for key, value in session.step.weights.state_dict().items()}, file)
