@@ -44,9 +44,9 @@ def comparison(
 
     height, width = rows[0][2][0].shape
     panel, count = 2.6, len(columns)  # inches; placed by hand, which takes a fifth of the time of a constrained layout
-    size = (panel * (count + 1) + 2.6, (panel * height / width + 0.3) * len(rows) + 0.5)
+    size = (panel * (count + 1) + 2.6, (panel * height / width + 0.3) * len(rows) + 0.8)
     figure = Figure(figsize=size)
-    edges = {"left": 0.6 / size[0], "right": 1 - 0.7 / size[0], "bottom": 0.5 / size[1], "top": 1 - 0.25 / size[1]}
+    edges = {"left": 0.6 / size[0], "right": 1 - 0.7 / size[0], "bottom": 0.5 / size[1], "top": 1 - 0.55 / size[1]}
     shares = [*[1.0] * count, 0.04, 0.3, 1.0, 0.04]  # pictures, their colours, room for these's labels, the difference
     grid = figure.add_gridspec(
         len(rows), len(shares), **edges, width_ratios=shares, wspace=0.08, hspace=0.3 / (panel * height / width)
@@ -77,6 +77,7 @@ def _colours(figure: Figure, image: Any, place: Any, unit: str) -> None:
     bar = figure.colorbar(image, cax=figure.add_subplot(place))
     bar.set_label(unit, fontsize=7)
     bar.ax.tick_params(labelsize=6)
+    bar.ax.yaxis.get_offset_text().set_fontsize(6)
 
 
 def values(target: np.ndarray, prediction: np.ndarray, count: int = 12) -> Figure:
