@@ -66,10 +66,12 @@ def test_benchmarks_run(tmp_path: Path) -> None:
     assert {"time", "cores", "load", "device", "git", "packages"} == set(results["machine"])
     more = 3 * dali()  # its own operators, and the Numba one against the floor and against the published form
     compiles = "left out: ViT, compile" not in done.stdout
-    # Published with 0, 1, 2 workers; reads; each layout against the floor, one of them against the best; each cold.
-    crops, pairs = 3 + 1 + 3 + 1 + more + 3, 3 + 1 + 2 + 1 + more + 2
+    # The published loader and ours of its form with 0, 1, 2 workers, and the best of both; reads against a copy and
+    # against C; each layout against the floor, one of them against the published; each cold.
+    alike = 3 + 3 + 1 + 2 + more
+    crops, pairs = alike + 3 + 1 + 3, alike + 2 + 1 + 2
     # Of each of two models: the loop without hooks, the trainer, the published step.
-    assert len(results["rows"]) == crops + pairs + 6 + 2 + (8 + compiles) + 2 + 2
+    assert len(results["rows"]) == crops + pairs + 6 + 2 + (8 + compiles) + 2 + 4
     keys = {"name", "unit", "values", "value", "reference", "references", "reference_value", "ratio", "counted"}
     for row in results["rows"]:
         assert set(row) == keys | {"target"}
@@ -104,9 +106,8 @@ def test_the_benchmarks_of_a_gpu_run_on_a_processor(tmp_path: Path) -> None:
         assert set(result) == keys
         assert bool(result["values"]) == (result["status"] == "ok") == (not result["why"])
         if result["status"] == "skipped":
-            assert (
-                result["why"] == "needs CUDA" or "cannot compute" in result["why"] or "no such kernel" in result["why"]
-            )
+            known = ("needs CUDA", "cannot compute", "no such kernel", "only interpreted on a processor")
+            assert any(reason in result["why"] for reason in known)
     for name in (
         *("check: samples, resident", "check: samples ahead, streamed", "check: bf16", "ViT-384: fused"),
         *("U-Net 64³: fp16", "crops: streamed", "one rank, gloo: compile, bf16", "profile ViT-384: eager"),

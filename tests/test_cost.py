@@ -159,8 +159,8 @@ def test_samples_are_counted_where_the_dataset_is(tmp_path: Path) -> None:
 
 def test_no_more_samples_than_there_are(tmp_path: Path) -> None:
     configuration = load(tmp_path)
-    measured(tmp_path, "era5_demo.baseline", 10.0, batch_size=8)
-    manifest(tmp_path, "era5_demo", train=[101], valid=[1001])  # 352 and 64 are asked for
+    measured(tmp_path, "era5_demo.baseline", 10.0, batch_size=4)
+    manifest(tmp_path, "era5_demo", train=[101], valid=[1001])  # 256 and 64 are asked for
     found = cost.estimate(work(configuration, "era5_demo.baseline"), tmp_path)
     assert found.seconds == pytest.approx(4 * (100 + 64 / 3) / 10 + 120)
 
