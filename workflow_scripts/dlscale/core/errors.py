@@ -22,6 +22,12 @@ class Stopped(Exception):
     """A stage was asked to end and has saved what it did; the same command goes on from there."""
 
 
+def brief(error: BaseException) -> str:
+    """Return what an exception says in a short line: those of other libraries may fill pages."""
+    text = " ".join(str(error).split())
+    return text if len(text) <= 300 else text[:299] + "…"
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return a question, ` (did you mean 'x'?)`, for the closest of `known` names, or an empty string."""
     close = difflib.get_close_matches(str(name), [str(k) for k in known], n=1, cutoff=0.5)

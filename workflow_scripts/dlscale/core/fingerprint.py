@@ -91,14 +91,14 @@ def fingerprint(modules: Iterable[str], files: Iterable[Path] = ()) -> str:
     return digest.hexdigest()
 
 
-def run_modules(stage: str, study: str, loader: str | None = None) -> list[str]:
+def run_modules(stage: str, study: str, *loaders: str) -> list[str]:
     """Return the modules from which a stage reaches all the code that decides its results for a run.
 
-    `study` is the name of the run's study, `loader` the kind of its loader; None leaves the loader out.
+    `study` is the name of the run's study, `loaders` are the kinds of loaders that the stage may use.
     """
     kind = registry.study(study).dataset
     modules = [STAGES[stage].module, registry.studies()[study].module, registry.module_of(kind, "samples")]
-    modules.append(registry.loader(loader) if loader else None)
+    modules += map(registry.loader, loaders)
     return [module for module in modules if module]
 
 

@@ -146,6 +146,17 @@ class Device(Record):
     threads: int | None = None
 
 
+class Usage(Record):
+    """What a measurement used of the machine from its begin to its end, on the node of the first process."""
+
+    seconds: float
+    cores: int  #: That its processes may use.
+    cpu_seconds: float  #: Processor time of the run's own processes there, those of its loader included.
+    machine_cpu_seconds: float  #: Processor time of all processes of the machine, on all of its cores.
+    wait_seconds: float | None = None  #: Time that the run's processes waited for disks, summed over them.
+    read_bytes: int | None = None  #: That the run's processes fetched from disks, not from memory.
+
+
 class Trials(Record):
     """One mode of a throughput measurement, in the form of romerojosh/benchy; rates are samples/s, times seconds.
 
@@ -157,6 +168,59 @@ class Trials(Record):
     avg_iter_throughput: list[float] = []
     mean: float = Field(ge=0)
     std: float = Field(0.0, ge=0)
+    rank_throughput: list[float] = []  #: Mean of each process's own samples/s, before it waits for the others.
+    usage: Usage | None = None  #: Of the counted trials.
+
+
+class SampleWork(Record):
+    """What a step computes and moves for one sample, whatever device it runs on."""
+
+    forward_flops: float  #: A multiplication and an addition are two.
+    backward_flops: float
+    #: That the operators of forward, backward and update read and write, each for itself, as a step that is not
+    #: compiled does. What stays in a cache between two operators counts, too. None where they cannot be counted.
+    bytes: float | None = None
+    operators: float | None = None  #: That a step calls, whatever its batch, if nothing fuses them.
+    source: Literal["formula", "counted"]  #: Of the FLOPs: the study's own formula, or the operators of a step.
+
+    @property
+    def flops(self) -> float:
+        """Of forward and backward pass."""
+        return self.forward_flops + self.backward_flops
+
+
+class Peaks(Record):
+    """What one device reaches at best, as measured in the same process."""
+
+    dtype: str  #: In which the matrix product was computed: that of the run's precision.
+    flops: float = Field(gt=0)  #: FLOP/s of a large matrix product.
+    bytes_per_second: float = Field(gt=0)  #: Of a copy in the device's memory, bytes read and written.
+    operator_seconds: float | None = None  #: To call an operator on a single number, forward and backward: the host.
+
+
+class MemoryUse(Record):
+    """Bytes on one device, by what they hold."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int  #: What autograd saves between forward and backward pass, the batch included.
+    #: The greatest at one time: gradients come as activations go, and operators need some memory for a while.
+    peak: int | None = None
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.gradients + self.optimizer + self.activations
+
+
+class Memory(Record):
+    """Memory of one device, bytes: predicted before a step, and measured at each of its stages."""
+
+    predicted: MemoryUse
+    #: By stage (`set-up`, `forward`, `backward`, `step`): in use then, of the device; of a CPU, of the process.
+    measured: dict[str, int] = {}
+    peak: int | None = None  #: The greatest in use.
+    device: int | None = None  #: That the device has.
 
 
 class Throughput(Record):
@@ -170,12 +234,147 @@ class Throughput(Record):
     io: Trials | None = Field(None, alias="IO")  #: Loading alone.
     synthetic: Trials | None = Field(None, alias="SYNTHETIC")  #: Computing alone, on a batch that stays on the device.
     full: Trials | None = Field(None, alias="FULL")  #: Both.
+    alone: Trials | None = None  #: SYNTHETIC while no process waits for another's gradients; of several processes.
+    work: SampleWork | None = None  #: What a sample costs.
+    peaks: Peaks | None = None  #: Of one device.
     peak_memory_bytes: int | None = None  #: Greatest memory of any process: the GPU's, or the process's on a CPU.
 
     def mode(self, name: str) -> Trials | None:
-        """Return one of `MODES`."""
+        """Return one of `MODES`, or what was measured `alone`."""
         trials: Trials | None = getattr(self, name.lower())
         return trials
+
+    def mfu(self, mode: str = "FULL") -> float | None:
+        """Return the share of the devices' peak FLOP/s that a mode reaches (Chowdhery et al. 2022, appendix B)."""
+        trials = self.mode(mode)
+        if not (trials and self.work and self.peaks):
+            return None
+        return trials.mean * self.work.flops / (self.nranks * self.peaks.flops)
+
+    def mbu(self, mode: str = "FULL") -> float | None:
+        """Return the share of the devices' peak memory bandwidth that a mode's operators move; caches may exceed 1."""
+        trials = self.mode(mode)
+        if not (trials and self.work and self.work.bytes and self.peaks):
+            return None
+        return trials.mean * self.work.bytes / (self.nranks * self.peaks.bytes_per_second)
+
+
+class RangeTime(Record):
+    """A range of a step (`dlscale.core.ranges`), means over the profiled steps."""
+
+    seconds: float  #: On the host, a step.
+    std: float = 0.0  #: Standard deviation over the steps.
+    device_seconds: float | None = None  #: Of the device's work that was given out within it, a step.
+
+
+class Activity(Record):
+    """What happened in a step, means over the profiled steps; None or absent where a profiler cannot see it."""
+
+    operators: float | None = None  #: Operators of PyTorch that the host called.
+    launches: float | None = None  #: Kernels, copies and graphs that the host gave to the device.
+    syncs: float | None = None  #: Times that the host waited for the device.
+    sync_seconds: float | None = None  #: How long it waited.
+    items: float | None = None  #: Numbers that were read from tensors (`.item()`), which makes a host wait for a GPU.
+    device_busy: float | None = None  #: Share of the steps in which the device computed or copied.
+    copy_bytes: float | None = None  #: From the host to the device.
+    pageable_bytes: float | None = None  #: Of these, from memory that is not page-locked.
+    copy_seconds: float | None = None
+    copy_overlap: float | None = None  #: Share of the copies' time in which kernels ran as well.
+    comm_seconds: float | None = None  #: Communication between processes.
+    comm_overlap: float | None = None  #: Share of that time in which anything else was computed as well.
+
+
+class ProfiledTool(Record):
+    """What one profiler saw of a run."""
+
+    name: str
+    version: str = ""
+    steps: int = 0
+    seconds_per_step: float | None = None  #: With the profiler at work; its median.
+    ranges: dict[str, RangeTime] = {}
+    activity: Activity = Activity()
+    files: dict[str, str] = {}  #: What it left, by title: names in the folder `profile` of the run.
+    problem: str | None = None  #: Why there is no profile.
+
+
+class TopEntry(Record):
+    """A row of `profile_summary.csv`; all profilers share these columns."""
+
+    tool: str
+    rank: int = 0
+    kind: Literal["range", "kernel", "operator", "copy", "gap", "line", "function"]
+    name: str
+    calls: float  #: A step.
+    seconds: float  #: A step, on the device for kernels and copies, else on the host.
+    std: float = 0.0  #: Standard deviation of `seconds` over the steps.
+    share: float = 0.0  #: Of the step's time.
+    note: str = ""
+
+
+class Profile(Record):
+    """`profile.json`: what a run's profilers saw, each in steps of its own."""
+
+    device: Device = Device()
+    nranks: int = 1
+    batch_size: int | None = None
+    settings: dict[str, Any] = {}  #: The run's `profile`.
+    seconds_per_step: list[float] = []  #: Of steps with no profiler at work.
+    tools: list[ProfiledTool] = []
+    memory: Memory | None = None
+    counted: SampleWork | None = None  #: From the operators of a step, beside `formula`.
+    formula: SampleWork | None = None
+    top: list[TopEntry] = []  #: The first rows of `profile_summary.csv`, for the page.
+
+
+class Tried(Record):
+    """A setting that was tried."""
+
+    changes: dict[str, Any]  #: What it changes of the run's own setting, by dotted key; of that one itself nothing.
+    rates: list[list[float]] = []  #: Samples/s of its trials, by rung; the duel is not among them.
+    peak_memory_bytes: int | None = None  #: The greatest of any process, on its device; on a CPU with its loader's.
+    problem: str | None = None  #: Why it was dropped, if not for its speed.
+
+
+class Duel(Record):
+    """The best of the other settings (`challenger`) against the run's own, measured in turns."""
+
+    challenger: int  #: Its place among the settings that were tried.
+    rates: list[tuple[float, float]]  #: Samples/s of the challenger and of the run's own setting, by round.
+    ratio: float  #: How many times as fast the challenger is: the geometric mean of the rounds' ratios.
+    low: float  #: Of the 95 % interval of the ratio: Student's t of the logarithms of the rounds' ratios.
+    high: float
+
+    @property
+    def won(self) -> bool:
+        """Whether the challenger is faster beyond the noise."""
+        return self.low > 1
+
+
+class Tuning(Record):
+    """`tune.json`: which settings of a run were tried, and whether one beats its own."""
+
+    device: Device = Device()
+    nranks: int = 1
+    batch_size: int | None = None  #: The run's own.
+    settings: dict[str, Any] = {}  #: The run's `tune`.
+    seconds: float = 0.0  #: That all of it took.
+    memory_limit_bytes: int | None = None  #: What a setting may take of a device.
+    candidates: list[Tried] = Field(min_length=1)  #: The first one is the run's own setting.
+    duel: Duel | None = None  #: None where no other setting could be measured.
+
+    @property
+    def changes(self) -> dict[str, Any]:
+        """What to change of the run, by dotted key: nothing unless a setting won."""
+        return self.candidates[self.duel.challenger].changes if self.duel and self.duel.won else {}
+
+    def verdict(self) -> str:
+        """Return what came of it, in a sentence."""
+        if self.duel is None:
+            return "Nothing to gain: no other setting could be measured."
+        ratio = f"{self.duel.ratio:.2f}× ± {(self.duel.high - self.duel.low) / 2:.2f}"
+        if self.duel.won:
+            return f"{ratio} as fast as the run's own setting."
+        return f"Nothing to gain: the best other setting is {ratio} as fast as the run's own."
 
 
 class Provenance(Record):
@@ -233,6 +432,7 @@ class RunReference(Record):
     label: str | None = None
     plan: Name
     run: Name
+    measure: list[str]  #: The stages that it goes through.
 
 
 class PlanRecord(Record):
@@ -242,8 +442,8 @@ class PlanRecord(Record):
     title: str | None = None
     study: Name
     study_title: str | None = None
-    kind: Literal["set", "ladder"] = "set"
-    measure: list[str]  #: The stages that each run goes through.
+    kind: Literal["set", "ladder", "tune"] = "set"
+    measure: list[str]  #: The stages that its runs go through, each those of its own reference.
     runs: list[RunReference] = Field(min_length=1)
     left_out: dict[str, str] = {}  #: Runs that the machine cannot do, and what it lacks.
     published: list[Published] = []

@@ -52,6 +52,17 @@ def throughput_work(run: Any, train: int | None, valid: int | None) -> float | N
     return float(3 * trials * run.throughput.batches * run.batch_size)
 
 
+def profile_work(run: Any, train: int | None, valid: int | None) -> float | None:
+    """Return (skipped + (profilers + two without) x profiled steps) x batch size; profilers slow steps down by some."""
+    steps = run.profile.skip + (2 + len(run.profile.tools)) * run.profile.steps
+    return float(steps * run.batch_size)
+
+
+def profile_starts(run: Any) -> int:
+    """Return how many processes a rank starts, one after the other: nsys looks at one of its own."""
+    return 1 + ("nsys" in run.profile.tools)
+
+
 @dataclass(frozen=True)
 class Stage:
     """One row of the table."""
@@ -67,6 +78,7 @@ class Stage:
     nodes: Nodes = "here"
     #: Of a run: samples that it computes, in units of one training sample, from the samples of train and valid.
     work: Callable[[Any, int | None, int | None], float | None] | None = None
+    starts: Callable[[Any], int] | None = None  #: Of a run: how many times a process has to start up; None: once.
     minutes: int = 60  #: Time limit where nothing is known of how long a job takes; a site may say another.
     warned: bool = False  #: Whether the job asks to be warned of its time limit.
 
@@ -79,6 +91,7 @@ RUN_OPTIONS = (
     path("--manifest", "manifest.json of the run's dataset"),
     option("--device", "where to compute", False, choices=("auto", "cpu", "cuda"), default="auto"),
     option("--threads", "CPU threads of a node, shared by the processes there", False, type=int, metavar="N"),
+    path("--telemetry", "CSV file to write beside the stage: what the node does, each second", required=False),
 )
 
 STAGES: dict[str, Stage] = {
@@ -156,7 +169,7 @@ STAGES: dict[str, Stage] = {
             path("--out", "the run's folder"),
         ),
         settings=("training", "schedule"),
-        outputs=("provenance.json", "metrics.jsonl", "prediction.png"),
+        outputs=("provenance.json", "metrics.jsonl", "prediction.png", "telemetry/train.csv"),
         usual=True,
         nodes="geometry",
         work=training_work,
@@ -169,10 +182,34 @@ STAGES: dict[str, Stage] = {
         "run",
         (path("--out", "JSON file to write"),),
         settings=("throughput",),
-        outputs=("throughput.json",),
+        outputs=("throughput.json", "telemetry/throughput.csv"),
         usual=True,
         nodes="geometry",
         work=throughput_work,
+    ),
+    "profile": Stage(
+        "dlscale.measure.profile",
+        "Profile some steps of a run: where their time and memory go.",
+        "run",
+        (path("--out", "folder to write: profile.json, profile_summary.csv, traces"),),
+        settings=("profile",),
+        outputs=("profile/profile.json", "profile/profile_summary.csv", "telemetry/profile.csv"),
+        nodes="geometry",
+        work=profile_work,
+        starts=profile_starts,
+    ),
+    "tune": Stage(
+        "dlscale.measure.tune",
+        "Search for the fastest loader, threads and batch size of a run; write them as settings.",
+        "run",
+        (
+            path("--out", "folder to write: tune.json, tuned.yaml"),
+            option("--run", "what tuned.yaml changes; else the study", False, default="", metavar="PLAN.RUN"),
+        ),
+        settings=("tune",),
+        outputs=("tune.json", "tuned.yaml"),
+        nodes="geometry",
+        minutes=30,
     ),
     "collect": Stage(
         "dlscale.report.collect",

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from dlscale.core.errors import UserError
+from dlscale.core.ranges import mark
 from dlscale.data.loaders.base import AS_DECLARED, Batch, Delivery
 from dlscale.data.loaders.decode import DecodePlan, StoredField
 from dlscale.data.samples import BoxIndex
@@ -192,10 +193,11 @@ class Streamed(_OnDevice):
     def _copy(self, slot: int, counts: list[int], plans: list[DecodePlan]) -> tuple[list[torch.Tensor], Any]:
         """Take the first boxes of each buffer to the device, and decode them."""
         with torch.cuda.stream(self._stream):
-            copies = [
-                whole[:count].to(self._device, non_blocking=True).reshape(-1)
-                for (whole, _), count in zip(self._buffers[slot], counts, strict=True)
-            ]
+            with mark("copy"):
+                copies = [
+                    whole[:count].to(self._device, non_blocking=True).reshape(-1)
+                    for (whole, _), count in zip(self._buffers[slot], counts, strict=True)
+                ]
             if (event := self._copied[slot]) is not None:
                 event.record(self._stream)
             return self._decoded([copies[0], copies[-1]], plans)

@@ -8,6 +8,7 @@ from collections.abc import Generator, Iterator
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
+from dlscale.core.ranges import mark
 from dlscale.data.loaders.base import AS_DECLARED, Batch, Delivery, Share
 from dlscale.data.loaders.processes import outlive_signals
 from dlscale.data.loaders.settings import TorchLoader as Settings
@@ -82,7 +83,9 @@ class TorchLoader:
         """Yield the batches of an epoch from global step `start`."""
         self._batches.epoch, self._batches.start = epoch, start
         for x, y in self._loader:
-            yield x.to(self._device, non_blocking=True), y.to(self._device, non_blocking=True)
+            with mark("copy"):
+                batch = x.to(self._device, non_blocking=True), y.to(self._device, non_blocking=True)
+            yield batch
 
     def close(self) -> None:
         iterator, self._loader._iterator = self._loader._iterator, None

@@ -1,0 +1,35 @@
+"""Named ranges of a step: what the code is at, for whichever profiler is at work; free where none is.
+
+The ranges are `step`, and within it `data` (the wait for a batch), `copy` (host to device), `forward`, `backward`,
+`optimizer`, and `comm` (sums over ranks, which overlap `backward`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+
+RANGES = ("step", "data", "copy", "forward", "backward", "optimizer", "comm")
+
+#: Opens a range of this name: a context that closes it.
+Marker = Callable[[str], AbstractContextManager[object]]
+
+_OFF = contextlib.nullcontext()
+_marker: Marker | None = None
+
+
+def mark(name: str) -> AbstractContextManager[object]:
+    """Return the context of a range called `name`, one of `RANGES`."""
+    return _OFF if _marker is None else _marker(name)
+
+
+@contextlib.contextmanager
+def marking(marker: Marker) -> Iterator[None]:
+    """Have `mark` open ranges with `marker` within this context."""
+    global _marker
+    before, _marker = _marker, marker
+    try:
+        yield
+    finally:
+        _marker = before

@@ -1,0 +1,228 @@
+"""`telemetry/STAGE.csv` of a run: what a node did about once a second while a stage ran; its writer and all readers.
+
+Imports the standard library alone, for the process that samples is to be small.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from dlscale.core.errors import UserError
+
+
+@dataclass(frozen=True)
+class GpuSample:
+    """What one GPU of the run did; None where it does not tell. Columns `gpu0_uuid`, `gpu0_utilization`, ..."""
+
+    uuid: str | None = None
+    utilization: float | None = None  #: Share of the driver's last interval, 1/6 to 1 s, in which a kernel ran.
+    memory_bytes: float | None = None  #: In use, by all processes.
+    watts: float | None = None
+    joules: float | None = None  #: Since sampling began, from the GPU's own counter.
+    sm_mhz: float | None = None
+    memory_mhz: float | None = None
+    celsius: float | None = None
+    throttled: str | None = None  #: What held its clocks back, joined by `+`: names of `dlscale.measure.gpus.REASONS`.
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A row: rates and shares are means over the `seconds` before `time`.
+
+    The run's own processes are all ranks of the node and their descendants, those that load data included. Where these
+    are not all seen (ranks in containers of their own), `cpu_others` is None and what is said of the run is of those
+    that are.
+    """
+
+    time: float  #: Seconds since 1970-01-01 UTC.
+    seconds: float
+    cores: int  #: Of the machine.
+    cpu: float | None = None  #: Share of the machine's processor time that was used, 0 to 1.
+    cpu_run: float | None = None  #: By the run's own processes.
+    cpu_others: float | None = None  #: By all others.
+    cpu_stolen: float | None = None  #: That a hypervisor gave to other machines.
+    rss_bytes: float | None = None  #: Memory of the run's processes; what they share counts in each.
+    swap_bytes: float | None = None  #: Of the run's processes.
+    read_bytes_per_second: float | None = None  #: System calls of the run's processes asked for; not mapped files.
+    reads_per_second: float | None = None  #: Such calls.
+    disk_read_bytes_per_second: float | None = None  #: Fetched from disks for the run, be it for mapped files.
+    write_bytes_per_second: float | None = None
+    disk_write_bytes_per_second: float | None = None
+    received_bytes_per_second: float | None = None  #: By the machine's network devices, loopback left out.
+    sent_bytes_per_second: float | None = None
+    cpu_joules: float | None = None  #: Of the machine's processors since sampling began (RAPL).
+    gpus: tuple[GpuSample, ...] = field(default=())
+
+
+_TEXTS = ("uuid", "throttled")
+_NODE = tuple(column.name for column in fields(Sample) if column.name != "gpus")
+_GPU = tuple(column.name for column in fields(GpuSample))
+
+
+def header(gpus: int) -> str:
+    """Return the first line of a file with so many GPUs."""
+    return ",".join([*_NODE, *(f"gpu{number}_{name}" for number in range(gpus) for name in _GPU)]) + "\n"
+
+
+def line(sample: Sample) -> str:
+    """Return a row of the file."""
+    values = [getattr(sample, name) for name in _NODE[1:]]
+    values += [getattr(gpu, name) for gpu in sample.gpus for name in _GPU]
+    cells = [
+        "" if value is None else value if isinstance(value, str) else f"{round(value, 4):.12g}" for value in values
+    ]
+    return ",".join([f"{sample.time:.3f}", *cells]) + "\n"
+
+
+def read(path: str | Path) -> list[Sample]:
+    """Read a file; none and an empty one hold no samples, and a last line without an end is left out."""
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines(keepends=True)
+    except FileNotFoundError:
+        return []
+    rows = csv.DictReader(row for row in lines if row.endswith("\n"))
+    try:
+        return [_sample(row) for row in rows]
+    except (KeyError, TypeError, ValueError) as error:
+        place = f"{path}: line {rows.line_num}"
+        raise UserError(f"{place}: not a row of telemetry ({error}); delete the file and run its stage again") from None
+
+
+def read_nodes(path: str | Path) -> list[list[Sample]]:
+    """Read the file of the first node and those of the others; none has no samples.
+
+    A file that ended before the first node's began is left from an earlier run on more nodes.
+    """
+    path = Path(path)
+    first = read(path)
+    others = [
+        read(node_file(path, number)) for number in range(1, len(list(path.parent.glob(f"{path.stem}.node*"))) + 1)
+    ]
+    return [first, *(samples for samples in others if samples and samples[-1].time >= begin(first))] if first else []
+
+
+def node_file(path: Path, node: int) -> Path:
+    """Return the file of a node, by number, where `path` is that of the first."""
+    return path.with_name(f"{path.stem}.node{node}{path.suffix}") if node else path
+
+
+def begin(samples: Sequence[Sample]) -> float:
+    """Return when sampling began, seconds since 1970-01-01 UTC."""
+    return samples[0].time - samples[0].seconds
+
+
+def _sample(row: Mapping[str, str]) -> Sample:
+    def values(prefix: str, names: Sequence[str]) -> dict[str, Any]:
+        cells = {name: row[f"{prefix}{name}"] for name in names}
+        return {name: cell if name in _TEXTS else float(cell) if cell else None for name, cell in cells.items()}
+
+    count = sum(bool(re.fullmatch(r"gpu\d+_uuid", name)) for name in row)
+    gpus = tuple(GpuSample(**values(f"gpu{number}_", _GPU)) for number in range(count))
+    return Sample(**{**values("", _NODE), "cores": int(row["cores"])}, gpus=gpus)
+
+
+# ---- what it comes to -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Energy:
+    """Joules; None where nothing tells."""
+
+    gpu: float | None  #: Of the run's GPUs, from their counters, else from power x time.
+    cpu: float | None  #: Of the processors, whoever used them. Most machines let only root read it.
+
+    @property
+    def total(self) -> float | None:
+        """Of what can be known."""
+        known = [joules for joules in (self.gpu, self.cpu) if joules is not None]
+        return sum(known) if known else None
+
+    @property
+    def source(self) -> str:
+        """Of what the total is: `gpu`, `cpu`, `gpu+cpu`, or nothing."""
+        return "+".join(name for name in ("gpu", "cpu") if getattr(self, name) is not None)
+
+
+def energy(nodes: Iterable[Sequence[Sample]], since: float = -math.inf, until: float = math.inf) -> Energy:
+    """Return the energy that all nodes used between two times (seconds since 1970-01-01 UTC); default: all of it.
+
+    Between two samples power is taken to be constant.
+    """
+    gpu: list[float] = []
+    cpu: list[float] = []
+    for samples in nodes:
+        for number in range(len(samples[0].gpus) if samples else 0):
+            own = [(sample.time, sample.seconds, sample.gpus[number]) for sample in samples]
+            points = [(time, state.joules) for time, _, state in own if state.joules is not None]
+            if not points and any(state.watts is not None for _, _, state in own):
+                total = 0.0
+                points = [(time, total := total + seconds * (state.watts or 0.0)) for time, seconds, state in own]
+            gpu += _between(samples, points, since, until)
+        points = [(sample.time, sample.cpu_joules) for sample in samples if sample.cpu_joules is not None]
+        cpu += _between(samples, points, since, until)
+    return Energy(sum(gpu) if gpu else None, sum(cpu) if cpu else None)
+
+
+def _between(
+    samples: Sequence[Sample], points: Sequence[tuple[float, float]], since: float, until: float
+) -> list[float]:
+    """Return the growth of what is 0 when sampling begins, and then at `points`; nothing if there are none."""
+    if not points:
+        return []
+    points = [(begin(samples), 0.0), *points]
+
+    def at(time: float) -> float:
+        later = next((index for index, (moment, _) in enumerate(points) if moment >= time), len(points) - 1)
+        (t0, e0), (t1, e1) = points[max(later - 1, 0)], points[later]
+        return e0 + (e1 - e0) * min(max((time - t0) / (t1 - t0), 0.0), 1.0) if t1 > t0 else e1
+
+    return [at(until) - at(since)]
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a node did while a stage ran. Columns are named as in the file; those that were never known are absent."""
+
+    seconds: float = 0.0
+    means: Mapping[str, float] = field(default_factory=dict)  #: Over time.
+    peaks: Mapping[str, float] = field(default_factory=dict)
+    energy: Energy = Energy(None, None)
+    throttled_seconds: float = 0.0  #: In which a GPU of the run was held back.
+    throttle_reasons: Mapping[str, float] = field(default_factory=dict)  #: Seconds by reason, added up over the GPUs.
+
+
+def summary(samples: Sequence[Sample]) -> Summary:
+    """Return what the samples of a node come to."""
+    if not samples:
+        return Summary()
+    columns: dict[str, list[tuple[float, float]]] = {}
+    reasons: dict[str, float] = {}
+    throttled = 0.0
+    for sample in samples:
+        values = {name: getattr(sample, name) for name in _NODE[3:]}
+        for number, gpu in enumerate(sample.gpus):
+            values |= {f"gpu{number}_{name}": getattr(gpu, name) for name in _GPU if name not in _TEXTS}
+        for name, value in values.items():
+            if value is not None and not name.endswith("joules"):  # which is a sum
+                columns.setdefault(name, []).append((value, sample.seconds))
+        held = [reason for gpu in sample.gpus for reason in (gpu.throttled or "").split("+") if reason]
+        for reason in held:
+            reasons[reason] = reasons.get(reason, 0.0) + sample.seconds
+        throttled += sample.seconds if held else 0.0
+    return Summary(
+        seconds=sum(sample.seconds for sample in samples),
+        means={
+            name: sum(value * seconds for value, seconds in found) / sum(seconds for _, seconds in found)
+            for name, found in columns.items()
+        },
+        peaks={name: max(value for value, _ in found) for name, found in columns.items()},
+        energy=energy([samples]),
+        throttled_seconds=throttled,
+        throttle_reasons=reasons,
+    )
