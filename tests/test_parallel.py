@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from dlscale.config.run import Geometry
+from dlscale.core import telemetry
 from dlscale.core.errors import UserError
 from dlscale.parallel import world
 from dlscale.parallel.world import World, join
@@ -119,6 +120,7 @@ def test_a_resumed_training_is_the_uninterrupted_one(tmp_path: Path, era5_data: 
 def test_throughput_counts_all_processes(tmp_path: Path, era5_data: Path) -> None:
     folder = configure(tmp_path, "era5_vit", 2)
     arguments = ["--config", folder / "config.yaml", "--manifest", era5_data / "manifest.json", "--threads", 2]
+    arguments += ["--telemetry", folder / "telemetry/throughput.csv", "--device", "cpu"]
     done = launch("throughput", 2, *arguments, "--out", folder / "throughput.json", "--log", folder / "log")
     assert done.returncode == 0, done.stderr
     found = json.loads((folder / "throughput.json").read_text())
@@ -126,6 +128,13 @@ def test_throughput_counts_all_processes(tmp_path: Path, era5_data: Path) -> Non
     for mode in ("IO", "SYNTHETIC", "FULL"):
         for rate, seconds in zip(found[mode]["trial_throughput"], found[mode]["trial_time"], strict=True):
             assert rate * seconds == pytest.approx(2 * 4)  # two batches of four, of both together
+        assert found[mode]["usage"]["cpu_seconds"] >= 0
+    # One process of the node has telemetry beside it, of both.
+    assert [path.name for path in (folder / "telemetry").iterdir()] == ["throughput.csv"]
+    rows = telemetry.read(folder / "telemetry/throughput.csv")
+    assert rows and rows[-1].cpu_others is not None, "both were seen"
+    memory = max(row.rss_bytes or 0 for row in rows)
+    assert memory > 1.5 * found["peak_memory_bytes"]
 
 
 @pytest.mark.slow

@@ -11,7 +11,6 @@ import argparse
 import contextlib
 import itertools
 import logging
-import resource
 import statistics
 import time
 from collections.abc import Callable, Generator, Iterator
@@ -25,8 +24,14 @@ from dlscale.core.files import write_text
 from dlscale.core.progress import Progress
 from dlscale.core.records import Throughput, Trials
 from dlscale.data.loaders.base import Loader
+from dlscale.measure.board import write_throughput
+from dlscale.measure.flops import sample_work
+from dlscale.measure.peaks import common_peaks
+from dlscale.measure.usage import Meter
 from dlscale.parallel.world import World, describe_device, join, synchronize
+from dlscale.train import memory
 from dlscale.train.build import Session, open_session
+from dlscale.train.exhaustion import explained
 from dlscale.train.loop import Batch, Hook, run_steps
 from dlscale.train.step import Step
 
@@ -34,10 +39,12 @@ from dlscale.train.step import Step
 def main(args: argparse.Namespace) -> None:
     """Measure the run in `args.config` on the data of `args.manifest` and write `args.out`, one line of JSON."""
     run = load_run(args.config, "throughput")
-    with join(run.geometry, args.device) as world:
+    with join(run.geometry, args.device) as world, explained(run, args.manifest, world):
         results = measure(run.throughput, open_session(run, args.manifest, world, args.threads))
         if world.main:
-            write_text(Path(args.out), results.text() + "\n")
+            out = Path(args.out)
+            write_throughput(out.parent / "tensorboard" / "throughput", results)
+            write_text(out, results.text() + "\n")
 
 
 def measure(settings: Settings, session: Session) -> Throughput:
@@ -67,15 +74,26 @@ def measure(settings: Settings, session: Session) -> Throughput:
         for mode, (batches, consume) in streams.items():
             modes[mode] = trials(mode, batches, consume, settings, world)
             logging.info("%s: %.2f +- %.2f samples/s", mode, modes[mode].mean, modes[mode].std)
-    return Throughput(
+        if world.size > 1 and not run.cuda_graph:  # a recorded step cannot leave out what it waits for
+            with step.unsynchronised():  # last: from here on the ranks' weights differ
+                modes["alone"] = trials("alone", itertools.repeat(cached), step, settings, world)
+            logging.info("SYNTHETIC without sums over ranks: %.2f samples/s", modes["alone"].mean)
+    peak_memory = int(*world.max(memory.peak(world.device)))  # before anything that is not the run's
+    counted, formula = sample_work(session, cached[:2]) if world.main else (None, None)
+    results = Throughput(
         nranks=world.size,
         batch_size=run.batch_size,
         device=describe_device(world.device),
         settings=settings.model_dump(),
         compile=compiling,
         **modes,
-        peak_memory_bytes=int(*world.max(peak_memory(world.device))),
+        work=formula or counted,
+        peaks=common_peaks(run.precision, world),
+        peak_memory_bytes=peak_memory,
     )
+    if (mfu := results.mfu()) is not None:
+        logging.info("FULL: %.2g of the device's peak FLOP/s (MFU)", mfu)
+    return results
 
 
 def trials(
@@ -85,28 +103,35 @@ def trials(
 
     All ranks begin together, their samples count together, and a trial ends with the last of them.
     """
-    rates, times, counts = list[float](), list[float](), list[int]()
+    rates, times, own, counts = list[float](), list[float](), list[float](), list[int]()
     count = Hook(after_step=lambda number, batch, result: counts.append(len(batch[0])))
     with Progress(f"measuring {mode}", settings.warmup + settings.trials, "trials") as progress:
         for trial in range(-settings.warmup, settings.trials):
+            if trial == 0:
+                meter = Meter()
             counts.clear()
             synchronize(world.device)
             world.barrier()
             start = time.perf_counter()
             run_steps(consume, batches, range(settings.batches), [count])
             synchronize(world.device)
-            (seconds,) = world.max(time.perf_counter() - start)
+            alone = time.perf_counter() - start
+            (seconds,) = world.max(alone)
             rate = sum(world.gather(sum(counts))) / seconds
             if trial >= 0:
                 rates.append(rate)
                 times.append(seconds)
+                own.append(sum(counts) / alone)
             progress.update(trial + settings.warmup + 1)
+    usage = meter.usage(world)
     return Trials(
         trial_throughput=rates,
         trial_time=times,
         avg_iter_throughput=rates,
         mean=statistics.fmean(rates),
         std=statistics.stdev(rates) if len(rates) > 1 else 0.0,
+        rank_throughput=world.gather(statistics.fmean(own)),
+        usage=usage,
     )
 
 
@@ -140,10 +165,3 @@ def endless(loader: Loader, first_epoch: int) -> Generator[Batch]:
     """Yield batches epoch after epoch."""
     for epoch in itertools.count(first_epoch):
         yield from loader.epoch(epoch)
-
-
-def peak_memory(device: torch.device) -> int:
-    """Return the greatest memory in use so far, bytes: the GPU's, or this process's on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from dlscale.config.run import Geometry
 from dlscale.core.errors import UserError
+from dlscale.core.ranks import ranks
 from dlscale.core.records import Device
 
 CPU = torch.device("cpu")
@@ -30,9 +31,6 @@ Value = TypeVar("Value")
 
 #: How long a rank waits for another before it gives up: longer than loading data or compiling takes.
 TIMEOUT = dt.timedelta(minutes=30)
-
-#: Variables that name rank, size and local rank: torchrun's, then Slurm's of an `srun` step.
-VARIABLES = (("RANK", "WORLD_SIZE", "LOCAL_RANK"), ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"))
 
 
 @dataclass(frozen=True)
@@ -98,7 +96,7 @@ def join(geometry: Geometry, device: str) -> Iterator[World]:
     if geometry.world_size == 1:
         yield World(device=torch.device(kind))
         return
-    rank, size, local_rank = _ranks()
+    rank, size, local_rank = ranks()
     _end_with_torchrun()
     if size != geometry.world_size:
         raise UserError(
@@ -133,15 +131,6 @@ def join(geometry: Geometry, device: str) -> Iterator[World]:
         dist.barrier(group=control)
     finally:
         dist.destroy_process_group()
-
-
-def _ranks() -> tuple[int, int, int]:
-    for names in VARIABLES:
-        values = [os.environ.get(name, "") for name in names]
-        if all(value.isdecimal() for value in values):
-            rank, size, local_rank = map(int, values)
-            return rank, size, local_rank
-    return 0, 1, 0
 
 
 def _end_with_torchrun() -> None:

@@ -80,6 +80,14 @@ class Study(ABC):
     def model(self, run: Any, manifest: Manifest) -> nn.Module:
         """Return the model, initialised from torch's current random state, on torch's current default device."""
 
+    def flops(self, run: Any, manifest: Manifest) -> float | None:
+        """Return the FLOPs of the forward pass of one sample: pure arithmetic; None where there is no formula.
+
+        A multiplication and an addition are two. What is no matrix product or convolution is left out, as in published
+        figures; a backward pass counts twice as much (Kaplan et al. 2020, arXiv:2001.08361, section 2.1).
+        """
+        return None
+
     @abstractmethod
     def loss(self, run: Any) -> SampleLoss:
         """Return the loss of each sample."""

@@ -120,6 +120,17 @@ class CosmoUNet(Study):
         options = run.model.model_dump(exclude={"kind"})  # their names are the model's
         return UNet3D(inputs, outputs, **options, checkpointing=run.activation_checkpointing)
 
+    def flops(self, run: Any, manifest: Manifest) -> float:
+        """Return 2 x 4^3 C_in C_out a cell of the coarser grid, over all convolutions (Harrington et al. 2021)."""
+        inputs, outputs = (len(manifest.fields[name].channels) for name in ("Nbody", "Hydro"))
+        widths, total = run.model.widths, 0
+        for level, width in enumerate(widths):
+            above = widths[level - 1] if level else 0
+            joined = width * (1 if level == len(widths) - 1 else 2)  # with the skip, but at the bottom
+            cells = (run.samples.crop // 2 ** (level + 1)) ** 3
+            total += 2 * 4**3 * cells * (width * (above or inputs) + joined * (above or outputs))
+        return float(total)
+
     def loss(self, run: Any) -> SampleLoss:
         from dlscale.models.losses import l1
 

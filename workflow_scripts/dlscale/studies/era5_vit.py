@@ -158,6 +158,19 @@ class Era5ViT(Study):
         options["checkpointing"] = run.activation_checkpointing
         return ViT((height, width), run.model.patch_size, channels, channels, **options)
 
+    def flops(self, run: Any, manifest: Manifest) -> float:
+        """Return, for N tokens of width E, 4 N^2 E of each attention and 2 N E for each output of a linear layer.
+
+        That is a third of the training FLOPs of Chowdhery et al. 2022 (arXiv:2204.02311), appendix B.
+        """
+        m, info = run.model, manifest.fields["fields"]
+        rows, columns = m.patch_size
+        tokens = info.grid[0] // rows * (info.grid[1] // columns)
+        linear = 4 * m.embed_dim + 2 * int(m.embed_dim * m.mlp_ratio)  # outputs: q, k, v, projection; the MLP's two
+        block = 2 * tokens * m.embed_dim * linear + 4 * tokens**2 * m.embed_dim
+        ends = 2 * tokens * m.embed_dim * rows * columns * 2 * len(info.channels)
+        return float(m.depth * block + ends)
+
     def loss(self, run: Any) -> SampleLoss:
         from dlscale.models.losses import l1, relative_l2
 

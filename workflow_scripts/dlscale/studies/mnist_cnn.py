@@ -84,6 +84,16 @@ class MnistCNNStudy(Study):
         rows, columns = images.grid
         return MnistCNN((rows, columns), len(images.channels), CLASSES, m.widths, m.hidden, m.dropouts, m.mean, m.std)
 
+    def flops(self, run: Any, manifest: Manifest) -> float:
+        """Return 2 x 3^2 C_in C_out a pixel of each convolution's output, and 2 C_in C_out of each linear layer."""
+        m, images = run.model, manifest.fields[run.samples.input]
+        rows, columns = images.grid
+        first, second = m.widths
+        convolutions = 9 * len(images.channels) * first * (rows - 2) * (columns - 2)
+        convolutions += 9 * first * second * (rows - 4) * (columns - 4)
+        pooled = ((rows - 4) // 2) * ((columns - 4) // 2)
+        return 2.0 * (convolutions + second * pooled * m.hidden + m.hidden * CLASSES)
+
     def loss(self, run: Any) -> SampleLoss:
         from dlscale.models.mnist_cnn import nll
 

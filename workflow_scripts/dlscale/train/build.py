@@ -48,17 +48,11 @@ def build_step(run: RunCore, make: Callable[[], nn.Module], loss: SampleLoss, wo
     torch.manual_seed(run.seed)
     model = make()
     # 2. Sharded: the place of a plan that splits layers over ranks. Every rank holds the whole model so far.
-    # 3. Placed: device, layout, number format.
-    layout = memory_format(model, run.memory_format)
-    model.to(device).to(memory_format=layout)  # type: ignore[call-overload]
-    weights = Weights(model, run.precision)
-    # 4. Wrapped, with its loss: gradients are averaged over the data-parallel ranks.
-    network = Network(model, loss, run.precision, layout)
+    # 3. Placed: device and layout.
+    model.to(device).to(memory_format=memory_format(model, run.memory_format))  # type: ignore[call-overload]
+    # 4. and 5. Its number format, its loss, the other ranks, the optimiser.
     graphs = CudaBackend(device) if run.cuda_graph else None
-    wrapped = wrap(network, world, graphs)
-    # 5. The optimiser, of the weights as they are placed.
-    optimizer = build_optimizer(weights.updated, run.optimizer, device if run.cuda_graph else None)
-    step = Step(run, weights, network, wrapped, optimizer, _attention(model, run, world))
+    step = assemble(run, model, loss, world, _attention(model, run, world), graphs)
     # 6. Compiled, or recorded: what the parts above have become.
     if run.compile.mode != "none":
         logging.info("compiled for each shape of batch when it first comes, which takes up to minutes")
@@ -66,6 +60,24 @@ def build_step(run: RunCore, make: Callable[[], nn.Module], loss: SampleLoss, wo
     if graphs:
         step.capture(graphs)
     return step
+
+
+def assemble(
+    run: RunCore,
+    model: nn.Module,
+    loss: SampleLoss,
+    world: World,
+    attention: Context,
+    graphs: CudaBackend | None = None,
+) -> Step:
+    """Return the step of a model that is where it shall be, in the layout that it shall have; it is not compiled."""
+    weights = Weights(model, run.precision)
+    # 4. Wrapped, with its loss: gradients are averaged over the data-parallel ranks.
+    network = Network(model, loss, run.precision, memory_format(model, run.memory_format))
+    wrapped = wrap(network, world, graphs)
+    # 5. The optimiser, of the weights as they are placed.
+    optimizer = build_optimizer(weights.updated, run.optimizer, world.device if graphs else None)
+    return Step(run, weights, network, wrapped, optimizer, attention)
 
 
 def wrap(network: Network, world: World, graphs: CudaBackend | None = None) -> nn.Module:
@@ -117,6 +129,14 @@ def _each(loss: SampleLoss, study: str) -> SampleLoss:
     return call
 
 
+def open_samples(run: RunCore, manifest: Manifest, split: str) -> Samples:
+    """Return the samples of a split, as the kind of dataset of the run's study has them."""
+    module = registry.module_of(registry.study(run.study).dataset, "samples")
+    assert module is not None  # rows serve a kind that has none of its own
+    samples: Samples = registry.load(module).open_samples(manifest, split, run.samples, run.seed)
+    return samples
+
+
 @dataclass(frozen=True)
 class Session:
     """What a stage of a run works with."""
@@ -142,10 +162,7 @@ class Session:
         return build(samples, self.run.loader, self.share(), self.world.device, delivery)
 
     def samples(self, split: str) -> Samples:
-        module = registry.module_of(self.study.dataset, "samples")
-        assert module is not None  # rows serve a kind that has none of its own
-        open_samples: Callable[..., Samples] = registry.load(module).open_samples
-        return open_samples(self.manifest, split, self.run.samples, self.run.seed)
+        return open_samples(self.run, self.manifest, split)
 
     @property
     def parameters(self) -> int:
@@ -153,13 +170,18 @@ class Session:
         return sum(p.numel() for p in self.step.model.parameters() if p.requires_grad)
 
 
+def own_threads(run: RunCore, threads: int | None) -> int | None:
+    """Return the CPU threads of each process: those of the run, or its share of a node's; None if nobody says."""
+    return run.threads or (max(1, threads // run.geometry.gpus_per_node) if threads else None)
+
+
 def open_session(run: RunCore, manifest: str | Path, world: World, threads: int | None = None) -> Session:
     """Set up everything but the loaders.
 
     `threads` are a node's, which its ranks share; results on a CPU are bitwise repeatable for the same number.
     """
-    if threads:
-        torch.set_num_threads(max(1, threads // run.geometry.gpus_per_node))
+    if own := own_threads(run, threads):
+        torch.set_num_threads(own)
     data = Manifest.read(manifest)
     data.check_files()
     study: Study = registry.study(run.study)

@@ -30,7 +30,7 @@ class CheckpointRecord(Record):
     loss_sums: list[Number] = [0.0]  #: of the epoch under way: sum of the samples' losses on each rank
     seconds: float = 0.0  #: time spent on its steps in all tries
     wall_time: float = 0.0  #: when its steps were done, seconds since 1970-01-01 UTC; 0 while they are not
-    #: The run's `geometry` and `loader`, which decide times and no weight; None if they changed within the epoch.
+    #: The run's `geometry`, `threads`, `loader`, which decide times and no weight; None if they changed in the epoch.
     made_with: dict[str, Any] | None = {}
 
     def loss_sum(self, rank: int, ranks: int) -> float:

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dlscale.core.ranges import mark
+
 #: What `step` takes: input and target, and in training the weight of this rank's loss.
 Batch = tuple[Any, ...]
 
@@ -29,9 +31,11 @@ def run_steps(
 ) -> None:
     """Call `step(*batch)` with the next batch for each of `numbers`, which hooks are told."""
     for number in numbers:
-        for hook in hooks:
-            hook.before_step(number)
-        batch = next(batches)
-        result = step(*batch)
-        for hook in hooks:
-            hook.after_step(number, batch, result)
+        with mark("step"):
+            for hook in hooks:
+                hook.before_step(number)
+            with mark("data"):
+                batch = next(batches)
+            result = step(*batch)
+            for hook in hooks:
+                hook.after_step(number, batch, result)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dlscale.config.run import RunCore
+from dlscale.core.ranges import mark
 from dlscale.data.loaders.base import AXES, Delivery
 from dlscale.studies.base import SampleLoss
 from dlscale.train.attention import Context
@@ -100,6 +101,11 @@ class Step:
         several = isinstance(self._wrapped, DistributedDataParallel)
         self._train = Graphed(self._train_eagerly, graphs, EAGER_STEPS_OF_RANKS if several else EAGER_STEPS)
 
+    def register_comm_hook(self, hook: Callable[..., Any]) -> None:
+        """Have gradients averaged over ranks by this hook of DistributedDataParallel; to be called before any step."""
+        if isinstance(self._wrapped, DistributedDataParallel):
+            self._wrapped.register_comm_hook(self._wrapped.process_group, hook)
+
     def set_learning_rate(self, rate: float) -> None:
         set_learning_rate(self.optimizer, rate)
 
@@ -112,10 +118,11 @@ class Step:
 
     def _train_eagerly(self, x: torch.Tensor, y: torch.Tensor, weight: float = 1.0) -> torch.Tensor:
         loss = self.gradients(x, y, weight)
-        self.weights.collect_gradients()
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        self.weights.distribute()
+        with mark("optimizer"):
+            self.weights.collect_gradients()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            self.weights.distribute()
         return loss
 
     def gradients(self, x: torch.Tensor, y: torch.Tensor, weight: float = 1.0) -> torch.Tensor:
@@ -142,10 +149,12 @@ class Step:
         # Of a small last batch a rank may have no sample: the others wait for its gradients all the same. No code is
         # compiled for that, and a kernel that was chosen may not know how to attend to nothing.
         with self.attention() if len(x) else nullcontext(), alone:
-            loss = self._loss_of(x, y) if len(x) else wrapped(x, y)
+            with mark("forward"):
+                loss = self._loss_of(x, y) if len(x) else wrapped(x, y)
             if share != 1.0:
                 loss = loss * share
-            self.scaler.scale(loss * weight if weight != 1.0 else loss).backward()
+            with mark("backward"):
+                self.scaler.scale(loss * weight if weight != 1.0 else loss).backward()
         return loss.detach()
 
     @torch.no_grad()
@@ -155,6 +164,11 @@ class Step:
             self.model.eval()
         with self.attention():
             return self.network.predict(x) if once else self._predict(x)
+
+    def unsynchronised(self) -> AbstractContextManager[object]:
+        """Return a context in which no rank waits for the gradients of others; each then makes an update of its own."""
+        wrapped = self._wrapped
+        return wrapped.no_sync() if isinstance(wrapped, DistributedDataParallel) else nullcontext()
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint holds: weights in float32 and the states of optimiser and loss scaler."""

@@ -23,17 +23,27 @@ from dlscale.parallel.world import describe_device, join
 from dlscale.studies import figures
 from dlscale.train.build import Session, open_session
 from dlscale.train.checkpoint import Checkpoints
+from dlscale.train.exhaustion import explained
 from dlscale.train.logs import RunLogs
 from dlscale.train.trainer import Trainer
 
-#: Settings that change no weight: which checkpoints are kept, on how many devices a run trains, who loads its samples.
-NOT_FINGERPRINTED: Any = {"training": {"checkpoint_epochs", "keep_checkpoints"}, "geometry": True, "loader": True}
+#: Settings that change no weight: which checkpoints are kept, on what a run computes, who loads its samples.
+NOT_FINGERPRINTED: Any = {
+    "training": {"checkpoint_epochs", "keep_checkpoints"},
+    "geometry": True,
+    "threads": True,
+    "loader": True,
+}
 
 
 def main(args: argparse.Namespace) -> None:
     """Train the run in `args.config` on the data of `args.manifest`; the first rank fills the folder `args.out`."""
     run = load_run(args.config, "train")
-    with join(run.geometry, args.device) as world, contextlib.ExitStack() as stack:
+    with (
+        join(run.geometry, args.device) as world,
+        explained(run, args.manifest, world),
+        contextlib.ExitStack() as stack,
+    ):
         session = open_session(run, args.manifest, world, args.threads)
         folder = Path(args.checkpoints) / run_fingerprint(run, session.manifest, args.sources)[:16]
         checkpoints = Checkpoints(folder, run.training.keep_checkpoints)

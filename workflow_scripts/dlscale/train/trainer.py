@@ -49,7 +49,7 @@ class Trainer:
         self.history: list[Epoch] = []  #: the epochs that are done
         self.resumed_from: int | None = None  #: step of the checkpoint from which this process went on
         self._resumed = CheckpointRecord()
-        self._made_with = run.model_dump(mode="json", include={"geometry", "loader"})
+        self._made_with = run.model_dump(mode="json", include={"geometry", "threads", "loader"})
 
     def fit(self, on_epoch: Callable[[Epoch], None] = lambda record: None) -> list[Epoch]:
         """Train to the end; return the records of all epochs, each of which `on_epoch` is told as it comes."""

@@ -1,0 +1,69 @@
+"""TensorBoard on `results/plans`: each run has what was measured of it, once however often it was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_multiplexer import EventMultiplexer
+
+from dlscale.core import telemetry
+from dlscale.core.records import Profile, Throughput
+from tests.conftest import stage
+from tests.test_counting import tiny_run
+
+FEW = {"throughput": {"warmup": 0, "trials": 1, "batches": 2}, "profile": {"skip": 1, "steps": 2}}
+
+
+def scalars(board: EventMultiplexer, run: str) -> dict[str, float]:
+    """Return all scalars of a run as TensorBoard calls it; a point that is there twice is an error."""
+    found = {}
+    for name in board.GetAccumulator(run).Tags()["scalars"]:
+        (point,) = board.Scalars(run, name)
+        found[name] = point.value
+    return found
+
+
+def test_what_was_measured(tmp_path: Path, tiny_data: Callable[[str], Path]) -> None:
+    """Of a plan of one run whose stages ran twice: what the second measured, once."""
+    folder = tmp_path / "plans" / "p" / "r"
+    folder.mkdir(parents=True)
+    tiny_run("cosmo_unet", folder, **FEW)
+    manifest = tiny_data("cosmo_unet") / "manifest.json"
+    for _ in range(2):
+        for name, out in {"throughput": "throughput.json", "profile": "profile"}.items():
+            arguments = ["--config", folder / "config.yaml", "--manifest", manifest, "--threads", 1, "--device", "cpu"]
+            watched = folder / "telemetry" / f"{name}.csv"
+            assert stage(name, *arguments, "--out", folder / out, "--telemetry", watched) == 0
+    board = EventMultiplexer()
+    board.AddRunsFromDirectory(str(tmp_path / "plans")).Reload()
+    place = "p/r/tensorboard"
+    runs = [f"{place}/profile", f"{place}/telemetry/profile", f"{place}/telemetry/throughput", f"{place}/throughput"]
+    assert sorted(board.Runs()) == runs
+
+    rates = Throughput.read(folder / "throughput.json")
+    assert rates.full and scalars(board, runs[3])["throughput/full"] == pytest.approx(rates.full.mean)
+    assert {"mfu", "mbu", "peak_memory_bytes"} < set(scalars(board, runs[3]))
+    (tool,) = Profile.read(folder / "profile" / "profile.json").tools
+    assert scalars(board, runs[0]) == {
+        f"profile_torch_ms/{name}": pytest.approx(1e3 * time.seconds) for name, time in tool.ranges.items()
+    }
+    assert {"profile_torch_ms/step", "profile_torch_ms/backward"} < set(scalars(board, runs[0]))
+    seen = telemetry.summary(telemetry.read(folder / "telemetry" / "profile.csv"))
+    shown = scalars(board, runs[1])
+    assert shown["telemetry/cpu_run"] == pytest.approx(seen.means["cpu_run"], rel=1e-5)
+    assert shown["telemetry/seconds"] == pytest.approx(seen.seconds, rel=1e-5) and seen.seconds > 0
+    assert ("telemetry/joules" in shown) == (seen.energy.total is not None)
+
+
+def test_telemetry_elsewhere_is_not_shown(tmp_path: Path, tiny_data: Callable[[str], Path]) -> None:
+    """By hand it may lie anywhere: nothing is written beside it."""
+    (tmp_path / "run").mkdir()
+    tiny_run("cosmo_unet", tmp_path / "run", **FEW)
+    arguments = ["--config", tmp_path / "run" / "config.yaml", "--manifest", tiny_data("cosmo_unet") / "manifest.json"]
+    watched = tmp_path / "else" / "seen.csv"
+    out = tmp_path / "run" / "throughput.json"
+    assert stage("throughput", *arguments, "--device", "cpu", "--out", out, "--telemetry", watched) == 0
+    assert watched.exists() and [path.name for path in watched.parent.iterdir()] == ["seen.csv"]
+    assert not (tmp_path / "tensorboard").exists()

@@ -1,0 +1,398 @@
+"""FLOPs and bytes of a step: formulas, counted operators and figures by hand say the same; peaks, MFU and MBU."""
+
+from __future__ import annotations
+
+import copy
+import csv
+import logging
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from dlscale.config import resolve as config
+from dlscale.config.run import load_run
+from dlscale.core import registry
+from dlscale.core.records import Peaks, SampleWork, Throughput
+from dlscale.measure import flops, peaks
+from dlscale.measure.flops import OperatorCount, sample_work
+from dlscale.parallel.world import World
+from dlscale.report.collect import summary_csv
+from dlscale.report.results import read_plan
+from dlscale.report.tables import runs_table
+from dlscale.train import memory
+from dlscale.train.build import open_session
+from dlscale.train.fake import FakeStep, fake_batch, fake_step
+from dlscale.train.optimizer import CLASSES
+from tests.bench.cases import Case
+from tests.conftest import TINY, make_run, stage
+from tests.test_report import Results, with_ladder
+
+CPU = torch.device("cpu")
+UNET, VIT, LARGE = (
+    Case("cosmo_unet", {}, (64, 64, 64), 2),
+    Case("era5_vit", {}, (360, 720), 2),
+    Case("era5_vit", {"embed_dim": 1024}, (360, 720), 2),
+)
+
+
+def count(case: Case, **over: Any) -> OperatorCount:
+    """Count a step of a case on fake tensors."""
+    run, found = case.run(**over), OperatorCount()
+    fake = FakeStep(run, partial(case.network, run), case.loss(), CPU)
+    x, y = (fake.like(torch.empty(case.batch_size, *shape, device="meta")) for shape in case.shapes)
+    fake.train(x, y, found.phase, found)
+    return found
+
+
+# ---- FLOPs -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("case", "by_hand"), [(UNET, 81.5e9), (VIT, 1.447e12), (LARGE, 6.15e12)], ids=["unet", "vit", "vit-1024"]
+)
+def test_formula_operators_and_figures_by_hand_agree(case: Case, by_hand: float) -> None:
+    """Within 2 %; the forward pass exactly. Nothing as large is computed here: it would take minutes and gigabytes."""
+    found = count(case)
+    assert case.flops() == pytest.approx(by_hand, rel=2e-3)
+    assert found.flops.total() / case.batch_size == pytest.approx(case.flops(), rel=0.02)
+    assert found.flops["forward"] / case.batch_size == case.flops() / 3
+    assert found.flops["optimizer"] == 0
+
+
+def test_what_the_operators_count_less_is_the_gradient_of_the_input() -> None:
+    """The convention of formulas has it: one more product of the first layer."""
+    found = count(UNET)
+    first_layer = 2 * 4**3 * 4 * 64 * 32**3
+    assert UNET.flops() - found.flops.total() / UNET.batch_size == first_layer
+
+
+@pytest.mark.parametrize("study", TINY)
+def test_every_study_has_a_formula_of_its_forward_pass(
+    study: str, tmp_path: Path, tiny_data: Callable[[str], Path]
+) -> None:
+    """Against PyTorch's counter on real tensors, whose attention is made of products that it sees."""
+    session = open_session(tiny_run(study, tmp_path), tiny_data(study) / "manifest.json", World())
+    x, y = (torch.zeros(value.shape, dtype=value.dtype) for value in fake_batch(session.run, session.manifest))
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        session.step.network(x, y)
+    assert session.study.flops(session.run, session.manifest) == counter.get_total_flops() / len(x)
+
+
+def tiny_run(study: str, folder: Path, **over: Any) -> Any:
+    settings = config.merge(copy.deepcopy(TINY[study]["run"]), over)
+    make_run(folder, study, settings, TINY[study]["dataset"])
+    return load_run(folder / "config.yaml", "throughput")
+
+
+@pytest.mark.parametrize("study", TINY)
+def test_a_real_step_has_the_operators_of_the_fake_one(
+    study: str, tmp_path: Path, tiny_data: Callable[[str], Path]
+) -> None:
+    """Their FLOPs and bytes, and the random state that training goes on from is left alone."""
+    session = open_session(tiny_run(study, tmp_path), tiny_data(study) / "manifest.json", World())
+    shapes = fake_batch(session.run, session.manifest)
+    x, y = (torch.zeros(value.shape, dtype=value.dtype) for value in shapes)
+    session.step(x, y)  # the optimiser has its state
+    real, fake = OperatorCount(), OperatorCount()
+    with real:
+        session.step.gradients(x, y)
+    state = torch.get_rng_state()
+    imagined = fake_step(session.run, session.manifest, CPU, session.step.attention)
+    imagined.train(imagined.like(shapes[0]), imagined.like(shapes[1]), fake.phase, fake)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert real.flops.total() == fake.flops.total() > 0
+    assert real.bytes.total() == fake.bytes.total() - fake.bytes["optimizer"] > 0
+
+
+def test_fused_attention_of_a_cpu_counts_as_its_products_do() -> None:
+    """PyTorch's counter sees nothing of it; nor is what a fused kernel computes again work of the model's."""
+    q, k, v = (torch.randn(2, 3, 40, 8, requires_grad=True) for _ in range(3))
+    found = {}
+    for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.MATH):
+        with sdpa_kernel(backend), OperatorCount() as counter:
+            F.scaled_dot_product_attention(q, k, v).sum().backward()
+        found[backend] = counter.flops.total()
+    assert found[SDPBackend.FLASH_ATTENTION] == found[SDPBackend.MATH] == 12 * 2 * 3 * 40**2 * 8
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_convolutions(groups: int, transposed: bool) -> None:
+    """By hand: every output (or, transposed, every input) is of 3 x 3 x channels of a group; thrice with gradients."""
+    kind = nn.ConvTranspose2d if transposed else nn.Conv2d
+    layer = kind(4, 6, 3, stride=2, groups=groups)
+    x = torch.randn(5, 4, 9, 9, requires_grad=True)
+    with OperatorCount() as counter:
+        y = layer(x)
+        y.sum().backward()
+    cells = 9 * 9 if transposed else y.shape[2] * y.shape[3]
+    assert counter.flops.total() == 3 * 2 * 5 * cells * 9 * 4 * 6 // groups
+
+
+def test_work_that_is_done_again_is_no_work_of_the_model(tmp_path: Path, tiny_data: Callable[[str], Path]) -> None:
+    """Neither checkpointing nor the parts of a batch change FLOPs; what checkpointing reads again, it does move."""
+
+    def work(**over: Any) -> SampleWork:
+        run = tiny_run("cosmo_unet", tmp_path, **over)
+        session = open_session(run, tiny_data("cosmo_unet") / "manifest.json", World())
+        return flops.counted(session, fake_batch(run, session.manifest))
+
+    plain, again, parts = work(), work(activation_checkpointing=True), work(accumulation_steps=2)
+    assert plain.bytes and again.bytes
+    assert plain.flops == again.flops == parts.flops
+    assert again.bytes > 1.05 * plain.bytes
+
+
+# ---- bytes -------------------------------------------------------------------------------------------
+
+
+class Perceptron(nn.Module):
+    """A linear layer, an activation, a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(7, 11, bias=False), nn.Linear(11, 5, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(torch.tanh(self.a(x)))
+
+
+def absolute(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (prediction - target).abs().mean(dim=1)
+
+
+def moved(precision: str, **optimizer: Any) -> Counter[str]:
+    run = UNET.run(precision=precision, optimizer=optimizer)
+    fake, found = FakeStep(run, Perceptron, absolute, CPU), OperatorCount()
+    fake.train(*(fake.like(torch.empty(3, width, device="meta")) for width in (7, 5)), found.phase, found)
+    return found.bytes
+
+
+def test_bytes_of_a_step_by_hand() -> None:
+    """float32; B samples, N inputs, H hidden, K outputs. Sums of what each operator reads and writes, in elements."""
+    B, N, H, K = 3, 7, 11, 5
+    forward = (
+        (B * N + N * H + B * H)  # product
+        + 2 * B * H  # tanh
+        + (B * H + H * K + B * K)  # product
+        + 3 * B * K  # difference
+        + 2 * B * K  # its size
+        + (B * K + B)  # mean over outputs
+        + (B + 1)  # mean over samples
+    )
+    backward = (
+        1  # ones_like
+        + (1 + B)  # a B-th of it for each sample: what is expanded is read once
+        + (B + B * K)  # an K-th of that for each output
+        + 2 * B * K  # the difference's sign
+        + 3 * B * K  # times the gradient
+        + (B * K + B * H + H * K)  # gradient of the weight
+        + (B * K + H * K + B * H)  # and of the input
+        + 3 * B * H  # tanh
+        + (B * H + B * N + N * H)  # gradient of the first weight; nobody asks for that of the input
+    )
+    weights = N * H + H * K
+    found = moved("fp32", kind="sgd", lr=0.1, fused=True)
+    assert found["forward"] == 4 * forward
+    assert found["backward"] == 4 * backward
+    assert found["optimizer"] == 4 * 3 * weights  # reads weight and gradient, writes weight
+
+
+@pytest.mark.parametrize(
+    ("settings", "passes"),
+    [
+        ({"kind": "sgd", "fused": True}, 3),  # weight read and written, gradient read
+        ({"kind": "sgd", "momentum": 0.9, "fused": True}, 5),  # and the momentum
+        ({"kind": "adam", "fused": True}, 7),  # weight and two moments read and written, gradient read
+    ],
+    ids=str,
+)
+def test_bytes_of_a_fused_update(settings: dict[str, Any], passes: int) -> None:
+    weights = 7 * 11 + 11 * 5
+    steps = 2 * 2 * 4 if settings["kind"] == "adam" else 0  # two counters, read and written, and read by the kernel
+    assert 0 <= moved("fp32", **settings)["optimizer"] - 4 * passes * weights <= 2 * steps
+
+
+def test_an_update_in_single_operations_moves_more() -> None:
+    """Adam's textbook form: 18 passes over the weights, counted in the source of `torch.optim.adam`, instead of 7."""
+    weights = 7 * 11 + 11 * 5
+    # lerp: m m g; mul: v v; addcmul: v v g g; sqrt: v s; div: s s; add: s s; addcdiv: p p m s
+    passes = 3 + 2 + 3 + 2 + 2 + 2 + 4
+    found = moved("fp32", kind="adam")["optimizer"] / (4 * weights)
+    assert passes <= found <= passes + 1.1
+
+
+def test_autocast_moves_half_and_converts() -> None:
+    """bf16: the input and both weights are converted; what lies between is half as wide."""
+    B, N, H, K = 3, 7, 11, 5
+    converted = 6 * (B * N + N * H + H * K)
+    products = 2 * ((B * N + N * H + B * H) + (B * H + H * K + B * K))
+    loss = 6 * B * K + 4 * (3 * B * K + 2 * B * K + B * K + B + B + 1)
+    assert moved("bf16", kind="sgd", fused=True)["forward"] == converted + products + 2 * 2 * B * H + loss
+
+
+def test_bytes_of_single_operators() -> None:
+    a, b = torch.ones(4, 6), torch.ones(4, 6)
+    cases: list[tuple[Callable[[], object], int]] = [
+        (lambda: a + b, 3 * 96),
+        (lambda: a.add_(b), 3 * 96),
+        (lambda: a.copy_(b), 2 * 96),
+        (lambda: a.zero_(), 96),
+        (lambda: torch.empty(1000), 0),
+        (lambda: torch.zeros(10), 40),
+        (lambda: torch.zeros_like(a), 96),
+        (lambda: a.t()[1:].detach().unbind(), 0),
+        (lambda: a.t().reshape(24), 2 * 96),  # copied, as no view has this order
+        (lambda: a.view(24).expand(5, 24).sum(), 96 + 4),
+        (lambda: torch.cat([a, b]), 4 * 96),
+        (lambda: a.to(torch.float64), 96 + 192),
+        (lambda: F.embedding(torch.tensor([1, 1]), a), 16 + 2 * 48),
+    ]
+    for place, (operation, expected) in enumerate(cases):
+        with OperatorCount() as counter:
+            operation()
+        assert counter.bytes.total() == expected, place
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+@pytest.mark.parametrize("precision", ["fp16", "bf16_master", "fp16_pure"])
+def test_all_updates_can_be_counted(kind: str, precision: str) -> None:
+    eps = {"eps": 1e-4} if kind != "sgd" else {}
+    assert moved(precision, kind=kind, **eps)["optimizer"] > 0
+
+
+# ---- where nothing can be counted --------------------------------------------------------------------
+
+
+def test_what_cannot_be_counted_is_left_out(
+    tmp_path: Path, tiny_data: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A study whose code asks for values, and has no formula: the measurement is there all the same."""
+    study = registry.study("mnist_cnn")
+    loss = study.loss(None)
+
+    def asking(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = loss(prediction, target)
+        return found if float(found.detach().sum()) >= 0 else -found
+
+    monkeypatch.setattr(type(study), "loss", lambda self, run: asking)
+    manifest = tiny_data("mnist_cnn") / "manifest.json"
+    run = tiny_run("mnist_cnn", tmp_path)
+    session = open_session(run, manifest, World())
+    with caplog.at_level(logging.INFO):
+        counted, formula = sample_work(session, fake_batch(run, session.manifest))
+    assert counted is None and "cannot be counted" in caplog.text
+    assert formula and formula.flops > 0 and formula.bytes is None
+    monkeypatch.setattr(type(study), "flops", lambda self, run, manifest: None)
+    assert sample_work(session, fake_batch(run, session.manifest)) == (None, None)
+    monkeypatch.setattr(peaks, "measure_peaks", lambda *arguments: (_ for _ in ()).throw(RuntimeError("no memory")))
+    found = throughput(tmp_path, manifest)
+    assert (found.work, found.peaks, found.mfu(), found.mbu()) == (None, None, None, None)
+    assert found.full and found.full.mean > 0
+
+
+def test_a_formula_that_is_wrong_is_named(
+    tmp_path: Path, tiny_data: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = tiny_run("mnist_cnn", tmp_path)
+    session = open_session(run, tiny_data("mnist_cnn") / "manifest.json", World())
+    with caplog.at_level(logging.WARNING):
+        sample_work(session, fake_batch(run, session.manifest))
+        assert not caplog.text
+        right = session.study.flops(run, session.manifest)
+        assert right
+        monkeypatch.setattr(type(session.study), "flops", lambda self, run, manifest: 1.03 * right)
+        sample_work(session, fake_batch(run, session.manifest))
+    assert "one is wrong" in caplog.text
+
+
+# ---- peaks, and the stage ----------------------------------------------------------------------------
+
+
+def test_peaks_are_rates_that_nothing_here_beats(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copy's rate is not that of a cache, the product's not below that of a small product."""
+    found = peaks.measure_peaks("fp32", CPU)
+    assert found.dtype == "fp32"
+    small = torch.ones(96, 96)
+    seconds, _ = peaks.best_of(lambda: torch.mm(small, small), CPU, 0.05)
+    assert found.flops > 0.8 * 2 * 96**3 / seconds
+    monkeypatch.setattr(peaks, "BUFFER", {"cpu": 2**15})
+    monkeypatch.setattr(peaks, "cache_bytes", lambda: 0)
+    assert found.bytes_per_second < 1.5 * peaks.copy_rate(CPU)
+
+
+@pytest.mark.parametrize("precision", ["tf32", "bf16", "fp16_pure"])
+def test_peaks_of_other_precisions(precision: str) -> None:
+    found = peaks.measure_peaks(precision, CPU)
+    assert found.dtype == precision.partition("_")[0]
+    assert found.flops > 0
+
+
+def throughput(folder: Path, manifest: Path) -> Throughput:
+    arguments = ["--config", folder / "config.yaml", "--manifest", manifest, "--threads", 1, "--device", "cpu"]
+    assert stage("throughput", *arguments, "--out", folder / "throughput.json") == 0
+    return Throughput.read(folder / "throughput.json")
+
+
+def test_the_stage_says_what_is_reached(tmp_path: Path, tiny_data: Callable[[str], Path]) -> None:
+    """MFU and MBU by their definitions, and the same in TensorBoard, there once however often it is measured."""
+    few = {"throughput": {"warmup": 0, "trials": 2, "batches": 2}}
+    tiny_run("cosmo_unet", tmp_path, **few)
+    (tmp_path / "tensorboard").mkdir()
+    (tmp_path / "tensorboard" / "events.out.tfevents.of.training").write_text("theirs")
+    for _ in range(2):
+        found = throughput(tmp_path, tiny_data("cosmo_unet") / "manifest.json")
+    assert found.work and found.peaks and found.full and found.work.bytes
+    assert found.work.source == "formula" and found.work.backward_flops == 2 * found.work.forward_flops
+    assert found.mfu() == pytest.approx(found.full.mean * 3 * found.work.forward_flops / found.peaks.flops)
+    assert found.mbu() == pytest.approx(found.full.mean * found.work.bytes / found.peaks.bytes_per_second)
+    assert 0 < (found.mfu() or 0) < 1
+    board = EventAccumulator(str(tmp_path / "tensorboard" / "throughput")).Reload()
+    scalars = {name: [event.value for event in board.Scalars(name)] for name in board.Tags()["scalars"]}
+    assert scalars == {
+        "throughput/io": [pytest.approx(found.io.mean)] if found.io else [],
+        "throughput/synthetic": [pytest.approx(found.synthetic.mean)] if found.synthetic else [],
+        "throughput/full": [pytest.approx(found.full.mean)],
+        "mfu": [pytest.approx(found.mfu())],
+        "mbu": [pytest.approx(found.mbu())],
+        "peak_memory_bytes": [pytest.approx(found.peak_memory_bytes)],
+    }
+    assert len(list((tmp_path / "tensorboard" / "throughput").iterdir())) == 1
+    assert (tmp_path / "tensorboard" / "events.out.tfevents.of.training").exists()
+
+
+def test_counting_has_no_cost_of_memory() -> None:
+    """The parameters alone would be 632 MB, the activations of 64 samples some 500 GB."""
+    case = Case("era5_vit", {"embed_dim": 1024}, (360, 720), 64)
+    before = memory.peak(CPU)
+    count(case)
+    assert memory.peak(CPU) - before < 200e6
+
+
+def test_what_is_reached_is_in_the_table_and_on_the_page(tmp_path: Path) -> None:
+    """Of a run that has both; another has but FLOPs, and the third was measured before they were counted."""
+    results = with_ladder(Results(tmp_path))
+    work = SampleWork(forward_flops=1e9, backward_flops=2e9, bytes=4e8, source="formula")
+    limits = Peaks(dtype="fp32", flops=1e12, bytes_per_second=1e11)
+    for name, known in (("baseline", work), ("workers", work.model_copy(update={"bytes": None}))):
+        path = tmp_path / "plans" / "ladder" / name / "throughput.json"
+        Throughput.read(path).model_copy(update={"work": known, "peaks": limits}).write(path)
+    plan = read_plan(results.plans[0])
+    rows = list(csv.DictReader(summary_csv(plan).splitlines()))
+    assert [row["mfu"] for row in rows] == [str(24 * 3e9 / 1e12), str(110 * 3e9 / 1e12), ""]
+    assert [row["mbu"] for row in rows] == [str(24 * 4e8 / 1e11), "", ""]
+    columns = list(rows[0])
+    assert columns.index("speed_up") + 1 == columns.index("mfu") == columns.index("mbu") - 1
+    table = runs_table(plan)
+    shown = {heading: [row[place].text for row in table.rows] for place, (heading, _) in enumerate(table.columns)}
+    assert (shown["MFU"], shown["MBU"]) == (["7\u00a0%", "33\u00a0%", "–"], ["10\u00a0%", "–", "–"])

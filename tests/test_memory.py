@@ -1,0 +1,370 @@
+"""Memory: what is predicted is what PyTorch's allocator hands out; an allocation that fails ends as one message."""
+
+from __future__ import annotations
+
+import gc
+import json
+import re
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from dlscale.core.errors import UserError
+from dlscale.core.ranges import marking
+from dlscale.core.records import MemoryUse
+from dlscale.core.text import size
+from dlscale.data.manifest import Manifest
+from dlscale.parallel.world import World
+from dlscale.train import exhaustion, memory
+from dlscale.train.build import open_session
+from dlscale.train.fake import FakeStep
+from dlscale.train.step import Step
+from tests.bench.cases import Case
+from tests.conftest import ROOT
+from tests.test_counting import tiny_run
+
+CPU = torch.device("cpu")
+UNET = Case("cosmo_unet", {"widths": [8, 16]}, (32, 32, 32), 4)
+VIT = Case("era5_vit", {"embed_dim": 48, "depth": 3, "heads": 4}, (48, 96), 4, channels=3)
+
+
+def predicted(case: Case, device: torch.device = CPU, ranks: int = 1, **over: Any) -> MemoryUse:
+    run = case.run(**over)
+    fake = FakeStep(run, partial(case.network, run), case.loss(), device)
+    x, y = (torch.empty(case.batch_size, *shape, device="meta") for shape in case.shapes)
+    return memory.of_step(fake, x, y, ranks)
+
+
+def allocated(step: Step, x: torch.Tensor, y: torch.Tensor) -> tuple[dict[str, int], int]:
+    """Return what PyTorch's allocator has handed out in a step at the end of each range, and at most.
+
+    Bytes beyond those at its begin, at which there are no gradients; from the profiler's events.
+    """
+    step(x, y)  # the optimiser has its state
+    step.weights.clear_gradients()
+    gc.collect()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler, marking(record_function):
+        step(x, y)
+    events = list(profiler.profiler.kineto_results.events())
+    ends = {event.name(): event.end_ns() for event in events if event.name() in memory.STAGES}
+    live, most, at = 0, 0, dict.fromkeys(ends, 0)
+    for time, grown in sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"):
+        live += grown
+        most = max(most, live)
+        at |= {name: live for name, end in ends.items() if time <= end}
+    return at, most
+
+
+@pytest.mark.parametrize("case", [UNET, VIT], ids=["unet", "vit"])
+@pytest.mark.parametrize(
+    "over",
+    [
+        {},
+        {"precision": "bf16", "memory_format": "channels_last", "optimizer": {"fused": True}},
+        {"precision": "bf16_master", "optimizer": {"fused": True}},
+        pytest.param({"precision": "fp16", "optimizer": {"kind": "sgd", "momentum": 0.9}}, marks=pytest.mark.slow),
+        {"activation_checkpointing": True},
+        pytest.param({"accumulation_steps": 2}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_prediction_is_what_the_allocator_hands_out(case: Case, over: dict[str, Any]) -> None:
+    """To the byte, but for some scalars: after forward, after backward, and at most."""
+    step, (x, y) = case.step(CPU, **over), case.batch(CPU)
+    found = predicted(case, **over)
+    at, most = allocated(step, x, y)
+    batch = 4 * (x.numel() + y.numel())
+    masters = sum(4 * p.numel() for p in step.weights._gradients)
+    own = sum(p.numel() * p.element_size() for p in step.model.parameters())
+    assert found.parameters == own
+    state = sum(value.nbytes for each in step.optimizer.state.values() for value in each.values() if value.dim())
+    counters = 8 * len(step.optimizer.state)
+    assert 0 <= found.optimizer - state - masters <= counters
+    assert found.gradients == own + masters
+    if case is UNET or over != {"accumulation_steps": 2}:  # else gradients of the parts before are counted with them
+        parts = own if "accumulation_steps" in over else 0
+        assert at["forward"] == pytest.approx(found.activations - batch + parts, abs=64)
+    assert at["backward"] == pytest.approx(own, abs=64)
+    held = found.parameters + found.optimizer + masters + batch
+    assert found.peak is not None
+    assert most == pytest.approx(found.peak - held, abs=64)
+
+
+def test_activations_are_what_autograd_saves() -> None:
+    """PyTorch's own hook sees each saved tensor: the distinct memory of them, parameters left out."""
+    step, (x, y) = VIT.step(CPU), VIT.batch(CPU)
+    known = {value.untyped_storage()._cdata for value in (*step.model.parameters(), x, y)}
+    saved: dict[int, torch.UntypedStorage] = {}
+
+    def pack(value: torch.Tensor) -> torch.Tensor:
+        storage = value.untyped_storage()
+        if storage._cdata not in known:
+            saved[storage._cdata] = storage
+        return value
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda value: value):
+        loss = step.network(x, y)
+    own = sum(storage.nbytes() for storage in saved.values())
+    assert predicted(VIT).activations == pytest.approx(own + x.nbytes + y.nbytes, abs=64 + loss.nbytes)
+
+
+def test_checkpointing_and_parts_keep_less() -> None:
+    plain, again, parts = (
+        predicted(VIT),
+        predicted(VIT, activation_checkpointing=True),
+        predicted(VIT, accumulation_steps=4),
+    )
+    assert (
+        (plain.parameters, plain.optimizer)
+        == (again.parameters, again.optimizer)
+        == (parts.parameters, parts.optimizer)
+    )
+    assert again.activations < 0.5 * plain.activations
+    assert again.peak and parts.peak and plain.peak
+    assert parts.peak < again.peak + plain.peak and parts.peak < 0.6 * plain.peak
+
+
+def test_several_ranks_hold_their_gradients() -> None:
+    """DistributedDataParallel's buckets stay: they are there while activations are at their most."""
+    one, two = predicted(UNET), predicted(UNET, ranks=2)
+    assert one.gradients == two.gradients == one.parameters
+    assert one.peak and two.peak
+    assert 0.9 * one.gradients <= two.peak - one.peak <= 1.1 * one.gradients
+
+
+def test_weights_that_are_shared_count_once() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+            self.b.weight = self.a.weight
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.b(self.a(x))
+
+    fake = FakeStep(UNET.run(), Tied, lambda prediction, target: (prediction - target).abs().mean(dim=1), CPU)
+    found = memory.of_step(fake, torch.empty(2, 8, device="meta"), torch.empty(2, 8, device="meta"))
+    assert found.parameters == found.gradients == 4 * 64
+
+
+def test_measured_beside_predicted(tmp_path: Path, cosmo_data: Path) -> None:
+    """Of a CPU it is the process's own memory, which grows by what is predicted, and by what the system keeps back."""
+    over = {"model": {"widths": [64, 64]}, "batch_size": 64}
+    run = tiny_run("cosmo_unet", tmp_path, **over)
+    session = open_session(run, cosmo_data / "manifest.json", World(), 1)
+    x, y = (torch.randn(64, channels, 16, 16, 16) for channels in (4, 5))
+    before = [p.detach().clone() for p in session.step.model.parameters()]
+    found = memory.measure(session, (x, y))
+    assert not all(torch.equal(a, b) for a, b in zip(before, session.step.model.parameters(), strict=True)), (
+        "a real step"
+    )
+    assert list(found.measured) == ["set-up", "forward", "backward", "step"]
+    assert found.peak and found.device and max(found.measured.values()) <= found.peak < found.device
+    grown = found.measured["forward"] - found.measured["set-up"]
+    kept = found.predicted.activations - x.nbytes - y.nbytes
+    assert kept > 20e6
+    assert 0.7 * kept < grown < 1.5 * kept + 50e6
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("case", [UNET, VIT], ids=["unet", "vit"])
+@pytest.mark.parametrize("over", [{}, {"precision": "bf16", "optimizer": {"fused": True}}], ids=str)
+def test_prediction_on_a_gpu(case: Case, over: dict[str, Any]) -> None:
+    """Within a few per cent of the allocator's own figures: libraries take workspaces."""
+    device = torch.device("cuda")
+    found = predicted(case, device, **over)
+    step, (x, y) = case.step(device, **over), case.batch(device)
+    step(x, y)
+    torch.cuda.reset_peak_memory_stats(device)
+    step(x, y)
+    assert found.peak
+    assert torch.cuda.max_memory_allocated(device) == pytest.approx(found.peak, rel=0.1, abs=2**25)
+
+
+# ---- out of memory -----------------------------------------------------------------------------------
+
+ASKED = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 4000000000 bytes. Error code 12"
+CUDA = (
+    "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 39.39 GiB of which 1 GiB is free."
+)
+NUMPY = "Unable to allocate 7.45 GiB for an array with shape (1000000000,) and data type float64"
+
+
+@pytest.mark.parametrize(
+    ("error", "asked"),
+    [
+        (RuntimeError(ASKED), 4_000_000_000),
+        (torch.OutOfMemoryError(CUDA), 20 * 2**20),
+        (MemoryError(NUMPY), int(7.45 * 2**30)),
+        (MemoryError(), None),
+    ],
+    ids=["cpu", "cuda", "numpy", "python"],
+)
+def test_how_much_was_asked_for(error: Exception, asked: int | None) -> None:
+    assert exhaustion.is_exhaustion(error)
+    assert exhaustion.asked_for(error) == asked
+
+
+def test_other_errors_pass(tmp_path: Path, cosmo_data: Path) -> None:
+    run = tiny_run("cosmo_unet", tmp_path)
+    with (
+        pytest.raises(RuntimeError, match="shapes"),
+        exhaustion.explained(run, cosmo_data / "manifest.json", World()),
+    ):
+        raise RuntimeError("shapes do not match")
+
+
+def failing(tmp_path: Path, data: Path, limit: float, **over: Any) -> tuple[str, Any]:
+    """Have a step fail in its loss, on a device that pretends to have `limit` bytes left; return the message."""
+    run = tiny_run("cosmo_unet", tmp_path, batch_size=16, **over)
+    session = open_session(run, data / "manifest.json", World(), 1)
+
+    def fail(*arguments: Any) -> Any:
+        raise torch.OutOfMemoryError(CUDA)
+
+    session.step.network.loss = fail
+    try:
+        session.step(torch.zeros(16, 4, 16, 16, 16), torch.zeros(16, 5, 16, 16, 16))
+    except RuntimeError as error:
+        return exhaustion.message(error, run, data / "manifest.json", World(), int(limit)), run
+    raise AssertionError("it did not fail")
+
+
+def test_the_message_says_where_and_what_would_fit(tmp_path: Path, cosmo_data: Path) -> None:
+    """Only what fits, the cheapest first, each with the memory that it is predicted to take."""
+    manifest = Manifest.read(cosmo_data / "manifest.json")
+
+    def needed(**over: Any) -> int:
+        run = tiny_run("cosmo_unet", tmp_path, **{"batch_size": 16, **over})
+        return memory.predict(run, manifest, CPU).peak or 0
+
+    full, halves, fourths = needed(), needed(accumulation_steps=2), needed(accumulation_steps=4)
+    assert full > halves > fourths
+    limit = (halves + fourths) / 2  # parts of eight samples do not fit, those of four do
+    text, _ = failing(tmp_path, cosmo_data, limit / exhaustion.SHARE["cpu"] + exhaustion.RESERVE["cpu"])
+    assert "out of memory in the forward pass: 21.0\u00a0MB more were asked for" in text
+    assert f"a step of 16 samples is predicted to take {size(full)}" in text
+    _, options = text.split("predicted to fit: ")
+    names = [option.partition(" (")[0] for option in options.split(", or ")]
+    assert names[0] == "accumulation_steps: 4"
+    assert f"accumulation_steps: 4 ({size(fourths)})" in options
+    assert names[-1].startswith("batch_size: ")
+    assert (
+        any(name.startswith("activation_checkpointing: true") for name in names[1:-1])
+        or needed(activation_checkpointing=True) > limit
+    )
+    for name in names:
+        over = dict(pair.split(": ") for pair in name.split(", "))
+        assert needed(**{key: json.loads(value) for key, value in over.items()}) <= limit
+
+
+def test_a_step_that_failed_is_believed(tmp_path: Path, cosmo_data: Path) -> None:
+    """However much seems to be free: what needs nearly as much is not said to fit."""
+    run = tiny_run("cosmo_unet", tmp_path, batch_size=16)
+    manifest = Manifest.read(cosmo_data / "manifest.json")
+    text, _ = failing(tmp_path, cosmo_data, 1e12)
+    _, options = text.split("predicted to fit: ")
+    needed = memory.predict(run, manifest, CPU).peak or 0
+    found = exhaustion.alternatives(run, manifest, World(), exhaustion.SHARE["cpu"] * needed)
+    assert options == ", or ".join(f"{exhaustion.shown(over)} ({size(bytes_)})" for over, bytes_ in found)
+    assert found and max(bytes_ for _, bytes_ in found) <= exhaustion.SHARE["cpu"] * needed
+
+
+def test_nothing_fits(tmp_path: Path, cosmo_data: Path) -> None:
+    text, _ = failing(tmp_path, cosmo_data, 1000)
+    assert "choose a smaller model" in text and "predicted to fit" not in text
+
+
+def test_where_it_failed(tmp_path: Path, cosmo_data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each place of a step has its name, told by a real traceback."""
+    run = tiny_run("cosmo_unet", tmp_path)
+    session = open_session(run, cosmo_data / "manifest.json", World(), 1)
+    step, batch = session.step, (torch.zeros(4, 4, 16, 16, 16), torch.zeros(4, 5, 16, 16, 16))
+
+    def fail(*arguments: Any, **more: Any) -> Any:
+        raise MemoryError
+
+    def place(patched: tuple[object, str]) -> str:
+        with monkeypatch.context() as patch:
+            patch.setattr(*patched, fail)
+            with pytest.raises(MemoryError) as caught:
+                step(*batch)
+        return exhaustion.place(caught.value)
+
+    class Backward(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+            raise MemoryError
+
+    assert place((step.network, "loss")) == "the forward pass"
+    assert place((step.optimizer, "step")) == "the update"
+    loss = step.network.loss
+    with monkeypatch.context() as patch, pytest.raises(MemoryError) as caught:
+        patch.setattr(step.network, "loss", lambda prediction, target: loss(Backward.apply(prediction), target))
+        step(*batch)
+    assert exhaustion.place(caught.value) == "the backward pass"
+    with monkeypatch.context() as patch, pytest.raises(MemoryError) as caught:
+        patch.setattr("dlscale.train.build.Weights", fail)
+        open_session(run, cosmo_data / "manifest.json", World(), 1)
+    assert exhaustion.place(caught.value) == "the set-up"
+    with monkeypatch.context() as patch, pytest.raises(MemoryError) as caught:
+        patch.setattr("torch.utils.data.dataloader._BaseDataLoaderIter.__next__", fail)
+        next(session.loader("train").epoch(0))
+    assert exhaustion.place(caught.value) == "the loading of data"
+    assert exhaustion.place(MemoryError()) == "what surrounds the steps"
+
+
+LIMITED = """
+import resource, sys
+import psutil, torch
+from dlscale import cli
+from dlscale.train import exhaustion, trainer
+limit = psutil.Process().memory_info().vms + int(float(sys.argv[1]))
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+sys.exit(cli.main(sys.argv[2:]))
+"""
+
+
+@pytest.mark.parametrize("stage", ["throughput", pytest.param("train", marks=pytest.mark.slow)])
+def test_an_allocator_that_really_fails(stage: str, tmp_path: Path, cosmo_data: Path) -> None:
+    """The system refuses memory beyond a limit: one line, which names settings that then work under the same limit."""
+    over: dict[str, Any] = {"model": {"widths": [256, 64]}, "batch_size": 128, "samples": {"train": 128}}
+    arguments = ["--config", tmp_path / "config.yaml", "--manifest", cosmo_data / "manifest.json", "--device", "cpu"]
+    out = ["--out", tmp_path / "throughput.json"]
+    if stage == "train":
+        out = ["--checkpoints", tmp_path / "checkpoints", "--out", tmp_path]
+    command = [sys.executable, "-c", LIMITED, "700e6", stage, *map(str, [*arguments, "--threads", 1, *out])]
+    environment = {"PYTHONPATH": f"{ROOT / 'workflow_scripts'}", "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"}
+
+    def run(**more: Any) -> subprocess.CompletedProcess[str]:
+        tiny_run("cosmo_unet", tmp_path, **over, **more)
+        return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+
+    done = run()
+    assert done.returncode == 2, done.stderr
+    line = done.stderr.strip().splitlines()[-1]
+    assert re.match(f"dlscale {stage}: out of memory in the (forward pass|backward pass|loading of data): ", line), line
+    advice = re.search(r"predicted to fit: accumulation_steps: (\d+) ", line)
+    assert advice, line
+    if stage == "train":
+        done = run(accumulation_steps=int(advice[1]))
+        # The limit is of addresses, of which the last picture's libraries take more than the training.
+        assert "epoch 2 of 2" in done.stderr, done.stderr
+
+
+def test_a_user_error_is_left_as_it_is(tmp_path: Path, cosmo_data: Path) -> None:
+    run = tiny_run("cosmo_unet", tmp_path)
+    with pytest.raises(UserError, match="mine"), exhaustion.explained(run, cosmo_data / "manifest.json", World()):
+        raise UserError("mine")

@@ -1,0 +1,164 @@
+"""What to do when memory is not enough: an allocation that fails ends as one message, with settings that would fit."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import re
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+
+from dlscale.config.run import RunCore
+from dlscale.core import registry
+from dlscale.core.errors import UserError, brief
+from dlscale.core.text import size
+from dlscale.data import loaders
+from dlscale.data.manifest import Manifest
+from dlscale.parallel.world import World
+from dlscale.train.build import build_step, open_session
+from dlscale.train.memory import available, predict, total
+from dlscale.train.step import Step
+
+#: By device: the share that a predicted step may take of what is free, and the bytes that are left to others first.
+#: Workspaces of libraries, threads and unused blocks are not predicted; those of a processor (oneDNN, malloc) were seen
+#: to be up to 0.6 of what is predicted.
+SHARE = {"cpu": 0.6, "cuda": 0.9}
+RESERVE = {"cpu": 300_000_000, "cuda": 0}
+
+#: By the code that is at work, the first that is found: what of a stage that is.
+PLACES = {
+    torch.Tensor.backward.__code__: "the backward pass",
+    Step._backward.__code__: "the forward pass",
+    Step._train_eagerly.__code__: "the update",
+    Step.predict.__code__: "a prediction",
+    build_step.__code__: "the set-up",
+    open_session.__code__: "the set-up",
+}
+
+#: Where the code lies that loads data: ours and PyTorch's.
+LOADING = tuple(str(Path(module.__file__).parent) for module in (loaders, torch.utils.data) if module.__file__)
+
+_ASKED = (
+    r"tried to allocate (\d+) bytes",  # PyTorch's allocator of a CPU
+    r"Tried to allocate ([\d.]+) (\w+)",  # PyTorch's allocator of CUDA memory
+    r"Unable to allocate ([\d.]+) (\w+)",  # NumPy
+)
+_UNITS = {"bytes": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+
+
+@contextlib.contextmanager
+def explained(run: RunCore, manifest: str | Path, world: World) -> Iterator[None]:
+    """Turn an allocation that fails within this context, which the set-up belongs to, into a `UserError`.
+
+    Where a system promises more memory than it has, as Linux does, it may instead end the process without a word.
+    """
+    free = available(world.device)
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_exhaustion(error):
+            raise
+        text = message(error, run, Path(manifest), world, free)
+        raise UserError(text) from None
+
+
+def is_exhaustion(error: BaseException) -> bool:
+    """Whether an exception says that there is not enough memory."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
+
+
+def message(error: BaseException, run: RunCore, manifest: Path, world: World, free: int) -> str:
+    """Return how much was asked for and is there, where, and which settings would fit.
+
+    `free` are the bytes that this process could take on its device when it began.
+    """
+    where, asked = place(error), asked_for(error)
+    # What the failed step still holds is not wanted any more.
+    traceback.clear_frames(error.__traceback__)
+    gc.collect()
+    device = f"the {'GPU' if world.device.type == 'cuda' else 'machine'} has {size(total(world.device))}"
+    rank = f" (rank {world.rank} of {world.size})" if world.size > 1 else ""
+    more = f": {size(asked)} more were asked for" if asked else ""
+    text = f"out of memory in {where}{rank}{more}; {device}, and {size(free)} were free for this process"
+    try:
+        data = Manifest.read(manifest)
+        needed = predict(run, data, world.device, ranks=world.data_size).peak or 0
+        # It failed, so that no more than what it needs was there, however much seemed to be.
+        kind = world.device.type
+        fitting = alternatives(run, data, world, SHARE[kind] * min(free - RESERVE[kind], needed))
+    except Exception as failure:  # a model may do what fake tensors cannot follow
+        logging.info("memory cannot be predicted: %s: %s", type(failure).__name__, brief(failure))
+        return f"{text}; try a smaller batch_size, or accumulation_steps"
+    text += f"; a step of {run.batch_size} samples is predicted to take {size(needed)}"
+    if world.size > 1:
+        text += " on each device"
+    if not fitting:
+        return f"{text}; no smaller batch fits either: choose a smaller model, or a device with more memory"
+    return f"{text}; predicted to fit: " + ", or ".join(f"{shown(over)} ({size(bytes_)})" for over, bytes_ in fitting)
+
+
+def alternatives(run: RunCore, manifest: Manifest, world: World, limit: float) -> list[tuple[dict[str, Any], int]]:
+    """Return settings under which a step is predicted to take at most `limit` bytes, and what it takes.
+
+    The cheapest come first: the parts of a batch cost little; to compute activations again costs up to a third of a
+    step; a smaller batch is another training.
+    """
+    parts = [2**power * run.accumulation_steps for power in range(1, run.local_batch_size.bit_length())]
+    parts = [count for count in parts if count <= run.local_batch_size]
+    found = _first(run, [{"accumulation_steps": count} for count in parts], manifest, world, limit)
+    if "activation_checkpointing" in registry.study(run.study).supports and not run.activation_checkpointing:
+        again = {"activation_checkpointing": True}
+        if found:  # worth its computation only with fewer parts
+            parts = parts[: parts.index(found[0][0]["accumulation_steps"])]
+        candidates = [again, *({**again, "accumulation_steps": count} for count in parts)]
+        found += _first(run, candidates, manifest, world, limit)
+    smaller = run.local_batch_size // 2
+    batches = []
+    while smaller >= run.accumulation_steps:
+        batches.append({"batch_size": smaller * run.geometry.world_size})
+        smaller //= 2
+    return found + _first(run, batches, manifest, world, limit)
+
+
+def _first(
+    run: RunCore, candidates: list[dict[str, Any]], manifest: Manifest, world: World, limit: float
+) -> list[tuple[dict[str, Any], int]]:
+    """Return the first of the candidates that fits, if any."""
+    for over in candidates:
+        try:
+            other = type(run).model_validate({**run.model_dump(mode="json"), **over})
+        except ValidationError:  # they do not go together with the run's other settings
+            continue
+        bytes_ = predict(other, manifest, world.device, ranks=world.data_size).peak or 0
+        if bytes_ <= limit:
+            return [(over, bytes_)]
+    return []
+
+
+def shown(over: dict[str, Any]) -> str:
+    """Return settings as one writes them."""
+    return ", ".join(f"{key}: {str(value).lower()}" for key, value in over.items())
+
+
+def place(error: BaseException) -> str:
+    """Return what was at work when an exception was raised, as well as its traceback tells."""
+    codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if found := [name for code, name in PLACES.items() if code in codes]:
+        return found[0]
+    loading = any(code.co_filename.startswith(LOADING) for code in codes)
+    return "the loading of data" if loading else "what surrounds the steps"
+
+
+def asked_for(error: BaseException) -> int | None:
+    """Return the bytes that could not be had, where the message of the exception says it."""
+    for pattern in _ASKED:
+        if match := re.search(pattern, str(error)):
+            number, unit = (*match.groups(), "bytes")[:2]
+            return int(float(number) * _UNITS.get(unit, 1))
+    return None

@@ -1,0 +1,211 @@
+"""Memory of a run on one device: predicted by a step on fake tensors, and measured at the stages of a step."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import weakref
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from dlscale.config.run import RunCore
+from dlscale.core.ranges import marking
+from dlscale.core.records import Memory, MemoryUse
+from dlscale.data.loaders.base import Batch
+from dlscale.data.manifest import Manifest
+from dlscale.parallel.world import synchronize
+from dlscale.train.attention import Context
+from dlscale.train.build import Session
+from dlscale.train.fake import FakeStep, fake_batch, fake_step
+
+#: PyTorch's allocator of CUDA memory hands out multiples of this (c10/cuda/CUDACachingAllocator: kMinBlockSize).
+CUDA_BLOCK = 512
+
+#: What `Memory.measured` calls the end of each range of a step.
+STAGES = {"forward": "forward", "backward": "backward", "optimizer": "step"}
+
+
+def predict(
+    run: RunCore,
+    manifest: Manifest,
+    device: torch.device,
+    batch: Batch | None = None,
+    attention: Context | None = None,
+    ranks: int = 1,
+) -> MemoryUse:
+    """Return the memory that a step of the run needs on each of its `ranks` devices, without any of it.
+
+    Not predicted are what libraries take for themselves (a CUDA context, cuDNN's and oneDNN's workspaces, NCCL's
+    buffers), what a compiler fuses away, graphs' own pools, loaders, and what lies unused between blocks.
+
+    Parameters
+    ----------
+    batch
+        One of the run's, of which only shapes matter. Default: of the local size, as the samples are declared.
+    attention
+        As `fake_step` takes it.
+    """
+    return of_step(fake_step(run, manifest, device, attention), *(batch or fake_batch(run, manifest)), ranks=ranks)
+
+
+def of_step(fake: FakeStep, x: torch.Tensor, y: torch.Tensor, ranks: int = 1) -> MemoryUse:
+    """Return the memory that one step takes on a batch of these shapes; the fake step is used up."""
+    step, weights = fake.step, fake.step.weights
+    allocations = Allocations(CUDA_BLOCK if step.device.type == "cuda" else 1)
+    held: list[torch.Tensor] = []
+    if ranks > 1:  # DistributedDataParallel holds all gradients in its buckets, from one step to the next
+        held = [fake.like(p) for p in weights.parameters if p.requires_grad]
+        for p in weights.parameters:
+            if p.requires_grad:
+                p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    state = tree_leaves([list(step.optimizer.state.values())])
+    masters = [p for p in weights.updated if all(p is not own for own in weights.parameters)]
+    parameters = allocations.add([*weights.parameters, *step.model.buffers()])
+    optimizer = allocations.add([*state, *masters])
+    gradients = allocations.add([p.grad for p in masters] + held)
+    x, y = fake.like(x), fake.like(y)
+    inputs = allocations.add([x, y])
+    before, kept, grown = allocations.live, 0, 0
+
+    @contextlib.contextmanager
+    def marker(name: str) -> Iterator[None]:
+        nonlocal kept, grown
+        yield
+        own = allocations.bytes_of(p.grad for p in weights.parameters)
+        if name == "forward":
+            kept = max(kept, allocations.live - before - own)
+        grown = max(grown, own)
+
+    fake.train(x, y, marker, allocations)
+    return MemoryUse(
+        parameters=parameters,
+        gradients=gradients + grown,
+        optimizer=optimizer,
+        activations=inputs + kept,
+        peak=allocations.peak,
+    )
+
+
+class Allocations(TorchDispatchMode):
+    """Bytes of the tensors that operators make within it, as long as they live, in multiples of `block`."""
+
+    def __init__(self, block: int = 1) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self._block, self._known = block, dict[int, Any]()
+
+    def add(self, values: Iterable[Any]) -> int:
+        """Count the tensors among these values, too; return the bytes of those that are new."""
+        before = self.live
+        for value in values:
+            if isinstance(value, torch.Tensor):
+                self._add(value)
+        return self.live - before
+
+    def bytes_of(self, values: Iterable[Any]) -> int:
+        """Return the bytes of the tensors among these values; of several that share their memory, once."""
+        storages = [value.untyped_storage() for value in values if isinstance(value, torch.Tensor)]
+        return sum({storage._cdata: self._size(storage) for storage in storages}.values())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.add(tree_leaves(result))
+        return result
+
+    def _size(self, storage: torch.UntypedStorage) -> int:
+        return -(-storage.nbytes() // self._block) * self._block
+
+    def _add(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()  # of all views of it
+        key, size = storage._cdata, self._size(storage)
+        if key not in self._known:
+            self._known[key] = weakref.finalize(storage, self._drop, key, size)
+            self.live += size
+            self.peak = max(self.peak, self.live)
+
+    def _drop(self, key: int, size: int) -> None:
+        del self._known[key]
+        self.live -= size
+
+
+def measure(session: Session, batch: Batch) -> Memory:
+    """Make a step on `batch`, which lies on the device, and return the memory that it takes, beside the prediction."""
+    device = session.world.device
+    measured = {"set-up": in_use(device)}
+
+    @contextlib.contextmanager
+    def marker(name: str) -> Iterator[None]:
+        yield
+        if stage := STAGES.get(name):
+            synchronize(device)
+            measured[stage] = max(in_use(device), measured.get(stage, 0))  # of the parts of a batch, the greatest
+
+    predicted = predict(session.run, session.manifest, device, batch, session.step.attention, session.world.data_size)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    else:
+        with contextlib.suppress(OSError):  # only a process's own memory may be reset, and not on every system
+            Path("/proc/self/clear_refs").write_text("5")
+    with marking(marker):
+        session.step(*batch)
+    most = max(peak(device), *measured.values())  # Linux keeps the two by different counters
+    return Memory(predicted=predicted, measured=measured, peak=most, device=total(device))
+
+
+def in_use(device: torch.device) -> int:
+    """Return the bytes that tensors hold on the device; of a CPU, the memory of this process."""
+    if device.type == "cuda":  # by PyTorch's own number of the device, which NVML counts in another way
+        return torch.cuda.memory_allocated(device)
+    return int(psutil.Process().memory_info().rss)
+
+
+def peak(device: torch.device) -> int:
+    """Return the greatest memory in use so far, bytes: the GPU's, or this process's on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def total(device: torch.device) -> int:
+    """Return the bytes that the device has; of a CPU, those that this process may have of it."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    limits = [limit for limit, _ in _limits()]
+    return int(min([psutil.virtual_memory().total, *limits]))
+
+
+def available(device: torch.device) -> int:
+    """Return the bytes that this process may still take on the device."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    rests = [limit - used for limit, used in _limits()]
+    return int(max(min([psutil.virtual_memory().available, *rests]), 0))
+
+
+def _limits() -> list[tuple[int, int]]:
+    """Return the limits of this process's memory and what is used of each: the system's (`ulimit -v`), the job's."""
+    found = []
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit != resource.RLIM_INFINITY:
+        found.append((limit, int(psutil.Process().memory_info().vms)))
+    with contextlib.suppress(OSError, ValueError):  # control groups, version 2, from this process's group upwards
+        group = Path("/proc/self/cgroup").read_text().rpartition("::")[2].strip().lstrip("/")
+        place = Path("/sys/fs/cgroup")
+        for folder in [place / group, *(place / group).parents]:
+            if folder.is_relative_to(place) and (text := _read(folder / "memory.max")).isdecimal():
+                found.append((int(text), int(_read(folder / "memory.current") or 0)))
+    return found
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
