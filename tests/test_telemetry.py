@@ -1,0 +1,512 @@
+"""Telemetry beside a stage: what it says of real processes, how it ends, and what its readers make of it."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import psutil
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dlscale.config import resolve as config
+from dlscale.core import telemetry
+from dlscale.core.errors import UserError
+from dlscale.core.records import Epoch, Provenance
+from dlscale.core.telemetry import GpuSample, Sample
+from dlscale.launch.telemetry import beside
+from dlscale.measure import gpus
+from dlscale.measure.gpus import Gpus, bus_ids
+from dlscale.measure.telemetry import Rapl
+from dlscale.report.results import RunResult
+from tests.conftest import ERA5, ERA5_RUN, ROOT, make_run, stage
+from tests.test_usage import BURN, answer, drop, end, on_disk, python
+from tests.waiting import until
+
+START = 1.7e9  # seconds since 1970
+
+
+def gpu(joules: float | None = None, watts: float | None = None, throttled: str = "") -> GpuSample:
+    return GpuSample("GPU-1", 0.5, 2e9, watts, joules, 1410.0, 1593.0, 61.0, throttled)
+
+
+def write(path: Path, samples: list[Sample]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(telemetry.header(len(samples[0].gpus)) + "".join(map(telemetry.line, samples)))
+    return path
+
+
+# ---- the file ---------------------------------------------------------------------------------------
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    full = {column.name: 0.25 + number for number, column in enumerate(fields(Sample))} | {
+        "cores": 2,
+        "time": START + 1,
+    }
+    first = Sample(**full | {"gpus": (gpu(12.5, 310.25, "power cap+power brake"), GpuSample(uuid="", throttled=""))})  # type: ignore[arg-type]
+    second = Sample(START + 2, 1.0, 2, gpus=(gpu(7_654_321.125), GpuSample(uuid="", throttled="")))
+    path = write(tmp_path / "train.csv", [first, second])
+    assert telemetry.read(path) == [first, second]
+    table = pd.read_csv(path)
+    assert table["gpu0_throttled"][0] == "power cap+power brake" and table["gpu0_joules"][1] == 7_654_321.125
+    assert table["cpu"].isna().tolist() == [False, True]
+
+
+def test_a_row_that_is_not_whole_is_left_out(tmp_path: Path) -> None:
+    path = write(tmp_path / "train.csv", [Sample(START, 1.0, 2), Sample(START + 1, 1.0, 2)])
+    text = path.read_text()
+    for cut in range(1, len(text) - text.rindex("\n", 0, -1)):
+        path.write_text(text[:-cut])
+        assert telemetry.read(path) == [Sample(START, 1.0, 2)]
+    path.write_text("")
+    assert telemetry.read(path) == [] and telemetry.read(tmp_path / "none.csv") == []
+
+
+@pytest.mark.parametrize(
+    "text", ["time,seconds\n1,1\n", "{}\n{}\n", telemetry.header(0) + "1,a,2\n", telemetry.header(1) + "1,1\n"]
+)
+def test_what_is_no_telemetry_is_said(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "train.csv"
+    path.write_text(text)
+    with pytest.raises(UserError, match=r"train\.csv: line 2: not a row of telemetry .* run its stage again"):
+        telemetry.read(path)
+
+
+def test_nodes_of_this_run_and_of_no_earlier_one(tmp_path: Path) -> None:
+    rows = [Sample(START + second, 1.0, 2) for second in range(3)]
+    path = write(tmp_path / "train.csv", rows)
+    write(tmp_path / "train.node1.csv", rows[:2])
+    write(tmp_path / "train.node2.csv", [Sample(START - 100, 1.0, 2)])
+    assert telemetry.read_nodes(path) == [rows, rows[:2]]
+    assert telemetry.read_nodes(tmp_path / "throughput.csv") == []
+
+
+# ---- what it comes to -------------------------------------------------------------------------------
+
+POWER = st.lists(st.tuples(st.floats(0.1, 2.0), st.floats(0, 700)), min_size=1, max_size=8)
+
+
+@settings(max_examples=50, deadline=None)
+@given(POWER, st.booleans(), st.floats(-1, 12), st.floats(0, 12))
+def test_energy_is_the_integral_of_power(
+    states: list[tuple[float, float]], counted: bool, since: float, more: float
+) -> None:
+    """Held against a sum over 20,000 steps; from the GPU's counter, and from its power; two GPUs on two nodes each."""
+    samples, time_, joules = [], START, 0.0
+    for seconds, watts in states:
+        time_, joules = time_ + seconds, joules + seconds * watts
+        one = gpu(joules=joules if counted else None, watts=watts)
+        samples.append(Sample(time_, seconds, 2, cpu_joules=2 * joules if counted else None, gpus=(one, one)))
+    edges = np.cumsum([0, *(seconds for seconds, _ in states)])
+    moments = np.linspace(0, edges[-1], 20_001)[:-1] + edges[-1] / 40_000
+    power = np.array([watts for _, watts in states])[
+        np.searchsorted(edges, moments, side="right").clip(1, len(states)) - 1
+    ]
+    inside = (moments >= since) & (moments < since + more)
+    expected = float(power[inside].sum() * edges[-1] / 20_000)
+    found = telemetry.energy([samples, samples], START + since, START + since + more)
+    assert found.gpu == pytest.approx(4 * expected, abs=4 * 700 * edges[-1] / 5_000)
+    assert found.cpu == (pytest.approx(4 * expected, abs=4 * 700 * edges[-1] / 5_000) if counted else None)
+    everything = telemetry.energy([samples])
+    assert everything.gpu == pytest.approx(2 * joules)
+    assert everything.source == ("gpu+cpu" if counted else "gpu")
+
+
+def test_energy_that_nobody_tells_is_none() -> None:
+    found = telemetry.energy([[Sample(START, 1.0, 2, gpus=(GpuSample(),))], []])
+    assert (found.gpu, found.cpu, found.total, found.source) == (None, None, None, "")
+
+
+def test_summary_is_that_of_the_table(tmp_path: Path) -> None:
+    """Means over time and peaks, by another program: pandas."""
+    random = np.random.default_rng(0)
+    samples = [
+        Sample(
+            START + 2 * second,
+            float(random.uniform(0.5, 1.5)),
+            2,
+            cpu=random.random(),
+            rss_bytes=random.integers(10**9),
+            gpus=(gpu(watts=300 * random.random(), throttled="power cap" if second == 1 else ""),) * 2,
+        )
+        for second in range(5)
+    ]
+    path = write(tmp_path / "train.csv", samples)
+    found, table = telemetry.summary(telemetry.read(path)), pd.read_csv(path)
+    for name in ("cpu", "rss_bytes", "gpu1_watts"):
+        assert found.means[name] == pytest.approx(np.average(table[name], weights=table["seconds"]))
+        assert found.peaks[name] == table[name].max()
+    assert "cpu_others" not in found.means and "gpu0_uuid" not in found.means
+    assert found.seconds == pytest.approx(table["seconds"].sum())
+    assert found.throttled_seconds == pytest.approx(table["seconds"][1])
+    assert found.throttle_reasons == {"power cap": pytest.approx(2 * table["seconds"][1])}
+    assert found.energy.gpu == pytest.approx(2 * (table["seconds"] * table["gpu0_watts"]).sum())
+    assert telemetry.summary([]).seconds == 0
+
+
+def result(samples: list[list[Sample]], *epochs: Epoch, **over: Any) -> RunResult:
+    provenance = Provenance(**over)
+    return RunResult("a", "a", Path("a"), "p/a", {}, provenance, list(epochs), None, None, None, {"train": samples})
+
+
+def epoch(number: int, end: float, seconds: float, speed: float) -> Epoch:
+    losses = {"learning_rate": 1, "train_loss": 1, "valid_loss": 1}
+    times = {"epoch_seconds": seconds, "samples_per_second": speed, "wall_time": START + end}
+    return Epoch(epoch=number, step=number, samples=number, **losses, **times)  # type: ignore[arg-type]
+
+
+def test_energy_a_sample() -> None:
+    """100 W while training, 1000 W else: what is not training does not count, nor the first epoch, which warms up."""
+    training = [(2, 4), (6, 9), (10, 14)]
+    watts = [100.0 if any(begin <= second < end for begin, end in training) else 1000.0 for second in range(20)]
+    samples = [Sample(START + second + 1, 1.0, 2, gpus=(gpu(watts=power),)) for second, power in enumerate(watts)]
+    epochs = [epoch(number + 1, end, end - begin, 50.0) for number, (begin, end) in enumerate(training)]
+    run = result([samples, samples], *epochs)
+    assert run.energy_per_sample == pytest.approx(2 * 100 / 50)
+    assert run.energy and run.energy.total == pytest.approx(2 * sum(watts))
+    resumed = result([samples[5:]], *epochs, resumed_from_step=1)
+    assert resumed.energy is None and resumed.energy_per_sample == pytest.approx(100 / 50)
+    later = result([samples[12:]], *epochs[:2])
+    assert later.energy_per_sample is None, "the epoch was trained by an earlier try"
+    assert result([], *epochs).energy_per_sample is None
+
+
+# ---- beside real processes --------------------------------------------------------------------------
+
+
+def test_it_says_what_the_processes_do(tmp_path: Path) -> None:
+    """A child that computes, a child that reads a disk, a neighbour that belongs to nobody here."""
+    size, path, file = 8 << 20, tmp_path / "telemetry/train.csv", tmp_path / "file"
+    file.write_bytes(os.urandom(size))
+    disk = on_disk(tmp_path)
+    own = time.process_time()
+    with beside(path, os.getpid(), 1, 0):
+        until("it looks", lambda: path.stat().st_size)
+        busy = python(BURN + "sys.stdin.read()", 0.7)
+        drop(file)
+        file.read_bytes()
+        shell = ["sh", "-c", '"$0" -S -c "$1" 0.5 & exec true', sys.executable, BURN]
+        with subprocess.Popen(shell, stdout=subprocess.PIPE, text=True) as child:
+            neighbour = answer(child)
+        computed = answer(busy)
+        end(busy)
+    rows = telemetry.read(path)
+    computed += time.process_time() - own
+    assert sum(row.seconds for row in rows) == pytest.approx(rows[-1].time - telemetry.begin(rows), abs=0.05)
+
+    def total(name: str) -> float:
+        return sum(getattr(row, name) * row.seconds for row in rows)
+
+    cores = rows[0].cores
+    assert cores == psutil.cpu_count()
+    assert cores * total("cpu_run") == pytest.approx(computed, abs=0.12)
+    assert cores * total("cpu_others") > neighbour - 0.12
+    assert total("cpu") == pytest.approx(total("cpu_run") + total("cpu_others"), abs=0.05)
+    assert 0.999 * size < total("read_bytes_per_second") < size + (4 << 20)
+    assert total("reads_per_second") >= 1
+    assert total("disk_read_bytes_per_second") > 0.999 * size or not disk
+    assert all(row.rss_bytes and row.rss_bytes > 20 << 20 for row in rows)
+    assert rows[0].gpus == () and all(row.cpu_others is not None for row in rows)
+
+
+def test_it_looks_once_a_second(tmp_path: Path) -> None:
+    path = tmp_path / "train.csv"
+    with beside(path, os.getpid(), 1, 0):
+        until("two rows", lambda: len(telemetry.read(path)) >= 2)
+        assert path.read_text().endswith("\n")
+    rows = telemetry.read(path)
+    assert [row.seconds for row in rows[:2]] == pytest.approx([1.0, 1.0], abs=0.4)
+    assert 0 < rows[-1].seconds < 1.5
+
+
+def test_ranks_that_are_not_seen(tmp_path: Path) -> None:
+    """More are said to be there, in containers of their own: others cannot be told from them."""
+    path = tmp_path / "train.csv"
+    with beside(path, os.getppid(), 100, 0):
+        pass
+    (row,) = telemetry.read(path)
+    assert row.cpu_others is None and row.cpu is not None and row.cpu_run is not None
+
+
+def samplers(pid: int) -> list[int]:
+    return [p.pid for p in psutil.Process(pid).children() if "dlscale.measure.telemetry" in p.cmdline()]
+
+
+#: A stage with a worker that, forked, holds what its parent holds; it outlives its parent until it is told to end.
+STAGE = """
+import os, pathlib, sys, time
+from dlscale.launch.telemetry import beside
+with beside(pathlib.Path(sys.argv[1]), os.getpid(), 1, 0):
+    worker = os.fork()
+    while not pathlib.Path(sys.argv[1] + ".end").exists():
+        time.sleep(0.05)
+    if worker == 0:
+        os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("way", ["by itself", "SIGKILL"])
+def test_it_ends_with_the_stage(tmp_path: Path, way: str) -> None:
+    """Signals to the whole group are the stage's; it leaves whole lines and no traceback."""
+    path, enough = tmp_path / "train.csv", tmp_path / "train.csv.end"
+    command = [sys.executable, "-c", STAGE, str(path)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "workflow_scripts")}
+    with (tmp_path / "said").open("w") as said:
+        child = subprocess.Popen(command, stderr=said, env=environment, text=True, process_group=0)
+    until("the first line", lambda: path.exists() and path.stat().st_size, child)
+    (sampler,) = samplers(child.pid)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        os.kill(sampler, number)
+    before = len(telemetry.read(path))
+    until("a row more", lambda: len(telemetry.read(path)) > before, child)
+    if way == "by itself":
+        enough.touch()
+        assert child.wait() == 0
+        assert not psutil.pid_exists(sampler), "it was waited for"
+    else:
+        child.kill()
+        child.wait()
+        until("it is gone", lambda: not psutil.pid_exists(sampler) or psutil.Process(sampler).status() == "zombie")
+        enough.touch()
+    assert path.read_text().endswith("\n") and telemetry.read(path)
+    assert (tmp_path / "said").read_text() == ""
+
+
+def test_a_stage_outlives_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "train.csv"
+    with beside(path, os.getpid(), 1, 0):
+        until("the first line", lambda: path.stat().st_size)
+        for pid in samplers(os.getpid()):
+            os.kill(pid, signal.SIGKILL)
+    assert telemetry.read(path) == []
+    with beside(path, 2**22 + 1, 1, 0):  # no such process
+        time.sleep(0.1)
+    assert path.read_text() == "" and telemetry.read(path) == []
+    said = capfd.readouterr().err
+    assert said.startswith("telemetry ended: FileNotFoundError") and said.count("\n") == 1
+
+
+def test_a_place_that_cannot_be_written_to_is_said(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with (
+        pytest.raises(UserError, match="a file stands where a folder is needed"),
+        beside(tmp_path / "file/a.csv", 1, 1, 0),
+    ):
+        pass
+
+
+def test_it_is_small() -> None:
+    code = (
+        "import sys, dlscale.measure.telemetry, json; print(json.dumps(sorted({n.split('.')[0] for n in sys.modules})))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not {"torch", "numpy", "pandas", "pydantic", "yaml", "pynvml"} & set(json.loads(done.stdout))
+
+
+def test_a_stage_has_it_beside(tmp_path: Path, era5_data: Path) -> None:
+    """Of what was there nothing is left; a mistake of the user's ends it, too; without the option there is none."""
+    settings_ = config.merge(copy.deepcopy(ERA5_RUN), {"throughput": {"warmup": 0, "trials": 1, "batches": 1}})
+    make_run(tmp_path, "era5_vit", settings_, ERA5)
+    words = ["--config", tmp_path / "config.yaml", "--device", "cpu", "--threads", 1, "--out", tmp_path / "a.json"]
+    path = tmp_path / "telemetry/throughput.csv"
+    path.parent.mkdir()
+    path.write_text("of an earlier one\n")
+    known = ["--manifest", era5_data / "manifest.json"]
+    assert stage("throughput", *words, *known, "--telemetry", path) == 0
+    rows = telemetry.read(path)
+    assert rows and rows[-1].time == pytest.approx(time.time(), abs=60)
+    measured = json.loads((tmp_path / "a.json").read_text())
+    for mode in ("IO", "SYNTHETIC", "FULL"):
+        used = measured[mode]["usage"]
+        assert used["seconds"] >= sum(measured[mode]["trial_time"]) * 0.999
+        assert used["cores"] == len(os.sched_getaffinity(0)) and used["cpu_seconds"] >= 0
+    assert stage("throughput", *words, "--manifest", tmp_path / "none.json", "--telemetry", path) == 2
+    assert samplers(os.getpid()) == []
+    path.unlink()
+    assert stage("throughput", *words, *known) == 0 and not path.exists()
+
+
+# ---- GPUs -------------------------------------------------------------------------------------------
+
+
+class FakeCuda:
+    """CUDA's driver where CUDA_VISIBLE_DEVICES=1,0: its first device is the second one of the bus."""
+
+    addresses = (b"0000:81:00.0", b"0000:41:00.0")
+
+    def cuInit(self, flags: int) -> int:
+        return 0
+
+    def cuDeviceGetCount(self, count: Any) -> int:
+        count._obj.value = len(self.addresses)
+        return 0
+
+    def cuDeviceGet(self, device: Any, ordinal: int) -> int:
+        device._obj.value = ordinal
+        return 0
+
+    def cuDeviceGetPCIBusId(self, text: Any, size: int, device: Any) -> int:
+        text.value = self.addresses[device.value]
+        return 0
+
+
+class NVMLError(Exception):
+    pass
+
+
+class FakeNvml(SimpleNamespace):
+    """What `pynvml` documents of the functions that are used: two GPUs, by the address of each.
+
+    The second of the bus is held back by its power cap and temperature, the first tells nothing of its energy.
+    """
+
+    NVML_CLOCK_SM, NVML_CLOCK_MEM, NVML_TEMPERATURE_GPU, NVMLError = 1, 2, 0, NVMLError
+    looks = 0
+
+    def nvmlInit(self) -> None:
+        pass
+
+    def nvmlDeviceGetHandleByPciBusId(self, address: str) -> int:
+        return {"0000:41:00.0": 0, "0000:81:00.0": 1}[address]
+
+    def nvmlDeviceGetUUID(self, handle: int) -> str:
+        return f"GPU-{handle}"
+
+    def nvmlDeviceGetUtilizationRates(self, handle: int) -> SimpleNamespace:
+        return SimpleNamespace(gpu=97 if handle else 0, memory=40)
+
+    def nvmlDeviceGetMemoryInfo(self, handle: int) -> SimpleNamespace:
+        return SimpleNamespace(total=40 << 30, free=30 << 30, used=(10 + handle) << 30)
+
+    def nvmlDeviceGetPowerUsage(self, handle: int) -> int:
+        return 398_500 if handle else 52_000
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, handle: int) -> int:
+        if handle == 0:
+            raise NVMLError("Not Supported")
+        self.looks += 1
+        return 10_000_000 + 400_000 * self.looks
+
+    def nvmlDeviceGetClockInfo(self, handle: int, clock: int) -> int:
+        return {1: 1260, 2: 1593}[clock]
+
+    def nvmlDeviceGetTemperature(self, handle: int, sensor: int) -> int:
+        return 84
+
+    def nvmlDeviceGetCurrentClocksEventReasons(self, handle: int) -> int:
+        raise NVMLError("Function Not Found")  # an older driver
+
+    def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle: int) -> int:
+        return 0x4 | 0x20 | 0x2 if handle else 0x1
+
+
+@pytest.fixture
+def _two_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(gpus.ctypes, "CDLL", lambda name: FakeCuda())
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml())
+    yield
+
+
+@pytest.mark.usefixtures("_two_gpus")
+def test_gpus_are_those_of_the_run_in_its_order() -> None:
+    assert bus_ids(8) == ["0000:81:00.0", "0000:41:00.0"]
+    first, second = Gpus(2).sample()
+    reasons = "power cap+temperature (software)"
+    assert first == GpuSample("GPU-1", 0.97, 11 << 30, 398.5, 400.0, 1260, 1593, 84, reasons)
+    assert second == GpuSample("GPU-0", 0.0, 10 << 30, 52.0, None, 1260, 1593, 84, "")
+    assert [sample.uuid for sample in Gpus(1).sample()] == ["GPU-1"], "a run on one GPU is on CUDA's first"
+    assert len(Gpus(0)) == 0
+    text = io.StringIO(telemetry.header(2) + telemetry.line(Sample(START, 1.0, 2, gpus=(first, second))))
+    assert pd.read_csv(text)["gpu1_watts"].tolist() == [52.0]
+
+
+@pytest.mark.usefixtures("_two_gpus")
+@pytest.mark.parametrize("broken", ["nvmlInit", "nvmlDeviceGetHandleByPciBusId"])
+def test_a_driver_that_refuses_leaves_no_gpus(monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
+    def refuse(*words: object) -> None:
+        raise NVMLError("Driver/library version mismatch")
+
+    monkeypatch.setattr(FakeNvml, broken, refuse)
+    found = Gpus(2)
+    assert len(found) == 0 and found.sample() == ()
+
+
+def test_without_a_driver_there_are_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(gpus.ctypes, "CDLL", missing)
+    assert bus_ids(1) == [] and Gpus(1).sample() == ()
+
+
+def test_the_reasons_are_nvmls() -> None:
+    import pynvml
+
+    named = {
+        pynvml.nvmlClocksEventReasonSwPowerCap: "power cap",
+        pynvml.nvmlClocksEventReasonHwSlowdown: "hardware slowdown",
+        pynvml.nvmlClocksEventReasonSwThermalSlowdown: "temperature (software)",
+        pynvml.nvmlClocksEventReasonHwThermalSlowdown: "temperature (hardware)",
+        pynvml.nvmlClocksEventReasonHwPowerBrakeSlowdown: "power brake",
+    }
+    assert named == gpus.REASONS
+
+
+@pytest.mark.gpu
+def test_a_real_gpu(tmp_path: Path) -> None:
+    """It is PyTorch's first device, and what is computed on it shows."""
+    import torch
+
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    path, block = tmp_path / "train.csv", torch.ones(4096, 4096, device="cuda")
+    with beside(path, os.getpid(), 1, 1):
+        stop = time.monotonic() + 4
+        while time.monotonic() < stop:
+            (block @ block).sum().item()
+    rows = telemetry.read(path)
+    (last,) = rows[-2].gpus
+    assert last.uuid == f"GPU-{torch.cuda.get_device_properties(0).uuid}"
+    assert last.utilization and last.utilization > 0.5 and last.memory_bytes and last.memory_bytes > 64 << 20
+    used = telemetry.energy([rows]).gpu
+    by_power = telemetry.energy([[replace(r, gpus=(replace(r.gpus[0], joules=None),)) for r in rows]]).gpu
+    assert used and by_power and math.isclose(used, by_power, rel_tol=0.3)
+
+
+# ---- the processors' energy -------------------------------------------------------------------------
+
+
+def test_energy_of_processors(tmp_path: Path) -> None:
+    """Two packages, of which one wraps; what is a part of one, and the whole platform, do not count again."""
+    for zone, name, microjoules in (
+        ("intel-rapl:0", "package-0", 262_143_328_000),
+        ("intel-rapl:1", "package-1", 5_000_000),
+        ("intel-rapl:0:0", "core", 0),
+        ("intel-rapl:2", "psys", 0),
+    ):
+        (tmp_path / zone).mkdir()
+        (tmp_path / zone / "name").write_text(name + "\n")
+        (tmp_path / zone / "energy_uj").write_text(f"{microjoules}\n")
+        (tmp_path / zone / "max_energy_range_uj").write_text("262143328850\n")
+    rapl = Rapl(tmp_path)
+    assert rapl.joules() == 0
+    for zone, microjoules in (("0", 2_999_149), ("1", 6_500_000), ("0:0", 9_000_000), ("2", 9_000_000)):
+        (tmp_path / f"intel-rapl:{zone}/energy_uj").write_text(f"{microjoules}\n")
+    assert rapl.joules() == rapl.joules() == pytest.approx(3.0 + 1.5)
+    assert Rapl(tmp_path / "none").joules() is None

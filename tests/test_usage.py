@@ -1,0 +1,234 @@
+"""What processes use, held against what they say themselves: real ones that compute, read, end, or are nobody's."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from dlscale.measure import processes, usage
+from dlscale.measure.usage import Meter
+from dlscale.parallel.world import World
+from tests.waiting import until
+
+#: Computes for so many seconds of its own processor time, and says how much it was.
+BURN = (
+    "import sys, time\nwhile time.process_time() < float(sys.argv[1]): pass\nprint(time.process_time(), flush=True)\n"
+)
+#: The same, after a child of its own that does so as well; says the sum.
+BURN_TWICE = (
+    "import subprocess, sys, time\n"
+    f"child = subprocess.run([sys.executable, '-c', {BURN!r}, sys.argv[1]], capture_output=True, text=True)\n"
+    "while time.process_time() < float(sys.argv[1]): pass\n"
+    "print(time.process_time() + float(child.stdout), flush=True)\n"
+)
+#: Linux counts processor time in steps of 0.01 s, rounded down for each process, and Python starts before it can look.
+TOLERANCE = 0.08
+
+
+def python(code: str, *words: object) -> subprocess.Popen[str]:
+    command = [sys.executable, "-S", "-c", code, *map(str, words)]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def answer(process: subprocess.Popen[str]) -> float:
+    assert process.stdout
+    return float(process.stdout.readline())
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    process.communicate()
+
+
+@pytest.fixture(params=["all processes", "children's file"])
+def _both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tree is found with the kernel's lists of children, and without."""
+    if request.param != "all processes" and not processes._LISTED:
+        pytest.skip("this kernel has no /proc/PID/task/TID/children")
+    monkeypatch.setattr(processes, "_LISTED", request.param != "all processes")
+
+
+@pytest.mark.usefixtures("_both_ways")
+def test_the_tree_is_that_of_psutil() -> None:
+    child = python("import os\nif os.fork(): os.wait()\nelse: __import__('sys').stdin.read()\n")
+    try:
+        until("the grandchild", lambda: len(psutil.Process(child.pid).children()) == 1)
+        found = processes.tree(os.getpid())
+        assert set(found) == {os.getpid(), *(p.pid for p in psutil.Process().children(recursive=True))}
+        (grandchild,) = psutil.Process(child.pid).children()
+        assert found.index(os.getpid()) < found.index(child.pid) < found.index(grandchild.pid)
+        assert set(found) - set(processes.tree(os.getpid(), without=[child.pid])) == {child.pid, grandchild.pid}
+    finally:
+        end(child)
+
+
+@pytest.mark.usefixtures("_both_ways")
+def test_processor_time_of_children_that_live_and_that_ended() -> None:
+    meter, own = Meter(), time.process_time()
+    alive = python(BURN + "sys.stdin.read()", 0.2)
+    ended = python(BURN_TWICE, 0.15)
+    expected = answer(alive) + answer(ended)
+    end(ended)
+    found = meter.usage(World())
+    assert found.cpu_seconds == pytest.approx(expected + time.process_time() - own, abs=TOLERANCE)
+    assert found.machine_cpu_seconds >= found.cpu_seconds - TOLERANCE
+    assert found.cores == len(os.sched_getaffinity(0))
+    before = Meter()
+    end(alive)
+    assert before.usage(World()).cpu_seconds < TOLERANCE, "what was used before is not counted again when it ends"
+
+
+def test_a_neighbour_is_the_machines_and_not_the_runs() -> None:
+    meter, own, machine = Meter(), time.process_time(), psutil.cpu_times()
+    # Its parent ends at once: it belongs to nobody here.
+    shell = ["sh", "-c", '"$0" -S -c "$1" 0.3 & exec true', sys.executable, BURN]
+    with subprocess.Popen(shell, stdout=subprocess.PIPE, text=True) as child:
+        burnt = answer(child)
+    found = meter.usage(World())
+    assert found.cpu_seconds < time.process_time() - own + TOLERANCE
+    assert found.machine_cpu_seconds > burnt - TOLERANCE
+    now = psutil.cpu_times()
+    most = sum(now) - sum(machine) - (now.idle - machine.idle)
+    assert found.machine_cpu_seconds <= most + TOLERANCE
+
+
+def on_disk(folder: Path) -> bool:
+    """Whether reading a file there reads a disk: after its pages are dropped, some bytes must come from one."""
+    path = folder / "probe"
+    path.write_bytes(os.urandom(1 << 16))
+    drop(path)
+    before = processes.used(os.getpid()).read_bytes
+    path.read_bytes()
+    return processes.used(os.getpid()).read_bytes > before
+
+
+def drop(path: Path) -> None:
+    """Drop a file from the page cache."""
+    with path.open("r+b") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+READ = "import sys\nfile = open(sys.argv[1], 'rb')\nwhile file.read(1 << 20): pass\nprint(1)\n"
+
+
+def test_bytes_from_disks_are_told_from_those_in_memory(tmp_path: Path) -> None:
+    if not on_disk(tmp_path):
+        pytest.skip("the folder of the tests is on no disk that Linux accounts")
+    size = 6 << 20
+    path = tmp_path / "file"
+    path.write_bytes(os.urandom(size))
+    drop(path)
+    before, meter = processes.used(os.getpid()), Meter()
+    end(python(READ, path))  # a child, which has ended by now
+    cold = meter.usage(World()).read_bytes
+    assert cold is not None and size <= cold < 1.5 * size + (1 << 20)
+    meter = Meter()
+    end(python(READ, path))
+    assert meter.usage(World()).read_bytes < size / 4  # type: ignore[operator]
+    after = processes.used(os.getpid())
+    assert 2 * size <= after.read_chars - before.read_chars < 2.2 * size + (2 << 20)
+    assert 12 <= after.reads - before.reads < 600
+    drop(path)
+    meter = Meter()
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped:
+        assert sum(mapped[:: mmap.PAGESIZE]) >= 0  # touched, not read
+    assert (meter.usage(World()).read_bytes or 0) >= size
+
+
+def test_nothing_is_counted_twice_while_processes_come_and_go() -> None:
+    """Whenever it is looked at, what was used only grows: an ending child is in neither or both places at no time."""
+    done = threading.Event()
+
+    def children() -> None:
+        for _ in range(120):
+            subprocess.run(["sh", "-c", "i=0; while [ $i -lt 3000 ]; do i=$((i+1)); done"], check=True)
+        done.set()
+
+    thread = threading.Thread(target=children)
+    thread.start()
+    seen = []
+    while not done.is_set():
+        seen.append(processes.used(os.getpid()))
+        time.sleep(0.0005)
+    thread.join()
+    assert len(seen) > 20
+    for name in ("cpu_seconds", "read_chars", "reads", "read_bytes", "write_chars", "write_bytes"):
+        values = [getattr(used, name) for used in seen]
+        assert values == sorted(values), name
+
+
+def test_memory_is_that_of_all_processes() -> None:
+    child = python("block = bytearray(b'x') * (64 << 20)\nprint(1, flush=True)\n__import__('sys').stdin.read()")
+    try:
+        answer(child)
+        found = processes.used(os.getpid()).rss
+        assert found == pytest.approx(
+            sum(psutil.Process(p).memory_info().rss for p in processes.tree(os.getpid())), rel=0.05
+        )
+        assert processes.used(child.pid).rss > 64 << 20
+        assert processes.used(child.pid, without=(os.getpid(),)).swap >= 0
+    finally:
+        end(child)
+
+
+def test_a_process_that_is_gone_is_said() -> None:
+    child = python("")
+    end(child)
+    with pytest.raises(FileNotFoundError):
+        processes.used(child.pid)
+
+
+def test_waits_for_disks_are_of_each_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "_ACCOUNTED", tmp_path / "task_delayacct")
+    (tmp_path / "task_delayacct").write_text("1\n")
+    release = threading.Event()
+    thread = threading.Thread(target=release.wait)
+    thread.start()
+    try:
+        found = processes.waits(os.getpid())
+    finally:
+        release.set()
+        thread.join()
+    assert found is not None and {(os.getpid(), os.getpid()), (os.getpid(), thread.native_id)} <= set(found)
+    assert found[os.getpid(), os.getpid()] == pytest.approx(psutil.Process().cpu_times().iowait, abs=0.011)
+    assert Meter().usage(World()).wait_seconds is not None
+    (tmp_path / "task_delayacct").write_text("0\n")
+    assert processes.waits(os.getpid()) is None and Meter().usage(World()).wait_seconds is None
+
+
+class Ranks(World):
+    """A world whose other ranks are said: each a change of this one's own value."""
+
+    def gather(self, value: Any) -> Any:
+        node, _, cpu, read, waited = value
+        return [value, (node, {1000}, cpu + 1, read + 10, waited), ("another node", {5}, 100.0, 1000, waited)]
+
+
+def test_ranks_of_one_node_are_added_up() -> None:
+    meter = Meter()
+    alone, three = meter.usage(World()), meter.usage(Ranks())
+    assert three.cores == alone.cores + 1, "the cores that both may use count once"
+    assert three.cpu_seconds == pytest.approx(2 * alone.cpu_seconds + 1, abs=TOLERANCE)
+    assert three.read_bytes == pytest.approx(2 * (alone.read_bytes or 0) + 10, abs=1 << 16)
+
+
+@pytest.fixture
+def _machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    times = psutil.cpu_times()
+    monkeypatch.setattr(psutil, "cpu_times", lambda: times._replace(steal=1e6, guest=1e6, idle=1e6, iowait=1e6))
+    yield
+
+
+@pytest.mark.usefixtures("_machine")
+def test_time_of_others_machines_is_none_of_this_one() -> None:
+    assert usage.machine_cpu_seconds() < 1e6

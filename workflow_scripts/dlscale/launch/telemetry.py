@@ -1,0 +1,52 @@
+"""Starts the process that looks at a node beside a stage, and ends it; the stage's own process imports none of it."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from dlscale.core.files import explained
+
+SAMPLER = "dlscale.measure.telemetry"
+PATIENCE = 5.0  #: Seconds that a stage waits at its end for the last row.
+
+
+@contextlib.contextmanager
+def beside(path: Path, root: int, ranks: int, gpus: int) -> Iterator[None]:
+    """Have rows written to a new file `path` while this context lasts, and not longer than this process lives.
+
+    Parameters
+    ----------
+    path
+        What was there is lost; a place that cannot be written to is a `UserError`.
+    root
+        The process that with its descendants is the run on this node: this one, or its parent if that started several.
+    ranks
+        Processes of the run on this node.
+    gpus
+        Of them that the run may use; none if it computes on a CPU.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)  # one that lives on, of a stage that was killed, has the old file
+        file = open(path, "ab", buffering=0)  # noqa: SIM115 - as standard output
+    except OSError as error:
+        raise explained(error, path) from error
+    words = ["--pid", str(root), "--ranks", str(ranks), "--gpus", str(gpus)]
+    with file:
+        sampler = subprocess.Popen([sys.executable, "-m", SAMPLER, *words], stdin=subprocess.PIPE, stdout=file)
+    assert sampler.stdin is not None
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            sampler.stdin.write(b"\n")  # processes that were forked meanwhile may keep the pipe open
+            sampler.stdin.close()
+        try:
+            sampler.wait(PATIENCE)
+        except subprocess.TimeoutExpired:  # such as where a driver does not answer
+            sampler.kill()
+            sampler.wait()
