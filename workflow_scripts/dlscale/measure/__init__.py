@@ -1,1 +1,1 @@
-"""Throughput trials (profilers, telemetry and FLOP counts join here)."""
+"""Throughput trials, counting, peaks, profilers, telemetry, tuning."""

@@ -1,0 +1,137 @@
+"""Profiles of a run whose two processes are tasks of a Slurm job, each in a container, by the real nsys."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import gzip
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from dlscale.core import telemetry
+from dlscale.core.records import Profile, TopEntry
+from dlscale.measure.profilers import nsys
+from tests.cluster.cluster import Cluster
+from tests.cluster.flow import Flow
+from tests.cluster.test_containers import flow as flow  # a fixture
+from tests.cluster.test_containers import running
+from tests.container.conftest import Engine, container_engine, cpu_image  # noqa: F401 - fixtures
+from tests.test_nsys import totals
+from tests.waiting import PATIENCE, until
+
+pytestmark = [
+    *(pytest.mark.cluster, pytest.mark.container, pytest.mark.slow),
+    *(pytest.mark.timeout(1800), pytest.mark.xdist_group("machine")),
+]
+
+STEPS = 4
+RANGES = {"step", "data", "copy", "forward", "backward", "optimizer", "comm"}
+FOLDER = "results/plans/profiled/two"
+
+
+@pytest.fixture
+def profiled(flow: Flow, real_nsys: Path) -> Flow:
+    """A plan that profiles two processes of a node; nsys, which the image lacks, is mounted where it is here."""
+    root = str(real_nsys.parents[2])  # of usr/bin/nsys
+    flow.config["site"] |= {"mounts": {root: root}, "environment": {"NSYS": str(real_nsys)}}
+    flow.config["targets"] = ["profiled"]
+    flow.config["plans"]["profiled"] = {
+        "study": "era5_vit",
+        "measure": ["profile"],
+        "from": "shapes.one",
+        "settings": {
+            "geometry": {"gpus_per_node": 2},
+            "profile": {"tools": ["nsys", "torch"], "ranks": [0, 1], "skip": 2, "steps": STEPS},
+        },
+        "runs": {"two": {}},
+    }
+    return flow
+
+
+def processes(flow: Flow) -> list[str]:
+    """The command lines of all that runs in this folder, in containers or not."""
+    lines = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            if (process / "cwd").samefile(flow.path):
+                lines.append((process / "cmdline").read_text(errors="replace").replace("\0", " "))
+    return lines
+
+
+def test_two_tasks_in_containers(
+    profiled: Flow,
+    container_engine: Engine,  # noqa: F811
+    real_nsys: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Both are profiled by both tools, and telemetry goes on beside them; nothing is left running."""
+    assert profiled.run(timeout=1200) == 0, profiled.output[-8000:]
+    (asked,) = [
+        row[1:-1]
+        for row in profiled.jobs("comment:100", "qos", "numnodes", "tres-per-node:30", "state")
+        if row[0].startswith("rule_profile")
+    ]
+    assert asked == ["shared", "1", "gres:gpu:2", "COMPLETED"]
+    assert running(container_engine) == [] and processes(profiled) == []
+
+    folder = profiled.path / FOLDER / "profile"
+    found = Profile.read(folder / "profile.json")
+    by_nsys, by_torch = found.tools
+    assert found.nranks == 2 and (by_nsys.name, by_torch.name) == ("nsys", "torch")
+    with (folder / "profile_summary.csv").open(newline="") as file:
+        rows = [TopEntry.model_validate(row) for row in csv.DictReader(file)]
+    if by_nsys.problem:  # a slim image lacks what makes reports; where all of it is, nothing is lost
+        assert by_nsys.problem.count("QdstrmImporter --input-file nsys.rankN.qdstrm") == 1, by_nsys
+        assert {"nsys.rank0.qdstrm", "nsys.rank1.qdstrm"} == set(by_nsys.files.values())
+        monkeypatch.setenv("NSYS", str(real_nsys))
+        imported = nsys.import_left_over(folder)
+        assert imported is not None
+        by_nsys, more = imported
+        rows += more
+    assert by_nsys.problem is None and by_nsys.steps == STEPS and by_nsys.ranges.keys() == RANGES
+    assert by_nsys.activity.comm_seconds == pytest.approx(by_nsys.ranges["comm"].seconds)
+    assert sorted(by_nsys.files.values()) == ["nsys.rank0.nsys-rep", "nsys.rank1.nsys-rep"]
+    for rank in (0, 1):
+        mine = {row.name: row for row in rows if (row.tool, row.kind, row.rank) == ("nsys", "range", rank)}
+        said = totals(real_nsys, folder / f"nsys.rank{rank}.nsys-rep")
+        assert {name: round(row.calls * STEPS) for name, row in mine.items()} == {
+            name: count for name, (count, _) in said.items() if name in RANGES
+        }
+        assert said["step"][0] == STEPS
+
+    assert by_torch.problem is None and by_torch.steps == STEPS
+    assert {f"torch.rank{rank}.json.gz" for rank in (0, 1)} == set(by_torch.files.values())
+    for rank in (0, 1):
+        with gzip.open(folder / f"torch.rank{rank}.json.gz", "rt") as trace:
+            events = json.load(trace)["traceEvents"]
+        counts = Counter(event["name"] for event in events if event.get("cat") == "user_annotation")
+        assert [counts[name] for name in ("step", "forward", "backward", "optimizer")] == [STEPS] * 4
+        assert any(row.tool == "torch" and row.rank == rank and row.kind == "operator" for row in rows)
+
+    samples = telemetry.read(profiled.path / FOLDER / "telemetry/profile.csv")
+    assert len(samples) >= 3 and max(sample.rss_bytes or 0 for sample in samples) > 100e6
+    assert (profiled.path / "results/report/index.html").exists()
+
+
+def test_a_cancelled_job_leaves_nothing(profiled: Flow, container_engine: Engine, cluster: Cluster) -> None:  # noqa: F811
+    """Neither a container nor nsys, which has processes of its own."""
+    profiled.config["plans"]["profiled"]["settings"]["profile"]["steps"] = 1_000_000
+    with profiled.running("--retries=0") as process:
+
+        def recorded() -> bool:
+            return sum("profilers.child" in line and "nsys profile" in line for line in processes(profiled)) >= 2
+
+        profiled.until("nsys in both containers", recorded, process)
+        (job,) = [row[0] for row in profiled.jobs("jobid", "comment:100") if row[1].startswith("rule_profile")]
+        cluster.run("scancel", job)
+        assert process.wait(PATIENCE) != 0
+    until(
+        "the end of all",
+        lambda: not running(container_engine) and not processes(profiled),
+        said=lambda: (running(container_engine), processes(profiled)),
+        seconds=2 * PATIENCE,
+    )
+    assert not (profiled.path / FOLDER / "profile").exists()

@@ -1,0 +1,340 @@
+"""What is read from databases of Nsight Systems, against a count of every nanosecond; of versions, and damaged ones."""
+
+from __future__ import annotations
+
+import math
+import re
+import sqlite3
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dlscale.core.errors import UserError
+from dlscale.core.ranges import RANGES
+from dlscale.measure.profilers.nsys_database import BLOCKING_CALLS, OUTSIDE, WAITING_CALLS, summarize
+from tests.nsys_databases import VERSIONS, Recording
+
+#: Two steps of a training on a GPU: 100 ns each, given out by threads 0 (forward) and 5 (autograd's), on two streams.
+TWO_STEPS = Recording(
+    ranges=[
+        *[(base, base + 100, "step", 0, True) for base in (1000, 1100)],
+        *[(base + 2, base + 12, "data", 0, True) for base in (1000, 1100)],
+        *[(base + 6, base + 10, "copy", 0, True) for base in (1000, 1100)],
+        *[(base + 15, base + 40, "forward", 0, True) for base in (1000, 1100)],
+        *[(base + 40, base + 80, "backward", 0, True) for base in (1000, 1100)],
+        *[(base + 60, base + 65, "comm", 5, False) for base in (1000, 1100)],
+        *[(base + 80, base + 95, "optimizer", 0, True) for base in (1000, 1100)],
+    ],
+    calls=[
+        *[(base + 7, base + 8, 0, base + 1, "cudaMemcpyAsync_v3020") for base in (1000, 1100)],
+        *[(base + 20, base + 21, 0, base + 2, "cudaLaunchKernel_v7000") for base in (1000, 1100)],
+        *[(base + 45, base + 46, 5, base + 3, "cudaLaunchKernel_v7000") for base in (1000, 1100)],
+        *[(base + 61, base + 62, 5, base + 4, "cudaLaunchKernelExC_v11060") for base in (1000, 1100)],
+        *[(base + 82, base + 83, 0, base + 5, "cudaLaunchKernel_v7000") for base in (1000, 1100)],
+        (1210, 1220, 0, 99, "cudaDeviceSynchronize_v3020"),
+    ],
+    copies=[(base + 10, base + 20, base + 1, 4096, 1, source, 2) for base, source in ((1000, 0), (1100, 1))],
+    kernels=[
+        *[(base + 25, base + 55, base + 2, "convolution<float>(int)") for base in (1000, 1100)],
+        *[(base + 60, base + 90, base + 3, "gradient<float>(int)") for base in (1000, 1100)],
+        *[(base + 80, base + 95, base + 4, "ncclDevKernel_AllReduce_Sum_f32_RING_LL(int)") for base in (1000, 1100)],
+        *[(base + 95, base + 105, base + 5, "update<float>(int)") for base in (1000, 1100)],
+    ],
+    waits=[(1050, 1058, 3), (1051, 1052, 2), (1210, 1220, 4)],
+)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_step_as_drawn(version: str, tmp_path: Path) -> None:
+    """Figures that one reads off a drawing."""
+    tool, top = summarize(TWO_STEPS.write(tmp_path / "nsys.sqlite", version), 3)
+    ns = 1e-9
+    assert tool.steps == 2 and tool.seconds_per_step == pytest.approx(102.5 * ns)  # 1000 to 1100, 1100 to 1205
+    assert {name: round(one.seconds / ns) for name, one in tool.ranges.items()} == {
+        **{"step": 100, "data": 10, "copy": 4, "forward": 25, "backward": 40, "optimizer": 15, "comm": 5}
+    }
+    # Autograd's thread gives out 30 ns of gradients and 15 ns of sums within the backward pass of thread 0.
+    assert {name: round((one.device_seconds or 0) / ns) for name, one in tool.ranges.items()} == {
+        **{"step": 95, "data": 10, "copy": 10, "forward": 30, "backward": 45, "optimizer": 10, "comm": 15}
+    }
+    seen = tool.activity
+    assert (seen.launches, seen.syncs, seen.operators, seen.items) == (5, 0.5, None, None)
+    assert seen.sync_seconds == pytest.approx(4 * ns)  # 8 ns in one of two steps; not the wait after the last one
+    assert seen.device_busy == pytest.approx(2 * (10 + 30 + 45) / 205)  # 10-20, 25-55, 60-105, of 1000 to 1205
+    assert (seen.copy_bytes, seen.pageable_bytes) == (4096, 2048)
+    assert seen.copy_seconds == pytest.approx(10 * ns) and seen.copy_overlap == 0
+    assert seen.comm_seconds == pytest.approx(15 * ns) and seen.comm_overlap == pytest.approx(10 / 15)
+    assert {row.rank for row in top} == {3} and {row.tool for row in top} == {"nsys"}
+    kernels = [row for row in top if row.kind == "kernel"]
+    assert [row.name.split("(")[0] for row in kernels[:2]] in (
+        ["convolution<float>", "gradient<float>"],
+        ["gradient<float>", "convolution<float>"],
+    )
+    assert kernels[0].seconds == pytest.approx(30 * ns) and kernels[0].share == pytest.approx(30 / 102.5)
+    copies = {row.name: row for row in top if row.kind == "copy"}
+    assert set(copies) == {"Host-to-Device (pageable to device)", "Host-to-Device (pinned to device)"}
+    assert copies["Host-to-Device (pinned to device)"].calls == 0.5
+    idle = {row.name: row.seconds / ns for row in top if row.kind == "gap"}
+    # Step 1 waits 1000-1010; 1020-1025 and 1055-1060 in both; after the first the device is busy until 1105.
+    assert idle == pytest.approx(
+        {"step": (2 + 0) / 2, "data": (4 + 1) / 2, "copy": (4 + 4) / 2, "forward": 5, "backward": 5}
+    )
+    assert sum(idle.values()) * 2 == pytest.approx(205 * (1 - seen.device_busy))
+
+
+def test_a_graph_gives_out_all_of_its_work_at_once(tmp_path: Path) -> None:
+    """Traced by its nodes, all have the number of the one call that launched it; traced as a whole, it is one."""
+    step = [(0, 100, "step", 0, True), (0, 5, "data", 0, True)]
+    call = [(10, 12, 0, 7, "cudaGraphLaunch_v10000")]
+    nodes = Recording(ranges=step, calls=call, kernels=[(20, 30, 7, "a"), (30, 50, 7, "b"), (55, 60, 7, "a")])
+    tool, top = summarize(nodes.write(tmp_path / "nodes.sqlite"))
+    assert tool.activity.launches == 1 and tool.activity.device_busy == pytest.approx(0.35)
+    assert tool.ranges["step"].device_seconds == pytest.approx(35e-9) and tool.ranges["data"].device_seconds == 0
+    assert {row.name: row.calls for row in top if row.kind == "kernel"} == {"a": 2, "b": 1}
+    whole = Recording(ranges=step, calls=call, graphs=[(20, 60, 7)])
+    tool, top = summarize(whole.write(tmp_path / "whole.sqlite"))
+    assert tool.activity.launches == 1 and tool.activity.device_busy == pytest.approx(0.4)
+    assert [row.name for row in top if row.kind == "kernel"] == ["graph"]
+
+
+def test_work_that_nobody_gave_out_belongs_to_its_step_alone(tmp_path: Path) -> None:
+    """Newer versions give nodes of graphs no number."""
+    ranges = [(0, 100, "step", 0, True), (10, 60, "data", 0, True)]
+    one = Recording(ranges=ranges, calls=[(1, 2, 0, 5, "cudaGraphLaunch")], kernels=[(20, 30, 0, "a")])
+    tool, _ = summarize(one.write(tmp_path / "nsys.sqlite"))
+    assert tool.ranges["step"].device_seconds == pytest.approx(10e-9) and tool.ranges["data"].device_seconds == 0
+    assert tool.activity.launches == 0
+
+
+def test_a_processor_shows_its_ranges_alone(tmp_path: Path) -> None:
+    """Nothing of a device is known; sums overlap what the thread does as long as it does not wait."""
+    ranges = [(0, 100, "step", 0, True), (20, 80, "backward", 0, True), (40, 80, "comm", 9, False)]
+    ranges += [(110, 210, "step", 0, True), (130, 190, "backward", 0, True), (150, 190, "comm", 8, False)]
+    system = [(50, 80, 0, "pthread_cond_wait"), (150, 190, 9, "pthread_cond_wait"), (180, 190, 0, "read")]
+    tool, top = summarize(Recording(ranges=ranges, system=system).write(tmp_path / "nsys.sqlite"))
+    assert tool.activity.comm_seconds == pytest.approx(40e-9)
+    assert tool.activity.comm_overlap == pytest.approx(1 - 30 / 80)
+    known = {name for name, value in tool.activity.model_dump().items() if value is not None}
+    assert known == {"comm_seconds", "comm_overlap"}
+    assert {one.device_seconds for one in tool.ranges.values()} == {None} and {row.kind for row in top} == {"range"}
+    tool, _ = summarize(Recording(ranges=ranges).write(tmp_path / "untraced.sqlite"))
+    assert tool.activity.comm_overlap is None
+
+
+def test_calls_that_wait() -> None:
+    for name in ("cudaStreamSynchronize_v3020", "cuCtxSynchronize", "cudaDeviceSynchronize", "cuEventSynchronize"):
+        assert re.search(WAITING_CALLS, name)
+    assert not re.search(WAITING_CALLS, "cudaStreamWaitEvent_v3020")
+    assert re.search(BLOCKING_CALLS, "pthread_cond_clockwait") and not re.search(BLOCKING_CALLS, "pthread_cond_signal")
+
+
+# ---- what is no report ------------------------------------------------------------------------------
+
+
+def test_no_database_is_one_message(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="nosuch"):
+        summarize(tmp_path / "nosuch.sqlite")
+    for name, content in {"empty": b"", "text": b"no database, but long enough to be one" * 9}.items():
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(UserError, match=name):
+            summarize(tmp_path / name)
+
+
+def test_a_cut_database_is_one_message(tmp_path: Path) -> None:
+    many = Recording(ranges=[(10 * n, 10 * n + 9, "step", 0, True) for n in range(3000)])
+    whole = many.write(tmp_path / "nsys.sqlite").read_bytes()
+    for size in (len(whole) // 2, len(whole) - 4096):
+        (tmp_path / "cut.sqlite").write_bytes(whole[:size])
+        with pytest.raises(UserError, match=r"cut\.sqlite"):
+            summarize(tmp_path / "cut.sqlite")
+
+
+def test_a_report_without_steps_says_so(tmp_path: Path) -> None:
+    """As with an `nvtx` that nsys cannot see."""
+    path = Recording(system=[(1, 2, 0, "read")]).write(tmp_path / "nsys.sqlite")
+    with pytest.raises(UserError, match="no step is in it"):
+        summarize(path)
+    with sqlite3.connect(path) as connection:
+        connection.execute("DROP TABLE NVTX_EVENTS")
+    with pytest.raises(UserError, match="no step is in it"):
+        summarize(path)
+
+
+@pytest.mark.parametrize("column", ["globalPid", "srcKind", "correlationId", "dstKind"])
+def test_a_column_that_is_not_there_is_unknown(column: str, tmp_path: Path) -> None:
+    path = TWO_STEPS.write(tmp_path / "nsys.sqlite")
+    before, _ = summarize(path)
+    with sqlite3.connect(path) as connection:
+        for table in ("MEMCPY", "KERNEL"):
+            if column in {row[1] for row in connection.execute(f"PRAGMA table_info(CUPTI_ACTIVITY_KIND_{table})")}:
+                connection.execute(f"ALTER TABLE CUPTI_ACTIVITY_KIND_{table} DROP COLUMN {column}")
+    after, _ = summarize(path)
+    assert after.activity.device_busy == before.activity.device_busy
+    assert after.activity.pageable_bytes == (None if column == "srcKind" else before.activity.pageable_bytes)
+    assert after.activity.launches == (0 if column == "correlationId" else before.activity.launches)
+
+
+# ---- against a count of every nanosecond --------------------------------------------------------------
+
+
+@st.composite
+def recordings(draw: st.DrawFn) -> Recording:
+    """Steps one after the other with ranges in them; anything at any time on device and other threads."""
+    recording = Recording()
+    now = draw(st.integers(0, 5))
+    for _ in range(draw(st.integers(1, 3))):
+        cuts = [0, *sorted(draw(st.sets(st.integers(1, 30), min_size=4, max_size=8)))]
+        times = [now + cut for cut in cuts]
+        recording.ranges.append((times[0], times[-1] + 2, "step", 0, True))
+        inner = draw(st.permutations(["data", "forward", "backward", "optimizer"]))
+        for name, start, end in zip(inner, times[1:], times[2:], strict=False):
+            recording.ranges.append((start, end, name, 0, True))
+            if name == "data" and end - start > 2:
+                recording.ranges.append((start + 1, end - 1, "copy", 0, True))
+        now = times[-1] + 2 + draw(st.integers(0, 3))
+    time = st.integers(0, now + 8)
+
+    def spans(most: int, *more: st.SearchStrategy[Any]) -> list[tuple[Any, ...]]:
+        drawn = draw(st.lists(st.tuples(time, st.integers(0, 12), *more), max_size=most))
+        return [(start, start + long, *rest) for start, long, *rest in drawn]
+
+    recording.ranges += [(*span, "comm", thread, False) for *span, thread in spans(3, st.sampled_from([5, 6]))]
+    recording.ranges += [(*span, "copy", 7, True) for span in spans(2)]
+    recording.calls = [
+        (start, end, thread, number, "cudaLaunchKernel")
+        for number, (start, end, thread) in enumerate(spans(8, st.sampled_from([0, 5, 7])), 1)
+    ]
+    number = st.integers(0, 8)  # of a call; 0 is none
+    recording.kernels = spans(8, number, st.sampled_from(["a", "b", "ncclDevKernel_AllReduce"]))
+    kinds = st.tuples(st.integers(1, 1000), st.sampled_from([1, 2, 8]), st.sampled_from([0, 1, 2]), st.just(2))
+    recording.copies = [(start, end, call, *kind) for start, end, call, kind in spans(5, number, kinds)]
+    recording.memsets = spans(2, number)
+    recording.waits = spans(4, st.sampled_from([1, 2, 3, 4]))
+    recording.system = spans(4, st.sampled_from([0, 5]), st.sampled_from(["pthread_cond_wait", "read"]))
+    return recording
+
+
+class Truth:
+    """The figures, counted nanosecond by nanosecond and event by event."""
+
+    def __init__(self, recording: Recording) -> None:
+        self.r = recording
+        self.steps = [r for r in recording.ranges if r[2] == "step"]
+        self.n = len(self.steps)
+        calls = {number: (start, thread) for start, _, thread, number, _ in recording.calls}
+        works = [(s, e, c, "kernel", name, None) for s, e, c, name in recording.kernels]
+        works += [(s, e, c, "copy", "", rest) for s, e, c, *rest in recording.copies]
+        works += [(s, e, c, "memset", "", None) for s, e, c in recording.memsets]
+        self.work = []  # start, end, call, kind, name, rest, launch, thread, step
+        for work in works:
+            launch, thread = calls.get(work[2], (work[0], None))
+            if (step := self.step(launch)) is not None:
+                self.work.append((*work, launch, thread, step))
+        self.first, self.last = self.steps[0][0], max([self.steps[-1][1], *(work[1] for work in self.work)])
+        self.instants = range(self.first, self.last)
+
+    def step(self, time: int) -> int | None:
+        """The step in which something began."""
+        begun = [number for number, step in enumerate(self.steps) if step[0] <= time]
+        return begun[-1] if begun and time <= self.steps[-1][1] else None
+
+    def covered(self, spans: list[Any]) -> set[int]:
+        return {time for span in spans for time in range(span[0], span[1])}
+
+    def open(self, name: str) -> float:
+        """Mean time in which a range was open."""
+        rows = [row for row in self.r.ranges if row[2] == name]
+        return sum(len(self.covered([r for r in rows if self.step(r[0]) == n])) for n in range(self.n)) / self.n
+
+    def inside(self, name: str, launch: int, thread: int | None) -> bool:
+        if name == "step":
+            return True
+        if thread is None:
+            return False
+
+        def at(row: Any, thread: int) -> bool:
+            # What belongs to no step is no range of the steps; one without length holds nothing.
+            return row[3] == thread and row[0] <= launch <= row[1] and row[0] < row[1] and self.step(row[0]) is not None
+
+        own = any(at(row, thread) for row in self.r.ranges if row[4])
+        named = [row for row in self.r.ranges if row[2] == name]
+        return any(at(row, thread) for row in named) or (not own and any(at(row, 0) for row in named if row[4]))
+
+    def device(self, name: str) -> float:
+        return sum(work[1] - work[0] for work in self.work if self.inside(name, work[6], work[7])) / self.n
+
+    def innermost(self, time: int) -> str:
+        rows = [row for row in self.r.ranges if row[3] == 0 and row[4] and row[0] <= time < row[1]]
+        return max(rows, key=lambda row: (row[0], -row[1]))[2] if rows else OUTSIDE
+
+    def idle(self) -> dict[str, float]:
+        found: dict[str, float] = defaultdict(float)
+        busy = self.covered(self.work)
+        for time in self.instants:
+            if time not in busy:
+                found[self.innermost(time)] += 1 / self.n
+        return found
+
+    def activity(self) -> dict[str, float | None]:
+        kernels = [work for work in self.work if work[3] == "kernel"]
+        if not self.work:
+            comm = [r for r in self.r.ranges if r[2] == "comm" and self.step(r[0]) is not None]
+            sums = self.covered(comm)
+            blocked = self.covered([row for row in self.r.system if row[2] == 0 and row[3] == "pthread_cond_wait"])
+            known = bool(sums) and bool(self.r.system)
+            return {
+                "comm_seconds": len(sums) / self.n if sums else None,
+                "comm_overlap": 1 - len(sums & blocked) / len(sums) if known else None,
+            }
+        copies = [work for work in self.work if work[3] == "copy" and work[5][1] == 1]
+        copied, computed = self.covered(copies), self.covered(kernels)
+        sums = self.covered([work for work in kernels if work[4].startswith("nccl")])
+        others = self.covered([work for work in kernels if not work[4].startswith("nccl")])
+        waits = [wait for wait in self.r.waits if wait[2] != 2 and self.step(wait[0]) is not None]
+        traced = bool(self.r.calls)
+        nccl = any(work[4].startswith("nccl") for work in kernels)
+        return {
+            "launches": len({work[2] for work in self.work if work[7] is not None}) / self.n,
+            "syncs": len(waits) / self.n if traced else None,
+            "sync_seconds": sum(end - start for start, end, _ in waits) / self.n if traced else None,
+            "device_busy": len(self.covered(self.work)) / (self.last - self.first),
+            "copy_bytes": sum(work[5][0] for work in copies) / self.n,
+            "pageable_bytes": sum(work[5][0] for work in copies if work[5][2] == 0) / self.n,
+            "copy_seconds": len(copied) / self.n,
+            "copy_overlap": len(copied & computed) / len(copied) if copied else None,
+            "comm_seconds": len(sums) / self.n if nccl else None,
+            "comm_overlap": len(sums & others) / len(sums) if sums else None,
+        }
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(recording=recordings())
+def test_every_figure_is_a_count(recording: Recording) -> None:
+    truth = Truth(recording)
+    with tempfile.TemporaryDirectory() as folder:
+        tool, top = summarize(recording.write(Path(folder) / "nsys.sqlite"))
+    assert tool.steps == truth.n
+    for name in RANGES:
+        if name not in tool.ranges:
+            assert truth.open(name) == 0
+            continue
+        assert tool.ranges[name].seconds * 1e9 == pytest.approx(truth.open(name)), name
+        if truth.work:
+            assert (tool.ranges[name].device_seconds or 0) * 1e9 == pytest.approx(truth.device(name)), name
+    expected = truth.activity()
+    for name, value in tool.activity.model_dump().items():
+        known = expected.get(name)
+        if known is None or value is None:
+            assert value == known, name
+        else:
+            assert value * (1e9 if name.endswith("_seconds") else 1) == pytest.approx(known), name
+    gaps = {row.name: row.seconds * 1e9 for row in top if row.kind == "gap"}
+    assert gaps == pytest.approx(truth.idle() if truth.work else {})
+    for kind in ("kernel", "copy"):
+        spent = sum(work[1] - work[0] for work in truth.work if work[3] == kind) / truth.n
+        assert math.fsum(row.seconds for row in top if row.kind == kind) * 1e9 == pytest.approx(spent)

@@ -1,0 +1,373 @@
+"""The profile stage: what each profiler leaves, on one process and on several; what fails; nothing else changes."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+import os
+import sysconfig
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dlscale.config.run import load_run
+from dlscale.core import ranges
+from dlscale.core.errors import UserError
+from dlscale.core.ranges import mark, marking
+from dlscale.core.records import Profile, TopEntry
+from dlscale.data.samples import BoxField
+from dlscale.measure import profile
+from dlscale.measure.profilers import lines, stacks
+from dlscale.measure.window import Window
+from dlscale.models.unet3d import UNet3D
+from dlscale.parallel.world import World
+from dlscale.train.build import open_session
+from dlscale.train.step import Step
+from tests.conftest import COSMO, COSMO_RUN, make_run, stage, train
+from tests.test_parallel import configure, launch
+
+STEPS = 4
+ALL = ["torch", "lines", "stacks"]
+
+
+def profiled(folder: Path, data: Path, over: dict[str, Any] | None = None, **settings: Any) -> int:
+    """Profile the tiny U-Net; return the exit status."""
+    over = {"loader": {"workers": 0}, **(over or {})}
+    make_run(folder, "cosmo_unet", {**COSMO_RUN, **over, "profile": {"skip": 1, "steps": STEPS, **settings}}, COSMO)
+    arguments = ["--config", folder / "config.yaml", "--manifest", data / "manifest.json", "--threads", 1]
+    return stage("profile", *arguments, "--device", "cpu", "--out", folder / "profile")
+
+
+def rows_of(folder: Path) -> list[TopEntry]:
+    with (folder / "profile/profile_summary.csv").open(newline="") as file:
+        return [TopEntry.model_validate(row) for row in csv.DictReader(file)]
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory, cosmo_data: Path) -> Path:
+    folder = tmp_path_factory.mktemp("profiled")
+    (folder / "profile").mkdir()
+    (folder / "profile/of_a_former_call.txt").write_text("")
+    assert profiled(folder, cosmo_data, tools=ALL, functions=["dlscale.train.optimizer:set_learning_rate"]) == 0
+    return folder
+
+
+# ---- what it leaves ----------------------------------------------------------------------------------------------
+
+
+def test_the_record_has_each_profiler_beside_none(done: Path) -> None:
+    found = Profile.read(done / "profile/profile.json")
+    assert [tool.name for tool in found.tools] == ALL == found.settings["tools"]
+    assert len(found.seconds_per_step) == 2 * STEPS and min(found.seconds_per_step) > 0
+    assert (found.nranks, found.batch_size, found.device.kind) == (1, 4, "cpu")
+    for tool in found.tools:
+        assert tool.problem is None and tool.version and tool.steps == STEPS
+        assert tool.seconds_per_step and tool.seconds_per_step > 0
+    torch_tool = found.tools[0]
+    assert set(torch_tool.ranges) == {"step", "data", "copy", "forward", "backward", "optimizer"}
+    parts = ("data", "forward", "backward", "optimizer")
+    inside = sum(torch_tool.ranges[name].seconds for name in parts)
+    assert 0.8 * torch_tool.ranges["step"].seconds < inside < torch_tool.ranges["step"].seconds
+    assert torch_tool.activity.operators and torch_tool.activity.operators > 50
+    assert torch_tool.activity.items == 0, "no step waits for a number"
+    assert len({(row.tool, row.kind) for row in found.top}) >= 4
+    assert max(Counter((row.tool, row.kind) for row in found.top).values()) <= profile.TOP
+
+
+def test_the_files_are_those_that_are_named(done: Path) -> None:
+    """And nothing of a former call."""
+    found = Profile.read(done / "profile/profile.json")
+    named = {file for tool in found.tools for file in tool.files.values()}
+    assert named == {"torch.rank0.json.gz", "lines.rank0.txt", "stacks.rank0.svg"}
+    assert {file.name for file in (done / "profile").iterdir()} == named | {"profile.json", "profile_summary.csv"}
+    assert {file.name for file in done.iterdir()} == {"config.yaml", "profile", "tensorboard"}
+    with gzip.open(done / "profile/torch.rank0.json.gz", "rt") as file:
+        events = json.load(file)["traceEvents"]
+    counts = Counter(event["name"] for event in events if event.get("cat") == "user_annotation")
+    assert [counts[name] for name in ("step", "data", "forward", "backward", "optimizer")] == [STEPS] * 5
+
+
+def test_the_summary_has_all_profilers_in_the_same_columns(done: Path) -> None:
+    rows = rows_of(done)
+    assert {(row.tool, row.kind) for row in rows} == {
+        ("torch", "range"),
+        ("torch", "operator"),
+        ("lines", "line"),
+        ("stacks", "function"),
+    }
+    operators = [row for row in rows if row.kind == "operator"]
+    assert sum(row.share for row in operators) < 1, "on one thread, times without those within"
+    assert any(row.name.startswith("aten::convolution_backward") for row in operators)
+
+
+def test_lines_are_those_of_step_model_loss_samples_and_loader(done: Path) -> None:
+    rows = {row.name: row for row in rows_of(done) if row.tool == "lines"}
+
+    def the(file: str, text: str) -> TopEntry:
+        (one,) = [row for name, row in rows.items() if name.startswith(f"{file}:") and text in name]
+        return one
+
+    assert the("dlscale/train/step.py", ".backward()").calls == 1
+    assert the("dlscale/models/unet3d.py", "return torch.tanh(").calls == 1
+    assert the("dlscale/models/losses.py", "loss_B = ").calls == 1
+    assert the("dlscale/data/samples.py", "return x, self.target.read(").calls == 4, "samples of a batch"
+    assert the("dlscale/data/loaders/torch_loader.py", "x, y = self.samples.read(").calls == 4
+    whole = the("dlscale/train/step.py", "return self._train(")
+    assert the("dlscale/train/step.py", ".backward()").seconds < whole.seconds < 1.5 * whole.seconds / whole.share
+    text = (done / "profile/lines.rank0.txt").read_text()
+    assert "def gradients(" in text and "% Time" in text
+
+
+def test_functions_have_their_own_code_again(tmp_path: Path, cosmo_data: Path) -> None:
+    """Even where a profile fails."""
+    session = session_of(tmp_path, cosmo_data)
+    before = [function.__code__ for function in (Step.gradients, UNet3D.forward, BoxField.read)]
+    tool = lines.LineProfiler(tmp_path, 0, session, [])
+    assert [function.__code__ for function in (Step.gradients, UNet3D.forward, BoxField.read)] != before
+    tool.close()
+    after = [function.__code__ for function in (Step.gradients, UNet3D.forward, BoxField.read)]
+    assert all(a is b for a, b in zip(after, before, strict=True))
+
+
+def session_of(folder: Path, data: Path, **over: Any) -> Any:
+    make_run(folder, "cosmo_unet", {**COSMO_RUN, "loader": {"workers": 0}, **over}, COSMO)
+    return open_session(load_run(folder / "config.yaml", "profile"), data / "manifest.json", World(), 1)
+
+
+def test_where_other_processes_read_this_one_does_for_once(tmp_path: Path, cosmo_data: Path) -> None:
+    assert profiled(tmp_path, cosmo_data, {"loader": {"workers": 1}}, tools=["lines"]) == 0
+    reading = [row for row in rows_of(tmp_path) if row.note == lines.ELSEWHERE]
+    (read,) = [row for row in reading if "return x, self.target.read(" in row.name]
+    assert read.calls == 4 and read.seconds > 0
+    assert all("samples.py" in row.name for row in reading)
+
+
+# ---- flame graphs ------------------------------------------------------------------------------------------------
+
+
+def busily(seconds: float) -> None:
+    until = time.perf_counter() + seconds
+    while time.perf_counter() < until:
+        sum(range(1000))
+
+
+def test_stacks_are_of_all_threads(tmp_path: Path) -> None:
+    tool = stacks.StackSampler(tmp_path, 0)
+    with tool.attached():
+        other = threading.Thread(target=busily, args=[0.6], name="reader")
+        other.start()
+        busily(0.6)
+        other.join()
+    found, rows = tool.found([0.2, 0.2, 0.2])
+    assert found.files == {"flame graph of rank 0": "stacks.rank0.svg"}
+    mine = {row.note: row for row in rows if row.name.startswith("busily (")}
+    assert set(mine) == {"", "thread reader"}
+    # They share the interpreter's lock: together they are busy all the time, and each for a part of it.
+    assert 0.05 < mine[""].seconds < 0.25 and 0.05 < mine["thread reader"].seconds < 0.25
+
+
+def flame(frames: list[tuple[str, int, int, int]]) -> str:
+    """A flame graph in py-spy's form: name, level, first sample, samples."""
+    groups = "".join(
+        f'<g><title>{name} ({width:,} samples, 1.00%)</title><rect x="1%" y="{36 + 16 * level}" '
+        f'fg:x="{first}" fg:w="{width}"/><text/></g>'
+        for name, level, first, width in frames
+    )
+    head = '<svg xmlns="http://www.w3.org/2000/svg" xmlns:fg="http://github.com/jonhoo/inferno">'
+    return f'<?xml version="1.0"?>{head}<svg id="frames">{groups}</svg></svg>'
+
+
+def test_a_flame_graph_is_read_back(tmp_path: Path) -> None:
+    """In whatever order its frames are written."""
+    me = f"process {os.getpid()}:&quot;python&quot;"
+    frames = [
+        ("read (a.py:7)", 4, 0, 30),
+        ("all", 0, 0, 1500),
+        (me, 1, 0, 1400),
+        ("thread (1): MainThread", 2, 0, 1000),
+        ("step (a.py:1)", 3, 0, 1000),
+        ("read (a.py:9)", 4, 30, 70),
+        ("thread (2): reader", 2, 1000, 400),
+        ("read (a.py:9)", 3, 1000, 400),
+        ("process 1:&quot;other&quot;", 1, 1400, 100),
+        ("read (a.py:9)", 2, 1400, 100),
+    ]
+    (tmp_path / "it.svg").write_text(flame(frames))
+    found = stacks.read(tmp_path / "it.svg")
+    assert {(stack[-1], samples) for stack, samples in found.items()} == {
+        ("step (a.py:1)", 900),
+        ("read (a.py:7)", 30),
+        ("read (a.py:9)", 70),
+        ("read (a.py:9)", 400),
+        ("read (a.py:9)", 100),
+    }
+    rows = stacks.rows(found, [1.0, 3.0], rank=1)
+    assert [(row.name, row.note, row.seconds) for row in rows] == [
+        ("step (a.py)", "", 900 / stacks.RATE / 2),
+        ("read (a.py)", "thread reader", 400 / stacks.RATE / 2),
+        ("read (a.py)", "", 100 / stacks.RATE / 2),
+        ("read (a.py)", "another process, as a loader's", 100 / stacks.RATE / 2),
+    ]
+    assert rows[0].share == pytest.approx(rows[0].seconds / 2)
+    assert rows[0].std == pytest.approx(450**0.5 / stacks.RATE), "900 samples in two steps"
+
+
+# ---- what fails --------------------------------------------------------------------------------------------------
+
+FORBIDDEN = "#!/bin/sh\necho 'Error: Permission Denied: Try running again with elevated permissions' >&2\nexit 1\n"
+
+
+@pytest.fixture
+def forbidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that lets nobody look into processes, as py-spy says it."""
+    spy = tmp_path / "scripts/py-spy"
+    spy.parent.mkdir()
+    spy.write_text(FORBIDDEN)
+    spy.chmod(0o755)
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(spy.parent))
+
+
+@pytest.mark.usefixtures("forbidden")
+def test_a_profiler_that_does_not_work_says_why(
+    tmp_path: Path, cosmo_data: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """And the others go on; where there are no others, the stage has failed."""
+    assert profiled(tmp_path / "a", cosmo_data, tools=["stacks", "lines"]) == 0
+    sampled, timed = Profile.read(tmp_path / "a/profile/profile.json").tools
+    assert "ptrace is forbidden" in str(sampled.problem) and "--cap-add SYS_PTRACE" in str(sampled.problem)
+    assert timed.problem is None and timed.files
+    assert profiled(tmp_path / "b", cosmo_data, tools=["stacks"]) == 2
+    last = capfd.readouterr().err.splitlines()[-1]
+    assert "no profiler works here: stacks: py-spy may not look" in last
+    assert not (tmp_path / "b/profile").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"ranks": [0, 1]}, "profile.ranks: 1: this run has 1 processes"),
+        ({"functions": ["dlscale.train.step"]}, "expected MODULE:NAME"),
+        ({"functions": ["no.such:thing"]}, "No module named 'no'"),
+        ({"functions": ["dlscale.train.step:Stop.gradients"]}, "has no attribute 'Stop'"),
+        ({"functions": ["dlscale.train.step:Step.gradient"]}, "did you mean 'gradients'?"),
+        ({"functions": ["dlscale.core.ranges:RANGES"]}, "no function 'RANGES'"),
+        ({"functions": ["torch:relu"]}, "no function 'relu'"),
+    ],
+)
+def test_a_wrong_setting_is_one_message(
+    tmp_path: Path, cosmo_data: Path, settings: dict[str, Any], words: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert profiled(tmp_path, cosmo_data, tools=["lines"], **settings) == 2
+    assert words in capfd.readouterr().err.splitlines()[-1]
+
+
+def test_functions_are_found_by_their_names() -> None:
+    assert lines.resolve("dlscale.train.step:Step.gradients") is Step.gradients
+    assert lines.resolve("dlscale.measure.window:weighted").__name__ == "weighted"
+    with pytest.raises(UserError, match="written in Python"):
+        lines.resolve("math:sin")
+
+
+# ---- ranges ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def window(tmp_path: Path, cosmo_data: Path) -> Iterator[Window]:
+    session = session_of(tmp_path, cosmo_data, profile={"skip": 1, "steps": 3}, accumulation_steps=2)
+    window = Window(session.run.profile, session)
+    window.warm_up()
+    yield window
+    window.close()
+
+
+def test_ranges_are_balanced_and_nested(window: Window) -> None:
+    seen: list[str] = []
+
+    @contextmanager
+    def noted(name: str) -> Iterator[None]:
+        seen.append(name)
+        yield
+        seen.append(f"/{name}")
+
+    with marking(noted):
+        seconds = window.run(2)
+    data = ["data", "copy", "/copy", "/data"]
+    part = ["forward", "/forward", "backward", "/backward"]
+    assert seen == ["step", *data, *part, *part, "optimizer", "/optimizer", "/step"] * 2
+    assert len(seconds) == 2 and window.number == 3
+    assert set(seen) <= {*ranges.RANGES, *(f"/{name}" for name in ranges.RANGES)}
+
+
+def test_without_a_profiler_no_range_is_made(window: Window, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of a step's marks are the one context that does nothing."""
+
+    class Nothing:
+        entered = 0
+
+        def __enter__(self) -> None:
+            self.entered += 1
+
+        def __exit__(self, *details: object) -> None:
+            pass
+
+    monkeypatch.setattr(ranges, "_OFF", nothing := Nothing())
+    window.run(1)
+    assert nothing.entered == 8, "step, data, copy, two parts of forward and backward, optimizer"
+    assert all(mark(name) is nothing for name in ranges.RANGES)
+
+
+def test_a_profiler_closes_what_it_opens(window: Window, tmp_path: Path) -> None:
+    """Even when a step fails."""
+    from dlscale.measure.profilers.torch_profiler import TorchProfiler
+
+    for tool in (TorchProfiler(tmp_path, 0, torch.device("cpu")), stacks.StackSampler(tmp_path, 0)):
+        with pytest.raises(ZeroDivisionError), tool.attached():
+            window.run(1)
+            raise ZeroDivisionError
+        assert ranges._marker is None
+        assert not torch.autograd.profiler._is_profiler_enabled
+        window.run(1)
+
+
+# ---- several processes; and nothing else changes -----------------------------------------------------------------
+
+
+def test_two_processes(tmp_path: Path, era5_data: Path) -> None:
+    """Each profiled rank has files and rows; sums over ranks are a range of their own."""
+    folder = configure(tmp_path, "era5_vit", 2, profile={"tools": ["torch", "lines"], "steps": 3, "ranks": [1, 0]})
+    arguments = ["--config", folder / "config.yaml", "--manifest", era5_data / "manifest.json", "--threads", 2]
+    ended = launch("profile", 2, *arguments, "--out", folder / "profile", "--log", folder / "log")
+    assert ended.returncode == 0, ended.stderr + (folder / "log").read_text()
+    found, rows = Profile.read(folder / "profile/profile.json"), rows_of(folder)
+    files = {f"{name}.rank{rank}.{end}" for name, end in (("torch", "json.gz"), ("lines", "txt")) for rank in (0, 1)}
+    assert {file.name for file in (folder / "profile").iterdir()} == {*files, "profile.json", "profile_summary.csv"}
+    assert {file for tool in found.tools for file in tool.files.values()} == files
+    seen = found.tools[0]
+    assert found.nranks == 2 and 0 < seen.ranges["comm"].seconds < seen.ranges["step"].seconds
+    assert seen.activity.comm_seconds and 0 <= seen.activity.comm_overlap <= 1  # type: ignore[operator]
+    for rank in (0, 1):
+        mine = {row.name for row in rows if row.rank == rank and row.kind == "range"}
+        assert mine == {"step", "data", "copy", "forward", "backward", "optimizer", "comm"}
+    assert {row.rank for row in rows if row.tool == "lines"} == {0, 1}
+    assert {row.rank for row in found.top} == {0}
+
+
+def test_training_is_the_same_after_a_profile(tmp_path: Path, cosmo_data: Path) -> None:
+    """In the same folder, bit by bit; the profile has not touched what training leaves, nor the other way round."""
+    for folder in (tmp_path / "plain", tmp_path / "profiled"):
+        if folder.name == "profiled":
+            assert profiled(folder, cosmo_data, tools=["torch", "lines"]) == 0
+            before = (folder / "profile/profile.json").read_bytes()
+        else:
+            make_run(folder, "cosmo_unet", {**COSMO_RUN, "loader": {"workers": 0}}, COSMO)
+        assert train(folder, cosmo_data / "manifest.json", "--device", "cpu") == 0
+    assert (folder / "profile/profile.json").read_bytes() == before
+    assert (tmp_path / "plain/model.pt").read_bytes() == (folder / "model.pt").read_bytes()

@@ -1,0 +1,460 @@
+"""Tuning finds what an exhaustive search would, gains only what is there, and goes on where a setting cannot work."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from scipy import stats
+
+from dlscale.config import resolve as config
+from dlscale.config.run import load_run
+from dlscale.core import registry
+from dlscale.core.errors import UserError
+from dlscale.core.fingerprint import reachable, run_modules
+from dlscale.core.records import Duel, Tried, Tuning
+from dlscale.measure import halving, tune
+from dlscale.parallel.world import CPU, World
+from dlscale.report.tuning import view
+from tests.conftest import COSMO, COSMO_RUN, make_run, stage
+from tests.test_parallel import configure, launch
+from tests.test_report import Results
+
+# ---- the search, on rates that are known -------------------------------------------------------------
+
+
+class Machine:
+    """Settings whose true samples/s are known, on a machine that is noisy, drifts, and now and then is disturbed.
+
+    A trial's noise falls with the root of its time; the drift is a random walk that all settings share.
+    """
+
+    def __init__(self, rates: Sequence[float], seed: int, noise: float = 0.03, disturbed: float = 0.1) -> None:
+        self.rates, self.random = rates, random.Random(seed)
+        self.noise, self.disturbed = noise, disturbed
+        self.seconds, self.level, self.measured = 0.0, 0.0, list[int]()
+
+    def __call__(self, number: int, seconds: float) -> float | None:
+        self.seconds += seconds
+        self.measured.append(number)
+        if math.isnan(self.rates[number]):
+            return None
+        self.level += self.random.gauss(0, 0.02 * math.sqrt(seconds))
+        error = self.random.gauss(0, self.noise / math.sqrt(seconds))
+        slow = math.log(0.8) if self.random.random() < self.disturbed else 0.0
+        return self.rates[number] * math.exp(self.level + error + slow)
+
+
+def search(machine: Machine, seconds: float = 60, keep: float = 0.5) -> int | None:
+    found = halving.halve(len(machine.rates), machine, seconds, keep)
+    return halving.finalist(len(machine.rates), found)
+
+
+def exhaustive(rates: Sequence[float]) -> int:
+    """Return the best of all settings but the first, from the true rates."""
+    return max(range(1, len(rates)), key=lambda number: rates[number])
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 10, 27])
+@pytest.mark.parametrize("keep", [0.2, 0.5, 0.9])
+def test_without_noise_halving_finds_what_exhaustive_search_does(count: int, keep: float) -> None:
+    for seed in range(20):
+        rates = [random.Random(seed * 100 + number).uniform(50, 150) for number in range(count)]
+        machine = Machine(rates, seed, noise=0, disturbed=0)
+        machine.random.gauss = lambda *_: 0.0  # type: ignore[method-assign]
+        assert search(machine, keep=keep) == exhaustive(rates)
+        if count > 2:
+            assert machine.seconds == pytest.approx(60)
+
+
+def test_with_noise_halving_is_nearly_as_good_as_exhaustive_search_without() -> None:
+    """Of 200 searches among 20 settings that differ by a quarter: what is lost against the best."""
+    losses = []
+    for seed in range(200):
+        rates = [100 * math.exp(random.Random(seed * 100 + number).gauss(0, 0.25)) for number in range(20)]
+        best = search(Machine(rates, seed))
+        assert best
+        losses.append(1 - rates[best] / rates[exhaustive(rates)])
+    assert statistics.fmean(losses) < 0.02
+    assert sorted(losses)[190] < 0.1, "one in twenty"
+
+
+def test_a_drift_that_all_share_misleads_nobody() -> None:
+    """It grows by a half while it is searched; the settings differ by 2 %."""
+    rates = [100 * 1.02**number for number in range(8)]
+
+    def drifting(number: int, seconds: float, clock: list[float] = [0.0]) -> float:  # noqa: B006
+        clock[0] += 1
+        return rates[number] * math.exp(0.01 * clock[0])
+
+    found = halving.halve(8, drifting, 60, 0.5)
+    assert halving.finalist(8, found) == 7
+    pairs = halving.duel(7, drifting, 60, 8)
+    assert pairs
+    assert halving.interval(pairs)[0] == pytest.approx(1.02**7, rel=1e-9), "it cancels out, round by round"
+
+
+def test_every_rung_takes_as_long_and_has_the_runs_own_setting() -> None:
+    machine = Machine([100, *range(50, 60)], 0, noise=0, disturbed=0)
+    found = halving.halve(11, machine, 60, 0.5)
+    assert [len(rung) for rung in found] == [11, 6, 3]
+    assert halving.rungs(10, 0.5) == [10, 5, 2]
+    assert all(0 in rung and {len(rates) for rates in rung.values()} == {halving.TURNS} for rung in found)
+    assert machine.measured[:22] == [*range(11), *reversed(range(11))]
+
+
+def test_what_fails_drops_out_and_what_is_left_goes_on() -> None:
+    nan = math.nan
+    machine = Machine([100, nan, 120, nan, 110, nan], 0)
+    assert search(machine) == 2
+    assert all(machine.measured.count(number) == 1 for number in (1, 3, 5))
+    assert search(Machine([100, nan, 120, nan], 0)) == 2
+    assert search(Machine([100, nan, nan], 0)) is None
+    assert halving.finalist(1, []) is None
+    assert halving.finalist(2, []) == 1, "it meets the run's own at once"
+    assert halving.duel(1, Machine([100, nan], 0), 60, 8) is None
+
+
+def test_the_interval_is_students() -> None:
+    draw = np.random.default_rng(0)
+    pairs = [(float(a), float(b)) for a, b in draw.uniform(50, 100, (9, 2))]
+    ratio, low, high = halving.interval(pairs)
+    test = stats.ttest_rel(*np.log(pairs).T)
+    expected = test.confidence_interval(0.95)
+    assert (math.log(low), math.log(high)) == pytest.approx((expected.low, expected.high))
+    assert math.log(ratio) == pytest.approx(np.log(pairs).mean(0) @ (1, -1))
+
+
+def verdicts(rates: tuple[float, float], duels: int, rounds: int) -> tuple[float, float]:
+    """Return in which share of duels setting 1 wins, and in which setting 0 does."""
+    won, lost = 0, 0
+    for seed in range(duels):
+        pairs = halving.duel(1, Machine(rates, seed), 30, rounds)
+        assert pairs
+        _, low, high = halving.interval(pairs)
+        won, lost = won + (low > 1), lost + (high < 1)
+    return won / duels, lost / duels
+
+
+@pytest.mark.parametrize("rounds", [3, 8])
+def test_a_gain_that_is_not_there_is_seen_in_less_than_one_of_twenty_duels(rounds: int) -> None:
+    won, lost = verdicts((100, 100), 1000, rounds)
+    assert won < 0.05
+    assert lost < 0.05
+
+
+def test_a_gain_that_is_there_is_seen() -> None:
+    assert verdicts((100, 130), 200, 8)[0] > 0.95
+    assert verdicts((130, 100), 200, 8)[1] > 0.95
+
+
+def test_nor_is_it_seen_after_a_search_among_settings_alike() -> None:
+    """The luckiest of many is no better: the duel measures it anew."""
+    won = 0
+    for seed in range(300):
+        machine = Machine([100] * 12, seed)
+        best = search(machine)
+        assert best
+        pairs = halving.duel(best, machine, 30, 8)
+        assert pairs
+        won += halving.interval(pairs)[1] > 1
+    assert won / 300 < 0.05
+
+
+# ---- what is tried -----------------------------------------------------------------------------------
+
+
+def a_run(tmp_path: Path, **over: Any) -> Any:
+    settings = config.merge(json.loads(json.dumps(COSMO_RUN)), over)
+    return load_run(make_run(tmp_path, "cosmo_unet", settings, COSMO), "tune")
+
+
+def test_the_default_space_is_made_from_the_cores(tmp_path: Path) -> None:
+    """Without workers nothing is prefetched, hence nothing varied."""
+    run = a_run(tmp_path, loader={"kind": "torch", "workers": 2, "prefetch": 2})
+    found = tune.candidates(run, 4, CPU)
+    assert found[0] == {}
+    assert len(found) == 2 * (1 + 3 * 2), "threads x (no workers + 1, 2, 4 workers x prefetch)"
+    assert {each.get("loader.workers", 2) for each in found} == {0, 1, 2, 4}
+    assert {each.get("threads") for each in found} == {None, 2}, "all cores are what it has anyway"
+    assert not any("batch_size" in each for each in found)
+    assert all("loader.prefetch" not in each for each in found if each.get("loader.workers") == 0)
+    on_gpu = tune.candidates(run, 4, torch.device("cuda"))
+    assert len(on_gpu) == 7
+    assert not any("threads" in each for each in on_gpu)
+
+
+def test_a_space_that_is_given_is_tried_in_full(tmp_path: Path) -> None:
+    space = {
+        "workers": [1, 3],
+        "prefetch": [2],
+        "loaders": ["direct", "dali"],
+        "batch_size": [4, 6],
+        "threads": [1],
+    }
+    run = a_run(tmp_path, loader={"kind": "torch", "workers": 0}, tune=space)
+    assert run.loaders("tune") == ["torch", "direct", "dali"]
+    found = tune.candidates(run, 1, CPU)
+    assert [each.get("batch_size") for each in found].count(6) == 4
+    assert {"loader.kind": "direct", "loader.workers": 3, "loader.prefetch": 2} in found
+    # What it may use decides whether it has to run again.
+    modules = reachable(run_modules("tune", "cosmo_unet", *run.loaders("tune")))
+    assert {registry.loader(kind) for kind in ("torch", "direct", "dali")} <= set(modules)
+    direct = tune.changed(run, found[1])
+    assert direct.loader.model_dump() == {"kind": "direct", "workers": 1, "prefetch": 2, "resident": "auto"}
+    assert direct.batch_size == run.batch_size
+    with pytest.raises(UserError, match="accumulation_steps 5 is more than"):
+        tune.changed(run, {"accumulation_steps": 5})
+
+
+def test_a_mistake_in_the_space_is_one_message(tmp_path: Path) -> None:
+    for settings, message in (
+        ({"loaders": ["dirct"]}, "no loader is called 'dirct' (did you mean 'direct'?)"),
+        ({"loaders": ["synthetic"]}, "synthetic delivers no data"),
+        ({"workers": [-1]}, "tune.workers.0"),
+        ({"keep": 1}, "tune.keep"),
+    ):
+        with pytest.raises(UserError) as raised:
+            a_run(tmp_path, tune=settings)
+        assert message in str(raised.value)
+
+
+def test_what_won_is_written_for_the_run_or_its_study() -> None:
+    changes = {"loader.kind": "direct", "loader.workers": 2, "threads": 1, "batch_size": 8}
+    candidates = [Tried(changes={}), Tried(changes=changes)]
+    won = Tuning(candidates=candidates, duel=Duel(challenger=1, rates=[], ratio=1.5, low=1.4, high=1.6))
+    settings = {"loader": {"kind": "direct", "workers": 2}, "threads": 1, "batch_size": 8}
+    text = tune.tuned(won, "waves", "mine.first")
+    assert yaml.safe_load(text) == {"plans": {"mine": {"runs": {"first": settings}}}}
+    assert "# 1.50× ± 0.10 as fast as the run's own setting." in text
+    assert "the learning rate may have to follow" in text
+    assert yaml.safe_load(tune.tuned(won, "waves")) == {"studies": {"waves": settings}}
+    alike = won.model_copy(update={"duel": Duel(challenger=1, rates=[], ratio=1.05, low=0.98, high=1.12)})
+    text = tune.tuned(alike, "waves", "mine.first")
+    assert yaml.safe_load(text) == {}
+    assert "# Nothing to gain: the best other setting is 1.05× ± 0.07 as fast as the run's own." in text
+    assert "learning rate" not in text
+
+
+# ---- the stage ---------------------------------------------------------------------------------------
+
+QUICK = {"seconds": 0.4, "workers": [0], "threads": [1], "rounds": 3}
+
+
+def tune_run(tmp_path: Path, data: Path, **over: Any) -> Tuning:
+    a_run(tmp_path, **over)
+    arguments = ["--config", tmp_path / "config.yaml", "--manifest", data / "manifest.json", "--threads", 2]
+    assert stage("tune", *arguments, "--run", "test.run", "--out", tmp_path, "--device", "cpu") == 0
+    return Tuning.read(tmp_path / "tune.json")
+
+
+def test_the_stage_from_end_to_end(
+    tmp_path: Path, cosmo_data: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of the settings tried one waits for every batch, one is refused and one has no memory: the others are measured.
+
+    The run's own setting loads by torch in the process itself, a slow one by choice; what is written beats it.
+    """
+    opened = tune.Session.loader
+
+    def slow(session: Any, split: str) -> Any:
+        if session.run.batch_size == 6:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nand more")
+        loader = opened(session, split)
+        if session.run.loader.kind == "torch":
+            epoch = loader.epoch
+
+            def waiting(*arguments: int) -> Any:
+                for batch in epoch(*arguments):
+                    tune.time.sleep(0.02)
+                    yield batch
+
+            loader.epoch = waiting
+        return loader
+
+    monkeypatch.setattr(tune.Session, "loader", slow)
+    space = {**QUICK, "loaders": ["torch", "direct"], "batch_size": [4, 6], "prefetch": [2]}
+    found = tune_run(tmp_path, cosmo_data, tune=space, accumulation_steps=4)
+    by_changes = {json.dumps(each.changes, sort_keys=True): each for each in found.candidates}
+    assert len(by_changes) == len(found.candidates) == 2 * 2 * 1 + 1, (
+        "batch sizes x loaders, and its own on two threads"
+    )
+    own = found.candidates[0]
+    assert own.changes == {} and own.problem is None
+    assert all(len(rung) == halving.TURNS for rung in own.rates)
+    assert own.peak_memory_bytes and 50e6 < own.peak_memory_bytes < found.memory_limit_bytes  # type: ignore[operator]
+    dropped = {each.problem for each in found.candidates if each.changes.get("batch_size") == 6}
+    assert dropped == {"out of memory"}
+    assert all(not rung for each in found.candidates if each.problem for rung in each.rates)
+    assert found.duel and found.duel.won
+    assert found.changes["loader.kind"] == "direct"
+    written = yaml.safe_load((tmp_path / "tuned.yaml").read_text())
+    assert written == {"plans": {"test": {"runs": {"run": tune.nested(found.changes)}}}}
+    # It is a configuration file, and changes the run as it was measured.
+    raw = {
+        "targets": ["test"],
+        "datasets": {"data": COSMO},
+        "plans": {"test": {"study": "cosmo_unet", "settings": {"dataset": "data"}, "runs": {"run": COSMO_RUN}}},
+    }
+    changed = config.load(config.merge(json.loads(json.dumps(raw)), written)).plans["test"]["run"].run
+    assert changed.loader.kind == "direct"
+    # And the page has it.
+    shown = view(found)
+    assert shown["won"] and shown["rows"][0]["setting"] == "the run's own"
+    assert "loader.kind: direct" in shown["rows"][1]["setting"]
+    assert {row["problem"] for row in shown["rows"]} == {"", "out of memory"}
+
+
+def test_too_much_memory_is_out(tmp_path: Path, cosmo_data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The peak is that of the trial: an earlier one does not count, the loader's processes do."""
+    peaks = iter([100, 100, 700, 100, 100, 100, 100, 100])
+    monkeypatch.setattr(tune, "memory", lambda device, processes: 1000)
+    monkeypatch.setattr(tune, "peak_memory", lambda device: next(peaks, 100))
+    space = {**QUICK, "workers": [0, 1], "prefetch": [1, 2], "memory": 0.5}
+    found = tune_run(tmp_path, cosmo_data, tune=space)
+    assert [each.problem for each in found.candidates].count(None) == len(found.candidates) - 1
+    assert (
+        found.candidates[2].problem
+        == "takes 700\N{NO-BREAK SPACE}B of memory; at most 500\N{NO-BREAK SPACE}B is allowed"
+    )
+    assert found.memory_limit_bytes == 500
+
+
+def test_peak_memory_sees_what_was_freed_and_forgets_it() -> None:
+    tune.reset_peak(CPU)
+    before = tune.peak_memory(CPU)
+    held = np.ones(100_000_000, np.uint8)
+    del held
+    assert tune.peak_memory(CPU) > before + 90e6
+    tune.reset_peak(CPU)
+    assert tune.peak_memory(CPU) < before + 50e6
+
+
+def test_where_nothing_can_be_tried_it_says_so(tmp_path: Path, cosmo_data: Path) -> None:
+    found = tune_run(tmp_path, cosmo_data, loader={"kind": "synthetic"}, tune=QUICK)
+    assert len(found.candidates) == 1 or found.candidates[1].changes == {"threads": 1}
+    found = tune_run(tmp_path, cosmo_data, loader={"kind": "synthetic"}, threads=1, tune=QUICK)
+    assert found.duel is None and found.changes == {}
+    assert yaml.safe_load((tmp_path / "tuned.yaml").read_text()) == {}
+
+
+def test_a_run_that_cannot_work_itself_is_an_error(
+    tmp_path: Path, cosmo_data: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def broken(session: Any, split: str) -> Any:
+        raise UserError("no loader here")
+
+    monkeypatch.setattr(tune.Session, "loader", broken)
+    with pytest.raises(AssertionError):
+        tune_run(tmp_path, cosmo_data, tune=QUICK)
+    assert "dlscale tune: no loader here" in capfd.readouterr().err
+    assert not (tmp_path / "tune.json").exists()
+
+
+@pytest.mark.slow
+def test_the_run_against_itself_gains_nothing(tmp_path: Path, cosmo_data: Path) -> None:
+    """Ten duels of one setting with itself, on this machine as it is: at most two intervals leave out 1."""
+    run = a_run(tmp_path, tune=QUICK)
+    changes: list[dict[str, Any]] = [{}, {"seed": run.seed}]
+    trials = tune._Trials(run, cosmo_data / "manifest.json", World(), 1, changes)
+    left_out = 0
+    for _ in range(10):
+        pairs = halving.duel(1, trials, 4, 8)
+        assert pairs
+        _, low, high = halving.interval(pairs)
+        left_out += not low <= 1 <= high
+    trials.close()
+    assert left_out <= 2
+
+
+def test_several_processes_decide_alike(tmp_path: Path, era5_data: Path) -> None:
+    """Each makes the same trials, or they would wait for each other's gradients for ever; the first one writes."""
+    space = {**QUICK, "workers": [0, 1], "prefetch": [2], "batch_size": [2, 4, 3]}
+    folder = configure(tmp_path, "era5_vit", 2, tune=space)
+    arguments = ["--config", folder / "config.yaml", "--manifest", era5_data / "manifest.json", "--threads", 2]
+    done = launch("tune", 2, *arguments, "--out", folder, "--log", folder / "tune.log")
+    logs = "".join(path.read_text() for path in folder.glob("*.log"))
+    assert done.returncode == 0, done.stdout + done.stderr + logs
+    found = Tuning.read(folder / "tune.json")
+    assert found.nranks == 2
+    odd = [each for each in found.candidates if each.changes.get("batch_size") == 3]
+    assert odd and all("batch_size 3 does not divide" in (each.problem or "") for each in odd)
+    assert found.duel
+    assert (folder / "tune.rank1.log").read_text().count(found.verdict()) == 1
+
+
+# ---- plans -------------------------------------------------------------------------------------------
+
+
+def plans(**more: Any) -> Any:
+    raw = {
+        "targets": ["p"],
+        "datasets": {"data": COSMO},
+        "plans": {
+            "p": {"study": "cosmo_unet", "settings": {**COSMO_RUN, "dataset": "data"}, "runs": {"a": {}}, **more}
+        },
+    }
+    return config.load(raw)
+
+
+def test_a_plan_of_kind_tune_tunes() -> None:
+    assert plans(kind="tune").workflow.plans["p"].measure == ["tune"]
+    assert plans(kind="tune", measure=["tune", "throughput"]).workflow.plans["p"].measure == ["tune", "throughput"]
+    assert plans().workflow.plans["p"].measure == ["train", "throughput"]
+    assert plans(measure=["tune"]).workflow.plans["p"].measure == ["tune"]
+
+
+def test_only_tuning_sees_what_it_tries() -> None:
+    def slices(**settings: Any) -> dict[str, Any]:
+        run = plans(settings={**COSMO_RUN, "dataset": "data", **settings}).plans["p"]["a"].run
+        return {name: run.slice(name) for name in ("train", "throughput", "profile", "tune")}
+
+    before = slices()
+    after = slices(tune={"seconds": 7})
+    assert [name for name in before if before[name] != after[name]] == ["tune"]
+
+
+def test_shipped_plans_tune_the_direct_rung() -> None:
+    found = config.load({"targets": ["cosmo_tune"]})
+    for study in ("cosmo", "era5"):
+        resolved = found.plans[f"{study}_tune"]["direct"]
+        assert (resolved.plan, resolved.name) == (f"{study}_ladder", "direct")
+        assert found.workflow.plans[f"{study}_tune"].measure == ["tune"]
+
+
+# ---- the page ----------------------------------------------------------------------------------------
+
+
+def test_the_page_shows_what_was_tried(tmp_path: Path) -> None:
+    """The finalist first, then by rung and speed; what was dropped last, with its reason."""
+    results = Results(tmp_path / "results")
+    folder = results.run("mine", "first", epochs=0, triplet=None)
+    found = Tuning(
+        candidates=[
+            Tried(changes={}, rates=[[100.0, 100.0], [90.0, 90.0]], peak_memory_bytes=10**9),
+            Tried(changes={"threads": 4}, problem="no <threads> left"),
+            Tried(changes={"loader.workers": 1}, rates=[[120.0, 120.0]]),
+            Tried(changes={"loader.workers": 2}, rates=[[110.0, 110.0], [180.0, 180.0]]),
+        ],
+        duel=Duel(challenger=3, rates=[(2.0, 1.0)] * 8, ratio=2.0, low=1.9, high=2.1),
+        seconds=75,
+    )
+    found.write(folder / "tune.json")
+    results.plan("mine", {"first": "First"}, kind="tune", measure=("tune",))  # type: ignore[arg-type]
+    html = results.report()
+    assert "2.00× ± 0.10 as fast as the run&#39;s own setting." in html
+    assert "snakemake --configfile" in html and f"{folder / 'tuned.yaml'}" in html
+    assert "no &lt;threads&gt; left" in html
+    places = [html.index(f'<th scope="row">{text}') for text in ("the run", "loader.workers: 2", "loader.workers: 1")]
+    assert places == sorted(places) and html.index('<th scope="row">threads: 4') > places[-1]
+    shown = view(found)["rows"]
+    assert [row["relative"] for row in shown] == ["1.00×", "2.00×", "1.20×", "–"]

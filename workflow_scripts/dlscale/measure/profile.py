@@ -1,0 +1,250 @@
+"""Stage `profile`: where the time and the memory of some steps go, by one profiler after the other.
+
+Each profiler has steps of its own, and some steps have none: what a profiler costs is told against these. A profiler
+that does not work here says why, and the stage goes on without it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import csv
+import logging
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from dlscale.config.run import Profile as Settings
+from dlscale.config.run import load_run
+from dlscale.core.errors import UserError, brief
+from dlscale.core.files import whole
+from dlscale.core.records import Memory, Profile, ProfiledTool, TopEntry
+from dlscale.data.loaders.base import Batch
+from dlscale.measure.board import write_profile
+from dlscale.measure.flops import sample_work
+from dlscale.measure.profilers.tool import Found, Tool, Unavailable
+from dlscale.measure.window import Window
+from dlscale.parallel.world import World, describe_device, join
+from dlscale.train import memory
+from dlscale.train.build import Session, open_session
+from dlscale.train.exhaustion import explained, is_exhaustion
+
+#: Rows of each profiler and kind that the record holds; the CSV file has all.
+TOP = 10
+
+
+def main(args: argparse.Namespace) -> None:
+    """Profile the run in `args.config` on the data of `args.manifest`; fill the folder `args.out`."""
+    run = load_run(args.config, "profile")
+    settings: Settings = run.profile
+    if wrong := [rank for rank in settings.ranks if rank >= run.geometry.world_size]:
+        raise UserError(
+            f"profile.ranks: {wrong[0]}: this run has {run.geometry.world_size} processes, numbered from 0; name others"
+        )
+    if "lines" in settings.tools:
+        from dlscale.measure.profilers.lines import resolve
+
+        for name in settings.functions:
+            resolve(name)
+    with (
+        join(run.geometry, args.device) as world,
+        explained(run, args.manifest, world),
+        _folder(Path(args.out), world) as folder,
+    ):
+        found = dict[str, Found]()
+        if "nsys" in settings.tools:  # its processes need the device's memory, and ours have no model yet
+            from dlscale.measure.profilers import nsys
+
+            found["nsys"] = nsys.profile(run.model_dump_json(), args.manifest, world, args.threads, args.device, folder)
+        record, rows = measure(settings, open_session(run, args.manifest, world, args.threads), folder, found)
+        if world.main:
+            record.write(folder / "profile.json")
+            write_profile(Path(args.out).parent / "tensorboard" / "profile", record)
+            _write_table(folder / "profile_summary.csv", rows)
+
+
+def measure(
+    settings: Settings, session: Session, folder: Path, found: dict[str, Found] | None = None
+) -> tuple[Profile, list[TopEntry]]:
+    """Profile steps of a session; all ranks call it.
+
+    Parameters
+    ----------
+    folder
+        For reports.
+    found
+        What profilers have found that look at processes of their own (nsys).
+
+    Returns
+    -------
+    Profile
+        The record; what no profiler tells is known to the first rank alone.
+    list of TopEntry
+        All rows of the summary, of all profiled ranks.
+    """
+    found = dict(found or {})
+    seen = _in_process(settings, session, folder, found)
+    return _joined(settings, session, seen, found)
+
+
+@contextlib.contextmanager
+def _folder(out: Path, world: World) -> Iterator[Path]:
+    """Yield the folder in which all ranks write; it becomes `out`, in place of a former one, when all are done."""
+    with contextlib.ExitStack() as stack:
+        mine = stack.enter_context(whole(out)) if world.main else None
+        if mine is not None:
+            mine.mkdir()
+        folder = world.gather(mine)[0]
+        assert folder is not None
+        yield folder
+        world.barrier()
+
+
+def _in_process(settings: Settings, session: Session, folder: Path, found: dict[str, Found]) -> dict[str, Any]:
+    """Fill in what the profilers inside of this process find; return the record's fields that no profiler tells."""
+    world = session.world
+    mine = world.rank in settings.ranks
+    with contextlib.ExitStack() as stack:
+        tools: dict[str, Tool | str] = {}  # in place of one that does not work here, why
+        names: list[str] = [name for name in settings.tools if name != "nsys"]
+        for name in names:
+            try:
+                tools[name] = _tool(name, settings, session, folder) if mine else ""
+            except ImportError as error:
+                tools[name] = f"{error}; install it, or leave '{name}' out of profile.tools"
+        for tool in tools.values():  # close what holds something
+            stack.callback(getattr(tool, "close", lambda: None))
+        window = stack.enter_context(contextlib.closing(Window(settings, session)))
+        batch = window.batch()
+        used = _memory(session, batch)  # before any other step: what is set up is then all that there is
+        window.warm_up()
+        seconds = window.run()
+        for name, tool in tools.items():
+            world.barrier()
+            result = _profile(name, tool, window)
+            if mine:
+                found[name] = result
+        seconds += window.run()  # before and after: a machine drifts, and the first steps are slower
+        logging.info("without a profiler: %.2f ms a step", 1e3 * statistics.median(seconds))
+        if world.device.type == "cuda" and "torch" in found:
+            found["torch"] = _with_memory_history(found["torch"], window, folder)
+        counted, formula = sample_work(session, batch) if world.main else (None, None)
+    return {"seconds_per_step": seconds, "memory": used, "counted": counted, "formula": formula}
+
+
+def _memory(session: Session, batch: Batch) -> Memory | None:
+    """Return the memory that a step takes, predicted and measured; None, with a line in the log, if it is not told."""
+    try:
+        return memory.measure(session, batch)
+    except Exception as error:  # a model may do anything; what is left out here is no reason to lose a profile
+        if is_exhaustion(error) or isinstance(error, UserError):
+            raise
+        logging.info("memory cannot be predicted: %s: %s", type(error).__name__, brief(error))
+        return None
+
+
+def _tool(name: str, settings: Settings, session: Session, folder: Path) -> Tool:
+    """Return a profiler; what it needs is imported only now."""
+    rank, device = session.world.rank, session.world.device
+    if name == "torch":
+        from dlscale.measure.profilers.torch_profiler import TorchProfiler
+
+        return TorchProfiler(folder, rank, device)
+    if name == "lines":
+        from dlscale.measure.profilers.lines import LineProfiler
+
+        return LineProfiler(folder, rank, session, settings.functions)
+    from dlscale.measure.profilers.stacks import StackSampler
+
+    return StackSampler(folder, rank)
+
+
+def _profile(name: str, tool: Tool | str, window: Window) -> Found:
+    """Return what a profiler found of a window of steps. All ranks make the steps, whatever fails."""
+    problem = tool if isinstance(tool, str) else ""
+    with contextlib.ExitStack() as stack:
+        if not isinstance(tool, str):
+            try:
+                stack.enter_context(tool.attached())
+            except (Unavailable, OSError) as error:
+                problem = str(error)
+        seconds = window.run()
+        try:
+            stack.close()
+            if not isinstance(tool, str) and not problem:
+                return tool.found(seconds)
+        except (Unavailable, OSError) as error:
+            problem = str(error)
+    return ProfiledTool(name=name, problem=problem), []
+
+
+def _with_memory_history(found: Found, window: Window, folder: Path) -> Found:
+    """Add the history of the GPU's memory in two further steps."""
+    from dlscale.measure.profilers.tool import report
+    from dlscale.measure.profilers.torch_profiler import memory_history
+
+    rank = window.session.world.rank
+    path = report(folder, "memory", rank, "pickle")
+    with memory_history(path) if rank in window.settings.ranks else contextlib.nullcontext():
+        window.run(2)
+    files = {**found[0].files, f"memory of rank {rank}, for pytorch.org/memory_viz": path.name}
+    return found[0].model_copy(update={"files": files}), found[1]
+
+
+def _joined(
+    settings: Settings, session: Session, seen: dict[str, Any], found: dict[str, Found]
+) -> tuple[Profile, list[TopEntry]]:
+    """Return what was found on all profiled ranks; `tools` are of the first of them."""
+    world = session.world
+    every = world.gather(found)
+    by_rank = {rank: every[rank] for rank in sorted(set(settings.ranks))}
+    tools, rows = list[ProfiledTool](), list[TopEntry]()
+    usual = statistics.median(seen["seconds_per_step"])
+    for name in settings.tools:
+        each = {rank: of_rank[name] for rank, of_rank in by_rank.items()}
+        files = {title: file for tool, _ in each.values() for title, file in tool.files.items()}
+        tool = each[min(each)][0].model_copy(update={"files": files})
+        tools.append(tool)
+        # A profiler may tell each rank of all ranks.
+        rows += [row for rank, (_, told) in each.items() for row in told if row.rank == rank]
+        if tool.problem:
+            logging.warning("%s: no profile: %s", name, tool.problem)
+        elif tool.seconds_per_step:
+            cost = 100 * (tool.seconds_per_step / usual - 1)
+            logging.info("%s: %.2f ms a step, %+.0f %%", name, 1e3 * tool.seconds_per_step, cost)
+    if all(tool.problem for tool in tools):
+        problems = "; ".join(f"{tool.name}: {tool.problem}" for tool in tools)
+        raise UserError(f"profile.tools: no profiler works here: {problems}")
+    record = Profile(
+        device=describe_device(world.device),
+        nranks=world.size,
+        batch_size=session.run.batch_size,
+        settings=settings.model_dump(),
+        tools=tools,
+        top=_top(rows, min(settings.ranks)),
+        **seen,
+    )
+    return record, rows
+
+
+def _write_table(path: Path, rows: list[TopEntry]) -> None:
+    """Write all rows as CSV, numbers with six digits."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        table = csv.DictWriter(file, list(TopEntry.model_fields), lineterminator="\n")
+        table.writeheader()
+        for row in rows:
+            cells = row.model_dump().items()
+            table.writerow({key: f"{cell:.6g}" if isinstance(cell, float) else cell for key, cell in cells})
+
+
+def _top(rows: list[TopEntry], rank: int) -> list[TopEntry]:
+    """Return the first rows of each profiler and kind, of one rank."""
+    counts: dict[tuple[str, str], int] = {}
+    top = []
+    for row in sorted((row for row in rows if row.rank == rank), key=lambda row: -row.seconds):
+        key = row.tool, row.kind
+        counts[key] = counts.get(key, 0) + 1
+        if counts[key] <= TOP:
+            top.append(row)
+    return sorted(top, key=lambda row: (row.tool, row.kind))

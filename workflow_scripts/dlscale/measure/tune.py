@@ -1,0 +1,325 @@
+"""Stage `tune`: the loader, threads and batch size with which a run is fastest, found by short trials.
+
+All combinations of what the run's key `tune` lists are tried by successive halving; the best of them then meets the
+run's own setting in a duel (`dlscale.measure.halving`). A trial is FULL of the stage `throughput`: training steps on
+what the loader delivers. A setting that cannot be measured, or takes too much memory, is noted with the reason.
+
+`tune.json` has all that was tried, `tuned.yaml` what to change, for `snakemake --configfile`: nothing where the run's
+own setting was not beaten.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import itertools
+import logging
+import resource
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from dlscale.config.run import RunCore, Tune, load_run, loader_classes
+from dlscale.core.errors import UserError
+from dlscale.core.files import write_text
+from dlscale.core.progress import Progress
+from dlscale.core.records import Duel, Tried, Tuning
+from dlscale.core.settings import flat, validate
+from dlscale.core.text import size
+from dlscale.measure import halving
+from dlscale.measure.window import weighted
+from dlscale.parallel.world import World, describe_device, join, synchronize
+from dlscale.train.build import Session, open_session, own_threads
+from dlscale.train.loop import Hook, run_steps
+
+#: Share of the time that is for the duel, where there is something to search before it.
+DUEL = 0.5
+
+#: Uncounted steps of a trial, beside one for each of the loader's workers: each has a batch ready when the first comes.
+WARM_UP = 2
+#: And of the first trial of a step: compilation, choice of kernels, recording of a graph
+#: (`dlscale.train.graph.EAGER_STEPS_OF_RANKS`).
+FIRST_WARM_UP = 12
+
+
+def main(args: argparse.Namespace) -> None:
+    """Tune the run in `args.config` on the data of `args.manifest`; write `tune.json`, `tuned.yaml` into `args.out`."""
+    run = load_run(args.config, "tune")
+    with join(run.geometry, args.device) as world:
+        found = tune(run, args.manifest, world, args.threads)
+        if world.main:
+            found.write(Path(args.out) / "tune.json")
+            write_text(Path(args.out) / "tuned.yaml", tuned(found, run.study, args.run))
+
+
+def tune(run: Any, manifest: str | Path, world: World, threads: int | None = None) -> Tuning:
+    """Return what was tried of a run, and what came of it; every rank returns the same.
+
+    `threads` are a node's, which its ranks share; PyTorch's own number if None.
+    """
+    settings: Tune = run.tune
+    began = time.perf_counter()
+    cores = max(1, (threads or torch.get_num_threads() * run.geometry.gpus_per_node) // run.geometry.gpus_per_node)
+    changes = candidates(run, cores, world.device)
+    duel_seconds = settings.seconds * (DUEL if len(changes) > 2 else 1)
+    planned = [*halving.rungs(len(changes) - 1, settings.keep), *([settings.rounds - 1] if len(changes) > 1 else [])]
+    total = halving.TURNS * sum(number + 1 for number in planned)
+    logging.info("%d settings; %.0f s are measured", len(changes), settings.seconds)
+    with contextlib.closing(_Trials(run, manifest, world, cores, changes)) as trials:
+        with Progress("tuning", total, "trials") as trials.progress:
+            found = halving.halve(len(changes), trials, settings.seconds - duel_seconds, settings.keep)
+            best = halving.finalist(len(changes), found)
+            rounds = halving.duel(best, trials, duel_seconds, settings.rounds) if best is not None else None
+        tried = [
+            Tried(
+                changes=change,
+                rates=[rung[number] for rung in found if number in rung],
+                peak_memory_bytes=trials.peaks.get(number),
+                problem=trials.problems.get(number),
+            )
+            for number, change in enumerate(changes)
+        ]
+    duel = None
+    if best is not None and rounds is not None:
+        ratio, low, high = halving.interval(rounds)
+        duel = Duel(challenger=best, rates=rounds, ratio=ratio, low=low, high=high)
+    tuning = Tuning(
+        device=describe_device(world.device),
+        nranks=world.size,
+        batch_size=run.batch_size,
+        settings=settings.model_dump(mode="json"),
+        seconds=time.perf_counter() - began,
+        memory_limit_bytes=int(trials.limit),
+        candidates=tried,
+        duel=duel,
+    )
+    logging.info("%s", tuning.verdict())
+    if "batch_size" in tuning.changes:
+        logging.warning("another batch size changes what is learnt: the learning rate may have to follow")
+    return tuning
+
+
+# ---- what is tried ---------------------------------------------------------------------------------
+
+
+def candidates(run: Any, cores: int, device: torch.device) -> list[dict[str, Any]]:
+    """Return what each setting changes of the run, by dotted key; the first one, its own, changes nothing.
+
+    `cores` are those of a process. What a loader has no key for is not varied, nor its prefetching where no worker
+    could work ahead.
+    """
+    space: Tune = run.tune
+    own = _tunable(run.model_dump(mode="json"))
+    doubled = itertools.takewhile(lambda count: count <= cores, (2**power for power in itertools.count()))
+    counts = space.workers or [0, *doubled]
+    threads = space.threads or ([cores, max(1, cores // 2)] if device.type == "cpu" else [])
+    found = [own]
+    # Those that share a batch size, and so a step, follow each other; the run's own first.
+    batches = sorted(space.batch_size or [run.batch_size], key=lambda size: size != run.batch_size)
+    for batch, kind, number in itertools.product(batches, space.loaders or [run.loader.kind], threads or [run.threads]):
+        base = own["loader"] if kind == run.loader.kind else {"kind": kind}
+        for workers, prefetch in itertools.product(counts, space.prefetch):
+            varied = {"workers": workers, **({"prefetch": prefetch} if workers else {})}
+            known = {key: value for key, value in varied.items() if key in loader_classes()[kind].model_fields}
+            # All of a process's cores are what it has anyway.
+            same = number == (run.threads or cores)
+            found.append({"loader": base | known, "batch_size": batch, "threads": run.threads if same else number})
+    changes = [_difference(each, own) for each in found]
+    return [change for place, change in enumerate(changes) if change not in changes[:place]]
+
+
+def _tunable(settings: dict[str, Any]) -> dict[str, Any]:
+    return {key: settings[key] for key in ("loader", "batch_size", "threads")}
+
+
+def _difference(settings: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    """Return the values in `settings` that differ from those in `own`, by dotted key."""
+    before = flat(own)
+    # The keys of another kind of loader mean another thing, even if they are called the same.
+    other = settings["loader"]["kind"] != own["loader"]["kind"]
+    return {
+        key: value
+        for key, value in flat(settings).items()
+        if value != before.get(key) or (other and key.startswith("loader."))
+    }
+
+
+def nested(changes: dict[str, Any]) -> dict[str, Any]:
+    """Return settings by dotted key as nested mappings."""
+    settings: dict[str, Any] = {}
+    for key, value in changes.items():
+        *path, last = key.split(".")
+        here = settings
+        for word in path:
+            here = here.setdefault(word, {})
+        here[last] = value
+    return settings
+
+
+def changed(run: RunCore, changes: dict[str, Any]) -> RunCore:
+    """Return the run with these changes; what does not go together is a `UserError`."""
+    settings, over = run.model_dump(mode="json"), nested(changes)
+    loader = over.pop("loader", {})
+    settings["loader"] = loader if "kind" in loader else settings["loader"] | loader
+    return validate(type(run), settings | over, where="tune")
+
+
+# ---- how it is tried -------------------------------------------------------------------------------
+
+
+class _Trials:
+    """Measures settings by number, as `halving.Measure`: the same decisions on all ranks.
+
+    One step is there at a time: settings that share a batch size share it, and the loader is opened for each trial.
+    """
+
+    def __init__(self, run: Any, manifest: str | Path, world: World, cores: int, changes: list[dict[str, Any]]) -> None:
+        self.peaks: dict[int, int] = {}  #: Bytes by setting.
+        self.problems: dict[int, str] = {}
+        self.limit = memory(world.device, run.geometry.gpus_per_node) * run.tune.memory
+        self.progress: Progress | None = None
+        self._run, self._manifest, self._world, self._changes = run, manifest, world, changes
+        self._threads = cores * run.geometry.gpus_per_node
+        self._session: Session | None = None
+        self._epoch = 0
+
+    def __call__(self, number: int, seconds: float) -> float | None:
+        """Return FULL samples/s of all ranks together; None, and a problem noted, if the setting cannot be measured.
+
+        Of the run's own setting a problem is raised. A rank that fails where the others wait for its gradients ends
+        the stage: no setting can be left then.
+        """
+        rate, peak, error = 0.0, 0, None
+        reset_peak(self._world.device)
+        try:
+            session, fresh = self._open(changed(self._run, self._changes[number]))
+            rate, peak = self._trial(session, seconds, FIRST_WARM_UP if fresh else WARM_UP)
+        except Exception as raised:  # whatever it is, the other settings do not depend on it
+            error = raised
+            self._close()  # a step that failed on its way may be of no more use
+        problem = next((each for each in self._world.gather(_reason(error) if error else "") if each), "")
+        if problem and number == 0:
+            raise error or UserError(f"another process failed: {problem}")
+        if not problem:
+            peak = int(*self._world.max(peak))
+            self.peaks[number] = max(peak, self.peaks.get(number, 0))
+            if number and peak > self.limit:
+                problem = f"takes {size(peak)} of memory; at most {size(self.limit)} is allowed"
+        if problem:
+            self.problems[number] = problem
+            logging.info("%s is left out: %s", self._changes[number], problem)
+        if self.progress:
+            self.progress.update(self.progress.done + 1)
+        return None if problem else rate
+
+    def _open(self, run: RunCore) -> tuple[Session, bool]:
+        """Return the session of a setting, and whether its step is new."""
+        fresh = self._session is None or self._session.run.batch_size != run.batch_size
+        if fresh:
+            self._close()
+            self._session = open_session(run, self._manifest, self._world, self._threads)
+        assert self._session is not None
+        torch.set_num_threads(own_threads(run, self._threads) or 1)
+        return replace(self._session, run=run), fresh
+
+    def _close(self) -> None:
+        """Free the memory of the step."""
+        self._session = None
+        gc.collect()
+        if self._world.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    close = _close
+
+    def _trial(self, session: Session, seconds: float, warm_up: int) -> tuple[float, int]:
+        """Return samples/s of steps that take about so long, and bytes in use; no trial sees the samples of another."""
+        world, counts = session.world, list[int]()
+        count = Hook(after_step=lambda number, batch, loss: counts.append(len(batch[0])))
+        warm_up += getattr(session.run.loader, "workers", 0)
+        self._epoch += 1
+        with (
+            contextlib.closing(session.loader("train")) as loader,
+            contextlib.closing(weighted(loader, session, self._epoch)) as batches,
+        ):
+            run_steps(session.step, batches, range(warm_up))
+            synchronize(world.device)
+            world.barrier()
+            start, elapsed, done = time.perf_counter(), 0.0, 0
+            while elapsed < 0.9 * seconds or not done:
+                # Two steps tell how many there is time for.
+                steps = max(1, round((seconds - elapsed) * done / elapsed)) if done else 2
+                run_steps(session.step, batches, range(done, done + steps), [count])
+                done += steps
+                synchronize(world.device)
+                (elapsed,) = world.max(time.perf_counter() - start)
+            peak = peak_memory(world.device)
+        return sum(world.gather(sum(counts))) / elapsed, peak
+
+
+def _reason(error: Exception) -> str:
+    """Return in a line why a setting cannot be measured."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return "out of memory"
+    text = str(error).strip().splitlines() or [""]
+    return text[0] if isinstance(error, UserError) else f"{type(error).__name__}: {text[0]}"
+
+
+# ---- memory ----------------------------------------------------------------------------------------
+
+
+def memory(device: torch.device, processes: int) -> float:
+    """Return the memory of a process's device, bytes; on a CPU its share of the node's, of so many processes."""
+    if device.type == "cuda":
+        return float(torch.cuda.get_device_properties(device).total_memory)
+    return psutil.virtual_memory().total / processes
+
+
+def reset_peak(device: torch.device) -> None:
+    """Begin to look for the greatest memory in use anew."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    else:
+        with contextlib.suppress(OSError):  # not everywhere allowed; the peak is then that of the process so far
+            Path("/proc/self/clear_refs").write_text("5")  # proc(5): resets VmHWM
+
+
+def peak_memory(device: torch.device) -> int:
+    """Return bytes: the greatest in use of the GPU since then; on a CPU of this process, with its children's present.
+
+    Memory that processes share counts once for a child (PSS).
+    """
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    status = Path("/proc/self/status")  # of Linux; elsewhere the peak is that since the process began
+    lines = status.read_text().splitlines() if status.exists() else []
+    kibibytes = [int(line.split()[1]) for line in lines if line.startswith("VmHWM:")]
+    own = 1024 * (kibibytes or [resource.getrusage(resource.RUSAGE_SELF).ru_maxrss])[0]
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # it may end meanwhile
+            info = child.memory_full_info()
+            own += getattr(info, "pss", info.uss)
+    return own
+
+
+# ---- what is written -------------------------------------------------------------------------------
+
+
+def tuned(found: Tuning, study: str, name: str = "") -> str:
+    """Return YAML for `--configfile` that changes what won, of the run PLAN.RUN called `name`, or else of its study."""
+    import yaml
+
+    comments = ["Written by the stage tune.", found.verdict()]
+    if found.changes:
+        plan, _, run = name.partition(".")
+        settings = nested(found.changes)
+        content = {"plans": {plan: {"runs": {run: settings}}}} if run else {"studies": {study: settings}}
+        if "batch_size" in found.changes:
+            comments.append("Another batch size changes what is learnt: the learning rate may have to follow.")
+    else:
+        content = {}
+    return "".join(f"# {line}\n" for line in comments) + str(yaml.safe_dump(content, sort_keys=False))
