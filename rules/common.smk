@@ -181,7 +181,7 @@ def run_params(stage):
 
     def params(wildcards):
         run = run_of(wildcards)
-        modules = run_modules(stage, run.study, run.loader.kind)
+        modules = run_modules(stage, run.study, *run.loaders(stage))
         return stage_params(modules, json.dumps(run.slice(stage)))
 
     return params
@@ -200,7 +200,13 @@ def plan_settings(name):
     plan = CONFIG.workflow.plans[name]
     study = resolve.study_files()[plan.study]
     runs = [
-        {"name": run, "label": resolved.run.label or run, "plan": resolved.plan, "run": resolved.name}
+        {
+            "name": run,
+            "label": resolved.run.label or run,
+            "plan": resolved.plan,
+            "run": resolved.name,
+            "measure": plan.stages(run),
+        }
         for run, resolved in CONFIG.plans[name].items()
     ]
     return {
@@ -220,10 +226,10 @@ def measured(name):
     """The files that a plan's runs leave, of all the stages that they go through."""
     return [
         f"{RESULTS}/plans/{resolved.plan}/{resolved.name}/{file}"
-        for resolved in CONFIG.plans[name].values()
+        for run, resolved in CONFIG.plans[name].items()
         for file in [
             "config.yaml",
-            *(f for stage in CONFIG.workflow.plans[name].measure for f in STAGES[stage].outputs),
+            *(f for stage in CONFIG.workflow.plans[name].stages(run) for f in STAGES[stage].outputs),
         ]
     ]
 

@@ -4,7 +4,8 @@ rule throughput:
         manifest=run_manifest,
         data=run_data,
     output:
-        f"{RESULTS}/plans/{{plan}}/{{run}}/throughput.json",
+        throughput=f"{RESULTS}/plans/{{plan}}/{{run}}/throughput.json",
+        telemetry=f"{RESULTS}/plans/{{plan}}/{{run}}/telemetry/throughput.csv",
     log:
         f"{RESULTS}/logs/throughput/{{plan}}/{{run}}.log",
     benchmark:
@@ -20,4 +21,59 @@ rule throughput:
         "Measure throughput of {wildcards.plan}.{wildcards.run}"
     shell:
         "{params.launch:q} throughput --config {params.stage[settings]:q} --manifest {input.manifest:q}"
-        " --threads {threads} --out {output:q} --log {log:q}"
+        " --threads {threads} --out {output.throughput:q} --telemetry {output.telemetry:q} --log {log:q}"
+
+
+rule profile:
+    """Profile some steps of a run. Its traces lie beside the files that are named here."""
+    input:
+        manifest=run_manifest,
+        data=run_data,
+    output:
+        profile=f"{RESULTS}/plans/{{plan}}/{{run}}/profile/profile.json",
+        summary=f"{RESULTS}/plans/{{plan}}/{{run}}/profile/profile_summary.csv",
+        telemetry=f"{RESULTS}/plans/{{plan}}/{{run}}/telemetry/profile.csv",
+    log:
+        f"{RESULTS}/logs/profile/{{plan}}/{{run}}.log",
+    benchmark:
+        f"{RESULTS}/benchmarks/profile/{{plan}}/{{run}}.tsv"
+    # All cores of one machine, so that no other job disturbs what is timed.
+    threads: 64
+    resources:
+        **run_resources("profile"),
+    params:
+        stage=run_params("profile"),
+        launch=run_launch,
+        folder=subpath(output.profile, parent=True),
+    message:
+        "Profile {wildcards.plan}.{wildcards.run}"
+    shell:
+        "{params.launch:q} profile --config {params.stage[settings]:q} --manifest {input.manifest:q}"
+        " --threads {threads} --out {params.folder:q} --telemetry {output.telemetry:q} --log {log:q}"
+
+
+rule tune:
+    """Search for the fastest loader, threads and batch size of a run."""
+    input:
+        manifest=run_manifest,
+        data=run_data,
+    output:
+        record=f"{RESULTS}/plans/{{plan}}/{{run}}/tune.json",
+        settings=f"{RESULTS}/plans/{{plan}}/{{run}}/tuned.yaml",
+    log:
+        f"{RESULTS}/logs/tune/{{plan}}/{{run}}.log",
+    benchmark:
+        f"{RESULTS}/benchmarks/tune/{{plan}}/{{run}}.tsv"
+    # All cores of one machine, so that no other job disturbs what is timed.
+    threads: 64
+    resources:
+        **run_resources("tune"),
+    params:
+        stage=run_params("tune"),
+        launch=run_launch,
+        folder=subpath(output.record, parent=True),
+    message:
+        "Tune {wildcards.plan}.{wildcards.run}"
+    shell:
+        "{params.launch:q} tune --config {params.stage[settings]:q} --manifest {input.manifest:q} --threads {threads}"
+        " --run {wildcards.plan:q}.{wildcards.run:q} --out {params.folder:q} --log {log:q}"

@@ -14,6 +14,7 @@ rule train:
             subcategory="{plan}",
             labels={"plan": "{plan}", "run": "{run}"},
         ),
+        telemetry=f"{RESULTS}/plans/{{plan}}/{{run}}/telemetry/train.csv",
     log:
         f"{RESULTS}/logs/train/{{plan}}/{{run}}.log",
     benchmark:
@@ -32,4 +33,5 @@ rule train:
         "Train {wildcards.plan}.{wildcards.run}"
     shell:
         "{params.launch:q} train --config {params.stage[settings]:q} --manifest {input.manifest:q} --threads {threads}"
-        " --sources {params.sources:q} --checkpoints {params.checkpoints:q} --out {params.folder:q} --log {log:q}"
+        " --sources {params.sources:q} --checkpoints {params.checkpoints:q} --out {params.folder:q}"
+        " --telemetry {output.telemetry:q} --log {log:q}"

@@ -24,7 +24,7 @@ import numpy as np
 import pytest
 import yaml
 
-from dlscale.core import records, text
+from dlscale.core import records, telemetry, text
 from dlscale.core.errors import UserError
 from dlscale.core.records import LossInfo, Metric, Published, Throughput
 from dlscale.data.manifest import FieldInfo, File, Manifest
@@ -303,7 +303,7 @@ class Results:
             kind=kind,
             measure=list(measure),
             runs=[
-                records.RunReference(name=run, label=label, plan=owners[run][0], run=owners[run][1])
+                records.RunReference(name=run, label=label, plan=owners[run][0], run=owners[run][1], measure=measure)
                 for run, label in runs.items()
             ],
             published=known.published if known else [],
@@ -1005,6 +1005,123 @@ def test_bars_and_whiskers_are_as_long_as_the_numbers(ladder: Results) -> None:
     whiskers = [points(path) for path in re.findall(r'<path d="([^"]*)"[^>]*fill: none; stroke: currentColor', svg)]
     lengths = np.array([np.ptp(line[:, 0]) for line in whiskers if len(line) == 2 and np.ptp(line[:, 0])])
     assert lengths == pytest.approx(widths * 2 / 50, rel=1e-2)  # one standard deviation, mean / 50, to each side
+
+
+# ---- profiles, roofline, telemetry ----------------------------------------------------------------
+
+
+def profiled(folder: Path, name: str, seconds: float, files: dict[str, str]) -> None:
+    """Write a profile of two profilers, one of which failed, into a run's folder."""
+    ranges = {
+        "step": records.RangeTime(seconds=1.2 * seconds),
+        "data": records.RangeTime(seconds=0.3 * seconds),
+        "copy": records.RangeTime(seconds=0.1 * seconds),
+        "forward": records.RangeTime(seconds=0.3 * seconds),
+        "backward": records.RangeTime(seconds=0.4 * seconds),
+        "optimizer": records.RangeTime(seconds=0.1 * seconds),
+    }
+    rows = [
+        records.TopEntry(tool="torch", kind="operator", name=name, calls=2, seconds=0.5 * seconds, std=1e-4, share=0.4)
+    ]
+    (folder / "profile").mkdir()
+    records.Profile(
+        device=records.Device(kind="cpu", name="Example CPU"),
+        seconds_per_step=[seconds] * 3,
+        tools=[
+            records.ProfiledTool(name="torch", steps=3, seconds_per_step=1.2 * seconds, ranges=ranges, files=files),
+            records.ProfiledTool(name="nsys", problem="nsys: not found"),
+        ],
+        top=rows,
+        memory=records.Memory(
+            predicted=records.MemoryUse(parameters=10**6, gradients=10**6, optimizer=2 * 10**6, activations=10**7)
+        ),
+    ).write(folder / "profile/profile.json")
+    with (folder / "profile/profile_summary.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(records.TopEntry.model_fields))
+        writer.writeheader()
+        writer.writerows(row.model_dump() for row in rows)
+
+
+@pytest.fixture
+def explained(results: Results) -> Results:
+    """A ladder of two runs, measured and profiled; the second was watched."""
+    for name, seconds, rates in (("first", 0.1, (200.0, 100.0, 66.0)), ("second", 0.02, (2000.0, 500.0, 490.0))):
+        folder = results.run("ladder", name, triplet=rates)
+        measured = Throughput.read(folder / "throughput.json")
+        work = records.SampleWork(forward_flops=1e9, backward_flops=2e9, bytes=3e8, source="formula")
+        peaks = records.Peaks(dtype="fp32", flops=2e12, bytes_per_second=2e11)
+        measured.model_copy(update={"work": work, "peaks": peaks}).write(folder / "throughput.json")
+        profiled(folder, "aten::<b>mm", seconds, {"trace <1>": "torch.rank0.json.gz"})
+    samples = [telemetry.Sample(1.7e9 + second, 1.0, 4, cpu_run=0.25, rss_bytes=second * 2**30) for second in (1, 2, 3)]
+    (folder / "telemetry").mkdir()
+    (folder / "telemetry/train.csv").write_text(telemetry.header(0) + "".join(map(telemetry.line, samples)))
+    results.plan("ladder", {"first": "first", "second": "second"}, measure=("train", "throughput", "profile"))
+    return results
+
+
+def test_a_step_is_drawn_part_by_part(explained: Results) -> None:
+    """Waiting for data is without the copy within it; what no range covers is the rest; the line is a plain step."""
+    plan = read_plan(explained.root / "plans/ladder/plan.yaml")
+    profile = plan.runs[0].profile
+    assert profile
+    parts = sections._parts(profile.tools[0].ranges)
+    expected = {"data": 0.02, "copy": 0.01, "forward": 0.03, "backward": 0.04, "optimizer": 0.01, "other": 0.01}
+    assert parts == pytest.approx(expected)
+    page = Page(explained.report()).text
+    assert "100 ms" in page and "20.0 ms" in page and "waiting for data" in page
+
+
+def test_the_device_counts_where_it_is_known() -> None:
+    ranges = {
+        "step": records.RangeTime(seconds=0.1),
+        "data": records.RangeTime(seconds=0.01, device_seconds=0.0),
+        "forward": records.RangeTime(seconds=0.001, device_seconds=0.03),
+        "backward": records.RangeTime(seconds=0.002, device_seconds=0.05),
+    }
+    assert sections._parts(ranges) == pytest.approx({"data": 0.01, "forward": 0.03, "backward": 0.05, "other": 0.01})
+
+
+def test_what_a_profile_left_is_linked_and_told(explained: Results) -> None:
+    html = explained.report()
+    page = Page(html)
+    assert "../plans/ladder/first/profile/torch.rank0.json.gz" in html and "trace &lt;1&gt;" in html
+    assert "nsys: not found" in page.text and "a step takes 20 % longer with it" in page.text
+    assert "aten::<b>mm" in page.text  # as text
+    # The operator took 50 ms of a step, and then 10: more than the spread of 0.1 ms.
+    assert "since first" in page.text and "−40.0" in page.text
+
+
+def test_the_roofline_has_a_point_for_each_run(explained: Results) -> None:
+    """100 and 500 samples/s of 3 GFLOP are 300 and 1,500 GFLOP/s, of 10 FLOPs a byte; the roof is 2,000."""
+    plan = read_plan(explained.root / "plans/ladder/plan.yaml")
+    calls = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(figures, "roofline", lambda name, runs, roofs: calls.append((runs, roofs)) or "")
+        sections._throughput(plan)
+    ((runs, roofs),) = calls
+    assert [(label, intensity, flops / 1e9) for label, intensity, flops in runs] == [
+        ("first", 10.0, 300.0),
+        ("second", 10.0, 1500.0),
+    ]
+    assert roofs == [("fp32", 2e12, 2e11)]
+    assert "fp32: 2,000 GFLOP/s" in Page(explained.report()).text
+
+
+def test_the_verdict_and_what_to_try_next_are_told(explained: Results) -> None:
+    page = Page(explained.report()).text
+    assert "Loading and computing in turn" in page and "Try next:" in page
+    assert "that a matrix product in fp32 does" in page
+
+
+def test_telemetry_is_drawn_in_units_that_read_well(explained: Results) -> None:
+    plan = read_plan(explained.root / "plans/ladder/plan.yaml")
+    ((samples,),) = [run.telemetry["train"] for run in plan.runs if run.telemetry["train"]]
+    strips = {label: (x, y, top) for label, x, y, top in sections._series(samples)}
+    assert strips == {
+        "processors: the run (cores)": ([1.0, 2.0, 3.0], [1.0, 1.0, 1.0], 4),
+        "memory of the run (GiB)": ([1.0, 2.0, 3.0], [1.0, 2.0, 3.0], None),
+    }
+    assert "second, stage train" in Page(explained.report()).text
 
 
 @pytest.mark.parametrize("over", ["epoch", "time"])

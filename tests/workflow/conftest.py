@@ -30,11 +30,14 @@ TITLE = """Gas & "stars" $(touch pwned) `touch pwned` <b>it's</b>; touch pwned""
 #: The folder of a study from outside (that of the docs), beside the copy of the repository.
 OUTSIDE = "a study's place"
 
-#: The configuration of all workflow tests: of two studies three plans, with four runs (and one named again); a ladder
-#: of the study from outside; of each other study a plan, a dataset and a run.
+#: Few steps for each profiler; one that is not installed is told in the profile.
+PROFILE = {"tools": ["torch", "nsys", "lines", "stacks"], "skip": 1, "steps": 2}
+
+#: The configuration of all workflow tests: of two studies three plans, with four runs (and one named again); a run that
+#: is tuned; a ladder of the study from outside; of each other study a plan, a dataset and a run.
 CONFIG: dict[str, Any] = {
     "results": RESULTS,
-    "targets": ["cosmo", "era5", "again", "waves_ladder"],
+    "targets": ["cosmo", "era5", "again", "tuned", "waves_ladder"],
     "datasets": {
         "boxes": {
             **COSMO,
@@ -48,7 +51,9 @@ CONFIG: dict[str, Any] = {
         "cosmo": {
             "study": "cosmo_unet",
             "title": TITLE,
-            "settings": {**COSMO_RUN, "dataset": "boxes"},
+            "settings": {**COSMO_RUN, "dataset": "boxes", "profile": PROFILE},
+            "measure": ["train", "throughput", "profile"],
+            "only": {"profile": ["unet"]},
             "runs": {"unet": {"label": TITLE}, "ceiling": {"loader": {"kind": "synthetic"}}},
         },
         "era5": {
@@ -65,6 +70,16 @@ CONFIG: dict[str, Any] = {
             "measure": ["train"],
             "settings": {**COSMO_RUN, "dataset": "boxes"},
             "runs": {"same": {"use": "cosmo.unet"}, "faster": {"optimizer": {"lr": 4e-3}}},
+        },
+        "tuned": {
+            "study": "cosmo_unet",
+            "kind": "tune",
+            "settings": {
+                **COSMO_RUN,
+                "dataset": "boxes",
+                "tune": {"seconds": 0.3, "workers": [0, 1], "prefetch": [2], "threads": [1], "rounds": 3},
+            },
+            "runs": {"mine": {}},
         },
         # The study ships it; here it is changed.
         "waves_ladder": {
@@ -85,7 +100,7 @@ for _study in TINY.keys() - {plan["study"] for plan in CONFIG["plans"].values()}
         "runs": {"tiny": {}},
     }
 #: One thread a job: two jobs side by side disturb each other less, and so do other processes of the machine.
-COMMON = ["--configfile", "tiny.yaml", "--logger", "jobs", "--set-threads", "train=1", "throughput=1"]
+COMMON = ["--configfile", "tiny.yaml", "--logger", "jobs", "--set-threads", "train=1", "throughput=1", "tune=1"]
 TARGETS = ["all", *(f"plan_{plan}" for plan in CONFIG["targets"])]
 
 
@@ -98,6 +113,7 @@ class Job:
     reason: str
     message: str
     command: str
+    resources: dict[str, int | str]
 
     def __str__(self) -> str:
         return " ".join([self.rule, *self.wildcards.values()])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dlscale.config.dataset import dataset_type
 from dlscale.core.settings import validate
-from dlscale.core.stages import RUN_STAGES
+from dlscale.core.stages import RUN_STAGES, STAGES
 from dlscale.data import parts
 from tests.workflow.conftest import CONFIG
 
@@ -23,7 +23,8 @@ def _data_jobs(name: str) -> dict[str, list[str]]:
     }
 
 
-#: `boxes` serves cosmo.unet, cosmo.ceiling (synthetic loader) and again.faster (training only); `years` era5.vit.
+#: `boxes` serves cosmo.unet, cosmo.ceiling (synthetic loader), again.faster (training only) and tuned.mine; `years`
+#: serves era5.vit.
 #: Of the study from outside the process of the tests knows nothing.
 DATA = {
     **{name: _data_jobs(name) for name in CONFIG["datasets"] if name != "waves"},
@@ -39,13 +40,18 @@ ALL = tuple(DATA)
 #: By dataset: the study whose runs are on it, and plan, run and stages of each that is not another one named again.
 STUDY: dict[str, str] = {}
 RUNS: dict[str, list[tuple[str, str, list[str]]]] = {name: [] for name in ALL}
+_USUAL = [stage for stage in RUN_STAGES if STAGES[stage].usual]
+#: The plans whose runs train.
+TRAINING: set[str] = set()
 PLANS: dict[str, list[str]] = {name: [] for name in ALL}
 for _plan, _settings in CONFIG["plans"].items():
     _dataset = _settings["settings"]["dataset"]
     STUDY[_dataset] = _settings["study"]
+    _measure = _settings.get("measure", ["tune"] if _settings.get("kind") == "tune" else _USUAL)
     PLANS[_dataset].append(_plan)
+    TRAINING.update([_plan] if "train" in _measure else [])
     RUNS[_dataset] += [
-        (_plan, run, _settings.get("measure", list(RUN_STAGES)))
+        (_plan, run, [stage for stage in _measure if run in _settings.get("only", {}).get(stage, [run])])
         for run, own in _settings["runs"].items()
         if "use" not in own
     ]
@@ -70,7 +76,7 @@ def stage(name: str, *datasets: str) -> list[str]:
 
 def trained(*datasets: str) -> list[str]:
     """Return training on these datasets, and what shows its results, also under another plan's name."""
-    return stage("train", *datasets) + tables(*(plan for name in datasets for plan in PLANS[name]))
+    return stage("train", *datasets) + tables(*(plan for name in datasets for plan in PLANS[name] if plan in TRAINING))
 
 
 def timed(*datasets: str) -> list[str]:
@@ -78,9 +84,19 @@ def timed(*datasets: str) -> list[str]:
     return stage("throughput", *datasets)
 
 
+def tuned(*datasets: str) -> list[str]:
+    """Return tuning on these datasets, and what shows its results."""
+    return stage("tune", *datasets)
+
+
+def profiled(*datasets: str) -> list[str]:
+    """Return profiles on these datasets, and what shows them."""
+    return stage("profile", *datasets)
+
+
 def runs(*datasets: str) -> list[str]:
     """Return all that runs on these datasets."""
-    return trained(*datasets) + timed(*datasets)
+    return trained(*datasets) + timed(*datasets) + profiled(*datasets) + tuned(*datasets)
 
 
 def since(first: str, *datasets: str) -> list[str]:

@@ -22,7 +22,20 @@ from dlscale.core.stages import RUN_STAGES, STAGES
 from dlscale.data import parts
 from dlscale.data.parts import load_dataset
 from tests.workflow.conftest import CONFIG, OUTSIDE, TARGETS, Outcome, Tree
-from tests.workflow.jobs import ALL, EVERYTHING, REPORTS, STUDY, previews, runs, since, tables, timed, trained
+from tests.workflow.jobs import (
+    ALL,
+    EVERYTHING,
+    REPORTS,
+    STUDY,
+    previews,
+    profiled,
+    runs,
+    since,
+    tables,
+    timed,
+    trained,
+    tuned,
+)
 
 PACKAGE = "workflow_scripts/dlscale"
 
@@ -224,6 +237,12 @@ ROWS = [
     Row("precision", append(f"{PACKAGE}/train/precision.py"), runs(*ALL)),
     Row("optimiser", append(f"{PACKAGE}/train/optimizer.py"), runs(*ALL)),
     Row("throughput", append(f"{PACKAGE}/measure/throughput.py"), timed(*ALL)),
+    Row("profile", append(f"{PACKAGE}/measure/profilers/kineto.py"), profiled(*ALL)),
+    Row("tuning", append(f"{PACKAGE}/measure/halving.py"), tuned(*ALL)),
+    # What watches a run decides none of its results; what reads the rows of telemetry makes tables of them.
+    Row("usage", append(f"{PACKAGE}/measure/usage.py"), timed(*ALL)),
+    Row("telemetry", append(f"{PACKAGE}/measure/telemetry.py"), []),
+    Row("rows of telemetry", append(f"{PACKAGE}/core/telemetry.py"), tables(*CONFIG["plans"])),
     # The table of stages: what it says of a stage is among the params of its jobs.
     Row("a stage's text", replace(f"{PACKAGE}/core/stages.py", "Train one run; resume", "Train a run; resume"), []),
     Row(
@@ -302,6 +321,11 @@ ROWS = [
         ["configure_run era5 vit", *timed("years")],
     ),
     Row(
+        "what tuning tries",
+        configure("plans.tuned.settings.tune.workers", [0, 2]),
+        ["configure_run tuned mine", *tuned("boxes")],
+    ),
+    Row(
         "two settings that swap their values",
         configure("plans.era5.settings.throughput", {"warmup": 0, "trials": 3, "batches": 2}),
         ["configure_run era5 vit", *timed("years")],
@@ -310,7 +334,7 @@ ROWS = [
         "numbers of samples that swap their values",
         configure("plans.cosmo.runs.unet.samples", {"train": 8, "valid": 12}),
         [
-            *("configure_run cosmo unet", "train cosmo unet", "throughput cosmo unet"),
+            *("configure_run cosmo unet", "train cosmo unet", "throughput cosmo unet", "profile cosmo unet"),
             *tables("cosmo", "again"),  # which names this run
         ],
     ),
@@ -485,7 +509,7 @@ def entries(tree: Tree, arguments: list[str]) -> list[str]:
     config = arguments[arguments.index("--config") + 1] if "--config" in arguments else ""
     if name in RUN_STAGES:
         run = load_run(config, name)
-        return run_modules(name, run.study, run.loader.kind)
+        return run_modules(name, run.study, *run.loaders(name))
     if name == "preview":
         manifest = tree.path / arguments[arguments.index("--manifest") + 1]
         return data_modules(name, json.loads(manifest.read_text())["kind"])

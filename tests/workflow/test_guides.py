@@ -50,12 +50,14 @@ def test_a_stage_that_measures_a_run(clone: Tree) -> None:
     (package / "core/stages.py").write_text(table.replace('    "collect": Stage(', f'{ROW}    "collect": Stage(', 1))
     (package / "measure/sizes.py").write_text(MODULE)
     rules = clone.path / "rules/measure.smk"
-    rule = rules.read_text().replace("throughput", "sizes").replace("Measure sizes", "Count batches")
+    first, _, _ = rules.read_text().partition("\n\n\nrule ")
+    rule = first.replace("throughput", "sizes").replace("Measure sizes", "Count batches")
     rules.write_text(f"{rules.read_text()}\n\n{rule.replace('samples/s: IO alone, SYNTHETIC, FULL', 'batches')}")
     assert clone.planned().names == []
     assert "Count the samples" in clone.shell("python -m dlscale sizes --help").stdout
     run = clone.config["plans"]["cosmo"]["settings"]
-    clone.config["plans"]["counted"] = {**clone.config["plans"]["cosmo"], "measure": ["sizes"], "runs": {"unet": {}}}
+    plan = {**clone.config["plans"]["cosmo"], "measure": ["sizes"], "only": {}, "runs": {"unet": {}}}
+    clone.config["plans"]["counted"] = plan
     clone.write()
     outcome = clone.snakemake("--cores", "2", "--", "plan_counted")
     assert outcome.status == 0, outcome.output[-3000:]

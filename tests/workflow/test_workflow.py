@@ -42,9 +42,15 @@ FILES = {
     "describe": ["data/{dataset}/manifest.json"],
     "preview": ["data/{dataset}/preview.png"],
     "train": [
-        f"plans/{{plan}}/{{run}}/{file}" for file in ("metrics.jsonl", "provenance.json", "prediction.png", "model.pt")
+        f"plans/{{plan}}/{{run}}/{file}"
+        for file in ("metrics.jsonl", "provenance.json", "prediction.png", "model.pt", "telemetry/train.csv")
     ],
-    "throughput": ["plans/{plan}/{run}/throughput.json"],
+    "throughput": [f"plans/{{plan}}/{{run}}/{file}" for file in ("throughput.json", "telemetry/throughput.csv")],
+    "profile": [
+        f"plans/{{plan}}/{{run}}/{file}"
+        for file in ("profile/profile.json", "profile/profile_summary.csv", "telemetry/profile.csv")
+    ],
+    "tune": ["plans/{plan}/{run}/tune.json", "plans/{plan}/{run}/tuned.yaml"],
     "collect": ["plans/{plan}/summary.csv"],
     "report_plan": ["plans/{plan}/report.html"],
     "report": ["report/index.html"],
@@ -59,7 +65,9 @@ def test_layout(finished: tuple[Tree, Outcome]) -> None:
     expected = {file.format(**job.wildcards) for job in jobs for file in FILES[job.rule]}
     # Of these only the folders are promised.
     folders = ("logs/", "benchmarks/", "checkpoints/", *(f"data/{dataset}/stats/" for dataset in CONFIG["datasets"]))
-    left = {file for file in files if not file.startswith(folders) and "/tensorboard/" not in file}
+    traces = {file for file in files if "/profile/" in file and ".rank0." in file}
+    assert any("torch" in file for file in traces)
+    left = {file for file in files - traces if not file.startswith(folders) and "/tensorboard/" not in file}
     assert left == expected
     for folder in ("logs/", "benchmarks/", "checkpoints/", "data/boxes/stats/", "data/years/stats/"):
         assert any(file.startswith(folder) for file in files), folder
@@ -79,7 +87,7 @@ def test_contents(finished: tuple[Tree, Outcome]) -> None:
             rows[plan] = list(csv.DictReader(file))
         assert [row["run"] for row in rows[plan]] == list(settings["runs"])
         for run, own in settings["runs"].items():
-            if "use" not in own:
+            if "use" not in own and "train" in settings.get("measure", ["train"]) and settings.get("kind") != "tune":
                 lines = (tree.results / f"plans/{plan}/{run}/metrics.jsonl").read_text().splitlines()
                 assert [json.loads(line)["epoch"] for line in lines] == [1, 2]
     assert rows["again"][0]["source"] == "cosmo/unet"
@@ -237,7 +245,7 @@ TRAINED = sorted(job.removeprefix("train ") for job in EVERYTHING if job.startsw
         (
             "study_cosmo_unet",
             ["again faster", "cosmo ceiling", "cosmo unet"],
-            ["report_plan again", "report_plan cosmo"],
+            ["report_plan again", "report_plan cosmo", "report_plan tuned"],
         ),
         ("study_era5_vit", ["era5 vit"], ["report_plan era5"]),
         ("study_waves", ["waves_ladder baseline", "waves_ladder fused"], ["report_plan waves_ladder"]),

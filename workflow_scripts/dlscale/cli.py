@@ -17,6 +17,8 @@ import signal
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -24,19 +26,51 @@ from dlscale.core import registry, times
 from dlscale.core.errors import Stopped, UserError
 from dlscale.core.files import explained
 from dlscale.core.machine import let_threads_wait
+from dlscale.core.ranks import Ranks, ranks
 from dlscale.core.stages import RUN_OPTIONS, STAGES
+from dlscale.core.telemetry import node_file
 from dlscale.launch.contain import hold_on
+from dlscale.launch.telemetry import beside
 
 if TYPE_CHECKING:
     from dlscale.config.resolve import Configuration
 
 USER_ERROR, DEFECT, STOPPED, INTERRUPTED = 2, 1, 75, 130
 
-#: Modules of `preflight`, asked about the whole configuration, by no rule: `main(args, configuration)` prints and
-#: returns the exit status.
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked by a user and by no rule: `main(args, configuration)` prints, and returns the exit status."""
+
+    module: str
+    text: str
+    about: tuple[str, dict[str, Any]]  #: The positional argument, and the keywords of `argparse`.
+
+
+_PLANS = ("plans", {"nargs": "*", "metavar": "PLAN", "help": "plans; the targets if absent"})
+_RUNS = ("runs", {"nargs": "+", "metavar": "RUN", "help": "PLAN.RUN, or a run's folder"})
+
 QUESTIONS = {
-    "doctor": "Check what the workflow needs, before anything is submitted: 0 if nothing fails, else 1.",
-    "cost": "Estimate what the runs that lack results will cost: node-hours, GPU-hours, charge.",
+    "doctor": Question(
+        "dlscale.preflight.doctor",
+        "Check what the workflow needs, before anything is submitted: 0 if nothing fails, else 1.",
+        _PLANS,
+    ),
+    "cost": Question(
+        "dlscale.preflight.cost",
+        "Estimate what the runs that lack results will cost: node-hours, GPU-hours, charge.",
+        _PLANS,
+    ),
+    "explain": Question(
+        "dlscale.report.explain",
+        "Say what holds runs back, how far they are from their device's limit, and what to try next.",
+        _RUNS,
+    ),
+    "compare-profiles": Question(
+        "dlscale.report.compare_profiles",
+        "Say what got faster and slower from the profile of one run to that of another.",
+        ("runs", {"nargs": 2, "metavar": "RUN", "help": "before and after: PLAN.RUN, or a run's folder"}),
+    ),
 }
 
 
@@ -65,9 +99,9 @@ def parser() -> argparse.ArgumentParser:
         for flag, keywords in [*(RUN_OPTIONS if stage.scope == "run" else ()), *stage.options]:
             added.add_argument(flag, **keywords)
     command("schema", "Print the JSON schema of config.yaml, for editors.")
-    for name, text in QUESTIONS.items():
-        asked, several = command(name, text), dict[str, Any](nargs="+", default=[])
-        asked.add_argument("plans", nargs="*", metavar="PLAN", help="plans; the targets if absent")
+    for name, question in QUESTIONS.items():
+        asked, several = command(name, question.text), dict[str, Any](nargs="+", default=[])
+        asked.add_argument(question.about[0], **question.about[1])
         asked.add_argument("--profile", metavar="NAME", help="the site: profiles/NAME/site.yaml, or its path")
         asked.add_argument("--configfile", **several, metavar="FILE", help="YAML files, over config.yaml")
         asked.add_argument("--config", **several, metavar="KEY=VALUE", help="settings (YAML), over the files")
@@ -114,11 +148,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             print(json.dumps(schema(), indent=2))
         elif args.stage in QUESTIONS:
-            return importlib.import_module(f"dlscale.preflight.{args.stage}").main(args, _configuration(args))
+            return int(importlib.import_module(QUESTIONS[args.stage].module).main(args, _configuration(args)))
         else:
-            stage = importlib.import_module(STAGES[args.stage].module)
-            logging.info(times.STARTED, times.age())
-            stage.main(args)
+            with _watched(args):
+                stage = importlib.import_module(STAGES[args.stage].module)
+                logging.info(times.STARTED, times.age())
+                stage.main(args)
+            _show(args)
     except Stopped as stopped:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Slurm asks more than once
         return _fail(terminal, f"dlscale {args.stage}: {stopped}", STOPPED)
@@ -136,6 +172,33 @@ def main(argv: Sequence[str] | None = None) -> int:
         place = f"; the log {args.log} has the traceback" if args.log else ""
         return _fail(terminal, f"dlscale {args.stage}: {defect}{place}", DEFECT)
     return 0
+
+
+def _watched(args: argparse.Namespace) -> AbstractContextManager[None]:
+    """Return a context with telemetry beside the stage, if it is wanted: by the first process of each node."""
+    if not getattr(args, "telemetry", None):
+        return contextlib.nullcontext()
+    from dlscale.config.run import Geometry
+    from dlscale.core.settings import read_settings, validate
+
+    settings, where = read_settings(args.config)
+    geometry = validate(Geometry, settings.get("geometry") or {}, f"{where}: geometry")
+    here, several = geometry.gpus_per_node, geometry.world_size > 1
+    rank, _, local_rank = ranks() if several else Ranks()
+    if local_rank:
+        return contextlib.nullcontext()
+    file = node_file(Path(args.telemetry), rank // here)
+    # The ranks of a node are children of one process, torchrun's or Slurm's.
+    return beside(file, os.getppid() if several else os.getpid(), here, 0 if args.device == "cpu" else here)
+
+
+def _show(args: argparse.Namespace) -> None:
+    """Have TensorBoard show the telemetry of a run's stage, which lies in the run's folder."""
+    file = Path(getattr(args, "telemetry", None) or "")
+    if file.parent.name == "telemetry" and file.exists() and ranks().rank == 0:
+        from dlscale.measure.board import write_telemetry
+
+        write_telemetry(file.parents[1] / "tensorboard" / "telemetry" / file.stem, file)
 
 
 def _own_log(log: Path) -> Path:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, Union
 
-from pydantic import Field, SkipValidation, create_model
+from pydantic import Field, SkipValidation, create_model, model_validator
 
 from dlscale.config.run import Run, components
 from dlscale.core import registry
+from dlscale.core.errors import unknown
 from dlscale.core.machine import NEEDS
 from dlscale.core.schema import Name, Strict, partial
 from dlscale.core.stages import RUN_STAGES, STAGES
@@ -26,9 +27,10 @@ class Plan(Strict):
     """
 
     study: Name
-    kind: Literal["set", "ladder"] = Field(
+    kind: Literal["set", "ladder", "tune"] = Field(
         "set",
-        description="set: each run stands on the plan's settings; ladder: each keeps what those before it changed.",
+        description="set: each run stands on the plan's settings; ladder: each keeps what those before it changed; "
+        "tune: a set whose runs go through the stage tune, unless `measure` says another.",
     )
     title: str | None = Field(None, description="What the report calls the plan; its name if absent.")
     from_: str | None = Field(None, alias="from", description="Start from the settings of this run, written plan.run.")
@@ -38,9 +40,32 @@ class Plan(Strict):
         min_length=1,
         description="Stages that each run goes through.",
     )
+    only: dict[Measurement, list[Name]] = Field(
+        {}, description="Runs that alone go through a stage of `measure`, by stage; the others skip it."
+    )
     runs: dict[Name, Any] = Field(
         min_length=1, description="Settings by run, in order; `{use: plan.run}` names a run that another plan has."
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _tuned(cls, data: Any) -> Any:
+        tuning = isinstance(data, dict) and data.get("kind") == "tune" and data.get("measure") is None
+        return {**data, "measure": ["tune"]} if tuning else data
+
+    @model_validator(mode="after")
+    def _only_what_is_there(self) -> Plan:
+        for stage, names in self.only.items():
+            if stage not in self.measure:
+                raise ValueError(f"only.{stage}: the plan does not measure it; add {stage} to measure")
+            for name in names:
+                if name not in self.runs:
+                    raise ValueError(f"only.{stage}: {unknown('run', name, self.runs)}")
+        return self
+
+    def stages(self, run: str) -> list[str]:
+        """Return the stages that a run of the plan goes through."""
+        return [stage for stage in self.measure if run in self.only.get(stage, [run])]
 
 
 def study_settings() -> Any:

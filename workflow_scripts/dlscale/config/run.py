@@ -20,6 +20,7 @@ from pydantic import (
     PositiveInt,
     SerializeAsAny,
     create_model,
+    field_validator,
     model_validator,
 )
 
@@ -150,6 +151,68 @@ class Throughput(Strict):
     batches: PositiveInt = Field(50, description="Batches a trial.")
 
 
+class Profile(Strict):
+    """What the profile stage looks at, and with what; each profiler has steps of its own."""
+
+    tools: list[Literal["torch", "nsys", "lines", "stacks"]] = Field(
+        ["torch"],
+        min_length=1,
+        description="torch: PyTorch's profiler, with a trace for Perfetto and what is in memory; nsys: NVIDIA Nsight "
+        "Systems, where it is installed; lines: the time of each line of the hot functions (line_profiler); stacks: a "
+        "flame graph of all processes and threads (py-spy).",
+    )
+    epoch: PositiveInt = Field(2, description="Epoch whose samples are used.")
+    skip: NonNegativeInt = Field(5, description="Its first steps, which warm up and are not profiled.")
+    steps: PositiveInt = Field(10, description="Steps that each profiler sees.")
+    ranks: list[NonNegativeInt] = Field([0], min_length=1, description="Processes that are profiled, by rank.")
+    functions: list[str] = Field(
+        [],
+        description="Of lines: further functions, as MODULE:NAME or MODULE:CLASS.NAME; those of the step, the study's "
+        "model and loss, its samples and the loader are looked at in any case.",
+    )
+
+
+class Tune(Strict):
+    """What the tune stage tries: all combinations of these. A run's own setting is always among them.
+
+    An empty list stands for the stage's own choice.
+    """
+
+    workers: list[NonNegativeInt] = Field([], description="Of the loader; else 0, 1, 2, 4, … up to a process's cores.")
+    prefetch: list[PositiveInt] = Field([2, 4], description="Of the loader.")
+    loaders: list[str] = Field([], description="Kinds of loaders; else the run's own.")
+    threads: list[PositiveInt] = Field(
+        [], description="CPU threads that a process computes with; else, on a CPU, all of its cores and half of them."
+    )
+    batch_size: list[PositiveInt] = Field(
+        [], description="Global batch sizes; else the run's own. Another one changes what is learnt."
+    )
+    seconds: PositiveFloat = Field(
+        120.0,
+        description="Time that is measured, half of it in the duel; start and warm-up come on top.",
+    )
+    keep: float = Field(0.5, gt=0, lt=1, description="Share of the settings that goes on from each rung to the next.")
+    rounds: int = Field(8, ge=3, description="Of the duel: each measures both settings.")
+    memory: float = Field(0.9, gt=0, le=1, description="Share of a device's memory that a setting may take.")
+
+    @field_validator("loaders")
+    @classmethod
+    def _known(cls, kinds: list[str]) -> list[str]:
+        known = loader_classes()
+        for kind in kinds:
+            if kind not in known:
+                raise ValueError(unknown("loader", kind, known))
+            if kind == "synthetic":
+                raise ValueError("synthetic delivers no data, and so would win; leave it out")
+        return kinds
+
+
+def loader_classes() -> dict[str, type[Component]]:
+    """Return the settings of all loaders, by kind."""
+    classes = registry.load("dlscale.data.loaders.settings").LOADERS
+    return {each.model_fields["kind"].annotation.__args__[0]: each for each in classes}
+
+
 Precision = Literal["fp32", "tf32", "fp16", "bf16", "fp16_master", "bf16_master", "fp16_pure", "bf16_pure"]
 
 
@@ -186,6 +249,9 @@ class RunCore(Strict):
     )
     activation_checkpointing: bool = Field(
         False, description="Recompute activations in the backward pass instead of keeping them: time for memory."
+    )
+    threads: PositiveInt | None = Field(
+        None, description="CPU threads that each process computes with; its share of the job's if absent."
     )
     geometry: Geometry = Geometry()
 
@@ -246,6 +312,12 @@ class RunCore(Strict):
         """Samples a step on one device."""
         return self.batch_size // self.geometry.world_size
 
+    def loaders(self, stage: str) -> list[str]:
+        """Return the kinds of loaders that a stage may use: the run's own, and those that the stage tries."""
+        tried = [getattr(self, key) for key in STAGES[stage].settings]
+        kinds = [kind for settings in tried if isinstance(settings, Tune) for kind in settings.loaders]
+        return list(dict.fromkeys([self.loader.kind, *kinds]))
+
 
 class Run(RunCore):
     """A run as `results/plans/PLAN/RUN/config.yaml` holds it."""
@@ -253,6 +325,8 @@ class Run(RunCore):
     training: Training
     schedule: Schedule = Schedule()
     throughput: Throughput = Throughput()
+    profile: Profile = Profile()
+    tune: Tune = Tune()
     label: str | None = Field(None, description="What tables and figures call the run; its name if absent.")
 
     def slice(self, stage: str) -> dict[str, Any]:
@@ -263,7 +337,7 @@ class Run(RunCore):
 def components(study: str) -> dict[str, Any]:
     """Return the fields of a run whose types the study, its kind of dataset and the loaders bring."""
     brought = registry.study(study)
-    loaders = registry.load("dlscale.data.loaders.settings").LOADERS
+    loaders = tuple(loader_classes().values())
     loader = Annotated[Union[loaders], Field(discriminator="kind")]  # type: ignore[valid-type]  # noqa: UP007
     return {
         "model": (brought.Model, ...),

@@ -60,10 +60,11 @@ class Estimate:
 
 
 def estimate(work: Work, results: Path, scheduler: Scheduler | None = None) -> Estimate:
-    """Return how long one job of `work` takes: what its stage computes, in training samples, ÷ rate + 120 s.
+    """Return how long one job of `work` takes: what its stage computes, in training samples, ÷ rate + 120 s a start.
 
-    The table of stages (`dlscale.core.stages`) says what a stage computes. 120 s start a process. Compilation is left
-    out. Only the `limit` is known of data stages, and where the rate or the number of samples is not known.
+    The table of stages (`dlscale.core.stages`) says what a stage computes, and how many processes start one after the
+    other. Compilation is left out. Only the `limit` is known of data stages, and where the rate or the number of
+    samples is not known.
 
     Parameters
     ----------
@@ -72,15 +73,16 @@ def estimate(work: Work, results: Path, scheduler: Scheduler | None = None) -> E
     scheduler
         Tells whether the nodes have GPUs, without which no published figure holds.
     """
-    run, computed = work.run, STAGES[work.stage].work if work.run else None
-    if run is None or computed is None:
+    run, stage = work.run, STAGES.get(work.stage)
+    if run is None or stage is None or stage.work is None:
         return Estimate()
     basis: Basis = "measured"
     rate = _measured(work, run, results)
     if rate is None and (scheduler is None or scheduler.gpu_nodes.gpus):
         basis, rate = "published", _published(work, run)
-    samples = computed(run, _samples(run, "train", results), _samples(run, "valid", results))
-    return Estimate() if rate is None or samples is None else Estimate(samples / rate + START_UP, basis)
+    samples = stage.work(run, _samples(run, "train", results), _samples(run, "valid", results))
+    starts = stage.starts(run) if stage.starts else 1
+    return Estimate() if rate is None or samples is None else Estimate(samples / rate + starts * START_UP, basis)
 
 
 def minutes(work: Work, results: Path, scheduler: Scheduler) -> int | None:
@@ -143,12 +145,12 @@ def works(configuration: Configuration, plans: Iterable[str] = ()) -> list[Work]
     for plan in list(plans) or workflow.targets:
         if plan not in configuration.plans:
             raise UserError(unknown("plan", plan, configuration.plans))
-        for resolved in configuration.plans[plan].values():
+        for run, resolved in configuration.plans[plan].items():
             data, owner, name = resolved.run.dataset, resolved.plan, resolved.name
             if not (results / "data" / data / "manifest.json").exists():
                 jobs = data_jobs(workflow.datasets[data], workflow.site.scheduler)
                 datasets[data] = Work("data", data, "data", jobs=jobs)
-            for stage in workflow.plans[plan].measure:
+            for stage in workflow.plans[plan].stages(run):
                 if not (results / "plans" / owner / name / STAGES[stage].outputs[0]).exists():
                     runs[owner, name, stage] = Work(stage, owner, name, resolved.run)
     return [*datasets.values(), *runs.values()]

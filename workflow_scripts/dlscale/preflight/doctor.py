@@ -54,6 +54,13 @@ def check(
     workflow = configuration.workflow
     results, scheduler, days = Path(workflow.results), workflow.site.scheduler, workflow.site.scratch_days
     runs = [resolved.run for plan in plans or workflow.targets for resolved in configuration.plans[plan].values()]
+    profilers = {
+        tool
+        for plan in plans or workflow.targets
+        for name, resolved in configuration.plans[plan].items()
+        if "profile" in workflow.plans[plan].stages(name) and "profile" in stages_wanted
+        for tool in resolved.run.profile.tools
+    }
     datasets = {name: workflow.datasets[name] for name in dict.fromkeys(run.dataset for run in runs)}
     # Which engine `auto` is may take a call of one of them: one, before the probes that need the answer wait for it.
     site = started(lambda: launcher.resolve(workflow.site)[0])
@@ -64,7 +71,7 @@ def check(
     probes += [
         ("engine", lambda: environment.probe_engine(site.result())),
         ("image", image.result),
-        ("environment", lambda: environment.probe_environment(site.result(), image.result(), runs)),
+        ("environment", lambda: environment.probe_environment(site.result(), image.result(), runs, profilers)),
     ]
     if set(RUN_STAGES) & set(stages_wanted):
         probes.append(("GPU", lambda: environment.probe_gpus(site.result())))

@@ -6,7 +6,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -106,7 +106,7 @@ def gpu_order(text: str, site: Site) -> Finding:
 
 #: Prints what there is where it runs, as one line of JSON. One process, since importing torch takes seconds.
 FACTS = """
-import json, platform
+import json, os, platform, shutil
 from importlib.metadata import PackageNotFoundError, version
 
 def of(*names):
@@ -117,6 +117,7 @@ def of(*names):
             pass
 
 facts = {"python": platform.python_version(), "torch": of("torch"), "h5py": of("h5py"), "numba": of("numba")}
+facts["nsys"] = shutil.which(os.environ.get("NSYS") or "nsys")
 facts["dali"] = of("nvidia-dali-cuda120", "nvidia-dali-cuda130", "nvidia-dali-cuda110")
 if facts["torch"]:
     try:
@@ -132,19 +133,20 @@ print(json.dumps(facts))
 Facts = dict[str, Any]
 
 
-def probe_environment(site: Site, image: Finding, runs: list[Run]) -> list[Finding]:
+def probe_environment(site: Site, image: Finding, runs: list[Run], profilers: Collection[str] = ()) -> list[Finding]:
     """Judge the environment where the stages run: the words that start them, but with a question at their end."""
     if image.status == "FAIL":
         return [Finding("environment", "skip", "it is in the image, which is not here")]
     words = launcher.launch(site, _place())
-    return probe_python([*words[: -len(launcher.PYTHON)], launcher.PYTHON[0]], runs)
+    return probe_python([*words[: -len(launcher.PYTHON)], launcher.PYTHON[0]], runs, profilers)
 
 
-def probe_python(python: list[str], runs: list[Run]) -> list[Finding]:
+def probe_python(python: list[str], runs: list[Run], profilers: Collection[str] = ()) -> list[Finding]:
     """Ask an interpreter, started by these words, for versions."""
     try:
         printed = said([*python, "-c", FACTS])
-        return environment(json.loads(printed.strip().splitlines()[-1]), runs)  # an image may greet whoever enters it
+        # An image may greet whoever enters it.
+        return environment(json.loads(printed.strip().splitlines()[-1]), runs, profilers)
     except (AbsentError, FailedError) as error:
         remedy = "activate the environment, or see what the engine says"
         return [Finding("python", "FAIL", f"does not run where the stages do: {error}", remedy)]
@@ -180,8 +182,8 @@ BAD = {
 }
 
 
-def environment(facts: Facts, runs: Iterable[Run]) -> list[Finding]:
-    """Judge the versions where the stages run."""
+def environment(facts: Facts, runs: Iterable[Run], profilers: Collection[str] = ()) -> list[Finding]:
+    """Judge the versions where the stages run; `profilers` are those that will look at runs."""
     runs = list(runs)
     pip = "install dlscale's requirements there (pip install dlscale), or build the image anew"
     findings = [Finding("python", "ok", facts["python"])]
@@ -201,6 +203,10 @@ def environment(facts: Facts, runs: Iterable[Run]) -> list[Finding]:
         findings.append(Finding("DALI", "FAIL", "not installed where the stages run, and runs load with it", remedy))
     else:
         findings.append(Finding("DALI", "skip", "not installed; no run needs it"))
+    if "nsys" in profilers:
+        remedy = "install Nsight Systems there, or set NSYS in site.environment, or leave nsys out of profile.tools"
+        found = Finding("nsys", "ok", facts["nsys"]) if facts.get("nsys") else None
+        findings.append(found or Finding("nsys", "warn", "not found where the stages run: no profile by it", remedy))
     if facts.get("cudnn"):
         findings.append(_versioned("cuDNN", cudnn(facts["cudnn"]), runs))
     if facts.get("nccl"):

@@ -10,9 +10,14 @@ measure is empty.
 - epochs, steps, samples: trained in all.
 - train_loss, valid_loss: of the last epoch; best_valid_loss: the least of all epochs.
 - train_samples_per_second: median over the epochs, the first one left out where there are more.
+- energy_joules: used by the train stage, set-up and validation included; empty if an earlier try did a part of it.
+  energy_per_sample: J, over the epochs that the speed is of, validation left out. energy_of: what they are the energy
+  of: `gpu` (the run's GPUs), `cpu` (the processors of its nodes, whoever used them), `gpu+cpu`; empty where neither
+  can be read.
 - io_samples_per_second, synthetic_samples_per_second, full_samples_per_second: means over the throughput trials; each
   is followed by its standard deviation, `…_std`.
 - speed_up: `full_samples_per_second` relative to the plan's first run; without throughput, that of training.
+- mfu, mbu: shares of the devices' peak FLOP/s (model FLOPs utilisation) and memory bandwidth that FULL reaches.
 - published_samples_per_second, published_speed_up, published_as, published_hardware, published_source: the published
   FULL throughput of what the run does, at full size; its ratio to that of the first run that has one; what was
   published, on which hardware and where. All of a plan's are of one source.
@@ -58,6 +63,7 @@ def _row(plan: PlanResult, run: RunResult, figures: dict[str, Published]) -> Row
     for mode in MODES:
         column, trials = f"{mode.lower()}_samples_per_second", run.trials(mode)
         speeds |= {column: trials.mean if trials else None, f"{column}_std": trials.std if trials else None}
+    energy = run.energy
     row: Row = {
         "run": run.name,
         "label": run.label,
@@ -71,8 +77,13 @@ def _row(plan: PlanResult, run: RunResult, figures: dict[str, Published]) -> Row
         **{key: trained.get(key) for key in ("samples", "train_loss", "valid_loss")},
         "best_valid_loss": run.best_valid_loss,
         "train_samples_per_second": run.training_speed,
+        "energy_joules": energy.total if energy else None,
+        "energy_per_sample": run.energy_per_sample,
+        "energy_of": energy.source or None if energy else None,
         **speeds,
         "speed_up": plan.speed_up(run),
+        "mfu": run.throughput.mfu() if run.throughput else None,
+        "mbu": run.throughput.mbu() if run.throughput else None,
         "published_samples_per_second": figure.speed if figure else None,
         "published_speed_up": published.ratio(figures, run.name),
         "published_as": figure.label if figure else None,

@@ -30,6 +30,16 @@ MARKERS = (("o", "●"), ("s", "■"), ("^", "▲"), ("D", "◆"), ("v", "▼"),
 INK, MUTED, GRID = "#010101", "#010102", "#010103"
 RUN_COLOURS = [f"#0102{index:02x}" for index in range(len(MARKERS))]
 MODE_COLOURS = {mode: f"#0103{index:02x}" for index, mode in enumerate(MODES)}
+#: Parts of a step: loading as IO, computing in the colours of runs, which stand in other figures.
+PART_COLOURS = {
+    "data": MODE_COLOURS["IO"],
+    "copy": RUN_COLOURS[6],
+    "forward": MODE_COLOURS["SYNTHETIC"],
+    "backward": RUN_COLOURS[3],
+    "optimizer": RUN_COLOURS[5],
+    "compute": RUN_COLOURS[4],
+    "other": GRID,
+}
 _PAINT = (
     {INK: "currentColor", MUTED: "var(--muted)", GRID: "var(--grid)"}
     | {colour: f"var(--s{index})" for index, colour in enumerate(RUN_COLOURS)}

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 from dlscale.core.records import MODES, Epoch
 from dlscale.core.text import number, shorten
-from dlscale.report.drawing import INK, MARKERS, MODE_COLOURS, MUTED, RUN_COLOURS, svg
+from dlscale.report.drawing import GRID, INK, MARKERS, MODE_COLOURS, MUTED, PART_COLOURS, RUN_COLOURS, svg
 from dlscale.report.results import RunResult
 
 if TYPE_CHECKING:
@@ -124,6 +124,102 @@ def throughput(name: str, runs: Sequence[RunResult]) -> str:
         axes.set_xlabel("throughput (samples/s" + (", logarithmic)" if logarithmic else ")"))
 
     return svg(name, draw, (4.6, 0.55 + 0.8 * len(runs)))
+
+
+#: Parts of a step in the order in which they come; `other` is what no range covers.
+PARTS = tuple(PART_COLOURS)
+
+
+def timeline(name: str, runs: Sequence[tuple[str, dict[str, float], float]]) -> str:
+    """Draw where the milliseconds of a step go.
+
+    Parameters
+    ----------
+    runs
+        Of each run: its label, seconds a step by part (of `PARTS`), and seconds of a step without a profiler.
+    """
+
+    def draw(axes: Axes) -> None:
+        greatest = 0.0
+        for row, (label, parts, plain) in enumerate(runs):
+            top, left = 2.0 * row, 0.0
+            axes.text(0, top, shorten(label, 40), transform=axes.get_yaxis_transform(), va="center", fontweight="bold")
+            for part in PARTS:
+                width = 1e3 * parts.get(part, 0.0)
+                axes.barh(top + 0.85, width, left=left, height=0.8, color=PART_COLOURS[part])
+                left += width
+            axes.plot([1e3 * plain] * 2, [top + 0.35, top + 1.35], color=INK, linewidth=1.6)
+            end = (max(left, 1e3 * plain), top + 0.85)
+            axes.annotate(f"{number(1e3 * plain)} ms", end, (4, 0), textcoords="offset points", va="center", fontsize=8)
+            greatest = max(greatest, end[0])
+        axes.set_xlim(0, 1.2 * greatest or 1.0)
+        axes.set_ylim(2.0 * len(runs) - 0.4, -0.6)
+        axes.set_yticks([])
+        axes.set_xlabel("time of a step (ms)")
+
+    return svg(name, draw, (4.6, 0.6 + 0.45 * len(runs)))
+
+
+def roofline(name: str, runs: Sequence[tuple[str, float, float]], roofs: Sequence[tuple[str, float, float]]) -> str:
+    """Draw runs under the roofs of their device (Williams et al. 2009, doi:10.1145/1498765.1498785).
+
+    Parameters
+    ----------
+    runs
+        Label, FLOPs per byte that a step's operators move, and FLOP/s reached by each device.
+    roofs
+        Number format, FLOP/s of a matrix product in it, and bytes/s of the memory.
+    """
+
+    def draw(axes: Axes) -> None:
+        intensities = [x for _, x, _ in runs]
+        ridges = [flops / memory for _, flops, memory in roofs]
+        least, most = min(*intensities, *ridges) / 4, max(*intensities, *ridges) * 8
+        for dtype, flops, memory in roofs:
+            bend = [memory * least / 1e9, flops / 1e9, flops / 1e9]
+            axes.plot([least, flops / memory, most], bend, color=MUTED, linewidth=1.4)
+            words = f"{dtype}: {number(flops / 1e9)} GFLOP/s"
+            place = axes.annotate(words, (most, flops / 1e9), (-3, 3), textcoords="offset points", fontsize=8)
+            place.set(color=MUTED, ha="right", va="bottom")
+        for style, (_, intensity, flops) in enumerate(runs):
+            marker, colour = MARKERS[style][0], RUN_COLOURS[style]
+            axes.plot([intensity], [flops / 1e9], linestyle="", marker=marker, color=colour, markersize=8)
+        _logarithmic(axes, "x")
+        _logarithmic(axes, "y")
+        axes.set_xlim(least, most)
+        lowest = min(flops for _, _, flops in runs) / 1e9
+        axes.set_ylim(min(lowest, min(m * least for _, _, m in roofs) / 1e9) / 2, max(f for _, f, _ in roofs) / 1e9 * 3)
+        axes.set_xlabel("FLOPs a byte that the operators read or write")
+        axes.set_ylabel("GFLOP/s of a device")
+
+    return svg(name, draw, (3.9, 3.0))
+
+
+#: A quantity over time: name with unit, seconds from the begin, values, the end of its axis (None: the greatest value).
+Strip = tuple[str, Sequence[float], Sequence[float], float | None]
+
+
+def strips(name: str, series: Sequence[Strip]) -> str:
+    """Draw what the machine did while a run trained, one strip a quantity."""
+
+    def draw(axes: Axes) -> None:
+        last = max(max(x, default=0.0) for _, x, _, _ in series)
+        for row, (label, x, values, top) in enumerate(series):
+            greatest = top or max(values, default=0.0) or 1.0
+            base = -1.5 * row
+            heights = [base + min(value / greatest, 1.0) for value in values]
+            axes.fill_between(x, base, heights, color=RUN_COLOURS[row % len(RUN_COLOURS)], alpha=0.25, linewidth=0)
+            axes.plot(x, heights, color=RUN_COLOURS[row % len(RUN_COLOURS)], linewidth=1.2)
+            axes.axhline(base, color=GRID, linewidth=0.7)
+            axes.text(0, base + 1.02, label, transform=axes.get_yaxis_transform(), fontsize=8, va="bottom")
+            end = axes.get_yaxis_transform()
+            axes.text(1, base + 1.02, f"0 to {number(greatest)}", transform=end, fontsize=8, va="bottom", ha="right")
+        axes.set_xlim(0, last or 1.0)
+        axes.set_ylim(-1.5 * (len(series) - 1) - 0.05, 1.3)
+        axes.set_yticks([])
+        axes.set_xlabel("time (s)")
+
+    return svg(name, draw, (4.6, 0.5 + 0.45 * len(series)))
 
 
 def _plot(axes: Axes, style: int, x: Sequence[float], y: Sequence[float]) -> None:

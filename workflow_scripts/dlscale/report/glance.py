@@ -9,6 +9,7 @@ from dlscale.core.records import MODES
 from dlscale.report import published
 from dlscale.report.diagnosis import bound
 from dlscale.report.results import PlanResult, first_and_least, slowness
+from dlscale.report.verdict import of
 
 View = dict[str, Any]
 
@@ -55,7 +56,14 @@ def fastest_bound(plan: PlanResult) -> View | None:
         return None
     means = {mode: trials.mean for mode in MODES if (trials := run.trials(mode))}
     greatest = max(means.values())
-    return {"bound": verdict, "run": run.label, "bars": [(mode, mean, mean / greatest) for mode, mean in means.items()]}
+    judged = of(run)
+    return {
+        "bound": verdict,
+        "finding": next(iter(judged.findings), None),
+        "todo": judged.todo,
+        "run": run.label,
+        "bars": [(mode, mean, mean / greatest) for mode, mean in means.items()],
+    }
 
 
 def quality(plan: PlanResult) -> View | None:

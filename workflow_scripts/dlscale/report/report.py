@@ -27,11 +27,12 @@ PREDICTIONS, PREDICTIONS_OF_A_PLAN = 12, 3
 def main(args: argparse.Namespace) -> None:
     """Write `args.out` (HTML) from the plans (`plan.yaml` files) and datasets (folders), in the order of `args`."""
     plans = [read_plan(path) for path in dict.fromkeys(args.plans)]
-    write_text(args.out, page(args.title, plans, [Path(folder) for folder in dict.fromkeys(args.datasets)]))
+    folders = [Path(folder) for folder in dict.fromkeys(args.datasets)]
+    write_text(args.out, page(args.title, plans, folders, Path(args.out).parent))
 
 
-def page(title: str, plans: Sequence[PlanResult], folders: Sequence[Path]) -> str:
-    """Return the report as HTML."""
+def page(title: str, plans: Sequence[PlanResult], folders: Sequence[Path], place: Path = Path()) -> str:
+    """Return the report as HTML, to be written into the folder `place`."""
     import jinja2
     from markupsafe import Markup
 
@@ -49,7 +50,7 @@ def page(title: str, plans: Sequence[PlanResult], folders: Sequence[Path]) -> st
         script=Markup(script),
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         svg=Markup,  # what `figures` draws is safe: matplotlib escapes the labels
-        plans=[plan_view(plan, names, {p.name for p in plans}, pictures) for plan in plans],
+        plans=[plan_view(plan, names, {p.name for p in plans}, pictures, place) for plan in plans],
         datasets=[datasets.view(folder, name) for folder, name in zip(folders, names, strict=True)],
         studies=[_study(name, plans) for name in dict.fromkeys(plan.record.study for plan in plans)],
         runs=sum(len(plan.runs) for plan in plans),

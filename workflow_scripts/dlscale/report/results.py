@@ -5,13 +5,25 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
 from dlscale.core import records
-from dlscale.core.records import Device, Epoch, LossInfo, Metric, PlanRecord, Provenance, Throughput, Trials
+from dlscale.core.records import (
+    Device,
+    Epoch,
+    LossInfo,
+    Metric,
+    PlanRecord,
+    Profile,
+    Provenance,
+    Throughput,
+    Trials,
+    Tuning,
+)
 from dlscale.core.settings import Raw, read_yaml
+from dlscale.core.telemetry import Energy, Sample, begin, energy, read_nodes
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,12 +32,17 @@ class RunResult:
 
     name: str  #: In the plan at hand.
     label: str  #: The same for readers.
+    folder: Path  #: That holds the results.
     owner: str  #: `PLAN/RUN` whose folder holds the results; another plan's where the run was named with `use`.
     settings: Raw  #: The run's `config.yaml`.
     provenance: Provenance | None
     epochs: list[Epoch]  #: Empty if the plan does not train.
     throughput: Throughput | None  #: None if the plan does not measure it.
+    profile: Profile | None  #: As above.
     prediction: Path | None  #: The figure of prediction against truth, if there is one.
+    #: By stage that the plan measures: what each node did meanwhile; empty where that is not known.
+    telemetry: dict[str, list[list[Sample]]] = field(default_factory=dict)
+    tuning: Tuning | None = None  #: None if the plan does not tune.
 
     @property
     def last(self) -> Epoch | None:
@@ -58,6 +75,24 @@ class RunResult:
         return statistics.median(speeds[1:] or speeds) if speeds else None
 
     @property
+    def energy(self) -> Energy | None:
+        """What training used from the start of its process to the end; None if an earlier try did a part of it."""
+        whole = self.provenance and self.provenance.resumed_from_step is None
+        return energy(self.telemetry.get("train", [])) if whole else None
+
+    @cached_property
+    def energy_per_sample(self) -> float | None:
+        """Joules a training sample, over the epochs that `training_speed` is of, validation left out."""
+        nodes, joules, samples = self.telemetry.get("train", []), 0.0, 0.0
+        for epoch in self.timed[1:] or self.timed:
+            start = epoch.wall_time - epoch.epoch_seconds
+            used = energy(nodes, start, epoch.wall_time).total
+            if used is None or start < begin(nodes[0]):  # of an earlier try
+                continue
+            joules, samples = joules + used, samples + epoch.samples_per_second * epoch.epoch_seconds
+        return joules / samples if samples else None
+
+    @property
     def speed(self) -> float | None:
         """FULL samples/s, or those of training where throughput was not measured."""
         if self.throughput is not None:
@@ -76,7 +111,8 @@ class RunResult:
     @property
     def device(self) -> Device:
         """What it was measured on, as far as that is known."""
-        devices = [record.device for record in (self.throughput, self.provenance) if record]
+        known = (self.throughput, self.profile, self.provenance, self.tuning)
+        devices = [record.device for record in known if record]
         return next((device for device in devices if device.name), Device())
 
 
@@ -177,10 +213,11 @@ def read_plan(path: str | Path) -> PlanResult:
     path = Path(path)
     plan = PlanRecord.checked(read_yaml(path), str(path))
     root = path.parent.parent
-    return PlanResult(plan, [_read_run(root / run.plan / run.run, run, plan.measure) for run in plan.runs])
+    return PlanResult(plan, [_read_run(root / run.plan / run.run, run) for run in plan.runs])
 
 
-def _read_run(folder: Path, reference: records.RunReference, measure: list[str]) -> RunResult:
+def _read_run(folder: Path, reference: records.RunReference) -> RunResult:
+    measure = reference.measure
     # Only what the plan measures: another plan may have put more into the folder, or be about to.
     train = "train" in measure
     provenance, prediction = folder / "provenance.json", folder / "prediction.png"
@@ -191,6 +228,10 @@ def _read_run(folder: Path, reference: records.RunReference, measure: list[str])
         settings=read_yaml(folder / "config.yaml"),
         provenance=Provenance.read(provenance) if train and provenance.exists() else None,
         epochs=records.read_epochs(folder / "metrics.jsonl") if train else [],
+        folder=folder,
         throughput=Throughput.read(folder / "throughput.json") if "throughput" in measure else None,
+        profile=Profile.read(folder / "profile/profile.json") if "profile" in measure else None,
         prediction=prediction if train and prediction.exists() else None,
+        telemetry={stage: read_nodes(folder / f"telemetry/{stage}.csv") for stage in measure},
+        tuning=Tuning.read(folder / "tune.json") if "tune" in measure else None,
     )

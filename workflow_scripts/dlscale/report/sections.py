@@ -4,29 +4,41 @@ from __future__ import annotations
 
 import base64
 import itertools
-from collections.abc import Iterable, Sequence
+import os
+import statistics
+from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 import yaml
 
 from dlscale.core import text
-from dlscale.report import figures, glance, published
+from dlscale.core.records import Profile, RangeTime
+from dlscale.core.stages import RUN_STAGES
+from dlscale.core.telemetry import Sample, begin
+from dlscale.measure.profilers import compare
+from dlscale.report import figures, glance, published, verdict
 from dlscale.report.collect import summary_csv
 from dlscale.report.diagnosis import bound, disturbance, gain
 from dlscale.report.drawing import MARKERS, picture
 from dlscale.report.glance import View
 from dlscale.report.results import PlanResult, RunResult, first_and_least, slowness
 from dlscale.report.tables import channel_tables, runs_table
+from dlscale.report.tuning import tunings
 
 #: What keeps a report of hundreds of runs readable: how many of them each part shows.
 LINES = len(MARKERS)
 BARS = 8
 CHANNEL_ROWS = 40
+TOP = 10
 
 
-def plan_view(plan: PlanResult, datasets: Sequence[str], plans: set[str], pictures: int) -> View:
-    """Return what the page, which has these datasets and plans, shows of a plan: at most so many `pictures`."""
+def plan_view(plan: PlanResult, datasets: Sequence[str], plans: set[str], pictures: int, page: Path) -> View:
+    """Return what the page, which has these datasets and plans, shows of a plan: at most so many `pictures`.
+
+    `page` is the page's folder: links to traces lead from there.
+    """
     used = dict.fromkeys(str(run.settings.get("dataset")) for run in plan.runs)
     return {
         "name": plan.name,
@@ -45,11 +57,14 @@ def plan_view(plan: PlanResult, datasets: Sequence[str], plans: set[str], pictur
         "published": published.summary(plan.record.published),
         "curves": _curves(plan),
         "throughput": _throughput(plan),
+        "profiles": _profiles(plan, page),
+        "watched": _watched(plan),
+        "tunings": tunings(plan),
         "table": runs_table(plan),
         "csv": base64.b64encode(summary_csv(plan).encode()).decode(),
         "channels": channel_tables(plan, _least_loss(plan, CHANNEL_ROWS)),
         "predictions": _predictions(plan, pictures),
-        "provenance": [_provenance(plan, run, plans) for run in plan.runs],
+        "provenance": [_provenance(plan, run, plans, page) for run in plan.runs],
     }
 
 
@@ -104,12 +119,174 @@ def _throughput(plan: PlanResult) -> View | None:
     gains = {run: gain(before, run) for before, run in itertools.pairwise(rungs)}
     return {
         "svg": figures.throughput(f"{plan.name}-throughput", shown),
+        "roofline": _roofline(plan, measured),
         "bounds": [
-            {"run": run.label, "id": plan.anchor(run), "gain": gains.get(run), "bound": bound(run.throughput)}
+            {
+                "run": run.label,
+                "id": plan.anchor(run),
+                "gain": gains.get(run),
+                "bound": bound(run.throughput),
+                "verdict": verdict.of(run),
+            }
             for run in shown
         ],
         "of": len(measured),
     }
+
+
+def _roofline(plan: PlanResult, measured: Sequence[RunResult]) -> View | None:
+    """Return the runs under their device's roofs; None if FLOPs or peaks are not known."""
+    points: list[tuple[str, float, float]] = []
+    roofs: dict[str, tuple[float, float]] = {}
+    for run in measured:
+        found = run.throughput
+        if found and found.work and found.work.bytes and found.peaks and found.synthetic and len(points) < LINES:
+            reached = found.synthetic.mean * found.work.flops / found.nranks
+            points.append((run.label, found.work.flops / found.work.bytes, reached))
+            before = roofs.get(found.peaks.dtype, (0.0, 0.0))
+            roofs[found.peaks.dtype] = (
+                max(before[0], found.peaks.flops),
+                max(before[1], found.peaks.bytes_per_second),
+            )
+    if not points:
+        return None
+    return {
+        "svg": figures.roofline(f"{plan.name}-roofline", points, [(dtype, *roof) for dtype, roof in roofs.items()]),
+        "legend": [(label, style, MARKERS[style][1]) for style, (label, _, _) in enumerate(points)],
+    }
+
+
+def _profiles(plan: PlanResult, page: Path) -> View | None:
+    """Return where the time of a step goes, run by run, and what the profilers left; None if nothing tells."""
+    profiled = [(run, run.profile) for run in plan.runs if run.profile]
+    bars = [bar for run in first_and_least(plan.runs, BARS, slowness) if (bar := _bar(run))]
+    if not bars:
+        return None
+    return {
+        "svg": figures.timeline(f"{plan.name}-timeline", bars),
+        "parts": [(part, PART_NAMES[part]) for part in figures.PARTS if any(part in parts for _, parts, _ in bars)],
+        "runs": [
+            _profile(plan, run, profile, page, before)
+            for before, (run, profile) in zip([None, *(run for run, _ in profiled)], profiled, strict=False)
+        ],
+    }
+
+
+#: What the parts of a step's time are called.
+PART_NAMES = {
+    "data": "waiting for data",
+    "copy": "copy to the device",
+    "forward": "forward",
+    "backward": "backward",
+    "optimizer": "optimiser",
+    "compute": "computing",
+    "other": "the rest",
+}
+
+
+def _bar(run: RunResult) -> tuple[str, dict[str, float], float] | None:
+    """Return a run's label, seconds a step by part, and of a plain step: from its profile, else from its throughput."""
+    profile, measured = run.profile, run.throughput
+    tool = next((tool for tool in profile.tools if tool.ranges), None) if profile else None
+    if profile and tool and profile.seconds_per_step:
+        plain = statistics.median(profile.seconds_per_step)
+        return f"{run.label} ({tool.name})", _parts(tool.ranges), plain
+    if not (measured and measured.batch_size and measured.synthetic and measured.full):
+        return None
+    if not (measured.synthetic.mean and measured.full.mean):
+        return None
+    step, computing = (measured.batch_size / trials.mean for trials in (measured.full, measured.synthetic))
+    return run.label, {"data": max(0.0, step - computing), "compute": min(step, computing)}, step
+
+
+def _parts(ranges: dict[str, RangeTime]) -> dict[str, float]:
+    """Return seconds a step by part: of the device's work where it is known, else of the host; the rest is `other`."""
+    step = ranges["step"].seconds if "step" in ranges else 0.0
+    device = any(each.device_seconds for each in ranges.values())
+    parts = {
+        part: (ranges[part].device_seconds or 0.0) if device and part != "data" else ranges[part].seconds
+        for part in figures.PARTS
+        if part in ranges
+    }
+    if "copy" in parts and "data" in parts and not device:  # it happens while the loader is asked
+        parts["data"] = max(0.0, parts["data"] - parts["copy"])
+    return {**parts, "other": max(0.0, step - sum(parts.values()))}
+
+
+def _profile(plan: PlanResult, run: RunResult, profile: Profile, page: Path, before: RunResult | None) -> View:
+    """Return a run's profile, and what changed since the one `before` it."""
+    plain = statistics.median(profile.seconds_per_step) if profile.seconds_per_step else None
+    folder = Path(os.path.relpath(run.folder / "profile", page))
+    tools = []
+    for tool in profile.tools:
+        slower = tool.seconds_per_step / plain - 1 if tool.seconds_per_step and plain else None
+        files = [(title, (folder / name).as_posix()) for title, name in tool.files.items()]
+        tools.append({"tool": tool, "overhead": slower, "files": files})
+    top = [entry for entry in profile.top if entry.kind in ("kernel", "operator")][:TOP] or profile.top[:TOP]
+    return {
+        "id": plan.anchor(run),
+        "label": run.label,
+        "tools": tools,
+        "top": top,
+        "memory": profile.memory,
+        "summary": (folder / "profile_summary.csv").as_posix(),
+        "before": before.label if before else None,
+        "changes": _changes(before, run) if before else [],
+    }
+
+
+def _changes(before: RunResult, run: RunResult) -> list[compare.Change]:
+    """Return what got faster and slower between two profiles and is more than their noise, the greatest first."""
+    one, other = (compare.read(each.folder) for each in (before, run))
+    changes = [change for change in compare.compare(one, other) if change.certain]
+    first = next(iter(changes)).tool if changes else ""  # two profilers would tell the same twice
+    changes = [change for change in changes if change.tool == first]
+    faster, slower = compare.extremes(changes, TOP // 2)
+    return [*faster, *slower]
+
+
+def _watched(plan: PlanResult) -> View | None:
+    """Return what the machine did while runs trained (or were measured, if they were not); None if nobody watched."""
+    watched = []
+    for run in first_and_least([run for run in plan.runs if any(run.telemetry.values())], BARS, slowness):
+        stage = next(stage for stage, nodes in run.telemetry.items() if nodes)
+        samples = run.telemetry[stage][0]
+        if series := _series(samples):
+            name = f"{plan.name}-{run.name}-watched"
+            watched.append({"label": run.label, "stage": stage, "svg": figures.strips(name, series)})
+    return {"runs": watched} if watched else None
+
+
+def _series(samples: Sequence[Sample]) -> list[figures.Strip]:
+    """Return the strips of a node: what is known, in units that read well."""
+    if not samples:
+        return []
+    start, cores, gib = begin(samples), samples[0].cores, 2**30
+    wanted: list[tuple[str, Callable[[Sample], float | None], float | None]] = [
+        ("processors: the run (cores)", lambda s: None if s.cpu_run is None else s.cpu_run * s.cores, cores),
+        ("processors: others (cores)", lambda s: None if s.cpu_others is None else s.cpu_others * s.cores, cores),
+        ("memory of the run (GiB)", lambda s: None if s.rss_bytes is None else s.rss_bytes / gib, None),
+        ("reading, system calls (MB/s)", lambda s: _scaled(s.read_bytes_per_second, 1e-6), None),
+        ("reading, from disks (MB/s)", lambda s: _scaled(s.disk_read_bytes_per_second, 1e-6), None),
+        ("GPUs, mean (% of time with a kernel)", lambda s: _scaled(_gpu(s, "utilization"), 100), 100),
+        ("GPUs, sum (W)", lambda s: _scaled(_gpu(s, "watts"), len(s.gpus)), None),
+        ("GPUs, mean memory (GiB)", lambda s: _scaled(_gpu(s, "memory_bytes"), 1 / gib), None),
+    ]
+    strips: list[figures.Strip] = []
+    for label, value, top in wanted:
+        points = [(sample.time - start, y) for sample in samples if (y := value(sample)) is not None]
+        if points and (top or any(y > 0 for _, y in points)):
+            strips.append((label, [x for x, _ in points], [y for _, y in points], top))
+    return strips
+
+
+def _scaled(value: float | None, factor: float) -> float | None:
+    return None if value is None else value * factor
+
+
+def _gpu(sample: Sample, column: str) -> float | None:
+    values = [getattr(gpu, column) for gpu in sample.gpus if getattr(gpu, column) is not None]
+    return statistics.fmean(values) if values else None
 
 
 def _predictions(plan: PlanResult, limit: int) -> View | None:
@@ -123,7 +300,7 @@ def _predictions(plan: PlanResult, limit: int) -> View | None:
     return {"pictures": pictures, "of": len(drawn), "best": best}
 
 
-def _provenance(plan: PlanResult, run: RunResult, plans: set[str]) -> View:
+def _provenance(plan: PlanResult, run: RunResult, plans: set[str], page: Path) -> View:
     """Return what a run was made with: whatever its stages recorded, the best known first."""
     record = run.provenance
     facts = record.model_dump(exclude={"command", "loss", "metrics"}, exclude_unset=True) if record else {}
@@ -146,6 +323,11 @@ def _provenance(plan: PlanResult, run: RunResult, plans: set[str]) -> View:
         "command": record.command if record else None,
         "facts": [(key, value) for key, value in rows.items() if value],
         "settings": _yaml(run.settings),
+        "logs": [
+            (stage, Path(os.path.relpath(log, page)).as_posix())
+            for stage in RUN_STAGES
+            if (log := run.folder.parents[2] / f"logs/{stage}/{run.owner}.log").exists()
+        ],
     }
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from dlscale.core.records import MODES, Metric
 from dlscale.core.settings import flat
-from dlscale.core.text import NONE, count, duration, number, size, unit
+from dlscale.core.text import NONE, count, duration, number, percent, size, unit
 from dlscale.report.collect import Row, summary
 from dlscale.report.diagnosis import bound
 from dlscale.report.results import PlanResult, RunResult
@@ -68,6 +68,8 @@ def runs_table(plan: PlanResult) -> RunsTable:
         ("Throughput (samples/s)", "training", _column("train_samples_per_second")),
         *(("Throughput (samples/s)", mode, _column(f"{mode.lower()}_samples_per_second")) for mode in MODES),
         ("Verdict", "speed-up", _column("speed_up", _times)),
+        ("Verdict", "MFU", _column("mfu", percent)),
+        ("Verdict", "MBU", _column("mbu", percent)),
         ("Verdict", "published, full size", _published),
         ("Verdict", "bound by", _bound),
         ("Verdict", "peak memory", lambda run, row: _cell(run.throughput and run.throughput.peak_memory_bytes, size)),

@@ -21,6 +21,8 @@ class LogHandler(LogHandlerBase):
                 "reason": record.reason,
                 "message": record.rule_msg,
                 "command": record.shellcmd,
+                # Sizes that are known when a job starts are no numbers yet.
+                "resources": {key: value for key, value in record.resources.items() if isinstance(value, int | str)},
             }
             with open(os.environ["JOBS_LOG"], "a", encoding="utf-8") as file:
                 file.write(json.dumps(job) + "\n")

@@ -1,0 +1,96 @@
+"""The shipped plans that profile both studies on GPUs, as `snakemake -n --profile perlmutter` shows them."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.workflow.conftest import Job, Outcome, Tree
+
+PLANS = ["plan_cosmo_profile", "plan_era5_profile"]
+#: First rung and last one of each ladder, and the latter on the four GPUs of a node.
+SINGLE = [f"{study}_ladder {run}" for study in ("cosmo", "era5") for run in ("baseline", "graphs")]
+FOUR = ["cosmo_profile four", "era5_profile four"]
+DATA = [
+    *("data/downsamp_2048crop_train.h5", "data/downsamp_1024crop_valid.h5"),
+    *("data/era5_published/train/1990.h5", "data/era5_published/valid/2016.h5"),
+    *(f"data/era5_published/stats/{name}.npy" for name in ("global_means", "global_stds", "time_means")),
+]
+NSYS = {"environment": {"NSYS": "/global/tools/nsight/bin/nsys"}}
+PODMAN_HPC = {"engine": "podman-hpc", "image": "localhost/dlscale:gpu", "modules": ["gpu", "nccl"], **NSYS}
+
+
+@pytest.fixture(scope="module", params=[{}, PODMAN_HPC], ids=["shifter", "podman-hpc"])
+def shown(request: pytest.FixtureRequest, make_tree: Callable[..., Tree]) -> tuple[str, Outcome]:
+    """Return the engine, and what a dry run shows where the published data are, or so it seems."""
+    tree = make_tree({"results": "results", "site": request.param})
+    for name in DATA:
+        (tree.path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tree.path / name).touch()
+    return request.param.get("engine", "shifter"), tree.planned("--profile", "perlmutter", targets=PLANS)
+
+
+def profiles(outcome: Outcome) -> dict[str, Job]:
+    return {" ".join(job.wildcards.values()): job for job in outcome.jobs if job.rule == "profile"}
+
+
+def settings(job: Job) -> dict[str, Any]:
+    words = shlex.split(job.command)
+    found: dict[str, Any] = json.loads(words[words.index("--config") + 1])
+    return found
+
+
+def test_the_runs_that_are_named_and_no_others(shown: tuple[str, Outcome]) -> None:
+    _, outcome = shown
+    assert sorted(profiles(outcome)) == sorted(SINGLE + FOUR)
+    names = {name for name in outcome.names if name.split()[0] in ("train", "throughput", "tune")}
+    assert names == {f"throughput {run}" for run in SINGLE + FOUR}, "they are timed, and not trained"
+
+
+def test_each_runs_in_its_container_and_four_by_srun(shown: tuple[str, Outcome]) -> None:
+    engine, outcome = shown
+    for name, job in profiles(outcome).items():
+        words = shlex.split(job.command)
+        starter, inside = words[: words.index(engine)], words[words.index(engine) :]
+        stage = inside.index("dlscale")
+        assert inside[stage - 2 : stage + 2] == ["python", "-m", "dlscale", "profile"]
+        plan, run = name.split()
+        folder = f"results/plans/{plan}/{run}"
+        assert inside[inside.index("--out") + 1] == f"{folder}/profile"
+        assert inside[inside.index("--telemetry") + 1] == f"{folder}/telemetry/profile.csv"
+        if engine == "shifter":
+            assert "--image=ghcr.io/dlscale/dlscale:gpu-0.1.0" in inside and "--module=gpu,nccl-plugin" in inside
+        else:
+            assert {"--gpu", "--nccl", "localhost/dlscale:gpu"} <= set(inside)
+            assert "--env=NSYS=/global/tools/nsight/bin/nsys" in inside
+            assert starter[-3:] == ["python", "-m", "dlscale.launch.contain"]
+            starter = starter[:-3]
+        ordered = "--env=CUDA_VISIBLE_DEVICES=3,2,1,0" in inside
+        if name in FOUR:
+            assert starter[0] == "srun" and {"--ntasks-per-node=4", "--gpus-per-node=4"} <= set(starter) and ordered
+        else:
+            assert not starter and not ordered
+
+
+def test_what_is_profiled(shown: tuple[str, Outcome]) -> None:
+    """Both studies with both tools; the whole ladder's settings, of which the first rung has none."""
+    for name, job in profiles(shown[1]).items():
+        run = settings(job)
+        assert run["profile"]["tools"] == ["nsys", "torch"] and run["profile"]["ranks"] == [0]
+        assert run["cuda_graph"] == (name.split()[1] != "baseline")
+        assert run["geometry"] == {"nodes": 1, "gpus_per_node": 4 if name in FOUR else 1}
+        of_one = 64 if run["study"] == "cosmo_unet" else 16
+        assert run["batch_size"] == of_one * run["geometry"]["gpus_per_node"]
+
+
+def test_what_is_asked_of_slurm(shown: tuple[str, Outcome]) -> None:
+    for name, job in profiles(shown[1]).items():
+        gpus, qos = (4, "regular") if name in FOUR else (1, "shared")
+        asked = {key: job.resources.get(key) for key in ("nodes", "constraint", "gres", "qos", "cpus_per_task")}
+        assert asked == {"nodes": 1, "constraint": "gpu", "gres": f"gpu:{gpus}", "qos": qos, "cpus_per_task": 32}
+        # Only the first rungs' speed was published; of the others nothing is known before they are timed.
+        assert job.resources["runtime"] == 60 or name.endswith("baseline")

@@ -1,0 +1,75 @@
+"""`dlscale explain RUN`: the verdict on a run, in a terminal."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import textwrap
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dlscale.core.errors import UserError
+from dlscale.core.records import Profile, Throughput
+from dlscale.core.settings import read_yaml
+from dlscale.core.telemetry import read_nodes
+from dlscale.core.text import percent
+from dlscale.report.verdict import Evidence, Verdict, verdict, watched
+
+if TYPE_CHECKING:
+    from dlscale.config.resolve import Configuration
+
+
+def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
+    """Print what holds the runs `args.runs` (PLAN.RUN, or their folders) back; return the exit status."""
+    found = {name: verdict(evidence(folder(name, results_of(configuration)))) for name in args.runs}
+    if args.json:
+        print(json.dumps({name: asdict(each) for name, each in found.items()}, indent=2))
+    else:
+        print("\n\n".join("\n".join(lines(name, each)) for name, each in found.items()))
+    return 0
+
+
+def results_of(configuration: Configuration | None) -> Path:
+    """Return the folder of results."""
+    return Path(configuration.workflow.results if configuration else "results")
+
+
+def folder(name: str, results: Path) -> Path:
+    """Return the folder of a run that is named PLAN.RUN, or by its folder."""
+    plan, dot, run = name.partition(".")
+    path = results / "plans" / plan / run if dot and "/" not in name else Path(name)
+    if (path / "config.yaml").is_file():
+        return path
+    known = sorted(f"{each.parent.parent.name}.{each.parent.name}" for each in results.glob("plans/*/*/config.yaml"))
+    there = f"; there are: {', '.join(known)}" if known else f"; {results} holds no run yet: snakemake makes them"
+    raise UserError(f"{name}: no such run; expected PLAN.RUN, or a run's folder{there}")
+
+
+def evidence(path: Path) -> Evidence:
+    """Return what there is of a run in its folder."""
+    throughput, profile = path / "throughput.json", path / "profile/profile.json"
+    if not (throughput.exists() or profile.exists()):
+        raise UserError(f"{path}: neither throughput nor a profile was measured; add them to the plan's measure")
+    return Evidence(
+        read_yaml(path / "config.yaml"),
+        Throughput.read(throughput) if throughput.exists() else None,
+        Profile.read(profile) if profile.exists() else None,
+        watched({stage: read_nodes(path / f"telemetry/{stage}.csv") for stage in ("throughput", "train")}),
+    )
+
+
+def lines(name: str, found: Verdict) -> list[str]:
+    """Return a verdict as lines of text."""
+    text = [f"{name}: bound by {found.bound.what}" if found.bound else name]
+    if found.bound:
+        text += _wrapped(found.bound.why)
+    for finding in found.findings:
+        text += ["", f"  {finding.what}, about {percent(finding.share)} of the time", *_wrapped(finding.why)]
+    if found.limit:
+        text += ["", *_wrapped(found.limit)]
+    return [*text, "", *_wrapped(f"Try next: {found.todo}")]
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, 100, initial_indent="  ", subsequent_indent="  ")

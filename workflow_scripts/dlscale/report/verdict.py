@@ -1,0 +1,473 @@
+"""What holds a run back, how far it is from its device's limit, and what to try next: from all that was measured of it.
+
+Each function of `CAUSES` looks for one cause and returns what it found with the figures that show it, or None: what was
+not measured shows nothing, and a run without such causes is bound by its computation or its loader alone, which `bound`
+says.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dlscale.core.records import Activity, Profile, Throughput, Trials, Usage
+from dlscale.core.settings import Raw
+from dlscale.core.telemetry import Sample, Summary, summary
+from dlscale.core.text import many, number, percent, size
+from dlscale.report.diagnosis import Bound, bound
+from dlscale.report.results import RunResult
+
+#: A cause that costs less of the time than this is not told: two measurements of the same differ by as much.
+LEAST = 0.1
+
+#: A measurement shorter than this says nothing of processor time, which the system counts in hundredths of a second.
+LEAST_SECONDS = 0.2
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What was measured of a run; None what was not."""
+
+    settings: Raw
+    throughput: Throughput | None = None
+    profile: Profile | None = None
+    watched: Summary | None = None  #: What the first node did meanwhile.
+
+    def trials(self, mode: str) -> Trials | None:
+        return self.throughput.mode(mode) if self.throughput else None
+
+    def rate(self, mode: str) -> float | None:
+        """Samples/s; None if they were not measured."""
+        trials = self.trials(mode)
+        return trials.mean if trials and trials.mean else None
+
+    def setting(self, path: str, default: Any = None) -> Any:
+        """Return a setting by its dotted path."""
+        value: Any = self.settings
+        for key in path.split("."):
+            value = value.get(key) if isinstance(value, dict) else None
+        return default if value is None else value
+
+    @property
+    def cuda(self) -> bool:
+        device = (self.throughput or self.profile or Throughput()).device
+        return device.kind == "cuda"
+
+    @property
+    def activity(self) -> Activity:
+        """What the profilers saw of a step, each figure from the first that has it."""
+        seen: dict[str, Any] = {}
+        for tool in reversed(self.profile.tools if self.profile else []):
+            seen |= tool.activity.model_dump(exclude_none=True)
+        return Activity(**seen)
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Median seconds of a step with no profiler at work."""
+        steps = self.profile.seconds_per_step if self.profile else []
+        return statistics.median(steps) if steps else None
+
+    @property
+    def loading(self) -> float:
+        """Share of the time that would be saved if loading took none; 0 where it is not loading that bounds the run."""
+        io, synthetic, full = map(self.rate, ("IO", "SYNTHETIC", "FULL"))
+        if not (io and synthetic and full) or io > 0.8 * synthetic:
+            return 0.0
+        return max(0.0, 1 - full / synthetic)
+
+    @property
+    def readers(self) -> int:
+        """Processes or threads that load: the training process itself where there are no others."""
+        return max(1, int(self.setting("loader.workers", 1)))
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One cause that holds a run back."""
+
+    cause: str  #: Its name, a key of `CAUSES`.
+    what: str  #: In a few words.
+    why: str  #: The figures that show it, in a sentence or two.
+    todo: str  #: What to try next.
+    share: float  #: Of the run's time, what it costs, about.
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What is to be said of a run."""
+
+    bound: Bound | None  #: From the three throughputs; None if they were not all measured.
+    findings: list[Finding]  #: Causes, the dearest first.
+    limit: str  #: How far the run is from what its device can do; empty if that was not measured.
+    todo: str  #: What to try next: of the dearest cause, or else of what bounds the run.
+
+
+def of(run: RunResult) -> Verdict:
+    """Judge a run of a plan."""
+    return verdict(Evidence(run.settings, run.throughput, run.profile, watched(run.telemetry)))
+
+
+def watched(telemetry: Mapping[str, Sequence[Sequence[Sample]]]) -> Summary | None:
+    """Return what the first node did while throughput was measured, or while the run trained."""
+    nodes = next((telemetry[stage] for stage in ("throughput", "train") if telemetry.get(stage)), None)
+    return summary(nodes[0]) if nodes else None
+
+
+def verdict(evidence: Evidence) -> Verdict:
+    """Judge a run from what was measured of it."""
+    found = [finding for look in CAUSES.values() if (finding := look(evidence)) and finding.share >= LEAST]
+    # What disturbs a measurement comes first: with it, nothing else is certain.
+    found.sort(key=lambda finding: (finding.cause != "neighbour", -finding.share))
+    bounding = bound(evidence.throughput)
+    return Verdict(bounding, found, limit(evidence), found[0].todo if found else _next(evidence, bounding))
+
+
+# ---- causes: loading ---------------------------------------------------------------------------------
+
+
+def storage(evidence: Evidence) -> Finding | None:
+    """Loading waits for files: what loads is mostly idle, and nothing else keeps the processors busy."""
+    usage = _usage(evidence, "IO")
+    if not (evidence.loading and usage) or _others(usage) > 0.25:
+        return None
+    busy = _busy(usage, evidence.readers)
+    if busy > 0.5:
+        return None
+    disk = ""
+    if usage.read_bytes:
+        disk = f", in which {size(usage.read_bytes / usage.seconds)}/s came from disks"
+    return Finding(
+        "storage",
+        "slow storage",
+        f"Loading alone delivers {number(evidence.rate('IO'))} samples/s, and what loads computes for only "
+        f"{percent(busy)} of that time{disk}: the rest it waits for files.",
+        "Copy the data to faster storage (a node's own disk, or memory); store float16, and chunks of the size of a "
+        "sample; let more workers wait at the same time (loader.workers).",
+        evidence.loading,
+    )
+
+
+def workers(evidence: Evidence) -> Finding | None:
+    """Loading computes, with fewer processes or threads than there are cores idle."""
+    usage = _usage(evidence, "IO")
+    if not (evidence.loading and usage) or _busy(usage, evidence.readers) <= 0.5:
+        return None
+    idle = usage.cores - usage.machine_cpu_seconds / usage.seconds
+    if idle < 0.5 or evidence.readers >= usage.cores:
+        return None
+    count = evidence.setting("loader.workers", 1)
+    return Finding(
+        "workers",
+        "too few workers",
+        f"Loading alone delivers {number(evidence.rate('IO'))} samples/s with {many(count, 'worker')}, which "
+        f"{'is' if count == 1 else 'are'} busy, while {number(idle, 2)} of {usage.cores} cores are idle.",
+        f"loader: {{workers: {min(usage.cores, max(2, 2 * evidence.readers))}}}; `dlscale tune` finds how many are "
+        "best." + _faster_loader(evidence),
+        evidence.loading,
+    )
+
+
+def loader(evidence: Evidence) -> Finding | None:
+    """Loading computes on as many cores as it can get."""
+    usage = _usage(evidence, "IO")
+    if not (evidence.loading and usage) or _busy(usage, evidence.readers) <= 0.5 or workers(evidence):
+        return None
+    if _others(usage) > 0.25:
+        return None
+    cores = usage.cpu_seconds / usage.seconds
+    return Finding(
+        "loader",
+        "the loader's work",
+        f"Loading alone delivers {number(evidence.rate('IO'))} samples/s, and keeps {number(cores, 2)} of "
+        f"{usage.cores} cores busy with it.",
+        (
+            _faster_loader(evidence)
+            or "Store the data as the model takes them: float16, channels last, no compression."
+        ).strip(),
+        evidence.loading,
+    )
+
+
+def overlap(evidence: Evidence) -> Finding | None:
+    """Loading and computing take turns."""
+    found = bound(evidence.throughput)
+    if not found or found.loading is None:
+        return None
+    share, turns = min(found.loading, 1 - found.share), evidence.setting("loader.workers") == 0
+    if share < 2 * LEAST and not turns:  # three measurements, one after the other: FULL may have met a slow moment
+        return None
+    why = "there is nobody who loads while the model computes" if turns else "they do not overlap"
+    return Finding(
+        "overlap",
+        "loading and computing in turn",
+        f"FULL is what one after the other gives: {percent(found.loading)} of the time is loading, and {why}.",
+        ("loader: {workers: 1} or more." if turns else "More workers, or a longer prefetch.")
+        + _faster_loader(evidence),
+        share,
+    )
+
+
+# ---- causes: several processes -----------------------------------------------------------------------
+
+
+def straggler(evidence: Evidence) -> Finding | None:
+    """One process is slower than the others, which wait for it."""
+    for mode, doing in (("alone", "computes"), ("IO", "loads")):
+        trials = evidence.trials(mode)
+        if not trials or len(trials.rank_throughput) < 2 or (mode == "IO" and not evidence.loading):
+            continue
+        slowest = min(trials.rank_throughput)
+        rank = trials.rank_throughput.index(slowest)
+        usual = statistics.median([rate for number_, rate in enumerate(trials.rank_throughput) if number_ != rank])
+        if slowest < 0.85 * usual:
+            return Finding(
+                "straggler",
+                f"slow rank {rank}",
+                f"Rank {rank} {doing} {number(slowest)} samples/s where the others reach {number(usual)}: all wait "
+                "for it in every step.",
+                f"Look at the node and the device of rank {rank}: clocks, temperature, other programs; leave the node "
+                "out if it stays slow.",
+                1 - slowest / usual,
+            )
+    return None
+
+
+def communication(evidence: Evidence) -> Finding | None:
+    """Sums of gradients over the processes, which computation does not hide."""
+    alone, together = evidence.rate("alone"), evidence.rate("SYNTHETIC")
+    if not (alone and together and evidence.throughput) or straggler(evidence):
+        return None
+    ranks = evidence.throughput.nranks
+    return Finding(
+        "communication",
+        "communication",
+        f"{ranks} processes compute {number(alone)} samples/s while none waits for the others' gradients, and "
+        f"{number(together)} when they add them up.",
+        "A larger batch on each device (batch_size), or accumulation_steps, which add up less often.",
+        1 - together / alone,
+    )
+
+
+# ---- causes: computing -------------------------------------------------------------------------------
+
+
+def launches(evidence: Evidence) -> Finding | None:
+    """Operators that are too small: to call them takes longer than to compute them."""
+    if evidence.setting("cuda_graph") or evidence.loading:
+        return None
+    activity, seconds = evidence.activity, evidence.step_seconds
+    if activity.device_busy is not None and evidence.cuda:
+        launched = f" with {number(activity.launches)} launches in it" if activity.launches else ""
+        share = 1 - activity.device_busy
+        why = f"The device is idle for {percent(share)} of a step{launched}: the host does not keep up."
+        if share < 0.25 or sync(evidence):
+            return None
+    else:
+        work = evidence.throughput.work if evidence.throughput else None
+        peaks = evidence.throughput.peaks if evidence.throughput else None
+        rate, batch = evidence.rate("SYNTHETIC"), evidence.throughput.batch_size if evidence.throughput else None
+        if rate and batch:
+            seconds = batch / rate
+        operators = work.operators if work else None
+        each = peaks.operator_seconds if peaks else None
+        if not (operators and each and seconds) or evidence.setting("compile.mode", "none") != "none":
+            return None
+        share = operators * each / seconds
+        if share < 0.3:
+            return None
+        share = min(share, 1.0)
+        why = (
+            f"A step calls {number(operators)} operators, and {1e6 * each:.1f} µs to call each are {percent(share)} of "
+            f"its {1e3 * seconds:.1f} ms."
+        )
+    fuse = [] if evidence.setting("compile.mode", "none") != "none" else ["compile: {mode: default}"]
+    fuse += ["cuda_graph: true"] if evidence.cuda else []
+    fuse += [] if evidence.setting("optimizer.fused") else ["optimizer: {fused: true}"]
+    return Finding("launches", "tiny operators", why, f"{', '.join([*fuse, 'a larger batch_size'])}.", share)
+
+
+def sync(evidence: Evidence) -> Finding | None:
+    """The host waits for the device within a step."""
+    activity, seconds = evidence.activity, evidence.step_seconds
+    items = activity.items or 0.0
+    if evidence.cuda and activity.sync_seconds is not None and activity.device_busy is not None and seconds:
+        waited = activity.sync_seconds / seconds
+        if waited < LEAST or (not items and (activity.syncs or 0) < 1):
+            return None
+        # A host that waits costs nothing while the device has work: only what that is idle, if not for want of data.
+        idle = 1 - activity.device_busy
+        share = idle - evidence.loading
+        if share < LEAST:
+            return None
+        why = (
+            f"The host waits for the device {number(activity.syncs or items)} times a step, for {percent(waited)} of "
+            f"it, and has nothing ready when it goes on: the device is idle for {percent(idle)}."
+        )
+    elif items >= 1:
+        share = LEAST  # on a processor it costs nothing; on a GPU a step
+        why = f"A step reads {many(round(items), 'number')} from tensors (`.item()`, `float()`, `if tensor`)"
+        why += ": on a GPU the host waits there until all before it is computed."
+    else:
+        return None
+    return Finding(
+        "sync",
+        "a wait in the loop",
+        why,
+        "Keep the number on the device (`detach()`), and read it once an epoch; the profile's lines show where it is.",
+        share,
+    )
+
+
+def memory(evidence: Evidence) -> Finding | None:
+    """The operators move more than they compute: memory, not arithmetic, takes the time."""
+    measured = evidence.throughput
+    used = measured.mbu("SYNTHETIC") if measured else None
+    if not (measured and used and measured.work and measured.peaks) or launches(evidence) or evidence.loading:
+        return None
+    moving = (measured.work.bytes or 0.0) / measured.peaks.bytes_per_second
+    computing = measured.work.flops / measured.peaks.flops
+    if moving < 1.5 * computing or used < 0.4:
+        return None
+    fuse = "" if evidence.setting("compile.mode", "none") != "none" else "compile: {mode: default} (one pass for many)"
+    half = "" if "16" in str(evidence.setting("precision", "")) else "precision: bf16 (half the bytes)"
+    return Finding(
+        "memory",
+        "memory bandwidth",
+        f"The step's operators read and write {size(measured.work.bytes)} a sample, {percent(min(used, 1.0))} of what "
+        f"the memory can move in that time; their arithmetic alone would take {percent(computing / moving)} of it.",
+        f"{', '.join(filter(None, (fuse, half, 'memory_format: channels_last for convolutions')))}.",
+        min(used, 1.0) - min(used, 1.0) * computing / moving,
+    )
+
+
+def copies(evidence: Evidence) -> Finding | None:
+    """Batches go to the device from memory that is not page-locked: the copy makes the host wait."""
+    activity, seconds = evidence.activity, evidence.step_seconds
+    if not (activity.pageable_bytes and activity.copy_seconds and seconds):
+        return None
+    if activity.pageable_bytes < 0.1 * (activity.copy_bytes or activity.pageable_bytes):
+        return None
+    return Finding(
+        "copies",
+        "copies from pageable memory",
+        f"{size(activity.pageable_bytes)} a step are copied to the device from pageable memory, in "
+        f"{percent(activity.copy_seconds / seconds)} of the step, and nothing overlaps such copies.",
+        "loader: {pin_memory: true}, or loader: {kind: direct}, which copies from page-locked buffers.",
+        max(activity.copy_seconds / seconds, 0.0),
+    )
+
+
+# ---- causes: the machine -----------------------------------------------------------------------------
+
+
+def neighbour(evidence: Evidence) -> Finding | None:
+    """Other programs keep the machine busy."""
+    usages = [usage for mode in ("IO", "SYNTHETIC", "FULL") if (usage := _usage(evidence, mode))]
+    total = sum(usage.seconds for usage in usages)
+    if not total:
+        return None
+    others = sum(_others(usage) * usage.seconds for usage in usages) / total
+    cores = usages[0].cores
+    return Finding(
+        "neighbour",
+        "a busy neighbour",
+        f"Programs that are not the run's kept {number(others, 2)} cores busy while it was measured, of the {cores} "
+        "that it may use.",
+        "Measure again with nothing else running, or on nodes of your own: what was measured is too low.",
+        others / cores if others > 0.25 else 0.0,
+    )
+
+
+def throttled(evidence: Evidence) -> Finding | None:
+    """The GPU's clocks are held back, by power or temperature."""
+    watched = evidence.watched
+    if not (watched and watched.seconds):
+        return None
+    reasons = sorted(watched.throttle_reasons, key=lambda reason: -watched.throttle_reasons[reason])
+    share = watched.throttled_seconds / watched.seconds
+    return Finding(
+        "throttled",
+        "clocks held back",
+        f"For {percent(share)} of the time a GPU ran slower than it could: {', '.join(reasons)}.",
+        "A power cap is the site's to lift; heat wants another node; lower precision takes less power.",
+        share,
+    )
+
+
+CAUSES: dict[str, Callable[[Evidence], Finding | None]] = {
+    function.__name__: function
+    for function in (
+        storage,
+        workers,
+        loader,
+        overlap,
+        straggler,
+        communication,
+        launches,
+        sync,
+        memory,
+        copies,
+        neighbour,
+        throttled,
+    )
+}
+
+
+# ---- what else is said -------------------------------------------------------------------------------
+
+
+def limit(evidence: Evidence) -> str:
+    """Say how far the run is from its device's limit."""
+    measured = evidence.throughput
+    if not (measured and measured.work and measured.peaks and (mfu := measured.mfu("FULL")) is not None):
+        return ""
+    arithmetic = measured.peaks.flops / measured.work.flops
+    memory_ = measured.peaks.bytes_per_second / measured.work.bytes if measured.work.bytes else arithmetic
+    roof, kind = min((arithmetic, "arithmetic"), (memory_, "memory"))
+    many_ = f" of {measured.nranks} devices" if measured.nranks > 1 else ""
+    return (
+        f"FULL reaches {percent(mfu)} of the {number(measured.peaks.flops * measured.nranks / 1e9)} GFLOP/s"
+        f"{many_} that a matrix product in {measured.peaks.dtype} does. The roof over this model is {kind}: at most "
+        f"{number(roof * measured.nranks)} samples/s."
+    )
+
+
+def _next(evidence: Evidence, bounding: Bound | None) -> str:
+    """Return the rungs that a run has not taken yet, of those that help against what bounds it."""
+    if bounding is None:
+        return "Measure throughput: it says what bounds the run."
+    if bounding.key == "io":
+        return _faster_loader(evidence).strip() or "The loader is the fastest there is: store less, or use more nodes."
+    rungs = []
+    if "16" not in str(evidence.setting("precision", "")):
+        rungs.append("precision: bf16")
+    if evidence.setting("compile.mode", "none") == "none":
+        rungs.append("compile: {mode: default}")
+    if not evidence.setting("optimizer.fused") and evidence.setting("optimizer.kind") != "adadelta":
+        rungs.append("optimizer: {fused: true}")
+    if evidence.cuda and not evidence.setting("cuda_graph"):
+        rungs.append("cuda_graph: true")
+    return f"{', '.join(rungs)}." if rungs else "All rungs are taken: a larger batch, or more devices."
+
+
+def _faster_loader(evidence: Evidence) -> str:
+    kind = evidence.setting("loader.kind")
+    return "" if kind in ("direct", "synthetic") else " loader: {kind: direct} loads with far less work."
+
+
+def _usage(evidence: Evidence, mode: str) -> Usage | None:
+    trials = evidence.trials(mode)
+    usage = trials.usage if trials else None
+    return usage if usage and usage.seconds >= LEAST_SECONDS else None
+
+
+def _busy(usage: Usage, readers: int) -> float:
+    """Return the share of their time for which so many processes or threads computed."""
+    return usage.cpu_seconds / usage.seconds / min(readers, usage.cores)
+
+
+def _others(usage: Usage) -> float:
+    """Return how many cores other programs kept busy."""
+    return max(0.0, usage.machine_cpu_seconds - usage.cpu_seconds) / usage.seconds
