@@ -107,7 +107,7 @@ bench-gpu: $(VENV)/.installed-dev  ## check and measure all that needs a GPU, ni
 
 # What dlscale imports and a machine with PyTorch may lack. Few and small: they are carried there, for its --wheels.
 GPU_PYTHON ?= 3.12
-GPU_WHEELS := pydantic pydantic-core annotated-types typing-inspection typing-extensions h5py
+GPU_WHEELS := pydantic pydantic-core annotated-types typing-inspection typing-extensions h5py psutil nvidia-ml-py
 .PHONY: bench-gpu-wheels
 bench-gpu-wheels: $(VENV)/bin/python  ## collect what bench-gpu needs where there is no network (GPU_PYTHON=3.12)
 	$(say) 'Collecting wheels for Python $(GPU_PYTHON) on Linux x86-64 into $(VENV)/bench-gpu-wheels'
@@ -137,12 +137,12 @@ test-all: $(VENV)/.installed-dev  ## run all tests that can run here
 .PHONY: test-container
 test-container: $(VENV)/.installed-dev  ## build the image with podman, which is installed where missing, and test it
 	$(say) 'Testing the image (the first build takes minutes)'
-	@DLSCALE_CONTAINER_TESTS=1 pytest tests/container -m container $(ARGS)
+	@DLSCALE_CONTAINER_TESTS=1 DLSCALE_NSYS_TESTS=1 pytest tests/container -m container $(ARGS)
 
 .PHONY: test-cluster
 test-cluster: $(VENV)/.installed-dev  ## start a Slurm cluster here, installed where missing, and test the workflow on it
 	$(say) 'Testing on a Slurm cluster (half an hour, most of it waiting)'
-	@DLSCALE_CLUSTER_TESTS=1 DLSCALE_CONTAINER_TESTS=1 pytest tests/cluster -m cluster $(ARGS)
+	@DLSCALE_CLUSTER_TESTS=1 DLSCALE_CONTAINER_TESTS=1 DLSCALE_NSYS_TESTS=1 pytest tests/cluster -m cluster $(ARGS)
 
 .PHONY: lint
 lint: $(VENV)/.installed-dev  ## check style, types, layers, the workflow, the image's and CI's files

@@ -25,6 +25,7 @@ from dlscale.config import resolve as config
 from dlscale.core.settings import read_yaml
 from dlscale.data import parts
 from dlscale.data.parts import load_dataset
+from tests.nsys import real_nsys as real_nsys  # a fixture
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared"  # real data, where it is at hand

@@ -15,17 +15,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from dlscale.models.unet3d import UNet3D
-from dlscale.models.vit import ViT
 from dlscale.parallel.world import World
 from dlscale.train.step import Network, Step
 from tests.bench import gpu_checks, gpu_whole, training
 from tests.bench.cases import Case, sizes
 from tests.bench.clocks import Sampler
-from tests.bench.compute import counted_flops, unet_flops, vit_flops
 from tests.bench.gpu_checks import UNET, Errors, rung_equals_plain
 from tests.bench.gpu_kernels import (
     Launch,
@@ -57,7 +53,7 @@ def dali() -> bool:
 @pytest.mark.slow
 def test_benchmarks_run(tmp_path: Path) -> None:
     """All but those of the workflow, whose commands the workflow's own tests run."""
-    groups = ["crops", "pairs", "steps", "full", "rungs", "models", "preprocess"]
+    groups = ["crops", "pairs", "steps", "full", "rungs", "models", "watching", "profilers", "preprocess"]
     command = [sys.executable, str(ROOT / "tests/bench/run.py"), "--quick", "--json", str(tmp_path / "out.json")]
     done = subprocess.run([*command, *groups], cwd=tmp_path, capture_output=True, text=True, timeout=2 * PATIENCE)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -70,8 +66,9 @@ def test_benchmarks_run(tmp_path: Path) -> None:
     # against C; each layout against the floor, one of them against the published; each cold.
     alike = 3 + 3 + 1 + 2 + more
     crops, pairs = alike + 3 + 1 + 3, alike + 2 + 1 + 2
-    # Of each of two models: the loop without hooks, the trainer, the published step.
-    assert len(results["rows"]) == crops + pairs + 6 + 2 + (8 + compiles) + 2 + 4
+    # Of each of two models: the loop without hooks, the trainer, the published step. Of two: marks, unused and used,
+    # and three profilers; telemetry.
+    assert len(results["rows"]) == crops + pairs + 6 + 2 + (8 + compiles) + 2 + 2 + 10 + 4
     keys = {"name", "unit", "values", "value", "reference", "references", "reference_value", "ratio", "counted"}
     for row in results["rows"]:
         assert set(row) == keys | {"target"}
@@ -106,18 +103,26 @@ def test_the_benchmarks_of_a_gpu_run_on_a_processor(tmp_path: Path) -> None:
         assert set(result) == keys
         assert bool(result["values"]) == (result["status"] == "ok") == (not result["why"])
         if result["status"] == "skipped":
-            known = ("needs CUDA", "cannot compute", "no such kernel", "only interpreted on a processor")
+            known = (
+                "needs CUDA",
+                "cannot compute",
+                "no such kernel",
+                "only interpreted on a processor",
+                "no nsys here",
+            )
             assert any(reason in result["why"] for reason in known)
     for name in (
         *("check: samples, resident", "check: samples ahead, streamed", "check: bf16", "ViT-384: fused"),
         *("U-Net 64³: fp16", "crops: streamed", "one rank, gloo: compile, bf16", "profile ViT-384: eager"),
         *("convolutions: channels last, searched", "attention: flash", "decode: crops, operations, int32"),
-        *("end to end: train, resume, throughput", "batch U-Net 64³: 4"),
+        *("end to end: train, resume, throughput", "batch U-Net 64³: 4", "peaks: bf16", "explain ViT-384: first"),
+        *("explain U-Net 64³: eager", "planted: clean", "planted: pageable copies", "telemetry: U-Net 64³"),
     ):
         assert results[name]["status"] == "ok", results[name]
     for name in (
         *("check: CUDA graph, Adam", "check: no step waits", "ViT-384: compile", "ViT-1024: all", "pairs: dali"),
         *("decode: crops, operations, int64", "profile U-Net 64³: CUDA graph", "one rank, gloo: CUDA graph"),
+        *("explain U-Net 64³: top", "memory: ViT-384, bf16"),
     ):
         assert results[name]["why"] == "needs CUDA"
     assert results["U-Net 64³: fused"]["values"]["FULL resident"] > 0
@@ -127,6 +132,12 @@ def test_the_benchmarks_of_a_gpu_run_on_a_processor(tmp_path: Path) -> None:
     profile = results["profile U-Net 64³: eager"]["values"]
     assert 0 <= profile["idle %"] < 100 and profile["host ms"] > 0
     assert "convolution" in profile["kernels"][0]["kernel"].lower() or "conv" in profile["kernels"][0]["kernel"]
+    run = results["explain U-Net 64³: eager"]["values"]
+    assert 0 < run["MFU FULL"] < 1 and 0.9 < run["formula / counted, forward"] < 1.1
+    assert run["torch ranges"][0]["range"] == "step"
+    assert {row["verdict"] for row in run["verdict"]} >= {"bound by", "limit", "try next"}
+    assert [row["after"] for row in run["memory"]] == ["set-up", "forward", "backward", "step", "peak"]
+    assert results["planted: host sync"]["values"]["found"] == "sync"
     headings = [line for line in page.read_text().splitlines() if line.startswith("### ")]
     assert headings == [f"### {group}" for group in dict.fromkeys(result["group"] for result in found["results"])]
     assert sorted(tmp_path.iterdir()) == [out, page]
@@ -473,22 +484,3 @@ def test_targets_are_ratios_and_are_summed_up() -> None:
 )
 def test_figures(value: float, text: str) -> None:
     assert figures(value) == text
-
-
-def test_flops_of_the_vit() -> None:
-    """The formula against PyTorch's counter where that sees the attention, and against the published figure."""
-    vit = ViT((24, 48), (4, 4), 5, 5, embed_dim=48, depth=2, heads=2)
-    with sdpa_kernel(SDPBackend.MATH):
-        counted = counted_flops(vit, torch.randn(2, 5, 24, 48, requires_grad=True))
-    assert vit_flops(vit, 5, 2) == pytest.approx(counted, rel=0.02)
-    assert Case("era5_vit", {}, (360, 720), 1).flops() == pytest.approx(1.447e12, rel=1e-3)
-    assert Case("era5_vit", {"embed_dim": 1024}, (360, 720), 1).flops() == pytest.approx(6.15e12, rel=1e-3)
-
-
-def test_flops_of_the_unet() -> None:
-    """The formula against PyTorch's counter, with and without padded channels, and against the published figure."""
-    unet = UNet3D(4, 5, (8, 12, 16))
-    x = torch.randn(2, 4, 16, 16, 32, requires_grad=True)
-    assert 2 * unet_flops(unet, (16, 16, 32)) == counted_flops(unet, x)
-    assert unet_flops(UNet3D(4, 5, (8, 12, 16), space_to_depth=True), (16, 16, 32)) == unet_flops(unet, (16, 16, 32))
-    assert Case("cosmo_unet", {}, (64, 64, 64), 1).flops() == pytest.approx(81.5e9, rel=1e-3)

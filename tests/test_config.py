@@ -146,6 +146,9 @@ def test_a_mistake_is_reported_once_where_it_was_written(mistake: str, place: An
         ({"plans": {"sound": {"study": "cosmo_unt"}}}, "plans.sound.study", ("did you mean 'cosmo_unet'?",)),
         ({"plans": {"sound": {"kind": "lader"}}}, "plans.sound.kind", ("did you mean 'ladder'?",)),
         ({"plans": {"sound": {"measure": ["trian"]}}}, "plans.sound.measure.0", ("did you mean 'train'?",)),
+        ({"plans": {"sound": {"only": {"trian": []}}}}, "plans.sound.only.trian", ("did you mean 'train'?",)),
+        ({"plans": {"sound": {"only": {"profile": ["first"]}}}}, "plans.sound", ("add profile to measure",)),
+        ({"plans": {"sound": {"only": {"train": ["frist"]}}}}, "plans.sound", ("did you mean 'first'?",)),
         ({"plans": {"sound": {"from": "sond.first"}}}, "plans.sound.from", ("did you mean 'sound'?",)),
         ({"plans": {"sound": {"from": "weather.vit"}}}, "plans.sound.from", ("era5_vit", "cosmo_unet")),
         ({"plans": {"sound": {"runs": {"a": {"use": "sound.frist"}}}}}, "plans.sound.runs.a.use", ("'first'",)),
@@ -326,6 +329,12 @@ def test_use_names_a_run_that_another_plan_has() -> None:
         assert (resolved.plan, resolved.name) == ("sound", "second")
         assert resolved.run == found["sound"]["second"].run
     assert (found["p"]["own"].plan, found["p"]["own"].name) == ("p", "own")
+
+
+def test_a_stage_may_be_for_some_runs_only() -> None:
+    changes = plan(runs={"a": {}, "b": {}}, measure=["throughput", "profile"], only={"profile": ["b"]})
+    found = load(**changes).workflow.plans["p"]
+    assert {run: found.stages(run) for run in found.runs} == {"a": ["throughput"], "b": ["throughput", "profile"]}
 
 
 def test_from_starts_where_a_run_ended_without_its_label() -> None:

@@ -80,6 +80,40 @@ def test_throughput(tmp_path: Path) -> None:
     assert found.basis == "published" and found.seconds == pytest.approx(3 * 19200 / 85.2 + 120)
 
 
+def test_profile(tmp_path: Path) -> None:
+    """10 steps to warm up, 4 windows of 20: nsys, in processes of its own, torch, two of none; published, measured."""
+    found = cost.estimate(work(load(tmp_path), "cosmo_ladder.baseline", "profile"), tmp_path)
+    assert found.basis == "published" and found.seconds == pytest.approx((10 + 4 * 20) * 64 / 85.2 + 2 * 120)
+    four = work(load(tmp_path), "cosmo_profile.four", "profile")
+    assert cost.estimate(four, tmp_path).basis == "limit"
+    measured(tmp_path, "cosmo_profile.four", 6000.0, batch_size=256, ranks=4)
+    found = cost.estimate(four, tmp_path)
+    assert found.basis == "measured" and found.seconds == pytest.approx((10 + 4 * 20) * 256 / 6000 + 2 * 120)
+    assert cost.minutes(four, tmp_path, scheduler()) == math.ceil(1.5 * (3.84 + 240) / 60) + 10
+    without = load(tmp_path, plans={"cosmo_profile": {"settings": {"profile": {"tools": ["torch"]}}}})
+    found = cost.estimate(work(without, "cosmo_profile.four", "profile"), tmp_path)
+    assert found.seconds == pytest.approx((10 + 3 * 20) * 256 / 6000 + 120)
+
+
+def test_plans_that_profile(tmp_path: Path) -> None:
+    """Each of their runs is timed and profiled, where it is the ladder's beside the ladder's results."""
+    both = cost.works(load(tmp_path), ["cosmo_profile", "era5_profile"])
+    runs = [
+        f"{study}_{plan}"
+        for study in ("cosmo", "era5")
+        for plan in ("ladder.baseline", "ladder.graphs", "profile.four")
+    ]
+    listed = [(f"{w.plan}.{w.run_name}", w.stage) for w in both if w.run]
+    assert sorted(listed) == sorted((run, stage) for run in runs for stage in ("throughput", "profile"))
+    rows = {
+        (f"{row.work.plan}.{row.work.run_name}", row.work.stage): row
+        for row in cost.price(both, scheduler(), tmp_path).rows
+    }
+    one, four = rows["cosmo_ladder.graphs", "profile"], rows["cosmo_profile.four", "profile"]
+    assert (one.qos, one.node_hours, one.gpu_hours) == ("shared", 0.25, 1.0)
+    assert (four.qos, four.node_hours, four.gpu_hours) == ("regular", 1.0, 4.0)
+
+
 @pytest.mark.parametrize(("steps", "epochs"), [(128, 4), (129, 5), (32, 1)])
 def test_steps(tmp_path: Path, steps: int, epochs: int) -> None:
     """Of 16 samples each, 32 to an epoch, and 128 to validate after each; the slowest of what was published."""
@@ -289,7 +323,7 @@ def test_works(tmp_path: Path) -> None:
     measured(tmp_path, "cosmo_demo.baseline", 3.0)  # its training is still to be done
     assert [(w.stage, w.run_name) for w in cost.works(configuration, ["mine"])] == [("train", "baseline")]
     both = cost.works(configuration, ["mine", "cosmo_demo"])
-    assert [w.stage for w in both if w.run_name == "baseline"] == ["train"]
+    assert [w.stage for w in both if w.run_name == "baseline"] == ["train", "profile"]
     assert all(w.run == configuration.plans[w.plan][w.run_name].run for w in both)
     (tmp_path / "plans/cosmo_demo/baseline/provenance.json").touch()  # where the results of `mine.reference` are
     assert cost.works(configuration, ["mine"]) == []

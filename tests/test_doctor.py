@@ -818,9 +818,19 @@ def test_stages_wanted(tmp_path: Path) -> None:
 def test_plans(tmp_path: Path) -> None:
     """Those that are asked for, whatever the targets are."""
     configuration = load(tmp_path)
-    names = [f.name for f in doctor.check(configuration, plans=["cosmo_ladder"]) if f.name.startswith("data ")]
+    found = doctor.check(configuration, plans=["cosmo_ladder"])
+    assert not [f for f in found if f.name == "nsys"], "its runs name nsys for those who profile them, and it does not"
+    names = [f.name for f in found if f.name.startswith("data ")]
     assert names == ["data cosmo_published"]
     assert named(doctor.check(configuration), "data cosmo_demo").status == "ok"
+
+
+def test_nsys_where_runs_are_profiled_by_it(tmp_path: Path) -> None:
+    configuration = load(tmp_path, plans={"cosmo_profile": {"only": {"profile": ["four"]}}})
+    assert named(doctor.check(configuration, plans=["cosmo_profile"]), "nsys").status == "warn"
+    for stages, plan in (["data", "throughput"], "cosmo_profile"), (["profile"], "cosmo_demo"):
+        found = doctor.check(configuration, stages_wanted=stages, plans=[plan])
+        assert not [f for f in found if f.name == "nsys"], "another stage; and the demo is profiled by others"
 
 
 def doctor_command(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -12,6 +12,7 @@ from torch import nn
 
 from dlscale.config.run import Run, run_class
 from dlscale.core import registry
+from dlscale.data.manifest import Manifest
 from dlscale.data.samples import GridSamples
 from dlscale.data.store import Field
 from dlscale.datasets.cosmo.kind import CropSamples
@@ -23,7 +24,6 @@ from dlscale.studies.base import SampleLoss, Study
 from dlscale.train.build import build_step
 from dlscale.train.step import Step
 from tests.bench import loading
-from tests.bench.compute import unet_flops, vit_flops
 
 #: What the published code sets of each study, sizes apart.
 PUBLISHED: dict[str, dict[str, Any]] = {
@@ -97,12 +97,18 @@ class Case:
             raw[key] = {**raw.get(key, {}), **value} if merged else value
         return run_class(self.study).model_validate(raw)
 
-    def network(self, run: Run) -> nn.Module:
-        """Return the model as its study builds it."""
+    @property
+    def manifest(self) -> Any:
+        """What a study reads of a manifest to build its model."""
         (inputs, *_), (outputs, *_) = self.shapes
         named = {"Nbody": inputs, "Hydro": outputs, "fields": inputs}
-        fields = {name: SimpleNamespace(channels=range(count), grid=self.grid) for name, count in named.items()}
-        return self._study.model(run, SimpleNamespace(fields=fields))  # type: ignore[arg-type]
+        return SimpleNamespace(
+            fields={name: SimpleNamespace(channels=range(count), grid=self.grid) for name, count in named.items()}
+        )
+
+    def network(self, run: Run) -> nn.Module:
+        """Return the model as its study builds it."""
+        return self._study.model(run, self.manifest)
 
     def loss(self) -> SampleLoss:
         """Return the study's loss."""
@@ -128,27 +134,34 @@ class Case:
         x, y = (torch.randn(size, *shape, generator=generator) for shape in self.shapes)
         return x.to(device), 0.3 * y.to(device)
 
-    def flops(self) -> int:
-        """FLOPs of a sample, forward and backward."""
-        with torch.device("meta"):
-            model: Any = self.network(self.run())
-        return unet_flops(model, self.grid) if self.study == "cosmo_unet" else vit_flops(model, self.channels, 1)
+    def flops(self) -> float:
+        """FLOPs of a sample, forward and backward, by the study's formula."""
+        forward = self._study.flops(self.run(), self.manifest)
+        assert forward is not None
+        return 3 * forward
 
     def write(self, path: Path, rows: int) -> None:
         """Write what samples are taken of, as the assemble stage does: a volume of `rows`^3 cells, or `rows` times."""
         loading.write(path, self._fields(rows), "float16", channels_last=self.study == "cosmo_unet")
 
     def samples(self, path: Path, rows: int, count: int) -> GridSamples:
-        """Return `count` samples an epoch of what `write` wrote.
+        """Return `count` samples an epoch of what `write` wrote."""
+        manifest = self.described(path, rows, count)
+        if self.study == "cosmo_unet":
+            settings = CropSamples(kind="crops", crop=self.grid[0], train=count)
+            return Crops(manifest, "train", settings, seed=0)
+        return Pairs(manifest, "train", PairSamples(kind="pairs", train=count), seed=0)
+
+    def described(self, path: Path, rows: int, count: int) -> Manifest:
+        """Return the manifest of what `write` wrote, of at least `count` samples.
 
         A series is named often enough to have them: the page cache holds it once, and epochs are long.
         """
         if self.study == "cosmo_unet":
-            settings = CropSamples(kind="crops", crop=self.grid[0], train=count)
-            return Crops(loading.manifest(path, "cosmo", self._fields(rows)), "train", settings, seed=0)
+            return loading.manifest(path, "cosmo", self._fields(rows))
         manifest = loading.manifest(path, "era5", self._fields(rows))
         manifest.splits["train"] *= -(-count // (rows - 1))
-        return Pairs(manifest, "train", PairSamples(kind="pairs", train=count), seed=0)
+        return manifest
 
     def _fields(self, rows: int) -> list[Field]:
         if self.study == "cosmo_unet":

@@ -55,6 +55,7 @@ from tests.bench.tasks import (  # noqa: E402
 #: Modules beside this one, and the functions that return their tasks: the most wanted first.
 ORDER = (
     ("gpu_machine", "tasks"),
+    ("gpu_explain", "tasks"),
     ("gpu_checks", "quick"),
     ("gpu_whole", "tasks"),
     ("gpu_kernels", "tasks"),
@@ -146,6 +147,8 @@ def main() -> int:
                 with zipfile.ZipFile(wheel) as archive:
                     archive.extractall(folder / "packages")
             sys.path.insert(0, str(folder / "packages"))
+        # Processes that stages start find the same packages.
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
         bench = Bench(device, args.quick, folder)
         tasks = chosen(all_tasks(bench), args.only, args.skip)
         if args.list:

@@ -25,7 +25,7 @@ from dlscale.data.loaders.decode import stored_fields
 from dlscale.data.loaders.direct_device import Resident, on_device, placed
 from dlscale.train.attention import BACKENDS, only
 from tests.bench.cases import Case, sizes
-from tests.bench.gpu_timings import COMPILE, Data, data
+from tests.bench.gpu_timings import Data, data
 from tests.bench.tasks import Bench, Skip, Task, Values
 
 #: What the rungs before compiling leave.
@@ -169,7 +169,7 @@ def host_and_device(bench: Bench, action: Callable[[], object], count: int) -> V
 
 def profile(bench: Bench, case: Case, over: dict[str, Any]) -> Values:
     """Return host's and device's time of a step, its launches and idle share, and the kernels that take most."""
-    if over.get("cuda_graph") or "compile" in over:
+    if over.get("cuda_graph"):
         bench.need_cuda()
     step = case.step(bench.device, **BEST[case.study], **over)
     x, y = case.batch(bench.device)
@@ -422,9 +422,9 @@ def tasks(bench: Bench) -> list[Task]:
     """Return profiles, then the tables."""
     unet, vit, _ = sizes(bench.quick)
     found = [
-        Task(f"profile {label}", name, 60 if "compile" in over else 15, partial(profile, bench, case, over))
+        Task(f"profile {label}", name, 15, partial(profile, bench, case, over))
         for label, case in (("U-Net 64³", unet), ("ViT-384", vit))
-        for name, over in (("eager", {}), ("compiled", COMPILE), ("CUDA graph", {"cuda_graph": True}))
+        for name, over in (("eager", {}), ("CUDA graph", {"cuda_graph": True}))
     ]
     layouts = {"contiguous": torch.contiguous_format, "channels last": torch.channels_last_3d}
     found += [

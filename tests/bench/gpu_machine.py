@@ -12,7 +12,9 @@ import torch
 
 from tests.bench.tasks import Bench, Task, Values
 
-PRODUCT, PINNED = "machine: bf16 matrix product", "machine: pinned host to device"
+PRODUCT, COPY, PINNED = (
+    f"machine: {name}" for name in ("bf16 matrix product", "copy in memory", "pinned host to device")
+)
 PACKAGES = ("triton", "numba", "numpy", "h5py", "pydantic", "flash_attn_interface")
 
 

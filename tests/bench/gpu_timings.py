@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,8 +20,9 @@ import torch
 from dlscale.config.run import Throughput
 from dlscale.data.loaders.base import AS_DECLARED, Batch, Loader
 from dlscale.data.samples import GridSamples
-from dlscale.measure.throughput import endless, peak_memory, trials
+from dlscale.measure.throughput import endless, trials
 from dlscale.parallel.world import World
+from dlscale.train import memory
 from dlscale.train.step import Step
 from tests.bench.cases import Case, sizes
 from tests.bench.gpu_checks import loader_of
@@ -60,10 +62,20 @@ class Data:
 
     def samples(self) -> GridSamples:
         """Return the samples."""
+        return self.case.samples(self._path(), self._rows, self._count)
+
+    def manifest(self) -> Path:
+        """Return the file of their manifest."""
+        path = self._path()
+        described = path.with_suffix(".json")
+        described.write_text(self.case.described(path, self._rows, self._count).text())
+        return described
+
+    def _path(self) -> Path:
         path = self._bench.folder / f"{self.case.study}.h5"
         if not path.exists():
             self.case.write(path, self._rows)
-        return self.case.samples(path, self._rows, self._count)
+        return path
 
     @contextmanager
     def loader(self, kind: str, step: Step | None = None) -> Iterator[Loader]:
@@ -136,7 +148,7 @@ class Ladder:
         for kind in self.kinds:
             found[f"FULL {kind}"] = self.data.rate(kind, step, self.settings)
         found |= utilisation(self.bench, synthetic, self.case)
-        found["peak GB"] = peak_memory(self.bench.device) / 1e9
+        found["peak GB"] = memory.peak(self.bench.device) / 1e9
         return found
 
     def tasks(self, label: str, rungs: Rungs, targets: dict[str, dict[str, float]]) -> list[Task]:
@@ -193,7 +205,7 @@ def large(bench: Bench, case: Case, settings: Throughput) -> Values:
         torch.cuda.empty_cache()  # outside of the handler, whose traceback keeps the tensors
         batch_size //= 2
     found |= utilisation(bench, found["SYNTHETIC"], case)
-    found["peak GB"] = peak_memory(bench.device) / 1e9
+    found["peak GB"] = memory.peak(bench.device) / 1e9
     return found
 
 
@@ -217,7 +229,7 @@ def sized(bench: Bench, case: Case, over: dict[str, Any], batch_size: int, setti
     except torch.OutOfMemoryError:
         raise Skip("does not fit into the device's memory") from None
     found |= {"ms/step": 1e3 * batch_size / found["SYNTHETIC"], **utilisation(bench, found["SYNTHETIC"], case)}
-    return {**found, "peak GB": peak_memory(bench.device) / 1e9}
+    return {**found, "peak GB": memory.peak(bench.device) / 1e9}
 
 
 def data(bench: Bench) -> tuple[Data, Data]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -121,11 +120,9 @@ EPOCHS = 24  # of 8 steps: time enough to be ended in
 
 def stage(bench: Bench, name: str, folder: Path, *words: object) -> subprocess.Popen[str]:
     """Start a stage in a process of its own, as the workflow's commands do."""
-    paths = [str(Path(__file__).parents[2] / "workflow_scripts"), *sys.path]
     command = [sys.executable, "-m", "dlscale", name, *map(str, words), "--device", bench.device.type]
     with (folder / f"{name}.log").open("a") as log:
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-        return subprocess.Popen(command, stdout=log, stderr=log, text=True, env=environment)
+        return subprocess.Popen(command, stdout=log, stderr=log, text=True)
 
 
 def ended(process: subprocess.Popen[str], log: Path, wanted: int = 0) -> None:

@@ -28,7 +28,16 @@ import torch  # noqa: E402
 
 from dlscale.core.provenance import PACKAGES, git_state, now  # noqa: E402
 from dlscale.parallel.world import describe_device  # noqa: E402
-from tests.bench import compute, loading, preprocessing, rungs, training, workflow  # noqa: E402
+from tests.bench import (  # noqa: E402
+    compute,
+    loading,
+    preprocessing,
+    profilers,
+    rungs,
+    training,
+    watching,
+    workflow,
+)
 from tests.bench.measure import Options, Row, summary, table  # noqa: E402
 
 GROUPS = {
@@ -38,6 +47,8 @@ GROUPS = {
     "full": training.full,
     "rungs": rungs.rungs,
     "models": compute.models,
+    "watching": watching.watching,
+    "profilers": profilers.profilers,
     "preprocess": lambda options: preprocessing.volumes(options) + preprocessing.states(options),
     "workflow": workflow.graph,
 }

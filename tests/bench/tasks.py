@@ -276,12 +276,13 @@ class Bench:
     def seconds(self, action: Callable[[], object], count: int) -> float:
         """Return the seconds that one of `count` calls takes: the least of three tries, after one."""
         action()
-        best = float("inf")
-        for _ in range(3):
-            self.wait()
-            start = time.perf_counter()
-            for _ in range(count):
-                action()
-            self.wait()
-            best = min(best, time.perf_counter() - start)
-        return best / count
+        return min(self.seconds_of(action, count) for _ in range(3))
+
+    def seconds_of(self, action: Callable[[], object], count: int) -> float:
+        """Return the seconds that one of `count` calls takes."""
+        self.wait()
+        start = time.perf_counter()
+        for _ in range(count):
+            action()
+        self.wait()
+        return (time.perf_counter() - start) / count

@@ -1,0 +1,467 @@
+"""What holds a run back, and how that is known: peaks, profiles, verdicts, memory and telemetry, on the very device."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from dlscale.config.run import Run, run_class
+from dlscale.core import registry
+from dlscale.core import telemetry as record
+from dlscale.core.records import Activity, Memory, RangeTime, TopEntry
+from dlscale.data.store import Field
+from dlscale.measure import throughput
+from dlscale.measure.peaks import measure_peaks
+from dlscale.measure.profile import measure as profiled
+from dlscale.parallel.world import World
+from dlscale.report.verdict import Evidence, verdict
+from dlscale.train import memory
+from dlscale.train.build import open_session
+from dlscale.train.fake import FakeStep
+from dlscale.train.precision import set_matmul_precision
+from tests.bench import loading
+from tests.bench.cases import Case, sizes
+from tests.bench.gpu_kernels import BEST, TOP, _short, host_and_device, kind_of
+from tests.bench.gpu_machine import COPY, PRODUCT
+from tests.bench.gpu_timings import COMPILE, WORKERS, Data, data
+from tests.bench.tasks import Bench, Skip, Task, Values
+from tests.bench.watching import watched_and_alone
+from tests.manifests import manifest_of
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# --- peaks -------------------------------------------------------------------------------------------------------
+
+#: On an H200, TFLOP/s of dense products and TB/s by the data sheet, which nothing can exceed.
+DATASHEET = {"fp32": 67, "tf32": 495, "bf16": 989, "fp16": 989}
+DATASHEET_TB = 4.8
+
+
+def is_h200(bench: Bench) -> bool:
+    """Whether targets of an H200 count."""
+    return bench.cuda and not bench.quick and "H200" in torch.cuda.get_device_name(bench.device)
+
+
+def peaks(bench: Bench, precision: str) -> Values:
+    """Measure the peaks that MFU and rooflines are made with; in bf16 beside those of the rows of the machine."""
+    set_matmul_precision(precision)
+    found = measure_peaks(precision, bench.device)
+    rates: Values = {"TFLOP/s": found.flops / 1e12, "TB/s": found.bytes_per_second / 1e12}
+    rates["µs to call an operator"] = 1e6 * (found.operator_seconds or 0)
+    limits = {"TFLOP/s": DATASHEET[precision], "TB/s": DATASHEET_TB}
+    if is_h200(bench) and any(rates[name] > limit for name, limit in limits.items()):
+        raise AssertionError(f"more than the data sheet's {limits}: {rates}")
+    if precision == "bf16" and PRODUCT in bench.found:
+        rates["product / machine's"] = rates["TFLOP/s"] / bench.found[PRODUCT]["TFLOP/s"]
+        rates["copy / machine's"] = rates["TB/s"] / bench.found[COPY]["TB/s"]
+    return rates
+
+
+# --- runs, explained ---------------------------------------------------------------------------------------------
+
+#: The ladders' first rungs, the top of them but for what hides a step's parts, and the top.
+FIRST: dict[str, dict[str, Any]] = {
+    "cosmo_unet": {"precision": "tf32", "loader": {"kind": "torch", "workers": 2}},
+    "era5_vit": {"precision": "tf32", "loader": {"kind": "torch", "workers": 0}},
+}
+STREAMED = {"loader": {"kind": "direct", "workers": WORKERS, "resident": "never"}}
+RESIDENT = {"loader": {"kind": "direct", "workers": WORKERS, "resident": "auto"}}
+
+
+def explained(bench: Bench, run: Run, manifest: Path) -> tuple[Evidence, list[TopEntry], Values]:
+    """Profile a run, then measure its throughput, as the stages do; return what was seen, and host's and device's time.
+
+    In one session: what is compiled is compiled once, and how long that takes is what other rows measure.
+    """
+    folder = Path(tempfile.mkdtemp(dir=bench.folder))
+    world, found = World(device=bench.device), {}
+    if "nsys" in run.profile.tools:
+        from dlscale.measure.profilers import nsys
+
+        words = run.model_dump_json(), str(manifest), world, None, bench.device.type, folder
+        found["nsys"] = nsys.profile(*words)
+    session = open_session(run, manifest, world)
+    seen, rows = profiled(run.profile, session, folder, found)
+    with patch.object(throughput, "compilation", lambda *words: {}):
+        rates = throughput.measure(run.throughput, session)
+    batch = _batch(session)
+    times = host_and_device(bench, partial(session.step, *batch), 2 if bench.quick else 10)
+    return Evidence(run.model_dump(mode="json"), rates, seen), rows, times
+
+
+def _batch(session: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    loader = session.loader("train")
+    try:
+        x, y = next(loader.epoch(0))
+        return x.clone(), y.clone()
+    finally:
+        loader.close()
+
+
+def of_study(bench: Bench, source: Data, over: dict[str, Any], tool: str = "torch") -> Values:
+    """Explain a run of a study at its full size."""
+    if over.get("cuda_graph") or "compile" in over:
+        bench.need_cuda()
+    if tool == "nsys":
+        from dlscale.measure.profilers import nsys  # needs pandas, which others do not
+
+        if nsys.find() is None:
+            raise Skip("no nsys here")
+    slow = over["loader"]["kind"] == "torch"
+    trials = {"warmup": 1, "trials": 2, "batches": 2 if bench.quick else 3 if slow else 15}
+    window = {"tools": [tool], "skip": 3 if slow else 8, "steps": 3 if bench.quick or slow else 10}
+    run = source.case.run(**{"throughput": trials, "profile": window, **over})
+    return values_of(*explained(bench, run, source.manifest()))
+
+
+def values_of(evidence: Evidence, rows: list[TopEntry], times: Values) -> Values:
+    """Return all that is known of a run: figures, then tables, the verdict last."""
+    rates, seen = evidence.throughput, evidence.profile
+    assert rates and seen and rates.work and rates.peaks and rates.work.bytes
+    activity, judged = evidence.activity, verdict(evidence)
+    found: Values = {mode: evidence.rate(mode) for mode in ("IO", "SYNTHETIC", "FULL")}
+    for mode in ("SYNTHETIC", "FULL"):
+        found |= {f"MFU {mode}": rates.mfu(mode), f"MBU {mode}": rates.mbu(mode)}
+    step = evidence.step_seconds or 0.0
+    arithmetic, moving = rates.peaks.flops / rates.work.flops, rates.peaks.bytes_per_second / rates.work.bytes
+    found |= {
+        "GFLOP/sample": rates.work.flops / 1e9,
+        "MB/sample": rates.work.bytes / 1e6,
+        "FLOP/byte": rates.work.flops / rates.work.bytes,
+        "ridge FLOP/byte": rates.peaks.flops / rates.peaks.bytes_per_second,
+        "peak TFLOP/s": rates.peaks.flops / 1e12,
+        "peak TB/s": rates.peaks.bytes_per_second / 1e12,
+        "roof samples/s": min(arithmetic, moving),
+        "formula / counted, forward": seen.formula.forward_flops / seen.counted.forward_flops
+        if seen.formula and seen.counted
+        else "",
+        "ms/step": 1e3 * step,
+        **times,
+    }
+    for tool in seen.tools:
+        if tool.problem:
+            raise AssertionError(f"{tool.name}: {tool.problem}")
+        found[f"{tool.name} ms/step"] = 1e3 * (tool.seconds_per_step or 0.0)
+        found |= {f"{tool.name} ranges": _ranges(tool.ranges), f"{tool.name} activity": _activity(tool.activity)}
+    found["device busy"] = activity.device_busy if activity.device_busy is not None else ""
+    found["bound by"] = judged.bound.what if judged.bound else ""
+    found["causes"] = ", ".join(each.cause for each in judged.findings) or "none"
+    found |= {
+        "kinds": _kinds(rows),
+        "kernels": _table(rows, ("kernel", "operator")),
+        "rest": _table(rows, ("copy", "gap")),
+    }
+    if seen.memory:
+        found["peak memory, measured / predicted"] = (seen.memory.peak or 0) / (seen.memory.predicted.peak or 1)
+        found["memory"] = _memory(seen.memory)
+    said = [(each.what, each.share, each.why) for each in judged.findings]
+    said += [("bound by", "", judged.bound.why)] if judged.bound else []
+    said += [("limit", "", judged.limit), ("try next", "", judged.todo)]
+    found["verdict"] = [{"verdict": what, "share": share, "why": why} for what, share, why in said]
+    return found
+
+
+def _ranges(ranges: dict[str, RangeTime]) -> list[Values]:
+    return [
+        {
+            "range": name,
+            "host ms/step": 1e3 * time.seconds,
+            "± ms": 1e3 * time.std,
+            "device ms/step": "" if time.device_seconds is None else 1e3 * time.device_seconds,
+        }
+        for name, time in ranges.items()
+    ]
+
+
+def _activity(activity: Activity) -> list[Values]:
+    return [{"a step": name, "is": value} for name, value in activity.model_dump(exclude_none=True).items()]
+
+
+def _kinds(rows: list[TopEntry]) -> list[Values]:
+    """Return the time of kernels by their kind; on a processor, of operators."""
+    kind = "kernel" if any(row.kind == "kernel" for row in rows) else "operator"
+    times = defaultdict[str, float](float)
+    for row in rows:
+        if row.kind == kind:
+            times[kind_of(row.name)] += row.seconds
+    total = sum(times.values()) or 1.0
+    ordered = sorted(times.items(), key=lambda item: -item[1])
+    return [{"kind": name, "ms/step": 1e3 * seconds, "%": 100 * seconds / total} for name, seconds in ordered]
+
+
+def _table(rows: Iterable[TopEntry], kinds: tuple[str, ...]) -> list[Values]:
+    chosen = sorted((row for row in rows if row.kind in kinds), key=lambda row: -row.seconds)[:TOP]
+    return [
+        {
+            "kind": row.kind,
+            "name": _short(row.name),
+            "ms/step": 1e3 * row.seconds,
+            "± ms": 1e3 * row.std,
+            "calls/step": row.calls,
+            "% of step": 100 * row.share,
+            "note": row.note,
+        }
+        for row in chosen
+    ]
+
+
+def _memory(found: Memory) -> list[Values]:
+    used, measured = found.predicted, found.measured
+    fixed = used.parameters + used.optimizer
+    rows = [
+        ("set-up", used.parameters, measured.get("set-up")),  # the optimiser has its state only after a step
+        ("forward", used.parameters + used.activations, measured.get("forward")),
+        ("backward", used.parameters + used.gradients, measured.get("backward")),
+        ("step", fixed + used.gradients, measured.get("step")),
+        ("peak", used.peak, found.peak),
+    ]
+    return [
+        {"after": stage, "predicted GB": (predicted or 0) / 1e9, "measured GB": (real or 0) / 1e9}
+        for stage, predicted, real in rows
+    ]
+
+
+# --- memory ------------------------------------------------------------------------------------------------------
+
+
+def predicted(bench: Bench, case: Case, over: dict[str, Any]) -> Values:
+    """Hold the memory of a step as predicted against the allocator's: within a tenth, libraries take workspaces."""
+    bench.need_cuda()
+    run = case.run(**over)
+    fake = FakeStep(run, partial(case.network, run), case.loss(), bench.device)
+    shapes = (torch.empty(case.batch_size, *shape, device="meta") for shape in case.shapes)
+    used = memory.of_step(fake, *shapes)
+    step, batch = case.step(bench.device, **over), case.batch(bench.device)
+    step(*batch)
+    torch.cuda.reset_peak_memory_stats(bench.device)
+    step(*batch)
+    found = {name: bytes_ / 1e9 for name, bytes_ in used.model_dump().items()}
+    real = torch.cuda.max_memory_allocated(bench.device)
+    assert used.peak
+    off = real / used.peak
+    if not (0.9 <= off <= 1.1 or abs(real - used.peak) < 2**25):
+        raise AssertionError(f"{real / 1e9:.3f} GB are {off:.3f} of what was predicted: {found}")
+    return {**found, "measured peak": real / 1e9, "measured / predicted": off}
+
+
+# --- planted bottlenecks -----------------------------------------------------------------------------------------
+
+STUDY = Path(__file__).with_name("bottlenecks") / "plant.py"
+#: A clean run of the study of `tests/bench/bottlenecks`, bound by large matrix products of a GPU.
+PLANT: dict[str, Any] = {
+    "study": "plant",
+    "dataset": "plant",
+    "precision": "fp32",
+    "batch_size": 2048,
+    "model": {"kind": "dense", "depth": 16, "size": 4096},
+    "loss": {"kind": "square"},
+    "samples": {"kind": "rows"},
+    "loader": {"kind": "torch", "workers": WORKERS},
+    "optimizer": {"kind": "sgd", "lr": 1e-6, "momentum": 0.9},
+    "training": {"epochs": 1},
+    "throughput": {"warmup": 1, "trials": 3, "batches": 8},
+    "profile": {"skip": 3, "steps": 6},
+}
+#: The same on a processor, where only the program is tried.
+SMALL: dict[str, Any] = {"batch_size": 16, "throughput": {"warmup": 1, "trials": 2, "batches": 2}}
+
+
+@dataclass(frozen=True)
+class Planted:
+    """A run of it, and the cause that it is held back by; None if there is none."""
+
+    cause: str | None
+    over: dict[str, Any] = field(default_factory=dict)
+    width: int = 1024  #: Numbers in a row of the data.
+
+
+PLANTS = {
+    "clean": Planted(None),
+    "clean, bf16": Planted(None, {"precision": "bf16", "batch_size": 4096, "model": {"depth": 48}}),
+    "tiny kernels": Planted("launches", {"batch_size": 8, "model": {"kind": "tiny", "depth": 200, "size": 16}}),
+    "host sync": Planted("sync", {"batch_size": 256, "model": {"depth": 64, "size": 1024, "item": True}}),
+    "pageable copies": Planted(
+        "copies", {"batch_size": 512, "model": {"size": 2048}, "loader": {"pin_memory": False}}, width=2**16
+    ),
+    "one slow worker": Planted(
+        "workers",
+        {"batch_size": 64, "samples": {"work": 4e-3}, "loader": {"workers": 1}, "model": {"depth": 4, "size": 1024}},
+    ),
+    "memory-bound": Planted("memory", {"batch_size": 256, "model": {"kind": "wide", "depth": 4, "size": 1024}}),
+}
+
+
+def plant(bench: Bench, planted: Planted) -> Values:
+    """Return what the verdict says of a run with a planted bottleneck: on a GPU it names it, and nothing of clean runs.
+
+    What else it names is said, and does not count.
+    """
+    registry.add("plant", STUDY)
+    raw = dict(PLANT)
+    for over in (planted.over, SMALL if bench.quick else {}):
+        raw |= {key: {**raw[key], **value} if isinstance(value, dict) else value for key, value in over.items()}
+    if bench.quick:
+        raw["model"] |= {"depth": 2, "size": min(raw["model"]["size"], 64)}
+        raw["loader"] |= {"workers": 1}
+    run = run_class("plant").model_validate(raw)
+    evidence, _, times = explained(bench, run, rows_on_disk(bench, 64 if bench.quick else 4096, planted.width))
+    found = verdict(evidence)
+    causes = [each.cause for each in found.findings]
+    values: Values = {"planted": planted.cause or "nothing", "found": ", ".join(causes) or "nothing"}
+    if bench.cuda:
+        values["named"] = int(planted.cause in causes if planted.cause else not causes)
+    values |= {mode: evidence.rate(mode) for mode in ("IO", "SYNTHETIC", "FULL")} | times
+    values |= evidence.activity.model_dump(exclude_none=True)
+    values["why"] = [{"cause": each.cause, "share": each.share, "why": each.why} for each in found.findings]
+    return values
+
+
+def rows_on_disk(bench: Bench, rows: int, width: int) -> Path:
+    """Return the manifest of rows of random numbers, which is made when first asked for; its epochs are long."""
+    folder = bench.folder / f"rows-{width}"
+    manifest = folder / "manifest.json"
+    if not manifest.exists():
+        folder.mkdir()
+        shapes = {"x": (rows, width), "y": (rows,)}
+        fields = [Field(name, (name,), ("1",), shape, None) for name, shape in shapes.items()]
+        loading.write(folder / "rows.h5", fields)
+        splits = {"train": [("rows.h5", rows)] * 64}
+        manifest.write_text(manifest_of(folder, "plant", fields, splits, mean=[0.0], std=[1.0]).text())
+    return manifest
+
+
+# --- telemetry ---------------------------------------------------------------------------------------------------
+
+
+def telemetry(bench: Bench, case: Case) -> Values:
+    """Hold a training's speed while telemetry looks against that while it is stopped; its joules against its watts."""
+    import pynvml  # noqa: F401 - what looks at a GPU needs it
+
+    step, batch, file = case.step(bench.device, **BEST[case.study]), case.batch(bench.device), bench.folder / "seen.csv"
+    action = partial(step, *batch)
+    seconds = bench.seconds(action, 2 if bench.quick else 10)
+    count = max(1, round((0.2 if bench.quick else 1.5) / seconds))
+
+    def steps() -> float:
+        return case.batch_size / bench.seconds_of(action, count)
+
+    turns = 2 if bench.quick else 6
+    found, cost = watched_and_alone(steps, turns, file, gpus=int(bench.cuda))
+    ratios = [a / b for a, b in zip(found["watched"], found["alone"], strict=True)]
+    rows = record.read(file)
+    values: Values = {
+        "samples/s, watched": statistics.median(found["watched"]),
+        "samples/s, alone": statistics.median(found["alone"]),
+        "watched / alone": statistics.median(ratios),
+        "least": min(ratios),
+        "most": max(ratios),
+        **cost,
+        "looks": len(rows),
+    }
+    return values | (_of_gpu(bench, rows) if bench.cuda else {})
+
+
+def _of_gpu(bench: Bench, rows: list[record.Sample]) -> Values:
+    """Return what telemetry saw of the GPU; fail where it is another one, or its counter contradicts its power."""
+    summary = record.summary(rows)
+    uuid = f"GPU-{torch.cuda.get_device_properties(bench.device).uuid}"
+    if {row.gpus[0].uuid for row in rows if row.gpus} != {uuid}:
+        raise AssertionError(f"telemetry looked at {[row.gpus for row in rows[-1:]]}, not at {uuid}")
+    used = record.energy([rows]).gpu
+    powers = [[replace(row, gpus=tuple(replace(gpu, joules=None) for gpu in row.gpus)) for row in rows]]
+    by_power = record.energy(powers).gpu
+    if not used or not by_power or not 0.7 < used / by_power < 1.3:
+        raise AssertionError(f"{used} J by the counter, {by_power} J by power x time")
+    means = {name: summary.means.get(f"gpu0_{name}", "") for name in ("utilization", "watts", "sm_mhz", "celsius")}
+    throttled = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in summary.throttle_reasons.items())
+    return {**means, "J": used, "J / (W × s)": used / by_power, "throttled": throttled or "no"}
+
+
+# --- the tests that need a GPU ---------------------------------------------------------------------------------
+
+TESTS = ("test_telemetry", "test_memory", "test_rungs", "test_loaders")
+
+
+def marked(bench: Bench) -> Values:
+    """Run the tests that are marked `gpu`, where pytest and what they import are here."""
+    import pytest  # noqa: F401
+
+    files = [str(ROOT / f"tests/{name}.py") for name in TESTS]
+    words = ["-q", "-c", os.devnull, "--rootdir", str(ROOT), "--import-mode=importlib", "-p", "no:cacheprovider"]
+    words += ["-W", "ignore::pytest.PytestUnknownMarkWarning", "-m", "gpu"]
+    command = [sys.executable, "-m", "pytest", *words, *files]
+    done = subprocess.run(command, cwd=bench.folder, capture_output=True, text=True, timeout=120)
+    said = done.stdout.strip().splitlines()
+    if missing := [line.split()[-1] for line in said if "ModuleNotFoundError" in line]:
+        raise Skip(f"the tests need packages that are not here: {', '.join(dict.fromkeys(missing))}")
+    if done.returncode:
+        raise AssertionError(" ".join([*said[-12:], done.stderr[-300:]]))
+    return {"tests": said[-1]}
+
+
+# --- all -------------------------------------------------------------------------------------------------------
+
+
+def tasks(bench: Bench) -> list[Task]:
+    """Return what issue and docs ask of a GPU, the most wanted first."""
+    unet, vit, _ = sizes(bench.quick)
+    boxes, years = data(bench)
+    studies = (("U-Net 64³", boxes), ("ViT-384", years))
+    rungs: dict[str, tuple[int, Callable[[str], dict[str, Any]]]] = {
+        "eager": (30, lambda study: {**BEST[study], **STREAMED}),
+        "top": (90, lambda study: {**BEST[study], **RESIDENT, **COMPILE, "cuda_graph": True}),
+        "first": (40, lambda study: FIRST[study]),
+    }
+    targets = (
+        {"TFLOP/s": 700.0, "TB/s": 4.0, "product / machine's": 0.9, "copy / machine's": 0.9} if is_h200(bench) else {}
+    )
+    found = [
+        Task("peaks", name, 3, partial(peaks, bench, name), targets if name == "bf16" else {}) for name in DATASHEET
+    ]
+
+    def explain(rung: str) -> list[Task]:
+        seconds, over = rungs[rung]
+        return [
+            Task(f"explain {label}", rung, seconds, partial(of_study, bench, source, over(source.case.study)))
+            for label, source in studies
+        ]
+
+    found += [*explain("eager"), *explain("top")]
+    found += [
+        Task("planted", name, 20 if planted.width > 1024 else 12, partial(plant, bench, planted), {"named": 1.0})
+        for name, planted in PLANTS.items()
+    ]
+    free = {"watched / alone": 0.99} if bench.cuda else {}
+    found += [Task("telemetry", "U-Net 64³", 30, partial(telemetry, bench, unet), free)]
+    bf16: dict[str, Any] = {"precision": "bf16", "optimizer": {"fused": True}}
+    forms: tuple[dict[str, Any], ...] = ({}, bf16)
+    found += [
+        Task("memory", f"{label}, {'bf16' if over else 'fp32'}", 8, partial(predicted, bench, case, over))
+        for (label, case), over in itertools.product((("U-Net 64³", unet), ("ViT-384", vit)), forms)
+    ]
+    checkpointed = {**bf16, "activation_checkpointing": True}
+    found += [Task("memory", "ViT-384, checkpointing", 8, partial(predicted, bench, vit, checkpointed))]
+    found += explain("first")
+    found += [
+        Task(
+            f"explain {label}",
+            "eager, nsys",
+            60,
+            partial(of_study, bench, source, rungs["eager"][1](source.case.study), "nsys"),
+        )
+        for label, source in studies
+    ]
+    return [*found, Task("tests", "marked gpu", 60, partial(marked, bench))]

@@ -1,0 +1,108 @@
+"""What looking costs: marks where nobody looks, NVTX ranges, and each profiler, against the same steps without."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import itertools
+import textwrap
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import nvtx
+import torch
+
+from dlscale.core.ranges import marking
+from dlscale.data.loaders.base import Batch
+from dlscale.measure.profilers import lines, stacks, torch_profiler
+from dlscale.train import loop
+from dlscale.train import step as step_module
+from dlscale.train.step import Step
+from tests.bench.cases import Case
+from tests.bench.measure import Options, Row, in_turns
+from tests.bench.training import CPU, FULL_UNET, FULL_VIT, UNET, VIT, counts, label, one_thread
+
+#: Marks that nobody asked for cost nothing but noise; ranges for NVTX less than 1 %.
+FREE, NVTX = 0.995, 0.99
+
+
+class _Unmarked(ast.NodeTransformer):
+    """Takes `with mark(...):` away and leaves what is in it."""
+
+    def visit_With(self, node: ast.With) -> Any:
+        self.generic_visit(node)
+        call = node.items[0].context_expr
+        marked = isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "mark"
+        return node.body if marked else node
+
+
+def unmarked(thing: Any, module: Any) -> Any:
+    """Return a function or class of a module as it would be without marks."""
+    tree = _Unmarked().visit(ast.parse(textwrap.dedent(inspect.getsource(thing))))
+    assert "mark(" not in ast.unparse(tree)
+    space = dict(vars(module))
+    exec(compile(ast.fix_missing_locations(tree), module.__file__, "exec"), space)
+    return space[thing.__name__]
+
+
+Context = Callable[[], AbstractContextManager[Any]]
+
+
+def rate(run: Callable[..., None], step: Step, batch: Batch, count: int, context: Context = nullcontext) -> float:
+    """Return samples/s of steps within a context, without its begin and its end."""
+    with context():
+        start = time.perf_counter()
+        run(step, itertools.repeat(batch), range(count))
+        seconds = time.perf_counter() - start
+    return count * len(batch[0]) / seconds
+
+
+def profilers(options: Options) -> list[Row]:
+    """Marks on short steps, where they would show best; profilers on long ones, as they are used."""
+    count, turns = (2, 2) if options.quick else (3, 24 * options.repetitions)
+    rows = []
+    with one_thread():
+        for case in (UNET, VIT):
+            batch, step, bare = case.batch(CPU), case.step(CPU), case.step(CPU)
+            bare.__class__ = unmarked(Step, step_module)
+            contests = {
+                "plain": partial(rate, unmarked(loop.run_steps, loop), bare, batch, count),
+                "off": partial(rate, loop.run_steps, step, batch, count),
+                "on": partial(rate, loop.run_steps, step, batch, count, partial(marking, nvtx.annotate)),
+            }
+            found = in_turns(turns, contests)
+            counted = counts(case, step.model, count)
+            for name, target, text in (("off", FREE, "marks, unused"), ("on", NVTX, "marks, NVTX ranges")):
+                title = f"{text}: {label(case)}"
+                rows.append(Row(title, "samples/s", found[name], "without marks", found["plain"], counted, target))
+        rows += [row for case in (FULL_UNET, FULL_VIT) for row in overheads(options, case)]
+    return rows
+
+
+def overheads(options: Options, case: Case) -> list[Row]:
+    """Each profiler around some steps, and none; the ratio is what is left of the speed."""
+    count, turns = (2, 2) if options.quick else (10, options.repetitions)
+    batch, step = case.batch(CPU), case.step(CPU)
+    functions = lines._of_class(Step) + lines._plain([type(step.model).forward])
+    import line_profiler
+
+    codes = {function: function.__code__ for function in functions}
+    timed = line_profiler.LineProfiler(*functions)
+    own: dict[str, Context] = {
+        "none": nullcontext,
+        "torch": lambda: torch_profiler.TorchProfiler(options.folder, 0, torch.device("cpu")).attached(),
+        "lines": lambda: timed,
+        "stacks": lambda: stacks.StackSampler(options.folder, 0).attached(),
+    }
+    contests = {name: partial(rate, loop.run_steps, step, batch, count, context) for name, context in own.items()}
+    found = in_turns(turns, contests)
+    for function, code in codes.items():
+        function.__code__ = code
+    counted = counts(case, step.model, count)
+    return [
+        Row(f"profiler {name}: {label(case)}", "samples/s", found[name], "without", found["none"], counted)
+        for name in list(own)[1:]
+    ]

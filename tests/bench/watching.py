@@ -1,0 +1,80 @@
+"""What telemetry costs a training: the same steps on all cores, while the process beside them works and while not."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import psutil
+import torch
+
+from dlscale.launch.telemetry import beside
+from tests.bench.cases import Case
+from tests.bench.measure import Options, Row, in_turns
+from tests.bench.training import CPU, UNET, VIT, counts, label, rate
+
+
+def watching(options: Options) -> list[Row]:
+    """Turns of one and a half seconds, for it looks once a second."""
+    return [_row(options, case) for case in (UNET, VIT)]
+
+
+def _row(options: Options, case: Case) -> Row:
+    step, batch, file = case.step(CPU), case.batch(CPU), options.folder / "telemetry.csv"
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    steps = partial(rate, step, batch)
+    count = max(1, round((0.3 if options.quick else 1.5) * max(steps(3) for _ in range(3)) / case.batch_size))
+    found, cost = watched_and_alone(partial(steps, count), 4 * options.repetitions, file)
+    counted = {**counts(case, step.model, count), **cost}
+    name = f"telemetry, {label(case)}"
+    return Row(name, "samples/s", found["watched"], "without it", found["alone"], counted, target=0.99)
+
+
+def watched_and_alone(
+    steps: Callable[[], float], turns: int, file: Path, gpus: int = 0
+) -> tuple[dict[str, list[float]], dict[str, float]]:
+    """Call `steps` in turns while telemetry looks and while it is stopped.
+
+    Returns
+    -------
+    dict
+        What `steps` returned, `watched` and `alone`, by turn.
+    dict
+        What telemetry itself used.
+    """
+    worked: list[tuple[float, float]] = []
+    with beside(file, os.getpid(), 1, gpus):
+        sampler = _sampler(file)
+
+        def watched() -> float:
+            sampler.send_signal(signal.SIGCONT)
+            before, start = _cpu_seconds(sampler.pid), time.monotonic()
+            found = steps()
+            worked.append((_cpu_seconds(sampler.pid) - before, time.monotonic() - start))
+            return found
+
+        def alone() -> float:
+            sampler.send_signal(signal.SIGSTOP)
+            return steps()
+
+        found = in_turns(turns, {"watched": watched, "alone": alone})
+        sampler.send_signal(signal.SIGCONT)
+        memory = sampler.memory_info()
+    cost, seconds = map(sum, zip(*worked, strict=True))
+    return found, {"its CPU s a second": cost / seconds, "MB of its own": (memory.rss - memory.shared) / 1e6}
+
+
+def _cpu_seconds(pid: int) -> float:
+    """Return a process's processor time; other files have it in steps of 0.01 s."""
+    return int(Path(f"/proc/{pid}/schedstat").read_text().split()[0]) / 1e9
+
+
+def _sampler(file: Path) -> psutil.Process:
+    """Return the process that writes `file`, once it has begun to."""
+    while not file.stat().st_size:
+        time.sleep(0.01)
+    return next(p for p in psutil.Process().children() if "dlscale.measure.telemetry" in p.cmdline())
