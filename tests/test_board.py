@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+import time
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_multiplexer import EventMultiplexer
 
+from dlscale.core import board as boards
 from dlscale.core import telemetry
 from dlscale.core.records import Profile, Throughput
 from tests.conftest import stage
@@ -55,6 +62,41 @@ def test_what_was_measured(tmp_path: Path, tiny_data: Callable[[str], Path]) -> 
     assert shown["telemetry/cpu_run"] == pytest.approx(seen.means["cpu_run"], rel=1e-5)
     assert shown["telemetry/seconds"] == pytest.approx(seen.seconds, rel=1e-5) and seen.seconds > 0
     assert ("telemetry/joules" in shown) == (seen.energy.total is not None)
+
+
+@pytest.mark.slow
+def test_an_open_tensorboard_shows_what_is_newest(tmp_path: Path) -> None:
+    """The file that it has read is removed, and a new one has the same step."""
+    boards.write(tmp_path / "runs" / "r", {"value": 1.0})
+    words = ["--logdir", tmp_path / "runs", "--port", 0, "--reload_interval", 1, "--host", "127.0.0.1"]
+    command = [sys.executable, "-m", "tensorboard.main", *map(str, words)]
+    with (tmp_path / "log").open("w") as log:
+        server = subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | {"PYTHONUNBUFFERED": "1"})
+    try:
+
+        def shown(value: float) -> bool:
+            for _ in range(120):
+                time.sleep(0.5)
+                assert server.poll() is None, (tmp_path / "log").read_text()
+                address = [word for word in (tmp_path / "log").read_text().split() if word.startswith("http://127")]
+                if not address:
+                    continue
+                url = f"{address[0]}data/plugin/scalars/scalars?run=r&tag=value"
+                try:
+                    with urllib.request.urlopen(url, timeout=10) as answer:
+                        points = json.load(answer)
+                except OSError:  # not yet known
+                    continue
+                if [point[2] for point in points] == [value]:
+                    return True
+            return False
+
+        assert shown(1.0)
+        boards.write(tmp_path / "runs" / "r", {"value": 2.0})
+        assert shown(2.0)
+    finally:
+        server.terminate()
+        server.wait(30)
 
 
 def test_telemetry_elsewhere_is_not_shown(tmp_path: Path, tiny_data: Callable[[str], Path]) -> None:

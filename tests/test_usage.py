@@ -137,7 +137,7 @@ def test_bytes_from_disks_are_told_from_those_in_memory(tmp_path: Path) -> None:
     assert meter.usage(World()).read_bytes < size / 4  # type: ignore[operator]
     after = processes.used(os.getpid())
     assert 2 * size <= after.read_chars - before.read_chars < 2.2 * size + (2 << 20)
-    assert 12 <= after.reads - before.reads < 600
+    assert after.reads - before.reads >= 12  # the meter reads, too: of each process of the machine
     drop(path)
     meter = Meter()
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped:

@@ -29,8 +29,8 @@ from dlscale.core.machine import let_threads_wait
 from dlscale.core.ranks import Ranks, ranks
 from dlscale.core.stages import RUN_OPTIONS, STAGES
 from dlscale.core.telemetry import node_file
+from dlscale.launch import telemetry
 from dlscale.launch.contain import hold_on
-from dlscale.launch.telemetry import beside
 
 if TYPE_CHECKING:
     from dlscale.config.resolve import Configuration
@@ -154,7 +154,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 stage = importlib.import_module(STAGES[args.stage].module)
                 logging.info(times.STARTED, times.age())
                 stage.main(args)
-            _show(args)
+            if getattr(args, "telemetry", None) and ranks().rank == 0:
+                telemetry.show(Path(args.telemetry))
     except Stopped as stopped:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Slurm asks more than once
         return _fail(terminal, f"dlscale {args.stage}: {stopped}", STOPPED)
@@ -189,16 +190,7 @@ def _watched(args: argparse.Namespace) -> AbstractContextManager[None]:
         return contextlib.nullcontext()
     file = node_file(Path(args.telemetry), rank // here)
     # The ranks of a node are children of one process, torchrun's or Slurm's.
-    return beside(file, os.getppid() if several else os.getpid(), here, 0 if args.device == "cpu" else here)
-
-
-def _show(args: argparse.Namespace) -> None:
-    """Have TensorBoard show the telemetry of a run's stage, which lies in the run's folder."""
-    file = Path(getattr(args, "telemetry", None) or "")
-    if file.parent.name == "telemetry" and file.exists() and ranks().rank == 0:
-        from dlscale.measure.board import write_telemetry
-
-        write_telemetry(file.parents[1] / "tensorboard" / "telemetry" / file.stem, file)
+    return telemetry.beside(file, os.getppid() if several else os.getpid(), here, 0 if args.device == "cpu" else here)
 
 
 def _own_log(log: Path) -> Path:

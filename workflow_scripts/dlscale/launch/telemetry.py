@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from dlscale.core import board, telemetry
 from dlscale.core.files import explained
 
 SAMPLER = "dlscale.measure.telemetry"
@@ -50,3 +51,16 @@ def beside(path: Path, root: int, ranks: int, gpus: int) -> Iterator[None]:
         except subprocess.TimeoutExpired:  # such as where a driver does not answer
             sampler.kill()
             sampler.wait()
+
+
+def show(file: Path) -> None:
+    """Have TensorBoard show what a node did while a stage ran: means over time, energy, time held back.
+
+    Only telemetry in the folder of its run is shown.
+    """
+    if file.parent.name != "telemetry" or not file.exists():
+        return
+    found = telemetry.summary(telemetry.read(file))
+    others = {"seconds": found.seconds, "joules": found.energy.total, "throttled_seconds": found.throttled_seconds}
+    scalars = {f"telemetry/{name}": value for name, value in (*found.means.items(), *others.items())}
+    board.write(file.parents[1] / "tensorboard" / "telemetry" / file.stem, scalars)

@@ -17,11 +17,11 @@ from typing import Any
 
 from dlscale.config.run import Profile as Settings
 from dlscale.config.run import load_run
+from dlscale.core import board
 from dlscale.core.errors import UserError, brief
 from dlscale.core.files import whole
 from dlscale.core.records import Memory, Profile, ProfiledTool, TopEntry
 from dlscale.data.loaders.base import Batch
-from dlscale.measure.board import write_profile
 from dlscale.measure.flops import sample_work
 from dlscale.measure.profilers.tool import Found, Tool, Unavailable
 from dlscale.measure.window import Window
@@ -60,8 +60,19 @@ def main(args: argparse.Namespace) -> None:
         record, rows = measure(settings, open_session(run, args.manifest, world, args.threads), folder, found)
         if world.main:
             record.write(folder / "profile.json")
-            write_profile(Path(args.out).parent / "tensorboard" / "profile", record)
+            board.write(Path(args.out).parent / "tensorboard" / "profile", scalars(record))
             _write_table(folder / "profile_summary.csv", rows)
+
+
+def scalars(profile: Profile) -> dict[str, float]:
+    """Return what each profiler saw of the ranges of a step, ms a step on the host and of the device's work."""
+    found = {}
+    for tool in profile.tools:
+        for name, time in tool.ranges.items():
+            found[f"profile_{tool.name}_ms/{name}"] = 1e3 * time.seconds
+            if time.device_seconds is not None:
+                found[f"profile_{tool.name}_device_ms/{name}"] = 1e3 * time.device_seconds
+    return found
 
 
 def measure(

@@ -20,11 +20,11 @@ import torch
 
 from dlscale.config.run import Throughput as Settings
 from dlscale.config.run import load_run
+from dlscale.core import board
 from dlscale.core.files import write_text
 from dlscale.core.progress import Progress
-from dlscale.core.records import Throughput, Trials
+from dlscale.core.records import MODES, Throughput, Trials
 from dlscale.data.loaders.base import Loader
-from dlscale.measure.board import write_throughput
 from dlscale.measure.flops import sample_work
 from dlscale.measure.peaks import common_peaks
 from dlscale.measure.usage import Meter
@@ -43,8 +43,15 @@ def main(args: argparse.Namespace) -> None:
         results = measure(run.throughput, open_session(run, args.manifest, world, args.threads))
         if world.main:
             out = Path(args.out)
-            write_throughput(out.parent / "tensorboard" / "throughput", results)
+            board.write(out.parent / "tensorboard" / "throughput", scalars(results))
             write_text(out, results.text() + "\n")
+
+
+def scalars(results: Throughput) -> dict[str, float | None]:
+    """Return samples/s, MFU, MBU and memory for TensorBoard; None is what was not measured."""
+    modes = {f"throughput/{mode.lower()}": results.mode(mode) for mode in MODES}
+    rates = {name: trials.mean for name, trials in modes.items() if trials}
+    return {**rates, "mfu": results.mfu(), "mbu": results.mbu(), "peak_memory_bytes": results.peak_memory_bytes}
 
 
 def measure(settings: Settings, session: Session) -> Throughput:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 
+from dlscale.core import board
 from dlscale.core.files import write_text
 from dlscale.core.records import Epoch, epoch_lines
 from dlscale.core.settings import flat
@@ -21,10 +21,7 @@ class RunLogs:
         self._metrics.unlink(missing_ok=True)
         if history:
             write_text(self._metrics, epoch_lines(history))
-        for events in folder.glob("events.out.tfevents.*"):
-            events.unlink()
-        # From step 0: a TensorBoard that is open forgets the points of the file that was removed.
-        self._board = SummaryWriter(str(folder), purge_step=0)
+        self._board = board.writer(folder)
         for record in history:
             self._scalars(record)
         self._board.flush()
