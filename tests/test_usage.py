@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +79,7 @@ def test_processor_time_of_children_that_live_and_that_ended() -> None:
     end(ended)
     found = meter.usage(World())
     assert found.cpu_seconds == pytest.approx(expected + time.process_time() - own, abs=TOLERANCE)
-    assert found.machine_cpu_seconds >= found.cpu_seconds - TOLERANCE
+    assert found.cores_cpu_seconds >= found.cpu_seconds - TOLERANCE
     assert found.cores == len(os.sched_getaffinity(0))
     before = Meter()
     end(alive)
@@ -95,10 +94,10 @@ def test_a_neighbour_is_the_machines_and_not_the_runs() -> None:
         burnt = answer(child)
     found = meter.usage(World())
     assert found.cpu_seconds < time.process_time() - own + TOLERANCE
-    assert found.machine_cpu_seconds > burnt - TOLERANCE
+    assert found.cores_cpu_seconds > burnt - TOLERANCE
     now = psutil.cpu_times()
     most = sum(now) - sum(machine) - (now.idle - machine.idle)
-    assert found.machine_cpu_seconds <= most + TOLERANCE
+    assert found.cores_cpu_seconds <= most + TOLERANCE
 
 
 def on_disk(folder: Path) -> bool:
@@ -188,30 +187,12 @@ def test_a_process_that_is_gone_is_said() -> None:
         processes.used(child.pid)
 
 
-def test_waits_for_disks_are_of_each_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "_ACCOUNTED", tmp_path / "task_delayacct")
-    (tmp_path / "task_delayacct").write_text("1\n")
-    release = threading.Event()
-    thread = threading.Thread(target=release.wait)
-    thread.start()
-    try:
-        found = processes.waits(os.getpid())
-    finally:
-        release.set()
-        thread.join()
-    assert found is not None and {(os.getpid(), os.getpid()), (os.getpid(), thread.native_id)} <= set(found)
-    assert found[os.getpid(), os.getpid()] == pytest.approx(psutil.Process().cpu_times().iowait, abs=0.011)
-    assert Meter().usage(World()).wait_seconds is not None
-    (tmp_path / "task_delayacct").write_text("0\n")
-    assert processes.waits(os.getpid()) is None and Meter().usage(World()).wait_seconds is None
-
-
 class Ranks(World):
     """A world whose other ranks are said: each a change of this one's own value."""
 
     def gather(self, value: Any) -> Any:
-        node, _, cpu, read, waited = value
-        return [value, (node, {1000}, cpu + 1, read + 10, waited), ("another node", {5}, 100.0, 1000, waited)]
+        node, _, cpu, read = value
+        return [value, (node, {1000}, cpu + 1, read + 10), ("another node", {5}, 100.0, 1000)]
 
 
 def test_ranks_of_one_node_are_added_up() -> None:
@@ -222,13 +203,31 @@ def test_ranks_of_one_node_are_added_up() -> None:
     assert three.read_bytes == pytest.approx(2 * (alone.read_bytes or 0) + 10, abs=1 << 16)
 
 
-@pytest.fixture
-def _machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def test_the_cores_of_the_machine(tmp_path: Path) -> None:
+    """As the kernel writes them: user nice system idle iowait irq softirq steal guest guest_nice, in ticks."""
+    (tmp_path / "stat").write_text(
+        "cpu  9 9 9 9 9 9 9 9 9 9\ncpu0 100 20 3 9000 700 40 5 8000 60 7\ncpu2 200 0 0 0 0 0 0 0 0 0\nintr 5 1\n"
+    )
+    ticks = os.sysconf("SC_CLK_TCK")
+    assert usage.core_seconds(tmp_path / "stat") == {0: 168 / ticks, 2: 200 / ticks}
     times = psutil.cpu_times()
-    monkeypatch.setattr(psutil, "cpu_times", lambda: times._replace(steal=1e6, guest=1e6, idle=1e6, iowait=1e6))
-    yield
+    now = sum(usage.core_seconds().values())
+    assert now == pytest.approx(times.user + times.nice + times.system + times.irq + times.softirq, rel=0.05)
 
 
-@pytest.mark.usefixtures("_machine")
-def test_time_of_others_machines_is_none_of_this_one() -> None:
-    assert usage.machine_cpu_seconds() < 1e6
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core")
+def test_what_others_do_on_other_cores_is_no_neighbour() -> None:
+    """A run that may use one core, and a program that spins on another."""
+    here, there, *_ = sorted(os.sched_getaffinity(0))
+    spin = [sys.executable, "-S", "-c", f"import os; os.sched_setaffinity(0, {{{there}}})\n" + BURN, "1.0"]
+    measure = (
+        f"import os; os.sched_setaffinity(0, {{{here}}})\n"
+        "import time\nfrom dlscale.measure.usage import Meter, core_seconds\nfrom dlscale.parallel.world import World\n"
+        f"meter, before = Meter(), core_seconds()\ntime.sleep(1.0)\nafter = core_seconds()\n"
+        f"found = meter.usage(World())\nprint(found.cores, found.cores_cpu_seconds - after[{here}] + before[{here}])"
+    )
+    command = [sys.executable, "-c", measure]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child, subprocess.Popen(spin) as other:
+        printed = child.communicate()[0].split()
+        other.wait()
+    assert printed[0] == "1" and float(printed[1]) < TOLERANCE

@@ -153,7 +153,7 @@ def main() -> None:
                 f"{name:16} {case.cause or '-':14} -> {', '.join(causes) or '-'}   ({row['seconds']:.0f} s)", flush=True
             )
             for finding in found.findings:
-                print(f"{'':34} {percent(finding.share)} {finding.why}")
+                print(f"{'':34} {'' if finding.share is None else percent(finding.share)} {finding.why}")
     planted = sum(case.cause is not None for _, case in todo)
     print(f"\n{right} of {planted} named right, {alarms} false alarms in {len(todo) - planted} clean runs")
     if args.json:

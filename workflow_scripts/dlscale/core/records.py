@@ -152,8 +152,7 @@ class Usage(Record):
     seconds: float
     cores: int  #: That its processes may use.
     cpu_seconds: float  #: Processor time of the run's own processes there, those of its loader included.
-    machine_cpu_seconds: float  #: Processor time of all processes of the machine, on all of its cores.
-    wait_seconds: float | None = None  #: Time that the run's processes waited for disks, summed over them.
+    cores_cpu_seconds: float  #: Processor time of all programs on these cores; other cores of the machine do not count.
     read_bytes: int | None = None  #: That the run's processes fetched from disks, not from memory.
 
 
@@ -276,6 +275,8 @@ class Activity(Record):
     sync_seconds: float | None = None  #: How long it waited.
     items: float | None = None  #: Numbers that were read from tensors (`.item()`), which makes a host wait for a GPU.
     device_busy: float | None = None  #: Share of the steps in which the device computed or copied.
+    #: Seconds a step for which the device did nothing, by the range that the host was in meanwhile.
+    idle_seconds: dict[str, float] = {}
     copy_bytes: float | None = None  #: From the host to the device.
     pageable_bytes: float | None = None  #: Of these, from memory that is not page-locked.
     copy_seconds: float | None = None

@@ -195,6 +195,8 @@ class Summary:
     energy: Energy = Energy(None, None)
     throttled_seconds: float = 0.0  #: In which a GPU of the run was held back.
     throttle_reasons: Mapping[str, float] = field(default_factory=dict)  #: Seconds by reason, added up over the GPUs.
+    #: Share of its cycles that a GPU lost while it was held back, against its greatest clock here; of the worst GPU.
+    clock_loss: float = 0.0
 
 
 def summary(samples: Sequence[Sample]) -> Summary:
@@ -225,4 +227,12 @@ def summary(samples: Sequence[Sample]) -> Summary:
         energy=energy([samples]),
         throttled_seconds=throttled,
         throttle_reasons=reasons,
+        clock_loss=max((_clock_loss(samples, number) for number in range(len(samples[0].gpus))), default=0.0),
     )
+
+
+def _clock_loss(samples: Sequence[Sample], number: int) -> float:
+    clocks = [(sample.seconds, sample.gpus[number].sm_mhz or 0.0, sample.gpus[number].throttled) for sample in samples]
+    greatest = max(clock for _, clock, _ in clocks)
+    lost = sum(seconds * (1 - clock / greatest) for seconds, clock, held in clocks if held and clock)
+    return lost / sum(seconds for seconds, _, _ in clocks) if lost else 0.0

@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 _LISTED = Path("/proc/thread-self/children").exists()  # else every process of the machine has to be looked at
-_ACCOUNTED = Path("/proc/sys/kernel/task_delayacct")
 
 
 class Used(NamedTuple):
@@ -53,22 +52,6 @@ def used(root: int, without: Collection[int] = (), tries: int = 5) -> Used:
             tries -= 1
             if tries == 0 or not Path(f"/proc/{root}").exists():
                 raise FileNotFoundError(f"process {root}") from None
-
-
-def waits(root: int) -> dict[tuple[int, int], float] | None:
-    """Return how long each thread of the tree has waited for disks, s, by process and thread.
-
-    None where Linux does not account it: since 5.14 only with `sysctl kernel.task_delayacct=1`.
-    """
-    found = {}
-    for pid in tree(root):
-        with contextlib.suppress(OSError):
-            for thread in os.listdir(f"/proc/{pid}/task"):  # noqa: PTH208 - names, not paths
-                with contextlib.suppress(OSError):
-                    found[pid, int(thread)] = int(_stat(f"{pid}/task/{thread}")[39]) / _TICKS  # field 42
-    if _ACCOUNTED.exists():
-        return found if _ACCOUNTED.read_text().strip() == "1" else None
-    return found if any(found.values()) else None  # an older Linux, which does not say
 
 
 def ranks_seen(root: int, rank: int) -> int:

@@ -74,7 +74,7 @@ def gain(before: RunResult, run: RunResult) -> str | None:
     was, now = bound(before.throughput), bound(run.throughput)
     if not (was and now and before.throughput and run.throughput):
         return None
-    ratios = {mode: _faster(_trials(before.throughput, mode), _trials(run.throughput, mode)) for mode in MODES}
+    ratios = {mode: faster(_trials(before.throughput, mode), _trials(run.throughput, mode)) for mode in MODES}
     full = number(_ratio(before, run, "FULL"))
     if UNKNOWN in (was.what, now.what):
         return f"{full}× as fast as {before.label}; one of the two was disturbed, so that means little."
@@ -111,7 +111,7 @@ def _trials(throughput: Throughput, mode: str) -> Trials:
     return trials
 
 
-def _faster(before: Trials, after: Trials) -> float:
+def faster(before: Trials, after: Trials) -> float:
     """Return the ratio of two speeds; exactly 1 where they differ by less than noise.
 
     Noise is two standard errors of the ratio, from the spread of the trials, but not less than `NOISE`.

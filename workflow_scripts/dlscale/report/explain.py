@@ -65,7 +65,8 @@ def lines(name: str, found: Verdict) -> list[str]:
     if found.bound:
         text += _wrapped(found.bound.why)
     for finding in found.findings:
-        text += ["", f"  {finding.what}, about {percent(finding.share)} of the time", *_wrapped(finding.why)]
+        costs = "" if finding.share is None else f", about {percent(finding.share)} of the time"
+        text += ["", f"  {finding.what}{costs}", *_wrapped(finding.why)]
     if found.limit:
         text += ["", *_wrapped(found.limit)]
     return [*text, "", *_wrapped(f"Try next: {found.todo}")]

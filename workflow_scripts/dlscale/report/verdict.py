@@ -7,6 +7,7 @@ says.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,11 +17,14 @@ from dlscale.core.records import Activity, Profile, Throughput, Trials, Usage
 from dlscale.core.settings import Raw
 from dlscale.core.telemetry import Sample, Summary, summary
 from dlscale.core.text import many, number, percent, size
-from dlscale.report.diagnosis import Bound, bound
+from dlscale.report.diagnosis import Bound, bound, faster
 from dlscale.report.results import RunResult
 
 #: A cause that costs less of the time than this is not told: two measurements of the same differ by as much.
 LEAST = 0.1
+
+#: Why a GPU's clocks go down that is no fault.
+POWER_CAP = "power cap"
 
 #: A measurement shorter than this says nothing of processor time, which the system counts in hundredths of a second.
 LEAST_SECONDS = 0.2
@@ -70,6 +74,25 @@ class Evidence:
         return statistics.median(steps) if steps else None
 
     @property
+    def idle(self) -> tuple[float, float] | None:
+        """Shares of a step for which a GPU does nothing, and of these for which the host waits for data; None unseen.
+
+        A profiler makes the host slower and not the device: what the device is busy for is taken from the profiled
+        steps, in seconds, and the step's length from those without a profiler.
+        """
+        for tool in self.profile.tools if self.profile and self.cuda else []:
+            busy, profiled = tool.activity.device_busy, tool.seconds_per_step
+            if busy is not None:
+                plain = self.step_seconds or profiled or 1.0
+                share = max(0.0, 1 - busy * (profiled or plain) / plain)
+                return share, min(share, tool.activity.idle_seconds.get("data", 0.0) / plain)
+        return None
+
+    @property
+    def compiled(self) -> bool:
+        return bool(self.setting("compile.mode", "none") != "none")
+
+    @property
     def loading(self) -> float:
         """Share of the time that would be saved if loading took none; 0 where it is not loading that bounds the run."""
         io, synthetic, full = map(self.rate, ("IO", "SYNTHETIC", "FULL"))
@@ -91,7 +114,7 @@ class Finding:
     what: str  #: In a few words.
     why: str  #: The figures that show it, in a sentence or two.
     todo: str  #: What to try next.
-    share: float  #: Of the run's time, what it costs, about.
+    share: float | None  #: Of the run's time, what it costs, about; None where that is not known.
 
 
 @dataclass(frozen=True)
@@ -117,11 +140,14 @@ def watched(telemetry: Mapping[str, Sequence[Sequence[Sample]]]) -> Summary | No
 
 def verdict(evidence: Evidence) -> Verdict:
     """Judge a run from what was measured of it."""
-    found = [finding for look in CAUSES.values() if (finding := look(evidence)) and finding.share >= LEAST]
-    # What disturbs a measurement comes first: with it, nothing else is certain.
-    found.sort(key=lambda finding: (finding.cause != "neighbour", -finding.share))
+    every = [finding for look in CAUSES.values() if (finding := look(evidence))]
+    found = [finding for finding in every if finding.share is None or finding.share >= LEAST]
+    # What disturbs a measurement comes first: with it, nothing else is certain. What costs nothing here comes last.
+    found.sort(key=lambda finding: (finding.cause != "neighbour", -(finding.share or 0.0)))
     bounding = bound(evidence.throughput)
-    return Verdict(bounding, found, limit(evidence), found[0].todo if found else _next(evidence, bounding))
+    costs = [finding for finding in found if finding.share is not None or finding.cause == "neighbour"]
+    todo = costs[0].todo if costs else _next(evidence, bounding)
+    return Verdict(bounding, found, limit(evidence), todo if costs or not found else f"{found[0].todo} {todo}")
 
 
 # ---- causes: loading ---------------------------------------------------------------------------------
@@ -130,7 +156,7 @@ def verdict(evidence: Evidence) -> Verdict:
 def storage(evidence: Evidence) -> Finding | None:
     """Loading waits for files: what loads is mostly idle, and nothing else keeps the processors busy."""
     usage = _usage(evidence, "IO")
-    if not (evidence.loading and usage) or _others(usage) > 0.25:
+    if not (evidence.loading and usage) or _crowded(usage):
         return None
     busy = _busy(usage, evidence.readers)
     if busy > 0.5:
@@ -154,7 +180,7 @@ def workers(evidence: Evidence) -> Finding | None:
     usage = _usage(evidence, "IO")
     if not (evidence.loading and usage) or _busy(usage, evidence.readers) <= 0.5:
         return None
-    idle = usage.cores - usage.machine_cpu_seconds / usage.seconds
+    idle = _idle(usage)
     if idle < 0.5 or evidence.readers >= usage.cores:
         return None
     count = evidence.setting("loader.workers", 1)
@@ -174,7 +200,7 @@ def loader(evidence: Evidence) -> Finding | None:
     usage = _usage(evidence, "IO")
     if not (evidence.loading and usage) or _busy(usage, evidence.readers) <= 0.5 or workers(evidence):
         return None
-    if _others(usage) > 0.25:
+    if _crowded(usage):
         return None
     cores = usage.cpu_seconds / usage.seconds
     return Finding(
@@ -236,17 +262,33 @@ def straggler(evidence: Evidence) -> Finding | None:
 
 def communication(evidence: Evidence) -> Finding | None:
     """Sums of gradients over the processes, which computation does not hide."""
-    alone, together = evidence.rate("alone"), evidence.rate("SYNTHETIC")
-    if not (alone and together and evidence.throughput) or straggler(evidence):
+    measured, activity, seconds = evidence.throughput, evidence.activity, evidence.step_seconds
+    alone, together = evidence.trials("alone"), evidence.trials("SYNTHETIC")
+    if straggler(evidence):
         return None
-    ranks = evidence.throughput.nranks
+    if alone and together and measured and together.mean:
+        if faster(together, alone) == 1:
+            return None
+        share = 1 - together.mean / alone.mean
+        why = (
+            f"{measured.nranks} processes compute {number(alone.mean)} samples/s while none waits for the others' "
+            f"gradients, and {number(together.mean)} when they add them up."
+        )
+    elif activity.comm_seconds and seconds:  # a step in a CUDA graph has no form without
+        exposed = activity.comm_seconds * (1 - (activity.comm_overlap or 0.0))
+        share = min(exposed / seconds, 1.0)
+        why = (
+            f"Of a step's {1e3 * seconds:.1f} ms, gradients are added up over the processes for "
+            f"{1e3 * activity.comm_seconds:.1f} ms, and for {1e3 * exposed:.1f} ms of that nothing else is computed."
+        )
+    else:
+        return None
     return Finding(
         "communication",
         "communication",
-        f"{ranks} processes compute {number(alone)} samples/s while none waits for the others' gradients, and "
-        f"{number(together)} when they add them up.",
+        why,
         "A larger batch on each device (batch_size), or accumulation_steps, which add up less often.",
-        1 - together / alone,
+        share,
     )
 
 
@@ -257,11 +299,12 @@ def launches(evidence: Evidence) -> Finding | None:
     """Operators that are too small: to call them takes longer than to compute them."""
     if evidence.setting("cuda_graph") or evidence.loading:
         return None
-    activity, seconds = evidence.activity, evidence.step_seconds
-    if activity.device_busy is not None and evidence.cuda:
-        launched = f" with {number(activity.launches)} launches in it" if activity.launches else ""
-        share = 1 - activity.device_busy
-        why = f"The device is idle for {percent(share)} of a step{launched}: the host does not keep up."
+    seconds, launched = evidence.step_seconds, evidence.activity.launches
+    if evidence.idle:
+        idle, for_data = evidence.idle
+        share = idle - for_data
+        with_ = f" with {number(launched)} launches in it" if launched else ""
+        why = f"The device is idle for {percent(share)} of a step{with_}: the host does not keep up."
         if share < 0.25 or sync(evidence):
             return None
     else:
@@ -272,17 +315,18 @@ def launches(evidence: Evidence) -> Finding | None:
             seconds = batch / rate
         operators = work.operators if work else None
         each = peaks.operator_seconds if peaks else None
-        if not (operators and each and seconds) or evidence.setting("compile.mode", "none") != "none":
+        if not (operators and each and seconds) or evidence.compiled:
             return None
         share = operators * each / seconds
-        if share < 0.3:
+        # A GPU computes meanwhile: the host holds it up when calling takes all of the step.
+        if share < (0.9 if evidence.cuda else 0.3):
             return None
         share = min(share, 1.0)
         why = (
             f"A step calls {number(operators)} operators, and {1e6 * each:.1f} µs to call each are {percent(share)} of "
             f"its {1e3 * seconds:.1f} ms."
         )
-    fuse = [] if evidence.setting("compile.mode", "none") != "none" else ["compile: {mode: default}"]
+    fuse = [] if evidence.compiled else ["compile: {mode: default}"]
     fuse += ["cuda_graph: true"] if evidence.cuda else []
     fuse += [] if evidence.setting("optimizer.fused") else ["optimizer: {fused: true}"]
     return Finding("launches", "tiny operators", why, f"{', '.join([*fuse, 'a larger batch_size'])}.", share)
@@ -292,13 +336,14 @@ def sync(evidence: Evidence) -> Finding | None:
     """The host waits for the device within a step."""
     activity, seconds = evidence.activity, evidence.step_seconds
     items = activity.items or 0.0
-    if evidence.cuda and activity.sync_seconds is not None and activity.device_busy is not None and seconds:
+    share: float | None = None
+    if evidence.idle and activity.sync_seconds is not None and seconds:
         waited = activity.sync_seconds / seconds
         if waited < LEAST or (not items and (activity.syncs or 0) < 1):
             return None
         # A host that waits costs nothing while the device has work: only what that is idle, if not for want of data.
-        idle = 1 - activity.device_busy
-        share = idle - evidence.loading
+        idle, for_data = evidence.idle
+        share = idle - max(for_data, evidence.loading)
         if share < LEAST:
             return None
         why = (
@@ -306,9 +351,8 @@ def sync(evidence: Evidence) -> Finding | None:
             f"it, and has nothing ready when it goes on: the device is idle for {percent(idle)}."
         )
     elif items >= 1:
-        share = LEAST  # on a processor it costs nothing; on a GPU a step
         why = f"A step reads {many(round(items), 'number')} from tensors (`.item()`, `float()`, `if tensor`)"
-        why += ": on a GPU the host waits there until all before it is computed."
+        why += ": on a GPU the host waits there until all before it is computed. On a processor it costs nothing."
     else:
         return None
     return Finding(
@@ -326,18 +370,20 @@ def memory(evidence: Evidence) -> Finding | None:
     used = measured.mbu("SYNTHETIC") if measured else None
     if not (measured and used and measured.work and measured.peaks) or launches(evidence) or evidence.loading:
         return None
+    if evidence.compiled:  # nobody knows which passes are left
+        return None
     moving = (measured.work.bytes or 0.0) / measured.peaks.bytes_per_second
     computing = measured.work.flops / measured.peaks.flops
     if moving < 1.5 * computing or used < 0.4:
         return None
-    fuse = "" if evidence.setting("compile.mode", "none") != "none" else "compile: {mode: default} (one pass for many)"
-    half = "" if "16" in str(evidence.setting("precision", "")) else "precision: bf16 (half the bytes)"
+    half = [] if "16" in str(evidence.setting("precision", "")) else ["precision: bf16 (half the bytes)"]
+    rungs = ["compile: {mode: default} (one pass for many)", *half, "memory_format: channels_last for convolutions"]
     return Finding(
         "memory",
         "memory bandwidth",
         f"The step's operators read and write {size(measured.work.bytes)} a sample, {percent(min(used, 1.0))} of what "
         f"the memory can move in that time; their arithmetic alone would take {percent(computing / moving)} of it.",
-        f"{', '.join(filter(None, (fuse, half, 'memory_format: channels_last for convolutions')))}.",
+        f"{', '.join(rungs)}.",
         min(used, 1.0) - min(used, 1.0) * computing / moving,
     )
 
@@ -370,13 +416,15 @@ def neighbour(evidence: Evidence) -> Finding | None:
         return None
     others = sum(_others(usage) * usage.seconds for usage in usages) / total
     cores = usages[0].cores
+    if others < max(0.25, LEAST * cores):
+        return None
     return Finding(
         "neighbour",
         "a busy neighbour",
-        f"Programs that are not the run's kept {number(others, 2)} cores busy while it was measured, of the {cores} "
-        "that it may use.",
+        f"Programs that are not the run's kept {number(others, 2)} of the {cores} cores busy that it may use, while it "
+        "was measured.",
         "Measure again with nothing else running, or on nodes of your own: what was measured is too low.",
-        others / cores if others > 0.25 else 0.0,
+        None,
     )
 
 
@@ -386,11 +434,14 @@ def throttled(evidence: Evidence) -> Finding | None:
     if not (watched and watched.seconds):
         return None
     reasons = sorted(watched.throttle_reasons, key=lambda reason: -watched.throttle_reasons[reason])
-    share = watched.throttled_seconds / watched.seconds
+    held = watched.throttled_seconds / watched.seconds
+    # At its power cap a GPU that has much to do always is: only the cycles count that it lost. Heat is a fault.
+    share = watched.clock_loss if reasons == [POWER_CAP] else held
     return Finding(
         "throttled",
         "clocks held back",
-        f"For {percent(share)} of the time a GPU ran slower than it could: {', '.join(reasons)}.",
+        f"For {percent(held)} of the time a GPU ran slower than it could ({', '.join(reasons)}), and lost "
+        f"{percent(watched.clock_loss)} of its cycles.",
         "A power cap is the site's to lift; heat wants another node; lower precision takes less power.",
         share,
     )
@@ -424,12 +475,14 @@ def limit(evidence: Evidence) -> str:
     if not (measured and measured.work and measured.peaks and (mfu := measured.mfu("FULL")) is not None):
         return ""
     arithmetic = measured.peaks.flops / measured.work.flops
-    memory_ = measured.peaks.bytes_per_second / measured.work.bytes if measured.work.bytes else arithmetic
+    # The bytes are those of a step that is not compiled.
+    moved = measured.work.bytes if not evidence.compiled else None
+    memory_ = measured.peaks.bytes_per_second / moved if moved else math.inf
     roof, kind = min((arithmetic, "arithmetic"), (memory_, "memory"))
     many_ = f" of {measured.nranks} devices" if measured.nranks > 1 else ""
     return (
         f"FULL reaches {percent(mfu)} of the {number(measured.peaks.flops * measured.nranks / 1e9)} GFLOP/s"
-        f"{many_} that a matrix product in {measured.peaks.dtype} does. The roof over this model is {kind}: at most "
+        f"{many_} that a matrix product in {measured.peaks.dtype} does. The roof over this model is {kind}: "
         f"{number(roof * measured.nranks)} samples/s."
     )
 
@@ -443,7 +496,7 @@ def _next(evidence: Evidence, bounding: Bound | None) -> str:
     rungs = []
     if "16" not in str(evidence.setting("precision", "")):
         rungs.append("precision: bf16")
-    if evidence.setting("compile.mode", "none") == "none":
+    if not evidence.compiled:
         rungs.append("compile: {mode: default}")
     if not evidence.setting("optimizer.fused") and evidence.setting("optimizer.kind") != "adadelta":
         rungs.append("optimizer: {fused: true}")
@@ -469,5 +522,15 @@ def _busy(usage: Usage, readers: int) -> float:
 
 
 def _others(usage: Usage) -> float:
-    """Return how many cores other programs kept busy."""
-    return max(0.0, usage.machine_cpu_seconds - usage.cpu_seconds) / usage.seconds
+    """Return how many of the run's cores other programs kept busy."""
+    return max(0.0, usage.cores_cpu_seconds - usage.cpu_seconds) / usage.seconds
+
+
+def _idle(usage: Usage) -> float:
+    """Return how many of the run's cores nobody kept busy."""
+    return usage.cores - usage.cores_cpu_seconds / usage.seconds
+
+
+def _crowded(usage: Usage) -> bool:
+    """Whether other programs took cores that the run would have used: it had none to spare."""
+    return _others(usage) > 0.25 and _idle(usage) < max(0.5, LEAST * usage.cores)
