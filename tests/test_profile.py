@@ -26,6 +26,8 @@ from dlscale.core.records import Profile, TopEntry
 from dlscale.data.samples import BoxField
 from dlscale.measure import profile
 from dlscale.measure.profilers import lines, stacks
+from dlscale.measure.profilers.stacks import StackSampler
+from dlscale.measure.profilers.tool import Unavailable
 from dlscale.measure.window import Window
 from dlscale.models.unet3d import UNet3D
 from dlscale.parallel.world import World
@@ -235,6 +237,23 @@ def forbidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(spy.parent))
 
 
+def test_an_odd_place(tmp_path: Path, cosmo_data: Path) -> None:
+    """PyTorch writes a trace's own name into it as it is."""
+    folder = tmp_path / "a b'\"$(touch pwned)é"
+    assert profiled(folder, cosmo_data, tools=["torch"]) == 0
+    with gzip.open(folder / "profile/torch.rank0.json.gz", "rt") as trace:
+        assert json.load(trace)["traceEvents"]
+
+
+def test_a_py_spy_that_says_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "py-spy").write_text("#!/bin/sh\nexec sleep 100\n")
+    (tmp_path / "py-spy").chmod(0o755)
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.setattr(stacks, "PATIENCE", 0.3)
+    with pytest.raises(Unavailable, match="py-spy has ended"), StackSampler(tmp_path, 0).attached():
+        raise AssertionError("it looks")
+
+
 @pytest.mark.usefixtures("forbidden")
 def test_a_profiler_that_does_not_work_says_why(
     tmp_path: Path, cosmo_data: Path, capfd: pytest.CaptureFixture[str]
@@ -260,13 +279,34 @@ def test_a_profiler_that_does_not_work_says_why(
         ({"functions": ["dlscale.train.step:Step.gradient"]}, "did you mean 'gradients'?"),
         ({"functions": ["dlscale.core.ranges:RANGES"]}, "no function 'RANGES'"),
         ({"functions": ["torch:relu"]}, "no function 'relu'"),
+        (
+            {"functions": ["raises_at_import:f"]},
+            "profile.functions: raises_at_import:f: no such day; expected a module",
+        ),
+        ({"functions": ["exits_at_import:f"]}, "profile.functions: exits_at_import:f: 0; expected a module"),
+        ({"functions": ["is_no_python:f"]}, "profile.functions: is_no_python:f: '(' was never closed"),
     ],
 )
 def test_a_wrong_setting_is_one_message(
-    tmp_path: Path, cosmo_data: Path, settings: dict[str, Any], words: str, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    cosmo_data: Path,
+    settings: dict[str, Any],
+    words: str,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert profiled(tmp_path, cosmo_data, tools=["lines"], **settings) == 2
+    (tmp_path / "raises_at_import.py").write_text("raise RuntimeError('no such day')\n")
+    (tmp_path / "exits_at_import.py").write_text("raise SystemExit(0)\n")
+    (tmp_path / "is_no_python.py").write_text("f(\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert profiled(tmp_path, cosmo_data, **{"tools": ["lines"], **settings}) == 2
     assert words in capfd.readouterr().err.splitlines()[-1]
+
+
+def test_what_stands_twice_is_refused(tmp_path: Path) -> None:
+    for key, values, twice in (("tools", ["lines", "torch", "lines"], "lines"), ("ranks", [1, 1], 1)):
+        with pytest.raises(UserError, match=f"profile.{key}: {twice} stands twice"):
+            make_run(tmp_path, "cosmo_unet", COSMO_RUN | {"profile": {key: values}}, COSMO)
 
 
 def test_functions_are_found_by_their_names() -> None:

@@ -29,8 +29,9 @@ from dlscale.core import telemetry
 from dlscale.core.errors import UserError
 from dlscale.core.records import Epoch, Provenance
 from dlscale.core.telemetry import GpuSample, Sample
-from dlscale.launch.telemetry import beside
-from dlscale.measure import gpus
+from dlscale.launch.telemetry import beside, show
+from dlscale.measure import gpus, processes
+from dlscale.measure import telemetry as sampler
 from dlscale.measure.gpus import Gpus, bus_ids
 from dlscale.measure.telemetry import Rapl
 from dlscale.report.results import RunResult
@@ -78,14 +79,33 @@ def test_a_row_that_is_not_whole_is_left_out(tmp_path: Path) -> None:
     assert telemetry.read(path) == [] and telemetry.read(tmp_path / "none.csv") == []
 
 
+ROW = telemetry.line(Sample(START, 1.0, 2, cpu=0.5))
+
+
 @pytest.mark.parametrize(
-    "text", ["time,seconds\n1,1\n", "{}\n{}\n", telemetry.header(0) + "1,a,2\n", telemetry.header(1) + "1,1\n"]
+    "text",
+    [
+        "time,seconds\n1,1\n",
+        "{}\n{}\n",
+        *(telemetry.header(0) + row for row in ("1,a,2\n", "1,1,2\n", "," + ROW, ROW.replace(",1,2,", ",,2,"))),
+        *(telemetry.header(0) + ROW.replace(",1,2,", cells) for cells in (",0,2,", ",-1,2,", ",nan,2,", ",1,0,")),
+        telemetry.header(0) + ROW.replace(",0.5,", f",{'5' * 200_000},"),
+        telemetry.header(0) + ROW.replace(",0.5,", ",\udcff,"),
+    ],
 )
 def test_what_is_no_telemetry_is_said(tmp_path: Path, text: str) -> None:
     path = tmp_path / "train.csv"
-    path.write_text(text)
-    with pytest.raises(UserError, match=r"train\.csv: line 2: not a row of telemetry .* run its stage again"):
+    path.write_text(text, errors="surrogateescape")
+    with pytest.raises(UserError, match=r"train\.csv(: line [12])?: not telemetry .* run its stage again"):
         telemetry.read(path)
+
+
+def test_a_stage_is_not_undone_by_its_telemetry(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "telemetry/train.csv"
+    path.parent.mkdir()
+    path.write_text(telemetry.header(0) + "1,1\n")
+    show(path)
+    assert "not telemetry" in caplog.text and not (tmp_path / "tensorboard").exists()
 
 
 def test_nodes_of_this_run_and_of_no_earlier_one(tmp_path: Path) -> None:
@@ -225,6 +245,32 @@ def test_it_says_what_the_processes_do(tmp_path: Path) -> None:
     assert rows[0].gpus == () and all(row.cpu_others is not None for row in rows)
 
 
+def test_rates_are_by_the_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an interval of 4 s, in which each counter grew by another number."""
+    used = [processes.Used(1.0, 10, 20, 30, 40, 50, 60, 70), processes.Used(3.0, 410, 820, 1230, 1640, 2050, 600, 700)]
+    sent = [(100, 1000), (500, 1800)]
+    times = [psutil.cpu_times()._replace(**dict.fromkeys(psutil.cpu_times()._fields, 0.0))] * 2
+    times[1] = times[1]._replace(user=2.0, system=1.0, steal=0.5, idle=4.0)
+    clock = iter([1000.0, 1004.0])
+    monkeypatch.setattr(sampler, "processes", SimpleNamespace(used=lambda *_, **__: used.pop(0), Used=processes.Used))
+    monkeypatch.setattr(sampler, "_network", lambda: sent.pop(0))
+    monkeypatch.setattr(sampler.psutil, "cpu_times", lambda: times.pop(0))
+    monkeypatch.setattr(sampler.psutil, "cpu_count", lambda: 2)
+    monkeypatch.setattr(sampler.time, "monotonic", lambda: next(clock))
+    found = sampler.Node(1, 1, 0).sample()
+    assert (found.seconds, found.cpu, found.cpu_run, found.cpu_others, found.cpu_stolen) == (
+        4,
+        3 / 8,
+        2 / 8,
+        1 / 8,
+        1 / 16,
+    )
+    assert (found.rss_bytes, found.swap_bytes) == (600, 700)
+    assert (found.read_bytes_per_second, found.reads_per_second, found.disk_read_bytes_per_second) == (100, 200, 300)
+    assert (found.write_bytes_per_second, found.disk_write_bytes_per_second) == (400, 500)
+    assert (found.received_bytes_per_second, found.sent_bytes_per_second) == (100, 200)
+
+
 def test_it_looks_once_a_second(tmp_path: Path) -> None:
     path = tmp_path / "train.csv"
     with beside(path, os.getpid(), 1, 0):
@@ -251,7 +297,7 @@ def samplers(pid: int) -> list[int]:
 #: A stage with a worker that, forked, holds what its parent holds; it outlives its parent until it is told to end.
 STAGE = """
 import os, pathlib, sys, time
-from dlscale.launch.telemetry import beside
+from dlscale.launch.telemetry import beside, show
 with beside(pathlib.Path(sys.argv[1]), os.getpid(), 1, 0):
     worker = os.fork()
     while not pathlib.Path(sys.argv[1] + ".end").exists():

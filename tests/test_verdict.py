@@ -165,6 +165,13 @@ def test_a_clean_run_has_no_findings() -> None:
         pytest.param(measured(used=usage(1.0, 1.2)), None, id="a neighbour that does little"),
         pytest.param(measured(), profiled(copy_bytes=1e8, pageable_bytes=1e3, copy_seconds=0.02), id="pinned copies"),
         pytest.param(measured(20, full=19), None, id="loading, of which nothing else is known"),
+        pytest.param(measured(110, full=65, used=BUSY), None, id="loading that is no slower than computing"),
+        pytest.param(measured(used=usage(1.0, 1.24, cores=2)), None, id="a neighbour of a quarter of a core"),
+        pytest.param(
+            measured(65, full=60),
+            profiled(items=1, syncs=1, sync_seconds=0.03, device_busy=0.6),
+            id="a wait while loading leaves the device idle",
+        ),
         pytest.param(measured(nranks=4, alone=trials(113, std=20)), None, id="a difference within the trials' spread"),
         pytest.param(measured(used=usage(1.0, 1.35, cores=128)), None, id="daemons of a large node"),
         pytest.param(
@@ -203,6 +210,16 @@ def test_a_processors_operators_count_as_a_devices_launches() -> None:
     assert causes(measured(device="cpu", work=small), compile={"mode": "default"}) == []
     # On a GPU calling costs nothing until it takes all of the step: 20,000 x 5 µs of 0.1 s.
     assert causes(measured(work=small.model_copy(update={"operators": 20_000.0}))) == ["launches"]
+
+
+def test_a_graphs_step_has_no_launches_to_spare() -> None:
+    assert causes(measured(), profiled(device_busy=0.4, launches=3), cuda_graph=True) == []
+
+
+def test_a_model_without_products_has_no_arithmetic_roof() -> None:
+    nothing = WORK.model_copy(update={"forward_flops": 0.0, "backward_flops": 0.0})
+    assert "memory: 10,000 samples/s" in module.limit(Evidence(SETTINGS, measured(work=nothing)))
+    assert module.limit(Evidence(SETTINGS, measured(work=nothing.model_copy(update={"bytes": None})))) == ""
 
 
 def test_a_neighbour_is_told_before_all_else() -> None:

@@ -171,6 +171,14 @@ class Profile(Strict):
         "model and loss, its samples and the loader are looked at in any case.",
     )
 
+    @field_validator("tools", "ranks")
+    @classmethod
+    def _once(cls, values: list[Any]) -> list[Any]:
+        for value in values:
+            if values.count(value) > 1:
+                raise ValueError(f"{value} stands twice: each is profiled once")
+        return values
+
 
 class Tune(Strict):
     """What the tune stage tries: all combinations of these. A run's own setting is always among them.

@@ -149,8 +149,8 @@ class Device(Record):
 class Usage(Record):
     """What a measurement used of the machine from its begin to its end, on the node of the first process."""
 
-    seconds: float
-    cores: int  #: That its processes may use.
+    seconds: float = Field(ge=0)
+    cores: int = Field(ge=1)  #: That its processes may use.
     cpu_seconds: float  #: Processor time of the run's own processes there, those of its loader included.
     cores_cpu_seconds: float  #: Processor time of all programs on these cores; other cores of the machine do not count.
     read_bytes: int | None = None  #: That the run's processes fetched from disks, not from memory.
@@ -174,8 +174,8 @@ class Trials(Record):
 class SampleWork(Record):
     """What a step computes and moves for one sample, whatever device it runs on."""
 
-    forward_flops: float  #: A multiplication and an addition are two.
-    backward_flops: float
+    forward_flops: float = Field(ge=0)  #: A multiplication and an addition are two.
+    backward_flops: float = Field(ge=0)
     #: That the operators of forward, backward and update read and write, each for itself, as a step that is not
     #: compiled does. What stays in a cache between two operators counts, too. None where they cannot be counted.
     bytes: float | None = None
@@ -225,7 +225,7 @@ class Memory(Record):
 class Throughput(Record):
     """`throughput.json`; a mode that was not measured is None."""
 
-    nranks: int = 1  #: Processes.
+    nranks: int = Field(1, ge=1)  #: Processes.
     batch_size: int | None = None  #: Samples a step over all processes.
     device: Device = Device()
     settings: dict[str, Any] = {}  #: The run's `throughput`: warm-up trials, trials, batches.

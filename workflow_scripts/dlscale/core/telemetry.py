@@ -82,16 +82,19 @@ def line(sample: Sample) -> str:
 
 def read(path: str | Path) -> list[Sample]:
     """Read a file; none and an empty one hold no samples, and a last line without an end is left out."""
+    place = str(path)
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines(keepends=True)
+        rows = csv.DictReader((row for row in lines if row.endswith("\n")), strict=True)
+        samples = []
+        for row in rows:
+            place = f"{path}: line {rows.line_num}"
+            samples.append(_sample(row))
     except FileNotFoundError:
         return []
-    rows = csv.DictReader(row for row in lines if row.endswith("\n"))
-    try:
-        return [_sample(row) for row in rows]
-    except (KeyError, TypeError, ValueError) as error:
-        place = f"{path}: line {rows.line_num}"
-        raise UserError(f"{place}: not a row of telemetry ({error}); delete the file and run its stage again") from None
+    except (KeyError, TypeError, ValueError, csv.Error) as error:  # one of them is UnicodeDecodeError
+        raise UserError(f"{place}: not telemetry ({error}); delete the file and run its stage again") from None
+    return samples
 
 
 def read_nodes(path: str | Path) -> list[list[Sample]]:
@@ -122,9 +125,14 @@ def _sample(row: Mapping[str, str]) -> Sample:
         cells = {name: row[f"{prefix}{name}"] for name in names}
         return {name: cell if name in _TEXTS else float(cell) if cell else None for name, cell in cells.items()}
 
+    if None in row or None in row.values():
+        raise ValueError(f"expected {len(row) - (None in row)} cells")
     count = sum(bool(re.fullmatch(r"gpu\d+_uuid", name)) for name in row)
     gpus = tuple(GpuSample(**values(f"gpu{number}_", _GPU)) for number in range(count))
-    return Sample(**{**values("", _NODE), "cores": int(row["cores"])}, gpus=gpus)
+    sample = Sample(**{**values("", _NODE), "cores": int(row["cores"])}, gpus=gpus)
+    if not (math.isfinite(sample.time) and 0 < sample.seconds < math.inf and sample.cores > 0):
+        raise ValueError("expected a time, and seconds and cores above 0")
+    return sample
 
 
 # ---- what it comes to -------------------------------------------------------------------------------

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 from dlscale.core import board, telemetry
+from dlscale.core.errors import UserError
 from dlscale.core.files import explained
 
 SAMPLER = "dlscale.measure.telemetry"
@@ -60,7 +62,11 @@ def show(file: Path) -> None:
     """
     if file.parent.name != "telemetry" or not file.exists():
         return
-    found = telemetry.summary(telemetry.read(file))
+    try:
+        found = telemetry.summary(telemetry.read(file))
+    except UserError as error:  # what was measured is there all the same
+        logging.warning("%s", error)
+        return
     others = {"seconds": found.seconds, "joules": found.energy.total, "throttled_seconds": found.throttled_seconds}
     scalars = {f"telemetry/{name}": value for name, value in (*found.means.items(), *others.items())}
     board.write(file.parents[1] / "tensorboard" / "telemetry" / file.stem, scalars)

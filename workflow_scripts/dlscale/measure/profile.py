@@ -17,7 +17,7 @@ from typing import Any
 
 from dlscale.config.run import Profile as Settings
 from dlscale.config.run import load_run
-from dlscale.core import board
+from dlscale.core import board, files
 from dlscale.core.errors import UserError, brief
 from dlscale.core.files import whole
 from dlscale.core.records import Memory, Profile, ProfiledTool, TopEntry
@@ -179,14 +179,14 @@ def _profile(name: str, tool: Tool | str, window: Window) -> Found:
             try:
                 stack.enter_context(tool.attached())
             except (Unavailable, OSError) as error:
-                problem = str(error)
+                problem = str(files.explained(error, "") if isinstance(error, OSError) else error)
         seconds = window.run()
         try:
             stack.close()
             if not isinstance(tool, str) and not problem:
                 return tool.found(seconds)
         except (Unavailable, OSError) as error:
-            problem = str(error)
+            problem = str(files.explained(error, "") if isinstance(error, OSError) else error)
     return ProfiledTool(name=name, problem=problem), []
 
 

@@ -474,11 +474,13 @@ def limit(evidence: Evidence) -> str:
     measured = evidence.throughput
     if not (measured and measured.work and measured.peaks and (mfu := measured.mfu("FULL")) is not None):
         return ""
-    arithmetic = measured.peaks.flops / measured.work.flops
+    arithmetic = measured.peaks.flops / measured.work.flops if measured.work.flops else math.inf
     # The bytes are those of a step that is not compiled.
     moved = measured.work.bytes if not evidence.compiled else None
     memory_ = measured.peaks.bytes_per_second / moved if moved else math.inf
     roof, kind = min((arithmetic, "arithmetic"), (memory_, "memory"))
+    if not math.isfinite(roof):
+        return ""
     many_ = f" of {measured.nranks} devices" if measured.nranks > 1 else ""
     return (
         f"FULL reaches {percent(mfu)} of the {number(measured.peaks.flops * measured.nranks / 1e9)} GFLOP/s"

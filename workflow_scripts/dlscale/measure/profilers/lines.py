@@ -22,7 +22,7 @@ from typing import Any
 from torch import nn
 
 from dlscale.core import registry
-from dlscale.core.errors import UserError, nearest
+from dlscale.core.errors import UserError, brief, nearest
 from dlscale.core.records import ProfiledTool, TopEntry
 from dlscale.data.samples import BoxField, GridSamples, Samples
 from dlscale.measure.profilers.tool import Found, report
@@ -138,10 +138,12 @@ def resolve(name: str) -> FunctionType:
         raise UserError(f"{where}: expected MODULE:NAME or MODULE:CLASS.NAME, as dlscale.train.step:Step.gradients")
     try:
         parent = pkgutil.resolve_name(f"{module}:{words.rpartition('.')[0]}")
-    except (ImportError, ValueError) as error:
-        raise UserError(f"{where}: {error}; expected a module that Python can import") from None
     except AttributeError as error:
         raise UserError(f"{where}: {error}; expected MODULE:CLASS.NAME") from None
+    except (Exception, SystemExit) as error:  # whatever the module does when it is imported
+        raise UserError(
+            f"{where}: {brief(error) or type(error).__name__}; expected a module that Python can import"
+        ) from None
     last = words.rpartition(".")[2]
     functions = {key: plain for key in dir(parent) for plain in _plain([inspect.getattr_static(parent, key)])}
     if last not in functions:

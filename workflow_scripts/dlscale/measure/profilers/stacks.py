@@ -16,6 +16,7 @@ import statistics
 import subprocess
 import sys
 import sysconfig
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from importlib import metadata
@@ -70,10 +71,15 @@ class StackSampler:
     def _wait_until_it_looks(spy: subprocess.Popen[str]) -> None:
         assert spy.stdout is not None
         said = ""
-        for line in spy.stdout:
-            if "Sampling process" in line:
-                return
-            said += line
+        limit = threading.Timer(PATIENCE, spy.kill)
+        limit.start()
+        try:
+            for line in spy.stdout:
+                if "Sampling process" in line:
+                    return
+                said += line
+        finally:
+            limit.cancel()
         if "ermission" in said or "not permitted" in said:
             raise Unavailable(
                 "py-spy may not look into this process: ptrace is forbidden here. In a container, allow it: "

@@ -6,6 +6,7 @@ import contextlib
 import gzip
 import json
 import statistics
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -38,10 +39,14 @@ class TorchProfiler:
     def found(self, seconds: list[float]) -> Found:
         """Write the trace, and read it."""
         assert self._profile is not None
-        path = report(self._folder, self.name, self._rank, "trace.json")
-        self._profile.export_chrome_trace(str(path))
-        trace = json.loads(path.read_text())
-        path.unlink()
+        # It writes its file's name into the trace as it is, whatever is in it, and says nothing where it cannot write.
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "trace.json"
+            self._profile.export_chrome_trace(str(path))
+            try:
+                trace = json.loads(path.read_text())
+            except (FileNotFoundError, ValueError):
+                raise Unavailable(f"PyTorch could not write its trace into {folder}; is the disk full?") from None
         try:
             ranges, activity, rows = summarise(trace["traceEvents"], self._rank)
         except ValueError as error:
