@@ -30,7 +30,8 @@ from dlscale.core.records import LossInfo, Metric, Published, Throughput
 from dlscale.data.manifest import FieldInfo, File, Manifest
 from dlscale.data.transforms import Transform
 from dlscale.report import collect, figures, glance, report, sections
-from dlscale.report.diagnosis import bound, disturbance, gain
+from dlscale.report.diagnosis import bound, gain
+from dlscale.report.disturbance import disturbance
 from dlscale.report.results import first_and_least, read_plan
 
 HOSTILE = """</title><script>alert(1)</script>"&'{{ 7*7 }}"""
@@ -411,6 +412,33 @@ def test_a_busy_machine_is_given_away(results: Results) -> None:
         )
     )
     assert found and found.what == "not known" and "something else kept the machine busy" in found.why
+
+
+def test_a_learning_rate_is_no_other_computation(results: Results) -> None:
+    """The first two differ in the learning rate alone, and yet one computes at half the speed."""
+    for name, synthetic, adam in (("a", 100.0, {"lr": 1e-3}), ("b", 50.0, {"lr": 1e-4}), ("c", 20.0, {"fused": True})):
+        results.run("p", name, triplet=(500.0, synthetic, 40.0 if name != "c" else 19.0), optimizer=adam)
+    plan = read_plan(results.plan("p", {"a": "a", "b": "b", "c": "c"}))
+    said = disturbance(plan.runs)
+    assert said and "in b and in a, and yet 50.0 and 100 samples/s" in said
+    assert disturbance([plan.runs[0], plan.runs[2]]) is None
+
+
+def test_the_card_hears_of_a_neighbour(results: Results) -> None:
+    """Speeds that do not contradict each other, of a machine on whose two cores another program had 1.2 and 0.9."""
+    for name, others in (("a", 12.0), ("b", 9.0), ("quiet", 0.2)):
+        folder = results.run("p", name, precision=name)
+        measured = Throughput.read(folder / "throughput.json")
+        used = records.Usage(seconds=10.0, cores=2, cpu_seconds=5.0, machine_cpu_seconds=5.0 + others)
+        modes = {
+            mode: getattr(measured, mode).model_copy(update={"usage": used}) for mode in ("io", "synthetic", "full")
+        }
+        measured.model_copy(update=modes).write(folder / "throughput.json")
+    plan = read_plan(results.plan("p", {"a": "a", "b": "b", "quiet": "quiet"}))
+    said = disturbance(plan.runs)
+    assert said and "Other programs kept 45\u00a0% to 60\u00a0% of the cores busy while a, b were measured." in said
+    assert disturbance(plan.runs[2:]) is None
+    assert "The machine was not quiet. Other programs" in Page(results.report()).text
 
 
 # ---- collect -------------------------------------------------------------------------------------

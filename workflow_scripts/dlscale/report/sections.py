@@ -20,7 +20,8 @@ from dlscale.core.telemetry import Sample, begin
 from dlscale.measure.profilers import compare
 from dlscale.report import figures, glance, published, verdict
 from dlscale.report.collect import summary_csv
-from dlscale.report.diagnosis import bound, disturbance, gain
+from dlscale.report.diagnosis import bound, gain
+from dlscale.report.disturbance import disturbance
 from dlscale.report.drawing import MARKERS, picture
 from dlscale.report.glance import View
 from dlscale.report.results import PlanResult, RunResult, first_and_least, slowness
