@@ -17,7 +17,9 @@ measure is empty.
 - io_samples_per_second, synthetic_samples_per_second, full_samples_per_second: means over the throughput trials; each
   is followed by its standard deviation, `…_std`.
 - speed_up: `full_samples_per_second` relative to the plan's first run; without throughput, that of training.
-- mfu, mbu: shares of the devices' peak FLOP/s (model FLOPs utilisation) and memory bandwidth that FULL reaches.
+- mfu, mbu: shares of the devices' peak FLOP/s (model FLOPs utilisation) and memory bandwidth that FULL reaches. The
+  peaks are the greatest that a run of the plan measured on such a device; the bytes are those of a step that is not
+  compiled.
 - published_samples_per_second, published_speed_up, published_as, published_hardware, published_source: the published
   FULL throughput of what the run does, at full size; its ratio to that of the first run that has one; what was
   published, on which hardware and where. All of a plan's are of one source.

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dlscale.core.records import MODES, Throughput, Trials
@@ -119,31 +117,3 @@ def faster(before: Trials, after: Trials) -> float:
     ratio = after.mean / before.mean
     errors = [trials.std / trials.mean / math.sqrt(max(len(trials.trial_time), 1)) for trials in (before, after)]
     return ratio if abs(ratio - 1) > max(NOISE, 2 * math.hypot(*errors)) else 1.0
-
-
-def disturbance(runs: Sequence[RunResult]) -> str | None:
-    """Return a warning if speeds contradict each other: something else kept the machine busy.
-
-    Runs that differ in nothing but how data are loaded have the same SYNTHETIC; FULL is not faster than its parts.
-    """
-    alike: dict[str, list[tuple[float, str]]] = {}
-    for run in runs:
-        if trials := run.trials("SYNTHETIC"):
-            other = ("loader", "label", "training", "schedule")
-            rest = {key: value for key, value in run.settings.items() if key not in other}
-            alike.setdefault(json.dumps(rest, sort_keys=True, default=str), []).append((trials.mean, run.label))
-    for speeds in alike.values():
-        (least, slow), (most, quick) = min(speeds), max(speeds)
-        if most > 1.25 * least:
-            return (
-                f"The machine was not quiet. SYNTHETIC is the same computation in {slow} and in {quick}, and yet "
-                f"{number(least)} and {number(most)} samples/s were measured: speed-ups of these runs mean little. "
-                "Measure again with nothing else running."
-            )
-    for run in runs:
-        if (found := bound(run.throughput)) and found.what == UNKNOWN:
-            return (
-                f"The machine was not quiet. FULL of {run.label} was faster than loading or computing alone, which "
-                "cannot be: speed-ups of these runs mean little. Measure again with nothing else running."
-            )
-    return None

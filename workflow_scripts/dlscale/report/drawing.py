@@ -39,6 +39,7 @@ PART_COLOURS = {
     "optimizer": RUN_COLOURS[5],
     "compute": RUN_COLOURS[4],
     "other": GRID,
+    "unexplained": MUTED,
 }
 _PAINT = (
     {INK: "currentColor", MUTED: "var(--muted)", GRID: "var(--grid)"}
@@ -141,7 +142,7 @@ def _uncover(axes: Axes) -> None:
     covers = [
         sum(np.array_equal(data, other, equal_nan=True) for other in drawn[i + 1 :]) for i, data in enumerate(drawn)
     ]
-    step = min(2.0, 5 / max(1, *covers))
+    step = min(2.0, 5 / max([1, *covers]))
     for line, covering in zip(axes.lines, covers, strict=True):
         line.set_linewidth(line.get_linewidth() + step * covering)
         line.set_markersize(line.get_markersize() + step * covering)

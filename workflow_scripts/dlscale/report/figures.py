@@ -7,6 +7,7 @@ page: the SVG's identifiers begin with it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Literal
 
@@ -126,69 +127,101 @@ def throughput(name: str, runs: Sequence[RunResult]) -> str:
     return svg(name, draw, (4.6, 0.55 + 0.8 * len(runs)))
 
 
-#: Parts of a step in the order in which they come; `other` is what no range covers.
+#: Parts of a step in the order in which they come; `other` is what no range covers, `unexplained` what nothing shows.
 PARTS = tuple(PART_COLOURS)
 
 
-def timeline(name: str, runs: Sequence[tuple[str, dict[str, float], float]]) -> str:
-    """Draw where the milliseconds of a step go.
+@dataclass(frozen=True)
+class Bar:
+    """A bar of the timeline."""
 
-    Parameters
-    ----------
-    runs
-        Of each run: its label, seconds a step by part (of `PARTS`), and seconds of a step without a profiler.
-    """
+    label: str
+    parts: dict[str, float]  #: Seconds a step, by part (of `PARTS`).
+    full: float | None  #: Seconds of a step of FULL, which a profile's steps are not; None if it was not measured.
+    samples: int | None  #: Of a step, over all processes.
+
+
+def timeline(name: str, bars: Sequence[Bar], sample: bool = False) -> str:
+    """Draw where the milliseconds of a step go, or those of a `sample`."""
 
     def draw(axes: Axes) -> None:
         greatest = 0.0
-        for row, (label, parts, plain) in enumerate(runs):
+        for row, bar in enumerate(bars):
             top, left = 2.0 * row, 0.0
-            axes.text(0, top, shorten(label, 40), transform=axes.get_yaxis_transform(), va="center", fontweight="bold")
+            scale = 1e3 / ((bar.samples or 1) if sample else 1)
+            axes.text(
+                0, top, shorten(bar.label, 40), transform=axes.get_yaxis_transform(), va="center", fontweight="bold"
+            )
             for part in PARTS:
-                width = 1e3 * parts.get(part, 0.0)
+                width = scale * bar.parts.get(part, 0.0)
                 axes.barh(top + 0.85, width, left=left, height=0.8, color=PART_COLOURS[part])
                 left += width
-            axes.plot([1e3 * plain] * 2, [top + 0.35, top + 1.35], color=INK, linewidth=1.6)
-            end = (max(left, 1e3 * plain), top + 0.85)
-            axes.annotate(f"{number(1e3 * plain)} ms", end, (4, 0), textcoords="offset points", va="center", fontsize=8)
+            full = left if bar.full is None else scale * bar.full
+            if bar.full is not None:
+                axes.plot([full] * 2, [top + 0.35, top + 1.35], color=INK, linewidth=1.6)
+            end = (max(left, full), top + 0.85)
+            axes.annotate(f"{number(full)} ms", end, (4, 0), textcoords="offset points", va="center", fontsize=8)
             greatest = max(greatest, end[0])
         axes.set_xlim(0, 1.2 * greatest or 1.0)
-        axes.set_ylim(2.0 * len(runs) - 0.4, -0.6)
+        axes.set_ylim(2.0 * len(bars) - 0.4, -0.6)
         axes.set_yticks([])
-        axes.set_xlabel("time of a step (ms)")
+        axes.set_xlabel(f"time of a {'sample' if sample else 'step'} (ms)")
 
-    return svg(name, draw, (4.6, 0.6 + 0.45 * len(runs)))
+    return svg(name, draw, (4.6, 0.6 + 0.45 * len(bars)))
 
 
-def roofline(name: str, runs: Sequence[tuple[str, float, float]], roofs: Sequence[tuple[str, float, float]]) -> str:
+#: A point of the roofline: label, FLOPs a byte that a step's operators move, FLOP/s reached by each device, and whether
+#: the step was compiled: the bytes are then those of one that is not.
+Point = tuple[str, float, float, bool]
+
+
+def roofline(name: str, runs: Sequence[Point], roofs: Sequence[tuple[str, float, float]]) -> str:
     """Draw runs under the roofs of their device (Williams et al. 2009, doi:10.1145/1498765.1498785).
 
     Parameters
     ----------
     runs
-        Label, FLOPs per byte that a step's operators move, and FLOP/s reached by each device.
+        Points, drawn hollow where the step was compiled.
     roofs
-        Number format, FLOP/s of a matrix product in it, and bytes/s of the memory.
+        Name, FLOP/s of a matrix product, and bytes/s of the memory.
     """
 
     def draw(axes: Axes) -> None:
-        intensities = [x for _, x, _ in runs]
+        intensities = [x for _, x, _, _ in runs]
         ridges = [flops / memory for _, flops, memory in roofs]
         least, most = min(*intensities, *ridges) / 4, max(*intensities, *ridges) * 8
-        for dtype, flops, memory in roofs:
+        lowest = min(min(flops for _, _, flops, _ in runs), min(memory * least for _, _, memory in roofs)) / 1e9 / 2
+        highest = max(max(flops for _, flops, _ in roofs), max(flops for _, _, flops, _ in runs)) / 1e9 * 4
+        for _, flops, memory in roofs:
             bend = [memory * least / 1e9, flops / 1e9, flops / 1e9]
             axes.plot([least, flops / memory, most], bend, color=MUTED, linewidth=1.4)
-            words = f"{dtype}: {number(flops / 1e9)} GFLOP/s"
-            place = axes.annotate(words, (most, flops / 1e9), (-3, 3), textcoords="offset points", fontsize=8)
+        # Names of the roofs from the lowest on: each above its line and all that are near, where no point can be, and a
+        # line of text above the name before.
+        line = (highest / lowest) ** (11 / 165)  # 11 of the about 165 points that the axis is high
+        floor = 0.0
+        ranked = sorted((flops / 1e9, title) for title, flops, _ in roofs)
+        for index, (flops, title) in enumerate(ranked):
+            y = max(flops, floor)
+            for other, _ in ranked[index + 1 :]:
+                y = max(y, other) if other < y * line * 1.1 else y
+            floor = y * line
+            place = axes.annotate(
+                f"{title}: {number(flops)} GFLOP/s", (most, y), (-3, 2), textcoords="offset points", fontsize=8
+            )
             place.set(color=MUTED, ha="right", va="bottom")
-        for style, (_, intensity, flops) in enumerate(runs):
+        for memory in dict.fromkeys(memory for _, _, memory in roofs):
+            words = f"copy: {number(memory / 1e9)} GB/s"
+            place = axes.annotate(words, (least, memory * least / 1e9), (8, 0), textcoords="offset points", fontsize=8)
+            place.set(color=MUTED, ha="left", va="top")
+        for style, (_, intensity, flops, compiled) in enumerate(runs):
             marker, colour = MARKERS[style][0], RUN_COLOURS[style]
-            axes.plot([intensity], [flops / 1e9], linestyle="", marker=marker, color=colour, markersize=8)
+            (drawn,) = axes.plot([intensity], [flops / 1e9], linestyle="", marker=marker, color=colour, markersize=8)
+            if compiled:
+                drawn.set(markerfacecolor="none", markeredgewidth=1.6)
         _logarithmic(axes, "x")
         _logarithmic(axes, "y")
         axes.set_xlim(least, most)
-        lowest = min(flops for _, _, flops in runs) / 1e9
-        axes.set_ylim(min(lowest, min(m * least for _, _, m in roofs) / 1e9) / 2, max(f for _, f, _ in roofs) / 1e9 * 3)
+        axes.set_ylim(lowest, max(highest, floor))
         axes.set_xlabel("FLOPs a byte that the operators read or write")
         axes.set_ylabel("GFLOP/s of a device")
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
 from dlscale.core import records
+from dlscale.core.errors import UserError
 from dlscale.core.records import (
     Device,
     Epoch,
@@ -24,6 +26,7 @@ from dlscale.core.records import (
 )
 from dlscale.core.settings import Raw, read_yaml
 from dlscale.core.telemetry import Energy, Sample, begin, energy, read_nodes
+from dlscale.report import peaks
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +40,8 @@ class RunResult:
     settings: Raw  #: The run's `config.yaml`.
     provenance: Provenance | None
     epochs: list[Epoch]  #: Empty if the plan does not train.
-    throughput: Throughput | None  #: None if the plan does not measure it.
+    #: None if the plan does not measure it. Its peaks are those that all runs of the plan share.
+    throughput: Throughput | None
     profile: Profile | None  #: As above.
     prediction: Path | None  #: The figure of prediction against truth, if there is one.
     #: By stage that the plan measures: what each node did meanwhile; empty where that is not known.
@@ -213,7 +217,28 @@ def read_plan(path: str | Path) -> PlanResult:
     path = Path(path)
     plan = PlanRecord.checked(read_yaml(path), str(path))
     root = path.parent.parent
-    return PlanResult(plan, [_read_run(root / run.plan / run.run, run) for run in plan.runs])
+    runs = [_read_run(root / run.plan / run.run, run) for run in plan.runs]
+    shared = iter(peaks.shared(run.throughput for run in runs if run.throughput))
+    return PlanResult(plan, [replace(run, throughput=next(shared)) if run.throughput else run for run in runs])
+
+
+def read_throughput(folder: Path) -> Throughput | None:
+    """Read the throughput of one run by its folder, with the peaks that the runs of its plan share, as the page has it.
+
+    None if it was not measured. What others of the plan have not measured yet, or cannot be read, does not count.
+    """
+    own = folder / "throughput.json"
+    if not own.exists():
+        return None
+    measured = [Throughput.read(own)]
+    root = folder.resolve().parent.parent
+    with contextlib.suppress(UserError):
+        plan = root / folder.resolve().parent.name / "plan.yaml"
+        for run in PlanRecord.checked(read_yaml(plan), str(plan)).runs:
+            with contextlib.suppress(UserError):
+                if "throughput" in run.measure:
+                    measured.append(Throughput.read(root / run.plan / run.run / own.name))
+    return peaks.shared(measured)[0]
 
 
 def _read_run(folder: Path, reference: records.RunReference) -> RunResult:

@@ -18,9 +18,10 @@ from dlscale.core.records import Profile, RangeTime
 from dlscale.core.stages import RUN_STAGES
 from dlscale.core.telemetry import Sample, begin
 from dlscale.measure.profilers import compare
-from dlscale.report import figures, glance, published, verdict
+from dlscale.report import figures, glance, peaks, published, verdict
 from dlscale.report.collect import summary_csv
-from dlscale.report.diagnosis import bound, disturbance, gain
+from dlscale.report.diagnosis import bound, gain
+from dlscale.report.disturbance import disturbance
 from dlscale.report.drawing import MARKERS, picture
 from dlscale.report.glance import View
 from dlscale.report.results import PlanResult, RunResult, first_and_least, slowness
@@ -135,25 +136,44 @@ def _throughput(plan: PlanResult) -> View | None:
 
 
 def _roofline(plan: PlanResult, measured: Sequence[RunResult]) -> View | None:
-    """Return the runs under their device's roofs; None if FLOPs or peaks are not known."""
-    points: list[tuple[str, float, float]] = []
-    roofs: dict[str, tuple[float, float]] = {}
+    """Return the runs under their devices' roofs; None if FLOPs or peaks are not known."""
+    points: list[figures.Point] = []
+    drawn = []
     for run in measured:
         found = run.throughput
         if found and found.work and found.work.bytes and found.peaks and found.synthetic and len(points) < LINES:
             reached = found.synthetic.mean * found.work.flops / found.nranks
-            points.append((run.label, found.work.flops / found.work.bytes, reached))
-            before = roofs.get(found.peaks.dtype, (0.0, 0.0))
-            roofs[found.peaks.dtype] = (
-                max(before[0], found.peaks.flops),
-                max(before[1], found.peaks.bytes_per_second),
-            )
+            # What a compiler spares of the bytes nobody counts.
+            points.append((run.label, found.work.flops / found.work.bytes, reached, found.compile is not None))
+            drawn.append(found)
     if not points:
         return None
+    roofs = peaks.roofs(drawn)
     return {
-        "svg": figures.roofline(f"{plan.name}-roofline", points, [(dtype, *roof) for dtype, roof in roofs.items()]),
-        "legend": [(label, style, MARKERS[style][1]) for style, (label, _, _) in enumerate(points)],
+        "svg": figures.roofline(f"{plan.name}-roofline", points, _roofs(roofs)),
+        "legend": [(label, style, MARKERS[style][1], compiled) for style, (label, _, _, compiled) in enumerate(points)],
+        "compiled": any(compiled for _, _, _, compiled in points),
     }
+
+
+def _roofs(roofs: Sequence[peaks.Roof]) -> list[tuple[str, float, float]]:
+    """Return each roof with a name; of the device it says what tells it from the others."""
+    devices = {(roof.device, roof.nranks) for roof in roofs}
+    names = {device.name for device, _ in devices}
+    threads = {device.threads for device, _ in devices}
+    ranks = {nranks for _, nranks in devices}
+
+    def name(roof: peaks.Roof) -> str:
+        words = [roof.dtype]
+        if len(names) > 1:
+            words.append(roof.device.name)
+        if len(threads) > 1 and roof.device.threads:
+            words.append(text.many(roof.device.threads, "thread"))
+        if len(ranks) > 1:
+            words.append(text.many(roof.nranks, "rank"))
+        return ", ".join(words)
+
+    return [(name(roof), roof.flops, roof.bytes_per_second) for roof in roofs]
 
 
 def _profiles(plan: PlanResult, page: Path) -> View | None:
@@ -162,14 +182,34 @@ def _profiles(plan: PlanResult, page: Path) -> View | None:
     bars = [bar for run in first_and_least(plan.runs, BARS, slowness) if (bar := _bar(run))]
     if not bars:
         return None
+    # Steps of different batches are no before and after: then all bars are those of a sample.
+    sample = len({bar.samples for bar in bars}) > 1 and all(bar.samples for bar in bars)
     return {
-        "svg": figures.timeline(f"{plan.name}-timeline", bars),
-        "parts": [(part, PART_NAMES[part]) for part in figures.PARTS if any(part in parts for _, parts, _ in bars)],
+        "svg": figures.timeline(f"{plan.name}-timeline", bars, sample),
+        "about": _about(sample, bars),
+        "parts": [
+            (part, PART_NAMES[part]) for part in figures.PARTS if any(bar.parts.get(part, 0.0) > 0 for bar in bars)
+        ],
         "runs": [
             _profile(plan, run, profile, page, before)
             for before, (run, profile) in zip([None, *(run for run, _ in profiled)], profiled, strict=False)
         ],
     }
+
+
+def _about(sample: bool, bars: Sequence[figures.Bar]) -> str:
+    """Say what the bars of the timeline are."""
+    said = [f"A step{' over the samples of its batch' * sample}, part by part, while the profiler named was at work."]
+    if any(bar.full for bar in bars):
+        said.append("The upright line and the number are FULL: other steps, at another moment, with no profiler.")
+    else:
+        said.append("The number is such a step; without a profiler it may be shorter.")
+    if any("unexplained" in bar.parts for bar in bars):
+        said.append(
+            "Of a run that was not profiled the bar is FULL, too: computing takes SYNTHETIC's time, waiting for data "
+            "at most IO's, and nothing shows where the rest goes."
+        )
+    return " ".join(said)
 
 
 #: What the parts of a step's time are called.
@@ -181,22 +221,28 @@ PART_NAMES = {
     "optimizer": "optimiser",
     "compute": "computing",
     "other": "the rest",
+    "unexplained": "not explained",
 }
 
 
-def _bar(run: RunResult) -> tuple[str, dict[str, float], float] | None:
-    """Return a run's label, seconds a step by part, and of a plain step: from its profile, else from its throughput."""
+def _bar(run: RunResult) -> figures.Bar | None:
+    """Return where a step's time goes: from its profile, else from its throughput; None if neither tells."""
     profile, measured = run.profile, run.throughput
+    batch = (measured.batch_size if measured else None) or (profile.batch_size if profile else None)
+    step, computing, loading = (
+        batch / trials.mean if batch and (trials := run.trials(mode)) and trials.mean else None
+        for mode in ("FULL", "SYNTHETIC", "IO")
+    )
     tool = next((tool for tool in profile.tools if tool.ranges), None) if profile else None
-    if profile and tool and profile.seconds_per_step:
-        plain = statistics.median(profile.seconds_per_step)
-        return f"{run.label} ({tool.name})", _parts(tool.ranges), plain
-    if not (measured and measured.batch_size and measured.synthetic and measured.full):
+    if tool:
+        return figures.Bar(f"{run.label} ({tool.name})", _parts(tool.ranges), step, batch)
+    if not (step and computing):
         return None
-    if not (measured.synthetic.mean and measured.full.mean):
-        return None
-    step, computing = (measured.batch_size / trials.mean for trials in (measured.full, measured.synthetic))
-    return run.label, {"data": max(0.0, step - computing), "compute": min(step, computing)}, step
+    # A step cannot wait longer than its batch takes to load. What is missing beyond that nobody has measured: the two
+    # slow each other down, or something else did.
+    waiting = min(max(0.0, step - computing), loading or 0.0)
+    parts = {"data": waiting, "compute": min(step, computing)}
+    return figures.Bar(run.label, {**parts, "unexplained": max(0.0, step - sum(parts.values()))}, step, batch)
 
 
 def _parts(ranges: dict[str, RangeTime]) -> dict[str, float]:
@@ -229,6 +275,7 @@ def _profile(plan: PlanResult, run: RunResult, profile: Profile, page: Path, bef
         "tools": tools,
         "top": top,
         "memory": profile.memory,
+        "cpu": profile.device.kind == "cpu",
         "summary": (folder / "profile_summary.csv").as_posix(),
         "before": before.label if before else None,
         "changes": _changes(before, run) if before else [],

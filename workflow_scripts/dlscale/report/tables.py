@@ -69,7 +69,7 @@ def runs_table(plan: PlanResult) -> RunsTable:
         *(("Throughput (samples/s)", mode, _column(f"{mode.lower()}_samples_per_second")) for mode in MODES),
         ("Verdict", "speed-up", _column("speed_up", _times)),
         ("Verdict", "MFU", _column("mfu", percent)),
-        ("Verdict", "MBU", _column("mbu", percent)),
+        ("Verdict", "MBU", _mbu),
         ("Verdict", "published, full size", _published),
         ("Verdict", "bound by", _bound),
         ("Verdict", "peak memory", lambda run, row: _cell(run.throughput and run.throughput.peak_memory_bytes, size)),
@@ -144,6 +144,12 @@ def _published(run: RunResult, row: Row) -> Cell:
     faster = [_times(times)] if isinstance(times, float) and times != 1 else []
     words = [str(row[f"published_{key}"]) for key in ("as", "hardware", "source")]
     return _cell(row["published_samples_per_second"], note=", ".join([*faster, *words]))
+
+
+def _mbu(run: RunResult, row: Row) -> Cell:
+    compiled = run.throughput and run.throughput.compile is not None
+    value: Any = row["mbu"]
+    return _cell(value, percent, "bytes of a step that is not compiled" if compiled and value is not None else "")
 
 
 def _bound(run: RunResult, row: Row) -> Cell:

@@ -1,0 +1,68 @@
+"""Whether the machine was quiet while a plan's runs were measured."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from dlscale.core.text import number, percent
+from dlscale.report import verdict
+from dlscale.report.diagnosis import UNKNOWN, bound
+from dlscale.report.results import RunResult
+
+#: Settings that leave the computation of a step as it is: how data come, and what is done with the step.
+ELSEWHERE = ("loader", "label", "training", "schedule", "throughput", "profile", "tune", "seed")
+
+
+def disturbance(runs: Sequence[RunResult]) -> str | None:
+    """Return a warning if other programs were seen at work, or if speeds contradict each other; else None."""
+    seen = next(_contradictions(runs), None), _neighbours(runs)
+    if not any(seen):
+        return None
+    said = " ".join(filter(None, seen))
+    return (
+        f"The machine was not quiet. {said} Speed-ups of these runs mean little: measure again with nothing else "
+        "running."
+    )
+
+
+def _neighbours(runs: Sequence[RunResult]) -> str | None:
+    """Say in which runs the verdict names a neighbour."""
+    shares = {
+        run.label: finding.share for run in runs for finding in verdict.of(run).findings if finding.cause == "neighbour"
+    }
+    if not shares:
+        return None
+    least, most = percent(min(shares.values())), percent(max(shares.values()))
+    of = f"{least} of the cores" if least == most else f"{least} to {most} of the cores"
+    many = "all" if len(shares) == len(runs) else f"{len(shares)} of"
+    which = ", ".join(shares) if len(shares) <= 3 else f"{many} {len(runs)} runs"
+    return f"Other programs kept {of} busy while {which} {'was' if len(shares) == 1 else 'were'} measured."
+
+
+def _contradictions(runs: Sequence[RunResult]) -> Iterator[str]:
+    """Find the same computation at two speeds, and FULL that is faster than its parts."""
+    alike: dict[str, list[tuple[float, str]]] = {}
+    for run in runs:
+        if trials := run.trials("SYNTHETIC"):
+            alike.setdefault(json.dumps(_step(run), sort_keys=True, default=str), []).append((trials.mean, run.label))
+    for speeds in alike.values():
+        (least, slow), (most, quick) = min(speeds), max(speeds)
+        if most > 1.25 * least:
+            yield (
+                f"SYNTHETIC is the same computation in {slow} and in {quick}, and yet {number(least)} and "
+                f"{number(most)} samples/s were measured."
+            )
+    for run in runs:
+        if (found := bound(run.throughput)) and found.what == UNKNOWN:
+            yield f"FULL of {run.label} was faster than loading or computing alone, which cannot be."
+
+
+def _step(run: RunResult) -> dict[str, Any]:
+    """Return the settings that decide how long a step computes; the learning rate is but a number in it."""
+    settings = {key: value for key, value in run.settings.items() if key not in ELSEWHERE}
+    optimizer = settings.get("optimizer")
+    if isinstance(optimizer, dict):
+        settings["optimizer"] = {key: value for key, value in optimizer.items() if key != "lr"}
+    return settings
