@@ -61,7 +61,7 @@ class Recording:
     copies: list[tuple[int, int, int, int, int, int, int]] = field(default_factory=list)
     memsets: list[tuple[int, int, int]] = field(default_factory=list)  #: start, end, correlation
     graphs: list[tuple[int, int, int]] = field(default_factory=list)  #: start, end, correlation; traced as wholes
-    waits: list[tuple[int, int, int]] = field(default_factory=list)  #: start, end, syncType; made by thread 0
+    waits: list[tuple[int, int, int, int]] = field(default_factory=list)  #: start, end, syncType, thread
     system: list[tuple[int, int, int, str]] = field(default_factory=list)  #: start, end, thread, function
 
     def write(self, path: Path, version: str = "2022") -> Path:
@@ -88,9 +88,7 @@ class Recording:
         tables["NVTX_EVENTS"].append(
             {"start": 1, "end": 9, "eventType": 59, "text": "ncclAllReduce", "globalTid": PROCESS}
         )
-        calls = [*self.calls]
-        if "CUPTI_ACTIVITY_KIND_SYNCHRONIZATION" in differs["lacks"]:
-            calls += [(start, end, 0, 0, SYNC_CALLS[kind]) for start, end, kind in self.waits]
+        calls = [*self.calls, *((start, end, thread, 0, SYNC_CALLS[kind]) for start, end, kind, thread in self.waits)]
         for start, end, thread, correlation, name in calls:
             row = {"start": start, "end": end, "eventClass": 0, "globalTid": PROCESS + thread}
             named = {"correlationId": correlation, "nameId": text(name), "returnValue": 0}
@@ -105,7 +103,7 @@ class Recording:
             tables["CUPTI_ACTIVITY_KIND_MEMSET"].append(device(start, end, correlation, value=0, bytes=4))
         for start, end, correlation in self.graphs:
             tables["CUPTI_ACTIVITY_KIND_GRAPH_TRACE"].append(device(start, end, correlation, graphId=1))
-        for start, end, kind in self.waits:
+        for start, end, kind, _ in self.waits:
             tables["CUPTI_ACTIVITY_KIND_SYNCHRONIZATION"].append(device(start, end, 0, syncType=kind, eventId=0))
         for start, end, thread, name in self.system:
             row = {"start": start, "end": end, "eventClass": 27, "globalTid": PROCESS + thread, "nameId": text(name)}

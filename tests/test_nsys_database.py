@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import sqlite3
 import tempfile
 from collections import defaultdict
@@ -16,7 +15,8 @@ from hypothesis import strategies as st
 
 from dlscale.core.errors import UserError
 from dlscale.core.ranges import RANGES
-from dlscale.measure.profilers.nsys_database import BLOCKING_CALLS, OUTSIDE, WAITING_CALLS, summarize
+from dlscale.measure.profilers.nsys_database import BLOCKING_CALLS, summarize
+from dlscale.measure.profilers.trace import OUTSIDE, WAIT
 from tests.nsys_databases import VERSIONS, Recording
 
 #: Two steps of a training on a GPU: 100 ns each, given out by threads 0 (forward) and 5 (autograd's), on two streams.
@@ -36,7 +36,6 @@ TWO_STEPS = Recording(
         *[(base + 45, base + 46, 5, base + 3, "cudaLaunchKernel_v7000") for base in (1000, 1100)],
         *[(base + 61, base + 62, 5, base + 4, "cudaLaunchKernelExC_v11060") for base in (1000, 1100)],
         *[(base + 82, base + 83, 0, base + 5, "cudaLaunchKernel_v7000") for base in (1000, 1100)],
-        (1210, 1220, 0, 99, "cudaDeviceSynchronize_v3020"),
     ],
     copies=[(base + 10, base + 20, base + 1, 4096, 1, source, 2) for base, source in ((1000, 0), (1100, 1))],
     kernels=[
@@ -45,7 +44,7 @@ TWO_STEPS = Recording(
         *[(base + 80, base + 95, base + 4, "ncclDevKernel_AllReduce_Sum_f32_RING_LL(int)") for base in (1000, 1100)],
         *[(base + 95, base + 105, base + 5, "update<float>(int)") for base in (1000, 1100)],
     ],
-    waits=[(1050, 1058, 3), (1051, 1052, 2), (1210, 1220, 4)],
+    waits=[(1050, 1058, 3, 0), (1051, 1052, 2, 0), (1210, 1220, 4, 0)],
 )
 
 
@@ -84,6 +83,7 @@ def test_a_step_as_drawn(version: str, tmp_path: Path) -> None:
     assert idle == pytest.approx(
         {"step": (2 + 0) / 2, "data": (4 + 1) / 2, "copy": (4 + 4) / 2, "forward": 5, "backward": 5}
     )
+    assert {name: 1e9 * each for name, each in seen.idle_seconds.items()} == pytest.approx(idle)
     assert sum(idle.values()) * 2 == pytest.approx(205 * (1 - seen.device_busy))
 
 
@@ -126,11 +126,44 @@ def test_a_processor_shows_its_ranges_alone(tmp_path: Path) -> None:
     assert tool.activity.comm_overlap is None
 
 
+def test_a_host_ahead_of_its_device(tmp_path: Path) -> None:
+    """Ten steps of 10 ns on the host and of 100 on the device, which is at work from 5 to 1005 ns."""
+    steps = [(10 * n, 10 * n + 10, "step", 0, True) for n in range(10)]
+    calls = [(10 * n + 2, 10 * n + 3, 0, n + 1, "cudaLaunchKernel") for n in range(10)]
+    kernels = [(100 * n + 5, 100 * n + 105, n + 1, "a") for n in range(10)]
+    tool, top = summarize(Recording(ranges=steps, calls=calls, kernels=kernels).write(tmp_path / "nsys.sqlite"))
+    assert tool.seconds_per_step == pytest.approx(100.5e-9)
+    assert [row.share for row in top if row.kind == "kernel"] == [pytest.approx(100 / 100.5)]
+    assert tool.activity.idle_seconds == {"step": pytest.approx(0.5e-9)}
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_loader_may_wait(version: str, tmp_path: Path) -> None:
+    """Thread 77 gives out work and waits as it likes; the steps' own thread waits once, autograd's (5) twice."""
+    ranges = [(0, 1000, "step", 0, True), (100, 900, "backward", 0, True)]
+    calls = [(10, 11, 77, 1, "cudaLaunchKernel"), (150, 151, 5, 2, "cudaLaunchKernel")]
+    waits = [(120, 920, 1, 77), (910, 920, 4, 0), (200, 203, 3, 5), (300, 303, 3, 5)]
+    one = Recording(ranges=ranges, calls=calls, waits=waits, kernels=[(20, 30, 1, "decode"), (160, 190, 2, "gradient")])
+    tool, _ = summarize(one.write(tmp_path / "nsys.sqlite", version))
+    assert (tool.activity.syncs, tool.activity.sync_seconds) == (3, pytest.approx(16e-9))
+    assert tool.ranges["backward"].device_seconds == pytest.approx(30e-9), "autograd's work, not the loader's"
+
+
+def test_every_kernel_has_a_row(tmp_path: Path) -> None:
+    """What a comparison of two profiles does not find took no time."""
+    kernels = [(n, n + 1, 1, f"kernel {n}") for n in range(60)]
+    call = [(0, 1, 0, 1, "cudaGraphLaunch")]
+    one = Recording(ranges=[(0, 100, "step", 0, True)], calls=call, kernels=kernels)
+    _, top = summarize(one.write(tmp_path / "nsys.sqlite"))
+    assert {row.name for row in top if row.kind == "kernel"} == {name for *_, name in kernels}
+
+
 def test_calls_that_wait() -> None:
     for name in ("cudaStreamSynchronize_v3020", "cuCtxSynchronize", "cudaDeviceSynchronize", "cuEventSynchronize"):
-        assert re.search(WAITING_CALLS, name)
-    assert not re.search(WAITING_CALLS, "cudaStreamWaitEvent_v3020")
-    assert re.search(BLOCKING_CALLS, "pthread_cond_clockwait") and not re.search(BLOCKING_CALLS, "pthread_cond_signal")
+        assert WAIT.match(name)
+    assert not any(WAIT.match(name) for name in ("cudaStreamWaitEvent_v3020", "cudaMemcpyAsync_v3020"))
+    assert WAIT.match("cudaMemcpy_v3020")
+    assert BLOCKING_CALLS.match("pthread_cond_clockwait") and not BLOCKING_CALLS.match("pthread_cond_signal")
 
 
 # ---- what is no report ------------------------------------------------------------------------------
@@ -214,7 +247,7 @@ def recordings(draw: st.DrawFn) -> Recording:
     kinds = st.tuples(st.integers(1, 1000), st.sampled_from([1, 2, 8]), st.sampled_from([0, 1, 2]), st.just(2))
     recording.copies = [(start, end, call, *kind) for start, end, call, kind in spans(5, number, kinds)]
     recording.memsets = spans(2, number)
-    recording.waits = spans(4, st.sampled_from([1, 2, 3, 4]))
+    recording.waits = spans(4, st.sampled_from([1, 2, 3, 4]), st.sampled_from([0, 5, 6, 7]))
     recording.system = spans(4, st.sampled_from([0, 5]), st.sampled_from(["pthread_cond_wait", "read"]))
     return recording
 
@@ -226,6 +259,7 @@ class Truth:
         self.r = recording
         self.steps = [r for r in recording.ranges if r[2] == "step"]
         self.n = len(self.steps)
+        self.engine = self.backward_threads()
         calls = {number: (start, thread) for start, _, thread, number, _ in recording.calls}
         works = [(s, e, c, "kernel", name, None) for s, e, c, name in recording.kernels]
         works += [(s, e, c, "copy", "", rest) for s, e, c, *rest in recording.copies]
@@ -242,6 +276,20 @@ class Truth:
         """The step in which something began."""
         begun = [number for number, step in enumerate(self.steps) if step[0] <= time]
         return begun[-1] if begun and time <= self.steps[-1][1] else None
+
+    def backward_threads(self) -> set[int]:
+        """Those that call the device in each backward pass of thread 0 and nowhere else, and have no ranges."""
+        calls = [(start, thread) for start, _, thread, *_ in self.r.calls]
+        calls += [(start, thread) for start, _, _, thread in self.r.waits]
+        calls = [(start, thread) for start, thread in calls if self.step(start) is not None]
+        passes = [row for row in self.r.ranges if row[2] == "backward"]
+        found = {thread for _, thread in calls} - {row[3] for row in self.r.ranges if row[4]}
+        for start, thread in calls:
+            if not any(row[0] <= start <= row[1] for row in passes):
+                found.discard(thread)
+        for row in passes:
+            found &= {thread for start, thread in calls if row[0] <= start <= row[1]}
+        return found
 
     def covered(self, spans: list[Any]) -> set[int]:
         return {time for span in spans for time in range(span[0], span[1])}
@@ -261,9 +309,9 @@ class Truth:
             # What belongs to no step is no range of the steps; one without length holds nothing.
             return row[3] == thread and row[0] <= launch <= row[1] and row[0] < row[1] and self.step(row[0]) is not None
 
-        own = any(at(row, thread) for row in self.r.ranges if row[4])
         named = [row for row in self.r.ranges if row[2] == name]
-        return any(at(row, thread) for row in named) or (not own and any(at(row, 0) for row in named if row[4]))
+        of_steps = thread in self.engine and any(at(row, 0) for row in named if row[4])
+        return any(at(row, thread) for row in named) or of_steps
 
     def device(self, name: str) -> float:
         return sum(work[1] - work[0] for work in self.work if self.inside(name, work[6], work[7])) / self.n
@@ -295,19 +343,19 @@ class Truth:
         copied, computed = self.covered(copies), self.covered(kernels)
         sums = self.covered([work for work in kernels if work[4].startswith("nccl")])
         others = self.covered([work for work in kernels if not work[4].startswith("nccl")])
-        waits = [wait for wait in self.r.waits if wait[2] != 2 and self.step(wait[0]) is not None]
-        traced = bool(self.r.calls)
-        nccl = any(work[4].startswith("nccl") for work in kernels)
+        mine = {0, *self.engine}
+        waits = [row for row in self.r.waits if row[2] != 2 and row[3] in mine and self.step(row[0]) is not None]
+        traced = bool(self.r.calls or self.r.waits)
         return {
             "launches": len({work[2] for work in self.work if work[7] is not None}) / self.n,
             "syncs": len(waits) / self.n if traced else None,
-            "sync_seconds": sum(end - start for start, end, _ in waits) / self.n if traced else None,
+            "sync_seconds": sum(row[1] - row[0] for row in waits) / self.n if traced else None,
             "device_busy": len(self.covered(self.work)) / (self.last - self.first),
             "copy_bytes": sum(work[5][0] for work in copies) / self.n,
             "pageable_bytes": sum(work[5][0] for work in copies if work[5][2] == 0) / self.n,
             "copy_seconds": len(copied) / self.n,
             "copy_overlap": len(copied & computed) / len(copied) if copied else None,
-            "comm_seconds": len(sums) / self.n if nccl else None,
+            "comm_seconds": len(sums) / self.n if sums else None,
             "comm_overlap": len(sums & others) / len(sums) if sums else None,
         }
 
@@ -319,6 +367,8 @@ def test_every_figure_is_a_count(recording: Recording) -> None:
     with tempfile.TemporaryDirectory() as folder:
         tool, top = summarize(recording.write(Path(folder) / "nsys.sqlite"))
     assert tool.steps == truth.n
+    if truth.work:
+        assert (tool.seconds_per_step or 0) * 1e9 == pytest.approx((truth.last - truth.first) / truth.n)
     for name in RANGES:
         if name not in tool.ranges:
             assert truth.open(name) == 0
@@ -327,7 +377,7 @@ def test_every_figure_is_a_count(recording: Recording) -> None:
         if truth.work:
             assert (tool.ranges[name].device_seconds or 0) * 1e9 == pytest.approx(truth.device(name)), name
     expected = truth.activity()
-    for name, value in tool.activity.model_dump().items():
+    for name, value in tool.activity.model_dump(exclude={"idle_seconds"}).items():
         known = expected.get(name)
         if known is None or value is None:
             assert value == known, name
@@ -335,6 +385,7 @@ def test_every_figure_is_a_count(recording: Recording) -> None:
             assert value * (1e9 if name.endswith("_seconds") else 1) == pytest.approx(known), name
     gaps = {row.name: row.seconds * 1e9 for row in top if row.kind == "gap"}
     assert gaps == pytest.approx(truth.idle() if truth.work else {})
-    for kind in ("kernel", "copy"):
-        spent = sum(work[1] - work[0] for work in truth.work if work[3] == kind) / truth.n
+    assert {name: 1e9 * each for name, each in tool.activity.idle_seconds.items()} == pytest.approx(gaps)
+    for kind, kinds in {"kernel": ["kernel"], "copy": ["copy", "memset"]}.items():
+        spent = sum(work[1] - work[0] for work in truth.work if work[3] in kinds) / truth.n
         assert math.fsum(row.seconds for row in top if row.kind == kind) * 1e9 == pytest.approx(spent)

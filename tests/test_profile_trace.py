@@ -16,13 +16,19 @@ from hypothesis import strategies as st
 from torch import nn
 
 from dlscale.core.ranges import mark
-from dlscale.measure.profilers.intervals import gaps, index_at, intersection, intervals, total, union
-from dlscale.measure.profilers.kineto import summarise, with_memory
+from dlscale.measure.profilers.intervals import gaps, index_at, intersection, total, union
+from dlscale.measure.profilers.kineto import read, with_memory
+from dlscale.measure.profilers.tool import Unavailable
 from dlscale.measure.profilers.torch_profiler import TorchProfiler
+from dlscale.measure.profilers.trace import OUTSIDE, summarise
 
 # ---- intervals: against the sets of whole instants that they cover -----------------------------------------------
 
 PAIRS = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 12)).map(lambda pair: (pair[0], pair[0] + pair[1])))
+
+
+def intervals(pairs: list[tuple[int, int]]) -> np.ndarray:
+    return np.array(pairs, float).reshape(-1, 2)
 
 
 def instants(x: np.ndarray) -> set[int]:
@@ -139,7 +145,7 @@ US = 1e-6
 
 
 def test_ranges_of_a_gpu() -> None:
-    ranges, _, _ = summarise(gpu_trace())
+    ranges = summarise(read(gpu_trace()), "torch")[0].ranges
     host = {name: time.seconds / US for name, time in ranges.items()}
     assert host == pytest.approx(
         {"step": 100, "data": 10, "copy": 6, "forward": 30, "backward": 40, "optimizer": 20, "comm": 4}
@@ -153,7 +159,7 @@ def test_ranges_of_a_gpu() -> None:
 
 
 def test_activity_of_a_gpu() -> None:
-    _, activity, _ = summarise(gpu_trace())
+    activity = summarise(read(gpu_trace()), "torch")[0].activity
     assert activity.operators == 6
     assert activity.launches == 7, "a graph is one"
     assert (activity.syncs, activity.items) == (1, 1)
@@ -163,12 +169,14 @@ def test_activity_of_a_gpu() -> None:
     assert activity.copy_overlap == pytest.approx(5 / 20), "of 5 to 25 a kernel runs from 20 on"
     # 5 to 100, 105 to 200, 220 to 224, of 0 to 224.
     assert activity.device_busy == pytest.approx((95 + 95 + 4) / 224)
+    idle = {name: seconds / US for name, seconds in activity.idle_seconds.items()}
+    assert idle == pytest.approx({"data": 5, OUTSIDE: 10}) and sum(idle.values()) == pytest.approx((224 - 194) / 2)
     assert activity.comm_seconds == pytest.approx(30 * US)
     assert activity.comm_overlap == pytest.approx(20 / 30)
 
 
 def test_rows_of_a_gpu() -> None:
-    _, _, rows = summarise(gpu_trace(), rank=3)
+    _, rows = summarise(read(gpu_trace()), "torch", 3)
     assert {row.rank for row in rows} == {3}
     kernels = {row.name: (row.calls, row.seconds / US) for row in rows if row.kind == "kernel"}
     assert kernels == {
@@ -187,9 +195,10 @@ def test_rows_of_a_gpu() -> None:
         "Memcpy HtoD (Pinned -> Device)": pytest.approx(10),
     }
     idle = {row.name: (row.calls, row.seconds / US) for row in rows if row.kind == "gap"}
-    assert idle == {"idle while the host was in optimizer": (0.5, pytest.approx(10))}, "200 to 220; 5 µs are no wait"
+    # 0 to 5 and 100 to 105; 200 to 220, when the host has left the last step.
+    assert idle == {OUTSIDE: (0.5, pytest.approx(10)), "data": (1, pytest.approx(5))}
     (step,) = [row for row in rows if row.name == "step"]
-    assert step.share == 1
+    assert step.share == pytest.approx(100 / 112), "the device has done the two steps after 224 µs"
 
 
 def test_steps_that_differ_have_a_spread() -> None:
@@ -199,20 +208,32 @@ def test_steps_that_differ_have_a_spread() -> None:
         event("aten::mm", "cpu_op", 21, 27),
         event("aten::mm", "cpu_op", 12, 18),
     ]
-    ranges, activity, rows = summarise(trace)
+    tool, rows = summarise(read(trace), "torch")
+    ranges, activity = tool.ranges, tool.activity
     assert ranges["step"].seconds == pytest.approx(20 * US)
     assert ranges["step"].std == pytest.approx(np.std([10, 30], ddof=1) * US)
     (mm,) = [row for row in rows if row.kind == "operator"]
-    assert (mm.calls, mm.seconds, mm.share) == (1, pytest.approx(4 * US), pytest.approx(4 / 20)), (
-        "between steps: no one's"
-    )
-    assert mm.std == pytest.approx(np.std([2, 6], ddof=1) * US)
+    # A step lasts until the next begins: 2 + 6 and 6 µs, of 50 µs for both.
+    assert (mm.calls, mm.seconds, mm.share) == (1.5, pytest.approx(7 * US), pytest.approx(7 / 25))
+    assert mm.std == pytest.approx(np.std([8, 6], ddof=1) * US)
     assert (activity.launches, activity.device_busy, activity.comm_seconds) == (None, None, None), "no device was seen"
+
+
+def test_a_host_ahead_of_its_device() -> None:
+    """Ten steps of 10 µs on the host and of 100 on the device, which is at work from 5 to 1005 µs."""
+    trace = [event("step", "user_annotation", 10 * n, 10 * n + 10) for n in range(10)]
+    for n in range(10):
+        trace += launch(n, 10 * n + 2, MAIN, [kernel("gemm", 100 * n + 5, 100 * n + 105)])
+    tool, rows = summarise(read(trace), "torch")
+    assert tool.seconds_per_step == pytest.approx(100.5 * US)
+    (gemm,) = [row for row in rows if row.kind == "kernel"]
+    assert (gemm.seconds, gemm.share) == (pytest.approx(100 * US), pytest.approx(100 / 100.5))
+    assert tool.activity.idle_seconds == {"step": pytest.approx(0.5 * US)}
 
 
 def test_a_trace_without_a_step_is_refused() -> None:
     with pytest.raises(ValueError, match="no range called 'step'"):
-        summarise([event("forward", "user_annotation", 0, 10)])
+        read([event("forward", "user_annotation", 0, 10)])
 
 
 @st.composite
@@ -240,7 +261,7 @@ def random_traces(draw: st.DrawFn) -> tuple[list[dict[str, Any]], list[dict[str,
 def test_overlaps_are_those_of_every_microsecond(found: tuple[list[dict[str, Any]], list[dict[str, Any]]]) -> None:
     """Against sets of the microseconds in which anything runs."""
     trace, device = found
-    _, activity, _ = summarise(trace)
+    activity = summarise(read(trace), "torch")[0].activity
 
     def when(*words: str) -> set[int]:
         mine = [one for one in device if any(word in one["name"] for word in words)]
@@ -304,6 +325,19 @@ def test_ranges_are_those_that_pytorch_recorded(profiled: tuple[TorchProfiler, A
     for name, time in found.ranges.items():
         assert time.seconds * 3 == pytest.approx(counted[name].cpu_time_total * US, abs=2 * US)
         assert time.device_seconds is None
+
+
+def test_a_gpu_of_which_nothing_was_recorded_is_a_problem(
+    profiled: tuple[TorchProfiler, Any, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where CUPTI is refused; it is no profile of a CPU."""
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps({"traceEvents": [event("step", "user_annotation", 0, 10)]}))
+    monkeypatch.setattr(profiled[0], "_device", torch.device("cuda"))
+    monkeypatch.setattr(profiled[0], "_folder", tmp_path)
+    monkeypatch.setattr(profiled[0]._profile, "export_chrome_trace", lambda to: path.rename(to))
+    with pytest.raises(Unavailable, match="CUPTI"):
+        profiled[0].found([0.1])
 
 
 def test_the_trace_opens_in_perfetto(profiled: tuple[TorchProfiler, Any, Path]) -> None:

@@ -1095,7 +1095,7 @@ def test_a_step_is_drawn_part_by_part(explained: Results) -> None:
     plan = read_plan(explained.root / "plans/ladder/plan.yaml")
     profile = plan.runs[0].profile
     assert profile
-    parts = sections._parts(profile.tools[0].ranges)
+    parts = sections._parts(profile.tools[0])
     expected = {"data": 0.02, "copy": 0.01, "forward": 0.03, "backward": 0.04, "optimizer": 0.01, "other": 0.01}
     assert parts == pytest.approx(expected)
     # 16 samples at 66 and 490 samples/s are the steps of FULL
@@ -1146,14 +1146,32 @@ def test_steps_of_other_batches_are_drawn_by_the_sample(results: Results) -> Non
     assert one == pytest.approx(2 * other, rel=1e-3)
 
 
-def test_the_device_counts_where_it_is_known() -> None:
-    ranges = {
-        "step": records.RangeTime(seconds=0.1),
-        "data": records.RangeTime(seconds=0.01, device_seconds=0.0),
-        "forward": records.RangeTime(seconds=0.001, device_seconds=0.03),
-        "backward": records.RangeTime(seconds=0.002, device_seconds=0.05),
-    }
-    assert sections._parts(ranges) == pytest.approx({"data": 0.01, "forward": 0.03, "backward": 0.05, "other": 0.01})
+def on_device(idle: dict[str, float], **work: float) -> records.ProfiledTool:
+    """A profile of steps of 100 ms, 80 of which the host is asking for data, with seconds of the device's work."""
+    ranges = {name: records.RangeTime(seconds=0.001, device_seconds=seconds) for name, seconds in work.items()}
+    ranges["data"] = records.RangeTime(seconds=0.08, device_seconds=0.0)
+    activity = records.Activity(device_busy=1 - sum(idle.values()) / 0.1, idle_seconds=idle)
+    return records.ProfiledTool(name="torch", seconds_per_step=0.1, ranges=ranges, activity=activity)
+
+
+def test_a_step_on_a_device_is_its_work_and_its_idle_time() -> None:
+    parts = sections._parts(on_device({"data": 0.006, "step": 0.004}, step=0.09, forward=0.03, backward=0.06))
+    assert parts == pytest.approx({"data": 0.006, "forward": 0.03, "backward": 0.06, "other": 0.004})
+
+
+def test_what_runs_side_by_side_shares_the_time() -> None:
+    """120 ms of work, 6 of them of no range, in 80 ms."""
+    tool = on_device({"data": 0.015, "copy": 0.005}, step=0.12, copy=0.03, forward=0.036, backward=0.048)
+    parts = sections._parts(tool)
+    expected = {"data": 0.02, "copy": 0.02, "forward": 0.024, "backward": 0.032, "other": 0.004}
+    assert parts == pytest.approx(expected) and sum(parts.values()) == pytest.approx(0.1)
+
+
+def test_idle_times_that_nobody_knows_replace_none() -> None:
+    """The figures of several profilers are put together from those that each knows."""
+    assert records.Activity().model_dump(exclude_none=True) == {}
+    known = records.Activity(idle_seconds={"data": 0.5})
+    assert records.Activity.model_validate_json(known.text()).idle_seconds == {"data": 0.5}
 
 
 def test_what_a_profile_left_is_linked_and_told(explained: Results) -> None:

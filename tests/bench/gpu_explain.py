@@ -77,6 +77,8 @@ FIRST: dict[str, dict[str, Any]] = {
     "cosmo_unet": {"precision": "tf32", "loader": {"kind": "torch", "workers": 2}},
     "era5_vit": {"precision": "tf32", "loader": {"kind": "torch", "workers": 0}},
 }
+#: Its rows are those of kind `gap`.
+IDLE = {"idle_seconds"}
 STREAMED = {"loader": {"kind": "direct", "workers": WORKERS, "resident": "never"}}
 RESIDENT = {"loader": {"kind": "direct", "workers": WORKERS, "resident": "auto"}}
 
@@ -187,7 +189,9 @@ def _ranges(ranges: dict[str, RangeTime]) -> list[Values]:
 
 
 def _activity(activity: Activity) -> list[Values]:
-    return [{"a step": name, "is": value} for name, value in activity.model_dump(exclude_none=True).items()]
+    return [
+        {"a step": name, "is": value} for name, value in activity.model_dump(exclude_none=True, exclude=IDLE).items()
+    ]
 
 
 def _kinds(rows: list[TopEntry]) -> list[Values]:
@@ -324,7 +328,7 @@ def plant(bench: Bench, planted: Planted) -> Values:
     if bench.cuda:
         values["named"] = int(planted.cause in causes if planted.cause else not causes)
     values |= {mode: evidence.rate(mode) for mode in ("IO", "SYNTHETIC", "FULL")} | times
-    values |= evidence.activity.model_dump(exclude_none=True)
+    values |= evidence.activity.model_dump(exclude_none=True, exclude=IDLE)
     values["why"] = [{"cause": each.cause, "share": each.share, "why": each.why} for each in found.findings]
     return values
 

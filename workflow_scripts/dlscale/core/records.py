@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -275,8 +276,9 @@ class Activity(Record):
     sync_seconds: float | None = None  #: How long it waited.
     items: float | None = None  #: Numbers that were read from tensors (`.item()`), which makes a host wait for a GPU.
     device_busy: float | None = None  #: Share of the steps in which the device computed or copied.
-    #: Seconds a step for which the device did nothing, by the range that the host was in meanwhile.
-    idle_seconds: dict[str, float] = {}
+    #: Seconds a step for which the device did nothing, by the range that the host was in; in all (1 - device_busy) of
+    #: it. A record without them leaves them to other profilers' (`model_dump`).
+    idle_seconds: dict[str, float] = Field({}, exclude_if=operator.not_)
     copy_bytes: float | None = None  #: From the host to the device.
     pageable_bytes: float | None = None  #: Of these, from memory that is not page-locked.
     copy_seconds: float | None = None
@@ -291,7 +293,8 @@ class ProfiledTool(Record):
     name: str
     version: str = ""
     steps: int = 0
-    seconds_per_step: float | None = None  #: With the profiler at work; its median.
+    #: With the profiler at work: the median; of a GPU from the first step until all is done, over the steps.
+    seconds_per_step: float | None = None
     ranges: dict[str, RangeTime] = {}
     activity: Activity = Activity()
     files: dict[str, str] = {}  #: What it left, by title: names in the folder `profile` of the run.

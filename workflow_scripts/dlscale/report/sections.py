@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from dlscale.core import text
-from dlscale.core.records import Profile, RangeTime
+from dlscale.core.records import Profile, ProfiledTool
 from dlscale.core.stages import RUN_STAGES
 from dlscale.core.telemetry import Sample, begin
 from dlscale.measure.profilers import compare
@@ -235,7 +235,7 @@ def _bar(run: RunResult) -> figures.Bar | None:
     )
     tool = next((tool for tool in profile.tools if tool.ranges), None) if profile else None
     if tool:
-        return figures.Bar(f"{run.label} ({tool.name})", _parts(tool.ranges), step, batch)
+        return figures.Bar(f"{run.label} ({tool.name})", _parts(tool), step, batch)
     if not (step and computing):
         return None
     # A step cannot wait longer than its batch takes to load. What is missing beyond that nobody has measured: the two
@@ -245,17 +245,24 @@ def _bar(run: RunResult) -> figures.Bar | None:
     return figures.Bar(run.label, {**parts, "unexplained": max(0.0, step - sum(parts.values()))}, step, batch)
 
 
-def _parts(ranges: dict[str, RangeTime]) -> dict[str, float]:
-    """Return seconds a step by part: of the device's work where it is known, else of the host; the rest is `other`."""
-    step = ranges["step"].seconds if "step" in ranges else 0.0
-    device = any(each.device_seconds for each in ranges.values())
-    parts = {
-        part: (ranges[part].device_seconds or 0.0) if device and part != "data" else ranges[part].seconds
-        for part in figures.PARTS
-        if part in ranges
-    }
-    if "copy" in parts and "data" in parts and not device:  # it happens while the loader is asked
-        parts["data"] = max(0.0, parts["data"] - parts["copy"])
+def _parts(tool: ProfiledTool) -> dict[str, float]:
+    """Return seconds a step by part; they add up to the step.
+
+    Of a device they are its work by range, where parts of it ran side by side shares of the time that it was busy;
+    `data` is the time for which it was idle while the host was asking for data, `other` all the rest of the step.
+    """
+    ranges, idle = tool.ranges, tool.activity.idle_seconds
+    found = {part: ranges[part] for part in figures.PARTS if part in ranges}
+    if work := ranges["step"].device_seconds if "step" in ranges else None:
+        step = tool.seconds_per_step or 0.0
+        side_by_side = min(1.0, max(0.0, step - sum(idle.values())) / work)
+        parts = {part: side_by_side * (time.device_seconds or 0.0) for part, time in found.items()}
+        parts["data"] = idle.get("data", 0.0) + idle.get("copy", 0.0)  # `copy` is within `data`
+    else:
+        step = ranges["step"].seconds if "step" in ranges else 0.0
+        parts = {part: time.seconds for part, time in found.items()}
+        if "copy" in parts and "data" in parts:
+            parts["data"] = max(0.0, parts["data"] - parts["copy"])
     return {**parts, "other": max(0.0, step - sum(parts.values()))}
 
 

@@ -85,7 +85,9 @@ class Evidence:
             if busy is not None:
                 plain = self.step_seconds or profiled or 1.0
                 share = max(0.0, 1 - busy * (profiled or plain) / plain)
-                return share, min(share, tool.activity.idle_seconds.get("data", 0.0) / plain)
+                idle = tool.activity.idle_seconds
+                for_data = idle.get("data", 0.0) + idle.get("copy", 0.0)  # which is within `data`
+                return share, min(share, for_data / plain)
         return None
 
     @property

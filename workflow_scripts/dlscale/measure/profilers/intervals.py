@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import numpy as np
 
 Intervals = np.ndarray
-
-
-def intervals(edges: Iterable[tuple[float, float]]) -> Intervals:
-    """Return begins and ends as an array [n, 2]."""
-    return np.array(list(edges), dtype=np.float64).reshape(-1, 2)
 
 
 def union(x: Intervals) -> Intervals:

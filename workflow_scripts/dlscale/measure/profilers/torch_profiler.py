@@ -9,14 +9,20 @@ import statistics
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from dlscale.core.ranges import marking
-from dlscale.core.records import ProfiledTool
-from dlscale.measure.profilers.kineto import summarise, with_memory
+from dlscale.measure.profilers.kineto import read, with_memory
 from dlscale.measure.profilers.tool import Found, Unavailable, report
+from dlscale.measure.profilers.trace import summarise
+
+REFUSED = (
+    "PyTorch's profiler saw nothing of the GPU: CUPTI is refused, or another profiler has it; the log has its words. "
+    "The driver's option NVreg_RestrictProfilingToAdminUsers=0 allows it, or --cap-add SYS_ADMIN in a container"
+)
 
 
 class TorchProfiler:
@@ -48,26 +54,26 @@ class TorchProfiler:
             except (FileNotFoundError, ValueError):
                 raise Unavailable(f"PyTorch could not write its trace into {folder}; is the disk full?") from None
         try:
-            ranges, activity, rows = summarise(trace["traceEvents"], self._rank)
+            seen = read(trace["traceEvents"])
         except ValueError as error:
             raise Unavailable(
                 f"PyTorch's profiler has lost the steps: {error}; profile fewer (profile.steps)"
             ) from None
+        if self._device.type == "cuda" and not len(seen.work):
+            raise Unavailable(REFUSED)
         trace["traceEvents"] = with_memory(trace["traceEvents"])
         trace.pop("traceName", None)
         path = report(self._folder, self.name, self._rank, "json.gz")
         with gzip.open(path, "wt", compresslevel=5) as file:
             json.dump(trace, file)
-        tool = ProfiledTool(
-            name=self.name,
-            version=torch.__version__,
-            steps=len(seconds),
-            seconds_per_step=statistics.median(seconds),
-            ranges=ranges,
-            activity=activity,
-            files={f"trace of rank {self._rank}, for Perfetto": path.name},
-        )
-        return tool, rows
+        tool, rows = summarise(seen, self.name, self._rank)
+        known: dict[str, Any] = {
+            "version": torch.__version__,
+            "files": {f"trace of rank {self._rank}, for Perfetto": path.name},
+        }
+        if not len(seen.work):
+            known["seconds_per_step"] = statistics.median(seconds)
+        return tool.model_copy(update=known), rows
 
     def _profiler(self) -> profile:
         kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._device.type == "cuda" else [])]
