@@ -9,10 +9,13 @@ import statistics
 import subprocess
 import sys
 
+#: Ends with the process that started it, however that ends.
+BUSY = "import os; parent = os.getppid()\nwhile os.getppid() == parent: sum(range(10**6))"
 PRECISIONS = ("fp32", "bf16")
 ONE = f"""
 import time, torch
-from dlscale.measure.peaks import measure_peaks
+from dlscale.measure.peaks import measure_peaks, operator_seconds
+operator_seconds(torch.device("cpu"))  # imports much of PyTorch, which is a stage's already
 rates = []
 for precision in {PRECISIONS}:
     begin = time.perf_counter()
@@ -25,7 +28,7 @@ COLUMNS = [f"{precision} {what}" for precision in PRECISIONS for what in ("GFLOP
 
 def main(processes: int = 10, neighbours: int = 0) -> None:
     """Print what each process measured, then the spread of each column: least and greatest over the median."""
-    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(neighbours)]
+    others = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(neighbours)]
     try:
         rows = []
         print(", ".join(COLUMNS))
