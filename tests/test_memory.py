@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import json
 import re
+import shlex
 import subprocess
 import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -189,6 +192,55 @@ def test_prediction_on_a_gpu(case: Case, over: dict[str, Any]) -> None:
     assert torch.cuda.max_memory_allocated(device) == pytest.approx(found.peak, rel=0.1, abs=2**25)
 
 
+# ---- what there is, and was -------------------------------------------------------------------------
+
+
+def test_a_peak_sees_what_was_freed_and_forgets_it() -> None:
+    memory.reset_peak(CPU)
+    before = memory.peak(CPU)
+    held = np.ones(100_000_000, np.uint8)
+    del held
+    assert memory.peak(CPU) > before + 90e6
+    memory.reset_peak(CPU)
+    assert memory.peak(CPU) < before + 50e6
+
+
+def test_a_peak_is_not_that_of_the_process_before() -> None:
+    """A large process starts another one: the system's `ru_maxrss` passes on, as the child sees itself."""
+    child = "import resource, torch; from dlscale.train import memory; cpu = torch.device('cpu'); "
+    child += "print(memory.in_use(cpu), memory.peak(cpu), 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+    parent = "import subprocess, sys; held = b'x' * 1_500_000_000; "
+    parent += "subprocess.run([sys.executable, '-c', sys.argv[1]], check=True)"
+    done = subprocess.run([sys.executable, "-c", parent, child], capture_output=True, text=True, check=True)
+    in_use, peak, handed_on = map(int, done.stdout.split())
+    assert in_use <= peak < 1.2e9
+    if sys.platform == "linux":
+        assert handed_on > 1.5e9, "else this test shows nothing"
+
+
+def test_limits_are_those_of_the_process(tmp_path: Path) -> None:
+    """`ulimit -v` is each process's own; what the machine has they share."""
+    limit = 6_000_000_000
+    code = "import torch; from dlscale.train import memory; cpu = torch.device('cpu'); "
+    code += "print(*(memory.total(cpu, count) for count in (1, 2, 1000)), memory.available(cpu))"
+    command = f"ulimit -v {limit // 1000}; exec {sys.executable} -c {shlex.quote(code)}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
+    one, two, many, free = map(int, done.stdout.split())
+    bound, machine = limit // 1000 * 1024, memory.total(CPU)
+    assert (one, two, many) == (min(bound, machine), min(bound, machine // 2), machine // 1000)
+    assert free < bound
+
+
+def test_memory_of_children() -> None:
+    """Their own, and what they share with others once."""
+    before = memory.of_children()
+    code = "held = b'x' * 200_000_000; print(flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout and child.stdout.readline()
+        assert 200e6 < memory.of_children() - before < 250e6
+        child.communicate(b"\n")
+
+
 # ---- out of memory -----------------------------------------------------------------------------------
 
 ASKED = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 4000000000 bytes. Error code 12"
@@ -211,6 +263,66 @@ NUMPY = "Unable to allocate 7.45 GiB for an array with shape (1000000000,) and d
 def test_how_much_was_asked_for(error: Exception, asked: int | None) -> None:
     assert exhaustion.is_exhaustion(error)
     assert exhaustion.asked_for(error) == asked
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported at some other API call",
+        "CUDA out of memory. Tried to allocate 2.00 GiB",
+        "CUDA driver error: out of memory",
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+        "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
+        "cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `cusolverDnCreate(handle)`",
+        "NCCL error: unhandled cuda error\nLast error:\nCuda failure 2 'out of memory'",
+        "std::bad_alloc",
+        ASKED,
+    ],
+)
+def test_texts_of_too_little_memory(text: str) -> None:
+    assert exhaustion.is_exhaustion(RuntimeError(text))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("CUDA error: an illegal memory access was encountered"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx`"),
+        RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"),
+        OSError(errno.ENOSPC, "No space left on device"),
+        ValueError("memory_format"),
+    ],
+    ids=str,
+)
+def test_other_texts_are_not(error: Exception) -> None:
+    assert not exhaustion.is_exhaustion(error)
+
+
+class Wrapped(Exception):
+    """As a compiler's own error, which has neither the type nor the text of what it was raised from."""
+
+
+def test_what_an_exception_was_raised_from_counts(tmp_path: Path, cosmo_data: Path) -> None:
+    """Two exceptions deep: that it is memory, how much was asked for, and where."""
+    run = tiny_run("cosmo_unet", tmp_path)
+    session = open_session(run, cosmo_data / "manifest.json", World(), 1)
+
+    def fail(*arguments: Any) -> Any:
+        raise torch.OutOfMemoryError(CUDA)
+
+    session.step.network.loss = fail
+    expected = "out of memory in the forward pass: 21.0\u00a0MB more were asked for"
+    with pytest.raises(UserError, match=expected), exhaustion.explained(run, cosmo_data / "manifest.json", World()):
+        try:
+            try:
+                session.step(torch.zeros(4, 4, 16, 16, 16), torch.zeros(4, 5, 16, 16, 16))
+            except RuntimeError as error:
+                raise ValueError("a kernel") from error
+        except ValueError as error:
+            raise Wrapped("backend") from error
+    assert not exhaustion.is_exhaustion(Wrapped("backend"))
+    assert exhaustion.is_exhaustion(OSError(errno.ENOMEM, "Cannot allocate memory"))
 
 
 def test_other_errors_pass(tmp_path: Path, cosmo_data: Path) -> None:

@@ -25,6 +25,7 @@ from dlscale.core.records import Duel, Tried, Tuning
 from dlscale.measure import halving, tune
 from dlscale.parallel.world import CPU, World
 from dlscale.report.tuning import view
+from dlscale.train import memory
 from tests.conftest import COSMO, COSMO_RUN, make_run, stage
 from tests.test_parallel import configure, launch
 from tests.test_report import Results
@@ -317,8 +318,9 @@ def test_the_stage_from_end_to_end(
 def test_too_much_memory_is_out(tmp_path: Path, cosmo_data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The peak is that of the trial: an earlier one does not count, the loader's processes do."""
     peaks = iter([100, 100, 700, 100, 100, 100, 100, 100])
-    monkeypatch.setattr(tune, "memory", lambda device, processes: 1000)
-    monkeypatch.setattr(tune, "peak_memory", lambda device: next(peaks, 100))
+    monkeypatch.setattr(memory, "total", lambda device, processes: 1000)
+    monkeypatch.setattr(memory, "peak", lambda device: 0)
+    monkeypatch.setattr(memory, "of_children", lambda: next(peaks, 100))
     space = {**QUICK, "workers": [0, 1], "prefetch": [1, 2], "memory": 0.5}
     found = tune_run(tmp_path, cosmo_data, tune=space)
     assert [each.problem for each in found.candidates].count(None) == len(found.candidates) - 1
@@ -327,16 +329,6 @@ def test_too_much_memory_is_out(tmp_path: Path, cosmo_data: Path, monkeypatch: p
         == "takes 700\N{NO-BREAK SPACE}B of memory; at most 500\N{NO-BREAK SPACE}B is allowed"
     )
     assert found.memory_limit_bytes == 500
-
-
-def test_peak_memory_sees_what_was_freed_and_forgets_it() -> None:
-    tune.reset_peak(CPU)
-    before = tune.peak_memory(CPU)
-    held = np.ones(100_000_000, np.uint8)
-    del held
-    assert tune.peak_memory(CPU) > before + 90e6
-    tune.reset_peak(CPU)
-    assert tune.peak_memory(CPU) < before + 50e6
 
 
 def test_where_nothing_can_be_tried_it_says_so(tmp_path: Path, cosmo_data: Path) -> None:

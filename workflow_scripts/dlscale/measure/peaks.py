@@ -2,16 +2,26 @@
 
 They are the two lines of a roofline (Williams, Waterman and Patterson 2009, doi:10.1145/1498765.1498785), measured
 where a run is measured, instead of taken from a data sheet that no program reaches.
+
+On a processor each thread computes and copies by itself, all of them at once, and their rates are added. One product
+that all threads share waits for the slowest of them in each call; where other programs are at work that one is often
+not even running, and the same machine seemed to do 2 GFLOP/s or 180, by chance.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import logging
+import os
 import statistics
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from threading import Barrier, BrokenBarrierError
+from typing import TypeVar
 
 import torch
 
@@ -21,12 +31,16 @@ from dlscale.measure.flops import OperatorCount
 from dlscale.parallel.world import World, synchronize
 from dlscale.train.precision import compute_dtype
 
-#: Seconds for each of the two.
-SECONDS = 0.2
-#: Edges of the matrices: those that a device does in a fraction of the time.
-EDGES = {"cpu": (256, 512, 1024, 2048, 4096), "cuda": (2048, 4096, 8192, 16384)}
-#: Bytes of a buffer: far more than the caches hold.
-BUFFER = {"cpu": 2**26, "cuda": 2**30}
+#: Seconds of the products, and of the copies.
+PRODUCT_SECONDS = {"cpu": 0.3, "cuda": 0.2}
+COPY_SECONDS = 0.2
+#: Edges of the matrices; a size is left out where a call of it takes more than a quarter of the time.
+EDGES = {"cpu": (256, 512, 1024, 2048), "cuda": (2048, 4096, 8192, 16384)}
+#: Bytes of a buffer: far more than the caches hold. A thread's is copied piece by piece.
+BUFFER = {"cpu": 2**24, "cuda": 2**30}
+PIECE = 2**23
+
+Result = TypeVar("Result")
 
 
 def common_peaks(precision: str, world: World) -> Peaks | None:
@@ -63,24 +77,109 @@ def measure_peaks(precision: str, device: torch.device) -> Peaks:
     )
 
 
+def at_least(peaks: Peaks, flops: float) -> Peaks:
+    """Return peaks that are not below the FLOP/s that the run itself reached on a device.
+
+    What was reached can be reached: a peak below it is a wrong one, by which MFU would exceed 1 and a roofline lie
+    below its point. So the peak is raised, and what the product did is kept beside it, to be seen.
+    """
+    if flops <= peaks.flops:
+        return peaks
+    logging.warning(
+        "the run reached %.4g GFLOP/s on a device, more than a matrix product did (%.4g): its own rate is the peak",
+        flops / 1e9,
+        peaks.flops / 1e9,
+    )
+    return peaks.model_copy(update={"flops": flops, "product_flops": peaks.flops})
+
+
 def product_rate(dtype: torch.dtype, device: torch.device) -> float:
-    """Return the FLOP/s of products of square matrices, at the best of all sizes and turns."""
-    best, left = 0.0, SECONDS
-    for edge in EDGES[device.type]:
-        a, b, c = (torch.randn(edge, edge, device=device).to(dtype) for _ in range(3))
-        seconds, spent = best_of(partial(torch.mm, a, b, out=c), device, left / 2)
-        best, left = max(best, 2 * edge**3 / seconds), left - spent
-        if 3 * 8 * seconds > left:  # the next size takes eight times as long, and one turn to warm up
-            break
+    """Return the FLOP/s of products of square matrices: of a device, or of all threads of this process together."""
+    if device.type == "cpu":
+        return sum(_at_once(partial(_best_product, dtype, device)))
+    return _best_product(dtype, device)
+
+
+def _best_product(dtype: torch.dtype, device: torch.device, start: Callable[[], object] = lambda: None) -> float:
+    """Return the FLOP/s of the best of all calls, of all sizes in turn.
+
+    The best rate so far tells how long a size will take. So a first call that is slow (threads and clocks that wake,
+    libraries that are loaded) leaves a size out for a while, not for good.
+    """
+    limit, best, products = PRODUCT_SECONDS[device.type], 0.0, dict[int, Callable[[], object]]()
+    start()
+    end = time.perf_counter() + limit
+    while time.perf_counter() < end or not best:
+        for edge in EDGES[device.type]:
+            if best and 2 * edge**3 / best > limit / 4:
+                break
+            if edge not in products:
+                a, b, c = (torch.randn(edge, edge, device=device).to(dtype) for _ in range(3))
+                products[edge] = partial(torch.mm, a, b, out=c)
+                products[edge]()
+            best = max(best, 2 * edge**3 / _seconds(products[edge], device))
     return best
 
 
 def copy_rate(device: torch.device) -> float:
-    """Return the bytes/s of a copy from one buffer to another, read and written, at the best of all turns."""
-    count = BUFFER[device.type] if device.type == "cuda" else max(BUFFER["cpu"], 4 * cache_bytes())
+    """Return the bytes/s of copies, read and written: of a device, or of all threads of this process together."""
+    if device.type == "cpu":
+        return sum(_at_once(_own_copies))
+    source, target = (torch.ones(BUFFER["cuda"], dtype=torch.uint8, device=device) for _ in range(2))
+    return 2 * BUFFER["cuda"] / best_of(partial(target.copy_, source), device, COPY_SECONDS)
+
+
+def _own_copies(start: Callable[[], object]) -> float:
+    """Return the bytes/s that a thread copies while the others do, by its own processor time.
+
+    Not the best call: that is one of a moment in which the others paused, and the memory is shared. By processor time
+    other programs take nothing from it, but for what they move themselves.
+    """
+    cache, shared = last_cache()
+    size = max(BUFFER["cpu"], 4 * cache // min(shared, _threads()))
     # Ones: of zeros that nobody has written a system has but one page.
-    source, target = (torch.ones(count, dtype=torch.uint8, device=device) for _ in range(2))
-    return 2 * count / best_of(partial(target.copy_, source), device, SECONDS)[0]
+    source, target = (torch.ones(size, dtype=torch.uint8).split(PIECE) for _ in range(2))
+    times = list[tuple[int, float]]()
+    start()
+    end = time.perf_counter() + COPY_SECONDS
+    for here, there in itertools.cycle(zip(source, target, strict=True)):
+        begin = time.thread_time()
+        there.copy_(here)
+        times.append((len(here), time.thread_time() - begin))
+        if time.perf_counter() >= end:
+            break
+    return statistics.median(2 * count / max(seconds, 1e-9) for count, seconds in times)
+
+
+def _at_once(work: Callable[[Callable[[], object]], Result]) -> list[Result]:
+    """Have all threads do this work by themselves; each calls what it is given when it is prepared, to begin with all.
+
+    As many threads as PyTorch uses in this process, if there are cores for them: more would be counted twice.
+    """
+    count, before = _threads(), torch.get_num_threads()
+    barrier = Barrier(count)
+
+    def body() -> Result:
+        torch.set_num_threads(1)
+        try:
+            return work(barrier.wait)
+        except BaseException:
+            barrier.abort()  # the others would wait for ever
+            raise
+
+    try:
+        with ThreadPoolExecutor(count) as pool:
+            done = [pool.submit(body) for _ in range(count)]
+    finally:
+        torch.set_num_threads(before)  # of threads to come, too
+    done.sort(key=lambda each: isinstance(each.exception(), BrokenBarrierError))  # last, for another one's failure
+    return [each.result() for each in done]
+
+
+def _threads() -> int:
+    """Return the threads that PyTorch uses in this process, at most as many as there are cores for it."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return min(torch.get_num_threads(), cores or 1)
 
 
 def operator_seconds(device: torch.device) -> float:
@@ -98,27 +197,34 @@ def operator_seconds(device: torch.device) -> float:
 
     with OperatorCount() as counted:
         chain()
-    return best_of(chain, device, 0.05)[0] / counted.calls
+    return best_of(chain, device, 0.05) / counted.calls
 
 
-def best_of(function: Callable[[], object], device: torch.device, limit: float) -> tuple[float, float]:
-    """Return the least seconds of a call, and those of all: one warms up, then come those that end within `limit`."""
+def best_of(function: Callable[[], object], device: torch.device, limit: float) -> float:
+    """Return the least seconds of a call: one warms up, then come those that end within `limit`, three at least."""
     start = time.perf_counter()
     times: list[float] = []
-    while not times or time.perf_counter() - start + times[-1] < limit or len(times) < 2:
-        synchronize(device)
-        begin = time.perf_counter()
-        function()
-        synchronize(device)
-        times.append(time.perf_counter() - begin)
-    return min(times[1:]), time.perf_counter() - start
+    while not times or time.perf_counter() - start + times[-1] < limit or len(times) < 4:
+        times.append(_seconds(function, device))
+    return min(times[1:])
 
 
-def cache_bytes() -> int:
-    """Return the size of the last cache of a processor core; 0 where the system does not say."""
-    sizes = [0]
-    for file in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
-        text = file.read_text().strip()
-        if text.endswith("K") and text[:-1].isdecimal():
-            sizes.append(int(text[:-1]) * 1024)
-    return max(sizes)
+def _seconds(function: Callable[[], object], device: torch.device) -> float:
+    """Return the seconds of a call and of what it has the device do."""
+    synchronize(device)
+    begin = time.perf_counter()
+    function()
+    synchronize(device)
+    return time.perf_counter() - begin
+
+
+def last_cache() -> tuple[int, int]:
+    """Return the bytes of a core's last cache, and how many processors share it; (0, 1) where the system is silent."""
+    found = [(0, 1)]
+    for folder in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*"):
+        with contextlib.suppress(OSError, ValueError):
+            size = (folder / "size").read_text().strip()
+            ranges = [part.partition("-") for part in (folder / "shared_cpu_list").read_text().strip().split(",")]
+            shared = sum(int(last or first) - int(first) + 1 for first, _, last in ranges)
+            found.append((int(size.removesuffix("K")) * 1024, shared))
+    return max(found)

@@ -26,7 +26,7 @@ from dlscale.core.progress import Progress
 from dlscale.core.records import MODES, Throughput, Trials
 from dlscale.data.loaders.base import Loader
 from dlscale.measure.flops import sample_work
-from dlscale.measure.peaks import common_peaks
+from dlscale.measure.peaks import at_least, common_peaks
 from dlscale.measure.usage import Meter
 from dlscale.parallel.world import World, describe_device, join, synchronize
 from dlscale.train import memory
@@ -87,6 +87,10 @@ def measure(settings: Settings, session: Session) -> Throughput:
             logging.info("SYNTHETIC without sums over ranks: %.2f samples/s", modes["alone"].mean)
     peak_memory = int(*world.max(memory.peak(world.device)))  # before anything that is not the run's
     counted, formula = sample_work(session, cached[:2]) if world.main else (None, None)
+    work, peaks = formula or counted, common_peaks(run.precision, world)
+    if work and peaks:
+        fastest = max(max(found.trial_throughput) for mode, found in modes.items() if mode != "IO")
+        peaks = at_least(peaks, fastest * work.flops / world.size)
     results = Throughput(
         nranks=world.size,
         batch_size=run.batch_size,
@@ -94,8 +98,8 @@ def measure(settings: Settings, session: Session) -> Throughput:
         settings=settings.model_dump(),
         compile=compiling,
         **modes,
-        work=formula or counted,
-        peaks=common_peaks(run.precision, world),
+        work=work,
+        peaks=peaks,
         peak_memory_bytes=peak_memory,
     )
     if (mfu := results.mfu()) is not None:

@@ -15,13 +15,11 @@ import contextlib
 import gc
 import itertools
 import logging
-import resource
 import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 from dlscale.config.run import RunCore, Tune, load_run, loader_classes
@@ -34,7 +32,9 @@ from dlscale.core.text import size
 from dlscale.measure import halving
 from dlscale.measure.window import weighted
 from dlscale.parallel.world import World, describe_device, join, synchronize
+from dlscale.train import memory
 from dlscale.train.build import Session, open_session, own_threads
+from dlscale.train.exhaustion import is_exhaustion
 from dlscale.train.loop import Hook, run_steps
 
 #: Share of the time that is for the duel, where there is something to search before it.
@@ -181,7 +181,7 @@ class _Trials:
     def __init__(self, run: Any, manifest: str | Path, world: World, cores: int, changes: list[dict[str, Any]]) -> None:
         self.peaks: dict[int, int] = {}  #: Bytes by setting.
         self.problems: dict[int, str] = {}
-        self.limit = memory(world.device, run.geometry.gpus_per_node) * run.tune.memory
+        self.limit = memory.total(world.device, run.geometry.gpus_per_node) * run.tune.memory
         self.progress: Progress | None = None
         self._run, self._manifest, self._world, self._changes = run, manifest, world, changes
         self._threads = cores * run.geometry.gpus_per_node
@@ -195,7 +195,7 @@ class _Trials:
         the stage: no setting can be left then.
         """
         rate, peak, error = 0.0, 0, None
-        reset_peak(self._world.device)
+        memory.reset_peak(self._world.device)
         try:
             session, fresh = self._open(changed(self._run, self._changes[number]))
             rate, peak = self._trial(session, seconds, FIRST_WARM_UP if fresh else WARM_UP)
@@ -257,53 +257,18 @@ class _Trials:
                 done += steps
                 synchronize(world.device)
                 (elapsed,) = world.max(time.perf_counter() - start)
-            peak = peak_memory(world.device)
+            peak = memory.peak(world.device)
+            if world.device.type == "cpu":
+                peak += memory.of_children()  # while the loader's are there
         return sum(world.gather(sum(counts))) / elapsed, peak
 
 
 def _reason(error: Exception) -> str:
     """Return in a line why a setting cannot be measured."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+    if is_exhaustion(error):
         return "out of memory"
     text = str(error).strip().splitlines() or [""]
     return text[0] if isinstance(error, UserError) else f"{type(error).__name__}: {text[0]}"
-
-
-# ---- memory ----------------------------------------------------------------------------------------
-
-
-def memory(device: torch.device, processes: int) -> float:
-    """Return the memory of a process's device, bytes; on a CPU its share of the node's, of so many processes."""
-    if device.type == "cuda":
-        return float(torch.cuda.get_device_properties(device).total_memory)
-    return psutil.virtual_memory().total / processes
-
-
-def reset_peak(device: torch.device) -> None:
-    """Begin to look for the greatest memory in use anew."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    else:
-        with contextlib.suppress(OSError):  # not everywhere allowed; the peak is then that of the process so far
-            Path("/proc/self/clear_refs").write_text("5")  # proc(5): resets VmHWM
-
-
-def peak_memory(device: torch.device) -> int:
-    """Return bytes: the greatest in use of the GPU since then; on a CPU of this process, with its children's present.
-
-    Memory that processes share counts once for a child (PSS).
-    """
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    status = Path("/proc/self/status")  # of Linux; elsewhere the peak is that since the process began
-    lines = status.read_text().splitlines() if status.exists() else []
-    kibibytes = [int(line.split()[1]) for line in lines if line.startswith("VmHWM:")]
-    own = 1024 * (kibibytes or [resource.getrusage(resource.RUSAGE_SELF).ru_maxrss])[0]
-    for child in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.Error):  # it may end meanwhile
-            info = child.memory_full_info()
-            own += getattr(info, "pss", info.uss)
-    return own
 
 
 # ---- what is written -------------------------------------------------------------------------------

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
+import itertools
 import logging
 import re
 import traceback
@@ -44,6 +46,13 @@ PLACES = {
 #: Where the code lies that loads data: ours and PyTorch's.
 LOADING = tuple(str(Path(module.__file__).parent) for module in (loaders, torch.utils.data) if module.__file__)
 
+#: What those say of too little memory that have no exception of their own for it.
+_TEXTS = (
+    r"out of memory"  # CUDA's errors, and NCCL's, which quote them
+    r"|_ALLOC_FAILED|_ALLOCATION_FAILED"  # statuses of cuBLAS, cuDNN, cuFFT, cuSOLVER, cuSPARSE
+    r"|can't allocate memory|std::bad_alloc"  # of a CPU
+)
+
 _ASKED = (
     r"tried to allocate (\d+) bytes",  # PyTorch's allocator of a CPU
     r"Tried to allocate ([\d.]+) (\w+)",  # PyTorch's allocator of CUDA memory
@@ -61,8 +70,8 @@ def explained(run: RunCore, manifest: str | Path, world: World) -> Iterator[None
     free = available(world.device)
     try:
         yield
-    except (RuntimeError, MemoryError) as error:
-        if not is_exhaustion(error):
+    except Exception as error:
+        if isinstance(error, UserError) or not is_exhaustion(error):
             raise
         text = message(error, run, Path(manifest), world, free)
         raise UserError(text) from None
@@ -70,7 +79,20 @@ def explained(run: RunCore, manifest: str | Path, world: World) -> Iterator[None
 
 def is_exhaustion(error: BaseException) -> bool:
     """Whether an exception says that there is not enough memory."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
+    return any(
+        isinstance(each, torch.OutOfMemoryError | MemoryError)
+        or (isinstance(each, OSError) and each.errno == errno.ENOMEM)
+        or re.search(_TEXTS, str(each)) is not None
+        for each in chain(error)
+    )
+
+
+def chain(error: BaseException) -> list[BaseException]:
+    """Return an exception and those that it was raised from, as compilers and others wrap what went wrong."""
+    found = [error]
+    while (cause := found[-1].__cause__) and cause not in found:
+        found.append(cause)
+    return found
 
 
 def message(error: BaseException, run: RunCore, manifest: Path, world: World, free: int) -> str:
@@ -80,7 +102,8 @@ def message(error: BaseException, run: RunCore, manifest: Path, world: World, fr
     """
     where, asked = place(error), asked_for(error)
     # What the failed step still holds is not wanted any more.
-    traceback.clear_frames(error.__traceback__)
+    for each in chain(error):
+        traceback.clear_frames(each.__traceback__)
     gc.collect()
     device = f"the {'GPU' if world.device.type == 'cuda' else 'machine'} has {size(total(world.device))}"
     rank = f" (rank {world.rank} of {world.size})" if world.size > 1 else ""
@@ -148,7 +171,7 @@ def shown(over: dict[str, Any]) -> str:
 
 def place(error: BaseException) -> str:
     """Return what was at work when an exception was raised, as well as its traceback tells."""
-    codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+    codes = [frame.f_code for each in chain(error) for frame, _ in traceback.walk_tb(each.__traceback__)]
     if found := [name for code, name in PLACES.items() if code in codes]:
         return found[0]
     loading = any(code.co_filename.startswith(LOADING) for code in codes)
@@ -157,8 +180,8 @@ def place(error: BaseException) -> str:
 
 def asked_for(error: BaseException) -> int | None:
     """Return the bytes that could not be had, where the message of the exception says it."""
-    for pattern in _ASKED:
-        if match := re.search(pattern, str(error)):
+    for pattern, each in itertools.product(_ASKED, chain(error)):
+        if match := re.search(pattern, str(each)):
             number, unit = (*match.groups(), "bytes")[:2]
             return int(float(number) * _UNITS.get(unit, 1))
     return None

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import resource
+import sys
 import weakref
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -147,11 +149,7 @@ def measure(session: Session, batch: Batch) -> Memory:
             measured[stage] = max(in_use(device), measured.get(stage, 0))  # of the parts of a batch, the greatest
 
     predicted = predict(session.run, session.manifest, device, batch, session.step.attention, session.world.data_size)
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    else:
-        with contextlib.suppress(OSError):  # only a process's own memory may be reset, and not on every system
-            Path("/proc/self/clear_refs").write_text("5")
+    reset_peak(device)
     with marking(marker):
         session.step(*batch)
     most = max(peak(device), *measured.values())  # Linux keeps the two by different counters
@@ -165,19 +163,41 @@ def in_use(device: torch.device) -> int:
     return int(psutil.Process().memory_info().rss)
 
 
+def reset_peak(device: torch.device) -> None:
+    """Begin to look for the greatest memory in use anew."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    else:
+        with contextlib.suppress(OSError):  # not everywhere allowed; the peak is then that of the process so far
+            Path("/proc/self/clear_refs").write_text("5")  # proc(5): resets VmHWM
+
+
 def peak(device: torch.device) -> int:
-    """Return the greatest memory in use so far, bytes: the GPU's, or this process's on a CPU."""
+    """Return the greatest memory in use since `reset_peak`, or so far, bytes: the GPU's, or this process's on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    # Not `ru_maxrss`: a process that another one starts begins with that one's.
+    if own := re.search(r"^VmHWM:\s*(\d+) kB", _read(Path("/proc/self/status")), re.MULTILINE):
+        return 1024 * int(own[1])
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def total(device: torch.device) -> int:
-    """Return the bytes that the device has; of a CPU, those that this process may have of it."""
+def of_children() -> int:
+    """Return the bytes that the processes started by this one hold now; those that several share count once (PSS)."""
+    found = 0
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # it may end meanwhile
+            info = child.memory_full_info()
+            found += getattr(info, "pss", info.uss)
+    return found
+
+
+def total(device: torch.device, processes: int = 1) -> int:
+    """Return the bytes that the device has; of a CPU, what this process may have, one of so many on the node."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
-    limits = [limit for limit, _ in _limits()]
-    return int(min([psutil.virtual_memory().total, *limits]))
+    own = [limit for limit, _ in _own_limits()]
+    return int(min([psutil.virtual_memory().total // processes, *(n // processes for n, _ in _job_limits()), *own]))
 
 
 def available(device: torch.device) -> int:
@@ -185,16 +205,19 @@ def available(device: torch.device) -> int:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    rests = [limit - used for limit, used in _limits()]
+    rests = [limit - used for limit, used in (*_own_limits(), *_job_limits())]
     return int(max(min([psutil.virtual_memory().available, *rests]), 0))
 
 
-def _limits() -> list[tuple[int, int]]:
-    """Return the limits of this process's memory and what is used of each: the system's (`ulimit -v`), the job's."""
-    found = []
+def _own_limits() -> list[tuple[int, int]]:
+    """Return the limit of this process's memory (`ulimit -v`), if there is one, and what is used of it."""
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if limit != resource.RLIM_INFINITY:
-        found.append((limit, int(psutil.Process().memory_info().vms)))
+    return [] if limit == resource.RLIM_INFINITY else [(limit, int(psutil.Process().memory_info().vms))]
+
+
+def _job_limits() -> list[tuple[int, int]]:
+    """Return the limits that the job's processes share, and what is used of each."""
+    found = []
     with contextlib.suppress(OSError, ValueError):  # control groups, version 2, from this process's group upwards
         group = Path("/proc/self/cgroup").read_text().rpartition("::")[2].strip().lstrip("/")
         place = Path("/sys/fs/cgroup")
