@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+from collections.abc import Callable
 
 import yaml
 
@@ -54,8 +55,16 @@ def test_the_command_that_is_named_trains_what_won(finished: tuple[Tree, Outcome
     assert clone.planned(*files).names == []
 
 
-def test_a_raw_file_that_is_not_there_is_said_with_what_to_do(clone: Tree) -> None:
-    done = clone.shell("snakemake -n plan_cosmo_tune")
+def test_the_command_has_the_settings_of_the_call(make_tree: Callable[..., Tree]) -> None:
+    given = """report={"title": "it's"}"""
+    jobs = make_tree().planned("--config", given, targets=["plan_tuned"]).jobs
+    (words,) = [shlex.split(job.command) for job in jobs if job.rule == "tune"]
+    call = words[words.index("--call") + 1]
+    assert shlex.split(call) == ["snakemake", "--config", given, "--configfile", "tiny.yaml"]
+
+
+def test_a_raw_file_that_is_not_there_is_said_with_what_to_do(make_tree: Callable[..., Tree]) -> None:
+    done = make_tree().shell("snakemake -n plan_cosmo_tune")
     assert done.returncode != 0
     said = [line for line in (done.stdout + done.stderr).splitlines() if line.startswith("FAIL")]
     assert said == [
