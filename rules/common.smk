@@ -3,8 +3,10 @@
 # Every job's parameters are one dict, `stage`: the SHA-256 of the sources that the stage reaches, and the
 # settings that it depends on. Snakemake compares parameters as a set of values, so one dict is compared as
 # a whole; imported modules and configuration read inside a stage it would not see at all.
+import functools
 import json
 import os
+import shlex
 import sys
 from pathlib import Path
 
@@ -16,7 +18,8 @@ from dlscale.core.settings import read_yaml
 from dlscale.core.stages import STAGES
 from dlscale.data import parts
 from dlscale.launch import image, launcher, slurm
-from dlscale.preflight import cost
+from dlscale.preflight import cost, doctor
+from dlscale.preflight.data import probe_raw
 
 NAME = r"[A-Za-z0-9][A-Za-z0-9_-]*"
 
@@ -28,6 +31,16 @@ def user_configuration():
     for path in [*([] if settings.replace_workflow_config else ["config.yaml"]), *settings.configfiles]:
         resolve.merge(raw, read_yaml(path))
     return resolve.merge(raw, settings.config)
+
+
+def call_again(wildcards, input):
+    """Words for a shell: this call's settings, up to further files. Taking `input` keeps them from making a job run."""
+    settings, site = workflow.config_settings, site_name()
+    words = ["--workflow-profile", f"profiles/{site}"] if site else []
+    words += ["--replace-workflow-config"] if settings.replace_workflow_config else []
+    if settings.config:
+        words += ["--config", *(f"{key}={json.dumps(value)}" for key, value in settings.config.items())]
+    return shlex.join(["snakemake", *words, "--configfile", *(os.path.relpath(path) for path in settings.configfiles)])
 
 
 try:
@@ -90,7 +103,16 @@ def raw_path(dataset, raw):
     return f"{RESULTS}/data/{dataset}/source/{raw.name}" if acquired else raw.origin
 
 
+@functools.cache
+def look_for_raw_files(name):
+    """Say what to do about raw files that are not there: Snakemake, which asks next, says which rule misses them."""
+    finding = probe_raw(name, CONFIG.workflow.datasets[name], Path(RESULTS))
+    if finding and workflow.is_main_process:
+        print(*doctor.lines([finding]), sep="\n", file=sys.stderr)
+
+
 def part_sources(wildcards):
+    look_for_raw_files(wildcards.dataset)
     return [raw_path(wildcards.dataset, raw) for raw in part_of(wildcards).raws]
 
 
@@ -104,6 +126,7 @@ def data_files(name):
     dataset = CONFIG.workflow.datasets[name]
     kind = parts.kind_of(dataset)
     if kind.prepared(dataset):
+        look_for_raw_files(name)
         raws = parts.raws(dataset).values()
         return [raw_path(name, raw) for raw in raws] or kind.prepared_files(dataset)
     return [f"{RESULTS}/data/{name}/{part.label}.h5" for part in parts.parts(dataset)]

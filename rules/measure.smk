@@ -60,6 +60,7 @@ rule tune:
     output:
         record=f"{RESULTS}/plans/{{plan}}/{{run}}/tune.json",
         settings=f"{RESULTS}/plans/{{plan}}/{{run}}/tuned.yaml",
+        telemetry=f"{RESULTS}/plans/{{plan}}/{{run}}/telemetry/tune.csv",
     log:
         f"{RESULTS}/logs/tune/{{plan}}/{{run}}.log",
     benchmark:
@@ -71,9 +72,11 @@ rule tune:
     params:
         stage=run_params("tune"),
         launch=run_launch,
+        call=call_again,
         folder=subpath(output.record, parent=True),
     message:
         "Tune {wildcards.plan}.{wildcards.run}"
     shell:
         "{params.launch:q} tune --config {params.stage[settings]:q} --manifest {input.manifest:q} --threads {threads}"
-        " --run {wildcards.plan:q}.{wildcards.run:q} --out {params.folder:q} --log {log:q}"
+        " --run {wildcards.plan:q}.{wildcards.run:q} --call {params.call:q} --out {params.folder:q}"
+        " --telemetry {output.telemetry:q} --log {log:q}"

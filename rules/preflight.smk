@@ -4,7 +4,6 @@ from collections import Counter
 
 from dlscale.core import times
 from dlscale.core.stages import DATA_STAGES, RUN_STAGES
-from dlscale.preflight import doctor
 from snakemake.exceptions import WorkflowError
 
 STARTED = time.time() - times.age()
@@ -75,7 +74,7 @@ onstart:
 
 
 def show_times():
-    """Print where the time went, and how idle this machine was if all jobs were its own."""
+    """Print where the time went, and what of this machine's cores was used if all jobs were its own."""
     used = os.times()
     here = not (workflow.non_local_exec or SITE.engine != "none")
     busy = used.user + used.system + used.children_user + used.children_system

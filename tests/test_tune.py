@@ -6,6 +6,8 @@ import json
 import math
 import random
 import statistics
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ from dlscale.config.run import load_run
 from dlscale.core import registry
 from dlscale.core.errors import UserError
 from dlscale.core.fingerprint import reachable, run_modules
-from dlscale.core.records import Duel, Tried, Tuning
+from dlscale.core.records import Duel, Tried, Tuning, Usage
 from dlscale.measure import halving, tune
 from dlscale.parallel.world import CPU, World
 from dlscale.report.tuning import view
@@ -229,21 +231,58 @@ def test_a_mistake_in_the_space_is_one_message(tmp_path: Path) -> None:
         assert message in str(raised.value)
 
 
-def test_what_won_is_written_for_the_run_or_its_study() -> None:
+def won(**more: Any) -> Tuning:
     changes = {"loader.kind": "direct", "loader.workers": 2, "threads": 1, "batch_size": 8}
     candidates = [Tried(changes={}), Tried(changes=changes)]
-    won = Tuning(candidates=candidates, duel=Duel(challenger=1, rates=[], ratio=1.5, low=1.4, high=1.6))
-    settings = {"loader": {"kind": "direct", "workers": 2}, "threads": 1, "batch_size": 8}
-    text = tune.tuned(won, "waves", "mine.first")
-    assert yaml.safe_load(text) == {"plans": {"mine": {"runs": {"first": settings}}}}
-    assert "# 1.50× ± 0.10 as fast as the run's own setting." in text
-    assert "the learning rate may have to follow" in text
-    assert yaml.safe_load(tune.tuned(won, "waves")) == {"studies": {"waves": settings}}
-    alike = won.model_copy(update={"duel": Duel(challenger=1, rates=[], ratio=1.05, low=0.98, high=1.12)})
-    text = tune.tuned(alike, "waves", "mine.first")
+    duel = Duel(challenger=1, rates=[], ratio=1.5, low=1.4, high=1.6)
+    return Tuning(run="mine.first", candidates=candidates, duel=duel, command="snakemake it").model_copy(update=more)
+
+
+def test_what_won_is_written_as_a_plan_beside_the_run_that_was_tuned() -> None:
+    """The tuned run stays as it is, so that nothing has to be tuned again; any plan takes up what won."""
+    text = tune.tuned(won(), "cosmo_unet")
+    for said in (
+        "# 1.50× ± 0.10 as fast as the run's own setting.",
+        "the learning rate may have to follow",
+        "#   snakemake it\n",
+        "{from: mine_first_tuned.tuned}",
+    ):
+        assert said in text
+    mine = {"study": "cosmo_unet", "settings": {**COSMO_RUN, "dataset": "data"}, "runs": {"first": {"label": "mine"}}}
+    other = {"study": "cosmo_unet", "from": "mine_first_tuned.tuned", "runs": {"long": {"training": {"epochs": 7}}}}
+    raw: dict[str, Any] = {"targets": ["mine"], "datasets": {"data": COSMO}, "plans": {"mine": mine}}
+    before = config.load(json.loads(json.dumps(raw))).plans["mine"]["first"].run
+    raw["plans"]["other"] = other
+    found = config.load(config.merge(json.loads(json.dumps(raw)), yaml.safe_load(text)))
+    assert found.plans["mine"]["first"].run == before
+    own, tuned = (found.plans["mine_first_tuned"][name] for name in ("own", "tuned"))
+    assert (own.plan, own.name, own.run) == ("mine", "first", before)
+    assert found.workflow.plans["mine_first_tuned"].stages("own") == ["throughput"]
+    assert found.workflow.plans["mine_first_tuned"].stages("tuned") == ["train", "throughput"]
+    by_hand = tune.changed(before, won().changes).model_dump()
+    for run in (tuned.run, found.plans["other"]["long"].run):
+        same = ("loader", "batch_size", "threads", "model", "samples", "optimizer", "precision", "dataset")
+        assert {key: run.model_dump()[key] for key in same} == {key: by_hand[key] for key in same}
+    assert found.plans["other"]["long"].run.training.epochs == 7
+
+
+def test_where_nothing_was_gained_nothing_is_written() -> None:
+    text = tune.tuned(won(duel=Duel(challenger=1, rates=[], ratio=1.05, low=0.98, high=1.12)), "cosmo_unet")
     assert yaml.safe_load(text) == {}
     assert "# Nothing to gain: the best other setting is 1.05× ± 0.07 as fast as the run's own." in text
-    assert "learning rate" not in text
+    assert "learning rate" not in text and "snakemake" not in text
+
+
+def test_the_verdict_says_that_others_were_at_work() -> None:
+    def verdict(machine: float) -> str:
+        usage = Usage(seconds=10, cores=2, cpu_seconds=8, machine_cpu_seconds=machine)
+        duel = won().duel
+        assert duel
+        return won(duel=duel.model_copy(update={"usage": usage})).verdict()
+
+    assert verdict(8 + 2.4) == won().verdict(), "a quarter of a core is the murmur of any machine"
+    assert "other programs kept 0.7 cores busy during the duel" in verdict(8 + 7)
+    assert verdict(8 + 7).startswith(won().verdict())
 
 
 # ---- the stage ---------------------------------------------------------------------------------------
@@ -298,19 +337,16 @@ def test_the_stage_from_end_to_end(
     assert all(not rung for each in found.candidates if each.problem for rung in each.rates)
     assert found.duel and found.duel.won
     assert found.changes["loader.kind"] == "direct"
-    written = yaml.safe_load((tmp_path / "tuned.yaml").read_text())
-    assert written == {"plans": {"test": {"runs": {"run": tune.nested(found.changes)}}}}
-    # It is a configuration file, and changes the run as it was measured.
-    raw = {
-        "targets": ["test"],
-        "datasets": {"data": COSMO},
-        "plans": {"test": {"study": "cosmo_unet", "settings": {"dataset": "data"}, "runs": {"run": COSMO_RUN}}},
-    }
-    changed = config.load(config.merge(json.loads(json.dumps(raw)), written)).plans["test"]["run"].run
-    assert changed.loader.kind == "direct"
+    written = (tmp_path / "tuned.yaml").read_text()
+    assert yaml.safe_load(written)["plans"]["test_run_tuned"]["from"] == "test.run"
+    assert found.command == f"snakemake --configfile {tmp_path / 'tuned.yaml'} -- plan_test_run_tuned"
+    assert f"#   {found.command}\n" in written
+    # Whoever else is at work here: the duel's own processor time is not more than it can have been.
+    usage = found.duel.usage
+    assert usage and 0 < usage.cpu_seconds <= 1.1 * usage.seconds * usage.cores
     # And the page has it.
     shown = view(found)
-    assert shown["won"] and shown["rows"][0]["setting"] == "the run's own"
+    assert shown["command"] == found.command and shown["rows"][0]["setting"] == "the run's own"
     assert "loader.kind: direct" in shown["rows"][1]["setting"]
     assert {row["problem"] for row in shown["rows"]} == {"", "out of memory"}
 
@@ -337,6 +373,22 @@ def test_where_nothing_can_be_tried_it_says_so(tmp_path: Path, cosmo_data: Path)
     found = tune_run(tmp_path, cosmo_data, loader={"kind": "synthetic"}, threads=1, tune=QUICK)
     assert found.duel is None and found.changes == {}
     assert yaml.safe_load((tmp_path / "tuned.yaml").read_text()) == {}
+
+
+def test_a_neighbour_is_seen(tmp_path: Path, cosmo_data: Path) -> None:
+    """A process that computes beside the duel, and is none of the stage's children."""
+    busy = subprocess.Popen([sys.executable, "-c", "while True: sum(range(1000))"])
+    try:
+        folder = configure(tmp_path, "cosmo_unet", 1, tune={**QUICK, "seconds": 3}, threads=2)
+        words = ["--config", folder / "config.yaml", "--manifest", cosmo_data / "manifest.json", "--threads", 2]
+        done = launch("tune", 1, *words, "--run", "test.run", "--out", folder, "--log", folder / "tune.log")
+        assert done.returncode == 0, done.stdout + done.stderr
+    finally:
+        busy.kill()
+        busy.wait()
+    found = Tuning.read(folder / "tune.json")
+    assert found.duel and found.duel.neighbours > 0.25
+    assert "Not on a quiet machine" in found.verdict() and found.verdict() in (folder / "tuned.yaml").read_text()
 
 
 def test_a_run_that_cannot_work_itself_is_an_error(
@@ -373,7 +425,7 @@ def test_several_processes_decide_alike(tmp_path: Path, era5_data: Path) -> None
     space = {**QUICK, "workers": [0, 1], "prefetch": [2], "batch_size": [2, 4, 3]}
     folder = configure(tmp_path, "era5_vit", 2, tune=space)
     arguments = ["--config", folder / "config.yaml", "--manifest", era5_data / "manifest.json", "--threads", 2]
-    done = launch("tune", 2, *arguments, "--out", folder, "--log", folder / "tune.log")
+    done = launch("tune", 2, *arguments, "--run", "test.run", "--out", folder, "--log", folder / "tune.log")
     logs = "".join(path.read_text() for path in folder.glob("*.log"))
     assert done.returncode == 0, done.stdout + done.stderr + logs
     found = Tuning.read(folder / "tune.json")
@@ -439,12 +491,15 @@ def test_the_page_shows_what_was_tried(tmp_path: Path) -> None:
         ],
         duel=Duel(challenger=3, rates=[(2.0, 1.0)] * 8, ratio=2.0, low=1.9, high=2.1),
         seconds=75,
+        run="mine.first",
+        command="snakemake --configfile 'my results/tuned.yaml' -- plan_mine_first_tuned",
     )
     found.write(folder / "tune.json")
     results.plan("mine", {"first": "First"}, kind="tune", measure=("tune",))  # type: ignore[arg-type]
     html = results.report()
     assert "2.00× ± 0.10 as fast as the run&#39;s own setting." in html
-    assert "snakemake --configfile" in html and f"{folder / 'tuned.yaml'}" in html
+    assert "<code>snakemake --configfile &#39;my results/tuned.yaml&#39; -- plan_mine_first_tuned</code>" in html
+    assert "from: mine_first_tuned.tuned" in html
     assert "no &lt;threads&gt; left" in html
     places = [html.index(f'<th scope="row">{text}') for text in ("the run", "loader.workers: 2", "loader.workers: 1")]
     assert places == sorted(places) and html.index('<th scope="row">threads: 4') > places[-1]

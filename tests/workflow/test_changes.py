@@ -240,7 +240,7 @@ ROWS = [
     Row("profile", append(f"{PACKAGE}/measure/profilers/kineto.py"), profiled(*ALL)),
     Row("tuning", append(f"{PACKAGE}/measure/halving.py"), tuned(*ALL)),
     # What watches a run decides none of its results; what reads the rows of telemetry makes tables of them.
-    Row("usage", append(f"{PACKAGE}/measure/usage.py"), timed(*ALL)),
+    Row("usage", append(f"{PACKAGE}/measure/usage.py"), timed(*ALL) + tuned(*ALL)),
     Row("telemetry", append(f"{PACKAGE}/measure/telemetry.py"), []),
     Row("rows of telemetry", append(f"{PACKAGE}/core/telemetry.py"), tables(*CONFIG["plans"])),
     # The table of stages: what it says of a stage is among the params of its jobs.

@@ -50,7 +50,7 @@ FILES = {
         f"plans/{{plan}}/{{run}}/{file}"
         for file in ("profile/profile.json", "profile/profile_summary.csv", "telemetry/profile.csv")
     ],
-    "tune": ["plans/{plan}/{run}/tune.json", "plans/{plan}/{run}/tuned.yaml"],
+    "tune": ["plans/{plan}/{run}/tune.json", "plans/{plan}/{run}/tuned.yaml", "plans/{plan}/{run}/telemetry/tune.csv"],
     "collect": ["plans/{plan}/summary.csv"],
     "report_plan": ["plans/{plan}/report.html"],
     "report": ["report/index.html"],

@@ -340,6 +340,10 @@ class Tried(Record):
     problem: str | None = None  #: Why it was dropped, if not for its speed.
 
 
+#: Cores that other programs keep busy beyond the murmur of a quiet machine, as `dlscale.report.verdict` has it.
+NEIGHBOURS = 0.25
+
+
 class Duel(Record):
     """The best of the other settings (`challenger`) against the run's own, measured in turns."""
 
@@ -348,6 +352,15 @@ class Duel(Record):
     ratio: float  #: How many times as fast the challenger is: the geometric mean of the rounds' ratios.
     low: float  #: Of the 95 % interval of the ratio: Student's t of the logarithms of the rounds' ratios.
     high: float
+    usage: Usage | None = None  #: Of the machine, meanwhile.
+
+    @property
+    def neighbours(self) -> float:
+        """How many cores other programs kept busy meanwhile, if that is worth a word; else 0."""
+        if self.usage is None or not self.usage.seconds:
+            return 0.0
+        others = (self.usage.machine_cpu_seconds - self.usage.cpu_seconds) / self.usage.seconds
+        return others if others > NEIGHBOURS else 0.0
 
     @property
     def won(self) -> bool:
@@ -358,6 +371,7 @@ class Duel(Record):
 class Tuning(Record):
     """`tune.json`: which settings of a run were tried, and whether one beats its own."""
 
+    run: str = ""  #: PLAN.RUN.
     device: Device = Device()
     nranks: int = 1
     batch_size: int | None = None  #: The run's own.
@@ -366,6 +380,12 @@ class Tuning(Record):
     memory_limit_bytes: int | None = None  #: What a setting may take of a device.
     candidates: list[Tried] = Field(min_length=1)  #: The first one is the run's own setting.
     duel: Duel | None = None  #: None where no other setting could be measured.
+    command: str = ""  #: That trains with what won; nothing if nothing did.
+
+    @property
+    def plan(self) -> str:
+        """The plan that `tuned.yaml` adds."""
+        return f"{self.run.replace('.', '_')}_tuned"
 
     @property
     def changes(self) -> dict[str, Any]:
@@ -377,9 +397,17 @@ class Tuning(Record):
         if self.duel is None:
             return "Nothing to gain: no other setting could be measured."
         ratio = f"{self.duel.ratio:.2f}× ± {(self.duel.high - self.duel.low) / 2:.2f}"
-        if self.duel.won:
-            return f"{ratio} as fast as the run's own setting."
-        return f"Nothing to gain: the best other setting is {ratio} as fast as the run's own."
+        found = (
+            f"{ratio} as fast as the run's own setting."
+            if self.duel.won
+            else f"Nothing to gain: the best other setting is {ratio} as fast as the run's own."
+        )
+        if busy := self.duel.neighbours:
+            found += (
+                f" Not on a quiet machine: other programs kept {busy:.1f} cores busy during the duel, so this says "
+                "what is faster beside them. Tune again without them before you trust it."
+            )
+        return found
 
 
 class Provenance(Record):

@@ -1,4 +1,4 @@
-"""Where the time of a call of the workflow went: jobs by rule, the starts of their processes, and what was idle."""
+"""Where the time of a call of the workflow went: jobs by rule, the starts of their processes, and the cores it used."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def lines(done: Iterable[Job], since: float, until: float, cores: int | None = N
     """Return a table of jobs by rule, the longest first; nothing if there was none.
 
     `since` and `until` are the begin and the end of it all, seconds since 1970-01-01 UTC. `busy` is the processor time
-    (s) that all used of so many `cores`, where that is known.
+    (s) that the call's own processes used of so many `cores`, where that is known; what others used is not.
     """
     rules: dict[str, list[Job]] = {}
     for job in done:
@@ -61,7 +61,7 @@ def lines(done: Iterable[Job], since: float, until: float, cores: int | None = N
     if not rules:
         return []
     elapsed = until - since
-    idle = f" on {cores} cores, which were idle for {percent(max(0.0, 1 - busy / (cores * elapsed)))}" if cores else ""
+    used = f" on {cores} cores, of which this call used {percent(min(1.0, busy / (cores * elapsed)))}" if cores else ""
     rows = [("", "jobs", "time", "of which starting")]
     for rule, own in sorted(rules.items(), key=lambda item: -sum(job.seconds for job in item[1])):
         known = [job.starting for job in own if job.starting is not None]
@@ -76,7 +76,7 @@ def lines(done: Iterable[Job], since: float, until: float, cores: int | None = N
     ]
     together = sum(job.seconds for own in rules.values() for job in own) > 1.02 * elapsed
     beside = " Jobs ran side by side: their times are more in sum." if together else ""
-    return [f"Where the time went: {duration(elapsed)}{idle}.{beside}", *(f"  {row}".rstrip() for row in table)]
+    return [f"Where the time went: {duration(elapsed)}{used}.{beside}", *(f"  {row}".rstrip() for row in table)]
 
 
 def _seconds(value: float) -> str:

@@ -4,8 +4,9 @@ All combinations of what the run's key `tune` lists are tried by successive halv
 run's own setting in a duel (`dlscale.measure.halving`). A trial is FULL of the stage `throughput`: training steps on
 what the loader delivers. A setting that cannot be measured, or takes too much memory, is noted with the reason.
 
-`tune.json` has all that was tried, `tuned.yaml` what to change, for `snakemake --configfile`: nothing where the run's
-own setting was not beaten.
+`tune.json` has all that was tried. `tuned.yaml` is a configuration file with a plan: the run, and the run with what
+won. It changes no run that is there, least of all the one that was tuned, which would then have to be tuned again.
+Where the run's own setting was not beaten it is empty.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import contextlib
 import gc
 import itertools
 import logging
+import shlex
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +32,7 @@ from dlscale.core.records import Duel, Tried, Tuning
 from dlscale.core.settings import flat, validate
 from dlscale.core.text import size
 from dlscale.measure import halving
+from dlscale.measure.usage import Meter
 from dlscale.measure.window import weighted
 from dlscale.parallel.world import World, describe_device, join, synchronize
 from dlscale.train import memory
@@ -50,11 +53,17 @@ FIRST_WARM_UP = 12
 def main(args: argparse.Namespace) -> None:
     """Tune the run in `args.config` on the data of `args.manifest`; write `tune.json`, `tuned.yaml` into `args.out`."""
     run = load_run(args.config, "tune")
+    if not all(args.run.partition(".")):
+        raise UserError(f"--run: {args.run}: expected PLAN.RUN")
     with join(run.geometry, args.device) as world:
-        found = tune(run, args.manifest, world, args.threads)
+        found = tune(run, args.manifest, world, args.threads).model_copy(update={"run": args.run})
         if world.main:
+            file = Path(args.out) / "tuned.yaml"
+            if found.changes:
+                command = f"{args.call} {shlex.join([str(file), '--', f'plan_{found.plan}'])}"
+                found = found.model_copy(update={"command": command})
             found.write(Path(args.out) / "tune.json")
-            write_text(Path(args.out) / "tuned.yaml", tuned(found, run.study, args.run))
+            write_text(file, tuned(found, run.study))
 
 
 def tune(run: Any, manifest: str | Path, world: World, threads: int | None = None) -> Tuning:
@@ -73,8 +82,10 @@ def tune(run: Any, manifest: str | Path, world: World, threads: int | None = Non
     with contextlib.closing(_Trials(run, manifest, world, cores, changes)) as trials:
         with Progress("tuning", total, "trials") as trials.progress:
             found = halving.halve(len(changes), trials, settings.seconds - duel_seconds, settings.keep)
-            best = halving.finalist(len(changes), found)
+            best, meter = halving.finalist(len(changes), found), Meter()
             rounds = halving.duel(best, trials, duel_seconds, settings.rounds) if best is not None else None
+            # Each rank reads the machine's counters at a moment of its own: all say what the first one saw.
+            usage = world.gather(meter.usage(world))[0]
         tried = [
             Tried(
                 changes=change,
@@ -87,7 +98,7 @@ def tune(run: Any, manifest: str | Path, world: World, threads: int | None = Non
     duel = None
     if best is not None and rounds is not None:
         ratio, low, high = halving.interval(rounds)
-        duel = Duel(challenger=best, rates=rounds, ratio=ratio, low=low, high=high)
+        duel = Duel(challenger=best, rates=rounds, ratio=ratio, low=low, high=high, usage=usage)
     tuning = Tuning(
         device=describe_device(world.device),
         nranks=world.size,
@@ -274,17 +285,27 @@ def _reason(error: Exception) -> str:
 # ---- what is written -------------------------------------------------------------------------------
 
 
-def tuned(found: Tuning, study: str, name: str = "") -> str:
-    """Return YAML for `--configfile` that changes what won, of the run PLAN.RUN called `name`, or else of its study."""
+def tuned(found: Tuning, study: str) -> str:
+    """Return YAML for `--configfile`: a plan of the run's own setting and of what won; none if nothing did."""
     import yaml
 
-    comments = ["Written by the stage tune.", found.verdict()]
+    comments = [f"Written by the stage tune of {found.run}.", found.verdict()]
+    content = {}
     if found.changes:
-        plan, _, run = name.partition(".")
-        settings = nested(found.changes)
-        content = {"plans": {plan: {"runs": {run: settings}}}} if run else {"studies": {study: settings}}
+        plan = {
+            "study": study,
+            "title": f"{found.run}, tuned",
+            "from": found.run,
+            # The run's own setting is timed beside the other; whether it trains, too, is its own plan's to say.
+            "only": {"train": ["tuned"]},
+            "runs": {"own": {"use": found.run}, "tuned": {"label": "tuned", **nested(found.changes)}},
+        }
+        content = {"plans": {found.plan: plan}}
         if "batch_size" in found.changes:
             comments.append("Another batch size changes what is learnt: the learning rate may have to follow.")
-    else:
-        content = {}
+        comments += [
+            "To train with it, and time it beside the run's own setting:",
+            f"  {found.command}",
+            f"In another plan, with this file among its --configfile: {{from: {found.plan}.tuned}}",
+        ]
     return "".join(f"# {line}\n" for line in comments) + str(yaml.safe_dump(content, sort_keys=False))

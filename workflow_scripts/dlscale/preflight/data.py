@@ -32,10 +32,8 @@ def probe_data(name: str, dataset: DatasetSettings, results: Path) -> Finding:
     """Judge a dataset: the files it is made from, and those that were made of them."""
     what = f"data {name}"
     manifest = manifest_of(results, name)
-    # What raw files are made from is read once; files that are read where they lie are missed at any time.
-    read_once = parts.kind_of(dataset).acquirer(dataset) is not None and manifest.exists()
-    if not read_once and (trouble := _trouble(dataset)):
-        return Finding(what, "FAIL", trouble, f"put it there, or name its place in datasets.{name}.source")
+    if found := probe_raw(name, dataset, results):
+        return found
     origins = parts.kind_of(dataset).origins(dataset)
     if not manifest.exists():
         return Finding(what, "ok", "will be made from its files" if origins else "will be simulated")
@@ -57,6 +55,15 @@ def probe_data(name: str, dataset: DatasetSettings, results: Path) -> Finding:
         return Finding(what, "warn", text, f"it will be {again} again, which takes its time")
     total = size(sum(bytes_ for _, bytes_ in files), " ")
     return Finding(what, "ok", f"{len(files)} files, {total}, of the size that was described")
+
+
+def probe_raw(name: str, dataset: DatasetSettings, results: Path) -> Finding | None:
+    """Judge the raw files that a dataset still needs: None if they are there."""
+    # What raw files are made from is read once; files that are read where they lie are missed at any time.
+    read_once = parts.kind_of(dataset).acquirer(dataset) is not None and manifest_of(results, name).exists()
+    trouble = None if read_once else _trouble(dataset)
+    remedy = f"put it there, or name its place in datasets.{name}.source"
+    return Finding(f"data {name}", "FAIL", trouble, remedy) if trouble else None
 
 
 def _trouble(dataset: DatasetSettings) -> str | None:

@@ -29,9 +29,7 @@ def disturbance(runs: Sequence[RunResult]) -> str | None:
 
 def _neighbours(runs: Sequence[RunResult]) -> str | None:
     """Say in which runs the verdict names a neighbour."""
-    shares = {
-        run.label: finding.share for run in runs for finding in verdict.of(run).findings if finding.cause == "neighbour"
-    }
+    shares = {run.label: share for run in runs if (share := verdict.others_share(run.throughput))}
     if not shares:
         return None
     least, most = percent(min(shares.values())), percent(max(shares.values()))

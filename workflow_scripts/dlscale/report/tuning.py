@@ -13,11 +13,7 @@ from dlscale.report.results import PlanResult
 
 def tunings(plan: PlanResult) -> list[View]:
     """Return a view of each run of a plan that was tuned."""
-    return [
-        {"run": run.label, "id": plan.anchor(run), "file": str(run.folder / "tuned.yaml"), **view(run.tuning)}
-        for run in plan.runs
-        if run.tuning
-    ]
+    return [{"run": run.label, "id": plan.anchor(run), **view(run.tuning)} for run in plan.runs if run.tuning]
 
 
 def view(tuning: Tuning) -> View:
@@ -34,7 +30,8 @@ def view(tuning: Tuning) -> View:
     )
     return {
         "verdict": tuning.verdict(),
-        "won": bool(tuning.changes),
+        "command": tuning.command,
+        "plan": tuning.plan,
         "duel": tuning.duel and len(tuning.duel.rates),
         "batch": "batch_size" in tuning.changes,
         "tried": len(tuning.candidates),

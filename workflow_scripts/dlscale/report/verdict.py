@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dlscale.core.records import Activity, Profile, Throughput, Trials, Usage
+from dlscale.core.records import MODES, Activity, Profile, Throughput, Trials, Usage
 from dlscale.core.settings import Raw
 from dlscale.core.telemetry import Sample, Summary, summary
 from dlscale.core.text import many, number, percent, size
@@ -412,22 +412,30 @@ def copies(evidence: Evidence) -> Finding | None:
 
 def neighbour(evidence: Evidence) -> Finding | None:
     """Other programs keep the machine busy."""
-    usages = [usage for mode in ("IO", "SYNTHETIC", "FULL") if (usage := _usage(evidence, mode))]
-    total = sum(usage.seconds for usage in usages)
-    if not total:
-        return None
-    others = sum(_others(usage) * usage.seconds for usage in usages) / total
-    cores = usages[0].cores
-    if others < max(0.25, LEAST * cores):
+    share = others_share(evidence.throughput)
+    usage = _usage(evidence, "FULL") or _usage(evidence, "IO") or _usage(evidence, "SYNTHETIC")
+    if not (share and usage):
         return None
     return Finding(
         "neighbour",
         "a busy neighbour",
-        f"Programs that are not the run's kept {number(others, 2)} of the {cores} cores busy that it may use, while it "
-        "was measured.",
+        f"Programs that are not the run's kept {number(share * usage.cores, 2)} of the {usage.cores} cores busy that it "
+        "may use, while it was measured.",
         "Measure again with nothing else running, or on nodes of your own: what was measured is too low.",
         None,
     )
+
+
+def others_share(throughput: Throughput | None) -> float:
+    """Return the share of a run's cores that other programs kept busy while it was measured; 0 if too little to tell."""
+    modes = [throughput.mode(mode) for mode in MODES] if throughput else []
+    usages = [trials.usage for trials in modes if trials and trials.usage]
+    total = sum(usage.seconds for usage in usages if usage.seconds >= LEAST_SECONDS)
+    if not total:
+        return 0.0
+    cores = usages[0].cores
+    busy = sum(_others(usage) * usage.seconds for usage in usages if usage.seconds >= LEAST_SECONDS) / total
+    return min(busy / cores, 1.0) if busy >= max(0.25, LEAST * cores) else 0.0
 
 
 def throttled(evidence: Evidence) -> Finding | None:
