@@ -1028,7 +1028,15 @@ def profiled(folder: Path, name: str, seconds: float, files: dict[str, str]) -> 
         device=records.Device(kind="cpu", name="Example CPU"),
         seconds_per_step=[seconds] * 3,
         tools=[
-            records.ProfiledTool(name="torch", steps=3, seconds_per_step=1.2 * seconds, ranges=ranges, files=files),
+            records.ProfiledTool(
+                name="torch",
+                steps=3,
+                seconds_per_step=1.2 * seconds,
+                overhead=records.Overhead(ratio=1.2, noise=0.05),
+                complete=True,
+                ranges=ranges,
+                files=files,
+            ),
             records.ProfiledTool(name="nsys", problem="nsys: not found"),
         ],
         top=rows,
@@ -1085,7 +1093,7 @@ def test_what_a_profile_left_is_linked_and_told(explained: Results) -> None:
     html = explained.report()
     page = Page(html)
     assert "../plans/ladder/first/profile/torch.rank0.json.gz" in html and "trace &lt;1&gt;" in html
-    assert "nsys: not found" in page.text and "a step takes 20 % longer with it" in page.text
+    assert "nsys: not found" in page.text and "a step takes 20 % longer with it (± 5 %)" in page.text
     assert "aten::<b>mm" in page.text  # as text
     # The operator took 50 ms of a step, and then 10: more than the spread of 0.1 ms.
     assert "since first" in page.text and "−40.0" in page.text

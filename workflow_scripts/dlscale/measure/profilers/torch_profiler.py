@@ -58,6 +58,7 @@ class TorchProfiler:
             version=torch.__version__,
             steps=len(seconds),
             seconds_per_step=statistics.median(seconds),
+            complete=True,
             ranges=ranges,
             activity=activity,
             files={f"trace of rank {self._rank}, for Perfetto": path.name},
