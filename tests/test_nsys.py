@@ -8,6 +8,7 @@ import io
 import json
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,12 +21,15 @@ import pytest
 import torch
 
 from dlscale.config.run import Profile, load_run
+from dlscale.core import records
 from dlscale.core.ranges import RANGES, mark, marking
 from dlscale.core.records import ProfiledTool, TopEntry
+from dlscale.measure.profile import write_table
 from dlscale.measure.profilers import nsys, nvtx_ranges
 from dlscale.parallel.world import World
 from dlscale.preflight.environment import environment as environment_of
-from tests.conftest import COSMO, COSMO_RUN, ROOT, make_run
+from dlscale.report.compare_profiles import read_rows
+from tests.conftest import COSMO, COSMO_RUN, ROOT, make_run, stage
 from tests.nsys_databases import Recording
 from tests.waiting import PATIENCE, until
 
@@ -50,13 +54,13 @@ esac
 for word; do case $word in --output=*) output=${word#--output=};; esac; done
 case "$1" in
     export) cp "$here/database" "$output"; exit;;
-    profile) echo "$*" >>"$here/calls";;
+    profile) echo "$*" >>"$here/calls"; for word; do times=$word; done;;
 esac
 number=$(wc -l <"$here/calls")
 word=$(sed -n "${number}p" "$here/behaviour")
 case "${word:-$(tail -n 1 "$here/behaviour")}" in
-    report) touch "$output.nsys-rep";;
-    raw) touch "$output.qdstrm";;
+    report) touch "$output.nsys-rep"; echo "[[1, 3], [3, 3], [1, 3]]" >"$times";;
+    raw) touch "$output.qdstrm"; echo "[[1, 3], [3, 3], [1, 3]]" >"$times";;
     lost) echo "Connection to the Agent lost."; exit 1;;
     silent) echo "Something else.";;
     fails) echo "ValueError: no such thing"; exit 3;;
@@ -103,6 +107,7 @@ def test_a_report_is_read_and_kept(tmp_path: Path, pretended: Any) -> None:
     assert (tool.version, tool.steps, tool.problem) == ("2099.1.2", 1, None)
     assert tool.files == {"Nsight Systems, rank 0": "nsys.rank0.nsys-rep"} and left(tmp_path) == ["nsys.rank0.nsys-rep"]
     assert [row.name for row in top] == ["step"]
+    assert tool.overhead and tool.overhead.ratio == 1.5, "against the same process's plain steps"
     words = (folder / "calls").read_text().split()
     assert {"--trace=nvtx,osrt", "--sample=none", "--cpuctxsw=none", "--kill=none"} <= set(words)
     assert "--capture-range=nvtx" in words and "--capture-range-end=stop" in words
@@ -129,22 +134,58 @@ def test_a_process_that_fails_says_why_and_is_not_tried_again(tmp_path: Path, pr
     assert len((folder / "calls").read_text().splitlines()) == 1
 
 
-def test_what_was_recorded_only_is_kept_and_imported_later(
-    tmp_path: Path, pretended: Any, monkeypatch: pytest.MonkeyPatch
+def record_with(folder: Path, tool: ProfiledTool) -> records.Profile:
+    """Write the profile of a run as the stage does, of `torch` and of what nsys found; return its record."""
+    other = TopEntry(tool="torch", kind="operator", name="aten::mm", calls=1, seconds=1.0)
+    record = records.Profile(tools=[ProfiledTool(name="torch"), tool], top=[other])
+    record.write(folder / "profile/profile.json")
+    write_table(folder / "profile/profile_summary.csv", [other])
+    return record
+
+
+def test_what_was_recorded_only_is_imported_later(
+    tmp_path: Path, pretended: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    """`dlscale import-profile`: whole, or not at all, with one message that says why."""
     folder = pretended("raw")
     monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
     tool, top = profiled(tmp_path)
-    command = "QdstrmImporter --input-file nsys.rank0.qdstrm --output-file nsys.rank0.nsys-rep"
-    assert tool.problem and command in tool.problem and not top
+    assert tool.problem and tool.problem.endswith(f"installed: dlscale import-profile {tmp_path}") and not top
     assert left(tmp_path) == ["nsys.rank0.qdstrm"] == [*tool.files.values()]
-    assert nsys.import_left_over(tmp_path / "profile") is None, "here neither"
-    (folder / "QdstrmImporter").write_text('#!/bin/sh\ncp "$2" "$4"\n')
-    (folder / "QdstrmImporter").chmod(0o755)
-    imported = nsys.import_left_over(tmp_path / "profile")
-    assert imported and imported[0].steps == 1 and imported[0].problem is None
-    assert left(tmp_path) == ["nsys.rank0.nsys-rep"] == [*imported[0].files.values()]
-    assert nsys.import_left_over(tmp_path / "profile") is None
+    record = record_with(tmp_path, tool)
+
+    def files() -> dict[str, bytes]:
+        return {path.name: path.read_bytes() for path in (tmp_path / "profile").iterdir()}
+
+    def fails(words: str) -> None:
+        before = files()
+        assert stage("import-profile", tmp_path) == 2
+        assert words in capfd.readouterr().err.splitlines()[-1] and files() == before
+
+    fails(f"QdstrmImporter: neither beside {folder}/nsys nor on PATH; import where all of Nsight")
+    importer = folder / "QdstrmImporter"
+    importer.write_text("#!/bin/sh\necho no such format\nexit 1\n")
+    importer.chmod(0o755)
+    fails("nsys.rank0.qdstrm: QdstrmImporter cannot make a report of it")
+    importer.write_text('#!/bin/sh\ncp "$2" "$4"\n')
+    (folder / "database").write_bytes(b"no database")
+    fails("nsys.rank0.nsys-rep")
+    (folder / "database").unlink()
+    Recording(ranges=[(0, 100, "step", 0, True)]).write(folder / "database")
+    with monkeypatch.context() as without:
+        without.setenv("NSYS", str(folder / "nosuch"))
+        fails("nsys: not found; install NVIDIA Nsight Systems here")
+
+    assert stage("import-profile", tmp_path) == 0
+    assert "nsys.rank0.nsys-rep; the next `snakemake` shows it" in capfd.readouterr().out
+    assert left(tmp_path) == ["nsys.rank0.nsys-rep", "profile.json", "profile_summary.csv"]
+    first, second = records.Profile.read(tmp_path / "profile/profile.json").tools
+    assert first == record.tools[0] and second.problem is None and second.steps == 1
+    assert second.overhead == tool.overhead and [*second.files.values()] == ["nsys.rank0.nsys-rep"]
+    rows = read_rows(tmp_path / "profile/profile_summary.csv")
+    assert [(row.tool, row.name) for row in rows] == [("torch", "aten::mm"), ("nsys", "step")]
+    assert list((tmp_path / "tensorboard/profile").iterdir())
+    fails("nothing is left over to import")
 
 
 def test_a_problem_of_all_ranks_is_said_once() -> None:
@@ -324,6 +365,30 @@ def test_a_run_on_a_processor(real_nsys: Path, cosmo_data: Path, tmp_path: Path)
     assert 0.5 * tool.ranges["step"].seconds < inner <= tool.ranges["step"].seconds
     agrees(real_nsys, tmp_path, 0)
     assert {row.kind for row in top} == {"range"}
+
+
+@pytest.mark.slow
+def test_a_recording_is_imported_by_the_real_nsys(
+    real_nsys: Path, cosmo_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Recorded by a copy of it that lacks what makes reports, as in a slim image."""
+    [target] = real_nsys.parent.glob("../lib/*-linux-gnu/nsight-systems/target-*")
+    slim = tmp_path / "slim" / target.name
+    shutil.copytree(target, slim)
+    configure(tmp_path)
+    run(tmp_path, cosmo_data, slim / "nsys")
+    tool, _ = found(tmp_path)
+    assert tool.problem and f"dlscale import-profile {tmp_path}" in tool.problem
+    assert left(tmp_path) == ["nsys.rank0.qdstrm"]
+    record_with(tmp_path, tool)
+    monkeypatch.setenv("NSYS", str(real_nsys))
+    assert stage("import-profile", tmp_path) == 0
+    imported = records.Profile.read(tmp_path / "profile/profile.json").tools[1]
+    assert imported.problem is None and imported.steps == STEPS and imported.overhead == tool.overhead
+    rows = read_rows(tmp_path / "profile/profile_summary.csv")
+    expected = totals(real_nsys, tmp_path / "profile/nsys.rank0.nsys-rep")
+    for row in [row for row in rows if row.tool == "nsys"]:
+        assert row.seconds * STEPS * 1e9 == pytest.approx(expected[row.name][1], rel=1e-5), row.name
 
 
 def test_two_processes(real_nsys: Path, cosmo_data: Path, tmp_path: Path) -> None:

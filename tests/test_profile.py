@@ -68,11 +68,13 @@ def done(tmp_path_factory: pytest.TempPathFactory, cosmo_data: Path) -> Path:
 def test_the_record_has_each_profiler_beside_none(done: Path) -> None:
     found = Profile.read(done / "profile/profile.json")
     assert [tool.name for tool in found.tools] == ALL == found.settings["tools"]
-    assert len(found.seconds_per_step) == 2 * STEPS and min(found.seconds_per_step) > 0
+    assert len(found.seconds_per_step) == 2 * STEPS * len(ALL), "before and after each"
+    assert min(found.seconds_per_step) > 0
     assert (found.nranks, found.batch_size, found.device.kind) == (1, 4, "cpu")
     for tool in found.tools:
         assert tool.problem is None and tool.version and tool.steps == STEPS
-        assert tool.seconds_per_step and tool.seconds_per_step > 0
+        assert tool.seconds_per_step and tool.seconds_per_step > 0 and tool.complete
+        assert tool.overhead and tool.overhead.ratio > 0.2 and tool.overhead.noise
     torch_tool = found.tools[0]
     assert set(torch_tool.ranges) == {"step", "data", "copy", "forward", "backward", "optimizer"}
     parts = ("data", "forward", "backward", "optimizer")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from dlscale.core.records import Profile, ProfiledTool, TopEntry
-from dlscale.measure.profilers.compare import Summary, compare, extremes
+from dlscale.report.compare_profiles import Summary, compare, extremes, unmatched
 from tests.conftest import stage
 
 
@@ -20,8 +20,10 @@ def row(
     return TopEntry(tool=tool, rank=rank, kind=kind, name=name, calls=1, seconds=seconds, std=std)  # type: ignore[arg-type]
 
 
-def summary(*rows: TopEntry, steps: int = 4) -> Summary:
-    return Summary(list(rows), dict.fromkeys({one.tool for one in rows}, steps))
+def summary(*rows: TopEntry, steps: int = 4, complete: bool = True, batch: float | None = None) -> Summary:
+    """A profile by profilers that keep all their rows, if `complete`."""
+    tools = {one.tool for one in rows}
+    return Summary(list(rows), dict.fromkeys(tools, steps), frozenset(tools) if complete else frozenset(), batch)
 
 
 def test_changes_are_by_profiler_kind_and_name() -> None:
@@ -37,17 +39,58 @@ def test_changes_are_by_profiler_kind_and_name() -> None:
 
 
 def test_noise_is_that_of_two_means() -> None:
-    """sqrt(3^2 / 9 + 4^2 / 4) = sqrt(5), twice."""
-    (one,) = compare(summary(row("mm", 10, 3), steps=9), summary(row("mm", 14, 4), steps=4))
-    assert one.noise == pytest.approx(2 * 5**0.5) and not one.certain
-    (one,) = compare(summary(row("mm", 10, 3), steps=9), summary(row("mm", 15, 4), steps=4))
+    """sqrt(3^2 / 9 + 4^2 / 4) = sqrt(5), times Student's t of three degrees of freedom, 3.1824."""
+    (one,) = compare(summary(row("mm", 10, 3), steps=9), summary(row("mm", 17, 4), steps=4))
+    assert one.noise == pytest.approx(3.1824 * 5**0.5, rel=1e-4) and not one.certain
+    (one,) = compare(summary(row("mm", 10, 3), steps=9), summary(row("mm", 18, 4), steps=4))
     assert one.certain
     (one,) = compare(summary(row("x", 1, kind="line")), summary(row("x", 9, kind="line")))
     assert math.isinf(one.noise) and not one.certain
 
 
+def test_of_one_step_the_noise_is_unknown() -> None:
+    """Its standard deviation is written as 0. Samples of stacks scatter by their number, whatever the steps."""
+    (one,) = compare(summary(row("mm", 10), steps=1), summary(row("mm", 1, 0.1), steps=9))
+    assert math.isinf(one.noise) and not one.certain
+    stacks = {"tool": "stacks", "kind": "function", "std": 1.0}
+    (one,) = compare(summary(row("f", 10, **stacks), steps=1), summary(row("f", 1, **stacks), steps=1))
+    assert one.noise == pytest.approx(1.96 * 2**0.5, rel=1e-3) and one.certain
+
+
+def test_what_a_profiler_left_out_is_not_zero() -> None:
+    """Where it keeps all its rows, a row that is not there took no time."""
+    before, after = (row("mm", 5, 0.1), row("gone", 2, 0.1)), (row("mm", 5, 0.1), row("new", 3, 0.1))
+    found = {one.name: one for one in compare(summary(*before), summary(*after))}
+    assert (found["gone"].after, found["new"].before) == (0, 0) and found["gone"].certain and found["new"].certain
+    cut = compare(summary(*before, complete=False), summary(*after, complete=False))
+    found = {one.name: one for one in cut}
+    assert (found["gone"].before, found["gone"].after, found["gone"].difference) == (2, None, None)
+    assert not found["gone"].certain and not found["new"].certain
+    assert extremes(cut) == ([], []) and [one.name for one in unmatched(cut)] == ["new", "gone"]
+    found = {one.name: one for one in compare(summary(*before), summary(*after, complete=False))}
+    assert (found["gone"].after, found["new"].before) == (None, 0), "each profile's own word counts"
+
+
+def test_of_several_ranks_one_may_have_left_a_row_out() -> None:
+    rows = (row("mm", 4), row("mm", 6, rank=1), row("only", 2, rank=1))
+    found = {one.name: one.before for one in compare(*[summary(*rows, complete=False)] * 2)}
+    assert found == {"mm": 5, "only": None}
+
+
+def test_other_batches_are_compared_by_the_sample() -> None:
+    """8 s for 4 samples, 10 s for 10 of them: from 2 s a sample to 1; the noise is by the sample, too."""
+    before, after = summary(row("mm", 8, 0.4), batch=4), summary(row("mm", 10, 0.5), batch=10)
+    (one,) = compare(before, after)
+    assert (one.before, one.after, one.per, one.certain) == (2, 1, "sample", True)
+    assert one.noise == pytest.approx(3.1824 * math.hypot(0.1, 0.05) / 4**0.5, rel=1e-4)
+    (one,) = compare(before, summary(row("mm", 10, 0.5), batch=4))
+    assert (one.before, one.after, one.per) == (8, 10, "step")
+    (one,) = compare(before, summary(row("mm", 10, 0.5)))
+    assert one.per == "step", "of older profiles it may not be known"
+
+
 def test_noise_is_seldom_called_a_change() -> None:
-    """Profiles of the same program: about one difference in twenty exceeds two standard errors."""
+    """Profiles of the same program: about one difference in twenty exceeds its noise."""
     draw, steps = random.Random(1), 100
 
     def profile() -> Summary:
@@ -76,9 +119,10 @@ def test_extremes_are_ordered() -> None:
     assert [one.difference for one in faster] == [-5, -3] and [one.difference for one in slower] == [7, 2]
 
 
-def write(folder: Path, seconds: float) -> Path:
-    Profile(tools=[ProfiledTool(name="torch", steps=4)]).write(folder / "profile/profile.json")
-    one = row("aten::mm", seconds, 1e-4)
+def write(folder: Path, seconds: float, batch: int = 8, name: str = "aten::mm") -> Path:
+    tool = ProfiledTool(name="torch", steps=4)
+    Profile(tools=[tool], nranks=2, batch_size=batch).write(folder / "profile/profile.json")
+    one = row(name, seconds, 1e-4)
     names, values = zip(*one.model_dump().items(), strict=True)
     (folder / "profile/profile_summary.csv").write_text(f"{','.join(names)}\n{','.join(map(str, values))}\n")
     return folder
@@ -90,11 +134,29 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     for one, other in ((a, b / "profile"), (a / "profile/profile.json", b)):
         assert stage("compare-profiles", one, other) == 0
         faster, slower = capsys.readouterr().out.split("slower")
-        assert "-1.000 ±    0.141      4.000 -> 3.000     torch operator: aten::mm\n" in faster
+        assert "-1.000 ±    0.225      4.000 -> 3.000     torch operator: aten::mm\n" in faster
         assert slower.endswith("nothing\n")
     assert stage("compare-profiles", b, a, "--json") == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["faster"] == []
+    assert found["faster"] == [] == found["unknown"] and (found["per"], found["batches"]) == ("step", [4, 4])
     assert (found["slower"][0]["name"], found["slower"][0]["certain"]) == ("aten::mm", True)
     assert stage("compare-profiles", a, tmp_path / "c") == 2
     assert "no such run; expected PLAN.RUN, or a run's folder" in capsys.readouterr().err
+
+
+def test_the_command_says_what_it_cannot_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Other batches of a process; and what one profile alone has, of profilers that may leave rows out."""
+    a, b, c = (
+        write(tmp_path / "a", 4e-3),
+        write(tmp_path / "b", 6e-3, 16),
+        write(tmp_path / "c", 4e-3, name="aten::add"),
+    )
+    assert stage("compare-profiles", a, b) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("a process has batches of 4 before and 8 after: all times are per sample\nfaster, ms a sa")
+    assert "-0.250 ±    0.045      1.000 -> 0.750 " in said
+    assert stage("compare-profiles", a, c) == 0
+    said = capsys.readouterr().out
+    assert "in one of the two alone, ms a step: the other may have left the row out\n" in said
+    assert "         ?    unknown      4.000 -> ?         torch operator: aten::mm\n" in said
+    assert "         ?    unknown          ? -> 4.000     torch operator: aten::add\n" in said

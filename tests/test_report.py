@@ -432,7 +432,7 @@ def test_the_card_hears_of_a_neighbour(results: Results) -> None:
     for name, others in (("a", 12.0), ("b", 9.0), ("quiet", 0.2)):
         folder = results.run("p", name, precision=name)
         measured = Throughput.read(folder / "throughput.json")
-        used = records.Usage(seconds=10.0, cores=2, cpu_seconds=5.0, machine_cpu_seconds=5.0 + others)
+        used = records.Usage(seconds=10.0, cores=2, cpu_seconds=5.0, cores_cpu_seconds=5.0 + others)
         modes = {
             mode: getattr(measured, mode).model_copy(update={"usage": used}) for mode in ("io", "synthetic", "full")
         }
@@ -1059,7 +1059,15 @@ def profiled(folder: Path, name: str, seconds: float, files: dict[str, str]) -> 
         device=records.Device(kind="cpu", name="Example CPU"),
         seconds_per_step=[seconds] * 3,
         tools=[
-            records.ProfiledTool(name="torch", steps=3, seconds_per_step=1.2 * seconds, ranges=ranges, files=files),
+            records.ProfiledTool(
+                name="torch",
+                steps=3,
+                seconds_per_step=1.2 * seconds,
+                overhead=records.Overhead(ratio=1.2, noise=0.05),
+                complete=True,
+                ranges=ranges,
+                files=files,
+            ),
             records.ProfiledTool(name="nsys", problem="nsys: not found"),
         ],
         top=rows,
@@ -1178,7 +1186,7 @@ def test_what_a_profile_left_is_linked_and_told(explained: Results) -> None:
     html = explained.report()
     page = Page(html)
     assert "../plans/ladder/first/profile/torch.rank0.json.gz" in html and "trace &lt;1&gt;" in html
-    assert "nsys: not found" in page.text and "a step takes 20 % longer with it" in page.text
+    assert "nsys: not found" in page.text and "a step takes 20 % longer with it (± 5 %)" in page.text
     assert "aten::<b>mm" in page.text  # as text
     row = next(row for table in page.tables for row in table if row[0] == "aten::<b>mm")
     assert row == ["aten::<b>mm", "50.0± 0.10", "40\u00a0%", "2", "operator"]

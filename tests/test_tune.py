@@ -275,7 +275,7 @@ def test_where_nothing_was_gained_nothing_is_written() -> None:
 
 def test_the_verdict_says_that_others_were_at_work() -> None:
     def verdict(machine: float) -> str:
-        usage = Usage(seconds=10, cores=2, cpu_seconds=8, machine_cpu_seconds=machine)
+        usage = Usage(seconds=10, cores=2, cpu_seconds=8, cores_cpu_seconds=machine)
         duel = won().duel
         assert duel
         return won(duel=duel.model_copy(update={"usage": usage})).verdict()

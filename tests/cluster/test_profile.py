@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import csv
 import gzip
 import json
 from collections import Counter
@@ -12,12 +11,13 @@ from pathlib import Path
 import pytest
 
 from dlscale.core import telemetry
-from dlscale.core.records import Profile, TopEntry
-from dlscale.measure.profilers import nsys
+from dlscale.core.records import Profile
+from dlscale.report.compare_profiles import read_rows
 from tests.cluster.cluster import Cluster
 from tests.cluster.flow import Flow
 from tests.cluster.test_containers import flow as flow  # a fixture
 from tests.cluster.test_containers import running
+from tests.conftest import stage
 from tests.container.conftest import Engine, container_engine, cpu_image  # noqa: F401 - fixtures
 from tests.test_nsys import totals
 from tests.waiting import PATIENCE, until
@@ -81,16 +81,13 @@ def test_two_tasks_in_containers(
     found = Profile.read(folder / "profile.json")
     by_nsys, by_torch = found.tools
     assert found.nranks == 2 and (by_nsys.name, by_torch.name) == ("nsys", "torch")
-    with (folder / "profile_summary.csv").open(newline="") as file:
-        rows = [TopEntry.model_validate(row) for row in csv.DictReader(file)]
+    rows = read_rows(folder / "profile_summary.csv")
     if by_nsys.problem:  # a slim image lacks what makes reports; where all of it is, nothing is lost
-        assert by_nsys.problem.count("QdstrmImporter --input-file nsys.rankN.qdstrm") == 1, by_nsys
+        assert by_nsys.problem.count("dlscale import-profile ") == 1, by_nsys
         assert {"nsys.rank0.qdstrm", "nsys.rank1.qdstrm"} == set(by_nsys.files.values())
         monkeypatch.setenv("NSYS", str(real_nsys))
-        imported = nsys.import_left_over(folder)
-        assert imported is not None
-        by_nsys, more = imported
-        rows += more
+        assert stage("import-profile", folder.parent) == 0
+        by_nsys, rows = Profile.read(folder / "profile.json").tools[0], read_rows(folder / "profile_summary.csv")
     assert by_nsys.problem is None and by_nsys.steps == STEPS and by_nsys.ranges.keys() == RANGES
     assert by_nsys.activity.comm_seconds == pytest.approx(by_nsys.ranges["comm"].seconds)
     assert sorted(by_nsys.files.values()) == ["nsys.rank0.nsys-rep", "nsys.rank1.nsys-rep"]

@@ -66,6 +66,11 @@ QUESTIONS = {
         "Say what holds runs back, how far they are from their device's limit, and what to try next.",
         _RUNS,
     ),
+    "import-profile": Question(
+        "dlscale.report.import_profile",
+        "Read what Nsight Systems recorded where it could make no report, as in a slim image.",
+        _RUNS,
+    ),
     "compare-profiles": Question(
         "dlscale.report.compare_profiles",
         "Say what got faster and slower from the profile of one run to that of another.",

@@ -14,7 +14,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSeriali
 from dlscale.core.errors import UserError
 from dlscale.core.files import read_json, write_json
 from dlscale.core.schema import Name
-from dlscale.core.text import NONE
+from dlscale.core.text import NONE, percent
 
 #: The three throughput measurements, in the order in which tables and figures show them.
 MODES = ("IO", "SYNTHETIC", "FULL")
@@ -288,6 +288,23 @@ class Activity(Record):
     comm_overlap: float | None = None  #: Share of that time in which anything else was computed as well.
 
 
+class Overhead(Record):
+    """What a profiler costs: its steps against plain ones just before and just after, by the same process."""
+
+    ratio: float  #: 1.1: a step takes a tenth longer with it.
+    noise: float | None = None  #: Half of the 95 % interval of `ratio`; None where no spread is known: of one step.
+
+    @property
+    def words(self) -> str:
+        """What it comes to, for readers."""
+        if self.noise is None:
+            return f"a step took {percent(self.ratio)} of its time without it; of one step the noise is not known"
+        if abs(self.ratio - 1) <= self.noise:
+            return f"with it a step takes as long as without, within the noise of ± {percent(self.noise)}"
+        longer = percent(abs(self.ratio - 1))
+        return f"a step takes {longer} {'longer' if self.ratio > 1 else 'less'} with it (± {percent(self.noise)})"
+
+
 class ProfiledTool(Record):
     """What one profiler saw of a run."""
 
@@ -296,6 +313,8 @@ class ProfiledTool(Record):
     steps: int = 0
     #: With the profiler at work: the median; of a GPU from the first step until all is done, over the steps.
     seconds_per_step: float | None = None
+    overhead: Overhead | None = None
+    complete: bool = False  #: Whether the summary has all its rows: what has none took no time, and was not left out.
     ranges: dict[str, RangeTime] = {}
     activity: Activity = Activity()
     files: dict[str, str] = {}  #: What it left, by title: names in the folder `profile` of the run.
@@ -323,7 +342,7 @@ class Profile(Record):
     nranks: int = 1
     batch_size: int | None = None
     settings: dict[str, Any] = {}  #: The run's `profile`.
-    seconds_per_step: list[float] = []  #: Of steps with no profiler at work.
+    seconds_per_step: list[float] = []  #: Of steps with no profiler at work, before and after each profiler.
     tools: list[ProfiledTool] = []
     memory: Memory | None = None
     counted: SampleWork | None = None  #: From the operators of a step, beside `formula`.
@@ -359,7 +378,7 @@ class Duel(Record):
         """How many cores other programs kept busy meanwhile, if that is worth a word; else 0."""
         if self.usage is None or not self.usage.seconds:
             return 0.0
-        others = (self.usage.machine_cpu_seconds - self.usage.cpu_seconds) / self.usage.seconds
+        others = (self.usage.cores_cpu_seconds - self.usage.cpu_seconds) / self.usage.seconds
         return others if others > NEIGHBOURS else 0.0
 
     @property

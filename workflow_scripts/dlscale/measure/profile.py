@@ -1,7 +1,7 @@
 """Stage `profile`: where the time and the memory of some steps go, by one profiler after the other.
 
-Each profiler has steps of its own, and some steps have none: what a profiler costs is told against these. A profiler
-that does not work here says why, and the stage goes on without it.
+Each profiler has steps of its own, and plain ones just before and after: what a profiler costs is told against these. A
+profiler that does not work here says why, and the stage goes on without it.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from dlscale.core.files import whole
 from dlscale.core.records import Memory, Profile, ProfiledTool, TopEntry
 from dlscale.data.loaders.base import Batch
 from dlscale.measure.flops import sample_work
+from dlscale.measure.profilers.overhead import overhead
 from dlscale.measure.profilers.tool import Found, Tool, Unavailable
 from dlscale.measure.window import Window
 from dlscale.parallel.world import World, describe_device, join
@@ -61,7 +62,7 @@ def main(args: argparse.Namespace) -> None:
         if world.main:
             record.write(folder / "profile.json")
             board.write(Path(args.out).parent / "tensorboard" / "profile", scalars(record))
-            _write_table(folder / "profile_summary.csv", rows)
+            write_table(folder / "profile_summary.csv", rows)
 
 
 def scalars(profile: Profile) -> dict[str, float]:
@@ -130,13 +131,14 @@ def _in_process(settings: Settings, session: Session, folder: Path, found: dict[
         batch = window.batch()
         used = _memory(session, batch)  # before any other step: what is set up is then all that there is
         window.warm_up()
-        seconds = window.run()
+        seconds = list[float]()
         for name, tool in tools.items():
             world.barrier()
-            result = _profile(name, tool, window)
+            result, plain = _profile(name, tool, window)
+            seconds += plain
             if mine:
                 found[name] = result
-        seconds += window.run()  # before and after: a machine drifts, and the first steps are slower
+        seconds = seconds or window.run()
         logging.info("without a profiler: %.2f ms a step", 1e3 * statistics.median(seconds))
         if world.device.type == "cuda" and "torch" in found:
             found["torch"] = _with_memory_history(found["torch"], window, folder)
@@ -171,23 +173,38 @@ def _tool(name: str, settings: Settings, session: Session, folder: Path) -> Tool
     return StackSampler(folder, rank)
 
 
-def _profile(name: str, tool: Tool | str, window: Window) -> Found:
-    """Return what a profiler found of a window of steps. All ranks make the steps, whatever fails."""
+def reason(error: Unavailable | OSError) -> str:
+    """Return why a profiler has failed, in words for a user."""
+    return str(files.explained(error, "") if isinstance(error, OSError) else error)
+
+
+def _profile(name: str, tool: Tool | str, window: Window) -> tuple[Found, list[float]]:
+    """Return what a profiler found of a window of steps, and the seconds of the plain steps before and after.
+
+    All ranks make the steps, whatever fails.
+    """
     problem = tool if isinstance(tool, str) else ""
+    before = window.run()
     with contextlib.ExitStack() as stack:
         if not isinstance(tool, str):
             try:
                 stack.enter_context(tool.attached())
             except (Unavailable, OSError) as error:
-                problem = str(files.explained(error, "") if isinstance(error, OSError) else error)
+                problem = reason(error)
         seconds = window.run()
         try:
             stack.close()
-            if not isinstance(tool, str) and not problem:
-                return tool.found(seconds)
         except (Unavailable, OSError) as error:
-            problem = str(files.explained(error, "") if isinstance(error, OSError) else error)
-    return ProfiledTool(name=name, problem=problem), []
+            problem = reason(error)
+    after = window.run()  # at once: to read what a profiler found takes its time, in which a machine drifts
+    if not isinstance(tool, str) and not problem:
+        try:
+            told, rows = tool.found(seconds)
+            told = told.model_copy(update={"overhead": overhead(before, seconds, after)})
+            return (told, rows), before + after
+        except (Unavailable, OSError) as error:
+            problem = reason(error)
+    return (ProfiledTool(name=name, problem=problem), []), before + after
 
 
 def _with_memory_history(found: Found, window: Window, folder: Path) -> Found:
@@ -211,7 +228,6 @@ def _joined(
     every = world.gather(found)
     by_rank = {rank: every[rank] for rank in sorted(set(settings.ranks))}
     tools, rows = list[ProfiledTool](), list[TopEntry]()
-    usual = statistics.median(seen["seconds_per_step"])
     for name in settings.tools:
         each = {rank: of_rank[name] for rank, of_rank in by_rank.items()}
         files = {title: file for tool, _ in each.values() for title, file in tool.files.items()}
@@ -221,9 +237,8 @@ def _joined(
         rows += [row for rank, (_, told) in each.items() for row in told if row.rank == rank]
         if tool.problem:
             logging.warning("%s: no profile: %s", name, tool.problem)
-        elif tool.seconds_per_step:
-            cost = 100 * (tool.seconds_per_step / usual - 1)
-            logging.info("%s: %.2f ms a step, %+.0f %%", name, 1e3 * tool.seconds_per_step, cost)
+        elif tool.seconds_per_step and tool.overhead:
+            logging.info("%s: %.2f ms a step; %s", name, 1e3 * tool.seconds_per_step, tool.overhead.words)
     if all(tool.problem for tool in tools):
         problems = "; ".join(f"{tool.name}: {tool.problem}" for tool in tools)
         raise UserError(f"profile.tools: no profiler works here: {problems}")
@@ -233,13 +248,13 @@ def _joined(
         batch_size=session.run.batch_size,
         settings=settings.model_dump(),
         tools=tools,
-        top=_top(rows, min(settings.ranks)),
+        top=first_rows(rows, min(settings.ranks)),
         **seen,
     )
     return record, rows
 
 
-def _write_table(path: Path, rows: list[TopEntry]) -> None:
+def write_table(path: Path, rows: list[TopEntry]) -> None:
     """Write all rows as CSV, numbers with six digits."""
     with path.open("w", newline="", encoding="utf-8") as file:
         table = csv.DictWriter(file, list(TopEntry.model_fields), lineterminator="\n")
@@ -249,7 +264,7 @@ def _write_table(path: Path, rows: list[TopEntry]) -> None:
             table.writerow({key: f"{cell:.6g}" if isinstance(cell, float) else cell for key, cell in cells})
 
 
-def _top(rows: list[TopEntry], rank: int) -> list[TopEntry]:
+def first_rows(rows: list[TopEntry], rank: int) -> list[TopEntry]:
     """Return the first rows of each profiler and kind, of one rank."""
     counts: dict[tuple[str, str], int] = {}
     top = []

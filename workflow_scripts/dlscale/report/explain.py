@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dlscale.core.errors import UserError
-from dlscale.core.records import Profile, Throughput
+from dlscale.core.records import Profile
 from dlscale.core.settings import read_yaml
 from dlscale.core.telemetry import read_nodes
 from dlscale.core.text import percent
+from dlscale.report.results import read_throughput
 from dlscale.report.verdict import Evidence, Verdict, verdict, watched
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ def evidence(path: Path) -> Evidence:
         raise UserError(f"{path}: neither throughput nor a profile was measured; add them to the plan's measure")
     return Evidence(
         read_yaml(path / "config.yaml"),
-        Throughput.read(throughput) if throughput.exists() else None,
+        read_throughput(path),
         Profile.read(profile) if profile.exists() else None,
         watched({stage: read_nodes(path / f"telemetry/{stage}.csv") for stage in ("throughput", "train")}),
     )

@@ -17,8 +17,7 @@ from dlscale.core import text
 from dlscale.core.records import Profile, ProfiledTool
 from dlscale.core.stages import RUN_STAGES
 from dlscale.core.telemetry import Sample, begin
-from dlscale.measure.profilers import compare
-from dlscale.report import figures, glance, peaks, published, verdict
+from dlscale.report import compare_profiles, figures, glance, peaks, published, verdict
 from dlscale.report.collect import summary_csv
 from dlscale.report.diagnosis import bound, gain
 from dlscale.report.disturbance import disturbance
@@ -268,13 +267,11 @@ def _parts(tool: ProfiledTool) -> dict[str, float]:
 
 def _profile(plan: PlanResult, run: RunResult, profile: Profile, page: Path, before: RunResult | None) -> View:
     """Return a run's profile, and what changed since the one `before` it."""
-    plain = statistics.median(profile.seconds_per_step) if profile.seconds_per_step else None
     folder = Path(os.path.relpath(run.folder / "profile", page))
     tools = []
     for tool in profile.tools:
-        slower = tool.seconds_per_step / plain - 1 if tool.seconds_per_step and plain else None
         files = [(title, (folder / name).as_posix()) for title, name in tool.files.items()]
-        tools.append({"tool": tool, "overhead": slower, "files": files})
+        tools.append({"tool": tool, "files": files})
     top = [entry for entry in profile.top if entry.kind in ("kernel", "operator")][:TOP] or profile.top[:TOP]
     return {
         "id": plan.anchor(run),
@@ -289,13 +286,13 @@ def _profile(plan: PlanResult, run: RunResult, profile: Profile, page: Path, bef
     }
 
 
-def _changes(before: RunResult, run: RunResult) -> list[compare.Change]:
+def _changes(before: RunResult, run: RunResult) -> list[compare_profiles.Change]:
     """Return what got faster and slower between two profiles and is more than their noise, the greatest first."""
-    one, other = (compare.read(each.folder) for each in (before, run))
-    changes = [change for change in compare.compare(one, other) if change.certain]
+    one, other = (compare_profiles.read(each.folder) for each in (before, run))
+    changes = [change for change in compare_profiles.compare(one, other) if change.certain]
     first = next(iter(changes)).tool if changes else ""  # two profilers would tell the same twice
     changes = [change for change in changes if change.tool == first]
-    faster, slower = compare.extremes(changes, TOP // 2)
+    faster, slower = compare_profiles.extremes(changes, TOP // 2)
     return [*faster, *slower]
 
 

@@ -419,15 +419,15 @@ def neighbour(evidence: Evidence) -> Finding | None:
     return Finding(
         "neighbour",
         "a busy neighbour",
-        f"Programs that are not the run's kept {number(share * usage.cores, 2)} of the {usage.cores} cores busy that it "
-        "may use, while it was measured.",
+        f"Programs that are not the run's kept {number(share * usage.cores, 2)} of the {usage.cores} cores busy that "
+        "it may use, while it was measured.",
         "Measure again with nothing else running, or on nodes of your own: what was measured is too low.",
         None,
     )
 
 
 def others_share(throughput: Throughput | None) -> float:
-    """Return the share of a run's cores that other programs kept busy while it was measured; 0 if too little to tell."""
+    """Return the share of a run's cores that others kept busy while it was measured; 0 if too little to tell."""
     modes = [throughput.mode(mode) for mode in MODES] if throughput else []
     usages = [trials.usage for trials in modes if trials and trials.usage]
     total = sum(usage.seconds for usage in usages if usage.seconds >= LEAST_SECONDS)

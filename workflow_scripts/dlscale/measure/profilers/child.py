@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import logging
 import signal
 import sys
 import traceback
+from pathlib import Path
 
 from dlscale.config.run import load_run
 from dlscale.core import registry
@@ -36,6 +38,7 @@ def main() -> int:
     parser.add_argument("--threads", type=int)
     parser.add_argument("--study", action="append", default=[], metavar="NAME=PATH", help="studies from outside")
     parser.add_argument("--nvtx", action="store_true", help="mark NVTX ranges, and have nsys record")
+    parser.add_argument("--times", metavar="FILE", help="write the seconds of the steps: before, recorded, after")
     args = parser.parse_args()
     let_threads_wait()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
@@ -56,7 +59,7 @@ def main() -> int:
 
 
 def profiled(args: argparse.Namespace) -> None:
-    """Warm up, then make the steps that are recorded."""
+    """Warm up, then make plain steps, those that are recorded, and plain ones again."""
     run = load_run(args.config, "profile")
     with join(run.geometry, args.device) as world:
         session = open_session(run, args.manifest, world, args.threads)
@@ -64,12 +67,16 @@ def profiled(args: argparse.Namespace) -> None:
             session.step.register_comm_hook(averaged)
         with contextlib.closing(Window(run.profile, session)) as window:
             window.warm_up()
-            world.barrier()  # all have warmed up
-            if args.nvtx:
-                with marking(marker()), recorded(world.device):
-                    window.run()
-            else:
-                window.run()
+            times = [window.run()]
+            world.barrier()  # all have come so far
+            with contextlib.ExitStack() as stack:
+                if args.nvtx:
+                    stack.enter_context(marking(marker()))
+                    stack.enter_context(recorded(world.device))
+                times.append(window.run())
+            times.append(window.run())
+            if args.times:
+                Path(args.times).write_text(json.dumps(times))
 
 
 if __name__ == "__main__":

@@ -84,6 +84,7 @@ class LineProfiler:
             version=metadata.version("line_profiler"),
             steps=len(seconds),
             seconds_per_step=statistics.median(seconds),
+            complete=True,
             files={f"lines of rank {self._rank}": self._path.name},
         )
         return tool, sorted(rows, key=lambda row: -row.seconds)

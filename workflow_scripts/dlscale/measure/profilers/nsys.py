@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import logging
 import os
 import re
@@ -30,6 +31,8 @@ from dlscale.core.records import ProfiledTool, TopEntry
 from dlscale.measure.profilers import child
 from dlscale.measure.profilers.nsys_database import summarize
 from dlscale.measure.profilers.nvtx_ranges import CAPTURE
+from dlscale.measure.profilers.overhead import overhead
+from dlscale.measure.profilers.tool import Found
 from dlscale.parallel.world import World
 
 NOT_FOUND = (
@@ -146,9 +149,9 @@ def profile(
     words += [word for study in registry.added().values() for word in ("--study", f"{study.name}={study.file}")]
     tool = found if profiled else None
     with _scratch(folder / f".nsys.rank{world.rank}") as scratch:
-        recorded = scratch / f"nsys.rank{world.rank}.nsys-rep"
+        recorded, times = scratch / f"nsys.rank{world.rank}.nsys-rep", scratch / "times.json"
         if tool:
-            words = [*tool.profile(recorded, world.device.type == "cuda"), *words, "--nvtx"]
+            words = [*tool.profile(recorded, world.device.type == "cuda"), *words, "--nvtx", "--times", str(times)]
         status, said, lost = 0, "", False
         for attempt in range(TRIES):
             for former in scratch.iterdir():  # another rank lost its agent
@@ -160,6 +163,9 @@ def profile(
             logging.warning("nsys recorded nothing (try %d of %d): %s", attempt + 1, TRIES, _last(said))
         if tool and (status == 0 or lost):
             result = _collect(tool, world.rank, recorded, folder, said)
+            if times.exists():
+                cost = overhead(*json.loads(times.read_text()))
+                result = result[0].model_copy(update={"overhead": cost}), result[1]
         else:
             failed = status not in (0, ENDED)
             problem = f"the profiled process ended with status {status}: {_last(said)}" if failed else None
@@ -256,7 +262,7 @@ def _collect(tool: Nsys, rank: int, recorded: Path, folder: Path, said: str) -> 
         os.replace(raw, kept.with_suffix(".qdstrm"))
         problem = (
             "nsys recorded, but cannot make a report here, where libraries are missing; where all of Nsight Systems is "
-            f"installed: QdstrmImporter --input-file {raw.name} --output-file {kept.name}"
+            f"installed: dlscale import-profile {folder.parent}"
         )
         left = {f"Recorded by Nsight Systems, rank {rank}": raw.name}
         return empty.model_copy(update={"problem": problem, "files": left}), []
@@ -297,19 +303,32 @@ def _joined(results: list[tuple[ProfiledTool, list[TopEntry]]]) -> tuple[Profile
     return first.model_copy(update=whole), [row for _, rows in results for row in rows]
 
 
-def import_left_over(folder: Path) -> tuple[ProfiledTool, list[TopEntry]] | None:
-    """Make reports of what nsys recorded in a folder where it could not, and return what they say.
+def import_left_over(folder: Path, into: Path) -> Found:
+    """Read what nsys recorded in a folder, where it could make no reports; these go into another one.
 
     Returns
     -------
     ProfiledTool, list of TopEntry
-        As from `profile`; None if nothing is left over, or it cannot be imported here either.
+        As from `profile`, of all ranks. Where nothing was recorded, or it cannot be read here either: `UserError`.
     """
-    tool = find()
+    recorded = sorted(path for path in folder.glob("nsys.rank*") if path.suffix in (".qdstrm", ".nsys-rep"))
+    if not recorded:
+        raise UserError(f"{folder}: nothing that nsys recorded is left over here")
+    tool, raws = find(), [path for path in recorded if path.suffix == ".qdstrm"]
+    if tool is None:
+        raise UserError("nsys: not found; install NVIDIA Nsight Systems here, or set NSYS to its command line tool")
+    if raws and not tool.importer:
+        beside = f"QdstrmImporter: neither beside {tool.command} nor on PATH"
+        raise UserError(f"{beside}; import where all of Nsight Systems is installed")
     results = []
-    for raw in sorted(folder.glob("nsys.rank*.qdstrm")):
-        report = raw.with_suffix(".nsys-rep")
-        if tool and tool.report(raw, report):
-            raw.unlink()
-            results.append(_read(tool, int(raw.name.split(".")[1].removeprefix("rank")), report))
-    return _joined(results) if results else None
+    for path in recorded:
+        report = into / path.with_suffix(".nsys-rep").name
+        if path in raws and not tool.report(path, report):
+            raise UserError(f"{path}: QdstrmImporter cannot make a report of it; what it said stands above")
+        if path not in raws and not report.exists():
+            shutil.copy2(path, report)
+        results.append(_read(tool, int(path.name.split(".")[1].removeprefix("rank")), report))
+    found, rows = _joined(results)
+    if found.problem:
+        raise UserError(f"{folder}: {found.problem}")
+    return found, rows

@@ -94,6 +94,7 @@ class StackSampler:
             version=metadata.version("py-spy"),
             steps=len(seconds),
             seconds_per_step=statistics.median(seconds),
+            complete=True,
             files={f"flame graph of rank {self._rank}": self._path.name},
         )
         return tool, rows(read(self._path), seconds, self._rank)

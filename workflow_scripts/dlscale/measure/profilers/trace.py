@@ -184,6 +184,7 @@ def summarise(trace: Trace, tool: str, rank: int = 0) -> tuple[ProfiledTool, lis
     summary = ProfiledTool(
         name=tool,
         steps=trace.count,
+        complete=True,
         seconds_per_step=trace.step_seconds if len(trace.work) else usual,
         ranges={name: _range_time(trace, name) for name in RANGES if len(trace.named(name))},
         activity=activity(trace),

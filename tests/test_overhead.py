@@ -1,0 +1,80 @@
+"""What a profiler costs: against figures by hand, and against machines of which the truth is known."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from dlscale.core.records import Overhead
+from dlscale.measure.profilers.overhead import overhead
+
+
+def test_an_even_drift_falls_out() -> None:
+    """The machine takes 10 ms longer from window to window; plain 100 and 120, with the profiler 1.5 times 110."""
+    found = overhead([0.1] * 4, [0.165] * 4, [0.12] * 4)
+    assert found.ratio == pytest.approx(1.5)
+    assert found.noise == pytest.approx(1.5 * 0.01 / 0.11), "half of what the plain ones differ by"
+
+
+def test_the_noise_is_the_steps_scatter() -> None:
+    """Of plain steps of 1 s, +-0.1 (standard deviation 0.1155): pi / 2 is the variance of a median over a mean's."""
+    plain = [0.9, 1.1, 0.9, 1.1]
+    found = overhead(plain, [2.0] * 4, plain)
+    error = 0.1155 * (3.1416 / 2) ** 0.5 / 2  # of the median of four
+    assert found.ratio == 2 and found.noise == pytest.approx(3.182 * 2 * error / 2**0.5, rel=1e-3)
+
+
+def test_of_one_step_nothing_is_known() -> None:
+    found = overhead([0.1], [0.2], [0.1])
+    assert (found.ratio, found.noise) == (pytest.approx(2), None)
+
+
+def test_no_profiler_makes_steps_faster() -> None:
+    found = overhead([0.1] * 4, [0.064] * 4, [0.1] * 4)
+    assert found.noise == pytest.approx(0.36) and "as long as without, within the noise of ± 36" in found.words
+
+
+def test_words() -> None:
+    assert Overhead(ratio=1.2, noise=0.05).words == "a step takes 20\u00a0% longer with it (± 5\u00a0%)"
+    assert "within the noise of ± 25" in Overhead(ratio=1.2, noise=0.25).words
+    assert "the noise is not known" in Overhead(ratio=1.2).words
+
+
+def share(cost: float, machine: Callable[[random.Random], Callable[[], float]], trials: int = 400) -> float:
+    """Return how often a profiler of this cost is said to cost something."""
+    certain = 0
+    for seed in range(trials):
+        pace = machine(random.Random(seed))
+        before, profiled, after = ([factor * pace() for _ in range(10)] for factor in (1.0, cost, 1.0))
+        found = overhead(before, profiled, after)
+        assert found.noise is not None
+        certain += abs(found.ratio - 1) > found.noise
+    return certain / trials
+
+
+def quiet(draw: random.Random) -> Callable[[], float]:
+    return lambda: draw.gauss(0.1, 0.003)
+
+
+def drifting(draw: random.Random) -> Callable[[], float]:
+    """Some percent faster or slower from step to step, all the time in one direction, beside the scatter."""
+    slope, step = draw.uniform(-0.002, 0.002), iter(range(30))
+    return lambda: 0.1 + slope * next(step) + draw.gauss(0, 0.003)
+
+
+def disturbed(draw: random.Random) -> Callable[[], float]:
+    """Every fourth step or so meets another program, and takes half as long again."""
+    return lambda: draw.gauss(0.1, 0.003) * (1.5 if draw.random() < 0.25 else 1.0)
+
+
+@pytest.mark.parametrize("machine", [quiet, drifting, disturbed])
+def test_nothing_is_seldom_called_a_cost(machine: Callable[[random.Random], Callable[[], float]]) -> None:
+    assert share(1.0, machine) < 0.05
+
+
+@pytest.mark.parametrize(("machine", "least"), [(quiet, 0.99), (drifting, 0.2), (disturbed, 0.05)])
+def test_a_cost_is_found(machine: Callable[[random.Random], Callable[[], float]], least: float) -> None:
+    """A fifth: always on a quiet machine; on one that drifts or is disturbed the noise mostly hides it."""
+    assert share(1.2, machine) > least
