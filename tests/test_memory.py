@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from dlscale.core.errors import UserError
 from dlscale.core.ranges import marking
-from dlscale.core.records import MemoryUse
+from dlscale.core.records import Memory, MemoryUse
 from dlscale.core.text import size
 from dlscale.data.manifest import Manifest
 from dlscale.parallel.world import World
@@ -157,21 +157,33 @@ def test_weights_that_are_shared_count_once() -> None:
     assert found.parameters == found.gradients == 4 * 64
 
 
-def test_measured_beside_predicted(tmp_path: Path, cosmo_data: Path) -> None:
-    """Of a CPU it is the process's own memory, which grows by what is predicted, and by what the system keeps back."""
-    over = {"model": {"widths": [64, 64]}, "batch_size": 64}
-    run = tiny_run("cosmo_unet", tmp_path, **over)
-    session = open_session(run, cosmo_data / "manifest.json", World(), 1)
-    x, y = (torch.randn(64, channels, 16, 16, 16) for channels in (4, 5))
+def measured(folder: str, manifest: str) -> str:
+    """Measure a step's memory in this process; whether it was a real step, and the record."""
+    run = tiny_run("cosmo_unet", Path(folder), model={"widths": [64, 64]}, batch_size=64)
+    session = open_session(run, Path(manifest), World(), 1)
     before = [p.detach().clone() for p in session.step.model.parameters()]
-    found = memory.measure(session, (x, y))
-    assert not all(torch.equal(a, b) for a, b in zip(before, session.step.model.parameters(), strict=True)), (
-        "a real step"
-    )
+    found = memory.measure(session, sample_batch())
+    assert not all(torch.equal(a, b) for a, b in zip(before, session.step.model.parameters(), strict=True)), "a step"
+    return found.text()
+
+
+def sample_batch() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(64, 4, 16, 16, 16), torch.randn(64, 5, 16, 16, 16)
+
+
+def test_measured_beside_predicted(tmp_path: Path, cosmo_data: Path) -> None:
+    """Of a CPU it is the process's own memory, which grows by what is predicted, and by what the system keeps back.
+
+    In a new process: in one that has computed before, freed memory is used again, and nothing grows.
+    """
+    code = "import sys; from tests.test_memory import measured; print(measured(*sys.argv[1:]))"
+    command = [sys.executable, "-c", code, tmp_path, cosmo_data / "manifest.json"]
+    done = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
+    found = Memory.model_validate_json(done.stdout.splitlines()[-1])
     assert list(found.measured) == ["set-up", "forward", "backward", "step"]
     assert found.peak and found.device and max(found.measured.values()) <= found.peak < found.device
     grown = found.measured["forward"] - found.measured["set-up"]
-    kept = found.predicted.activations - x.nbytes - y.nbytes
+    kept = found.predicted.activations - sum(values.nbytes for values in sample_batch())
     assert kept > 20e6
     assert 0.7 * kept < grown < 1.5 * kept + 50e6
 

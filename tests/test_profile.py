@@ -174,8 +174,8 @@ def test_stacks_are_of_all_threads(tmp_path: Path) -> None:
     assert found.files == {"flame graph of rank 0": "stacks.rank0.svg"}
     mine = {row.note: row for row in rows if row.name.startswith("busily (")}
     assert set(mine) == {"", "thread reader"}
-    # They share the interpreter's lock: together they are busy all the time, and each for a part of it.
-    assert 0.05 < mine[""].seconds < 0.25 and 0.05 < mine["thread reader"].seconds < 0.25
+    # They share the interpreter's lock: each is busy for a part of the time, which other programs decide as well.
+    assert 0.02 < mine[""].seconds < 0.25 and 0.02 < mine["thread reader"].seconds < 0.25
 
 
 def flame(frames: list[tuple[str, int, int, int]]) -> str:
