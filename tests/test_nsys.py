@@ -391,6 +391,7 @@ def test_a_recording_is_imported_by_the_real_nsys(
         assert row.seconds * STEPS * 1e9 == pytest.approx(expected[row.name][1], rel=1e-5), row.name
 
 
+@pytest.mark.slow
 def test_two_processes(real_nsys: Path, cosmo_data: Path, tmp_path: Path) -> None:
     """Both are profiled, and their sums of gradients are ranges that overlap the backward pass."""
     configure(tmp_path, 2, ranks=[0, 1])

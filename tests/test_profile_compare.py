@@ -144,6 +144,26 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "no such run; expected PLAN.RUN, or a run's folder" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("table", "words"),
+    [
+        (b"", "holds no row"),
+        (b"\xff\xfe", "no summary of a profile"),
+        (b"tool,kind,name,calls,seconds\ntorch,kernel,a,1,-1\n", "row 1"),
+        (b"tool,kind,name,calls,seconds\ntorch,kernel,a,1,inf\n", "row 1"),
+        (b"tool,kind,name,calls,seconds\ntorch,kernel," + 200_000 * b"a" + b",1,1\n", "no summary of a profile"),
+        (b"tool,kind,name,calls,seconds\nnsys,kernel,a,1,1\n", "no profiler in common (torch and nsys)"),
+    ],
+)
+def test_a_damaged_summary_is_one_message(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], table: bytes, words: str
+) -> None:
+    a, b = write(tmp_path / "a", 4e-3), write(tmp_path / "b", 6e-3)
+    next(tmp_path.glob("b/**/profile_summary.csv")).write_bytes(table)
+    assert stage("compare-profiles", a, b) == 2
+    assert words in capsys.readouterr().err.splitlines()[-1]
+
+
 def test_the_command_says_what_it_cannot_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Other batches of a process; and what one profile alone has, of profilers that may leave rows out."""
     a, b, c = (

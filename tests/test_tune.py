@@ -375,6 +375,7 @@ def test_where_nothing_can_be_tried_it_says_so(tmp_path: Path, cosmo_data: Path)
     assert yaml.safe_load((tmp_path / "tuned.yaml").read_text()) == {}
 
 
+@pytest.mark.slow
 def test_a_neighbour_is_seen(tmp_path: Path, cosmo_data: Path) -> None:
     """A process that computes beside the duel, and is none of the stage's children."""
     busy = subprocess.Popen([sys.executable, "-c", "while True: sum(range(1000))"])
@@ -420,6 +421,7 @@ def test_the_run_against_itself_gains_nothing(tmp_path: Path, cosmo_data: Path) 
     assert left_out <= 2
 
 
+@pytest.mark.slow
 def test_several_processes_decide_alike(tmp_path: Path, era5_data: Path) -> None:
     """Each makes the same trials, or they would wait for each other's gradients for ever; the first one writes."""
     space = {**QUICK, "workers": [0, 1], "prefetch": [2], "batch_size": [2, 4, 3]}

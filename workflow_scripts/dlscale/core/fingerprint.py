@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import functools
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from dlscale.core import registry
@@ -43,7 +43,7 @@ def _source(module: str) -> tuple[str, frozenset[str]]:
         tree = ast.parse(text)
     except SyntaxError as error:
         raise UserError(f"{file}:{error.lineno}: {error.msg}") from None
-    for node in ast.walk(tree):
+    for node in _run(tree):
         if isinstance(node, ast.Import):
             imported |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -57,10 +57,22 @@ def _source(module: str) -> tuple[str, frozenset[str]]:
     return hashlib.sha256(text).hexdigest(), frozenset(name for name in imported | parents if _file(name)) - {module}
 
 
+def _run(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield a tree's nodes, but for what stands under `if TYPE_CHECKING`: that is never run."""
+    yield node
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and isinstance(child.test, ast.Name) and child.test.id == "TYPE_CHECKING":
+            for other in child.orelse:
+                yield from _run(other)
+        else:
+            yield from _run(child)
+
+
 def reachable(modules: Iterable[str]) -> list[str]:
     """Return the modules of dlscale, and of studies outside, that `modules` import; themselves included.
 
-    Imports inside functions count; imports by computed name do not: `run_modules` and `data_modules` list those.
+    Imports inside functions count; those for types alone do not, nor do imports by computed name, which `run_modules`
+    and `data_modules` list.
     """
     seen: set[str] = set()
     todo = list(modules)

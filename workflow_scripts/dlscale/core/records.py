@@ -329,7 +329,8 @@ class TopEntry(Record):
     kind: Literal["range", "kernel", "operator", "copy", "gap", "line", "function"]
     name: str
     calls: float  #: A step.
-    seconds: float  #: A step, on the device for kernels and copies, else on the host.
+    #: A step, on the device for kernels and copies, else on the host.
+    seconds: float = Field(ge=0, allow_inf_nan=False)
     std: float = 0.0  #: Standard deviation of `seconds` over the steps.
     share: float = 0.0  #: Of the step's time.
     note: str = ""

@@ -63,6 +63,10 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
     """Print what changed from the profile of the first of `args.runs` to that of the second; return the exit status."""
     results = results_of(configuration)
     before, after = (read(name if Path(name).exists() else folder(name, results)) for name in args.runs)
+    used, now = ({row.tool for row in summary.rows} for summary in (before, after))
+    if not used & now:
+        said = f"{', '.join(sorted(used))} and {', '.join(sorted(now))}"
+        raise UserError(f"the profiles have no profiler in common ({said}); profile both with the same tools")
     changes = compare(before, after)
     per, (faster, slower), lone = unit(before, after), extremes(changes), unmatched(changes)
     if args.json:
@@ -100,11 +104,16 @@ def read_rows(file: Path) -> list[TopEntry]:
     """Read a `profile_summary.csv`."""
     try:
         with file.open(newline="", encoding="utf-8") as lines:
-            return [
+            rows = [
                 TopEntry.checked(row, f"{file}: row {number}") for number, row in enumerate(csv.DictReader(lines), 1)
             ]
     except FileNotFoundError:
         raise UserError(f"{file}: no such file; run the profile stage first") from None
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise UserError(f"{file}: no summary of a profile ({error}); run the profile stage again") from None
+    if not rows:
+        raise UserError(f"{file}: holds no row; run the profile stage again")
+    return rows
 
 
 def unit(before: Summary, after: Summary) -> str:
@@ -193,5 +202,6 @@ def _line(change: Change) -> str:
     within = "" if change.certain or math.isinf(change.noise) else " (within the noise)"
     difference = f"{'?':>10}" if change.difference is None else f"{1e3 * change.difference:+10.3f}"
     before, after = ("?" if each is None else f"{1e3 * each:.3f}" for each in (change.before, change.after))
-    name = f"{change.tool} {change.kind}: {shorten(change.name, 80)}"
+    plain = "".join(letter if letter.isprintable() else "?" for letter in change.name)  # a terminal obeys others
+    name = f"{change.tool} {change.kind}: {shorten(plain, 80)}"
     return f"{difference} {noise}  {before:>9} -> {after:<9} {name}{within}"
