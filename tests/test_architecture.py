@@ -263,7 +263,7 @@ FILES = {
     "entry.py": "import os\nimport dlscale.plain\nfrom dlscale import sibling\nfrom dlscale.folder.deep import name\n",
     "plain.py": "def late():\n    from dlscale.lazy import x\n    return x\n",
     "sibling.py": "if False:\n    import dlscale.typing_only as t\n",
-    "lazy.py": "from dlscale import entry\nif TYPE_CHECKING:\n    import dlscale.types\nelse:\n    import dlscale.run\n",
+    "lazy.py": "from dlscale import entry\nif TYPE_CHECKING:\n    import dlscale.types\nelse:\n    import dlscale.run",
     "types.py": "",
     "run.py": "",
     "typing_only.py": "",
