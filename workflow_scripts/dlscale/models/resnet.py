@@ -1,13 +1,16 @@
 """Residual networks of He et al. 2016 (arXiv:1512.03385), with torchvision's architecture and parameter names.
 
-Its weights load as they are: `ResNet.load_state_dict(torchvision's)`. Shape suffixes: B batch, C channels, H W the image,
-K classes.
+Its weights load as they are: `ResNet.load_state_dict(torchvision's)`. Shape suffixes: B batch, C channels, H W the
+image, K classes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 #: Blocks of each of the four stages, and whether they are bottlenecks, by the number of layers.
 DEPTHS = {
@@ -85,10 +88,27 @@ class ResNet(nn.Module):
     width
         Channels of the first convolution, 64 as published; stages have 1, 2, 4 and 8 times as many (before a
         bottleneck's expansion).
+    mean, std
+        Of each channel of the training images, in units of the greatest value (255): images with values 0 to 255 are
+        normalised. None where they come normalised. They are no part of the state.
     """
 
-    def __init__(self, depth: int = 50, classes: int = 1000, channels: int = 3, width: int = 64) -> None:
+    mean: torch.Tensor
+    std: torch.Tensor
+
+    def __init__(
+        self,
+        depth: int = 50,
+        classes: int = 1000,
+        channels: int = 3,
+        width: int = 64,
+        mean: Sequence[float] | None = None,
+        std: Sequence[float] | None = None,
+    ) -> None:
         super().__init__()
+        self.normalises = mean is not None and std is not None
+        for name, values in (("mean", mean or [0.0]), ("std", std or [1.0])):
+            self.register_buffer(name, 255 * torch.tensor(values).reshape(-1, 1, 1), persistent=False)
         blocks, bottleneck = DEPTHS[depth]
         block = Bottleneck if bottleneck else BasicBlock
         self.conv1 = nn.Conv2d(channels, width, 7, stride=2, padding=3, bias=False)
@@ -110,8 +130,18 @@ class ResNet(nn.Module):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
     def forward(self, x_BCHW: torch.Tensor) -> torch.Tensor:
-        """Return logits [B, K] of normalised images."""
+        """Return logits [B, K] of images."""
+        if self.normalises:
+            x_BCHW = (x_BCHW - self.mean) / self.std
         x_BCHW = self.maxpool(self.relu(self.bn1(self.conv1(x_BCHW))))
         for number in range(1, 5):
             x_BCHW = getattr(self, f"layer{number}")(x_BCHW)
         return self.fc(self.avgpool(x_BCHW).flatten(1))
+
+
+def cross_entropy(logits_BK: torch.Tensor, label_B: torch.Tensor, smoothing: float = 0.0) -> torch.Tensor:
+    """Return the cross entropy of each sample, [B], in nats; labels are int64.
+
+    `smoothing` is the share of the target that all classes get alike (Szegedy et al. 2016, arXiv:1512.00567).
+    """
+    return F.cross_entropy(logits_BK, label_B, label_smoothing=smoothing, reduction="none")
