@@ -89,5 +89,10 @@ def _middle(height: int, width: int, ratio: tuple[float, float]) -> tuple[int, i
 
 
 def resized(image: Image.Image, height: int, width: int) -> Image.Image:
-    """Return an image at another size, bilinear with antialiasing."""
-    return image.resize((width, height), Image.Resampling.BILINEAR)
+    """Return an image at another size, bilinear with antialiasing.
+
+    Pillow makes a pass along rows and one along columns, and rounds to bytes after each. Which one comes first depends
+    on its version and the sizes: here it is always that along rows, as in all versions before 13.
+    """
+    filtered = image.resize((width, image.height), Image.Resampling.BILINEAR)
+    return filtered.resize((width, height), Image.Resampling.BILINEAR)

@@ -7,18 +7,19 @@ torchvision's `RandomResizedCrop` and `RandomHorizontalFlip`, or `Resize` and `C
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import numpy as np
 
 from dlscale.data import sampling
 from dlscale.data.manifest import Manifest
-from dlscale.data.samples import ArraySpec
+from dlscale.data.samples import ArraySpec, WritingSamples
 from dlscale.datasets.imagenet import geometry
 from dlscale.datasets.imagenet.kind import ImageSamples
 from dlscale.datasets.imagenet.pack import Pack
 
 
-class Images:
+class Images(WritingSamples):
     """See `dlscale.data.samples.Samples`.
 
     A training epoch visits all images in a random order, and of more than `settings.train` a new random choice each
@@ -45,22 +46,55 @@ class Images:
         """See `dlscale.data.samples.Samples`."""
         pack, row = (int(each[index]) for each in self.rows(epoch))
         image, size = self.packs[pack].image(row), self._settings.size
+        place = self._places(epoch, index, np.array([[image.height, image.width]]))[0].tolist()
+        top, left, height, width, rows, columns, first_row, first_column, flip = place
+        # Cut out first: the pixels around the crop are not to be seen at its edges.
+        crop = image.crop((left, top, left + width, top + height))
+        pixels = np.asarray(geometry.resized(crop, rows, columns))
+        pixels = pixels[first_row : first_row + size, first_column : first_column + size]
+        pixels = pixels[:, ::-1] if flip else pixels
+        return np.ascontiguousarray(pixels.transpose(2, 0, 1)), np.asarray(self.packs[pack].labels[row])
+
+    def _places(self, epoch: int, first: int, edges_N2: np.ndarray) -> np.ndarray:
+        """Return where samples `first` and on come from, given the edges of their images: int64 [N, 9].
+
+        They are top, left, height and width of the crop, height and width to which it is resized, row and column with
+        which the sample begins in that, and whether it is mirrored.
+        """
+        settings, count = self._settings, len(edges_N2)
+        places = np.zeros((count, 9), np.int64)
         if self._training:
-            edges_12 = np.array([[image.height, image.width]])
-            settings, key = self._settings, (self._seed, epoch, index)
-            (crop,) = geometry.random_crops(*key, edges_12, settings.scale, settings.ratio).tolist()
-            top, left, height, width = crop
-            # Cut out first: the pixels around the crop are not to be seen at its edges.
-            image = geometry.resized(image.crop((left, top, left + width, top + height)), size, size)
-            pixels = np.asarray(image)
-            if geometry.flips(*key, 1, settings.flip)[0]:
-                pixels = pixels[:, ::-1]
-        else:
-            height, width = geometry.short_edge(image.height, image.width, self._settings.resize)
-            top, left = geometry.centre(height, width, size)
-            pixels = np.asarray(geometry.resized(image, height, width))[top : top + size, left : left + size]
-        label = self.packs[pack].labels[row]
-        return np.ascontiguousarray(pixels.transpose(2, 0, 1)), np.asarray(label)
+            key = self._seed, epoch, first
+            places[:, :4] = geometry.random_crops(*key, edges_N2, settings.scale, settings.ratio)
+            places[:, 4:6] = settings.size
+            places[:, 8] = geometry.flips(*key, count, settings.flip)
+            return places
+        places[:, 2:4] = edges_N2
+        for place, (height, width) in zip(places, edges_N2.tolist(), strict=True):
+            place[4:6] = edges = geometry.short_edge(height, width, settings.resize)
+            place[6:8] = geometry.centre(*edges, settings.size)
+        return places
+
+    def writers(self, epoch: int, indices: range, x: np.ndarray, y: np.ndarray) -> list[Callable[[], None]]:
+        """See `WritingSamples`: pixels are resized by a compiled kernel, files decoded and resized by Pillow."""
+        chosen = [each[indices.start : indices.stop].tolist() for each in self.rows(epoch)]
+        images = [(self.packs[pack], row) for pack, row in zip(*chosen, strict=True)]
+        y[:] = [pack.labels[row] for pack, row in images]
+        if not all(pack.form == "decoded" for pack, _ in images):
+            return [functools.partial(self._write, epoch, index, out) for index, out in zip(indices, x, strict=True)]
+        from dlscale.datasets.imagenet.resample import resample  # compiled, which other loaders have no use for
+
+        index_N4 = np.array([pack.index[row] for pack, row in images]).reshape(-1, 4)
+        tasks: list[Callable[[], None]] = []
+        places = self._places(epoch, indices.start, index_N4[:, 2:])
+        for (pack, _), index, place, out in zip(images, index_N4.tolist(), places.tolist(), x, strict=True):
+            pixels = pack.bytes[index[0] : index[0] + index[1]]
+            parts = tuple(place[:4]), tuple(place[4:6]), tuple(place[6:8]), bool(place[8])
+            tasks.append(functools.partial(resample, pixels, index[3], *parts, out))
+        return tasks
+
+    def _write(self, epoch: int, index: int, out: np.ndarray) -> None:
+        out[...] = self.read(epoch, index)[0]
 
 
 open_samples = Images
