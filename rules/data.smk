@@ -2,7 +2,7 @@
 
 
 rule acquire:
-    """Simulate one raw file."""
+    """Make one raw file of what is at hand: simulate it, or read a folder or store of this machine."""
     output:
         f"{RESULTS}/data/{{dataset}}/source/{{file}}",
     log:

@@ -84,6 +84,45 @@ def test_steps_count_from_the_beginning_warm_up_or_not() -> None:
     assert [ours[step] for step in (9, 10, 20)] == [1.0, 0.5, 0.25]
 
 
+def test_milestones_are_pytorchs() -> None:
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.5)
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones=[3, 6, 8], gamma=0.1)
+    theirs = []
+    for _ in range(9):
+        theirs += [optimizer.param_groups[0]["lr"]] * 4
+        optimizer.step()
+        scheduler.step()
+    ours = rates(36, peak=0.5, steps_per_epoch=4, kind="step", milestones=[3, 6, 8])
+    np.testing.assert_allclose(ours[:36], theirs, rtol=1e-12)
+
+
+def test_the_schedule_of_published_image_classifiers() -> None:
+    """A tenth at 30, 60 and 80 epochs; it rises over the first five. Restated after PyTorch's ImageNet example."""
+
+    def restated(epoch: int, step: int, of: int) -> float:
+        factor = epoch // 30 + (1 if epoch >= 80 else 0)
+        rate = 0.8 * 0.1**factor
+        return rate * (1 + step + epoch * of) / (5.0 * of) if epoch < 5 else rate
+
+    settings: dict[str, Any] = {"kind": "step", "milestones": [30, 60, 80], "warmup_epochs": 5}
+    ours = rates(90 * 7, peak=0.8, steps_per_epoch=7, **settings)
+    theirs = [restated(epoch, step, 7) for epoch in range(90) for step in range(7)]
+    np.testing.assert_allclose(ours[: 90 * 7], theirs, rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"warmup_steps": 3, "warmup_epochs": 1}, "either warmup_steps or warmup_epochs"),
+        ({"kind": "step", "milestones": [30, 20]}, "each epoch must come after"),
+        ({"kind": "step", "milestones": [30, 30]}, "each epoch must come after"),
+    ],
+)
+def test_what_does_not_go_together(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        validate(Schedule, settings)
+
+
 def test_a_warm_up_longer_than_the_training_just_rises() -> None:
     found = rates(10, warmup_steps=1000)
     assert found[:10] == pytest.approx([(step + 1) / 10 for step in range(10)])

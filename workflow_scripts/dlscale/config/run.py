@@ -92,12 +92,15 @@ class Schedule(Strict):
 
     kind: Literal["cosine", "constant", "step"] = Field(
         "cosine",
-        description="cosine: reaches end_lr when all steps are done; step: times gamma after every step_epochs epochs.",
+        description="cosine: reaches end_lr when all steps are done; step: times gamma after every step_epochs epochs, "
+        "or after those of milestones.",
     )
     warmup_steps: NonNegativeInt = 0
+    warmup_epochs: NonNegativeInt = Field(0, description="Instead of warmup_steps.")
     end_lr: NonNegativeFloat = Field(0.0, description="Of cosine.")
     gamma: float = Field(0.1, gt=0, le=1, description="Of step.")
     step_epochs: PositiveInt = Field(1, description="Of step.")
+    milestones: list[PositiveInt] = Field([], description="Of step: epochs, in place of every step_epochs.")
     scaling: Literal["none", "sqrt", "linear"] = Field(
         "none", description="How lr grows with batch_size / base_batch_size."
     )
@@ -107,6 +110,14 @@ class Schedule(Strict):
     def _base(self) -> Schedule:
         if self.scaling != "none" and self.base_batch_size is None:
             raise ValueError(f"scaling {self.scaling} needs base_batch_size")
+        return self
+
+    @model_validator(mode="after")
+    def _epochs(self) -> Schedule:
+        if self.warmup_steps and self.warmup_epochs:
+            raise ValueError("give either warmup_steps or warmup_epochs")
+        if self.milestones != sorted(set(self.milestones)):
+            raise ValueError(f"milestones {self.milestones}: each epoch must come after the one before")
         return self
 
 

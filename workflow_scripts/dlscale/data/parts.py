@@ -51,8 +51,8 @@ def acquired(dataset: DatasetSettings, raw: RawFile) -> bool:
 
 
 def fetched(dataset: DatasetSettings) -> bool:
-    """Return whether some raw file comes over the network, or from a store, and not from a simulator."""
-    return any(acquired(dataset, raw) and raw.origin != "simulated" for raw in raws(dataset).values())
+    """Return whether some raw file comes over the network, and not from a simulator or a folder of this machine."""
+    return any(acquired(dataset, raw) and "://" in raw.origin for raw in raws(dataset).values())
 
 
 def parts(dataset: DatasetSettings) -> list[Part]:

@@ -26,7 +26,7 @@ class Panel:
 
     title: str  # what the values are
     unit: str
-    values: np.ndarray  # of the histogram; [H, W] are shown as a picture, too
+    values: np.ndarray  # of the histogram; [H, W] are shown as a picture, too, and [H, W, 3], bytes, as one in colour
     labels: tuple[str, str] = ("", "")  # of the picture's axes, x and y
     extent: tuple[float, float, float, float] | None = None  # x left, right, y bottom, top of the picture; else pixels
     classes: int | None = None  # of labels: how many there are; the histogram then has a bar for each
@@ -98,19 +98,20 @@ def draw_preview(name: str, panels: list[Panel], path: Path) -> None:
     for number, panel in enumerate(panels):
         band, column = divmod(number, columns)
         top, bottom = axes[2 * band, column], axes[2 * band + 1, column]
-        if panel.values.ndim == 2:
+        if panel.values.ndim > 1:
             top.set_visible(True)
             aspect: Any = "auto" if panel.extent else "equal"
             image = top.imshow(panel.values, extent=panel.extent, aspect=aspect, cmap="viridis")
             top.set_title(panel.title, fontsize=9)
             top.set_xlabel(panel.labels[0], fontsize=8)
             top.set_ylabel(panel.labels[1], fontsize=8)
-            figure.colorbar(image, ax=top, label=panel.unit, shrink=0.8)
+            if panel.values.ndim == 2:
+                figure.colorbar(image, ax=top, label=panel.unit, shrink=0.8)
         bottom.set_visible(True)
         bins = 60 if panel.classes is None else np.arange(panel.classes + 1) - 0.5
         bottom.hist(panel.values.ravel(), bins=bins)
         bottom.set_xlabel(panel.title if panel.unit == "1" else f"{panel.title} ({panel.unit})", fontsize=8)
-        bottom.set_ylabel("points" if panel.values.ndim == 2 else "rows", fontsize=8)
+        bottom.set_ylabel("points" if panel.values.ndim > 1 else "rows", fontsize=8)
         for axis in (top, bottom):
             axis.tick_params(labelsize=7)
     figure.suptitle(f"{name}: first training file", fontsize=10)

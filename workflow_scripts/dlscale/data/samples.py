@@ -2,13 +2,13 @@
 
 Samples on grids are boxes of stored arrays. `GridSamples` says where the boxes lie and how stored values become the
 model's, so that a loader may fetch and decode them as it likes; `read` returns one sample, and every loader is tested
-against it. Samples that must be decoded in another way, as compressed images, get a class beside `GridSamples`, and
-`dlscale.data.loaders.base.on_grids` is where a loader tells them apart.
+against it. Samples of another form may write themselves into a batch's memory, in threads: `WritingSamples`.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -59,6 +59,21 @@ class Samples(Protocol):
         Fields are in model units. The same arguments give the same arrays in any process.
         """
         ...
+
+
+class WritingSamples(ABC):
+    """Samples that write themselves into batches. See `Samples`."""
+
+    size: int
+    input_spec: ArraySpec
+    target_spec: ArraySpec
+
+    @abstractmethod
+    def writers(self, epoch: int, indices: range, x: np.ndarray, y: np.ndarray) -> list[Callable[[], None]]:
+        """Return what writes the samples `indices` of `epoch` into `x` and `y`, [n, ...] as they are declared.
+
+        Threads call them, in any order. What little there is to write may have been written on return.
+        """
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect
 
 from dlscale.config.run import Schedule
 
@@ -19,16 +20,20 @@ def peak_rate(schedule: Schedule, lr: float, batch_size: int) -> float:
 def learning_rate(schedule: Schedule, peak: float, step: int, total: int, steps_per_epoch: int) -> float:
     """Return the rate of optimiser step `step` (0-based) of `total`.
 
-    It rises linearly to `peak` over `warmup_steps`. Then it stays (`constant`), is multiplied by `gamma` at the end of
-    every `step_epochs` epochs since the beginning (`step`), or follows half a cosine that reaches `end_lr` when all
-    steps are done, step == total, warm-up or not (`cosine`).
+    It rises linearly to `peak` over `warmup_steps` or `warmup_epochs`. Then it stays (`constant`), is multiplied by
+    `gamma` at the end of every `step_epochs` epochs since the beginning, or after each of `milestones` epochs (`step`),
+    or follows half a cosine that reaches `end_lr` when all steps are done, step == total, warm-up or not (`cosine`).
     """
-    warmup = min(schedule.warmup_steps, total)
+    warmup = min(schedule.warmup_steps or schedule.warmup_epochs * steps_per_epoch, total)
     if step < warmup:
         return peak * (step + 1) / warmup
     if schedule.kind == "constant":
         return peak
     if schedule.kind == "step":
-        return float(peak * schedule.gamma ** (step // steps_per_epoch // schedule.step_epochs))
+        epoch = step // steps_per_epoch
+        milestones = schedule.milestones
+        return float(
+            peak * schedule.gamma ** (bisect(milestones, epoch) if milestones else epoch // schedule.step_epochs)
+        )
     progress = (step - warmup) / max(total - warmup, 1)
     return schedule.end_lr + (peak - schedule.end_lr) * 0.5 * (1.0 + math.cos(math.pi * min(progress, 1.0)))

@@ -1,6 +1,7 @@
 """`direct`: from the page cache to the model with as few copies as can be, by threads.
 
-On a processor, threads decode boxes of the mapped files straight into batches that are used again and again.
+On a processor, threads decode boxes of the mapped files straight into batches that are used again and again; samples
+that are no boxes write themselves there.
 On a GPU, threads copy stored values into pinned buffers, a stream of its own takes them to the device ahead of the
 step, and they are decoded there; data that fits is taken to the device once and never read again.
 """
@@ -16,11 +17,13 @@ from typing import Any, Protocol
 
 import torch
 
+from dlscale.core.errors import UserError
 from dlscale.data.loaders.base import AS_DECLARED, Batch, Delivery, Share, on_grids
 from dlscale.data.loaders.decode import StoredField, stored_fields
 from dlscale.data.loaders.direct_device import Resident, Streamed
+from dlscale.data.loaders.direct_written import Written, written
 from dlscale.data.loaders.settings import DirectLoader as Settings
-from dlscale.data.samples import BoxIndex, Samples
+from dlscale.data.samples import Samples, WritingSamples
 
 #: Of a device's free memory, what resident data may take; the rest is for activations, which come later.
 RESIDENT_SHARE = 0.5
@@ -32,9 +35,9 @@ SHARES = 4
 
 
 class Backend(Protocol):
-    """How the boxes of a batch reach the model."""
+    """How the samples of a batch, boxes or others, reach the model."""
 
-    def begin(self, slot: int, boxes: BoxIndex) -> tuple[list[Callable[[], None]], Callable[[], Any]]:
+    def begin(self, slot: int, chosen: Any) -> tuple[list[Callable[[], None]], Callable[[], Any]]:
         """Return the tasks of threads, in any order, for the batch of a slot, and what then returns its result."""
 
     def deliver(self, result: Any) -> Batch:
@@ -52,17 +55,24 @@ class DirectLoader:
         device: torch.device,
         delivery: Delivery = AS_DECLARED,
     ) -> None:
-        grids = on_grids(samples, settings.kind)
         self.samples = samples.size
-        self._boxes, self._share = grids.boxes, share
+        self._share = share
         self._pool = threads(settings.workers, device) if settings.workers else None
         self._workers = settings.workers
         # With the batch that the model works on. Without threads there is nobody who could work ahead.
         self._slots = 1 + (min(settings.prefetch, max(len(self) - 1, 0)) if settings.workers else 0)
-        fields = stored_fields(grids)
         self._ahead: deque[_PendingBatch] = deque()
         batch = len(share.indices(0, samples.size))
         self._backend: Backend
+        if isinstance(samples, WritingSamples):
+            if settings.resident == "always":
+                raise UserError("loader.resident: these samples are made on the host; use auto or never")
+            self._choose: Callable[[int], Callable[[range], Any]] = written
+            self._backend = Written(samples, batch, self._slots, device)
+            return
+        grids = on_grids(samples, settings.kind)
+        fields = stored_fields(grids)
+        self._choose = lambda epoch: grids.boxes(epoch).take
         if becomes_resident(settings.resident, fields, device):
             self._backend = Resident(fields, self._slots, device, delivery)
         elif device.type == "cpu":
@@ -77,7 +87,7 @@ class DirectLoader:
 
     def epoch(self, epoch: int, start: int = 0) -> Generator[Batch]:
         """Yield the batches of an epoch from global step `start`; each is overwritten some time after the next one."""
-        boxes = self._boxes(epoch)
+        choose = self._choose(epoch)
         self._abandon()  # an epoch that was left unfinished: its buffers are these
         ahead = self._ahead
         following = start
@@ -85,7 +95,7 @@ class DirectLoader:
             for _ in range(start, len(self)):
                 while following < len(self) and len(ahead) < self._slots:
                     indices = self._share.indices(following, self.samples)
-                    slot, chosen = following % self._slots, boxes.take(indices)
+                    slot, chosen = following % self._slots, choose(indices)
                     ahead.append(_PendingBatch(self._backend, slot, chosen, self._pool, SHARES * self._workers))
                     following += 1
                 yield self._backend.deliver(ahead.popleft().result())
@@ -109,11 +119,9 @@ class _PendingBatch:
     Without threads it is made when it is asked for.
     """
 
-    def __init__(
-        self, backend: Backend, slot: int, boxes: BoxIndex, pool: ThreadPoolExecutor | None, shares: int
-    ) -> None:
+    def __init__(self, backend: Backend, slot: int, chosen: Any, pool: ThreadPoolExecutor | None, shares: int) -> None:
         self._shares = shares  #: that the tasks are given out in
-        self._begin = functools.partial(backend.begin, slot, boxes)
+        self._begin = functools.partial(backend.begin, slot, chosen)
         self._tasks: list[Future[Any]] = []
         self._begun = pool.submit(self._share_out, pool) if pool is not None else None
 

@@ -1,0 +1,509 @@
+"""Images: packs of folders, torchvision's crops, and the study that tells them apart."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import shutil
+from contextlib import closing
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from PIL import Image
+
+from dlscale.config import resolve
+from dlscale.config.run import run_class
+from dlscale.core import registry
+from dlscale.core.errors import UserError
+from dlscale.data import parts, sampling
+from dlscale.data.loaders.base import Share
+from dlscale.data.loaders.direct_loader import build as build_direct
+from dlscale.data.loaders.settings import DirectLoader
+from dlscale.data.manifest import Manifest
+from dlscale.datasets.imagenet import geometry
+from dlscale.datasets.imagenet.kind import ImageSamples
+from dlscale.datasets.imagenet.pack import Pack
+from dlscale.datasets.imagenet.resample import resample
+from dlscale.datasets.imagenet.samples import Images
+from dlscale.train.schedule import learning_rate, peak_rate
+from tests.conftest import make_dataset, make_run, records, stage, train
+
+CLASSES = ["ape", "bee", "cat"]
+
+
+def picture(seed: int, height: int, width: int) -> Image.Image:
+    """A smooth image in colour, as photographs are: JPEG changes it little."""
+    rng = np.random.default_rng(seed)
+    small = Image.fromarray(rng.integers(0, 256, (4, 5, 3), dtype=np.uint8))
+    return small.resize((width, height), Image.Resampling.BICUBIC)
+
+
+def bilinear(image: Image.Image, width: int, height: int) -> np.ndarray:
+    """Pillow's filter along rows, then along columns."""
+    rows = image.resize((width, image.height), Image.Resampling.BILINEAR)
+    return np.asarray(rows.resize((width, height), Image.Resampling.BILINEAR))
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> dict[str, str]:
+    """Folders of 3 classes: 4 training and 2 validation images each; sizes, suffixes and colour modes vary."""
+    for split, count in (("train", 4), ("valid", 2)):
+        for label, name in enumerate(CLASSES):
+            folder = tmp_path / split / name
+            folder.mkdir(parents=True)
+            (folder / "notes.txt").write_text("no image")
+            for number in range(count):
+                seed = 100 * label + 10 * number + (split == "valid")
+                image = picture(seed, 40 + 9 * number + label, 90 - 12 * number)
+                if number == 1:
+                    image = image.convert("L")
+                if number == 2:
+                    image = image.convert("CMYK")
+                suffix = "png" if number == 3 else ("JPEG", "jpg", "jpeg")[label]
+                image.save(folder / f"{number}.{suffix}")
+        (tmp_path / split / ".hidden").mkdir()
+    return {"kind": "folder", "train": str(tmp_path / "train"), "valid": str(tmp_path / "valid")}
+
+
+def image_files(folder: str) -> list[Path]:
+    return [path for path in sorted(Path(folder).glob("*/*")) if path.suffix != ".txt"]
+
+
+def settings(source: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"kind": "imagenet", "source": source, **more}
+
+
+def samples(folder: Path, split: str, **more: Any) -> Images:
+    chosen = ImageSamples(**{"kind": "images", "size": 24, "resize": 32, **more})
+    return Images(Manifest.read(folder / "manifest.json"), split, chosen, seed=5)
+
+
+# ---- packs -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_a_pack_holds_the_files_as_they_are(tmp_path: Path, folders: dict[str, str], shards: int) -> None:
+    """All of them, class by class in sorted order, whatever the number of packs."""
+    data = make_dataset(tmp_path / "data", settings(folders, shards={"train": shards}))
+    manifest = Manifest.read(data / "manifest.json")
+    assert manifest.extra["classes"] == CLASSES and manifest.fields["labels"].classes == 3
+    for split in ("train", "valid"):
+        files = image_files(folders[split])
+        packs = [Pack(manifest.path(file)) for file in manifest.files(split)]
+        assert len(packs) == (shards if split == "train" else 1)
+        found = [(pack, row) for pack in packs for row in range(len(pack.labels))]
+        assert len(found) == len(files) == sum(file.rows for file in manifest.files(split))
+        for (pack, row), path in zip(found, files, strict=True):
+            first, count, height, width = pack.index[row]
+            assert pack.bytes[first : first + count].tobytes() == path.read_bytes()
+            assert CLASSES[pack.labels[row]] == path.parent.name
+            with Image.open(path) as image:
+                assert (width, height) == image.size
+                assert np.array_equal(pack.image(row), image.convert("RGB"))
+
+
+def test_decoded_images_are_reduced_to_the_edge(tmp_path: Path, folders: dict[str, str]) -> None:
+    """By Pillow's bilinear filter, the shorter edge; smaller ones are not enlarged."""
+    data = make_dataset(tmp_path / "data", settings(folders, form="decoded", edge=50))
+    for split in ("train", "valid"):
+        pack, edges = Pack(data / "source" / f"{split}-0000.h5"), set()
+        for row, path in enumerate(image_files(folders[split])):
+            with Image.open(path) as image:
+                truth = image.convert("RGB")
+            width, height = truth.size
+            if min(width, height) > 50:
+                size = (50, int(50 * height / width)) if width < height else (int(50 * width / height), 50)
+                truth = Image.fromarray(bilinear(truth, *size))
+            edges.add(min(truth.size))
+            assert np.array_equal(pack.image(row), truth)
+        assert max(edges) == 50 and min(edges) < 50
+
+
+def test_validation_is_the_same_from_either_form(tmp_path: Path, folders: dict[str, str]) -> None:
+    """If the edge is that to which validation images are resized."""
+    both = [
+        make_dataset(tmp_path / form, settings(folders, form=form, edge=32, shards={"valid": 2}))
+        for form in ("encoded", "decoded")
+    ]
+    encoded, decoded = (samples(data, "valid") for data in both)
+    for index in range(encoded.size):
+        for one, other in zip(encoded.read(0, index), decoded.read(0, index), strict=True):
+            assert np.array_equal(one, other) and one.dtype == other.dtype
+
+
+def test_packing_is_repeatable(tmp_path: Path) -> None:
+    """Equal bytes, whoever makes them; another seed makes others."""
+    digests = []
+    for seed in (0, 0, 1):
+        source = {"kind": "simulated", "train": 12, "valid": 6, "edges": [20, 30], "seed": seed}
+        data = make_dataset(tmp_path / str(len(digests)), settings(source))
+        digests.append([file.digest for file in Manifest.read(data / "manifest.json").files("train")])
+    assert digests[0] == digests[1] != digests[2]
+
+
+def broken(folder: Path, how: str) -> str:
+    """Damage a training image or a folder; return what the message says."""
+    victim = folder / "train/bee/0.jpg"
+    if how == "truncated":
+        victim.write_bytes(victim.read_bytes()[:-300])
+    if how == "no image":
+        victim.write_text("no image")
+    if how == "empty":
+        victim.write_bytes(b"")
+    if how in ("truncated", "no image", "empty"):
+        return f"{victim}: not a readable image"
+    if how == "png":
+        victim = folder / "train/bee/3.png"
+        data = bytearray(victim.read_bytes())
+        data[len(data) // 2] ^= 0xFF
+        victim.write_bytes(data)
+        return f"{victim}: not a readable image"
+    if how == "classes":
+        (folder / "valid/bee").rename(folder / "valid/fox")
+        return "differ in their classes: .*valid has no bee; .*train has no fox"
+    shutil.rmtree(folder / "train/bee")
+    if how == "no images":
+        (folder / "train/bee").mkdir()
+        return "train/bee: no images in it"
+    shutil.rmtree(folder / "train")
+    if how == "no classes":
+        (folder / "train").mkdir()
+        return "train: no folders in it"
+    return "train: cannot read this folder"
+
+
+@pytest.mark.parametrize("form", ["encoded", "decoded"])
+@pytest.mark.parametrize(
+    "how", ["truncated", "no image", "empty", "png", "classes", "no images", "no classes", "no folder"]
+)
+def test_what_is_broken_is_one_message(tmp_path: Path, folders: dict[str, str], how: str, form: str) -> None:
+    words, out = broken(tmp_path, how), tmp_path / "data/source/train-0000.h5"
+    config = tmp_path / "data/config.yaml"
+    assert stage("configure", "--settings", json.dumps(settings(folders, form=form)), "--out", config) == 0
+    with pytest.raises(UserError, match=words):
+        _acquire(config, out)
+    assert not list((tmp_path / "data").rglob("*.h5*"))
+
+
+def _acquire(config: Path, out: Path) -> None:
+    dataset = parts.load_dataset(config)
+    raw = parts.raws(dataset)[out.name]
+    acquire = parts.needed(dataset, parts.kind_of(dataset).acquirer(dataset) or "", "acquire")
+    acquire(dataset, raw, out, lambda done, total: None)
+
+
+def test_more_packs_than_images(tmp_path: Path, folders: dict[str, str]) -> None:
+    config = tmp_path / "data/config.yaml"
+    dataset = settings(folders, shards={"train": 13})
+    assert stage("configure", "--settings", json.dumps(dataset), "--out", config) == 0
+    with pytest.raises(UserError, match=r"12 images do not fill 13 packs; lower the dataset's `shards`"):
+        _acquire(config, tmp_path / "data/source/train-0000.h5")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"source": {"kind": "folder", "train": "a", "valid": "a/"}}, "stands in two splits"),
+        (
+            {"source": {"kind": "simulated", "train": 3}, "shards": {"train": 4}},
+            "shards.train 4 is more than the 3 images",
+        ),
+        ({"source": {"kind": "simulated", "edges": [40, 30]}}, "the least, at least 16, comes first"),
+        ({"source": {"kind": "simulated"}, "downsample": 2}, "used as they are"),
+    ],
+)
+def test_bad_datasets_are_one_message(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        resolve.load({"targets": ["imagenet_simulated"], "datasets": {"d": {"kind": "imagenet", **changes}}})
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"samples": {"size": 32}}, "samples.size 32: five halvings"),
+        ({"samples": {"size": 80}}, "resize 72 is less than size 80"),
+        ({"samples": {"scale": [0.5, 1.2]}}, r"scale \[0.5, 1.2\]: the least comes first"),
+        ({"samples": {"ratio": [1.5, 1.2]}}, r"ratio \[1.5, 1.2\]: the least comes first"),
+        ({"model": {"depth": 42}}, "expected one of: 18, 34, 50, 101|18, 34, 50 or 101"),
+    ],
+)
+def test_bad_runs_are_one_message(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        resolve.load({"targets": ["imagenet_simulated"], "plans": {"imagenet_simulated": {"settings": changes}}})
+
+
+def test_a_folder_is_packed_where_jobs_run() -> None:
+    """It needs no network; and doctor looks for the folders, not for packs."""
+    datasets = resolve.load({"targets": ["imagenet_published"]}).workflow.datasets
+    for name in ("imagenet_published", "imagenet_simulated"):
+        assert not parts.fetched(datasets[name])
+    published, simulated = datasets["imagenet_published"], datasets["imagenet_simulated"]
+    assert parts.kind_of(published).prepared_files(published) == ["data/imagenet/train", "data/imagenet/val"]
+    assert parts.kind_of(simulated).prepared_files(simulated) == []
+    assert len(parts.raws(published)) == 68
+
+
+# ---- samples -----------------------------------------------------------------------------------------
+
+
+def get_params(draws: Any, height: int, width: int, scale: Any, ratio: Any) -> tuple[int, int, int, int]:
+    """`RandomResizedCrop.get_params` of torchvision 0.20, restated; `draws` are its random numbers, in their order."""
+    area = height * width
+    log_ratio = [math.log(each) for each in ratio]
+    for _ in range(10):
+        target_area = area * draws.uniform(scale[0], scale[1])
+        aspect_ratio = math.exp(draws.uniform(log_ratio[0], log_ratio[1]))
+        w = round(math.sqrt(target_area * aspect_ratio))
+        h = round(math.sqrt(target_area / aspect_ratio))
+        if 0 < w <= width and 0 < h <= height:
+            return draws.below(0, height - h + 1), draws.below(1, width - w + 1), h, w
+    in_ratio = float(width) / float(height)
+    if in_ratio < min(ratio):
+        w = width
+        h = round(w / min(ratio))
+    elif in_ratio > max(ratio):
+        h = height
+        w = round(h * max(ratio))
+    else:
+        w = width
+        h = height
+    return (height - h) // 2, (width - w) // 2, h, w
+
+
+class Draws:
+    """The random numbers of one sample, from the counter-based words one by one."""
+
+    def __init__(self, seed: int, epoch: int, index: int) -> None:
+        def words(stream: str) -> list[int]:
+            return [int(word) for word in sampling.words(seed, epoch, stream, 1, index)[0]]
+
+        self._shapes = [word for number in range(5) for word in words(f"shape{number}")]
+        self._place = words("place")
+
+    def uniform(self, low: float, high: float) -> float:
+        return low + (high - low) * (self._shapes.pop(0) >> 11) / 2**53
+
+    def below(self, axis: int, bound: int) -> int:
+        return (self._place[axis] >> 32) * bound >> 32
+
+
+@pytest.mark.parametrize(
+    ("scale", "ratio"), [((0.08, 1.0), (3 / 4, 4 / 3)), ((0.9, 1.0), (0.5, 0.6)), ((1.0, 1.0), (1.2, 1.2))]
+)
+def test_random_crops_are_torchvisions(scale: tuple[float, float], ratio: tuple[float, float]) -> None:
+    """Ten tries, then the middle: of images high and wide, one by one and many together."""
+    edges = np.array([(37, 50), (50, 37), (200, 20), (20, 200), (64, 64), (1, 9), (300, 299)] * 40)
+    found = geometry.random_crops(3, 2, 11, edges, scale, ratio)
+    for number, (height, width) in enumerate(edges.tolist()):
+        crop = get_params(Draws(3, 2, 11 + number), height, width, scale, ratio)
+        assert tuple(found[number]) == crop, (height, width)
+        alone = geometry.random_crops(3, 2, 11 + number, edges[number : number + 1], scale, ratio)
+        assert tuple(alone[0]) == crop
+        top, left, rows, columns = crop
+        assert top >= 0 and left >= 0 and rows > 0 and columns > 0
+        assert top + rows <= height and left + columns <= width
+
+
+def test_crops_are_spread_as_asked() -> None:
+    """Areas between the bounds, their mean near that of those that fit; each place as likely; half are mirrored."""
+    edges = np.full((20_000, 2), 512)
+    top, left, height, width = geometry.random_crops(0, 0, 0, edges, (0.08, 0.5), (3 / 4, 4 / 3)).T
+    share, shape = height * width / 512**2, np.log(width / height)
+    assert share.min() > 0.078 and share.max() < 0.502 and share.mean() == pytest.approx(0.29, abs=0.005)
+    assert abs(shape).max() < np.log(4 / 3) + 0.01 and shape.mean() == pytest.approx(0, abs=0.005)
+    for first, extent in ((top, height), (left, width)):
+        assert (first / (512 - extent)).mean() == pytest.approx(0.5, abs=0.01)
+    assert geometry.flips(0, 0, 0, 20_000, 0.3).mean() == pytest.approx(0.3, abs=0.01)
+    assert geometry.flips(0, 0, 0, 500, 1.0).all() and not geometry.flips(0, 0, 0, 500, 0.0).any()
+
+
+@pytest.mark.parametrize("form", ["encoded", "decoded"])
+def test_training_samples_are_resized_crops(tmp_path: Path, folders: dict[str, str], form: str) -> None:
+    """Pillow's crop, resize and mirror, one after the other; each image once an epoch, in another order in the next."""
+    data = make_dataset(tmp_path / "data", settings(folders, form=form, shards={"train": 2}))
+    train_samples = samples(data, "train", flip=0.5)
+    packs = train_samples.packs
+    mirrored, orders = set(), []
+    for epoch in (0, 1):
+        orders.append(list(zip(*(each.tolist() for each in train_samples.rows(epoch)), strict=True)))
+        assert sorted(orders[-1]) == [(pack, row) for pack in (0, 1) for row in range(6)]
+        for index, (pack, row) in enumerate(orders[-1]):
+            image = packs[pack].image(row)
+            crop = get_params(Draws(5, epoch, index), image.height, image.width, (0.08, 1.0), (3 / 4, 4 / 3))
+            top, left, height, width = crop
+            truth = bilinear(image.crop((left, top, left + width, top + height)), 24, 24)
+            flip = (int(sampling.words(5, epoch, "place", 1, index)[0, 2]) >> 11) / 2**53 < 0.5
+            mirrored.add(flip)
+            truth = truth[:, ::-1] if flip else truth
+            x, y = train_samples.read(epoch, index)
+            assert np.array_equal(x, truth.transpose(2, 0, 1)) and x.flags.c_contiguous
+            assert y.shape == () and y == packs[pack].labels[row]
+    assert mirrored == {True, False} and orders[0] != orders[1]
+    assert samples(data, "train", train=5).size == 5
+
+
+def test_validation_samples_are_the_middle(tmp_path: Path, folders: dict[str, str]) -> None:
+    """torchvision's Resize and CenterCrop; always the same, in order."""
+    data = make_dataset(tmp_path / "data", settings(folders))
+    valid = samples(data, "valid")
+    for index in range(valid.size):
+        image = valid.packs[0].image(index)
+        short, long = sorted(image.size)
+        new_long = int(32 * long / short)
+        edges = (32, new_long) if image.width <= image.height else (new_long, 32)
+        image = Image.fromarray(bilinear(image, *edges))
+        left, top = round((image.width - 24) / 2.0), round((image.height - 24) / 2.0)
+        truth = np.asarray(image.crop((left, top, left + 24, top + 24)))
+        for epoch in (0, 3):
+            x, y = valid.read(epoch, index)
+            assert np.array_equal(x, truth.transpose(2, 0, 1)) and y == index // 2
+    assert [int(samples(data, "valid", valid=3).read(0, index)[1]) for index in range(3)] == [0, 1, 2]
+
+
+def test_the_kernel_resizes_as_pillow_does() -> None:
+    """Bit for bit: crops enlarged, reduced and left alone, of noise; all of it, or a part; mirrored or not."""
+    rng = np.random.default_rng(0)
+    for number in range(150):
+        height, width = rng.integers(1, 300, 2).tolist()
+        pixels = rng.integers(0, 256, (height, width, 3), dtype=np.uint8)
+        pixels[rng.random((height, width)) < 0.3] = 255 * rng.integers(0, 2)
+        top, left = int(rng.integers(height)), int(rng.integers(width))
+        rows, columns = int(rng.integers(1, height - top + 1)), int(rng.integers(1, width - left + 1))
+        size = int(rng.integers(1, 90))
+        if number % 10 == 0:
+            rows = columns = size = min(rows, columns)
+        edges = (size + int(rng.integers(40)), size + int(rng.integers(40))) if number % 2 else (size, size)
+        corner = int(rng.integers(edges[0] - size + 1)), int(rng.integers(edges[1] - size + 1))
+        flip = bool(rng.integers(2))
+        out = np.empty((3, size, size), np.uint8)
+        resample(pixels.reshape(-1), width, (top, left, rows, columns), edges, corner, flip, out)
+        crop = Image.fromarray(pixels).crop((left, top, left + columns, top + rows))
+        truth = bilinear(crop, *edges[::-1])
+        in_one_go = np.asarray(crop.resize(edges[::-1], Image.Resampling.BILINEAR)).astype(int)
+        assert abs(truth - in_one_go).max() <= 1  # Pillow 13 may begin with the columns
+        truth = truth[corner[0] : corner[0] + size, corner[1] : corner[1] + size]
+        truth = truth[:, ::-1] if flip else truth
+        assert np.array_equal(out, truth.transpose(2, 0, 1)), (height, width, top, left, rows, columns, size, edges)
+
+
+@pytest.mark.parametrize("workers", [0, 3])
+@pytest.mark.parametrize("form", ["encoded", "decoded"])
+def test_direct_delivers_the_same_samples(tmp_path: Path, folders: dict[str, Any], form: str, workers: int) -> None:
+    """In batches of which the last is smaller, for any rank, from any step; training and validation."""
+    data = make_dataset(tmp_path / "data", settings(folders, form=form, edge=45, shards={"train": 2}))
+    loader_settings = DirectLoader(kind="direct", workers=workers)
+    for split, rank in itertools.product(("train", "valid"), (0, 1)):
+        truth, share = samples(data, split), Share(5, rank, 2)
+        with closing(build_direct(samples(data, split), loader_settings, share, torch.device("cpu"))) as loader:
+            for epoch, start in ((0, 0), (1, 1), (0, 0)):
+                for step, (x, y) in enumerate(loader.epoch(epoch, start), start):
+                    expected = [truth.read(epoch, index) for index in share.indices(step, truth.size)]
+                    assert len(x) == len(y) == len(expected) and (x.dtype, y.dtype) == (torch.uint8, torch.int64)
+                    for number, (image, label) in enumerate(expected):
+                        assert np.array_equal(x[number], image) and y[number] == int(label)
+
+
+def test_direct_cannot_hold_images_on_a_device(tmp_path: Path, folders: dict[str, Any]) -> None:
+    data = make_dataset(tmp_path / "data", settings(folders))
+    with pytest.raises(UserError, match="these samples are made on the host"):
+        build_direct(
+            samples(data, "train"), DirectLoader(kind="direct", resident="always"), Share(4), torch.device("cpu")
+        )
+
+
+def test_a_damaged_pack_is_one_message(tmp_path: Path, folders: dict[str, str]) -> None:
+    data = make_dataset(tmp_path / "data", settings(folders))
+    pack = data / "source/valid-0000.h5"
+    stored = bytearray(pack.read_bytes())
+    start = stored.find(Pack(pack).bytes[:64].tobytes())
+    stored[start : start + 64] = bytes(64)
+    pack.write_bytes(stored)
+    with pytest.raises(UserError, match=r"valid-0000.h5: image 0 cannot be decoded"):
+        samples(data, "valid").read(0, 0)
+    pack.write_bytes((data / "config.yaml").read_bytes())
+    with pytest.raises(UserError, match="not a readable HDF5 file"):
+        samples(data, "valid").read(0, 0)
+
+
+# ---- the study ---------------------------------------------------------------------------------------
+
+
+def run_of(**over: Any) -> Any:
+    return resolve.load({"targets": ["imagenet_published"], "plans": {"imagenet_published": {"settings": over}}}).plans[
+        "imagenet_published"
+    ]
+
+
+def test_the_published_plan_says_what_the_program_did() -> None:
+    plan = run_of()
+    assert [(run.run.geometry.world_size, run.run.batch_size) for run in plan.values()] == [
+        (gpus, 208 * gpus) for gpus in (2, 4, 8, 16, 32, 64)
+    ]
+    run = plan["gpu64"].run
+    assert (run.model.depth, run.model.width, run.precision, run.training.epochs) == (50, 64, "fp16_master", 90)
+    assert (run.optimizer.kind, run.optimizer.lr, run.optimizer.momentum) == ("sgd", 0.1, 0.9)
+    assert (run.optimizer.weight_decay, run.optimizer.nesterov) == (1e-4, False)
+    assert (run.samples.size, run.samples.resize, run.samples.scale) == (224, 256, (0.08, 1.0))
+    # The log of the run on 64 GPUs: 5.2 once it is warm, 0.0052 at the end.
+    peak = peak_rate(run.schedule, run.optimizer.lr, run.batch_size)
+    steps = -(-1_281_167 // run.batch_size)
+    rates = [learning_rate(run.schedule, peak, epoch * steps, 90 * steps, steps) for epoch in (5, 30, 60, 80, 89)]
+    np.testing.assert_allclose(rates, [5.2, 0.52, 0.052, 0.0052, 0.0052], rtol=1e-12)
+
+
+@pytest.mark.parametrize(("depth", "giga"), [(18, 1.814), (34, 3.664), (50, 4.089), (101, 7.801)])
+def test_flops_are_the_published_ones(depth: int, giga: float) -> None:
+    """torchvision's table counts a multiplication and its addition as one."""
+    run = run_of(model={"depth": depth})["gpu2"].run
+    manifest: Any = SimpleNamespace(fields={"labels": SimpleNamespace(classes=1000)})
+    assert registry.study("imagenet_resnet50").flops(run, manifest) == pytest.approx(2e9 * giga, rel=1e-3)
+
+
+def test_metrics_are_shares_of_right_answers(tmp_path: Path) -> None:
+    """Against counting, with the shares of the training data's most frequent classes beside them."""
+    dataset = settings({"kind": "simulated", "train": 60, "valid": 37, "edges": [34, 48]})
+    folder = make_dataset(tmp_path / "data", dataset)
+    over = {
+        "batch_size": 16,
+        "model": {"depth": 18, "width": 4},
+        "samples": {"size": 34, "resize": 34},
+        "loader": {"workers": 0},
+        "training": {"epochs": 2},
+        "precision": "fp32",
+    }
+    config = make_run(tmp_path / "run", "imagenet_resnet50", over, dataset)
+    assert train(tmp_path / "run", folder / "manifest.json") == 0
+    run = run_class("imagenet_resnet50")(**yaml.safe_load(config.read_text()))
+    manifest = Manifest.read(folder / "manifest.json")
+    model = registry.study("imagenet_resnet50").model(run, manifest).eval()
+    model.load_state_dict(torch.load(tmp_path / "run/model.pt", weights_only=True))
+    valid = Images(manifest, "valid", run.samples, 0)
+    pairs = [valid.read(0, index) for index in range(37)]
+    with torch.no_grad():
+        logits = model(torch.from_numpy(np.stack([x for x, _ in pairs])).float())
+    labels = np.array([y for _, y in pairs])
+    best = logits.argsort(dim=1, descending=True).numpy()
+    metrics = records(tmp_path / "run")[-1]["metrics"]
+    assert metrics["top1"] == pytest.approx((best[:, 0] == labels).mean(), abs=1e-6)
+    assert metrics["top5"] == pytest.approx((best[:, :5] == labels[:, None]).any(axis=1).mean(), abs=1e-6)
+    counts = np.bincount(Pack(folder / "source/train-0000.h5").labels, minlength=10)
+    often = np.argsort(-counts, kind="stable")[:5]
+    assert metrics["top1_of_most_frequent"] == pytest.approx((labels == often[0]).mean(), abs=1e-6)
+    assert metrics["top5_of_most_frequent"] == pytest.approx(np.isin(labels, often).mean(), abs=1e-6)
+
+
+@pytest.mark.slow
+def test_ten_textures_are_told_apart(tmp_path: Path) -> None:
+    """The shipped plan: at least 95 % of the validation images."""
+    loaded = resolve.load({"targets": ["imagenet_simulated"]})
+    run = loaded.plans["imagenet_simulated"]["resnet18"].run
+    data = make_dataset(tmp_path / "data", loaded.workflow.datasets["imagenet_simulated"].model_dump(mode="json"))
+    assert stage("configure", "--settings", run.model_dump_json(), "--out", tmp_path / "config.yaml") == 0
+    assert train(tmp_path, data / "manifest.json", "--threads", 2) == 0
+    assert records(tmp_path)[-1]["metrics"]["top1"] >= 0.95

@@ -1,0 +1,1 @@
+"""`imagenet`: photographs and their classes, in folders of image files."""

@@ -1,0 +1,149 @@
+"""`imagenet`: images of any size in folders of classes, with the class as label. Settings, files, parts.
+
+Files of any size are no rows of one array. So the acquire stage packs them: each part is a *pack* of images, one HDF5
+file, which is read as it is (see `dlscale.datasets.imagenet.pack`).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+
+from dlscale.config.dataset import DatasetSettings, Path, Split, refuse_changed, refuse_shared
+from dlscale.core.schema import Strict
+from dlscale.data.kind import DatasetKind, Part, RawFile
+
+#: Splits that there are.
+PACKED: tuple[Split, ...] = ("train", "valid")
+
+
+class ImageFolders(Strict):
+    """Folders CLASS/*.jpg (jpeg, png) of each split; the labels are the classes' places in sorted order."""
+
+    kind: Literal["folder"]
+    train: Path
+    valid: Path
+
+    @model_validator(mode="after")
+    def _disjoint(self) -> ImageFolders:
+        refuse_shared([self.train], [self.valid])
+        return self
+
+
+class SimulatedImages(Strict):
+    """JPEGs of ten textures at random place, size and colour: classes that can be learnt."""
+
+    kind: Literal["simulated"]
+    train: PositiveInt = 2000
+    valid: PositiveInt = 500
+    edges: tuple[PositiveInt, PositiveInt] = Field((72, 112), description="Least and greatest edge, in pixels.")
+    seed: int = Field(0, ge=0)
+
+    @model_validator(mode="after")
+    def _edges(self) -> SimulatedImages:
+        if not 16 <= self.edges[0] <= self.edges[1]:
+            raise ValueError(f"edges {list(self.edges)}: the least, at least 16, comes first")
+        return self
+
+
+class Shards(Strict):
+    """Into how many packs each split goes; they are made in parallel."""
+
+    train: PositiveInt = 1
+    valid: PositiveInt = 1
+
+
+class ImagenetDataset(DatasetSettings):
+    """Images of any size and their classes."""
+
+    kind: Literal["imagenet"]
+    source: SimulatedImages | ImageFolders = Field(discriminator="kind")
+    form: Literal["encoded", "decoded"] = Field(
+        "encoded",
+        description="encoded: the files' own bytes, which loaders decode; decoded: pixels, reduced to `edge`: several "
+        "times the bytes, and no decoding.",
+    )
+    edge: PositiveInt = Field(256, description="Of decoded: the shorter edge of what is larger, in pixels.")
+    shards: Shards = Shards()
+
+    @model_validator(mode="after")
+    def _as_it_is(self) -> ImagenetDataset:
+        refuse_changed(self, "downsample", "storage", "pieces")
+        if isinstance(self.source, SimulatedImages):
+            for split in PACKED:
+                images, shards = getattr(self.source, split), getattr(self.shards, split)
+                if shards > images:
+                    raise ValueError(f"shards.{split} {shards} is more than the {images} images of source.{split}")
+        return self
+
+
+class ImageSamples(Strict):
+    """Crops of images: at random in size, shape and place for training, the middle for validation."""
+
+    kind: Literal["images"]
+    size: PositiveInt = Field(224, description="Edge of what the model is given, in pixels.")
+    resize: PositiveInt = Field(256, description="Validation: the shorter edge is resized to this, then cropped.")
+    scale: tuple[PositiveFloat, PositiveFloat] = Field(
+        (0.08, 1.0), description="Least and greatest share of the image's area in a training crop."
+    )
+    ratio: tuple[PositiveFloat, PositiveFloat] = Field(
+        (3 / 4, 4 / 3), description="Least and greatest width of a training crop by its height."
+    )
+    flip: float = Field(0.5, ge=0, le=1, description="Share of the training crops that are mirrored, left to right.")
+    train: PositiveInt | None = Field(None, description="At most this many training samples an epoch; all if absent.")
+    valid: PositiveInt | None = Field(None, description="At most this many, evenly spaced; all if absent.")
+
+    @model_validator(mode="after")
+    def _ordered(self) -> ImageSamples:
+        for key in ("scale", "ratio"):
+            low, high = getattr(self, key)
+            if low > high or (key == "scale" and high > 1):
+                raise ValueError(f"{key} [{low:g}, {high:g}]: the least comes first, and no crop exceeds its image")
+        if self.resize < self.size:
+            raise ValueError(f"resize {self.resize} is less than size {self.size}: the crop would exceed the image")
+        return self
+
+
+class Imagenet(DatasetKind):
+    """See the module."""
+
+    name = "imagenet"
+    Settings = ImagenetDataset
+    Samples = ImageSamples
+    rows = "images"
+
+    def parts(self, dataset: ImagenetDataset) -> list[Part]:
+        """One part for each pack."""
+        source = dataset.source
+        return [
+            Part(split, name, (RawFile(f"{name}.h5", _origin(source, split), shard),))
+            for split in PACKED
+            for shard in range(getattr(dataset.shards, split))
+            for name in [f"{split}-{shard:04d}"]
+        ]
+
+    def acquirer(self, dataset: ImagenetDataset) -> str | None:
+        return "simulator" if isinstance(dataset.source, SimulatedImages) else "folder"
+
+    def prepared(self, dataset: ImagenetDataset) -> bool:
+        """Packs are used as they are."""
+        return True
+
+    def prepared_files(self, dataset: ImagenetDataset) -> list[str]:
+        return self.origins(dataset)
+
+    def raw_settings(self, dataset: ImagenetDataset, raw: RawFile) -> dict[str, Any]:
+        """Return what decides the content of a pack, the other split left out; of a folder only its name is known."""
+        split = raw.name.partition("-")[0]
+        source = {key: value for key, value in dataset.source.model_dump(mode="json").items() if key not in PACKED}
+        images = getattr(dataset.source, split)
+        form = {"form": dataset.form, **({"edge": dataset.edge} if dataset.form == "decoded" else {})}
+        return {**source, **form, "name": raw.name, "images": images, "shards": getattr(dataset.shards, split)}
+
+
+def _origin(source: SimulatedImages | ImageFolders, split: Split) -> str:
+    return getattr(source, split) if isinstance(source, ImageFolders) else "simulated"
+
+
+KIND = Imagenet()

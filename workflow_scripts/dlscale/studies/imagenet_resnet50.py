@@ -1,0 +1,167 @@
+"""`imagenet_resnet50`: which class an image belongs to, with a residual network."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt
+
+from dlscale.core.errors import Refused
+from dlscale.core.records import LossInfo, Metric
+from dlscale.core.schema import Strict
+from dlscale.studies.base import Metrics, SampleLoss, Study
+
+if TYPE_CHECKING:
+    import torch
+    from matplotlib.figure import Figure
+    from torch import nn
+
+    from dlscale.data.manifest import Manifest
+
+BEST = 5  # answers that count, and that the figure shows
+
+
+class ResNetSettings(Strict):
+    """The residual network; its classes come from the data."""
+
+    kind: Literal["resnet"]
+    depth: Literal[18, 34, 50, 101] = 50
+    width: PositiveInt = Field(64, description="Channels of the first convolution; 64 is the published network.")
+    mean: tuple[float, float, float] = Field(
+        (0.485, 0.456, 0.406), description="Of red, green and blue in the training images, in units of 255."
+    )
+    std: tuple[PositiveFloat, PositiveFloat, PositiveFloat] = Field((0.229, 0.224, 0.225), description="As mean.")
+
+
+class CrossEntropy(Strict):
+    """The cross entropy."""
+
+    kind: Literal["cross_entropy"]
+    smoothing: float = Field(0.0, ge=0, lt=1, description="Share of the target that all classes get alike.")
+
+
+class ImagenetMetrics(Metrics):
+    """`top1` and `top5`: the share of images whose class is the most probable one, or among the five most probable.
+
+    `_of_most_frequent` are those of always answering the training data's most frequent classes.
+    """
+
+    def __init__(self, manifest: Manifest, device: torch.device) -> None:
+        import numpy as np
+        import torch
+
+        from dlscale.data.store import Reader
+
+        classes = manifest.fields["labels"].classes
+        assert classes is not None
+        counts = np.zeros(classes, np.int64)
+        for file in manifest.files("train"):
+            counts += np.bincount(Reader(manifest.path(file), "labels")[(slice(None),)], minlength=classes)
+        self.most = {"top1": 1, "top5": min(BEST, classes)}
+        self.frequent = torch.from_numpy(np.argsort(-counts, kind="stable")[: self.most["top5"]].copy()).to(device)
+
+    @property
+    def described(self) -> list[Metric]:
+        metrics = []
+        for name, count in self.most.items():
+            answer = "the most frequent class" if count == 1 else f"the {count} most frequent classes"
+            among = "the most probable" if count == 1 else f"among the {count} most probable"
+            naive, title = f"{name}_of_most_frequent", f"top-{name[3:]} accuracy"
+            meaning = f"share of validation images whose class is {among}"
+            metrics += [
+                Metric(name=name, title=title, meaning=meaning, better="higher", naive=naive, answer=answer),
+                Metric(name=naive, title=f"{title} of {answer}", meaning=meaning, better="higher"),
+            ]
+        return metrics
+
+    def per_sample(self, x: torch.Tensor, y: torch.Tensor, prediction: torch.Tensor) -> dict[str, torch.Tensor]:
+        best = prediction.topk(self.most["top5"], dim=1).indices
+        answers = {"": best, "_of_most_frequent": self.frequent.expand(len(y), -1)}
+        return {
+            f"{name}{suffix}": (answer[:, :count] == y[:, None]).any(dim=1).float()
+            for name, count in self.most.items()
+            for suffix, answer in answers.items()
+        }
+
+
+class ImagenetResNet50(Study):
+    """See the module."""
+
+    dataset = "imagenet"
+    Model, Loss = ResNetSettings, CrossEntropy
+    operations = frozenset({"conv2d"})
+
+    def check(self, run: Any) -> None:
+        if run.samples.size <= 32:
+            raise Refused(
+                f"samples.size {run.samples.size}: five halvings leave one pixel, of which a single sample has no "
+                "variance; use at least 33"
+            )
+
+    def model(self, run: Any, manifest: Manifest) -> nn.Module:
+        from dlscale.models.resnet import ResNet
+
+        options = run.model.model_dump(exclude={"kind"})  # their names are the model's
+        return ResNet(classes=manifest.fields["labels"].classes or 0, **options)
+
+    def flops(self, run: Any, manifest: Manifest) -> float:
+        """Return 2 x k^2 C_in C_out a pixel of each convolution's output, and 2 C_in K of the linear layer."""
+        from dlscale.models.resnet import DEPTHS
+
+        blocks, bottleneck = DEPTHS[run.model.depth]
+        width = inner = run.model.width
+        edge = -(-run.samples.size // 2)  # every halving rounds up
+        total = 7**2 * 3 * width * edge**2
+        edge = -(-edge // 2)
+        for stage, count in enumerate(blocks):
+            outer = width * 2**stage
+            last = 4 * outer if bottleneck else outer
+            for block in range(count):
+                before, edge = edge, -(-edge // 2) if stage and not block else edge
+                if bottleneck:
+                    total += inner * outer * before**2 + (3**2 * outer + last) * outer * edge**2
+                else:
+                    total += 3**2 * (inner + outer) * outer * edge**2
+                if before != edge or inner != last:
+                    total += inner * last * edge**2  # the shortcut
+                inner = last
+        return 2.0 * (total + inner * (manifest.fields["labels"].classes or 0))
+
+    def loss(self, run: Any) -> SampleLoss:
+        from dlscale.models.resnet import cross_entropy
+
+        return partial(cross_entropy, smoothing=run.loss.smoothing)
+
+    def loss_info(self, run: Any) -> LossInfo:
+        return LossInfo(title="cross entropy", unit="nats")
+
+    def metrics(self, run: Any, manifest: Manifest, device: torch.device) -> ImagenetMetrics:
+        return ImagenetMetrics(manifest, device)
+
+    def figure(self, run: Any, manifest: Manifest, x: Any, y: Any, prediction: Any) -> Figure:
+        """Draw the image beside the most probable classes."""
+        import numpy as np
+        from matplotlib.figure import Figure
+
+        names = manifest.extra["classes"]
+        best = np.argsort(-prediction)[:BEST]
+        probability = np.exp(prediction - prediction.max())
+        probability /= probability.sum()
+        figure = Figure(figsize=(6.4, 2.8), layout="constrained")
+        picture, bars = figure.subplots(1, 2)
+        picture.imshow(x.transpose(1, 2, 0))
+        picture.set_title(f"first validation image: {names[int(y)]}", fontsize=9)
+        picture.set_xlabel("column (pixels)", fontsize=8)
+        picture.set_ylabel("row (pixels)", fontsize=8)
+        colours = ["tab:green" if label == int(y) else "tab:gray" for label in best]
+        bars.barh([names[label] for label in best], probability[best], color=colours)
+        bars.invert_yaxis()
+        bars.set_xlim(0, 1)
+        bars.set_title(f"prediction: {names[best[0]]}", fontsize=9)
+        bars.set_xlabel("probability", fontsize=8)
+        bars.set_ylabel("class", fontsize=8)
+        return figure
+
+
+STUDY = ImagenetResNet50()
