@@ -26,7 +26,7 @@ from dlscale.data.loaders.base import Share
 from dlscale.data.loaders.direct_loader import build as build_direct
 from dlscale.data.loaders.settings import DirectLoader
 from dlscale.data.manifest import Manifest
-from dlscale.datasets.imagenet import geometry
+from dlscale.datasets.imagenet import crops
 from dlscale.datasets.imagenet.kind import ImageSamples
 from dlscale.datasets.imagenet.pack import Pack
 from dlscale.datasets.imagenet.resample import resample
@@ -299,11 +299,11 @@ class Draws:
 def test_random_crops_are_torchvisions(scale: tuple[float, float], ratio: tuple[float, float]) -> None:
     """Ten tries, then the middle: of images high and wide, one by one and many together."""
     edges = np.array([(37, 50), (50, 37), (200, 20), (20, 200), (64, 64), (1, 9), (300, 299)] * 40)
-    found = geometry.random_crops(3, 2, 11, edges, scale, ratio)
+    found = crops.random_crops(3, 2, 11, edges, scale, ratio)
     for number, (height, width) in enumerate(edges.tolist()):
         crop = get_params(Draws(3, 2, 11 + number), height, width, scale, ratio)
         assert tuple(found[number]) == crop, (height, width)
-        alone = geometry.random_crops(3, 2, 11 + number, edges[number : number + 1], scale, ratio)
+        alone = crops.random_crops(3, 2, 11 + number, edges[number : number + 1], scale, ratio)
         assert tuple(alone[0]) == crop
         top, left, rows, columns = crop
         assert top >= 0 and left >= 0 and rows > 0 and columns > 0
@@ -313,14 +313,14 @@ def test_random_crops_are_torchvisions(scale: tuple[float, float], ratio: tuple[
 def test_crops_are_spread_as_asked() -> None:
     """Areas between the bounds, their mean near that of those that fit; each place as likely; half are mirrored."""
     edges = np.full((20_000, 2), 512)
-    top, left, height, width = geometry.random_crops(0, 0, 0, edges, (0.08, 0.5), (3 / 4, 4 / 3)).T
+    top, left, height, width = crops.random_crops(0, 0, 0, edges, (0.08, 0.5), (3 / 4, 4 / 3)).T
     share, shape = height * width / 512**2, np.log(width / height)
     assert share.min() > 0.078 and share.max() < 0.502 and share.mean() == pytest.approx(0.29, abs=0.005)
     assert abs(shape).max() < np.log(4 / 3) + 0.01 and shape.mean() == pytest.approx(0, abs=0.005)
     for first, extent in ((top, height), (left, width)):
         assert (first / (512 - extent)).mean() == pytest.approx(0.5, abs=0.01)
-    assert geometry.flips(0, 0, 0, 20_000, 0.3).mean() == pytest.approx(0.3, abs=0.01)
-    assert geometry.flips(0, 0, 0, 500, 1.0).all() and not geometry.flips(0, 0, 0, 500, 0.0).any()
+    assert crops.flips(0, 0, 0, 20_000, 0.3).mean() == pytest.approx(0.3, abs=0.01)
+    assert crops.flips(0, 0, 0, 500, 1.0).all() and not crops.flips(0, 0, 0, 500, 0.0).any()
 
 
 @pytest.mark.parametrize("form", ["encoded", "decoded"])

@@ -91,7 +91,7 @@ CONFIG: dict[str, Any] = {
     "studies": {"era5_vit": {"optimizer": {"lr": 1e-3}}, "waves": f"../{OUTSIDE}/waves.py"},
     "report": {"title": TITLE},
 }
-for _study in TINY.keys() - {plan["study"] for plan in CONFIG["plans"].values()}:
+for _study in sorted(TINY.keys() - {plan["study"] for plan in CONFIG["plans"].values()}):  # alike in all processes
     CONFIG["targets"].append(_study)
     CONFIG["datasets"][_study] = TINY[_study]["dataset"]
     CONFIG["plans"][_study] = {

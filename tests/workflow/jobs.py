@@ -13,11 +13,12 @@ def _data_jobs(name: str) -> dict[str, list[str]]:
     """Return the jobs that make a dataset, by stage."""
     dataset = validate(dataset_type(), CONFIG["datasets"][name])
     labels = [f"{name} {part.split} {part.name}" for part in parts.parts(dataset)]
+    made = [] if parts.kind_of(dataset).prepared(dataset) else labels
     raws = [raw.name for raw in parts.raws(dataset).values() if parts.acquired(dataset, raw)]
     return {
         "acquire": [f"acquire {name} {raw}" for raw in raws],
-        "preprocess": [f"preprocess {label} {piece}" for label in labels for piece in range(dataset.pieces)],
-        "assemble": [f"assemble {label}" for label in labels],
+        "preprocess": [f"preprocess {label} {piece}" for label in made for piece in range(dataset.pieces)],
+        "assemble": [f"assemble {label}" for label in made],
         "describe": [f"describe {name}"],
         "preview": [f"preview {name}"],
     }
@@ -37,6 +38,8 @@ DATA = {
     },
 }
 ALL = tuple(DATA)
+#: Datasets that are preprocessed; others are used as they are.
+PREPROCESSED = tuple(name for name in ALL if DATA[name]["preprocess"])
 #: By dataset: the study whose runs are on it, and plan, run and stages of each that is not another one named again.
 STUDY: dict[str, str] = {}
 RUNS: dict[str, list[tuple[str, str, list[str]]]] = {name: [] for name in ALL}

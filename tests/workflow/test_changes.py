@@ -25,6 +25,7 @@ from tests.workflow.conftest import CONFIG, OUTSIDE, TARGETS, Outcome, Tree
 from tests.workflow.jobs import (
     ALL,
     EVERYTHING,
+    PREPROCESSED,
     REPORTS,
     STUDY,
     previews,
@@ -176,7 +177,7 @@ def components() -> Iterator[Row]:
         kind, file = registry.study(study).dataset, f"{PACKAGE}/studies/{study}.py"
         dataset = validate(dataset_type(), CONFIG["datasets"][name])
         yield Row(f"study {study}", append(file), runs(name))
-        for model in re.findall(r"from dlscale\.models\.(\w+) import [A-Z]", source):
+        for model in dict.fromkeys(re.findall(r"from dlscale\.models\.(\w+) import [A-Z]", source)):
             yield Row(f"model {model}", append(f"{PACKAGE}/models/{model}.py"), runs(name))
         jobs = {
             "samples": runs(name),
@@ -225,8 +226,8 @@ ROWS = [
     ),
     # Data: everything after it, of its dataset. Pieces are temporary, so assembling again needs them again.
     Row("base of kinds", append(f"{PACKAGE}/data/kind.py"), since("preprocess", *ALL)),
-    Row("preprocessing", append(f"{PACKAGE}/data/preprocess.py"), since("preprocess", *ALL)),
-    Row("assembling", append(f"{PACKAGE}/data/assemble.py"), since("preprocess", *ALL)),
+    Row("preprocessing", append(f"{PACKAGE}/data/preprocess.py"), since("preprocess", *PREPROCESSED)),
+    Row("assembling", append(f"{PACKAGE}/data/assemble.py"), since("preprocess", *PREPROCESSED)),
     Row("describing", append(f"{PACKAGE}/data/describe.py"), since("describe", *ALL)),
     # Training and measuring do not touch each other, but both make steps.
     Row("trainer", append(f"{PACKAGE}/train/trainer.py"), trained(*ALL)),

@@ -12,7 +12,6 @@ from dlscale.core.progress import tracked
 from dlscale.data import parts, store
 from dlscale.data.describe import describe_field, new_manifest
 from dlscale.data.manifest import File, Manifest
-from dlscale.data.sampling import evenly, locate
 from dlscale.data.store import Field, Moments
 from dlscale.datasets.imagenet.kind import ImagenetDataset
 from dlscale.datasets.imagenet.pack import Pack
@@ -40,11 +39,11 @@ def describe_prepared(dataset: ImagenetDataset, sources: list[Path], folder: Pat
             training.append(pack)
             edges.append(pack.index[:, 2:])
     edges_N2 = np.concatenate(edges)
-    counts = np.array([len(pack.labels) for pack in training])
     colours = Moments.empty(3)
-    looked_at = evenly(len(edges_N2), LOOKED_AT)
-    for file_number, row in tracked(zip(*locate(counts, looked_at), strict=True), "looking", len(looked_at), "images"):
-        colours = colours.merged(Moments.of(np.asarray(training[file_number].image(row)).reshape(-1, 3), 1))
+    step = -(-len(edges_N2) // LOOKED_AT)
+    looked_at = [(pack, row) for pack in training for row in range(0, len(pack.labels), step)]
+    for pack, row in tracked(looked_at, "looking", len(looked_at), "images"):
+        colours = colours.merged(Moments.of(np.asarray(pack.image(row)).reshape(-1, 3), 1))
     height, width = np.median(edges_N2, axis=0).astype(int).tolist()
     shape = (len(edges_N2), 3, height, width)  # what is usual: images differ in size
     of_training = np.concatenate(labels["train"])

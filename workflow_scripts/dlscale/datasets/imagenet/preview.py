@@ -8,7 +8,6 @@ import numpy as np
 
 from dlscale.data.manifest import Manifest
 from dlscale.data.preview import STRIP, Panel
-from dlscale.data.sampling import evenly
 from dlscale.datasets.imagenet.geometry import centre, resized, short_edge
 from dlscale.datasets.imagenet.pack import Pack
 
@@ -18,7 +17,7 @@ EDGE = 96  # of each image, pixels
 def preview(manifest: Manifest) -> Iterator[Panel]:
     """Return a panel of images, evenly spread over the first training pack, and one of its labels."""
     pack = Pack(manifest.path(manifest.files("train")[0]))
-    rows = evenly(len(pack.labels), STRIP**2)
+    rows = np.unique(np.linspace(0, len(pack.labels) - 1, STRIP**2).astype(int))
     shown = np.zeros((STRIP**2, EDGE, EDGE, 3), np.uint8)
     for number, row in enumerate(rows):
         image = pack.image(int(row))

@@ -14,9 +14,10 @@ import numpy as np
 from dlscale.data import sampling
 from dlscale.data.manifest import Manifest
 from dlscale.data.samples import ArraySpec, WritingSamples
-from dlscale.datasets.imagenet import geometry
+from dlscale.datasets.imagenet import crops, geometry
 from dlscale.datasets.imagenet.kind import ImageSamples
 from dlscale.datasets.imagenet.pack import Pack
+from dlscale.datasets.imagenet.resample import resample
 
 
 class Images(WritingSamples):
@@ -65,9 +66,9 @@ class Images(WritingSamples):
         places = np.zeros((count, 9), np.int64)
         if self._training:
             key = self._seed, epoch, first
-            places[:, :4] = geometry.random_crops(*key, edges_N2, settings.scale, settings.ratio)
+            places[:, :4] = crops.random_crops(*key, edges_N2, settings.scale, settings.ratio)
             places[:, 4:6] = settings.size
-            places[:, 8] = geometry.flips(*key, count, settings.flip)
+            places[:, 8] = crops.flips(*key, count, settings.flip)
             return places
         places[:, 2:4] = edges_N2
         for place, (height, width) in zip(places, edges_N2.tolist(), strict=True):
@@ -82,8 +83,6 @@ class Images(WritingSamples):
         y[:] = [pack.labels[row] for pack, row in images]
         if not all(pack.form == "decoded" for pack, _ in images):
             return [functools.partial(self._write, epoch, index, out) for index, out in zip(indices, x, strict=True)]
-        from dlscale.datasets.imagenet.resample import resample  # compiled, which other loaders have no use for
-
         index_N4 = np.array([pack.index[row] for pack, row in images]).reshape(-1, 4)
         tasks: list[Callable[[], None]] = []
         places = self._places(epoch, indices.start, index_N4[:, 2:])
