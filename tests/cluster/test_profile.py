@@ -34,9 +34,10 @@ FOLDER = "results/plans/profiled/two"
 
 @pytest.fixture
 def profiled(flow: Flow, real_nsys: Path) -> Flow:
-    """A plan that profiles two processes of a node; nsys, which the image lacks, is mounted where it is here."""
-    root = str(real_nsys.parents[2])  # of usr/bin/nsys
-    flow.config["site"] |= {"mounts": {root: root}, "environment": {"NSYS": str(real_nsys)}}
+    """A plan that profiles two processes of a node; nsys, which the image lacks, is mounted in it."""
+    root = real_nsys.parents[2]  # of usr/bin/nsys
+    inside = Path("/nsys", real_nsys.relative_to(root))
+    flow.config["site"] |= {"mounts": {str(root): "/nsys"}, "environment": {"NSYS": str(inside)}}
     flow.config["targets"] = ["profiled"]
     flow.config["plans"]["profiled"] = {
         "study": "era5_vit",
