@@ -462,7 +462,7 @@ def test_of_fewer_training_pairs_each_epoch_takes_others(series: Manifest) -> No
 
 
 def test_the_first_pairs_are_the_same_in_each_epoch(series: Manifest) -> None:
-    """As the published `limit_nsamples`: of 8 + 13 + 1 pairs the first 10, in a random order; of validation the first."""
+    """As the published `limit_nsamples`: of 8 + 13 + 1 pairs the first 10, in a random order; the first to validate."""
     samples = pairs(series, dt=1, train=10, subset="first")
     expected = [(0, row, 0, 0) for row in range(8)] + [(1, row, 0, 0) for row in range(2)]
     epochs = [found(samples.boxes(epoch)) for epoch in range(4)]

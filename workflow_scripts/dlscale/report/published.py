@@ -9,7 +9,7 @@ from dlscale.core.text import NONE, count, number, unit
 
 
 def speeds_of(figures: Iterable[Published], plan: str, run: str) -> list[Published]:
-    """Return the FULL throughputs that were published for what a run does at full size, or for the step that it takes."""
+    """Return the FULL throughputs that were published for what a run does, or for the step that it takes."""
     name = f"{plan}.{run}"
     return [figure for figure in figures if figure.speed and name in (*figure.runs, *figure.like)]
 
@@ -89,7 +89,7 @@ def shown(figure: Published) -> str:
 
 
 def row(figure: Published) -> tuple[str, ...]:
-    """Return the cells of a figure in the table of all: configuration, measured, value, hardware, batch, runs, source."""
+    """Return the cells of a figure in the table of all: label, what, value, hardware, batch size, runs, source."""
     batch = NONE if figure.batch_size is None else count(figure.batch_size)
     runs = ", ".join([*figure.runs, *(f"like {run}" for run in figure.like)]) or NONE
     return figure.label, what(figure), shown(figure), figure.devices, batch, runs, figure.source

@@ -132,7 +132,7 @@ def _column(name: str, text: Callable[[Any], str] = number) -> Make:
 
 
 def _loss(plan: PlanResult, name: str) -> Make:
-    """Return what makes the cells of a loss; below it stands the one that was published for the run, in its last epoch."""
+    """Return what makes the cells of a loss, with the last one that was published for the run below it."""
 
     def make(run: RunResult, row: Row) -> Cell:
         cell, figure = _cell(row.get(name)), published.final(plan.record.published, plan.name, run.name, name)

@@ -134,7 +134,7 @@ class PairSamples(Strict):
     subset: Literal["spread", "first"] = Field(
         "spread",
         description="Which pairs these are. spread: in training a new random choice each epoch, else evenly spaced. "
-        "first: the first in time, the same in each epoch, as the published `limit_nsamples`; training visits them in a "
+        "first: the first in time, the same in each epoch, as the published `limit_nsamples`; training visits them in "
         "random order.",
     )
 
