@@ -104,15 +104,15 @@ def check(command: str) -> None:
 
 def snakemake(words: list[str]) -> None:
     args = parsed(get_argument_parser(), words)
-    for path in (args.profile, args.workflow_profile):
-        assert not path or (ROOT / path).is_dir() or (ROOT / "profiles" / path).is_dir(), f"no profile {path}"
-    site = Path(args.profile or args.workflow_profile or "").name
-    files = [*(args.configfile or []), args.snakefile]
-    for file in filter(None, files):
-        assert (ROOT / file).exists() or (ROOT / "docs/examples" / file).exists(), f"no file {file}"
+    profiles = [path for path in (*(args.profile or []), args.workflow_profile) if path and path != "none"]
+    for path in profiles:
+        assert (ROOT / path).is_dir() or (ROOT / "profiles" / path).is_dir(), f"no profile {path}"
+    for file in args.configfile:
+        assert (ROOT / file).is_file() or (ROOT / "docs/examples" / file).is_file(), f"no file {file}"
     if args.configfile:
         return  # its plans are that file's
-    known = configuration(site if (ROOT / "profiles" / site / "site.yaml").exists() else "", tuple(args.config or ()))
+    sites = [Path(path).name for path in profiles if (ROOT / "profiles" / Path(path).name / "site.yaml").exists()]
+    known = configuration(*sites[:1], config=tuple(args.config or ()))
     targets = {"all", "image", *(f"data_{name}" for name in known.workflow.datasets)}
     targets |= {f"plan_{name}" for name in known.plans}
     targets |= {f"study_{known.workflow.plans[name].study}" for name in known.workflow.targets}
@@ -122,7 +122,7 @@ def snakemake(words: list[str]) -> None:
 def dlscale(words: list[str]) -> None:
     args = parsed(cli.parser(), words)
     site = getattr(args, "profile", None) or ""
-    known = configuration(site, tuple(getattr(args, "config", None) or ()) if args.stage in cli.QUESTIONS else ())
+    known = configuration(site, config=tuple(args.config) if args.stage in cli.QUESTIONS else ())
     for plan in getattr(args, "plans", None) or []:
         assert args.stage not in cli.QUESTIONS or plan in known.plans, f"no plan {plan}"
     for name in getattr(args, "runs", None) or []:
@@ -224,7 +224,7 @@ WRONG = {
     "no option of snakemake": {"command": "`snakemake --no-such-option plan_cosmo_demo`"},
     "no profile": {"command": "`snakemake -n --profile perlmuter plan_cosmo_demo`"},
     "no subcommand": {"command": "`dlscale explian cosmo_demo.bf16`"},
-    "no option of dlscale": {"command": "`dlscale explain --profil x cosmo_demo.bf16`"},
+    "no option of dlscale": {"command": "`dlscale explain --profle x cosmo_demo.bf16`"},
     "no run": {"command": "`dlscale explain cosmo_demo.bf61`"},
     "no plan to price": {"command": "`dlscale cost cosmo_dmo`"},
     "no target of make": {"command": "`make dmo`"},
