@@ -473,7 +473,7 @@ class Published(Record):
     label: str = NONE
     hardware: str = NONE
     gpus: int = Field(1, ge=1)  #: That made the figure together: samples/s are of all of them, memory is of one.
-    batch_size: int | None = Field(None, ge=1)  #: Samples a step over all GPUs, where it is not the study's own.
+    batch_size: int | None = Field(None, ge=1)  #: Samples a step over all GPUs.
     source: str = NONE
     runs: list[str] = []  #: `PLAN.RUN` of the runs that do what was measured.
     like: list[str] = []  #: `PLAN.RUN` of those that take the same step from elsewhere, or at another size.
