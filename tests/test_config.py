@@ -17,8 +17,9 @@ from dlscale import cli
 from dlscale.config import resolve as config
 from dlscale.config.resolve import Configuration
 from dlscale.config.run import RunCore, load_run, run_class
-from dlscale.core import machine
+from dlscale.core import machine, registry
 from dlscale.core.errors import UserError
+from dlscale.core.records import Published
 from dlscale.core.stages import RUN_STAGES, STAGES
 from dlscale.data.parts import load_dataset
 from dlscale.train.schedule import peak_rate
@@ -505,13 +506,29 @@ COSMO_PUBLISHED = {
     "bs2048_opt": (2048, 160, 65536, 8192, 32, 2e-4 * 32**0.5, 128),
     "bs8192_opt": (8192, 320, 65536, 8192, 128, 2e-4 * 128**0.5, 128),
 }
+#: The same for V100s of 16 GB, 32 samples each.
+SUMMIT_PUBLISHED = {
+    "base_sm": (32, 10, 65536, 8192, 1, 2e-4, 0),
+    "shorter_sm": (32, 4, 512, 64, 1, 2e-4, 0),
+    "short_sm": (32, 4, 4096, 512, 1, 2e-4, 0),
+    "short_opt_sm": (32, 4, 4096, 512, 1, 2e-4, 0),
+    "bs32_opt_sm": (32, 3, 65536, 8192, 1, 2e-4, 0),
+    "bs576_test_sm": (576, 3, 65536, 8192, 18, 2e-4 * 18**0.5, 128),
+    "bs576_opt_sm": (576, 12, 65536, 8192, 18, 2e-4 * 18**0.5, 128),
+    "bs2304_opt_sm": (2304, 48, 65536, 8192, 72, 2e-4 * 72**0.5, 128),
+    "bs9216_opt_sm": (9216, 96, 65536, 8192, 288, 2e-4 * 288**0.5, 128),
+}
 
 
-def test_the_published_unet_plans() -> None:
-    runs = {name: resolved.run for name, resolved in load().plans["cosmo_published"].items()}
-    assert set(runs) >= set(COSMO_PUBLISHED)
-    for name, published in COSMO_PUBLISHED.items():
-        run = runs[name]
+@pytest.mark.parametrize(
+    ("name", "expected", "local"),
+    [("cosmo_published", COSMO_PUBLISHED, 64), ("cosmo_published_summit", SUMMIT_PUBLISHED, 32)],
+)
+def test_the_published_unet_plans(name: str, expected: dict[str, tuple[float, ...]], local: int) -> None:
+    runs = {name: resolved.run for name, resolved in load().plans[name].items()}
+    assert list(runs) == list(expected)
+    for run_name, published in expected.items():
+        run = runs[run_name]
         assert (
             run.batch_size,
             run.training.epochs,
@@ -520,7 +537,7 @@ def test_the_published_unet_plans() -> None:
             run.geometry.world_size,
             pytest.approx(peak_rate(run.schedule, run.optimizer.lr, run.batch_size)),
             run.schedule.warmup_steps,
-        ) == published, name
+        ) == published, run_name
         assert run.model.model_dump() == {
             "kind": "unet3d",
             "widths": [64, 128, 256, 512, 512, 512],
@@ -531,50 +548,76 @@ def test_the_published_unet_plans() -> None:
         assert run.loss.model_dump() == {"kind": "l1", "density_weight": 0.0}
         assert (run.optimizer.kind, run.schedule.kind, run.schedule.end_lr) == ("adam", "cosine", 0.0)
         assert run.training.steps is None
-        assert run.geometry.gpus_per_node == min(run.geometry.world_size, 4)  # nodes of four
-        assert run.local_batch_size == 64
-        optimised = name not in ("base", "short")
-        assert (run.loader.workers, run.optimizer.fused) == ((8, True) if optimised else (2, False)), name
-        assert run.precision == ("fp16" if optimised else "tf32"), name
-    assert runs["base"].throughput.model_dump() == {"warmup": 3, "trials": 3, "batches": 50}
-    prepared = load().workflow.datasets[runs["base"].dataset].source.model_dump(exclude_defaults=True)
-    assert [Path(path).name for key in ("train", "valid") for path in prepared[key]] == [
+        assert run.geometry.gpus_per_node <= 4  # those of the site that is shipped; Summit's nodes had six
+        assert run.local_batch_size == local
+        optimised = "opt" in run_name or "test" in run_name
+        workers = 2 if not optimised else 8 if run_name == "short_opt" else 2 if local == 64 else 7
+        assert (run.loader.kind, run.loader.workers) == ("dali" if optimised else "torch", workers), run_name
+        assert getattr(run.loader, "operators", None) == ("native" if optimised else None)
+        assert (run.optimizer.fused, run.compile.mode != "none") == (optimised, optimised), run_name
+        assert run.precision == ("fp16" if optimised else "tf32" if local == 64 else "fp32"), run_name
+    assert next(iter(runs.values())).throughput.model_dump() == {"warmup": 3, "trials": 3, "batches": 50}
+
+
+def test_the_published_boxes() -> None:
+    source = load().workflow.datasets["cosmo_published"].source.model_dump(exclude_defaults=True)
+    assert [Path(path).name for key in ("train", "valid") for path in source[key]] == [
         "downsamp_2048crop_train.h5",
         "downsamp_1024crop_valid.h5",
     ]
 
 
-#: batch, steps, samples an epoch (training, validation; None is all), GPUs, learning rate.
+RATES = {16: 5e-4, 32: 7.07e-4, 64: 1e-3, 128: 1.41e-3, 256: 2e-3, 512: 2.83e-3, 1024: 4e-3, 2048: 5.66e-3}
+SHORT, N1024, N2048 = (512, 128), (1024, 1024), (2048, 2048)
+#: batch, steps, samples an epoch (training, validation; None is all), GPUs, learning rate, precision, compiled.
 ERA5_PUBLISHED = {
-    "base": (16, 30000, None, None, 1, 5e-4),
-    "short": (16, 128, 512, 128, 1, 5e-4),
-    "opt": (16, 30000, None, None, 1, 5e-4),
-    **{
-        f"bs{batch}_opt": (batch, 30000, None, None, batch // 16, 5e-4 * (batch / 16) ** 0.5)
-        for batch in (16, 32, 64, 128, 256, 512, 1024, 2048)
-    },
-    "bs64_opt_short": (64, 128, 2048, 128, 4, 1e-3),
-    "mp": (64, 30000, None, None, 4, 1e-3),
-    "mp_bs16": (16, 30000, None, None, 4, 1e-3),
-    "mp_bs32": (32, 30000, None, None, 4, 1e-3),
-    "mp_patch4": (4, 30000, None, None, 4, 1e-3),
-    "mp_short": (64, 128, 2048, 128, 4, 1e-3),
+    "base": (16, 30000, None, 1, 5e-4, "tf32", False),
+    "short": (16, 128, SHORT, 1, 5e-4, "tf32", False),
+    "short_opt": (16, 128, SHORT, 1, 5e-4, "fp16", True),
+    "short_opt_bf16": (16, 128, SHORT, 1, 5e-4, "bf16", True),
+    "opt": (16, 30000, None, 1, 5e-4, "fp16", True),
+    "opt_bf16": (16, 30000, None, 1, 5e-4, "bf16", True),
+    **{f"bs{batch}_opt": (batch, 30000, None, batch // 16, rate, "fp16", True) for batch, rate in RATES.items()},
+    "mp": (64, 30000, None, 4, 1e-3, "fp16", True),
+    "mp_bf16": (64, 30000, None, 4, 1e-3, "bf16", True),
+    "mp_bs16": (16, 30000, None, 4, 5e-4, "fp16", True),
+    "mp_bs32": (32, 30000, None, 4, 7.07e-4, "fp16", True),
+    "mp_patch4": (4, 30000, None, 4, 1e-3, "fp16", True),
+}
+#: The later edition: what differs, and what it does not have.
+ERA5_SC25 = {
+    **{name: row for name, row in ERA5_PUBLISHED.items() if "bf16" not in name},
+    **{name: (*ERA5_PUBLISHED[name][:-1], False) for name in ("mp", "mp_bs16", "mp_bs32", "mp_patch4")},
+    "bs32_opt_short": (32, 128, N1024, 2, 7.07e-4, "fp16", True),
+    "bs64_opt_short": (64, 128, N2048, 4, 1e-3, "fp16", True),
+    "mp_short": (64, 128, N2048, 4, 1e-3, "fp16", False),
+    "mp_bs32_short": (32, 128, N1024, 4, 7.07e-4, "fp16", False),
 }
 
 
-def test_the_published_vit_plans() -> None:
-    runs = {name: resolved.run for name, resolved in load().plans["era5_published"].items()}
-    assert set(runs) >= set(ERA5_PUBLISHED)
-    for name, published in ERA5_PUBLISHED.items():
+@pytest.mark.parametrize(
+    ("plan_name", "expected"), [("era5_published", ERA5_PUBLISHED), ("era5_published_sc25", ERA5_SC25)]
+)
+def test_the_published_vit_plans(plan_name: str, expected: dict[str, tuple[Any, ...]]) -> None:
+    runs = {name: resolved.run for name, resolved in load().plans[plan_name].items()}
+    assert set(runs) == set(expected)
+    for name, (batch, steps, samples, gpus, rate, precision, compiled) in expected.items():
         run = runs[name]
-        assert (
-            run.batch_size,
-            run.training.steps,
-            run.samples.train,
-            run.samples.valid,
-            run.geometry.world_size,
-            pytest.approx(peak_rate(run.schedule, run.optimizer.lr, run.batch_size)),
-        ) == published, name
+        assert (run.batch_size, run.training.steps, run.geometry.world_size) == (batch, steps, gpus), name
+        assert (run.optimizer.lr, run.schedule.scaling) == (rate, "none"), name  # literally, not by a rule
+        assert run.samples.model_dump() == {
+            "kind": "pairs",
+            "dt": 1,
+            "train": samples and samples[0],
+            "valid": samples and samples[1],
+            "subset": "first" if samples else "spread",
+        }, name
+        assert (run.precision, run.compile.mode != "none") == (precision, compiled), name
+        optimised = precision != "tf32"
+        assert run.loader.model_dump(include={"kind", "workers"}) == (
+            {"kind": "dali", "workers": 8} if optimised else {"kind": "torch", "workers": 0}
+        ), name
+        assert run.optimizer.fused == optimised, name
         assert run.model.model_dump() == {
             "kind": "vit",
             "patch": 4 if name == "mp_patch4" else 8,
@@ -588,18 +631,61 @@ def test_the_published_vit_plans() -> None:
             "residual": False,
         }, name
         assert run.loss.kind == "relative_l2"
-        assert run.samples.dt == 1  # type: ignore[union-attr]
         assert (run.optimizer.betas, run.optimizer.weight_decay) == ((0.9, 0.95), 0.0)
         assert (run.schedule.kind, run.schedule.warmup_steps, run.schedule.end_lr) == ("cosine", 0, 0.0)
         assert run.training.epochs is None
         if name.startswith("bs"):
             assert run.local_batch_size == 16, name
-        assert run.precision == ("tf32" if name in ("base", "short") else "bf16"), name
-        assert run.optimizer.fused == (name not in ("base", "short")), name
-        assert run.compile.mode == ("none" if name in ("base", "short") else "default"), name
     assert runs["mp_patch4"].local_batch_size == 1
     dataset = load().workflow.datasets[runs["base"].dataset]
     assert dataset.crop == (360, 720)  # type: ignore[union-attr]
+
+
+#: The steps of the documents, in their order: what each changes.
+STEPS: dict[str, list[tuple[str, Raw]]] = {
+    "cosmo_published_ladder": [
+        ("baseline", {}),
+        ("workers4", {"loader": {"workers": 4}}),
+        ("workers8", {"loader": {"workers": 8}}),
+        ("workers16", {"loader": {"workers": 16}}),
+        ("dali", {"loader": {"kind": "dali", "operators": "native", "workers": 8}}),
+        ("tf32_off", {"precision": "fp32"}),
+        ("fp16", {"precision": "fp16"}),
+        ("fused", {"optimizer": {"fused": True}}),
+        ("compile", {"compile": {"mode": "default"}}),
+        ("graphs", {"cuda_graph": True}),
+    ],
+    "era5_published_ladder": [
+        ("baseline", {}),
+        ("workers4", {"loader": {"workers": 4}}),
+        ("workers8", {"loader": {"workers": 8}}),
+        ("workers16", {"loader": {"workers": 16}}),
+        ("dali", {"loader": {"kind": "dali", "operators": "native", "workers": 8}}),
+        ("tf32_off", {"precision": "fp32"}),
+        ("fp16", {"precision": "fp16"}),
+        ("bf16", {"precision": "bf16"}),
+        ("fused", {"optimizer": {"fused": True}}),
+        ("compile", {"compile": {"mode": "default"}}),
+        ("graphs", {"cuda_graph": True}),
+    ],
+}
+
+
+@pytest.mark.parametrize(("name", "steps"), STEPS.items())
+def test_the_published_ladders_take_one_step_after_the_other(name: str, steps: list[tuple[str, Raw]]) -> None:
+    """Also where a rung is another plan's run: it is what its neighbours expect there."""
+    site = {"engine": "docker", "image": "some:image", "provides": ["dali"]}
+    found = config.load({"targets": [name], "site": site}).plans
+    first = found[name.removesuffix("_ladder")]["short"].run
+    assert [(rung, found[name][rung].run.study) for rung in found[name]] == [(rung, first.study) for rung, _ in steps]
+    taken: Raw = {}
+    trained = {*RunCore.model_fields, "training"}
+    for rung, step in steps:
+        run = found[name][rung].run
+        settings = config.merge(first.model_dump(mode="json"), copy.deepcopy(config.merge(taken, step)))
+        expected = run_class(run.study).model_validate(settings)
+        assert run.model_dump(include=trained) == expected.model_dump(include=trained), rung
+        assert peak_rate(run.schedule, run.optimizer.lr, run.batch_size) == first.optimizer.lr, rung
 
 
 def test_wider_heads_are_other_models_of_the_same_size_and_of_no_published_figure() -> None:
@@ -632,11 +718,34 @@ def test_every_shipped_plan_resolves_and_its_figures_name_its_runs() -> None:
     found, demo = load(), yaml.safe_load((ROOT / "config.yaml").read_text())
     for study in config.study_files().values():
         for name, plan_ in study.plans.items():
-            assert list(found.plans[name]) == list(plan_["runs"])
+            assert set(found.plans[name]) | set(found.left_out[name]) == set(plan_["runs"])
         for figure in study.published:
-            for name in figure.runs:
+            for name in (*figure.runs, *figure.like):
                 plan_name, _, run = name.partition(".")
                 assert run in (study.plans | demo["plans"])[plan_name]["runs"], figure
+
+
+def test_no_key_of_a_published_figure_is_misspelt() -> None:
+    """A record leaves unknown keys alone, so that a later version may add some; here none may be."""
+    for name, study in registry.studies().items():
+        for figure in yaml.safe_load(study.yaml.read_text()).get("published", []):
+            assert set(figure) <= set(Published.model_fields), name
+
+
+def test_figures_belong_to_the_runs_that_made_them() -> None:
+    """Those of one device, of one node and of several; and what was a run of another plan."""
+
+    def figures(name: str, run: str) -> list[tuple[str, float]]:
+        published = config.study_files()[name].published
+        known = [figure for figure in published if figure.speed and run in figure.runs]
+        return [(figure.source, figure.speed / figure.gpus) for figure in known]
+
+    assert figures("era5_vit", "era5_published.short") == [("SC23", 9.4), ("SC24", 8.8)]
+    assert figures("era5_vit", "era5_published.base") == []  # it trains on; its speed was not told
+    assert figures("era5_vit", "era5_published.short_opt_bf16") == [("SC23", 42.8), ("SC24", 55.0), ("SC25", 64.0)]
+    assert figures("era5_vit", "era5_published.mp") == [("SC23", 12.0), ("SC24", 93.1 / 4)]
+    assert figures("cosmo_unet", "cosmo_published.short") == [("SC22, epoch 4", 85.2), ("SC22, benchy", 83.212)]
+    assert figures("cosmo_unet", "cosmo_published_ddp.gpu8") == [("SC22, epoch 3", 3353.3 / 8)]
 
 
 def test_the_committed_schema_is_the_configurations() -> None:

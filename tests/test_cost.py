@@ -128,6 +128,16 @@ def test_a_published_figure_is_one_devices(tmp_path: Path) -> None:
     assert found.seconds == pytest.approx((16384 + 2048 / 3) / (4 * 85.2) + 120)
 
 
+def test_a_published_figure_of_several_devices_counts_once(tmp_path: Path) -> None:
+    """202 samples/s were those of four GPUs together, and are a quarter of it on each of eight."""
+    four = work(load(tmp_path), "era5_published.bs64_opt", "throughput")
+    found = cost.estimate(four, tmp_path)
+    assert found.basis == "published" and found.seconds == pytest.approx(3 * 6 * 50 * 64 / 202 + 120)
+    runs = {"bs64_opt": {"geometry": {"nodes": 2, "gpus_per_node": 4}}}
+    eight = work(load(tmp_path, plans={"era5_published": {"runs": runs}}), "era5_published.bs64_opt", "throughput")
+    assert cost.estimate(eight, tmp_path).seconds == pytest.approx(3 * 6 * 50 * 64 / (2 * 202) + 120)
+
+
 @pytest.mark.parametrize(
     ("name", "settings"),
     [

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any, Literal
@@ -30,7 +30,7 @@ from dlscale.core.errors import UserError
 from dlscale.core.records import LossInfo, Metric, Published, Throughput
 from dlscale.data.manifest import FieldInfo, File, Manifest
 from dlscale.data.transforms import Transform
-from dlscale.report import collect, figures, glance, report, sections
+from dlscale.report import collect, figures, glance, published, report, sections, tables
 from dlscale.report import results as reading
 from dlscale.report.diagnosis import bound, gain
 from dlscale.report.disturbance import disturbance
@@ -483,6 +483,49 @@ def test_summary_has_the_runs_in_order_and_their_numbers(ladder: Results) -> Non
         ["64.0", "fast", "A100 40 GB", "S2"],
     ]
     assert [row["published_speed_up"] for row in rows] == ["1.0", "", str(64.0 / 8.8)]
+
+
+def test_published_figures_are_told_with_what_they_are_of() -> None:
+    figures = [
+        Published(label="baseline", samples_per_second=8.8, std=0.25, kind="IO", source="S1", runs=["p.a"], **A100),
+        Published(label="4 GPUs", samples_per_second=2202, gpus=4, batch_size=1024, source="S1", like=["p.b"], **A100),
+        Published(label="one GPU", samples_per_second=64, source="S1", **A100),
+        Published(label="baseline", metric="valid_loss", by_epoch=[0.419114, 0.35], source="S1", runs=["p.a"], **A100),
+        Published(label="large", metric="memory", value=41.2, unit="GB", source="S1", **A100),
+        Published(label="to the end", metric="time", value=22, unit="h", source="S1", **A100),
+        Published(label="u10", metric="rmse_normalised/u10", value=0.13, source="S1"),
+    ]
+    assert [published.row(figure)[1:6] for figure in figures] == [
+        ("throughput, IO", "8.8 ± 0.25 samples/s", "A100 40 GB", "–", "p.a"),
+        ("throughput, FULL", "2,202 samples/s", "4 × A100 40 GB", "1,024", "like p.b"),
+        ("throughput, FULL", "64 samples/s", "A100 40 GB", "–", "–"),
+        ("validation loss", "0.419114, 0.35 after epochs 1 to 2", "A100 40 GB", "–", "p.a"),
+        ("memory of a GPU", "41.2 GB", "A100 40 GB", "–", "–"),
+        ("time", "22 h", "A100 40 GB", "–", "–"),
+        ("rmse_normalised/u10", "0.13", "–", "–", "–"),
+    ]
+    assert published.summary(figures) == ["64 samples/s on A100 40 GB", "u10 0.13 (S1)"]
+    assert published.beside(published.series(figures, "p", ["b"]), "b") == (
+        "2,202 samples/s on 4 × A100 40 GB (4 GPUs; S1)"
+    )
+
+
+@pytest.mark.parametrize(
+    "wrong", [{}, {"metric": "time"}, {"value": 1.0}, {"samples_per_second": 1.0, "metric": "time", "value": 1.0}]
+)
+def test_a_published_figure_is_one(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="expected samples_per_second, or metric with either value or by_epoch"):
+        Published(label="p", **wrong)
+
+
+def test_a_published_loss_stands_below_that_of_its_run(ladder: Results) -> None:
+    plan = read_plan(ladder.plans[0])
+    loss = Published(label="p", metric="valid_loss", by_epoch=[0.4, 0.347524], source="S1", runs=["ladder.baseline"])
+    other = Published(label="p", metric="valid_loss", value=0.3, source="S1", like=["ladder.bf16"])
+    record = plan.record.model_copy(update={"published": [loss, other]})
+    table = tables.runs_table(replace(plan, record=record))
+    column = [name for name, _ in table.columns].index("validation loss")
+    assert [row[column].note for row in table.rows] == ["published: 0.347524, S1", "", ""]
 
 
 def test_summary_without_throughput_compares_training(results: Results) -> None:

@@ -461,6 +461,21 @@ def test_of_fewer_training_pairs_each_epoch_takes_others(series: Manifest) -> No
     assert len({place for epoch in epochs for place in epoch}) == 22
 
 
+def test_the_first_pairs_are_the_same_in_each_epoch(series: Manifest) -> None:
+    """As the published `limit_nsamples`: of 8 + 13 + 1 pairs the first 10, in a random order; the first to validate."""
+    samples = pairs(series, dt=1, train=10, subset="first")
+    expected = [(0, row, 0, 0) for row in range(8)] + [(1, row, 0, 0) for row in range(2)]
+    epochs = [found(samples.boxes(epoch)) for epoch in range(4)]
+    assert (samples.size, samples.available) == (10, 22)
+    assert all(sorted(epoch) == expected for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 4
+    for wanted in (4, 99):
+        valid = pairs(series, "valid", dt=2, valid=wanted, subset="first")
+        assert found(valid.boxes(1)) == [(0, row, 0, 0) for row in range(min(wanted, 18))]
+    whole = [found(pairs(series, dt=1, subset=subset).boxes(3)) for subset in ("first", "spread")]
+    assert whole[0] == whole[1]
+
+
 def test_no_pair_at_all_is_one_message(series: Manifest) -> None:
     with pytest.raises(
         UserError, match=r"train: no pair of states 14 steps apart \(samples\.dt\) in files of 9, 14, 2"

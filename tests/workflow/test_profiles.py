@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from dlscale.config import resolve
+from dlscale.data import parts
 from tests.workflow.conftest import Job, Outcome, Tree
 
 PLANS = ["plan_cosmo_profile", "plan_era5_profile"]
@@ -94,3 +96,21 @@ def test_what_is_asked_of_slurm(shown: tuple[str, Outcome]) -> None:
         assert asked == {"nodes": 1, "constraint": "gpu", "gres": f"gpu:{gpus}", "qos": qos, "cpus_per_task": 32}
         # Only the first rungs' speed was published; of the others nothing is known before they are timed.
         assert job.resources["runtime"] == 60 or name.endswith("baseline")
+
+
+def test_every_shipped_plan_would_run_on_perlmutter(make_tree: Callable[..., Tree]) -> None:
+    """Where its data are, or so it seems: no geometry that its nodes cannot hold, no setting that is refused."""
+    tree = make_tree({"results": "results"})
+    configuration = resolve.load({"targets": ["cosmo_published"]})
+    shipped = [name for study in resolve.study_files().values() for name in study.plans]
+    for dataset in configuration.workflow.datasets.values():
+        kind = parts.kind_of(dataset)
+        prepared = kind.prepared_files(dataset) if kind.prepared(dataset) else []
+        raws = [raw.origin for raw in parts.raws(dataset).values() if raw.origin != "simulated"]
+        for path in [tree.path / name.replace("*", "2000") for name in [*prepared, *raws] if "://" not in name]:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch() if path.suffix else path.mkdir(exist_ok=True)
+    outcome = tree.planned("--profile", "perlmutter", targets=[f"plan_{name}" for name in shipped])
+    trained = {tuple(job.wildcards.values()) for job in outcome.jobs if job.rule in ("train", "throughput", "tune")}
+    expected = {(run.plan, run.name) for name in shipped for run in configuration.plans[name].values()}
+    assert trained == expected

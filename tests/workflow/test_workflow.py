@@ -291,7 +291,7 @@ def test_published_plans(make_tree: Make) -> None:
     names = tree.planned(targets=["plan_cosmo_published", "plan_era5_published"]).names
     trained = of(names, "train")
     assert len([name for name in trained if name.startswith("cosmo_published ")]) == 9
-    assert len([name for name in trained if name.startswith("era5_published ")]) == 17
+    assert len([name for name in trained if name.startswith("era5_published ")]) == 19
     assert not of(names, "preprocess") and len(of(names, "describe")) == 2
 
 

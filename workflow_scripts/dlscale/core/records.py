@@ -9,7 +9,15 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    ValidationError,
+    model_validator,
+)
 
 from dlscale.core.errors import UserError
 from dlscale.core.files import read_json, write_json
@@ -460,22 +468,58 @@ class Provenance(Record):
 
 
 class Published(Record):
-    """A published figure of a study, as its YAML file has it: a throughput, or the value of a metric."""
+    """A published figure of a study, as its YAML file has it: a throughput, or the value of something else."""
 
     label: str = NONE
     hardware: str = NONE
+    gpus: int = Field(1, ge=1)  #: That made the figure together: samples/s are of all of them, memory is of one.
+    batch_size: int | None = Field(None, ge=1)  #: Samples a step over all GPUs.
     source: str = NONE
-    runs: list[str] = []  #: `PLAN.RUN` of the runs that do, at full size, what was measured.
+    runs: list[str] = []  #: `PLAN.RUN` of the runs that do what was measured.
+    like: list[str] = []  #: `PLAN.RUN` of those that take the same step from elsewhere, or at another size.
     kind: str = "FULL"  #: Of a throughput: one of `MODES`.
     samples_per_second: float | None = Field(None, gt=0)
-    metric: str = ""  #: Where the figure is no throughput: its metric, with `value` and `unit`.
+    std: float | None = Field(None, ge=0)  #: Of a throughput: standard deviation over its trials.
+    metric: str = ""  #: Where the figure is no throughput: a key of `PUBLISHED_KINDS`, or else a validation metric.
     value: float | None = None
+    by_epoch: list[float] = []  #: In place of `value`: after each epoch from the first on.
     unit: str = "1"
+
+    @model_validator(mode="after")
+    def _one_figure(self) -> Self:
+        given = [self.samples_per_second is not None, self.value is not None, bool(self.by_epoch)]
+        if sum(given) != 1 or (self.samples_per_second is None) == (not self.metric):
+            raise ValueError(f"{self.label}: expected samples_per_second, or metric with either value or by_epoch")
+        return self
 
     @property
     def speed(self) -> float:
-        """FULL samples/s; 0 if the figure is another one."""
+        """FULL samples/s of all GPUs together; 0 if the figure is another one."""
         return (self.samples_per_second or 0.0) if self.kind == "FULL" else 0.0
+
+    @property
+    def devices(self) -> str:
+        """What it was measured on."""
+        return f"{self.gpus} × {self.hardware}" if self.gpus > 1 else self.hardware
+
+    @property
+    def of_quality(self) -> bool:
+        """Whether it says how good a model got to be."""
+        return bool(self.metric) and self.metric not in PUBLISHED_KINDS
+
+
+#: What a published figure may be of, beside throughput and validation metrics; in words.
+PUBLISHED_KINDS = {
+    "train_loss": "training loss",
+    "valid_loss": "validation loss",
+    "time": "time",
+    "memory": "memory of a GPU",
+    "steps_per_second": "steps a second",
+    "parameters": "parameters",
+    "scaling_efficiency": "scaling efficiency",
+    "communication": "share of communication",
+    "collectives": "collectives a step",
+}
 
 
 class RunReference(Record):

@@ -104,7 +104,8 @@ def _measured(work: Work, run: Run, results: Path) -> float | None:
 def _published(work: Work, run: Run) -> float | None:
     """Return the slowest samples/s published for the run, for all its devices: a job shall not end before its work.
 
-    A figure is one device's, and of the full size: tables set it beside runs of the demo, which are of another size.
+    A figure counts for each of its devices, and is of the full size: tables set it beside runs of the demo, which are
+    of another size.
     """
     study = study_files()[run.study]
     settings, samples = study.settings, run.samples.model_dump(exclude={"train", "valid"})
@@ -113,7 +114,7 @@ def _published(work: Work, run: Run) -> float | None:
         and all(getattr(run.model, key) == value for key, value in settings["model"].items())
         and all(samples[key] == value for key, value in settings["samples"].items() if key in samples)
     )
-    rates = [figure.speed for figure in published.speeds_of(study.published, work.plan, work.run_name)]
+    rates = [figure.speed / figure.gpus for figure in published.speeds_of(study.published, work.plan, work.run_name)]
     return min(rates) * run.geometry.world_size if full_size and rates else None
 
 

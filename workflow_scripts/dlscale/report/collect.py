@@ -89,7 +89,7 @@ def _row(plan: PlanResult, run: RunResult, figures: dict[str, Published]) -> Row
         "published_samples_per_second": figure.speed if figure else None,
         "published_speed_up": published.ratio(figures, run.name),
         "published_as": figure.label if figure else None,
-        "published_hardware": figure.hardware if figure else None,
+        "published_hardware": figure.devices if figure else None,
         "published_source": figure.source if figure else None,
     }
     metrics = last.metrics if last else {}

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from dlscale.core.records import Published
-from dlscale.core.text import number, unit
+from dlscale.core.records import PUBLISHED_KINDS, Published
+from dlscale.core.text import NONE, count, number, unit
 
 
 def speeds_of(figures: Iterable[Published], plan: str, run: str) -> list[Published]:
-    """Return the FULL throughputs that were published for what a run does at full size."""
-    return [figure for figure in figures if figure.speed and f"{plan}.{run}" in figure.runs]
+    """Return the FULL throughputs that were published for what a run does, or for the step that it takes."""
+    name = f"{plan}.{run}"
+    return [figure for figure in figures if figure.speed and name in (*figure.runs, *figure.like)]
 
 
 def series(figures: Sequence[Published], plan: str, runs: Iterable[str]) -> dict[str, Published]:
@@ -38,32 +39,60 @@ def beside(known: dict[str, Published], run: str) -> str:
         return ""
     figure, times = known[run], ratio(known, run)
     compared = f", {number(times)}× {next(iter(known.values())).label}" if times and times != 1 else ""
-    return f"{_digits(figure.speed)} samples/s on {figure.hardware} ({figure.label}{compared}; {figure.source})"
+    return f"{_digits(figure.speed)} samples/s on {figure.devices} ({figure.label}{compared}; {figure.source})"
 
 
 def summary(figures: Sequence[Published]) -> list[str]:
-    """Return the published figures of a study in short: the range of throughputs on each hardware, and the others."""
+    """Return the published figures of a study in short: the range of throughputs on each hardware, and the qualities.
+
+    Of throughputs those on the fewest devices.
+    """
+    fewest = min((figure.gpus for figure in figures if figure.speed), default=1)
     by_hardware: dict[str, list[float]] = {}
     for figure in figures:
-        if figure.speed:
-            by_hardware.setdefault(figure.hardware, []).append(figure.speed)
+        if figure.speed and figure.gpus == fewest:
+            by_hardware.setdefault(figure.devices, []).append(figure.speed)
     ranges = {hardware: dict.fromkeys(map(_digits, (min(all_), max(all_)))) for hardware, all_ in by_hardware.items()}
     return [
         *(f"{' to '.join(range_)} samples/s on {hardware}" for hardware, range_ in ranges.items()),
-        *(f"{figure.label} {shown(figure)} ({figure.source})" for figure in figures if not figure.samples_per_second),
+        *(f"{figure.label} {shown(figure)} ({figure.source})" for figure in figures if figure.of_quality),
     ]
+
+
+def final(figures: Iterable[Published], plan: str, run: str, metric: str) -> Published | None:
+    """Return the figure of a run that tells the value which `metric` had at its end; the last of several."""
+    known = [figure for figure in figures if figure.metric == metric and f"{plan}.{run}" in figure.runs]
+    return known[-1] if known else None
+
+
+def last(figure: Published) -> str:
+    """Return the value of a figure, of several epochs the last, with as many digits as were published."""
+    return _digits(figure.by_epoch[-1] if figure.by_epoch else figure.value)
 
 
 def what(figure: Published) -> str:
     """Return what was measured."""
-    return f"throughput, {figure.kind}" if figure.samples_per_second else figure.metric
+    if figure.samples_per_second:
+        return f"throughput, {figure.kind}"
+    return PUBLISHED_KINDS.get(figure.metric, figure.metric)
 
 
 def shown(figure: Published) -> str:
     """Return a figure with its unit, and with as many digits as were published."""
     if figure.samples_per_second:
-        return f"{_digits(figure.samples_per_second)} samples/s"
+        spread = "" if figure.std is None else f" ± {_digits(figure.std)}"
+        return f"{_digits(figure.samples_per_second)}{spread} samples/s"
+    if figure.by_epoch:
+        epochs = f"after epochs 1 to {len(figure.by_epoch)}" if len(figure.by_epoch) > 1 else "after epoch 1"
+        return f"{', '.join(map(_digits, figure.by_epoch))} {epochs}"
     return f"{_digits(figure.value)} {unit(figure.unit)}".strip()
+
+
+def row(figure: Published) -> tuple[str, ...]:
+    """Return the cells of a figure in the table of all: label, what, value, hardware, batch size, runs, source."""
+    batch = NONE if figure.batch_size is None else count(figure.batch_size)
+    runs = ", ".join([*figure.runs, *(f"like {run}" for run in figure.like)]) or NONE
+    return figure.label, what(figure), shown(figure), figure.devices, batch, runs, figure.source
 
 
 def _digits(value: float | None) -> str:

@@ -71,5 +71,5 @@ def _study(name: str, plans: Sequence[PlanResult]) -> View:
         "name": name,
         "title": record.study_title or name,
         "plans": [{"name": plan.name, "title": plan.title} for plan in of_it],
-        "published": [(figure, published.what(figure), published.shown(figure)) for figure in record.published],
+        "published": [published.row(figure) for figure in record.published],
     }

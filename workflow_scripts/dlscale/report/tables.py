@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dlscale.core.records import MODES, Metric
 from dlscale.core.settings import flat
 from dlscale.core.text import NONE, count, duration, number, percent, size, unit
+from dlscale.report import published
 from dlscale.report.collect import Row, summary
 from dlscale.report.diagnosis import bound
 from dlscale.report.results import PlanResult, RunResult
@@ -77,8 +78,8 @@ def runs_table(plan: PlanResult) -> RunsTable:
         ("Training", "epochs", _column("epochs", count)),
         ("Training", "samples", _column("samples", count)),
         ("Training", "time", lambda run, row: _cell(run.last and run.training_seconds, duration)),
-        ("Training", "training loss", _column("train_loss")),
-        ("Training", "validation loss", _column("valid_loss")),
+        ("Training", "training loss", _loss(plan, "train_loss")),
+        ("Training", "validation loss", _loss(plan, "valid_loss")),
         ("Training", "best validation loss", _column("best_valid_loss")),
         *(("Training", _heading(metric), _column(metric.name)) for metric in scalars),
         ("Training", "mean skill", lambda run, row: _cell(plan.skill(run.last) if run.last else None)),
@@ -126,6 +127,18 @@ def _column(name: str, text: Callable[[Any], str] = number) -> Make:
     def make(run: RunResult, row: Row) -> Cell:
         spread: Any = row.get(f"{name}_std")
         return _cell(row.get(name), text, "" if spread is None else f"± {number(spread, 2)}")
+
+    return make
+
+
+def _loss(plan: PlanResult, name: str) -> Make:
+    """Return what makes the cells of a loss, with the last one that was published for the run below it."""
+
+    def make(run: RunResult, row: Row) -> Cell:
+        cell, figure = _cell(row.get(name)), published.final(plan.record.published, plan.name, run.name, name)
+        if cell.text == NONE or figure is None:
+            return cell
+        return replace(cell, note=f"published: {published.last(figure)}, {figure.source}")
 
     return make
 

@@ -130,7 +130,13 @@ class PairSamples(Strict):
     kind: Literal["pairs"]
     dt: PositiveInt = Field(1, description="Stored time steps between input and target.")
     train: PositiveInt | None = Field(None, description="At most this many training samples an epoch; all if absent.")
-    valid: PositiveInt | None = Field(None, description="At most this many, evenly spaced; all if absent.")
+    valid: PositiveInt | None = Field(None, description="At most this many; all if absent.")
+    subset: Literal["spread", "first"] = Field(
+        "spread",
+        description="Which pairs these are. spread: in training a new random choice each epoch, else evenly spaced. "
+        "first: the first in time, the same in each epoch, as the published `limit_nsamples`; training visits them in "
+        "random order.",
+    )
 
 
 class Era5(DatasetKind):

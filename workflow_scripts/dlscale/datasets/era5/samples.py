@@ -16,7 +16,7 @@ from dlscale.datasets.era5.kind import PairSamples
 class Pairs(GridSamples):
     """A file of T times holds T - dt pairs and every one is used, whatever each file's length. A training
     epoch visits them in a random order, and of more than `settings.train` a new random choice each
-    epoch; validation and test are fixed and evenly spread.
+    epoch; validation and test are fixed and evenly spread. With `subset: first` there are none but the first.
     """
 
     def __init__(self, manifest: Manifest, split: str, settings: PairSamples, seed: int) -> None:
@@ -34,10 +34,11 @@ class Pairs(GridSamples):
         self._dt, self._seed, self._training = settings.dt, seed, split == "train"
         wanted = settings.train if self._training else settings.valid
         self.size = min(wanted or self.available, self.available)
+        self._among = self.size if settings.subset == "first" else self.available
 
     @functools.lru_cache(maxsize=2)  # noqa: B019 - an epoch's index serves all its samples; two epochs overlap
     def boxes(self, epoch: int) -> BoxIndex:
-        pair = sampling.visits(self._seed, epoch, self.available, self.size, self._training)
+        pair = sampling.visits(self._seed, epoch, self._among, self.size, self._training)
         file, row = sampling.locate(self._pairs, pair)
         zero = np.zeros_like(row)
         x, y = (np.stack([time, zero, zero], axis=1) for time in (row, row + self._dt))

@@ -1,0 +1,248 @@
+"""docs/coverage.md: each row has a command that could run as it stands, files that are there, and tests that exist.
+
+Commands are read by the parsers of their programs; that they do what the row says is for its tests.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib.util
+import json
+import re
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from snakemake.cli import get_argument_parser
+
+from dlscale import cli
+from dlscale.config import resolve
+from dlscale.config.resolve import Configuration
+from dlscale.core.settings import read_yaml
+from tests.conftest import ROOT
+
+#: Programs that need not be installed where the tests run.
+OUTSIDE = {"docker", "jupyter", "mpirun", "podman", "sbatch", "srun", "torchrun"}
+COLUMNS = ["feature", "where", "command", "test"]
+#: One section each, in the order of the documents.
+DOCUMENTS = ["000", "001", "002", "003", "004"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A feature of a document, with the code spans of its cells."""
+
+    section: str
+    feature: str
+    where: tuple[str, ...]
+    commands: tuple[str, ...]
+    tests: tuple[str, ...]
+
+
+def cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip().strip("|").split("|")]
+
+
+def spans(cell: str) -> tuple[str, ...]:
+    return tuple(re.findall(r"`([^`]+)`", cell))
+
+
+def rows(text: str) -> list[Row]:
+    """Return the rows of all tables with the four columns."""
+    found, section, header = [], "", [""]
+    for line in text.splitlines():
+        if line.startswith("## "):
+            section, header = line[3:], [""]
+        elif not line.startswith("|"):
+            header = [""]
+        elif header == [""]:
+            header = cells(line)
+        elif header == COLUMNS and set(line) - set("|-: "):
+            values = cells(line)
+            assert len(values) == len(COLUMNS), f"a pipe too many, or too few: {line}"
+            found.append(Row(section, values[0], *map(spans, values[1:])))
+    return found
+
+
+TEXT = (ROOT / "docs/coverage.md").read_text()
+ROWS = rows(TEXT)
+
+
+# ---- what a command needs to be one ------------------------------------------------------------------
+
+
+@functools.cache
+def configuration(site: str = "", config: tuple[str, ...] = ()) -> Configuration:
+    """Return the repository's configuration, with a site and `KEY=VALUE`s as the workflow takes them."""
+    raw = resolve.merge(resolve.site_settings(site, ROOT / "profiles"), read_yaml(ROOT / "config.yaml"))
+    for text in config:
+        key, _, value = text.partition("=")
+        resolve.merge(raw, {key: yaml.safe_load(value)})
+    return resolve.load(raw)
+
+
+def check(command: str) -> None:
+    """Fail unless a command names what there is."""
+    words = shlex.split(command)
+    while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
+        words.pop(0)
+    program, *words = words
+    if words[:2] == ["-m", "dlscale"] and program == "python":
+        program, words = "dlscale", words[2:]
+    if program in OUTSIDE:
+        return
+    checks = {"snakemake": snakemake, "dlscale": dlscale, "make": make, "python": python, "pytest": pytest_}
+    if program in checks:
+        checks[program](words)
+    else:
+        assert importlib.util.find_spec(program), f"{program}: no such program among dlscale's"
+
+
+def snakemake(words: list[str]) -> None:
+    args = parsed(get_argument_parser(), words)
+    profiles = [path for path in (*(args.profile or []), args.workflow_profile) if path and path != "none"]
+    for path in profiles:
+        assert (ROOT / path).is_dir() or (ROOT / "profiles" / path).is_dir(), f"no profile {path}"
+    for file in args.configfile:
+        assert (ROOT / file).is_file() or (ROOT / "docs/examples" / file).is_file(), f"no file {file}"
+    if args.configfile:
+        return  # its plans are that file's
+    sites = [Path(path).name for path in profiles if (ROOT / "profiles" / Path(path).name / "site.yaml").exists()]
+    known = configuration(*sites[:1], config=tuple(args.config or ()))
+    targets = {"all", "image", *(f"data_{name}" for name in known.workflow.datasets)}
+    targets |= {f"plan_{name}" for name in known.plans}
+    targets |= {f"study_{known.workflow.plans[name].study}" for name in known.workflow.targets}
+    assert set(args.targets) <= targets, f"no target {sorted(set(args.targets) - targets)}"
+
+
+def dlscale(words: list[str]) -> None:
+    args = parsed(cli.parser(), words)
+    site = getattr(args, "profile", None) or ""
+    known = configuration(site, config=tuple(args.config) if args.stage in cli.QUESTIONS else ())
+    for plan in getattr(args, "plans", None) or []:
+        assert args.stage not in cli.QUESTIONS or plan in known.plans, f"no plan {plan}"
+    for name in getattr(args, "runs", None) or []:
+        plan, _, run = name.partition(".")
+        assert "/" in name or run in known.plans.get(plan, {}), f"no run {name}"
+
+
+def make(words: list[str]) -> None:
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    for word in words:
+        assert "=" in word or word in targets, f"no target {word} in the Makefile"
+
+
+def python(words: list[str]) -> None:
+    if words[0] == "-m":
+        assert importlib.util.find_spec(words[1]), f"no module {words[1]}"
+    else:
+        assert (ROOT / words[0]).is_file(), f"no file {words[0]}"
+
+
+def pytest_(words: list[str]) -> None:
+    for word in words:
+        if word.startswith("tests/"):
+            check_test(word, "")
+
+
+def parsed(parser: Any, words: list[str]) -> Any:
+    try:
+        return parser.parse_args(words)
+    except SystemExit:
+        raise AssertionError(f"not understood: {' '.join(words)}") from None
+
+
+@functools.cache
+def functions(file: Path) -> set[str]:
+    return {node.name for node in ast.parse(file.read_text()).body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+
+
+def check_test(name: str, before: str) -> str:
+    """Fail unless a test, or a file of tests, exists; return its file, of which `::test` then names another one."""
+    path, _, function = name.partition("::")
+    path = path or before
+    file = ROOT / path if (ROOT / path).is_file() else ROOT / "tests" / path
+    assert path.endswith(".py") and file.is_file(), f"no file {path}"
+    assert not function or function.partition("[")[0] in functions(file), f"{path} has no {function}"
+    return path
+
+
+# ---- the page ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.section[:3]} {row.feature}")
+def test_a_row_names_what_there_is(row: Row) -> None:
+    assert row.where and row.commands and row.tests, "a cell without a file, a command or a test"
+    for path in row.where:
+        assert (ROOT / path).exists(), f"no file {path}"
+    for command in row.commands:
+        check(command)
+    file = ""
+    for name in row.tests:
+        file = check_test(name, file)
+
+
+def test_every_document_has_its_section() -> None:
+    sections = re.findall(r"^## (\d{3}):", TEXT, re.MULTILINE)
+    assert sections == DOCUMENTS
+    assert {"000", "001"} <= {row.section[:3] for row in ROWS}
+
+
+def test_deviations_are_of_studies_that_there_are() -> None:
+    deviations = re.findall(r"^\| `(\w+)` \| ", TEXT, re.MULTILINE)
+    assert len(deviations) > 10 and set(deviations) <= set(resolve.study_files())
+
+
+SOUND = {
+    "where": "`docs/coverage.md`",
+    "command": "`snakemake -n --profile perlmutter plan_cosmo_published`, `dlscale explain cosmo_demo.bf16`",
+    "test": "`tests/test_coverage.py::test_a_row_names_what_there_is`, `::test_every_document_has_its_section`",
+}
+
+
+def table(**changes: str) -> str:
+    return "## 000: x\n\n| feature | where | command | test |\n|---|---|---|---|\n| f | " + " | ".join(
+        {**SOUND, **changes}.values()
+    )
+
+
+def test_a_sound_row_passes() -> None:
+    (row,) = rows(table())
+    test_a_row_names_what_there_is(row)
+
+
+WRONG = {
+    "no command": {"command": "see above"},
+    "no test": {"test": "later"},
+    "no file": {"where": "`docs/covrage.md`"},
+    "no plan": {"command": "`snakemake -n plan_cosmo_publishd`"},
+    "no dataset": {"command": "`snakemake -n data_cosmo_publishd`"},
+    "no option of snakemake": {"command": "`snakemake --no-such-option plan_cosmo_demo`"},
+    "no profile": {"command": "`snakemake -n --profile perlmuter plan_cosmo_demo`"},
+    "no subcommand": {"command": "`dlscale explian cosmo_demo.bf16`"},
+    "no option of dlscale": {"command": "`dlscale explain --profle x cosmo_demo.bf16`"},
+    "no run": {"command": "`dlscale explain cosmo_demo.bf61`"},
+    "no plan to price": {"command": "`dlscale cost cosmo_dmo`"},
+    "no target of make": {"command": "`make dmo`"},
+    "no module": {"command": "`python -m tests.bench.rnu`"},
+    "no program": {"command": "`tensorbord --logdir results`"},
+    "no test file": {"test": "`tests/test_covrage.py::test_a`"},
+    "no test function": {"test": "`tests/test_coverage.py::test_a_row_names_what_there_isnt`"},
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
+def test_a_row_that_names_what_is_not_fails(wrong: dict[str, str]) -> None:
+    (row,) = rows(table(**wrong))
+    with pytest.raises(AssertionError):
+        test_a_row_names_what_there_is(row)
+
+
+def test_a_setting_that_is_not_fails() -> None:
+    changes = json.dumps({"cosmo_demo": {"settings": {"trainin": {"epochs": 1}}}})
+    with pytest.raises(Exception, match="did you mean 'training'"):
+        check(f"snakemake -n plan_cosmo_demo --config 'plans={changes}'")
