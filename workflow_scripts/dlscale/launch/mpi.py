@@ -20,9 +20,7 @@ def main(command: Sequence[str]) -> int:
     for name, value in here.items():
         words = [word.replace(name, value) if word.startswith("MASTER_") else word for word in words]
     if not shutil.which(words[0]):
-        print(
-            f"{words[0]}: no such command; load a module with MPI, or name another in site.start", file=sys.stderr
-        )
+        print(f"{words[0]}: no such command; load a module with MPI, or name another in site.start", file=sys.stderr)
         return 127
     os.execvp(words[0], words)
 
