@@ -161,9 +161,9 @@ def test_a_full_disk_is_one_message(era5_data: Path, disk: Path, monkeypatch: py
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(shutil, "copyfile", copyfile)
-    with pytest.raises(UserError, match=r"disk/dlscale-\d+: full while data were copied to it"):
-        with staged(era5_data / "manifest.json", "local"):
-            pass
+    full = pytest.raises(UserError, match=r"disk/dlscale-\d+: full while data were copied to it")
+    with full, staged(era5_data / "manifest.json", "local"):
+        pass
     assert files(disk) == []
 
 
@@ -215,9 +215,9 @@ def test_nobody_said_where_the_disk_is(era5_data: Path, monkeypatch: pytest.Monk
     with pytest.raises(UserError, match=r"set site\.local_disk"), staged(era5_data / "manifest.json", "local"):
         pass
     monkeypatch.setenv(LOCAL_DISK, "$NOBODY_SET_THIS/x")
-    with pytest.raises(UserError, match=r"there is no variable \$NOBODY_SET_THIS"):
-        with staged(era5_data / "manifest.json", "local"):
-            pass
+    unset = pytest.raises(UserError, match=r"there is no variable \$NOBODY_SET_THIS")
+    with unset, staged(era5_data / "manifest.json", "local"):
+        pass
 
 
 def test_the_sites_disk_reaches_the_stages() -> None:
