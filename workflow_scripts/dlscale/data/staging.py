@@ -119,6 +119,8 @@ def _make(original: Manifest, copy: Path, staging: Staging) -> None:
                 raise UserError(f"{copy.parent}: full while data were copied to it; use loader.staging none") from None
             if temporary.stat().st_size != bytes_:
                 raise UserError(f"{source}: it changed while it was copied; run it again")
+    if (stats := original.folder / "stats").is_dir():  # what manifests name beside files of samples
+        shutil.copytree(stats, copy / "stats", dirs_exist_ok=True)
     write_text(copy / "manifest.json", original.model_copy(update={"splits": splits}).text())
     seconds = time.perf_counter() - started
     logging.info("copied %s of data to %s in %.1f s (%s/s)", size(needed), copy, seconds, size(needed / seconds))
