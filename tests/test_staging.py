@@ -118,10 +118,12 @@ def test_the_others_wait_until_it_is_whole(era5_data: Path, disk: Path) -> None:
         words = [sys.executable, "-c", WAITER, str(era5_data / "manifest.json")]
         env = {**os.environ, "PYTHONPATH": str(ROOT / "workflow_scripts")}
         with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=env) as waiter:
-            assert waiter.stdout is not None and waiter.stdout.readline() == "begin\n"
-            until("it waits for the lock", lambda: f"WRITE {waiter.pid} " in Path("/proc/locks").read_text())
-            assert not manifest.exists() and waiter.poll() is None
-            fcntl.flock(lock, fcntl.LOCK_UN)
+            try:
+                assert waiter.stdout is not None and waiter.stdout.readline() == "begin\n"
+                until("it waits for the lock", lambda: f" {waiter.pid} " in Path("/proc/locks").read_text(), waiter)
+                assert not manifest.exists()
+            finally:
+                fcntl.flock(lock, fcntl.LOCK_UN)
             assert waiter.stdout.readline() == f"{manifest}\n"
     assert waiter.returncode == 0 and manifest.exists()
 
@@ -141,10 +143,11 @@ def test_what_was_copied_before_an_end_stays(era5_data: Path, disk: Path, monkey
         pass
     (kept,) = files(disk)
     inode = kept.stat().st_ino
+    copied.append("ended")
     with staged(era5_data / "manifest.json", "local") as manifest:
         Manifest.read(manifest).check_files()
-    assert kept.stat().st_ino == inode and copied.count(copied[0]) == 1, "the first one was not copied again"
-    assert copied.count(copied[1]) == 2
+    assert kept.stat().st_ino == inode and copied[0] not in copied[3:], "the first one was not copied again"
+    assert copied[1] in copied[3:]
 
 
 def test_a_torn_copy_is_made_again(era5_data: Path, disk: Path) -> None:

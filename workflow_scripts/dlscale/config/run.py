@@ -314,6 +314,11 @@ class RunCore(Strict):
             self._capturable()
         if isinstance(self.parallel, DP):
             self._in_one_process()
+        elif self.parallel.static_graph and self.accumulation_steps > 1:
+            raise ValueError(
+                "parallel.static_graph and accumulation_steps: PyTorch learns the graph in the first backward pass, which "
+                "then must average; leave static_graph out"
+            )
         return self
 
     def _in_one_process(self) -> None:

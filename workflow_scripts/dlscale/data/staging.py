@@ -107,6 +107,8 @@ def _make(original: Manifest, copy: Path, staging: Staging) -> None:
             splits.setdefault(split, []).append(file.model_copy(update={"path": name}))
             if not ((copy / name).is_file() and (copy / name).stat().st_size == file.bytes):
                 todo.append((original.path(file), copy / name, file.bytes))
+    for path in original.folder.glob("stats/*.npy"):  # small, and named by manifests
+        todo.append((path, copy / "stats" / path.name, path.stat().st_size))
     needed = sum(bytes_ for _, _, bytes_ in todo)
     _make_room(copy, needed, staging)
     for source, target, bytes_ in todo:
@@ -119,8 +121,6 @@ def _make(original: Manifest, copy: Path, staging: Staging) -> None:
                 raise UserError(f"{copy.parent}: full while data were copied to it; use loader.staging none") from None
             if temporary.stat().st_size != bytes_:
                 raise UserError(f"{source}: it changed while it was copied; run it again")
-    if (stats := original.folder / "stats").is_dir():  # what manifests name beside files of samples
-        shutil.copytree(stats, copy / "stats", dirs_exist_ok=True)
     write_text(copy / "manifest.json", original.model_copy(update={"splits": splits}).text())
     seconds = time.perf_counter() - started
     logging.info("copied %s of data to %s in %.1f s (%s/s)", size(needed), copy, seconds, size(needed / seconds))
