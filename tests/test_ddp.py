@@ -28,7 +28,7 @@ from tests.test_parallel import configure, train_by
 from tests.test_rungs import settings
 
 LAYERS = 6  #: Of 256 x 256 float32: a quarter of a MiB each.
-WARM_UP = 2  #: Steps after which DistributedDataParallel has put its buckets in their order.
+WARM_UP = 3  #: Steps after which DistributedDataParallel has put its buckets in their order.
 
 #: Settings of `parallel`, and how many layers each of the buckets then holds, from the last layer on. A bucket is full
 #: as soon as it has the MiB that it may have.

@@ -316,8 +316,8 @@ class RunCore(Strict):
             self._in_one_process()
         elif self.parallel.static_graph and self.accumulation_steps > 1:
             raise ValueError(
-                "parallel.static_graph and accumulation_steps: PyTorch learns the graph in the first backward pass, which "
-                "then must average; leave static_graph out"
+                "parallel.static_graph and accumulation_steps: PyTorch learns the graph in the first backward pass, "
+                "which must average; leave static_graph out"
             )
         return self
 
