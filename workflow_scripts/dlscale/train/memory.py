@@ -54,7 +54,8 @@ def predict(
     attention
         As `fake_step` takes it.
     """
-    return of_step(fake_step(run, manifest, device, attention), *(batch or fake_batch(run, manifest)), ranks=ranks)
+    fake, (x, y) = fake_step(run, manifest, device, attention), batch or fake_batch(run, manifest)
+    return of_step(fake, x, y, ranks=ranks if run.averages else 1)
 
 
 def of_step(fake: FakeStep, x: torch.Tensor, y: torch.Tensor, ranks: int = 1) -> MemoryUse:
