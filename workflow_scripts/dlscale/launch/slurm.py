@@ -116,12 +116,10 @@ def check(scheduler: Scheduler | None, geometry: Geometry, where: str = "") -> N
         )
 
 
-def shown(geometry: Geometry) -> str:
-    """Return a geometry in words, as it is shown before anything is submitted."""
-    ranks = geometry.world_size
-    return (
-        f"{many(geometry.nodes, 'node')} x {many(geometry.gpus_per_node, 'GPU')} = {many(ranks, 'rank')} (dp {ranks})"
-    )
+def shown(geometry: Geometry, processes: Geometry | None = None) -> str:
+    """Return a geometry, and the processes on it, in words, as it is shown before anything is submitted."""
+    devices = f"{many(geometry.nodes, 'node')} x {many(geometry.gpus_per_node, 'GPU')}"
+    return f"{devices} = {many((processes or geometry).world_size, 'rank')} (dp {geometry.world_size})"
 
 
 def left_running(folder: str) -> list[str] | None:
