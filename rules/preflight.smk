@@ -61,7 +61,7 @@ onstart:
         paths = [os.getcwd(), RESULTS, *registry.roots(), *workflow.config_settings.configfiles]
         launcher.check_names(map(str, paths), SITE)
         for work in [work for work in works if work.run]:
-            slurm.check(SITE.scheduler, work.run.geometry, f"plans.{work.plan}.runs.{work.run_name}.")
+            launcher.check(SITE, work.run.geometry, f"plans.{work.plan}.runs.{work.run_name}.")
     except UserError as error:
         raise WorkflowError(str(error))
     if problem := cost.over(cost.price(works, SITE.scheduler, Path(RESULTS)), CONFIG.workflow.budget):

@@ -5,7 +5,7 @@ try:
         raise UserError(f"site.image: engine {SITE.engine} needs an image; name one, or set site.engine to none")
     # Before Snakemake asks for their resources, of which a mistake would be a traceback.
     for resolved in [run for plan in ASKED_PLANS for run in CONFIG.plans[plan].values() if SITE.scheduler]:
-        slurm.check(SITE.scheduler, resolved.run.geometry, f"plans.{resolved.plan}.runs.{resolved.name}.")
+        launcher.check(SITE, resolved.run.geometry, f"plans.{resolved.plan}.runs.{resolved.name}.")
 except UserError as error:
     print(error, file=sys.stderr)
     sys.exit(2)
@@ -42,7 +42,7 @@ def stage_launch(wildcards, input):
 
 def run_launch(wildcards, input):
     """The words that start one of a run's stages, on the devices of its geometry."""
-    return launch(input, run_of(wildcards).geometry)
+    return launch(input, run_of(wildcards).processes)
 
 
 def acquire_launch(wildcards, input):
@@ -51,9 +51,9 @@ def acquire_launch(wildcards, input):
     return launch([raw.origin] if raw and Path(raw.origin).exists() else [])
 
 
-def requested(job, geometry=None, minutes=None):
-    """What a job asks of the scheduler; nothing where there is none."""
-    return slurm.request(SITE.scheduler, job, geometry, minutes) if SITE.scheduler else {}
+def requested(job, *run):
+    """What a job asks of the scheduler, a run's with geometry, minutes and processes; nothing where there is none."""
+    return slurm.request(SITE.scheduler, job, *(run or [None])) if SITE.scheduler else {}
 
 
 def data_resource(name):
@@ -73,7 +73,7 @@ def run_resource(stage, name):
         if name == "runtime":
             work = cost.Work(stage, wildcards.plan, wildcards.run, run)
             minutes = cost.minutes(work, Path(RESULTS), SITE.scheduler)
-        return requested(stage, run.geometry, minutes and minutes * attempt).get(name)
+        return requested(stage, run.geometry, minutes and minutes * attempt, run.processes).get(name)
 
     return resource
 

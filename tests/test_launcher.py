@@ -354,6 +354,26 @@ def test_what_a_run_on_nodes_asks_for(perlmutter: slurm.Scheduler) -> None:
     }
 
 
+@pytest.mark.parametrize(("gres", "gpus"), [("gpu", "1"), ("gpu:a100", "a100:1")])
+def test_what_one_gpu_on_each_of_two_nodes_asks_for(perlmutter: slurm.Scheduler, gres: str, gpus: str) -> None:
+    """By other words: the executor refuses one task a node, and multiplies tasks by the GPUs of `gres`."""
+    nodes = perlmutter.gpu_nodes.model_copy(update={"gres": gres})
+    found = slurm.request(perlmutter.model_copy(update={"gpu_nodes": nodes}), "train", Geometry(nodes=2))
+    assert found == {
+        **{"nodes": 2, "mem_mb": 0, "cpus_per_task": 32, "mpi": "srun", "tasks": 2, "runtime": 720, "qos": "regular"},
+        **{"constraint": "gpu", "slurm_account": "m1234_g"},
+        "slurm_extra": f"--gpus-per-node={gpus} --signal=USR2@120",
+    }
+
+
+def test_what_one_process_with_four_gpus_asks_for(perlmutter: slurm.Scheduler) -> None:
+    found = slurm.request(perlmutter, "throughput", FOUR, processes=ONE)
+    assert found == {
+        **{"nodes": 1, "mem_mb": 0, "cpus_per_task": 128, "gres": "gpu:4", "runtime": 60, "qos": "regular"},
+        **{"constraint": "gpu", "slurm_account": "m1234_g"},
+    }
+
+
 def test_what_data_ask_for(perlmutter: slurm.Scheduler) -> None:
     found = slurm.request(perlmutter, "data", None)
     assert found["constraint"] == "cpu" and found["slurm_account"] == "m1234" and "gres" not in found
@@ -370,7 +390,6 @@ def test_half_a_node_at_most_is_shared(perlmutter: slurm.Scheduler, gpus: int, q
     ("geometry", "message"),
     [
         (Geometry(gpus_per_node=8), "8 is more than the 4 GPUs of this site's nodes; use 4 and more nodes"),
-        (Geometry(nodes=2), "2 nodes with one GPU each"),
     ],
 )
 def test_a_geometry_that_cannot_be_is_refused(perlmutter: slurm.Scheduler, geometry: Geometry, message: str) -> None:
@@ -387,6 +406,7 @@ def test_a_queue_has_its_limits(perlmutter: slurm.Scheduler) -> None:
 
 def test_resources_are_all_that_is_asked_for(perlmutter: slurm.Scheduler) -> None:
     asked = {*slurm.request(perlmutter, "train", EIGHT), *slurm.request(perlmutter, "data", None)}
+    asked |= {*slurm.request(perlmutter, "train", Geometry(nodes=2))}
     assert asked == set(slurm.RESOURCES)
 
 

@@ -17,12 +17,13 @@ from dlscale.core import telemetry
 from dlscale.core.errors import UserError
 from dlscale.parallel import world
 from dlscale.parallel.world import World, join
-from tests.conftest import COSMO, COSMO_RUN, ERA5, ERA5_RUN, ROOT, make_run, records, train
+from tests.conftest import COSMO, COSMO_RUN, ERA5, ERA5_RUN, ROOT, TINY, make_run, records, train
 from tests.waiting import PATIENCE
 
 STUDIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "cosmo_unet": (COSMO, {**COSMO_RUN, "loader": {"workers": 0}}),
     "era5_vit": (ERA5, {**ERA5_RUN, "loader": {"workers": 0}}),
+    "imagenet_resnet50": (TINY["imagenet_resnet50"]["dataset"], TINY["imagenet_resnet50"]["run"]),
 }
 
 

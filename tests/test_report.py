@@ -1385,6 +1385,18 @@ def test_telemetry_is_drawn_in_units_that_read_well(explained: Results) -> None:
     assert "second, stage train" in Page(explained.report()).text
 
 
+@pytest.mark.parametrize(("seconds", "unit"), [(60.0, "s"), (1200.0, "min")])
+def test_reading_is_drawn_over_a_runs_time(seconds: float, unit: str) -> None:
+    """Bandwidth and thousand calls a second, as papers on storage have them."""
+    each, rates = seconds / 4, {"read_bytes_per_second": 2e9, "reads_per_second": 2500.0}
+    samples = [telemetry.Sample(number * each, each, 4, **rates) for number in range(1, 5)]
+    series = sections._series(samples)
+    found = {label: max(y) for label, _, y, _ in series}
+    assert found == {"reading, system calls (MB/s)": 2000, "reading, system calls (thousand/s)": 2.5}
+    svg = figures.strips("x", series)
+    assert f"time ({unit})" in svg and "thousand/s" in svg
+
+
 @pytest.mark.parametrize("over", ["epoch", "time"])
 def test_curves_are_where_the_numbers_are(results: Results, over: Literal["epoch", "time"]) -> None:
     results.run("p", "a", triplet=None, epochs=6, final=0.5)

@@ -816,12 +816,13 @@ def test_what_averages_gradients_is_made_on_the_graphs_stream(monkeypatch: pytes
             log.append(rate)
 
     monkeypatch.setattr(build_, "DistributedDataParallel", Averaging)
-    network = make_step("era5_vit").network
-    assert build_.wrap(network, World()) is network
-    build_.wrap(network, World(0, 2), Backend())  # type: ignore[arg-type]
-    options = {"device_ids": None, "gradient_as_bucket_view": True}
+    run, network = settings("era5_vit"), make_step("era5_vit").network
+    assert build_.wrap(network, run, World()) is network
+    build_.wrap(network, run, World(0, 2), Backend())  # type: ignore[arg-type]
+    options = {"device_ids": None, "bucket_cap_mb": None, "forward_sync_buffers": True}
+    options |= {"gradient_as_bucket_view": True, "static_graph": False}
     assert log == ["aside", options, "back", 2**31 - 1]
-    build_.wrap(network, World(0, 2))
+    build_.wrap(network, run, World(0, 2))
     assert log[4:] == [options, 2**31 - 1]
 
 

@@ -37,7 +37,11 @@ CONFIG: dict[str, Any] = {
                 "training": {"epochs": 1},
                 "throughput": {"warmup": 0, "trials": 1, "batches": 2},
             },
-            "runs": {"one": {}, "eight": {"geometry": {"nodes": 2, "gpus_per_node": 4}}},
+            "runs": {
+                "one": {},
+                "pair": {"geometry": {"nodes": 2}},
+                "eight": {"geometry": {"nodes": 2, "gpus_per_node": 4}},
+            },
         },
         "long": {
             "study": "era5_vit",

@@ -66,28 +66,30 @@ _RATE: float | None = None
 
 
 def test_shapes(make: Callable[..., Flow]) -> None:
-    """One GPU on a shared node; two nodes with four tasks each; and the report."""
+    """One GPU on a shared node; one on each of two nodes; two nodes with four tasks each; and the report."""
     flow = make()
     assert flow.run() == 0, flow.output[-8000:]
     rows = {
         row[0].removeprefix("rule_").replace("_wildcards_", " "): row[1:-1]
         for row in flow.jobs("comment:100", "qos", "numnodes", "tres-per-node:30", "feature", "account", "state")
     }
-    one, eight = (
+    one, pair, eight = (
         ["shared", "1", "gres:gpu:1", "gpu", "m0000_g", "COMPLETED"],
+        ["regular", "2", "gres:gpu:1", "gpu", "m0000_g", "COMPLETED"],
         ["regular", "2", "gres:gpu:4", "gpu", "m0000_g", "COMPLETED"],
     )
     assert rows == {
         f"{stage} shapes_{run}": asked
         for stage in ("train", "throughput")
-        for run, asked in {"one": one, "eight": eight}.items()
+        for run, asked in {"one": one, "pair": pair, "eight": eight}.items()
     }
     assert "2 nodes x 4 GPUs = 8 ranks (dp 8)" not in flow.output, "that is for a dry run"
     assert (flow.path / "results/report/index.html").exists()
     found = flow.provenance("shapes/eight")
     assert found["processes"] == 8 and found["slurm"]["SLURM_JOB_NODELIST"].startswith("nid[")
-    a, b = (records(flow.path / "results/plans/shapes" / run)[-1] for run in ("one", "eight"))
-    assert a["valid_loss"] == pytest.approx(b["valid_loss"], rel=1e-4), "eight train as one does"
+    a, *others = (records(flow.path / "results/plans/shapes" / run)[-1] for run in ("one", "pair", "eight"))
+    for b in others:
+        assert a["valid_loss"] == pytest.approx(b["valid_loss"], rel=1e-4), "several train as one does"
     assert flow.run() == 0 and "Nothing to be done" in flow.output
 
 

@@ -16,7 +16,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +27,7 @@ from dlscale.core.errors import Stopped, UserError
 from dlscale.core.files import explained
 from dlscale.core.machine import let_threads_wait
 from dlscale.core.ranks import Ranks, ranks
+from dlscale.core.settings import read_settings, validate
 from dlscale.core.stages import RUN_OPTIONS, STAGES
 from dlscale.core.telemetry import node_file
 from dlscale.launch import telemetry
@@ -155,7 +156,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         elif args.stage in QUESTIONS:
             return int(importlib.import_module(QUESTIONS[args.stage].module).main(args, _configuration(args)))
         else:
-            with _watched(args):
+            with _watched(args), _near(args):
                 stage = importlib.import_module(STAGES[args.stage].module)
                 logging.info(times.STARTED, times.age())
                 stage.main(args)
@@ -185,23 +186,38 @@ def _watched(args: argparse.Namespace) -> AbstractContextManager[None]:
     if not getattr(args, "telemetry", None):
         return contextlib.nullcontext()
     from dlscale.config.run import Geometry
-    from dlscale.core.settings import read_settings, validate
 
     settings, where = read_settings(args.config)
     geometry = validate(Geometry, settings.get("geometry") or {}, f"{where}: geometry")
-    here, several = geometry.gpus_per_node, geometry.world_size > 1
+    one = (settings.get("parallel") or {}).get("kind") == "dp"  # process for all of them
+    here, several = geometry.gpus_per_node, geometry.world_size > 1 and not one
     rank, _, local_rank = ranks() if several else Ranks()
     if local_rank:
         return contextlib.nullcontext()
     file = node_file(Path(args.telemetry), rank // here)
     # The ranks of a node are children of one process, torchrun's or Slurm's.
-    return telemetry.beside(file, os.getppid() if several else os.getpid(), here, 0 if args.device == "cpu" else here)
+    root, processes = (os.getppid(), here) if several else (os.getpid(), 1)
+    return telemetry.beside(file, root, processes, 0 if args.device == "cpu" else here)
+
+
+@contextlib.contextmanager
+def _near(args: argparse.Namespace) -> Iterator[None]:
+    """Have a stage of a run read its data from a copy on its node, if the run's loader asks for one."""
+    loader = read_settings(args.config)[0].get("loader") or {} if STAGES[args.stage].scope == "run" else {}
+    if loader.get("staging", "none") == "none":
+        yield
+        return
+    from dlscale.data.staging import staged
+
+    with staged(args.manifest, loader["staging"]) as manifest:
+        args.manifest = str(manifest)
+        yield
 
 
 def _own_log(log: Path) -> Path:
     """Return the log of this process: of several that run one stage, all but the first have logs of their own."""
-    rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
-    return log if rank == "0" else log.with_name(f"{log.stem}.rank{rank}{log.suffix}")
+    rank = ranks().rank
+    return log.with_name(f"{log.stem}.rank{rank}{log.suffix}") if rank else log
 
 
 def _redirect(log: Path) -> TextIO:

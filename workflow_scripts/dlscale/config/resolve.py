@@ -92,6 +92,14 @@ def load(raw: Mapping[str, Any]) -> Configuration:
     plans = {
         plan: {name: run for name, run in runs.items() if name not in left_out[plan]} for plan, runs in resolved.items()
     }
+    for name, runs in resolved.items():
+        for run, found in runs.items():
+            if "train" in workflow.plans[name].stages(run) and not found.run.averages:
+                raise UserError(
+                    f"configuration: plans.{name}.runs.{run}.parallel.sync: false: without averaged gradients every "
+                    f"process would train a model of its own; leave train out for this run (measure, or only: "
+                    f"{{train: [...]}} of plans.{name})"
+                )
     for name in workflow.targets:
         if not plans[name]:
             lacking = "; ".join(f"{run}: {what}" for run, what in left_out[name].items())

@@ -24,6 +24,7 @@ from pydantic import (
     model_validator,
 )
 
+from dlscale.config.parallel import DDP, DP, Parallel
 from dlscale.core import registry
 from dlscale.core.errors import UserError, unknown
 from dlscale.core.schema import Component, Name, Strict
@@ -143,14 +144,14 @@ class Compile(Strict):
 
 
 class Geometry(Strict):
-    """Nodes and devices. One process drives one device."""
+    """Nodes and devices. One process drives one device, unless `parallel` says otherwise."""
 
     nodes: PositiveInt = 1
-    gpus_per_node: PositiveInt = Field(1, description="Processes a node, one device each (a CPU counts as one).")
+    gpus_per_node: PositiveInt = Field(1, description="Devices of a node that are used (a CPU counts as one).")
 
     @property
     def world_size(self) -> int:
-        """Processes in all."""
+        """Devices in all."""
         return self.nodes * self.gpus_per_node
 
 
@@ -273,6 +274,7 @@ class RunCore(Strict):
         None, description="CPU threads that each process computes with; its share of the job's if absent."
     )
     geometry: Geometry = Geometry()
+    parallel: Parallel = DDP()
 
     @model_validator(mode="after")
     def _fits(self) -> RunCore:
@@ -310,7 +312,24 @@ class RunCore(Strict):
             )
         if self.cuda_graph:
             self._capturable()
+        if isinstance(self.parallel, DP):
+            self._in_one_process()
+        elif self.parallel.static_graph and self.accumulation_steps > 1:
+            raise ValueError(
+                "parallel.static_graph and accumulation_steps: PyTorch learns the graph in the first backward pass, "
+                "which must average; leave static_graph out"
+            )
         return self
+
+    def _in_one_process(self) -> None:
+        if self.geometry.nodes > 1:
+            raise ValueError(
+                f"parallel.kind dp and geometry.nodes {self.geometry.nodes}: one process drives the GPUs of one node; "
+                "use ddp"
+            )
+        for key, used in (("cuda_graph", self.cuda_graph), ("compile.mode", self.compile.mode != "none")):
+            if used:
+                raise ValueError(f"{key} and parallel.kind dp: the model is copied anew at every step; use ddp")
 
     def _capturable(self) -> None:
         if self.compile.mode in ("reduce-overhead", "max-autotune"):
@@ -325,6 +344,16 @@ class RunCore(Strict):
             )
         if self.optimizer.kind == "sgd" and not self.optimizer.fused:
             raise ValueError("cuda_graph and optimizer.kind sgd need optimizer.fused, which has its rate on the device")
+
+    @property
+    def processes(self) -> Geometry:
+        """Nodes and processes of each: one for each device, or one for all."""
+        return Geometry() if isinstance(self.parallel, DP) else self.geometry
+
+    @property
+    def averages(self) -> bool:
+        """Whether gradients are averaged: all devices then train one model."""
+        return isinstance(self.parallel, DP) or self.parallel.sync
 
     @property
     def local_batch_size(self) -> int:

@@ -23,7 +23,7 @@ from dlscale.core.schema import Name, Strict
 from dlscale.core.stages import RUN_STAGES, STAGES
 
 Engine = Literal["none", "auto", "docker", "podman", "podman-hpc", "shifter", "apptainer"]
-Starter = Literal["auto", "direct", "torchrun", "srun"]
+Starter = Literal["auto", "direct", "torchrun", "srun", "mpirun"]
 
 #: What a job does: a stage of a run, or one of the stages that make a dataset.
 if TYPE_CHECKING:
@@ -111,6 +111,21 @@ class Site(Strict):
     starter: Starter = Field(
         "auto", description="What starts several processes; auto: srun where there is a scheduler, else torchrun."
     )
+    start: list[Annotated[str, StringConstraints(min_length=1, pattern=r"^[^\n\r]*$")]] = Field(
+        [],
+        description="Of mpirun: the words that start all processes of a run; mpirun -n {ranks} if absent. Of torchrun "
+        "on several nodes: those that start it on each of them. {ranks}, {ranks_per_node} and {nodes} are put in.",
+    )
+    rendezvous: str | None = Field(
+        None,
+        pattern=r"^[A-Za-z0-9_.\[\]:-]+:[0-9]+$",
+        description="Of torchrun on several nodes: where they meet, the first one's name and a free port of it.",
+    )
+    local_disk: str | None = Field(
+        None,
+        pattern=r"^[/$][^:;,\n\r]*$",
+        description="Folder on a disk of each node's own, for loader.staging local; variables of the job are put in.",
+    )
     gpu: bool | None = Field(
         None, description="Whether containers of runs get the GPUs; absent: where the nodes, or this machine, have any."
     )
@@ -132,6 +147,22 @@ class Site(Strict):
     environment: dict[Variable, Value] = Field({}, description="Environment of every stage.")
     scratch_days: PositiveInt | None = Field(None, description="Age at which the site removes files from scratch.")
     scheduler: Scheduler | None = None
+
+    @model_validator(mode="after")
+    def _starts(self) -> Site:
+        if self.start and self.starter not in ("mpirun", "torchrun"):
+            raise ValueError(f"start: these words are those of starter mpirun or torchrun; it is {self.starter}")
+        if self.rendezvous and self.starter != "torchrun":
+            raise ValueError(f"rendezvous: only torchrun meets there; the starter is {self.starter}")
+        if "$" in (self.local_disk or "") and self.engine not in ("none", "shifter"):
+            raise ValueError(
+                f"local_disk: {self.local_disk}: a container of {self.engine} has none of the job's variables"
+            )
+        for word in self.start:
+            for name in re.findall(r"\{\w+\}", word):
+                if name not in ("{ranks}", "{ranks_per_node}", "{nodes}"):
+                    raise ValueError(f"start: {name}: expected {{ranks}}, {{ranks_per_node}} or {{nodes}}")
+        return self
 
     @model_validator(mode="after")
     def _order_is_of_all_gpus(self) -> Site:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import shutil
@@ -14,6 +15,9 @@ from pathlib import Path
 #: once make small operations slow, since waking takes longer than they do; beside any other load, those that look for
 #: long make every operation wait for a core.
 WAITING = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000"}
+
+#: The variable that names a folder on a disk of the node's own, where there is one: a site's `local_disk`.
+LOCAL_DISK = "DLSCALE_LOCAL_DISK"
 
 
 def let_threads_wait() -> None:
@@ -28,6 +32,33 @@ def answer(words: list[str], seconds: float = 60.0) -> str | None:
         return subprocess.run(words, capture_output=True, text=True, timeout=seconds, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return None
+
+
+def job_limits() -> list[tuple[int, int]]:
+    """Return the limits that the job's processes share, and what is used of each."""
+    found = []
+    with contextlib.suppress(OSError, ValueError):  # control groups, version 2, from this process's group upwards
+        group = Path("/proc/self/cgroup").read_text().rpartition("::")[2].strip().lstrip("/")
+        place = Path("/sys/fs/cgroup")
+        for folder in [place / group, *(place / group).parents]:
+            if folder.is_relative_to(place) and (text := text_of(folder / "memory.max")).isdecimal():
+                found.append((int(text), int(text_of(folder / "memory.current") or 0)))
+    return found
+
+
+def text_of(path: Path) -> str:
+    """Return what a file says, without blanks around it; nothing where it cannot be read."""
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+def free_memory() -> int:
+    """Return the bytes that the processes of this job may still take together."""
+    import psutil
+
+    return int(max(min([psutil.virtual_memory().available, *(limit - used for limit, used in job_limits())]), 0))
 
 
 def _compiler() -> bool:

@@ -5,8 +5,16 @@ from __future__ import annotations
 import os
 from typing import NamedTuple
 
-#: Variables that name rank, size and local rank: torchrun's, then Slurm's of an `srun` step.
-VARIABLES = (("RANK", "WORLD_SIZE", "LOCAL_RANK"), ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"))
+#: Variables that name rank, size and local rank, by what started the process. Slurm's come last: within its jobs
+#: mpirun starts one process a node by srun, and that one starts the ranks.
+VARIABLES = (
+    ("RANK", "WORLD_SIZE", "LOCAL_RANK"),  # torchrun
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),  # mpirun of Open MPI, jsrun
+    ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK"),  # mpirun_rsh of MVAPICH2
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),  # mpiexec (Hydra) of MPICH, Intel MPI
+    ("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK"),  # mpiexec of Cray's PALS
+    ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),  # srun
+)
 
 
 class Ranks(NamedTuple):

@@ -235,7 +235,7 @@ class Memory(Record):
 class Throughput(Record):
     """`throughput.json`; a mode that was not measured is None."""
 
-    nranks: int = Field(1, ge=1)  #: Processes.
+    nranks: int = Field(1, ge=1)  #: Devices that compute, which are as many as processes but for `dp`.
     batch_size: int | None = None  #: Samples a step over all processes.
     device: Device = Device()
     settings: dict[str, Any] = {}  #: The run's `throughput`: warm-up trials, trials, batches.

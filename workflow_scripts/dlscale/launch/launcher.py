@@ -12,14 +12,17 @@ from pathlib import Path
 from dlscale.config.run import Geometry
 from dlscale.config.site import Engine, Site
 from dlscale.core.errors import UserError
-from dlscale.core.machine import answer
+from dlscale.core.machine import LOCAL_DISK, answer
+from dlscale.launch import slurm
 from dlscale.launch.contain import PASSED_ON
-from dlscale.launch.slurm import cpus_per_task
 
 PYTHON = ["python", "-m", "dlscale"]
 
 #: An image of this name is in no registry: it is built here.
 LOCAL = "localhost/"
+
+#: Puts in where the ranks of a run meet, on the node where they are started.
+MPI = ["python", "-m", "dlscale.launch.mpi"]
 
 #: Runs the engine's client: a name for the container, signals, the exit status, and nothing left behind.
 SUPERVISOR = ["python", "-m", "dlscale.launch.contain"]
@@ -42,6 +45,10 @@ def launch(site: Site, place: Place, geometry: Geometry | None = None) -> list[s
 
     The site's choices are made (see `resolve`); a stage that needs no device has no geometry.
     """
+    if geometry and site.local_disk:
+        mounts = {site.local_disk: site.local_disk} if site.engine not in ("none", "shifter") else {}
+        there = {"environment": {LOCAL_DISK: site.local_disk, **site.environment}, "mounts": {**mounts, **site.mounts}}
+        site = site.model_copy(update=there)
     if ordered := _in_gpu_order(site, geometry):
         devices = ",".join(map(str, site.gpu_order or []))
         site = site.model_copy(update={"environment": {**site.environment, "CUDA_VISIBLE_DEVICES": devices}})
@@ -52,14 +59,42 @@ def launch(site: Site, place: Place, geometry: Geometry | None = None) -> list[s
         # The geometry is said again: inside of a job the workflow's executor hides the job's own from srun.
         srun = ["srun", f"--nodes={geometry.nodes}", f"--ntasks-per-node={geometry.gpus_per_node}"]
         if site.scheduler:
-            srun.append(f"--cpus-per-task={cpus_per_task(site.scheduler)}")
+            srun.append(f"--cpus-per-task={slurm.cpus_per_task(site.scheduler)}")
             srun += [f"--gpus-per-node={geometry.gpus_per_node}"] if site.scheduler.gpu_nodes.gpus else []
         if ordered:  # task i on the i-th share of the CPUs, not dealt out to sockets; every task sees all GPUs
             srun += ["--distribution=block:block", "--cpu-bind=cores", "--gpu-bind=none"]
         return [*srun, "--kill-on-bad-exit=1", *container, *PYTHON]
+    if site.starter == "mpirun":
+        host = "{host}" if geometry.nodes > 1 else "127.0.0.1"
+        meet = ["env", f"MASTER_ADDR={host}", "MASTER_PORT={port}"]
+        return [*MPI, *_filled(site.start or ["mpirun", "-n", "{ranks}"], geometry), *meet, *container, *PYTHON]
     # It ends all processes when one fails. What follows "--" is the stage's own, such as `--log`.
-    torchrun = ["python", "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={geometry.gpus_per_node}"]
-    return [*container, *torchrun, "-m", "--", "dlscale"]
+    start, meet = [], ["--standalone"]
+    if geometry.nodes > 1:
+        start = _filled(site.start, geometry)
+        meet = ["--rdzv-backend=c10d", "--rdzv-id=dlscale", f"--rdzv-endpoint={site.rendezvous}"]
+        meet.append(f"--nnodes={geometry.nodes}")
+    torchrun = ["python", "-m", "torch.distributed.run", *meet, f"--nproc-per-node={geometry.gpus_per_node}"]
+    return [*start, *container, *torchrun, "-m", "--", "dlscale"]
+
+
+def _filled(words: Iterable[str], geometry: Geometry) -> list[str]:
+    """Return a site's words with the numbers of a geometry put in."""
+    numbers = {
+        "{ranks}": geometry.world_size,
+        "{ranks_per_node}": geometry.gpus_per_node,
+        "{nodes}": geometry.nodes,
+    }
+    return [re.sub(r"\{\w+\}", lambda match: str(numbers.get(match[0], match[0])), word) for word in words]
+
+
+def check(site: Site, geometry: Geometry, where: str = "") -> None:
+    """Refuse a geometry that the site cannot hold, or on whose nodes it starts nothing; `where` begins its key."""
+    reached = site.starter == "mpirun" or (site.starter == "torchrun" and site.rendezvous)
+    if site.scheduler or not reached:
+        slurm.check(site.scheduler, geometry, where)
+    if site.starter == "torchrun" and geometry.nodes > 1 and not reached:
+        raise UserError(f"{where}geometry.nodes: several nodes: torchrun needs site.rendezvous; use starter srun")
 
 
 def _in_gpu_order(site: Site, geometry: Geometry | None) -> bool:

@@ -21,15 +21,22 @@ Request = dict[str, Any]
 #: All that `request` may ask for.
 RESOURCES = (
     *("nodes", "mem_mb", "cpus_per_task", "gres", "mpi", "tasks_per_node"),
-    *("runtime", "qos", "constraint", "slurm_account", "slurm_extra"),
+    *("tasks", "runtime", "qos", "constraint", "slurm_account", "slurm_extra"),
 )
 
 
-def request(scheduler: Scheduler, job: Job, geometry: Geometry | None, minutes: int | None = None) -> Request:
+def request(
+    scheduler: Scheduler,
+    job: Job,
+    geometry: Geometry | None,
+    minutes: int | None = None,
+    processes: Geometry | None = None,
+) -> Request:
     """Return what the workflow's Slurm executor shall ask for, by its names of resources.
 
     `geometry` is a run's; None for a stage on part of a CPU node. `minutes` is the time limit, as estimated (None: the
-    site's own for the stage); it is cut to what the queue allows.
+    site's own for the stage); it is cut to what the queue allows. `processes` are nodes and processes of each, where
+    these are not one for each device.
     """
     nodes = scheduler.cpu_nodes if geometry is None else scheduler.gpu_nodes
     wanted: Request = {"nodes": 1, "mem_mb": 0}  # no --mem: memory goes with the part of the node
@@ -40,20 +47,26 @@ def request(scheduler: Scheduler, job: Job, geometry: Geometry | None, minutes: 
         check(scheduler, geometry)
         qos = run_qos(scheduler, geometry)
         wanted["nodes"] = geometry.nodes
-        wanted["cpus_per_task"] = cpus_per_task(scheduler)
+        processes = processes or geometry
+        wanted["cpus_per_task"] = cpus_per_task(scheduler) * geometry.gpus_per_node // processes.gpus_per_node
         if nodes.gpus:
             wanted["gres"] = f"{nodes.gres}:{geometry.gpus_per_node}"
-        if geometry.world_size > 1:
+        if processes.world_size > 1:
             # The executor then leaves starting the tasks to the command, which begins with srun.
-            wanted |= {"mpi": "srun", "tasks_per_node": geometry.gpus_per_node}
+            wanted |= {"mpi": "srun", "tasks_per_node": processes.gpus_per_node}
     limit = scheduler.qos.get(qos or "", Qos()).max_minutes
     wanted["runtime"] = min(minutes or scheduler.limit(job), limit or 10**9)
     named = {"qos": qos, "constraint": nodes.constraint, "slurm_account": account_of(scheduler, nodes)}
     wanted |= {key: value for key, value in named.items() if value}
+    extra = []
+    if wanted.get("tasks_per_node") == 1:
+        # The executor refuses one task a node, and multiplies tasks by GPUs where it sees that there are any.
+        wanted["tasks"] = wanted["nodes"] * wanted.pop("tasks_per_node")
+        extra += [f"--gpus-per-node={wanted.pop('gres').removeprefix('gpu:')}"] if "gres" in wanted else []
     if job in STAGES and STAGES[job].warned:
         # To every process of the job's steps, not to the batch shell (B:), which would die of it.
-        wanted["slurm_extra"] = f"--signal=USR2@{scheduler.warning_seconds}"
-    return wanted
+        extra.append(f"--signal=USR2@{scheduler.warning_seconds}")
+    return {**wanted, "slurm_extra": " ".join(extra)} if extra else wanted
 
 
 def cpus_per_task(scheduler: Scheduler) -> int:
@@ -84,7 +97,7 @@ def check(scheduler: Scheduler | None, geometry: Geometry, where: str = "") -> N
         if geometry.nodes > 1:
             raise UserError(
                 f"{where}geometry.nodes: {geometry.nodes} nodes need a scheduler; use a profile that has one, such as "
-                "--profile perlmutter"
+                "--profile perlmutter, or say in the site what starts processes on them (docs/sites.md: Without Slurm)"
             )
         return
     have = scheduler.gpu_nodes.gpus
@@ -92,12 +105,6 @@ def check(scheduler: Scheduler | None, geometry: Geometry, where: str = "") -> N
         raise UserError(
             f"{where}geometry.gpus_per_node: {geometry.gpus_per_node} is more than the {have} GPUs of this site's "
             f"nodes; use {have} and more nodes"
-        )
-    if geometry.world_size > 1 and geometry.gpus_per_node == 1:
-        instead = f"use geometry.gpus_per_node {have}" if have > 1 else "use one node"
-        raise UserError(
-            f"{where}geometry: {geometry.nodes} nodes with one GPU each: the workflow's executor starts no such job; "
-            f"{instead}"
         )
     qos = run_qos(scheduler, geometry)
     limit = scheduler.qos.get(qos or "", Qos())
@@ -109,12 +116,10 @@ def check(scheduler: Scheduler | None, geometry: Geometry, where: str = "") -> N
         )
 
 
-def shown(geometry: Geometry) -> str:
-    """Return a geometry in words, as it is shown before anything is submitted."""
-    ranks = geometry.world_size
-    return (
-        f"{many(geometry.nodes, 'node')} x {many(geometry.gpus_per_node, 'GPU')} = {many(ranks, 'rank')} (dp {ranks})"
-    )
+def shown(geometry: Geometry, processes: Geometry | None = None) -> str:
+    """Return a geometry, and the processes on it, in words, as it is shown before anything is submitted."""
+    devices = f"{many(geometry.nodes, 'node')} x {many(geometry.gpus_per_node, 'GPU')}"
+    return f"{devices} = {many((processes or geometry).world_size, 'rank')} (dp {geometry.world_size})"
 
 
 def left_running(folder: str) -> list[str] | None:

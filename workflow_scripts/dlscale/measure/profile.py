@@ -39,17 +39,16 @@ def main(args: argparse.Namespace) -> None:
     """Profile the run in `args.config` on the data of `args.manifest`; fill the folder `args.out`."""
     run = load_run(args.config, "profile")
     settings: Settings = run.profile
-    if wrong := [rank for rank in settings.ranks if rank >= run.geometry.world_size]:
-        raise UserError(
-            f"profile.ranks: {wrong[0]}: this run has {run.geometry.world_size} processes, numbered from 0; name others"
-        )
+    ranks = run.processes.world_size
+    if wrong := [rank for rank in settings.ranks if rank >= ranks]:
+        raise UserError(f"profile.ranks: {wrong[0]}: this run has {ranks} processes, numbered from 0; name others")
     if "lines" in settings.tools:
         from dlscale.measure.profilers.lines import resolve
 
         for name in settings.functions:
             resolve(name)
     with (
-        join(run.geometry, args.device) as world,
+        join(run.processes, args.device) as world,
         explained(run, args.manifest, world),
         _folder(Path(args.out), world) as folder,
     ):
@@ -244,7 +243,7 @@ def _joined(
         raise UserError(f"profile.tools: no profiler works here: {problems}")
     record = Profile(
         device=describe_device(world.device),
-        nranks=world.size,
+        nranks=session.devices,
         batch_size=session.run.batch_size,
         settings=settings.model_dump(),
         tools=tools,

@@ -39,7 +39,7 @@ from dlscale.train.step import Step
 def main(args: argparse.Namespace) -> None:
     """Measure the run in `args.config` on the data of `args.manifest` and write `args.out`, one line of JSON."""
     run = load_run(args.config, "throughput")
-    with join(run.geometry, args.device) as world, explained(run, args.manifest, world):
+    with join(run.processes, args.device) as world, explained(run, args.manifest, world):
         results = measure(run.throughput, open_session(run, args.manifest, world, args.threads))
         if world.main:
             out = Path(args.out)
@@ -81,7 +81,7 @@ def measure(settings: Settings, session: Session) -> Throughput:
         for mode, (batches, consume) in streams.items():
             modes[mode] = trials(mode, batches, consume, settings, world)
             logging.info("%s: %.2f +- %.2f samples/s", mode, modes[mode].mean, modes[mode].std)
-        if world.size > 1 and not run.cuda_graph:  # a recorded step cannot leave out what it waits for
+        if world.size > 1 and run.averages and not run.cuda_graph:  # a recorded step cannot leave out what it waits for
             with step.unsynchronised():  # last: from here on the ranks' weights differ
                 modes["alone"] = trials("alone", itertools.repeat(cached), step, settings, world)
             logging.info("SYNTHETIC without sums over ranks: %.2f samples/s", modes["alone"].mean)
@@ -90,9 +90,9 @@ def measure(settings: Settings, session: Session) -> Throughput:
     work, peaks = formula or counted, common_peaks(run.precision, world)
     if work and peaks:
         fastest = max(max(found.trial_throughput) for mode, found in modes.items() if mode != "IO")
-        peaks = at_least(peaks, fastest * work.flops / world.size)
+        peaks = at_least(peaks, fastest * work.flops / session.devices)
     results = Throughput(
-        nranks=world.size,
+        nranks=session.devices,
         batch_size=run.batch_size,
         device=describe_device(world.device),
         settings=settings.model_dump(),

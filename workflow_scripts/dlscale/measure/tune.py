@@ -55,7 +55,7 @@ def main(args: argparse.Namespace) -> None:
     run = load_run(args.config, "tune")
     if not all(args.run.partition(".")):
         raise UserError(f"--run: {args.run}: expected PLAN.RUN")
-    with join(run.geometry, args.device) as world:
+    with join(run.processes, args.device) as world:
         found = tune(run, args.manifest, world, args.threads).model_copy(update={"run": args.run})
         if world.main:
             file = Path(args.out) / "tuned.yaml"
@@ -73,7 +73,7 @@ def tune(run: Any, manifest: str | Path, world: World, threads: int | None = Non
     """
     settings: Tune = run.tune
     began = time.perf_counter()
-    cores = max(1, (threads or torch.get_num_threads() * run.geometry.gpus_per_node) // run.geometry.gpus_per_node)
+    cores = max(1, (threads or torch.get_num_threads() * run.processes.gpus_per_node) // run.processes.gpus_per_node)
     changes = candidates(run, cores, world.device)
     duel_seconds = settings.seconds * (DUEL if len(changes) > 2 else 1)
     planned = [*halving.rungs(len(changes) - 1, settings.keep), *([settings.rounds - 1] if len(changes) > 1 else [])]
@@ -101,7 +101,7 @@ def tune(run: Any, manifest: str | Path, world: World, threads: int | None = Non
         duel = Duel(challenger=best, rates=rounds, ratio=ratio, low=low, high=high, usage=usage)
     tuning = Tuning(
         device=describe_device(world.device),
-        nranks=world.size,
+        nranks=run.geometry.world_size if world.device.type == "cuda" else world.size,
         batch_size=run.batch_size,
         settings=settings.model_dump(mode="json"),
         seconds=time.perf_counter() - began,
@@ -192,10 +192,10 @@ class _Trials:
     def __init__(self, run: Any, manifest: str | Path, world: World, cores: int, changes: list[dict[str, Any]]) -> None:
         self.peaks: dict[int, int] = {}  #: Bytes by setting.
         self.problems: dict[int, str] = {}
-        self.limit = memory.total(world.device, run.geometry.gpus_per_node) * run.tune.memory
+        self.limit = memory.total(world.device, run.processes.gpus_per_node) * run.tune.memory
         self.progress: Progress | None = None
         self._run, self._manifest, self._world, self._changes = run, manifest, world, changes
-        self._threads = cores * run.geometry.gpus_per_node
+        self._threads = cores * run.processes.gpus_per_node
         self._session: Session | None = None
         self._epoch = 0
 

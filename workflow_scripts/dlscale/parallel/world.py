@@ -13,7 +13,7 @@ import platform
 import re
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -64,6 +64,12 @@ class World:
             dist.all_reduce(values)
         return values
 
+    def share(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Give all ranks the values that the first one has, in place; no device waits."""
+        if self.size > 1:
+            for tensor in tensors:
+                dist.broadcast(tensor, 0)
+
     def max(self, *values: float) -> list[float]:
         """Return for each number the greatest of all ranks' numbers; no device waits."""
         greatest = torch.tensor(values, dtype=torch.float64)
@@ -102,11 +108,18 @@ def join(geometry: Geometry, device: str) -> Iterator[World]:
         raise UserError(
             f"geometry: this run asks for {geometry.world_size} processes ({geometry.nodes} nodes x "
             f"{geometry.gpus_per_node}), and {size} were started; start it with torchrun --nproc-per-node="
-            f"{geometry.gpus_per_node} or srun --ntasks={geometry.world_size}, as the workflow does"
+            f"{geometry.gpus_per_node}, srun --ntasks={geometry.world_size} or mpirun -n {geometry.world_size}, as the "
+            "workflow does"
+        )
+    if local_rank != rank % geometry.gpus_per_node:
+        raise UserError(
+            f"geometry.gpus_per_node: process {rank} is number {local_rank} on its node, expected "
+            f"{rank % geometry.gpus_per_node}: each node's {geometry.gpus_per_node} processes have consecutive ranks; "
+            f"have them started so (mpirun --map-by ppr:{geometry.gpus_per_node}:node, srun --distribution=block)"
         )
     own = torch.device(kind)
     if kind == "cuda":
-        # Slurm may show a task its own GPU alone, or all of the node's.
+        # Slurm, like some launchers of MPI, may show a task its own GPU alone, or all of the node's.
         visible = torch.cuda.device_count()
         if visible < geometry.gpus_per_node and not (visible == 1 and "RANK" not in os.environ):
             raise UserError(
@@ -145,7 +158,10 @@ def _rendezvous(geometry: Geometry) -> None:
     if geometry.nodes > 1 and nodes:
         os.environ.setdefault("MASTER_ADDR", first_host(nodes))
     if geometry.nodes > 1 and "MASTER_ADDR" not in os.environ:
-        raise UserError("MASTER_ADDR is not set: with several nodes, give all processes the name of the first node")
+        raise UserError(
+            "MASTER_ADDR is not set: with several nodes, give all processes the name of the first node "
+            "(mpirun -x MASTER_ADDR=NAME, or env MASTER_ADDR=NAME before the command)"
+        )
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     # Jobs that share a node, and steps of one job, need different ports.
     job, step = (os.environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))

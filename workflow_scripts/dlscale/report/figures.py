@@ -230,6 +230,8 @@ def roofline(name: str, runs: Sequence[Point], roofs: Sequence[tuple[str, float,
 
 #: A quantity over time: name with unit, seconds from the begin, values, the end of its axis (None: the greatest value).
 Strip = tuple[str, Sequence[float], Sequence[float], float | None]
+#: Seconds beyond which times are told in minutes.
+LONG = 600.0
 
 
 def strips(name: str, series: Sequence[Strip]) -> str:
@@ -237,7 +239,9 @@ def strips(name: str, series: Sequence[Strip]) -> str:
 
     def draw(axes: Axes) -> None:
         last = max(max(x, default=0.0) for _, x, _, _ in series)
-        for row, (label, x, values, top) in enumerate(series):
+        unit, name_of_unit = (60.0, "min") if last > LONG else (1.0, "s")
+        for row, (label, seconds, values, top) in enumerate(series):
+            x = [moment / unit for moment in seconds]
             greatest = top or max(values, default=0.0) or 1.0
             base = -1.5 * row
             heights = [base + min(value / greatest, 1.0) for value in values]
@@ -247,10 +251,10 @@ def strips(name: str, series: Sequence[Strip]) -> str:
             axes.text(0, base + 1.02, label, transform=axes.get_yaxis_transform(), fontsize=8, va="bottom")
             end = axes.get_yaxis_transform()
             axes.text(1, base + 1.02, f"0 to {number(greatest)}", transform=end, fontsize=8, va="bottom", ha="right")
-        axes.set_xlim(0, last or 1.0)
+        axes.set_xlim(0, last / unit or 1.0)
         axes.set_ylim(-1.5 * (len(series) - 1) - 0.05, 1.3)
         axes.set_yticks([])
-        axes.set_xlabel("time (s)")
+        axes.set_xlabel(f"time ({name_of_unit})")
 
     return svg(name, draw, (4.6, 0.5 + 0.45 * len(series)))
 

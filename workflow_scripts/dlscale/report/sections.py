@@ -318,6 +318,7 @@ def _series(samples: Sequence[Sample]) -> list[figures.Strip]:
         ("processors: others (cores)", lambda s: None if s.cpu_others is None else s.cpu_others * s.cores, cores),
         ("memory of the run (GiB)", lambda s: None if s.rss_bytes is None else s.rss_bytes / gib, None),
         ("reading, system calls (MB/s)", lambda s: _scaled(s.read_bytes_per_second, 1e-6), None),
+        ("reading, system calls (thousand/s)", lambda s: _scaled(s.reads_per_second, 1e-3), None),
         ("reading, from disks (MB/s)", lambda s: _scaled(s.disk_read_bytes_per_second, 1e-6), None),
         ("GPUs, mean (% of time with a kernel)", lambda s: _scaled(_gpu(s, "utilization"), 100), 100),
         ("GPUs, sum (W)", lambda s: _scaled(_gpu(s, "watts"), len(s.gpus)), None),

@@ -289,7 +289,8 @@ def communication(evidence: Evidence) -> Finding | None:
         "communication",
         "communication",
         why,
-        "A larger batch on each device (batch_size), or accumulation_steps, which add up less often.",
+        "A larger batch on each device (batch_size), or accumulation_steps, which add up less often; other buckets "
+        "(parallel: bucket_mb, first_bucket_mb).",
         share,
     )
 

@@ -15,12 +15,14 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from dlscale.config.parallel import DDP, DP
 from dlscale.config.run import RunCore
 from dlscale.core import registry
 from dlscale.core.errors import Refused, UserError
 from dlscale.data.loaders.base import Loader, Share
 from dlscale.data.manifest import Manifest
 from dlscale.data.samples import Samples
+from dlscale.parallel.batchnorm import synchronised
 from dlscale.parallel.world import World
 from dlscale.studies.base import SampleLoss, Study
 from dlscale.train.attention import Context, attention_context
@@ -28,7 +30,10 @@ from dlscale.train.graph import CudaBackend
 from dlscale.train.optimizer import build_optimizer
 from dlscale.train.precision import Weights, compute_dtype, set_matmul_precision
 from dlscale.train.selfcheck import check_layers, check_operations
-from dlscale.train.step import Network, Step
+from dlscale.train.step import Copied, Network, Step
+
+#: PyTorch's own (`torch.nn.parallel.distributed._DEFAULT_BUCKET_CAP_MB`).
+BUCKET_MB = 25
 
 
 def build_step(run: RunCore, make: Callable[[], nn.Module], loss: SampleLoss, world: World | None = None) -> Step:
@@ -48,6 +53,8 @@ def build_step(run: RunCore, make: Callable[[], nn.Module], loss: SampleLoss, wo
     torch.manual_seed(run.seed)
     model = make()
     # 2. Sharded: the place of a plan that splits layers over ranks. Every rank holds the whole model so far.
+    if world.data_size > 1 and isinstance(run.parallel, DDP) and run.parallel.sync_batchnorm:
+        model = synchronised(model, device)
     # 3. Placed: device and layout.
     model.to(device).to(memory_format=memory_format(model, run.memory_format))  # type: ignore[call-overload]
     # 4. and 5. Its number format, its loss, the other ranks, the optimiser.
@@ -74,26 +81,49 @@ def assemble(
     weights = Weights(model, run.precision)
     # 4. Wrapped, with its loss: gradients are averaged over the data-parallel ranks.
     network = Network(model, loss, run.precision, memory_format(model, run.memory_format))
-    wrapped = wrap(network, world, graphs)
+    wrapped = wrap(network, run, world, graphs)
     # 5. The optimiser, of the weights as they are placed.
     optimizer = build_optimizer(weights.updated, run.optimizer, world.device if graphs else None)
     return Step(run, weights, network, wrapped, optimizer, attention)
 
 
-def wrap(network: Network, world: World, graphs: CudaBackend | None = None) -> nn.Module:
+def wrap(network: Network, run: RunCore, world: World, graphs: CudaBackend | None = None) -> nn.Module:
     """Return the network, or with several data-parallel ranks what averages its gradients over them.
 
     With `graphs` it is made on their stream: it keeps the nodes of autograd that gather gradients, which work on the
     stream on which they were made, and a graph bears no other.
     """
-    if world.data_size == 1:
+    parallel = run.parallel
+    if isinstance(parallel, DP):
+        return _copied(network, run.geometry.gpus_per_node, world.device)
+    if world.data_size == 1 or not parallel.sync:
         return network
-    devices = [world.device] if world.device.type == "cuda" else None
+    options: dict[str, Any] = {
+        "device_ids": [world.device] if world.device.type == "cuda" else None,
+        "bucket_cap_mb": parallel.bucket_mb,
+        "forward_sync_buffers": parallel.broadcast_buffers,
+        "gradient_as_bucket_view": parallel.bucket_view,
+        "static_graph": parallel.static_graph,
+    }
+    if parallel.first_bucket_mb is not None:  # the last of these holds for all that follow
+        options["bucket_cap_mb_list"] = [parallel.first_bucket_mb, parallel.bucket_mb or BUCKET_MB]
     with graphs.aside() if graphs else nullcontext():
-        wrapped = DistributedDataParallel(network, device_ids=devices, gradient_as_bucket_view=True)
+        wrapped = DistributedDataParallel(network, **options)
     # Else it would time every hundredth step by events, for which the host waits, and which a graph must not have.
     wrapped._set_ddp_runtime_logging_sample_rate(2**31 - 1)
     return wrapped
+
+
+def _copied(network: Network, gpus: int, device: torch.device) -> nn.Module:
+    """Return the network as one process computes it on so many GPUs; a CPU is one device, and has no copies."""
+    if device.type != "cuda":
+        return network
+    if gpus > (there := torch.cuda.device_count()):
+        raise UserError(
+            f"geometry.gpus_per_node: this run asks for {gpus} GPUs, and PyTorch sees {there} here; ask for as many, "
+            "or lower it"
+        )
+    return Copied(network, list(range(gpus)))
 
 
 def memory_format(model: nn.Module, kind: str) -> torch.memory_format:
@@ -165,6 +195,11 @@ class Session:
         return open_samples(self.run, self.manifest, split)
 
     @property
+    def devices(self) -> int:
+        """Devices that compute: as many as processes, unless one process drives several GPUs."""
+        return self.run.geometry.world_size if self.world.device.type == "cuda" else self.world.size
+
+    @property
     def parameters(self) -> int:
         """Trainable parameters of the model."""
         return sum(p.numel() for p in self.step.model.parameters() if p.requires_grad)
@@ -172,7 +207,7 @@ class Session:
 
 def own_threads(run: RunCore, threads: int | None) -> int | None:
     """Return the CPU threads of each process: those of the run, or its share of a node's; None if nobody says."""
-    return run.threads or (max(1, threads // run.geometry.gpus_per_node) if threads else None)
+    return run.threads or (max(1, threads // run.processes.gpus_per_node) if threads else None)
 
 
 def open_session(run: RunCore, manifest: str | Path, world: World, threads: int | None = None) -> Session:

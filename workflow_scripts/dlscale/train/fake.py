@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from dlscale.config.parallel import DDP
 from dlscale.config.run import RunCore
 from dlscale.core import registry
 from dlscale.core.ranges import Marker, mark, marking
@@ -59,6 +60,7 @@ class FakeStep:
                 for name, tensor in tensors.items():
                     if tensor is not None:
                         tensors[name] = made.setdefault(id(tensor), self.like(tensor))  # type: ignore[assignment]
+        run = run.model_copy(update={"parallel": DDP()})  # on one rank: nothing
         with self._mode:
             self.step = assemble(run, model, loss, World(device=device), attention)
         self._begin()

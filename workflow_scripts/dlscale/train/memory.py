@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dlscale.config.run import RunCore
+from dlscale.core.machine import job_limits, text_of
 from dlscale.core.ranges import marking
 from dlscale.core.records import Memory, MemoryUse
 from dlscale.data.loaders.base import Batch
@@ -53,7 +54,8 @@ def predict(
     attention
         As `fake_step` takes it.
     """
-    return of_step(fake_step(run, manifest, device, attention), *(batch or fake_batch(run, manifest)), ranks=ranks)
+    fake, (x, y) = fake_step(run, manifest, device, attention), batch or fake_batch(run, manifest)
+    return of_step(fake, x, y, ranks=ranks if run.averages else 1)
 
 
 def of_step(fake: FakeStep, x: torch.Tensor, y: torch.Tensor, ranks: int = 1) -> MemoryUse:
@@ -177,7 +179,7 @@ def peak(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     # Not `ru_maxrss`: a process that another one starts begins with that one's.
-    if own := re.search(r"^VmHWM:\s*(\d+) kB", _read(Path("/proc/self/status")), re.MULTILINE):
+    if own := re.search(r"^VmHWM:\s*(\d+) kB", text_of(Path("/proc/self/status")), re.MULTILINE):
         return 1024 * int(own[1])
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
@@ -197,7 +199,7 @@ def total(device: torch.device, processes: int = 1) -> int:
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     own = [limit for limit, _ in _own_limits()]
-    return int(min([psutil.virtual_memory().total // processes, *(n // processes for n, _ in _job_limits()), *own]))
+    return int(min([psutil.virtual_memory().total // processes, *(n // processes for n, _ in job_limits()), *own]))
 
 
 def available(device: torch.device) -> int:
@@ -205,7 +207,7 @@ def available(device: torch.device) -> int:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    rests = [limit - used for limit, used in (*_own_limits(), *_job_limits())]
+    rests = [limit - used for limit, used in (*_own_limits(), *job_limits())]
     return int(max(min([psutil.virtual_memory().available, *rests]), 0))
 
 
@@ -213,22 +215,3 @@ def _own_limits() -> list[tuple[int, int]]:
     """Return the limit of this process's memory (`ulimit -v`), if there is one, and what is used of it."""
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     return [] if limit == resource.RLIM_INFINITY else [(limit, int(psutil.Process().memory_info().vms))]
-
-
-def _job_limits() -> list[tuple[int, int]]:
-    """Return the limits that the job's processes share, and what is used of each."""
-    found = []
-    with contextlib.suppress(OSError, ValueError):  # control groups, version 2, from this process's group upwards
-        group = Path("/proc/self/cgroup").read_text().rpartition("::")[2].strip().lstrip("/")
-        place = Path("/sys/fs/cgroup")
-        for folder in [place / group, *(place / group).parents]:
-            if folder.is_relative_to(place) and (text := _read(folder / "memory.max")).isdecimal():
-                found.append((int(text), int(_read(folder / "memory.current") or 0)))
-    return found
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from dlscale.config.run import RunCore
 from dlscale.core.ranges import mark
@@ -40,11 +40,12 @@ class Network(nn.Module):
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """Return the mean loss of a batch, a float32 scalar; of no sample it is 0, and so are its gradients."""
-        prediction = self.predict(x)
-        if not len(x):
-            return 0.0 * prediction.sum()
+        return self.losses(x, y).mean() if len(x) else 0.0 * self.predict(x).sum()
+
+    def losses(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """Return the loss of each sample, float32 [B]."""
         # The loss is a long sum: in float32 whatever the model computes in.
-        return self.loss(prediction, self._arranged(y, y.dtype)).mean()
+        return self.loss(self.predict(x), self._arranged(y, y.dtype))
 
     def predict(self, x: torch.Tensor) -> torch.Tensor:
         """Return the prediction of inputs [B, ...], float32."""
@@ -58,6 +59,33 @@ class Network(nn.Module):
         """Return the values in this format and, where they have its axes, in the model's layout."""
         layout = self._layout if values.dim() == self._layout_axes else torch.preserve_format
         return values.to(dtype, memory_format=layout)
+
+
+class Copied(nn.Module):
+    """A network of which one process has copies on several GPUs, each for its share of a batch (DataParallel)."""
+
+    def __init__(self, network: Network, devices: list[int]) -> None:
+        super().__init__()
+        self.copies = DataParallel(_Each(network), device_ids=devices)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """Return the mean loss of a batch; shares are unequal where it does not divide."""
+        return self.copies(x, y).mean()
+
+    def predict(self, x: torch.Tensor) -> torch.Tensor:
+        """Return what `Network.predict` returns."""
+        return self.copies(x)
+
+
+class _Each(nn.Module):
+    """What is copied: returns the loss of each sample, or without targets the prediction."""
+
+    def __init__(self, network: Network) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
+        return self.network.predict(x) if y is None else self.network.losses(x, y)
 
 
 class Step:
@@ -89,7 +117,8 @@ class Step:
         self._accumulation = run.accumulation_steps
         self._train: Callable[..., torch.Tensor] = self._train_eagerly
         self._loss_of: Callable[..., torch.Tensor] = wrapped
-        self._predict: Callable[..., torch.Tensor] = network.predict
+        predict = wrapped.predict if isinstance(wrapped, Copied) else network.predict
+        self._predict: Callable[..., torch.Tensor] = predict
 
     def compile(self, mode: str) -> None:
         """Compile the forward pass, with the loss and alone, in this mode (the run's `compile.mode`)."""

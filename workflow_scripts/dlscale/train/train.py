@@ -15,6 +15,7 @@ import torch
 
 from dlscale.config.run import Run, load_run
 from dlscale.core import provenance
+from dlscale.core.errors import UserError
 from dlscale.core.files import whole, write_text
 from dlscale.core.lock import only_writer
 from dlscale.core.records import Epoch, epoch_lines
@@ -39,8 +40,13 @@ NOT_FINGERPRINTED: Any = {
 def main(args: argparse.Namespace) -> None:
     """Train the run in `args.config` on the data of `args.manifest`; the first rank fills the folder `args.out`."""
     run = load_run(args.config, "train")
+    if not run.averages:
+        raise UserError(
+            "parallel.sync: false: without averaged gradients every process would train a model of its own; leave sync "
+            "out, or measure the run's throughput instead"
+        )
     with (
-        join(run.geometry, args.device) as world,
+        join(run.processes, args.device) as world,
         explained(run, args.manifest, world),
         contextlib.ExitStack() as stack,
     ):

@@ -119,6 +119,8 @@ class Trainer:
     def validate(self, hooks: Sequence[Hook] = ()) -> tuple[float, dict[str, float]]:
         """Return the loss and the metrics over all validation samples, each counted once."""
         sums = MetricSum()
+        # Of running statistics each rank has seen its own share of the last batch: the first one's are the training's.
+        self.world.share(self.step.model.buffers())
 
         def add(x: torch.Tensor, y: torch.Tensor) -> None:
             prediction = self.step.predict(x)

@@ -9,7 +9,15 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 from dlscale.core.schema import Strict
 
 
-class TorchLoader(Strict):
+class _Reading(Strict):
+    staging: Literal["none", "memory", "local"] = Field(
+        "none",
+        description="Where each node first copies the data, once for all of its processes. memory: into its memory; "
+        "local: onto the disk of its own that the site names (local_disk). none: data are read where they lie.",
+    )
+
+
+class TorchLoader(_Reading):
     """PyTorch's DataLoader: worker processes, the published baseline."""
 
     kind: Literal["torch"]
@@ -18,7 +26,7 @@ class TorchLoader(Strict):
     pin_memory: bool = Field(True, description="Page-locked host memory for copies to a GPU; no effect on a CPU.")
 
 
-class DirectLoader(Strict):
+class DirectLoader(_Reading):
     """Threads that read mapped files into reused buffers; a GPU turns and decodes what they read."""
 
     kind: Literal["direct"]
@@ -31,7 +39,7 @@ class DirectLoader(Strict):
     )
 
 
-class DaliLoader(Strict):
+class DaliLoader(_Reading):
     """NVIDIA DALI (`pip install dlscale[dali]`)."""
 
     kind: Literal["dali"]

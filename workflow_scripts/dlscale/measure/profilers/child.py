@@ -61,7 +61,7 @@ def main() -> int:
 def profiled(args: argparse.Namespace) -> None:
     """Warm up, then make plain steps, those that are recorded, and plain ones again."""
     run = load_run(args.config, "profile")
-    with join(run.geometry, args.device) as world:
+    with join(run.processes, args.device) as world:
         session = open_session(run, args.manifest, world, args.threads)
         if args.nvtx and not run.cuda_graph:  # a graph would replay the sum of gradients, but not the range
             session.step.register_comm_hook(averaged)

