@@ -99,7 +99,7 @@ def test_packages_are_told_by_version(tmp_path: Path) -> None:
         (tmp_path / f"{name}.dist-info").mkdir()
     assert packages(site(packages=str(tmp_path))) == ["a-1.1", "b-2.0"]
     assert packages(site()) == []
-    with pytest.raises(UserError, match="site.packages: /nowhere: no such folder"):
+    with pytest.raises(UserError, match="/nowhere: no such folder"):
         resolve(site(packages="/nowhere"))
 
 

@@ -108,7 +108,9 @@ def parser() -> argparse.ArgumentParser:
     new.add_argument("name", metavar="NAME", help="of the study, and of its Python module")
     place = new.add_mutually_exclusive_group()
     place.add_argument("--at", metavar="FOLDER", help="folder to write to; absent: one called NAME")
-    place.add_argument("--inside", action="store_true", help="write it into this repository, as a study that is shipped")
+    place.add_argument(
+        "--inside", action="store_true", help="write it into this repository, as a study that is shipped"
+    )
     for name, question in QUESTIONS.items():
         asked, several = command(name, question.text), dict[str, Any](nargs="+", default=[])
         asked.add_argument(question.about[0], **question.about[1])

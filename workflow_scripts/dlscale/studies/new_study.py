@@ -1,7 +1,7 @@
 """`dlscale new-study NAME`: a study of one's own begins as the smallest one that is shipped, under another name.
 
-The code is that of `starter_cnn` itself; the folder `template` has what a user's study needs besides: a YAML file with a
-ladder, tests (those of `starter_cnn`), and a configuration to run. Nothing is generated but names.
+The code is that of `starter_cnn` itself; the folder `template` has what a user's study needs besides: a YAML file with
+a ladder, tests (those of `starter_cnn`), and a configuration to run. Nothing is generated but names.
 """
 
 from __future__ import annotations

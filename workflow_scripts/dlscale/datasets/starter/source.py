@@ -38,8 +38,8 @@ class SimulatedSource(Source):
 
     def read(self, start: int, stop: int) -> dict[str, np.ndarray]:
         s = self._source
-        pairs = [pair([s.seed, self._split, row], s.size, s.length, s.target) for row in range(start, stop)]
-        return {key: np.stack(images)[:, None] for key, images in zip(("input", "target"), zip(*pairs), strict=True)}
+        images = np.stack([pair([s.seed, self._split, row], s.size, s.length, s.target) for row in range(start, stop)])
+        return {"input": images[:, 0, None], "target": images[:, 1, None]}
 
 
 class FileSource(Source):
@@ -69,7 +69,9 @@ class FileSource(Source):
                 file = h5py.File(path)
                 self._closing.append(file.close)
                 if not isinstance(values := file.get(name), h5py.Dataset):
-                    raise UserError(f"{path}: {unknown('array', name, _arrays(file))}; name it in `array` of the source")
+                    raise UserError(
+                        f"{path}: {unknown('array', name, _arrays(file))}; name it in `array` of the source"
+                    )
             elif path.suffix == ".npz":
                 with np.load(path, allow_pickle=False) as arrays:
                     if name not in arrays:
