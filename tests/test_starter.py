@@ -415,7 +415,7 @@ def test_a_new_study_is_the_shipped_one_under_its_name(tmp_path: Path) -> None:
         found = subprocess.run([Path(sys.executable).with_name("ruff"), *command], capture_output=True, text=True)
         assert found.returncode == 0, found.stdout
     tested = dlscale("pytest", "-q", "-p", "no:cacheprovider", str(folder / "test_steep_fields.py"), cwd=tmp_path)
-    assert tested.returncode == 0 and " 6 passed" in f" {tested.stdout}", tested.stdout
+    assert tested.returncode == 0 and "6 passed" in tested.stdout, tested.stdout
     code = (
         "import sys; from dlscale.config import resolve\n"
         "loaded = resolve.load_files(sys.argv[1])\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ def study_beside(test: str) -> str:
     name = Path(test).stem.removeprefix("test_")
     if (file := Path(test).with_name(f"{name}.py")).is_file():
         registry.add(name, file)
+        if getattr(sys.modules.get(name), "__file__", "") is None:
+            del sys.modules[name]  # the folder, if it is called as the study: pytest took it for a package
     return name
 
 
