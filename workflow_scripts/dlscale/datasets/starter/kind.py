@@ -131,7 +131,8 @@ class Starter(DatasetKind):
         """Of what is simulated the part's own number of samples; of arrays what is read from which file."""
         source, settings = dataset.source, super().part_settings(dataset, part)
         if isinstance(source, Simulated):
-            own = {**source.model_dump(mode="json", exclude=set(SPLITS)), "count": getattr(source, part.split)}
+            common = source.model_dump(mode="json", exclude={"train", "valid", "test"})
+            own = {**common, "count": getattr(source, part.split)}
         else:
             own = {**source.model_dump(mode="json", include={"input", "target"}), "files": [r.name for r in part.raws]}
         return {**settings, "source": own}
