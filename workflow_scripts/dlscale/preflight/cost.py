@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from dlscale.config.dataset import DatasetSettings
-from dlscale.config.resolve import Configuration, study_files
+from dlscale.config.resolve import Configuration, ResolvedRun, study_files
 from dlscale.config.run import Run
 from dlscale.config.site import Job, Nodes, Qos, Scheduler
 from dlscale.config.workflow import Budget
@@ -145,7 +145,7 @@ def works(configuration: Configuration, plans: Iterable[str] = ()) -> list[Work]
     for plan in list(plans) or workflow.targets:
         if plan not in configuration.plans:
             raise UserError(unknown("plan", plan, configuration.plans))
-        for run, resolved in configuration.plans[plan].items():
+        for run, resolved in _expected(configuration.plans[plan], results).items():
             data, owner, name = resolved.run.dataset, resolved.plan, resolved.name
             if not (results / "data" / data / "manifest.json").exists():
                 jobs = data_jobs(workflow.datasets[data], workflow.site.scheduler)
@@ -154,6 +154,19 @@ def works(configuration: Configuration, plans: Iterable[str] = ()) -> list[Work]
                 if not (results / "plans" / owner / name / STAGES[stage].outputs[0]).exists():
                     runs[owner, name, stage] = Work(stage, owner, name, resolved.run)
     return [*datasets.values(), *runs.values()]
+
+
+def _expected(runs: dict[str, ResolvedRun], results: Path) -> dict[str, ResolvedRun]:
+    """Return runs; of each rung of successive halving, whose trials are not chosen yet, so many as it will have."""
+    done = {name: (results / "plans" / each.plan / each.name / "provenance.json").exists() for name, each in runs.items()}
+    left = {each.rung: each.rung_size for each in runs.values()}
+    left |= {rung: size - sum(done[name] for name, each in runs.items() if each.rung == rung) for rung, size in left.items()}
+    expected = {}
+    for name, each in runs.items():
+        if each.trial is None or done[name] or left[each.rung] > 0:
+            expected[name] = each
+            left[each.rung] -= not done[name]
+    return expected
 
 
 def data_jobs(dataset: DatasetSettings, scheduler: Scheduler | None) -> int:
