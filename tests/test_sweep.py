@@ -139,7 +139,7 @@ def test_cost_counts_each_rung_with_the_trials_that_it_will_have(tmp_path: Path)
         ({"method": "random", "over": {"seed": [1, 2]}, "trials": 3}, "3 of 2 combinations"),
         ({"method": "random", "over": {"seed": {"integers": [1, 2]}}, "trials": 3}, "no more than 2 different"),
         ({"over": {"optimizer": [{}], "optimizer.lr": [1]}}, "optimizer.lr is a part of it"),
-        ({"over": {"optimizer.lrr": [1]}}, r"plans\.swept\.sweep\.over\.optimizer\.lrr: unknown key 'lrr'"),
+        ({"over": {"optimizer.lrr": [1]}}, r"plans\.swept\.sweep\.over\.optimizer: unknown key 'lrr'"),
         ({"over": {"optimizer.lr": [-1.0]}}, r"plans\.swept\.sweep\.over\.optimizer\.lr: got -1.0"),
         ({"methd": "grid", "over": {"seed": [1]}}, "did you mean 'method'"),
         ({"method": "halving", "over": {"training.epochs": [1, 2]}}, "the same for all trials"),
@@ -170,9 +170,13 @@ def test_what_a_sweep_cannot_have() -> None:
     assert resolve.load({"targets": ["best"], "plans": plans}).plans["best"]["again"].run.seed == 2
 
 
-@pytest.mark.parametrize(("key", "value"), [("batch_size", [16, 32]), ("optimizer", {"lr": [0.1, 1]}), ("loader", {"workers": [1]})])
+@pytest.mark.parametrize(
+    ("key", "value"), [("batch_size", [16, 32]), ("optimizer", {"lr": [0.1, 1]}), ("loader", {"workers": [1]})]
+)
 def test_a_list_elsewhere_is_told_of_sweeps(key: str, value: Any) -> None:
-    with pytest.raises(UserError, match=r"to try each value: kind: sweep, sweep: \{over: \{(batch_size|optimizer\.lr|.*workers): \["):
+    with pytest.raises(
+        UserError, match=r"to try each value: kind: sweep, sweep: \{over: \{(batch_size|optimizer\.lr|.*workers): \["
+    ):
         resolve.load({"targets": ["p"], "plans": {"p": {"study": "mnist_cnn", "runs": {"r": {key: value}}}}})
 
 
@@ -214,7 +218,9 @@ def test_rungs_end_bitwise_where_one_training_does(tmp_path: Path, digits: Path)
 
 
 @pytest.mark.parametrize("study", [pytest.param(s, marks=[] if s == "mnist_cnn" else pytest.mark.slow) for s in TINY])
-def test_what_diverges_fails_or_stops(tmp_path: Path, tiny_data: Callable[[str], Path], study: str, capsys: Any) -> None:
+def test_what_diverges_fails_or_stops(
+    tmp_path: Path, tiny_data: Callable[[str], Path], study: str, capsys: Any
+) -> None:
     """Of every study: its figure and its logs bear numbers that are none."""
     settings = {**TINY[study]["run"], "training": {"epochs": 3}, "optimizer": {"kind": "sgd", "lr": 1e30}}
     manifest = tiny_data(study) / "manifest.json"
@@ -246,7 +252,8 @@ def swept(tmp_path: Path, digits: Path) -> Path:
         "kind": "sweep",
         "measure": ["train"],
         "runs": [
-            {"name": name, "label": name, "plan": "swept", "run": f"{name}-rung0", "measure": ["train"]} for name in rates
+            {"name": name, "label": name, "plan": "swept", "run": f"{name}-rung0", "measure": ["train"]}
+            for name in rates
         ],
         "sweep": {
             "method": "halving",
@@ -278,11 +285,15 @@ def test_the_best_go_on_and_the_page_shows_all(swept: Path, tmp_path: Path, digi
         (folder / f"{name}-rung1/config.yaml").write_text(yaml.safe_dump(settings))
         assert train(folder / f"{name}-rung1", digits, "--checkpoints", tmp_path / name) == 0
     plan = read_plan(swept)
-    assert {run.name: len(run.epochs) for run in plan.runs if run.name in chosen.trials} == dict.fromkeys(chosen.trials, 4)
+    assert {run.name: len(run.epochs) for run in plan.runs if run.name in chosen.trials} == dict.fromkeys(
+        chosen.trials, 4
+    )
     assert plan.best and plan.best.name in chosen.trials and plan.ranked[-1].name == "lr-1e30"
     assert [row["optimizer.lr"] for row in summary(plan)] == [0.001, 1.0, 1e30, 0.3]
     text = page("Sweep", [plan], [tiny_data("mnist_cnn")], tmp_path)
-    assert "from: swept." + plan.best.name in text and f"optimizer:\n  lr: {plan.best.settings['optimizer']['lr']}" in text
+    assert (
+        "from: swept." + plan.best.name in text and f"optimizer:\n  lr: {plan.best.settings['optimizer']['lr']}" in text
+    )
     assert "successive halving: 4 for 2 epochs, 2 for 4 epochs" in text and "diverged" in text
 
 

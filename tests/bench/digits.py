@@ -133,6 +133,13 @@ def digits(options: Options) -> list[Row]:
         target = None if missing(["bf16"]) else TARGET
         rows += [
             Row(name, "samples/s", found["ours"], "published program", found["theirs"], counted, target),
-            Row(f"{name}, floor", "samples/s", found["ours"], f"its FLOPs at the rate of a {run.precision} product", floor, {}),
+            Row(
+                f"{name}, floor",
+                "samples/s",
+                found["ours"],
+                f"its FLOPs at the rate of a {run.precision} product",
+                floor,
+                {},
+            ),
         ]
     return rows

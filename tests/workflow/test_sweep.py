@@ -10,8 +10,14 @@ from tests.workflow.conftest import Tree
 PLAN: dict[str, Any] = {
     "study": "mnist_cnn",
     "kind": "sweep",
-    "settings": {"dataset": "mnist_cnn", "model": {"widths": [4, 8], "hidden": 16}, "loader": {"workers": 0},
-                 "batch_size": 8, "precision": "fp32", "training": {"epochs": 2}},
+    "settings": {
+        "dataset": "mnist_cnn",
+        "model": {"widths": [4, 8], "hidden": 16},
+        "loader": {"workers": 0},
+        "batch_size": 8,
+        "precision": "fp32",
+        "training": {"epochs": 2},
+    },
     "sweep": {"method": "halving", "over": {"optimizer.lr": [0.5, 1e30]}, "reduction_factor": 2},
 }
 

@@ -51,7 +51,8 @@ class Plan(Strict):
         {},
         min_length=1,
         validate_default=True,
-        description="Settings by run, in order; `{use: plan.run}` names a run that another plan has. A sweep makes them.",
+        description="Settings by run, in order; `{use: plan.run}` names a run that another plan has. Of a sweep "
+        "its trials.",
     )
 
     @model_validator(mode="before")

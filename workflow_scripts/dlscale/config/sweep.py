@@ -69,8 +69,9 @@ class Sweep(Strict):
         "`{uniform: [0, 0.5]}`, `{integers: [1, 8]}`.",
     )
     trials: PositiveInt | None = Field(
-        None, description="Trials to draw; more of them leave those that are there as they are. Of halving: all "
-        "combinations if absent."
+        None,
+        description="Trials to draw; more of them leave those that are there as they are. Of halving: all "
+        "combinations if absent.",
     )
     seed: NonNegativeInt = Field(0, description="Of the draws.")
     metric: str = Field(
@@ -94,7 +95,9 @@ class Sweep(Strict):
             if longer := next((other for other in over if other.startswith(f"{key}.")), None):
                 raise ValueError(f"{key}: {longer} is a part of it; vary one of them")
         # YAML reads 1e-3, which has no dot, as a string.
-        return {key: [_number(v) for v in values] if isinstance(values, list) else values for key, values in over.items()}
+        return {
+            key: [_number(v) for v in values] if isinstance(values, list) else values for key, values in over.items()
+        }
 
     @model_validator(mode="after")
     def _countable(self) -> Sweep:
@@ -106,11 +109,14 @@ class Sweep(Strict):
             raise ValueError(f"over.{ranges[0]}: of a range there are no combinations; {todo}")
         if self.method == "random" and self.trials is None:
             raise ValueError("trials: how many to draw is missing; or use method grid")
-        if not ranges and self.trials is not None and self.trials > (most := math.prod(map(len, self.over.values()))):
+        most = math.prod(len(values) for values in self.over.values() if isinstance(values, list))
+        if not ranges and self.trials is not None and self.trials > most:
             raise ValueError(f"trials: {self.trials} of {most} combinations; use at most {most}, or method grid")
         names = Counter(_name(values, self._words) for values in itertools.islice(self._all(), 10_000))
         if ranges and len(self.runs) < (self.trials or 0):
-            raise ValueError(f"trials: {self.trials}, but over has no more than {len(self.runs)} different ones; use these")
+            raise ValueError(
+                f"trials: {self.trials}, but over has no more than {len(self.runs)} different ones; use these"
+            )
         if twice := next((name for name, number in names.items() if number > 1), None):
             raise ValueError(f"over: {twice} stands twice")
         return self
@@ -118,7 +124,9 @@ class Sweep(Strict):
     @property
     def runs(self) -> dict[str, Values]:
         """What each trial changes, by name. A name says its values: a trial that stays keeps its results."""
-        return {_name(values, self._words): values for values in (self._all() if self.trials is None else self._drawn())}
+        return {
+            _name(values, self._words): values for values in (self._all() if self.trials is None else self._drawn())
+        }
 
     def _all(self) -> Iterator[Values]:
         lists = {key: values for key, values in self.over.items() if isinstance(values, list)}

@@ -67,10 +67,10 @@ def _explained(error: ValidationError, raw: Any, where: str, layers: Sequence[tu
         written = [path for path, layer in layers if any(holds(layer, culprit) for culprit in culprits)]
         prefix = written[-1:] or [path for path, _ in layers[-1:]]
         path = ".".join(map(str, [*prefix, *keys]))
+        reason, given = _reason(item), item.get("input")
+        if layers and isinstance(given, list) and (item["type"].endswith("_type") or item["type"] == "literal_error"):
+            reason += f"; to try each value: kind: sweep, sweep: {{over: {{{'.'.join(map(str, keys))}: {given}}}}}"
         # One line a place: of a union each member has its own complaint about the same value.
-        reason = _reason(item)
-        if layers and isinstance(item.get("input"), list) and item["type"].endswith(("_type", "_error")):
-            reason += f"; to try each value: kind: sweep, sweep: {{over: {{{'.'.join(map(str, keys))}: {item['input']}}}}}"
         reasons.setdefault(f"{where}: {path + ': ' if path else ''}", []).append(reason)
     return "\n".join(place + "; or: ".join(dict.fromkeys(each)) for place, each in reasons.items())
 

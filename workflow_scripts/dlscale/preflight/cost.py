@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -158,14 +159,17 @@ def works(configuration: Configuration, plans: Iterable[str] = ()) -> list[Work]
 
 def _expected(runs: dict[str, ResolvedRun], results: Path) -> dict[str, ResolvedRun]:
     """Return runs; of each rung of successive halving, whose trials are not chosen yet, so many as it will have."""
-    done = {name: (results / "plans" / each.plan / each.name / "provenance.json").exists() for name, each in runs.items()}
-    left = {each.rung: each.rung_size for each in runs.values()}
-    left |= {rung: size - sum(done[name] for name, each in runs.items() if each.rung == rung) for rung, size in left.items()}
+
+    def done(run: ResolvedRun) -> bool:
+        return (results / "plans" / run.plan / run.name / "provenance.json").exists()
+
+    left = Counter({run.rung: run.rung_size for run in runs.values()})
+    left.subtract(run.rung for run in runs.values() if done(run))
     expected = {}
-    for name, each in runs.items():
-        if each.trial is None or done[name] or left[each.rung] > 0:
-            expected[name] = each
-            left[each.rung] -= not done[name]
+    for name, run in runs.items():
+        if run.trial is None or done(run) or left[run.rung] > 0:
+            expected[name] = run
+            left[run.rung] -= not done(run)
     return expected
 
 

@@ -48,7 +48,7 @@ def job(run: RunResult) -> Job | None:
         (given and given.cores) or known[0].cores,
         sum((sample.cpu_run or 0.0) * sample.cores * sample.seconds for sample in known),
         found.peaks.get("rss_bytes"),
-        given and given.memory_bytes,
+        given.memory_bytes if given else None,
         _mean_gpu(known),
     )
 

@@ -298,9 +298,8 @@ def sweep(name: str, trials: Sequence[Trial], key: str, metric: str) -> str:
         y = [trial.score for trial in trials]
         for place, score, trial in reversed(list(zip(x, y, trials, strict=True))):  # the best on top
             colour = RUN_COLOURS[0] if trial.best else MUTED
-            marker = {"marker": "D" if trial.best else "o", "markersize": 8 if trial.best else 5}
-            filled = {} if trial.whole else {"markerfacecolor": "none"}
-            axes.plot([place], [score], linestyle="", color=colour, **marker, **filled)
+            (point,) = axes.plot([place], [score], linestyle="", color=colour, marker="D" if trial.best else "o")
+            point.set(markersize=8 if trial.best else 5, markerfacecolor=colour if trial.whole else "none")
         if not numeric:
             axes.set_xticks(range(len(words)), [shorten(word, 16) for word in words])
             axes.set_xlim(-0.5, len(words) - 0.5)

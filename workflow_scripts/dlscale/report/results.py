@@ -20,8 +20,8 @@ from dlscale.core.records import (
     PlanRecord,
     Profile,
     Provenance,
-    RunReference,
     Rung,
+    RunReference,
     Throughput,
     Trials,
     Tuning,
@@ -196,7 +196,9 @@ class PlanResult:
         if metric == "valid_loss":
             return run.final_loss, "lower"
         if metric not in self.metrics:
-            raise UserError(f"{self.name}: sweep.metric: {unknown('metric', metric, [*self.metrics, *GENERAL_METRICS])}")
+            raise UserError(
+                f"{self.name}: sweep.metric: {unknown('metric', metric, [*self.metrics, *GENERAL_METRICS])}"
+            )
         return run.epochs[-1].metrics.get(metric, math.nan), self.metrics[metric].better
 
     @property
@@ -242,7 +244,8 @@ def read_plan(path: str | Path, rung: int | None = None) -> PlanResult:
     """Read a plan, `results/plans/PLAN/plan.yaml`, and the results of all its runs.
 
     Of successive halving a trial's run is that of the last rung that it came to; with `rung` those of this rung are
-    read, and no others. A file that the plan's `measure` promises and that is missing, torn, or lacks a key is a `UserError`.
+    read, and no others. A file that the plan's `measure` promises and that is missing, torn, or lacks a key is a
+    `UserError`.
     """
     path = Path(path)
     plan = PlanRecord.checked(read_yaml(path), str(path))

@@ -81,7 +81,9 @@ def _plot(plan: PlanResult, ranked: Sequence[RunResult], key: str) -> tuple[str,
     assert plan.record.sweep is not None
     last = max(run.epochs[-1].epoch for run in ranked)
     points = [
-        figures.Trial(plan.record.sweep.trials[run.name].get(key), value, run.epochs[-1].epoch == last, run is ranked[0])
+        figures.Trial(
+            plan.record.sweep.trials[run.name].get(key), value, run.epochs[-1].epoch == last, run is ranked[0]
+        )
         for run in ranked
         if math.isfinite(value := plan.score(run)[0])
     ]

@@ -76,8 +76,8 @@ def _lead(run: Run, session: Session, trainer: Trainer, out: Path, cores: int) -
     training, validation, processes = trainer.train_loader.samples, trainer.valid_loader.samples, session.world.size
     logging.info(
         f"{run.study}: {session.parameters} parameters, {training} training and {validation} validation samples, "
-        f"{trainer.total_steps} steps in {trainer.epochs} epochs{until}, batch {run.batch_size}, on {session.world.device}"
-        f"{f', one of {processes} processes' if processes > 1 else ''}"
+        f"{trainer.total_steps} steps in {trainer.epochs} epochs{until}, batch {run.batch_size}, "
+        f"on {session.world.device}{f', one of {processes} processes' if processes > 1 else ''}"
     )
     for name in ("provenance.json", "prediction.png", "model.pt"):
         (out / name).unlink(missing_ok=True)
