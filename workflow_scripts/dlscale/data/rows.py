@@ -57,8 +57,8 @@ class RowField:
             self._opened[file] = self._open(file)
         mapped, numbers = self._opened[file]
         if mapped is None:
-            for row, place in zip(rows.tolist(), out, strict=True):
-                place[...] = self.read(file, row)
+            for place, row in enumerate(rows.tolist()):
+                out[place] = self.read(file, row)
         elif numbers is None and mapped.dtype == out.dtype:
             np.take(mapped, rows, axis=0, out=out.reshape(len(rows), *mapped.shape[1:]), mode="clip")  # else it copies
         else:
