@@ -34,6 +34,7 @@ wildcard_constraints:
     split="train|valid|test",
     part=r"[A-Za-z0-9_-]+",
     piece=r"\d+",
+    rung=r"\d+",
 
 
 localrules:
@@ -43,6 +44,7 @@ localrules:
     configure_run,
     configure_plan,
     preview,
+    promote,
     collect,
     report,
     report_plan,

@@ -14,6 +14,7 @@ from dlscale.config import resolve
 from dlscale.core import registry
 from dlscale.core.errors import UserError
 from dlscale.core.fingerprint import ROOT, data_modules, fingerprint, run_modules
+from dlscale.core.records import Rung
 from dlscale.core.settings import read_yaml
 from dlscale.core.stages import STAGES
 from dlscale.data import parts
@@ -225,13 +226,14 @@ def plan_settings(name):
     study = resolve.study_files()[plan.study]
     runs = [
         {
-            "name": run,
+            "name": resolved.trial or run,
             "label": resolved.run.label or run,
             "plan": resolved.plan,
             "run": resolved.name,
             "measure": plan.stages(run),
         }
         for run, resolved in CONFIG.plans[name].items()
+        if resolved.rung == 0
     ]
     return {
         "plan": name,
@@ -241,16 +243,59 @@ def plan_settings(name):
         "kind": plan.kind,
         "measure": plan.measure,
         "runs": runs,
+        "sweep": sweep_settings(name) if plan.sweep else None,
         "left_out": CONFIG.left_out[name],
         "published": [figure.model_dump(exclude_unset=True) for figure in study.published],
     }
+
+
+def sweep_settings(name):
+    """A sweep as its tables and pages need it: `dlscale.core.records.SweepRecord`."""
+    sweep, sizes = CONFIG.workflow.plans[name].sweep, {}
+    for resolved in CONFIG.plans[name].values():
+        if resolved.trial:
+            sizes[resolved.rung] = (resolved.run.training.stop_after, resolved.rung_size)
+    rungs = [list(size) for size in sizes.values()]
+    return {"method": sweep.method, "metric": sweep.metric, "trials": sweep.runs, "rungs": rungs}
+
+
+def promoted(name, rung):
+    """The trials of a sweep that come to a rung of successive halving: known once the rung before is done."""
+    return Rung.read(checkpoints.promote.get(plan=name, rung=rung).output[0]).trials
+
+
+def chosen_runs(name):
+    """A plan's runs; of successive halving those that come to their rung."""
+    return {
+        run: resolved
+        for run, resolved in CONFIG.plans[name].items()
+        if not resolved.rung or resolved.trial in promoted(name, resolved.rung)
+    }
+
+
+def promote_inputs(wildcards):
+    """What the runs of the rung before leave."""
+    name, before = wildcards.plan, int(wildcards.rung) - 1
+    trials = promoted(name, before) if before else CONFIG.workflow.plans[name].runs
+    runs = [f"{RESULTS}/plans/{name}/{trial}-rung{before}" for trial in trials]
+    return [f"{run}/{file}" for run in runs for file in ("config.yaml", *STAGES["train"].outputs)]
+
+
+def promote_params(wildcards):
+    return own_params("promote", sweep_settings(wildcards.plan))
+
+
+def checkpoint_folder(wildcards):
+    """Where a run saves what it goes on from; the rungs of a trial share it."""
+    resolved = CONFIG.plans[wildcards.plan][wildcards.run]
+    return f"{RESULTS}/checkpoints/{wildcards.plan}/{resolved.trial or wildcards.run}"
 
 
 def measured(name):
     """The files that a plan's runs leave, of all the stages that they go through."""
     return [
         f"{RESULTS}/plans/{resolved.plan}/{resolved.name}/{file}"
-        for run, resolved in CONFIG.plans[name].items()
+        for run, resolved in chosen_runs(name).items()
         for file in [
             "config.yaml",
             *(f for stage in CONFIG.workflow.plans[name].stages(run) for f in STAGES[stage].outputs),
@@ -261,7 +306,9 @@ def measured(name):
 def plan_files(name):
     """Everything that a plan produces."""
     settings = [f"{RESULTS}/data/{dataset}/config.yaml" for dataset in plan_datasets([name])]
-    return [*settings, *measured(name), f"{RESULTS}/plans/{name}/summary.csv"]
+    # Which runs of successive halving there are shows on the way; the table, made of them all, asks for them.
+    runs = [] if CONFIG.workflow.plans[name].halves else measured(name)
+    return [*settings, *runs, f"{RESULTS}/plans/{name}/summary.csv"]
 
 
 def plan_datasets(names):
@@ -289,6 +336,10 @@ def report_files(names):
         "manifests": [f"{RESULTS}/data/{name}/manifest.json" for name in plan_datasets(names)],
         "previews": [f"{RESULTS}/data/{name}/preview.png" for name in plan_datasets(names)],
     }
+
+
+def report_target_files(wildcards):
+    return report_files(CONFIG.workflow.targets)
 
 
 def report_plan_files(wildcards):

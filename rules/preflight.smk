@@ -27,6 +27,10 @@ def waiting_works():
             runs.append(cost.Work(name, wildcards.plan, wildcards.run, run_of(wildcards)))
         elif name in DATA_STAGES:
             data[wildcards.dataset] += 1
+    halving = [plan for plan in ASKED_PLANS if CONFIG.workflow.plans[plan].halves]
+    later = cost.works(CONFIG, halving) if halving and runs else []
+    # Which trials come to a later rung is not known yet, but how many.
+    runs += [work for work in later if work.run and CONFIG.plans[work.plan][work.run_name].rung and work not in runs]
     runs.sort(key=in_order)
     return [*(cost.Work("data", name, "data", jobs=number) for name, number in data.items()), *runs]
 

@@ -1,3 +1,23 @@
+checkpoint promote:
+    """Choose the trials that come to the next rung of successive halving."""
+    input:
+        plan=f"{RESULTS}/plans/{{plan}}/plan.yaml",
+        runs=promote_inputs,
+    output:
+        f"{RESULTS}/plans/{{plan}}/rung{{rung}}.json",
+    log:
+        f"{RESULTS}/logs/promote/{{plan}}/rung{{rung}}.log",
+    benchmark:
+        f"{RESULTS}/benchmarks/promote/{{plan}}/rung{{rung}}.tsv"
+    params:
+        stage=promote_params,
+        launch=stage_launch,
+    message:
+        "Choose the trials of {wildcards.plan} for rung {wildcards.rung}"
+    shell:
+        "{params.launch:q} promote --plan {input.plan:q} --rung {wildcards.rung} --out {output:q} --log {log:q}"
+
+
 rule collect:
     """Tabulate a plan's runs."""
     input:
@@ -26,7 +46,7 @@ rule collect:
 rule report:
     """Write the page of all target plans."""
     input:
-        **report_files(CONFIG.workflow.targets),
+        unpack(report_target_files),
     output:
         report(
             f"{RESULTS}/report/index.html",

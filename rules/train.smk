@@ -28,7 +28,7 @@ rule train:
         launch=run_launch,
         sources=checkpoint_sources,
         folder=subpath(output.metrics, parent=True),
-        checkpoints=f"{RESULTS}/checkpoints/{{plan}}/{{run}}",
+        checkpoints=checkpoint_folder,
     message:
         "Train {wildcards.plan}.{wildcards.run}"
     shell:

@@ -705,11 +705,11 @@ def test_what_fits_becomes_resident(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     caplog.set_level("INFO")
     for free, fits in ((2 * needed, True), (2 * needed - 1, False)):
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free, 2 * free))
-        assert direct_loader.becomes_resident("auto", fields, torch.device("cuda")) == fits
+        assert direct_loader.becomes_resident("auto", needed, torch.device("cuda")) == fits
         assert f"{'is held' if fits else 'is not held'} on the device" in caplog.messages[-1]
-    assert direct_loader.becomes_resident("always", fields, torch.device("cuda"))
-    assert not direct_loader.becomes_resident("never", fields, torch.device("cuda"))
-    assert not direct_loader.becomes_resident("auto", fields, CPU)
+    assert direct_loader.becomes_resident("always", needed, torch.device("cuda"))
+    assert not direct_loader.becomes_resident("never", needed, torch.device("cuda"))
+    assert not direct_loader.becomes_resident("auto", needed, CPU)
 
 
 def slow_down(stream: Any, cycles: int) -> None:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,9 +24,9 @@ import torch
 from dlscale.core.errors import UserError
 from dlscale.data import sampling
 from dlscale.data.kind import RowSamples
-from dlscale.data.loaders import synthetic_loader, torch_loader
+from dlscale.data.loaders import direct_loader, synthetic_loader, torch_loader
 from dlscale.data.loaders.base import Loader, Share
-from dlscale.data.loaders.settings import SyntheticLoader, TorchLoader
+from dlscale.data.loaders.settings import DirectLoader, SyntheticLoader, TorchLoader
 from dlscale.data.manifest import File, Manifest
 from dlscale.data.rows import Rows
 from dlscale.data.samples import ArraySpec, BoxIndex, Samples
@@ -675,3 +676,21 @@ def test_synthetic_batches_are_what_is_declared() -> None:
         else:
             bound = spec.classes or 256
             assert set(x.unique().tolist()) == set(y.unique().tolist()) == set(range(bound))
+
+
+# ---- rows through the direct loader ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("input", FIELDS)
+@pytest.mark.parametrize(("workers", "resident"), [(0, "auto"), (2, "auto"), (0, "always"), (2, "always")])
+def test_direct_delivers_rows_bit_for_bit(table: Manifest, input: str, workers: int, resident: Any) -> None:
+    """Of several files, mapped and compressed, decoded or as they are; by ranks, and from the middle of an epoch."""
+    samples = rows(table, input=input, train=13)
+    settings = DirectLoader(kind="direct", workers=workers, resident=resident)
+    for rank, start in ((0, 0), (1, 1)):
+        with closing(direct_loader.build(samples, settings, Share(4, rank, 2), CPU)) as loader:
+            assert (type(loader._backend).__name__ == "ResidentTable") == (resident == "always")
+            truths = torch_loader_of(samples, 4, rank=rank, ranks=2)
+            for epoch in (1, 2):
+                assert epoch_of(loader, epoch, start) == epoch_of(truths, epoch, start)
+    assert samples.bytes == sum(values.nbytes for values in samples.table())

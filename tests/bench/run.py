@@ -30,6 +30,7 @@ from dlscale.core.provenance import PACKAGES, git_state, now  # noqa: E402
 from dlscale.parallel.world import describe_device  # noqa: E402
 from tests.bench import (  # noqa: E402
     compute,
+    digits,
     loading,
     preprocessing,
     profilers,
@@ -47,6 +48,7 @@ GROUPS = {
     "full": training.full,
     "rungs": rungs.rungs,
     "models": compute.models,
+    "digits": digits.digits,
     "watching": watching.watching,
     "profilers": profilers.profilers,
     "preprocess": lambda options: preprocessing.volumes(options) + preprocessing.states(options),

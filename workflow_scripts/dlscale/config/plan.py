@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, Union
 
-from pydantic import Field, SkipValidation, create_model, model_validator
+from pydantic import Field, SkipValidation, ValidationInfo, create_model, field_validator, model_validator
 
 from dlscale.config.run import Run, components
+from dlscale.config.sweep import Sweep, label
 from dlscale.core import registry
 from dlscale.core.errors import unknown
 from dlscale.core.machine import NEEDS
 from dlscale.core.schema import Name, Strict, partial
+from dlscale.core.settings import nested
 from dlscale.core.stages import RUN_STAGES, STAGES
 
 if TYPE_CHECKING:
@@ -27,10 +29,11 @@ class Plan(Strict):
     """
 
     study: Name
-    kind: Literal["set", "ladder", "tune"] = Field(
+    kind: Literal["set", "ladder", "tune", "sweep"] = Field(
         "set",
         description="set: each run stands on the plan's settings; ladder: each keeps what those before it changed; "
-        "tune: a set whose runs go through the stage tune, unless `measure` says another.",
+        "tune: a set whose runs go through the stage tune, unless `measure` says another; sweep: a set whose runs "
+        "`sweep` makes, and that train, unless `measure` says more.",
     )
     title: str | None = Field(None, description="What the report calls the plan; its name if absent.")
     from_: str | None = Field(None, alias="from", description="Start from the settings of this run, written plan.run.")
@@ -43,15 +46,46 @@ class Plan(Strict):
     only: dict[Measurement, list[Name]] = Field(
         {}, description="Runs that alone go through a stage of `measure`, by stage; the others skip it."
     )
+    sweep: Sweep | None = Field(None, description="Of kind sweep: what its trials, which are its runs, vary.")
     runs: dict[Name, Any] = Field(
-        min_length=1, description="Settings by run, in order; `{use: plan.run}` names a run that another plan has."
+        {},
+        min_length=1,
+        validate_default=True,
+        description="Settings by run, in order; `{use: plan.run}` names a run that another plan has. Of a sweep "
+        "its trials.",
     )
 
     @model_validator(mode="before")
     @classmethod
-    def _tuned(cls, data: Any) -> Any:
-        tuning = isinstance(data, dict) and data.get("kind") == "tune" and data.get("measure") is None
-        return {**data, "measure": ["tune"]} if tuning else data
+    def _usual(cls, data: Any) -> Any:
+        usual = {"tune": ["tune"], "sweep": ["train"]}
+        if isinstance(data, dict) and data.get("kind") in usual and data.get("measure") is None:
+            return {**data, "measure": usual[data["kind"]]}
+        return data
+
+    @field_validator("runs", mode="before")
+    @classmethod
+    def _trials(cls, runs: Any, info: ValidationInfo) -> Any:
+        if info.data.get("kind") != "sweep":
+            if runs == {}:
+                raise ValueError("a plan needs runs: their names, each with the settings that are its own, if any")
+            return runs
+        if runs:
+            raise ValueError("a sweep makes its runs itself; leave them out, or use kind set")
+        if "sweep" not in info.data:  # it is wrong, which is said already
+            return {"unknown": {}}
+        if info.data["sweep"] is None:
+            raise ValueError("a sweep needs the key sweep; for example {over: {optimizer.lr: [1e-3, 1e-2]}}")
+        trials = info.data["sweep"].runs.items()
+        return {name: {"label": label(values), **nested(values)} for name, values in trials}
+
+    @model_validator(mode="after")
+    def _swept(self) -> Plan:
+        if self.sweep is not None and self.kind != "sweep":
+            raise ValueError(f"sweep: a plan of kind {self.kind} has none; write kind: sweep")
+        if self.halves and (self.measure != ["train"] or self.only):
+            raise ValueError("measure: successive halving trains, no more; measure the best trial in a plan of its own")
+        return self
 
     @model_validator(mode="after")
     def _only_what_is_there(self) -> Plan:
@@ -62,6 +96,11 @@ class Plan(Strict):
                 if name not in self.runs:
                     raise ValueError(f"only.{stage}: {unknown('run', name, self.runs)}")
         return self
+
+    @property
+    def halves(self) -> bool:
+        """Whether only the best of its runs train to the end."""
+        return self.sweep is not None and self.sweep.method == "halving"
 
     def stages(self, run: str) -> list[str]:
         """Return the stages that a run of the plan goes through."""

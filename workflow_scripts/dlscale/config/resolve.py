@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,9 @@ class ResolvedRun:
     plan: str
     name: str
     run: Run
+    trial: str | None = None  #: Of successive halving: the trial that it trains, from where the rung before ended.
+    rung: int = 0
+    rung_size: int = 0  #: How many trials come to its rung; which ones shows when the rung before is done.
 
 
 @dataclass(frozen=True)
@@ -104,7 +107,29 @@ def load(raw: Mapping[str, Any]) -> Configuration:
         if not plans[name]:
             lacking = "; ".join(f"{run}: {what}" for run, what in left_out[name].items())
             raise UserError(f"configuration: targets: plan {name} has no run for this machine ({lacking})")
+    plans = {name: _rungs(name, workflow.plans[name], runs) for name, runs in plans.items()}
     return Configuration(workflow, plans, left_out)
+
+
+def _rungs(plan_name: str, plan: Plan, trials: dict[str, ResolvedRun]) -> dict[str, ResolvedRun]:
+    """Return the runs of a plan: of successive halving one for each trial in each rung, as far as any may come."""
+    if not (plan.sweep and plan.halves):
+        return trials
+    lengths = {each.run.training.epochs for each in trials.values()}
+    epochs = lengths.pop()
+    if lengths or epochs is None:
+        raise UserError(
+            f"configuration: plans.{plan_name}.sweep: halving needs training.epochs, the same for all trials; "
+            "leave steps out, and do not vary epochs"
+        )
+    runs = {}
+    for rung, (until, size) in enumerate(plan.sweep.rungs(len(trials), epochs)):
+        for trial, resolved in trials.items():
+            training = resolved.run.training.model_copy(update={"stop_after": until})
+            run = resolved.run.model_copy(update={"training": training})
+            name = f"{trial}-rung{rung}"
+            runs[name] = replace(resolved, name=name, run=run, trial=trial, rung=rung, rung_size=size)
+    return runs
 
 
 def add_studies(raw: Raw) -> None:
@@ -245,7 +270,7 @@ class _Resolver:
         here = f"plans.{plan_name}"
         if plan.study not in self.files:
             raise UserError(f"configuration: {here}.study: {unknown('study', plan.study, self.files)}")
-        where = f"{here}.runs.{name}"
+        where = f"{here}.sweep.over" if plan.kind == "sweep" else f"{here}.runs.{name}"
         own = {key: value for key, value in self._settings(where, plan.runs[name]).items() if key != "needs"}
         if "use" in own:
             if len(own) > 1:
@@ -267,6 +292,8 @@ class _Resolver:
         else:
             user = self._settings(f"studies.{plan.study}", self.workflow.studies.get(plan.study, {}))
             layers = [(f"(shipped) {plan.study}", self.files[plan.study].settings), (f"studies.{plan.study}", user)]
+        if plan.kind == "sweep":  # the others go on where one diverges
+            layers = [*layers, (f"{here}.kind", {"training": {"on_divergence": "stop"}})]
         return [*layers, (f"{here}.settings", self._settings(f"{here}.settings", plan.settings))]
 
     def _reference(self, where: str, text: Any, plan: Plan) -> tuple[str, str]:
@@ -277,6 +304,8 @@ class _Resolver:
         other = self.workflow.plans[target]
         if run not in other.runs:
             raise UserError(f"configuration: {where}: {unknown(f'run of plan {target}', run, other.runs)}")
+        if other.halves and where.endswith(".use"):
+            raise UserError(f"configuration: {where}: {text} is a trial of successive halving, in parts; write from")
         if other.study != plan.study:
             raise UserError(f"configuration: {where}: {text} is of study {other.study}, this plan of {plan.study}")
         return target, run

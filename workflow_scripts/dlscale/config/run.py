@@ -129,6 +129,16 @@ class Training(Strict):
     steps: PositiveInt | None = Field(None, description="Optimiser steps; the last epoch may be cut short.")
     checkpoint_epochs: PositiveInt = Field(1, description="Save a checkpoint every so many epochs, and at the end.")
     keep_checkpoints: PositiveInt = Field(2, description="Checkpoints kept on disk, the newest.")
+    stop_after: PositiveInt | None = Field(
+        None,
+        description="End after so many epochs: a part of a training whose schedule and checkpoints are those of all of "
+        "it, and that goes on bitwise as if it had not ended.",
+    )
+    on_divergence: Literal["fail", "stop"] = Field(
+        "fail",
+        description="If a loss is no number any more: fail, or stop, so that the run counts as the worst (what trials "
+        "of a sweep do).",
+    )
 
     @model_validator(mode="after")
     def _one(self) -> Training:

@@ -455,6 +455,8 @@ class Provenance(Record):
     slurm: dict[str, str] = {}
     device: Device = Device()
     processes: int = 1
+    cores: int | None = None  #: Of a node that they may run on.
+    memory_bytes: int | None = None  #: Of a node that they may have.
     seed: int | None = None
     parameters: int | None = None
     training_samples: int | None = None
@@ -532,6 +534,23 @@ class RunReference(Record):
     measure: list[str]  #: The stages that it goes through.
 
 
+class SweepRecord(Record):
+    """What a plan of kind `sweep` tries."""
+
+    method: Literal["grid", "random", "halving"]
+    metric: str  #: What the best trial is best in: `valid_loss`, a validation metric, `samples_per_second`.
+    trials: dict[Name, dict[str, Any]]  #: By trial: its values by dotted key.
+    rungs: list[tuple[int, int]] = []  #: Of halving: epochs after which each rung ends, and its number of trials.
+
+
+class Rung(Record):
+    """`rungN.json`: which trials of successive halving come to rung N, from 1 on, and what they were chosen by."""
+
+    metric: str
+    scores: dict[Name, Number]  #: Of the trials of the rung before, the best first.
+    trials: list[Name]  #: The first of these.
+
+
 class PlanRecord(Record):
     """`plan.yaml`: which runs a plan consists of, and what the report needs to know of its study."""
 
@@ -539,8 +558,9 @@ class PlanRecord(Record):
     title: str | None = None
     study: Name
     study_title: str | None = None
-    kind: Literal["set", "ladder", "tune"] = "set"
+    kind: Literal["set", "ladder", "tune", "sweep"] = "set"
     measure: list[str]  #: The stages that its runs go through, each those of its own reference.
-    runs: list[RunReference] = Field(min_length=1)
+    runs: list[RunReference] = Field(min_length=1)  #: Of successive halving each trial, with its run of the first rung.
+    sweep: SweepRecord | None = None  #: Of kind sweep.
     left_out: dict[str, str] = {}  #: Runs that the machine cannot do, and what it lacks.
     published: list[Published] = []

@@ -67,8 +67,11 @@ def _explained(error: ValidationError, raw: Any, where: str, layers: Sequence[tu
         written = [path for path, layer in layers if any(holds(layer, culprit) for culprit in culprits)]
         prefix = written[-1:] or [path for path, _ in layers[-1:]]
         path = ".".join(map(str, [*prefix, *keys]))
+        reason, given = _reason(item), item.get("input")
+        if layers and isinstance(given, list) and (item["type"].endswith("_type") or item["type"] == "literal_error"):
+            reason += f"; to try each value: kind: sweep, sweep: {{over: {{{'.'.join(map(str, keys))}: {given}}}}}"
         # One line a place: of a union each member has its own complaint about the same value.
-        reasons.setdefault(f"{where}: {path + ': ' if path else ''}", []).append(_reason(item))
+        reasons.setdefault(f"{where}: {path + ': ' if path else ''}", []).append(reason)
     return "\n".join(place + "; or: ".join(dict.fromkeys(each)) for place, each in reasons.items())
 
 
@@ -126,6 +129,18 @@ def flat(settings: Raw, prefix: str = "") -> Raw:
     for key, value in settings.items():
         values |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
     return values
+
+
+def nested(values: Raw) -> Raw:
+    """Return settings by dotted key as nested mappings."""
+    settings: Raw = {}
+    for key, value in values.items():
+        *path, last = key.split(".")
+        here = settings
+        for word in path:
+            here = here.setdefault(word, {})
+        here[last] = value
+    return settings
 
 
 def holds(layer: Any, keys: tuple[int | str, ...]) -> bool:

@@ -41,7 +41,8 @@ def training_work(run: Any, train: int | None, valid: int | None) -> float | Non
     if train is None or valid is None:
         return None
     if run.training.steps is None:
-        return float(run.training.epochs * (train + VALIDATION * valid))
+        epochs = min(run.training.epochs, run.training.stop_after or run.training.epochs)
+        return float(epochs * (train + VALIDATION * valid))
     epochs = -(-run.training.steps // -(-train // run.batch_size))
     return float(run.training.steps * run.batch_size + VALIDATION * epochs * valid)
 
@@ -217,6 +218,16 @@ STAGES: dict[str, Stage] = {
         outputs=("tune.json", "tuned.yaml", "telemetry/tune.csv"),
         nodes="geometry",
         minutes=30,
+    ),
+    "promote": Stage(
+        "dlscale.report.promote",
+        "Choose the trials of a sweep that come to the next rung of successive halving.",
+        "plan",
+        (
+            path("--plan", "the plan's plan.yaml"),
+            option("--rung", "number of the rung that they come to, from 1", type=int, metavar="N"),
+            path("--out", "JSON file to write"),
+        ),
     ),
     "collect": Stage(
         "dlscale.report.collect",

@@ -7,6 +7,7 @@ of a machine share one copy of them, and no row is read twice.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from dlscale.data import sampling
 from dlscale.data.kind import RowSamples
 from dlscale.data.manifest import Manifest
 from dlscale.data.mapped import map_chunks
-from dlscale.data.samples import ArraySpec, decoding
+from dlscale.data.samples import ArraySpec, TableSamples, decoding
 from dlscale.data.store import Reader
 
 
@@ -50,6 +51,20 @@ class RowField:
         values = stored.astype(self.spec.dtype).reshape(self.spec.shape)
         return values if numbers is None else np.asarray((values - numbers[0]) * numbers[1] + numbers[2])
 
+    def fill(self, file: int, rows: np.ndarray, out: np.ndarray) -> None:
+        """Write rows [n] of one file into `out` [n, ...], as `read` returns them."""
+        if file not in self._opened:
+            self._opened[file] = self._open(file)
+        mapped, numbers = self._opened[file]
+        if mapped is None:
+            for place, row in enumerate(rows.tolist()):
+                out[place] = self.read(file, row)
+        elif numbers is None and mapped.dtype == out.dtype:
+            np.take(mapped, rows, axis=0, out=out.reshape(len(rows), *mapped.shape[1:]), mode="clip")  # else it copies
+        else:
+            values = mapped[rows].astype(self.spec.dtype).reshape(out.shape)
+            out[...] = values if numbers is None else (values - numbers[0]) * numbers[1] + numbers[2]
+
     def _open(self, file: int) -> tuple[np.ndarray | None, np.ndarray | None]:
         """Return a file's rows, if they can be mapped, and shift, factor and offset, if they must be decoded."""
         reader, info = self._readers[file], self._info
@@ -61,7 +76,7 @@ class RowField:
         return mapped, decoding(info, reader.scaling).reshape(3, *channels, *[1] * len(info.grid))
 
 
-class Rows:
+class Rows(TableSamples):
     """See `dlscale.data.samples.Samples`.
 
     A training epoch visits all rows in a random order, and of more than `settings.train` a new random choice each
@@ -75,6 +90,9 @@ class Rows:
         self._rows = np.array([file.rows for file in manifest.files(split)])
         self._seed, self._training = seed, split == "train"
         self._available = int(self._rows.sum())
+        self.bytes = self._available * sum(
+            int(np.prod(spec.shape)) * np.dtype(spec.dtype).itemsize for spec in (self.input_spec, self.target_spec)
+        )
         self.size = min((settings.train if self._training else settings.valid) or self._available, self._available)
 
     @functools.lru_cache(maxsize=2)  # noqa: B019 - an epoch's rows serve all its samples; two epochs overlap
@@ -88,6 +106,36 @@ class Rows:
         """See `dlscale.data.samples.Samples`."""
         file, row = (int(each[index]) for each in self.rows(epoch))
         return self._input.read(file, row), self._target.read(file, row)
+
+    def writers(self, epoch: int, indices: range, x: np.ndarray, y: np.ndarray) -> list[Callable[[], None]]:
+        """See `WritingSamples`: one task for each file."""
+        files, rows = (each[indices.start : indices.stop] for each in self.rows(epoch))
+        return [functools.partial(self._fill, file, files, rows, x, y) for file in np.unique(files).tolist()]
+
+    def _fill(self, file: int, files: np.ndarray, rows: np.ndarray, x: np.ndarray, y: np.ndarray) -> None:
+        """Write the samples that are of `file` to their places in `x` and `y`."""
+        here = files == file
+        for field, out in ((self._input, x), (self._target, y)):
+            if here.all():
+                field.fill(file, rows, out)
+            else:
+                part = np.empty((int(here.sum()), *out.shape[1:]), out.dtype)
+                field.fill(file, rows[here], part)
+                out[here] = part
+
+    def table(self) -> tuple[np.ndarray, np.ndarray]:
+        """See `TableSamples`: file by file, each in one go."""
+        x, y = (np.empty((self._available, *s.shape), s.dtype) for s in (self.input_spec, self.target_spec))
+        first = 0
+        for file, count in enumerate(self._rows.tolist()):
+            for field, out in ((self._input, x), (self._target, y)):
+                field.fill(file, np.arange(count), out[first : first + count])
+            first += count
+        return x, y
+
+    def order(self, epoch: int) -> np.ndarray:
+        """See `TableSamples`."""
+        return sampling.visits(self._seed, epoch, self._available, self.size, self._training)
 
 
 open_samples = Rows

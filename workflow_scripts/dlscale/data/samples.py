@@ -76,6 +76,20 @@ class WritingSamples(ABC):
         """
 
 
+class TableSamples(WritingSamples):
+    """Samples that are rows of two arrays, which may be held whole where the model computes."""
+
+    bytes: int  #: of all rows
+
+    @abstractmethod
+    def table(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return all inputs and all targets, [N, ...] as they are declared."""
+
+    @abstractmethod
+    def order(self, epoch: int) -> np.ndarray:
+        """Return which row each sample of an epoch is, int64 [size]."""
+
+
 @dataclass(frozen=True)
 class BoxIndex:
     """Where the boxes of n samples lie."""

@@ -29,7 +29,7 @@ from dlscale.core.errors import UserError
 from dlscale.core.files import write_text
 from dlscale.core.progress import Progress
 from dlscale.core.records import Duel, Tried, Tuning
-from dlscale.core.settings import flat, validate
+from dlscale.core.settings import flat, nested, validate
 from dlscale.core.text import size
 from dlscale.measure import halving
 from dlscale.measure.usage import Meter
@@ -158,18 +158,6 @@ def _difference(settings: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]
         for key, value in flat(settings).items()
         if value != before.get(key) or (other and key.startswith("loader."))
     }
-
-
-def nested(changes: dict[str, Any]) -> dict[str, Any]:
-    """Return settings by dotted key as nested mappings."""
-    settings: dict[str, Any] = {}
-    for key, value in changes.items():
-        *path, last = key.split(".")
-        here = settings
-        for word in path:
-            here = here.setdefault(word, {})
-        here[last] = value
-    return settings
 
 
 def changed(run: RunCore, changes: dict[str, Any]) -> RunCore:

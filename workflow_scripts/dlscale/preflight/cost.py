@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from dlscale.config.dataset import DatasetSettings
-from dlscale.config.resolve import Configuration, study_files
+from dlscale.config.resolve import Configuration, ResolvedRun, study_files
 from dlscale.config.run import Run
 from dlscale.config.site import Job, Nodes, Qos, Scheduler
 from dlscale.config.workflow import Budget
@@ -146,7 +147,7 @@ def works(configuration: Configuration, plans: Iterable[str] = ()) -> list[Work]
     for plan in list(plans) or workflow.targets:
         if plan not in configuration.plans:
             raise UserError(unknown("plan", plan, configuration.plans))
-        for run, resolved in configuration.plans[plan].items():
+        for run, resolved in _expected(configuration.plans[plan], results).items():
             data, owner, name = resolved.run.dataset, resolved.plan, resolved.name
             if not (results / "data" / data / "manifest.json").exists():
                 jobs = data_jobs(workflow.datasets[data], workflow.site.scheduler)
@@ -155,6 +156,22 @@ def works(configuration: Configuration, plans: Iterable[str] = ()) -> list[Work]
                 if not (results / "plans" / owner / name / STAGES[stage].outputs[0]).exists():
                     runs[owner, name, stage] = Work(stage, owner, name, resolved.run)
     return [*datasets.values(), *runs.values()]
+
+
+def _expected(runs: dict[str, ResolvedRun], results: Path) -> dict[str, ResolvedRun]:
+    """Return runs; of each rung of successive halving, whose trials are not chosen yet, so many as it will have."""
+
+    def done(run: ResolvedRun) -> bool:
+        return (results / "plans" / run.plan / run.name / "provenance.json").exists()
+
+    left = Counter({run.rung: run.rung_size for run in runs.values()})
+    left.subtract(run.rung for run in runs.values() if done(run))
+    expected = {}
+    for name, run in runs.items():
+        if run.trial is None or done(run) or left[run.rung] > 0:
+            expected[name] = run
+            left[run.rung] -= not done(run)
+    return expected
 
 
 def data_jobs(dataset: DatasetSettings, scheduler: Scheduler | None) -> int:

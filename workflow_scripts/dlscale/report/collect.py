@@ -6,6 +6,7 @@ measure is empty.
 - run, label: the run's name, and what tables call it.
 - plan, study, dataset: what it belongs to.
 - source: `PLAN/RUN` whose folder holds the results: another plan's for a run named with `use`.
+- KEY: of a sweep, what the trial has of each setting that is varied, under its dotted key.
 - parameters: trainable parameters of the model.
 - epochs, steps, samples: trained in all.
 - train_loss, valid_loss: of the last epoch; best_valid_loss: the least of all epochs.
@@ -73,6 +74,7 @@ def _row(plan: PlanResult, run: RunResult, figures: dict[str, Published]) -> Row
         "study": plan.record.study,
         "dataset": run.settings.get("dataset"),
         "source": run.owner,
+        **(plan.record.sweep.trials[run.name] if plan.record.sweep else {}),
         "parameters": run.provenance.parameters if run.provenance else None,
         "epochs": trained.get("epoch"),
         "steps": trained.get("step"),

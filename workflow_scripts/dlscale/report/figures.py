@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from dlscale.core.records import MODES, Epoch
 from dlscale.core.text import number, shorten
@@ -228,6 +228,29 @@ def roofline(name: str, runs: Sequence[Point], roofs: Sequence[tuple[str, float,
     return svg(name, draw, (3.9, 3.0))
 
 
+def efficiency(name: str, jobs: Sequence[tuple[str, float, float, int]]) -> str:
+    """Draw the wall-clock time of jobs as bars, filled as far as their cores were busy.
+
+    A job is its label, seconds, CPU efficiency (0 to 1) and cores.
+    """
+
+    def draw(axes: Axes) -> None:
+        for row, (label, seconds, share, cores) in enumerate(jobs):
+            left = axes.get_yaxis_transform()
+            axes.text(0, 2.0 * row, shorten(label, 40), transform=left, va="center", fontweight="bold")
+            axes.barh(2.0 * row + 0.85, seconds, height=0.8, color=GRID)
+            axes.barh(2.0 * row + 0.85, seconds * min(share, 1.0), height=0.8, color=MODE_COLOURS["SYNTHETIC"])
+            words = f"{number(seconds)} s, CPU {100 * share:.0f} % of {cores}"
+            end = (seconds, 2.0 * row + 0.85)
+            axes.annotate(words, end, (4, 0), textcoords="offset points", va="center", fontsize=8)
+        axes.set_xlim(0, 1.45 * max((seconds for _, seconds, _, _ in jobs), default=1.0))
+        axes.set_ylim(2.0 * len(jobs) - 0.4, -0.6)
+        axes.set_yticks([])
+        axes.set_xlabel("wall-clock time of the job (s)")
+
+    return svg(name, draw, (4.6, 0.6 + 0.45 * len(jobs)))
+
+
 #: A quantity over time: name with unit, seconds from the begin, values, the end of its axis (None: the greatest value).
 Strip = tuple[str, Sequence[float], Sequence[float], float | None]
 #: Seconds beyond which times are told in minutes.
@@ -257,6 +280,41 @@ def strips(name: str, series: Sequence[Strip]) -> str:
         axes.set_xlabel(f"time ({name_of_unit})")
 
     return svg(name, draw, (4.6, 0.5 + 0.45 * len(series)))
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A point of `sweep`."""
+
+    setting: Any
+    score: float
+    whole: bool  #: Whether it trained as long as any.
+    best: bool
+
+
+def sweep(name: str, trials: Sequence[Trial], key: str, metric: str) -> str:
+    """Draw the score of each trial over the value of a setting; what is no number stands in the order it comes in."""
+    numeric = all(isinstance(trial.setting, int | float) and not isinstance(trial.setting, bool) for trial in trials)
+    words = list(dict.fromkeys(str(trial.setting) for trial in reversed(trials)))
+
+    def draw(axes: Axes) -> None:
+        x = [trial.setting if numeric else words.index(str(trial.setting)) for trial in trials]
+        y = [trial.score for trial in trials]
+        for place, score, trial in reversed(list(zip(x, y, trials, strict=True))):  # the best on top
+            colour = RUN_COLOURS[0] if trial.best else MUTED
+            (point,) = axes.plot([place], [score], linestyle="", color=colour, marker="D" if trial.best else "o")
+            point.set(markersize=8 if trial.best else 5, markerfacecolor=colour if trial.whole else "none")
+        if not numeric:
+            axes.set_xticks(range(len(words)), [shorten(word, 16) for word in words])
+            axes.set_xlim(-0.5, len(words) - 0.5)
+        elif x and min(x) > 0 and max(x) >= 8 * min(x):
+            _logarithmic(axes, "x")
+        if y and min(y) > 0 and max(y) > 30 * min(y):
+            _logarithmic(axes, "y")
+        axes.set_xlabel(key)
+        axes.set_ylabel(metric)
+
+    return svg(name, draw, (3.9, 2.6))
 
 
 def _plot(axes: Axes, style: int, x: Sequence[float], y: Sequence[float]) -> None:

@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 
 from dlscale.core import records
-from dlscale.core.errors import UserError
+from dlscale.core.errors import UserError, unknown
 from dlscale.core.records import (
     Device,
     Epoch,
@@ -20,6 +20,8 @@ from dlscale.core.records import (
     PlanRecord,
     Profile,
     Provenance,
+    Rung,
+    RunReference,
     Throughput,
     Trials,
     Tuning,
@@ -27,6 +29,9 @@ from dlscale.core.records import (
 from dlscale.core.settings import Raw, read_yaml
 from dlscale.core.telemetry import Energy, Sample, begin, energy, read_nodes
 from dlscale.report import peaks
+
+#: What runs of any study can be ranked by in a sweep.
+GENERAL_METRICS = ("valid_loss", "samples_per_second")
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,13 +172,39 @@ class PlanResult:
     @cached_property
     def best(self) -> RunResult | None:
         """The trained run that is the best after its last epoch."""
-        return min(self.trained, key=self._rank, default=None)
+        return next(iter(self.ranked), None)
 
-    def _rank(self, run: RunResult) -> float:
+    def _rank(self, run: RunResult) -> tuple[int, int, float]:
+        """Return a key that is least for the best run; in a sweep of successive halving one that came furthest."""
+        value, better = self.score(run)
+        rung = run.epochs[-1].epoch if self.record.sweep and self.record.sweep.rungs else 0
+        return (0, -rung, value if better == "lower" else -value) if math.isfinite(value) else (1, 0, 0.0)
+
+    def score(self, run: RunResult) -> tuple[float, str]:
+        """Return what a trained run is ranked by, and which values of it are better; not a number if it diverged."""
+        if self.record.sweep:
+            return self._swept(run, self.record.sweep.metric)
         if self.judge is None:
-            return run.final_loss
-        value = run.epochs[-1].metrics.get(self.judge.name, math.nan)
-        return (value if self.judge.better == "lower" else -value) if math.isfinite(value) else math.inf
+            return run.final_loss, "lower"
+        return run.epochs[-1].metrics.get(self.judge.name, math.nan), self.judge.better
+
+    def _swept(self, run: RunResult, metric: str) -> tuple[float, str]:
+        if not math.isfinite(run.final_loss):
+            return math.nan, "lower"
+        if metric == "samples_per_second":
+            return run.speed or math.nan, "higher"
+        if metric == "valid_loss":
+            return run.final_loss, "lower"
+        if metric not in self.metrics:
+            raise UserError(
+                f"{self.name}: sweep.metric: {unknown('metric', metric, [*self.metrics, *GENERAL_METRICS])}"
+            )
+        return run.epochs[-1].metrics.get(metric, math.nan), self.metrics[metric].better
+
+    @property
+    def ranked(self) -> list[RunResult]:
+        """The trained runs, the best first."""
+        return sorted(self.trained, key=self._rank)
 
     def skill(self, epoch: Epoch) -> float | None:
         """Return the mean skill over the channels of the leading metric; None if it has no naive answer."""
@@ -209,17 +240,30 @@ def slowness(run: RunResult) -> float:
     return -(run.speed or 0.0)
 
 
-def read_plan(path: str | Path) -> PlanResult:
+def read_plan(path: str | Path, rung: int | None = None) -> PlanResult:
     """Read a plan, `results/plans/PLAN/plan.yaml`, and the results of all its runs.
 
-    A file that the plan's `measure` promises and that is missing, torn, or lacks a key is a `UserError`.
+    Of successive halving a trial's run is that of the last rung that it came to; with `rung` those of this rung are
+    read, and no others. A file that the plan's `measure` promises and that is missing, torn, or lacks a key is a
+    `UserError`.
     """
     path = Path(path)
     plan = PlanRecord.checked(read_yaml(path), str(path))
     root = path.parent.parent
-    runs = [_read_run(root / run.plan / run.run, run) for run in plan.runs]
+    runs = [_read_run(root / run.plan / run.run, run) for run in _furthest(plan, path.parent, rung)]
     shared = iter(peaks.shared(run.throughput for run in runs if run.throughput))
     return PlanResult(plan, [replace(run, throughput=next(shared)) if run.throughput else run for run in runs])
+
+
+def _furthest(plan: PlanRecord, folder: Path, rung: int | None) -> list[RunReference]:
+    """Return a plan's runs, as `read_plan` reads them."""
+    if not (plan.sweep and plan.sweep.rungs):
+        return plan.runs
+    runs, there = {run.name: run for run in plan.runs}, {run.name for run in plan.runs}
+    for number in range(1, (len(plan.sweep.rungs) if rung is None else rung + 1)):
+        there = set(Rung.read(folder / f"rung{number}.json").trials)
+        runs |= {name: runs[name].model_copy(update={"run": f"{name}-rung{number}"}) for name in there & runs.keys()}
+    return [run for name, run in runs.items() if rung is None or name in there]
 
 
 def read_throughput(folder: Path) -> Throughput | None:

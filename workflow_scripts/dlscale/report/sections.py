@@ -14,10 +14,10 @@ from typing import Any
 import yaml
 
 from dlscale.core import text
-from dlscale.core.records import Profile, ProfiledTool
+from dlscale.core.records import Profile
 from dlscale.core.stages import RUN_STAGES
 from dlscale.core.telemetry import Sample, begin
-from dlscale.report import compare_profiles, figures, glance, peaks, published, verdict
+from dlscale.report import compare_profiles, efficiency, figures, glance, parts, peaks, published, sweep, verdict
 from dlscale.report.collect import summary_csv
 from dlscale.report.diagnosis import bound, gain
 from dlscale.report.disturbance import disturbance
@@ -59,7 +59,9 @@ def plan_view(plan: PlanResult, datasets: Sequence[str], plans: set[str], pictur
         "throughput": _throughput(plan),
         "profiles": _profiles(plan, page),
         "watched": _watched(plan),
+        "efficiency": efficiency.view(plan),
         "tunings": tunings(plan),
+        "sweep": sweep.view(plan),
         "table": runs_table(plan),
         "csv": base64.b64encode(summary_csv(plan).encode()).decode(),
         "channels": channel_tables(plan, _least_loss(plan, CHANNEL_ROWS)),
@@ -178,7 +180,7 @@ def _roofs(roofs: Sequence[peaks.Roof]) -> list[tuple[str, float, float]]:
 def _profiles(plan: PlanResult, page: Path) -> View | None:
     """Return where the time of a step goes, run by run, and what the profilers left; None if nothing tells."""
     profiled = [(run, run.profile) for run in plan.runs if run.profile]
-    bars = [bar for run in first_and_least(plan.runs, BARS, slowness) if (bar := _bar(run))]
+    bars = [bar for run in first_and_least(plan.runs, BARS, slowness) if (bar := parts.bar(run))]
     if not bars:
         return None
     # Steps of different batches are no before and after: then all bars are those of a sample.
@@ -222,47 +224,6 @@ PART_NAMES = {
     "other": "the rest",
     "unexplained": "not explained",
 }
-
-
-def _bar(run: RunResult) -> figures.Bar | None:
-    """Return where a step's time goes: from its profile, else from its throughput; None if neither tells."""
-    profile, measured = run.profile, run.throughput
-    batch = (measured.batch_size if measured else None) or (profile.batch_size if profile else None)
-    step, computing, loading = (
-        batch / trials.mean if batch and (trials := run.trials(mode)) and trials.mean else None
-        for mode in ("FULL", "SYNTHETIC", "IO")
-    )
-    tool = next((tool for tool in profile.tools if tool.ranges), None) if profile else None
-    if tool:
-        return figures.Bar(f"{run.label} ({tool.name})", _parts(tool), step, batch)
-    if not (step and computing):
-        return None
-    # A step cannot wait longer than its batch takes to load. What is missing beyond that nobody has measured: the two
-    # slow each other down, or something else did.
-    waiting = min(max(0.0, step - computing), loading or 0.0)
-    parts = {"data": waiting, "compute": min(step, computing)}
-    return figures.Bar(run.label, {**parts, "unexplained": max(0.0, step - sum(parts.values()))}, step, batch)
-
-
-def _parts(tool: ProfiledTool) -> dict[str, float]:
-    """Return seconds a step by part; they add up to the step.
-
-    Of a device they are its work by range, where parts of it ran side by side shares of the time that it was busy;
-    `data` is the time for which it was idle while the host was asking for data, `other` all the rest of the step.
-    """
-    ranges, idle = tool.ranges, tool.activity.idle_seconds
-    found = {part: ranges[part] for part in figures.PARTS if part in ranges}
-    if work := ranges["step"].device_seconds if "step" in ranges else None:
-        step = tool.seconds_per_step or 0.0
-        side_by_side = min(1.0, max(0.0, step - sum(idle.values())) / work)
-        parts = {part: side_by_side * (time.device_seconds or 0.0) for part, time in found.items()}
-        parts["data"] = idle.get("data", 0.0) + idle.get("copy", 0.0)  # `copy` is within `data`
-    else:
-        step = ranges["step"].seconds if "step" in ranges else 0.0
-        parts = {part: time.seconds for part, time in found.items()}
-        if "copy" in parts and "data" in parts:
-            parts["data"] = max(0.0, parts["data"] - parts["copy"])
-    return {**parts, "other": max(0.0, step - sum(parts.values()))}
 
 
 def _profile(plan: PlanResult, run: RunResult, profile: Profile, page: Path, before: RunResult | None) -> View:
@@ -348,7 +309,8 @@ def _predictions(plan: PlanResult, limit: int) -> View | None:
         return None
     drawn.sort(key=lambda pair: pair[0] is not plan.best)
     pictures = [{"label": run.label, "best": run is plan.best, **picture(path)} for run, path in drawn[:limit]]
-    best = f"the best {plan.judge.title}" if plan.judge else "the least validation loss"
+    judge = sweep.title(plan) if plan.record.sweep else plan.judge and plan.judge.title
+    best = f"the best {judge}" if judge else "the least validation loss"
     return {"pictures": pictures, "of": len(drawn), "best": best}
 
 

@@ -81,12 +81,13 @@ class Checkpoints:
         for old in [*earlier[: len(earlier) + 1 - self.keep], *later]:
             shutil.rmtree(self._path(old), ignore_errors=True)
 
-    def load(self, only: int | None = None) -> tuple[CheckpointRecord, State] | None:
+    def load(self, only: int | None = None, until: int | None = None) -> tuple[CheckpointRecord, State] | None:
         """Return the newest readable checkpoint, or that of step `only`, tensors on the host; None if there is none.
 
-        Nothing in it is executed.
+        Those of steps after `until` are left alone. Nothing in it is executed.
         """
-        for step in reversed(self.steps() if only is None else [only]):
+        known = [step for step in self.steps() if until is None or step <= until]
+        for step in reversed(known if only is None else [only]):
             path = self._path(step) / "state.pt"
             try:
                 record = CheckpointRecord.read(path.with_name("checkpoint.json"))

@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import json
 import logging
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -22,15 +23,17 @@ from dlscale.core.records import Epoch, epoch_lines
 from dlscale.data.manifest import Manifest
 from dlscale.parallel.world import describe_device, join
 from dlscale.studies import figures
+from dlscale.train import memory
 from dlscale.train.build import Session, open_session
 from dlscale.train.checkpoint import Checkpoints
 from dlscale.train.exhaustion import explained
 from dlscale.train.logs import RunLogs
 from dlscale.train.trainer import Trainer
 
-#: Settings that change no weight: which checkpoints are kept, on what a run computes, who loads its samples.
+#: Settings that change no weight: which checkpoints are kept, where a part of a training ends, on what a run computes,
+#: who loads its samples.
 NOT_FINGERPRINTED: Any = {
-    "training": {"checkpoint_epochs", "keep_checkpoints"},
+    "training": {"checkpoint_epochs", "keep_checkpoints", "stop_after", "on_divergence"},
     "geometry": True,
     "threads": True,
     "loader": True,
@@ -62,23 +65,25 @@ def main(args: argparse.Namespace) -> None:
         metrics = session.study.metrics(run, session.manifest, world.device)
         trainer = Trainer(run, session.step, session.share(), loaders, metrics, checkpoints, world)
         trainer.resume()
+        cores = set().union(*world.gather(os.sched_getaffinity(0)))
         if world.main:
-            _lead(run, session, trainer, Path(args.out))
+            _lead(run, session, trainer, Path(args.out), len(cores))
         else:
             trainer.fit()
 
 
-def _lead(run: Run, session: Session, trainer: Trainer, out: Path) -> None:
+def _lead(run: Run, session: Session, trainer: Trainer, out: Path, cores: int) -> None:
     """Train as the rank that writes, and write what there is to show for it; `provenance.json` says that all is there.
 
     What a former run left is removed first.
     """
     started = provenance.now()
+    until = f" (of which {trainer.last_epoch} now)" if trainer.last_epoch < trainer.epochs else ""
     training, validation, processes = trainer.train_loader.samples, trainer.valid_loader.samples, session.world.size
     logging.info(
         f"{run.study}: {session.parameters} parameters, {training} training and {validation} validation samples, "
-        f"{trainer.total_steps} steps in {trainer.epochs} epochs, batch {run.batch_size}, on {session.world.device}"
-        f"{f', one of {processes} processes' if processes > 1 else ''}"
+        f"{trainer.total_steps} steps in {trainer.epochs} epochs{until}, batch {run.batch_size}, "
+        f"on {session.world.device}{f', one of {processes} processes' if processes > 1 else ''}"
     )
     for name in ("provenance.json", "prediction.png", "model.pt"):
         (out / name).unlink(missing_ok=True)
@@ -104,6 +109,8 @@ def _lead(run: Run, session: Session, trainer: Trainer, out: Path) -> None:
         started=started,
         device=describe_device(session.world.device),
         processes=processes,
+        cores=cores,
+        memory_bytes=memory.total(torch.device("cpu")),
         seed=run.seed,
         parameters=session.parameters,
         training_samples=training,

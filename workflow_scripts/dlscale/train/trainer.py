@@ -46,13 +46,15 @@ class Trainer:
         self.checkpoints, (self.train_loader, self.valid_loader) = checkpoints, loaders
         self.total_steps = run.training.steps or len(self.train_loader) * (run.training.epochs or 0)
         self.epochs = -(-self.total_steps // len(self.train_loader))  #: the last one may be cut short
+        self.last_epoch = min(self.epochs, run.training.stop_after or self.epochs)  #: with which this process ends
+        self.last_step = min(self.total_steps, len(self.train_loader) * self.last_epoch)
         self.history: list[Epoch] = []  #: the epochs that are done
         self.resumed_from: int | None = None  #: step of the checkpoint from which this process went on
         self._resumed = CheckpointRecord()
         self._made_with = run.model_dump(mode="json", include={"geometry", "threads", "loader"})
 
     def fit(self, on_epoch: Callable[[Epoch], None] = lambda record: None) -> list[Epoch]:
-        """Train to the end; return the records of all epochs, each of which `on_epoch` is told as it comes."""
+        """Train to the last epoch; return the records of all epochs, each of which `on_epoch` is told as it comes."""
         described = sorted(self.metrics.described, key=lambda metric: not metric.naive)
         headline = described[0].name if described else ""  # the first with a naive answer, or else the first
         with Interruption(self.world) as interruption, Progress("training", self.total_steps, "steps") as progress:
@@ -60,9 +62,9 @@ class Trainer:
                 Hook(before_step=lambda number: self.step.set_learning_rate(self.rate(number))),
                 Hook(after_step=lambda number, batch, loss: progress.update(number + 1)),
             ]
-            for epoch in range(len(self.history), self.epochs):
+            for epoch in range(len(self.history), self.last_epoch):
                 record = self._epoch(epoch, interruption, hooks)
-                shown = f", {headline} {record.metrics[headline]:.4g}" if headline else ""
+                shown = f", {headline} {record.metrics[headline]:.4g}" if headline in record.metrics else ""
                 logging.info(
                     f"epoch {record.epoch} of {self.epochs}: {record.epoch_seconds:.1f} s, "
                     f"{record.samples_per_second:.2f} samples/s, train loss {record.train_loss:.6f}, valid loss "
@@ -70,7 +72,10 @@ class Trainer:
                 )
                 on_epoch(record)
                 self.history.append(record)
-                if epoch + 1 == self.epochs or (epoch + 1) % self.run.training.checkpoint_epochs == 0:
+                if not (math.isfinite(record.train_loss) and math.isfinite(record.valid_loss)):
+                    logging.warning("diverged in epoch %d: stopped, as training.on_divergence says", record.epoch)
+                    break  # with the weights of the epoch before in the newest checkpoint
+                if epoch + 1 == self.last_epoch or (epoch + 1) % self.run.training.checkpoint_epochs == 0:
                     self._save(record.step)
         return self.history
 
@@ -92,10 +97,11 @@ class Trainer:
         sums.finish()
         requests.before_step(done + steps)
         batches.close()
-        _check_finite(epoch, "training", train_loss)
         start = time.perf_counter()
-        valid_loss, metrics = self.validate([requests])
-        _check_finite(epoch, "validation", valid_loss)  # the training loss knows nothing of the last update
+        valid_loss, metrics = math.nan, dict[str, float]()
+        if self._finite(epoch, "training", train_loss):
+            valid_loss, metrics = self.validate([requests])
+            self._finite(epoch, "validation", valid_loss)  # the training loss knows nothing of the last update
         return Epoch(
             epoch=epoch + 1,
             step=done + steps,
@@ -110,6 +116,15 @@ class Trainer:
             metrics=metrics,
             made_with=made_with,
         )
+
+    def _finite(self, epoch: int, what: str, loss: float) -> bool:
+        """Whether a loss is a number; if a run is to fail where it is none, a `UserError` says so."""
+        if not math.isfinite(loss) and self.run.training.on_divergence == "fail":
+            raise UserError(
+                f"epoch {epoch + 1}: the {what} loss is {loss}; lower optimizer.lr, add schedule.warmup_steps, "
+                "use precision bf16 or fp32, or look for bad values in the data. Checkpoints of earlier epochs are kept"
+            )
+        return math.isfinite(loss)
 
     def rate(self, number: int) -> float:
         """Return the learning rate of step `number`."""
@@ -146,8 +161,8 @@ class Trainer:
 
     def resume(self) -> None:
         """Go on from the newest checkpoint, if there is one: the first rank chooses it, and all read the same."""
-        loaded = self.checkpoints.load() if self.world.main else None
-        if loaded and loaded[0].step == self.total_steps and loaded[0].made_with != self._made_with:
+        loaded = self.checkpoints.load(until=self.last_step) if self.world.main else None
+        if loaded and loaded[0].step == self.last_step and loaded[0].made_with != self._made_with:
             logging.info("this was trained to the end with another geometry or loader: again, for times of its own")
             self.checkpoints.clear()
             loaded = None
@@ -221,11 +236,3 @@ class _EpochSums:
     def by_rank(self) -> list[float]:
         """Return the sum of each rank's losses."""
         return self._world.gather(float(self._loss_sum))
-
-
-def _check_finite(epoch: int, what: str, loss: float) -> None:
-    if not math.isfinite(loss):
-        raise UserError(
-            f"epoch {epoch + 1}: the {what} loss is {loss}; lower optimizer.lr, add schedule.warmup_steps, "
-            "use precision bf16 or fp32, or look for bad values in the data. Checkpoints of earlier epochs are kept"
-        )

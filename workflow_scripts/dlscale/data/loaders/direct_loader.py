@@ -3,7 +3,8 @@
 On a processor, threads decode boxes of the mapped files straight into batches that are used again and again; samples
 that are no boxes write themselves there.
 On a GPU, threads copy stored values into pinned buffers, a stream of its own takes them to the device ahead of the
-step, and they are decoded there; data that fits is taken to the device once and never read again.
+step, and they are decoded there; data that fits is taken to the device once and never read again, rows of images among
+them.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ import torch
 
 from dlscale.core.errors import UserError
 from dlscale.data.loaders.base import AS_DECLARED, Batch, Delivery, Share, on_grids
-from dlscale.data.loaders.decode import StoredField, stored_fields
+from dlscale.data.loaders.decode import stored_fields
 from dlscale.data.loaders.direct_device import Resident, Streamed
-from dlscale.data.loaders.direct_written import Written, written
+from dlscale.data.loaders.direct_written import ResidentTable, Written, written
 from dlscale.data.loaders.settings import DirectLoader as Settings
-from dlscale.data.samples import Samples, WritingSamples
+from dlscale.data.samples import Samples, TableSamples, WritingSamples
 
 #: Of a device's free memory, what resident data may take; the rest is for activations, which come later.
 RESIDENT_SHARE = 0.5
@@ -64,16 +65,22 @@ class DirectLoader:
         self._ahead: deque[_PendingBatch] = deque()
         batch = len(share.indices(0, samples.size))
         self._backend: Backend
+        self._choose: Callable[[int], Callable[[range], Any]]
+        if isinstance(samples, TableSamples) and becomes_resident(settings.resident, samples.bytes, device):
+            self._choose, self._backend, self._slots = written, ResidentTable(samples, device), 1
+            self.close()
+            self._pool = None
+            return
         if isinstance(samples, WritingSamples):
             if settings.resident == "always":
                 raise UserError("loader.resident: these samples are made on the host; use auto or never")
-            self._choose: Callable[[int], Callable[[range], Any]] = written
+            self._choose = written
             self._backend = Written(samples, batch, self._slots, device)
             return
         grids = on_grids(samples, settings.kind)
         fields = stored_fields(grids)
         self._choose = lambda epoch: grids.boxes(epoch).take
-        if becomes_resident(settings.resident, fields, device):
+        if becomes_resident(settings.resident, sum(field.bytes for field in dict.fromkeys(fields)), device):
             self._backend = Resident(fields, self._slots, device, delivery)
         elif device.type == "cpu":
             from dlscale.data.loaders.direct_host import OnHost  # compiled, which a GPU has no use for
@@ -170,13 +177,12 @@ def threads(count: int, device: torch.device) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(count, "loader", torch.cuda.set_device, (index,))
 
 
-def becomes_resident(setting: str, fields: list[StoredField], device: torch.device) -> bool:
-    """Return whether the data is to be held on the device, by the setting or by what fits, and say so."""
+def becomes_resident(setting: str, needed: int, device: torch.device) -> bool:
+    """Return whether data of so many bytes is to be held on the device, by the setting or by what fits; and say so."""
     if setting != "auto":
         return setting == "always"
     if device.type != "cuda":
         return False  # the page cache is memory already
-    needed = sum(field.bytes for field in dict.fromkeys(fields))
     free, _ = torch.cuda.mem_get_info(device)
     fits = needed <= RESIDENT_SHARE * free
     logging.info(

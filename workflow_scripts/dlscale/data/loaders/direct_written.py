@@ -1,6 +1,7 @@
 """The `direct` loader for samples that write themselves: threads have them do so in batches that are used again.
 
-For a GPU these are page-locked, so that the copy to the device does not block the host.
+For a GPU these are page-locked, so that the copy to the device does not block the host. Rows of a table may be held on
+the device, all of them, where each batch is gathered.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ from typing import Any
 
 import torch
 
+from dlscale.core.errors import UserError
 from dlscale.core.ranges import mark
 from dlscale.data.loaders.base import Batch
-from dlscale.data.samples import WritingSamples
+from dlscale.data.samples import TableSamples, WritingSamples
 
 #: Epoch and samples of a batch.
 Chosen = tuple[int, range]
@@ -57,3 +59,34 @@ class Written:
             batch = x.to(self._device, non_blocking=True), y.to(self._device, non_blocking=True)
             event.record()
         return batch
+
+
+class ResidentTable:
+    """Holds all rows on the device; a batch is gathered there, in the stream of the model.
+
+    See `dlscale.data.loaders.direct_loader.Backend`; there is nothing for threads to do.
+    """
+
+    def __init__(self, samples: TableSamples, device: torch.device) -> None:
+        self._samples, self._device = samples, device
+        try:
+            self._x, self._y = (torch.from_numpy(values).to(device) for values in samples.table())
+        except (torch.OutOfMemoryError, MemoryError):
+            raise UserError(
+                f"loader.resident: data of {samples.bytes / 1e9:.1f} GB do not fit on the device; use auto or never"
+            ) from None
+        self._order: tuple[int, torch.Tensor] | None = None
+
+    def begin(self, slot: int, chosen: Chosen) -> tuple[list[Callable[[], None]], Callable[[], Any]]:
+        """See `Backend`: nothing to read."""
+        epoch, indices = chosen
+        if self._order is None or self._order[0] != epoch:
+            self._order = epoch, torch.from_numpy(self._samples.order(epoch)).to(self._device)
+        return [], functools.partial(self._gather, self._order[1][indices.start : indices.stop])
+
+    def _gather(self, rows: torch.Tensor) -> Batch:
+        return self._x.index_select(0, rows), self._y.index_select(0, rows)
+
+    def deliver(self, result: Batch) -> Batch:
+        """See `Backend`."""
+        return result

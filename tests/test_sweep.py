@@ -1,0 +1,306 @@
+"""Sweeps: which trials there are, how successive halving chooses, what diverges, what goes on where it stopped."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from dlscale.config import resolve
+from dlscale.config.resolve import ResolvedRun
+from dlscale.config.sweep import Sweep
+from dlscale.core.errors import UserError
+from dlscale.core.records import Rung
+from dlscale.preflight import cost
+from dlscale.report.collect import summary
+from dlscale.report.report import page
+from dlscale.report.results import read_plan
+from tests.conftest import TINY, make_run, records, stage, train
+
+DIGITS = TINY["mnist_cnn"]
+
+
+def load(sweep: Any, **more: Any) -> dict[str, ResolvedRun]:
+    """Return the runs of a sweep of `mnist_cnn`."""
+    plan = {"study": "mnist_cnn", "kind": "sweep", "sweep": sweep, **more}
+    return resolve.load({"targets": ["swept"], "plans": {"swept": plan}}).plans["swept"]
+
+
+def test_a_grid_tries_all_combinations() -> None:
+    over = {"optimizer.lr": [0.003, "1e-2", 1], "batch_size": [32, 64], "loader": [{"kind": "torch", "workers": 0}]}
+    runs = load({"over": over})
+    found = {(each.run.optimizer.lr, each.run.batch_size, each.run.loader.workers) for each in runs.values()}
+    assert found == set(itertools.product((0.003, 0.01, 1.0), (32, 64), (0,)))
+    assert len(runs) == 6 and "lr-0p003_batch_size-32_loader-torch-0" in runs
+    assert runs["lr-0p01_batch_size-64_loader-torch-0"].run.label == "lr 0.01, batch_size 64, loader torch 0"
+    assert {each.run.training.on_divergence for each in runs.values()} == {"stop"}
+
+
+def test_names_are_legal_short_and_different() -> None:
+    values = [1e-5, 1e16, -0.5, True, None, "a b/c", [8, 16], "x" * 80, "x" * 79 + "y"]
+    sweep = Sweep(over={"model.a": values, "loss.a": [1, 2]})
+    names = list(sweep.runs)
+    assert len(set(names)) == 18 and all(len(name) <= 52 for name in names)
+    assert all(set(name) <= set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_") for name in names)
+    assert names[0] == "model-a-1e-5_loss-a-1" and names[2] == "model-a-1e16_loss-a-1"
+
+
+def test_more_draws_leave_the_first_ones_as_they_are() -> None:
+    over = {"optimizer.lr": {"log_uniform": [1e-4, 1e-1]}, "seed": {"integers": [1, 3]}, "batch_size": [8, 16]}
+    few, more = (list(Sweep(method="random", over=over, trials=count, seed=5).runs) for count in (10, 30))
+    assert more[:10] == few and len(set(more)) == 30
+    assert list(Sweep(method="random", over=over, trials=10, seed=6).runs) != few
+
+
+def test_draws_are_spread_as_the_range_says() -> None:
+    """Against the distribution function: Kolmogorov and Smirnov's distance, which chance exceeds once in 1,000."""
+    over = {
+        "a": {"log_uniform": [1e-4, 1e-1]},
+        "b": {"uniform": [-2, 3]},
+        "c": {"integers": [1, 4]},
+        "d": ["x", "y", "z"],
+    }
+    trials = list(Sweep(method="random", over=over, trials=1000).runs.values())
+    a, b = (np.sort([trial[key] for trial in trials]) for key in "ab")
+    shares = np.log10(a / 1e-4) / 3, (b + 2) / 5
+    for share in shares:
+        assert share.min() >= 0 and share.max() <= 1
+        assert np.abs(share - (np.arange(1000) + 0.5) / 1000).max() < 1.95 / math.sqrt(1000)
+    for key, count in (("c", 4), ("d", 3)):
+        _, counts = np.unique([trial[key] for trial in trials], return_counts=True)
+        assert len(counts) == count and np.abs(counts - 1000 / count).max() < 4 * math.sqrt(1000 / count)
+    assert all(value == float(f"{value:.3g}") for value in a)
+
+
+@pytest.mark.parametrize(
+    ("trials", "epochs", "factor", "least", "expected"),
+    [
+        (9, 9, 3, 1, [(1, 9), (3, 3), (9, 1)]),
+        (27, 81, 3, 1, [(3, 27), (9, 9), (27, 3), (81, 1)]),  # no more rungs than trials last
+        (16, 4, 2, 1, [(1, 16), (2, 8), (4, 4)]),  # nor than there are epochs
+        (9, 14, 3, 2, [(2, 9), (5, 3), (14, 1)]),
+        (9, 14, 3, 4, [(4, 9), (5, 3), (14, 1)]),
+        (2, 10, 3, 1, [(10, 2)]),
+        (5, 1, 3, 1, [(1, 5)]),
+    ],
+)
+def test_rungs(trials: int, epochs: int, factor: int, least: int, expected: list[tuple[int, int]]) -> None:
+    sweep = Sweep(method="halving", over={"seed": list(range(trials))}, reduction_factor=factor, min_epochs=least)
+    assert sweep.rungs(trials, epochs) == expected
+
+
+def test_rungs_are_runs_that_stop() -> None:
+    over = {"optimizer.lr": [0.1, 1.0, 10.0]}
+    runs = load({"method": "halving", "over": over}, settings={"training": {"epochs": 6}})
+    assert list(runs) == [f"lr-{lr}-rung{rung}" for rung in (0, 1) for lr in ("0p1", "1", "10")]
+    assert [each.run.training.stop_after for each in runs.values()] == [2, 2, 2, 6, 6, 6]
+    assert {each.run.training.epochs for each in runs.values()} == {6}
+    assert [each.trial for each in runs.values()] == ["lr-0p1", "lr-1", "lr-10"] * 2
+    assert [each.rung_size for each in runs.values()] == [3, 3, 3, 1, 1, 1]
+
+
+def test_cost_counts_each_rung_with_the_trials_that_it_will_have(tmp_path: Path) -> None:
+    plan = {
+        "study": "mnist_cnn",
+        "kind": "sweep",
+        "settings": {"training": {"epochs": 9}},
+        "sweep": {"method": "halving", "over": {"seed": list(range(9))}},
+    }
+    known = resolve.load({"targets": ["swept"], "plans": {"swept": plan}, "results": str(tmp_path)})
+    works = [work for work in cost.works(known) if work.run]
+    assert [work.run.training.stop_after for work in works if work.run] == [1] * 9 + [3] * 3 + [9]
+    for name in ("seed-5-rung0", "seed-5-rung1"):
+        (tmp_path / "plans/swept" / name).mkdir(parents=True)
+        (tmp_path / "plans/swept" / name / "provenance.json").touch()
+    left = [work.run_name for work in cost.works(known) if work.run]
+    assert len(left) == 8 + 2 + 1 and "seed-5-rung1" not in left
+
+
+@pytest.mark.parametrize(
+    ("sweep", "message"),
+    [
+        (None, "sweeps?.*needs the key sweep"),
+        ({"over": {}}, "over"),
+        ({"over": {"optimizer.lr": []}}, "optimizer.lr: no values"),
+        ({"over": {"optimizer.lr": [1, 1.0]}}, "lr-1 stands twice"),
+        ({"over": {"optimizer.lr": {"uniform": [0.1, 1]}}}, "of a range there are no combinations"),
+        ({"over": {"optimizer.lr": {"uniform": [1, 0.1]}}}, "first end must be less"),
+        ({"over": {"optimizer.lr": {"unifrom": [0.1, 1]}}}, "did you mean 'uniform'"),
+        ({"over": {"seed": [1]}, "trials": 1}, "a grid tries all"),
+        ({"method": "random", "over": {"seed": [1, 2]}}, "how many to draw"),
+        ({"method": "random", "over": {"seed": [1, 2]}, "trials": 3}, "3 of 2 combinations"),
+        ({"method": "random", "over": {"seed": {"integers": [1, 2]}}, "trials": 3}, "no more than 2 different"),
+        ({"over": {"optimizer": [{}], "optimizer.lr": [1]}}, "optimizer.lr is a part of it"),
+        ({"over": {"optimizer.lrr": [1]}}, r"plans\.swept\.sweep\.over\.optimizer: unknown key 'lrr'"),
+        ({"over": {"optimizer.lr": [-1.0]}}, r"plans\.swept\.sweep\.over\.optimizer\.lr: got -1.0"),
+        ({"methd": "grid", "over": {"seed": [1]}}, "did you mean 'method'"),
+        ({"method": "halving", "over": {"training.epochs": [1, 2]}}, "the same for all trials"),
+    ],
+)
+def test_mistakes_are_one_message(sweep: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        load(sweep)
+
+
+def test_what_a_sweep_cannot_have() -> None:
+    over = {"over": {"seed": [1, 2]}}
+    for more, message in (
+        ({"runs": {"a": {}}}, "makes its runs itself"),
+        ({"kind": "set", "runs": {"a": {}}}, "a plan of kind set has none"),
+        ({"kind": "set"}, "a plan needs runs"),
+        ({"sweep": {"method": "halving", **over}, "measure": ["train", "throughput"]}, "halving trains, no more"),
+    ):
+        with pytest.raises(UserError, match=message):
+            load(**{"sweep": over, **more})
+    plans = {
+        "swept": {"study": "mnist_cnn", "kind": "sweep", "sweep": {"method": "halving", **over}},
+        "best": {"study": "mnist_cnn", "runs": {"again": {"use": "swept.seed-1"}}},
+    }
+    with pytest.raises(UserError, match="write from"):
+        resolve.load({"targets": ["best"], "plans": plans})
+    plans["best"] = {"study": "mnist_cnn", "from": "swept.seed-2", "runs": {"again": {}}}
+    assert resolve.load({"targets": ["best"], "plans": plans}).plans["best"]["again"].run.seed == 2
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("batch_size", [16, 32]), ("optimizer", {"lr": [0.1, 1]}), ("loader", {"workers": [1]})]
+)
+def test_a_list_elsewhere_is_told_of_sweeps(key: str, value: Any) -> None:
+    with pytest.raises(
+        UserError, match=r"to try each value: kind: sweep, sweep: \{over: \{(batch_size|optimizer\.lr|.*workers): \["
+    ):
+        resolve.load({"targets": ["p"], "plans": {"p": {"study": "mnist_cnn", "runs": {"r": {key: value}}}}})
+
+
+# ---- a training in parts -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def digits(tiny_data: Callable[[str], Path]) -> Path:
+    return tiny_data("mnist_cnn") / "manifest.json"
+
+
+def make(folder: Path, **training: Any) -> Path:
+    """Write the settings of a tiny training into a folder."""
+    run = {**DIGITS["run"], "training": {"epochs": 4, **training}, "schedule": {"kind": "cosine"}}
+    make_run(folder, "mnist_cnn", run, DIGITS["dataset"])
+    return folder
+
+
+def done(folder: Path, manifest: Path, checkpoints: Path) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
+    """Train, with checkpoints that others share; return epochs without their times, and weights."""
+    assert train(folder, manifest, "--checkpoints", checkpoints) == 0
+    timeless = [
+        {k: v for k, v in each.items() if "seconds" not in k and "per_second" not in k and k != "wall_time"}
+        for each in records(folder)
+    ]
+    return timeless, torch.load(folder / "model.pt", weights_only=True)
+
+
+def test_rungs_end_bitwise_where_one_training_does(tmp_path: Path, digits: Path) -> None:
+    """Schedule, drop-out and samples are those of the whole; a rung that is done again does not see later ones."""
+    epochs, weights = done(make(tmp_path / "whole"), digits, tmp_path / "a")
+    parts = [make(tmp_path / f"rung{until}", stop_after=until) for until in (1, 2, 4)]
+    found = [done(part, digits, tmp_path / "b") for part in parts]
+    assert [part[0] for part in found] == [epochs[:1], epochs[:2], epochs]
+    assert all(torch.equal(found[-1][1][key], weights[key]) for key in weights)
+    assert json.loads((parts[1] / "provenance.json").read_text())["resumed_from_step"] == 6
+    again = done(parts[0], digits, tmp_path / "b")
+    assert again[0] == epochs[:1] and all(torch.equal(again[1][key], found[0][1][key]) for key in weights)
+
+
+@pytest.mark.parametrize("study", [pytest.param(s, marks=[] if s == "mnist_cnn" else pytest.mark.slow) for s in TINY])
+def test_what_diverges_fails_or_stops(
+    tmp_path: Path, tiny_data: Callable[[str], Path], study: str, capsys: Any
+) -> None:
+    """Of every study: its figure and its logs bear numbers that are none."""
+    settings = {**TINY[study]["run"], "training": {"epochs": 3}, "optimizer": {"kind": "sgd", "lr": 1e30}}
+    manifest = tiny_data(study) / "manifest.json"
+    make_run(tmp_path / "fails", study, settings, TINY[study]["dataset"])
+    assert train(tmp_path / "fails", manifest) == 2
+    assert "loss is" in capsys.readouterr().err
+    settings["training"]["on_divergence"] = "stop"
+    make_run(tmp_path / "stops", study, settings, TINY[study]["dataset"])
+    assert train(tmp_path / "stops", manifest) == 0
+    last = records(tmp_path / "stops")[-1]
+    assert last["epoch"] < 3 and None in (last["train_loss"], last["valid_loss"])
+
+
+# ---- who goes on, and the page -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def swept(tmp_path: Path, digits: Path) -> Path:
+    """Train the first rung of four trials, of which one diverges; return the plan's file."""
+    rates = {"lr-0p001": 0.001, "lr-1": 1.0, "lr-1e30": 1e30, "lr-0p3": 0.3}
+    folder = tmp_path / "plans/swept"
+    for name, lr in rates.items():
+        settings = {"training": {"epochs": 4, "stop_after": 2, "on_divergence": "stop"}, "optimizer": {"lr": lr}}
+        make_run(folder / f"{name}-rung0", "mnist_cnn", {**DIGITS["run"], **settings}, DIGITS["dataset"])
+        assert train(folder / f"{name}-rung0", digits, "--checkpoints", tmp_path / name) == 0
+    plan = {
+        "plan": "swept",
+        "study": "mnist_cnn",
+        "kind": "sweep",
+        "measure": ["train"],
+        "runs": [
+            {"name": name, "label": name, "plan": "swept", "run": f"{name}-rung0", "measure": ["train"]}
+            for name in rates
+        ],
+        "sweep": {
+            "method": "halving",
+            "metric": "valid_loss",
+            "trials": {name: {"optimizer.lr": lr} for name, lr in rates.items()},
+            "rungs": [[2, 4], [4, 2]],
+        },
+    }
+    (folder / "plan.yaml").write_text(yaml.safe_dump(plan))
+    return folder / "plan.yaml"
+
+
+def test_the_best_go_on_and_the_page_shows_all(swept: Path, tmp_path: Path, digits: Path, tiny_data: Any) -> None:
+    folder = swept.parent
+    out = folder / "rung1.json"
+    assert stage("promote", "--plan", swept, "--rung", 1, "--out", out) == 0
+    chosen = Rung.read(out)
+    losses = {
+        file.parent.name.removesuffix("-rung0"): json.loads(file.read_text().splitlines()[-1])["valid_loss"]
+        for file in folder.glob("*/metrics.jsonl")
+    }
+    order = sorted((name for name in losses if losses[name] is not None), key=lambda name: losses[name])
+    assert list(chosen.scores) == [*order, "lr-1e30"] and chosen.trials == order[:2]
+    assert math.isnan(chosen.scores["lr-1e30"])
+    for name in chosen.trials:
+        settings = yaml.safe_load((folder / f"{name}-rung0/config.yaml").read_text())
+        settings["training"]["stop_after"] = 4
+        (folder / f"{name}-rung1").mkdir()
+        (folder / f"{name}-rung1/config.yaml").write_text(yaml.safe_dump(settings))
+        assert train(folder / f"{name}-rung1", digits, "--checkpoints", tmp_path / name) == 0
+    plan = read_plan(swept)
+    assert {run.name: len(run.epochs) for run in plan.runs if run.name in chosen.trials} == dict.fromkeys(
+        chosen.trials, 4
+    )
+    assert plan.best and plan.best.name in chosen.trials and plan.ranked[-1].name == "lr-1e30"
+    assert [row["optimizer.lr"] for row in summary(plan)] == [0.001, 1.0, 1e30, 0.3]
+    text = page("Sweep", [plan], [tiny_data("mnist_cnn")], tmp_path)
+    assert (
+        "from: swept." + plan.best.name in text and f"optimizer:\n  lr: {plan.best.settings['optimizer']['lr']}" in text
+    )
+    assert "successive halving: 4 for 2 epochs, 2 for 4 epochs" in text and "diverged" in text
+
+
+def test_a_metric_that_is_not_there_names_the_nearest(swept: Path, capsys: Any) -> None:
+    plan = yaml.safe_load(swept.read_text())
+    for metric, status in (("accuracy", 0), ("samples_per_second", 0), ("acuracy", 2)):
+        plan["sweep"]["metric"] = metric
+        swept.write_text(yaml.safe_dump(plan))
+        assert stage("promote", "--plan", swept, "--rung", 1, "--out", swept.parent / "rung1.json") == status
+    assert "did you mean 'accuracy'" in capsys.readouterr().err

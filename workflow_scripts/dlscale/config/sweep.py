@@ -1,0 +1,198 @@
+"""What a plan of kind `sweep` tries: which values of which settings, under which names."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+import random
+import re
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator, model_validator
+
+from dlscale.core.schema import Strict
+
+#: Values of a trial by dotted key, as `optimizer.lr`.
+Values = dict[str, Any]
+
+#: Letters of a trial's name, beside those that its rung may add.
+LONGEST = 52
+
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
+
+
+class Range(Strict):
+    """Values between two ends, of which trials draw; real numbers have three significant digits."""
+
+    uniform: tuple[float, float] | None = Field(None, description="Each number is as likely.")
+    log_uniform: tuple[PositiveFloat, PositiveFloat] | None = Field(None, description="Each order of magnitude is.")
+    integers: tuple[int, int] | None = Field(None, description="Whole numbers, each as likely, the ends included.")
+
+    @model_validator(mode="after")
+    def _one(self) -> Range:
+        given = [ends for ends in (self.uniform, self.log_uniform, self.integers) if ends is not None]
+        if len(given) != 1:
+            raise ValueError("give one of uniform, log_uniform, integers")
+        if given[0][0] >= given[0][1]:
+            raise ValueError(f"{list(given[0])}: the first end must be less than the second")
+        return self
+
+    def at(self, share: float) -> float:
+        """Return the value that a `share` (0 ≤ share < 1) of the draws is below."""
+        if self.integers is not None:
+            low, high = self.integers
+            return low + int(share * (high - low + 1))
+        if self.log_uniform is not None:
+            first, last = self.log_uniform
+            value = first * (last / first) ** share
+        else:
+            assert self.uniform is not None
+            first, last = self.uniform
+            value = first + share * (last - first)
+        return min(max(float(f"{value:.3g}"), first), last)
+
+
+class Sweep(Strict):
+    """Trials: runs of a plan that differ in some settings."""
+
+    method: Literal["grid", "random", "halving"] = Field(
+        "grid",
+        description="grid: all combinations; random: so many `trials`, drawn; halving: successive halving (Jamieson "
+        "and Talwalkar 2016, arXiv:1502.07943) of either, where only the best trials of each rung train on.",
+    )
+    over: dict[str, list[Any] | Range] = Field(
+        min_length=1,
+        description="By setting, written `optimizer.lr`: a list of values, or a range: `{log_uniform: [1e-4, 1e-1]}`, "
+        "`{uniform: [0, 0.5]}`, `{integers: [1, 8]}`.",
+    )
+    trials: PositiveInt | None = Field(
+        None,
+        description="Trials to draw; more of them leave those that are there as they are. Of halving: all "
+        "combinations if absent.",
+    )
+    seed: NonNegativeInt = Field(0, description="Of the draws.")
+    metric: str = Field(
+        "valid_loss",
+        description="What the best trial is best in: valid_loss, a validation metric of the study, or "
+        "samples_per_second.",
+    )
+    reduction_factor: int = Field(
+        3, ge=2, description="Of halving: one of so many trials trains on, so many times as long."
+    )
+    min_epochs: PositiveInt = Field(1, description="Of halving: epochs of the first rung, at least.")
+
+    @field_validator("over")
+    @classmethod
+    def _numbers(cls, over: dict[str, Any]) -> dict[str, Any]:
+        for key, values in over.items():
+            if values == []:
+                raise ValueError(f"{key}: no values")
+            if key.split(".")[0] in ("use", "needs", "label", "study"):
+                raise ValueError(f"{key}: no setting of a run that could be varied")
+            if longer := next((other for other in over if other.startswith(f"{key}.")), None):
+                raise ValueError(f"{key}: {longer} is a part of it; vary one of them")
+        # YAML reads 1e-3, which has no dot, as a string.
+        return {
+            key: [_number(v) for v in values] if isinstance(values, list) else values for key, values in over.items()
+        }
+
+    @model_validator(mode="after")
+    def _countable(self) -> Sweep:
+        ranges = [key for key, values in self.over.items() if isinstance(values, Range)]
+        if self.method == "grid" and self.trials is not None:
+            raise ValueError("trials: a grid tries all combinations; leave it out, or use method random")
+        if ranges and self.trials is None:
+            todo = "use method random, or give a list" if self.method == "grid" else "give trials"
+            raise ValueError(f"over.{ranges[0]}: of a range there are no combinations; {todo}")
+        if self.method == "random" and self.trials is None:
+            raise ValueError("trials: how many to draw is missing; or use method grid")
+        most = math.prod(len(values) for values in self.over.values() if isinstance(values, list))
+        if not ranges and self.trials is not None and self.trials > most:
+            raise ValueError(f"trials: {self.trials} of {most} combinations; use at most {most}, or method grid")
+        names = Counter(_name(values, self._words) for values in itertools.islice(self._all(), 10_000))
+        if ranges and len(self.runs) < (self.trials or 0):
+            raise ValueError(
+                f"trials: {self.trials}, but over has no more than {len(self.runs)} different ones; use these"
+            )
+        if twice := next((name for name, number in names.items() if number > 1), None):
+            raise ValueError(f"over: {twice} stands twice")
+        return self
+
+    @property
+    def runs(self) -> dict[str, Values]:
+        """What each trial changes, by name. A name says its values: a trial that stays keeps its results."""
+        return {
+            _name(values, self._words): values for values in (self._all() if self.trials is None else self._drawn())
+        }
+
+    def _all(self) -> Iterator[Values]:
+        lists = {key: values for key, values in self.over.items() if isinstance(values, list)}
+        return (dict(zip(lists, values, strict=True)) for values in itertools.product(*lists.values()))
+
+    def _drawn(self) -> list[Values]:
+        """Return distinct trials. Each draw has its own random numbers: the first ones stay if there are more."""
+        found: dict[str, Values] = {}
+        for number in itertools.count():
+            draw = {key: _draw(values, f"{self.seed} {number} {key}") for key, values in self.over.items()}
+            found.setdefault(_name(draw, self._words), draw)
+            if len(found) == self.trials or number > 100 * (self.trials or 1):  # a narrow range has few values
+                break
+        return list(found.values())
+
+    @property
+    def _words(self) -> dict[str, str]:
+        """What names call the settings: the last word of each key, or all of a key whose last word another has."""
+        last = Counter(key.rpartition(".")[2] for key in self.over)
+        return {key: word if last[word := key.rpartition(".")[2]] == 1 else key.replace(".", "-") for key in self.over}
+
+    def rungs(self, trials: int, epochs: int) -> list[tuple[int, int]]:
+        """Return epochs and number of trials of each rung: the last one trains all `epochs`.
+
+        Each has a `reduction_factor`-th of the trials of the one before, and at least one; the first one trains
+        `min_epochs` or more.
+        """
+        factor, found = self.reduction_factor, [(epochs, trials)]
+        while trials >= factor ** len(found) and epochs > self.min_epochs * factor ** (len(found) - 1):
+            found.append((max(self.min_epochs, -(-epochs // factor ** len(found))), trials))
+        found.reverse()
+        return [(until, trials // factor**number) for number, (until, _) in enumerate(found)]
+
+
+def label(values: Values) -> str:
+    """Return what tables call a trial."""
+    return ", ".join(f"{key.rpartition('.')[2]} {_shown(value)}" for key, value in values.items())
+
+
+def _draw(values: list[Any] | Range, seed: str) -> Any:
+    share = random.Random(seed).random()  # by the text's SHA-512: the same everywhere
+    return values.at(share) if isinstance(values, Range) else values[int(share * len(values))]
+
+
+def _number(value: Any) -> Any:
+    return float(value) if isinstance(value, str) and _NUMBER.fullmatch(value) else value
+
+
+def _name(values: Values, words: dict[str, str]) -> str:
+    """Return a trial's name, which is a folder's: letters, digits, `-`, `_`; of 0.003 it has 0p003."""
+    name = "_".join(f"{words[key]}-{_legal(_shown(value))}" for key, value in values.items())
+    if len(name) <= LONGEST:
+        return name
+    return f"{name[: LONGEST - 9]}_{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+
+
+def _legal(text: str) -> str:
+    text = re.sub(r"(?<=\d)\.(?=\d)", "p", text).replace("e-0", "e-").replace("e+", "e")
+    return re.sub(r"[^A-Za-z0-9-]+", "-", text).rstrip("-") or "none"
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, float):
+        return repr(value).removesuffix(".0")
+    if isinstance(value, dict):
+        return " ".join(_shown(each) for each in value.values())
+    if isinstance(value, list):
+        return "x".join(_shown(each) for each in value)
+    return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

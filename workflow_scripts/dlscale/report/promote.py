@@ -1,0 +1,26 @@
+"""Stage `promote`: which trials of a sweep come to the next rung of successive halving.
+
+The best of the rung before, by the sweep's metric after its last epoch (Jamieson and Talwalkar 2016, arXiv:1502.07943).
+A trial that diverged is the worst.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+
+from dlscale.core.records import Rung
+from dlscale.core.text import number
+from dlscale.report.results import read_plan
+
+
+def main(args: argparse.Namespace) -> None:
+    """Write `args.out` from the runs of the rung before `args.rung`."""
+    plan = read_plan(args.plan, args.rung - 1)
+    assert plan.record.sweep is not None  # the workflow asks for no other plan
+    ranked, metric = plan.ranked, plan.record.sweep.metric
+    scores = {run.name: plan.score(run)[0] for run in ranked}
+    best = [run.name for run in ranked][: plan.record.sweep.rungs[args.rung][1]]
+    for name in best:
+        logging.info("%s goes on: %s %s", name, metric, number(scores[name]))
+    Rung(metric=metric, scores=scores, trials=best).write(args.out)
