@@ -195,6 +195,12 @@ def run_manifest(wildcards):
     return f"{RESULTS}/data/{run_of(wildcards).dataset}/manifest.json"
 
 
+def run_weights(wildcards):
+    """The file of weights that a run starts from; another run's model.pt is made first."""
+    weights = run_of(wildcards).training.weights
+    return [weights] if weights else []
+
+
 def configure_run_params(wildcards):
     return own_params("configure", run_of(wildcards).model_dump_json())
 

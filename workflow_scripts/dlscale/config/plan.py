@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, Union
 
-from pydantic import Field, SkipValidation, create_model, model_validator
+from pydantic import Field, PositiveInt, SkipValidation, create_model, model_validator
 
-from dlscale.config.run import Run, components
+from dlscale.config.run import LOCAL_BATCH_SIZE, Run, components
 from dlscale.core import registry
 from dlscale.core.errors import unknown
 from dlscale.core.machine import NEEDS
@@ -100,4 +100,5 @@ def _overrides() -> Any:
         for key, (annotation, _) in components(study).items():
             kinds.setdefault(key, []).append(annotation)
     unions: dict[str, Any] = {key: (Union[tuple(dict.fromkeys(each))], ...) for key, each in kinds.items()}  # noqa: UP007
+    unions["local_batch_size"] = (PositiveInt, Field(1, description=LOCAL_BATCH_SIZE))
     return partial(create_model("Run", __base__=Run, **unions), without=("study",))

@@ -15,7 +15,7 @@ from dlscale.core.records import Profile
 from dlscale.measure.profile import first_rows, scalars, write_table
 from dlscale.measure.profilers import nsys
 from dlscale.report.compare_profiles import read_rows
-from dlscale.report.explain import folder, results_of
+from dlscale.config.places import folder, results_of
 
 if TYPE_CHECKING:
     from dlscale.config.resolve import Configuration
