@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-import csv
 import itertools
 import json
 import logging
 import os
+import socket
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,8 +22,8 @@ import yaml
 
 from dlscale.config import resolve as config
 from dlscale.config.run import load_run
-from dlscale.core import telemetry
-from dlscale.core.records import VALID_LOSS, Epoch, Metric, Provenance
+from dlscale.core.errors import UserError
+from dlscale.core.records import Epoch, Metric, Provenance
 from dlscale.core.telemetry import GpuSample, Sample
 from dlscale.data.manifest import Manifest
 from dlscale.datasets.cosmo.kind import CropSamples
@@ -29,8 +31,8 @@ from dlscale.datasets.cosmo.samples import Crops
 from dlscale.models.losses import l1
 from dlscale.models.resnet import ResNet
 from dlscale.models.unet3d import UNet3D
-from dlscale.report.results import PlanResult, RunResult
-from dlscale.report.target import glance, reached
+from dlscale.report.results import RunResult
+from dlscale.report.target import reached
 from dlscale.train import trainer as training
 from dlscale.train.precision import Weights
 from dlscale.train.train import run_fingerprint
@@ -351,9 +353,8 @@ def test_what_is_no_weights_is_said_and_never_executed(tmp_path: Path) -> None:
 
     def message(content: Any) -> str:
         torch.save(content, file)
-        with pytest.raises(Exception, match=r"w\.pt: ") as caught:
+        with pytest.raises(UserError, match=r"w\.pt: ") as caught:
             load_weights(model, file)
-        assert type(caught.value).__name__ == "UserError"
         assert "weights_only" not in str(caught.value), "PyTorch's advice is to execute it"
         return str(caught.value)
 
@@ -366,7 +367,7 @@ def test_what_is_no_weights_is_said_and_never_executed(tmp_path: Path) -> None:
     assert "1 tensor that the model lacks: head" in text
     assert "fc.weight [9, 64] in the file, [7, 64] in the model" in text
     file.write_bytes(b"half a file")
-    with pytest.raises(Exception, match="not readable as weights"):
+    with pytest.raises(UserError, match="not readable as weights"):
         read_weights(file)
 
 
@@ -433,6 +434,81 @@ def test_evaluate_of_a_split_that_is_not_there(era5: Make, era5_data: Path, capf
 
 
 # ---- trackers ------------------------------------------------------------------------------------------
+
+
+def logged(file: Path) -> Iterator[Any]:
+    """The records of an offline run: LevelDB's log format after 7 bytes of header, protobuf inside."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    content, place, begun = file.read_bytes(), 7, b""
+    while place + 7 <= len(content):
+        if 32768 - place % 32768 < 7:  # a record's header is in one block
+            place += 32768 - place % 32768
+            continue
+        length, kind = int.from_bytes(content[place + 4 : place + 6], "little"), content[place + 6]
+        begun += content[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            yield Record.FromString(begun)
+            begun = b""
+
+
+@contextlib.contextmanager
+def listening() -> Iterator[tuple[str, list[object]]]:
+    """An address, and whoever connects to it."""
+    callers: list[object] = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def listen() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    connection, caller = server.accept()
+                    callers.append(caller)
+                    connection.close()
+
+        thread = threading.Thread(target=listen, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{server.getsockname()[1]}", callers
+        server.shutdown(socket.SHUT_RDWR)
+    thread.join(10)
+
+
+def test_wandb_offline_has_the_numbers_of_metrics_jsonl(era5: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And goes nowhere, and holds nothing of the environment; after an interruption each epoch is there once."""
+    wandb = pytest.importorskip("wandb", reason="Weights & Biases is not installed: pip install 'dlscale[trackers]'")
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.setenv("SOME_TOKEN", "a-secret-that-nobody-shall-read")
+    settings = {"epochs": 3, "trackers": ["wandb"]}
+    with listening() as (address, callers):
+        monkeypatch.setenv("WANDB_BASE_URL", address)
+        with monkeypatch.context() as patched:
+            pretend(patched, [3.0, 2.0], stop=2)
+            era5(status=130, training=settings)
+        with monkeypatch.context() as patched:
+            pretend(patched, [2.5])
+            folder = era5(training=settings)
+        wandb.teardown()
+        assert not callers
+    assert provenance(folder)["resumed_from_step"] == 20
+    (file,) = folder.glob("wandb/offline-run-*/*.wandb")
+    found = list(logged(file))
+    rows = []
+    for record in (record for record in found if record.HasField("history")):
+        keys = [".".join(item.nested_key) or item.key for item in record.history.item]
+        rows.append(dict(zip(keys, (json.loads(item.value_json) for item in record.history.item), strict=True)))
+    epochs = [row for row in rows if "valid_loss" in row]
+    assert [row["_step"] for row in epochs] == [10, 20, 30]
+    for row, expected in zip(epochs, records(folder), strict=True):
+        for name in ("epoch", "step", "samples", "train_loss", "valid_loss", "learning_rate", "samples_per_second"):
+            assert row[name] == expected[name], name
+        for name, value in expected["metrics"].items():
+            assert row[f"valid/{name}"] == value, name
+    assert any(row.get("valid/prediction", {}).get("_type") == "image-file" for row in rows)
+    (run,) = [record.run for record in found if record.HasField("run")]
+    config_ = {item.key: json.loads(item.value_json) for item in run.config.update}
+    assert config_["optimizer"]["lr"] == 1e-3 and config_["study"] == "era5_vit"
+    everything = b"".join(path.read_bytes() for path in folder.rglob("wandb/**/*") if path.is_file())
+    assert b"a-secret-that-nobody" not in everything and socket.gethostname().encode() not in everything
 
 
 def test_a_tracker_that_is_not_installed(

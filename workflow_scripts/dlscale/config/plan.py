@@ -100,5 +100,6 @@ def _overrides() -> Any:
         for key, (annotation, _) in components(study).items():
             kinds.setdefault(key, []).append(annotation)
     unions: dict[str, Any] = {key: (Union[tuple(dict.fromkeys(each))], ...) for key, each in kinds.items()}  # noqa: UP007
-    unions["local_batch_size"] = (PositiveInt, Field(1, description=LOCAL_BATCH_SIZE))
-    return partial(create_model("Run", __base__=Run, **unions), without=("study",))
+    settings: Any = partial(create_model("Run", __base__=Run, **unions), without=("study",))
+    local: Any = (PositiveInt | None, Field(None, description=LOCAL_BATCH_SIZE))
+    return create_model("RunSettings", __base__=settings, __doc__=settings.__doc__, local_batch_size=local)

@@ -16,6 +16,10 @@ from dlscale.core.errors import UserError
 from dlscale.core.records import Best, Epoch
 
 
+#: What Weights & Biases would collect by itself; telemetry and provenance say it here.
+UNSEEN: Any = dict.fromkeys(("x_disable_meta", "x_disable_stats", "x_disable_machine_info"), True)
+
+
 class Tracker(Protocol):
     """What a tracker does for a run."""
 
@@ -33,6 +37,7 @@ class Wandb:
     """
 
     def __init__(self, out: Path, run: dict[str, Any], history: Iterable[Epoch]) -> None:
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # which goes online whatever the mode
         try:
             import wandb
         except ImportError:
@@ -49,9 +54,7 @@ class Wandb:
             dir=str(out),
             mode=os.environ.get("WANDB_MODE", "offline"),
             config=run,
-            settings=wandb.Settings(
-                console="off", silent=True, disable_git=True, disable_code=True, x_disable_meta=True, x_disable_stats=True
-            ),
+            settings=wandb.Settings(console="off", silent=True, disable_git=True, disable_code=True, **UNSEEN),
         )
         for record in history:
             self.add(record)
