@@ -213,7 +213,9 @@ def test_a_target_of_no_metric_is_refused(era5: Make, capfd: pytest.CaptureFixtu
     assert "training.target.metric: no metric is called 'rmse/t2' (did you mean 'rmse/t2m'?)" in said(capfd)
 
 
-def one(number: int, loss: float, seconds: float = 10.0, valid: float = 2.0, end: float = 0.0, **metrics: float) -> Epoch:
+def one(
+    number: int, loss: float, seconds: float = 10.0, valid: float = 2.0, end: float = 0.0, **metrics: float
+) -> Epoch:
     losses = {"learning_rate": 1.0, "train_loss": 1.0, "valid_loss": loss}
     times = {"epoch_seconds": seconds, "samples_per_second": 1.0, "valid_seconds": valid, "wall_time": end}
     return Epoch(epoch=number, step=number, samples=50 * number, metrics=metrics, **losses, **times)  # type: ignore[arg-type]

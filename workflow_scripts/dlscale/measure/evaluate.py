@@ -1,4 +1,4 @@
-"""`dlscale evaluate RUN`: the loss and the metrics of a run's weights on its validation or test data; nothing trains."""
+"""`dlscale evaluate RUN`: loss and metrics of a run's weights on its validation or test data; nothing trains."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ KEPT = {"last": "model.pt", "best": "model_best.pt"}
 
 
 def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
-    """Print the scores of the runs `args.runs` (PLAN.RUN, or their folders); write them to `args.out`, if it is given."""
+    """Print the scores of the runs `args.runs` (PLAN.RUN, or their folders), and write them to `args.out`, if given."""
     results = results_of(configuration)
     found = [
         evaluate(folder(name, results), args.weights, args.split, args.device, args.threads, args.manifest)

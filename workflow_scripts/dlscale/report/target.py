@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from dlscale.core.records import VALID_LOSS, Epoch, Metric
+from dlscale.core.records import VALID_LOSS, Epoch
 from dlscale.core.telemetry import energy
 from dlscale.core.text import NONE, count, duration, number
 from dlscale.report.results import PlanResult, RunResult
@@ -32,8 +32,10 @@ def reached(run: RunResult) -> Reached | None:
     """Return what became of a run's target; None if it has none, was not trained, or its metric is not known."""
     asked = (run.settings.get("training") or {}).get("target")
     described = [VALID_LOSS, *(run.provenance.metrics if run.provenance else ())]
-    metric = next((metric for metric in described if asked and metric.name == asked["metric"]), None)
-    if metric is None or not run.epochs:
+    if not (asked and run.epochs):
+        return None
+    metric = next((metric for metric in described if metric.name == asked["metric"]), None)
+    if metric is None:
         return None
     aim, value = metric.aim(asked["value"]), float(asked["value"])
     epoch, best = metric.first(run.epochs, value), metric.best(run.epochs)

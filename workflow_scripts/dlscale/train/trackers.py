@@ -15,7 +15,6 @@ from typing import Any, Protocol
 from dlscale.core.errors import UserError
 from dlscale.core.records import Best, Epoch
 
-
 #: What Weights & Biases would collect by itself; telemetry and provenance say it here.
 UNSEEN: Any = dict.fromkeys(("x_disable_meta", "x_disable_stats", "x_disable_machine_info"), True)
 
@@ -76,5 +75,5 @@ TRACKERS: dict[str, type[Wandb]] = {"wandb": Wandb}
 
 
 def trackers(names: Iterable[str], out: Path, run: dict[str, Any], history: Iterable[Epoch]) -> list[Tracker]:
-    """Return the trackers of a run by name, told the epochs of an earlier try; one that is not installed is an error."""
+    """Return the trackers of a run by name, told the epochs of an earlier try; one that is missing is a `UserError`."""
     return [TRACKERS[name](out, run, history) for name in names]
