@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,25 +62,23 @@ def glance(plan: PlanResult) -> list[dict[str, Any]]:
     views = []
     for aim, of in by_aim.items():
         there = [(run, found) for run, found in of if found.epoch]
-
-        def least(
-            value: Callable[[Reached], float | None], there: list[tuple[RunResult, Reached]] = there
-        ) -> tuple[RunResult, Reached] | None:
-            known = [pair for pair in there if value(pair[1]) is not None]
-            return min(known, key=lambda pair: value(pair[1]) or 0.0, default=None)
-
         views.append(
             {
                 "aim": aim,
                 "of": len(of),
                 "reached": len(there),
-                "first": _shown(least(lambda found: found.seconds) or next(iter(there), None)),
-                "cheapest": _shown(least(lambda found: found.gpu_hours)),
-                "thriftiest": _shown(least(lambda found: found.joules)),
+                "first": _least(there, "seconds") or _shown(next(iter(there), None)),
+                "cheapest": _least(there, "gpu_hours"),
+                "thriftiest": _least(there, "joules"),
                 "missed": [(run.label, number(found.nearest)) for run, found in of if not found.epoch],
             }
         )
     return views
+
+
+def _least(there: Sequence[tuple[RunResult, Reached]], key: str) -> dict[str, Any] | None:
+    known = [pair for pair in there if getattr(pair[1], key) is not None]
+    return _shown(min(known, key=lambda pair: getattr(pair[1], key), default=None))
 
 
 def _shown(pair: tuple[RunResult, Reached] | None) -> dict[str, Any] | None:

@@ -16,7 +16,7 @@ from dlscale.core.errors import UserError
 from dlscale.core.records import Best, Epoch
 
 #: What Weights & Biases would collect by itself; telemetry and provenance say it here.
-UNSEEN: Any = dict.fromkeys(("x_disable_meta", "x_disable_stats", "x_disable_machine_info"), True)
+UNSEEN: Any = {**dict.fromkeys(("x_disable_meta", "x_disable_stats", "x_disable_machine_info"), True), "host": ""}
 
 
 class Tracker(Protocol):
@@ -31,7 +31,8 @@ class Tracker(Protocol):
 class Wandb:
     """Weights & Biases, in `wandb/` of the run's folder: offline unless the variable WANDB_MODE says otherwise.
 
-    Settings and numbers are all that is logged: no output of the terminal, no code, nothing of machine or environment.
+    Settings and numbers are all that is logged: no output of the terminal, no code, no host, nothing of
+    the environment.
     An offline run is sent by hand: `wandb sync RUN/wandb/offline-run-*`.
     """
 
@@ -43,6 +44,7 @@ class Wandb:
             raise UserError(
                 "training.trackers: wandb is not installed; pip install 'dlscale[trackers]', or leave it out"
             ) from None
+        wandb.finish()  # what a training of this process left that failed
         shutil.rmtree(out / "wandb", ignore_errors=True)  # of an earlier try: its epochs are logged again
         out.mkdir(parents=True, exist_ok=True)
         self._wandb = wandb
