@@ -196,8 +196,11 @@ def run_manifest(wildcards):
 
 
 def run_weights(wildcards):
-    """The file of weights that a run starts from; another run's model.pt is made first."""
+    """The file of weights that a run starts from; that of another run is made first."""
     weights = run_of(wildcards).training.weights
+    if weights and Path(weights).is_relative_to(f"{RESULTS}/plans"):
+        # Those of the best epoch are no declared output, as not every run keeps them; they come with the last one's.
+        weights = weights.removesuffix("model_best.pt") + "model.pt" * weights.endswith("model_best.pt")
     return [weights] if weights else []
 
 
