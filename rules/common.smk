@@ -197,6 +197,15 @@ def run_manifest(wildcards):
     return f"{RESULTS}/data/{run_of(wildcards).dataset}/manifest.json"
 
 
+def run_weights(wildcards):
+    """The file of weights that a run starts from; that of another run is made first."""
+    weights = run_of(wildcards).training.weights
+    if weights and Path(weights).is_relative_to(f"{RESULTS}/plans"):
+        # Those of the best epoch are no declared output, as not every run keeps them; they come with the last one's.
+        weights = weights.removesuffix("model_best.pt") + "model.pt" * weights.endswith("model_best.pt")
+    return [weights] if weights else []
+
+
 def configure_run_params(wildcards):
     return own_params("configure", run_of(wildcards).model_dump_json())
 

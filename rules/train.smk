@@ -3,6 +3,7 @@ rule train:
     input:
         manifest=run_manifest,
         data=run_data,
+        weights=run_weights,
     output:
         metrics=f"{RESULTS}/plans/{{plan}}/{{run}}/metrics.jsonl",
         provenance=f"{RESULTS}/plans/{{plan}}/{{run}}/provenance.json",

@@ -358,6 +358,49 @@ def test_a_later_layer_changes_between_epochs_and_steps() -> None:
     assert merged == {"epochs": {"seed": 1}, "steps": {"seed": 3}}
 
 
+def test_a_local_batch_size_stands_for_the_global_one() -> None:
+    """Whichever is set last counts, at whatever layer; what stages see is the global one."""
+    devices = {"geometry": {"nodes": 2, "gpus_per_node": 4}}
+    runs: Raw = {
+        "default": {},
+        "local": {"local_batch_size": 3},
+        "devices": devices,
+        "global": {"batch_size": 16},
+        "again": {"local_batch_size": "5"},
+    }
+    rungs = {name: one.run for name, one in load(**plan(kind="ladder", runs=runs)).plans["p"].items()}
+    assert [run.batch_size for run in rungs.values()] == [4, 3, 24, 16, 40]
+    assert [run.local_batch_size for run in rungs.values()] == [4, 3, 3, 2, 5]
+    set_ = load(**plan({"local_batch_size": 6}, runs={"a": {}, "b": {"batch_size": 7}, "c": devices})).plans["p"]
+    assert [one.run.batch_size for one in set_.values()] == [6, 7, 48]
+    own = {key: value for key, value in COSMO_RUN.items() if key != "batch_size"}
+    study = {"cosmo_unet": {"dataset": "box", **own, "local_batch_size": 9}}
+    by_study = load(studies=study, plans={"p": {"study": "cosmo_unet", "runs": {"a": devices}}})
+    assert by_study.plans["p"]["a"].run.batch_size == 72
+    for run in (rungs["again"], by_study.plans["p"]["a"].run):
+        for name in RUN_STAGES:
+            assert "local_batch_size" not in run.slice(name)
+            assert run.slice(name)["batch_size"] == run.batch_size
+    settings = {**json.loads(rungs["global"].model_dump_json()), **devices, "local_batch_size": 2}
+    settings.pop("batch_size")
+    for name in RUN_STAGES:
+        assert load_run(json.dumps(settings), name).batch_size == 16
+    jsonschema.validate({"plans": plan(runs={"a": {"local_batch_size": 3}})["plans"]}, config.schema())
+
+
+def test_mistakes_in_a_local_batch_size() -> None:
+    both = plan({"batch_size": 4, "local_batch_size": 4})
+    one(message(**both), "plans.p.settings", "either batch_size", "local_batch_size")
+    for wrong in (0, "many", 1.5):
+        text = message(**plan(runs={"a": {"local_batch_size": wrong}}))
+        one(text, "plans.p.runs.a", f"local_batch_size: got {wrong!r}", "whole number")
+    one(message(**plan(runs={"a": {"local_batchsize": 3}})), "plans.p.runs.a", "did you mean 'local_batch_size'?")
+    wrong_geometry = {"local_batch_size": 3, "geometry": {"nodes": 0}}
+    one(message(**plan(runs={"a": wrong_geometry})), "plans.p.runs.a.geometry.nodes", "got 0")
+    parts = {"local_batch_size": 2, "geometry": {"gpus_per_node": 4}, "accumulation_steps": 3}
+    one(message(**plan(runs={"a": parts})), "plans.p.runs.a", "accumulation_steps 3", "2 samples")
+
+
 def test_another_kind_replaces_a_section_but_not_a_plan() -> None:
     found = load(
         datasets={"box": {"source": {"kind": "prepared", "train": ["a.h5"], "valid": ["b.h5"]}}},

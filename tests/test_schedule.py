@@ -78,6 +78,58 @@ def test_steps_are_pytorchs(step_epochs: int, gamma: float) -> None:
     np.testing.assert_allclose(ours[:32], theirs, rtol=1e-12)
 
 
+@pytest.mark.parametrize("warmup", [0, 1, 7])
+@pytest.mark.parametrize(
+    ("settings", "after"),
+    [
+        ({"kind": "linear"}, lambda o, n: torch.optim.lr_scheduler.LinearLR(o, 1.0, 0.0, total_iters=n)),
+        (
+            {"kind": "linear", "end_lr": 0.02},
+            lambda o, n: torch.optim.lr_scheduler.LinearLR(o, 1.0, 0.02 / 0.5, total_iters=n),
+        ),
+        (
+            {"kind": "polynomial", "power": 0.9},
+            lambda o, n: torch.optim.lr_scheduler.PolynomialLR(o, total_iters=n, power=0.9),
+        ),
+        (
+            {"kind": "exponential", "gamma": 0.3},
+            lambda o, n: torch.optim.lr_scheduler.ExponentialLR(o, gamma=0.3 ** (1 / 8)),
+        ),
+        (
+            {"kind": "cosine", "end_lr": 0.01},
+            lambda o, n: torch.optim.lr_scheduler.CosineAnnealingLR(o, T_max=n, eta_min=0.01),
+        ),
+        ({"kind": "constant"}, lambda o, n: torch.optim.lr_scheduler.ConstantLR(o, factor=1.0)),
+    ],
+    ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else "",
+)
+def test_each_form_after_each_warm_up_is_pytorchs(settings: dict[str, Any], after: Any, warmup: int) -> None:
+    """40 steps in epochs of 8, by PyTorch's schedulers one after the other."""
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.5)
+    rest = after(optimizer, 40 - warmup)
+    scheduler = rest
+    if warmup:
+        rise = torch.optim.lr_scheduler.LinearLR(optimizer, 1 / warmup, 1.0, total_iters=max(warmup - 1, 1))
+        scheduler = torch.optim.lr_scheduler.SequentialLR(optimizer, [rise, rest], [warmup])
+    theirs = []
+    for _ in range(40):
+        theirs.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    ours = rates(40, peak=0.5, steps_per_epoch=8, warmup_steps=warmup, **settings)
+    np.testing.assert_allclose(ours[:40], theirs, rtol=1e-9, atol=1e-15)
+
+
+def test_exponential_falls_by_gamma_over_every_epoch() -> None:
+    ours = rates(32, peak=0.5, steps_per_epoch=8, kind="exponential", gamma=0.3)
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.5)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.3)
+    for epoch in range(4):
+        assert ours[8 * epoch] == pytest.approx(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+
+
 def test_steps_count_from_the_beginning_warm_up_or_not() -> None:
     ours = rates(30, kind="step", gamma=0.5, step_epochs=1, warmup_steps=5)
     assert ours[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])

@@ -55,6 +55,7 @@ from tests.waiting import PATIENCE
 CPU = torch.device("cpu")
 TIMES = ("epoch_seconds", "samples_per_second", "valid_seconds", "wall_time", "made_with")
 FILES = {"config.yaml", "metrics.jsonl", "model.pt", "prediction.png", "provenance.json", "tensorboard", "checkpoints"}
+FILES |= {"model_best.pt"}
 Make = Callable[..., Path]
 
 
@@ -532,12 +533,13 @@ def test_a_killed_run_resumes_as_if_nothing_had_been(
     assert provenance(tmp_path / "whole")["resumed_from_step"] is None
     assert records(killed)[: len(done)] == done, "the epochs before, their times too"
     assert timeless(killed) == timeless(tmp_path / "whole")
-    assert (killed / "model.pt").read_bytes() == (tmp_path / "whole" / "model.pt").read_bytes()
+    for name in ("model.pt", "model_best.pt"):
+        assert (killed / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
     last = [checkpoint_folder(tmp_path / name) / "step-00000048" for name in ("whole", "killed")]
     states = [torch.load(folder / "state.pt", weights_only=True) for folder in last]
     assert same(*(checkpoint(folder).model_dump() for folder in last))
     assert {path.name for path in killed.iterdir()} == FILES | {"log"}, "nothing half-written stays"
-    assert set(states[0]) == {"model", "optimizer", "scaler", "rng", "cuda_rng"}
+    assert set(states[0]) == {"model", "best", "optimizer", "scaler", "rng", "cuda_rng"}
     assert same(*states), "moments, loss scale and random state as well"
     moments = states[0]["optimizer"]["state"]
     assert len(moments) == len(weights(killed))

@@ -21,7 +21,7 @@ from dlscale.core.settings import validate
 from dlscale.core.stages import RUN_STAGES, STAGES
 from dlscale.data import parts
 from dlscale.data.parts import load_dataset
-from tests.workflow.conftest import CONFIG, OUTSIDE, TARGETS, Outcome, Tree
+from tests.workflow.conftest import CONFIG, OUTSIDE, RESULTS, TARGETS, Outcome, Tree
 from tests.workflow.jobs import (
     ALL,
     EVERYTHING,
@@ -309,6 +309,11 @@ ROWS = [
     Row(
         "a run's learning rate",
         configure("plans.again.runs.faster.optimizer.lr", 5e-3),
+        ["configure_run again faster", "train again faster", "collect again", "report_plan again", "report"],
+    ),
+    Row(
+        "weights of another run",
+        configure("plans.again.runs.faster.training.weights", f"{RESULTS}/plans/cosmo/unet/model.pt"),
         ["configure_run again faster", "train again faster", "collect again", "report_plan again", "report"],
     ),
     Row(

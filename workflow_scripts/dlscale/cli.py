@@ -28,7 +28,7 @@ from dlscale.core.files import explained
 from dlscale.core.machine import let_threads_wait
 from dlscale.core.ranks import Ranks, ranks
 from dlscale.core.settings import read_settings, validate
-from dlscale.core.stages import RUN_OPTIONS, STAGES
+from dlscale.core.stages import RUN_OPTIONS, STAGES, Option, option, path
 from dlscale.core.telemetry import node_file
 from dlscale.launch import telemetry
 from dlscale.launch.contain import hold_on
@@ -46,6 +46,7 @@ class Question:
     module: str
     text: str
     about: tuple[str, dict[str, Any]]  #: The positional argument, and the keywords of `argparse`.
+    options: tuple[Option, ...] = ()
 
 
 _PLANS = ("plans", {"nargs": "*", "metavar": "PLAN", "help": "plans; the targets if absent"})
@@ -66,6 +67,19 @@ QUESTIONS = {
         "dlscale.report.explain",
         "Say what holds runs back, how far they are from their device's limit, and what to try next.",
         _RUNS,
+    ),
+    "evaluate": Question(
+        "dlscale.measure.evaluate",
+        "Score the weights of trained runs on their validation or test data; nothing trains.",
+        _RUNS,
+        (
+            option("--weights", "last, best, or a file of weights", False, default="last", metavar="WHICH"),
+            option("--split", "of the run's dataset", False, default="valid", choices=("valid", "test")),
+            option("--device", "where to compute", False, choices=("auto", "cpu", "cuda"), default="auto"),
+            option("--threads", "CPU threads; as many as it was trained with if absent", False, type=int, metavar="N"),
+            path("--manifest", "manifest.json of the dataset, if it is not where results are", required=False),
+            path("--out", "JSON file to write", required=False),
+        ),
     ),
     "import-profile": Question(
         "dlscale.report.import_profile",
@@ -115,6 +129,8 @@ def parser() -> argparse.ArgumentParser:
     for name, question in QUESTIONS.items():
         asked, several = command(name, question.text), dict[str, Any](nargs="+", default=[])
         asked.add_argument(question.about[0], **question.about[1])
+        for flag, keywords in question.options:
+            asked.add_argument(flag, **keywords)
         asked.add_argument("--profile", metavar="NAME", help="the site: profiles/NAME/site.yaml, or its path")
         asked.add_argument("--configfile", **several, metavar="FILE", help="YAML files, over config.yaml")
         asked.add_argument("--config", **several, metavar="KEY=VALUE", help="settings (YAML), over the files")

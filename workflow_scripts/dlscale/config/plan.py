@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, Union
 
-from pydantic import Field, SkipValidation, ValidationInfo, create_model, field_validator, model_validator
+from pydantic import Field, PositiveInt, SkipValidation, ValidationInfo, create_model, field_validator, model_validator
 
-from dlscale.config.run import Run, components
+from dlscale.config.run import LOCAL_BATCH_SIZE, Run, components
 from dlscale.config.sweep import Sweep, label
 from dlscale.core import registry
 from dlscale.core.errors import unknown
@@ -139,4 +139,6 @@ def _overrides() -> Any:
         for key, (annotation, _) in components(study).items():
             kinds.setdefault(key, []).append(annotation)
     unions: dict[str, Any] = {key: (Union[tuple(dict.fromkeys(each))], ...) for key, each in kinds.items()}  # noqa: UP007
-    return partial(create_model("Run", __base__=Run, **unions), without=("study",))
+    settings: Any = partial(create_model("Run", __base__=Run, **unions), without=("study",))
+    local: Any = (PositiveInt | None, Field(None, description=LOCAL_BATCH_SIZE))
+    return create_model("RunSettings", __base__=settings, __doc__=settings.__doc__, local_batch_size=local)

@@ -177,12 +177,16 @@ def _study_file(path: Path) -> StudyFile:
     return validate(StudyFile, read_yaml(path), where=str(path))
 
 
+#: Settings of which one stands for the other.
+EXCLUSIVE = (("epochs", "steps"), ("batch_size", "local_batch_size"), ("warmup_steps", "warmup_epochs"))
+
+
 def merge(base: Raw, over: Mapping[str, Any]) -> Raw:
     """Merge `over` into `base` in place and return it.
 
     Mappings merge key by key; anything else replaces. A section of another `kind` replaces as a
     whole (a plan does not: its kind only says how its runs are layered), and of two settings that
-    exclude each other (`epochs`, `steps`) the one that is set stays.
+    exclude each other (`EXCLUSIVE`) the one that is set stays.
     """
     for key, value in over.items():
         old = base.get(key)
@@ -192,7 +196,7 @@ def merge(base: Raw, over: Mapping[str, Any]) -> Raw:
             merge(old, value)
         else:
             base[key] = copy.deepcopy(dict(value))
-    for one, other in (("epochs", "steps"), ("steps", "epochs")):
+    for one, other in [*EXCLUSIVE, *((other, one) for one, other in EXCLUSIVE)]:
         # Mappings are no settings but, say, runs of these names.
         if not isinstance(over.get(one), Mapping | None) and other not in over:
             base.pop(other, None)

@@ -19,6 +19,8 @@ from pydantic import (
     PositiveFloat,
     PositiveInt,
     SerializeAsAny,
+    TypeAdapter,
+    ValidationError,
     create_model,
     field_validator,
     model_validator,
@@ -27,6 +29,7 @@ from pydantic import (
 from dlscale.config.parallel import DDP, DP, Parallel
 from dlscale.core import registry
 from dlscale.core.errors import UserError, unknown
+from dlscale.core.records import VALID_LOSS
 from dlscale.core.schema import Component, Name, Strict
 from dlscale.core.settings import read_settings, validate
 from dlscale.core.stages import STAGES
@@ -89,17 +92,19 @@ Optimizer = Annotated[Adam | SGD | Adadelta, Field(discriminator="kind"), Before
 
 
 class Schedule(Strict):
-    """The learning-rate schedule: linear warm-up, then one of three forms."""
+    """The learning-rate schedule: linear warm-up, then one of these forms."""
 
-    kind: Literal["cosine", "constant", "step"] = Field(
+    kind: Literal["cosine", "linear", "polynomial", "exponential", "step", "constant"] = Field(
         "cosine",
-        description="cosine: reaches end_lr when all steps are done; step: times gamma after every step_epochs epochs, "
-        "or after those of milestones.",
+        description="cosine, linear, polynomial: reach end_lr when all steps are done; exponential: times gamma over "
+        "every epoch, a little at each step; step: times gamma after every step_epochs epochs, or after those of "
+        "milestones.",
     )
     warmup_steps: NonNegativeInt = 0
     warmup_epochs: NonNegativeInt = Field(0, description="Instead of warmup_steps.")
-    end_lr: NonNegativeFloat = Field(0.0, description="Of cosine.")
-    gamma: float = Field(0.1, gt=0, le=1, description="Of step.")
+    end_lr: NonNegativeFloat = Field(0.0, description="Of cosine, linear, polynomial.")
+    power: PositiveFloat = Field(2.0, description="Of polynomial: of the share of steps that is left.")
+    gamma: float = Field(0.1, gt=0, le=1, description="Of exponential and step.")
     step_epochs: PositiveInt = Field(1, description="Of step.")
     milestones: list[PositiveInt] = Field([], description="Of step: epochs, in place of every step_epochs.")
     scaling: Literal["none", "sqrt", "linear"] = Field(
@@ -122,8 +127,16 @@ class Schedule(Strict):
         return self
 
 
+class Target(Strict):
+    """What a training is to reach."""
+
+    metric: str = Field(VALID_LOSS.name, description="valid_loss, or the name of a metric of the study.")
+    value: float = Field(description="Reached when the metric is this good after an epoch, or better.")
+    stop: bool = Field(True, description="End the training then; else it is only told when that was.")
+
+
 class Training(Strict):
-    """How long to train, and what to keep."""
+    """How long to train, from what, and what to keep."""
 
     epochs: PositiveInt | None = Field(None, description="Passes over the training samples; or give steps.")
     steps: PositiveInt | None = Field(None, description="Optimiser steps; the last epoch may be cut short.")
@@ -138,6 +151,20 @@ class Training(Strict):
         "fail",
         description="If a loss is no number any more: fail, or stop, so that the run counts as the worst (what trials "
         "of a sweep do).",
+    )
+    keep_best: str | None = Field(
+        VALID_LOSS.name,
+        description="Keep the weights of the epoch that was best in this metric, too (model_best.pt): valid_loss, or "
+        "the name of a metric of the study; null: do not.",
+    )
+    target: Target | None = Field(None, description="Stop when a metric is as good as this.")
+    weights: str | None = Field(
+        None, description="File of weights to start from: another run's model.pt, or a published state dict."
+    )
+    trackers: list[Literal["wandb"]] = Field(
+        [],
+        description="Experiment trackers to log to beside TensorBoard. wandb: Weights & Biases, into the run's folder, "
+        "offline unless WANDB_MODE says otherwise; needs dlscale[trackers].",
     )
 
     @model_validator(mode="after")
@@ -246,8 +273,14 @@ def loader_classes() -> dict[str, type[Component]]:
 Precision = Literal["fp32", "tf32", "fp16", "bf16", "fp16_master", "bf16_master", "fp16_pure", "bf16_pure"]
 
 
+LOCAL_BATCH_SIZE = "Samples of a step on each device; batch_size is that times the devices. In place of batch_size."
+
+
 class RunCore(Strict):
-    """What training and measuring share."""
+    """What training and measuring share.
+
+    `local_batch_size` may stand for `batch_size`; what reads a run sees the global one.
+    """
 
     study: Name
     dataset: Name
@@ -285,6 +318,31 @@ class RunCore(Strict):
     )
     geometry: Geometry = Geometry()
     parallel: Parallel = DDP()
+
+    @classmethod
+    def _keys(cls) -> list[str]:
+        keys = super()._keys()
+        place = keys.index("batch_size") + 1
+        return [*keys[:place], "local_batch_size", *keys[place:]]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _to_global(cls, data: Any) -> Any:
+        if not isinstance(data, dict) or data.get("local_batch_size") is None:
+            return data
+        rest = {key: value for key, value in data.items() if key != "local_batch_size"}
+        if "batch_size" in rest:
+            raise ValueError("give either batch_size, of all devices together, or local_batch_size, of each")
+        try:
+            local = TypeAdapter(PositiveInt).validate_python(data["local_batch_size"])
+        except ValidationError:
+            given = data["local_batch_size"]
+            raise ValueError(f"local_batch_size: got {given!r}; expected a whole number greater than 0") from None
+        try:
+            devices = TypeAdapter(Geometry).validate_python(rest.get("geometry") or {}).world_size
+        except ValidationError:
+            devices = 1  # its own mistake is reported
+        return {**rest, "batch_size": local * devices}
 
     @model_validator(mode="after")
     def _fits(self) -> RunCore:

@@ -96,6 +96,32 @@ class Metric(Record):
         value, naive = metrics.get(self.name), metrics.get(self.naive or "")
         return 1 - value / naive if self.better == "lower" and naive and value is not None else None
 
+    def of(self, epoch: Epoch) -> float:
+        """Return its value after an epoch; NaN if it has none."""
+        return epoch.valid_loss if self.name == VALID_LOSS.name else epoch.metrics.get(self.name, math.nan)
+
+    def reaches(self, value: float, target: float) -> bool:
+        """Whether a value is as good as the target, or better; NaN never is."""
+        return value <= target if self.better == "lower" else value >= target
+
+    def aim(self, value: float) -> str:
+        """Return in words that it is as good as a value, or better."""
+        return f"{self.title} {'≤' if self.better == 'lower' else '≥'} {value:g}"
+
+    def best(self, epochs: Iterable[Epoch]) -> Epoch | None:
+        """Return the epoch after which it was best, the first of several; None if it has no finite value."""
+        known = [epoch for epoch in epochs if math.isfinite(self.of(epoch))]
+        sign = 1 if self.better == "lower" else -1
+        return min(known, key=lambda epoch: sign * self.of(epoch), default=None)
+
+    def first(self, epochs: Iterable[Epoch], target: float) -> Epoch | None:
+        """Return the first epoch that reached the target; None if none did."""
+        return next((epoch for epoch in epochs if self.reaches(self.of(epoch), target)), None)
+
+
+#: The validation loss, where a metric is asked for.
+VALID_LOSS = Metric(name="valid_loss", title="validation loss", meaning="mean over all validation samples")
+
 
 class LossInfo(Record):
     """What a loss is called, and its unit in words."""
@@ -438,6 +464,27 @@ class Tuning(Record):
         return found
 
 
+class Evaluation(Record):
+    """What `dlscale evaluate` found."""
+
+    weights: str  #: The file.
+    split: str
+    samples: int
+    loss: Number  #: Mean over the samples; so are the metrics.
+    metrics: dict[str, Number] = {}
+    loss_info: LossInfo = LossInfo()
+    described: list[Metric] = []
+
+
+class Best(Record):
+    """The epoch whose weights a run keeps as `model_best.pt`."""
+
+    metric: str  #: That it is the best in: `valid_loss`, or a name as in `Epoch.metrics`.
+    value: Number
+    epoch: int
+    step: int
+
+
 class Provenance(Record):
     """`provenance.json`: what a training was made with. The train stage writes it last."""
 
@@ -465,6 +512,7 @@ class Provenance(Record):
     manifest: dict[str, Any] = {}  #: What the dataset was made from.
     fingerprint: str | None = None  #: The first digits of the run's fingerprint, the name of its folder of checkpoints.
     resumed_from_step: int | None = None
+    best: Best | None = None
     loss: LossInfo = LossInfo()
     metrics: list[Metric] = []  #: What the metrics of the run's epochs are.
 

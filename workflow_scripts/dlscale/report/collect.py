@@ -10,6 +10,12 @@ measure is empty.
 - parameters: trainable parameters of the model.
 - epochs, steps, samples: trained in all.
 - train_loss, valid_loss: of the last epoch; best_valid_loss: the least of all epochs.
+- best_metric, best_epoch, best_value: what the weights in `model_best.pt` are the best in, of which epoch, how good.
+- target: what the run was to reach (`training.target`); target_reached: `yes` or `no`. target_epoch, target_samples:
+  after how many epochs and training samples it was first reached. target_seconds, target_gpu_hours,
+  target_energy_joules: what that took, from the first step to the end of the validation that showed it: training and
+  validation, these seconds x devices (a process without a GPU counts as one), the energy of `energy_of`. Empty where
+  geometry or loader changed on the way; the energy, where an earlier try did a part of it.
 - train_samples_per_second: median over the epochs, the first one left out where there are more.
 - energy_joules: used by the train stage, set-up and validation included; empty if an earlier try did a part of it.
   energy_per_sample: J, over the epochs that the speed is of, validation left out. energy_of: what they are the energy
@@ -35,6 +41,7 @@ from dlscale.core.files import write_text
 from dlscale.core.records import MODES, Published
 from dlscale.report import published
 from dlscale.report.results import PlanResult, RunResult, read_plan
+from dlscale.report.target import reached
 
 Row = dict[str, str | int | float | None]
 
@@ -66,7 +73,8 @@ def _row(plan: PlanResult, run: RunResult, figures: dict[str, Published]) -> Row
     for mode in MODES:
         column, trials = f"{mode.lower()}_samples_per_second", run.trials(mode)
         speeds |= {column: trials.mean if trials else None, f"{column}_std": trials.std if trials else None}
-    energy = run.energy
+    energy, target = run.energy, reached(run)
+    best = run.provenance.best if run.provenance else None
     row: Row = {
         "run": run.name,
         "label": run.label,
@@ -80,6 +88,14 @@ def _row(plan: PlanResult, run: RunResult, figures: dict[str, Published]) -> Row
         "steps": trained.get("step"),
         **{key: trained.get(key) for key in ("samples", "train_loss", "valid_loss")},
         "best_valid_loss": run.best_valid_loss,
+        **{f"best_{key}": getattr(best, key) if best else None for key in ("metric", "epoch", "value")},
+        "target": target.aim if target else None,
+        "target_reached": ("yes" if target.epoch else "no") if target else None,
+        "target_epoch": target.epoch.epoch if target and target.epoch else None,
+        "target_samples": target.epoch.samples if target and target.epoch else None,
+        "target_seconds": target.seconds if target else None,
+        "target_gpu_hours": target.gpu_hours if target else None,
+        "target_energy_joules": target.joules if target else None,
         "train_samples_per_second": run.training_speed,
         "energy_joules": energy.total if energy else None,
         "energy_per_sample": run.energy_per_sample,

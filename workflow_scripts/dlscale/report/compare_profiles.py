@@ -14,11 +14,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dlscale.config.places import folder, results_of
 from dlscale.core.errors import UserError
 from dlscale.core.noise import standard_errors
 from dlscale.core.records import Profile, TopEntry
 from dlscale.core.text import shorten
-from dlscale.report.explain import folder, results_of
 
 if TYPE_CHECKING:
     from dlscale.config.resolve import Configuration

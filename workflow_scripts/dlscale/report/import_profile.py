@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dlscale.config.places import folder, results_of
 from dlscale.core import board
 from dlscale.core.errors import UserError
 from dlscale.core.files import whole
@@ -15,7 +16,6 @@ from dlscale.core.records import Profile
 from dlscale.measure.profile import first_rows, scalars, write_table
 from dlscale.measure.profilers import nsys
 from dlscale.report.compare_profiles import read_rows
-from dlscale.report.explain import folder, results_of
 
 if TYPE_CHECKING:
     from dlscale.config.resolve import Configuration

@@ -17,7 +17,18 @@ from dlscale.core import text
 from dlscale.core.records import Profile
 from dlscale.core.stages import RUN_STAGES
 from dlscale.core.telemetry import Sample, begin
-from dlscale.report import compare_profiles, efficiency, figures, glance, parts, peaks, published, sweep, verdict
+from dlscale.report import (
+    compare_profiles,
+    efficiency,
+    figures,
+    glance,
+    parts,
+    peaks,
+    published,
+    sweep,
+    target,
+    verdict,
+)
 from dlscale.report.collect import summary_csv
 from dlscale.report.diagnosis import bound, gain
 from dlscale.report.disturbance import disturbance
@@ -53,6 +64,7 @@ def plan_view(plan: PlanResult, datasets: Sequence[str], plans: set[str], pictur
         "speed": glance.speed(plan),
         "bound": glance.fastest_bound(plan),
         "quality": glance.quality(plan),
+        "targets": target.glance(plan),
         "loss": plan.loss,
         "published": published.summary(plan.record.published),
         "curves": _curves(plan),

@@ -11,7 +11,7 @@ from typing import Any
 from dlscale.core.records import MODES, Metric
 from dlscale.core.settings import flat
 from dlscale.core.text import NONE, count, duration, number, percent, size, unit
-from dlscale.report import published
+from dlscale.report import published, target
 from dlscale.report.collect import Row, summary
 from dlscale.report.diagnosis import bound
 from dlscale.report.results import PlanResult, RunResult
@@ -81,8 +81,14 @@ def runs_table(plan: PlanResult) -> RunsTable:
         ("Training", "training loss", _loss(plan, "train_loss")),
         ("Training", "validation loss", _loss(plan, "valid_loss")),
         ("Training", "best validation loss", _column("best_valid_loss")),
+        ("Training", "best epoch", _best),
         *(("Training", _heading(metric), _column(metric.name)) for metric in scalars),
         ("Training", "mean skill", lambda run, row: _cell(plan.skill(run.last) if run.last else None)),
+        ("Target", "epochs to it", _target),
+        ("Target", "samples", _column("target_samples", count)),
+        ("Target", "time", _column("target_seconds", duration)),
+        ("Target", next(iter(dict.fromkeys(map(target.hours_of, plan.runs)))), _column("target_gpu_hours")),
+        ("Target", "energy", _column("target_energy_joules", target.joules)),
     ]
     rows = list(zip(plan.runs, summary(plan), strict=True))
     made = [(group, heading, [make(run, row) for run, row in rows]) for group, heading, make in columns]
@@ -157,6 +163,16 @@ def _published(run: RunResult, row: Row) -> Cell:
     faster = [_times(times)] if isinstance(times, float) and times != 1 else []
     words = [str(row[f"published_{key}"]) for key in ("as", "hardware", "source")]
     return _cell(row["published_samples_per_second"], note=", ".join([*faster, *words]))
+
+
+def _best(run: RunResult, row: Row) -> Cell:
+    return _cell(row["best_epoch"], count, f"{row['best_metric']} {number(row['best_value'])}")  # type: ignore[arg-type]
+
+
+def _target(run: RunResult, row: Row) -> Cell:
+    if row["target_reached"] == "no":
+        return Cell("not reached", note=str(row["target"]))
+    return _cell(row["target_epoch"], count, str(row["target"]))
 
 
 def _mbu(run: RunResult, row: Row) -> Cell:

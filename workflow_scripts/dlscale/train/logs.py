@@ -9,7 +9,7 @@ from torch.utils.tensorboard.summary import hparams
 
 from dlscale.core import board
 from dlscale.core.files import write_text
-from dlscale.core.records import Epoch, epoch_lines
+from dlscale.core.records import Best, Epoch, epoch_lines
 from dlscale.core.settings import flat
 
 
@@ -43,8 +43,8 @@ class RunLogs:
         for name, value in scalars.items():
             self._board.add_scalar(name, value, record.step, walltime=record.wall_time)
 
-    def finish(self, record: Epoch, picture: Path, settings: dict[str, Any]) -> None:
-        """Add the picture of a prediction, and the settings beside the final losses; close the files.
+    def finish(self, record: Epoch, picture: Path, settings: dict[str, Any], best: Best | None = None) -> None:
+        """Add the picture of a prediction, the best epoch, and the settings beside the final losses; close the files.
 
         After a failure nobody closes them: that waits for the writer's thread, for ever if an interrupt caught it
         with its queue locked.
@@ -59,4 +59,6 @@ class RunLogs:
             self._board._get_file_writer().add_summary(summary, walltime=record.wall_time)
         for name, value in final.items():
             self._board.add_scalar(name, value, record.step, walltime=record.wall_time)
+        if best:
+            self._board.add_scalar(f"best/{best.metric}", best.value, best.step, walltime=record.wall_time)
         self._board.close()

@@ -22,7 +22,9 @@ def learning_rate(schedule: Schedule, peak: float, step: int, total: int, steps_
 
     It rises linearly to `peak` over `warmup_steps` or `warmup_epochs`. Then it stays (`constant`), is multiplied by
     `gamma` at the end of every `step_epochs` epochs since the beginning, or after each of `milestones` epochs (`step`),
-    or follows half a cosine that reaches `end_lr` when all steps are done, step == total, warm-up or not (`cosine`).
+    falls by `gamma` over every epoch since the warm-up (`exponential`), or follows half a cosine (`cosine`), a line
+    (`linear`) or a power of the share of steps that is left (`polynomial`), which reach `end_lr` when all steps are
+    done, step == total, warm-up or not.
     """
     warmup = min(schedule.warmup_steps or schedule.warmup_epochs * steps_per_epoch, total)
     if step < warmup:
@@ -35,5 +37,11 @@ def learning_rate(schedule: Schedule, peak: float, step: int, total: int, steps_
         return float(
             peak * schedule.gamma ** (bisect(milestones, epoch) if milestones else epoch // schedule.step_epochs)
         )
-    progress = (step - warmup) / max(total - warmup, 1)
-    return schedule.end_lr + (peak - schedule.end_lr) * 0.5 * (1.0 + math.cos(math.pi * min(progress, 1.0)))
+    if schedule.kind == "exponential":
+        return float(peak * schedule.gamma ** ((step - warmup) / steps_per_epoch))
+    progress = min((step - warmup) / max(total - warmup, 1), 1.0)
+    if schedule.kind == "cosine":
+        share = 0.5 * (1.0 + math.cos(math.pi * progress))
+    else:
+        share = (1.0 - progress) ** (schedule.power if schedule.kind == "polynomial" else 1.0)
+    return schedule.end_lr + (peak - schedule.end_lr) * share

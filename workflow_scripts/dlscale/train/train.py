@@ -17,7 +17,7 @@ import torch
 from dlscale.config.run import Run, load_run
 from dlscale.core import provenance
 from dlscale.core.errors import UserError
-from dlscale.core.files import whole, write_text
+from dlscale.core.files import sha256, whole, write_text
 from dlscale.core.lock import only_writer
 from dlscale.core.records import Epoch, epoch_lines
 from dlscale.data.manifest import Manifest
@@ -28,12 +28,17 @@ from dlscale.train.build import Session, open_session
 from dlscale.train.checkpoint import Checkpoints
 from dlscale.train.exhaustion import explained
 from dlscale.train.logs import RunLogs
+from dlscale.train.trackers import trackers
 from dlscale.train.trainer import Trainer
+from dlscale.train.weights import load_weights
 
-#: Settings that change no weight: which checkpoints are kept, where a part of a training ends, on what a run computes,
-#: who loads its samples.
+#: Settings that change no weight after a step: which checkpoints are kept, when to stop, who is told, on what a run
+#: computes, who loads its samples. Of given weights the content counts.
 NOT_FINGERPRINTED: Any = {
-    "training": {"checkpoint_epochs", "keep_checkpoints", "stop_after", "on_divergence"},
+    "training": {
+        *("checkpoint_epochs", "keep_checkpoints", "target", "stop_after", "on_divergence"),
+        *("trackers", "weights"),
+    },
     "geometry": True,
     "threads": True,
     "loader": True,
@@ -65,6 +70,8 @@ def main(args: argparse.Namespace) -> None:
         metrics = session.study.metrics(run, session.manifest, world.device)
         trainer = Trainer(run, session.step, session.share(), loaders, metrics, checkpoints, world)
         trainer.resume()
+        if run.training.weights and trainer.resumed_from is None:
+            load_weights(session.step.weights, run.training.weights)
         cores = set().union(*world.gather(os.sched_getaffinity(0)))
         if world.main:
             _lead(run, session, trainer, Path(args.out), len(cores))
@@ -85,13 +92,17 @@ def _lead(run: Run, session: Session, trainer: Trainer, out: Path, cores: int) -
         f"{trainer.total_steps} steps in {trainer.epochs} epochs{until}, batch {run.batch_size}, "
         f"on {session.world.device}{f', one of {processes} processes' if processes > 1 else ''}"
     )
-    for name in ("provenance.json", "prediction.png", "model.pt"):
+    for name in ("provenance.json", "prediction.png", "model.pt", "model_best.pt"):
         (out / name).unlink(missing_ok=True)
     logs = RunLogs(out, trainer.history)
+    settings = run.model_dump(mode="json")
+    tracked = trackers(run.training.trackers, out, settings, trainer.history)
 
     def on_epoch(record: Epoch) -> None:
         session.manifest.check_files()  # HDF5 reads what was cut off as zeros
         logs.add(record)
+        for each in tracked:
+            each.add(record)
 
     history = trainer.fit(on_epoch)
     x, y = session.samples("valid").read(0, 0)
@@ -99,10 +110,12 @@ def _lead(run: Run, session: Session, trainer: Trainer, out: Path, cores: int) -
     figure = session.study.figure(run, session.manifest, x, y, prediction) or figures.values(y, prediction)
     with whole(out / "prediction.png") as path:
         figure.savefig(path, dpi=100, format="png")
-    logs.finish(history[-1], out / "prediction.png", run.model_dump(mode="json"))
-    # Given a path, torch.save would put its (temporary) name into the file: equal weights, unequal bytes.
-    with whole(out / "model.pt") as path, open(path, "wb") as file:
-        torch.save({key: value.cpu() for key, value in session.step.weights.state_dict().items()}, file)
+    logs.finish(history[-1], out / "prediction.png", settings, trainer.best)
+    for each in tracked:
+        each.finish(out / "prediction.png", trainer.best)
+    _write_weights(out / "model.pt", session.step.weights.state_dict())
+    if trainer.best_weights:
+        _write_weights(out / "model_best.pt", trainer.best_weights)
     write_text(out / "metrics.jsonl", epoch_lines(history))  # somebody may have removed what grew
     fingerprint = trainer.checkpoints.folder
     provenance.provenance(
@@ -119,12 +132,19 @@ def _lead(run: Run, session: Session, trainer: Trainer, out: Path, cores: int) -
         manifest=session.manifest.provenance,
         fingerprint=fingerprint.name,
         resumed_from_step=trainer.resumed_from,
+        best=trainer.best,
         loss=session.study.loss_info(run),
         metrics=trainer.metrics.described,
     ).write(out / "provenance.json")
     for other in fingerprint.parent.glob("[0-9a-f]" * len(fingerprint.name)):  # nothing that is not ours
         if other != fingerprint:  # of the run as it was before a change; until now it could have been put back
             shutil.rmtree(other, ignore_errors=True)
+
+
+def _write_weights(file: Path, state: dict[str, torch.Tensor]) -> None:
+    # Given a path, torch.save would put its (temporary) name into the file: equal weights, unequal bytes.
+    with whole(file) as path, open(path, "wb") as opened:
+        torch.save({key: value.cpu() for key, value in state.items()}, opened)
 
 
 def run_fingerprint(run: Run, manifest: Manifest, sources: str = "") -> str:
@@ -141,6 +161,7 @@ def run_fingerprint(run: Run, manifest: Manifest, sources: str = "") -> str:
         "data": {split: [file.digest for file in files] for split, files in manifest.splits.items()},
         "fields": {name: info.model_dump(mode="json") for name, info in manifest.fields.items()},
         "extra": manifest.extra,
+        "weights": sha256(run.training.weights) if run.training.weights else None,
         "sources": sources,
         "image": image.identity if image else None,
     }

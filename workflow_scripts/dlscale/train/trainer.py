@@ -6,7 +6,7 @@ import functools
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,9 +14,8 @@ import torch
 from dlscale.config.run import Run
 from dlscale.core.errors import Stopped, UserError
 from dlscale.core.progress import Progress
-from dlscale.core.records import Epoch
+from dlscale.core.records import Best, Epoch
 from dlscale.data.loaders.base import Loader, Share
-from dlscale.models.metrics import MetricSum
 from dlscale.parallel.world import World
 from dlscale.studies.base import Metrics
 from dlscale.train.checkpoint import CheckpointRecord, Checkpoints
@@ -24,12 +23,14 @@ from dlscale.train.interruption import Interruption, Request
 from dlscale.train.loop import Batch, Hook, run_steps
 from dlscale.train.schedule import learning_rate, peak_rate
 from dlscale.train.step import Step
+from dlscale.train.validation import metric_called, validate
 
 
 class Trainer:
     """Trains, validates after every epoch, and saves checkpoints: at the ends of epochs, and when a signal asks for it.
 
-    Every rank does the same; the first one saves. `loaders` are those of training and of validation samples.
+    Every rank does the same; the first one saves, and keeps the weights of the best epoch, which are part of each
+    checkpoint. `loaders` are those of training and of validation samples.
     """
 
     def __init__(
@@ -50,8 +51,32 @@ class Trainer:
         self.last_step = min(self.total_steps, len(self.train_loader) * self.last_epoch)
         self.history: list[Epoch] = []  #: the epochs that are done
         self.resumed_from: int | None = None  #: step of the checkpoint from which this process went on
+        self.best_weights: dict[str, torch.Tensor] | None = None  #: on the host; of the first rank alone
         self._resumed = CheckpointRecord()
         self._made_with = run.model_dump(mode="json", include={"geometry", "threads", "loader"})
+        kept, self._target = run.training.keep_best, run.training.target
+        self._judge = metric_called(kept, metrics, "training.keep_best") if kept else None
+        self._goal = metric_called(self._target.metric, metrics, "training.target.metric") if self._target else None
+
+    @property
+    def best(self) -> Best | None:
+        """The epoch whose weights are kept."""
+        epoch = self._judge.best(self.history) if self._judge else None
+        if self._judge is None or epoch is None:
+            return None
+        return Best(metric=self._judge.name, value=self._judge.of(epoch), epoch=epoch.epoch, step=epoch.step)
+
+    def _reached(self, history: Sequence[Epoch]) -> Epoch | None:
+        """Return the epoch that reached the target; None if none did, or there is no target."""
+        return self._goal.first(history, self._target.value) if self._goal and self._target else None
+
+    def _end(self, history: Sequence[Epoch]) -> Epoch | None:
+        """Return the epoch with which the training ends before its time."""
+        return self._reached(history) if self._target and self._target.stop else None
+
+    @property
+    def _done(self) -> bool:
+        return len(self.history) >= self.last_epoch or self._end(self.history) is not None
 
     def fit(self, on_epoch: Callable[[Epoch], None] = lambda record: None) -> list[Epoch]:
         """Train to the last epoch; return the records of all epochs, each of which `on_epoch` is told as it comes."""
@@ -62,7 +87,8 @@ class Trainer:
                 Hook(before_step=lambda number: self.step.set_learning_rate(self.rate(number))),
                 Hook(after_step=lambda number, batch, loss: progress.update(number + 1)),
             ]
-            for epoch in range(len(self.history), self.last_epoch):
+            while not self._done:
+                epoch = len(self.history)
                 record = self._epoch(epoch, interruption, hooks)
                 shown = f", {headline} {record.metrics[headline]:.4g}" if headline in record.metrics else ""
                 logging.info(
@@ -75,9 +101,26 @@ class Trainer:
                 if not (math.isfinite(record.train_loss) and math.isfinite(record.valid_loss)):
                     logging.warning("diverged in epoch %d: stopped, as training.on_divergence says", record.epoch)
                     break  # with the weights of the epoch before in the newest checkpoint
-                if epoch + 1 == self.last_epoch or (epoch + 1) % self.run.training.checkpoint_epochs == 0:
+                if self.world.main and self._judge and self._judge.best(self.history) is record:
+                    state = self.step.weights.state_dict()
+                    self.best_weights = {name: value.to("cpu", copy=True) for name, value in state.items()}
+                if self._done or (epoch + 1) % self.run.training.checkpoint_epochs == 0:
                     self._save(record.step)
+        for line in self._outcome():
+            logging.info(line)
         return self.history
+
+    def _outcome(self) -> Iterator[str]:
+        """Yield which epoch was the best, and whether the target was reached."""
+        if self._judge and (best := self.best):
+            yield f"best: epoch {best.epoch} of {len(self.history)}, {self._judge.title} {best.value:.6g}"
+        if self._goal and self._target:
+            wanted, reached = f"target: {self._goal.aim(self._target.value)}", self._reached(self.history)
+            if reached:
+                yield f"{wanted}: reached after epoch {reached.epoch}, {reached.samples} samples"
+            else:
+                nearest = self._goal.best(self.history)
+                yield f"{wanted}: not reached" + (f"; at best {self._goal.of(nearest):.6g}" if nearest else "")
 
     def _epoch(self, epoch: int, interruption: Interruption, hooks: Sequence[Hook]) -> Epoch:
         done, seen = (self.history[-1].step, self.history[-1].samples) if self.history else (0, 0)
@@ -133,37 +176,13 @@ class Trainer:
 
     def validate(self, hooks: Sequence[Hook] = ()) -> tuple[float, dict[str, float]]:
         """Return the loss and the metrics over all validation samples, each counted once."""
-        sums = MetricSum()
-        # Of running statistics each rank has seen its own share of the last batch: the first one's are the training's.
-        self.world.share(self.step.model.buffers())
-
-        def add(x: torch.Tensor, y: torch.Tensor) -> None:
-            prediction = self.step.predict(x)
-            losses = {"valid_loss": self.step.network.loss(prediction, y)}
-            values = self.metrics.per_sample(x, y, prediction)
-            if wrong := [name for name, value in values.items() if name in losses or value.shape[:1] != x.shape[:1]]:
-                raise UserError(
-                    f"study {self.run.study}: metric {wrong[0]}: expected a name of its own, and a value for each of "
-                    f"the {len(x)} samples, got shape {tuple(values[wrong[0]].shape)}"
-                )
-            sums.add(losses | values)
-
-        run_steps(add, self.valid_loader.epoch(0), range(len(self.valid_loader)), hooks)
-        means = sums.means(self.world.sum)
-        loss = float(means.pop("valid_loss"))
-        numbers = self.metrics.summarise(means)
-        if missing := {metric.name for metric in self.metrics.described} - numbers.keys():
-            raise UserError(
-                f"study {self.run.study}: metrics that it describes have no value: {', '.join(sorted(missing))}; "
-                f"`per_sample` and `summarise` give: {', '.join(numbers) or 'none'}"
-            )
-        return loss, numbers
+        return validate(self.run.study, self.step, self.metrics, self.valid_loader, self.world, hooks)
 
     def resume(self) -> None:
         """Go on from the newest checkpoint, if there is one: the first rank chooses it, and all read the same."""
         loaded = self.checkpoints.load(until=self.last_step) if self.world.main else None
-        if loaded and loaded[0].step == self.last_step and loaded[0].made_with != self._made_with:
-            logging.info("this was trained to the end with another geometry or loader: again, for times of its own")
+        if loaded and (again := self._again(loaded[0])):
+            logging.info("%s", again)
             self.checkpoints.clear()
             loaded = None
         step = self.world.gather(loaded[0].step if loaded else None)[0]
@@ -178,6 +197,7 @@ class Trainer:
             )
         self._resumed, state = loaded
         self.history, self.resumed_from = list(self._resumed.history), step
+        self.best_weights = state["best"] if self.world.main else None
         self.step.load_state_dict(state)
         if len(state["rng"]) == self.world.size:  # with another number of ranks drop-out starts anew
             torch.set_rng_state(state["rng"][self.world.rank])
@@ -185,6 +205,15 @@ class Trainer:
             if self.step.device.type == "cuda" and cuda is not None:
                 torch.cuda.set_rng_state(cuda, self.step.device)
         logging.info("resumed after epoch %d, step %d", len(self.history), step)
+
+    def _again(self, record: CheckpointRecord) -> str | None:
+        """Return why to begin anew although there is a checkpoint; None if there is no reason."""
+        end = self._end(record.history)
+        if end and record.step > end.step:
+            return f"this was trained beyond epoch {end.epoch}, which reaches the target: again, to end there"
+        if (end or record.step == self.last_step) and record.made_with != self._made_with:
+            return "this was trained to the end with another geometry or loader: again, for times of its own"
+        return None
 
     def _obey(self, request: Request, sums: _EpochSums, made_with: dict[str, Any] | None) -> None:
         """Save, or save and end, within an epoch, if a signal asks for it."""
@@ -202,7 +231,10 @@ class Trainer:
         rng = {"rng": self.world.gather(torch.get_rng_state()), "cuda_rng": self.world.gather(cuda)}
         if self.world.main:
             record = CheckpointRecord(step=step, history=self.history, **{"made_with": self._made_with, **partial})
-            self.checkpoints.save(record, {**self.step.state_dict(), **rng})
+            state, best = self.step.state_dict(), self.best
+            # Right after the best epoch the weights are the model's own, which are written once.
+            weights = state["model"] if best and best.step == step else self.best_weights
+            self.checkpoints.save(record, {**state, "best": weights, **rng})
 
 
 class _EpochSums:

@@ -1,0 +1,530 @@
+"""Best epoch, target, given weights, `dlscale evaluate`, trackers: each against a plainer training."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+import json
+import logging
+import os
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from dlscale.config import resolve as config
+from dlscale.config.run import load_run
+from dlscale.core.errors import UserError
+from dlscale.core.records import Epoch, Metric, Provenance
+from dlscale.core.telemetry import GpuSample, Sample
+from dlscale.data.manifest import Manifest
+from dlscale.datasets.cosmo.kind import CropSamples
+from dlscale.datasets.cosmo.samples import Crops
+from dlscale.models.losses import l1
+from dlscale.models.resnet import ResNet
+from dlscale.models.unet3d import UNet3D
+from dlscale.report.results import RunResult
+from dlscale.report.target import reached
+from dlscale.train import trainer as training
+from dlscale.train.precision import Weights
+from dlscale.train.train import run_fingerprint
+from dlscale.train.weights import load_weights, read_weights
+from tests.conftest import COSMO, COSMO_RUN, ERA5, ERA5_RUN, make_run, records, stage, train
+from tests.test_report import Results
+
+#: A rate that does not depend on how long the training is: a longer one begins like a shorter one.
+STEADY = {"schedule": {"kind": "constant"}}
+Make = Callable[..., Path]
+
+
+@pytest.fixture
+def era5(tmp_path: Path, era5_data: Path) -> Make:
+    """Return a function that trains the tiny ViT under a name; again under the same one, it goes on."""
+
+    def make(name: str = "run", status: int = 0, **over: Any) -> Path:
+        settings = config.merge(config.merge(copy.deepcopy(ERA5_RUN), STEADY), over)
+        make_run(tmp_path / name, "era5_vit", settings, ERA5)
+        assert train(tmp_path / name, era5_data / "manifest.json") == status
+        return tmp_path / name
+
+    return make
+
+
+def said(capfd: pytest.CaptureFixture[str]) -> str:
+    """The one line that a user reads."""
+    err = capfd.readouterr().err
+    assert "Traceback" not in err
+    (line,) = [line for line in err.splitlines() if line.startswith("dlscale")]
+    return line
+
+
+def provenance(folder: Path) -> dict[str, Any]:
+    record: dict[str, Any] = json.loads((folder / "provenance.json").read_text())
+    return record
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, losses: Iterable[float], stop: int = 99) -> None:
+    """Have the validations of this process find these losses; the one of number `stop`, from 0, fails."""
+    numbers, real = itertools.count(), training.validate
+    known: Iterator[float] = iter(losses)
+
+    def validate(*arguments: Any) -> tuple[float, dict[str, float]]:
+        if next(numbers) == stop:
+            raise KeyboardInterrupt
+        return next(known), real(*arguments)[1]
+
+    monkeypatch.setattr(training, "validate", validate)
+
+
+# ---- the best epoch ------------------------------------------------------------------------------------
+
+
+def test_the_best_weights_are_those_of_a_training_that_ended_there(
+    era5: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    pretend(monkeypatch, [3.0, 1.0, 2.0, 1.0])
+    folder = era5(training={"epochs": 4, "keep_checkpoints": 1})
+    assert provenance(folder)["best"] == {"metric": "valid_loss", "value": 1.0, "epoch": 2, "step": 20}, "the first one"
+    assert "best: epoch 2 of 4, validation loss 1" in caplog.text
+    monkeypatch.undo()
+    shorter = era5("shorter", training={"epochs": 2})
+    assert (folder / "model_best.pt").read_bytes() == (shorter / "model.pt").read_bytes()
+    assert (folder / "model.pt").read_bytes() != (folder / "model_best.pt").read_bytes()
+
+
+@pytest.mark.parametrize(("every", "resumed"), [(1, 30), (2, 20), (9, None)])
+def test_the_best_survives_an_interruption_and_a_worse_epoch_after_it(
+    era5: Make, monkeypatch: pytest.MonkeyPatch, every: int, resumed: int | None
+) -> None:
+    """The guide's program forgot the best loss on resume, and wrote a worse model over the best one."""
+    losses = [3.0, 1.0, 2.5, 2.0, 1.5]
+    settings = {"epochs": 5, "keep_checkpoints": 1, "checkpoint_epochs": every}
+    pretend(monkeypatch, losses)
+    whole = era5("whole", training=settings)
+    monkeypatch.undo()
+    pretend(monkeypatch, losses, stop=3)  # epoch 4 trains, and is never validated
+    broken = era5("broken", status=130, training=settings)
+    assert not (broken / "model_best.pt").exists(), "there with the whole result, or not at all"
+    monkeypatch.undo()
+    pretend(monkeypatch, losses[(resumed or 0) // 10 :])
+    assert era5("broken", training=settings) == broken
+    found = provenance(broken)
+    assert (found["resumed_from_step"], found["best"]["epoch"]) == (resumed, 2)
+    for name in ("model.pt", "model_best.pt"):
+        assert (broken / name).read_bytes() == (whole / name).read_bytes()
+    (checkpoint,) = broken.glob("checkpoints/*/step-*")
+    state = torch.load(checkpoint / "state.pt", weights_only=True)
+    kept = torch.load(whole / "model_best.pt", weights_only=True)
+    assert all(torch.equal(value, kept[name]) for name, value in state["best"].items())
+    # Trained to the end: the outputs are written again from the checkpoint alone.
+    (broken / "model_best.pt").unlink()
+    era5("broken", training=settings)
+    assert (broken / "model_best.pt").read_bytes() == (whole / "model_best.pt").read_bytes()
+
+
+def test_a_checkpoint_of_the_best_epoch_holds_its_weights_once(era5: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = []
+    for losses in ([3.0, 1.0], [1.0, 3.0]):
+        pretend(monkeypatch, losses)
+        folder = era5(str(losses), training={"epochs": 2, "keep_checkpoints": 1})
+        (state,) = folder.glob("checkpoints/*/step-*/state.pt")
+        sizes.append(state.stat().st_size)
+        monkeypatch.undo()
+    weights = (folder / "model.pt").stat().st_size
+    assert 0.7 * weights < sizes[1] - sizes[0] < 1.3 * weights
+
+
+def test_what_is_best_is_asked_of_any_metric(era5: Make, capfd: pytest.CaptureFixture[str]) -> None:
+    folder = era5(training={"epochs": 2, "keep_best": "rmse/t2m"})
+    values = [record["metrics"]["rmse/t2m"] for record in records(folder)]
+    best = provenance(folder)["best"]
+    assert (best["metric"], best["value"], best["epoch"]) == ("rmse/t2m", min(values), 1 + int(np.argmin(values)))
+    from tests.test_training import scalars
+
+    assert scalars(folder)["best/rmse/t2m"] == {best["step"]: pytest.approx(best["value"])}
+    none = era5("none", training={"epochs": 1, "keep_best": None})
+    assert provenance(none)["best"] is None and not (none / "model_best.pt").exists()
+    capfd.readouterr()
+    era5("wrong", status=2, training={"keep_best": "rmse/t2n"})
+    assert "training.keep_best: no metric is called 'rmse/t2n' (did you mean 'rmse/t2m'?)" in said(capfd)
+
+
+def test_better_is_lower_or_higher() -> None:
+    values = [0.2, 0.5, float("nan"), 0.5]
+    epochs = [one(number, 1.0, accuracy=value) for number, value in enumerate(values, 1)]
+    higher = Metric(name="accuracy", title="accuracy", better="higher")
+    lower = higher.model_copy(update={"better": "lower"})
+    best = [metric.best(epochs) for metric in (higher, lower)]
+    assert [epoch and epoch.epoch for epoch in best] == [2, 1]
+    assert higher.first(epochs, 0.5) == epochs[1] and higher.first(epochs, 0.51) is None
+    assert lower.first(epochs, 0.3) == epochs[0]
+    assert Metric(name="no", title="no").best(epochs) is None
+    assert (higher.aim(0.75), lower.aim(4.7e-3)) == ("accuracy ≥ 0.75", "accuracy ≤ 0.0047")
+
+
+# ---- the target ----------------------------------------------------------------------------------------
+
+
+def test_it_ends_with_the_epoch_that_reaches_the_target(
+    era5: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    losses = [3.0, 1.9, 1.5, 1.2, 1.0]
+
+    def trained(value: float, begin: int = 0, **more: Any) -> Path:
+        caplog.clear()
+        with monkeypatch.context() as patched:
+            pretend(patched, losses[begin:])
+            return era5(training={"epochs": 5, "target": {"value": value, **more}})
+
+    folder = trained(2.0)
+    assert len(records(folder)) == 2
+    assert "target: validation loss ≤ 2: reached after epoch 2, 76 samples" in caplog.text
+    shorter = era5("shorter", training={"epochs": 2})
+    assert (folder / "model.pt").read_bytes() == (shorter / "model.pt").read_bytes()
+    before = (folder / "metrics.jsonl").read_text()
+    trained(2.0, 99)
+    assert provenance(folder)["resumed_from_step"] == 20
+    assert (folder / "metrics.jsonl").read_text() == before, "nothing was trained again"
+    # A harder target goes on where the easier one ended.
+    trained(1.2, 2)
+    assert provenance(folder)["resumed_from_step"] == 20 and len(records(folder)) == 4
+    # An easier one was passed already: the weights of then are not there any more.
+    trained(2.5)
+    assert provenance(folder)["resumed_from_step"] is None and len(records(folder)) == 2
+    # Never reached, and reached by one that goes on.
+    trained(0.5, 2)
+    assert "target: validation loss ≤ 0.5: not reached; at best 1" in caplog.text and len(records(folder)) == 5
+    trained(2.0, 5, stop=False)
+    assert "reached after epoch 2" in caplog.text and len(records(folder)) == 5
+
+
+def test_a_target_of_no_metric_is_refused(era5: Make, capfd: pytest.CaptureFixture[str]) -> None:
+    era5(status=2, training={"target": {"metric": "rmse/t2", "value": 1}})
+    assert "training.target.metric: no metric is called 'rmse/t2' (did you mean 'rmse/t2m'?)" in said(capfd)
+
+
+def one(
+    number: int, loss: float, seconds: float = 10.0, valid: float = 2.0, end: float = 0.0, **metrics: float
+) -> Epoch:
+    losses = {"learning_rate": 1.0, "train_loss": 1.0, "valid_loss": loss}
+    times = {"epoch_seconds": seconds, "samples_per_second": 1.0, "valid_seconds": valid, "wall_time": end}
+    return Epoch(epoch=number, step=number, samples=50 * number, metrics=metrics, **losses, **times)  # type: ignore[arg-type]
+
+
+def result(name: str, epochs: list[Epoch], target: Any, watts: list[float] | None = None, **over: Any) -> RunResult:
+    """A run of four processes, and what its GPU drew second by second from time 1000 on."""
+    settings = {"training": {"target": target}}
+    nodes = [[Sample(1000.0 + n, 1.0, 2, gpus=(GpuSample(watts=w),)) for n, w in enumerate(watts, 1)]] if watts else []
+    return RunResult(
+        name, name, Path(name), f"p/{name}", settings, Provenance(processes=4, **over), epochs, None, None, None,
+        {"train": nodes},
+    )  # fmt: skip
+
+
+def test_what_a_target_took_is_counted_up_to_the_epoch_that_reached_it() -> None:
+    # Three seconds of set-up; epochs of 10 s and 2 s of validation; then 50 W instead of 100.
+    epochs = [one(n, 4.0 - n, end=1000 + 3 + 12 * n - 2) for n in (1, 2, 3)]
+    watts = [7.0] * 3 + [100.0] * 24 + [50.0] * 20
+    found = reached(result("a", epochs, {"metric": "valid_loss", "value": 2.0}, watts))
+    assert found and found.epoch == epochs[1] and found.aim == "validation loss ≤ 2"
+    assert (found.seconds, found.gpu_hours) == (24.0, 24.0 * 4 / 3600)
+    assert found.joules == pytest.approx(24 * 100)
+    resumed = reached(result("a", epochs, {"metric": "valid_loss", "value": 2.0}, watts, resumed_from_step=1))
+    assert resumed and resumed.joules is None and resumed.seconds == 24.0
+    missed = reached(result("a", epochs, {"metric": "valid_loss", "value": 0.5}))
+    assert missed and missed.epoch is None and missed.nearest == 1.0 and missed.seconds is None
+    assert reached(result("a", epochs, None)) is None
+    moved = [epochs[0].model_copy(update={"made_with": None}), *epochs[1:]]
+    changed = reached(result("a", moved, {"metric": "valid_loss", "value": 2.0}))
+    assert changed and changed.epoch and changed.seconds is None and changed.gpu_hours is None
+
+
+def test_the_table_and_the_page_say_what_a_target_took(tmp_path: Path) -> None:
+    results = Results(tmp_path / "results")
+    for name, value, speed in (("slow", 0.3, 10.0), ("fast", 0.3, 40.0), ("never", 1e-9, 20.0)):
+        target = {"metric": "valid_loss", "value": value, "stop": False}
+        results.run("goal", name, speed=speed, training={"epochs": 5, "target": target})
+    plan = results.plan("goal", {"slow": "slow", "fast": "fast", "never": "never"}, kind="set")
+    rows = {row["run"]: row for row in results.collect(plan)}
+    for name, speed in (("slow", 10.0), ("fast", 40.0)):
+        epochs = [json.loads(line) for line in (plan.parent / name / "metrics.jsonl").read_text().splitlines()]
+        first = next(epoch["epoch"] for epoch in epochs if epoch["valid_loss"] <= 0.3)
+        assert 1 < first < 5
+        seconds = first * (128 / speed + 1.5)
+        assert (rows[name]["target"], rows[name]["target_reached"]) == ("validation loss ≤ 0.3", "yes")
+        assert (int(rows[name]["target_epoch"]), int(rows[name]["target_samples"])) == (first, 128 * first)
+        assert float(rows[name]["target_seconds"]) == pytest.approx(seconds)
+        assert float(rows[name]["target_gpu_hours"]) == pytest.approx(seconds / 3600)
+    assert (rows["never"]["target_reached"], rows["never"]["target_seconds"]) == ("no", "")
+    page = results.report()
+    assert "reached by 2 of 2 runs, first by <b>fast</b>" in page
+    assert "<b>Target, validation loss ≤ 1e-09:</b> not reached." in page
+    assert "not reached<small>validation loss ≤ 1e-09</small>" in page
+
+
+# ---- given weights -------------------------------------------------------------------------------------
+
+
+def test_a_run_starts_from_anothers_weights(era5: Make, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A rate too small to change a bit: what is validated is what was given."""
+    first = era5("first", training={"epochs": 1})
+    given = str(first / "model.pt")
+    still = {"optimizer": {"lr": 1e-30}, "seed": 5}
+    second = era5("second", training={"epochs": 1, "weights": given}, **still)
+    assert (second / "model.pt").read_bytes() == (first / "model.pt").read_bytes()
+    assert records(second)[0]["valid_loss"] == records(first)[0]["valid_loss"]
+    run = load_run(second / "config.yaml", "train")
+    manifest = Manifest(kind="none", fields={}, splits={})
+    elsewhere = tmp_path / "elsewhere.pt"
+    elsewhere.write_bytes((first / "model.pt").read_bytes())
+    prints = [run_fingerprint(run, manifest)]
+    for changed in (str(elsewhere), str(first / "model_best.pt"), None):
+        over = {"training": run.training.model_copy(update={"weights": changed})}
+        if changed and "best" in changed:
+            torch.save({"other": torch.zeros(1)}, changed)
+        prints.append(run_fingerprint(run.model_copy(update=over), manifest))
+    assert prints[0] == prints[1] and len(set(prints)) == 3, "the content counts, not the place"
+    capfd.readouterr()
+    era5("third", status=2, model={"embed_dim": 8}, training={"epochs": 1, "weights": given})
+    assert "first/model.pt: not the weights of this model; other shapes: " in said(capfd)
+    era5("fourth", status=2, training={"epochs": 1, "weights": str(tmp_path / "none.pt")})
+    assert "none.pt: no such file" in said(capfd)
+
+
+def test_resumed_it_goes_on_with_its_own_weights(era5: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = str(era5("first", training={"epochs": 1}) / "model.pt")
+    settings = {"epochs": 2, "weights": given}
+    whole = era5("whole", training=settings)
+    pretend(monkeypatch, [1.0], stop=1)
+    era5("broken", status=130, training=settings)
+    monkeypatch.undo()
+    broken = era5("broken", training=settings)
+    assert provenance(broken)["resumed_from_step"] == 10
+    assert (broken / "model.pt").read_bytes() == (whole / "model.pt").read_bytes()
+
+
+@pytest.mark.parametrize("form", ["plain", "checkpoint of a wrapped model", "without counters"])
+def test_published_weights_load_by_name(tmp_path: Path, form: str) -> None:
+    """As PyTorch's collections publish them, and as its example of distributed training saves them."""
+    torch.manual_seed(1)
+    published, model = ResNet(18, classes=7, width=8).eval(), ResNet(18, classes=7, width=8).eval()
+    state: dict[str, Any] = dict(published.state_dict())
+    for name in state:
+        if "running" in name:
+            state[name] = torch.rand_like(state[name]) + 0.5
+    published.load_state_dict(state)
+    if form == "without counters":
+        state = {name: value for name, value in state.items() if not name.endswith("num_batches_tracked")}
+    if form == "checkpoint of a wrapped model":
+        state = {"epoch": 3, "state_dict": {f"module.{name}": value for name, value in state.items()}, "best_acc1": 0.5}
+    torch.save(state, tmp_path / "published.pth")
+    load_weights(Weights(model, "fp32"), tmp_path / "published.pth")
+    x = torch.randn(2, 3, 40, 40)
+    with torch.no_grad():
+        assert torch.equal(model(x), published(x))
+
+
+def test_weights_of_16_bits_keep_their_exact_copies(tmp_path: Path) -> None:
+    exact = torch.nn.Linear(3, 2).state_dict()
+    torch.save(exact, tmp_path / "w.pt")
+    weights = Weights(torch.nn.Linear(3, 2), "bf16_master")
+    load_weights(weights, tmp_path / "w.pt")
+    assert all(torch.equal(value, exact[name]) for name, value in weights.state_dict().items())
+
+
+class _Trap:
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, (f"touch '{self.marker}'",)
+
+
+def test_what_is_no_weights_is_said_and_never_executed(tmp_path: Path) -> None:
+    file, model = tmp_path / "w.pt", Weights(ResNet(18, classes=7, width=8), "fp32")
+
+    def message(content: Any) -> str:
+        torch.save(content, file)
+        with pytest.raises(UserError, match=r"w\.pt: ") as caught:
+            load_weights(model, file)
+        assert "weights_only" not in str(caught.value), "PyTorch's advice is to execute it"
+        return str(caught.value)
+
+    assert "not readable as weights" in message({"model": _Trap(tmp_path / "executed")})
+    assert not (tmp_path / "executed").exists()
+    assert "no weights in it" in message([1, 2]) and "no weights in it" in message({"state_dict": {"epoch": 3}})
+    state = ResNet(18, classes=9, width=8).state_dict()
+    text = message({name: v for name, v in state.items() if not name.startswith("layer4")} | {"head": torch.ones(1)})
+    assert "tensors of the model that it lacks: layer4.0.conv1.weight, " in text and " …" in text
+    assert "1 tensor that the model lacks: head" in text
+    assert "fc.weight [9, 64] in the file, [7, 64] in the model" in text
+    file.write_bytes(b"half a file")
+    with pytest.raises(UserError, match="not readable as weights"):
+        read_weights(file)
+
+
+# ---- evaluate ------------------------------------------------------------------------------------------
+
+
+def test_evaluate_finds_what_the_training_found(
+    tmp_path: Path, cosmo_data: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder, manifest = tmp_path / "results/plans/p/r", cosmo_data / "manifest.json"
+    settings = config.merge(copy.deepcopy(COSMO_RUN), {"training": {"epochs": 3, "keep_best": "l1"}})
+    make_run(folder, "cosmo_unet", settings, COSMO)
+    assert train(folder, manifest) == 0
+    best = provenance(folder)["best"]["epoch"]
+
+    def scores(*arguments: object) -> dict[str, Any]:
+        capfd.readouterr()
+        assert stage("evaluate", *arguments, "--json") == 0
+        (found,) = json.loads(capfd.readouterr().out)
+        result: dict[str, Any] = found
+        return result
+
+    for which, epoch in (("last", 3), ("best", best)):
+        found, record = scores(folder, "--weights", which, "--manifest", manifest), records(folder)[epoch - 1]
+        assert (found["loss"], found["metrics"]) == (record["valid_loss"], record["metrics"])
+        assert (found["split"], found["samples"]) == ("valid", 8)
+    # The data that no training saw, by a plain loop over samples.
+    model = UNet3D(4, 5, widths=(4, 8)).eval()
+    model.load_state_dict(torch.load(folder / "model.pt", weights_only=True))
+    samples = Crops(Manifest.read(manifest), "test", CropSamples(kind="crops", crop=16, valid=8), 0)
+    with torch.no_grad():
+        losses = [
+            float(l1(model(torch.from_numpy(x)[None]), torch.from_numpy(y)[None])[0])
+            for x, y in (samples.read(0, index) for index in range(samples.size))
+        ]
+    (tmp_path / "results/data").mkdir()
+    (tmp_path / "results/data/data").symlink_to(cosmo_data)
+    monkeypatch.chdir(tmp_path)
+    found = scores("p.r", "--split", "test", "--out", tmp_path / "scores.json")
+    assert found["loss"] == pytest.approx(np.mean(losses), rel=1e-6) != records(folder)[-1]["valid_loss"]
+    assert json.loads((tmp_path / "scores.json").read_text()) == [found]
+    assert stage("evaluate", "p.r") == 0
+    out = capfd.readouterr().out
+    assert out.startswith(f"p.r: {Path('results/plans/p/r/model.pt')}, 8 samples of valid") and "loss (L1)" in out
+    (folder / "model_best.pt").unlink()
+    assert stage("evaluate", "p.r", "--weights", "best") == 2
+    assert "model_best.pt: no weights there; train the run first, with training.keep_best" in said(capfd)
+    assert stage("evaluate", "p.s") == 2
+    assert "p.s: no such run; expected PLAN.RUN, or a run's folder; there are: p.r" in said(capfd)
+
+
+def test_evaluate_of_a_split_that_is_not_there(era5: Make, era5_data: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """And of a run of several devices: one evaluates it."""
+    folder = era5(training={"epochs": 1})
+    settings = yaml.safe_load((folder / "config.yaml").read_text())
+    (folder / "config.yaml").write_text(yaml.safe_dump({**settings, "geometry": {"gpus_per_node": 4}}))
+    manifest = era5_data / "manifest.json"
+    assert stage("evaluate", folder, "--manifest", manifest, "--out", folder / "s.json") == 0
+    (found,) = json.loads((folder / "s.json").read_text())
+    assert found["loss"] == pytest.approx(records(folder)[0]["valid_loss"], rel=1e-6)
+    capfd.readouterr()
+    assert stage("evaluate", folder, "--manifest", manifest, "--split", "test") == 2
+    assert "the dataset has no test part; its splits: train, valid" in said(capfd)
+
+
+# ---- trackers ------------------------------------------------------------------------------------------
+
+
+#: In the form of a key of Weights & Biases, which its client checks.
+SECRET = "0123456789abcdef0123456789abcdef76543210"
+
+
+def logged(file: Path) -> Iterator[Any]:
+    """The records of an offline run: LevelDB's log format after 7 bytes of header, protobuf inside."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    content, place, begun = file.read_bytes(), 7, b""
+    while place + 7 <= len(content):
+        if 32768 - place % 32768 < 7:  # a record's header is in one block
+            place += 32768 - place % 32768
+            continue
+        length, kind = int.from_bytes(content[place + 4 : place + 6], "little"), content[place + 6]
+        begun += content[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            yield Record.FromString(begun)
+            begun = b""
+
+
+@contextlib.contextmanager
+def listening() -> Iterator[tuple[str, list[object]]]:
+    """An address, and whoever connects to it."""
+    callers: list[object] = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def listen() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    connection, caller = server.accept()
+                    callers.append(caller)
+                    connection.close()
+
+        thread = threading.Thread(target=listen, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{server.getsockname()[1]}", callers
+        server.shutdown(socket.SHUT_RDWR)
+    thread.join(10)
+
+
+def test_wandb_offline_has_the_numbers_of_metrics_jsonl(era5: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And goes nowhere, and holds nothing of the environment; after an interruption each epoch is there once."""
+    wandb = pytest.importorskip("wandb", reason="Weights & Biases is not installed: pip install 'dlscale[trackers]'")
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.setenv("SOME_TOKEN", "a-secret-that-nobody-shall-read")
+    monkeypatch.setenv("WANDB_API_KEY", SECRET)
+    settings = {"epochs": 3, "trackers": ["wandb"]}
+    with listening() as (address, callers):
+        monkeypatch.setenv("WANDB_BASE_URL", address)
+        with monkeypatch.context() as patched:
+            pretend(patched, [3.0, 2.0], stop=2)
+            era5(status=130, training=settings)
+        with monkeypatch.context() as patched:
+            pretend(patched, [2.5])
+            folder = era5(training=settings)
+        wandb.teardown()
+        assert not callers
+    assert provenance(folder)["resumed_from_step"] == 20
+    (file,) = folder.glob("wandb/offline-run-*/*.wandb")
+    found = list(logged(file))
+    rows = []
+    for record in (record for record in found if record.HasField("history")):
+        keys = [".".join(item.nested_key) or item.key for item in record.history.item]
+        rows.append(dict(zip(keys, (json.loads(item.value_json) for item in record.history.item), strict=True)))
+    epochs = [row for row in rows if "valid_loss" in row]
+    assert [row["_step"] for row in epochs] == [10, 20, 30]
+    for row, expected in zip(epochs, records(folder), strict=True):
+        for name in ("epoch", "step", "samples", "train_loss", "valid_loss", "learning_rate", "samples_per_second"):
+            assert row[name] == expected[name], name
+        for name, value in expected["metrics"].items():
+            assert row[f"valid/{name}"] == value, name
+    (image,) = folder.glob("wandb/offline-run-*/files/media/images/valid/prediction*.png")
+    assert image.read_bytes() == (folder / "prediction.png").read_bytes()
+    (run,) = [record.run for record in found if record.HasField("run")]
+    config_ = {item.key: json.loads(item.value_json) for item in run.config.update}
+    assert config_["optimizer"]["lr"] == 1e-3 and config_["study"] == "era5_vit"
+    everything = b"".join(path.read_bytes() for path in folder.rglob("wandb/**/*") if path.is_file())
+    assert b"a-secret-that-nobody" not in everything and SECRET.encode() not in everything
+    assert not run.host and not run.HasField("git")
+
+
+def test_a_tracker_that_is_not_installed(
+    era5: Make, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    era5("plain", training={"epochs": 1})
+    capfd.readouterr()
+    era5(status=2, training={"epochs": 1, "trackers": ["wandb"]})
+    assert "training.trackers: wandb is not installed; pip install 'dlscale[trackers]'" in said(capfd)

@@ -1,0 +1,111 @@
+"""`dlscale evaluate RUN`: loss and metrics of a run's weights on its validation or test data; nothing trains."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dlscale.config.places import folder, results_of
+from dlscale.config.run import Compile, Geometry, load_run
+from dlscale.core.errors import UserError
+from dlscale.core.files import write_text
+from dlscale.core.records import Evaluation, Metric, Provenance
+from dlscale.core.text import number, unit
+from dlscale.parallel.world import join
+from dlscale.train.build import open_session
+from dlscale.train.validation import validate
+from dlscale.train.weights import load_weights
+
+if TYPE_CHECKING:
+    from dlscale.config.resolve import Configuration
+
+#: What `--weights` may name of a run's folder.
+KEPT = {"last": "model.pt", "best": "model_best.pt"}
+
+
+def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
+    """Print the scores of the runs `args.runs` (PLAN.RUN, or their folders), and write them to `args.out`, if given."""
+    results = results_of(configuration)
+    found = [
+        evaluate(folder(name, results), args.weights, args.split, args.device, args.threads, args.manifest)
+        for name in args.runs
+    ]
+    text = "[" + ",\n".join(each.text() for each in found) + "]\n"
+    if args.out:
+        write_text(args.out, text)
+    print(text if args.json else "\n\n".join("\n".join(lines(*pair)) for pair in zip(args.runs, found, strict=True)))
+    return 0
+
+
+def evaluate(
+    path: Path,
+    weights: str = "last",
+    split: str = "valid",
+    device: str = "auto",
+    threads: int | None = None,
+    manifest: str | Path | None = None,
+) -> Evaluation:
+    """Return the scores of the run in a folder, computed by this process on one device.
+
+    They are those that training had after the epoch of the weights, on the same device with the same threads.
+
+    Parameters
+    ----------
+    weights
+        `last`, `best`, or a file of weights.
+    split
+        `valid` or `test`; of test data as many samples are used as the run validates on.
+    threads
+        CPU threads; absent: as many as it was trained with.
+    manifest
+        Of the dataset, where it is not beside the folder `plans` that holds the run.
+    """
+    run = load_run(path / "config.yaml", "train")
+    file = path / KEPT[weights] if weights in KEPT else Path(weights)
+    if not file.is_file():
+        hint = "train the run first, with training.keep_best for the best" if weights in KEPT else "no such file"
+        raise UserError(f"{file}: no weights there; {hint}")
+    manifest = manifest or path.resolve().parents[2] / "data" / run.dataset / "manifest.json"
+    record = path / "provenance.json"
+    if threads is None and record.exists():
+        threads = Provenance.read(record).device.threads
+    # A batch of one device; what pays only over many steps is left out.
+    alone = {"batch_size": run.local_batch_size, "geometry": Geometry(), "compile": Compile(), "cuda_graph": False}
+    run = run.model_copy(update=alone)
+    with join(run.geometry, device) as world, contextlib.ExitStack() as stack:
+        session = open_session(run, manifest, world, threads)
+        load_weights(session.step.weights, file)
+        loader = session.loader(split)
+        stack.callback(loader.close)
+        metrics = session.study.metrics(run, session.manifest, world.device)
+        logging.info("%s: %d samples of %s, on %s", file, loader.samples, split, world.device)
+        loss, numbers = validate(run.study, session.step, metrics, loader, world)
+    return Evaluation(
+        weights=str(file),
+        split=split,
+        samples=loader.samples,
+        loss=loss,
+        metrics=numbers,
+        loss_info=session.study.loss_info(run),
+        described=metrics.described,
+    )
+
+
+def lines(name: str, found: Evaluation) -> list[str]:
+    """Return scores as lines of text, each beside that of its naive answer."""
+    text = [f"{name}: {found.weights}, {found.samples} samples of {found.split}"]
+    described = {metric.name: metric for metric in found.described}
+    naive = {metric.naive for metric in found.described}
+    rows = [(f"loss ({found.loss_info.title})", number(found.loss, 6), "")]
+    for key, value in found.metrics.items():
+        metric = described.get(key, Metric(name=key, title=key))
+        if key not in naive:
+            answer = found.metrics.get(metric.naive or "")
+            beside = "" if answer is None else f"  ({metric.answer}: {number(answer, 4)})"
+            shown = f"{number(value, 6)} {unit(metric.unit)}".rstrip()
+            rows.append((" ".join(filter(None, (metric.title, metric.channel))), shown, beside))
+    width = max(len(title) for title, _, _ in rows)
+    return [*text, *(f"  {title:{width}}  {value}{beside}" for title, value, beside in rows)]

@@ -1,0 +1,55 @@
+"""The loss and the metrics of a step's model over all samples of a loader."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from dlscale.core.errors import UserError, unknown
+from dlscale.core.records import VALID_LOSS, Metric
+from dlscale.data.loaders.base import Loader
+from dlscale.models.metrics import MetricSum
+from dlscale.parallel.world import World
+from dlscale.studies.base import Metrics
+from dlscale.train.loop import Hook, run_steps
+from dlscale.train.step import Step
+
+
+def validate(
+    study: str, step: Step, metrics: Metrics, loader: Loader, world: World, hooks: Sequence[Hook] = ()
+) -> tuple[float, dict[str, float]]:
+    """Return loss and metrics, each sample counted once; all ranks get the same."""
+    sums = MetricSum()
+    # Of running statistics each rank has seen its own share of the last batch: the first one's are the training's.
+    world.share(step.model.buffers())
+
+    def add(x: torch.Tensor, y: torch.Tensor) -> None:
+        prediction = step.predict(x)
+        losses = {VALID_LOSS.name: step.network.loss(prediction, y)}
+        values = metrics.per_sample(x, y, prediction)
+        if wrong := [name for name, value in values.items() if name in losses or value.shape[:1] != x.shape[:1]]:
+            raise UserError(
+                f"study {study}: metric {wrong[0]}: expected a name of its own, and a value for each of "
+                f"the {len(x)} samples, got shape {tuple(values[wrong[0]].shape)}"
+            )
+        sums.add(losses | values)
+
+    run_steps(add, loader.epoch(0), range(len(loader)), hooks)
+    means = sums.means(world.sum)
+    loss = float(means.pop(VALID_LOSS.name))
+    numbers = metrics.summarise(means)
+    if missing := {metric.name for metric in metrics.described} - numbers.keys():
+        raise UserError(
+            f"study {study}: metrics that it describes have no value: {', '.join(sorted(missing))}; "
+            f"`per_sample` and `summarise` give: {', '.join(numbers) or 'none'}"
+        )
+    return loss, numbers
+
+
+def metric_called(name: str, metrics: Metrics, key: str) -> Metric:
+    """Return the validation loss or the study's metric of this name, which stands under `key` of the run's settings."""
+    known = {metric.name: metric for metric in (VALID_LOSS, *metrics.described)}
+    if name not in known:
+        raise UserError(f"{key}: {unknown('metric', name, known)}")
+    return known[name]

@@ -1,0 +1,83 @@
+"""Weights from a file: those of another run, or published ones."""
+
+from __future__ import annotations
+
+import pickle
+import zipfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import torch
+
+from dlscale.core.errors import UserError
+from dlscale.core.text import many
+from dlscale.train.precision import Weights
+
+#: Where the checkpoints of common programs have the model's state.
+PLACES = ("state_dict", "model_state", "model_state_dict", "model")
+#: What wrappers for several devices, and `torch.compile`, put before each name.
+PREFIXES = ("module.", "_orig_mod.")
+#: How many names a message holds.
+NAMED = 3
+
+State = dict[str, torch.Tensor]
+
+
+def read_weights(path: str | Path) -> State:
+    """Return the state dict in a file that `torch.save` wrote, tensors on the host. Nothing in it is executed.
+
+    It may be part of a checkpoint (`PLACES`), and of a wrapped model (`PREFIXES`).
+    """
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file; expected weights: a state dict that torch.save wrote") from None
+    except (OSError, RuntimeError, ValueError, EOFError, KeyError, zipfile.BadZipFile, pickle.UnpicklingError):
+        # PyTorch's own message advises to execute what is in the file.
+        raise UserError(
+            f"{path}: not readable as weights: it is damaged, or holds more than tensors and plain values; expected a "
+            "state dict that torch.save wrote"
+        ) from None
+    for place in PLACES:
+        if isinstance(content, Mapping) and isinstance(content.get(place), Mapping):
+            content = content[place]
+            break
+    if not (isinstance(content, Mapping) and content and all(isinstance(v, torch.Tensor) for v in content.values())):
+        raise UserError(f"{path}: no weights in it; expected a state dict: tensors by the names of the model's")
+    state = {str(name): value for name, value in content.items()}
+    for prefix in PREFIXES:
+        if all(name.startswith(prefix) for name in state):
+            state = {name.removeprefix(prefix): value for name, value in state.items()}
+    return state
+
+
+def load_weights(weights: Weights, path: str | Path) -> None:
+    """Take over the weights in a file; those of another model are a `UserError`."""
+    state, expected = read_weights(path), weights.state_dict()
+    # Before PyTorch 0.4.1 batch normalisation did not count its batches, which only a momentum of None reads.
+    counters = {name: value for name, value in expected.items() if name.endswith("num_batches_tracked")}
+    state = counters | state
+    both = [name for name in expected if name in state]
+    shapes = [
+        f"{name} {list(state[name].shape)} in the file, {list(expected[name].shape)} in the model"
+        for name in both
+        if state[name].shape != expected[name].shape
+    ]
+    missing, foreign = [n for n in expected if n not in state], [n for n in state if n not in expected]
+    wrong = [
+        f"{what}: {_first(names)}"
+        for what, names in (
+            (f"{many(len(missing), 'tensor')} of the model that it lacks", missing),
+            (f"{many(len(foreign), 'tensor')} that the model lacks", foreign),
+            ("other shapes", shapes),
+        )
+        if names
+    ]
+    if wrong:
+        raise UserError(f"{path}: not the weights of this model; {'; '.join(wrong)}; see the run's `model`")
+    weights.load_state_dict(state)
+
+
+def _first(names: Iterable[str]) -> str:
+    names = list(names)
+    return ", ".join(names[:NAMED]) + (" …" if len(names) > NAMED else "")
