@@ -27,7 +27,7 @@ from dlscale.core.errors import Stopped, UserError
 from dlscale.core.files import explained
 from dlscale.core.machine import let_threads_wait
 from dlscale.core.ranks import Ranks, ranks
-from dlscale.core.stages import RUN_OPTIONS, STAGES
+from dlscale.core.stages import RUN_OPTIONS, STAGES, Option, option
 from dlscale.core.telemetry import node_file
 from dlscale.launch import telemetry
 from dlscale.launch.contain import hold_on
@@ -45,6 +45,7 @@ class Question:
     module: str
     text: str
     about: tuple[str, dict[str, Any]]  #: The positional argument, and the keywords of `argparse`.
+    options: tuple[Option, ...] = ()
 
 
 _PLANS = ("plans", {"nargs": "*", "metavar": "PLAN", "help": "plans; the targets if absent"})
@@ -70,6 +71,33 @@ QUESTIONS = {
         "dlscale.report.import_profile",
         "Read what Nsight Systems recorded where it could make no report, as in a slim image.",
         _RUNS,
+    ),
+    "import-log": Question(
+        "dlscale.report.import_log",
+        "Bring another program's TensorBoard log in as a reference, which the page draws beside our runs.",
+        ("events", {"metavar": "EVENTS", "help": "an event file, or a folder with some"}),
+        (
+            option("--as", "what the reference is called", metavar="NAME", dest="name"),
+            option("--study", "the study whose plans show it", metavar="STUDY", dest="reference_study"),
+            option("--plans", "plans that show it; all of the study if absent", False, nargs="+", default=[]),
+            option("--label", "what the page calls it; its name if absent", False, metavar="TEXT"),
+            option("--batch-size", "its global batch size: steps are then samples, too", False, type=int, metavar="N"),
+            option("--epoch-samples", "its training samples an epoch", False, type=int, metavar="N"),
+            option(
+                "--counts",
+                "what the log's steps are; as the study's published program has it if absent",
+                False,
+                choices=("step", "epoch"),
+            ),
+            option(
+                "--tag",
+                "a tag and what we call it, as 'Val Loss=loss/valid'; those of the published program if absent",
+                False,
+                action="append",
+                default=[],
+                metavar="THEIRS=OURS",
+            ),
+        ),
     ),
     "compare-profiles": Question(
         "dlscale.report.compare_profiles",
@@ -107,6 +135,8 @@ def parser() -> argparse.ArgumentParser:
     for name, question in QUESTIONS.items():
         asked, several = command(name, question.text), dict[str, Any](nargs="+", default=[])
         asked.add_argument(question.about[0], **question.about[1])
+        for flag, keywords in question.options:
+            asked.add_argument(flag, **keywords)
         asked.add_argument("--profile", metavar="NAME", help="the site: profiles/NAME/site.yaml, or its path")
         asked.add_argument("--configfile", **several, metavar="FILE", help="YAML files, over config.yaml")
         asked.add_argument("--config", **several, metavar="KEY=VALUE", help="settings (YAML), over the files")

@@ -128,6 +128,9 @@ class Training(Strict):
     steps: PositiveInt | None = Field(None, description="Optimiser steps; the last epoch may be cut short.")
     checkpoint_epochs: PositiveInt = Field(1, description="Save a checkpoint every so many epochs, and at the end.")
     keep_checkpoints: PositiveInt = Field(2, description="Checkpoints kept on disk, the newest.")
+    initial_validation: bool = Field(
+        True, description="Validate before the first step, too; of a run that has begun it changes nothing."
+    )
 
     @model_validator(mode="after")
     def _one(self) -> Training:

@@ -96,6 +96,14 @@ class LossInfo(Record):
     unit: str = ""
 
 
+class Untrained(Record):
+    """How good a model was before its first step."""
+
+    train_loss: Number = math.nan  #: Of the first batch, before it is learnt from; NaN while that is not known.
+    valid_loss: Number  #: Mean over all validation samples.
+    metrics: dict[str, Number] = {}  #: Validation metrics by name.
+
+
 class Epoch(Record):
     """One line of `metrics.jsonl`."""
 
@@ -112,6 +120,12 @@ class Epoch(Record):
     metrics: dict[str, Number] = {}  #: Validation metrics by name.
     #: The run's geometry and loader, which decide its times; None if they changed within the epoch.
     made_with: dict[str, Any] | None = {}
+    untrained: Untrained | None = None  #: Of the first epoch: what was before it, if that was looked at.
+
+    @property
+    def begin(self) -> float:
+        """When its first step began, seconds since 1970-01-01 UTC; of one in several tries, as if without a pause."""
+        return self.wall_time - self.epoch_seconds
 
 
 def read_epochs(path: Path) -> list[Epoch]:
