@@ -14,7 +14,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSeriali
 from dlscale.core.errors import UserError
 from dlscale.core.files import read_json, write_json
 from dlscale.core.schema import Name
-from dlscale.core.text import NONE, percent
+from dlscale.core.text import NONE, percent, unit
 
 #: The three throughput measurements, in the order in which tables and figures show them.
 MODES = ("IO", "SYNTHETIC", "FULL")
@@ -80,6 +80,17 @@ class Metric(Record):
         """The channel; empty if the metric is of no channel."""
         return self.name.partition("/")[2]
 
+    @property
+    def full_title(self) -> str:
+        """What begins a caption: the channel, which keeps its letters, or a capital."""
+        return f"{self.channel} {self.title}" if self.channel else self.title[:1].upper() + self.title[1:]
+
+    @property
+    def label(self) -> str:
+        """What an axis says."""
+        shown = unit(self.unit)
+        return f"{self.channel} {self.title}".strip() + f" ({shown})" * bool(shown)
+
     def skill(self, metrics: Mapping[str, float]) -> float | None:
         """Return 1 - error / error of the naive answer from metrics by name; None where it has no such answer.
 
@@ -94,6 +105,11 @@ class LossInfo(Record):
 
     title: str = "loss"
     unit: str = ""
+
+    @property
+    def label(self) -> str:
+        """What an axis says."""
+        return self.title + " loss" * ("loss" not in self.title) + f" ({self.unit})" * bool(self.unit)
 
 
 class Untrained(Record):

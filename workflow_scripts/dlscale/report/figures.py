@@ -93,7 +93,7 @@ def metric(
             _plot(axes, style, [x for x, _ in points], [y for _, y in points])
         for level, words in levels:
             axes.axhline(level, color=MUTED, linewidth=1)
-            text = axes.text(0.99, level, words, transform=axes.get_yaxis_transform(), ha="right", va="bottom")
+            text = axes.text(0.01, level, words, transform=axes.get_yaxis_transform(), ha="left", va="bottom")
             text.set(fontsize=8, color=MUTED)
         axes.set_ylabel(label)
         if over == "epoch":
@@ -124,8 +124,8 @@ def beside(
     def draw(axes: Axes) -> None:
         drawn = [points for points, _ in (*ours, *references) if points]
         lengths = [points[-1][0] for points in drawn]
-        seconds, time_unit = _time_unit(max(lengths)) if time else (1, "")
         wide = max(lengths) > 20 * min(lengths)
+        seconds, time_unit = _time_unit(max(lengths)) if time and not wide else (1, "s")
         values = []
         for kind, curves in enumerate((ours, references)):
             for points, style in curves:
@@ -364,5 +364,5 @@ def _logarithmic(axes: Axes, which: Literal["x", "y"]) -> None:
     axis = axes.xaxis if which == "x" else axes.yaxis
     (axes.set_xscale if which == "x" else axes.set_yscale)("log")
     axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if which == "y" else (1.0,)))
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}" if value >= 1 else f"{value:g}"))
     axis.set_minor_formatter(NullFormatter())

@@ -11,7 +11,6 @@ from pydantic import Field
 
 from dlscale.core.records import Epoch, Metric, Number, Record, Untrained
 from dlscale.core.schema import Name
-from dlscale.core.text import unit
 from dlscale.report import figures
 from dlscale.report.drawing import MARKERS
 from dlscale.report.glance import View
@@ -71,20 +70,18 @@ def view(plan: PlanResult, runs: Sequence[RunResult], metric: Metric | None, all
     mine = mine[: len(figures.DASHES)]
     if not (mine and runs):
         return None
-    loss = f"validation {plan.loss.title}{' loss' * ('loss' not in plan.loss.title)}"
-    quantities = [("loss/valid", loss + f" ({plan.loss.unit})" * bool(plan.loss.unit))]
+    quantities = [("loss/valid", "Validation loss", plan.loss.label)]
     if metric:
-        quantities.append((f"valid/{metric.name}", axis_label(metric)))
+        quantities.append((f"valid/{metric.name}", metric.full_title, metric.label))
     plots = []
-    for number, (quantity, label) in enumerate(quantities):
+    for number, (quantity, title, label) in enumerate(quantities):
         for over, (axis, what) in AXES.items():
             theirs = [(each.points(quantity, over), dash) for dash, each in enumerate(mine)]
             ours = [(own_points(run, quantity, over), style) for style, run in enumerate(runs)]
             if any(points for points, _ in theirs):
                 name = f"{plan.name}-beside-{number}-{over}"
                 drawing = figures.beside(name, ours, theirs, axis, label, time=over == "time")
-                said = f"{label.partition(' (')[0]} over {axis}: {what}."
-                plots.append((drawing, said[0].upper() + said[1:]))
+                plots.append((drawing, f"{title} over {axis}: {what}."))
     if not plots:
         return None
     return {
@@ -95,13 +92,6 @@ def view(plan: PlanResult, runs: Sequence[RunResult], metric: Metric | None, all
             for dash, each in enumerate(mine)
         ],
     }
-
-
-def axis_label(metric: Metric) -> str:
-    """Return what the axis of a metric says."""
-    channel = f"{metric.channel} " if metric.channel else ""
-    shown = unit(metric.unit)
-    return f"{channel}{metric.title}{f' ({shown})' * bool(shown)}"
 
 
 def own_points(run: RunResult, quantity: str, over: Over) -> list[tuple[float, float]]:

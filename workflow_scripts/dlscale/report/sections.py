@@ -96,8 +96,7 @@ def _curves(plan: PlanResult) -> View | None:
     runs = _least_loss(plan, LINES)
     if not runs:
         return None
-    title, unit = plan.loss.title, plan.loss.unit
-    label = f"{title}{' loss' * ('loss' not in title)}{f' ({unit})' * bool(unit)}"
+    label = plan.loss.label
     small = []
     if any(plan.skill(run.epochs[-1]) is not None for run in runs):
         drawing = figures.skill(f"{plan.name}-skill", runs, plan.skill)
@@ -130,25 +129,22 @@ def _metric_curves(plan: PlanResult, runs: Sequence[RunResult]) -> list[tuple[st
     metric = _followed(plan)
     if metric is None:
         return []
-    title = f"{metric.channel} {metric.title}" if metric.channel else metric.title
-    capital = title[:1].upper() + title[1:]
     levels = {
         figure.value: f"published: {published.shown(figure)}"
         for figure in plan.record.published
         if figure.metric == metric.name and figure.value is not None
     }
     texts: dict[Literal["step", "epoch", "time"], str] = {
-        "epoch": f"{capital} on the validation data; {metric.better} is better.",
-        "step": f"{capital} over optimiser steps.",
-        "time": f"{capital} over training time.",
+        "epoch": f"{metric.full_title} on the validation data; {metric.better} is better.",
+        "step": "The same over optimiser steps.",
+        "time": "The same over training time.",
     }
-    axis = beside.axis_label(metric)
 
     def value(epoch: Epoch) -> float | None:
         return epoch.metrics.get(metric.name)
 
     return [
-        (figures.metric(f"{plan.name}-metric-{over}", runs, value, over, axis, list(levels.items())), said)
+        (figures.metric(f"{plan.name}-metric-{over}", runs, value, over, metric.label, list(levels.items())), said)
         for over, said in texts.items()
     ]
 
