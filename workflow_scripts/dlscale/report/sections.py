@@ -120,8 +120,8 @@ def _followed(plan: PlanResult) -> Metric | None:
     metric = plan.metrics[wanted[0]] if wanted else plan.lead
     if metric is None or not plan.trained:
         return None
-    pairs = [(e.metrics.get(metric.name, math.nan), e.valid_loss) for run in plan.trained for e in run.epochs]
-    return None if all(math.isclose(*pair, rel_tol=1e-5) for pair in pairs) else metric
+    values = [(e.metrics.get(metric.name, math.nan), e.valid_loss) for run in plan.trained for e in run.epochs]
+    return None if all(math.isclose(*both, rel_tol=1e-5) for both in values) else metric
 
 
 def _metric_curves(plan: PlanResult, runs: Sequence[RunResult]) -> list[tuple[str, str]]:
