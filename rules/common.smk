@@ -344,6 +344,7 @@ def report_files(names):
         "runs": list(dict.fromkeys(file for name in names for file in measured(name))),
         "manifests": [f"{RESULTS}/data/{name}/manifest.json" for name in plan_datasets(names)],
         "previews": [f"{RESULTS}/data/{name}/preview.png" for name in plan_datasets(names)],
+        "references": sorted(map(str, Path(RESULTS).glob("references/*/reference.json"))),
     }
 
 

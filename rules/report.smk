@@ -65,7 +65,7 @@ rule report:
         "Write the report"
     shell:
         "{params.launch:q} report --title {params.stage[settings][title]:q} --plans {input.plans:q}"
-        " --datasets {params.datasets:q} --out {output:q} --log {log:q}"
+        " --datasets {params.datasets:q} --references {input.references:q} --out {output:q} --log {log:q}"
 
 
 rule report_plan:
@@ -91,4 +91,4 @@ rule report_plan:
         "Write the report of plan {wildcards.plan}"
     shell:
         "{params.launch:q} report --title {params.stage[settings][title]:q} --plans {input.plans:q}"
-        " --datasets {params.datasets:q} --out {output:q} --log {log:q}"
+        " --datasets {params.datasets:q} --references {input.references:q} --out {output:q} --log {log:q}"

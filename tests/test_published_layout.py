@@ -16,7 +16,7 @@ from dlscale.datasets.cosmo.samples import Crops
 from dlscale.datasets.era5.extra import Extra
 from dlscale.datasets.era5.kind import PairSamples
 from dlscale.datasets.era5.samples import Pairs
-from tests.conftest import COSMO_RUN, ERA5_RUN, make_dataset, make_run, records, stage, train
+from tests.conftest import COSMO_RUN, ERA5_RUN, make_dataset, make_parts, make_run, records, stage, train
 from tests.raw_files import CHANNELS_OF, cosmo, era5, published, volume, write_volume, write_years
 
 TRAIN, VALID = "downsamp_2048crop_train.h5", "downsamp_1024crop_valid.h5"
@@ -116,6 +116,9 @@ def test_the_published_years_train_the_vit(tmp_path: Path, years: Path) -> None:
     manifest = Manifest.read(data / "manifest.json")
     info, extra = manifest.fields["fields"], Extra.of(manifest)
     assert info.grid == [HEIGHT, WIDTH] and len(info.channels) == CHANNELS
+    named = dict(zip(info.channels, info.units, strict=True))  # by their order alone
+    assert list(named)[:5] == ["u10", "v10", "t2m", "sp", "msl"] and list(named)[-1] == "tcwv"
+    assert (named["u10"], named["t2m"], named["r@850"]) == ("m s**-1", "K", "%")
     assert [[file.rows for file in files] for files in manifest.splits.values()] == [[12, 14], [9], []]
     assert extra.step_hours == 6.0
     assert manifest.path(extra.climatology or "") == years / "stats" / "time_means.npy"
@@ -128,7 +131,7 @@ def test_the_published_years_train_the_vit(tmp_path: Path, years: Path) -> None:
     history = fit(tmp_path / "run", "era5_vit", run, settings, data)
     assert history[-1]["samples"] == 2 * (11 + 13)
     assert history[-1]["train_loss"] < 0.97 * history[0]["train_loss"]
-    assert {"rmse_normalised/channel00", "acc/channel00"} <= set(history[-1]["metrics"])
+    assert {"rmse_normalised/u10", "rmse/t2m", "acc/tcwv"} <= set(history[-1]["metrics"])
 
 
 def test_fields_are_standardised_with_the_published_statistics(tmp_path: Path, years: Path) -> None:
@@ -150,11 +153,23 @@ def test_fields_are_standardised_with_the_published_statistics(tmp_path: Path, y
                 np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
 
 
-def test_channels_are_named_in_order(tmp_path: Path, years: Path) -> None:
+def test_channels_are_named_in_order(tmp_path: Path, years: Path, capfd: pytest.CaptureFixture[str]) -> None:
     names = ["u10", "v10", "t2m", *(f"z@{level}" for level in range(17))]
     data = make_dataset(tmp_path / "data", era5(years, channels=names, crop=[HEIGHT - 2, WIDTH - 1]))
     info = Manifest.read(data / "manifest.json").fields["fields"]
     assert info.channels == names and info.grid == [HEIGHT - 2, WIDTH - 1]
+    assert info.units[:4] == ["m s**-1", "m s**-1", "K", "unknown"], "of z@0 nobody knows the unit"
+    other = make_parts(tmp_path / "other", era5(years, channels=names[:3]))
+    manifest = ["--manifest", tmp_path / "other" / "manifest.json", "--stats", tmp_path / "other" / "stats"]
+    assert stage("describe", "--config", tmp_path / "other" / "config.yaml", "--source", *other, *manifest) == 2
+    assert "files hold 20 channels, the configuration names 3" in capfd.readouterr().err
+
+
+def test_other_files_that_name_no_channels_have_numbers(tmp_path: Path) -> None:
+    years = write_years(tmp_path / "raw", TIMES, 3)
+    manifest = Manifest.read(make_dataset(tmp_path / "data", era5(years)) / "manifest.json")
+    info = manifest.fields["fields"]
+    assert info.channels == ["channel00", "channel01", "channel02"] and set(info.units) == {"unknown"}
 
 
 def test_a_folder_that_we_preprocessed_is_a_prepared_one(tmp_path: Path, era5_data: Path) -> None:

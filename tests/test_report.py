@@ -214,6 +214,7 @@ class Results:
         self.root = root
         self.plans: list[Path] = []
         self.datasets: list[Path] = []
+        self.references: list[Path] = []
 
     def run(
         self,
@@ -346,7 +347,11 @@ class Results:
 
     def report(self, title: str = "Demo report") -> str:
         out = self.root / "report" / "index.html"
-        report.main(argparse.Namespace(title=title, plans=self.plans, datasets=self.datasets, out=str(out)))
+        report.main(
+            argparse.Namespace(
+                title=title, plans=self.plans, datasets=self.datasets, references=self.references, out=str(out)
+            )
+        )
         return out.read_text()
 
 

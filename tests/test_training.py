@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import io
 import json
 import math
 import os
@@ -29,9 +30,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dlscale.config import resolve as config
 from dlscale.config.run import load_run
-from dlscale.core.errors import UserError
+from dlscale.core.errors import Stopped, UserError
 from dlscale.core.files import sha256
-from dlscale.core.records import Metric
+from dlscale.core.records import Epoch, Metric, Untrained
 from dlscale.data.loaders.base import Batch
 from dlscale.data.loaders.torch_loader import TorchLoader
 from dlscale.data.manifest import Manifest
@@ -43,10 +44,13 @@ from dlscale.models.losses import l1, relative_l2
 from dlscale.models.unet3d import UNet3D
 from dlscale.models.vit import ViT
 from dlscale.parallel.world import World
+from dlscale.studies.base import PublishedLog
 from dlscale.studies.era5_vit import Era5ViT
 from dlscale.train.build import open_session
 from dlscale.train.checkpoint import CheckpointRecord, Checkpoints
+from dlscale.train.logs import RunLogs
 from dlscale.train.loop import Hook, run_steps
+from dlscale.train.step import Step
 from dlscale.train.train import run_fingerprint
 from dlscale.train.trainer import Trainer, _EpochSums
 from tests.conftest import COSMO, COSMO_RUN, ERA5, ERA5_RUN, make_dataset, make_run, records, train
@@ -351,6 +355,74 @@ def trainer(folder: Path, data: Path, loader: type[TorchLoader] = TorchLoader, *
         yield Trainer(run, session.step, session.share(), (loaders[0], loaders[1]), metrics, checkpoints, World())
 
 
+def test_what_was_before_the_first_step(era5: Make, weather: Path) -> None:
+    """The losses of a model that has learnt nothing, and nothing is learnt otherwise for having looked at it."""
+    over = {"training": {"epochs": 2}, "samples": {"train": 9}, "model": DROPS}
+    seen = era5("seen", **copy.deepcopy(over))
+    over["training"]["initial_validation"] = False
+    unseen = era5("unseen", **over)
+    assert (seen / "model.pt").read_bytes() == (unseen / "model.pt").read_bytes()
+    first, second = timeless(seen)
+    untrained = first.pop("untrained")
+    assert second.pop("untrained") is None
+    assert [first, second] == [{key: v for key, v in r.items() if key != "untrained"} for r in timeless(unseen)]
+    assert all(record["untrained"] is None for record in timeless(unseen))
+
+    run = load_run(unseen / "config.yaml", "train")
+    session = open_session(run, weather / "manifest.json", World(), 1)
+    (x, y), samples = next(session.loader("train").epoch(0)), session.samples("valid")
+    pairs = [samples.read(0, index) for index in range(samples.size)]
+    predict = session.step.predict
+    losses = [relative_l2(predict(torch.from_numpy(a)[None]), torch.from_numpy(b)[None]).item() for a, b in pairs]
+    assert untrained["valid_loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-5)
+    fresh = open_session(run, weather / "manifest.json", World(), 1)
+    assert untrained["train_loss"] == pytest.approx(float(fresh.step(x, y)), rel=1e-6)
+    assert untrained["metrics"].keys() == first["metrics"].keys()
+
+
+def test_a_resumed_run_knows_what_was_before_its_first_step(
+    tmp_path: Path, weather: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ended within the first epoch: it goes on with what it has seen, and looks no second time."""
+    make_era5(tmp_path, {"training": {"epochs": 1}})
+    with trainer(tmp_path, weather) as made:
+        (whole,) = made.fit()
+        made.checkpoints.clear()
+    assert whole.untrained and math.isfinite(whole.untrained.train_loss)
+    step, validate, validations = Step.__call__, Trainer.validate, []
+
+    def asked(self: Step, *batch: Any) -> torch.Tensor:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return step(self, *batch)
+
+    with trainer(tmp_path, weather) as made, monkeypatch.context() as patched, pytest.raises(Stopped, match="step 1"):
+        patched.setattr(Step, "__call__", asked)
+        made.fit()
+    monkeypatch.setattr(Trainer, "validate", lambda self, *hooks: (validations.append(1), validate(self, *hooks))[1])
+    begun: list[Untrained] = []
+    with trainer(tmp_path, weather) as made:
+        made.resume()
+        (resumed,) = made.fit(on_begin=begun.append)
+    assert made.resumed_from == 1 and len(validations) == 1
+    assert begun == [resumed.untrained] == [whole.untrained]
+
+
+def test_asked_to_end_before_the_first_step(tmp_path: Path, weather: Path) -> None:
+    """Nothing is lost, and nothing saved; the next try begins anew."""
+    make_era5(tmp_path, {"training": {"epochs": 1}})
+    with trainer(tmp_path, weather) as made:
+        load = made.valid_loader.epoch
+
+        def asked(*epoch: int) -> Iterator[Batch]:
+            os.kill(os.getpid(), signal.SIGTERM)
+            return load(*epoch)
+
+        made.valid_loader.epoch = asked  # type: ignore[method-assign, assignment]
+        with pytest.raises(Stopped, match="before the first step"):
+            made.fit()
+        assert not made.checkpoints.steps()
+
+
 class _Slow(TorchLoader):
     """A loader whose first batch is 0.3 s late."""
 
@@ -544,7 +616,8 @@ def test_a_killed_run_resumes_as_if_nothing_had_been(
     moments = states[0]["optimizer"]["state"]
     assert len(moments) == len(weights(killed))
     assert precision.startswith("fp16") == bool(states[0]["scaler"])
-    points = [(event.step, event.wall_time, event.value) for event in events(killed).Scalars("loss/train")]
+    curve = [event for event in events(killed).Scalars("loss/train") if event.step]
+    points = [(event.step, event.wall_time, event.value) for event in curve]
     expected = [(r["step"], r["wall_time"], pytest.approx(r["train_loss"])) for r in records(killed)]
     assert points == expected, "each epoch once, with the time of its step"
 
@@ -657,7 +730,11 @@ def test_a_finished_run_trained_again_only_writes_its_outputs_again(
     assert (run / "metrics.jsonl").read_text() == (finished / "metrics.jsonl").read_text(), "their times too"
     assert scalars(run) == scalars(finished)
     times = [[event.wall_time for event in events(folder).Scalars("loss/train")] for folder in (run, finished)]
-    assert times[0] == times[1] == [record["wall_time"] for record in records(run)]
+    first = records(run)[0]
+    assert times[0] == times[1]
+    assert times[0] == [first["wall_time"] - first["epoch_seconds"], *(record["wall_time"] for record in records(run))]
+    pictures = [[event.step for event in events(folder).Images("Visualization, t2m")] for folder in (run, finished)]
+    assert pictures == [[10, 20, 30]] * 2, "those that an earlier try drew are kept"
     assert len(list((run / "tensorboard").iterdir())) == 1, "and nothing is there twice"
     assert {path.name for path in run.iterdir()} == FILES, "and nothing else is left there"
 
@@ -823,10 +900,12 @@ def test_tensorboard_says_what_metrics_jsonl_says(finished: Path) -> None:
     expected = {"loss/train": "train_loss", "loss/valid": "valid_loss", "learning_rate": "learning_rate"}
     expected["samples_per_second"] = "samples_per_second"
     for tag, key in expected.items():
-        assert found[tag] == pytest.approx({r["step"]: r[key] for r in epochs}, rel=1e-6), tag
+        told = {step: value for step, value in found[tag].items() if step}
+        assert told == pytest.approx({r["step"]: r[key] for r in epochs}, rel=1e-6), tag
     assert len(epochs[0]["metrics"]) == 5
     for name in epochs[0]["metrics"]:
-        assert found[f"valid/{name}"] == pytest.approx({r["step"]: r["metrics"][name] for r in epochs}, rel=1e-6), name
+        told = {0: epochs[0]["untrained"]["metrics"][name], **{r["step"]: r["metrics"][name] for r in epochs}}
+        assert found[f"valid/{name}"] == pytest.approx(told, rel=1e-6), name
     assert found["final/valid_loss"] == {30: pytest.approx(epochs[-1]["valid_loss"], rel=1e-6)}
 
     accumulator = events(finished)
@@ -840,6 +919,42 @@ def test_tensorboard_says_what_metrics_jsonl_says(finished: Path) -> None:
     assert settings["model.dropout"].number_value == 0.2
     assert settings["study"].string_value == "era5_vit"
     assert settings["seed"].number_value == 0
+
+
+def test_the_published_tags_stand_beside_ours(finished: Path) -> None:
+    """The same points, under the names that users of the published program know. There is no u10 in these data."""
+    found, epochs = scalars(finished), records(finished)
+    for theirs, ours in Era5ViT.published_log.tags.items():
+        if ours != "valid/rmse_normalised/u10":
+            assert found[theirs] == found[ours], theirs
+    assert "RMSE(u10m)/valid" not in found
+    assert found["Loss/valid"].keys() == found["Loss/train"].keys() == {0, 10, 20, 30}
+    speeds = {r["step"]: 10 / r["epoch_seconds"] for r in epochs}
+    assert found["Avg iters per sec"] == pytest.approx(speeds, rel=1e-6)
+
+    accumulator = events(finished)
+    pictures = accumulator.Images("Visualization, t2m")
+    assert [image.step for image in pictures] == [10, 20, 30]
+    first, last = (matplotlib.image.imread(io.BytesIO(image.encoded_image_string)) for image in pictures[::2])
+    half = (first.shape[1] - 1) // 2
+    truth = [picture[:, : half - 8] for picture in (first, last)]
+    assert np.array_equal(*truth) and not np.array_equal(first[:, half + 8 :], last[:, half + 8 :])
+
+
+def test_logs_that_count_epochs_and_per_cent(tmp_path: Path) -> None:
+    log = PublishedLog({"Top1/val": "valid/top1", "Loss/val": "loss/valid"}, "epoch", frozenset({"Top1/val"}))
+    untrained = Untrained(train_loss=7.0, valid_loss=6.9, metrics={"top1": 0.001})
+    common: dict[str, Any] = {"learning_rate": 0.1, "samples_per_second": 9.0, "epoch_seconds": 2.0, "wall_time": 99.0}
+    logs = RunLogs(tmp_path, [], log)
+    logs.begin(untrained, 90.0)
+    for epoch, top1 in enumerate((0.25, 0.5), 1):
+        more = {"metrics": {"top1": top1}, "untrained": untrained if epoch == 1 else None}
+        logs.add(Epoch(epoch=epoch, step=80 * epoch, samples=99, train_loss=3.0, valid_loss=2.0, **common, **more))
+    found = scalars(tmp_path)
+    assert found["Top1/val"] == {0: pytest.approx(0.1), 1: 25.0, 2: 50.0}
+    assert found["valid/top1"] == {0: pytest.approx(0.001), 80: 0.25, 160: 0.5}
+    assert found["Loss/val"] == {0: pytest.approx(6.9), 1: 2.0, 2: 2.0} and found["loss/train"][0] == 7.0
+    assert found["steps_per_second"] == {80: 40.0, 160: 40.0}
 
 
 def test_the_figure_is_a_picture(finished: Path) -> None:

@@ -86,6 +86,33 @@ QUESTIONS = {
         "Read what Nsight Systems recorded where it could make no report, as in a slim image.",
         _RUNS,
     ),
+    "import-log": Question(
+        "dlscale.report.import_log",
+        "Bring another program's TensorBoard log in as a reference, which the page draws beside our runs.",
+        ("events", {"metavar": "EVENTS", "help": "an event file, or a folder with some"}),
+        (
+            option("--as", "what the reference is called", metavar="NAME", dest="name"),
+            option("--study", "the study whose plans show it", metavar="STUDY", dest="reference_study"),
+            option("--plans", "plans that show it; all of the study if absent", False, nargs="+", default=[]),
+            option("--label", "what the page calls it; its name if absent", False, metavar="TEXT"),
+            option("--batch-size", "its global batch size: steps are then samples, too", False, type=int, metavar="N"),
+            option("--epoch-samples", "its training samples an epoch", False, type=int, metavar="N"),
+            option(
+                "--counts",
+                "what the log's steps are; as the study's published program has it if absent",
+                False,
+                choices=("step", "epoch"),
+            ),
+            option(
+                "--tag",
+                "a tag and what we call it, as 'Val Loss=loss/valid'; those of the published program if absent",
+                False,
+                action="append",
+                default=[],
+                metavar="THEIRS=OURS",
+            ),
+        ),
+    ),
     "compare-profiles": Question(
         "dlscale.report.compare_profiles",
         "Say what got faster and slower from the profile of one run to that of another.",

@@ -166,6 +166,9 @@ class Training(Strict):
         description="Experiment trackers to log to beside TensorBoard. wandb: Weights & Biases, into the run's folder, "
         "offline unless WANDB_MODE says otherwise; needs dlscale[trackers].",
     )
+    initial_validation: bool = Field(
+        True, description="Validate before the first step, too; of a run that has begun it changes nothing."
+    )
 
     @model_validator(mode="after")
     def _one(self) -> Training:

@@ -22,7 +22,7 @@ from pydantic import (
 from dlscale.core.errors import UserError
 from dlscale.core.files import read_json, write_json
 from dlscale.core.schema import Name
-from dlscale.core.text import NONE, percent
+from dlscale.core.text import NONE, percent, unit
 
 #: The three throughput measurements, in the order in which tables and figures show them.
 MODES = ("IO", "SYNTHETIC", "FULL")
@@ -88,6 +88,17 @@ class Metric(Record):
         """The channel; empty if the metric is of no channel."""
         return self.name.partition("/")[2]
 
+    @property
+    def full_title(self) -> str:
+        """What begins a caption: the channel, which keeps its letters, or a capital."""
+        return f"{self.channel} {self.title}" if self.channel else self.title[:1].upper() + self.title[1:]
+
+    @property
+    def label(self) -> str:
+        """What an axis says."""
+        shown = unit(self.unit)
+        return f"{self.channel} {self.title}".strip() + f" ({shown})" * bool(shown)
+
     def skill(self, metrics: Mapping[str, float]) -> float | None:
         """Return 1 - error / error of the naive answer from metrics by name; None where it has no such answer.
 
@@ -129,6 +140,19 @@ class LossInfo(Record):
     title: str = "loss"
     unit: str = ""
 
+    @property
+    def label(self) -> str:
+        """What an axis says."""
+        return self.title + " loss" * ("loss" not in self.title) + f" ({self.unit})" * bool(self.unit)
+
+
+class Untrained(Record):
+    """How good a model was before its first step."""
+
+    train_loss: Number = math.nan  #: Of the first batch, before it is learnt from; NaN while that is not known.
+    valid_loss: Number  #: Mean over all validation samples.
+    metrics: dict[str, Number] = {}  #: Validation metrics by name.
+
 
 class Epoch(Record):
     """One line of `metrics.jsonl`."""
@@ -146,6 +170,12 @@ class Epoch(Record):
     metrics: dict[str, Number] = {}  #: Validation metrics by name.
     #: The run's geometry and loader, which decide its times; None if they changed within the epoch.
     made_with: dict[str, Any] | None = {}
+    untrained: Untrained | None = None  #: Of the first epoch: what was before it, if that was looked at.
+
+    @property
+    def begin(self) -> float:
+        """When its first step began, seconds since 1970-01-01 UTC; of one in several tries, as if without a pause."""
+        return self.wall_time - self.epoch_seconds
 
 
 def read_epochs(path: Path) -> list[Epoch]:

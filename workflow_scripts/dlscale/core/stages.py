@@ -37,14 +37,15 @@ VALIDATION = 1 / 3
 
 
 def training_work(run: Any, train: int | None, valid: int | None) -> float | None:
-    """Return epochs x (samples + validation samples / 3); the last epoch may be cut short by `steps`."""
+    """Return the samples of all steps + a third of those of all validations; `steps` may cut the last epoch short."""
     if train is None or valid is None:
         return None
     if run.training.steps is None:
         epochs = min(run.training.epochs, run.training.stop_after or run.training.epochs)
-        return float(epochs * (train + VALIDATION * valid))
-    epochs = -(-run.training.steps // -(-train // run.batch_size))
-    return float(run.training.steps * run.batch_size + VALIDATION * epochs * valid)
+        samples = epochs * train
+    else:
+        epochs, samples = -(-run.training.steps // -(-train // run.batch_size)), run.training.steps * run.batch_size
+    return float(samples + VALIDATION * (epochs + run.training.initial_validation) * valid)
 
 
 def throughput_work(run: Any, train: int | None, valid: int | None) -> float | None:
@@ -243,6 +244,7 @@ STAGES: dict[str, Stage] = {
             option("--title", "heading of the page"),
             path("--plans", "plan.yaml files", nargs="+"),
             path("--datasets", "dataset folders", nargs="+"),
+            path("--references", "reference.json files", required=False, nargs="*", default=[]),
             path("--out", "HTML file to write"),
         ),
     ),

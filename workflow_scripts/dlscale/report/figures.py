@@ -24,8 +24,7 @@ def loss(name: str, runs: Sequence[RunResult], over: Literal["epoch", "time"], l
     """Draw training (dashed) and validation loss over epochs, or training time without validation; `label` the axis."""
 
     def draw(axes: Axes) -> None:
-        greatest = max(run.training_seconds or 0.0 for run in runs)
-        seconds, time_unit = next(((s, u) for s, u in ((3600, "h"), (60, "min")) if greatest >= 2 * s), (1, "s"))
+        seconds, time_unit = _time_unit(max(run.training_seconds or 0.0 for run in runs))
         values = []
         for style, run in enumerate(runs):
             if over == "time" and run.training_seconds is None:
@@ -43,9 +42,7 @@ def loss(name: str, runs: Sequence[RunResult], over: Literal["epoch", "time"], l
         else:
             axes.set_xlim(left=0)
             axes.set_xlabel(f"training time without validation ({time_unit})")
-        positive = [value for value in values if value > 0]
-        if len(positive) == len(values) and max(positive) > 10 * min(positive):
-            _logarithmic(axes, "y")
+        _logarithmic_if_wide(axes, values)
 
     return svg(name, draw, (3.9, 3.0))
 
@@ -68,6 +65,86 @@ def by_epoch(
         finish(axes)
 
     return svg(name, draw, (3.9, 1.5))
+
+
+def metric(
+    name: str,
+    runs: Sequence[RunResult],
+    value: Callable[[Epoch], float | None],
+    over: Literal["step", "epoch", "time"],
+    label: str,
+    levels: Sequence[tuple[float, str]] = (),
+) -> str:
+    """Draw a value after each epoch over steps, epochs, or training time without validation.
+
+    `levels` are values to compare with, and what they are called.
+    """
+
+    def draw(axes: Axes) -> None:
+        seconds, time_unit = _time_unit(max(run.training_seconds or 0.0 for run in runs))
+        values = [level for level, _ in levels]
+        for style, run in enumerate(runs):
+            if over == "time" and run.training_seconds is None:
+                continue
+            times = accumulate(epoch.epoch_seconds / seconds for epoch in run.epochs)
+            axis = times if over == "time" else [getattr(epoch, over) for epoch in run.epochs]
+            points = [(x, y) for x, epoch in zip(axis, run.epochs, strict=True) if (y := value(epoch)) is not None]
+            values += [y for _, y in points]
+            _plot(axes, style, [x for x, _ in points], [y for _, y in points])
+        for level, words in levels:
+            axes.axhline(level, color=MUTED, linewidth=1)
+            text = axes.text(0.01, level, words, transform=axes.get_yaxis_transform(), ha="left", va="bottom")
+            text.set(fontsize=8, color=MUTED)
+        axes.set_ylabel(label)
+        if over == "epoch":
+            _epochs(axes)
+        else:
+            axes.set_xlim(left=0)
+            axes.set_xlabel("optimiser step" if over == "step" else f"training time without validation ({time_unit})")
+        _logarithmic_if_wide(axes, values)
+
+    return svg(name, draw, (3.9, 2.2))
+
+
+#: How the lines of references are dashed, in points.
+DASHES = ((1, 1.5), (5, 2), (5, 1.5, 1, 1.5), (9, 2))
+
+#: A curve's points, and which run or reference it is of.
+Curve = tuple[Sequence[tuple[float, float]], int]
+
+
+def beside(
+    name: str, ours: Sequence[Curve], references: Sequence[Curve], axis: str, label: str, time: bool = False
+) -> str:
+    """Draw runs beside references, which are dashed, over `axis` (seconds, if it is a `time`).
+
+    Where one is twenty times as long as another, or more, that axis is logarithmic.
+    """
+
+    def draw(axes: Axes) -> None:
+        drawn = [points for points, _ in (*ours, *references) if points]
+        lengths = [points[-1][0] for points in drawn]
+        wide = max(lengths) > 20 * min(lengths)
+        seconds, time_unit = _time_unit(max(lengths)) if time and not wide else (1, "s")
+        values = []
+        for kind, curves in enumerate((ours, references)):
+            for points, style in curves:
+                shown = [(x / seconds, y) for x, y in points if x > 0 or not wide]
+                x, y = [x for x, _ in shown], [y for _, y in shown]
+                values += y
+                if kind == 0:
+                    _plot(axes, style, x, y)
+                else:
+                    axes.plot(x, y, color=INK, linewidth=1.4, dashes=DASHES[style], marker="_" if len(x) == 1 else None)
+        axes.set_ylabel(label)
+        axes.set_xlabel(f"{axis}{f' ({time_unit})' * time}")
+        if wide:
+            _logarithmic(axes, "x")
+        else:
+            axes.set_xlim(left=0)
+        _logarithmic_if_wide(axes, values)
+
+    return svg(name, draw, (3.9, 2.6))
 
 
 def learning_rate(name: str, runs: Sequence[RunResult]) -> str:
@@ -330,6 +407,18 @@ def _epochs(axes: Axes) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
 
 
+def _time_unit(greatest: float) -> tuple[int, str]:
+    """Return the seconds and the name of the unit in which times up to `greatest` seconds read well."""
+    return next(((s, u) for s, u in ((3600, "h"), (60, "min")) if greatest >= 2 * s), (1, "s"))
+
+
+def _logarithmic_if_wide(axes: Axes, values: Sequence[float]) -> None:
+    """Set a logarithmic axis for values that are all positive, and of which one is ten times another."""
+    positive = [value for value in values if value > 0]
+    if positive and len(positive) == len(values) and max(positive) > 10 * min(positive):
+        _logarithmic(axes, "y")
+
+
 def _logarithmic(axes: Axes, which: Literal["x", "y"]) -> None:
     """Set a logarithmic axis with plain numbers; matplotlib's own ones are mathematical text."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
@@ -337,5 +426,5 @@ def _logarithmic(axes: Axes, which: Literal["x", "y"]) -> None:
     axis = axes.xaxis if which == "x" else axes.yaxis
     (axes.set_xscale if which == "x" else axes.set_yscale)("log")
     axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if which == "y" else (1.0,)))
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}" if value >= 1 else f"{value:g}"))
     axis.set_minor_formatter(NullFormatter())

@@ -17,6 +17,7 @@ from dlscale.core import text
 from dlscale.core.files import write_text
 from dlscale.report import datasets, published
 from dlscale.report.glance import View
+from dlscale.report.references import Reference, read_references
 from dlscale.report.results import PlanResult, read_plan
 from dlscale.report.sections import devices, plan_view
 
@@ -25,13 +26,20 @@ PREDICTIONS, PREDICTIONS_OF_A_PLAN = 12, 3
 
 
 def main(args: argparse.Namespace) -> None:
-    """Write `args.out` (HTML) from the plans (`plan.yaml` files) and datasets (folders), in the order of `args`."""
+    """Write `args.out` (HTML) from plans (`plan.yaml` files), datasets (folders) and references, in their order."""
     plans = [read_plan(path) for path in dict.fromkeys(args.plans)]
     folders = [Path(folder) for folder in dict.fromkeys(args.datasets)]
-    write_text(args.out, page(args.title, plans, folders, Path(args.out).parent))
+    references = read_references(dict.fromkeys(args.references))
+    write_text(args.out, page(args.title, plans, folders, Path(args.out).parent, references))
 
 
-def page(title: str, plans: Sequence[PlanResult], folders: Sequence[Path], place: Path = Path()) -> str:
+def page(
+    title: str,
+    plans: Sequence[PlanResult],
+    folders: Sequence[Path],
+    place: Path = Path(),
+    references: Sequence[Reference] = (),
+) -> str:
     """Return the report as HTML, to be written into the folder `place`."""
     import jinja2
     from markupsafe import Markup
@@ -50,7 +58,7 @@ def page(title: str, plans: Sequence[PlanResult], folders: Sequence[Path], place
         script=Markup(script),
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         svg=Markup,  # what `figures` draws is safe: matplotlib escapes the labels
-        plans=[plan_view(plan, names, {p.name for p in plans}, pictures, place) for plan in plans],
+        plans=[plan_view(plan, names, {p.name for p in plans}, pictures, place, references) for plan in plans],
         datasets=[datasets.view(folder, name) for folder, name in zip(folders, names, strict=True)],
         studies=[_study(name, plans) for name in dict.fromkeys(plan.record.study for plan in plans)],
         runs=sum(len(plan.runs) for plan in plans),

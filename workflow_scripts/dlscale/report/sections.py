@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import base64
 import itertools
+import math
 import os
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
 from dlscale.core import text
-from dlscale.core.records import Profile
+from dlscale.core.records import Epoch, Metric, Profile
 from dlscale.core.stages import RUN_STAGES
 from dlscale.core.telemetry import Sample, begin
 from dlscale.report import (
@@ -29,11 +30,13 @@ from dlscale.report import (
     target,
     verdict,
 )
+from dlscale.report import references as beside
 from dlscale.report.collect import summary_csv
 from dlscale.report.diagnosis import bound, gain
 from dlscale.report.disturbance import disturbance
 from dlscale.report.drawing import MARKERS, picture
 from dlscale.report.glance import View
+from dlscale.report.references import Reference
 from dlscale.report.results import PlanResult, RunResult, first_and_least, slowness
 from dlscale.report.tables import channel_tables, runs_table
 from dlscale.report.tuning import tunings
@@ -45,7 +48,14 @@ CHANNEL_ROWS = 40
 TOP = 10
 
 
-def plan_view(plan: PlanResult, datasets: Sequence[str], plans: set[str], pictures: int, page: Path) -> View:
+def plan_view(
+    plan: PlanResult,
+    datasets: Sequence[str],
+    plans: set[str],
+    pictures: int,
+    page: Path,
+    references: Sequence[Reference] = (),
+) -> View:
     """Return what the page, which has these datasets and plans, shows of a plan: at most so many `pictures`.
 
     `page` is the page's folder: links to traces lead from there.
@@ -68,6 +78,7 @@ def plan_view(plan: PlanResult, datasets: Sequence[str], plans: set[str], pictur
         "loss": plan.loss,
         "published": published.summary(plan.record.published),
         "curves": _curves(plan),
+        "references": beside.view(plan, _least_loss(plan, LINES), _followed(plan), references),
         "throughput": _throughput(plan),
         "profiles": _profiles(plan, page),
         "watched": _watched(plan),
@@ -99,19 +110,11 @@ def _curves(plan: PlanResult) -> View | None:
     runs = _least_loss(plan, LINES)
     if not runs:
         return None
-    title, unit = plan.loss.title, plan.loss.unit
-    label = f"{title}{' loss' * ('loss' not in title)}{f' ({unit})' * bool(unit)}"
+    label = plan.loss.label
     small = []
-    if lead := plan.lead:
-        if any(plan.skill(run.epochs[-1]) is not None for run in runs):
-            drawing = figures.skill(f"{plan.name}-skill", runs, plan.skill)
-            small.append((drawing, "Skill on the validation data; 1 is perfect."))
-        elif not lead.channel:
-            unit = text.unit(lead.unit)
-            axis = f"{lead.title}{f' ({unit})' * bool(unit)}"
-            drawing = figures.by_epoch(f"{plan.name}-lead", runs, lambda epoch: epoch.metrics.get(lead.name), axis)
-            capital = lead.title[:1].upper() + lead.title[1:]
-            small.append((drawing, f"{capital} on the validation data; {lead.better} is better."))
+    if any(plan.skill(run.epochs[-1]) is not None for run in runs):
+        drawing = figures.skill(f"{plan.name}-skill", runs, plan.skill)
+        small.append((drawing, "Skill on the validation data; 1 is perfect."))
     small.append((figures.learning_rate(f"{plan.name}-rate", runs), "Learning rate at the end of each epoch."))
     return {
         "large": [
@@ -119,9 +122,45 @@ def _curves(plan: PlanResult) -> View | None:
             (figures.loss(f"{plan.name}-time", runs, "time", label), "Loss over training time: what waiting buys."),
         ],
         "small": small,
+        "metric": _metric_curves(plan, runs),
         "legend": [(run.label, style, MARKERS[style][1]) for style, run in enumerate(runs)],
         "of": len(plan.trained),
     }
+
+
+def _followed(plan: PlanResult) -> Metric | None:
+    """Return the metric that is drawn: one that was published, else the leading one; None if it is the loss itself."""
+    wanted = [figure.metric for figure in plan.record.published if figure.metric in plan.metrics]
+    metric = plan.metrics[wanted[0]] if wanted else plan.lead
+    if metric is None or not plan.trained:
+        return None
+    values = [(e.metrics.get(metric.name, math.nan), e.valid_loss) for run in plan.trained for e in run.epochs]
+    return None if all(math.isclose(*both, rel_tol=1e-5) for both in values) else metric
+
+
+def _metric_curves(plan: PlanResult, runs: Sequence[RunResult]) -> list[tuple[str, str]]:
+    """Return the figures of that metric over steps, epochs and time, beside the values that were published."""
+    metric = _followed(plan)
+    if metric is None:
+        return []
+    levels = {
+        figure.value: f"published: {published.shown(figure)}"
+        for figure in plan.record.published
+        if figure.metric == metric.name and figure.value is not None
+    }
+    texts: dict[Literal["step", "epoch", "time"], str] = {
+        "epoch": f"{metric.full_title} on the validation data; {metric.better} is better.",
+        "step": "The same over optimiser steps.",
+        "time": "The same over training time.",
+    }
+
+    def value(epoch: Epoch) -> float | None:
+        return epoch.metrics.get(metric.name)
+
+    return [
+        (figures.metric(f"{plan.name}-metric-{over}", runs, value, over, metric.label, list(levels.items())), said)
+        for over, said in texts.items()
+    ]
 
 
 def _throughput(plan: PlanResult) -> View | None:

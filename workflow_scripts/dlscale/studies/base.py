@@ -6,18 +6,30 @@ A study's module is read whenever a configuration is: it imports PyTorch and its
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from dlscale.core.records import LossInfo, Metric
 from dlscale.core.schema import Strict
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
     from matplotlib.figure import Figure
     from torch import nn
 
     from dlscale.data.manifest import Manifest
+
+
+@dataclass(frozen=True)
+class PublishedLog:
+    """What the published program of a study writes for TensorBoard; ours says the same beside its own tags."""
+
+    tags: Mapping[str, str] = field(default_factory=dict)  #: Its tags, each with ours (`dlscale.train.logs`).
+    over: Literal["step", "epoch"] = "step"  #: What its steps count.
+    percent: frozenset[str] = frozenset()  #: Tags of which the values are per cent.
+
 
 #: From predictions and targets [B, ...], float32, to the loss of each sample [B].
 SampleLoss = Callable[["torch.Tensor", "torch.Tensor"], "torch.Tensor"]
@@ -59,6 +71,8 @@ class Study(ABC):
         What the model computes with: of `conv2d`, `conv3d`, `attention`. Known defects of libraries concern these.
     supports
         Keys of a run that only some models can do and this one can: of `attention`, `activation_checkpointing`.
+    published_log
+        How the published program calls in TensorBoard what is logged.
     """
 
     dataset: ClassVar[str]
@@ -66,6 +80,7 @@ class Study(ABC):
     Loss: ClassVar[type[Strict]]
     operations: ClassVar[frozenset[str]] = frozenset()
     supports: ClassVar[frozenset[str]] = frozenset()
+    published_log: ClassVar[PublishedLog] = PublishedLog()
 
     def check(self, run: Any) -> None:  # noqa: B027 - most have nothing to refuse
         """Refuse settings of a run that do not go together: `dlscale.core.errors.Refused`, its key first."""
@@ -102,4 +117,11 @@ class Study(ABC):
 
     def figure(self, run: Any, manifest: Manifest, x: Any, y: Any, prediction: Any) -> Figure | None:
         """Draw the first validation sample with its prediction (numpy, as a batch has them); None: no figure."""
+        return None
+
+    def picture(self, run: Any, manifest: Manifest, y: Any, prediction: Any) -> tuple[str, np.ndarray] | None:
+        """Return a picture of truth and prediction of that sample for TensorBoard: its name, and pixels [H, W, 3].
+
+        It is drawn after each epoch, within milliseconds (`dlscale.studies.figures.side_by_side`); None: no picture.
+        """
         return None

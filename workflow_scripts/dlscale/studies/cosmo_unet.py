@@ -10,9 +10,10 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from dlscale.core.errors import Refused
 from dlscale.core.records import LossInfo, Metric
 from dlscale.core.schema import Strict
-from dlscale.studies.base import Metrics, SampleLoss, Study
+from dlscale.studies.base import Metrics, PublishedLog, SampleLoss, Study
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
     from matplotlib.figure import Figure
     from torch import nn
@@ -98,6 +99,14 @@ class CosmoUNet(Study):
     Model, Loss = UNet3DSettings, UNet3DLoss
     operations = frozenset({"conv3d"})
     supports = frozenset({"activation_checkpointing"})
+    published_log = PublishedLog(
+        {
+            "Loss/train": "loss/train",
+            "Loss/valid": "loss/valid",
+            "Learning Rate": "learning_rate",
+            "Avg iters per sec": "steps_per_second",
+        }
+    )
 
     def check(self, run: Any) -> None:
         levels = len(run.model.widths)
@@ -163,6 +172,13 @@ class CosmoUNet(Study):
             pictures += [physical(transform, volumes[channel]) for volumes in (y, prediction)]
             rows.append((name, f"log10({unit})" if transform.kind == "log" else unit, pictures))
         return comparison(rows, ["dark matter", "truth", "prediction"], ("z (cells)", "y (cells)"), own_scale=True)
+
+    def picture(self, run: Any, manifest: Manifest, y: Any, prediction: Any) -> tuple[str, np.ndarray]:
+        """Return the middle slice of the first output, in model units."""
+        from dlscale.studies.figures import side_by_side
+
+        middle = y.shape[1] // 2
+        return manifest.fields["Hydro"].channels[0], side_by_side(y[0, middle], prediction[0, middle])
 
 
 STUDY = CosmoUNet()

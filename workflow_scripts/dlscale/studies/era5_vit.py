@@ -9,9 +9,10 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 from dlscale.core.errors import Refused
 from dlscale.core.records import LossInfo, Metric
 from dlscale.core.schema import Strict
-from dlscale.studies.base import Metrics, SampleLoss, Study
+from dlscale.studies.base import Metrics, PublishedLog, SampleLoss, Study
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
     from matplotlib.figure import Figure
     from torch import nn
@@ -131,6 +132,16 @@ class Era5ViT(Study):
     Model, Loss = ViTSettings, ViTLoss
     operations = frozenset({"conv2d", "attention"})
     supports = frozenset({"attention", "activation_checkpointing"})
+    published_log = PublishedLog(
+        {
+            "Loss/train": "loss/train",
+            "Loss/valid": "loss/valid",
+            "Learning Rate": "learning_rate",
+            "Avg iters per sec": "steps_per_second",
+            "Avg samples per sec": "samples_per_second",
+            "RMSE(u10m)/valid": "valid/rmse_normalised/u10",
+        }
+    )
 
     def check(self, run: Any) -> None:
         drops = run.model.dropout or run.model.attention_dropout or run.model.drop_path
@@ -200,6 +211,15 @@ class Era5ViT(Study):
         figure = comparison(rows, ["input", "truth", "prediction"], *extra.axes())
         figure.suptitle(f"first validation pair: {lead} ahead", fontsize=9)
         return figure
+
+    def picture(self, run: Any, manifest: Manifest, y: Any, prediction: Any) -> tuple[str, np.ndarray]:
+        """Return t2m, as the published program shows it, or else the first channel."""
+        from dlscale.studies.figures import side_by_side
+
+        names = manifest.fields["fields"].channels
+        name = "t2m" if "t2m" in names else names[0]
+        channel = names.index(name)
+        return name, side_by_side(y[channel], prediction[channel])
 
 
 STUDY = Era5ViT()

@@ -89,3 +89,19 @@ def values(target: np.ndarray, prediction: np.ndarray, count: int = 12) -> Figur
         text = "\n".join([title, *(f"{number:.4g}" for number in np.ravel(numbers)[:count])])
         figure.text(0.1 + 0.5 * place, 0.95, text, verticalalignment="top")
     return figure
+
+
+def side_by_side(truth: np.ndarray, prediction: np.ndarray, rows: int = 360) -> np.ndarray:
+    """Return truth and prediction [H, W] as a picture of at most `rows`, uint8, on the colour scale of the truth.
+
+    It has no axes, which would take a hundred times as long to draw.
+    """
+    from matplotlib import colormaps
+
+    low, high = np.percentile(truth, [0.5, 99.5])
+    gap = np.full((truth.shape[0], max(1, truth.shape[1] // 50)), np.nan)
+    both = (np.hstack([truth, gap, prediction]).astype(np.float64) - low) / ((high - low) or 1.0)
+    finer, coarser = max(1, rows // (2 * len(both))), -(-len(both) // rows)
+    both = both[::coarser, ::coarser].repeat(finer, axis=0).repeat(finer, axis=1)
+    pixels: np.ndarray = colormaps["turbo"].with_extremes(bad="white")(np.ma.masked_invalid(both), bytes=True)[..., :3]
+    return pixels

@@ -10,7 +10,7 @@ from pydantic import Field, PositiveFloat, PositiveInt
 from dlscale.core.errors import Refused
 from dlscale.core.records import LossInfo, Metric
 from dlscale.core.schema import Strict
-from dlscale.studies.base import Metrics, SampleLoss, Study
+from dlscale.studies.base import Metrics, PublishedLog, SampleLoss, Study
 
 if TYPE_CHECKING:
     import torch
@@ -91,6 +91,17 @@ class ImagenetResNet50(Study):
     dataset = "imagenet"
     Model, Loss = ResNetSettings, CrossEntropy
     operations = frozenset({"conv2d"})
+    published_log = PublishedLog(
+        {
+            "Loss/train": "loss/train",
+            "Loss/val": "loss/valid",
+            "Top1/val": "valid/top1",
+            "Top5/val": "valid/top5",
+            "Throughput/train": "samples_per_second",
+        },
+        over="epoch",
+        percent=frozenset({"Top1/val", "Top5/val"}),
+    )
 
     def check(self, run: Any) -> None:
         if run.samples.size <= 32:

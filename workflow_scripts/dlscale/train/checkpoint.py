@@ -17,7 +17,7 @@ import torch
 
 from dlscale.core.errors import UserError
 from dlscale.core.files import whole
-from dlscale.core.records import Epoch, Number, Record
+from dlscale.core.records import Epoch, Number, Record, Untrained
 
 State = dict[str, Any]
 
@@ -32,6 +32,7 @@ class CheckpointRecord(Record):
     wall_time: float = 0.0  #: when its steps were done, seconds since 1970-01-01 UTC; 0 while they are not
     #: The run's `geometry`, `threads`, `loader`, which decide times and no weight; None if they changed in the epoch.
     made_with: dict[str, Any] | None = {}
+    untrained: Untrained | None = None  #: what was before the first step, while the first epoch is under way
 
     def loss_sum(self, rank: int, ranks: int) -> float:
         """Return the sum with which a rank goes on; with another number of ranks the first has the sum of all."""

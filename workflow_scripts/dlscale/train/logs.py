@@ -1,47 +1,88 @@
-"""What a user watches while a run trains: `metrics.jsonl` and TensorBoard's event file grow epoch by epoch."""
+"""What a user watches while a run trains: `metrics.jsonl` and TensorBoard's event file grow epoch by epoch.
+
+What TensorBoard calls our numbers (`quantities`):
+
+- loss/train, loss/valid, valid/METRIC: also at step 0, before training, of the first batch and of all validation
+  samples.
+- learning_rate, samples_per_second, steps_per_second.
+
+Beside them stand the tags of the study's published program (`Study.published_log`), and pictures: `Visualization, NAME`
+of truth and prediction, and `valid/prediction` at the end.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.utils.tensorboard.summary import hparams
 
 from dlscale.core import board
+from dlscale.core.errors import UserError
+from dlscale.core.events import events
 from dlscale.core.files import write_text
-from dlscale.core.records import Best, Epoch, epoch_lines
+from dlscale.core.records import Best, Epoch, Untrained, epoch_lines
 from dlscale.core.settings import flat
+from dlscale.studies.base import PublishedLog
+
+if TYPE_CHECKING:
+    import numpy as np
+    from tensorboard.compat.proto.event_pb2 import Event
+
+#: The tag of what a study draws after each epoch; a name follows.
+PICTURE = "Visualization, "
 
 
 class RunLogs:
     """The logs in a run's folder `out`. They begin with the epochs of an earlier try; older logs are removed."""
 
-    def __init__(self, out: Path, history: list[Epoch]) -> None:
+    def __init__(self, out: Path, history: list[Epoch], published: PublishedLog | None = None) -> None:
         self._metrics, folder = out / "metrics.jsonl", out / "tensorboard"
+        self._published, self._steps, self._begun = published or PublishedLog(), 0, False
         self._metrics.unlink(missing_ok=True)
         if history:
             write_text(self._metrics, epoch_lines(history))
+        pictures = _pictures(folder, history)
         self._board = board.writer(folder)
         for record in history:
-            self._scalars(record)
+            self._epoch(record)
+        for event in pictures:
+            self._board._get_file_writer().add_event(event, event.step, event.wall_time)
         self._board.flush()
 
-    def add(self, record: Epoch) -> None:
+    def begin(self, untrained: Untrained, wall_time: float) -> None:
+        """Show how good the model is before its first step."""
+        self._scalars(_validation(untrained), 0, 0, wall_time)
+        self._begun = True
+        self._board.flush()
+
+    def add(self, record: Epoch, picture: tuple[str, np.ndarray] | None = None) -> None:
+        """Add an epoch, and truth beside prediction after it: a name and pixels [H, W, 3]."""
         with self._metrics.open("a", encoding="utf-8") as file:
             file.write(record.text() + "\n")
-        self._scalars(record)
+        self._epoch(record)
+        if picture:
+            name, pixels = picture
+            self._board.add_image(PICTURE + name, pixels, record.step, record.wall_time, dataformats="HWC")
         self._board.flush()
 
-    def _scalars(self, record: Epoch) -> None:
-        scalars = {
-            "loss/train": record.train_loss,
-            "loss/valid": record.valid_loss,
-            "learning_rate": record.learning_rate,
-            "samples_per_second": record.samples_per_second,
-            **{f"valid/{name}": value for name, value in record.metrics.items()},
-        }
-        for name, value in scalars.items():
-            self._board.add_scalar(name, value, record.step, walltime=record.wall_time)
+    def _epoch(self, record: Epoch) -> None:
+        if record.untrained and not self._begun:
+            self.begin(record.untrained, record.begin)
+        if record.untrained:
+            self._scalars({"loss/train": record.untrained.train_loss}, 0, 0, record.begin)
+        self._scalars(quantities(record, record.step - self._steps), record.step, record.epoch, record.wall_time)
+        self._steps = record.step
+
+    def _scalars(self, numbers: dict[str, float], step: int, epoch: int, wall_time: float) -> None:
+        for name, value in numbers.items():
+            self._board.add_scalar(name, value, step, walltime=wall_time)
+        log = self._published
+        for tag, name in log.tags.items():
+            if name in numbers:
+                value = 100 * numbers[name] if tag in log.percent else numbers[name]
+                self._board.add_scalar(tag, value, epoch if log.over == "epoch" else step, walltime=wall_time)
 
     def finish(self, record: Epoch, picture: Path, settings: dict[str, Any], best: Best | None = None) -> None:
         """Add the picture of a prediction, the best epoch, and the settings beside the final losses; close the files.
@@ -62,3 +103,33 @@ class RunLogs:
         if best:
             self._board.add_scalar(f"best/{best.metric}", best.value, best.step, walltime=record.wall_time)
         self._board.close()
+
+
+def quantities(record: Epoch, steps: int) -> dict[str, float]:
+    """Return the numbers of an epoch of so many steps, by what TensorBoard calls them."""
+    return {
+        "loss/train": record.train_loss,
+        "learning_rate": record.learning_rate,
+        "samples_per_second": record.samples_per_second,
+        "steps_per_second": steps / record.epoch_seconds,
+        **_validation(record),
+    }
+
+
+def _validation(record: Epoch | Untrained) -> dict[str, float]:
+    return {"loss/valid": record.valid_loss, **{f"valid/{name}": value for name, value in record.metrics.items()}}
+
+
+def _pictures(folder: Path, history: Sequence[Epoch]) -> list[Event]:
+    """Return the pictures of these epochs, and of no others, from the file that is about to be replaced."""
+    known = {(record.step, record.wall_time) for record in history}
+    found = []
+    try:
+        for file in folder.glob("events.out.tfevents.*") if known else ():
+            for event in events(file):
+                drawn = any(value.tag.startswith(PICTURE) for value in event.summary.value)
+                if drawn and (event.step, event.wall_time) in known:
+                    found.append(event)
+    except UserError:  # damaged: what was before that is kept
+        pass
+    return found

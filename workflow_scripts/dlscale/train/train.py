@@ -9,9 +9,11 @@ import json
 import logging
 import os
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from dlscale.config.run import Run, load_run
@@ -19,7 +21,7 @@ from dlscale.core import provenance
 from dlscale.core.errors import UserError
 from dlscale.core.files import sha256, whole, write_text
 from dlscale.core.lock import only_writer
-from dlscale.core.records import Epoch, epoch_lines
+from dlscale.core.records import Epoch, Untrained, epoch_lines
 from dlscale.data.manifest import Manifest
 from dlscale.parallel.world import describe_device, join
 from dlscale.studies import figures
@@ -32,11 +34,14 @@ from dlscale.train.trackers import trackers
 from dlscale.train.trainer import Trainer
 from dlscale.train.weights import load_weights
 
-#: Settings that change no weight after a step: which checkpoints are kept, when to stop, who is told, on what a run
-#: computes, who loads its samples. Of given weights the content counts.
+#: How many epochs of a run TensorBoard has pictures of at most: a long one is not to fill the disk.
+PICTURES = 50
+
+#: Settings that change no weight after a step: which checkpoints are kept, what is looked at before the first step,
+#: when to stop, who is told, on what a run computes, who loads its samples. Of given weights the content counts.
 NOT_FINGERPRINTED: Any = {
     "training": {
-        *("checkpoint_epochs", "keep_checkpoints", "target", "stop_after", "on_divergence"),
+        *("checkpoint_epochs", "keep_checkpoints", "initial_validation", "target", "stop_after", "on_divergence"),
         *("trackers", "weights"),
     },
     "geometry": True,
@@ -94,19 +99,29 @@ def _lead(run: Run, session: Session, trainer: Trainer, out: Path, cores: int) -
     )
     for name in ("provenance.json", "prediction.png", "model.pt", "model_best.pt"):
         (out / name).unlink(missing_ok=True)
-    logs = RunLogs(out, trainer.history)
+    logs = RunLogs(out, trainer.history, session.study.published_log)
     settings = run.model_dump(mode="json")
     tracked = trackers(run.training.trackers, out, settings, trainer.history)
+    x, y = session.samples("valid").read(0, 0)
+    every = -(-trainer.epochs // PICTURES)
+
+    def predict() -> np.ndarray:
+        inputs = torch.from_numpy(x)[None].to(session.world.device)
+        prediction: np.ndarray = session.step.predict(inputs, once=True)[0].cpu().numpy()
+        return prediction
+
+    def on_begin(untrained: Untrained) -> None:
+        logs.begin(untrained, time.time())
 
     def on_epoch(record: Epoch) -> None:
         session.manifest.check_files()  # HDF5 reads what was cut off as zeros
-        logs.add(record)
+        drawn = record.epoch % every == 0 or record.epoch == trainer.epochs
+        logs.add(record, session.study.picture(run, session.manifest, y, predict()) if drawn else None)
         for each in tracked:
             each.add(record)
 
-    history = trainer.fit(on_epoch)
-    x, y = session.samples("valid").read(0, 0)
-    prediction = session.step.predict(torch.from_numpy(x)[None].to(session.world.device), once=True)[0].cpu().numpy()
+    history = trainer.fit(on_epoch, on_begin)
+    prediction = predict()
     figure = session.study.figure(run, session.manifest, x, y, prediction) or figures.values(y, prediction)
     with whole(out / "prediction.png") as path:
         figure.savefig(path, dpi=100, format="png")

@@ -14,7 +14,7 @@ import torch
 from dlscale.config.run import Run
 from dlscale.core.errors import Stopped, UserError
 from dlscale.core.progress import Progress
-from dlscale.core.records import Best, Epoch
+from dlscale.core.records import Best, Epoch, Untrained
 from dlscale.data.loaders.base import Loader, Share
 from dlscale.parallel.world import World
 from dlscale.studies.base import Metrics
@@ -52,6 +52,7 @@ class Trainer:
         self.history: list[Epoch] = []  #: the epochs that are done
         self.resumed_from: int | None = None  #: step of the checkpoint from which this process went on
         self.best_weights: dict[str, torch.Tensor] | None = None  #: on the host; of the first rank alone
+        self._untrained: Untrained | None = None  #: what was before the first step
         self._resumed = CheckpointRecord()
         self._made_with = run.model_dump(mode="json", include={"geometry", "threads", "loader"})
         kept, self._target = run.training.keep_best, run.training.target
@@ -78,8 +79,15 @@ class Trainer:
     def _done(self) -> bool:
         return len(self.history) >= self.last_epoch or self._end(self.history) is not None
 
-    def fit(self, on_epoch: Callable[[Epoch], None] = lambda record: None) -> list[Epoch]:
-        """Train to the last epoch; return the records of all epochs, each of which `on_epoch` is told as it comes."""
+    def fit(
+        self,
+        on_epoch: Callable[[Epoch], None] = lambda record: None,
+        on_begin: Callable[[Untrained], None] = lambda untrained: None,
+    ) -> list[Epoch]:
+        """Train to the last epoch; return the records of all epochs, each of which `on_epoch` is told as it comes.
+
+        `on_begin` is told before the first of them how good the model is so far, if that is looked at.
+        """
         described = sorted(self.metrics.described, key=lambda metric: not metric.naive)
         headline = described[0].name if described else ""  # the first with a naive answer, or else the first
         with Interruption(self.world) as interruption, Progress("training", self.total_steps, "steps") as progress:
@@ -87,6 +95,10 @@ class Trainer:
                 Hook(before_step=lambda number: self.step.set_learning_rate(self.rate(number))),
                 Hook(after_step=lambda number, batch, loss: progress.update(number + 1)),
             ]
+            if not self.history:
+                self._begin(interruption)
+                if self._untrained:
+                    on_begin(self._untrained)
             while not self._done:
                 epoch = len(self.history)
                 record = self._epoch(epoch, interruption, hooks)
@@ -121,6 +133,28 @@ class Trainer:
             else:
                 nearest = self._goal.best(self.history)
                 yield f"{wanted}: not reached" + (f"; at best {self._goal.of(nearest):.6g}" if nearest else "")
+
+    def _begin(self, interruption: Interruption) -> None:
+        """Validate before the first step, unless an earlier try did or is beyond it. No epoch's time counts it."""
+        if self._untrained or self._resumed.step or not self.run.training.initial_validation:
+            return
+
+        def obey(number: int) -> None:
+            if interruption.poll() == Request.END:
+                raise Stopped("asked to end before the first step; run it again")
+
+        start = time.perf_counter()
+        valid_loss, metrics = self.validate([Hook(before_step=obey)])
+        self._untrained = Untrained(valid_loss=valid_loss, metrics=metrics)
+        logging.info(f"before training: valid loss {valid_loss:.6f} ({time.perf_counter() - start:.1f} s)")
+
+    def _with_first_loss(self, sums: _EpochSums) -> Untrained | None:
+        """Return what was before the first step, with the loss of its batch if that is known. All ranks call it."""
+        if self._untrained and sums.first_loss is not None:
+            samples = min(self.run.batch_size, self.train_loader.samples)
+            loss = float(self.world.sum(sums.first_loss.clone())) / samples
+            self._untrained = self._untrained.model_copy(update={"train_loss": loss})
+        return self._untrained
 
     def _epoch(self, epoch: int, interruption: Interruption, hooks: Sequence[Hook]) -> Epoch:
         done, seen = (self.history[-1].step, self.history[-1].samples) if self.history else (0, 0)
@@ -158,6 +192,7 @@ class Trainer:
             wall_time=sums.wall_time,
             metrics=metrics,
             made_with=made_with,
+            untrained=None if self.history else self._with_first_loss(sums),
         )
 
     def _finite(self, epoch: int, what: str, loss: float) -> bool:
@@ -196,6 +231,7 @@ class Trainer:
                 f"{self.world.size} processes; all nodes need the same file system"
             )
         self._resumed, state = loaded
+        self._untrained = self._resumed.untrained
         self.history, self.resumed_from = list(self._resumed.history), step
         self.best_weights = state["best"] if self.world.main else None
         self.step.load_state_dict(state)
@@ -220,7 +256,8 @@ class Trainer:
         if not request:
             return
         times = {"seconds": sums.seconds, "wall_time": sums.wall_time, "made_with": made_with}
-        self._save(sums.step, loss_sums=sums.by_rank(), **times)
+        untrained = None if self.history else self._with_first_loss(sums)
+        self._save(sums.step, loss_sums=sums.by_rank(), untrained=untrained, **times)
         logging.info("asked to %s: saved after step %d", request.name.lower(), sums.step)
         if request == Request.END:
             self.world.barrier()  # a rank that ends before the others have saved ends them, too
@@ -246,9 +283,13 @@ class _EpochSums:
         self._loss_sum = torch.tensor(loss_sum, dtype=torch.float64, device=device)
         self._start, self.wall_time = time.perf_counter() - before.seconds, before.wall_time
         self._seconds = before.seconds  # once the steps are done
+        self.first_loss: torch.Tensor | None = None  #: sum of the losses of the first step of all, before its update
 
     def add(self, number: int, batch: Batch, loss: torch.Tensor) -> None:
-        self._loss_sum += loss * len(batch[0])  # stays on the device: no step waits
+        loss = loss * len(batch[0])  # stays on the device: no step waits
+        self._loss_sum += loss
+        if number == 0:
+            self.first_loss = loss
         self.step = number + 1
 
     @property

@@ -16,6 +16,7 @@ from dlscale.data.describe import new_manifest
 from dlscale.data.manifest import FieldInfo, File, Manifest
 from dlscale.datasets.era5.extra import Extra
 from dlscale.datasets.era5.kind import Era5Dataset, Era5Prepared
+from dlscale.datasets.era5.published import CHANNELS
 
 
 def describe_prepared(dataset: Era5Dataset, sources: list[Path], folder: Path) -> Manifest:
@@ -45,11 +46,12 @@ def describe_prepared(dataset: Era5Dataset, sources: list[Path], folder: Path) -
                 f"{root / split}: no *.h5 files; expected the published layout (train/YYYY.h5, valid/, stats/)"
             )
     assert shape is not None
-    channels = dataset.channels or names or [f"channel{index:02d}" for index in range(shape[1])]
+    channels = dataset.channels or names or _names(shape[1])
     if len(channels) != shape[1]:
         raise UserError(
             f"{root}: files hold {shape[1]} channels, the configuration names {len(channels)}; name them all in order"
         )
+    units = units or [CHANNELS.get(name, "unknown") for name in channels]
     rows, columns = dataset.crop or shape[2:]
     if rows > shape[2] or columns > shape[3]:
         raise UserError(
@@ -69,7 +71,7 @@ def describe_prepared(dataset: Era5Dataset, sources: list[Path], folder: Path) -
         longitude = [step * column for column in range(columns)]
     info = FieldInfo(
         channels=channels,
-        units=units or ["unknown"] * len(channels),
+        units=units,
         grid=[rows, columns],
         transforms=[],
         stored="physical",
@@ -84,6 +86,14 @@ def describe_prepared(dataset: Era5Dataset, sources: list[Path], folder: Path) -
         extra = extra.model_copy(update={"climatology": str(climatology.resolve())})
     manifest = new_manifest(dataset, {"fields": info}, splits, folder)
     return manifest.model_copy(update={"extra": extra.model_dump()})
+
+
+def _names(count: int) -> list[str]:
+    """Return the names of channels in files that name none: the published ones, if there are as many."""
+    if count != len(CHANNELS):
+        return [f"channel{index:02d}" for index in range(count)]
+    logging.info("the files name no channels; 20 are taken for the published ones: %s", ", ".join(CHANNELS))
+    return list(CHANNELS)
 
 
 def complete(dataset: Era5Dataset, manifest: Manifest, stats: Path, name: str) -> Manifest:

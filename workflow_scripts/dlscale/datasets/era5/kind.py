@@ -97,7 +97,9 @@ class Era5Dataset(DatasetSettings):
     kind: Literal["era5"]
     source: Era5Simulated | Era5Files | Era5Zarr | Era5Prepared = Field(discriminator="kind")
     channels: list[str] = Field(
-        [], description="Variables in order, `name` or `name@level`; those of the simulator if absent."
+        [],
+        description="Variables in order, `name` or `name@level`. If absent, those of the simulator, or those that "
+        "prepared files name; of 20 without names, the published ones: u10, v10, t2m, …",
     )
     split: Periods | None = Field(None, description="Days of each split (files and zarr).")
     step_hours: PositiveInt | None = Field(None, description="Keep times at this interval; all times if absent.")

@@ -1,0 +1,342 @@
+"""`dlscale import-log`: other programs' TensorBoard logs beside ours, in the page and in TensorBoard."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import struct
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensorboard.backend.event_processing.event_multiplexer import EventMultiplexer
+from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.compat.proto.tensor_pb2 import TensorProto
+from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
+from tensorboard.compat.proto.types_pb2 import DT_FLOAT
+from tensorboard.summary.writer.record_writer import RecordWriter
+
+from dlscale.core.records import Untrained
+from dlscale.report import import_log
+from dlscale.report.references import Over, Reference, own_points
+from dlscale.report.results import read_plan
+from tests.conftest import COSMO, COSMO_RUN, make_run, stage, train
+from tests.test_report import Page, Results, points
+
+START = 1_600_000_000.0
+Values = dict[str, float]
+
+
+def write(path: Path, rows: list[tuple[int, float, Values]], start: float = START, make: Any = None) -> Path:
+    """Write an event file of (step, seconds since `start`, values); `make` turns a number into a summary's value."""
+    make = make or (lambda tag, value: Summary.Value(tag=tag, simple_value=value))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb") as file:
+        writer = RecordWriter(file)
+        writer.write(Event(wall_time=start - 30, file_version="brain.Event:2").SerializeToString())
+        for step, seconds, values in rows:
+            for tag, value in values.items():
+                event = Event(wall_time=start + seconds, step=step, summary=Summary(value=[make(tag, value)]))
+                writer.write(event.SerializeToString())
+    return path
+
+
+def as_tensor(tag: str, value: float) -> Summary.Value:
+    """As TensorFlow 2 writes a scalar."""
+    return Summary.Value(tag=tag, tensor=TensorProto(dtype=DT_FLOAT, float_val=[value]))
+
+
+def unet(path: Path, **more: Any) -> Path:
+    """Write a log as the published U-Net's program does, of 3 epochs of 8 steps."""
+    rows: list[tuple[int, float, Values]] = [(0, 0.0, {"Loss/train": 0.5, "Loss/valid": 0.5})]
+    for epoch in (1, 2, 3):
+        rows.append((8 * epoch, 10.0 * epoch, {"Loss/train": 0.4 / epoch, "Learning Rate": 1e-3}))
+        rows.append((8 * epoch, 10.0 * epoch + 1, {"Loss/valid": 0.25 / epoch}))
+    return write(path, rows, **more)
+
+
+@pytest.fixture
+def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the folder of results of the folder that the commands are called in."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "results"
+
+
+def bring(events: Path, *more: object, name: str = "theirs", study: str = "cosmo_unet") -> int:
+    return stage("import-log", events, "--as", name, "--study", study, *more)
+
+
+def test_a_log_becomes_a_reference(results: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    log = unet(tmp_path / "theirs" / "events.out.tfevents.1.host.2.0")
+    assert bring(log.parent, "--batch-size", 64, "--label", "Theirs, A100") == 0
+    said = capfd.readouterr().out
+    assert "results/references/theirs: loss/train (4 points), loss/valid (4 points), learning_rate (3 points)" in said
+    assert "not drawn" not in said
+    found = Reference.read(results / "references/theirs/reference.json")
+    assert (found.label, found.study, found.batch_size) == ("Theirs, A100", "cosmo_unet", 64)
+    expected: dict[Over, list[tuple[float, float]]] = {
+        "step": [(0, 0.5), (8, 0.25), (16, 0.125), (24, 0.25 / 3)],
+        "samples": [(0, 0.5), (512, 0.25), (1024, 0.125), (1536, 0.25 / 3)],
+        "time": [(0, 0.5), (11, 0.25), (21, 0.125), (31, 0.25 / 3)],
+    }
+    for over, curve in expected.items():
+        assert found.points("loss/valid", over) == [pytest.approx(point) for point in curve]
+    copy = results / "references/theirs" / log.name
+    assert copy.read_bytes() == log.read_bytes()
+
+    # Again, with another mapping: it takes the place of the former one.
+    assert bring(copy, "--tag", "Learning Rate=learning_rate") == 0
+    assert "not drawn over samples: --batch-size would tell" in capfd.readouterr().out
+    again = Reference.read(results / "references/theirs/reference.json")
+    assert list(again.curves) == ["learning_rate"] and again.points("learning_rate", "samples") == []
+
+
+def test_numbers_as_tensors_and_files_in_turn(results: Path, tmp_path: Path) -> None:
+    """As TensorFlow 2 writes them; and a program that was started again from a checkpoint repeats steps."""
+    folder = tmp_path / "theirs"
+    write(folder / "events.out.tfevents.1.a", [(n, n, {"Loss/valid": 1.0}) for n in (8, 16, 24)], make=as_tensor)
+    write(folder / "events.out.tfevents.2.a", [(n, 90 + n, {"Loss/valid": 0.5}) for n in (24, 32)])
+    assert bring(folder) == 0
+    found = Reference.read(results / "references/theirs/reference.json")
+    # No step 0: time counts from the first file's begin, 30 s before.
+    assert found.curves == {"loss/valid": [(8, 38, 1.0), (16, 46, 1.0), (24, 144, 0.5), (32, 152, 0.5)]}
+
+
+def test_epochs_and_per_cent(results: Path, tmp_path: Path) -> None:
+    rows: list[tuple[int, float, Values]] = [(n, n, {"Top1/val": 20.0 * n, "Loss/val": 1 / n}) for n in (1, 2)]
+    log = write(tmp_path / "events.out.tfevents.1", rows)
+    assert bring(log, "--epoch-samples", 1000, "--batch-size", 50, study="imagenet_resnet50") == 0
+    found = Reference.read(results / "references/theirs/reference.json")
+    assert found.points("valid/top1", "step") == [(20, pytest.approx(0.2)), (40, pytest.approx(0.4))]
+    assert found.points("loss/valid", "samples") == [(1000, 1.0), (2000, 0.5)]
+
+
+def test_a_long_log_keeps_some_thousand_points(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(import_log, "POINTS", 20)
+    log = write(tmp_path / "events.out.tfevents.1", [(n, n, {"a": n}) for n in range(500)])
+    curve = import_log.read([log], {"a": "loss/valid"}, frozenset())["loss/valid"]
+    assert 20 <= len(curve) <= 40 and curve[0][0] == 0 and curve[-1][0] == 499
+    assert all(step == value for step, _, value in curve)
+
+
+# ---- damaged and hostile ------------------------------------------------------------------------------------
+
+
+def said(capfd: pytest.CaptureFixture[str]) -> str:
+    """Return the one line of a user's mistake."""
+    err = capfd.readouterr().err
+    assert "Traceback" not in err
+    (line,) = [line for line in err.splitlines() if line.startswith("dlscale")]
+    return line
+
+
+def _flipped(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[content.rfind(b"Loss/valid")] ^= 0x10
+    file.write_bytes(content)
+
+
+def _huge(file: Path) -> None:
+    file.write_bytes(struct.pack("<QI", 2**62, 0) + b"0" * 100)
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "flipped": (_flipped, "damaged: record"),
+    "empty": (lambda file: file.write_bytes(b""), "holds no event; expected an event file"),
+    "text": (lambda file: file.write_text("epoch 1: loss 0.5\n" * 9), "claims to have"),
+    "huge": (_huge, "record 1 claims to have 4611686018427387904 bytes"),
+    "half of its first record": (lambda file: os.truncate(file, 20), "holds no event"),
+    "missing": (lambda file: file.unlink(), "no such file"),
+    "no events": (lambda file: write_records(file, [b"\xff\xff\xff"]), "record 1 is no event"),
+    "other tags": (lambda file: write(file, [(1, 1.0, {"accuracy": 1.0})]), "it has accuracy. Name its own: --tag"),
+}
+
+
+def write_records(path: Path, records: list[bytes]) -> None:
+    with path.open("wb") as file:
+        writer = RecordWriter(file)
+        for record in records:
+            writer.write(record)
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_is_one_message(results: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], damage: str) -> None:
+    log = unet(tmp_path / "events.out.tfevents.1")
+    change, message = DAMAGES[damage]
+    change(log)
+    assert bring(log) == 2
+    line = said(capfd)
+    assert message in line and str(log) in line
+    assert not (results / "references").exists(), "nothing, or all of it"
+
+
+def test_a_log_that_was_cut_short_is_read_up_to_there(results: Path, tmp_path: Path) -> None:
+    """Its program was killed while it wrote."""
+    log = unet(tmp_path / "events.out.tfevents.1")
+    os.truncate(log, log.stat().st_size - 5)
+    assert bring(log) == 0
+    assert len(Reference.read(results / "references/theirs/reference.json").curves["loss/valid"]) == 3
+
+
+def test_a_tensor_larger_than_memory_is_not_made(results: Path, tmp_path: Path) -> None:
+    shape = TensorShapeProto(dim=[TensorShapeProto.Dim(size=2**40)])
+
+    def bomb(tag: str, value: float) -> Summary.Value:
+        return Summary.Value(tag=tag, tensor=TensorProto(dtype=DT_FLOAT, tensor_shape=shape, float_val=[value]))
+
+    rows: list[tuple[int, float, Values]] = [(1, 1.0, {"Loss/valid": 1.0})]
+    write(tmp_path / "log" / "events.out.tfevents.1", rows, make=bomb)
+    nowhere = [(2, math.nan, {"Loss/valid": 7.0}), (-3, 1.0, {"Loss/valid": 8.0})]
+    write(tmp_path / "log" / "events.out.tfevents.2", nowhere)
+    unet(tmp_path / "log" / "events.out.tfevents.3")
+    assert bring(tmp_path / "log") == 0
+    curve = Reference.read(results / "references/theirs/reference.json").curves["loss/valid"]
+    assert [step for step, _, _ in curve] == [0, 8, 16, 24]
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--as", "../theirs"], "name: got '../theirs'; expected to match"),
+        (["--study", "cosmo_unit"], "--study: no study is called 'cosmo_unit' (did you mean 'cosmo_unet'?)"),
+        (["--study", "mnist_cnn"], "declares no published tags"),
+        (["--batch-size", 0], "batch_size: got 0; expected greater than or equal to 1"),
+        (["--tag", "Loss"], "--tag: Loss: expected THEIRS=OURS"),
+        (["--tag", "a=loss/vald"], "no quantity of ours is called 'loss/vald' (did you mean 'loss/valid'?)"),
+    ],
+)
+def test_mistakes(
+    results: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], more: list[object], message: str
+) -> None:
+    log = unet(tmp_path / "events.out.tfevents.1")
+    assert bring(log, *more) == 2
+    assert message in said(capfd)
+
+
+# ---- the page -----------------------------------------------------------------------------------------------
+
+
+def test_the_page_draws_it_beside_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On one scale: steps, samples and seconds of both."""
+    monkeypatch.chdir(tmp_path)
+    made = Results(tmp_path / "results")
+    made.run("p", "a", triplet=None, epochs=3)
+    plan = made.plan("p", {"a": "ours"}, study="era5_vit", measure=("train",))
+    assert "Beside other programs" not in made.report()
+    for name, more in (("<b>", ()), ("elsewhere", ("--plans", "q"))):
+        log = unet(tmp_path / name / "events.out.tfevents.1")
+        number = str(len(made.references))
+        assert bring(log, "--batch-size", 16, "--label", name, *more, name=f"n{number}", study="era5_vit") == 0
+        made.references.append(tmp_path / f"results/references/n{number}/reference.json")
+    unet(tmp_path / "other" / "events.out.tfevents.1")
+    assert bring(tmp_path / "other", name="other") == 0
+    made.references.append(tmp_path / "results/references/other/reference.json")
+    html = made.report()
+    assert "Beside other programs" in html and "elsewhere" not in html and "<small>events.out" in html
+    assert "<b></span>" not in html and "&lt;b&gt;" in html
+    for over in ("optimiser step", "training samples", "time, validation included"):
+        assert f"over {over}" in Page(html).text
+
+    (run,) = read_plan(plan).runs
+    svg = re.findall(r"<svg.*?</svg>", html[html.index("Beside other programs") :], re.S)
+    drawn = next(each for each in svg if "optimiser step" in each)
+    paths = re.findall(r'<path d="([^"]*)"[^>]*style="([^"]*)"', drawn)
+    (ours,) = [points(path) for path, style in paths if "var(--s0)" in style and len(points(path)) == 3]
+    (theirs,) = [points(path) for path, style in paths if "dash" in style and len(points(path)) == 4]
+    # Ours has 8, 16, 24 steps, as theirs has after its step 0.
+    assert ours[:, 0] == pytest.approx(theirs[1:, 0])
+    assert own_points(run, "loss/valid", "step") == [(e.step, e.valid_loss) for e in run.epochs]
+    # As tall as the numbers say, on whatever axis: the greatest is the highest.
+    assert theirs[:, 1].argmin() == 0 and (theirs[1:, 1] > theirs[0, 1]).all()
+
+
+def test_our_time_is_that_of_work(tmp_path: Path) -> None:
+    made = Results(tmp_path / "results")
+    folder = made.run("p", "a", triplet=None, epochs=2, speed=64.0)
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    first = {**json.loads(lines[0]), "untrained": Untrained(valid_loss=9.0).model_dump(mode="json")}
+    (folder / "metrics.jsonl").write_text("\n".join([json.dumps(first), *lines[1:]]) + "\n")
+    (run,) = read_plan(made.plan("p", {"a": "a"}, measure=("train",))).runs
+    losses = [epoch.valid_loss for epoch in run.epochs]
+    # 128 samples an epoch at 64 samples/s, and 1.5 s of validation after each.
+    assert own_points(run, "loss/valid", "time") == [(0.0, 9.0), (3.5, losses[0]), (7.0, losses[1])]
+    assert own_points(run, "loss/valid", "samples") == [(0.0, 9.0), (128, losses[0]), (256, losses[1])]
+
+
+# ---- TensorBoard --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def beside(results: Path, tmp_path: Path, cosmo_data: Path, shared: Callable[[str], Path]) -> Path:
+    """Return a folder of results with a run of ours, and the published log of the U-Net, imported."""
+    folder = results / "plans" / "p" / "r"
+    make_run(folder, "cosmo_unet", COSMO_RUN, COSMO)
+    assert train(folder, cosmo_data / "manifest.json") == 0
+    assert bring(shared("reference_runs/sc22_base"), "--batch-size", 64, name="sc22_base") == 0
+    return results
+
+
+def test_the_published_log_and_ours_share_their_tags(beside: Path) -> None:
+    """In one view of TensorBoard, from step 0 on, counted in iterations."""
+    board = EventMultiplexer()
+    board.AddRunsFromDirectory(str(beside)).Reload()
+    ours, theirs = "plans/p/r/tensorboard", "references/sc22_base"
+    assert {ours, theirs} <= set(board.Runs())
+    tags = {run: set(board.GetAccumulator(run).Tags()["scalars"]) for run in (ours, theirs)}
+    assert tags[theirs] == {"Loss/train", "Loss/valid", "Learning Rate", "Avg iters per sec"} <= tags[ours]
+    for tag in ("Loss/train", "Loss/valid"):
+        assert board.Scalars(ours, tag)[0].step == board.Scalars(theirs, tag)[0].step == 0
+    found = Reference.read(beside / "references/sc22_base/reference.json")
+    # 10 epochs of 65,536 crops in about two hours; 4.84e-3 is what was published.
+    assert [x for x, _ in found.points("loss/valid", "samples")] == [65536 * epoch for epoch in range(11)]
+    assert found.points("loss/valid", "step")[-1] == (10240, pytest.approx(4.84e-3, abs=1e-4))
+    assert 1.5 < found.points("loss/valid", "time")[-1][0] / 3600 < 2.5
+    assert found.points("steps_per_second", "step")[-1][1] == pytest.approx(1.34, abs=0.1)
+
+
+@pytest.mark.parametrize(("gpus", "top1", "rate"), [(8, 0.763, 5735), (64, 0.751, None)])
+def test_the_published_logs_of_resnet50(
+    results: Path, shared: Callable[[str], Path], gpus: int, top1: float, rate: float | None
+) -> None:
+    log = shared(f"reference_runs/hal_resnet50_gpux{gpus}")
+    arguments = ["--epoch-samples", 1_281_167, "--batch-size", 208 * gpus]
+    assert bring(log, *arguments, name=f"gpux{gpus}", study="imagenet_resnet50") == 0
+    found = Reference.read(results / f"references/gpux{gpus}/reference.json")
+    assert len(found.curves["loss/valid"]) == 90
+    curve = found.points("valid/top1", "samples")
+    assert curve[-1][0] == 90 * 1_281_167 and max(value for _, value in curve) == pytest.approx(top1, abs=2e-3)
+    if rate:
+        rates = [value for _, value in found.points("samples_per_second", "step")]
+        assert sum(rates) / len(rates) == pytest.approx(rate, rel=0.05)
+
+
+@pytest.mark.slow
+def test_tensorboard_shows_both_in_one_view(beside: Path, tmp_path: Path) -> None:
+    words = ["--logdir", beside, "--port", 0, "--host", "127.0.0.1"]
+    command = [sys.executable, "-m", "tensorboard.main", *map(str, words)]
+    with (tmp_path / "log").open("w") as log:
+        server = subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | {"PYTHONUNBUFFERED": "1"})
+    try:
+        found: dict[str, Any] = {}
+        for _ in range(120):
+            time.sleep(0.5)
+            assert server.poll() is None, (tmp_path / "log").read_text()
+            address = [word for word in (tmp_path / "log").read_text().split() if word.startswith("http://127")]
+            if address:
+                with urllib.request.urlopen(f"{address[0]}data/plugin/scalars/tags", timeout=10) as answer:
+                    found = json.load(answer)
+            if len(found) >= 2:
+                break
+        assert {"plans/p/r/tensorboard", "references/sc22_base"} <= set(found)
+        assert all("Loss/valid" in found[run] for run in ("plans/p/r/tensorboard", "references/sc22_base"))
+    finally:
+        server.terminate()
+        server.wait(30)

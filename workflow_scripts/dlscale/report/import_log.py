@@ -1,0 +1,151 @@
+"""`dlscale import-log EVENTS --as NAME --study STUDY`: another program's TensorBoard log, to be shown beside ours.
+
+It makes the folder `references/NAME` of the results: `reference.json`, which the next `snakemake` draws in the page,
+and the event files themselves, which `tensorboard --logdir results` shows beside ours. Deleting it takes it back.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dlscale.core import registry
+from dlscale.core.errors import UserError, unknown
+from dlscale.core.events import events, scalar
+from dlscale.core.files import sha256, whole
+from dlscale.core.settings import validate
+from dlscale.core.text import many, shorten
+from dlscale.report.explain import results_of
+from dlscale.report.references import Over, Reference
+
+if TYPE_CHECKING:
+    from dlscale.config.resolve import Configuration
+
+#: Points of a curve that are kept at least, where there are more; a page cannot show them all.
+POINTS = 2000
+
+#: Quantities that every run of ours has, as `dlscale.train.logs` calls them; metrics are `valid/NAME`.
+QUANTITIES = ("loss/train", "loss/valid", "learning_rate", "samples_per_second", "steps_per_second")
+
+#: A point: step, seconds since 1970-01-01 UTC, value.
+Point = tuple[int, float, float]
+
+
+def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
+    """Import the log `args.events` as the reference `args.name`; return the exit status."""
+    if args.reference_study not in registry.studies():
+        raise UserError(f"--study: {unknown('study', args.reference_study, registry.studies())}")
+    if configuration and (strange := [plan for plan in args.plans if plan not in configuration.plans]):
+        raise UserError(f"--plans: {unknown('plan', strange[0], configuration.plans)}")
+    log = registry.study(args.reference_study).published_log
+    tags, counts = _given(args.tag) or log.tags, args.counts or log.over
+    if not tags:
+        raise UserError(
+            f"study {args.reference_study} declares no published tags; name those of the log: "
+            "--tag 'Loss/valid=loss/valid'"
+        )
+    files = _files(Path(args.events))
+    settings: dict[str, Any] = {
+        "name": args.name,
+        "label": args.label or args.name,
+        "study": args.reference_study,
+        "plans": args.plans,
+        "files": {file.name: sha256(file) for file in files},
+        "counts": counts,
+        "batch_size": args.batch_size,
+        "epoch_samples": args.epoch_samples,
+    }
+    validate(Reference, {**settings, "curves": {}}, "import-log")  # before all is read
+    curves = read(files, tags, frozenset() if args.tag else log.percent)
+    reference = Reference(**settings, curves=curves)
+    folder = results_of(configuration) / "references" / args.name
+    with whole(folder) as new:
+        new.mkdir()
+        for file in files:
+            shutil.copyfile(file, new / file.name)
+        reference.write(new / "reference.json")
+    if args.json:
+        print(json.dumps({"reference": str(folder), "points": {name: len(points) for name, points in curves.items()}}))
+        return 0
+    found = ", ".join(f"{name} ({many(len(points), 'point')})" for name, points in curves.items())
+    print(f"{folder}: {found}")
+    axes: tuple[Over, ...] = ("step", "samples")
+    missing = [over for over in axes if reference.scale(over) is None]
+    if missing:
+        needed = "--batch-size" if counts == "step" else "--epoch-samples and --batch-size"
+        print(f"not drawn over {' and '.join(missing)}: {needed} would tell how many they are")
+    print("the next `snakemake` shows it")
+    return 0
+
+
+def read(files: Sequence[Path], tags: Mapping[str, str], percent: frozenset[str]) -> dict[str, list[Point]]:
+    """Return the curves that `tags` (theirs: ours) name, with seconds since training began.
+
+    That is the moment of step 0, where the log has one, or else that at which its first file was begun. Of a step that
+    is there twice the later value counts.
+    """
+    found: dict[str, list[Point]] = {}
+    others: dict[str, None] = {}
+    begun, begin = math.inf, math.inf
+    for file in files:
+        for event in events(file):
+            if math.isfinite(event.wall_time):
+                begun = min(begun, event.wall_time)
+            for value in event.summary.value:
+                if value.tag not in tags:
+                    if len(others) < 12 and scalar(value) is not None:
+                        others[shorten(value.tag, 60)] = None
+                    continue
+                number = scalar(value)
+                if number is None or event.step < 0 or not math.isfinite(event.wall_time):
+                    continue
+                if event.step == 0:
+                    begin = min(begin, event.wall_time)
+                points = found.setdefault(tags[value.tag], [])
+                points.append((event.step, event.wall_time, number / 100 if value.tag in percent else number))
+                if len(points) > 2 * POINTS:
+                    del points[1:-1:2]
+    if not found:
+        there = f"it has {', '.join(others)}" if others else "it has no scalars"
+        raise UserError(
+            f"{files[0]}: none of the tags {', '.join(tags)} is in it; {there}. Name its own: --tag 'THEIRS=OURS'"
+        )
+    zero = begin if math.isfinite(begin) else begun
+    return {
+        name: [(step, round(time - zero, 3), value) for step, time, value in _ordered(found[name])]
+        for name in dict.fromkeys(tags.values())
+        if name in found
+    }
+
+
+def _ordered(points: Sequence[Point]) -> list[Point]:
+    return sorted({point[0]: point for point in points}.values())
+
+
+def _files(path: Path) -> list[Path]:
+    """Return an event file, or all of a folder: a program that was started again writes another one."""
+    files = sorted(path.glob("*.tfevents.*")) if path.is_dir() else [path]
+    if not files:
+        raise UserError(f"{path}: no event file in it; expected events.out.tfevents.*")
+    if not all(file.is_file() for file in files):
+        raise UserError(f"{path}: no such file; expected an event file of TensorBoard, or a folder with some")
+    return files
+
+
+def _given(texts: Sequence[str]) -> dict[str, str]:
+    """Return the tags of the command line."""
+    tags = {}
+    for text in texts:
+        theirs, _, ours = text.rpartition("=")
+        if not theirs:
+            raise UserError(f"--tag: {text}: expected THEIRS=OURS")
+        if ours not in QUANTITIES and not (ours.startswith("valid/") and len(ours) > len("valid/")):
+            known = (*QUANTITIES, "valid/METRIC")
+            raise UserError(f"--tag: {unknown('quantity of ours', ours, known)}")
+        tags[theirs] = ours
+    return tags
