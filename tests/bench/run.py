@@ -30,6 +30,7 @@ from dlscale.core.provenance import PACKAGES, git_state, now  # noqa: E402
 from dlscale.parallel.world import describe_device  # noqa: E402
 from tests.bench import (  # noqa: E402
     compute,
+    images,
     loading,
     preprocessing,
     profilers,
@@ -43,6 +44,7 @@ from tests.bench.measure import Options, Row, summary, table  # noqa: E402
 GROUPS = {
     "crops": loading.crops,
     "pairs": loading.pairs,
+    "images": images.images,
     "steps": training.steps,
     "full": training.full,
     "rungs": rungs.rungs,

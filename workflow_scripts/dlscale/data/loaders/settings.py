@@ -37,8 +37,8 @@ class DaliLoader(Strict):
     kind: Literal["dali"]
     operators: Literal["numba", "native"] = Field(
         "numba",
-        description="What reads, turns and decodes samples: one operator of this project, compiled by Numba; or, as in "
-        "the published programs, processes that read with h5py and DALI's own operators.",
+        description="What reads, turns and decodes samples on grids: one operator of this project, compiled by Numba; "
+        "or, as in the published programs, processes that read with h5py and DALI's own operators. Of images DALI's own.",
     )
     workers: PositiveInt = Field(
         2, description="Threads of the pipeline; with native operators as many processes, too."
