@@ -518,6 +518,7 @@ def test_a_damaged_image_is_one_message_from_dali(tmp_path: Path, folders: dict[
 
 def test_the_published_loader_restated_makes_such_samples(tmp_path: Path, folders: dict[str, str]) -> None:
     """Bytes, [B, C, H, W], and labels: what the bench holds ours against does what it says."""
+    (Path(folders["train"]) / ".hidden").rmdir()
     torch.manual_seed(0)
     loader = published.image_loader(Path(folders["train"]), 24, 5, 0)
     ours = make_dataset(tmp_path / "data", settings(folders))

@@ -154,9 +154,7 @@ def images(options: Options) -> list[Row]:
     floor, reference = found.pop(DECODING), "published loader's best"
     best = best_of([found[PROGRAM.format(workers)] for workers in WORKERS])
     found["torch loader's best"] = best_of([found[f"torch, {workers} workers"] for workers in WORKERS])
-    sizes = {
-        form: sum(int(pack.index[:, 1].sum()) for pack in each.packs) / each.size for form, each in samples.items()
-    }
+    sizes = {form: int(each.packs[0].index[:, 1].sum()) / each.size for form, each in samples.items()}
     rows = []
     for name, rates in found.items():
         counted = {"batch": BATCH, "stored": sizes["decoded" if "decoded" in name else "encoded"]}

@@ -79,7 +79,7 @@ class WritingSamples(ABC):
 
 @dataclass(frozen=True)
 class ImageCrops:
-    """What n samples are made of: a crop of each image is resized; a square of the result, mirrored or not, is a sample."""
+    """What n samples are made of: crops of images are resized; a square of the result, maybe mirrored, is a sample."""
 
     images: list[np.ndarray]  #: of each its file, uint8 [bytes], or its pixels, uint8 [H, W, 3]
     labels: np.ndarray  #: int64 [n]

@@ -54,15 +54,8 @@ class ImageDaliLoader(DaliLoader):
                 images = fn.slice(fn.reinterpret(images, layout="HWC"), **crop)
                 images = images.gpu() if on_device else images
             images = fn.resize(images, size=resized, interp_type=types.INTERP_LINEAR, antialias=True)
-            images = fn.crop_mirror_normalize(
-                images,
-                crop=(size, size),
-                crop_pos_x=x,
-                crop_pos_y=y,
-                mirror=flip,
-                dtype=types.UINT8,
-                output_layout="CHW",
-            )
+            square = {"crop": (size, size), "crop_pos_x": x, "crop_pos_y": y}
+            images = fn.crop_mirror_normalize(images, **square, mirror=flip, dtype=types.UINT8, output_layout="CHW")
             return tuple(each.gpu() if self._device.type == "cuda" else each for each in (images, labels))
 
         built = pipeline()

@@ -1,7 +1,7 @@
 """`torch`: PyTorch's DataLoader, the published baseline: worker processes, pinned memory, prefetching.
 
-Images are collated as the published programs' fast collate does it: bytes, [B, C, H, W], a quarter of what numbers would
-be; the model makes numbers of them and normalises these on its device.
+Images are collated as the published program's fast collate does it: bytes, [B, C, H, W], a quarter of what numbers
+would be; the model makes numbers of them and normalises these on its device.
 """
 
 from __future__ import annotations

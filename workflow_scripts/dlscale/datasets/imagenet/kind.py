@@ -30,7 +30,7 @@ class ImageFolders(Strict):
     watch: bool = Field(
         True,
         description="Pack again what has changed: every call of the workflow looks at names, sizes and times of all "
-        "files, a million in seconds. false: for folders that are removed once they are packed, or where it takes longer.",
+        "files, a million in seconds. false: for folders that are removed once they are packed, or where that is slow.",
     )
 
     @model_validator(mode="after")
@@ -142,7 +142,7 @@ class Imagenet(DatasetKind):
         return self.origins(dataset)
 
     def raw_settings(self, dataset: ImagenetDataset, raw: RawFile) -> dict[str, Any]:
-        """Return what decides the content of a pack, the other split left out; of a folder, what its files look like."""
+        """Return what decides the content of a pack, the other split left out; of a folder, how its files look."""
         split = raw.name.partition("-")[0]
         left_out = {*PACKED, "watch"}
         source = {key: value for key, value in dataset.source.model_dump(mode="json").items() if key not in left_out}

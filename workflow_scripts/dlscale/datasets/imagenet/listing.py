@@ -46,7 +46,7 @@ def shard(count: int, number: int, shards: int) -> range:
 
 @functools.lru_cache
 def digests(folder: str, shards: int) -> list[str]:
-    """Return the SHA-256 of what each shard of a split is made of: classes; names, sizes, times of change of its images.
+    """Return a SHA-256 for each shard of a split: of the classes, and of names, sizes and times of its images.
 
     They are looked at once in a process. What cannot be looked at is a `UserError`.
     """

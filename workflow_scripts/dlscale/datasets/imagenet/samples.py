@@ -86,8 +86,8 @@ class Images(CroppedImages):
             crops_N4 = crops.random_crops(*key, edges_N2, settings.scale, settings.ratio)
             resized_N2, flip_N = np.full((count, 2), settings.size), crops.flips(*key, count, settings.flip)
             return crops_N4[:, :2], crops_N4[:, 2:], resized_N2, start_N2, flip_N
-        resized = [geometry.short_edge(*edges, settings.resize) for edges in edges_N2.tolist()]
-        start = [geometry.centre(*edges, settings.size) for edges in resized]
+        resized = [geometry.short_edge(height, width, settings.resize) for height, width in edges_N2.tolist()]
+        start = [geometry.centre(height, width, settings.size) for height, width in resized]
         resized_N2, start_N2 = (np.array(each, np.int64).reshape(-1, 2) for each in (resized, start))
         return corner_N2, edges_N2, resized_N2, start_N2, np.zeros(count, bool)
 
