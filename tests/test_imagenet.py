@@ -660,11 +660,12 @@ def test_every_depth_trains(tmp_path: Path, tiny_data: Callable[[str], Path], de
 
 
 @pytest.mark.slow
-def test_ten_textures_are_told_apart(tmp_path: Path) -> None:
-    """The shipped plan: at least 95 % of the validation images."""
-    loaded = resolve.load({"targets": ["imagenet_simulated"]})
-    run = loaded.plans["imagenet_simulated"]["resnet18"].run
-    data = make_dataset(tmp_path / "data", loaded.workflow.datasets["imagenet_simulated"].model_dump(mode="json"))
+@pytest.mark.parametrize("plan", ["imagenet_simulated", "imagenet_demo"])
+def test_ten_textures_are_told_apart(tmp_path: Path, plan: str) -> None:
+    """The shipped plans: at least 95 % of the validation images."""
+    loaded = resolve.load({"targets": [plan]})
+    run = loaded.plans[plan]["resnet18"].run
+    data = make_dataset(tmp_path / "data", loaded.workflow.datasets[plan].model_dump(mode="json"))
     assert stage("configure", "--settings", run.model_dump_json(), "--out", tmp_path / "config.yaml") == 0
     assert train(tmp_path, data / "manifest.json", "--threads", 2) == 0
     assert records(tmp_path)[-1]["metrics"]["top1"] >= 0.95

@@ -1,4 +1,4 @@
-"""Images/s of the loaders: random crops of JPEGs, decoded, resized to 224 x 224 and mirrored, in the page cache.
+"""Images/s of the loaders: random crops of JPEGs, decoded, resized to 224 x 224 and mirrored, in batches of 16.
 
 The reference is the published program's loader, written down operation by operation (`tests.bench.published`): image
 folders, PyTorch's DataLoader, fast collate, with its best number of workers; beside it the pipeline of DALI's example.
@@ -30,7 +30,7 @@ from tests.bench import published
 from tests.bench.loading import CPU, PROGRAM, THREADS, WORKERS, Contestants, best_of, rate, steady_rate
 from tests.bench.measure import Options, Row, in_turns
 
-SIZE, BATCH = 224, 32
+SIZE, BATCH = 224, 16
 HEIGHT, WIDTH = 375, 500  # of most photographs in ImageNet
 DECODING = "Pillow's decoding alone"
 EXAMPLE = "DALI's example"
@@ -138,8 +138,8 @@ def ours(stack: ExitStack, samples: dict[str, Images], source: dict[str, str]) -
 
 
 def images(options: Options) -> list[Row]:
-    """Training samples of JPEGs and of pixels, in batches of 32."""
-    source = write(options.folder, 64 if options.quick else 192)
+    """Training samples of JPEGs and of pixels."""
+    source = write(options.folder, 64 if options.quick else 128)
     samples = {form: packed(source, form, options.folder) for form in ("encoded", "decoded")}
     with ExitStack() as stack:
         found = in_turns(
