@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -92,20 +93,26 @@ class Images(CroppedImages):
         return corner_N2, edges_N2, resized_N2, start_N2, np.zeros(count, bool)
 
     def writers(self, epoch: int, indices: range, x: np.ndarray, y: np.ndarray) -> list[Callable[[], None]]:
-        """See `WritingSamples`: pixels are resized by a compiled kernel, files decoded and resized by Pillow."""
+        """See `WritingSamples`: Pillow decodes files; a compiled kernel resizes, as Pillow does it."""
         chosen = self.crops(epoch, indices)
         y[:] = chosen.labels
-        if self.encoded:
-            return [functools.partial(self._write, epoch, index, out) for index, out in zip(indices, x, strict=True)]
-        places = [each.tolist() for each in (chosen.corner, chosen.extent, chosen.resized, chosen.start, chosen.flip)]
+        where = chosen.corner, chosen.extent, chosen.resized, chosen.start, chosen.flip
+        places = zip(self._rows(epoch, indices), chosen.images, x, *(each.tolist() for each in where), strict=True)
         tasks: list[Callable[[], None]] = []
-        for pixels, out, corner, extent, resized, start, flip in zip(chosen.images, x, *places, strict=True):
-            parts = (*corner, *extent), tuple(resized), tuple(start), flip
-            tasks.append(functools.partial(resample, pixels.reshape(-1), pixels.shape[1], *parts, out))
+        for (pack, row), image, out, corner, extent, resized, start, flip in places:
+            crop, rest = (*corner, *extent), (tuple(resized), tuple(start), flip, out)
+            if self.encoded:
+                tasks.append(functools.partial(_decode, self.packs[pack], row, crop, *rest))
+            else:
+                tasks.append(functools.partial(resample, image.reshape(-1), image.shape[1], crop, *rest))
         return tasks
 
-    def _write(self, epoch: int, index: int, out: np.ndarray) -> None:
-        out[...] = self.read(epoch, index)[0]
+
+def _decode(pack: Pack, row: int, crop: tuple[int, ...], *rest: Any) -> None:
+    """Decode an image and resize its crop; for `rest` see `resample`."""
+    top, left, height, width = crop
+    pixels = np.asarray(pack.image(row).crop((left, top, left + width, top + height)))
+    resample(pixels.reshape(-1), width, (0, 0, height, width), *rest)
 
 
 open_samples = Images
