@@ -53,7 +53,7 @@ def dali() -> bool:
 @pytest.mark.slow
 def test_benchmarks_run(tmp_path: Path) -> None:
     """All but those of the workflow, whose commands the workflow's own tests run."""
-    groups = ["crops", "pairs", "steps", "full", "rungs", "models", "watching", "profilers", "preprocess"]
+    groups = ["crops", "pairs", "images", "steps", "full", "rungs", "models", "watching", "profilers", "preprocess"]
     command = [sys.executable, str(ROOT / "tests/bench/run.py"), "--quick", "--json", str(tmp_path / "out.json")]
     done = subprocess.run([*command, *groups], cwd=tmp_path, capture_output=True, text=True, timeout=2 * PATIENCE)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -66,9 +66,12 @@ def test_benchmarks_run(tmp_path: Path) -> None:
     # against C; each layout against the floor, one of them against the published; each cold.
     alike = 3 + 3 + 1 + 2 + more
     crops, pairs = alike + 3 + 1 + 3, alike + 2 + 1 + 2
+    # The published loader and ours with 0, 1, 2 workers, the best of ours, JPEGs and pixels by threads; three targets.
+    # Of DALI its example, JPEGs and pixels, held against the published loader and against the example.
+    images = 3 + 3 + 1 + 2 + 3 + 5 * dali()
     # Of each of two models: the loop without hooks, the trainer, the published step. Of two: marks, unused and used,
     # and three profilers; telemetry.
-    assert len(results["rows"]) == crops + pairs + 6 + 2 + (8 + compiles) + 2 + 2 + 10 + 4
+    assert len(results["rows"]) == crops + pairs + images + 6 + 2 + (8 + compiles) + 2 + 2 + 10 + 4
     keys = {"name", "unit", "values", "value", "reference", "references", "reference_value", "ratio", "counted"}
     for row in results["rows"]:
         assert set(row) == keys | {"target"}

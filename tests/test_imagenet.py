@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import os
 import shutil
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,21 +20,24 @@ import yaml
 from PIL import Image
 
 from dlscale.config import resolve
-from dlscale.config.run import run_class
+from dlscale.config.run import load_run, run_class
 from dlscale.core import registry
 from dlscale.core.errors import UserError
 from dlscale.data import parts, sampling
 from dlscale.data.loaders.base import Share
+from dlscale.data.loaders.dali_loader import build as build_dali
 from dlscale.data.loaders.direct_loader import build as build_direct
-from dlscale.data.loaders.settings import DirectLoader
+from dlscale.data.loaders.settings import DaliLoader, DirectLoader
 from dlscale.data.manifest import Manifest
-from dlscale.datasets.imagenet import crops
-from dlscale.datasets.imagenet.kind import ImageSamples
+from dlscale.datasets.imagenet import crops, listing
+from dlscale.datasets.imagenet.kind import ImagenetDataset, ImageSamples
 from dlscale.datasets.imagenet.pack import Pack
 from dlscale.datasets.imagenet.resample import resample
 from dlscale.datasets.imagenet.samples import Images
+from dlscale.studies.imagenet_resnet50 import ImagenetMetrics
 from dlscale.train.schedule import learning_rate, peak_rate
-from tests.conftest import make_dataset, make_run, records, stage, train
+from tests.bench import published
+from tests.conftest import TINY, make_dataset, make_run, records, stage, train
 
 CLASSES = ["ape", "bee", "cat"]
 
@@ -196,6 +201,54 @@ def _acquire(config: Path, out: Path) -> None:
     raw = parts.raws(dataset)[out.name]
     acquire = parts.needed(dataset, parts.kind_of(dataset).acquirer(dataset) or "", "acquire")
     acquire(dataset, raw, out, lambda done, total: None)
+
+
+def looks(source: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """Return what makes each pack be made again, as a new call of the workflow finds it."""
+    listing.digests.cache_clear()
+    dataset = ImagenetDataset.model_validate(settings(source, shards={"train": 3}, **more))
+    kind = parts.kind_of(dataset)
+    return {name: kind.raw_settings(dataset, raw) for name, raw in parts.raws(dataset).items()}
+
+
+def test_packs_are_made_again_where_their_files_changed(tmp_path: Path, folders: dict[str, str]) -> None:
+    """Those packs alone; what is put back counts as it was."""
+    before = looks(folders)
+    (tmp_path / "train/ape/notes.txt").write_text("other notes")
+    assert looks(folders) == before
+
+    def changed() -> set[str]:
+        return {name.removesuffix(".h5") for name, what in looks(folders).items() if what != before[name]}
+
+    image = tmp_path / "train/bee/2.jpg"  # the seventh of twelve, which are in packs of four
+    content, stat = image.read_bytes(), image.stat()
+    image.write_bytes(content)  # in place: the folder does not show it
+    assert changed() == {"train-0001"}
+    os.utime(image, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert changed() == set()
+    image.write_bytes(content + b"more")
+    os.utime(image, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert changed() == {"train-0001"}
+    image.write_bytes(content)
+    os.utime(image, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    shutil.copy2(tmp_path / "valid/cat/0.jpeg", tmp_path / "valid/cat/new.jpeg")
+    assert changed() == {"valid-0000"}
+    (tmp_path / "valid/cat/new.jpeg").unlink()
+    for split in ("train", "valid"):
+        (tmp_path / split / "ape").rename(tmp_path / split / "dog")  # other labels for all
+    assert changed() == {"train-0000", "train-0001", "train-0002", "valid-0000"}
+    for split in ("train", "valid"):
+        (tmp_path / split / "dog").rename(tmp_path / split / "ape")
+    assert changed() == set()
+
+
+def test_folders_that_nobody_looks_at(tmp_path: Path, folders: dict[str, str]) -> None:
+    """By choice, or because they are not there: then the stage says so."""
+    unwatched = looks({**folders, "watch": False})
+    (tmp_path / "train/ape/0.JPEG").unlink()
+    assert looks({**folders, "watch": False}) == unwatched
+    shutil.rmtree(tmp_path / "train")
+    assert looks(folders)["train-0000.h5"] == unwatched["train-0000.h5"]
 
 
 def test_more_packs_than_images(tmp_path: Path, folders: dict[str, str]) -> None:
@@ -417,6 +470,67 @@ def test_direct_cannot_hold_images_on_a_device(tmp_path: Path, folders: dict[str
         )
 
 
+def dali(samples: Images, share: Share, workers: int = 2) -> Any:
+    pytest.importorskip("nvidia.dali", reason="DALI is not installed: pip install 'dlscale[dali]'")
+    return build_dali(samples, DaliLoader(kind="dali", workers=workers), share, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("form", ["encoded", "decoded"])
+def test_dali_delivers_the_same_crops(tmp_path: Path, folders: dict[str, Any], form: str) -> None:
+    """Any rank, from any step, after an epoch that was left; but for the rounding of another decoder and filter."""
+    data = make_dataset(tmp_path / "data", settings(folders, form=form, edge=45, shards={"train": 2}))
+    for split, rank in itertools.product(("train", "valid"), (0, 1)):
+        truth, share = samples(data, split), Share(5, rank, 2)
+        with closing(dali(samples(data, split), share)) as loader:
+            next(loader.epoch(3))
+            for epoch, start in ((0, 0), (1, 1), (0, 0)):
+                for step, (x, y) in enumerate(loader.epoch(epoch, start), start):
+                    expected = [truth.read(epoch, index) for index in share.indices(step, truth.size)]
+                    assert len(x) == len(y) == len(expected) and (x.dtype, y.dtype) == (torch.uint8, torch.int64)
+                    for number, (image, label) in enumerate(expected):
+                        off = np.abs(x[number].numpy().astype(int) - image)
+                        assert y[number] == int(label)
+                        assert off.max() <= 2 and off.mean() < 0.5, (split, epoch, step, number, off.max(), off.mean())
+
+
+def test_dali_serves_ranks_that_have_nothing(tmp_path: Path, folders: dict[str, Any]) -> None:
+    """Of twelve images in batches of five the last has two: of three ranks the first has none."""
+    data = make_dataset(tmp_path / "data", settings(folders))
+    with closing(dali(samples(data, "train"), Share(5, 0, 3))) as loader:
+        batches = list(loader.epoch(0))
+    assert [len(x) for x, _ in batches] == [1, 1, 0]
+    assert all((x.shape[1:], x.dtype, y.dtype) == ((3, 24, 24), torch.uint8, torch.int64) for x, y in batches)
+
+
+def test_a_damaged_image_is_one_message_from_dali(tmp_path: Path, folders: dict[str, str]) -> None:
+    data = make_dataset(tmp_path / "data", settings(folders))
+    pack = data / "source/train-0000.h5"
+    stored, third = bytearray(pack.read_bytes()), Pack(pack).index[3]
+    start = stored.find(Pack(pack).bytes[third[0] : third[0] + 64].tobytes())
+    stored[start : start + 64] = bytes(64)
+    pack.write_bytes(stored)
+    with (
+        closing(dali(samples(data, "train"), Share(4))) as loader,
+        pytest.raises(UserError, match=r"train-0000.h5: image 3 cannot be decoded"),
+    ):
+        list(loader.epoch(0))
+
+
+def test_the_published_loader_restated_makes_such_samples(tmp_path: Path, folders: dict[str, str]) -> None:
+    """Bytes, [B, C, H, W], and labels: what the bench holds ours against does what it says."""
+    (Path(folders["train"]) / ".hidden").rmdir()
+    torch.manual_seed(0)
+    loader = published.image_loader(Path(folders["train"]), 24, 5, 0)
+    ours = make_dataset(tmp_path / "data", settings(folders))
+    files = [path for path, _ in loader.dataset.files]  # type: ignore[attr-defined]
+    assert [path for path in files if path.suffix != ".txt"] == image_files(folders["train"])
+    loader.dataset.files = [pair for pair in loader.dataset.files if pair[0].suffix != ".txt"]  # type: ignore[attr-defined]
+    batches, theirs = list(loader), samples(ours, "train")
+    assert [x.shape for x, _ in batches] == [(5, 3, 24, 24), (5, 3, 24, 24), (2, 3, 24, 24)]
+    assert all(x.dtype == torch.uint8 and y.dtype == torch.int64 for x, y in batches)
+    assert sorted(torch.cat([y for _, y in batches]).tolist()) == sorted(int(theirs.read(0, i)[1]) for i in range(12))
+
+
 def test_a_damaged_pack_is_one_message(tmp_path: Path, folders: dict[str, str]) -> None:
     data = make_dataset(tmp_path / "data", settings(folders))
     pack = data / "source/valid-0000.h5"
@@ -498,12 +612,60 @@ def test_metrics_are_shares_of_right_answers(tmp_path: Path) -> None:
     assert metrics["top5_of_most_frequent"] == pytest.approx(np.isin(labels, often).mean(), abs=1e-6)
 
 
+@pytest.mark.parametrize("contiguous", [True, False])
+def test_top5_of_answers_in_any_order_in_memory(contiguous: bool) -> None:
+    """Against sorting; the published program fails on answers that lie the other way round."""
+    metrics = ImagenetMetrics.__new__(ImagenetMetrics)
+    metrics.most, metrics.frequent = {"top1": 1, "top5": 5}, torch.arange(5)
+    torch.manual_seed(0)
+    logits, labels = torch.randn(40, 12), torch.randint(0, 12, (40,))
+    given = logits if contiguous else logits.t().contiguous().t()
+    found = metrics.per_sample(torch.empty(40), labels, given)
+    order = np.argsort(-logits.numpy(), axis=1)
+    assert found["top1"].tolist() == (order[:, 0] == labels.numpy()).tolist()
+    assert found["top5"].tolist() == (order[:, :5] == labels.numpy()[:, None]).any(axis=1).tolist()
+
+
+#: Apex's levels by our names.
+APEX = {"O0": "fp32", "O1": "fp16", "O2": "fp16_master", "O3": "fp16_pure"}
+
+
+@pytest.mark.parametrize("level", APEX)
+def test_apex_levels_train(tmp_path: Path, tiny_data: Callable[[str], Path], level: str) -> None:
+    """Each in its number formats, channels last, to a loss that falls; an odd last batch is counted, too."""
+    over = {
+        **TINY["imagenet_resnet50"]["run"],
+        "precision": APEX[level],
+        "batch_size": 16,  # of 40 images the last batch has 8
+        "memory_format": "channels_last",
+        "training": {"epochs": 3},
+    }
+    config = make_run(tmp_path / "run", "imagenet_resnet50", over, TINY["imagenet_resnet50"]["dataset"])
+    run = load_run(config, "train")
+    assert run.precision == APEX[level]
+    assert train(tmp_path / "run", tiny_data("imagenet_resnet50") / "manifest.json") == 0
+    losses = [record["train_loss"] for record in records(tmp_path / "run")]
+    assert all(map(math.isfinite, losses)) and losses[-1] < losses[0]
+    state = torch.load(tmp_path / "run/model.pt", weights_only=True)
+    assert {str(value.dtype) for value in state.values() if value.is_floating_point()} == {"torch.float32"}
+
+
 @pytest.mark.slow
-def test_ten_textures_are_told_apart(tmp_path: Path) -> None:
-    """The shipped plan: at least 95 % of the validation images."""
-    loaded = resolve.load({"targets": ["imagenet_simulated"]})
-    run = loaded.plans["imagenet_simulated"]["resnet18"].run
-    data = make_dataset(tmp_path / "data", loaded.workflow.datasets["imagenet_simulated"].model_dump(mode="json"))
+@pytest.mark.parametrize("depth", [34, 50, 101])
+def test_every_depth_trains(tmp_path: Path, tiny_data: Callable[[str], Path], depth: int) -> None:
+    over = {**TINY["imagenet_resnet50"]["run"], "model": {"depth": depth, "width": 4}, "training": {"epochs": 1}}
+    make_run(tmp_path / "run", "imagenet_resnet50", over, TINY["imagenet_resnet50"]["dataset"])
+    assert train(tmp_path / "run", tiny_data("imagenet_resnet50") / "manifest.json") == 0
+    assert math.isfinite(records(tmp_path / "run")[-1]["train_loss"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", ["imagenet_simulated", "imagenet_demo"])
+def test_ten_textures_are_told_apart(tmp_path: Path, plan: str) -> None:
+    """The shipped plans: at least 95 % of the validation images."""
+    loaded = resolve.load({"targets": [plan]})
+    run = loaded.plans[plan]["resnet18"].run
+    data = make_dataset(tmp_path / "data", loaded.workflow.datasets[plan].model_dump(mode="json"))
     assert stage("configure", "--settings", run.model_dump_json(), "--out", tmp_path / "config.yaml") == 0
     assert train(tmp_path, data / "manifest.json", "--threads", 2) == 0
     assert records(tmp_path)[-1]["metrics"]["top1"] >= 0.95

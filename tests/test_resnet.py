@@ -13,28 +13,44 @@ PARAMETERS = {18: 11_689_512, 34: 21_797_672, 50: 25_557_032, 101: 44_549_160}
 NORM = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
 
 
-def names(depth: int) -> list[str]:
-    """Return the names in torchvision's state dict, written down from its published weights."""
+def torchvisions(depth: int) -> dict[str, tuple[int, ...]]:
+    """Return names and shapes in torchvision's state dict, written down from its published weights."""
     blocks, convolutions = {18: ([2, 2, 2, 2], 2), 34: ([3, 4, 6, 3], 2)}.get(depth, ([3, 4, 6, 3], 3))
     blocks = [3, 4, 23, 3] if depth == 101 else blocks
-    found = ["conv1.weight", *(f"bn1.{what}" for what in NORM)]
+    found = {"conv1.weight": (64, 3, 7, 7), **norm("bn1", 64)}
+    inner = 64
     for stage, count in enumerate(blocks, 1):
+        width = 32 * 2**stage
+        outer = width if convolutions == 2 else 4 * width
         for block in range(count):
             prefix = f"layer{stage}.{block}"
-            for number in range(1, convolutions + 1):
-                found += [f"{prefix}.conv{number}.weight", *(f"{prefix}.bn{number}.{what}" for what in NORM)]
+            if convolutions == 2:
+                layers = [(inner, width, 3), (width, width, 3)]
+            else:
+                layers = [(inner, width, 1), (width, width, 3), (width, outer, 1)]
+            for number, (channels, filters, edge) in enumerate(layers, 1):
+                found[f"{prefix}.conv{number}.weight"] = filters, channels, edge, edge
+                found |= norm(f"{prefix}.bn{number}", filters)
             if block == 0 and (stage > 1 or convolutions == 3):
-                found += [f"{prefix}.downsample.0.weight", *(f"{prefix}.downsample.1.{what}" for what in NORM)]
-    return [*found, "fc.weight", "fc.bias"]
+                found[f"{prefix}.downsample.0.weight"] = outer, inner, 1, 1
+                found |= norm(f"{prefix}.downsample.1", outer)
+            inner = outer
+    return {**found, "fc.weight": (1000, inner), "fc.bias": (1000,)}
+
+
+def norm(name: str, channels: int) -> dict[str, tuple[int, ...]]:
+    """Return names and shapes of a batch normalisation."""
+    return {f"{name}.{what}": () if what == "num_batches_tracked" else (channels,) for what in NORM}
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_parameters_are_torchvisions(depth: int) -> None:
-    """Their number and names; what normalises the images is not among them."""
+    """Their number, names, order and shapes; what normalises the images is not among them."""
     with torch.device("meta"):
         model = ResNet(depth, mean=(0.5,) * 3, std=(0.2,) * 3)
     assert sum(p.numel() for p in model.parameters()) == PARAMETERS[depth]
-    assert list(model.state_dict()) == names(depth)
+    found = {name: tuple(values.shape) for name, values in model.state_dict().items()}
+    assert list(found.items()) == list(torchvisions(depth).items())
 
 
 def plain(state: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:

@@ -6,12 +6,15 @@ Parameters come in the order of dlscale's models, so that one's can be copied in
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
 import torch
+from PIL import Image
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
@@ -192,3 +195,98 @@ def loader(dataset: Pieces, batch_size: int, workers: int) -> DataLoader[Pair]:
         persistent_workers=workers > 0,
         pin_memory=torch.cuda.is_available(),
     )
+
+
+#: Mean and standard deviation of red, green and blue that the published programs normalise by, in units of 255.
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+class Photographs(Dataset[tuple[Image.Image, int]]):
+    """Folders of classes, as torchvision reads them: `ImageFolder`, `RandomResizedCrop`, `RandomHorizontalFlip`.
+
+    The random numbers are torch's, one by one, as torchvision draws them.
+    """
+
+    def __init__(self, folder: Path, size: int) -> None:
+        classes = sorted(path.name for path in folder.iterdir())
+        self.size = size
+        self.files = [(path, label) for label, name in enumerate(classes) for path in sorted((folder / name).iterdir())]
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, index: int) -> tuple[Image.Image, int]:
+        path, label = self.files[index]
+        with open(path, "rb") as file:
+            image = Image.open(file).convert("RGB")
+        top, left, height, width = self._crop(*image.size)
+        image = image.crop((left, top, left + width, top + height))
+        image = image.resize((self.size, self.size), Image.Resampling.BILINEAR)
+        return (image.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if torch.rand(1) < 0.5 else image), label
+
+    def _crop(self, width: int, height: int) -> tuple[int, int, int, int]:
+        logs = torch.log(torch.tensor((3 / 4, 4 / 3)))
+        for _ in range(10):
+            area = width * height * torch.empty(1).uniform_(0.08, 1.0).item()
+            shape = torch.exp(torch.empty(1).uniform_(logs[0].item(), logs[1].item())).item()
+            columns, rows = round(math.sqrt(area * shape)), round(math.sqrt(area / shape))
+            if 0 < columns <= width and 0 < rows <= height:
+                top = int(torch.randint(0, height - rows + 1, (1,)).item())
+                return top, int(torch.randint(0, width - columns + 1, (1,)).item()), rows, columns
+        edge = min(width, height)
+        return (height - edge) // 2, (width - edge) // 2, edge, edge
+
+
+def fast_collate(batch: list[tuple[Image.Image, int]]) -> Pair:
+    """Images to bytes, [B, C, H, W], one added to a tensor of zeros after the other: Apex's example."""
+    labels = torch.tensor([label for _, label in batch], dtype=torch.int64)
+    width, height = batch[0][0].size
+    images = torch.zeros((len(batch), 3, height, width), dtype=torch.uint8)
+    for number, (image, _) in enumerate(batch):
+        images[number] += torch.from_numpy(np.rollaxis(np.array(image, dtype=np.uint8), 2))
+    return images, labels
+
+
+def image_loader(folder: Path, size: int, batch_size: int, workers: int) -> DataLoader[Pair]:
+    """Return the loader of Apex's ImageNet example, which the tutorial uses."""
+    return DataLoader(
+        Photographs(folder, size),  # type: ignore[arg-type]
+        batch_size=batch_size,
+        shuffle=True,
+        num_workers=workers,
+        persistent_workers=workers > 0,
+        collate_fn=fast_collate,
+        pin_memory=torch.cuda.is_available(),
+    )
+
+
+def dali_pipeline(folder: Path, size: int, batch_size: int, threads: int) -> Any:
+    """Return the pipeline of DALI's ResNet-50 example, built, with the processor as its device."""
+    from nvidia.dali import fn, pipeline_def, types
+
+    @pipeline_def(batch_size=batch_size, num_threads=threads, device_id=None, seed=12)
+    def pipeline() -> Any:
+        files, labels = fn.readers.file(file_root=str(folder), random_shuffle=True, pad_last_batch=True, name="Reader")
+        images = fn.decoders.image_random_crop(
+            files,
+            device="cpu",
+            output_type=types.RGB,
+            random_aspect_ratio=[0.8, 1.25],
+            random_area=[0.1, 1.0],
+            num_attempts=100,
+        )
+        images = fn.resize(images, resize_x=size, resize_y=size, interp_type=types.INTERP_TRIANGULAR)
+        images = fn.crop_mirror_normalize(
+            images,
+            dtype=types.FLOAT,
+            output_layout="CHW",
+            crop=(size, size),
+            mean=[255 * value for value in MEAN],
+            std=[255 * value for value in STD],
+            mirror=fn.random.coin_flip(probability=0.5),
+        )
+        return images, labels
+
+    built = pipeline()
+    built.build()
+    return built

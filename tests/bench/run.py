@@ -31,6 +31,7 @@ from dlscale.parallel.world import describe_device  # noqa: E402
 from tests.bench import (  # noqa: E402
     compute,
     digits,
+    images,
     loading,
     preprocessing,
     profilers,
@@ -44,6 +45,7 @@ from tests.bench.measure import Options, Row, summary, table  # noqa: E402
 GROUPS = {
     "crops": loading.crops,
     "pairs": loading.pairs,
+    "images": images.images,
     "steps": training.steps,
     "full": training.full,
     "rungs": rungs.rungs,

@@ -1,13 +1,14 @@
 """`dali`: NVIDIA DALI's executor, threads and prefetching around the one sample stream.
 
-This is what its two kinds of operators share. `dali_numba` has one operator of this project, `dali_native` DALI's own.
+This is what all its pipelines share. Of boxes on grids `dali_numba` has one operator of this project and `dali_native`
+DALI's own; `dali_images` decodes images.
 """
 
 from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from dlscale.core.errors import UserError
 from dlscale.data.loaders.base import AS_DECLARED, Batch, Delivery, Share, on_grids
 from dlscale.data.loaders.pace import Pace
 from dlscale.data.loaders.settings import DaliLoader as Settings
-from dlscale.data.samples import BoxIndex, GridSamples, Samples
+from dlscale.data.samples import BoxIndex, CroppedImages, Samples
 
 
 class DaliLoader(ABC):
@@ -30,16 +31,16 @@ class DaliLoader(ABC):
         device: torch.device,
         delivery: Delivery = AS_DECLARED,
     ) -> None:
-        grids = on_grids(samples, settings.kind)
         if settings.device == "gpu" and device.type != "cuda":
             raise UserError("loader.device: gpu, but the model is on a CPU; use auto or cpu")
         self.samples = samples.size
-        self._boxes, self._share, self._device, self._delivery = grids.boxes, share, device, delivery
+        self._samples: Any = samples
+        self._share, self._device, self._delivery = share, device, delivery
         self._on_host = device.type == "cpu" or settings.device == "cpu"
-        self._specs = [grids.input_spec, grids.target_spec]
+        self._specs = [samples.input_spec, samples.target_spec]
         self._pace = Pace.of(device, settings.prefetch)
         self._running: object | None = None  # what stands for the epoch that the pipeline is in
-        self._pipeline = self._build(grids, settings)
+        self._pipeline = self._build(samples, settings)
 
     def __len__(self) -> int:
         return self._share.steps(self.samples)
@@ -55,8 +56,16 @@ class DaliLoader(ABC):
         }
 
     @abstractmethod
-    def _build(self, samples: GridSamples, settings: Settings) -> Any:
+    def _build(self, samples: Any, settings: Settings) -> Any:
         """Return the pipeline, built."""
+
+    def _choose(self, epoch: int) -> Callable[[range], Any]:
+        """Return what chooses samples of an epoch: of grids, their boxes. Its results have a length."""
+        return self._boxes(epoch).take
+
+    def _boxes(self, epoch: int) -> BoxIndex:
+        boxes: BoxIndex = self._samples.boxes(epoch)
+        return boxes
 
     @abstractmethod
     def _begin(self, epoch: int, start: int) -> None:
@@ -64,13 +73,13 @@ class DaliLoader(ABC):
 
     def epoch(self, epoch: int, start: int = 0) -> Generator[Batch]:
         """Yield the batches of an epoch from global step `start`."""
-        boxes = self._boxes(epoch)
+        choose = self._choose(epoch)
         self._abandon()  # an epoch that was left unfinished
         running = self._running = object()
         self._begin(epoch, start)
         try:
             for step in range(start, len(self)):
-                batch = boxes.take(self._share.indices(step, self.samples))
+                batch = choose(self._share.indices(step, self.samples))
                 yield self._deliver(self._run() if len(batch) else None, batch)
         finally:
             if running is self._running:
@@ -98,18 +107,18 @@ class DaliLoader(ABC):
         """Return the stream for which outputs are to be ready: without one the host would wait for each batch."""
         return torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
 
-    def _deliver(self, outputs: Any, boxes: BoxIndex) -> Batch:
+    def _deliver(self, outputs: Any, chosen: Any) -> Batch:
         if outputs is None:
-            batch = [torch.empty(0, device=self._device) for _ in self._specs]
+            batch = [torch.empty(0, dtype=getattr(torch, spec.dtype), device=self._device) for spec in self._specs]
         else:
-            batch = [self._values(number, output, boxes) for number, output in enumerate(outputs)]
-        x, y = (values.reshape(len(boxes), *spec.shape) for values, spec in zip(batch, self._specs, strict=True))
+            batch = [self._values(number, output, chosen) for number, output in enumerate(outputs)]
+        x, y = (values.reshape(len(chosen), *spec.shape) for values, spec in zip(batch, self._specs, strict=True))
         self._pace.hold((outputs, x, y))
         return x, y
 
     @abstractmethod
-    def _values(self, number: int, output: Any, boxes: BoxIndex) -> torch.Tensor:
-        """Return the decoded values of a field from what the pipeline returned of it."""
+    def _values(self, number: int, output: Any, chosen: Any) -> torch.Tensor:
+        """Return the decoded values of input (0) or target (1) from what the pipeline returned of it."""
 
     def close(self) -> None:
         """Free the pipeline: its threads end with it."""
@@ -129,9 +138,12 @@ def not_installed(error: ImportError) -> UserError:
 def build(
     samples: Samples, settings: Settings, share: Share, device: torch.device, delivery: Delivery = AS_DECLARED
 ) -> DaliLoader:
-    """Return the loader with the operators that the settings name."""
-    from dlscale.data.loaders.dali_native import NativeDaliLoader  # both build on this module
+    """Return the loader of images, or that of grids with the operators that the settings name."""
+    from dlscale.data.loaders.dali_images import ImageDaliLoader  # all build on this module
+    from dlscale.data.loaders.dali_native import NativeDaliLoader
     from dlscale.data.loaders.dali_numba import NumbaDaliLoader
 
+    if isinstance(samples, CroppedImages):
+        return ImageDaliLoader(samples, settings, share, device, delivery)
     loader = NativeDaliLoader if settings.operators == "native" else NumbaDaliLoader
-    return loader(samples, settings, share, device, delivery)
+    return loader(on_grids(samples, settings.kind), settings, share, device, delivery)

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from dlscale.core.errors import UserError
-from dlscale.core.ranges import mark
 from dlscale.data.loaders.base import Batch
+from dlscale.data.loaders.copying import Copier
 from dlscale.data.samples import TableSamples, WritingSamples
 
 #: Epoch and samples of a batch.
@@ -30,7 +30,7 @@ class Written:
     """See `dlscale.data.loaders.direct_loader.Backend`."""
 
     def __init__(self, samples: WritingSamples, batch: int, slots: int, device: torch.device) -> None:
-        self._samples, self._device = samples, device
+        self._samples, self._copy = samples, Copier(device)
         gpu = device.type == "cuda"
         self._ring = [
             [
@@ -55,9 +55,8 @@ class Written:
         slot, x, y = result
         if (event := self._copied[slot]) is None:
             return x, y
-        with mark("copy"):
-            batch = x.to(self._device, non_blocking=True), y.to(self._device, non_blocking=True)
-            event.record()
+        batch = self._copy(x, y)
+        event.record(self._copy.stream)
         return batch
 
 

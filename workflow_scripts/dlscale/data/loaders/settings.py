@@ -45,8 +45,8 @@ class DaliLoader(_Reading):
     kind: Literal["dali"]
     operators: Literal["numba", "native"] = Field(
         "numba",
-        description="What reads, turns and decodes samples: one operator of this project, compiled by Numba; or, as in "
-        "the published programs, processes that read with h5py and DALI's own operators.",
+        description="What reads, turns and decodes samples on grids: one operator of this project, compiled by Numba; "
+        "or, as in the published programs, processes that read with h5py and DALI's own operators. Images: the latter.",
     )
     workers: PositiveInt = Field(
         2, description="Threads of the pipeline; with native operators as many processes, too."

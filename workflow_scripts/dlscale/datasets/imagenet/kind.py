@@ -6,13 +6,16 @@ file, which is read as it is (see `dlscale.datasets.imagenet.pack`).
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from dlscale.config.dataset import DatasetSettings, Path, Split, refuse_changed, refuse_shared
+from dlscale.core.errors import UserError
 from dlscale.core.schema import Strict
 from dlscale.data.kind import DatasetKind, Part, RawFile
+from dlscale.datasets.imagenet import listing
 
 #: Splits that there are.
 PACKED: tuple[Split, ...] = ("train", "valid")
@@ -24,6 +27,11 @@ class ImageFolders(Strict):
     kind: Literal["folder"]
     train: Path
     valid: Path
+    watch: bool = Field(
+        True,
+        description="Pack again what has changed: every call of the workflow looks at names, sizes and times of all "
+        "files, a million in seconds. false: for folders that are removed once they are packed, or where that is slow.",
+    )
 
     @model_validator(mode="after")
     def _disjoint(self) -> ImageFolders:
@@ -134,12 +142,16 @@ class Imagenet(DatasetKind):
         return self.origins(dataset)
 
     def raw_settings(self, dataset: ImagenetDataset, raw: RawFile) -> dict[str, Any]:
-        """Return what decides the content of a pack, the other split left out; of a folder only its name is known."""
+        """Return what decides the content of a pack, the other split left out; of a folder, how its files look."""
         split = raw.name.partition("-")[0]
-        source = {key: value for key, value in dataset.source.model_dump(mode="json").items() if key not in PACKED}
-        images = getattr(dataset.source, split)
+        left_out = {*PACKED, "watch"}
+        source = {key: value for key, value in dataset.source.model_dump(mode="json").items() if key not in left_out}
+        images, shards = getattr(dataset.source, split), getattr(dataset.shards, split)
         form = {"form": dataset.form, **({"edge": dataset.edge} if dataset.form == "decoded" else {})}
-        return {**source, **form, "name": raw.name, "images": images, "shards": getattr(dataset.shards, split)}
+        if isinstance(dataset.source, ImageFolders) and dataset.source.watch:
+            with contextlib.suppress(UserError):  # which the stage will meet, and say
+                source["files"] = listing.digests(images, shards)[raw.index]
+        return {**source, **form, "name": raw.name, "images": images, "shards": shards}
 
 
 def _origin(source: SimulatedImages | ImageFolders, split: Split) -> str:

@@ -71,7 +71,8 @@ class Pack:
             return Image.fromarray(stored.reshape(height, width, 3))
         try:
             with Image.open(io.BytesIO(stored.data)) as image:
-                return image.convert("RGB")
+                image.load()
+                return image if image.mode == "RGB" else image.convert("RGB")
         except Exception as error:  # Pillow raises what its decoders stumble upon
             raise UserError(
                 f"{self.path}: image {row} cannot be decoded ({error}); the pack is damaged: delete it and run the "

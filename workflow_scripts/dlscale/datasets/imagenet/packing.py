@@ -17,6 +17,7 @@ from PIL import Image
 from dlscale.core.errors import UserError
 from dlscale.core.files import whole
 from dlscale.datasets.imagenet.geometry import resized, short_edge
+from dlscale.datasets.imagenet.listing import shard
 
 
 @dataclass(frozen=True)
@@ -28,9 +29,9 @@ class Picture:
     open: Callable[[], IO[bytes]]
 
 
-def shard(count: int, number: int, shards: int, what: str) -> range:
+def filled(count: int, number: int, shards: int, what: str) -> range:
     """Return which of `count` images are in shard `number`; `what` they are, for a message if there are none."""
-    images = range(count * number // shards, count * (number + 1) // shards)
+    images = shard(count, number, shards)
     if not images:
         raise UserError(f"{what}: {count} images do not fill {shards} packs; lower the dataset's `shards`")
     return images

@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
 from dlscale.data import sampling
 from dlscale.data.manifest import Manifest
-from dlscale.data.samples import ArraySpec, WritingSamples
+from dlscale.data.samples import ArraySpec, CroppedImages, ImageCrops
 from dlscale.datasets.imagenet import crops, geometry
 from dlscale.datasets.imagenet.kind import ImageSamples
 from dlscale.datasets.imagenet.pack import Pack
 from dlscale.datasets.imagenet.resample import resample
 
 
-class Images(WritingSamples):
+class Images(CroppedImages):
     """See `dlscale.data.samples.Samples`.
 
     A training epoch visits all images in a random order, and of more than `settings.train` a new random choice each
@@ -43,57 +44,75 @@ class Images(WritingSamples):
             self._counts, sampling.visits(self._seed, epoch, self._available, self.size, self._training)
         )
 
+    @property
+    def encoded(self) -> bool:
+        """See `CroppedImages`."""
+        return self.packs[0].form == "encoded"
+
     def read(self, epoch: int, index: int) -> tuple[np.ndarray, np.ndarray]:
         """See `dlscale.data.samples.Samples`."""
-        pack, row = (int(each[index]) for each in self.rows(epoch))
-        image, size = self.packs[pack].image(row), self._settings.size
-        place = self._places(epoch, index, np.array([[image.height, image.width]]))[0].tolist()
-        top, left, height, width, rows, columns, first_row, first_column, flip = place
+        alone = range(index, index + 1)
+        ((pack, row),), chosen, size = self._rows(epoch, alone), self.crops(epoch, alone), self._settings.size
+        places = (each[0].tolist() for each in (chosen.corner, chosen.extent, chosen.resized, chosen.start))
+        (top, left), (height, width), edges, (first_row, first_column) = places
         # Cut out first: the pixels around the crop are not to be seen at its edges.
-        crop = image.crop((left, top, left + width, top + height))
-        pixels = np.asarray(geometry.resized(crop, rows, columns))
+        crop = self.packs[pack].image(row).crop((left, top, left + width, top + height))
+        pixels = np.asarray(geometry.resized(crop, *edges))
         pixels = pixels[first_row : first_row + size, first_column : first_column + size]
-        pixels = pixels[:, ::-1] if flip else pixels
-        return np.ascontiguousarray(pixels.transpose(2, 0, 1)), np.asarray(self.packs[pack].labels[row])
+        pixels = pixels[:, ::-1] if chosen.flip[0] else pixels
+        return np.ascontiguousarray(pixels.transpose(2, 0, 1)), np.asarray(chosen.labels[0])
 
-    def _places(self, epoch: int, first: int, edges_N2: np.ndarray) -> np.ndarray:
-        """Return where samples `first` and on come from, given the edges of their images: int64 [N, 9].
+    def crops(self, epoch: int, indices: range) -> ImageCrops:
+        """See `CroppedImages`."""
+        rows = self._rows(epoch, indices)
+        index_N4 = np.array([self.packs[pack].index[row] for pack, row in rows], np.int64).reshape(-1, 4)
+        images = []
+        for (pack, _), (first, count, height, width) in zip(rows, index_N4.tolist(), strict=True):
+            stored = self.packs[pack].bytes[first : first + count]
+            images.append(stored if self.encoded else stored.reshape(height, width, 3))
+        labels = np.array([self.packs[pack].labels[row] for pack, row in rows], np.int64)
+        return ImageCrops(images, labels, *self._places(epoch, indices.start, index_N4[:, 2:]))
 
-        They are top, left, height and width of the crop, height and width to which it is resized, row and column with
-        which the sample begins in that, and whether it is mirrored.
-        """
+    def _rows(self, epoch: int, indices: range) -> list[tuple[int, int]]:
+        """Return pack and row of some samples."""
+        packs, rows = (each[indices.start : indices.stop].tolist() for each in self.rows(epoch))
+        return list(zip(packs, rows, strict=True))
+
+    def _places(self, epoch: int, first: int, edges_N2: np.ndarray) -> tuple[np.ndarray, ...]:
+        """Return where samples `first` and on come from, given the edges of their images: see `ImageCrops`."""
         settings, count = self._settings, len(edges_N2)
-        places = np.zeros((count, 9), np.int64)
+        corner_N2, start_N2 = np.zeros((2, count, 2), np.int64)
         if self._training:
             key = self._seed, epoch, first
-            places[:, :4] = crops.random_crops(*key, edges_N2, settings.scale, settings.ratio)
-            places[:, 4:6] = settings.size
-            places[:, 8] = crops.flips(*key, count, settings.flip)
-            return places
-        places[:, 2:4] = edges_N2
-        for place, (height, width) in zip(places, edges_N2.tolist(), strict=True):
-            place[4:6] = edges = geometry.short_edge(height, width, settings.resize)
-            place[6:8] = geometry.centre(*edges, settings.size)
-        return places
+            crops_N4 = crops.random_crops(*key, edges_N2, settings.scale, settings.ratio)
+            resized_N2, flip_N = np.full((count, 2), settings.size), crops.flips(*key, count, settings.flip)
+            return crops_N4[:, :2], crops_N4[:, 2:], resized_N2, start_N2, flip_N
+        resized = [geometry.short_edge(height, width, settings.resize) for height, width in edges_N2.tolist()]
+        start = [geometry.centre(height, width, settings.size) for height, width in resized]
+        resized_N2, start_N2 = (np.array(each, np.int64).reshape(-1, 2) for each in (resized, start))
+        return corner_N2, edges_N2, resized_N2, start_N2, np.zeros(count, bool)
 
     def writers(self, epoch: int, indices: range, x: np.ndarray, y: np.ndarray) -> list[Callable[[], None]]:
-        """See `WritingSamples`: pixels are resized by a compiled kernel, files decoded and resized by Pillow."""
-        chosen = [each[indices.start : indices.stop].tolist() for each in self.rows(epoch)]
-        images = [(self.packs[pack], row) for pack, row in zip(*chosen, strict=True)]
-        y[:] = [pack.labels[row] for pack, row in images]
-        if not all(pack.form == "decoded" for pack, _ in images):
-            return [functools.partial(self._write, epoch, index, out) for index, out in zip(indices, x, strict=True)]
-        index_N4 = np.array([pack.index[row] for pack, row in images]).reshape(-1, 4)
+        """See `WritingSamples`: Pillow decodes files; a compiled kernel resizes, as Pillow does it."""
+        chosen = self.crops(epoch, indices)
+        y[:] = chosen.labels
+        where = chosen.corner, chosen.extent, chosen.resized, chosen.start, chosen.flip
+        places = zip(self._rows(epoch, indices), chosen.images, x, *(each.tolist() for each in where), strict=True)
         tasks: list[Callable[[], None]] = []
-        places = self._places(epoch, indices.start, index_N4[:, 2:])
-        for (pack, _), index, place, out in zip(images, index_N4.tolist(), places.tolist(), x, strict=True):
-            pixels = pack.bytes[index[0] : index[0] + index[1]]
-            parts = tuple(place[:4]), tuple(place[4:6]), tuple(place[6:8]), bool(place[8])
-            tasks.append(functools.partial(resample, pixels, index[3], *parts, out))
+        for (pack, row), image, out, corner, extent, resized, start, flip in places:
+            crop, rest = (*corner, *extent), (tuple(resized), tuple(start), flip, out)
+            if self.encoded:
+                tasks.append(functools.partial(_decode, self.packs[pack], row, crop, *rest))
+            else:
+                tasks.append(functools.partial(resample, image.reshape(-1), image.shape[1], crop, *rest))
         return tasks
 
-    def _write(self, epoch: int, index: int, out: np.ndarray) -> None:
-        out[...] = self.read(epoch, index)[0]
+
+def _decode(pack: Pack, row: int, crop: tuple[int, ...], *rest: Any) -> None:
+    """Decode an image and resize its crop; for `rest` see `resample`."""
+    top, left, height, width = crop
+    pixels = np.asarray(pack.image(row).crop((left, top, left + width, top + height)))
+    resample(pixels.reshape(-1), width, (0, 0, height, width), *rest)
 
 
 open_samples = Images

@@ -14,7 +14,7 @@ from typing import IO, Any
 import numpy as np
 from PIL import Image
 
-from dlscale.datasets.imagenet.packing import Picture, shard, write_pack
+from dlscale.datasets.imagenet.packing import Picture, filled, write_pack
 
 #: From coordinates (x, y), in pixels from the middle of the figure, and the pattern's period to its phase.
 PATTERNS: dict[str, Callable[[np.ndarray, np.ndarray, float], np.ndarray]] = {
@@ -35,7 +35,7 @@ CLASSES = list(PATTERNS)
 def acquire(dataset: Any, raw: Any, out: Path, progress: Callable[[int, int | None], None]) -> None:
     """Pack one shard of a split."""
     source, split = dataset.source, raw.name.partition("-")[0]
-    chosen = shard(getattr(source, split), raw.index, getattr(dataset.shards, split), f"source.{split}")
+    chosen = filled(getattr(source, split), raw.index, getattr(dataset.shards, split), f"source.{split}")
     seeds = [[source.seed, split == "valid", number] for number in chosen]
     pictures = [
         Picture(f"image {seed[2]} of {split}", label(seed), partial(jpeg, seed, *source.edges)) for seed in seeds
