@@ -50,6 +50,7 @@ class Trainer:
         self.resumed_from: int | None = None  #: step of the checkpoint from which this process went on
         self._resumed = CheckpointRecord()
         self._made_with = run.model_dump(mode="json", include={"geometry", "threads", "loader"})
+        self._naive: dict[str, torch.Tensor] | None = None  # means over all validation samples
 
     def fit(self, on_epoch: Callable[[Epoch], None] = lambda record: None) -> list[Epoch]:
         """Train to the end; return the records of all epochs, each of which `on_epoch` is told as it comes."""
@@ -132,7 +133,9 @@ class Trainer:
             sums.add(losses | values)
 
         run_steps(add, self.valid_loader.epoch(0), range(len(self.valid_loader)), hooks)
-        means = sums.means(self.world.sum)
+        if self._naive is None:
+            self._naive = self._naive_means(hooks)
+        means = self._naive | sums.means(self.world.sum)
         loss = float(means.pop("valid_loss"))
         numbers = self.metrics.summarise(means)
         if missing := {metric.name for metric in self.metrics.described} - numbers.keys():
@@ -141,6 +144,13 @@ class Trainer:
                 f"`per_sample` and `summarise` give: {', '.join(numbers) or 'none'}"
             )
         return loss, numbers
+
+    def _naive_means(self, hooks: Sequence[Hook]) -> dict[str, torch.Tensor]:
+        """Return the means over all validation samples of what no training changes; each rank has its share of them."""
+        sums, size = MetricSum(), self.valid_loader.samples
+        shares = ((self.share.indices(number, size),) for number in range(len(self.valid_loader)))
+        run_steps(lambda indices: sums.add(self.metrics.naive(indices)), shares, range(len(self.valid_loader)), hooks)
+        return sums.means(self.world.sum)
 
     def resume(self) -> None:
         """Go on from the newest checkpoint, if there is one: the first rank chooses it, and all read the same."""

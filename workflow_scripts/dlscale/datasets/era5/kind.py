@@ -7,7 +7,7 @@ import itertools
 import pathlib
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, PositiveInt, field_validator, model_validator
 
 from dlscale.config.dataset import SPLITS, DatasetSettings, Path, Sha256, Storage, check_digests, refuse_changed
 from dlscale.core.schema import Strict
@@ -129,8 +129,26 @@ class PairSamples(Strict):
 
     kind: Literal["pairs"]
     dt: PositiveInt = Field(1, description="Stored time steps between input and target.")
+    history: list[PositiveInt] = Field(
+        [], description="Earlier states that are inputs, too, by their stored time steps before the input: [1, 2, 18, 24]."
+    )
+    clock: list[Literal["hour", "day"]] = Field(
+        [], description="Further inputs: sine and cosine of the hour of the day (UTC), of the day of the year."
+    )
     train: PositiveInt | None = Field(None, description="At most this many training samples an epoch; all if absent.")
     valid: PositiveInt | None = Field(None, description="At most this many, evenly spaced; all if absent.")
+
+    @field_validator("history", "clock")
+    @classmethod
+    def _once(cls, values: list[Any]) -> list[Any]:
+        for value in values:
+            if values.count(value) > 1:
+                raise ValueError(f"{value} stands twice")
+        return values
+
+    def channels(self, states: int) -> int:
+        """Return the channels of an input, given those of a state."""
+        return states * (1 + len(self.history)) + 2 * len(self.clock)
 
 
 class Era5(DatasetKind):
@@ -191,7 +209,8 @@ class Era5(DatasetKind):
         return tuple(edge // dataset.downsample for edge in size) if size else None
 
     def available(self, samples: PairSamples, rows: list[int]) -> int | None:
-        return sum(max(count - samples.dt, 0) for count in rows)
+        # As in training; elsewhere a history may reach into the file before.
+        return sum(max(count - samples.dt - max(samples.history, default=0), 0) for count in rows)
 
 
 def _years(period: tuple[dt.date, dt.date] | None) -> list[tuple[dt.date, dt.date]]:
