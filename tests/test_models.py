@@ -438,7 +438,8 @@ def test_static_fields_are_further_inputs() -> None:
     torch.manual_seed(0)
     x, fixed = torch.randn(2, 3, 8, 18), torch.randn(2, 8, 18)
     model, wide = (
-        vit(in_channels=channels, residual="linear", **more).eval() for channels, more in ((3, {"static": fixed}), (5, {}))
+        vit(in_channels=channels, residual="linear", **more).eval()
+        for channels, more in ((3, {"static": fixed}), (5, {}))
     )
     wide.load_state_dict(roughened(model).state_dict())  # the fields are no weights
     torch.testing.assert_close(model(x), wide(torch.cat([x, fixed.expand(2, -1, -1, -1)], dim=1)))

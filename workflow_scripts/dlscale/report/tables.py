@@ -48,7 +48,7 @@ class ChannelTable:
     metric: Metric
     channels: list[tuple[str, str]]  #: Names and units.
     naive: list[Cell] | None  #: The error of the naive answer by channel, where all runs share it.
-    rivals: list[tuple[str, list[Cell]]]  #: Those of naive answers that are weaker, by what they are called.
+    rivals: list[tuple[str, list[Cell]]]  #: Those of each of several naive answers, of which it is the least.
     rows: list[tuple[str, list[Cell]]]
     of: int  #: Runs in all; `rows` may hold fewer.
 
@@ -113,13 +113,9 @@ def channel_tables(plan: PlanResult, shown: Sequence[RunResult]) -> list[Channel
         channels = [(metric.channel, unit(metric.unit)) for metric in metrics]
         answers = _shared(last, [metric.naive for metric in metrics])
         shared = answers if any(cell.text != NONE for cell in answers) else None
-        weaker = [
-            (called, _shared(last, [metric.name for metric in others]))
-            for called, others in rivals.items()
-            if shared and called != metrics[0].answer
-        ]
+        each = [(called, _shared(last, [metric.name for metric in of])) for called, of in rivals.items() if shared]
         rows = [(label, [_error(metric, values) for metric in metrics]) for label, values in last]
-        tables.append(ChannelTable(metrics[0], channels, shared, weaker, rows, len(plan.trained)))
+        tables.append(ChannelTable(metrics[0], channels, shared, each, rows, len(plan.trained)))
     return tables
 
 

@@ -81,7 +81,6 @@ class Era5Metrics(Metrics):
         self.scale = torch.tensor([t.scale for t in info.transforms])
         self.answers = NaiveAnswers(manifest, run.samples, self.weights, device)
         self.called = {name: ANSWERS[name] for name in self.answers.names}
-        self.strongest: list[str] = []  #: Of each channel, by name, once they are known.
         self.climatology: torch.Tensor | None = None
         if extra.climatology:
             file = np.load(manifest.path(extra.climatology), allow_pickle=False)
@@ -91,8 +90,7 @@ class Era5Metrics(Metrics):
 
     @property
     def described(self) -> list[Metric]:
-        one = len(set(self.strongest)) == 1
-        answer = self.called[self.strongest[0]] if one else "the strongest of several naive answers"
+        answer = "the strongest naive answer"
         kinds = {
             "rmse": ("RMSE", "root-mean-square error over all validation samples and points, in physical units"),
             "rmse_normalised": (
@@ -152,8 +150,7 @@ class Era5Metrics(Metrics):
 
         rmse = means["square"].sqrt() * self.scale
         errors = {name: means[f"{name}_square"].sqrt() * self.scale for name in self.called}
-        naive, which = torch.stack(list(errors.values())).min(dim=0)
-        self.strongest = [list(errors)[index] for index in which.tolist()]
+        naive = torch.stack(list(errors.values())).amin(dim=0)
         scores = {"rmse": rmse, "rmse_normalised": means["root"], "naive_rmse": naive}
         scores |= {f"{name}_rmse": error for name, error in errors.items()}
         scores["skill"] = 1 - rmse / naive
@@ -218,9 +215,9 @@ class Era5ViT(Study):
         return {"relative_l2": relative_l2, "l1": l1, "l2": l2}[run.loss.kind]
 
     def loss_info(self, run: Any) -> LossInfo:
-        if run.loss.kind == "relative_l2":
-            return LossInfo(title="relative L2", unit="no unit")
-        return LossInfo(title="L1", unit="model units") if run.loss.kind == "l1" else LossInfo(title="L2", unit="no unit")
+        infos = {"relative_l2": ("relative L2", "no unit"), "l1": ("L1", "model units"), "l2": ("L2", "no unit")}
+        title, unit = infos[run.loss.kind]
+        return LossInfo(title=title, unit=unit)
 
     def metrics(self, run: Any, manifest: Manifest, device: torch.device) -> Era5Metrics:
         return Era5Metrics(run, manifest, device)

@@ -130,7 +130,8 @@ class PairSamples(Strict):
     kind: Literal["pairs"]
     dt: PositiveInt = Field(1, description="Stored time steps between input and target.")
     history: list[PositiveInt] = Field(
-        [], description="Earlier states that are inputs, too, by their stored time steps before the input: [1, 2, 18, 24]."
+        [],
+        description="Earlier states that are inputs, too, by their stored time steps before the input: [1, 2, 18, 24].",
     )
     clock: list[Literal["hour", "day"]] = Field(
         [], description="Further inputs: sine and cosine of the hour of the day (UTC), of the day of the year."

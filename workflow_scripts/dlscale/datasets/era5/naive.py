@@ -6,12 +6,12 @@ input x(t), the lead d and the mean state m(hour) of each hour of day, they are
 - persistence: x(t)
 - climatology: m(t + d)
 - the mean diurnal change: x(t) + m(t + d) - m(t)
-- the damped anomaly: m(t + d) + a (x(t) - m(t)), where a, of each channel, has the least squared error on training pairs
+- the damped anomaly: m(t + d) + a (x(t) - m(t)), where a, of each channel, has the least squared error in training
 - yesterday's change: x(t) + x(t - 24 h + d) - x(t - 24 h), and for longer leads that of the last day that was over
 
 Where nobody knows the times, m is the mean over all training times, and the mean diurnal change is nothing of its own;
-without means, or where a day is no whole number of steps, the answers that need them are left out. Where the data do not
-reach back to yesterday, its change is persistence.
+without means, or where a day is no whole number of steps, the answers that need them are left out. Where the data do
+not reach back to yesterday, its change is taken to be zero.
 """
 
 from __future__ import annotations

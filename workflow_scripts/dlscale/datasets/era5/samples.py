@@ -113,15 +113,15 @@ class Joined(Reader):
 
 
 class InformedPairs(ArrangedSamples):
-    """Pairs whose input is more than a state: its channels, then those of each time of the history, then the clock's."""
+    """Pairs whose input is more than a state: its channels, those of each time of the history, those of the clock."""
 
     def __init__(self, pairs: Pairs, manifest: Manifest, split: str, settings: PairSamples) -> None:
         self._extra, self._files = Extra.of(manifest), manifest.files(split)
         self._lags, self._clock = [0, *settings.history], settings.clock
         if self._clock and not self._extra.starts:
             raise UserError(
-                f"{manifest.folder}: samples.clock: nobody knows the times of these files; expected a dataset `time` in "
-                "each (hours since 1970-01-01), or names that are years; leave the key out"
+                f"{manifest.folder}: samples.clock: nobody knows the times of these files; expected a dataset `time` "
+                "in each (hours since 1970-01-01), or names that are years; leave the key out"
             )
         channels, *grid = pairs.target_spec.shape
         super().__init__(pairs, ArraySpec((settings.channels(channels), *grid)))
