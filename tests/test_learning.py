@@ -142,8 +142,7 @@ def test_the_shipped_plan_beats_all_naive_answers_on_a_real_month(
         return float(np.sqrt((square * weights).sum() / weights.sum()))
 
     mean = before.reshape(24, 24, 33, 49).mean(axis=0)
-    some = fitted[np.arange(128) * len(fitted) // 128]
-    now, then = (kelvin[some + lead] - mean[(some + lead) % 24] for lead in (0, 6))
+    now, then = (kelvin[fitted + lead] - mean[(fitted + lead) % 24] for lead in (0, 6))
     damping = (now * then * weights).sum() / (now * now * weights).sum()
     naive = {
         "persistence": kelvin[issued],

@@ -17,6 +17,7 @@ not reach back to yesterday, its change is taken to be zero.
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import numpy as np
@@ -38,8 +39,9 @@ ANSWERS = {
     "damped": "the damped anomaly",
     "yesterday": "yesterday's change",
 }
-#: Training pairs at most, evenly spread, that the damping is fitted to: it is one number of each channel.
-FITTED = 128
+#: Values of training states that the damping, one number of each channel, is fitted to, and pairs at least: of large
+#: fields some pairs, evenly spread, are enough.
+FITTED, PAIRS = 2**25, 64
 
 
 class NaiveAnswers:
@@ -88,7 +90,9 @@ class NaiveAnswers:
         plain = self._samples.model_copy(update={"history": [], "clock": [], "train": None})
         states = _States(self._manifest, "train", plain)
         cross = square = torch.zeros((), dtype=torch.float64)
-        for index in sampling.evenly(len(states.row), FITTED):
+        info = self._manifest.fields["fields"]
+        wanted = max(PAIRS, FITTED // (len(info.channels) * math.prod(info.grid)))
+        for index in sampling.evenly(len(states.row), wanted):
             (x, y), (now, then) = self._pair(states, int(index)), self._means_of(states, int(index))
             x, y = x - now, y - then
             cross = cross + (x * y * self._weights).sum(dim=(-2, -1)).double().cpu()
