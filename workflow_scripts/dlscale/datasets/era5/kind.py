@@ -210,8 +210,8 @@ class Era5(DatasetKind):
         return tuple(edge // dataset.downsample for edge in size) if size else None
 
     def available(self, samples: PairSamples, rows: list[int]) -> int | None:
-        # As in training; elsewhere a history may reach into the file before.
-        return sum(max(count - samples.dt - max(samples.history, default=0), 0) for count in rows)
+        # At most: of a history, times tell whether it is there.
+        return sum(max(count - samples.dt, 0) for count in rows)
 
 
 def _years(period: tuple[dt.date, dt.date] | None) -> list[tuple[dt.date, dt.date]]:
