@@ -101,6 +101,8 @@ class ViT(nn.Module):
         Keep only each block's input for the backward pass, and compute the block again there.
     """
 
+    static: torch.Tensor | None
+
     def __init__(
         self,
         image_size: tuple[int, int],
@@ -152,7 +154,7 @@ class ViT(nn.Module):
         if residual == "linear":
             self.linear = nn.Conv2d(channels, out_channels, kernel_size=1)
             nn.init.dirac_(self.linear.weight)
-            nn.init.zeros_(self.linear.bias)
+            nn.init.zeros_(self.linear.get_parameter("bias"))
 
     def forward(self, x_BCHW: torch.Tensor) -> torch.Tensor:
         """Map [B, in_channels, H, W] to [B, out_channels, H, W]."""
