@@ -198,7 +198,7 @@ def test_samples_are_counted_where_the_dataset_is(tmp_path: Path) -> None:
     assert cost.estimate(work(load(tmp_path), "era5_uk.vit", "throughput"), tmp_path).basis == "measured"
     manifest(tmp_path, "era5_uk", train=[100, 50, 5], valid=[30])
     found = cost.estimate(here, tmp_path)
-    assert found.basis == "measured" and found.seconds == pytest.approx((40 * 138 + 41 * 24 / 3) / 10 + 120)
+    assert found.basis == "measured" and found.seconds == pytest.approx((25 * 138 + 26 * 24 / 3) / 10 + 120)
 
 
 def test_no_more_samples_than_there_are(tmp_path: Path) -> None:

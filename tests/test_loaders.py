@@ -28,6 +28,7 @@ from dlscale.core import registry
 from dlscale.core.errors import UserError
 from dlscale.data import store
 from dlscale.data.loaders import direct_loader, settings
+from dlscale.data.loaders.arranged import ArrangedLoader
 from dlscale.data.loaders.base import AS_DECLARED, Delivery, Loader, Share
 from dlscale.data.loaders.decode import stored_fields
 from dlscale.data.loaders.direct_device import Streamed
@@ -41,7 +42,7 @@ from dlscale.datasets.cosmo.channels import CHANNELS
 from dlscale.datasets.cosmo.kind import CropSamples
 from dlscale.datasets.cosmo.samples import Crops
 from dlscale.datasets.era5.kind import PairSamples
-from dlscale.datasets.era5.samples import Pairs
+from dlscale.datasets.era5.samples import InformedPairs, Pairs, open_samples
 from tests.conftest import ROOT, TINY, make_run
 from tests.manifests import manifest_of
 from tests.waiting import PATIENCE, until
@@ -114,8 +115,8 @@ def crops(folder: Path, layout: dict[str, Any], split: str = "train", files: int
     return Crops(manifest, split, CropSamples(kind="crops", crop=6, train=29, valid=8), seed=4)
 
 
-def pairs(folder: Path, layout: dict[str, Any], split: str = "train") -> Pairs:
-    """Return the 14 pairs of two series of 6 channels on 5 x 8 points, of which 4 x 8 are kept."""
+def series(folder: Path, layout: dict[str, Any], split: str = "train") -> Manifest:
+    """Return the manifest of two series of 6 channels on 5 x 8 points, of which 4 x 8 are kept."""
     names = tuple(f"channel{number}" for number in range(6))
     transforms = tuple(Transform("linear", 100.0 * number, 0.5 + number) for number in range(6))
     fields = [Field("fields", names, ("1",) * 6, (times, 6, 5, 8), 1, transforms) for times in TIMES]
@@ -124,8 +125,23 @@ def pairs(folder: Path, layout: dict[str, Any], split: str = "train") -> Pairs:
         if not path.exists():
             write_field(path, field, number, layout)
     described = {split: [(f"{number}.h5", times) for number, times in enumerate(TIMES)]}
-    manifest = manifest_of(folder, "era5", fields[:1], described, grid=[4, 8], stored="physical")
-    return Pairs(manifest, split, PairSamples(kind="pairs"), seed=4)
+    return manifest_of(folder, "era5", fields[:1], described, grid=[4, 8], stored="physical")
+
+
+def pairs(folder: Path, layout: dict[str, Any], split: str = "train") -> Pairs:
+    """Return the 14 pairs of the two series."""
+    return Pairs(series(folder, layout, split), split, PairSamples(kind="pairs"), seed=4)
+
+
+def informed(folder: Path, layout: dict[str, Any], split: str) -> InformedPairs:
+    """Return the same series as a training and a validation file, of which one goes on where the other ends."""
+    manifest = series(folder, layout)
+    first, second = manifest.splits["train"]
+    extra = {"step_hours": 6.0, "starts": {"0.h5": 0.0, "1.h5": 42.0}, "before": {"1.h5": "0.h5"}}
+    manifest = manifest.model_copy(update={"extra": extra, "splits": {"train": [first], "valid": [second]}})
+    samples = open_samples(manifest, split, PairSamples(kind="pairs", history=[1, 3], clock=["hour", "day"]), 4)
+    assert isinstance(samples, InformedPairs)
+    return samples
 
 
 CASES = [
@@ -248,6 +264,23 @@ def test_every_loader_yields_the_one_stream(tmp_path: Path, name: str, make: Any
         assert (loader.samples, len(loader)) == (samples.size, share.steps(samples.size))
         for epoch in (0, 3):
             check(batches(loader, epoch), expected(make(tmp_path, layout), share, epoch))
+
+
+@pytest.mark.parametrize("split", ["train", "valid"])
+@pytest.mark.parametrize("name", [marked(name) for name in LOADERS])
+def test_every_loader_tells_the_history_and_the_time(tmp_path: Path, name: str, split: str) -> None:
+    """Bit by bit; of the validation file the first histories lie in the file before."""
+    layout = {} if name in ("dali", "dali, raw") else {"dtype": "float16"}  # they need files of one type
+    samples = informed(tmp_path, layout, split)
+    assert samples.size == {"train": 3, "valid": 8}[split]
+    assert samples.input_spec.shape == (6 * 3 + 4, 4, 8)
+    for rank in range(2):
+        share = Share(3, rank, 2)
+        inner = LOADERS[name](samples.boxes, share, 0 if name == "torch" else 2)
+        with closing(ArrangedLoader(inner, samples, share, CPU)) as loader:
+            assert (loader.samples, len(loader)) == (samples.size, share.steps(samples.size))
+            for epoch, start in ((0, 0), (3, 0), (3, len(loader) - 1)):
+                check(batches(loader, epoch, start), expected(informed(tmp_path, layout, split), share, epoch, start))
 
 
 @pytest.mark.parametrize(

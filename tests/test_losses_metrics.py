@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import h5py
@@ -13,13 +14,14 @@ import torch
 from dlscale.config.run import RunCore
 from dlscale.core.errors import UserError
 from dlscale.data.manifest import Manifest
-from dlscale.models.losses import l1, relative_l2
+from dlscale.datasets.era5.kind import PairSamples
+from dlscale.models.losses import l1, l2, relative_l2
 from dlscale.models.metrics import MetricSum, anomaly_correlation, latitude_weights, mean_square
 from dlscale.studies.base import Metrics
 from dlscale.studies.cosmo_unet import STUDY as COSMO_UNET
 from dlscale.studies.era5_vit import STUDY as ERA5_VIT
 from tests.conftest import COSMO as COSMO_DATA
-from tests.conftest import COSMO_RUN, ERA5_RUN, make_run
+from tests.conftest import COSMO_RUN, ERA5_RUN, make_dataset, make_run
 from tests.conftest import ERA5 as ERA5_DATA
 
 CPU = torch.device("cpu")
@@ -68,6 +70,11 @@ def test_relative_l2_is_the_flattened_one_bit_by_bit() -> None:
     assert flat.grad is not None
     assert torch.equal(plain.grad, flat.grad)  # type: ignore[arg-type]
     torch.testing.assert_close(last.grad, flat.grad)
+
+
+def test_l2_is_the_mean_square() -> None:
+    p, t = random(3, 2, 4, 5), random(3, 2, 4, 5, seed=1)
+    np.testing.assert_allclose(l2(f32(p), f32(t)).numpy(), ((p - t) ** 2).mean(axis=(1, 2, 3)), rtol=1e-5)
 
 
 def test_relative_l2_is_each_samples_ratio() -> None:
@@ -171,7 +178,9 @@ def summary(metrics: Any, x: torch.Tensor, y: torch.Tensor, p: torch.Tensor, bat
     for start in range(0, len(x), batch):
         part = slice(start, start + batch)
         total.add(metrics.per_sample(x[part], y[part], p[part]))
-    found: dict[str, float] = metrics.summarise(total.means())
+    naive = MetricSum()
+    naive.add(metrics.naive(range(len(x))))
+    found: dict[str, float] = metrics.summarise(naive.means() | total.means())
     assert sorted(found) == sorted(metric.name for metric in metrics.described), "every number is described"
     assert all(metric.naive is None or metric.naive in found for metric in metrics.described)
     return found
@@ -181,8 +190,39 @@ def units_of(metrics: Metrics) -> dict[str, str]:
     return {metric.name: metric.unit for metric in metrics.described}
 
 
-def test_era5_metrics_are_plain_numpy_in_physical_units(era5_data: Path) -> None:
+def naive_answers(data: Path, states: np.ndarray, dt: int, w: np.ndarray) -> dict[str, np.ndarray]:
+    """Answers [pairs, C, H, W] to the pairs of a validation file that begins at midnight, 6-hourly, from the files."""
+    years = []
+    for year in (2001, 2002):
+        with h5py.File(data / "train" / f"{year}.h5") as file:
+            years.append(file["fields"][:].astype(np.float64))
+    mean = np.stack([np.concatenate([year[hour::4] for year in years]).mean(axis=0) for hour in range(4)])
+    top = bottom = 0.0
+    for year in years:
+        now = np.array([year[t] - mean[t % 4] for t in range(len(year) - dt)])
+        then = np.array([year[t + dt] - mean[(t + dt) % 4] for t in range(len(year) - dt)])
+        top, bottom = (total + (w * now * other).sum(axis=(0, 2, 3)) for total, other in ((top, then), (bottom, now)))
+    factor = (top / bottom)[:, None, None]
+    back = 4 * -(-dt // 4)
+    answers: dict[str, list[np.ndarray]] = {}
+    for t in range(len(states) - dt):
+        x, now, then = states[t], mean[t % 4], mean[(t + dt) % 4]
+        change = states[t - back + dt] - states[t - back] if t >= back else 0
+        for name, answer in {
+            "persistence": x,
+            "climatology": then,
+            "diurnal": x + then - now,
+            "damped": then + factor * (x - now),
+            "yesterday": x + change,
+        }.items():
+            answers.setdefault(name, []).append(answer)
+    return {name: np.stack(each) for name, each in answers.items()}
+
+
+@pytest.mark.parametrize("dt", [1, 3, 6])
+def test_era5_metrics_are_plain_numpy_in_physical_units(era5_data: Path, dt: int) -> None:
     manifest = Manifest.read(era5_data / "manifest.json")
+    run = SimpleNamespace(samples=PairSamples(kind="pairs", dt=dt))
     info = manifest.fields["fields"]
     with h5py.File(era5_data / "valid" / "2003.h5") as file:
         fields = file["fields"][:].astype(np.float64)
@@ -190,19 +230,23 @@ def test_era5_metrics_are_plain_numpy_in_physical_units(era5_data: Path) -> None
         np.load(era5_data / "stats" / f"global_{name}.npy")[0].astype(np.float64) for name in ("means", "stds")
     )
     climatology = np.load(era5_data / "stats" / "time_means.npy")[0].astype(np.float64)
-    x, y = fields[:11], fields[1:12]
-    p = y + std * 0.3 * random(*y.shape) * np.linspace(0.5, 2, 11)[:, None, None, None]  # samples of unequal error
+    x, y = fields[:-dt], fields[dt:]
+    p = y + std * 0.3 * random(*y.shape) * np.linspace(0.5, 2, len(y))[:, None, None, None]  # of unequal error
     w = np.cos(np.radians(manifest.extra["latitude"]))
     w = (w / w.mean())[:, None]
 
     normal = [f32((value - mean) / std) for value in (x, y, p)]
-    found = summary(ERA5_VIT.metrics(None, manifest, CPU), *normal, batch=4)
+    metrics = ERA5_VIT.metrics(run, manifest, CPU)
+    found = summary(metrics, *normal, batch=4)
+    answers = naive_answers(era5_data, fields, dt, w)
     for c, name in enumerate(info.channels):
         rmse = np.sqrt((w * (p - y)[:, c] ** 2).mean())
-        persistence = np.sqrt((w * (x - y)[:, c] ** 2).mean())
+        naive = {key: np.sqrt((w * (answer - y)[:, c] ** 2).mean()) for key, answer in answers.items()}
         assert found[f"rmse/{name}"] == pytest.approx(rmse, rel=1e-4)
-        assert found[f"persistence_rmse/{name}"] == pytest.approx(persistence, rel=1e-4)
-        assert found[f"skill/{name}"] == pytest.approx(1 - rmse / persistence, abs=1e-4)
+        for key, error in naive.items():
+            assert found[f"{key}_rmse/{name}"] == pytest.approx(error, rel=1e-4), key
+        assert found[f"naive_rmse/{name}"] == pytest.approx(min(naive.values()), rel=1e-4)
+        assert found[f"skill/{name}"] == pytest.approx(1 - rmse / min(naive.values()), abs=1e-4)
         roots = np.sqrt((w * ((p - y)[:, c] / std[c]) ** 2).mean(axis=(1, 2)))
         assert found[f"rmse_normalised/{name}"] == pytest.approx(roots.mean(), rel=1e-4)
         assert abs(found[f"rmse_normalised/{name}"] - rmse / std[c].item()) > 1e-3, "root of means, mean of roots"
@@ -210,14 +254,56 @@ def test_era5_metrics_are_plain_numpy_in_physical_units(era5_data: Path) -> None
         sums = ((w * one * two).sum(axis=(1, 2)) for one, two in ((a, b), (a, a), (b, b)))
         cross, aa, bb = sums
         assert found[f"acc/{name}"] == pytest.approx((cross / np.sqrt(aa * bb)).mean(), rel=1e-3)
-        assert units_of(ERA5_VIT.metrics(None, manifest, CPU))[f"rmse/{name}"] == info.units[c]
+        assert units_of(metrics)[f"rmse/{name}"] == units_of(metrics)[f"damped_rmse/{name}"] == info.units[c]
 
-    perfect = summary(ERA5_VIT.metrics(None, manifest, CPU), normal[0], normal[1], normal[1], batch=4)
-    lazy = summary(ERA5_VIT.metrics(None, manifest, CPU), normal[0], normal[1], normal[0], batch=4)
+    perfect = summary(ERA5_VIT.metrics(run, manifest, CPU), normal[0], normal[1], normal[1], batch=4)
     for name in info.channels:
         assert perfect[f"acc/{name}"] == pytest.approx(1, abs=1e-6)
         assert (perfect[f"rmse/{name}"], perfect[f"skill/{name}"]) == (0, 1)
-        assert lazy[f"skill/{name}"] == pytest.approx(0, abs=1e-6)
+
+
+def test_naive_answers_go_without_what_nobody_knows(era5_data: Path) -> None:
+    """Without times the climatology is that of all times; without it, or without days, some answers are none."""
+    manifest = Manifest.read(era5_data / "manifest.json")
+    run = SimpleNamespace(samples=PairSamples(kind="pairs"))
+    every = ["persistence", "climatology", "diurnal", "damped", "yesterday"]
+    for missing, left in (
+        ({}, every),
+        ({"starts": {}}, ["persistence", "climatology", "damped", "yesterday"]),
+        ({"starts": {}, "hour_means": None, "climatology": None}, ["persistence", "yesterday"]),
+        ({"step_hours": 5.0, "starts": {}, "hour_means": None}, ["persistence", "climatology", "damped"]),
+        ({"step_hours": None, "starts": {}, "climatology": None}, ["persistence"]),
+    ):
+        poorer = manifest.model_copy(update={"extra": manifest.extra | missing})
+        metrics = ERA5_VIT.metrics(run, poorer, CPU)
+        assert list(metrics.called) == left
+        assert {name: values.shape for name, values in metrics.naive(range(3, 5)).items()} == {
+            f"{name}_square": (2, len(manifest.fields["fields"].channels)) for name in left
+        }
+
+
+def test_yesterday_may_lie_in_the_file_before(era5_data: Path, tmp_path: Path) -> None:
+    """Two periods of one series: the first pairs' yesterday is in the training file."""
+    channels = Manifest.read(era5_data / "manifest.json").fields["fields"].channels[:1]
+    settings = {
+        "kind": "era5",
+        "source": {"kind": "files", "paths": [str(era5_data / "source" / "2001.nc")]},
+        "channels": channels,
+        "split": {"train": ["2001-01-01", "2001-01-03"], "valid": ["2001-01-04", "2001-01-05"]},
+    }
+    manifest = Manifest.read(make_dataset(tmp_path / "data", settings) / "manifest.json")
+    with h5py.File(era5_data / "source" / "2001.nc") as file:
+        states = file[channels[0]][()].astype(np.float64)
+    w = np.cos(np.radians(manifest.extra["latitude"]))
+    w = (w / w.mean())[:, None]
+    run = SimpleNamespace(samples=PairSamples(kind="pairs"))
+    errors = ERA5_VIT.metrics(run, manifest, CPU).naive(range(7))["yesterday_square"]
+    issued = np.arange(12, 19)
+    wrong = states[issued] + states[issued - 3] - states[issued - 4] - states[issued + 1]
+    expected = (w * wrong**2).mean(axis=(1, 2)) / manifest.fields["fields"].std[0] ** 2
+    np.testing.assert_allclose(errors[:, 0].numpy(), expected, rtol=1e-4)
+    means = np.load(tmp_path / "data" / manifest.extra["hour_means"])
+    np.testing.assert_allclose(means[:, 0], states[:12].reshape(3, 4, *states.shape[1:]).mean(axis=0), rtol=1e-5)
 
 
 def physical(y: np.ndarray) -> np.ndarray:

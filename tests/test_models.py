@@ -49,6 +49,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "unet": (unet, (2, 4, 16, 8, 8)),
     "unet_blocks": (lambda: unet(space_to_depth=True), (2, 4, 16, 8, 8)),
     "vit": (vit, (2, 3, 8, 18)),
+    "vit_linear": (lambda: vit(residual="linear", static=torch.ones(1, 8, 18)), (2, 3, 8, 18)),
     "vit_residual": (lambda: vit(residual=True, dropout=0.1, attention_dropout=0.1), (2, 3, 8, 18)),
 }
 every_model = pytest.mark.parametrize("name", MODELS)
@@ -384,8 +385,8 @@ def layer_norm(x: np.ndarray, weight: np.ndarray, bias: np.ndarray) -> np.ndarra
     return centred / np.sqrt(np.square(centred).mean(axis=-1, keepdims=True) + 1e-6) * weight + bias
 
 
-@pytest.mark.parametrize("residual", [False, True])
-def test_vit_is_its_explicit_form(residual: bool) -> None:
+@pytest.mark.parametrize("residual", [False, True, "linear"])
+def test_vit_is_its_explicit_form(residual: bool | str) -> None:
     torch.manual_seed(0)
     settings = {"in_channels": 3, "out_channels": 2, "residual": residual, "mlp_ratio": 3.0}
     model = roughened(vit(**settings).double()).eval()
@@ -414,9 +415,34 @@ def test_vit_is_its_explicit_form(residual: bool) -> None:
     for (i, j), token in zip(np.ndindex(grid), y, strict=True):
         for r, c, channel in np.ndindex(rows, columns, 2):
             expected[channel, rows * i + r, columns * j + c] = token[(r * columns + c) * 2 + channel]
-    if residual:
+    if residual == "linear":
+        expected = expected + np.einsum("oi,ihw->ohw", w["linear.weight"][:, :, 0, 0], fields)
+        expected = expected + w["linear.bias"][:, None, None]
+    elif residual:
         expected = expected + fields[:2]
     np.testing.assert_allclose(model(x[None])[0].detach().numpy(), expected, rtol=0, atol=1e-10)
+
+
+def test_the_linear_part_begins_as_the_state() -> None:
+    torch.manual_seed(0)
+    model, x = vit(in_channels=4, out_channels=2, residual="linear").eval(), torch.randn(2, 4, 8, 18)
+    state = vit(in_channels=4, out_channels=2, residual=True).eval()
+    state.load_state_dict({key: value for key, value in model.state_dict().items() if "linear" not in key})
+    torch.testing.assert_close(model(x), state(x))
+    model(x).sum().backward()
+    assert model.linear is not None and model.linear.weight.grad is not None
+    torch.testing.assert_close(model.linear.weight.grad[0, :, 0, 0], x.sum(dim=(0, 2, 3)), rtol=1e-4, atol=1e-4)
+
+
+def test_static_fields_are_further_inputs() -> None:
+    torch.manual_seed(0)
+    x, fixed = torch.randn(2, 3, 8, 18), torch.randn(2, 8, 18)
+    model, wide = (
+        vit(in_channels=channels, residual="linear", **more).eval()
+        for channels, more in ((3, {"static": fixed}), (5, {}))
+    )
+    wide.load_state_dict(roughened(model).state_dict())  # the fields are no weights
+    torch.testing.assert_close(model(x), wide(torch.cat([x, fixed.expand(2, -1, -1, -1)], dim=1)))
 
 
 def test_patches_come_back_where_they_came_from() -> None:

@@ -1041,6 +1041,36 @@ def test_more_is_better_than_a_naive_answer(results: Results) -> None:
     assert "less error" not in page.text and "naive answerone that needs no learning: the commonest digit" in page.text
 
 
+def test_weaker_naive_answers_stand_below_the_strongest(results: Results) -> None:
+    """Each in a row of the table that they are measured by, in none of their own."""
+    folder = results.run("p", "a")
+    provenance = records.Provenance.read(folder / "provenance.json")
+    rivals = [
+        *of_channels(WINDS, "day_rmse", "RMSE of yesterday", rival="yesterday's weather"),
+        *of_channels(WINDS, "lazy_rmse", "RMSE of persistence", rival="persistence"),
+    ]
+    metrics = [
+        metric.model_copy(update={"answer": "the strongest naive answer"}) if metric.answer else metric
+        for metric in provenance.metrics
+    ]
+    provenance.model_copy(update={"metrics": [*metrics, *rivals]}).write(folder / "provenance.json")
+    more = '"day_rmse/u10":4.5,"day_rmse/t2m":5.5,"lazy_rmse/u10":2.0,"lazy_rmse/t2m":2.67,'
+    lines = (folder / "metrics.jsonl").read_text()
+    (folder / "metrics.jsonl").write_text(lines.replace('"rmse/u10":', more + '"rmse/u10":'))
+    results.plan("p", {"a": "a"}, measure=("train",))
+    page = Page(results.report())
+    (table,) = [table for table in page.tables if "naive" in table[1][0]]
+    assert [row[:3] for row in table[1:4]] == [
+        ["the strongest naive answer", "2.00", "2.67"],
+        ["naive answer: yesterday's weather", "4.50", "5.50"],
+        ["naive answer: persistence", "2.00", "2.67"],
+    ]
+    assert table[4][0] == "a"
+    assert not [each for each in page.tables if each is not table and "5.50" in str(each)]
+    assert "error than the strongest naive answer, persistence (2.00 m s⁻¹)" in page.text
+    assert "one that needs no learning: yesterday's weather; persistence" in page.text
+
+
 def test_hundreds_of_runs_stay_readable(results: Results) -> None:
     template = results.run("big", "r0", epochs=3)
     for index in range(1, 300):

@@ -36,7 +36,7 @@ from dlscale.datasets.cosmo.channels import CHANNELS
 from dlscale.datasets.cosmo.kind import CropSamples
 from dlscale.datasets.cosmo.samples import COUNT, SYMMETRIES, Crops, Symmetry, apply, vectors
 from dlscale.datasets.era5.kind import PairSamples
-from dlscale.datasets.era5.samples import Pairs
+from dlscale.datasets.era5.samples import InformedPairs, Pairs, open_samples
 from tests.conftest import ROOT
 from tests.manifests import manifest_of
 from tests.raw_files import CHANNELS_OF
@@ -484,6 +484,69 @@ def test_no_pair_at_all_is_one_message(series: Manifest) -> None:
         pairs(series, dt=14)
 
 
+def informed(manifest: Manifest, split: str = "train", seed: int = 0, **settings: Any) -> InformedPairs:
+    """Of the series, where the validation file begins where the last training file ends; times are 5 h apart."""
+    names = [file.path for split in ("train", "valid") for file in manifest.files(split)]
+    starts = {name: 24.0 * 365 * number + 7 for number, name in enumerate(names)}
+    starts[names[-1]] = starts[names[-2]] + 5 * manifest.files("train")[-1].rows
+    extra = {"starts": starts, "before": {names[-1]: names[-2]}, "step_hours": 5.0}
+    samples = open_samples(
+        manifest.model_copy(update={"extra": extra}), split, PairSamples(kind="pairs", **settings), seed
+    )
+    assert isinstance(samples, InformedPairs)
+    return samples
+
+
+@pytest.mark.parametrize("split", ["train", "valid"])
+@pytest.mark.parametrize(("history", "clock"), [([1], []), ([2, 1], ["hour"]), ([], ["day", "hour"])])
+def test_inputs_hold_earlier_states_and_the_time(
+    series: Manifest, split: str, history: list[int], clock: list[str]
+) -> None:
+    """Pair by pair from the files; in validation the first ones begin in the file before, in training they are none."""
+    samples = informed(series, split, dt=2, history=history, clock=clock)
+    back, mean, scale = max(history, default=0), np.array([5, -3])[:, None, None], np.array([2, 4])[:, None, None]
+    raw = [content(series, file, "fields").astype(np.float64) for file in series.files(split)]
+    before = content(series, series.files("train")[-1], "fields").astype(np.float64)
+    offset = len(before) if split == "valid" else 0
+    if offset:
+        raw = [np.concatenate([before, *raw])]
+        assert 2 == len(before) >= back
+    pairs_of = [range(offset or back, len(states) - 2) for states in raw]
+    truth = {(file, row) for file, rows in enumerate(pairs_of) for row in rows}
+    assert samples.size == len(truth)
+    files = series.files(split)
+    starts = [24 * 365 * number + 7 for number in range(3)] if split == "train" else [24 * 365 * 2 + 7]
+    seen = set()
+    for index, (file, row) in enumerate(zip(*samples.boxes.places(1), strict=True)):
+        seen.add((int(file), int(row) + offset))
+        x, y = samples.read(1, index)
+        states = raw[file][:, :, :4, :4]
+        wanted = [(states[row + offset - lag] - mean) / scale for lag in (0, *history)]
+        hour = starts[file] + 5.0 * (row + offset)
+        moment = np.datetime64("1970-01-01T00") + np.timedelta64(int(hour), "h")
+        day = (moment - moment.astype("datetime64[Y]")) / np.timedelta64(1, "D")
+        for hand in clock:
+            angle = 2 * np.pi * ({"hour": hour % 24 / 24, "day": day / 365.25}[hand])
+            wanted += [np.full((1, 4, 4), np.sin(angle)), np.full((1, 4, 4), np.cos(angle))]
+        np.testing.assert_allclose(x, np.concatenate(wanted), rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(y, (states[row + offset + 2] - mean) / scale, rtol=1e-6)
+        assert x.dtype == np.float32 and x.shape == samples.input_spec.shape
+    assert seen == truth and len(files) == len(raw)
+    if split == "valid":  # those of a model that is told less, in their order
+        assert [int(row) for row in samples.boxes.places(0)[1]] == pairs(series, "valid", dt=2).places(0)[1].tolist()
+
+
+def test_what_a_history_does_not_reach_is_left_out(series: Manifest) -> None:
+    assert informed(series, "valid", dt=1, history=[3]).size == 20 - 1 - 3  # the file before has two times
+    assert informed(series, dt=1, history=[3]).size == (9 - 1 - 3) + (14 - 1 - 3)
+    with pytest.raises(UserError, match=r"no pair of states 1 steps apart .* with a history of 13 steps"):
+        informed(series, dt=1, history=[13])
+    with pytest.raises(UserError, match=r"samples\.clock: nobody knows the times"):
+        open_samples(series, "train", PairSamples(kind="pairs", clock=["hour"]), 0)
+    with pytest.raises(ValueError, match="1 stands twice"):
+        PairSamples(kind="pairs", history=[1, 2, 1])
+
+
 # ---- rows --------------------------------------------------------------------------------------------------
 
 
@@ -531,14 +594,16 @@ def test_fields_that_no_row_has_are_one_message(table: Manifest, volumes: Manife
 # ---- one stream, whoever reads it --------------------------------------------------------------------------
 
 
-@pytest.fixture(params=["crops", "pairs", "rows"])
+@pytest.fixture(params=["crops", "pairs", "informed", "rows"])
 def make(request: pytest.FixtureRequest, volumes: Manifest, series: Manifest) -> Any:
-    """Return a function that makes fresh training samples: 40 crops, 19 pairs or 19 rows."""
+    """Return a function that makes fresh training samples: 40 crops, 19 pairs, 19 rows."""
     if request.param == "rows":
         table = request.getfixturevalue("table")
         return lambda split="train", seed=0: rows(table, split, seed)
     if request.param == "crops":
         return lambda split="train", seed=0: crops(volumes, split, seed)
+    if request.param == "informed":
+        return lambda split="train", seed=0: informed(series, split, seed, dt=1, history=[1], clock=["hour"])
     return lambda split="train", seed=0: pairs(series, split, seed, dt=2)  # the last batch of 6 holds 1
 
 

@@ -77,6 +77,7 @@ class Metric(Record):
     better: Literal["lower", "higher"] = "lower"
     naive: str | None = None  #: Name of the metric that holds the same score of a naive answer, if there is one.
     answer: str = ""  #: What the naive answer is.
+    rival: str = ""  #: What a naive answer is called whose score this is, where there are several to choose from.
     derived: bool = False  #: Whether it follows from other metrics, as a skill does: the page then shows those.
 
     @property

@@ -120,11 +120,12 @@ def map_chunks(dataset: h5py.Dataset) -> tuple[np.ndarray, dict[tuple[int, ...],
     """Return a dataset's file, mapped, uint8 [bytes], and in it the values of each chunk by its first cell.
 
     What is in one piece is one chunk. There are none if values are compressed, of another byte order, oddly placed, in
-    another file, or in part never written.
+    another file, in memory, or in part never written.
     """
     plan = dataset.id.get_create_plist()
     foreign = (
-        not dataset.dtype.isnative
+        dataset.file.driver == "core"  # in memory already
+        or not dataset.dtype.isnative
         or plan.get_nfilters()
         or plan.get_external_count()
         or dataset.is_virtual

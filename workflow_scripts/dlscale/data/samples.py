@@ -11,13 +11,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from dlscale.data.buffers import Buffers
 from dlscale.data.manifest import FieldInfo, Manifest
 from dlscale.data.store import Reader
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -187,7 +190,8 @@ class BoxField:
         self.readers = [Reader(manifest.path(file), name) for file in manifest.files(split)]
         self.extent, self.symmetries, self.channel_axis = extent, symmetries, self._info.channel_axis
         self.shape = (len(self._info.channels), *extent)
-        self.spec = ArraySpec((len(self._info.channels), *extent[self.channel_axis :]))
+        single = self.channel_axis == 1 and extent[0] == 1
+        self.spec = ArraySpec((len(self._info.channels), *extent[single:]))
         self._stored_shape = (*extent[: self.channel_axis], len(self._info.channels), *extent[self.channel_axis :])
         self._decoding: dict[int, np.ndarray] = {}
         self._buffers = Buffers()
@@ -242,3 +246,30 @@ class GridSamples(ABC):
         file, symmetry = int(boxes.file[index]), int(boxes.symmetry[index])
         x = self.input.read(file, boxes.input[index], symmetry)
         return x, self.target.read(file, boxes.target[index], symmetry)
+
+
+class ArrangedSamples(ABC):
+    """Samples on grids whose input is made of a box and a few numbers, where the model is. See `Samples`.
+
+    Loaders fetch the boxes as they fetch any; `dlscale.data.loaders.arranged` does the rest for all of them.
+    """
+
+    def __init__(self, boxes: GridSamples, input_spec: ArraySpec) -> None:
+        self.boxes, self.size = boxes, boxes.size
+        self.input_spec, self.target_spec = input_spec, boxes.target_spec
+
+    @abstractmethod
+    def numbers(self, epoch: int) -> np.ndarray:
+        """Return the numbers of all samples of an epoch, float32 [size, n]."""
+
+    @abstractmethod
+    def arrange(self, x: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+        """Return the inputs of B samples, in new memory, from their boxes [B, ...] and numbers [B, n]."""
+
+    def read(self, epoch: int, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """See `Samples`."""
+        import torch
+
+        x, y = self.boxes.read(epoch, index)
+        numbers = torch.from_numpy(self.numbers(epoch)[index : index + 1])
+        return self.arrange(torch.from_numpy(x)[None], numbers)[0].numpy(), y

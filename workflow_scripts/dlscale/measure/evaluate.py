@@ -16,7 +16,7 @@ from dlscale.core.records import Evaluation, Metric, Provenance
 from dlscale.core.text import number, unit
 from dlscale.parallel.world import join
 from dlscale.train.build import open_session
-from dlscale.train.validation import validate
+from dlscale.train.validation import naive_means, validate
 from dlscale.train.weights import load_weights
 
 if TYPE_CHECKING:
@@ -82,7 +82,8 @@ def evaluate(
         stack.callback(loader.close)
         metrics = session.study.metrics(run, session.manifest, world.device)
         logging.info("%s: %d samples of %s, on %s", file, loader.samples, split, world.device)
-        loss, numbers = validate(run.study, session.step, metrics, loader, world)
+        naive = naive_means(metrics, loader, session.share(), world)
+        loss, numbers = validate(run.study, session.step, metrics, loader, world, naive=naive)
     return Evaluation(
         weights=str(file),
         split=split,

@@ -42,12 +42,12 @@ class MetricSum:
         self._count = 0
 
     def add(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Add per-sample values: tensors whose first axis is B, the same B for all."""
+        """Add per-sample values, if any: tensors whose first axis is B, the same B for all."""
         for name, value in values.items():
             # Apple's GPUs have no float64; everywhere else the sums keep all digits.
             total = value.detach().to(torch.float32 if value.device.type == "mps" else torch.float64).sum(dim=0)
             self._sums[name] = self._sums[name] + total if name in self._sums else total
-        self._count += len(next(iter(values.values())))
+        self._count += len(next(iter(values.values()), ()))
 
     def means(self, over_all: Callable[[torch.Tensor], torch.Tensor] = lambda sums: sums) -> dict[str, torch.Tensor]:
         """Return the mean over all samples of each value, on the host. This waits for the device.
@@ -57,6 +57,8 @@ class MetricSum:
         over_all
             Adds up a tensor over all processes, each of which has seen some of the samples.
         """
+        if not self._sums:
+            return {}
         device = next(iter(self._sums.values())).device
         count = int(over_all(torch.tensor(self._count, device=device)))
         return {name: (over_all(total) / count).cpu() for name, total in self._sums.items()}

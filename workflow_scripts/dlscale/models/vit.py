@@ -5,6 +5,8 @@ Shape suffixes: B batch, C channels, H W the grid, N tokens, E embedding, A head
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -91,10 +93,15 @@ class ViT(nn.Module):
     drop_path
         Stochastic depth of the last block, rising linearly from 0 at the first.
     residual
-        Add the input's first out_channels to the output: predict the change.
+        Add the input's first out_channels to the output: predict the change. "linear": add a linear combination of all
+        channels, the same at all points; it is learnt with the rest and begins as the input's first out_channels.
+    static
+        Further channels that are the same for all inputs, [S, H, W].
     checkpointing
         Keep only each block's input for the backward pass, and compute the block again there.
     """
+
+    static: torch.Tensor | None
 
     def __init__(
         self,
@@ -109,7 +116,8 @@ class ViT(nn.Module):
         dropout: float = 0.0,
         attention_dropout: float = 0.0,
         drop_path: float = 0.0,
-        residual: bool = False,
+        residual: bool | Literal["linear"] = False,
+        static: torch.Tensor | None = None,
         checkpointing: bool = False,
     ) -> None:
         super().__init__()
@@ -125,7 +133,9 @@ class ViT(nn.Module):
             embed_dim // heads,
         )  #: heads, tokens, head dimension
         self._random = bool(dropout or attention_dropout or drop_path)
-        self.embedding = nn.Conv2d(in_channels, embed_dim, kernel_size=patch, stride=patch)
+        self.register_buffer("static", static, persistent=False)
+        channels = in_channels + (0 if static is None else len(static))
+        self.embedding = nn.Conv2d(channels, embed_dim, kernel_size=patch, stride=patch)
         self.position = nn.Parameter(torch.zeros(1, self.grid[0] * self.grid[1], embed_dim))
         self.dropout = nn.Dropout(dropout)
         self.blocks = nn.ModuleList(
@@ -140,9 +150,16 @@ class ViT(nn.Module):
                 nn.init.trunc_normal_(module.weight, std=0.02)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
+        self.linear: nn.Conv2d | None = None
+        if residual == "linear":
+            self.linear = nn.Conv2d(channels, out_channels, kernel_size=1)
+            nn.init.dirac_(self.linear.weight)
+            nn.init.zeros_(self.linear.get_parameter("bias"))
 
     def forward(self, x_BCHW: torch.Tensor) -> torch.Tensor:
         """Map [B, in_channels, H, W] to [B, out_channels, H, W]."""
+        if self.static is not None:
+            x_BCHW = torch.cat([x_BCHW, self.static.to(x_BCHW.dtype).expand(len(x_BCHW), -1, -1, -1)], dim=1)
         x_BNE = self.embedding(x_BCHW).flatten(2).transpose(1, 2)
         x_BNE = self.dropout(x_BNE + self.position)
         for block in self.blocks:
@@ -154,4 +171,6 @@ class ViT(nn.Module):
         y = self.head(self.norm(x_BNE))  # [B, N, rows * columns * C]
         y = y.unflatten(1, self.grid).unflatten(-1, (*self.patch, self.out_channels))  # [B, h, w, rows, columns, C]
         y_BCHW = y.permute(0, 5, 1, 3, 2, 4).flatten(4, 5).flatten(2, 3)
+        if self.linear is not None:
+            return self.linear(x_BCHW) + y_BCHW
         return x_BCHW[:, : self.out_channels] + y_BCHW if self.residual else y_BCHW

@@ -81,4 +81,5 @@ def quality(plan: PlanResult) -> View | None:
         naive = last.metrics.get(plan.lead.naive or "")
         lead = {"metric": plan.lead, "value": last.metrics[plan.lead.name], "naive": naive}
         lead["skill"] = plan.lead.skill(last.metrics)
+        lead["answer"] = plan.answer(plan.lead, last.metrics)
     return {"run": plan.best.label, "last": last, "lead": lead, "scores": scores[:BARS], "of": len(scores)}

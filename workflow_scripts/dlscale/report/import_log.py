@@ -14,13 +14,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dlscale.config.places import results_of
 from dlscale.core import registry
 from dlscale.core.errors import UserError, unknown
 from dlscale.core.events import events, scalar
 from dlscale.core.files import sha256, whole
 from dlscale.core.settings import validate
 from dlscale.core.text import many, shorten
-from dlscale.report.explain import results_of
 from dlscale.report.references import Over, Reference
 
 if TYPE_CHECKING:

@@ -51,7 +51,6 @@ def page(
     environment.filters |= {key: getattr(text, key) for key in ("number", "count", "unit", "size", "percent")}
     names = [folder.resolve().name for folder in folders]
     pictures = max(1, min(PREDICTIONS_OF_A_PLAN, PREDICTIONS // max(1, len(plans))))
-    metrics = [metric for plan in plans for metric in plan.described.values()]
     return environment.from_string(template).render(
         title=title,
         style=Markup(style),
@@ -63,7 +62,7 @@ def page(
         studies=[_study(name, plans) for name in dict.fromkeys(plan.record.study for plan in plans)],
         runs=sum(len(plan.runs) for plan in plans),
         devices=devices(run for plan in plans for run in plan.runs),
-        answers=list(dict.fromkeys(metric.answer for metric in metrics if metric.answer)),
+        answers=list(dict.fromkeys(answer for plan in plans for answer in plan.answers)),
     )
 
 

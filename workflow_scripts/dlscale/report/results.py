@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -163,6 +163,19 @@ class PlanResult:
         """The metric that says best how good a run is: the first with a naive answer, or else the first of all."""
         candidates = [metric for metric in self.described.values() if not metric.derived]
         return next((metric for metric in candidates if metric.naive), next(iter(candidates), None))
+
+    @property
+    def answers(self) -> list[str]:
+        """What the naive answers are: each of several, where a metric is measured by the strongest of them."""
+        several = [metric.rival for metric in self.described.values() if metric.rival]
+        return several or [metric.answer for metric in self.described.values() if metric.answer]
+
+    def answer(self, metric: Metric, values: Mapping[str, float]) -> str:
+        """Return what the naive answer of a metric is: with several, also which of them is the strongest."""
+        rivals = (other for other in self.described.values() if other.rival and other.channel == metric.channel)
+        error = values.get(metric.naive or "")
+        name = next((other.rival for other in rivals if error is not None and values.get(other.name) == error), "")
+        return f"{metric.answer}, {name}" if name else metric.answer
 
     @property
     def judge(self) -> Metric | None:

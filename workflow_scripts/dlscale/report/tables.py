@@ -49,6 +49,7 @@ class ChannelTable:
     metric: Metric
     channels: list[tuple[str, str]]  #: Names and units.
     naive: list[Cell] | None  #: The error of the naive answer by channel, where all runs share it.
+    rivals: list[tuple[str, list[Cell]]]  #: Those of each of several naive answers, of which it is the least.
     rows: list[tuple[str, list[Cell]]]
     of: int  #: Runs in all; `rows` may hold fewer.
 
@@ -107,17 +108,21 @@ def channel_tables(plan: PlanResult, shown: Sequence[RunResult]) -> list[Channel
     """
     naive = {metric.naive for metric in plan.metrics.values()}
     kinds: dict[str, list[Metric]] = {}
+    rivals: dict[str, list[Metric]] = {}
     for metric in plan.metrics.values():
-        if metric.channel and metric.name not in naive and not metric.derived:
+        if metric.channel and metric.rival:
+            rivals.setdefault(metric.rival, []).append(metric)
+        elif metric.channel and metric.name not in naive and not metric.derived:
             kinds.setdefault(metric.kind, []).append(metric)
     last = [(run.label, run.epochs[-1].metrics) for run in shown]
     tables = []
     for metrics in kinds.values():
         channels = [(metric.channel, unit(metric.unit)) for metric in metrics]
-        answers = [_cell(_same([values.get(metric.naive or "") for _, values in last])) for metric in metrics]
+        answers = _shared(last, [metric.naive for metric in metrics])
         shared = answers if any(cell.text != NONE for cell in answers) else None
+        each = [(called, _shared(last, [metric.name for metric in of])) for called, of in rivals.items() if shared]
         rows = [(label, [_error(metric, values) for metric in metrics]) for label, values in last]
-        tables.append(ChannelTable(metrics[0], channels, shared, rows, len(plan.trained)))
+        tables.append(ChannelTable(metrics[0], channels, shared, each, rows, len(plan.trained)))
     return tables
 
 
@@ -189,6 +194,11 @@ def _bound(run: RunResult, row: Row) -> Cell:
 def _error(metric: Metric, values: dict[str, float]) -> Cell:
     skill = metric.skill(values)
     return _cell(values.get(metric.name), note="" if skill is None else f"skill {number(skill, 2)}")
+
+
+def _shared(last: Sequence[tuple[str, dict[str, float]]], names: Sequence[str | None]) -> list[Cell]:
+    """Return the value of each metric that all runs share."""
+    return [_cell(_same([values.get(name or "") for _, values in last])) for name in names]
 
 
 def _same(values: Sequence[float | None]) -> float | None:

@@ -49,6 +49,13 @@ class Metrics:
         """Return per-sample values [B, ...] of a batch's input, target and prediction; fields are in model units."""
         return {}
 
+    def naive(self, indices: range) -> dict[str, torch.Tensor]:
+        """Return per-sample values [B, ...] of validation samples that no training changes: it is asked once.
+
+        They are the errors of answers that no input of the model tells; `summarise` gets their means with the others.
+        """
+        return {}
+
     def summarise(self, means: dict[str, torch.Tensor]) -> dict[str, float]:
         """Turn the means over all samples, scalars or [C], into numbers: `NAME`, or `NAME/CHANNEL` for each channel."""
         numbers: dict[str, float] = {}

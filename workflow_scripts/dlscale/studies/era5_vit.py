@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from dlscale.core.errors import Refused
+from dlscale.core.errors import Refused, UserError
 from dlscale.core.records import LossInfo, Metric
 from dlscale.core.schema import Strict
 from dlscale.studies.base import Metrics, PublishedLog, SampleLoss, Study
@@ -32,7 +33,16 @@ class ViTSettings(Strict):
     dropout: float = Field(0.0, ge=0, lt=1, description="Of projections and MLPs.")
     attention_dropout: float = Field(0.0, ge=0, lt=1)
     drop_path: float = Field(0.0, ge=0, lt=1, description="Stochastic depth of the last block; rises linearly from 0.")
-    residual: bool = Field(False, description="Predict the change from the input state instead of the state itself.")
+    residual: bool | Literal["linear"] = Field(
+        False,
+        description="Predict the change from the input state instead of the state itself; linear: the change from a "
+        "linear combination of all inputs, learnt with the rest, which begins as the input state.",
+    )
+    static: list[Literal["latitude", "longitude", "mean"]] = Field(
+        [],
+        description="Inputs that never change: degrees, and the mean state over the training times, which tells land "
+        "from sea. Each is standardised.",
+    )
 
     @model_validator(mode="after")
     def _heads(self) -> ViTSettings:
@@ -47,19 +57,20 @@ class ViTSettings(Strict):
 
 
 class ViTLoss(Strict):
-    """The published relative L2, or the mean absolute error."""
+    """The published relative L2, the mean absolute error, or the mean squared one."""
 
-    kind: Literal["relative_l2", "l1"]
+    kind: Literal["relative_l2", "l1", "l2"]
 
 
 class Era5Metrics(Metrics):
-    """Latitude-weighted scores of each channel; `acc` only where there is a climatology of the training data."""
+    """Latitude-weighted scores of each channel, and those of naive answers; `acc` only where there is a climatology."""
 
-    def __init__(self, manifest: Manifest, device: torch.device) -> None:
+    def __init__(self, run: Any, manifest: Manifest, device: torch.device) -> None:
         import numpy as np
         import torch
 
         from dlscale.datasets.era5.extra import Extra
+        from dlscale.datasets.era5.naive import ANSWERS, NaiveAnswers
         from dlscale.models.metrics import latitude_weights
 
         extra = Extra.of(manifest)
@@ -69,6 +80,8 @@ class Era5Metrics(Metrics):
         latitude = extra.latitude[: info.grid[0]] or [0.0] * info.grid[0]
         self.weights = latitude_weights(torch.tensor(latitude, **tensor))
         self.scale = torch.tensor([t.scale for t in info.transforms])
+        self.answers = NaiveAnswers(manifest, run.samples, self.weights, device)
+        self.called = {name: ANSWERS[name] for name in self.answers.names}
         self.climatology: torch.Tensor | None = None
         if extra.climatology:
             file = np.load(manifest.path(extra.climatology), allow_pickle=False)
@@ -78,14 +91,19 @@ class Era5Metrics(Metrics):
 
     @property
     def described(self) -> list[Metric]:
+        answer = "the strongest naive answer"
         kinds = {
             "rmse": ("RMSE", "root-mean-square error over all validation samples and points, in physical units"),
             "rmse_normalised": (
                 "RMSE, normalised",
                 "of standardised fields, averaged over samples: the published form",
             ),
-            "persistence_rmse": ("RMSE of persistence", "of always answering the input itself"),
-            "skill": ("skill", "1 - RMSE / RMSE of persistence; 1 is perfect"),
+            "naive_rmse": (
+                "RMSE of the strongest naive answer",
+                f"the least, for each channel on the validation data, of {', '.join(self.called.values())}",
+            ),
+            **{f"{name}_rmse": (f"RMSE of {called}", "a naive answer") for name, called in self.called.items()},
+            "skill": ("skill", f"1 - RMSE / RMSE of {answer}; 1 is perfect"),
             "acc": ("ACC", "anomaly correlation coefficient against the training climatology; 1 is perfect"),
         }
         if self.climatology is None:
@@ -95,11 +113,12 @@ class Era5Metrics(Metrics):
                 name=f"{kind}/{name}",
                 title=title,
                 meaning=meaning,
-                unit=unit if kind in ("rmse", "persistence_rmse") else "1",
+                unit=unit if kind == "rmse" or kind.endswith("_rmse") else "1",
                 better="higher" if kind in ("skill", "acc") else "lower",
-                naive=f"persistence_rmse/{name}" if kind == "rmse" else None,
-                answer="persistence" if kind == "rmse" else "",
+                naive=f"naive_rmse/{name}" if kind == "rmse" else None,
+                answer=answer if kind == "rmse" else "",
                 derived=kind == "skill",
+                rival=self.called.get(kind.removesuffix("_rmse"), ""),
             )
             for kind, (title, meaning) in kinds.items()
             for name, unit in zip(self.channels, self.info.units, strict=True)
@@ -109,19 +128,33 @@ class Era5Metrics(Metrics):
         from dlscale.models.metrics import anomaly_correlation, mean_square
 
         square = mean_square(prediction - y, self.weights)
-        values = {
-            "square": square,
-            "root": square.sqrt(),
-            "persistence": mean_square(x[:, : y.shape[1]] - y, self.weights),
-        }
+        values = {"square": square, "root": square.sqrt()}
         if self.climatology is not None:
             values["acc"] = anomaly_correlation(prediction, y, self.climatology, self.weights)
         return values
 
+    def naive(self, indices: range) -> dict[str, torch.Tensor]:
+        import torch
+
+        from dlscale.models.metrics import mean_square
+
+        squares: dict[str, list[torch.Tensor]] = {name: [] for name in self.called}
+        for index in indices:
+            answers, y = self.answers(index)
+            for name, answer in answers.items():
+                squares[name].append(mean_square(answer - y, self.weights))
+        none = torch.zeros(0, len(self.channels), device=self.weights.device)
+        return {f"{name}_square": torch.stack(each) if each else none for name, each in squares.items()}
+
     def summarise(self, means: dict[str, torch.Tensor]) -> dict[str, float]:
-        rmse, persistence = (means[key].sqrt() * self.scale for key in ("square", "persistence"))
-        scores = {"rmse": rmse, "rmse_normalised": means["root"], "persistence_rmse": persistence}
-        scores["skill"] = 1 - rmse / persistence
+        import torch
+
+        rmse = means["square"].sqrt() * self.scale
+        errors = {name: means[f"{name}_square"].sqrt() * self.scale for name in self.called}
+        naive = torch.stack(list(errors.values())).amin(dim=0)
+        scores = {"rmse": rmse, "rmse_normalised": means["root"], "naive_rmse": naive}
+        scores |= {f"{name}_rmse": error for name, error in errors.items()}
+        scores["skill"] = 1 - rmse / naive
         return super().summarise(scores | {name: mean for name, mean in means.items() if name == "acc"})
 
 
@@ -165,9 +198,10 @@ class Era5ViT(Study):
         info = manifest.fields["fields"]
         height, width = info.grid
         channels = len(info.channels)
-        options = run.model.model_dump(exclude={"kind", "patch"})  # their names are the model's
-        options["checkpointing"] = run.activation_checkpointing
-        return ViT((height, width), run.model.patch_size, channels, channels, **options)
+        options = run.model.model_dump(exclude={"kind", "patch", "static"})  # their names are the model's
+        options |= {"checkpointing": run.activation_checkpointing, "static": _static(run.model.static, manifest)}
+        inputs = run.samples.channels(channels)
+        return ViT((height, width), run.model.patch_size, inputs, channels, **options)
 
     def flops(self, run: Any, manifest: Manifest) -> float:
         """Return, for N tokens of width E, 4 N^2 E of each attention and 2 N E for each output of a linear layer.
@@ -179,20 +213,25 @@ class Era5ViT(Study):
         tokens = info.grid[0] // rows * (info.grid[1] // columns)
         linear = 4 * m.embed_dim + 2 * int(m.embed_dim * m.mlp_ratio)  # outputs: q, k, v, projection; the MLP's two
         block = 2 * tokens * m.embed_dim * linear + 4 * tokens**2 * m.embed_dim
-        ends = 2 * tokens * m.embed_dim * rows * columns * 2 * len(info.channels)
+        states = len(info.channels)
+        inputs = run.samples.channels(states) + sum(states if field == "mean" else 1 for field in m.static)
+        ends = 2 * tokens * m.embed_dim * rows * columns * (inputs + states)
+        if m.residual == "linear":
+            ends += 2 * info.grid[0] * info.grid[1] * inputs * states
         return float(m.depth * block + ends)
 
     def loss(self, run: Any) -> SampleLoss:
-        from dlscale.models.losses import l1, relative_l2
+        from dlscale.models.losses import l1, l2, relative_l2
 
-        return relative_l2 if run.loss.kind == "relative_l2" else l1
+        return {"relative_l2": relative_l2, "l1": l1, "l2": l2}[run.loss.kind]
 
     def loss_info(self, run: Any) -> LossInfo:
-        l1 = LossInfo(title="L1", unit="model units")
-        return l1 if run.loss.kind == "l1" else LossInfo(title="relative L2", unit="no unit")
+        infos = {"relative_l2": ("relative L2", "no unit"), "l1": ("L1", "model units"), "l2": ("L2", "no unit")}
+        title, unit = infos[run.loss.kind]
+        return LossInfo(title=title, unit=unit)
 
     def metrics(self, run: Any, manifest: Manifest, device: torch.device) -> Era5Metrics:
-        return Era5Metrics(manifest, device)
+        return Era5Metrics(run, manifest, device)
 
     def figure(self, run: Any, manifest: Manifest, x: Any, y: Any, prediction: Any) -> Figure:
         """Draw at most four channels on the map."""
@@ -220,6 +259,30 @@ class Era5ViT(Study):
         name = "t2m" if "t2m" in names else names[0]
         channel = names.index(name)
         return name, side_by_side(y[channel], prediction[channel])
+
+
+def _static(fields: Sequence[str], manifest: Manifest) -> torch.Tensor | None:
+    """Return fields that never change, each with mean 0 and standard deviation 1, [S, H, W]; None if there are none."""
+    import numpy as np
+    import torch
+
+    from dlscale.datasets.era5.extra import Extra
+
+    info, extra = manifest.fields["fields"], Extra.of(manifest)
+    rows, columns = info.grid
+    known: dict[str, Any] = {}
+    if extra.latitude and extra.longitude:
+        known["latitude"] = np.broadcast_to(np.array(extra.latitude[:rows])[:, None], (1, rows, columns))
+        known["longitude"] = np.broadcast_to(np.array(extra.longitude[:columns]), (1, rows, columns))
+    if extra.climatology:
+        known["mean"] = np.load(manifest.path(extra.climatology), allow_pickle=False)[0, :, :rows, :columns]
+    if missing := [field for field in fields if field not in known]:
+        raise UserError(f"{manifest.folder}: model.static: {missing[0]} is not known of these data; leave it out")
+    if not fields:
+        return None
+    maps = np.concatenate([known[field] for field in fields]).astype(np.float64)
+    mean, std = (f(maps, axis=(1, 2), keepdims=True) for f in (np.mean, np.std))
+    return torch.tensor((maps - mean) / np.maximum(std, 1e-12), dtype=torch.float32, device="cpu")
 
 
 STUDY = Era5ViT()

@@ -19,6 +19,7 @@ from dlscale.config.parallel import DDP, DP
 from dlscale.config.run import RunCore
 from dlscale.core import registry
 from dlscale.core.errors import Refused, UserError
+from dlscale.data.loaders.arranged import open_loader
 from dlscale.data.loaders.base import Loader, Share
 from dlscale.data.manifest import Manifest
 from dlscale.data.samples import Samples
@@ -189,7 +190,7 @@ class Session:
         delivery = self.step.network.delivery
         if split != "train":  # metrics see the inputs, too: naive answers are made of them
             delivery = replace(delivery, dtype=torch.float32)
-        return build(samples, self.run.loader, self.share(), self.world.device, delivery)
+        return open_loader(build, samples, self.run.loader, self.share(), self.world.device, delivery)
 
     def samples(self, split: str) -> Samples:
         return open_samples(self.run, self.manifest, split)

@@ -23,7 +23,7 @@ from dlscale.train.interruption import Interruption, Request
 from dlscale.train.loop import Batch, Hook, run_steps
 from dlscale.train.schedule import learning_rate, peak_rate
 from dlscale.train.step import Step
-from dlscale.train.validation import metric_called, validate
+from dlscale.train.validation import metric_called, naive_means, validate
 
 
 class Trainer:
@@ -55,6 +55,7 @@ class Trainer:
         self._untrained: Untrained | None = None  #: what was before the first step
         self._resumed = CheckpointRecord()
         self._made_with = run.model_dump(mode="json", include={"geometry", "threads", "loader"})
+        self._naive: dict[str, torch.Tensor] | None = None  # means over all validation samples
         kept, self._target = run.training.keep_best, run.training.target
         self._judge = metric_called(kept, metrics, "training.keep_best") if kept else None
         self._goal = metric_called(self._target.metric, metrics, "training.target.metric") if self._target else None
@@ -211,7 +212,9 @@ class Trainer:
 
     def validate(self, hooks: Sequence[Hook] = ()) -> tuple[float, dict[str, float]]:
         """Return the loss and the metrics over all validation samples, each counted once."""
-        return validate(self.run.study, self.step, self.metrics, self.valid_loader, self.world, hooks)
+        if self._naive is None:
+            self._naive = naive_means(self.metrics, self.valid_loader, self.share, self.world, hooks)
+        return validate(self.run.study, self.step, self.metrics, self.valid_loader, self.world, hooks, self._naive)
 
     def resume(self) -> None:
         """Go on from the newest checkpoint, if there is one: the first rank chooses it, and all read the same."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 
 from dlscale.core.errors import UserError, unknown
 from dlscale.core.records import VALID_LOSS, Metric
-from dlscale.data.loaders.base import Loader
+from dlscale.data.loaders.base import Loader, Share
 from dlscale.models.metrics import MetricSum
 from dlscale.parallel.world import World
 from dlscale.studies.base import Metrics
@@ -16,10 +17,26 @@ from dlscale.train.loop import Hook, run_steps
 from dlscale.train.step import Step
 
 
+def naive_means(
+    metrics: Metrics, loader: Loader, share: Share, world: World, hooks: Sequence[Hook] = ()
+) -> dict[str, torch.Tensor]:
+    """Return the means over all samples of what no training changes; each rank has its share of them."""
+    sums = MetricSum()
+    shares = ((share.indices(number, loader.samples),) for number in range(len(loader)))
+    run_steps(lambda indices: sums.add(metrics.naive(indices)), shares, range(len(loader)), hooks)
+    return sums.means(world.sum)
+
+
 def validate(
-    study: str, step: Step, metrics: Metrics, loader: Loader, world: World, hooks: Sequence[Hook] = ()
+    study: str,
+    step: Step,
+    metrics: Metrics,
+    loader: Loader,
+    world: World,
+    hooks: Sequence[Hook] = (),
+    naive: Mapping[str, torch.Tensor] = MappingProxyType({}),
 ) -> tuple[float, dict[str, float]]:
-    """Return loss and metrics, each sample counted once; all ranks get the same."""
+    """Return loss and metrics, each sample counted once; all ranks get the same. `naive`: see `naive_means`."""
     sums = MetricSum()
     # Of running statistics each rank has seen its own share of the last batch: the first one's are the training's.
     world.share(step.model.buffers())
@@ -36,7 +53,7 @@ def validate(
         sums.add(losses | values)
 
     run_steps(add, loader.epoch(0), range(len(loader)), hooks)
-    means = sums.means(world.sum)
+    means = {**naive, **sums.means(world.sum)}
     loss = float(means.pop(VALID_LOSS.name))
     numbers = metrics.summarise(means)
     if missing := {metric.name for metric in metrics.described} - numbers.keys():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import logging
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,16 @@ import numpy as np
 from dlscale.config.dataset import SPLITS
 from dlscale.core.errors import UserError
 from dlscale.core.files import sha256
-from dlscale.data import store
+from dlscale.data import sampling, store
 from dlscale.data.describe import new_manifest
 from dlscale.data.manifest import FieldInfo, File, Manifest
 from dlscale.datasets.era5.extra import Extra
-from dlscale.datasets.era5.kind import Era5Dataset, Era5Prepared
+from dlscale.datasets.era5.kind import Era5Dataset, Era5Prepared, Era5Simulated
 from dlscale.datasets.era5.published import CHANNELS
+
+#: Days at most that the mean of an hour of day is taken over, evenly spread: of years of large fields more would only
+#: take longer to read.
+DAYS = 64
 
 
 def describe_prepared(dataset: Era5Dataset, sources: list[Path], folder: Path) -> Manifest:
@@ -29,6 +34,7 @@ def describe_prepared(dataset: Era5Dataset, sources: list[Path], folder: Path) -
     longitude: list[float] = []
     names: list[str] = []
     units: list[str] = []
+    starts: dict[str, float] = {}
     for split in SPLITS:
         for path in sorted((root / split).glob("*.h5")):
             with store.open_file(path) as file:
@@ -40,6 +46,8 @@ def describe_prepared(dataset: Era5Dataset, sources: list[Path], folder: Path) -
                     latitude, longitude = file["latitude"][()].tolist(), file["longitude"][()].tolist()
                 names, units = ([str(name) for name in fields.attrs.get(key, [])] for key in ("channels", "units"))
                 splits[split].append(File.of(path, folder, fields.shape[0]))
+                if (start := _start(file, path)) is not None:
+                    starts[splits[split][-1].path] = start
     for split in ("train", "valid"):
         if not splits[split]:
             raise UserError(
@@ -81,6 +89,7 @@ def describe_prepared(dataset: Era5Dataset, sources: list[Path], folder: Path) -
     )
     climatology = root / "stats" / "time_means.npy"
     extra = Extra(latitude=latitude[:rows], longitude=longitude[:columns], step_hours=dataset.source.step_hours)
+    extra = _timed(extra, splits, starts)
     if climatology.is_file():
         _check_climatology(climatology, (len(channels), rows, columns))
         extra = extra.model_copy(update={"climatology": str(climatology.resolve())})
@@ -101,7 +110,9 @@ def complete(dataset: Era5Dataset, manifest: Manifest, stats: Path, name: str) -
     info = manifest.fields["fields"]
     info.check_varies(f"{manifest.folder}: fields")
     prepared = isinstance(dataset.source, Era5Prepared)
-    extra = Extra.of(manifest) if prepared else _extra(manifest, stats, name)
+    series = not isinstance(dataset.source, Era5Simulated)  # each simulated year is a trajectory of its own
+    extra = Extra.of(manifest) if prepared else _extra(manifest, stats, name, series)
+    extra = _with_hour_means(manifest, extra, stats, name)
     if extra.climatology:
         means = Path(extra.climatology) if prepared else stats / Path(extra.climatology).name
         extra = extra.model_copy(update={"climatology_sha256": sha256(means)})
@@ -113,19 +124,25 @@ def complete(dataset: Era5Dataset, manifest: Manifest, stats: Path, name: str) -
     return manifest.model_copy(update=update)
 
 
-def _extra(manifest: Manifest, stats: Path, name: str) -> Extra:
-    """Read grid and time step from our own files, and write the climatology: the mean over all training times."""
+def _extra(manifest: Manifest, stats: Path, name: str, series: bool) -> Extra:
+    """Read grid and times from our own files, and write the climatology: the mean over all training times.
+
+    `series` says that files with consecutive times are parts of one series.
+    """
     grid: dict[str, list[float]] = {}
     steps: set[float] = set()
+    starts: dict[str, float] = {}
     total: Any = 0.0
     rows = 0
     for split, files in manifest.splits.items():
-        for path in map(manifest.path, files):
+        for described in files:
+            path = manifest.path(described)
             with store.open_file(path) as file:
                 for axis in ("latitude", "longitude"):
                     degrees = file[axis][()].tolist()
                     if grid.setdefault(axis, degrees) != degrees:
                         raise UserError(f"{path}: its {axis}s differ from those of other files; expected one grid")
+                starts[described.path] = float(file["time"][0])
                 steps |= set(np.diff(file["time"][()]).tolist())
                 if len(steps) > 1:
                     there = ", ".join(f"{step:g} h" for step in sorted(steps))
@@ -135,7 +152,57 @@ def _extra(manifest: Manifest, stats: Path, name: str) -> Extra:
                     rows += len(file["time"])
     np.save(stats / "time_means.npy", (total / rows).astype(np.float32)[None])
     logging.info("climatology: mean over %d training times", rows)
-    return Extra(**grid, step_hours=min(steps, default=None), climatology=f"{name}/time_means.npy")
+    extra = Extra(**grid, step_hours=min(steps, default=None), climatology=f"{name}/time_means.npy")
+    return _timed(extra, manifest.splits, starts, series)
+
+
+def _start(file: Any, path: Path) -> float | None:
+    """Return the time of a prepared file's first state, hours since 1970; None where nobody knows.
+
+    The published files have no times: each is named after its year, and begins with it.
+    """
+    if "time" in file and len(file["time"]):
+        return float(file["time"][0])
+    if len(path.stem) == 4 and path.stem.isdecimal() and path.stem != "0000":
+        return float((dt.date(int(path.stem), 1, 1) - dt.date(1970, 1, 1)).days * 24)
+    return None
+
+
+def _timed(extra: Extra, splits: dict[str, list[File]], starts: dict[str, float], series: bool = True) -> Extra:
+    """Add what is known of times: of all files or of none; and, in a `series`, which file begins where another ends."""
+    files = [file for split in splits.values() for file in split]
+    if extra.step_hours is None or len(starts) < len(files):
+        return extra
+    ends = {starts[file.path] + file.rows * extra.step_hours: file.path for file in files}
+    before = {path: ends[start] for path, start in starts.items() if start in ends} if series else {}
+    return extra.model_copy(update={"starts": starts, "before": before})
+
+
+def _with_hour_means(manifest: Manifest, extra: Extra, stats: Path, name: str) -> Extra:
+    """Write the mean state of each hour of day over the training days, where times are known and tell all hours."""
+    files, info = manifest.files("train"), manifest.fields["fields"]
+    if not extra.starts or extra.day is None:
+        return extra
+    number = np.concatenate([np.full(file.rows, index) for index, file in enumerate(files)])
+    row = np.concatenate([np.arange(file.rows) for file in files])
+    slot = np.concatenate([extra.slots(extra.hours(file, np.arange(file.rows))) for file in files])
+    if len(np.unique(slot)) < extra.day:
+        return extra
+    readers = [store.Reader(manifest.path(file), "fields") for file in files]
+    height, width = info.grid
+    shape = (extra.day, len(info.channels), height, width)
+    means = np.lib.format.open_memmap(stats / "hour_means.npy", mode="w+", dtype=np.float32, shape=shape)
+    for hour in range(extra.day):
+        (there,) = np.nonzero(slot == hour)
+        chosen = there[sampling.evenly(len(there), DAYS)]
+        total = np.zeros(shape[1:])
+        for which in chosen:
+            first = int(row[which])
+            total += readers[number[which]][first : first + 1, :, :height, :width][0]
+        means[hour] = total / len(chosen)
+    means.flush()
+    digest = sha256(stats / "hour_means.npy")
+    return extra.model_copy(update={"hour_means": f"{name}/hour_means.npy", "hour_means_sha256": digest})
 
 
 def _array(path: Path) -> np.ndarray:

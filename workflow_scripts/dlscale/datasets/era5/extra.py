@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from dlscale.core.records import Record
-from dlscale.data.manifest import Manifest
+from dlscale.data.manifest import File, Manifest
 
 
 class Extra(Record):
@@ -12,8 +14,12 @@ class Extra(Record):
     latitude: list[float] = []  # degrees, north to south; empty where files do not tell
     longitude: list[float] = []  # degrees, west to east
     step_hours: float | None = None  # between stored states
+    starts: dict[str, float] = {}  # by path of a file: time of its first state, hours since 1970; all files or none
+    before: dict[str, str] = {}  # by path of a file: the file that ends one step before it begins, of the same series
     climatology: str | None = None  # path of the mean over training times [1, C, H, W], relative to the manifest
     climatology_sha256: str | None = None  # of its content, which decides a run's scores
+    hour_means: str | None = None  # path of the means over training days of each hour of day [24 h / step, C, H, W]
+    hour_means_sha256: str | None = None
 
     def axes(self) -> tuple[tuple[str, str], tuple[float, float, float, float] | None]:
         """Return the labels of a map's axes and its (left, right, bottom, top), degrees; cells where there are none."""
@@ -21,6 +27,23 @@ class Extra(Record):
             return ("column", "row"), None
         extent = (self.longitude[0], self.longitude[-1], self.latitude[-1], self.latitude[0])
         return ("longitude (degrees)", "latitude (degrees)"), extent
+
+    @property
+    def day(self) -> int | None:
+        """Stored steps in a day; None where a day is no whole number of them, or nobody knows."""
+        steps = 24 / self.step_hours if self.step_hours else 0.5
+        return round(steps) if steps == round(steps) else None
+
+    def hours(self, file: File, rows: np.ndarray) -> np.ndarray:
+        """Return the times of a file's rows, hours since 1970, float64."""
+        assert self.step_hours is not None
+        return self.starts[file.path] + self.step_hours * np.asarray(rows, float)
+
+    def slots(self, hours: np.ndarray) -> np.ndarray:
+        """Return which of the means of `hour_means` belongs to each time (hours since 1970), int64."""
+        assert self.step_hours is not None
+        slots: np.ndarray = (np.asarray(hours) % 24 // self.step_hours).astype(np.int64)
+        return slots
 
     @classmethod
     def of(cls, manifest: Manifest) -> Extra:

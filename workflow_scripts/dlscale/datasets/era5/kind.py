@@ -7,7 +7,7 @@ import itertools
 import pathlib
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, PositiveInt, field_validator, model_validator
 
 from dlscale.config.dataset import SPLITS, DatasetSettings, Path, Sha256, Storage, check_digests, refuse_changed
 from dlscale.core.schema import Strict
@@ -131,6 +131,13 @@ class PairSamples(Strict):
 
     kind: Literal["pairs"]
     dt: PositiveInt = Field(1, description="Stored time steps between input and target.")
+    history: list[PositiveInt] = Field(
+        [],
+        description="Earlier states that are inputs, too, by their stored time steps before the input: [1, 2, 18, 24].",
+    )
+    clock: list[Literal["hour", "day"]] = Field(
+        [], description="Further inputs: sine and cosine of the hour of the day (UTC), of the day of the year."
+    )
     train: PositiveInt | None = Field(None, description="At most this many training samples an epoch; all if absent.")
     valid: PositiveInt | None = Field(None, description="At most this many; all if absent.")
     subset: Literal["spread", "first"] = Field(
@@ -139,6 +146,18 @@ class PairSamples(Strict):
         "first: the first in time, the same in each epoch, as the published `limit_nsamples`; training visits them in "
         "random order.",
     )
+
+    @field_validator("history", "clock")
+    @classmethod
+    def _once(cls, values: list[Any]) -> list[Any]:
+        for value in values:
+            if values.count(value) > 1:
+                raise ValueError(f"{value} stands twice")
+        return values
+
+    def channels(self, states: int) -> int:
+        """Return the channels of an input, given those of a state."""
+        return states * (1 + len(self.history)) + 2 * len(self.clock)
 
 
 class Era5(DatasetKind):
@@ -199,6 +218,7 @@ class Era5(DatasetKind):
         return tuple(edge // dataset.downsample for edge in size) if size else None
 
     def available(self, samples: PairSamples, rows: list[int]) -> int | None:
+        # At most: of a history, times tell whether it is there.
         return sum(max(count - samples.dt, 0) for count in rows)
 
 

@@ -24,7 +24,7 @@ from torch import nn
 from dlscale.core import registry
 from dlscale.core.errors import UserError, brief, nearest
 from dlscale.core.records import ProfiledTool, TopEntry
-from dlscale.data.samples import BoxField, GridSamples, Samples
+from dlscale.data.samples import ArrangedSamples, BoxField, GridSamples, Samples
 from dlscale.measure.profilers.tool import Found, report
 from dlscale.train.build import Session
 from dlscale.train.step import Network, Step
@@ -125,6 +125,8 @@ def hot_functions(session: Session) -> set[FunctionType]:
 
 def reading_functions(samples: Samples) -> set[FunctionType]:
     """Return the functions that read and decode a sample."""
+    if isinstance(samples, ArrangedSamples):
+        return set(_of_class(type(samples))) | reading_functions(samples.boxes)
     kinds = [type(samples), *([GridSamples, BoxField] if isinstance(samples, GridSamples) else [])]
     return {function for kind in kinds for function in _of_class(kind)}
 
