@@ -209,7 +209,7 @@ def test_no_more_samples_than_there_are(tmp_path: Path) -> None:
     assert found.seconds == pytest.approx((4 * 100 + 5 * 64 / 3) / 10 + 120)
 
 
-@pytest.mark.parametrize(("rate", "minutes"), [(85.2, 19), (1e9, 15), (17237.3333 / 480, 25)])
+@pytest.mark.parametrize(("rate", "minutes"), [(85.2, 19), (1e9, 15), (17237.3334 / 480, 25)])
 def test_minutes(tmp_path: Path, rate: float, minutes: int) -> None:
     """322 s are 8.06 minutes with half of it added; 120 s alone ask for the least; 600 s make 15 minutes, 10 on top."""
     measured(tmp_path, "cosmo_ladder.baseline", rate)

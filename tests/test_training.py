@@ -408,7 +408,7 @@ def test_a_resumed_run_knows_what_was_before_its_first_step(
 
 
 def test_asked_to_end_before_the_first_step(tmp_path: Path, weather: Path) -> None:
-    """Nothing is lost, and nothing saved; the next try begins anew."""
+    """What was seen is saved, and the next try looks no second time."""
     make_era5(tmp_path, {"training": {"epochs": 1}})
     with trainer(tmp_path, weather) as made:
         load = made.valid_loader.epoch
@@ -418,9 +418,16 @@ def test_asked_to_end_before_the_first_step(tmp_path: Path, weather: Path) -> No
             return load(*epoch)
 
         made.valid_loader.epoch = asked  # type: ignore[method-assign, assignment]
-        with pytest.raises(Stopped, match="before the first step"):
+        with pytest.raises(Stopped, match="saved after step 0"):
             made.fit()
-        assert not made.checkpoints.steps()
+    begun: list[Untrained] = []
+    with trainer(tmp_path, weather) as made:
+        made.resume()
+        valid_loss, metrics = made.validate()
+        made.validate = None  # type: ignore[method-assign, assignment]
+        with pytest.raises(TypeError):  # after the epoch, and not before it
+            made.fit(on_begin=begun.append)
+    assert [(seen.valid_loss, seen.metrics) for seen in begun] == [(valid_loss, metrics)]
 
 
 class _Slow(TorchLoader):
@@ -773,7 +780,7 @@ def test_what_another_training_left_is_cleared_away(finished: Path, weather: Pat
     make_era5(run, {"training": {"epochs": 3}, "optimizer": {"lr": 1e30}})
     assert train(run, weather / "manifest.json") == 2
     assert {path.name for path in run.iterdir()} == {"config.yaml", "checkpoints", "tensorboard"}
-    assert not scalars(run)
+    assert all(list(points) == [0] for points in scalars(run).values()), "what was before its first step"
 
 
 def test_only_its_own_folders_are_cleared_away(again: Path, weather: Path) -> None:

@@ -97,7 +97,7 @@ class Trainer:
                 Hook(after_step=lambda number, batch, loss: progress.update(number + 1)),
             ]
             if not self.history:
-                self._begin(interruption)
+                self._begin()
                 if self._untrained:
                     on_begin(self._untrained)
             while not self._done:
@@ -135,17 +135,15 @@ class Trainer:
                 nearest = self._goal.best(self.history)
                 yield f"{wanted}: not reached" + (f"; at best {self._goal.of(nearest):.6g}" if nearest else "")
 
-    def _begin(self, interruption: Interruption) -> None:
-        """Validate before the first step, unless an earlier try did or is beyond it. No epoch's time counts it."""
+    def _begin(self) -> None:
+        """Validate before the first step, unless an earlier try did or is beyond it. No epoch's time counts it.
+
+        A signal waits for its end: before the first step it is obeyed, and what was seen is saved.
+        """
         if self._untrained or self._resumed.step or not self.run.training.initial_validation:
             return
-
-        def obey(number: int) -> None:
-            if interruption.poll() == Request.END:
-                raise Stopped("asked to end before the first step; run it again")
-
         start = time.perf_counter()
-        valid_loss, metrics = self.validate([Hook(before_step=obey)])
+        valid_loss, metrics = self.validate()
         self._untrained = Untrained(valid_loss=valid_loss, metrics=metrics)
         logging.info(f"before training: valid loss {valid_loss:.6f} ({time.perf_counter() - start:.1f} s)")
 
