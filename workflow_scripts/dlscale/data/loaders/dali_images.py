@@ -1,8 +1,8 @@
 """`dali` for images: DALI's own operators decode, resize and mirror the windows that the sample stream names.
 
 Its decoder makes no more of a JPEG than the window needs; for a model on a GPU it works there ("mixed"), and what
-crosses the bus are the files. Bytes are delivered, as the samples declare them: the model normalises. Decoder and filter are
-not Pillow's: of samples of the loader `torch` these differ by rounding (see docs/ladder.md).
+crosses the bus are the files. Bytes are delivered, as the samples declare them: the model normalises. Decoder and
+filter are not Pillow's: from samples of the loader `torch` these differ by rounding (see docs/ladder.md).
 """
 
 from __future__ import annotations
