@@ -3,7 +3,7 @@
 Samples on grids are boxes of stored arrays. `GridSamples` says where the boxes lie and how stored values become the
 model's, so that a loader may fetch and decode them as it likes; `read` returns one sample, and every loader is tested
 against it. Samples of another form may write themselves into a batch's memory, in threads: `WritingSamples`. Of those
-that are crops of images, `CroppedImages` says which images and where, for a loader that decodes and resizes by itself.
+that are windows of images, `CroppedImages` says which images and where, for loaders that decode and resize themselves.
 """
 
 from __future__ import annotations
@@ -95,12 +95,12 @@ class TableSamples(WritingSamples):
 
 
 @dataclass(frozen=True)
-class ImageCrops:
-    """What n samples are made of: crops of images are resized; a square of the result, maybe mirrored, is a sample."""
+class ImageWindows:
+    """What n samples are made of: windows of images, resized; a square of each, maybe mirrored, is a sample."""
 
     images: list[np.ndarray]  #: of each its file, uint8 [bytes], or its pixels, uint8 [H, W, 3]
     labels: np.ndarray  #: int64 [n]
-    corner: np.ndarray  #: first row and column of the crop, int64 [n, 2]
+    corner: np.ndarray  #: first row and column of the window, int64 [n, 2]
     extent: np.ndarray  #: its height and width, int64 [n, 2]
     resized: np.ndarray  #: height and width that it then has, int64 [n, 2]
     start: np.ndarray  #: first row and column of the square in that, int64 [n, 2]
@@ -111,9 +111,9 @@ class ImageCrops:
 
 
 class CroppedImages(WritingSamples):
-    """Samples that are crops of images, uint8 [3, size, size], with a label. See `Samples`.
+    """Samples that are windows of images, uint8 [3, size, size], with a label. See `Samples`.
 
-    Who decodes and resizes the crops by other means than the samples themselves gets other roundings.
+    Who decodes and resizes them by other means than the samples themselves gets other roundings.
     """
 
     @property
@@ -122,7 +122,7 @@ class CroppedImages(WritingSamples):
         """Whether images are files, JPEG or PNG, and not pixels."""
 
     @abstractmethod
-    def crops(self, epoch: int, indices: range) -> ImageCrops:
+    def windows(self, epoch: int, indices: range) -> ImageWindows:
         """Return what the samples `indices` of `epoch` are made of."""
 
 

@@ -1,8 +1,8 @@
-"""`dali` for images: DALI's own operators decode, resize and mirror the crops that the sample stream names.
+"""`dali` for images: DALI's own operators decode, resize and mirror the windows that the sample stream names.
 
-Its decoder reads no more of a JPEG than the crop needs; for a model on a GPU it works there ("mixed"), and what crosses
-the bus are the files. Bytes are delivered, as the samples declare them: the model normalises. Decoder and filter are
-not Pillow's: of samples of the loader `torch` these differ by rounding (see docs/ladder.md).
+Its decoder makes no more of a JPEG than the window needs; for a model on a GPU it works there ("mixed"), and what
+crosses the bus are the files. Bytes are delivered, as the samples declare them: the model normalises. Decoder and
+filter are not Pillow's: from samples of the loader `torch` these differ by rounding (see docs/ladder.md).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.utils.dlpack import from_dlpack
 from dlscale.core.errors import UserError
 from dlscale.data.loaders.dali_loader import DaliLoader, not_installed
 from dlscale.data.loaders.settings import DaliLoader as Settings
-from dlscale.data.samples import CroppedImages, ImageCrops
+from dlscale.data.samples import CroppedImages, ImageWindows
 
 
 class ImageDaliLoader(DaliLoader):
@@ -40,18 +40,18 @@ class ImageDaliLoader(DaliLoader):
             images, labels, corner, extent, resized, x, y, flip = fn.external_source(
                 self._source, num_outputs=8, batch=True, no_copy=True
             )
-            crop = {"start": corner, "shape": extent, "axis_names": "HW"}
+            window = {"start": corner, "shape": extent, "axis_names": "HW"}
             if samples.encoded:
                 images = fn.decoders.image_slice(
                     images,
-                    **crop,
+                    **window,
                     device="mixed" if on_device else "cpu",
                     output_type=types.RGB,
                     adjust_orientation=False,  # torchvision does not turn images either
                     jpeg_fancy_upsampling=True,  # the colours of a GPU's decoder are then those of a processor's
                 )
             else:
-                images = fn.slice(fn.reinterpret(images, layout="HWC"), **crop)
+                images = fn.slice(fn.reinterpret(images, layout="HWC"), **window)
                 images = images.gpu() if on_device else images
             images = fn.resize(images, size=resized, interp_type=types.INTERP_LINEAR, antialias=True)
             square = {"crop": (size, size), "crop_pos_x": x, "crop_pos_y": y}
@@ -72,7 +72,7 @@ class ImageDaliLoader(DaliLoader):
     def _source(self) -> Any:
         """Return the inputs of the next batch; its samples may be fewer than a batch has."""
         epoch, indices = next(self._batches)
-        inputs = _inputs(self._samples.crops(epoch, indices), self._specs[0].shape[-1])
+        inputs = _inputs(self._samples.windows(epoch, indices), self._specs[0].shape[-1])
         self._kept.append((epoch, indices, inputs))
         return inputs
 
@@ -90,17 +90,17 @@ class ImageDaliLoader(DaliLoader):
         return from_dlpack(output.as_tensor())
 
 
-def _inputs(crops: ImageCrops, size: int) -> list[Any]:
+def _inputs(windows: ImageWindows, size: int) -> list[Any]:
     """Return what the pipeline is given of a batch; DALI says by a share where a square of `size` pixels begins."""
-    room = np.maximum(crops.resized - size, 1)
-    row, column = (crops.start / room).astype(np.float32).T
-    corner, extent, flip = (each.astype(np.int32) for each in (crops.corner, crops.extent, crops.flip))
+    room = np.maximum(windows.resized - size, 1)
+    row, column = (windows.start / room).astype(np.float32).T
+    corner, extent, flip = (each.astype(np.int32) for each in (windows.corner, windows.extent, windows.flip))
     return [
-        crops.images,
-        crops.labels,
+        windows.images,
+        windows.labels,
         corner,
         extent,
-        crops.resized.astype(np.float32),
+        windows.resized.astype(np.float32),
         np.ascontiguousarray(column),
         np.ascontiguousarray(row),
         flip,

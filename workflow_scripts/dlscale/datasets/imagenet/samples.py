@@ -14,7 +14,7 @@ import numpy as np
 
 from dlscale.data import sampling
 from dlscale.data.manifest import Manifest
-from dlscale.data.samples import ArraySpec, CroppedImages, ImageCrops
+from dlscale.data.samples import ArraySpec, CroppedImages, ImageWindows
 from dlscale.datasets.imagenet import crops, geometry
 from dlscale.datasets.imagenet.kind import ImageSamples
 from dlscale.datasets.imagenet.pack import Pack
@@ -52,7 +52,7 @@ class Images(CroppedImages):
     def read(self, epoch: int, index: int) -> tuple[np.ndarray, np.ndarray]:
         """See `dlscale.data.samples.Samples`."""
         alone = range(index, index + 1)
-        ((pack, row),), chosen, size = self._rows(epoch, alone), self.crops(epoch, alone), self._settings.size
+        ((pack, row),), chosen, size = self._rows(epoch, alone), self.windows(epoch, alone), self._settings.size
         places = (each[0].tolist() for each in (chosen.corner, chosen.extent, chosen.resized, chosen.start))
         (top, left), (height, width), edges, (first_row, first_column) = places
         # Cut out first: the pixels around the crop are not to be seen at its edges.
@@ -62,7 +62,7 @@ class Images(CroppedImages):
         pixels = pixels[:, ::-1] if chosen.flip[0] else pixels
         return np.ascontiguousarray(pixels.transpose(2, 0, 1)), np.asarray(chosen.labels[0])
 
-    def crops(self, epoch: int, indices: range) -> ImageCrops:
+    def windows(self, epoch: int, indices: range) -> ImageWindows:
         """See `CroppedImages`."""
         rows = self._rows(epoch, indices)
         index_N4 = np.array([self.packs[pack].index[row] for pack, row in rows], np.int64).reshape(-1, 4)
@@ -71,7 +71,7 @@ class Images(CroppedImages):
             stored = self.packs[pack].bytes[first : first + count]
             images.append(stored if self.encoded else stored.reshape(height, width, 3))
         labels = np.array([self.packs[pack].labels[row] for pack, row in rows], np.int64)
-        return ImageCrops(images, labels, *self._places(epoch, indices.start, index_N4[:, 2:]))
+        return ImageWindows(images, labels, *self._places(epoch, indices.start, index_N4[:, 2:]))
 
     def _rows(self, epoch: int, indices: range) -> list[tuple[int, int]]:
         """Return pack and row of some samples."""
@@ -79,7 +79,7 @@ class Images(CroppedImages):
         return list(zip(packs, rows, strict=True))
 
     def _places(self, epoch: int, first: int, edges_N2: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Return where samples `first` and on come from, given the edges of their images: see `ImageCrops`."""
+        """Return where samples `first` and on come from, given the edges of their images: see `ImageWindows`."""
         settings, count = self._settings, len(edges_N2)
         corner_N2, start_N2 = np.zeros((2, count, 2), np.int64)
         if self._training:
@@ -94,7 +94,7 @@ class Images(CroppedImages):
 
     def writers(self, epoch: int, indices: range, x: np.ndarray, y: np.ndarray) -> list[Callable[[], None]]:
         """See `WritingSamples`: Pillow decodes files; a compiled kernel resizes, as Pillow does it."""
-        chosen = self.crops(epoch, indices)
+        chosen = self.windows(epoch, indices)
         y[:] = chosen.labels
         where = chosen.corner, chosen.extent, chosen.resized, chosen.start, chosen.flip
         places = zip(self._rows(epoch, indices), chosen.images, x, *(each.tolist() for each in where), strict=True)
