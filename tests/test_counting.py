@@ -9,6 +9,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,26 @@ def test_every_study_has_a_formula_of_its_forward_pass(
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         session.step.network(x, y)
     assert session.study.flops(session.run, session.manifest) == counter.get_total_flops() / len(x)
+
+
+def test_inputs_that_tell_more_are_counted(tmp_path: Path, tiny_data: Callable[[str], Path]) -> None:
+    """Earlier states, the clock and static fields; by the formula, on real tensors and on fake ones."""
+    more = {"samples": {"history": [1, 4], "clock": ["hour"]}}
+    more["model"] = {"residual": "linear", "static": ["latitude", "mean"]}  # type: ignore[dict-item]
+    session = open_session(tiny_run("era5_vit", tmp_path, **more), tiny_data("era5_vit") / "manifest.json", World())
+    shapes = fake_batch(session.run, session.manifest)
+    with closing(session.loader("train")) as loader:
+        x, y = next(loader.epoch(0))
+    assert x.shape == shapes[0].shape
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        session.step.network(x, y)
+    assert session.study.flops(session.run, session.manifest) == counter.get_total_flops() / len(x)
+    real, fake = OperatorCount(), OperatorCount()
+    with real:
+        session.step.gradients(x, y)
+    imagined = fake_step(session.run, session.manifest, CPU, session.step.attention)
+    imagined.train(imagined.like(shapes[0]), imagined.like(shapes[1]), fake.phase, fake)
+    assert real.flops.total() == fake.flops.total() > 0
 
 
 def tiny_run(study: str, folder: Path, **over: Any) -> Any:

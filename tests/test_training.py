@@ -469,9 +469,8 @@ def test_a_metric_that_is_described_has_a_value(tmp_path: Path, weather: Path, m
             with pytest.raises(UserError, match="expected a name of its own, and a value for each of the 4 samples"):
                 made.validate()
         monkeypatch.undo()
-        monkey = SimpleNamespace(
-            described=described, per_sample=made.metrics.per_sample, summarise=made.metrics.summarise
-        )
+        kept = {name: getattr(made.metrics, name) for name in ("per_sample", "naive", "summarise")}
+        monkey = SimpleNamespace(described=described, **kept)
         made.metrics = monkey  # type: ignore[assignment]
         with pytest.raises(UserError, match=r"metrics that it describes have no value: sharpness; .*give: rmse"):
             made.fit()

@@ -268,6 +268,8 @@ def _static(fields: Sequence[str], manifest: Manifest) -> torch.Tensor | None:
 
     from dlscale.datasets.era5.extra import Extra
 
+    if not fields:
+        return None
     info, extra = manifest.fields["fields"], Extra.of(manifest)
     rows, columns = info.grid
     known: dict[str, Any] = {}
@@ -278,8 +280,6 @@ def _static(fields: Sequence[str], manifest: Manifest) -> torch.Tensor | None:
         known["mean"] = np.load(manifest.path(extra.climatology), allow_pickle=False)[0, :, :rows, :columns]
     if missing := [field for field in fields if field not in known]:
         raise UserError(f"{manifest.folder}: model.static: {missing[0]} is not known of these data; leave it out")
-    if not fields:
-        return None
     maps = np.concatenate([known[field] for field in fields]).astype(np.float64)
     mean, std = (f(maps, axis=(1, 2), keepdims=True) for f in (np.mean, np.std))
     return torch.tensor((maps - mean) / np.maximum(std, 1e-12), dtype=torch.float32, device="cpu")
