@@ -181,8 +181,10 @@ def test_ranks_normalise_as_one_process_does(found: list[dict[str, Any]]) -> Non
         for place, whole in ((2 * number, y), (2 * number + 1, x.grad)):
             parts = [rank[0][place] for rank in (one, other) if rank[0][place] is not None]
             torch.testing.assert_close(torch.cat(parts), whole.detach(), rtol=1e-4, atol=1e-5)
+    # That of the bias before a normalisation is zero, but for rounding.
+    greatest = max(float(p.grad.abs().max()) for p in model.parameters())
     for a, b, p in zip(one[1], other[1], model.parameters(), strict=True):
-        torch.testing.assert_close(a + b, p.grad, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(a + b, p.grad, rtol=1e-4, atol=1e-5 * greatest)
     for rank in (one, other):
         assert list(rank[2]) == list(model.state_dict())
         for key, value in model.state_dict().items():
