@@ -1,0 +1,145 @@
+"""`starter`: an input and a target a sample, simulated or from arrays of one's own. Settings, files, parts."""
+
+from __future__ import annotations
+
+from pathlib import PurePosixPath
+from typing import Any, Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+
+from dlscale.config.dataset import (
+    SPLITS,
+    DatasetSettings,
+    Path,
+    Sha256,
+    Shares,
+    Split,
+    check_digests,
+    refuse_changed,
+    refuse_shared,
+)
+from dlscale.core.schema import Strict
+from dlscale.data.kind import DatasetKind, Part, file_name, name_files
+
+#: Suffixes of the files that arrays are read from.
+HDF5 = (".h5", ".hdf5")
+SUFFIXES = (".npy", ".npz", *HDF5)
+
+
+class Simulated(Strict):
+    """Smooth random fields on square images, each with a target that can be learnt, or with noise that cannot."""
+
+    kind: Literal["simulated"]
+    train: PositiveInt = 128
+    valid: PositiveInt = 32
+    test: int = Field(0, ge=0)
+    size: int = Field(128, ge=2, description="Pixels along an edge.")
+    length: PositiveFloat = Field(3.0, description="Length over which a field varies, in pixels.")
+    target: Literal["gradient", "noise"] = Field(
+        "gradient",
+        description="gradient: how steep the field is at each pixel, times its length; noise: input and target are "
+        "independent random numbers, as in the published example, and nothing can be learnt.",
+    )
+    seed: int = Field(0, ge=0)
+
+
+class Array(Strict):
+    """What the array of inputs, or of targets, is."""
+
+    array: str | None = Field(
+        None, min_length=1, description="Its name in .npz and HDF5 files; `input` or `target` if absent."
+    )
+    channels: list[str] = Field([], description="Names of its channels; numbered if absent.")
+    unit: str = Field("1", description="Of its values; `1` for a number without a unit.")
+
+
+class ArrayFiles(Strict):
+    """Files with the inputs and the targets of one split: .npy, .npz or HDF5; one may hold both."""
+
+    input: Path
+    target: Path
+
+    @model_validator(mode="after")
+    def _known(self) -> ArrayFiles:
+        for key in ("input", "target"):
+            path = getattr(self, key)
+            if PurePosixPath(file_name(path)).suffix not in SUFFIXES:
+                raise ValueError(f"{key}: {path}: expected a file of one of the types {', '.join(SUFFIXES)}")
+        return self
+
+
+class Arrays(Strict):
+    """Arrays with a sample a row, as paths or http(s) URLs: those of each split, or `all` with `shares` of them.
+
+    Images are [N, C, H, W], or [N, H, W] of one channel; other arrays, such as labels [N], have no channels.
+    """
+
+    kind: Literal["arrays"]
+    input: Array = Array()
+    target: Array = Array()
+    train: ArrayFiles | None = None
+    valid: ArrayFiles | None = None
+    test: ArrayFiles | None = None
+    all: ArrayFiles | None = None
+    shares: Shares | None = None
+    sha256: dict[str, Sha256] = Field({}, description="Expected digests by file name (the part after the last '/').")
+
+    @model_validator(mode="after")
+    def _one_form(self) -> Arrays:
+        by_split = self.train is not None and self.valid is not None
+        by_share = self.all is not None and self.shares is not None
+        if by_split == by_share or (by_share and (self.train or self.valid or self.test)):
+            raise ValueError("give either train and valid (and test), or all with shares")
+        refuse_shared(*(list(dict.fromkeys(_both(files))) for files in (self.train, self.valid, self.test) if files))
+        every = [files for files in (self.all, self.train, self.valid, self.test) if files]
+        check_digests(self.sha256, [origin for files in every for origin in _both(files)])
+        return self
+
+
+class StarterDataset(DatasetSettings):
+    """Inputs and targets, stored as they are."""
+
+    kind: Literal["starter"]
+    source: Simulated | Arrays = Field(discriminator="kind")
+
+    @model_validator(mode="after")
+    def _as_it_is(self) -> StarterDataset:
+        refuse_changed(self, "downsample")
+        return self
+
+
+class Starter(DatasetKind):
+    """See the module."""
+
+    name = "starter"
+    Settings = StarterDataset
+
+    def parts(self, dataset: StarterDataset) -> list[Part]:
+        """One part for each split; the raw files of arrays are that of the inputs, then that of the targets."""
+        source = dataset.source
+        if isinstance(source, Simulated):
+            return [Part(split, split) for split in SPLITS if getattr(source, split)]
+        splits: dict[Split, ArrayFiles] = {split: files for split in SPLITS if (files := getattr(source, split))}
+        every = [files for files in (source.all, *splits.values()) if files]
+        named = name_files([origin for files in every for origin in _both(files)])
+        if source.all is None or source.shares is None:
+            return [Part(split, split, tuple(named[o] for o in _both(files))) for split, files in splits.items()]
+        raws = tuple(named[origin] for origin in _both(source.all))
+        return [Part(split, split, raws, fraction=share) for split, share in source.shares.ranges()]
+
+    def part_settings(self, dataset: StarterDataset, part: Part) -> dict[str, Any]:
+        """Of what is simulated the part's own number of samples; of arrays what is read from which file."""
+        source, settings = dataset.source, super().part_settings(dataset, part)
+        if isinstance(source, Simulated):
+            common = source.model_dump(mode="json", exclude={"train", "valid", "test"})
+            own = {**common, "count": getattr(source, part.split)}
+        else:
+            own = {**source.model_dump(mode="json", include={"input", "target"}), "files": [r.name for r in part.raws]}
+        return {**settings, "source": own}
+
+
+def _both(files: ArrayFiles) -> tuple[str, str]:
+    return files.input, files.target
+
+
+KIND = Starter()

@@ -1,0 +1,117 @@
+"""The rows of a part: simulated one by one, or read from NumPy's and HDF5 files."""
+
+from __future__ import annotations
+
+import math
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+
+from dlscale.config.dataset import SPLITS
+from dlscale.core.errors import UserError, unknown
+from dlscale.data.kind import Part
+from dlscale.data.source import Source
+from dlscale.data.store import Field
+from dlscale.datasets.starter.kind import HDF5
+from dlscale.datasets.starter.simulator import pair
+
+
+def open_source(dataset: Any, part: Part, paths: list[Path]) -> Source:
+    """Open the inputs and targets of a part."""
+    return FileSource(dataset.source, part, *paths) if paths else SimulatedSource(dataset.source, part)
+
+
+class SimulatedSource(Source):
+    """Images float32 [N, 1, H, W], each from a random state of its own."""
+
+    def __init__(self, source: Any, part: Part) -> None:
+        self._source, self._split = source, SPLITS.index(part.split)
+        shape = (getattr(source, part.split), 1, source.size, source.size)
+        names = {"input": "field", "target": source.target}
+        self.fields = tuple(Field(key, (name,), ("1",), shape, 1) for key, name in names.items())
+        self.bytes_per_row = 2 * (4 + 16) * source.size**2  # as they are, and as float64 for their statistics
+        self.attributes = {"simulated": source.target}
+
+    def read(self, start: int, stop: int) -> dict[str, np.ndarray]:
+        s = self._source
+        images = np.stack([pair([s.seed, self._split, row], s.size, s.length, s.target) for row in range(start, stop)])
+        return {"input": images[:, 0, None], "target": images[:, 1, None]}
+
+
+class FileSource(Source):
+    """The arrays `input` and `target` of one part: floats as float32, truth values as uint8, integers as they are."""
+
+    def __init__(self, source: Any, part: Part, *paths: Path) -> None:
+        self._arrays, self._closing = {}, list[Callable[[], None]]()
+        for key, path in zip(("input", "target"), paths, strict=True):
+            self._arrays[key] = self._open(path, getattr(source, key).array or key)
+        counts = [len(values) for values in self._arrays.values()]
+        if counts[0] != counts[1]:
+            raise UserError(f"{paths[1]}: {counts[1]} targets for the {counts[0]} inputs of {paths[0]}")
+        low, high = part.fraction
+        self._first = math.ceil(low * counts[0] - 1e-9)
+        rows = math.floor(high * counts[0] + 1e-9) - self._first
+        if rows < 1:
+            raise UserError(f"{paths[0]}: split '{part.split}' is empty: {counts[0]} rows, shares {low:g} to {high:g}")
+        self.fields = tuple(_field(key, values, rows, getattr(source, key)) for key, values in self._arrays.items())
+        # As they are in the file, as they are returned, and as float64 for their statistics.
+        self.bytes_per_row = sum((v.dtype.itemsize + 20) * math.prod(v.shape[1:]) for v in self._arrays.values())
+        self.attributes = {key: path.name for key, path in zip(self._arrays, paths, strict=True)}
+
+    def _open(self, path: Path, name: str) -> Any:
+        """Return an array that is read as far as it is asked for; one of a .npz file is read as a whole."""
+        try:
+            if path.suffix in HDF5:
+                file = h5py.File(path)
+                self._closing.append(file.close)
+                if not isinstance(values := file.get(name), h5py.Dataset):
+                    raise UserError(
+                        f"{path}: {unknown('array', name, _arrays(file))}; name it in `array` of the source"
+                    )
+            elif path.suffix == ".npz":
+                with np.load(path, allow_pickle=False) as arrays:
+                    if name not in arrays:
+                        raise UserError(f"{path}: {unknown('array', name, arrays)}; name it in `array` of the source")
+                    values = arrays[name]
+            else:
+                values = np.load(path, mmap_mode="r", allow_pickle=False)
+        except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+            raise UserError(f"{path}: cannot be read as {path.suffix} ({error}); write or fetch it again") from None
+        if values.dtype.kind not in "fiub" or not values.ndim or not values.size:
+            what = f"type {values.dtype}, shape {values.shape}"
+            raise UserError(f"{path}: '{name}' has {what}; expected numbers, with a sample a row")
+        return values
+
+    def read(self, start: int, stop: int) -> dict[str, np.ndarray]:
+        rows = slice(self._first + start, self._first + stop)
+        return {
+            field.name: np.asarray(self._arrays[field.name][rows]).astype(field.dtype).reshape(-1, *field.shape[1:])
+            for field in self.fields
+        }
+
+    def close(self) -> None:
+        for close in self._closing:
+            close()
+
+
+def _field(key: str, values: Any, rows: int, info: Any) -> Field:
+    """Return what will be stored of an array: images get an axis of channels if they have none."""
+    shape = (values.shape[0], 1, *values.shape[1:]) if values.ndim == 3 else values.shape
+    count = shape[1] if len(shape) > 3 else 1
+    channels = tuple(info.channels) or ((key,) if count == 1 else tuple(f"{key} {n}" for n in range(count)))
+    if len(channels) != count:
+        raise UserError(f"source.{key}.channels: {len(channels)} names for {count} channels (shape {values.shape})")
+    dtype = {"f": "float32", "b": "uint8"}.get(values.dtype.kind, str(values.dtype))
+    axis = 1 if len(shape) > 3 else None
+    return Field(key, channels, (info.unit,) * count, (rows, *shape[1:]), axis, dtype=dtype)
+
+
+def _arrays(file: h5py.File) -> list[str]:
+    """Return the names of all arrays in an HDF5 file."""
+    names: list[str] = []
+    file.visititems(lambda name, item: names.append(name) if isinstance(item, h5py.Dataset) else None)
+    return names

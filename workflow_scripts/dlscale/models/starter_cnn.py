@@ -1,0 +1,41 @@
+"""A small convolutional network from images to images.
+
+Shape suffixes: B batch, C channels, H W the image.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import nn
+
+
+class StarterCNN(nn.Module):
+    """Convolutions of 3 x 3 with LeakyReLU between them; images keep their size.
+
+    Parameters
+    ----------
+    in_channels, out_channels
+        Channels of the images, in and out.
+    hidden
+        Channels between the layers.
+    layers
+        Convolutions; each lets a pixel see one more pixel to every side.
+    """
+
+    def __init__(self, in_channels: int = 1, out_channels: int = 1, hidden: int = 64, layers: int = 5) -> None:
+        super().__init__()
+        widths = [in_channels, *[hidden] * (layers - 1), out_channels]
+        first, *rest = (nn.Conv2d(below, above, 3, padding=1) for below, above in pairwise(widths))
+        self.layers = nn.Sequential(first, *(module for layer in rest for module in (nn.LeakyReLU(), layer)))
+
+    def forward(self, x_BCHW: torch.Tensor) -> torch.Tensor:
+        """Return images [B, C, H, W] of the size of `x_BCHW`."""
+        y_BCHW: torch.Tensor = self.layers(x_BCHW)
+        return y_BCHW
+
+
+def mse(prediction_BC: torch.Tensor, target_BC: torch.Tensor) -> torch.Tensor:
+    """Return the mean squared error of each sample, [B]; the mean is over channels and pixels."""
+    return (prediction_BC - target_BC).square().mean(dim=tuple(range(1, target_BC.dim())))

@@ -1,0 +1,124 @@
+"""`starter_cnn`: images from images with a small convolutional network; the smallest complete study."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field, PositiveInt
+
+from dlscale.core.errors import UserError
+from dlscale.core.records import LossInfo, Metric
+from dlscale.core.schema import Strict
+from dlscale.studies.base import Metrics, SampleLoss, Study
+
+if TYPE_CHECKING:
+    import torch
+    from matplotlib.figure import Figure
+    from torch import nn
+
+    from dlscale.data.manifest import FieldInfo, Manifest
+
+
+class StarterCNNSettings(Strict):
+    """The network; its channels come from the data."""
+
+    kind: Literal["starter_cnn"]
+    hidden: PositiveInt = Field(64, description="Channels between the layers.")
+    layers: int = Field(5, ge=2, description="Convolutions.")
+
+
+class StarterCNNLoss(Strict):
+    """The mean squared error."""
+
+    kind: Literal["mse"]
+
+
+class StarterCNNMetrics(Metrics):
+    """`rmse`: the root of the mean squared error over all validation samples and pixels.
+
+    `rmse_of_naive` is that of the better one of two naive answers: the mean of the training data's targets, by channel,
+    and the input as it is, where it has the target's shape.
+    """
+
+    def __init__(self, target: FieldInfo, device: torch.device) -> None:
+        import torch
+
+        self.unit = target.units[0] if len(set(target.units)) == 1 else "1"
+        self.mean = torch.tensor(target.mean, dtype=torch.float32, device=device).reshape(1, -1, 1, 1)
+
+    @property
+    def described(self) -> list[Metric]:
+        naive, answer = "rmse_of_naive", "the training mean, or the input, whichever is closer"
+        error = "root mean squared error over all validation samples and pixels"
+        return [
+            Metric(name="rmse", title="RMSE", meaning=error, unit=self.unit, naive=naive, answer=answer),
+            Metric(name=naive, title="RMSE of the naive answer", meaning=f"of {answer}", unit=self.unit),
+        ]
+
+    def per_sample(self, x: torch.Tensor, y: torch.Tensor, prediction: torch.Tensor) -> dict[str, torch.Tensor]:
+        answers = {"prediction": prediction, "mean": self.mean.expand_as(y)}
+        answers |= {"input": x.to(y.dtype)} if x.shape == y.shape else {}
+        return {name: (answer - y).square().flatten(1).mean(dim=1) for name, answer in answers.items()}
+
+    def summarise(self, means: dict[str, torch.Tensor]) -> dict[str, float]:
+        errors = {name: float(mean) ** 0.5 for name, mean in means.items()}
+        return {"rmse": errors.pop("prediction"), "rmse_of_naive": min(errors.values())}
+
+
+class StarterCNNStudy(Study):
+    """See the module."""
+
+    dataset = "starter"
+    Model, Loss = StarterCNNSettings, StarterCNNLoss
+    operations = frozenset({"conv2d"})
+
+    def model(self, run: Any, manifest: Manifest) -> nn.Module:
+        from dlscale.models.starter_cnn import StarterCNN
+
+        inputs, targets = self._images(run, manifest)
+        return StarterCNN(len(inputs.channels), len(targets.channels), run.model.hidden, run.model.layers)
+
+    def flops(self, run: Any, manifest: Manifest) -> float:
+        """Return 2 x 3^2 C_in C_out a pixel, over all convolutions."""
+        inputs, targets = self._images(run, manifest)
+        widths = [len(inputs.channels), *[run.model.hidden] * (run.model.layers - 1), len(targets.channels)]
+        rows, columns = inputs.grid
+        return 2.0 * 9 * rows * columns * sum(below * above for below, above in pairwise(widths))
+
+    @staticmethod
+    def _images(run: Any, manifest: Manifest) -> tuple[FieldInfo, FieldInfo]:
+        """Return the fields of inputs and targets, which are images of one size."""
+        inputs, targets = (manifest.fields[name] for name in (run.samples.input, run.samples.target))
+        shapes = [info.row_shape for info in (inputs, targets)]
+        if [len(shape) for shape in shapes] != [3, 3] or inputs.grid != targets.grid:
+            raise UserError(
+                f"dataset {run.dataset}: input {shapes[0]} and target {shapes[1]} of a sample; study {run.study} "
+                "expects images [C, H, W] of one size for both: write a model for yours"
+            )
+        return inputs, targets
+
+    def loss(self, run: Any) -> SampleLoss:
+        from dlscale.models.starter_cnn import mse
+
+        return mse
+
+    def loss_info(self, run: Any) -> LossInfo:
+        return LossInfo(title="mean squared error")
+
+    def metrics(self, run: Any, manifest: Manifest, device: torch.device) -> StarterCNNMetrics:
+        return StarterCNNMetrics(manifest.fields[run.samples.target], device)
+
+    def figure(self, run: Any, manifest: Manifest, x: Any, y: Any, prediction: Any) -> Figure:
+        """Draw each channel of the target beside the input and the prediction."""
+        from dlscale.studies.figures import comparison
+
+        targets = manifest.fields[run.samples.target]
+        rows = [
+            (name, unit, [x[min(channel, len(x) - 1)], y[channel], prediction[channel]])
+            for channel, (name, unit) in enumerate(zip(targets.channels, targets.units, strict=True))
+        ]
+        return comparison(rows, ["input", "truth", "prediction"], ("x (pixels)", "y (pixels)"), own_scale=True)
+
+
+STUDY = StarterCNNStudy()
