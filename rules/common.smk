@@ -86,7 +86,8 @@ def part_of(wildcards):
 def stage_params(modules, settings, files=()):
     """What makes a job run again; without modules (a fetched file) no code of dlscale decides the result."""
     params = {"sources": fingerprint(modules, files), "settings": settings}
-    return {**params, "image": IMAGE} if IMAGE and modules else params
+    around = {"image": IMAGE, "packages": PACKAGES} if modules else {}
+    return {**params, **{key: value for key, value in around.items() if value}}
 
 
 def own_params(stage, settings=None, files=()):

@@ -10,6 +10,7 @@ except UserError as error:
     print(error, file=sys.stderr)
     sys.exit(2)
 IMAGE = image.inherited(SITE.engine, SITE.image or "", first=workflow.is_main_process)
+PACKAGES = launcher.packages(SITE)
 if workflow.is_main_process:
     for reason in REASONS:
         print(reason, file=sys.stderr)

@@ -22,7 +22,7 @@ from dlscale.core.errors import UserError
 from dlscale.core.provenance import Image
 from dlscale.launch import image, slurm
 from dlscale.launch.contain import PASSED_ON
-from dlscale.launch.launcher import Place, check_names, launch, outside, resolve
+from dlscale.launch.launcher import Place, check_names, launch, outside, packages, resolve
 from tests.conftest import ROOT
 
 ENGINES = ["none", "docker", "podman", "podman-hpc", "shifter", "apptainer"]
@@ -69,6 +69,38 @@ def test_the_environment_of_the_site_reaches_a_bare_process() -> None:
     assert found == ["env", "A=b c", "D=$(e)", "python", "-m", "dlscale"]
     shown = subprocess.run([*found[:3], "printenv", "A", "D"], capture_output=True, text=True, check=True)
     assert shown.stdout == "b c\n$(e)\n"
+
+
+# ---- packages beside those of the image ---------------------------------------------------------------
+
+
+def test_packages_are_found_last(tmp_path: Path) -> None:
+    """By the stage's process and what it starts: what is installed is not hidden, what is lacking is there."""
+    (tmp_path / "numpy.py").write_text("raise ImportError('the wrong one')\n")
+    (tmp_path / "only_here.py").write_text("place = __file__\n")
+    found = launch(site(engine="none", packages=str(tmp_path)), HERE, ONE)
+    assert found == ["env", f"DLSCALE_PACKAGES={tmp_path}", "python", "-m", "dlscale"]
+    code = "import dlscale, numpy.linalg, only_here; print(only_here.place)"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "workflow_scripts")}
+    words = ["env", found[1], sys.executable, "-c", code]
+    shown = subprocess.run(words, env=environment, capture_output=True, text=True, check=True)
+    assert shown.stdout.strip() == str(tmp_path / "only_here.py")
+
+
+@pytest.mark.parametrize("engine", ENGINES[1:])
+def test_packages_reach_every_engine(engine: str) -> None:
+    found = " ".join(launch(site(engine=engine, packages="/scratch/more"), HERE, ONE))
+    assert re.search(r"--env[= ]DLSCALE_PACKAGES=/scratch/more\b", found)
+    assert re.search(r"--(volume=|bind )/scratch/more:/scratch/more\b", found)
+
+
+def test_packages_are_told_by_version(tmp_path: Path) -> None:
+    for name in ("b-2.0", "a-1.1"):
+        (tmp_path / f"{name}.dist-info").mkdir()
+    assert packages(site(packages=str(tmp_path))) == ["a-1.1", "b-2.0"]
+    assert packages(site()) == []
+    with pytest.raises(UserError, match="/nowhere: no such folder"):
+        resolve(site(packages="/nowhere"))
 
 
 # ---- which GPU a process takes ---------------------------------------------------------------------

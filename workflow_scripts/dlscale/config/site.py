@@ -130,6 +130,11 @@ class Site(Strict):
         {}, description="Folders that containers see, beside the working folder and the data: here -> there."
     )
     environment: dict[Variable, Value] = Field({}, description="Environment of every stage.")
+    packages: Annotated[Path_, AfterValidator(_target)] | None = Field(
+        None,
+        description="Folder of Python packages that stages find beside those of the image or environment, none of "
+        "which they hide: pip install --target FOLDER NAME.",
+    )
     scratch_days: PositiveInt | None = Field(None, description="Age at which the site removes files from scratch.")
     scheduler: Scheduler | None = None
 

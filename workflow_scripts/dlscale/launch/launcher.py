@@ -45,6 +45,9 @@ def launch(site: Site, place: Place, geometry: Geometry | None = None) -> list[s
     if ordered := _in_gpu_order(site, geometry):
         devices = ",".join(map(str, site.gpu_order or []))
         site = site.model_copy(update={"environment": {**site.environment, "CUDA_VISIBLE_DEVICES": devices}})
+    if site.packages:  # `dlscale` itself adds them: see its __init__
+        seen = {"environment": {"DLSCALE_PACKAGES": site.packages}, "mounts": {site.packages: site.packages}}
+        site = site.model_copy(update={key: {**getattr(site, key), **more} for key, more in seen.items()})
     container = _contain(site, place, gpu=geometry is not None)
     if geometry is None or geometry.world_size == 1 or site.starter == "direct":
         return [*container, *PYTHON]
@@ -145,6 +148,8 @@ def resolve(site: Site, folder: Path | None = None) -> tuple[Site, list[str]]:
     """Return the site with what is here for `auto` and choices not made, and the reasons; `folder` stands for PATH."""
     chosen: dict[str, str | bool] = {}
     reasons = []
+    if site.packages and not Path(site.packages).is_dir():
+        raise UserError(f"site.packages: {site.packages}: no such folder; make it: pip install --target FOLDER NAME")
     if site.engine == "auto":
         troubles = [(engine, _trouble(engine, site.image or "", folder)) for engine in ENGINES]
         engine = next((engine for engine, trouble in troubles if trouble is None), "none")
@@ -172,6 +177,11 @@ def _trouble(engine: str, image: str, folder: Path | None) -> str | None:
     if question := {"docker": ["info"], "podman-hpc": ["images", "--quiet"]}.get(engine):
         return f"{engine} {' '.join(question)} fails" if answer([command, *question], 30) is None else None
     return None
+
+
+def packages(site: Site) -> list[str]:
+    """Return name and version of what `site.packages` holds."""
+    return sorted(info.stem for info in Path(site.packages).glob("*.dist-info")) if site.packages else []
 
 
 def outside(paths: Iterable[str | Path], *inside: str | Path) -> tuple[str, ...]:
