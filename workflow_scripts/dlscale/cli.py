@@ -104,6 +104,13 @@ def parser() -> argparse.ArgumentParser:
         for flag, keywords in [*(RUN_OPTIONS if stage.scope == "run" else ()), *stage.options]:
             added.add_argument(flag, **keywords)
     command("schema", "Print the JSON schema of config.yaml, for editors.")
+    new = command("new-study", "Write a study of your own, with tests and a configuration to run; yours go into it.")
+    new.add_argument("name", metavar="NAME", help="of the study, and of its Python module")
+    place = new.add_mutually_exclusive_group()
+    place.add_argument("--at", metavar="FOLDER", help="folder to write to; absent: one called NAME")
+    place.add_argument(
+        "--inside", action="store_true", help="write it into this repository, as a study that is shipped"
+    )
     for name, question in QUESTIONS.items():
         asked, several = command(name, question.text), dict[str, Any](nargs="+", default=[])
         asked.add_argument(question.about[0], **question.about[1])
@@ -152,6 +159,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             from dlscale.config.resolve import schema
 
             print(json.dumps(schema(), indent=2))
+        elif args.stage == "new-study":
+            from dlscale.studies import new_study
+
+            new_study.main(args)
         elif args.stage in QUESTIONS:
             return int(importlib.import_module(QUESTIONS[args.stage].module).main(args, _configuration(args)))
         else:

@@ -1,0 +1,428 @@
+"""The smallest study, the arrays that it is made from, and the studies that `dlscale new-study` makes of it.
+
+Its network and its loss are tested in `test_starter_cnn.py`, which is what a new study gets as its tests.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from dlscale.config import resolve
+from dlscale.core.errors import UserError
+from dlscale.data.kind import Part
+from dlscale.data.manifest import Manifest
+from dlscale.data.store import Reader
+from dlscale.datasets.starter.kind import KIND, StarterDataset
+from dlscale.datasets.starter.simulator import pair
+from dlscale.datasets.starter.source import open_source
+from dlscale.models.starter_cnn import StarterCNN
+from dlscale.preflight.tiny import tiny_session
+from dlscale.studies import new_study
+from tests.conftest import ROOT, TINY, make_dataset, make_run, records, stage, train
+from tests.test_parallel import train_by
+
+# ---- the network -------------------------------------------------------------------------------------
+
+
+def test_the_network_is_the_published_one() -> None:
+    """Five convolutions, 64 channels: its parameters, and its numbers layer by layer."""
+    model = StarterCNN()
+    assert sum(p.numel() for p in model.parameters()) == 640 + 3 * 36_928 + 577
+    x = y = torch.randn(2, 1, 9, 7)
+    weights = list(model.parameters())
+    for layer in range(5):
+        y = F.conv2d(y, weights[2 * layer], weights[2 * layer + 1], padding=1)
+        y = torch.maximum(y, 0.01 * y) if layer < 4 else y
+    torch.testing.assert_close(model(x), y)
+
+
+def test_the_published_plan_says_what_the_scripts_did() -> None:
+    plan = resolve.load({"targets": ["starter_published"]}).plans["starter_published"]
+    for resolved in plan.values():
+        run = resolved.run
+        assert (run.batch_size, run.training.epochs, run.model.hidden, run.model.layers) == (32, 25, 64, 5)
+        assert (run.optimizer.kind, run.optimizer.lr, run.schedule.kind) == ("adam", 1e-3, "cosine")
+    assert [resolved.run.geometry.world_size for resolved in plan.values()] == [1, 8]
+
+
+# ---- what is simulated -------------------------------------------------------------------------------
+
+
+def test_steepness_pixel_by_pixel() -> None:
+    """Half the difference of a pixel's neighbours, at an edge that to the only one; times the length."""
+    field, target = pair([1, 2, 3], 11, 2.5, "gradient")
+    values = field.astype(float)
+    for row in range(11):
+        for column in range(11):
+            above, below = max(row - 1, 0), min(row + 1, 10)
+            left, right = max(column - 1, 0), min(column + 1, 10)
+            down = (values[below, column] - values[above, column]) / (below - above)
+            across = (values[row, right] - values[row, left]) / (right - left)
+            assert target[row, column] == pytest.approx(2.5 * np.hypot(down, across), rel=1e-4, abs=1e-5)
+
+
+def test_statistics_of_the_fields() -> None:
+    """Those of a Gaussian field: variance 1 and its length; a Rayleigh distribution of how steep it is."""
+    fields, targets = (
+        np.stack(images) for images in zip(*(pair([0, i], 64, 3.0, "gradient") for i in range(200)), strict=True)
+    )
+    assert fields.mean() == pytest.approx(0, abs=0.02) and fields.var() == pytest.approx(1, rel=0.05)
+    lag = (fields[:, :, :-3] * fields[:, :, 3:]).mean() / fields.var()
+    assert lag == pytest.approx(np.exp(-(3**2) / (4 * 3**2)), abs=0.02)  # of the spectrum exp(-k^2 length^2)
+    inner = targets[:, 1:-1, 1:-1]  # differences over two pixels are a little flatter than the slope
+    assert inner.mean() == pytest.approx(np.sqrt(np.pi) / 2, rel=0.05)
+
+
+def test_no_linear_filter_explains_the_target() -> None:
+    """Against the best one of 5 x 5 pixels: what a network gains over the mean, it gains by being none."""
+    columns, answers = [], []
+    for number in range(20):
+        field, target = pair([7, number], 32, 3.0, "gradient")
+        windows = np.lib.stride_tricks.sliding_window_view(field, (5, 5)).reshape(-1, 25)
+        columns.append(np.c_[windows, np.ones(len(windows))])
+        answers.append(target[2:-2, 2:-2].ravel())
+    x, y = np.concatenate(columns), np.concatenate(answers)
+    weights, *_ = np.linalg.lstsq(x, y, rcond=None)
+    assert np.var(y - x @ weights) > 0.97 * np.var(y)
+
+
+def test_samples_depend_on_nothing_but_their_number() -> None:
+    """Not on how many there are, nor on the piece that they are in; splits and seeds differ."""
+
+    def images(split: str = "train", **changes: Any) -> np.ndarray:
+        source = {"kind": "simulated", "size": 8, "train": 6, "valid": 6, **changes}
+        dataset = StarterDataset.model_validate({"kind": "starter", "source": source})
+        opened = open_source(dataset, next(part for part in KIND.parts(dataset) if part.split == split), [])
+        halves = [opened.read(0, 2), opened.read(2, 6)]
+        return np.concatenate([half["input"] for half in halves])
+
+    first = images()
+    assert first.shape == (6, 1, 8, 8) and len(np.unique(first)) > 300
+    np.testing.assert_array_equal(images(train=50), first)
+    assert not (images("valid") == first).any() and not (images(seed=1) == first).any()
+    noise = images(target="noise")
+    assert noise.std() == pytest.approx(1, abs=0.2) and not (noise == first).any()
+
+
+def test_a_part_runs_again_when_it_changes_and_only_then() -> None:
+    def settings(split: str, source: dict[str, Any]) -> Any:
+        dataset = StarterDataset.model_validate({"kind": "starter", "source": source})
+        return KIND.part_settings(dataset, next(part for part in KIND.parts(dataset) if part.split == split))
+
+    simulated = {"kind": "simulated", "train": 6, "valid": 3}
+    more = {**simulated, "valid": 4}
+    assert settings("train", simulated) == settings("train", more)
+    assert settings("valid", simulated) != settings("valid", more)
+    both = {"train": {"input": "a.npy", "target": "b.npy"}, "valid": {"input": "c.npy", "target": "d.npy"}}
+    swapped = {**both, "train": {"input": "b.npy", "target": "a.npy"}}
+    arrays: dict[str, Any] = {"kind": "arrays", **both}
+    assert settings("train", arrays) != settings("train", {"kind": "arrays", **swapped})
+    assert settings("train", arrays) != settings("train", {**arrays, "input": {"unit": "K"}})
+    assert settings("valid", arrays) == settings("valid", {"kind": "arrays", **swapped})
+
+
+# ---- arrays of one's own -----------------------------------------------------------------------------
+
+
+def write(path: Path, **arrays: np.ndarray) -> str:
+    """Write arrays in the form that the file's suffix says."""
+    if path.suffix == ".npy":
+        np.save(path, next(iter(arrays.values())))
+    elif path.suffix == ".npz":
+        np.savez_compressed(path, **arrays)  # type: ignore[arg-type]
+    else:
+        with h5py.File(path, "w") as file:
+            for name, values in arrays.items():
+                file.create_dataset(name.replace("__", "/"), data=values, chunks=True, compression="gzip")
+    return str(path)
+
+
+@pytest.mark.parametrize("suffix", [".npy", ".npz", ".h5"])
+@pytest.mark.parametrize("pieces", [1, 3])
+def test_arrays_are_stored_as_they_are(tmp_path: Path, suffix: str, pieces: int) -> None:
+    """Images without channels get one; a split each, or shares of all; read in pieces they are the same."""
+    rng = np.random.default_rng(3)
+    x, y = rng.normal(size=(10, 2, 6, 5)), rng.integers(0, 256, (10, 6, 5), dtype=np.uint8)
+    files = {"input": write(tmp_path / f"x{suffix}", input=x), "target": write(tmp_path / f"y{suffix}", target=y)}
+    source = {
+        "kind": "arrays",
+        "input": {"channels": ["density", "heat"], "unit": "K"},
+        "all": files,
+        "shares": {"train": 0.7, "valid": 0.3},
+    }
+    folder = make_dataset(tmp_path / "data", {"kind": "starter", "source": source, "pieces": pieces, "memory_mb": 1})
+    fields = Manifest.read(folder / "manifest.json").fields
+    assert (fields["input"].channels, fields["input"].units) == (["density", "heat"], ["K", "K"])
+    for split, rows in (("train", slice(0, 7)), ("valid", slice(7, 10))):
+        stored = folder / split / f"{split}.h5"
+        np.testing.assert_array_equal(Reader(stored, "input").dataset[()], x[rows].astype(np.float32))
+        np.testing.assert_array_equal(Reader(stored, "target").dataset[()], y[rows, None])
+
+
+def test_one_file_may_hold_both_under_any_name(tmp_path: Path) -> None:
+    """Labels have no channels; truth values are bytes."""
+    x, y = np.arange(24.0).reshape(4, 6) > 7, np.array([3, 1, 0, 2])
+    files = {
+        split: write(tmp_path / f"{split}.h5", group__x=x + (split == "valid"), y=y) for split in ("train", "valid")
+    }
+    both = {split: {"input": file, "target": file} for split, file in files.items()}
+    source = {"kind": "arrays", "input": {"array": "group/x"}, "target": {"array": "y"}, **both}
+    folder = make_dataset(tmp_path / "data", {"kind": "starter", "source": source})
+    manifest = Manifest.read(folder / "manifest.json")
+    assert (manifest.fields["input"].dtype, manifest.fields["target"].classes) == ("uint8", 4)
+    np.testing.assert_array_equal(Reader(folder / "train/train.h5", "input").dataset[()], x)
+
+
+def test_bad_files_are_one_message(tmp_path: Path) -> None:
+    x = np.zeros((4, 6, 5), np.float32)
+    good = Path(write(tmp_path / "x.npy", x=x))
+    h5, npz = Path(write(tmp_path / "x.h5", inputs=x)), Path(write(tmp_path / "x.npz", inputs=x))
+    (cut := tmp_path / "cut.npy").write_bytes(good.read_bytes()[:-8])
+    (torn := tmp_path / "torn.npz").write_bytes(npz.read_bytes()[:-40])
+    (text := tmp_path / "text.h5").write_text("no HDF5")
+    fewer, words = write(tmp_path / "fewer.npy", x=x[:3]), write(tmp_path / "words.npy", x=np.array(["a"] * 4))
+    objects = tmp_path / "objects.npy"
+    np.save(objects, np.array([{}] * 4, dtype=object), allow_pickle=True)
+
+    def opened(
+        path: Path | str, target: Path | str = good, fraction: tuple[float, float] = (0, 1), **info: Any
+    ) -> None:
+        source = {"kind": "arrays", "train": {"input": str(path), "target": str(target)}, **info}
+        source["valid"] = {"input": "a.npy", "target": "b.npy"}
+        dataset = StarterDataset.model_validate({"kind": "starter", "source": source})
+        open_source(dataset, Part("train", "train", fraction=fraction), [Path(path), Path(target)]).close()
+
+    opened(good)
+    for arguments, message in (
+        ((h5,), r"no array is called 'input' \(did you mean 'inputs'\?\); there are: inputs; name it in `array`"),
+        ((npz,), r"no array is called 'input' \(did you mean 'inputs'\?\)"),
+        ((good, fewer), "3 targets for the 4 inputs"),
+        ((cut,), r"cut.npy: cannot be read as .npy"),
+        ((torn,), r"torn.npz: cannot be read as .npz"),
+        ((text,), r"text.h5: cannot be read as .h5"),
+        ((objects,), "cannot be read"),
+        ((words,), "type <U1, shape .*expected numbers"),
+        ((good, good, (0.0, 0.1)), "split 'train' is empty: 4 rows"),
+    ):
+        with pytest.raises(UserError, match=message):
+            opened(*arguments)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=r"source.input.channels: 2 names for 1 channels"):
+        opened(good, input={"channels": ["a", "b"]})
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ({"train": {"input": "a.npy", "target": "b.npy"}}, "give either train and valid"),
+        (
+            {"all": {"input": "a.csv", "target": "b.npy"}, "shares": {"train": 0.5, "valid": 0.5}},
+            "a.csv: expected a file",
+        ),
+        ({"train": {"input": "a.h5", "target": "a.h5"}, "valid": {"input": "b.h5", "target": "a.h5"}}, "in two splits"),
+        ({"all": {"input": "a.h5", "target": "a.h5"}, "shares": {"train": 0.8, "valid": 0.3}}, "add up to 1.1"),
+        (
+            {
+                "all": {"input": "a.h5", "target": "a.h5"},
+                "shares": {"train": 0.8, "valid": 0.2},
+                "sha256": {"a.h5": "0" * 64},
+            },
+            "no file called 'a.h5' is fetched",
+        ),
+    ],
+)
+def test_sources_are_checked(source: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        dataset = {"kind": "starter", "source": {"kind": "arrays", **source}}
+        resolve.load({"targets": ["starter_demo"], "datasets": {"d": dataset}})
+
+
+def test_other_arrays_need_another_model(tmp_path: Path) -> None:
+    """Vectors, or a target of another size: a message, and no failure of a convolution."""
+    x = np.random.default_rng(0).normal(size=(8, 6, 5))
+    for number, (inputs, targets) in enumerate([(x[:, 0], x), (x, x[:, 1:])]):
+        files = {
+            key: write(tmp_path / f"{key}{number}.npy", v=v) for key, v in (("input", inputs), ("target", targets))
+        }
+        source = {"kind": "arrays", "all": files, "shares": {"train": 0.5, "valid": 0.5}}
+        with pytest.raises(UserError, match=r"expects images \[C, H, W\] of one size for both"):
+            tiny_session(
+                "starter_cnn", {"kind": "starter", "source": source}, TINY["starter_cnn"]["run"], tmp_path / f"{number}"
+            )
+
+
+# ---- training ----------------------------------------------------------------------------------------
+
+
+def test_it_trains_as_a_plain_loop_does(tmp_path: Path, tiny_data: Callable[[str], Path]) -> None:
+    """Against a notebook's loop in plain PyTorch: the same weights to begin with, the same order of samples."""
+    tiny = TINY["starter_cnn"]
+    make_run(tmp_path, "starter_cnn", {**tiny["run"], "training": {"epochs": 3}}, tiny["dataset"])
+    assert train(tmp_path, tiny_data("starter_cnn") / "manifest.json") == 0
+    session = tiny_session(
+        "starter_cnn", tiny["dataset"], {**tiny["run"], "training": {"epochs": 3}}, tiny_data("starter_cnn")
+    )
+    torch.manual_seed(session.run.seed)
+    model = nn.Sequential(
+        *(nn.Conv2d(1, 8, 3, padding=1), nn.LeakyReLU(), nn.Conv2d(8, 8, 3, padding=1), nn.LeakyReLU()),
+        *(nn.Conv2d(8, 8, 3, padding=1), nn.LeakyReLU(), nn.Conv2d(8, 8, 3, padding=1), nn.LeakyReLU()),
+        nn.Conv2d(8, 1, 3, padding=1),
+    )
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=3 * 2)
+
+    def batches(split: str, epoch: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        samples = session.samples(split)
+        x, y = (
+            torch.from_numpy(np.stack(a))
+            for a in zip(*(samples.read(epoch, i) for i in range(samples.size)), strict=True)
+        )
+        return list(zip(x.split(8), y.split(8), strict=True))
+
+    for epoch, record in enumerate(records(tmp_path)):
+        losses = []
+        for x, y in batches("train", epoch):
+            optimizer.zero_grad()
+            loss = F.mse_loss(model(x), y)
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+            losses.append(loss.item())
+        assert record["train_loss"] == pytest.approx(np.mean(losses), rel=1e-4)
+        with torch.no_grad():
+            x, y = batches("valid", 0)[0]
+            error = F.mse_loss(model(x), y).item()
+        assert record["valid_loss"] == pytest.approx(error, rel=1e-4)
+        assert record["metrics"]["rmse"] == pytest.approx(error**0.5, rel=1e-4)
+
+
+def plan_run(folder: Path, plan: str, **changes: Any) -> list[dict[str, Any]]:
+    """Train the first run of a shipped plan; return its epochs."""
+    shipped = resolve.load({"targets": [plan], "plans": {plan: {"settings": changes}}})
+    run = next(iter(shipped.plans[plan].values())).run
+    dataset = shipped.workflow.datasets[run.dataset]
+    data = make_dataset(folder / "data", dataset.model_dump(mode="json"))
+    assert stage("configure", "--settings", run.model_dump_json(), "--out", folder / "run/config.yaml") == 0
+    assert train(folder / "run", data / "manifest.json") == 0
+    return records(folder / "run")
+
+
+def test_the_demo_learns(tmp_path: Path) -> None:
+    """More than half of the naive answer's error is gone, of which no linear filter takes any."""
+    metrics = plan_run(tmp_path, "starter_demo")[-1]["metrics"]
+    assert metrics["rmse"] < 0.45 * metrics["rmse_of_naive"]
+
+
+@pytest.mark.slow
+def test_weights_of_two_processes_are_those_of_one(tmp_path: Path, tiny_data: Callable[[str], Path]) -> None:
+    """They load into the plain network: there is no `module.` to strip."""
+    tiny, data, weights = TINY["starter_cnn"], tiny_data("starter_cnn"), []
+    for ranks in (1, 2):
+        folder = tmp_path / f"{ranks}"
+        make_run(folder, "starter_cnn", {**tiny["run"], "geometry": {"gpus_per_node": ranks}}, tiny["dataset"])
+        train_by(ranks, folder, data)
+        weights.append(torch.load(folder / "model.pt", weights_only=True))
+        StarterCNN(hidden=8).load_state_dict(weights[-1], strict=True)
+    for name, value in weights[0].items():
+        torch.testing.assert_close(value, weights[1][name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_nothing_is_learnt_of_noise(tmp_path: Path) -> None:
+    """As published, but smaller: the error remains that of answering the mean."""
+    shipped = {"dataset": "starter_noise", "model": {"hidden": 4}, "training": {"epochs": 2}, "precision": "fp32"}
+    metrics = plan_run(tmp_path, "starter_published", **shipped)[-1]["metrics"]
+    assert metrics["rmse"] == pytest.approx(metrics["rmse_of_naive"], rel=0.05)
+    assert metrics["rmse_of_naive"] == pytest.approx(1, rel=0.02)
+
+
+# ---- new studies -------------------------------------------------------------------------------------
+
+
+def dlscale(*words: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    """Run the command line as a user does."""
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'workflow_scripts'}", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", *words]
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=600)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        *(
+            (name, "expected up to 40 lower-case letters")
+            for name in ("My", "my-study", "2d", "class", "", "a" * 41, "é")
+        ),
+        ("starter_cnn", "dlscale has a study of this name"),
+        ("mnist_cnn", "dlscale has a study of this name"),
+        ("numpy", "Python has a module 'numpy' already"),
+        ("json", "Python has a module 'json' already"),
+    ],
+)
+def test_names_that_cannot_be(name: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        new_study.check_name(name)
+
+
+def test_nothing_is_written_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not a single file, if one of them is there; and if one cannot be written, none is."""
+    monkeypatch.chdir(tmp_path)
+    assert stage("new-study", "ripples") == 0
+    before = {path: path.read_text() for path in (tmp_path / "ripples").iterdir()}
+    assert len(before) == 5
+    (tmp_path / "ripples/ripples.py").unlink()
+    assert stage("new-study", "ripples") == 2
+    assert stage("new-study", "ripples", "--at", tmp_path / "ripples") == 2
+    assert {path.name for path in (tmp_path / "ripples").iterdir()} == {p.name for p in before} - {"ripples.py"}
+    failing = iter([None, None, OSError("no more")])
+
+    def write_text(path: Path, text: str) -> None:
+        if error := next(failing):
+            raise error
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+
+    monkeypatch.setattr(new_study, "write_text", write_text)
+    with pytest.raises(OSError, match="no more"):
+        new_study.write("waves", tmp_path / "other")
+    assert not list((tmp_path / "other").iterdir())
+
+
+def test_a_new_study_is_the_shipped_one_under_its_name(tmp_path: Path) -> None:
+    """In another folder: its style is kept, its tests pass, its configuration resolves."""
+    folder = tmp_path / "it's FILE & all"
+    done = dlscale("dlscale", "new-study", "steep_fields", "--at", str(folder))
+    assert done.returncode == 0, done.stderr
+    texts = {path.name: path.read_text() for path in folder.iterdir()}
+    assert len(texts) == 5 and not any(
+        word in text for text in texts.values() for word in ("starter_cnn", "StarterCNN")
+    )
+    assert "class SteepFieldsStudy(Study)" in texts["steep_fields.py"]
+    assert "from steep_fields_model import SteepFields" in texts["steep_fields.py"]
+    for check in (["check"], ["format", "--check"]):
+        command = [*check, "--config", str(ROOT / "pyproject.toml"), str(folder)]
+        found = subprocess.run([Path(sys.executable).with_name("ruff"), *command], capture_output=True, text=True)
+        assert found.returncode == 0, found.stdout
+    tested = dlscale("pytest", "-q", "-p", "no:cacheprovider", str(folder / "test_steep_fields.py"), cwd=tmp_path)
+    assert tested.returncode == 0 and "6 passed" in tested.stdout, tested.stdout
+    code = (
+        "import sys; from dlscale.config import resolve\n"
+        "loaded = resolve.load_files(sys.argv[1])\n"
+        "plan = loaded.workflow.plans['steep_fields_ladder']\n"
+        "print(*plan.runs, *plan.measure, *loaded.workflow.targets)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "workflow_scripts")}
+    words = [sys.executable, "-c", code, str(folder / "steep_fields_run.yaml")]
+    told = subprocess.run(words, env=environment, capture_output=True, text=True)
+    assert told.stdout == "baseline fused bf16 train throughput profile steep_fields_ladder\n", told.stderr

@@ -1,0 +1,1 @@
+../workflow_scripts/dlscale/studies/template/test_starter_cnn.py

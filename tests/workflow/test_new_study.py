@@ -1,0 +1,104 @@
+"""`dlscale new-study`, and the notebook that leads to one: every command that they tell, run as it is told."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import nbformat
+import pandas as pd
+import pytest
+
+from tests.conftest import ROOT
+from tests.waiting import PATIENCE
+from tests.workflow.conftest import Tree
+
+NOTEBOOK = ROOT / "docs/examples/from_notebook_to_report.ipynb"
+
+
+def call(tree: Tree, command: str) -> str:
+    """Run a command as a user who typed it would, in the tree's own environment; return what it says."""
+    shell, where = ["bash", "-c", command], {"cwd": tree.path, "env": tree.environment}
+    done = subprocess.run(shell, capture_output=True, text=True, timeout=4 * PATIENCE, **where)  # type: ignore[call-overload]
+    assert done.returncode == 0, f"{command}\n{(done.stdout + done.stderr)[-5000:]}"
+    return done.stdout + done.stderr
+
+
+def told(text: str) -> list[str]:
+    """Return the commands that `new-study` tells to call next."""
+    return re.findall(r"^  (\S.*)$", text.partition("\nNext")[2], re.MULTILINE)
+
+
+def check_ladder(results: Path, name: str, page: Path) -> None:
+    """Check that a ladder went through all stages, learnt, and is in the page."""
+    plan = results / f"plans/{name}_ladder"
+    table = pd.read_csv(plan / "summary.csv").set_index("run")
+    assert {"baseline", "fused"} <= set(table.index)
+    assert (table["rmse"] < 0.5 * table["rmse_of_naive"]).all() and (table["full_samples_per_second"] > 0).all()
+    assert len(pd.read_csv(plan / "baseline/profile/profile_summary.csv")) > 3
+    assert f"{name}_ladder" in page.read_text() and "0 runs" not in page.read_text()
+
+
+@pytest.mark.slow
+def test_a_new_study_goes_through_ladder_profile_and_page(make_tree: Callable[..., Tree]) -> None:
+    """Untouched; called again it does nothing; its network edited, its trainings run again and its data do not."""
+    tree = make_tree()
+    tests, run = told(call(tree, "dlscale new-study gentle_slopes"))
+    assert "6 passed" in call(tree, tests)
+    call(tree, run)
+    results = tree.path / "results/gentle_slopes"
+    check_ladder(results, "gentle_slopes", results / "report/index.html")
+    assert "Nothing to be done" in call(tree, run)
+    model = tree.path / "gentle_slopes/gentle_slopes_model.py"
+    model.write_text(model.read_text().replace("nn.LeakyReLU()", "nn.LeakyReLU(0.1)"))
+    planned = call(tree, f"{run} --dry-run")
+    assert "Train gentle_slopes_ladder.baseline" in planned and "Preprocess" not in planned
+
+
+@pytest.mark.slow
+def test_a_new_study_inside(make_tree: Callable[..., Tree]) -> None:
+    """As a shipped one: the schema knows it, the tests of all studies find it, its plans are there."""
+    tree = make_tree()
+    for name in ("pyproject.toml", "Makefile"):
+        shutil.copy(ROOT / name, tree.path)
+    shutil.copytree(ROOT / "tests", tree.path / "tests", symlinks=True)
+    schema, tests, run = told(call(tree, "dlscale new-study inner --inside"))
+    assert schema == "make schema"
+    file = "workflow_scripts/dlscale/config/config.schema.json"
+    call(tree, f"dlscale schema >{file}.new && mv {file}.new {file}")
+    assert '"inner"' in (tree.path / file).read_text()
+    assert "6 passed" in call(tree, f"python -m {tests} -p no:cacheprovider -n 0")
+    call(tree, "python -m pytest -n 0 tests/test_architecture.py -k 'inner or named_outside or tiny'")
+    call(tree, run)
+    plan = tree.path / "results/plans/inner_ladder"
+    check_ladder(tree.path / "results", "inner", plan / "report.html")
+
+
+def test_the_notebook_is_stored_without_outputs() -> None:
+    """They would be of one machine and one day; and its code is Python."""
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    nbformat.validate(notebook)
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            assert cell.outputs == [] and cell.execution_count is None
+            compile(cell.source, cell.id, "exec")
+
+
+@pytest.mark.slow
+def test_the_notebook(make_tree: Callable[..., Tree]) -> None:
+    """From the first cell to the last; the study learns what the loop in plain PyTorch learns."""
+    nbclient = pytest.importorskip("nbclient")
+    tree = make_tree()
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    client = nbclient.NotebookClient(
+        notebook, timeout=4 * PATIENCE, kernel_name="python3", resources={"metadata": {"path": str(tree.path)}}
+    )
+    client.execute(env=tree.environment)
+    work = tree.path / "results/notebook"
+    check_ladder(work / "results", "edges", work / "results/report/index.html")
+    curves = next(cell for cell in notebook.cells if "the loop above" in cell.source and cell.outputs)
+    losses = pd.read_html(curves.outputs[0].data["text/html"], index_col=0)[0].iloc[:, 0]
+    assert 0.4 < losses["baseline"] / losses["the loop above"] < 2.5, "another seed, another order"

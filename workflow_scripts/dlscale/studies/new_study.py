@@ -1,0 +1,133 @@
+"""`dlscale new-study NAME`: a study of one's own begins as the smallest one that is shipped, under another name.
+
+The code is that of `starter_cnn` itself; the folder `template` has what a user's study needs besides: a YAML file with
+a ladder, tests (those of `starter_cnn`), and a configuration to run. Nothing is generated but names.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import keyword
+import os
+import re
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+from dlscale.core import registry
+from dlscale.core.errors import UserError
+from dlscale.core.files import write_text
+
+PACKAGE = Path(__file__).resolve().parents[1]
+REPOSITORY = PACKAGE.parents[1]
+TEMPLATE = PACKAGE / "studies/template"
+ORIGINAL, CLASSES = "starter_cnn", "StarterCNN"
+
+STUDY = "the study: settings, metrics, FLOPs, figure"
+MODEL = "its network and its loss, plain PyTorch: yours go here"
+SETTINGS = "its defaults, datasets and plans: name your arrays here"
+TESTS = "its tests, against slower truths"
+
+
+@dataclass(frozen=True)
+class File:
+    """A file of a new study."""
+
+    path: Path
+    original: Path
+    about: str
+
+
+def main(args: argparse.Namespace) -> None:
+    """Write the study `args.name`, and say what to do next."""
+    name = args.name
+    check_name(name)
+    folder = None if args.inside else Path(args.at or name)
+    write(name, folder)
+    print(f"\nNext{'' if Path.cwd() == REPOSITORY else f', in {REPOSITORY}'}:")
+    if folder is None:
+        calls = ["make schema", f"pytest tests/test_{name}.py", f"snakemake plan_{name}_ladder"]
+        page = f"results/plans/{name}_ladder/report.html"
+    else:
+        seen = _seen(folder)
+        calls = [shlex.join(["pytest", str(seen / f"test_{name}.py")]), _call(name, seen)]
+        page = f"results/{name}/report/index.html"
+    print(*(f"  {call}" for call in calls), sep="\n")
+    print(f"The last one makes data, trains, measures, profiles, and writes {page}; docs/from_notebook.md leads on.")
+
+
+def check_name(name: str) -> None:
+    """Refuse what cannot be the name of a module, or is one already."""
+    if not re.fullmatch(r"[a-z][a-z0-9_]{0,39}", name) or keyword.iskeyword(name):
+        raise UserError(f"NAME: {name}: expected up to 40 lower-case letters, digits and underscores, such as my_study")
+    if name in registry.studies():
+        raise UserError(f"NAME: {name}: dlscale has a study of this name; choose another")
+    for module in (name, f"{name}_model"):
+        spec = importlib.util.find_spec(module)
+        if spec and spec.origin:  # a mere folder has none
+            raise UserError(f"NAME: {name}: Python has a module '{module}' already; choose another name")
+
+
+def write(name: str, folder: Path | None) -> None:
+    """Write a study into a folder, or without one into the repository: all of its files or none."""
+    files = inside(name) if folder is None else outside(name, folder)
+    for file in files:
+        if file.path.exists():
+            raise UserError(f"{file.path}: is there already, and nothing was written; choose another name or place")
+    words = {ORIGINAL: name, CLASSES: "".join(word.capitalize() for word in name.split("_"))}
+    if folder is not None:
+        seen = _seen(folder)
+        words |= {"CALL": _call(name, seen), "FILE": json.dumps(str(seen / f"{name}.py"))}
+        words = {f"dlscale.models.{ORIGINAL}": f"{name}_model", **words}  # before its own last word
+    anyone = re.compile("|".join(map(re.escape, words)))
+    written: list[Path] = []
+    try:
+        for file in files:
+            text = file.original.read_text(encoding="utf-8")
+            write_text(file.path, anyone.sub(lambda found: words[found[0]], text))
+            written.append(file.path)
+    except BaseException:
+        for path in written:
+            path.unlink()
+        raise
+    width = max(len(os.path.relpath(file.path)) for file in files)
+    for file in files:
+        print(f"{os.path.relpath(file.path):<{width}}  {file.about}")
+
+
+def outside(name: str, folder: Path) -> list[File]:
+    """Return the files of a study in a folder of its own."""
+    return [
+        File(folder / f"{name}.py", PACKAGE / f"studies/{ORIGINAL}.py", STUDY),
+        File(folder / f"{name}_model.py", PACKAGE / f"models/{ORIGINAL}.py", MODEL),
+        File(folder / f"{name}.yaml", TEMPLATE / f"{ORIGINAL}.yaml", SETTINGS),
+        File(folder / f"test_{name}.py", TEMPLATE / f"test_{ORIGINAL}.py", TESTS),
+        File(folder / f"{name}_run.yaml", TEMPLATE / "run.yaml", "what to run, and where its results go"),
+    ]
+
+
+def inside(name: str) -> list[File]:
+    """Return the files of a study of the repository."""
+    tests = REPOSITORY / "tests"
+    if not (tests / "tiny").is_dir():
+        raise UserError("--inside: this dlscale is installed without its repository; name a folder with --at")
+    tiny = "its tiny dataset and run, for the tests of all studies"
+    return [
+        File(PACKAGE / f"studies/{name}.py", PACKAGE / f"studies/{ORIGINAL}.py", STUDY),
+        File(PACKAGE / f"models/{name}.py", PACKAGE / f"models/{ORIGINAL}.py", MODEL),
+        File(PACKAGE / f"studies/{name}.yaml", TEMPLATE / f"{ORIGINAL}.yaml", SETTINGS),
+        File(tests / f"test_{name}.py", TEMPLATE / f"test_{ORIGINAL}.py", TESTS),
+        File(tests / f"tiny/{name}.yaml", tests / f"tiny/{ORIGINAL}.yaml", tiny),
+    ]
+
+
+def _seen(folder: Path) -> Path:
+    """Return a folder as the configuration names it: from the repository, where snakemake is called, or absolute."""
+    place = folder.absolute()
+    return place.relative_to(REPOSITORY) if place.is_relative_to(REPOSITORY) else place
+
+
+def _call(name: str, seen: Path) -> str:
+    return shlex.join(["snakemake", "--configfile", str(seen / f"{name}_run.yaml")])
