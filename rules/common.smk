@@ -341,19 +341,19 @@ def report_files(names):
     return {
         "plans": [f"{RESULTS}/plans/{name}/plan.yaml" for name in names],
         "tables": [f"{RESULTS}/plans/{name}/summary.csv" for name in names],
-        "runs": list(dict.fromkeys(file for name in names for file in measured(name))),
         "manifests": [f"{RESULTS}/data/{name}/manifest.json" for name in plan_datasets(names)],
         "previews": [f"{RESULTS}/data/{name}/preview.png" for name in plan_datasets(names)],
         "references": sorted(map(str, Path(RESULTS).glob("references/*/reference.json"))),
     }
 
 
-def report_target_files(wildcards):
-    return report_files(CONFIG.workflow.targets)
-
-
 def report_plan_files(wildcards):
     return report_files([wildcards.plan])
+
+
+def report_runs(wildcards):
+    """What the runs of the targets leave; a function, for some are chosen on the way."""
+    return list(dict.fromkeys(file for name in CONFIG.workflow.targets for file in measured(name)))
 
 
 def report_folders(wildcards, input):

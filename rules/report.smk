@@ -46,7 +46,8 @@ rule collect:
 rule report:
     """Write the page of all target plans."""
     input:
-        unpack(report_target_files),
+        **report_files(CONFIG.workflow.targets),
+        runs=report_runs,
     output:
         report(
             f"{RESULTS}/report/index.html",
@@ -72,6 +73,7 @@ rule report_plan:
     """Write the page of one plan."""
     input:
         unpack(report_plan_files),
+        runs=collect_inputs,
     output:
         report(
             f"{RESULTS}/plans/{{plan}}/report.html",

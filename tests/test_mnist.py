@@ -111,6 +111,10 @@ def test_the_network_is_the_published_one() -> None:
     truth = plain((x / 255 - 0.1307) / 0.3081).softmax(1).log()
     torch.testing.assert_close(model(x), truth, rtol=1e-5, atol=1e-5)
     labels = torch.tensor([3, 1, 4])
+    gradients = [
+        torch.autograd.grad(F.nll_loss(found, labels), list(model.parameters())) for found in (model(x), truth)
+    ]
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(nll(truth, labels), F.nll_loss(truth, labels, reduction="none"))
 
 

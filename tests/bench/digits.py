@@ -117,7 +117,7 @@ def digits(options: Options) -> list[Row]:
             theirs = Theirs(Manifest.read(manifest))
             ours = Ours(run, manifest, options.folder / str(count), stack)
             contest: dict[str, Callable[[], float]] = {"ours": ours, "theirs": theirs}
-            found = in_turns(options.repetitions, contest)
+            found = in_turns(max(2, options.repetitions // 2), contest)
             forward = registry.study(run.study).flops(run, ours.session.manifest)
             flops = 3 * (forward or 0.0) - 2 * 9 * run.model.widths[0] * 26 * 26  # images need no gradient
             peaks = {kind: measure_peaks(kind, CPU).flops for kind in ("fp32", run.precision)}
