@@ -39,6 +39,7 @@ from dlscale.train.train import run_fingerprint
 from dlscale.train.weights import load_weights, read_weights
 from tests.conftest import COSMO, COSMO_RUN, ERA5, ERA5_RUN, make_run, records, stage, train
 from tests.test_report import Results
+from tests.test_training import scalars
 
 #: A rate that does not depend on how long the training is: a longer one begins like a shorter one.
 STEADY = {"schedule": {"kind": "constant"}}
@@ -101,7 +102,14 @@ def test_the_best_weights_are_those_of_a_training_that_ended_there(
     assert (folder / "model.pt").read_bytes() != (folder / "model_best.pt").read_bytes()
 
 
-@pytest.mark.parametrize(("every", "resumed"), [(1, 30), (2, 20), (9, None)])
+@pytest.mark.parametrize(
+    ("every", "resumed"),
+    [
+        pytest.param(1, 30, marks=pytest.mark.slow, id="from the epoch before"),
+        pytest.param(2, 20, id="from the best epoch"),
+        pytest.param(9, None, marks=pytest.mark.slow, id="from the beginning"),
+    ],
+)
 def test_the_best_survives_an_interruption_and_a_worse_epoch_after_it(
     era5: Make, monkeypatch: pytest.MonkeyPatch, every: int, resumed: int | None
 ) -> None:
@@ -148,8 +156,6 @@ def test_what_is_best_is_asked_of_any_metric(era5: Make, capfd: pytest.CaptureFi
     values = [record["metrics"]["rmse/t2m"] for record in records(folder)]
     best = provenance(folder)["best"]
     assert (best["metric"], best["value"], best["epoch"]) == ("rmse/t2m", min(values), 1 + int(np.argmin(values)))
-    from tests.test_training import scalars
-
     assert scalars(folder)["best/rmse/t2m"] == {best["step"]: pytest.approx(best["value"])}
     none = era5("none", training={"epochs": 1, "keep_best": None})
     assert provenance(none)["best"] is None and not (none / "model_best.pt").exists()
