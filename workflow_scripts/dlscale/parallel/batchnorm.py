@@ -27,7 +27,7 @@ class _Sum(torch.autograd.Function):
 
 
 def _sum(values: torch.Tensor) -> torch.Tensor:
-    found: torch.Tensor = _Sum.apply(values)  # type: ignore[no-untyped-call]
+    found: torch.Tensor = _Sum.apply(values)
     return found
 
 
