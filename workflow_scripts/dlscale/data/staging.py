@@ -137,10 +137,10 @@ def _make_room(copy: Path, needed: int, staging: Staging) -> None:
     if staging == "memory":
         free = min(free, int(MEMORY_SHARE * free_memory()))
     if needed > free:
-        larger = "" if staging == "memory" else ", or a larger site.local_disk"
+        instead = "" if staging == "memory" else ", or a larger site.local_disk"
         raise UserError(
             f"loader.staging: {staging}: the data take {size(needed, ' ')}, and {folder} has room for "
-            f"{size(free, ' ')}; use staging none{larger}"
+            f"{size(free, ' ')}; use staging none{instead}"
         )
 
 

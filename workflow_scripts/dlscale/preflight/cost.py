@@ -238,7 +238,7 @@ def price(works: Iterable[Work], scheduler: Scheduler | None, results: Path) -> 
 def _price(work: Work, scheduler: Scheduler | None, results: Path) -> Row:
     geometry = work.run.geometry if work.run else None
     time = estimate(work, results, scheduler)
-    shown = slurm.shown(geometry, work.run.processes) if work.run and geometry else many(work.jobs, "job")
+    shown = slurm.shown(work.run.geometry, work.run.processes) if work.run else many(work.jobs, "job")
     if scheduler is None:
         known = time.seconds / 3600 * geometry.world_size if time.seconds is not None and geometry else None
         return Row(work, time, shown, gpu_hours=known)
