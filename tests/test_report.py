@@ -1451,6 +1451,26 @@ def test_curves_are_where_the_numbers_are(results: Results, over: Literal["epoch
     assert slope < 0 and drawn == pytest.approx(slope * values + offset, abs=1e-3)
 
 
+@pytest.mark.parametrize("over", ["step", "epoch", "time"])
+def test_a_published_metric_is_followed(results: Results, over: Literal["step", "epoch", "time"]) -> None:
+    """Beside the value that was published; of two runs one is twice as fast."""
+    for name, speed in (("a", 64.0), ("b", 128.0)):
+        results.run("p", name, triplet=None, epochs=6, speed=speed)
+    plan = read_plan(results.plan("p", {"a": "a", "b": "b"}, measure=("train",)))
+    metric = sections._followed(plan)
+    assert metric and metric.name == "rmse_normalised/u10", "the published one, not the leading rmse/u10"
+    drawings = dict(zip(("epoch", "step", "time"), sections._metric_curves(plan, plan.runs), strict=True))
+    svg, _ = drawings[over]
+    assert "published: 0.13" in svg
+    paths = re.findall(r'<path d="([^"]*)"[^>]*?style="[^"]*var\(--(s[01])\)', svg)
+    a, b = (next(points(path) for path, style in paths if style == s and len(points(path)) == 6) for s in ("s0", "s1"))
+    assert np.diff(a[:, 0]) == pytest.approx(np.diff(b[:, 0]) * (2 if over == "time" else 1), rel=1e-3)
+    assert np.diff(a[:, 0]) == pytest.approx(a[1, 0] - a[0, 0], rel=1e-3), "epochs are equally long"
+    values = [epoch.metrics[metric.name] for epoch in plan.runs[0].epochs]
+    slope, offset = np.polyfit(values, a[:, 1], 1)
+    assert slope < 0 and a[:, 1] == pytest.approx(slope * np.array(values) + offset, abs=1e-3)
+
+
 def test_lines_that_coincide_stay_visible(results: Results) -> None:
     for name in "ab":
         results.run("p", name, triplet=None)
