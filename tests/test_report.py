@@ -31,6 +31,7 @@ from dlscale.core.records import LossInfo, Metric, Published, Throughput
 from dlscale.data.manifest import FieldInfo, File, Manifest
 from dlscale.data.transforms import Transform
 from dlscale.report import collect, figures, glance, published, report, sections, tables
+from dlscale.report import parts as step_parts
 from dlscale.report import results as reading
 from dlscale.report.diagnosis import bound, gain
 from dlscale.report.disturbance import disturbance
@@ -1181,11 +1182,11 @@ def test_a_step_is_drawn_part_by_part(explained: Results) -> None:
     plan = read_plan(explained.root / "plans/ladder/plan.yaml")
     profile = plan.runs[0].profile
     assert profile
-    parts = sections._parts(profile.tools[0])
+    parts = step_parts.of_tool(profile.tools[0])
     expected = {"data": 0.02, "copy": 0.01, "forward": 0.03, "backward": 0.04, "optimizer": 0.01, "other": 0.01}
     assert parts == pytest.approx(expected)
     # 16 samples at 66 and 490 samples/s are the steps of FULL
-    first, second = (sections._bar(run) for run in plan.runs)
+    first, second = (step_parts.bar(run) for run in plan.runs)
     assert first and second and (first.full, second.full) == (pytest.approx(16 / 66), pytest.approx(16 / 490))
     page = Page(explained.report()).text
     assert "The upright line and the number are FULL" in page and "that was not profiled" not in page
@@ -1195,7 +1196,7 @@ def test_a_step_is_drawn_part_by_part(explained: Results) -> None:
 def test_a_profile_alone_marks_no_full(explained: Results) -> None:
     explained.plan("alone", {"first": "first"}, measure=("profile",), use={"first": ("ladder", "first")})
     (run,) = read_plan(explained.plans[-1]).runs
-    bar = sections._bar(run)
+    bar = step_parts.bar(run)
     assert bar and bar.full is None
     explained.plans = explained.plans[-1:]
     page = Page(explained.report()).text
@@ -1208,7 +1209,7 @@ def test_a_step_waits_no_longer_than_its_batch_loads(results: Results) -> None:
     results.run("p", "b", triplet=(16 / 100e-3, 16 / 10e-3, 16 / 101e-3))
     results.run("p", "c", triplet=(16 / 5e-3, 16 / 50e-3, 16 / 49e-3))
     plan = read_plan(results.plan("p", {"a": "a", "b": "b", "c": "c"}))
-    bars = [sections._bar(run) for run in plan.runs]
+    bars = [step_parts.bar(run) for run in plan.runs]
     expected = [(5.2, 82.3, 31.9), (91.0, 10.0, 0.0), (0.0, 49.0, 0.0)]
     for bar, (data, compute, unexplained) in zip(bars, expected, strict=True):
         assert bar and bar.parts == pytest.approx(
@@ -1241,14 +1242,14 @@ def on_device(idle: dict[str, float], **work: float) -> records.ProfiledTool:
 
 
 def test_a_step_on_a_device_is_its_work_and_its_idle_time() -> None:
-    parts = sections._parts(on_device({"data": 0.006, "step": 0.004}, step=0.09, forward=0.03, backward=0.06))
+    parts = step_parts.of_tool(on_device({"data": 0.006, "step": 0.004}, step=0.09, forward=0.03, backward=0.06))
     assert parts == pytest.approx({"data": 0.006, "forward": 0.03, "backward": 0.06, "other": 0.004})
 
 
 def test_what_runs_side_by_side_shares_the_time() -> None:
     """120 ms of work, 6 of them of no range, in 80 ms."""
     tool = on_device({"data": 0.015, "copy": 0.005}, step=0.12, copy=0.03, forward=0.036, backward=0.048)
-    parts = sections._parts(tool)
+    parts = step_parts.of_tool(tool)
     expected = {"data": 0.02, "copy": 0.02, "forward": 0.024, "backward": 0.032, "other": 0.004}
     assert parts == pytest.approx(expected) and sum(parts.values()) == pytest.approx(0.1)
 

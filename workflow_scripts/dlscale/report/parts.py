@@ -17,7 +17,7 @@ def bar(run: RunResult) -> figures.Bar | None:
     )
     tool = next((tool for tool in profile.tools if tool.ranges), None) if profile else None
     if tool:
-        return figures.Bar(f"{run.label} ({tool.name})", _parts(tool), step, batch)
+        return figures.Bar(f"{run.label} ({tool.name})", of_tool(tool), step, batch)
     if not (step and computing):
         return None
     # A step cannot wait longer than its batch takes to load. What is missing beyond that nobody has measured: the two
@@ -34,7 +34,7 @@ def shares(run: RunResult) -> dict[str, float]:
     return {part: seconds / whole for part, seconds in found.parts.items()} if found and whole else {}
 
 
-def _parts(tool: ProfiledTool) -> dict[str, float]:
+def of_tool(tool: ProfiledTool) -> dict[str, float]:
     """Return seconds a step by part; they add up to the step.
 
     Of a device they are its work by range, where parts of it ran side by side shares of the time that it was busy;
