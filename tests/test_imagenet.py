@@ -291,6 +291,13 @@ def test_bad_runs_are_one_message(changes: dict[str, Any], words: str) -> None:
         resolve.load({"targets": ["imagenet_simulated"], "plans": {"imagenet_simulated": {"settings": changes}}})
 
 
+def test_a_depth_may_be_a_string() -> None:
+    """Behind `--config` every number is one."""
+    plans = {"imagenet_simulated": {"settings": {"model": {"depth": "34"}}}}
+    (run,) = resolve.load({"targets": ["imagenet_simulated"], "plans": plans}).plans["imagenet_simulated"].values()
+    assert run.run.model.depth == 34  # type: ignore[attr-defined]
+
+
 def test_a_folder_is_packed_where_jobs_run() -> None:
     """It needs no network; and doctor looks for the folders, not for packs."""
     datasets = resolve.load({"targets": ["imagenet_published"]}).workflow.datasets

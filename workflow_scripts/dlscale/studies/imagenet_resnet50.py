@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt
 
 from dlscale.core.errors import Refused
 from dlscale.core.records import LossInfo, Metric
@@ -22,11 +22,16 @@ if TYPE_CHECKING:
 BEST = 5  # answers that count, and that the figure shows
 
 
+def _number(value: Any) -> Any:
+    """Return a string of digits as a number: behind `--config` all are strings, and pydantic compares choices as is."""
+    return int(value) if isinstance(value, str) and value.isdecimal() else value
+
+
 class ResNetSettings(Strict):
     """The residual network; its classes come from the data."""
 
     kind: Literal["resnet"]
-    depth: Literal[18, 34, 50, 101] = 50
+    depth: Annotated[Literal[18, 34, 50, 101], BeforeValidator(_number)] = 50
     width: PositiveInt = Field(64, description="Channels of the first convolution; 64 is the published network.")
     mean: tuple[float, float, float] = Field(
         (0.485, 0.456, 0.406), description="Of red, green and blue in the training images, in units of 255."
