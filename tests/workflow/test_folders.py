@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -38,3 +39,8 @@ def test_a_changed_image_is_packed_again(make_tree: Callable[..., Tree], tmp_pat
     assert tree.planned(targets=["data_photos"]).names == []
     (tmp_path / "valid/ape/2.png").unlink()
     assert tree.planned(targets=["data_photos"]).names == ["acquire photos valid-0000.h5", *after]
+    shutil.rmtree(tmp_path / "valid")
+    shutil.rmtree(tmp_path / "train")
+    gone = tree.planned(targets=["data_photos"])
+    assert gone.names == []
+    assert "train: no such file or folder; what was made of it stays as it is" in gone.output
