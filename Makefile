@@ -134,6 +134,11 @@ test-all: $(VENV)/.installed-dev  ## run all tests that can run here
 	$(say) 'Running all tests'
 	@$(PYTEST) $(ARGS)
 
+.PHONY: test-long
+test-long: $(VENV)/.installed-dev  ## run the tests that take minutes each: the notebook, learning curves of many seeds
+	$(say) 'Running the long tests'
+	@$(PYTEST) -m long $(ARGS)
+
 .PHONY: test-container
 test-container: $(VENV)/.installed-dev  ## build the image with podman, which is installed where missing, and test it
 	$(say) 'Testing the image (the first build takes minutes)'

@@ -58,6 +58,7 @@ def test_a_new_study_goes_through_ladder_profile_and_page(make_tree: Callable[..
     assert "Train gentle_slopes_ladder.baseline" in planned and "Preprocess" not in planned
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_new_study_inside(make_tree: Callable[..., Tree]) -> None:
     """As a shipped one: the schema knows it, the tests of all studies find it, its plans are there."""
@@ -87,6 +88,7 @@ def test_the_notebook_is_stored_without_outputs() -> None:
             compile(cell.source, cell.id, "exec")
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_notebook(make_tree: Callable[..., Tree]) -> None:
     """From the first cell to the last; the study learns what the loop in plain PyTorch learns."""

@@ -42,10 +42,14 @@ def beside(known: dict[str, Published], run: str) -> str:
     return f"{_digits(figure.speed)} samples/s on {figure.devices} ({figure.label}{compared}; {figure.source})"
 
 
-def summary(figures: Sequence[Published]) -> list[str]:
-    """Return the published figures of a study in short: the range of throughputs on each hardware, and the qualities.
+#: How many figures beside throughputs a summary tells.
+QUALITIES = 2
 
-    Of throughputs those on the fewest devices.
+
+def summary(figures: Sequence[Published]) -> list[str]:
+    """Return the published figures of a study in short: the range of throughputs on each hardware, some qualities.
+
+    Of throughputs those on the fewest devices; of qualities the first.
     """
     fewest = min((figure.gpus for figure in figures if figure.speed), default=1)
     by_hardware: dict[str, list[float]] = {}
@@ -55,7 +59,7 @@ def summary(figures: Sequence[Published]) -> list[str]:
     ranges = {hardware: dict.fromkeys(map(_digits, (min(all_), max(all_)))) for hardware, all_ in by_hardware.items()}
     return [
         *(f"{' to '.join(range_)} samples/s on {hardware}" for hardware, range_ in ranges.items()),
-        *(f"{figure.label} {shown(figure)} ({figure.source})" for figure in figures if figure.of_quality),
+        *[f"{figure.label} {shown(figure)} ({figure.source})" for figure in figures if figure.of_quality][:QUALITIES],
     ]
 
 
