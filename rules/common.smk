@@ -20,7 +20,7 @@ from dlscale.core.stages import STAGES
 from dlscale.data import parts
 from dlscale.launch import image, launcher, slurm
 from dlscale.preflight import cost, doctor
-from dlscale.preflight.data import probe_raw
+from dlscale.preflight.data import probe_kept, probe_raw
 
 NAME = r"[A-Za-z0-9][A-Za-z0-9_-]*"
 
@@ -108,7 +108,8 @@ def raw_path(dataset, raw):
 @functools.cache
 def look_for_raw_files(name):
     """Say what to do about raw files that are not there: Snakemake, which asks next, says which rule misses them."""
-    finding = probe_raw(name, CONFIG.workflow.datasets[name], Path(RESULTS))
+    asked = name, CONFIG.workflow.datasets[name], Path(RESULTS)
+    finding = probe_raw(*asked) or probe_kept(*asked)
     if finding and workflow.is_main_process:
         print(*doctor.lines([finding]), sep="\n", file=sys.stderr)
 
@@ -156,7 +157,10 @@ def configure_dataset_params(wildcards):
 def acquire_params(wildcards):
     dataset = dataset_of(wildcards)
     kind, raws = parts.kind_of(dataset), parts.raws(dataset)
-    settings = kind.raw_settings(dataset, raws[wildcards.file]) if wildcards.file in raws else None
+    settings = None
+    if raw := raws.get(wildcards.file):
+        seen = kind.look(dataset, raw, Path(raw_path(wildcards.dataset, raw)))
+        settings = {**kind.raw_settings(dataset, raw), **({"files": seen} if seen else {})}
     return stage_params(data_modules("acquire", dataset.kind, kind.acquirer(dataset)), settings)
 
 

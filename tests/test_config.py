@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -654,6 +655,8 @@ def test_the_published_vit_plans(plan_name: str, expected: dict[str, tuple[Any, 
             "train": samples and samples[0],
             "valid": samples and samples[1],
             "subset": "first" if samples else "spread",
+            "history": [],
+            "clock": [],
         }, name
         assert (run.precision, run.compile.mode != "none") == (precision, compiled), name
         optimised = precision != "tf32"
@@ -672,6 +675,7 @@ def test_the_published_vit_plans(plan_name: str, expected: dict[str, tuple[Any, 
             "attention_dropout": 0.0,
             "drop_path": 0.0,
             "residual": False,
+            "static": [],
         }, name
         assert run.loss.kind == "relative_l2"
         assert (run.optimizer.betas, run.optimizer.weight_decay) == ((0.9, 0.95), 0.0)
@@ -789,7 +793,48 @@ def test_figures_belong_to_the_runs_that_made_them() -> None:
     assert figures("era5_vit", "era5_published.short_opt_bf16") == [("SC23", 42.8), ("SC24", 55.0), ("SC25", 64.0)]
     assert figures("era5_vit", "era5_published.mp") == [("SC23", 12.0), ("SC24", 93.1 / 4)]
     assert figures("cosmo_unet", "cosmo_published.short") == [("SC22, epoch 4", 85.2), ("SC22, benchy", 83.212)]
-    assert figures("cosmo_unet", "cosmo_published_ddp.gpu8") == [("SC22, epoch 3", 3353.3 / 8)]
+    ddp = {
+        "gpu4": 1923.9,
+        "gpu4_nobroadcast": 2037.1,
+        "gpu4_bucket100": 2056.8,
+        "gpu8": 3353.3,
+        "gpu8_bucket100": 3588.4,
+    }
+    runs = load().plans["cosmo_published_ddp"]
+    assert set(runs) == set(ddp)
+    for name, rate in ddp.items():
+        run = runs[name].run
+        assert figures("cosmo_unet", f"cosmo_published_ddp.{name}") == [("SC22, epoch 3", rate / int(name[3]))]
+        assert (run.geometry.world_size, run.local_batch_size) == (int(name[3]), 16), name
+        knobs = run.parallel.model_dump(exclude_unset=True, exclude={"kind"})
+        assert knobs == ({"broadcast_buffers": False} if "_" in name else {}) | (
+            {"bucket_mb": 100} if "bucket" in name else {}
+        ), name
+    for gpus, rate in ((2, 1582), (4, 3003), (64, 32619)):
+        assert ("tutorial, results", rate / gpus) in figures("imagenet_resnet50", f"imagenet_published.gpu{gpus}")
+
+
+def test_a_published_figure_says_its_devices_and_its_unit() -> None:
+    """A label that counts GPUs goes with `gpus`, by which cost divides; a time is one, whatever its unit."""
+    for study in config.study_files().values():
+        for figure in study.published:
+            if count := re.match(r"(\d+) GPUs", figure.label):
+                assert figure.gpus == int(count[1]), figure
+            assert not figure.metric.startswith("time,") and (
+                figure.metric != "time" or figure.unit in ("s", "min", "h")
+            ), figure
+
+
+def test_the_steps_of_the_imagenet_tutorial_on_one_node() -> None:
+    """DataParallel, then a process a device, on the same GPUs with the same batch."""
+    plan = load(targets=["imagenet_published_ladder"]).plans["imagenet_published_ladder"]
+    assert list(plan)[:3] == ["single", "dp", "ddp"]
+    known = {
+        name: (each.run.parallel.kind, each.run.batch_size, each.run.geometry.world_size) for name, each in plan.items()
+    }
+    assert known["single"] == ("ddp", 256, 1)
+    assert known["dp"] == ("dp", 1024, 4) and known["ddp"] == ("ddp", 1024, 4)
+    assert {kind for name, (kind, _, _) in known.items() if name != "dp"} == {"ddp"}
 
 
 def test_the_committed_schema_is_the_configurations() -> None:

@@ -246,6 +246,17 @@ def test_nodes(tmp_path: Path, nodes: int, gpus: int, qos: str, charged: float) 
     assert row.geometry == slurm.shown(Geometry(nodes=nodes, gpus_per_node=gpus))
 
 
+@pytest.mark.parametrize(("nodes", "gpus", "paid"), [(2, 1, 0.5), (4, 1, 1.0), (1, 2, 0.5), (2, 2, 1.0), (1, 1, 0.25)])
+def test_a_part_of_a_node_is_that_of_its_gpus(tmp_path: Path, nodes: int, gpus: int, paid: float) -> None:
+    """Also where one GPU of each of several nodes is asked for in other words; 30 CPUs are no multiple of 4 GPUs."""
+    configuration = load(tmp_path, plans=ladder(geometry={"nodes": nodes, "gpus_per_node": gpus}, batch_size=96))
+    measured(tmp_path, "cosmo_ladder.baseline", (16384 + 2560 / 3) / 3480, 96, nodes * gpus)  # an hour
+    site = scheduler(part_qos=None, whole_qos=None, gpu_nodes={"cpus": 30})
+    (row,) = cost.price([work(configuration, "cosmo_ladder.baseline")], site, tmp_path).rows
+    assert row.node_hours == pytest.approx(paid)
+    assert row.gpu_hours == pytest.approx(nodes * gpus)
+
+
 def test_charge(tmp_path: Path) -> None:
     """The factor is that of the run's own QOS."""
     here = [work(load(tmp_path), "cosmo_ladder.baseline")]

@@ -203,12 +203,15 @@ def _acquire(config: Path, out: Path) -> None:
     acquire(dataset, raw, out, lambda done, total: None)
 
 
-def looks(source: dict[str, Any], **more: Any) -> dict[str, Any]:
-    """Return what makes each pack be made again, as a new call of the workflow finds it."""
+def looks(source: dict[str, Any], made: Path = Path("nowhere"), **more: Any) -> dict[str, Any]:
+    """Return what makes each pack be made again, as a new call of the workflow finds it; `made`: a dataset's folder."""
     listing.digests.cache_clear()
     dataset = ImagenetDataset.model_validate(settings(source, shards={"train": 3}, **more))
     kind = parts.kind_of(dataset)
-    return {name: kind.raw_settings(dataset, raw) for name, raw in parts.raws(dataset).items()}
+    return {
+        name: (kind.raw_settings(dataset, raw), kind.look(dataset, raw, made / "source" / name))
+        for name, raw in parts.raws(dataset).items()
+    }
 
 
 def test_packs_are_made_again_where_their_files_changed(tmp_path: Path, folders: dict[str, str]) -> None:
@@ -249,6 +252,22 @@ def test_folders_that_nobody_looks_at(tmp_path: Path, folders: dict[str, str]) -
     assert looks({**folders, "watch": False}) == unwatched
     shutil.rmtree(tmp_path / "train")
     assert looks(folders)["train-0000.h5"] == unwatched["train-0000.h5"]
+
+
+def test_packs_of_folders_that_are_gone_stay(tmp_path: Path, folders: dict[str, str]) -> None:
+    """Removed, or emptied, as where a disk is not mounted; a pack tells how its files looked."""
+    data = make_dataset(tmp_path / "made", settings(folders, shards={"train": 3}))
+    before = looks(folders, data)
+    assert len({look for _, look in before.values()}) == 4
+    shutil.rmtree(tmp_path / "valid")
+    assert looks(folders, data) == before
+    shutil.rmtree(tmp_path / "train")
+    (tmp_path / "train").mkdir()
+    assert looks(folders, data) == before
+    assert looks(folders, data, form="decoded").keys() == before.keys()
+    assert all(look is None for _, look in looks(folders).values()), "there is no pack"
+    unwatched = make_dataset(tmp_path / "unwatched", settings({"kind": "simulated", "train": 20, "valid": 20}))
+    assert listing.packed(unwatched / "source/train-0000.h5") is None
 
 
 def test_more_packs_than_images(tmp_path: Path, folders: dict[str, str]) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 import pytest
 import torch
@@ -26,6 +27,7 @@ from dlscale.core.errors import UserError
 from dlscale.core.records import Epoch, Metric, Provenance
 from dlscale.core.telemetry import GpuSample, Sample
 from dlscale.data.manifest import Manifest
+from dlscale.data.sampling import evenly
 from dlscale.datasets.cosmo.kind import CropSamples
 from dlscale.datasets.cosmo.samples import Crops
 from dlscale.models.losses import l1
@@ -38,6 +40,7 @@ from dlscale.train.precision import Weights
 from dlscale.train.train import run_fingerprint
 from dlscale.train.weights import load_weights, read_weights
 from tests.conftest import COSMO, COSMO_RUN, ERA5, ERA5_RUN, make_run, records, stage, train
+from tests.test_losses_metrics import naive_answers
 from tests.test_report import Results
 from tests.test_training import scalars
 
@@ -439,6 +442,38 @@ def test_evaluate_of_a_split_that_is_not_there(era5: Make, era5_data: Path, capf
     capfd.readouterr()
     assert stage("evaluate", folder, "--manifest", manifest, "--split", "test") == 2
     assert "the dataset has no test part; its splits: train, valid" in said(capfd)
+
+
+@pytest.mark.parametrize("valid", [None, 3])
+def test_evaluate_measures_naive_answers_on_the_split_itself(
+    era5: Make, era5_data: Path, tmp_path: Path, valid: int | None
+) -> None:
+    """The file of 2002 as test data, its naive answers from the file: those of the validation file are others."""
+    data = tmp_path / "data"
+    data.mkdir()
+    for path in era5_data.iterdir():
+        (data / path.name).symlink_to(path)
+    manifest = json.loads((era5_data / "manifest.json").read_text())
+    manifest["splits"]["test"] = [file for file in manifest["splits"]["train"] if "2002" in file["path"]]
+    (data / "manifest.json").unlink()
+    (data / "manifest.json").write_text(json.dumps(manifest))
+    folder = era5(training={"epochs": 1}, samples={"valid": valid})
+    assert stage("evaluate", folder, "--manifest", data / "manifest.json", "--split", "test", "--out", data / "s") == 0
+    (found,) = json.loads((data / "s").read_text())
+
+    with h5py.File(era5_data / "train" / "2002.h5") as file:
+        states = file["fields"][:].astype(np.float64)
+    w = np.cos(np.radians(manifest["extra"]["latitude"]))
+    w = (w / w.mean())[:, None]
+    pairs = len(states) - 1
+    chosen = np.arange(pairs) if valid is None else evenly(pairs, valid)
+    for name, answer in naive_answers(era5_data, states, 1, w).items():
+        rmse = np.sqrt((w * (answer - states[1:])[chosen] ** 2).mean(axis=(0, 2, 3)))
+        for channel, expected in zip(manifest["fields"]["fields"]["channels"], rmse, strict=True):
+            assert found["metrics"][f"{name}_rmse/{channel}"] == pytest.approx(expected, rel=1e-4), name
+    assert found["metrics"]["persistence_rmse/u10"] != pytest.approx(
+        records(folder)[0]["metrics"]["persistence_rmse/u10"], rel=1e-3
+    )
 
 
 # ---- trackers ------------------------------------------------------------------------------------------

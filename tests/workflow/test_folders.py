@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,7 +25,7 @@ def test_a_changed_image_is_packed_again(make_tree: Callable[..., Tree], tmp_pat
                 Image.fromarray(pixels).save(tmp_path / split / name / f"{number}.png")
     source = {"kind": "folder", "train": str(tmp_path / "train"), "valid": str(tmp_path / "valid")}
     photos = {"kind": "imagenet", "source": source, "shards": {"train": 2}}
-    tree = make_tree({"results": "results", "targets": [], "datasets": {"photos": photos}, "plans": {}})
+    tree = make_tree({"results": "results", "targets": ["imagenet_demo"], "datasets": {"photos": photos}, "plans": {}})
     done = tree.snakemake("--cores", "2", "--", "data_photos")
     assert done.status == 0, done.output[-3000:]
     assert tree.planned(targets=["data_photos"]).names == []
@@ -38,3 +39,8 @@ def test_a_changed_image_is_packed_again(make_tree: Callable[..., Tree], tmp_pat
     assert tree.planned(targets=["data_photos"]).names == []
     (tmp_path / "valid/ape/2.png").unlink()
     assert tree.planned(targets=["data_photos"]).names == ["acquire photos valid-0000.h5", *after]
+    shutil.rmtree(tmp_path / "valid")
+    shutil.rmtree(tmp_path / "train")
+    gone = tree.planned(targets=["data_photos"])
+    assert gone.names == []
+    assert "train: no such file or folder; what was made of it stays as it is" in gone.output

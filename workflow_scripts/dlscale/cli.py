@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import signal
+import site
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
@@ -170,6 +171,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     2: a user's mistake; 1: a defect; 75: asked to end, all saved, try again; 130: interrupted.
     """
+    if packages := os.environ.get("DLSCALE_PACKAGES"):  # `site.packages`: last, to hide nothing that is installed
+        site.addsitedir(packages)
     args = parser().parse_args(argv)
     if args.version:
         from importlib.metadata import version

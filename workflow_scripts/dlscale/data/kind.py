@@ -24,7 +24,7 @@ import datetime as dt
 import re
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
@@ -136,6 +136,14 @@ class DatasetKind(ABC):
         source = dataset.source.model_dump(mode="json", exclude={*self.selection, "sha256"}) if dataset.source else {}
         digest = getattr(dataset.source, "sha256", {}).get(file_name(raw.origin))
         return {**source, "origin": raw.origin, "index": raw.index, "period": _days(raw.period), "sha256": digest}
+
+    def look(self, dataset: Any, raw: RawFile, made: Path) -> str | None:
+        """Return what tells how the origin of an acquired file looks, which is read anew when that changes.
+
+        None: nobody looks. `made` is the file, which may be there: where its origin is gone, it stays as it is if it
+        tells how that looked.
+        """
+        return None
 
     def part_settings(self, dataset: Any, part: Part) -> dict[str, Any]:
         """Return the settings that decide the content of a part's pieces, given its raw files."""

@@ -107,9 +107,9 @@ class MappedArray:
             chunks[number] = (values.ctypes.data - self._file.ctypes.data) // item
         return Layout(bits, chunks, np.array(self._edge[1:]), np.array(values.strides) // item)
 
-    def box(self, start: np.ndarray, shape: tuple[int, ...]) -> Layout:
-        """Return the box of `shape` [C, a, b, c] at `start` [3], copied, as a dataset of its own."""
-        values = np.empty(shape, self.buffer_dtype)
+    def box(self, start: np.ndarray, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Layout:
+        """Return the box of `shape` [C, a, b, c] at `start` [3], copied, as a dataset of its own of type `dtype`."""
+        values = np.empty(shape, dtype)
         self.copy(start, values)
         strides = np.array(values.strides) // values.itemsize
         bits = values.view(f"u{values.itemsize}").reshape(-1)

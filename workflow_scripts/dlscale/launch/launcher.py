@@ -52,7 +52,7 @@ def launch(site: Site, place: Place, geometry: Geometry | None = None) -> list[s
     if ordered := _in_gpu_order(site, geometry):
         devices = ",".join(map(str, site.gpu_order or []))
         site = site.model_copy(update={"environment": {**site.environment, "CUDA_VISIBLE_DEVICES": devices}})
-    if site.packages:  # `dlscale` itself adds them: see its __init__
+    if site.packages:  # the command line adds them: dlscale.cli.main
         seen = {"environment": {"DLSCALE_PACKAGES": site.packages}, "mounts": {site.packages: site.packages}}
         site = site.model_copy(update={key: {**getattr(site, key), **more} for key, more in seen.items()})
     container = _contain(site, place, gpu=geometry is not None)

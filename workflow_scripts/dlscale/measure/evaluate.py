@@ -82,7 +82,7 @@ def evaluate(
         stack.callback(loader.close)
         metrics = session.study.metrics(run, session.manifest, world.device)
         logging.info("%s: %d samples of %s, on %s", file, loader.samples, split, world.device)
-        naive = naive_means(metrics, loader, session.share(), world)
+        naive = naive_means(metrics, loader, session.share(), world, split=split)
         loss, numbers = validate(run.study, session.step, metrics, loader, world, naive=naive)
     return Evaluation(
         weights=str(file),

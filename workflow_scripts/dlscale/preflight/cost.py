@@ -17,8 +17,8 @@ from typing import Literal
 
 from dlscale.config.dataset import DatasetSettings
 from dlscale.config.resolve import Configuration, ResolvedRun, study_files
-from dlscale.config.run import Run
-from dlscale.config.site import Job, Nodes, Qos, Scheduler
+from dlscale.config.run import Geometry, Run
+from dlscale.config.site import Job, Qos, Scheduler
 from dlscale.config.workflow import Budget
 from dlscale.core import registry
 from dlscale.core.errors import UserError, unknown
@@ -242,23 +242,24 @@ def _price(work: Work, scheduler: Scheduler | None, results: Path) -> Row:
     if scheduler is None:
         known = time.seconds / 3600 * geometry.world_size if time.seconds is not None and geometry else None
         return Row(work, time, shown, gpu_hours=known)
-    asked = slurm.request(scheduler, work.stage, geometry)
+    asked = slurm.request(scheduler, work.stage, geometry, processes=work.run.processes if work.run else None)
     hours = work.jobs * (time.seconds / 3600 if time.seconds is not None else asked["runtime"] / 60)
     nodes = scheduler.gpu_nodes if geometry else scheduler.cpu_nodes
     qos = asked.get("qos")
     shown += "" if geometry else f" x {asked['cpus_per_task']} CPUs"
-    node_hours = hours * asked["nodes"] * _part(scheduler, nodes, qos, asked)
+    node_hours = hours * asked["nodes"] * _part(scheduler, geometry, qos, asked)
     gpus = geometry.world_size if geometry and nodes.gpus else 0
     charge = scheduler.qos.get(qos or "", Qos()).charge
     return Row(work, time, shown, qos, node_hours, hours * gpus, node_hours * charge)
 
 
-def _part(scheduler: Scheduler, nodes: Nodes, qos: str | None, asked: slurm.Request) -> float:
+def _part(scheduler: Scheduler, geometry: Geometry | None, qos: str | None, asked: slurm.Request) -> float:
     """Return the part of each node that is paid for."""
+    nodes = scheduler.gpu_nodes if geometry else scheduler.cpu_nodes
     if qos is not None and qos == scheduler.whole_qos and qos != scheduler.part_qos:
         return 1.0
-    if "gres" in asked:
-        return int(asked["gres"].rpartition(":")[2]) / nodes.gpus
+    if geometry and nodes.gpus:
+        return geometry.gpus_per_node / nodes.gpus
     return min(float(asked["cpus_per_task"] * asked.get("tasks_per_node", 1) / nodes.cpus), 1.0)
 
 

@@ -66,6 +66,15 @@ def probe_raw(name: str, dataset: DatasetSettings, results: Path) -> Finding | N
     return Finding(f"data {name}", "FAIL", trouble, remedy) if trouble else None
 
 
+def probe_kept(name: str, dataset: DatasetSettings, results: Path) -> Finding | None:
+    """Warn where what is looked at for changes is gone: what was made of it stays as it is. None if it is there."""
+    trouble = _trouble(dataset) if getattr(dataset.source, "watch", False) else None
+    if not trouble or not manifest_of(results, name).exists():
+        return None
+    remedy = "if that is meant, go on; elsewhere, put it back: only what is there shows changes"
+    return Finding(f"data {name}", "warn", f"{trouble}; what was made of it stays as it is", remedy)
+
+
 def _trouble(dataset: DatasetSettings) -> str | None:
     """Return what is wrong with the first local raw file that is not as it has to be."""
     kind = parts.kind_of(dataset)

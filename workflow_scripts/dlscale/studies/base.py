@@ -49,8 +49,8 @@ class Metrics:
         """Return per-sample values [B, ...] of a batch's input, target and prediction; fields are in model units."""
         return {}
 
-    def naive(self, indices: range) -> dict[str, torch.Tensor]:
-        """Return per-sample values [B, ...] of validation samples that no training changes: it is asked once.
+    def naive(self, indices: range, split: str = "valid") -> dict[str, torch.Tensor]:
+        """Return per-sample values [B, ...] of samples of a split that no training changes: it is asked once.
 
         They are the errors of answers that no input of the model tells; `summarise` gets their means with the others.
         """

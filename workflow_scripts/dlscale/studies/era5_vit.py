@@ -133,14 +133,14 @@ class Era5Metrics(Metrics):
             values["acc"] = anomaly_correlation(prediction, y, self.climatology, self.weights)
         return values
 
-    def naive(self, indices: range) -> dict[str, torch.Tensor]:
+    def naive(self, indices: range, split: str = "valid") -> dict[str, torch.Tensor]:
         import torch
 
         from dlscale.models.metrics import mean_square
 
         squares: dict[str, list[torch.Tensor]] = {name: [] for name in self.called}
         for index in indices:
-            answers, y = self.answers(index)
+            answers, y = self.answers(index, split)
             for name, answer in answers.items():
                 squares[name].append(mean_square(answer - y, self.weights))
         none = torch.zeros(0, len(self.channels), device=self.weights.device)

@@ -18,12 +18,12 @@ from dlscale.train.step import Step
 
 
 def naive_means(
-    metrics: Metrics, loader: Loader, share: Share, world: World, hooks: Sequence[Hook] = ()
+    metrics: Metrics, loader: Loader, share: Share, world: World, hooks: Sequence[Hook] = (), split: str = "valid"
 ) -> dict[str, torch.Tensor]:
-    """Return the means over all samples of what no training changes; each rank has its share of them."""
+    """Return the means over all samples of a loader's split of what no training changes; each rank has its share."""
     sums = MetricSum()
     shares = ((share.indices(number, loader.samples),) for number in range(len(loader)))
-    run_steps(lambda indices: sums.add(metrics.naive(indices)), shares, range(len(loader)), hooks)
+    run_steps(lambda indices: sums.add(metrics.naive(indices, split)), shares, range(len(loader)), hooks)
     return sums.means(world.sum)
 
 

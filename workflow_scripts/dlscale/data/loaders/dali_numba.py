@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from dlscale.core.errors import UserError
 from dlscale.data.loaders.dali_loader import DaliLoader, not_installed
 from dlscale.data.loaders.decode import DecodePlan, StoredField
 from dlscale.data.loaders.direct_device import on_device, placed
@@ -34,10 +33,8 @@ class DaliField(StoredField):
 
     def __init__(self, field: BoxField, pad: int) -> None:
         super().__init__(field)
-        types = {str(file.buffer_dtype) for file in self.files}
-        if len(types) > 1:
-            raise UserError(f"loader.kind: dali needs files of one type, these have {sorted(types)}; use torch")
-        self._layouts = [file.layout() for file in self.files]
+        # The operator reads values of one type: of float16 among float32, boxes are copied to it.
+        self._layouts = [file.layout() if file.buffer_dtype == self.dtype else None for file in self.files]
         last = self.order[-1] == 0
         count, a, b, c = self.shape
         row = (c + pad) * (count if last else 1)
@@ -67,7 +64,7 @@ class DaliField(StoredField):
         if layout is not None:
             return layout, start
         # Compressed, say: read through the library here, and handed over as a box of its own.
-        return self.files[file].box(start, self.shape), np.zeros(3, np.int64)
+        return self.files[file].box(start, self.shape, self.dtype), np.zeros(3, np.int64)
 
 
 class NumbaDaliLoader(DaliLoader):

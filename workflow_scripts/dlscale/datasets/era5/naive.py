@@ -45,12 +45,13 @@ FITTED, PAIRS = 2**25, 64
 
 
 class NaiveAnswers:
-    """The naive answers to the validation samples of a run, in model units on a device."""
+    """The naive answers to the samples of a run, in model units on a device."""
 
     def __init__(
         self, manifest: Manifest, samples: PairSamples, weights_H1: torch.Tensor, device: torch.device
     ) -> None:
         self._manifest, self._samples, self._weights, self._device = manifest, samples, weights_H1, device
+        self._opened: dict[str, _States] = {}  # by split
         self._extra = extra = Extra.of(manifest)
         day = extra.day
         #: Steps back to the beginning of the last period of a day's length that ends, `dt` later, by now.
@@ -64,9 +65,11 @@ class NaiveAnswers:
     def _means(self) -> str | None:
         return self._extra.hour_means if self._by_hour else self._extra.climatology
 
-    @functools.cached_property
-    def _valid(self) -> _States:
-        return _States(self._manifest, "valid", self._samples, (self._yesterday or 0) + self._samples.dt + 2)
+    def _states(self, split: str) -> _States:
+        if split not in self._opened:
+            kept = (self._yesterday or 0) + self._samples.dt + 2
+            self._opened[split] = _States(self._manifest, split, self._samples, kept)
+        return self._opened[split]
 
     @functools.cached_property
     def _mean_states(self) -> np.ndarray:
@@ -110,9 +113,9 @@ class NaiveAnswers:
     def _state(self, states: _States, file: int, row: int) -> torch.Tensor:
         return torch.from_numpy(states.read(file, row)).to(self._device)
 
-    def __call__(self, index: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-        """Return the answers to a validation sample by name, and the truth, [C, H, W]."""
-        states = self._valid
+    def __call__(self, index: int, split: str = "valid") -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        """Return the answers to a sample of a split by name, and the truth, [C, H, W]."""
+        states = self._states(split)
         x, y = self._pair(states, index)
         answers = {"persistence": x}
         if self._means:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from dlscale.core.errors import UserError
-from dlscale.datasets.imagenet.listing import SUFFIXES, class_names, images
+from dlscale.datasets.imagenet.listing import SUFFIXES, class_names, digest, images
 from dlscale.datasets.imagenet.packing import Picture, filled, write_pack
 
 
@@ -23,7 +23,9 @@ def acquire(dataset: Any, raw: Any, out: Path, progress: Callable[[int, int | No
     chosen = pictures(Path(getattr(source, split)), classes)
     part = filled(len(chosen), raw.index, getattr(dataset.shards, split), str(raw.origin))
     edge = dataset.edge if dataset.form == "decoded" else None
-    write_pack(out, chosen[part.start : part.stop], classes, edge, progress)
+    packed = chosen[part.start : part.stop]
+    files = digest(classes, (Path(picture.name) for picture in packed)) if source.watch else None
+    write_pack(out, packed, classes, edge, progress, files)
 
 
 def pictures(folder: Path, classes: list[str]) -> list[Picture]:

@@ -6,7 +6,7 @@ file, which is read as it is (see `dlscale.datasets.imagenet.pack`).
 
 from __future__ import annotations
 
-import contextlib
+import pathlib
 from typing import Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
@@ -30,7 +30,7 @@ class ImageFolders(Strict):
     watch: bool = Field(
         True,
         description="Pack again what has changed: every call of the workflow looks at names, sizes and times of all "
-        "files, a million in seconds. false: for folders that are removed once they are packed, or where that is slow.",
+        "files, a million in seconds. false: where that is slow. Packs of a folder that is gone stay as they are.",
     )
 
     @model_validator(mode="after")
@@ -142,16 +142,23 @@ class Imagenet(DatasetKind):
         return self.origins(dataset)
 
     def raw_settings(self, dataset: ImagenetDataset, raw: RawFile) -> dict[str, Any]:
-        """Return what decides the content of a pack, the other split left out; of a folder, how its files look."""
+        """Return what decides the content of a pack, the other split left out."""
         split = raw.name.partition("-")[0]
         left_out = {*PACKED, "watch"}
         source = {key: value for key, value in dataset.source.model_dump(mode="json").items() if key not in left_out}
         images, shards = getattr(dataset.source, split), getattr(dataset.shards, split)
         form = {"form": dataset.form, **({"edge": dataset.edge} if dataset.form == "decoded" else {})}
-        if isinstance(dataset.source, ImageFolders) and dataset.source.watch:
-            with contextlib.suppress(UserError):  # which the stage will meet, and say
-                source["files"] = listing.digests(images, shards)[raw.index]
         return {**source, **form, "name": raw.name, "images": images, "shards": shards}
+
+    def look(self, dataset: ImagenetDataset, raw: RawFile, made: pathlib.Path) -> str | None:
+        """Return a digest of how a pack's images look: names, sizes, times."""
+        if not (isinstance(dataset.source, ImageFolders) and dataset.source.watch):
+            return None
+        split = raw.name.partition("-")[0]
+        try:
+            return listing.digests(getattr(dataset.source, split), getattr(dataset.shards, split))[raw.index]
+        except UserError:  # which the stage will meet, and say, if there is no pack
+            return listing.packed(made)
 
 
 def _origin(source: SimulatedImages | ImageFolders, split: Split) -> str:

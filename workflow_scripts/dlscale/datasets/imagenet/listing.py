@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -53,9 +53,33 @@ def digests(folder: str, shards: int) -> list[str]:
     names = class_names(Path(folder))
     with ThreadPoolExecutor(LOOKING) as pool:
         looked_at = b"".join(pool.map(_look, [Path(folder, name) for name in names]))
-    classes = "\0".join(names).encode()
     shares = (shard(len(looked_at) // SIZE, number, shards) for number in range(shards))
-    return [hashlib.sha256(classes + looked_at[SIZE * s.start : SIZE * s.stop]).hexdigest() for s in shares]
+    return [_digest(names, looked_at[SIZE * s.start : SIZE * s.stop]) for s in shares]
+
+
+def digest(names: Sequence[str], paths: Iterable[Path]) -> str:
+    """Return what `digests` tells of the shard of a split, of these classes, that holds the images at `paths`."""
+    return _digest(names, b"".join(_seen(path.parent.name, path.name, path.stat()) for path in paths))
+
+
+def packed(pack: Path) -> str | None:
+    """Return the digest of the files that a pack was made of; None if it does not tell, or is not there."""
+    import h5py
+
+    try:
+        with h5py.File(pack) as file:
+            return file.attrs.get("files")
+    except OSError:
+        return None
+
+
+def _digest(names: Sequence[str], looked_at: bytes) -> str:
+    return hashlib.sha256("\0".join(names).encode() + looked_at).hexdigest()
+
+
+def _seen(folder: str, name: str, stat: os.stat_result) -> bytes:
+    line = f"{folder}/{name}\0{stat.st_size}\0{stat.st_mtime_ns}"
+    return hashlib.blake2b(os.fsencode(line), digest_size=SIZE).digest()
 
 
 def _look(folder: Path) -> bytes:
@@ -64,5 +88,4 @@ def _look(folder: Path) -> bytes:
         found = [(entry.name, entry.stat()) for entry in images(folder)]
     except OSError as error:
         raise UserError(f"{folder}: cannot read this folder ({error.strerror})") from None
-    lines = (f"{folder.name}/{name}\0{stat.st_size}\0{stat.st_mtime_ns}" for name, stat in found)
-    return b"".join(hashlib.blake2b(os.fsencode(line), digest_size=SIZE).digest() for line in lines)
+    return b"".join(_seen(folder.name, name, stat) for name, stat in found)

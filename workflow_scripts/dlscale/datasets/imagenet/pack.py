@@ -8,7 +8,8 @@
 ===========  =============================================================================================
 
 The attribute `form` says what the bytes are: `encoded`, a file (JPEG, PNG) as it was, or `decoded`, pixels RGB
-[H, W, 3]; the attribute `sha256` is the digest of it all.
+[H, W, 3]; the attribute `sha256` is the digest of it all, and `files`, where there is one, that of how the files looked
+which it was made of.
 """
 
 from __future__ import annotations

@@ -43,11 +43,12 @@ def write_pack(
     classes: Sequence[str],
     edge: int | None,
     progress: Callable[[int, int | None], None],
+    files: str | None = None,
 ) -> None:
     """Write a pack of the pictures, in their order, as they are or, given an `edge`, decoded and reduced to it.
 
     The files are opened twice: HDF5 keeps values in one piece only if it is told beforehand how many there are. A file
-    that is no image, or a damaged one, is a `UserError`.
+    that is no image, or a damaged one, is a `UserError`. `files` is a digest of how they look (`listing.digest`).
     """
     count, digest = len(pictures), hashlib.sha256()
     index = np.zeros((count, 4), np.int64)
@@ -75,6 +76,8 @@ def write_pack(
         digest.update("\0".join(classes).encode())
         pack.attrs["form"] = "encoded" if edge is None else "decoded"
         pack.attrs["sha256"] = digest.hexdigest()
+        if files is not None:
+            pack.attrs["files"] = files
 
 
 def _encoded(file: IO[bytes]) -> tuple[np.ndarray, tuple[int, int]]:
