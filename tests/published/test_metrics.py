@@ -84,8 +84,8 @@ def test_the_rmse_of_u10_is_the_programs(tmp_path: Path) -> None:
 def test_the_published_grid_has_other_latitudes_than_its_program_believes() -> None:
     """Of 361 rows the last, the pole, is cut off; the program spreads 360 from pole to pole, dlscale does not.
 
-    That moves a weight by no more than 0.014 of their mean, and the RMSE, of errors that are three times as large in the
-    one polar region as in the other, by less than 0.3 %: figures compare.
+    That moves a weight by no more than 0.014 of their mean, and the RMSE, of errors that are three times as large at
+    one pole as at the other, by less than 0.3 %: figures compare.
     """
     y, p = (fields(2, 1, 360, 32, seed=seed) for seed in (0, 1))
     error = (p - y) * (1 + 0.5 * torch.cos(torch.linspace(0, math.pi, 360)))[:, None]
