@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import hashlib
 import math
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,13 +17,14 @@ import xarray as xr
 
 from dlscale.core.errors import UserError
 from dlscale.core.settings import read_yaml
-from dlscale.data.kind import Part
+from dlscale.data.kind import Part, RawFile
 from dlscale.data.manifest import Manifest
 from dlscale.datasets.era5 import kind
 from dlscale.datasets.era5.humidity import relative_humidity, saturation_pressure
 from dlscale.datasets.era5.kind import Era5Dataset
 from dlscale.datasets.era5.published import CHANNELS
 from dlscale.datasets.era5.source import open_source
+from dlscale.datasets.era5.zarr import acquire
 from dlscale.datasets.mnist.kind import MnistDataset
 from tests.conftest import ROOT, make_dataset
 
@@ -156,6 +159,38 @@ def test_a_store_with_relative_humidity_keeps_its_own(tmp_path: Path) -> None:
     np.testing.assert_array_equal(source, 42.0)
 
 
+def test_what_is_kept_of_a_store_decides_what_is_fetched_again() -> None:
+    """Only cropped and averaged states are kept; validation's days are not training's business."""
+
+    def fetched(**changes: Any) -> dict[str, Any]:
+        dataset = Era5Dataset.model_validate(shipped() | changes)
+        return kind.KIND.raw_settings(dataset, kind.KIND.parts(dataset)[0].raws[0])
+
+    assert fetched() != fetched(crop=[640, 1440])
+    assert fetched() != fetched(downsample=4)
+    assert fetched() == fetched(memory_mb=2000) == fetched(split=shipped()["split"] | {"test": None})
+
+
+def test_deriving_humidity_stays_within_memory(tmp_path: Path) -> None:
+    """Chunks of one time and all levels: t and q of 160 times are ten times as much as may be held at once."""
+    states = arco(hours=160)[[LEVELLED["t"][0], LEVELLED["q"][0]]]
+    states = states.isel(longitude=np.tile(np.arange(COLUMNS), 4), latitude=np.repeat(np.arange(ROWS), 2))
+    states = states.assign_coords(latitude=np.linspace(90, -90, 2 * ROWS), longitude=np.arange(0, 360, 90 / COLUMNS))
+    write(states, tmp_path / "store")
+    settings = small(tmp_path / "store") | {"channels": ["r@500", "r@850"], "step_hours": 1, "memory_mb": 2}
+    dataset = Era5Dataset.model_validate(settings | {"downsample": 1, "crop": [2 * ROWS, 4 * COLUMNS]})
+    raw = RawFile("train-2020.nc", str(tmp_path / "store"), period=(dt.date(2019, 12, 31), dt.date(2020, 1, 5)))
+    acquire(dataset, raw, tmp_path / "warm.nc")
+    tracemalloc.start()
+    try:
+        acquire(dataset, raw, tmp_path / "out.nc")
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert states.nbytes > 10 * 2e6
+    assert peak < 2e6 + 1e6
+
+
 def read_of(store: Path, channels: list[str]) -> np.ndarray:
     dataset = Era5Dataset.model_validate(small(store) | {"channels": channels})
     source = open_source(dataset, Part("valid", "2020", ()), [store])
@@ -183,7 +218,7 @@ def test_relative_humidity_is_that_of_the_ifs() -> None:
     assert (np.diff(rising) > 0).all()
     for t in (200.0, 250.16, 262.0, 273.16, 300.0):
         for q in (-1e-6, 0.0, 1e-5, 2e-2):
-            found = relative_humidity(np.array(t), np.array(q), np.array(85000.0))
+            found = relative_humidity(np.array(t), np.array(q), 85000.0)
             assert found == pytest.approx(humidity(t, q, 85000.0), rel=1e-12)
 
 

@@ -26,7 +26,7 @@ def saturation_pressure(temperature: np.ndarray) -> np.ndarray:
     return np.asarray(share * water + (1.0 - share) * ice)
 
 
-def relative_humidity(temperature: np.ndarray, specific_humidity: np.ndarray, pressure: np.ndarray) -> np.ndarray:
+def relative_humidity(temperature: np.ndarray, specific_humidity: np.ndarray, pressure: float) -> np.ndarray:
     """Return the relative humidity in %, for K, kg/kg and Pa: vapour pressure over that of saturation.
 
     It is not cut off: ERA5's own is negative at some points, and above 100 at others.
@@ -59,9 +59,8 @@ def _humidity(t: Variable, q: Variable) -> Variable:
     def load(times: np.ndarray, chosen: list[int], rows: slice, columns: slice) -> np.ndarray:
         kelvin, moisture = (variable.load(times, own(variable, chosen), rows, columns) for variable in (t, q))
         out = np.empty_like(kelvin)
-        for time, number in np.ndindex(out.shape[:2]):  # one map in float64 at a time
-            at = time, number
-            out[at] = relative_humidity(kelvin[at], moisture[at], pressure[chosen[number]])
+        for at in np.ndindex(out.shape[:3]):  # one circle of latitude at a time: little memory for float64
+            out[at] = relative_humidity(kelvin[at], moisture[at], pressure[chosen[at[1]]])
         return out
 
     def footprint(chosen: list[int], rows: slice, columns: slice) -> tuple[int, int]:
