@@ -23,6 +23,7 @@ import pytest
 import torch
 
 from dlscale.config import resolve as config
+from dlscale.datasets.cosmo.samples import SYMMETRIES, apply
 from dlscale.train.step import Step
 from tests.conftest import TINY, make_run, records, train
 from tests.published import programs
@@ -82,6 +83,34 @@ def each(batches: Batches, epoch: int) -> Batches:
 def apart(found: list[float], expected: list[float]) -> float:
     """Return the largest relative difference."""
     return float(np.max(np.abs(np.array(found) / np.array(expected) - 1)))
+
+
+# --- what `repaired` mends ----------------------------------------------------------------------------------------
+
+
+def test_published_pairs_leave_one_out_and_take_one_three_times(era5_data: Path) -> None:
+    """Of a year of n states: pair 0 never, pair 1 three times; repaired, all n - 1 pairs once."""
+    published, mended = (Pairs(era5_data / "train", era5_data / "stats", repaired=each) for each in (False, True))
+    states = published.length
+    for year in (0, 1):
+        count = [published.each.count((year, row)) for row in range(states)]
+        assert count == [0, 3, *[1] * (states - 3), 0]
+        assert [mended.each.count((year, row)) for row in range(states)] == [*[1] * (states - 1), 0]
+
+
+def test_the_mended_program_turns_cubes_as_dlscale_does(cosmo_data: Path) -> None:
+    """Both have the same 24 forms of a cube, vectors turned along; the published ones leave these as they are."""
+    published, mended = (Crops([cosmo_data / "train/box000.h5"], 8, 1, repaired=each) for each in (False, True))
+    cube = published.boxes[0][1][:, :8, :8, :8]
+    vectors = [(1, 2, 3)]
+    ours = {apply(symmetry, cube, vectors).tobytes() for symmetry in SYMMETRIES if symmetry.determinant == 1}
+    theirs = {np.ascontiguousarray(mended._turned(cube, *turn)).tobytes() for turn in mended.turns}
+    assert len(ours) == 24
+    assert ours == theirs
+    for turn in published.turns[1:]:
+        plain, turned = published._turned(cube, *turn), mended._turned(cube, *turn)
+        assert np.array_equal(plain[[0, 4]], turned[[0, 4]])
+        assert not np.array_equal(plain[1:4], turned[1:4])
 
 
 # --- the same weights and samples ---------------------------------------------------------------------------------
