@@ -208,8 +208,9 @@ class Era5(DatasetKind):
         return [str(path) for path in files]
 
     def raw_settings(self, dataset: Era5Dataset, raw: RawFile) -> dict[str, Any]:
-        # Out of a store only the asked channels and times are read.
-        read = {"channels": dataset.channels, "step_hours": dataset.step_hours} if raw.period else {}
+        # Out of a store only what is asked for is read.
+        keys = ("channels", "step_hours", "crop", "downsample") if raw.period else ()
+        read = {key: getattr(dataset, key) for key in keys}
         return {**super().raw_settings(dataset, raw), **read}
 
     def grid(self, dataset: Era5Dataset) -> tuple[int, ...] | None:

@@ -24,8 +24,9 @@ from dlscale.data.kind import Part
 from dlscale.data.passes import block_average
 from dlscale.data.source import Source
 from dlscale.data.store import Field
-from dlscale.datasets.era5.kind import Era5Dataset
-from dlscale.datasets.era5.variables import TORN, Variable, open_grib, open_netcdf, reading
+from dlscale.datasets.era5.kind import Era5Dataset, Era5Zarr
+from dlscale.datasets.era5.variable import TORN, Variable, names_of, wanted_names
+from dlscale.datasets.era5.variables import open_grib, open_netcdf, reading
 
 Period = tuple[dt.date, dt.date]  # first and last day, inclusive
 
@@ -50,8 +51,10 @@ def open_source(dataset: Era5Dataset, part: Part, paths: list[Path]) -> Era5Sour
     Together they hold every channel at every time of the part; how channels and times are spread over them does not
     matter. A `UserError` says what is missing, torn, of another kind, or twice there.
     """
+    if isinstance(dataset.source, Era5Zarr):  # cropped and averaged when they were fetched
+        dataset = dataset.model_copy(update={"crop": None, "downsample": 1})
     with contextlib.ExitStack() as stack:
-        wanted = {channel.partition("@")[0] for channel in dataset.channels}
+        wanted = wanted_names(dataset.channels)
         variables = [variable for path in paths for variable in _catalogue(path, wanted, stack)]
         source = Era5Source(dataset, variables, part.period, f"part {part.label}")
         source.files = stack.pop_all()
@@ -175,12 +178,17 @@ class Era5Source(Source):
 
 
 def _resolved(channels: list[str], variables: list[Variable], label: str) -> list[str]:
-    """Return the catalogue's name of each channel; `name` alone will do for a variable of one level."""
+    """Return the catalogue's name of each channel; `name` alone will do for a variable of one level.
+
+    A short name stands for the long one, too, where the catalogue has that alone.
+    """
     known = list(dict.fromkeys(name for variable in variables for name in variable.channels))
+    bases = list(dict.fromkeys(name.partition("@")[0] for name in known))
     origins = _listed(variable.origin for variable in variables)
     names = []
     for channel in channels or known:
         base, at, level = channel.partition("@")
+        base = next((name for name in names_of(base) if name in bases), base)
         with contextlib.suppress(ValueError):
             level = f"{float(level):g}"
         name = channel if channel in known else base + at + level
@@ -195,7 +203,6 @@ def _resolved(channels: list[str], variables: list[Variable], label: str) -> lis
             elif base in known:
                 problem = f"this variable has no pressure levels; write '{base}'"
             else:
-                bases = [other.partition("@")[0] for other in known]
                 problem = f"no such variable{nearest(base, bases)}; there are: {_listed(bases)}"
             raise UserError(f"{label}: channel '{channel}': {problem}; looked in {origins}")
         names.append(name)

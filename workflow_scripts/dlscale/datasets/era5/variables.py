@@ -11,45 +11,25 @@ import functools
 import os
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
 from dlscale.core.errors import UserError
+from dlscale.datasets.era5.humidity import with_humidity
+from dlscale.datasets.era5.variable import TORN, Variable
 
 if TYPE_CHECKING:
     import xarray as xr
 
-TORN = "the file may be torn or damaged: fetch or make it again"
 GRID = "expected a regular grid: one axis of latitudes and one of longitudes; interpolate it, e.g. with `cdo remapbil`"
 # what the axes are called: by CF, ECMWF's two generations of NetCDF, cfgrib, ARCO-ERA5 and WeatherBench2
 TIMES = ("valid_time", "time")
 LATITUDES = ("latitude", "lat")
 LONGITUDES = ("longitude", "lon")
 LEVELS = ("isobaricInhPa", "isobaricInPa", "pressure_level", "level", "plev", "lev")
-
-
-@dataclass(frozen=True, eq=False)
-class Variable:
-    """One variable of one file, its values not read yet."""
-
-    origin: str  # the file or store, for messages
-    channels: tuple[str, ...]  # `name`, or `name@level` for each of L levels
-    units: str
-    long_name: str
-    times: np.ndarray  # [T], as in the file: sorted or not
-    latitude: np.ndarray  # [H], north to south, degrees, float64
-    longitude: np.ndarray  # [W], ascending, degrees, float64
-    #: `load(times, levels, rows, columns)` reads indices [t] and [l] and a window [h, w] of the grid, as float32
-    #: [t, l, h, w]; missing values are NaN.
-    load: Callable[[np.ndarray, list[int], slice, slice], np.ndarray]
-    #: `footprint(levels, rows, columns)`: bytes that `load` needs for one time: of stored values (whole chunks), and of
-    #: decoded ones (the selected window).
-    footprint: Callable[[list[int], slice, slice], tuple[int, int]]
-    chunk: int = 1  # times that are stored, and hence read, together
-    advice: str = TORN  # what to do when `load` fails
 
 
 def _regular(variable: Variable) -> Variable:
@@ -121,7 +101,7 @@ def gridded(dataset: xr.Dataset, origin: str, wanted: Collection[str], advice: s
     times = functools.cache(lambda clock: _decoded_times(dataset.variables[clock], origin))  # one for all variables
     names = [str(name) for name in dataset.data_vars]
     makers = {name: functools.partial(_gridded, dataset, name, times, origin, advice) for name in names}
-    return _usable(makers, wanted, origin)
+    return with_humidity(_usable(makers, wanted, origin), wanted)
 
 
 def _gridded(dataset: xr.Dataset, name: str, times: Callable[[str], np.ndarray], origin: str, advice: str) -> Variable:

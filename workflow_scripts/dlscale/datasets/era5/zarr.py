@@ -17,6 +17,7 @@ from dlscale.data.kind import RawFile
 from dlscale.datasets.era5.cf import create_series
 from dlscale.datasets.era5.kind import Era5Dataset
 from dlscale.datasets.era5.source import Era5Source
+from dlscale.datasets.era5.variable import wanted_names
 from dlscale.datasets.era5.variables import gridded
 
 if TYPE_CHECKING:
@@ -35,21 +36,20 @@ def acquire(dataset: Era5Dataset, raw: RawFile, out: Path, progress: Callable[[i
     """Copy `dataset.channels` over `raw.period` from the store `raw.origin` to the NetCDF-4 file `out`.
 
     Only the needed variables, levels and times (`dataset.step_hours`) are fetched, some chunks of times at a time,
-    within `dataset.memory_mb` or one chunk, whichever is more. Grid and values stay as they are, but for the order:
-    [time, latitude, longitude], north to south. A channel `name@level` becomes a variable of that very name, and
-    `dlscale.datasets.era5.source.open_source` finds the same channels in the file. The store is a folder, or a URL of
-    any kind that fsspec knows, consolidated or not. One that is absent, out of reach, or lacks a channel, level or time
-    is a `UserError`.
+    within `dataset.memory_mb` or one chunk, whichever is more. They are cropped and averaged as the dataset asks: what
+    is kept is little beside what is read. The file has [time, latitude, longitude], north to south. A `name@level`
+    becomes a variable of that very name, and `dlscale.datasets.era5.source.open_source` finds the same channels in the
+    file. The store is a folder, or a URL of any kind that fsspec knows, consolidated or not. One that is absent, out of
+    reach, or lacks a channel, level or time is a `UserError`.
     """
     import h5netcdf
 
     remote = "://" in raw.origin
     store = _opened(raw.origin, remote)
     with contextlib.closing(store):
-        wanted = {channel.partition("@")[0] for channel in dataset.channels}
+        wanted = wanted_names(dataset.channels)
         variables = gridded(store, raw.origin, wanted, advice=_NETWORK if remote else _DAMAGED)
-        as_stored = dataset.model_copy(update={"crop": None, "downsample": 1})
-        source = Era5Source(as_stored, variables, raw.period, raw.name)
+        source = Era5Source(dataset, variables, raw.period, raw.name)
         with whole(out) as temporary, Forgiving(temporary) as file_, h5netcdf.File(file_, "w") as file:
             field = source.fields[0]
             described = zip(field.channels, field.units, source.attributes["long_names"], strict=True)

@@ -1,0 +1,280 @@
+"""How the two published programs train, written down operation by operation: what dlscale's curves are held against.
+
+Nothing of dlscale is used here: files are read as the programs read them, losses, rates and updates are theirs. The
+settings are those of one process with mixed precision off. Their networks are in `tests.bench.published`; here they get
+the published initial weights.
+
+Where a program has a known defect (`tests/DEFECTS.md`), `repaired` says whether it is mended; False is what was
+published.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import h5py
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, default_collate
+
+from tests.bench.published import Pair, Pieces, UNet, ViT
+
+Batches = Iterable[Sequence[torch.Tensor]]
+
+
+@dataclass
+class Curves:
+    """What a program logs: the loss of each step, and of each epoch the means of training and of validation."""
+
+    steps: list[float] = field(default_factory=list)
+    rates: list[float] = field(default_factory=list)
+    train: list[float] = field(default_factory=list)
+    valid: list[float] = field(default_factory=list)
+
+
+# --- the 3D U-Net (SC22) ----------------------------------------------------------------------------------------
+
+
+def make_unet(widths: Sequence[int], init_std: float = 0.02) -> UNet:
+    """Return the network: weights from N(0, init_std), biases 0."""
+    model = UNet(4, 5, widths)
+    for module in model.modules():
+        if "Conv" in type(module).__name__:
+            nn.init.normal_(module.weight, 0.0, init_std)  # type: ignore[arg-type]
+            nn.init.constant_(module.bias, 0.0)  # type: ignore[arg-type]
+    return model
+
+
+@dataclass(frozen=True)
+class UNetRate:
+    """The learning rate of the U-Net's program.
+
+    Iterations count from 1, so the rate of the first is already one step down the cosine; and its period is all steps,
+    warm-up or not, so that it does not reach `end` where it warms up. Repaired, they count from 0 and the period is
+    what the warm-up leaves.
+    """
+
+    start: float
+    total: int
+    batch: int = 64
+    base_batch: int = 64
+    scaling: str = "none"
+    warmup: int = 0
+    end: float = 0.0
+    repaired: bool = False
+
+    def __call__(self, iteration: int) -> float:
+        """Return the rate of this iteration; the first is 1."""
+        ratio = self.batch / self.base_batch
+        initial = self.start * {"none": 1.0, "sqrt": ratio**0.5, "linear": ratio}[self.scaling]
+        warmup = self.warmup if ratio > 1 and self.scaling != "none" else 0
+        if self.repaired:
+            if iteration <= warmup:
+                return initial * iteration / warmup
+            part = (iteration - 1 - warmup) / (self.total - warmup)
+        else:
+            if iteration < warmup:
+                return initial * iteration / warmup
+            part = (iteration - warmup) / self.total
+        return float(self.end + 0.5 * (initial - self.end) * (1 + np.cos(np.pi * part)))
+
+
+def unet_loss(prediction: torch.Tensor, target: torch.Tensor, lambda_rho: float = 0.0) -> torch.Tensor:
+    """L1, and lambda_rho times the L1 of the density, exp(14 x) of channel 0: computed whatever its weight."""
+    density = torch.mean(torch.abs(torch.exp(14.0 * prediction[:, 0]) - torch.exp(14.0 * target[:, 0])))
+    return torch.mean(torch.abs(prediction - target)) + lambda_rho * density
+
+
+def train_unet(
+    model: nn.Module,
+    train: Callable[[int], Batches],
+    valid: Callable[[int], Batches],
+    epochs: int,
+    rate: UNetRate,
+) -> Curves:
+    """Train: rate, gradients to zero, forward, loss, backward, Adam; then validate. `train(epoch)` gives batches."""
+    curves, iteration = Curves(), 0
+    optimizer = torch.optim.Adam(model.parameters(), lr=rate.start)
+    for epoch in range(epochs):
+        losses = []
+        model.train()
+        for x, y in train(epoch):
+            iteration += 1
+            optimizer.param_groups[0]["lr"] = rate(iteration)
+            curves.rates.append(rate(iteration))
+            optimizer.zero_grad()
+            loss = unet_loss(model(x), y)
+            losses.append(loss.item())
+            loss.backward()
+            optimizer.step()
+        curves.steps += losses
+        curves.train.append(float(np.mean(losses)))
+        model.eval()
+        with torch.no_grad():
+            curves.valid.append(float(np.mean([unet_loss(model(x), y).item() for x, y in valid(epoch)])))
+    return curves
+
+
+class Crops(Dataset[Pair]):
+    """Random cubes of boxes in memory (`inmem`; the published program has one box), turned by one of 24 rotations.
+
+    The published ones never have the last offset, leave the components of vectors as they are when the grid turns, and
+    are as random in validation. Repaired: every offset, vectors turn along (channels 1 to 3 of both fields are their
+    components along the three axes), and `fixed` ones are the disjoint cubes of the box, not turned.
+    """
+
+    def __init__(
+        self, paths: Sequence[Path], crop: int, count: int, repaired: bool = False, fixed: bool = False
+    ) -> None:
+        self.boxes = []
+        for path in paths:
+            with h5py.File(path) as file:
+                self.boxes.append([np.asarray(file[name][...], np.float32) for name in ("Nbody", "Hydro")])
+        self.crop, self.count, self.repaired, self.fixed = crop, count, repaired, fixed
+        self.turns = [  # that which does not turn first
+            (axes, signs)
+            for axes in itertools.permutations(range(3))
+            for signs in itertools.product((1, -1), repeat=3)
+            if np.linalg.det(np.diag(signs) @ np.eye(3)[list(axes)]) > 0
+        ]
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> Pair:
+        fields = self.boxes[0 if self.fixed else np.random.randint(len(self.boxes))]
+        n, edge = self.crop, fields[0].shape[1]
+        if self.fixed:
+            start, turn = n * np.array(np.unravel_index(index, (edge // n,) * 3)), self.turns[0]
+        else:
+            start = np.random.randint(0, edge - n + self.repaired, size=3)
+            turn = self.turns[np.random.randint(len(self.turns))]
+        cut = (slice(None), *(slice(first, first + n) for first in start))
+        x, y = (torch.from_numpy(np.ascontiguousarray(self._turned(values[cut], *turn))) for values in fields)
+        return x, y
+
+    def _turned(self, values: np.ndarray, axes: Sequence[int], signs: Sequence[int]) -> np.ndarray:
+        turned = values.transpose(0, *(1 + axis for axis in axes))[:, :: signs[0], :: signs[1], :: signs[2]]
+        if self.repaired:
+            turned = turned.copy()
+            turned[1:4] = turned[[1 + axis for axis in axes]] * np.array(signs, np.float32).reshape(3, 1, 1, 1)
+        return turned
+
+
+# --- the vision transformer (SC23, SC24) ------------------------------------------------------------------------
+
+
+def make_vit(grid: tuple[int, int], patch: int, channels: int, embed: int, depth: int, heads: int) -> ViT:
+    """Return the network: positions and linear weights from N(0, 0.02), cut off at -2 and 2; biases 0."""
+    model = ViT(grid, patch, channels, embed, depth, heads)
+    nn.init.trunc_normal_(model.position, std=0.02)
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            nn.init.trunc_normal_(module.weight, std=0.02)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+    return model
+
+
+def vit_loss(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Mean over samples of the error's norm over the target's."""
+    count = prediction.shape[0]
+    error = torch.norm(prediction.reshape(count, -1) - target.reshape(count, -1), 2, 1)
+    return torch.mean(error / torch.norm(target.reshape(count, -1), 2, 1))
+
+
+def u10_rmse(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Latitude-weighted RMSE of each channel, meant over samples [C].
+
+    Latitudes are taken to run from pole to pole over the rows that there are, and pi to be 3.1416.
+    """
+    rows = prediction.shape[2]
+    cosines = torch.cos(3.1416 / 180.0 * (90.0 - torch.arange(rows) * 180.0 / (rows - 1)))
+    weights = (rows * cosines / cosines.sum()).reshape(1, 1, -1, 1)
+    return torch.sqrt(torch.mean(weights * (prediction - target) ** 2.0, dim=(-1, -2))).mean(dim=0)
+
+
+def train_vit(
+    model: nn.Module,
+    train: Callable[[int], Batches],
+    valid: Callable[[int], Batches],
+    iterations: int,
+    steps_per_epoch: int,
+    lr: float,
+    betas: tuple[float, float] = (0.9, 0.95),
+) -> Curves:
+    """Train whole epochs: gradients to zero, forward, loss, backward, Adam, and only then the schedule's step."""
+    curves = Curves()
+    optimizer = torch.optim.Adam(model.parameters(), lr=lr, betas=betas)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=iterations)
+    for epoch in range(iterations // steps_per_epoch):
+        losses = []
+        model.train()
+        for x, y in train(epoch):
+            curves.rates.append(optimizer.param_groups[0]["lr"])
+            optimizer.zero_grad()
+            loss = vit_loss(model(x), y)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+            schedule.step()
+        curves.steps += losses
+        curves.train.append(float(np.mean(losses)))
+        model.eval()
+        with torch.inference_mode():
+            curves.valid.append(float(np.mean([vit_loss(model(x), y).item() for x, y in valid(epoch)])))
+    return curves
+
+
+class Pairs(Dataset[Pair]):
+    """Standardised states of a folder of years, `dt` apart.
+
+    The published ones take every year for as long as the first, never use pair 0, and use pair 1 more than once.
+    Repaired, each is every pair once.
+    """
+
+    def __init__(self, folder: Path, stats: Path, dt: int = 1, repaired: bool = False) -> None:
+        self.years = []
+        for path in sorted(folder.glob("*.h5")):
+            with h5py.File(path) as file:
+                self.years.append(np.asarray(file["fields"][...], np.float32))
+        self.means, self.stds = (np.load(stats / f"global_{name}.npy")[0] for name in ("means", "stds"))
+        self.dt, self.length = dt, len(self.years[0])
+        self.each = [(year, row) for year, states in enumerate(self.years) for row in range(len(states) - dt)]
+        if not repaired:
+            numbers = range(len(self.years) * self.length)
+            self.each = [(number // self.length, self._row(number % self.length)) for number in numbers]
+
+    def _row(self, number: int) -> int:
+        row = number % (self.length - self.dt)
+        return row + self.dt if row < self.dt else row
+
+    def __len__(self) -> int:
+        return len(self.each)
+
+    def __getitem__(self, index: int) -> Pair:
+        year, row = self.each[index]
+        x, y = ((self.years[year][time] - self.means) / self.stds for time in (row, row + self.dt))
+        return torch.from_numpy(x.astype(np.float32)), torch.from_numpy(y.astype(np.float32))
+
+
+def shuffled(dataset: Pieces, batch_size: int) -> DataLoader[Pair]:
+    """Return PyTorch's loader as the programs train with it, without processes of its own."""
+    return DataLoader(dataset, batch_size, shuffle=True, drop_last=True)
+
+
+def in_order(dataset: Pieces, indices: Sequence[int], batch_size: int) -> list[Sequence[torch.Tensor]]:
+    """Return batches of these samples, one after the other."""
+    items = [dataset[index] for index in indices]
+    return [default_collate(items[first : first + batch_size]) for first in range(0, len(items), batch_size)]
+
+
+def copy_weights(weights: Sequence[torch.Tensor], model: nn.Module) -> None:
+    """Give a model these weights, in the order of its parameters."""
+    with torch.no_grad():
+        for parameter, value in zip(model.parameters(), weights, strict=True):
+            parameter.copy_(value)

@@ -1,0 +1,232 @@
+"""The published 20 channels out of a store laid out as ARCO-ERA5 is: its names, units, order, hours, chunks."""
+
+from __future__ import annotations
+
+import datetime as dt
+import hashlib
+import math
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+import xarray as xr
+
+from dlscale.core.errors import UserError
+from dlscale.core.settings import read_yaml
+from dlscale.data.kind import Part, RawFile
+from dlscale.data.manifest import Manifest
+from dlscale.datasets.era5 import kind
+from dlscale.datasets.era5.humidity import relative_humidity, saturation_pressure
+from dlscale.datasets.era5.kind import Era5Dataset
+from dlscale.datasets.era5.published import CHANNELS
+from dlscale.datasets.era5.source import open_source
+from dlscale.datasets.era5.zarr import acquire
+from dlscale.datasets.mnist.kind import MnistDataset
+from tests.conftest import ROOT, make_dataset
+
+pytestmark = pytest.mark.filterwarnings("ignore:Consolidated metadata")
+
+LEVELS = (50, 500, 700, 850, 1000)  # of its 37, all that the channels need and one more
+#: Name in the store, units, mean, spread.
+SURFACE = {
+    "u10": ("10m_u_component_of_wind", "m s**-1", 0.0, 5.0),
+    "v10": ("10m_v_component_of_wind", "m s**-1", 0.0, 5.0),
+    "t2m": ("2m_temperature", "K", 280.0, 15.0),
+    "sp": ("surface_pressure", "Pa", 97000.0, 500.0),
+    "msl": ("mean_sea_level_pressure", "Pa", 101300.0, 500.0),
+    "tcwv": ("total_column_water_vapour", "kg m**-2", 20.0, 3.0),
+}
+LEVELLED = {
+    "t": ("temperature", "K", 255.0, 10.0),
+    "u": ("u_component_of_wind", "m s**-1", 5.0, 10.0),
+    "v": ("v_component_of_wind", "m s**-1", 0.0, 10.0),
+    "z": ("geopotential", "m**2 s**-2", 50000.0, 800.0),
+    "q": ("specific_humidity", "kg kg**-1", 2e-3, 3e-4),
+}
+ROWS, COLUMNS = 19, 36  # as 721 and 1440 are: from pole to pole, and around
+
+
+def shipped() -> dict[str, Any]:
+    """Return the dataset as the study ships it."""
+    datasets: dict[str, Any] = read_yaml(ROOT / "workflow_scripts/dlscale/studies/era5_vit.yaml")["datasets"]
+    return datasets["era5_arco"]
+
+
+def arco(hours: int = 48, first: str = "2019-12-31") -> xr.Dataset:
+    """Return random states, hourly, north to south, longitude from 0: one time and all levels a chunk."""
+    rng, variables = np.random.default_rng(0), {}
+    for group, levels in ((SURFACE, ()), (LEVELLED, LEVELS)):
+        for name, units, mean, spread in group.values():
+            shape = (hours, *((len(levels),) if levels else ()), ROWS, COLUMNS)
+            values = (mean + spread * rng.standard_normal(shape)).astype(np.float32)
+            dims = ("time", *(("level",) if levels else ()), "latitude", "longitude")
+            variables[name] = (dims, values, {"units": units, "long_name": name.replace("_", " ")})
+    axes = {
+        "time": np.datetime64(first, "ns") + np.arange(hours) * np.timedelta64(1, "h"),
+        "level": np.array(LEVELS, np.int64),
+        "latitude": np.linspace(90, -90, ROWS, dtype=np.float32),
+        "longitude": np.arange(0, 360, 360 / COLUMNS, dtype=np.float32),
+    }
+    return xr.Dataset(variables, axes)
+
+
+def write(states: xr.Dataset, store: Path) -> None:
+    chunks = {str(name): {"chunks": (1, *values.shape[1:])} for name, values in states.data_vars.items()}
+    states.to_zarr(store, encoding=chunks, consolidated=True)
+
+
+def small(store: Path) -> dict[str, Any]:
+    """Return the shipped dataset on a store of three days."""
+    days = {"train": ["2019-12-31", "2020-01-01"], "valid": ["2020-01-02", "2020-01-02"]}
+    changes = {"source": {"kind": "zarr", "store": str(store)}, "split": days, "crop": [ROWS - 1, COLUMNS]}
+    return shipped() | changes
+
+
+def humidity(t: float, q: float, p: float) -> float:
+    """Relative humidity in %, one number at a time, as the IFS documentation has it."""
+    share = min(max((t - 250.16) / (273.16 - 250.16), 0.0), 1.0) ** 2
+    over_water = 611.21 * math.exp(17.502 * (t - 273.16) / (t - 32.19))
+    over_ice = 611.21 * math.exp(22.587 * (t - 273.16) / (t + 0.7))
+    ratio = 461.5250 / 287.0597
+    vapour = p * q * ratio / (1 + q * (ratio - 1))
+    return 100 * vapour / (share * over_water + (1 - share) * over_ice)
+
+
+def expected(states: xr.Dataset, channel: str, time: int) -> np.ndarray:
+    """A channel at a time, without the south pole, in blocks of 2 x 2, by plain loops."""
+    name, _, level = channel.partition("@")
+    if name == "r":
+        t, q = (states[LEVELLED[of][0]].sel(level=int(level)).values[time] for of in "tq")
+        full = np.array(
+            [
+                [humidity(t[row, column], q[row, column], 100.0 * int(level)) for column in range(COLUMNS)]
+                for row in range(ROWS)
+            ]
+        )
+    elif level:
+        full = states[LEVELLED[name][0]].sel(level=int(level)).values[time].astype(np.float64)
+    else:
+        full = states[SURFACE[name][0]].values[time].astype(np.float64)
+    return np.array(
+        [[full[2 * r : 2 * r + 2, 2 * c : 2 * c + 2].mean() for c in range(COLUMNS // 2)] for r in range(ROWS // 2)]
+    )
+
+
+def test_the_shipped_dataset_is_the_published_one() -> None:
+    dataset = Era5Dataset.model_validate(shipped())
+    assert dataset.channels == list(CHANNELS), "the published order"
+    assert kind.KIND.grid(dataset) == (360, 720)
+    assert dataset.step_hours == 6
+    years = [(part.split, int(part.name)) for part in kind.KIND.parts(dataset)]
+    assert years == [
+        *(("train", year) for year in range(1979, 2016)),
+        *(("valid", year) for year in (2016, 2017)),
+        ("test", 2018),
+    ]
+    files = [raw.name for part in kind.KIND.parts(dataset) for raw in part.raws]
+    assert len(set(files)) == len(files) == 40, "each year is fetched by itself"
+
+
+def test_the_channels_are_those_of_the_store(tmp_path: Path) -> None:
+    states = arco(hours=72)
+    write(states, tmp_path / "store")
+    folder = make_dataset(tmp_path / "data", small(tmp_path / "store"))
+    info = Manifest.read(folder / "manifest.json").fields["fields"]
+    assert info.channels == list(CHANNELS)
+    assert info.units == list(CHANNELS.values())
+    assert info.grid == [ROWS // 2, COLUMNS // 2]
+    for split, name, start, times in (("train", 2019, 0, 4), ("train", 2020, 24, 4), ("valid", 2020, 48, 4)):
+        with h5py.File(folder / split / f"{name}.h5") as file:
+            found = file["fields"][...]
+            np.testing.assert_allclose(file["latitude"][...], 85.0 - 20.0 * np.arange(ROWS // 2))
+        assert found.shape == (times, 20, ROWS // 2, COLUMNS // 2)
+        for row in range(times):
+            for position, channel in enumerate(CHANNELS):
+                truth = expected(states, channel, start + 6 * row)
+                np.testing.assert_allclose(found[row, position], truth, rtol=2e-6, atol=2e-5, err_msg=channel)
+
+
+def test_a_store_with_relative_humidity_keeps_its_own(tmp_path: Path) -> None:
+    states = arco(hours=24, first="2020-01-02")
+    states["relative_humidity"] = states.temperature * 0 + 42.0
+    states["relative_humidity"].attrs["units"] = "%"
+    write(states, tmp_path / "store")
+    source = read_of(tmp_path / "store", ["r@500", "r@850"])
+    np.testing.assert_array_equal(source, 42.0)
+
+
+def test_what_is_kept_of_a_store_decides_what_is_fetched_again() -> None:
+    """Only cropped and averaged states are kept; validation's days are not training's business."""
+
+    def fetched(**changes: Any) -> dict[str, Any]:
+        dataset = Era5Dataset.model_validate(shipped() | changes)
+        return kind.KIND.raw_settings(dataset, kind.KIND.parts(dataset)[0].raws[0])
+
+    assert fetched() != fetched(crop=[640, 1440])
+    assert fetched() != fetched(downsample=4)
+    assert fetched() == fetched(memory_mb=2000) == fetched(split=shipped()["split"] | {"test": None})
+
+
+def test_deriving_humidity_stays_within_memory(tmp_path: Path) -> None:
+    """Chunks of one time and all levels: t and q of 160 times are ten times as much as may be held at once."""
+    states = arco(hours=160)[[LEVELLED["t"][0], LEVELLED["q"][0]]]
+    states = states.isel(longitude=np.tile(np.arange(COLUMNS), 4), latitude=np.repeat(np.arange(ROWS), 2))
+    states = states.assign_coords(latitude=np.linspace(90, -90, 2 * ROWS), longitude=np.arange(0, 360, 90 / COLUMNS))
+    write(states, tmp_path / "store")
+    settings = small(tmp_path / "store") | {"channels": ["r@500", "r@850"], "step_hours": 1, "memory_mb": 2}
+    dataset = Era5Dataset.model_validate(settings | {"downsample": 1, "crop": [2 * ROWS, 4 * COLUMNS]})
+    raw = RawFile("train-2020.nc", str(tmp_path / "store"), period=(dt.date(2019, 12, 31), dt.date(2020, 1, 5)))
+    acquire(dataset, raw, tmp_path / "warm.nc")
+    tracemalloc.start()
+    try:
+        acquire(dataset, raw, tmp_path / "out.nc")
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert states.nbytes > 10 * 2e6
+    assert peak < 2e6 + 1e6
+
+
+def read_of(store: Path, channels: list[str]) -> np.ndarray:
+    dataset = Era5Dataset.model_validate(small(store) | {"channels": channels})
+    source = open_source(dataset, Part("valid", "2020", ()), [store])
+    values: np.ndarray = source.read(0, source.fields[0].rows)["fields"]
+    source.close()
+    return values
+
+
+def test_without_what_it_is_made_of_the_channel_is_said_to_be_missing(tmp_path: Path) -> None:
+    write(arco(hours=24, first="2020-01-02").drop_vars("specific_humidity"), tmp_path / "store")
+    with pytest.raises(UserError, match=r"channel 'r@500': no such variable"):
+        read_of(tmp_path / "store", ["r@500"])
+    write(arco(hours=24, first="2020-01-02").sel(level=[500, 850]), tmp_path / "levels")
+    with pytest.raises(UserError, match=r"channel 'r@1000': no level 1000; its levels \(hPa\): 500, 850"):
+        read_of(tmp_path / "levels", ["r@1000"])
+
+
+def test_relative_humidity_is_that_of_the_ifs() -> None:
+    """Saturation pressures are those of the WMO's tables (Pa): over water at 20 °C, ice at -40 °C, to 0.5 %."""
+    assert saturation_pressure(np.array(273.16)) == pytest.approx(611.21)
+    assert saturation_pressure(np.array(293.15)) == pytest.approx(2338.8, rel=5e-3)
+    assert saturation_pressure(np.array(233.15)) == pytest.approx(12.84, rel=5e-3)
+    kelvin = np.linspace(200, 310, 111)
+    rising = saturation_pressure(kelvin)
+    assert (np.diff(rising) > 0).all()
+    for t in (200.0, 250.16, 262.0, 273.16, 300.0):
+        for q in (-1e-6, 0.0, 1e-5, 2e-2):
+            found = relative_humidity(np.array(t), np.array(q), 85000.0)
+            assert found == pytest.approx(humidity(t, q, 85000.0), rel=1e-12)
+
+
+def test_the_digests_of_the_shipped_digits_are_those_of_the_files(shared: Callable[[str], Path]) -> None:
+    """Of the two files at hand; nothing is fetched."""
+    source = read_yaml(ROOT / "workflow_scripts/dlscale/studies/mnist_cnn.yaml")["datasets"]["mnist_web"]["source"]
+    MnistDataset.model_validate({"kind": "mnist", "source": source})  # a digest for each file, and of no other
+    assert len(source["sha256"]) == 4
+    for name in ("t10k-images-idx3-ubyte.gz", "t10k-labels-idx1-ubyte.gz"):
+        found = hashlib.sha256(shared(f"data/mnist/{name}").read_bytes()).hexdigest()
+        assert found == source["sha256"][name]
