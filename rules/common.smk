@@ -157,7 +157,7 @@ def acquire_params(wildcards):
     dataset = dataset_of(wildcards)
     kind, raws = parts.kind_of(dataset), parts.raws(dataset)
     settings = kind.raw_settings(dataset, raws[wildcards.file]) if wildcards.file in raws else None
-    return stage_params(data_modules("acquire", dataset.kind, kind.acquirer(dataset)), settings)
+    return stage_params(data_modules("acquire", dataset.kind, kind.maker(dataset)), settings)
 
 
 def preprocess_params(wildcards):
