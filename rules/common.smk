@@ -161,7 +161,7 @@ def acquire_params(wildcards):
     if raw := raws.get(wildcards.file):
         seen = kind.look(dataset, raw, Path(raw_path(wildcards.dataset, raw)))
         settings = {**kind.raw_settings(dataset, raw), **({"files": seen} if seen else {})}
-    return stage_params(data_modules("acquire", dataset.kind, kind.acquirer(dataset)), settings)
+    return stage_params(data_modules("acquire", dataset.kind, kind.maker(dataset)), settings)
 
 
 def preprocess_params(wildcards):

@@ -238,12 +238,12 @@ def test_a_data_stage_reaches_its_own_kind_and_no_other(stage: str, kind: str) -
 def test_a_raw_file_depends_on_what_makes_it(name: str) -> None:
     """On the simulator alone; what was fetched does not change with the code that fetched it."""
     dataset = DATASETS[name]
-    acquirer = parts.kind_of(dataset).acquirer(dataset)
-    reached = reachable(data_modules("acquire", dataset.kind, acquirer))
-    if acquirer is None:
+    maker = parts.kind_of(dataset).maker(dataset)
+    reached = reachable(data_modules("acquire", dataset.kind, maker))
+    if maker is None:
         assert reached == []
         return
-    assert registry.module_of(dataset.kind, acquirer) in reached
+    assert registry.module_of(dataset.kind, maker) in reached
     assert {module.split(".")[2] for module in below("datasets", reached)} == {dataset.kind}
     readers = {registry.module_of(dataset.kind, role) for role in ROLES}
     assert not (readers | {"dlscale.data.download", "dlscale.data.acquire"}) & set(reached)

@@ -44,8 +44,9 @@ from tests.test_losses_metrics import naive_answers
 from tests.test_report import Results
 from tests.test_training import scalars
 
-#: A rate that does not depend on how long the training is: a longer one begins like a shorter one.
-STEADY = {"schedule": {"kind": "constant"}}
+#: A rate that does not depend on how long the training is: a longer one begins like a shorter one. Each validation is
+#: that of an epoch.
+STEADY = {"schedule": {"kind": "constant"}, "training": {"initial_validation": False}}
 Make = Callable[..., Path]
 
 

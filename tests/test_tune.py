@@ -213,7 +213,13 @@ def test_a_space_that_is_given_is_tried_in_full(tmp_path: Path) -> None:
     modules = reachable(run_modules("tune", "cosmo_unet", *run.loaders("tune")))
     assert {registry.loader(kind) for kind in ("torch", "direct", "dali")} <= set(modules)
     direct = tune.changed(run, found[1])
-    assert direct.loader.model_dump() == {"kind": "direct", "workers": 1, "prefetch": 2, "resident": "auto"}
+    assert direct.loader.model_dump() == {
+        "kind": "direct",
+        "workers": 1,
+        "prefetch": 2,
+        "resident": "auto",
+        "staging": "none",
+    }
     assert direct.batch_size == run.batch_size
     with pytest.raises(UserError, match="accumulation_steps 5 is more than"):
         tune.changed(run, {"accumulation_steps": 5})

@@ -522,7 +522,7 @@ def entries(tree: Tree, arguments: list[str]) -> list[str]:
         return data_modules(name, json.loads(manifest.read_text())["kind"])
     if name in ("acquire", "preprocess", "describe"):
         dataset = load_dataset(config)
-        return data_modules(name, dataset.kind, parts.kind_of(dataset).acquirer(dataset))
+        return data_modules(name, dataset.kind, parts.kind_of(dataset).maker(dataset))
     return [STAGES[name].module]
 
 

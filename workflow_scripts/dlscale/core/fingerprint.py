@@ -114,13 +114,13 @@ def run_modules(stage: str, study: str, *loaders: str) -> list[str]:
     return [module for module in modules if module]
 
 
-def data_modules(stage: str, kind: str, acquirer: str | None = None) -> list[str]:
+def data_modules(stage: str, kind: str, maker: str | None = None) -> list[str]:
     """Return the modules from which a stage reaches all the code that decides its results for a dataset of this kind.
 
-    Stage `acquire` depends on what makes the file (`acquirer`) alone: a fetched file does not change with the code
+    Stage `acquire` depends on what makes the file (`maker`) alone: a fetched file does not change with the code
     that fetches it, and is not fetched again when that code is edited.
     """
-    roles = {"acquire": acquirer, "preprocess": "source", "describe": "describe", "preview": "preview"}
+    roles = {"acquire": maker, "preprocess": "source", "describe": "describe", "preview": "preview"}
     role = roles.get(stage)
     modules = [None if stage == "acquire" else STAGES[stage].module, role and registry.module_of(kind, role)]
     if stage == "describe" and kind in registry.shipped_kinds():  # what its rows are called

@@ -118,6 +118,10 @@ class DatasetKind(ABC):
         """Return the module (see `dlscale.core.registry.module_of`) that makes raw files; None where none is made."""
         return None
 
+    def maker(self, dataset: Any) -> str | None:
+        """Return the acquirer if an edit of its code is to make the files again; None where they are fetched."""
+        return self.acquirer(dataset)
+
     def prepared(self, dataset: Any) -> bool:
         """Return whether the files are used as they are, without preprocessing."""
         return getattr(dataset.source, "kind", None) == "prepared"

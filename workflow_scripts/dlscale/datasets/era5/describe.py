@@ -47,7 +47,7 @@ def describe_prepared(dataset: Era5Dataset, sources: list[Path], folder: Path) -
                 names, units = ([str(name) for name in fields.attrs.get(key, [])] for key in ("channels", "units"))
                 splits[split].append(File.of(path, folder, fields.shape[0]))
                 if (start := _start(file, path)) is not None:
-                    starts[splits[split][-1].path] = start
+                    starts[splits[split][-1].digest] = start
     for split in ("train", "valid"):
         if not splits[split]:
             raise UserError(
@@ -142,7 +142,7 @@ def _extra(manifest: Manifest, stats: Path, name: str, series: bool) -> Extra:
                     degrees = file[axis][()].tolist()
                     if grid.setdefault(axis, degrees) != degrees:
                         raise UserError(f"{path}: its {axis}s differ from those of other files; expected one grid")
-                starts[described.path] = float(file["time"][0])
+                starts[described.digest] = float(file["time"][0])
                 steps |= set(np.diff(file["time"][()]).tolist())
                 if len(steps) > 1:
                     there = ", ".join(f"{step:g} h" for step in sorted(steps))
@@ -173,8 +173,8 @@ def _timed(extra: Extra, splits: dict[str, list[File]], starts: dict[str, float]
     files = [file for split in splits.values() for file in split]
     if extra.step_hours is None or len(starts) < len(files):
         return extra
-    ends = {starts[file.path] + file.rows * extra.step_hours: file.path for file in files}
-    before = {path: ends[start] for path, start in starts.items() if start in ends} if series else {}
+    ends = {starts[file.digest] + file.rows * extra.step_hours: file.digest for file in files}
+    before = {file: ends[start] for file, start in starts.items() if start in ends} if series else {}
     return extra.model_copy(update={"starts": starts, "before": before})
 
 

@@ -14,8 +14,10 @@ class Extra(Record):
     latitude: list[float] = []  # degrees, north to south; empty where files do not tell
     longitude: list[float] = []  # degrees, west to east
     step_hours: float | None = None  # between stored states
-    starts: dict[str, float] = {}  # by path of a file: time of its first state, hours since 1970; all files or none
-    before: dict[str, str] = {}  # by path of a file: the file that ends one step before it begins, of the same series
+    starts: dict[str, float] = {}  # by digest of a file: time of its first state, hours since 1970; all files or none
+    before: dict[
+        str, str
+    ] = {}  # by digest of a file: that of the file which ends one step before it begins, of its series
     climatology: str | None = None  # path of the mean over training times [1, C, H, W], relative to the manifest
     climatology_sha256: str | None = None  # of its content, which decides a run's scores
     hour_means: str | None = None  # path of the means over training days of each hour of day [24 h / step, C, H, W]
@@ -37,7 +39,7 @@ class Extra(Record):
     def hours(self, file: File, rows: np.ndarray) -> np.ndarray:
         """Return the times of a file's rows, hours since 1970, float64."""
         assert self.step_hours is not None
-        return self.starts[file.path] + self.step_hours * np.asarray(rows, float)
+        return self.starts[file.digest] + self.step_hours * np.asarray(rows, float)
 
     def slots(self, hours: np.ndarray) -> np.ndarray:
         """Return which of the means of `hour_means` belongs to each time (hours since 1970), int64."""

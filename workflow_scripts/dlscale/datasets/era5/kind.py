@@ -192,6 +192,10 @@ class Era5(DatasetKind):
     def acquirer(self, dataset: Era5Dataset) -> str | None:
         return {"simulated": "simulator", "zarr": "zarr"}.get(dataset.source.kind)
 
+    def maker(self, dataset: Era5Dataset) -> str | None:
+        # Years out of a store took days to fetch.
+        return None if isinstance(dataset.source, Era5Zarr) else self.acquirer(dataset)
+
     def origins(self, dataset: Era5Dataset) -> list[str]:
         return [dataset.source.path] if isinstance(dataset.source, Era5Prepared) else super().origins(dataset)
 

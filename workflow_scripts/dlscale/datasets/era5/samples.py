@@ -87,8 +87,8 @@ class Pairs(GridSamples):
 
 def file_before(manifest: Manifest, file: File) -> File | None:
     """Return the file of any split that ends where this one begins, if there is one."""
-    path = Extra.of(manifest).before.get(file.path)
-    return next((each for files in manifest.splits.values() for each in files if each.path == path), None)
+    digest = Extra.of(manifest).before.get(file.digest)
+    return next((each for files in manifest.splits.values() for each in files if each.digest == digest), None)
 
 
 class Joined(Reader):
