@@ -212,7 +212,8 @@ ROWS = [
     # What all studies share: the runs, measuring included.
     Row("losses", append(f"{PACKAGE}/models/losses.py"), runs(*users("models.losses"))),
     Row("base of studies", append(f"{PACKAGE}/studies/base.py"), [*runs(*ALL), *since("preprocess", "waves")]),
-    Row("sample stream", append(f"{PACKAGE}/data/sampling.py"), runs(*ALL)),
+    # Days are chosen by it, over which the mean of an hour is taken.
+    Row("sample stream", append(f"{PACKAGE}/data/sampling.py"), [*runs(*ALL), *since("describe", "years")]),
     # Loaders: the runs that have them.
     Row(
         "torch loader",

@@ -112,5 +112,6 @@ def test_every_shipped_plan_would_run_on_perlmutter(make_tree: Callable[..., Tre
             path.touch() if path.suffix else path.mkdir(exist_ok=True)
     outcome = tree.planned("--profile", "perlmutter", targets=[f"plan_{name}" for name in shipped])
     trained = {tuple(job.wildcards.values()) for job in outcome.jobs if job.rule in ("train", "throughput", "tune")}
-    expected = {(run.plan, run.name) for name in shipped for run in configuration.plans[name].values()}
+    runs = [run for name in shipped for run in configuration.plans[name].values()]
+    expected = {(run.plan, run.name) for run in runs if not run.rung}  # who comes to a later one, shows
     assert trained == expected

@@ -43,7 +43,14 @@ FILES = {
     "preview": ["data/{dataset}/preview.png"],
     "train": [
         f"plans/{{plan}}/{{run}}/{file}"
-        for file in ("metrics.jsonl", "provenance.json", "prediction.png", "model.pt", "telemetry/train.csv")
+        for file in (
+            "metrics.jsonl",
+            "provenance.json",
+            "prediction.png",
+            "model.pt",
+            "model_best.pt",
+            "telemetry/train.csv",
+        )
     ],
     "throughput": [f"plans/{{plan}}/{{run}}/{file}" for file in ("throughput.json", "telemetry/throughput.csv")],
     "profile": [

@@ -15,7 +15,6 @@ from dlscale.config.dataset import DatasetSettings, Path, Split, refuse_changed,
 from dlscale.core.errors import UserError
 from dlscale.core.schema import Strict
 from dlscale.data.kind import DatasetKind, Part, RawFile
-from dlscale.datasets.imagenet import listing
 
 #: Splits that there are.
 PACKED: tuple[Split, ...] = ("train", "valid")
@@ -154,6 +153,8 @@ class Imagenet(DatasetKind):
         """Return a digest of how a pack's images look: names, sizes, times."""
         if not (isinstance(dataset.source, ImageFolders) and dataset.source.watch):
             return None
+        from dlscale.datasets.imagenet import listing  # no stage looks
+
         split = raw.name.partition("-")[0]
         try:
             return listing.digests(getattr(dataset.source, split), getattr(dataset.shards, split))[raw.index]
