@@ -12,6 +12,7 @@ from typing import Any, Literal
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from dlscale.config.dataset import DatasetSettings, Path, Split, refuse_changed, refuse_shared
+from dlscale.core import registry
 from dlscale.core.errors import UserError
 from dlscale.core.schema import Strict
 from dlscale.data.kind import DatasetKind, Part, RawFile
@@ -153,13 +154,14 @@ class Imagenet(DatasetKind):
         """Return a digest of how a pack's images look: names, sizes, times."""
         if not (isinstance(dataset.source, ImageFolders) and dataset.source.watch):
             return None
-        from dlscale.datasets.imagenet import listing  # no stage looks
-
+        listing = registry.load("dlscale.datasets.imagenet.listing")  # in no fingerprint: no stage looks
         split = raw.name.partition("-")[0]
         try:
-            return listing.digests(getattr(dataset.source, split), getattr(dataset.shards, split))[raw.index]
+            found: str = listing.digests(getattr(dataset.source, split), getattr(dataset.shards, split))[raw.index]
+            return found
         except UserError:  # which the stage will meet, and say, if there is no pack
-            return listing.packed(made)
+            kept: str | None = listing.packed(made)
+            return kept
 
 
 def _origin(source: SimulatedImages | ImageFolders, split: Split) -> str:
