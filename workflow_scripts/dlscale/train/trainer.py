@@ -58,15 +58,22 @@ class Trainer:
         self._naive: dict[str, torch.Tensor] | None = None  # means over all validation samples
         kept, self._target = run.training.keep_best, run.training.target
         self._judge = metric_called(kept, metrics, "training.keep_best") if kept else None
+        self._best: Epoch | None = None  # kept beside the history, which may be long
         self._goal = metric_called(self._target.metric, metrics, "training.target.metric") if self._target else None
 
     @property
     def best(self) -> Best | None:
         """The epoch whose weights are kept."""
-        epoch = self._judge.best(self.history) if self._judge else None
+        epoch = self._best
         if self._judge is None or epoch is None:
             return None
         return Best(metric=self._judge.name, value=self._judge.of(epoch), epoch=epoch.epoch, step=epoch.step)
+
+    def _improves(self, record: Epoch) -> bool:
+        """Take an epoch for the best if it is better than those before; of equal ones the first stays."""
+        known = [epoch for epoch in (self._best, record) if epoch]
+        before, self._best = self._best, self._judge.best(known) if self._judge else None
+        return self._best is not before
 
     def _reached(self, history: Sequence[Epoch]) -> Epoch | None:
         """Return the epoch that reached the target; None if none did, or there is no target."""
@@ -114,7 +121,7 @@ class Trainer:
                 if not (math.isfinite(record.train_loss) and math.isfinite(record.valid_loss)):
                     logging.warning("diverged in epoch %d: stopped, as training.on_divergence says", record.epoch)
                     break  # with the weights of the epoch before in the newest checkpoint
-                if self.world.main and self._judge and self._judge.best(self.history) is record:
+                if self._improves(record) and self.world.main:
                     state = self.step.weights.state_dict()
                     self.best_weights = {name: value.to("cpu", copy=True) for name, value in state.items()}
                 if self._done or (epoch + 1) % self.run.training.checkpoint_epochs == 0:
@@ -234,6 +241,7 @@ class Trainer:
         self._resumed, state = loaded
         self._untrained = self._resumed.untrained
         self.history, self.resumed_from = list(self._resumed.history), step
+        self._best = self._judge.best(self.history) if self._judge else None
         self.best_weights = state["best"] if self.world.main else None
         self.step.load_state_dict(state)
         if len(state["rng"]) == self.world.size:  # with another number of ranks drop-out starts anew
