@@ -499,6 +499,7 @@ def test_published_figures_are_told_with_what_they_are_of() -> None:
         Published(label="baseline", metric="valid_loss", by_epoch=[0.419114, 0.35], source="S1", runs=["p.a"], **A100),
         Published(label="large", metric="memory", value=41.2, unit="GB", source="S1", **A100),
         Published(label="to the end", metric="time", value=22, unit="h", source="S1", **A100),
+        Published(label="job", metric="memory efficiency", value=16.43, unit="%", source="S1"),
         Published(label="u10", metric="rmse_normalised/u10", value=0.13, source="S1"),
     ]
     assert [published.row(figure)[1:6] for figure in figures] == [
@@ -508,9 +509,10 @@ def test_published_figures_are_told_with_what_they_are_of() -> None:
         ("validation loss", "0.419114, 0.35 after epochs 1 to 2", "A100 40 GB", "–", "p.a"),
         ("memory of a GPU", "41.2 GB", "A100 40 GB", "–", "–"),
         ("time", "22 h", "A100 40 GB", "–", "–"),
+        ("memory efficiency", "16.43 %", "–", "–", "–"),
         ("rmse_normalised/u10", "0.13", "–", "–", "–"),
     ]
-    assert published.summary(figures) == ["64 samples/s on A100 40 GB", "u10 0.13 (S1)"]
+    assert published.summary(figures, ["rmse_normalised/u10"]) == ["64 samples/s on A100 40 GB", "u10 0.13 (S1)"]
     assert published.beside(published.series(figures, "p", ["b"]), "b") == (
         "2,202 samples/s on 4 × A100 40 GB (4 GPUs; S1)"
     )

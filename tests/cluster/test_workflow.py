@@ -265,6 +265,23 @@ def test_pieces_are_an_array_and_small_runs_share_a_job(make: Callable[..., Flow
         assert (flow.path / f"results/plans/shapes/{run}/throughput.json").exists()
 
 
+@pytest.mark.slow
+def test_a_sweep_submits_what_was_chosen(make: Callable[..., Flow]) -> None:
+    """Rungs are decided on the way, by the controller: a trial that lost is never in the queue again."""
+    flow = make(targets=["swept"])
+    flow.config["plans"]["swept"] = {
+        "kind": "sweep",
+        "from": "shapes.one",
+        "settings": {"training": {"epochs": 2}},
+        "sweep": {"method": "halving", "over": {"optimizer.lr": [1e-3, 1e30]}, "reduction_factor": 2},
+    }
+    assert flow.run() == 0, flow.output[-8000:]
+    trained = sorted(row[0].partition("swept_")[2] for row in flow.jobs("comment:100", "state"))
+    assert trained == ["lr-0p001-rung0", "lr-0p001-rung1", "lr-1e30-rung0"]
+    assert flow.provenance("swept/lr-0p001-rung1")["resumed_from_step"] > 0
+    assert flow.run() == 0 and "Nothing to be done" in flow.output
+
+
 def test_a_path_that_would_run_in_a_shell_is_refused(make: Callable[..., Flow]) -> None:
     """The executor puts a job's command between double quotes."""
     flow = make(results="my $(touch pwned)")

@@ -583,11 +583,6 @@ class Published(Record):
         """What it was measured on."""
         return f"{self.gpus} × {self.hardware}" if self.gpus > 1 else self.hardware
 
-    @property
-    def of_quality(self) -> bool:
-        """Whether it says how good a model got to be."""
-        return bool(self.metric) and self.metric not in PUBLISHED_KINDS
-
 
 #: What a published figure may be of, beside throughput and validation metrics; in words.
 PUBLISHED_KINDS = {

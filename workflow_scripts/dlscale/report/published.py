@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from dlscale.core.records import PUBLISHED_KINDS, Published
 from dlscale.core.text import NONE, count, number, unit
@@ -46,10 +46,10 @@ def beside(known: dict[str, Published], run: str) -> str:
 QUALITIES = 2
 
 
-def summary(figures: Sequence[Published]) -> list[str]:
+def summary(figures: Sequence[Published], metrics: Collection[str]) -> list[str]:
     """Return the published figures of a study in short: the range of throughputs on each hardware, some qualities.
 
-    Of throughputs those on the fewest devices; of qualities the first.
+    Of throughputs those on the fewest devices; of qualities, which are figures of `metrics`, the first.
     """
     fewest = min((figure.gpus for figure in figures if figure.speed), default=1)
     by_hardware: dict[str, list[float]] = {}
@@ -59,7 +59,7 @@ def summary(figures: Sequence[Published]) -> list[str]:
     ranges = {hardware: dict.fromkeys(map(_digits, (min(all_), max(all_)))) for hardware, all_ in by_hardware.items()}
     return [
         *(f"{' to '.join(range_)} samples/s on {hardware}" for hardware, range_ in ranges.items()),
-        *[f"{figure.label} {shown(figure)} ({figure.source})" for figure in figures if figure.of_quality][:QUALITIES],
+        *[f"{each.label} {shown(each)} ({each.source})" for each in figures if each.metric in metrics][:QUALITIES],
     ]
 
 

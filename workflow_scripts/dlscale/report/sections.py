@@ -76,7 +76,7 @@ def plan_view(
         "quality": glance.quality(plan),
         "targets": target.glance(plan),
         "loss": plan.loss,
-        "published": published.summary(plan.record.published),
+        "published": published.summary(plan.record.published, plan.described),
         "curves": _curves(plan),
         "references": beside.view(plan, _least_loss(plan, LINES), _followed(plan), references),
         "throughput": _throughput(plan),
