@@ -270,6 +270,7 @@ def test_a_sweep_submits_what_was_chosen(make: Callable[..., Flow]) -> None:
     """Rungs are decided on the way, by the controller: a trial that lost is never in the queue again."""
     flow = make(targets=["swept"])
     flow.config["plans"]["swept"] = {
+        "study": "era5_vit",
         "kind": "sweep",
         "from": "shapes.one",
         "settings": {"training": {"epochs": 2}},
