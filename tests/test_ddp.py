@@ -287,6 +287,7 @@ def test_copies_on_gpus_have_the_loss_of_the_whole_batch(monkeypatch: pytest.Mon
         ({"parallel": {"sync": False, "sync_batchnorm": True}}, "statistics would still be exchanged"),
         ({"parallel": {"bucket_mb": 0}}, "greater than 0"),
         ({"parallel": {"static_graph": True}, "accumulation_steps": 2}, "leave static_graph out"),
+        ({"parallel": {"sync_batchnorm": True}, "accumulation_steps": 2}, "statistics that do not come"),
     ],
 )
 def test_what_does_not_go_together_is_refused(over: dict[str, Any], message: str) -> None:

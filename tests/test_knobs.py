@@ -254,6 +254,8 @@ def test_what_a_target_took_is_counted_up_to_the_epoch_that_reached_it() -> None
     missed = reached(result("a", epochs, {"metric": "valid_loss", "value": 0.5}))
     assert missed and missed.epoch is None and missed.nearest == 1.0 and missed.seconds is None
     assert reached(result("a", epochs, None)) is None
+    copies = reached(result("a", epochs, {"metric": "valid_loss", "value": 2.0}, devices=8))
+    assert copies and copies.gpu_hours == 24.0 * 8 / 3600, "a process may drive several GPUs"
     moved = [epochs[0].model_copy(update={"made_with": None}), *epochs[1:]]
     changed = reached(result("a", moved, {"metric": "valid_loss", "value": 2.0}))
     assert changed and changed.epoch and changed.seconds is None and changed.gpu_hours is None

@@ -204,6 +204,15 @@ def naive_answers(data: Path, states: np.ndarray, dt: int, w: np.ndarray) -> dic
         top, bottom = (total + (w * now * other).sum(axis=(0, 2, 3)) for total, other in ((top, then), (bottom, now)))
     factor = (top / bottom)[:, None, None]
     back = 4 * -(-dt // 4)
+    lags = sorted({0, 1, back - dt, back})
+    # Each channel's coefficients: least squares over all points of all pairs, a row of the matrix each.
+    pairs = [(year, t) for year in years for t in range(back, len(year) - dt)]
+    root = np.broadcast_to(np.sqrt(w), mean.shape[-2:]).ravel()
+    fit = []
+    for c in range(mean.shape[1]):
+        rows = [np.stack([*(year[t - lag][c].ravel() for lag in lags), np.ones(root.size)]) * root for year, t in pairs]
+        wanted = np.concatenate([year[t + dt][c].ravel() * root for year, t in pairs])
+        fit.append(np.linalg.lstsq(np.concatenate(rows, axis=1).T, wanted)[0])
     answers: dict[str, list[np.ndarray]] = {}
     for t in range(len(states) - dt):
         x, now, then = states[t], mean[t % 4], mean[(t + dt) % 4]
@@ -214,6 +223,14 @@ def naive_answers(data: Path, states: np.ndarray, dt: int, w: np.ndarray) -> dic
             "diurnal": x + then - now,
             "damped": then + factor * (x - now),
             "yesterday": x + change,
+            "regression": np.stack(
+                [
+                    f[-1] + sum(b * states[t - lag][c] for b, lag in zip(f, lags, strict=False))
+                    for c, f in enumerate(fit)
+                ]
+            )
+            if t >= back
+            else then + factor * (x - now),
         }.items():
             answers.setdefault(name, []).append(answer)
     return {name: np.stack(each) for name, each in answers.items()}
@@ -266,11 +283,11 @@ def test_naive_answers_go_without_what_nobody_knows(era5_data: Path) -> None:
     """Without times the climatology is that of all times; without it, or without days, some answers are none."""
     manifest = Manifest.read(era5_data / "manifest.json")
     run = SimpleNamespace(samples=PairSamples(kind="pairs"))
-    every = ["persistence", "climatology", "diurnal", "damped", "yesterday"]
+    every = ["persistence", "climatology", "diurnal", "damped", "yesterday", "regression"]
     for missing, left in (
         ({}, every),
-        ({"starts": {}}, ["persistence", "climatology", "damped", "yesterday"]),
-        ({"starts": {}, "hour_means": None, "climatology": None}, ["persistence", "yesterday"]),
+        ({"starts": {}}, ["persistence", "climatology", "damped", "yesterday", "regression"]),
+        ({"starts": {}, "hour_means": None, "climatology": None}, ["persistence", "yesterday", "regression"]),
         ({"step_hours": 5.0, "starts": {}, "hour_means": None}, ["persistence", "climatology", "damped"]),
         ({"step_hours": None, "starts": {}, "climatology": None}, ["persistence"]),
     ):

@@ -45,7 +45,7 @@ PUBLISHED = [
     Published(label="baseline", runs=["ladder.baseline"], kind="FULL", samples_per_second=8.8, source="S2", **A100),
     Published(label="fast", runs=["ladder.bf16"], samples_per_second=64.0, source="S2", **A100),
     Published(label="loading", runs=["ladder.baseline"], kind="IO", samples_per_second=77.0, source="S1", **A100),
-    Published(label="u10 RMSE", metric="rmse_normalised/u10", value=0.13, source="S1"),
+    Published(label="u10 RMSE", metric="rmse_normalised/u10", value=0.13, source="S1", runs=["p.a"]),
 ]
 
 
@@ -1472,6 +1472,9 @@ def test_a_published_metric_is_followed(results: Results, over: Literal["step", 
     values = [epoch.metrics[metric.name] for epoch in plan.runs[0].epochs]
     slope, offset = np.polyfit(values, a[:, 1], 1)
     assert slope < 0 and a[:, 1] == pytest.approx(slope * np.array(values) + offset, abs=1e-3)
+    results.run("other", "a", triplet=None, epochs=6)
+    plan = read_plan(results.plan("other", {"a": "a"}, measure=("train",)))
+    assert "published" not in str(sections._metric_curves(plan, plan.runs)), "no run of this plan made that value"
 
 
 def test_lines_that_coincide_stay_visible(results: Results) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
 import shutil
 import subprocess
@@ -59,7 +60,11 @@ def test_the_copy_is_the_data(era5_data: Path, disk: Path, place: Any) -> None:
                 assert copy.path(other).is_relative_to(disk)
                 assert copy.path(other).read_bytes() == original.path(one).read_bytes()
                 assert one.digest == other.digest, "checkpoints go on, wherever data lie"
-        assert "test" not in copy.splits and copy.fields == original.fields and copy.extra == original.extra
+        assert copy.fields == original.fields and copy.extra == original.extra
+        described = [
+            {split: [f.digest for f in each.splits[split]] for split in each.splits} for each in (original, copy)
+        ]
+        assert described[0] == described[1], "also of the parts that nobody copies"
     # Memory is given back; what is on a disk serves the next run.
     assert bool(files(disk)) == (place == "local")
 
@@ -82,6 +87,27 @@ def test_a_training_on_the_copy_is_the_same(
     assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
     one, other = (records(tmp_path / place) for place in ("none", "local"))
     assert [epoch["valid_loss"] for epoch in one] == [epoch["valid_loss"] for epoch in other]
+
+
+def test_parts_that_are_not_copied_are_known(era5_data: Path, tmp_path: Path, disk: Path) -> None:
+    """The history of the first validation states may lie in a test file."""
+    folder = tmp_path / "data"
+    shutil.copytree(era5_data, folder)
+    made = Manifest.read(folder / "manifest.json")
+    made.model_copy(update={"splits": {**made.splits, "test": made.files("valid")}}).write(folder / "manifest.json")
+    with staged(folder / "manifest.json", "local") as path:
+        copy = Manifest.read(path)
+        assert [copy.path(file) for file in copy.files("test")] == [made.path(file) for file in made.files("valid")]
+        copy.check_files()
+
+
+def test_a_training_goes_on_wherever_its_data_lie(tmp_path: Path, era5_data: Path, disk: Path) -> None:
+    for end, place in enumerate(("none", "local", "memory"), 1):
+        settings = {**ERA5_RUN, "loader": {"kind": "direct", "workers": 1, "staging": place}}
+        make_run(tmp_path, "era5_vit", {**settings, "training": {"epochs": 3, "stop_after": end}}, ERA5)
+        assert train(tmp_path, era5_data / "manifest.json") == 0
+        resumed = json.loads((tmp_path / "provenance.json").read_text())["resumed_from_step"]
+        assert (resumed is None) == (place == "none")
 
 
 def test_a_copy_is_used_again(era5_data: Path, disk: Path) -> None:

@@ -297,6 +297,14 @@ def test_the_best_go_on_and_the_page_shows_all(swept: Path, tmp_path: Path, digi
     assert "successive halving: 4 for 2 epochs, 2 for 4 epochs" in text and "diverged" in text
 
 
+def test_who_ends_early_at_a_target_is_not_behind(swept: Path) -> None:
+    """A rung is how far a trial may train, not how far it did."""
+    folder = swept.parent / "lr-0p3-rung0"
+    first, second = (json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines())
+    (folder / "metrics.jsonl").write_text(json.dumps({**first, "valid_loss": 1e-3}) + "\n")
+    assert read_plan(swept, rung=0).ranked[0].name == "lr-0p3" and second["epoch"] == 2
+
+
 def test_a_metric_that_is_not_there_names_the_nearest(swept: Path, capsys: Any) -> None:
     plan = yaml.safe_load(swept.read_text())
     for metric, status in (("accuracy", 0), ("samples_per_second", 0), ("acuracy", 2)):

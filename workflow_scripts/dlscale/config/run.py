@@ -385,6 +385,11 @@ class RunCore(Strict):
             self._capturable()
         if isinstance(self.parallel, DP):
             self._in_one_process()
+        elif self.parallel.sync_batchnorm and self.accumulation_steps > 1:
+            raise ValueError(
+                "parallel.sync_batchnorm and accumulation_steps: of a small last batch processes have unequal numbers "
+                "of parts, and would wait for statistics that do not come; leave one out"
+            )
         elif self.parallel.static_graph and self.accumulation_steps > 1:
             raise ValueError(
                 "parallel.static_graph and accumulation_steps: PyTorch learns the graph in the first backward pass, "
@@ -425,6 +430,12 @@ class RunCore(Strict):
     def averages(self) -> bool:
         """Whether gradients are averaged: all devices then train one model."""
         return isinstance(self.parallel, DP) or self.parallel.sync
+
+    @property
+    def can_step_alone(self) -> bool:
+        """Whether a process can leave out what it waits for in a step: nothing in a model, or recorded, waits."""
+        waits = isinstance(self.parallel, DP) or not self.parallel.sync or self.parallel.sync_batchnorm
+        return not (waits or self.cuda_graph)
 
     @property
     def local_batch_size(self) -> int:

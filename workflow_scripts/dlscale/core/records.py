@@ -533,6 +533,7 @@ class Provenance(Record):
     slurm: dict[str, str] = {}
     device: Device = Device()
     processes: int = 1
+    devices: int = 0  #: That compute: as many as processes, unless one of them drives several GPUs; 0: not known.
     cores: int | None = None  #: Of a node that they may run on.
     memory_bytes: int | None = None  #: Of a node that they may have.
     seed: int | None = None

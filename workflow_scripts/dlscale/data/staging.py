@@ -107,6 +107,12 @@ def _make(original: Manifest, copy: Path, staging: Staging) -> None:
             splits.setdefault(split, []).append(file.model_copy(update={"path": name}))
             if not ((copy / name).is_file() and (copy / name).stat().st_size == file.bytes):
                 todo.append((original.path(file), copy / name, file.bytes))
+    # Other parts stay where they are: nobody reads them here, but a dataset is known by all that it has.
+    for split in set(original.splits) - set(SPLITS):
+        apart = [
+            file.model_copy(update={"path": str(original.path(file).resolve())}) for file in original.splits[split]
+        ]
+        splits[split] = apart
     for path in original.folder.glob("stats/*.npy"):  # small, and named by manifests
         todo.append((path, copy / "stats" / path.name, path.stat().st_size))
     needed = sum(bytes_ for _, _, bytes_ in todo)

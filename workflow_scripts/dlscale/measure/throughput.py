@@ -81,7 +81,7 @@ def measure(settings: Settings, session: Session) -> Throughput:
         for mode, (batches, consume) in streams.items():
             modes[mode] = trials(mode, batches, consume, settings, world)
             logging.info("%s: %.2f +- %.2f samples/s", mode, modes[mode].mean, modes[mode].std)
-        if world.size > 1 and run.averages and not run.cuda_graph:  # a recorded step cannot leave out what it waits for
+        if world.size > 1 and run.can_step_alone:
             with step.unsynchronised():  # last: from here on the ranks' weights differ
                 modes["alone"] = trials("alone", itertools.repeat(cached), step, settings, world)
             logging.info("SYNTHETIC without sums over ranks: %.2f samples/s", modes["alone"].mean)

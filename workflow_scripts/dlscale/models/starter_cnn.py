@@ -12,7 +12,7 @@ from torch import nn
 
 
 class StarterCNN(nn.Module):
-    """Convolutions of 3 x 3 with LeakyReLU between them; images keep their size.
+    """Convolutions of 3 x 3, each with LeakyReLU, the last one too; images keep their size.
 
     Parameters
     ----------
@@ -27,8 +27,8 @@ class StarterCNN(nn.Module):
     def __init__(self, in_channels: int = 1, out_channels: int = 1, hidden: int = 64, layers: int = 5) -> None:
         super().__init__()
         widths = [in_channels, *[hidden] * (layers - 1), out_channels]
-        first, *rest = (nn.Conv2d(below, above, 3, padding=1) for below, above in pairwise(widths))
-        self.layers = nn.Sequential(first, *(module for layer in rest for module in (nn.LeakyReLU(), layer)))
+        convolutions = (nn.Conv2d(below, above, 3, padding=1) for below, above in pairwise(widths))
+        self.layers = nn.Sequential(*(module for layer in convolutions for module in (layer, nn.LeakyReLU())))
 
     def forward(self, x_BCHW: torch.Tensor) -> torch.Tensor:
         """Return images [B, C, H, W] of the size of `x_BCHW`."""

@@ -190,7 +190,9 @@ class PlanResult:
     def _rank(self, run: RunResult) -> tuple[int, int, float]:
         """Return a key that is least for the best run; in a sweep of successive halving one that came furthest."""
         value, better = self.score(run)
-        rung = run.epochs[-1].epoch if self.record.sweep and self.record.sweep.rungs else 0
+        halved = self.record.sweep and self.record.sweep.rungs
+        # Not how many epochs were trained: a target may end a training before its rung does.
+        rung = int((run.settings.get("training") or {}).get("stop_after") or 0) if halved else 0
         return (0, -rung, value if better == "lower" else -value) if math.isfinite(value) else (1, 0, 0.0)
 
     def score(self, run: RunResult) -> tuple[float, str]:

@@ -139,14 +139,15 @@ def _followed(plan: PlanResult) -> Metric | None:
 
 
 def _metric_curves(plan: PlanResult, runs: Sequence[RunResult]) -> list[tuple[str, str]]:
-    """Return the figures of that metric over steps, epochs and time, beside the values that were published."""
+    """Return the figures of that metric over steps, epochs and time, beside the values published of the plan's runs."""
     metric = _followed(plan)
     if metric is None:
         return []
+    mine = {f"{plan.name}.{run.name}" for run in plan.runs}
     levels = {
         figure.value: f"published: {published.shown(figure)}"
         for figure in plan.record.published
-        if figure.metric == metric.name and figure.value is not None
+        if figure.metric == metric.name and figure.value is not None and mine.intersection(figure.runs)
     }
     texts: dict[Literal["step", "epoch", "time"], str] = {
         "epoch": f"{metric.full_title} on the validation data; {metric.better} is better.",

@@ -44,7 +44,7 @@ def reached(run: RunResult) -> Reached | None:
         return Reached(aim, None, nearest)
     passed = run.epochs[: run.epochs.index(epoch) + 1]
     seconds = sum(each.epoch_seconds + each.valid_seconds for each in passed) if run.timed == run.epochs else None
-    devices = run.provenance.processes if run.provenance else None
+    devices = (run.provenance.devices or run.provenance.processes) if run.provenance else None
     joules = None
     if run.energy and epoch.wall_time:
         start = passed[0].wall_time - passed[0].epoch_seconds

@@ -103,6 +103,7 @@ class ImagenetResNet50(Study):
             "Top1/val": "valid/top1",
             "Top5/val": "valid/top5",
             "Throughput/train": "samples_per_second",
+            "Lr": "learning_rate",
         },
         over="epoch",
         percent=frozenset({"Top1/val", "Top5/val"}),

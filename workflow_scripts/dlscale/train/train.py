@@ -137,6 +137,7 @@ def _lead(run: Run, session: Session, trainer: Trainer, out: Path, cores: int) -
         started=started,
         device=describe_device(session.world.device),
         processes=processes,
+        devices=session.devices,
         cores=cores,
         memory_bytes=memory.total(torch.device("cpu")),
         seed=run.seed,

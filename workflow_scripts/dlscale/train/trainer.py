@@ -180,6 +180,7 @@ class Trainer:
         sums.finish()
         requests.before_step(done + steps)
         batches.close()
+        self._naive_answers([requests])  # are no part of a validation's time
         start = time.perf_counter()
         valid_loss, metrics = math.nan, dict[str, float]()
         if self._finite(epoch, "training", train_loss):
@@ -217,9 +218,14 @@ class Trainer:
 
     def validate(self, hooks: Sequence[Hook] = ()) -> tuple[float, dict[str, float]]:
         """Return the loss and the metrics over all validation samples, each counted once."""
+        naive = self._naive_answers(hooks)
+        return validate(self.run.study, self.step, self.metrics, self.valid_loader, self.world, hooks, naive)
+
+    def _naive_answers(self, hooks: Sequence[Hook] = ()) -> dict[str, torch.Tensor]:
+        """Return the means of what no training changes; they are made once."""
         if self._naive is None:
             self._naive = naive_means(self.metrics, self.valid_loader, self.share, self.world, hooks)
-        return validate(self.run.study, self.step, self.metrics, self.valid_loader, self.world, hooks, self._naive)
+        return self._naive
 
     def resume(self) -> None:
         """Go on from the newest checkpoint, if there is one: the first rank chooses it, and all read the same."""

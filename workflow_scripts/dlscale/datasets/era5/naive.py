@@ -8,10 +8,12 @@ input x(t), the lead d and the mean state m(hour) of each hour of day, they are
 - the mean diurnal change: x(t) + m(t + d) - m(t)
 - the damped anomaly: m(t + d) + a (x(t) - m(t)), where a, of each channel, has the least squared error in training
 - yesterday's change: x(t) + x(t - 24 h + d) - x(t - 24 h), and for longer leads that of the last day that was over
+- a linear regression: the combination of these three states, the one a step before t and a constant that has, of each
+  channel, the least squared error in training, the same at all points
 
 Where nobody knows the times, m is the mean over all training times, and the mean diurnal change is nothing of its own;
 without means, or where a day is no whole number of steps, the answers that need them are left out. Where the data do
-not reach back to yesterday, its change is taken to be zero.
+not reach back to yesterday, its change is taken to be zero, and the damped anomaly stands for the regression.
 """
 
 from __future__ import annotations
@@ -38,9 +40,10 @@ ANSWERS = {
     "diurnal": "persistence and the mean diurnal change",
     "damped": "the damped anomaly",
     "yesterday": "yesterday's change",
+    "regression": "a linear regression on now and yesterday",
 }
-#: Values of training states that the damping, one number of each channel, is fitted to, and pairs at least: of large
-#: fields some pairs, evenly spread, are enough.
+#: Values of training states that a few numbers of each channel are fitted to, and pairs at least: of large fields some
+#: pairs, evenly spread, are enough.
 FITTED, PAIRS = 2**25, 64
 
 
@@ -58,7 +61,7 @@ class NaiveAnswers:
         self._yesterday = day and day * -(-samples.dt // day)
         self._by_hour = bool(extra.hour_means and extra.starts)
         known = {"persistence": True, "climatology": bool(self._means), "diurnal": self._by_hour}
-        known |= {"damped": bool(self._means), "yesterday": bool(day)}
+        known |= {"damped": bool(self._means), "yesterday": bool(day), "regression": bool(day)}
         self.names = [name for name in ANSWERS if known[name]]
 
     @property
@@ -88,19 +91,61 @@ class NaiveAnswers:
         return torch.from_numpy(mean.astype(np.float32)).to(self._device)
 
     @functools.cached_property
-    def _damping(self) -> torch.Tensor:
-        """The factor of the anomaly, [C, 1, 1]."""
+    def _fitted(self) -> _States:
+        """Training states, of which those of `_fitted_to` are enough to fit to."""
         plain = self._samples.model_copy(update={"history": [], "clock": [], "train": None})
-        states = _States(self._manifest, "train", plain)
-        cross = square = torch.zeros((), dtype=torch.float64)
+        return _States(self._manifest, "train", plain)
+
+    @property
+    def _fitted_to(self) -> list[int]:
         info = self._manifest.fields["fields"]
         wanted = max(PAIRS, FITTED // (len(info.channels) * math.prod(info.grid)))
-        for index in sampling.evenly(len(states.row), wanted):
-            (x, y), (now, then) = self._pair(states, int(index)), self._means_of(states, int(index))
+        return [int(index) for index in sampling.evenly(len(self._fitted.row), wanted)]
+
+    @functools.cached_property
+    def _damping(self) -> torch.Tensor:
+        """The factor of the anomaly, [C, 1, 1]."""
+        states = self._fitted
+        cross = square = torch.zeros((), dtype=torch.float64)
+        for index in self._fitted_to:
+            (x, y), (now, then) = self._pair(states, index), self._means_of(states, index)
             x, y = x - now, y - then
             cross = cross + (x * y * self._weights).sum(dim=(-2, -1)).double().cpu()
             square = square + (x * x * self._weights).sum(dim=(-2, -1)).double().cpu()
         return (cross / square).float()[:, None, None].to(self._device)
+
+    @functools.cached_property
+    def _coefficients(self) -> torch.Tensor:
+        """What the regression multiplies its terms by, [P, C, 1, 1]: the solution of the normal equations."""
+        states, channels = self._fitted, len(self._manifest.fields["fields"].channels)
+        count = len(self._back) + 1
+        gram = torch.zeros(channels, count, count, dtype=torch.float64)
+        moment = torch.zeros(channels, count, 1, dtype=torch.float64)
+        for index in self._fitted_to:
+            terms = self._terms(states, int(states.file[index]), int(states.row[index]))
+            if terms is None:
+                continue
+            a_CPN = terms.double().flatten(2).transpose(0, 1)
+            y_CN1 = self._pair(states, index)[1].double().flatten(1).unsqueeze(2)
+            weighted = a_CPN * self._weights.double().expand(terms.shape[-2:]).flatten()
+            gram += (weighted @ a_CPN.transpose(1, 2)).cpu()
+            moment += (weighted @ y_CN1).cpu()
+        # A channel that never changes has many solutions: the least of them.
+        solved = torch.linalg.pinv(gram, hermitian=True) @ moment
+        return solved.float().squeeze(2).T[..., None, None].to(self._device)
+
+    @property
+    def _back(self) -> list[int]:
+        """How many steps before now the states lie that the regression combines."""
+        assert self._yesterday
+        return sorted({0, 1, self._yesterday - self._samples.dt, self._yesterday})
+
+    def _terms(self, states: _States, file: int, row: int) -> torch.Tensor | None:
+        """Return what the regression combines, states and a constant, [P, C, H, W]; None if there are no such data."""
+        if not states.reaches(file, row - self._back[-1]):
+            return None
+        terms = [self._state(states, file, row - back) for back in self._back]
+        return torch.stack([*terms, torch.ones_like(terms[0])])
 
     def _pair(self, states: _States, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         file, row = int(states.file[index]), int(states.row[index])
@@ -123,10 +168,13 @@ class NaiveAnswers:
             answers |= {"climatology": then, "diurnal": x + then - now, "damped": then + self._damping * (x - now)}
         if self._yesterday:
             file, row = int(states.file[index]), int(states.row[index]) - self._yesterday
-            answers["yesterday"] = x
+            answers |= {"yesterday": x, "regression": answers.get("damped", x)}
             if states.reaches(file, row):
                 begin, end = (self._state(states, file, at) for at in (row, row + self._samples.dt))
                 answers["yesterday"] = x + end - begin
+            terms = self._terms(states, file, int(states.row[index]))
+            if terms is not None:
+                answers["regression"] = (self._coefficients * terms).sum(dim=0)
         return {name: answers[name] for name in self.names}, y
 
 

@@ -38,7 +38,7 @@ class Simulated(Strict):
     target: Literal["gradient", "noise"] = Field(
         "gradient",
         description="gradient: how steep the field is at each pixel, times its length; noise: input and target are "
-        "independent random numbers, as in the published example, and nothing can be learnt.",
+        "independent random numbers from 0 to 1, as in the published example, and nothing can be learnt.",
     )
     seed: int = Field(0, ge=0)
 

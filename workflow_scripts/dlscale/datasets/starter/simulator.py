@@ -26,9 +26,9 @@ def _amplitude(size: int, length: float) -> np.ndarray:
 def pair(seed: list[int], size: int, length: float, target: str) -> tuple[np.ndarray, np.ndarray]:
     """Return the input and the target of one sample, float32 [size, size] each; see the source's settings."""
     rng = np.random.default_rng(seed)
-    noise = rng.standard_normal((size, size))
     if target == "noise":
-        return noise.astype(np.float32), rng.standard_normal((size, size)).astype(np.float32)
-    field = np.fft.irfft2(np.fft.rfft2(noise) * _amplitude(size, length), s=(size, size))
+        both = rng.random((2, size, size), np.float32)
+        return both[0], both[1]
+    field = np.fft.irfft2(np.fft.rfft2(rng.standard_normal((size, size))) * _amplitude(size, length), s=(size, size))
     steepness = length * np.hypot(*np.gradient(field))
     return field.astype(np.float32), steepness.astype(np.float32)
