@@ -908,7 +908,7 @@ def test_tensorboard_says_what_metrics_jsonl_says(finished: Path) -> None:
     for tag, key in expected.items():
         told = {step: value for step, value in found[tag].items() if step}
         assert told == pytest.approx({r["step"]: r[key] for r in epochs}, rel=1e-6), tag
-    assert len(epochs[0]["metrics"]) == 10
+    assert len(epochs[0]["metrics"]) == 11
     for name in epochs[0]["metrics"]:
         told = {0: epochs[0]["untrained"]["metrics"][name], **{r["step"]: r["metrics"][name] for r in epochs}}
         assert found[f"valid/{name}"] == pytest.approx(told, rel=1e-6), name
