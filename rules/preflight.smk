@@ -41,6 +41,22 @@ def examined(works):
     return doctor.check(CONFIG, site_name(), {work.stage for work in works}, plans)
 
 
+def check_start(works):
+    """Raise a `UserError` if jobs cannot be started here as they would have to be."""
+    paths = [os.getcwd(), RESULTS, *registry.roots(), *workflow.config_settings.configfiles]
+    launcher.check_names(map(str, paths), SITE)
+    for work in [work for work in works if work.run]:
+        launcher.check(SITE, work.run.geometry, f"plans.{work.plan}.runs.{work.run_name}.")
+
+
+def show_obstacle():
+    """Print what would keep the jobs of a dry run from starting."""
+    try:
+        check_start(waiting_works())
+    except UserError as error:
+        print("", f"It would not start: {error}", sep="\n", file=sys.stderr)
+
+
 def show_cost():
     """Print what the jobs of a dry run would cost, and what would keep them from starting."""
     if works := waiting_works():
@@ -50,6 +66,7 @@ def show_cost():
         print("", *filter(None, lines), sep="\n", file=sys.stderr)
 
 
+at_end_of_dry_run(show_obstacle)
 if SITE.scheduler:
     at_end_of_dry_run(show_cost)
     be_the_only_controller()
@@ -62,10 +79,7 @@ onstart:
         )
     works = waiting_works()
     try:
-        paths = [os.getcwd(), RESULTS, *registry.roots(), *workflow.config_settings.configfiles]
-        launcher.check_names(map(str, paths), SITE)
-        for work in [work for work in works if work.run]:
-            launcher.check(SITE, work.run.geometry, f"plans.{work.plan}.runs.{work.run_name}.")
+        check_start(works)
     except UserError as error:
         raise WorkflowError(str(error))
     if problem := cost.over(cost.price(works, SITE.scheduler, Path(RESULTS)), CONFIG.workflow.budget):

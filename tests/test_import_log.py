@@ -122,7 +122,7 @@ def test_epochs_and_per_cent(results: Path, tmp_path: Path) -> None:
 def test_a_long_log_keeps_some_thousand_points(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(import_log, "POINTS", 20)
     log = write(tmp_path / "events.out.tfevents.1", [(n, n, {"a": n}) for n in range(500)])
-    curve = import_log.read([log], {"a": "loss/valid"}, frozenset())["loss/valid"]
+    curve = import_log.read([log], {"a": "loss/valid"}, frozenset())[0]["loss/valid"]
     assert 20 <= len(curve) <= 40 and curve[0][0] == 0 and curve[-1][0] == 499
     assert all(step == value for step, _, value in curve)
 

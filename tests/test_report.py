@@ -512,7 +512,10 @@ def test_published_figures_are_told_with_what_they_are_of() -> None:
         ("memory efficiency", "16.43 %", "–", "–", "–"),
         ("rmse_normalised/u10", "0.13", "–", "–", "–"),
     ]
-    assert published.summary(figures, ["rmse_normalised/u10"]) == ["64 samples/s on A100 40 GB", "u10 0.13 (S1)"]
+    assert published.summary(figures, {"rmse_normalised/u10": Metric(name="rmse_normalised/u10", title="RMSE")}) == [
+        "64 samples/s on A100 40 GB",
+        "u10 RMSE 0.13 (u10; S1)",
+    ]
     assert published.beside(published.series(figures, "p", ["b"]), "b") == (
         "2,202 samples/s on 4 × A100 40 GB (4 GPUs; S1)"
     )
@@ -891,7 +894,7 @@ def test_the_page_answers_at_a_glance(ladder: Results) -> None:
         "1.40 m s⁻¹ u10 RMSE 30\u00a0% less error than persistence (2.00 m s⁻¹), run 4 workers",  # how good: 0.7 x 2.00
         "published at full size: 8.8 samples/s on A100 40 GB (baseline; S2)",
         "published at full size: 64 samples/s on A100 40 GB (fast, 7.27× baseline; S2)",
-        "8.8 to 64 samples/s on A100 40 GB · u10 RMSE 0.13 (S1)",  # of the study
+        "8.8 to 64 samples/s on A100 40 GB · u10 RMSE, normalised 0.13 (u10 RMSE; S1)",  # of the study
         "Example CPU, 2 threads",
     ):
         assert " ".join(answer.split()) in page.text, answer

@@ -138,7 +138,7 @@ def test_a_study_outside(make_tree: Callable[..., Tree]) -> None:
     tree = make_tree()
     for file in (ROOT / "docs/examples").glob("waves.*"):
         shutil.copy(file, tree.path)
-    shutil.copy(ROOT / "docs/examples/mine.yaml", tree.path / "tiny.yaml")
+    shutil.copy(ROOT / "docs/examples/waves_run.yaml", tree.path / "tiny.yaml")
     outcome = tree.snakemake("--cores", "2")
     assert outcome.status == 0, outcome.output[-3000:]
     results = tree.path / "results/mine"

@@ -425,6 +425,8 @@ def _logarithmic(axes: Axes, which: Literal["x", "y"]) -> None:
 
     axis = axes.xaxis if which == "x" else axes.yaxis
     (axes.set_xscale if which == "x" else axes.set_yscale)("log")
-    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if which == "y" else (1.0,)))
+    low, high = axis.get_data_interval()
+    room = which == "y" or 0 < low <= high < 100 * low  # along x the numbers stand beside each other
+    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if room else (1.0,)))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}" if value >= 1 else f"{value:g}"))
     axis.set_minor_formatter(NullFormatter())

@@ -61,7 +61,7 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
         "epoch_samples": args.epoch_samples,
     }
     validate(Reference, {**settings, "curves": {}}, "import-log")  # before all is read
-    curves = read(files, tags, frozenset() if args.tag else log.percent)
+    curves, others = read(files, tags, frozenset() if args.tag else log.percent)
     reference = Reference(**settings, curves=curves)
     folder = results_of(configuration) / "references" / args.name
     with whole(folder) as new:
@@ -74,6 +74,8 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
         return 0
     found = ", ".join(f"{name} ({many(len(points), 'point')})" for name, points in curves.items())
     print(f"{folder}: {found}")
+    if others and not args.tag:
+        print(f"left out: {', '.join(others)}; name them, too, if they are wanted: --tag 'THEIRS=OURS' …")
     axes: tuple[Over, ...] = ("step", "samples")
     missing = [over for over in axes if reference.scale(over) is None]
     if missing:
@@ -83,8 +85,10 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
     return 0
 
 
-def read(files: Sequence[Path], tags: Mapping[str, str], percent: frozenset[str]) -> dict[str, list[Point]]:
-    """Return the curves that `tags` (theirs: ours) name, with seconds since training began.
+def read(
+    files: Sequence[Path], tags: Mapping[str, str], percent: frozenset[str]
+) -> tuple[dict[str, list[Point]], list[str]]:
+    """Return the curves that `tags` (theirs: ours) name, with seconds since training began; and other scalars' tags.
 
     That is the moment of step 0, where the log has one, or else that at which its first file was begun. Of a step that
     is there twice the later value counts.
@@ -116,11 +120,12 @@ def read(files: Sequence[Path], tags: Mapping[str, str], percent: frozenset[str]
             f"{files[0]}: none of the tags {', '.join(tags)} is in it; {there}. Name its own: --tag 'THEIRS=OURS'"
         )
     zero = begin if math.isfinite(begin) else begun
-    return {
+    curves = {
         name: [(step, round(time - zero, 3), value) for step, time, value in _ordered(found[name])]
         for name in dict.fromkeys(tags.values())
         if name in found
     }
+    return curves, list(others)
 
 
 def _ordered(points: Sequence[Point]) -> list[Point]:

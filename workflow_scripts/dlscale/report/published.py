@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
-from dlscale.core.records import PUBLISHED_KINDS, Published
+from dlscale.core.records import PUBLISHED_KINDS, Metric, Published
 from dlscale.core.text import NONE, count, number, unit
 
 
@@ -46,7 +46,7 @@ def beside(known: dict[str, Published], run: str) -> str:
 QUALITIES = 2
 
 
-def summary(figures: Sequence[Published], metrics: Collection[str]) -> list[str]:
+def summary(figures: Sequence[Published], metrics: Mapping[str, Metric]) -> list[str]:
     """Return the published figures of a study in short: the range of throughputs on each hardware, some qualities.
 
     Of throughputs those on the fewest devices; of qualities, which are figures of `metrics`, the first.
@@ -59,7 +59,11 @@ def summary(figures: Sequence[Published], metrics: Collection[str]) -> list[str]
     ranges = {hardware: dict.fromkeys(map(_digits, (min(all_), max(all_)))) for hardware, all_ in by_hardware.items()}
     return [
         *(f"{' to '.join(range_)} samples/s on {hardware}" for hardware, range_ in ranges.items()),
-        *[f"{each.label} {shown(each)} ({each.source})" for each in figures if each.metric in metrics][:QUALITIES],
+        *[
+            f"{metrics[each.metric].full_title} {shown(each)} ({each.label}; {each.source})"
+            for each in figures
+            if each.metric in metrics
+        ][:QUALITIES],
     ]
 
 

@@ -1,4 +1,4 @@
-"""`starter_cnn` against slower truths, on a tiny dataset. They hold for most models; change them with yours."""
+"""`starter_cnn` against slower truths, on a tiny dataset; change it, and them, with your data and your metrics."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from dlscale.preflight.tiny import study_beside, tiny_session
 from dlscale.train.build import Session
 
 STUDY = study_beside(__file__)
+#: Of the shapes of your data: the network of the tests is made for them.
 DATASET: dict[str, Any] = {
     "kind": "starter",
     "source": {"kind": "simulated", "size": 16, "train": 16, "valid": 8, "seed": 3},
@@ -46,13 +47,16 @@ def test_a_sample_is_predicted_alone(session: Session, batch: tuple[torch.Tensor
 
 
 def test_the_loss_is_of_each_sample(session: Session, batch: tuple[torch.Tensor, torch.Tensor]) -> None:
-    """Against NumPy in float64, a sample at a time."""
+    """One number each, which does not depend on the others of its batch, and is less where the prediction is better."""
     x, y = batch
     with torch.no_grad():
         prediction = session.step.model(x)
-    losses = session.study.loss(session.run)(prediction, y)
-    truth = [np.mean((p - t) ** 2) for p, t in zip(prediction.double().numpy(), y.double().numpy(), strict=True)]
-    np.testing.assert_allclose(losses.numpy(), truth, rtol=1e-5)
+    loss = session.study.loss(session.run)
+    losses = loss(prediction, y)
+    alone = torch.cat([loss(p[None], t[None]) for p, t in zip(prediction, y, strict=True)])
+    assert losses.shape == (len(y),)
+    torch.testing.assert_close(losses, alone, rtol=1e-5, atol=1e-6)
+    assert (loss((prediction + y) / 2, y) < losses).all()
 
 
 def test_the_metrics_are_right(session: Session, batch: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -97,4 +101,4 @@ def test_one_batch_can_be_learnt(session: Session, batch: tuple[torch.Tensor, to
         error.backward()
         optimizer.step()
         errors.append(error.item())
-    assert errors[-1] < 0.1 * errors[0]
+    assert errors[-1] < 0.3 * errors[0]
