@@ -54,9 +54,9 @@ def free_port() -> int:
 def test_torchrun_meets_at_the_sites_place() -> None:
     chosen = site(engine="none", rendezvous="node1:29400", start=["pdsh", "-w", "node[1-{nodes}]"])
     eight = Geometry(nodes=2, gpus_per_node=4)
-    assert launcher.launch(chosen, HERE, eight) == [
+    assert launcher.launch(chosen, HERE, eight, "gpus.eight") == [
         *("pdsh", "-w", "node[1-2]", "python", "-m", "torch.distributed.run", "--rdzv-backend=c10d"),
-        *("--rdzv-id=dlscale", "--rdzv-endpoint=node1:29400", "--nnodes=2", "--nproc-per-node=4"),
+        *("--rdzv-id=gpus.eight", "--rdzv-endpoint=node1:29400", "--nnodes=2", "--nproc-per-node=4"),
         *("-m", "--", "dlscale"),
     ]
     launcher.check(chosen, eight)
@@ -87,6 +87,25 @@ def test_two_nodes_train_as_one_process_does(tmp_path: Path, era5_data: Path) ->
     assert [node.returncode for node in nodes] == [0, 0], "\n".join([*said, logs])
     close(alone, together, 2e-5)
     assert sorted(path.name for path in (together / "telemetry").iterdir()) == ["train.csv", "train.node1.csv"]
+
+
+def test_two_runs_that_meet_are_refused(tmp_path: Path, era5_data: Path) -> None:
+    """A node of each, started by hand with the words of the other: they would train as one."""
+    dataset, settings = STUDIES["era5_vit"]
+    meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
+    nodes = []
+    for rank, rate in enumerate((1e-3, 1e-1)):
+        folder = tmp_path / str(rank)
+        make_run(folder, "era5_vit", {**settings, "optimizer": {"lr": rate}, "geometry": {"nodes": 2}}, dataset)
+        arguments = ["train", "--config", folder / "config.yaml", "--manifest", era5_data / "manifest.json"]
+        arguments += ["--checkpoints", folder / "checkpoints", "--out", folder, "--threads", 1, "--device", "cpu"]
+        started = [sys.executable, "-m", "dlscale", *map(str, arguments)]
+        own = environment(RANK=str(rank), **meet)
+        nodes.append(subprocess.Popen(started, env=own, cwd=ROOT, stderr=subprocess.PIPE, text=True))
+    said = [node.communicate(timeout=PATIENCE)[1] for node in nodes]
+    assert [node.returncode for node in nodes] == [2, 2], said
+    assert all("the 2 processes that met have different configurations" in text for text in said)
+    assert not list(tmp_path.rglob("metrics.jsonl"))
 
 
 @pytest.mark.parametrize(

@@ -40,10 +40,11 @@ class Place:
     results: str | None = None  #: Folder that the stage writes to, if it is outside of `folder`.
 
 
-def launch(site: Site, place: Place, geometry: Geometry | None = None) -> list[str]:
+def launch(site: Site, place: Place, geometry: Geometry | None = None, run: str = "dlscale") -> list[str]:
     """Return the words that start `dlscale`, once or with a process for each device; the stage's own follow.
 
-    The site's choices are made (see `resolve`); a stage that needs no device has no geometry.
+    The site's choices are made (see `resolve`); a stage that needs no device has no geometry. Processes of one `run`
+    meet: at one place there may be those of several runs at once.
     """
     if geometry and site.local_disk:
         mounts = {site.local_disk: site.local_disk} if site.engine not in ("none", "shifter") else {}
@@ -75,7 +76,7 @@ def launch(site: Site, place: Place, geometry: Geometry | None = None) -> list[s
     start, meet = [], ["--standalone"]
     if geometry.nodes > 1:
         start = _filled(site.start, geometry)
-        meet = ["--rdzv-backend=c10d", "--rdzv-id=dlscale", f"--rdzv-endpoint={site.rendezvous}"]
+        meet = ["--rdzv-backend=c10d", f"--rdzv-id={run}", f"--rdzv-endpoint={site.rendezvous}"]
         meet.append(f"--nnodes={geometry.nodes}")
     torchrun = ["python", "-m", "torch.distributed.run", *meet, f"--nproc-per-node={geometry.gpus_per_node}"]
     return [*start, *container, *torchrun, "-m", "--", "dlscale"]

@@ -216,6 +216,11 @@ def open_session(run: RunCore, manifest: str | Path, world: World, threads: int 
 
     `threads` are a node's, which its ranks share; results on a CPU are bitwise repeatable for the same number.
     """
+    if len(set(world.gather(run.model_dump_json()))) > 1:
+        raise UserError(
+            f"the {world.size} processes that met have different configurations: either two runs met at one place, or "
+            "a node reads another file system; start the nodes of one run with the same command"
+        )
     if own := own_threads(run, threads):
         torch.set_num_threads(own)
     data = Manifest.read(manifest)
