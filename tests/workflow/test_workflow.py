@@ -501,3 +501,17 @@ def test_interrupted_and_killed(clone: Tree) -> None:
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [line["epoch"] for line in lines] == list(range(1, 41))
     assert clone.planned(targets=call[3:]).names == []
+
+
+def test_a_dry_run_says_what_would_not_start(clone: Tree) -> None:
+    """As the run itself would, which refuses before its first job."""
+    clone.config["plans"]["nodes"] = {
+        "study": "mnist_cnn",
+        "settings": {"dataset": "mnist_cnn", "model": {"widths": [4, 8], "hidden": 16}, "batch_size": 8},
+        "runs": {"two": {"geometry": {"nodes": 2}}},
+    }
+    clone.write()
+    said = "plans.nodes.runs.two.geometry.nodes: 2 nodes need a scheduler"
+    dry, real = (clone.snakemake(*more, "--cores", "2", "--", "plan_nodes") for more in (["--dry-run"], []))
+    assert dry.status == 0 and f"It would not start: {said}" in dry.output, dry.output[-3000:]
+    assert real.status != 0 and said in real.output and not real.jobs
