@@ -330,27 +330,45 @@ def physical(y: np.ndarray) -> np.ndarray:
 
 def test_cosmo_metrics_are_plain_numpy_in_physical_units(cosmo_data: Path) -> None:
     manifest = Manifest.read(cosmo_data / "manifest.json")
-    boxes = {}
+    boxes, inputs = {}, {}
     for split in ("train", "valid"):
         for file in manifest.files(split):
             with h5py.File(manifest.path(file)) as opened:
                 boxes[split, file.path] = opened["Hydro"][:].astype(np.float64)
+                inputs[split, file.path] = opened["Nbody"][:].astype(np.float64)
     train_mean = np.stack([box for (split, _), box in boxes.items() if split == "train"]).mean(axis=(0, 2, 3, 4))
     valid = next(box for (split, _), box in boxes.items() if split == "valid")
     y = np.stack([valid[:, 4 * i : 4 * i + 16, :16, :16] for i in range(5)])  # 5 samples: batches of 2, 2 and 1
     p = y + 0.02 * random(*y.shape) * np.arange(1, 6)[:, None, None, None, None]
 
+    # Least squares over all points of the training boxes, which are no larger than a block.
+    points = [key for key in boxes if key[0] == "train"]
+    terms = np.concatenate([inputs[key].reshape(4, -1) for key in points], axis=1).T
+    answers = np.concatenate([boxes[key].reshape(5, -1) for key in points], axis=1).T
+    *slope, offset = np.linalg.lstsq(np.column_stack([terms, np.ones(len(terms))]), answers)[0]
+    dark = next(box for (split, _), box in inputs.items() if split == "valid")
+    x = np.stack([dark[:, 4 * i : 4 * i + 16, :16, :16] for i in range(5)])
+    line = np.einsum("co,bcdhw->bodhw", np.array(slope), x) + offset.reshape(1, 5, 1, 1, 1)
+
     metrics = COSMO_UNET.metrics(None, manifest, CPU)
-    found = summary(metrics, f32(y[:, :4]), f32(y), f32(p), batch=2)
+    found = summary(metrics, f32(x), f32(y), f32(p), batch=2)
     of_mean = np.abs(train_mean.reshape(1, 5, 1, 1, 1) - y).mean()
     assert found["l1"] == pytest.approx(np.abs(p - y).mean(), rel=1e-5)
     assert found["l1_of_mean"] == pytest.approx(of_mean, rel=1e-4)
-    assert found["skill"] == pytest.approx(1 - np.abs(p - y).mean() / of_mean, abs=1e-4)
+    of_line = np.abs(line - y).mean()
+    assert found["l1_of_line"] == pytest.approx(of_line, rel=1e-3) and of_line < of_mean
+    assert found["naive_l1"] == min(found["l1_of_line"], found["l1_of_mean"])
+    assert found["skill"] == pytest.approx(1 - np.abs(p - y).mean() / of_line, abs=1e-3)
     expected = np.abs(physical(p) - physical(y)).mean(axis=(0, 2, 3, 4))
-    naive = np.abs(physical(train_mean.reshape(1, 5, 1, 1, 1)) - physical(y)).mean(axis=(0, 2, 3, 4))
+    naive, of_the_line = (
+        np.abs(physical(answer) - physical(y)).mean(axis=(0, 2, 3, 4))
+        for answer in (train_mean.reshape(1, 5, 1, 1, 1), line)
+    )
     names = ["gas_density", "gas_velocity_x", "gas_velocity_y", "gas_velocity_z", "gas_temperature"]
     units = ["mean density", "km/s", "km/s", "km/s", "K"]
-    for name, unit, value, of_the_mean in zip(names, units, expected, naive, strict=True):
+    for name, unit, value, of_the_mean, of_it in zip(names, units, expected, naive, of_the_line, strict=True):
         assert found[f"mae/{name}"] == pytest.approx(value, rel=1e-4)
         assert found[f"mae_of_mean/{name}"] == pytest.approx(of_the_mean, rel=1e-3)
+        assert found[f"mae_of_line/{name}"] == pytest.approx(of_it, rel=1e-3)
+        assert found[f"naive_mae/{name}"] == pytest.approx(min(of_the_mean, of_it), rel=1e-3)
         assert units_of(metrics)[f"mae/{name}"] == units_of(metrics)[f"mae_of_mean/{name}"] == unit

@@ -47,39 +47,58 @@ class UNet3DLoss(Strict):
 
 
 class CosmoMetrics(Metrics):
-    """Mean absolute errors, and those of always answering the training data's mean (in model units)."""
+    """Mean absolute errors, and those of naive answers: the training data's mean, and a line."""
+
+    #: What the naive answers are called.
+    ANSWERS = {"mean": "the training mean", "line": "a linear fit to the dark matter at each point"}
 
     def __init__(self, manifest: Manifest, device: torch.device) -> None:
         import torch
+
+        from dlscale.datasets.cosmo.naive import line
 
         self.hydro = manifest.fields["Hydro"]
         self.channels = self.hydro.channels
         mean, _ = self.hydro.model_mean_std()
         self.mean = torch.tensor(mean, dtype=torch.float32, device=device).reshape(1, -1, 1, 1, 1)
+        self.line = torch.from_numpy(line(manifest)).to(device)
 
     @property
     def described(self) -> list[Metric]:
-        answer, mean = "the training mean", "of always answering the mean of the training data"
         error = "mean absolute error over all validation samples and points, in physical units"
-        l1, skill = "mean absolute error in model units", "1 - L1 / L1 of the mean; 1 is perfect"
-        metrics = [
-            Metric(name="l1", title="L1", meaning=l1, naive="l1_of_mean", answer=answer),
-            Metric(name="l1_of_mean", title="L1 of the mean", meaning=mean),
-            Metric(name="skill", title="skill", meaning=skill, better="higher", derived=True),
+        l1, strongest = "mean absolute error in model units", "the strongest naive answer"
+        skill = f"1 - L1 / L1 of {strongest}; 1 is perfect"
+        least = f"the least, on the validation data, of {' and '.join(self.ANSWERS.values())}"
+        metrics = [Metric(name="l1", title="L1", meaning=l1, naive="naive_l1", answer=strongest)]
+        metrics.append(Metric(name="naive_l1", title=f"L1 of {strongest}", meaning=least))
+        metrics += [
+            Metric(name=f"l1_of_{name}", title=f"L1 of {called}", meaning="a naive answer", rival=called)
+            for name, called in self.ANSWERS.items()
         ]
-        for name, unit in zip(self.channels, self.hydro.units, strict=True):
-            naive = f"mae_of_mean/{name}"
+        metrics.append(Metric(name="skill", title="skill", meaning=skill, better="higher", derived=True))
+        for channel, unit in zip(self.channels, self.hydro.units, strict=True):
+            naive = f"naive_mae/{channel}"
+            mae = Metric(name=f"mae/{channel}", title="MAE", meaning=error, unit=unit, naive=naive, answer=strongest)
+            metrics += [mae, Metric(name=naive, title=f"MAE of {strongest}", meaning=least, unit=unit)]
             metrics += [
-                Metric(name=f"mae/{name}", title="MAE", meaning=error, unit=unit, naive=naive, answer=answer),
-                Metric(name=naive, title="MAE of the mean", meaning=mean, unit=unit),
+                Metric(
+                    name=f"mae_of_{name}/{channel}",
+                    title=f"MAE of {called}",
+                    meaning="a naive answer",
+                    unit=unit,
+                    rival=called,
+                )
+                for name, called in self.ANSWERS.items()
             ]
         return metrics
 
     def per_sample(self, x: torch.Tensor, y: torch.Tensor, prediction: torch.Tensor) -> dict[str, torch.Tensor]:
         import torch
 
+        slope, offset = self.line[:, :-1], self.line[:, -1].reshape(1, -1, 1, 1, 1)
+        line = torch.einsum("oc,bcdhw->bodhw", slope, x.float()) + offset
         values = {}
-        for suffix, answer in (("", prediction), ("_of_mean", self.mean.expand_as(y))):
+        for suffix, answer in (("", prediction), ("_of_mean", self.mean.expand_as(y)), ("_of_line", line)):
             values["l1" + suffix] = (answer - y).abs().flatten(1).mean(dim=1)
             physical = [
                 (t.inverse(answer[:, channel]) - t.inverse(y[:, channel])).abs().flatten(1).mean(dim=1)
@@ -89,7 +108,13 @@ class CosmoMetrics(Metrics):
         return values
 
     def summarise(self, means: dict[str, torch.Tensor]) -> dict[str, float]:
-        return super().summarise(means | {"skill": 1 - means["l1"] / means["l1_of_mean"]})
+        import torch
+
+        least = {
+            f"naive_{kind}": torch.stack([means[f"{kind}_of_{name}"] for name in self.ANSWERS]).amin(dim=0)
+            for kind in ("l1", "mae")
+        }
+        return super().summarise(means | least | {"skill": 1 - means["l1"] / least["naive_l1"]})
 
 
 class CosmoUNet(Study):
