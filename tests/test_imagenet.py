@@ -270,6 +270,55 @@ def test_packs_of_folders_that_are_gone_stay(tmp_path: Path, folders: dict[str, 
     assert listing.packed(unwatched / "source/train-0000.h5") is None
 
 
+def test_links_that_lead_nowhere_hide_no_change(tmp_path: Path, folders: dict[str, str]) -> None:
+    """They are named, when the workflow looks and when it packs; what else is there does not count as gone."""
+    data = make_dataset(tmp_path / "made", settings(folders, shards={"train": 3}))
+    before = looks(folders, data)
+    for place in ("train/bee/x.jpg", "train/cow"):  # an image; a class
+        link = tmp_path / place
+        link.symlink_to("nowhere")
+        for call in (lambda: looks(folders, data), lambda: _acquire(data / "config.yaml", tmp_path / "train-0000.h5")):
+            with pytest.raises(UserError, match=f"{link}: this link leads nowhere .No such file or directory.; mend"):
+                call()
+        link.unlink()
+    (tmp_path / "train/bee/x.txt").symlink_to("nowhere")
+    assert looks(folders, data) == before
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "train/ape").rename(tmp_path / "elsewhere/ape")
+    (tmp_path / "train/ape").symlink_to("../elsewhere/ape")
+    assert looks(folders, data) == before
+    image = tmp_path / "elsewhere/ape/0.JPEG"
+    image.rename(tmp_path / "elsewhere/first")
+    image.symlink_to("../first")
+    assert looks(folders, data) == before
+    (tmp_path / "elsewhere/first").write_bytes(b"changed")
+    assert looks(folders, data) != before
+    shutil.rmtree(tmp_path / "valid")
+    (tmp_path / "valid").write_text("no folder")
+    with pytest.raises(UserError, match="valid: cannot read this folder"):
+        looks(folders, data)
+
+
+def test_what_is_no_file_is_no_image(tmp_path: Path, folders: dict[str, str]) -> None:
+    """A pipe, which would be waited at for ever, and a folder."""
+    os.mkfifo(tmp_path / "train/ape/p.jpg")
+    (tmp_path / "train/bee/d.jpg").mkdir()
+    assert [entry.name for entry in listing.images(tmp_path / "train/ape")] == ["0.JPEG", "1.JPEG", "2.JPEG", "3.png"]
+    assert [entry.name for entry in listing.images(tmp_path / "train/bee")] == ["0.jpg", "1.jpg", "2.jpg", "3.png"]
+
+
+def test_a_class_whose_name_is_not_utf_8(tmp_path: Path, folders: dict[str, str]) -> None:
+    """One message; an image's name may be anything."""
+    before = looks(folders)
+    (tmp_path / "train/ape/0.JPEG").rename(tmp_path / "train/ape" / os.fsdecode(b"0\xe9.jpg"))
+    assert looks(folders) != before
+    (tmp_path / "train/bee").rename(tmp_path / "train" / os.fsdecode(b"caf\xe9"))
+    with pytest.raises(UserError, match=r"train: the name of class b'caf\\xe9' is not UTF-8; rename its folder"):
+        looks(folders)
+    (tmp_path / "train" / os.fsdecode(b"caf\xe9")).rename(tmp_path / "train/café 猫")
+    looks(folders)
+
+
 def test_more_packs_than_images(tmp_path: Path, folders: dict[str, str]) -> None:
     config = tmp_path / "data/config.yaml"
     dataset = settings(folders, shards={"train": 13})
