@@ -196,6 +196,58 @@ def test_what_is_broken_is_one_message(tmp_path: Path, folders: dict[str, str], 
     assert not list((tmp_path / "data").rglob("*.h5*"))
 
 
+def pack_with(folder: Path, source: dict[str, str], image: Image.Image, file: str = "PNG", **more: Any) -> Pack:
+    """Pack the training images, and first of all another one, in a format `file` whatever its name says."""
+    several = {"save_all": True, "append_images": [image]} if file == "MPO" else {}
+    image.save(folder / "train/ape/+.jpg", file, **several)
+    config, out = folder / "data/config.yaml", folder / "train-0000.h5"
+    assert stage("configure", "--settings", json.dumps(settings(source, **more)), "--out", config) == 0
+    _acquire(config, out)
+    return Pack(out)
+
+
+@pytest.mark.parametrize("form", ["encoded", "decoded"])
+def test_lines_of_pixels_are_refused(tmp_path: Path, folders: dict[str, str], form: str) -> None:
+    """A validation sample of one would take gigabytes."""
+    for size in ((2, 201), (201, 2), (12_000, 2)):
+        words = rf"ape/\+.jpg: {size[0]} x {size[1]} pixels; expected a longer edge of at most 100 times the shorter"
+        with pytest.raises(UserError, match=words):
+            pack_with(tmp_path, folders, Image.new("RGB", size), form=form)
+    assert pack_with(tmp_path, folders, Image.new("RGB", (200, 2)), form=form).image(0).size == (200, 2)
+
+
+@pytest.mark.parametrize("form", ["encoded", "decoded"])
+@pytest.mark.parametrize(
+    ("numbers", "file"), [("u2", "PNG"), ("u2", "TIFF"), (">u2", "TIFF"), ("i4", "TIFF"), ("f4", "TIFF"), ("u2", "PPM")]
+)
+def test_deep_grey_is_refused(tmp_path: Path, folders: dict[str, str], numbers: str, file: str, form: str) -> None:
+    """Pillow would make nearly all of it white."""
+    image = Image.fromarray(np.linspace(0, 65_535, 40 * 50).reshape(40, 50).astype(numbers))
+    with pytest.raises(UserError, match=r"ape/\+.jpg: grey of more than 8 bits .*; scale it to 8 bits"):
+        pack_with(tmp_path, folders, image, file, form=form)
+
+
+@pytest.mark.parametrize("file", ["GIF", "WEBP", "TIFF", "BMP", "JPEG2000", "PPM", "MPO"])
+def test_other_formats_in_disguise(tmp_path: Path, folders: dict[str, str], file: str) -> None:
+    """What Pillow decodes itself is taken, whatever its name."""
+    pack = pack_with(tmp_path, folders, picture(1, 40, 50), file)
+    with Image.open(tmp_path / "train/ape/+.jpg") as image:
+        assert image.format == file and np.array_equal(pack.image(0), image.convert("RGB"))
+
+
+def test_no_program_is_started(tmp_path: Path, folders: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Pillow does to see an EPS file."""
+    script, called = tmp_path / "bin/gs", tmp_path / "called"
+    script.parent.mkdir()
+    script.write_text(f"#!/bin/sh\ntouch '{called}'\nexit 1\n")
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{script.parent}:{os.environ['PATH']}")
+    monkeypatch.setattr("PIL.EpsImagePlugin.gs_binary", None)  # Pillow looks for it once
+    with pytest.raises(UserError, match=r"ape/\+.jpg: not a readable image \(cannot identify image file"):
+        pack_with(tmp_path, folders, picture(1, 40, 50), "EPS")
+    assert not called.exists()
+
+
 def _acquire(config: Path, out: Path) -> None:
     dataset = parts.load_dataset(config)
     raw = parts.raws(dataset)[out.name]
@@ -476,15 +528,19 @@ def test_training_samples_are_resized_crops(tmp_path: Path, folders: dict[str, s
     assert samples(data, "train", train=5).size == 5
 
 
-def test_validation_samples_are_the_middle(tmp_path: Path, folders: dict[str, str]) -> None:
-    """torchvision's Resize and CenterCrop; always the same, in order."""
+@pytest.mark.parametrize("resize", [32, 35])
+def test_validation_samples_are_the_middle(tmp_path: Path, folders: dict[str, str], resize: int) -> None:
+    """torchvision's Resize and CenterCrop; always the same, in order. Of 35 rows the middle 24 begin at 5.5, so 6."""
+    for path in sorted(tmp_path.glob("valid/*/1.*")):  # some are high, others wide
+        with Image.open(path) as image:
+            image.rotate(90, expand=True).save(path)
     data = make_dataset(tmp_path / "data", settings(folders))
-    valid = samples(data, "valid")
+    valid = samples(data, "valid", resize=resize)
     for index in range(valid.size):
         image = valid.packs[0].image(index)
         short, long = sorted(image.size)
-        new_long = int(32 * long / short)
-        edges = (32, new_long) if image.width <= image.height else (new_long, 32)
+        new_long = int(resize * long / short)
+        edges = (resize, new_long) if image.width <= image.height else (new_long, resize)
         image = Image.fromarray(bilinear(image, *edges))
         left, top = round((image.width - 24) / 2.0), round((image.height - 24) / 2.0)
         truth = np.asarray(image.crop((left, top, left + 24, top + 24)))
