@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from matplotlib.text import Text
 from PIL import Image
 
 from dlscale.config import resolve
@@ -741,6 +742,25 @@ def test_metrics_are_shares_of_right_answers(tmp_path: Path) -> None:
     often = np.argsort(-counts, kind="stable")[:5]
     assert metrics["top1_of_most_frequent"] == pytest.approx((labels == often[0]).mean(), abs=1e-6)
     assert metrics["top5_of_most_frequent"] == pytest.approx(np.isin(labels, often).mean(), abs=1e-6)
+
+
+def test_classes_of_any_name_are_drawn(
+    tmp_path: Path, folders: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Matplotlib would read mathematics between two $, or fail, once all is trained."""
+    names, drawn, study = ["$5_$10", "a$_$b", "p$x$q"], [], registry.study("imagenet_resnet50")
+    for split, (old, new) in itertools.product(("train", "valid"), zip(CLASSES, names, strict=True)):
+        (tmp_path / split / old).rename(tmp_path / split / new)
+    data = make_dataset(tmp_path / "data", settings(folders))
+    over = {**TINY["imagenet_resnet50"]["run"], "training": {"epochs": 1}}
+    make_run(tmp_path / "run", "imagenet_resnet50", over, settings(folders))
+    figure = type(study).figure
+    monkeypatch.setattr(type(study), "figure", lambda *given: drawn.append(figure(*given)) or drawn[0])
+    assert train(tmp_path / "run", data / "manifest.json") == 0
+    assert (tmp_path / "run/provenance.json").exists()
+    texts = [text for text in drawn[0].findobj(Text) if "$" in text.get_text()]
+    assert {text.get_text() for text in texts} > set(names), "labels and titles"
+    assert not any(text.get_parse_math() for text in texts)
 
 
 @pytest.mark.parametrize("contiguous", [True, False])

@@ -5,6 +5,7 @@ Its network and its loss are tested in `test_starter_cnn.py`, which is what a ne
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import h5py
+import matplotlib.image
 import numpy as np
 import pytest
 import torch
@@ -346,6 +348,21 @@ def test_nothing_is_learnt_of_noise(tmp_path: Path) -> None:
     metrics = plan_run(tmp_path, "starter_published", **shipped)[-1]["metrics"]
     assert metrics["rmse"] == pytest.approx(metrics["rmse_of_naive"], rel=0.05)
     assert metrics["rmse_of_naive"] == pytest.approx(12**-0.5, rel=0.02)
+
+
+def test_channels_of_any_name_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a preview a $ is a $, by which matplotlib begins mathematics: as if each had been escaped."""
+    x = np.random.default_rng(0).normal(size=(4, 2, 6, 5)).astype(np.float32)
+    files = {"input": write(tmp_path / "x.npy", x=x), "target": write(tmp_path / "y.npy", x=x[:, 0])}
+    source = {"kind": "arrays", "all": files, "shares": {"train": 0.5, "valid": 0.5}}
+    pictures = []
+    for names in (["a$_$b", "p$x$q"], [r"a\$_\$b", r"p\$x\$q"]):
+        named = {"channels": names, "unit": names[1]}
+        dataset = {"kind": "starter", "source": {**source, "input": named}}
+        folder = make_dataset(tmp_path / f"{len(pictures)}/data", dataset)
+        pictures.append(matplotlib.image.imread(folder / "preview.png"))
+        monkeypatch.setattr("dlscale.data.preview.literal_text", contextlib.nullcontext)
+    assert np.array_equal(*pictures)
 
 
 # ---- new studies -------------------------------------------------------------------------------------
