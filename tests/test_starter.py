@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,6 +19,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 import torch
+import yaml
 from torch import nn
 from torch.nn import functional as F
 
@@ -380,7 +382,11 @@ def dlscale(*words: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
     [
         *(
             (name, "expected up to 40 lower-case letters")
-            for name in ("My", "my-study", "2d", "class", "", "a" * 41, "é")
+            for name in ("My", "my-study", "2d", "class", "", "a" * 41, "é", "~")
+        ),
+        *(
+            (name, "YAML reads this word as a boolean or as null, not as a name")
+            for name in ("on", "off", "yes", "no", "true", "false", "null", "y", "n")
         ),
         ("starter_cnn", "dlscale has a study of this name"),
         ("mnist_cnn", "dlscale has a study of this name"),
@@ -391,6 +397,27 @@ def dlscale(*words: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
 def test_names_that_cannot_be(name: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         new_study.check_name(name)
+
+
+def test_every_word_that_yaml_reads_is_known() -> None:
+    """All that PyYAML's rules name; it takes `y` and `n` as words, where other readers of YAML do not."""
+    rules = [rule.pattern for each in yaml.SafeLoader.yaml_implicit_resolvers.values() for _, rule in each]
+    read = {word for word in re.findall("[a-z]+", " ".join(rules)) if not isinstance(yaml.safe_load(word), str)}
+    assert read | {"y", "n"} == new_study.YAML_WORDS
+
+
+@pytest.mark.parametrize("place", ["a\nb", "a\rb", "a\tb", "\x1b[31m", "a\u2028b", "a\x85b", os.fsdecode(b"caf\xe9")])
+def test_places_that_cannot_be(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """One message, in one line; nor below such a folder. Other letters may be."""
+    monkeypatch.chdir(tmp_path)
+    assert stage("new-study", "ripples", "--at", place) == 2
+    message = capsys.readouterr().err.strip()
+    assert "\n" not in message and "--at: '" in message and "without line breaks and other control" in message
+    assert not list(tmp_path.iterdir())
+    (tmp_path / place).mkdir()
+    monkeypatch.chdir(tmp_path / place)
+    assert stage("new-study", "ripples") == 2
+    assert stage("new-study", "ripples", "--at", tmp_path / "fine 猫 é") == 0
 
 
 def test_nothing_is_written_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
