@@ -21,7 +21,7 @@ from dlscale.datasets.imagenet.geometry import resized, short_edge
 from dlscale.datasets.imagenet.listing import shard
 
 #: The longer edge by the shorter one, at most. Photographs are far below it. Validation resizes all of an image before
-#: it cuts out the middle: 20 MB at this bound, as it is by default, and gigabytes of a line of pixels.
+#: it cuts out the middle: 20 MB at this bound, with the default `resize`, and gigabytes of a line of pixels.
 ELONGATION = 100
 #: How Pillow calls numbers of more than 8 bits.
 DEEP = ("I", "F")
