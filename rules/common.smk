@@ -44,14 +44,18 @@ def call_again(wildcards, input):
     return shlex.join(["snakemake", *words, "--configfile", *(os.path.relpath(path) for path in settings.configfiles)])
 
 
+def refuse(message):
+    """Say what a user did wrong, and end. The message alone: Snakemake would add where the exception passed."""
+    print(message, file=sys.stderr)
+    sys.exit(2)
+
+
 try:
     CONFIG = resolve.load(user_configuration())
 except Exception as error:
-    # The message alone: Snakemake would add the places in its files where the exception passed.
     if not (message := str(error) if isinstance(error, UserError) else registry.mistake(error)):
         raise
-    print(message, file=sys.stderr)
-    sys.exit(2)
+    refuse(message)
 
 RESULTS = CONFIG.workflow.results
 STUDIES = {}
@@ -159,7 +163,10 @@ def acquire_params(wildcards):
     kind, raws = parts.kind_of(dataset), parts.raws(dataset)
     settings = None
     if raw := raws.get(wildcards.file):
-        seen = kind.look(dataset, raw, Path(raw_path(wildcards.dataset, raw)))
+        try:
+            seen = kind.look(dataset, raw, Path(raw_path(wildcards.dataset, raw)))
+        except UserError as error:
+            refuse(error)
         settings = {**kind.raw_settings(dataset, raw), **({"files": seen} if seen else {})}
     return stage_params(data_modules("acquire", dataset.kind, kind.maker(dataset)), settings)
 

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from matplotlib.text import Text
 from PIL import Image
 
 from dlscale.config import resolve
@@ -196,6 +197,58 @@ def test_what_is_broken_is_one_message(tmp_path: Path, folders: dict[str, str], 
     assert not list((tmp_path / "data").rglob("*.h5*"))
 
 
+def pack_with(folder: Path, source: dict[str, str], image: Image.Image, file: str = "PNG", **more: Any) -> Pack:
+    """Pack the training images, and first of all another one, in a format `file` whatever its name says."""
+    several = {"save_all": True, "append_images": [image]} if file == "MPO" else {}
+    image.save(folder / "train/ape/+.jpg", file, **several)
+    config, out = folder / "data/config.yaml", folder / "train-0000.h5"
+    assert stage("configure", "--settings", json.dumps(settings(source, **more)), "--out", config) == 0
+    _acquire(config, out)
+    return Pack(out)
+
+
+@pytest.mark.parametrize("form", ["encoded", "decoded"])
+def test_lines_of_pixels_are_refused(tmp_path: Path, folders: dict[str, str], form: str) -> None:
+    """A validation sample of one would take gigabytes."""
+    for size in ((2, 201), (201, 2), (12_000, 2)):
+        words = rf"ape/\+.jpg: {size[0]} x {size[1]} pixels; expected a longer edge of at most 100 times the shorter"
+        with pytest.raises(UserError, match=words):
+            pack_with(tmp_path, folders, Image.new("RGB", size), form=form)
+    assert pack_with(tmp_path, folders, Image.new("RGB", (200, 2)), form=form).image(0).size == (200, 2)
+
+
+@pytest.mark.parametrize("form", ["encoded", "decoded"])
+@pytest.mark.parametrize(
+    ("numbers", "file"), [("u2", "PNG"), ("u2", "TIFF"), (">u2", "TIFF"), ("i4", "TIFF"), ("f4", "TIFF"), ("u2", "PPM")]
+)
+def test_deep_grey_is_refused(tmp_path: Path, folders: dict[str, str], numbers: str, file: str, form: str) -> None:
+    """Pillow would make nearly all of it white."""
+    image = Image.fromarray(np.linspace(0, 65_535, 40 * 50).reshape(40, 50).astype(numbers))
+    with pytest.raises(UserError, match=r"ape/\+.jpg: grey of more than 8 bits .*; scale it to 8 bits"):
+        pack_with(tmp_path, folders, image, file, form=form)
+
+
+@pytest.mark.parametrize("file", ["GIF", "WEBP", "TIFF", "BMP", "JPEG2000", "PPM", "MPO"])
+def test_other_formats_in_disguise(tmp_path: Path, folders: dict[str, str], file: str) -> None:
+    """What Pillow decodes itself is taken, whatever its name."""
+    pack = pack_with(tmp_path, folders, picture(1, 40, 50), file)
+    with Image.open(tmp_path / "train/ape/+.jpg") as image:
+        assert image.format == file and np.array_equal(pack.image(0), image.convert("RGB"))
+
+
+def test_no_program_is_started(tmp_path: Path, folders: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Pillow does to see an EPS file."""
+    script, called = tmp_path / "bin/gs", tmp_path / "called"
+    script.parent.mkdir()
+    script.write_text(f"#!/bin/sh\ntouch '{called}'\nexit 1\n")
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{script.parent}:{os.environ['PATH']}")
+    monkeypatch.setattr("PIL.EpsImagePlugin.gs_binary", None)  # Pillow looks for it once
+    with pytest.raises(UserError, match=r"ape/\+.jpg: not a readable image \(cannot identify image file"):
+        pack_with(tmp_path, folders, picture(1, 40, 50), "EPS")
+    assert not called.exists()
+
+
 def _acquire(config: Path, out: Path) -> None:
     dataset = parts.load_dataset(config)
     raw = parts.raws(dataset)[out.name]
@@ -268,6 +321,55 @@ def test_packs_of_folders_that_are_gone_stay(tmp_path: Path, folders: dict[str, 
     assert all(look is None for _, look in looks(folders).values()), "there is no pack"
     unwatched = make_dataset(tmp_path / "unwatched", settings({"kind": "simulated", "train": 20, "valid": 20}))
     assert listing.packed(unwatched / "source/train-0000.h5") is None
+
+
+def test_links_that_lead_nowhere_hide_no_change(tmp_path: Path, folders: dict[str, str]) -> None:
+    """They are named, when the workflow looks and when it packs; what else is there does not count as gone."""
+    data = make_dataset(tmp_path / "made", settings(folders, shards={"train": 3}))
+    before = looks(folders, data)
+    for place in ("train/bee/x.jpg", "train/cow"):  # an image; a class
+        link = tmp_path / place
+        link.symlink_to("nowhere")
+        for call in (lambda: looks(folders, data), lambda: _acquire(data / "config.yaml", tmp_path / "train-0000.h5")):
+            with pytest.raises(UserError, match=f"{link}: this link leads nowhere .No such file or directory.; mend"):
+                call()
+        link.unlink()
+    (tmp_path / "train/bee/x.txt").symlink_to("nowhere")
+    assert looks(folders, data) == before
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "train/ape").rename(tmp_path / "elsewhere/ape")
+    (tmp_path / "train/ape").symlink_to("../elsewhere/ape")
+    assert looks(folders, data) == before
+    image = tmp_path / "elsewhere/ape/0.JPEG"
+    image.rename(tmp_path / "elsewhere/first")
+    image.symlink_to("../first")
+    assert looks(folders, data) == before
+    (tmp_path / "elsewhere/first").write_bytes(b"changed")
+    assert looks(folders, data) != before
+    shutil.rmtree(tmp_path / "valid")
+    (tmp_path / "valid").write_text("no folder")
+    with pytest.raises(UserError, match="valid: cannot read this folder"):
+        looks(folders, data)
+
+
+def test_what_is_no_file_is_no_image(tmp_path: Path, folders: dict[str, str]) -> None:
+    """A pipe, which would be waited at for ever, and a folder."""
+    os.mkfifo(tmp_path / "train/ape/p.jpg")
+    (tmp_path / "train/bee/d.jpg").mkdir()
+    assert [entry.name for entry in listing.images(tmp_path / "train/ape")] == ["0.JPEG", "1.JPEG", "2.JPEG", "3.png"]
+    assert [entry.name for entry in listing.images(tmp_path / "train/bee")] == ["0.jpg", "1.jpg", "2.jpg", "3.png"]
+
+
+def test_a_class_whose_name_is_not_utf_8(tmp_path: Path, folders: dict[str, str]) -> None:
+    """One message; an image's name may be anything."""
+    before = looks(folders)
+    (tmp_path / "train/ape/0.JPEG").rename(tmp_path / "train/ape" / os.fsdecode(b"0\xe9.jpg"))
+    assert looks(folders) != before
+    (tmp_path / "train/bee").rename(tmp_path / "train" / os.fsdecode(b"caf\xe9"))
+    with pytest.raises(UserError, match=r"train: the name of class b'caf\\xe9' is not UTF-8; rename its folder"):
+        looks(folders)
+    (tmp_path / "train" / os.fsdecode(b"caf\xe9")).rename(tmp_path / "train/café 猫")
+    looks(folders)
 
 
 def test_more_packs_than_images(tmp_path: Path, folders: dict[str, str]) -> None:
@@ -427,15 +529,19 @@ def test_training_samples_are_resized_crops(tmp_path: Path, folders: dict[str, s
     assert samples(data, "train", train=5).size == 5
 
 
-def test_validation_samples_are_the_middle(tmp_path: Path, folders: dict[str, str]) -> None:
-    """torchvision's Resize and CenterCrop; always the same, in order."""
+@pytest.mark.parametrize("resize", [32, 35])
+def test_validation_samples_are_the_middle(tmp_path: Path, folders: dict[str, str], resize: int) -> None:
+    """torchvision's Resize and CenterCrop; always the same, in order. Of 35 rows the middle 24 begin at 5.5, so 6."""
+    for path in sorted(tmp_path.glob("valid/*/1.*")):  # some are high, others wide
+        with Image.open(path) as image:
+            image.rotate(90, expand=True).save(path)
     data = make_dataset(tmp_path / "data", settings(folders))
-    valid = samples(data, "valid")
+    valid = samples(data, "valid", resize=resize)
     for index in range(valid.size):
         image = valid.packs[0].image(index)
         short, long = sorted(image.size)
-        new_long = int(32 * long / short)
-        edges = (32, new_long) if image.width <= image.height else (new_long, 32)
+        new_long = int(resize * long / short)
+        edges = (resize, new_long) if image.width <= image.height else (new_long, resize)
         image = Image.fromarray(bilinear(image, *edges))
         left, top = round((image.width - 24) / 2.0), round((image.height - 24) / 2.0)
         truth = np.asarray(image.crop((left, top, left + 24, top + 24)))
@@ -636,6 +742,25 @@ def test_metrics_are_shares_of_right_answers(tmp_path: Path) -> None:
     often = np.argsort(-counts, kind="stable")[:5]
     assert metrics["top1_of_most_frequent"] == pytest.approx((labels == often[0]).mean(), abs=1e-6)
     assert metrics["top5_of_most_frequent"] == pytest.approx(np.isin(labels, often).mean(), abs=1e-6)
+
+
+def test_classes_of_any_name_are_drawn(
+    tmp_path: Path, folders: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Matplotlib would read mathematics between two $, or fail, once all is trained."""
+    names, drawn, study = ["$5_$10", "a$_$b", "p$x$q"], [], registry.study("imagenet_resnet50")
+    for split, (old, new) in itertools.product(("train", "valid"), zip(CLASSES, names, strict=True)):
+        (tmp_path / split / old).rename(tmp_path / split / new)
+    data = make_dataset(tmp_path / "data", settings(folders))
+    over = {**TINY["imagenet_resnet50"]["run"], "training": {"epochs": 1}}
+    make_run(tmp_path / "run", "imagenet_resnet50", over, settings(folders))
+    figure = type(study).figure
+    monkeypatch.setattr(type(study), "figure", lambda *given: drawn.append(figure(*given)) or drawn[0])
+    assert train(tmp_path / "run", data / "manifest.json") == 0
+    assert (tmp_path / "run/provenance.json").exists()
+    texts = [text for text in drawn[0].findobj(Text) if "$" in text.get_text()]
+    assert {text.get_text() for text in texts} > set(names), "labels and titles"
+    assert not any(text.get_parse_math() for text in texts)
 
 
 @pytest.mark.parametrize("contiguous", [True, False])

@@ -5,7 +5,9 @@ Its network and its loss are tested in `test_starter_cnn.py`, which is what a ne
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import h5py
+import matplotlib.image
 import numpy as np
 import pytest
 import torch
+import yaml
 from torch import nn
 from torch.nn import functional as F
 
@@ -348,6 +352,21 @@ def test_nothing_is_learnt_of_noise(tmp_path: Path) -> None:
     assert metrics["rmse_of_naive"] == pytest.approx(12**-0.5, rel=0.02)
 
 
+def test_channels_of_any_name_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a preview a $ is a $, by which matplotlib begins mathematics: as if each had been escaped."""
+    x = np.random.default_rng(0).normal(size=(4, 2, 6, 5)).astype(np.float32)
+    files = {"input": write(tmp_path / "x.npy", x=x), "target": write(tmp_path / "y.npy", x=x[:, 0])}
+    source = {"kind": "arrays", "all": files, "shares": {"train": 0.5, "valid": 0.5}}
+    pictures = []
+    for names in (["a$_$b", "p$x$q"], [r"a\$_\$b", r"p\$x\$q"]):
+        named = {"channels": names, "unit": names[1]}
+        dataset = {"kind": "starter", "source": {**source, "input": named}}
+        folder = make_dataset(tmp_path / f"{len(pictures)}/data", dataset)
+        pictures.append(matplotlib.image.imread(folder / "preview.png"))
+        monkeypatch.setattr("dlscale.data.preview.literal_text", contextlib.nullcontext)
+    assert np.array_equal(*pictures)
+
+
 # ---- new studies -------------------------------------------------------------------------------------
 
 
@@ -363,7 +382,11 @@ def dlscale(*words: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
     [
         *(
             (name, "expected up to 40 lower-case letters")
-            for name in ("My", "my-study", "2d", "class", "", "a" * 41, "é")
+            for name in ("My", "my-study", "2d", "class", "", "a" * 41, "é", "~")
+        ),
+        *(
+            (name, "YAML reads this word as a boolean or as null, not as a name")
+            for name in ("on", "off", "yes", "no", "true", "false", "null", "y", "n")
         ),
         ("starter_cnn", "dlscale has a study of this name"),
         ("mnist_cnn", "dlscale has a study of this name"),
@@ -374,6 +397,27 @@ def dlscale(*words: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
 def test_names_that_cannot_be(name: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         new_study.check_name(name)
+
+
+def test_every_word_that_yaml_reads_is_known() -> None:
+    """All that PyYAML's rules name; it takes `y` and `n` as words, where other readers of YAML do not."""
+    rules = [rule.pattern for each in yaml.SafeLoader.yaml_implicit_resolvers.values() for _, rule in each]
+    read = {word for word in re.findall("[a-z]+", " ".join(rules)) if not isinstance(yaml.safe_load(word), str)}
+    assert read | {"y", "n"} == new_study.YAML_WORDS
+
+
+@pytest.mark.parametrize("place", ["a\nb", "a\rb", "a\tb", "\x1b[31m", "a\u2028b", "a\x85b", os.fsdecode(b"caf\xe9")])
+def test_places_that_cannot_be(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """One message, in one line; nor below such a folder. Other letters may be."""
+    monkeypatch.chdir(tmp_path)
+    assert stage("new-study", "ripples", "--at", place) == 2
+    message = capsys.readouterr().err.strip()
+    assert "\n" not in message and "--at: '" in message and "without line breaks and other control" in message
+    assert not list(tmp_path.iterdir())
+    (tmp_path / place).mkdir()
+    monkeypatch.chdir(tmp_path / place)
+    assert stage("new-study", "ripples") == 2
+    assert stage("new-study", "ripples", "--at", tmp_path / "fine 猫 é") == 0
 
 
 def test_nothing_is_written_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,6 +39,12 @@ def test_a_changed_image_is_packed_again(make_tree: Callable[..., Tree], tmp_pat
     assert tree.planned(targets=["data_photos"]).names == []
     (tmp_path / "valid/ape/2.png").unlink()
     assert tree.planned(targets=["data_photos"]).names == ["acquire photos valid-0000.h5", *after]
+    link = tmp_path / "train/ape/x.png"
+    link.symlink_to("nowhere")
+    dry = tree.snakemake("-n", "--", "data_photos")
+    assert dry.status == 2 and "Traceback" not in dry.output
+    assert f"\n{link}: this link leads nowhere (No such file or directory); mend or remove it\n" in dry.output
+    link.unlink()
     shutil.rmtree(tmp_path / "valid")
     shutil.rmtree(tmp_path / "train")
     gone = tree.planned(targets=["data_photos"])

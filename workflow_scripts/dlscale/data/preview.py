@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from dlscale.core.figures import literal_text
 from dlscale.core.files import whole
 from dlscale.data import parts
 from dlscale.data.manifest import FieldInfo, Manifest
@@ -36,7 +37,8 @@ def main(args: argparse.Namespace) -> None:
     """Draw the dataset of `args.manifest` to `args.out`."""
     manifest = Manifest.read(args.manifest)
     preview = parts.role(manifest.kind, "preview", "preview") or first_rows
-    draw_preview(manifest.folder.name, list(preview(manifest))[:MOST], Path(args.out))
+    with literal_text():
+        draw_preview(manifest.folder.name, list(preview(manifest))[:MOST], Path(args.out))
 
 
 def channel_panels(

@@ -13,6 +13,7 @@ import keyword
 import os
 import re
 import shlex
+import unicodedata
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +31,9 @@ MODEL = "its network and its loss, plain PyTorch: yours go here"
 SETTINGS = "its defaults, datasets and plans: name your arrays here"
 TESTS = "its tests, against slower truths"
 
+#: What YAML reads as a boolean or as nothing, and not as the name of a study.
+YAML_WORDS = {"y", "n", "yes", "no", "on", "off", "true", "false", "null"}
+
 
 @dataclass(frozen=True)
 class File:
@@ -45,6 +49,8 @@ def main(args: argparse.Namespace) -> None:
     name = args.name
     check_name(name)
     folder = None if args.inside else Path(args.at or name)
+    if folder is not None:
+        check_place(folder)
     write(name, folder)
     print(f"\nNext{'' if Path.cwd() == REPOSITORY else f', in {REPOSITORY}'}:")
     if folder is None:
@@ -62,12 +68,24 @@ def check_name(name: str) -> None:
     """Refuse what cannot be the name of a module, or is one already."""
     if not re.fullmatch(r"[a-z][a-z0-9_]{0,39}", name) or keyword.iskeyword(name):
         raise UserError(f"NAME: {name}: expected up to 40 lower-case letters, digits and underscores, such as my_study")
+    if name in YAML_WORDS:
+        raise UserError(f"NAME: {name}: YAML reads this word as a boolean or as null, not as a name; choose another")
     if name in registry.studies():
         raise UserError(f"NAME: {name}: dlscale has a study of this name; choose another")
     for module in (name, f"{name}_model"):
         spec = importlib.util.find_spec(module)
         if spec and spec.origin:  # a mere folder has none
             raise UserError(f"NAME: {name}: Python has a module '{module}' already; choose another name")
+
+
+def check_place(folder: Path) -> None:
+    """Refuse a folder that the files of the study could not name: YAML, Python and a shell read them."""
+    place = str(folder.absolute())
+    if any(unicodedata.category(each) in ("Cc", "Cs", "Zl", "Zp") for each in place):
+        raise UserError(
+            f"--at: {place!a}: expected a folder whose path is text in UTF-8, without line breaks and other control "
+            "characters; choose another"
+        )
 
 
 def write(name: str, folder: Path | None) -> None:

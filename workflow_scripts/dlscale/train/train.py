@@ -19,6 +19,7 @@ import torch
 from dlscale.config.run import Run, load_run
 from dlscale.core import provenance
 from dlscale.core.errors import UserError
+from dlscale.core.figures import literal_text
 from dlscale.core.files import sha256, whole, write_text
 from dlscale.core.lock import only_writer
 from dlscale.core.records import Epoch, Untrained, epoch_lines
@@ -122,9 +123,10 @@ def _lead(run: Run, session: Session, trainer: Trainer, out: Path, cores: int) -
 
     history = trainer.fit(on_epoch, on_begin)
     prediction = predict()
-    figure = session.study.figure(run, session.manifest, x, y, prediction) or figures.values(y, prediction)
-    with whole(out / "prediction.png") as path:
-        figure.savefig(path, dpi=100, format="png")
+    with literal_text():
+        figure = session.study.figure(run, session.manifest, x, y, prediction) or figures.values(y, prediction)
+        with whole(out / "prediction.png") as path:
+            figure.savefig(path, dpi=100, format="png")
     logs.finish(history[-1], out / "prediction.png", settings, trainer.best)
     for each in tracked:
         each.finish(out / "prediction.png", trainer.best)

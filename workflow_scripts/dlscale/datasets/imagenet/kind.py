@@ -13,7 +13,6 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from dlscale.config.dataset import DatasetSettings, Path, Split, refuse_changed, refuse_shared
 from dlscale.core import registry
-from dlscale.core.errors import UserError
 from dlscale.core.schema import Strict
 from dlscale.data.kind import DatasetKind, Part, RawFile
 
@@ -156,12 +155,12 @@ class Imagenet(DatasetKind):
             return None
         listing = registry.load("dlscale.datasets.imagenet.listing")  # in no fingerprint: no stage looks
         split = raw.name.partition("-")[0]
-        try:
-            found: str = listing.digests(getattr(dataset.source, split), getattr(dataset.shards, split))[raw.index]
-            return found
-        except UserError:  # which the stage will meet, and say, if there is no pack
+        folder: str = getattr(dataset.source, split)
+        if listing.is_gone(pathlib.Path(folder)):  # which the stage will meet, and say, if there is no pack
             kept: str | None = listing.packed(made)
             return kept
+        found: str = listing.digests(folder, getattr(dataset.shards, split))[raw.index]
+        return found
 
 
 def _origin(source: SimulatedImages | ImageFolders, split: Split) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -26,17 +26,47 @@ SIZE = 16
 def class_names(folder: Path) -> list[str]:
     """Return the names of the folders in a folder, sorted; hidden ones are left out."""
     try:
-        names = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir() and entry.name[0] != ".")
+        entries = [entry for entry in os.scandir(folder) if entry.name[0] != "."]
     except OSError as error:
         raise UserError(f"{folder}: cannot read this folder ({error.strerror})") from None
+    _follow(entries)
+    names = sorted(entry.name for entry in entries if entry.is_dir())
     if not names:
         raise UserError(f"{folder}: no folders in it; expected one for each class, with its images")
+    for name in names:
+        if os.fsencode(name) != name.encode(errors="replace"):  # it could not be stored as text
+            raise UserError(f"{folder}: the name of class {os.fsencode(name)!r} is not UTF-8; rename its folder")
     return names
 
 
-def images(folder: Path) -> Iterator[os.DirEntry[str]]:
-    """Yield the images of a class, sorted by name."""
-    yield from sorted((e for e in os.scandir(folder) if e.name.lower().endswith(SUFFIXES)), key=lambda e: e.name)
+def is_gone(folder: Path) -> bool:
+    """Return whether a folder is not there, or is empty, as where a disk is not mounted."""
+    try:
+        return not any(os.scandir(folder))
+    except FileNotFoundError:
+        return True
+    except OSError:  # there is one, which cannot be read
+        return False
+
+
+def images(folder: Path) -> list[os.DirEntry[str]]:
+    """Return the images of a class, sorted by name: files and links to files."""
+    try:
+        entries = [entry for entry in os.scandir(folder) if entry.name.lower().endswith(SUFFIXES)]
+    except OSError as error:
+        raise UserError(f"{folder}: cannot read this folder ({error.strerror})") from None
+    _follow(entries)
+    return sorted((entry for entry in entries if entry.is_file()), key=lambda entry: entry.name)
+
+
+def _follow(entries: Iterable[os.DirEntry[str]]) -> None:
+    """Refuse a link that leads nowhere: to leave it out would be to train on less, and not to know it."""
+    for entry in entries:
+        try:
+            if entry.is_symlink():  # on a file system of a network to look at the others, too, takes minutes
+                entry.stat()
+        except OSError as error:
+            raise UserError(f"{entry.path}: this link leads nowhere ({error.strerror}); mend or remove it") from None
 
 
 def shard(count: int, number: int, shards: int) -> range:
@@ -85,7 +115,6 @@ def _seen(folder: str, name: str, stat: os.stat_result) -> bytes:
 def _look(folder: Path) -> bytes:
     """Return the digests of a class's images, one after the other."""
     try:
-        found = [(entry.name, entry.stat()) for entry in images(folder)]
+        return b"".join(_seen(folder.name, entry.name, entry.stat()) for entry in images(folder))
     except OSError as error:
-        raise UserError(f"{folder}: cannot read this folder ({error.strerror})") from None
-    return b"".join(_seen(folder.name, name, stat) for name, stat in found)
+        raise UserError(f"{error.filename}: cannot look at this file ({error.strerror})") from None

@@ -25,6 +25,7 @@ from PIL import Image
 from dlscale.core.errors import UserError
 from dlscale.data.mapped import map_chunks
 from dlscale.data.store import Reader
+from dlscale.datasets.imagenet.formats import open_image
 
 
 class Pack:
@@ -71,7 +72,7 @@ class Pack:
         if self.form == "decoded":
             return Image.fromarray(stored.reshape(height, width, 3))
         try:
-            with Image.open(io.BytesIO(stored.data)) as image:
+            with open_image(io.BytesIO(stored.data)) as image:
                 image.load()
                 return image if image.mode == "RGB" else image.convert("RGB")
         except Exception as error:  # Pillow raises what its decoders stumble upon

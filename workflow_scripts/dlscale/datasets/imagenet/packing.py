@@ -16,8 +16,15 @@ from PIL import Image
 
 from dlscale.core.errors import UserError
 from dlscale.core.files import whole
+from dlscale.datasets.imagenet.formats import open_image
 from dlscale.datasets.imagenet.geometry import resized, short_edge
 from dlscale.datasets.imagenet.listing import shard
+
+#: The longer edge by the shorter one, at most. Photographs are far below it. Validation resizes all of an image before
+#: it cuts out the middle: 20 MB at this bound, with the default `resize`, and gigabytes of a line of pixels.
+ELONGATION = 100
+#: How Pillow calls numbers of more than 8 bits.
+DEEP = ("I", "F")
 
 
 @dataclass(frozen=True)
@@ -83,7 +90,7 @@ def write_pack(
 def _encoded(file: IO[bytes]) -> tuple[np.ndarray, tuple[int, int]]:
     """Return a file's bytes, uint8 [n], and height and width of its image; it is decoded to see that it can be."""
     data = file.read()
-    with Image.open(io.BytesIO(data)) as image:
+    with _opened(io.BytesIO(data)) as image:
         width, height = image.size
         image.draft("RGB", (1, 1))  # of a JPEG all is read, but few pixels are computed
         image.load()
@@ -94,14 +101,31 @@ def _decoded(file: IO[bytes], edge: int) -> tuple[np.ndarray, tuple[int, int]]:
     """Return an image's pixels, uint8 [n], RGB whatever they were, and height and width."""
     height, width = _size(file, edge)
     file.seek(0)
-    with Image.open(file) as image:
+    with _opened(file) as image:
         pixels = np.asarray(resized(image.convert("RGB"), height, width))
     return pixels.reshape(-1), (height, width)
 
 
+def _opened(file: IO[bytes]) -> Image.Image:
+    """Open an image; refuse what cannot become pixels of 8 bits, or a validation sample in little memory."""
+    image = open_image(file)
+    if image.mode.startswith(DEEP):
+        raise UserError(
+            f"grey of more than 8 bits (Pillow's mode {image.mode}), and which numbers are black and white is not "
+            "known; scale it to 8 bits"
+        )
+    if max(image.size) > ELONGATION * min(image.size):
+        width, height = image.size
+        raise UserError(
+            f"{width} x {height} pixels; expected a longer edge of at most {ELONGATION} times the shorter one; crop or "
+            "remove it"
+        )
+    return image
+
+
 def _size(file: IO[bytes], edge: int) -> tuple[int, int]:
     """Return height and width of an image that is reduced to the shorter edge `edge`; smaller ones stay as they are."""
-    with Image.open(file) as image:
+    with _opened(file) as image:
         width, height = image.size
     return short_edge(height, width, edge) if min(height, width) > edge else (height, width)
 
@@ -111,6 +135,8 @@ def _named(picture: Picture) -> Iterator[None]:
     """Have whatever is wrong with a picture said with its name."""
     try:
         yield
+    except UserError as error:
+        raise UserError(f"{picture.name}: {error}") from None
     except Exception as error:  # Pillow raises what its decoders stumble upon
         reason = getattr(error, "strerror", None) or " ".join(str(error).split())
         raise UserError(f"{picture.name}: not a readable image ({reason}); mend or remove it") from None
