@@ -8,6 +8,7 @@ import itertools
 import json
 import logging
 import os
+import random
 import socket
 import sys
 import threading
@@ -383,6 +384,52 @@ def test_what_is_no_weights_is_said_and_never_executed(tmp_path: Path) -> None:
     assert "1 tensor that the model lacks: head" in text
     assert "fc.weight [9, 64] in the file, [7, 64] in the model" in text
     file.write_bytes(b"half a file")
+    with pytest.raises(UserError, match="not readable as weights"):
+        read_weights(file)
+
+
+def _damaged(content: bytes, draws: random.Random) -> bytes:
+    """Cut, or a few bits flipped, or some bytes lost."""
+    damaged, place = bytearray(content), draws.randrange(len(content))
+    match draws.choice(["cut", "zeros", "bit", "bits"]):
+        case "cut":
+            del damaged[place:]
+        case "zeros":
+            damaged[place : place + 64] = bytes(len(damaged[place : place + 64]))
+        case bits:
+            for _ in range(3 if bits == "bits" else 1):
+                damaged[draws.randrange(len(damaged))] ^= 1 << draws.randrange(8)
+    return bytes(damaged)
+
+
+@pytest.mark.filterwarnings("ignore")  # PyTorch's, of what it finds in them
+@pytest.mark.parametrize("archive", [True, False])
+def test_damaged_weights_are_no_other_weights(tmp_path: Path, archive: bool) -> None:
+    """Against what was saved: the same tensors, or one message. Before PyTorch 1.6 files had no checksums."""
+    torch.manual_seed(0)
+    state, file = {f"layer{number}.weight": torch.randn(7, 5) for number in range(6)}, tmp_path / "w.pt"
+    torch.save(state, file, _use_new_zipfile_serialization=archive)
+    content, draws, refused = file.read_bytes(), random.Random(1), 0
+    for _ in range(600):
+        file.write_bytes(_damaged(content, draws))
+        try:
+            found = read_weights(file)
+        except UserError as error:
+            refused += 1
+            assert str(error).startswith(f"{file}: ")
+        else:
+            assert not archive or list(found) == list(state)
+            assert not archive or all(torch.equal(found[name], state[name]) for name in state)
+    assert refused > (300 if archive else 100)
+
+
+def test_a_tensor_that_is_marked_as_a_folder_is_damaged(tmp_path: Path) -> None:
+    """PyTorch's reader would read nothing of it; Python's does not look at the mark."""
+    file = tmp_path / "w.pt"
+    torch.save({"weight": torch.ones(5)}, file)
+    content = bytearray(file.read_bytes())
+    content[content.rfind(b"/data/0") - len("w") - 8] |= 0x10  # its attributes, in the archive's directory
+    file.write_bytes(content)
     with pytest.raises(UserError, match="not readable as weights"):
         read_weights(file)
 
