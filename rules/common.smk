@@ -354,7 +354,8 @@ def report_files(names):
         "tables": [f"{RESULTS}/plans/{name}/summary.csv" for name in names],
         "manifests": [f"{RESULTS}/data/{name}/manifest.json" for name in plan_datasets(names)],
         "previews": [f"{RESULTS}/data/{name}/preview.png" for name in plan_datasets(names)],
-        "references": sorted(map(str, Path(RESULTS).glob("references/*/reference.json"))),
+        # Hidden ones are half of an import that is under way, or was killed.
+        "references": sorted(map(str, Path(RESULTS).glob("references/[!.]*/reference.json"))),
     }
 
 

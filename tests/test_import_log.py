@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import json
 import math
 import os
+import random
 import re
 import struct
 import subprocess
@@ -15,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_multiplexer import EventMultiplexer
 from tensorboard.compat.proto.event_pb2 import Event
@@ -119,12 +123,36 @@ def test_epochs_and_per_cent(results: Path, tmp_path: Path) -> None:
     assert found.points("loss/valid", "samples") == [(1000, 1.0), (2000, 0.5)]
 
 
-def test_a_long_log_keeps_some_thousand_points(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def one_curve(folder: Path, *files: list[tuple[int, float, Values]]) -> list[import_log.Point]:
+    """Return the curve of the tag `a` in event files."""
+    logs = [write(folder / f"events.out.tfevents.{number}", rows) for number, rows in enumerate(files)]
+    return import_log.read(logs, {"a": "loss/valid"}, frozenset())[0]["loss/valid"]
+
+
+@pytest.mark.parametrize("count", [3000, 4001, 10_000, 30_000])
+def test_a_long_log_keeps_points_from_begin_to_end(tmp_path: Path, count: int) -> None:
+    curve = one_curve(tmp_path, [(n, n, {"a": n}) for n in range(count)])
+    assert curve[0] == (0, 0, 0) and curve[-1] == (count - 1, count - 1, count - 1)
+    tenths = np.bincount([10 * step // count for step, _, _ in curve], minlength=10)
+    assert np.ptp(tenths) <= 2 and min(count, 2000) <= tenths.sum() <= 4001
+    assert all(step == time == value for step, time, value in curve)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_points_are_those_of_all_points(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, seed: int) -> None:
+    """Against all points at once: steps at any distance, in any order, some again in a second file."""
     monkeypatch.setattr(import_log, "POINTS", 20)
-    log = write(tmp_path / "events.out.tfevents.1", [(n, n, {"a": n}) for n in range(500)])
-    curve = import_log.read([log], {"a": "loss/valid"}, frozenset())[0]["loss/valid"]
-    assert 20 <= len(curve) <= 40 and curve[0][0] == 0 and curve[-1][0] == 499
-    assert all(step == value for step, _, value in curve)
+    draws = random.Random(seed)
+    steps = list(itertools.accumulate(draws.choice([1, 2, 100]) for _ in range(300)))
+    again = [step for step in steps if step > steps[200]]
+    draws.shuffle(steps)
+    rows = [[(step, step, {"a": part}) for step in each] for part, each in enumerate((steps, again))]
+    curve = one_curve(tmp_path, *rows)
+    every = {step: (step, value["a"]) for part in rows for step, _, value in part}
+    stride = next(2**n for n in range(20) if len({step // 2**n for step in every}) <= 40)
+    first = {step // stride: every[step] for step in sorted(every, reverse=True)}
+    expected = sorted({*first.values(), every[max(every)]})
+    assert [(step, value) for step, _, value in curve] == expected and len(curve) >= 20
 
 
 # ---- damaged and hostile ------------------------------------------------------------------------------------
@@ -148,6 +176,10 @@ def _huge(file: Path) -> None:
     file.write_bytes(struct.pack("<QI", 2**62, 0) + b"0" * 100)
 
 
+def _clock(file: Path) -> None:
+    write(file, [(1, -1e308, {"Loss/valid": 1.0}), (2, 1.5e308, {"Loss/valid": 0.5})])
+
+
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "flipped": (_flipped, "damaged: record"),
     "empty": (lambda file: file.write_bytes(b""), "holds no event; expected an event file"),
@@ -156,6 +188,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "half of its first record": (lambda file: os.truncate(file, 20), "holds no event"),
     "missing": (lambda file: file.unlink(), "no such file"),
     "no events": (lambda file: write_records(file, [b"\xff\xff\xff"]), "record 1 is no event"),
+    "no clock": (_clock, "step 1 is of -1e+308 s since 1970-01-01"),
     "other tags": (lambda file: write(file, [(1, 1.0, {"accuracy": 1.0})]), "it has accuracy. Name its own: --tag"),
 }
 
@@ -175,7 +208,38 @@ def test_damage_is_one_message(results: Path, tmp_path: Path, capfd: pytest.Capt
     assert bring(log) == 2
     line = said(capfd)
     assert message in line and str(log) in line
-    assert not (results / "references").exists(), "nothing, or all of it"
+    assert not list(results.glob("references/*")), "nothing, or all of it"
+
+
+def test_what_no_json_holds_is_one_message(results: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    log = unet(tmp_path / os.fsdecode(b"events.out.tfevents.\xe9"))
+    assert bring(log) == 2
+    assert "the event file's name: 'events.out.tfevents.\\udce9' is not UTF-8" in said(capfd)
+    assert bring(unet(tmp_path / "events.out.tfevents.1"), "--label", "caf\udce9") == 2
+    assert "--label: 'caf\\udce9' is not UTF-8" in said(capfd)
+    assert not (results / "references").exists()
+
+
+def test_a_log_that_grows_is_read_as_it_was_copied(
+    results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, read = unet(tmp_path / "events.out.tfevents.1"), import_log.read
+    copied = log.read_bytes()
+
+    def grows(*arguments: Any) -> Any:
+        with log.open("ab") as file:
+            file.write(copied)
+        return read(*arguments)
+
+    monkeypatch.setattr(import_log, "read", grows)
+    assert bring(log) == 0
+    found = Reference.read(results / "references/theirs/reference.json")
+    copy = results / "references/theirs" / log.name
+    assert copy.read_bytes() == copied and found.files == {log.name: hashlib.sha256(copied).hexdigest()}
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    assert bring(copy, name="again") == 0, "the copy says the same"
+    assert Reference.read(results / "references/again/reference.json").curves == found.curves
 
 
 def test_a_log_that_was_cut_short_is_read_up_to_there(results: Path, tmp_path: Path) -> None:

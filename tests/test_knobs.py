@@ -8,6 +8,7 @@ import itertools
 import json
 import logging
 import os
+import random
 import socket
 import sys
 import threading
@@ -19,12 +20,13 @@ import h5py
 import numpy as np
 import pytest
 import torch
+import wandb
 import yaml
 
 from dlscale.config import resolve as config
 from dlscale.config.run import load_run
 from dlscale.core.errors import UserError
-from dlscale.core.records import Epoch, Metric, Provenance
+from dlscale.core.records import Epoch, Metric, Provenance, Untrained
 from dlscale.core.telemetry import GpuSample, Sample
 from dlscale.data.manifest import Manifest
 from dlscale.data.sampling import evenly
@@ -37,6 +39,7 @@ from dlscale.report.results import RunResult
 from dlscale.report.target import reached
 from dlscale.train import trainer as training
 from dlscale.train.precision import Weights
+from dlscale.train.trackers import Wandb
 from dlscale.train.train import run_fingerprint
 from dlscale.train.weights import load_weights, read_weights
 from tests.conftest import COSMO, COSMO_RUN, ERA5, ERA5_RUN, make_run, records, stage, train
@@ -385,6 +388,52 @@ def test_what_is_no_weights_is_said_and_never_executed(tmp_path: Path) -> None:
         read_weights(file)
 
 
+def _damaged(content: bytes, draws: random.Random) -> bytes:
+    """Cut, or a few bits flipped, or some bytes lost."""
+    damaged, place = bytearray(content), draws.randrange(len(content))
+    match draws.choice(["cut", "zeros", "bit", "bits"]):
+        case "cut":
+            del damaged[place:]
+        case "zeros":
+            damaged[place : place + 64] = bytes(len(damaged[place : place + 64]))
+        case bits:
+            for _ in range(3 if bits == "bits" else 1):
+                damaged[draws.randrange(len(damaged))] ^= 1 << draws.randrange(8)
+    return bytes(damaged)
+
+
+@pytest.mark.filterwarnings("ignore")  # PyTorch's, of what it finds in them
+@pytest.mark.parametrize("archive", [True, False])
+def test_damaged_weights_are_no_other_weights(tmp_path: Path, archive: bool) -> None:
+    """Against what was saved: the same tensors, or one message. Before PyTorch 1.6 files had no checksums."""
+    torch.manual_seed(0)
+    state, file = {f"layer{number}.weight": torch.randn(7, 5) for number in range(6)}, tmp_path / "w.pt"
+    torch.save(state, file, _use_new_zipfile_serialization=archive)
+    content, draws, refused = file.read_bytes(), random.Random(1), 0
+    for _ in range(600):
+        file.write_bytes(_damaged(content, draws))
+        try:
+            found = read_weights(file)
+        except UserError as error:
+            refused += 1
+            assert str(error).startswith(f"{file}: ")
+        else:
+            assert not archive or list(found) == list(state)
+            assert not archive or all(torch.equal(found[name], state[name]) for name in state)
+    assert refused > (300 if archive else 100)
+
+
+def test_a_tensor_that_is_marked_as_a_folder_is_damaged(tmp_path: Path) -> None:
+    """PyTorch's reader would read nothing of it; Python's does not look at the mark."""
+    file = tmp_path / "w.pt"
+    torch.save({"weight": torch.ones(5)}, file)
+    content = bytearray(file.read_bytes())
+    content[content.rfind(b"/data/0") - len("w") - 8] |= 0x10  # its attributes, in the archive's directory
+    file.write_bytes(content)
+    with pytest.raises(UserError, match="not readable as weights"):
+        read_weights(file)
+
+
 # ---- evaluate ------------------------------------------------------------------------------------------
 
 
@@ -503,6 +552,12 @@ def logged(file: Path) -> Iterator[Any]:
             begun = b""
 
 
+def rows(records: Iterable[Any]) -> Iterator[dict[str, Any]]:
+    """What was logged, step by step."""
+    for record in (record for record in records if record.HasField("history")):
+        yield {".".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item}
+
+
 @contextlib.contextmanager
 def listening() -> Iterator[tuple[str, list[object]]]:
     """An address, and whoever connects to it."""
@@ -525,7 +580,6 @@ def listening() -> Iterator[tuple[str, list[object]]]:
 
 def test_wandb_offline_has_the_numbers_of_metrics_jsonl(era5: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """And goes nowhere, and holds nothing of the environment; after an interruption each epoch is there once."""
-    wandb = pytest.importorskip("wandb", reason="Weights & Biases is not installed: pip install 'dlscale[trackers]'")
     monkeypatch.delenv("WANDB_MODE", raising=False)
     monkeypatch.setenv("SOME_TOKEN", "a-secret-that-nobody-shall-read")
     monkeypatch.setenv("WANDB_API_KEY", SECRET)
@@ -543,11 +597,7 @@ def test_wandb_offline_has_the_numbers_of_metrics_jsonl(era5: Make, monkeypatch:
     assert provenance(folder)["resumed_from_step"] == 20
     (file,) = folder.glob("wandb/offline-run-*/*.wandb")
     found = list(logged(file))
-    rows = []
-    for record in (record for record in found if record.HasField("history")):
-        keys = [".".join(item.nested_key) or item.key for item in record.history.item]
-        rows.append(dict(zip(keys, (json.loads(item.value_json) for item in record.history.item), strict=True)))
-    epochs = [row for row in rows if "valid_loss" in row]
+    epochs = [row for row in rows(found) if "valid_loss" in row]
     assert [row["_step"] for row in epochs] == [10, 20, 30]
     for row, expected in zip(epochs, records(folder), strict=True):
         for name in ("epoch", "step", "samples", "train_loss", "valid_loss", "learning_rate", "samples_per_second"):
@@ -562,6 +612,26 @@ def test_wandb_offline_has_the_numbers_of_metrics_jsonl(era5: Make, monkeypatch:
     everything = b"".join(path.read_bytes() for path in folder.rglob("wandb/**/*") if path.is_file())
     assert b"a-secret-that-nobody" not in everything and SECRET.encode() not in everything
     assert not run.host and not run.HasField("git")
+
+
+def test_wandb_has_what_was_before_the_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As step 0, of an epoch that it is told and of one that it finds; a number that is not known is left out."""
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    rest = {"samples": 80, "learning_rate": 0.1, "train_loss": 1.5, "epoch_seconds": 2.0, "samples_per_second": 40.0}
+    before = Untrained(valid_loss=3.0, metrics={"accuracy": 0.1})
+    first = Epoch(epoch=1, step=10, valid_loss=1.0, untrained=before, **rest)
+    epochs = [first, Epoch(epoch=2, step=20, valid_loss=0.5, **rest)]
+    for begun in (0, 1):
+        run = Wandb(tmp_path / str(begun) / "run", {}, epochs[:begun])
+        for epoch in epochs[begun:]:
+            run.add(epoch)
+        run._run.finish()
+        (file,) = (tmp_path / str(begun)).glob("run/wandb/offline-run-*/*.wandb")
+        found = {row["_step"]: {key: row[key] for key in row if key[0] != "_"} for row in rows(logged(file))}
+        assert found[0] == {"valid_loss": 3.0, "valid/accuracy": 0.1}
+        assert [found[step]["valid_loss"] for step in (0, 10, 20)] == [3.0, 1.0, 0.5] and len(found) == 3
+        assert "untrained" not in found[10]
+    wandb.teardown()
 
 
 def test_a_tracker_that_is_not_installed(

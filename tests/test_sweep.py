@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -39,8 +40,11 @@ def test_a_grid_tries_all_combinations() -> None:
     runs = load({"over": over})
     found = {(each.run.optimizer.lr, each.run.batch_size, each.run.loader.workers) for each in runs.values()}
     assert found == set(itertools.product((0.003, 0.01, 1.0), (32, 64), (0,)))
-    assert len(runs) == 6 and "lr-0p003_batch_size-32_loader-torch-0" in runs
-    assert runs["lr-0p01_batch_size-64_loader-torch-0"].run.label == "lr 0.01, batch_size 64, loader torch 0"
+    assert len(runs) == 6 and "lr-0p003_batch_size-32_loader-torch-workers-0" in runs
+    assert (
+        runs["lr-0p01_batch_size-64_loader-torch-workers-0"].run.label
+        == "lr 0.01, batch_size 64, loader torch workers 0"
+    )
     assert {each.run.training.on_divergence for each in runs.values()} == {"stop"}
 
 
@@ -51,6 +55,30 @@ def test_names_are_legal_short_and_different() -> None:
     assert len(set(names)) == 18 and all(len(name) <= 52 for name in names)
     assert all(set(name) <= set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_") for name in names)
     assert names[0] == "model-a-1e-5_loss-a-1" and names[2] == "model-a-1e16_loss-a-1"
+
+
+def test_values_of_different_keys_have_different_names() -> None:
+    runs = load({"over": {"loader": [{"workers": 2}, {"prefetch": 2}, {"kind": "torch", "workers": 3}]}})
+    assert list(runs) == ["loader-workers-2", "loader-prefetch-2", "loader-torch-workers-3"]
+    assert [(each.run.loader.workers, each.run.loader.prefetch) for each in runs.values()][:2] != [(2, 2), (2, 2)]
+    assert [each.run.label for each in runs.values()][:2] == ["loader workers 2", "loader prefetch 2"]
+
+
+@pytest.mark.parametrize(
+    ("sweep", "message"),
+    [
+        ({"over": {key: list(range(1, 101)) for key in ("seed", "batch_size", "model.a", "loss.b")}}, "100000000"),
+        ({"method": "random", "trials": 10**7, "over": {"seed": {"integers": [0, 10**12]}}}, "10000000"),
+        ({"method": "halving", "over": {"seed": list(range(10_001))}}, "10001"),
+        # Equal values far from each other, in more combinations than can be looked at.
+        ({"method": "random", "trials": 9, "over": {"d": [1, 1.0], **{k: list(range(999)) for k in "ab"}}}, "d-1"),
+    ],
+)
+def test_too_many_trials_are_refused_at_once(sweep: Any, message: str) -> None:
+    begun = time.perf_counter()
+    with pytest.raises(UserError, match=f"{message} (trials; expected at most 10000|stands twice)"):
+        load(sweep)
+    assert time.perf_counter() - begun < 10
 
 
 def test_more_draws_leave_the_first_ones_as_they_are() -> None:

@@ -9,6 +9,7 @@ import html
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 from collections import Counter
@@ -264,6 +265,20 @@ def test_targets(fresh: Tree, target: str, runs: list[str], pages: list[str]) ->
     names = fresh.planned(targets=[target]).names
     assert of(names, "train") == runs
     assert [name for name in names if name.startswith("report")] == pages
+
+
+def test_half_an_import_is_no_reference(fresh: Tree) -> None:
+    """`dlscale import-log` was killed, or is under way."""
+    for name in ("theirs", ".theirs.host.1.ab.part"):
+        file = fresh.results / "references" / name / "reference.json"
+        file.parent.mkdir(parents=True)
+        file.write_text("{}")
+    (page,) = [job for job in fresh.planned(targets=["all"]).jobs if job.rule == "report"]
+    shutil.rmtree(fresh.results / "references")
+    words = shlex.split(page.command)
+    assert words[words.index("--references") + 1 : words.index("--out")] == [
+        f"{fresh.config['results']}/references/theirs/reference.json"
+    ]
 
 
 def test_same_jobs_by_default(fresh: Tree) -> None:

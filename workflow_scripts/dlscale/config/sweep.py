@@ -21,6 +21,9 @@ Values = dict[str, Any]
 #: Letters of a trial's name, beside those that its rung may add.
 LONGEST = 52
 
+#: Trials that a sweep has at most: each is a run, with a folder and jobs of its own, which Snakemake keeps in memory.
+MOST = 10_000
+
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 
 
@@ -109,16 +112,22 @@ class Sweep(Strict):
             raise ValueError(f"over.{ranges[0]}: of a range there are no combinations; {todo}")
         if self.method == "random" and self.trials is None:
             raise ValueError("trials: how many to draw is missing; or use method grid")
-        most = math.prod(len(values) for values in self.over.values() if isinstance(values, list))
+        most = math.prod(map(len, self._lists.values()))
         if not ranges and self.trials is not None and self.trials > most:
             raise ValueError(f"trials: {self.trials} of {most} combinations; use at most {most}, or method grid")
-        names = Counter(_name(values, self._words) for values in itertools.islice(self._all(), 10_000))
+        if (count := self.trials or most) > MOST:
+            raise ValueError(
+                f"{'trials' if self.trials else 'over'}: {count} trials; expected at most {MOST}, for each is a run "
+                "with a folder and jobs of its own; draw fewer: method random or halving, with trials"
+            )
+        for key, values in self._lists.items():  # trials that differ in a value differ in that part of their names
+            names = Counter(_name({key: value}, self._words) for value in values)
+            if twice := next((name for name, number in names.items() if number > 1), None):
+                raise ValueError(f"over: {twice} stands twice")
         if ranges and len(self.runs) < (self.trials or 0):
             raise ValueError(
                 f"trials: {self.trials}, but over has no more than {len(self.runs)} different ones; use these"
             )
-        if twice := next((name for name, number in names.items() if number > 1), None):
-            raise ValueError(f"over: {twice} stands twice")
         return self
 
     @property
@@ -128,8 +137,12 @@ class Sweep(Strict):
             _name(values, self._words): values for values in (self._all() if self.trials is None else self._drawn())
         }
 
+    @property
+    def _lists(self) -> dict[str, list[Any]]:
+        return {key: values for key, values in self.over.items() if isinstance(values, list)}
+
     def _all(self) -> Iterator[Values]:
-        lists = {key: values for key, values in self.over.items() if isinstance(values, list)}
+        lists = self._lists
         return (dict(zip(lists, values, strict=True)) for values in itertools.product(*lists.values()))
 
     def _drawn(self) -> list[Values]:
@@ -192,7 +205,8 @@ def _shown(value: Any) -> str:
     if isinstance(value, float):
         return repr(value).removesuffix(".0")
     if isinstance(value, dict):
-        return " ".join(_shown(each) for each in value.values())
+        # With its keys, for others may have the same values; but a kind says itself what it is of.
+        return " ".join(_shown(each) if key == "kind" else f"{key} {_shown(each)}" for key, each in value.items())
     if isinstance(value, list):
         return "x".join(_shown(each) for each in value)
     return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

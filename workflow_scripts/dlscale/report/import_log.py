@@ -26,8 +26,11 @@ from dlscale.report.references import Over, Reference
 if TYPE_CHECKING:
     from dlscale.config.resolve import Configuration
 
-#: Points of a curve that are kept at least, where there are more; a page cannot show them all.
+#: Points of a curve that are kept at least, where there are more, and twice as many at most: a page cannot show all.
 POINTS = 2000
+
+#: Farthest from 1970 that a clock is, s: beyond, differences are no numbers that a figure can show.
+FARTHEST = 1e15
 
 #: Quantities that every run of ours has, as `dlscale.train.logs` calls them; metrics are `valid/NAME`.
 QUANTITIES = ("loss/train", "loss/valid", "learning_rate", "samples_per_second", "steps_per_second")
@@ -52,22 +55,29 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
     files = _files(Path(args.events))
     settings: dict[str, Any] = {
         "name": args.name,
-        "label": args.label or args.name,
+        "label": _text("--label", args.label or args.name),
         "study": args.reference_study,
         "plans": args.plans,
-        "files": {file.name: sha256(file) for file in files},
+        "files": {_text("the event file's name", file.name): "" for file in files},
         "counts": counts,
         "batch_size": args.batch_size,
         "epoch_samples": args.epoch_samples,
     }
     validate(Reference, {**settings, "curves": {}}, "import-log")  # before all is read
-    curves, others = read(files, tags, frozenset() if args.tag else log.percent)
-    reference = Reference(**settings, curves=curves)
     folder = results_of(configuration) / "references" / args.name
     with whole(folder) as new:
         new.mkdir()
-        for file in files:
-            shutil.copyfile(file, new / file.name)
+        # The copies are what is read: a log may grow meanwhile.
+        copies = {Path(shutil.copyfile(file, new / file.name)): file for file in files}
+        settings["files"] = {copy.name: sha256(copy) for copy in copies}
+        try:
+            curves, others = read(list(copies), tags, frozenset() if args.tag else log.percent)
+        except UserError as error:
+            text = str(error)
+            for copy, file in copies.items():
+                text = text.replace(str(copy), str(file))
+            raise UserError(text) from None
+        reference = Reference(**settings, curves=curves)
         reference.write(new / "reference.json")
     if args.json:
         print(json.dumps({"reference": str(folder), "points": {name: len(points) for name, points in curves.items()}}))
@@ -93,12 +103,17 @@ def read(
     That is the moment of step 0, where the log has one, or else that at which its first file was begun. Of a step that
     is there twice the later value counts.
     """
-    found: dict[str, list[Point]] = {}
+    found: dict[str, Curve] = {}
     others: dict[str, None] = {}
     begun, begin = math.inf, math.inf
     for file in files:
         for event in events(file):
             if math.isfinite(event.wall_time):
+                if abs(event.wall_time) > FARTHEST:
+                    raise UserError(
+                        f"{file}: step {event.step} is of {event.wall_time:g} s since 1970-01-01, which no clock "
+                        "shows; write the file again, with the seconds at which its events were"
+                    )
                 begun = min(begun, event.wall_time)
             for value in event.summary.value:
                 if value.tag not in tags:
@@ -110,10 +125,8 @@ def read(
                     continue
                 if event.step == 0:
                     begin = min(begin, event.wall_time)
-                points = found.setdefault(tags[value.tag], [])
-                points.append((event.step, event.wall_time, number / 100 if value.tag in percent else number))
-                if len(points) > 2 * POINTS:
-                    del points[1:-1:2]
+                number = number / 100 if value.tag in percent else number
+                found.setdefault(tags[value.tag], Curve()).add((event.step, event.wall_time, number))
     if not found:
         there = f"it has {', '.join(others)}" if others else "it has no scalars"
         raise UserError(
@@ -121,15 +134,51 @@ def read(
         )
     zero = begin if math.isfinite(begin) else begun
     curves = {
-        name: [(step, round(time - zero, 3), value) for step, time, value in _ordered(found[name])]
+        name: [(step, round(time - zero, 3), value) for step, time, value in found[name].points()]
         for name in dict.fromkeys(tags.values())
         if name in found
     }
     return curves, list(others)
 
 
-def _ordered(points: Sequence[Point]) -> list[Point]:
-    return sorted({point[0]: point for point in points}.values())
+class Curve:
+    """Points spread evenly over the steps, as many as a page can show: the first of every so many steps, and the last.
+
+    Of a step that comes twice the later point counts.
+    """
+
+    def __init__(self) -> None:
+        self._stride = 1
+        self._kept: dict[int, Point] = {}  # by how many strides are before it
+        self._last: Point = (-1, 0.0, 0.0)
+
+    def add(self, point: Point) -> None:
+        if point[0] >= self._last[0]:
+            self._last = point
+        self._keep(point)
+        while len(self._kept) > 2 * POINTS:
+            self._stride *= 2
+            former, self._kept = self._kept, {}
+            for each in former.values():
+                self._keep(each)
+
+    def _keep(self, point: Point) -> None:
+        place = point[0] // self._stride
+        if place not in self._kept or point[0] <= self._kept[place][0]:
+            self._kept[place] = point
+
+    def points(self) -> list[Point]:
+        """Return them by step."""
+        return sorted({point[0]: point for point in (*self._kept.values(), self._last)}.values())
+
+
+def _text(what: str, text: str) -> str:
+    """Return `text`; what is not UTF-8, which no JSON holds, is a `UserError`."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise UserError(f"{what}: {text!a} is not UTF-8; write it in that coding") from None
+    return text
 
 
 def _files(path: Path) -> list[Path]:

@@ -18,6 +18,7 @@ import torch
 from dlscale.core.errors import UserError
 from dlscale.core.files import whole
 from dlscale.core.records import Epoch, Number, Record, Untrained
+from dlscale.train import archive
 
 State = dict[str, Any]
 
@@ -92,11 +93,7 @@ class Checkpoints:
             path = self._path(step) / "state.pt"
             try:
                 record = CheckpointRecord.read(path.with_name("checkpoint.json"))
-                with zipfile.ZipFile(path) as archive:  # torch.load does not look at the checksums that it wrote
-                    if damaged := archive.testzip():
-                        raise zipfile.BadZipFile(f"{damaged}: wrong checksum")
-                # On the host: a device that is full or gone is no fault of the file.
-                return record, torch.load(path, map_location="cpu", weights_only=True)
+                return record, archive.load(path)
             except (OSError, zipfile.BadZipFile, pickle.UnpicklingError, EOFError, RuntimeError, UserError) as error:
                 logging.warning("%s: not readable (%s); trying an earlier one", path.parent, type(error).__name__)
                 if only is None and isinstance(error, zipfile.BadZipFile | FileNotFoundError | UserError):

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from dlscale.core.errors import UserError
-from dlscale.core.records import Best, Epoch
+from dlscale.core.records import Best, Epoch, Untrained
 
 #: What Weights & Biases would collect by itself; telemetry and provenance say it here.
 UNSEEN: Any = {**dict.fromkeys(("x_disable_meta", "x_disable_stats", "x_disable_machine_info"), True), "host": ""}
@@ -47,13 +47,14 @@ class Wandb:
         wandb.finish()  # what a training of this process left that failed
         shutil.rmtree(out / "wandb", ignore_errors=True)  # of an earlier try: its epochs are logged again
         out.mkdir(parents=True, exist_ok=True)
+        mode: Any = os.environ.get("WANDB_MODE", "offline")  # wandb says which there are
         self._wandb = wandb
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "dlscale"),
             group=os.environ.get("WANDB_RUN_GROUP", out.parent.name),
             name=f"{out.parent.name}.{out.name}",
             dir=str(out),
-            mode=os.environ.get("WANDB_MODE", "offline"),
+            mode=mode,
             config=run,
             settings=wandb.Settings(console="off", silent=True, disable_git=True, disable_code=True, **UNSEEN),
         )
@@ -61,10 +62,15 @@ class Wandb:
             self.add(record)
 
     def add(self, record: Epoch) -> None:
-        numbers = record.model_dump(exclude={"metrics", "made_with"})
+        if record.untrained:
+            self._log(0, record.untrained)
+        self._log(record.step, record)
+
+    def _log(self, step: int, record: Epoch | Untrained) -> None:
+        numbers = record.model_dump(exclude={"metrics", "made_with", "untrained"})
         metrics = {f"valid/{name}": value for name, value in record.metrics.items()}
         finite = {name: value for name, value in (numbers | metrics).items() if math.isfinite(value)}
-        self._run.log(finite, step=record.step)
+        self._run.log(finite, step=step)
 
     def finish(self, picture: Path, best: Best | None) -> None:
         self._run.log({"valid/prediction": self._wandb.Image(str(picture))})

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
-import zipfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -11,6 +9,7 @@ import torch
 
 from dlscale.core.errors import UserError
 from dlscale.core.text import many
+from dlscale.train import archive
 from dlscale.train.precision import Weights
 
 #: Where the checkpoints of common programs have the model's state.
@@ -29,11 +28,11 @@ def read_weights(path: str | Path) -> State:
     It may be part of a checkpoint (`PLACES`), and of a wrapped model (`PREFIXES`).
     """
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        content = archive.load(path, legacy=True)
     except FileNotFoundError:
         raise UserError(f"{path}: no such file; expected weights: a state dict that torch.save wrote") from None
-    except (OSError, RuntimeError, ValueError, EOFError, KeyError, zipfile.BadZipFile, pickle.UnpicklingError):
-        # PyTorch's own message advises to execute what is in the file.
+    except Exception:
+        # A damaged pickle leads its reader anywhere. PyTorch's own message advises to execute what is in the file.
         raise UserError(
             f"{path}: not readable as weights: it is damaged, or holds more than tensors and plain values; expected a "
             "state dict that torch.save wrote"
