@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -157,6 +158,19 @@ def test_the_others_wait_until_it_is_whole(era5_data: Path, disk: Path) -> None:
                 fcntl.flock(lock, fcntl.LOCK_UN)
             assert waiter.stdout.readline() == f"{manifest}\n"
     assert waiter.returncode == 0 and manifest.exists()
+
+
+def test_nobody_waits_for_those_who_read(era5_data: Path, disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two looked before there was a copy: the one that made it reads it, and waits for the other to train with."""
+    complete, looks = staging._Contents.complete, []
+    with staged(era5_data / "manifest.json", "local") as first:
+        monkeypatch.setattr(
+            staging._Contents, "complete", lambda self: (looks.append(1), len(looks) > 1 and complete(self))[1]
+        )
+        signal.alarm(20)  # it ends the tests, which would wait for ever
+        with staged(era5_data / "manifest.json", "local") as second:
+            assert first == second and len(looks) == 2
+        signal.alarm(0)
 
 
 def test_what_was_copied_before_an_end_stays(era5_data: Path, disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:

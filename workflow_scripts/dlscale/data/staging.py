@@ -64,8 +64,14 @@ def staged(manifest: str | Path, staging: Staging) -> Iterator[Path]:
             fcntl.flock(lock, fcntl.LOCK_SH)
             if contents.complete():
                 break
-            fcntl.flock(lock, fcntl.LOCK_EX)  # once it is ours, somebody else may have made the copy
-            if not contents.complete():
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                # Not to be waited for: who has made the copy by then reads it, and may wait for us to train with.
+                fcntl.flock(lock, fcntl.LOCK_UN)
+                time.sleep(0.1)
+                continue
+            if not contents.complete():  # once it is ours, somebody else may have made the copy
                 with _told(folder, staging):
                     contents.make(staging)
         os.utime(copy)
