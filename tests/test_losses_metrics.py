@@ -15,6 +15,7 @@ from dlscale.config.run import RunCore
 from dlscale.core.errors import UserError
 from dlscale.data.manifest import Manifest
 from dlscale.datasets.era5.kind import PairSamples
+from dlscale.datasets.era5.naive import ANSWERS
 from dlscale.models.losses import l1, l2, relative_l2
 from dlscale.models.metrics import MetricSum, anomaly_correlation, latitude_weights, mean_square
 from dlscale.studies.base import Metrics
@@ -297,6 +298,27 @@ def test_naive_answers_go_without_what_nobody_knows(era5_data: Path) -> None:
         assert {name: values.shape for name, values in metrics.naive(range(3, 5)).items()} == {
             f"{name}_square": (2, len(manifest.fields["fields"].channels)) for name in left
         }
+
+
+@pytest.mark.parametrize("strongest", ANSWERS)
+def test_skill_is_told_against_any_answer_that_is_the_strongest(era5_data: Path, strongest: str) -> None:
+    """Each in turn, of one channel alone: of real or simulated weather some of them never are."""
+    manifest = Manifest.read(era5_data / "manifest.json")
+    metrics = ERA5_VIT.metrics(SimpleNamespace(samples=PairSamples(kind="pairs")), manifest, CPU)
+    names, scale = manifest.fields["fields"].channels, metrics.scale.tolist()
+    assert list(metrics.called) == list(ANSWERS), "all of them are known here"
+    for c, channel in enumerate(names):
+        squares = {name: torch.full((len(names),), 4.0 + i) for i, name in enumerate(ANSWERS)}
+        squares[strongest][c] = 0.25
+        means = {f"{name}_square": square for name, square in squares.items()}
+        ones = torch.ones(len(names))
+        found = metrics.summarise({**means, "square": ones / 100, "root": ones, "acc": ones})
+        assert found[f"naive_rmse/{channel}"] == found[f"{strongest}_rmse/{channel}"]
+        for number, name in enumerate(names):
+            least = min(float(square[number]) for square in squares.values())
+            assert (least == 0.25) == (number == c)
+            assert found[f"naive_rmse/{name}"] == pytest.approx(least**0.5 * scale[number], rel=1e-6)
+            assert found[f"skill/{name}"] == pytest.approx(1 - 0.1 / least**0.5, rel=1e-6)
 
 
 def test_yesterday_may_lie_in_the_file_before(era5_data: Path, tmp_path: Path) -> None:

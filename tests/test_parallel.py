@@ -55,9 +55,12 @@ def close(one: Path, other: Path, tolerance: float) -> None:
     for a, b in zip(records(one), records(other), strict=True):
         for key in ("epoch", "step", "samples", "learning_rate"):
             assert a[key] == b[key], key
-        for key in ("train_loss", "valid_loss"):
-            assert a[key] == pytest.approx(b[key], rel=tolerance), key
-        assert a["metrics"] == pytest.approx(b["metrics"], rel=10 * tolerance, abs=1e-6)
+        assert bool(a["untrained"]) == bool(b["untrained"])
+        before = [(a["untrained"], b["untrained"])] if a["untrained"] else []  # of the first step
+        for left, right in [(a, b), *before]:
+            for key in ("train_loss", "valid_loss"):
+                assert left[key] == pytest.approx(right[key], rel=tolerance), key
+            assert left["metrics"] == pytest.approx(right["metrics"], rel=10 * tolerance, abs=1e-6)
     weights = [torch.load(folder / "model.pt", weights_only=True) for folder in (one, other)]
     for name, value in weights[0].items():
         torch.testing.assert_close(value, weights[1][name], rtol=10 * tolerance, atol=10 * tolerance)
@@ -72,7 +75,11 @@ def close(one: Path, other: Path, tolerance: float) -> None:
             id="last batch of one",
             marks=pytest.mark.slow,
         ),
-        pytest.param("era5_vit", 2, {}, id="plain"),
+        pytest.param(
+            # Each process has as much as the base batch, both together twice as much.
+            *("era5_vit", 2, {"schedule": {"kind": "constant", "scaling": "linear", "base_batch_size": 2}}),
+            id="scaled rate",
+        ),
         pytest.param(
             *("era5_vit", 2, {"accumulation_steps": 2, "loader": {"kind": "direct", "workers": 1}}),
             id="in parts",
@@ -95,6 +102,10 @@ def test_several_train_as_one_does(
     together = configure(tmp_path / "together", study, ranks, **changes)
     train_by(ranks, together, data)
     close(alone, together, 2e-5)
+    first = records(together)[0]
+    assert first["untrained"]["train_loss"] > 0, "which was compared"
+    if "schedule" in changes:
+        assert first["learning_rate"] == 2 * ERA5_RUN["optimizer"]["lr"]
     assert json.loads((together / "provenance.json").read_text())["processes"] == ranks
     assert sorted(path.name for path in together.glob("*.log")) == [
         "train.log",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,13 @@ import h5py
 import numpy as np
 import pytest
 
+from dlscale.core.errors import UserError
 from dlscale.data.manifest import Manifest
 from dlscale.datasets.cosmo.kind import CropSamples
 from dlscale.datasets.cosmo.samples import Crops
+from dlscale.datasets.era5.describe import describe_prepared
 from dlscale.datasets.era5.extra import Extra
-from dlscale.datasets.era5.kind import PairSamples
+from dlscale.datasets.era5.kind import Era5Dataset, PairSamples
 from dlscale.datasets.era5.samples import Pairs
 from tests.conftest import COSMO_RUN, ERA5_RUN, make_dataset, make_parts, make_run, records, stage, train
 from tests.raw_files import CHANNELS_OF, cosmo, era5, published, volume, write_volume, write_years
@@ -170,6 +173,39 @@ def test_other_files_that_name_no_channels_have_numbers(tmp_path: Path) -> None:
     manifest = Manifest.read(make_dataset(tmp_path / "data", era5(years)) / "manifest.json")
     info = manifest.fields["fields"]
     assert info.channels == ["channel00", "channel01", "channel02"] and set(info.units) == {"unknown"}
+
+
+SIX = 6.0 * np.arange(TIMES["valid"][2003])
+
+
+@pytest.mark.parametrize(
+    ("times", "message"),
+    [
+        (SIX / 6, r"row 1 is 1 h after row 0, expected 6 h \(step_hours\); set source\.step_hours: 1, or leave `time`"),
+        (SIX + 720 * (SIX > 24), r"row 5 is 726 h after row 4, expected 6 h \(step_hours\); begin another file"),
+        (SIX[::-1], "row 1 is -6 h after row 0"),
+        (np.where(SIX == 12, np.nan, SIX), "row 2 is nan h after row 1"),
+        (SIX[:-1], r"time: shape \(8,\), expected \(9,\), one time for each row"),
+        (np.array([b"2003-01-01"] * SIX.size), "time: expected numbers"),
+        (SIX, None),
+        (SIX.astype(np.int32), None),
+    ],
+    ids=["hourly", "gap", "backwards", "nan", "short", "text", "even", "integers"],
+)
+def test_times_are_as_far_apart_as_the_settings_say(tmp_path: Path, times: np.ndarray, message: str | None) -> None:
+    """Else pairs were of other leads, clocks and means of other hours, in silence."""
+    raw = write_years(tmp_path / "raw", TIMES, 3)
+    path = raw / "valid" / "2003.h5"
+    with h5py.File(path, "a") as file:
+        file["time"] = times if times.dtype.kind == "S" else 290_000 + times
+    dataset = Era5Dataset.model_validate(era5(raw))
+    told = pytest.raises(UserError, match=message) if message else contextlib.nullcontext()
+    with told as caught:
+        manifest = describe_prepared(dataset, [], tmp_path)
+    if message:
+        assert str(caught.value).startswith(f"{path}: time: ")
+    else:
+        assert Extra.of(manifest).starts[manifest.files("valid")[0].digest] == 290_000
 
 
 def test_a_folder_that_we_preprocessed_is_a_prepared_one(tmp_path: Path, era5_data: Path) -> None:

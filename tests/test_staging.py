@@ -6,7 +6,9 @@ import errno
 import fcntl
 import json
 import os
+import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -17,11 +19,15 @@ import torch
 
 from dlscale.core.errors import UserError
 from dlscale.core.machine import LOCAL_DISK
+from dlscale.core.settings import read_yaml
 from dlscale.data import staging
 from dlscale.data.manifest import Manifest
 from dlscale.data.staging import staged
+from dlscale.datasets.era5.describe import describe_prepared
+from dlscale.datasets.era5.kind import Era5Dataset
 from dlscale.launch.launcher import launch
 from tests.conftest import ERA5, ERA5_RUN, ROOT, make_run, records, train
+from tests.raw_files import era5, write_years
 from tests.test_launcher import FOUR, HERE, site
 from tests.test_parallel import configure, train_by
 from tests.waiting import until
@@ -154,6 +160,19 @@ def test_the_others_wait_until_it_is_whole(era5_data: Path, disk: Path) -> None:
     assert waiter.returncode == 0 and manifest.exists()
 
 
+def test_nobody_waits_for_those_who_read(era5_data: Path, disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two looked before there was a copy: the one that made it reads it, and waits for the other to train with."""
+    complete, looks = staging._Contents.complete, []
+    with staged(era5_data / "manifest.json", "local") as first:
+        monkeypatch.setattr(
+            staging._Contents, "complete", lambda self: (looks.append(1), len(looks) > 1 and complete(self))[1]
+        )
+        signal.alarm(20)  # it ends the tests, which would wait for ever
+        with staged(era5_data / "manifest.json", "local") as second:
+            assert first == second and len(looks) == 2
+        signal.alarm(0)
+
+
 def test_what_was_copied_before_an_end_stays(era5_data: Path, disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     copied: list[str] = []
     real = shutil.copyfile
@@ -167,7 +186,7 @@ def test_what_was_copied_before_an_end_stays(era5_data: Path, disk: Path, monkey
     monkeypatch.setattr(shutil, "copyfile", copyfile)
     with pytest.raises(KeyboardInterrupt), staged(era5_data / "manifest.json", "local"):
         pass
-    (kept,) = files(disk)
+    (kept,) = (path for path in files(disk) if path.suffix == ".h5")
     inode = kept.stat().st_ino
     copied.append("ended")
     with staged(era5_data / "manifest.json", "local") as manifest:
@@ -182,6 +201,140 @@ def test_a_torn_copy_is_made_again(era5_data: Path, disk: Path) -> None:
     torn.write_bytes(b"short")
     with staged(era5_data / "manifest.json", "local") as manifest:
         Manifest.read(manifest).check_files()
+
+
+@pytest.mark.parametrize("what", ["removed", "cut", "zeros", "a folder"])
+@pytest.mark.parametrize("of", ["data", "stats", "copied.json", "manifest.json"])
+def test_a_damaged_copy_heals(era5_data: Path, disk: Path, what: str, of: str) -> None:
+    """A cleaner of old files, a torn disk, a stranger's hand: what was not damaged is left as it is."""
+    with staged(era5_data / "manifest.json", "local") as manifest:
+        copy = Manifest.read(manifest)
+        places = {"data": copy.path(copy.files("train")[1]), "stats": copy.folder / "stats" / "hour_means.npy"}
+        victim = places.get(of, copy.folder / of)
+        whole = {path: (path.read_bytes(), path.stat().st_ctime_ns) for path in files(disk)}
+    content = whole[victim][0]
+    if what == "removed":
+        victim.unlink()
+    elif what == "a folder":
+        victim.unlink()
+        victim.mkdir()
+    else:
+        victim.write_bytes(content[: len(content) // 2] if what == "cut" else bytes(len(content)))
+    if what == "a folder":  # is not ours to remove
+        with pytest.raises(UserError, match="a folder where a file is"), staged(era5_data / "manifest.json", "local"):
+            pass
+        return
+    with staged(era5_data / "manifest.json", "local") as again:
+        assert again == manifest
+        anew = {path for path in files(disk) if path.stat().st_ctime_ns != whole[path][1]}
+        of_data = {path for path in whole if path.suffix == ".h5"}
+        assert victim in anew and (of == "copied.json" or not anew & of_data - {victim})
+        same = {path for path in whole if path.name != "copied.json"}
+        assert all(path.read_bytes() == whole[path][0] for path in same)
+    with staged(era5_data / "manifest.json", "local"):
+        assert all(path.read_bytes() == whole[path][0] for path in same)
+
+
+def test_stats_are_compared_by_content(era5_data: Path, disk: Path) -> None:
+    """They are named by manifests, not by what they hold, and small; size and time may say nothing."""
+    for _ in range(2):
+        with staged(era5_data / "manifest.json", "local") as manifest:
+            for original in (era5_data / "stats").glob("*.npy"):
+                path = manifest.parent / "stats" / original.name
+                assert path.read_bytes() == original.read_bytes()
+        before = path.stat()
+        path.write_bytes(bytes(before.st_size))
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def test_a_changed_dataset_is_another_copy(tmp_path: Path, disk: Path) -> None:
+    """Made anew in its place, with files of the same names and sizes: nobody reads what it was."""
+    seen = []
+    for seed in (1, 2):
+        shutil.rmtree(tmp_path / "raw", ignore_errors=True)
+        raw = write_years(tmp_path / "raw", {"train": {2001: 4}, "valid": {2002: 4}}, seed=seed)
+        original = describe_prepared(Era5Dataset.model_validate(era5(raw)), [], tmp_path)
+        original.write(tmp_path / "manifest.json")
+        with staged(tmp_path / "manifest.json", "local") as path:
+            copy = Manifest.read(path)
+            for one, other in zip(copy.files("train"), original.files("train"), strict=True):
+                assert copy.path(one).read_bytes() == original.path(other).read_bytes()
+            seen.append((copy, copy.path(copy.files("train")[0]).read_bytes()))
+    (before, first), (after, second) = seen
+    assert len(first) == len(second) and first != second
+    # Who still reads the former copy, in a longer run, reads on.
+    assert before.folder != after.folder
+    assert before.path(before.files("train")[0]).read_bytes() == first
+
+
+@pytest.mark.parametrize("what", ["a link", "a file", "mode 0777", "mode 0750", "owner"])
+@pytest.mark.parametrize("place", ["memory", "local"])
+def test_a_folder_of_others_is_refused(
+    era5_data: Path, tmp_path: Path, disk: Path, monkeypatch: pytest.MonkeyPatch, what: str, place: Any
+) -> None:
+    """Who can write to it decides what is trained on; a link has us write elsewhere."""
+    mine, elsewhere, me = disk / f"dlscale-{os.getuid()}", tmp_path / "elsewhere", os.getuid()
+    elsewhere.mkdir(mode=0o700)
+    if what == "a link":
+        mine.symlink_to(elsewhere)
+    elif what == "a file":
+        mine.touch()
+    elif what == "owner":  # ours, seen by another user who was given its name
+        mine = disk / f"dlscale-{me + 1}"
+        mine.mkdir(mode=0o700)
+        monkeypatch.setattr(os, "getuid", lambda: me + 1)
+    else:
+        mine.mkdir()
+        mine.chmod(int(what.split()[1], 8))
+    expected = {
+        "a link": f"a link, expected a folder of user {me} with mode 0700",
+        "a file": "a file stands where a folder is needed",
+        "owner": f"a folder of user {me}, expected a folder of user {me + 1}",
+    }.get(what, f"a folder with {what}, expected a folder of user {me} with mode 0700")
+    with pytest.raises(UserError, match=f"^{mine}: {expected}") as caught, staged(era5_data / "manifest.json", place):
+        pass
+    if what != "a file":
+        advice = "remove it, or use loader.staging none" + (", or another site.local_disk" if place == "local" else "")
+        assert str(caught.value).endswith(advice)
+    assert not files(elsewhere) and set(files(disk)) <= {mine}
+
+
+@pytest.mark.parametrize("place", ["memory", "local"])
+@pytest.mark.parametrize("when", ["before", "while it copies"])
+def test_a_disk_that_cannot_be_written_to_is_one_message(
+    era5_data: Path, disk: Path, monkeypatch: pytest.MonkeyPatch, place: Any, when: str
+) -> None:
+    """It is not the place of `results`."""
+
+    def closed(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(*((Path, "mkdir") if when == "before" else (shutil, "copyfile")), closed)
+    message = r"/disk/dlscale-\d+: no permission to write here; use loader\.staging none"
+    message += r", or another site\.local_disk$" if place == "local" else "$"
+    with pytest.raises(UserError, match=message), staged(era5_data / "manifest.json", place):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"loader": "torch"}, "loader: got 'torch'; expected keys and values"),
+        ({"loader": [1]}, "loader: "),
+        ({"loader": {"kind": "torch", "staging": "locl"}}, r"loader\.staging: got 'locl' \(did you mean 'local'\?\)"),
+        ({"parallel": "dp"}, "parallel: got 'dp'; expected keys and values"),
+    ],
+)
+def test_settings_by_hand_are_one_message(
+    tmp_path: Path, era5_data: Path, disk: Path, capfd: pytest.CaptureFixture[str], changes: Any, message: str
+) -> None:
+    """Also of what is looked at before the stage begins: where data are read, and whose telemetry this is."""
+    config = make_run(tmp_path, "era5_vit", ERA5_RUN, ERA5)
+    config.write_text(json.dumps(read_yaml(config) | changes))
+    assert train(tmp_path, era5_data / "manifest.json", "--telemetry", tmp_path / "telemetry.csv") == 2
+    error = capfd.readouterr().err
+    assert re.search(rf"^dlscale train: .*config\.yaml: {message}", error) and error.count("\n") == 1
+    assert not list(disk.iterdir())
 
 
 def test_a_full_disk_is_one_message(era5_data: Path, disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,7 +357,7 @@ def test_what_does_not_fit_is_refused_with_sizes(
         monkeypatch.setattr(staging, "free_memory", lambda: 1000)
     else:
         monkeypatch.setattr(shutil, "disk_usage", lambda folder: type("Usage", (), {"free": 800}))
-    message = rf"loader\.staging: {place}: the data take [\d.]+ [kM]B, and .* has room for 800 B; use staging none"
+    message = rf"loader\.staging: {place}: the data take [\d.]+ [kM]B, and .* has room for 800 B; use loader"
     with pytest.raises(UserError, match=message), staged(era5_data / "manifest.json", place):
         pass
     assert files(disk) == []
@@ -215,6 +368,7 @@ def test_room_is_made_of_what_nobody_reads(era5_data: Path, disk: Path, monkeypa
     for name in ("free", "held"):
         (mine / name / "train").mkdir(parents=True)
         (mine / name / "train/data").write_bytes(bytes(10))
+    mine.chmod(0o700)
     real = shutil.disk_usage
     free = lambda folder: type("Usage", (), {"free": 0 if (mine / "free").exists() else real(folder).free})  # noqa: E731
     monkeypatch.setattr(shutil, "disk_usage", free)
@@ -235,6 +389,7 @@ def test_memory_is_kept_for_those_who_still_read(era5_data: Path, disk: Path) ->
 def test_what_a_killed_run_left_in_memory_goes(era5_data: Path, disk: Path) -> None:
     left = disk / f"dlscale-{os.getuid()}" / "0123456789abcdef" / "train"
     left.mkdir(parents=True)
+    left.parents[1].chmod(0o700)
     with staged(era5_data / "manifest.json", "memory"):
         assert not left.exists()
 

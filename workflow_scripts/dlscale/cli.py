@@ -246,7 +246,8 @@ def _watched(args: argparse.Namespace) -> AbstractContextManager[None]:
 
     settings, where = read_settings(args.config)
     geometry = validate(Geometry, settings.get("geometry") or {}, f"{where}: geometry")
-    one = (settings.get("parallel") or {}).get("kind") == "dp"  # process for all of them
+    parallel = settings.get("parallel")
+    one = isinstance(parallel, dict) and parallel.get("kind") == "dp"  # process for all of them
     here, several = geometry.gpus_per_node, geometry.world_size > 1 and not one
     rank, _, local_rank = ranks() if several else Ranks()
     if local_rank:
@@ -260,13 +261,14 @@ def _watched(args: argparse.Namespace) -> AbstractContextManager[None]:
 @contextlib.contextmanager
 def _near(args: argparse.Namespace) -> Iterator[None]:
     """Have a stage of a run read its data from a copy on its node, if the run's loader asks for one."""
-    loader = read_settings(args.config)[0].get("loader") or {} if STAGES[args.stage].scope == "run" else {}
-    if loader.get("staging", "none") == "none":
+    loader = read_settings(args.config)[0].get("loader") if STAGES[args.stage].scope == "run" else None
+    staging = loader.get("staging") if isinstance(loader, dict) else None
+    if staging not in ("memory", "local"):  # what else stands there, by hand, the stage itself refuses
         yield
         return
     from dlscale.data.staging import staged
 
-    with staged(args.manifest, loader["staging"]) as manifest:
+    with staged(args.manifest, staging) as manifest:
         args.manifest = str(manifest)
         yield
 

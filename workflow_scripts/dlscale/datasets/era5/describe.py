@@ -7,6 +7,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 
 from dlscale.config.dataset import SPLITS
@@ -46,7 +47,7 @@ def describe_prepared(dataset: Era5Dataset, sources: list[Path], folder: Path) -
                     latitude, longitude = file["latitude"][()].tolist(), file["longitude"][()].tolist()
                 names, units = ([str(name) for name in fields.attrs.get(key, [])] for key in ("channels", "units"))
                 splits[split].append(File.of(path, folder, fields.shape[0]))
-                if (start := _start(file, path)) is not None:
+                if (start := _start(file, path, fields.shape[0], dataset.source.step_hours)) is not None:
                     starts[splits[split][-1].digest] = start
     for split in ("train", "valid"):
         if not splits[split]:
@@ -156,13 +157,29 @@ def _extra(manifest: Manifest, stats: Path, name: str, series: bool) -> Extra:
     return _timed(extra, manifest.splits, starts, series)
 
 
-def _start(file: Any, path: Path) -> float | None:
+def _start(file: h5py.File, path: Path, rows: int, step_hours: int) -> float | None:
     """Return the time of a prepared file's first state, hours since 1970; None where nobody knows.
 
-    The published files have no times: each is named after its year, and begins with it.
+    The published files have no times: each is named after its year, and begins with it. Where there are times they
+    must be `step_hours` apart: pairs, clocks and means are made by counting rows.
     """
-    if "time" in file and len(file["time"]):
-        return float(file["time"][0])
+    if "time" in file:
+        times = store.dataset(file, "time")[()]
+        if times.shape != (rows,):
+            raise UserError(f"{path}: time: shape {times.shape}, expected ({rows},), one time for each row of fields")
+        steps = np.diff(times.astype(np.float64))
+        # What is not a number is no step either.
+        wrong = np.flatnonzero(~(np.abs(steps - step_hours) < 0.01 * step_hours))
+        if wrong.size:
+            row, step = int(wrong[0]), float(steps[wrong[0]])
+            even = wrong.size == steps.size and bool((steps == step).all()) and step > 0 and step.is_integer()
+            advice = f"set source.step_hours: {step:g}" if even else "begin another file after a gap"
+            raise UserError(
+                f"{path}: time: row {row + 1} is {step:g} h after row {row}, expected {step_hours} h (step_hours); "
+                f"{advice}, or leave `time` (hours since 1970) out"
+            )
+        if rows:
+            return float(times[0])
     if len(path.stem) == 4 and path.stem.isdecimal() and path.stem != "0000":
         return float((dt.date(int(path.stem), 1, 1) - dt.date(1970, 1, 1)).days * 24)
     return None
