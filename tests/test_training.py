@@ -447,6 +447,25 @@ def test_the_wait_for_the_first_batch_counts(tmp_path: Path, weather: Path) -> N
     assert record.samples_per_second <= 38 / 0.3
 
 
+def test_naive_answers_are_no_part_of_a_validations_time(
+    tmp_path: Path, weather: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are made once, in the first epoch or after a resume, and time to a target counts validations."""
+    make_era5(tmp_path, {"training": {"epochs": 1, "initial_validation": False}})
+    with trainer(tmp_path, weather) as made:
+        naive, made_once = made.metrics.naive, []
+
+        def slow(*given: Any) -> Any:
+            if not made_once:
+                time.sleep(5.0)
+            made_once.append(given)
+            return naive(*given)
+
+        monkeypatch.setattr(made.metrics, "naive", slow)
+        (record,) = made.fit()
+    assert made_once and record.valid_seconds < 5.0
+
+
 def test_a_loss_is_one_number_for_each_sample(tmp_path: Path, weather: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_era5(tmp_path, {"training": {"epochs": 1}})
     mean = lambda prediction, target: (prediction - target).abs().mean()  # noqa: E731 - as a study writes it

@@ -20,6 +20,7 @@ import fcntl
 import hashlib
 import logging
 import os
+import random
 import re
 import shutil
 import stat
@@ -69,7 +70,7 @@ def staged(manifest: str | Path, staging: Staging) -> Iterator[Path]:
             except BlockingIOError:
                 # Not to be waited for: who has made the copy by then reads it, and may wait for us to train with.
                 fcntl.flock(lock, fcntl.LOCK_UN)
-                time.sleep(0.1)
+                time.sleep(random.uniform(0.05, 0.15))  # two who try at once are not to go on so
                 continue
             if not contents.complete():  # once it is ours, somebody else may have made the copy
                 with _told(folder, staging):
