@@ -68,7 +68,8 @@ def real_nsys() -> Path:
                     unpack(FOLDER)
                 except subprocess.CalledProcessError as error:
                     pytest.skip(f"Nsight Systems cannot be fetched here: {error.stderr or error}")
-    if not any("nsys" in (process.info["name"] or "") for process in psutil.process_iter(["name"])):
+    running = [process.info for process in psutil.process_iter(["name", "status"])]
+    if not any("nsys" in (each["name"] or "") and each["status"] != psutil.STATUS_ZOMBIE for each in running):
         # One that was killed may leave shared memory behind, for which all later ones wait in vain.
         for left in [*Path("/dev/shm").glob("NSys-*"), *Path("/dev/shm").glob("quadd-*")]:
             left.unlink(missing_ok=True)

@@ -62,6 +62,7 @@ case "${word:-$(tail -n 1 "$here/behaviour")}" in
     report) touch "$output.nsys-rep"; echo "[[1, 3], [3, 3], [1, 3]]" >"$times";;
     raw) touch "$output.qdstrm"; echo "[[1, 3], [3, 3], [1, 3]]" >"$times";;
     lost) echo "Connection to the Agent lost."; exit 1;;
+    blocked) echo "Agent launcher failed."; exit 1;;
     silent) echo "Something else.";;
     fails) echo "ValueError: no such thing"; exit 3;;
     sleeps) touch "$here/started"; cat >/dev/null; touch "$here/ended";;
@@ -125,6 +126,13 @@ def test_an_agent_lost_for_good_is_a_problem(tmp_path: Path, pretended: Any) -> 
     tool, top = profiled(tmp_path)
     assert tool.problem and "recorded nothing, 3 times" in tool.problem and "Agent lost" in tool.problem and not top
     assert len((folder / "calls").read_text().splitlines()) == nsys.TRIES and left(tmp_path) == []
+
+
+def test_an_agent_that_never_starts_leads_to_what_a_killed_one_left(tmp_path: Path, pretended: Any) -> None:
+    pretended("blocked")
+    tool, _ = profiled(tmp_path)
+    assert tool.problem and "3 times: Agent launcher failed.; if no other nsys runs" in tool.problem
+    assert "rm /dev/shm/NSys-*" in tool.problem
 
 
 def test_a_process_that_fails_says_why_and_is_not_tried_again(tmp_path: Path, pretended: Any) -> None:
