@@ -114,19 +114,6 @@ def test_a_report_is_read_and_kept(tmp_path: Path, pretended: Any) -> None:
     assert "--capture-range=nvtx" in words and "--capture-range-end=stop" in words
 
 
-def test_those_of_a_node_start_one_after_the_other(
-    tmp_path: Path, pretended: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two that start at once may wait for each other for good."""
-    pretended("report")
-    waited: list[float] = []  # by other threads, too
-    sleep = nsys.time.sleep
-    monkeypatch.setattr(nsys.time, "sleep", lambda seconds: (waited.append(seconds), sleep(min(seconds, 0.2))))
-    config = configure(tmp_path)
-    nsys.profile(str(config), "manifest.json", World(0, 1, 3), None, "cpu", tmp_path / "profile")
-    assert 3 * nsys.APART in waited and nsys.APART > 0
-
-
 def test_a_lost_agent_is_tried_again(tmp_path: Path, pretended: Any) -> None:
     folder = pretended("lost", "silent", "report")
     tool, _ = profiled(tmp_path)

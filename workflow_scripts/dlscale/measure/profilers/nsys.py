@@ -43,9 +43,6 @@ NOT_FOUND = (
 UNSTARTED = "Agent launcher failed"
 LOST = ("Connection to the Agent lost", UNSTARTED)
 TRIES = 3
-#: Seconds between the starts of two nsys on a node: where two make at once what all on a machine share, both wait for
-#: the other, and whatever comes after them, too.
-APART = 2.0
 #: What to do about an agent that never starts: one that was killed holds a lock in memory that all of a machine share.
 BLOCKED = "if no other nsys runs on this machine, remove what a killed one left: rm /dev/shm/NSys-* /dev/shm/quadd-*"
 #: The status of a child that was ended because another one failed.
@@ -159,8 +156,6 @@ def profile(
         if tool:
             words = [*tool.profile(recorded, world.device.type == "cuda"), *words, "--nvtx", "--times", str(times)]
         status, said, lost = 0, "", False
-        if tool:
-            time.sleep(APART * world.local_rank)
         for attempt in range(TRIES):
             for former in scratch.iterdir():  # another rank lost its agent
                 former.unlink()
