@@ -128,11 +128,11 @@ def test_an_agent_lost_for_good_is_a_problem(tmp_path: Path, pretended: Any) -> 
     assert len((folder / "calls").read_text().splitlines()) == nsys.TRIES and left(tmp_path) == []
 
 
-def test_an_agent_that_never_starts_leads_to_what_a_killed_one_left(tmp_path: Path, pretended: Any) -> None:
-    pretended("blocked")
+def test_an_agent_that_never_starts_leads_to_what_an_earlier_one_left(tmp_path: Path, pretended: Any) -> None:
+    folder = pretended("blocked")
     tool, _ = profiled(tmp_path)
-    assert tool.problem and "3 times: Agent launcher failed.; if no other nsys runs" in tool.problem
-    assert "rm /dev/shm/NSys-*" in tool.problem
+    assert tool.problem and "Agent launcher failed.; if no other nsys runs on this machine, remove" in tool.problem
+    assert len((folder / "calls").read_text().splitlines()) == 1
 
 
 def test_a_process_that_fails_says_why_and_is_not_tried_again(tmp_path: Path, pretended: Any) -> None:

@@ -40,11 +40,12 @@ NOT_FOUND = (
     "leave nsys out of profile.tools"
 )
 #: What nsys says, on a busy machine, where it will write no report; and how often one tries.
-UNSTARTED = "Agent launcher failed"
-LOST = ("Connection to the Agent lost", UNSTARTED)
+LOST = "Connection to the Agent lost"
 TRIES = 3
-#: What to do about an agent that never starts: one that was killed holds a lock in memory that all of a machine share.
-BLOCKED = "if no other nsys runs on this machine, remove what a killed one left: rm /dev/shm/NSys-* /dev/shm/quadd-*"
+#: What it says where it does not even start, and what then helps: it waits for a lock in memory that all share. To try
+#: again does not.
+UNSTARTED = "Agent launcher failed"
+BLOCKED = "if no other nsys runs on this machine, remove what an earlier one left: rm /dev/shm/NSys-* /dev/shm/quadd-*"
 #: The status of a child that was ended because another one failed.
 ENDED = -1000
 #: Seconds between asking a child to end and ending it.
@@ -160,7 +161,7 @@ def profile(
             for former in scratch.iterdir():  # another rank lost its agent
                 former.unlink()
             status, said = _run(words, world)
-            lost = tool is not None and not _left(recorded) and (status == 0 or any(words in said for words in LOST))
+            lost = tool is not None and not _left(recorded) and (status == 0 or LOST in said)
             if not any(world.gather(lost)):  # a peer of one who lost its agent fails, too
                 break
             logging.warning("nsys recorded nothing (try %d of %d): %s", attempt + 1, TRIES, _last(said))
@@ -171,7 +172,8 @@ def profile(
                 result = result[0].model_copy(update={"overhead": cost}), result[1]
         else:
             failed = status not in (0, ENDED)
-            problem = f"the profiled process ended with status {status}: {_last(said)}" if failed else None
+            advice = f"; {BLOCKED}" if UNSTARTED in said else ""
+            problem = f"the profiled process ended with status {status}: {_last(said)}{advice}" if failed else None
             result = ProfiledTool(name="nsys", problem=problem), []
     return _joined(world.gather(result))
 
@@ -258,8 +260,7 @@ def _collect(tool: Nsys, rank: int, recorded: Path, folder: Path, said: str) -> 
     empty = ProfiledTool(name="nsys", version=tool.version)
     raw = recorded.with_suffix(".qdstrm")
     if not _left(recorded):
-        advice = BLOCKED if UNSTARTED in said else "try again while the machine is less busy"
-        problem = f"nsys recorded nothing, {TRIES} times: {_last(said)}; {advice}"
+        problem = f"nsys recorded nothing, {TRIES} times: {_last(said)}; try again while the machine is less busy"
         return empty.model_copy(update={"problem": problem}), []
     kept = folder / recorded.name
     if not recorded.exists() and not tool.report(raw, recorded):
