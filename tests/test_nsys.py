@@ -413,6 +413,34 @@ def test_two_processes(real_nsys: Path, cosmo_data: Path, tmp_path: Path) -> Non
         agrees(real_nsys, tmp_path, rank)
 
 
+IN_A_CONTAINER = """
+import subprocess, sys, time
+from pathlib import Path
+from dlscale.measure.profilers.nsys_neighbours import beside_others
+subprocess.run(["mount", "-t", "tmpfs", "none", "/tmp"], check=True)
+with beside_others():
+    words = [sys.argv[1], "profile", "--trace=nvtx", "--sample=none", "--cpuctxsw=none", "--output=/tmp/of"]
+    status = subprocess.run([*words, "sleep", "2"], cwd="/tmp").returncode
+    time.sleep(2)  # until its agent has ended: with this process, the first one, all others are killed
+sys.exit(status or not Path("/tmp/of.nsys-rep").exists())
+"""
+
+
+@pytest.mark.slow
+def test_in_containers_that_count_alike(real_nsys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has numbers of processes and a /tmp of its own, but the machine's shared memory, where agents meet."""
+    apart = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount", "--mount-proc"]
+    if subprocess.run([*apart, "mount", "-t", "tmpfs", "none", "/mnt"], capture_output=True).returncode:
+        pytest.skip("a user may not have numbers of processes and mounts of its own here")
+    monkeypatch.setenv("DLSCALE_LIFELINE", "1")
+    words = [*apart, sys.executable, "-c", IN_A_CONTAINER, str(real_nsys)]
+    containers = [
+        subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for _ in range(3)
+    ]
+    said = [container.communicate(timeout=120)[0] for container in containers]
+    assert [container.returncode for container in containers] == [0, 0, 0], said
+
+
 @pytest.mark.slow
 def test_one_of_two_processes(real_nsys: Path, cosmo_data: Path, tmp_path: Path) -> None:
     configure(tmp_path, 2, ranks=[1])

@@ -30,6 +30,7 @@ from dlscale.core.machine import answer
 from dlscale.core.records import ProfiledTool, TopEntry
 from dlscale.measure.profilers import child
 from dlscale.measure.profilers.nsys_database import summarize
+from dlscale.measure.profilers.nsys_neighbours import beside_others
 from dlscale.measure.profilers.nvtx_ranges import CAPTURE
 from dlscale.measure.profilers.overhead import overhead
 from dlscale.measure.profilers.tool import Found
@@ -152,7 +153,7 @@ def profile(
     words += ["--device", device, *(["--threads", str(threads)] if threads else [])]
     words += [word for study in registry.added().values() for word in ("--study", f"{study.name}={study.file}")]
     tool = found if profiled else None
-    with _scratch(folder / f".nsys.rank{world.rank}") as scratch:
+    with beside_others(), _scratch(folder / f".nsys.rank{world.rank}") as scratch:
         recorded, times = scratch / f"nsys.rank{world.rank}.nsys-rep", scratch / "times.json"
         if tool:
             words = [*tool.profile(recorded, world.device.type == "cuda"), *words, "--nvtx", "--times", str(times)]
