@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dlscale.config.run import stage_class
 from dlscale.models.losses import l1
 from dlscale.models.unet3d import UNet3D
-from dlscale.models.vit import Attention, DropPath, ViT
+from dlscale.models.vit import Attention, ViT
 from dlscale.train.build import build_step
 from dlscale.train.precision import autocast
 
@@ -242,19 +242,26 @@ def test_attention_dropout_drops_weights_at_its_rate() -> None:
 
 def test_drop_path_drops_whole_samples_and_keeps_the_expectation() -> None:
     torch.manual_seed(0)
-    layer, samples = DropPath(0.3), 20_000
-    y = layer.train()(torch.ones(samples, 2, 3))
-    assert (y == y[:, :1, :1]).all(), "a sample is dropped as a whole"
-    assert y.unique().tolist() == pytest.approx([0.0, 1 / 0.7])
-    assert abs(y[:, 0, 0].mean() - 1) < 5 * math.sqrt(0.3 / 0.7 / samples)
-    x = torch.randn(2, 2, 3)
-    assert layer.eval()(x) is x
+    model, samples = vit(depth=4, drop_path=0.3).train(), 20_000
+    keep = torch.stack(model.keep(torch.ones(samples, 1)))  # type: ignore[arg-type]
+    assert keep.shape == (4, 2, samples, 1, 1)
+    for factors, dropped in zip(keep, (0.0, 0.1, 0.2, 0.3), strict=True):  # rises linearly
+        assert factors.unique().tolist() == pytest.approx([0.0, 1 / (1 - dropped)] if dropped else [1.0])
+        assert abs(factors.mean() - 1) < 5 * math.sqrt(dropped / (1 - dropped) / factors.numel()) + 1e-6
+    assert not torch.equal(keep[3, 0], keep[3, 1]), "each branch for itself"
+    assert model.eval().keep(torch.ones(2, 1)) == [None] * 4
+    assert vit(depth=1, drop_path=0.2).keep(torch.ones(9, 1))[0].unique().tolist() == [1.0]  # type: ignore[union-attr]
 
 
-def test_drop_path_rises_linearly() -> None:
-    rates = [block.drop_path.probability for block in vit(depth=5, drop_path=0.2).blocks]
-    assert rates == pytest.approx([0.0, 0.05, 0.1, 0.15, 0.2])
-    assert [block.drop_path.probability for block in vit(depth=1, drop_path=0.2).blocks] == [0.0]
+@pytest.mark.parametrize("branch", [0, 1])
+def test_a_dropped_branch_is_not_in_a_samples_tokens(branch: int) -> None:
+    block, x = roughened(vit(depth=1)).blocks[0].eval(), torch.randn(3, 12, 16)
+    keep = torch.ones(2, 3, 1, 1)
+    keep[branch, 1] = 0.0
+    y, whole = block(x, keep), block(x)
+    assert torch.equal(y[0], whole[0]) and torch.equal(y[2], whole[2])
+    other = x[1:2] + (block.mlp(block.norm2(x[1:2])) if branch == 0 else block.attention(block.norm1(x[1:2])))
+    torch.testing.assert_close(y[1:2], other)
 
 
 # --- explicit formulas ------------------------------------------------------------------------------------------

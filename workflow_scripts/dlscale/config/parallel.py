@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, PositiveFloat, model_validator
+from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, model_validator
 
 from dlscale.core.schema import Strict
 
@@ -31,6 +31,9 @@ class DDP(Strict):
     sync_batchnorm: bool = Field(
         False, description="Batch normalisation over the samples of all processes, instead of each one's own."
     )
+    compression: Literal["none", "bf16", "fp16"] = Field(
+        "none", description="Number format in which gradients are averaged; none: their own."
+    )
     sync: bool = Field(
         True,
         description="false: gradients are not averaged, which shows what the averaging costs. Such a run can be "
@@ -41,7 +44,36 @@ class DDP(Strict):
     def _alone(self) -> DDP:
         if self.sync_batchnorm and not self.sync:
             raise ValueError("sync: false and sync_batchnorm: statistics would still be exchanged; leave one out")
+        if self.compression != "none" and not self.sync:
+            raise ValueError("sync: false and compression: nothing is exchanged; leave one out")
         return self
+
+
+class FSDP(Strict):
+    """Fully sharded data parallelism (FSDP2): weights, gradients and the optimiser's state are shared among devices.
+
+    The weights of a layer are put together when it computes, and gradients go to the device that updates them (Zhao et
+    al. 2023, arXiv:2304.11277). The study says which modules are gathered at once.
+    """
+
+    kind: Literal["fsdp"]
+    shard: PositiveInt | None = Field(
+        None,
+        description="Devices that share one copy of the weights: neighbours; such groups average their gradients "
+        "(hybrid sharding). All of them if absent.",
+    )
+    reshard: bool = Field(
+        True,
+        description="Free a layer's weights after its forward pass, and gather them again for the backward pass; "
+        "false: keep them until then, which needs more memory and sends less.",
+    )
+    param_dtype: Literal["fp32", "bf16"] = Field(
+        "fp32", description="Format in which weights are gathered and computed with; updates are made in float32."
+    )
+    reduce_dtype: Literal["fp32", "bf16"] = Field("fp32", description="Format in which gradients are averaged.")
+    cpu_offload: bool = Field(
+        False, description="Weights, gradients and optimiser live in the host's memory, where the update is made."
+    )
 
 
 class DP(Strict):
@@ -54,4 +86,4 @@ def _ddp_by_default(value: Any) -> Any:
     return {"kind": "ddp", **value} if isinstance(value, dict) else value
 
 
-Parallel = Annotated[DDP | DP, Field(discriminator="kind"), BeforeValidator(_ddp_by_default)]
+Parallel = Annotated[DDP | FSDP | DP, Field(discriminator="kind"), BeforeValidator(_ddp_by_default)]

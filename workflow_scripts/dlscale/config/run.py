@@ -26,7 +26,7 @@ from pydantic import (
     model_validator,
 )
 
-from dlscale.config.parallel import DDP, DP, Parallel
+from dlscale.config.parallel import DDP, DP, FSDP, Parallel
 from dlscale.core import registry
 from dlscale.core.errors import UserError, unknown
 from dlscale.core.records import VALID_LOSS
@@ -40,6 +40,9 @@ class _Optimizer(Strict):
     lr: PositiveFloat = Field(2e-4, description="Learning rate at the schedule's base_batch_size.")
     weight_decay: NonNegativeFloat = 0.0
     fused: bool = Field(False, description="One kernel for the whole update.")
+    clip_norm: PositiveFloat | None = Field(
+        None, description="Gradients of a greater norm, over all weights together, are scaled down to it."
+    )
 
 
 class Adam(_Optimizer):
@@ -183,16 +186,51 @@ class Compile(Strict):
     mode: Literal["none", "default", "reduce-overhead", "max-autotune"] = "none"
 
 
+#: Orders of the axes along which devices share work; in each, the ranks of the first axis are neighbours.
+Order = Literal["tp-cp-dp", "cp-tp-dp", "tp-dp-cp", "cp-dp-tp", "dp-tp-cp", "dp-cp-tp"]
+
+
 class Geometry(Strict):
-    """Nodes and devices. One process drives one device, unless `parallel` says otherwise."""
+    """Nodes and devices, and how many of them share a model. One process drives one device, unless `parallel` differs.
+
+    Devices that share a model (tp x cp of them) see the same samples; the others, as data-parallel ones, see others.
+    """
 
     nodes: PositiveInt = 1
     gpus_per_node: PositiveInt = Field(1, description="Devices of a node that are used (a CPU counts as one).")
+    tp: PositiveInt = Field(
+        1, description="Tensor parallel: devices that share each layer's weights, and its tokens between the layers."
+    )
+    cp: PositiveInt = Field(
+        1, description="Context parallel: devices that share a sample's tokens; each has all of the weights."
+    )
+    order: Order = Field(
+        "tp-cp-dp", description="Axes of the devices; those of the first are neighbours, within a node if they fit."
+    )
 
     @property
     def world_size(self) -> int:
         """Devices in all."""
         return self.nodes * self.gpus_per_node
+
+    @property
+    def model_size(self) -> int:
+        """Devices that share one copy of the model and see the same samples."""
+        return self.tp * self.cp
+
+    @property
+    def dp(self) -> int:
+        """Groups of devices that see different samples."""
+        return self.world_size // self.model_size
+
+    @model_validator(mode="after")
+    def _divides(self) -> Geometry:
+        if self.world_size % self.model_size:
+            raise ValueError(
+                f"tp {self.tp} x cp {self.cp} = {self.model_size} devices share a model, and nodes x gpus_per_node = "
+                f"{self.world_size} does not divide by that; set gpus_per_node to a multiple, or lower tp or cp"
+            )
+        return self
 
 
 class Throughput(Strict):
@@ -276,7 +314,10 @@ def loader_classes() -> dict[str, type[Component]]:
 Precision = Literal["fp32", "tf32", "fp16", "bf16", "fp16_master", "bf16_master", "fp16_pure", "bf16_pure"]
 
 
-LOCAL_BATCH_SIZE = "Samples of a step on each device; batch_size is that times the devices. In place of batch_size."
+LOCAL_BATCH_SIZE = (
+    "Samples of a step on each device (or on those that share a model); batch_size is that times geometry.dp. In place "
+    "of batch_size."
+)
 
 
 class RunCore(Strict):
@@ -342,17 +383,18 @@ class RunCore(Strict):
             given = data["local_batch_size"]
             raise ValueError(f"local_batch_size: got {given!r}; expected a whole number greater than 0") from None
         try:
-            devices = TypeAdapter(Geometry).validate_python(rest.get("geometry") or {}).world_size
+            shares = TypeAdapter(Geometry).validate_python(rest.get("geometry") or {}).dp
         except ValidationError:
-            devices = 1  # its own mistake is reported
-        return {**rest, "batch_size": local * devices}
+            shares = 1  # its own mistake is reported
+        return {**rest, "batch_size": local * shares}
 
     @model_validator(mode="after")
     def _fits(self) -> RunCore:
-        if self.batch_size % self.geometry.world_size:
+        at = self.geometry
+        if self.batch_size % at.dp:
+            model = f" / (tp {at.tp} x cp {at.cp}) = {at.dp}" if at.model_size > 1 else f" = {at.dp}"
             raise ValueError(
-                f"batch_size {self.batch_size} does not divide by geometry.nodes x geometry.gpus_per_node = "
-                f"{self.geometry.world_size}"
+                f"batch_size {self.batch_size} does not divide by geometry.nodes x geometry.gpus_per_node{model}"
             )
         return self
 
@@ -383,8 +425,12 @@ class RunCore(Strict):
             )
         if self.cuda_graph:
             self._capturable()
+        if self.geometry.model_size > 1:
+            self._shared_model(study)
         if isinstance(self.parallel, DP):
             self._in_one_process()
+        elif isinstance(self.parallel, FSDP):
+            self._sharded(self.parallel)
         elif self.parallel.sync_batchnorm and self.accumulation_steps > 1:
             raise ValueError(
                 "parallel.sync_batchnorm and accumulation_steps: of a small last batch processes have unequal numbers "
@@ -406,6 +452,47 @@ class RunCore(Strict):
         for key, used in (("cuda_graph", self.cuda_graph), ("compile.mode", self.compile.mode != "none")):
             if used:
                 raise ValueError(f"{key} and parallel.kind dp: the model is copied anew at every step; use ddp")
+
+    def _shared_model(self, study: Any) -> None:
+        """Refuse what devices that share a model cannot do."""
+        at = self.geometry
+        for axis, size in (("tp", at.tp), ("cp", at.cp)):
+            if size > 1 and axis not in study.supports:
+                raise ValueError(
+                    f"geometry.{axis}: the model of study {self.study} has no plan for it; leave it at 1 (fsdp shares "
+                    "the weights of any model)"
+                )
+        if isinstance(self.parallel, DP):
+            raise ValueError("parallel.kind dp and geometry.tp, cp: one process drives all devices; use ddp or fsdp")
+        if isinstance(self.parallel, DDP) and self.parallel.sync_batchnorm:
+            raise ValueError("parallel.sync_batchnorm and geometry.tp, cp: leave one out")
+        if self.cuda_graph and study.drops(self):
+            raise ValueError(
+                "cuda_graph and geometry.tp, cp: no graph can change the random state with which devices that share a "
+                "model drop out; set drop-out to 0, or leave one of them out"
+            )
+
+    def _sharded(self, fsdp: FSDP) -> None:
+        """Refuse what FSDP cannot do, and what it does otherwise."""
+        replicas = self.geometry.dp * self.geometry.cp
+        if fsdp.shard is not None and replicas % fsdp.shard:
+            raise ValueError(
+                f"parallel.shard {fsdp.shard}: the {replicas} devices that hold the same weights (all, by tp) do not "
+                "divide by it"
+            )
+        if self.precision.endswith("_master"):
+            raise ValueError(
+                f"precision {self.precision} and parallel.kind fsdp: it keeps float32 weights itself; use precision "
+                "bf16 with parallel.param_dtype bf16"
+            )
+        if fsdp.cpu_offload and self.precision == "fp16":
+            raise ValueError("parallel.cpu_offload and precision fp16: its loss is scaled on the device; use bf16")
+        for key, used in (
+            ("cuda_graph", self.cuda_graph),
+            ("memory_format channels_last", self.memory_format != "contiguous"),
+        ):
+            if used:
+                raise ValueError(f"{key} and parallel.kind fsdp: weights move in memory at every step; leave one out")
 
     def _capturable(self) -> None:
         if self.compile.mode in ("reduce-overhead", "max-autotune"):
@@ -429,18 +516,18 @@ class RunCore(Strict):
     @property
     def averages(self) -> bool:
         """Whether gradients are averaged: all devices then train one model."""
-        return isinstance(self.parallel, DP) or self.parallel.sync
+        return not isinstance(self.parallel, DDP) or self.parallel.sync
 
     @property
     def can_step_alone(self) -> bool:
         """Whether a process can leave out what it waits for in a step: nothing in a model, or recorded, waits."""
-        waits = isinstance(self.parallel, DP) or not self.parallel.sync or self.parallel.sync_batchnorm
-        return not (waits or self.cuda_graph)
+        parallel = self.parallel
+        return isinstance(parallel, DDP) and parallel.sync and not parallel.sync_batchnorm and not self.cuda_graph
 
     @property
     def local_batch_size(self) -> int:
-        """Samples a step on one device."""
-        return self.batch_size // self.geometry.world_size
+        """Samples a step on one device, or on those that share a model."""
+        return self.batch_size // self.geometry.dp
 
     def loaders(self, stage: str) -> list[str]:
         """Return the kinds of loaders that a stage may use: the run's own, and those that the stage tries."""

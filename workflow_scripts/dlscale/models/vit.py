@@ -13,8 +13,21 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 
+class Attend(nn.Module):
+    """What tokens tell each other: a module of its own, so that others may bring keys and values together for it."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.dropout = dropout
+
+    def forward(self, q_BANK: torch.Tensor, k_BANK: torch.Tensor, v_BANK: torch.Tensor) -> torch.Tensor:
+        """Return [B, A, N, K] for queries of N tokens; keys and values may be of more."""
+        # The function form does not know of eval(): it must be told.
+        return F.scaled_dot_product_attention(q_BANK, k_BANK, v_BANK, dropout_p=self.dropout if self.training else 0.0)
+
+
 class Attention(nn.Module):
-    """Multi-head self-attention.
+    """Multi-head self-attention; a device may hold the projections of some of the heads only.
 
     The projections to queries, keys and values are parameters of their own, as published, and one product while they
     are computed: one pass over the tokens instead of three, forward and backward.
@@ -22,43 +35,24 @@ class Attention(nn.Module):
 
     def __init__(self, embed_dim: int, heads: int, dropout: float, attention_dropout: float) -> None:
         super().__init__()
-        self.heads, self.attention_dropout = heads, attention_dropout
+        self.head_dim = embed_dim // heads
         self.q, self.k, self.v = (nn.Linear(embed_dim, embed_dim) for _ in range(3))
+        self.attend = Attend(attention_dropout)
         self.projection = nn.Linear(embed_dim, embed_dim)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x_BNE: torch.Tensor) -> torch.Tensor:
         layers = (self.q, self.k, self.v)
         weight, bias = (torch.cat([getattr(layer, name) for layer in layers]) for name in ("weight", "bias"))
-        qkv_BN3AK = F.linear(x_BNE, weight, bias).unflatten(-1, (3, self.heads, -1))
-        q_BANK, k_BANK, v_BANK = (values_BNAK.transpose(1, 2) for values_BNAK in qkv_BN3AK.unbind(2))
-        # The function form does not know of eval(): it must be told.
-        dropout = self.attention_dropout if self.training else 0.0
-        y_BANK = F.scaled_dot_product_attention(q_BANK, k_BANK, v_BANK, dropout_p=dropout)
+        qkv_BN3AK = F.linear(x_BNE, weight, bias).unflatten(-1, (3, -1, self.head_dim))
+        y_BANK = self.attend(*(values_BNAK.transpose(1, 2) for values_BNAK in qkv_BN3AK.unbind(2)))
         return self.dropout(self.projection(y_BANK.transpose(1, 2).flatten(2)))
-
-
-class DropPath(nn.Module):
-    """Stochastic depth (Huang et al. 2016, arXiv:1603.09382): drop a sample's branch with this probability."""
-
-    def __init__(self, probability: float) -> None:
-        super().__init__()
-        self.probability = probability
-
-    def forward(self, x_BNE: torch.Tensor) -> torch.Tensor:
-        """Return [B, N, E], scaled so that the expectation is kept."""
-        if not self.training or self.probability == 0.0:
-            return x_BNE
-        keep = 1.0 - self.probability
-        return x_BNE * x_BNE.new_empty((len(x_BNE), 1, 1)).bernoulli_(keep).div_(keep)
 
 
 class Block(nn.Module):
     """Pre-norm transformer block."""
 
-    def __init__(
-        self, embed_dim: int, heads: int, mlp_ratio: float, dropout: float, attention_dropout: float, drop_path: float
-    ) -> None:
+    def __init__(self, embed_dim: int, heads: int, mlp_ratio: float, dropout: float, attention_dropout: float) -> None:
         super().__init__()
         hidden = int(embed_dim * mlp_ratio)
         self.norm1 = nn.LayerNorm(embed_dim, eps=1e-6)
@@ -71,11 +65,14 @@ class Block(nn.Module):
             nn.Linear(hidden, embed_dim),
             nn.Dropout(dropout),
         )
-        self.drop_path = DropPath(drop_path)
 
-    def forward(self, x_BNE: torch.Tensor) -> torch.Tensor:
-        x_BNE = x_BNE + self.drop_path(self.attention(self.norm1(x_BNE)))
-        return x_BNE + self.drop_path(self.mlp(self.norm2(x_BNE)))
+    def forward(self, x_BNE: torch.Tensor, keep_2B11: torch.Tensor | None = None) -> torch.Tensor:
+        """Return [B, N, E]; `keep_2B11` are the factors of a sample's two branches (`ViT.keep`), None: all are 1."""
+        if keep_2B11 is None:
+            x_BNE = x_BNE + self.attention(self.norm1(x_BNE))
+            return x_BNE + self.mlp(self.norm2(x_BNE))
+        x_BNE = x_BNE + keep_2B11[0] * self.attention(self.norm1(x_BNE))
+        return x_BNE + keep_2B11[1] * self.mlp(self.norm2(x_BNE))
 
 
 class ViT(nn.Module):
@@ -91,7 +88,8 @@ class ViT(nn.Module):
     dropout, attention_dropout
         Of projections and MLPs, and of attention weights; all off in evaluation.
     drop_path
-        Stochastic depth of the last block, rising linearly from 0 at the first.
+        Stochastic depth (Huang et al. 2016, arXiv:1603.09382): probability with which a sample's branch of the last
+        block is dropped, rising linearly from 0 at the first.
     residual
         Add the input's first out_channels to the output: predict the change. "linear": add a linear combination of all
         channels, the same at all points; it is learnt with the rest and begins as the input's first out_channels.
@@ -132,15 +130,15 @@ class ViT(nn.Module):
             self.grid[0] * self.grid[1],
             embed_dim // heads,
         )  #: heads, tokens, head dimension
-        self._random = bool(dropout or attention_dropout or drop_path)
+        self._random = bool(dropout or attention_dropout)
         self.register_buffer("static", static, persistent=False)
         channels = in_channels + (0 if static is None else len(static))
         self.embedding = nn.Conv2d(channels, embed_dim, kernel_size=patch, stride=patch)
         self.position = nn.Parameter(torch.zeros(1, self.grid[0] * self.grid[1], embed_dim))
         self.dropout = nn.Dropout(dropout)
+        self.drop_path = drop_path
         self.blocks = nn.ModuleList(
-            Block(embed_dim, heads, mlp_ratio, dropout, attention_dropout, drop_path * i / max(depth - 1, 1))
-            for i in range(depth)
+            Block(embed_dim, heads, mlp_ratio, dropout, attention_dropout) for _ in range(depth)
         )
         self.norm = nn.LayerNorm(embed_dim, eps=1e-6)
         self.head = nn.Linear(embed_dim, out_channels * rows * columns, bias=False)
@@ -156,18 +154,32 @@ class ViT(nn.Module):
             nn.init.dirac_(self.linear.weight)
             nn.init.zeros_(self.linear.get_parameter("bias"))
 
+    def keep(self, x: torch.Tensor) -> list[torch.Tensor] | list[None]:
+        """Return for each block by what the branches of each sample are multiplied, [2, B, 1, 1] in x's type.
+
+        That is 0, or what keeps the expectation. None where nothing is dropped. All are drawn at once, before the
+        blocks: those who share a sample's tokens, and who compute a block again, have the same.
+        """
+        depth = len(self.blocks)
+        if not self.training or not self.drop_path:
+            return [None] * depth
+        keep_D = torch.linspace(1.0, 1.0 - self.drop_path, depth, device=x.device)
+        keep_D2B11 = keep_D.view(-1, 1, 1, 1, 1).expand(-1, 2, len(x), 1, 1)
+        return list((torch.bernoulli(keep_D2B11) / keep_D2B11).to(x.dtype).unbind())
+
     def forward(self, x_BCHW: torch.Tensor) -> torch.Tensor:
         """Map [B, in_channels, H, W] to [B, out_channels, H, W]."""
         if self.static is not None:
             x_BCHW = torch.cat([x_BCHW, self.static.to(x_BCHW.dtype).expand(len(x_BCHW), -1, -1, -1)], dim=1)
+        keep = self.keep(x_BCHW)
         x_BNE = self.embedding(x_BCHW).flatten(2).transpose(1, 2)
         x_BNE = self.dropout(x_BNE + self.position)
-        for block in self.blocks:
+        for block, keep_2B11 in zip(self.blocks, keep, strict=True):
             if self.checkpointing and torch.is_grad_enabled():
                 # The second pass must drop what the first dropped.
-                x_BNE = checkpoint(block, x_BNE, use_reentrant=False, preserve_rng_state=self._random)
+                x_BNE = checkpoint(block, x_BNE, keep_2B11, use_reentrant=False, preserve_rng_state=self._random)
             else:
-                x_BNE = block(x_BNE)
+                x_BNE = block(x_BNE, keep_2B11)
         y = self.head(self.norm(x_BNE))  # [B, N, rows * columns * C]
         y = y.unflatten(1, self.grid).unflatten(-1, (*self.patch, self.out_channels))  # [B, h, w, rows, columns, C]
         y_BCHW = y.permute(0, 5, 1, 3, 2, 4).flatten(4, 5).flatten(2, 3)

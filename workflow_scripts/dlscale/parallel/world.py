@@ -25,6 +25,7 @@ from dlscale.config.run import Geometry
 from dlscale.core.errors import UserError
 from dlscale.core.ranks import ranks
 from dlscale.core.records import Device
+from dlscale.parallel.mesh import Mesh
 
 CPU = torch.device("cpu")
 Value = TypeVar("Value")
@@ -42,6 +43,7 @@ class World:
     local_rank: int = 0  #: rank on the node
     device: torch.device = CPU  #: what this process computes on
     control: Any = None  #: process group that exchanges values on the host; None: the default group does
+    mesh: Mesh | None = None  #: who shares a model with whom; None: every rank has its own copy
 
     @property
     def main(self) -> bool:
@@ -50,25 +52,35 @@ class World:
 
     @property
     def data_rank(self) -> int:
-        """Rank among those that load different samples: all, as long as none share a copy of the model."""
-        return self.rank
+        """Rank among those that load different samples; ranks that share a model have the same."""
+        return self.mesh.rank("dp") if self.mesh else self.rank
 
     @property
     def data_size(self) -> int:
         """Number of ranks that load different samples."""
-        return self.size
+        return self.mesh.size("dp") if self.mesh else self.size
+
+    @property
+    def replicas(self) -> Any:
+        """Process group of the ranks that hold the same weights; None: the default group is."""
+        return self.mesh.replicas if self.mesh else None
+
+    @property
+    def lead(self) -> bool:
+        """Whether this is the first of the ranks that share a model."""
+        return self.mesh is None or self.mesh.rank("cp") == self.mesh.rank("tp") == 0
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Add up a tensor over all ranks, in place; every rank gets the result."""
-        if self.size > 1:
-            dist.all_reduce(values)
+        """Add up a tensor over all ranks of different samples, in place; every rank gets the result."""
+        if self.data_size > 1:
+            dist.all_reduce(values, group=self.mesh.group("dp") if self.mesh else None)
         return values
 
     def share(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Give all ranks the values that the first one has, in place; no device waits."""
-        if self.size > 1:
+        """Give ranks of the same weights the values that the first of them has, in place; no device waits."""
+        if self.size > 1 and (self.mesh is None or self.mesh.size("dp") * self.mesh.size("cp") > 1):
             for tensor in tensors:
-                dist.broadcast(tensor, 0)
+                dist.broadcast(tensor, group=self.replicas, group_src=0)
 
     def max(self, *values: float) -> list[float]:
         """Return for each number the greatest of all ranks' numbers; no device waits."""
@@ -139,7 +151,8 @@ def join(geometry: Geometry, device: str) -> Iterator[World]:
     try:
         # NCCL only exchanges tensors on a device.
         control = dist.new_group(backend="gloo", timeout=TIMEOUT) if kind == "cuda" else None
-        yield World(rank, size, local_rank, own, control)
+        mesh = Mesh(geometry, kind) if geometry.model_size > 1 else None
+        yield World(rank, size, local_rank, own, control, mesh)
         # Rank 0 holds the store through which all exchange, and leaves last.
         dist.barrier(group=control)
     finally:

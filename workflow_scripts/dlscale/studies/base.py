@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from dlscale.core.records import LossInfo, Metric
 from dlscale.core.schema import Strict
+from dlscale.parallel.sharding import Sharding
 
 if TYPE_CHECKING:
     import numpy as np
@@ -77,7 +78,7 @@ class Study(ABC):
     operations
         What the model computes with: of `conv2d`, `conv3d`, `attention`. Known defects of libraries concern these.
     supports
-        Keys of a run that only some models can do and this one can: of `attention`, `activation_checkpointing`.
+        What only some models can do and this one can: of `attention`, `activation_checkpointing`, `tp`, `cp`.
     published_log
         How the published program calls in TensorBoard what is logged.
     """
@@ -101,6 +102,14 @@ class Study(ABC):
     @abstractmethod
     def model(self, run: Any, manifest: Manifest) -> nn.Module:
         """Return the model, initialised from torch's current random state, on torch's current default device."""
+
+    def sharding(self, model: nn.Module) -> Sharding:
+        """Return how devices share the model."""
+        return Sharding()
+
+    def draws(self, run: Any) -> bool:
+        """Whether the model draws random numbers while it trains, as drop-out does."""
+        return False
 
     def flops(self, run: Any, manifest: Manifest) -> float | None:
         """Return the FLOPs of the forward pass of one sample: pure arithmetic; None where there is no formula.

@@ -10,6 +10,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 from dlscale.core.errors import Refused, UserError
 from dlscale.core.records import LossInfo, Metric
 from dlscale.core.schema import Strict
+from dlscale.parallel.sharding import Sharding
 from dlscale.studies.base import Metrics, PublishedLog, SampleLoss, Study
 
 if TYPE_CHECKING:
@@ -49,6 +50,11 @@ class ViTSettings(Strict):
         if self.embed_dim % self.heads:
             raise Refused(f"embed_dim {self.embed_dim} does not divide by heads {self.heads}")
         return self
+
+    @property
+    def hidden(self) -> int:
+        """Width of the MLPs."""
+        return int(self.embed_dim * self.mlp_ratio)
 
     @property
     def patch_size(self) -> tuple[int, int]:
@@ -164,7 +170,7 @@ class Era5ViT(Study):
     dataset = "era5"
     Model, Loss = ViTSettings, ViTLoss
     operations = frozenset({"conv2d", "attention"})
-    supports = frozenset({"attention", "activation_checkpointing"})
+    supports = frozenset({"attention", "activation_checkpointing", "tp", "cp"})
     published_log = PublishedLog(
         {
             "Loss/train": "loss/train",
@@ -177,8 +183,13 @@ class Era5ViT(Study):
     )
 
     def check(self, run: Any) -> None:
-        drops = run.model.dropout or run.model.attention_dropout or run.model.drop_path
-        if run.cuda_graph and run.activation_checkpointing and drops:
+        for key, size in (("heads", run.model.heads), ("mlp_ratio x embed_dim", run.model.hidden)):
+            if size % run.geometry.tp:
+                raise Refused(
+                    f"geometry.tp {run.geometry.tp} does not divide model.{key} = {size}, of which each device takes a "
+                    "part; choose a divisor"
+                )
+        if run.cuda_graph and run.activation_checkpointing and self.draws(run):
             raise Refused(
                 "cuda_graph and activation_checkpointing: no graph can record the random state that drop-out keeps "
                 "for its second pass; leave one of the three out"
@@ -203,6 +214,23 @@ class Era5ViT(Study):
         inputs = run.samples.channels(channels)
         return ViT((height, width), run.model.patch_size, inputs, channels, **options)
 
+    def sharding(self, model: Any) -> Sharding:
+        """Return that of Megatron-LM with sequence parallelism (Korthikanti et al. 2022, arXiv:2205.05198)."""
+        attention, mlp = "blocks.*.attention", "blocks.*.mlp"
+        return Sharding(
+            units=["blocks.*"],
+            tokens=model.grid[0] * model.grid[1],
+            first="dropout",
+            last="head",
+            gather=[attention, mlp],
+            columns=[*(f"{attention}.{name}" for name in ("q", "k", "v")), f"{mlp}.0"],
+            rows=[f"{attention}.projection", f"{mlp}.3"],
+            attend=[f"{attention}.attend"],
+        )
+
+    def draws(self, run: Any) -> bool:
+        return bool(run.model.dropout or run.model.attention_dropout or run.model.drop_path)
+
     def flops(self, run: Any, manifest: Manifest) -> float:
         """Return, for N tokens of width E, 4 N^2 E of each attention and 2 N E for each output of a linear layer.
 
@@ -211,7 +239,7 @@ class Era5ViT(Study):
         m, info = run.model, manifest.fields["fields"]
         rows, columns = m.patch_size
         tokens = info.grid[0] // rows * (info.grid[1] // columns)
-        linear = 4 * m.embed_dim + 2 * int(m.embed_dim * m.mlp_ratio)  # outputs: q, k, v, projection; the MLP's two
+        linear = 4 * m.embed_dim + 2 * m.hidden  # outputs: q, k, v, projection; the MLP's two
         block = 2 * tokens * m.embed_dim * linear + 4 * tokens**2 * m.embed_dim
         states = len(info.channels)
         inputs = run.samples.channels(states) + sum(states if field == "mean" else 1 for field in m.static)

@@ -13,9 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
-from dlscale.config.parallel import DDP, DP
+from dlscale.config.parallel import DDP
 from dlscale.config.run import RunCore
 from dlscale.core import registry
 from dlscale.core.errors import Refused, UserError
@@ -24,23 +23,33 @@ from dlscale.data.loaders.base import Loader, Share
 from dlscale.data.manifest import Manifest
 from dlscale.data.samples import Samples
 from dlscale.parallel.batchnorm import synchronised
+from dlscale.parallel.gradients import Gradients
+from dlscale.parallel.mesh import AXES
+from dlscale.parallel.model import ModelParallel
+from dlscale.parallel.sharding import Sharding
+from dlscale.parallel.strategy import strategy_of
 from dlscale.parallel.world import World
 from dlscale.studies.base import SampleLoss, Study
 from dlscale.train.attention import Context, attention_context
 from dlscale.train.graph import CudaBackend
 from dlscale.train.optimizer import build_optimizer
-from dlscale.train.precision import Weights, compute_dtype, set_matmul_precision
+from dlscale.train.precision import Weights, compute_dtype, convert, set_matmul_precision
 from dlscale.train.selfcheck import check_layers, check_operations
-from dlscale.train.step import Copied, Network, Step
-
-#: PyTorch's own (`torch.nn.parallel.distributed._DEFAULT_BUCKET_CAP_MB`).
-BUCKET_MB = 25
+from dlscale.train.step import Network, Step
 
 
-def build_step(run: RunCore, make: Callable[[], nn.Module], loss: SampleLoss, world: World | None = None) -> Step:
+def build_step(
+    run: RunCore,
+    make: Callable[[], nn.Module],
+    loss: SampleLoss,
+    world: World | None = None,
+    sharding: Callable[[nn.Module], Sharding] = lambda model: Sharding(),
+    draws: bool = False,
+) -> Step:
     """Build the step of a run: every part of building has its place here, in a fixed order.
 
     `make` makes the model and draws its weights from torch's random state; `loss` is that of each sample [B].
+    `sharding` and `draws` are what a study says of the model.
     """
     world = world or World()
     device = world.device
@@ -53,14 +62,19 @@ def build_step(run: RunCore, make: Callable[[], nn.Module], loss: SampleLoss, wo
     #    (A model too large for a host would be made on `meta`, and its weights drawn after 2.)
     torch.manual_seed(run.seed)
     model = make()
-    # 2. Sharded: the place of a plan that splits layers over ranks. Every rank holds the whole model so far.
-    if world.data_size > 1 and isinstance(run.parallel, DDP) and run.parallel.sync_batchnorm:
+    plan = sharding(model)
+    # 2. Divided among the devices that share it, each of which keeps its part.
+    divided = None
+    if world.mesh:
+        own = random_seed(run.seed, *(world.mesh.rank(axis) for axis in AXES)) if draws else None
+        divided = ModelParallel(model, plan, world.mesh, device, own)
+    elif world.data_size > 1 and isinstance(run.parallel, DDP) and run.parallel.sync_batchnorm:
         model = synchronised(model, device)
     # 3. Placed: device and layout.
     model.to(device).to(memory_format=memory_format(model, run.memory_format))  # type: ignore[call-overload]
     # 4. and 5. Its number format, its loss, the other ranks, the optimiser.
     graphs = CudaBackend(device) if run.cuda_graph else None
-    step = assemble(run, model, loss, world, _attention(model, run, world), graphs)
+    step = assemble(run, model, loss, world, _attention(model, run, world), plan, divided, graphs)
     # 6. Compiled, or recorded: what the parts above have become.
     if run.compile.mode != "none":
         logging.info("compiled for each shape of batch when it first comes, which takes up to minutes")
@@ -76,55 +90,26 @@ def assemble(
     loss: SampleLoss,
     world: World,
     attention: Context,
+    plan: Sharding | None = None,
+    divided: ModelParallel | None = None,
     graphs: CudaBackend | None = None,
 ) -> Step:
     """Return the step of a model that is where it shall be, in the layout that it shall have; it is not compiled."""
-    weights = Weights(model, run.precision)
+    exact = convert(model, run.precision)
     # 4. Wrapped, with its loss: gradients are averaged over the data-parallel ranks.
     network = Network(model, loss, run.precision, memory_format(model, run.memory_format))
-    wrapped = wrap(network, run, world, graphs)
+    strategy = strategy_of(run, world)
+    strategy.wrap(network, plan or Sharding(), graphs.aside if graphs else nullcontext)
     # 5. The optimiser, of the weights as they are placed.
+    weights = Weights(model, exact, divided.cuts if divided else {})
+    gradients = Gradients(weights.named, world, divided, run.optimizer.clip_norm)
     optimizer = build_optimizer(weights.updated, run.optimizer, world.device if graphs else None)
-    return Step(run, weights, network, wrapped, optimizer, attention)
+    return Step(run, weights, network, strategy, gradients, optimizer, attention)
 
 
-def wrap(network: Network, run: RunCore, world: World, graphs: CudaBackend | None = None) -> nn.Module:
-    """Return the network, or with several data-parallel ranks what averages its gradients over them.
-
-    With `graphs` it is made on their stream: it keeps the nodes of autograd that gather gradients, which work on the
-    stream on which they were made, and a graph bears no other.
-    """
-    parallel = run.parallel
-    if isinstance(parallel, DP):
-        return _copied(network, run.geometry.gpus_per_node, world.device)
-    if world.data_size == 1 or not parallel.sync:
-        return network
-    options: dict[str, Any] = {
-        "device_ids": [world.device] if world.device.type == "cuda" else None,
-        "bucket_cap_mb": parallel.bucket_mb,
-        "forward_sync_buffers": parallel.broadcast_buffers,
-        "gradient_as_bucket_view": parallel.bucket_view,
-        "static_graph": parallel.static_graph,
-    }
-    if parallel.first_bucket_mb is not None:  # the last of these holds for all that follow
-        options["bucket_cap_mb_list"] = [parallel.first_bucket_mb, parallel.bucket_mb or BUCKET_MB]
-    with graphs.aside() if graphs else nullcontext():
-        wrapped = DistributedDataParallel(network, **options)
-    # Else it would time every hundredth step by events, for which the host waits, and which a graph must not have.
-    wrapped._set_ddp_runtime_logging_sample_rate(2**31 - 1)
-    return wrapped
-
-
-def _copied(network: Network, gpus: int, device: torch.device) -> nn.Module:
-    """Return the network as one process computes it on so many GPUs; a CPU is one device, and has no copies."""
-    if device.type != "cuda":
-        return network
-    if gpus > (there := torch.cuda.device_count()):
-        raise UserError(
-            f"geometry.gpus_per_node: this run asks for {gpus} GPUs, and PyTorch sees {there} here; ask for as many, "
-            "or lower it"
-        )
-    return Copied(network, list(range(gpus)))
+def random_seed(*numbers: int) -> int:
+    """Return a seed of its own for each of these numbers together."""
+    return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0])
 
 
 def memory_format(model: nn.Module, kind: str) -> torch.memory_format:
@@ -140,7 +125,7 @@ def _attention(model: Any, run: RunCore, world: World) -> Context:
     if run.attention == "default":
         return nullcontext
     heads, tokens, width = model.attention_shape
-    shape = (-(-run.local_batch_size // run.accumulation_steps), heads, tokens, width)
+    shape = (-(-run.local_batch_size // run.accumulation_steps), heads // run.geometry.tp, tokens, width)
     dtype, drop = compute_dtype(run.precision), model.attention_dropout
     return attention_context(run.attention, shape, drop, dtype, world.device, lambda kind: world.gather(kind)[0])
 
@@ -231,15 +216,15 @@ def open_session(run: RunCore, manifest: str | Path, world: World, threads: int 
             study.check_grid(run, grid)
         except Refused as error:
             raise UserError(str(error)) from None
-    step = build_step(run, partial(study.model, run, data), _each(study.loss(run), run.study), world)
+    make, loss = partial(study.model, run, data), _each(study.loss(run), run.study)
+    step = build_step(run, make, loss, world, study.sharding, study.draws(run))
     dtype = compute_dtype(run.precision)
     if dtype != torch.float32:
         width = getattr(step.model, "attention_shape", (0, 0, 32))[2]
         last = run.memory_format == "channels_last"
         check_operations(dtype, world.device, last, step.attention, width, study.operations)
     if world.data_rank:  # the same weights everywhere, but each its own drop-out
-        sequence = np.random.SeedSequence([run.seed, world.data_rank])
-        torch.manual_seed(int(sequence.generate_state(1, np.uint64)[0]))
+        torch.manual_seed(random_seed(run.seed, world.data_rank))
     session = Session(run, data, world, study, step)
     if dtype != torch.float32 and world.device.type == "cuda":
         spec = session.samples("train").input_spec

@@ -24,7 +24,7 @@ def build_optimizer(
 
     `capture` is the device on which a CUDA graph will record the update: learning rate and step counters live there.
     """
-    options = settings.model_dump(exclude={"kind", "lr", "fused"})  # their names are PyTorch's
+    options = settings.model_dump(exclude={"kind", "lr", "fused", "clip_norm"})  # their names are PyTorch's
     options["lr"] = settings.lr if capture is None else torch.tensor(settings.lr, device=capture)
     if settings.fused:  # False would also switch off `foreach`, PyTorch's default on a GPU
         options["fused"] = True

@@ -18,11 +18,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+
+from dlscale.parallel.pieces import Cut, Piece, piece
+
+_NONE: Mapping[str, tuple[Cut, ...]] = MappingProxyType({})
+
+#: Formats whose gradients are so small that the loss is scaled.
+SCALED = ("fp16", "fp16_master")
 
 FLOAT16 = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -51,25 +59,39 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager[obj
     return torch.autocast(device.type, FLOAT16[precision])
 
 
-def grad_scaler(precision: str, device: torch.device) -> torch.amp.GradScaler:
-    """Return the loss scaler; it is active for fp16 and fp16_master only."""
-    return torch.amp.GradScaler(device.type, enabled=precision in ("fp16", "fp16_master"))
+def convert(model: nn.Module, precision: str) -> dict[str, torch.Tensor]:
+    """Convert a model in place to the format of `precision`; return, by name, what master weights have to be kept of.
+
+    That are the exact values of all parameters that are rounded; of a precision without master weights none.
+    """
+    dtype, master = weight_dtype(precision), precision.endswith("_master")
+    exact = {name: p.detach().clone() for name, p in model.named_parameters()} if master else {}
+    if dtype != torch.float32:
+        _convert(model, dtype, keep_norms=master)
+    named = dict(model.named_parameters())
+    return {name: value for name, value in exact.items() if named[name].dtype == dtype}
 
 
 class Weights:
-    """A model's weights, converted to the format of `precision`, and what an optimiser updates for them (`updated`).
+    """A model's weights as they are placed, and what an optimiser updates for them (`updated`).
 
-    That is the parameters themselves, or with master weights float32 copies of those in 16 bits.
+    That is the parameters themselves, or with master weights float32 copies of those in 16 bits (`exact`).
+
+    Parameters
+    ----------
+    exact
+        What `convert` returned.
+    cuts
+        How several devices share a parameter, by name; what FSDP shares, it says itself.
     """
 
-    def __init__(self, model: nn.Module, precision: str) -> None:
-        dtype, master = weight_dtype(precision), precision.endswith("_master")
-        exact = {name: p.detach().clone() for name, p in model.named_parameters()} if master else {}
-        if dtype != torch.float32:
-            _convert(model, dtype, keep_norms=master)
+    def __init__(
+        self, model: nn.Module, exact: Mapping[str, torch.Tensor], cuts: Mapping[str, tuple[Cut, ...]] = _NONE
+    ) -> None:
         named = dict(model.named_parameters())
-        self.model, self.parameters = model, list(named.values())
-        self._masters = {name: nn.Parameter(value) for name, value in exact.items() if named[name].dtype == dtype}
+        self.model, self.parameters, self.named = model, list(named.values()), named
+        self._cuts = cuts
+        self._masters = {name: nn.Parameter(value) for name, value in exact.items()}
         self._rounded: list[torch.Tensor] = [named[name] for name in self._masters]
         self._exact: list[torch.Tensor] = list(self._masters.values())
         self.updated = [self._masters.get(name, p) for name, p in named.items()]
@@ -93,16 +115,32 @@ class Weights:
         if self._masters:
             torch._foreach_copy_(self._rounded, self._exact)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the model's state in float32: master weights in the place of rounded ones."""
-        state = self.model.state_dict() | {name: p.detach() for name, p in self._masters.items()}
-        return {name: value.float() if value.is_floating_point() else value for name, value in state.items()}
+    def piece(self, name: str, tensor: torch.Tensor) -> Piece:
+        """Return a tensor that lies as a parameter or buffer does, as what this device has of it."""
+        return piece(tensor, *self._cuts.get(name, ()))
 
+    def pieces(self) -> dict[str, Piece]:
+        """Return what this device has of the model's state: the memory that it lives in, not always in float32."""
+        state = self.model.state_dict() | {name: p.detach() for name, p in self._masters.items()}
+        return {name: self.piece(name, value) for name, value in state.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the model's state in float32: master weights in the place of rounded ones.
+
+        Devices that share a model put it together: all call it.
+        """
+        return {name: _exact(each.whole()) for name, each in self.pieces().items()}
+
+    @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` returned."""
-        self.model.load_state_dict(state)
-        for name, p in self._masters.items():
-            p.detach().copy_(state[name])
+        """Take over what `state_dict` returned; devices that share a model take each its part of it."""
+        for name, each in self.pieces().items():
+            each.tensor.copy_(each.of(state[name]))
+        self.distribute()
+
+
+def _exact(value: torch.Tensor) -> torch.Tensor:
+    return value.float() if value.is_floating_point() else value
 
 
 def _convert(model: nn.Module, dtype: torch.dtype, keep_norms: bool) -> None:

@@ -8,17 +8,18 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from dlscale.config.run import RunCore
 from dlscale.core.ranges import mark
 from dlscale.data.loaders.base import AXES, Delivery
+from dlscale.parallel.gradients import Gradients
+from dlscale.parallel.strategy import CommHook, Strategy
 from dlscale.studies.base import SampleLoss
 from dlscale.train.attention import Context
 from dlscale.train.compile import compiled
 from dlscale.train.graph import EAGER_STEPS, EAGER_STEPS_OF_RANKS, CudaBackend, Graphed
 from dlscale.train.optimizer import load_optimizer, set_learning_rate
-from dlscale.train.precision import Weights, autocast, grad_scaler, weight_dtype
+from dlscale.train.precision import SCALED, Weights, autocast, weight_dtype
 
 
 class Network(nn.Module):
@@ -61,33 +62,6 @@ class Network(nn.Module):
         return values.to(dtype, memory_format=layout)
 
 
-class Copied(nn.Module):
-    """A network of which one process has copies on several GPUs, each for its share of a batch (DataParallel)."""
-
-    def __init__(self, network: Network, devices: list[int]) -> None:
-        super().__init__()
-        self.copies = DataParallel(_Each(network), device_ids=devices)
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """Return the mean loss of a batch; shares are unequal where it does not divide."""
-        return self.copies(x, y).mean()
-
-    def predict(self, x: torch.Tensor) -> torch.Tensor:
-        """Return what `Network.predict` returns."""
-        return self.copies(x)
-
-
-class _Each(nn.Module):
-    """What is copied: returns the loss of each sample, or without targets the prediction."""
-
-    def __init__(self, network: Network) -> None:
-        super().__init__()
-        self.network = network
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
-        return self.network.predict(x) if y is None else self.network.losses(x, y)
-
-
 class Step:
     """Forward, backward, update; `build_step` makes it.
 
@@ -95,11 +69,10 @@ class Step:
     `fp16_master`) an optimiser that is not `fused` asks the device in every step whether the gradients overflowed.
     Nothing of a batch is kept after the step: its memory may be overwritten.
 
-    With several ranks each computes its share of the batch; gradients are averaged while they are computed, and
-    all ranks make the same update.
+    With several ranks each computes its share of the batch, or of a sample; gradients are averaged while they are
+    computed, and all ranks make the same update.
 
-    Of `run` only precision and accumulation steps are read here; the other settings are in the other parts. `wrapped`
-    is the network, or what wraps it for several ranks.
+    Of `run` only precision and accumulation steps are read here; the other settings are in the other parts.
     """
 
     def __init__(
@@ -107,33 +80,32 @@ class Step:
         run: RunCore,
         weights: Weights,
         network: Network,
-        wrapped: nn.Module,
+        strategy: Strategy,
+        gradients: Gradients,
         optimizer: torch.optim.Optimizer,
         attention: Context,
     ) -> None:
-        self.weights, self.model, self.network, self._wrapped = weights, weights.model, network, wrapped
-        self.device, self.attention = weights.parameters[0].device, attention
-        self.optimizer, self.scaler = optimizer, grad_scaler(run.precision, self.device)
-        self._accumulation = run.accumulation_steps
+        self.weights, self.model, self.network, self.strategy = weights, weights.model, network, strategy
+        self.device, self.attention = strategy.world.device, attention
+        self.optimizer, self.scaler = optimizer, gradients.scaler(run.precision in SCALED)
+        self._gradients, self._accumulation = gradients, run.accumulation_steps
         self._train: Callable[..., torch.Tensor] = self._train_eagerly
-        self._loss_of: Callable[..., torch.Tensor] = wrapped
-        predict = wrapped.predict if isinstance(wrapped, Copied) else network.predict
-        self._predict: Callable[..., torch.Tensor] = predict
+        self._loss_of: Callable[..., torch.Tensor] = strategy.wrapped
+        self._predict: Callable[..., torch.Tensor] = strategy.predict(network)
 
     def compile(self, mode: str) -> None:
         """Compile the forward pass, with the loss and alone, in this mode (the run's `compile.mode`)."""
-        self._loss_of = compiled(self._wrapped, mode, self.device)
+        self._loss_of = compiled(self.strategy.wrapped, mode, self.device)
         self._predict = compiled(self.network.predict, mode, self.device)
 
     def capture(self, graphs: CudaBackend) -> None:
         """Record whole steps as CUDA graphs, and replay them."""
-        several = isinstance(self._wrapped, DistributedDataParallel)
-        self._train = Graphed(self._train_eagerly, graphs, EAGER_STEPS_OF_RANKS if several else EAGER_STEPS)
+        steps = EAGER_STEPS_OF_RANKS if self.strategy.exchanges else EAGER_STEPS
+        self._train = Graphed(self._train_eagerly, graphs, steps)
 
-    def register_comm_hook(self, hook: Callable[..., Any]) -> None:
-        """Have gradients averaged over ranks by this hook of DistributedDataParallel; to be called before any step."""
-        if isinstance(self._wrapped, DistributedDataParallel):
-            self._wrapped.register_comm_hook(self._wrapped.process_group, hook)
+    def around_averaging(self, hook: Callable[[CommHook], CommHook]) -> None:
+        """Put something around the averaging of each bucket of gradients; to be called before any step."""
+        self.strategy.around_averaging(hook)
 
     def set_learning_rate(self, rate: float) -> None:
         set_learning_rate(self.optimizer, rate)
@@ -148,7 +120,11 @@ class Step:
     def _train_eagerly(self, x: torch.Tensor, y: torch.Tensor, weight: float = 1.0) -> torch.Tensor:
         loss = self.gradients(x, y, weight)
         with mark("optimizer"):
+            self._gradients.complete()
             self.weights.collect_gradients()
+            if self._gradients.clips:
+                self.scaler.unscale_(self.optimizer)
+                self._gradients.clip(self.weights.updated)
             self.scaler.step(self.optimizer)
             self.scaler.update()
             self.weights.distribute()
@@ -173,13 +149,13 @@ class Step:
         self, x: torch.Tensor, y: torch.Tensor, share: float, weight: float, last: bool = True
     ) -> torch.Tensor:
         """Add the gradients of `share` times `weight` times the loss; return `share` times the loss."""
-        wrapped = self._wrapped
-        alone = wrapped.no_sync() if isinstance(wrapped, DistributedDataParallel) and not last else nullcontext()
+        alone = nullcontext() if last else self.strategy.accumulating()
+        weight *= self._gradients.share
         # Of a small last batch a rank may have no sample: the others wait for its gradients all the same. No code is
         # compiled for that, and a kernel that was chosen may not know how to attend to nothing.
         with self.attention() if len(x) else nullcontext(), alone:
             with mark("forward"):
-                loss = self._loss_of(x, y) if len(x) else wrapped(x, y)
+                loss = self._loss_of(x, y) if len(x) else self.strategy.wrapped(x, y)
             if share != 1.0:
                 loss = loss * share
             with mark("backward"):
@@ -196,8 +172,7 @@ class Step:
 
     def unsynchronised(self) -> AbstractContextManager[object]:
         """Return a context in which no rank waits for the gradients of others; each then makes an update of its own."""
-        wrapped = self._wrapped
-        return wrapped.no_sync() if isinstance(wrapped, DistributedDataParallel) else nullcontext()
+        return self.strategy.unsynchronised()
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint holds: weights in float32 and the states of optimiser and loss scaler."""

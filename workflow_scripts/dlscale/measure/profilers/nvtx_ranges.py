@@ -3,16 +3,16 @@
 They come from PyTorch where it is built with CUDA, else from NVIDIA's package `nvtx`.
 """
 
-# No postponed annotations: DistributedDataParallel compares those of its hooks with types.
+from __future__ import annotations
+
 import contextlib
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch._C._distributed_c10d import GradBucket
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from dlscale.core.ranges import Marker
+from dlscale.parallel.strategy import CommHook
 
 #: The range within which nsys records a run that has no CUDA.
 CAPTURE = "dlscale capture"
@@ -41,21 +41,25 @@ def recorded(device: torch.device) -> Iterator[None]:
             yield
 
 
-def averaged(group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Average a bucket of gradients as PyTorch's own hook does, in a range `comm`.
+def averaged(hook: CommHook) -> CommHook:
+    """Return what averages a bucket of gradients as `hook` does, in a range `comm`.
 
     The range lasts from the launch until the sum is there; with NCCL until the device has been told to make it, and
     NCCL's kernels show the rest.
     """
-    end = _begun("comm")
 
-    def ended(done: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
-        end()
-        return done.value()
+    def within(group: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        end = _begun("comm")
 
-    # What DDP waits for is this future, after the range's end: a mere callback would wait for Python's lock until the
-    # thread that makes the steps, which then goes on, gives it away.
-    return allreduce_hook(group, bucket).then(ended)
+        def ended(done: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
+            end()
+            return done.value()
+
+        # What DDP waits for is this future, after the range's end: a mere callback would wait for Python's lock until
+        # the thread that makes the steps, which then goes on, gives it away.
+        return hook(group, bucket).then(ended)
+
+    return within
 
 
 def _begun(name: str) -> Callable[[], None]:

@@ -1,0 +1,100 @@
+"""What an update needs to know of gradients that several devices share: their sums, their norm, whether one overflowed.
+
+Nothing in it waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from dlscale.parallel.model import ModelParallel
+from dlscale.parallel.world import World
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this device has of a tensor: the same memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class Gradients:
+    """The gradients of a model's parameters, by their names.
+
+    Parameters
+    ----------
+    model
+        How devices share the model; None: they do not.
+    clip_norm
+        Gradients of a greater norm, over all of them, are scaled down to this; None: none are.
+    """
+
+    def __init__(
+        self,
+        parameters: dict[str, torch.nn.Parameter],
+        world: World,
+        model: ModelParallel | None = None,
+        clip_norm: float | None = None,
+    ) -> None:
+        self._parameters, self._world, self._model, self._clip_norm = parameters, world, model, clip_norm
+        self.clips = clip_norm is not None
+        self.share = model.share if model else 1.0  #: what this device's loss counts
+
+    def complete(self) -> None:
+        """Sum up what tensor-parallel devices computed each a part of."""
+        if self._model:
+            self._model.sum_gradients(self._parameters)
+
+    def clip(self, updated: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Scale the gradients of the updated parameters, in the order of names, down to the norm; return what it was.
+
+        The norm is that of all gradients together, float32, as `torch.nn.utils.clip_grad_norm_` has it.
+        """
+        assert self._clip_norm is not None
+        cuts = self._model.cuts if self._model else {}
+        whole: list[torch.Tensor] = []
+        cut: list[torch.Tensor] = []  # of tensors of which the other tensor-parallel devices have other parts
+        mesh = None
+        for name, p in zip(self._parameters, updated, strict=True):
+            if p.grad is not None:
+                (cut if name in cuts else whole).append(local(p.grad))
+                mesh = p.grad.device_mesh if isinstance(p.grad, DTensor) else None
+        squares = torch.stack([_square_sum(each, self._world.device) for each in (whole, cut)])
+        if mesh is not None:
+            dist.all_reduce(squares, group=mesh.get_group("shard"))
+        if self._model and cuts:
+            dist.all_reduce(squares[1:], group=self._model.tp_group)
+        norm = squares.sum().sqrt()
+        gradients = [*whole, *cut]
+        if gradients:
+            torch._foreach_mul_(gradients, (self._clip_norm / (norm + 1e-6)).clamp(max=1.0).to(gradients[0].device))
+        return norm
+
+    def scaler(self, enabled: bool) -> torch.amp.GradScaler:
+        """Return what scales the loss; if a gradient overflows on one of the devices of a model, it does on all."""
+        return _Scaler(self._world.device.type, self._model.tp_group if self._model else None, enabled)
+
+
+def _square_sum(gradients: list[torch.Tensor], device: torch.device) -> torch.Tensor:
+    if not gradients:
+        return torch.zeros((), device=device)
+    return torch.stack(torch._foreach_norm(gradients, 2.0, torch.float32)).square().sum().to(device)
+
+
+class _Scaler(torch.amp.GradScaler):
+    """PyTorch's; where DTensors share gradients, it agrees by itself."""
+
+    def __init__(self, device: str, group: Any, enabled: bool) -> None:
+        super().__init__(device, enabled=enabled)
+        self._group = group
+
+    def _unscale_grads_(self, *arguments: Any, **options: Any) -> dict[torch.device, torch.Tensor]:
+        # PyTorch's own ShardedGradScaler takes this place, too.
+        found: dict[torch.device, torch.Tensor] = super()._unscale_grads_(*arguments, **options)
+        if self._group is not None:
+            for overflow in found.values():
+                dist.all_reduce(overflow, dist.ReduceOp.MAX, group=self._group)
+        return found

@@ -1,0 +1,57 @@
+"""The axes along which ranks share a run's work: dp (samples), cp (tokens), tp (weights of layers, and tokens)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from dlscale.config.run import Geometry
+
+AXES = ("dp", "cp", "tp")
+
+
+def arrangement(geometry: Geometry) -> torch.Tensor:
+    """Return the rank at each place of the mesh, int64 [dp, cp, tp]."""
+    slowest_first = geometry.order.split("-")[::-1]
+    ranks = torch.arange(geometry.world_size).reshape([getattr(geometry, axis) for axis in slowest_first])
+    return ranks.permute([slowest_first.index(axis) for axis in AXES])
+
+
+class Mesh:
+    """The mesh as this rank sees it; all ranks make it together, after `torch.distributed` has begun.
+
+    Attributes
+    ----------
+    devices
+        PyTorch's mesh, with dimensions dp, cp, tp.
+    replicas
+        Process group of this rank and of all that hold the same weights: those of dp x cp.
+    ranks
+        The ranks of `replicas`, for each place along tp: int64 [tp, dp x cp].
+    """
+
+    def __init__(self, geometry: Geometry, kind: str) -> None:
+        places = arrangement(geometry)
+        self.kind, self.devices = kind, DeviceMesh(kind, places, mesh_dim_names=AXES)
+        self.ranks = places.permute(2, 0, 1).flatten(1)
+        self.replicas: dist.ProcessGroup = DeviceMesh(kind, self.ranks, mesh_dim_names=("tp", "same")).get_group("same")
+
+    def rank(self, axis: str) -> int:
+        """Return this rank's place along an axis."""
+        return self.devices.get_local_rank(axis)
+
+    def size(self, axis: str) -> int:
+        """Return how many share the work of an axis."""
+        return self.devices.size(AXES.index(axis))
+
+    def group(self, axis: str) -> Any:
+        """Return the process group of the ranks along an axis, at this rank's place on the others."""
+        return self.devices.get_group(axis)
+
+    def along(self, *axes: str) -> DeviceMesh | None:
+        """Return the mesh of those of these axes along which there are several ranks; None if there are none."""
+        several = tuple(axis for axis in AXES if axis in axes and self.size(axis) > 1)
+        return self.devices[several] if several else None

@@ -1,0 +1,237 @@
+"""One model on several devices: tensor, sequence and context parallelism around a model that knows nothing of them.
+
+Between two modules that a study names (`Sharding.first`, `Sharding.last`) each device has 1 / (cp x tp) of a sample's
+tokens, which are filled up with zeros where they do not divide: 4050 on 8 devices are 4056. Where a layer needs more,
+they are put together for it (Korthikanti et al. 2022, arXiv:2205.05198):
+
+- before attention and before an MLP, those of all tensor-parallel devices. Each of these then computes some of the
+  heads, some of the hidden units; their sums are divided among the devices again.
+- keys and values, before tokens attend to each other, of all context-parallel devices.
+
+What all devices share is the sum of the losses of all, each of which counts 1 / tp of it (`ModelParallel.share`). Every
+exchange on the way back is the adjoint of that on the way forward; so the sum over tp of the gradients of weights that
+tensor-parallel devices have in common, and the mean of all gradients over dp x cp, are those of one device.
+
+Random numbers: outside of the divided part all devices of a model draw the same ones, and within it each its own.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.nn import functional as F
+
+from dlscale.parallel.mesh import Mesh
+from dlscale.parallel.pieces import Cut
+from dlscale.parallel.sharding import Sharding
+
+TOKENS = 1  #: Dimension of tokens in [B, N, E].
+TOKENS_OF_HEADS = 2  #: Dimension of tokens in [B, heads, N, head dimension].
+
+
+def named(model: nn.Module, patterns: Iterable[str]) -> dict[str, nn.Module]:
+    """Return the modules whose names match, in the model's order; `*` stands for one part of a name."""
+    wanted = [pattern.split(".") for pattern in patterns]
+
+    def matches(name: str) -> bool:
+        parts = name.split(".")
+        return any(len(parts) == len(w) and all(map(fnmatch.fnmatchcase, parts, w)) for w in wanted)
+
+    return {name: module for name, module in model.named_modules() if matches(name)}
+
+
+class ModelParallel:
+    """A model of which each device of a mesh holds its part, with the exchanges between them.
+
+    It changes the model in place, which must be as all devices made it: the same weights everywhere. Parameters become
+    this device's part of each; their names stay.
+
+    Parameters
+    ----------
+    device
+        That on which the model will compute.
+    seed
+        This device's own, for the divided part; None if the model draws no random numbers.
+
+    Attributes
+    ----------
+    cuts
+        How tensor-parallel devices share a parameter, by name.
+    share
+        What a device's loss counts.
+    tp_group
+        Process group of the tensor-parallel devices; None if there is but one.
+    """
+
+    def __init__(
+        self, model: nn.Module, sharding: Sharding, mesh: Mesh, device: torch.device, seed: int | None = None
+    ) -> None:
+        self._mesh, self._sharding = mesh, sharding
+        self._tp, self._cp, both = mesh.along("tp"), mesh.along("cp"), mesh.along("cp", "tp")
+        assert both is not None
+        self._both = both
+        self.tp_group: Any = self._tp.get_group() if self._tp else None
+        self.parts = mesh.size("cp") * mesh.size("tp")
+        self._each = -(-sharding.tokens // self.parts)  # tokens of each device
+        self.cuts: dict[str, tuple[Cut, ...]] = {}
+        self.share = 1.0 / mesh.size("tp")
+        if self._tp:
+            self._cut(model)
+        self._exchange(model)
+        self._own = self._outside = torch.empty(0, dtype=torch.uint8)  # random states
+        if seed is not None:
+            self._draw_apart(model, device, seed)
+
+    # ---- weights ---------------------------------------------------------------------------------
+
+    def _cut(self, model: nn.Module) -> None:
+        """Leave this device's part of each weight in the model."""
+        assert self._tp is not None
+        layers = [(module, name, 0) for name, module in named(model, self._sharding.columns).items()]
+        layers += [(module, name, 1) for name, module in named(model, self._sharding.rows).items()]
+        for layer, layer_name, dim in layers:
+            for name, p in layer.named_parameters(recurse=False):
+                if p.dim() > dim:  # the bias of rows is added once, to the sum
+                    cut = Cut(self._tp, dim, p.shape)
+                    self.cuts[f"{layer_name}.{name}"] = (cut,)
+                    layer._parameters[name] = nn.Parameter(cut.part(p.detach()).clone(), p.requires_grad)
+        for name, layer in named(model, self._sharding.rows).items():
+            model.set_submodule(name, _Rows(layer, self._tp))
+
+    def sum_gradients(self, parameters: dict[str, nn.Parameter]) -> None:
+        """Sum over tensor-parallel devices the gradients of the parameters, by name, that all of them have whole."""
+        if not self._tp:
+            return
+        gradients = [p.grad for name, p in parameters.items() if name not in self.cuts and p.grad is not None]
+        tensors = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
+        if not tensors:
+            return
+        flat = torch.cat([each.reshape(-1).float() for each in tensors])
+        dist.all_reduce(flat, group=self.tp_group)
+        sums = flat.split([each.numel() for each in tensors])
+        torch._foreach_copy_(tensors, [part.view_as(each) for part, each in zip(sums, tensors, strict=True)])
+
+    # ---- tokens ----------------------------------------------------------------------------------
+
+    def _exchange(self, model: nn.Module) -> None:
+        """Have each module meet the tokens that it needs."""
+        first, last = (model.get_submodule(name) for name in (self._sharding.first, self._sharding.last))
+        first.register_forward_hook(lambda module, inputs, output: self._divide(output))
+        last.register_forward_hook(lambda module, inputs, output: self._unite(output))
+        if self._tp:
+            for module in named(model, self._sharding.gather).values():
+                module.register_forward_pre_hook(lambda module, inputs: (self._gather(inputs[0]),))
+        if self._cp or self._each * self.parts != self._sharding.tokens:
+            for module in named(model, self._sharding.attend).values():
+                module.register_forward_pre_hook(lambda module, inputs: self._keys_and_values(*inputs))
+
+    def _divide(self, x_BNE: torch.Tensor) -> torch.Tensor:
+        """Return this device's tokens."""
+        place = self._mesh.rank("cp") * self._mesh.size("tp") + self._mesh.rank("tp")
+        begin, end = (min(n * self._each, self._sharding.tokens) for n in (place, place + 1))
+        return F.pad(x_BNE[:, begin:end], (0, 0, 0, self._each - (end - begin))).contiguous()
+
+    def _unite(self, y_BNE: torch.Tensor) -> torch.Tensor:
+        """Return all tokens. All devices go on with them alike: on the way back each has the gradient of its own."""
+        y_BNE = _Adjoint.apply(y_BNE, self.parts)
+        return _gathered(y_BNE, self._both, TOKENS, Replicate())[:, : self._sharding.tokens]
+
+    def _gather(self, x_BNE: torch.Tensor) -> torch.Tensor:
+        """Return the tokens of the tensor-parallel devices."""
+        assert self._tp is not None
+        kind = x_BNE.device.type
+        if torch.is_autocast_enabled(kind):  # what follows would compute in 16 bits: half as much is sent
+            x_BNE = x_BNE.to(torch.get_autocast_dtype(kind))
+        return _gathered(x_BNE, self._tp, TOKENS, Partial())
+
+    def _keys_and_values(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the queries, and keys and values of all tokens, without those that fill up."""
+        if self._cp:
+            k, v = (_gathered(x, self._cp, TOKENS_OF_HEADS, Partial()) for x in (k, v))
+        return q, *(x.narrow(TOKENS_OF_HEADS, 0, self._sharding.tokens) for x in (k, v))
+
+    # ---- random numbers --------------------------------------------------------------------------
+
+    @property
+    def random_state(self) -> torch.Tensor:
+        """The state from which this device drops out in the divided part, on the host; empty if nothing does."""
+        return self._own
+
+    @random_state.setter
+    def random_state(self, state: torch.Tensor) -> None:
+        self._own = state
+
+    def _draw_apart(self, model: nn.Module, device: torch.device, seed: int) -> None:
+        """Have this device draw its own random numbers in the divided part, in training."""
+        get, set_ = (
+            (partial(torch.cuda.get_rng_state, device), partial(torch.cuda.set_rng_state, device=device))
+            if device.type == "cuda"
+            else (torch.get_rng_state, torch.set_rng_state)
+        )
+        outside = get()
+        (torch.cuda.manual_seed if device.type == "cuda" else torch.manual_seed)(seed)
+        self._own = get()
+        set_(outside)
+
+        def enter(module: nn.Module, *values: Any) -> None:
+            if module.training:
+                self._outside = get()
+                set_(self._own)
+
+        def leave(module: nn.Module, *values: Any) -> None:
+            if module.training:
+                self._own = get()
+                set_(self._outside)
+
+        model.get_submodule(self._sharding.first).register_forward_hook(enter)
+        model.get_submodule(self._sharding.last).register_forward_hook(leave)
+
+
+class _Adjoint(torch.autograd.Function):
+    """The values themselves; their gradient times a factor."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, factor: float) -> torch.Tensor:
+        ctx.factor = factor
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradients[0] * ctx.factor, None
+
+
+def _gathered(x: torch.Tensor, mesh: DeviceMesh, dim: int, gradient: Placement) -> torch.Tensor:
+    """Return the parts of a mesh's devices, equal in size, put together along a dimension.
+
+    `gradient` is what the gradient of the result is on each device: `Partial`, a summand, or `Replicate`, the same.
+    """
+    parts = DTensor.from_local(x, mesh, [Shard(dim)] * mesh.ndim, run_check=False)
+    whole = parts.redistribute(placements=[Replicate()] * mesh.ndim)
+    return whole.to_local(grad_placements=[gradient] * mesh.ndim)
+
+
+class _Rows(nn.Module):
+    """A linear layer of some inputs: its outputs, for all tokens, are summed over devices and divided among them."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+    def __init__(self, layer: nn.Module, mesh: DeviceMesh) -> None:
+        super().__init__()
+        assert isinstance(layer, nn.Linear)
+        self._parameters = layer._parameters  # the same names, for all who ask for them
+        self._mesh = mesh
+
+    def forward(self, x_BNE: torch.Tensor) -> torch.Tensor:
+        partial_BNE = F.linear(x_BNE, self.weight)
+        summands = DTensor.from_local(partial_BNE, self._mesh, [Partial()], run_check=False)
+        y_BNE = summands.redistribute(placements=[Shard(TOKENS)]).to_local()
+        return y_BNE if self.bias is None else y_BNE + self.bias.to(y_BNE.dtype)

@@ -1,0 +1,109 @@
+"""Pieces of tensors that several devices share: where each lies in the whole, so that others may cut it otherwise."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A tensor of this shape, cut along a dimension for the devices of a mesh, as `torch.chunk` cuts."""
+
+    mesh: DeviceMesh
+    dim: int
+    shape: torch.Size
+
+    @property
+    def offset(self) -> int:
+        """Where this device's part begins."""
+        each = -(-self.shape[self.dim] // self.mesh.size())
+        return min(each * self.mesh.get_local_rank(), self.shape[self.dim])
+
+    def part(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return this device's part."""
+        each = -(-self.shape[self.dim] // self.mesh.size())
+        return whole.narrow(self.dim, self.offset, min(each, self.shape[self.dim] - self.offset))
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What this device has of a tensor; it may be all of it.
+
+    `torch.distributed.checkpoint` knows what to do with it by three methods of its own names.
+    """
+
+    tensor: torch.Tensor
+    cuts: tuple[Cut, ...] = ()  #: from the whole to the piece
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the whole."""
+        return self.cuts[0].shape if self.cuts else self.tensor.shape
+
+    @property
+    def offsets(self) -> torch.Size:
+        """Where the piece begins in the whole."""
+        offsets = [0] * len(self.shape)
+        for cut in self.cuts:
+            offsets[cut.dim] += cut.offset
+        return torch.Size(offsets)
+
+    def whole(self) -> torch.Tensor:
+        """Return the whole tensor, on the device where the piece is computed with. All devices call it."""
+        tensor = self.tensor
+        for cut in reversed(self.cuts):
+            kind = cut.mesh.device_type
+            local = tensor.to(kind).contiguous()
+            stride = torch.empty(cut.shape, device="meta").stride()
+            parts = DTensor.from_local(local, cut.mesh, [Shard(cut.dim)], shape=cut.shape, stride=stride)
+            tensor = parts.redistribute(placements=[Replicate()]).to_local()
+        return tensor
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return the same piece of another tensor of the shape of the whole."""
+        for dim, (offset, size) in enumerate(zip(self.offsets, self.tensor.shape, strict=True)):
+            whole = whole.narrow(dim, offset, size)
+        return whole
+
+    def copy(self, device: str) -> Piece:
+        """Return a copy elsewhere, or of its own memory."""
+        return replace(self, tensor=self.tensor.detach().to(device, copy=True))
+
+    def __create_write_items__(self, name: str, piece: Any) -> list[WriteItem]:
+        """Return how to write the piece."""
+        if not self.tensor.numel():
+            return []
+        chunk = ChunkStorageMetadata(self.offsets, self.tensor.shape)
+        properties = TensorProperties.create_from_tensor(self.tensor)
+        return [
+            WriteItem(
+                index=MetadataIndex(name, self.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.shape),
+            )
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        """Return which parts of the whole the piece needs."""
+        return [ChunkStorageMetadata(self.offsets, self.tensor.shape)] if self.tensor.numel() else []
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        """Return the memory of the piece."""
+        return self.tensor
+
+
+def piece(tensor: torch.Tensor, *cuts: Cut) -> Piece:
+    """Return a tensor as a piece: one that FSDP shares is cut along its first dimension, after these cuts."""
+    if not isinstance(tensor, DTensor):
+        return Piece(tensor.detach(), cuts)
+    mesh = tensor.device_mesh
+    if mesh.ndim > 1:
+        mesh = mesh["shard"]
+    return Piece(tensor.to_local().detach(), (*cuts, Cut(mesh, 0, tensor.shape)))
