@@ -18,10 +18,11 @@ from dlscale.config.run import Geometry, RunCore, load_run
 from dlscale.core.errors import UserError
 from dlscale.data.loaders.base import Share
 from dlscale.parallel.batchnorm import OnCPU, OnGPU, synchronised
+from dlscale.parallel.strategy import Copied
 from dlscale.parallel.world import World, join
 from dlscale.train.build import build_step, open_session
 from dlscale.train.checkpoint import Checkpoints
-from dlscale.train.step import Copied, Step
+from dlscale.train.step import Step
 from dlscale.train.trainer import Trainer
 from tests.conftest import ERA5, ERA5_RUN, TINY, make_run, records, train
 from tests.test_parallel import configure, train_by
@@ -73,9 +74,9 @@ def samples(number: int, size: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(size, 256, generator=generator), torch.randn(size, 256, generator=generator)
 
 
-def as_rank(rank: int, port: int) -> None:
+def as_rank(rank: int, port: int, ranks: int = 2) -> None:
     os.environ.update(
-        RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+        RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
     )
     torch.set_num_threads(1)
 
@@ -100,7 +101,7 @@ def _observe(rank: int, port: int, folder: str) -> None:
             _, step = step_of(world, parallel)
             calls = steps(step, Share(8, rank, 2))
             memory = {p.grad.untyped_storage().data_ptr() for p in step.model.parameters() if p.grad is not None}
-            static = getattr(step._wrapped, "static_graph", None)
+            static = getattr(step.strategy.wrapped, "static_graph", None)
             weights = {key: value.clone() for key, value in step.weights.state_dict().items()}
             found[name] = (calls, len(memory), static, weights)
             with step.unsynchronised():  # as throughput does at its end

@@ -16,11 +16,6 @@ from dlscale.parallel.model import ModelParallel
 from dlscale.parallel.world import World
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what this device has of a tensor: the same memory."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 class Gradients:
     """The gradients of a model's parameters, by their names.
 
@@ -42,6 +37,11 @@ class Gradients:
         self._parameters, self._world, self._model, self._clip_norm = parameters, world, model, clip_norm
         self.clips = clip_norm is not None
         self.share = model.share if model else 1.0  #: what this device's loss counts
+        #: Groups of devices of which each has another part of the weights: of those of columns and rows, or of all.
+        self._groups: dict[str, Any] = {"tp": model.tp_group} if model and model.tp_group else {}
+        for p in parameters.values():
+            if isinstance(p, DTensor):
+                self._groups["fsdp"] = p.device_mesh.get_group("shard")
 
     def complete(self) -> None:
         """Sum up what tensor-parallel devices computed each a part of."""
@@ -57,16 +57,12 @@ class Gradients:
         cuts = self._model.cuts if self._model else {}
         whole: list[torch.Tensor] = []
         cut: list[torch.Tensor] = []  # of tensors of which the other tensor-parallel devices have other parts
-        mesh = None
         for name, p in zip(self._parameters, updated, strict=True):
             if p.grad is not None:
-                (cut if name in cuts else whole).append(local(p.grad))
-                mesh = p.grad.device_mesh if isinstance(p.grad, DTensor) else None
+                (cut if name in cuts else whole).append(p.grad)
         squares = torch.stack([_square_sum(each, self._world.device) for each in (whole, cut)])
-        if mesh is not None:
-            dist.all_reduce(squares, group=mesh.get_group("shard"))
-        if self._model and cuts:
-            dist.all_reduce(squares[1:], group=self._model.tp_group)
+        for kind, group in self._groups.items():
+            dist.all_reduce(squares if kind == "fsdp" else squares[1:], group=group)
         norm = squares.sum().sqrt()
         gradients = [*whole, *cut]
         if gradients:
@@ -75,7 +71,7 @@ class Gradients:
 
     def scaler(self, enabled: bool) -> torch.amp.GradScaler:
         """Return what scales the loss; if a gradient overflows on one of the devices of a model, it does on all."""
-        return _Scaler(self._world.device.type, self._model.tp_group if self._model else None, enabled)
+        return _Scaler(self._world.device.type, [*self._groups.values()], enabled)
 
 
 def _square_sum(gradients: list[torch.Tensor], device: torch.device) -> torch.Tensor:
@@ -85,16 +81,16 @@ def _square_sum(gradients: list[torch.Tensor], device: torch.device) -> torch.Te
 
 
 class _Scaler(torch.amp.GradScaler):
-    """PyTorch's; where DTensors share gradients, it agrees by itself."""
+    """PyTorch's, agreed on by groups of devices."""
 
-    def __init__(self, device: str, group: Any, enabled: bool) -> None:
+    def __init__(self, device: str, groups: Sequence[Any], enabled: bool) -> None:
         super().__init__(device, enabled=enabled)
-        self._group = group
+        self._groups = groups
 
     def _unscale_grads_(self, *arguments: Any, **options: Any) -> dict[torch.device, torch.Tensor]:
         # PyTorch's own ShardedGradScaler takes this place, too.
         found: dict[torch.device, torch.Tensor] = super()._unscale_grads_(*arguments, **options)
-        if self._group is not None:
+        for group in self._groups:
             for overflow in found.values():
-                dist.all_reduce(overflow, dist.ReduceOp.MAX, group=self._group)
+                dist.all_reduce(overflow, dist.ReduceOp.MAX, group=group)
         return found

@@ -99,11 +99,14 @@ class Piece:
         return self.tensor
 
 
-def piece(tensor: torch.Tensor, *cuts: Cut) -> Piece:
-    """Return a tensor as a piece: one that FSDP shares is cut along its first dimension, after these cuts."""
-    if not isinstance(tensor, DTensor):
-        return Piece(tensor.detach(), cuts)
-    mesh = tensor.device_mesh
-    if mesh.ndim > 1:
-        mesh = mesh["shard"]
-    return Piece(tensor.to_local().detach(), (*cuts, Cut(mesh, 0, tensor.shape)))
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this device has of a tensor: the same memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def cut(parameter: torch.Tensor) -> tuple[Cut, ...]:
+    """Return how FSDP shares a parameter: along its first dimension, or not at all."""
+    if not isinstance(parameter, DTensor):
+        return ()
+    mesh = parameter.device_mesh
+    return (Cut(mesh["shard"] if mesh.ndim > 1 else mesh, 0, parameter.shape),)

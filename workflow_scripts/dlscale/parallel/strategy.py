@@ -50,6 +50,11 @@ class Strategy:
         """Whether gradients are exchanged while they are computed."""
         return False
 
+    @property
+    def gathers(self) -> bool:
+        """Whether ranks of different samples wait for each other in a forward pass."""
+        return False
+
     def accumulating(self) -> AbstractContextManager[object]:
         """Return the context of a backward pass whose gradients are only added up: another one will exchange them."""
         return nullcontext()
@@ -153,6 +158,10 @@ class Sharded(Strategy):
 
     @property
     def exchanges(self) -> bool:
+        return True
+
+    @property
+    def gathers(self) -> bool:
         return True
 
     def accumulating(self) -> AbstractContextManager[object]:

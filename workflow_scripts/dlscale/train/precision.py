@@ -23,9 +23,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from dlscale.parallel.pieces import Cut, Piece, piece
+from dlscale.parallel.pieces import Cut, Piece, cut, local
 
 _NONE: Mapping[str, tuple[Cut, ...]] = MappingProxyType({})
 
@@ -75,7 +76,8 @@ def convert(model: nn.Module, precision: str) -> dict[str, torch.Tensor]:
 class Weights:
     """A model's weights as they are placed, and what an optimiser updates for them (`updated`).
 
-    That is the parameters themselves, or with master weights float32 copies of those in 16 bits (`exact`).
+    That is the parameters themselves; with master weights float32 copies of those in 16 bits (`exact`); of what FSDP
+    shares, this device's part, in the same memory: an update works on each number alone.
 
     Parameters
     ----------
@@ -90,22 +92,29 @@ class Weights:
     ) -> None:
         named = dict(model.named_parameters())
         self.model, self.parameters, self.named = model, list(named.values()), named
-        self._cuts = cuts
+        self._cuts = {name: (*cuts.get(name, ()), *cut(p)) for name, p in named.items()}
         self._masters = {name: nn.Parameter(value) for name, value in exact.items()}
         self._rounded: list[torch.Tensor] = [named[name] for name in self._masters]
         self._exact: list[torch.Tensor] = list(self._masters.values())
-        self.updated = [self._masters.get(name, p) for name, p in named.items()]
+        self._parts = {
+            name: nn.Parameter(p.to_local().detach(), p.requires_grad)
+            for name, p in named.items()
+            if isinstance(p, DTensor)
+        }
+        self.updated = [self._masters.get(name, self._parts.get(name, p)) for name, p in named.items()]
         self._gradients = [torch.zeros_like(p) for p in self._exact]
         for p, gradient in zip(self._exact, self._gradients, strict=True):
             p.grad = gradient
 
     def clear_gradients(self) -> None:
         """Clear the model's gradients, as `zero_grad` does, without its hooks and its search for parameters."""
-        for p in self.parameters:
+        for p in (*self.parameters, *self._parts.values()):
             p.grad = None
 
     def collect_gradients(self) -> None:
-        """Copy the model's gradients to the master weights, if there are any."""
+        """Bring the model's gradients to what is updated: copies of them to master weights."""
+        for name, part in self._parts.items():
+            part.grad = None if (gradient := self.named[name].grad) is None else local(gradient)
         if self._masters:
             torch._foreach_copy_(self._gradients, [p.grad for p in self._rounded if p.grad is not None])
 
@@ -116,8 +125,8 @@ class Weights:
             torch._foreach_copy_(self._rounded, self._exact)
 
     def piece(self, name: str, tensor: torch.Tensor) -> Piece:
-        """Return a tensor that lies as a parameter or buffer does, as what this device has of it."""
-        return piece(tensor, *self._cuts.get(name, ()))
+        """Return a tensor that is shared as this parameter is, or a buffer, as what this device has of it."""
+        return Piece(local(tensor).detach(), self._cuts.get(name, ()))
 
     def pieces(self) -> dict[str, Piece]:
         """Return what this device has of the model's state: the memory that it lives in, not always in float32."""

@@ -135,12 +135,13 @@ class Step:
         if not self.model.training:  # to say it at every step would walk through all modules
             self.model.train()
         self.weights.clear_gradients()
-        parts = min(self._accumulation, len(x))  # a small last batch may not fill them all
+        # A small last batch may not fill all parts; who waits for others in each part has as many as they.
+        parts = self._accumulation if self.strategy.gathers else min(self._accumulation, len(x))
         if parts <= 1:
             return self._backward(x, y, 1.0, weight)
         # Each part counts as many times as it has samples; the last one waits for the other ranks.
         losses = [
-            self._backward(a, b, len(a) / len(x), weight, last=number == parts)
+            self._backward(a, b, len(a) / max(len(x), 1), weight, last=number == parts)
             for number, (a, b) in enumerate(zip(x.tensor_split(parts), y.tensor_split(parts), strict=True), 1)
         ]
         return torch.stack(losses).sum()

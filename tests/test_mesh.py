@@ -1,0 +1,309 @@
+"""Every strategy on every mesh trains as one process does: forward pass, loss, each gradient, each update.
+
+`make test` runs the table for two processes, `make test-parallel` all of it: two, four and eight.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from torch import nn
+
+from dlscale.config.run import Geometry, RunCore
+from dlscale.core import registry
+from dlscale.data.loaders.base import Share
+from dlscale.models.losses import relative_l2
+from dlscale.models.vit import ViT
+from dlscale.parallel.mesh import AXES, Mesh, arrangement
+from dlscale.parallel.world import World, join
+from dlscale.train.build import build_step
+from tests.test_ddp import as_rank
+from tests.test_rungs import need_compiler, settings
+from tests.waiting import PATIENCE
+
+BATCH, SAMPLES = 8, 19  #: Two batches, and three samples for a third: of eight ranks five have none of it.
+STEPS = 3
+#: Patches of a field: 32 tokens divide by all meshes, 35 by none; they are filled up to 36 or 40.
+GRIDS = {"even": (4, 8), "uneven": (5, 7)}
+HEADS = 8
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A geometry with its strategy, settings of the run, and how far it may be from one process.
+
+    Predictions and losses are compared relative to their greatest value, gradients and updates to the greatest of the
+    same tensor; a gradient that is zero but for rounding, to the greatest of all.
+    """
+
+    ranks: int
+    geometry: dict[str, Any] = field(default_factory=dict)
+    parallel: dict[str, Any] = field(default_factory=dict)
+    over: dict[str, Any] = field(default_factory=dict)
+    grid: str = "even"
+    tolerance: float = 2e-5
+    exact: bool = True  #: Whether one process does the same by the same settings; else it is compared in float32.
+
+    def run(self) -> RunCore:
+        geometry = {"gpus_per_node": self.ranks, **self.geometry}
+        return settings("era5_vit", **self._model(), geometry=geometry, parallel=self.parallel, **self.over)
+
+    def alone(self) -> RunCore:
+        over = {key: value for key, value in self.over.items() if key != "compile"}
+        return settings("era5_vit", **self._model(), **(over if self.exact else {}))
+
+    def _model(self) -> dict[str, Any]:
+        return {"batch_size": BATCH, "model": {"heads": HEADS, "embed_dim": 8 * HEADS, "depth": 2}}
+
+    def model(self) -> nn.Module:
+        rows, columns = GRIDS[self.grid]
+        checkpointing = bool(self.over.get("activation_checkpointing"))
+        torch.manual_seed(0)
+        model = ViT(
+            *((2 * rows, 3 * columns), (2, 3), 4, 3, 8 * HEADS, 2, HEADS),
+            residual="linear",
+            static=torch.ones(1, 2 * rows, 3 * columns),
+            checkpointing=checkpointing,
+        )
+        with torch.no_grad():  # a value of its own for each parameter, so that none can go missing
+            for p in model.parameters():
+                p.add_(0.1 * torch.randn(p.shape))
+        return model
+
+    def batch(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        rows, columns = GRIDS[self.grid]
+        generator = torch.Generator().manual_seed(number)
+        size = min(BATCH, SAMPLES - number * BATCH)
+        x, y = (torch.randn(size, channels, 2 * rows, 3 * columns, generator=generator) for channels in (4, 3))
+        return x, y
+
+
+FSDP: dict[str, Any] = {"kind": "fsdp"}
+BF16 = {"over": {"precision": "bf16"}, "tolerance": 0.05}
+STRATEGIES: dict[str, Case] = {
+    # Two processes: part of `make test`.
+    "2 ddp": Case(2),
+    "2 ddp uneven": Case(2, grid="uneven"),
+    "2 ddp static, small buckets": Case(2, parallel={"static_graph": True, "bucket_mb": 0.01}),
+    "2 ddp bf16 hook": Case(2, parallel={"compression": "bf16"}, tolerance=0.02),
+    "2 ddp fp16 hook": Case(2, parallel={"compression": "fp16"}, tolerance=0.005),
+    "2 fsdp": Case(2, parallel=FSDP),
+    "2 fsdp, weights kept": Case(2, parallel={**FSDP, "reshard": False}),
+    "2 fsdp in bf16": Case(2, parallel={**FSDP, "param_dtype": "bf16", "reduce_dtype": "bf16"}, tolerance=0.05),
+    "2 tp": Case(2, {"tp": 2}),
+    "2 tp uneven": Case(2, {"tp": 2}, grid="uneven"),
+    "2 cp": Case(2, {"cp": 2}),
+    "2 cp uneven": Case(2, {"cp": 2}, grid="uneven"),
+    "2 cp, sharded": Case(2, {"cp": 2}, FSDP, grid="uneven"),
+    **{
+        f"2 {name}, {what}": Case(2, geometry, parallel, **options)
+        for name, geometry, parallel in (
+            ("ddp", {}, {}),
+            ("fsdp", {}, FSDP),
+            ("tp", {"tp": 2}, {}),
+            ("cp", {"cp": 2}, {}),
+        )
+        for what, options in {
+            "clipped": {"over": {"optimizer": {"clip_norm": 0.05}}},
+            "in parts": {"over": {"accumulation_steps": 2}},
+            "recomputed": {"over": {"activation_checkpointing": True}},
+            "Adam": {"over": {"optimizer": {"kind": "adam", "lr": 1e-3, "eps": 1e-3}}},
+            "fused": {"over": {"optimizer": {"fused": True}}},
+            "bf16": BF16,
+        }.items()
+    },
+    "2 ddp, master weights": Case(2, over={"precision": "bf16_master"}, tolerance=0.05),
+    "2 tp, master weights": Case(2, {"tp": 2}, over={"precision": "bf16_master"}, tolerance=0.05),
+    "2 tp, scaled loss": Case(2, {"tp": 2}, over={"precision": "fp16"}, tolerance=0.01),
+    "2 fsdp, scaled loss": Case(2, parallel=FSDP, over={"precision": "fp16"}, tolerance=0.01),
+    "2 fsdp, pure": Case(2, parallel=FSDP, over={"precision": "bf16_pure"}, tolerance=0.05),
+    # Four.
+    "4 ddp": Case(4),
+    "4 fsdp": Case(4, parallel=FSDP),
+    "4 fsdp in two groups": Case(4, parallel={**FSDP, "shard": 2}),
+    "4 tp": Case(4, {"tp": 4}, grid="uneven"),
+    "4 cp": Case(4, {"cp": 4}, grid="uneven"),
+    "4 cp tp": Case(4, {"cp": 2, "tp": 2}, grid="uneven"),
+    "4 dp tp": Case(4, {"tp": 2}),
+    "4 dp tp, other order": Case(4, {"tp": 2, "order": "dp-tp-cp"}, grid="uneven"),
+    "4 dp tp, sharded": Case(4, {"tp": 2}, FSDP),
+    "4 dp tp, sharded, clipped": Case(4, {"tp": 2}, FSDP, {"optimizer": {"clip_norm": 0.05}}),
+    "4 dp cp": Case(4, {"cp": 2}, grid="uneven"),
+    "4 dp cp, other order": Case(4, {"cp": 2, "order": "dp-cp-tp"}),
+    "4 dp cp, sharded in two groups": Case(4, {"cp": 2}, {**FSDP, "shard": 2}, grid="uneven"),
+    "4 dp tp, clipped": Case(4, {"tp": 2}, over={"optimizer": {"clip_norm": 0.05}}),
+    "4 dp tp, in parts": Case(4, {"tp": 2}, over={"accumulation_steps": 2}),
+    "4 dp tp, scaled loss": Case(4, {"tp": 2}, over={"precision": "fp16"}, tolerance=0.01),
+    "4 dp tp, bf16 hook": Case(4, {"tp": 2}, {"compression": "bf16"}, tolerance=0.02),
+    # Eight.
+    "8 ddp": Case(8),
+    "8 fsdp": Case(8, parallel=FSDP, grid="uneven"),
+    "8 fsdp in groups of four": Case(8, parallel={**FSDP, "shard": 4}),
+    "8 dp cp tp": Case(8, {"cp": 2, "tp": 2}, grid="uneven"),
+    "8 dp cp tp, sharded": Case(8, {"cp": 2, "tp": 2}, FSDP, grid="uneven"),
+    "8 dp cp tp, sharded in two groups": Case(8, {"cp": 2, "tp": 2}, {**FSDP, "shard": 2}),
+    **{f"8 dp cp tp as {order}": Case(8, {"cp": 2, "tp": 2, "order": order}) for order in ("cp-tp-dp", "dp-cp-tp")},
+    "8 tp": Case(8, {"tp": 8}, grid="uneven"),
+    "8 cp": Case(8, {"cp": 8}, grid="uneven"),
+    "8 cp tp": Case(8, {"cp": 2, "tp": 4}, grid="uneven"),
+    "8 dp tp": Case(8, {"tp": 4}),
+    "8 dp tp, sharded": Case(8, {"tp": 2}, FSDP),
+    "8 dp cp": Case(8, {"cp": 2}),
+}
+COMPILED: dict[str, Case] = {
+    f"{case.ranks} {name}, compiled": case
+    for name, case in {
+        "ddp": Case(2, over={"compile": {"mode": "default"}}),
+        "fsdp": Case(2, parallel=FSDP, over={"compile": {"mode": "default"}}),
+        "tp": Case(2, {"tp": 2}, over={"compile": {"mode": "default"}}, grid="uneven"),
+        "cp": Case(2, {"cp": 2}, over={"compile": {"mode": "default"}}, grid="uneven"),
+    }.items()
+}
+
+
+def learn(case: Case, run: RunCore, world: World) -> dict[str, Any]:
+    """Train for three batches; return what there is to compare, whole tensors on every rank."""
+    study, share = registry.study("era5_vit"), Share(BATCH, world.data_rank, world.data_size)
+    step = build_step(run, case.model, relative_l2, world, study.sharding)
+    found: dict[str, Any] = {"start": whole(step.weights.state_dict())}
+    for number in range(STEPS):
+        x, y = case.batch(number)
+        own = share.indices(number, SAMPLES)
+        own = slice(own.start - number * BATCH, own.stop - number * BATCH)
+        if number == 0:
+            found["prediction"] = step.predict(x[own])
+        loss = step(x[own], y[own], share.weight(number, SAMPLES))
+        found[f"loss {number}"] = world.sum(loss * len(x[own])) / len(x)
+        # What the update saw: after clipping, without the scale of the loss.
+        updated = zip(step.weights.named, step.weights.updated, strict=True)
+        gradients = {name: p.grad for name, p in updated if p.grad is not None}
+        found[f"gradients {number}"] = {
+            n: step.weights.piece(n, g).whole().float().clone() for n, g in gradients.items()
+        }
+        found[f"weights {number}"] = whole(step.weights.state_dict())
+    return found
+
+
+def whole(state: Tensors) -> Tensors:
+    return {name: value.clone() for name, value in state.items()}
+
+
+def _learn_all(rank: int, ranks: int, port: int, folder: str, names: list[str]) -> None:
+    as_rank(rank, port, ranks)
+    faulthandler.dump_traceback_later(PATIENCE, exit=True)  # ranks that wait for each other say where
+    with join(Geometry(gpus_per_node=ranks), "cpu") as joined:
+        for name in names:
+            case = {**STRATEGIES, **COMPILED}[name]
+            run = case.run()
+            world = replace(joined, mesh=Mesh(run.geometry, "cpu") if run.geometry.model_size > 1 else None)
+            places = [world.mesh.rank(axis) if world.mesh else 0 for axis in AXES]
+            found = {**learn(case, run, world), "dp": world.data_rank, "places": places}
+            torch.save(found, Path(folder, f"{name}.{rank}.pt"))
+
+
+def spawn(ranks: int, folder: Path, names: list[str]) -> None:
+    port = 20000 + (os.getpid() * 7) % 20000
+    mp.spawn(_learn_all, (ranks, port, str(folder), names), nprocs=ranks)
+
+
+def of_ranks(folder: Path, name: str, ranks: int) -> list[dict[str, Any]]:
+    return [torch.load(folder / f"{name}.{rank}.pt") for rank in range(ranks)]
+
+
+@pytest.fixture(scope="module")
+def learnt(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Return what all ranks of a case found; those of as many ranks are trained together."""
+    folders: dict[int, Path] = {}
+
+    def of(name: str) -> list[dict[str, Any]]:
+        ranks = STRATEGIES[name].ranks
+        if ranks not in folders:
+            folders[ranks] = tmp_path_factory.mktemp(f"ranks{ranks}")
+            spawn(ranks, folders[ranks], [each for each, case in STRATEGIES.items() if case.ranks == ranks])
+        return of_ranks(folders[ranks], name, ranks)
+
+    return of
+
+
+def compare(case: Case, found: list[dict[str, Any]]) -> None:
+    torch.set_num_threads(1)
+    alone, tolerance = learn(case, case.alone(), World()), case.tolerance
+    for rank in found:
+        for name, value in alone["start"].items():
+            assert torch.equal(rank["start"][name], value), f"{name} starts otherwise"
+        parts = {each["dp"]: each["prediction"] for each in found}
+        for each in found:
+            # Those who share a model predict the same, and all together what one process predicts.
+            torch.testing.assert_close(each["prediction"], parts[each["dp"]], rtol=0, atol=0)
+        near(torch.cat([parts[dp] for dp in sorted(parts)]), alone["prediction"], tolerance, "prediction")
+        for number in range(STEPS):
+            near(rank[f"loss {number}"], alone[f"loss {number}"], tolerance, f"loss {number}")
+            gradients, updates = alone[f"gradients {number}"], alone[f"weights {number}"]
+            assert gradients.keys() == rank[f"gradients {number}"].keys()
+            greatest = max(float(gradient.abs().max()) for gradient in gradients.values())
+            for name, gradient in gradients.items():
+                got = rank[f"gradients {number}"][name]
+                near(got, gradient, tolerance, f"gradient {number} of {name}", 0.05 * greatest)
+            for name, weights in updates.items():
+                moved = [each[f"weights {number}"][name] - each["start"][name] for each in (rank, alone)]
+                greatest = float(weights.abs().max())
+                spacing = 2**-7 * greatest if case.over.get("precision") == "bf16_pure" else 0.0  # of its numbers
+                near(*moved, 2 * tolerance, f"update {number} of {name}", 0.01 * greatest, spacing)
+
+
+def near(
+    got: torch.Tensor, expected: torch.Tensor, tolerance: float, what: str, floor: float = 0.0, spacing: float = 0.0
+) -> None:
+    allowed = max(tolerance * max(float(expected.abs().max()), floor), spacing)
+    error = float((got - expected).abs().max())
+    assert error <= allowed, f"{what}: {error:.3g} away, {allowed:.3g} allowed"
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if case.ranks == 2 else [pytest.mark.parallel]) for n, case in STRATEGIES.items()]
+)
+def test_a_strategy_learns_what_one_process_learns(learnt: Any, name: str) -> None:
+    compare(STRATEGIES[name], learnt(name))
+
+
+@pytest.mark.parallel
+@pytest.mark.parametrize("name", COMPILED)
+def test_a_compiled_strategy_learns_what_one_process_learns(tmp_path: Path, name: str) -> None:
+    need_compiler()
+    spawn(2, tmp_path, [name])
+    compare(COMPILED[name], of_ranks(tmp_path, name, 2))
+
+
+# ---- places on the mesh ----------------------------------------------------------------------------
+
+
+def test_the_first_axis_of_the_order_has_neighbours() -> None:
+    geometry = Geometry(nodes=2, gpus_per_node=12, tp=2, cp=3)
+    ranks = arrangement(geometry)  # tp-cp-dp
+    assert ranks.shape == (4, 3, 2)
+    assert (
+        ranks[0, 0].tolist() == [0, 1]
+        and ranks[0, :, 0].tolist() == [0, 2, 4]
+        and ranks[:, 0, 0].tolist() == [0, 6, 12, 18]
+    )
+    for order, strides in {"dp-cp-tp": (1, 4, 12), "cp-dp-tp": (3, 1, 12), "tp-dp-cp": (2, 8, 1)}.items():
+        found = arrangement(geometry.model_copy(update={"order": order}))
+        assert found.shape == (4, 3, 2) and found.stride() == strides, order
+        assert sorted(found.flatten().tolist()) == list(range(24))
+
+
+def test_a_rank_knows_its_place(learnt: Any) -> None:
+    for name in ("2 tp", "2 cp"):
+        case = STRATEGIES[name]
+        ranks = arrangement(case.run().geometry)
+        for rank, found in enumerate(learnt(name)):
+            assert int(ranks[tuple(found["places"])]) == rank
