@@ -127,7 +127,7 @@ PYTEST := pytest --numprocesses=$(WORKERS) --dist=loadgroup
 .PHONY: test
 test: $(VENV)/.installed-dev  ## test every feature once, in some minutes
 	$(say) 'Running the tests (all of them: make test-all)'
-	@$(PYTEST) -m 'not (slow or cluster or container)' $(ARGS)
+	@$(PYTEST) -m 'not (slow or parallel or cluster or container)' $(ARGS)
 
 .PHONY: test-all
 test-all: $(VENV)/.installed-dev  ## run all tests that can run here
@@ -138,6 +138,11 @@ test-all: $(VENV)/.installed-dev  ## run all tests that can run here
 test-long: $(VENV)/.installed-dev  ## run the tests that take minutes each: the notebook, learning curves of many seeds
 	$(say) 'Running the long tests'
 	@$(PYTEST) -m long $(ARGS)
+
+.PHONY: test-parallel
+test-parallel: $(VENV)/.installed-dev  ## hold every strategy on four and eight processes, and compiled, against one process
+	$(say) 'Testing strategies and meshes of up to eight processes'
+	@pytest -m parallel $(ARGS)
 
 .PHONY: test-container
 test-container: $(VENV)/.installed-dev  ## build the image with podman, which is installed where missing, and test it

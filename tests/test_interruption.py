@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.multiprocessing as mp
 
 from dlscale.config.run import Geometry
 from dlscale.core.records import read_epochs
+from dlscale.parallel.pieces import Piece
 from dlscale.parallel.world import World, first_host, join
 from dlscale.train.checkpoint import CheckpointRecord, Checkpoints
 from dlscale.train.interruption import Interruption, Request
@@ -310,15 +312,23 @@ def test_ranks_end_with_torchrun(tmp_path: Path, era5_data: Path) -> None:
 def test_a_kill_between_two_saves_of_a_step_loses_neither(tmp_path: Path) -> None:
     """The same step is saved again when a validation that was stopped comes to its end."""
     checkpoints = Checkpoints(tmp_path, 1)
-    first, second = ((CheckpointRecord(step=10), {"what": what}) for what in ("first", "second"))
-    checkpoints.save(*first)
+
+    def save(number: int) -> None:
+        checkpoints.save(CheckpointRecord(step=10), {"what": Piece(torch.tensor([number]))})
+        checkpoints.wait()
+
+    def load() -> int | None:
+        found = checkpoints.load(lambda record: {"what": Piece(torch.tensor([0]))})
+        return int(found[1]["what"].tensor) if found else None
+
+    save(1)
     (tmp_path / "step-00000010").rename(tmp_path / ".step-00000010.host.7.abcd.old")  # killed right there
-    assert checkpoints.load() is None
+    assert load() is None
     (tmp_path / ".step-00000011.host.7.abcd.part").mkdir()
     checkpoints.tidy()
-    assert checkpoints.load() == first
-    checkpoints.save(*second)
-    assert checkpoints.load() == second
+    assert load() == 1
+    save(2)
+    assert load() == 2
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000010"]
 
 

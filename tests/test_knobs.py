@@ -38,7 +38,8 @@ from dlscale.models.unet3d import UNet3D
 from dlscale.report.results import RunResult
 from dlscale.report.target import reached
 from dlscale.train import trainer as training
-from dlscale.train.precision import Weights
+from dlscale.train.checkpoint import read
+from dlscale.train.precision import Weights, convert
 from dlscale.train.trackers import Wandb
 from dlscale.train.train import run_fingerprint
 from dlscale.train.weights import load_weights, read_weights
@@ -64,6 +65,10 @@ def era5(tmp_path: Path, era5_data: Path) -> Make:
         return tmp_path / name
 
     return make
+
+
+def plain(model: torch.nn.Module) -> Weights:
+    return Weights(model, convert(model, "fp32"))
 
 
 def said(capfd: pytest.CaptureFixture[str]) -> str:
@@ -137,9 +142,9 @@ def test_the_best_survives_an_interruption_and_a_worse_epoch_after_it(
     for name in ("model.pt", "model_best.pt"):
         assert (broken / name).read_bytes() == (whole / name).read_bytes()
     (checkpoint,) = broken.glob("checkpoints/*/step-*")
-    state = torch.load(checkpoint / "state.pt", weights_only=True)
+    state = read(checkpoint)
     kept = torch.load(whole / "model_best.pt", weights_only=True)
-    assert all(torch.equal(value, kept[name]) for name, value in state["best"].items())
+    assert all(torch.equal(state[f"best.{name}"], value) for name, value in kept.items())
     # Trained to the end: the outputs are written again from the checkpoint alone.
     (broken / "model_best.pt").unlink()
     era5("broken", training=settings)
@@ -151,8 +156,8 @@ def test_a_checkpoint_of_the_best_epoch_holds_its_weights_once(era5: Make, monke
     for losses in ([3.0, 1.0], [1.0, 3.0]):
         pretend(monkeypatch, losses)
         folder = era5(str(losses), training={"epochs": 2, "keep_checkpoints": 1})
-        (state,) = folder.glob("checkpoints/*/step-*/state.pt")
-        sizes.append(state.stat().st_size)
+        (state,) = folder.glob("checkpoints/*/step-*")
+        sizes.append(sum(tensor.nbytes for tensor in read(state).values()))
         monkeypatch.undo()
     weights = (folder / "model.pt").stat().st_size
     assert 0.7 * weights < sizes[1] - sizes[0] < 1.3 * weights
@@ -328,6 +333,14 @@ def test_resumed_it_goes_on_with_its_own_weights(era5: Make, monkeypatch: pytest
     assert (broken / "model.pt").read_bytes() == (whole / "model.pt").read_bytes()
 
 
+def test_weights_are_read_from_a_checkpoint(era5: Make) -> None:
+    folder = era5(training={"epochs": 1})
+    (checkpoint,) = folder.glob("checkpoints/*/step-*")
+    found, expected = read_weights(checkpoint), read_weights(folder / "model.pt")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(value, expected[name]) for name, value in found.items())
+
+
 @pytest.mark.parametrize("form", ["plain", "checkpoint of a wrapped model", "without counters"])
 def test_published_weights_load_by_name(tmp_path: Path, form: str) -> None:
     """As PyTorch's collections publish them, and as its example of distributed training saves them."""
@@ -343,7 +356,7 @@ def test_published_weights_load_by_name(tmp_path: Path, form: str) -> None:
     if form == "checkpoint of a wrapped model":
         state = {"epoch": 3, "state_dict": {f"module.{name}": value for name, value in state.items()}, "best_acc1": 0.5}
     torch.save(state, tmp_path / "published.pth")
-    load_weights(Weights(model, "fp32"), tmp_path / "published.pth")
+    load_weights(plain(model), tmp_path / "published.pth")
     x = torch.randn(2, 3, 40, 40)
     with torch.no_grad():
         assert torch.equal(model(x), published(x))
@@ -352,7 +365,8 @@ def test_published_weights_load_by_name(tmp_path: Path, form: str) -> None:
 def test_weights_of_16_bits_keep_their_exact_copies(tmp_path: Path) -> None:
     exact = torch.nn.Linear(3, 2).state_dict()
     torch.save(exact, tmp_path / "w.pt")
-    weights = Weights(torch.nn.Linear(3, 2), "bf16_master")
+    model = torch.nn.Linear(3, 2)
+    weights = Weights(model, convert(model, "bf16_master"))
     load_weights(weights, tmp_path / "w.pt")
     assert all(torch.equal(value, exact[name]) for name, value in weights.state_dict().items())
 
@@ -366,7 +380,7 @@ class _Trap:
 
 
 def test_what_is_no_weights_is_said_and_never_executed(tmp_path: Path) -> None:
-    file, model = tmp_path / "w.pt", Weights(ResNet(18, classes=7, width=8), "fp32")
+    file, model = tmp_path / "w.pt", plain(ResNet(18, classes=7, width=8))
 
     def message(content: Any) -> str:
         torch.save(content, file)

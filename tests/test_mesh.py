@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import faulthandler
+import itertools
 import os
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +23,13 @@ from dlscale.core import registry
 from dlscale.data.loaders.base import Share
 from dlscale.models.losses import relative_l2
 from dlscale.models.vit import ViT
+from dlscale.parallel import pieces
 from dlscale.parallel.mesh import AXES, Mesh, arrangement
 from dlscale.parallel.world import World, join
 from dlscale.train.build import build_step
+from dlscale.train.checkpoint import CheckpointRecord, Checkpoints
+from dlscale.train.optimizer import begin
+from dlscale.train.step import Step
 from tests.test_ddp import as_rank
 from tests.test_rungs import need_compiler, settings
 from tests.waiting import PATIENCE
@@ -34,6 +40,7 @@ STEPS = 3
 GRIDS = {"even": (4, 8), "uneven": (5, 7)}
 HEADS = 8
 
+VIT = registry.study("era5_vit")
 Tensors = dict[str, torch.Tensor]
 
 
@@ -307,3 +314,165 @@ def test_a_rank_knows_its_place(learnt: Any) -> None:
         ranks = arrangement(case.run().geometry)
         for rank, found in enumerate(learnt(name)):
             assert int(ranks[tuple(found["places"])]) == rank
+
+
+# ---- checkpoints under other meshes ----------------------------------------------------------------
+
+ADAM: dict[str, Any] = {"optimizer": {"kind": "adam", "lr": 1e-3, "eps": 1e-3}}
+SAVED = 2  #: Batches before a step is saved; one comes after.
+
+
+def passed_on(ranks: int) -> dict[str, Case]:
+    """Meshes between which a training is passed on; one process is among them."""
+    cases = {
+        "ddp": Case(ranks, over=ADAM),
+        "fsdp": Case(ranks, parallel=FSDP, over=ADAM),
+        "tp": Case(ranks, {"tp": ranks}, over=ADAM),
+        "cp": Case(ranks, {"cp": ranks}, over=ADAM),
+    }
+    if ranks > 2:
+        cases["dp tp sharded"] = Case(ranks, {"tp": 2}, {**FSDP, "shard": 2}, over=ADAM)
+    return cases
+
+
+def go_on(case: Case, world: World, folder: Path) -> Tensors:
+    """Load a step as it was saved and train on the next batch; return the weights."""
+    step = build_step(case.run() if world.size > 1 else case.alone(), case.model, relative_l2, world, VIT.sharding)
+    begin(step.optimizer)
+    loaded = Checkpoints(folder, 1, world).load(lambda record: {n: p.empty() for n, p in step.pieces().items()})
+    assert loaded is not None and loaded[0].step == SAVED
+    step.load(loaded[1], loaded[0].scaler)
+    batches(case, step, world, range(SAVED, STEPS))
+    return whole(step.weights.state_dict())
+
+
+def batches(case: Case, step: Step, world: World, numbers: range) -> None:
+    share = Share(BATCH, world.data_rank, world.data_size)
+    for number in numbers:
+        (x, y), own = case.batch(number), share.indices(number, SAMPLES)
+        own = slice(own.start - number * BATCH, own.stop - number * BATCH)
+        step(x[own], y[own], share.weight(number, SAMPLES))
+
+
+def begin_and_save(case: Case, world: World, folder: Path) -> None:
+    step = build_step(case.run() if world.size > 1 else case.alone(), case.model, relative_l2, world, VIT.sharding)
+    batches(case, step, world, range(SAVED))
+    checkpoints = Checkpoints(folder, 1, world)
+    checkpoints.save(CheckpointRecord(step=SAVED), pieces.share(step.pieces(), world))
+    checkpoints.wait()
+
+
+def _pass_on(rank: int, ranks: int, port: int, folder: str) -> None:
+    as_rank(rank, port, ranks)
+    faulthandler.dump_traceback_later(PATIENCE, exit=True)
+    cases = passed_on(ranks)
+    with join(Geometry(gpus_per_node=ranks), "cpu") as joined:
+        worlds = {
+            name: replace(joined, mesh=Mesh(case.run().geometry, "cpu") if case.geometry else None)
+            for name, case in cases.items()
+        }
+        for name, case in cases.items():
+            begin_and_save(case, worlds[name], Path(folder, name))
+        for origin in ("alone", *cases):
+            for name, case in cases.items():
+                found = go_on(case, worlds[name], Path(folder, origin))
+                torch.save(found, Path(folder, f"{origin}.{name}.{rank}.pt"))
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(8, marks=pytest.mark.parallel)])
+def test_a_training_goes_on_under_any_other_mesh(tmp_path: Path, ranks: int) -> None:
+    torch.set_num_threads(1)
+    alone = Case(1, over=ADAM)
+    begin_and_save(alone, World(), tmp_path / "alone")
+    mp.spawn(_pass_on, (ranks, 20000 + (os.getpid() * 7) % 20000, str(tmp_path)), nprocs=ranks)
+    through = build_step(alone.alone(), alone.model, relative_l2, World())
+    start = whole(through.weights.state_dict())
+    batches(alone, through, World(), range(STEPS))
+    expected = whole(through.weights.state_dict())
+    written = {path.name: sum(file.stat().st_size for file in path.iterdir()) for path in tmp_path.glob("*/step-*")}
+    assert len(set(written)) == 1
+    for origin in ("alone", *passed_on(ranks)):
+        found = {"alone": go_on(alone, World(), tmp_path / origin)}
+        for name in passed_on(ranks):
+            for rank in range(ranks):
+                found[f"{name}, rank {rank}"] = torch.load(tmp_path / f"{origin}.{name}.{rank}.pt")
+        for place, weights in found.items():
+            for name, value in expected.items():
+                moved = weights[name] - start[name], value - start[name]
+                near(*moved, 1e-4, f"{origin} to {place}: {name}", float(value.abs().max()) * 1e-2)
+
+
+# ---- random numbers --------------------------------------------------------------------------------
+
+
+def _draw(rank: int, ranks: int, port: int, folder: str, meshes: list[dict[str, int]]) -> None:
+    as_rank(rank, port, ranks)
+    faulthandler.dump_traceback_later(PATIENCE, exit=True)
+    drops = {"dropout": 0.5, "attention_dropout": 0.5, "drop_path": 0.5}
+    with join(Geometry(gpus_per_node=ranks), "cpu") as joined:
+        for number, mesh in enumerate(meshes):
+            seen: dict[str, Any] = {}
+            for again in (False, True):
+                case = Case(ranks, mesh, over={"activation_checkpointing": again})
+                run = case.run()
+                world = replace(joined, mesh=Mesh(run.geometry, "cpu"))
+
+                def make(again: bool = again) -> nn.Module:
+                    torch.manual_seed(0)
+                    return ViT((8, 24), (2, 3), 4, 3, 8 * HEADS, 2, HEADS, checkpointing=again, **drops)
+
+                step = build_step(run, make, relative_l2, world, VIT.sharding, draws=True)
+                torch.manual_seed(world.data_rank)  # as a session does
+                drawn: dict[str, list[torch.Tensor]] = {"position": [], "hidden": [], "keep": []}
+                model = step.model
+
+                def keep(module: Any, inputs: Any, output: torch.Tensor, name: str, drawn: Any = drawn) -> None:
+                    drawn[name].append((output == 0).flatten())
+
+                model.dropout.register_forward_hook(partial(keep, name="position"), prepend=True)
+                model.blocks[1].mlp[2].register_forward_hook(partial(keep, name="hidden"))
+                original = model.keep
+
+                def kept(x: torch.Tensor, original: Any = original, drawn: Any = drawn) -> Any:
+                    found = original(x)
+                    drawn["keep"].append(torch.stack(found).flatten())
+                    return found
+
+                model.keep = kept
+                x, y = (torch.ones(8 // world.data_size, channels, 8, 24) for channels in (4, 3))
+                step.gradients(x, y)
+                first = {n: step.weights.piece(n, p.grad).whole().clone() for n, p in step.weights.named.items()}
+                step.gradients(x, y)
+                seen[f"gradients {again}"] = first
+                seen[f"drawn {again}"] = {name: values[0] for name, values in drawn.items()}
+                seen[f"again {again}"] = {name: values[-1] for name, values in drawn.items()}
+            places = [world.mesh.rank(axis) if world.mesh else 0 for axis in AXES]
+            torch.save({**seen, "places": places}, Path(folder, f"{number}.{rank}.pt"))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "meshes"),
+    [
+        (2, [{"tp": 2}, {"cp": 2}]),
+        pytest.param(8, [{"tp": 2, "cp": 2}, {"tp": 4}, {"cp": 4}], marks=pytest.mark.parallel),
+    ],
+)
+def test_random_numbers_are_those_of_each_axis(tmp_path: Path, ranks: int, meshes: list[dict[str, int]]) -> None:
+    """What all devices of a model compute, they drop alike; of their own tokens and heads each drops its own."""
+    mp.spawn(_draw, (ranks, 20000 + (os.getpid() * 7) % 20000, str(tmp_path), meshes), nprocs=ranks)
+    for number, _ in enumerate(meshes):
+        found = [torch.load(tmp_path / f"{number}.{rank}.pt") for rank in range(ranks)]
+        for a, b in itertools.combinations(found, 2):
+            one, other = a["drawn False"], b["drawn False"]
+            together = a["places"][0] == b["places"][0]
+            for name in ("position", "keep"):
+                assert torch.equal(one[name], other[name]) == together, (name, a["places"], b["places"])
+            assert not torch.equal(one["hidden"], other["hidden"]), (a["places"], b["places"])
+        for each in found:
+            assert 0.3 < each["drawn False"]["hidden"].float().mean() < 0.7
+            # Computed again in the backward pass, blocks drop what they dropped.
+            for name, gradient in each["gradients False"].items():
+                near(each["gradients True"][name], gradient, 1e-5, name, 1e-3)
+            for name, values in each["drawn False"].items():
+                assert torch.equal(values, each["drawn True"][name]), name
+                assert not torch.equal(values, each["again False"][name]), f"{name}: other numbers in the next step"

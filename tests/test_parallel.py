@@ -46,7 +46,10 @@ def train_by(ranks: int, folder: Path, data: Path) -> None:
 
 def configure(folder: Path, study: str, ranks: int, **changes: Any) -> Path:
     dataset, settings = STUDIES[study]
-    make_run(folder, study, {**settings, **changes, "geometry": {"gpus_per_node": ranks}}, dataset)
+    geometry = {"gpus_per_node": ranks, **(changes.pop("geometry", {}) if ranks > 1 else {})}
+    parallel = changes.pop("parallel", {}) if ranks > 1 else {}
+    changes.pop("geometry", None), changes.pop("parallel", None)
+    make_run(folder, study, {**settings, **changes, "geometry": geometry, "parallel": parallel}, dataset)
     return folder
 
 
@@ -85,6 +88,14 @@ def close(one: Path, other: Path, tolerance: float) -> None:
             id="in parts",
             marks=pytest.mark.slow,
         ),
+        pytest.param(*("era5_vit", 2, {"geometry": {"tp": 2}}), id="tensor parallel"),
+        pytest.param(*("era5_vit", 2, {"geometry": {"cp": 2}}), id="context parallel", marks=pytest.mark.slow),
+        pytest.param(*("cosmo_unet", 2, {"parallel": {"kind": "fsdp"}}), id="sharded"),
+        pytest.param(
+            *("era5_vit", 4, {"geometry": {"tp": 2}, "parallel": {"kind": "fsdp"}}),
+            id="tensor parallel and sharded",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             *("era5_vit", 4, {"optimizer": {"kind": "sgd", "lr": 0.1, "momentum": 0.9}}),
             id="four",
@@ -114,14 +125,17 @@ def test_several_train_as_one_does(
 
 
 @pytest.mark.slow
-def test_a_resumed_training_is_the_uninterrupted_one(tmp_path: Path, era5_data: Path) -> None:
-    """Bit by bit, drop-out of every process included; and by another number of processes it goes on, too."""
+@pytest.mark.parametrize(
+    "shared", [{}, {"geometry": {"tp": 2}}, {"geometry": {"cp": 2}}, {"parallel": {"kind": "fsdp"}}], ids=str
+)
+def test_a_resumed_training_is_the_uninterrupted_one(tmp_path: Path, era5_data: Path, shared: dict[str, Any]) -> None:
+    """Bit by bit, drop-out of every process included."""
     drops = {"model": {**ERA5_RUN["model"], "dropout": 0.2}}
-    through = configure(tmp_path / "through", "era5_vit", 2, **drops, training={"epochs": 3})
+    through = configure(tmp_path / "through", "era5_vit", 2, **drops, **shared, training={"epochs": 3})
     train_by(2, through, era5_data)
     newest = sorted(through.glob("checkpoints/*/step-*"))
     assert len(newest) == 2
-    for path in (newest[-1] / "state.pt",):
+    for path in newest[-1].glob("*.distcp"):
         path.unlink()  # as if it had ended after the second epoch
     whole = (through / "model.pt").read_bytes()
     train_by(2, through, era5_data)

@@ -14,7 +14,6 @@ import signal
 import subprocess
 import sys
 import time
-import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -43,11 +42,12 @@ from dlscale.datasets.era5.samples import Pairs
 from dlscale.models.losses import l1, relative_l2
 from dlscale.models.unet3d import UNet3D
 from dlscale.models.vit import ViT
+from dlscale.parallel.pieces import Piece
 from dlscale.parallel.world import World
 from dlscale.studies.base import PublishedLog
 from dlscale.studies.era5_vit import Era5ViT
 from dlscale.train.build import open_session
-from dlscale.train.checkpoint import CheckpointRecord, Checkpoints
+from dlscale.train.checkpoint import CheckpointRecord, Checkpoints, read
 from dlscale.train.logs import RunLogs
 from dlscale.train.loop import Hook, run_steps
 from dlscale.train.step import Step
@@ -634,14 +634,15 @@ def test_a_killed_run_resumes_as_if_nothing_had_been(
     for name in ("model.pt", "model_best.pt"):
         assert (killed / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
     last = [checkpoint_folder(tmp_path / name) / "step-00000048" for name in ("whole", "killed")]
-    states = [torch.load(folder / "state.pt", weights_only=True) for folder in last]
-    assert same(*(checkpoint(folder).model_dump() for folder in last))
+    states = [read(folder) for folder in last]
+    assert same(*(checkpoint(folder).model_dump(exclude={"files"}) for folder in last))
     assert {path.name for path in killed.iterdir()} == FILES | {"log"}, "nothing half-written stays"
-    assert set(states[0]) == {"model", "best", "optimizer", "scaler", "rng", "cuda_rng"}
-    assert same(*states), "moments, loss scale and random state as well"
-    moments = states[0]["optimizer"]["state"]
-    assert len(moments) == len(weights(killed))
-    assert precision.startswith("fp16") == bool(states[0]["scaler"])
+    assert {name.split(".")[0] for name in states[0]} - {"best"} == {"model", "optimizer", "random"}
+    assert same(*states), "moments and random state as well"
+    for moment in ("exp_avg", "exp_avg_sq"):
+        kept = {name.removeprefix(f"optimizer.{moment}.") for name in states[0] if moment in name.split(".")}
+        assert kept == weights(killed).keys()
+    assert precision.startswith("fp16") == bool(checkpoint(last[0]).scaler)
     curve = [event for event in events(killed).Scalars("loss/train") if event.step]
     points = [(event.step, event.wall_time, event.value) for event in curve]
     expected = [(r["step"], r["wall_time"], pytest.approx(r["train_loss"])) for r in records(killed)]
@@ -686,21 +687,39 @@ def _cut(file: Path) -> None:
 
 
 def _flip(file: Path) -> None:
-    """Change one byte in the midst of a tensor: nothing but its checksum tells."""
+    """Change one byte in the midst of a tensor."""
     content = bytearray(file.read_bytes())
-    tensor = torch.load(file, weights_only=True)["model"]["head.weight"].numpy().tobytes()
+    tensor = read(file.parent)["model.head.weight"].numpy().tobytes()
     place = content.find(tensor)
     assert place > 0
     content[place + len(tensor) // 2] ^= 0xFF
     file.write_bytes(content)
 
 
+def _signed(file: Path) -> None:
+    """Have the record say that a file is as it was written: somebody who could change it could change that, too."""
+    record = checkpoint(file.parent)
+    record.files[file.name] = sha256(file)
+    record.write(file.with_name("checkpoint.json"))
+
+
 def _trap(file: Path) -> None:
-    torch.save({"model": _Trap(file.parent.parent / "executed")}, file)
+    """Put code in the place of a tensor."""
+    pieces, metadata = bytearray(file.read_bytes()), pickle.loads(file.with_name(".metadata").read_bytes())
+    trap = io.BytesIO()
+    torch.save(_Trap(file.parent.parent / "executed"), trap)
+    for place in metadata.storage_data.values():
+        place.offset, place.length = len(pieces), trap.getbuffer().nbytes
+    file.write_bytes(bytes(pieces) + trap.getvalue())
+    file.with_name(".metadata").write_bytes(pickle.dumps(metadata))
+    _signed(file)
+    _signed(file.with_name(".metadata"))
 
 
-def _plain_trap(file: Path) -> None:
-    file.write_bytes(pickle.dumps(_Trap(file.parent.parent / "executed")))
+def _trap_in_the_list(file: Path) -> None:
+    listed = file.with_name(".metadata")
+    listed.write_bytes(pickle.dumps(_Trap(file.parent.parent / "executed")))
+    _signed(listed)
 
 
 DAMAGES: dict[str, Callable[[Path], None]] = {
@@ -710,8 +729,11 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
     "missing": lambda file: file.unlink(),
     "record cut": lambda file: _cut(file.with_name("checkpoint.json")),
     "record of another kind": lambda file: file.with_name("checkpoint.json").write_text('{"step": "many"}'),
+    "list cut": lambda file: _cut(file.with_name(".metadata")),
+    "list missing": lambda file: file.with_name(".metadata").unlink(),
+    "record names no files": lambda file: CheckpointRecord(step=30).write(file.with_name("checkpoint.json")),
     "trap": _trap,
-    "plain trap": _plain_trap,
+    "trap in the list": _trap_in_the_list,
 }
 
 
@@ -722,7 +744,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(
     folder = checkpoint_folder(again)
     assert sorted(path.name for path in folder.glob("step-*")) == ["step-00000020", "step-00000030"]
     if damage:
-        DAMAGES[damage](folder / "step-00000030" / "state.pt")
+        DAMAGES[damage](folder / "step-00000030" / "__0_0.distcp")
     assert train(again, weather / "manifest.json") == 0
     assert provenance(again)["resumed_from_step"] == (20 if damage else 30)
     assert (again / "model.pt").read_bytes() == (finished / "model.pt").read_bytes()
@@ -730,14 +752,17 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(
     assert not (folder / "executed").exists(), "the checkpoint's code was run"
     assert [record.model_dump() for record in checkpoint(folder / "step-00000030").history] == records(again)
     if damage and "trap" in damage:  # the trap is a real one
-        DAMAGES[damage](folder / "step-00000030" / "state.pt")
+        DAMAGES[damage](folder / "step-00000030" / "__0_0.distcp")
         with contextlib.suppress(Exception):
-            torch.load(folder / "step-00000030" / "state.pt", weights_only=False)
+            metadata = pickle.loads((folder / "step-00000030" / ".metadata").read_bytes())
+            (place,) = {(each.offset, each.length) for each in metadata.storage_data.values()}
+            content = (folder / "step-00000030" / "__0_0.distcp").read_bytes()
+            torch.load(io.BytesIO(content[place[0] : sum(place)]), weights_only=False)
         assert (folder / "executed").exists()
 
 
 def test_without_a_readable_checkpoint_it_starts_afresh(again: Path, finished: Path, weather: Path) -> None:
-    for file in checkpoint_folder(again).glob("step-*/state.pt"):
+    for file in checkpoint_folder(again).glob("step-*/*.distcp"):
         _cut(file)
     assert train(again, weather / "manifest.json") == 0
     assert provenance(again)["resumed_from_step"] is None
@@ -815,21 +840,45 @@ def test_only_its_own_folders_are_cleared_away(again: Path, weather: Path) -> No
     }
 
 
+class Like:
+    """Equal to a tensor of the same values."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self.values = values
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, torch.Tensor) and torch.equal(self.values, other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def saved(checkpoints: Checkpoints, step: int, **tensors: torch.Tensor) -> None:
+    checkpoints.save(CheckpointRecord(step=step), {name: Piece(tensor) for name, tensor in tensors.items()})
+    checkpoints.wait()
+
+
+def loaded(checkpoints: Checkpoints, **like: torch.Tensor) -> tuple[int, dict[str, torch.Tensor]] | None:
+    found = checkpoints.load(lambda record: {name: Piece(torch.zeros_like(value)) for name, value in like.items()})
+    return found and (found[0].step, {name: piece.tensor for name, piece in found[1].items()})
+
+
 def test_a_checkpoint_that_is_not_torn_is_never_thrown_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory that runs out while it is read is no fault of the file: the next try may find enough."""
-    checkpoints = Checkpoints(tmp_path, keep=2)
+    checkpoints, w = Checkpoints(tmp_path, keep=2), torch.zeros(1)
     for step in (1, 2):
-        checkpoints.save(CheckpointRecord(step=step), {"w": torch.tensor(step)})
+        saved(checkpoints, step, w=torch.full((1,), float(step)))
 
     def no_memory(*_: Any, **__: Any) -> None:
         raise torch.OutOfMemoryError("out of memory")
 
     with monkeypatch.context() as patched:
         patched.setattr(torch, "load", no_memory)
-        assert checkpoints.load() is None
-    assert checkpoints.load() == (CheckpointRecord(step=2), {"w": torch.tensor(2)})
-    _cut(tmp_path / "step-00000002" / "state.pt")
-    assert checkpoints.load() == (CheckpointRecord(step=1), {"w": torch.tensor(1)})
+        assert loaded(checkpoints, w=w) is None
+    assert loaded(checkpoints, w=w) == (2, {"w": torch.full((1,), 2.0)})
+    assert loaded(checkpoints, w=torch.zeros(2)) is None, "of another shape"
+    assert loaded(checkpoints, v=w) is None, "not there"
+    _cut(tmp_path / "step-00000002" / "__0_0.distcp")
+    assert loaded(checkpoints, w=w) == (1, {"w": torch.ones(1)})
     assert checkpoints.steps() == [1], "a torn one does not count among those to keep"
 
 
@@ -881,21 +930,28 @@ def test_checkpoints_are_as_often_and_as_many_as_asked(era5: Make) -> None:
     assert [path.name for path in checkpoint_folder(folder).glob("step-*")] == ["step-00000003"]
 
 
-def test_a_checkpoint_is_there_as_a_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_a_checkpoint_is_there_as_a_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoints = Checkpoints(tmp_path, keep=2)
-    checkpoints.save(CheckpointRecord(step=7), {"model": {"w": torch.ones(2)}})
+    saved(checkpoints, 7, w=torch.ones(2))
 
-    class Unwritable:
-        def __reduce__(self) -> tuple[Any, ...]:
-            raise MemoryError("in the midst of writing")
+    def failing(*_: Any, **__: Any) -> None:
+        raise MemoryError("in the midst of writing")
 
     for step in (7, 8):
-        with pytest.raises(MemoryError):
-            checkpoints.save(CheckpointRecord(step=step), {"model": {"w": torch.zeros(2)}, "bad": Unwritable()})
+        with monkeypatch.context() as patched, pytest.raises(MemoryError):
+            patched.setattr(CheckpointRecord, "write", failing)
+            saved(checkpoints, step, w=torch.zeros(2))
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000007"]
-    loaded = checkpoints.load()
-    assert loaded is not None
-    assert torch.equal(loaded[1]["model"]["w"], torch.ones(2))
+    assert loaded(checkpoints, w=torch.zeros(2)) == (7, {"w": Like(torch.ones(2))})
+
+
+def test_what_is_saved_is_what_was_there_then(tmp_path: Path) -> None:
+    """The training goes on while it is written."""
+    checkpoints, w = Checkpoints(tmp_path, keep=2), torch.ones(1000, 1000)
+    checkpoints.save(CheckpointRecord(step=1), {"w": Piece(w)})
+    w.zero_()
+    checkpoints.wait()
+    assert loaded(checkpoints, w=w) == (1, {"w": Like(torch.ones(1000, 1000))})
 
 
 def test_what_a_killed_process_left_half_saved_is_cleared_away(tmp_path: Path) -> None:
@@ -905,7 +961,7 @@ def test_what_a_killed_process_left_half_saved_is_cleared_away(tmp_path: Path) -
     assert list(tmp_path.iterdir()), "another process may be writing it"
     checkpoints.tidy()
     assert not list(tmp_path.iterdir())
-    assert checkpoints.load() is None
+    assert loaded(checkpoints) is None
 
 
 # --- what a run leaves ------------------------------------------------------------------------------------------
@@ -1160,20 +1216,11 @@ def test_another_image_trains_anew(tmp_path: Path, weather: Path, monkeypatch: p
 def test_what_cannot_be_read_does_not_displace_what_was_saved(tmp_path: Path) -> None:
     """A later step that nothing could go on from counts for none of those that are kept."""
     checkpoints = Checkpoints(tmp_path, keep=1)
-    checkpoints.save(CheckpointRecord(step=100), {})
-    with zipfile.ZipFile(tmp_path / "step-00000100/state.pt", "w") as archive:
-        archive.writestr("no", "checkpoint")
-    assert checkpoints.load() is None
+    saved(checkpoints, 100, w=torch.ones(1))
+    assert loaded(checkpoints, w=torch.zeros(3)) is None
     for step in (75, 80):
-        checkpoints.save(CheckpointRecord(step=step), {})
+        saved(checkpoints, step, w=torch.ones(1))
         assert checkpoints.steps() == [step]
-
-
-def test_a_rank_that_cannot_see_a_checkpoint_leaves_it(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, keep=1)
-    checkpoints.save(CheckpointRecord(step=3), {})
-    (tmp_path / "step-00000003/checkpoint.json").rename(tmp_path / "elsewhere")
-    assert checkpoints.load(3) is None and checkpoints.steps() == [3]
 
 
 def test_the_clock_of_an_epoch_stops_with_its_steps() -> None:

@@ -119,7 +119,8 @@ def check(scheduler: Scheduler | None, geometry: Geometry, where: str = "") -> N
 def shown(geometry: Geometry, processes: Geometry | None = None) -> str:
     """Return a geometry, and the processes on it, in words, as it is shown before anything is submitted."""
     devices = f"{many(geometry.nodes, 'node')} x {many(geometry.gpus_per_node, 'GPU')}"
-    return f"{devices} = {many((processes or geometry).world_size, 'rank')} (dp {geometry.world_size})"
+    axes = [f"dp {geometry.dp}", *(f"{axis} {n}" for axis in ("cp", "tp") if (n := getattr(geometry, axis)) > 1)]
+    return f"{devices} = {many((processes or geometry).world_size, 'rank')} ({', '.join(axes)})"
 
 
 def left_running(folder: str) -> list[str] | None:

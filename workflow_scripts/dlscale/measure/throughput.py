@@ -81,7 +81,7 @@ def measure(settings: Settings, session: Session) -> Throughput:
         for mode, (batches, consume) in streams.items():
             modes[mode] = trials(mode, batches, consume, settings, world)
             logging.info("%s: %.2f +- %.2f samples/s", mode, modes[mode].mean, modes[mode].std)
-        if world.size > 1 and run.can_step_alone:
+        if world.data_size > 1 and run.can_step_alone:
             with step.unsynchronised():  # last: from here on the ranks' weights differ
                 modes["alone"] = trials("alone", itertools.repeat(cached), step, settings, world)
             logging.info("SYNTHETIC without sums over ranks: %.2f samples/s", modes["alone"].mean)
@@ -128,7 +128,7 @@ def trials(
             synchronize(world.device)
             alone = time.perf_counter() - start
             (seconds,) = world.max(alone)
-            rate = sum(world.gather(sum(counts))) / seconds
+            rate = sum(world.gather(sum(counts) if world.lead else 0)) / seconds  # who share a model see the same
             if trial >= 0:
                 rates.append(rate)
                 times.append(seconds)

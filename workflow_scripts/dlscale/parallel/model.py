@@ -67,6 +67,10 @@ class ModelParallel:
         How tensor-parallel devices share a parameter, by name.
     share
         What a device's loss counts.
+    draws
+        Whether the model draws random numbers.
+    random_state
+        That from which this device draws in the divided part, on the host.
     tp_group
         Process group of the tensor-parallel devices; None if there is but one.
     """
@@ -86,7 +90,8 @@ class ModelParallel:
         if self._tp:
             self._cut(model)
         self._exchange(model)
-        self._own = self._outside = torch.empty(0, dtype=torch.uint8)  # random states
+        self.draws = seed is not None
+        self.random_state = self._outside = torch.empty(0, dtype=torch.uint8)
         if seed is not None:
             self._draw_apart(model, device, seed)
 
@@ -160,15 +165,6 @@ class ModelParallel:
 
     # ---- random numbers --------------------------------------------------------------------------
 
-    @property
-    def random_state(self) -> torch.Tensor:
-        """The state from which this device drops out in the divided part, on the host; empty if nothing does."""
-        return self._own
-
-    @random_state.setter
-    def random_state(self, state: torch.Tensor) -> None:
-        self._own = state
-
     def _draw_apart(self, model: nn.Module, device: torch.device, seed: int) -> None:
         """Have this device draw its own random numbers in the divided part, in training."""
         get, set_ = (
@@ -178,17 +174,17 @@ class ModelParallel:
         )
         outside = get()
         (torch.cuda.manual_seed if device.type == "cuda" else torch.manual_seed)(seed)
-        self._own = get()
+        self.random_state = get()
         set_(outside)
 
         def enter(module: nn.Module, *values: Any) -> None:
             if module.training:
                 self._outside = get()
-                set_(self._own)
+                set_(self.random_state)
 
         def leave(module: nn.Module, *values: Any) -> None:
             if module.training:
-                self._own = get()
+                self.random_state = get()
                 set_(self._outside)
 
         model.get_submodule(self._sharding.first).register_forward_hook(enter)

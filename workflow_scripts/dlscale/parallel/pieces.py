@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,6 +12,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from dlscale.parallel.world import World
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,10 @@ class Piece:
         """Return a copy elsewhere, or of its own memory."""
         return replace(self, tensor=self.tensor.detach().to(device, copy=True))
 
+    def empty(self) -> Piece:
+        """Return a piece of another tensor, in memory of its own on the host."""
+        return replace(self, tensor=torch.empty_like(self.tensor, device="cpu"))
+
     def __create_write_items__(self, name: str, piece: Any) -> list[WriteItem]:
         """Return how to write the piece."""
         if not self.tensor.numel():
@@ -97,6 +105,31 @@ class Piece:
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
         """Return the memory of the piece."""
         return self.tensor
+
+
+def share(pieces: Mapping[str, Piece], world: World, first: Container[str] = ()) -> dict[str, Piece]:
+    """Return which of its pieces this device writes, so that all devices together write each part of a tensor once.
+
+    Those who hold the same part have equal shares of such parts; of what is in `first` the first of them has the truth.
+    """
+    ranks = world.mesh.ranks if world.mesh else torch.arange(world.size)[None]
+    across, along = (int(place) for place in (ranks == world.rank).nonzero()[0])  # tp, dp x cp
+    holders: dict[str, tuple[int, int]] = {}
+    total, before = Counter[int](), Counter[int]()
+    for name, piece in pieces.items():
+        shards = {cut.mesh.mesh_dim_names: cut.mesh.size() for cut in piece.cuts}
+        shard = shards.get(("shard",), 1)
+        copy, copies = along // shard, ranks.shape[1] // shard
+        alike = (copy, copies) if ("tp",) in shards else (across * copies + copy, len(ranks) * copies)
+        holders[name] = alike
+        total[alike[1]] += piece.shape.numel()
+    own: dict[str, Piece] = {}
+    for name, piece in pieces.items():
+        place, count = holders[name]
+        if place == (0 if name in first else before[count] * count // max(total[count], 1)):
+            own[name] = piece
+        before[count] += piece.shape.numel()
+    return own
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from dlscale.core.errors import Refused
 from dlscale.core.records import LossInfo, Metric
 from dlscale.core.schema import Strict
+from dlscale.parallel.sharding import Sharding
 from dlscale.studies.base import Metrics, PublishedLog, SampleLoss, Study
 
 if TYPE_CHECKING:
@@ -153,6 +154,9 @@ class CosmoUNet(Study):
         inputs, outputs = (len(manifest.fields[name].channels) for name in ("Nbody", "Hydro"))
         options = run.model.model_dump(exclude={"kind"})  # their names are the model's
         return UNet3D(inputs, outputs, **options, checkpointing=run.activation_checkpointing)
+
+    def sharding(self, model: nn.Module) -> Sharding:
+        return Sharding(units=["down.*", "up.*"])
 
     def flops(self, run: Any, manifest: Manifest) -> float:
         """Return 2 x 4^3 C_in C_out a cell of the coarser grid, over all convolutions (Harrington et al. 2021)."""

@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt
 from dlscale.core.errors import Refused
 from dlscale.core.records import LossInfo, Metric
 from dlscale.core.schema import Strict
+from dlscale.parallel.sharding import Sharding
 from dlscale.studies.base import Metrics, PublishedLog, SampleLoss, Study
 
 if TYPE_CHECKING:
@@ -121,6 +122,9 @@ class ImagenetResNet50(Study):
 
         options = run.model.model_dump(exclude={"kind"})  # their names are the model's
         return ResNet(classes=manifest.fields["labels"].classes or 0, **options)
+
+    def sharding(self, model: nn.Module) -> Sharding:
+        return Sharding(units=["layer*.*"])
 
     def flops(self, run: Any, manifest: Manifest) -> float:
         """Return 2 x k^2 C_in C_out a pixel of each convolution's output, and 2 C_in K of the linear layer."""

@@ -104,7 +104,7 @@ def assemble(
     weights = Weights(model, exact, divided.cuts if divided else {})
     gradients = Gradients(weights.named, world, divided, run.optimizer.clip_norm)
     optimizer = build_optimizer(weights.updated, run.optimizer, world.device if graphs else None)
-    return Step(run, weights, network, strategy, gradients, optimizer, attention)
+    return Step(run, weights, network, strategy, gradients, optimizer, attention, divided)
 
 
 def random_seed(*numbers: int) -> int:

@@ -1,26 +1,56 @@
-"""Checkpoints: one folder a step, there as a whole or not at all.
+"""Checkpoints: one folder a step, there as a whole or not at all, written while the training goes on.
 
 They lie in a folder named by the run's fingerprint, not in a declared output of the workflow, which would be deleted
 when a job fails: a retry resumes, a changed run starts afresh.
+
+`torch.distributed.checkpoint` (DCP) writes and reads them: each device its own pieces of each tensor, under names that
+know nothing of devices, so that any other number of devices, sharing the model in any other way, can go on.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import pickle
 import shutil
-import zipfile
+import threading
+import warnings
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from dlscale.core.errors import UserError
-from dlscale.core.files import whole
+from dlscale.core.files import explained, sha256, whole
 from dlscale.core.records import Epoch, Number, Record, Untrained
-from dlscale.train import archive
+from dlscale.parallel.pieces import Piece
+from dlscale.parallel.world import World
 
-State = dict[str, Any]
+#: What a checkpoint holds: tensors by name, and of each what this device has of it.
+State = dict[str, Piece]
+
+# It is said at every checkpoint of a run of one process, which is no mistake.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+# DCP logs the beginning and the end of what it does, and each error with its traceback: we say what is to be said.
+logging.getLogger("c10d-NullHandler-dcp_logger").setLevel(logging.CRITICAL)
+logging.getLogger("torch.distributed.checkpoint").setLevel(logging.CRITICAL)
+
+
+class Places(Record):
+    """Which devices there were; random numbers go on where they are the same."""
+
+    ranks: int = 1
+    tp: int = 1
+    cp: int = 1
+    order: str = ""
 
 
 class CheckpointRecord(Record):
@@ -28,12 +58,16 @@ class CheckpointRecord(Record):
 
     step: int = 0  #: optimiser steps that are done
     history: list[Epoch] = []  #: the epochs that are done
-    loss_sums: list[Number] = [0.0]  #: of the epoch under way: sum of the samples' losses on each rank
+    loss_sums: list[Number] = [0.0]  #: of the epoch under way: sum of the losses on each rank of different samples
     seconds: float = 0.0  #: time spent on its steps in all tries
     wall_time: float = 0.0  #: when its steps were done, seconds since 1970-01-01 UTC; 0 while they are not
-    #: The run's `geometry`, `threads`, `loader`, which decide times and no weight; None if they changed in the epoch.
+    #: What decides times and no weight (`train.NOT_FINGERPRINTED`); None if it changed in the epoch.
     made_with: dict[str, Any] | None = {}
     untrained: Untrained | None = None  #: what was before the first step, while the first epoch is under way
+    places: Places = Places()
+    scaler: dict[str, float] = {}  #: state of the loss scaler
+    best: bool | None = None  #: whether the best weights are in it, too; None: they are the weights
+    files: dict[str, str] = {}  #: SHA-256 of each other file
 
     def loss_sum(self, rank: int, ranks: int) -> float:
         """Return the sum with which a rank goes on; with another number of ranks the first has the sum of all."""
@@ -43,14 +77,21 @@ class CheckpointRecord(Record):
 
 
 class Checkpoints:
-    """The `keep` newest checkpoints of one run: `step-NNNNNNNN/` in `folder`, with `checkpoint.json` and `state.pt`."""
+    """The `keep` newest checkpoints of one run: `step-NNNNNNNN/` in `folder`, with `checkpoint.json` and DCP's files.
 
-    def __init__(self, folder: Path, keep: int) -> None:
-        self.folder, self.keep = folder, keep
-        folder.mkdir(parents=True, exist_ok=True)
+    All ranks do all of it together, but `tidy` and `clear`, which are the first one's.
+    """
+
+    def __init__(self, folder: Path, keep: int, world: World | None = None) -> None:
+        self.folder, self.keep, self._world = folder, keep, world or World()
+        #: What is exchanged while a training goes on must not get between what it exchanges.
+        self._group = dist.new_group(backend="gloo") if self._world.size > 1 else None
+        self._writer: _Writer | None = None
+        if self._world.main:
+            folder.mkdir(parents=True, exist_ok=True)
 
     def tidy(self) -> None:
-        """Repair what a process left that was killed while it saved. Only the one writer may do so."""
+        """Repair what a process left that was killed while it saved."""
         for torn in self.folder.glob(".step-*.part"):
             shutil.rmtree(torn, ignore_errors=True)
         for former in self.folder.glob(".step-*.old"):  # was about to be replaced by one of the same step
@@ -71,33 +112,219 @@ class Checkpoints:
     def _path(self, step: int) -> Path:
         return self.folder / f"step-{step:08d}"
 
-    def save(self, record: CheckpointRecord, state: State) -> None:
-        """Write the record and `state` (tensors and plain values), then drop the oldest beyond `keep`."""
-        with whole(self._path(record.step)) as temporary:
-            temporary.mkdir()
-            torch.save(state, temporary / "state.pt")
-            record.write(temporary / "checkpoint.json")
-        # Later steps are what could not be read: nothing goes on from them.
-        earlier = [step for step in self.steps() if step < record.step]
-        later = [step for step in self.steps() if step > record.step]
-        for old in [*earlier[: len(earlier) + 1 - self.keep], *later]:
-            shutil.rmtree(self._path(old), ignore_errors=True)
+    # ---- save ------------------------------------------------------------------------------------
 
-    def load(self, only: int | None = None, until: int | None = None) -> tuple[CheckpointRecord, State] | None:
-        """Return the newest readable checkpoint, or that of step `only`, tensors on the host; None if there is none.
+    def save(self, record: CheckpointRecord, state: Mapping[str, Piece]) -> None:
+        """Copy what is to be saved, and begin to write it; then the oldest beyond `keep` are dropped.
 
-        Those of steps after `until` are left alone. Nothing in it is executed.
+        Every rank gives the pieces that it is to write, in which each part of each tensor is once or more. They may be
+        changed when this returns. A former save is waited for first.
         """
-        known = [step for step in self.steps() if until is None or step <= until]
-        for step in reversed(known if only is None else [only]):
-            path = self._path(step) / "state.pt"
+        self.wait()
+        copies = {name: piece.copy("cpu") for name, piece in state.items()}
+        self._writer = _Writer(lambda: self._write(record, copies))
+
+    def wait(self) -> None:
+        """Wait until the last save is done; what went wrong with it is raised."""
+        writer, self._writer = self._writer, None
+        if writer:
+            writer.wait()
+
+    def _write(self, record: CheckpointRecord, state: State) -> None:
+        path, main = self._path(record.step), self._world.main
+        with whole(path) if main else contextlib.nullcontext() as temporary:
+            if temporary:
+                temporary.mkdir()
+            folder = Path(self._first(str(temporary)))
+            writer = FileSystemWriter(folder)
             try:
-                record = CheckpointRecord.read(path.with_name("checkpoint.json"))
-                return record, archive.load(path)
-            except (OSError, zipfile.BadZipFile, pickle.UnpicklingError, EOFError, RuntimeError, UserError) as error:
-                logging.warning("%s: not readable (%s); trying an earlier one", path.parent, type(error).__name__)
-                if only is None and isinstance(error, zipfile.BadZipFile | FileNotFoundError | UserError):
-                    # Torn beyond doubt: removed, so that it does not count among those to keep. The one that is named
-                    # was read by the rank that writes; who cannot see it shall not remove it.
-                    shutil.rmtree(self._path(step), ignore_errors=True)
+                save(
+                    state,
+                    storage_writer=writer,
+                    planner=_SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+                    process_group=self._group,
+                    no_dist=self._world.size == 1,
+                )
+            except CheckpointException as error:
+                cause = _cause(error)
+                raise explained(cause, path) if isinstance(cause, Exception) else cause from None
+            own = [*folder.glob(f"__{self._world.rank}_*"), *(folder.glob(".metadata") if main else [])]
+            files = self._gathered({file.name: sha256(file) for file in own})
+            if main:
+                names = [name for each in files for name in each]
+                if missing := [name for name in names if not (folder / name).exists()]:
+                    raise UserError(f"{folder}: {missing[0]}, of another process, is not there; {SHARED}")
+                digests = {name: digest for each in files for name, digest in each.items()}
+                record.model_copy(update={"files": digests}).write(folder / "checkpoint.json")
+        if main:
+            # Later steps are what could not be read: nothing goes on from them.
+            earlier = [step for step in self.steps() if step < record.step]
+            later = [step for step in self.steps() if step > record.step]
+            for old in [*earlier[: len(earlier) + 1 - self.keep], *later]:
+                shutil.rmtree(self._path(old), ignore_errors=True)
+
+    def _first(self, value: str) -> str:
+        """Return the first rank's value."""
+        values = [value]
+        if self._group:
+            dist.broadcast_object_list(values, group_src=0, group=self._group)
+        return values[0]
+
+    def _gathered(self, value: dict[str, str]) -> list[dict[str, str]]:
+        values: list[Any] = [value]
+        if self._group:
+            values = [None] * self._world.size
+            dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    # ---- load ------------------------------------------------------------------------------------
+
+    def load(
+        self, wanted: Callable[[CheckpointRecord], State], until: int | None = None
+    ) -> tuple[CheckpointRecord, State] | None:
+        """Return the newest checkpoint that is as it was written; None if there is none. Nothing in it is executed.
+
+        `wanted` returns pieces of what is to be read, in the memory into which it is read. Checkpoints of steps after
+        `until` are left alone.
+        """
+        known = self._world.gather(self.steps())
+        if any(steps != known[0] for steps in known):
+            raise UserError(f"{self.folder}: not all of the {self._world.size} processes see the same files; {SHARED}")
+        for step in reversed([step for step in known[0] if until is None or step <= until]):
+            path, problem, found = self._path(step), "", None
+            damaged = True
+            try:
+                record = CheckpointRecord.read(path / "checkpoint.json")
+                self._check(path, record)
+                damaged = False
+                found = record, wanted(record)
+                fill(path, found[1])
+            except (Exception, CheckpointException) as error:  # whatever its content leads to: there is an earlier one
+                cause = _cause(error)
+                problem = f"{type(cause).__name__}: {cause}".splitlines()[0]
+            problems = [each for each in self._world.gather(problem) if each]
+            if not problems:
+                return found
+            logging.warning("%s: not readable (%s); trying an earlier one", path, problems[0])
+            # So that it does not count among those to keep; where memory ran out, it is as good as it was.
+            if any(self._world.gather(damaged)) and self._world.main:
+                shutil.rmtree(path, ignore_errors=True)
+            self._world.barrier()
         return None
+
+    def _check(self, path: Path, record: CheckpointRecord) -> None:
+        """Compare files with their digests; each rank looks at some of them."""
+        if not record.files:
+            raise UserError("no files are named in it")
+        for name, digest in list(record.files.items())[self._world.rank :: self._world.size]:
+            if sha256(path / Path(name).name) != digest:
+                raise UserError(f"{name} is not as it was written")
+
+
+SHARED = "all nodes need the same file system"
+
+
+def _cause(error: BaseException) -> BaseException:
+    """Return what DCP tells of as the failure of a rank, or the error itself."""
+    return next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+
+
+class _Writer:
+    """A thread that does one thing; who waits for it gets its exception."""
+
+    def __init__(self, write: Callable[[], None]) -> None:
+        self._write = write
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._write()
+        except BaseException as error:
+            self._error = error
+
+    def wait(self) -> None:
+        self._thread.join()
+        if self._error:
+            raise self._error
+
+
+class _SavePlanner(DefaultSavePlanner):
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        return self.state_dict[index.fqn].tensor
+
+
+class _LoadPlanner(DefaultLoadPlanner):
+    def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
+        # PyTorch's looks for tensors without memory, and makes something else of what it does not know.
+        self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        tensor: torch.Tensor = self.state_dict[index.fqn].tensor
+        return tensor
+
+    def load_bytes(self, read_item: Any, value: Any) -> None:
+        raise ValueError(f"{read_item.dest_index.fqn} is no tensor")
+
+
+class _Reader(FileSystemReader):
+    """DCP's, which reads the list of tensors by pickle, but makes only what belongs in such a list."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        with open(Path(self.path, ".metadata"), "rb") as file:
+            metadata = _Unpickler(file).load()
+        if not isinstance(metadata, Metadata):
+            raise pickle.UnpicklingError("no list of tensors")
+        metadata.storage_meta = StorageMeta()
+        return metadata
+
+
+class _Unpickler(pickle.Unpickler):
+    """Makes what is in DCP's `.metadata`, and nothing else."""
+
+    _KNOWN: ClassVar[dict[str, set[str]]] = {
+        "torch": {"Size"},
+        "torch.serialization": {"_get_layout"},
+        "torch.distributed.checkpoint.metadata": {
+            *("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "TensorProperties", "ChunkStorageMetadata"),
+            *("MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING"),
+        },
+        "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+        "pathlib": {"PosixPath"},
+        "pathlib._local": {"PosixPath"},
+    }
+
+    def find_class(self, module: str, name: str) -> Any:
+        number_format = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if name not in self._KNOWN.get(module, ()) and not number_format:
+            raise pickle.UnpicklingError(f"{module}.{name} does not belong in a list of tensors")
+        return super().find_class(module, name)
+
+
+def read(path: Path, prefix: str = "") -> dict[str, torch.Tensor]:
+    """Return the whole tensors of a checkpoint whose names begin so, on the host."""
+    there = _Reader(path).read_metadata().state_dict_metadata
+    state = {
+        name: Piece(torch.empty(entry.size, dtype=entry.properties.dtype))
+        for name, entry in there.items()
+        if name.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
+    }
+    fill(path, state)
+    return {name: piece.tensor for name, piece in state.items()}
+
+
+def fill(path: Path, state: State) -> None:
+    """Fill the pieces from a checkpoint; what is not there, or of another shape, is a `ValueError`."""
+    reader = _Reader(path)
+    there = reader.read_metadata().state_dict_metadata
+    for name, piece in state.items():
+        entry = there.get(name)
+        if not isinstance(entry, TensorStorageMetadata) or entry.size != piece.shape:
+            raise ValueError(f"{name}: {getattr(entry, 'size', 'not there')}, expected {tuple(piece.shape)}")
+    load(
+        dict(state),
+        storage_reader=reader,
+        planner=_LoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+        no_dist=True,
+    )

@@ -144,7 +144,7 @@ def alternatives(run: RunCore, manifest: Manifest, world: World, limit: float) -
     smaller = run.local_batch_size // 2
     batches = []
     while smaller >= run.accumulation_steps:
-        batches.append({"batch_size": smaller * run.geometry.world_size})
+        batches.append({"batch_size": smaller * run.geometry.dp})
         smaller //= 2
     return found + _first(run, batches, manifest, world, limit)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 
@@ -42,13 +41,21 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
             group["lr"] = rate
 
 
-def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-    """Take over a saved state, in the parameters' order in memory: a fused kernel walks through all side by side."""
-    optimizer.load_state_dict(saved)
+def begin(optimizer: torch.optim.Optimizer) -> None:
+    """Have the optimiser make its state, as its first update does, of which nothing else remains.
+
+    Weights are not to be relied on afterwards: a negative zero may have become a zero.
+    """
+    if optimizer.state:
+        return
+    rates = [group["lr"] for group in optimizer.param_groups]
+    gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
     for group in optimizer.param_groups:
-        if isinstance(group["lr"], torch.Tensor):  # read from a file, it is on the host
-            group["lr"] = group["lr"].to(group["params"][0].device)
+        group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], torch.Tensor) else 0.0
         for p in group["params"]:
-            for name, value in optimizer.state[p].items():
-                if isinstance(value, torch.Tensor) and value.shape == p.shape and value.stride() != p.stride():
-                    optimizer.state[p][name] = torch.empty_like(p, dtype=value.dtype, requires_grad=False).copy_(value)
+            p.grad = torch.zeros_like(p)
+    optimizer.step()
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    for p, gradient in zip((p for group in optimizer.param_groups for p in group["params"]), gradients, strict=True):
+        p.grad = gradient

@@ -133,12 +133,13 @@ class Weights:
         state = self.model.state_dict() | {name: p.detach() for name, p in self._masters.items()}
         return {name: self.piece(name, value) for name, value in state.items()}
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, keep: bool = True) -> dict[str, Any]:
         """Return the model's state in float32: master weights in the place of rounded ones.
 
-        Devices that share a model put it together: all call it.
+        Devices that share a model put it together, one tensor after the other: all call it, and those that do not
+        `keep` it get nothing.
         """
-        return {name: _exact(each.whole()) for name, each in self.pieces().items()}
+        return whole(self.pieces(), keep)
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -148,8 +149,15 @@ class Weights:
         self.distribute()
 
 
-def _exact(value: torch.Tensor) -> torch.Tensor:
-    return value.float() if value.is_floating_point() else value
+def whole(pieces: Mapping[str, Piece], keep: bool = True) -> dict[str, torch.Tensor]:
+    """Return the whole tensors, numbers in float32, if they are to be kept; all who have pieces of them call it."""
+    state: dict[str, torch.Tensor] = {}
+    for name, each in pieces.items():
+        value = each.whole()
+        if keep:
+            value = value.float() if value.is_floating_point() else value
+            state[name] = value.cpu() if each.cuts else value  # put together, it may be too large for a device
+    return state
 
 
 def _convert(model: nn.Module, dtype: torch.dtype, keep_norms: bool) -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 from torch import nn
@@ -13,12 +12,14 @@ from dlscale.config.run import RunCore
 from dlscale.core.ranges import mark
 from dlscale.data.loaders.base import AXES, Delivery
 from dlscale.parallel.gradients import Gradients
+from dlscale.parallel.model import ModelParallel
+from dlscale.parallel.pieces import Piece
 from dlscale.parallel.strategy import CommHook, Strategy
 from dlscale.studies.base import SampleLoss
 from dlscale.train.attention import Context
 from dlscale.train.compile import compiled
 from dlscale.train.graph import EAGER_STEPS, EAGER_STEPS_OF_RANKS, CudaBackend, Graphed
-from dlscale.train.optimizer import load_optimizer, set_learning_rate
+from dlscale.train.optimizer import begin, set_learning_rate
 from dlscale.train.precision import SCALED, Weights, autocast, weight_dtype
 
 
@@ -84,7 +85,9 @@ class Step:
         gradients: Gradients,
         optimizer: torch.optim.Optimizer,
         attention: Context,
+        divided: ModelParallel | None = None,
     ) -> None:
+        self.divided = divided  #: how devices share the model; None: each has its own
         self.weights, self.model, self.network, self.strategy = weights, weights.model, network, strategy
         self.device, self.attention = strategy.world.device, attention
         self.optimizer, self.scaler = optimizer, gradients.scaler(run.precision in SCALED)
@@ -92,6 +95,11 @@ class Step:
         self._train: Callable[..., torch.Tensor] = self._train_eagerly
         self._loss_of: Callable[..., torch.Tensor] = strategy.wrapped
         self._predict: Callable[..., torch.Tensor] = strategy.predict(network)
+
+    @property
+    def joint(self) -> bool:
+        """Whether a prediction is made by several ranks together."""
+        return self.divided is not None or self.strategy.gathers
 
     def compile(self, mode: str) -> None:
         """Compile the forward pass, with the loss and alone, in this mode (the run's `compile.mode`)."""
@@ -175,18 +183,42 @@ class Step:
         """Return a context in which no rank waits for the gradients of others; each then makes an update of its own."""
         return self.strategy.unsynchronised()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint holds: weights in float32 and the states of optimiser and loss scaler."""
-        return {
-            "model": self.weights.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "scaler": self.scaler.state_dict(),
-        }
+    def pieces(self) -> dict[str, Piece]:
+        """Return what this device has of the model and the optimiser: the memory that they live in.
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` returned."""
-        self.weights.load_state_dict(state["model"])
-        load_optimizer(self.optimizer, state["optimizer"])
-        self.scaler.load_state_dict(state["scaler"])
+        An optimiser's state appears with its first update. Its counters of updates are put together, in the order of
+        parameters, as `optimizer.step`, which is a copy.
+        """
+        pieces = {f"model.{name}": piece for name, piece in self.weights.pieces().items()}
+        counters: list[torch.Tensor] = []
+        for name, p in zip(self.weights.named, self.weights.updated, strict=True):
+            for kind, value in self.optimizer.state[p].items() if p in self.optimizer.state else ():
+                if kind == "step":
+                    counters.append(torch.as_tensor(value, dtype=torch.float32))
+                elif value is not None:  # a momentum of 0 has none
+                    pieces[f"optimizer.{kind}.{name}"] = self.weights.piece(name, value)
+        if counters:
+            pieces["optimizer.step"] = Piece(torch.stack(counters))
+        return pieces
+
+    def load(self, pieces: Mapping[str, Piece], scaler: Mapping[str, float]) -> None:
+        """Take over the content of such pieces, and the state of the loss scaler.
+
+        Without pieces of the optimiser it is as it was before its first update.
+        """
+        if any(name.startswith("optimizer.") for name in pieces):
+            begin(self.optimizer)
+        else:
+            self.optimizer.state.clear()
+        with torch.no_grad():
+            for name, piece in self.pieces().items():
+                piece.tensor.copy_(pieces[name].tensor)
+            self.weights.distribute()
+            counters = iter(pieces["optimizer.step"].tensor if "optimizer.step" in pieces else ())
+            for p in self.weights.updated:
+                if "step" in self.optimizer.state[p]:
+                    self.optimizer.state[p]["step"].copy_(next(counters))
+        known = self.scaler.state_dict()  # some are whole numbers
+        self.scaler.load_state_dict({name: type(value)(scaler[name]) for name, value in known.items()})
         if isinstance(self._train, Graphed):
             self._train.reset()

@@ -31,6 +31,7 @@ from dlscale.train.build import Session, open_session
 from dlscale.train.checkpoint import Checkpoints
 from dlscale.train.exhaustion import explained
 from dlscale.train.logs import RunLogs
+from dlscale.train.precision import whole as whole_state
 from dlscale.train.trackers import trackers
 from dlscale.train.trainer import Trainer
 from dlscale.train.weights import load_weights
@@ -46,9 +47,14 @@ NOT_FINGERPRINTED: Any = {
         *("trackers", "weights"),
     },
     "geometry": True,
+    "parallel": True,  # but for what is in LEARNT
     "threads": True,
     "loader": True,
 }
+
+
+#: Settings of `parallel` that change what is learnt.
+LEARNT = ("sync_batchnorm", "compression", "param_dtype", "reduce_dtype")
 
 
 def main(args: argparse.Namespace) -> None:
@@ -66,10 +72,12 @@ def main(args: argparse.Namespace) -> None:
     ):
         session = open_session(run, args.manifest, world, args.threads)
         folder = Path(args.checkpoints) / run_fingerprint(run, session.manifest, args.sources)[:16]
-        checkpoints = Checkpoints(folder, run.training.keep_checkpoints)
         if world.main:
             stack.enter_context(only_writer(folder.parent))
+        checkpoints = Checkpoints(folder, run.training.keep_checkpoints, world)
+        if world.main:
             checkpoints.tidy()
+        world.barrier()
         loaders = session.loader("train"), session.loader("valid")
         for loader in loaders:
             stack.callback(loader.close)
@@ -82,7 +90,7 @@ def main(args: argparse.Namespace) -> None:
         if world.main:
             _lead(run, session, trainer, Path(args.out), len(cores))
         else:
-            trainer.fit()
+            _follow(session, trainer)
 
 
 def _lead(run: Run, session: Session, trainer: Trainer, out: Path, cores: int) -> None:
@@ -103,26 +111,22 @@ def _lead(run: Run, session: Session, trainer: Trainer, out: Path, cores: int) -
     logs = RunLogs(out, trainer.history, session.study.published_log)
     settings = run.model_dump(mode="json")
     tracked = trackers(run.training.trackers, out, settings, trainer.history)
-    x, y = session.samples("valid").read(0, 0)
-    every = -(-trainer.epochs // PICTURES)
-
-    def predict() -> np.ndarray:
-        inputs = torch.from_numpy(x)[None].to(session.world.device)
-        prediction: np.ndarray = session.step.predict(inputs, once=True)[0].cpu().numpy()
-        return prediction
+    shown = _Shown(session, trainer.epochs)
 
     def on_begin(untrained: Untrained) -> None:
         logs.begin(untrained, time.time())
 
     def on_epoch(record: Epoch) -> None:
         session.manifest.check_files()  # HDF5 reads what was cut off as zeros
-        drawn = record.epoch % every == 0 or record.epoch == trainer.epochs
-        logs.add(record, session.study.picture(run, session.manifest, y, predict()) if drawn else None)
+        prediction = shown.predict() if shown.drawn(record) else None
+        drawn = prediction is not None
+        logs.add(record, session.study.picture(run, session.manifest, shown.y, prediction) if drawn else None)
         for each in tracked:
             each.add(record)
 
     history = trainer.fit(on_epoch, on_begin)
-    prediction = predict()
+    prediction, (x, y) = shown.predict(), (shown.x, shown.y)
+    assert prediction is not None
     with literal_text():
         figure = session.study.figure(run, session.manifest, x, y, prediction) or figures.values(y, prediction)
         with whole(out / "prediction.png") as path:
@@ -132,7 +136,7 @@ def _lead(run: Run, session: Session, trainer: Trainer, out: Path, cores: int) -
         each.finish(out / "prediction.png", trainer.best)
     _write_weights(out / "model.pt", session.step.weights.state_dict())
     if trainer.best_weights:
-        _write_weights(out / "model_best.pt", trainer.best_weights)
+        _write_weights(out / "model_best.pt", whole_state(trainer.best_weights))
     write_text(out / "metrics.jsonl", epoch_lines(history))  # somebody may have removed what grew
     fingerprint = trainer.checkpoints.folder
     provenance.provenance(
@@ -159,6 +163,36 @@ def _lead(run: Run, session: Session, trainer: Trainer, out: Path, cores: int) -
             shutil.rmtree(other, ignore_errors=True)
 
 
+def _follow(session: Session, trainer: Trainer) -> None:
+    """Train as any other rank; who shares a model does with the first one what `_lead` does with it, in its order."""
+    shown = _Shown(session, trainer.epochs)
+    trainer.fit(lambda record: shown.predict() if shown.drawn(record) else None)
+    shown.predict()
+    session.step.weights.state_dict(keep=False)
+    if trainer.best_weights:
+        whole_state(trainer.best_weights, keep=False)
+
+
+class _Shown:
+    """The first validation sample, of which pictures are drawn after some epochs."""
+
+    def __init__(self, session: Session, epochs: int) -> None:
+        self.x, self.y = session.samples("valid").read(0, 0)
+        self._session, self._epochs, self._every = session, epochs, -(-epochs // PICTURES)
+
+    def drawn(self, record: Epoch) -> bool:
+        """Whether there is a picture of an epoch."""
+        return record.epoch % self._every == 0 or record.epoch == self._epochs
+
+    def predict(self) -> np.ndarray | None:
+        """Return the prediction, on the first rank; those who share a model make it together."""
+        world, step = self._session.world, self._session.step
+        if not (world.main or step.joint):
+            return None
+        prediction = step.predict(torch.from_numpy(self.x)[None].to(world.device), once=True)[0]
+        return prediction.cpu().numpy() if world.main else None
+
+
 def _write_weights(file: Path, state: dict[str, torch.Tensor]) -> None:
     # Given a path, torch.save would put its (temporary) name into the file: equal weights, unequal bytes.
     with whole(file) as path, open(path, "wb") as opened:
@@ -174,6 +208,7 @@ def run_fingerprint(run: Run, manifest: Manifest, sources: str = "") -> str:
     image = provenance.Image.read()
     decisive = {
         "run": run.model_dump(mode="json", exclude=NOT_FINGERPRINTED),
+        "parallel": run.parallel.model_dump(include=set(LEARNT), exclude_defaults=True),
         # Loaders deliver the same samples, but for the one that delivers no data.
         "synthetic": run.loader.kind == "synthetic",
         "data": {split: [file.digest for file in files] for split, files in manifest.splits.items()},

@@ -6,7 +6,7 @@ import functools
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,11 +16,13 @@ from dlscale.core.errors import Stopped, UserError
 from dlscale.core.progress import Progress
 from dlscale.core.records import Best, Epoch, Untrained
 from dlscale.data.loaders.base import Loader, Share
+from dlscale.parallel.pieces import Piece, share
 from dlscale.parallel.world import World
 from dlscale.studies.base import Metrics
-from dlscale.train.checkpoint import CheckpointRecord, Checkpoints
+from dlscale.train.checkpoint import CheckpointRecord, Checkpoints, Places
 from dlscale.train.interruption import Interruption, Request
 from dlscale.train.loop import Batch, Hook, run_steps
+from dlscale.train.optimizer import begin
 from dlscale.train.schedule import learning_rate, peak_rate
 from dlscale.train.step import Step
 from dlscale.train.validation import metric_called, naive_means, validate
@@ -29,7 +31,7 @@ from dlscale.train.validation import metric_called, naive_means, validate
 class Trainer:
     """Trains, validates after every epoch, and saves checkpoints: at the ends of epochs, and when a signal asks for it.
 
-    Every rank does the same; the first one saves, and keeps the weights of the best epoch, which are part of each
+    Every rank does the same, and has its part of what is saved, and of the weights of the best epoch, which are in each
     checkpoint. `loaders` are those of training and of validation samples.
     """
 
@@ -51,10 +53,12 @@ class Trainer:
         self.last_step = min(self.total_steps, len(self.train_loader) * self.last_epoch)
         self.history: list[Epoch] = []  #: the epochs that are done
         self.resumed_from: int | None = None  #: step of the checkpoint from which this process went on
-        self.best_weights: dict[str, torch.Tensor] | None = None  #: on the host; of the first rank alone
+        self.best_weights: dict[str, Piece] | None = None  #: on the host
         self._untrained: Untrained | None = None  #: what was before the first step
         self._resumed = CheckpointRecord()
-        self._made_with = run.model_dump(mode="json", include={"geometry", "threads", "loader"})
+        self._made_with = run.model_dump(mode="json", include={"geometry", "parallel", "threads", "loader"})
+        at = run.geometry
+        self._places = Places(ranks=world.size, tp=at.tp, cp=at.cp, order=at.order if at.model_size > 1 else "")
         self._naive: dict[str, torch.Tensor] | None = None  # means over all validation samples
         kept, self._target = run.training.keep_best, run.training.target
         self._judge = metric_called(kept, metrics, "training.keep_best") if kept else None
@@ -89,7 +93,7 @@ class Trainer:
 
     def fit(
         self,
-        on_epoch: Callable[[Epoch], None] = lambda record: None,
+        on_epoch: Callable[[Epoch], object] = lambda record: None,
         on_begin: Callable[[Untrained], None] = lambda untrained: None,
     ) -> list[Epoch]:
         """Train to the last epoch; return the records of all epochs, each of which `on_epoch` is told as it comes.
@@ -98,34 +102,39 @@ class Trainer:
         """
         described = sorted(self.metrics.described, key=lambda metric: not metric.naive)
         headline = described[0].name if described else ""  # the first with a naive answer, or else the first
-        with Interruption(self.world) as interruption, Progress("training", self.total_steps, "steps") as progress:
-            hooks = [
-                Hook(before_step=lambda number: self.step.set_learning_rate(self.rate(number))),
-                Hook(after_step=lambda number, batch, loss: progress.update(number + 1)),
-            ]
-            if not self.history:
-                self._begin()
-                if self._untrained:
-                    on_begin(self._untrained)
-            while not self._done:
-                epoch = len(self.history)
-                record = self._epoch(epoch, interruption, hooks)
-                shown = f", {headline} {record.metrics[headline]:.4g}" if headline in record.metrics else ""
-                logging.info(
-                    f"epoch {record.epoch} of {self.epochs}: {record.epoch_seconds:.1f} s, "
-                    f"{record.samples_per_second:.2f} samples/s, train loss {record.train_loss:.6f}, valid loss "
-                    f"{record.valid_loss:.6f} ({record.valid_seconds:.1f} s){shown}"
-                )
-                on_epoch(record)
-                self.history.append(record)
-                if not (math.isfinite(record.train_loss) and math.isfinite(record.valid_loss)):
-                    logging.warning("diverged in epoch %d: stopped, as training.on_divergence says", record.epoch)
-                    break  # with the weights of the epoch before in the newest checkpoint
-                if self._improves(record) and self.world.main:
-                    state = self.step.weights.state_dict()
-                    self.best_weights = {name: value.to("cpu", copy=True) for name, value in state.items()}
-                if self._done or (epoch + 1) % self.run.training.checkpoint_epochs == 0:
-                    self._save(record.step)
+        try:
+            with Interruption(self.world) as interruption, Progress("training", self.total_steps, "steps") as progress:
+                hooks = [
+                    Hook(before_step=lambda number: self.step.set_learning_rate(self.rate(number))),
+                    Hook(after_step=lambda number, batch, loss: progress.update(number + 1)),
+                ]
+                if not self.history:
+                    self._begin()
+                    if self._untrained:
+                        on_begin(self._untrained)
+                while not self._done:
+                    epoch = len(self.history)
+                    record = self._epoch(epoch, interruption, hooks)
+                    shown = f", {headline} {record.metrics[headline]:.4g}" if headline in record.metrics else ""
+                    logging.info(
+                        f"epoch {record.epoch} of {self.epochs}: {record.epoch_seconds:.1f} s, "
+                        f"{record.samples_per_second:.2f} samples/s, train loss {record.train_loss:.6f}, valid loss "
+                        f"{record.valid_loss:.6f} ({record.valid_seconds:.1f} s){shown}"
+                    )
+                    on_epoch(record)
+                    self.history.append(record)
+                    if not (math.isfinite(record.train_loss) and math.isfinite(record.valid_loss)):
+                        logging.warning("diverged in epoch %d: stopped, as training.on_divergence says", record.epoch)
+                        break  # with the weights of the epoch before in the newest checkpoint
+                    if self._improves(record):
+                        pieces = self.step.weights.pieces()
+                        self.best_weights = {name: piece.copy("cpu") for name, piece in pieces.items()}
+                    if self._done or (epoch + 1) % self.run.training.checkpoint_epochs == 0:
+                        self._save(record.step)
+        except UserError:
+            self.checkpoints.wait()  # what was good until here shall not be lost
+            raise
+        self.checkpoints.wait()
         for line in self._outcome():
             logging.info(line)
         return self.history
@@ -229,32 +238,30 @@ class Trainer:
 
     def resume(self) -> None:
         """Go on from the newest checkpoint, if there is one: the first rank chooses it, and all read the same."""
-        loaded = self.checkpoints.load(until=self.last_step) if self.world.main else None
-        if loaded and (again := self._again(loaded[0])):
-            logging.info("%s", again)
-            self.checkpoints.clear()
-            loaded = None
-        step = self.world.gather(loaded[0].step if loaded else None)[0]
-        if step is None:
+        loaded = self.checkpoints.load(self._wanted, until=self.last_step)
+        if loaded is None:
             return
-        loaded = loaded or self.checkpoints.load(step)
-        lost = self.world.gather(loaded is None).count(True)
-        if loaded is None or lost:
-            raise UserError(
-                f"{self.checkpoints.folder}: the checkpoint of step {step} cannot be read by {lost} of "
-                f"{self.world.size} processes; all nodes need the same file system"
-            )
         self._resumed, state = loaded
+        if again := self._again(self._resumed):
+            logging.info("%s", again)
+            self._resumed = CheckpointRecord()
+            if self.world.main:
+                self.checkpoints.clear()
+            self.world.barrier()
+            return
+        step = self._resumed.step
         self._untrained = self._resumed.untrained
         self.history, self.resumed_from = list(self._resumed.history), step
         self._best = self._judge.best(self.history) if self._judge else None
-        self.best_weights = state["best"] if self.world.main else None
-        self.step.load_state_dict(state)
-        if len(state["rng"]) == self.world.size:  # with another number of ranks drop-out starts anew
-            torch.set_rng_state(state["rng"][self.world.rank])
-            cuda = state["cuda_rng"][self.world.rank]
-            if self.step.device.type == "cuda" and cuda is not None:
-                torch.cuda.set_rng_state(cuda, self.step.device)
+        if self._best:
+            place = "best" if self._resumed.best else "model"
+            self.best_weights = {
+                name.removeprefix(f"{place}."): piece.copy("cpu")
+                for name, piece in state.items()
+                if name.startswith(f"{place}.")
+            }
+        self.step.load(state, self._resumed.scaler)
+        self._set_random(state)
         logging.info("resumed after epoch %d, step %d", len(self.history), step)
 
     def _again(self, record: CheckpointRecord) -> str | None:
@@ -275,18 +282,60 @@ class Trainer:
         self._save(sums.step, loss_sums=sums.by_rank(), untrained=untrained, **times)
         logging.info("asked to %s: saved after step %d", request.name.lower(), sums.step)
         if request == Request.END:
+            self.checkpoints.wait()
             self.world.barrier()  # a rank that ends before the others have saved ends them, too
             raise Stopped(f"asked to end; saved after step {sums.step} of {self.total_steps}; run it again")
 
     def _save(self, step: int, **partial: Any) -> None:
-        cuda = torch.cuda.get_rng_state(self.step.device) if self.step.device.type == "cuda" else None
-        rng = {"rng": self.world.gather(torch.get_rng_state()), "cuda_rng": self.world.gather(cuda)}
-        if self.world.main:
-            record = CheckpointRecord(step=step, history=self.history, **{"made_with": self._made_with, **partial})
-            state, best = self.step.state_dict(), self.best
-            # Right after the best epoch the weights are the model's own, which are written once.
-            weights = state["model"] if best and best.step == step else self.best_weights
-            self.checkpoints.save(record, {**state, "best": weights, **rng})
+        best = self.best
+        # Right after the best epoch the weights are the model's own, which are written once.
+        apart = self.best_weights if best and best.step != step else None
+        record = CheckpointRecord(
+            step=step,
+            history=self.history,
+            places=self._places,
+            scaler=self.step.scaler.state_dict(),
+            best=None if best is None else apart is not None,
+            **{"made_with": self._made_with, **partial},
+        )
+        pieces = self.step.pieces() | {f"best.{name}": piece for name, piece in (apart or {}).items()}
+        buffers = {f"{place}.{name}" for place in ("model", "best") for name, _ in self.step.model.named_buffers()}
+        self.checkpoints.save(record, share(pieces, self.world, buffers) | self._random_states())
+
+    def _wanted(self, record: CheckpointRecord) -> dict[str, Piece]:
+        """Return the pieces to read, in memory of their own: what cannot be read shall change nothing."""
+        if record.step:
+            begin(self.step.optimizer)
+        wanted = {
+            name: piece
+            for name, piece in self.step.pieces().items()
+            if record.step or not name.startswith("optimizer.")
+        }
+        if record.best:
+            wanted |= {f"best.{name}": piece for name, piece in self.step.weights.pieces().items()}
+        if record.places == self._places:  # else drop-out starts anew
+            wanted |= self._random_states()
+        return {name: piece.empty() for name, piece in wanted.items()}
+
+    def _random_states(self) -> dict[str, Piece]:
+        """Return the random states of this rank, which are its own."""
+        states = {"cpu": torch.get_rng_state()}
+        if self.step.device.type == "cuda":
+            states["cuda"] = torch.cuda.get_rng_state(self.step.device)
+        if self.step.divided and self.step.divided.draws:
+            states["divided"] = self.step.divided.random_state
+        return {f"random.{kind}.{self.world.rank}": Piece(state) for kind, state in states.items()}
+
+    def _set_random(self, state: Mapping[str, Piece]) -> None:
+        for name in self._random_states():
+            if name in state:
+                kind, value = name.split(".")[1], state[name].tensor
+                if kind == "cpu":
+                    torch.set_rng_state(value)
+                elif kind == "cuda":
+                    torch.cuda.set_rng_state(value, self.step.device)
+                elif self.step.divided:
+                    self.step.divided.random_state = value
 
 
 class _EpochSums:
@@ -294,7 +343,7 @@ class _EpochSums:
 
     def __init__(self, before: CheckpointRecord, first: int, world: World, device: torch.device) -> None:
         self.step, self._world = first, world
-        loss_sum = before.loss_sum(world.rank, world.size)
+        loss_sum = before.loss_sum(world.data_rank, world.data_size)
         self._loss_sum = torch.tensor(loss_sum, dtype=torch.float64, device=device)
         self._start, self.wall_time = time.perf_counter() - before.seconds, before.wall_time
         self._seconds = before.seconds  # once the steps are done
@@ -322,5 +371,6 @@ class _EpochSums:
         return float(self._world.sum(self._loss_sum.clone()))
 
     def by_rank(self) -> list[float]:
-        """Return the sum of each rank's losses."""
-        return self._world.gather(float(self._loss_sum))
+        """Return the sum of the losses of each rank of different samples."""
+        sums = dict(self._world.gather((self._world.data_rank, float(self._loss_sum))))
+        return [sums[rank] for rank in sorted(sums)]

@@ -9,7 +9,7 @@ import torch
 
 from dlscale.core.errors import UserError
 from dlscale.core.text import many
-from dlscale.train import archive
+from dlscale.train import archive, checkpoint
 from dlscale.train.precision import Weights
 
 #: Where the checkpoints of common programs have the model's state.
@@ -25,9 +25,11 @@ State = dict[str, torch.Tensor]
 def read_weights(path: str | Path) -> State:
     """Return the state dict in a file that `torch.save` wrote, tensors on the host. Nothing in it is executed.
 
-    It may be part of a checkpoint (`PLACES`), and of a wrapped model (`PREFIXES`).
+    It may be part of a checkpoint (`PLACES`), and of a wrapped model (`PREFIXES`), or the folder of one of our own.
     """
     try:
+        if Path(path).is_dir():
+            return {name.removeprefix("model."): value for name, value in checkpoint.read(Path(path), "model.").items()}
         content = archive.load(path, legacy=True)
     except FileNotFoundError:
         raise UserError(f"{path}: no such file; expected weights: a state dict that torch.save wrote") from None
