@@ -271,7 +271,7 @@ def test_copies_on_gpus_have_the_loss_of_the_whole_batch(monkeypatch: pytest.Mon
         def forward(self, *values: torch.Tensor) -> torch.Tensor:
             return torch.cat([self.module(*part) for part in zip(*(v.chunk(self.count) for v in values), strict=True)])
 
-    monkeypatch.setattr("dlscale.train.step.DataParallel", Cutting)
+    monkeypatch.setattr("dlscale.parallel.strategy.DataParallel", Cutting)
     _, step = step_of(World(), {})
     copied, (x, y) = Copied(step.network, [0, 1]), samples(0, 5)
     torch.testing.assert_close(copied(x, y), step.network(x, y))

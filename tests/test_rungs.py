@@ -35,6 +35,8 @@ from dlscale.data.loaders.base import Share
 from dlscale.models.losses import l1, relative_l2
 from dlscale.models.unet3d import UNet3D
 from dlscale.models.vit import Attention, ViT
+from dlscale.parallel import strategy
+from dlscale.parallel.sharding import Sharding
 from dlscale.parallel.world import World, join
 from dlscale.train import attention, selfcheck
 from dlscale.train import build as build_
@@ -821,15 +823,15 @@ def test_what_averages_gradients_is_made_on_the_graphs_stream(monkeypatch: pytes
         def _set_ddp_runtime_logging_sample_rate(self, rate: int) -> None:
             log.append(rate)
 
-    monkeypatch.setattr(build_, "DistributedDataParallel", Averaging)
+    monkeypatch.setattr(strategy, "DistributedDataParallel", Averaging)
     run, network = settings("era5_vit"), make_step("era5_vit").network
-    assert build_.wrap(network, run, World()) is network
-    build_.wrap(network, run, World(0, 2), Backend())  # type: ignore[arg-type]
+    alone, two = (strategy.strategy_of(run, world) for world in (World(), World(0, 2)))
+    alone.wrap(network, Sharding(), nullcontext)
+    assert alone.wrapped is network and not alone.exchanges
+    two.wrap(network, Sharding(), Backend().aside)
     options = {"device_ids": None, "bucket_cap_mb": None, "forward_sync_buffers": True}
-    options |= {"gradient_as_bucket_view": True, "static_graph": False}
-    assert log == ["aside", options, "back", 2**31 - 1]
-    build_.wrap(network, run, World(0, 2))
-    assert log[4:] == [options, 2**31 - 1]
+    options |= {"gradient_as_bucket_view": True, "static_graph": False, "process_group": None}
+    assert log == ["aside", options, "back", 2**31 - 1] and two.exchanges
 
 
 def _train_graphed(rank: int, port: int, folder: str) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import faulthandler
+import functools
 import importlib
 import json
 import logging
@@ -23,8 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from dlscale.core import registry, times
-from dlscale.core.errors import Stopped, UserError
+from dlscale.core import ending, registry, times
+from dlscale.core.errors import PeerLost, Stopped, UserError
 from dlscale.core.files import explained
 from dlscale.core.machine import let_threads_wait
 from dlscale.core.ranks import Ranks, ranks
@@ -192,6 +193,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if args.log:
             terminal = _redirect(_own_log(Path(args.log)))
+        ending.say = functools.partial(_say, terminal, args.stage)
         if "DLSCALE_LIFELINE" in os.environ and args.stage in STAGES:
             hold_on()
         # A mapped file that is cut, or whose disk fails, ends the process at once: the log shall say where.
@@ -222,6 +224,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Stopped as stopped:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Slurm asks more than once
         return _fail(terminal, f"dlscale {args.stage}: {stopped}", STOPPED)
+    except PeerLost as lost:
+        return _fail(terminal, f"dlscale {args.stage}: {lost}", ending.LOST)
     except KeyboardInterrupt:
         return _fail(terminal, f"dlscale {args.stage}: interrupted", INTERRUPTED)
     except Exception as error:
@@ -290,6 +294,10 @@ def _redirect(log: Path) -> TextIO:
     os.dup2(file.fileno(), 1)
     os.dup2(file.fileno(), 2)
     return terminal
+
+
+def _say(terminal: TextIO, stage: str, message: str) -> None:
+    _fail(terminal, f"dlscale {stage}: {message}", 0)
 
 
 def _fail(terminal: TextIO, message: str, status: int) -> int:

@@ -22,6 +22,10 @@ class Stopped(Exception):
     """A stage was asked to end and has saved what it did; the same command goes on from there."""
 
 
+class PeerLost(Exception):
+    """Another process of the run ended, or hangs: this one cannot go on."""
+
+
 def brief(error: BaseException) -> str:
     """Return what an exception says in a short line: those of other libraries may fill pages."""
     text = " ".join(str(error).split())

@@ -18,10 +18,28 @@ Marker = Callable[[str], AbstractContextManager[object]]
 _OFF = contextlib.nullcontext()
 _marker: Marker | None = None
 
+# For the watchdog, which asks how far a process has come.
+entered = 0  #: How many ranges have been entered.
+at = ""  #: The last of them.
+loops = 0  #: How many loops of steps this process is in.
+
 
 def mark(name: str) -> AbstractContextManager[object]:
     """Return the context of a range called `name`, one of `RANGES`."""
+    global entered, at
+    entered, at = entered + 1, name
     return _OFF if _marker is None else _marker(name)
+
+
+@contextlib.contextmanager
+def looping() -> Iterator[None]:
+    """Say that steps follow one another in this context."""
+    global loops
+    loops += 1
+    try:
+        yield
+    finally:
+        loops -= 1
 
 
 @contextlib.contextmanager

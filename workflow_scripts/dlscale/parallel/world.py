@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import datetime as dt
+import logging
 import os
 import platform
 import re
@@ -22,10 +23,12 @@ import torch
 import torch.distributed as dist
 
 from dlscale.config.run import Geometry
-from dlscale.core.errors import UserError
+from dlscale.core import ending
+from dlscale.core.errors import PeerLost, Stopped, UserError, brief
 from dlscale.core.ranks import ranks
 from dlscale.core.records import Device
 from dlscale.parallel.mesh import Mesh
+from dlscale.parallel.watchdog import Watchdog, is_gone
 
 CPU = torch.device("cpu")
 Value = TypeVar("Value")
@@ -148,6 +151,7 @@ def join(geometry: Geometry, device: str) -> Iterator[World]:
         timeout=TIMEOUT,
         device_id=own if kind == "cuda" else None,
     )
+    watchdog = Watchdog(rank, size)
     try:
         # NCCL only exchanges tensors on a device.
         control = dist.new_group(backend="gloo", timeout=TIMEOUT) if kind == "cuda" else None
@@ -155,7 +159,17 @@ def join(geometry: Geometry, device: str) -> Iterator[World]:
         yield World(rank, size, local_rank, own, control, mesh)
         # Rank 0 holds the store through which all exchange, and leaves last.
         dist.barrier(group=control)
+    except Exception as error:
+        if not isinstance(error, UserError | Stopped) and is_gone(error):
+            logging.info("an exchange failed: %s", brief(error))
+            lost = f"{watchdog.culprit(error)}. This process ends with it"
+            if kind == "cuda":  # what waits on a device for the others would wait on
+                ending.end(lost, ending.LOST)
+            raise PeerLost(lost) from error
+        watchdog.tell(error)
+        raise
     finally:
+        watchdog.close()
         dist.destroy_process_group()
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dlscale.core.ranges import mark
+from dlscale.core.ranges import looping, mark
 
 #: What `step` takes: input and target, and in training the weight of this rank's loss.
 Batch = tuple[Any, ...]
@@ -30,12 +30,13 @@ def run_steps(
     step: Callable[..., Any], batches: Iterator[Batch], numbers: Iterable[int], hooks: Sequence[Hook] = ()
 ) -> None:
     """Call `step(*batch)` with the next batch for each of `numbers`, which hooks are told."""
-    for number in numbers:
-        with mark("step"):
-            for hook in hooks:
-                hook.before_step(number)
-            with mark("data"):
-                batch = next(batches)
-            result = step(*batch)
-            for hook in hooks:
-                hook.after_step(number, batch, result)
+    with looping():
+        for number in numbers:
+            with mark("step"):
+                for hook in hooks:
+                    hook.before_step(number)
+                with mark("data"):
+                    batch = next(batches)
+                result = step(*batch)
+                for hook in hooks:
+                    hook.after_step(number, batch, result)

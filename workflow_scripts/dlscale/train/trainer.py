@@ -239,16 +239,16 @@ class Trainer:
     def resume(self) -> None:
         """Go on from the newest checkpoint, if there is one: the first rank chooses it, and all read the same."""
         loaded = self.checkpoints.load(self._wanted, until=self.last_step)
-        if loaded is None:
+        again = self._again(loaded[0]) if loaded else None
+        if loaded is None or again:
+            self.step.optimizer.state.clear()  # which was made for what could not be read
+            if again:
+                logging.info("%s", again)
+                if self.world.main:
+                    self.checkpoints.clear()
+                self.world.barrier()
             return
         self._resumed, state = loaded
-        if again := self._again(self._resumed):
-            logging.info("%s", again)
-            self._resumed = CheckpointRecord()
-            if self.world.main:
-                self.checkpoints.clear()
-            self.world.barrier()
-            return
         step = self._resumed.step
         self._untrained = self._resumed.untrained
         self.history, self.resumed_from = list(self._resumed.history), step
@@ -280,9 +280,9 @@ class Trainer:
         times = {"seconds": sums.seconds, "wall_time": sums.wall_time, "made_with": made_with}
         untrained = None if self.history else self._with_first_loss(sums)
         self._save(sums.step, loss_sums=sums.by_rank(), untrained=untrained, **times)
+        self.checkpoints.wait()  # who asked may end us as soon as we say that it is saved
         logging.info("asked to %s: saved after step %d", request.name.lower(), sums.step)
         if request == Request.END:
-            self.checkpoints.wait()
             self.world.barrier()  # a rank that ends before the others have saved ends them, too
             raise Stopped(f"asked to end; saved after step {sums.step} of {self.total_steps}; run it again")
 
@@ -304,6 +304,8 @@ class Trainer:
 
     def _wanted(self, record: CheckpointRecord) -> dict[str, Piece]:
         """Return the pieces to read, in memory of their own: what cannot be read shall change nothing."""
+        if self._again(record):
+            return {}
         if record.step:
             begin(self.step.optimizer)
         wanted = {
