@@ -160,7 +160,7 @@ def verdict(*signs: tuple[int, str, bool, float, float], silent: tuple[int, ...]
     for rank, (entered, name, looping, age, longest) in enumerate(signs):
         found._store.set(f"host/{rank}", f"nid{rank}")
         found._store.set(f"sign/{rank}", f'[1, {entered}, "{name}", {str(looping).lower()}, {age}, {longest}]')
-    found._look()
+    found._look(found.size)
     now = time.monotonic()
     for rank in silent:
         found._seen[rank].at = now - watchdog.SILENT - 1

@@ -96,7 +96,7 @@ class Watchdog:
                 for rank in range(self.size):
                     if rank != self.rank and self._store.check([f"failed/{rank}"]):
                         return f"{self._name(rank)} ended: {self._store.get(f'failed/{rank}').decode()}"
-                self._look()
+                self._look(self.size)
             except Exception:
                 return f"{self._name(0)} ended: it held what the others met by"
             silent = [rank for rank, seen in enumerate(self._seen) if time.monotonic() - seen.at > 3 * BEAT]
@@ -124,23 +124,20 @@ class Watchdog:
                 self._sign(number, now - since, longest)
                 if self._store.check(["verdict"]):
                     self._end(self._store.get("verdict").decode())
-                if self.rank == 0:
-                    self._look()
-                elif 0 not in self._hosts:
-                    self._learn_hosts([0])
+                self._look(self.size if self.rank == 0 else 1)
             except Exception:
                 continue  # _judge counts the time
             self._answered = time.monotonic()
 
-    def _look(self) -> None:
-        """Take in what the ranks have shown."""
-        keys = [f"sign/{rank}" for rank in range(self.size)]
+    def _look(self, count: int) -> None:
+        """Take in what the first so many ranks have shown."""
+        keys = [f"sign/{rank}" for rank in range(count)]
         if not self._store.check(keys):
             return
-        if len(self._hosts) < self.size:
-            self._learn_hosts(range(self.size))
+        if len(self._hosts) < count:
+            self._learn_hosts(range(count))
         now = time.monotonic()
-        for seen, value in zip(self._seen, self._store.multi_get(keys), strict=True):
+        for seen, value in zip(self._seen[:count], self._store.multi_get(keys), strict=True):
             sign = value.decode()
             if sign != seen.sign:
                 _, seen.entered, seen.range, seen.looping, seen.age, seen.longest = json.loads(sign)
@@ -165,7 +162,8 @@ class Watchdog:
             last = now
             if now - self._answered > SILENT:
                 self._end(f"{self._name(0)} has not answered for {SILENT:.0f} s: it, or its node, is stopped or gone")
-            if self.rank == 0 and (verdict := self._verdict(now)):
+            # The first rank looks at all; the others look at the first.
+            if verdict := self._verdict(now) if self.rank == 0 else self._silence(now, 1):
                 with contextlib.suppress(Exception):
                     self._store.set("verdict", verdict)
                 time.sleep(2 * BEAT)  # in its process the store may live, which the others are to ask
@@ -173,10 +171,8 @@ class Watchdog:
 
     def _verdict(self, now: float) -> str | None:
         """Return who is to blame for what; None if nobody is, as far as one sees."""
-        silent = [rank for rank, seen in enumerate(self._seen) if now - seen.at > SILENT]
-        if silent:
-            names = ", ".join(self._name(rank) for rank in silent[:8])
-            return f"no sign of life for {SILENT:.0f} s: {names}; it was killed or stopped, or its node is gone"
+        if silence := self._silence(now, self.size):
+            return silence
         limit = max(STUCK, LONGER * max(seen.longest for seen in self._seen))
         if not all(seen.looping and seen.entered >= FIRST for seen in self._seen):
             limit = max(limit, GRACE)
@@ -188,6 +184,14 @@ class Watchdog:
             return f"no process has got any further for {limit:.0f} s, and none is behind the others"
         names = ", ".join(f"{self._name(rank)} ({self._seen[rank].range})" for rank in culprits[:8])
         return f"all have waited for {limit:.0f} s for {names}"
+
+    def _silence(self, now: float, count: int) -> str | None:
+        """Return which of the first so many ranks show no sign of life."""
+        silent = [rank for rank, seen in enumerate(self._seen[:count]) if now - seen.at > SILENT]
+        if not silent:
+            return None
+        names = ", ".join(self._name(rank) for rank in silent[:8])
+        return f"no sign of life for {SILENT:.0f} s: {names}; it was killed or stopped, or its node is gone"
 
     def _name(self, rank: int) -> str:
         return f"process {rank}" + (f" on {self._hosts[rank]}" if rank in self._hosts else "")
