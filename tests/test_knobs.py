@@ -47,6 +47,7 @@ from tests.conftest import COSMO, COSMO_RUN, ERA5, ERA5_RUN, make_run, records, 
 from tests.test_losses_metrics import naive_answers
 from tests.test_report import Results
 from tests.test_training import scalars
+from tests.waiting import until
 
 #: A rate that does not depend on how long the training is: a longer one begins like a shorter one. Each validation is
 #: that of an epoch.
@@ -641,8 +642,13 @@ def test_wandb_has_what_was_before_the_first_step(tmp_path: Path, monkeypatch: p
             run.add(epoch)
         run._run.finish()
         (file,) = (tmp_path / str(begun)).glob("run/wandb/offline-run-*/*.wandb")
-        found = {row["_step"]: {key: row[key] for key in row if key[0] != "_"} for row in rows(logged(file))}
-        assert found[0] == {"valid_loss": 3.0, "valid/accuracy": 0.1}
+
+        def found_in(file: Path = file) -> dict[int, dict[str, Any]] | None:
+            found = {row["_step"]: {key: row[key] for key in row if key[0] != "_"} for row in rows(logged(file))}
+            return found if len(found) == 3 else None
+
+        found = until("what a process of its own writes", found_in)
+        assert found is not None and found[0] == {"valid_loss": 3.0, "valid/accuracy": 0.1}
         assert [found[step]["valid_loss"] for step in (0, 10, 20)] == [3.0, 1.0, 0.5] and len(found) == 3
         assert "untrained" not in found[10]
     wandb.teardown()

@@ -124,7 +124,7 @@ def test_a_rank_that_dies_or_is_stopped_is_named(
 def test_a_rank_that_hangs_is_named(tmp_path: Path, era5_data: Path, strategy: str, where: str) -> None:
     folder = configure(tmp_path / "run", "era5_vit", 2, **STRATEGIES[strategy], training={"steps": 100_000})
     (tmp_path / "program.py").write_text(HANGS)
-    process = begin(folder, era5_data, [str(tmp_path / "program.py")], WHERE=where, STUCK="8")
+    process = begin(folder, era5_data, ["--", str(tmp_path / "program.py")], WHERE=where, STUCK="8")
     output = end_of(process, folder)
     log = (folder / "train.log").read_text()
     assert "HANGS" in said(folder)
