@@ -188,7 +188,8 @@ class Session:
     @property
     def parameters(self) -> int:
         """Trainable parameters of the model."""
-        return sum(p.numel() for p in self.step.model.parameters() if p.requires_grad)
+        weights = self.step.weights
+        return sum(weights.piece(name, p).shape.numel() for name, p in weights.named.items() if p.requires_grad)
 
 
 def own_threads(run: RunCore, threads: int | None) -> int | None:

@@ -16,6 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from dlscale.config.parallel import FSDP
 from dlscale.config.run import RunCore
 from dlscale.core.machine import job_limits, text_of
 from dlscale.core.ranges import marking
@@ -55,7 +56,22 @@ def predict(
         As `fake_step` takes it.
     """
     fake, (x, y) = fake_step(run, manifest, device, attention), batch or fake_batch(run, manifest)
-    return of_step(fake, x, y, ranks=ranks if run.averages else 1)
+    return _divided(of_step(fake, x, y, ranks=ranks if run.averages else 1), run)
+
+
+def _divided(use: MemoryUse, run: RunCore) -> MemoryUse:
+    """Return what each of several devices needs of what one would: a first estimate, without what is gathered."""
+    at, parallel = run.geometry, run.parallel
+    weights = at.tp * ((parallel.shard or at.dp * at.cp) if isinstance(parallel, FSDP) else 1)
+    state = use.parameters + use.gradients + use.optimizer
+    rest = None if use.peak is None else use.peak - state
+    return MemoryUse(
+        parameters=use.parameters // weights,
+        gradients=use.gradients // weights,
+        optimizer=use.optimizer // weights,
+        activations=use.activations // at.model_size,
+        peak=None if rest is None else state // weights + rest // at.model_size,
+    )
 
 
 def of_step(fake: FakeStep, x: torch.Tensor, y: torch.Tensor, ranks: int = 1) -> MemoryUse:
