@@ -57,7 +57,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "cp": {"geometry": {"cp": 2}},
 }
 strategies = pytest.mark.parametrize(
-    "strategy", ["ddp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fsdp", "tp", "cp"))]
+    "strategy", ["ddp", *(pytest.param(name, marks=pytest.mark.parallel) for name in ("fsdp", "tp", "cp"))]
 )
 
 
