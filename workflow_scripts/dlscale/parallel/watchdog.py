@@ -173,13 +173,13 @@ class Watchdog:
         """Return who is to blame for what; None if nobody is, as far as one sees."""
         if silence := self._silence(now, self.size):
             return silence
-        limit = max(STUCK, LONGER * max(seen.longest for seen in self._seen))
-        if not all(seen.looping and seen.entered >= FIRST for seen in self._seen):
-            limit = max(limit, GRACE)
-        if min(seen.age for seen in self._seen) <= limit:
-            return None
         behind = min(seen.entered for seen in self._seen)
         culprits = [rank for rank, seen in enumerate(self._seen) if seen.entered == behind]
+        limit = max(STUCK, LONGER * max(seen.longest for seen in self._seen))
+        if behind < FIRST or not all(self._seen[rank].looping for rank in culprits):
+            limit = max(limit, GRACE)  # who is no more in a loop may wait for one who still is
+        if min(seen.age for seen in self._seen) <= limit:
+            return None
         if len(culprits) == self.size:
             return f"no process has got any further for {limit:.0f} s, and none is behind the others"
         names = ", ".join(f"{self._name(rank)} ({self._seen[rank].range})" for rank in culprits[:8])

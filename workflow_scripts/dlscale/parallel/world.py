@@ -162,6 +162,7 @@ def join(geometry: Geometry, device: str) -> Iterator[World]:
     except Exception as error:
         if not isinstance(error, UserError | Stopped) and is_gone(error):
             logging.info("an exchange failed: %s", brief(error))
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun ends the others, but not before they have said why
             lost = f"{watchdog.culprit(error)}. This process ends with it"
             if kind == "cuda":  # what waits on a device for the others would wait on
                 ending.end(lost, ending.LOST)
