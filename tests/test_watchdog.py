@@ -176,6 +176,8 @@ def test_the_verdict() -> None:
     assert verdict(waits, (98, "data", True, 51.0, 6.0)) is None, "a range has taken 6 s before"
     assert verdict(waits, (98, "data", False, 51.0, 0.4)) is None, "it draws, or opens files"
     assert "for process 1" in str(verdict((100, "step", False, 50.0, 0.4), behind)), "a sum after a loop is waited for"
+    last = (98, "data", False, 50.0, 0.4)
+    assert "for process 1" in str(verdict(last, behind)), "after the last range of a loop"
     assert verdict((3, "forward", True, 300.0, 0.0), (2, "forward", True, 300.0, 0.0)) is None, "it compiles"
     assert "1800 s for process 1" in str(verdict((9, "backward", True, 1801.0, 0.4), (8, "", False, 1801.0, 0.4)))
     assert "no sign of life for 25 s: process 1 on nid1; " in str(verdict(waits, waits, silent=(1,)))

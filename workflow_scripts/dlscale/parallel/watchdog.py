@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import socket
 import threading
@@ -125,8 +126,9 @@ class Watchdog:
                 if self._store.check(["verdict"]):
                     self._end(self._store.get("verdict").decode())
                 self._look(self.size if self.rank == 0 else 1)
-            except Exception:
-                continue  # _judge counts the time
+            except Exception as error:  # _judge counts the time
+                logging.info("watchdog: no answer: %s", brief(error))
+                continue
             self._answered = time.monotonic()
 
     def _look(self, count: int) -> None:
@@ -173,10 +175,10 @@ class Watchdog:
         """Return who is to blame for what; None if nobody is, as far as one sees."""
         if silence := self._silence(now, self.size):
             return silence
-        behind = min(seen.entered for seen in self._seen)
-        culprits = [rank for rank, seen in enumerate(self._seen) if seen.entered == behind]
+        places = [(seen.entered, not seen.looping) for seen in self._seen]  # who has left a loop is ahead
+        culprits = [rank for rank, place in enumerate(places) if place == min(places)]
         limit = max(STUCK, LONGER * max(seen.longest for seen in self._seen))
-        if behind < FIRST or not all(self._seen[rank].looping for rank in culprits):
+        if min(places)[0] < FIRST or not all(self._seen[rank].looping for rank in culprits):
             limit = max(limit, GRACE)  # who is no more in a loop may wait for one who still is
         if min(seen.age for seen in self._seen) <= limit:
             return None
