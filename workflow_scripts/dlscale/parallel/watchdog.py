@@ -113,7 +113,7 @@ class Watchdog:
         self._store.set(f"sign/{self.rank}", json.dumps(sign))
 
     def _beat(self) -> None:
-        number, entered, since, longest = 0, ranges.entered, time.monotonic(), 0.0
+        number, entered, since, longest, silent = 0, ranges.entered, time.monotonic(), 0.0, False
         while not self._closed.wait(BEAT):
             now = time.monotonic()
             if ranges.entered != entered:
@@ -127,9 +127,11 @@ class Watchdog:
                     self._end(self._store.get("verdict").decode())
                 self._look(self.size if self.rank == 0 else 1)
             except Exception as error:  # _judge counts the time
-                logging.info("watchdog: no answer: %s", brief(error))
+                if not silent:
+                    logging.info("watchdog: no answer: %s", brief(error))
+                silent = True
                 continue
-            self._answered = time.monotonic()
+            silent, self._answered = False, time.monotonic()
 
     def _look(self, count: int) -> None:
         """Take in what the first so many ranks have shown."""
