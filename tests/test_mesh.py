@@ -24,11 +24,13 @@ from dlscale.data.loaders.base import Share
 from dlscale.models.losses import relative_l2
 from dlscale.models.vit import ViT
 from dlscale.parallel import pieces
+from dlscale.parallel.exchanges import Counting, formula
 from dlscale.parallel.mesh import AXES, Mesh, arrangement
 from dlscale.parallel.world import World, join
 from dlscale.train.build import build_step
 from dlscale.train.checkpoint import CheckpointRecord, Checkpoints
 from dlscale.train.optimizer import begin
+from dlscale.train.precision import compute_dtype, convert
 from dlscale.train.step import Step
 from tests.test_ddp import as_rank
 from tests.test_rungs import need_compiler, settings
@@ -188,7 +190,14 @@ def learn(case: Case, run: RunCore, world: World) -> dict[str, Any]:
         own = slice(own.start - number * BATCH, own.stop - number * BATCH)
         if number == 0:
             found["prediction"] = step.predict(x[own])
-        loss = step(x[own], y[own], share.weight(number, SAMPLES))
+        with Counting() as counted:
+            loss = step(x[own], y[own], share.weight(number, SAMPLES))
+        if number == 1:  # a whole batch, after DDP has arranged its buckets
+            width = compute_dtype(run.precision).itemsize
+            plain = case.model()
+            convert(plain, run.precision)
+            found["counted"] = dict(counted.bytes)
+            found["formula"] = formula(run, plain, study.sharding(plain), BATCH // world.data_size, width)
         found[f"loss {number}"] = world.sum(loss * len(x[own])) / len(x)
         # What the update saw: after clipping, without the scale of the loss.
         updated = zip(step.weights.named, step.weights.updated, strict=True)
@@ -280,6 +289,17 @@ def near(
 )
 def test_a_strategy_learns_what_one_process_learns(learnt: Any, name: str) -> None:
     compare(STRATEGIES[name], learnt(name))
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if case.ranks == 2 else [pytest.mark.parallel]) for n, case in STRATEGIES.items()]
+)
+def test_ranks_exchange_what_the_formula_says(learnt: Any, name: str) -> None:
+    for rank in learnt(name):
+        counted, expected = rank["counted"], rank["formula"]
+        small = 64  # bytes: norms, overflows
+        near = {kind: counted.get(kind, 0) - size for kind, size in {**dict.fromkeys(counted, 0), **expected}.items()}
+        assert all(0 <= more <= small for more in near.values()), f"counted {counted}, by formula {expected}"
 
 
 @pytest.mark.parallel

@@ -289,6 +289,13 @@ class Memory(Record):
     device: int | None = None  #: That the device has.
 
 
+class Exchanged(Record):
+    """Bytes that a rank exchanges with others in a step, by kind (`all_reduce`, …), as nccl-tests count them."""
+
+    counted: dict[str, int]
+    formula: dict[str, int]  #: Without single numbers, such as the norm of gradients.
+
+
 class Throughput(Record):
     """`throughput.json`; a mode that was not measured is None."""
 
@@ -411,6 +418,7 @@ class Profile(Record):
     seconds_per_step: list[float] = []  #: Of steps with no profiler at work, before and after each profiler.
     tools: list[ProfiledTool] = []
     memory: Memory | None = None
+    exchanged: Exchanged | None = Field(None, exclude_if=operator.not_)  #: By the first rank; of several ranks.
     counted: SampleWork | None = None  #: From the operators of a step, beside `formula`.
     formula: SampleWork | None = None
     top: list[TopEntry] = []  #: The first rows of `profile_summary.csv`, for the page.

@@ -15,21 +15,25 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from dlscale.config.run import Profile as Settings
 from dlscale.config.run import load_run
 from dlscale.core import board, files
 from dlscale.core.errors import UserError, brief
 from dlscale.core.files import whole
-from dlscale.core.records import Memory, Profile, ProfiledTool, TopEntry
+from dlscale.core.records import Exchanged, Memory, Profile, ProfiledTool, TopEntry
 from dlscale.data.loaders.base import Batch
 from dlscale.measure.flops import sample_work
 from dlscale.measure.profilers.overhead import overhead
 from dlscale.measure.profilers.tool import Found, Tool, Unavailable
 from dlscale.measure.window import Window
+from dlscale.parallel import exchanges
 from dlscale.parallel.world import World, describe_device, join
 from dlscale.train import memory
 from dlscale.train.build import Session, open_session
 from dlscale.train.exhaustion import explained, is_exhaustion
+from dlscale.train.precision import compute_dtype, convert
 
 #: Rows of each profiler and kind that the record holds; the CSV file has all.
 TOP = 10
@@ -130,6 +134,7 @@ def _in_process(settings: Settings, session: Session, folder: Path, found: dict[
         batch = window.batch()
         used = _memory(session, batch)  # before any other step: what is set up is then all that there is
         window.warm_up()
+        exchanged = _exchanged(session, window)
         seconds = list[float]()
         for name, tool in tools.items():
             world.barrier()
@@ -142,7 +147,7 @@ def _in_process(settings: Settings, session: Session, folder: Path, found: dict[
         if world.device.type == "cuda" and "torch" in found:
             found["torch"] = _with_memory_history(found["torch"], window, folder)
         counted, formula = sample_work(session, batch) if world.main else (None, None)
-    return {"seconds_per_step": seconds, "memory": used, "counted": counted, "formula": formula}
+    return {"seconds_per_step": seconds, "memory": used, "exchanged": exchanged, "counted": counted, "formula": formula}
 
 
 def _memory(session: Session, batch: Batch) -> Memory | None:
@@ -154,6 +159,22 @@ def _memory(session: Session, batch: Batch) -> Memory | None:
             raise
         logging.info("memory cannot be predicted: %s: %s", type(error).__name__, brief(error))
         return None
+
+
+def _exchanged(session: Session, window: Window) -> Exchanged | None:
+    """Return what a rank exchanges in a step, counted in one; None if there is but one, or compiled code hides it."""
+    run = session.run
+    if session.world.size == 1 or run.cuda_graph or run.compile.mode != "none":
+        return None
+    window.run(1)  # DDP arranges its buckets after its first step
+    with exchanges.Counting() as counting:
+        window.run(1)
+    with torch.device("meta"):
+        model = session.study.model(run, session.manifest)
+    convert(model, run.precision)
+    plan, width = session.study.sharding(model), compute_dtype(run.precision).itemsize
+    expected = exchanges.formula(run, model, plan, run.local_batch_size, width)
+    return Exchanged(counted=dict(counting.bytes), formula=expected)
 
 
 def _tool(name: str, settings: Settings, session: Session, folder: Path) -> Tool:

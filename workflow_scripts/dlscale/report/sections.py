@@ -292,11 +292,23 @@ def _profile(plan: PlanResult, run: RunResult, profile: Profile, page: Path, bef
         "tools": tools,
         "top": top,
         "memory": profile.memory,
+        "exchanged": _exchanged(profile),
         "cpu": profile.device.kind == "cpu",
         "summary": (folder / "profile_summary.csv").as_posix(),
         "before": before.label if before else None,
         "changes": _changes(before, run) if before else [],
     }
+
+
+def _exchanged(profile: Profile) -> list[str]:
+    """Say what a rank exchanges in a step, kind by kind, beside what the formula says."""
+    if not (found := profile.exchanged):
+        return []
+    counted, expected = ({kind: text.size(n) for kind, n in each.items()} for each in (found.counted, found.formula))
+    return [
+        f"{kind.replace('_', '-')} {counted.get(kind, 'none')} (by formula {expected.get(kind, 'none')})"
+        for kind in sorted({**counted, **expected})
+    ]
 
 
 def _changes(before: RunResult, run: RunResult) -> list[compare_profiles.Change]:
