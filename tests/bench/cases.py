@@ -114,7 +114,7 @@ class Case:
         """Return the study's loss."""
         return self._study.loss(self.run())
 
-    def step(self, device: torch.device, spread: float = 0.0, **over: Any) -> Step:
+    def step(self, device: torch.device, spread: float = 0.0, world: World | None = None, **over: Any) -> Step:
         """Return the step of a run, with the same weights every time: as initialised, and moved by `spread`."""
         run = self.run(**over)
 
@@ -125,7 +125,7 @@ class Case:
                     p.add_(spread * torch.randn(p.shape))
             return model
 
-        return build_step(run, make, self.loss(), World(device=device))
+        return build_step(run, make, self.loss(), world or World(device=device))
 
     def batch(self, device: torch.device, size: int | None = None, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """Return a batch of normal deviates."""

@@ -66,7 +66,7 @@ _RATE: float | None = None
 
 
 def test_shapes(make: Callable[..., Flow]) -> None:
-    """One GPU on a shared node; one on each of two nodes; two nodes with four tasks each; and the report."""
+    """One GPU on a shared node; one on each of two nodes; two nodes with four tasks each, of which two share a model; and the report."""
     flow = make()
     assert flow.run() == 0, flow.output[-8000:]
     rows = {
@@ -81,13 +81,13 @@ def test_shapes(make: Callable[..., Flow]) -> None:
     assert rows == {
         f"{stage} shapes_{run}": asked
         for stage in ("train", "throughput")
-        for run, asked in {"one": one, "pair": pair, "eight": eight}.items()
+        for run, asked in {"one": one, "pair": pair, "eight": eight, "mesh": eight}.items()
     }
     assert "2 nodes x 4 GPUs = 8 ranks (dp 8)" not in flow.output, "that is for a dry run"
     assert (flow.path / "results/report/index.html").exists()
     found = flow.provenance("shapes/eight")
     assert found["processes"] == 8 and found["slurm"]["SLURM_JOB_NODELIST"].startswith("nid[")
-    a, *others = (records(flow.path / "results/plans/shapes" / run)[-1] for run in ("one", "pair", "eight"))
+    a, *others = (records(flow.path / "results/plans/shapes" / run)[-1] for run in ("one", "pair", "eight", "mesh"))
     for b in others:
         assert a["valid_loss"] == pytest.approx(b["valid_loss"], rel=1e-4), "several train as one does"
     assert flow.run() == 0 and "Nothing to be done" in flow.output
@@ -97,6 +97,7 @@ def test_a_dry_run_shows_geometry_and_cost(make: Callable[..., Flow]) -> None:
     flow = make()
     assert flow.run("-n") == 0
     assert "2 nodes x 4 GPUs = 8 ranks (dp 8)" in flow.output
+    assert "2 nodes x 4 GPUs = 8 ranks (dp 4 x tp 2)" in flow.output
     assert "charged hours" in flow.output and "total" in flow.output
     assert not flow.jobs("jobid")
 

@@ -1,0 +1,149 @@
+"""What processes cost each other: averaging gradients against leaving it out; a save against none."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.multiprocessing as mp
+from torch.nn.parallel import DistributedDataParallel
+
+from dlscale.config.run import Geometry
+from dlscale.core.machine import let_threads_wait
+from dlscale.core.records import Untrained
+from dlscale.parallel.exchanges import Counting
+from dlscale.parallel.pieces import share
+from dlscale.parallel.world import World, join
+from dlscale.train.checkpoint import CheckpointRecord, Checkpoints
+from tests.bench.cases import Case
+from tests.bench.measure import Options, Row, in_turns
+from tests.bench.training import CPU, FULL_UNET, FULL_VIT, adam, counts, label, one_thread
+
+RANKS = 2
+#: Seconds from one save to the next.
+INTERVAL = 2.0
+
+
+def ranks(options: Options) -> list[Row]:
+    """Two processes of one thread each, which share a machine, and its memory's bandwidth."""
+    found = options.folder / "found.json"
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    mp.spawn(_rank, (port, options, found), nprocs=RANKS)
+    rows = [Row(**row) for row in json.loads(found.read_text())]
+    with one_thread():
+        return [*rows, *(_saving(options, case) for case in (FULL_UNET, FULL_VIT))]
+
+
+def _rank(rank: int, port: int, options: Options, found: Path) -> None:
+    let_threads_wait()
+    torch.set_num_threads(1)
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_WORLD_SIZE": str(RANKS)}
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS)}
+    with join(Geometry(gpus_per_node=RANKS), "cpu") as world:
+        rows = [row for case in (FULL_UNET, FULL_VIT) for row in _averaging(options, case, world)]
+    if world.main:
+        found.write_text(json.dumps(rows))
+
+
+def _averaging(options: Options, case: Case, world: World) -> list[dict[str, Any]]:
+    """Return rows of a step beside its twin that averages nothing, and beside PyTorch's DDP in a bare loop."""
+    geometry = {"gpus_per_node": RANKS}
+    step = case.step(CPU, world=world, geometry=geometry, batch_size=RANKS * case.batch_size)
+    batch = case.batch(CPU, seed=world.rank)
+    bare = _bare(case)
+    for _ in range(2):  # DDP arranges its buckets after its first step
+        step(*batch), bare(*batch)
+    with Counting() as counting:
+        step(*batch)
+    steps = 2 if options.quick else 6
+
+    def rate(call: Callable[..., torch.Tensor], context: Callable[[], Any] = nullcontext) -> Callable[[], float]:
+        def turn() -> float:
+            world.barrier()
+            start = time.perf_counter()
+            with context():
+                for _ in range(steps):
+                    call(*batch)
+            world.barrier()
+            return steps * RANKS * case.batch_size / (time.perf_counter() - start)
+
+        return turn
+
+    contestants = {"ours": rate(step), "twin": rate(step, step.unsynchronised), "bare": rate(bare)}
+    found = in_turns(6 * options.repetitions, contestants)
+    counted = {**counts(case, step.model, steps), "processes": RANKS, "MB averaged": counting.bytes["all_reduce"] / 1e6}
+    return [
+        {
+            **{"name": f"DDP, {label(case)}", "unit": "samples/s", "values": found["ours"], "counted": counted},
+            **{"reference": reference, "references": found[name], "target": target},
+        }
+        for name, reference, target in (("twin", "no-sync twin", 0.95), ("bare", "PyTorch's DDP, bare loop", 0.98))
+    ]
+
+
+def _bare(case: Case) -> Callable[..., torch.Tensor]:
+    """Return the step of a loop by hand with PyTorch's DDP."""
+    model, loss = case.step(CPU).model, case.loss()
+    wrapped, optimizer = DistributedDataParallel(model, gradient_as_bucket_view=True), adam(case, model)
+    model.train()
+
+    def call(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad(set_to_none=True)
+        value = loss(wrapped(x), y).mean()
+        value.backward()
+        optimizer.step()
+        return value.detach()
+
+    return call
+
+
+def _saving(options: Options, case: Case) -> Row:
+    """Return the row of a training that saves every two seconds, beside one that does not."""
+    step, batch, world = case.step(CPU), case.batch(CPU), World()
+    checkpoints = Checkpoints(options.folder / case.study, keep=1, world=world)
+    blocked, alone = list[float](), list[float]()
+    number = 0
+
+    def train(save: bool) -> float:
+        nonlocal number
+        begin, done = time.perf_counter(), 0
+        if save:
+            number += 1
+            pieces = share(step.pieces(), world)
+            checkpoints.save(CheckpointRecord(step=number, untrained=Untrained()), pieces)
+            blocked.append(time.perf_counter() - begin)
+        while time.perf_counter() - begin < (0.2 if options.quick else INTERVAL):
+            step(*batch)
+            done += 1
+        spent = time.perf_counter() - begin
+        if save:  # what is not written by now waits outside of the training's time
+            checkpoints.wait()
+        return done * case.batch_size / spent
+
+    step(*batch)
+    found = in_turns(2 * options.repetitions, {"saving": lambda: train(True), "not": lambda: train(False)})
+    for _ in range(3):  # as it would be if the training waited for all of it
+        begin = time.perf_counter()
+        checkpoints.save(CheckpointRecord(step=number, untrained=Untrained()), share(step.pieces(), world))
+        checkpoints.wait()
+        alone.append(time.perf_counter() - begin)
+        number += 1
+    counted = {
+        **counts(case, step.model, 0),
+        "MB": sum(piece.tensor.nbytes for piece in step.pieces().values()) / 1e6,
+        "ms blocked": 1e3 * sorted(blocked)[len(blocked) // 2],
+        "ms in all": 1e3 * min(alone),
+        "seconds between": INTERVAL,
+    }
+    return Row(
+        *(f"saving, {label(case)}", "samples/s", found["saving"], "without a save", found["not"], counted), target=0.98
+    )
