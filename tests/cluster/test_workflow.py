@@ -66,7 +66,7 @@ _RATE: float | None = None
 
 
 def test_shapes(make: Callable[..., Flow]) -> None:
-    """One GPU on a shared node; one on each of two nodes; two nodes with four tasks each, of which two share a model; and the report."""
+    """One GPU on a shared node; one on each of two nodes; two nodes with four tasks each; a mesh there; the report."""
     flow = make()
     assert flow.run() == 0, flow.output[-8000:]
     rows = {
@@ -97,7 +97,7 @@ def test_a_dry_run_shows_geometry_and_cost(make: Callable[..., Flow]) -> None:
     flow = make()
     assert flow.run("-n") == 0
     assert "2 nodes x 4 GPUs = 8 ranks (dp 8)" in flow.output
-    assert "2 nodes x 4 GPUs = 8 ranks (dp 4 x tp 2)" in flow.output
+    assert "2 nodes x 4 GPUs = 8 ranks (dp 4, tp 2)" in flow.output
     assert "charged hours" in flow.output and "total" in flow.output
     assert not flow.jobs("jobid")
 
