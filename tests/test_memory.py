@@ -9,6 +9,7 @@ import re
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,22 +17,28 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.multiprocessing as mp
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from dlscale.config.run import Geometry
+from dlscale.core import registry
 from dlscale.core.errors import UserError
 from dlscale.core.ranges import marking
 from dlscale.core.records import Memory, MemoryUse
 from dlscale.core.text import size
 from dlscale.data.manifest import Manifest
-from dlscale.parallel.world import World
+from dlscale.parallel.mesh import Mesh
+from dlscale.parallel.world import World, join
 from dlscale.train import exhaustion, memory
-from dlscale.train.build import open_session
+from dlscale.train.build import build_step, open_session
 from dlscale.train.fake import FakeStep
 from dlscale.train.step import Step
 from tests.bench.cases import Case
 from tests.conftest import ROOT
 from tests.test_counting import tiny_run
+from tests.test_ddp import as_rank
+from tests.test_starters import free_port
 
 CPU = torch.device("cpu")
 UNET = Case("cosmo_unet", {"widths": [8, 16]}, (32, 32, 32), 4)
@@ -140,6 +147,58 @@ def test_several_ranks_hold_their_gradients() -> None:
     assert one.gradients == two.gradients == one.parameters
     assert one.peak and two.peak
     assert 0.9 * one.gradients <= two.peak - one.peak <= 1.1 * one.gradients
+
+
+#: Larger, so that what a step keeps is more than what it exchanges.
+SHARED = Case("era5_vit", {"embed_dim": 96, "depth": 6, "heads": 4}, (48, 96), 4, channels=3)
+SHARINGS: dict[str, dict[str, Any]] = {
+    "tp": {"geometry": {"gpus_per_node": 2, "tp": 2}},
+    "cp": {"geometry": {"gpus_per_node": 2, "cp": 2}},
+    "fsdp": {"geometry": {"gpus_per_node": 2}, "parallel": {"kind": "fsdp"}},
+    "fsdp, weights kept": {"geometry": {"gpus_per_node": 2}, "parallel": {"kind": "fsdp", "reshard": False}},
+}
+
+
+def _allocated_by_ranks(rank: int, port: int, folder: str) -> None:
+    as_rank(rank, port, 2)
+    study, found = registry.study("era5_vit"), {}
+    with join(Geometry(gpus_per_node=2), "cpu") as joined:
+        for name, over in SHARINGS.items():
+            size = SHARED.batch_size * (2 if "tp" not in over["geometry"] and "cp" not in over["geometry"] else 1)
+            run = SHARED.run(batch_size=size, **over)
+            mesh = Mesh(run.geometry, "cpu") if run.geometry.model_size > 1 else None
+            step = build_step(
+                run, partial(SHARED.network, run), SHARED.loss(), replace(joined, mesh=mesh), study.sharding
+            )
+            pieces = step.pieces()
+            step(*SHARED.batch(CPU))  # before: buckets, buffers
+            at, most = allocated(step, *SHARED.batch(CPU))
+            own = sum(p.tensor.nbytes for name, p in pieces.items() if name.startswith("model."))
+            found[name] = [at["forward"], most, own]
+    Path(folder, f"{rank}.json").write_text(json.dumps(found))
+
+
+def test_prediction_of_a_model_that_two_devices_share(tmp_path: Path) -> None:
+    """Against what the allocator hands out on each of two: within an eighth."""
+    mp.spawn(_allocated_by_ranks, (free_port(), str(tmp_path)), nprocs=2)
+    study = registry.study("era5_vit")
+    alone = predicted(SHARED)
+    for name, over in SHARINGS.items():
+        size = SHARED.batch_size * (2 if "tp" not in over["geometry"] and "cp" not in over["geometry"] else 1)
+        run = SHARED.run(batch_size=size, **over)
+        fake = FakeStep(run, partial(SHARED.network, run), SHARED.loss(), CPU, sharding=study.sharding)
+        x, y = (torch.empty(SHARED.batch_size, *shape, device="meta") for shape in SHARED.shapes)
+        use = memory.of_run(run, fake, (x, y), ranks=run.geometry.dp * run.geometry.cp)
+        assert use.peak and alone.peak
+        weights = alone.parameters if over.get("parallel", {}).get("reshard") is False else 0  # together until the end
+        batch = 4 * (x.numel() + y.numel())
+        held = use.parameters + use.optimizer + batch + use.gradients * (name == "cp")  # DDP's buckets
+        for rank in (0, 1):
+            forward, most, own = json.loads((tmp_path / f"{rank}.json").read_text())[name]
+            assert own == pytest.approx(use.parameters, rel=0.02), name
+            # What was exchanged is freed a little later than it could be.
+            assert forward == pytest.approx(use.activations - batch + weights, rel=0.12), name
+            assert most == pytest.approx(use.peak - held, rel=0.12), name
 
 
 def test_weights_that_are_shared_count_once() -> None:

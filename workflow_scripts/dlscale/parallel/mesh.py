@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -55,3 +57,40 @@ class Mesh:
         """Return the mesh of those of these axes along which there are several ranks; None if there are none."""
         several = tuple(axis for axis in AXES if axis in axes and self.size(axis) > 1)
         return self.devices[several] if several else None
+
+
+class Pretended:
+    """A mesh as its first rank would see it, without the others: for who asks how much memory is needed.
+
+    It has what `Mesh` has for a model that is shared (`size`, `rank`, `along`); what is exchanged has shapes alone.
+    """
+
+    def __init__(self, geometry: Geometry) -> None:
+        self._geometry = geometry
+
+    def rank(self, axis: str) -> int:
+        return 0
+
+    def size(self, axis: str) -> int:
+        size: int = getattr(self._geometry, axis)
+        return size
+
+    def along(self, *axes: str) -> PretendedAxes | None:
+        size = math.prod(self.size(axis) for axis in axes)
+        return PretendedAxes(size) if size > 1 else None
+
+
+@dataclass(frozen=True)
+class PretendedAxes:
+    """Some axes of such a mesh, as `DeviceMesh` has them."""
+
+    ranks: int
+
+    def size(self) -> int:
+        return self.ranks
+
+    def get_local_rank(self) -> int:
+        return 0
+
+    def get_group(self) -> None:
+        return None

@@ -29,9 +29,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.nn import functional as F
 
-from dlscale.parallel.mesh import Mesh
+from dlscale.parallel.mesh import Mesh, Pretended, PretendedAxes
 from dlscale.parallel.pieces import Cut
 from dlscale.parallel.sharding import Sharding
+
+#: Those devices between which something is exchanged.
+Axes = DeviceMesh | PretendedAxes
 
 TOKENS = 1  #: Dimension of tokens in [B, N, E].
 TOKENS_OF_HEADS = 2  #: Dimension of tokens in [B, heads, N, head dimension].
@@ -76,7 +79,12 @@ class ModelParallel:
     """
 
     def __init__(
-        self, model: nn.Module, sharding: Sharding, mesh: Mesh, device: torch.device, seed: int | None = None
+        self,
+        model: nn.Module,
+        sharding: Sharding,
+        mesh: Mesh | Pretended,
+        device: torch.device,
+        seed: int | None = None,
     ) -> None:
         self._mesh, self._sharding = mesh, sharding
         self._tp, self._cp, both = mesh.along("tp"), mesh.along("cp"), mesh.along("cp", "tp")
@@ -105,7 +113,7 @@ class ModelParallel:
         for layer, layer_name, dim in layers:
             for name, p in layer.named_parameters(recurse=False):
                 if p.dim() > dim:  # the bias of rows is added once, to the sum
-                    cut = Cut(self._tp, dim, p.shape)
+                    cut = Cut(self._tp, dim, p.shape)  # type: ignore[arg-type]  # of the pretended, its size alone
                     self.cuts[f"{layer_name}.{name}"] = (cut,)
                     layer._parameters[name] = nn.Parameter(cut.part(p.detach()).clone(), p.requires_grad)
         for name, layer in named(model, self._sharding.rows).items():
@@ -204,14 +212,58 @@ class _Adjoint(torch.autograd.Function):
         return gradients[0] * ctx.factor, None
 
 
-def _gathered(x: torch.Tensor, mesh: DeviceMesh, dim: int, gradient: Placement) -> torch.Tensor:
+def _gathered(x: torch.Tensor, mesh: Axes, dim: int, gradient: Placement) -> torch.Tensor:
     """Return the parts of a mesh's devices, equal in size, put together along a dimension.
 
     `gradient` is what the gradient of the result is on each device: `Partial`, a summand, or `Replicate`, the same.
     """
+    if isinstance(mesh, PretendedAxes):
+        whole: torch.Tensor = _PretendToGather.apply(x, mesh.size(), dim, gradient.is_partial())
+        return whole
     parts = DTensor.from_local(x, mesh, [Shard(dim)] * mesh.ndim, run_check=False)
-    whole = parts.redistribute(placements=[Replicate()] * mesh.ndim)
-    return whole.to_local(grad_placements=[gradient] * mesh.ndim)
+    replicated = parts.redistribute(placements=[Replicate()] * mesh.ndim)
+    return replicated.to_local(grad_placements=[gradient] * mesh.ndim)
+
+
+def _scattered(x: torch.Tensor, mesh: Axes, dim: int) -> torch.Tensor:
+    """Return this device's part, along a dimension, of the sum over a mesh's devices."""
+    if isinstance(mesh, PretendedAxes):
+        part: torch.Tensor = _PretendToScatter.apply(x, mesh.size(), dim)
+        return part
+    summands = DTensor.from_local(x, mesh, [Partial()], run_check=False)
+    return summands.redistribute(placements=[Shard(dim)]).to_local()
+
+
+class _PretendToGather(torch.autograd.Function):
+    """Has the shapes of `_gathered`, and takes the memory that PyTorch's exchanges take."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, parts: int, dim: int, summed: bool) -> torch.Tensor:
+        ctx.parts, ctx.dim, ctx.summed = parts, dim, summed
+        return torch.cat(x.new_empty((parts * len(x), *x.shape[1:])).chunk(parts), dim)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        pieces = gradients[0].chunk(ctx.parts, ctx.dim)
+        if ctx.summed:
+            torch.cat(pieces)
+        return torch.empty_like(pieces[0]), None, None, None
+
+
+class _PretendToScatter(torch.autograd.Function):
+    """As `_PretendToGather`, of `_scattered`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, parts: int, dim: int) -> torch.Tensor:
+        ctx.parts, ctx.dim = parts, dim
+        pieces = x.chunk(parts, dim)
+        torch.cat(pieces)
+        return torch.empty_like(pieces[0])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        y = gradients[0]
+        return torch.cat(y.new_empty((ctx.parts * len(y), *y.shape[1:])).chunk(ctx.parts), ctx.dim), None, None
 
 
 class _Rows(nn.Module):
@@ -220,14 +272,12 @@ class _Rows(nn.Module):
     weight: torch.Tensor
     bias: torch.Tensor | None
 
-    def __init__(self, layer: nn.Module, mesh: DeviceMesh) -> None:
+    def __init__(self, layer: nn.Module, mesh: Axes) -> None:
         super().__init__()
         assert isinstance(layer, nn.Linear)
         self._parameters = layer._parameters  # the same names, for all who ask for them
         self._mesh = mesh
 
     def forward(self, x_BNE: torch.Tensor) -> torch.Tensor:
-        partial_BNE = F.linear(x_BNE, self.weight)
-        summands = DTensor.from_local(partial_BNE, self._mesh, [Partial()], run_check=False)
-        y_BNE = summands.redistribute(placements=[Shard(TOKENS)]).to_local()
+        y_BNE = _scattered(F.linear(x_BNE, self.weight), self._mesh, TOKENS)
         return y_BNE if self.bias is None else y_BNE + self.bias.to(y_BNE.dtype)

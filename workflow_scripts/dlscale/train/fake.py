@@ -21,6 +21,9 @@ from dlscale.core import registry
 from dlscale.core.ranges import Marker, mark, marking
 from dlscale.data.loaders.base import Batch
 from dlscale.data.manifest import Manifest
+from dlscale.parallel.mesh import Pretended
+from dlscale.parallel.model import ModelParallel
+from dlscale.parallel.sharding import Sharding
 from dlscale.parallel.world import World
 from dlscale.studies.base import SampleLoss, Study
 from dlscale.train.attention import Context, only
@@ -28,11 +31,13 @@ from dlscale.train.build import assemble, memory_format, open_samples
 
 
 class FakeStep:
-    """The step of a run, not compiled and on one rank, for a single call of `train`; its optimiser has its state.
+    """The step of a run, not compiled, for a single call of `train`; its optimiser has its state.
+
+    Of a model that devices share, the part of the first of them; weights that FSDP shares are whole.
 
     Parameters
     ----------
-    make, loss
+    make, loss, sharding
         As `build_step` takes them.
     device
         That the tensors pretend to lie on.
@@ -47,6 +52,7 @@ class FakeStep:
         loss: SampleLoss,
         device: torch.device,
         attention: Context | None = None,
+        sharding: Callable[[nn.Module], Sharding] = lambda model: Sharding(),
     ) -> None:
         self._mode, self._device = FakeTensorMode(allow_non_fake_inputs=True), device
         if attention is None:
@@ -60,9 +66,13 @@ class FakeStep:
                 for name, tensor in tensors.items():
                     if tensor is not None:
                         tensors[name] = made.setdefault(id(tensor), self.like(tensor))  # type: ignore[assignment]
-        run = run.model_copy(update={"parallel": DDP()})  # on one rank: nothing
+        divided, plan = None, sharding(model)
         with self._mode:
-            self.step = assemble(run, model, loss, World(device=device), attention)
+            if run.geometry.model_size > 1:
+                divided = ModelParallel(model, plan, Pretended(run.geometry), device)
+            # The rest as on one rank: nothing.
+            alone = run.model_copy(update={"parallel": DDP()})
+            self.step = assemble(alone, model, loss, World(device=device), attention, plan, divided)
         self._begin()
 
     def train(self, x: torch.Tensor, y: torch.Tensor, marker: Marker, mode: AbstractContextManager[object]) -> None:
@@ -106,7 +116,7 @@ class FakeStep:
 def fake_step(run: RunCore, manifest: Manifest, device: torch.device, attention: Context | None = None) -> FakeStep:
     """Return the fake step of a run on a dataset."""
     study: Study = registry.study(run.study)
-    return FakeStep(run, partial(study.model, run, manifest), study.loss(run), device, attention)
+    return FakeStep(run, partial(study.model, run, manifest), study.loss(run), device, attention, study.sharding)
 
 
 def fake_batch(run: RunCore, manifest: Manifest) -> Batch:

@@ -18,11 +18,14 @@ from torch.utils._pytree import tree_leaves
 
 from dlscale.config.parallel import FSDP
 from dlscale.config.run import RunCore
+from dlscale.core import registry
 from dlscale.core.machine import job_limits, text_of
 from dlscale.core.ranges import marking
 from dlscale.core.records import Memory, MemoryUse
 from dlscale.data.loaders.base import Batch
 from dlscale.data.manifest import Manifest
+from dlscale.parallel.model import named
+from dlscale.parallel.sharding import Sharding
 from dlscale.parallel.world import synchronize
 from dlscale.train.attention import Context
 from dlscale.train.build import Session
@@ -55,35 +58,57 @@ def predict(
     attention
         As `fake_step` takes it.
     """
-    fake, (x, y) = fake_step(run, manifest, device, attention), batch or fake_batch(run, manifest)
-    return _divided(of_step(fake, x, y, ranks=ranks if run.averages else 1), run)
+    return of_run(run, fake_step(run, manifest, device, attention), batch or fake_batch(run, manifest), ranks)
 
 
-def _divided(use: MemoryUse, run: RunCore) -> MemoryUse:
-    """Return what each of several devices needs of what one would: a first estimate, without what is gathered."""
-    at, parallel = run.geometry, run.parallel
-    weights = at.tp * ((parallel.shard or at.dp * at.cp) if isinstance(parallel, FSDP) else 1)
-    state = use.parameters + use.gradients + use.optimizer
-    rest = None if use.peak is None else use.peak - state
-    return MemoryUse(
-        parameters=use.parameters // weights,
-        gradients=use.gradients // weights,
-        optimizer=use.optimizer // weights,
-        activations=use.activations // at.model_size,
-        peak=None if rest is None else state // weights + rest // at.model_size,
-    )
+def of_run(run: RunCore, fake: FakeStep, batch: Batch, ranks: int = 1) -> MemoryUse:
+    """Return what `predict` returns, of a fake step of the run, which is used up."""
+    shard = 1
+    if isinstance(run.parallel, FSDP):
+        shard = run.parallel.shard or run.geometry.dp * run.geometry.cp
+    use = of_step(fake, *batch, ranks=ranks if run.averages else 1, shard=shard)
+    return use if shard == 1 else _gathering(use, run, registry.study(run.study).sharding(fake.step.model), fake, shard)
 
 
-def of_step(fake: FakeStep, x: torch.Tensor, y: torch.Tensor, ranks: int = 1) -> MemoryUse:
-    """Return the memory that one step takes on a batch of these shapes; the fake step is used up."""
+def _gathering(use: MemoryUse, run: RunCore, sharding: Sharding, fake: FakeStep, shard: int) -> MemoryUse:
+    """Return the memory of a device that shares the weights, with those that are put together for a while."""
+    assert isinstance(run.parallel, FSDP)
+    units = named(fake.step.model, sharding.units).values()
+    sizes = [sum(p.numel() for p in unit.parameters()) for unit in units]
+    numbers = sum(p.numel() for p in fake.step.model.parameters())
+    width = 2 if run.parallel.param_dtype == "bf16" else use.parameters / numbers
+    reduced = 2 if run.parallel.reduce_dtype == "bf16" else 4
+    largest, rest = max(sizes, default=0), numbers - sum(sizes)
+    # Whole at a time: what is in no unit; the unit that computes, and the next one.
+    together = width * (min(rest + 2 * largest, numbers) if run.parallel.reshard else numbers)
+    leaving = reduced * (largest or rest)  # gradients of a unit, until they are sent
+    kept = {name: getattr(use, name) // shard for name in ("parameters", "optimizer")}
+    freed = use.parameters + use.optimizer - sum(kept.values())
+    peak = None if use.peak is None else int(use.peak - freed + together + leaving)
+    return use.model_copy(update={**kept, "peak": peak})
+
+
+def of_step(fake: FakeStep, x: torch.Tensor, y: torch.Tensor, ranks: int = 1, shard: int = 1) -> MemoryUse:
+    """Return the memory that one step takes on a batch of these shapes; the fake step is used up.
+
+    Of gradients that `shard` devices share each keeps its part; weights and optimiser are taken whole.
+    """
     step, weights = fake.step, fake.step.weights
     allocations = Allocations(CUDA_BLOCK if step.device.type == "cuda" else 1)
     held: list[torch.Tensor] = []
-    if ranks > 1:  # DistributedDataParallel holds all gradients in its buckets, from one step to the next
-        held = [fake.like(p) for p in weights.parameters if p.requires_grad]
-        for p in weights.parameters:
-            if p.requires_grad:
-                p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    trained = [p for p in weights.parameters if p.requires_grad]
+    if shard > 1:  # FSDP keeps this device's part
+
+        def reduce(p: torch.Tensor) -> None:
+            held.append(torch.empty_like(p.detach().flatten()[: -(-p.numel() // shard)]))
+            p.grad = None
+
+        for p in trained:
+            p.register_post_accumulate_grad_hook(reduce)
+    elif ranks > 1:  # DistributedDataParallel holds all gradients in its buckets, from one step to the next
+        held = [fake.like(p) for p in trained]
+        for p in trained:
+            p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
     state = tree_leaves([list(step.optimizer.state.values())])
     masters = [p for p in weights.updated if all(p is not own for own in weights.parameters)]
     parameters = allocations.add([*weights.parameters, *step.model.buffers()])
@@ -103,6 +128,8 @@ def of_step(fake: FakeStep, x: torch.Tensor, y: torch.Tensor, ranks: int = 1) ->
         grown = max(grown, own)
 
     fake.train(x, y, marker, allocations)
+    if shard > 1:
+        grown = allocations.bytes_of(held)
     return MemoryUse(
         parameters=parameters,
         gradients=gradients + grown,
