@@ -190,14 +190,7 @@ def learn(case: Case, run: RunCore, world: World) -> dict[str, Any]:
         own = slice(own.start - number * BATCH, own.stop - number * BATCH)
         if number == 0:
             found["prediction"] = step.predict(x[own])
-        with Counting() as counted:
-            loss = step(x[own], y[own], share.weight(number, SAMPLES))
-        if number == 1:  # a whole batch, after DDP has arranged its buckets
-            width = compute_dtype(run.precision).itemsize
-            plain = case.model()
-            convert(plain, run.precision)
-            found["counted"] = dict(counted.bytes)
-            found["formula"] = formula(run, plain, study.sharding(plain), BATCH // world.data_size, width)
+        loss = step(x[own], y[own], share.weight(number, SAMPLES))
         found[f"loss {number}"] = world.sum(loss * len(x[own])) / len(x)
         # What the update saw: after clipping, without the scale of the loss.
         updated = zip(step.weights.named, step.weights.updated, strict=True)
@@ -206,7 +199,21 @@ def learn(case: Case, run: RunCore, world: World) -> dict[str, Any]:
             n: step.weights.piece(n, g).whole().float().clone() for n, g in gradients.items()
         }
         found[f"weights {number}"] = whole(step.weights.state_dict())
+    found["counted"], found["formula"] = exchanged(case, run, world, step)
     return found
+
+
+def exchanged(case: Case, run: RunCore, world: World, step: Step) -> tuple[dict[str, int], dict[str, int]]:
+    """Return what a rank exchanges for a whole batch, after DDP has arranged its buckets: counted, and by formula."""
+    x, y = case.batch(0)
+    own = Share(BATCH, world.data_rank, world.data_size).indices(0, SAMPLES)
+    with Counting() as counted:
+        step(x[own], y[own])
+    plain = case.model()
+    convert(plain, run.precision)
+    width = compute_dtype(run.precision).itemsize
+    expected = formula(run, plain, VIT.sharding(plain), BATCH // world.data_size, width)
+    return dict(counted.bytes), expected
 
 
 def whole(state: Tensors) -> Tensors:
