@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -43,9 +44,13 @@ if os.environ["WHERE"] == "forward":
 else:
     epoch = TorchLoader.epoch
     def slow(self, *arguments):
-        for batch in epoch(self, *arguments):
+        batches = epoch(self, *arguments)
+        while True:
             hang()
-            yield batch
+            try:
+                yield next(batches)
+            except StopIteration:
+                return
     TorchLoader.epoch = slow
 sys.exit(cli.main(sys.argv[1:]))
 """
@@ -152,14 +157,17 @@ class Store:
         return [self.values[key].encode() for key in keys]
 
 
-def verdict(*signs: tuple[int, str, bool, float, float], silent: tuple[int, ...] = ()) -> str | None:
-    """Return the verdict on ranks that have entered so many ranges, the last of them this one, ago; longest range."""
+def verdict(*signs: tuple[Any, ...], silent: tuple[int, ...] = ()) -> str | None:
+    """Return the verdict on ranks that have entered so many ranges, the last of them this one, ago; the longest range.
+
+    A sixth number is that of the exchanges that it has begun.
+    """
     found = object.__new__(Watchdog)
     found.rank, found.size, found._hosts, found._store = 0, len(signs), {}, Store()
     found._seen = [watchdog._Seen() for _ in signs]
-    for rank, (entered, name, looping, age, longest) in enumerate(signs):
+    for rank, (entered, name, looping, age, longest, *more) in enumerate(signs):
         found._store.set(f"host/{rank}", f"nid{rank}")
-        found._store.set(f"sign/{rank}", f'[1, {entered}, "{name}", {str(looping).lower()}, {age}, {longest}]')
+        found._store.set(f"sign/{rank}", json.dumps([1, entered, name, looping, *(more or [0]), age, longest]))
     found._look(found.size)
     now = time.monotonic()
     for rank in silent:
@@ -173,6 +181,7 @@ def test_the_verdict() -> None:
     assert "for process 1 on nid1 (data), process 2 on nid2 (data)" in str(verdict(waits, behind, behind))
     assert verdict(waits, (100, "backward", True, 3.0, 0.4)) is None, "one goes on"
     assert "none is behind" in str(verdict(waits, waits))
+    assert "45 s for process 0 on nid0 (backward)" in str(verdict((*waits, 7), (*waits, 8))), "in the same range"
     assert verdict(waits, (98, "data", True, 51.0, 6.0)) is None, "a range has taken 6 s before"
     assert verdict(waits, (98, "data", False, 51.0, 0.4)) is None, "it draws, or opens files"
     assert "for process 1" in str(verdict((100, "step", False, 50.0, 0.4), behind)), "a sum after a loop is waited for"

@@ -26,6 +26,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from dlscale.core import ending, ranges
 from dlscale.core.errors import brief
@@ -50,6 +51,7 @@ class _Seen:
     entered: int = 0  #: Ranges that it has entered.
     range: str = ""  #: The last one.
     looping: bool = False  #: Whether it is in a loop of steps.
+    exchanges: int = 0  #: That it has begun.
     age: float = 0.0  #: Seconds since then.
     longest: float = 0.0  #: That it was in any one.
 
@@ -109,7 +111,8 @@ class Watchdog:
     # ---- signs of life ---------------------------------------------------------------------------
 
     def _sign(self, number: int, age: float, longest: float) -> None:
-        sign = [number, ranges.entered, ranges.at, bool(ranges.loops), round(age, 1), round(longest, 1)]
+        place = [ranges.entered, ranges.at, bool(ranges.loops), _exchanges()]
+        sign = [number, *place, round(age, 1), round(longest, 1)]
         self._store.set(f"sign/{self.rank}", json.dumps(sign))
 
     def _beat(self) -> None:
@@ -144,7 +147,7 @@ class Watchdog:
         for seen, value in zip(self._seen[:count], self._store.multi_get(keys), strict=True):
             sign = value.decode()
             if sign != seen.sign:
-                _, seen.entered, seen.range, seen.looping, seen.age, seen.longest = json.loads(sign)
+                _, seen.entered, seen.range, seen.looping, seen.exchanges, seen.age, seen.longest = json.loads(sign)
                 seen.sign, seen.at = sign, now
 
     def _learn_hosts(self, ranks: Iterable[int]) -> None:
@@ -177,7 +180,8 @@ class Watchdog:
         """Return who is to blame for what; None if nobody is, as far as one sees."""
         if silence := self._silence(now, self.size):
             return silence
-        places = [(seen.entered, not seen.looping) for seen in self._seen]  # who has left a loop is ahead
+        # Who has left a loop is ahead; of those in one range, who takes part in a further exchange.
+        places = [(seen.entered, not seen.looping, seen.exchanges) for seen in self._seen]
         culprits = [rank for rank, place in enumerate(places) if place == min(places)]
         limit = max(STUCK, LONGER * max(seen.longest for seen in self._seen))
         if min(places)[0] < FIRST or not all(self._seen[rank].looping for rank in culprits):
@@ -203,6 +207,12 @@ class Watchdog:
     def _end(self, verdict: str) -> None:
         if not self._closed.is_set():
             ending.end(f"{verdict}. This process ends with it", ending.LOST)
+
+
+def _exchanges() -> int:
+    """Return how many exchanges this rank has begun, in all its groups: as many on all ranks."""
+    groups: list[Any] = list(distributed_c10d._world.pg_map)
+    return sum(group._get_sequence_number_for_group() for group in groups)
 
 
 def is_gone(error: BaseException) -> bool:
