@@ -58,8 +58,9 @@ def _size(values: Any) -> int:
 
 
 def formula(run: RunCore, model: nn.Module, sharding: Sharding, samples: int, width: int) -> dict[str, int]:
-    """Return the bytes that a rank exchanges in a step, by kind; those without any are left out.
+    """Return the bytes that the first rank exchanges in a step, by kind; those without any are left out.
 
+    Others have less where weights do not divide.
     Left out are single numbers (the norm of gradients, whether one overflowed) and what is measured on the way.
 
     Parameters
