@@ -18,7 +18,9 @@ from dlscale.core import records
 from dlscale.core.errors import UserError
 from dlscale.core.records import Device, MemoryUse, Published, Throughput, Trials
 from dlscale.report import convergence, figures, glance, parallelism, scaling, target
+from dlscale.report.collect import summary
 from dlscale.report.results import PlanResult, read_plan
+from dlscale.report.series import series as series_of
 from dlscale.report.tables import RunsTable
 from tests.test_report import Results
 
@@ -233,7 +235,7 @@ def cells(table: RunsTable, row: int) -> dict[tuple[str, str], tuple[str, str]]:
 
 
 def test_efficiency_and_communication_are_those_by_hand(weak: PlanResult) -> None:
-    ((series, points),) = scaling.series(weak)
+    ((series, points),) = series_of(weak)
     assert (series.batch, series.label) == (16, "16 samples a device")
     assert [point.devices for point in points] == [1, 2, 8]
     modes = ("IO", "SYNTHETIC", "FULL")
@@ -272,12 +274,20 @@ def test_the_table_says_what_was_measured_and_what_is_ideal(weak: PlanResult) ->
     )
 
 
+def test_the_table_of_a_plan_has_it_as_numbers(weak: PlanResult) -> None:
+    rows = {row["run"]: row for row in summary(weak)}
+    row, twin = rows["b16_ddp_8"], rows["b16_no_sync_8"]
+    assert row["devices"] == twin["devices"] == 8
+    assert row["full_efficiency"] == pytest.approx(0.8) and row["synthetic_communication"] == pytest.approx(0.25)
+    assert twin["full_efficiency"] is None and twin["full_samples_per_second"] == 720
+
+
 def test_noise_grows_with_the_spread_of_the_trials(results: Results) -> None:
     """Two standard errors of the ratio, of four trials each, where that is more than 5 %."""
     for devices, rate, std in ((1, 100.0, 20.0), (2, 160.0, 48.0)):
         measured(results, f"d{devices}", devices, 8 * devices, (trials(500.0), trials(500.0), trials(rate, std)))
     plan = read_plan(results.plan("plan", {"d1": "1", "d2": "2"}, kind="weak_scaling", measure=("throughput",)))
-    ((_, points),) = scaling.series(plan)
+    ((_, points),) = series_of(plan)
     efficiency = points[1].efficiency("FULL")
     assert efficiency and efficiency.value == pytest.approx(0.8)
     assert efficiency.noise == pytest.approx(0.8 * 2 * math.hypot(0.2 / 2, 0.3 / 2))
@@ -287,7 +297,7 @@ def test_strong_scaling_compares_runs_of_one_batch(results: Results) -> None:
     for devices, rate in ((2, 100.0), (4, 150.0)):
         measured(results, f"d{devices}", devices, 64, (trials(900.0), trials(rate), trials(rate)))
     plan = read_plan(results.plan("plan", {"d2": "2", "d4": "4"}, kind="strong_scaling", measure=("throughput",)))
-    ((series, points),) = scaling.series(plan)
+    ((series, points),) = series_of(plan)
     assert series.label == "64 samples a step"
     efficiency = points[1].efficiency("FULL")
     assert efficiency and efficiency.value == pytest.approx(0.75)  # of the fewest devices, two
@@ -300,7 +310,7 @@ def test_devices_that_share_a_model_have_its_batch(results: Results) -> None:
         geometry = {"nodes": nodes, "gpus_per_node": devices // nodes, "tp": 2}
         measured(results, f"d{devices}", devices, 16 * dp, (trials(9.0), trials(9.0), trials(9.0)), geometry=geometry)
     plan = read_plan(results.plan("plan", {"d2": "2", "d8": "8"}, kind="weak_scaling", measure=("throughput",)))
-    ((series, points),) = scaling.series(plan)
+    ((series, points),) = series_of(plan)
     assert (series.batch, [point.devices for point in points]) == (16, [2, 8])
 
 
@@ -314,7 +324,7 @@ def test_variants_are_series_of_their_own_and_share_a_twin(results: Results) -> 
                 measured(results, f"{variant}_{devices}", devices, 8 * devices, (rate, rate, rate), **settings)
                 runs[f"{variant}_{devices}"] = f"{variant} {devices}"
     plan = read_plan(results.plan("plan", runs, kind="weak_scaling", measure=("throughput",)))
-    found = scaling.series(plan)
+    found = series_of(plan)
     assert [each.label for each, _ in found] == [
         "8 samples a device, bucket_mb None",
         "8 samples a device, bucket_mb 100",

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from dlscale.core.records import Throughput
-from dlscale.report import scaling
 from dlscale.report.results import read_plan
+from dlscale.report.series import series
 from tests.published import scaling as published
 from tests.workflow.conftest import Tree
 
@@ -42,13 +42,13 @@ def test_weak_scaling(clone: Tree, tmp_path: Path) -> None:
 
     folder = clone.results / "plans/weak"
     plan = read_plan(folder / "plan.yaml")
-    ((series, points),) = scaling.series(plan)
-    assert (series.batch, [point.devices for point in points]) == (8, [1, 2])
+    ((found, points),) = series(plan)
+    assert (found.batch, [point.devices for point in points]) == (8, [1, 2])
     for run in plan.runs:
-        found = run.throughput
-        assert found and (found.nranks, found.batch_size, run.averages) == RUNS[run.name]
-        assert found.predicted and found.predicted.peak and found.predicted.peak < (found.peak_memory_bytes or 0)
-        assert (found.alone is None) == (run.name != "b8_ddp_2")
+        record = run.throughput
+        assert record and (record.nranks, record.batch_size, run.averages) == RUNS[run.name]
+        assert record.predicted and record.predicted.peak and record.predicted.peak < (record.peak_memory_bytes or 0)
+        assert (record.alone is None) == (run.name != "b8_ddp_2")
     assert all(points[1].communication(mode) for mode in ("IO", "SYNTHETIC", "FULL"))
     html = (folder / "report.html").read_text()
     assert "<h3>Scaling</h3>" in html and "of the ideal on 2 devices" in html

@@ -41,6 +41,7 @@ from dlscale.report.drawing import MARKERS, picture
 from dlscale.report.glance import View
 from dlscale.report.references import Reference
 from dlscale.report.results import PlanResult, RunResult, first_and_least, slowness
+from dlscale.report.series import KINDS
 from dlscale.report.tables import channel_tables, runs_table
 from dlscale.report.tuning import tunings
 
@@ -52,7 +53,7 @@ TOP = 10
 
 #: What the page shows of the question that a kind of plan asks.
 QUESTIONS: dict[str, Callable[[PlanResult], View | None]] = {
-    **dict.fromkeys(scaling.KINDS, scaling.view),
+    **dict.fromkeys(KINDS, scaling.view),
     "convergence": convergence.view,
     "parallelism": parallelism.view,
 }
