@@ -235,11 +235,11 @@ def cells(table: RunsTable, row: int) -> dict[tuple[str, str], tuple[str, str]]:
 
 
 def test_efficiency_and_communication_are_those_by_hand(weak: PlanResult) -> None:
-    ((series, points),) = series_of(weak)
+    (series,) = series_of(weak)
     assert (series.batch, series.label) == (16, "16 samples a device")
-    assert [point.devices for point in points] == [1, 2, 8]
+    assert [point.devices for point in series.points] == [1, 2, 8]
     modes = ("IO", "SYNTHETIC", "FULL")
-    for point in points:
+    for point in series.points:
         for column, mode in enumerate(modes):
             own, one = TOGETHER[point.devices][column], TOGETHER[1][column]
             efficiency, share = point.efficiency(mode), point.communication(mode)
@@ -287,8 +287,8 @@ def test_noise_grows_with_the_spread_of_the_trials(results: Results) -> None:
     for devices, rate, std in ((1, 100.0, 20.0), (2, 160.0, 48.0)):
         measured(results, f"d{devices}", devices, 8 * devices, (trials(500.0), trials(500.0), trials(rate, std)))
     plan = read_plan(results.plan("plan", {"d1": "1", "d2": "2"}, kind="weak_scaling", measure=("throughput",)))
-    ((_, points),) = series_of(plan)
-    efficiency = points[1].efficiency("FULL")
+    (series,) = series_of(plan)
+    efficiency = series.points[1].efficiency("FULL")
     assert efficiency and efficiency.value == pytest.approx(0.8)
     assert efficiency.noise == pytest.approx(0.8 * 2 * math.hypot(0.2 / 2, 0.3 / 2))
 
@@ -297,11 +297,11 @@ def test_strong_scaling_compares_runs_of_one_batch(results: Results) -> None:
     for devices, rate in ((2, 100.0), (4, 150.0)):
         measured(results, f"d{devices}", devices, 64, (trials(900.0), trials(rate), trials(rate)))
     plan = read_plan(results.plan("plan", {"d2": "2", "d4": "4"}, kind="strong_scaling", measure=("throughput",)))
-    ((series, points),) = series_of(plan)
+    (series,) = series_of(plan)
     assert series.label == "64 samples a step"
-    efficiency = points[1].efficiency("FULL")
+    efficiency = series.points[1].efficiency("FULL")
     assert efficiency and efficiency.value == pytest.approx(0.75)  # of the fewest devices, two
-    assert points[1].communication("FULL") is None
+    assert series.points[1].communication("FULL") is None
 
 
 def test_devices_that_share_a_model_have_its_batch(results: Results) -> None:
@@ -310,8 +310,8 @@ def test_devices_that_share_a_model_have_its_batch(results: Results) -> None:
         geometry = {"nodes": nodes, "gpus_per_node": devices // nodes, "tp": 2}
         measured(results, f"d{devices}", devices, 16 * dp, (trials(9.0), trials(9.0), trials(9.0)), geometry=geometry)
     plan = read_plan(results.plan("plan", {"d2": "2", "d8": "8"}, kind="weak_scaling", measure=("throughput",)))
-    ((series, points),) = series_of(plan)
-    assert (series.batch, [point.devices for point in points]) == (16, [2, 8])
+    (series,) = series_of(plan)
+    assert (series.batch, [point.devices for point in series.points]) == (16, [2, 8])
 
 
 def test_variants_are_series_of_their_own_and_share_a_twin(results: Results) -> None:
@@ -325,11 +325,11 @@ def test_variants_are_series_of_their_own_and_share_a_twin(results: Results) -> 
                 runs[f"{variant}_{devices}"] = f"{variant} {devices}"
     plan = read_plan(results.plan("plan", runs, kind="weak_scaling", measure=("throughput",)))
     found = series_of(plan)
-    assert [each.label for each, _ in found] == [
+    assert [each.label for each in found] == [
         "8 samples a device, bucket_mb None",
         "8 samples a device, bucket_mb 100",
     ]
-    shares = [points[1].communication("SYNTHETIC") for _, points in found]
+    shares = [each.points[1].communication("SYNTHETIC") for each in found]
     assert [share and pytest.approx(share.value) for share in shares] == [0.2, 0.1]
 
 

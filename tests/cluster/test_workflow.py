@@ -300,10 +300,10 @@ def test_weak_scaling_over_the_nodes(make: Callable[..., Flow]) -> None:
     asked = {row[0].partition("weak_")[2]: tuple(row[1:3]) for row in flow.jobs("comment:100", "numnodes", "state")}
     nodes = {"b2_ddp_1": "1", "b2_ddp_4": "1", "b2_ddp_8": "2", "b2_no_sync_4": "1", "b2_no_sync_8": "2"}
     assert asked == {run: (count, "COMPLETED") for run, count in nodes.items()}
-    ((found, points),) = series(read_plan(flow.path / "results/plans/weak/plan.yaml"))
-    assert (found.batch, [point.devices for point in points]) == (2, [1, 4, 8])
-    assert [point.twin is not None for point in points] == [False, True, True]
-    assert [point.run.throughput and point.run.throughput.batch_size for point in points] == [2, 8, 16]
+    (found,) = series(read_plan(flow.path / "results/plans/weak/plan.yaml"))
+    assert (found.batch, [point.devices for point in found.points]) == (2, [1, 4, 8])
+    assert [point.twin is not None for point in found.points] == [False, True, True]
+    assert [point.run.throughput and point.run.throughput.batch_size for point in found.points] == [2, 8, 16]
     assert "of the ideal on 8 devices" in (flow.path / "results/report/index.html").read_text()
     assert flow.run() == 0 and "Nothing to be done" in flow.output
 

@@ -42,14 +42,14 @@ def test_weak_scaling(clone: Tree, tmp_path: Path) -> None:
 
     folder = clone.results / "plans/weak"
     plan = read_plan(folder / "plan.yaml")
-    ((found, points),) = series(plan)
-    assert (found.batch, [point.devices for point in points]) == (8, [1, 2])
+    (found,) = series(plan)
+    assert (found.batch, [point.devices for point in found.points]) == (8, [1, 2])
     for run in plan.runs:
         record = run.throughput
         assert record and (record.nranks, record.batch_size, run.averages) == RUNS[run.name]
         assert record.predicted and record.predicted.peak and record.predicted.peak < (record.peak_memory_bytes or 0)
         assert (record.alone is None) == (run.name != "b8_ddp_2")
-    assert all(points[1].communication(mode) for mode in ("IO", "SYNTHETIC", "FULL"))
+    assert all(found.points[1].communication(mode) for mode in ("IO", "SYNTHETIC", "FULL"))
     html = (folder / "report.html").read_text()
     assert "<h3>Scaling</h3>" in html and "of the ideal on 2 devices" in html
     read_by_the_published_script({1: folder / "b8_ddp_1", 2: folder / "b8_ddp_2"}, tmp_path)

@@ -98,14 +98,13 @@ class Plan(Strict):
         """Put those that a block makes before those that are written."""
         kind = info.data.get("kind", "set")
         block, example = BLOCKS.get(kind, ("", ""))
-        if block and block not in info.data:  # it is wrong, which is said already
-            return runs or {"unknown": {}}
+        misplaced = any(info.data.get(name) for name, _ in BLOCKS.values() if name != block)
+        if not runs and (misplaced or (block and block not in info.data)):
+            return {"unknown": {}}  # another message says what is wrong
         made = info.data.get(block)
         if made is None:
             if block and (kind == "sweep" or not runs):
                 raise ValueError(f"a plan of kind {kind} needs the key {block}; for example {example}")
-            if runs == {} and any(info.data.get(name) for name, _ in BLOCKS.values()):
-                return {"unknown": {}}  # what the block makes, of a plan of another kind: said below
             if runs == {}:
                 raise ValueError("a plan needs runs: their names, each with the settings that are its own, if any")
             return runs
@@ -113,13 +112,11 @@ class Plan(Strict):
             if runs:
                 raise ValueError("a sweep makes its runs itself; leave them out, or use kind set")
             return {name: {"label": label(values), **nested(values)} for name, values in made.runs.items()}
-        own = {name: {**_needs(each), "label": each.label} for name, each in _runs(kind, made).items()}
-        if not isinstance(runs, dict):
-            return runs
-        for name in own.keys() & runs.keys():
+        own = {name: each.needs for name, each in _runs(kind, made).items()}
+        for name in own.keys() & runs.keys() if isinstance(runs, dict) else ():
             if not (isinstance(runs[name], dict) and "use" in runs[name]):
                 raise ValueError(f"{name}: {block} makes this run; write {{use: plan.run}}, or take another name")
-        return {**own, **runs}
+        return {**own, **runs} if isinstance(runs, dict) else runs
 
     @model_validator(mode="after")
     def _in_its_place(self) -> Plan:
@@ -152,12 +149,11 @@ class Plan(Strict):
         if self.kind == "sweep":
             return [("sweep.over", settings)]
         block = self.scaling or self.convergence
-        made = _runs(self.kind, block).get(run) if block and "use" not in settings else None
-        if made is None:
+        made = _runs(self.kind, block).get(run) if block else None
+        if made is None or "use" in settings:
             return [(f"runs.{run}", settings)]
         key = BLOCKS[self.kind][0]
-        *first, (place, last) = [(f"{key}.{where}", part or {}) for where, part in made.parts.items()]
-        return [*first, (place, {**last, "label": made.label})]
+        return [(f"{key}.{where}", part) for where, part in made.parts.items()]
 
     def stages(self, run: str) -> list[str]:
         """Return the stages that a run of the plan goes through."""
@@ -166,12 +162,6 @@ class Plan(Strict):
 
 def _runs(kind: str, block: Scaling | Convergence) -> dict[str, Made]:
     return block.runs() if isinstance(block, Convergence) else block.runs(weak=kind == "weak_scaling")
-
-
-def _needs(made: Made) -> dict[str, Any]:
-    """Return what a run needs of the machine, as `needs`, if anything."""
-    needs = [part["needs"] for part in made.parts.values() if part and "needs" in part]
-    return {"needs": needs[0]} if needs else {}
 
 
 def study_settings() -> Any:

@@ -23,8 +23,12 @@ TWINS: dict[str, Any] = {"ddp": {}, "no_sync": {"parallel": {"sync": False}}}
 class Made:
     """A run that a block of a plan makes: what it changes, by the key of the block where that is written."""
 
-    parts: dict[str, Any]
-    label: str
+    parts: dict[str, dict[str, Any]]
+
+    @property
+    def needs(self) -> dict[str, Any]:
+        """What it needs of the machine, as `needs`, if anything."""
+        return {key: value for part in self.parts.values() for key, value in part.items() if key == "needs"}
 
 
 class Scaling(Strict):
@@ -82,16 +86,14 @@ class Scaling(Strict):
             if count == 1 and _apart(settings):
                 continue
             nodes = max(count // self.per_node, 1)
+            words = [many(count, "device"), f"{batch} {'each' if weak else 'in all'}"]
+            words += [variant.replace("_", " ")] if variant != next(iter(self.variants)) else []
             own = {
                 "geometry": {"nodes": nodes, "gpus_per_node": count // nodes},
                 "local_batch_size" if weak else "batch_size": batch,
+                "label": ", ".join(words),
             }
-            label = f"{many(count, 'device')}, {batch} {'each' if weak else 'in all'}"
-            shown = variant.replace("_", " ")
-            made[f"b{batch}_{variant}_{count}"] = Made(
-                {f"variants.{variant}": settings or {}, "devices": own},
-                label if variant == next(iter(self.variants)) else f"{label}, {shown}",
-            )
+            made[f"b{batch}_{variant}_{count}"] = Made({f"variants.{variant}": settings or {}, "devices": own})
         return made
 
 
@@ -139,13 +141,17 @@ class Convergence(Strict):
         for (size, settings), rule, seed in itertools.product(self.batch_sizes.items(), self.scaling, self.seeds):
             if size == base and rule != self.scaling[0]:
                 continue
-            own = {"batch_size": size, "seed": seed, "schedule": {"scaling": rule, "base_batch_size": base}}
             words = [f"batch {size}"]
             words += [rule] if len(self.scaling) > 1 and size != base else []
             words += [f"seed {seed}"] if len(self.seeds) > 1 else []
-            made[f"b{size}_{rule}_seed{seed}"] = Made(
-                {f"batch_sizes.{size}": settings or {}, "batch_sizes": own}, ", ".join(words)
-            )
+            own = {
+                "batch_size": size,
+                "seed": seed,
+                "schedule": {"scaling": rule, "base_batch_size": base},
+                "label": ", ".join(words),
+            }
+            parts = {f"batch_sizes.{size}": settings or {}, "batch_sizes": own}
+            made[f"b{size}_{rule}_seed{seed}"] = Made(parts)
         return made
 
 

@@ -68,7 +68,7 @@ def summary(plan: PlanResult) -> list[Row]:
     """Return the columns of `summary.csv` for each run; a value that was not measured is None."""
     figures = published.series(plan.record.published, plan.name, [run.name for run in plan.runs])
     scaled = plan.record.kind in KINDS
-    points = {point.run: point for _, of in series(plan) for point in of} if scaled else {}
+    points = {point.run: point for each in series(plan) for point in each.points} if scaled else {}
     return [_row(plan, run, figures) | (_scaled(points.get(run)) if scaled else {}) for run in plan.runs]
 
 
