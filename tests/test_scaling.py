@@ -36,7 +36,7 @@ def load(plan: dict[str, Any]) -> dict[str, ResolvedRun]:
 
 def test_weak_scaling_keeps_each_devices_batch() -> None:
     runs = load({**WEAK, "scaling": {"devices": [8, 1, 2, 4], "per_node": 4, "batch_sizes": [64, 16]}})
-    expected = {}
+    expected: dict[str, tuple[int, int, bool]] = {}
     for batch in (16, 64):
         for variant, counts in (("ddp", (1, 2, 4, 8)), ("no_sync", (2, 4, 8))):  # one device has nobody to wait for
             expected |= {f"b{batch}_{variant}_{count}": (count, batch * count, variant == "ddp") for count in counts}
@@ -193,7 +193,10 @@ def measured(
 ) -> Path:
     """Write a run of so many devices (of nodes of four), of which throughput was measured."""
     nodes = max(devices // 4, 1)
-    own = {"geometry": {"nodes": nodes, "gpus_per_node": devices // nodes}, "parallel": {"kind": "ddp", "sync": sync}}
+    own: dict[str, Any] = {
+        "geometry": {"nodes": nodes, "gpus_per_node": devices // nodes},
+        "parallel": {"kind": "ddp", "sync": sync},
+    }
     folder = results.run("plan", name, epochs=0, triplet=None, batch_size=batch, **(own | settings))
     io, synthetic, full = rates
     device = Device(kind="cuda", name="Example GPU")
@@ -316,12 +319,13 @@ def test_devices_that_share_a_model_have_its_batch(results: Results) -> None:
 
 def test_variants_are_series_of_their_own_and_share_a_twin(results: Results) -> None:
     runs = {}
-    for variant, parallel in (("ddp", {}), ("large", {"bucket_mb": 100}), ("no_sync", {"sync": False})):
+    variants: dict[str, dict[str, Any]] = {"ddp": {}, "large": {"bucket_mb": 100}, "no_sync": {"sync": False}}
+    for variant, parallel in variants.items():
         for devices in (1, 2):
             if (variant, devices) != ("no_sync", 1):
                 rate = trials({"ddp": 80.0, "large": 90.0, "no_sync": 100.0}[variant] * devices)
-                settings = {"parallel": {"kind": "ddp", "bucket_mb": None, "sync": True} | parallel}
-                measured(results, f"{variant}_{devices}", devices, 8 * devices, (rate, rate, rate), **settings)
+                chosen = {"kind": "ddp", "bucket_mb": None, "sync": True} | parallel
+                measured(results, f"{variant}_{devices}", devices, 8 * devices, (rate, rate, rate), parallel=chosen)
                 runs[f"{variant}_{devices}"] = f"{variant} {devices}"
     plan = read_plan(results.plan("plan", runs, kind="weak_scaling", measure=("throughput",)))
     found = series_of(plan)

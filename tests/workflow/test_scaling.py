@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from dlscale.core.records import Throughput
@@ -70,5 +71,7 @@ def read_by_the_published_script(runs: dict[int, Path], tmp_path: Path) -> None:
     published.plot(measured, axes)
     figure.savefig(tmp_path / "weak_scale.png")
     plt.close(figure)
-    assert [list(line.get_ydata()) for line in axes.lines[:3]] == [drawn[k] for k in ("FULL", "SYNTHETIC", "IO")]
+    assert [list(np.asarray(line.get_ydata())) for line in axes.lines[:3]] == [
+        drawn[k] for k in ("FULL", "SYNTHETIC", "IO")
+    ]
     assert (tmp_path / "weak_scale.png").stat().st_size > 5000
