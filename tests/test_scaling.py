@@ -342,9 +342,9 @@ def test_the_figures_draw_what_was_measured_and_what_is_ideal(
 ) -> None:
     drawn: dict[str, Any] = {}
 
-    def note(name: str, lines: Any, label: str, doubling: bool = False) -> str:
+    def note(name: str, lines: Any, label: str, **more: bool) -> str:
         drawn[name] = [(list(line.points), line.dashed) for line in lines], label
-        return draw(name, lines, label, doubling)
+        return draw(name, lines, label, **more)
 
     draw = figures.over_devices
     monkeypatch.setattr(figures, "over_devices", note)

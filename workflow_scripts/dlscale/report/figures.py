@@ -465,8 +465,11 @@ class Line:
     dashed: bool = False
 
 
-def over_devices(name: str, lines: Sequence[Line], label: str, doubling: bool = False) -> str:
-    """Draw lines over numbers of devices from zero; `doubling`: each twice as many is a step further."""
+def over_devices(name: str, lines: Sequence[Line], label: str, doubling: bool = False, wide: bool = False) -> str:
+    """Draw lines over numbers of devices from zero.
+
+    `doubling`: twice as many devices are a step further. `wide`: both axes are logarithmic, for lines far apart.
+    """
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
     def draw(axes: Axes) -> None:
@@ -481,7 +484,7 @@ def over_devices(name: str, lines: Sequence[Line], label: str, doubling: bool = 
                 drawn.set(linewidth=1.2, dashes=(3, 2))
             if line.noise:
                 axes.errorbar(x, y, yerr=line.noise, fmt="none", ecolor=line.colour, elinewidth=1, capsize=2)
-        if doubling:
+        if doubling or wide:
             axes.set_xscale("log", base=2)
             axes.set_xlim(min(counts, default=1) / 1.15, max(counts, default=1) * 1.15)
         else:
@@ -493,6 +496,9 @@ def over_devices(name: str, lines: Sequence[Line], label: str, doubling: bool = 
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.6g}"))
         axes.set_ylim(0, 1.1 * greatest or 1.0)
+        if wide:
+            axes.set_ylim(auto=True)
+            _logarithmic(axes, "y")
         axes.set_xlabel("devices")
         axes.set_ylabel(label)
 

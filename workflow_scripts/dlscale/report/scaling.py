@@ -16,6 +16,9 @@ from dlscale.report.tables import Cell, RunsTable, table
 #: How many series the figures show; the table has all.
 LINES = 4
 
+#: How many times as fast loading may be as computing where both are drawn from zero.
+WIDE = 8
+
 
 def glance(plan: PlanResult) -> str | None:
     """Return in a sentence how far the plan scales: FULL of the most devices, the best of several series."""
@@ -74,7 +77,9 @@ def _throughput(plan: str, number_: int, of: Series) -> tuple[str, str]:
         ideal = [(point.devices, point.ideal(mode)) for point in of.points]
         lines.append(figures.Line(measured, MODE_COLOURS[mode], marker))
         lines.append(figures.Line(ideal, MODE_COLOURS[mode], dashed=True))
-    drawing = figures.over_devices(f"{plan}-scaling-{number_}", lines, "throughput (samples/s)")
+    first = [rate for mode in MODES if (rate := _mean(of.points[0].run, mode))]
+    wide = max(first, default=1.0) > WIDE * min(first, default=1.0)  # the least would lie on the axis
+    drawing = figures.over_devices(f"{plan}-scaling-{number_}", lines, "throughput (samples/s)", wide=wide)
     return drawing, (
         f"{of.label}: throughput, solid, and ideal, dashed: loading (IO), computing (SYNTHETIC), both (FULL)."
     )
