@@ -294,7 +294,7 @@ class Results:
         runs: dict[str, str],
         study: str = "forecast",
         title: str | None = None,
-        kind: Literal["set", "ladder"] = "ladder",
+        kind: records.PlanKind = "ladder",
         measure: tuple[str, ...] = ("train", "throughput"),
         use: dict[str, tuple[str, str]] | None = None,
     ) -> Path:

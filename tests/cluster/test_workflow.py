@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from dlscale.report.results import read_plan
+from dlscale.report.series import series
 from tests.cluster.cluster import Cluster
 from tests.cluster.flow import CONFIG, Flow, repository
 from tests.conftest import records
@@ -281,6 +283,29 @@ def test_a_sweep_submits_what_was_chosen(make: Callable[..., Flow]) -> None:
     trained = sorted(row[0].partition("swept_")[2] for row in flow.jobs("comment:100", "state"))
     assert trained == ["lr-0p001-rung0", "lr-0p001-rung1", "lr-1e30-rung0"]
     assert flow.provenance("swept/lr-0p001-rung1")["resumed_from_step"] > 0
+    assert flow.run() == 0 and "Nothing to be done" in flow.output
+
+
+@pytest.mark.slow
+def test_weak_scaling_over_the_nodes(make: Callable[..., Flow]) -> None:
+    """Each run on as many nodes as it fills, its twin without averaged gradients on as many; and what the page says."""
+    flow = make(targets=["weak"])
+    flow.config["plans"]["weak"] = {
+        "study": "era5_vit",
+        "kind": "weak_scaling",
+        "from": "shapes.one",
+        "settings": {"threads": 1},
+        "scaling": {"devices": [1, 4, 8], "per_node": 4, "batch_sizes": [2]},
+    }
+    assert flow.run() == 0, flow.output[-8000:]
+    asked = {row[0].partition("weak_")[2]: tuple(row[1:3]) for row in flow.jobs("comment:100", "numnodes", "state")}
+    nodes = {"b2_ddp_1": "1", "b2_ddp_4": "1", "b2_ddp_8": "2", "b2_no_sync_4": "1", "b2_no_sync_8": "2"}
+    assert asked == {run: (count, "COMPLETED") for run, count in nodes.items()}
+    (found,) = series(read_plan(flow.path / "results/plans/weak/plan.yaml"))
+    assert (found.batch, [point.devices for point in found.points]) == (2, [1, 4, 8])
+    assert [point.twin is not None for point in found.points] == [False, True, True]
+    assert [point.run.throughput and point.run.throughput.batch_size for point in found.points] == [2, 8, 16]
+    assert "of the ideal on 8 devices" in (flow.path / "results/report/index.html").read_text()
     assert flow.run() == 0 and "Nothing to be done" in flow.output
 
 

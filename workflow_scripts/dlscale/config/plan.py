@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, Union
 from pydantic import Field, PositiveInt, SkipValidation, ValidationInfo, create_model, field_validator, model_validator
 
 from dlscale.config.run import LOCAL_BATCH_SIZE, Run, components
+from dlscale.config.scaling import Convergence, Made, Scaling
 from dlscale.config.sweep import Sweep, label
 from dlscale.core import registry
 from dlscale.core.errors import unknown
 from dlscale.core.machine import NEEDS
+from dlscale.core.records import PlanKind
 from dlscale.core.schema import Name, Strict, partial
 from dlscale.core.settings import nested
 from dlscale.core.stages import RUN_STAGES, STAGES
@@ -21,6 +23,24 @@ if TYPE_CHECKING:
 else:
     Measurement, Need = Literal[RUN_STAGES], Literal[tuple(NEEDS)]
 
+#: What a plan of a kind measures unless it says so; others do what is usual.
+USUAL = {
+    "tune": ["tune"],
+    "sweep": ["train"],
+    "weak_scaling": ["throughput"],
+    "strong_scaling": ["throughput"],
+    "convergence": ["train"],
+    "parallelism": ["throughput"],
+}
+
+#: The block that makes the runs of a kind, with an example.
+BLOCKS = {
+    "sweep": ("sweep", "{over: {optimizer.lr: [1e-3, 1e-2]}}"),
+    "weak_scaling": ("scaling", "{devices: [1, 2, 4], batch_sizes: [64]}"),
+    "strong_scaling": ("scaling", "{devices: [1, 2, 4], batch_sizes: [64]}"),
+    "convergence": ("convergence", "{batch_sizes: [64, 256], scaling: [sqrt], seeds: [0, 1]}"),
+}
+
 
 class Plan(Strict):
     """Runs of one study.
@@ -29,11 +49,14 @@ class Plan(Strict):
     """
 
     study: Name
-    kind: Literal["set", "ladder", "tune", "sweep"] = Field(
+    kind: PlanKind = Field(
         "set",
         description="set: each run stands on the plan's settings; ladder: each keeps what those before it changed; "
         "tune: a set whose runs go through the stage tune, unless `measure` says another; sweep: a set whose runs "
-        "`sweep` makes, and that train, unless `measure` says more.",
+        "`sweep` makes, and that train, unless `measure` says more; weak_scaling, strong_scaling: a set on more and "
+        "more devices, which `scaling` makes, of which throughput is measured; convergence: a set of larger and larger "
+        "batches, which `convergence` makes, and that train; parallelism: a set whose runs share the model in several "
+        "ways, of which throughput and memory are measured.",
     )
     title: str | None = Field(None, description="What the report calls the plan; its name if absent.")
     from_: str | None = Field(None, alias="from", description="Start from the settings of this run, written plan.run.")
@@ -47,42 +70,60 @@ class Plan(Strict):
         {}, description="Runs that alone go through a stage of `measure`, by stage; the others skip it."
     )
     sweep: Sweep | None = Field(None, description="Of kind sweep: what its trials, which are its runs, vary.")
+    scaling: Scaling | None = Field(
+        None, description="Of kind weak_scaling and strong_scaling: on how many devices, with which batches."
+    )
+    convergence: Convergence | None = Field(
+        None, description="Of kind convergence: which batch sizes, rules for the learning rate and seeds."
+    )
     runs: dict[Name, Any] = Field(
         {},
         min_length=1,
         validate_default=True,
         description="Settings by run, in order; `{use: plan.run}` names a run that another plan has. Of a sweep "
-        "its trials.",
+        "its trials. Beside those that `scaling` or `convergence` makes; `{use: plan.run}` under the name of one of "
+        "these takes its place.",
     )
 
     @model_validator(mode="before")
     @classmethod
     def _usual(cls, data: Any) -> Any:
-        usual = {"tune": ["tune"], "sweep": ["train"]}
-        if isinstance(data, dict) and data.get("kind") in usual and data.get("measure") is None:
-            return {**data, "measure": usual[data["kind"]]}
+        if isinstance(data, dict) and data.get("measure") is None and str(data.get("kind")) in USUAL:
+            return {**data, "measure": USUAL[data["kind"]]}
         return data
 
     @field_validator("runs", mode="before")
     @classmethod
-    def _trials(cls, runs: Any, info: ValidationInfo) -> Any:
-        if info.data.get("kind") != "sweep":
+    def _made(cls, runs: Any, info: ValidationInfo) -> Any:
+        """Put those that a block makes before those that are written."""
+        kind = info.data.get("kind", "set")
+        block, example = BLOCKS.get(kind, ("", ""))
+        misplaced = any(info.data.get(name) for name, _ in BLOCKS.values() if name != block)
+        if not runs and (misplaced or (block and block not in info.data)):
+            return {"unknown": {}}  # another message says what is wrong
+        made = info.data.get(block)
+        if made is None:
+            if block and (kind == "sweep" or not runs):
+                raise ValueError(f"a plan of kind {kind} needs the key {block}; for example {example}")
             if runs == {}:
                 raise ValueError("a plan needs runs: their names, each with the settings that are its own, if any")
             return runs
-        if runs:
-            raise ValueError("a sweep makes its runs itself; leave them out, or use kind set")
-        if "sweep" not in info.data:  # it is wrong, which is said already
-            return {"unknown": {}}
-        if info.data["sweep"] is None:
-            raise ValueError("a sweep needs the key sweep; for example {over: {optimizer.lr: [1e-3, 1e-2]}}")
-        trials = info.data["sweep"].runs.items()
-        return {name: {"label": label(values), **nested(values)} for name, values in trials}
+        if isinstance(made, Sweep):
+            if runs:
+                raise ValueError("a sweep makes its runs itself; leave them out, or use kind set")
+            return {name: {"label": label(values), **nested(values)} for name, values in made.runs.items()}
+        own = {name: each.needs for name, each in _runs(kind, made).items()}
+        for name in own.keys() & runs.keys() if isinstance(runs, dict) else ():
+            if not (isinstance(runs[name], dict) and "use" in runs[name]):
+                raise ValueError(f"{name}: {block} makes this run; write {{use: plan.run}}, or take another name")
+        return {**own, **runs} if isinstance(runs, dict) else runs
 
     @model_validator(mode="after")
-    def _swept(self) -> Plan:
-        if self.sweep is not None and self.kind != "sweep":
-            raise ValueError(f"sweep: a plan of kind {self.kind} has none; write kind: sweep")
+    def _in_its_place(self) -> Plan:
+        for block in ("sweep", "scaling", "convergence"):
+            kinds = [kind for kind, (name, _) in BLOCKS.items() if name == block]
+            if getattr(self, block) is not None and self.kind not in kinds:
+                raise ValueError(f"{block}: a plan of kind {self.kind} has none; write kind: {' or '.join(kinds)}")
         if self.halves and (self.measure != ["train"] or self.only):
             raise ValueError("measure: successive halving trains, no more; measure the best trial in a plan of its own")
         return self
@@ -102,9 +143,25 @@ class Plan(Strict):
         """Whether only the best of its runs train to the end."""
         return self.sweep is not None and self.sweep.method == "halving"
 
+    def parts(self, run: str) -> list[tuple[str, Any]]:
+        """Return what a run changes, each part with the key of the plan where it is written."""
+        settings = self.runs[run]
+        if self.kind == "sweep":
+            return [("sweep.over", settings)]
+        block = self.scaling or self.convergence
+        made = _runs(self.kind, block).get(run) if block else None
+        if made is None or "use" in settings:
+            return [(f"runs.{run}", settings)]
+        key = BLOCKS[self.kind][0]
+        return [(f"{key}.{where}", part) for where, part in made.parts.items()]
+
     def stages(self, run: str) -> list[str]:
         """Return the stages that a run of the plan goes through."""
         return [stage for stage in self.measure if run in self.only.get(stage, [run])]
+
+
+def _runs(kind: str, block: Scaling | Convergence) -> dict[str, Made]:
+    return block.runs() if isinstance(block, Convergence) else block.runs(weak=kind == "weak_scaling")
 
 
 def study_settings() -> Any:
@@ -125,8 +182,11 @@ def plan_class() -> type[Plan]:
         "needs": (list[Need], Field([], description=needs)),
     }
     named: Any = create_model("NamedRunSettings", __base__=settings, **fields)
+    variants = (dict[Name, unchecked[settings | None]], Scaling.model_fields["variants"])
+    scaling: Any = create_model("Scaling", __base__=Scaling, __doc__=Scaling.__doc__, variants=variants)
     own: dict[str, Any] = {
         "settings": (unchecked[settings | None], Plan.model_fields["settings"]),
+        "scaling": (scaling | None, Plan.model_fields["scaling"]),
         "runs": (dict[Name, unchecked[named | None]], Plan.model_fields["runs"]),
     }
     return create_model("Plan", __base__=Plan, __doc__="Runs of one study.", **own)

@@ -274,8 +274,11 @@ class _Resolver:
         here = f"plans.{plan_name}"
         if plan.study not in self.files:
             raise UserError(f"configuration: {here}.study: {unknown('study', plan.study, self.files)}")
-        where = f"{here}.sweep.over" if plan.kind == "sweep" else f"{here}.runs.{name}"
-        own = {key: value for key, value in self._settings(where, plan.runs[name]).items() if key != "needs"}
+        parts = []
+        for key, settings in plan.parts(name):
+            where = f"{here}.{key}"
+            own = {key: value for key, value in self._settings(where, settings).items() if key != "needs"}
+            parts.append((where, own))
         if "use" in own:
             if len(own) > 1:
                 raise UserError(f"configuration: {where}: 'use' stands alone, with no other key")
@@ -287,7 +290,7 @@ class _Resolver:
         else:
             layers = self._base(plan_name, plan)
         inherited = [(path, {key: value for key, value in layer.items() if key != "label"}) for path, layer in layers]
-        return (plan_name, name), [*inherited, (where, own)]
+        return (plan_name, name), [*inherited, *parts]
 
     def _base(self, plan_name: str, plan: Plan) -> list[Layer]:
         here = f"plans.{plan_name}"
@@ -296,7 +299,7 @@ class _Resolver:
         else:
             user = self._settings(f"studies.{plan.study}", self.workflow.studies.get(plan.study, {}))
             layers = [(f"(shipped) {plan.study}", self.files[plan.study].settings), (f"studies.{plan.study}", user)]
-        if plan.kind == "sweep":  # the others go on where one diverges
+        if plan.kind in ("sweep", "convergence"):  # the others go on where one diverges
             layers = [*layers, (f"{here}.kind", {"training": {"on_divergence": "stop"}})]
         return [*layers, (f"{here}.settings", self._settings(f"{here}.settings", plan.settings))]
 

@@ -311,6 +311,7 @@ class Throughput(Record):
     work: SampleWork | None = None  #: What a sample costs.
     peaks: Peaks | None = None  #: Of one device.
     peak_memory_bytes: int | None = None  #: Greatest memory of any process: the GPU's, or the process's on a CPU.
+    predicted: MemoryUse | None = None  #: Memory that a step was predicted to take on each device.
 
     def mode(self, name: str) -> Trials | None:
         """Return one of `MODES`, or what was measured `alone`."""
@@ -607,6 +608,10 @@ PUBLISHED_KINDS = {
 }
 
 
+#: What plans ask: their runs stand alone, build on each other, or are made from a block of settings.
+PlanKind = Literal["set", "ladder", "tune", "sweep", "weak_scaling", "strong_scaling", "convergence", "parallelism"]
+
+
 class RunReference(Record):
     """A run of a plan, and the folder `PLAN/RUN` that holds its results."""
 
@@ -641,7 +646,7 @@ class PlanRecord(Record):
     title: str | None = None
     study: Name
     study_title: str | None = None
-    kind: Literal["set", "ladder", "tune", "sweep"] = "set"
+    kind: PlanKind = "set"
     measure: list[str]  #: The stages that its runs go through, each those of its own reference.
     runs: list[RunReference] = Field(min_length=1)  #: Of successive halving each trial, with its run of the first rung.
     sweep: SweepRecord | None = None  #: Of kind sweep.

@@ -23,7 +23,7 @@ from dlscale.config.run import load_run
 from dlscale.core import board
 from dlscale.core.files import write_text
 from dlscale.core.progress import Progress
-from dlscale.core.records import MODES, Throughput, Trials
+from dlscale.core.records import MODES, MemoryUse, Throughput, Trials
 from dlscale.data.loaders.base import Loader
 from dlscale.measure.flops import sample_work
 from dlscale.measure.peaks import at_least, common_peaks
@@ -101,10 +101,21 @@ def measure(settings: Settings, session: Session) -> Throughput:
         work=work,
         peaks=peaks,
         peak_memory_bytes=peak_memory,
+        predicted=predicted(session, cached[:2]) if world.main else None,
     )
     if (mfu := results.mfu()) is not None:
         logging.info("FULL: %.2g of the device's peak FLOP/s (MFU)", mfu)
     return results
+
+
+def predicted(session: Session, batch: Batch) -> MemoryUse | None:
+    """Return the memory that a step on such a batch is predicted to take; None where its code asks for values."""
+    run, world = session.run, session.world
+    try:
+        return memory.predict(run, session.manifest, world.device, batch, session.step.attention, world.data_size)
+    except Exception as error:
+        logging.warning("memory is not predicted: %s", error)
+        return None
 
 
 def trials(

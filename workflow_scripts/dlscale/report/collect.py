@@ -24,6 +24,9 @@ measure is empty.
 - io_samples_per_second, synthetic_samples_per_second, full_samples_per_second: means over the throughput trials; each
   is followed by its standard deviation, `…_std`.
 - speed_up: `full_samples_per_second` relative to the plan's first run; without throughput, that of training.
+- devices: nodes x devices of each.
+- io_efficiency, io_communication, and the same of synthetic and full: of a scaling plan, samples/s relative to those of
+  its fewest devices, times as many; and 1 - time without averaged gradients / time, from the run's twin.
 - mfu, mbu: shares of the devices' peak FLOP/s (model FLOPs utilisation) and memory bandwidth that FULL reaches. The
   peaks are the greatest that a run of the plan measured on such a device; the bytes are those of a step that is not
   compiled.
@@ -41,6 +44,7 @@ from dlscale.core.files import write_text
 from dlscale.core.records import MODES, Published
 from dlscale.report import published
 from dlscale.report.results import PlanResult, RunResult, read_plan
+from dlscale.report.series import KINDS, Point, series
 from dlscale.report.target import reached
 
 Row = dict[str, str | int | float | None]
@@ -63,7 +67,19 @@ def summary_csv(plan: PlanResult) -> str:
 def summary(plan: PlanResult) -> list[Row]:
     """Return the columns of `summary.csv` for each run; a value that was not measured is None."""
     figures = published.series(plan.record.published, plan.name, [run.name for run in plan.runs])
-    return [_row(plan, run, figures) for run in plan.runs]
+    scaled = plan.record.kind in KINDS
+    points = {point.run: point for each in series(plan) for point in each.points} if scaled else {}
+    return [_row(plan, run, figures) | (_scaled(points.get(run)) if scaled else {}) for run in plan.runs]
+
+
+def _scaled(point: Point | None) -> Row:
+    """Return what a run of a scaling plan reaches; its twin without averaged gradients has no such columns filled."""
+    row: Row = {}
+    for mode in MODES:
+        reached, share = (point.efficiency(mode), point.communication(mode)) if point else (None, None)
+        row[f"{mode.lower()}_efficiency"] = reached.value if reached else None
+        row[f"{mode.lower()}_communication"] = share.value if share else None
+    return row
 
 
 def _row(plan: PlanResult, run: RunResult, figures: dict[str, Published]) -> Row:
@@ -102,6 +118,7 @@ def _row(plan: PlanResult, run: RunResult, figures: dict[str, Published]) -> Row
         "energy_of": energy.source or None if energy else None,
         **speeds,
         "speed_up": plan.speed_up(run),
+        "devices": run.devices,
         "mfu": run.throughput.mfu() if run.throughput else None,
         "mbu": run.throughput.mbu() if run.throughput else None,
         "published_samples_per_second": figure.speed if figure else None,

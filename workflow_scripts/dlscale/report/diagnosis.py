@@ -109,11 +109,17 @@ def _trials(throughput: Throughput, mode: str) -> Trials:
     return trials
 
 
-def faster(before: Trials, after: Trials) -> float:
-    """Return the ratio of two speeds; exactly 1 where they differ by less than noise.
+def uncertainty(before: Trials, after: Trials, within: bool = False) -> float:
+    """Return how far noise may move the ratio of two speeds, relative to it.
 
-    Noise is two standard errors of the ratio, from the spread of the trials, but not less than `NOISE`.
+    Two standard errors of the ratio, from the spread of the trials, but not less than `NOISE`, unless both were
+    measured `within` one process.
     """
-    ratio = after.mean / before.mean
     errors = [trials.std / trials.mean / math.sqrt(max(len(trials.trial_time), 1)) for trials in (before, after)]
-    return ratio if abs(ratio - 1) > max(NOISE, 2 * math.hypot(*errors)) else 1.0
+    return max(0.0 if within else NOISE, 2 * math.hypot(*errors))
+
+
+def faster(before: Trials, after: Trials) -> float:
+    """Return the ratio of two speeds; exactly 1 where they differ by less than noise (`uncertainty`)."""
+    ratio = after.mean / before.mean
+    return ratio if abs(ratio - 1) > uncertainty(before, after) else 1.0

@@ -6,6 +6,7 @@ page: the SVG's identifiers begin with it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -392,6 +393,116 @@ def sweep(name: str, trials: Sequence[Trial], key: str, metric: str) -> str:
         axes.set_ylabel(metric)
 
     return svg(name, draw, (3.9, 2.6))
+
+
+#: What stands side by side for one run: its label, and a value and a colour for each bar; None is not known.
+Bars = tuple[str, Sequence[tuple[float | None, str]]]
+
+
+def bars(name: str, rows: Sequence[Bars], label: str) -> str:
+    """Draw bars by run, with their values; `label` is the axis."""
+
+    def draw(axes: Axes) -> None:
+        top = 0.0
+        for label_, values in rows:
+            left = axes.get_yaxis_transform()
+            axes.text(0, top, shorten(label_, 40), transform=left, va="center", fontweight="bold")
+            for value, colour in values:
+                top += 0.85
+                if value is not None:
+                    axes.barh(top, value, height=0.75, color=colour)
+                    axes.annotate(
+                        number(value), (value, top), (4, 0), textcoords="offset points", va="center", fontsize=8
+                    )
+            top += 1.15
+        axes.set_xlim(0, 1.2 * max((v or 0.0 for _, values in rows for v, _ in values), default=0.0) or 1.0)
+        axes.set_ylim(top - 0.5, -0.6)
+        axes.set_yticks([])
+        axes.set_xlabel(label)
+
+    return svg(name, draw, (3.9, 0.6 + 0.22 * sum(1 + len(values) for _, values in rows)))
+
+
+@dataclass(frozen=True)
+class Band:
+    """A point of `bands`."""
+
+    place: float
+    mean: float
+    least: float
+    greatest: float
+
+
+def bands(name: str, curves: Sequence[Sequence[Band]], axis: str, label: str, time: bool = False) -> str:
+    """Draw means over `axis` (seconds, if it is a `time`), and bands from the least to the greatest."""
+
+    def draw(axes: Axes) -> None:
+        seconds, time_unit = _time_unit(max((c[-1].place for c in curves if c), default=0.0)) if time else (1, "")
+        values = []
+        for style, curve in enumerate(curves):
+            x = [point.place / seconds for point in curve]
+            low, high = [point.least for point in curve], [point.greatest for point in curve]
+            values += [*low, *high]
+            if low != high:
+                axes.fill_between(x, low, high, color=RUN_COLOURS[style], alpha=0.2, linewidth=0)
+            _plot(axes, style, x, [point.mean for point in curve])
+        axes.set_xlim(left=0)
+        axes.set_xlabel(f"{axis}{f' ({time_unit})' * time}")
+        axes.set_ylabel(label)
+        _logarithmic_if_wide(axes, values)
+
+    return svg(name, draw, (3.9, 2.8))
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of `over_devices`; values that are not known are left out."""
+
+    points: Sequence[tuple[int, float | None]]
+    colour: str
+    marker: str = ""
+    noise: Sequence[float] = ()  #: Half of each point's whisker.
+    dashed: bool = False
+
+
+def over_devices(name: str, lines: Sequence[Line], label: str, doubling: bool = False, wide: bool = False) -> str:
+    """Draw lines over numbers of devices from zero.
+
+    `doubling`: twice as many devices are a step further. `wide`: both axes are logarithmic, for lines far apart.
+    """
+    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+    def draw(axes: Axes) -> None:
+        counts = sorted({x for line in lines for x, y in line.points if y is not None})
+        greatest = 0.0
+        for line in lines:
+            known = [(x, y) for x, y in line.points if y is not None]
+            x, y = [x for x, _ in known], [y for _, y in known]
+            greatest = max([greatest, *y])
+            (drawn,) = axes.plot(x, y, color=line.colour, linewidth=1.8, marker=line.marker, markersize=5)
+            if line.dashed:
+                drawn.set(linewidth=1.2, dashes=(3, 2))
+            if line.noise:
+                axes.errorbar(x, y, yerr=line.noise, fmt="none", ecolor=line.colour, elinewidth=1, capsize=2)
+        if doubling or wide:
+            axes.set_xscale("log", base=2)
+            axes.set_xlim(min(counts, default=1) / 1.15, max(counts, default=1) * 1.15)
+        else:
+            axes.set_xlim(0, 1.05 * max(counts, default=1))
+            room = max(counts, default=1) / 14  # what a number needs
+            counts = [count for count, more in zip(counts, [*counts[1:], math.inf], strict=True) if more - count > room]
+        axes.xaxis.set_major_locator(FixedLocator(counts))
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.6g}"))
+        axes.set_ylim(0, 1.1 * greatest or 1.0)
+        if wide:
+            axes.set_ylim(auto=True)
+            _logarithmic(axes, "y")
+        axes.set_xlabel("devices")
+        axes.set_ylabel(label)
+
+    return svg(name, draw, (3.9, 2.8))
 
 
 def _plot(axes: Axes, style: int, x: Sequence[float], y: Sequence[float]) -> None:

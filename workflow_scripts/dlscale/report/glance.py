@@ -19,7 +19,7 @@ BARS = 6
 
 def speed(plan: PlanResult) -> View | None:
     """Return the fastest run, and bars of the first and the fastest ones; None if none was measured."""
-    measured = [run for run in plan.runs if run.speed]
+    measured = [run for run in plan.runs if run.speed and run.averages] or [run for run in plan.runs if run.speed]
     if not measured:
         return None
     fastest = min(measured, key=slowness)
@@ -50,7 +50,7 @@ def speed(plan: PlanResult) -> View | None:
 
 def fastest_bound(plan: PlanResult) -> View | None:
     """Return what bounds the fastest run; None if that was not measured."""
-    run = min(plan.runs, key=slowness)
+    run = min([run for run in plan.runs if run.averages] or plan.runs, key=slowness)
     verdict = bound(run.throughput)
     if not verdict:
         return None

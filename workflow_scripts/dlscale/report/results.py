@@ -113,6 +113,17 @@ class RunResult:
         return self.throughput.mode(mode) if self.throughput else None
 
     @property
+    def devices(self) -> int:
+        """Devices that compute it: nodes x devices of each."""
+        geometry = self.settings.get("geometry") or {}
+        return int(geometry.get("nodes", 1)) * int(geometry.get("gpus_per_node", 1))
+
+    @property
+    def averages(self) -> bool:
+        """Whether its devices average their gradients: else it is the twin of such a run, and no training."""
+        return bool((self.settings.get("parallel") or {}).get("sync", True))
+
+    @property
     def training_seconds(self) -> float | None:
         """Time spent training, validation left out, s; None where geometry or loader changed on the way."""
         return sum(epoch.epoch_seconds for epoch in self.epochs) if self.timed == self.epochs else None

@@ -20,12 +20,15 @@ from dlscale.core.stages import RUN_STAGES
 from dlscale.core.telemetry import Sample, begin
 from dlscale.report import (
     compare_profiles,
+    convergence,
     efficiency,
     figures,
     glance,
+    parallelism,
     parts,
     peaks,
     published,
+    scaling,
     sweep,
     target,
     verdict,
@@ -38,6 +41,7 @@ from dlscale.report.drawing import MARKERS, picture
 from dlscale.report.glance import View
 from dlscale.report.references import Reference
 from dlscale.report.results import PlanResult, RunResult, first_and_least, slowness
+from dlscale.report.series import KINDS
 from dlscale.report.tables import channel_tables, runs_table
 from dlscale.report.tuning import tunings
 
@@ -46,6 +50,13 @@ LINES = len(MARKERS)
 BARS = 8
 CHANNEL_ROWS = 40
 TOP = 10
+
+#: What the page shows of the question that a kind of plan asks.
+QUESTIONS: dict[str, Callable[[PlanResult], View | None]] = {
+    **dict.fromkeys(KINDS, scaling.view),
+    "convergence": convergence.view,
+    "parallelism": parallelism.view,
+}
 
 
 def plan_view(
@@ -75,6 +86,7 @@ def plan_view(
         "bound": glance.fastest_bound(plan),
         "quality": glance.quality(plan),
         "targets": target.glance(plan),
+        "scales": scaling.glance(plan),
         "loss": plan.loss,
         "published": published.summary(plan.record.published, plan.described),
         "curves": _curves(plan),
@@ -85,6 +97,7 @@ def plan_view(
         "efficiency": efficiency.view(plan),
         "tunings": tunings(plan),
         "sweep": sweep.view(plan),
+        "question": QUESTIONS[plan.record.kind](plan) if plan.record.kind in QUESTIONS else None,
         "table": runs_table(plan),
         "csv": base64.b64encode(summary_csv(plan).encode()).decode(),
         "channels": channel_tables(plan, _least_loss(plan, CHANNEL_ROWS)),

@@ -92,8 +92,12 @@ def runs_table(plan: PlanResult) -> RunsTable:
         ("Target", "energy", _column("target_energy_joules", target.joules)),
     ]
     rows = list(zip(plan.runs, summary(plan), strict=True))
-    made = [(group, heading, [make(run, row) for run, row in rows]) for group, heading, make in columns]
-    filled = [column for column in made if any(cell.text != NONE for cell in column[2])]
+    return table([(group, heading, [make(run, row) for run, row in rows]) for group, heading, make in columns])
+
+
+def table(columns: Sequence[tuple[str, str, Sequence[Cell]]]) -> RunsTable:
+    """Return a table of columns, each with its group, heading and cells; those that no row fills are left out."""
+    filled = [column for column in columns if any(cell.text != NONE for cell in column[2])]
     return RunsTable(
         list(Counter(group for group, _, _ in filled).items()),
         [(heading, any(cell.words for cell in cells)) for _, heading, cells in filled],

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dlscale.core.records import VALID_LOSS, Epoch
+from dlscale.core.records import VALID_LOSS, Epoch, Metric
 from dlscale.core.telemetry import energy
 from dlscale.core.text import NONE, count, duration, number
 from dlscale.report.results import PlanResult, RunResult
@@ -28,16 +28,23 @@ class Reached:
     joules: float | None = None
 
 
+def asked(run: RunResult) -> tuple[Metric, float] | None:
+    """Return what a run was to reach: a metric and its value; None if it has no target, or the metric is not known."""
+    wanted = (run.settings.get("training") or {}).get("target")
+    described = [VALID_LOSS, *(run.provenance.metrics if run.provenance else ())]
+    metric = next((metric for metric in described if wanted and metric.name == wanted["metric"]), None)
+    return (metric, float(wanted["value"])) if wanted and metric else None
+
+
 def reached(run: RunResult) -> Reached | None:
     """Return what became of a run's target; None if it has none, was not trained, or its metric is not known."""
-    asked = (run.settings.get("training") or {}).get("target")
-    described = [VALID_LOSS, *(run.provenance.metrics if run.provenance else ())]
-    if not (asked and run.epochs):
-        return None
-    metric = next((metric for metric in described if metric.name == asked["metric"]), None)
-    if metric is None:
-        return None
-    aim, value = metric.aim(asked["value"]), float(asked["value"])
+    wanted = asked(run)
+    return took(run, *wanted) if wanted and run.epochs else None
+
+
+def took(run: RunResult, metric: Metric, value: float) -> Reached:
+    """Return what a trained run took until a metric was as good as a value."""
+    aim = metric.aim(value)
     epoch, best = metric.first(run.epochs, value), metric.best(run.epochs)
     nearest = metric.of(best) if best else None
     if epoch is None:

@@ -1,0 +1,39 @@
+"""The published plotting script of the weak scaling, as `tests/published/scaling.py` has it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dlscale.core.records import Throughput, Trials
+from tests.published.scaling import lines, read_rates
+
+
+def document(*rates: float) -> str:
+    labelled = zip(("IO", "SYNTHETIC", "FULL"), rates, strict=True)
+    return json.dumps({label: {"trial_throughput": [rate, 0.0]} for label, rate in labelled})
+
+
+def test_of_several_documents_the_last_one_counts(tmp_path: Path) -> None:
+    path = tmp_path / "weak_scale_1.json"
+    path.write_text(f"{document(1, 2, 3)}\n{document(4, 5, 6)}\n\n{document(7, 8, 9)}\n")
+    assert read_rates(path) == (4, 5, 6)
+
+
+def test_it_takes_our_record_as_it_is(tmp_path: Path) -> None:
+    def trials(rate: float) -> Trials:
+        return Trials(trial_throughput=[rate, 2 * rate], trial_time=[1.0, 0.5], mean=1.5 * rate)
+
+    path = tmp_path / "throughput.json"
+    path.write_text(Throughput(io=trials(30.0), synthetic=trials(20.0), full=trials(10.0)).text() + "\n")
+    assert read_rates(path) == (30.0, 20.0, 10.0)
+
+
+def test_ideal_is_the_first_as_many_times() -> None:
+    drawn = lines({1: (3.0, 2.0, 1.0), 2: (5.0, 4.0, 1.5), 32: (9.0, 60.0, 25.0)})
+    assert drawn["FULL"] == [1.0, 1.5, 25.0] and drawn["FULL ideal"] == [1.0, 2.0, 32.0]
+    assert drawn["SYNTHETIC ideal"] == [2.0, 4.0, 64.0] and drawn["IO ideal"] == [3.0, 6.0, 96.0]
+    with pytest.raises(AssertionError, match="one node"):
+        lines({2: (1.0, 1.0, 1.0)})

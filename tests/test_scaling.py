@@ -1,0 +1,517 @@
+"""Plans of kind weak_scaling, strong_scaling, convergence and parallelism: their runs, and what the page says of them.
+
+The page's numbers are compared with those worked out by hand from the records.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dlscale.config import resolve
+from dlscale.config.resolve import ResolvedRun
+from dlscale.core import records
+from dlscale.core.errors import UserError
+from dlscale.core.records import Device, MemoryUse, Published, Throughput, Trials
+from dlscale.report import convergence, figures, glance, parallelism, scaling, target
+from dlscale.report.collect import summary
+from dlscale.report.results import PlanResult, read_plan
+from dlscale.report.series import series as series_of
+from dlscale.report.tables import RunsTable
+from tests.test_report import Results
+
+WEAK: dict[str, Any] = {"study": "cosmo_unet", "kind": "weak_scaling"}
+
+
+def load(plan: dict[str, Any]) -> dict[str, ResolvedRun]:
+    return resolve.load({"targets": ["p"], "plans": {"p": plan}}).plans["p"]
+
+
+# ---- runs ------------------------------------------------------------------------------------------
+
+
+def test_weak_scaling_keeps_each_devices_batch() -> None:
+    runs = load({**WEAK, "scaling": {"devices": [8, 1, 2, 4], "per_node": 4, "batch_sizes": [64, 16]}})
+    expected: dict[str, tuple[int, int, bool]] = {}
+    for batch in (16, 64):
+        for variant, counts in (("ddp", (1, 2, 4, 8)), ("no_sync", (2, 4, 8))):  # one device has nobody to wait for
+            expected |= {f"b{batch}_{variant}_{count}": (count, batch * count, variant == "ddp") for count in counts}
+    found = {name: each.run for name, each in runs.items()}
+    assert list(found) == list(expected)
+    for name, (count, batch, sync) in expected.items():
+        run = found[name]
+        assert (run.geometry.world_size, run.batch_size, run.averages) == (count, batch, sync), name
+        assert (run.geometry.nodes, run.geometry.gpus_per_node) == ((2, 4) if count == 8 else (1, count)), name
+    assert found["b16_ddp_8"].label == "8 devices, 16 each"
+    assert found["b16_no_sync_2"].label == "2 devices, 16 each, no sync"
+
+
+def test_strong_scaling_keeps_the_batch_of_all() -> None:
+    runs = load({**WEAK, "kind": "strong_scaling", "scaling": {"devices": [1, 2, 4], "batch_sizes": [64]}})
+    assert {each.run.batch_size for each in runs.values()} == {64}
+    assert runs["b64_ddp_4"].run.local_batch_size == 16
+    assert runs["b64_ddp_1"].run.label == "1 device, 64 in all"
+
+
+def test_devices_that_share_a_model_count_as_one_for_the_batch() -> None:
+    plan = {"study": "era5_vit", "kind": "weak_scaling", "settings": {"geometry": {"tp": 2}}}
+    runs = load({**plan, "scaling": {"devices": [2, 8], "batch_sizes": [16]}})
+    assert [(each.run.geometry.dp, each.run.batch_size) for each in runs.values()] == [(1, 16), (4, 64)] * 2
+
+
+def test_variants_are_further_settings() -> None:
+    variants = {"ddp": {}, "large": {"parallel": {"bucket_mb": 100}, "needs": ["dali"]}}
+    runs = load({**WEAK, "scaling": {"devices": [1, 2], "batch_sizes": [8], "variants": variants}})
+    assert [runs[f"b8_large_{n}"].run.parallel.bucket_mb for n in (1, 2)] == [100, 100]  # type: ignore[union-attr]
+    assert {each.run.parallel.bucket_mb for n, each in runs.items() if "ddp" in n} == {None}  # type: ignore[union-attr]
+
+
+def test_they_measure_throughput_and_convergence_trains() -> None:
+    found = resolve.load(
+        {
+            "targets": ["weak"],
+            "plans": {
+                "weak": {**WEAK, "scaling": {"devices": [1], "batch_sizes": [8]}},
+                "large": {"study": "cosmo_unet", "kind": "convergence", "convergence": {"batch_sizes": [64]}},
+                "shared": {"study": "era5_vit", "kind": "parallelism", "runs": {"a": {}}},
+            },
+        }
+    ).workflow.plans
+    assert [found[name].measure for name in ("weak", "large", "shared")] == [["throughput"], ["train"], ["throughput"]]
+
+
+def test_a_run_that_is_there_takes_the_place_of_one_that_would_be_made() -> None:
+    block = {"devices": [1, 4], "batch_sizes": [64]}
+    named = {"b64_ddp_1": {"use": "cosmo_published.bs64_opt"}, "more": {"batch_size": 128}}
+    runs = load({**WEAK, "from": "cosmo_published.bs64_opt", "scaling": block, "runs": named})
+    assert (runs["b64_ddp_1"].plan, runs["b64_ddp_1"].name) == ("cosmo_published", "bs64_opt")
+    assert list(runs) == ["b64_ddp_1", "b64_ddp_4", "b64_no_sync_4", "more"] and runs["more"].run.batch_size == 128
+
+
+def test_convergence_repeats_larger_batches_by_each_rule() -> None:
+    sizes = {256: {"geometry": {"gpus_per_node": 4}, "training": {"epochs": 20}}, 64: None}
+    block = {"batch_sizes": sizes, "scaling": ["sqrt", "linear"], "seeds": [0, 7]}
+    runs = load({"study": "cosmo_unet", "kind": "convergence", "convergence": block})
+    names = [f"b64_sqrt_seed{seed}" for seed in (0, 7)]  # with the base batch size all rules are one
+    names += [f"b256_{rule}_seed{seed}" for rule in ("sqrt", "linear") for seed in (0, 7)]
+    assert list(runs) == names
+    run = runs["b256_linear_seed7"].run
+    assert (run.seed, run.batch_size, run.schedule.scaling, run.schedule.base_batch_size) == (7, 256, "linear", 64)
+    assert (run.geometry.world_size, run.training.epochs, run.training.on_divergence) == (4, 20, "stop")
+    assert (run.label, runs["b64_sqrt_seed0"].run.label) == ("batch 256, linear, seed 7", "batch 64, seed 0")
+
+
+def test_batch_sizes_may_be_a_list() -> None:
+    runs = load({"study": "cosmo_unet", "kind": "convergence", "convergence": {"batch_sizes": [128, 32]}})
+    assert [(name, each.run.label) for name, each in runs.items()] == [
+        ("b32_sqrt_seed0", "batch 32"),
+        ("b128_sqrt_seed0", "batch 128"),
+    ]
+
+
+SCALING = {"devices": [1, 2], "batch_sizes": [64]}
+BIG: dict[str, Any] = {"study": "cosmo_unet", "kind": "convergence"}
+
+
+@pytest.mark.parametrize(
+    ("plan", "where", "message"),
+    [
+        ({"scaling": {**SCALING, "devices": [6]}}, "scaling", "6 do not fill nodes of per_node 4; use 4 or 8"),
+        ({"scaling": {**SCALING, "devices": [2, 2]}}, "scaling.devices", "2 stands twice"),
+        ({"scaling": {**SCALING, "devices": []}}, "scaling.devices", "at least 1 item"),
+        ({"scaling": {"devices": [2]}}, "scaling.batch_sizes", "this key is missing"),
+        ({}, "runs", "a plan of kind weak_scaling needs the key scaling; for example {devices: "),
+        ({"kind": "set", "scaling": SCALING}, "", "scaling: a plan of kind set has none; write kind: weak_scaling or"),
+        (
+            {"kind": "strong_scaling", "scaling": {**SCALING, "devices": [1, 3]}},
+            "scaling.devices",
+            "batch_size 64 does not divide by geometry.nodes x geometry.gpus_per_node = 3",
+        ),
+        (
+            {"scaling": {**SCALING, "variants": {"a": {"batch_size": 3}}}},
+            "scaling.variants",
+            "a: batch_size is decided by the other keys of this block; leave it out",
+        ),
+        (
+            {"scaling": {**SCALING, "variants": {"a": {"geometry": {"nodes": 3}}}}},
+            "scaling.variants",
+            "a: geometry.nodes is decided",
+        ),
+        (
+            {"scaling": {**SCALING, "variants": {"a": {"precison": "fp16"}}}},
+            "scaling.variants.a",
+            "did you mean 'precision'?",
+        ),
+        (
+            {"scaling": {**SCALING, "variants": {"a": {"parallel": {"sync": False}}}}},
+            "scaling.variants",
+            "none averages gradients; add one",
+        ),
+        ({"scaling": {**SCALING, "variants": {"a" * 33: {}}}}, "scaling.variants", "use at most 32"),
+        ({"scaling": {**SCALING, "variants": {"a": 3}}}, "scaling.variants", "a: expected settings"),
+        ({"scaling": SCALING, "runs": {"b64_ddp_1": {}}}, "runs", "b64_ddp_1: scaling makes this run; write {use:"),
+        ({"scaling": SCALING, "measure": ["train"]}, "runs.b64_no_sync_2.parallel.sync", "leave train out"),
+        ({"scaling": SCALING, "settings": {"geometry": {"tp": 2}}}, "scaling.devices.geometry", "set gpus_per_node"),
+        (BIG, "runs", "a plan of kind convergence needs the key convergence; for example {batch_sizes: "),
+        ({**BIG, "convergence": {"batch_sizes": [4, 4]}}, "convergence.batch_sizes", "4 stands twice"),
+        ({**BIG, "convergence": {"batch_sizes": [4], "scaling": ["cubic"]}}, "convergence.scaling", "got 'cubic'"),
+        ({**BIG, "convergence": {"batch_sizes": {4: {"seed": 1}}}}, "convergence.batch_sizes", "4: seed is decided"),
+        (
+            {**BIG, "convergence": {"batch_sizes": {4: {"optimizer": {"lrr": 1}}}}},
+            "convergence.batch_sizes.4.optimizer",
+            "did you mean 'lr'?",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused_with_its_key(plan: dict[str, Any], where: str, message: str) -> None:
+    path = ".".join(filter(None, ("configuration: plans.p", where)))
+    with pytest.raises(UserError, match=f"{re.escape(path)}.*{re.escape(message)}") as caught:
+        load({**WEAK, **plan})
+    assert "\n" not in str(caught.value)
+
+
+# ---- the page: weak and strong scaling --------------------------------------------------------------
+
+
+def trials(mean: float, std: float = 0.0) -> Trials:
+    return Trials(trial_throughput=[mean] * 4, trial_time=[1.0] * 4, avg_iter_throughput=[mean] * 4, mean=mean, std=std)
+
+
+def measured(
+    results: Results,
+    name: str,
+    devices: int,
+    batch: int,
+    rates: tuple[Trials, Trials, Trials],
+    sync: bool = True,
+    alone: Trials | None = None,
+    **settings: Any,
+) -> Path:
+    """Write a run of so many devices (of nodes of four), of which throughput was measured."""
+    nodes = max(devices // 4, 1)
+    own: dict[str, Any] = {
+        "geometry": {"nodes": nodes, "gpus_per_node": devices // nodes},
+        "parallel": {"kind": "ddp", "sync": sync},
+    }
+    folder = results.run("plan", name, epochs=0, triplet=None, batch_size=batch, **(own | settings))
+    io, synthetic, full = rates
+    device = Device(kind="cuda", name="Example GPU")
+    Throughput(
+        nranks=devices, batch_size=batch, device=device, io=io, synthetic=synthetic, full=full, alone=alone
+    ).write(folder / "throughput.json")
+    return folder
+
+
+#: Samples/s of IO, SYNTHETIC and FULL by devices, and without communication.
+TOGETHER = {1: (200.0, 100.0, 90.0), 2: (380.0, 180.0, 160.0), 8: (1200.0, 600.0, 576.0)}
+APART = {2: (384.0, 200.0, 170.0), 8: (1210.0, 800.0, 720.0)}
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Results:
+    return Results(tmp_path / "results")
+
+
+@pytest.fixture
+def weak(results: Results) -> PlanResult:
+    runs = {}
+    for sync, rates in ((True, TOGETHER), (False, APART)):
+        for devices, triplet in rates.items():
+            name = f"b16_{'ddp' if sync else 'no_sync'}_{devices}"
+            io, synthetic, full = map(trials, triplet)
+            alone = trials(triplet[1] / 0.8) if sync and devices > 1 else None
+            measured(results, name, devices, 16 * devices, (io, synthetic, full), sync, alone)
+            runs[name] = name.replace("_", " ")
+    return read_plan(results.plan("plan", runs, kind="weak_scaling", measure=("throughput",)))
+
+
+def cells(table: RunsTable, row: int) -> dict[tuple[str, str], tuple[str, str]]:
+    """Return a row's texts and notes by group and heading."""
+    groups = [group for group, width in table.groups for _ in range(width)]
+    headings = [heading for heading, _ in table.columns]
+    found = [(cell.text.replace("\u00a0", " "), cell.note.replace("\u00a0", " ")) for cell in table.rows[row]]
+    return dict(zip(zip(groups, headings, strict=True), found, strict=True))
+
+
+def test_efficiency_and_communication_are_those_by_hand(weak: PlanResult) -> None:
+    (series,) = series_of(weak)
+    assert (series.batch, series.label) == (16, "16 samples a device")
+    assert [point.devices for point in series.points] == [1, 2, 8]
+    modes = ("IO", "SYNTHETIC", "FULL")
+    for point in series.points:
+        for column, mode in enumerate(modes):
+            own, one = TOGETHER[point.devices][column], TOGETHER[1][column]
+            efficiency, share = point.efficiency(mode), point.communication(mode)
+            assert point.ideal(mode) == pytest.approx(one * point.devices)
+            assert efficiency and efficiency.value == pytest.approx(own / (one * point.devices))
+            assert point.seconds(mode) == pytest.approx(16 * point.devices / own)
+            if point.devices == 1:
+                assert share is None and efficiency.noise == 0
+            else:
+                assert share and share.value == pytest.approx(1 - own / APART[point.devices][column])
+        assert (point.alone.value if point.alone else None) == (None if point.devices == 1 else pytest.approx(0.2))
+
+
+def test_the_table_says_what_was_measured_and_what_is_ideal(weak: PlanResult) -> None:
+    view = scaling.view(weak)
+    assert view
+    row = cells(view["table"], 2)
+    assert row["Run", "run"][0] == "b16 ddp 8"
+    assert row["Run", "devices"] == ("8", "2 nodes")
+    assert row["Run", "samples a step"] == ("128", "")
+    assert row["FULL", "samples/s"] == ("576 ± 0", "ideal 720")
+    assert row["FULL", "efficiency"] == ("80 %", "± 4 %")  # 0.05 of 0.8: two processes differ by as much
+    assert row["SYNTHETIC", "communication"] == ("25 %", "± 4 %")
+    assert row["FULL", "communication"] == ("20 %", "± 4 %")
+    assert row["IO", "communication"] == ("1 %", "± 5 %")  # loading has none: that is the noise
+    assert row["One process", "communication"] == ("20 %", "")
+    assert row["Step of FULL", "time (ms)"] == ("222", "")
+    assert cells(view["table"], 0)["FULL", "efficiency"] == ("100 %", "")
+    assert len(view["table"].rows) == 3  # twins are no rows of their own
+    assert scaling.glance(weak) == (
+        "80\u00a0% of the ideal on 8 devices (16 samples a device); communication takes 25\u00a0% of a step"
+    )
+
+
+def test_the_table_of_a_plan_has_it_as_numbers(weak: PlanResult) -> None:
+    rows = {row["run"]: row for row in summary(weak)}
+    row, twin = rows["b16_ddp_8"], rows["b16_no_sync_8"]
+    assert row["devices"] == twin["devices"] == 8
+    assert row["full_efficiency"] == pytest.approx(0.8) and row["synthetic_communication"] == pytest.approx(0.25)
+    assert twin["full_efficiency"] is None and twin["full_samples_per_second"] == 720
+
+
+def test_noise_grows_with_the_spread_of_the_trials(results: Results) -> None:
+    """Two standard errors of the ratio, of four trials each, where that is more than 5 %."""
+    for devices, rate, std in ((1, 100.0, 20.0), (2, 160.0, 48.0)):
+        measured(results, f"d{devices}", devices, 8 * devices, (trials(500.0), trials(500.0), trials(rate, std)))
+    plan = read_plan(results.plan("plan", {"d1": "1", "d2": "2"}, kind="weak_scaling", measure=("throughput",)))
+    (series,) = series_of(plan)
+    efficiency = series.points[1].efficiency("FULL")
+    assert efficiency and efficiency.value == pytest.approx(0.8)
+    assert efficiency.noise == pytest.approx(0.8 * 2 * math.hypot(0.2 / 2, 0.3 / 2))
+
+
+def test_strong_scaling_compares_runs_of_one_batch(results: Results) -> None:
+    for devices, rate in ((2, 100.0), (4, 150.0)):
+        measured(results, f"d{devices}", devices, 64, (trials(900.0), trials(rate), trials(rate)))
+    plan = read_plan(results.plan("plan", {"d2": "2", "d4": "4"}, kind="strong_scaling", measure=("throughput",)))
+    (series,) = series_of(plan)
+    assert series.label == "64 samples a step"
+    efficiency = series.points[1].efficiency("FULL")
+    assert efficiency and efficiency.value == pytest.approx(0.75)  # of the fewest devices, two
+    assert series.points[1].communication("FULL") is None
+
+
+def test_devices_that_share_a_model_have_its_batch(results: Results) -> None:
+    for devices, dp in ((2, 1), (8, 4)):
+        nodes = max(devices // 4, 1)
+        geometry = {"nodes": nodes, "gpus_per_node": devices // nodes, "tp": 2}
+        measured(results, f"d{devices}", devices, 16 * dp, (trials(9.0), trials(9.0), trials(9.0)), geometry=geometry)
+    plan = read_plan(results.plan("plan", {"d2": "2", "d8": "8"}, kind="weak_scaling", measure=("throughput",)))
+    (series,) = series_of(plan)
+    assert (series.batch, [point.devices for point in series.points]) == (16, [2, 8])
+
+
+def test_variants_are_series_of_their_own_and_share_a_twin(results: Results) -> None:
+    runs = {}
+    variants: dict[str, dict[str, Any]] = {"ddp": {}, "large": {"bucket_mb": 100}, "no_sync": {"sync": False}}
+    for variant, parallel in variants.items():
+        for devices in (1, 2):
+            if (variant, devices) != ("no_sync", 1):
+                rate = trials({"ddp": 80.0, "large": 90.0, "no_sync": 100.0}[variant] * devices)
+                chosen = {"kind": "ddp", "bucket_mb": None, "sync": True} | parallel
+                measured(results, f"{variant}_{devices}", devices, 8 * devices, (rate, rate, rate), parallel=chosen)
+                runs[f"{variant}_{devices}"] = f"{variant} {devices}"
+    plan = read_plan(results.plan("plan", runs, kind="weak_scaling", measure=("throughput",)))
+    found = series_of(plan)
+    assert [each.label for each in found] == [
+        "8 samples a device, bucket_mb None",
+        "8 samples a device, bucket_mb 100",
+    ]
+    shares = [each.points[1].communication("SYNTHETIC") for each in found]
+    assert [share and pytest.approx(share.value) for share in shares] == [0.2, 0.1]
+
+
+def test_the_figures_draw_what_was_measured_and_what_is_ideal(
+    weak: PlanResult, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: dict[str, Any] = {}
+
+    def note(name: str, lines: Any, label: str, **more: bool) -> str:
+        drawn[name] = [(list(line.points), line.dashed) for line in lines], label
+        return draw(name, lines, label, **more)
+
+    draw = figures.over_devices
+    monkeypatch.setattr(figures, "over_devices", note)
+    view = scaling.view(weak)
+    assert view and [text.split(":")[0] for _, text in view["plots"]] == [
+        "16 samples a device",
+        "Overhead of communication",
+        "Time of a step of FULL, solid, and ideal, dashed.",
+        "Efficiency",
+    ]
+    rates, label = drawn["plan-scaling-0"]
+    assert label == "throughput (samples/s)"
+    for column in range(3):
+        assert rates[2 * column] == ([(n, TOGETHER[n][column]) for n in (1, 2, 8)], False)
+        assert rates[2 * column + 1] == ([(n, TOGETHER[1][column] * n) for n in (1, 2, 8)], True)
+    (with_, without), label = drawn["plan-overhead"]
+    assert with_ == ([(1, 100.0), (2, 180.0), (8, 600.0)], False) and label == "SYNTHETIC (samples/s)"
+    assert [point for point in without[0] if point[1]] == [(1, 100.0), (2, 200.0), (8, 800.0)] and without[1]
+    (real, ideal), label = drawn["plan-step"]
+    assert [x for x, _ in real[0]] == [1, 2, 8] and label == "time of a step (ms)"
+    assert [y for _, y in real[0]] == pytest.approx([16e3 / 90, 32e3 / 160, 128e3 / 576])
+    assert [y for _, y in ideal[0]] == pytest.approx([16e3 / 90] * 3)
+    for svg, _ in view["plots"]:
+        assert svg.startswith("<svg") and ">devices<" in svg
+
+
+def test_the_page_has_it_and_leaves_twins_out_of_its_card(weak: PlanResult, results: Results) -> None:
+    html = results.report()
+    assert "<h3>Scaling</h3>" in html and "Weak scaling: the batch of each device stays the same." in html
+    speed = glance.speed(weak)
+    assert speed and (speed["fastest"], speed["of"]) == ("b16 ddp 8", 3)
+
+
+def test_published_efficiency_stands_beside_the_run_it_is_of(weak: PlanResult) -> None:
+    figure = Published(
+        label="x", source="SC22", gpus=8, runs=["plan.b16_ddp_8"], metric="scaling_efficiency", value=78, unit="%"
+    )
+    communication = figure.model_copy(update={"metric": "communication", "value": 25.0})
+    record = weak.record.model_copy(update={"published": [figure, communication]})
+    view = scaling.view(PlanResult(record, weak.runs))
+    assert view
+    row = cells(view["table"], 2)
+    assert row["FULL", "efficiency"][1] == "± 4 %; published: 78 %, SC22"
+    assert row["SYNTHETIC", "communication"][1] == "± 4 %; published: 25 %, SC22"
+    assert "published" not in row["FULL", "communication"][1] + row["SYNTHETIC", "efficiency"][1]
+
+
+# ---- the page: convergence --------------------------------------------------------------------------
+
+
+def converged(results: Results, seeds: tuple[int, ...] = (0, 1), **training: Any) -> PlanResult:
+    runs = {}
+    for batch, rule, final in ((64, "sqrt", 0.6), (256, "sqrt", 0.65), (256, "linear", 0.9)):
+        for seed in seeds:
+            name = f"b{batch}_{rule}_seed{seed}"
+            results.run(
+                "plan",
+                name,
+                epochs=4,
+                speed=64.0 * batch / 64,
+                triplet=None,
+                final=final + 0.02 * seed,
+                batch_size=batch,
+                seed=seed,
+                geometry={"nodes": 1, "gpus_per_node": batch // 64},
+                optimizer={"lr": 1e-3},
+                schedule={"scaling": rule, "base_batch_size": 64},
+                training=training,
+            )
+            runs[name] = f"batch {batch}, {rule}, seed {seed}"
+    return read_plan(results.plan("plan", runs, kind="convergence", measure=("train",)))
+
+
+def test_seeds_make_a_band_from_the_least_to_the_greatest(results: Results) -> None:
+    plan = converged(results, seeds=(0, 1, 2))
+    groups = convergence.groups(plan)
+    assert [(group.label, len(group.runs)) for group in groups] == [
+        ("batch 64, sqrt", 3),
+        ("batch 256, sqrt", 3),
+        ("batch 256, linear", 3),
+    ]
+    runs = groups[0].runs
+    for number in range(4):
+        losses = [run.epochs[number].valid_loss for run in runs]
+        for over, place in (("step", 8 * (number + 1)), ("samples", 128 * (number + 1))):
+            band = groups[0].band(over)[number]  # type: ignore[arg-type]
+            assert band.place == place
+            assert (band.least, band.greatest) == (min(losses), max(losses)) and min(losses) < max(losses)
+            assert band.mean == pytest.approx(sum(losses) / 3)
+        # 128 samples at 64 a second, and 1.5 s of validation
+        assert groups[0].band("time")[number].place == pytest.approx((number + 1) * (2.0 + 1.5))
+
+
+def test_what_a_target_took_is_the_mean_over_the_seeds(results: Results) -> None:
+    wanted = 0.3 * 0.7 + 0.01
+    plan = converged(results, target={"metric": "valid_loss", "value": wanted, "stop": False})
+    view = convergence.view(plan)
+    assert view and "the target" in view["about"] and "bands reach" in view["about"]
+    heading = f"To validation loss ≤ {wanted:g}"
+    first, _, last = (cells(view["table"], row) for row in range(3))
+    took = [target.took(run, *convergence.aim(plan)) for run in plan.runs[:2]]  # type: ignore[misc]
+    steps = [each.epoch.step for each in took if each.epoch]
+    assert len(steps) == 2
+    assert first[heading, "reached by"][0] == "2 of 2 runs" and last[heading, "reached by"][0] == "0 of 2 runs"
+    assert first[heading, "steps"][0] == str(round(sum(steps) / 2))
+    assert first["Training", "learning rate"] == ("0.00100", "sqrt")
+    assert last["Training", "learning rate"] == ("0.00400", "linear")
+    assert last[heading, "time"] == ("–", "")
+
+
+def test_without_a_target_they_are_compared_where_all_come(results: Results) -> None:
+    plan = converged(results, seeds=(0,))
+    compared = convergence.aim(plan)
+    assert compared and compared[1] == max(run.best_valid_loss or math.inf for run in plan.runs)
+    view = convergence.view(plan)
+    assert view and "the least that all of them reach" in view["about"] and "bands" not in view["about"]
+    heading = view["table"].groups[1][0]
+    assert [cells(view["table"], row)[heading, "reached by"][0] for row in range(3)] == ["1 of 1 run"] * 3
+
+
+def test_a_training_that_diverged_is_said_and_drawn_as_far_as_it_came(results: Results) -> None:
+    plan = converged(results)
+    path = plan.runs[-1].folder / "metrics.jsonl"
+    epochs = [*plan.runs[-1].epochs[:2], plan.runs[-1].epochs[2].model_copy(update={"valid_loss": math.nan})]
+    path.write_text(records.epoch_lines(epochs))
+    plan = read_plan(results.plans[0])
+    assert len(convergence.groups(plan)[-1].band("step")) == 2
+    view = convergence.view(plan)
+    assert view and cells(view["table"], 2)["Training", "validation loss"][0] == "diverged"
+    assert "<h3>Convergence</h3>" in results.report()
+
+
+# ---- the page: parallelism --------------------------------------------------------------------------
+
+
+def test_memory_is_told_as_predicted_measured_and_published(results: Results) -> None:
+    use = MemoryUse(parameters=2, gradients=2, optimizer=4, activations=20, peak=30_000_000_000)
+    for name, settings in (
+        ("ddp", {"parallel": {"kind": "ddp", "sync": True}}),
+        ("tp4", {"geometry": {"nodes": 4, "gpus_per_node": 4, "tp": 4}}),
+        ("fsdp", {"parallel": {"kind": "fsdp"}}),
+    ):
+        folder = measured(results, name, 4, 64, (trials(300.0), trials(120.0), trials(100.0, 2.0)), **settings)
+        found = Throughput.read(folder / "throughput.json")
+        found.model_copy(update={"predicted": use, "peak_memory_bytes": 32_700_000_000}).write(
+            folder / "throughput.json"
+        )
+    plan = read_plan(
+        results.plan("plan", {n: n for n in ("ddp", "tp4", "fsdp")}, kind="parallelism", measure=("throughput",))
+    )
+    memory = Published(
+        hardware="A100", gpus=16, source="SC23", runs=["plan.tp4"], metric="memory", value=32.7, unit="GB"
+    )
+    later = memory.model_copy(update={"value": 33.2, "source": "SC24"})
+    speed = Published(hardware="A100", gpus=16, source="SC23", runs=["plan.tp4"], samples_per_second=114.4)
+    record = plan.record.model_copy(update={"published": [memory, later, speed]})
+    view = parallelism.view(PlanResult(record, plan.runs))
+    assert view
+    ddp, tp4, fsdp = (cells(view["table"], row) for row in range(3))
+    assert [tp4["Devices", key][0] for key in ("in all", "tp", "cp", "dp")] == ["16", "4", "1", "4"]
+    assert (ddp["Devices", "weights"], fsdp["Devices", "weights"]) == (("ddp", "copied"), ("fsdp", "shared"))
+    assert (tp4["Memory of a device", "predicted"][0], tp4["Memory of a device", "measured"][0]) == (
+        "30.0 GB",
+        "32.7 GB",
+    )
+    assert tp4["Memory of a device", "published"] == ("32.7 GB", "16 × A100, SC23; 33.2 GB, SC24")
+    assert tp4["FULL", "samples/s"] == ("100", "± 2.0")
+    assert tp4["FULL", "published"] == ("114.4 samples/s", "16 × A100, SC23")
+    assert ddp["FULL", "published"] == ("–", "")
+    assert "whole process" not in view["about"]  # of a GPU it is PyTorch's own

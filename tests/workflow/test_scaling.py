@@ -1,0 +1,77 @@
+"""Weak scaling over one and two processes by the real Snakemake; the published plotting script reads what it leaves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dlscale.core.records import Throughput
+from dlscale.report.results import read_plan
+from dlscale.report.series import series
+from tests.published import scaling as published
+from tests.workflow.conftest import Tree
+
+#: Of the tiny digits, a few batches.
+PLAN: dict[str, Any] = {
+    "study": "mnist_cnn",
+    "kind": "weak_scaling",
+    "settings": {
+        "dataset": "mnist_cnn",
+        "model": {"widths": [4, 8], "hidden": 16},
+        "loader": {"workers": 0},
+        "precision": "fp32",
+        "threads": 1,
+        "throughput": {"warmup": 1, "trials": 2, "batches": 3},
+    },
+    "scaling": {"devices": [1, 2], "batch_sizes": [8]},
+}
+RUNS = {"b8_ddp_1": (1, 8, True), "b8_ddp_2": (2, 16, True), "b8_no_sync_2": (2, 16, False)}
+
+
+def test_weak_scaling(clone: Tree, tmp_path: Path) -> None:
+    clone.config["plans"]["weak"] = PLAN
+    clone.write()
+    jobs = [f"{rule} weak {run}" for rule in ("configure_run", "throughput") for run in RUNS]
+    jobs += ["configure_plan weak", "collect weak", "report_plan weak"]
+    outcome = clone.snakemake("--cores", "2", "--", "plan_weak")
+    assert outcome.status == 0, outcome.output[-5000:]
+    assert outcome.names == sorted(jobs)
+    assert clone.planned(targets=["plan_weak"]).names == []
+
+    folder = clone.results / "plans/weak"
+    plan = read_plan(folder / "plan.yaml")
+    (found,) = series(plan)
+    assert (found.batch, [point.devices for point in found.points]) == (8, [1, 2])
+    for run in plan.runs:
+        record = run.throughput
+        assert record and (record.nranks, record.batch_size, run.averages) == RUNS[run.name]
+        assert record.predicted and record.predicted.peak and record.predicted.peak < (record.peak_memory_bytes or 0)
+        assert (record.alone is None) == (run.name != "b8_ddp_2")
+    assert all(found.points[1].communication(mode) for mode in ("IO", "SYNTHETIC", "FULL"))
+    html = (folder / "report.html").read_text()
+    assert "<h3>Scaling</h3>" in html and "of the ideal on 2 devices" in html
+    read_by_the_published_script({1: folder / "b8_ddp_1", 2: folder / "b8_ddp_2"}, tmp_path)
+
+
+def read_by_the_published_script(runs: dict[int, Path], tmp_path: Path) -> None:
+    """Have it read and draw `throughput.json` as it is; what it takes of it is what was measured."""
+    import matplotlib.pyplot as plt
+
+    measured = {count: published.read_rates(folder / "throughput.json") for count, folder in runs.items()}
+    for count, folder in runs.items():
+        own = Throughput.read(folder / "throughput.json")
+        modes = [own.mode(label) for label in published.LABELS]
+        assert measured[count] == tuple(mode.trial_throughput[0] for mode in modes if mode)
+    drawn = published.lines(measured)
+    assert drawn["FULL ideal"] == pytest.approx([measured[1][2], 2 * measured[1][2]])
+    figure, axes = plt.subplots()
+    published.plot(measured, axes)
+    figure.savefig(tmp_path / "weak_scale.png")
+    plt.close(figure)
+    assert [list(np.asarray(line.get_ydata())) for line in axes.lines[:3]] == [
+        drawn[k] for k in ("FULL", "SYNTHETIC", "IO")
+    ]
+    assert (tmp_path / "weak_scale.png").stat().st_size > 5000

@@ -1,0 +1,180 @@
+"""What plans of kind `weak_scaling`, `strong_scaling` and `convergence` run: numbers of devices, batch sizes, seeds."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt, field_validator, model_validator
+
+from dlscale.core.schema import Name, Strict
+from dlscale.core.text import many
+
+#: Letters of a variant's name: with a batch size and devices it becomes a run's.
+LONGEST = 32
+
+#: The computation with and without averaged gradients: what lies between is communication.
+TWINS: dict[str, Any] = {"ddp": {}, "no_sync": {"parallel": {"sync": False}}}
+
+
+@dataclass(frozen=True)
+class Made:
+    """A run that a block of a plan makes: what it changes, by the key of the block where that is written."""
+
+    parts: dict[str, dict[str, Any]]
+
+    @property
+    def needs(self) -> dict[str, Any]:
+        """What it needs of the machine, as `needs`, if anything."""
+        return {key: value for part in self.parts.values() for key, value in part.items() if key == "needs"}
+
+
+class Scaling(Strict):
+    """Runs of one computation on more and more devices."""
+
+    devices: list[PositiveInt] = Field(min_length=1, description="Numbers of devices, each a run.")
+    per_node: PositiveInt = Field(
+        4, description="Devices of a node: fewer are on one node, more must be a multiple and fill several."
+    )
+    batch_sizes: list[PositiveInt] = Field(
+        min_length=1,
+        description="weak_scaling: samples of a step on each device (or on those that share a model); "
+        "strong_scaling: on all devices together.",
+    )
+    variants: dict[Name, Any] = Field(
+        TWINS,
+        min_length=1,
+        description="Further settings by name: each variant runs on all numbers of devices. One with parallel.sync: "
+        "false is the twin of the others that shows what communication costs; on one device there is none.",
+    )
+
+    @field_validator("devices", "batch_sizes")
+    @classmethod
+    def _once(cls, values: list[int]) -> list[int]:
+        return sorted(_different(values))
+
+    @field_validator("variants")
+    @classmethod
+    def _named(cls, variants: dict[str, Any]) -> dict[str, Any]:
+        for name, settings in variants.items():
+            if len(name) > LONGEST:
+                raise ValueError(f"{name}: its name has {len(name)} letters; use at most {LONGEST}")
+            _leave(settings, name, "use", "batch_size", "local_batch_size", "geometry.nodes", "geometry.gpus_per_node")
+        if all(_apart(settings) for settings in variants.values()):
+            raise ValueError("none averages gradients; add one, for example ddp: {}")
+        return variants
+
+    @model_validator(mode="after")
+    def _on_nodes(self) -> Scaling:
+        for count in self.devices:
+            if count > self.per_node and count % self.per_node:
+                less = count - count % self.per_node
+                raise ValueError(
+                    f"devices: {count} do not fill nodes of per_node {self.per_node}; use {less} or "
+                    f"{less + self.per_node}, or another per_node"
+                )
+        return self
+
+    def runs(self, weak: bool) -> dict[str, Made]:
+        """Return the runs by name, those of a variant and batch size together, from few devices to many."""
+        made = {}
+        for batch, (variant, settings), count in itertools.product(
+            self.batch_sizes, self.variants.items(), self.devices
+        ):
+            if count == 1 and _apart(settings):
+                continue
+            nodes = max(count // self.per_node, 1)
+            words = [many(count, "device"), f"{batch} {'each' if weak else 'in all'}"]
+            words += [variant.replace("_", " ")] if variant != next(iter(self.variants)) else []
+            own = {
+                "geometry": {"nodes": nodes, "gpus_per_node": count // nodes},
+                "local_batch_size" if weak else "batch_size": batch,
+                "label": ", ".join(words),
+            }
+            made[f"b{batch}_{variant}_{count}"] = Made({f"variants.{variant}": settings or {}, "devices": own})
+        return made
+
+
+#: Batch sizes: a list, or the further settings of each.
+BatchSizes = Annotated[
+    dict[PositiveInt, Any],
+    BeforeValidator(
+        lambda value: dict.fromkeys(_different(value)) if isinstance(value, list) else value,
+        json_schema_input_type=list[PositiveInt] | dict[PositiveInt, Any],
+    ),
+]
+
+
+class Convergence(Strict):
+    """Trainings with larger and larger batches, each several times."""
+
+    batch_sizes: BatchSizes = Field(
+        min_length=1,
+        description="Global batch sizes: a list, or by batch size further settings: `{64: {}, 256: {geometry: "
+        "{gpus_per_node: 4}, training: {epochs: 20}}}`.",
+    )
+    scaling: list[Literal["none", "sqrt", "linear"]] = Field(
+        ["sqrt"], min_length=1, description="How the learning rate grows with the batch size: each rule is tried."
+    )
+    base_batch_size: PositiveInt | None = Field(
+        None, description="Batch size that optimizer.lr is meant for; the smallest of batch_sizes if absent."
+    )
+    seeds: list[NonNegativeInt] = Field([0], min_length=1, description="Each training is repeated with each of these.")
+
+    @field_validator("scaling", "seeds")
+    @classmethod
+    def _once(cls, values: list[Any]) -> list[Any]:
+        return _different(values)
+
+    @field_validator("batch_sizes")
+    @classmethod
+    def _own(cls, sizes: dict[int, Any]) -> dict[int, Any]:
+        for size, settings in sizes.items():
+            _leave(settings, str(size), "use", "batch_size", "local_batch_size", "seed", "schedule.scaling")
+        return dict(sorted(sizes.items()))
+
+    def runs(self) -> dict[str, Made]:
+        """Return the runs by name. With the base batch size all rules are one, and it trains once."""
+        base, made = self.base_batch_size or min(self.batch_sizes), {}
+        for (size, settings), rule, seed in itertools.product(self.batch_sizes.items(), self.scaling, self.seeds):
+            if size == base and rule != self.scaling[0]:
+                continue
+            words = [f"batch {size}"]
+            words += [rule] if len(self.scaling) > 1 and size != base else []
+            words += [f"seed {seed}"] if len(self.seeds) > 1 else []
+            own = {
+                "batch_size": size,
+                "seed": seed,
+                "schedule": {"scaling": rule, "base_batch_size": base},
+                "label": ", ".join(words),
+            }
+            parts = {f"batch_sizes.{size}": settings or {}, "batch_sizes": own}
+            made[f"b{size}_{rule}_seed{seed}"] = Made(parts)
+        return made
+
+
+def _different(values: Sequence[Any]) -> list[Any]:
+    for value in values:
+        if values.count(value) > 1:
+            raise ValueError(f"{value} stands twice")
+    return list(values)
+
+
+def _apart(settings: Any) -> bool:
+    """Whether the devices of a variant do not average their gradients."""
+    parallel = settings.get("parallel") if isinstance(settings, dict) else None
+    return isinstance(parallel, dict) and parallel.get("sync") is False
+
+
+def _leave(settings: Any, name: str, *keys: str) -> None:
+    """Refuse further settings that are none, or that the block itself decides on."""
+    if settings is not None and not isinstance(settings, dict):
+        raise ValueError(f"{name}: expected settings (keys and values), got {settings!r}")
+    for key in keys:
+        here: Any = settings
+        for word in key.split("."):
+            here = here.get(word) if isinstance(here, dict) else None
+        if here is not None:
+            raise ValueError(f"{name}: {key} is decided by the other keys of this block; leave it out")
