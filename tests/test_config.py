@@ -174,6 +174,44 @@ def test_parts_of_another_study() -> None:
     one(message(**plan(wrong)), "plans.p.settings.samples.kind", "'pairs'", "crops")
 
 
+TWO, FSDP = {"gpus_per_node": 2}, {"kind": "fsdp"}
+
+#: What devices that share a model cannot do: the study, settings, and what is said.
+UNSHARED: dict[str, tuple[str, Raw, str]] = {
+    "heads": ("era5_vit", {"geometry": {"gpus_per_node": 3, "tp": 3}}, "heads"),
+    "devices": ("era5_vit", {"geometry": {"gpus_per_node": 3, "tp": 2}}, "tp"),
+    "convolutions": ("cosmo_unet", {"geometry": {**TWO, "cp": 2}}, "has no plan for it"),
+    "one process": ("era5_vit", {"geometry": {**TWO, "tp": 2}, "parallel": {"kind": "dp"}}, "use ddp or fsdp"),
+    "statistics": ("era5_vit", {"geometry": {**TWO, "tp": 2}, "parallel": {"sync_batchnorm": True}}, "leave one out"),
+    "groups": ("era5_vit", {"geometry": TWO, "parallel": {**FSDP, "shard": 3}}, "the 2 devices"),
+    "masters": ("era5_vit", {"geometry": TWO, "parallel": FSDP, "precision": "bf16_master"}, "float32 weights itself"),
+    "graphs": ("era5_vit", {"geometry": TWO, "parallel": FSDP, "cuda_graph": True}, "weights move in memory"),
+    "one device": ("era5_vit", {"parallel": {**FSDP, "param_dtype": "bf16"}}, "shares no weights"),
+    "one of each part": (
+        "era5_vit",
+        {"geometry": {**TWO, "tp": 2}, "parallel": {**FSDP, "reduce_dtype": "bf16"}},
+        "shares no weights",
+    ),
+    "offloaded sums": (
+        "era5_vit",
+        {"geometry": {**TWO, "tp": 2}, "parallel": {**FSDP, "cpu_offload": True}},
+        "geometry.tp",
+    ),
+    "offloaded scale": (
+        "era5_vit",
+        {"geometry": TWO, "parallel": {**FSDP, "cpu_offload": True}, "precision": "fp16"},
+        "use bf16",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", UNSHARED)
+def test_what_devices_that_share_a_model_cannot_do(case: str) -> None:
+    study, settings, words = UNSHARED[case]
+    said = message(**plan(settings, study=study))
+    assert words in said and "\n" not in said, said
+
+
 def test_a_patch_that_does_not_divide_the_fields() -> None:
     changes = plan({"model": {"patch": [4, 5]}}, study="era5_vit")
     one(message(**changes), "plans.p.settings.model.patch", "4 x 5", "16 x 32")

@@ -188,7 +188,7 @@ def test_prediction_of_a_model_that_two_devices_share(tmp_path: Path) -> None:
         run = SHARED.run(batch_size=size, **over)
         fake = FakeStep(run, partial(SHARED.network, run), SHARED.loss(), CPU, sharding=study.sharding)
         x, y = (torch.empty(SHARED.batch_size, *shape, device="meta") for shape in SHARED.shapes)
-        use = memory.of_run(run, fake, (x, y), ranks=run.geometry.dp * run.geometry.cp)
+        use = memory.of_run(run, fake, (x, y))
         assert use.peak and alone.peak
         weights = alone.parameters if over.get("parallel", {}).get("reshard") is False else 0  # together until the end
         batch = 4 * (x.numel() + y.numel())

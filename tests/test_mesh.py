@@ -230,6 +230,7 @@ def _learn_all(rank: int, ranks: int, port: int, folder: str, names: list[str]) 
             world = replace(joined, mesh=Mesh(run.geometry, "cpu") if run.geometry.model_size > 1 else None)
             places = [world.mesh.rank(axis) if world.mesh else 0 for axis in AXES]
             found = {**learn(case, run, world), "dp": world.data_rank, "places": places}
+            found["sum"] = world.sum(torch.tensor(rank + 1.0))
             torch.save(found, Path(folder, f"{name}.{rank}.pt"))
 
 
@@ -309,6 +310,15 @@ def test_ranks_exchange_what_the_formula_says(learnt: Any, name: str) -> None:
         assert all(size <= small for size in more.values()), f"counted {counted}, by formula {expected}"
         if number == 0:  # of weights that do not divide others have less
             assert all(size >= 0 for size in more.values()), f"counted {counted}, by formula {expected}"
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if case.ranks == 2 else [pytest.mark.parallel]) for n, case in STRATEGIES.items()]
+)
+def test_ranks_agree_on_sums(learnt: Any, name: str) -> None:
+    """Those who share a model may have sums that differ in their last bits, or, here, in all: the first's counts."""
+    ranks = arrangement(STRATEGIES[name].run().geometry)
+    assert {float(rank["sum"]) for rank in learnt(name)} == {float((ranks[:, 0, 0] + 1).sum())}
 
 
 @pytest.mark.parallel

@@ -180,7 +180,8 @@ def test_the_verdict() -> None:
     assert verdict(waits, behind) == "all have waited for 45 s for process 1 on nid1 (data)"
     assert "for process 1 on nid1 (data), process 2 on nid2 (data)" in str(verdict(waits, behind, behind))
     assert verdict(waits, (100, "backward", True, 3.0, 0.4)) is None, "one goes on"
-    assert "none is behind" in str(verdict(waits, waits))
+    assert verdict(waits, waits) is None, "all compute, or compile"
+    assert "none is behind" in str(verdict(*2 * [(100, "backward", True, 1801.0, 0.4)]))
     assert "45 s for process 0 on nid0 (backward)" in str(verdict((*waits, 7), (*waits, 8))), "in the same range"
     assert verdict(waits, (98, "data", True, 51.0, 6.0)) is None, "a range has taken 6 s before"
     assert verdict(waits, (98, "data", False, 51.0, 0.4)) is None, "it draws, or opens files"
@@ -196,7 +197,11 @@ def test_ranges_tell_how_far_a_process_has_come() -> None:
     before = ranges.entered
     with ranges.looping(), ranges.mark("data"):
         assert (ranges.entered, ranges.at, ranges.loops) == (before + 1, "data", 1)
-    assert ranges.loops == 0
+        assert ranges.in_step()
+        with ranges.patience():
+            assert not ranges.in_step()
+        assert ranges.in_step()
+    assert ranges.loops == 0 and not ranges.in_step()
 
 
 def test_the_last_word_is_said_before_the_end() -> None:

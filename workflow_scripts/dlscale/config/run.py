@@ -485,6 +485,13 @@ class RunCore(Strict):
                 f"precision {self.precision} and parallel.kind fsdp: it keeps float32 weights itself; use precision "
                 "bf16 with parallel.param_dtype bf16"
             )
+        if replicas == 1 and (fsdp.param_dtype, fsdp.reduce_dtype) != ("fp32", "fp32"):
+            raise ValueError(
+                "parallel.param_dtype and reduce_dtype: one device, or one for each part of a model, shares no weights "
+                "and computes as precision says; leave them out, and use precision bf16"
+            )
+        if fsdp.cpu_offload and self.geometry.tp > 1:
+            raise ValueError("parallel.cpu_offload and geometry.tp: gradients are summed on the devices; leave one out")
         if fsdp.cpu_offload and self.precision == "fp16":
             raise ValueError("parallel.cpu_offload and precision fp16: its loss is scaled on the device; use bf16")
         for key, used in (

@@ -22,6 +22,7 @@ _marker: Marker | None = None
 entered = 0  #: How many ranges have been entered.
 at = ""  #: The last of them.
 loops = 0  #: How many loops of steps this process is in.
+_patient = 0  #: How many contexts of `patience` it is in.
 
 
 def mark(name: str) -> AbstractContextManager[object]:
@@ -40,6 +41,22 @@ def looping() -> Iterator[None]:
         yield
     finally:
         loops -= 1
+
+
+def in_step() -> bool:
+    """Return whether steps follow one another now, so that one that takes long stands out."""
+    return bool(loops) and not _patient
+
+
+@contextlib.contextmanager
+def patience() -> Iterator[None]:
+    """Say that what is done in this context may take as long as it likes: compiling, the first batch, saving."""
+    global _patient
+    _patient += 1
+    try:
+        yield
+    finally:
+        _patient -= 1
 
 
 @contextlib.contextmanager

@@ -112,7 +112,7 @@ def predicted(session: Session, batch: Batch) -> MemoryUse | None:
     """Return the memory that a step on such a batch is predicted to take; None where its code asks for values."""
     run, world = session.run, session.world
     try:
-        return memory.predict(run, session.manifest, world.device, batch, session.step.attention, world.data_size)
+        return memory.predict(run, session.manifest, world.device, batch, session.step.attention)
     except Exception as error:
         logging.warning("memory is not predicted: %s", error)
         return None

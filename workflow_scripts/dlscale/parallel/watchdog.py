@@ -50,7 +50,7 @@ class _Seen:
     at: float = 0.0  #: When it last changed, by this process's clock.
     entered: int = 0  #: Ranges that it has entered.
     range: str = ""  #: The last one.
-    looping: bool = False  #: Whether it is in a loop of steps.
+    looping: bool = False  #: Whether it is in a loop of steps, in a part of it that is known to be short.
     exchanges: int = 0  #: That it has begun.
     age: float = 0.0  #: Seconds since then.
     longest: float = 0.0  #: That it was in any one.
@@ -111,18 +111,20 @@ class Watchdog:
     # ---- signs of life ---------------------------------------------------------------------------
 
     def _sign(self, number: int, age: float, longest: float) -> None:
-        place = [ranges.entered, ranges.at, bool(ranges.loops), _exchanges()]
+        place = [ranges.entered, ranges.at, ranges.in_step(), _exchanges()]
         sign = [number, *place, round(age, 1), round(longest, 1)]
         self._store.set(f"sign/{self.rank}", json.dumps(sign))
 
     def _beat(self) -> None:
         number, entered, since, longest, silent = 0, ranges.entered, time.monotonic(), 0.0, False
+        usual = False  # whether that range was one of many
         while not self._closed.wait(BEAT):
             now = time.monotonic()
             if ranges.entered != entered:
-                if entered >= FIRST:
+                if entered >= FIRST and usual and ranges.in_step():
                     longest = max(longest, now - since)
-                entered, since = ranges.entered, now
+                entered, since, usual = ranges.entered, now, True
+            usual = usual and ranges.in_step()
             number += 1
             try:
                 self._sign(number, now - since, longest)
@@ -186,6 +188,8 @@ class Watchdog:
         limit = max(STUCK, LONGER * max(seen.longest for seen in self._seen))
         if min(places)[0] < FIRST or not all(self._seen[rank].looping for rank in culprits):
             limit = max(limit, GRACE)  # who is no more in a loop may wait for one who still is
+        if len(culprits) == self.size:  # all compute, or compile, or wait for their network
+            limit = max(limit, GRACE)
         if min(seen.age for seen in self._seen) <= limit:
             return None
         if len(culprits) == self.size:
@@ -198,6 +202,10 @@ class Watchdog:
         silent = [rank for rank, seen in enumerate(self._seen[:count]) if now - seen.at > SILENT]
         if not silent:
             return None
+        with contextlib.suppress(Exception):
+            for rank in silent:  # it has said why, and could not end before the others
+                if self._store.check([f"failed/{rank}"]):
+                    return f"{self._name(rank)} ended: {self._store.get(f'failed/{rank}').decode()}"
         names = ", ".join(self._name(rank) for rank in silent[:8])
         return f"no sign of life for {SILENT:.0f} s: {names}; it was killed or stopped, or its node is gone"
 
@@ -217,4 +225,6 @@ def _exchanges() -> int:
 
 def is_gone(error: BaseException) -> bool:
     """Whether an exception says that another rank has gone."""
+    if isinstance(error, OSError):  # a loader's, a tracker's
+        return False
     return isinstance(error, dist.DistError) or any(words in str(error) for words in _GONE)

@@ -74,9 +74,16 @@ class World:
         return self.mesh is None or self.mesh.rank("cp") == self.mesh.rank("tp") == 0
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Add up a tensor over all ranks of different samples, in place; every rank gets the result."""
+        """Add up a tensor over all ranks of different samples, in place; every rank gets the same result.
+
+        The sums of those who share a model differ in no more than rounding; the first one's is that of all, or they
+        would decide differently.
+        """
         if self.data_size > 1:
             dist.all_reduce(values, group=self.mesh.group("dp") if self.mesh else None)
+        for axis in ("cp", "tp"):
+            if self.mesh and self.mesh.size(axis) > 1:
+                dist.broadcast(values, group=self.mesh.group(axis), group_src=0)
         return values
 
     def share(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -151,7 +158,7 @@ def join(geometry: Geometry, device: str) -> Iterator[World]:
         timeout=TIMEOUT,
         device_id=own if kind == "cuda" else None,
     )
-    watchdog = Watchdog(rank, size)
+    watchdog, failed = Watchdog(rank, size), False
     try:
         # NCCL only exchanges tensors on a device.
         control = dist.new_group(backend="gloo", timeout=TIMEOUT) if kind == "cuda" else None
@@ -168,10 +175,12 @@ def join(geometry: Geometry, device: str) -> Iterator[World]:
                 ending.end(lost, ending.LOST)
             raise PeerLost(lost) from error
         watchdog.tell(error)
+        failed = True
         raise
     finally:
         watchdog.close()
-        dist.destroy_process_group()
+        if not (failed and kind == "cuda"):  # NCCL would wait for what the others do not do any more
+            dist.destroy_process_group()
 
 
 def _end_with_torchrun() -> None:

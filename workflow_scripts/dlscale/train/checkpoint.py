@@ -51,6 +51,7 @@ class Places(Record):
     tp: int = 1
     cp: int = 1
     order: str = ""
+    device: str = ""
 
 
 class CheckpointRecord(Record):
@@ -87,6 +88,7 @@ class Checkpoints:
         #: What is exchanged while a training goes on must not get between what it exchanges.
         self._group = dist.new_group(backend="gloo") if self._world.size > 1 else None
         self._writer: _Writer | None = None
+        self._sound = set[int]()  #: steps that could not be read, but through no fault of theirs
         if self._world.main:
             folder.mkdir(parents=True, exist_ok=True)
 
@@ -136,7 +138,8 @@ class Checkpoints:
             if temporary:
                 temporary.mkdir()
             folder = Path(self._first(str(temporary)))
-            writer = FileSystemWriter(folder)
+            # All is on the host: without this the thread would look for the stream of the first GPU, on each rank.
+            writer = FileSystemWriter(folder, per_thread_copy_ahead=0)
             try:
                 save(
                     state,
@@ -157,9 +160,9 @@ class Checkpoints:
                 digests = {name: digest for each in files for name, digest in each.items()}
                 record.model_copy(update={"files": digests}).write(folder / "checkpoint.json")
         if main:
-            # Later steps are what could not be read: nothing goes on from them.
+            # Later steps are what this training has left behind.
             earlier = [step for step in self.steps() if step < record.step]
-            later = [step for step in self.steps() if step > record.step]
+            later = [step for step in self.steps() if step > record.step and step not in self._sound]
             for old in [*earlier[: len(earlier) + 1 - self.keep], *later]:
                 shutil.rmtree(self._path(old), ignore_errors=True)
 
@@ -192,7 +195,7 @@ class Checkpoints:
             raise UserError(f"{self.folder}: not all of the {self._world.size} processes see the same files; {SHARED}")
         for step in reversed([step for step in known[0] if until is None or step <= until]):
             path, problem, found = self._path(step), "", None
-            damaged = True
+            damaged, misfit = True, False
             try:
                 record = CheckpointRecord.read(path / "checkpoint.json")
                 self._check(path, record)
@@ -201,13 +204,21 @@ class Checkpoints:
                 fill(path, found[1])
             except (Exception, CheckpointException) as error:  # whatever its content leads to: there is an earlier one
                 cause = _cause(error)
+                misfit = isinstance(cause, Misfit)
                 problem = f"{type(cause).__name__}: {cause}".splitlines()[0]
             problems = [each for each in self._world.gather(problem) if each]
             if not problems:
                 return found
+            torn = any(self._world.gather(damaged))
+            if not torn and any(self._world.gather(misfit)):  # the code that wrote it and this do not agree
+                raise UserError(
+                    f"{path}: the checkpoint is as it was written, but this training cannot go on from it "
+                    f"({problems[0]}); remove the folder to begin anew"
+                )
             logging.warning("%s: not readable (%s); trying an earlier one", path, problems[0])
-            # So that it does not count among those to keep; where memory ran out, it is as good as it was.
-            if any(self._world.gather(damaged)) and self._world.main:
+            if not torn:  # memory may have run out: the next try may find enough
+                self._sound.add(step)
+            elif self._world.main:  # so that it does not count among those to keep
                 shutil.rmtree(path, ignore_errors=True)
             self._world.barrier()
         return None
@@ -276,12 +287,19 @@ class _Reader(FileSystemReader):
             metadata = _Unpickler(file).load()
         if not isinstance(metadata, Metadata):
             raise pickle.UnpicklingError("no list of tensors")
+        for place in (metadata.storage_data or {}).values():
+            if Path(place.relative_path).name != place.relative_path:
+                raise pickle.UnpicklingError(f"{place.relative_path} is outside of the folder")
         metadata.storage_meta = StorageMeta()
         return metadata
 
 
-class _Unpickler(pickle.Unpickler):
-    """Makes what is in DCP's `.metadata`, and nothing else."""
+#: Python's own: C's cannot be told what `load_build` is.
+_Plain: Any = pickle._Unpickler
+
+
+class _Unpickler(_Plain):
+    """Makes what is in DCP's `.metadata`, and nothing else; classes and functions stay as they are."""
 
     _KNOWN: ClassVar[dict[str, set[str]]] = {
         "torch": {"Size"},
@@ -301,6 +319,13 @@ class _Unpickler(pickle.Unpickler):
             raise pickle.UnpicklingError(f"{module}.{name} does not belong in a list of tensors")
         return super().find_class(module, name)
 
+    def load_build(self) -> None:
+        if isinstance(self.stack[-2], type) or callable(self.stack[-2]):
+            raise pickle.UnpicklingError("it would change what it names")
+        super().load_build()
+
+    dispatch: ClassVar[dict[int, Any]] = {**_Plain.dispatch, pickle.BUILD[0]: load_build}
+
 
 def read(path: Path, prefix: str = "") -> dict[str, torch.Tensor]:
     """Return the whole tensors of a checkpoint whose names begin so, on the host."""
@@ -314,14 +339,18 @@ def read(path: Path, prefix: str = "") -> dict[str, torch.Tensor]:
     return {name: piece.tensor for name, piece in state.items()}
 
 
+class Misfit(ValueError):
+    """A checkpoint has no such tensor, or one of another shape."""
+
+
 def fill(path: Path, state: State) -> None:
-    """Fill the pieces from a checkpoint; what is not there, or of another shape, is a `ValueError`."""
+    """Fill the pieces from a checkpoint; what is not there, or of another shape, is a `Misfit`."""
     reader = _Reader(path)
     there = reader.read_metadata().state_dict_metadata
     for name, piece in state.items():
         entry = there.get(name)
         if not isinstance(entry, TensorStorageMetadata) or entry.size != piece.shape:
-            raise ValueError(f"{name}: {getattr(entry, 'size', 'not there')}, expected {tuple(piece.shape)}")
+            raise Misfit(f"{name}: {getattr(entry, 'size', 'not there')}, expected {tuple(piece.shape)}")
     load(
         dict(state),
         storage_reader=reader,

@@ -111,7 +111,7 @@ def message(error: BaseException, run: RunCore, manifest: Path, world: World, fr
     text = f"out of memory in {where}{rank}{more}; {device}, and {size(free)} were free for this process"
     try:
         data = Manifest.read(manifest)
-        needed = predict(run, data, world.device, ranks=world.data_size).peak or 0
+        needed = predict(run, data, world.device).peak or 0
         # It failed, so that no more than what it needs was there, however much seemed to be.
         kind = world.device.type
         fitting = alternatives(run, data, world, SHARE[kind] * min(free - RESERVE[kind], needed))
@@ -158,7 +158,7 @@ def _first(
             other = type(run).model_validate({**run.model_dump(mode="json"), **over})
         except ValidationError:  # they do not go together with the run's other settings
             continue
-        bytes_ = predict(other, manifest, world.device, ranks=world.data_size).peak or 0
+        bytes_ = predict(other, manifest, world.device).peak or 0
         if bytes_ <= limit:
             return [(over, bytes_)]
     return []

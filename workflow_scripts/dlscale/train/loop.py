@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from dlscale.core.ranges import looping, mark
+from dlscale.core.ranges import looping, mark, patience
 
 #: What `step` takes: input and target, and in training the weight of this rank's loss.
 Batch = tuple[Any, ...]
@@ -31,11 +32,11 @@ def run_steps(
 ) -> None:
     """Call `step(*batch)` with the next batch for each of `numbers`, which hooks are told."""
     with looping():
-        for number in numbers:
+        for count, number in enumerate(numbers):
             with mark("step"):
                 for hook in hooks:
                     hook.before_step(number)
-                with mark("data"):
+                with mark("data"), patience() if count == 0 else nullcontext():  # workers start, files are opened
                     batch = next(batches)
                 result = step(*batch)
                 for hook in hooks:

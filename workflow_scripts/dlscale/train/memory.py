@@ -16,7 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dlscale.config.parallel import FSDP
+from dlscale.config.parallel import DDP, FSDP
 from dlscale.config.run import RunCore
 from dlscale.core import registry
 from dlscale.core.machine import job_limits, text_of
@@ -44,9 +44,8 @@ def predict(
     device: torch.device,
     batch: Batch | None = None,
     attention: Context | None = None,
-    ranks: int = 1,
 ) -> MemoryUse:
-    """Return the memory that a step of the run needs on each of its `ranks` devices, without any of it.
+    """Return the memory that a step of the run needs on each of its devices, without any of it.
 
     Not predicted are what libraries take for themselves (a CUDA context, cuDNN's and oneDNN's workspaces, NCCL's
     buffers), what a compiler fuses away, graphs' own pools, loaders, and what lies unused between blocks.
@@ -58,15 +57,15 @@ def predict(
     attention
         As `fake_step` takes it.
     """
-    return of_run(run, fake_step(run, manifest, device, attention), batch or fake_batch(run, manifest), ranks)
+    return of_run(run, fake_step(run, manifest, device, attention), batch or fake_batch(run, manifest))
 
 
-def of_run(run: RunCore, fake: FakeStep, batch: Batch, ranks: int = 1) -> MemoryUse:
+def of_run(run: RunCore, fake: FakeStep, batch: Batch) -> MemoryUse:
     """Return what `predict` returns, of a fake step of the run, which is used up."""
-    shard = 1
+    copies, shard = run.geometry.dp * run.geometry.cp, 1  # devices that average their gradients
     if isinstance(run.parallel, FSDP):
-        shard = run.parallel.shard or run.geometry.dp * run.geometry.cp
-    use = of_step(fake, *batch, ranks=ranks if run.averages else 1, shard=shard)
+        shard = run.parallel.shard or copies
+    use = of_step(fake, *batch, ranks=copies if isinstance(run.parallel, DDP) and run.averages else 1, shard=shard)
     return use if shard == 1 else _gathering(use, run, registry.study(run.study).sharding(fake.step.model), fake, shard)
 
 
@@ -193,7 +192,7 @@ def measure(session: Session, batch: Batch) -> Memory:
             synchronize(device)
             measured[stage] = max(in_use(device), measured.get(stage, 0))  # of the parts of a batch, the greatest
 
-    predicted = predict(session.run, session.manifest, device, batch, session.step.attention, session.world.data_size)
+    predicted = predict(session.run, session.manifest, device, batch, session.step.attention)
     reset_peak(device)
     with marking(marker):
         session.step(*batch)

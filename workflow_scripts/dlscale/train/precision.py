@@ -93,9 +93,10 @@ class Weights:
         named = dict(model.named_parameters())
         self.model, self.parameters, self.named = model, list(named.values()), named
         self._cuts = {name: (*cuts.get(name, ()), *cut(p)) for name, p in named.items()}
-        self._masters = {name: nn.Parameter(value) for name, value in exact.items()}
-        self._rounded: list[torch.Tensor] = [named[name] for name in self._masters]
-        self._exact: list[torch.Tensor] = list(self._masters.values())
+        self._masters = {name: nn.Parameter(value, named[name].requires_grad) for name, value in exact.items()}
+        trained = [name for name, p in self._masters.items() if p.requires_grad]
+        self._rounded: list[torch.Tensor] = [named[name] for name in trained]
+        self._exact: list[torch.Tensor] = [self._masters[name] for name in trained]
         self._parts = {
             name: nn.Parameter(p.to_local().detach(), p.requires_grad)
             for name, p in named.items()

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from dlscale.config.run import RunCore
-from dlscale.core.ranges import mark
+from dlscale.core.ranges import mark, patience
 from dlscale.data.loaders.base import AXES, Delivery
 from dlscale.parallel.gradients import Gradients
 from dlscale.parallel.model import ModelParallel
@@ -92,6 +92,7 @@ class Step:
         self.device, self.attention = strategy.world.device, attention
         self.optimizer, self.scaler = optimizer, gradients.scaler(run.precision in SCALED)
         self._gradients, self._accumulation = gradients, run.accumulation_steps
+        self._known = set[object]()  #: what was done once, with batches of this shape
         self._train: Callable[..., torch.Tensor] = self._train_eagerly
         self._loss_of: Callable[..., torch.Tensor] = strategy.wrapped
         self._predict: Callable[..., torch.Tensor] = strategy.predict(network)
@@ -123,7 +124,15 @@ class Step:
 
         `weight` is that of this rank's loss among those of all ranks: its samples over the mean of all ranks' samples.
         """
-        return self._train(x, y, weight)
+        with self._first(x.shape):
+            return self._train(x, y, weight)
+
+    def _first(self, *key: object) -> AbstractContextManager[object]:
+        """Return the context of something that takes long the first time, with batches of each shape: it compiles."""
+        if key in self._known:
+            return nullcontext()
+        self._known.add(key)
+        return patience()
 
     def _train_eagerly(self, x: torch.Tensor, y: torch.Tensor, weight: float = 1.0) -> torch.Tensor:
         loss = self.gradients(x, y, weight)
@@ -176,7 +185,7 @@ class Step:
         """Return the prediction in evaluation mode, float32; one that is made only `once` is not compiled for."""
         if self.model.training:
             self.model.eval()
-        with self.attention():
+        with self._first(x.shape, "predict"), self.attention():
             return self.network.predict(x) if once else self._predict(x)
 
     def unsynchronised(self) -> AbstractContextManager[object]:

@@ -14,6 +14,7 @@ import torch
 from dlscale.config.run import Run
 from dlscale.core.errors import Stopped, UserError
 from dlscale.core.progress import Progress
+from dlscale.core.ranges import patience
 from dlscale.core.records import Best, Epoch, Untrained
 from dlscale.data.loaders.base import Loader, Share
 from dlscale.parallel.pieces import Piece, share
@@ -58,7 +59,8 @@ class Trainer:
         self._resumed = CheckpointRecord()
         self._made_with = run.model_dump(mode="json", include={"geometry", "parallel", "threads", "loader"})
         at = run.geometry
-        self._places = Places(ranks=world.size, tp=at.tp, cp=at.cp, order=at.order if at.model_size > 1 else "")
+        order = at.order if at.model_size > 1 else ""
+        self._places = Places(ranks=world.size, tp=at.tp, cp=at.cp, order=order, device=world.device.type)
         self._naive: dict[str, torch.Tensor] | None = None  # means over all validation samples
         kept, self._target = run.training.keep_best, run.training.target
         self._judge = metric_called(kept, metrics, "training.keep_best") if kept else None
@@ -131,8 +133,9 @@ class Trainer:
                         self.best_weights = {name: piece.copy("cpu") for name, piece in pieces.items()}
                     if self._done or (epoch + 1) % self.run.training.checkpoint_epochs == 0:
                         self._save(record.step)
-        except UserError:
-            self.checkpoints.wait()  # what was good until here shall not be lost
+        except Exception as error:
+            if isinstance(error, UserError) or self.world.size == 1:  # else the others may be gone
+                self.checkpoints.wait()  # what was good until here shall not be lost
             raise
         self.checkpoints.wait()
         for line in self._outcome():
@@ -279,8 +282,9 @@ class Trainer:
             return
         times = {"seconds": sums.seconds, "wall_time": sums.wall_time, "made_with": made_with}
         untrained = None if self.history else self._with_first_loss(sums)
-        self._save(sums.step, loss_sums=sums.by_rank(), untrained=untrained, **times)
-        self.checkpoints.wait()  # who asked may end us as soon as we say that it is saved
+        with patience():
+            self._save(sums.step, loss_sums=sums.by_rank(), untrained=untrained, **times)
+            self.checkpoints.wait()  # who asked may end us as soon as we say that it is saved
         logging.info("asked to %s: saved after step %d", request.name.lower(), sums.step)
         if request == Request.END:
             self.world.barrier()  # a rank that ends before the others have saved ends them, too
