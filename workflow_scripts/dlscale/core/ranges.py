@@ -12,6 +12,9 @@ from contextlib import AbstractContextManager
 
 RANGES = ("step", "data", "copy", "forward", "backward", "optimizer", "comm")
 
+#: What a process is at before any step, while it tests what it exchanges with the others.
+REHEARSAL = "self-test"
+
 #: Opens a range of this name: a context that closes it.
 Marker = Callable[[str], AbstractContextManager[object]]
 
@@ -19,7 +22,8 @@ _OFF = contextlib.nullcontext()
 _marker: Marker | None = None
 
 # For the watchdog, which asks how far a process has come.
-entered = 0  #: How many ranges have been entered.
+entered = 0  #: How many ranges have been entered,
+rehearsed = 0  #: of which in the self-test, before any step.
 at = ""  #: The last of them.
 loops = 0  #: How many loops of steps this process is in.
 
@@ -29,6 +33,22 @@ def mark(name: str) -> AbstractContextManager[object]:
     global entered, at
     entered, at = entered + 1, name
     return _OFF if _marker is None else _marker(name)
+
+
+def rehearse() -> None:
+    """Say that the self-test has come to its next part, which all processes have in the same order."""
+    global entered, rehearsed, at
+    entered, rehearsed, at = entered + 1, rehearsed + 1, REHEARSAL
+
+
+@contextlib.contextmanager
+def rehearsing() -> Iterator[None]:
+    """Say that the self-test goes on in this context; who has left it is ahead of who is in it."""
+    global at
+    rehearse()
+    yield
+    rehearse()
+    at = ""
 
 
 @contextlib.contextmanager

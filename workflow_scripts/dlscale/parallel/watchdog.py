@@ -36,6 +36,7 @@ STUCK = 45.0  #: Seconds without progress of any rank, at least, after which one
 LONGER = 10.0  #: and times of the longest that any range of a step has taken.
 GRACE = 1800.0  #: Seconds without progress before and between loops of steps: data are opened, code is compiled.
 FIRST = 8  #: Ranges of a step that are to be done until that ends.
+REHEARSAL = 120.0  #: Seconds without progress in the self-test, which may have to open thousands of connections.
 
 #: How libraries say that another rank has gone.
 _GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused", "gloo/transport")
@@ -54,12 +55,25 @@ class _Seen:
     longest: float = 0.0  #: That it was in any one.
 
 
+def connect(name: str) -> Any:
+    """Return a connection of its own to the store through which the ranks met; its keys are those of `name`."""
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    stores: Any = dist  # which names them at run time only
+    return prefixed(stores.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=SILENT)), name)
+
+
+def prefixed(store: Any, name: str) -> Any:
+    """Return a store whose keys are those of `name` in another one."""
+    stores: Any = dist
+    return stores.PrefixStore(name, store)
+
+
 class Watchdog:
     """Watches over the ranks of a run from its construction until `close`; all of them make one together."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
-        self._store = self._connect()
+        self._store = connect("watchdog")
         self._hosts: dict[int, str] = {}
         self._store.set(f"host/{rank}", socket.gethostname().split(".")[0])
         self._sign(0, 0.0, 0.0)
@@ -72,14 +86,6 @@ class Watchdog:
         ]
         for thread in self._threads:
             thread.start()
-
-    @staticmethod
-    def _connect() -> Any:
-        """Return a connection of its own: that of the main thread may wait."""
-        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        stores: Any = dist  # which names them at run time only
-        store = stores.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=SILENT))
-        return stores.PrefixStore("watchdog", store)
 
     def close(self) -> None:
         self._closed.set()
@@ -117,7 +123,7 @@ class Watchdog:
         while not self._closed.wait(BEAT):
             now = time.monotonic()
             if ranges.entered != entered:
-                if entered >= FIRST:
+                if entered - ranges.rehearsed >= FIRST:
                     longest = max(longest, now - since)
                 entered, since = ranges.entered, now
             number += 1
@@ -178,7 +184,9 @@ class Watchdog:
         places = [(seen.entered, not seen.looping) for seen in self._seen]  # who has left a loop is ahead
         culprits = [rank for rank, place in enumerate(places) if place == min(places)]
         limit = max(STUCK, LONGER * max(seen.longest for seen in self._seen))
-        if min(places)[0] < FIRST or not all(self._seen[rank].looping for rank in culprits):
+        if all(self._seen[rank].range == ranges.REHEARSAL for rank in culprits):
+            limit = max(limit, REHEARSAL)
+        elif min(places)[0] - ranges.rehearsed < FIRST or not all(self._seen[rank].looping for rank in culprits):
             limit = max(limit, GRACE)  # who is no more in a loop may wait for one who still is
         if min(seen.age for seen in self._seen) <= limit:
             return None
