@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from dlscale.core.errors import PeerLost
 from dlscale.core.records import Links, Provenance, Throughput
 from dlscale.parallel import links, selftest
 from dlscale.parallel.links import Link, Place
+from dlscale.parallel.mesh import Mesh
 from dlscale.parallel.selftest import Wrong, at_fault, self_test
 from dlscale.parallel.world import World, join
 from tests.conftest import ROOT
@@ -268,56 +270,90 @@ def adds_wrong_in_groups(original: Any) -> Any:
     return reduce
 
 
-#: By name: who, which function of `torch.distributed`, what becomes of it.
-FAULTS: dict[str, tuple[int, str, Any]] = {
-    "none": (-1, "all_reduce", None),
-    "sends": (2, "batch_isend_irecv", sends_wrong),
-    "sends, of two": (1, "batch_isend_irecv", sends_wrong),
-    "gathers": (1, "all_gather_into_tensor", gathers_wrong),
-    "adds": (2, "all_reduce", adds_wrong),
-    "reads": (3, "all_reduce", reads_wrong),
-    "adds in groups": (3, "all_reduce", adds_wrong_in_groups),
-    "late": (2, "batch_isend_irecv", sends_late(0.02)),
+@dataclass(frozen=True)
+class Case:
+    """What the self-test is to find."""
+
+    ranks: int
+    culprit: int = -1
+    function: str = "all_reduce"  #: Of `torch.distributed`, in the culprit's process,
+    make: Any = None  #: and what becomes of it.
+    per_node: int = 2  #: Processes of each pretended node.
+    geometry: dict[str, int] = field(default_factory=dict)
+    said: str = ""
+
+
+CASES = {
+    "right, of two": Case(2),
+    "sends, of two": Case(2, 1, "batch_isend_irecv", sends_wrong, said="what process 1 on nid0 sent is wrong"),
+    "adds, of two": Case(2, 1, "all_reduce", adds_wrong, said="sums are wrong with process 1 on nid0."),
+    "right": Case(4, per_node=1),
+    "sends": Case(
+        4, 2, "batch_isend_irecv", sends_wrong, said="what process 2 on nid1 sent is wrong, seen with 3 other"
+    ),
+    "gathers": Case(4, 1, "all_gather_single", gathers_wrong, said="what process 1 on nid0 sent is wrong, seen with 3"),
+    "adds": Case(4, 2, "all_reduce", adds_wrong, said="sums are wrong with process 2 on nid1."),
+    "reads": Case(4, 3, "all_reduce", reads_wrong, said="the sums that process 3 on nid1 got are wrong"),
+    "adds in groups": Case(
+        *(4, 3, "all_reduce", adds_wrong_in_groups, 4, {"tp": 2}), said="sums are wrong with process 3 on nid0."
+    ),
+    "late": Case(4, 2, "batch_isend_irecv", sends_late(0.06), per_node=4),
+    "late node": Case(4, 2, "batch_isend_irecv", sends_late(0.06), per_node=1),
 }
 
 
-def _test(rank: int, ranks: int, port: int, folder: str, fault: str, per_node: int, geometry: dict[str, int]) -> None:
+def _test(rank: int, ranks: int, port: int, folder: str) -> None:
     as_rank(rank, port, ranks)
     faulthandler.dump_traceback_later(PATIENCE, exit=True)
-    host = f"nid{rank // per_node}"
-    socket.gethostname = lambda: host  # pretended nodes
-    os.environ["SLURM_TOPOLOGY_ADDR"] = f"top.s{rank // per_node // 2}.{host}"
-    at, name, make = FAULTS[fault]
-    random_state = torch.get_rng_state()
+    with join(Geometry(gpus_per_node=ranks), "cpu") as joined:
+        for name, case in CASES.items():
+            if case.ranks != ranks:
+                continue
+            host = f"nid{rank // case.per_node}"
+            socket.gethostname = lambda host=host: host  # type: ignore[misc]
+            os.environ["SLURM_TOPOLOGY_ADDR"] = f"top.s{rank // case.per_node // 2}.{host}" * (name == "right")
+            geometry = Geometry(gpus_per_node=ranks, **case.geometry)
+            world = replace(joined, mesh=Mesh(geometry, "cpu") if case.geometry else None)
+            torch.save(seen_by(world, case), Path(folder, f"{name}.{rank}.pt"))
+
+
+def seen_by(world: World, case: Case) -> dict[str, Any]:
+    random_state, steps, start = torch.get_rng_state(), ranges.entered - ranges.rehearsed, time.perf_counter()
     seen: dict[str, Any] = {}
-    with contextlib.ExitStack() as stack:
-        if rank == at:
-            stack.enter_context(patched(name, make))
+    faulty = patched(case.function, case.make) if world.rank == case.culprit else contextlib.nullcontext()
+    with faulty:
         try:
-            with join(Geometry(gpus_per_node=ranks, **geometry), "cpu") as world:
-                before = ranges.entered - ranges.rehearsed
-                start = time.perf_counter()
-                found = self_test(world)
-                seen["seconds"] = time.perf_counter() - start
-                assert found is not None
-                seen |= {"links": found.model_dump(), "text": found.line()}
-                assert ranges.entered - ranges.rehearsed == before and ranges.rehearsed and ranges.at == ""
+            found = self_test(world)
+            assert found is not None and ranges.rehearsed and ranges.at == ""
+            seen |= {"links": found.model_dump(), "text": found.line()}
         except PeerLost as lost:
             seen["lost"] = str(lost)
-    seen["drawn"] = not torch.equal(random_state, torch.get_rng_state())
-    torch.save(seen, Path(folder, f"{rank}.pt"))
+    assert ranges.entered - ranges.rehearsed == steps, "it is no step"
+    assert torch.equal(random_state, torch.get_rng_state()), "it draws nothing"
+    return seen | {"seconds": time.perf_counter() - start}
 
 
-def tested(folder: Path, ranks: int, fault: str = "none", per_node: int = 0, **geometry: int) -> list[dict[str, Any]]:
-    """Return what each of so many processes saw."""
-    arguments = (ranks, free_port(), str(folder), fault, per_node or ranks, geometry)
-    mp.spawn(_test, arguments, nprocs=ranks)
-    return [torch.load(folder / f"{rank}.pt") for rank in range(ranks)]
+@pytest.fixture(scope="module")
+def tested(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[dict[str, Any]]]:
+    """Return what each process of a case saw; those of as many processes are tested by the same ones."""
+    folders: dict[int, Path] = {}
+
+    def of(name: str) -> list[dict[str, Any]]:
+        ranks = CASES[name].ranks
+        if ranks not in folders:
+            folders[ranks] = tmp_path_factory.mktemp(f"ranks{ranks}")
+            mp.spawn(_test, (ranks, free_port(), str(folders[ranks])), nprocs=ranks)
+        return [torch.load(folders[ranks] / f"{name}.{rank}.pt") for rank in range(ranks)]
+
+    return of
 
 
-def test_two_processes_that_are_right(tmp_path: Path) -> None:
-    one, other = tested(tmp_path, 2)
-    assert "lost" not in one and one["links"] == other["links"] and not one["drawn"]
+Tested = Callable[[str], list[dict[str, Any]]]
+
+
+def test_two_processes_that_are_right(tested: Tested) -> None:
+    one, other = tested("right, of two")
+    assert "lost" not in one and "lost" not in other and one["links"]["levels"] == other["links"]["levels"]
     found = Links(**one["links"])
     assert (found.backend, found.processes, found.nodes, found.slow) == ("gloo", 2, 1, [])
     (level,) = found.levels
@@ -329,49 +365,37 @@ def test_two_processes_that_are_right(tmp_path: Path) -> None:
     assert one["text"].startswith("node: ") and " µs, " in one["text"] and "all_reduce of 4.19 MB: " in one["text"]
 
 
-def test_four_processes_on_pretended_nodes(tmp_path: Path) -> None:
-    found = Links(**tested(tmp_path, 4, per_node=1)[0]["links"])
+def test_four_processes_on_pretended_nodes(tested: Tested) -> None:
+    found = Links(**tested("right")[0]["links"])
     assert [(level.name, level.size, level.links) for level in found.levels] == [("switch", 2, 2), ("network", 2, 4)]
     assert found.nodes == 4
 
 
-@pytest.mark.parametrize(
-    ("fault", "ranks", "said"),
-    [
-        ("sends, of two", 2, "what process 1 on nid0 sent is wrong, seen with 1 other process"),
-        ("sends", 4, "what process 2 on nid1 sent is wrong, seen with 3 other processes"),
-        pytest.param("gathers", 4, "what process 1 on nid0 sent is wrong, seen with 3 other", marks=pytest.mark.slow),
-        ("adds", 4, "sums are wrong with process 2 on nid1."),
-        pytest.param("reads", 4, "the sums that process 3 on nid1 got are wrong", marks=pytest.mark.slow),
-    ],
-)
-def test_who_is_wrong_is_named_by_all(tmp_path: Path, fault: str, ranks: int, said: str) -> None:
-    found = tested(tmp_path, ranks, fault, per_node=2)
-    messages = {each.get("lost") for each in found}
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.said])
+def test_who_is_wrong_is_named_by_all(tested: Tested, name: str) -> None:
+    case = CASES[name]
+    messages = {each.get("lost") for each in tested(name)}
     assert len(messages) == 1, "all say the same"
     (message,) = messages
-    assert message is not None and said in message, message
-    culprit = FAULTS[fault][0]
-    others = message.split(". First seen")[0]
-    assert all(f"process {rank} " not in others for rank in range(ranks) if rank != culprit), message
-    assert f"leave nid{culprit // 2} out (under Slurm: --exclude=nid{culprit // 2})" in message
+    assert message is not None and case.said in message, message
+    blamed = message.split(". First seen")[0]
+    assert all(f"process {rank} " not in blamed for rank in range(case.ranks) if rank != case.culprit), message
+    host = f"nid{case.culprit // case.per_node}"
+    assert f"leave {host} out (under Slurm: --exclude={host})" in message
     assert "expected" in message and "selftest: false" in message
+    if case.geometry:
+        assert "over each group of dp" in message, "the first of the two axes"
 
 
-def test_groups_of_the_mesh_are_tested(tmp_path: Path) -> None:
-    found = tested(tmp_path, 4, "adds in groups", tp=2)
-    assert "sums are wrong with process 3 on nid0." in found[0]["lost"]
-    assert "over each group of dp" in found[0]["lost"], "the first of the two axes"
-
-
-def test_a_late_process_is_named(tmp_path: Path) -> None:
-    found = Links(**tested(tmp_path, 4, "late", per_node=4)[0]["links"])
+def test_a_late_process_is_named(tested: Tested) -> None:
+    found = Links(**tested("late")[0]["links"])
     assert any(text.startswith("process 2 on nid0: its links have ") for text in found.slow), found.slow
-    assert not any("process 0" in text or "process 1 on nid0: its" in text for text in found.slow), found.slow
+    others = ("process 0 on nid0: its", "process 1 on nid0: its", "process 3 on nid0: its", "node")
+    assert not any(text.startswith(others) for text in found.slow), found.slow
 
 
-def test_a_late_node_is_named(tmp_path: Path) -> None:
-    found = Links(**tested(tmp_path, 4, "late", per_node=1)[0]["links"])
+def test_a_late_node_is_named(tested: Tested) -> None:
+    found = Links(**tested("late node")[0]["links"])
     assert any(text.startswith("node nid2: its links to other nodes have ") for text in found.slow), found.slow
 
 
@@ -393,8 +417,8 @@ if os.environ["RANK"] == "1":
     if os.environ["FAULT"] == "hangs":
         selftest.moved = lambda *arguments: time.sleep(3600)
     else:
-        original = dist.all_gather_into_tensor
-        dist.all_gather_into_tensor = lambda output, own, **options: original(output, own + 1, **options)
+        original = dist.all_gather_single
+        dist.all_gather_single = lambda output, own, **options: original(output, own + 1, **options)
 watchdog.STUCK = watchdog.REHEARSAL = 6.0
 sys.exit(cli.main(sys.argv[1:]))
 """

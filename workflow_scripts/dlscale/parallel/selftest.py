@@ -27,7 +27,7 @@ import torch.distributed as dist
 from dlscale.core import ranges
 from dlscale.core.errors import PeerLost
 from dlscale.core.records import AllReduce, Links
-from dlscale.core.text import many, size
+from dlscale.core.text import size
 from dlscale.parallel import links
 from dlscale.parallel.links import Place, named
 from dlscale.parallel.mesh import AXES
@@ -136,8 +136,8 @@ def _tested(world: World, places: list[Place]) -> Links:
     )
     if world.main:
         logging.info(
-            "self-test: %s exchange right values; %s (%.1f s)",
-            many(world.size, "process") + "es",
+            "self-test: %d processes exchange right values; %s (%.1f s)",
+            world.size,
             record.model_copy(update={"slow": []}).line(),
             record.seconds,
         )
@@ -239,15 +239,15 @@ def _reduce_scatter(group: Group, count: int) -> Result:
     part = group.part(count)
     got = torch.empty(part, device=group.device)
     total = part * len(group.ranks)
-    dist.reduce_scatter_tensor(got, summands(group, [group.own], total), group=group.handle)
+    dist.reduce_scatter_single(got, summands(group, [group.own], total), group=group.handle)
     return got, summands(group, group.ranks, total)[group.place * part : (group.place + 1) * part]
 
 
 def _all_gather(group: Group, count: int) -> Result:
     part = group.part(count)
-    got = torch.full((len(group.ranks), part), -1.0, device=group.device)
-    dist.all_gather_into_tensor(got, moved(group.own, part, group.device), group=group.handle)
-    return got, moved(group.column(group.ranks), part, group.device)
+    got = torch.full((len(group.ranks) * part,), -1.0, device=group.device)
+    dist.all_gather_single(got, moved(group.own, part, group.device), group=group.handle)
+    return got.view(-1, part), moved(group.column(group.ranks), part, group.device)
 
 
 def _all_to_all(group: Group, count: int) -> Result:
@@ -381,7 +381,7 @@ def _fewest(arrived: set[tuple[int, int]]) -> tuple[list[int], str]:
         left = {message for message in left if worst not in message}
     others = {rank for message in arrived for rank in message} - set(found)
     what = "what {} sent is wrong" if all(sent) else "what {} got is wrong" if not any(sent) else "between {}"
-    return sorted(found), f"{what}, seen with {many(len(others), 'other process')}" + "es" * (len(others) != 1)
+    return sorted(found), f"{what}, seen with {len(others)} other process" + "es" * (len(others) != 1)
 
 
 def halved(world: World, wrong: Wrong, told: Told) -> list[int]:
