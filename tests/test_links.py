@@ -289,7 +289,7 @@ CASES = {
     "adds, of two": Case(2, 1, "all_reduce", adds_wrong, said="sums are wrong with process 1 on nid0."),
     "right": Case(4, per_node=1),
     "sends": Case(
-        4, 2, "batch_isend_irecv", sends_wrong, said="what process 2 on nid1 sent is wrong, seen with 3 other"
+        4, 2, "batch_isend_irecv", sends_wrong, said="what process 2 on nid1 sent is wrong, seen with 2 other"
     ),
     "gathers": Case(4, 1, "all_gather_single", gathers_wrong, said="what process 1 on nid0 sent is wrong, seen with 3"),
     "adds": Case(4, 2, "all_reduce", adds_wrong, said="sums are wrong with process 2 on nid1."),

@@ -180,6 +180,10 @@ def test_the_verdict() -> None:
     assert "for process 1" in str(verdict(last, behind)), "after the last range of a loop"
     assert verdict((3, "forward", True, 300.0, 0.0), (2, "forward", True, 300.0, 0.0)) is None, "it compiles"
     assert "1800 s for process 1" in str(verdict((9, "backward", True, 1801.0, 0.4), (8, "", False, 1801.0, 0.4)))
+    tests, further = (5, "self-test", False, 121.0, 0.0), (6, "self-test", False, 121.0, 0.0)
+    assert "120 s for process 0 on nid0 (self-test)" in str(verdict(tests, further, (9, "", False, 121.0, 0.0)))
+    assert verdict((5, "self-test", False, 100.0, 0.0), further) is None, "it opens connections"
+    assert verdict((9, "", False, 121.0, 0.0), (9, "", False, 121.0, 0.0)) is None, "data are opened after it"
     assert "no sign of life for 25 s: process 1 on nid1; " in str(verdict(waits, waits, silent=(1,)))
 
 

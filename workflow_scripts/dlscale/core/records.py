@@ -294,9 +294,9 @@ class LinkLevel(Record):
 
     name: Literal["node", "switch", "network"]  #: What both ends have in common.
     size: int  #: Units that it joins: devices of a node, nodes below a switch, nodes or switches in all.
-    links: int  #: That were measured: pairs of processes.
+    links: int  #: That were measured: couples of processes.
     alpha: float  #: Median latency, s: half of a small message's way there and back.
-    beta: float  #: Median of the seconds a byte takes, one way, while other pairs of the level talk, too.
+    beta: float  #: Median of the seconds a byte takes, one way, while others of the level talk, too.
     worst: tuple[int, int]  #: The ranks of the link that is slowest for a large message,
     worst_alpha: float  #: with its latency, s,
     worst_beta: float  #: and its seconds a byte.

@@ -1,8 +1,8 @@
 """The links between the processes of a run: who measures with whom, how, and which links, processes, nodes are slow.
 
-A message of n bytes takes alpha + n beta seconds (Hockney 1994, doi:10.1016/S0167-8191(06)80021-9). Pairs of processes
-send a small and a large message to and fro, in rounds in which each process is in one pair at most: all devices talk at
-once, as in a collective operation. There are O(log n) rounds for n processes.
+A message of n bytes takes alpha + n beta seconds (Hockney 1994, doi:10.1016/S0167-8191(06)80021-9). Two processes send
+a small and a large message to and fro, in rounds in which each process has one partner at most. All measure at once, as
+devices talk in a collective operation. There are O(log n) rounds for n processes.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def distances(count: int) -> list[int]:
 
 
 def schedule(size: int, per_node: int) -> list[list[tuple[int, int]]]:
-    """Return the rounds of pairs of ranks, the lower first: within the nodes, then between them.
+    """Return the rounds of couples of ranks, the lower first: within the nodes, then between them.
 
     Between nodes each process measures with the one that has its place on the other node. Each node has `per_node`
     consecutive ranks. Of 4,096 processes on nodes of four there are 13 rounds, in 0.1 s each.
@@ -83,14 +83,14 @@ def schedule(size: int, per_node: int) -> list[list[tuple[int, int]]]:
     ]
     between = [[(n, n ^ bits) for n in range(nodes) if n < n ^ bits < nodes] for bits in distances(nodes)]
     return [
-        *([(n * per_node + a, n * per_node + b) for n in range(nodes) for a, b in pairs] for pairs in within),
-        *([(a * per_node + i, b * per_node + i) for a, b in pairs for i in range(per_node)] for pairs in between),
+        *([(n * per_node + a, n * per_node + b) for n in range(nodes) for a, b in couples] for couples in within),
+        *([(a * per_node + i, b * per_node + i) for a, b in couples for i in range(per_node)] for couples in between),
     ]
 
 
 def partners(world: World, rounds: Iterable[Sequence[tuple[int, int]]]) -> list[int | None]:
     """Return with whom this rank is paired in each round."""
-    return [next((a + b - world.rank for a, b in pairs if world.rank in (a, b)), None) for pairs in rounds]
+    return [next((a + b - world.rank for a, b in couples if world.rank in (a, b)), None) for couples in rounds]
 
 
 # ---- messages ----------------------------------------------------------------------------------------
@@ -117,7 +117,7 @@ def measure(world: World, rounds: Sequence[Sequence[tuple[int, int]]]) -> list[L
     own = []
     for peer in partners(world, rounds):
         ranges.rehearse()
-        world.barrier()  # the pairs of a round measure at the same time
+        world.barrier()  # the couples of a round measure at the same time
         if peer is not None:
             link = _measure(world, peer)
             if world.rank < peer:

@@ -172,7 +172,7 @@ def summed_in(world: World, bytes_: int) -> AllReduce:
     return AllReduce(bytes=bytes_, seconds=world.max(statistics.median(samples))[0])
 
 
-# ---- values: pairs -----------------------------------------------------------------------------------
+# ---- values: couples -----------------------------------------------------------------------------------
 
 
 def moved(rank: Any, count: int, device: torch.device, shift: Any = 0) -> torch.Tensor:
@@ -184,7 +184,7 @@ def moved(rank: Any, count: int, device: torch.device, shift: Any = 0) -> torch.
 
 
 def exchanged(world: World, rounds: Sequence[Sequence[tuple[int, int]]]) -> list[Wrong]:
-    """Have the pairs of each round exchange their numbers, few and many; return what arrives wrong."""
+    """Have the couples of each round exchange their numbers, few and many; return what arrives wrong."""
     wrong = []
     for peer in links.partners(world, rounds):
         for count in (FEW, MANY):
