@@ -190,6 +190,9 @@ def test_the_fewest_that_explain_it_are_blamed() -> None:
     assert at_fault([[], [wrong("a message", 0)]]) == ([0], "what {} sent is wrong, seen with 1 other process")
     both = [[wrong("x", 1, 6)], [], [wrong("x", 1, 6)], [wrong("x", 1, 6)], [], [], [], []]
     assert at_fault(both)[0] == [1, 6]
+    passed_on = wrong("broadcast", 0)
+    message = Wrong("a message", "", (1, 2), (1,), "number 0 is 1, expected 2")
+    assert at_fault([[], [], [passed_on, message], [passed_on]])[0] == [1], "who passed it on"
     sums = wrong("all_reduce")
     assert at_fault([[], [sums], [], []]) == ([1], "the sums that {} got are wrong, those of the others right")
     assert at_fault([[sums], [sums], [sums], [sums]]) == ([], ""), "of a sum nobody knows whose part it was"
@@ -467,6 +470,7 @@ def test_a_process_that_hangs_in_the_self_test_is_named(tmp_path: Path, era5_dat
     assert "process 2 on" not in log and "process 3 on" not in log, log
 
 
+@pytest.mark.slow
 def test_it_is_recorded_and_changes_nothing(tmp_path: Path, era5_data: Path) -> None:
     """A training learns the same, bit by bit, with it and without."""
     for name, parallel in (("tested", {}), ("untested", {"selftest": False})):

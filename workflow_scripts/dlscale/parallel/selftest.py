@@ -27,7 +27,6 @@ import torch.distributed as dist
 from dlscale.core import ranges
 from dlscale.core.errors import PeerLost
 from dlscale.core.records import AllReduce, Links
-from dlscale.core.text import size
 from dlscale.parallel import links
 from dlscale.parallel.links import Place, named
 from dlscale.parallel.mesh import AXES
@@ -197,7 +196,7 @@ def exchanged(world: World, rounds: Sequence[Sequence[tuple[int, int]]]) -> list
                 way(tensor, peer)
             if example := differ(other, moved(peer, count, world.device)):
                 both = (min(world.rank, peer), max(world.rank, peer))
-                wrong.append(Wrong(f"a message of {size(4 * count, ' ')}", "", both, (peer,), example))
+                wrong.append(Wrong(f"a message of {count:,} numbers", "", both, (peer,), example))
     return wrong
 
 
@@ -278,10 +277,12 @@ CHECKS: dict[str, Callable[[Group, int], Result]] = {
 
 
 def groups(world: World) -> list[Group]:
-    """Return the groups that this rank is in: all, and those along the axes of the mesh."""
-    handles = {"all processes": None}
+    """Return the groups that this rank is in: all, those along the axes of the mesh, those that average gradients."""
+    handles: dict[str, Any] = {"all processes": None}
     if world.mesh:
         handles |= {f"each group of {axis}": world.mesh.group(axis) for axis in AXES if world.mesh.size(axis) > 1}
+        if world.mesh.size("dp") > 1 and world.mesh.size("cp") > 1:
+            handles["each group that has the same weights"] = world.replicas
     found = []
     for name, handle in handles.items():
         ranks = tuple(dist.get_process_group_ranks(handle)) if handle else tuple(range(world.size))
@@ -306,7 +307,7 @@ def collected(group: Group) -> list[Wrong]:
             elif got.dim() > 1:
                 rows = (got != expected).any(dim=1).nonzero().flatten().tolist()
                 senders = tuple(group.ranks[row] for row in rows)
-            what = f"{name} of {size(4 * count, ' ')} over {group.name}"
+            what = f"{name} of {count:,} numbers over {group.name}"
             wrong.append(Wrong(what, name, group.ranks, senders, example))
     return wrong
 
@@ -354,14 +355,17 @@ def verdict(world: World, places: Sequence[Place], reports: Sequence[Sequence[Wr
 
 
 def at_fault(reports: Sequence[Sequence[Wrong]]) -> tuple[list[int], str]:
-    """Return the ranks that explain what each rank saw, and in words what they do; none if only all sums are wrong."""
-    arrived = {(sender, rank) for rank, report in enumerate(reports) for wrong in report for sender in wrong.senders}
-    if arrived:
-        return _fewest(arrived)
+    """Return the ranks that explain what each rank saw, and in words what they do; none if only all sums are wrong.
+
+    What two ranks sent each other comes first: in collective operations a third one may have passed it on.
+    """
+    every = [(rank, wrong) for rank, report in enumerate(reports) for wrong in report]
+    for seen in ([(rank, wrong) for rank, wrong in every if not wrong.check], every):
+        if arrived := {(sender, rank) for rank, wrong in seen for sender in wrong.senders}:
+            return _fewest(arrived)
     saw: dict[tuple[str, tuple[int, ...]], list[int]] = {}
-    for rank, report in enumerate(reports):
-        for wrong in report:
-            saw.setdefault((wrong.what, wrong.ranks), []).append(rank)
+    for rank, wrong in every:
+        saw.setdefault((wrong.what, wrong.ranks), []).append(rank)
     few = [own for (_, ranks), own in saw.items() if 2 * len(own) <= len(ranks)]
     return (few[0], "the sums that {} got are wrong, those of the others right") if few else ([], "")
 
