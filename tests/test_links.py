@@ -145,6 +145,8 @@ def test_a_single_slow_link_is_told_and_a_class_of_them_is_not() -> None:
     places = cluster(1, 8)
     one = links.slow(measured(places, lambda a, b: 6.0 if (a, b) == (2, 5) else 1.0), places)
     assert len(one) == 2 and one[0].startswith("the link between process 2 on nid0 and process 5 on nid0 has ")
+    slow = measured(places, lambda a, b: 6.0 if (a, b) == (2, 5) else 1.0)
+    assert links.slow(slow, places, wired=False) == [], "processes of a CPU share its memory"
     many = cluster(1, 64)  # whose halves are farther apart: one in six links
     assert links.slow(measured(many, lambda a, b: 4.0 if b - a == 32 else 1.0), many) == []
 

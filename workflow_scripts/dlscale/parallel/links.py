@@ -209,11 +209,17 @@ def levels(links: Sequence[Link], places: Sequence[Place]) -> list[LinkLevel]:
     return found
 
 
-def slow(links: Sequence[Link], places: Sequence[Place]) -> list[str]:
+def slow(links: Sequence[Link], places: Sequence[Place], wired: bool = True) -> list[str]:
     """Return in words which nodes, processes and links are much slower than others of their level.
 
     A node is to blame if all its links to other nodes are slow, or all those between its own processes; a process if
     all its links are; what is left are single links.
+
+    Parameters
+    ----------
+    wired
+        Whether links within a node are wires, as between GPUs. Between processes of a CPU each is the same memory, and
+        one that is slow by itself says no more than that a process waited for its core.
     """
     found = []
     for what, values in (
@@ -228,7 +234,8 @@ def slow(links: Sequence[Link], places: Sequence[Place]) -> list[str]:
             if len(own) > 1 and own <= bad and not own <= explained:
                 explained |= own
                 found.append(f"{title} {_times(statistics.median(ratios[link] for link in own), what)}")
-        rest = sorted(bad - explained, key=lambda link: -ratios[link])
+        single = {link for link in bad - explained if wired or level_of(link, places) != "node"}
+        rest = sorted(single, key=lambda link: -ratios[link])
         if len(rest) <= max(1, len(ratios) // SHARE):
             for link in rest[:SHOWN]:
                 ends = " and ".join(named(rank, places) for rank in link.ranks)

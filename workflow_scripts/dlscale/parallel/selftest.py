@@ -121,8 +121,8 @@ def _tested(world: World, places: list[Place]) -> Links:
         message = verdict(world, places, reports, told)
         told.all([])  # the first rank may hold the store, and goes when the others have read it
         raise PeerLost(message)
-    measured = links.measure(world, rounds)
-    if links.slow(measured, places):  # a moment in which others were at work passes
+    measured, wired = links.measure(world, rounds), world.device.type == "cuda"
+    if links.slow(measured, places, wired):  # a moment in which others were at work passes
         measured = links.faster(measured, links.measure(world, rounds))
     record = Links(
         backend=dist.get_backend(),
@@ -130,7 +130,7 @@ def _tested(world: World, places: list[Place]) -> Links:
         nodes=len({place.host for place in places}),
         levels=links.levels(measured, places),
         all_reduce=[summed_in(world, count) for count in SUMS[world.device.type]],
-        slow=links.slow(measured, places),
+        slow=links.slow(measured, places, wired),
         seconds=time.perf_counter() - start,
     )
     if world.main:
