@@ -117,7 +117,8 @@ def test_several_train_as_one_does(
     assert first["untrained"]["train_loss"] > 0, "which was compared"
     if "schedule" in changes:
         assert first["learning_rate"] == 2 * ERA5_RUN["optimizer"]["lr"]
-    assert json.loads((together / "provenance.json").read_text())["processes"] == ranks
+    made_with = json.loads((together / "provenance.json").read_text())
+    assert made_with["processes"] == made_with["links"]["processes"] == ranks
     assert sorted(path.name for path in together.glob("*.log")) == [
         "train.log",
         *(f"train.rank{rank}.log" for rank in range(1, ranks)),

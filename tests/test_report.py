@@ -1516,6 +1516,25 @@ def test_provenance_is_told(html: str) -> None:
     assert "None" not in page.text
 
 
+def test_links_between_processes_are_a_line(ladder: Results) -> None:
+    path = ladder.root / "plans" / "ladder" / "bf16" / "provenance.json"
+    node, network = (
+        records.LinkLevel(
+            name=name, size=4, links=6, alpha=alpha, beta=beta, worst=(0, 1), worst_alpha=alpha, worst_beta=beta
+        )
+        for name, alpha, beta in (("node", 3e-6, 5e-12), ("network", 2e-5, 5e-11))
+    )
+    sums = [records.AllReduce(bytes=bytes_, seconds=seconds) for bytes_, seconds in ((8, 3e-5), (26_214_400, 2e-3))]
+    found = records.Links(
+        backend="nccl", processes=8, nodes=2, seconds=1.0, levels=[node, network], all_reduce=sums, slow=["node b"]
+    )
+    records.Provenance.read(path).model_copy(update={"links": found}).write(path)
+    text = Page(ladder.report()).text.replace("\u00a0", " ")
+    line = "node: 3.00 µs, 200 GB/s; network: 20.0 µs, 20.0 GB/s; all_reduce of 26.2 MB: 2.00 ms; node b"
+    assert f"links{line}" in text, "and nothing of it twice"
+    assert "worst_alpha" not in text
+
+
 def test_the_best_prediction_leads(ladder: Results) -> None:
     pictures = re.findall(r'alt="Prediction[^"]* run ([^"]*)"', ladder.report())
     assert pictures == ["4 workers", "baseline", "bf16"]

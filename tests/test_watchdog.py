@@ -157,7 +157,7 @@ class Store:
         return [self.values[key].encode() for key in keys]
 
 
-def verdict(*signs: tuple[Any, ...], silent: tuple[int, ...] = ()) -> str | None:
+def verdict(*signs: tuple[Any, ...], silent: tuple[int, ...] = (), patient: bool = False) -> str | None:
     """Return the verdict on ranks that have entered so many ranges, the last of them this one, ago; the longest range.
 
     A sixth number is that of the exchanges that it has begun.
@@ -167,7 +167,7 @@ def verdict(*signs: tuple[Any, ...], silent: tuple[int, ...] = ()) -> str | None
     found._seen = [watchdog._Seen() for _ in signs]
     for rank, (entered, name, looping, age, longest, *more) in enumerate(signs):
         found._store.set(f"host/{rank}", f"nid{rank}")
-        found._store.set(f"sign/{rank}", json.dumps([1, entered, name, looping, *(more or [0]), age, longest]))
+        found._store.set(f"sign/{rank}", json.dumps([1, entered, name, looping, patient, *(more or [0]), age, longest]))
     found._look(found.size)
     now = time.monotonic()
     for rank in silent:
@@ -186,10 +186,15 @@ def test_the_verdict() -> None:
     assert verdict(waits, (98, "data", True, 51.0, 6.0)) is None, "a range has taken 6 s before"
     assert verdict(waits, (98, "data", False, 51.0, 0.4)) is None, "it draws, or opens files"
     assert "for process 1" in str(verdict((100, "step", False, 50.0, 0.4), behind)), "a sum after a loop is waited for"
+    assert verdict(waits, behind, patient=True) is None, "one of them compiles"
     last = (98, "data", False, 50.0, 0.4)
     assert "for process 1" in str(verdict(last, behind)), "after the last range of a loop"
     assert verdict((3, "forward", True, 300.0, 0.0), (2, "forward", True, 300.0, 0.0)) is None, "it compiles"
     assert "1800 s for process 1" in str(verdict((9, "backward", True, 1801.0, 0.4), (8, "", False, 1801.0, 0.4)))
+    tests, further = (5, "self-test", False, 121.0, 0.0), (6, "self-test", False, 121.0, 0.0)
+    assert "120 s for process 0 on nid0 (self-test)" in str(verdict(tests, further, (9, "", False, 121.0, 0.0)))
+    assert verdict((5, "self-test", False, 100.0, 0.0), further) is None, "it opens connections"
+    assert verdict((9, "", False, 121.0, 0.0), (9, "", False, 121.0, 0.0)) is None, "data are opened after it"
     assert "no sign of life for 25 s: process 1 on nid1; " in str(verdict(waits, waits, silent=(1,)))
 
 

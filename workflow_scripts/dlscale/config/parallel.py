@@ -9,7 +9,18 @@ from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, model_v
 from dlscale.core.schema import Strict
 
 
-class DDP(Strict):
+class _Several(Strict):
+    """What has a process for each device."""
+
+    kind: str
+    selftest: bool = Field(
+        True,
+        description="Before anything else, test what the processes exchange: values, and latency and bandwidth of the "
+        "links between them. A process or node that sends wrong values ends the run, and a slow one is told.",
+    )
+
+
+class DDP(_Several):
     """DistributedDataParallel: a process a device; gradients are averaged in buckets while they are computed."""
 
     kind: Literal["ddp"] = "ddp"
@@ -49,7 +60,7 @@ class DDP(Strict):
         return self
 
 
-class FSDP(Strict):
+class FSDP(_Several):
     """Fully sharded data parallelism (FSDP2): weights, gradients and the optimiser's state are shared among devices.
 
     The weights of a layer are put together when it computes, and gradients go to the device that updates them (Zhao et

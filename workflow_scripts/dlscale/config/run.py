@@ -521,6 +521,11 @@ class RunCore(Strict):
         return Geometry() if isinstance(self.parallel, DP) else self.geometry
 
     @property
+    def selftest(self) -> bool:
+        """Whether the processes test what they exchange before they begin."""
+        return not isinstance(self.parallel, DP) and self.parallel.selftest
+
+    @property
     def averages(self) -> bool:
         """Whether gradients are averaged: all devices then train one model."""
         return not isinstance(self.parallel, DDP) or self.parallel.sync

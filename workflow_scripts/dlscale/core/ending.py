@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable
 
-#: Status of a process that ends since another one of its run ended or hangs.
+#: Status of a process that ends since another one of its run ended, hangs, or sends wrong values.
 LOST = 76
 
 

@@ -23,7 +23,7 @@ class Stopped(Exception):
 
 
 class PeerLost(Exception):
-    """Another process of the run ended, or hangs: this one cannot go on."""
+    """Another process of the run ended, hangs, or sends wrong values: this one cannot go on."""
 
 
 def brief(error: BaseException) -> str:

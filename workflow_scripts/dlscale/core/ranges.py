@@ -12,6 +12,9 @@ from contextlib import AbstractContextManager
 
 RANGES = ("step", "data", "copy", "forward", "backward", "optimizer", "comm")
 
+#: What a process is at before any step, while it tests what it exchanges with the others.
+REHEARSAL = "self-test"
+
 #: Opens a range of this name: a context that closes it.
 Marker = Callable[[str], AbstractContextManager[object]]
 
@@ -19,10 +22,11 @@ _OFF = contextlib.nullcontext()
 _marker: Marker | None = None
 
 # For the watchdog, which asks how far a process has come.
-entered = 0  #: How many ranges have been entered.
+entered = 0  #: How many ranges have been entered,
+rehearsed = 0  #: of which in the self-test, before any step.
 at = ""  #: The last of them.
 loops = 0  #: How many loops of steps this process is in.
-_patient = 0  #: How many contexts of `patience` it is in.
+patient = 0  #: How many contexts of `patience` it is in.
 
 
 def mark(name: str) -> AbstractContextManager[object]:
@@ -30,6 +34,22 @@ def mark(name: str) -> AbstractContextManager[object]:
     global entered, at
     entered, at = entered + 1, name
     return _OFF if _marker is None else _marker(name)
+
+
+def rehearse() -> None:
+    """Say that the self-test has come to its next part, which all processes have in the same order."""
+    global entered, rehearsed, at
+    entered, rehearsed, at = entered + 1, rehearsed + 1, REHEARSAL
+
+
+@contextlib.contextmanager
+def rehearsing() -> Iterator[None]:
+    """Say that the self-test goes on in this context; who has left it is ahead of who is in it."""
+    global at
+    rehearse()
+    yield
+    rehearse()
+    at = ""
 
 
 @contextlib.contextmanager
@@ -45,18 +65,18 @@ def looping() -> Iterator[None]:
 
 def in_step() -> bool:
     """Return whether steps follow one another now, so that one that takes long stands out."""
-    return bool(loops) and not _patient
+    return bool(loops) and not patient
 
 
 @contextlib.contextmanager
 def patience() -> Iterator[None]:
     """Say that what is done in this context may take as long as it likes: compiling, the first batch, saving."""
-    global _patient
-    _patient += 1
+    global patient
+    patient += 1
     try:
         yield
     finally:
-        _patient -= 1
+        patient -= 1
 
 
 @contextlib.contextmanager

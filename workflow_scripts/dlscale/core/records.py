@@ -22,7 +22,7 @@ from pydantic import (
 from dlscale.core.errors import UserError
 from dlscale.core.files import read_json, write_json
 from dlscale.core.schema import Name
-from dlscale.core.text import NONE, percent, unit
+from dlscale.core.text import NONE, number, percent, size, unit
 
 #: The three throughput measurements, in the order in which tables and figures show them.
 MODES = ("IO", "SYNTHETIC", "FULL")
@@ -189,11 +189,11 @@ def read_epochs(path: Path) -> list[Epoch]:
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read ({error}); {advice}") from None
     epochs = []
-    for number, line in enumerate(lines, 1):
+    for row, line in enumerate(lines, 1):
         try:
-            epochs.append(Epoch.checked(json.loads(line), f"{path}: line {number}"))
+            epochs.append(Epoch.checked(json.loads(line), f"{path}: line {row}"))
         except json.JSONDecodeError as error:
-            raise UserError(f"{path}: line {number} is not valid JSON ({error}); {advice}") from None
+            raise UserError(f"{path}: line {row} is not valid JSON ({error}); {advice}") from None
     if not epochs or [epoch.epoch for epoch in epochs] != list(range(1, len(epochs) + 1)):
         raise UserError(f"{path}: holds {f'not all of {len(epochs)} epochs' if epochs else 'no epoch'}; {advice}")
     return epochs
@@ -296,6 +296,50 @@ class Exchanged(Record):
     formula: dict[str, int]  #: Without single numbers, such as the norm of gradients.
 
 
+class LinkLevel(Record):
+    """Links of one kind between devices: a message of n bytes takes alpha + n beta seconds (Hockney 1994)."""
+
+    name: Literal["node", "switch", "network"]  #: What both ends have in common.
+    size: int  #: Units that it joins: devices of a node, nodes below a switch, nodes or switches in all.
+    links: int  #: That were measured: couples of processes.
+    alpha: float  #: Median latency, s: half of a small message's way there and back.
+    beta: float  #: Median of the seconds a byte takes, one way, while others of the level talk, too.
+    worst: tuple[int, int]  #: The ranks of the link that is slowest for a large message,
+    worst_alpha: float  #: with its latency, s,
+    worst_beta: float  #: and its seconds a byte.
+
+
+class AllReduce(Record):
+    """A sum of as many bytes over all processes."""
+
+    bytes: int
+    seconds: float  #: Median, of the slowest process.
+
+
+class Links(Record):
+    """What the self-test of a run's processes measured before it began."""
+
+    backend: str  #: Of the exchanges: nccl, gloo.
+    processes: int
+    nodes: int
+    seconds: float  #: That the test took.
+    levels: list[LinkLevel]  #: The nearest first.
+    all_reduce: list[AllReduce]  #: A small one and one like gradients.
+    slow: list[str] = []  #: Nodes, processes and links that are much slower than others of their level, in words.
+
+    def line(self) -> str:
+        """Return the levels in a line."""
+        found = [
+            f"{level.name}: {number(1e6 * level.alpha)} µs"
+            + (f", {number(1e-9 / level.beta)} GB/s" if level.beta else "")
+            for level in self.levels
+        ]
+        found += [
+            f"all_reduce of {size(sum_.bytes, ' ')}: {number(1e3 * sum_.seconds)} ms" for sum_ in self.all_reduce[-1:]
+        ]
+        return "; ".join([*found, *self.slow])
+
+
 class Throughput(Record):
     """`throughput.json`; a mode that was not measured is None."""
 
@@ -312,6 +356,7 @@ class Throughput(Record):
     peaks: Peaks | None = None  #: Of one device.
     peak_memory_bytes: int | None = None  #: Greatest memory of any process: the GPU's, or the process's on a CPU.
     predicted: MemoryUse | None = None  #: Memory that a step was predicted to take on each device.
+    links: Links | None = None  #: Between several processes, if they were tested.
 
     def mode(self, name: str) -> Trials | None:
         """Return one of `MODES`, or what was measured `alone`."""
@@ -553,6 +598,7 @@ class Provenance(Record):
     manifest: dict[str, Any] = {}  #: What the dataset was made from.
     fingerprint: str | None = None  #: The first digits of the run's fingerprint, the name of its folder of checkpoints.
     resumed_from_step: int | None = None
+    links: Links | None = None  #: Between several processes, if they were tested.
     best: Best | None = None
     loss: LossInfo = LossInfo()
     metrics: list[Metric] = []  #: What the metrics of the run's epochs are.

@@ -29,6 +29,7 @@ from dlscale.measure.profilers.overhead import overhead
 from dlscale.measure.profilers.tool import Found, Tool, Unavailable
 from dlscale.measure.window import Window
 from dlscale.parallel import exchanges
+from dlscale.parallel.selftest import self_test
 from dlscale.parallel.world import World, describe_device, join
 from dlscale.train import memory
 from dlscale.train.build import Session, open_session
@@ -56,6 +57,7 @@ def main(args: argparse.Namespace) -> None:
         explained(run, args.manifest, world),
         _folder(Path(args.out), world) as folder,
     ):
+        self_test(world, run.selftest)
         found = dict[str, Found]()
         if "nsys" in settings.tools:  # its processes need the device's memory, and ours have no model yet
             from dlscale.measure.profilers import nsys

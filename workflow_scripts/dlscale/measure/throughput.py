@@ -28,6 +28,7 @@ from dlscale.data.loaders.base import Loader
 from dlscale.measure.flops import sample_work
 from dlscale.measure.peaks import at_least, common_peaks
 from dlscale.measure.usage import Meter
+from dlscale.parallel.selftest import self_test
 from dlscale.parallel.world import World, describe_device, join, synchronize
 from dlscale.train import memory
 from dlscale.train.build import Session, open_session
@@ -40,7 +41,9 @@ def main(args: argparse.Namespace) -> None:
     """Measure the run in `args.config` on the data of `args.manifest` and write `args.out`, one line of JSON."""
     run = load_run(args.config, "throughput")
     with join(run.processes, args.device) as world, explained(run, args.manifest, world):
+        links = self_test(world, run.selftest)
         results = measure(run.throughput, open_session(run, args.manifest, world, args.threads))
+        results = results.model_copy(update={"links": links})
         if world.main:
             out = Path(args.out)
             board.write(out.parent / "tensorboard" / "throughput", scalars(results))

@@ -34,6 +34,7 @@ from dlscale.core.text import size
 from dlscale.measure import halving
 from dlscale.measure.usage import Meter
 from dlscale.measure.window import weighted
+from dlscale.parallel.selftest import self_test
 from dlscale.parallel.world import World, describe_device, join, synchronize
 from dlscale.train import memory
 from dlscale.train.build import Session, open_session, own_threads
@@ -56,6 +57,7 @@ def main(args: argparse.Namespace) -> None:
     if not all(args.run.partition(".")):
         raise UserError(f"--run: {args.run}: expected PLAN.RUN")
     with join(run.processes, args.device) as world:
+        self_test(world, run.selftest)
         found = tune(run, args.manifest, world, args.threads).model_copy(update={"run": args.run})
         if world.main:
             file = Path(args.out) / "tuned.yaml"

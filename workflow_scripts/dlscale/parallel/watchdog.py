@@ -37,6 +37,7 @@ STUCK = 45.0  #: Seconds without progress of any rank, at least, after which one
 LONGER = 10.0  #: and times of the longest that any range of a step has taken.
 GRACE = 1800.0  #: Seconds without progress before and between loops of steps: data are opened, code is compiled.
 FIRST = 8  #: Ranges of a step that are to be done until that ends.
+REHEARSAL = 120.0  #: Seconds without progress in the self-test, which may have to open thousands of connections.
 
 #: How libraries say that another rank has gone.
 _GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused", "gloo/transport")
@@ -50,10 +51,24 @@ class _Seen:
     at: float = 0.0  #: When it last changed, by this process's clock.
     entered: int = 0  #: Ranges that it has entered.
     range: str = ""  #: The last one.
-    looping: bool = False  #: Whether it is in a loop of steps, in a part of it that is known to be short.
+    looping: bool = False  #: Whether it is in a loop of steps.
+    patient: bool = False  #: Whether what it does there may take long.
     exchanges: int = 0  #: That it has begun.
     age: float = 0.0  #: Seconds since then.
     longest: float = 0.0  #: That it was in any one.
+
+
+def connect(name: str) -> Any:
+    """Return a connection of its own to the store through which the ranks met; its keys are those of `name`."""
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    stores: Any = dist  # which names them at run time only
+    return prefixed(stores.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=SILENT)), name)
+
+
+def prefixed(store: Any, name: str) -> Any:
+    """Return a store whose keys are those of `name` in another one."""
+    stores: Any = dist
+    return stores.PrefixStore(name, store)
 
 
 class Watchdog:
@@ -61,7 +76,7 @@ class Watchdog:
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
-        self._store = self._connect()
+        self._store = connect("watchdog")
         self._hosts: dict[int, str] = {}
         self._store.set(f"host/{rank}", socket.gethostname().split(".")[0])
         self._sign(0, 0.0, 0.0)
@@ -74,14 +89,6 @@ class Watchdog:
         ]
         for thread in self._threads:
             thread.start()
-
-    @staticmethod
-    def _connect() -> Any:
-        """Return a connection of its own: that of the main thread may wait."""
-        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        stores: Any = dist  # which names them at run time only
-        store = stores.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=SILENT))
-        return stores.PrefixStore("watchdog", store)
 
     def close(self) -> None:
         self._closed.set()
@@ -111,7 +118,7 @@ class Watchdog:
     # ---- signs of life ---------------------------------------------------------------------------
 
     def _sign(self, number: int, age: float, longest: float) -> None:
-        place = [ranges.entered, ranges.at, ranges.in_step(), _exchanges()]
+        place = [ranges.entered, ranges.at, bool(ranges.loops), bool(ranges.patient), _exchanges()]
         sign = [number, *place, round(age, 1), round(longest, 1)]
         self._store.set(f"sign/{self.rank}", json.dumps(sign))
 
@@ -121,7 +128,7 @@ class Watchdog:
         while not self._closed.wait(BEAT):
             now = time.monotonic()
             if ranges.entered != entered:
-                if entered >= FIRST and usual and ranges.in_step():
+                if entered - ranges.rehearsed >= FIRST and usual and ranges.in_step():
                     longest = max(longest, now - since)
                 entered, since, usual = ranges.entered, now, True
             usual = usual and ranges.in_step()
@@ -149,7 +156,8 @@ class Watchdog:
         for seen, value in zip(self._seen[:count], self._store.multi_get(keys), strict=True):
             sign = value.decode()
             if sign != seen.sign:
-                _, seen.entered, seen.range, seen.looping, seen.exchanges, seen.age, seen.longest = json.loads(sign)
+                _, seen.entered, seen.range, seen.looping, seen.patient, *numbers = json.loads(sign)
+                seen.exchanges, seen.age, seen.longest = numbers
                 seen.sign, seen.at = sign, now
 
     def _learn_hosts(self, ranks: Iterable[int]) -> None:
@@ -186,10 +194,12 @@ class Watchdog:
         places = [(seen.entered, not seen.looping, seen.exchanges) for seen in self._seen]
         culprits = [rank for rank, place in enumerate(places) if place == min(places)]
         limit = max(STUCK, LONGER * max(seen.longest for seen in self._seen))
-        if min(places)[0] < FIRST or not all(self._seen[rank].looping for rank in culprits):
+        if all(self._seen[rank].range == ranges.REHEARSAL for rank in culprits):
+            limit = max(limit, REHEARSAL)
+        elif min(places)[0] - ranges.rehearsed < FIRST or not all(self._seen[rank].looping for rank in culprits):
             limit = max(limit, GRACE)  # who is no more in a loop may wait for one who still is
-        if len(culprits) == self.size:  # all compute, or compile, or wait for their network
-            limit = max(limit, GRACE)
+        if len(culprits) == self.size or any(seen.patient for seen in self._seen):
+            limit = max(limit, GRACE)  # all compute, or wait for their network; or one of them compiles
         if min(seen.age for seen in self._seen) <= limit:
             return None
         if len(culprits) == self.size:

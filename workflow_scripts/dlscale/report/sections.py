@@ -15,7 +15,7 @@ from typing import Any, Literal
 import yaml
 
 from dlscale.core import text
-from dlscale.core.records import Epoch, Metric, Profile
+from dlscale.core.records import Epoch, Links, Metric, Profile
 from dlscale.core.stages import RUN_STAGES
 from dlscale.core.telemetry import Sample, begin
 from dlscale.report import (
@@ -397,12 +397,14 @@ def _provenance(plan: PlanResult, run: RunResult, plans: set[str], page: Path) -
     facts = record.model_dump(exclude={"command", "loss", "metrics"}, exclude_unset=True) if record else {}
     git, packages = facts.pop("git", None) or {}, facts.pop("packages", None) or {}
     started, finished = facts.pop("started", None), facts.pop("finished", None)
+    facts.pop("links", None)
     rows = {
         "git commit": f"{git.get('commit')}{' with local changes' * bool(git.get('dirty'))}" if git else None,
         "started": started,
         "finished": f"{finished}, after {_elapsed(started, finished)}" if started and finished else finished,
         "packages": ", ".join(f"{name} {version}" for name, version in packages.items() if version),
         "device": _plain(run.device.model_dump(exclude_defaults=True)),
+        "links": links.line() if (links := _links(run)) else None,
     }
     rows |= {key.replace("_", " "): _plain(value) for key, value in facts.items() if key != "device"}
     elsewhere = run.owner != f"{plan.name}/{run.name}"
@@ -420,6 +422,12 @@ def _provenance(plan: PlanResult, run: RunResult, plans: set[str], page: Path) -
             if (log := run.folder.parents[2] / f"logs/{stage}/{run.owner}.log").exists()
         ],
     }
+
+
+def _links(run: RunResult) -> Links | None:
+    """Return what the processes of a run measured of the links between them, first those of the throughput stage."""
+    found = [record.links for record in (run.throughput, run.provenance) if record and record.links]
+    return found[0] if found else None
 
 
 def _plain(value: Any) -> str:

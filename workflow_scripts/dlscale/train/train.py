@@ -22,8 +22,9 @@ from dlscale.core.errors import UserError
 from dlscale.core.figures import literal_text
 from dlscale.core.files import sha256, whole, write_text
 from dlscale.core.lock import only_writer
-from dlscale.core.records import Epoch, Untrained, epoch_lines
+from dlscale.core.records import Epoch, Links, Untrained, epoch_lines
 from dlscale.data.manifest import Manifest
+from dlscale.parallel.selftest import self_test
 from dlscale.parallel.world import describe_device, join
 from dlscale.studies import figures
 from dlscale.train import memory
@@ -70,6 +71,7 @@ def main(args: argparse.Namespace) -> None:
         explained(run, args.manifest, world),
         contextlib.ExitStack() as stack,
     ):
+        links = self_test(world, run.selftest)
         session = open_session(run, args.manifest, world, args.threads)
         folder = Path(args.checkpoints) / run_fingerprint(run, session.manifest, args.sources)[:16]
         if world.main:
@@ -88,12 +90,12 @@ def main(args: argparse.Namespace) -> None:
             load_weights(session.step.weights, run.training.weights)
         cores = set().union(*world.gather(os.sched_getaffinity(0)))
         if world.main:
-            _lead(run, session, trainer, Path(args.out), len(cores))
+            _lead(run, session, trainer, Path(args.out), len(cores), links)
         else:
             _follow(session, trainer)
 
 
-def _lead(run: Run, session: Session, trainer: Trainer, out: Path, cores: int) -> None:
+def _lead(run: Run, session: Session, trainer: Trainer, out: Path, cores: int, links: Links | None) -> None:
     """Train as the rank that writes, and write what there is to show for it; `provenance.json` says that all is there.
 
     What a former run left is removed first.
@@ -154,6 +156,7 @@ def _lead(run: Run, session: Session, trainer: Trainer, out: Path, cores: int) -
         manifest=session.manifest.provenance,
         fingerprint=fingerprint.name,
         resumed_from_step=trainer.resumed_from,
+        links=links,
         best=trainer.best,
         loss=session.study.loss_info(run),
         metrics=trainer.metrics.described,

@@ -1,0 +1,499 @@
+"""The self-test of several processes: right values pass, wrong ones end all with a name, slow links are told."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import random
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from dlscale.config.run import Geometry
+from dlscale.core import ending, ranges
+from dlscale.core.errors import PeerLost
+from dlscale.core.records import Links, Provenance, Throughput
+from dlscale.parallel import links, selftest
+from dlscale.parallel.links import Link, Place
+from dlscale.parallel.mesh import Mesh
+from dlscale.parallel.selftest import Wrong, at_fault, self_test
+from dlscale.parallel.world import World, join
+from tests.conftest import ROOT
+from tests.test_ddp import as_rank
+from tests.test_parallel import configure, launch, train_by
+from tests.test_rungs import settings
+from tests.test_starters import environment, free_port
+from tests.waiting import PATIENCE
+
+# ---- who measures with whom ------------------------------------------------------------------------
+
+
+def shapes() -> list[tuple[int, int]]:
+    """Return numbers of processes, and of those of a node, up to 4,096."""
+    nodes = (*range(1, 20), 63, 64, 65, 1000, 1024)
+    found = [(n * per_node, per_node) for n in nodes for per_node in (1, 2, 3, 4, 5, 6, 8, 12, 128, 4096)]
+    return [(size, per_node) for size, per_node in found if 1 < size <= 4096]
+
+
+def test_a_schedule_has_everybody_in_few_rounds() -> None:
+    for size, per_node in shapes():
+        in_few_rounds(size, per_node)
+
+
+def in_few_rounds(size: int, per_node: int) -> None:
+    rounds = links.schedule(size, per_node)
+    everybody, pairs = set[int](), list[tuple[int, int]]()
+    for each in rounds:
+        ranks = [rank for pair in each for rank in pair]
+        assert each and len(set(ranks)) == len(ranks), "nobody is in two pairs of a round"
+        assert all(0 <= a < b < size for a, b in each)
+        # A round is of one level.
+        assert len({a // per_node == b // per_node for a, b in each}) == 1
+        everybody |= set(ranks)
+        pairs += each
+    assert everybody == set(range(size))
+    assert len(set(pairs)) == len(pairs), "no pair measures twice"
+    assert len(rounds) <= max(7, (per_node - 1).bit_length()) + max(7, (size // per_node - 1).bit_length())
+    if size <= links.ALL and per_node in (1, size):
+        assert len(pairs) == size * (size - 1) // 2, "of few each measures with each"
+
+
+def test_the_largest_schedule_is_short() -> None:
+    assert len(links.schedule(4096, 4)) == 13
+    assert len(links.schedule(4096, 4096)) == 12
+
+
+def test_nodes_are_seen_by_their_hosts() -> None:
+    def per_node(hosts: str) -> int:
+        return selftest.per_node([Place(host) for host in hosts])
+
+    assert [per_node(hosts) for hosts in ("a", "aaaa", "aabb", "abcd", "aaabbb")] == [1, 4, 2, 1, 3]
+    assert [per_node(hosts) for hosts in ("aabbb", "aab", "abab", "aabbaa")] == [5, 3, 1, 2], "else one node"
+
+
+# ---- who is to blame -------------------------------------------------------------------------------
+
+
+def measured(places: list[Place], slow: Callable[[int, int], float] = lambda a, b: 1.0) -> list[Link]:
+    """Return links of a schedule, with some noise; `slow` says how many times as long one takes."""
+    draw = random.Random(1)
+    found = []
+    for a, b in [pair for pairs in links.schedule(len(places), selftest.per_node(places)) for pair in pairs]:
+        base = 3e-6 if places[a].host == places[b].host else 2e-5
+        factor = slow(a, b) * draw.uniform(0.95, 1.05)
+        found.append(Link((a, b), base * factor, base * factor / 1e6))
+    return found
+
+
+def cluster(nodes: int, per_node: int, switches: int = 0) -> list[Place]:
+    return [
+        Place(f"nid{rank // per_node}", f"top.s{rank // per_node % switches}" if switches else "")
+        for rank in range(nodes * per_node)
+    ]
+
+
+@pytest.mark.parametrize(("nodes", "per_node"), [(1, 4), (1, 8), (4, 1), (2, 4), (4, 4), (64, 4), (16, 16)])
+def test_noise_is_not_told(nodes: int, per_node: int) -> None:
+    places = cluster(nodes, per_node)
+    assert links.slow(measured(places), places) == []
+
+
+def test_a_slow_process_is_named() -> None:
+    for nodes, per_node in ((1, 4), (1, 8), (4, 4)):
+        places = cluster(nodes, per_node)
+        found = links.slow(measured(places, lambda a, b: 5.0 if 2 in (a, b) else 1.0), places)
+        assert len(found) == 2 and all(text.startswith("process 2 on nid0: its links have ") for text in found), found
+        ratio = float(found[0].split("have ")[1].split(" times")[0])
+        assert 4.5 < ratio < 5.5 and "times the latency of the median" in found[0]
+        assert "times the time a byte of the median" in found[1]
+
+
+def test_a_slow_node_is_named() -> None:
+    places = cluster(8, 4)
+    border = measured(places, lambda a, b: 5.0 if (a // 4 == 3) != (b // 4 == 3) else 1.0)
+    found = links.slow(border, places)
+    assert len(found) == 2 and all(text.startswith("node nid3: its links to other nodes have ") for text in found)
+    within = measured(places, lambda a, b: 5.0 if a // 4 == b // 4 == 3 else 1.0)
+    found = links.slow(within, places)
+    assert len(found) == 2 and all(text.startswith("node nid3: the links within it have ") for text in found)
+
+
+def test_half_the_bandwidth_of_a_node_is_told() -> None:
+    places = cluster(16, 4)
+    whole = measured(places)
+    half = [
+        link._replace(beta=2 * link.beta) if (link.ranks[0] // 4 == 3) != (link.ranks[1] // 4 == 3) else link
+        for link in whole
+    ]
+    assert links.slow(whole, places) == []
+    (found,) = links.slow(half, places)
+    assert found.startswith("node nid3: its links to other nodes have 2.0 times the time a byte")
+
+
+def test_a_single_slow_link_is_told_and_a_class_of_them_is_not() -> None:
+    places = cluster(1, 8)
+    one = links.slow(measured(places, lambda a, b: 6.0 if (a, b) == (2, 5) else 1.0), places)
+    assert len(one) == 2 and one[0].startswith("the link between process 2 on nid0 and process 5 on nid0 has ")
+    slow = measured(places, lambda a, b: 6.0 if (a, b) == (2, 5) else 1.0)
+    assert links.slow(slow, places, wired=False) == [], "processes of a CPU share its memory"
+    many = cluster(1, 64)  # whose halves are farther apart: one in six links
+    assert links.slow(measured(many, lambda a, b: 4.0 if b - a == 32 else 1.0), many) == []
+
+
+def test_two_links_tell_nothing_of_each_other() -> None:
+    places = cluster(1, 2)
+    assert links.slow([Link((0, 1), 1.0, 1.0)], places) == []
+
+
+def test_levels_are_what_both_ends_share() -> None:
+    places = cluster(8, 2, switches=2)
+    found = {level.name: level for level in links.levels(measured(places), places)}
+    assert list(found) == ["node", "switch", "network"]
+    assert [level.size for level in found.values()] == [2, 4, 2], "devices, nodes of a switch, switches"
+    assert sum(level.links for level in found.values()) == len(measured(places))
+    assert found["node"].alpha == pytest.approx(3e-6, rel=0.05) and found["node"].beta == pytest.approx(3e-12, rel=0.05)
+    assert found["network"].alpha == pytest.approx(2e-5, rel=0.05)
+    plain = {level.name: level for level in links.levels(measured(cluster(8, 2)), cluster(8, 2))}
+    assert [level.size for level in plain.values()] == [2, 8]
+    late = [link._replace(beta=1.0) if link.ranks == (0, 2) else link for link in measured(cluster(8, 2))]
+    worst = links.levels(late, cluster(8, 2))[1]
+    assert worst.worst == (0, 2) and worst.worst_beta == 1.0 and worst.beta < 1e-9
+
+
+def test_slurm_says_which_switch_a_node_is_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: "nid001.chassis.example")
+    monkeypatch.delenv("SLURM_TOPOLOGY_ADDR", raising=False)
+    assert links.place() == Place("nid001", "")
+    for value, switch in (("nid001", ""), ("s0.s4.nid001", "s0.s4"), ("leaf.nid001", "leaf")):
+        monkeypatch.setenv("SLURM_TOPOLOGY_ADDR", value)
+        assert links.place() == Place("nid001", switch)
+
+
+def wrong(what: str, *senders: int, ranks: tuple[int, ...] = (0, 1, 2, 3)) -> Wrong:
+    return Wrong(what, "all_reduce (sum)", ranks, senders, "number 0 is 1, expected 2")
+
+
+def test_the_fewest_that_explain_it_are_blamed() -> None:
+    sends = [[wrong("all_gather", 2)], [wrong("all_gather", 2)], [], [wrong("all_gather", 2)]]
+    assert at_fault(sends) == ([2], "what {} sent is wrong, seen with 3 other processes")
+    gets = [[], [], [wrong("all_gather", 0, 1, 3)], []]
+    assert at_fault(gets) == ([2], "what {} got is wrong, seen with 3 other processes")
+    assert at_fault([[], [wrong("a message", 0)]]) == ([0], "what {} sent is wrong, seen with 1 other process")
+    both = [[wrong("x", 1, 6)], [], [wrong("x", 1, 6)], [wrong("x", 1, 6)], [], [], [], []]
+    assert at_fault(both)[0] == [1, 6]
+    passed_on = wrong("broadcast", 0)
+    message = Wrong("a message", "", (1, 2), (1,), "number 0 is 1, expected 2")
+    assert at_fault([[], [], [passed_on, message], [passed_on]])[0] == [1], "who passed it on"
+    sums = wrong("all_reduce")
+    assert at_fault([[], [sums], [], []]) == ([1], "the sums that {} got are wrong, those of the others right")
+    assert at_fault([[sums], [sums], [sums], [sums]]) == ([], ""), "of a sum nobody knows whose part it was"
+
+
+# ---- processes -------------------------------------------------------------------------------------
+
+
+def corrupted(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy of which one number is another: a bit of its exponent has turned."""
+    other = tensor.clone()
+    other.view(-1)[-1] += 64
+    return other
+
+
+@contextlib.contextmanager
+def patched(name: str, make: Callable[[Any], Any]) -> Iterator[None]:
+    """Have a function of `torch.distributed` altered in this process."""
+    original = getattr(dist, name)
+    setattr(dist, name, make(original))
+    try:
+        yield
+    finally:
+        setattr(dist, name, original)
+
+
+def sends_wrong(original: Any) -> Any:
+    def batch(operations: list[Any]) -> Any:
+        for operation in operations:
+            if operation.op is dist.isend and operation.tensor.dtype == torch.float32:
+                operation.tensor = corrupted(operation.tensor)
+        return original(operations)
+
+    return batch
+
+
+def sends_late(seconds: float) -> Any:
+    def make(original: Any) -> Any:
+        def batch(operations: list[Any]) -> Any:
+            if operations[0].op is dist.isend:
+                time.sleep(seconds)
+            return original(operations)
+
+        return batch
+
+    return make
+
+
+def gathers_wrong(original: Any) -> Any:
+    return lambda output, own, **options: original(output, corrupted(own), **options)
+
+
+def adds_wrong(original: Any) -> Any:
+    def reduce(tensor: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+        if tensor.dtype == torch.float32:
+            tensor.copy_(corrupted(tensor))
+        return original(tensor, *arguments, **options)
+
+    return reduce
+
+
+def reads_wrong(original: Any) -> Any:
+    def reduce(tensor: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+        done = original(tensor, *arguments, **options)
+        if tensor.dtype == torch.float32:
+            tensor.copy_(corrupted(tensor))
+        return done
+
+    return reduce
+
+
+def adds_wrong_in_groups(original: Any) -> Any:
+    def reduce(tensor: torch.Tensor, *arguments: Any, group: Any = None, **options: Any) -> Any:
+        if tensor.dtype == torch.float32 and group is not None:
+            tensor.copy_(corrupted(tensor))
+        return original(tensor, *arguments, group=group, **options)
+
+    return reduce
+
+
+@dataclass(frozen=True)
+class Case:
+    """What the self-test is to find."""
+
+    ranks: int
+    culprit: int = -1
+    function: str = "all_reduce"  #: Of `torch.distributed`, in the culprit's process,
+    make: Any = None  #: and what becomes of it.
+    per_node: int = 2  #: Processes of each pretended node.
+    geometry: dict[str, int] = field(default_factory=dict)
+    said: str = ""
+
+
+CASES = {
+    "right, of two": Case(2),
+    "sends, of two": Case(2, 1, "batch_isend_irecv", sends_wrong, said="what process 1 on nid0 sent is wrong"),
+    "adds, of two": Case(2, 1, "all_reduce", adds_wrong, said="sums are wrong with process 1 on nid0."),
+    "right": Case(4, per_node=1),
+    "sends": Case(
+        4, 2, "batch_isend_irecv", sends_wrong, said="what process 2 on nid1 sent is wrong, seen with 2 other"
+    ),
+    "gathers": Case(4, 1, "all_gather_single", gathers_wrong, said="what process 1 on nid0 sent is wrong, seen with 3"),
+    "adds": Case(4, 2, "all_reduce", adds_wrong, said="sums are wrong with process 2 on nid1."),
+    "reads": Case(4, 3, "all_reduce", reads_wrong, said="the sums that process 3 on nid1 got are wrong"),
+    "adds in groups": Case(
+        *(4, 3, "all_reduce", adds_wrong_in_groups, 4, {"tp": 2}), said="sums are wrong with process 3 on nid0."
+    ),
+    "late": Case(4, 2, "batch_isend_irecv", sends_late(0.06), per_node=4),
+    "late node": Case(4, 2, "batch_isend_irecv", sends_late(0.06), per_node=1),
+}
+
+
+def _test(rank: int, ranks: int, port: int, folder: str) -> None:
+    as_rank(rank, port, ranks)
+    faulthandler.dump_traceback_later(PATIENCE, exit=True)
+    with join(Geometry(gpus_per_node=ranks), "cpu") as joined:
+        for name, case in CASES.items():
+            if case.ranks != ranks:
+                continue
+            host = f"nid{rank // case.per_node}"
+            socket.gethostname = lambda host=host: host  # type: ignore[misc]
+            os.environ["SLURM_TOPOLOGY_ADDR"] = f"top.s{rank // case.per_node // 2}.{host}" * (name == "right")
+            geometry = Geometry(gpus_per_node=ranks, **case.geometry)
+            world = replace(joined, mesh=Mesh(geometry, "cpu") if case.geometry else None)
+            torch.save(seen_by(world, case), Path(folder, f"{name}.{rank}.pt"))
+
+
+def seen_by(world: World, case: Case) -> dict[str, Any]:
+    random_state, steps, start = torch.get_rng_state(), ranges.entered - ranges.rehearsed, time.perf_counter()
+    seen: dict[str, Any] = {}
+    faulty = patched(case.function, case.make) if world.rank == case.culprit else contextlib.nullcontext()
+    with faulty:
+        try:
+            found = self_test(world)
+            assert found is not None and ranges.rehearsed and ranges.at == ""
+            seen |= {"links": found.model_dump(), "text": found.line()}
+        except PeerLost as lost:
+            seen["lost"] = str(lost)
+    assert ranges.entered - ranges.rehearsed == steps, "it is no step"
+    assert torch.equal(random_state, torch.get_rng_state()), "it draws nothing"
+    return seen | {"seconds": time.perf_counter() - start}
+
+
+@pytest.fixture(scope="module")
+def tested(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[dict[str, Any]]]:
+    """Return what each process of a case saw; those of as many processes are tested by the same ones."""
+    folders: dict[int, Path] = {}
+
+    def of(name: str) -> list[dict[str, Any]]:
+        ranks = CASES[name].ranks
+        if ranks not in folders:
+            folders[ranks] = tmp_path_factory.mktemp(f"ranks{ranks}")
+            mp.spawn(_test, (ranks, free_port(), str(folders[ranks])), nprocs=ranks)
+        return [torch.load(folders[ranks] / f"{name}.{rank}.pt") for rank in range(ranks)]
+
+    return of
+
+
+Tested = Callable[[str], list[dict[str, Any]]]
+
+
+def test_two_processes_that_are_right(tested: Tested) -> None:
+    one, other = tested("right, of two")
+    assert "lost" not in one and "lost" not in other and one["links"]["levels"] == other["links"]["levels"]
+    found = Links(**one["links"])
+    assert (found.backend, found.processes, found.nodes, found.slow) == ("gloo", 2, 1, [])
+    (level,) = found.levels
+    assert (level.name, level.size, level.links, level.worst) == ("node", 2, 1, (0, 1))
+    assert 1e-7 < level.alpha < 0.1 and 1e-12 < level.beta < 1e-6
+    small, large = found.all_reduce
+    assert (small.bytes, large.bytes) == (8, 2**22) and 0 < small.seconds < large.seconds
+    assert found.seconds <= one["seconds"]
+    assert one["text"].startswith("node: ") and " µs, " in one["text"] and "all_reduce of 4.19 MB: " in one["text"]
+
+
+def test_four_processes_on_pretended_nodes(tested: Tested) -> None:
+    found = Links(**tested("right")[0]["links"])
+    assert [(level.name, level.size, level.links) for level in found.levels] == [("switch", 2, 2), ("network", 2, 4)]
+    assert found.nodes == 4
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.said])
+def test_who_is_wrong_is_named_by_all(tested: Tested, name: str) -> None:
+    case = CASES[name]
+    messages = {each.get("lost") for each in tested(name)}
+    assert len(messages) == 1, "all say the same"
+    (message,) = messages
+    assert message is not None and case.said in message, message
+    blamed = message.split(". First seen")[0]
+    assert all(f"process {rank} " not in blamed for rank in range(case.ranks) if rank != case.culprit), message
+    host = f"nid{case.culprit // case.per_node}"
+    assert f"leave {host} out (under Slurm: --exclude={host})" in message
+    assert "expected" in message and "selftest: false" in message
+    if case.geometry:
+        assert "over each group of dp" in message, "the first of the two axes"
+
+
+def test_a_late_process_is_named(tested: Tested) -> None:
+    found = Links(**tested("late")[0]["links"])
+    assert any(text.startswith("process 2 on nid0: its links have ") for text in found.slow), found.slow
+    others = ("process 0 on nid0: its", "process 1 on nid0: its", "process 3 on nid0: its", "node")
+    assert not any(text.startswith(others) for text in found.slow), found.slow
+
+
+def test_a_late_node_is_named(tested: Tested) -> None:
+    found = Links(**tested("late node")[0]["links"])
+    assert any(text.startswith("node nid2: its links to other nodes have ") for text in found.slow), found.slow
+
+
+def test_one_process_has_nothing_to_test() -> None:
+    assert self_test(World()) is None
+
+
+# ---- stages ----------------------------------------------------------------------------------------
+
+#: Run in place of `dlscale`: the second rank adds wrong numbers, or hangs before it exchanges anything.
+FAULTY = """
+import os, sys, time
+import torch
+import torch.distributed as dist
+from dlscale import cli
+from dlscale.parallel import selftest, watchdog
+
+if os.environ["RANK"] == "1":
+    if os.environ["FAULT"] == "hangs":
+        selftest.moved = lambda *arguments: time.sleep(3600)
+    else:
+        original = dist.all_gather_single
+        dist.all_gather_single = lambda output, own, **options: original(output, own + 1, **options)
+watchdog.STUCK = watchdog.REHEARSAL = 6.0
+sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
+def train_faulty(folder: Path, data: Path, fault: str, ranks: int) -> list[tuple[int, str]]:
+    """Train the run in `folder` by processes of their own; return each one's status and what it said."""
+    (folder / "program.py").write_text(FAULTY)
+    meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks), "FAULT": fault}
+    arguments = ["train", "--config", folder / "config.yaml", "--manifest", data / "manifest.json"]
+    arguments += ["--checkpoints", folder / "checkpoints", "--out", folder, "--threads", ranks, "--device", "cpu"]
+    arguments += ["--log", folder / "train.log"]
+    command = [sys.executable, str(folder / "program.py"), *map(str, arguments)]
+    processes = [
+        subprocess.Popen(
+            command,
+            env=environment(RANK=str(rank), LOCAL_RANK=str(rank), **meet),
+            cwd=ROOT,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+    said = [process.communicate(timeout=PATIENCE)[1] for process in processes]
+    return list(zip([process.returncode for process in processes], said, strict=True))
+
+
+def test_a_training_with_a_wrong_process_ends_before_it_begins(tmp_path: Path, era5_data: Path) -> None:
+    folder = configure(tmp_path, "era5_vit", 2)
+    ended = train_faulty(folder, era5_data, "adds", 2)
+    assert [status for status, _ in ended] == [ending.LOST, ending.LOST], ended
+    for _, said in ended:
+        assert said.count("\n") == 1 and "what process 1 on" in said and "sent is wrong" in said, said
+    logs = "".join(path.read_text() for path in folder.glob("*.log"))
+    assert "Traceback" not in logs and not (folder / "metrics.jsonl").exists()
+
+
+@pytest.mark.slow
+def test_a_process_that_hangs_in_the_self_test_is_named(tmp_path: Path, era5_data: Path) -> None:
+    """With those that it was to exchange something with; who has exchanged more is not."""
+    folder = configure(tmp_path, "era5_vit", 4)
+    ended = train_faulty(folder, era5_data, "hangs", 4)
+    assert all(status == ending.LOST for status, _ in ended), ended
+    log = (folder / "train.log").read_text()
+    assert "all have waited for 6 s for process 0 on" in log and "process 1 on" in log and "(self-test)" in log, log
+    assert "process 2 on" not in log and "process 3 on" not in log, log
+
+
+@pytest.mark.slow
+def test_it_is_recorded_and_changes_nothing(tmp_path: Path, era5_data: Path) -> None:
+    """A training learns the same, bit by bit, with it and without."""
+    for name, parallel in (("tested", {}), ("untested", {"selftest": False})):
+        train_by(2, configure(tmp_path / name, "era5_vit", 2, parallel=parallel), era5_data)
+    one, other = (Provenance.read(tmp_path / name / "provenance.json") for name in ("tested", "untested"))
+    assert one.links is not None and one.links.processes == 2 and other.links is None
+    assert one.fingerprint == other.fingerprint, "checkpoints of the one are those of the other"
+    assert (tmp_path / "tested/model.pt").read_bytes() == (tmp_path / "untested/model.pt").read_bytes()
+    assert "self-test: 2 processes exchange right values; node: " in (tmp_path / "tested/train.log").read_text()
+
+
+def test_throughput_records_it(tmp_path: Path, era5_data: Path) -> None:
+    folder = configure(tmp_path, "era5_vit", 2)
+    arguments = ["--config", folder / "config.yaml", "--manifest", era5_data / "manifest.json", "--threads", 2]
+    done = launch("throughput", 2, *arguments, "--device", "cpu", "--out", folder / "throughput.json")
+    assert done.returncode == 0, done.stderr
+    found = Throughput.read(folder / "throughput.json").links
+    assert found is not None and [level.name for level in found.levels] == ["node"] and len(found.all_reduce) == 2
+
+
+def test_it_is_a_setting_of_what_has_several_processes() -> None:
+    assert settings("era5_vit").selftest and settings("era5_vit", parallel={"kind": "fsdp"}).selftest
+    assert not settings("era5_vit", parallel={"kind": "fsdp", "selftest": False}).selftest
+    assert not settings("era5_vit", parallel={"kind": "dp"}).selftest, "one process"
