@@ -1,0 +1,130 @@
+"""The costs of a model of scaling, found from a few measurements and from what is known beforehand.
+
+Costs are looked for in logarithms. Each has a prior, log-normal, and each measurement an error that is relative; the
+most probable costs are the least sum of squares (MAP). Around them the posterior is taken for normal (Laplace;
+MacKay 2003, Information Theory, Inference, and Learning Algorithms, chapter 27), and the band of a prediction follows
+from it to first order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+from scipy.optimize import least_squares
+
+from dlscale.core.errors import UserError
+from dlscale.measure.scaling.machine import Machine
+from dlscale.measure.scaling.model import Costs, Job, Measure, Workload, rate
+
+NAMES = tuple(field.name for field in fields(Costs))
+
+
+@dataclass(frozen=True)
+class Prior:
+    """What is known of a cost beforehand: it is as likely above `middle` as below, and 68 % within the `factor`."""
+
+    middle: float
+    factor: float
+    source: str
+
+
+#: `fixed` and `load` are in multiples of what a step, or a sample, takes where least devices were measured; so is
+#: `sample`, which the measurements themselves decide.
+PRIORS = {
+    "fixed": Prior(
+        0.05, 3, "judgement: an update reads and writes 28 bytes a parameter, launches take the host's time"
+    ),
+    "sample": Prior(1.0, 10, "the measurements"),
+    "load": Prior(0.5, 2, "judgement: one scales out what its loader keeps up with"),
+    "blend": Prior(2.5, 1.6, "IO, SYNTHETIC and FULL of the U-Net on one A100 (SC22, benchy): 1.2 to 4.5"),
+    "start": Prior(1.0, 2.7, "validations of 512 crops and 128 states on one A100 (SC22, SC23): 0.6 to 1.5 s"),
+    "spread": Prior(
+        0.02, 2, "Sinha et al. 2022 (SC22, arXiv:2208.11035): GPUs of one kind differ by 8 % from end to end"
+    ),
+    "host": Prior(0.01, 2.7, "judgement: some per cent on a full node"),
+    "near": Prior(1.0, 1.5, "judgement: NCCL reaches 60 to 90 % of a link, as Calculon's systems have it"),
+    "far": Prior(1.0, 2, "judgement: networks are shared, and not all drivers are in place"),
+    "slowdown": Prior(0.19, 1.8, "Lee et al. 2025 (arXiv:2507.03114): computing beside collectives, mean 18.9 %"),
+    "split": Prior(0.083, 2.7, "Shoeybi et al. 2019 (arXiv:1909.08053), figure 5: 77 % efficient with 8-way sharing"),
+}
+#: Relative error of a measurement: two tables of one tutorial differ by 1.4 to 4.3 % (ResNet-50 on 4, 8, 16 GPUs).
+NOISE = 0.03
+#: Standard deviations on either side that hold 90 % of a normal distribution.
+BAND = 1.645
+
+
+@dataclass(frozen=True)
+class Point:
+    """A measurement: samples/s over all devices."""
+
+    job: Job
+    rate: float
+    of: Measure = Measure()
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A quantity, and what bounds 90 % of what it may be."""
+
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Most probable costs, and how sure they are."""
+
+    machine: Machine
+    work: Workload
+    logs: np.ndarray  #: Logarithms of the costs.
+    covariance: np.ndarray  #: Of these.
+
+    @property
+    def costs(self) -> Costs:
+        """The most probable ones."""
+        return _costs(self.logs)
+
+    def predict(self, quantity: Callable[[Costs], float], noise: float = NOISE) -> Prediction:
+        """Return a positive quantity of the costs with its band; `noise` is that of measuring it."""
+        value = quantity(self.costs)
+        slope = _slope(lambda logs: math.log(quantity(_costs(logs))), self.logs)
+        width = BAND * math.sqrt(slope @ self.covariance @ slope + noise**2)
+        return Prediction(value, value * math.exp(-width), value * math.exp(width))
+
+    def rate(self, job: Job, of: Measure = Measure()) -> Prediction:
+        """Return samples/s over all devices."""
+        return self.predict(lambda costs: rate(self.machine, self.work, costs, job, of))
+
+
+def fit(machine: Machine, work: Workload, points: Sequence[Point], noise: float = NOISE) -> Fit:
+    """Return the costs that the points and the priors make most probable."""
+    computing = [point for point in points if point.of.mode not in ("IO", "VALIDATION")]
+    if not computing:
+        raise UserError("plan: no throughput to start from; expected one measurement of FULL or SYNTHETIC at least")
+    first = min(computing, key=lambda point: (point.job.devices, point.of.mode != "SYNTHETIC"))
+    own = first.job.devices * first.job.batch / first.job.shared / first.rate  # a device's seconds a step
+    unit = {"fixed": own, "sample": own * first.job.shared / first.job.batch}
+    unit["load"] = unit["sample"]
+    middles = np.log([PRIORS[name].middle * unit.get(name, 1.0) for name in NAMES])
+    factors = np.log([PRIORS[name].factor for name in NAMES])
+
+    def residuals(logs: np.ndarray) -> np.ndarray:
+        costs = _costs(logs)
+        errors = [math.log(rate(machine, work, costs, each.job, each.of) / each.rate) / noise for each in points]
+        return np.concatenate([errors, (logs - middles) / factors])
+
+    found = least_squares(residuals, middles, method="trf", x_scale=factors)
+    return Fit(machine, work, found.x, np.linalg.inv(found.jac.T @ found.jac))
+
+
+def _costs(logs: np.ndarray) -> Costs:
+    return Costs(*np.exp(logs).tolist())
+
+
+def _slope(quantity: Callable[[np.ndarray], float], at: np.ndarray, width: float = 1e-4) -> np.ndarray:
+    steps = width * np.eye(len(at))
+    return np.array([(quantity(at + each) - quantity(at - each)) / (2 * width) for each in steps])
