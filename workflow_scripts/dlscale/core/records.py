@@ -602,6 +602,8 @@ class Series(Record):
     collectives: int | None = Field(None, ge=1)  #: A step, if that was published; else as PyTorch cuts its buckets.
     fit: int = Field(8, ge=1)  #: The model sees figures of at most so many GPUs; the others it must predict.
     valid_samples: int | None = Field(None, ge=1)  #: Of a validation.
+    workers: int = Field(1, ge=1)  #: Of a device's loader that make batches of their own; 1 for DALI's threads.
+    loaded: float | None = Field(None, gt=0)  #: Samples/s that a device's loader kept up with, if with another model.
     tokens: tuple[int, int, int] | None = None  #: Tokens of a sample, their width, blocks.
 
 

@@ -38,11 +38,11 @@ class Costs:
     blend
         How well loading and computing hide each other: step^blend = loading^blend + computing^blend. 1: not at all.
     start
-        Seconds from an epoch's begin to its first batch, beyond a step.
+        Seconds in which a loader starts one of its workers, which it does one after the other.
     spread
         Standard deviation of the devices' times of a step, relative to its mean.
     host
-        What each further device of a node slows the others down by, relative: processors, memory and power are shared.
+        What each further device of a node slows the loading of the others down by, relative: they share its processors.
     near, far
         Times a byte within a node and between nodes, in multiples of the machine's own.
     slowdown
@@ -90,6 +90,8 @@ class Workload:
     buckets: tuple[float, ...]  #: Their shares of it, in the order in which they are ready.
     tokens: Tokens | None = None  #: None: devices cannot share the model.
     sharded: bool = False  #: FSDP: weights and optimiser are shared by all devices, too.
+    workers: int = 1  #: Of a device's loader, each of which makes batches of its own; threads that share one are one.
+    loaded: float | None = None  #: Samples/s that a device's loader was seen to keep up with, if with another model.
     storage: float = math.inf  #: Samples/s that the storage serves to all devices together.
     memory: Memory | None = None
 
@@ -181,7 +183,7 @@ def step(machine: Machine, work: Workload, costs: Costs, job: Job) -> Step:
     """Return where the time of a step goes."""
     levels = [level.scaled(costs.near if place == 0 else costs.far) for place, level in enumerate(machine.levels)]
     machine = replace(machine, levels=tuple(levels))
-    compute = _compute(machine, costs, job)
+    compute = _compute(costs, job)
     exposed, hidden = _gradients(machine, work, job, compute)
     exposed += _model(machine, work, job)
     waiting = compute * costs.spread * expected_maximum(job.devices)
@@ -191,18 +193,19 @@ def step(machine: Machine, work: Workload, costs: Costs, job: Job) -> Step:
     return Step(compute, waiting, slowed, exposed, _blended(alone, load, costs.blend) - alone)
 
 
-def _node(machine: Machine, job: Job) -> int:
-    return min(job.devices, job.per_node or machine.per_node)
-
-
-def _compute(machine: Machine, costs: Costs, job: Job) -> float:
-    sample = costs.sample * (1 + costs.split) ** math.log2(job.shared) / job.shared
-    return (costs.fixed + job.batch * sample) * (1 + costs.host * (_node(machine, job) - 1))
+def _compute(costs: Costs, job: Job) -> float:
+    return costs.fixed + job.batch * costs.sample * (1 + costs.split) ** math.log2(job.shared) / job.shared
 
 
 def _load(machine: Machine, work: Workload, costs: Costs, job: Job) -> float:
-    own = job.batch * costs.load * (1 + costs.host * (_node(machine, job) - 1))
+    neighbours = min(job.devices, job.per_node or machine.per_node) - 1
+    own = job.batch * costs.load * (1 + costs.host * neighbours)
     return max(own, job.samples / work.storage)
+
+
+def _start(machine: Machine, work: Workload, costs: Costs, job: Job) -> float:
+    """Return the seconds to the first batch: workers start, and one that is one of many makes it alone."""
+    return work.workers * (costs.start + _load(machine, work, costs, job))
 
 
 def _blended(first: float, second: float, power: float) -> float:
@@ -256,14 +259,14 @@ def seconds(machine: Machine, work: Workload, costs: Costs, job: Job, of: Measur
     if of.mode == "IO":
         return _load(machine, work, costs, job)
     if of.mode == "ALONE":
-        return _compute(machine, costs, job)
+        return _compute(costs, job)
     if of.mode == "VALIDATION":
-        forward = FORWARD * _compute(machine, replace(costs, fixed=0.0), job)
+        forward = FORWARD * _compute(replace(costs, fixed=0.0), job)
         each = _blended(forward, _load(machine, work, costs, job), costs.blend)
-        return costs.start + of.samples / job.samples * each
+        return _start(machine, work, costs, job) + of.samples / job.samples * each
     whole = step(machine, work, costs, job)
     if of.mode in ("EPOCH", "BOTH"):
-        epoch = costs.start + of.samples / job.samples * whole.seconds
+        epoch = _start(machine, work, costs, job) + of.samples / job.samples * whole.seconds
         validation = Measure("VALIDATION", of.validated)
         return epoch if of.mode == "EPOCH" else epoch + seconds(machine, work, costs, job, validation)
     return whole.seconds if of.mode == "FULL" else whole.without_loading

@@ -67,7 +67,8 @@ def workload(series: Series) -> Workload:
     size = float(series.parameters * series.gradient_bytes)
     count = series.collectives
     parts = (1 / count,) * count if count else buckets(size)
-    return Workload(size, parts, Tokens(*series.tokens) if series.tokens else None)
+    tokens = Tokens(*series.tokens) if series.tokens else None
+    return Workload(size, parts, tokens, workers=series.workers, loaded=series.loaded)
 
 
 def _job(figure: Published) -> Job:
