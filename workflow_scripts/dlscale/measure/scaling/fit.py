@@ -17,7 +17,7 @@ from scipy.optimize import least_squares
 
 from dlscale.core.errors import UserError
 from dlscale.measure.scaling.machine import Machine
-from dlscale.measure.scaling.model import Costs, Job, Measure, Workload, rate
+from dlscale.measure.scaling.model import STEPS, Costs, Job, Measure, Workload, rate
 
 NAMES = tuple(field.name for field in fields(Costs))
 
@@ -40,8 +40,12 @@ PRIORS = {
     "sample": Prior(1.0, 10, "the measurements"),
     "load": Prior(0.5, 2, "judgement: a loader could do twice what it was seen to do where it kept up"),
     "blend": Prior(2.5, 1.6, "IO, SYNTHETIC and FULL of the U-Net on one A100 (SC22, benchy): 1.2 to 4.5"),
-    "start": Prior(0.1, 4, "validations on at most 8 GPUs (SC22, SC23, ImageNet's log): 0.05, 0.4, and 2.5 s of 20 workers"),
-    "spread": Prior(0.015, 2, "Sinha et al. 2022 (arXiv:2208.11035): GPUs of a cluster differ by 8 %, whisker to whisker"),
+    "start": Prior(
+        0.1, 4, "validations on at most 8 GPUs (SC22, SC23, ImageNet's log): 0.05, 0.4, and 2.5 s of 20 workers"
+    ),
+    "spread": Prior(
+        0.015, 2, "Sinha et al. 2022 (arXiv:2208.11035): GPUs of a cluster differ by 8 %, whisker to whisker"
+    ),
     "host": Prior(0.01, 2.7, "judgement: some per cent on a full node"),
     "near": Prior(1.0, 1.5, "judgement: NCCL reaches 60 to 90 % of a link, as Calculon's systems have it"),
     "far": Prior(1.0, 2, "judgement: networks are shared, and not all drivers are in place"),
@@ -52,6 +56,9 @@ PRIORS = {
 NOISE = 0.03
 #: Of a validation, which is short: six on 4 GPUs took 2.60 to 4.26 s (SC22, logs).
 VALIDATION_NOISE = 0.2
+#: What the model itself is wrong by: standard deviation, relative, when devices double, or those that share a model;
+#: of several doublings the square root. The published series' own (`dlscale.measure.scaling.validation.misfit`).
+MISFIT = 0.061
 #: Standard deviations on either side that hold 90 % of a normal distribution.
 BAND = 1.645
 
@@ -62,7 +69,7 @@ class Point:
 
     job: Job
     rate: float
-    of: Measure = Measure()
+    of: Measure = STEPS
 
     @property
     def noise(self) -> float:
@@ -72,11 +79,20 @@ class Point:
 
 @dataclass(frozen=True)
 class Prediction:
-    """A quantity, and what bounds 90 % of what it may be."""
+    """A quantity, and how far off it may be."""
 
     value: float
-    low: float
-    high: float
+    deviation: float  #: Standard deviation of its logarithm.
+
+    @property
+    def low(self) -> float:
+        """It is less with 5 %."""
+        return self.value * math.exp(-BAND * self.deviation)
+
+    @property
+    def high(self) -> float:
+        """It is more with 5 %."""
+        return self.value * math.exp(BAND * self.deviation)
 
 
 @dataclass(frozen=True)
@@ -87,22 +103,32 @@ class Fit:
     work: Workload
     logs: np.ndarray  #: Logarithms of the costs.
     covariance: np.ndarray  #: Of these.
+    points: tuple[Point, ...]
 
     @property
     def costs(self) -> Costs:
         """The most probable ones."""
         return _costs(self.logs)
 
-    def predict(self, quantity: Callable[[Costs], float], noise: float = NOISE) -> Prediction:
-        """Return a positive quantity of the costs with its band; `noise` is that of measuring it."""
-        value = quantity(self.costs)
-        slope = _slope(lambda logs: math.log(quantity(_costs(logs))), self.logs)
-        width = BAND * math.sqrt(slope @ self.covariance @ slope + noise**2)
-        return Prediction(value, value * math.exp(-width), value * math.exp(width))
+    def doublings(self, job: Job) -> float:
+        """Return how far a job is from what was measured: doublings of devices, and of those that share a model."""
+        devices, shared = (
+            max(sizes) for sizes in zip(*((p.job.devices, p.job.shared) for p in self.points), strict=True)
+        )
+        return max(0.0, math.log2(job.devices / devices)) + max(0.0, math.log2(job.shared / shared))
 
-    def rate(self, job: Job, of: Measure = Measure()) -> Prediction:
+    def predict(
+        self, quantity: Callable[[Costs], float], job: Job, noise: float = NOISE, misfit: float = MISFIT
+    ) -> Prediction:
+        """Return a positive quantity of the costs, of a job; `noise` is that of measuring it."""
+        slope = _slope(lambda logs: math.log(quantity(_costs(logs))), self.logs)
+        variance = slope @ self.covariance @ slope + noise**2 + misfit**2 * self.doublings(job)
+        return Prediction(quantity(self.costs), math.sqrt(variance))
+
+    def rate(self, job: Job, of: Measure = STEPS, misfit: float = MISFIT) -> Prediction:
         """Return samples/s over all devices."""
-        return self.predict(lambda costs: rate(self.machine, self.work, costs, job, of))
+        noise = VALIDATION_NOISE if of.mode == "VALIDATION" else NOISE
+        return self.predict(lambda costs: rate(self.machine, self.work, costs, job, of), job, noise, misfit)
 
 
 def fit(machine: Machine, work: Workload, points: Sequence[Point]) -> Fit:
@@ -119,13 +145,11 @@ def fit(machine: Machine, work: Workload, points: Sequence[Point]) -> Fit:
 
     def residuals(logs: np.ndarray) -> np.ndarray:
         costs = _costs(logs)
-        errors = [
-            math.log(rate(machine, work, costs, each.job, each.of) / each.rate) / each.noise for each in points
-        ]
+        errors = [math.log(rate(machine, work, costs, each.job, each.of) / each.rate) / each.noise for each in points]
         return np.concatenate([errors, (logs - middles) / factors])
 
     found = least_squares(residuals, middles, method="trf", x_scale=factors)
-    return Fit(machine, work, found.x, np.linalg.inv(found.jac.T @ found.jac))
+    return Fit(machine, work, found.x, np.linalg.inv(found.jac.T @ found.jac), tuple(points))
 
 
 def _costs(logs: np.ndarray) -> Costs:

@@ -96,15 +96,31 @@ class Workload:
     memory: Memory | None = None
 
 
-def buckets(size: float, cap: float = 25 * 2**20, first: float = 2**20) -> tuple[float, ...]:
-    """Return the shares of DistributedDataParallel's buckets: a small one, which is ready early, then full ones.
+def buckets(tensors: Sequence[float], cap: float = 25 * 2**20, first: float = 2**20) -> tuple[float, ...]:
+    """Return the shares of DistributedDataParallel's buckets: a small one first, so that sending begins early.
 
-    Tensors are not cut, so that real ones differ a little.
+    A bucket is full with the tensor that reaches its size (torch/csrc/distributed/c10d/reducer.cpp,
+    compute_bucket_assignment_by_size).
+
+    Parameters
+    ----------
+    tensors
+        Bytes of each gradient, in the order in which they are ready.
     """
-    parts = [min(first, size)]
-    while (left := size - sum(parts)) > 1:
-        parts.append(min(cap, left))
-    return tuple(part / size for part in parts)
+    parts, filling, limit = list[float](), 0.0, first
+    for size in tensors:
+        filling += size
+        if filling >= limit:
+            parts.append(filling)
+            filling, limit = 0.0, cap
+    total = sum(tensors)
+    return tuple(part / total for part in [*parts, *([filling] if filling else [])])
+
+
+def evenly(size: float) -> list[float]:
+    """Return gradients of `size` bytes in all, of a mebibyte each: where their tensors are not known."""
+    count = max(1, round(size / 2**20))
+    return [size / count] * count
 
 
 @dataclass(frozen=True)
@@ -140,6 +156,9 @@ class Measure:
     mode: Mode = "FULL"
     samples: float = 0.0
     validated: float = 0.0  #: Of BOTH: samples of the validation.
+
+
+STEPS = Measure()
 
 
 @dataclass(frozen=True)
@@ -254,7 +273,7 @@ def _model(machine: Machine, work: Workload, job: Job) -> float:
     return tokens.depth * (tensor + context)
 
 
-def seconds(machine: Machine, work: Workload, costs: Costs, job: Job, of: Measure = Measure()) -> float:
+def seconds(machine: Machine, work: Workload, costs: Costs, job: Job, of: Measure = STEPS) -> float:
     """Return how long a step takes in a mode, or an epoch, a validation, or both."""
     if of.mode == "IO":
         return _load(machine, work, costs, job)
@@ -272,7 +291,7 @@ def seconds(machine: Machine, work: Workload, costs: Costs, job: Job, of: Measur
     return whole.seconds if of.mode == "FULL" else whole.without_loading
 
 
-def rate(machine: Machine, work: Workload, costs: Costs, job: Job, of: Measure = Measure()) -> float:
+def rate(machine: Machine, work: Workload, costs: Costs, job: Job, of: Measure = STEPS) -> float:
     """Return samples/s over all devices in a mode; of an epoch, a validation, or both those of its `samples`."""
     done = of.samples if of.mode in ("EPOCH", "VALIDATION", "BOTH") else job.samples
     return done / seconds(machine, work, costs, job, of)
