@@ -67,7 +67,7 @@ class Machine:
             Between the group's ranks: devices that share a model are neighbours (1), those with the same part of
             different copies are as far apart as a copy has devices.
         """
-        found, reach = [], 1
+        found, reach = list[int](), 1
         for level in self.levels[:-1]:
             reach *= level.size
             done = math.prod(found)

@@ -161,7 +161,7 @@ def table(checks: Sequence[Check]) -> list[tuple[str, ...]]:
         ("series", "fitted on", "predicted", "published", "the model", "90 % band", "error", "Amdahl", "line")
     ]
     for each in checks:
-        ours = each.widened(misfit([other for other in checks if other.series != each.series]))
+        ours = _banded(each, checks)
         predicted = f"{each.figure.gpus} GPUs, {_short(each)}"
         fitted_on = "1 GPU" if each.fitted == (1,) else f"{', '.join(map(str, each.fitted))} GPUs"
         values = [_value(value) for value in (each.published, ours.value)]
@@ -170,28 +170,28 @@ def table(checks: Sequence[Check]) -> list[tuple[str, ...]]:
     return rows
 
 
+def _banded(check: Check, checks: Sequence[Check]) -> Prediction:
+    """Return our prediction with the misfit of the other series."""
+    return check.widened(misfit([other for other in checks if other.series != check.series]))
+
+
+def _medians(found: Sequence[float]) -> str:
+    return "model {:.1f} %, Amdahl {:.1f} %, line {:.1f} %".format(*(100 * each for each in found))
+
+
 def summary(checks: Sequence[Check]) -> list[str]:
     """Return in words how the model and the simpler laws did."""
     by_series: dict[str, list[Check]] = defaultdict(list)
     for each in checks:
         by_series[each.series].append(each)
-    shown: Callable[[tuple[float, float, float]], str] = lambda found: (
-        "model {:.1f} %, Amdahl {:.1f} %, line {:.1f} %".format(  # noqa: E731
-            *(100 * each for each in found)
-        )
-    )
     each_series = [medians(own) for own in by_series.values()]
-    over = tuple(statistics.median(column) for column in zip(*each_series, strict=True))
-    inside = [
-        (found := each.widened(misfit([o for o in checks if o.series != each.series]))).low
-        <= each.published
-        <= found.high
-        for each in checks
-    ]
+    over = [statistics.median(column) for column in zip(*each_series, strict=True)]
+    bands = [(each, _banded(each, checks)) for each in checks]
+    inside = sum(band.low <= each.published <= band.high for each, band in bands)
     return [
-        f"median error: {shown(medians(checks))}",
-        f"median of the series' medians: {shown((over[0], over[1], over[2]))}",
-        f"published figures within the 90 % band: {sum(inside)} of {len(checks)}",
+        f"median error: {_medians(medians(checks))}",
+        f"median of the series' medians: {_medians(over)}",
+        f"published figures within the 90 % band: {inside} of {len(checks)}",
     ]
 
 
