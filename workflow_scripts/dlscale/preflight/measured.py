@@ -39,8 +39,9 @@ class Study:
     epoch: tuple[int | None, int | None]  #: Samples of training and validation.
 
 
-def read(folders: Sequence[Path], machine: str | None, results: Path) -> Study:
-    """Return the model fitted to what was measured of the runs in these folders."""
+def read(folders: Sequence[Path], machine: str | None) -> Study:
+    """Return the model fitted to what was measured of the runs in these folders, on a machine or that of the device."""
+    results = folders[0].resolve().parents[2]
     settings = [read_yaml(each / "config.yaml") for each in folders]
     for path, other in zip(folders, settings, strict=True):
         for key in ALIKE:

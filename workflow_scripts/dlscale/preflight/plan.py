@@ -9,10 +9,8 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dlscale.config.places import folder, results_of
@@ -26,6 +24,7 @@ from dlscale.preflight.measured import Study, read
 
 if TYPE_CHECKING:
     from dlscale.config.resolve import Configuration
+
 
 @dataclass(frozen=True)
 class Row:
@@ -65,7 +64,7 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
         if min(given if isinstance(given, list) else [1 if given is None else given]) <= 0:
             raise UserError(f"--{flag.replace('_', '-')}: expected more than 0")
     results = results_of(configuration)
-    study = read([folder(name, results) for name in args.runs], args.machine, results)
+    study = read([folder(name, results) for name in args.runs], args.machine)
     rows, left_out = table(study, args)
     if not rows:
         raise UserError(f"--devices: nothing is left to plan: {'; '.join(left_out)}")
