@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,7 @@ def read(folders: Sequence[Path], machine: str | None) -> Study:
         points += found
         device = device or (measured.device.name if measured and measured.device.kind == "cuda" else "")
     on = named(machine or for_device(device)).machine
-    work = workload(run, results)
+    work = replace(workload(run, results), processes=not device)
     first = min(points, key=lambda point: point.job.devices)
     epoch = samples_of(run, "train", results), samples_of(run, "valid", results)
     return Study(run, fit(on, work, points), device or "CPU", first.job.batch, epoch)

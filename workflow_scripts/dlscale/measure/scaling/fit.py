@@ -39,7 +39,7 @@ PRIORS = {
     ),
     "sample": Prior(1.0, 10, "the measurements"),
     "load": Prior(0.5, 2, "judgement: a loader could do twice what it was seen to do where it kept up"),
-    "blend": Prior(2.5, 1.6, "IO, SYNTHETIC and FULL of the U-Net on one A100 (SC22, benchy): 1.2 to 4.5"),
+    "blend": Prior(1.5, 2.5, "IO, SYNTHETIC and FULL of the U-Net on one A100 (SC22, benchy): 0.2 to 3.5"),
     "start": Prior(
         0.1, 4, "validations on at most 8 GPUs (SC22, SC23, ImageNet's log): 0.05, 0.4, and 2.5 s of 20 workers"
     ),
@@ -52,6 +52,8 @@ PRIORS = {
     "slowdown": Prior(0.19, 1.8, "Lee et al. 2025 (arXiv:2507.03114): computing beside collectives, mean 18.9 %"),
     "split": Prior(0.083, 2.7, "Shoeybi et al. 2019 (arXiv:1909.08053), figure 5: 77 % efficient with 8-way sharing"),
 }
+#: Of devices that are processes on a node's processors.
+CROWDED = Prior(0.3, 3, "judgement: processes share a memory, and cores where these are fewer")
 #: Relative error of a throughput: two tables of one tutorial differ by 1.4 to 4.3 % (ResNet-50 on 4, 8, 16 GPUs).
 NOISE = 0.03
 #: Of a validation, which is short: six on 4 GPUs took 2.60 to 4.26 s (SC22, logs).
@@ -140,8 +142,9 @@ def fit(machine: Machine, work: Workload, points: Sequence[Point]) -> Fit:
     own = first.job.devices * first.job.batch / first.job.shared / first.rate  # a device's seconds a step
     unit = {"fixed": own, "sample": own * first.job.shared / first.job.batch}
     unit["load"] = 1 / work.loaded if work.loaded else unit["sample"]
-    middles = np.log([PRIORS[name].middle * unit.get(name, 1.0) for name in NAMES])
-    factors = np.log([PRIORS[name].factor for name in NAMES])
+    priors = PRIORS | ({"host": CROWDED} if work.processes else {})
+    middles = np.log([priors[name].middle * unit.get(name, 1.0) for name in NAMES])
+    factors = np.log([priors[name].factor for name in NAMES])
 
     def residuals(logs: np.ndarray) -> np.ndarray:
         costs = _costs(logs)

@@ -36,13 +36,14 @@ class Costs:
     load
         Of a device's samples, seconds each.
     blend
-        How well loading and computing hide each other: step^blend = loading^blend + computing^blend. 1: not at all.
+        How well loading and computing hide each other: step^p = loading^p + computing^p with p = 1 + blend.
     start
         Seconds in which a loader starts one of its workers, which it does one after the other.
     spread
         Standard deviation of the devices' times of a step, relative to its mean.
     host
         What each further device of a node slows the loading of the others down by, relative: they share its processors.
+        Where devices are processes on these, the computing, too.
     near, far
         Times a byte within a node and between nodes, in multiples of the machine's own.
     slowdown
@@ -89,6 +90,7 @@ class Workload:
     gradients: float  #: Bytes that are averaged.
     buckets: tuple[float, ...]  #: Their shares of it, in the order in which they are ready.
     tokens: Tokens | None = None  #: None: devices cannot share the model.
+    processes: bool = False  #: Devices are processes on a node's processors.
     sharded: bool = False  #: FSDP: weights and optimiser are shared by all devices, too.
     workers: int = 1  #: Of a device's loader, each of which makes batches of its own; threads that share one are one.
     loaded: float | None = None  #: Samples/s that a device's loader was seen to keep up with, if with another model.
@@ -202,7 +204,7 @@ def step(machine: Machine, work: Workload, costs: Costs, job: Job) -> Step:
     """Return where the time of a step goes."""
     levels = [level.scaled(costs.near if place == 0 else costs.far) for place, level in enumerate(machine.levels)]
     machine = replace(machine, levels=tuple(levels))
-    compute = _compute(costs, job)
+    compute = _compute(machine, work, costs, job)
     exposed, hidden = _gradients(machine, work, job, compute)
     exposed += _model(machine, work, job)
     waiting = compute * costs.spread * expected_maximum(job.devices)
@@ -212,14 +214,17 @@ def step(machine: Machine, work: Workload, costs: Costs, job: Job) -> Step:
     return Step(compute, waiting, slowed, exposed, _blended(alone, load, costs.blend) - alone)
 
 
-def _compute(costs: Costs, job: Job) -> float:
-    return costs.fixed + job.batch * costs.sample * (1 + costs.split) ** math.log2(job.shared) / job.shared
+def _compute(machine: Machine, work: Workload, costs: Costs, job: Job) -> float:
+    own = costs.fixed + job.batch * costs.sample * (1 + costs.split) ** math.log2(job.shared) / job.shared
+    return own * (_crowd(machine, costs, job) if work.processes else 1.0)
+
+
+def _crowd(machine: Machine, costs: Costs, job: Job) -> float:
+    return 1 + costs.host * (min(job.devices, job.per_node or machine.per_node) - 1)
 
 
 def _load(machine: Machine, work: Workload, costs: Costs, job: Job) -> float:
-    neighbours = min(job.devices, job.per_node or machine.per_node) - 1
-    own = job.batch * costs.load * (1 + costs.host * neighbours)
-    return max(own, job.samples / work.storage)
+    return max(job.batch * costs.load * _crowd(machine, costs, job), job.samples / work.storage)
 
 
 def _start(machine: Machine, work: Workload, costs: Costs, job: Job) -> float:
@@ -227,8 +232,9 @@ def _start(machine: Machine, work: Workload, costs: Costs, job: Job) -> float:
     return work.workers * (costs.start + _load(machine, work, costs, job))
 
 
-def _blended(first: float, second: float, power: float) -> float:
-    most = max(first, second)
+def _blended(first: float, second: float, blend: float) -> float:
+    """Return the seconds of two that hide each other: from their sum (0) to the longer one."""
+    most, power = max(first, second), 1 + blend
     return most * ((first / most) ** power + (second / most) ** power) ** (1 / power)
 
 
@@ -278,9 +284,9 @@ def seconds(machine: Machine, work: Workload, costs: Costs, job: Job, of: Measur
     if of.mode == "IO":
         return _load(machine, work, costs, job)
     if of.mode == "ALONE":
-        return _compute(costs, job)
+        return _compute(machine, work, costs, job)
     if of.mode == "VALIDATION":
-        forward = FORWARD * _compute(replace(costs, fixed=0.0), job)
+        forward = FORWARD * _compute(machine, work, replace(costs, fixed=0.0), job)
         each = _blended(forward, _load(machine, work, costs, job), costs.blend)
         return _start(machine, work, costs, job) + of.samples / job.samples * each
     whole = step(machine, work, costs, job)
