@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import json
 import math
+import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
@@ -23,7 +24,7 @@ from dlscale.config.resolve import study_files
 from dlscale.core.errors import UserError
 from dlscale.core.records import Published, Throughput, Trials
 from dlscale.measure.scaling import model, validation
-from dlscale.measure.scaling.fit import MISFIT, PRIORS, Point, fit
+from dlscale.measure.scaling.fit import MISFIT, PRIORS, Point, fit, walk
 from dlscale.measure.scaling.machine import Level, Machine, named, shipped
 from dlscale.measure.scaling.model import (
     Costs,
@@ -338,18 +339,40 @@ def test_a_fit_finds_what_made_the_points() -> None:
 def test_two_points_are_enough() -> None:
     found = fit(CLUSTER, UNET, [each for each in points(COSTS, most=1) if each.of.mode == "FULL"])
     assert found.rate(Job(1, 64)).value == pytest.approx(rate(CLUSTER, UNET, COSTS, Job(1, 64)), rel=0.02)
-    assert found.rate(Job(64, 64)).deviation > 2 * found.rate(Job(1, 64)).deviation
+    near, far = found.rate(Job(1, 64)), found.rate(Job(64, 64))
+    assert far.high / far.low > (near.high / near.low) ** 2
 
 
-def test_the_band_is_the_posteriors() -> None:
-    """To first order: against costs drawn from the posterior, each with its own prediction."""
-    found = fit(CLUSTER, UNET, list(points(COSTS, most=2)))
+def test_walks_draw_from_a_density() -> None:
+    """Of two normal numbers that go together, from far off: means, deviations, correlation."""
+    inverse = np.linalg.inv([[1.0, 1.6], [1.6, 4.0]])
+    start = np.random.default_rng(2).normal(1, 0.1, (200, 2))
+    drawn = walk(lambda at: -np.einsum("ni,ij,nj->n", at - 3, inverse, at - 3) / 2, start)
+    assert drawn.mean(axis=0) == pytest.approx([3, 3], abs=0.15)
+    assert np.cov(drawn.T) == pytest.approx(np.array([[1.0, 1.6], [1.6, 4.0]]), rel=0.15)
+
+
+def test_the_band_is_that_of_all_worlds_that_fit() -> None:
+    """Against worlds drawn from the priors, each counted as often as the measurements are likely in it."""
+    seen = [Point(Job(1, 64), 900.0, Measure("SYNTHETIC")), Point(Job(8, 64), 6000.0, Measure("SYNTHETIC"))]
+    draws = np.random.default_rng(4)
+    unit = {"fixed": 64 / 900, "sample": 1 / 900, "load": 1 / 900}
+    worlds = Costs(
+        **{
+            name: unit.get(name, 1.0) * prior.middle * prior.factor ** draws.standard_normal(2_000_000)
+            for name, prior in PRIORS.items()
+        }
+    )
+    errors = [np.log(rate(CLUSTER, UNET, worlds, each.job, each.of) / each.rate) / each.noise for each in seen]
+    weights = np.exp(-sum(error**2 for error in errors) / 2)
     job = Job(64, 32)
-    logs = np.random.default_rng(2).multivariate_normal(found.logs, found.covariance, 2000)
-    drawn = np.log([rate(CLUSTER, UNET, Costs(*np.exp(each)), job) for each in logs])
-    ours = found.predict(lambda costs: rate(CLUSTER, UNET, costs, job), job, noise=0, misfit=0)
-    assert ours.deviation == pytest.approx(drawn.std(), rel=0.15)
-    assert math.log(ours.value) == pytest.approx(drawn.mean(), abs=0.4 * drawn.std())
+    found = rate(CLUSTER, UNET, worlds, job)
+    order = np.argsort(found)
+    shares = np.cumsum(weights[order]) / weights.sum()
+    low, middle, high = found[order][np.searchsorted(shares, (0.05, 0.5, 0.95))]
+    fitted = fit(CLUSTER, UNET, seen)
+    ours = fitted.predict(lambda costs: rate(CLUSTER, UNET, costs, job))
+    assert [ours.low, ours.value, ours.high] == pytest.approx([low, middle, high], rel=0.04)
 
 
 def test_the_band_holds_the_truth() -> None:
@@ -369,8 +392,11 @@ def test_the_band_holds_the_truth() -> None:
 def test_the_band_grows_with_the_distance() -> None:
     found = fit(CLUSTER, VIT, list(points(COSTS)))
     assert found.doublings(Job(8, 64)) == 0 and found.doublings(Job(64, 64, tp=4)) == 5
-    near, far = (found.predict(lambda costs: costs.sample, Job(devices, 64)) for devices in (8, 128))
-    assert far.deviation**2 - near.deviation**2 == pytest.approx(4 * MISFIT**2)
+    job = Job(128, 64)
+    bare, own = found.rate(job, misfit=0), found.rate(job)
+    assert math.log(own.high / own.value) ** 2 - math.log(bare.high / bare.value) ** 2 == pytest.approx(
+        4 * (1.645 * MISFIT) ** 2
+    )
 
 
 def test_nothing_to_start_from() -> None:
@@ -420,7 +446,7 @@ def test_the_model_beats_simpler_laws(checks: list[validation.Check]) -> None:
 
 
 def test_the_misfit_is_that_of_the_series(checks: list[validation.Check]) -> None:
-    assert pytest.approx(validation.misfit(checks), abs=5e-4) == MISFIT
+    assert pytest.approx(validation.misfit(checks), abs=0.004) == MISFIT
 
 
 def test_simpler_laws() -> None:
@@ -432,9 +458,20 @@ def test_simpler_laws() -> None:
 
 
 def test_the_docs_have_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    """Word for word, and its numbers, which another processor may round differently, to a twentieth."""
     assert stage("plan", "--validate") == 0
-    printed = capsys.readouterr().out.strip()
-    assert printed in (ROOT / "docs/planning.md").read_text(), "put what `dlscale plan --validate` prints into the page"
+    printed = capsys.readouterr().out.strip().splitlines()
+    page = (ROOT / "docs/planning.md").read_text().splitlines()
+    shown = page[page.index(printed[0]) :][: len(printed)]
+    numbers = re.compile(r"[+−]?[\d,]*\.?\d+")
+    again = "put what `dlscale plan --validate` prints into the page"
+    assert [numbers.sub("N", line) for line in shown] == [numbers.sub("N", line) for line in printed], again
+    for ours, theirs in zip(shown, printed, strict=True):
+        found, expected = (
+            [float(text.replace(",", "").replace("−", "-")) for text in numbers.findall(each)]
+            for each in (ours, theirs)
+        )
+        assert found == pytest.approx(expected, rel=0.05, abs=2.5), again
 
 
 def test_priors_and_machines_say_where_they_are_from() -> None:
@@ -479,7 +516,7 @@ def test_a_plan(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert all(row["low"] < row["samples_per_second"] < row["high"] for row in found)
     assert found[-1]["efficiency"] < found[0]["efficiency"] == pytest.approx(1)
     assert [row["nodes"] for row in found] == [1, 1, 2, 32] and found[0]["memory"] > 0
-    assert all(row["node_hours"] == pytest.approx(row["nodes"] * row["seconds"] / 3600) > 0 for row in found)
+    assert all(row["node_hours"] == pytest.approx(row["nodes"] * row["seconds"] / 3600) for row in found)
     priced = ["--price", 2, "--target-samples", 3600000]
     assert stage("plan", results / "plans/cosmo_unet/one", "--devices", 1, 8, *priced) == 0
     text = capsys.readouterr().out

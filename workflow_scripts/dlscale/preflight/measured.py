@@ -125,4 +125,4 @@ def workload(run: Any, results: Path) -> Workload:
     state = use.parameters + use.gradients + use.optimizer
     kept = ((use.peak or use.total) - state) / run.local_batch_size
     workers = max(1, run.loader.workers) if run.loader.kind == "torch" else 1
-    return Workload(sum(tensors), shares, tokens, sharded, workers, memory=Memory(state, kept))
+    return Workload(sum(tensors), shares, tokens, sharded=sharded, workers=workers, memory=Memory(state, kept))

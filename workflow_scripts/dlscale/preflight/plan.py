@@ -10,7 +10,7 @@ import argparse
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from dlscale.config.places import folder, results_of
@@ -142,7 +142,8 @@ def _seconds(study: Study, args: argparse.Namespace, job: Job, rate: float) -> f
     if not (training and epochs):
         return None
     both = Measure("BOTH", training, validating or 0)
-    return float(epochs * seconds(study.fit.machine, study.fit.work, study.fit.costs, job, both))
+    fitted = study.fit
+    return epochs * fitted.predict(lambda costs: seconds(fitted.machine, fitted.work, costs, job, both)).value
 
 
 # ---- in words --------------------------------------------------------------------------------------
@@ -224,7 +225,7 @@ def _costs(row: Row, args: argparse.Namespace) -> str:
 def _json(row: Row) -> dict[str, Any]:
     rate = {"low": row.rate.low, "samples_per_second": row.rate.value, "high": row.rate.high}
     return {
-        **asdict(replace(row.job)),
+        **asdict(row.job),
         "dp": row.job.dp,
         **rate,
         **{key: value for key, value in asdict(row).items() if key not in ("job", "rate")},

@@ -15,7 +15,7 @@ from typing import Literal
 import numpy as np
 from scipy.special import log_ndtr
 
-from dlscale.measure.scaling.machine import Machine
+from dlscale.measure.scaling.machine import Machine, Values
 
 #: Share of a step's computing that is the forward pass: a backward pass takes twice as long (Kaplan et al. 2020,
 #: arXiv:2001.08361, section 2.1).
@@ -27,7 +27,7 @@ Mode = Literal["IO", "SYNTHETIC", "ALONE", "FULL", "EPOCH", "VALIDATION", "BOTH"
 
 @dataclass(frozen=True)
 class Costs:
-    """What a fit finds; all are positive.
+    """What a fit finds; all are positive. Arrays are of so many possible worlds, and so is what follows from them.
 
     Attributes
     ----------
@@ -52,17 +52,17 @@ class Costs:
         What each doubling of the devices that share a model adds to their computing, relative.
     """
 
-    fixed: float
-    sample: float
-    load: float
-    blend: float
-    start: float
-    spread: float
-    host: float
-    near: float
-    far: float
-    slowdown: float
-    split: float
+    fixed: Values
+    sample: Values
+    load: Values
+    blend: Values
+    start: Values
+    spread: Values
+    host: Values
+    near: Values
+    far: Values
+    slowdown: Values
+    split: Values
 
 
 @dataclass(frozen=True)
@@ -167,18 +167,18 @@ STEPS = Measure()
 class Step:
     """Where the time of a step goes, seconds; their sum is the step."""
 
-    compute: float  #: The mean device's.
-    waiting: float  #: For the slowest device.
-    slowed: float  #: By communication beside it.
-    exposed: float  #: Communication with nothing beside it.
-    loading: float  #: Of samples, beyond what computing hides.
+    compute: Values  #: The mean device's.
+    waiting: Values  #: For the slowest device.
+    slowed: Values  #: By communication beside it.
+    exposed: Values  #: Communication with nothing beside it.
+    loading: Values  #: Of samples, beyond what computing hides.
 
     @property
-    def seconds(self) -> float:
+    def seconds(self) -> Values:
         return self.compute + self.waiting + self.slowed + self.exposed + self.loading
 
     @property
-    def without_loading(self) -> float:
+    def without_loading(self) -> Values:
         return self.seconds - self.loading
 
 
@@ -192,11 +192,11 @@ def expected_maximum(count: int) -> float:
     return float(np.trapezoid(np.heaviside(x, 0.5) - np.exp(count * log_ndtr(x)), x))
 
 
-def finish(ready: Iterable[float], costs: Iterable[float]) -> float:
+def finish(ready: Iterable[Values], costs: Iterable[Values]) -> Values:
     """Return when the last of some buckets is sent: one after the other, none before it is ready."""
-    now = 0.0
+    now: Values = 0.0
     for begin, cost in zip(ready, costs, strict=True):
-        now = max(now, begin) + cost
+        now = np.maximum(now, begin) + cost
     return now
 
 
@@ -214,31 +214,31 @@ def step(machine: Machine, work: Workload, costs: Costs, job: Job) -> Step:
     return Step(compute, waiting, slowed, exposed, _blended(alone, load, costs.blend) - alone)
 
 
-def _compute(machine: Machine, work: Workload, costs: Costs, job: Job) -> float:
+def _compute(machine: Machine, work: Workload, costs: Costs, job: Job) -> Values:
     own = costs.fixed + job.batch * costs.sample * (1 + costs.split) ** math.log2(job.shared) / job.shared
     return own * (_crowd(machine, costs, job) if work.processes else 1.0)
 
 
-def _crowd(machine: Machine, costs: Costs, job: Job) -> float:
+def _crowd(machine: Machine, costs: Costs, job: Job) -> Values:
     return 1 + costs.host * (min(job.devices, job.per_node or machine.per_node) - 1)
 
 
-def _load(machine: Machine, work: Workload, costs: Costs, job: Job) -> float:
-    return max(job.batch * costs.load * _crowd(machine, costs, job), job.samples / work.storage)
+def _load(machine: Machine, work: Workload, costs: Costs, job: Job) -> Values:
+    return np.maximum(job.batch * costs.load * _crowd(machine, costs, job), job.samples / work.storage)
 
 
-def _start(machine: Machine, work: Workload, costs: Costs, job: Job) -> float:
+def _start(machine: Machine, work: Workload, costs: Costs, job: Job) -> Values:
     """Return the seconds to the first batch: workers start, and one that is one of many makes it alone."""
     return work.workers * (costs.start + _load(machine, work, costs, job))
 
 
-def _blended(first: float, second: float, blend: float) -> float:
+def _blended(first: Values, second: Values, blend: Values) -> Values:
     """Return the seconds of two that hide each other: from their sum (0) to the longer one."""
-    most, power = max(first, second), 1 + blend
+    most, power = np.maximum(first, second), 1 + blend
     return most * ((first / most) ** power + (second / most) ** power) ** (1 / power)
 
 
-def _gradients(machine: Machine, work: Workload, job: Job, compute: float) -> tuple[float, float]:
+def _gradients(machine: Machine, work: Workload, job: Job, compute: Values) -> tuple[Values, Values]:
     """Return the seconds of communication over the copies of a model that nothing hides, and those that are hidden.
 
     A share of the gradients' bytes is ready after the same share of the backward pass. With FSDP each unit's weights
@@ -259,11 +259,11 @@ def _gradients(machine: Machine, work: Workload, job: Job, compute: float) -> tu
     return exposed, 3 * sum(gathered) - exposed
 
 
-def _exposed(seconds: float, ends: np.ndarray, sent: Sequence[float]) -> float:
+def _exposed(seconds: Values, ends: np.ndarray, sent: Sequence[Values]) -> Values:
     return finish((seconds * end for end in ends), sent) - seconds
 
 
-def _model(machine: Machine, work: Workload, job: Job) -> float:
+def _model(machine: Machine, work: Workload, job: Job) -> Values:
     """Return the seconds in which devices that share a model send each other tokens; nothing hides them.
 
     Tensor-parallel devices sum the tokens twice in either half of a block (Shoeybi et al. 2019, arXiv:1909.08053,
@@ -279,7 +279,7 @@ def _model(machine: Machine, work: Workload, job: Job) -> float:
     return tokens.depth * (tensor + context)
 
 
-def seconds(machine: Machine, work: Workload, costs: Costs, job: Job, of: Measure = STEPS) -> float:
+def seconds(machine: Machine, work: Workload, costs: Costs, job: Job, of: Measure = STEPS) -> Values:
     """Return how long a step takes in a mode, or an epoch, a validation, or both."""
     if of.mode == "IO":
         return _load(machine, work, costs, job)
@@ -297,7 +297,7 @@ def seconds(machine: Machine, work: Workload, costs: Costs, job: Job, of: Measur
     return whole.seconds if of.mode == "FULL" else whole.without_loading
 
 
-def rate(machine: Machine, work: Workload, costs: Costs, job: Job, of: Measure = STEPS) -> float:
+def rate(machine: Machine, work: Workload, costs: Costs, job: Job, of: Measure = STEPS) -> Values:
     """Return samples/s over all devices in a mode; of an epoch, a validation, or both those of its `samples`."""
     done = of.samples if of.mode in ("EPOCH", "VALIDATION", "BOTH") else job.samples
     return done / seconds(machine, work, costs, job, of)

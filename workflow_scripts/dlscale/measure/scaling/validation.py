@@ -13,7 +13,7 @@ from scipy.optimize import minimize_scalar, nnls
 
 from dlscale.core.records import PUBLISHED_KINDS, Published, Series
 from dlscale.core.text import NONE
-from dlscale.measure.scaling.fit import Fit, Point, Prediction, fit
+from dlscale.measure.scaling.fit import BAND, NOISE, Fit, Point, Prediction, fit
 from dlscale.measure.scaling.machine import named
 from dlscale.measure.scaling.model import STEPS, Costs, Job, Measure, Mode, Tokens, Workload, buckets, evenly, rate
 
@@ -29,7 +29,7 @@ class Check:
     figure: Published
     fitted: tuple[int, ...]  #: Devices of the points that the model saw.
     published: float
-    ours: Prediction  #: Its deviation without the model's own misfit.
+    ours: Prediction  #: Its band without the model's own misfit.
     doublings: float
     amdahl: float | None  #: None: the law says nothing of it.
     line: float | None
@@ -49,7 +49,7 @@ class Check:
 
     def widened(self, misfit: float) -> Prediction:
         """Return our prediction with a misfit of the model (as `dlscale.measure.scaling.fit.MISFIT`)."""
-        return replace(self.ours, deviation=math.hypot(self.ours.deviation, misfit * math.sqrt(self.doublings)))
+        return self.ours.widened(misfit * math.sqrt(self.doublings))
 
 
 def check(name: str, series: Series, figures: Iterable[Published]) -> list[Check]:
@@ -101,10 +101,10 @@ def _checked(series: Series, fitted: Fit, seen: Sequence[Published], figure: Pub
         share, one = (figure.value or math.nan) / 100, replace(job, devices=1)
         if figure.metric == "communication":
             alone, together = Measure("ALONE"), Measure("SYNTHETIC")
-            ours = fitted.predict(lambda costs: speed(costs, of=together) / speed(costs, of=alone), job, misfit=0)
-            return found(1 - share, ours, None, None)
-        ours = fitted.predict(lambda costs: speed(costs) / speed(costs, one) / job.devices, job, misfit=0)
-        return found(share, ours, 1.0, 1.0)  # the simpler laws know one device with that batch: nothing is lost
+            ours = fitted.predict(lambda costs: speed(costs, of=together) / speed(costs, of=alone))
+            return found(1 - share, ours.widened(NOISE), None, None)
+        ours = fitted.predict(lambda costs: speed(costs) / speed(costs, one) / job.devices)
+        return found(share, ours.widened(NOISE), 1.0, 1.0)  # the simpler laws know one device: nothing is lost
     of = _measure(series, figure)
     known: dict[int, list[float]] = defaultdict(list)
     for each in seen:
@@ -148,8 +148,9 @@ def misfit(checks: Sequence[Check]) -> float:
     def unlikely(found: float) -> float:
         total = 0.0
         for each in checks:
-            deviation = each.widened(found).deviation
-            total += math.log(deviation) + (math.log(each.ours.value / each.published) / deviation) ** 2 / 2
+            ours = each.widened(found)
+            deviation = math.log(ours.high / ours.low) / 2 / BAND
+            total += math.log(deviation) + (math.log(ours.value / each.published) / deviation) ** 2 / 2
         return total
 
     return float(minimize_scalar(unlikely, bounds=(0, 1), method="bounded", options={"xatol": 1e-4}).x)
