@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 import json
 import math
 import re
@@ -31,6 +32,7 @@ from dlscale.measure.scaling.model import (
     Job,
     Measure,
     Memory,
+    Mode,
     Tokens,
     Workload,
     buckets,
@@ -315,14 +317,15 @@ def test_what_must_be_monotonic(factors: dict[str, float], work: Workload, doubl
 # ---- fits ------------------------------------------------------------------------------------------------------------
 
 
-def points(costs: Costs, noise: Callable[[], float] = lambda: 1.0, most: int = 8) -> Iterator[Point]:
-    """Yield what would be measured on 1 to `most` devices, with two batch sizes."""
-    for devices in (1, 2, 4, 8):
-        for batch in (16, 64):
-            for mode in ("IO", "SYNTHETIC", "FULL"):
-                job, of = Job(devices, batch), Measure(mode)  # type: ignore[arg-type]
-                if devices <= most:
-                    yield Point(job, rate(CLUSTER, UNET, costs, job, of) * noise(), of)
+def points(
+    costs: Costs, noise: Callable[[], float] = lambda: 1.0, most: int = 8, batches: tuple[int, ...] = (16, 64)
+) -> Iterator[Point]:
+    """Yield what would be measured on 1 to `most` devices."""
+    modes: tuple[Mode, ...] = ("IO", "SYNTHETIC", "FULL")
+    for devices, batch, mode in itertools.product((1, 2, 4, 8), batches, modes):
+        job, of = Job(devices, batch), Measure(mode)
+        if devices <= most:
+            yield Point(job, rate(CLUSTER, UNET, costs, job, of) * noise(), of)
 
 
 def test_a_fit_finds_what_made_the_points() -> None:
@@ -346,9 +349,9 @@ def test_two_points_are_enough() -> None:
 def test_walks_draw_from_a_density() -> None:
     """Of two normal numbers that go together, from far off: means, deviations, correlation."""
     inverse = np.linalg.inv([[1.0, 1.6], [1.6, 4.0]])
-    start = np.random.default_rng(2).normal(1, 0.1, (200, 2))
+    start = np.random.default_rng(2).normal(1, 0.1, (1000, 2))
     drawn = walk(lambda at: -np.einsum("ni,ij,nj->n", at - 3, inverse, at - 3) / 2, start)
-    assert drawn.mean(axis=0) == pytest.approx([3, 3], abs=0.15)
+    assert drawn.mean(axis=0) == pytest.approx([3, 3], abs=0.2)
     assert np.cov(drawn.T) == pytest.approx(np.array([[1.0, 1.6], [1.6, 4.0]]), rel=0.15)
 
 
@@ -376,16 +379,18 @@ def test_the_band_is_that_of_all_worlds_that_fit() -> None:
 
 
 def test_the_band_holds_the_truth() -> None:
-    """In worlds drawn from the priors, with noise: 90 % of the time, about."""
-    draws, inside, worlds = np.random.default_rng(3), 0, 40
+    """In worlds drawn from the priors, with noise: nine times of ten, about."""
+    draws, inside, worlds = np.random.default_rng(3), 0, 30
+
+    def noise() -> float:
+        return math.exp(0.03 * draws.standard_normal())
+
     for _ in range(worlds):
         costs = {name: prior.middle * prior.factor ** draws.standard_normal() for name, prior in PRIORS.items()}
-        costs |= {"sample": 1e-3, "fixed": 0.064 * costs["fixed"], "load": 1e-3 * costs["load"]}
-        truth = Costs(**costs)
-        found = fit(CLUSTER, UNET, list(points(truth, lambda: math.exp(0.03 * draws.standard_normal()))))
+        truth = Costs(**costs | {"sample": 1e-3, "fixed": 0.064 * costs["fixed"], "load": 1e-3 * costs["load"]})
+        found = fit(CLUSTER, UNET, list(points(truth, noise, most=2, batches=(64,))))
         ours = found.rate(Job(128, 64), misfit=0)
-        seen = rate(CLUSTER, UNET, truth, Job(128, 64)) * math.exp(0.03 * draws.standard_normal())
-        inside += ours.low <= seen <= ours.high
+        inside += ours.low <= rate(CLUSTER, UNET, truth, Job(128, 64)) * noise() <= ours.high
     assert 0.75 * worlds <= inside < worlds
 
 
