@@ -39,9 +39,7 @@ PRIORS = {
     "sample": Prior(1.0, 10, "the measurements"),
     "load": Prior(0.5, 2, "judgement: a loader could do twice what it was seen to do where it kept up"),
     "blend": Prior(1.5, 2.5, "IO, SYNTHETIC and FULL of the U-Net on one A100 (SC22, benchy): 0.2 to 3.5"),
-    "start": Prior(
-        0.1, 4, "validations on at most 8 GPUs (SC22, SC23, ImageNet's log): 0.05, 0.4, and 2.5 s of 20 workers"
-    ),
+    "start": Prior(0.1, 4, "validations on at most 8 GPUs (SC22, SC23, HAL's log): 0.05, 0.4, and 2.5 s of 20 workers"),
     "spread": Prior(
         0.015, 2, "Sinha et al. 2022 (arXiv:2208.11035): GPUs of a cluster differ by 8 %, whisker to whisker"
     ),
