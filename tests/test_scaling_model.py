@@ -539,6 +539,8 @@ def test_a_plan_of_devices_that_share_a_model(results: Path, capsys: pytest.Capt
     assert alone["tp"] == 2
     strong = planned(capsys, "era5_vit.one", "--devices", 1, 4, "--batch-size", 4)
     assert [row["batch"] for row in strong] == [4, 1]
+    (served,) = planned(capsys, "era5_vit.one", "--devices", 64, "--storage", 500)
+    assert served["samples_per_second"] < 500 and served["parts"]["loading"] > served["parts"]["compute"]
 
 
 @pytest.mark.parametrize(

@@ -80,6 +80,7 @@ QUESTIONS = {
             option("--batch-size", "of all devices; if absent each has as many samples as measured", False, type=int),
             option("--machine", "a machine's name, or a YAML file of its levels; as the device if absent", False),
             option("--per-node", "devices of a node that are used; all if absent", False, type=int, metavar="N"),
+            option("--storage", "samples/s that it serves to all devices", False, type=float, metavar="RATE"),
             option("--memory", "GB that a device has; what needs more is left out", False, type=float, metavar="GB"),
             option("--price", "of a node-hour", False, type=float, metavar="PRICE"),
             option("--epochs", "of the training; the run's if absent", False, type=int, metavar="N"),

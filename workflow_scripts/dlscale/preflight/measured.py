@@ -39,7 +39,7 @@ class Study:
     epoch: tuple[int | None, int | None]  #: Samples of training and validation.
 
 
-def read(folders: Sequence[Path], machine: str | None) -> Study:
+def read(folders: Sequence[Path], machine: str | None, storage: float) -> Study:
     """Return the model fitted to what was measured of the runs in these folders, on a machine or that of the device."""
     results = folders[0].resolve().parents[2]
     settings = [read_yaml(each / "config.yaml") for each in folders]
@@ -62,7 +62,7 @@ def read(folders: Sequence[Path], machine: str | None) -> Study:
         points += found
         device = device or (measured.device.name if measured and measured.device.kind == "cuda" else "")
     on = named(machine or for_device(device)).machine
-    work = replace(workload(run, results), processes=not device)
+    work = replace(workload(run, results), processes=not device, storage=storage)
     first = min(points, key=lambda point: point.job.devices)
     epoch = samples_of(run, "train", results), samples_of(run, "valid", results)
     return Study(run, fit(on, work, points), device or "CPU", first.job.batch, epoch)

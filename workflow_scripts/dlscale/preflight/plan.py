@@ -59,19 +59,41 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
         return 0
     if not args.runs:
         raise UserError("RUN: expected runs that were measured, as PLAN.RUN or their folders; or --validate")
-    for flag in ("devices", "tp", "cp", "batch_size", "per_node", "memory", "price", "epochs", "target_samples"):
+    for flag in (
+        "devices",
+        "tp",
+        "cp",
+        "batch_size",
+        "per_node",
+        "storage",
+        "memory",
+        "price",
+        "epochs",
+        "target_samples",
+    ):
         given = getattr(args, flag)
         if min(given if isinstance(given, list) else [1 if given is None else given]) <= 0:
             raise UserError(f"--{flag.replace('_', '-')}: expected more than 0")
     results = results_of(configuration)
-    study = read([folder(name, results) for name in args.runs], args.machine)
+    study = read([folder(name, results) for name in args.runs], args.machine, args.storage or math.inf)
     rows, left_out = table(study, args)
     if not rows:
         raise UserError(f"--devices: nothing is left to plan: {'; '.join(left_out)}")
     if args.json:
         print(json.dumps([_json(row) for row in rows], indent=2))
     else:
-        print("\n".join([*head(study), "", *lines(rows), "", *words(study, rows, args), *left_out]))
+        print(
+            "\n".join(
+                [
+                    *head(study),
+                    "",
+                    *lines(rows),
+                    "",
+                    *words(study, rows, args),
+                    *(f"Left out: {each}" for each in left_out),
+                ]
+            )
+        )
     return 0
 
 
@@ -99,12 +121,12 @@ def table(study: Study, args: argparse.Namespace) -> tuple[list[Row], list[str]]
                 try:
                     row = _row(study, args, devices, tp, cp)
                 except UserError as error:
-                    left_out.append(f"Left out: {devices} devices, tp {tp}, cp {cp}: {error}")
+                    left_out.append(f"{devices} devices, tp {tp}, cp {cp}: {error}")
                     continue
                 limit = args.memory * 1e9 if args.memory else math.inf
                 if (row.memory or 0) > limit:
                     left_out.append(
-                        f"Left out: {devices} devices, tp {tp}, cp {cp}: {size(row.memory)} a device where "
+                        f"{devices} devices, tp {tp}, cp {cp}: {size(row.memory)} a device where "
                         f"--memory allows {args.memory:g} GB"
                     )
                 else:

@@ -49,8 +49,11 @@ PRIORS = {
     "slowdown": Prior(0.19, 1.8, "Lee et al. 2025 (arXiv:2507.03114): computing beside collectives, mean 18.9 %"),
     "split": Prior(0.083, 2.7, "Shoeybi et al. 2019 (arXiv:1909.08053), figure 5: 77 % efficient with 8-way sharing"),
 }
-#: Of devices that are processes on a node's processors.
-CROWDED = Prior(0.3, 3, "judgement: processes share a memory, and cores where these are fewer")
+#: Where devices are processes on a node's processors.
+PROCESSES = {
+    "host": Prior(0.3, 3, "judgement: processes share a memory, and cores where these are fewer"),
+    "near": Prior(1.0, 4, "judgement: they also copy with these cores"),
+}
 #: Relative error of a throughput: two tables of one tutorial differ by 1.4 to 4.3 % (ResNet-50 on 4, 8, 16 GPUs).
 NOISE = 0.03
 #: Of a validation, which is short: six on 4 GPUs took 2.60 to 4.26 s (SC22, logs).
@@ -132,7 +135,7 @@ def fit(machine: Machine, work: Workload, points: Sequence[Point]) -> Fit:
     own = first.job.devices * first.job.batch / first.job.shared / first.rate  # a device's seconds a step
     unit = {"fixed": own, "sample": own * first.job.shared / first.job.batch}
     unit["load"] = 1 / work.loaded if work.loaded else unit["sample"]
-    priors = PRIORS | ({"host": CROWDED} if work.processes else {})
+    priors = PRIORS | (PROCESSES if work.processes else {})
     middles = np.log([priors[name].middle * unit.get(name, 1.0) for name in NAMES])
     factors = np.log([priors[name].factor for name in NAMES])
 
