@@ -33,6 +33,7 @@ class Check:
     doublings: float
     amdahl: float | None  #: None: the law says nothing of it.
     line: float | None
+    known: int = 1  #: Numbers of devices that the simpler laws stand on.
 
     @property
     def what(self) -> str:
@@ -94,8 +95,8 @@ def _checked(series: Series, fitted: Fit, seen: Sequence[Published], figure: Pub
     def speed(costs: Costs, at: Job = job, of: Measure = STEPS) -> float:
         return rate(fitted.machine, fitted.work, costs, at, of)
 
-    def found(published: float, ours: Prediction, amdahl: float | None, line: float | None) -> Check:
-        return Check(series.title, figure, devices, published, ours, fitted.doublings(job), amdahl, line)
+    def found(published: float, ours: Prediction, amdahl: float | None, line: float | None, known: int = 1) -> Check:
+        return Check(series.title, figure, devices, published, ours, fitted.doublings(job), amdahl, line, known)
 
     if figure.metric in ("scaling_efficiency", "communication"):
         share, one = (figure.value or math.nan) / 100, replace(job, devices=1)
@@ -113,7 +114,7 @@ def _checked(series: Series, fitted: Fit, seen: Sequence[Published], figure: Pub
             known[each.gpus].append(_rate(each))
     points = {gpus: statistics.fmean(rates) for gpus, rates in sorted(known.items())}
     laws = [law(points, figure.gpus) if points else None for law in (amdahl, line)]
-    return found(_rate(figure), fitted.rate(job, of, misfit=0), *laws)
+    return found(_rate(figure), fitted.rate(job, of, misfit=0), laws[0], laws[1], len(points))
 
 
 def amdahl(points: Mapping[int, float], devices: int) -> float:
@@ -187,10 +188,12 @@ def summary(checks: Sequence[Check]) -> list[str]:
         by_series[each.series].append(each)
     each_series = [medians(own) for own in by_series.values()]
     over = [statistics.median(column) for column in zip(*each_series, strict=True)]
+    several = [each for each in checks if each.known > 1]
     bands = [(each, _banded(each, checks)) for each in checks]
     inside = sum(band.low <= each.published <= band.high for each, band in bands)
     return [
         f"median error: {_medians(medians(checks))}",
+        f"of the {len(several)} figures for which the laws have two points or more: {_medians(medians(several))}",
         f"median of the series' medians: {_medians(over)}",
         f"published figures within the 90 % band: {inside} of {len(checks)}",
     ]
