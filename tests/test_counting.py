@@ -481,7 +481,7 @@ def test_what_is_reached_is_in_the_table_and_on_the_page(tmp_path: Path) -> None
     assert [row["mfu"] for row in rows] == [str(24 * 3e9 / 1e12), str(110 * 3e9 / 1e12), ""]
     assert [row["mbu"] for row in rows] == [str(24 * 4e8 / 1e11), "", ""]
     columns = list(rows[0])
-    assert columns.index("speed_up") + 1 == columns.index("mfu") == columns.index("mbu") - 1
+    assert columns.index("speed_up") < columns.index("mfu") == columns.index("mbu") - 1
     table = runs_table(plan)
     shown = {heading: [row[place].text for row in table.rows] for place, (heading, _) in enumerate(table.columns)}
     assert (shown["MFU"], shown["MBU"]) == (["7\u00a0%", "33\u00a0%", "–"], ["10\u00a0%", "–", "–"])

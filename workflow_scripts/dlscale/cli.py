@@ -65,6 +65,29 @@ QUESTIONS = {
         "Estimate what the runs that lack results will cost: node-hours, GPU-hours, charge.",
         _PLANS,
     ),
+    "plan": Question(
+        "dlscale.preflight.plan",
+        "Predict what measured runs do on other devices (speed, memory, time, cost), and recommend some.",
+        ("runs", {"nargs": "*", "metavar": "RUN", "help": "PLAN.RUN, or a run's folder, that were measured"}),
+        (
+            option("--devices", "how many", False, type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64], metavar="N"),
+            option(
+                "--tp", "devices that share a model's weights", False, type=int, nargs="+", default=[1], metavar="N"
+            ),
+            option(
+                "--cp", "devices that share a sample's tokens", False, type=int, nargs="+", default=[1], metavar="N"
+            ),
+            option("--batch-size", "of all devices; if absent each has as many samples as measured", False, type=int),
+            option("--machine", "a machine's name, or a YAML file of its levels; as the device if absent", False),
+            option("--per-node", "devices of a node that are used; all if absent", False, type=int, metavar="N"),
+            option("--storage", "samples/s that it serves to all devices", False, type=float, metavar="RATE"),
+            option("--memory", "GB that a device has; what needs more is left out", False, type=float, metavar="GB"),
+            option("--price", "of a node-hour", False, type=float, metavar="PRICE"),
+            option("--epochs", "of the training; the run's if absent", False, type=int, metavar="N"),
+            option("--target-samples", "that the solution takes, in place of epochs", False, type=int, metavar="N"),
+            option("--validate", "show how well published figures are predicted", False, action="store_true"),
+        ),
+    ),
     "explain": Question(
         "dlscale.report.explain",
         "Say what holds runs back, how far they are from their device's limit, and what to try next.",

@@ -21,8 +21,8 @@ from dlscale.config.workflow import Workflow, workflow_class
 from dlscale.core import registry
 from dlscale.core.errors import Refused, UserError, unknown
 from dlscale.core.machine import NEEDS, missing
-from dlscale.core.records import Published
-from dlscale.core.schema import Strict
+from dlscale.core.records import Published, Series
+from dlscale.core.schema import Name, Strict
 from dlscale.core.settings import Raw, holds, read_yaml, validate
 
 #: Settings and where they were written.
@@ -37,6 +37,7 @@ class StudyFile(Strict):
     datasets: dict[str, Any] = {}
     plans: dict[str, Any] = {}
     published: list[Published] = []
+    series: dict[Name, Series] = {}
 
 
 @dataclass(frozen=True)

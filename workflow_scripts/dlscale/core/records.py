@@ -621,6 +621,13 @@ class Published(Record):
     value: float | None = None
     by_epoch: list[float] = []  #: In place of `value`: after each epoch from the first on.
     unit: str = "1"
+    series: list[Name] = []  #: Of the study's series, those that it is a point of.
+    #: Training samples of the epochs, or samples of the validation, that it was measured over: the wait for the first
+    #: batch is in it. None: steps alone.
+    samples: int | None = Field(None, ge=1)
+    epochs: int | None = Field(None, ge=1)  #: Of a time: so many epochs, each with a validation.
+    tp: int = Field(1, ge=1)  #: Devices that shared the model's weights, as in `geometry`.
+    cp: int = Field(1, ge=1)
 
     @model_validator(mode="after")
     def _one_figure(self) -> Self:
@@ -640,11 +647,28 @@ class Published(Record):
         return f"{self.gpus} × {self.hardware}" if self.gpus > 1 else self.hardware
 
 
+class Series(Record):
+    """Published figures of one program on one machine, on few devices and on many, which hold the model of scaling."""
+
+    title: str
+    machine: Name  #: As in `measure/scaling/machines.yaml`.
+    parameters: int = Field(ge=1)
+    gradient_bytes: int = Field(4, ge=1)  #: Of a gradient when it is sent.
+    collectives: int | None = Field(None, ge=1)  #: A step, if that was published; else as PyTorch cuts its buckets.
+    fit: int = Field(8, ge=1)  #: The model sees figures of at most so many GPUs; the others it must predict.
+    valid_samples: int | None = Field(None, ge=1)  #: Of a validation.
+    workers: int = Field(1, ge=1)  #: Of a device's loader that make batches of their own; 1 for DALI's threads.
+    loaded: float | None = Field(None, gt=0)  #: Samples/s that a device's loader kept up with, if with another model.
+    tokens: tuple[int, int, int] | None = None  #: Tokens of a sample, their width, blocks.
+
+
 #: What a published figure may be of, beside throughput and validation metrics; in words.
 PUBLISHED_KINDS = {
     "train_loss": "training loss",
     "valid_loss": "validation loss",
     "time": "time",
+    "validation_time": "time of a validation",
+    "validation_speed": "samples a second of validation",
     "memory": "memory of a GPU",
     "steps_per_second": "steps a second",
     "parameters": "parameters",

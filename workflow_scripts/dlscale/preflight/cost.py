@@ -81,7 +81,7 @@ def estimate(work: Work, results: Path, scheduler: Scheduler | None = None) -> E
     rate = _measured(work, run, results)
     if rate is None and (scheduler is None or scheduler.gpu_nodes.gpus):
         basis, rate = "published", _published(work, run)
-    samples = stage.work(run, _samples(run, "train", results), _samples(run, "valid", results))
+    samples = stage.work(run, samples_of(run, "train", results), samples_of(run, "valid", results))
     starts = stage.starts(run) if stage.starts else 1
     return Estimate() if rate is None or samples is None else Estimate(samples / rate + starts * START_UP, basis)
 
@@ -119,7 +119,7 @@ def _published(work: Work, run: Run) -> float | None:
     return min(rates) * run.geometry.world_size if full_size and rates else None
 
 
-def _samples(run: Run, split: Literal["train", "valid"], results: Path) -> int | None:
+def samples_of(run: Run, split: Literal["train", "valid"], results: Path) -> int | None:
     """Return the samples of a split in an epoch: those asked for, and at most as many as the files hold."""
     asked: int | None = getattr(run.samples, split, None)
     try:

@@ -1,0 +1,584 @@
+"""The model of scaling against slower truths: messages one by one, buckets on a clock, devices drawn at random."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import json
+import math
+import re
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed import _compute_bucket_assignment_by_size
+
+from dlscale.config.resolve import study_files
+from dlscale.core.errors import UserError
+from dlscale.core.records import Published, Throughput, Trials
+from dlscale.measure.scaling import model, validation
+from dlscale.measure.scaling.fit import MISFIT, PRIORS, Point, fit, walk
+from dlscale.measure.scaling.machine import Level, Machine, named, shipped
+from dlscale.measure.scaling.model import (
+    Costs,
+    Job,
+    Measure,
+    Memory,
+    Mode,
+    Tokens,
+    Workload,
+    buckets,
+    expected_maximum,
+    finish,
+    rate,
+    step,
+)
+from dlscale.models.unet3d import UNet3D
+from tests.conftest import ROOT, TINY, make_run, stage
+
+NODE = Level("node", 4, 3e-6, 1 / 200e9)
+NETWORK = Level("network", 2**31, 15e-6, 1 / 20e9)
+CLUSTER = Machine((NODE, NETWORK))
+COSTS = Costs(
+    **{"fixed": 5e-3, "sample": 1e-3, "load": 6e-4, "blend": 2.0, "start": 0.1, "spread": 0.02, "host": 0.02},
+    **{"near": 1.0, "far": 1.0, "slowdown": 0.2, "split": 0.1},
+)
+UNET = Workload(468e6, (0.25,) * 4, memory=Memory(4e9, 50e6))
+VIT = Workload(632e6, buckets(model.evenly(632e6)), Tokens(4050, 1024, 12), memory=Memory(6e9, 2e9))
+
+
+# ---- collectives, message by message ----------------------------------------------------------------------
+
+
+def ring(ranks: int, size: float, latency: float, beta: float, sweeps: int) -> float:
+    """Send pieces round a ring: each rank waits for its neighbour's piece before it sends its own next one."""
+    done = [0.0] * ranks
+    for _ in range(sweeps * (ranks - 1)):
+        done = [max(done[rank], done[rank - 1]) + latency + size / ranks * beta for rank in range(ranks)]
+    return max(done)
+
+
+def double_tree(ranks: int, pieces: int) -> int:
+    """Count the slots in which two trees sum and spread half of a message each, a rank sending, and receiving, a piece.
+
+    Rank 0 is above all of the first tree, and ranks that have children there have none in the second.
+    """
+    first = {rank: (rank ^ low) | low << 1 for rank in range(1, ranks) if (low := rank & -rank)}
+    first = {rank: up if up < ranks else rank ^ (rank & -rank) for rank, up in first.items()}
+    trees = [first, {(rank + 1) % ranks: (up + 1) % ranks for rank, up in first.items()}]
+    below = [{rank: [child for child, up in tree.items() if up == rank] for rank in range(ranks)} for tree in trees]
+    missing = {
+        (tree, rank, p): len(below[tree][rank]) for tree in (0, 1) for rank in range(ranks) for p in range(pieces)
+    }
+    waiting = [(True, p, tree, rank, trees[tree][rank]) for (tree, rank, p), count in missing.items() if not count]
+    slots = 0
+    while waiting:
+        sending, receiving, left, made = set[int](), set[int](), [], []
+        for message in sorted(waiting):  # results before sums, then by piece
+            up, piece, tree, source, target = message
+            if source in sending or target in receiving:
+                left.append(message)
+                continue
+            sending.add(source)
+            receiving.add(target)
+            missing[tree, target, piece] -= up
+            if not up or (missing[tree, target, piece] == 0 and target not in trees[tree]):
+                made += [(False, piece, tree, target, child) for child in below[tree][target]]
+            elif missing[tree, target, piece] == 0:
+                made.append((True, piece, tree, target, trees[tree][target]))
+        waiting, slots = left + made, slots + 1
+    return slots
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 7])
+def test_rings_are_the_messages(ranks: int) -> None:
+    """Messages so large that a ring is the faster way."""
+    machine = Machine((Level("links", 2**31, 1e-6, 1e-9),))
+    assert machine.all_reduce(1e9, ranks) == pytest.approx(ring(ranks, 1e9, 1e-6, 1e-9, sweeps=2))
+    assert machine.all_gather(1e9, ranks) == pytest.approx(ring(ranks, 1e9, 1e-6, 1e-9, sweeps=1))
+
+
+@pytest.mark.parametrize("ranks", [4, 8, 16, 64])
+def test_trees_are_the_messages(ranks: int) -> None:
+    """Many ranks and small messages: a tree is the faster way."""
+    latencies = Machine((Level("links", 2**31, 1e-5, 1e-15),)).all_reduce(1.0, ranks)
+    tree = 2 * (ranks.bit_length() - 1)  # up and down again, of powers of two
+    assert latencies == pytest.approx(tree * 1e-5) and latencies <= ring(ranks, 1.0, 1e-5, 1e-15, sweeps=2)
+    # Of bytes each rank sends and receives all of them twice; messages that come as they may do 4/3 of that.
+    pieces = 100
+    assert 2 * (2 * pieces) <= double_tree(ranks, pieces) <= 1.35 * 2 * (2 * pieces)
+
+
+@pytest.mark.parametrize("bandwidth", [20e9, 400e9])
+def test_levels_work_at_once(bandwidth: float) -> None:
+    """Pieces go through reduce-scatter, network, all-gather; the first and the last share the node's links."""
+    nodes, size, count = 8, 1e9, 400
+    network = replace(NETWORK, seconds_per_byte=1 / bandwidth)
+    inside = size / count * 3 / 4 * NODE.seconds_per_byte
+    between = 2 * (nodes - 1) / nodes * size / count / 4 * network.seconds_per_byte
+    node_free = network_free = 0.0
+    back: list[float] = []
+    for _ in range(count):
+        while back and back[0] <= node_free:  # what comes back goes first
+            node_free = max(node_free, heapq.heappop(back)) + inside
+        node_free += inside
+        network_free = max(network_free, node_free) + between
+        heapq.heappush(back, network_free)
+    for arrived in sorted(back):
+        node_free = max(node_free, arrived) + inside
+    bare = Machine((replace(NODE, latency=0), replace(network, latency=0))).all_reduce(size, 4 * nodes)
+    assert bare == pytest.approx(node_free, rel=0.02)
+    # A ring of nodes; a tree has fewer latencies, and more bytes.
+    latencies = 2 * 3 * NODE.latency + 2 * (nodes - 1) * NETWORK.latency
+    assert bare < Machine((NODE, network)).all_reduce(size, 4 * nodes) <= bare + latencies * 1.0001
+
+
+@pytest.mark.parametrize(
+    "ranks, stride, expected",
+    [
+        (3, 1, [3, 1, 1]),
+        (64, 1, [4, 8, 2]),
+        (16, 4, [1, 8, 2]),
+        (8, 2, [2, 4, 1]),
+        (4, 32, [1, 1, 4]),
+        (1, 1, [1, 1, 1]),
+    ],
+)
+def test_members_of_groups(ranks: int, stride: int, expected: list[int]) -> None:
+    """Counted over the ranks themselves: nodes of 4, groups of 8 nodes."""
+    machine = Machine((NODE, replace(NETWORK, size=8), NETWORK))
+    own = [stride * rank for rank in range(ranks)]
+    nodes, groups = {rank // 4 for rank in own}, {rank // 32 for rank in own}
+    truth = [len(own) // len(nodes), len(nodes) // len(groups), len(groups)]
+    assert machine.members(ranks, stride) == truth == expected
+
+
+# ---- overlap, order statistics ---------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 20)), min_size=1, max_size=12))
+def test_buckets_on_a_clock(found: list[tuple[int, int]]) -> None:
+    """Tick by tick: one bucket is sent at a time, in order, none before it is ready."""
+    ready, left = sorted(at for at, _ in found), [cost for _, cost in found]
+    now, place = 0, 0
+    while place < len(left):
+        if left[place] == 0 and ready[place] <= now:
+            place += 1
+            continue
+        left[place] -= ready[place] <= now
+        now += 1
+    costs = [cost for _, cost in found]
+    assert finish(ready, costs) == pytest.approx(max(now, *ready) if not any(costs) else now)
+
+
+@pytest.mark.parametrize("bucket_mb, published", [(25, 8), (100, 5)])
+def test_buckets_are_pytorchs(bucket_mb: int, published: int) -> None:
+    """Those of the published U-Net, which were counted in a profile (SC22)."""
+    with torch.device("meta"):
+        unet = UNet3D(4, 5)
+    tensors = list(reversed(list(unet.parameters())))
+    limits = [2**20, bucket_mb * 2**20]
+    theirs, _ = _compute_bucket_assignment_by_size([torch.empty_like(p, device="cpu") for p in tensors], limits)
+    total = 4.0 * sum(p.numel() for p in tensors)
+    expected = [sum(4.0 * tensors[index].numel() for index in bucket) / total for bucket in theirs]
+    ours = buckets([4.0 * p.numel() for p in tensors], limits[1])
+    assert list(ours) == pytest.approx(expected) and abs(len(ours) - published) <= 1
+
+
+def test_the_slowest_of_many() -> None:
+    draws = np.random.default_rng(0)
+    assert expected_maximum(1) == pytest.approx(0, abs=1e-6)
+    assert expected_maximum(2) == pytest.approx(1 / math.sqrt(math.pi), abs=1e-6)
+    for count, trials in ((4, 40000), (64, 10000), (1000, 2000), (100_000, 60)):
+        most = [draws.standard_normal(count).max() for _ in range(trials)]
+        assert expected_maximum(count) == pytest.approx(np.mean(most), abs=5 * np.std(most) / math.sqrt(trials))
+
+
+def test_a_hundred_thousand_devices_drawn_at_random() -> None:
+    """A step without communication takes as long as the slowest of all devices."""
+    job = Job(100_000, 64)
+    alone = replace(COSTS, slowdown=1e-12, load=1e-12)
+    draws = np.random.default_rng(1).normal(1, COSTS.spread, (40, job.devices))
+    found = step(CLUSTER, replace(UNET, gradients=0.0), alone, job)
+    mean = COSTS.fixed + job.batch * COSTS.sample
+    assert found.seconds == pytest.approx(mean * draws.max(axis=1).mean(), rel=2e-3)
+
+
+def test_the_work_of_a_prediction_does_not_grow_with_the_devices() -> None:
+    def calls(devices: int) -> int:
+        count = 0
+
+        def seen(*_: object) -> None:
+            nonlocal count
+            count += 1
+
+        sys.setprofile(seen)
+        try:
+            rate(CLUSTER, UNET, COSTS, Job(devices, 64))
+        finally:
+            sys.setprofile(None)
+        return count
+
+    calls(64), calls(100_000)  # the slowest of so many is remembered
+    assert calls(100_000) <= 1.2 * calls(64) < 2000
+
+
+# ---- steps -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_step_by_hand() -> None:
+    """One bucket on two nodes of four: its all-reduce is exposed but for nothing, and computing is not slowed."""
+    work = Workload(400e6, (1.0,))
+    found = step(CLUSTER, work, COSTS, Job(8, 10))
+    compute = 5e-3 + 10e-3
+    sent = max(2 * 3 / 4 * 400e6 / 200e9, 2 * 1 / 2 * 100e6 / 20e9) + 6 * 3e-6 + 2 * 15e-6
+    assert found.compute == pytest.approx(compute) and found.exposed == pytest.approx(sent)
+    assert found.slowed == pytest.approx(0, abs=1e-12) and found.waiting == pytest.approx(
+        compute * 0.02 * 1.4236, rel=1e-4
+    )
+    load = 10 * 6e-4 * (1 + 3 * 0.02)
+    assert found.seconds == pytest.approx((load**3 + found.without_loading**3) ** (1 / 3))
+
+
+def test_modes_by_hand() -> None:
+    job, one = Job(8, 10), Job(1, 10)
+    assert rate(CLUSTER, UNET, COSTS, one, Measure("IO")) == pytest.approx(1 / 6e-4)
+    assert rate(CLUSTER, UNET, COSTS, job, Measure("ALONE")) == pytest.approx(80 / 15e-3)
+    full = model.seconds(CLUSTER, UNET, COSTS, job)
+    work = replace(UNET, workers=5)
+    first = 5 * (0.1 + 10 * 6e-4 * 1.06)
+    epoch = model.seconds(CLUSTER, work, COSTS, job, Measure("EPOCH", 8000))
+    assert epoch == pytest.approx(first + 100 * full)
+    valid = model.seconds(CLUSTER, work, COSTS, job, Measure("VALIDATION", 800))
+    assert valid == pytest.approx(first + 10 * ((10 * 6e-4 * 1.06) ** 3 + (10e-3 / 3) ** 3) ** (1 / 3))
+    both = model.seconds(CLUSTER, work, COSTS, job, Measure("BOTH", 8000, 800))
+    assert both == pytest.approx(epoch + valid)
+    assert rate(CLUSTER, replace(UNET, storage=1000), COSTS, job) < 1000 < rate(CLUSTER, UNET, COSTS, job)
+
+
+def test_devices_that_share_a_model() -> None:
+    """Four all-reduces of the tokens a block between tensor-parallel neighbours, inside their node."""
+    job = Job(16, 8, tp=4)
+    found = step(CLUSTER, VIT, COSTS, job)
+    tokens = 8 * 4050 * 1024 * 2
+    alone = 12 * 4 * CLUSTER.all_reduce(tokens, 4)
+    gradients = step(CLUSTER, replace(VIT, tokens=None), COSTS, job)
+    assert found.exposed - gradients.exposed == pytest.approx(alone)
+    assert found.compute == pytest.approx(5e-3 + 8 * 1e-3 * 1.1**2 / 4)
+    assert model.memory(VIT, job) == pytest.approx(6e9 / 4 + 8 * 2e9 / 4)
+    assert model.memory(replace(VIT, sharded=True), Job(16, 8, cp=4)) == pytest.approx(6e9 / 16 + 8 * 2e9 / 4)
+    assert model.memory(replace(VIT, memory=None), job) is None
+
+
+def test_fsdp_against_a_clock() -> None:
+    """Units are gathered, then computed; backwards gathered and reduced, while others compute."""
+    work = replace(UNET, buckets=(0.25,) * 4, sharded=True)
+    job = Job(8, 64)
+    each = CLUSTER.all_gather(468e6 / 4, 8)
+    compute = 5e-3 + 64e-3
+    gathered = computed = 0.0
+    for _ in range(4):
+        gathered += each
+        computed = max(computed, gathered) + compute / 3 / 4
+    backward = sent = 0.0
+    for _ in range(4):
+        backward += compute * 2 / 3 / 4
+        sent = max(sent, backward) + 2 * each
+    found = step(CLUSTER, work, COSTS, job)
+    assert found.exposed == pytest.approx(computed - compute / 3 + sent - compute * 2 / 3)
+
+
+VARIED = st.fixed_dictionaries({field.name: st.floats(0.3, 3.0) for field in fields(Costs)})
+
+
+@settings(deadline=None)
+@given(VARIED, st.sampled_from([UNET, VIT, replace(UNET, sharded=True)]), st.integers(1, 12), st.integers(1, 64))
+def test_what_must_be_monotonic(factors: dict[str, float], work: Workload, doublings: int, batch: int) -> None:
+    """More devices never do more each; nothing that costs makes a step shorter; a larger batch is never slower."""
+    costs = replace(COSTS, **{name: getattr(COSTS, name) * factor for name, factor in factors.items()})
+    job = Job(2**doublings, batch)
+    own = rate(CLUSTER, work, costs, job)
+    more = rate(CLUSTER, work, costs, replace(job, devices=2 * job.devices))
+    assert more / 2 <= own * (1 + 1e-9)
+    for name in ("fixed", "sample", "load", "spread", "host", "near", "far", "slowdown"):
+        dearer = replace(costs, **{name: 1.5 * getattr(costs, name)})
+        assert rate(CLUSTER, work, dearer, job) <= own * (1 + 1e-9), name
+    assert rate(CLUSTER, work, costs, replace(job, batch=2 * batch)) >= own * (1 - 1e-9)
+    assert rate(CLUSTER, replace(work, gradients=2 * work.gradients), costs, job) <= own * (1 + 1e-9)
+
+
+# ---- fits ------------------------------------------------------------------------------------------------------------
+
+
+def points(
+    costs: Costs, noise: Callable[[], float] = lambda: 1.0, most: int = 8, batches: tuple[int, ...] = (16, 64)
+) -> Iterator[Point]:
+    """Yield what would be measured on 1 to `most` devices."""
+    modes: tuple[Mode, ...] = ("IO", "SYNTHETIC", "FULL")
+    for devices, batch, mode in itertools.product((1, 2, 4, 8), batches, modes):
+        job, of = Job(devices, batch), Measure(mode)
+        if devices <= most:
+            yield Point(job, rate(CLUSTER, UNET, costs, job, of) * noise(), of)
+
+
+def test_a_fit_finds_what_made_the_points() -> None:
+    """Those costs that the measurements can tell apart; and many devices are predicted from few."""
+    truth = replace(COSTS, fixed=12e-3, sample=1.4e-3, load=1.1e-3, far=3.0, host=0.06)
+    found = fit(CLUSTER, UNET, list(points(truth)))
+    for name, within in {"fixed": 0.1, "sample": 0.02, "load": 0.02, "host": 0.15}.items():
+        assert getattr(found.costs, name) == pytest.approx(getattr(truth, name), rel=within), name
+    assert found.costs.far > 1.8
+    for job in (Job(64, 64), Job(256, 64), Job(256, 128)):
+        assert found.rate(job).value == pytest.approx(rate(CLUSTER, UNET, truth, job), rel=0.05)
+
+
+def test_two_points_are_enough() -> None:
+    found = fit(CLUSTER, UNET, [each for each in points(COSTS, most=1) if each.of.mode == "FULL"])
+    assert found.rate(Job(1, 64)).value == pytest.approx(rate(CLUSTER, UNET, COSTS, Job(1, 64)), rel=0.02)
+    near, far = found.rate(Job(1, 64)), found.rate(Job(64, 64))
+    assert far.high / far.low > (near.high / near.low) ** 2
+
+
+def test_walks_draw_from_a_density() -> None:
+    """Of two normal numbers that go together, from far off: means, deviations, correlation."""
+    inverse = np.linalg.inv([[1.0, 1.6], [1.6, 4.0]])
+    start = np.random.default_rng(2).normal(1, 0.1, (1000, 2))
+    drawn = walk(lambda at: -np.einsum("ni,ij,nj->n", at - 3, inverse, at - 3) / 2, start)
+    assert drawn.mean(axis=0) == pytest.approx([3, 3], abs=0.2)
+    assert np.cov(drawn.T) == pytest.approx(np.array([[1.0, 1.6], [1.6, 4.0]]), rel=0.15)
+
+
+def test_the_band_is_that_of_all_worlds_that_fit() -> None:
+    """Against worlds drawn from the priors, each counted as often as the measurements are likely in it."""
+    seen = [Point(Job(1, 64), 900.0, Measure("SYNTHETIC")), Point(Job(8, 64), 6000.0, Measure("SYNTHETIC"))]
+    draws = np.random.default_rng(4)
+    unit = {"fixed": 64 / 900, "sample": 1 / 900, "load": 1 / 900}
+    worlds = Costs(
+        **{
+            name: unit.get(name, 1.0) * prior.middle * prior.factor ** draws.standard_normal(2_000_000)
+            for name, prior in PRIORS.items()
+        }
+    )
+    errors = [np.log(rate(CLUSTER, UNET, worlds, each.job, each.of) / each.rate) / each.noise for each in seen]
+    weights = np.exp(-sum(error**2 for error in errors) / 2)
+    job = Job(64, 32)
+    found = rate(CLUSTER, UNET, worlds, job)
+    order = np.argsort(found)
+    shares = np.cumsum(weights[order]) / weights.sum()
+    low, middle, high = found[order][np.searchsorted(shares, (0.05, 0.5, 0.95))]
+    fitted = fit(CLUSTER, UNET, seen)
+    ours = fitted.predict(lambda costs: rate(CLUSTER, UNET, costs, job))
+    assert [ours.low, ours.value, ours.high] == pytest.approx([low, middle, high], rel=0.04)
+
+
+def test_the_band_holds_the_truth() -> None:
+    """In worlds drawn from the priors, with noise: nine times of ten, about."""
+    draws, inside, worlds = np.random.default_rng(3), 0, 30
+
+    def noise() -> float:
+        return math.exp(0.03 * draws.standard_normal())
+
+    for _ in range(worlds):
+        costs = {name: prior.middle * prior.factor ** draws.standard_normal() for name, prior in PRIORS.items()}
+        truth = Costs(**costs | {"sample": 1e-3, "fixed": 0.064 * costs["fixed"], "load": 1e-3 * costs["load"]})
+        found = fit(CLUSTER, UNET, list(points(truth, noise, most=2, batches=(64,))))
+        ours = found.rate(Job(128, 64), misfit=0)
+        inside += ours.low <= rate(CLUSTER, UNET, truth, Job(128, 64)) * noise() <= ours.high
+    assert 0.75 * worlds <= inside < worlds
+
+
+def test_the_band_grows_with_the_distance() -> None:
+    found = fit(CLUSTER, VIT, list(points(COSTS)))
+    assert found.doublings(Job(8, 64)) == 0 and found.doublings(Job(64, 64, tp=4)) == 5
+    job = Job(128, 64)
+    bare, own = found.rate(job, misfit=0), found.rate(job)
+    assert math.log(own.high / own.value) ** 2 - math.log(bare.high / bare.value) ** 2 == pytest.approx(
+        4 * (1.645 * MISFIT) ** 2
+    )
+
+
+def test_nothing_to_start_from() -> None:
+    with pytest.raises(UserError, match="no throughput to start from"):
+        fit(CLUSTER, UNET, [Point(Job(1, 8), 100.0, Measure("IO"))])
+
+
+# ---- published figures -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def checks() -> list[validation.Check]:
+    return [
+        check
+        for file in study_files().values()
+        for name, series in file.series.items()
+        for check in validation.check(name, series, file.published)
+    ]
+
+
+def test_every_series_holds_figures_out(checks: list[validation.Check]) -> None:
+    titles = [series.title for file in study_files().values() for series in file.series.values()]
+    assert sorted({each.series for each in checks}) == sorted(set(titles)) and len(titles) == len(set(titles)) == 9
+    assert all(each.figure.gpus > max(each.fitted) for each in checks)
+    points = [each for file in study_files().values() for each in file.published if each.series]
+    assert not any(each.samples_per_second == 5595.4 for each in points)  # an epoch that warmed up
+
+
+def tripled(figure: Published) -> Published:
+    values = {key: getattr(figure, key) for key in ("samples_per_second", "value")}
+    return figure.model_copy(update={key: 3 * value for key, value in values.items() if value})
+
+
+@pytest.mark.parametrize("study", ["cosmo_unet", "era5_vit", "imagenet_resnet50"])
+def test_the_model_does_not_see_what_it_predicts(study: str) -> None:
+    file = study_files()[study]
+    for name, series in file.series.items():
+        changed = [tripled(figure) if figure.gpus > series.fit else figure for figure in file.published]
+        ours, theirs = (validation.check(name, series, figures) for figures in (file.published, changed))
+        assert [each.ours for each in ours] == [each.ours for each in theirs] and ours
+        assert [each.published for each in ours] != [each.published for each in theirs]
+
+
+def test_the_model_beats_simpler_laws(checks: list[validation.Check]) -> None:
+    ours, amdahl, line = validation.medians(checks)
+    assert ours <= 0.10 and ours < amdahl and ours < line
+
+
+def test_the_misfit_is_that_of_the_series(checks: list[validation.Check]) -> None:
+    assert pytest.approx(validation.misfit(checks), abs=0.004) == MISFIT
+
+
+def test_simpler_laws() -> None:
+    truth = {n: 1 / (0.1 + 0.9 / n) for n in (1, 2, 8)}
+    assert validation.amdahl(truth, 64) == pytest.approx(1 / (0.1 + 0.9 / 64))
+    assert validation.line(truth, 64) == pytest.approx(1 + (truth[8] - 1) / 7 * 63)
+    assert validation.amdahl({4: 80.0}, 16) == validation.line({4: 80.0}, 16) == 320
+    assert validation.amdahl({1: 10.0, 2: 25.0}, 4) == pytest.approx(45, rel=0.15)  # nothing is less than serial
+
+
+def test_the_docs_have_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    """Word for word, and its numbers, which another processor may round differently, to a twentieth."""
+    assert stage("plan", "--validate") == 0
+    printed = capsys.readouterr().out.strip().splitlines()
+    page = (ROOT / "docs/planning.md").read_text().splitlines()
+    shown = page[page.index(printed[0]) :][: len(printed)]
+    numbers = re.compile(r"[+−]?[\d,]*\.?\d+")
+    again = "put what `dlscale plan --validate` prints into the page"
+    assert [numbers.sub("N", line) for line in shown] == [numbers.sub("N", line) for line in printed], again
+    for ours, theirs in zip(shown, printed, strict=True):
+        found, expected = (
+            [float(text.replace(",", "").replace("−", "-")) for text in numbers.findall(each)]
+            for each in (ours, theirs)
+        )
+        assert found == pytest.approx(expected, rel=0.05, abs=2.5), again
+
+
+def test_priors_and_machines_say_where_they_are_from() -> None:
+    assert set(PRIORS) == {field.name for field in fields(Costs)}
+    assert all(prior.source and prior.factor > 1 for prior in PRIORS.values())
+    assert all(each.source and each.machine.levels for each in shipped().values())
+
+
+# ---- dlscale plan ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cosmo_data: Path, era5_data: Path) -> Path:
+    """Return results with runs that were measured: a U-Net on one and two devices, a ViT on one."""
+    monkeypatch.chdir(tmp_path)
+    root = tmp_path / "results"
+    (root / "data").mkdir(parents=True)
+    for study, data in (("cosmo_unet", cosmo_data), ("era5_vit", era5_data)):
+        for name, devices in (("one", 1), ("two", 2)):
+            folder = root / "plans" / study / name
+            folder.mkdir(parents=True)
+            own = {"batch_size": 4 * devices, "geometry": {"gpus_per_node": devices}}
+            make_run(folder, study, TINY[study]["run"] | own, TINY[study]["dataset"])
+            raw = yaml.safe_load((folder / "config.yaml").read_text()) | {"dataset": study}
+            (folder / "config.yaml").write_text(yaml.safe_dump(raw))
+            rates = {"IO": 300 * devices, "SYNTHETIC": 100 * devices**0.9, "FULL": 90 * devices**0.9}
+            modes: Any = {mode: Trials(mean=mean) for mode, mean in rates.items()}
+            Throughput(nranks=devices, batch_size=4 * devices, **modes).write(folder / "throughput.json")
+        (root / "data" / study).symlink_to(data)
+    return root
+
+
+def planned(capsys: pytest.CaptureFixture[str], *arguments: object) -> list[dict[str, Any]]:
+    assert stage("plan", *arguments, "--json") == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_plan(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = planned(capsys, "cosmo_unet.one", "cosmo_unet.two", "--devices", 1, 2, 4, 64)
+    rates = [row["samples_per_second"] for row in found]
+    assert rates[:2] == pytest.approx([90, 168], rel=0.05) and rates == sorted(rates)
+    assert all(row["low"] < row["samples_per_second"] < row["high"] for row in found)
+    assert found[-1]["efficiency"] < found[0]["efficiency"] == pytest.approx(1)
+    assert [row["nodes"] for row in found] == [1, 1, 2, 32] and found[0]["memory"] > 0
+    assert all(row["node_hours"] == pytest.approx(row["nodes"] * row["seconds"] / 3600) for row in found)
+    priced = ["--price", 2, "--target-samples", 3600000]
+    assert stage("plan", results / "plans/cosmo_unet/one", "--devices", 1, 8, *priced) == 0
+    text = capsys.readouterr().out
+    assert "Fastest: 8 devices" in text and "at 2 a node-hour" in text
+    assert "Cheapest: 1 device" in text or "It is also the cheapest" in text
+
+
+def test_a_plan_of_devices_that_share_a_model(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole, shared = planned(capsys, "era5_vit.one", "--devices", 4, "--tp", 1, 2)
+    assert (whole["dp"], shared["dp"], shared["tp"]) == (4, 2, 2) and shared["memory"] < whole["memory"]
+    assert shared["parts"]["exposed"] > whole["parts"]["exposed"]
+    limit = (shared["memory"] + whole["memory"]) / 2e9
+    (alone,) = planned(capsys, "era5_vit.one", "--devices", 4, "--tp", 1, 2, "--memory", limit)
+    assert alone["tp"] == 2
+    strong = planned(capsys, "era5_vit.one", "--devices", 1, 4, "--batch-size", 4)
+    assert [row["batch"] for row in strong] == [4, 1]
+    (served,) = planned(capsys, "era5_vit.one", "--devices", 64, "--storage", 500)
+    assert served["samples_per_second"] < 500 and served["parts"]["loading"] > served["parts"]["compute"]
+
+
+@pytest.mark.parametrize(
+    "arguments, expected",
+    [
+        ([], "RUN: expected runs that were measured"),
+        (["cosmo_unet.three"], "cosmo_unet.three: no such run; expected PLAN.RUN"),
+        (["cosmo_unet.one", "era5_vit.one"], "study differs from that of"),
+        (["cosmo_unet.one", "--machine", "perlmuter"], "did you mean 'perlmutter'"),
+        (["cosmo_unet.one", "--machine", "mine.yaml"], "mine.yaml: levels.0.latency"),
+        (["cosmo_unet.one", "--machine", "none.yaml"], "none.yaml: no such file"),
+        (["cosmo_unet.one", "--devices", "0"], "--devices: expected more than 0"),
+        (["cosmo_unet.one", "--devices", "5"], "5 devices are no whole nodes of 2"),
+        (["cosmo_unet.one", "--devices", "4", "--tp", "2"], "does not support tp or cp"),
+        (["era5_vit.one", "--devices", "4", "--cp", "3"], "4 devices do not divide by tp x cp = 3"),
+        (["cosmo_unet.one", "--devices", "64", "--batch-size", "8"], "less than a sample for each of 64"),
+        (["cosmo_unet.one", "--memory", "0.000001"], "nothing is left to plan"),
+    ],
+)
+def test_mistakes_are_one_message(
+    results: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], expected: str
+) -> None:
+    Path("mine.yaml").write_text("source: mine\nlevels: [{name: node, latency: -1, bandwidth: 1.0e9}]\n")
+    assert stage("plan", *arguments) == 2
+    error = capsys.readouterr().err
+    assert expected in error and len(error.strip().splitlines()) == 1 and "Traceback" not in error
+
+
+def test_a_run_that_was_not_measured(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (results / "plans/cosmo_unet/one/throughput.json").unlink()
+    assert stage("plan", "cosmo_unet.one") == 2
+    assert "neither throughput nor training was measured" in capsys.readouterr().err
+
+
+def test_a_machine_of_ones_own(tmp_path: Path) -> None:
+    """As a self-test of collectives measures it: seconds a message, bytes/s of a device, by level."""
+    node = {"name": "node", "size": 8, "latency": 4e-6, "bandwidth": 2e11}
+    levels = [node, {"name": "network", "latency": 2e-5, "bandwidth": 1e10}]
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump({"source": "measured", "levels": levels}))
+    machine = named(str(tmp_path / "mine.yaml")).machine
+    assert machine.per_node == 8 and machine.levels[1].seconds_per_byte == pytest.approx(1e-10)

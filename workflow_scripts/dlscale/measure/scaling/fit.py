@@ -1,0 +1,185 @@
+"""The costs of a model of scaling, found from a few measurements and from what is known beforehand.
+
+Costs are looked for in logarithms. Each has a prior, log-normal, and each measurement an error that is relative; the
+most probable costs are the least sum of squares (MAP). Random walks from there draw costs from the posterior; a
+prediction is the median of what they lead to, and its band the middle 90 %.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+from scipy.optimize import least_squares
+
+from dlscale.core.errors import UserError
+from dlscale.measure.scaling.machine import Machine, Values
+from dlscale.measure.scaling.model import STEPS, Costs, Job, Measure, Workload, rate
+
+NAMES = tuple(field.name for field in fields(Costs))
+
+
+@dataclass(frozen=True)
+class Prior:
+    """What is known of a cost beforehand: it is as likely above `middle` as below, and 68 % within the `factor`."""
+
+    middle: float
+    factor: float
+    source: str
+
+
+#: `fixed` and `load` are in multiples of what a step, or a sample, takes where least devices were measured; so is
+#: `sample`, which the measurements themselves decide.
+PRIORS = {
+    "fixed": Prior(
+        0.05, 3, "judgement: an update reads and writes 28 bytes a parameter, launches take the host's time"
+    ),
+    "sample": Prior(1.0, 10, "the measurements"),
+    "load": Prior(0.5, 2, "judgement: a loader could do twice what it was seen to do where it kept up"),
+    "blend": Prior(1.5, 2.5, "IO, SYNTHETIC and FULL of the U-Net on one A100 (SC22, benchy): 0.2 to 3.5"),
+    "start": Prior(0.1, 4, "validations on at most 8 GPUs (SC22, SC23, HAL's log): 0.05, 0.4, and 2.5 s of 20 workers"),
+    "spread": Prior(
+        0.015, 2, "Sinha et al. 2022 (arXiv:2208.11035): GPUs of a cluster differ by 8 %, whisker to whisker"
+    ),
+    "host": Prior(0.01, 2.7, "judgement: some per cent on a full node"),
+    "near": Prior(1.0, 1.5, "judgement: NCCL reaches 60 to 90 % of a link, as Calculon's systems have it"),
+    "far": Prior(1.0, 2, "judgement: networks are shared, and not all drivers are in place"),
+    "slowdown": Prior(0.19, 1.8, "Lee et al. 2025 (arXiv:2507.03114): computing beside collectives, mean 18.9 %"),
+    "split": Prior(0.083, 2.7, "Shoeybi et al. 2019 (arXiv:1909.08053), figure 5: 77 % efficient with 8-way sharing"),
+}
+#: Where devices are processes on a node's processors.
+PROCESSES = {
+    "host": Prior(0.3, 3, "judgement: processes share a memory, and cores where these are fewer"),
+    "near": Prior(1.0, 4, "judgement: they also copy with these cores"),
+}
+#: Relative error of a throughput: two tables of one tutorial differ by 1.4 to 4.3 % (ResNet-50 on 4, 8, 16 GPUs).
+NOISE = 0.03
+#: Of a validation, which is short: six on 4 GPUs took 2.60 to 4.26 s (SC22, logs).
+VALIDATION_NOISE = 0.2
+#: What the model itself is wrong by: standard deviation, relative, when devices double, or those that share a model;
+#: of several doublings the square root. The published series' own (`dlscale.measure.scaling.validation.misfit`).
+MISFIT = 0.047
+#: Random walks through the posterior, their moves, and of which of the second half of these the costs are kept.
+WALKERS, MOVES, THIN = 400, 200, 10
+#: Of logarithms, for slopes.
+STEP = 1e-5
+#: Standard deviations on either side that hold 90 % of a normal distribution.
+BAND = 1.645
+
+
+@dataclass(frozen=True)
+class Point:
+    """A measurement: samples/s over all devices."""
+
+    job: Job
+    rate: float
+    of: Measure = STEPS
+
+    @property
+    def noise(self) -> float:
+        """Its relative error."""
+        return VALIDATION_NOISE if self.of.mode == "VALIDATION" else NOISE
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A quantity: the median of what it may be, and what it is below and above with 5 %."""
+
+    value: float
+    low: float
+    high: float
+
+    def widened(self, deviation: float) -> Prediction:
+        """Return it with a further error, of this standard deviation, relative."""
+        down, up = (math.hypot(math.log(end / self.value), BAND * deviation) for end in (self.low, self.high))
+        return Prediction(self.value, self.value * math.exp(-down), self.value * math.exp(up))
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Most probable costs, and costs drawn from their posterior."""
+
+    machine: Machine
+    work: Workload
+    costs: Costs
+    drawn: Costs  #: Some thousand of each.
+    points: tuple[Point, ...]
+
+    def doublings(self, job: Job) -> float:
+        """Return how far a job is from what was measured: doublings of devices, and of those that share a model."""
+        devices, shared = (
+            max(sizes) for sizes in zip(*((p.job.devices, p.job.shared) for p in self.points), strict=True)
+        )
+        return max(0.0, math.log2(job.devices / devices)) + max(0.0, math.log2(job.shared / shared))
+
+    def predict(self, quantity: Callable[[Costs], Values]) -> Prediction:
+        """Return a positive quantity of the costs."""
+        low, value, high = np.quantile(quantity(self.drawn), (0.05, 0.5, 0.95)).tolist()
+        return Prediction(value, low, high)
+
+    def rate(self, job: Job, of: Measure = STEPS, misfit: float = MISFIT) -> Prediction:
+        """Return samples/s over all devices, as they would be measured."""
+        noise = VALIDATION_NOISE if of.mode == "VALIDATION" else NOISE
+        found = self.predict(lambda costs: rate(self.machine, self.work, costs, job, of))
+        return found.widened(math.hypot(noise, misfit * math.sqrt(self.doublings(job))))
+
+
+def fit(machine: Machine, work: Workload, points: Sequence[Point]) -> Fit:
+    """Return the costs that the points and the priors make most probable."""
+    computing = [point for point in points if point.of.mode not in ("IO", "VALIDATION")]
+    if not computing:
+        raise UserError("plan: no throughput to start from; expected one measurement of FULL or SYNTHETIC at least")
+    first = min(computing, key=lambda point: (point.job.devices, point.of.mode != "SYNTHETIC"))
+    own = first.job.devices * first.job.batch / first.job.shared / first.rate  # a device's seconds a step
+    unit = {"fixed": own, "sample": own * first.job.shared / first.job.batch}
+    unit["load"] = 1 / work.loaded if work.loaded else unit["sample"]
+    priors = PRIORS | (PROCESSES if work.processes else {})
+    middles = np.log([priors[name].middle * unit.get(name, 1.0) for name in NAMES])
+    factors = np.log([priors[name].factor for name in NAMES])
+
+    def residuals(logs: np.ndarray) -> np.ndarray:
+        """Return the errors of points and priors, [..., points + costs], of logarithms [..., costs]."""
+        costs = _costs(logs)
+        errors = [np.log(rate(machine, work, costs, each.job, each.of) / each.rate) / each.noise for each in points]
+        return np.concatenate([np.stack(np.broadcast_arrays(*errors), -1), (logs - middles) / factors], -1)
+
+    def slopes(logs: np.ndarray) -> np.ndarray:
+        moved = STEP * np.eye(len(logs))
+        return (residuals(logs + moved) - residuals(logs - moved)).T / (2 * STEP)
+
+    found = least_squares(residuals, middles, slopes, method="trf", x_scale=factors)
+    start = np.random.default_rng(0).multivariate_normal(
+        found.x, np.linalg.inv(found.jac.T @ found.jac), WALKERS, method="cholesky"
+    )
+    drawn = walk(lambda logs: -(residuals(logs) ** 2).sum(axis=-1) / 2, start)
+    return Fit(machine, work, _costs(found.x), _costs(drawn), tuple(points))
+
+
+def walk(likely: Callable[[np.ndarray], np.ndarray], start: np.ndarray) -> np.ndarray:
+    """Return points [..., costs] drawn from a density, of which `likely` is the logarithm; `start` is near them.
+
+    Walkers stretch towards others, and stay where that is unlikely (Goodman and Weare 2010,
+    doi:10.2140/camcos.2010.5.65).
+    """
+    draws, (walkers, k) = np.random.default_rng(1), start.shape
+    halves, kept = [start[: walkers // 2], start[walkers // 2 :]], []
+    values = [likely(half) for half in halves]
+    for place in range(MOVES):
+        for own in (0, 1):
+            half, count = halves[own], len(halves[own])
+            stretch = (1 + draws.random((count, 1))) ** 2 / 2  # from 1/2 to 2, as 1 / sqrt(stretch)
+            others = halves[1 - own][draws.integers(len(halves[1 - own]), size=count)]
+            moved = others + stretch * (half - others)
+            value = likely(moved)
+            better = (k - 1) * np.log(stretch[:, 0]) + value - values[own] > np.log(draws.random(count))
+            halves[own] = np.where(better[:, None], moved, half)
+            values[own] = np.where(better, value, values[own])
+        if place >= MOVES // 2 and place % THIN == 0:
+            kept += halves
+    return np.concatenate(kept)
+
+
+def _costs(logs: np.ndarray) -> Costs:
+    return Costs(*np.moveaxis(np.exp(logs), -1, 0))

@@ -1,0 +1,315 @@
+"""How long a step, an epoch and a training take on any number of devices, and what memory they need.
+
+All of it is arithmetic on a machine, a workload and eleven `Costs`, which `dlscale.measure.scaling.fit` finds. A step
+takes as long as the slowest device, and what communication does not hide behind the backward pass; loading bounds both.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+from scipy.special import log_ndtr
+
+from dlscale.measure.scaling.machine import Machine, Values
+
+#: Share of a step's computing that is the forward pass: a backward pass takes twice as long (Kaplan et al. 2020,
+#: arXiv:2001.08361, section 2.1).
+FORWARD = 1 / 3
+#: What is measured: the three modes of `dlscale.core.records.MODES`; SYNTHETIC without averaging; an epoch of training
+#: with the wait for its first batch; a validation; and both one after the other.
+Mode = Literal["IO", "SYNTHETIC", "ALONE", "FULL", "EPOCH", "VALIDATION", "BOTH"]
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What a fit finds; all are positive. Arrays are of so many possible worlds, and so is what follows from them.
+
+    Attributes
+    ----------
+    fixed, sample
+        Computing of a device, seconds a step and seconds a sample: launches and the update, and the rest.
+    load
+        Of a device's samples, seconds each.
+    blend
+        How well loading and computing hide each other: step^p = loading^p + computing^p with p = 1 + blend.
+    start
+        Seconds in which a loader starts one of its workers, which it does one after the other.
+    spread
+        Standard deviation of the devices' times of a step, relative to its mean.
+    host
+        What each further device of a node slows the loading of the others down by, relative: they share its processors.
+        Where devices are processes on these, the computing, too.
+    near, far
+        Times a byte within a node and between nodes, in multiples of the machine's own.
+    slowdown
+        Seconds that computing loses for each second of communication beside it.
+    split
+        What each doubling of the devices that share a model adds to their computing, relative.
+    """
+
+    fixed: Values
+    sample: Values
+    load: Values
+    blend: Values
+    start: Values
+    spread: Values
+    host: Values
+    near: Values
+    far: Values
+    slowdown: Values
+    split: Values
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A model of tokens, as devices share it."""
+
+    count: int  #: Of a sample.
+    width: int
+    depth: int  #: Blocks.
+    bytes: int = 2  #: Of a number that is sent.
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one device that has all of a model."""
+
+    state: float  #: Weights, gradients, optimiser.
+    activations: float  #: Of a sample.
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is trained: what it sends and keeps, whatever machine it is on."""
+
+    gradients: float  #: Bytes that are averaged.
+    buckets: tuple[float, ...]  #: Their shares of it, in the order in which they are ready.
+    tokens: Tokens | None = None  #: None: devices cannot share the model.
+    processes: bool = False  #: Devices are processes on a node's processors.
+    sharded: bool = False  #: FSDP: weights and optimiser are shared by all devices, too.
+    workers: int = 1  #: Of a device's loader, each of which makes batches of its own; threads that share one are one.
+    loaded: float | None = None  #: Samples/s that a device's loader was seen to keep up with, if with another model.
+    storage: float = math.inf  #: Samples/s that the storage serves to all devices together.
+    memory: Memory | None = None
+
+
+def buckets(tensors: Sequence[float], cap: float = 25 * 2**20, first: float = 2**20) -> tuple[float, ...]:
+    """Return the shares of DistributedDataParallel's buckets: a small one first, so that sending begins early.
+
+    A bucket is full with the tensor that reaches its size (torch/csrc/distributed/c10d/reducer.cpp,
+    compute_bucket_assignment_by_size).
+
+    Parameters
+    ----------
+    tensors
+        Bytes of each gradient, in the order in which they are ready.
+    """
+    parts, filling, limit = list[float](), 0.0, first
+    for size in tensors:
+        filling += size
+        if filling >= limit:
+            parts.append(filling)
+            filling, limit = 0.0, cap
+    total = sum(tensors)
+    return tuple(part / total for part in [*parts, *([filling] if filling else [])])
+
+
+def evenly(size: float) -> list[float]:
+    """Return gradients of `size` bytes in all, of a mebibyte each: where their tensors are not known."""
+    count = max(1, round(size / 2**20))
+    return [size / count] * count
+
+
+@dataclass(frozen=True)
+class Job:
+    """Devices, and the samples of a step."""
+
+    devices: int
+    batch: float  #: Samples of a group of devices that share a model; of each device if none do.
+    tp: int = 1
+    cp: int = 1
+    per_node: int | None = None  #: Devices that are used of a node; None: all of them.
+
+    @property
+    def shared(self) -> int:
+        """Devices that share one copy of the model."""
+        return self.tp * self.cp
+
+    @property
+    def dp(self) -> int:
+        """Groups of devices that see different samples."""
+        return self.devices // self.shared
+
+    @property
+    def samples(self) -> float:
+        """Of a step, over all devices."""
+        return self.batch * self.dp
+
+
+@dataclass(frozen=True)
+class Measure:
+    """What is measured, and of an epoch or a validation the samples."""
+
+    mode: Mode = "FULL"
+    samples: float = 0.0
+    validated: float = 0.0  #: Of BOTH: samples of the validation.
+
+
+STEPS = Measure()
+
+
+@dataclass(frozen=True)
+class Step:
+    """Where the time of a step goes, seconds; their sum is the step."""
+
+    compute: Values  #: The mean device's.
+    waiting: Values  #: For the slowest device.
+    slowed: Values  #: By communication beside it.
+    exposed: Values  #: Communication with nothing beside it.
+    loading: Values  #: Of samples, beyond what computing hides.
+
+    @property
+    def seconds(self) -> Values:
+        return self.compute + self.waiting + self.slowed + self.exposed + self.loading
+
+    @property
+    def without_loading(self) -> Values:
+        return self.seconds - self.loading
+
+
+@functools.cache
+def expected_maximum(count: int) -> float:
+    """Return the mean of the greatest of `count` standard normal numbers: the integral of x d(Phi(x)^n).
+
+    See David and Nagaraja 2003, Order Statistics, section 3.1. Right to 1e-6 for any count up to 1e9.
+    """
+    x = np.linspace(-9, 9, 18001)
+    return float(np.trapezoid(np.heaviside(x, 0.5) - np.exp(count * log_ndtr(x)), x))
+
+
+def finish(ready: Iterable[Values], costs: Iterable[Values]) -> Values:
+    """Return when the last of some buckets is sent: one after the other, none before it is ready."""
+    now: Values = 0.0
+    for begin, cost in zip(ready, costs, strict=True):
+        now = np.maximum(now, begin) + cost
+    return now
+
+
+def step(machine: Machine, work: Workload, costs: Costs, job: Job) -> Step:
+    """Return where the time of a step goes."""
+    levels = [level.scaled(costs.near if place == 0 else costs.far) for place, level in enumerate(machine.levels)]
+    machine = replace(machine, levels=tuple(levels))
+    compute = _compute(machine, work, costs, job)
+    exposed, hidden = _gradients(machine, work, job, compute)
+    exposed += _model(machine, work, job)
+    waiting = compute * costs.spread * expected_maximum(job.devices)
+    slowed = costs.slowdown * hidden
+    alone = compute + waiting + slowed + exposed
+    load = _load(machine, work, costs, job)
+    return Step(compute, waiting, slowed, exposed, _blended(alone, load, costs.blend) - alone)
+
+
+def _compute(machine: Machine, work: Workload, costs: Costs, job: Job) -> Values:
+    own = costs.fixed + job.batch * costs.sample * (1 + costs.split) ** math.log2(job.shared) / job.shared
+    return own * (_crowd(machine, costs, job) if work.processes else 1.0)
+
+
+def _crowd(machine: Machine, costs: Costs, job: Job) -> Values:
+    return 1 + costs.host * (min(job.devices, job.per_node or machine.per_node) - 1)
+
+
+def _load(machine: Machine, work: Workload, costs: Costs, job: Job) -> Values:
+    return np.maximum(job.batch * costs.load * _crowd(machine, costs, job), job.samples / work.storage)
+
+
+def _start(machine: Machine, work: Workload, costs: Costs, job: Job) -> Values:
+    """Return the seconds to the first batch: workers start, and one that is one of many makes it alone."""
+    return work.workers * (costs.start + _load(machine, work, costs, job))
+
+
+def _blended(first: Values, second: Values, blend: Values) -> Values:
+    """Return the seconds of two that hide each other: from their sum (0) to the longer one."""
+    most, power = np.maximum(first, second), 1 + blend
+    return most * ((first / most) ** power + (second / most) ** power) ** (1 / power)
+
+
+def _gradients(machine: Machine, work: Workload, job: Job, compute: Values) -> tuple[Values, Values]:
+    """Return the seconds of communication over the copies of a model that nothing hides, and those that are hidden.
+
+    A share of the gradients' bytes is ready after the same share of the backward pass. With FSDP each unit's weights
+    are gathered before it computes, forward and backward, and its gradients reduced after.
+    """
+    ranks, stride, size = job.dp * job.cp, job.tp, work.gradients / job.tp
+    if ranks == 1:
+        return 0.0, 0.0
+    ends = np.cumsum(work.buckets)
+    if not work.sharded:
+        sent = [machine.all_reduce(share * size, ranks, stride) for share in work.buckets]
+        exposed = _exposed((1 - FORWARD) * compute, ends, sent)
+        return exposed, sum(sent) - exposed
+    gathered = [machine.all_gather(share * size, ranks, stride) for share in work.buckets]
+    # A unit's gather before its forward pass is, seen backwards in time, a bucket after its backward pass.
+    exposed = _exposed(FORWARD * compute, ends, gathered)
+    exposed += _exposed((1 - FORWARD) * compute, ends, [2 * each for each in gathered])
+    return exposed, 3 * sum(gathered) - exposed
+
+
+def _exposed(seconds: Values, ends: np.ndarray, sent: Sequence[Values]) -> Values:
+    return finish((seconds * end for end in ends), sent) - seconds
+
+
+def _model(machine: Machine, work: Workload, job: Job) -> Values:
+    """Return the seconds in which devices that share a model send each other tokens; nothing hides them.
+
+    Tensor-parallel devices sum the tokens twice in either half of a block (Shoeybi et al. 2019, arXiv:1909.08053,
+    figure 3); the reduce-scatters and all-gathers of sequence parallelism take as long. Context-parallel ones gather
+    keys and values, and reduce their gradients.
+    """
+    if work.tokens is None or job.shared == 1:
+        return 0.0
+    tokens = work.tokens
+    size = job.batch * tokens.count * tokens.width * tokens.bytes
+    tensor = 4 * machine.all_reduce(size / job.cp, job.tp)
+    context = 2 * machine.all_gather(2 * size / job.tp, job.cp, job.tp)
+    return tokens.depth * (tensor + context)
+
+
+def seconds(machine: Machine, work: Workload, costs: Costs, job: Job, of: Measure = STEPS) -> Values:
+    """Return how long a step takes in a mode, or an epoch, a validation, or both."""
+    if of.mode == "IO":
+        return _load(machine, work, costs, job)
+    if of.mode == "ALONE":
+        return _compute(machine, work, costs, job)
+    if of.mode == "VALIDATION":
+        forward = FORWARD * _compute(machine, work, replace(costs, fixed=0.0), job)
+        each = _blended(forward, _load(machine, work, costs, job), costs.blend)
+        return _start(machine, work, costs, job) + of.samples / job.samples * each
+    whole = step(machine, work, costs, job)
+    if of.mode in ("EPOCH", "BOTH"):
+        epoch = _start(machine, work, costs, job) + of.samples / job.samples * whole.seconds
+        validation = Measure("VALIDATION", of.validated)
+        return epoch if of.mode == "EPOCH" else epoch + seconds(machine, work, costs, job, validation)
+    return whole.seconds if of.mode == "FULL" else whole.without_loading
+
+
+def rate(machine: Machine, work: Workload, costs: Costs, job: Job, of: Measure = STEPS) -> Values:
+    """Return samples/s over all devices in a mode; of an epoch, a validation, or both those of its `samples`."""
+    done = of.samples if of.mode in ("EPOCH", "VALIDATION", "BOTH") else job.samples
+    return done / seconds(machine, work, costs, job, of)
+
+
+def memory(work: Workload, job: Job) -> float | None:
+    """Return the bytes that a device needs; None if that is not known.
+
+    Tensor-parallel devices divide the weights, with FSDP all devices do; those that share a model divide its
+    activations. What is gathered for a while, and what libraries keep, is left out.
+    """
+    if work.memory is None:
+        return None
+    shared = job.tp * (job.dp * job.cp if work.sharded else 1)
+    return work.memory.state / shared + job.batch * work.memory.activations / job.shared
