@@ -303,7 +303,7 @@ def test_a_cluster_that_keeps_no_accounts(
 ) -> None:
     monkeypatch.delenv("SBATCH_ACCOUNT", raising=False)
     command("sacctmgr", "echo \"Only 'accounting_storage/slurmdbd' is supported\" >&2; exit 1")
-    site = {"scheduler": {"cpu_nodes": {"cpus": 4}, "gpu_nodes": {"cpus": 4, "gpus": 1}}}
+    site = {"scheduler": {"cpu_nodes": {"cpus": 4}, "gpu_nodes": {"cpus": 4, "gpus": 2}}}
     found = doctor.check(load(tmp_path / "results", site))
     assert named(found, "account").status == named(found, "QOS").status == "skip"
 
