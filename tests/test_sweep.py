@@ -183,7 +183,7 @@ def test_what_a_sweep_cannot_have() -> None:
     for more, message in (
         ({"runs": {"a": {}}}, "makes its runs itself"),
         ({"kind": "set", "runs": {"a": {}}}, "a plan of kind set has none"),
-        ({"kind": "set"}, "a plan of kind set has none"),
+        ({"kind": "set"}, "a plan of kind set has none; write kind: sweep"),
         ({"sweep": {"method": "halving", **over}, "measure": ["train", "throughput"]}, "halving trains, no more"),
     ):
         with pytest.raises(UserError, match=message):

@@ -6,7 +6,7 @@ import json
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Literal
 
@@ -135,7 +135,7 @@ def _table(plan: PlanResult, found: Sequence[Group], compared: tuple[Metric, flo
             ("Training", "devices", [Cell(count(g.first.devices), g.first.devices) for g in found]),
             ("Training", "learning rate", [_rate(group.first) for group in found]),
             ("Training", "steps", [_spread([run.epochs[-1].step for run in g.runs], _whole) for g in found]),
-            ("Training", "validation loss", [_spread([run.final_loss for run in g.runs]) for g in found]),
+            ("Training", "validation loss", [_losses([run.final_loss for run in g.runs]) for g in found]),
             (f"To {metric.aim(value)}", "reached by", [_by(of, group) for of, group in zip(there, found, strict=True)]),
             (f"To {metric.aim(value)}", "steps", took(lambda each: each.epoch.step if each.epoch else None, _whole)),
             (
@@ -169,11 +169,18 @@ def _whole(value: float) -> str:
     return count(round(value))
 
 
+def _losses(values: Sequence[float]) -> Cell:
+    """Return the mean of those that are numbers, and how many runs diverged."""
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite:
+        return Cell("diverged")
+    cell, lost = _spread(finite), len(values) - len(finite)
+    return replace(cell, note=f"{lost} of {len(values)} diverged") if lost else cell
+
+
 def _spread(values: Sequence[float], shown: Callable[[float], str] = number) -> Cell:
     """Return the mean, and below the least and the greatest if they differ."""
     if not values:
         return Cell()
     mean, ends = statistics.fmean(values), (min(values), max(values))
-    if not math.isfinite(mean):
-        return Cell("diverged")
     return Cell(shown(mean), mean, " to ".join(map(shown, ends)) if ends[0] != ends[1] else "")
