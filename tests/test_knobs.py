@@ -607,7 +607,6 @@ def test_wandb_offline_has_the_numbers_of_metrics_jsonl(era5: Make, monkeypatch:
         with monkeypatch.context() as patched:
             pretend(patched, [2.5])
             folder = era5(training=settings)
-        wandb.teardown()
         assert not callers
     assert provenance(folder)["resumed_from_step"] == 20
     (file,) = folder.glob("wandb/offline-run-*/*.wandb")
@@ -641,6 +640,7 @@ def test_wandb_has_what_was_before_the_first_step(tmp_path: Path, monkeypatch: p
         for epoch in epochs[begun:]:
             run.add(epoch)
         run._run.finish()
+        wandb.teardown()
         (file,) = (tmp_path / str(begun)).glob("run/wandb/offline-run-*/*.wandb")
 
         def found_in(file: Path = file) -> dict[int, dict[str, Any]] | None:
@@ -651,7 +651,6 @@ def test_wandb_has_what_was_before_the_first_step(tmp_path: Path, monkeypatch: p
         assert found is not None and found[0] == {"valid_loss": 3.0, "valid/accuracy": 0.1}
         assert [found[step]["valid_loss"] for step in (0, 10, 20)] == [3.0, 1.0, 0.5] and len(found) == 3
         assert "untrained" not in found[10]
-    wandb.teardown()
 
 
 def test_a_tracker_that_is_not_installed(

@@ -77,6 +77,7 @@ class Wandb:
         if best:
             self._run.summary.update({"best": best.model_dump()})
         self._run.finish()
+        self._wandb.teardown()  # waits for its service, which writes the file on after a run's end
 
 
 TRACKERS: dict[str, type[Wandb]] = {"wandb": Wandb}
