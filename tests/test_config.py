@@ -335,6 +335,30 @@ def test_a_ladder_keeps_what_earlier_rungs_changed_and_a_set_does_not() -> None:
     assert [run.loader.workers for run in alone.values()] == [0, 2, 0, 0]
 
 
+def test_a_run_on_more_gpus_than_this_machine_has_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not where it has none, and processes share its cores, nor where a scheduler finds nodes that have them."""
+    two: Raw = {"geometry": {"gpus_per_node": 2}}
+    runs: Raw = {"one": {}, "two": {**two, "seed": 5}, "again": {"precision": "bf16"}}
+    cluster: Raw = {"site": {"scheduler": {"cpu_nodes": {"cpus": 32}, "gpu_nodes": {"cpus": 64, "gpus": 4}}}}
+    for seen, site, lacks in (
+        ("0", {}, "2 GPUs (it has 1)"),
+        ("0,1", {}, None),
+        ("", {}, None),
+        ("-1", {}, None),
+        ("0", cluster, None),
+    ):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", seen)
+        found = load(**plan(kind="ladder", runs=runs), **site)
+        assert found.left_out["p"] == ({"two": lacks} if lacks else {})
+        last = found.plans["p"]["again"].run
+        assert (last.geometry.gpus_per_node, last.seed) == ((1, 0) if lacks else (2, 5))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    scaling: Raw = {"devices": [1, 2], "batch_sizes": [4]}
+    weak = load(plans={"w": {"study": "cosmo_unet", "kind": "weak_scaling", "scaling": scaling}})
+    assert list(weak.plans["w"]) == ["b4_ddp_1"] and list(weak.left_out["w"]) == ["b4_ddp_2", "b4_no_sync_2"]
+    one(message(**plan(runs={"c": two}), targets=["p"]), "targets", "no run for this machine", "2 GPUs (it has 1)")
+
+
 def test_a_rung_that_the_machine_cannot_do_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if it were not written: what it changes is not kept by those after it, and it is said what is missing."""
     runs: Raw = {

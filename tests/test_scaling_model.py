@@ -23,7 +23,7 @@ from torch.distributed import _compute_bucket_assignment_by_size
 
 from dlscale.config.resolve import study_files
 from dlscale.core.errors import UserError
-from dlscale.core.records import Published, Throughput, Trials
+from dlscale.core.records import LinkLevel, Links, Published, Throughput, Trials
 from dlscale.measure.scaling import model, validation
 from dlscale.measure.scaling.fit import MISFIT, PRIORS, Point, fit, walk
 from dlscale.measure.scaling.machine import Level, Machine, named, shipped
@@ -528,6 +528,28 @@ def test_a_plan(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     assert "Fastest: 8 devices" in text and "at 2 a node-hour" in text
     assert "Cheapest: 1 device" in text or "It is also the cheapest" in text
+
+
+def test_a_plan_with_links_that_were_measured(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Those of the largest run hold, unless a machine is named."""
+    path = results / "plans/cosmo_unet/two/throughput.json"
+
+    def level(beta: float) -> LinkLevel:
+        here: Any = {"links": 1, "worst": (0, 1), "worst_alpha": 2e-3, "worst_beta": beta}
+        return LinkLevel(name="network", size=2, alpha=2e-3, beta=beta, **here)
+
+    both = ["cosmo_unet.one", "cosmo_unet.two", "--devices", 64]
+    (unknown,) = planned(capsys, *both)
+    found = {}
+    for beta in (1e-11, 1e-6):
+        links = Links(backend="gloo", processes=2, nodes=2, seconds=1, levels=[level(beta)], all_reduce=[])
+        Throughput.read(path).model_copy(update={"links": links}).write(path)
+        (found[beta],) = planned(capsys, *both)
+    assert found[1e-6]["samples_per_second"] < 0.6 * unknown["samples_per_second"]
+    assert found[1e-6]["parts"]["exposed"] > 2 * found[1e-11]["parts"]["exposed"]
+    assert planned(capsys, *both, "--machine", "processes") == [unknown]
+    assert stage("plan", *both) == 0
+    assert "Links as 2 processes measured them: network: 2,000 µs" in capsys.readouterr().out
 
 
 def test_a_plan_of_devices_that_share_a_model(results: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,7 +20,7 @@ from dlscale.config.site import Site
 from dlscale.config.workflow import Workflow, workflow_class
 from dlscale.core import registry
 from dlscale.core.errors import Refused, UserError, unknown
-from dlscale.core.machine import NEEDS, missing
+from dlscale.core.machine import NEEDS, gpus, missing
 from dlscale.core.records import Published, Series
 from dlscale.core.schema import Name, Strict
 from dlscale.core.settings import Raw, holds, read_yaml, validate
@@ -247,9 +247,25 @@ class _Resolver:
                 other, _, run = str(named).partition(".")
                 if other in self.workflow.plans and run in (there := self.left_out(other)):
                     lacking.append(there[run])
+                lacking = lacking or self._gpus(plan, name)
                 if lacking:
                     self._left_out[plan][name] = " and ".join(lacking)
         return self._left_out[plan]
+
+    def _gpus(self, plan: str, name: str) -> list[str]:
+        """Return what GPUs a run asks for if runs start on this machine, and it has some but fewer."""
+        site = self.workflow.site
+        if site.scheduler or site.start or not self._here:
+            return []
+        geometry: Raw = {}
+        for _, layer in self.layers(plan, name)[1]:
+            merge(geometry, own if isinstance(own := layer.get("geometry"), dict) else {})
+        asked = geometry.get("gpus_per_node", 1)
+        return [f"{asked} GPUs (it has {self._here})"] if isinstance(asked, int) and asked > self._here else []
+
+    @functools.cached_property
+    def _here(self) -> int:
+        return gpus()
 
     @staticmethod
     def _needs(where: str, settings: Any) -> list[str]:

@@ -61,6 +61,19 @@ def free_memory() -> int:
     return int(max(min([psutil.virtual_memory().available, *(limit - used for limit, used in job_limits())]), 0))
 
 
+def gpus() -> int:
+    """Return how many GPUs a program sees here: those of CUDA_VISIBLE_DEVICES, or all; none without a driver."""
+    if (named := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return sum(name.strip() not in ("", "-1") for name in named.split(","))
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+        return int(pynvml.nvmlDeviceGetCount())
+    except pynvml.NVMLError:
+        return 0
+
+
 def _compiler() -> bool:
     compiler = os.environ.get("CXX") or "g++"  # where PyTorch looks
     return bool(shutil.which(compiler)) and Path(sysconfig.get_path("include"), "Python.h").exists()

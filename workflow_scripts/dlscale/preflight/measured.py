@@ -12,7 +12,7 @@ from dlscale.config.parallel import DDP, FSDP
 from dlscale.config.run import load_run
 from dlscale.core import registry
 from dlscale.core.errors import UserError
-from dlscale.core.records import Throughput, read_epochs
+from dlscale.core.records import Links, Throughput, read_epochs
 from dlscale.core.settings import read_yaml
 from dlscale.measure.scaling.fit import Fit, Point, fit
 from dlscale.measure.scaling.machine import for_device, named
@@ -37,10 +37,14 @@ class Study:
     device: str
     batch: float  #: Samples of a group of devices that share a model, as measured on fewest devices.
     epoch: tuple[int | None, int | None]  #: Samples of training and validation.
+    links: Links | None  #: What a self-test measured, if the machine is the device's own.
 
 
 def read(folders: Sequence[Path], machine: str | None, storage: float) -> Study:
-    """Return the model fitted to what was measured of the runs in these folders, on a machine or that of the device."""
+    """Return the model fitted to what was measured of the runs in these folders.
+
+    It is of the machine that is named, or that of the device, with the links that the largest run's self-test found.
+    """
     results = folders[0].resolve().parents[2]
     settings = [read_yaml(each / "config.yaml") for each in folders]
     for path, other in zip(folders, settings, strict=True):
@@ -51,7 +55,7 @@ def read(folders: Sequence[Path], machine: str | None, storage: float) -> Study:
                     "and batch size alone: plan them one by one"
                 )
     run = load_run(folders[0] / "config.yaml", "train")
-    points, device = list[Point](), ""
+    points, device, tested = list[Point](), "", list[Links]()
     for path in folders:
         measured = Throughput.read(path / "throughput.json") if (path / "throughput.json").exists() else None
         if measured is None and not (path / "metrics.jsonl").exists():
@@ -60,12 +64,15 @@ def read(folders: Sequence[Path], machine: str | None, storage: float) -> Study:
             )
         found = _points(load_run(path / "config.yaml", "train"), path, measured, results)
         points += found
+        tested += [measured.links] if measured and measured.links else []
         device = device or (measured.device.name if measured and measured.device.kind == "cuda" else "")
     on = named(machine or for_device(device)).machine
+    links = max(tested, key=lambda each: each.processes, default=None) if machine is None else None
+    on = on.measured(links) if links else on
     work = replace(workload(run, results), processes=not device, storage=storage)
     first = min(points, key=lambda point: point.job.devices)
     epoch = samples_of(run, "train", results), samples_of(run, "valid", results)
-    return Study(run, fit(on, work, points), device or "CPU", first.job.batch, epoch)
+    return Study(run, fit(on, work, points), device or "CPU", first.job.batch, epoch, links)
 
 
 def _points(run: Any, path: Path, measured: Throughput | None, results: Path) -> Iterator[Point]:

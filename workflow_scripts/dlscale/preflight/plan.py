@@ -176,7 +176,11 @@ def head(study: Study) -> list[str]:
     points = study.fit.points
     most = max(point.job.devices for point in points)
     text = f"{study.run.study} on {study.device}: fitted to {len(points)} measurements on up to {most} device"
-    return [text + ("" if most == 1 else "s")]
+    links = study.links
+    return [
+        text + ("" if most == 1 else "s"),
+        *([f"Links as {links.processes} processes measured them: {links.line()}"] if links else []),
+    ]
 
 
 def lines(rows: Sequence[Row]) -> list[str]:

@@ -17,6 +17,7 @@ import numpy as np
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from dlscale.core.errors import UserError, unknown
+from dlscale.core.records import LinkLevel, Links
 from dlscale.core.schema import Strict
 from dlscale.core.settings import read_yaml, validate
 
@@ -61,6 +62,18 @@ class Machine:
     def per_node(self) -> int:
         """Devices of a node."""
         return self.levels[0].size
+
+    def measured(self, links: Links) -> Machine:
+        """Return the machine with what a run's self-test measured of levels in place of what was known of them."""
+        found: dict[str, LinkLevel] = {level.name: level for level in links.levels}
+        return Machine(
+            tuple(
+                replace(level, latency=own.alpha, seconds_per_byte=own.beta)
+                if (own := found.get(level.name))
+                else level
+                for level in self.levels
+            )
+        )
 
     def members(self, ranks: int, stride: int = 1) -> list[int]:
         """Return how many units a group has on each level; their product is at least `ranks`.
