@@ -90,7 +90,7 @@ def test_benchmarks_run(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [tmp_path / "out.json"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_benchmarks_of_a_gpu_run_on_a_processor(tmp_path: Path) -> None:
     """All checks that a processor can make hold; what needs CUDA says so."""
     out, page = tmp_path / "out.json", tmp_path / "out.md"

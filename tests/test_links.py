@@ -461,7 +461,7 @@ def test_a_training_with_a_wrong_process_ends_before_it_begins(tmp_path: Path, e
     assert "Traceback" not in logs and not (folder / "metrics.jsonl").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.parallel
 def test_a_process_that_hangs_in_the_self_test_is_named(tmp_path: Path, era5_data: Path) -> None:
     """It alone: who waits for it has begun one exchange more."""
     folder = configure(tmp_path, "era5_vit", 4)
