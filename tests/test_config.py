@@ -186,6 +186,16 @@ UNSHARED: dict[str, tuple[str, Raw, str]] = {
     "groups": ("era5_vit", {"geometry": TWO, "parallel": {**FSDP, "shard": 3}}, "the 2 devices"),
     "masters": ("era5_vit", {"geometry": TWO, "parallel": FSDP, "precision": "bf16_master"}, "float32 weights itself"),
     "graphs": ("era5_vit", {"geometry": TWO, "parallel": FSDP, "cuda_graph": True}, "weights move in memory"),
+    "drop-out in graphs": (
+        "era5_vit",
+        {"geometry": {**TWO, "tp": 2}, "cuda_graph": True, "model": {"dropout": 0.1}},
+        "cuda_graph and geometry.tp",
+    ),
+    "drop-out in the compiler's graphs": (
+        "era5_vit",
+        {"geometry": {**TWO, "cp": 2}, "compile": {"mode": "reduce-overhead"}, "model": {"drop_path": 0.1}},
+        "compile.mode reduce-overhead and geometry.tp",
+    ),
     "one device": ("era5_vit", {"parallel": {**FSDP, "param_dtype": "bf16"}}, "shares no weights"),
     "one of each part": (
         "era5_vit",
@@ -210,6 +220,12 @@ def test_what_devices_that_share_a_model_cannot_do(case: str) -> None:
     study, settings, words = UNSHARED[case]
     said = message(**plan(settings, study=study))
     assert words in said and "\n" not in said, said
+
+
+def test_graphs_of_a_shared_model_that_drops_nothing() -> None:
+    quiet = {"dropout": 0, "attention_dropout": 0, "drop_path": 0}
+    for graph in ({"cuda_graph": True}, {"compile": {"mode": "max-autotune"}}):
+        load(**plan({"geometry": {**TWO, "tp": 2}, "model": quiet, **graph}, study="era5_vit"))
 
 
 def test_a_patch_that_does_not_divide_the_fields() -> None:

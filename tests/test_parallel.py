@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -12,10 +13,13 @@ from typing import Any
 import pytest
 import torch
 
+from dlscale.config.parallel import FSDP
 from dlscale.config.run import Geometry
 from dlscale.core import telemetry
 from dlscale.core.errors import UserError
 from dlscale.parallel import world
+from dlscale.parallel.sharding import Sharding
+from dlscale.parallel.strategy import Sharded
 from dlscale.parallel.world import World, join
 from tests.conftest import COSMO, COSMO_RUN, ERA5, ERA5_RUN, ROOT, TINY, make_run, records, train
 from tests.waiting import PATIENCE
@@ -226,3 +230,9 @@ def test_ports_of_two_jobs_differ(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_default_world_is_alone() -> None:
     assert World() == World(0, 1, 0, torch.device("cpu"))
+
+
+def test_weights_that_would_be_kept_where_they_are() -> None:
+    strategy = Sharded(World(size=2), FSDP(kind="fsdp", cpu_offload=True))
+    with pytest.raises(UserError, match=r"parallel.cpu_offload: all is on the processor already"):
+        strategy.wrap(None, Sharding(), contextlib.nullcontext)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import errno
 import io
 import json
 import math
@@ -47,6 +48,7 @@ from dlscale.parallel.pieces import Piece
 from dlscale.parallel.world import World
 from dlscale.studies.base import PublishedLog
 from dlscale.studies.era5_vit import Era5ViT
+from dlscale.train import checkpoint as checkpoint_module
 from dlscale.train.build import build_step, open_session
 from dlscale.train.checkpoint import CheckpointRecord, Checkpoints, read
 from dlscale.train.logs import RunLogs
@@ -866,17 +868,28 @@ def loaded(checkpoints: Checkpoints, **like: torch.Tensor) -> tuple[int, dict[st
 
 
 def test_a_checkpoint_that_is_not_torn_is_never_thrown_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory that runs out while it is read is no fault of the file: the next try may find enough."""
+    """Memory or a file system that fails while it is read is no fault of the file: the next try may go well."""
     checkpoints, w = Checkpoints(tmp_path, keep=2), torch.zeros(1)
     for step in (1, 2):
         saved(checkpoints, step, w=torch.full((1,), float(step)))
 
-    def no_memory(*_: Any, **__: Any) -> None:
-        raise torch.OutOfMemoryError("out of memory")
+    def failing(error: Exception) -> Callable[..., None]:
+        def fail(*_: Any, **__: Any) -> None:
+            raise error
 
-    with monkeypatch.context() as patched:
-        patched.setattr(torch, "load", no_memory)
-        assert loaded(checkpoints, w=w) is None
+        return fail
+
+    for where, name, error in (
+        (torch, "load", torch.OutOfMemoryError("out of memory")),
+        (checkpoint_module, "sha256", OSError(errno.EIO, "Input/output error")),
+        (CheckpointRecord, "read", OSError(errno.ESTALE, "Stale file handle")),
+        (checkpoint_module, "fill", OSError(errno.EIO, "Input/output error")),
+    ):
+        with monkeypatch.context() as patched:
+            patched.setattr(where, name, failing(error))
+            with pytest.raises(UserError, match=r"nothing says that they are damaged; try again"):
+                loaded(checkpoints, w=w)
+        assert checkpoints.steps() == [1, 2]
     assert loaded(checkpoints, w=w) == (2, {"w": torch.full((1,), 2.0)})
     for like in ({"w": torch.zeros(2)}, {"v": w}):  # of another shape; not there
         with pytest.raises(UserError, match="as it was written, but this training cannot go on from it"):
@@ -884,6 +897,14 @@ def test_a_checkpoint_that_is_not_torn_is_never_thrown_away(tmp_path: Path, monk
     _cut(tmp_path / "step-00000002" / "__0_0.distcp")
     assert loaded(checkpoints, w=w) == (1, {"w": torch.ones(1)})
     assert checkpoints.steps() == [1], "a torn one does not count among those to keep"
+
+
+@pytest.mark.parametrize("keep", range(1, 7))
+def test_the_newest_are_kept(tmp_path: Path, keep: int) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=keep)
+    for step in range(1, 10):
+        saved(checkpoints, step, w=torch.zeros(1))
+        assert checkpoints.steps() == list(range(1, 10))[max(0, step - keep) : step]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16_master"])

@@ -12,10 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from dlscale.core import ending, ranges
 from dlscale.parallel import watchdog
 from dlscale.parallel.watchdog import Watchdog
+from dlscale.parallel.world import World
+from dlscale.train.checkpoint import Checkpoints
 from tests.conftest import ROOT
 from tests.test_parallel import configure
 from tests.waiting import PATIENCE, until
@@ -196,6 +200,20 @@ def test_the_verdict() -> None:
     assert verdict((5, "self-test", False, 100.0, 0.0), further) is None, "it opens connections"
     assert verdict((9, "", False, 121.0, 0.0), (9, "", False, 121.0, 0.0)) is None, "data are opened after it"
     assert "no sign of life for 25 s: process 1 on nid1; " in str(verdict(waits, waits, silent=(1,)))
+
+
+def test_what_a_thread_exchanges_beside_the_steps_is_not_counted(tmp_path: Path) -> None:
+    """Ranks that write a checkpoint are not all as far with that, and none of them hangs."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        steps, beside = dist.new_group(), Checkpoints(tmp_path, 1, World(size=2))._group
+        before = watchdog._exchanges()
+        dist.all_reduce(torch.ones(1), group=beside)
+        assert watchdog._exchanges() == before
+        dist.all_reduce(torch.ones(1), group=steps)
+        assert watchdog._exchanges() == before + 1
+    finally:
+        dist.destroy_process_group()
 
 
 def test_ranges_tell_how_far_a_process_has_come() -> None:

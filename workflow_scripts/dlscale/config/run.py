@@ -466,10 +466,12 @@ class RunCore(Strict):
             raise ValueError("parallel.kind dp and geometry.tp, cp: one process drives all devices; use ddp or fsdp")
         if isinstance(self.parallel, DDP) and self.parallel.sync_batchnorm:
             raise ValueError("parallel.sync_batchnorm and geometry.tp, cp: leave one out")
-        if self.cuda_graph and study.drops(self):
+        graph = self.cuda_graph or self.compile.mode in ("reduce-overhead", "max-autotune")
+        if graph and study.draws(self):
             raise ValueError(
-                "cuda_graph and geometry.tp, cp: no graph can change the random state with which devices that share a "
-                "model drop out; set drop-out to 0, or leave one of them out"
+                f"{'cuda_graph' if self.cuda_graph else f'compile.mode {self.compile.mode}'} and geometry.tp, cp: no "
+                "graph can change the random state with which devices that share a model drop out; set drop-out to 0, "
+                "or leave one of them out"
             )
 
     def _sharded(self, fsdp: FSDP) -> None:

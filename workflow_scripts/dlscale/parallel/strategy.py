@@ -139,6 +139,8 @@ class Sharded(Strategy):
 
     def wrap(self, network: Any, sharding: Sharding, stream: Callable[[], AbstractContextManager[object]]) -> None:
         settings = self._settings
+        if settings.cpu_offload and self.world.device.type == "cpu":
+            raise UserError("parallel.cpu_offload: all is on the processor already; leave it out, or train on GPUs")
         options: dict[str, Any] = {
             "mesh": self._mesh(),
             "mp_policy": MixedPrecisionPolicy(

@@ -39,6 +39,9 @@ GRACE = 1800.0  #: Seconds without progress before and between loops of steps: d
 FIRST = 8  #: Ranges of a step that are to be done until that ends.
 REHEARSAL = 120.0  #: Seconds without progress in the self-test, which may have to open thousands of connections.
 
+#: Description of a group in which a thread of a rank exchanges beside its steps: how far it is says nothing of them.
+BESIDE = "beside"
+
 #: How libraries say that another rank has gone.
 _GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused", "gloo/transport")
 
@@ -228,8 +231,8 @@ class Watchdog:
 
 
 def _exchanges() -> int:
-    """Return how many exchanges this rank has begun, in all its groups: as many on all ranks."""
-    groups: list[Any] = list(distributed_c10d._world.pg_map)
+    """Return how many exchanges this rank has begun, in all groups of its steps: as many on all ranks."""
+    groups: list[Any] = [group for group in distributed_c10d._world.pg_map if group.group_desc != BESIDE]
     return sum(group._get_sequence_number_for_group() for group in groups)
 
 

@@ -32,6 +32,7 @@ from dlscale.core.errors import UserError
 from dlscale.core.files import explained, sha256, whole
 from dlscale.core.records import Epoch, Number, Record, Untrained
 from dlscale.parallel.pieces import Piece
+from dlscale.parallel.watchdog import BESIDE
 from dlscale.parallel.world import World
 
 #: What a checkpoint holds: tensors by name, and of each what this device has of it.
@@ -86,7 +87,7 @@ class Checkpoints:
     def __init__(self, folder: Path, keep: int, world: World | None = None) -> None:
         self.folder, self.keep, self._world = folder, keep, world or World()
         #: What is exchanged while a training goes on must not get between what it exchanges.
-        self._group = dist.new_group(backend="gloo") if self._world.size > 1 else None
+        self._group = dist.new_group(backend="gloo", group_desc=BESIDE) if self._world.size > 1 else None
         self._writer: _Writer | None = None
         self._sound = set[int]()  #: steps that could not be read, but through no fault of theirs
         if self._world.main:
@@ -163,7 +164,7 @@ class Checkpoints:
             # Later steps are what this training has left behind.
             earlier = [step for step in self.steps() if step < record.step]
             later = [step for step in self.steps() if step > record.step and step not in self._sound]
-            for old in [*earlier[: len(earlier) + 1 - self.keep], *later]:
+            for old in [*earlier[: max(0, len(earlier) + 1 - self.keep)], *later]:
                 shutil.rmtree(self._path(old), ignore_errors=True)
 
     def _first(self, value: str) -> str:
@@ -188,22 +189,26 @@ class Checkpoints:
         """Return the newest checkpoint that is as it was written; None if there is none. Nothing in it is executed.
 
         `wanted` returns pieces of what is to be read, in the memory into which it is read. Checkpoints of steps after
-        `until` are left alone.
+        `until` are left alone. Those whose content is not what was written are removed; where all that are left cannot
+        be read for another reason, such as a file system that fails, it is a `UserError`.
         """
         known = self._world.gather(self.steps())
         if any(steps != known[0] for steps in known):
             raise UserError(f"{self.folder}: not all of the {self._world.size} processes see the same files; {SHARED}")
+        unread = ""
         for step in reversed([step for step in known[0] if until is None or step <= until]):
             path, problem, found = self._path(step), "", None
-            damaged, misfit = True, False
+            checked = damaged = misfit = False
             try:
                 record = CheckpointRecord.read(path / "checkpoint.json")
                 self._check(path, record)
-                damaged = False
+                checked = True
                 found = record, wanted(record)
                 fill(path, found[1])
             except (Exception, CheckpointException) as error:  # whatever its content leads to: there is an earlier one
                 cause = _cause(error)
+                # That a file cannot be opened or read now, or memory is short, says nothing of its content.
+                damaged = not checked and isinstance(cause, (UserError, FileNotFoundError))
                 misfit = isinstance(cause, Misfit)
                 problem = f"{type(cause).__name__}: {cause}".splitlines()[0]
             problems = [each for each in self._world.gather(problem) if each]
@@ -216,11 +221,17 @@ class Checkpoints:
                     f"({problems[0]}); remove the folder to begin anew"
                 )
             logging.warning("%s: not readable (%s); trying an earlier one", path, problems[0])
-            if not torn:  # memory may have run out: the next try may find enough
+            if not torn:  # memory may have run out, a file system may have failed: the next try may go well
                 self._sound.add(step)
+                unread = unread or f"{path}: {problems[0]}"
             elif self._world.main:  # so that it does not count among those to keep
                 shutil.rmtree(path, ignore_errors=True)
             self._world.barrier()
+        if unread:
+            raise UserError(
+                f"{unread}; no checkpoint of {self.folder} can be read, and nothing says that they are damaged; try "
+                "again, or remove the folder to begin anew"
+            )
         return None
 
     def _check(self, path: Path, record: CheckpointRecord) -> None:
