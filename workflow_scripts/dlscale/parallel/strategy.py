@@ -130,7 +130,7 @@ class Sharded(Strategy):
         self._root: Any = None
 
     def _mesh(self) -> DeviceMesh:
-        """Return the mesh of this rank's replicas: those that share the weights, and copies of such groups."""
+        """Return the mesh of this rank's replicas: neighbours that share the weights, and copies of such groups."""
         world = self.world
         ranks = world.mesh.ranks if world.mesh else torch.arange(world.size)[None]
         shard = self._settings.shard or ranks.shape[1]
