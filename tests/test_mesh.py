@@ -15,9 +15,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from dlscale.config.parallel import FSDP as FSDPSettings
 from dlscale.config.run import Geometry, RunCore
 from dlscale.core import registry
 from dlscale.data.loaders.base import Share
@@ -26,6 +29,7 @@ from dlscale.models.vit import ViT
 from dlscale.parallel import pieces
 from dlscale.parallel.exchanges import Counting, formula
 from dlscale.parallel.mesh import AXES, Mesh, arrangement
+from dlscale.parallel.strategy import Sharded
 from dlscale.parallel.world import World, join
 from dlscale.train.build import build_step
 from dlscale.train.checkpoint import CheckpointRecord, Checkpoints
@@ -149,6 +153,7 @@ STRATEGIES: dict[str, Case] = {
     "4 dp cp": Case(4, {"cp": 2}, grid="uneven"),
     "4 dp cp, other order": Case(4, {"cp": 2, "order": "dp-cp-tp"}),
     "4 dp cp, sharded in two groups": Case(4, {"cp": 2}, {**FSDP, "shard": 2}, grid="uneven"),
+    "4 dp cp, other order, sharded in two groups": Case(4, {"cp": 2, "order": "dp-cp-tp"}, {**FSDP, "shard": 2}),
     "4 dp tp, clipped": Case(4, {"tp": 2}, over={"optimizer": {"clip_norm": 0.05}}),
     "4 dp tp, in parts": Case(4, {"tp": 2}, over={"accumulation_steps": 2}),
     "4 dp tp, scaled loss": Case(4, {"tp": 2}, over={"precision": "fp16"}, tolerance=0.01),
@@ -347,6 +352,26 @@ def test_the_first_axis_of_the_order_has_neighbours() -> None:
         assert sorted(found.flatten().tolist()) == list(range(24))
 
 
+@pytest.mark.parametrize(
+    ("order", "tp", "groups"),
+    [
+        ("dp-cp-tp", 1, [[place, place + 1] for place in range(0, 16, 2)]),
+        ("tp-cp-dp", 2, [[place, place + 2] for place in range(0, 16, 4)]),
+        ("dp-tp-cp", 2, [[0, 1], [2, 3], [8, 9], [10, 11]]),
+    ],
+)
+def test_neighbours_share_the_weights(order: str, tp: int, groups: list[list[int]]) -> None:
+    """Two nodes of eight: no group of two has devices of both."""
+    geometry = Geometry(nodes=2, gpus_per_node=8, cp=2, tp=tp, order=order)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=16)
+    try:
+        world = World(size=16, mesh=Mesh(geometry, "cpu"))
+        mesh = Sharded(world, FSDPSettings(kind="fsdp", shard=2))._mesh()
+        assert mesh.mesh.tolist() == groups
+    finally:
+        dist.destroy_process_group()
+
+
 def test_a_rank_knows_its_place(learnt: Any) -> None:
     for name in ("2 tp", "2 cp"):
         case = STRATEGIES[name]
@@ -371,6 +396,7 @@ def passed_on(ranks: int) -> dict[str, Case]:
     }
     if ranks > 2:
         cases["dp tp sharded"] = Case(ranks, {"tp": 2}, {**FSDP, "shard": 2}, over=ADAM)
+        cases["dp cp sharded"] = Case(ranks, {"cp": 2, "order": "dp-cp-tp"}, {**FSDP, "shard": 2}, over=ADAM)
     return cases
 
 
@@ -418,7 +444,7 @@ def _pass_on(rank: int, ranks: int, port: int, folder: str) -> None:
                 torch.save(found, Path(folder, f"{origin}.{name}.{rank}.pt"))
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(8, marks=pytest.mark.parallel)])
+@pytest.mark.parametrize("ranks", [2, *(pytest.param(ranks, marks=pytest.mark.parallel) for ranks in (4, 8))])
 def test_a_training_goes_on_under_any_other_mesh(tmp_path: Path, ranks: int) -> None:
     torch.set_num_threads(1)
     alone = Case(1, over=ADAM)

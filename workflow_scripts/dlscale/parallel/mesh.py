@@ -22,6 +22,14 @@ def arrangement(geometry: Geometry) -> torch.Tensor:
     return ranks.permute([slowest_first.index(axis) for axis in AXES])
 
 
+def replicas(geometry: Geometry) -> torch.Tensor:
+    """Return the ranks that hold the same weights, for each place along tp: int64 [tp, dp x cp], neighbours together.
+
+    Whatever the order of axes, ranks rise along a row: PyTorch's process groups are in this order, too.
+    """
+    return arrangement(geometry).permute(2, 0, 1).flatten(1).sort().values
+
+
 class Mesh:
     """The mesh as this rank sees it; all ranks make it together, after `torch.distributed` has begun.
 
@@ -32,13 +40,12 @@ class Mesh:
     replicas
         Process group of this rank and of all that hold the same weights: those of dp x cp.
     ranks
-        The ranks of `replicas`, for each place along tp: int64 [tp, dp x cp].
+        The ranks of `replicas`, for each place along tp, as the function of this name returns them.
     """
 
     def __init__(self, geometry: Geometry, kind: str) -> None:
-        places = arrangement(geometry)
-        self.kind, self.devices = kind, DeviceMesh(kind, places, mesh_dim_names=AXES)
-        self.ranks = places.permute(2, 0, 1).flatten(1)
+        self.kind, self.devices = kind, DeviceMesh(kind, arrangement(geometry), mesh_dim_names=AXES)
+        self.ranks = replicas(geometry)
         self.replicas: dist.ProcessGroup = DeviceMesh(kind, self.ranks, mesh_dim_names=("tp", "same")).get_group("same")
 
     def rank(self, axis: str) -> int:

@@ -29,6 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.nn import functional as F
 
+from dlscale.core.errors import UserError
 from dlscale.parallel.mesh import Mesh, Pretended, PretendedAxes
 from dlscale.parallel.pieces import Cut
 from dlscale.parallel.sharding import Sharding
@@ -49,6 +50,14 @@ def named(model: nn.Module, patterns: Iterable[str]) -> dict[str, nn.Module]:
         return any(len(parts) == len(w) and all(map(fnmatch.fnmatchcase, parts, w)) for w in wanted)
 
     return {name: module for name, module in model.named_modules() if matches(name)}
+
+
+def tied(model: nn.Module) -> list[list[str]]:
+    """Return the names of each parameter that has several: modules share it, or are there under several names."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        names.setdefault(p, []).append(name)
+    return [each for each in names.values() if len(each) > 1]
 
 
 class ModelParallel:
@@ -110,9 +119,16 @@ class ModelParallel:
         assert self._tp is not None
         layers = [(module, name, 0) for name, module in named(model, self._sharding.columns).items()]
         layers += [(module, name, 1) for name, module in named(model, self._sharding.rows).items()]
+        shared = {name: names for names in tied(model) for name in names}
         for layer, layer_name, dim in layers:
             for name, p in layer.named_parameters(recurse=False):
                 if p.dim() > dim:  # the bias of rows is added once, to the sum
+                    if names := shared.get(f"{layer_name}.{name}"):
+                        raise UserError(
+                            f"geometry.tp: the model has one tensor as {' and '.join(names)}, and tensor-parallel "
+                            "devices would cut it for one of its modules alone; such layers cannot be among `columns` "
+                            "and `rows` of the study's sharding; use geometry.tp 1"
+                        )
                     cut = Cut(self._tp, dim, p.shape)  # type: ignore[arg-type]  # of the pretended, its size alone
                     self.cuts[f"{layer_name}.{name}"] = (cut,)
                     layer._parameters[name] = nn.Parameter(cut.part(p.detach()).clone(), p.requires_grad)

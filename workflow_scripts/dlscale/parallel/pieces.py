@@ -113,7 +113,7 @@ def share(pieces: Mapping[str, Piece], world: World, first: Container[str] = ())
     Those who hold the same part have equal shares of such parts; of what is in `first` the first of them has the truth.
     """
     ranks = world.mesh.ranks if world.mesh else torch.arange(world.size)[None]
-    across, along = (int(place) for place in (ranks == world.rank).nonzero()[0])  # tp, dp x cp
+    across, along = (int(place) for place in (ranks == world.rank).nonzero()[0])  # tp, replica
     holders: dict[str, tuple[int, int]] = {}
     total, before = Counter[int](), Counter[int]()
     for name, piece in pieces.items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from dlscale.config.parallel import DDP, DP, FSDP
 from dlscale.config.run import RunCore
 from dlscale.core.errors import UserError
-from dlscale.parallel.model import named
+from dlscale.parallel.model import named, tied
 from dlscale.parallel.sharding import Sharding
 from dlscale.parallel.world import World
 
@@ -130,7 +130,7 @@ class Sharded(Strategy):
         self._root: Any = None
 
     def _mesh(self) -> DeviceMesh:
-        """Return the mesh of this rank's replicas: those that share the weights, and copies of such groups."""
+        """Return the mesh of this rank's replicas: neighbours that share the weights, and copies of such groups."""
         world = self.world
         ranks = world.mesh.ranks if world.mesh else torch.arange(world.size)[None]
         shard = self._settings.shard or ranks.shape[1]
@@ -149,7 +149,9 @@ class Sharded(Strategy):
             ),
             "offload_policy": CPUOffloadPolicy() if settings.cpu_offload else OffloadPolicy(),
         }
-        for module in named(network.model, sharding.units).values():
+        units = list(named(network.model, sharding.units).values())
+        _check_tied(network.model, units)
+        for module in units:
             fully_shard(module, reshard_after_forward=settings.reshard, **options)
         self._root = fully_shard(network.model, reshard_after_forward=False, **options)
         if self.world.device.type == "cpu":  # gloo has no mean
@@ -168,6 +170,27 @@ class Sharded(Strategy):
 
     def accumulating(self) -> AbstractContextManager[object]:
         return _Switched(self._root.set_requires_gradient_sync)
+
+
+def _check_tied(model: nn.Module, units: Iterable[nn.Module]) -> None:
+    """Refuse a tensor that modules of several units have in common: each unit would make its own of it."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    units = set(units)
+
+    def unit(name: str) -> nn.Module:
+        while "." in name:
+            name = name.rpartition(".")[0]
+            if modules[name] in units:
+                return modules[name]
+        return model
+
+    for names in tied(model):
+        if len({unit(name) for name in names}) > 1:
+            raise UserError(
+                f"parallel.kind fsdp: the model has one tensor as {' and '.join(names)}, which are in different units; "
+                "modules that share a weight have to be gathered at once: name one unit (`units` of the study's "
+                "sharding) that holds them all, or none of them; or use parallel.kind ddp"
+            )
 
 
 class _Switched(AbstractContextManager[None]):

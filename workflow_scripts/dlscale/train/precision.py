@@ -129,10 +129,21 @@ class Weights:
         """Return a tensor that is shared as this parameter is, or a buffer, as what this device has of it."""
         return Piece(local(tensor).detach(), self._cuts.get(name, ()))
 
+    def names(self) -> dict[str, list[str]]:
+        """Return all names of each tensor of the model's state, by the first: modules may share one (tied weights)."""
+        firsts: dict[int, str] = {}
+        names: dict[str, list[str]] = {}
+        for name, value in self.model.state_dict(keep_vars=True).items():
+            names.setdefault(firsts.setdefault(id(value), name), []).append(name)
+        return names
+
     def pieces(self) -> dict[str, Piece]:
-        """Return what this device has of the model's state: the memory that it lives in, not always in float32."""
-        state = self.model.state_dict() | {name: p.detach() for name, p in self._masters.items()}
-        return {name: self.piece(name, value) for name, value in state.items()}
+        """Return what this device has of the model's state: the memory that it lives in, not always in float32.
+
+        A tensor with several names is there once, by the first of them.
+        """
+        state: dict[str, torch.Tensor] = self.model.state_dict(keep_vars=True) | self._masters
+        return {name: self.piece(name, state[name]) for name in self.names()}
 
     def state_dict(self, keep: bool = True) -> dict[str, Any]:
         """Return the model's state in float32: master weights in the place of rounded ones.
@@ -140,7 +151,13 @@ class Weights:
         Devices that share a model put it together, one tensor after the other: all call it, and those that do not
         `keep` it get nothing.
         """
-        return whole(self.pieces(), keep)
+        return self.whole(self.pieces(), keep)
+
+    def whole(self, pieces: Mapping[str, Piece], keep: bool = True) -> dict[str, torch.Tensor]:
+        """Return the model's state of such pieces, or of copies of them, as `state_dict` does; by all names."""
+        state = whole(pieces, keep)
+        first = {name: first for first, names in self.names().items() for name in names}
+        return {name: state[first[name]] for name in self.model.state_dict()} if keep else {}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -32,7 +32,6 @@ from dlscale.train.build import Session, open_session
 from dlscale.train.checkpoint import Checkpoints
 from dlscale.train.exhaustion import explained
 from dlscale.train.logs import RunLogs
-from dlscale.train.precision import whole as whole_state
 from dlscale.train.trackers import trackers
 from dlscale.train.trainer import Trainer
 from dlscale.train.weights import load_weights
@@ -138,7 +137,7 @@ def _lead(run: Run, session: Session, trainer: Trainer, out: Path, cores: int, l
         each.finish(out / "prediction.png", trainer.best)
     _write_weights(out / "model.pt", session.step.weights.state_dict())
     if trainer.best_weights:
-        _write_weights(out / "model_best.pt", whole_state(trainer.best_weights))
+        _write_weights(out / "model_best.pt", session.step.weights.whole(trainer.best_weights))
     write_text(out / "metrics.jsonl", epoch_lines(history))  # somebody may have removed what grew
     fingerprint = trainer.checkpoints.folder
     provenance.provenance(
@@ -173,7 +172,7 @@ def _follow(session: Session, trainer: Trainer) -> None:
     shown.predict()
     session.step.weights.state_dict(keep=False)
     if trainer.best_weights:
-        whole_state(trainer.best_weights, keep=False)
+        session.step.weights.whole(trainer.best_weights, keep=False)
 
 
 class _Shown:

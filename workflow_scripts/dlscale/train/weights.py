@@ -55,6 +55,12 @@ def read_weights(path: str | Path) -> State:
 def load_weights(weights: Weights, path: str | Path) -> None:
     """Take over the weights in a file; those of another model are a `UserError`."""
     state, expected = read_weights(path), weights.state_dict()
+    apart = []
+    for names in weights.names().values():  # of a tensor with several names the file may have any
+        if held := [state[name] for name in names if name in state]:
+            state = dict.fromkeys(names, held[0]) | state
+            if not all(torch.equal(value.float(), held[0].float()) for value in held[1:]):
+                apart.append(" and ".join(names))
     # Before PyTorch 0.4.1 batch normalisation did not count its batches, which only a momentum of None reads.
     counters = {name: value for name, value in expected.items() if name.endswith("num_batches_tracked")}
     state = counters | state
@@ -71,6 +77,7 @@ def load_weights(weights: Weights, path: str | Path) -> None:
             (f"{many(len(missing), 'tensor')} of the model that it lacks", missing),
             (f"{many(len(foreign), 'tensor')} that the model lacks", foreign),
             ("other shapes", shapes),
+            ("one tensor in the model, several in the file", apart),
         )
         if names
     ]
