@@ -815,6 +815,14 @@ def test_only_its_own_folders_are_cleared_away(again: Path, weather: Path) -> No
     }
 
 
+@pytest.mark.parametrize("keep", range(1, 7))
+def test_the_newest_are_kept(tmp_path: Path, keep: int) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=keep)
+    for step in range(1, 10):
+        checkpoints.save(CheckpointRecord(step=step), {})
+        assert checkpoints.steps() == list(range(1, 10))[max(0, step - keep) : step]
+
+
 def test_a_checkpoint_that_is_not_torn_is_never_thrown_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory that runs out while it is read is no fault of the file: the next try may find enough."""
     checkpoints = Checkpoints(tmp_path, keep=2)

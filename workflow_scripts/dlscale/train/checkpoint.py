@@ -80,7 +80,7 @@ class Checkpoints:
         # Later steps are what could not be read: nothing goes on from them.
         earlier = [step for step in self.steps() if step < record.step]
         later = [step for step in self.steps() if step > record.step]
-        for old in [*earlier[: len(earlier) + 1 - self.keep], *later]:
+        for old in [*earlier[: max(0, len(earlier) + 1 - self.keep)], *later]:
             shutil.rmtree(self._path(old), ignore_errors=True)
 
     def load(self, only: int | None = None, until: int | None = None) -> tuple[CheckpointRecord, State] | None:
