@@ -322,6 +322,20 @@ def test_a_run_starts_from_anothers_weights(era5: Make, tmp_path: Path, capfd: p
     assert "none.pt: no such file" in said(capfd)
 
 
+def test_a_run_starts_from_a_checkpoint(era5: Make, capfd: pytest.CaptureFixture[str]) -> None:
+    """Its folder will do in place of a file; one that is damaged is refused."""
+    first = era5("first", training={"epochs": 1})
+    (folder,) = first.glob("checkpoints/*/step-*")
+    given = {"epochs": 1, "weights": str(folder)}
+    second = era5("second", training=given, optimizer={"lr": 1e-30})
+    assert (second / "model.pt").read_bytes() == (first / "model.pt").read_bytes()
+    (pieces,) = folder.glob("*.distcp")
+    pieces.write_bytes(pieces.read_bytes()[:-1])
+    capfd.readouterr()
+    era5("third", status=2, training=given)
+    assert f"{pieces.name}: not as it was written" in said(capfd)
+
+
 def test_resumed_it_goes_on_with_its_own_weights(era5: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     given = str(era5("first", training={"epochs": 1}) / "model.pt")
     settings = {"epochs": 2, "weights": given}

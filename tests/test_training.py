@@ -27,6 +27,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams import plugin_data_pb2
 from torch import nn
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dlscale.config import resolve as config
@@ -862,6 +863,13 @@ def saved(checkpoints: Checkpoints, step: int, **tensors: torch.Tensor) -> None:
     checkpoints.wait()
 
 
+def signed(folder: Path) -> None:
+    """Have a checkpoint say that it was written as it is now."""
+    record = CheckpointRecord.read(folder / "checkpoint.json")
+    files = {name: sha256(folder / name) for name in record.files}
+    record.model_copy(update={"files": files}).write(folder / "checkpoint.json")
+
+
 def loaded(checkpoints: Checkpoints, **like: torch.Tensor) -> tuple[int, dict[str, torch.Tensor]] | None:
     found = checkpoints.load(lambda record: {name: Piece(torch.zeros_like(value)) for name, value in like.items()})
     return found and (found[0].step, {name: piece.tensor for name, piece in found[1].items()})
@@ -907,6 +915,59 @@ def test_the_newest_are_kept(tmp_path: Path, keep: int) -> None:
         assert checkpoints.steps() == list(range(1, 10))[max(0, step - keep) : step]
 
 
+def test_a_checkpoint_of_another_training_is_not_gone_on_from(tmp_path: Path) -> None:
+    """Nor one of another step; both are sound, and stay."""
+    w, one, other = torch.zeros(1), Checkpoints(tmp_path / "one", keep=2), Checkpoints(tmp_path / "other", keep=2)
+    saved(one, 1, w=w)
+    shutil.copytree(tmp_path / "one/step-00000001", tmp_path / "other/step-00000001")
+    with pytest.raises(UserError, match=r"it is of another training, one, or of another step, 1\); remove the folder"):
+        loaded(other, w=w)
+    (tmp_path / "one/step-00000001").rename(tmp_path / "one/step-00000002")
+    with pytest.raises(UserError, match=r"another step, 1\)"):
+        loaded(one, w=w)
+    assert one.steps() == [2] and other.steps() == [1]
+
+
+def test_what_was_passed_over_stays(tmp_path: Path) -> None:
+    """A training that is to end earlier goes on from an earlier step, and leaves the later ones."""
+    checkpoints, w = Checkpoints(tmp_path, keep=3), torch.zeros(1)
+    for step in (2, 4, 6):
+        saved(checkpoints, step, w=w)
+    found = checkpoints.load(lambda record: {"w": Piece(torch.ones(1))}, until=3)
+    assert found and found[0].step == 2
+    saved(checkpoints, 3, w=w)
+    assert checkpoints.steps() == [2, 3, 4, 6]
+
+
+def test_odd_names_among_checkpoints(tmp_path: Path) -> None:
+    """A folder of the same length is none; a link to a torn one is removed, and not what it leads to."""
+    checkpoints, w = Checkpoints(tmp_path / "own", keep=2), torch.zeros(1)
+    (tmp_path / "own/step-abcdefgh").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere/mine.txt").write_text("mine")
+    (tmp_path / "own/step-00000007").symlink_to(tmp_path / "elsewhere")
+    assert checkpoints.steps() == [7] and loaded(checkpoints, w=w) is None
+    assert checkpoints.steps() == [] and (tmp_path / "elsewhere/mine.txt").exists()
+
+
+@pytest.mark.parametrize("keep", [slice(0), slice(1), slice(1, None)])
+def test_a_list_of_tensors_that_lacks_a_part(tmp_path: Path, keep: slice) -> None:
+    """What is not there is never read as whatever was in memory."""
+    checkpoints, w = Checkpoints(tmp_path, keep=2), torch.arange(4.0)
+    saved(checkpoints, 1, w=w)
+    folder = tmp_path / "step-00000001"
+    assert read(folder)["w"].equal(w)
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    halves = [ChunkStorageMetadata(torch.Size([at]), torch.Size([2])) for at in (0, 2)]
+    metadata.state_dict_metadata["w"].chunks[:] = halves[keep]
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(UserError, match=r"metadata: not as it was written"):
+        read(folder)
+    signed(folder)
+    with pytest.raises(ValueError, match="w: not all of it is there"):
+        read(folder)
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16_master"])
 def test_a_training_with_frozen_weights_goes_on(tmp_path: Path, precision: str) -> None:
     def make() -> nn.Module:
@@ -941,6 +1002,7 @@ CHANGES = {
 def test_a_list_of_tensors_changes_nothing_of_the_program(tmp_path: Path, change: str) -> None:
     saved(Checkpoints(tmp_path, keep=2), 1, w=torch.zeros(1))
     (tmp_path / "step-00000001" / ".metadata").write_bytes(CHANGES[change])
+    signed(tmp_path / "step-00000001")
     before = Path.exists, torch.serialization._get_layout.__defaults__
     with pytest.raises(pickle.UnpicklingError, match="would change"):
         read(tmp_path / "step-00000001")
@@ -954,6 +1016,7 @@ def test_a_list_of_tensors_leads_nowhere_else(tmp_path: Path) -> None:
     for place in metadata.storage_data.values():
         place.relative_path = "../" + place.relative_path
     listed.write_bytes(pickle.dumps(metadata))
+    signed(tmp_path / "step-00000001")
     with pytest.raises(pickle.UnpicklingError, match="outside of the folder"):
         read(tmp_path / "step-00000001")
 

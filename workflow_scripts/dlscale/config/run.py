@@ -162,7 +162,8 @@ class Training(Strict):
     )
     target: Target | None = Field(None, description="Stop when a metric is as good as this.")
     weights: str | None = Field(
-        None, description="File of weights to start from: another run's model.pt, or a published state dict."
+        None,
+        description="Weights to start from: another run's model.pt, a checkpoint's folder, or a published state dict.",
     )
     trackers: list[Literal["wandb"]] = Field(
         [],

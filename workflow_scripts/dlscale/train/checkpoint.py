@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import pickle
 import shutil
 import threading
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -24,7 +25,13 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -70,6 +77,7 @@ class CheckpointRecord(Record):
     scaler: dict[str, float] = {}  #: state of the loss scaler
     best: bool | None = None  #: whether the best weights are in it, too; None: they are the weights
     files: dict[str, str] = {}  #: SHA-256 of each other file
+    run: str = ""  #: the folder that it was written to, which is called after the training's fingerprint
 
     def loss_sum(self, rank: int, ranks: int) -> float:
         """Return the sum with which a rank goes on; with another number of ranks the first has the sum of all."""
@@ -89,28 +97,28 @@ class Checkpoints:
         #: What is exchanged while a training goes on must not get between what it exchanges.
         self._group = dist.new_group(backend="gloo", group_desc=BESIDE) if self._world.size > 1 else None
         self._writer: _Writer | None = None
-        self._sound = set[int]()  #: steps that could not be read, but through no fault of theirs
+        self._sound = set[int]()  #: steps that were not read, but through no fault of theirs
         if self._world.main:
             folder.mkdir(parents=True, exist_ok=True)
 
     def tidy(self) -> None:
         """Repair what a process left that was killed while it saved."""
         for torn in self.folder.glob(".step-*.part"):
-            shutil.rmtree(torn, ignore_errors=True)
+            _remove(torn)
         for former in self.folder.glob(".step-*.old"):  # was about to be replaced by one of the same step
             path = self.folder / former.name.split(".")[1]
             if path.exists():
-                shutil.rmtree(former, ignore_errors=True)
+                _remove(former)
             else:
                 former.rename(path)
 
     def clear(self) -> None:
         for step in self.steps():
-            shutil.rmtree(self._path(step), ignore_errors=True)
+            _remove(self._path(step))
 
     def steps(self) -> list[int]:
         """Return the saved steps, oldest first."""
-        return sorted(int(path.name.split("-")[1]) for path in self.folder.glob("step-????????") if path.is_dir())
+        return sorted(int(path.name.split("-")[1]) for path in self.folder.glob(f"step-{8 * '[0-9]'}") if path.is_dir())
 
     def _path(self, step: int) -> Path:
         return self.folder / f"step-{step:08d}"
@@ -153,19 +161,19 @@ class Checkpoints:
                 cause = _cause(error)
                 raise explained(cause, path) if isinstance(cause, Exception) else cause from None
             own = [*folder.glob(f"__{self._world.rank}_*"), *(folder.glob(".metadata") if main else [])]
-            files = self._gathered({file.name: sha256(file) for file in own})
+            files = self._gathered({file.name: _digest(file) for file in own})
             if main:
                 names = [name for each in files for name in each]
                 if missing := [name for name in names if not (folder / name).exists()]:
                     raise UserError(f"{folder}: {missing[0]}, of another process, is not there; {SHARED}")
                 digests = {name: digest for each in files for name, digest in each.items()}
-                record.model_copy(update={"files": digests}).write(folder / "checkpoint.json")
+                record.model_copy(update={"files": digests, "run": self.folder.name}).write(folder / "checkpoint.json")
         if main:
             # Later steps are what this training has left behind.
             earlier = [step for step in self.steps() if step < record.step]
             later = [step for step in self.steps() if step > record.step and step not in self._sound]
             for old in [*earlier[: max(0, len(earlier) + 1 - self.keep)], *later]:
-                shutil.rmtree(self._path(old), ignore_errors=True)
+                _remove(self._path(old))
 
     def _first(self, value: str) -> str:
         """Return the first rank's value."""
@@ -195,14 +203,17 @@ class Checkpoints:
         known = self._world.gather(self.steps())
         if any(steps != known[0] for steps in known):
             raise UserError(f"{self.folder}: not all of the {self._world.size} processes see the same files; {SHARED}")
+        self._sound |= {step for step in known[0] if until is not None and step > until}
         unread = ""
         for step in reversed([step for step in known[0] if until is None or step <= until]):
             path, problem, found = self._path(step), "", None
             checked = damaged = misfit = False
             try:
                 record = CheckpointRecord.read(path / "checkpoint.json")
-                self._check(path, record)
+                _check(path, list(record.files.items()), self._world.rank, self._world.size)
                 checked = True
+                if (record.run or self.folder.name, record.step) != (self.folder.name, step):
+                    raise Misfit(f"it is of another training, {record.run}, or of another step, {record.step}")
                 found = record, wanted(record)
                 fill(path, found[1])
             except (Exception, CheckpointException) as error:  # whatever its content leads to: there is an earlier one
@@ -225,7 +236,7 @@ class Checkpoints:
                 self._sound.add(step)
                 unread = unread or f"{path}: {problems[0]}"
             elif self._world.main:  # so that it does not count among those to keep
-                shutil.rmtree(path, ignore_errors=True)
+                _remove(path)
             self._world.barrier()
         if unread:
             raise UserError(
@@ -234,13 +245,29 @@ class Checkpoints:
             )
         return None
 
-    def _check(self, path: Path, record: CheckpointRecord) -> None:
-        """Compare files with their digests; each rank looks at some of them."""
-        if not record.files:
-            raise UserError("no files are named in it")
-        for name, digest in list(record.files.items())[self._world.rank :: self._world.size]:
-            if sha256(path / Path(name).name) != digest:
-                raise UserError(f"{name} is not as it was written")
+
+def _digest(file: Path) -> str:
+    try:
+        return sha256(file)
+    except OSError as error:
+        raise explained(error, file) from None
+
+
+def _check(path: Path, files: Sequence[tuple[str, str]], first: int = 0, step: int = 1) -> None:
+    """Compare files of a checkpoint with their digests, from the first one by steps; others do the rest."""
+    if not files:
+        raise UserError(f"{path}: no files are named in it")
+    for name, digest in files[first::step]:
+        if sha256(path / Path(name).name) != digest:
+            raise UserError(f"{path / name}: not as it was written")
+
+
+def _remove(path: Path) -> None:
+    """Remove a folder, or a link to one and not what it leads to."""
+    if path.is_symlink():
+        path.unlink(missing_ok=True)
+    else:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 SHARED = "all nodes need the same file system"
@@ -339,7 +366,8 @@ class _Unpickler(_Plain):
 
 
 def read(path: Path, prefix: str = "") -> dict[str, torch.Tensor]:
-    """Return the whole tensors of a checkpoint whose names begin so, on the host."""
+    """Return the whole tensors of a checkpoint whose names begin so, on the host; a damaged one is a `UserError`."""
+    _check(path, list(CheckpointRecord.read(path / "checkpoint.json").files.items()))
     there = _Reader(path).read_metadata().state_dict_metadata
     state = {
         name: Piece(torch.empty(entry.size, dtype=entry.properties.dtype))
@@ -355,16 +383,24 @@ class Misfit(ValueError):
 
 
 def fill(path: Path, state: State) -> None:
-    """Fill the pieces from a checkpoint; what is not there, or of another shape, is a `Misfit`."""
+    """Fill the pieces from a checkpoint; what is not there, not all of it, or of another shape, is a `Misfit`."""
     reader = _Reader(path)
     there = reader.read_metadata().state_dict_metadata
     for name, piece in state.items():
         entry = there.get(name)
         if not isinstance(entry, TensorStorageMetadata) or entry.size != piece.shape:
             raise Misfit(f"{name}: {getattr(entry, 'size', 'not there')}, expected {tuple(piece.shape)}")
+        if sum(_common(piece, chunk) for chunk in entry.chunks) != piece.tensor.numel():
+            raise Misfit(f"{name}: not all of it is there, or some more than once")
     load(
         dict(state),
         storage_reader=reader,
         planner=_LoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
         no_dist=True,
     )
+
+
+def _common(piece: Piece, chunk: ChunkStorageMetadata) -> int:
+    """Return how many elements of the piece are in a chunk of the whole."""
+    here = zip(piece.offsets, piece.tensor.shape, chunk.offsets, chunk.sizes, strict=True)
+    return math.prod(max(0, min(a + n, b + m) - max(a, b)) for a, n, b, m in here)

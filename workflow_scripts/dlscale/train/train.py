@@ -20,7 +20,7 @@ from dlscale.config.run import Run, load_run
 from dlscale.core import provenance
 from dlscale.core.errors import UserError
 from dlscale.core.figures import literal_text
-from dlscale.core.files import sha256, whole, write_text
+from dlscale.core.files import whole, write_text
 from dlscale.core.lock import only_writer
 from dlscale.core.records import Epoch, Links, Untrained, epoch_lines
 from dlscale.data.manifest import Manifest
@@ -34,7 +34,7 @@ from dlscale.train.exhaustion import explained
 from dlscale.train.logs import RunLogs
 from dlscale.train.trackers import trackers
 from dlscale.train.trainer import Trainer
-from dlscale.train.weights import load_weights
+from dlscale.train.weights import load_weights, weights_digest
 
 #: How many epochs of a run TensorBoard has pictures of at most: a long one is not to fill the disk.
 PICTURES = 50
@@ -216,7 +216,7 @@ def run_fingerprint(run: Run, manifest: Manifest, sources: str = "") -> str:
         "data": {split: [file.digest for file in files] for split, files in manifest.splits.items()},
         "fields": {name: info.model_dump(mode="json") for name, info in manifest.fields.items()},
         "extra": manifest.extra,
-        "weights": sha256(run.training.weights) if run.training.weights else None,
+        "weights": weights_digest(run.training.weights) if run.training.weights else None,
         "sources": sources,
         "image": image.identity if image else None,
     }

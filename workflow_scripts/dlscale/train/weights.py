@@ -6,8 +6,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 
 from dlscale.core.errors import UserError
+from dlscale.core.files import sha256
 from dlscale.core.text import many
 from dlscale.train import archive, checkpoint
 from dlscale.train.precision import Weights
@@ -31,9 +33,11 @@ def read_weights(path: str | Path) -> State:
         if Path(path).is_dir():
             return {name.removeprefix("model."): value for name, value in checkpoint.read(Path(path), "model.").items()}
         content = archive.load(path, legacy=True)
+    except UserError:
+        raise
     except FileNotFoundError:
         raise UserError(f"{path}: no such file; expected weights: a state dict that torch.save wrote") from None
-    except Exception:
+    except (Exception, CheckpointException):
         # A damaged pickle leads its reader anywhere. PyTorch's own message advises to execute what is in the file.
         raise UserError(
             f"{path}: not readable as weights: it is damaged, or holds more than tensors and plain values; expected a "
@@ -50,6 +54,11 @@ def read_weights(path: str | Path) -> State:
         if all(name.startswith(prefix) for name in state):
             state = {name.removeprefix(prefix): value for name, value in state.items()}
     return state
+
+
+def weights_digest(path: str | Path) -> str:
+    """Return the SHA-256 of a file of weights, or of what a checkpoint's folder says of its files."""
+    return sha256(Path(path) / "checkpoint.json" if Path(path).is_dir() else path)
 
 
 def load_weights(weights: Weights, path: str | Path) -> None:
