@@ -205,7 +205,30 @@ def learn(case: Case, run: RunCore, world: World) -> dict[str, Any]:
         }
         found[f"weights {number}"] = whole(step.weights.state_dict())
     found["counted"], found["formula"] = exchanged(case, run, world, step)
+    if run.precision == "fp16":
+        found["overflow"] = overflow(step, world)
     return found
+
+
+def overflow(step: Step, world: World) -> dict[str, Any]:
+    """Have a gradient overflow on the devices that have the last part of the weights; return what the step then did."""
+    collect = step.weights.collect_gradients
+
+    def overflowing() -> None:
+        collect()
+        if (world.mesh.rank("tp") if world.mesh else world.rank) == 1:
+            next(p.grad for p in step.weights.updated if p.grad is not None and p.grad.numel()).view(-1)[0] = torch.inf
+
+    before, scale = whole(step.weights.state_dict()), step.scaler.get_scale()
+    x, y = Case(1).batch(0)
+    own = Share(BATCH, world.data_rank, world.data_size).indices(0, SAMPLES)
+    step.weights.collect_gradients = overflowing  # type: ignore[method-assign]
+    step(x[own], y[own])
+    after = step.weights.state_dict()
+    return {
+        "kept": all(torch.equal(before[name], after[name]) for name in before),
+        "scale": step.scaler.get_scale() / scale,
+    }
 
 
 def exchanged(case: Case, run: RunCore, world: World, step: Step) -> tuple[dict[str, int], dict[str, int]]:
@@ -324,6 +347,19 @@ def test_ranks_agree_on_sums(learnt: Any, name: str) -> None:
     """Those who share a model may have sums that differ in their last bits, or, here, in all: the first's counts."""
     ranks = arrangement(STRATEGIES[name].run().geometry)
     assert {float(rank["sum"]) for rank in learnt(name)} == {float((ranks[:, 0, 0] + 1).sum())}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(n, marks=[] if case.ranks == 2 else [pytest.mark.parallel])
+        for n, case in STRATEGIES.items()
+        if case.over.get("precision") == "fp16"
+    ],
+)
+def test_an_overflow_of_one_is_one_of_all(learnt: Any, name: str) -> None:
+    """The update is left out, and the loss scaled less, on those, too, whose own gradients are finite."""
+    assert [rank["overflow"] for rank in learnt(name)] == [{"kept": True, "scale": 0.5}] * STRATEGIES[name].ranks
 
 
 @pytest.mark.parallel
