@@ -106,6 +106,16 @@ def test_convergence_repeats_larger_batches_by_each_rule() -> None:
     assert (run.label, runs["b64_sqrt_seed0"].run.label) == ("batch 256, linear, seed 7", "batch 64, seed 0")
 
 
+def test_the_rate_may_be_meant_for_another_batch() -> None:
+    """With the batch size that the rate is meant for all rules are one; it need not be the smallest, nor among them."""
+    block = {"batch_sizes": [32, 128], "scaling": ["sqrt", "linear"], "base_batch_size": 128}
+    runs = load({"study": "cosmo_unet", "kind": "convergence", "convergence": block})
+    assert list(runs) == ["b32_sqrt_seed0", "b32_linear_seed0", "b128_sqrt_seed0"]
+    assert {each.run.schedule.base_batch_size for each in runs.values()} == {128}
+    other = load({"study": "cosmo_unet", "kind": "convergence", "convergence": {**block, "base_batch_size": 64}})
+    assert len(other) == 4 and {each.run.schedule.base_batch_size for each in other.values()} == {64}
+
+
 def test_batch_sizes_may_be_a_list() -> None:
     runs = load({"study": "cosmo_unet", "kind": "convergence", "convergence": {"batch_sizes": [128, 32]}})
     assert [(name, each.run.label) for name, each in runs.items()] == [
@@ -159,6 +169,7 @@ BIG: dict[str, Any] = {"study": "cosmo_unet", "kind": "convergence"}
         ({"scaling": SCALING, "settings": {"geometry": {"tp": 2}}}, "scaling.devices.geometry", "set gpus_per_node"),
         (BIG, "runs", "a plan of kind convergence needs the key convergence; for example {batch_sizes: "),
         ({**BIG, "convergence": {"batch_sizes": [4, 4]}}, "convergence.batch_sizes", "4 stands twice"),
+        ({**BIG, "convergence": {"batch_sizes": [[4]]}}, "convergence.batch_sizes", "got [[4]]"),
         ({**BIG, "convergence": {"batch_sizes": [4], "scaling": ["cubic"]}}, "convergence.scaling", "got 'cubic'"),
         ({**BIG, "convergence": {"batch_sizes": {4: {"seed": 1}}}}, "convergence.batch_sizes", "4: seed is decided"),
         (
@@ -308,10 +319,11 @@ def test_strong_scaling_compares_runs_of_one_batch(results: Results) -> None:
     assert series.points[1].communication("FULL") is None
 
 
-def test_devices_that_share_a_model_have_its_batch(results: Results) -> None:
+@pytest.mark.parametrize("axis", ["tp", "cp"])
+def test_devices_that_share_a_model_have_its_batch(results: Results, axis: str) -> None:
     for devices, dp in ((2, 1), (8, 4)):
         nodes = max(devices // 4, 1)
-        geometry = {"nodes": nodes, "gpus_per_node": devices // nodes, "tp": 2}
+        geometry = {"nodes": nodes, "gpus_per_node": devices // nodes, axis: 2}
         measured(results, f"d{devices}", devices, 16 * dp, (trials(9.0), trials(9.0), trials(9.0)), geometry=geometry)
     plan = read_plan(results.plan("plan", {"d2": "2", "d8": "8"}, kind="weak_scaling", measure=("throughput",)))
     (series,) = series_of(plan)
@@ -342,9 +354,11 @@ def test_the_figures_draw_what_was_measured_and_what_is_ideal(
     weak: PlanResult, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drawn: dict[str, Any] = {}
+    whiskers: dict[str, Any] = {}
 
     def note(name: str, lines: Any, label: str, **more: bool) -> str:
         drawn[name] = [(list(line.points), line.dashed) for line in lines], label
+        whiskers[name] = [line.noise for line in lines]
         return draw(name, lines, label, **more)
 
     draw = figures.over_devices
@@ -368,6 +382,9 @@ def test_the_figures_draw_what_was_measured_and_what_is_ideal(
     assert [x for x, _ in real[0]] == [1, 2, 8] and label == "time of a step (ms)"
     assert [y for _, y in real[0]] == pytest.approx([16e3 / 90, 32e3 / 160, 128e3 / 576])
     assert [y for _, y in ideal[0]] == pytest.approx([16e3 / 90] * 3)
+    efficiencies = [found for point in series_of(weak)[0].points if (found := point.efficiency("FULL"))]
+    assert whiskers["plan-scaled"][1] == pytest.approx([100 * each.noise for each in efficiencies])
+    assert all(100 * each.noise > 3 for each in efficiencies[1:])
     for svg, _ in view["plots"]:
         assert svg.startswith("<svg") and ">devices<" in svg
 

@@ -101,7 +101,7 @@ class Scaling(Strict):
 BatchSizes = Annotated[
     dict[PositiveInt, Any],
     BeforeValidator(
-        lambda value: dict.fromkeys(_different(value)) if isinstance(value, list) else value,
+        lambda value: dict.fromkeys(_different(value)) if isinstance(value, list) and _plain(value) else value,
         json_schema_input_type=list[PositiveInt] | dict[PositiveInt, Any],
     ),
 ]
@@ -153,6 +153,11 @@ class Convergence(Strict):
             parts = {f"batch_sizes.{size}": settings or {}, "batch_sizes": own}
             made[f"b{size}_{rule}_seed{seed}"] = Made(parts)
         return made
+
+
+def _plain(values: list[Any]) -> bool:
+    """Whether values are numbers and words, as keys are; what else they may be is refused with its type."""
+    return all(isinstance(value, int | float | str) for value in values)
 
 
 def _different(values: Sequence[Any]) -> list[Any]:
