@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import itertools
 import os
 import random
 import socket
@@ -13,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -406,6 +408,33 @@ def test_a_late_node_is_named(tested: Tested) -> None:
 
 def test_one_process_has_nothing_to_test() -> None:
     assert self_test(World()) is None
+
+
+def test_links_by_a_clock_of_the_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A message of n bytes takes alpha + n beta one way, whichever way it goes, and only that."""
+    alpha, beta, now = 3e-5, 2e-10, 0.0
+
+    def message(tensor: torch.Tensor, peer: int) -> None:
+        nonlocal now
+        now += alpha + tensor.nbytes * beta if peer == 1 else 0.0
+
+    clock = SimpleNamespace(perf_counter=lambda: now)
+    monkeypatch.setattr(links, "time", clock)
+    monkeypatch.setattr(links, "send", message)
+    monkeypatch.setattr(links, "receive", message)
+    link = links._measure(World(size=2), 1)
+    assert link.ranks == (0, 1)
+    assert link.alpha == pytest.approx(alpha + links.SMALL * beta) and link.beta == pytest.approx(beta, rel=1e-3)
+
+
+def test_a_level_of_uneven_links_has_no_slow_ones() -> None:
+    """Twice the median is little where all differ as much: six standard deviations are more."""
+    places = [Place(f"n{rank}") for rank in range(8)]
+    pairs = list(itertools.combinations(range(8), 2))
+    spread = [Link(pair, 1e-5, 1e-10 * (4 if pair == (2, 5) else 1 + n % 3)) for n, pair in enumerate(pairs)]
+    assert links.slow(spread, places) == []
+    even = [Link(pair, 1e-5, 1e-10 * (4 if pair == (2, 5) else 1)) for pair in pairs]
+    assert len(links.slow(even, places)) == 1
 
 
 # ---- stages ----------------------------------------------------------------------------------------
