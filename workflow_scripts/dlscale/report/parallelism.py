@@ -87,7 +87,8 @@ def _weights(run: RunResult) -> Cell:
     parallel = run.settings.get("parallel") or {}
     kind = str(parallel.get("kind", "ddp"))
     words = {"ddp": "copied", "fsdp": "shared", "dp": "copied at each step"}[kind]
-    return Cell(kind, kind, words)
+    tp = int((run.settings.get("geometry") or {}).get("tp", 1))
+    return Cell(kind, kind, f"divided by tp {tp}{', and shared' if kind == 'fsdp' else ''}" if tp > 1 else words)
 
 
 def _memories(plan: PlanResult, run: RunResult) -> list[Published]:

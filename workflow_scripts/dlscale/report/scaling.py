@@ -29,9 +29,13 @@ def glance(plan: PlanResult) -> str | None:
     if not known:
         return None
     of, point, efficiency = max(known, key=lambda one: (one[1].devices, one[2].value))
-    said = f"{percent(efficiency.value)} of the ideal on {point.devices} devices ({of.label})"
-    share = point.communication("SYNTHETIC") or point.alone
-    return f"{said}; communication takes {percent(max(share.value, 0.0))} of a step" if share else said
+    said = f"FULL has {percent(efficiency.value)} of the ideal on {point.devices} devices ({of.label})"
+    share = point.communication("FULL")
+    if share is None:
+        return said
+    if share.value <= share.noise:
+        return f"{said}; communication is within the noise of {percent(share.noise)}"
+    return f"{said}; communication takes {percent(share.value)} of a step"
 
 
 def view(plan: PlanResult) -> View | None:
