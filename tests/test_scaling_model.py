@@ -24,6 +24,7 @@ from torch.distributed import _compute_bucket_assignment_by_size
 from dlscale.config.resolve import study_files
 from dlscale.core.errors import UserError
 from dlscale.core.records import LinkLevel, Links, Published, Throughput, Trials
+from dlscale.core.text import number
 from dlscale.measure.scaling import model, validation
 from dlscale.measure.scaling.fit import MISFIT, PRIORS, Point, fit, walk
 from dlscale.measure.scaling.machine import Level, Machine, named, shipped
@@ -528,6 +529,24 @@ def test_a_plan(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     assert "Fastest: 8 devices" in text and "at 2 a node-hour" in text
     assert "Cheapest: 1 device" in text or "It is also the cheapest" in text
+
+
+def test_what_the_words_of_a_plan_say_is_in_its_table(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The fastest and the cheapest, by node-hours of the training, and what both cost."""
+    asked = ["cosmo_unet.one", "--devices", 1, 8, 64, "--per-node", 4, "--target-samples", 3600000]
+    rows = planned(capsys, *asked)
+    assert stage("plan", *asked, "--price", 50) == 0
+    text = capsys.readouterr().out
+    fastest = max(rows, key=lambda row: row["samples_per_second"])
+    cheapest = min(rows, key=lambda row: row["node_hours"])
+    assert [row["nodes"] for row in rows] == [1, 2, 16] and fastest is rows[2] and cheapest is rows[1]
+    for title, row in (("Fastest: 64 devices", fastest), ("Cheapest: 8 devices", cheapest)):
+        (line,) = (line for line in text.splitlines() if line.startswith(title))
+        assert f"{50 * row['node_hours']:,.2f} at 50 a node-hour" in line
+    assert f"for {number(fastest['node_hours'] / cheapest['node_hours'])} times the node-hours" in text
+    limit = rows[0]["memory"] / 1e9
+    (kept, *_), over = planned(capsys, *asked, "--memory", 1.001 * limit), 0.999 * limit
+    assert kept == rows[0] and stage("plan", *asked, "--memory", over) == 2
 
 
 def test_a_plan_with_links_that_were_measured(results: Path, capsys: pytest.CaptureFixture[str]) -> None:

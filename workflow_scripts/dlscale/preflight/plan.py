@@ -214,7 +214,7 @@ def words(study: Study, rows: Sequence[Row], args: argparse.Namespace) -> list[s
     cheapest = min(rows, key=lambda row: (_cost(row), -row.rate.value))
     text = [f"Fastest: {_named(fastest)}, {number(fastest.rate.value)} samples/s{_costs(fastest, args)}."]
     if cheapest is fastest:
-        text.append("It is also the cheapest: no other needs fewer node-hours a sample.")
+        text.append("It is also the cheapest: no other needs fewer node-hours.")
     else:
         dearer = _cost(fastest) / _cost(cheapest)
         text += [
@@ -232,8 +232,8 @@ def words(study: Study, rows: Sequence[Row], args: argparse.Namespace) -> list[s
 
 
 def _cost(row: Row) -> float:
-    """Return node-seconds a sample."""
-    return row.nodes / row.rate.value
+    """Return node-hours of the training; where nothing says how long that is, node-seconds a sample."""
+    return row.nodes / row.rate.value if row.node_hours is None else row.node_hours
 
 
 def _named(row: Row) -> str:
