@@ -18,6 +18,7 @@ from typing import Any
 
 import h5py
 import numpy as np
+import psutil
 import pytest
 import torch
 import wandb
@@ -621,6 +622,8 @@ def test_wandb_offline_has_the_numbers_of_metrics_jsonl(era5: Make, monkeypatch:
         with monkeypatch.context() as patched:
             pretend(patched, [2.5])
             folder = era5(training=settings)
+        left = [process.name() for process in psutil.Process().children(recursive=True)]
+        assert not any("wandb" in name for name in left), "what writes the file has ended: it is whole"
         assert not callers
     assert provenance(folder)["resumed_from_step"] == 20
     (file,) = folder.glob("wandb/offline-run-*/*.wandb")
