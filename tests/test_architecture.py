@@ -318,12 +318,50 @@ def test_digest_is_of_content(package: Path) -> None:
     for name in FILES:
         file = package / name
         text = file.read_text()
-        file.write_text(text + "# edited\n")
+        file.write_text(text + "\nedited = 1\n")
         assert (probe(package, style)[1] != before) == (name not in ("stranger.py", "types.py")), name
         file.write_text(text)
     assert probe(package, style)[1] == before
     style.write_text("b {}")
     assert probe(package, style)[1] != before
+
+
+BEFORE = """
+class Scale:
+    def by(self, x, *, factor=2.0, **others):
+        if x is None:
+            return u'none'
+        return f"{x * factor:.1f}" + 'b' "c"
+"""
+SAME = '''"""What it is for."""
+# A comment.
+
+
+class Scale:
+    """A docstring."""
+
+    def by(
+        self, x, *, factor=2.0, **others
+    ):
+        """Another."""
+        if x is None: return "none"  # one line
+        return (f"{x * factor:.1f}" + "bc")
+'''
+
+
+def test_what_is_not_code_makes_nothing_run_again(package: Path) -> None:
+    """Comments, docstrings and formatting do not count; any other change does."""
+    file = package / "folder/deep.py"
+    file.write_text(BEFORE)
+    _, before = probe(package)
+    file.write_text(SAME)
+    assert probe(package)[1] == before
+    changes = [("2.0", "2"), ("2.0", "True"), ("x *", "x +"), (".1f", ".2f"), ("None", "0"), ('"c"', '"d"')]
+    changes += [("*, ", ""), ("**others", "**other"), ("is", "is not"), ("Scale", "Scales"), ("u'none'", "None")]
+    for old, new in changes:
+        assert old in BEFORE
+        file.write_text(BEFORE.replace(old, new, 1))
+        assert probe(package)[1] != before, (old, new)
 
 
 def test_two_modules_that_swap_their_contents_are_seen(package: Path) -> None:

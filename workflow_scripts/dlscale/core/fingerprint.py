@@ -1,8 +1,8 @@
-"""SHA-256 of exactly the source files that a stage can reach.
+"""SHA-256 of exactly the source code that a stage can reach.
 
 Snakemake does not look into imported modules; this digest, as a rule's parameter, is how an edited
-module makes its stages run again, and only them. Content counts, not modification times: an edit
-that is taken back un-triggers.
+module makes its stages run again, and only them. What the parsed code is counts: comments, docstrings and formatting
+do not, nor do modification times, and an edit that is taken back un-triggers.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import functools
 import hashlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from dlscale.core import registry
 from dlscale.core.errors import UserError
@@ -54,7 +55,24 @@ def _source(module: str) -> tuple[str, frozenset[str]]:
             imported |= {name, *(f"{name}.{alias.name}" for alias in node.names)}
     # A package's __init__ runs when any of its modules is imported.
     parents = {name.rsplit(".", depth)[0] for name in {*imported, module} for depth in range(1, name.count(".") + 1)}
-    return hashlib.sha256(text).hexdigest(), frozenset(name for name in imported | parents if _file(name)) - {module}
+    code = hashlib.sha256(repr(_code(tree)).encode()).hexdigest()
+    return code, frozenset(name for name in imported | parents if _file(name)) - {module}
+
+
+def _code(node: Any) -> Any:
+    """Return a tree as nested tuples without places and docstrings; empty fields, which differ by Python, are left out."""
+    if isinstance(node, list):
+        return [_code(each) for each in node]
+    if not isinstance(node, ast.AST):
+        return node
+    fields = dict(ast.iter_fields(node))
+    if isinstance(node, ast.Constant):
+        del fields["kind"]  # u"…" is "…"
+    if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        match fields["body"]:
+            case [ast.Expr(value=ast.Constant(value=str())), *rest]:
+                fields["body"] = rest
+    return type(node).__name__, [(name, _code(value)) for name, value in fields.items() if value not in (None, [])]
 
 
 def _run(node: ast.AST) -> Iterator[ast.AST]:
