@@ -10,15 +10,16 @@ from snakemake.utils import min_version
 min_version("9.14")
 
 
-configfile: "config.yaml"
-
-
 # Documents the software. Only `--sdm apptainer` would use it: which engine runs which image is the site's to say.
 container: "docker://ghcr.io/dlscale/dlscale:cpu-0.1.0"
 
 
 include: "rules/controller.smk"
 include: "rules/common.smk"
+
+
+# For `snakemake --lint` and whoever looks for it: rules/common.smk has read it, and names the line of a mistake.
+configfile: "config.yaml"
 
 
 ASKED_PLANS = asked_plans()

@@ -20,6 +20,7 @@ from dlscale.config.resolve import Configuration
 from dlscale.config.run import RunCore, load_run, run_class
 from dlscale.core import machine, registry
 from dlscale.core.errors import UserError
+from dlscale.core.settings import read_yaml
 from dlscale.core.records import Published
 from dlscale.core.stages import RUN_STAGES, STAGES
 from dlscale.data.parts import load_dataset
@@ -273,6 +274,12 @@ def test_files_with_mistakes_of_their_own(tmp_path: Path, capfd: pytest.CaptureF
         ("a: [1", "not valid YAML"),
         ("- 1\n", "expected keys and values, got list"),
         ("", "got None"),
+        ("a: 1\nb: 2\na: 3\n", "line 3: not valid YAML: the key 'a' stands in line 1 already; leave one out"),
+        ("a: {b: 1, b: 2}\n", "line 1: not valid YAML: the key 'b' stands in line 1 already"),
+        ("a: 1\nb: &b\n  c: [*b]\n", r"line 3: not valid YAML: \*b stands in itself"),
+        ("a:\n\tb: 1\n", "line 2: not valid YAML: found character"),
+        ("a: " + 3000 * "[", "too many brackets"),
+        ("a: !!python/name:os.system\n", "line 1: not valid YAML: could not determine a constructor"),
     ):
         file = tmp_path / "mine.yaml"
         file.write_text(text)
@@ -281,6 +288,9 @@ def test_files_with_mistakes_of_their_own(tmp_path: Path, capfd: pytest.CaptureF
         assert str(file) in str(caught.value) and "\n" not in str(caught.value)
     with pytest.raises(UserError, match=r"absent\.yaml: no such file"):
         config.load_files(tmp_path / "absent.yaml")
+    merged = tmp_path / "merged.yaml"  # is no mistake: what is merged in may be written over, also before it is read
+    merged.write_text("a: {b: &b {<<: &c {d: 1}, d: 2}}\ne: {<<: *b, d: 3}\nf: [*c, *c]\n")
+    assert read_yaml(merged) == {"a": {"b": {"d": 2}}, "e": {"d": 3}, "f": [{"d": 1}, {"d": 1}]}
     assert stage("configure", "--settings", "{", "--out", tmp_path / "out.yaml") == cli.USER_ERROR
     assert capfd.readouterr().err.count("\n") == 1
     assert not (tmp_path / "out.yaml").exists()

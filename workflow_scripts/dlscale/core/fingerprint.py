@@ -60,7 +60,7 @@ def _source(module: str) -> tuple[str, frozenset[str]]:
 
 
 def _code(node: Any) -> Any:
-    """Return a tree as nested tuples without places and docstrings; empty fields, which differ by Python, are left out."""
+    """Return a tree as nested tuples, without places, docstrings, and empty fields, which differ by Python."""
     if isinstance(node, list):
         return [_code(each) for each in node]
     if not isinstance(node, ast.AST):

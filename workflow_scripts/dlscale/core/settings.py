@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from dlscale.core.errors import UserError, nearest
+from dlscale.core.errors import UserError, brief, nearest
 
 Raw = dict[str, Any]
 Kind = TypeVar("Kind")
@@ -30,12 +30,19 @@ def read_yaml(path: str | Path) -> Raw:
     """Read a YAML mapping with the safe loader; anything else is a `UserError`."""
     import yaml  # settings may come as JSON, where there is no YAML
 
+    from dlscale.core.yaml_loader import Loader
+
     try:
-        raw = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        raw = yaml.load(Path(path).read_text(encoding="utf-8"), Loader)  # noqa: S506 - a safe one
     except FileNotFoundError:
         raise UserError(f"{path}: no such file") from None
+    except yaml.MarkedYAMLError as error:
+        line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise UserError(f"{path}{line}: not valid YAML: {error.problem or error.context}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+        raise UserError(f"{path}: not valid YAML: {brief(error)}") from None
+    except RecursionError:
+        raise UserError(f"{path}: not valid YAML: too many brackets in each other") from None
     if not isinstance(raw, dict):
         raise UserError(f"{path}: expected keys and values, got {type(raw).__name__}")
     return raw
