@@ -20,8 +20,8 @@ from dlscale.config.resolve import Configuration
 from dlscale.config.run import RunCore, load_run, run_class
 from dlscale.core import machine, registry
 from dlscale.core.errors import UserError
-from dlscale.core.settings import read_yaml
 from dlscale.core.records import Published
+from dlscale.core.settings import read_yaml
 from dlscale.core.stages import RUN_STAGES, STAGES
 from dlscale.data.parts import load_dataset
 from dlscale.train.schedule import peak_rate

@@ -33,7 +33,7 @@ def read_yaml(path: str | Path) -> Raw:
     from dlscale.core.yaml_loader import Loader
 
     try:
-        raw = yaml.load(Path(path).read_text(encoding="utf-8"), Loader)  # noqa: S506 - a safe one
+        raw = yaml.load(Path(path).read_text(encoding="utf-8"), Loader)
     except FileNotFoundError:
         raise UserError(f"{path}: no such file") from None
     except yaml.MarkedYAMLError as error:

@@ -1,28 +1,33 @@
-"""PyYAML's safe loader, which also refuses what it would take in silence: keys written twice, and values in themselves."""
+"""PyYAML's safe loader, which also refuses what that takes in silence: keys written twice, values in themselves."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import yaml
+
+MERGE = "tag:yaml.org,2002:merge"
 
 
 class Loader(yaml.SafeLoader):
     """Reads YAML; what is wrong with it is a `yaml.MarkedYAMLError`, with its line."""
 
-    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+    def compose_node(self, parent: Any, index: Any) -> Any:
         """Return the next node; an alias must not name what it stands in."""
-        event = self.peek_event()
-        node = super().compose_node(parent, index)  # type: ignore[no-untyped-call]
+        event: Any = self.peek_event()
+        node: Any = super().compose_node(parent, index)
         if isinstance(event, yaml.AliasEvent) and node.end_mark is None:
             raise yaml.MarkedYAMLError(problem=f"*{event.anchor} stands in itself", problem_mark=event.start_mark)
-        return node  # type: ignore[no-any-return]
+        return node
 
-    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+    def compose_mapping_node(self, anchor: Any) -> Any:
         """Return a mapping; each of its keys is written once, while what `<<` brings may be written over."""
-        node: yaml.MappingNode = super().compose_mapping_node(anchor)  # type: ignore[no-untyped-call]
-        written: dict[str, yaml.Node] = {}
+        node: Any = super().compose_mapping_node(anchor)
+        written: dict[str, Any] = {}
         for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
-                if (first := written.setdefault(key.value, key)) is not key:
-                    problem = f"the key {key.value!r} stands in line {first.start_mark.line + 1} already; leave one out"
-                    raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
+            if not isinstance(key, yaml.ScalarNode) or key.tag == MERGE:
+                continue
+            if (first := written.setdefault(key.value, key)) is not key:
+                problem = f"the key {key.value!r} stands in line {first.start_mark.line + 1} already; leave one out"
+                raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
         return node
