@@ -176,6 +176,82 @@ def test_values_that_are_not_finite(tmp_path: Path, refused: Check, value: float
     assert f"{path}: Hydro: channel 'gas_density' is not finite at row 5 " in text
 
 
+def test_an_overdensity_is_no_density(tmp_path: Path, refused: Check) -> None:
+    """Its negative half would be raised to the logarithm's floor, in silence."""
+
+    def change(fields: dict[str, np.ndarray]) -> None:
+        fields["Nbody"][0] = fields["Nbody"][0] / fields["Nbody"][0].mean() - 1
+
+    path = damaged(tmp_path, change)
+    for factor in (1, 2):
+        settings = cosmo([path], [tmp_path / "b.h5"], downsample=factor)
+        text = refused(*preprocess(tmp_path, settings, path))
+        assert f"{path}: Nbody: channel 'dm_density': " in text and "% of its cells are negative (down to -" in text
+        assert "expected values of at least 0, in mean density; to an overdensity (x / mean - 1) add 1" in text
+
+
+def link(path: Path, secret: Path) -> None:
+    path.unlink()
+    with h5py.File(path, "w") as file:
+        file["Nbody"] = h5py.ExternalLink(str(secret), "values")
+
+
+def store_outside(path: Path, secret: Path) -> None:
+    with h5py.File(path, "w") as file:
+        file.create_dataset("Nbody", (4, 8, 8, 8), "f4", external=[(str(secret), 0, 8192)])
+
+
+def put_together(path: Path, secret: Path) -> None:
+    layout = h5py.VirtualLayout((4, 8, 8, 8), "f4")
+    layout[:] = h5py.VirtualSource(str(secret), "values", (4, 8, 8, 8))
+    with h5py.File(path, "w") as file:
+        file.create_group("deep").create_virtual_dataset("Nbody", layout)
+        file["Nbody"] = h5py.SoftLink("/deep/Nbody")
+
+
+@pytest.mark.parametrize(
+    ("lead", "how"),
+    [
+        (link, "a link to another file"),
+        (store_outside, "stored in other files"),
+        (put_together, "put together of other"),
+    ],
+)
+def test_a_file_that_leads_to_other_files(tmp_path: Path, refused: Check, lead: Any, how: str) -> None:
+    """Who sends an HDF5 file is not to see what else lies on the machine that reads it."""
+    path, secret = damaged(tmp_path), tmp_path / "secret.h5"
+    with h5py.File(secret, "w") as file:
+        file["values"] = np.ones((4, 8, 8, 8), np.float32)
+    lead(path, secret)
+    other = write_volume(tmp_path / "b.h5", published(volume((8, 8, 8))))
+    readers: list[Callable[[], list[object]]] = [
+        lambda: preprocess(tmp_path, cosmo([path], [other]), path),
+        lambda: describe(tmp_path, cosmo([path], [other], "prepared"), path, other),
+        lambda: preprocess(tmp_path, era5_files(path), path, part="train/2001"),
+        lambda: preprocess(tmp_path, starter(path), path, path, part="train/train"),
+    ]
+    for command in readers:
+        text = refused(*command())
+        assert f"{path}: '" in text and f"is {how}" in text and "copy them into this one" in text and "\n" not in text
+
+
+def era5_files(path: Path) -> dict[str, Any]:
+    split = {"train": ["2001-01-01", "2001-01-03"], "valid": ["2001-01-04", "2001-01-05"]}
+    return {"kind": "era5", "source": {"kind": "files", "paths": [str(path)]}, "channels": ["t2m"], "split": split}
+
+
+def starter(path: Path) -> dict[str, Any]:
+    files, array = {"input": str(path), "target": str(path)}, {"array": "Nbody"}
+    source = {"kind": "arrays", "all": files, "shares": {"train": 0.5, "valid": 0.5}, "input": array, "target": array}
+    return {"kind": "starter", "source": source}
+
+
+def test_a_pipe_is_no_file(tmp_path: Path, refused: Check) -> None:
+    os.mkfifo(tmp_path / "a.h5")
+    settings = cosmo([tmp_path / "a.h5"], [tmp_path / "b.h5"])
+    assert "a.h5: a pipe; expected an HDF5 file" in refused(*preprocess(tmp_path, settings, tmp_path / "a.h5"))
+
+
 def test_a_channel_that_does_not_vary(tmp_path: Path, refused: Check) -> None:
     def change(fields: dict[str, np.ndarray]) -> None:
         fields["Nbody"][2] = 0.1
@@ -280,6 +356,11 @@ PREPARED: dict[str, tuple[Callable[[Path], object], dict[str, Any], tuple[str, .
         lambda root: np.save(root / "stats/global_means.npy", np.array([1.0, np.nan, 1.0])),
         {},
         ("global_means.npy: expected 3 finite values",),
+    ),
+    "complex statistics": (
+        lambda root: np.save(root / "stats/global_means.npy", np.array([1.0, 1j, 1.0])),
+        {},
+        ("global_means.npy: values of type complex128; expected real numbers",),
     ),
     "torn climatology": (
         lambda root: (root / "stats/time_means.npy").write_bytes(b"\x93NUMPY\x01"),

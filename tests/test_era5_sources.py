@@ -6,6 +6,7 @@ import datetime as dt
 import functools
 import http.server
 import importlib.util
+import os
 import shutil
 import threading
 import tracemalloc
@@ -56,7 +57,7 @@ def atmosphere(
 ) -> xr.Dataset:
     """Random states [time, (level,) latitude, longitude], north to south; z and t are on LEVELS."""
     times = np.datetime64(start, "ns") + np.arange(0, hours, step) * np.timedelta64(1, "h")
-    latitude, longitude = 60.0 - 2.5 * np.arange(height), 2.5 * np.arange(width)
+    latitude, longitude = 60.0 - min(2.5, 150 / height) * np.arange(height), 2.5 * np.arange(width)
     rng, variables = np.random.default_rng(seed), {}
     for name in names:
         levels = LEVELS if name in ("z", "t") else ()
@@ -477,6 +478,11 @@ def in_celsius(states: xr.Dataset) -> xr.Dataset:
     return later
 
 
+def pipe(folder: Path) -> list[Path]:
+    os.mkfifo(folder / "pipe")
+    return [folder / "pipe"]
+
+
 SAME: Callable[[xr.Dataset], xr.Dataset] = lambda states: states  # noqa: E731
 BOTH = {"channels": ("t2m", "u10")}
 MISTAKES: dict[str, tuple[Callable[[Path], list[Path]], dict[str, Any], list[str]]] = {
@@ -499,6 +505,12 @@ MISTAKES: dict[str, tuple[Callable[[Path], list[Path]], dict[str, Any], list[str
     "no dates": (changed(no_dates), {}, ["no dates of the standard calendar"]),
     "points": (changed(points), {}, ["expected a regular grid", "station (108)"]),
     "curvilinear": (changed(curvilinear), {}, ["expected a regular grid", "y (9)"]),
+    "beyond the poles": (
+        changed(lambda s: s.assign_coords(latitude=s.latitude + 32)),
+        {},
+        ["'t2m': latitudes from 72 to 92; expected degrees from -90 to 90"],
+    ),
+    "pipe": (pipe, {}, ["pipe: a pipe; expected a file"]),
     "shuffled": (changed(lambda s: s.isel(latitude=[0, 2, 1])), {}, ["not in order"]),
     "members": (changed(lambda s: xr.concat([s, s], "number")), {}, ["further dimension number", "number (2)"]),
     "gap": (changed(without(5)), {}, ["2020-02-28 06:00 is missing (1 of 16 times, every 6 h"]),
@@ -556,16 +568,67 @@ def test_duplicates_within_a_grib_file(tmp_path: Path) -> None:
     assert "'t2m' stands twice at 2020-02-27 18:00" in refused(tmp_path / "twice.grib")
 
 
-def test_missing_values_are_nan(tmp_path: Path) -> None:
-    """The preprocess stage names them; here they must not become numbers."""
+def test_a_missing_value_has_a_date_a_place_and_a_reason(tmp_path: Path) -> None:
     states = atmosphere(names=("t2m",))
     states.t2m[2, 3, 4] = np.nan
-    for form in ("netcdf4", "packed", "netcdf3", "zarr"):
-        values = fields(open_source(settings(["t2m"]), part(), [write(states, tmp_path / form, form)]))
-        assert np.argwhere(np.isnan(values)).tolist() == [[2, 0, 3, 4]]
+    files = [write(states, tmp_path / form, form) for form in ("netcdf4", "packed", "netcdf3", "zarr")]
     write_grib(states.fillna(1e9), tmp_path / "grib", bitmapPresent=1, missingValue=1e9)
-    values = fields(open_source(settings(["t2m"]), part(), [tmp_path / "grib"]))
-    assert np.argwhere(np.isnan(values)).tolist() == [[2, 0, 3, 4]]
+    for file in [*files, tmp_path / "grib"]:
+        message = refused(file)
+        assert f"{file}: channel 't2m' has no value at 2020-02-27 12:00 at latitude 52.5, longitude 10 (1 " in message
+        assert "it is not in the file; set `split` around" in message
+        shape = (16, 1, 3, 12)
+        assert fields(open_source(settings(["t2m"], crop=[3, 12]), part(), [file])).shape == shape, "not asked for"
+
+
+@pytest.mark.parametrize("engine", ["h5netcdf", "scipy"])
+@pytest.mark.parametrize("kind", ["f4", "f8", "i2", "i4"])
+def test_what_nobody_wrote_is_missing(tmp_path: Path, engine: Any, kind: str) -> None:
+    """Without `_FillValue` NetCDF's library leaves a value of its own there (netcdf.h), which xarray takes for one."""
+    unwritten = {"f4": 9.969209968386869e36, "f8": 9.969209968386869e36, "i2": -32767, "i4": -2147483647}[kind]
+    states = atmosphere(names=("t2m",), hours=12)
+    states.t2m[:] = 281
+    whole = fields(open_source(settings(["t2m"]), part(), [write(states, tmp_path / "whole", "netcdf4")]))
+    packing = {"scale_factor": 0.5, "add_offset": 200.0} if kind[0] == "i" else {}
+    stored = (states.t2m.values.astype(np.float64) - packing.get("add_offset", 0)) / packing.get("scale_factor", 1)
+    for written in (2, 1):
+        stored[written:] = unwritten
+        states["t2m"] = states.t2m.dims, stored.astype(kind), {"units": "K", **packing}
+        states.to_netcdf(tmp_path / f"{written}.nc", engine=engine, encoding={"t2m": {"_FillValue": None}})
+    np.testing.assert_array_equal(fields(open_source(settings(["t2m"]), part(), [tmp_path / "2.nc"])), whole)
+    assert "'t2m' has no value at 2020-02-27 06:00 at latitude 60, longitude 0 (108 such" in refused(tmp_path / "1.nc")
+
+
+@pytest.mark.parametrize("how", ["range", "least", "most", "packed", "of packed values"])
+def test_values_beyond_the_valid_range_are_missing(tmp_path: Path, how: str) -> None:
+    states = atmosphere(names=("t2m",))
+    states.t2m[:] = np.linspace(250, 300, states.t2m.size).reshape(states.t2m.shape)
+    pack = {"dtype": "int16", "scale_factor": 0.01, "add_offset": 280.0, "_FillValue": -32767}
+    encoding = {"t2m": pack} if "packed" in how else {}
+    ends: dict[str, Any] = {
+        "range": {"valid_range": np.array([250, 300], "f4")},
+        "least": {"valid_min": np.float32(250)},
+        "most": {"valid_max": np.float32(300)},
+        "packed": {"valid_range": np.array([-3000, 2000], "i2")},
+        "of packed values": {"valid_range": np.array([250, 300], "f4")},
+    }
+    states.t2m.attrs |= ends[how]
+    states.to_netcdf(tmp_path / "good.nc", engine="h5netcdf", encoding=encoding)
+    np.testing.assert_allclose(
+        fields(open_source(settings(["t2m"]), part(), [tmp_path / "good.nc"]))[:, 0], states.t2m, atol=0.006
+    )
+    states.t2m[5, 1, 2] = 249.9 if how == "least" else 300.1
+    states.to_netcdf(tmp_path / "bad.nc", engine="h5netcdf", encoding=encoding)
+    message = refused(tmp_path / "bad.nc")
+    assert "'t2m' has no value at 2020-02-28 06:00 at latitude 57.5, longitude 5 (1 such" in message
+    assert "beyond the valid range of " in message and ("300" in message or how == "least"), message
+
+
+def test_words_for_a_valid_range_are_none(tmp_path: Path) -> None:
+    states = atmosphere(names=("t2m",))
+    states.t2m.attrs["valid_range"] = "250 to 300"
+    states.to_netcdf(tmp_path / "a.nc", engine="h5netcdf")
+    assert fields(open_source(settings(["t2m"]), part(), [tmp_path / "a.nc"])).shape == (16, 1, 9, 12)
 
 
 # ---------------------------------------------------------------------------------------------- from a Zarr store

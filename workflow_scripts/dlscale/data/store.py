@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import h5py
@@ -90,9 +91,11 @@ class Field:
 
 
 def open_file(path: str | os.PathLike[str]) -> h5py.File:
-    """Open an HDF5 file for reading; a missing, torn or foreign file is a `UserError`."""
+    """Open an HDF5 file for reading; what is missing, torn, no such file, or leads to other files is a `UserError`."""
+    if Path(path).is_fifo():  # to open it would wait for whoever writes there
+        raise UserError(f"{path}: a pipe; expected an HDF5 file")
     try:
-        return h5py.File(path, "r")
+        file = h5py.File(path, "r")
     except FileNotFoundError:
         raise UserError(f"{path}: no such file") from None
     except OSError as error:
@@ -100,6 +103,32 @@ def open_file(path: str | os.PathLike[str]) -> h5py.File:
             f"{path}: not a readable HDF5 file ({' '.join(str(error).split())}); it may be truncated: fetch or make it "
             "again"
         ) from None
+    try:
+        _check_own(file)
+    except UserError:
+        file.close()
+        raise
+    return file
+
+
+def _check_own(file: h5py.File) -> None:
+    """Refuse a file whose values lie in other ones: it could have any file of this machine read as data."""
+
+    def elsewhere(name: str, item: Any) -> str | None:
+        if isinstance(item, h5py.ExternalLink):
+            return f"'{name}' is a link to another file ({item.filename})"
+        if isinstance(item, h5py.Dataset) and item.external:
+            return f"'{name}' is stored in other files ({', '.join(str(origin) for origin, *_ in item.external)})"
+        if isinstance(item, h5py.Dataset) and item.is_virtual:
+            others = dict.fromkeys(source.file_name for source in item.virtual_sources())
+            return f"'{name}' is put together of other files ({', '.join(list(others)[:3])})"
+        return None
+
+    # The first that is found ends the visit.
+    if found := file.visititems_links(elsewhere) or file.visititems(elsewhere):
+        raise UserError(
+            f"{file.filename}: {found}; values of other files are not read: copy them into this one, e.g. with h5repack"
+        )
 
 
 def dataset(file: h5py.File, name: str, channels: int | None = None, ndim: int | None = None) -> h5py.Dataset:

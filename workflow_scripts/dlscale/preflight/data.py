@@ -81,7 +81,9 @@ def _trouble(dataset: DatasetSettings) -> str | None:
     files = kind.prepared_files(dataset) if kind.prepared(dataset) else local_files(dataset)
     for path in [Path(file) for file in files if "://" not in file]:
         if not path.exists():
-            return f"{path}: no such file or folder"
+            return f"{path}: " + ("a link that leads nowhere" if path.is_symlink() else "no such file or folder")
+        if not path.is_file() and not path.is_dir():
+            return f"{path}: neither a file nor a folder (a pipe, a device); expected a file"
         if not os.access(path, os.R_OK):
             return f"{path}: no permission to read it"
         if path.is_file() and path.stat().st_size == 0:

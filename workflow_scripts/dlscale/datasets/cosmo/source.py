@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from dlscale.core.errors import UserError
+from dlscale.core.text import percent
 from dlscale.data import store
 from dlscale.data.buffers import Buffers
 from dlscale.data.kind import Part
@@ -79,7 +80,15 @@ class CosmoSource(Source):
             # The check comes before the logarithm, which would turn a NaN into the range's lower end.
             if not np.isfinite(values[:, first - start : last - start].sum()):
                 store.check_finite(raw, field, str(self._path), rows.start)
-        for transform, channel in zip(field.transforms, values, strict=True):
+        described = zip(field.channels, field.units, field.transforms, values, strict=True)
+        for name, unit, transform, channel in described:
+            # The logarithm would raise what is negative to its floor.
+            if transform.kind == "log" and channel.min() < 0:
+                hint = "; to an overdensity (x / mean - 1) add 1" if "density" in name else ""
+                raise UserError(
+                    f"{self._path}: {field.name}: channel '{name}': {percent((channel < 0).mean())} of its cells are "
+                    f"negative (down to {channel.min():g}); expected values of at least 0, in {unit}{hint}"
+                )
             transform.forward(channel, out=channel)
         return values
 

@@ -230,6 +230,8 @@ def _array(path: Path) -> np.ndarray:
         raise UserError(f"{path}: no such file; the published layout has it, shape [1, C, 1, 1]") from None
     except (ValueError, EOFError) as error:
         raise UserError(f"{path}: not a readable .npy file ({error})") from None
+    if array.dtype.kind not in "fiu":
+        raise UserError(f"{path}: values of type {array.dtype}; expected real numbers")
     return array
 
 

@@ -71,6 +71,8 @@ def _catalogue(path: Path, wanted: Collection[str], stack: contextlib.ExitStack)
             raise UserError(f"{path}: a folder, but not a Zarr store; give GRIB or NetCDF files, or a Zarr store")
         return open_netcdf(path, "zarr", wanted, stack)
     try:
+        if path.is_fifo():  # to open it would wait for whoever writes there
+            raise UserError(f"{path}: a pipe; expected a file")
         with open(path, "rb") as file:
             head = file.read(1024)
     except FileNotFoundError:
@@ -135,8 +137,12 @@ class Era5Source(Source):
     def read(self, start: int, stop: int) -> dict[str, np.ndarray]:
         """Return times [start, stop) as `fields` [stop - start, C, H, W], float32, physical units.
 
-        Memory: `bytes_per_row` for each, and one chunk of the file.
+        Memory: `bytes_per_row` for each, and one chunk of the file. A missing value is a `UserError`.
         """
+        return self.read_what_is_there(start, stop, complete=True)
+
+    def read_what_is_there(self, start: int, stop: int, complete: bool = False) -> dict[str, np.ndarray]:
+        """Return the same, with NaN where values are missing; `complete`: these are refused."""
         _, channels, height, width = self.fields[0].shape
         out = np.empty((stop - start, channels, height, width), np.float32)
         for segment in self._segments:
@@ -144,10 +150,11 @@ class Era5Source(Source):
             if low == high:
                 continue
             variable, place = segment.variable, (segment.rows[low:high, None] - start, segment.positions)
+            indices = segment.indices[low:high]
             with reading(variable.origin, variable.advice):
                 # the values get no name, so that they are gone before the next ones come
                 out[place] = block_average(
-                    variable.load(segment.indices[low:high], segment.levels, *self._window), self._downsample, (2, 3)
+                    _values(variable, indices, segment.levels, self._window, complete), self._downsample, (2, 3)
                 )
         return {"fields": out}
 
@@ -175,6 +182,23 @@ class Era5Source(Source):
         # where every sixth time of a chunk is wanted, each bears the cost of the six that are unpacked with it
         apart = abs(int(np.median(np.diff(segment.indices)))) if segment.indices.size > 1 else 1
         return stored * min(max(apart, 1), segment.variable.chunk) + decoded + averaging
+
+
+def _values(
+    variable: Variable, indices: np.ndarray, levels: list[int], window: tuple[slice, slice], complete: bool
+) -> np.ndarray:
+    """Return a variable's values at these times, float32 [t, l, h, w]; `complete`: a missing one is a `UserError`."""
+    values = variable.load(indices, levels, *window)
+    if not complete or np.isfinite(values.sum(dtype=np.float64)):
+        return values
+    bad = np.argwhere(~np.isfinite(values))
+    time, level, row, column = bad[0]
+    north, east = variable.latitude[window[0]][row], variable.longitude[window[1]][column]
+    raise UserError(
+        f"{variable.origin}: channel '{variable.channels[levels[level]]}' has no value at "
+        f"{_text(variable.times[indices[time]])} at latitude {north:g}, longitude {east:g} ({len(bad)} such values in "
+        f"this block): {variable.missing}; set `split` around such times, `crop` such places, or fill them"
+    )
 
 
 def _resolved(channels: list[str], variables: list[Variable], label: str) -> list[str]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+ABSENT = "it is not in the file"
 TORN = "the file may be torn or damaged: fetch or make it again"
 #: What ECMWF's short names are called in ARCO-ERA5 and WeatherBench2.
 LONG_NAMES = {
@@ -54,3 +55,4 @@ class Variable:
     footprint: Callable[[list[int], slice, slice], tuple[int, int]]
     chunk: int = 1  # times that are stored, and hence read, together
     advice: str = TORN  # what to do when `load` fails
+    missing: str = ABSENT  # why a value may be NaN

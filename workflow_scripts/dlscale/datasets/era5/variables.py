@@ -18,8 +18,9 @@ from typing import IO, TYPE_CHECKING, Any
 import numpy as np
 
 from dlscale.core.errors import UserError
+from dlscale.data import store
 from dlscale.datasets.era5.humidity import with_humidity
-from dlscale.datasets.era5.variable import TORN, Variable
+from dlscale.datasets.era5.variable import ABSENT, TORN, Variable
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -30,6 +31,11 @@ TIMES = ("valid_time", "time")
 LATITUDES = ("latitude", "lat")
 LONGITUDES = ("longitude", "lon")
 LEVELS = ("isobaricInhPa", "isobaricInPa", "pressure_level", "level", "plev", "lev")
+#: What NetCDF's library leaves in places that nobody wrote, by type (netcdf.h, NC_FILL_*); bytes have no such value.
+UNWRITTEN = {
+    **{"i2": -32767, "u2": 65535, "i4": -2147483647, "u4": 4294967295},
+    **{"i8": -9223372036854775806, "u8": 18446744073709551614, "f4": 9.969209968386869e36, "f8": 9.969209968386869e36},
+}
 
 
 def _regular(variable: Variable) -> Variable:
@@ -42,6 +48,11 @@ def _regular(variable: Variable) -> Variable:
     if not (ordered and np.isfinite(latitude).all() and np.isfinite(longitude).all()):
         name = variable.channels[0]
         raise UserError(f"{variable.origin}: '{name}': latitudes or longitudes are not in order; {GRID}")
+    if abs(latitude).max() > 90.0 + 1e-3:
+        raise UserError(
+            f"{variable.origin}: '{variable.channels[0]}': latitudes from {latitude.min():g} to {latitude.max():g}; "
+            "expected degrees from -90 to 90: mend the axis, e.g. with `cdo setgrid`"
+        )
     if north_first:
         return replace(variable, longitude=longitude)
 
@@ -88,8 +99,18 @@ def open_netcdf(path: Path, engine: str, wanted: Collection[str], stack: context
     import xarray as xr
 
     with reading(path):
-        opened = stack.enter_context(xr.open_dataset(path, engine=engine, decode_times=False, cache=False))
-        return gridded(opened, str(path), wanted)
+        if engine == "zarr":
+            opened = stack.enter_context(xr.open_dataset(path, engine=engine, decode_times=False, cache=False))
+            return gridded(opened, str(path), wanted)
+        if engine == "h5netcdf":
+            store.open_file(path).close()  # refuses what leads to other files
+        options: Any = {"decode_times": False, "mask_and_scale": False, "cache": False}
+        raw = stack.enter_context(xr.open_dataset(path, engine=engine, **options))
+        for variable in raw.data_vars.values():
+            unwritten = UNWRITTEN.get(variable.dtype.str[1:])
+            if unwritten is not None and not {"_FillValue", "missing_value"} & variable.attrs.keys():
+                variable.attrs["_FillValue"] = variable.dtype.type(unwritten)
+        return gridded(xr.decode_cf(raw, decode_times=False), str(path), wanted)
 
 
 def gridded(dataset: xr.Dataset, origin: str, wanted: Collection[str], advice: str = TORN) -> list[Variable]:
@@ -138,7 +159,7 @@ def _gridded(dataset: xr.Dataset, name: str, times: Callable[[str], np.ndarray],
         hectopascals = np.atleast_1d(level.values) / (100.0 if level.attrs.get("units") == "Pa" else 1.0)
         channels = tuple(f"{name}@{value:g}" for value in hectopascals)
 
-    values = array.variable
+    values, valid = array.variable, _valid(array.variable)
     order = [axes[key] for key in ("time", "level", "latitude", "longitude") if key in axes]
 
     def load(times: np.ndarray, levels: list[int], rows: slice, columns: slice) -> np.ndarray:
@@ -146,6 +167,8 @@ def _gridded(dataset: xr.Dataset, name: str, times: Callable[[str], np.ndarray],
         index: dict[Any, Any] = {axes[key]: asked[key] for key in axes} | dict.fromkeys(rest, 0)
         # transposed only once it is read: a lazy transposition would make the library read point by point
         read = values.isel(index).load().transpose(*order).values
+        if valid is not None:
+            read = np.where((read >= valid[0]) & (read <= valid[1]), read, np.nan)
         return np.asarray(read, np.float32).reshape(len(times), len(levels), rows.stop - rows.start, -1)
 
     chunks = {axes[key]: 1 for key in axes} | values.encoding.get("preferred_chunks", {})
@@ -175,8 +198,38 @@ def _gridded(dataset: xr.Dataset, name: str, times: Callable[[str], np.ndarray],
             footprint,
             chunks[axes["time"]] if "time" in axes else 1,
             advice,
+            f"it is not in the file, or beyond the valid range of {valid[0]:g} to {valid[1]:g}" if valid else ABSENT,
         )
     )
+
+
+def _valid(values: xr.Variable) -> tuple[float, float] | None:
+    """Return the lowest and the highest valid value of a variable, as it is decoded; None if it names none.
+
+    `valid_range`, `valid_min` and `valid_max` are stored as the values are (NetCDF Users Guide, appendix A): those of
+    packed values in the integers that these are packed into, else in the units of the variable.
+    """
+
+    def given(key: str, count: int) -> np.ndarray | None:
+        found = np.ravel(np.asarray(values.attrs.get(key, ())))
+        return found if found.size == count and found.dtype.kind in "iuf" else None
+
+    ends = given("valid_range", 2)
+    if ends is None:
+        low, high = given("valid_min", 1), given("valid_max", 1)
+        if low is None and high is None:
+            return None
+        ends = np.array([-np.inf if low is None else low[0], np.inf if high is None else high[0]])
+        kind = (low if low is not None else high).dtype.kind  # type: ignore[union-attr]
+    else:
+        kind = ends.dtype.kind
+    stored = np.dtype(values.encoding.get("dtype", values.dtype))
+    scale, offset = (float(values.encoding.get(key, other)) for key, other in (("scale_factor", 1), ("add_offset", 0)))
+    unpacked = kind == "f" and stored.kind in "iu"  # the ends are of the values themselves
+    low_end, high_end = sorted(float(end) if unpacked else float(end) * scale + offset for end in ends)
+    # Decoding rounds: half of what packed values differ by, or the last digits of a float.
+    room = abs(scale) / 2 if stored.kind in "iu" else 1e-6 * max(abs(e) for e in (low_end, high_end) if np.isfinite(e))
+    return low_end - room, high_end + room
 
 
 def _decoded_times(clock: xr.Variable, origin: str) -> np.ndarray:

@@ -104,7 +104,7 @@ def _read(source: Era5Source, start: int, stop: int, attempts: int) -> np.ndarra
         retry=tenacity.retry_if_exception_type(UserError),
         reraise=True,
     )
-    return retrying(source.read, start, stop)["fields"]
+    return retrying(source.read_what_is_there, start, stop)["fields"]
 
 
 def _check_there(values: np.ndarray, source: Era5Source, start: int, origin: str) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 
 from dlscale.config.dataset import SPLITS
 from dlscale.core.errors import UserError, unknown
+from dlscale.data import store
 from dlscale.data.kind import Part
 from dlscale.data.source import Source
 from dlscale.data.store import Field
@@ -66,7 +67,7 @@ class FileSource(Source):
         """Return an array that is read as far as it is asked for; one of a .npz file is read as a whole."""
         try:
             if path.suffix in HDF5:
-                file = h5py.File(path)
+                file = store.open_file(path)
                 self._closing.append(file.close)
                 if not isinstance(values := file.get(name), h5py.Dataset):
                     raise UserError(
