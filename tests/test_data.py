@@ -340,17 +340,21 @@ print(json.dumps(grown))
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_memory_is_bounded_whatever_the_input(tmp_path: Path, dtype: str) -> None:
     """121 MB of input in stages of 16 MB: the process grows by no more than that and what libraries keep."""
+
+    def positive(shape: tuple[int, int, int]) -> dict[str, np.ndarray]:
+        """What `prepared` expects, and `files` takes as well."""
+        return {name: abs(values) for name, values in published(volume(shape)).items()}
+
     edge, bound = 150, 16
     big = tmp_path / "big.h5"
     with h5py.File(big, "w") as file:
-        slab = published(volume((10, edge, edge)))  # what `prepared` expects; `files` takes it as well as any
-        for name, values in slab.items():
+        for name, values in positive((10, edge, edge)).items():
             data = file.create_dataset(name, (len(values), edge, edge, edge), np.float32)
             for first in range(0, edge, 10):
                 data[:, first : first + 10] = values
     assert big.stat().st_size > 7 * bound * 1e6
     for name in ("small.h5", "valid.h5"):
-        write_volume(tmp_path / name, published(volume((8, 8, 8))))
+        write_volume(tmp_path / name, positive((8, 8, 8)))
     options = {"memory_mb": bound, "storage": {"dtype": dtype}}
     settings = {
         "config": cosmo([tmp_path / "small.h5", big], [tmp_path / "valid.h5"], **options),
@@ -639,9 +643,24 @@ def test_statistics_are_of_the_training_part_alone(tmp_path: Path, kind: str) ->
         stats = {path.name: path.read_bytes() for path in (folder / "stats").iterdir()}
         return stats, Manifest.read(folder / "manifest.json").fields
 
-    write_volume(tmp_path / "a.h5", published(volume((8, 8, 8), 1)))
-    other = {name: values * 3 + 0.5 for name, values in published(volume((12, 10, 8), 2)).items()}
-    assert described(published(volume((8, 8, 8), 3))) == described(other)
+    form = published if kind == "prepared" else dict
+    write_volume(tmp_path / "a.h5", form(volume((8, 8, 8), 1)))
+    other = {name: values * 3 + 0.5 for name, values in form(volume((12, 10, 8), 2)).items()}
+    assert described(form(volume((8, 8, 8), 3))) == described(other)
+
+
+def test_a_channel_that_is_constant_in_the_validation_part_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No skill can be told of it: a naive answer is exact."""
+    write_volume(tmp_path / "a.h5", volume((8, 8, 8), 1))
+    fields = volume((8, 8, 8), 2)
+    fields["Hydro"][2] = 0.5
+    write_volume(tmp_path / "b.h5", fields)
+    make_dataset(tmp_path / "data", cosmo([tmp_path / "a.h5"], [tmp_path / "b.h5"]))
+    assert re.findall(r"(\w+): channel '(\w+)' is constant over the validation part", caplog.text) == [
+        ("Hydro", "gas_velocity_y")
+    ]
 
 
 def test_statistics_of_series_are_of_the_training_part_alone(tmp_path: Path, era5_data: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -319,6 +320,9 @@ def test_skill_is_told_against_any_answer_that_is_the_strongest(era5_data: Path,
             assert (least == 0.25) == (number == c)
             assert found[f"naive_rmse/{name}"] == pytest.approx(least**0.5 * scale[number], rel=1e-6)
             assert found[f"skill/{name}"] == pytest.approx(1 - 0.1 / least**0.5, rel=1e-6)
+    means[f"{strongest}_square"][0] = 0.0  # of a channel that is constant there, a naive answer is exact
+    found = metrics.summarise({**means, "square": ones / 100, "root": ones, "acc": ones})
+    assert math.isnan(found[f"skill/{names[0]}"]) and math.isfinite(found[f"skill/{names[1]}"])
 
 
 def test_yesterday_may_lie_in_the_file_before(era5_data: Path, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ them where they lie.
 from __future__ import annotations
 
 import argparse
+import logging
 from pathlib import Path
 
 import numpy as np
@@ -44,6 +45,7 @@ def describe_own(dataset: DatasetSettings, folder: Path) -> Manifest:
     splits: dict[str, list[File]] = {split: [] for split in SPLITS}
     fields: dict[str, Field] = {}
     moments: dict[str, Moments] = {}  # of the training part
+    unseen: dict[str, Moments] = {}  # of the validation part
     lowest: dict[str, float] = {}  # of all parts
     highest: dict[str, float] = {}
     every = parts.parts(dataset)
@@ -55,11 +57,16 @@ def describe_own(dataset: DatasetSettings, folder: Path) -> Manifest:
                 field = Field.of(file[name])
                 check_alike(path, field, fields.setdefault(name, field))
                 these = Moments.from_json(file[name].attrs["moments"])
-                if part.split == "train":
-                    moments[name] = moments[name].merged(these) if name in moments else these
+                of_split = {"train": moments, "valid": unseen}.get(part.split, {})
+                of_split[name] = of_split[name].merged(these) if name in of_split else these
                 lowest[name] = min(lowest.get(name, np.inf), these.minimum.min())
                 highest[name] = max(highest.get(name, -np.inf), these.maximum.max())
             splits[part.split].append(File.of(path, folder, Field.of(file[names[0]]).rows, sha256(path)))
+    for name, its in unseen.items():
+        for channel, std in zip(fields[name].channels, its.std, strict=True):
+            if not std > 0:
+                text = "%s: channel '%s' is constant over the validation part: errors there say little, and no skill"
+                logging.warning(text, name, channel)
     infos = {name: describe_field(field, moments[name]) for name, field in fields.items()}
     for name, field in fields.items():
         if len(field.shape) == 1 and not field.floating and lowest[name] >= 0:

@@ -62,3 +62,8 @@ class MetricSum:
         device = next(iter(self._sums.values())).device
         count = int(over_all(torch.tensor(self._count, device=device)))
         return {name: (over_all(total) / count).cpu() for name, total in self._sums.items()}
+
+
+def skill(error: torch.Tensor, naive: torch.Tensor) -> torch.Tensor:
+    """Return 1 - error / error of the naive answer; NaN where that answer is exact, so that no skill can be told."""
+    return torch.where(naive > 0, 1 - error / naive, torch.nan)

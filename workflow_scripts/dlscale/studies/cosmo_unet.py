@@ -111,11 +111,13 @@ class CosmoMetrics(Metrics):
     def summarise(self, means: dict[str, torch.Tensor]) -> dict[str, float]:
         import torch
 
+        from dlscale.models.metrics import skill
+
         least = {
             f"naive_{kind}": torch.stack([means[f"{kind}_of_{name}"] for name in self.ANSWERS]).amin(dim=0)
             for kind in ("l1", "mae")
         }
-        return super().summarise(means | least | {"skill": 1 - means["l1"] / least["naive_l1"]})
+        return super().summarise(means | least | {"skill": skill(means["l1"], least["naive_l1"])})
 
 
 class CosmoUNet(Study):

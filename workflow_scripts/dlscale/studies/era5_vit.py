@@ -155,12 +155,14 @@ class Era5Metrics(Metrics):
     def summarise(self, means: dict[str, torch.Tensor]) -> dict[str, float]:
         import torch
 
+        from dlscale.models.metrics import skill
+
         rmse = means["square"].sqrt() * self.scale
         errors = {name: means[f"{name}_square"].sqrt() * self.scale for name in self.called}
         naive = torch.stack(list(errors.values())).amin(dim=0)
         scores = {"rmse": rmse, "rmse_normalised": means["root"], "naive_rmse": naive}
         scores |= {f"{name}_rmse": error for name, error in errors.items()}
-        scores["skill"] = 1 - rmse / naive
+        scores["skill"] = skill(rmse, naive)
         return super().summarise(scores | {name: mean for name, mean in means.items() if name == "acc"})
 
 
