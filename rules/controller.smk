@@ -57,15 +57,24 @@ def at_end_of_dry_run(show):
         atexit.register(ended)
 
 
+HELD = []
+
+
+def be_the_only_writer(folder, what):
+    """Refuse to start where another call of Snakemake writes into `folder`; the lock is held until this one ends."""
+    if workflow.is_main_process and not any(re.fullmatch(LOOKING, word) for word in sys.argv):
+        lock = only_writer(Path(folder))
+        try:
+            lock.__enter__()
+        except UserError as error:
+            print(f"{what}: {error}", file=sys.stderr)
+            sys.exit(2)
+        HELD.append(lock)
+
+
 def be_the_only_controller():
     """Refuse to start beside another call in this folder, and wait for jobs that an earlier one left in the queue."""
-    global CONTROLLER
-    if workflow.is_main_process and not any(re.fullmatch(LOOKING, word) for word in sys.argv):
-        # Held until this process ends. Jobs of a call that is alive are not left over from an earlier one.
-        CONTROLLER = only_writer(Path(".snakemake"))
-        try:
-            CONTROLLER.__enter__()
-        except UserError as error:
-            print(f"Another call of snakemake is at work: {error}", file=sys.stderr)
-            sys.exit(2)
+    be_the_only_writer(".snakemake", "Another call of snakemake is at work")
+    if HELD:
+        # Jobs of a call that is alive are not left over from an earlier one.
         slurm.wait_for_left_running(os.getcwd())

@@ -70,6 +70,8 @@ at_end_of_dry_run(show_obstacle)
 if SITE.scheduler:
     at_end_of_dry_run(show_cost)
     be_the_only_controller()
+# Snakemake's own lock is of this folder; another checkout may have the same `results`.
+be_the_only_writer(RESULTS, "results")
 
 
 onstart:

@@ -518,6 +518,38 @@ def test_interrupted_and_killed(clone: Tree) -> None:
     assert clone.planned(targets=call[3:]).names == []
 
 
+@pytest.mark.slow
+def test_two_checkouts_with_one_folder_of_results(clone: Tree, make_tree: Callable[..., Tree]) -> None:
+    """The second is refused while the first works, which goes on as if nothing had been; a dry run may look."""
+    clone.config["plans"]["era5"]["settings"]["training"] = {"epochs": 40}
+    clone.write()
+    other = make_tree(clone.config | {"results": str(clone.results)}, like=clone)
+    call = ["--cores", "2", "--", "plan_era5"]
+    log = clone.results / "logs/train/era5/vit.log"
+    before = log.read_text()
+    process = clone.start(*call)
+    until("the training's log", lambda: log.exists() and log.read_text() not in ("", before), process)
+    written = log.read_text()
+    second = other.snakemake(*call)
+    message = f"results: {clone.results}: in use by process {process.pid} on "
+    assert second.status == 2 and message in second.output and "Traceback" not in second.output, second.output
+    assert other.snakemake("--dry-run", *call).status == 0
+    assert log.read_text().startswith(written)
+    output, _ = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0, output
+    after = other.snakemake(*call)
+    assert after.status == 0, after.output
+
+
+@pytest.mark.parametrize("results", ["/dev/null", "tiny.yaml"])
+def test_results_that_can_be_no_folder(clone: Tree, results: str) -> None:
+    clone.config["results"] = results
+    clone.write()
+    done = clone.snakemake("--cores", "2", "--", "data_boxes")
+    assert done.status == 2 and "a file stands where a folder is needed" in done.output, done.output
+    assert "Traceback" not in done.output
+
+
 def test_a_dry_run_says_what_would_not_start(clone: Tree) -> None:
     """As the run itself would, which refuses before its first job."""
     clone.config["plans"]["nodes"] = {
