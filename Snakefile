@@ -22,6 +22,7 @@ include: "rules/common.smk"
 configfile: "config.yaml"
 
 
+check_targets()
 ASKED_PLANS = asked_plans()
 
 

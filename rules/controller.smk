@@ -4,11 +4,12 @@
 #   the name of the site     `workflow.resource_settings`: of a profile, default resources alone reach the processes that
 #                            Snakemake starts for its jobs.
 #   the plans asked for      `sys.argv`: the targets are not known before the rules are read, and a run that the machine
-#                            cannot do is said before.
+#                            cannot do is said before; so is a target that is misspelt.
 #   looking, or running      `sys.argv`: jobs of an earlier controller have to be waited for before Snakemake looks which
 #                            results are there. `onstart` comes after that, and `--unlock` or `--lint` must wait for nobody.
 #   the end of a dry run     `atexit`, `workflow._dag`: a dry run calls no hook.
 #   jobs that would run      `workflow.dag.needrun_jobs`: their cost, and what they need.
+#   why they would           `workflow.dag.reason`, `workflow.persistence`: said in words.
 import atexit
 import os
 import re
@@ -16,8 +17,9 @@ import signal
 import sys
 from pathlib import Path
 
-from dlscale.core.errors import UserError
+from dlscale.core.errors import UserError, unknown
 from dlscale.core.lock import only_writer
+from dlscale.preflight import why
 
 if not workflow.is_main_process:
     # Slurm warns all processes of a job of its time limit; this one leads to the training, which saves then.
@@ -39,11 +41,45 @@ def asked_plans():
     return named or CONFIG.workflow.targets
 
 
+def check_targets():
+    """Refuse a target of ours that is misspelt, with the nearest name: Snakemake has none."""
+    known = {"plan": CONFIG.plans, "data": CONFIG.workflow.datasets, "study": STUDIES}
+    for word in sys.argv[1:]:
+        what, _, name = word.partition("_")
+        if re.fullmatch(r"(plan|data|study)_[\w-]+", word) and name not in known[what] and not Path(word).exists():
+            refuse(f"{word}: {unknown({'data': 'dataset'}.get(what, what), name, known[what])}")
+
+
 def jobs_to_run():
     """Rule and wildcards of the jobs that would run; by the time that its cost is shown a dry run has finished them."""
     if not getattr(workflow, "_dag", None):
         return []
     return [(job.rule.name, job.wildcards) for job in workflow.dag.needrun_jobs(exclude_finished=False)]
+
+
+def reasons_to_run():
+    """The same jobs with what Snakemake has against leaving them out."""
+    if not getattr(workflow, "_dag", None):
+        return []
+    return [reason_to_run(job) for job in workflow.dag.needrun_jobs(exclude_finished=False) if not job.rule.norun]
+
+
+def reason_to_run(job):
+    reason, persistence = workflow.dag.reason(job), workflow.persistence
+    known = any(persistence.metadata(file) for file in job.output)
+    return why.Waiting(
+        job.rule.name,
+        dict(job.wildcards.items()),
+        # Temporary files are gone as soon as they were used: whoever needs them again has the reason.
+        missing=[file for file in reason.missing_output if not (known and file in job.temp_output)],
+        known=known,
+        before=sorted(reason.params_changed.only_old),
+        now=sorted(reason.params_changed.only_new),
+        newer=sorted(reason.updated_input),
+        inputs=bool(reason.input_changed),
+        forced=bool(reason.forced),
+        command=bool(reason.code_changed),
+    )
 
 
 def at_end_of_dry_run(show):

@@ -3,6 +3,7 @@ import time
 from collections import Counter
 
 from dlscale.core import times
+from dlscale.core.fingerprint import TABLES
 from dlscale.core.stages import DATA_STAGES, RUN_STAGES
 from snakemake.exceptions import WorkflowError
 
@@ -66,9 +67,27 @@ def show_cost():
         print("", *filter(None, lines), sep="\n", file=sys.stderr)
 
 
+SOURCES = Path(".snakemake/sources")
+
+
+def remember_sources():
+    """Write down what the digests of sources stand for, with which jobs are recorded."""
+    if getattr(workflow, "_dag", None):
+        for job in workflow.dag.needrun_jobs():
+            job.params
+    why.remember(TABLES, SOURCES)
+
+
+def show_reasons():
+    """Print why the jobs of a dry run would run."""
+    why.show(why.found(reasons_to_run(), why.remembered(SOURCES, TABLES)))
+
+
 at_end_of_dry_run(show_obstacle)
 if SITE.scheduler:
     at_end_of_dry_run(show_cost)
+at_end_of_dry_run(show_reasons)
+if SITE.scheduler:
     be_the_only_controller()
 # Snakemake's own lock is of this folder; another checkout may have the same `results`.
 be_the_only_writer(RESULTS, "results")
@@ -80,6 +99,7 @@ onstart:
             "Jobs are submitted, and no site says how; name one: --default-resources \"site='NAME'\""
         )
     works = waiting_works()
+    remember_sources()
     try:
         check_start(works)
     except UserError as error:
@@ -105,6 +125,7 @@ def show_times():
 
 onsuccess:
     show_times()
+    remember_sources()
     page, parts = Path(RESULTS, "report/index.html"), Path(RESULTS, "plans").glob("*/report.html")
     made = [each for each in (page, *sorted(parts)) if each.exists() and each.stat().st_mtime >= STARTED]
     for each in made or [page] * page.exists():

@@ -65,6 +65,11 @@ QUESTIONS = {
         "Estimate what the runs that lack results will cost: node-hours, GPU-hours, charge.",
         _PLANS,
     ),
+    "why": Question(
+        "dlscale.preflight.why",
+        "Say why the workflow would run what it would: settings, sources, image or files that changed.",
+        ("targets", {"nargs": "*", "metavar": "TARGET", "help": "as for snakemake: plan_NAME, data_NAME, a file"}),
+    ),
     "plan": Question(
         "dlscale.preflight.plan",
         "Predict what measured runs do on other devices (speed, memory, time, cost), and recommend some.",

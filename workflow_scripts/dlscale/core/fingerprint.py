@@ -19,6 +19,8 @@ from dlscale.core.errors import UserError
 from dlscale.core.stages import STAGES
 
 ROOT = Path(__file__).resolve().parents[1]  # the package's folder
+#: What this process's fingerprints are of: by fingerprint, the digest of each source file.
+TABLES: dict[str, dict[str, str]] = {}
 
 
 @functools.cache
@@ -115,10 +117,20 @@ def fingerprint(modules: Iterable[str], files: Iterable[Path] = ()) -> str:
 
     `files` are what the stage reads from the package beside its modules, such as a page's template.
     """
-    digest = hashlib.sha256(_digest(tuple(sorted(modules))).encode())
+    modules = tuple(sorted(modules))
+    digest = hashlib.sha256(_digest(modules).encode())
+    table = {_path(module): _source(module)[0] for module in reachable(modules)}
     for file in sorted(files):
-        digest.update(f"{file.name} {hashlib.sha256(file.read_bytes()).hexdigest()}\n".encode())
+        table[file.name] = hashlib.sha256(file.read_bytes()).hexdigest()
+        digest.update(f"{file.name} {table[file.name]}\n".encode())
+    TABLES[digest.hexdigest()] = table
     return digest.hexdigest()
+
+
+def _path(module: str) -> str:
+    """Return the name of a module's file: within the package, or as a whole of a study from outside."""
+    file = _file(module)
+    return str(file.relative_to(ROOT) if file and file.is_relative_to(ROOT) else file)
 
 
 def run_modules(stage: str, study: str, *loaders: str) -> list[str]:

@@ -16,8 +16,9 @@ class Loader(yaml.SafeLoader):
         """Return the next node; an alias must not name what it stands in."""
         event: Any = self.peek_event()
         node: Any = super().compose_node(parent, index)
+        mark: Any = event.start_mark
         if isinstance(event, yaml.AliasEvent) and node.end_mark is None:
-            raise yaml.MarkedYAMLError(problem=f"*{event.anchor} stands in itself", problem_mark=event.start_mark)
+            raise yaml.MarkedYAMLError(problem=f"*{event.anchor} stands in itself", problem_mark=mark)
         return node
 
     def compose_mapping_node(self, anchor: Any) -> Any:

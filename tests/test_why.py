@@ -1,0 +1,95 @@
+"""Why jobs would run, in words; `tests/workflow/test_why.py` asks the workflow itself."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dlscale.preflight.why import Waiting, explained, found, remember, remembered
+
+TABLES = {"1": {"models/vit.py": "a", "core/files.py": "b"}, "2": {"models/vit.py": "c", "core/files.py": "b"}}
+
+
+def job(before: Any = None, now: Any = None, rule: str = "train", **more: Any) -> Waiting:
+    """Return a job of which parameters changed, as Snakemake records them."""
+    recorded = {"before": [repr(before)], "now": [repr(now)]} if before is not None else {}
+    return Waiting(rule, {"plan": "p", "run": "r"}, **{"known": True, **recorded, **more})
+
+
+def stage(settings: Any = None, sources: str = "1", **more: str) -> dict[str, Any]:
+    return {"sources": sources, "settings": json.dumps(settings or {}), **more}
+
+
+@pytest.mark.parametrize(
+    ("waiting", "reason"),
+    [
+        (job(), ""),
+        (job(known=False, missing=["results/metrics.jsonl", "results/model.pt"]), "never made"),
+        (job(missing=["results/model.pt"]), "model.pt is gone"),
+        (job(forced=True), "asked for by force"),
+        (job(newer=["data/b.h5", "data/a.h5"]), "changed: data/b.h5, data/a.h5"),
+        (job(inputs=True), "it reads other files than before"),
+        (job(command=True), "the rule's command changed"),
+        (job(stage({"training": {"epochs": 2}}), stage({"training": {"epochs": 50}})), "training.epochs 2 → 50"),
+        (job(stage({"a": 1}), stage({"b": [1, None]})), "a 1 → none; b none → [1, null]"),
+        (job(stage({"a": "x" * 80}), stage({"a": "y"})), f"a {'x' * 59}… → y"),
+        (
+            job(stage(dict.fromkeys("abcdef", 1)), stage(dict.fromkeys("abcdef", 2))),
+            "a 1 → 2; b 1 → 2; c 1 → 2; d 1 → 2; 2 more settings",
+        ),
+        (job(stage(), stage(sources="2")), "models/vit.py changed"),
+        (job(stage(sources="0"), stage(sources="2")), "sources changed"),
+        (job(stage(image="gpu-0.1.0"), stage(image="gpu-0.2.0")), "image gpu-0.1.0 → gpu-0.2.0"),
+        (job(stage(), stage(packages="/software")), "packages none → /software"),
+        (
+            job({**stage(), "settings": '{"a": 1}'}, {**stage(sources="2"), "settings": '{"a": 2}'}, command=True),
+            "a 1 → 2; models/vit.py changed; the rule's command changed",
+        ),
+        (job({**stage(), "settings": "not JSON"}, {**stage(), "settings": None}), "settings not JSON → none"),
+        (job("one", "other"), "one → other"),
+    ],
+)
+def test_reasons(waiting: Waiting, reason: str) -> None:
+    assert explained(waiting, TABLES.get) == reason
+
+
+def test_a_line_for_each_reason() -> None:
+    """Runs of a plan with one reason share it; rules that write settings go without saying; the rest is counted."""
+    longer = {"before": [repr(stage({"epochs": 2}))], "now": [repr(stage({"epochs": 3}))], "known": True}
+    jobs = [
+        Waiting("configure_run", {"plan": "p", "run": "a"}, **longer),
+        Waiting("train", {"plan": "p", "run": "a"}, **longer),
+        Waiting("throughput", {"plan": "p", "run": "a"}, **longer),
+        Waiting("train", {"plan": "p", "run": "b"}, **longer),
+        Waiting("train", {"plan": "q", "run": "a"}, **longer),
+        Waiting("preprocess", {"dataset": "d", "split": "train", "part": "x", "piece": "0"}, missing=["x"]),
+        Waiting("configure_dataset", {"dataset": "d"}, **longer),
+        Waiting("collect", {"plan": "p"}, known=True),
+        Waiting("report_plan", {"plan": "p"}, known=True),
+        Waiting("report_plan", {"plan": "q"}, known=True),
+        Waiting("report", {}, missing=["index.html"]),
+    ]
+    assert found(jobs, TABLES.get).lines() == [
+        "p.{a, b} (train, throughput): epochs 2 → 3",
+        "q.a (train): epochs 2 → 3",
+        "data d (preprocess): never made",
+        "data d (configure_dataset): epochs 2 → 3",
+        "report (report): never made",
+        "and what follows from that: collect, report_plan 2",
+    ]
+    many = [Waiting("train", {"plan": "p", "run": f"r{number}"}) for number in range(6)]
+    assert found([Waiting("train", each.wildcards, missing=["x"]) for each in many], TABLES.get).lines() == [
+        "p.{r0, r1, r2, r3 and 2 more} (train): never made"
+    ]
+
+
+def test_digests_are_remembered(tmp_path: Path) -> None:
+    remember(TABLES, tmp_path / "sources")
+    look = remembered(tmp_path / "sources", {"3": {"x.py": "d"}})
+    assert [look(digest) for digest in ("1", "2", "3", "4")] == [TABLES["1"], TABLES["2"], {"x.py": "d"}, None]
+    (tmp_path / "sources/1.json").write_text("{")
+    (tmp_path / "sources/2.json").write_text("[]")
+    assert look("1") is None and look("2") is None

@@ -1,0 +1,72 @@
+"""`dlscale why` and the end of a dry run: the real workflow, after real changes."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from tests.workflow.conftest import Tree
+from tests.workflow.test_changes import PACKAGE, append, configure, delete
+
+
+def why(output: str) -> list[str]:
+    """Return the lines at the end of a dry run."""
+    found = re.search(r"\nWhy:\n((?:  .*\n?)*)", output)
+    return [line.strip() for line in found[1].splitlines()] if found else []
+
+
+def reasons(tree: Tree) -> list[str]:
+    done = tree.snakemake("--dry-run", "--", "plan_era5")
+    assert done.status == 0, done.output
+    return why(done.output)
+
+
+def test_nothing_changed(clone: Tree) -> None:
+    assert reasons(clone) == []
+    done = clone.shell("python -m dlscale why --configfile tiny.yaml -- plan_era5")
+    assert (done.returncode, done.stdout) == (0, "Nothing would run: all is there, and as it was asked for.\n"), done
+
+
+def test_what_changed_is_named(clone: Tree) -> None:
+    """Settings by key, sources by file, both in one line; what is gone, and what was never there."""
+    undo = configure("plans.era5.settings.training.epochs", 3)(clone)
+    train, *further = reasons(clone)
+    assert re.fullmatch(r"era5\.vit \(train\): training\.epochs \d+ → 3", train)
+    assert further == ["and what follows from that: collect, report_plan"]
+    undo()
+    undo = append(f"{PACKAGE}/models/vit.py")(clone)
+    (line, _) = reasons(clone)
+    assert re.fullmatch(r"era5\.vit \(.*\): models/vit\.py changed", line) and "throughput" in line and "train" in line
+    undo()
+    undo = append(f"{PACKAGE}/models/vit.py", "\n# A comment.\n")(clone)
+    assert reasons(clone) == []
+    undo()
+    undo = delete("plans/era5/vit/throughput.json")(clone)
+    assert reasons(clone)[0] == "era5.vit (throughput): throughput.json is gone"
+    undo()
+    undo = configure("plans.era5.runs.more", {"model": {"depth": 1}})(clone)
+    assert reasons(clone)[0] == "era5.more (configure_run, throughput, train): never made" or set(reasons(clone)) > {
+        "era5.more (throughput, train): never made"
+    }
+    undo()
+
+
+@pytest.mark.slow
+def test_the_question(clone: Tree) -> None:
+    """In words, as JSON, and of a target that is none."""
+    configure("plans.era5.settings.training.epochs", 3)(clone)
+    asked = "python -m dlscale why --configfile tiny.yaml"
+    done = clone.shell(f"{asked} -- plan_era5")
+    assert done.returncode == 0 and done.stdout.splitlines()[0].startswith("era5.vit (train): training.epochs "), done
+    told = json.loads(clone.shell(f"{asked} --json -- plan_era5").stdout)
+    assert [line["rules"] for line in told["reasons"]] == [["train"]] and told["follow"]["collect"] == 1
+    for target, said in (
+        ("plan_era6", "plan_era6: no plan is called 'era6' (did you mean 'era5'?); there are: "),
+        ("data_yearz", "data_yearz: no dataset is called 'yearz' (did you mean 'years'?); there are: "),
+        ("study_era5", "study_era5: no study is called 'era5' (did you mean 'era5_vit'?); there are: "),
+        ("results/nothing", "results/nothing"),
+    ):
+        wrong = clone.shell(f"{asked} -- {target}")
+        assert wrong.returncode != 0 and wrong.stdout == "" and said in wrong.stderr, wrong

@@ -1,0 +1,277 @@
+"""Why jobs would run, in words: which settings, sources, image or files changed, of which runs.
+
+Snakemake tells that a job's parameters are others, and shows both as a whole. They are one dict (rules/common.smk):
+settings, the digest of the sources, image and packages. What changed in it is said here, a line for each reason.
+
+`dlscale why TARGET …` is a dry run of Snakemake that says nothing else; each dry run ends with these lines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dlscale.core.files import read_json, write_json
+from dlscale.core.settings import flat
+from dlscale.core.text import many
+
+if TYPE_CHECKING:
+    from dlscale.config.resolve import Configuration
+
+#: Settings of a line, and modules: more are counted.
+MOST = 4
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """A job that would run, and what Snakemake says about it.
+
+    Attributes
+    ----------
+    rule, wildcards
+        What it is.
+    missing
+        Its outputs that are not there; `known`: whether it ran before.
+    before, now
+        Parameters as they were recorded, and as they are: representations of Python values that only one of them has.
+    newer
+        Inputs that changed since; `inputs`: whether it reads other files than before.
+    forced, command
+        Whether it was asked for by force; whether the rule's own command changed.
+    """
+
+    rule: str
+    wildcards: Mapping[str, str]
+    missing: Sequence[str] = ()
+    known: bool = False
+    before: Sequence[str] = ()
+    now: Sequence[str] = ()
+    newer: Sequence[str] = ()
+    inputs: bool = False
+    forced: bool = False
+    command: bool = False
+
+
+@dataclass
+class Line:
+    """Runs of a plan, or whatever else would be made, that have a reason in common."""
+
+    group: str  #: `PLAN.`, `plan `, `data `, or nothing.
+    reason: str
+    names: list[str] = field(default_factory=list)
+    rules: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        names = _some(self.names)
+        several = len(self.names) > 1 and self.group.endswith(".")
+        return f"{self.group}{f'{{{names}}}' if several else names} ({', '.join(self.rules)}): {self.reason}"
+
+
+@dataclass
+class Reasons:
+    """Why jobs would run, and by rule how many do because others do."""
+
+    reasons: list[Line] = field(default_factory=list)
+    follow: dict[str, int] = field(default_factory=dict)
+
+    def lines(self) -> list[str]:
+        """Return a line for each reason, and one for all that follows."""
+        further = ", ".join(f"{rule} {count}" if count > 1 else rule for rule, count in sorted(self.follow.items()))
+        return [*map(str, self.reasons), *([f"and what follows from that: {further}"] if further else [])]
+
+
+def found(jobs: Iterable[Waiting], sources: Callable[[str], Mapping[str, str] | None]) -> Reasons:
+    """Return why jobs would run.
+
+    Parameters
+    ----------
+    sources
+        Returns the modules and their digests that a digest of sources stands for; None if nobody remembers.
+    """
+    told: dict[tuple[str, str], Line] = {}
+    follow: dict[str, int] = {}
+    for job in jobs:
+        if not (reason := explained(job, sources)):
+            follow[job.rule] = follow.get(job.rule, 0) + 1
+            continue
+        group, name = _place(job)
+        line = told.setdefault((group, reason), Line(group, reason))
+        for each, names in ((name, line.names), (job.rule, line.rules)):
+            if each not in names:
+                names.append(each)
+    for line in told.values():  # what writes settings anew goes without saying where others use them
+        line.rules = [rule for rule in line.rules if not rule.startswith("configure_")] or line.rules
+    return Reasons(list(told.values()), follow)
+
+
+def explained(job: Waiting, sources: Callable[[str], Mapping[str, str] | None]) -> str:
+    """Return why a job would run; an empty text if it does because others do."""
+    reasons = ["asked for by force"] if job.forced else []
+    if job.missing:
+        gone = ", ".join(dict.fromkeys(Path(path).name for path in job.missing))
+        reasons.append(f"{gone} is gone" if job.known else "never made")
+    for before, now in _pairs(job.before, job.now):
+        reasons += changes(before, now, sources)
+    if job.newer:
+        reasons.append(f"changed: {_some(job.newer)}")
+    if job.inputs and not reasons:
+        reasons.append("it reads other files than before")
+    if job.command:
+        reasons.append("the rule's command changed")
+    return "; ".join(reasons)
+
+
+def changes(before: Any, now: Any, sources: Callable[[str], Mapping[str, str] | None]) -> list[str]:
+    """Return what differs between a job's parameters before and now."""
+    if not (isinstance(before, dict) and isinstance(now, dict)):
+        return [f"{_value(before)} → {_value(now)}"]
+    found = _settings(before.get("settings"), now.get("settings"))
+    if before.get("sources") != now.get("sources"):
+        found.append(_modules(*(sources(each.get("sources", "")) for each in (before, now))))
+    for key in ("image", "packages"):
+        one, other = before.get(key), now.get(key)
+        if one != other:
+            found.append(f"{key} {_value(one)} → {_value(other)}")
+    return found
+
+
+def _settings(before: Any, now: Any) -> list[str]:
+    old, new = (_keys(each) for each in (before, now))
+    keys = [key for key in dict.fromkeys([*old, *new]) if old.get(key, _ABSENT) != new.get(key, _ABSENT)]
+    told = [f"{key} {_value(old.get(key, _ABSENT))} → {_value(new.get(key, _ABSENT))}".strip() for key in keys[:MOST]]
+    return [*told, *([f"{many(len(keys) - MOST, 'more setting')}"] if len(keys) > MOST else [])]
+
+
+_ABSENT = object()
+
+
+def _keys(settings: Any) -> dict[str, Any]:
+    """Return settings by dotted key; they may be JSON."""
+    if isinstance(settings, str):
+        try:
+            settings = json.loads(settings)
+        except ValueError:
+            return {"settings": settings}
+    return flat(settings) if isinstance(settings, dict) else {} if settings is None else {"settings": settings}
+
+
+def _modules(before: Mapping[str, str] | None, now: Mapping[str, str] | None) -> str:
+    if before is None or now is None:
+        return "sources changed"
+    changed = [name for name in dict.fromkeys([*before, *now]) if before.get(name) != now.get(name)]
+    return f"{_some(sorted(changed))} changed"
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:MOST]) + (f" and {len(names) - MOST} more" if len(names) > MOST else "")
+
+
+def _value(value: Any) -> str:
+    if value is _ABSENT or value is None:
+        return "none"
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= 60 else text[:59] + "…"
+
+
+def _pairs(before: Sequence[str], now: Sequence[str]) -> list[tuple[Any, Any]]:
+    """Return recorded parameters beside those that took their places: a rule has one, `stage`, that counts."""
+    old, new = ([_read(text) for text in sorted(texts, key=len)] for texts in (before, now))
+    length = max(len(old), len(new))
+    return list(zip([*old, *[None] * (length - len(old))], [*new, *[None] * (length - len(new))], strict=True))
+
+
+def _read(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+def _place(job: Waiting) -> tuple[str, str]:
+    """Return what a job belongs to, and the name under which a line has it."""
+    known = job.wildcards
+    if "run" in known:
+        return f"{known['plan']}.", known["run"]
+    if "plan" in known:
+        return "plan ", known["plan"]
+    if "dataset" in known:
+        return "data ", known["dataset"]
+    return "", job.rule
+
+
+# ---- what digests stand for --------------------------------------------------------------------------
+
+
+def remember(tables: Mapping[str, Mapping[str, str]], folder: Path) -> None:
+    """Write which modules the digests of sources stand for, a file each, where they are not known yet."""
+    for digest, table in tables.items():
+        if not (path := folder / f"{digest}.json").exists():
+            write_json(path, table)
+
+
+def remembered(folder: Path, tables: Mapping[str, Mapping[str, str]]) -> Callable[[str], Mapping[str, str] | None]:
+    """Return a function from a digest to its modules: of `tables`, or of what `remember` wrote; None if neither has."""
+
+    def look(digest: str) -> Mapping[str, str] | None:
+        if digest in tables:
+            return tables[digest]
+        try:
+            table = json.loads((folder / f"{digest}.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+        return table if isinstance(table, dict) else None
+
+    return look
+
+
+# ---- the question ------------------------------------------------------------------------------------
+
+#: Names the file to which a dry run, of a process of its own, writes its reasons when these are the question.
+ASKED = "DLSCALE_WHY"
+
+
+def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
+    """Have Snakemake look what it would run for `args.targets`, and say why; return its exit status."""
+    command = [sys.executable, "-m", "snakemake", "--dry-run"]
+    if args.profile:
+        command += ["--workflow-profile", f"profiles/{args.profile}"]
+    for option in ("configfile", "config"):
+        command += [f"--{option}", *given] if (given := getattr(args, option)) else []
+    with tempfile.TemporaryDirectory() as folder:
+        answer = Path(folder, "reasons.json")
+        done = subprocess.run(
+            [*command, "--", *args.targets],
+            env={**os.environ, ASKED: str(answer)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+        )
+        if done.returncode:
+            said = done.stdout.rpartition("Building DAG of jobs...\n")[2].strip()
+            print("\n".join(line for line in said.splitlines() if not line.startswith("Using ")), file=sys.stderr)
+            return done.returncode
+        raw = read_json(answer)
+    if args.json:
+        print(json.dumps(raw, indent=2, ensure_ascii=False))
+    else:
+        lines = Reasons([Line(**line) for line in raw["reasons"]], raw["follow"]).lines()
+        print("\n".join(lines or ["Nothing would run: all is there, and as it was asked for."]))
+    return 0
+
+
+def show(reasons: Reasons) -> None:
+    """Print why jobs of a dry run would run, or answer the process that asked."""
+    if asked := os.environ.get(ASKED):
+        write_json(asked, asdict(reasons))
+    elif lines := reasons.lines():
+        print("", "Why:", *(f"  {line}" for line in lines), sep="\n", file=sys.stderr)
