@@ -372,6 +372,7 @@ def test_two_processes_that_are_right(tested: Tested) -> None:
     assert one["text"].startswith("node: ") and " µs, " in one["text"] and "all_reduce of 4.19 MB: " in one["text"]
 
 
+@pytest.mark.parallel
 def test_four_processes_on_pretended_nodes(tested: Tested) -> None:
     found = Links(**tested("right")[0]["links"])
     assert [(level.name, level.size, level.links) for level in found.levels] == [("switch", 2, 2), ("network", 2, 4)]
