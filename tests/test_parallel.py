@@ -98,12 +98,12 @@ def close(one: Path, other: Path, tolerance: float) -> None:
         pytest.param(
             *("era5_vit", 4, {"geometry": {"tp": 2}, "parallel": {"kind": "fsdp"}}),
             id="tensor parallel and sharded",
-            marks=pytest.mark.slow,
+            marks=pytest.mark.parallel,
         ),
         pytest.param(
             *("era5_vit", 4, {"optimizer": {"kind": "sgd", "lr": 0.1, "momentum": 0.9}}),
             id="four",
-            marks=pytest.mark.slow,
+            marks=pytest.mark.parallel,
         ),
     ],
 )

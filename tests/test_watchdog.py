@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,7 +16,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from dlscale.config.parallel import Limits
+from dlscale.config.run import Geometry
+from dlscale.config.site import Site
 from dlscale.core import ending, ranges
+from dlscale.core.errors import PeerLost, UserError
+from dlscale.core.machine import WATCHDOG
+from dlscale.launch.launcher import Place, launch
 from dlscale.parallel import watchdog
 from dlscale.parallel.watchdog import Watchdog
 from dlscale.parallel.world import World
@@ -24,33 +31,44 @@ from tests.conftest import ROOT
 from tests.test_parallel import configure
 from tests.waiting import PATIENCE, until
 
-#: Run in place of `dlscale`: the second rank does what is asked, in the twentieth step.
-HANGS = """
-import os, sys, time
+#: Run in place of `dlscale`: one rank does what is asked, where it is asked for the so-manieth time.
+FAULTY = """
+import ctypes, os, sys, time
 from dlscale import cli
 from dlscale.data.loaders.torch_loader import TorchLoader
-from dlscale.parallel import watchdog
+from dlscale.train import checkpoint
+from dlscale.train.logs import RunLogs
 from dlscale.train.step import Network
 
-watchdog.STUCK = float(os.environ["STUCK"])
 calls = 0
 
-def hang():
+def falter():
     global calls
     calls += 1
-    if calls == 20 and os.environ["RANK"] == "1":
+    if calls == int(os.environ["CALL"]) and os.environ["RANK"] == os.environ["CULPRIT"]:
         print("HANGS", flush=True)
-        time.sleep(3600)
+        if "HOLDS" in os.environ:  # Python's lock
+            ctypes.PyDLL(None).sleep(int(os.environ["HOLDS"]))
+        else:
+            time.sleep(3600)
 
-if os.environ["WHERE"] == "forward":
-    losses = Network.losses
-    Network.losses = lambda *arguments: (hang(), losses(*arguments))[1]
+def before(owner, name):
+    original = getattr(owner, name)
+    setattr(owner, name, lambda *arguments: (falter(), original(*arguments))[1])
+
+WHERE = os.environ["WHERE"]
+if WHERE == "forward":
+    before(Network, "losses")
+elif WHERE == "writing":
+    before(RunLogs, "add")
+elif WHERE == "checkpoint":
+    before(checkpoint, "_digest")
 else:
     epoch = TorchLoader.epoch
     def slow(self, *arguments):
         batches = epoch(self, *arguments)
         while True:
-            hang()
+            falter()
             try:
                 yield next(batches)
             except StopIteration:
@@ -115,31 +133,173 @@ def test_a_rank_that_dies_or_is_stopped_is_named(
     folder = configure(tmp_path / "run", "era5_vit", 2, **STRATEGIES[strategy], training={"steps": 100_000})
     process = begin(folder, era5_data, ["-m", "--", "dlscale"])
     until("an epoch", lambda: "epoch 2 of" in said(folder), process, lambda: said(folder))
-    start = time.monotonic()
     victim = ranks_of(process)[rank]
     os.kill(victim, how)
     output = end_of(process, folder)
-    seconds = time.monotonic() - start
     survivor = (folder / ("train.log" if rank else "train.rank1.log")).read_text()
     assert f"process {rank} on " in survivor and "This process ends with it" in output, survivor
-    stopped = "no sign of life" in survivor or "has not answered" in survivor
-    assert stopped == (how == signal.SIGSTOP), survivor
-    assert seconds < 60 * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+    assert ("(stopped by a signal)" in survivor) == (how == signal.SIGSTOP), survivor
     assert not Path(f"/proc/{victim}").exists()
+
+
+def begin_faulty(
+    folder: Path, data: Path, where: str, call: int = 20, culprit: int = 1, **env: str
+) -> subprocess.Popen[str]:
+    """Start a training, one of whose processes hangs."""
+    (folder / "program.py").write_text(FAULTY)
+    env = {"WHERE": where, "CALL": str(call), "CULPRIT": str(culprit), **env}
+    return begin(folder, data, ["--", str(folder / "program.py")], **env)
 
 
 @strategies
 @pytest.mark.parametrize("where", ["data", pytest.param("forward", marks=pytest.mark.slow)])
 def test_a_rank_that_hangs_is_named(tmp_path: Path, era5_data: Path, strategy: str, where: str) -> None:
     folder = configure(tmp_path / "run", "era5_vit", 2, **STRATEGIES[strategy], training={"steps": 100_000})
-    (tmp_path / "program.py").write_text(HANGS)
-    process = begin(folder, era5_data, ["--", str(tmp_path / "program.py")], WHERE=where, STUCK="8")
+    process = begin_faulty(folder, era5_data, where, **{WATCHDOG: "stuck=8"})
     output = end_of(process, folder)
     log = (folder / "train.log").read_text()
     assert "HANGS" in said(folder)
     assert "all have waited for" in log and "s for process 1 on " in log and f"({where})" in log, log
     assert "process 0" not in log.split("all have waited")[1]
     assert "This process ends with it" in output
+
+
+@pytest.mark.parametrize(
+    ("where", "culprit", "call"), [("checkpoint", 1, 2), pytest.param("writing", 0, 3, marks=pytest.mark.slow)]
+)
+def test_a_rank_that_hangs_between_epochs_is_named(
+    tmp_path: Path, era5_data: Path, where: str, culprit: int, call: int
+) -> None:
+    """Also in the thread that writes a checkpoint, for which all ranks wait."""
+    folder = configure(tmp_path / "run", "era5_vit", 2, training={"steps": 100_000})
+    output = end_of(begin_faulty(folder, era5_data, where, call, culprit, **{WATCHDOG: "between=8"}), folder)
+    assert f"all have waited for 8 s for process {culprit} on " in output and f"({where})" in output, output
+    assert f"process {1 - culprit} on" not in output
+
+
+@pytest.mark.parametrize("culprit", [1, pytest.param(0, marks=pytest.mark.slow)])
+def test_a_rank_that_holds_pythons_lock_is_not_dead(tmp_path: Path, era5_data: Path, culprit: int) -> None:
+    """No thread of its process can show a sign of life, but the other one sees the process; the run goes on."""
+    folder = configure(tmp_path / "run", "era5_vit", 2, training={"steps": 60})
+    limits = {WATCHDOG: "silent=5:stuck=6"}  # of what nobody sees; the data are just being opened
+    process = begin_faulty(folder, era5_data, "data", 2, culprit, HOLDS="12", **limits)
+    output, _ = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0, output + said(folder)
+    assert "HANGS" in said(folder) and "no sign of life" not in said(folder)
+
+
+@pytest.mark.slow
+def test_a_rank_that_holds_pythons_lock_for_good_is_named(tmp_path: Path, era5_data: Path) -> None:
+    """Of the first rank, which judges, the others say so."""
+    folder = configure(tmp_path / "run", "era5_vit", 2, training={"steps": 100_000})
+    limits = {WATCHDOG: "silent=5:stuck=12:between=12"}
+    output = end_of(begin_faulty(folder, era5_data, "data", 400, culprit=0, HOLDS="3600", **limits), folder)
+    assert "process 0 on" in output and "is there, but has shown no sign of life for 12 s" in output, output
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("how", ["stopped", "hangs"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_within_a_minute(tmp_path: Path, era5_data: Path, how: str, rank: int) -> None:
+    """The whole run, by the watchdog's own limits, is over: no process of it is left."""
+    folder = configure(tmp_path / "run", "era5_vit", 2, training={"steps": 100_000})
+    process = begin_faulty(folder, era5_data, "data", call=200 if how == "hangs" else -1, culprit=rank)
+    if how == "hangs":
+        until("it hangs", lambda: "HANGS" in said(folder), process, lambda: said(folder))
+    else:
+        until("an epoch", lambda: "epoch 20 of" in said(folder), process, lambda: said(folder))
+    start, processes = time.monotonic(), ranks_of(process)
+    if how == "stopped":
+        os.kill(processes[rank], signal.SIGSTOP)
+    output = end_of(process, folder)
+    assert time.monotonic() - start < 60
+    assert f"process {rank} on" in output and f"process {1 - rank} on" not in output, output
+    assert not any(Path(f"/proc/{each}").exists() for each in processes)
+
+
+def test_a_watchdog_that_cannot_begin_leaves_nothing_behind(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        """
+import os, torch.distributed as dist
+from dlscale.config.run import Geometry
+from dlscale.core.errors import PeerLost
+from dlscale.parallel import watchdog, world
+
+connect = watchdog.connect
+def refused(name):
+    os.environ["MASTER_PORT"], watchdog.CONNECT = "1", 1.0
+    return connect(name)
+watchdog.connect = refused
+try:
+    with world.join(Geometry(gpus_per_node=2), "cpu"):
+        pass
+except PeerLost as lost:
+    print("left behind:", dist.is_initialized(), lost, flush=True)
+"""
+    )
+    starter = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(program)]
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "workflow_scripts")}
+    done = subprocess.run(starter, capture_output=True, text=True, env=env, timeout=PATIENCE)
+    assert done.stdout.count("left behind: False") == 2, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_a_request_to_end_does_not_cut_off_the_last_word(tmp_path: Path, era5_data: Path) -> None:
+    """torchrun's comes while the exception of an exchange that failed is on its way."""
+    folder = configure(tmp_path / "run", "era5_vit", 2, training={"steps": 100_000})
+    (folder / "program.py").write_text(
+        """
+import os, signal, sys
+from dlscale import cli
+from dlscale.train.interruption import Interruption
+
+leave = Interruption.__exit__
+def cut(self, kind, *details):
+    leave(self, kind, *details)
+    if kind:
+        os.kill(os.getpid(), signal.SIGTERM)
+Interruption.__exit__ = cut
+sys.exit(cli.main(sys.argv[1:]))
+"""
+    )
+    process = begin(folder, era5_data, ["--", str(folder / "program.py")])
+    until("an epoch", lambda: "epoch 2 of" in said(folder), process, lambda: said(folder))
+    os.kill(ranks_of(process)[1], signal.SIGKILL)
+    output = end_of(process, folder)
+    assert "process 1 on" in output and "ended without a word" in output, output
+
+
+# ---- limits ------------------------------------------------------------------------------------------
+
+
+def test_limits_come_from_the_site() -> None:
+    """By the environment: the site is in no run, so that no other limit makes anything run again."""
+    four, here = Geometry(gpus_per_node=4), Place(folder="/work", sources="/work/workflow_scripts", uid=1, gid=1)
+
+    def words(**watchdog: Any) -> list[str]:
+        return launch(Site.model_validate({"starter": "torchrun", **watchdog}), here, four)
+
+    assert not any(WATCHDOG in word for word in words())
+    changed = words(watchdog={"silent": 60})
+    assert changed[:2] == ["env", f"{WATCHDOG}=silent=60:stuck=45:between=600"]
+    assert words(watchdog=None)[1] == f"{WATCHDOG}=off"
+    assert launch(Site.model_validate({"watchdog": None}), here) == ["python", "-m", "dlscale"], "of no run"
+
+
+def test_limits_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Limits.told() == Limits()
+    for given, limits in (
+        ("off", None),
+        ("silent=60", Limits(silent=60)),
+        (str(Limits(stuck=90, between=1800)), Limits(stuck=90, between=1800)),
+    ):
+        monkeypatch.setenv(WATCHDOG, given)
+        assert Limits.told() == limits
+    for wrong, message in (("silnet=60", "did you mean 'silent'"), ("silent=1", "silent"), ("60", "60")):
+        monkeypatch.setenv(WATCHDOG, wrong)
+        with pytest.raises(UserError, match=message):
+            Limits.told()
 
 
 # ---- judgement alone ---------------------------------------------------------------------------------
@@ -161,70 +321,169 @@ class Store:
         return [self.values[key].encode() for key in keys]
 
 
-def verdict(*signs: tuple[Any, ...], silent: tuple[int, ...] = (), patient: bool = False) -> str | None:
-    """Return the verdict on ranks that have entered so many ranges, the last of them this one, ago; the longest range.
+def judge(*signs: tuple[Any, ...], rank: int = 0) -> Watchdog:
+    """Return the watchdog of a rank that has seen signs of such ranks.
 
-    A sixth number is that of the exchanges that it has begun.
+    Of each: how many ranges it has entered, the last of them, its kind, seconds ago, the longest range; and perhaps the
+    exchanges that it has begun, those beside its steps, and what it says of the ranks beside it.
     """
     found = object.__new__(Watchdog)
-    found.rank, found.size, found._hosts, found._store = 0, len(signs), {}, Store()
+    found.rank, found.size, found._hosts, found.limits = rank, len(signs), {}, Limits()
+    store = found._store = Store()
     found._seen = [watchdog._Seen() for _ in signs]
-    for rank, (entered, name, looping, age, longest, *more) in enumerate(signs):
-        found._store.set(f"host/{rank}", f"nid{rank}")
-        found._store.set(f"sign/{rank}", json.dumps([1, entered, name, looping, patient, *(more or [0]), age, longest]))
-    found._look(found.size)
-    now = time.monotonic()
-    for rank in silent:
-        found._seen[rank].at = now - watchdog.SILENT - 1
-    return found._verdict(now)
+    for each, (entered, name, kind, age, longest, *more) in enumerate(signs):
+        exchanges, beside, beside_it = [*more, *(0, 0, {})[len(more) :]]
+        store.set(f"place/{each}", json.dumps([f"nid{each}", "", 1]))
+        store.set(f"sign/{each}", json.dumps([1, entered, name, kind, exchanges, beside, beside_it, age, longest]))
+    found._look(range(len(signs)))
+    return found
+
+
+def verdict(*signs: tuple[Any, ...], silent: dict[int, float] | None = None, rank: int = 0) -> str | None:
+    """Return the verdict of a rank; some others have been silent for so many seconds."""
+    found, now = judge(*signs, rank=rank), time.monotonic()
+    for each, seconds in (silent or {}).items():
+        found._seen[each].at = now - seconds
+    return found._verdict_on_first(now) if rank else found._verdict(now)
+
+
+STEPS, BETWEEN, OPENING, REHEARSAL = ranges.STEPS, ranges.BETWEEN, ranges.OPENING, ranges.REHEARSAL
 
 
 def test_the_verdict() -> None:
-    waits, behind = (100, "backward", True, 50.0, 0.4), (98, "data", True, 51.0, 0.4)
+    waits, behind = (100, "backward", STEPS, 50.0, 0.4), (98, "data", STEPS, 51.0, 0.4)
     assert verdict(waits, behind) == "all have waited for 45 s for process 1 on nid1 (data)"
     assert "for process 1 on nid1 (data), process 2 on nid2 (data)" in str(verdict(waits, behind, behind))
-    assert verdict(waits, (100, "backward", True, 3.0, 0.4)) is None, "one goes on"
-    assert verdict(waits, waits) is None, "all compute, or compile"
-    assert "none is behind" in str(verdict(*2 * [(100, "backward", True, 1801.0, 0.4)]))
+    assert verdict(waits, (100, "backward", STEPS, 3.0, 0.4)) is None, "one goes on"
+    assert verdict(waits, waits) is None, "all compute, or wait for their file system"
+    assert "none is behind" in str(verdict(*2 * [(100, "backward", STEPS, 1801.0, 0.4)]))
     assert "45 s for process 0 on nid0 (backward)" in str(verdict((*waits, 7), (*waits, 8))), "in the same range"
-    assert verdict(waits, (98, "data", True, 51.0, 6.0)) is None, "a range has taken 6 s before"
-    assert verdict(waits, (98, "data", False, 51.0, 0.4)) is None, "it draws, or opens files"
-    assert "for process 1" in str(verdict((100, "step", False, 50.0, 0.4), behind)), "a sum after a loop is waited for"
-    assert verdict(waits, behind, patient=True) is None, "one of them compiles"
-    last = (98, "data", False, 50.0, 0.4)
-    assert "for process 1" in str(verdict(last, behind)), "after the last range of a loop"
-    assert verdict((3, "forward", True, 300.0, 0.0), (2, "forward", True, 300.0, 0.0)) is None, "it compiles"
-    assert "1800 s for process 1" in str(verdict((9, "backward", True, 1801.0, 0.4), (8, "", False, 1801.0, 0.4)))
-    tests, further = (5, "self-test", False, 121.0, 0.0), (6, "self-test", False, 121.0, 0.0)
-    assert "120 s for process 0 on nid0 (self-test)" in str(verdict(tests, further, (9, "", False, 121.0, 0.0)))
-    assert verdict((5, "self-test", False, 100.0, 0.0), further) is None, "it opens connections"
-    assert verdict((9, "", False, 121.0, 0.0), (9, "", False, 121.0, 0.0)) is None, "data are opened after it"
-    assert "no sign of life for 25 s: process 1 on nid1; " in str(verdict(waits, waits, silent=(1,)))
+    assert verdict(waits, (98, "data", STEPS, 51.0, 6.0)) is None, "a range has taken 6 s before"
+    assert verdict(waits, (98, "forward", OPENING, 51.0, 0.4)) is None, "it compiles"
+    assert "for process 1" in str(verdict((100, "forward", OPENING, 50.0, 0.4), behind)), "who waits for it does"
+    assert "1800 s for process 1" in str(verdict(*[(n, "", OPENING, 1801.0, 0.4) for n in (9, 8)]))
+    tests, further, after = ((n, "self-test", REHEARSAL, 121.0, 0.0) for n in (5, 6, 9))
+    assert "120 s for process 0 on nid0 (self-test)" in str(verdict(tests, further, after))
+    assert verdict((5, "self-test", REHEARSAL, 100.0, 0.0), further) is None, "it opens connections"
 
 
-def test_what_a_thread_exchanges_beside_the_steps_is_not_counted(tmp_path: Path) -> None:
+def test_the_verdict_between_epochs() -> None:
+    waits = (120, "step", STEPS, 610.0, 0.4)
+    assert "600 s for process 0 on nid0 (writing)" in str(verdict((110, "writing", BETWEEN, 601.0, 0.4), waits))
+    assert verdict((110, "writing", BETWEEN, 590.0, 0.4), waits) is None
+    saves = (111, "checkpoint", BETWEEN, 601.0, 0.4, 50)
+    assert verdict((*saves, 7), (*saves, 7)) is None, "all write"
+    assert "for process 1 on nid1 (checkpoint)" in str(verdict((*saves, 8), (*saves, 7)))
+    # Elsewhere the threads of some are further, and that says nothing.
+    assert "none is behind" in str(verdict(*[(100, "backward", STEPS, 1801.0, 0.4, 50, n) for n in (7, 8)]))
+
+
+def test_the_verdict_on_silence() -> None:
+    goes_on = (100, "backward", STEPS, 1.0, 0.4)
+
+    def sees(fate: str) -> tuple[Any, ...]:
+        return *goes_on, 0, 0, {"1": fate}
+
+    assert verdict(sees(watchdog.STOPPED), goes_on, silent={1: 24}) is None
+    assert verdict(sees(watchdog.STOPPED), goes_on, silent={1: 26}) == (
+        "no sign of life for 25 s: process 1 on nid1 (stopped by a signal)"
+    )
+    assert "process is gone" in str(verdict(sees(watchdog.ENDED), goes_on, silent={1: 26}))
+    assert verdict(goes_on, goes_on, silent={1: 40}) is None, "nobody sees whether it is there"
+    assert "45 s: process 1 on nid1 (killed or stopped, or" in str(verdict(goes_on, goes_on, silent={1: 46}))
+    old = verdict(goes_on, goes_on, sees(watchdog.THERE), silent={1: 46, 2: 40})
+    assert "process 1 on nid1" in str(old), "who saw it was silent since"
+    # It is there: what counts is whether others get any further.
+    assert verdict(sees(watchdog.THERE), goes_on, silent={1: 1000}) is None
+    waits = (102, "backward", STEPS, 50.0, 0.4, 0, 0, {"1": watchdog.THERE})
+    assert "all have waited for 45 s for process 1" in str(verdict(waits, goes_on, silent={1: 50}))
+    # Of the first one, the others.
+    beside = (100, "backward", STEPS, 1.0, 0.4, 0, 0, {"0": watchdog.THERE})
+    assert verdict(goes_on, beside, silent={0: 40}, rank=1) is None
+    assert "process 0 on nid0 (backward) is there, but" in str(verdict(goes_on, beside, silent={0: 46}, rank=1))
+    opens = (100, "", OPENING, 1.0, 0.4)
+    assert verdict(opens, beside, silent={0: 1000}, rank=1) is None
+    assert "45 s: process 0" in str(verdict(opens, goes_on, silent={0: 46}, rank=1))
+
+
+def test_one_slow_range_does_not_loosen_the_limit_for_good() -> None:
+    longest = watchdog.Longest()
+    longest.add(20, 30.0)
+    longest.add(60, 2.0)
+    assert [longest.before(number) for number in (61, 20 + watchdog.WINDOW)] == [30.0, 30.0]
+    assert longest.before(21 + watchdog.WINDOW) == 2.0
+    assert longest.before(61 + watchdog.WINDOW) == 0.0
+
+
+def test_what_became_of_a_process() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        process = watchdog._process(child.pid)
+        assert watchdog._fate(process) == watchdog.THERE
+        child.send_signal(signal.SIGSTOP)
+        until("it is stopped", lambda: watchdog._fate(process) == watchdog.STOPPED)
+        child.send_signal(signal.SIGCONT)
+        until("it goes on", lambda: watchdog._fate(process) == watchdog.THERE)
+        child.kill()
+        until("it is gone, though nobody has asked how it ended", lambda: watchdog._fate(process) == watchdog.ENDED)
+    assert watchdog._fate(process) == watchdog._fate(watchdog._process(child.pid)) == watchdog.ENDED
+
+
+def test_off_means_that_nothing_judges(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(store.port))
+    for limits, names in ((Limits(), {"_beat", "_judge"}), (None, {"_beat"})):
+        found = Watchdog(0, 1, limits=limits)
+        try:
+            assert {thread.name.split()[1] for thread in found._threads} == names
+        finally:
+            found.close()
+            for thread in found._threads:
+                thread.join()
+
+
+def test_who_cannot_be_reached_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as nobody:  # bound, and not listening
+        nobody.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(nobody.getsockname()[1]))
+        monkeypatch.setattr(watchdog, "CONNECT", 1.0)
+        with pytest.raises(PeerLost, match="where the processes met, took up no connection in 1 s"):
+            watchdog.connect("watchdog")
+
+
+def test_what_a_thread_exchanges_beside_the_steps_is_counted_apart(tmp_path: Path) -> None:
     """Ranks that write a checkpoint are not all as far with that, and none of them hangs."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         steps, beside = dist.new_group(), Checkpoints(tmp_path, 1, World(size=2))._group
-        before = watchdog._exchanges()
+        of_steps, of_threads = watchdog._exchanges()
         dist.all_reduce(torch.ones(1), group=beside)
-        assert watchdog._exchanges() == before
+        assert watchdog._exchanges() == (of_steps, of_threads + 1)
         dist.all_reduce(torch.ones(1), group=steps)
-        assert watchdog._exchanges() == before + 1
+        assert watchdog._exchanges() == (of_steps + 1, of_threads + 1)
     finally:
         dist.destroy_process_group()
 
 
-def test_ranges_tell_how_far_a_process_has_come() -> None:
+def test_ranges_tell_how_far_a_process_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranges, "_marked", 0)
     before = ranges.entered
-    with ranges.looping(), ranges.mark("data"):
-        assert (ranges.entered, ranges.at, ranges.loops) == (before + 1, "data", 1)
-        assert ranges.in_step()
-        with ranges.patience():
-            assert not ranges.in_step()
-        assert ranges.in_step()
-    assert ranges.loops == 0 and not ranges.in_step()
+    with ranges.part("epoch", BETWEEN):
+        with ranges.part("steps", STEPS):
+            for _ in range(ranges.FIRST - 1):
+                ranges.mark("data")
+                assert ranges.kind() == OPENING, "in the first steps"
+            with ranges.mark("forward"):
+                assert (ranges.entered, ranges.at, ranges.kind()) == (before + 2 + ranges.FIRST, "forward", STEPS)
+                with ranges.patience():
+                    assert ranges.kind() == OPENING
+                assert ranges.kind() == STEPS
+        assert (ranges.entered, ranges.at, ranges.kind()) == (before + 3 + ranges.FIRST, "epoch", BETWEEN), "ahead"
+        with pytest.raises(ValueError), ranges.part("writing"):
+            assert (ranges.at, ranges.kind()) == ("writing", BETWEEN)
+            raise ValueError
+    assert (ranges.at, ranges.kind()) == ("", OPENING)
 
 
 def test_the_last_word_is_said_before_the_end() -> None:

@@ -2,11 +2,46 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, model_validator
 
+from dlscale.core.machine import WATCHDOG
 from dlscale.core.schema import Strict
+from dlscale.core.settings import validate
+
+
+class Limits(Strict):
+    """When the watchdog ends a run of several processes, one of which is gone or hangs. No result depends on it."""
+
+    silent: float = Field(
+        25.0, ge=5, description="Seconds without a sign of life of a process that its node says is gone, or stopped."
+    )
+    stuck: float = Field(
+        45.0,
+        ge=5,
+        description="Seconds, at least, in which nobody gets any further in a loop of steps, or without a sign of a "
+        "process of which nobody tells whether it is there.",
+    )
+    between: float = Field(
+        600.0,
+        ge=5,
+        description="Seconds in which nobody gets any further between epochs: results and checkpoints are written.",
+    )
+
+    def __str__(self) -> str:
+        """Return them as the value of `DLSCALE_WATCHDOG`, which no engine's options and no shell cut."""
+        return ":".join(f"{name}={value:g}" for name, value in self)
+
+    @classmethod
+    def told(cls) -> Limits | None:
+        """Return what the environment says, `off` or some of them; None: the watchdog is off."""
+        text = os.environ.get(WATCHDOG, "")
+        if text == "off":
+            return None
+        pairs = (word.partition("=") for word in text.split(":") if word)
+        return validate(cls, {name: value for name, _, value in pairs}, where=WATCHDOG)
 
 
 class _Several(Strict):

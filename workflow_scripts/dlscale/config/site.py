@@ -18,6 +18,7 @@ from pydantic import (
     model_validator,
 )
 
+from dlscale.config.parallel import Limits
 from dlscale.core.machine import NEEDS
 from dlscale.core.schema import Name, Strict
 from dlscale.core.stages import RUN_STAGES, STAGES
@@ -125,6 +126,10 @@ class Site(Strict):
         None,
         pattern=r"^[/$][^:;,\n\r]*$",
         description="Folder on a disk of each node's own, for loader.staging local; variables of the job are put in.",
+    )
+    watchdog: Limits | None = Field(
+        Limits(),
+        description="When a run ends of whose processes one is gone or hangs; null: it does not, and waits.",
     )
     gpu: bool | None = Field(
         None, description="Whether containers of runs get the GPUs; absent: where the nodes, or this machine, have any."

@@ -19,6 +19,9 @@ WAITING = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000"}
 #: The variable that names a folder on a disk of the node's own, where there is one: a site's `local_disk`.
 LOCAL_DISK = "DLSCALE_LOCAL_DISK"
 
+#: The variable that has the watchdog's limits where they are not the usual ones: a site's `watchdog`.
+WATCHDOG = "DLSCALE_WATCHDOG"
+
 
 def let_threads_wait() -> None:
     """Have threads wait as `WAITING` says, unless the environment says how; before anything loads OpenMP."""

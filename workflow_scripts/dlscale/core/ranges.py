@@ -2,6 +2,8 @@
 
 The ranges are `step`, and within it `data` (the wait for a batch), `copy` (host to device), `forward`, `backward`,
 `optimizer`, and `comm` (sums over ranks, which overlap `backward`).
+
+The watchdog asks how far a process has come, and what kind of thing it is at: each kind may take its own time.
 """
 
 from __future__ import annotations
@@ -12,8 +14,19 @@ from contextlib import AbstractContextManager
 
 RANGES = ("step", "data", "copy", "forward", "backward", "optimizer", "comm")
 
-#: What a process is at before any step, while it tests what it exchanges with the others.
+#: Kinds of what a process is at. Steps follow one another, and are alike;
+STEPS = "steps"
+#: between loops of them something is written, validated, or waited for;
+BETWEEN = "between"
+#: before any step processes test what they exchange;
 REHEARSAL = "self-test"
+#: and all else, which takes as long as it likes: data are opened, code is compiled.
+OPENING = "opening"
+
+#: What a process is at that waits for its checkpoint, which a thread of each process writes together with the others'.
+SAVING = "checkpoint"
+
+FIRST = 16  #: Ranges of steps that are to be done until that ends, in which devices, libraries and files are set up.
 
 #: Opens a range of this name: a context that closes it.
 Marker = Callable[[str], AbstractContextManager[object]]
@@ -21,62 +34,54 @@ Marker = Callable[[str], AbstractContextManager[object]]
 _OFF = contextlib.nullcontext()
 _marker: Marker | None = None
 
-# For the watchdog, which asks how far a process has come.
-entered = 0  #: How many ranges have been entered,
-rehearsed = 0  #: of which in the self-test, before any step.
-at = ""  #: The last of them.
-loops = 0  #: How many loops of steps this process is in.
-patient = 0  #: How many contexts of `patience` it is in.
+entered = 0  #: How many ranges, and parts of the run, have been entered or left,
+at = ""  #: and in which one this process is.
+_marked = 0  #: How many ranges have been entered.
+_kinds = [OPENING]
 
 
 def mark(name: str) -> AbstractContextManager[object]:
     """Return the context of a range called `name`, one of `RANGES`."""
-    global entered, at
-    entered, at = entered + 1, name
+    global _marked
+    _marked += 1
+    advance(name)
     return _OFF if _marker is None else _marker(name)
 
 
-def rehearse() -> None:
-    """Say that the self-test has come to its next part, which all processes have in the same order."""
-    global entered, rehearsed, at
-    entered, rehearsed, at = entered + 1, rehearsed + 1, REHEARSAL
+def advance(name: str) -> None:
+    """Say that this process has come to what is called so, to which all come in the same order."""
+    global entered, at
+    entered, at = entered + 1, name
 
 
 @contextlib.contextmanager
-def rehearsing() -> Iterator[None]:
-    """Say that the self-test goes on in this context; who has left it is ahead of who is in it."""
-    global at
-    rehearse()
-    yield
-    rehearse()
-    at = ""
+def part(name: str, kind: str | None = None) -> Iterator[None]:
+    """Say that this process is in a part of the run in this context: all are, and who has left it is ahead.
+
+    `kind` is that of what it does there; absent: as before.
+    """
+    outer = at
+    advance(name)
+    with patience(kind or _kinds[-1]):
+        try:
+            yield
+        finally:
+            advance(outer)
 
 
 @contextlib.contextmanager
-def looping() -> Iterator[None]:
-    """Say that steps follow one another in this context."""
-    global loops
-    loops += 1
+def patience(kind: str = OPENING) -> Iterator[None]:
+    """Say that what this process does in this context, it perhaps alone, is of another kind: compiling, opening."""
+    _kinds.append(kind)
     try:
         yield
     finally:
-        loops -= 1
+        _kinds.pop()
 
 
-def in_step() -> bool:
-    """Return whether steps follow one another now, so that one that takes long stands out."""
-    return bool(loops) and not patient
-
-
-@contextlib.contextmanager
-def patience() -> Iterator[None]:
-    """Say that what is done in this context may take as long as it likes: compiling, the first batch, saving."""
-    global patient
-    patient += 1
-    try:
-        yield
-    finally:
-        patient -= 1
+def kind() -> str:
+    """Return the kind of what this process is at."""
+    return OPENING if _kinds[-1] == STEPS and _marked < FIRST else _kinds[-1]
 
 
 @contextlib.contextmanager

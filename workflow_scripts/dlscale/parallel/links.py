@@ -116,7 +116,7 @@ def measure(world: World, rounds: Sequence[Sequence[tuple[int, int]]]) -> list[L
     """Return all links, measured in these rounds; every rank returns the same."""
     own = []
     for peer in partners(world, rounds):
-        ranges.rehearse()
+        ranges.advance(ranges.REHEARSAL)
         world.barrier()  # the couples of a round measure at the same time
         if peer is not None:
             link = _measure(world, peer)

@@ -102,7 +102,7 @@ def self_test(world: World, wanted: bool = True) -> Links | None:
     found = world.gather((links.place(), wanted))
     if not all(each for _, each in found):
         return None
-    with ranges.rehearsing():
+    with ranges.part(ranges.REHEARSAL, ranges.REHEARSAL):
         links_found = _tested(world, [place for place, _ in found])
     if world.device.type == "cuda":  # what the run takes is measured without this
         torch.cuda.empty_cache()
@@ -155,7 +155,7 @@ def per_node(places: Sequence[Place]) -> int:
 
 def summed_in(world: World, bytes_: int) -> AllReduce:
     """Time the sum of so many bytes over all processes."""
-    ranges.rehearse()
+    ranges.advance(ranges.REHEARSAL)
     values = torch.zeros(bytes_ // 4, device=world.device)
 
     def seconds() -> float:
@@ -187,7 +187,7 @@ def exchanged(world: World, rounds: Sequence[Sequence[tuple[int, int]]]) -> list
     wrong = []
     for peer in links.partners(world, rounds):
         for count in (FEW, MANY):
-            ranges.rehearse()
+            ranges.advance(ranges.REHEARSAL)
             if peer is None:
                 continue
             own, other = moved(world.rank, count, world.device), torch.full((count,), -1.0, device=world.device)
@@ -297,7 +297,7 @@ def collected(group: Group) -> list[Wrong]:
         if name == "all_to_all" and len(group.ranks) > EACH_TO_EACH:
             continue
         for count in (FEW, MANY):
-            ranges.rehearse()
+            ranges.advance(ranges.REHEARSAL)
             got, expected = check(group, count)
             if not (example := differ(got, expected)):
                 continue
@@ -394,7 +394,7 @@ def halved(world: World, wrong: Wrong, told: Told) -> list[int]:
     while len(suspects) > 1:
         faulty = []
         for half in suspects[: len(suspects) // 2], suspects[len(suspects) // 2 :]:
-            ranges.rehearse()
+            ranges.advance(ranges.REHEARSAL)
             handle, examples = dist.new_group(half), list[str]()
             if world.rank in half:
                 group = Group("half", handle, tuple(half), half.index(world.rank), world.device)

@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from dlscale.config.parallel import Limits
 from dlscale.config.run import Geometry
 from dlscale.core import ending
 from dlscale.core.errors import PeerLost, Stopped, UserError, brief
@@ -151,6 +152,7 @@ def join(geometry: Geometry, device: str) -> Iterator[World]:
         own = torch.device("cuda", local_rank % visible)
         torch.cuda.set_device(own)
     _rendezvous(geometry)
+    limits = Limits.told()
     dist.init_process_group(
         "nccl" if kind == "cuda" else "gloo",
         rank=rank,
@@ -158,27 +160,31 @@ def join(geometry: Geometry, device: str) -> Iterator[World]:
         timeout=TIMEOUT,
         device_id=own if kind == "cuda" else None,
     )
-    watchdog, failed = Watchdog(rank, size), False
+    failed = False
     try:
-        # NCCL only exchanges tensors on a device.
-        control = dist.new_group(backend="gloo", timeout=TIMEOUT) if kind == "cuda" else None
-        mesh = Mesh(geometry, kind) if geometry.model_size > 1 else None
-        yield World(rank, size, local_rank, own, control, mesh)
-        # Rank 0 holds the store through which all exchange, and leaves last.
-        dist.barrier(group=control)
-    except Exception as error:
-        if not isinstance(error, UserError | Stopped) and is_gone(error):
-            logging.info("an exchange failed: %s", brief(error))
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun ends the others, but not before they have said why
-            lost = f"{watchdog.culprit(error)}. This process ends with it"
-            if kind == "cuda":  # what waits on a device for the others would wait on
-                ending.end(lost, ending.LOST)
-            raise PeerLost(lost) from error
-        watchdog.tell(error)
-        failed = True
-        raise
+        with contextlib.closing(Watchdog(rank, size, geometry.gpus_per_node, limits)) as watchdog:
+            try:
+                # NCCL only exchanges tensors on a device.
+                control = dist.new_group(backend="gloo", timeout=TIMEOUT) if kind == "cuda" else None
+                mesh = Mesh(geometry, kind) if geometry.model_size > 1 else None
+                yield World(rank, size, local_rank, own, control, mesh)
+                # Rank 0 holds the store through which all exchange, and leaves last.
+                dist.barrier(group=control)
+            except (Exception, SystemExit) as error:
+                # torchrun asks the others to end, but not before they have said why.
+                cause = error.__context__ if isinstance(error, SystemExit) else error
+                if isinstance(cause, Exception) and not isinstance(cause, UserError | Stopped) and is_gone(cause):
+                    logging.info("an exchange failed: %s", brief(cause))
+                    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+                    lost = f"{watchdog.culprit(cause)}. This process ends with it"
+                    if kind == "cuda":  # what waits on a device for the others would wait on
+                        ending.end(lost, ending.LOST)
+                    raise PeerLost(lost) from cause
+                if isinstance(error, Exception):
+                    watchdog.tell(error)
+                    failed = True
+                raise
     finally:
-        watchdog.close()
         if not (failed and kind == "cuda"):  # NCCL would wait for what the others do not do any more
             dist.destroy_process_group()
 

@@ -35,6 +35,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from dlscale.core import ranges
 from dlscale.core.errors import UserError
 from dlscale.core.files import explained, sha256, whole
 from dlscale.core.records import Epoch, Number, Record, Untrained
@@ -131,15 +132,17 @@ class Checkpoints:
         Every rank gives the pieces that it is to write, in which each part of each tensor is once or more. They may be
         changed when this returns. A former save is waited for first.
         """
-        self.wait()
-        copies = {name: piece.copy("cpu") for name, piece in state.items()}
-        self._writer = _Writer(lambda: self._write(record, copies))
+        with ranges.part(ranges.SAVING, ranges.BETWEEN):
+            self.wait()
+            copies = {name: piece.copy("cpu") for name, piece in state.items()}
+            self._writer = _Writer(lambda: self._write(record, copies))
 
     def wait(self) -> None:
         """Wait until the last save is done; what went wrong with it is raised."""
         writer, self._writer = self._writer, None
-        if writer:
-            writer.wait()
+        with ranges.part(ranges.SAVING, ranges.BETWEEN):
+            if writer:
+                writer.wait()
 
     def _write(self, record: CheckpointRecord, state: State) -> None:
         path, main = self._path(record.step), self._world.main

@@ -7,7 +7,8 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from dlscale.core.ranges import looping, mark, patience
+from dlscale.core import ranges
+from dlscale.core.ranges import mark, patience
 
 #: What `step` takes: input and target, and in training the weight of this rank's loss.
 Batch = tuple[Any, ...]
@@ -31,12 +32,13 @@ def run_steps(
     step: Callable[..., Any], batches: Iterator[Batch], numbers: Iterable[int], hooks: Sequence[Hook] = ()
 ) -> None:
     """Call `step(*batch)` with the next batch for each of `numbers`, which hooks are told."""
-    with looping():
+    around = ranges.kind()
+    with ranges.part("steps", ranges.STEPS):
         for count, number in enumerate(numbers):
             with mark("step"):
                 for hook in hooks:
                     hook.before_step(number)
-                with mark("data"), patience() if count == 0 else nullcontext():  # workers start, files are opened
+                with mark("data"), patience(around) if count == 0 else nullcontext():  # workers start
                     batch = next(batches)
                 result = step(*batch)
                 for hook in hooks:

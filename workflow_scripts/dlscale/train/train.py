@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from dlscale.config.run import Run, load_run
-from dlscale.core import provenance
+from dlscale.core import provenance, ranges
 from dlscale.core.errors import UserError
 from dlscale.core.figures import literal_text
 from dlscale.core.files import whole, write_text
@@ -126,53 +126,55 @@ def _lead(run: Run, session: Session, trainer: Trainer, out: Path, cores: int, l
             each.add(record)
 
     history = trainer.fit(on_epoch, on_begin)
-    prediction, (x, y) = shown.predict(), (shown.x, shown.y)
-    assert prediction is not None
-    with literal_text():
-        figure = session.study.figure(run, session.manifest, x, y, prediction) or figures.values(y, prediction)
-        with whole(out / "prediction.png") as path:
-            figure.savefig(path, dpi=100, format="png")
-    logs.finish(history[-1], out / "prediction.png", settings, trainer.best)
-    for each in tracked:
-        each.finish(out / "prediction.png", trainer.best)
-    _write_weights(out / "model.pt", session.step.weights.state_dict())
-    if trainer.best_weights:
-        _write_weights(out / "model_best.pt", session.step.weights.whole(trainer.best_weights))
-    write_text(out / "metrics.jsonl", epoch_lines(history))  # somebody may have removed what grew
-    fingerprint = trainer.checkpoints.folder
-    provenance.provenance(
-        started=started,
-        device=describe_device(session.world.device),
-        processes=processes,
-        devices=session.devices,
-        cores=cores,
-        memory_bytes=memory.total(torch.device("cpu")),
-        seed=run.seed,
-        parameters=session.parameters,
-        training_samples=training,
-        validation_samples=validation,
-        dataset=run.dataset,
-        manifest=session.manifest.provenance,
-        fingerprint=fingerprint.name,
-        resumed_from_step=trainer.resumed_from,
-        links=links,
-        best=trainer.best,
-        loss=session.study.loss_info(run),
-        metrics=trainer.metrics.described,
-    ).write(out / "provenance.json")
-    for other in fingerprint.parent.glob("[0-9a-f]" * len(fingerprint.name)):  # nothing that is not ours
-        if other != fingerprint:  # of the run as it was before a change; until now it could have been put back
-            shutil.rmtree(other, ignore_errors=True)
+    with ranges.part("writing", ranges.BETWEEN):
+        prediction, (x, y) = shown.predict(), (shown.x, shown.y)
+        assert prediction is not None
+        with literal_text():
+            figure = session.study.figure(run, session.manifest, x, y, prediction) or figures.values(y, prediction)
+            with whole(out / "prediction.png") as path:
+                figure.savefig(path, dpi=100, format="png")
+        logs.finish(history[-1], out / "prediction.png", settings, trainer.best)
+        for each in tracked:
+            each.finish(out / "prediction.png", trainer.best)
+        _write_weights(out / "model.pt", session.step.weights.state_dict())
+        if trainer.best_weights:
+            _write_weights(out / "model_best.pt", session.step.weights.whole(trainer.best_weights))
+        write_text(out / "metrics.jsonl", epoch_lines(history))  # somebody may have removed what grew
+        fingerprint = trainer.checkpoints.folder
+        provenance.provenance(
+            started=started,
+            device=describe_device(session.world.device),
+            processes=processes,
+            devices=session.devices,
+            cores=cores,
+            memory_bytes=memory.total(torch.device("cpu")),
+            seed=run.seed,
+            parameters=session.parameters,
+            training_samples=training,
+            validation_samples=validation,
+            dataset=run.dataset,
+            manifest=session.manifest.provenance,
+            fingerprint=fingerprint.name,
+            resumed_from_step=trainer.resumed_from,
+            links=links,
+            best=trainer.best,
+            loss=session.study.loss_info(run),
+            metrics=trainer.metrics.described,
+        ).write(out / "provenance.json")
+        for other in fingerprint.parent.glob("[0-9a-f]" * len(fingerprint.name)):  # nothing that is not ours
+            if other != fingerprint:  # of the run as it was before a change; until now it could have been put back
+                shutil.rmtree(other, ignore_errors=True)
 
 
 def _follow(session: Session, trainer: Trainer) -> None:
     """Train as any other rank; who shares a model does with the first one what `_lead` does with it, in its order."""
     shown = _Shown(session, trainer.epochs)
     trainer.fit(lambda record: shown.predict() if shown.drawn(record) else None)
-    shown.predict()
-    session.step.weights.state_dict(keep=False)
-    if trainer.best_weights:
-        session.step.weights.whole(trainer.best_weights, keep=False)
+    with ranges.part("writing", ranges.BETWEEN):
+        shown.predict()
+        session.step.weights.state_dict(keep=False)
+        if trainer.best_weights:
+            session.step.weights.whole(trainer.best_weights, keep=False)
 
 
 class _Shown:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import math
@@ -12,9 +13,9 @@ from typing import Any
 import torch
 
 from dlscale.config.run import Run
+from dlscale.core import ranges
 from dlscale.core.errors import Stopped, UserError
 from dlscale.core.progress import Progress
-from dlscale.core.ranges import patience
 from dlscale.core.records import Best, Epoch, Untrained
 from dlscale.data.loaders.base import Loader, Share
 from dlscale.parallel.pieces import Piece, share
@@ -105,7 +106,11 @@ class Trainer:
         described = sorted(self.metrics.described, key=lambda metric: not metric.naive)
         headline = described[0].name if described else ""  # the first with a naive answer, or else the first
         try:
-            with Interruption(self.world) as interruption, Progress("training", self.total_steps, "steps") as progress:
+            with (
+                Interruption(self.world) as interruption,
+                Progress("training", self.total_steps, "steps") as progress,
+                contextlib.ExitStack() as later,
+            ):
                 hooks = [
                     Hook(before_step=lambda number: self.step.set_learning_rate(self.rate(number))),
                     Hook(after_step=lambda number, batch, loss: progress.update(number + 1)),
@@ -114,16 +119,20 @@ class Trainer:
                     self._begin()
                     if self._untrained:
                         on_begin(self._untrained)
+                first = len(self.history) + 1
                 while not self._done:
                     epoch = len(self.history)
                     record = self._epoch(epoch, interruption, hooks)
+                    if record.epoch == first:  # from here on all data are open, and all code is compiled
+                        later.enter_context(ranges.part("epoch", ranges.BETWEEN))
                     shown = f", {headline} {record.metrics[headline]:.4g}" if headline in record.metrics else ""
                     logging.info(
                         f"epoch {record.epoch} of {self.epochs}: {record.epoch_seconds:.1f} s, "
                         f"{record.samples_per_second:.2f} samples/s, train loss {record.train_loss:.6f}, valid loss "
                         f"{record.valid_loss:.6f} ({record.valid_seconds:.1f} s){shown}"
                     )
-                    on_epoch(record)
+                    with ranges.part("writing"):
+                        on_epoch(record)
                     self.history.append(record)
                     if not (math.isfinite(record.train_loss) and math.isfinite(record.valid_loss)):
                         logging.warning("diverged in epoch %d: stopped, as training.on_divergence says", record.epoch)
@@ -230,8 +239,9 @@ class Trainer:
 
     def validate(self, hooks: Sequence[Hook] = ()) -> tuple[float, dict[str, float]]:
         """Return the loss and the metrics over all validation samples, each counted once."""
-        naive = self._naive_answers(hooks)
-        return validate(self.run.study, self.step, self.metrics, self.valid_loader, self.world, hooks, naive)
+        with ranges.part("validation"):
+            naive = self._naive_answers(hooks)
+            return validate(self.run.study, self.step, self.metrics, self.valid_loader, self.world, hooks, naive)
 
     def _naive_answers(self, hooks: Sequence[Hook] = ()) -> dict[str, torch.Tensor]:
         """Return the means of what no training changes; they are made once."""
@@ -282,9 +292,8 @@ class Trainer:
             return
         times = {"seconds": sums.seconds, "wall_time": sums.wall_time, "made_with": made_with}
         untrained = None if self.history else self._with_first_loss(sums)
-        with patience():
-            self._save(sums.step, loss_sums=sums.by_rank(), untrained=untrained, **times)
-            self.checkpoints.wait()  # who asked may end us as soon as we say that it is saved
+        self._save(sums.step, loss_sums=sums.by_rank(), untrained=untrained, **times)
+        self.checkpoints.wait()  # who asked may end us as soon as we say that it is saved
         logging.info("asked to %s: saved after step %d", request.name.lower(), sums.step)
         if request == Request.END:
             self.world.barrier()  # a rank that ends before the others have saved ends them, too
