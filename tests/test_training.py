@@ -7,9 +7,11 @@ import copy
 import errno
 import io
 import json
+import logging
 import math
 import os
 import pickle
+import re
 import shutil
 import signal
 import subprocess
@@ -32,9 +34,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dlscale.config import resolve as config
 from dlscale.config.run import load_run
+from dlscale.core import progress
 from dlscale.core.errors import Stopped, UserError
 from dlscale.core.files import sha256
-from dlscale.core.records import Epoch, Metric, Untrained
+from dlscale.core.records import Epoch, Metric, Untrained, read_epochs
 from dlscale.data.loaders.base import Batch
 from dlscale.data.loaders.torch_loader import TorchLoader
 from dlscale.data.manifest import Manifest
@@ -1176,6 +1179,41 @@ def test_logs_that_count_epochs_and_per_cent(tmp_path: Path) -> None:
     assert found["valid/top1"] == {0: pytest.approx(0.001), 80: 0.25, 160: 0.5}
     assert found["Loss/val"] == {0: pytest.approx(6.9), 1: 2.0, 2: 2.0} and found["loss/train"][0] == 7.0
     assert found["steps_per_second"] == {80: 40.0, 160: 40.0}
+
+
+def test_steps_are_logged_and_go_on_after_a_resume(tmp_path: Path) -> None:
+    """What an earlier try logged beyond the checkpoint is made again, and stands there once."""
+    common: dict[str, Any] = {"learning_rate": 0.1, "samples_per_second": 9.0, "epoch_seconds": 2.0, "wall_time": 99.0}
+    record = Epoch(epoch=1, step=10, samples=99, train_loss=3.0, valid_loss=2.0, **common)
+    logs = RunLogs(tmp_path, [])
+    logs.add_steps(5, {"loss": 4.0, "samples/s": 100.0})
+    logs.add(record, ("t", np.zeros((4, 4, 3), np.uint8)))
+    logs.add_steps(15, {"loss": 3.5, "samples/s": 110.0})
+    logs.add_steps(18, {"loss": 3.0, "samples/s": 120.0})
+    logs = RunLogs(tmp_path, [record], step=15)
+    logs.add_steps(17, {"loss": 3.2, "samples/s": 90.0})
+    found = scalars(tmp_path)
+    assert found["steps/loss"] == {5: 4.0, 15: 3.5, 17: pytest.approx(3.2)}
+    assert found["steps/samples_per_second"] == {5: 100.0, 15: 110.0, 17: 90.0}
+    assert [image.step for image in events(tmp_path).Images("Visualization, t")] == [10]
+    RunLogs(tmp_path, [])
+    assert "steps/loss" not in scalars(tmp_path)
+
+
+def test_a_training_tells_its_loss_and_pace_by_steps(
+    again: Path, weather: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Here at each step, else every ten seconds; the mean of an epoch's losses is what its record says."""
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
+    shutil.rmtree(again / "checkpoints")
+    assert train(again, weather / "manifest.json") == 0
+    losses = scalars(again)["steps/loss"]
+    (first, *_) = read_epochs(again / "metrics.jsonl")
+    assert set(range(1, first.step + 1)) <= set(losses)
+    mean = np.average([losses[step] for step in range(1, 11)], weights=[4] * 9 + [2])  # 38 samples
+    assert mean == pytest.approx(first.train_loss, rel=1e-5)
+    assert re.search(r"training: 2 of \d+ \(\d+ %\) steps, .*loss \d.*, samples/s \d.* left", caplog.text)
 
 
 def test_the_figure_is_a_picture(finished: Path) -> None:

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from dlscale.core import ending, registry, times
+from dlscale.core import ending, log, progress, registry, times
 from dlscale.core.errors import PeerLost, Stopped, UserError
 from dlscale.core.files import explained
 from dlscale.core.machine import let_threads_wait
@@ -69,6 +69,12 @@ QUESTIONS = {
         "dlscale.preflight.why",
         "Say why the workflow would run what it would: settings, sources, image or files that changed.",
         ("targets", {"nargs": "*", "metavar": "TARGET", "help": "as for snakemake: plan_NAME, data_NAME, a file"}),
+    ),
+    "status": Question(
+        "dlscale.preflight.status",
+        "Show how far runs are: done, running (progress, time left, loss, rate), failed and why, or waiting.",
+        _PLANS,
+        (option("--watch", "look again every five seconds, until all is done", False, action="store_true"),),
     ),
     "plan": Question(
         "dlscale.preflight.plan",
@@ -220,7 +226,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         signal.signal(warning, signal.SIG_IGN)
     try:
         if args.log:
-            terminal = _redirect(_own_log(Path(args.log)))
+            terminal = log.redirect(_own_log(Path(args.log)), keep=args.stage == "train")
         ending.say = functools.partial(_say, terminal, args.stage)
         if "DLSCALE_LIFELINE" in os.environ and args.stage in STAGES:
             hold_on()
@@ -243,7 +249,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         elif args.stage in QUESTIONS:
             return int(importlib.import_module(QUESTIONS[args.stage].module).main(args, _configuration(args)))
         else:
-            with _watched(args), _near(args):
+            with progress.told(args.log if not ranks().rank else None), _watched(args), _near(args):
                 stage = importlib.import_module(STAGES[args.stage].module)
                 logging.info(times.STARTED, times.age())
                 stage.main(args)
@@ -305,23 +311,10 @@ def _near(args: argparse.Namespace) -> Iterator[None]:
         yield
 
 
-def _own_log(log: Path) -> Path:
+def _own_log(path: Path) -> Path:
     """Return the log of this process: of several that run one stage, all but the first have logs of their own."""
     rank = ranks().rank
-    return log.with_name(f"{log.stem}.rank{rank}{log.suffix}") if rank else log
-
-
-def _redirect(log: Path) -> TextIO:
-    """Send everything this process and its children print to `log`; return the terminal for a last word."""
-    try:
-        log.parent.mkdir(parents=True, exist_ok=True)
-        file = open(log, "w", buffering=1, encoding="utf-8")  # noqa: SIM115 - it stays open as the standard streams
-    except OSError as error:
-        raise explained(error, log) from error
-    terminal = os.fdopen(os.dup(2), "w", buffering=1)
-    os.dup2(file.fileno(), 1)
-    os.dup2(file.fileno(), 2)
-    return terminal
+    return path.with_name(f"{path.stem}.rank{rank}{path.suffix}") if rank else path
 
 
 def _say(terminal: TextIO, stage: str, message: str) -> None:

@@ -1,26 +1,79 @@
-"""Progress of a stage: a bar on a terminal, a line every ten seconds in a log."""
+"""Progress of a stage: a bar on a terminal, a line every ten seconds in a log, and a file for `dlscale status`."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import logging
+import math
+import os
+import socket
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, TypeVar
+
+from dlscale.core.errors import UserError
+from dlscale.core.records import Doing
+from dlscale.core.text import duration, number
 
 Item = TypeVar("Item")
 
 LINE_SECONDS = 10.0
 
+#: Ends the name of the file beside a stage's log that tells how far it is. It is gone when the stage is done.
+SUFFIX = ".doing"
+#: That of this process; None: nobody asks.
+file: Path | None = None
+
+
+@contextlib.contextmanager
+def told(log: str | os.PathLike[str] | None) -> Iterator[None]:
+    """Have a file beside `log` tell how far this process is, while the block runs; without a log nothing is told."""
+    global file
+    file = Path(f"{log}{SUFFIX}") if log else None
+    try:
+        tell(Doing(what="starting"))
+        yield
+    finally:
+        if file:
+            with contextlib.suppress(OSError):
+                file.unlink(missing_ok=True)
+        file = None
+
+
+def place() -> str:
+    """Return where the number of a process means that process: the host, and on Linux the name space."""
+    with contextlib.suppress(OSError):
+        return f"{socket.gethostname()} {Path('/proc/self/ns/pid').readlink()}"
+    return socket.gethostname()
+
+
+def tell(doing: Doing) -> None:
+    """Write how far this process is; a place that cannot be written to is no reason to end."""
+    if file:
+        where: dict[str, str | int | None] = {"host": socket.gethostname(), "place": place(), "pid": os.getpid()}
+        where["job"] = os.environ.get("SLURM_JOB_ID")
+        with contextlib.suppress(UserError, OSError):
+            doing.model_copy(update={**where, "time": time.time()}).write(file)
+
 
 class Progress:
     """Counts things, named by `unit` in the plural, towards a total (None: unknown) and shows the count."""
 
-    def __init__(self, what: str, total: int | None, unit: str) -> None:
-        self.what, self.total, self.unit = what, total, unit
-        self.done = 0
+    def __init__(
+        self,
+        what: str,
+        total: int | None,
+        unit: str,
+        values: Callable[[], Mapping[str, float]] = dict,
+    ) -> None:
+        """Begin to count; `values` are numbers by name that are told with the count, asked for every ten seconds."""
+        self.what, self.total, self.unit, self.values = what, total, unit, values
+        self.done = self._shown = 0  # and what the last line said
         self._start = self._last = time.monotonic()
+        self._first: tuple[float, int] | None = None  # when the first of this process was done, and the count then
         self._bar: Any = None
         if sys.stderr.isatty() and importlib.util.find_spec("rich"):
             from rich.console import Console
@@ -44,22 +97,46 @@ class Progress:
         """Set the count to `done`."""
         self.done = done
         self.total = self.total if total is None else total
+        now = time.monotonic()
+        self._first = self._first or (now, done)
         if self._bar:
             self._bar.update(self._task, completed=done, total=self.total)
-        elif time.monotonic() - self._last >= LINE_SECONDS:
-            self._last = time.monotonic()
+        if now - self._last >= LINE_SECONDS:
+            self._last = now
             self._line()
 
+    @property
+    def left(self) -> float | None:
+        """Seconds to the end, if the rest goes as what this process has done; None where that is not known."""
+        if self.total is None or self._first is None or self.done <= self._first[1]:
+            return None
+        return (self.total - self.done) * (time.monotonic() - self._first[0]) / (self.done - self._first[1])
+
     def _line(self) -> None:
-        share = f" of {self.total} ({100 * self.done / self.total:.0f} %)" if self.total else ""
-        logging.info("%s: %d%s %s, %.0f s", self.what, self.done, share, self.unit, time.monotonic() - self._start)
+        values, self._shown = self.values(), self.done
+        if not self._bar:
+            share = f" of {self.total} ({100 * self.done / self.total:.0f} %)" if self.total else ""
+            shown = [f"{time.monotonic() - self._start:.0f} s"]
+            shown += [f"{name} {number(value)}" for name, value in values.items()]
+            shown += [f"{duration(left)} left"] if (left := self.left) else []
+            logging.info("%s: %d%s %s, %s", self.what, self.done, share, self.unit, ", ".join(shown))
+        tell(
+            Doing(
+                what=self.what,
+                done=self.done,
+                total=self.total,
+                unit=self.unit,
+                left=self.left,
+                values={name: value for name, value in values.items() if math.isfinite(value)},
+            )
+        )
 
     def close(self) -> None:
         """Remove the bar; in a log, write a last line."""
+        if self.done != self._shown:
+            self._line()
         if self._bar:
             self._bar.stop()
-        elif self.done:
-            self._line()
 
     def __enter__(self) -> Progress:
         return self

@@ -204,6 +204,22 @@ def epoch_lines(epochs: Iterable[Epoch]) -> str:
     return "".join(epoch.text() + "\n" for epoch in epochs)
 
 
+class Doing(Record):
+    """How far a stage that runs is: a file beside its log (`dlscale.core.progress`)."""
+
+    what: str
+    done: int = 0
+    total: int | None = None  #: None: not known.
+    unit: str = ""
+    left: float | None = None  #: Seconds to the end, as far as one sees.
+    values: dict[str, float] = {}  #: What goes with it by name: loss, samples/s.
+    host: str = ""
+    place: str = ""  #: Where its `pid` is a number: the host, and on Linux the name space.
+    pid: int = 0
+    job: str | None = None  #: Slurm's number.
+    time: float = 0.0  #: When this was written, seconds since 1970-01-01 UTC.
+
+
 class Device(Record):
     """What a stage computed on: `cpu` or `cuda`, its name, CPU threads of a process."""
 

@@ -44,8 +44,8 @@ def jobs(results: Path, since: float) -> list[Job]:
         except (IndexError, ValueError):  # half-written, by a job that was ended
             continue
         log = results / "logs" / relative.with_suffix(".log")
-        started = _STARTED.search(log.read_text(errors="replace")) if log.exists() else None
-        found.append(Job(Path(relative.parts[0]).stem, end, seconds, float(started[1]) if started else None))
+        started = _STARTED.findall(log.read_text(errors="replace")) if log.exists() else []  # by try
+        found.append(Job(Path(relative.parts[0]).stem, end, seconds, float(started[-1]) if started else None))
     return found
 
 

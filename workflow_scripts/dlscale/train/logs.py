@@ -1,10 +1,13 @@
 """What a user watches while a run trains: `metrics.jsonl` and TensorBoard's event file grow epoch by epoch.
 
+Within long epochs, TensorBoard shows a step's loss, and samples/s, every ten seconds.
+
 What TensorBoard calls our numbers (`quantities`):
 
 - loss/train, loss/valid, valid/METRIC: also at step 0, before training, of the first batch and of all validation
   samples.
 - learning_rate, samples_per_second, steps_per_second.
+- steps/loss and steps/samples_per_second: every ten seconds, of the first process's last step, and of all since.
 
 Beside them stand the tags of the study's published program (`Study.published_log`), and pictures: `Visualization, NAME`
 of truth and prediction, and `valid/prediction` at the end.
@@ -12,7 +15,7 @@ of truth and prediction, and `valid/prediction` at the end.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,22 +35,24 @@ if TYPE_CHECKING:
 
 #: The tag of what a study draws after each epoch; a name follows.
 PICTURE = "Visualization, "
+#: What the tags of single steps begin with.
+STEPS = "steps/"
 
 
 class RunLogs:
-    """The logs in a run's folder `out`. They begin with the epochs of an earlier try; older logs are removed."""
+    """The logs in a run's folder `out`. They begin with what there was until `step`; all else is removed."""
 
-    def __init__(self, out: Path, history: list[Epoch], published: PublishedLog | None = None) -> None:
+    def __init__(self, out: Path, history: list[Epoch], published: PublishedLog | None = None, step: int = 0) -> None:
         self._metrics, folder = out / "metrics.jsonl", out / "tensorboard"
         self._published, self._steps, self._begun = published or PublishedLog(), 0, False
         self._metrics.unlink(missing_ok=True)
         if history:
             write_text(self._metrics, epoch_lines(history))
-        pictures = _pictures(folder, history)
+        kept = _kept(folder, history, step)
         self._board = board.writer(folder)
         for record in history:
             self._epoch(record)
-        for event in pictures:
+        for event in kept:
             self._board._get_file_writer().add_event(event, event.step, event.wall_time)
         self._board.flush()
 
@@ -65,6 +70,12 @@ class RunLogs:
         if picture:
             name, pixels = picture
             self._board.add_image(PICTURE + name, pixels, record.step, record.wall_time, dataformats="HWC")
+        self._board.flush()
+
+    def add_steps(self, step: int, values: Mapping[str, float]) -> None:
+        """Add what a step and those before it were like: its loss, and their samples/s."""
+        for name, value in values.items():
+            self._board.add_scalar(STEPS + name.replace("/s", "_per_second"), value, step)
         self._board.flush()
 
     def _epoch(self, record: Epoch) -> None:
@@ -120,15 +131,16 @@ def _validation(record: Epoch | Untrained) -> dict[str, float]:
     return {"loss/valid": record.valid_loss, **{f"valid/{name}": value for name, value in record.metrics.items()}}
 
 
-def _pictures(folder: Path, history: Sequence[Epoch]) -> list[Event]:
-    """Return the pictures of these epochs, and of no others, from the file that is about to be replaced."""
+def _kept(folder: Path, history: Sequence[Epoch], step: int) -> list[Event]:
+    """Return the pictures of these epochs, and what is of single steps until `step`, of the file that is replaced."""
     known = {(record.step, record.wall_time) for record in history}
     found = []
     try:
-        for file in folder.glob("events.out.tfevents.*") if known else ():
+        for file in folder.glob("events.out.tfevents.*") if step else ():
             for event in events(file):
-                drawn = any(value.tag.startswith(PICTURE) for value in event.summary.value)
-                if drawn and (event.step, event.wall_time) in known:
+                tags = [value.tag for value in event.summary.value]
+                drawn = any(tag.startswith(PICTURE) for tag in tags) and (event.step, event.wall_time) in known
+                if drawn or (any(tag.startswith(STEPS) for tag in tags) and event.step <= step):
                     found.append(event)
     except UserError:  # damaged: what was before that is kept
         pass

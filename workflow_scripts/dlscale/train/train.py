@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from dlscale.config.run import Run, load_run
-from dlscale.core import provenance, ranges
+from dlscale.core import log, provenance, ranges
 from dlscale.core.errors import UserError
 from dlscale.core.figures import literal_text
 from dlscale.core.files import whole, write_text
@@ -85,6 +85,8 @@ def main(args: argparse.Namespace) -> None:
         metrics = session.study.metrics(run, session.manifest, world.device)
         trainer = Trainer(run, session.step, session.share(), loaders, metrics, checkpoints, world)
         trainer.resume()
+        if trainer.resumed_from is None:
+            log.begin_anew()
         if run.training.weights and trainer.resumed_from is None:
             load_weights(session.step.weights, run.training.weights)
         cores = set().union(*world.gather(os.sched_getaffinity(0)))
@@ -109,7 +111,7 @@ def _lead(run: Run, session: Session, trainer: Trainer, out: Path, cores: int, l
     )
     for name in ("provenance.json", "prediction.png", "model.pt", "model_best.pt"):
         (out / name).unlink(missing_ok=True)
-    logs = RunLogs(out, trainer.history, session.study.published_log)
+    logs = RunLogs(out, trainer.history, session.study.published_log, trainer.resumed_from or 0)
     settings = run.model_dump(mode="json")
     tracked = trackers(run.training.trackers, out, settings, trainer.history)
     shown = _Shown(session, trainer.epochs)
@@ -125,7 +127,7 @@ def _lead(run: Run, session: Session, trainer: Trainer, out: Path, cores: int, l
         for each in tracked:
             each.add(record)
 
-    history = trainer.fit(on_epoch, on_begin)
+    history = trainer.fit(on_epoch, on_begin, logs.add_steps)
     with ranges.part("writing", ranges.BETWEEN):
         prediction, (x, y) = shown.predict(), (shown.x, shown.y)
         assert prediction is not None

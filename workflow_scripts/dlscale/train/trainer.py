@@ -98,21 +98,25 @@ class Trainer:
         self,
         on_epoch: Callable[[Epoch], object] = lambda record: None,
         on_begin: Callable[[Untrained], None] = lambda untrained: None,
+        on_steps: Callable[[int, Mapping[str, float]], None] = lambda step, values: None,
     ) -> list[Epoch]:
         """Train to the last epoch; return the records of all epochs, each of which `on_epoch` is told as it comes.
 
-        `on_begin` is told before the first of them how good the model is so far, if that is looked at.
+        `on_begin` is told before the first of them how good the model is so far, if that is looked at; `on_steps` every
+        ten seconds the step, its loss on this rank, and the samples/s of all since it was told before.
         """
         described = sorted(self.metrics.described, key=lambda metric: not metric.naive)
         headline = described[0].name if described else ""  # the first with a naive answer, or else the first
+        latest = _Latest(self.run.batch_size, on_steps)
         try:
             with (
                 Interruption(self.world) as interruption,
-                Progress("training", self.total_steps, "steps") as progress,
+                Progress("training", self.total_steps, "steps", latest.values) as progress,
                 contextlib.ExitStack() as later,
             ):
                 hooks = [
                     Hook(before_step=lambda number: self.step.set_learning_rate(self.rate(number))),
+                    Hook(after_step=latest.add),
                     Hook(after_step=lambda number, batch, loss: progress.update(number + 1)),
                 ]
                 if not self.history:
@@ -351,6 +355,31 @@ class Trainer:
                     torch.cuda.set_rng_state(value, self.step.device)
                 elif self.step.divided:
                     self.step.divided.random_state = value
+
+
+class _Latest:
+    """The last step's loss on this rank, and the samples/s of all since it was asked for before."""
+
+    def __init__(self, batch_size: int, tell: Callable[[int, Mapping[str, float]], None]) -> None:
+        self._batch_size, self._tell = batch_size, tell
+        self._step, self._loss = 0, torch.tensor(math.nan)
+        self._before = time.perf_counter(), 0
+        self._steps = 0  # of this process
+
+    def add(self, number: int, batch: Batch, loss: torch.Tensor) -> None:
+        self._step, self._loss = number + 1, loss
+        self._steps += 1
+
+    def values(self) -> dict[str, float]:
+        """Return both by name; this waits for the device."""
+        loss, now = float(self._loss), time.perf_counter()
+        before, steps = self._before
+        self._before = now, self._steps
+        rate = (self._steps - steps) * self._batch_size / (now - before)
+        values = {"loss": loss, "samples/s": rate} if self._steps > steps else {}
+        if values:
+            self._tell(self._step, values)
+        return values
 
 
 class _EpochSums:

@@ -1,0 +1,191 @@
+"""How far runs are, from the files that stages leave; what a stage tells while it runs."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dlscale.config import resolve
+from dlscale.core import log, progress
+from dlscale.core.progress import SUFFIX, Progress
+from dlscale.core.records import Doing, Epoch
+from dlscale.preflight import status
+from tests.conftest import ROOT
+
+RUNS = {"a": {}, "b": {}}
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Path:
+    return tmp_path / "results"
+
+
+def rows(results: Path) -> dict[str, status.Row]:
+    """Return what is said of a plan of two runs that train, by name and stage."""
+    raw = {
+        "results": str(results),
+        "targets": ["p"],
+        "datasets": {"d": {"kind": "starter", "source": {"kind": "simulated"}}},
+        "plans": {
+            "p": {"study": "starter_cnn", "settings": {"dataset": "d"}, "measure": ["train"], "runs": RUNS},
+        },
+    }
+    return {row.name: row for row in status.look(resolve.load(raw), ["p"])}
+
+
+def tell(results: Path, run: str = "a", **values: Any) -> None:
+    """Write what a training tells."""
+    doing = {"what": "training", "done": 30, "total": 120, "unit": "steps", "left": 90.0, "time": time.time()}
+    file = results / f"logs/train/p/{run}.log{SUFFIX}"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    Doing.model_validate({**doing, "values": {"loss": 0.25, "samples/s": 1234.0}, **values}).write(file)
+
+
+def epoch(number: int) -> str:
+    return Epoch(
+        epoch=number,
+        step=10 * number,
+        samples=80 * number,
+        learning_rate=0.1,
+        train_loss=0.5,
+        valid_loss=0.625,
+        epoch_seconds=2.0,
+        samples_per_second=40.0,
+    ).text()
+
+
+def test_before_anything_ran(results: Path) -> None:
+    assert {name: row.state for name, row in rows(results).items()} == dict.fromkeys(
+        ["data d", "p.a", "p.b"], "waiting"
+    )
+
+
+def test_what_runs_here_is_a_process(results: Path) -> None:
+    """Of this machine: one that was killed is silent at once, however lately it said something."""
+    code = "import sys; print('up', flush=True); sys.stdin.read()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code, "dlscale"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout and process.stdout.readline()
+        tell(results, place=progress.place(), pid=process.pid)
+        tell(results, "b", place=progress.place(), pid=os.getppid() if os.getppid() > 1 else 1, time=time.time())
+        found = rows(results)
+        assert found["p.a"].state == "running" and found["p.b"].state == "silent", "another's number"
+        (line,) = [each for each in status.lines(found.values()) if each.startswith("p.a")]
+        assert line.split("  ")[-1].strip() == "–" and "30 of 120 steps (25\u00a0%)" in line, line
+        assert "0.2500" in line and "1,234" in line and "1\u00a0min 30\u00a0s" in line
+        process.kill()
+    row = rows(results)["p.a"]
+    assert row.state == "silent" and row.error and row.error.startswith("no word since ")
+
+
+@pytest.mark.parametrize(("age", "state"), [(5, "running"), (status.SILENT + 5, "silent")])
+def test_what_runs_elsewhere_has_to_say_so(results: Path, age: float, state: str) -> None:
+    tell(results, place="another machine", pid=1, time=time.time() - age)
+    assert rows(results)["p.a"].state == state
+
+
+@pytest.mark.parametrize(
+    ("last", "state"),
+    [
+        ("dlscale train: p.yaml: no such file", "failed"),
+        ("dlscale train: asked to end; saved after step 3 of 9; run it again", "stopped"),
+        ("epoch 1 of 2: 3.0 s", "done"),
+    ],
+)
+def test_what_ended(results: Path, last: str, state: str) -> None:
+    """Its log's last line says how; an earlier try, which failed, counts no more."""
+    log = results / "logs/train/p/a.log"
+    log.parent.mkdir(parents=True)
+    log.write_text(f"dlscale train: of an earlier try\n{'x' * 5000}\n{last}\n\n")
+    run = results / "plans/p/a"
+    run.mkdir(parents=True)
+    (run / "provenance.json").write_text("{}")
+    (run / "metrics.jsonl").write_text(f"{epoch(1)}\n{epoch(2)}\n")
+    row = rows(results)["p.a"]
+    assert row.state == state and row.epoch and row.epoch.epoch == 2
+    assert row.error == (None if state == "done" else last.removeprefix("dlscale train: "))
+    text = status.lines([row])
+    assert "epoch 2" in text[1] and text[-1] == f"1 {state}"
+    assert json.loads(json.dumps(status._json(row)))["epoch"]["valid_loss"] == 0.625
+
+
+def test_data_that_are_made(results: Path) -> None:
+    file = results / f"logs/preprocess/d/train/train-0.log{SUFFIX}"
+    file.parent.mkdir(parents=True)
+    Doing(what="preprocessing train/train", done=1, total=4, unit="rows", time=time.time()).write(file)
+    row = rows(results)["data d"]
+    assert row.state == "running" and row.stage == "preprocessing train/train"
+    (results / "data/d").mkdir(parents=True)
+    (results / "data/d/manifest.json").write_text("{}")
+    file.unlink()
+    assert rows(results)["data d"].state == "done"
+
+
+# ---- what a stage tells ------------------------------------------------------------------------------
+
+
+def test_progress_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Count, time left from this process's own pace, values; nothing remains of a stage that is done."""
+    now = 100.0
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now)
+    caplog.set_level(logging.INFO)
+    log = tmp_path / "a.log"
+    with progress.told(log):
+        file = Path(f"{log}{SUFFIX}")
+        assert Doing.read(file).what == "starting"
+        with Progress("training", 100, "steps", lambda: {"loss": 0.5, "odd": float("nan")}) as counted:
+            now += 1
+            counted.update(41)  # an earlier try made 40
+            now += 12
+            counted.update(53)
+            doing = Doing.read(file)
+            assert (doing.done, doing.total, doing.unit, doing.values) == (53, 100, "steps", {"loss": 0.5})
+            assert doing.left == pytest.approx(47.0), "a step a second"
+            assert (doing.pid, doing.place) == (os.getpid(), progress.place())
+    assert not file.exists()
+    assert "training: 53 of 100 (53 %) steps, 13 s, loss 0.500, odd NaN, 47.0\u00a0s left" in caplog.text
+    assert caplog.text.count("53 of 100") == 1
+
+
+def test_a_place_that_cannot_be_written_to_ends_nothing(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with progress.told(tmp_path / "file" / "a.log"):
+        progress.tell(Doing(what="x"))
+
+
+LOG = """
+import sys
+from pathlib import Path
+from dlscale.core import log
+log.redirect(Path(sys.argv[1]), keep=sys.argv[2] == "keep")
+print("begin", flush=True)
+if sys.argv[3] == "anew":
+    log.begin_anew()
+print("end", flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("keep", "anew", "expected"),
+    [
+        ("keep", "goes on", "before\nbegin\nend\n"),
+        ("keep", "anew", "begin\nend\n"),
+        ("drop", "anew", "begin\nend\n"),
+    ],
+)
+def test_a_log_goes_on_or_begins_anew(tmp_path: Path, keep: str, anew: str, expected: str) -> None:
+    path = tmp_path / "a.log"
+    path.write_text("before\n")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "workflow_scripts")}
+    subprocess.run([sys.executable, "-c", LOG, path, keep, anew], check=True, env=environment)
+    assert path.read_text() == expected
+    assert log._kept is None, "of this process"

@@ -1,0 +1,182 @@
+"""`dlscale status`: how far the runs of plans are, from what their stages leave: results, logs, and what they tell.
+
+It asks no one: neither Snakemake, so whether a result is still what the configuration asks for is for `dlscale why` to
+say, nor the nodes, of which it sees the files that they write every ten seconds (`dlscale.core.progress`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+from dlscale.config.resolve import Configuration
+from dlscale.core.errors import UserError, unknown
+from dlscale.core.progress import LINE_SECONDS, SUFFIX, place
+from dlscale.core.records import Doing, Epoch, read_epochs
+from dlscale.core.stages import STAGES
+from dlscale.core.text import NONE, duration, number, percent
+from dlscale.launch import slurm
+
+State = Literal["done", "running", "silent", "stopped", "failed", "waiting"]
+
+#: Seconds without a word after which a stage on another machine is taken to have ended: a word is due every ten.
+SILENT = 12 * LINE_SECONDS
+#: How the last word of a stage begins that was asked to end, and will go on.
+STOPPED = "asked to end"
+#: Seconds between two looks of `--watch`.
+EVERY = 5.0
+
+
+@dataclass(frozen=True)
+class Row:
+    """A stage of a run, or what makes a dataset."""
+
+    name: str
+    stage: str
+    state: State
+    doing: Doing | None = None  #: Of what runs.
+    epoch: Epoch | None = None  #: The last one, of what trains or has.
+    error: str | None = None  #: The last word of what failed.
+
+
+def look(configuration: Configuration, plans: Iterable[str]) -> list[Row]:
+    """Return a row for each stage of each run of these plans, and for each job that makes their data."""
+    workflow, results = configuration.workflow, Path(configuration.workflow.results)
+    rows, seen = list[Row](), set[tuple[str, str]]()
+    datasets = [run.run.dataset for plan in plans for run in configuration.plans[plan].values()]
+    for name in dict.fromkeys(datasets):
+        made = (results / "data" / name / "manifest.json").exists()
+        making = sorted(results.glob(f"logs/*/{name}/**/*{SUFFIX}")) + sorted(
+            results.glob(f"logs/*/{name}.log{SUFFIX}")
+        )
+        words = [doing for file in making if (doing := _read(file)) and _alive(doing)]
+        rows += [Row(f"data {name}", doing.what, "running", doing) for doing in words]
+        if not words:
+            rows.append(Row(f"data {name}", "", "done" if made else "waiting"))
+    for plan in plans:
+        for run, resolved in configuration.plans[plan].items():
+            owner = f"{resolved.plan}.{resolved.name}"
+            for stage in workflow.plans[plan].stages(run):
+                if (owner, stage) not in seen:
+                    seen.add((owner, stage))
+                    rows.append(_row(results, resolved.plan, resolved.name, stage))
+    return rows
+
+
+def _row(results: Path, plan: str, run: str, stage: str) -> Row:
+    folder, log = results / "plans" / plan / run, results / "logs" / stage / plan / f"{run}.log"
+    doing = _read(Path(f"{log}{SUFFIX}"))
+    result = folder / STAGES[stage].outputs[0]
+    state: State = "waiting"
+    error = None
+    if doing is not None and _alive(doing):
+        state = "running"
+    elif doing is not None:
+        state, error = "silent", f"no word since {time.strftime('%H:%M:%S', time.localtime(doing.time))}"
+    elif log.exists() and (word := _last_word(log, stage)):
+        state, error = "stopped" if word.startswith(STOPPED) else "failed", word
+    elif result.exists():
+        state = "done"
+    epoch = None
+    if stage == "train" and state != "waiting":
+        try:
+            epoch = read_epochs(folder / "metrics.jsonl")[-1]
+        except UserError:  # none is done
+            epoch = None
+    return Row(f"{plan}.{run}", stage, state, doing if state in ("running", "silent") else None, epoch, error)
+
+
+def _read(file: Path) -> Doing | None:
+    try:
+        return Doing.read(file)
+    except UserError:  # gone in the meantime
+        return None
+
+
+def _alive(doing: Doing) -> bool:
+    """Whether a process is at work: here it can be looked for, elsewhere it has to have said something lately."""
+    if doing.place == place():
+        with contextlib.suppress(OSError):
+            return b"dlscale" in Path(f"/proc/{doing.pid}/cmdline").read_bytes()
+        return False
+    return time.time() - doing.time < SILENT
+
+
+def _last_word(log: Path, stage: str) -> str | None:
+    """Return why a stage ended without its result, as its log ends; None if it did not."""
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - 4096))
+        tail = file.read().decode(errors="replace").splitlines()
+    last = next((line for line in reversed(tail) if line.strip()), "")
+    start = f"dlscale {stage}: "
+    return last.removeprefix(start) if last.startswith(start) else None
+
+
+# ---- in words ----------------------------------------------------------------------------------------
+
+
+def lines(rows: Iterable[Row], jobs: list[str] | None = None) -> list[str]:
+    """Return the rows as aligned text, and the jobs in the queue."""
+    rows = list(rows)
+    cells = [("run", "stage", "state", "progress", "left", "loss", "samples/s", "valid loss")]
+    for row in rows:
+        doing, epoch = row.doing, row.epoch
+        values = doing.values if doing else {}
+        loss = values.get("loss", epoch.train_loss if epoch else None)
+        rate = values.get("samples/s", epoch.samples_per_second if epoch else None)
+        done = NONE
+        if doing and doing.unit:
+            done = f"{doing.done:,}" + (f" of {doing.total:,}" if doing.total else "") + f" {doing.unit}"
+            done += f" ({percent(doing.done / doing.total)})" if doing.total else ""
+        elif epoch:
+            done = f"epoch {epoch.epoch}"
+        cells.append(
+            (
+                *(row.name, row.stage, row.state, done, duration(doing.left) if doing else NONE),
+                *(number(loss, 4), number(rate), number(epoch.valid_loss if epoch else None, 4)),
+            )
+        )
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    text = ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
+    text += [f"{row.name} {row.stage}: {row.error}" for row in rows if row.error]
+    counts = {state: sum(row.state == state for row in rows) for state in dict.fromkeys(row.state for row in rows)}
+    text.append(", ".join(f"{count} {state}" for state, count in counts.items()))
+    if jobs:
+        text.append(f"In the queue: {', '.join(jobs)}")
+    return text
+
+
+def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
+    """Print how far the plans in `args.plans` are, or the targets; with `--watch` until all is done."""
+    if configuration is None:
+        raise UserError("config.yaml: no such file here; name one with --configfile")
+    plans = args.plans or configuration.workflow.targets
+    for plan in plans:
+        if plan not in configuration.plans:
+            raise UserError(unknown("plan", plan, configuration.plans))
+    while True:
+        rows = look(configuration, plans)
+        queued = slurm.left_running(str(Path.cwd())) if configuration.workflow.site.scheduler else []
+        if args.json:
+            print(json.dumps([_json(row) for row in rows], indent=2, ensure_ascii=False))
+        else:
+            if args.watch and sys.stdout.isatty():
+                print("\033[2J\033[H", end="")
+            print("\n".join(lines(rows, queued)), flush=True)
+        if not args.watch or all(row.state == "done" for row in rows):
+            return 0
+        time.sleep(EVERY)
+
+
+def _json(row: Row) -> dict[str, object]:
+    records = {
+        key: value and value.model_dump(mode="json") for key, value in (("doing", row.doing), ("epoch", row.epoch))
+    }
+    return {**asdict(row), **records}
