@@ -8,6 +8,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -144,26 +146,40 @@ def test_bytes_from_disks_are_told_from_those_in_memory(tmp_path: Path) -> None:
     assert (meter.usage(World()).read_bytes or 0) >= size
 
 
-def test_nothing_is_counted_twice_while_processes_come_and_go() -> None:
-    """Whenever it is looked at, what was used only grows: an ending child is in neither or both places at no time."""
-    done = threading.Event()
+@contextmanager
+def short_lived(count: int) -> Iterator[threading.Thread]:
+    """Children that end, one after the other; none is left."""
 
     def children() -> None:
-        for _ in range(120):
+        for _ in range(count):
             subprocess.run(["sh", "-c", "i=0; while [ $i -lt 3000 ]; do i=$((i+1)); done"], check=True)
-        done.set()
 
     thread = threading.Thread(target=children)
     thread.start()
+    try:
+        yield thread
+    finally:
+        thread.join()
+
+
+def test_nothing_is_counted_twice_while_processes_come_and_go() -> None:
+    """Whenever it is looked at, what was used only grows: an ending child is in neither or both places at no time."""
     seen = []
-    while not done.is_set():
-        seen.append(processes.used(os.getpid()))
-        time.sleep(0.0005)
-    thread.join()
+    with short_lived(120) as thread:
+        while thread.is_alive():
+            seen.append(processes.used(os.getpid()))
+            time.sleep(0.0005)
     assert len(seen) > 20
     for name in ("cpu_seconds", "read_chars", "reads", "read_bytes", "write_chars", "write_bytes"):
         values = [getattr(used, name) for used in seen]
         assert values == sorted(values), name
+
+
+def test_children_that_end_all_the_time_stop_nobody() -> None:
+    """A machine so busy that each look meets a child's end: the last look leaves it out."""
+    with short_lived(60) as thread:
+        while thread.is_alive():
+            assert processes.used(os.getpid(), tries=1).rss > 1 << 20
 
 
 def test_memory_is_that_of_all_processes() -> None:

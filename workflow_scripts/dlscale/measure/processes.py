@@ -38,20 +38,26 @@ def tree(root: int, without: Collection[int] = ()) -> list[int]:
     return found
 
 
-def used(root: int, without: Collection[int] = (), tries: int = 5) -> Used:
+def used(root: int, without: Collection[int] = (), tries: int = 50) -> Used:
     """Return what the tree of `root` has used; a `FileNotFoundError` if there is no such process.
 
     What ended and was waited for is in its parent's counters of children. Parents are read before their children:
-    a child that ends meanwhile is counted in neither, and all is read again.
+    a child that ends meanwhile is counted in neither, and all is read again. Where some end all the time, the last try
+    leaves them out.
     """
     while True:
-        pids = tree(root, without)
-        try:
-            return Used(*map(sum, zip(*map(_used, pids), strict=True)))
-        except (FileNotFoundError, ProcessLookupError):
-            tries -= 1
-            if tries == 0 or not Path(f"/proc/{root}").exists():
-                raise FileNotFoundError(f"process {root}") from None
+        tries -= 1
+        found = []
+        for pid in tree(root, without):
+            try:
+                found.append(_used(pid))
+            except (FileNotFoundError, ProcessLookupError):
+                if pid == root:
+                    raise FileNotFoundError(f"process {root}") from None
+                if tries > 0:
+                    break
+        else:
+            return Used(*map(sum, zip(*found, strict=True)))
 
 
 def ranks_seen(root: int, rank: int) -> int:
