@@ -201,7 +201,9 @@ def preview_params(wildcards):
 
 
 def run_data(wildcards):
-    return data_files(run_of(wildcards).dataset)
+    """A dataset's files, and its statistics, by which loaders normalise."""
+    dataset = run_of(wildcards).dataset
+    return [*data_files(dataset), f"{RESULTS}/data/{dataset}/stats"]
 
 
 def run_manifest(wildcards):

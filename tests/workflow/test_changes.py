@@ -428,6 +428,13 @@ ROWS = [
         delete("plans/era5/vit/metrics.jsonl"),
         trained("years"),
     ),
+    Row("weights purged", delete("plans/era5/vit/model.pt"), trained("years")),
+    Row("statistics purged", delete("data/years/stats"), []),
+    Row(
+        "statistics purged, and needed",
+        both(delete("data/years/stats"), append(f"{PACKAGE}/models/vit.py")),
+        since("describe", "years"),
+    ),
     Row("page purged", delete("report/index.html"), ["report"]),
 ]
 

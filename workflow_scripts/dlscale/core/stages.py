@@ -171,7 +171,7 @@ STAGES: dict[str, Stage] = {
             path("--out", "the run's folder"),
         ),
         settings=("training", "schedule"),
-        outputs=("provenance.json", "metrics.jsonl", "prediction.png", "telemetry/train.csv"),
+        outputs=("provenance.json", "metrics.jsonl", "model.pt", "prediction.png", "telemetry/train.csv"),
         usual=True,
         nodes="geometry",
         work=training_work,
