@@ -40,8 +40,8 @@ class Limits(Strict):
         text = os.environ.get(WATCHDOG, "")
         if text == "off":
             return None
-        pairs = (word.partition("=") for word in text.split(":") if word)
-        return validate(cls, {name: value for name, _, value in pairs}, where=WATCHDOG)
+        limits = (word.partition("=") for word in text.split(":") if word)
+        return validate(cls, {name: value for name, _, value in limits}, where=WATCHDOG)
 
 
 class _Several(Strict):
