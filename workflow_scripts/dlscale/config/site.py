@@ -131,6 +131,11 @@ class Site(Strict):
         Limits(),
         description="When a run ends of whose processes one is gone or hangs; null: it does not, and waits.",
     )
+    verify: Literal["once", "always", "never"] = Field(
+        "once",
+        description="When a training reads its data files to see that none is damaged: once, and again when one "
+        "changes; always; never.",
+    )
     gpu: bool | None = Field(
         None, description="Whether containers of runs get the GPUs; absent: where the nodes, or this machine, have any."
     )

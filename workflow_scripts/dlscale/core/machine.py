@@ -22,6 +22,9 @@ LOCAL_DISK = "DLSCALE_LOCAL_DISK"
 #: The variable that has the watchdog's limits where they are not the usual ones: a site's `watchdog`.
 WATCHDOG = "DLSCALE_WATCHDOG"
 
+#: The variable that says when data files are verified, if not once: a site's `verify`.
+VERIFY = "DLSCALE_VERIFY"
+
 
 def let_threads_wait() -> None:
     """Have threads wait as `WAITING` says, unless the environment says how; before anything loads OpenMP."""

@@ -16,7 +16,7 @@ from dlscale.config.dataset import SPLITS, DatasetSettings
 from dlscale.core.errors import UserError
 from dlscale.core.files import sha256, whole
 from dlscale.core.progress import tracked
-from dlscale.data import parts, store
+from dlscale.data import parts, store, verification
 from dlscale.data.manifest import FieldInfo, File, Manifest
 from dlscale.data.store import Field, Moments
 
@@ -37,6 +37,8 @@ def main(args: argparse.Namespace) -> None:
         if complete is not None:
             manifest = complete(dataset, manifest, stats, Path(args.stats).name)
         write_statistics(manifest, stats)
+    own = [file for files in manifest.splits.values() for file in files if file.verifiable]
+    verification.remember(manifest.model_copy(update={"folder": folder}), own)
     manifest.write(Path(args.manifest))  # last: it is what the stages after this one wait for
 
 
@@ -61,7 +63,7 @@ def describe_own(dataset: DatasetSettings, folder: Path) -> Manifest:
                 of_split[name] = of_split[name].merged(these) if name in of_split else these
                 lowest[name] = min(lowest.get(name, np.inf), these.minimum.min())
                 highest[name] = max(highest.get(name, -np.inf), these.maximum.max())
-            splits[part.split].append(File.of(path, folder, Field.of(file[names[0]]).rows, sha256(path)))
+            splits[part.split].append(File.of(path, folder, Field.of(file[names[0]]).rows, sha256(path), True))
     for name, its in unseen.items():
         for channel, std in zip(fields[name].channels, its.std, strict=True):
             if not std > 0:

@@ -22,9 +22,10 @@ class File(Record):
     rows: int
     bytes: int  # when it was described
     digest: str  # SHA-256 that stands for its content
+    verifiable: bool = False  # it is that of the file, byte by byte
 
     @classmethod
-    def of(cls, path: Path, folder: Path, rows: int, digest: str | None = None) -> File:
+    def of(cls, path: Path, folder: Path, rows: int, digest: str | None = None, verifiable: bool = False) -> File:
         """Describe the file at `path`; `folder` is the manifest's.
 
         Without a digest of its content the file's place, size and time stand for it: files of others may be terabytes.
@@ -33,7 +34,7 @@ class File(Record):
         digest = digest or hashlib.sha256(f"{place} {status.st_size} {status.st_mtime_ns}".encode()).hexdigest()
         inside = place.is_relative_to(folder)
         name = str(place.relative_to(folder) if inside else place)
-        return cls(path=name, rows=rows, bytes=status.st_size, digest=digest)
+        return cls(path=name, rows=rows, bytes=status.st_size, digest=digest, verifiable=verifiable)
 
 
 class FieldInfo(Record):

@@ -13,7 +13,7 @@ from dlscale.config.parallel import Limits
 from dlscale.config.run import Geometry
 from dlscale.config.site import Engine, Site
 from dlscale.core.errors import UserError
-from dlscale.core.machine import LOCAL_DISK, WATCHDOG, answer
+from dlscale.core.machine import LOCAL_DISK, VERIFY, WATCHDOG, answer
 from dlscale.launch import slurm
 from dlscale.launch.contain import PASSED_ON
 
@@ -51,9 +51,10 @@ def launch(site: Site, place: Place, geometry: Geometry | None = None, run: str 
         mounts = {site.local_disk: site.local_disk} if site.engine not in ("none", "shifter") else {}
         there = {"environment": {LOCAL_DISK: site.local_disk, **site.environment}, "mounts": {**mounts, **site.mounts}}
         site = site.model_copy(update=there)
-    if geometry and site.watchdog != Limits():
-        told = {WATCHDOG: str(site.watchdog or "off"), **site.environment}
-        site = site.model_copy(update={"environment": told})
+    told = {WATCHDOG: str(site.watchdog or "off")} if site.watchdog != Limits() else {}
+    told |= {VERIFY: site.verify} if site.verify != "once" else {}
+    if geometry and told:
+        site = site.model_copy(update={"environment": told | site.environment})
     if ordered := _in_gpu_order(site, geometry):
         devices = ",".join(map(str, site.gpu_order or []))
         site = site.model_copy(update={"environment": {**site.environment, "CUDA_VISIBLE_DEVICES": devices}})

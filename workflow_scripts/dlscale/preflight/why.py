@@ -119,7 +119,7 @@ def explained(job: Waiting, sources: Callable[[str], Mapping[str, str] | None]) 
     if job.missing:
         gone = ", ".join(dict.fromkeys(Path(path).name for path in job.missing))
         reasons.append(f"{gone} is gone" if job.known else "never made")
-    for before, now in _pairs(job.before, job.now):
+    for before, now in _beside(job.before, job.now):
         reasons += changes(before, now, sources)
     if job.newer:
         reasons.append(f"changed: {_some(job.newer)}")
@@ -182,7 +182,7 @@ def _value(value: Any) -> str:
     return text if len(text) <= 60 else text[:59] + "…"
 
 
-def _pairs(before: Sequence[str], now: Sequence[str]) -> list[tuple[Any, Any]]:
+def _beside(before: Sequence[str], now: Sequence[str]) -> list[tuple[Any, Any]]:
     """Return recorded parameters beside those that took their places: a rule has one, `stage`, that counts."""
     old, new = ([_read(text) for text in sorted(texts, key=len)] for texts in (before, now))
     length = max(len(old), len(new))
