@@ -230,6 +230,20 @@ def test_trials_count_and_time_what_follows_the_warm_up() -> None:
     assert sum(found.trial_time) <= time.perf_counter() - ends[1]
 
 
+class Uneven(World):
+    """A world with one more rank, which has one sample less of every batch."""
+
+    def gather(self, value: Any) -> Any:
+        return [value, value - 2] if isinstance(value, int) else [value, value]
+
+
+def test_each_rank_counts_its_own_samples() -> None:
+    """Of a last batch that does not divide: nine samples and seven, not twice nine."""
+    settings = Throughput(warmup=0, trials=1, batches=2)
+    found = trials("FULL", batches_of(5, 4), lambda x, y: None, settings, Uneven())
+    assert [a * b for a, b in zip(found.trial_time, found.trial_throughput, strict=True)] == pytest.approx([9 + 7])
+
+
 def test_the_wait_for_data_counts() -> None:
     def late() -> Iterator[Batch]:
         for batch in batches_of(1, 1, 1, 1):
