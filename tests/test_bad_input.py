@@ -24,6 +24,7 @@ from dlscale.data.manifest import Manifest
 from dlscale.data.parts import load_dataset
 from tests.conftest import COSMO, COSMO_RUN, ERA5, ERA5_RUN, ROOT, make_dataset, make_parts, make_run, stage, train
 from tests.raw_files import cosmo, era5, published, volume, write_volume, write_years
+from tests.waiting import PATIENCE
 
 Check = Callable[..., str]
 
@@ -690,3 +691,16 @@ def test_simulated_settings_that_cannot_be(tmp_path: Path, refused: Check) -> No
     settings = {**ERA5, "source": {**ERA5["source"], "days": 400}}
     text = refused("acquire", *configured(tmp_path, settings), "--file", "2001.nc", "--out", tmp_path / "x.nc")
     assert "source.days" in text and "366" in text
+
+
+@pytest.mark.parametrize("words", [["schema"], ["cost", "--json"], ["doctor"]], ids=" ".join)
+def test_who_stops_reading_hears_of_no_defect(words: list[str]) -> None:
+    """As of `dlscale schema | head -1`: the status is that of SIGPIPE, and nothing is said."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "dlscale", *words]
+    try:
+        done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, cwd=ROOT, timeout=PATIENCE)
+    finally:
+        os.close(writer)
+    assert done.returncode == 141 and "Traceback" not in done.stderr and "defect" not in done.stderr, done.stderr

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from dlscale.config.resolve import Configuration
 
 USER_ERROR, DEFECT, STOPPED, INTERRUPTED = 2, 1, 75, 130
+#: As a shell has it of a program that writes to one that has ended (SIGPIPE).
+UNREAD = 128 + signal.SIGPIPE
 
 
 @dataclass(frozen=True)
@@ -204,7 +206,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one stage and return the process's exit status: 0, or why it ended.
 
-    2: a user's mistake; 1: a defect; 75: asked to end, all saved, try again; 130: interrupted.
+    2: a user's mistake; 1: a defect; 75: asked to end, all saved, try again; 130: interrupted; 141: nobody reads on.
     """
     if packages := os.environ.get("DLSCALE_PACKAGES"):  # `site.packages`: last, to hide nothing that is installed
         site.addsitedir(packages)
@@ -241,13 +243,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.stage == "schema":
             from dlscale.config.resolve import schema
 
-            print(json.dumps(schema(), indent=2))
+            print(json.dumps(schema(), indent=2), flush=True)
         elif args.stage == "new-study":
             from dlscale.studies import new_study
 
             new_study.main(args)
         elif args.stage in QUESTIONS:
-            return int(importlib.import_module(QUESTIONS[args.stage].module).main(args, _configuration(args)))
+            status = int(importlib.import_module(QUESTIONS[args.stage].module).main(args, _configuration(args)))
+            sys.stdout.flush()
+            return status
         else:
             with progress.told(args.log if not ranks().rank else None), _watched(args), _near(args):
                 stage = importlib.import_module(STAGES[args.stage].module)
@@ -263,6 +267,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _fail(terminal, f"dlscale {args.stage}: interrupted", INTERRUPTED)
     except Exception as error:
+        if isinstance(error, BrokenPipeError) and args.stage not in STAGES:  # as of `... | head`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes the rest when it ends
+            return UNREAD
         expected = explained(error, "") if isinstance(error, OSError) else error
         if isinstance(expected, UserError):
             return _fail(terminal, f"dlscale {args.stage}: {str(expected).removeprefix(': ')}", USER_ERROR)
