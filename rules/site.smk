@@ -2,7 +2,10 @@
 try:
     SITE, REASONS = launcher.resolve(CONFIG.workflow.site)
     if SITE.engine != "none" and not SITE.image:
-        raise UserError(f"site.image: engine {SITE.engine} needs an image; name one, or set site.engine to none")
+        built = "such as localhost/dlscale:cpu, which `snakemake image` builds"
+        raise UserError(
+            f"site.image: engine {SITE.engine} needs an image; name one, {built}, or set site.engine to none"
+        )
     # Before Snakemake asks for their resources, of which a mistake would be a traceback.
     for resolved in [run for plan in ASKED_PLANS for run in CONFIG.plans[plan].values() if SITE.scheduler]:
         launcher.check(SITE, resolved.run.geometry, f"plans.{resolved.plan}.runs.{resolved.name}.")

@@ -488,6 +488,12 @@ def test_several_nodes_need_a_scheduler() -> None:
         slurm.check(None, EIGHT, "plans.a.runs.b.")
 
 
+def test_auto_without_an_image_is_no_engine(tmp_path: Path) -> None:
+    """Whichever is here: it would be refused at once, for want of one."""
+    chosen, reasons = resolve(Site(engine="auto"), fake(tmp_path, "podman"))
+    assert chosen.engine == "none" and "engine: none, since site.image names no image" in reasons
+
+
 def test_auto_is_no_engine_for_many_nodes() -> None:
     with pytest.raises(UserError, match=r"site\.engine: auto may mean another engine on each node"):
         config.load({**PLAN, "site": {"engine": "auto", "scheduler": SCHEDULER}})

@@ -191,7 +191,10 @@ def resolve(site: Site, folder: Path | None = None) -> tuple[Site, list[str]]:
     reasons = []
     if site.packages and not Path(site.packages).is_dir():
         raise UserError(f"site.packages: {site.packages}: no such folder; make it: pip install --target FOLDER NAME")
-    if site.engine == "auto":
+    if site.engine == "auto" and not site.image:
+        chosen["engine"] = "none"
+        reasons.append("engine: none, since site.image names no image")
+    elif site.engine == "auto":
         troubles = [(engine, _trouble(engine, site.image or "", folder)) for engine in ENGINES]
         engine = next((engine for engine, trouble in troubles if trouble is None), "none")
         absent = ", ".join(f"{name} ({trouble})" for name, trouble in troubles if trouble not in (None, "absent"))
