@@ -76,6 +76,9 @@ def one(text: str, path: str, *words: str) -> None:
 #: Settings with one mistake each: what is wrong, below the place where it was written, and what is said.
 MISTAKES = {
     "unknown key": ({"batchsize": 4}, "", ("'batchsize'", "did you mean 'batch_size'?")),
+    "key of a section": ({"lr": 1e-3}, "", ("'lr'", "did you mean 'optimizer.lr'?")),
+    "key of another section": ({"optimizer": {"epochs": 3}}, ".optimizer", ("'epochs'", ".training.epochs'?")),
+    "key that belongs further up": ({"training": {"batch_size": 3}}, ".training", ("'batch_size'", ".batch_size'?")),
     "unknown key deeper": ({"optimizer": {"lrr": 1e-3}}, ".optimizer", ("'lrr'", "did you mean 'lr'?")),
     "value out of range": ({"optimizer": {"lr": -3}}, ".optimizer.lr", ("got -3", "greater than 0")),
     "not a number": ({"batch_size": "many"}, ".batch_size", ("got 'many'", "valid integer")),

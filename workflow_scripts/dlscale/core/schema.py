@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import types
+from collections.abc import Iterator
 from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, create_model, model_validator
@@ -44,6 +46,19 @@ class Strict(BaseModel):
     @classmethod
     def _keys(cls) -> list[str]:
         return [field.alias or name for name, field in cls.model_fields.items()]
+
+
+def key_paths(kind: Any) -> Iterator[tuple[str, ...]]:
+    """Yield the path of each key that settings of a type may have; `*` stands for names that users give."""
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        for name, field in kind.model_fields.items():
+            key = field.alias or name
+            yield (key,)
+            yield from ((key, *path) for path in key_paths(field.annotation))
+    elif get_origin(kind) is dict:
+        yield from (("*", *path) for path in key_paths(get_args(kind)[1]))
+    else:
+        yield from itertools.chain.from_iterable(map(key_paths, get_args(kind)))
 
 
 class Component(Strict):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import itertools
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -11,6 +13,7 @@ from typing import Any, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from dlscale.core.errors import UserError, brief, nearest
+from dlscale.core.schema import key_paths
 
 Raw = dict[str, Any]
 Kind = TypeVar("Kind")
@@ -57,11 +60,11 @@ def validate(kind: type[Kind], raw: Any, where: str = "configuration", layers: S
     try:
         return TypeAdapter(kind).validate_python(raw)
     except ValidationError as error:
-        raise UserError(_explained(error, raw, where, layers)) from None
+        raise UserError(_explained(error, kind, raw, where, layers)) from None
 
 
-def _explained(error: ValidationError, raw: Any, where: str, layers: Sequence[tuple[str, Raw]]) -> str:
-    """Return one line for each place in `raw` that `error` complains of; `layers` as in `validate`."""
+def _explained(error: ValidationError, kind: Any, raw: Any, where: str, layers: Sequence[tuple[str, Raw]]) -> str:
+    """Return one line for each place in `raw` that `error` complains of; `kind` and `layers` as in `validate`."""
     reasons: dict[str, list[str]] = {}
     for item in error.errors(include_url=False)[:8]:
         keys = _path(raw, item["loc"])
@@ -75,11 +78,36 @@ def _explained(error: ValidationError, raw: Any, where: str, layers: Sequence[tu
         prefix = written[-1:] or [path for path, _ in layers[-1:]]
         path = ".".join(map(str, [*prefix, *keys]))
         reason, given = _reason(item), item.get("input")
+        if item["type"] == "unknown_key":
+            reason = _elsewhere(kind, keys, item, prefix)
         if layers and isinstance(given, list) and (item["type"].endswith("_type") or item["type"] == "literal_error"):
             reason += f"; to try each value: kind: sweep, sweep: {{over: {{{'.'.join(map(str, keys))}: {given}}}}}"
         # One line a place: of a union each member has its own complaint about the same value.
         reasons.setdefault(f"{where}: {path + ': ' if path else ''}", []).append(reason)
     return "\n".join(place + "; or: ".join(dict.fromkeys(each)) for place, each in reasons.items())
+
+
+def _elsewhere(kind: Any, keys: tuple[int | str, ...], item: Any, prefix: Sequence[str]) -> str:
+    """Return the message for an unknown key, with the place where a key of that name, or of a similar one, belongs."""
+    key, here = item["ctx"]["key"], tuple(map(str, keys))
+
+    def apart(path: tuple[str, ...]) -> int:
+        """Return how many steps of the tree are between a key and here."""
+        steps = zip(path, here, strict=False)
+        same = len(list(itertools.takewhile(lambda step: step[0] in ("*", step[1]), steps)))
+        return len(here) + len(path) - 2 * same
+
+    every = sorted(set(key_paths(kind)), key=lambda path: (apart(path), path))
+    named = [path for path in every if path[-1] == key]
+    if not named and not item["ctx"]["nearest"]:
+        close = difflib.get_close_matches(key, {path[-1] for path in every}, n=1, cutoff=0.75)
+        named = [path for path in every if path[-1] in close]
+    if not named:
+        return str(item["msg"])
+    found = tuple(here[i] if step == "*" and i < len(here) else step for i, step in enumerate(named[0]))
+    inside = found[: len(here)] == here
+    place = ".".join(found[len(here) :] if inside else (*prefix, *found)).replace("*", "NAME")
+    return f"unknown key '{key}' (did you mean '{place}'?); valid keys: {item['ctx']['keys']}"
 
 
 def _reason(item: Any) -> str:
@@ -103,8 +131,6 @@ def _reason(item: Any) -> str:
         return f"got {given!r}; expected to match {context['pattern']}"
     if kind == "value_error":
         return str(context["error"])
-    if kind == "unknown_key":
-        return str(item["msg"])
     if kind == "not_a_mapping":
         return f"got {given!r}; {item['msg']}"
     message = item["msg"].removeprefix("Input should be ")
