@@ -216,7 +216,18 @@ def run_weights(wildcards):
     if weights and Path(weights).is_relative_to(f"{RESULTS}/plans"):
         # Those of the best epoch are no declared output, as not every run keeps them; they come with the last one's.
         weights = weights.removesuffix("model_best.pt") + "model.pt" * weights.endswith("model_best.pt")
+    elif weights:
+        look_for_weights(weights, wildcards.plan, wildcards.run)
     return [weights] if weights else []
+
+
+@functools.cache
+def look_for_weights(weights, plan, run):
+    """Say which key names weights that are not there, as of raw files."""
+    if workflow.is_main_process and not Path(weights).exists():
+        remedy = f"name others in plans.{plan}.runs.{run}.training.weights"
+        finding = doctor.Finding(f"run {plan}.{run}", "FAIL", f"{weights}: no such file or folder", remedy)
+        print(*doctor.lines([finding]), sep="\n", file=sys.stderr)
 
 
 def configure_run_params(wildcards):
