@@ -593,7 +593,14 @@ def test_a_plan_of_devices_that_share_a_model(results: Path, capsys: pytest.Capt
         (["cosmo_unet.one", "--machine", "perlmuter"], "did you mean 'perlmutter'"),
         (["cosmo_unet.one", "--machine", "mine.yaml"], "mine.yaml: levels.0.latency"),
         (["cosmo_unet.one", "--machine", "none.yaml"], "none.yaml: no such file"),
-        (["cosmo_unet.one", "--devices", "0"], "--devices: expected more than 0"),
+        (["cosmo_unet.one", "--devices", "0"], "--devices: got 0; expected more than 0"),
+        (["cosmo_unet.one", "--devices", "4", "1" + 400 * "0"], "--devices: got 1000000000000000000…; expected"),
+        (["cosmo_unet.one", "--storage", "nan"], "--storage: got nan; expected more than 0, at most 1e+15"),
+        (["cosmo_unet.one", "--price", "nan"], "--price: got nan"),
+        (["cosmo_unet.one", "--memory", "nan"], "--memory: got nan"),
+        (["cosmo_unet.one", "--memory", "inf"], "--memory: got inf"),
+        (["cosmo_unet.one", "--target-samples", "0"], "--target-samples: got 0"),
+        (["cosmo_unet.one", "results/plans/cosmo_unet/one"], "results/plans/cosmo_unet/one: this run is named twice"),
         (["cosmo_unet.one", "--devices", "5"], "5 devices are no whole nodes of 2"),
         (["cosmo_unet.one", "--devices", "4", "--tp", "2"], "does not support tp or cp"),
         (["era5_vit.one", "--devices", "4", "--cp", "3"], "4 devices do not divide by tp x cp = 3"),
@@ -608,6 +615,43 @@ def test_mistakes_are_one_message(
     assert stage("plan", *arguments) == 2
     error = capsys.readouterr().err
     assert expected in error and len(error.strip().splitlines()) == 1 and "Traceback" not in error
+
+
+def test_records_that_are_none(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each is one message that names the file and the field."""
+    folder = results / "plans/cosmo_unet/one"
+    throughput, metrics = folder / "throughput.json", folder / "metrics.jsonl"
+    good = json.loads(throughput.read_text())
+
+    def told(path: Path, text: str) -> str:
+        path.write_text(text)
+        assert stage("plan", "cosmo_unet.one", "--devices", 1) == 2
+        error = capsys.readouterr().err
+        assert len(error.strip().splitlines()) == 1 and "Traceback" not in error and path.name in error, error
+        return error
+
+    for mean in ("NaN", "Infinity", "0", "-3", "true", "1e308", "1" + 400 * "0"):
+        text = json.dumps(good | {"FULL": {"mean": "MEAN"}}).replace('"MEAN"', mean)
+        assert ("is no number of JSON" if mean in ("NaN", "Infinity") else "FULL.mean: ") in told(throughput, text)
+    for beta in (None, -1e-9):
+        end = {"worst": (0, 1), "worst_alpha": 0.0, "worst_beta": 0.0, "name": "node", "size": 2, "links": 1}
+        links = {"backend": "gloo", "processes": 2, "nodes": 1, "seconds": 1, "all_reduce": []}
+        text = json.dumps(good | {"links": links | {"levels": [end | {"alpha": 1e-6, "beta": beta}]}})
+        assert "links.levels.0.beta: " in told(throughput, text)
+    assert "not valid JSON" in told(throughput, "")
+    assert "not valid JSON (maximum recursion depth" in told(throughput, 100_000 * "[")
+    assert "no throughput to start from" in told(throughput, "{}")
+    other = (results / "plans/cosmo_unet/two/throughput.json").read_text()
+    assert "throughput.json: nranks: got 2, and config.yaml beside it says 1" in told(throughput, other)
+    text = json.dumps(good | {"batch_size": 5})
+    assert "throughput.json: batch_size: got 5, and config.yaml beside it says 4" in told(throughput, text)
+    throughput.write_text(json.dumps(good))
+    for speed in ("NaN", "0", "-1.5", "true", "1e308"):
+        line: dict[str, Any] = {"step": 1, "samples": 8, "learning_rate": 0.1, "train_loss": 1.0, "valid_loss": 1.0}
+        line |= {"epoch_seconds": 1.0, "samples_per_second": "RATE"}
+        lines = [json.dumps(line | {"epoch": epoch}) for epoch in (1, 2)]
+        found = told(metrics, "\n".join(lines).replace('"RATE"', speed))
+        assert "samples_per_second" in found
 
 
 def test_a_run_that_was_not_measured(results: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -45,7 +45,11 @@ def read(folders: Sequence[Path], machine: str | None, storage: float) -> Study:
 
     It is of the machine that is named, or that of the device, with the links that the largest run's self-test found.
     """
-    results = folders[0].resolve().parents[2]
+    places = [each.resolve() for each in folders]
+    for place, path in enumerate(folders):
+        if places[place] in places[:place]:
+            raise UserError(f"{path}: this run is named twice; name it once")
+    results = places[0].parents[min(2, len(places[0].parents) - 1)]
     settings = [read_yaml(each / "config.yaml") for each in folders]
     for path, other in zip(folders, settings, strict=True):
         for key in ALIKE:
@@ -62,10 +66,14 @@ def read(folders: Sequence[Path], machine: str | None, storage: float) -> Study:
             raise UserError(
                 f"{path}: neither throughput nor training was measured; add throughput to the plan's measure"
             )
-        found = _points(load_run(path / "config.yaml", "train"), path, measured, results)
-        points += found
+        points += _points(load_run(path / "config.yaml", "train"), path, measured, results)
         tested += [measured.links] if measured and measured.links else []
         device = device or (measured.device.name if measured and measured.device.kind == "cuda" else "")
+    if all(point.of.mode in ("IO", "VALIDATION") for point in points):
+        raise UserError(
+            f"{', '.join(map(str, folders))}: no throughput to start from; expected SYNTHETIC or FULL in "
+            "throughput.json, or a second epoch in metrics.jsonl: run their stages"
+        )
     on = named(machine or for_device(device)).machine
     links = max(tested, key=lambda each: each.processes, default=None) if machine is None else None
     on = on.measured(links) if links else on
@@ -78,6 +86,16 @@ def read(folders: Sequence[Path], machine: str | None, storage: float) -> Study:
 def _points(run: Any, path: Path, measured: Throughput | None, results: Path) -> Iterator[Point]:
     """Yield what was measured of a run: its modes, and its epochs after the first, which warms up."""
     at = run.geometry
+    if measured:
+        for key, found, expected in (
+            ("nranks", measured.nranks, at.world_size),
+            ("batch_size", measured.batch_size or run.batch_size, run.batch_size),
+        ):
+            if found != expected:
+                raise UserError(
+                    f"{path / 'throughput.json'}: {key}: got {found}, and config.yaml beside it says {expected}: it "
+                    "was measured of another run; run the throughput stage again"
+                )
     job = Job(at.world_size, run.batch_size * at.model_size / at.world_size, at.tp, at.cp, at.gpus_per_node)
     together = getattr(run.parallel, "sync", True)
     modes: dict[str, Mode] = {"IO": "IO", "SYNTHETIC": "SYNTHETIC", "ALONE": "ALONE", "FULL": "FULL"}
@@ -85,17 +103,25 @@ def _points(run: Any, path: Path, measured: Throughput | None, results: Path) ->
         modes = {"IO": "IO", "SYNTHETIC": "ALONE"}
     for name, mode in modes.items():
         trials = measured.mode(name) if measured else None
-        if trials and trials.mean:
-            yield Point(job, trials.mean, Measure(mode))
+        if trials:
+            yield Point(job, _positive(trials.mean, f"{path / 'throughput.json'}: {name}.mean"), Measure(mode))
     if not (path / "metrics.jsonl").exists():
         return
     epochs = [epoch for epoch in read_epochs(path / "metrics.jsonl") if epoch.made_with is not None][1:]
     training, validating = (samples_of(run, split, results) for split in ("train", "valid"))
     if epochs and training:
-        yield Point(job, statistics.median(e.samples_per_second for e in epochs), Measure("EPOCH", training))
+        where = f"{path / 'metrics.jsonl'}: samples_per_second of epoch"
+        rates = [_positive(epoch.samples_per_second, f"{where} {epoch.epoch}") for epoch in epochs]
+        yield Point(job, statistics.median(rates), Measure("EPOCH", training))
     taken = [epoch.valid_seconds for epoch in epochs if epoch.valid_seconds]
     if taken and validating:
         yield Point(job, validating / statistics.median(taken), Measure("VALIDATION", validating))
+
+
+def _positive(value: float, where: str) -> float:
+    if value <= 0:
+        raise UserError(f"{where}: got {value:g}; expected more than 0: delete the file and run its stage again")
+    return value
 
 
 def workload(run: Any, results: Path) -> Workload:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from dlscale.config.places import folder, results_of
 from dlscale.config.resolve import study_files
 from dlscale.core.errors import UserError
-from dlscale.core.text import NONE, duration, number, percent, size
+from dlscale.core.text import NONE, duration, number, percent, shorten, size
 from dlscale.measure.scaling import validation
 from dlscale.measure.scaling.fit import Prediction
 from dlscale.measure.scaling.model import Job, Measure, Step, memory, seconds, step
@@ -24,6 +24,9 @@ from dlscale.preflight.measured import Study, read
 
 if TYPE_CHECKING:
     from dlscale.config.resolve import Configuration
+
+#: Of anything that is asked for.
+MOST = 1e15
 
 
 @dataclass(frozen=True)
@@ -72,8 +75,10 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
         "target_samples",
     ):
         given = getattr(args, flag)
-        if min(given if isinstance(given, list) else [1 if given is None else given]) <= 0:
-            raise UserError(f"--{flag.replace('_', '-')}: expected more than 0")
+        for value in given if isinstance(given, list) else [given]:
+            if value is not None and not 0 < value <= MOST:
+                got = shorten(str(value), 20)
+                raise UserError(f"--{flag.replace('_', '-')}: got {got}; expected more than 0, at most {MOST:.0e}")
     results = results_of(configuration)
     study = read([folder(name, results) for name in args.runs], args.machine, args.storage or math.inf)
     rows, left_out = table(study, args)
