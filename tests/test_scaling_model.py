@@ -8,7 +8,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,17 @@ import torch
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import TypeAdapter
 from torch.distributed import _compute_bucket_assignment_by_size
 
+from dlscale.config.parallel import DDP, Parallel
 from dlscale.config.resolve import study_files
+from dlscale.config.run import load_run
+from dlscale.core import registry
 from dlscale.core.errors import UserError
-from dlscale.core.records import LinkLevel, Links, Published, Throughput, Trials
+from dlscale.core.records import Device, LinkLevel, Links, Published, Throughput, Trials
 from dlscale.core.text import number
+from dlscale.data.manifest import Manifest
 from dlscale.measure.scaling import model, validation
 from dlscale.measure.scaling.fit import MISFIT, PRIORS, Point, fit, walk
 from dlscale.measure.scaling.machine import Level, Machine, named, shipped
@@ -43,6 +48,9 @@ from dlscale.measure.scaling.model import (
     step,
 )
 from dlscale.models.unet3d import UNet3D
+from dlscale.parallel.exchanges import formula
+from dlscale.parallel.model import named as named_modules
+from dlscale.preflight import measured
 from tests.conftest import ROOT, TINY, make_run, stage
 
 NODE = Level("node", 4, 3e-6, 1 / 200e9)
@@ -162,6 +170,19 @@ def test_members_of_groups(ranks: int, stride: int, expected: list[int]) -> None
     assert machine.members(ranks, stride) == truth == expected
 
 
+def test_members_of_nodes_that_are_used_in_part() -> None:
+    """Two devices of four a node: as many nodes more, and what is between them costs more."""
+    assert CLUSTER.nodes_of(2).members(8) == [2, 4] and CLUSTER.nodes_of(None) == CLUSTER
+    smaller = Machine((replace(NODE, size=2), NETWORK))
+    for work, job in ((UNET, Job(8, 10)), (VIT, Job(8, 10, tp=4)), (replace(UNET, gathered=(1e9, 1e9)), Job(8, 10))):
+        whole, used = (step(CLUSTER, work, COSTS, each) for each in (job, replace(job, per_node=2)))
+        assert used.exposed == pytest.approx(step(smaller, work, COSTS, job).exposed)
+        assert used.exposed > whole.exposed * 1.05
+    # Four devices that share a model are no longer neighbours of one node.
+    alone = [rate(CLUSTER, VIT, COSTS, Job(8, 10, tp=4, per_node=each), Measure("ALONE")) for each in (2, 4)]
+    assert alone[0] < 0.9 * alone[1]
+
+
 # ---- overlap, order statistics ---------------------------------------------------------------------------------------
 
 
@@ -274,14 +295,17 @@ def test_devices_that_share_a_model() -> None:
     gradients = step(CLUSTER, replace(VIT, tokens=None), COSTS, job)
     assert found.exposed - gradients.exposed == pytest.approx(alone)
     assert found.compute == pytest.approx(5e-3 + 8 * 1e-3 * 1.1**2 / 4)
+    # The twin that averages nothing leaves out the exchanges of copies, not those of a model.
+    assert model.seconds(CLUSTER, VIT, COSTS, job, Measure("ALONE")) == pytest.approx(found.compute + alone)
+    assert model.seconds(CLUSTER, VIT, COSTS, Job(16, 8), Measure("ALONE")) == pytest.approx(13e-3)
     assert model.memory(VIT, job) == pytest.approx(6e9 / 4 + 8 * 2e9 / 4)
-    assert model.memory(replace(VIT, sharded=True), Job(16, 8, cp=4)) == pytest.approx(6e9 / 16 + 8 * 2e9 / 4)
+    assert model.memory(replace(VIT, gathered=(0, 0)), Job(16, 8, cp=4)) == pytest.approx(6e9 / 16 + 8 * 2e9 / 4)
     assert model.memory(replace(VIT, memory=None), job) is None
 
 
 def test_fsdp_against_a_clock() -> None:
     """Units are gathered, then computed; backwards gathered and reduced, while others compute."""
-    work = replace(UNET, buckets=(0.25,) * 4, sharded=True)
+    work = replace(UNET, buckets=(0.25,) * 4, gathered=(468e6, 468e6))
     job = Job(8, 64)
     each = CLUSTER.all_gather(468e6 / 4, 8)
     compute = 5e-3 + 64e-3
@@ -295,13 +319,24 @@ def test_fsdp_against_a_clock() -> None:
         sent = max(sent, backward) + 2 * each
     found = step(CLUSTER, work, COSTS, job)
     assert found.exposed == pytest.approx(computed - compute / 3 + sent - compute * 2 / 3)
+    # What is not exposed of three times the weights slows computing.
+    assert found.slowed == pytest.approx(COSTS.slowdown * (3 * 4 * each - found.exposed)) and found.slowed > 0
+    # Weights that are kept are not gathered again; each third has a number format of its own.
+    kept = step(CLUSTER, replace(work, gathered=(234e6, 0)), COSTS, job)
+    half, bare = (Machine(tuple(replace(each, latency=0) for each in CLUSTER.levels)) for _ in "12")
+    one = half.all_gather(468e6, 8)
+    free = [step(bare, replace(work, gathered=(share * 468e6, 0)), COSTS, job) for share in (0, 0.5)]
+    sums = [each.exposed + each.slowed / COSTS.slowdown for each in free]
+    assert sums == pytest.approx([one, 1.5 * one]) and kept.seconds < found.seconds
 
 
 VARIED = st.fixed_dictionaries({field.name: st.floats(0.3, 3.0) for field in fields(Costs)})
 
 
 @settings(deadline=None)
-@given(VARIED, st.sampled_from([UNET, VIT, replace(UNET, sharded=True)]), st.integers(1, 12), st.integers(1, 64))
+@given(
+    VARIED, st.sampled_from([UNET, VIT, replace(UNET, gathered=(468e6, 234e6))]), st.integers(1, 12), st.integers(1, 64)
+)
 def test_what_must_be_monotonic(factors: dict[str, float], work: Workload, doublings: int, batch: int) -> None:
     """More devices never do more each; nothing that costs makes a step shorter; a larger batch is never slower."""
     costs = replace(COSTS, **{name: getattr(COSTS, name) * factor for name, factor in factors.items()})
@@ -569,6 +604,107 @@ def test_a_plan_with_links_that_were_measured(results: Path, capsys: pytest.Capt
     assert planned(capsys, *both, "--machine", "processes") == [unknown]
     assert stage("plan", *both) == 0
     assert "Links as 2 processes measured them: network: 2,000 µs" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "parallel, gathers, again, width",
+    [
+        ({"kind": "ddp"}, 0, 0, 4),
+        ({"kind": "ddp", "compression": "bf16"}, 0, 0, 2),
+        ({"kind": "ddp", "sync": False}, 0, 0, 4),
+        ({"kind": "dp"}, 0, 0, 4),
+        ({"kind": "fsdp"}, 4, True, 4),
+        ({"kind": "fsdp", "reshard": False, "param_dtype": "bf16"}, 2, False, 4),
+        ({"kind": "fsdp", "reduce_dtype": "bf16", "shard": 2}, 4, True, 2),
+    ],
+)
+def test_what_a_run_sends_is_what_its_exchanges_are(
+    results: Path, parallel: dict[str, Any], gathers: int, again: bool, width: int
+) -> None:
+    """By the formula that is held to what ranks send, and by the numbers of the model."""
+    run: Any = load_run(results / "plans/era5_vit/two/config.yaml", "train")
+    settings = TypeAdapter(Parallel).validate_python(parallel)
+    run = run.model_copy(update={"parallel": settings})
+    work = measured.workload(run, results)
+    study, manifest = registry.study("era5_vit"), Manifest.read(results / "data/era5_vit/manifest.json")
+    with torch.device("meta"):
+        vit = study.model(run, manifest)
+    sharing = study.sharding(vit)
+    fill = 2 if gathers else 1  # rows are filled up so that two can share them
+
+    def numbers(parameters: Iterable[torch.nn.Parameter]) -> int:
+        return sum(-(-p.shape[0] // fill) * fill * math.prod(p.shape[1:]) for p in parameters)
+
+    every = numbers(vit.parameters())
+    units = sum(numbers(unit.parameters()) for unit in named_modules(vit, sharing.units).values())
+    assert 0 < units < every and sum(work.buckets) == pytest.approx(1)
+    assert work.gradients == width * every
+    assert work.gathered == ((gathers * every, gathers * units * again) if gathers else None)
+    if parallel["kind"] != "dp" and run.averages:
+        sent = formula(run, vit, sharing, run.local_batch_size, 4)
+        assert sent.get("reduce_scatter", sent.get("all_reduce")) == work.gradients
+        assert sent.get("all_gather", 0) == sum(work.gathered or ())
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("axis", ["tp", "cp"])
+def test_what_devices_that_share_a_model_send(results: Path, axis: str, again: bool) -> None:
+    """As many bytes as the formula says that is held to what ranks send, without the last layer's outputs."""
+    run: Any = load_run(results / "plans/era5_vit/two/config.yaml", "train")
+    geometry = type(run.geometry)(gpus_per_node=2, **{axis: 2})
+    run = run.model_copy(update={"geometry": geometry, "activation_checkpointing": again})
+    work = measured.workload(run, results)
+    study, manifest = registry.study("era5_vit"), Manifest.read(results / "data/era5_vit/manifest.json")
+    with torch.device("meta"):
+        vit = study.model(run, manifest)
+    sharing = study.sharding(vit)
+    samples, last = 4, vit.get_submodule(sharing.last)
+    plain = run.model_copy(update={"parallel": DDP(sync=False)})
+    sent = formula(plain, vit, sharing, samples, 4)
+    total = sent["all_gather"] + sent["reduce_scatter"] - 4 * samples * sharing.tokens * last.out_features
+    # Of two ranks each sends half of what is gathered, or reduced.
+    links = Machine((Level("links", 2**31, 0.0, 1.0),))
+    found = step(links, work, COSTS, Job(2, samples, **{axis: 2}))
+    gradients = step(links, replace(work, tokens=None), COSTS, Job(2, samples, **{axis: 2}))
+    assert 2 * (found.exposed - gradients.exposed) == pytest.approx(total)
+
+
+def test_runs_that_are_fitted_together_are_alike(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The message names both values; the twin that averages nothing is one of them."""
+    config, record = (results / "plans/cosmo_unet/two" / name for name in ("config.yaml", "throughput.json"))
+    settings, throughput = yaml.safe_load(config.read_text()), Throughput.read(record)
+    both = ["plan", "cosmo_unet.one", "cosmo_unet.two", "--devices", 2]
+    own = settings["parallel"]
+
+    def told(parallel: dict[str, Any], expected: str) -> None:
+        config.write_text(yaml.safe_dump(settings | {"parallel": parallel}))
+        assert stage(*both) == 2
+        error = capsys.readouterr().err
+        assert f"cosmo_unet/two: {expected} of results/plans/cosmo_unet/one: " in error
+        assert len(error.strip().splitlines()) == 1
+
+    told({"kind": "fsdp"}, "parallel.kind differs from that")
+    for key, value in {"compression": "bf16", "bucket_mb": 50.0, "first_bucket_mb": 2.0, "bucket_view": False}.items():
+        told(own | {key: value}, f"parallel.{key} differs from that")
+    config.write_text(yaml.safe_dump(settings | {"parallel": own | {"compression": "bf16"}}))
+    assert stage(*both) == 2 and ": bf16, not none; " in capsys.readouterr().err
+    config.write_text(yaml.safe_dump(settings))
+    for path, threads in ((record, 1), (results / "plans/cosmo_unet/one/throughput.json", 2)):
+        device = Device(kind="cpu", name="a processor", threads=threads)
+        Throughput.read(path).model_copy(update={"device": device}).write(path)
+    assert stage(*both) == 2
+    error = capsys.readouterr().err
+    assert "cosmo_unet/two: threads differs from that of" in error and ": 1, not 2; runs that" in error
+    throughput.write(record)
+    # A twin comes first, and the run that it is of says what is sent.
+    for name, changed in (("one", {"sync": False}), ("two", {"compression": "bf16"})):
+        path = results / "plans/cosmo_unet" / name / "config.yaml"
+        path.write_text(yaml.safe_dump(yaml.safe_load(path.read_text()) | {"parallel": own | changed}))
+    study = measured.read([results / "plans/cosmo_unet" / name for name in ("one", "two")], None, math.inf)
+    assert {point.of.mode for point in study.fit.points if point.job.devices == 1} == {"IO", "ALONE"}
+    with torch.device("meta"):
+        unet = registry.study("cosmo_unet").model(study.run, Manifest.read(results / "data/cosmo_unet/manifest.json"))
+    assert study.fit.work.gradients == 2 * sum(p.numel() for p in unet.parameters())
 
 
 def test_a_plan_of_devices_that_share_a_model(results: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dlscale.config.parallel import DDP, FSDP
+from dlscale.config.parallel import DDP, DP, FSDP
 from dlscale.config.run import load_run
 from dlscale.core import registry
 from dlscale.core.errors import UserError
-from dlscale.core.records import Links, Throughput, read_epochs
+from dlscale.core.records import Device, Links, Throughput, read_epochs
 from dlscale.core.settings import read_yaml
 from dlscale.measure.scaling.fit import Fit, Point, fit
 from dlscale.measure.scaling.machine import for_device, named
@@ -24,8 +24,8 @@ ALIKE = (
     *("study", "dataset", "model", "samples", "loader", "precision", "compile", "cuda_graph", "memory_format"),
     *("attention", "accumulation_steps", "activation_checkpointing", "threads"),
 )
-#: Bytes of a gradient as it is sent.
-SENT = {"none": 4, "fp32": 4, "bf16": 2, "fp16": 2}
+#: Settings of `parallel` that may differ: a run without averages is the twin of one with, and a test is before all.
+APART = ("sync", "selftest")
 
 
 @dataclass(frozen=True)
@@ -50,16 +50,13 @@ def read(folders: Sequence[Path], machine: str | None, storage: float) -> Study:
         if places[place] in places[:place]:
             raise UserError(f"{path}: this run is named twice; name it once")
     results = places[0].parents[min(2, len(places[0].parents) - 1)]
+    # What a run sends is that of the first one which averages its gradients.
+    folders = sorted(folders, key=lambda each: not _sync(read_yaml(each / "config.yaml")))
     settings = [read_yaml(each / "config.yaml") for each in folders]
     for path, other in zip(folders, settings, strict=True):
-        for key in ALIKE:
-            if other.get(key) != settings[0].get(key):
-                raise UserError(
-                    f"{path}: {key} differs from that of {folders[0]}; runs that are fitted together differ in devices "
-                    "and batch size alone: plan them one by one"
-                )
+        _same(folders[0], path, *(_alike(each, sends=_sync(other)) for each in (settings[0], other)))
     run = load_run(folders[0] / "config.yaml", "train")
-    points, device, tested = list[Point](), "", list[Links]()
+    points, device, tested, computed = list[Point](), "", list[Links](), list[tuple[Path, dict[str, Any]]]()
     for path in folders:
         measured = Throughput.read(path / "throughput.json") if (path / "throughput.json").exists() else None
         if measured is None and not (path / "metrics.jsonl").exists():
@@ -67,6 +64,9 @@ def read(folders: Sequence[Path], machine: str | None, storage: float) -> Study:
                 f"{path}: neither throughput nor training was measured; add throughput to the plan's measure"
             )
         points += _points(load_run(path / "config.yaml", "train"), path, measured, results)
+        if measured and measured.device.kind:
+            computed.append((path, _device(measured.device)))
+            _same(computed[0][0], path, computed[0][1], computed[-1][1])
         tested += [measured.links] if measured and measured.links else []
         device = device or (measured.device.name if measured and measured.device.kind == "cuda" else "")
     if all(point.of.mode in ("IO", "VALIDATION") for point in points):
@@ -81,6 +81,36 @@ def read(folders: Sequence[Path], machine: str | None, storage: float) -> Study:
     first = min(points, key=lambda point: point.job.devices)
     epoch = samples_of(run, "train", results), samples_of(run, "valid", results)
     return Study(run, fit(on, work, points), device or "CPU", first.job.batch, epoch, links)
+
+
+def _sync(settings: dict[str, Any]) -> bool:
+    """Whether a run averages its gradients: what does not is the twin of a run that does."""
+    return bool((settings.get("parallel") or {}).get("sync", True))
+
+
+def _alike(settings: dict[str, Any], sends: bool) -> dict[str, Any]:
+    """Return the settings that runs fitted together have in common; of one that does not average its gradients those of
+    computing.
+    """
+    parallel = {key: value for key, value in (settings.get("parallel") or {}).items() if key not in APART}
+    parallel = parallel if sends else {key: parallel[key] for key in ("kind",) if key in parallel}
+    of_kind = sorted(parallel.items(), key=lambda item: item[0] != "kind")  # which says most
+    return {key: settings.get(key) for key in ALIKE} | {f"parallel.{key}": value for key, value in of_kind}
+
+
+def _device(device: Device) -> dict[str, Any]:
+    """Return what a run computed on; threads of a process count where these compute."""
+    threads = {"threads": device.threads} if device.kind == "cpu" else {}
+    return {"device": device.name or device.kind, **threads}
+
+
+def _same(first: Path, path: Path, expected: dict[str, Any], found: dict[str, Any]) -> None:
+    for key in [*expected, *found]:
+        if found.get(key) != expected.get(key):
+            raise UserError(
+                f"{path}: {key} differs from that of {first}: {found.get(key)}, not {expected.get(key)}; runs that are "
+                "fitted together differ in devices and batch size alone: plan them one by one"
+            )
 
 
 def _points(run: Any, path: Path, measured: Throughput | None, results: Path) -> Iterator[Point]:
@@ -129,33 +159,45 @@ def workload(run: Any, results: Path) -> Workload:
     import torch
 
     from dlscale.data.manifest import Manifest
+    from dlscale.parallel.exchanges import averaged
     from dlscale.parallel.model import named as modules
     from dlscale.train.memory import predict
+    from dlscale.train.precision import compute_dtype, convert
 
     manifest = Manifest.read(results / "data" / run.dataset / "manifest.json")
     study: Any = registry.study(run.study)
     with torch.device("meta"):
         model = study.model(run, manifest)
+    convert(model, run.precision)
     sharing, parallel = study.sharding(model), run.parallel
-    sharded = isinstance(parallel, FSDP)
-    bytes_ = SENT[parallel.reduce_dtype if sharded else getattr(parallel, "compression", "none")]
-    tensors = [float(p.numel() * bytes_) for p in reversed(list(model.parameters())) if p.requires_grad]
-    if sharded:
-        units = reversed(list(modules(model, sharing.units).values()))
-        parts = [float(sum(p.numel() for p in unit.parameters()) * bytes_) for unit in units]
-        parts = [part for part in (sum(tensors) - sum(parts), *parts) if part > 0]
+    pair = {"batch_size": 2 * run.local_batch_size, "geometry": type(run.geometry)(gpus_per_node=2)}
+    # A group of neighbours that shares the weights counts as all devices; DataParallel as what replaces it.
+    kind = parallel.model_copy(update={"shard": None}) if isinstance(parallel, FSDP) else parallel
+    kind = DDP() if isinstance(kind, DP) else kind
+    sent = averaged(run.model_copy(update=pair | {"parallel": kind}), model, sharing)
+    gradients = {name: float(each.gradient) for name, each in reversed(sent.items())}
+    gathered = None
+    if isinstance(parallel, FSDP):
+        gathered = (
+            float(sum(each.forward for each in sent.values())),
+            float(sum(each.backward for each in sent.values())),
+        )
+        units = [f"{unit}." for unit in reversed(modules(model, sharing.units))]
+        parts = [sum(size for name, size in gradients.items() if name.startswith(unit)) for unit in units]
+        parts = [part for part in (sum(gradients.values()) - sum(parts), *parts) if part > 0]
         shares = tuple(part / sum(parts) for part in parts)
     else:
         given = getattr(parallel, "bucket_mb", None)
         first = getattr(parallel, "first_bucket_mb", None) or given or 1
-        shares = buckets(tensors, (given or 25) * 2**20, first * 2**20)
+        shares = buckets(list(gradients.values()), (given or 25) * 2**20, first * 2**20)
     tokens = None
     if attend := modules(model, sharing.attend):
         linear: Any = next(iter(modules(model, sharing.columns).values()))
-        tokens = Tokens(sharing.tokens, linear.in_features, len(attend), 4 if run.precision in ("fp32", "tf32") else 2)
-    two = {"batch_size": 2 * run.local_batch_size, "geometry": type(run.geometry)(gpus_per_node=2), "parallel": DDP()}
-    use = predict(run.model_copy(update=two), manifest, torch.device("cpu"))
+        width = compute_dtype(run.precision).itemsize
+        tokens = Tokens(sharing.tokens, linear.in_features, len(attend), width, run.activation_checkpointing)
+    use = predict(run.model_copy(update=pair | {"parallel": DDP()}), manifest, torch.device("cpu"))
     state = use.parameters + use.gradients + use.optimizer
     kept = ((use.peak or use.total) - state) / run.local_batch_size
     workers = max(1, run.loader.workers) if run.loader.kind == "torch" else 1
-    return Workload(sum(tensors), shares, tokens, sharded=sharded, workers=workers, memory=Memory(state, kept))
+    memory, size = Memory(state, kept), sum(gradients.values())
+    return Workload(size, shares, tokens, gathered=gathered, workers=workers, memory=memory)
