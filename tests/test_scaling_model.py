@@ -28,7 +28,7 @@ from dlscale.config.run import load_run
 from dlscale.core import registry
 from dlscale.core.errors import UserError
 from dlscale.core.records import Device, LinkLevel, Links, Published, Throughput, Trials
-from dlscale.core.text import number
+from dlscale.core.text import number, percent
 from dlscale.data.manifest import Manifest
 from dlscale.measure.scaling import model, validation
 from dlscale.measure.scaling.fit import MISFIT, PRIORS, Point, fit, walk
@@ -584,6 +584,95 @@ def test_what_the_words_of_a_plan_say_is_in_its_table(results: Path, capsys: pyt
     assert kept == rows[0] and stage("plan", *asked, "--memory", over) == 2
 
 
+def told(capsys: pytest.CaptureFixture[str], *arguments: object) -> list[str]:
+    """Return the lines that a plan prints."""
+    assert stage("plan", *arguments) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+def test_what_was_measured_stands_beside_what_is_predicted(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And what the fit misses is said; nothing else is."""
+    both = ["cosmo_unet.one", "cosmo_unet.two", "--devices", 1, 2, 4]
+    rows = planned(capsys, *both)
+    assert [row["measured"] for row in rows] == [90, pytest.approx(90 * 2**0.9), None]
+    lines = told(capsys, *both)
+    assert lines[0].startswith(
+        "cosmo_unet, ddp on CPU, links of processes: fitted to 6 measurements on up to 2 devices"
+    )
+    assert any("measured" in line for line in lines) and not any("misses" in line for line in lines)
+    assert "measured" not in "".join(told(capsys, "cosmo_unet.one", "--devices", 4)[2:5])
+    record = results / "plans/cosmo_unet/two/throughput.json"
+    throughput = Throughput.read(record)
+    throughput.model_copy(update={"full": Trials(mean=500.0)}).write(record)
+    lines = told(capsys, *both)
+    missed = [line for line in lines if line.startswith("The fit misses ")]
+    assert any(" on 2 devices with 8 samples a step by " in line for line in missed), lines
+    assert all(line.endswith(" measured.") for line in missed) and len(missed) <= 3
+    assert any(line.startswith("Measure again on a quiet machine") for line in lines)
+
+
+def test_a_batch_that_the_data_have_not(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is said, and not recommended."""
+    study = measured.read([results / "plans/cosmo_unet/one"], None, math.inf)
+    training = study.epoch[0]
+    assert training is not None and training < 64 * 4
+    lines = told(capsys, "cosmo_unet.one", "--devices", 1, 64)
+    assert any(line.startswith("64 devices: a step has more samples than the ") for line in lines)
+    assert any(line.startswith("Fastest: 1 device,") for line in lines)
+    other = told(capsys, "cosmo_unet.one", "--devices", 1, 64, "--target-samples", 3600000)
+    assert any(line.startswith("Fastest: 64 devices,") for line in other)
+
+
+def test_reasons_are_said_once(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = told(capsys, "era5_vit.one", "--devices", 1, 3, 5, 4, "--tp", 2)
+    assert [line for line in lines if line.startswith("Left out")] == [
+        "Left out: 1, 3, 5 devices: not divided by tp x cp = 2"
+    ]
+    assert "The memory of devices that share a model is rough" in "".join(lines)
+
+
+def test_what_is_lost_to_computing(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A batch that is cut small pays what a step costs without any sample: more than one device alone does."""
+    (row,) = planned(capsys, "cosmo_unet.one", "--devices", 4, "--batch-size", 4)
+    parts = row["parts"]
+    assert 0 < row["ideal"] < parts["compute"]
+    lost = {"computing": parts["compute"] - row["ideal"], "waiting": parts["waiting"], "loading": parts["loading"]}
+    lost["communication"] = parts["slowed"] + parts["exposed"]
+    seconds = sum(parts.values())
+    (line,) = [
+        line for line in told(capsys, "cosmo_unet.one", "--devices", 4, "--batch-size", 4) if "4 x 1 x 1" in line
+    ]
+    most = max(lost, key=lambda part: lost[part])
+    assert most in line and line.endswith(f" {percent(lost[most] / seconds)}")
+
+
+def test_an_hour_of_a_node_and_a_gigabyte(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Node-hours are those of whole nodes; --memory is in GB, 10^9 bytes."""
+    asked = ["cosmo_unet.one", "--devices", 8, "--target-samples", 3600000]
+    ((row,), (alone,)) = (planned(capsys, *asked, "--per-node", n) for n in (8, 1))
+    assert (row["nodes"], alone["nodes"]) == (1, 8)
+    assert row["seconds"] == pytest.approx(3600000 / row["samples_per_second"])
+    assert alone["node_hours"] == pytest.approx(8 * 3600000 / alone["samples_per_second"] / 3600)
+    fits = row["memory"] / 1e9
+    assert planned(capsys, *asked, "--memory", 1.01 * fits)
+    assert stage("plan", *asked, "--memory", 0.99 * fits) == 2
+
+
+def test_the_first_epoch_is_left_out(results: Path, tmp_path: Path) -> None:
+    """It warms up; and optimiser and gradients are no activations."""
+    folder = results / "plans/cosmo_unet/one"
+    lines = [
+        {"epoch": n, "step": n, "samples": 8 * n, "learning_rate": 0.1, "train_loss": 1.0, "valid_loss": 1.0}
+        | {"epoch_seconds": 1.0, "wait_seconds": 0.0, "valid_seconds": 0.1, "samples_per_second": rate}
+        | {"made_with": {"commit": None}}
+        for n, rate in ((1, 1.0), (2, 80.0), (3, 90.0), (4, 100.0))
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    study = measured.read([folder], None, math.inf)
+    (epoch,) = [point for point in study.fit.points if point.of.mode == "EPOCH"]
+    assert epoch.rate == 90
+
+
 def test_a_plan_with_links_that_were_measured(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Those of the largest run hold, unless a machine is named."""
     path = results / "plans/cosmo_unet/two/throughput.json"
@@ -737,9 +826,9 @@ def test_a_plan_of_devices_that_share_a_model(results: Path, capsys: pytest.Capt
         (["cosmo_unet.one", "--memory", "inf"], "--memory: got inf"),
         (["cosmo_unet.one", "--target-samples", "0"], "--target-samples: got 0"),
         (["cosmo_unet.one", "results/plans/cosmo_unet/one"], "results/plans/cosmo_unet/one: this run is named twice"),
-        (["cosmo_unet.one", "--devices", "5"], "5 devices are no whole nodes of 2"),
+        (["cosmo_unet.one", "--devices", "5"], "5 devices: no whole nodes of 2"),
         (["cosmo_unet.one", "--devices", "4", "--tp", "2"], "does not support tp or cp"),
-        (["era5_vit.one", "--devices", "4", "--cp", "3"], "4 devices do not divide by tp x cp = 3"),
+        (["era5_vit.one", "--devices", "4", "--cp", "3"], "4 devices: not divided by tp x cp = 3"),
         (["cosmo_unet.one", "--devices", "64", "--batch-size", "8"], "less than a sample for each of 64"),
         (["cosmo_unet.one", "--memory", "0.000001"], "nothing is left to plan"),
     ],

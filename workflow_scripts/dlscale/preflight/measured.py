@@ -35,6 +35,7 @@ class Study:
     run: Any  #: The first of them, as the train stage sees it.
     fit: Fit
     device: str
+    machine: str  #: Whose links it has.
     batch: float  #: Samples of a group of devices that share a model, as measured on fewest devices.
     epoch: tuple[int | None, int | None]  #: Samples of training and validation.
     links: Links | None  #: What a self-test measured, if the machine is the device's own.
@@ -74,13 +75,14 @@ def read(folders: Sequence[Path], machine: str | None, storage: float) -> Study:
             f"{', '.join(map(str, folders))}: no throughput to start from; expected SYNTHETIC or FULL in "
             "throughput.json, or a second epoch in metrics.jsonl: run their stages"
         )
-    on = named(machine or for_device(device)).machine
+    whose = machine or for_device(device)
+    on = named(whose).machine
     links = max(tested, key=lambda each: each.processes, default=None) if machine is None else None
     on = on.measured(links) if links else on
     work = replace(workload(run, results), processes=not device, storage=storage)
     first = min(points, key=lambda point: point.job.devices)
     epoch = samples_of(run, "train", results), samples_of(run, "valid", results)
-    return Study(run, fit(on, work, points), device or "CPU", first.job.batch, epoch, links)
+    return Study(run, fit(on, work, points), device or "CPU", whose, first.job.batch, epoch, links)
 
 
 def _sync(settings: dict[str, Any]) -> bool:
