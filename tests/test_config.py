@@ -75,6 +75,9 @@ def one(text: str, path: str, *words: str) -> None:
 #: Settings with one mistake each: what is wrong, below the place where it was written, and what is said.
 MISTAKES = {
     "unknown key": ({"batchsize": 4}, "", ("'batchsize'", "did you mean 'batch_size'?")),
+    "absurd seed": ({"seed": 10**40}, ".seed", ("expected less than",)),
+    "absurd batch": ({"batch_size": 10**30}, ".batch_size", ("expected less than 2147483648",)),
+    "absurd cluster": ({"geometry": {"nodes": 10**9}}, ".geometry.nodes", ("less than or equal to 1000000",)),
     "unknown key deeper": ({"optimizer": {"lrr": 1e-3}}, ".optimizer", ("'lrr'", "did you mean 'lr'?")),
     "value out of range": ({"optimizer": {"lr": -3}}, ".optimizer.lr", ("got -3", "greater than 0")),
     "not a number": ({"batch_size": "many"}, ".batch_size", ("got 'many'", "valid integer")),

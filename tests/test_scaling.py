@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dlscale.config import resolve
+from dlscale.config import scaling as scaling_settings
 from dlscale.config.resolve import ResolvedRun
 from dlscale.core import records
 from dlscale.core.errors import UserError
@@ -105,6 +107,44 @@ def test_convergence_repeats_larger_batches_by_each_rule() -> None:
     assert (run.seed, run.batch_size, run.schedule.scaling, run.schedule.base_batch_size) == (7, 256, "linear", 64)
     assert (run.geometry.world_size, run.training.epochs, run.training.on_divergence) == (4, 20, "stop")
     assert (run.label, runs["b64_sqrt_seed0"].run.label) == ("batch 256, linear, seed 7", "batch 64, seed 0")
+
+
+@pytest.mark.parametrize(
+    "plan, message",
+    [
+        (
+            {"scaling": {"devices": list(range(1, 201)), "per_node": 1, "batch_sizes": list(range(1, 51))}},
+            r"plans\.p\.scaling: devices x batch_sizes x variants: 20000 runs; expected at most 10000",
+        ),
+        (
+            {"kind": "convergence", "convergence": {"batch_sizes": list(range(1, 5001)), "seeds": [0, 1, 2]}},
+            r"plans\.p\.convergence: batch_sizes x scaling x seeds: 15000 runs; expected at most 10000",
+        ),
+        (
+            {"scaling": {"devices": [10**9], "batch_sizes": [8]}},
+            r"devices\.0: got 1000000000; expected less than or equal",
+        ),
+        ({"scaling": {"devices": [1], "batch_sizes": [10**30]}}, r"batch_sizes.*: got 10{30}; expected less than"),
+    ],
+)
+def test_more_than_can_be_is_refused_before_it_is_made(plan: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        load({**WEAK, **plan})
+
+
+def test_runs_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of a thousand would make a thousand."""
+    made = Counter[str]()
+    runs = scaling_settings.Convergence.runs
+
+    def counted(self: scaling_settings.Convergence) -> Any:
+        made[str(list(self.batch_sizes))] += 1
+        return runs(self)
+
+    monkeypatch.setattr(scaling_settings.Convergence, "runs", counted)
+    block = {"batch_sizes": list(range(1, 101)), "seeds": [0, 1]}
+    assert len(load({"study": "cosmo_unet", "kind": "convergence", "convergence": block})) == 200
+    assert made[str(list(range(1, 101)))] == 2, "once to name them, once for what they are"
 
 
 def test_the_rate_may_be_meant_for_another_batch() -> None:
@@ -505,6 +545,14 @@ def test_seeds_make_a_band_from_the_least_to_the_greatest(results: Results) -> N
             assert band.mean == pytest.approx(sum(losses) / 3)
         # 128 samples at 64 a second, and 1.5 s of validation
         assert groups[0].band("time")[epoch].place == pytest.approx((epoch + 1) * (2.0 + 1.5))
+
+
+def test_a_batch_that_the_data_do_not_fill_is_told(results: Results) -> None:
+    """An epoch has 128 samples."""
+    view = convergence.view(converged(results))
+    assert view and view["note"] == " ".join(
+        f"batch 256, {rule}: there are 128 training samples, and each step had no more." for rule in ("sqrt", "linear")
+    )
 
 
 def test_what_a_target_took_is_the_mean_over_the_seeds(results: Results) -> None:

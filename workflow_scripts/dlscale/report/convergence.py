@@ -95,8 +95,17 @@ def view(plan: PlanResult) -> View | None:
         "plots": [_plot(plan, shown, over) for over in AXES],
         "table": _table(plan, found, compared),
         "caption": "Means over the seeds, with the least and the greatest.",
-        "note": f"{len(shown)} of {len(found)} are drawn: the table has all." if len(shown) < len(found) else "",
+        "note": " ".join(_notes(shown, found)),
     }
+
+
+def _notes(shown: Sequence[Group], found: Sequence[Group]) -> list[str]:
+    notes = [f"{len(shown)} of {len(found)} are drawn: the table has all."] if len(shown) < len(found) else []
+    for group in found:
+        batch, samples = group.first.settings.get("batch_size", 0), group.first.epochs[0].samples
+        if batch > samples:
+            notes.append(f"{group.label}: there are {count(samples)} training samples, and each step had no more.")
+    return notes
 
 
 def _plot(plan: PlanResult, shown: Sequence[Group], over: Over) -> tuple[str, str]:
