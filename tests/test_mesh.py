@@ -102,6 +102,11 @@ class Case:
 
 FSDP: dict[str, Any] = {"kind": "fsdp"}
 BF16 = {"over": {"precision": "bf16"}, "tolerance": 0.05}
+#: All at once.
+MANY = {
+    "accumulation_steps": 2,
+    "optimizer": {"kind": "adam", "lr": 1e-3, "eps": 1e-3, "clip_norm": 0.05, "fused": True},
+}
 STRATEGIES: dict[str, Case] = {
     # Two processes: part of `make test`.
     "2 ddp": Case(2),
@@ -158,7 +163,16 @@ STRATEGIES: dict[str, Case] = {
     "4 dp tp, in parts": Case(4, {"tp": 2}, over={"accumulation_steps": 2}),
     "4 dp tp, scaled loss": Case(4, {"tp": 2}, over={"precision": "fp16"}, tolerance=0.01),
     "4 dp tp, bf16 hook": Case(4, {"tp": 2}, {"compression": "bf16"}, tolerance=0.02),
+    "4 fsdp, all at once": Case(4, parallel=FSDP, over={**MANY, "precision": "fp16"}, tolerance=0.02),
+    "4 dp tp, sharded, other order, all at once": Case(
+        4, {"tp": 2, "order": "dp-tp-cp"}, FSDP, {**MANY, "precision": "fp16"}, tolerance=0.02
+    ),
+    "4 dp tp, fp16 master weights": Case(4, {"tp": 2}, over={**MANY, "precision": "fp16_master"}, tolerance=0.02),
+    "4 ddp, all at once, fp16 hook": Case(4, parallel={"compression": "fp16"}, over=MANY, tolerance=0.01),
     # Eight.
+    "8 dp cp, sharded in groups, recomputed": Case(
+        8, {"cp": 2}, {**FSDP, "shard": 2}, {**MANY, "activation_checkpointing": True}, "uneven"
+    ),
     "8 ddp": Case(8),
     "8 fsdp": Case(8, parallel=FSDP, grid="uneven"),
     "8 fsdp in groups of four": Case(8, parallel={**FSDP, "shard": 4}),
@@ -180,6 +194,7 @@ COMPILED: dict[str, Case] = {
         "fsdp": Case(2, parallel=FSDP, over={"compile": {"mode": "default"}}),
         "tp": Case(2, {"tp": 2}, over={"compile": {"mode": "default"}}, grid="uneven"),
         "cp": Case(2, {"cp": 2}, over={"compile": {"mode": "default"}}, grid="uneven"),
+        "dp tp, sharded": Case(4, {"tp": 2}, FSDP, {"compile": {"mode": "default"}}),
     }.items()
 }
 
@@ -366,8 +381,9 @@ def test_an_overflow_of_one_is_one_of_all(learnt: Any, name: str) -> None:
 @pytest.mark.parametrize("name", COMPILED)
 def test_a_compiled_strategy_learns_what_one_process_learns(tmp_path: Path, name: str) -> None:
     need_compiler()
-    spawn(2, tmp_path, [name])
-    compare(COMPILED[name], of_ranks(tmp_path, name, 2))
+    ranks = COMPILED[name].ranks
+    spawn(ranks, tmp_path, [name])
+    compare(COMPILED[name], of_ranks(tmp_path, name, ranks))
 
 
 # ---- places on the mesh ----------------------------------------------------------------------------
