@@ -8,6 +8,7 @@ from __future__ import annotations
 import faulthandler
 import itertools
 import os
+import re
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -23,12 +24,14 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from dlscale.config.parallel import FSDP as FSDPSettings
 from dlscale.config.run import Geometry, RunCore
 from dlscale.core import registry
+from dlscale.core.errors import UserError
 from dlscale.data.loaders.base import Share
 from dlscale.models.losses import relative_l2
 from dlscale.models.vit import ViT
 from dlscale.parallel import pieces
 from dlscale.parallel.exchanges import Counting, formula
 from dlscale.parallel.mesh import AXES, Mesh, arrangement
+from dlscale.parallel.model import drawing
 from dlscale.parallel.strategy import Sharded
 from dlscale.parallel.world import World, join
 from dlscale.train.build import build_step
@@ -420,6 +423,36 @@ def test_neighbours_share_the_weights(order: str, tp: int, groups: list[list[int
         world = World(size=16, mesh=Mesh(geometry, "cpu"))
         mesh = Sharded(world, FSDPSettings(kind="fsdp", shard=2))._mesh()
         assert mesh.mesh.tolist() == groups
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("layer", "name"),
+    [
+        (nn.Dropout(0.1), "head.1 (Dropout)"),
+        (nn.MultiheadAttention(8, 2, dropout=0.1), "head.1 (MultiheadAttention)"),
+        (nn.RReLU(), "head.1 (RReLU)"),
+        (nn.Dropout(0.0), None),
+    ],
+)
+def test_a_study_that_hides_its_drop_out_is_refused(layer: nn.Module, name: str | None) -> None:
+    """Devices that share a model would all draw the same numbers for their different tokens."""
+
+    def model() -> nn.Module:
+        made = Case(2).model()
+        made.head = nn.Sequential(made.head, layer)
+        return made
+
+    run = Case(2, {"tp": 2}).run()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        world = World(size=2, mesh=Mesh(run.geometry, "cpu"))
+        if name:
+            with pytest.raises(UserError, match=re.escape(f"study era5_vit: {name} draws random numbers")):
+                build_step(run, model, relative_l2, world, VIT.sharding)
+        else:
+            assert drawing(model()) is None
     finally:
         dist.destroy_process_group()
 
