@@ -8,6 +8,7 @@ from __future__ import annotations
 import faulthandler
 import itertools
 import os
+import re
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -23,12 +24,14 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from dlscale.config.parallel import FSDP as FSDPSettings
 from dlscale.config.run import Geometry, RunCore
 from dlscale.core import registry
+from dlscale.core.errors import UserError
 from dlscale.data.loaders.base import Share
 from dlscale.models.losses import relative_l2
 from dlscale.models.vit import ViT
 from dlscale.parallel import pieces
 from dlscale.parallel.exchanges import Counting, formula
 from dlscale.parallel.mesh import AXES, Mesh, arrangement
+from dlscale.parallel.model import drawing
 from dlscale.parallel.strategy import Sharded
 from dlscale.parallel.world import World, join
 from dlscale.train.build import build_step
@@ -102,6 +105,11 @@ class Case:
 
 FSDP: dict[str, Any] = {"kind": "fsdp"}
 BF16 = {"over": {"precision": "bf16"}, "tolerance": 0.05}
+#: All at once.
+MANY = {
+    "accumulation_steps": 2,
+    "optimizer": {"kind": "adam", "lr": 1e-3, "eps": 1e-3, "clip_norm": 0.05, "fused": True},
+}
 STRATEGIES: dict[str, Case] = {
     # Two processes: part of `make test`.
     "2 ddp": Case(2),
@@ -158,7 +166,16 @@ STRATEGIES: dict[str, Case] = {
     "4 dp tp, in parts": Case(4, {"tp": 2}, over={"accumulation_steps": 2}),
     "4 dp tp, scaled loss": Case(4, {"tp": 2}, over={"precision": "fp16"}, tolerance=0.01),
     "4 dp tp, bf16 hook": Case(4, {"tp": 2}, {"compression": "bf16"}, tolerance=0.02),
+    "4 fsdp, all at once": Case(4, parallel=FSDP, over={**MANY, "precision": "fp16"}, tolerance=0.02),
+    "4 dp tp, sharded, other order, all at once": Case(
+        4, {"tp": 2, "order": "dp-tp-cp"}, FSDP, {**MANY, "precision": "fp16"}, tolerance=0.02
+    ),
+    "4 dp tp, fp16 master weights": Case(4, {"tp": 2}, over={**MANY, "precision": "fp16_master"}, tolerance=0.02),
+    "4 ddp, all at once, fp16 hook": Case(4, parallel={"compression": "fp16"}, over=MANY, tolerance=0.01),
     # Eight.
+    "8 dp cp, sharded in groups, recomputed": Case(
+        8, {"cp": 2}, {**FSDP, "shard": 2}, {**MANY, "activation_checkpointing": True}, "uneven"
+    ),
     "8 ddp": Case(8),
     "8 fsdp": Case(8, parallel=FSDP, grid="uneven"),
     "8 fsdp in groups of four": Case(8, parallel={**FSDP, "shard": 4}),
@@ -180,6 +197,7 @@ COMPILED: dict[str, Case] = {
         "fsdp": Case(2, parallel=FSDP, over={"compile": {"mode": "default"}}),
         "tp": Case(2, {"tp": 2}, over={"compile": {"mode": "default"}}, grid="uneven"),
         "cp": Case(2, {"cp": 2}, over={"compile": {"mode": "default"}}, grid="uneven"),
+        "dp tp, sharded": Case(4, {"tp": 2}, FSDP, {"compile": {"mode": "default"}}),
     }.items()
 }
 
@@ -366,8 +384,9 @@ def test_an_overflow_of_one_is_one_of_all(learnt: Any, name: str) -> None:
 @pytest.mark.parametrize("name", COMPILED)
 def test_a_compiled_strategy_learns_what_one_process_learns(tmp_path: Path, name: str) -> None:
     need_compiler()
-    spawn(2, tmp_path, [name])
-    compare(COMPILED[name], of_ranks(tmp_path, name, 2))
+    ranks = COMPILED[name].ranks
+    spawn(ranks, tmp_path, [name])
+    compare(COMPILED[name], of_ranks(tmp_path, name, ranks))
 
 
 # ---- places on the mesh ----------------------------------------------------------------------------
@@ -404,6 +423,36 @@ def test_neighbours_share_the_weights(order: str, tp: int, groups: list[list[int
         world = World(size=16, mesh=Mesh(geometry, "cpu"))
         mesh = Sharded(world, FSDPSettings(kind="fsdp", shard=2))._mesh()
         assert mesh.mesh.tolist() == groups
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("layer", "name"),
+    [
+        (nn.Dropout(0.1), "head.1 (Dropout)"),
+        (nn.MultiheadAttention(8, 2, dropout=0.1), "head.1 (MultiheadAttention)"),
+        (nn.RReLU(), "head.1 (RReLU)"),
+        (nn.Dropout(0.0), None),
+    ],
+)
+def test_a_study_that_hides_its_drop_out_is_refused(layer: nn.Module, name: str | None) -> None:
+    """Devices that share a model would all draw the same numbers for their different tokens."""
+
+    def model() -> nn.Module:
+        made = Case(2).model()
+        made.head = nn.Sequential(made.head, layer)
+        return made
+
+    run = Case(2, {"tp": 2}).run()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        world = World(size=2, mesh=Mesh(run.geometry, "cpu"))
+        if name:
+            with pytest.raises(UserError, match=re.escape(f"study era5_vit: {name} draws random numbers")):
+                build_step(run, model, relative_l2, world, VIT.sharding)
+        else:
+            assert drawing(model()) is None
     finally:
         dist.destroy_process_group()
 

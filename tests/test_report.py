@@ -445,9 +445,22 @@ def test_the_card_hears_of_a_neighbour(results: Results) -> None:
         measured.model_copy(update=modes).write(folder / "throughput.json")
     plan = read_plan(results.plan("p", {"a": "a", "b": "b", "quiet": "quiet"}))
     said = disturbance(plan.runs)
-    assert said and "Other programs kept 45\u00a0% to 60\u00a0% of the cores busy while a, b were measured." in said
+    assert said and "Other programs kept 45\u00a0% to 60\u00a0% of the cores busy while a; b were measured." in said
     assert disturbance(plan.runs[2:]) is None
     assert "The machine was not quiet. Other programs" in Page(results.report()).text
+
+
+def test_a_training_has_neighbours_too(results: Results) -> None:
+    """Others kept half of the cores busy while it trained, and none was left; beside idle cores they disturb nobody."""
+    for name, used, others in (("busy", 0.97, 0.5), ("beside", 0.6, 0.5), ("quiet", 0.97, 0.01)):
+        folder = results.run("p", name, precision=name)
+        rows = [telemetry.Sample(1.7e9 + n, 1.0, 4, cpu=used, cpu_others=others) for n in range(20)]
+        (folder / "telemetry").mkdir()
+        (folder / "telemetry/train.csv").write_text(telemetry.header(0) + "".join(map(telemetry.line, rows)))
+    plan = read_plan(results.plan("p", {name: name for name in ("busy", "beside", "quiet")}))
+    said = disturbance(plan.runs)
+    assert said and "50\u00a0% of the cores busy while busy was measured. Times and speed-ups" in said
+    assert disturbance(plan.runs[1:]) is None
 
 
 # ---- collect -------------------------------------------------------------------------------------

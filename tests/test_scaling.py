@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dlscale.config import resolve
+from dlscale.config import scaling as scaling_settings
 from dlscale.config.resolve import ResolvedRun
 from dlscale.core import records
 from dlscale.core.errors import UserError
@@ -20,6 +22,7 @@ from dlscale.core.records import Device, MemoryUse, Published, Throughput, Trial
 from dlscale.core.text import number
 from dlscale.report import convergence, figures, glance, parallelism, scaling, target
 from dlscale.report.collect import summary
+from dlscale.report.drawing import DASHED, DOTTED
 from dlscale.report.results import PlanResult, read_plan
 from dlscale.report.series import series as series_of
 from dlscale.report.tables import RunsTable
@@ -104,6 +107,44 @@ def test_convergence_repeats_larger_batches_by_each_rule() -> None:
     assert (run.seed, run.batch_size, run.schedule.scaling, run.schedule.base_batch_size) == (7, 256, "linear", 64)
     assert (run.geometry.world_size, run.training.epochs, run.training.on_divergence) == (4, 20, "stop")
     assert (run.label, runs["b64_sqrt_seed0"].run.label) == ("batch 256, linear, seed 7", "batch 64, seed 0")
+
+
+@pytest.mark.parametrize(
+    "plan, message",
+    [
+        (
+            {"scaling": {"devices": list(range(1, 201)), "per_node": 1, "batch_sizes": list(range(1, 51))}},
+            r"plans\.p\.scaling: devices x batch_sizes x variants: 20000 runs; expected at most 10000",
+        ),
+        (
+            {"kind": "convergence", "convergence": {"batch_sizes": list(range(1, 5001)), "seeds": [0, 1, 2]}},
+            r"plans\.p\.convergence: batch_sizes x scaling x seeds: 15000 runs; expected at most 10000",
+        ),
+        (
+            {"scaling": {"devices": [10**9], "batch_sizes": [8]}},
+            r"devices\.0: got 1000000000; expected less than or equal",
+        ),
+        ({"scaling": {"devices": [1], "batch_sizes": [10**30]}}, r"batch_sizes.*: got 10{30}; expected less than"),
+    ],
+)
+def test_more_than_can_be_is_refused_before_it_is_made(plan: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        load({**WEAK, **plan})
+
+
+def test_runs_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of a thousand would make a thousand."""
+    made = Counter[str]()
+    runs = scaling_settings.Convergence.runs
+
+    def counted(self: scaling_settings.Convergence) -> Any:
+        made[str(list(self.batch_sizes))] += 1
+        return runs(self)
+
+    monkeypatch.setattr(scaling_settings.Convergence, "runs", counted)
+    block = {"batch_sizes": list(range(1, 101)), "seeds": [0, 1]}
+    assert len(load({"study": "cosmo_unet", "kind": "convergence", "convergence": block})) == 200
+    assert made[str(list(range(1, 101)))] == 2, "once to name them, once for what they are"
 
 
 def test_the_rate_may_be_meant_for_another_batch() -> None:
@@ -350,8 +391,8 @@ def test_variants_are_series_of_their_own_and_share_a_twin(results: Results) -> 
     plan = read_plan(results.plan("plan", runs, kind="weak_scaling", measure=("throughput",)))
     found = series_of(plan)
     assert [each.label for each in found] == [
-        "8 samples a device, bucket_mb None",
-        "8 samples a device, bucket_mb 100",
+        "8 samples a device; bucket_mb None",
+        "8 samples a device; bucket_mb 100",
     ]
     shares = [each.points[1].communication("SYNTHETIC") for each in found]
     assert [share and pytest.approx(share.value) for share in shares] == [0.2, 0.1]
@@ -364,7 +405,7 @@ def test_the_figures_draw_what_was_measured_and_what_is_ideal(
     whiskers: dict[str, Any] = {}
 
     def note(name: str, lines: Any, label: str, **more: bool) -> str:
-        drawn[name] = [(list(line.points), line.dashed) for line in lines], label
+        drawn[name] = [(list(line.points), line.dashes) for line in lines], label
         whiskers[name] = [line.noise for line in lines]
         return draw(name, lines, label, **more)
 
@@ -379,12 +420,13 @@ def test_the_figures_draw_what_was_measured_and_what_is_ideal(
     ]
     rates, label = drawn["plan-scaling-0"]
     assert label == "throughput (samples/s)"
-    for column in range(3):
-        assert rates[2 * column] == ([(n, TOGETHER[n][column]) for n in (1, 2, 8)], False)
-        assert rates[2 * column + 1] == ([(n, TOGETHER[1][column] * n) for n in (1, 2, 8)], True)
+    for place, column in enumerate((2, 1, 0)):  # FULL first
+        assert rates[2 * place] == ([(n, TOGETHER[n][column]) for n in (1, 2, 8)], "")
+        assert rates[2 * place + 1] == ([(n, TOGETHER[1][column] * n) for n in (1, 2, 8)], DASHED)
     (with_, without), label = drawn["plan-overhead"]
-    assert with_ == ([(1, 100.0), (2, 180.0), (8, 600.0)], False) and label == "SYNTHETIC (samples/s)"
-    assert [point for point in without[0] if point[1]] == [(1, 100.0), (2, 200.0), (8, 800.0)] and without[1]
+    assert with_ == ([(1, 100.0), (2, 180.0), (8, 600.0)], "") and label == "SYNTHETIC (samples/s)"
+    assert [point for point in without[0] if point[1]] == [(1, 100.0), (2, 200.0), (8, 800.0)]
+    assert without[1] == DOTTED, "no ideal, but measured"
     (real, ideal), label = drawn["plan-step"]
     assert [x for x, _ in real[0]] == [1, 2, 8] and label == "time of a step (ms)"
     assert [y for _, y in real[0]] == pytest.approx([16e3 / 90, 32e3 / 160, 128e3 / 576])
@@ -394,6 +436,48 @@ def test_the_figures_draw_what_was_measured_and_what_is_ideal(
     assert all(100 * each.noise > 3 for each in efficiencies[1:])
     for svg, _ in view["plots"]:
         assert svg.startswith("<svg") and ">devices<" in svg
+
+
+def test_the_legend_tells_each_stroke_and_marker_apart(weak: PlanResult) -> None:
+    """What it names is drawn, and no marker stands for two things."""
+    view = scaling.view(weak)
+    assert view
+    names = [label for label, _, _ in view["legend"]]
+    assert names == ["FULL", "SYNTHETIC", "IO", "16 samples a device"]
+    assert len({marker for _, _, marker in view["legend"]}) == len(names)
+    assert [label for label, _ in view["strokes"]] == [
+        "measured",
+        "ideal",
+        "without averaged gradients, hollow markers",
+    ]
+    assert len({dashes for _, dashes in view["strokes"]}) == 3
+    alone = scaling.view(PlanResult(weak.record, [run for run in weak.runs if "no_sync" not in run.name]))
+    assert alone and [label for label, _ in alone["strokes"]] == ["measured", "ideal"]
+
+
+def test_one_number_of_devices_is_no_figure(results: Results) -> None:
+    measured(results, "d2", 2, 16, (trials(900.0), trials(100.0), trials(90.0)))
+    view = scaling.view(read_plan(results.plan("plan", {"d2": "2"}, kind="weak_scaling", measure=("throughput",))))
+    assert view and view["plots"] == [] and view["legend"] == []
+    assert view["note"] == (
+        "Measured on one number of devices only, which shows no scaling: 8 samples a device (2 devices)."
+    )
+    assert "<h3>Scaling</h3>" in results.report()
+
+
+def test_what_noise_decides_is_named(results: Results) -> None:
+    """An efficiency far above one, or with a wide interval, is told in words; at a glance it is noise."""
+    for devices, io, full in (
+        (1, trials(500.0, 300.0), trials(90.0)),
+        (2, trials(4700.0, 1000.0), trials(100.0, 90.0)),
+    ):
+        measured(results, f"d{devices}", devices, 8 * devices, (io, trials(100.0 * devices), full))
+    plan = read_plan(results.plan("plan", {"d1": "1", "d2": "2"}, kind="weak_scaling", measure=("throughput",)))
+    view = scaling.view(plan)
+    assert view and "efficiency of IO, 2: 470\u00a0% ± " in view["note"] and "efficiency of FULL, 2: " in view["note"]
+    assert "SYNTHETIC" not in view["note"]
+    said = scaling.glance(plan)
+    assert said and said.endswith(": that is noise rather than scaling")
 
 
 def test_the_page_has_it_and_leaves_twins_out_of_its_card(weak: PlanResult, results: Results) -> None:
@@ -461,6 +545,14 @@ def test_seeds_make_a_band_from_the_least_to_the_greatest(results: Results) -> N
             assert band.mean == pytest.approx(sum(losses) / 3)
         # 128 samples at 64 a second, and 1.5 s of validation
         assert groups[0].band("time")[epoch].place == pytest.approx((epoch + 1) * (2.0 + 1.5))
+
+
+def test_a_batch_that_the_data_do_not_fill_is_told(results: Results) -> None:
+    """An epoch has 128 samples."""
+    view = convergence.view(converged(results))
+    assert view and view["note"] == " ".join(
+        f"batch 256, {rule}: there are 128 training samples, and each step had no more." for rule in ("sqrt", "linear")
+    )
 
 
 def test_what_a_target_took_is_the_mean_over_the_seeds(results: Results) -> None:

@@ -8,7 +8,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,17 @@ import torch
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import TypeAdapter
 from torch.distributed import _compute_bucket_assignment_by_size
 
+from dlscale.config.parallel import DDP, Parallel
 from dlscale.config.resolve import study_files
+from dlscale.config.run import load_run
+from dlscale.core import registry
 from dlscale.core.errors import UserError
-from dlscale.core.records import LinkLevel, Links, Published, Throughput, Trials
-from dlscale.core.text import number
+from dlscale.core.records import Device, LinkLevel, Links, Published, Throughput, Trials
+from dlscale.core.text import number, percent
+from dlscale.data.manifest import Manifest
 from dlscale.measure.scaling import model, validation
 from dlscale.measure.scaling.fit import MISFIT, PRIORS, Point, fit, walk
 from dlscale.measure.scaling.machine import Level, Machine, named, shipped
@@ -43,6 +48,9 @@ from dlscale.measure.scaling.model import (
     step,
 )
 from dlscale.models.unet3d import UNet3D
+from dlscale.parallel.exchanges import formula
+from dlscale.parallel.model import named as named_modules
+from dlscale.preflight import measured
 from tests.conftest import ROOT, TINY, make_run, stage
 
 NODE = Level("node", 4, 3e-6, 1 / 200e9)
@@ -162,6 +170,19 @@ def test_members_of_groups(ranks: int, stride: int, expected: list[int]) -> None
     assert machine.members(ranks, stride) == truth == expected
 
 
+def test_members_of_nodes_that_are_used_in_part() -> None:
+    """Two devices of four a node: as many nodes more, and what is between them costs more."""
+    assert CLUSTER.nodes_of(2).members(8) == [2, 4] and CLUSTER.nodes_of(None) == CLUSTER
+    smaller = Machine((replace(NODE, size=2), NETWORK))
+    for work, job in ((UNET, Job(8, 10)), (VIT, Job(8, 10, tp=4)), (replace(UNET, gathered=(1e9, 1e9)), Job(8, 10))):
+        whole, used = (step(CLUSTER, work, COSTS, each) for each in (job, replace(job, per_node=2)))
+        assert used.exposed == pytest.approx(step(smaller, work, COSTS, job).exposed)
+        assert used.exposed > whole.exposed * 1.05
+    # Four devices that share a model are no longer neighbours of one node.
+    alone = [rate(CLUSTER, VIT, COSTS, Job(8, 10, tp=4, per_node=each), Measure("ALONE")) for each in (2, 4)]
+    assert alone[0] < 0.9 * alone[1]
+
+
 # ---- overlap, order statistics ---------------------------------------------------------------------------------------
 
 
@@ -274,14 +295,17 @@ def test_devices_that_share_a_model() -> None:
     gradients = step(CLUSTER, replace(VIT, tokens=None), COSTS, job)
     assert found.exposed - gradients.exposed == pytest.approx(alone)
     assert found.compute == pytest.approx(5e-3 + 8 * 1e-3 * 1.1**2 / 4)
+    # The twin that averages nothing leaves out the exchanges of copies, not those of a model.
+    assert model.seconds(CLUSTER, VIT, COSTS, job, Measure("ALONE")) == pytest.approx(found.compute + alone)
+    assert model.seconds(CLUSTER, VIT, COSTS, Job(16, 8), Measure("ALONE")) == pytest.approx(13e-3)
     assert model.memory(VIT, job) == pytest.approx(6e9 / 4 + 8 * 2e9 / 4)
-    assert model.memory(replace(VIT, sharded=True), Job(16, 8, cp=4)) == pytest.approx(6e9 / 16 + 8 * 2e9 / 4)
+    assert model.memory(replace(VIT, gathered=(0, 0)), Job(16, 8, cp=4)) == pytest.approx(6e9 / 16 + 8 * 2e9 / 4)
     assert model.memory(replace(VIT, memory=None), job) is None
 
 
 def test_fsdp_against_a_clock() -> None:
     """Units are gathered, then computed; backwards gathered and reduced, while others compute."""
-    work = replace(UNET, buckets=(0.25,) * 4, sharded=True)
+    work = replace(UNET, buckets=(0.25,) * 4, gathered=(468e6, 468e6))
     job = Job(8, 64)
     each = CLUSTER.all_gather(468e6 / 4, 8)
     compute = 5e-3 + 64e-3
@@ -295,13 +319,24 @@ def test_fsdp_against_a_clock() -> None:
         sent = max(sent, backward) + 2 * each
     found = step(CLUSTER, work, COSTS, job)
     assert found.exposed == pytest.approx(computed - compute / 3 + sent - compute * 2 / 3)
+    # What is not exposed of three times the weights slows computing.
+    assert found.slowed == pytest.approx(COSTS.slowdown * (3 * 4 * each - found.exposed)) and found.slowed > 0
+    # Weights that are kept are not gathered again; each third has a number format of its own.
+    kept = step(CLUSTER, replace(work, gathered=(234e6, 0)), COSTS, job)
+    half, bare = (Machine(tuple(replace(each, latency=0) for each in CLUSTER.levels)) for _ in "12")
+    one = half.all_gather(468e6, 8)
+    free = [step(bare, replace(work, gathered=(share * 468e6, 0)), COSTS, job) for share in (0, 0.5)]
+    sums = [each.exposed + each.slowed / COSTS.slowdown for each in free]
+    assert sums == pytest.approx([one, 1.5 * one]) and kept.seconds < found.seconds
 
 
 VARIED = st.fixed_dictionaries({field.name: st.floats(0.3, 3.0) for field in fields(Costs)})
 
 
 @settings(deadline=None)
-@given(VARIED, st.sampled_from([UNET, VIT, replace(UNET, sharded=True)]), st.integers(1, 12), st.integers(1, 64))
+@given(
+    VARIED, st.sampled_from([UNET, VIT, replace(UNET, gathered=(468e6, 234e6))]), st.integers(1, 12), st.integers(1, 64)
+)
 def test_what_must_be_monotonic(factors: dict[str, float], work: Workload, doublings: int, batch: int) -> None:
     """More devices never do more each; nothing that costs makes a step shorter; a larger batch is never slower."""
     costs = replace(COSTS, **{name: getattr(COSTS, name) * factor for name, factor in factors.items()})
@@ -549,6 +584,95 @@ def test_what_the_words_of_a_plan_say_is_in_its_table(results: Path, capsys: pyt
     assert kept == rows[0] and stage("plan", *asked, "--memory", over) == 2
 
 
+def told(capsys: pytest.CaptureFixture[str], *arguments: object) -> list[str]:
+    """Return the lines that a plan prints."""
+    assert stage("plan", *arguments) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+def test_what_was_measured_stands_beside_what_is_predicted(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And what the fit misses is said; nothing else is."""
+    both = ["cosmo_unet.one", "cosmo_unet.two", "--devices", 1, 2, 4]
+    rows = planned(capsys, *both)
+    assert [row["measured"] for row in rows] == [90, pytest.approx(90 * 2**0.9), None]
+    lines = told(capsys, *both)
+    assert lines[0].startswith(
+        "cosmo_unet, ddp on CPU, links of processes: fitted to 6 measurements on up to 2 devices"
+    )
+    assert any("measured" in line for line in lines) and not any("misses" in line for line in lines)
+    assert "measured" not in "".join(told(capsys, "cosmo_unet.one", "--devices", 4)[2:5])
+    record = results / "plans/cosmo_unet/two/throughput.json"
+    throughput = Throughput.read(record)
+    throughput.model_copy(update={"full": Trials(mean=500.0)}).write(record)
+    lines = told(capsys, *both)
+    missed = [line for line in lines if line.startswith("The fit misses ")]
+    assert any(" on 2 devices with 8 samples a step by " in line for line in missed), lines
+    assert all(line.endswith(" measured.") for line in missed) and len(missed) <= 3
+    assert any(line.startswith("Measure again on a quiet machine") for line in lines)
+
+
+def test_a_batch_that_the_data_have_not(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is said, and not recommended."""
+    study = measured.read([results / "plans/cosmo_unet/one"], None, math.inf)
+    training = study.epoch[0]
+    assert training is not None and training < 64 * 4
+    lines = told(capsys, "cosmo_unet.one", "--devices", 1, 64)
+    assert any(line.startswith("64 devices: a step has more samples than the ") for line in lines)
+    assert any(line.startswith("Fastest: 1 device,") for line in lines)
+    other = told(capsys, "cosmo_unet.one", "--devices", 1, 64, "--target-samples", 3600000)
+    assert any(line.startswith("Fastest: 64 devices,") for line in other)
+
+
+def test_reasons_are_said_once(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = told(capsys, "era5_vit.one", "--devices", 1, 3, 5, 4, "--tp", 2)
+    assert [line for line in lines if line.startswith("Left out")] == [
+        "Left out: 1, 3, 5 devices: not divided by tp x cp = 2"
+    ]
+    assert "The memory of devices that share a model is rough" in "".join(lines)
+
+
+def test_what_is_lost_to_computing(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A batch that is cut small pays what a step costs without any sample: more than one device alone does."""
+    (row,) = planned(capsys, "cosmo_unet.one", "--devices", 4, "--batch-size", 4)
+    parts = row["parts"]
+    assert 0 < row["ideal"] < parts["compute"]
+    lost = {"computing": parts["compute"] - row["ideal"], "waiting": parts["waiting"], "loading": parts["loading"]}
+    lost["communication"] = parts["slowed"] + parts["exposed"]
+    seconds = sum(parts.values())
+    (line,) = [
+        line for line in told(capsys, "cosmo_unet.one", "--devices", 4, "--batch-size", 4) if "4 x 1 x 1" in line
+    ]
+    most = max(lost, key=lambda part: lost[part])
+    assert most in line and line.endswith(f" {percent(lost[most] / seconds)}")
+
+
+def test_an_hour_of_a_node_and_a_gigabyte(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Node-hours are those of whole nodes; --memory is in GB, 10^9 bytes."""
+    asked = ["cosmo_unet.one", "--devices", 8, "--target-samples", 3600000]
+    ((row,), (alone,)) = (planned(capsys, *asked, "--per-node", n) for n in (8, 1))
+    assert (row["nodes"], alone["nodes"]) == (1, 8)
+    assert row["seconds"] == pytest.approx(3600000 / row["samples_per_second"])
+    assert alone["node_hours"] == pytest.approx(8 * 3600000 / alone["samples_per_second"] / 3600)
+    fits = row["memory"] / 1e9
+    assert planned(capsys, *asked, "--memory", 1.01 * fits)
+    assert stage("plan", *asked, "--memory", 0.99 * fits) == 2
+
+
+def test_the_first_epoch_is_left_out(results: Path, tmp_path: Path) -> None:
+    """It warms up; and optimiser and gradients are no activations."""
+    folder = results / "plans/cosmo_unet/one"
+    lines = [
+        {"epoch": n, "step": n, "samples": 8 * n, "learning_rate": 0.1, "train_loss": 1.0, "valid_loss": 1.0}
+        | {"epoch_seconds": 1.0, "wait_seconds": 0.0, "valid_seconds": 0.1, "samples_per_second": rate}
+        | {"made_with": {"commit": None}}
+        for n, rate in ((1, 1.0), (2, 80.0), (3, 90.0), (4, 100.0))
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    study = measured.read([folder], None, math.inf)
+    (epoch,) = [point for point in study.fit.points if point.of.mode == "EPOCH"]
+    assert epoch.rate == 90
+
+
 def test_a_plan_with_links_that_were_measured(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Those of the largest run hold, unless a machine is named."""
     path = results / "plans/cosmo_unet/two/throughput.json"
@@ -569,6 +693,107 @@ def test_a_plan_with_links_that_were_measured(results: Path, capsys: pytest.Capt
     assert planned(capsys, *both, "--machine", "processes") == [unknown]
     assert stage("plan", *both) == 0
     assert "Links as 2 processes measured them: network: 2,000 µs" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "parallel, gathers, again, width",
+    [
+        ({"kind": "ddp"}, 0, 0, 4),
+        ({"kind": "ddp", "compression": "bf16"}, 0, 0, 2),
+        ({"kind": "ddp", "sync": False}, 0, 0, 4),
+        ({"kind": "dp"}, 0, 0, 4),
+        ({"kind": "fsdp"}, 4, True, 4),
+        ({"kind": "fsdp", "reshard": False, "param_dtype": "bf16"}, 2, False, 4),
+        ({"kind": "fsdp", "reduce_dtype": "bf16", "shard": 2}, 4, True, 2),
+    ],
+)
+def test_what_a_run_sends_is_what_its_exchanges_are(
+    results: Path, parallel: dict[str, Any], gathers: int, again: bool, width: int
+) -> None:
+    """By the formula that is held to what ranks send, and by the numbers of the model."""
+    run: Any = load_run(results / "plans/era5_vit/two/config.yaml", "train")
+    settings = TypeAdapter(Parallel).validate_python(parallel)
+    run = run.model_copy(update={"parallel": settings})
+    work = measured.workload(run, results)
+    study, manifest = registry.study("era5_vit"), Manifest.read(results / "data/era5_vit/manifest.json")
+    with torch.device("meta"):
+        vit = study.model(run, manifest)
+    sharing = study.sharding(vit)
+    fill = 2 if gathers else 1  # rows are filled up so that two can share them
+
+    def numbers(parameters: Iterable[torch.nn.Parameter]) -> int:
+        return sum(-(-p.shape[0] // fill) * fill * math.prod(p.shape[1:]) for p in parameters)
+
+    every = numbers(vit.parameters())
+    units = sum(numbers(unit.parameters()) for unit in named_modules(vit, sharing.units).values())
+    assert 0 < units < every and sum(work.buckets) == pytest.approx(1)
+    assert work.gradients == width * every
+    assert work.gathered == ((gathers * every, gathers * units * again) if gathers else None)
+    if parallel["kind"] != "dp" and run.averages:
+        sent = formula(run, vit, sharing, run.local_batch_size, 4)
+        assert sent.get("reduce_scatter", sent.get("all_reduce")) == work.gradients
+        assert sent.get("all_gather", 0) == sum(work.gathered or ())
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("axis", ["tp", "cp"])
+def test_what_devices_that_share_a_model_send(results: Path, axis: str, again: bool) -> None:
+    """As many bytes as the formula says that is held to what ranks send, without the last layer's outputs."""
+    run: Any = load_run(results / "plans/era5_vit/two/config.yaml", "train")
+    geometry = type(run.geometry)(gpus_per_node=2, **{axis: 2})
+    run = run.model_copy(update={"geometry": geometry, "activation_checkpointing": again})
+    work = measured.workload(run, results)
+    study, manifest = registry.study("era5_vit"), Manifest.read(results / "data/era5_vit/manifest.json")
+    with torch.device("meta"):
+        vit = study.model(run, manifest)
+    sharing = study.sharding(vit)
+    samples, last = 4, vit.get_submodule(sharing.last)
+    plain = run.model_copy(update={"parallel": DDP(sync=False)})
+    sent = formula(plain, vit, sharing, samples, 4)
+    total = sent["all_gather"] + sent["reduce_scatter"] - 4 * samples * sharing.tokens * last.out_features
+    # Of two ranks each sends half of what is gathered, or reduced.
+    links = Machine((Level("links", 2**31, 0.0, 1.0),))
+    found = step(links, work, COSTS, Job(2, samples, **{axis: 2}))
+    gradients = step(links, replace(work, tokens=None), COSTS, Job(2, samples, **{axis: 2}))
+    assert 2 * (found.exposed - gradients.exposed) == pytest.approx(total)
+
+
+def test_runs_that_are_fitted_together_are_alike(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The message names both values; the twin that averages nothing is one of them."""
+    config, record = (results / "plans/cosmo_unet/two" / name for name in ("config.yaml", "throughput.json"))
+    settings, throughput = yaml.safe_load(config.read_text()), Throughput.read(record)
+    both = ["plan", "cosmo_unet.one", "cosmo_unet.two", "--devices", 2]
+    own = settings["parallel"]
+
+    def told(parallel: dict[str, Any], expected: str) -> None:
+        config.write_text(yaml.safe_dump(settings | {"parallel": parallel}))
+        assert stage(*both) == 2
+        error = capsys.readouterr().err
+        assert f"cosmo_unet/two: {expected} of results/plans/cosmo_unet/one: " in error
+        assert len(error.strip().splitlines()) == 1
+
+    told({"kind": "fsdp"}, "parallel.kind differs from that")
+    for key, value in {"compression": "bf16", "bucket_mb": 50.0, "first_bucket_mb": 2.0, "bucket_view": False}.items():
+        told(own | {key: value}, f"parallel.{key} differs from that")
+    config.write_text(yaml.safe_dump(settings | {"parallel": own | {"compression": "bf16"}}))
+    assert stage(*both) == 2 and ": bf16, not none; " in capsys.readouterr().err
+    config.write_text(yaml.safe_dump(settings))
+    for path, threads in ((record, 1), (results / "plans/cosmo_unet/one/throughput.json", 2)):
+        device = Device(kind="cpu", name="a processor", threads=threads)
+        Throughput.read(path).model_copy(update={"device": device}).write(path)
+    assert stage(*both) == 2
+    error = capsys.readouterr().err
+    assert "cosmo_unet/two: threads differs from that of" in error and ": 1, not 2; runs that" in error
+    throughput.write(record)
+    # A twin comes first, and the run that it is of says what is sent.
+    for name, changed in (("one", {"sync": False}), ("two", {"compression": "bf16"})):
+        path = results / "plans/cosmo_unet" / name / "config.yaml"
+        path.write_text(yaml.safe_dump(yaml.safe_load(path.read_text()) | {"parallel": own | changed}))
+    study = measured.read([results / "plans/cosmo_unet" / name for name in ("one", "two")], None, math.inf)
+    assert {point.of.mode for point in study.fit.points if point.job.devices == 1} == {"IO", "ALONE"}
+    with torch.device("meta"):
+        unet = registry.study("cosmo_unet").model(study.run, Manifest.read(results / "data/cosmo_unet/manifest.json"))
+    assert study.fit.work.gradients == 2 * sum(p.numel() for p in unet.parameters())
 
 
 def test_a_plan_of_devices_that_share_a_model(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -593,10 +818,17 @@ def test_a_plan_of_devices_that_share_a_model(results: Path, capsys: pytest.Capt
         (["cosmo_unet.one", "--machine", "perlmuter"], "did you mean 'perlmutter'"),
         (["cosmo_unet.one", "--machine", "mine.yaml"], "mine.yaml: levels.0.latency"),
         (["cosmo_unet.one", "--machine", "none.yaml"], "none.yaml: no such file"),
-        (["cosmo_unet.one", "--devices", "0"], "--devices: expected more than 0"),
-        (["cosmo_unet.one", "--devices", "5"], "5 devices are no whole nodes of 2"),
+        (["cosmo_unet.one", "--devices", "0"], "--devices: got 0; expected more than 0"),
+        (["cosmo_unet.one", "--devices", "4", "1" + 400 * "0"], "--devices: got 1000000000000000000…; expected"),
+        (["cosmo_unet.one", "--storage", "nan"], "--storage: got nan; expected more than 0, at most 1e+15"),
+        (["cosmo_unet.one", "--price", "nan"], "--price: got nan"),
+        (["cosmo_unet.one", "--memory", "nan"], "--memory: got nan"),
+        (["cosmo_unet.one", "--memory", "inf"], "--memory: got inf"),
+        (["cosmo_unet.one", "--target-samples", "0"], "--target-samples: got 0"),
+        (["cosmo_unet.one", "results/plans/cosmo_unet/one"], "results/plans/cosmo_unet/one: this run is named twice"),
+        (["cosmo_unet.one", "--devices", "5"], "5 devices: no whole nodes of 2"),
         (["cosmo_unet.one", "--devices", "4", "--tp", "2"], "does not support tp or cp"),
-        (["era5_vit.one", "--devices", "4", "--cp", "3"], "4 devices do not divide by tp x cp = 3"),
+        (["era5_vit.one", "--devices", "4", "--cp", "3"], "4 devices: not divided by tp x cp = 3"),
         (["cosmo_unet.one", "--devices", "64", "--batch-size", "8"], "less than a sample for each of 64"),
         (["cosmo_unet.one", "--memory", "0.000001"], "nothing is left to plan"),
     ],
@@ -608,6 +840,43 @@ def test_mistakes_are_one_message(
     assert stage("plan", *arguments) == 2
     error = capsys.readouterr().err
     assert expected in error and len(error.strip().splitlines()) == 1 and "Traceback" not in error
+
+
+def test_records_that_are_none(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each is one message that names the file and the field."""
+    folder = results / "plans/cosmo_unet/one"
+    throughput, metrics = folder / "throughput.json", folder / "metrics.jsonl"
+    good = json.loads(throughput.read_text())
+
+    def told(path: Path, text: str) -> str:
+        path.write_text(text)
+        assert stage("plan", "cosmo_unet.one", "--devices", 1) == 2
+        error = capsys.readouterr().err
+        assert len(error.strip().splitlines()) == 1 and "Traceback" not in error and path.name in error, error
+        return error
+
+    for mean in ("NaN", "Infinity", "0", "-3", "true", "1e308", "1" + 400 * "0"):
+        text = json.dumps(good | {"FULL": {"mean": "MEAN"}}).replace('"MEAN"', mean)
+        assert ("is no number of JSON" if mean in ("NaN", "Infinity") else "FULL.mean: ") in told(throughput, text)
+    for beta in (None, -1e-9):
+        end = {"worst": (0, 1), "worst_alpha": 0.0, "worst_beta": 0.0, "name": "node", "size": 2, "links": 1}
+        links = {"backend": "gloo", "processes": 2, "nodes": 1, "seconds": 1, "all_reduce": []}
+        text = json.dumps(good | {"links": links | {"levels": [end | {"alpha": 1e-6, "beta": beta}]}})
+        assert "links.levels.0.beta: " in told(throughput, text)
+    assert "not valid JSON" in told(throughput, "")
+    assert "not valid JSON (maximum recursion depth" in told(throughput, 100_000 * "[")
+    assert "no throughput to start from" in told(throughput, "{}")
+    other = (results / "plans/cosmo_unet/two/throughput.json").read_text()
+    assert "throughput.json: nranks: got 2, and config.yaml beside it says 1" in told(throughput, other)
+    text = json.dumps(good | {"batch_size": 5})
+    assert "throughput.json: batch_size: got 5, and config.yaml beside it says 4" in told(throughput, text)
+    throughput.write_text(json.dumps(good))
+    for speed in ("NaN", "0", "-1.5", "true", "1e308"):
+        line: dict[str, Any] = {"step": 1, "samples": 8, "learning_rate": 0.1, "train_loss": 1.0, "valid_loss": 1.0}
+        line |= {"epoch_seconds": 1.0, "samples_per_second": "RATE"}
+        lines = [json.dumps(line | {"epoch": epoch}) for epoch in (1, 2)]
+        found = told(metrics, "\n".join(lines).replace('"RATE"', speed))
+        assert "samples_per_second" in found
 
 
 def test_a_run_that_was_not_measured(results: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,11 +7,11 @@ import posixpath
 from typing import Annotated, Any, Literal, Union
 from urllib.parse import urlsplit
 
-from pydantic import Field, PositiveInt, StringConstraints, model_validator
+from pydantic import Field, StringConstraints, model_validator
 
 from dlscale.core import registry
 from dlscale.core.errors import nearest
-from dlscale.core.schema import Strict
+from dlscale.core.schema import PositiveInt, Strict
 
 Split = Literal["train", "valid", "test"]
 SPLITS: tuple[Split, ...] = ("train", "valid", "test")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import BeforeValidator, Field, PositiveFloat, model_validator
 
 from dlscale.core.machine import WATCHDOG
-from dlscale.core.schema import Strict
+from dlscale.core.schema import PositiveInt, Strict
 from dlscale.core.settings import validate
 
 

@@ -15,9 +15,7 @@ from pydantic import (
     BeforeValidator,
     Field,
     NonNegativeFloat,
-    NonNegativeInt,
     PositiveFloat,
-    PositiveInt,
     SerializeAsAny,
     TypeAdapter,
     ValidationError,
@@ -30,7 +28,7 @@ from dlscale.config.parallel import DDP, DP, FSDP, Parallel
 from dlscale.core import registry
 from dlscale.core.errors import UserError, unknown
 from dlscale.core.records import VALID_LOSS
-from dlscale.core.schema import Component, Name, Strict
+from dlscale.core.schema import Component, Devices, Name, NonNegativeInt, PositiveInt, Seed, Strict
 from dlscale.core.settings import read_settings, validate
 from dlscale.core.stages import STAGES
 
@@ -197,12 +195,12 @@ class Geometry(Strict):
     Devices that share a model (tp x cp of them) see the same samples; the others, as data-parallel ones, see others.
     """
 
-    nodes: PositiveInt = 1
-    gpus_per_node: PositiveInt = Field(1, description="Devices of a node that are used (a CPU counts as one).")
-    tp: PositiveInt = Field(
+    nodes: Devices = 1
+    gpus_per_node: Devices = Field(1, description="Devices of a node that are used (a CPU counts as one).")
+    tp: Devices = Field(
         1, description="Tensor parallel: devices that share each layer's weights, and its tokens between the layers."
     )
-    cp: PositiveInt = Field(
+    cp: Devices = Field(
         1, description="Context parallel: devices that share a sample's tokens; each has all of the weights."
     )
     order: Order = Field(
@@ -329,7 +327,7 @@ class RunCore(Strict):
 
     study: Name
     dataset: Name
-    seed: NonNegativeInt = Field(0, description="Of weights, samples and drop-out.")
+    seed: Seed = Field(0, description="Of weights, samples and drop-out.")
     batch_size: PositiveInt = Field(64, description="Global batch size in samples: over all devices.")
     model: SerializeAsAny[Strict]
     loss: SerializeAsAny[Strict]

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from dlscale.core.schema import Name, Strict
+from dlscale.core.schema import MOST_RUNS, Devices, Name, PositiveInt, Seed, Strict
 from dlscale.core.text import many
 
 #: Letters of a variant's name: with a batch size and devices it becomes a run's.
@@ -34,8 +34,8 @@ class Made:
 class Scaling(Strict):
     """Runs of one computation on more and more devices."""
 
-    devices: list[PositiveInt] = Field(min_length=1, description="Numbers of devices, each a run.")
-    per_node: PositiveInt = Field(
+    devices: list[Devices] = Field(min_length=1, description="Numbers of devices, each a run.")
+    per_node: Devices = Field(
         4, description="Devices of a node: fewer are on one node, more must be a multiple and fill several."
     )
     batch_sizes: list[PositiveInt] = Field(
@@ -68,6 +68,7 @@ class Scaling(Strict):
 
     @model_validator(mode="after")
     def _on_nodes(self) -> Scaling:
+        _countable(len(self.devices) * len(self.batch_sizes) * len(self.variants), "devices", "batch_sizes", "variants")
         for count in self.devices:
             if count > self.per_node and count % self.per_node:
                 less = count - count % self.per_node
@@ -121,7 +122,7 @@ class Convergence(Strict):
     base_batch_size: PositiveInt | None = Field(
         None, description="Batch size that optimizer.lr is meant for; the smallest of batch_sizes if absent."
     )
-    seeds: list[NonNegativeInt] = Field([0], min_length=1, description="Each training is repeated with each of these.")
+    seeds: list[Seed] = Field([0], min_length=1, description="Each training is repeated with each of these.")
 
     @field_validator("scaling", "seeds")
     @classmethod
@@ -134,6 +135,11 @@ class Convergence(Strict):
         for size, settings in sizes.items():
             _leave(settings, str(size), "use", "batch_size", "local_batch_size", "seed", "schedule.scaling")
         return dict(sorted(sizes.items()))
+
+    @model_validator(mode="after")
+    def _not_too_many(self) -> Convergence:
+        _countable(len(self.batch_sizes) * len(self.scaling) * len(self.seeds), "batch_sizes", "scaling", "seeds")
+        return self
 
     def runs(self) -> dict[str, Made]:
         """Return the runs by name. With the base batch size all rules are one, and it trains once."""
@@ -161,10 +167,20 @@ def _plain(values: list[Any]) -> bool:
 
 
 def _different(values: Sequence[Any]) -> list[Any]:
+    seen = set()
     for value in values:
-        if values.count(value) > 1:
+        if value in seen:
             raise ValueError(f"{value} stands twice")
+        seen.add(value)
     return list(values)
+
+
+def _countable(runs: int, *of: str) -> None:
+    """Refuse a block that makes too many runs, before it makes them."""
+    if runs > MOST_RUNS:
+        raise ValueError(
+            f"{' x '.join(of)}: {runs} runs; expected at most {MOST_RUNS}, for each has a folder and jobs of its own"
+        )
 
 
 def _apart(settings: Any) -> bool:

@@ -12,15 +12,13 @@ from pydantic import (
     AfterValidator,
     Field,
     NonNegativeFloat,
-    NonNegativeInt,
-    PositiveInt,
     StringConstraints,
     model_validator,
 )
 
 from dlscale.config.parallel import Limits
 from dlscale.core.machine import NEEDS
-from dlscale.core.schema import Name, Strict
+from dlscale.core.schema import Name, NonNegativeInt, PositiveInt, Strict
 from dlscale.core.stages import RUN_STAGES, STAGES
 
 Engine = Literal["none", "auto", "docker", "podman", "podman-hpc", "shifter", "apptainer"]

@@ -11,18 +11,15 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator, model_validator
+from pydantic import Field, PositiveFloat, field_validator, model_validator
 
-from dlscale.core.schema import Strict
+from dlscale.core.schema import MOST_RUNS, PositiveInt, Seed, Strict
 
 #: Values of a trial by dotted key, as `optimizer.lr`.
 Values = dict[str, Any]
 
 #: Letters of a trial's name, beside those that its rung may add.
 LONGEST = 52
-
-#: Trials that a sweep has at most: each is a run, with a folder and jobs of its own, which Snakemake keeps in memory.
-MOST = 10_000
 
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 
@@ -76,7 +73,7 @@ class Sweep(Strict):
         description="Trials to draw; more of them leave those that are there as they are. Of halving: all "
         "combinations if absent.",
     )
-    seed: NonNegativeInt = Field(0, description="Of the draws.")
+    seed: Seed = Field(0, description="Of the draws.")
     metric: str = Field(
         "valid_loss",
         description="What the best trial is best in: valid_loss, a validation metric of the study, or "
@@ -115,10 +112,10 @@ class Sweep(Strict):
         most = math.prod(map(len, self._lists.values()))
         if not ranges and self.trials is not None and self.trials > most:
             raise ValueError(f"trials: {self.trials} of {most} combinations; use at most {most}, or method grid")
-        if (count := self.trials or most) > MOST:
+        if (count := self.trials or most) > MOST_RUNS:
             raise ValueError(
-                f"{'trials' if self.trials else 'over'}: {count} trials; expected at most {MOST}, for each is a run "
-                "with a folder and jobs of its own; draw fewer: method random or halving, with trials"
+                f"{'trials' if self.trials else 'over'}: {count} trials; expected at most {MOST_RUNS}, for each is a "
+                "run with a folder and jobs of its own; draw fewer: method random or halving, with trials"
             )
         for key, values in self._lists.items():  # trials that differ in a value differ in that part of their names
             names = Counter(_name({key: value}, self._words) for value in values)

@@ -129,13 +129,18 @@ def write_json(path: str | os.PathLike[str], value: Any) -> None:
 
 
 def read_json(path: str | os.PathLike[str]) -> Any:
-    """Read JSON from `path`; a missing or torn file is a `UserError`."""
+    """Read JSON from `path`; a missing or torn file, NaN and infinities are a `UserError`."""
+
+    def refuse(constant: str) -> None:
+        raise ValueError(f"{constant} is no number of JSON")
+
     try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
+        return json.loads(Path(path).read_text(encoding="utf-8"), parse_constant=refuse)
     except FileNotFoundError:
         raise UserError(f"{path}: no such file; run the stage that writes it first") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: not valid JSON ({error}); delete it and run its stage again") from None
+    except (OSError, ValueError, RecursionError) as error:
+        what = "cannot be read" if isinstance(error, OSError) else "not valid JSON"
+        raise UserError(f"{path}: {what} ({error}); delete it and run its stage again") from None
 
 
 def sha256(path: str | os.PathLike[str]) -> str:

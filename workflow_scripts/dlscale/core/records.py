@@ -34,6 +34,9 @@ Number = Annotated[
     PlainSerializer(lambda value: value if math.isfinite(value) else None, return_type=float | None, when_used="json"),
 ]
 
+#: A rate or a time that was measured: no mistaken unit makes it so great, and `true` is none.
+Measured = Annotated[float, Field(ge=0, le=1e15, strict=True, allow_inf_nan=False)]
+
 
 class Record(BaseModel):
     """A frozen record. Readers leave alone the keys that only later versions know."""
@@ -164,9 +167,9 @@ class Epoch(Record):
     learning_rate: Number  #: Of the epoch's last step.
     train_loss: Number  #: Mean over the epoch's training samples.
     valid_loss: Number  #: Mean over all validation samples.
-    epoch_seconds: float  #: Time of training alone, s.
-    samples_per_second: float  #: Of training alone; the wait for the first batch is included.
-    valid_seconds: float = 0.0  #: Time of validation, which follows, s.
+    epoch_seconds: Measured  #: Time of training alone, s.
+    samples_per_second: Measured  #: Of training alone; the wait for the first batch is included.
+    valid_seconds: Measured = 0.0  #: Time of validation, which follows, s.
     wall_time: float = 0.0  #: When the epoch's last training step was done, seconds since 1970-01-01 UTC.
     metrics: dict[str, Number] = {}  #: Validation metrics by name.
     #: The run's geometry and loader, which decide its times; None if they changed within the epoch.
@@ -192,7 +195,7 @@ def read_epochs(path: Path) -> list[Epoch]:
     for row, line in enumerate(lines, 1):
         try:
             epochs.append(Epoch.checked(json.loads(line), f"{path}: line {row}"))
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise UserError(f"{path}: line {row} is not valid JSON ({error}); {advice}") from None
     if not epochs or [epoch.epoch for epoch in epochs] != list(range(1, len(epochs) + 1)):
         raise UserError(f"{path}: holds {f'not all of {len(epochs)} epochs' if epochs else 'no epoch'}; {advice}")
@@ -247,8 +250,8 @@ class Trials(Record):
     trial_throughput: list[float] = []
     trial_time: list[float] = []
     avg_iter_throughput: list[float] = []
-    mean: float = Field(ge=0)
-    std: float = Field(0.0, ge=0)
+    mean: Measured
+    std: Measured = 0.0
     rank_throughput: list[float] = []  #: Mean of each process's own samples/s, before it waits for the others.
     usage: Usage | None = None  #: Of the counted trials.
 
@@ -318,8 +321,8 @@ class LinkLevel(Record):
     name: Literal["node", "switch", "network"]  #: What both ends have in common.
     size: int  #: Units that it joins: devices of a node, nodes below a switch, nodes or switches in all.
     links: int  #: That were measured: couples of processes.
-    alpha: float  #: Median latency, s: half of a small message's way there and back.
-    beta: float  #: Median of the seconds a byte takes, one way, while others of the level talk, too.
+    alpha: Measured  #: Median latency, s: half of a small message's way there and back.
+    beta: Measured  #: Median of the seconds a byte takes, one way, while others of the level talk, too.
     worst: tuple[int, int]  #: The ranks of the link that is slowest for a large message,
     worst_alpha: float  #: with its latency, s,
     worst_beta: float  #: and its seconds a byte.

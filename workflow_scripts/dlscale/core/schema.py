@@ -16,6 +16,17 @@ from dlscale.core.errors import nearest
 #: Names of datasets, plans and runs become folders, so they hold nothing that a shell or a path reads.
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")]
 
+#: Whole numbers as they occur; what is larger is a slip, and would end far from where it was written.
+PositiveInt = Annotated[int, Field(gt=0, lt=2**31)]
+NonNegativeInt = Annotated[int, Field(ge=0, lt=2**31)]
+#: Of nodes, GPUs and processes: the largest machines have some ten thousand.
+Devices = Annotated[int, Field(gt=0, le=1_000_000)]
+#: As PyTorch takes them.
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
+
+#: Runs that a plan has at most: each has a folder and jobs of its own, which Snakemake keeps in memory.
+MOST_RUNS = 10_000
+
 
 class Strict(BaseModel):
     """A frozen configuration model that refuses unknown keys and names the nearest valid one.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -77,7 +78,7 @@ def formula(run: RunCore, model: nn.Module, sharding: Sharding, samples: int, wi
     if run.geometry.model_size > 1:
         bytes_.update(_of_tokens(run, model, sharding, samples * width))
     if run.averages and run.geometry.dp * run.geometry.cp > 1:
-        bytes_.update(_of_weights(run, model, sharding, local))
+        bytes_.update(_of_weights(run, model, sharding))
     if run.geometry.tp > 1:  # of weights that tensor-parallel devices have in common, in float32
         cut, shard = _cut(model, sharding), _shard(run)
         common = [shape for name, shape in local.items() if name not in cut]
@@ -114,31 +115,47 @@ def _local_shapes(run: RunCore, model: nn.Module, sharding: Sharding) -> dict[st
     return shapes
 
 
-def _of_weights(run: RunCore, model: nn.Module, sharding: Sharding, local: dict[str, list[int]]) -> dict[str, int]:
-    """Return what those exchange that see different samples, or tokens: weights and their gradients."""
+@dataclass(frozen=True)
+class Averaged:
+    """Bytes of a weight that those exchange in a step that see different samples, or tokens."""
+
+    forward: int  #: FSDP: gathered before the forward pass,
+    backward: int  #: and again before the backward pass.
+    gradient: int
+
+
+def averaged(run: RunCore, model: nn.Module, sharding: Sharding) -> dict[str, Averaged]:
+    """Return what each trained weight costs by name, in the order in which the model has them; as in `formula`."""
     own = {name: p.element_size() for name, p in model.named_parameters()}
-    parallel = run.parallel
+    local, parallel = _local_shapes(run, model, sharding), run.parallel
     if isinstance(parallel, DDP):
         width = {"none": None, "bf16": 2, "fp16": 2}[parallel.compression]
-        gradients = sum(math.prod(shape) * (width or own[name]) for name, shape in local.items())
-        buffers = sum(each.nbytes for each in model.buffers()) if parallel.broadcast_buffers else 0
-        return {"all_reduce": gradients, "broadcast": buffers}
+        return {name: Averaged(0, 0, math.prod(shape) * (width or own[name])) for name, shape in local.items()}
     if not isinstance(parallel, FSDP):
         return {}  # one process has all copies
-    shard, formats = _shard(run), {"fp32": 4, "bf16": 2}
+    shard, formats, found = _shard(run), {"fp32": 4, "bf16": 2}, dict[str, Averaged]()
     units = list(named(model, sharding.units))
-    gathered = reduced = 0
     for name, shape in local.items():
         numbers = shard * -(-shape[0] // shard) * math.prod(shape[1:])  # filled up so that it divides
         again = parallel.reshard and any(name.startswith(f"{unit}.") for unit in units)
         width = own[name] if parallel.param_dtype == "fp32" else formats[parallel.param_dtype]
-        gathered += numbers * width * (2 if again else 1) * run.accumulation_steps
-        reduced += numbers * formats[parallel.reduce_dtype]
-    copies = run.geometry.dp * run.geometry.cp // shard
+        gathered = numbers * width * run.accumulation_steps
+        found[name] = Averaged(gathered, gathered if again else 0, numbers * formats[parallel.reduce_dtype])
+    return found
+
+
+def _of_weights(run: RunCore, model: nn.Module, sharding: Sharding) -> dict[str, int]:
+    """Return what those exchange that see different samples, or tokens: weights and their gradients."""
+    each = averaged(run, model, sharding).values()
+    gradients = sum(one.gradient for one in each)
+    if isinstance(run.parallel, DDP):
+        buffers = sum(one.nbytes for one in model.buffers()) if run.parallel.broadcast_buffers else 0
+        return {"all_reduce": gradients, "broadcast": buffers}
+    shard = _shard(run)
     return {
-        "all_gather": gathered,
-        "reduce_scatter": reduced,
-        "all_reduce": reduced // shard if copies > 1 else 0,
+        "all_gather": sum(one.forward + one.backward for one in each),
+        "reduce_scatter": gradients,
+        "all_reduce": gradients // shard if run.geometry.dp * run.geometry.cp > shard else 0,
     }
 
 

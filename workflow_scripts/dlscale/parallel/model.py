@@ -28,6 +28,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.nn import functional as F
+from torch.nn.modules.dropout import _DropoutNd
 
 from dlscale.core.errors import UserError
 from dlscale.parallel.mesh import Mesh, Pretended, PretendedAxes
@@ -58,6 +59,15 @@ def tied(model: nn.Module) -> list[list[str]]:
     for name, p in model.named_parameters(remove_duplicate=False):
         names.setdefault(p, []).append(name)
     return [each for each in names.values() if len(each) > 1]
+
+
+def drawing(model: nn.Module) -> str | None:
+    """Return the name of the first of PyTorch's layers that draws random numbers while the model trains, if any."""
+    for name, module in model.named_modules():
+        dropped = module.p if isinstance(module, _DropoutNd) else getattr(module, "dropout", 0.0)
+        if isinstance(module, nn.RReLU) or (isinstance(dropped, float) and dropped > 0):
+            return f"{name or 'model'} ({type(module).__name__})"
+    return None
 
 
 class ModelParallel:

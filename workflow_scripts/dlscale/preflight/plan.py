@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -16,14 +17,19 @@ from typing import TYPE_CHECKING, Any
 from dlscale.config.places import folder, results_of
 from dlscale.config.resolve import study_files
 from dlscale.core.errors import UserError
-from dlscale.core.text import NONE, duration, number, percent, size
+from dlscale.core.text import NONE, duration, many, number, percent, shorten, size
 from dlscale.measure.scaling import validation
 from dlscale.measure.scaling.fit import Prediction
-from dlscale.measure.scaling.model import Job, Measure, Step, memory, seconds, step
+from dlscale.measure.scaling.model import STEPS, Job, Measure, Step, memory, seconds, step
 from dlscale.preflight.measured import Study, read
 
 if TYPE_CHECKING:
     from dlscale.config.resolve import Configuration
+
+#: Of anything that is asked for.
+MOST = 1e15
+#: Error of the fit that is said.
+MISSED = 0.1
 
 
 @dataclass(frozen=True)
@@ -38,11 +44,14 @@ class Row:
     seconds: float | None  #: Of the training.
     node_hours: float | None
     parts: Step
+    ideal: float  #: Seconds that computing would take if each device did its share as fast as one alone.
+    measured: float | None  #: Samples/s that were measured of this very job.
 
     @property
     def lost(self) -> str:
-        """What costs most beside computing."""
+        """What costs most of what one device alone does not pay."""
         parts = {
+            "computing (shared host, small batch, split layers)": self.parts.compute - self.ideal,
             "waiting for the slowest device": self.parts.waiting,
             "communication": self.parts.slowed + self.parts.exposed,
             "loading": self.parts.loading,
@@ -72,9 +81,13 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
         "target_samples",
     ):
         given = getattr(args, flag)
-        if min(given if isinstance(given, list) else [1 if given is None else given]) <= 0:
-            raise UserError(f"--{flag.replace('_', '-')}: expected more than 0")
+        for value in given if isinstance(given, list) else [given]:
+            if value is not None and not 0 < value <= MOST:
+                got = shorten(str(value), 20)
+                raise UserError(f"--{flag.replace('_', '-')}: got {got}; expected more than 0, at most {MOST:.0e}")
     results = results_of(configuration)
+    if sys.stderr.isatty():  # it takes seconds
+        print("fitting the model to what was measured …", file=sys.stderr)
     study = read([folder(name, results) for name in args.runs], args.machine, args.storage or math.inf)
     rows, left_out = table(study, args)
     if not rows:
@@ -113,33 +126,41 @@ def validated() -> list[str]:
 
 
 def table(study: Study, args: argparse.Namespace) -> tuple[list[Row], list[str]]:
-    """Return what each job would do that is asked for, and why others are left out."""
-    rows, left_out = list[Row](), list[str]()
+    """Return what each job would do that is asked for, and why others are left out, a line for each reason."""
+    rows, left_out = list[Row](), dict[str, list[int]]()
+
+    def leave(devices: int, reason: str) -> None:
+        left_out.setdefault(reason, []).append(devices)
+
     for devices in args.devices:
         for tp in args.tp:
             for cp in args.cp:
                 try:
                     row = _row(study, args, devices, tp, cp)
                 except UserError as error:
-                    left_out.append(f"{devices} devices, tp {tp}, cp {cp}: {error}")
+                    leave(devices, str(error))
                     continue
                 limit = args.memory * 1e9 if args.memory else math.inf
                 if (row.memory or 0) > limit:
-                    left_out.append(
-                        f"{devices} devices, tp {tp}, cp {cp}: {size(row.memory)} a device where "
-                        f"--memory allows {args.memory:g} GB"
-                    )
+                    needed = f"{size(row.memory)} a device where --memory allows {args.memory:g} GB"
+                    leave(devices, needed + f" (tp {tp}, cp {cp})" * (tp * cp > 1))
                 else:
                     rows.append(row)
-    return rows, left_out
+    return rows, [f"{_counts(devices)}: {reason}" for reason, devices in left_out.items()]
+
+
+def _counts(devices: Sequence[int]) -> str:
+    """Return numbers of devices in words, each once."""
+    *others, last = dict.fromkeys(devices)
+    return ", ".join([*(f"{each:,}" for each in others), f"{last:,} device{'' if devices == [1] else 's'}"])
 
 
 def _row(study: Study, args: argparse.Namespace, devices: int, tp: int, cp: int) -> Row:
     fitted, here = study.fit, args.per_node or study.fit.machine.per_node
     if devices % (tp * cp):
-        raise UserError(f"{devices} devices do not divide by tp x cp = {tp * cp}")
+        raise UserError(f"not divided by tp x cp = {tp * cp}")
     if devices > here and devices % here:
-        raise UserError(f"{devices} devices are no whole nodes of {here}")
+        raise UserError(f"no whole nodes of {here}")
     if (tp > 1 or cp > 1) and fitted.work.tokens is None:
         raise UserError(f"study {study.run.study} does not support tp or cp: its devices cannot share a model")
     dp = devices // (tp * cp)
@@ -148,11 +169,16 @@ def _row(study: Study, args: argparse.Namespace, devices: int, tp: int, cp: int)
         raise UserError(f"--batch-size {args.batch_size}: less than a sample for each of {dp} groups of devices")
     job = Job(devices, batch, tp, cp, min(devices, here))
     rate = fitted.rate(job)
-    one = fitted.rate(Job(1, study.batch)).value
+    alone = Job(1, study.batch)
+    one = fitted.rate(alone).value
+    ideal = step(fitted.machine, fitted.work, fitted.costs, alone).compute * batch / study.batch / (tp * cp)
+    measured = next((point.rate for point in fitted.points if (point.job, point.of) == (job, STEPS)), None)
     total, nodes = _seconds(study, args, job, rate.value), math.ceil(devices / here)
     hours = None if total is None else nodes * total / 3600
     parts = step(fitted.machine, fitted.work, fitted.costs, job)
-    return Row(job, nodes, rate, rate.value / devices / one, memory(fitted.work, job), total, hours, parts)
+    return Row(
+        job, nodes, rate, rate.value / devices / one, memory(fitted.work, job), total, hours, parts, ideal, measured
+    )
 
 
 def _seconds(study: Study, args: argparse.Namespace, job: Job, rate: float) -> float | None:
@@ -175,24 +201,29 @@ def head(study: Study) -> list[str]:
     """Return what the plan stands on."""
     points = study.fit.points
     most = max(point.job.devices for point in points)
-    text = f"{study.run.study} on {study.device}: fitted to {len(points)} measurements on up to {most} device"
+    kind = f"{study.run.parallel.kind} on {study.device}, links of {study.machine}"
     links = study.links
     return [
-        text + ("" if most == 1 else "s"),
+        f"{study.run.study}, {kind}: fitted to {many(len(points), 'measurement')} on up to {many(most, 'device')}",
         *([f"Links as {links.processes} processes measured them: {links.line()}"] if links else []),
+        f"Efficiency: the share of as many times one device, with a batch of {study.batch:g}.",
     ]
 
 
 def lines(rows: Sequence[Row]) -> list[str]:
     """Return the rows as aligned text."""
-    heads = ("devices", "nodes", "dp x cp x tp", "batch", "samples/s", "90 % band", "efficiency", "memory", "time")
-    cells = [(*heads, "node-hours", "most is lost to")]
+    known = any(row.measured for row in rows)
+    heads = ("devices", "nodes", "dp x cp x tp", "batch", "samples/s", "90 % band")
+    cells = [
+        (*heads, *["measured"][:known], "efficiency", "memory", "time", "node-hours", "most is lost to"),
+    ]
     for row in rows:
         job = row.job
         cells.append(
             (
                 *(f"{job.devices:,}", f"{row.nodes:,}", f"{job.dp} x {job.cp} x {job.tp}", f"{job.samples:,.0f}"),
                 *(number(row.rate.value), f"{number(row.rate.low)} to {number(row.rate.high)}"),
+                *[number(row.measured)][:known],
                 *(percent(row.efficiency), size(row.memory), duration(row.seconds)),
                 *(number(row.node_hours), row.lost),
             )
@@ -210,8 +241,11 @@ def lines(rows: Sequence[Row]) -> list[str]:
 
 def words(study: Study, rows: Sequence[Row], args: argparse.Namespace) -> list[str]:
     """Return which job is fastest, which the cheapest, and how far to trust it."""
-    fastest = max(rows, key=lambda row: row.rate.value)
-    cheapest = min(rows, key=lambda row: (_cost(row), -row.rate.value))
+    training = None if args.target_samples else study.epoch[0]
+    large = [row for row in rows if training and row.job.samples > training]
+    possible = [row for row in rows if row not in large] or rows
+    fastest = max(possible, key=lambda row: row.rate.value)
+    cheapest = min(possible, key=lambda row: (_cost(row), -row.rate.value))
     text = [f"Fastest: {_named(fastest)}, {number(fastest.rate.value)} samples/s{_costs(fastest, args)}."]
     if cheapest is fastest:
         text.append("It is also the cheapest: no other needs fewer node-hours.")
@@ -222,6 +256,14 @@ def words(study: Study, rows: Sequence[Row], args: argparse.Namespace) -> list[s
             f"The fastest is {number(fastest.rate.value / cheapest.rate.value)} times as fast as the cheapest, for "
             f"{number(dearer)} times the node-hours.",
         ]
+    if large:
+        text.append(
+            f"{_counts([row.job.devices for row in large])}: a step has more samples than the {training:,} of the "
+            "training data; name a smaller --batch-size, or --target-samples for other data."
+        )
+    if any(row.job.shared > 1 for row in rows):
+        text.append("The memory of devices that share a model is rough: plan a run of it, whose page predicts it.")
+    text += misfits(study)
     furthest = max(rows, key=lambda row: study.fit.doublings(row.job))
     if (beyond := study.fit.doublings(furthest.job)) > 3:
         text.append(
@@ -229,6 +271,21 @@ def words(study: Study, rows: Sequence[Row], args: argparse.Namespace) -> list[s
             "two, and the bands get narrower."
         )
     return text
+
+
+def misfits(study: Study) -> list[str]:
+    """Return which measurements the fit misses by more than a tenth, the worst three in words."""
+    found = []
+    for point in study.fit.points:
+        fitted = study.fit.rate(point.job, point.of).value
+        error = fitted / point.rate - 1
+        if abs(error) > MISSED and point.of.mode != "VALIDATION":
+            job = point.job
+            at = f"{point.of.mode} on {many(job.devices, 'device')} with {job.samples:g} samples a step"
+            rates = f"{number(fitted)} samples/s for {number(point.rate)} measured"
+            found.append((abs(error), f"The fit misses {at} by {percent(abs(error))}: {rates}."))
+    worst = [line for _, line in sorted(found, reverse=True)[:3]]
+    return [*worst, "Measure again on a quiet machine, or plan these runs one by one."] if worst else []
 
 
 def _cost(row: Row) -> float:

@@ -25,7 +25,7 @@ from dlscale.data.samples import Samples
 from dlscale.parallel.batchnorm import synchronised
 from dlscale.parallel.gradients import Gradients
 from dlscale.parallel.mesh import AXES
-from dlscale.parallel.model import ModelParallel
+from dlscale.parallel.model import ModelParallel, drawing
 from dlscale.parallel.sharding import Sharding
 from dlscale.parallel.strategy import strategy_of
 from dlscale.parallel.world import World
@@ -66,6 +66,11 @@ def build_step(
     # 2. Divided among the devices that share it, each of which keeps its part.
     divided = None
     if world.mesh:
+        if not draws and (layer := drawing(model)):
+            raise UserError(
+                f"geometry: study {run.study}: {layer} draws random numbers, and the study does not say so: devices "
+                "that share a model would all draw the same; have its draws(run) return True"
+            )
         own = random_seed(run.seed, *(world.mesh.rank(axis) for axis in AXES)) if draws else None
         divided = ModelParallel(model, plan, world.mesh, device, own)
     elif world.data_size > 1 and isinstance(run.parallel, DDP) and run.parallel.sync_batchnorm:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import Field
 
-from dlscale.core.schema import Strict
+from dlscale.core.schema import NonNegativeInt, PositiveInt, Strict
 
 
 class _Reading(Strict):

@@ -63,6 +63,14 @@ class Machine:
         """Devices of a node."""
         return self.levels[0].size
 
+    def nodes_of(self, per_node: int | None) -> Machine:
+        """Return the machine of which so many devices of a node are used; None: all of them.
+
+        A device's own links stay as they are: what the others of its node would send, it does not.
+        """
+        first, *others = self.levels
+        return Machine((replace(first, size=per_node or first.size), *others))
+
     def measured(self, links: Links) -> Machine:
         """Return the machine with what a run's self-test measured of levels in place of what was known of them."""
         found: dict[str, LinkLevel] = {level.name: level for level in links.levels}

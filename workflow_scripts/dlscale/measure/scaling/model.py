@@ -20,8 +20,8 @@ from dlscale.measure.scaling.machine import Machine, Values
 #: Share of a step's computing that is the forward pass: a backward pass takes twice as long (Kaplan et al. 2020,
 #: arXiv:2001.08361, section 2.1).
 FORWARD = 1 / 3
-#: What is measured: the three modes of `dlscale.core.records.MODES`; SYNTHETIC without averaging; an epoch of training
-#: with the wait for its first batch; a validation; and both one after the other.
+#: What is measured: the three modes of `dlscale.core.records.MODES`; SYNTHETIC without averaging over copies of the
+#: model; an epoch of training with the wait for its first batch; a validation; and both one after the other.
 Mode = Literal["IO", "SYNTHETIC", "ALONE", "FULL", "EPOCH", "VALIDATION", "BOTH"]
 
 
@@ -73,6 +73,7 @@ class Tokens:
     width: int
     depth: int  #: Blocks.
     bytes: int = 2  #: Of a number that is sent.
+    again: bool = False  #: A backward pass computes its blocks again (activation checkpointing).
 
 
 @dataclass(frozen=True)
@@ -91,11 +92,18 @@ class Workload:
     buckets: tuple[float, ...]  #: Their shares of it, in the order in which they are ready.
     tokens: Tokens | None = None  #: None: devices cannot share the model.
     processes: bool = False  #: Devices are processes on a node's processors.
-    sharded: bool = False  #: FSDP: weights and optimiser are shared by all devices, too.
+    #: FSDP: bytes of weights that are gathered before the forward pass, and before the backward pass; None: each device
+    #: has all of the weights.
+    gathered: tuple[float, float] | None = None
     workers: int = 1  #: Of a device's loader, each of which makes batches of its own; threads that share one are one.
     loaded: float | None = None  #: Samples/s that a device's loader was seen to keep up with, if with another model.
     storage: float = math.inf  #: Samples/s that the storage serves to all devices together.
     memory: Memory | None = None
+
+    @property
+    def sharded(self) -> bool:
+        """Whether weights and optimiser are shared by all devices, too."""
+        return self.gathered is not None
 
 
 def buckets(tensors: Sequence[float], cap: float = 25 * 2**20, first: float = 2**20) -> tuple[float, ...]:
@@ -202,16 +210,21 @@ def finish(ready: Iterable[Values], costs: Iterable[Values]) -> Values:
 
 def step(machine: Machine, work: Workload, costs: Costs, job: Job) -> Step:
     """Return where the time of a step goes."""
-    levels = [level.scaled(costs.near if place == 0 else costs.far) for place, level in enumerate(machine.levels)]
-    machine = replace(machine, levels=tuple(levels))
-    compute = _compute(machine, work, costs, job)
-    exposed, hidden = _gradients(machine, work, job, compute)
-    exposed += _model(machine, work, job)
+    compute, links = _compute(machine, work, costs, job), _links(machine, costs, job)
+    exposed, hidden = _gradients(links, work, job, compute)
+    exposed += _model(links, work, job)
     waiting = compute * costs.spread * expected_maximum(job.devices)
     slowed = costs.slowdown * hidden
     alone = compute + waiting + slowed + exposed
     load = _load(machine, work, costs, job)
     return Step(compute, waiting, slowed, exposed, _blended(alone, load, costs.blend) - alone)
+
+
+def _links(machine: Machine, costs: Costs, job: Job) -> Machine:
+    """Return the machine as the job uses it, with the links that it was found to have."""
+    used = machine.nodes_of(job.per_node)
+    levels = [level.scaled(costs.near if place == 0 else costs.far) for place, level in enumerate(used.levels)]
+    return Machine(tuple(levels))
 
 
 def _compute(machine: Machine, work: Workload, costs: Costs, job: Job) -> Values:
@@ -242,21 +255,24 @@ def _gradients(machine: Machine, work: Workload, job: Job, compute: Values) -> t
     """Return the seconds of communication over the copies of a model that nothing hides, and those that are hidden.
 
     A share of the gradients' bytes is ready after the same share of the backward pass. With FSDP each unit's weights
-    are gathered before it computes, forward and backward, and its gradients reduced after.
+    are gathered before it computes, forward and (unless they were kept) backward, and its gradients reduced after.
     """
     ranks, stride, size = job.dp * job.cp, job.tp, work.gradients / job.tp
     if ranks == 1:
         return 0.0, 0.0
     ends = np.cumsum(work.buckets)
-    if not work.sharded:
+    if work.gathered is None:
         sent = [machine.all_reduce(share * size, ranks, stride) for share in work.buckets]
         exposed = _exposed((1 - FORWARD) * compute, ends, sent)
         return exposed, sum(sent) - exposed
-    gathered = [machine.all_gather(share * size, ranks, stride) for share in work.buckets]
+    forward, again, reduced = (  # a reduce-scatter takes as long as a gather
+        [machine.all_gather(share * bytes_ / job.tp, ranks, stride) for share in work.buckets]
+        for bytes_ in (*work.gathered, work.gradients)
+    )
     # A unit's gather before its forward pass is, seen backwards in time, a bucket after its backward pass.
-    exposed = _exposed(FORWARD * compute, ends, gathered)
-    exposed += _exposed((1 - FORWARD) * compute, ends, [2 * each for each in gathered])
-    return exposed, 3 * sum(gathered) - exposed
+    exposed = _exposed(FORWARD * compute, ends, forward)
+    exposed += _exposed((1 - FORWARD) * compute, ends, [sum(both) for both in zip(again, reduced, strict=True)])
+    return exposed, sum(forward) + sum(again) + sum(reduced) - exposed
 
 
 def _exposed(seconds: Values, ends: np.ndarray, sent: Sequence[Values]) -> Values:
@@ -268,14 +284,15 @@ def _model(machine: Machine, work: Workload, job: Job) -> Values:
 
     Tensor-parallel devices sum the tokens twice in either half of a block (Shoeybi et al. 2019, arXiv:1909.08053,
     figure 3); the reduce-scatters and all-gathers of sequence parallelism take as long. Context-parallel ones gather
-    keys and values, and reduce their gradients.
+    keys and values, and reduce their gradients. What computes its blocks again sends again what these take in.
     """
     if work.tokens is None or job.shared == 1:
         return 0.0
     tokens = work.tokens
     size = job.batch * tokens.count * tokens.width * tokens.bytes
     tensor = 4 * machine.all_reduce(size / job.cp, job.tp)
-    context = 2 * machine.all_gather(2 * size / job.tp, job.cp, job.tp)
+    tensor += 3 * tokens.again * machine.all_gather(size / job.cp, job.tp)
+    context = (2 + tokens.again) * machine.all_gather(2 * size / job.tp, job.cp, job.tp)
     return tokens.depth * (tensor + context)
 
 
@@ -284,7 +301,7 @@ def seconds(machine: Machine, work: Workload, costs: Costs, job: Job, of: Measur
     if of.mode == "IO":
         return _load(machine, work, costs, job)
     if of.mode == "ALONE":
-        return _compute(machine, work, costs, job)
+        return _compute(machine, work, costs, job) + _model(_links(machine, costs, job), work, job)
     if of.mode == "VALIDATION":
         forward = FORWARD * _compute(machine, work, replace(costs, fixed=0.0), job)
         each = _blended(forward, _load(machine, work, costs, job), costs.blend)
