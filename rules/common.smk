@@ -263,10 +263,11 @@ def plan_settings(name):
             "label": resolved.run.label or run,
             "plan": resolved.plan,
             "run": resolved.name,
-            "measure": plan.stages(run),
+            "measure": CONFIG.stages(name, run),
+            "repeats": [each.name for each in CONFIG.plans[name].values() if each.repeats == run],
         }
         for run, resolved in CONFIG.plans[name].items()
-        if resolved.rung == 0
+        if resolved.rung == 0 and not resolved.repeats
     ]
     return {
         "plan": name,
@@ -331,7 +332,7 @@ def measured(name):
         for run, resolved in chosen_runs(name).items()
         for file in [
             "config.yaml",
-            *(f for stage in CONFIG.workflow.plans[name].stages(run) for f in STAGES[stage].outputs),
+            *(f for stage in CONFIG.stages(name, run) for f in STAGES[stage].outputs),
         ]
     ]
 

@@ -945,3 +945,44 @@ def test_threads_wait_as_the_environment_says_or_as_dlscale_does(
     monkeypatch.setattr(machine.os, "environ", environment)
     machine.let_threads_wait()
     assert environment == {"OTHER": "1", **(own or machine.WAITING)}
+
+
+def test_repeats_train_with_the_next_seeds_and_no_more() -> None:
+    """Each run with its own; a ladder's rungs still stand on each other, and a run of another plan is not repeated."""
+    found = load(
+        **plan(
+            {"seed": 5},
+            kind="ladder",
+            repeat=3,
+            measure=["train", "throughput"],
+            runs={"a": {}, "b": {"precision": "bf16"}, "c": {"seed": 9, "label": "last"}},
+        )
+    )
+    names = ["a", "a-seed6", "a-seed7", "b", "b-seed6", "b-seed7", "c", "c-seed10", "c-seed11"]
+    runs = found.plans["p"]
+    assert list(runs) == names
+    assert [runs[name].run.seed for name in names] == [5, 6, 7, 5, 6, 7, 9, 10, 11]
+    assert [runs[name].repeats for name in names[:4]] == [None, "a", "a", None]
+    assert runs["b-seed7"].run.precision == runs["c"].run.precision == "bf16"
+    assert (runs["c"].run.label, runs["c-seed10"].run.label) == ("last", "last, seed 10")
+    assert found.stages("p", "b") == ["train", "throughput"] and found.stages("p", "b-seed6") == ["train"]
+    used = {"plans": {"q": {"study": "cosmo_unet", "repeat": 2, "runs": {"x": {"use": "p.a"}}}}}
+    assert list(load(**config.merge(plan(), used)).plans["q"]) == ["x"]
+
+
+@pytest.mark.parametrize(
+    "more, message_",
+    [
+        ({"repeat": 0}, "plans.p.repeat: got 0; expected greater than or equal to 1"),
+        ({"repeat": 2, "measure": ["throughput"]}, "repeat: the plan does not train; add train to measure"),
+        ({"repeat": 2, "runs": {"a": {}, "a-seed1": {}}}, "repeat: run a-seed1 is there already; rename a"),
+        ({"repeat": 2, "runs": {"a" * 60: {}}}, "has a name of more than 64 letters"),
+        (
+            {"repeat": 2, "kind": "convergence", "runs": {}, "convergence": {"batch_sizes": [64]}},
+            "repeat: a plan of kind convergence has other seeds by convergence.seeds",
+        ),
+    ],
+)
+def test_repeats_that_cannot_be(more: Raw, message_: str) -> None:
+    found = message(**plan(**more))
+    assert message_ in found and "\n" not in found

@@ -11,6 +11,7 @@ import json
 import math
 import re
 import shutil
+import statistics
 import struct
 import subprocess
 import sys
@@ -297,6 +298,7 @@ class Results:
         kind: records.PlanKind = "ladder",
         measure: tuple[str, ...] = ("train", "throughput"),
         use: dict[str, tuple[str, str]] | None = None,
+        repeats: dict[str, list[str]] | None = None,
     ) -> Path:
         """Write a plan of `runs` (name: label); `use` says which of them are another plan's."""
         owners = {run: (use or {}).get(run, (name, run)) for run in runs}
@@ -309,7 +311,10 @@ class Results:
             kind=kind,
             measure=list(measure),
             runs=[
-                records.RunReference(name=run, label=label, plan=owners[run][0], run=owners[run][1], measure=measure)
+                records.RunReference(
+                    **{"name": run, "label": label, "plan": owners[run][0], "run": owners[run][1]},
+                    **{"measure": measure, "repeats": (repeats or {}).get(run, [])},
+                )
                 for run, label in runs.items()
             ],
             published=known.published if known else [],
@@ -464,6 +469,34 @@ def test_a_training_has_neighbours_too(results: Results) -> None:
 
 
 # ---- collect -------------------------------------------------------------------------------------
+
+
+def test_trainings_with_other_seeds_are_one_run(results: Results) -> None:
+    """The means of their last epochs, with the standard deviation; a band in the figures; the rest is of the first."""
+    finals = {"a": 0.8, "a-seed1": 0.7, "a-seed2": 0.6, "b": 0.9, "b-seed1": 0.9}
+    for seed, (name, final) in enumerate(finals.items()):
+        triplet = None if "-" in name else (200.0, 25.0, 22.0)
+        results.run("p", name, final=final, triplet=triplet, epochs=4 if name == "a-seed2" else 5, seed=seed)
+    path = results.plan("p", {"a": "A", "b": "B"}, repeats={"a": ["a-seed1", "a-seed2"], "b": ["b-seed1"]})
+    plan = read_plan(path)
+    assert [run.name for run in plan.runs] == ["a", "b"]
+    a, b = results.collect(path)
+    losses = [0.30 * final + 0.01 for final in (0.8, 0.7, 0.6)]
+    assert (a["seeds"], b["seeds"]) == ("3", "2")
+    assert float(a["valid_loss"]) == pytest.approx(statistics.mean(losses))
+    assert float(a["valid_loss_std"]) == pytest.approx(statistics.stdev(losses)) and float(b["valid_loss_std"]) == 0
+    metric = next(name for name in plan.runs[0].epochs[-1].metrics)
+    assert float(a[f"{metric}_std"]) > 0 and a["full_samples_per_second"] == "22.0"
+    seen = plan.runs[0].over_seeds(lambda epoch: epoch.valid_loss)
+    assert [len(each) for each in seen] == [3, 3, 3, 3], "as far as all of them came"
+    page = Page(results.report())
+    assert "Each training is repeated with other seeds: lines are means" in page.text
+    assert f"± {text.number(statistics.stdev(losses), 2)}" in page.text
+    drawn = figures.loss("p-epoch", plan.runs, "epoch", "loss")
+    alone = figures.loss("p-epoch", [replace(run, repeats=[]) for run in plan.runs], "epoch", "loss")
+    assert drawn.count("<path") > alone.count("<path"), "the bands"
+    single = results.plan("q", {"a": "A"}, use={"a": ("p", "a")})
+    assert "seeds" not in results.collect(single)[0] and "valid_loss_std" not in results.collect(single)[0]
 
 
 def test_summary_has_the_runs_in_order_and_their_numbers(ladder: Results) -> None:

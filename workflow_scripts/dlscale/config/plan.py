@@ -70,6 +70,13 @@ class Plan(Strict):
     only: dict[Measurement, list[Name]] = Field(
         {}, description="Runs that alone go through a stage of `measure`, by stage; the others skip it."
     )
+    repeat: int = Field(
+        1,
+        ge=1,
+        le=100,
+        description="How many times each run trains, with its seed and those after it: the page shows the mean and how "
+        "far the trainings are apart. Throughput and profiles are of the first one alone.",
+    )
     sweep: Sweep | None = Field(None, description="Of kind sweep: what its trials, which are its runs, vary.")
     scaling: Scaling | None = Field(
         None, description="Of kind weak_scaling and strong_scaling: on how many devices, with which batches."
@@ -125,6 +132,11 @@ class Plan(Strict):
             kinds = [kind for kind, (name, _) in BLOCKS.items() if name == block]
             if getattr(self, block) is not None and self.kind not in kinds:
                 raise ValueError(f"{block}: a plan of kind {self.kind} has none; write kind: {' or '.join(kinds)}")
+        if self.repeat > 1 and self.kind in ("sweep", "convergence"):
+            more = "convergence.seeds" if self.kind == "convergence" else "seed in sweep.over"
+            raise ValueError(f"repeat: a plan of kind {self.kind} has other seeds by {more}")
+        if self.repeat > 1 and "train" not in self.measure:
+            raise ValueError("repeat: the plan does not train; add train to measure, or leave it out")
         if self.halves and (self.measure != ["train"] or self.only):
             raise ValueError("measure: successive halving trains, no more; measure the best trial in a plan of its own")
         return self

@@ -50,6 +50,7 @@ class ResolvedRun:
     trial: str | None = None  #: Of successive halving: the trial that it trains, from where the rung before ended.
     rung: int = 0
     rung_size: int = 0  #: How many trials come to its rung; which ones shows when the rung before is done.
+    repeats: str | None = None  #: The run of the plan that it trains once more, with another seed.
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,10 @@ class Configuration:
     workflow: Workflow  #: The configuration file, the shipped datasets and plans merged in.
     plans: dict[str, dict[str, ResolvedRun]]  #: By plan and run name, in order.
     left_out: dict[str, dict[str, str]]  #: By plan and run name: what this machine lacks of what the run needs.
+
+    def stages(self, plan: str, run: str) -> list[str]:
+        """Return the stages that a run goes through: one that repeats another trains, and no more."""
+        return ["train"] if self.plans[plan][run].repeats else self.workflow.plans[plan].stages(run)
 
 
 def load(raw: Mapping[str, Any]) -> Configuration:
@@ -109,6 +114,7 @@ def load(raw: Mapping[str, Any]) -> Configuration:
             lacking = "; ".join(f"{run}: {what}" for run, what in left_out[name].items())
             raise UserError(f"configuration: targets: plan {name} has no run for this machine ({lacking})")
     plans = {name: _rungs(name, workflow.plans[name], runs) for name, runs in plans.items()}
+    plans = {name: _repeated(name, workflow.plans[name], runs) for name, runs in plans.items()}
     return Configuration(workflow, plans, left_out)
 
 
@@ -131,6 +137,23 @@ def _rungs(plan_name: str, plan: Plan, trials: dict[str, ResolvedRun]) -> dict[s
             name = f"{trial}-rung{rung}"
             runs[name] = replace(resolved, name=name, run=run, trial=trial, rung=rung, rung_size=size)
     return runs
+
+
+def _repeated(plan_name: str, plan: Plan, runs: dict[str, ResolvedRun]) -> dict[str, ResolvedRun]:
+    """Return the runs of a plan, each followed by those that train it once more: with the next seeds."""
+    found = {}
+    for name, resolved in runs.items():
+        found[name] = resolved
+        own = resolved.plan == plan_name and "train" in plan.stages(name)  # else another plan repeats it
+        for seed in range(resolved.run.seed + 1, resolved.run.seed + plan.repeat) if own else ():
+            label = f"{resolved.run.label or name}, seed {seed}"
+            again = f"{name}-seed{seed}"
+            if again in runs or len(again) > 64:
+                wrong = "is there already" if again in runs else "has a name of more than 64 letters"
+                raise UserError(f"configuration: plans.{plan_name}.repeat: run {again} {wrong}; rename {name}")
+            run = resolved.run.model_copy(update={"seed": seed, "label": label})
+            found[again] = replace(resolved, name=again, run=run, repeats=name)
+    return found
 
 
 def add_studies(raw: Raw) -> None:

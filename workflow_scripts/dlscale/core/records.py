@@ -709,6 +709,7 @@ class RunReference(Record):
     plan: Name
     run: Name
     measure: list[str]  #: The stages that it goes through.
+    repeats: list[Name] = []  #: Runs of the same plan that train it once more, each with another seed.
 
 
 class SweepRecord(Record):

@@ -152,7 +152,7 @@ def works(configuration: Configuration, plans: Iterable[str] = ()) -> list[Work]
             if not (results / "data" / data / "manifest.json").exists():
                 jobs = data_jobs(workflow.datasets[data], workflow.site.scheduler)
                 datasets[data] = Work("data", data, "data", jobs=jobs)
-            for stage in workflow.plans[plan].stages(run):
+            for stage in configuration.stages(plan, run):
                 if not (results / "plans" / owner / name / STAGES[stage].outputs[0]).exists():
                     runs[owner, name, stage] = Work(stage, owner, name, resolved.run)
     return [*datasets.values(), *runs.values()]

@@ -58,7 +58,7 @@ def check(
         tool
         for plan in plans or workflow.targets
         for name, resolved in configuration.plans[plan].items()
-        if "profile" in workflow.plans[plan].stages(name) and "profile" in stages_wanted
+        if "profile" in configuration.stages(plan, name) and "profile" in stages_wanted
         for tool in resolved.run.profile.tools
     }
     datasets = {name: workflow.datasets[name] for name in dict.fromkeys(run.dataset for run in runs)}

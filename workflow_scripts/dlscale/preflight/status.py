@@ -48,7 +48,7 @@ class Row:
 
 def look(configuration: Configuration, plans: Iterable[str]) -> list[Row]:
     """Return a row for each stage of each run of these plans, and for each job that makes their data."""
-    workflow, results = configuration.workflow, Path(configuration.workflow.results)
+    results = Path(configuration.workflow.results)
     rows, seen = list[Row](), set[tuple[str, str]]()
     datasets = [run.run.dataset for plan in plans for run in configuration.plans[plan].values()]
     for name in dict.fromkeys(datasets):
@@ -63,7 +63,7 @@ def look(configuration: Configuration, plans: Iterable[str]) -> list[Row]:
     for plan in plans:
         for run, resolved in configuration.plans[plan].items():
             owner = f"{resolved.plan}.{resolved.name}"
-            for stage in workflow.plans[plan].stages(run):
+            for stage in configuration.stages(plan, run):
                 if (owner, stage) not in seen:
                     seen.add((owner, stage))
                     rows.append(_row(results, resolved.plan, resolved.name, stage))

@@ -33,15 +33,19 @@ measure is empty.
 - published_samples_per_second, published_speed_up, published_as, published_hardware, published_source: the published
   FULL throughput of what the run does, at full size; its ratio to that of the first run that has one; what was
   published, on which hardware and where. All of a plan's are of one source.
+- seeds: of a plan with `repeat`, how many trainings train_loss, valid_loss and METRIC are the means of; each of these
+  is then followed by its standard deviation, `…_std`. All other columns are of the first training.
 - METRIC: each validation metric of the last epoch under its own name; units are in `provenance.json`.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
+from collections.abc import Callable
 
 from dlscale.core.files import write_text
-from dlscale.core.records import MODES, Published
+from dlscale.core.records import MODES, Epoch, Published
 from dlscale.report import published
 from dlscale.report.results import PlanResult, RunResult, read_plan
 from dlscale.report.series import KINDS, Point, series
@@ -84,7 +88,8 @@ def _scaled(point: Point | None) -> Row:
 
 def _row(plan: PlanResult, run: RunResult, figures: dict[str, Published]) -> Row:
     last, figure = run.last, figures.get(run.name)
-    trained = last.model_dump() if last else {}
+    trained: Row = last.model_dump(include={"epoch", "step", "samples"}) if last else {}
+    seeds = {"seeds": 1 + len(run.repeats)} if plan.repeats else {}
     speeds: Row = {}
     for mode in MODES:
         column, trials = f"{mode.lower()}_samples_per_second", run.trials(mode)
@@ -100,9 +105,12 @@ def _row(plan: PlanResult, run: RunResult, figures: dict[str, Published]) -> Row
         "source": run.owner,
         **(plan.record.sweep.trials[run.name] if plan.record.sweep else {}),
         "parameters": run.provenance.parameters if run.provenance else None,
+        **seeds,
         "epochs": trained.get("epoch"),
         "steps": trained.get("step"),
-        **{key: trained.get(key) for key in ("samples", "train_loss", "valid_loss")},
+        "samples": trained.get("samples"),
+        **_mean(plan, run, "train_loss", lambda epoch: epoch.train_loss),
+        **_mean(plan, run, "valid_loss", lambda epoch: epoch.valid_loss),
         "best_valid_loss": run.best_valid_loss,
         **{f"best_{key}": getattr(best, key) if best else None for key in ("metric", "epoch", "value")},
         "target": target.aim if target else None,
@@ -127,5 +135,20 @@ def _row(plan: PlanResult, run: RunResult, figures: dict[str, Published]) -> Row
         "published_hardware": figure.devices if figure else None,
         "published_source": figure.source if figure else None,
     }
-    metrics = last.metrics if last else {}
-    return row | {f"metric {name}" if name in row else name: value for name, value in metrics.items()}
+    for name in last.metrics if last else ():
+        key = f"metric {name}" if name in row else name
+        row |= _mean(plan, run, key, lambda epoch, name=name: epoch.metrics.get(name))  # type: ignore[misc]
+    return row
+
+
+def _mean(plan: PlanResult, run: RunResult, key: str, value: Callable[[Epoch], float | None]) -> Row:
+    """Return a value after the last epoch; of a plan that repeats its trainings their mean and standard deviation."""
+    if not plan.repeats:
+        return {key: value(run.last) if run.last else None}
+    last = [epochs[-1] for epochs in (run.epochs, *run.repeats) if epochs]
+    values = [found for epoch in last if (found := value(epoch)) is not None]
+    several = len(values) > 1
+    return {
+        key: statistics.fmean(values) if values else None,
+        f"{key}_std": statistics.stdev(values) if several else None,
+    }

@@ -7,9 +7,10 @@ page: the SVG's identifiers begin with it.
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Any, Literal
 
 from dlscale.core.records import MODES, Epoch
@@ -32,9 +33,10 @@ def loss(name: str, runs: Sequence[RunResult], over: Literal["epoch", "time"], l
                 continue
             times = [t / seconds for t in accumulate(epoch.epoch_seconds for epoch in run.epochs)]
             x = [epoch.epoch for epoch in run.epochs] if over == "epoch" else times
-            trained, valid = ([getattr(epoch, key) for epoch in run.epochs] for key in ("train_loss", "valid_loss"))
-            values += trained + valid
-            _plot(axes, style, x, valid)
+            trained = [epoch.train_loss for epoch in run.epochs]
+            valid = run.over_seeds(lambda epoch: epoch.valid_loss)
+            values += trained + list(chain.from_iterable(valid))
+            _plot_seeds(axes, style, x, valid)
             marker = "_" if len(x) == 1 else None
             axes.plot(x, trained, color=RUN_COLOURS[style], linewidth=1.1, dashes=(3, 2), marker=marker)
         axes.set_ylabel(label)
@@ -89,9 +91,9 @@ def metric(
                 continue
             times = accumulate(epoch.epoch_seconds / seconds for epoch in run.epochs)
             axis = times if over == "time" else [getattr(epoch, over) for epoch in run.epochs]
-            points = [(x, y) for x, epoch in zip(axis, run.epochs, strict=True) if (y := value(epoch)) is not None]
-            values += [y for _, y in points]
-            _plot(axes, style, [x for x, _ in points], [y for _, y in points])
+            points = [(x, each) for x, each in zip(axis, run.over_seeds(value), strict=False) if each]
+            values += list(chain.from_iterable(each for _, each in points))
+            _plot_seeds(axes, style, [x for x, _ in points], [each for _, each in points])
         for level, words in levels:
             axes.axhline(level, color=MUTED, linewidth=1)
             text = axes.text(0.01, level, words, transform=axes.get_yaxis_transform(), ha="left", va="bottom")
@@ -509,6 +511,15 @@ def over_devices(name: str, lines: Sequence[Line], label: str, doubling: bool = 
 def _plot(axes: Axes, style: int, x: Sequence[float], y: Sequence[float]) -> None:
     marker, colour = MARKERS[style][0], RUN_COLOURS[style]
     axes.plot(x, y, color=colour, linewidth=1.8, marker=marker, markersize=5, markevery=max(1, len(x) // 12))
+
+
+def _plot_seeds(axes: Axes, style: int, x: Sequence[float], values: Sequence[Sequence[float]]) -> None:
+    """Draw the mean over the seeds of a training, and a band from the least to the greatest if there are several."""
+    x = x[: len(values)]
+    if any(len(each) > 1 for each in values):
+        low, high = [min(each) for each in values], [max(each) for each in values]
+        axes.fill_between(x, low, high, color=RUN_COLOURS[style], alpha=0.2, linewidth=0)
+    _plot(axes, style, x, [statistics.fmean(each) for each in values])
 
 
 def _epochs(axes: Axes) -> None:

@@ -53,10 +53,16 @@ class RunResult:
     #: By stage that the plan measures: what each node did meanwhile; empty where that is not known.
     telemetry: dict[str, list[list[Sample]]] = field(default_factory=dict)
     tuning: Tuning | None = None  #: None if the plan does not tune.
+    repeats: list[list[Epoch]] = field(default_factory=list)  #: The same training with other seeds.
 
     @property
     def last(self) -> Epoch | None:
         return self.epochs[-1] if self.epochs else None
+
+    def over_seeds(self, value: Callable[[Epoch], float | None]) -> list[list[float]]:
+        """Return a value after each epoch that all repeats came to: of each seed, the run's own first; without None."""
+        epochs = zip(self.epochs, *self.repeats, strict=False)
+        return [[y for epoch in each if (y := value(epoch)) is not None] for each in epochs]
 
     @property
     def final_loss(self) -> float:
@@ -151,6 +157,11 @@ class PlanResult:
     @property
     def title(self) -> str:
         return self.record.title or self.record.plan
+
+    @property
+    def repeats(self) -> bool:
+        """Whether a run trains several times, with other seeds."""
+        return any(run.repeats for run in self.runs)
 
     @cached_property
     def trained(self) -> list[RunResult]:
@@ -343,4 +354,7 @@ def _read_run(folder: Path, reference: records.RunReference) -> RunResult:
         prediction=prediction if train and prediction.exists() else None,
         telemetry={stage: read_nodes(folder / f"telemetry/{stage}.csv") for stage in measure},
         tuning=Tuning.read(folder / "tune.json") if "tune" in measure else None,
+        repeats=[records.read_epochs(folder.parent / name / "metrics.jsonl") for name in reference.repeats]
+        if train
+        else [],
     )

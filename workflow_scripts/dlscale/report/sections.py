@@ -138,6 +138,7 @@ def _curves(plan: PlanResult) -> View | None:
         "metric": _metric_curves(plan, runs),
         "legend": [(run.label, style, MARKERS[style][1]) for style, run in enumerate(runs)],
         "of": len(plan.trained),
+        "seeds": plan.repeats,
     }
 
 

@@ -150,10 +150,11 @@ def _loss(plan: PlanResult, name: str) -> Make:
     """Return what makes the cells of a loss, with the last one that was published for the run below it."""
 
     def make(run: RunResult, row: Row) -> Cell:
-        cell, figure = _cell(row.get(name)), published.final(plan.record.published, plan.name, run.name, name)
+        cell, figure = _column(name)(run, row), published.final(plan.record.published, plan.name, run.name, name)
         if cell.text == NONE or figure is None:
             return cell
-        return replace(cell, note=f"published: {published.last(figure)}, {figure.source}")
+        said = f"published: {published.last(figure)}, {figure.source}"
+        return replace(cell, note=f"{cell.note}; {said}" if cell.note else said)
 
     return make
 
