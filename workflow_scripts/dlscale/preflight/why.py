@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from dlscale.core.files import read_json, write_json
 from dlscale.core.settings import flat
+from dlscale.core.stages import STAGES
 from dlscale.core.text import many
 
 if TYPE_CHECKING:
@@ -59,6 +60,10 @@ class Waiting:
     inputs: bool = False
     forced: bool = False
     command: bool = False
+
+
+#: Rules as a study goes through them.
+_ORDER = tuple(STAGES)
 
 
 @dataclass
@@ -110,6 +115,8 @@ def found(jobs: Iterable[Waiting], sources: Callable[[str], Mapping[str, str] | 
                 names.append(each)
     for line in told.values():  # what writes settings anew goes without saying where others use them
         line.rules = [rule for rule in line.rules if not rule.startswith("configure_")] or line.rules
+        line.rules.sort(key=lambda rule: _ORDER.index(rule) if rule in _ORDER else len(_ORDER))
+        line.names.sort()
     return Reasons(list(told.values()), follow)
 
 
