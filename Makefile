@@ -180,9 +180,11 @@ format: $(VENV)/.installed-dev  ## put the style right
 	@snakefmt Snakefile rules
 
 .PHONY: schema
-schema: $(VENV)/.installed  ## write the JSON schema of config.yaml, for editors
+schema: $(VENV)/.installed  ## write the JSON schema of config.yaml, for editors, and the reference of its keys
 	@python -m dlscale schema >$(VENV)/schema.json
 	@mv $(VENV)/schema.json workflow_scripts/dlscale/config/config.schema.json
+	@python -m dlscale schema --markdown >$(VENV)/configuration.md
+	@mv $(VENV)/configuration.md docs/configuration.md
 
 .PHONY: lock
 lock: | $(VENV)/bin/python  ## write requirements.lock anew from pyproject.toml, and the images' with hashes

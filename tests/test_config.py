@@ -16,6 +16,7 @@ import yaml
 
 from dlscale import cli
 from dlscale.config import resolve as config
+from dlscale.config.reference import reference
 from dlscale.config.resolve import Configuration
 from dlscale.config.run import RunCore, load_run, run_class
 from dlscale.core import machine, registry
@@ -986,3 +987,22 @@ def test_repeats_train_with_the_next_seeds_and_no_more() -> None:
 def test_repeats_that_cannot_be(more: Raw, message_: str) -> None:
     found = message(**plan(**more))
     assert message_ in found and "\n" not in found
+
+
+def test_every_key_is_described_and_stands_in_the_reference() -> None:
+    """With its default, where it has one; the page is what the command prints."""
+    schema = config.schema()
+    models = {"the file": schema, **schema["$defs"]}
+    bare = [f"{name}.{key}" for name, model in models.items() for key, node in model.get("properties", {}).items()
+            if key != "kind" and not node.get("description")]  # fmt: skip
+    assert not bare, "keys without a description"
+    page = reference(schema)
+    for name, model in models.items():
+        for key in model.get("properties", {}):
+            assert f"| `{key}` |" in page, f"{name}.{key}"
+    assert "| `batch_size` | whole number > 0 | `64` | Global batch size in samples: over all devices. |" in page
+    assert '| `kind` | `adam`, `adamw` | `"adam"` |' in page
+    links = set(re.findall(r"\]\(#([^)]*)\)", page))
+    assert links <= {heading.lower() for heading in re.findall(r"^## (.*)$", page, re.MULTILINE)}
+    again = "run `make schema`"
+    assert (ROOT / "docs/configuration.md").read_text().strip() == page.strip(), again

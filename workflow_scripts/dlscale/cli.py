@@ -183,7 +183,8 @@ def parser() -> argparse.ArgumentParser:
         added = command(name, stage.text)
         for flag, keywords in [*(RUN_OPTIONS if stage.scope == "run" else ()), *stage.options]:
             added.add_argument(flag, **keywords)
-    command("schema", "Print the JSON schema of config.yaml, for editors.")
+    of_keys = command("schema", "Print the JSON schema of config.yaml, for editors.")
+    of_keys.add_argument("--markdown", action="store_true", help="print the reference of all keys instead")
     new = command("new-study", "Write a study of your own, with tests and a configuration to run; yours go into it.")
     new.add_argument("name", metavar="NAME", help="of the study, and of its Python module")
     place = new.add_mutually_exclusive_group()
@@ -241,9 +242,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 raise UserError(f"--study: {text}: expected NAME=PATH")
             registry.add(name, path)
         if args.stage == "schema":
+            from dlscale.config.reference import reference
             from dlscale.config.resolve import schema
 
-            print(json.dumps(schema(), indent=2), flush=True)
+            print(reference(schema()) if args.markdown else json.dumps(schema(), indent=2), flush=True)
         elif args.stage == "new-study":
             from dlscale.studies import new_study
 

@@ -41,9 +41,9 @@ class Storage(Strict):
 class Shares(Strict):
     """Shares of the rows of each file, cut in this order."""
 
-    train: float = Field(gt=0, lt=1)
-    valid: float = Field(gt=0, lt=1)
-    test: float = Field(0, ge=0, lt=1)
+    train: float = Field(gt=0, lt=1, description="Share of the training part.")
+    valid: float = Field(gt=0, lt=1, description="Share of the validation part.")
+    test: float = Field(0, ge=0, lt=1, description="Share of the test part.")
 
     @model_validator(mode="after")
     def _sum(self) -> Shares:

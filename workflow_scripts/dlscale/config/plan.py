@@ -49,7 +49,7 @@ class Plan(Strict):
     The settings are validated once they are merged; `plan_class` says in the JSON schema what they may be.
     """
 
-    study: Name
+    study: Name = Field(description="The study whose runs they are.")
     kind: PlanKind = Field(
         "set",
         description="set: each run stands on the plan's settings; ladder: each keeps what those before it changed; "

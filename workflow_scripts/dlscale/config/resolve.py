@@ -395,7 +395,22 @@ def schema() -> Raw:
     No key has to be there: a file may change a part of what the studies ship, or of another file.
     """
     of_workflow: Raw = _optional(workflow_class().model_json_schema())
+    _describe(of_workflow["$defs"])
+    _describe({"": of_workflow}, of_workflow["$defs"])
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **of_workflow, "title": "dlscale"}
+
+
+def _describe(models: Raw, known: Raw | None = None) -> None:
+    """Give keys that hold other keys the description of what they hold, if they have none of their own."""
+    known = models if known is None else known
+    for model in models.values():
+        for key in model.get("properties", {}).values():
+            options = [key, *key.get("anyOf", []), *key.get("allOf", [])]
+            options += [each for option in options for each in option.get("anyOf", ()) if option is not key]
+            held = [known[each["$ref"].rpartition("/")[2]].get("description", "") for each in options if "$ref" in each]
+            said = [" ".join(text.split("\n\n")[0].split()) for text in held if text]
+            if said and "description" not in key:
+                key["description"] = " Or: ".join(dict.fromkeys(said))
 
 
 def _optional(node: Any) -> Any:

@@ -36,7 +36,9 @@ from dlscale.core.stages import STAGES
 class _Optimizer(Strict):
     kind: str
     lr: PositiveFloat = Field(2e-4, description="Learning rate at the schedule's base_batch_size.")
-    weight_decay: NonNegativeFloat = 0.0
+    weight_decay: NonNegativeFloat = Field(
+        0.0, description="Factor of the weights that is added to the gradient (adamw: taken off the weights, times lr)."
+    )
     fused: bool = Field(False, description="One kernel for the whole update.")
     clip_norm: PositiveFloat | None = Field(
         None, description="Gradients of a greater norm, over all weights together, are scaled down to it."
@@ -47,8 +49,10 @@ class Adam(_Optimizer):
     """Adam; `adamw` takes the weight decay out of the gradient (Loshchilov and Hutter 2019, arXiv:1711.05101)."""
 
     kind: Literal["adam", "adamw"] = "adam"
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: PositiveFloat = 1e-8
+    betas: tuple[float, float] = Field(
+        (0.9, 0.999), description="Decay of the running means of gradients and of their squares."
+    )
+    eps: PositiveFloat = Field(1e-8, description="Added to the root that divides.")
 
     @model_validator(mode="after")
     def _betas(self) -> Adam:
@@ -61,8 +65,8 @@ class SGD(_Optimizer):
     """Stochastic gradient descent."""
 
     kind: Literal["sgd"]
-    momentum: float = Field(0.0, ge=0, lt=1)
-    nesterov: bool = False
+    momentum: float = Field(0.0, ge=0, lt=1, description="Share of the last update that is made again.")
+    nesterov: bool = Field(False, description="Look ahead along the momentum first.")
 
     @model_validator(mode="after")
     def _nesterov(self) -> SGD:
@@ -75,8 +79,8 @@ class Adadelta(_Optimizer):
     """Adadelta (Zeiler 2012, arXiv:1212.5701)."""
 
     kind: Literal["adadelta"]
-    rho: float = Field(0.9, ge=0, lt=1)
-    eps: PositiveFloat = 1e-6
+    rho: float = Field(0.9, ge=0, lt=1, description="Decay of the running means.")
+    eps: PositiveFloat = Field(1e-6, description="Added under both roots.")
 
     @model_validator(mode="after")
     def _unfused(self) -> Adadelta:
@@ -101,7 +105,7 @@ class Schedule(Strict):
         "every epoch, a little at each step; step: times gamma after every step_epochs epochs, or after those of "
         "milestones.",
     )
-    warmup_steps: NonNegativeInt = 0
+    warmup_steps: NonNegativeInt = Field(0, description="Steps of the linear warm-up from 0.")
     warmup_epochs: NonNegativeInt = Field(0, description="Instead of warmup_steps.")
     end_lr: NonNegativeFloat = Field(0.0, description="Of cosine, linear, polynomial.")
     power: PositiveFloat = Field(2.0, description="Of polynomial: of the share of steps that is left.")
@@ -182,7 +186,11 @@ class Training(Strict):
 class Compile(Strict):
     """`torch.compile` of the model together with its loss."""
 
-    mode: Literal["none", "default", "reduce-overhead", "max-autotune"] = "none"
+    mode: Literal["none", "default", "reduce-overhead", "max-autotune"] = Field(
+        "none",
+        description="As of torch.compile: default; reduce-overhead: with CUDA graphs; max-autotune: tries kernels "
+        "first; none: not compiled.",
+    )
 
 
 #: Orders of the axes along which devices share work; in each, the ranks of the first axis are neighbours.
@@ -195,7 +203,7 @@ class Geometry(Strict):
     Devices that share a model (tp x cp of them) see the same samples; the others, as data-parallel ones, see others.
     """
 
-    nodes: Devices = 1
+    nodes: Devices = Field(1, description="Nodes of the run.")
     gpus_per_node: Devices = Field(1, description="Devices of a node that are used (a CPU counts as one).")
     tp: Devices = Field(
         1, description="Tensor parallel: devices that share each layer's weights, and its tokens between the layers."
@@ -236,7 +244,7 @@ class Throughput(Strict):
     """Trials of the throughput stage, as `benchy` defined them."""
 
     warmup: NonNegativeInt = Field(3, description="Uncounted trials first.")
-    trials: PositiveInt = 3
+    trials: PositiveInt = Field(3, description="Counted trials.")
     batches: PositiveInt = Field(50, description="Batches a trial.")
 
 
@@ -326,7 +334,7 @@ class RunCore(Strict):
     """
 
     study: Name
-    dataset: Name
+    dataset: Name = Field(description="Name of the dataset.")
     seed: Seed = Field(0, description="Of weights, samples and drop-out.")
     batch_size: PositiveInt = Field(64, description="Global batch size in samples: over all devices.")
     model: SerializeAsAny[Strict]

@@ -46,9 +46,9 @@ def _target(path: str) -> str:
 class Qos(Strict):
     """What a quality of service allows and costs; absent limits are not checked."""
 
-    max_nodes: PositiveInt | None = None
+    max_nodes: PositiveInt | None = Field(None, description="Nodes a job.")
     max_gpus: PositiveInt | None = Field(None, description="GPUs a job.")
-    max_minutes: PositiveInt | None = None
+    max_minutes: PositiveInt | None = Field(None, description="Minutes a job.")
     charge: NonNegativeFloat = Field(1.0, description="Factor on what a node-hour costs.")
 
 
@@ -66,10 +66,10 @@ class Scheduler(Strict):
     """Slurm: what to ask for."""
 
     account: str | None = Field(None, description="Project to charge; $SBATCH_ACCOUNT if absent.")
-    cpu_nodes: Nodes
-    gpu_nodes: Nodes
+    cpu_nodes: Nodes = Field(description="Nodes of data stages.")
+    gpu_nodes: Nodes = Field(description="Nodes of runs.")
     data_cpus: PositiveInt = Field(32, description="CPUs of a data stage.")
-    data_qos: str | None = None
+    data_qos: str | None = Field(None, description="QOS of data stages.")
     part_qos: str | None = Field(None, description="QOS of runs on part of a node.")
     whole_qos: str | None = Field(None, description="QOS of runs on whole nodes, and of parts too large for part_qos.")
     qos: dict[str, Qos] = Field({}, description="Limits and charges by QOS.")

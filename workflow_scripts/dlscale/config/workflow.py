@@ -21,8 +21,8 @@ class ReportPage(Strict):
 class Budget(Strict):
     """What one call of the workflow may cost, as estimated; more is refused before anything is submitted."""
 
-    gpu_hours: NonNegativeFloat | None = None
-    node_hours: NonNegativeFloat | None = None
+    gpu_hours: NonNegativeFloat | None = Field(None, description="GPUs x hours.")
+    node_hours: NonNegativeFloat | None = Field(None, description="Nodes x hours.")
     charged_hours: NonNegativeFloat | None = Field(None, description="Node-hours times the charge of their QOS.")
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
 import types
 from collections.abc import Iterator
 from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, create_model, model_validator
+from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 from dlscale.core.errors import nearest
@@ -91,9 +93,18 @@ def partial(model: type[BaseModel], without: tuple[str, ...] = ()) -> type[BaseM
         annotation = _partial_annotation(field.annotation)
         if field.metadata:
             annotation = Annotated[(annotation, *field.metadata)]
-        fields[name] = (annotation | None, Field(default=None, description=field.description, alias=field.alias))
+        fields[name] = (annotation | None, Field(default=None, description=_told(field), alias=field.alias))
     name = f"{model.__name__.removesuffix('Settings')}Settings"
     return create_model(name, __base__=Strict, __doc__=model.__doc__, **fields)
+
+
+def _told(field: FieldInfo) -> str | None:
+    """Return a key's description with its default, which an override does not have; nested keys say their own."""
+    default = field.get_default()
+    if field.is_required() or default is None or isinstance(default, BaseModel):
+        return field.description
+    text = json.dumps(default, default=str)
+    return f"{field.description or ''} Default: {text}.".lstrip()
 
 
 def _partial_annotation(annotation: Any) -> Any:

@@ -27,12 +27,12 @@ class ViTSettings(Strict):
 
     kind: Literal["vit"]
     patch: PositiveInt | tuple[PositiveInt, PositiveInt] = Field(8, description="Patch edge, or rows and columns.")
-    embed_dim: PositiveInt = 384
-    depth: PositiveInt = 12
-    heads: PositiveInt = 8
-    mlp_ratio: PositiveFloat = 4.0
+    embed_dim: PositiveInt = Field(384, description="Numbers of a token.")
+    depth: PositiveInt = Field(12, description="Blocks.")
+    heads: PositiveInt = Field(8, description="Heads of attention.")
+    mlp_ratio: PositiveFloat = Field(4.0, description="Hidden units of an MLP, in multiples of embed_dim.")
     dropout: float = Field(0.0, ge=0, lt=1, description="Of projections and MLPs.")
-    attention_dropout: float = Field(0.0, ge=0, lt=1)
+    attention_dropout: float = Field(0.0, ge=0, lt=1, description="Of attention's weights.")
     drop_path: float = Field(0.0, ge=0, lt=1, description="Stochastic depth of the last block; rises linearly from 0.")
     residual: bool | Literal["linear"] = Field(
         False,

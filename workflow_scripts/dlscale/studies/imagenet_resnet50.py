@@ -32,7 +32,7 @@ class ResNetSettings(Strict):
     """The residual network; its classes come from the data."""
 
     kind: Literal["resnet"]
-    depth: Annotated[Literal[18, 34, 50, 101], BeforeValidator(_number)] = 50
+    depth: Annotated[Literal[18, 34, 50, 101], BeforeValidator(_number)] = Field(50, description="Layers.")
     width: PositiveInt = Field(64, description="Channels of the first convolution; 64 is the published network.")
     mean: tuple[float, float, float] = Field(
         (0.485, 0.456, 0.406), description="Of red, green and blue in the training images, in units of 255."

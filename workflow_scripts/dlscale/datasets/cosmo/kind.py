@@ -24,9 +24,9 @@ from dlscale.data.kind import DatasetKind, Part, RawFile, name_files, stem
 class Counts(Strict):
     """How many independent simulated boxes each split gets."""
 
-    train: PositiveInt = 2
-    valid: PositiveInt = 1
-    test: int = Field(0, ge=0)
+    train: PositiveInt = Field(2, description="Boxes of the training part.")
+    valid: PositiveInt = Field(1, description="Boxes of the validation part.")
+    test: int = Field(0, ge=0, description="Boxes of the test part.")
 
 
 class Fractions(Shares):
@@ -41,9 +41,9 @@ class CosmoSimulated(Strict):
     kind: Literal["simulated"]
     grid: int = Field(128, ge=16, multiple_of=2, description="Cells and particles along an edge of a box.")
     box_mpc_h: PositiveFloat = Field(64.0, description="Edge of a box in Mpc/h (comoving).")
-    redshift: float = Field(2.0, ge=0)
-    boxes: Counts = Counts()
-    seed: int = Field(0, ge=0)
+    redshift: float = Field(2.0, ge=0, description="At which particles and gas are looked at.")
+    boxes: Counts = Field(Counts(), description="How many boxes each part gets.")
+    seed: int = Field(0, ge=0, description="Of all boxes.")
 
 
 class CosmoFiles(Strict):
@@ -53,11 +53,11 @@ class CosmoFiles(Strict):
     """
 
     kind: Literal["files"]
-    train: list[Path] = []
-    valid: list[Path] = []
-    test: list[Path] = []
-    paths: list[Path] = []
-    fractions: Fractions | None = None
+    train: list[Path] = Field([], description="Files of the training part.")
+    valid: list[Path] = Field([], description="Files of the validation part.")
+    test: list[Path] = Field([], description="Files of the test part.")
+    paths: list[Path] = Field([], description="Files of all parts, of which fractions says which rows each has.")
+    fractions: Fractions | None = Field(None, description="Of paths: the share of each part.")
     sha256: dict[str, Sha256] = Field({}, description="Expected digests by file name (the part after the last '/').")
 
     @model_validator(mode="after")
@@ -78,10 +78,10 @@ class CosmoPrepared(Strict):
     """HDF5 files in the published layout (`Nbody`, `Hydro`, already transformed), used as they are."""
 
     kind: Literal["prepared"]
-    train: list[Path] = Field(min_length=1)
-    valid: list[Path] = Field(min_length=1)
-    test: list[Path] = []
-    sha256: dict[str, Sha256] = {}
+    train: list[Path] = Field(min_length=1, description="Files of the training part.")
+    valid: list[Path] = Field(min_length=1, description="Files of the validation part.")
+    test: list[Path] = Field([], description="Files of the test part.")
+    sha256: dict[str, Sha256] = Field({}, description="Expected digests by file name (the part after the last '/').")
 
     @model_validator(mode="after")
     def _disjoint(self) -> CosmoPrepared:

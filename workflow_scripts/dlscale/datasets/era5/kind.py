@@ -20,8 +20,8 @@ class Era5Simulated(Strict):
     """Years of a barotropic-vorticity atmosphere made by the built-in simulator, each its own trajectory."""
 
     kind: Literal["simulated"]
-    latitudes: int = Field(32, ge=8)
-    longitudes: int = Field(64, ge=16)
+    latitudes: int = Field(32, ge=8, description="Points from pole to pole.")
+    longitudes: int = Field(64, ge=16, description="Points round the globe.")
     truncation: int | None = Field(
         None,
         ge=17,
@@ -30,10 +30,10 @@ class Era5Simulated(Strict):
         "on the same grid. What the grid resolves, between 21 and 127, if absent.",
     )
     days: PositiveInt | None = Field(None, le=366, description="Days a year; the whole year if absent.")
-    train: list[Year] = Field(min_length=1)
-    valid: list[Year] = Field(min_length=1)
-    test: list[Year] = []
-    seed: int = Field(0, ge=0)
+    train: list[Year] = Field(min_length=1, description="Years of the training part.")
+    valid: list[Year] = Field(min_length=1, description="Years of the validation part.")
+    test: list[Year] = Field([], description="Years of the test part.")
+    seed: int = Field(0, ge=0, description="Of all years.")
 
     @model_validator(mode="after")
     def _disjoint(self) -> Era5Simulated:
@@ -48,7 +48,7 @@ class Era5Files(Strict):
     """GRIB or NetCDF files (paths or http(s) URLs); together they hold all channels at all times."""
 
     kind: Literal["files"]
-    paths: list[Path] = Field(min_length=1)
+    paths: list[Path] = Field(min_length=1, description="Paths or http(s) URLs.")
     sha256: dict[str, Sha256] = Field({}, description="Expected digests by file name (the part after the last '/').")
 
     @model_validator(mode="after")
@@ -61,7 +61,7 @@ class Era5Zarr(Strict):
     """Any Zarr store that xarray can open: a folder or a URL."""
 
     kind: Literal["zarr"]
-    store: Path
+    store: Path = Field(description="A folder or a URL.")
 
 
 class Era5Prepared(Strict):
@@ -75,9 +75,9 @@ class Era5Prepared(Strict):
 class Periods(Strict):
     """First and last day (inclusive) of each split."""
 
-    train: tuple[dt.date, dt.date]
-    valid: tuple[dt.date, dt.date]
-    test: tuple[dt.date, dt.date] | None = None
+    train: tuple[dt.date, dt.date] = Field(description="Of the training part.")
+    valid: tuple[dt.date, dt.date] = Field(description="Of the validation part.")
+    test: tuple[dt.date, dt.date] | None = Field(None, description="Of the test part.")
 
     @model_validator(mode="after")
     def _disjoint(self) -> Periods:

@@ -24,8 +24,8 @@ class ImageFolders(Strict):
     """Folders CLASS/*.jpg (jpeg, png) of each split; the labels are the classes' places in sorted order."""
 
     kind: Literal["folder"]
-    train: Path
-    valid: Path
+    train: Path = Field(description="Folder of the training part.")
+    valid: Path = Field(description="Folder of the validation part.")
     watch: bool = Field(
         True,
         description="Pack again what has changed: every call of the workflow looks at names, sizes and times of all "
@@ -42,10 +42,10 @@ class SimulatedImages(Strict):
     """JPEGs of ten textures at random place, size and colour: classes that can be learnt."""
 
     kind: Literal["simulated"]
-    train: PositiveInt = 2000
-    valid: PositiveInt = 500
+    train: PositiveInt = Field(2000, description="Images of the training part.")
+    valid: PositiveInt = Field(500, description="Images of the validation part.")
     edges: tuple[PositiveInt, PositiveInt] = Field((72, 112), description="Least and greatest edge, in pixels.")
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, description="Of all images.")
 
     @model_validator(mode="after")
     def _edges(self) -> SimulatedImages:
@@ -57,8 +57,8 @@ class SimulatedImages(Strict):
 class Shards(Strict):
     """Into how many packs each split goes; they are made in parallel."""
 
-    train: PositiveInt = 1
-    valid: PositiveInt = 1
+    train: PositiveInt = Field(1, description="Packs of the training part.")
+    valid: PositiveInt = Field(1, description="Packs of the validation part.")
 
 
 class ImagenetDataset(DatasetSettings):

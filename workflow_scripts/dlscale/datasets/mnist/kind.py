@@ -14,19 +14,19 @@ from dlscale.data.kind import DatasetKind, Part, RawFile, name_files
 class IdxFiles(Strict):
     """Two IDX files that belong together: images uint8 [N, H, W] and labels uint8 [N]; gzipped or not."""
 
-    images: Path
-    labels: Path
+    images: Path = Field(description="File of the images.")
+    labels: Path = Field(description="File of the labels.")
 
 
 class MnistFiles(Strict):
     """IDX files, as paths or http(s) URLs: those of each split, or `all` with `shares` of them."""
 
     kind: Literal["files"]
-    train: IdxFiles | None = None
-    valid: IdxFiles | None = None
-    test: IdxFiles | None = None
-    all: IdxFiles | None = None
-    shares: Shares | None = None
+    train: IdxFiles | None = Field(None, description="Files of the training part.")
+    valid: IdxFiles | None = Field(None, description="Files of the validation part.")
+    test: IdxFiles | None = Field(None, description="Files of the test part.")
+    all: IdxFiles | None = Field(None, description="Files of all parts, of which shares says which rows each has.")
+    shares: Shares | None = Field(None, description="Of all: the share of each part.")
     sha256: dict[str, Sha256] = Field({}, description="Expected digests by file name (the part after the last '/').")
 
     @model_validator(mode="after")
@@ -49,10 +49,10 @@ class MnistSimulated(Strict):
     """Digits as a pocket calculator shows them, shifted, slanted and blurred at random: they can be learnt."""
 
     kind: Literal["simulated"]
-    train: PositiveInt = 2000
-    valid: PositiveInt = 500
-    test: int = Field(0, ge=0)
-    seed: int = Field(0, ge=0)
+    train: PositiveInt = Field(2000, description="Digits of the training part.")
+    valid: PositiveInt = Field(500, description="Digits of the validation part.")
+    test: int = Field(0, ge=0, description="Digits of the test part.")
+    seed: int = Field(0, ge=0, description="Of all digits.")
 
 
 class MnistDataset(DatasetSettings):

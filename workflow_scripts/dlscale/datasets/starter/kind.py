@@ -30,9 +30,9 @@ class Simulated(Strict):
     """Smooth random fields on square images, each with a target that can be learnt, or with noise that cannot."""
 
     kind: Literal["simulated"]
-    train: PositiveInt = 128
-    valid: PositiveInt = 32
-    test: int = Field(0, ge=0)
+    train: PositiveInt = Field(128, description="Samples of the training part.")
+    valid: PositiveInt = Field(32, description="Samples of the validation part.")
+    test: int = Field(0, ge=0, description="Samples of the test part.")
     size: int = Field(128, ge=2, description="Pixels along an edge.")
     length: PositiveFloat = Field(3.0, description="Length over which a field varies, in pixels.")
     target: Literal["gradient", "noise"] = Field(
@@ -40,7 +40,7 @@ class Simulated(Strict):
         description="gradient: how steep the field is at each pixel, times its length; noise: input and target are "
         "independent random numbers from 0 to 1, as in the published example, and nothing can be learnt.",
     )
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, description="Of all samples.")
 
 
 class Array(Strict):
@@ -56,8 +56,8 @@ class Array(Strict):
 class ArrayFiles(Strict):
     """Files with the inputs and the targets of one split: .npy, .npz or HDF5; one may hold both."""
 
-    input: Path
-    target: Path
+    input: Path = Field(description="File of the inputs.")
+    target: Path = Field(description="File of the targets.")
 
     @model_validator(mode="after")
     def _known(self) -> ArrayFiles:
@@ -75,13 +75,13 @@ class Arrays(Strict):
     """
 
     kind: Literal["arrays"]
-    input: Array = Array()
-    target: Array = Array()
-    train: ArrayFiles | None = None
-    valid: ArrayFiles | None = None
-    test: ArrayFiles | None = None
-    all: ArrayFiles | None = None
-    shares: Shares | None = None
+    input: Array = Field(Array(), description="What the array of inputs is.")
+    target: Array = Field(Array(), description="What the array of targets is.")
+    train: ArrayFiles | None = Field(None, description="Files of the training part.")
+    valid: ArrayFiles | None = Field(None, description="Files of the validation part.")
+    test: ArrayFiles | None = Field(None, description="Files of the test part.")
+    all: ArrayFiles | None = Field(None, description="Files of all parts, of which shares says which rows each has.")
+    shares: Shares | None = Field(None, description="Of all: the share of each part.")
     sha256: dict[str, Sha256] = Field({}, description="Expected digests by file name (the part after the last '/').")
 
     @model_validator(mode="after")
