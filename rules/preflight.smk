@@ -4,7 +4,9 @@ from collections import Counter
 
 from dlscale.core import times
 from dlscale.core.fingerprint import TABLES
+from dlscale.core.machine import gpus
 from dlscale.core.stages import DATA_STAGES, RUN_STAGES
+from dlscale.preflight import disks, environment
 from snakemake.exceptions import WorkflowError
 
 STARTED = time.time() - times.age()
@@ -50,12 +52,22 @@ def check_start(works):
         launcher.check(SITE, work.run.geometry, f"plans.{work.plan}.runs.{work.run_name}.")
 
 
+def lacking_here(works):
+    """What runs need, and this machine lacks where it runs them itself: found without any import of torch."""
+    runs = {f"{work.plan}.{work.run_name}": work.run for work in works if work.run}
+    findings = [*environment.probe_here(runs, gpus()), disks.probe_space(Path(RESULTS))]
+    return [finding for finding in findings if finding.status == "FAIL"]
+
+
 def show_obstacle():
     """Print what would keep the jobs of a dry run from starting."""
+    works = waiting_works()
     try:
-        check_start(waiting_works())
+        check_start(works)
     except UserError as error:
         print("", f"It would not start: {error}", sep="\n", file=sys.stderr)
+    if works and not (SITE.scheduler or SITE.engine != "none") and (failures := lacking_here(works)):
+        print("", "It would not start:", *doctor.lines(failures), sep="\n", file=sys.stderr)
 
 
 def show_cost():
@@ -106,6 +118,10 @@ onstart:
         raise WorkflowError(str(error))
     if problem := cost.over(cost.price(works, SITE.scheduler, Path(RESULTS)), CONFIG.workflow.budget):
         raise WorkflowError(problem)
+    if works and not (SITE.scheduler or SITE.engine != "none"):
+        if failures := lacking_here(works):
+            print(*doctor.lines(failures), sep="\n", file=sys.stderr)
+            raise WorkflowError("Nothing was started. See the lines with FAIL above.")
     if works and (SITE.scheduler or SITE.engine != "none"):
         findings = examined(works)
         print(*doctor.lines(findings), sep="\n", file=sys.stderr)

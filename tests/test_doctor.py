@@ -22,13 +22,14 @@ from dlscale.config.dataset import DatasetSettings, dataset_type
 from dlscale.config.resolve import Configuration
 from dlscale.config.run import Run
 from dlscale.config.site import Nodes, Scheduler, Site
+from dlscale.core import machine
 from dlscale.data import parts
 from dlscale.data.manifest import File, Manifest
 from dlscale.launch import launcher
 from dlscale.preflight import data, disks, doctor, environment, probe, site_slurm
 from dlscale.preflight.probe import Finding
 from tests.cluster import cluster as slurm_cluster
-from tests.conftest import COSMO, ROOT
+from tests.conftest import COSMO, ERA5, ERA5_RUN, ROOT
 
 PERLMUTTER = ROOT / "profiles/perlmutter/site.yaml"
 
@@ -918,3 +919,26 @@ def test_on_a_cluster(tmp_path: Path, slurm: dict[str, str]) -> None:
     assert "hbm90g: a feature of no node" in wrong["constraint"]["text"]
     assert "shred: Slurm lists no such QOS" in wrong["QOS"]["text"] and "shared" in wrong["QOS"]["remedy"]
     assert wrong["account"]["text"] == "m0000_g may not use QOS shred"
+
+
+def test_what_runs_of_this_machine_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the keys that ask for it, with what to do; what is fine is not told."""
+    runs = {
+        "p.plain": {},
+        "p.dali": {"loader": {"kind": "dali"}},
+        "p.compiled": {"compile": {"mode": "default"}},
+        "p.graphs": {"cuda_graph": True},
+    }
+    plan = {"study": "era5_vit", "settings": {**ERA5_RUN, "dataset": "d"}, "runs": {n[2:]: s for n, s in runs.items()}}
+    found = config.load({"targets": ["p"], "datasets": {"d": ERA5}, "plans": {"p": plan}}).plans["p"]
+    resolved = {f"p.{name}": each.run for name, each in found.items()}
+    for need, (what, _) in machine.NEEDS.items():
+        monkeypatch.setitem(machine.NEEDS, need, (what, lambda: False))
+    lines = doctor.lines(environment.probe_here(resolved, devices=0))
+    assert len(lines) == 3
+    assert lines[0].startswith("FAIL  run p.dali: loader.kind: needs NVIDIA DALI") and "needs: [dali]" in lines[0]
+    assert lines[1].startswith("FAIL  run p.compiled: compile.mode: needs a C++ compiler") and "mode: none" in lines[1]
+    assert lines[2].startswith("FAIL  run p.graphs: cuda_graph: only GPUs have graphs")
+    for need, (what, _) in machine.NEEDS.items():
+        monkeypatch.setitem(machine.NEEDS, need, (what, lambda: True))
+    assert environment.probe_here(resolved, devices=1) == []

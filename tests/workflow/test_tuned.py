@@ -11,7 +11,6 @@ import yaml
 from dlscale.core.records import Duel, Tuning
 from dlscale.measure import tune
 from tests.workflow.conftest import Outcome, Tree
-from tests.workflow.test_changes import configure
 
 NEW = "tuned_mine_tuned"
 #: All that is lacking for the plan that was written: one run that is timed again, one that is new.
@@ -71,15 +70,4 @@ def test_a_raw_file_that_is_not_there_is_said_with_what_to_do(make_tree: Callabl
     assert said == [
         "FAIL  data cosmo_published: data/downsamp_2048crop_train.h5: no such file or folder; "
         "put it there, or name its place in datasets.cosmo_published.source"
-    ]
-
-
-def test_weights_that_are_not_there_are_said_with_their_key(make_tree: Callable[..., Tree]) -> None:
-    tree = make_tree()
-    configure("plans.era5.settings.training.weights", "nothing.pt")(tree)
-    done = tree.shell("snakemake -n --configfile tiny.yaml -- plan_era5")
-    assert done.returncode != 0
-    said = [line for line in (done.stdout + done.stderr).splitlines() if line.startswith("FAIL")]
-    assert said == [
-        "FAIL  run era5.vit: nothing.pt: no such file or folder; name others in plans.era5.runs.vit.training.weights"
     ]

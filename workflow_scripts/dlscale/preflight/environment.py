@@ -6,7 +6,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from dlscale.config.run import Geometry, Run
 from dlscale.config.site import Site
 from dlscale.core import registry
 from dlscale.core.fingerprint import ROOT
+from dlscale.core.machine import missing
 from dlscale.launch import image as images
 from dlscale.launch import launcher
 from dlscale.preflight.probe import AbsentError, FailedError, Finding, NoAnswerError, Status, said
@@ -215,6 +216,29 @@ def environment(facts: Facts, runs: Iterable[Run], profilers: Collection[str] = 
         findings.append(Finding("CUDA", "ok", f"{facts['cuda']}, {facts.get('gpus', 0)} GPUs seen by torch"))
     elif facts.get("torch"):
         findings.append(Finding("CUDA", "skip", "this torch computes on CPUs only"))
+    return findings
+
+
+def probe_here(runs: Mapping[str, Run], devices: int) -> list[Finding]:
+    """Judge in no time, before the first job of this machine, what runs by name need of it; no torch is imported.
+
+    `devices` is how many GPUs it has. What is fine is not told.
+    """
+    findings = []
+    for name, run in runs.items():
+        wrong = [
+            ("compile.mode", "compiler", run.compile.mode != "none", "mode: none"),
+            ("loader.kind", "dali", run.loader.kind == "dali", "another loader"),
+        ]
+        for key, need, wanted, instead in wrong:
+            if wanted and (lacking := missing([need])):
+                remedy = f"install it, take {instead}, or write needs: [{need}], which leaves the run out without it"
+                findings.append(Finding(f"run {name}", "FAIL", f"{key}: needs {lacking[0]}, not here", remedy))
+        if run.cuda_graph and not devices:
+            remedy = "set it to false, or run where there is a GPU"
+            findings.append(
+                Finding(f"run {name}", "FAIL", "cuda_graph: only GPUs have graphs, and none is here", remedy)
+            )
     return findings
 
 
