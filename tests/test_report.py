@@ -445,9 +445,21 @@ def test_the_card_hears_of_a_neighbour(results: Results) -> None:
         measured.model_copy(update=modes).write(folder / "throughput.json")
     plan = read_plan(results.plan("p", {"a": "a", "b": "b", "quiet": "quiet"}))
     said = disturbance(plan.runs)
-    assert said and "Other programs kept 45\u00a0% to 60\u00a0% of the cores busy while a, b were measured." in said
+    assert said and "Other programs kept 45\u00a0% to 60\u00a0% of the cores busy while a; b were measured." in said
     assert disturbance(plan.runs[2:]) is None
     assert "The machine was not quiet. Other programs" in Page(results.report()).text
+
+
+@pytest.mark.parametrize(("cpu", "others", "told"), [(0.95, 0.3, True), (0.6, 0.3, False), (0.95, 0.05, False)])
+def test_the_card_hears_of_a_neighbour_of_training(results: Results, cpu: float, others: float, told: bool) -> None:
+    """Others matter where they leave few cores."""
+    folder = results.run("p", "a", triplet=None)
+    samples = [telemetry.Sample(1.7e9 + at, 1.0, 4, cpu=cpu, cpu_others=others) for at in range(3)]
+    (folder / "telemetry").mkdir()
+    (folder / "telemetry/train.csv").write_text(telemetry.header(0) + "".join(map(telemetry.line, samples)))
+    said = disturbance(read_plan(results.plan("p", {"a": "a"}, measure=("train",))).runs)
+    assert bool(said) == told
+    assert not said or "Other programs kept 30\u00a0% of the cores busy while a was measured. Times and speed" in said
 
 
 # ---- collect -------------------------------------------------------------------------------------

@@ -20,10 +20,11 @@ from dlscale.core.records import Device, MemoryUse, Published, Throughput, Trial
 from dlscale.core.text import number
 from dlscale.report import convergence, figures, glance, parallelism, scaling, target
 from dlscale.report.collect import summary
+from dlscale.report.drawing import DASHED, DOTTED
 from dlscale.report.results import PlanResult, read_plan
 from dlscale.report.series import series as series_of
 from dlscale.report.tables import RunsTable
-from tests.test_report import Results
+from tests.test_report import Page, Results
 
 WEAK: dict[str, Any] = {"study": "cosmo_unet", "kind": "weak_scaling"}
 
@@ -350,8 +351,8 @@ def test_variants_are_series_of_their_own_and_share_a_twin(results: Results) -> 
     plan = read_plan(results.plan("plan", runs, kind="weak_scaling", measure=("throughput",)))
     found = series_of(plan)
     assert [each.label for each in found] == [
-        "8 samples a device, bucket_mb None",
-        "8 samples a device, bucket_mb 100",
+        "8 samples a device; bucket_mb None",
+        "8 samples a device; bucket_mb 100",
     ]
     shares = [each.points[1].communication("SYNTHETIC") for each in found]
     assert [share and pytest.approx(share.value) for share in shares] == [0.2, 0.1]
@@ -364,7 +365,7 @@ def test_the_figures_draw_what_was_measured_and_what_is_ideal(
     whiskers: dict[str, Any] = {}
 
     def note(name: str, lines: Any, label: str, **more: bool) -> str:
-        drawn[name] = [(list(line.points), line.dashed) for line in lines], label
+        drawn[name] = [(list(line.points), line.dashes) for line in lines], label
         whiskers[name] = [line.noise for line in lines]
         return draw(name, lines, label, **more)
 
@@ -379,12 +380,13 @@ def test_the_figures_draw_what_was_measured_and_what_is_ideal(
     ]
     rates, label = drawn["plan-scaling-0"]
     assert label == "throughput (samples/s)"
-    for column in range(3):
-        assert rates[2 * column] == ([(n, TOGETHER[n][column]) for n in (1, 2, 8)], False)
-        assert rates[2 * column + 1] == ([(n, TOGETHER[1][column] * n) for n in (1, 2, 8)], True)
+    for place, column in enumerate((2, 1, 0)):  # FULL first
+        assert rates[2 * place] == ([(n, TOGETHER[n][column]) for n in (1, 2, 8)], "")
+        assert rates[2 * place + 1] == ([(n, TOGETHER[1][column] * n) for n in (1, 2, 8)], DASHED)
     (with_, without), label = drawn["plan-overhead"]
-    assert with_ == ([(1, 100.0), (2, 180.0), (8, 600.0)], False) and label == "SYNTHETIC (samples/s)"
-    assert [point for point in without[0] if point[1]] == [(1, 100.0), (2, 200.0), (8, 800.0)] and without[1]
+    assert with_ == ([(1, 100.0), (2, 180.0), (8, 600.0)], "") and label == "SYNTHETIC (samples/s)"
+    assert [point for point in without[0] if point[1]] == [(1, 100.0), (2, 200.0), (8, 800.0)]
+    assert without[1] == DOTTED
     (real, ideal), label = drawn["plan-step"]
     assert [x for x, _ in real[0]] == [1, 2, 8] and label == "time of a step (ms)"
     assert [y for _, y in real[0]] == pytest.approx([16e3 / 90, 32e3 / 160, 128e3 / 576])
@@ -394,6 +396,61 @@ def test_the_figures_draw_what_was_measured_and_what_is_ideal(
     assert all(100 * each.noise > 3 for each in efficiencies[1:])
     for svg, _ in view["plots"]:
         assert svg.startswith("<svg") and ">devices<" in svg
+
+
+def test_the_legend_names_what_is_drawn_and_no_marker_twice(weak: PlanResult, results: Results) -> None:
+    view = scaling.view(weak)
+    assert view
+    names, _, markers = zip(*view["legend"], strict=True)
+    assert names == ("FULL", "SYNTHETIC", "IO", "16 samples a device") and len(set(markers)) == len(markers)
+    assert [dashes for _, dashes in view["strokes"]] == ["", DASHED, DOTTED]
+    groups = [group for group, _ in view["table"].groups]
+    assert groups.index("FULL") < groups.index("SYNTHETIC") < groups.index("IO")
+    text = results.report()
+    assert text.count(f'stroke-dasharray="{DOTTED}"') == 1
+    without = scaling.view(PlanResult(weak.record, [run for run in weak.runs if run.averages]))
+    assert without and [dashes for _, dashes in without["strokes"]] == ["", DASHED]
+    assert not any("Overhead" in text for _, text in without["plots"])
+
+
+def test_one_number_of_devices_is_no_line(results: Results) -> None:
+    rate = trials(100.0)
+    for name, devices, batch in (("a1", 1, 8), ("a2", 2, 16), ("b2", 2, 32)):
+        measured(results, name, devices, batch, (rate, rate, rate))
+
+    def seen(*names: str) -> dict[str, Any]:
+        runs = {name: name for name in names}
+        view = scaling.view(read_plan(results.plan("plan", runs, kind="weak_scaling", measure=("throughput",))))
+        assert view
+        return view
+
+    view = seen("a1", "a2", "b2")
+    assert [name for name, _, _ in view["legend"]][3:] == ["8 samples a device"]
+    assert "one number of devices only, which shows no scaling: 16 samples a device (2 devices)." in view["note"]
+    assert len(view["table"].rows) == 3
+    view = seen("b2")
+    assert view["plots"] == view["legend"] == [] and len(view["table"].rows) == 1
+
+
+@pytest.mark.parametrize(
+    ("rate", "std", "words"),
+    [
+        (160.0, 0.0, ""),
+        (160.0, 60.0, "efficiency of FULL, d2: 80 % ± 30 %"),
+        (230.0, 0.0, "efficiency of FULL, d2: 115 % ± 6 %"),
+    ],
+)
+def test_what_noise_decides_on_is_named(results: Results, rate: float, std: float, words: str) -> None:
+    """Of an efficiency with a wide interval, or beyond all that scaling can give, nothing is to be read."""
+    full = {"d1": (1, trials(100.0)), "d2": (2, trials(rate, std))}
+    for name, (devices, each) in full.items():
+        measured(results, name, devices, 8 * devices, (trials(500.0 * devices), trials(500.0 * devices), each))
+    plan = read_plan(results.plan("plan", {n: n for n in full}, kind="weak_scaling", measure=("throughput",)))
+    view, said = scaling.view(plan), scaling.glance(plan)
+    assert view and said
+    note = view["note"].replace("\u00a0", " ")
+    assert note == "" if not words else f": {words}. Trials differed" in note
+    assert said.endswith("that is noise rather than scaling") == bool(words)
 
 
 def test_the_page_has_it_and_leaves_twins_out_of_its_card(weak: PlanResult, results: Results) -> None:
@@ -503,6 +560,24 @@ def test_a_training_that_diverged_is_said_and_drawn_as_far_as_it_came(results: R
     assert "<h3>Convergence</h3>" in results.report()
 
 
+def test_seeds_are_one_bar_at_their_mean_speed(results: Results) -> None:
+    plan = converged(results)
+    speed = glance.speed(plan)
+    assert speed and speed["seeds"] and speed["of"] == 3
+    assert [bar["label"] for bar in speed["bars"]] == ["batch 64, sqrt", "batch 256, sqrt", "batch 256, linear"]
+    both = [run.speed or 0.0 for run in plan.runs[2:4]]
+    path = plan.runs[3].folder / "metrics.jsonl"
+    slower = [
+        each.model_copy(update={"samples_per_second": each.samples_per_second / 2}) for each in plan.runs[3].epochs
+    ]
+    path.write_text(records.epoch_lines(slower))
+    speed = glance.speed(read_plan(results.plans[0]))
+    assert speed and speed["bars"][1]["speed"] == pytest.approx((both[0] + both[1] / 2) / 2)
+    assert (speed["fastest"], speed["first"]) == ("batch 256, linear", "batch 64, sqrt")
+    assert speed["speed_up"] == pytest.approx(4)
+    assert "Training, median over epochs, mean over the seeds, run batch 256, linear" in Page(results.report()).text
+
+
 # ---- the page: parallelism --------------------------------------------------------------------------
 
 
@@ -542,3 +617,21 @@ def test_memory_is_told_as_predicted_measured_and_published(results: Results) ->
     assert tp4["FULL", "published"] == ("114.4 samples/s", "16 × A100, SC23")
     assert ddp["FULL", "published"] == ("–", "")
     assert "whole process" not in view["about"]  # of a GPU it is PyTorch's own
+    assert [name for name, _, _ in view["legend"]] == ["predicted", "measured"]
+    assert view["plots"][0][1].endswith("predicted (upper bar) and measured (lower bar).")
+
+
+def test_the_memory_of_a_processor_is_not_drawn_beside_the_steps(results: Results) -> None:
+    """The whole process is measured there, and a step predicted: bars of both would compare what is not alike."""
+    use = MemoryUse(parameters=2, gradients=2, optimizer=4, activations=20, peak=30_000_000)
+    folder = measured(results, "ddp", 2, 64, (trials(300.0), trials(120.0), trials(100.0)))
+    found = Throughput.read(folder / "throughput.json")
+    device = Device(kind="cpu", name="Example CPU", threads=2)
+    more = {"predicted": use, "peak_memory_bytes": 700_000_000, "device": device}
+    found.model_copy(update=more).write(folder / "throughput.json")
+    view = parallelism.view(
+        read_plan(results.plan("plan", {"ddp": "ddp"}, kind="parallelism", measure=("throughput",)))
+    )
+    assert view and [name for name, _, _ in view["legend"]] == ["predicted"]
+    assert view["plots"][0][1] == "Memory of a device: predicted."
+    assert cells(view["table"], 0)["Memory of a device", "measured"] == ("700 MB", "of the whole process")

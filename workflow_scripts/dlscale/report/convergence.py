@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections.abc import Callable, Sequence
@@ -11,12 +10,11 @@ from itertools import accumulate
 from typing import Literal
 
 from dlscale.core.records import VALID_LOSS, Metric
-from dlscale.core.settings import flat
 from dlscale.core.text import count, duration, many, number
 from dlscale.report import figures, target
 from dlscale.report.drawing import MARKERS
 from dlscale.report.glance import View
-from dlscale.report.results import PlanResult, RunResult
+from dlscale.report.results import PlanResult, RunResult, by_settings
 from dlscale.report.tables import Cell, RunsTable, table
 from dlscale.report.target import Reached
 
@@ -64,16 +62,7 @@ class Group:
 
 def groups(plan: PlanResult) -> list[Group]:
     """Return the trained runs by their settings, seed and label apart, in the plan's order."""
-    found: dict[str, list[RunResult]] = {}
-    for run in plan.trained:
-        settings = {key: value for key, value in flat(run.settings).items() if key not in ("seed", "label")}
-        found.setdefault(json.dumps(settings, sort_keys=True, default=str), []).append(run)
-    return [Group(_label(runs), runs) for runs in found.values()]
-
-
-def _label(runs: Sequence[RunResult]) -> str:
-    first = runs[0]
-    return first.label.removesuffix(f", seed {first.settings.get('seed')}") if len(runs) > 1 else first.label
+    return [Group(label, runs) for label, runs in by_settings(plan.trained)]
 
 
 def aim(plan: PlanResult) -> tuple[Metric, float] | None:
@@ -99,11 +88,10 @@ def view(plan: PlanResult) -> View | None:
         "title": "Convergence",
         "about": "The same training with larger and larger batches"
         + (": lines are means over the seeds, bands reach from the least to the greatest of them." * several or ".")
-        + f" What it took to reach {metric.title} {number(value)}, {which}, is counted from the first step to the end "
+        + f" What it took to reach {metric.aim(value)}, {which}, is counted from the first step to the end "
         "of the validation that showed it.",
         "legend": [(group.label, f"s{style}", MARKERS[style][1]) for style, group in enumerate(shown)],
-        "solid": "",
-        "dashed": "",
+        "strokes": [],
         "plots": [_plot(plan, shown, over) for over in AXES],
         "table": _table(plan, found, compared),
         "caption": "Means over the seeds, with the least and the greatest.",

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from dlscale.core.telemetry import Sample
 from dlscale.core.text import number, percent
 from dlscale.report import verdict
 from dlscale.report.diagnosis import UNKNOWN, bound
@@ -13,6 +14,9 @@ from dlscale.report.results import RunResult
 
 #: Settings that leave the computation of a step as it is: how data come, and what is done with the step.
 ELSEWHERE = ("loader", "label", "training", "schedule", "throughput", "profile", "tune", "seed")
+
+#: Share of a machine's cores from which on there are few left for others.
+FULL = 0.8
 
 
 def disturbance(runs: Sequence[RunResult]) -> str | None:
@@ -22,21 +26,37 @@ def disturbance(runs: Sequence[RunResult]) -> str | None:
         return None
     said = " ".join(filter(None, seen))
     return (
-        f"The machine was not quiet. {said} Speed-ups of these runs mean little: measure again with nothing else "
-        "running."
+        f"The machine was not quiet. {said} Times and speed-ups of these runs mean little: measure again with nothing "
+        "else running."
     )
 
 
 def _neighbours(runs: Sequence[RunResult]) -> str | None:
-    """Say in which runs the verdict names a neighbour."""
-    shares = {run.label: share for run in runs if (share := verdict.others_share(run.throughput))}
+    """Say in which runs the verdict names a neighbour, or training had one."""
+    shares = {
+        run.label: share
+        for run in runs
+        if (share := max(verdict.others_share(run.throughput), _beside_training(run.telemetry.get("train", []))))
+    }
     if not shares:
         return None
     least, most = percent(min(shares.values())), percent(max(shares.values()))
     of = f"{least} of the cores" if least == most else f"{least} to {most} of the cores"
     many = "all" if len(shares) == len(runs) else f"{len(shares)} of"
-    which = ", ".join(shares) if len(shares) <= 3 else f"{many} {len(runs)} runs"
+    which = "; ".join(shares) if len(shares) <= 3 else f"{many} {len(runs)} runs"
     return f"Other programs kept {of} busy while {which} {'was' if len(shares) == 1 else 'were'} measured."
+
+
+def _beside_training(nodes: Sequence[Sequence[Sample]]) -> float:
+    """Return the greatest share of a node's cores that others kept busy; 0 if it is little, or cores were left."""
+    shares = []
+    for samples in nodes:
+        known = [(s.seconds, s.cpu, s.cpu_others) for s in samples if s.cpu is not None and s.cpu_others is not None]
+        seconds = sum(each for each, _, _ in known)
+        if seconds >= verdict.LEAST_SECONDS:
+            used, others = (sum(each[0] * each[column] for each in known) / seconds for column in (1, 2))
+            shares.append(others if others >= verdict.LEAST and used >= FULL else 0.0)
+    return max(shares, default=0.0)
 
 
 def _contradictions(runs: Sequence[RunResult]) -> Iterator[str]:

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 #: Markers of the runs' lines, so that colour does not stand alone: matplotlib's name and a character for legends.
 MARKERS = (("o", "●"), ("s", "■"), ("^", "▲"), ("D", "◆"), ("v", "▼"), ("*", "★"), ("P", "✚"), ("X", "✖"))
 
+#: How lines are dashed: lengths of dashes and gaps, for figures and legends.
+DASHED, DOTTED = "3 2", "1 1.5"
+
 INK, MUTED, GRID = "#010101", "#010102", "#010103"
 RUN_COLOURS = [f"#0102{index:02x}" for index in range(len(MARKERS))]
 MODE_COLOURS = {mode: f"#0103{index:02x}" for index, mode in enumerate(MODES)}

@@ -462,7 +462,7 @@ class Line:
     colour: str
     marker: str = ""
     noise: Sequence[float] = ()  #: Half of each point's whisker.
-    dashed: bool = False
+    dashes: str = ""  #: `DASHED` or `DOTTED`, whose markers are hollow; else solid.
 
 
 def over_devices(name: str, lines: Sequence[Line], label: str, doubling: bool = False, wide: bool = False) -> str:
@@ -480,8 +480,9 @@ def over_devices(name: str, lines: Sequence[Line], label: str, doubling: bool = 
             x, y = [x for x, _ in known], [y for _, y in known]
             greatest = max([greatest, *y])
             (drawn,) = axes.plot(x, y, color=line.colour, linewidth=1.8, marker=line.marker, markersize=5)
-            if line.dashed:
-                drawn.set(linewidth=1.2, dashes=(3, 2))
+            if line.dashes:
+                drawn.set(linewidth=1.2, dashes=[float(length) for length in line.dashes.split()])
+                drawn.set_markerfacecolor("none")
             if line.noise:
                 axes.errorbar(x, y, yerr=line.noise, fmt="none", ecolor=line.colour, elinewidth=1, capsize=2)
         if doubling or wide:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import statistics
 from typing import Any
 
 from dlscale.core.records import MODES
 from dlscale.report import published
 from dlscale.report.diagnosis import bound
-from dlscale.report.results import PlanResult, first_and_least, slowness
+from dlscale.report.results import PlanResult, RunResult, by_settings, first_and_least, slowness
 from dlscale.report.verdict import of
 
 View = dict[str, Any]
@@ -18,31 +19,43 @@ BARS = 6
 
 
 def speed(plan: PlanResult) -> View | None:
-    """Return the fastest run, and bars of the first and the fastest ones; None if none was measured."""
-    measured = [run for run in plan.runs if run.speed and run.averages] or [run for run in plan.runs if run.speed]
-    if not measured:
+    """Return the fastest run, and bars of the first and the fastest ones; None if none was measured.
+
+    Of a plan of larger batches the seeds of a training are one, at their mean speed.
+    """
+    found = [run for run in plan.runs if run.speed and run.averages] or [run for run in plan.runs if run.speed]
+    if not found:
         return None
-    fastest = min(measured, key=slowness)
-    greatest = fastest.speed or 1.0
+    alike = by_settings(found) if plan.record.kind == "convergence" else [(run.label, [run]) for run in found]
+    groups = {runs[0]: (label, statistics.fmean(run.speed or 0.0 for run in runs)) for label, runs in alike}
+    measured = list(groups)
+    fastest = min(measured, key=lambda run: -groups[run][1])
+    label, greatest = groups[fastest]
+    first, slow = groups.get(plan.runs[0], (plan.runs[0].label, plan.runs[0].speed))
+
+    def speed_up(run: RunResult) -> float | None:
+        return groups[run][1] / slow if slow else None
+
     full = "throughput" in plan.record.measure
     figures = published.series(plan.record.published, plan.name, [run.name for run in plan.runs])
     return {
         "what": "FULL: loading and computing together" if full else "Training, median over epochs",
-        "fastest": fastest.label,
+        "fastest": label,
+        "seeds": any(len(runs) > 1 for _, runs in alike),
         "speed": greatest,
-        "speed_up": plan.speed_up(fastest) if fastest is not plan.runs[0] else None,
-        "first": plan.runs[0].label,
+        "speed_up": speed_up(fastest) if fastest is not plan.runs[0] else None,
+        "first": first,
         "bars": [
             {
-                "label": run.label,
+                "label": groups[run][0],
                 "id": plan.anchor(run),
-                "speed": run.speed,
-                "share": (run.speed or 0.0) / greatest,
-                "speed_up": plan.speed_up(run),
+                "speed": groups[run][1],
+                "share": groups[run][1] / greatest,
+                "speed_up": speed_up(run),
                 "fastest": run is fastest,
                 "published": published.beside(figures, run.name),
             }
-            for run in first_and_least(measured, BARS, slowness)
+            for run in first_and_least(measured, BARS, lambda run: -groups[run][1])
         ],
         "of": len(measured),
     }

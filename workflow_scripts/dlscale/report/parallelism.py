@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from dlscale.core.records import Published
-from dlscale.core.text import count, number, percent, size
+from dlscale.core.text import NONE, count, number, percent, size
 from dlscale.report import figures, published
 from dlscale.report.drawing import MODE_COLOURS
 from dlscale.report.glance import View
@@ -17,29 +19,32 @@ def view(plan: PlanResult) -> View | None:
     if not runs:
         return None
     cpu = any(run.device.kind == "cpu" for run in runs)
-    process = " Of a processor the measured memory is that of the whole process, Python and its libraries included."
+    process = (
+        " Of a processor only the whole process is measured, Python and its libraries included, which nobody predicts: "
+        "it stands in the table and is not drawn beside the prediction."
+    )
     return {
         "title": "Parallelism",
         "about": "tp: devices that share each layer; cp: those that share a sample's tokens; dp: those that see other "
         "samples, which share the weights, too, with fsdp. Memory is that of one device: predicted before the first "
         "step, a first estimate where devices share a model, and the greatest that was measured." + process * cpu,
-        "legend": [],
-        "solid": "",
-        "dashed": "",
-        "plots": [_memory(plan, runs), _rates(plan, runs)],
+        "legend": [("predicted", "io", "■"), ("measured", "full", "■")][: 1 if cpu else 2],
+        "strokes": [],
+        "plots": [_memory(plan, runs, measured=not cpu), _rates(plan, runs)],
         "table": _table(plan, runs),
         "caption": "± is one standard deviation over the trials. Published figures are of the full size.",
         "note": "",
     }
 
 
-def _memory(plan: PlanResult, runs: list[RunResult]) -> tuple[str, str]:
+def _memory(plan: PlanResult, runs: list[RunResult], measured: bool) -> tuple[str, str]:
     bars = [
-        (run.label, [(_predicted(run), MODE_COLOURS["IO"]), (_measured(run), MODE_COLOURS["FULL"])]) for run in runs
+        (run.label, [(_predicted(run), MODE_COLOURS["IO"]), (_measured(run), MODE_COLOURS["FULL"])][: 1 + measured])
+        for run in runs
     ]
     scaled = [(label, [(None if b is None else b / 1e9, colour) for b, colour in each]) for label, each in bars]
     drawing = figures.bars(f"{plan.name}-parallel-memory", scaled, "memory of a device (GB)")
-    return drawing, "Memory of a device: predicted (upper bar) and measured (lower bar)."
+    return drawing, f"Memory of a device: predicted{' (upper bar) and measured (lower bar)' * measured}."
 
 
 def _rates(plan: PlanResult, runs: list[RunResult]) -> tuple[str, str]:
@@ -73,7 +78,7 @@ def _table(plan: PlanResult, runs: list[RunResult]) -> RunsTable:
         ("Devices", "weights", [_weights(run) for run in runs]),
         ("Devices", "batch size", [_count(run.settings.get("batch_size")) for run in runs]),
         ("Memory of a device", "predicted", [_size(_predicted(run)) for run in runs]),
-        ("Memory of a device", "measured", [_size(_measured(run)) for run in runs]),
+        ("Memory of a device", "measured", [_in_all(run) for run in runs]),
         ("Memory of a device", "published", [_published(_memories(plan, run)) for run in runs]),
         ("FULL", "samples/s", [_rate(run) for run in runs]),
         ("FULL", "a device", [_number(run.speed and run.speed / run.devices) for run in runs]),
@@ -103,6 +108,12 @@ def _count(value: int | None) -> Cell:
 
 def _size(bytes_: int | None) -> Cell:
     return Cell() if bytes_ is None else Cell(size(bytes_), bytes_)
+
+
+def _in_all(run: RunResult) -> Cell:
+    """Return the measured memory, and on a processor that more than the step's is in it."""
+    cell = _size(_measured(run))
+    return replace(cell, note="of the whole process") if run.device.kind == "cpu" and cell.text != NONE else cell
 
 
 def _number(value: float | None) -> Cell:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +27,7 @@ from dlscale.core.records import (
     Trials,
     Tuning,
 )
-from dlscale.core.settings import Raw, read_yaml
+from dlscale.core.settings import Raw, flat, read_yaml
 from dlscale.core.telemetry import Energy, Sample, begin, energy, read_nodes
 from dlscale.report import peaks
 
@@ -253,6 +254,19 @@ class PlanResult:
     def anchor(self, run: RunResult) -> str:
         """Return the identifier of a run in the page; names have no dots, so it is unique."""
         return f"run.{self.name}.{run.name}"
+
+
+def by_settings(runs: Sequence[RunResult]) -> list[tuple[str, list[RunResult]]]:
+    """Return runs that differ in nothing but their seed together, each group with what it is called, in order."""
+    found: dict[str, list[RunResult]] = {}
+    for run in runs:
+        settings = {key: value for key, value in flat(run.settings).items() if key not in ("seed", "label")}
+        found.setdefault(json.dumps(settings, sort_keys=True, default=str), []).append(run)
+    return [(_without_seed(alike[0]) if len(alike) > 1 else alike[0].label, alike) for alike in found.values()]
+
+
+def _without_seed(run: RunResult) -> str:
+    return run.label.removesuffix(f", seed {run.settings.get('seed')}")
 
 
 def first_and_least(runs: Sequence[RunResult], limit: int, key: Callable[[RunResult], float]) -> list[RunResult]:

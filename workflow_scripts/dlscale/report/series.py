@@ -20,6 +20,9 @@ KINDS = ("weak_scaling", "strong_scaling")
 _OWN = ("batch_size", "label", "seed", "optimizer.lr", "geometry.nodes", "geometry.gpus_per_node", "parallel.sync")
 _LATER = ("training", "schedule", "throughput", "profile", "tune")
 
+#: Noise of a ratio that leaves little to read from it.
+WIDE_NOISE = 0.2
+
 #: Settings by dotted key.
 Flat = dict[str, Any]
 
@@ -30,6 +33,11 @@ class Ratio:
 
     value: float
     noise: float
+
+    @property
+    def doubtful(self) -> bool:
+        """Whether noise says more of it than scaling does: a wide interval, or one beyond what scaling can give."""
+        return self.noise > WIDE_NOISE or self.value - self.noise > 1 or self.value + self.noise < 0
 
 
 @dataclass(frozen=True)
@@ -147,7 +155,7 @@ def _label(batch: int, weak: bool, settings: Flat, alike: Sequence[Flat]) -> str
     """Return what tells a series from the others: its batch, and its settings that differ among those of that batch."""
     keys = [key for key in settings if len({str(other.get(key)) for other in alike}) > 1]
     said = [f"{key.rpartition('.')[2]} {settings[key]}" for key in keys]
-    return ", ".join([f"{batch} samples {'a device' if weak else 'a step'}", *said])
+    return "; ".join([f"{batch} samples {'a device' if weak else 'a step'}", *said])
 
 
 def _share(together: Trials | None, apart: Trials | None, within: bool = False) -> Ratio | None:
