@@ -391,12 +391,16 @@ def with_ladder(results: Results) -> Results:
     return results
 
 
-def test_what_was_left_out_is_said(ladder: Results) -> None:
+def test_what_was_left_out_is_said_once_with_its_reason(ladder: Results) -> None:
     path = ladder.plans[0]
-    settings = yaml.safe_load(path.read_text())
-    path.write_text(yaml.safe_dump({**settings, "left_out": {"compile": "a C++ compiler"}}))
+    lacking = {"compile": "a C++ compiler", "d4": "4 GPUs (it has 2)", "d4_large": "4 GPUs (it has 2)"}
+    path.write_text(yaml.safe_dump({**yaml.safe_load(path.read_text()), "left_out": lacking}))
     text = re.sub(r"<[^>]+>", "", ladder.report())
-    assert "Left out: compile. The machine lacks a C++ compiler." in text
+    assert "3 runs, 3 left out · on" in text
+    told = text.index("Left out, since the machine lacks a C++ compiler: compile.")
+    assert "Left out, since the machine lacks 4 GPUs (it has 2): d4, d4_large." in text
+    assert text.count("d4_large") == text.count("a C++ compiler") == 1
+    assert told < text.index("waiting for data"), "before what was measured"
 
 
 def test_a_busy_machine_is_given_away(results: Results) -> None:

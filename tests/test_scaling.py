@@ -351,7 +351,7 @@ def test_variants_are_series_of_their_own_and_share_a_twin(results: Results) -> 
     plan = read_plan(results.plan("plan", runs, kind="weak_scaling", measure=("throughput",)))
     found = series_of(plan)
     assert [each.label for each in found] == [
-        "8 samples a device; bucket_mb None",
+        "8 samples a device; bucket_mb none",
         "8 samples a device; bucket_mb 100",
     ]
     shares = [each.points[1].communication("SYNTHETIC") for each in found]
