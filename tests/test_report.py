@@ -838,7 +838,7 @@ def test_units_times_and_sizes() -> None:
 class Page(HTMLParser):
     """What the tests ask of a page: its text, its attributes, its elements' nesting."""
 
-    VOID = frozenset({"meta", "link", "img", "br", "hr", "input", "col"})
+    VOID = frozenset({"meta", "link", "img", "br", "wbr", "hr", "input", "col"})
 
     def __init__(self, html: str) -> None:
         super().__init__()
@@ -933,6 +933,13 @@ def test_the_table_has_every_run_with_units(ladder: Results) -> None:
     assert channels[0][1] == "u10 m s⁻¹"
     assert channels[1][1:] == ["2.00", "2.67"]
     assert channels[3][1:] == ["1.40skill 0.30", "1.87skill 0.30"]
+
+
+def test_a_key_breaks_where_its_parts_end(results: Results) -> None:
+    results.run("p", "a")
+    results.run("p", "b", geometry={"gpus_per_node": 2})
+    results.plan("p", {"a": "a", "b": "b"})
+    assert ">geometry.<wbr>gpus_per_node: 2<" in results.report()
 
 
 def test_the_download_is_the_summary(ladder: Results) -> None:

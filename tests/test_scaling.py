@@ -560,6 +560,20 @@ def test_a_training_that_diverged_is_said_and_drawn_as_far_as_it_came(results: R
     assert "<h3>Convergence</h3>" in results.report()
 
 
+def test_a_batch_of_more_than_all_samples_is_said(results: Results) -> None:
+    """Its steps had the 128 samples of an epoch."""
+    plan = converged(results)
+    view = convergence.view(plan)
+    assert view and view["note"] == ""
+    for run in plan.runs:
+        epochs = [each.model_copy(update={"step": each.epoch}) for each in run.epochs]
+        (run.folder / "metrics.jsonl").write_text(records.epoch_lines(epochs))
+    view = convergence.view(read_plan(results.plans[0]))
+    assert view and view["note"].endswith(
+        "each step no more than these: batch 256, sqrt (128 samples); batch 256, linear (128 samples)."
+    )
+
+
 def test_seeds_are_one_bar_at_their_mean_speed(results: Results) -> None:
     plan = converged(results)
     speed = glance.speed(plan)

@@ -1334,8 +1334,10 @@ def test_a_single_step_is_a_training(era5: Make) -> None:
     assert len(moved) == len(untrained)
 
 
-def test_an_epoch_smaller_than_a_batch_trains(era5: Make) -> None:
+def test_an_epoch_smaller_than_a_batch_trains_and_is_told(era5: Make, caplog: pytest.LogCaptureFixture) -> None:
     folder = era5(batch_size=64, training={"epochs": 1})
+    told = [record.getMessage() for record in caplog.records if "training samples" in record.getMessage()]
+    assert told and told[0].startswith("batch_size 64: an epoch has 38 training samples, and so has each step")
     assert [(r["step"], r["samples"]) for r in records(folder)] == [(1, 38)]
 
 
