@@ -271,6 +271,7 @@ def test_circles_are_shown(plans: Raw, chain: str) -> None:
 def test_files_with_mistakes_of_their_own(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     for text, expected in (
         ("a: [1", "not valid YAML"),
+        ("a: " + 5000 * "1", "not valid YAML"),
         ("- 1\n", "expected keys and values, got list"),
         ("", "got None"),
     ):

@@ -14,6 +14,7 @@ import pytest
 
 from dlscale.config import resolve
 from dlscale.config.resolve import ResolvedRun
+from dlscale.config.scaling import Scaling
 from dlscale.core import records
 from dlscale.core.errors import UserError
 from dlscale.core.records import Device, MemoryUse, Published, Throughput, Trials
@@ -168,6 +169,27 @@ BIG: dict[str, Any] = {"study": "cosmo_unet", "kind": "convergence"}
         ({"scaling": SCALING, "runs": {"b64_ddp_1": {}}}, "runs", "b64_ddp_1: scaling makes this run; write {use:"),
         ({"scaling": SCALING, "measure": ["train"]}, "runs.b64_no_sync_2.parallel.sync", "leave train out"),
         ({"scaling": SCALING, "settings": {"geometry": {"tp": 2}}}, "scaling.devices.geometry", "set gpus_per_node"),
+        ({"scaling": {**SCALING, "devices": [10**9]}}, "scaling.devices.0", "less than or equal to 1000000"),
+        (
+            {"scaling": {**SCALING, "batch_sizes": [10**30]}},
+            "scaling.batch_sizes.0",
+            "less than or equal to 1000000000",
+        ),
+        (
+            {"scaling": {"devices": [10**6], "batch_sizes": [10**6]}},
+            "",
+            "local_batch_size 1000000 x 1000000 = 1000000000000 samples in all; expected at most 1000000000",
+        ),
+        (
+            {"scaling": {"devices": [*range(1, 5000)], "per_node": 1, "batch_sizes": [*range(1, 5000)]}},
+            "scaling",
+            "4999 devices x 4999 batch_sizes x 2 variants = 49980002 runs; expected at most 10000",
+        ),
+        (
+            {**BIG, "convergence": {"batch_sizes": [*range(1, 5000)], "seeds": [*range(5000)]}},
+            "convergence",
+            "4999 batch_sizes x 1 scaling x 5000 seeds = 24995000 runs; expected at most 10000",
+        ),
         (BIG, "runs", "a plan of kind convergence needs the key convergence; for example {batch_sizes: "),
         ({**BIG, "convergence": {"batch_sizes": [4, 4]}}, "convergence.batch_sizes", "4 stands twice"),
         ({**BIG, "convergence": {"batch_sizes": [[4]]}}, "convergence.batch_sizes", "got [[4]]"),
@@ -185,6 +207,37 @@ def test_what_cannot_be_is_refused_with_its_key(plan: dict[str, Any], where: str
     with pytest.raises(UserError, match=f"{re.escape(path)}.*{re.escape(message)}") as caught:
         load({**WEAK, **plan})
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"seed": 10**40}, "seed: got 1" + "0" * 40 + "; expected less than or equal to 9223372036854775807"),
+        ({"batch_size": 10**30}, "batch_size: got 1" + "0" * 30 + "; expected less than or equal to 1000000000"),
+        ({"local_batch_size": 10**30}, "expected a whole number from 1 to 1000000000"),
+        ({"geometry": {"nodes": 10**9}}, "geometry.nodes: got 1000000000; expected less than or equal to 1000000"),
+        ({"geometry": {"gpus_per_node": 10**9}}, "geometry.gpus_per_node: got 1000000000; expected less than"),
+        ({"tune": {"batch_size": [10**30]}}, "tune.batch_size.0: got 1" + "0" * 30 + "; expected less than"),
+    ],
+)
+def test_numbers_that_no_machine_has_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=re.escape(message)) as caught:
+        load({"study": "cosmo_unet", "runs": {"a": settings}})
+    assert "plans.p.runs.a" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_what_a_block_makes_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not once for each of its runs, of which there may be thousands."""
+    calls = list[int]()
+    make = Scaling.runs
+
+    def noted(self: Scaling, weak: bool) -> Any:
+        calls.append(len(self.batch_sizes))
+        return make(self, weak)
+
+    monkeypatch.setattr(Scaling, "runs", noted)
+    assert len(load({**WEAK, "scaling": {"devices": [1, 2, 4], "batch_sizes": [*range(1, 11)]}})) == 50
+    assert calls.count(10) <= 2  # for the names, and for the settings
 
 
 # ---- the page: weak and strong scaling --------------------------------------------------------------

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, Union
 
-from pydantic import Field, PositiveInt, SkipValidation, ValidationInfo, create_model, field_validator, model_validator
+from pydantic import Field, SkipValidation, ValidationInfo, create_model, field_validator, model_validator
 
 from dlscale.config.run import LOCAL_BATCH_SIZE, Run, components
 from dlscale.config.scaling import Convergence, Made, Scaling
@@ -13,7 +14,7 @@ from dlscale.core import registry
 from dlscale.core.errors import unknown
 from dlscale.core.machine import NEEDS
 from dlscale.core.records import PlanKind
-from dlscale.core.schema import Name, Strict, partial
+from dlscale.core.schema import BatchSize, Name, Strict, partial
 from dlscale.core.settings import nested
 from dlscale.core.stages import RUN_STAGES, STAGES
 
@@ -143,13 +144,18 @@ class Plan(Strict):
         """Whether only the best of its runs train to the end."""
         return self.sweep is not None and self.sweep.method == "halving"
 
+    @functools.cached_property
+    def made(self) -> dict[str, Made]:
+        """The runs that `scaling` or `convergence` makes."""
+        block = self.scaling or self.convergence
+        return _runs(self.kind, block) if block else {}
+
     def parts(self, run: str) -> list[tuple[str, Any]]:
         """Return what a run changes, each part with the key of the plan where it is written."""
         settings = self.runs[run]
         if self.kind == "sweep":
             return [("sweep.over", settings)]
-        block = self.scaling or self.convergence
-        made = _runs(self.kind, block).get(run) if block else None
+        made = self.made.get(run)
         if made is None or "use" in settings:
             return [(f"runs.{run}", settings)]
         key = BLOCKS[self.kind][0]
@@ -200,5 +206,5 @@ def _overrides() -> Any:
             kinds.setdefault(key, []).append(annotation)
     unions: dict[str, Any] = {key: (Union[tuple(dict.fromkeys(each))], ...) for key, each in kinds.items()}  # noqa: UP007
     settings: Any = partial(create_model("Run", __base__=Run, **unions), without=("study",))
-    local: Any = (PositiveInt | None, Field(None, description=LOCAL_BATCH_SIZE))
+    local: Any = (BatchSize | None, Field(None, description=LOCAL_BATCH_SIZE))
     return create_model("RunSettings", __base__=settings, __doc__=settings.__doc__, local_batch_size=local)

@@ -30,7 +30,7 @@ from dlscale.config.parallel import DDP, DP, FSDP, Parallel
 from dlscale.core import registry
 from dlscale.core.errors import UserError, unknown
 from dlscale.core.records import VALID_LOSS
-from dlscale.core.schema import Component, Name, Strict
+from dlscale.core.schema import BatchSize, Component, Devices, Name, Seed, Strict
 from dlscale.core.settings import read_settings, validate
 from dlscale.core.stages import STAGES
 
@@ -113,7 +113,7 @@ class Schedule(Strict):
     scaling: Literal["none", "sqrt", "linear"] = Field(
         "none", description="How lr grows with batch_size / base_batch_size."
     )
-    base_batch_size: PositiveInt | None = Field(None, description="Batch size that optimizer.lr is meant for.")
+    base_batch_size: BatchSize | None = Field(None, description="Batch size that optimizer.lr is meant for.")
 
     @model_validator(mode="after")
     def _base(self) -> Schedule:
@@ -197,12 +197,12 @@ class Geometry(Strict):
     Devices that share a model (tp x cp of them) see the same samples; the others, as data-parallel ones, see others.
     """
 
-    nodes: PositiveInt = 1
-    gpus_per_node: PositiveInt = Field(1, description="Devices of a node that are used (a CPU counts as one).")
-    tp: PositiveInt = Field(
+    nodes: Devices = 1
+    gpus_per_node: Devices = Field(1, description="Devices of a node that are used (a CPU counts as one).")
+    tp: Devices = Field(
         1, description="Tensor parallel: devices that share each layer's weights, and its tokens between the layers."
     )
-    cp: PositiveInt = Field(
+    cp: Devices = Field(
         1, description="Context parallel: devices that share a sample's tokens; each has all of the weights."
     )
     order: Order = Field(
@@ -283,7 +283,7 @@ class Tune(Strict):
     threads: list[PositiveInt] = Field(
         [], description="CPU threads that a process computes with; else, on a CPU, all of its cores and half of them."
     )
-    batch_size: list[PositiveInt] = Field(
+    batch_size: list[BatchSize] = Field(
         [], description="Global batch sizes; else the run's own. Another one changes what is learnt."
     )
     seconds: PositiveFloat = Field(
@@ -329,8 +329,8 @@ class RunCore(Strict):
 
     study: Name
     dataset: Name
-    seed: NonNegativeInt = Field(0, description="Of weights, samples and drop-out.")
-    batch_size: PositiveInt = Field(64, description="Global batch size in samples: over all devices.")
+    seed: Seed = Field(0, description="Of weights, samples and drop-out.")
+    batch_size: BatchSize = Field(64, description="Global batch size in samples: over all devices.")
     model: SerializeAsAny[Strict]
     loss: SerializeAsAny[Strict]
     samples: SerializeAsAny[Strict]
@@ -379,15 +379,21 @@ class RunCore(Strict):
         if "batch_size" in rest:
             raise ValueError("give either batch_size, of all devices together, or local_batch_size, of each")
         try:
-            local = TypeAdapter(PositiveInt).validate_python(data["local_batch_size"])
+            local = TypeAdapter(BatchSize).validate_python(data["local_batch_size"])
         except ValidationError:
             given = data["local_batch_size"]
-            raise ValueError(f"local_batch_size: got {given!r}; expected a whole number greater than 0") from None
+            raise ValueError(f"local_batch_size: got {given!r}; expected a whole number from 1 to 1000000000") from None
         try:
             shares = TypeAdapter(Geometry).validate_python(rest.get("geometry") or {}).dp
         except ValidationError:
             shares = 1  # its own mistake is reported
-        return {**rest, "batch_size": local * shares}
+        try:
+            whole = TypeAdapter(BatchSize).validate_python(local * shares)
+        except ValidationError:
+            raise ValueError(
+                f"local_batch_size {local} x {shares} = {local * shares} samples in all; expected at most 1000000000"
+            ) from None
+        return {**rest, "batch_size": whole}
 
     @model_validator(mode="after")
     def _fits(self) -> RunCore:

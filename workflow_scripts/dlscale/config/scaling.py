@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import math
+from collections import Counter
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from dlscale.core.schema import Name, Strict
+from dlscale.config.sweep import MOST
+from dlscale.core.schema import BatchSize, Devices, Name, Seed, Strict
 from dlscale.core.text import many
 
 #: Letters of a variant's name: with a batch size and devices it becomes a run's.
@@ -34,11 +37,11 @@ class Made:
 class Scaling(Strict):
     """Runs of one computation on more and more devices."""
 
-    devices: list[PositiveInt] = Field(min_length=1, description="Numbers of devices, each a run.")
-    per_node: PositiveInt = Field(
+    devices: list[Devices] = Field(min_length=1, description="Numbers of devices, each a run.")
+    per_node: Devices = Field(
         4, description="Devices of a node: fewer are on one node, more must be a multiple and fill several."
     )
-    batch_sizes: list[PositiveInt] = Field(
+    batch_sizes: list[BatchSize] = Field(
         min_length=1,
         description="weak_scaling: samples of a step on each device (or on those that share a model); "
         "strong_scaling: on all devices together.",
@@ -65,6 +68,11 @@ class Scaling(Strict):
         if all(_apart(settings) for settings in variants.values()):
             raise ValueError("none averages gradients; add one, for example ddp: {}")
         return variants
+
+    @model_validator(mode="after")
+    def _countable(self) -> Scaling:
+        _few(devices=self.devices, batch_sizes=self.batch_sizes, variants=self.variants)
+        return self
 
     @model_validator(mode="after")
     def _on_nodes(self) -> Scaling:
@@ -99,10 +107,10 @@ class Scaling(Strict):
 
 #: Batch sizes: a list, or the further settings of each.
 BatchSizes = Annotated[
-    dict[PositiveInt, Any],
+    dict[BatchSize, Any],
     BeforeValidator(
         lambda value: dict.fromkeys(_different(value)) if isinstance(value, list) and _plain(value) else value,
-        json_schema_input_type=list[PositiveInt] | dict[PositiveInt, Any],
+        json_schema_input_type=list[BatchSize] | dict[BatchSize, Any],
     ),
 ]
 
@@ -118,10 +126,10 @@ class Convergence(Strict):
     scaling: list[Literal["none", "sqrt", "linear"]] = Field(
         ["sqrt"], min_length=1, description="How the learning rate grows with the batch size: each rule is tried."
     )
-    base_batch_size: PositiveInt | None = Field(
+    base_batch_size: BatchSize | None = Field(
         None, description="Batch size that optimizer.lr is meant for; the smallest of batch_sizes if absent."
     )
-    seeds: list[NonNegativeInt] = Field([0], min_length=1, description="Each training is repeated with each of these.")
+    seeds: list[Seed] = Field([0], min_length=1, description="Each training is repeated with each of these.")
 
     @field_validator("scaling", "seeds")
     @classmethod
@@ -134,6 +142,11 @@ class Convergence(Strict):
         for size, settings in sizes.items():
             _leave(settings, str(size), "use", "batch_size", "local_batch_size", "seed", "schedule.scaling")
         return dict(sorted(sizes.items()))
+
+    @model_validator(mode="after")
+    def _countable(self) -> Convergence:
+        _few(batch_sizes=self.batch_sizes, scaling=self.scaling, seeds=self.seeds)
+        return self
 
     def runs(self) -> dict[str, Made]:
         """Return the runs by name. With the base batch size all rules are one, and it trains once."""
@@ -161,10 +174,19 @@ def _plain(values: list[Any]) -> bool:
 
 
 def _different(values: Sequence[Any]) -> list[Any]:
-    for value in values:
-        if values.count(value) > 1:
+    for value, times in Counter(values).items():
+        if times > 1:
             raise ValueError(f"{value} stands twice")
     return list(values)
+
+
+def _few(**lists: Collection[Any]) -> None:
+    """Refuse more combinations than a plan may have runs."""
+    if (count := math.prod(map(len, lists.values()))) > MOST:
+        sizes = " x ".join(f"{len(values)} {key}" for key, values in lists.items())
+        raise ValueError(
+            f"{sizes} = {count} runs; expected at most {MOST}, for each has a folder and jobs of its own; give fewer"
+        )
 
 
 def _apart(settings: Any) -> bool:

@@ -11,9 +11,9 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
-from dlscale.core.schema import Strict
+from dlscale.core.schema import Seed, Strict
 
 #: Values of a trial by dotted key, as `optimizer.lr`.
 Values = dict[str, Any]
@@ -21,7 +21,7 @@ Values = dict[str, Any]
 #: Letters of a trial's name, beside those that its rung may add.
 LONGEST = 52
 
-#: Trials that a sweep has at most: each is a run, with a folder and jobs of its own, which Snakemake keeps in memory.
+#: Runs that a block of a plan makes at most: each has a folder and jobs of its own, which Snakemake keeps in memory.
 MOST = 10_000
 
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
@@ -76,7 +76,7 @@ class Sweep(Strict):
         description="Trials to draw; more of them leave those that are there as they are. Of halving: all "
         "combinations if absent.",
     )
-    seed: NonNegativeInt = Field(0, description="Of the draws.")
+    seed: Seed = Field(0, description="Of the draws.")
     metric: str = Field(
         "valid_loss",
         description="What the best trial is best in: valid_loss, a validation metric of the study, or "

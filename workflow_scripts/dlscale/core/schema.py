@@ -6,13 +6,29 @@ import functools
 import types
 from typing import Annotated, Any, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, create_model, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PositiveInt,
+    StringConstraints,
+    create_model,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from dlscale.core.errors import nearest
 
 #: Names of datasets, plans and runs become folders, so they hold nothing that a shell or a path reads.
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")]
+
+#: Numbers of devices and of samples in a batch: far more than there are, so that a slip of the hand is told at once.
+Devices = Annotated[PositiveInt, Field(le=1_000_000)]
+BatchSize = Annotated[PositiveInt, Field(le=1_000_000_000)]
+
+#: What PyTorch and NumPy take alike.
+Seed = Annotated[NonNegativeInt, Field(le=2**63 - 1)]
 
 
 class Strict(BaseModel):
