@@ -701,4 +701,6 @@ def test_the_memory_of_a_processor_is_not_drawn_beside_the_steps(results: Result
     )
     assert view and [name for name, _, _ in view["legend"]] == ["predicted"]
     assert view["plots"][0][1] == "Memory of a device: predicted."
+    drawing = view["plots"][0][0]
+    assert f">{number(0.03)}<" in drawing and f">{number(0.7)}<" not in drawing
     assert cells(view["table"], 0)["Memory of a device", "measured"] == ("700 MB", "of the whole process")
