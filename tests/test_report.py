@@ -396,12 +396,16 @@ def with_ladder(results: Results) -> Results:
     return results
 
 
-def test_what_was_left_out_is_said(ladder: Results) -> None:
+def test_what_was_left_out_is_said_once_with_its_reason(ladder: Results) -> None:
     path = ladder.plans[0]
-    settings = yaml.safe_load(path.read_text())
-    path.write_text(yaml.safe_dump({**settings, "left_out": {"compile": "a C++ compiler"}}))
+    lacking = {"compile": "a C++ compiler", "d4": "4 GPUs (it has 2)", "d4_large": "4 GPUs (it has 2)"}
+    path.write_text(yaml.safe_dump({**yaml.safe_load(path.read_text()), "left_out": lacking}))
     text = re.sub(r"<[^>]+>", "", ladder.report())
-    assert "Left out: compile. The machine lacks a C++ compiler." in text
+    assert "3 runs, 3 left out · on" in text
+    told = text.index("Left out, since the machine lacks a C++ compiler: compile.")
+    assert "Left out, since the machine lacks 4 GPUs (it has 2): d4, d4_large." in text
+    assert text.count("d4_large") == text.count("a C++ compiler") == 1
+    assert told < text.index("waiting for data"), "before what was measured"
 
 
 def test_a_busy_machine_is_given_away(results: Results) -> None:
@@ -868,7 +872,7 @@ def test_units_times_and_sizes() -> None:
 class Page(HTMLParser):
     """What the tests ask of a page: its text, its attributes, its elements' nesting."""
 
-    VOID = frozenset({"meta", "link", "img", "br", "hr", "input", "col"})
+    VOID = frozenset({"meta", "link", "img", "br", "wbr", "hr", "input", "col"})
 
     def __init__(self, html: str) -> None:
         super().__init__()
@@ -963,6 +967,13 @@ def test_the_table_has_every_run_with_units(ladder: Results) -> None:
     assert channels[0][1] == "u10 m s⁻¹"
     assert channels[1][1:] == ["2.00", "2.67"]
     assert channels[3][1:] == ["1.40skill 0.30", "1.87skill 0.30"]
+
+
+def test_a_key_breaks_where_its_parts_end(results: Results) -> None:
+    results.run("p", "a")
+    results.run("p", "b", geometry={"gpus_per_node": 2})
+    results.plan("p", {"a": "a", "b": "b"})
+    assert ">geometry.<wbr>gpus_per_node: 2<" in results.report()
 
 
 def test_the_download_is_the_summary(ladder: Results) -> None:

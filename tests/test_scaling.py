@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dlscale.config import resolve
-from dlscale.config import scaling as scaling_settings
 from dlscale.config.resolve import ResolvedRun
+from dlscale.config.scaling import Scaling
 from dlscale.core import records
 from dlscale.core.errors import UserError
 from dlscale.core.records import Device, MemoryUse, Published, Throughput, Trials
@@ -26,7 +25,7 @@ from dlscale.report.drawing import DASHED, DOTTED
 from dlscale.report.results import PlanResult, read_plan
 from dlscale.report.series import series as series_of
 from dlscale.report.tables import RunsTable
-from tests.test_report import Results
+from tests.test_report import Page, Results
 
 WEAK: dict[str, Any] = {"study": "cosmo_unet", "kind": "weak_scaling"}
 
@@ -109,44 +108,6 @@ def test_convergence_repeats_larger_batches_by_each_rule() -> None:
     assert (run.label, runs["b64_sqrt_seed0"].run.label) == ("batch 256, linear, seed 7", "batch 64, seed 0")
 
 
-@pytest.mark.parametrize(
-    "plan, message",
-    [
-        (
-            {"scaling": {"devices": list(range(1, 201)), "per_node": 1, "batch_sizes": list(range(1, 51))}},
-            r"plans\.p\.scaling: devices x batch_sizes x variants: 20000 runs; expected at most 10000",
-        ),
-        (
-            {"kind": "convergence", "convergence": {"batch_sizes": list(range(1, 5001)), "seeds": [0, 1, 2]}},
-            r"plans\.p\.convergence: batch_sizes x scaling x seeds: 15000 runs; expected at most 10000",
-        ),
-        (
-            {"scaling": {"devices": [10**9], "batch_sizes": [8]}},
-            r"devices\.0: got 1000000000; expected less than or equal",
-        ),
-        ({"scaling": {"devices": [1], "batch_sizes": [10**30]}}, r"batch_sizes.*: got 10{30}; expected less than"),
-    ],
-)
-def test_more_than_can_be_is_refused_before_it_is_made(plan: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        load({**WEAK, **plan})
-
-
-def test_runs_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of a thousand would make a thousand."""
-    made = Counter[str]()
-    runs = scaling_settings.Convergence.runs
-
-    def counted(self: scaling_settings.Convergence) -> Any:
-        made[str(list(self.batch_sizes))] += 1
-        return runs(self)
-
-    monkeypatch.setattr(scaling_settings.Convergence, "runs", counted)
-    block = {"batch_sizes": list(range(1, 101)), "seeds": [0, 1]}
-    assert len(load({"study": "cosmo_unet", "kind": "convergence", "convergence": block})) == 200
-    assert made[str(list(range(1, 101)))] == 2, "once to name them, once for what they are"
-
-
 def test_the_rate_may_be_meant_for_another_batch() -> None:
     """With the batch size that the rate is meant for all rules are one; it need not be the smallest, nor among them."""
     block = {"batch_sizes": [32, 128], "scaling": ["sqrt", "linear"], "base_batch_size": 128}
@@ -208,6 +169,27 @@ BIG: dict[str, Any] = {"study": "cosmo_unet", "kind": "convergence"}
         ({"scaling": SCALING, "runs": {"b64_ddp_1": {}}}, "runs", "b64_ddp_1: scaling makes this run; write {use:"),
         ({"scaling": SCALING, "measure": ["train"]}, "runs.b64_no_sync_2.parallel.sync", "leave train out"),
         ({"scaling": SCALING, "settings": {"geometry": {"tp": 2}}}, "scaling.devices.geometry", "set gpus_per_node"),
+        ({"scaling": {**SCALING, "devices": [10**9]}}, "scaling.devices.0", "less than or equal to 1000000"),
+        (
+            {"scaling": {**SCALING, "batch_sizes": [10**30]}},
+            "scaling.batch_sizes.0",
+            "less than or equal to 1000000000",
+        ),
+        (
+            {"scaling": {"devices": [10**6], "batch_sizes": [10**6]}},
+            "",
+            "local_batch_size 1000000 x 1000000 = 1000000000000 samples in all; expected at most 1000000000",
+        ),
+        (
+            {"scaling": {"devices": [*range(1, 5000)], "per_node": 1, "batch_sizes": [*range(1, 5000)]}},
+            "scaling",
+            "4999 devices x 4999 batch_sizes x 2 variants = 49980002 runs; expected at most 10000",
+        ),
+        (
+            {**BIG, "convergence": {"batch_sizes": [*range(1, 5000)], "seeds": [*range(5000)]}},
+            "convergence",
+            "4999 batch_sizes x 1 scaling x 5000 seeds = 24995000 runs; expected at most 10000",
+        ),
         (BIG, "runs", "a plan of kind convergence needs the key convergence; for example {batch_sizes: "),
         ({**BIG, "convergence": {"batch_sizes": [4, 4]}}, "convergence.batch_sizes", "4 stands twice"),
         ({**BIG, "convergence": {"batch_sizes": [[4]]}}, "convergence.batch_sizes", "got [[4]]"),
@@ -225,6 +207,37 @@ def test_what_cannot_be_is_refused_with_its_key(plan: dict[str, Any], where: str
     with pytest.raises(UserError, match=f"{re.escape(path)}.*{re.escape(message)}") as caught:
         load({**WEAK, **plan})
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"seed": 10**40}, "seed: got 1" + "0" * 40 + "; expected less than or equal to 9223372036854775807"),
+        ({"batch_size": 10**30}, "batch_size: got 1" + "0" * 30 + "; expected less than or equal to 1000000000"),
+        ({"local_batch_size": 10**30}, "expected a whole number from 1 to 1000000000"),
+        ({"geometry": {"nodes": 10**9}}, "geometry.nodes: got 1000000000; expected less than or equal to 1000000"),
+        ({"geometry": {"gpus_per_node": 10**9}}, "geometry.gpus_per_node: got 1000000000; expected less than"),
+        ({"tune": {"batch_size": [10**30]}}, "tune.batch_size.0: got 1" + "0" * 30 + "; expected less than"),
+    ],
+)
+def test_numbers_that_no_machine_has_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=re.escape(message)) as caught:
+        load({"study": "cosmo_unet", "runs": {"a": settings}})
+    assert "plans.p.runs.a" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_what_a_block_makes_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not once for each of its runs, of which there may be thousands."""
+    calls = list[int]()
+    make = Scaling.runs
+
+    def noted(self: Scaling, weak: bool) -> Any:
+        calls.append(len(self.batch_sizes))
+        return make(self, weak)
+
+    monkeypatch.setattr(Scaling, "runs", noted)
+    assert len(load({**WEAK, "scaling": {"devices": [1, 2, 4], "batch_sizes": [*range(1, 11)]}})) == 50
+    assert calls.count(10) <= 2  # for the names, and for the settings
 
 
 # ---- the page: weak and strong scaling --------------------------------------------------------------
@@ -391,7 +404,7 @@ def test_variants_are_series_of_their_own_and_share_a_twin(results: Results) -> 
     plan = read_plan(results.plan("plan", runs, kind="weak_scaling", measure=("throughput",)))
     found = series_of(plan)
     assert [each.label for each in found] == [
-        "8 samples a device; bucket_mb None",
+        "8 samples a device; bucket_mb none",
         "8 samples a device; bucket_mb 100",
     ]
     shares = [each.points[1].communication("SYNTHETIC") for each in found]
@@ -547,14 +560,6 @@ def test_seeds_make_a_band_from_the_least_to_the_greatest(results: Results) -> N
         assert groups[0].band("time")[epoch].place == pytest.approx((epoch + 1) * (2.0 + 1.5))
 
 
-def test_a_batch_that_the_data_do_not_fill_is_told(results: Results) -> None:
-    """An epoch has 128 samples."""
-    view = convergence.view(converged(results))
-    assert view and view["note"] == " ".join(
-        f"batch 256, {rule}: there are 128 training samples, and each step had no more." for rule in ("sqrt", "linear")
-    )
-
-
 def test_what_a_target_took_is_the_mean_over_the_seeds(results: Results) -> None:
     wanted = 0.3 * 0.7 + 0.01
     plan = converged(results, target={"metric": "valid_loss", "value": wanted, "stop": False})
@@ -593,6 +598,38 @@ def test_a_training_that_diverged_is_said_and_drawn_as_far_as_it_came(results: R
     (kept,) = (run.final_loss for run in plan.runs[-2:-1])
     assert view and cells(view["table"], 2)["Training", "validation loss"] == (number(kept), "1 of 2 diverged")
     assert "<h3>Convergence</h3>" in results.report()
+
+
+def test_a_batch_of_more_than_all_samples_is_said(results: Results) -> None:
+    """Its steps had the 128 samples of an epoch."""
+    plan = converged(results)
+    view = convergence.view(plan)
+    assert view and view["note"] == ""
+    for run in plan.runs:
+        epochs = [each.model_copy(update={"step": each.epoch}) for each in run.epochs]
+        (run.folder / "metrics.jsonl").write_text(records.epoch_lines(epochs))
+    view = convergence.view(read_plan(results.plans[0]))
+    assert view and view["note"].endswith(
+        "each step no more than these: batch 256, sqrt (128 samples); batch 256, linear (128 samples)."
+    )
+
+
+def test_seeds_are_one_bar_at_their_mean_speed(results: Results) -> None:
+    plan = converged(results)
+    speed = glance.speed(plan)
+    assert speed and speed["seeds"] and speed["of"] == 3
+    assert [bar["label"] for bar in speed["bars"]] == ["batch 64, sqrt", "batch 256, sqrt", "batch 256, linear"]
+    both = [run.speed or 0.0 for run in plan.runs[2:4]]
+    path = plan.runs[3].folder / "metrics.jsonl"
+    slower = [
+        each.model_copy(update={"samples_per_second": each.samples_per_second / 2}) for each in plan.runs[3].epochs
+    ]
+    path.write_text(records.epoch_lines(slower))
+    speed = glance.speed(read_plan(results.plans[0]))
+    assert speed and speed["bars"][1]["speed"] == pytest.approx((both[0] + both[1] / 2) / 2)
+    assert (speed["fastest"], speed["first"]) == ("batch 256, linear", "batch 64, sqrt")
+    assert speed["speed_up"] == pytest.approx(4)
+    assert "Training, median over epochs, mean over the seeds, run batch 256, linear" in Page(results.report()).text
 
 
 # ---- the page: parallelism --------------------------------------------------------------------------
@@ -634,3 +671,23 @@ def test_memory_is_told_as_predicted_measured_and_published(results: Results) ->
     assert tp4["FULL", "published"] == ("114.4 samples/s", "16 × A100, SC23")
     assert ddp["FULL", "published"] == ("–", "")
     assert "whole process" not in view["about"]  # of a GPU it is PyTorch's own
+    assert [name for name, _, _ in view["legend"]] == ["predicted", "measured"]
+    assert view["plots"][0][1].endswith("predicted (upper bar) and measured (lower bar).")
+
+
+def test_the_memory_of_a_processor_is_not_drawn_beside_the_steps(results: Results) -> None:
+    """The whole process is measured there, and a step predicted: bars of both would compare what is not alike."""
+    use = MemoryUse(parameters=2, gradients=2, optimizer=4, activations=20, peak=30_000_000)
+    folder = measured(results, "ddp", 2, 64, (trials(300.0), trials(120.0), trials(100.0)))
+    found = Throughput.read(folder / "throughput.json")
+    device = Device(kind="cpu", name="Example CPU", threads=2)
+    more = {"predicted": use, "peak_memory_bytes": 700_000_000, "device": device}
+    found.model_copy(update=more).write(folder / "throughput.json")
+    view = parallelism.view(
+        read_plan(results.plan("plan", {"ddp": "ddp"}, kind="parallelism", measure=("throughput",)))
+    )
+    assert view and [name for name, _, _ in view["legend"]] == ["predicted"]
+    assert view["plots"][0][1] == "Memory of a device: predicted."
+    drawing = view["plots"][0][0]
+    assert f">{number(0.03)}<" in drawing and f">{number(0.7)}<" not in drawing
+    assert cells(view["table"], 0)["Memory of a device", "measured"] == ("700 MB", "of the whole process")

@@ -1372,8 +1372,10 @@ def test_a_single_step_is_a_training(era5: Make) -> None:
     assert len(moved) == len(untrained)
 
 
-def test_an_epoch_smaller_than_a_batch_trains(era5: Make) -> None:
+def test_an_epoch_smaller_than_a_batch_trains_and_is_told(era5: Make, caplog: pytest.LogCaptureFixture) -> None:
     folder = era5(batch_size=64, training={"epochs": 1})
+    told = [record.getMessage() for record in caplog.records if "training samples" in record.getMessage()]
+    assert told and told[0].startswith("batch_size 64: an epoch has 38 training samples, and so has each step")
     assert [(r["step"], r["samples"]) for r in records(folder)] == [(1, 38)]
 
 
@@ -1409,12 +1411,3 @@ def test_the_clock_of_an_epoch_stops_with_its_steps() -> None:
     again = _EpochSums(CheckpointRecord(seconds=stopped, wall_time=wall_time), 0, World(), device)
     again.finish()
     assert (again.seconds, again.wall_time) == (stopped, wall_time) == (sums.seconds, sums.wall_time)
-
-
-def test_a_batch_of_more_samples_than_there_are_is_told(
-    tmp_path: Path, era5_data: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    folder = make_run(tmp_path / "run", "era5_vit", {**ERA5_RUN, "batch_size": 512}, ERA5).parent
-    assert train(folder, era5_data / "manifest.json") == 0
-    (said,) = [each.getMessage() for each in caplog.records if each.levelname == "WARNING" and "batch_size" in each.msg]
-    assert said.startswith("batch_size 512: there are ") and "use a smaller one, or more data" in said

@@ -14,7 +14,7 @@ from dlscale.core import registry
 from dlscale.core.errors import unknown
 from dlscale.core.machine import NEEDS
 from dlscale.core.records import PlanKind
-from dlscale.core.schema import Name, PositiveInt, Strict, partial
+from dlscale.core.schema import BatchSize, Name, Strict, partial
 from dlscale.core.settings import nested
 from dlscale.core.stages import RUN_STAGES, STAGES
 
@@ -218,5 +218,5 @@ def _overrides() -> Any:
             kinds.setdefault(key, []).append(annotation)
     unions: dict[str, Any] = {key: (Union[tuple(dict.fromkeys(each))], ...) for key, each in kinds.items()}  # noqa: UP007
     settings: Any = partial(create_model("Run", __base__=Run, **unions), without=("study",))
-    local: Any = (PositiveInt | None, Field(None, description=LOCAL_BATCH_SIZE))
+    local: Any = (BatchSize | None, Field(None, description=LOCAL_BATCH_SIZE))
     return create_model("RunSettings", __base__=settings, __doc__=settings.__doc__, local_batch_size=local)

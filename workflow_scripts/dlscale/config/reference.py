@@ -73,7 +73,7 @@ def _may_be(node: Node) -> str:
 def _bounds(node: Node) -> Iterator[str]:
     for key, sign in (("minimum", "≥"), ("exclusiveMinimum", ">"), ("maximum", "≤"), ("exclusiveMaximum", "<")):
         if key in node and abs(node[key]) < 2**31:  # what is beyond is told where it is met
-            yield f"{sign} {node[key]:g}"
+            yield f"{sign} {node[key]:,}"
 
 
 def _held(node: Any) -> Iterator[str]:

@@ -28,7 +28,7 @@ from dlscale.config.parallel import DDP, DP, FSDP, Parallel
 from dlscale.core import registry
 from dlscale.core.errors import UserError, unknown
 from dlscale.core.records import VALID_LOSS
-from dlscale.core.schema import Component, Devices, Name, NonNegativeInt, PositiveInt, Seed, Strict
+from dlscale.core.schema import BatchSize, Component, Devices, Name, NonNegativeInt, PositiveInt, Seed, Strict
 from dlscale.core.settings import read_settings, validate
 from dlscale.core.stages import STAGES
 
@@ -115,7 +115,7 @@ class Schedule(Strict):
     scaling: Literal["none", "sqrt", "linear"] = Field(
         "none", description="How lr grows with batch_size / base_batch_size."
     )
-    base_batch_size: PositiveInt | None = Field(None, description="Batch size that optimizer.lr is meant for.")
+    base_batch_size: BatchSize | None = Field(None, description="Batch size that optimizer.lr is meant for.")
 
     @model_validator(mode="after")
     def _base(self) -> Schedule:
@@ -289,7 +289,7 @@ class Tune(Strict):
     threads: list[PositiveInt] = Field(
         [], description="CPU threads that a process computes with; else, on a CPU, all of its cores and half of them."
     )
-    batch_size: list[PositiveInt] = Field(
+    batch_size: list[BatchSize] = Field(
         [], description="Global batch sizes; else the run's own. Another one changes what is learnt."
     )
     seconds: PositiveFloat = Field(
@@ -336,7 +336,7 @@ class RunCore(Strict):
     study: Name
     dataset: Name = Field(description="Name of the dataset.")
     seed: Seed = Field(0, description="Of weights, samples and drop-out.")
-    batch_size: PositiveInt = Field(64, description="Global batch size in samples: over all devices.")
+    batch_size: BatchSize = Field(64, description="Global batch size in samples: over all devices.")
     model: SerializeAsAny[Strict]
     loss: SerializeAsAny[Strict]
     samples: SerializeAsAny[Strict]
@@ -385,15 +385,21 @@ class RunCore(Strict):
         if "batch_size" in rest:
             raise ValueError("give either batch_size, of all devices together, or local_batch_size, of each")
         try:
-            local = TypeAdapter(PositiveInt).validate_python(data["local_batch_size"])
+            local = TypeAdapter(BatchSize).validate_python(data["local_batch_size"])
         except ValidationError:
             given = data["local_batch_size"]
-            raise ValueError(f"local_batch_size: got {given!r}; expected a whole number greater than 0") from None
+            raise ValueError(f"local_batch_size: got {given!r}; expected a whole number from 1 to 1000000000") from None
         try:
             shares = TypeAdapter(Geometry).validate_python(rest.get("geometry") or {}).dp
         except ValidationError:
             shares = 1  # its own mistake is reported
-        return {**rest, "batch_size": local * shares}
+        try:
+            whole = TypeAdapter(BatchSize).validate_python(local * shares)
+        except ValidationError:
+            raise ValueError(
+                f"local_batch_size {local} x {shares} = {local * shares} samples in all; expected at most 1000000000"
+            ) from None
+        return {**rest, "batch_size": whole}
 
     @model_validator(mode="after")
     def _fits(self) -> RunCore:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import math
+from collections import Counter
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from dlscale.core.schema import MOST_RUNS, Devices, Name, PositiveInt, Seed, Strict
+from dlscale.core.schema import MOST_RUNS, BatchSize, Devices, Name, Seed, Strict
 from dlscale.core.text import many
 
 #: Letters of a variant's name: with a batch size and devices it becomes a run's.
@@ -38,7 +40,7 @@ class Scaling(Strict):
     per_node: Devices = Field(
         4, description="Devices of a node: fewer are on one node, more must be a multiple and fill several."
     )
-    batch_sizes: list[PositiveInt] = Field(
+    batch_sizes: list[BatchSize] = Field(
         min_length=1,
         description="weak_scaling: samples of a step on each device (or on those that share a model); "
         "strong_scaling: on all devices together.",
@@ -67,8 +69,12 @@ class Scaling(Strict):
         return variants
 
     @model_validator(mode="after")
+    def _countable(self) -> Scaling:
+        _few(devices=self.devices, batch_sizes=self.batch_sizes, variants=self.variants)
+        return self
+
+    @model_validator(mode="after")
     def _on_nodes(self) -> Scaling:
-        _countable(len(self.devices) * len(self.batch_sizes) * len(self.variants), "devices", "batch_sizes", "variants")
         for count in self.devices:
             if count > self.per_node and count % self.per_node:
                 less = count - count % self.per_node
@@ -100,10 +106,10 @@ class Scaling(Strict):
 
 #: Batch sizes: a list, or the further settings of each.
 BatchSizes = Annotated[
-    dict[PositiveInt, Any],
+    dict[BatchSize, Any],
     BeforeValidator(
         lambda value: dict.fromkeys(_different(value)) if isinstance(value, list) and _plain(value) else value,
-        json_schema_input_type=list[PositiveInt] | dict[PositiveInt, Any],
+        json_schema_input_type=list[BatchSize] | dict[BatchSize, Any],
     ),
 ]
 
@@ -119,7 +125,7 @@ class Convergence(Strict):
     scaling: list[Literal["none", "sqrt", "linear"]] = Field(
         ["sqrt"], min_length=1, description="How the learning rate grows with the batch size: each rule is tried."
     )
-    base_batch_size: PositiveInt | None = Field(
+    base_batch_size: BatchSize | None = Field(
         None, description="Batch size that optimizer.lr is meant for; the smallest of batch_sizes if absent."
     )
     seeds: list[Seed] = Field([0], min_length=1, description="Each training is repeated with each of these.")
@@ -137,8 +143,8 @@ class Convergence(Strict):
         return dict(sorted(sizes.items()))
 
     @model_validator(mode="after")
-    def _not_too_many(self) -> Convergence:
-        _countable(len(self.batch_sizes) * len(self.scaling) * len(self.seeds), "batch_sizes", "scaling", "seeds")
+    def _countable(self) -> Convergence:
+        _few(batch_sizes=self.batch_sizes, scaling=self.scaling, seeds=self.seeds)
         return self
 
     def runs(self) -> dict[str, Made]:
@@ -167,19 +173,19 @@ def _plain(values: list[Any]) -> bool:
 
 
 def _different(values: Sequence[Any]) -> list[Any]:
-    seen = set()
-    for value in values:
-        if value in seen:
+    for value, times in Counter(values).items():
+        if times > 1:
             raise ValueError(f"{value} stands twice")
-        seen.add(value)
     return list(values)
 
 
-def _countable(runs: int, *of: str) -> None:
-    """Refuse a block that makes too many runs, before it makes them."""
-    if runs > MOST_RUNS:
+def _few(**lists: Collection[Any]) -> None:
+    """Refuse more combinations than a plan may have runs."""
+    if (count := math.prod(map(len, lists.values()))) > MOST_RUNS:
+        sizes = " x ".join(f"{len(values)} {key}" for key, values in lists.items())
         raise ValueError(
-            f"{' x '.join(of)}: {runs} runs; expected at most {MOST_RUNS}, for each has a folder and jobs of its own"
+            f"{sizes} = {count} runs; expected at most {MOST_RUNS}, for each has a folder and jobs of its own; give "
+            "fewer"
         )
 
 

@@ -23,8 +23,10 @@ PositiveInt = Annotated[int, Field(gt=0, lt=2**31)]
 NonNegativeInt = Annotated[int, Field(ge=0, lt=2**31)]
 #: Of nodes, GPUs and processes: the largest machines have some ten thousand.
 Devices = Annotated[int, Field(gt=0, le=1_000_000)]
+#: Samples of a step.
+BatchSize = Annotated[int, Field(gt=0, le=1_000_000_000)]
 #: As PyTorch takes them.
-Seed = Annotated[int, Field(ge=0, lt=2**63)]
+Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]
 
 #: Runs that a plan has at most: each has a folder and jobs of its own, which Snakemake keeps in memory.
 MOST_RUNS = 10_000

@@ -42,7 +42,7 @@ def read_yaml(path: str | Path) -> Raw:
     except yaml.MarkedYAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise UserError(f"{path}{line}: not valid YAML: {error.problem or error.context}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError) as error:  # a number of thousands of digits is one
         raise UserError(f"{path}: not valid YAML: {brief(error)}") from None
     except RecursionError:
         raise UserError(f"{path}: not valid YAML: too many brackets in each other") from None

@@ -95,17 +95,25 @@ def view(plan: PlanResult) -> View | None:
         "plots": [_plot(plan, shown, over) for over in AXES],
         "table": _table(plan, found, compared),
         "caption": "Means over the seeds, with the least and the greatest.",
-        "note": " ".join(_notes(shown, found)),
+        "note": " ".join(filter(None, [_drawn(found, shown), _less(found)])),
     }
 
 
-def _notes(shown: Sequence[Group], found: Sequence[Group]) -> list[str]:
-    notes = [f"{len(shown)} of {len(found)} are drawn: the table has all."] if len(shown) < len(found) else []
-    for group in found:
-        batch, samples = group.first.settings.get("batch_size", 0), group.first.epochs[0].samples
-        if batch > samples:
-            notes.append(f"{group.label}: there are {count(samples)} training samples, and each step had no more.")
-    return notes
+def _drawn(found: Sequence[Group], shown: Sequence[Group]) -> str:
+    return f"{len(shown)} of {len(found)} are drawn: the table has all." if len(shown) < len(found) else ""
+
+
+def _less(found: Sequence[Group]) -> str:
+    """Say which batches are larger than the training samples, which no step had more of."""
+    first = [(group, group.first.epochs[0]) for group in found]
+    said = [
+        f"{group.label} ({many(epoch.samples, 'sample')})"
+        for group, epoch in first
+        if epoch.step == 1 and epoch.samples < group.first.settings.get("batch_size", 0)
+    ]
+    return f"An epoch had fewer samples than one batch, and each step no more than these: {'; '.join(said)}." * bool(
+        said
+    )
 
 
 def _plot(plan: PlanResult, shown: Sequence[Group], over: Over) -> tuple[str, str]:

@@ -78,7 +78,8 @@ def plan_view(
         "study": plan.record.study,
         "kind": plan.record.kind,
         "runs": len(plan.runs),
-        "left_out": plan.record.left_out,
+        "left_out": _left_out(plan),
+        "omitted": len(plan.record.left_out),
         "disturbance": disturbance(plan.runs),
         "datasets": [{"name": name, "linked": name in datasets} for name in used],
         "devices": devices(plan.runs),
@@ -176,6 +177,14 @@ def _metric_curves(plan: PlanResult, runs: Sequence[RunResult]) -> list[tuple[st
         (figures.metric(f"{plan.name}-metric-{over}", runs, value, over, metric.label, list(levels.items())), said)
         for over, said in texts.items()
     ]
+
+
+def _left_out(plan: PlanResult) -> list[tuple[str, list[str]]]:
+    """Return what the machine lacks, each with the runs that need it."""
+    found: dict[str, list[str]] = {}
+    for run, lacking in plan.record.left_out.items():
+        found.setdefault(lacking, []).append(run)
+    return list(found.items())
 
 
 def _throughput(plan: PlanResult) -> View | None:

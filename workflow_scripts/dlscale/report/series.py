@@ -154,7 +154,7 @@ def _batch(run: RunResult, weak: bool) -> int:
 def _label(batch: int, weak: bool, settings: Flat, alike: Sequence[Flat]) -> str:
     """Return what tells a series from the others: its batch, and its settings that differ among those of that batch."""
     keys = [key for key in settings if len({str(other.get(key)) for other in alike}) > 1]
-    said = [f"{key.rpartition('.')[2]} {settings[key]}" for key in keys]
+    said = [f"{key.rpartition('.')[2]} {'none' if settings[key] is None else settings[key]}" for key in keys]
     return "; ".join([f"{batch} samples {'a device' if weak else 'a step'}", *said])
 
 

@@ -175,7 +175,11 @@ class Session:
         """Return the loader of a split; validation goes through the same loader as training."""
         samples = self.samples(split)
         if split == "train" and samples.size < self.run.batch_size:
-            logging.warning("an epoch of %d samples is less than one batch (%d)", samples.size, self.run.batch_size)
+            logging.warning(
+                "batch_size %d: an epoch has %d training samples, and so has each step, be the learning rate meant for "
+                "more; use batch_size %d or less, or more training samples",
+                *(self.run.batch_size, samples.size, samples.size),
+            )
         build: Callable[..., Loader] = registry.load(registry.loader(self.run.loader.kind)).build
         delivery = self.step.network.delivery
         if split != "train":  # metrics see the inputs, too: naive answers are made of them

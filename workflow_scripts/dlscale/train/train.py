@@ -122,11 +122,6 @@ def _lead(run: Run, session: Session, trainer: Trainer, out: Path, cores: int, l
         f"{trainer.total_steps} steps in {trainer.epochs} epochs{until}, batch {run.batch_size}, "
         f"on {session.world.device}{f', one of {processes} processes' if processes > 1 else ''}"
     )
-    if run.batch_size > training:
-        text = (
-            "batch_size %d: there are %d training samples, and each step has no more; use a smaller one, or more data"
-        )
-        logging.warning(text, run.batch_size, training)
     for name in ("provenance.json", "prediction.png", "model.pt", "model_best.pt"):
         (out / name).unlink(missing_ok=True)
     logs = RunLogs(out, trainer.history, session.study.published_log, trainer.resumed_from or 0)
