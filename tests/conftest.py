@@ -36,6 +36,14 @@ COSMO, COSMO_RUN = TINY["cosmo_unet"]["dataset"], TINY["cosmo_unet"]["run"]
 ERA5, ERA5_RUN = TINY["era5_vit"]["dataset"], TINY["era5_vit"]["run"]
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Have tests of the real nsys run one after the other: all nsys of a machine meet in its shared memory."""
+    for item in items:
+        if "real_nsys" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.xdist_group("machine"))
+
+
 def stage(*arguments: object) -> int:
     """Run one stage in this process, as the command line does; return its exit status."""
     return cli.main([str(argument) for argument in arguments])

@@ -1001,7 +1001,10 @@ def test_every_key_is_described_and_stands_in_the_reference() -> None:
     for name, model in models.items():
         for key in model.get("properties", {}):
             assert f"| `{key}` |" in page, f"{name}.{key}"
-    assert "| `batch_size` | whole number > 0 ≤ 1,000,000,000 | `64` | Global batch size in samples: over all devices. |" in page
+    batch = (
+        "| `batch_size` | whole number > 0 ≤ 1,000,000,000 | `64` | Global batch size in samples: over all devices. |"
+    )
+    assert batch in page
     assert '| `kind` | `adam`, `adamw` | `"adam"` |' in page
     links = set(re.findall(r"\]\(#([^)]*)\)", page))
     assert links <= {heading.lower() for heading in re.findall(r"^## (.*)$", page, re.MULTILINE)}

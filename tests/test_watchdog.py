@@ -468,6 +468,7 @@ def test_what_a_thread_exchanges_beside_the_steps_is_counted_apart(tmp_path: Pat
 
 def test_ranges_tell_how_far_a_process_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranges, "_marked", 0)
+    monkeypatch.setattr(ranges, "at", "")  # where tests before this one left it
     before = ranges.entered
     with ranges.part("epoch", BETWEEN):
         with ranges.part("steps", STEPS):

@@ -13,7 +13,7 @@ from dlscale.core.text import duration, percent
 
 #: What every stage logs when it begins to work; `Job.starting` is read from it.
 STARTED = "started in %.1f s"
-_STARTED = re.compile(STARTED.replace("%.1f", r"(\d+\.\d)"))
+_STARTED = re.compile(r"^(?:\d\d:\d\d:\d\d )?" + STARTED.replace("%.1f", r"(\d+\.\d)"), re.MULTILINE)
 
 
 def age() -> float:
