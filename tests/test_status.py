@@ -16,7 +16,8 @@ import pytest
 from dlscale.config import resolve
 from dlscale.core import log, progress
 from dlscale.core.progress import SUFFIX, Progress
-from dlscale.core.records import Doing, Epoch
+from dlscale.core.record import Doing
+from dlscale.core.records import Epoch
 from dlscale.preflight import status
 from tests.conftest import ROOT
 

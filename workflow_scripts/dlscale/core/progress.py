@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from dlscale.core.errors import UserError
-from dlscale.core.records import Doing
+from dlscale.core.record import Doing
 from dlscale.core.text import duration, number
 
 Item = TypeVar("Item")

@@ -19,7 +19,8 @@ from typing import Literal
 from dlscale.config.resolve import Configuration
 from dlscale.core.errors import UserError, unknown
 from dlscale.core.progress import LINE_SECONDS, SUFFIX, place
-from dlscale.core.records import Doing, Epoch, read_epochs
+from dlscale.core.record import Doing
+from dlscale.core.records import Epoch, read_epochs
 from dlscale.core.stages import STAGES
 from dlscale.core.text import NONE, duration, number, percent
 from dlscale.launch import slurm
