@@ -47,9 +47,7 @@ def test_what_changed_is_named(clone: Tree) -> None:
     assert reasons(clone)[0] == "era5.vit (throughput): throughput.json is gone"
     undo()
     undo = configure("plans.era5.runs.more", {"model": {"depth": 1}})(clone)
-    assert reasons(clone)[0] == "era5.more (configure_run, throughput, train): never made" or set(reasons(clone)) > {
-        "era5.more (throughput, train): never made"
-    }
+    assert "era5.more (train, throughput): never made" in reasons(clone)
     undo()
 
 

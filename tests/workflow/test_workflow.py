@@ -76,7 +76,10 @@ def test_layout(finished: tuple[Tree, Outcome]) -> None:
     traces = {file for file in files if "/profile/" in file and ".rank0." in file}
     assert any("torch" in file for file in traces)
     left = {file for file in files - traces if not file.startswith(folders) and "/tensorboard/" not in file}
-    assert left == expected
+    # Who works here, and which files of data this machine has read whole: neither is a result.
+    beside = {".lock", *(f"data/{dataset}/verified.json" for dataset in {*CONFIG["datasets"]} - {"imagenet_resnet50"})}
+    assert left - beside == expected
+    assert ".lock" in left and "data/boxes/verified.json" in left
     for folder in ("logs/", "benchmarks/", "checkpoints/", "data/boxes/stats/", "data/years/stats/"):
         assert any(file.startswith(folder) for file in files), folder
     for job in [job for job in jobs if job.rule == "train"]:
@@ -533,7 +536,8 @@ def test_two_checkouts_with_one_folder_of_results(clone: Tree, make_tree: Callab
     second = other.snakemake(*call)
     message = f"results: {clone.results}: in use by process {process.pid} on "
     assert second.status == 2 and message in second.output and "Traceback" not in second.output, second.output
-    assert other.snakemake("--dry-run", *call).status == 0
+    # Snakemake itself gives up where a job of the first begins, and removes its outputs, while it looks at them.
+    until("a dry run", lambda: other.snakemake("--dry-run", *call).status == 0)
     assert log.read_text().startswith(written)
     output, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, output
