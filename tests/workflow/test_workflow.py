@@ -536,8 +536,14 @@ def test_two_checkouts_with_one_folder_of_results(clone: Tree, make_tree: Callab
     second = other.snakemake(*call)
     message = f"results: {clone.results}: in use by process {process.pid} on "
     assert second.status == 2 and message in second.output and "Traceback" not in second.output, second.output
-    # Snakemake itself gives up where a job of the first begins, and removes its outputs, while it looks at them.
-    until("a dry run", lambda: other.snakemake("--dry-run", *call).status == 0)
+
+    def looked() -> bool:
+        """Snakemake itself gives up where a job of the first begins, and removes its outputs, while it looks."""
+        dry = other.snakemake("--dry-run", *call)
+        assert "in use by process" not in dry.output, dry.output
+        return dry.status == 0
+
+    until("a dry run", looked)
     assert log.read_text().startswith(written)
     output, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, output
