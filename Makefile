@@ -100,6 +100,11 @@ bench: $(VENV)/.installed-dev  ## measure dlscale itself: loaders, steps, rungs,
 	$(say) 'Running the benchmarks'
 	@python tests/bench/run.py $(ARGS)
 
+.PHONY: bench-noise
+bench-noise: $(VENV)/.installed-dev  ## does a report tell noise from a slow-down of 5 %? twenty tries, half of them on a busy machine
+	$(say) 'Measuring twenty times what is equal, and what is slower by 5 %'
+	@python -m tests.bench.noise $(ARGS)
+
 .PHONY: bench-gpu
 bench-gpu: $(VENV)/.installed-dev  ## check and measure all that needs a GPU, nine minutes a call; see the file
 	$(say) 'Running the checks and benchmarks of a GPU'

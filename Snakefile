@@ -23,6 +23,7 @@ configfile: "config.yaml"
 
 
 check_targets()
+check_report()
 ASKED_PLANS = asked_plans()
 
 
@@ -62,7 +63,7 @@ if not SITE.scheduler or SITE.scheduler.acquire == "here":
 rule all:
     default_target: True
     input:
-        f"{RESULTS}/report/index.html",
+        PAGE,
         [plan_files(plan) for plan in CONFIG.workflow.targets],
 
 

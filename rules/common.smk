@@ -25,13 +25,17 @@ from dlscale.preflight.data import probe_kept, probe_raw
 NAME = r"[A-Za-z0-9][A-Za-z0-9_-]*"
 
 
-def user_configuration():
-    """The profile's site, config.yaml, then --configfile, then --config; another `kind` replaces a section."""
+def layers():
+    """The user's configuration: config.yaml, then --configfile, then --config."""
     settings = workflow.config_settings
-    raw = resolve.site_settings(site_name(), f"{workflow.basedir}/profiles")
-    for path in [*([] if settings.replace_workflow_config else ["config.yaml"]), *settings.configfiles]:
-        resolve.merge(raw, read_yaml(path))
-    return resolve.merge(raw, settings.config)
+    files = [*([] if settings.replace_workflow_config else ["config.yaml"]), *settings.configfiles]
+    return [*map(read_yaml, files), settings.config]
+
+
+def user_configuration():
+    """The profile's site, and the layers over it; another `kind` replaces a section."""
+    site = resolve.site_settings(site_name(), f"{workflow.basedir}/profiles")
+    return functools.reduce(resolve.merge, LAYERS, site)
 
 
 def call_again(wildcards, input):
@@ -50,7 +54,18 @@ def refuse(message):
     sys.exit(2)
 
 
+def say(finding):
+    """Print what was found, and end if nothing can be made of it; a job's own process leaves both to its stage."""
+    (line,) = doctor.lines([finding])
+    if not workflow.is_main_process:
+        return
+    if finding.status == "FAIL" and not REPORTING:
+        refuse(line)
+    print(line, file=sys.stderr)
+
+
 try:
+    LAYERS = layers()
     CONFIG = resolve.load(user_configuration())
 except Exception as error:
     if not (message := str(error) if isinstance(error, UserError) else registry.mistake(error)):
@@ -58,6 +73,8 @@ except Exception as error:
     refuse(message)
 
 RESULTS = CONFIG.workflow.results
+#: The page of all targets.
+PAGE = f"{RESULTS}/{resolve.report_page(LAYERS)}"
 STUDIES = {}
 for plan in CONFIG.workflow.targets:
     STUDIES.setdefault(CONFIG.workflow.plans[plan].study, []).append(plan)
@@ -111,11 +128,11 @@ def raw_path(dataset, raw):
 
 @functools.cache
 def look_for_raw_files(name):
-    """Say what to do about raw files that are not there: Snakemake, which asks next, says which rule misses them."""
+    """Say what to do about raw files that are not there, and end: Snakemake takes what was made of others for done."""
     asked = name, CONFIG.workflow.datasets[name], Path(RESULTS)
     finding = probe_raw(*asked) or probe_kept(*asked)
-    if finding and workflow.is_main_process:
-        print(*doctor.lines([finding]), sep="\n", file=sys.stderr)
+    if finding:
+        say(finding)
 
 
 def part_sources(wildcards):
@@ -224,10 +241,10 @@ def run_weights(wildcards):
 @functools.cache
 def look_for_weights(weights, plan, run):
     """Say which key names weights that are not there, as of raw files."""
-    if workflow.is_main_process and not Path(weights).exists():
+    if not Path(weights).exists():
         remedy = f"name others in plans.{plan}.runs.{run}.training.weights"
         finding = doctor.Finding(f"run {plan}.{run}", "FAIL", f"{weights}: no such file or folder", remedy)
-        print(*doctor.lines([finding]), sep="\n", file=sys.stderr)
+        say(finding)
 
 
 def configure_run_params(wildcards):
@@ -243,6 +260,48 @@ def run_params(stage):
         return stage_params(modules, json.dumps(run.slice(stage)))
 
     return params
+
+
+def first_run(plan):
+    """The run of a plan that its others are timed in turn with: the first, if one process runs it and it is timed."""
+    for run, resolved in CONFIG.plans[plan].items():
+        if "throughput" in CONFIG.stages(plan, run):
+            return resolved.run if resolved.run.processes.world_size == 1 else None
+    return None
+
+
+def beside(wildcards):
+    """The run that a run is timed in turn with, if it is."""
+    run = run_of(wildcards)
+    alone = not run.throughput.beside or run.processes.world_size > 1
+    return None if alone else first_run(wildcards.plan)
+
+
+def throughput_params(wildcards):
+    run, first = run_of(wildcards), beside(wildcards)
+    modules = run_modules(
+        "throughput", run.study, *run.loaders("throughput"), *(first.loaders("throughput") if first else ())
+    )
+    settings = json.dumps(run.slice("throughput"))
+    return {**stage_params(modules, settings), **({"beside": json.dumps(first.slice("throughput"))} if first else {})}
+
+
+def first_data(wildcards):
+    """The manifest and the data of the run that a run is timed in turn with, where they are not its own."""
+    first = beside(wildcards)
+    if not first or first.dataset == run_of(wildcards).dataset:
+        return []
+    folder = f"{RESULTS}/data/{first.dataset}"
+    return [f"{folder}/manifest.json", *data_files(first.dataset), f"{folder}/stats"]
+
+
+def throughput_beside(wildcards, input):
+    """Arguments that name the run to be timed in turn with. Taking `input` keeps them from making a job run."""
+    first = beside(wildcards)
+    if not first:
+        return []
+    manifest = ["--beside-manifest", input.first[0]] if input.first else []
+    return ["--beside", json.dumps(first.slice("throughput")), *manifest]
 
 
 def checkpoint_sources(wildcards, input):
@@ -343,6 +402,18 @@ def plan_files(name):
     # Which runs of successive halving there are shows on the way; the table, made of them all, asks for them.
     runs = [] if CONFIG.workflow.plans[name].halves else measured(name)
     return [*settings, *runs, f"{RESULTS}/plans/{name}/summary.csv"]
+
+
+def shown_files(name):
+    """What Snakemake's own report shows of a plan."""
+    # Of successive halving a trial's prediction comes before the table.
+    runs = [] if CONFIG.workflow.plans[name].halves else measured(name)
+    page = [f"{RESULTS}/plans/{name}/report.html"] if f"plan_{name}" in sys.argv else []
+    return [
+        *(file for file in runs if Path(file).name == "prediction.png"),
+        f"{RESULTS}/plans/{name}/summary.csv",
+        *page,
+    ]
 
 
 def plan_datasets(names):

@@ -7,7 +7,8 @@
 #                            cannot do is said before; so is a target that is misspelt.
 #   looking, or running      `sys.argv`: jobs of an earlier controller have to be waited for before Snakemake looks which
 #                            results are there. `onstart` comes after that, and `--unlock` or `--lint` must wait for nobody.
-#   the end of a dry run     `atexit`, `workflow._dag`: a dry run calls no hook.
+#   the end of a dry run     `atexit`, `workflow._dag`: a dry run calls no hook, nor does a call that finds all made.
+#   the files asked for      `workflow.dag`: the pages that show them are named at the end.
 #   jobs that would run      `workflow.dag.needrun_jobs`: their cost, and what they need.
 #   why they would           `workflow.dag.reason`, `workflow.persistence`: said in words.
 import atexit
@@ -36,9 +37,42 @@ def site_name():
 
 
 def asked_plans():
-    """The plans that are named on the command line, or the targets."""
-    named = {word.removeprefix("plan_") for word in sys.argv if word.startswith("plan_")} & set(CONFIG.plans)
-    return named or CONFIG.workflow.targets
+    """The plans that are named on the command line, by target or file, or the targets; none where data alone are."""
+    words = sys.argv[1:]
+    files = [Path(word).relative_to(RESULTS).parts for word in words if Path(word).is_relative_to(RESULTS)]
+    named = {word.removeprefix("plan_") for word in words if word.startswith("plan_")}
+    named |= {parts[1] for parts in files if parts[:1] == ("plans",) and len(parts) > 2}
+    named |= {plan for word in words if word.startswith("study_") for plan in STUDIES.get(word[len("study_") :], [])}
+    named &= set(CONFIG.plans)
+    return [plan for plan in CONFIG.plans if plan in named] or ([] if asked_datasets() else CONFIG.workflow.targets)
+
+
+def asked_datasets():
+    """The datasets that are named as targets."""
+    named = {word.removeprefix("data_") for word in sys.argv[1:] if word.startswith("data_")}
+    return [name for name in CONFIG.workflow.datasets if name in named]
+
+
+#: Snakemake's own report shows what is there, and makes nothing.
+REPORTING = any(re.fullmatch(r"--report(=.*)?", word) for word in sys.argv)
+
+
+def check_report():
+    """Refuse `--report` before all is made that it shows: Snakemake names one file, without what to do."""
+    if not REPORTING:
+        return
+    plans, datasets = asked_plans(), asked_datasets()
+    shown = {f"plan {name}": shown_files(name) for name in plans}
+    shown |= {f"data {name}": [f"{RESULTS}/data/{name}/preview.png"] for name in plan_datasets(plans) + datasets}
+    if not any(word.startswith(("plan_", "study_", "data_")) for word in sys.argv[1:]):
+        shown["the page of all"] = [PAGE]
+    missing = {name: gone for name, files in shown.items() if (gone := [f for f in files if not Path(f).exists()])}
+    if missing:
+        file = next(iter(missing.values()))[0]
+        refuse(
+            f"--report: unfinished: {', '.join(missing)} ({file} is not there); run the same command without --report "
+            "first, or name finished targets, such as plan_NAME"
+        )
 
 
 def check_targets():
@@ -48,6 +82,11 @@ def check_targets():
         what, _, name = word.partition("_")
         if re.fullmatch(r"(plan|data|study)_[\w-]+", word) and name not in known[what] and not Path(word).exists():
             refuse(f"{word}: {unknown({'data': 'dataset'}.get(what, what), name, known[what])}")
+
+
+def asked_files():
+    """The files that were asked for: by name, or as inputs of a target without files of its own."""
+    return sorted(map(str, workflow.dag.derived_targetfiles))
 
 
 def jobs_to_run():
@@ -64,6 +103,11 @@ def reasons_to_run():
     return [reason_to_run(job) for job in workflow.dag.needrun_jobs(exclude_finished=False) if not job.rule.norun]
 
 
+def files_to_make():
+    """The files of the same jobs."""
+    return {str(file) for job in workflow.dag.needrun_jobs(exclude_finished=False) for file in job.output}
+
+
 def reason_to_run(job):
     reason, persistence = workflow.dag.reason(job), workflow.persistence
     known = any(persistence.metadata(file) for file in job.output)
@@ -71,7 +115,11 @@ def reason_to_run(job):
         job.rule.name,
         dict(job.wildcards.items()),
         # Temporary files are gone as soon as they were used: whoever needs them again has the reason.
-        missing=[file for file in reason.missing_output if not (known and file in job.temp_output)],
+        missing=[
+            f"{file}/" if file.is_directory else str(file)
+            for file in job.output  # in their order; Snakemake's reasons are a set
+            if file in reason.missing_output and not (known and file in job.temp_output)
+        ],
         known=known,
         before=sorted(reason.params_changed.only_old),
         now=sorted(reason.params_changed.only_new),
@@ -93,12 +141,29 @@ def at_end_of_dry_run(show):
         atexit.register(ended)
 
 
+def at_end_of_nothing(show):
+    """Call `show` at the end of a call that found all made: Snakemake calls no hook then."""
+
+    def ended():
+        # There is a scheduler once it is known which jobs there are; a graph without jobs is false.
+        if workflow.scheduler is not None and not workflow.dag:
+            show()
+
+    if workflow.is_main_process and not looking():
+        atexit.register(ended)
+
+
+def looking():
+    """Whether this call makes nothing."""
+    return any(re.fullmatch(LOOKING, word) for word in sys.argv)
+
+
 HELD = []
 
 
 def be_the_only_writer(folder, what):
     """Refuse to start where another call of Snakemake writes into `folder`; the lock is held until this one ends."""
-    if workflow.is_main_process and not any(re.fullmatch(LOOKING, word) for word in sys.argv):
+    if workflow.is_main_process and not looking():
         lock = only_writer(Path(folder))
         try:
             lock.__enter__()

@@ -3,6 +3,7 @@ rule throughput:
     input:
         manifest=run_manifest,
         data=run_data,
+        first=first_data,
     output:
         throughput=f"{RESULTS}/plans/{{plan}}/{{run}}/throughput.json",
         telemetry=f"{RESULTS}/plans/{{plan}}/{{run}}/telemetry/throughput.csv",
@@ -15,13 +16,14 @@ rule throughput:
     resources:
         **run_resources("throughput"),
     params:
-        stage=run_params("throughput"),
+        stage=throughput_params,
         launch=run_launch,
+        beside=throughput_beside,
     message:
         "Measure throughput of {wildcards.plan}.{wildcards.run}"
     shell:
         "{params.launch:q} throughput --config {params.stage[settings]:q} --manifest {input.manifest:q}"
-        " --threads {threads} --out {output.throughput:q} --telemetry {output.telemetry:q} --log {log:q}"
+        " {params.beside:q} --threads {threads} --out {output.throughput:q} --telemetry {output.telemetry:q} --log {log:q}"
 
 
 rule profile:

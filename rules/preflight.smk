@@ -1,12 +1,13 @@
 # Before anything runs: what it will cost, whether the site is ready, and whether an earlier call's jobs still run.
 import time
 from collections import Counter
+from dataclasses import asdict
 
 from dlscale.core import times
 from dlscale.core.fingerprint import TABLES
 from dlscale.core.machine import gpus
 from dlscale.core.stages import DATA_STAGES, RUN_STAGES
-from dlscale.preflight import disks, environment
+from dlscale.preflight import disks, environment, graph
 from snakemake.exceptions import WorkflowError
 
 STARTED = time.time() - times.age()
@@ -22,20 +23,26 @@ def in_order(work):
     return list(CONFIG.plans).index(work.plan), list(CONFIG.plans[work.plan]).index(work.run_name), work.stage
 
 
+def trials_of(plan, works):
+    """The trials of a sweep that would train."""
+    return {CONFIG.plans[plan][work.run_name].trial for work in works if work.plan == plan} - {None}
+
+
 def waiting_works():
     """The jobs that would run, as the estimate of their cost knows them: data jobs counted by dataset."""
-    runs, data = [], Counter()
+    runs, data, halving = [], Counter(), []
     for name, wildcards in jobs_to_run():
         if name in RUN_STAGES:
-            runs.append(cost.Work(name, wildcards.plan, wildcards.run, run_of(wildcards)))
+            runs.append(cost.run_work(CONFIG, wildcards.plan, wildcards.run, name))
         elif name in DATA_STAGES:
             data[wildcards.dataset] += 1
-    halving = [plan for plan in ASKED_PLANS if CONFIG.workflow.plans[plan].halves]
-    later = cost.works(CONFIG, halving) if halving and runs else []
+        elif name == "promote":
+            halving.append(wildcards.plan)
     # Which trials come to a later rung is not known yet, but how many.
+    later = [work for plan in dict.fromkeys(halving) for work in cost.works(CONFIG, [plan], trials_of(plan, runs))]
     runs += [work for work in later if work.run and CONFIG.plans[work.plan][work.run_name].rung and work not in runs]
     runs.sort(key=in_order)
-    return [*(cost.Work("data", name, "data", jobs=number) for name, number in data.items()), *runs]
+    return [*(cost.data_work(CONFIG, name, number) for name, number in data.items()), *runs]
 
 
 def examined(works):
@@ -90,15 +97,61 @@ def remember_sources():
     why.remember(TABLES, SOURCES)
 
 
+def reasons():
+    """Why the jobs of a dry run would run, and what is gone although nothing would make it."""
+    found = why.found(reasons_to_run(), why.remembered(SOURCES, TABLES))
+    found.lost += lost(files_to_make()) if workflow.scheduler is not None else []
+    return found
+
+
+def lost(making=()):
+    """Lines of what is gone of the runs and datasets that were asked for, though nothing would make it."""
+    trained = [run for plan in ASKED_PLANS for run in CONFIG.plans[plan].values()]
+    runs = dict.fromkeys(f"{run.plan}/{run.name}" for run in trained)
+    return why.lost(RESULTS, runs, dict.fromkeys(plan_datasets(ASKED_PLANS) + asked_datasets()), making)
+
+
+def show_end():
+    """Print, at the end of a call, what is gone, and where the pages are."""
+    for line in lost():
+        print(line, file=sys.stderr)
+    show_pages()
+
+
 def show_reasons():
-    """Print why the jobs of a dry run would run."""
-    why.show(why.found(reasons_to_run(), why.remembered(SOURCES, TABLES)))
+    """Print why the jobs of a dry run would run, and what is gone although they leave it."""
+    why.show(reasons())
 
 
-at_end_of_dry_run(show_obstacle)
-if SITE.scheduler:
-    at_end_of_dry_run(show_cost)
-at_end_of_dry_run(show_reasons)
+def answer():
+    """Tell the process that asked what would run, and why."""
+    graph.answer(cost.named(waiting_works()), asdict(reasons()))
+
+
+def show_pages():
+    """Print where the pages of what was asked for are; of a part of a plan its page; of datasets their pictures."""
+    files = list(map(Path, asked_files()))
+    pages = [file for file in files if file == Path(PAGE) or file.name == "report.html"]
+    if not pages:
+        parts = [file.relative_to(RESULTS).parts for file in files if file.is_relative_to(RESULTS)]
+        plans = dict.fromkeys(part[1] for part in parts if part[0] == "plans")
+        pages = [page for plan in plans if (page := Path(RESULTS, "plans", plan, "report.html")).exists()]
+    for page in pages:
+        old = page not in files and any(page.stat().st_mtime < file.stat().st_mtime for file in files if file.exists())
+        newer = f" (older than what was asked for: snakemake plan_{page.parent.name} writes it anew)" if old else ""
+        print(f"Report: {page.resolve()}{newer}", file=sys.stderr)
+    for picture in [] if pages else [file for file in files if file.name == "preview.png"]:
+        print(f"Preview: {picture.resolve()}", file=sys.stderr)
+
+
+if graph.asked():
+    at_end_of_dry_run(answer)
+else:
+    at_end_of_dry_run(show_obstacle)
+    if SITE.scheduler:
+        at_end_of_dry_run(show_cost)
+    at_end_of_dry_run(show_reasons)
+at_end_of_nothing(show_end)
 if SITE.scheduler:
     be_the_only_controller()
 # Snakemake's own lock is of this folder; another checkout may have the same `results`.
@@ -142,7 +195,4 @@ def show_times():
 onsuccess:
     show_times()
     remember_sources()
-    page, parts = Path(RESULTS, "report/index.html"), Path(RESULTS, "plans").glob("*/report.html")
-    made = [each for each in (page, *sorted(parts)) if each.exists() and each.stat().st_mtime >= STARTED]
-    for each in made or [page] * page.exists():
-        print(f"Report: {each.resolve()}", file=sys.stderr)
+    show_end()

@@ -50,7 +50,7 @@ rule report:
         runs=report_runs,
     output:
         report(
-            f"{RESULTS}/report/index.html",
+            PAGE,
             caption="../workflow_scripts/dlscale/report/captions/page.rst",
             category="Report",
         ),

@@ -58,29 +58,33 @@ def acquire_launch(wildcards, input):
     return launch([raw.origin] if raw and Path(raw.origin).exists() else [])
 
 
-def requested(job, *run):
-    """What a job asks of the scheduler, a run's with geometry, minutes and processes; nothing where there is none."""
-    return slurm.request(SITE.scheduler, job, *(run or [None])) if SITE.scheduler else {}
+def requested(job, *more):
+    """What a job asks of the scheduler, by its geometry, minutes and processes; nothing where there is none."""
+    return slurm.request(SITE.scheduler, job, *more) if SITE.scheduler else {}
+
+
+def limit(name, work, attempt):
+    """The time limit of a job, longer at each attempt, where it is what is asked for; None if nothing is known."""
+    minutes = cost.minutes(work, Path(RESULTS), SITE.scheduler) if name == "runtime" else None
+    return minutes and minutes * attempt
 
 
 def data_resource(name):
-    """A function from wildcards to one resource of a data stage."""
+    """A function from wildcards to one resource of a data stage; its time limit from how much is made."""
 
-    def resource(wildcards):
-        return requested("data").get(name)
+    def resource(wildcards, attempt):
+        work = cost.data_work(CONFIG, wildcards.dataset, 1)
+        return requested("data", None, limit(name, work, attempt)).get(name)
 
     return resource
 
 
 def run_resource(stage, name):
-    """A function from wildcards to one resource of a run's stage; its time limit from the run's measured speed."""
+    """A function from wildcards to one resource of a run's stage; its time limit from what is known of its speed."""
 
     def resource(wildcards, attempt):
-        run, minutes = run_of(wildcards), None
-        if name == "runtime":
-            work = cost.Work(stage, wildcards.plan, wildcards.run, run)
-            minutes = cost.minutes(work, Path(RESULTS), SITE.scheduler)
-        return requested(stage, run.geometry, minutes and minutes * attempt, run.processes).get(name)
+        run, work = run_of(wildcards), cost.run_work(CONFIG, wildcards.plan, wildcards.run, stage)
+        return requested(stage, run.geometry, limit(name, work, attempt), run.processes).get(name)
 
     return resource
 

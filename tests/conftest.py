@@ -7,7 +7,8 @@ import json
 import os
 import shutil
 import signal
-from collections.abc import Callable
+import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -158,3 +159,19 @@ def shared() -> Callable[[str], Path]:
 @pytest.fixture(autouse=True, scope="session")
 def _quiet() -> None:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+
+@pytest.fixture
+def full_disk(tmp_path: Path) -> Iterator[Path]:
+    """Return a folder on a file system of one megabyte."""
+    place = tmp_path / "full"
+    place.mkdir()
+    if not (hasattr(os, "geteuid") and os.geteuid() == 0 and shutil.which("mount")):
+        pytest.skip("mounting a small file system needs root")
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", place], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"this machine lets nobody mount: {done.stderr.strip()}")
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", "-l", place], check=True)

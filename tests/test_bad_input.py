@@ -19,6 +19,8 @@ import numpy as np
 import pytest
 
 from dlscale import cli
+from dlscale.core.errors import UserError
+from dlscale.core.files import read_json, write_json
 from dlscale.data import parts
 from dlscale.data.manifest import Manifest
 from dlscale.data.parts import load_dataset
@@ -271,6 +273,30 @@ def test_a_channel_that_does_not_vary(tmp_path: Path, refused: Check) -> None:
     )
 
 
+def test_rows_of_prepared_files_that_exceed_the_memory(tmp_path: Path, refused: Check) -> None:
+    """Planes of a volume, states of a series; and arrays of an archive, which are read as a whole."""
+    bound = "the dataset's `memory_mb` allows 1"
+    paths = [write_volume(tmp_path / name, volume((2, 200, 200), seed)) for seed, name in enumerate(("a.h5", "b.h5"))]
+    text = refused(*describe(tmp_path, cosmo(paths[:1], paths[1:], "prepared", memory_mb=1), *paths))
+    assert f"{paths[0]}: one row needs 2 MB of buffers, {bound};" in text
+    years = write_years(tmp_path / "years", {"train": {2000: 2}, "valid": {2001: 2}}, shape=(200, 300))
+    text = refused(*describe(tmp_path, era5(years, memory_mb=1), *sorted(years.glob("*/*.h5"))))
+    assert f"years: one row needs 2 MB of buffers, {bound};" in text
+    np.savez(tmp_path / "a.npz", input=np.zeros((500, 1000)), target=np.zeros(500))
+    files = {"input": str(tmp_path / "a.npz"), "target": str(tmp_path / "a.npz")}
+    source = {"kind": "arrays", "all": files, "shares": {"train": 0.5, "valid": 0.5}}
+    settings = {"kind": "starter", "source": source, "memory_mb": 1}
+    text = refused(*preprocess(tmp_path, settings, tmp_path / "a.npz", tmp_path / "a.npz", part="train/train"))
+    assert "'input' has 4 MB" in text and f"{bound}: raise it, or save the array as .npy" in text
+
+
+def test_a_series_of_one_time(tmp_path: Path, refused: Check) -> None:
+    """A pair needs two in one file, that is in one year."""
+    years = write_years(tmp_path / "years", {"train": {2000: 4}, "valid": {2001: 1, 2002: 1}})
+    text = refused(*describe(tmp_path, era5(years), *sorted(years.glob("*/*.h5"))))
+    assert "valid: no file (of a year) holds two times, so there is no pair of states" in text
+
+
 def test_prepared_files_that_were_not_prepared(tmp_path: Path, refused: Check) -> None:
     """Physical densities of 1e3 where their logarithm is expected would overflow; the other source kind is named."""
     paths = [write_volume(tmp_path / name, volume((8, 8, 8), seed)) for seed, name in enumerate(("a.h5", "b.h5"))]
@@ -459,6 +485,21 @@ def test_a_torn_manifest(tmp_path: Path, refused: Check, content: str) -> None:
     assert text.startswith(f"{manifest}: not ") and "delete it" in text
 
 
+@pytest.mark.parametrize("content", [b'{"a": NaN}', b"[-Infinity]", b'{"a": "\xff"}', b"[" * 100_000, b"{"])
+def test_what_is_no_json(tmp_path: Path, content: bytes) -> None:
+    """Python's reader takes some of it."""
+    (tmp_path / "a.json").write_bytes(content)
+    with pytest.raises(UserError, match=r"a\.json: not valid JSON \(.*\); delete it and run its stage again"):
+        read_json(tmp_path / "a.json")
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_numbers_that_json_has_not_are_never_written(tmp_path: Path, value: float) -> None:
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        write_json(tmp_path / "a.json", {"a": [value]})
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_manifest_without_its_files(tmp_path: Path, refused: Check, small: tuple[Path, dict[str, Any]]) -> None:
     """Scratch is purged: data vanish, or are torn, after they were described."""
     folder, settings = small
@@ -482,22 +523,6 @@ def test_a_split_that_the_dataset_has_not(tmp_path: Path, refused: Check, small:
 
 
 # ---- full disks ------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def full_disk(tmp_path: Path) -> Iterator[Path]:
-    """Return a folder on a file system of one megabyte."""
-    place = tmp_path / "full"
-    place.mkdir()
-    if not (hasattr(os, "geteuid") and os.geteuid() == 0 and shutil.which("mount")):
-        pytest.skip("mounting a small file system needs root")
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", place], capture_output=True, text=True)
-    if done.returncode:
-        pytest.skip(f"this machine lets nobody mount: {done.stderr.strip()}")
-    try:
-        yield place
-    finally:
-        subprocess.run(["umount", "-l", place], check=True)
 
 
 def fill(disk: Path, leave: int) -> None:

@@ -18,7 +18,7 @@ from dlscale import cli
 from dlscale.config import resolve as config
 from dlscale.config.reference import reference
 from dlscale.config.resolve import Configuration
-from dlscale.config.run import RunCore, load_run, run_class
+from dlscale.config.run import RunCore, Throughput, load_run, run_class
 from dlscale.core import machine, registry
 from dlscale.core.errors import UserError
 from dlscale.core.records import Published
@@ -78,6 +78,7 @@ def one(text: str, path: str, *words: str) -> None:
 MISTAKES = {
     "unknown key": ({"batchsize": 4}, "", ("'batchsize'", "did you mean 'batch_size'?")),
     "key of a section": ({"lr": 1e-3}, "", ("'lr'", "did you mean 'optimizer.lr'?")),
+    "key of two sections": ({"workers": 1}, "", ("'workers'", "did you mean 'loader.workers' or 'tune.workers'?")),
     "key of another section": ({"optimizer": {"epochs": 3}}, ".optimizer", ("'epochs'", ".training.epochs'?")),
     "key that belongs further up": ({"training": {"batch_size": 3}}, ".training", ("'batch_size'", ".batch_size'?")),
     "absurd seed": ({"seed": 10**40}, ".seed", ("expected less than or equal to",)),
@@ -147,6 +148,10 @@ def test_a_mistake_is_reported_once_where_it_was_written(mistake: str, place: An
         ({"studies": {"cosmo": {}}}, "studies", ("did you mean 'cosmo_unet'?",)),
         ({"datasets": {"box": {"downsampel": 2}}}, "datasets.box", ("did you mean 'downsample'?",)),
         ({"datasets": {"box": {"source": {"gird": 2}}}}, "datasets.box.source", ("did you mean 'grid'?",)),
+        ({"datasets": {"box": {"grid": 2}}}, "datasets.box", ("did you mean 'source.grid'?",)),
+        ({"datasets": {"box": {"train": 2}}}, "datasets.box", ("did you mean 'source.train'?",)),
+        ({"datasets": {"box": {"lr": 2}}}, "datasets.box", ("did you mean 'studies.NAME.optimizer.lr'?",)),
+        ({"plans": {"sound": {"lr": 2}}}, "plans.sound", ("did you mean 'settings.optimizer.lr'?",)),
         ({"datasets": {"box": {"source": {"kind": "simulatd"}}}}, "datasets.box.source", ("'simulated'",)),
         ({"datasets": {"box": {"downsample": 3}}}, "datasets.box", ("3", "source.grid 32")),
         ({"datasets": {"box": None}}, "datasets.box", ("got None", "keys and values")),
@@ -280,7 +285,7 @@ def test_files_with_mistakes_of_their_own(tmp_path: Path, capfd: pytest.CaptureF
     for text, expected in (
         ("a: [1", "not valid YAML"),
         ("a: " + 5000 * "1", "not valid YAML"),
-        ("- 1\n", "expected keys and values, got list"),
+        ("# a list\n- 1\n", "line 2: expected keys and values, got list"),
         ("", "got None"),
         ("a: 1\nb: 2\na: 3\n", "line 3: not valid YAML: the key 'a' stands in line 1 already; leave one out"),
         ("a: {b: 1, b: 2}\n", "line 1: not valid YAML: the key 'b' stands in line 1 already"),
@@ -696,7 +701,7 @@ def test_the_published_unet_plans(name: str, expected: dict[str, tuple[float, ..
         assert getattr(run.loader, "operators", None) == ("native" if optimised else None)
         assert (run.optimizer.fused, run.compile.mode != "none") == (optimised, optimised), run_name
         assert run.precision == ("fp16" if optimised else "tf32" if local == 64 else "fp32"), run_name
-    assert next(iter(runs.values())).throughput.model_dump() == {"warmup": 3, "trials": 3, "batches": 50}
+    assert next(iter(runs.values())).throughput == Throughput(warmup=3, trials=3, batches=50)
 
 
 def test_the_published_boxes() -> None:
@@ -1010,3 +1015,24 @@ def test_every_key_is_described_and_stands_in_the_reference() -> None:
     assert links <= {heading.lower() for heading in re.findall(r"^## (.*)$", page, re.MULTILINE)}
     again = "run `make schema`"
     assert (ROOT / "docs/configuration.md").read_text().strip() == page.strip(), again
+
+
+@pytest.mark.parametrize(
+    ("layers", "page"),
+    [
+        ([{}], "index"),
+        ([{"targets": ["a", "b"]}], "index"),
+        ([{"targets": ["c"]}], "c"),
+        ([{"targets": ["b"]}, {"targets": ["a", "c"]}], "a+c"),
+        ([{"targets": ["c"], "results": "results"}], "c"),
+        ([{"targets": ["c"], "results": "elsewhere"}], "index"),
+        ([{"targets": ["c"], "results": "elsewhere"}, {"targets": ["a"]}], "a"),
+        ([{"targets": ["c"]}, {"results": "elsewhere"}], "index"),
+        ([{"targets": ["index"]}], "index+0-1bc04b52"),
+        ([{"targets": ["long" * 10, "name" * 10]}], f"{'long' * 10}+1-39eb2157"),
+    ],
+)
+def test_a_call_for_other_targets_has_a_page_of_its_own(layers: list[dict[str, Any]], page: str) -> None:
+    base = {"results": "results", "targets": ["a", "b"]}
+    assert config.report_page([base, *layers]) == f"report/{page}.html"
+    assert config.report_page([{"targets": ["c"]}, {}]) == "report/index.html", "without config.yaml"

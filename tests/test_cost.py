@@ -6,6 +6,7 @@ import copy
 import json
 import math
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +15,19 @@ import yaml
 from pydantic import TypeAdapter
 
 from dlscale.config import resolve as config
+from dlscale.config.compute import compute_digest
 from dlscale.config.dataset import DatasetSettings, dataset_type
 from dlscale.config.resolve import Configuration
-from dlscale.config.run import Geometry
-from dlscale.config.site import Scheduler
+from dlscale.config.run import Geometry, Run, load_run
+from dlscale.config.site import Nodes, Scheduler
 from dlscale.config.workflow import Budget
 from dlscale.core.errors import UserError
 from dlscale.data import parts
+from dlscale.data.manifest import File, Manifest
 from dlscale.launch import slurm
-from dlscale.preflight import cost
+from dlscale.preflight import cost, rates
 from dlscale.preflight.cost import Estimate, Work
-from tests.conftest import COSMO, ERA5, ROOT, stage
+from tests.conftest import COSMO, ERA5, ROOT, TINY, stage
 
 PERLMUTTER = ROOT / "profiles/perlmutter/site.yaml"
 
@@ -46,22 +49,39 @@ def scheduler(**changes: Any) -> Scheduler:
 
 
 def work(configuration: Configuration, name: str, stage: Any = "train") -> Work:
-    plan, run = name.split(".")
-    return Work(stage, plan, run, configuration.plans[plan][run].run)
+    return cost.run_work(configuration, *name.split("."), stage)
 
 
-def measured(results: Path, name: str, rate: object, batch_size: int = 64, ranks: int = 1) -> None:
-    """Leave behind what the throughput stage would."""
-    file = results / "plans" / name.replace(".", "/") / "throughput.json"
+#: What Perlmutter has.
+A100 = {"kind": "cuda", "name": "NVIDIA A100-SXM4-40GB"}
+
+
+def measured(results: Path, work: Work, rate: object, device: dict | None = None, **changes: Any) -> Path:
+    """Leave behind what the throughput stage would, of the run or of one with other settings."""
+    assert work.run
+    settings = config.merge(work.run.model_dump(mode="json"), changes)
+    file = results / "plans" / work.plan / work.run_name / "throughput.json"
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps({"nranks": ranks, "batch_size": batch_size, "FULL": {"mean": rate}}))
+    geometry = settings["geometry"]
+    record = {
+        "nranks": geometry["nodes"] * geometry["gpus_per_node"],
+        "batch_size": settings["batch_size"],
+        "device": A100 if device is None else device,
+        "compute": compute_digest(settings),
+        "FULL": {"mean": rate},
+    }
+    file.write_text(json.dumps(record))
+    (file.parent / "config.yaml").write_text(yaml.safe_dump(settings))
+    return file
 
 
 def manifest(results: Path, dataset: str, **rows: list[int]) -> None:
     file = results / "data" / dataset / "manifest.json"
     file.parent.mkdir(parents=True)
-    splits = {split: [{"path": f"{n}.h5", "rows": r, "bytes": 1} for n, r in enumerate(rows[split])] for split in rows}
-    file.write_text(json.dumps({"splits": splits}))
+    splits = {
+        split: [File(path=f"{n}.h5", rows=r, bytes=1, digest="") for n, r in enumerate(rows[split])] for split in rows
+    }
+    Manifest(kind="", fields={}, splits=splits).write(file)
 
 
 # ---- seconds -----------------------------------------------------------------------------------------
@@ -69,29 +89,29 @@ def manifest(results: Path, dataset: str, **rows: list[int]) -> None:
 
 def test_epochs(tmp_path: Path) -> None:
     """4 epochs of 4096 crops, and 512 to validate before them and after each, published at 85.2 samples/s."""
-    found = cost.estimate(work(load(tmp_path), "cosmo_ladder.baseline"), tmp_path)
+    found = cost.estimate(work(load(tmp_path), "cosmo_ladder.baseline"), tmp_path, scheduler())
     assert found.basis == "published"
     assert found.seconds == pytest.approx((16384 + 2560 / 3) / 85.2 + 120) == pytest.approx(322.3, abs=0.1)
 
 
 def test_throughput(tmp_path: Path) -> None:
-    """6 trials of 50 batches of 64, in three modes."""
-    found = cost.estimate(work(load(tmp_path), "cosmo_ladder.baseline", "throughput"), tmp_path)
-    assert found.basis == "published" and found.seconds == pytest.approx(3 * 19200 / 85.2 + 120)
+    """6 trials of 50 batches of 64, in three modes; by the clock 18 trials of a second, and 30 s of turns."""
+    found = cost.estimate(work(load(tmp_path), "cosmo_ladder.baseline", "throughput"), tmp_path, scheduler())
+    assert found.basis == "published" and found.seconds == pytest.approx(3 * 19200 / 85.2 + 120 + 18 + 30)
 
 
 def test_profile(tmp_path: Path) -> None:
     """10 steps to warm up, 4 windows of 20: nsys, in processes of its own, torch, two of none; published, measured."""
-    found = cost.estimate(work(load(tmp_path), "cosmo_ladder.baseline", "profile"), tmp_path)
+    found = cost.estimate(work(load(tmp_path), "cosmo_ladder.baseline", "profile"), tmp_path, scheduler())
     assert found.basis == "published" and found.seconds == pytest.approx((10 + 4 * 20) * 64 / 85.2 + 2 * 120)
     four = work(load(tmp_path), "cosmo_profile.four", "profile")
-    assert cost.estimate(four, tmp_path).basis == "limit"
-    measured(tmp_path, "cosmo_profile.four", 6000.0, batch_size=256, ranks=4)
-    found = cost.estimate(four, tmp_path)
+    assert cost.estimate(four, tmp_path, scheduler()).basis == "limit"
+    measured(tmp_path, four, 6000.0)
+    found = cost.estimate(four, tmp_path, scheduler())
     assert found.basis == "measured" and found.seconds == pytest.approx((10 + 4 * 20) * 256 / 6000 + 2 * 120)
     assert cost.minutes(four, tmp_path, scheduler()) == math.ceil(1.5 * (3.84 + 240) / 60) + 10
     without = load(tmp_path, plans={"cosmo_profile": {"settings": {"profile": {"tools": ["torch"]}}}})
-    found = cost.estimate(work(without, "cosmo_profile.four", "profile"), tmp_path)
+    found = cost.estimate(work(without, "cosmo_profile.four", "profile"), tmp_path, scheduler())
     assert found.seconds == pytest.approx((10 + 3 * 20) * 256 / 6000 + 120)
 
 
@@ -118,24 +138,24 @@ def test_plans_that_profile(tmp_path: Path) -> None:
 def test_steps(tmp_path: Path, steps: int, epochs: int) -> None:
     """Of 16 samples each, 32 to an epoch, 128 to validate first and after each; the slowest of what was published."""
     configuration = load(tmp_path, plans={"era5_ladder": {"settings": {"training": {"steps": steps}}}})
-    found = cost.estimate(work(configuration, "era5_ladder.baseline"), tmp_path)
+    found = cost.estimate(work(configuration, "era5_ladder.baseline"), tmp_path, scheduler())
     assert found.seconds == pytest.approx((steps * 16 + (epochs + 1) * 128 / 3) / 8.8 + 120)
 
 
 def test_a_published_figure_is_one_devices(tmp_path: Path) -> None:
     configuration = load(tmp_path, plans=ladder(geometry={"gpus_per_node": 4}))
-    found = cost.estimate(work(configuration, "cosmo_ladder.baseline"), tmp_path)
+    found = cost.estimate(work(configuration, "cosmo_ladder.baseline"), tmp_path, scheduler())
     assert found.seconds == pytest.approx((16384 + 2560 / 3) / (4 * 85.2) + 120)
 
 
 def test_a_published_figure_of_several_devices_counts_once(tmp_path: Path) -> None:
     """202 samples/s were those of four GPUs together, and are a quarter of it on each of eight."""
     four = work(load(tmp_path), "era5_published.bs64_opt", "throughput")
-    found = cost.estimate(four, tmp_path)
-    assert found.basis == "published" and found.seconds == pytest.approx(3 * 6 * 50 * 64 / 202 + 120)
+    found = cost.estimate(four, tmp_path, scheduler())
+    assert found.basis == "published" and found.seconds == pytest.approx(3 * 6 * 50 * 64 / 202 + 120 + 18)
     runs = {"bs64_opt": {"geometry": {"nodes": 2, "gpus_per_node": 4}}}
     eight = work(load(tmp_path, plans={"era5_published": {"runs": runs}}), "era5_published.bs64_opt", "throughput")
-    assert cost.estimate(eight, tmp_path).seconds == pytest.approx(3 * 6 * 50 * 64 / (2 * 202) + 120)
+    assert cost.estimate(eight, tmp_path, scheduler()).seconds == pytest.approx(3 * 6 * 50 * 64 / (2 * 202) + 120 + 18)
 
 
 @pytest.mark.parametrize(
@@ -154,7 +174,7 @@ def test_a_published_figure_is_of_the_full_size(tmp_path: Path, name: str, setti
     changes = {"plans": {name.split(".")[0]: {"settings": settings}}}
     if settings.get("dataset"):
         changes["datasets"] = {"cosmo_demo": {"source": {"grid": 256}}}
-    assert cost.estimate(work(load(tmp_path, **changes), name), tmp_path) == Estimate(None, "limit")
+    assert cost.estimate(work(load(tmp_path, **changes), name), tmp_path, scheduler()) == Estimate(None, "limit")
 
 
 def test_a_published_figure_needs_a_gpu(tmp_path: Path) -> None:
@@ -165,61 +185,211 @@ def test_a_published_figure_needs_a_gpu(tmp_path: Path) -> None:
 
 def test_what_was_measured_wins(tmp_path: Path) -> None:
     here = work(load(tmp_path), "cosmo_ladder.baseline")
-    measured(tmp_path, "cosmo_ladder.baseline", 50.0)
-    found = cost.estimate(here, tmp_path)
+    measured(tmp_path, here, 50.0)
+    found = cost.estimate(here, tmp_path, scheduler())
     assert found.basis == "measured" and found.seconds == pytest.approx((16384 + 2560 / 3) / 50 + 120)
-    measured(tmp_path, "cosmo_ladder.baseline", 25.0)
-    slower = cost.estimate(here, tmp_path)
+    measured(tmp_path, here, 25.0)
+    slower = cost.estimate(here, tmp_path, scheduler())
     assert found.seconds and slower.seconds and slower.seconds - 120 == pytest.approx(2 * (found.seconds - 120))
 
 
 @pytest.mark.parametrize(
     "other",
-    [{"batch_size": 32}, {"ranks": 2}, {"rate": 0.0}, {"rate": None}, {"rate": "fast"}],
-    ids=["batch size", "ranks", "zero", "none", "text"],
+    [
+        {"batch_size": 32},
+        {"geometry": {"gpus_per_node": 2}},
+        {"model": {"widths": [4, 8]}},
+        {"precision": "bf16"},
+        {"device": {"kind": "cpu", "name": "a laptop's"}},
+        {"device": {"kind": "cuda", "name": "NVIDIA GeForce RTX 4060 Laptop GPU"}},
+        {"device": {}},
+        {"rate": 0.0},
+        {"rate": None},
+        {"rate": "fast"},
+    ],
+    ids=lambda other: next(iter(other)),
 )
 def test_what_was_measured_otherwise_does_not_count(tmp_path: Path, other: dict) -> None:
-    measured(tmp_path, "cosmo_ladder.baseline", **{"rate": 50.0, **other})
-    assert cost.estimate(work(load(tmp_path), "cosmo_ladder.baseline"), tmp_path).basis == "published"
+    """Nor does it where the run has other settings since, which config.yaml beside it may say already."""
+    here = work(load(tmp_path), "cosmo_ladder.baseline")
+    file = measured(tmp_path, here, **{"rate": 50.0, **other})
+    assert here.run
+    (file.parent / "config.yaml").write_text(yaml.safe_dump(here.run.model_dump(mode="json")))
+    assert cost.estimate(here, tmp_path, scheduler()).basis == "published"
+
+
+def test_a_laptops_rate_of_a_narrow_model_passes_no_budget(tmp_path: Path) -> None:
+    """It once priced a model 16 times as wide on Perlmutter, unmarked."""
+    wide = {"plans": {"cosmo_demo": {"settings": {"model": {"widths": [128, 256]}}}}}
+    here = work(load(tmp_path, **wide), "cosmo_demo.baseline")
+    measured(tmp_path, here, 1e6, {"kind": "cpu", "name": "a laptop's"}, model={"widths": [8, 16]})
+    table = cost.price([here], scheduler(), tmp_path)
+    assert table.rows[0].estimate.basis == "limit" and cost.over(table, Budget(gpu_hours=0.1))
+    measured(tmp_path, here, 1e6)
+    table = cost.price([here], scheduler(), tmp_path)
+    assert table.rows[0].estimate.basis == "measured" and not cost.over(table, Budget(gpu_hours=0.1))
+
+
+@pytest.mark.parametrize(
+    ("nodes", "name"),
+    [
+        ({"gpus": 4}, ""),
+        ({"gpus": 4, "gres": "gpu:a100"}, "a100"),
+        ({"gpus": 4, "gres": "gpu:tesla_v100_32g"}, "v100"),
+        ({"gpus": 4, "gres": "gpu:x", "gpu": "GH200"}, "GH200"),
+        ({"gpus": 0, "gpu": "A100"}, ""),
+    ],
+)
+def test_what_the_gpus_are_called(nodes: dict, name: str) -> None:
+    assert Nodes(cpus=8, **nodes).gpu_name == name
+
+
+def test_another_run_that_does_the_same_work_counts(tmp_path: Path) -> None:
+    """The learning rate is no work; the slowest of several; the run's own before all."""
+    configuration = load(tmp_path, plans=ladder(optimizer={"lr": 0.5}))
+    here, other = (work(configuration, f"cosmo_ladder.{run}") for run in ("baseline", "compile"))
+    assert here.run
+    for name, rate in (("one", 50.0), ("two", 40.0)):
+        twin = Work("throughput", "elsewhere", name, here.run)
+        measured(tmp_path, twin, rate, optimizer={"lr": 1.0})
+    found = cost.estimate(here, tmp_path, scheduler())
+    assert found.basis == "measured" and found.seconds == pytest.approx((16384 + 2560 / 3) / 40 + 120)
+    assert cost.estimate(other, tmp_path, scheduler()).basis == "limit"
+    measured(tmp_path, here, 60.0)
+    assert cost.estimate(here, tmp_path, scheduler()).seconds == pytest.approx((16384 + 2560 / 3) / 60 + 120)
+
+
+def test_the_digest_is_that_of_the_stage(tmp_path: Path) -> None:
+    """What the throughput stage sees of a run has the compute settings of the whole run, in every shipped plan."""
+    for runs in load(tmp_path).plans.values():
+        for resolved in runs.values():
+            seen = load_run(json.dumps(resolved.run.slice("throughput")), "throughput")
+            digests = {compute_digest(each.model_dump(mode="json")) for each in (resolved.run, seen)}
+            assert len(digests) == 1, resolved.name
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"batch_size": 64, "nranks": 1, "FULL": 3}', "\xff"])
 def test_a_torn_measurement_does_not_count(tmp_path: Path, text: str) -> None:
-    measured(tmp_path, "cosmo_ladder.baseline", 1.0)
-    (tmp_path / "plans/cosmo_ladder/baseline/throughput.json").write_text(text, encoding="latin-1")
-    assert cost.estimate(work(load(tmp_path), "cosmo_ladder.baseline"), tmp_path).basis == "published"
+    measured(tmp_path, work(load(tmp_path), "cosmo_ladder.baseline"), 1.0).write_text(text, encoding="latin-1")
+    assert cost.estimate(work(load(tmp_path), "cosmo_ladder.baseline"), tmp_path, scheduler()).basis == "published"
 
 
 def test_samples_are_counted_where_the_dataset_is(tmp_path: Path) -> None:
     """All pairs 6 times apart: 94 of 100 in one file, 44 of 50 in another, none of 5."""
     here = work(load(tmp_path), "era5_uk.vit")
-    measured(tmp_path, "era5_uk.vit", 10.0, batch_size=32)
-    assert cost.estimate(here, tmp_path) == Estimate(None, "limit")
-    assert cost.estimate(work(load(tmp_path), "era5_uk.vit", "throughput"), tmp_path).basis == "measured"
+    measured(tmp_path, here, 10.0)
+    assert cost.estimate(here, tmp_path, scheduler()) == Estimate(None, "limit")
+    assert cost.estimate(work(load(tmp_path), "era5_uk.vit", "throughput"), tmp_path, scheduler()).basis == "measured"
     manifest(tmp_path, "era5_uk", train=[100, 50, 5], valid=[30])
-    found = cost.estimate(here, tmp_path)
+    found = cost.estimate(here, tmp_path, scheduler())
     assert found.basis == "measured" and found.seconds == pytest.approx((25 * 138 + 26 * 24 / 3) / 10 + 120)
 
 
 def test_no_more_samples_than_there_are(tmp_path: Path) -> None:
-    configuration = load(tmp_path)
-    measured(tmp_path, "era5_demo.baseline", 10.0, batch_size=4)
+    here = work(load(tmp_path), "era5_demo.baseline")
+    measured(tmp_path, here, 10.0)
     manifest(tmp_path, "era5_demo", train=[101], valid=[1001])  # 256 and 64 are asked for
-    found = cost.estimate(work(configuration, "era5_demo.baseline"), tmp_path)
+    found = cost.estimate(here, tmp_path, scheduler())
     assert found.seconds == pytest.approx((4 * 100 + 5 * 64 / 3) / 10 + 120)
 
 
 @pytest.mark.parametrize(("rate", "minutes"), [(85.2, 19), (1e9, 15), (17237.3334 / 480, 25)])
 def test_minutes(tmp_path: Path, rate: float, minutes: int) -> None:
     """322 s are 8.06 minutes with half of it added; 120 s alone ask for the least; 600 s make 15 minutes, 10 on top."""
-    measured(tmp_path, "cosmo_ladder.baseline", rate)
     here = work(load(tmp_path), "cosmo_ladder.baseline")
+    measured(tmp_path, here, rate)
     assert cost.minutes(here, tmp_path, scheduler()) == minutes
 
 
 def test_minutes_of_what_is_not_known(tmp_path: Path) -> None:
-    assert cost.minutes(work(load(tmp_path), "cosmo_ladder.compile"), tmp_path, scheduler()) is None
-    assert cost.minutes(Work("data", "cosmo_demo", "data"), tmp_path, scheduler()) is None
+    """Of files that nobody has seen yet neither samples nor channels are known."""
+    configuration = load(tmp_path)
+    assert cost.minutes(work(configuration, "cosmo_ladder.compile"), tmp_path, scheduler()) is None
+    assert cost.minutes(cost.data_work(configuration, "era5_uk", 1), tmp_path, scheduler()) is None
+
+
+def test_minutes_of_the_shipped_demo(tmp_path: Path) -> None:
+    """Before anything is made or measured they are minutes, not 12 hours; of more work more, to the site's limit."""
+    configuration = load(tmp_path)
+    waiting = cost.works(configuration)
+    assert {work.stage for work in waiting} == {"data", "train", "throughput", "profile"}
+    limits = {(work.plan, work.run_name, work.stage): cost.minutes(work, tmp_path, scheduler()) for work in waiting}
+    assert {key: limit for key, limit in limits.items() if not 15 <= (limit or 0) <= 50} == {}
+
+    def train(**settings: Any) -> int:
+        changed = load(tmp_path, plans={"cosmo_demo": {"settings": settings}})
+        return cost.minutes(work(changed, "cosmo_demo.baseline"), tmp_path, scheduler()) or 0
+
+    assert train() < train(model={"widths": [512, 1024]}) < train(model={"widths": [512, 1024]}, training={"epochs": 8})
+    assert train(model={"widths": [4096, 8192]}, training={"epochs": 1000}) == scheduler().limit("train") == 720
+
+
+def test_a_bound_by_hand(tmp_path: Path) -> None:
+    """A forward pass of `cosmo_demo` takes 2 x 64 x (16^3 x 8 (4 + 2 x 5) + 8^3 x 16 (8 + 8)) FLOPs a crop of 32^3."""
+    here = work(load(tmp_path), "cosmo_demo.baseline")
+    assert here.run and here.dataset
+    data = rates.manifest_of("cosmo_demo", here.dataset, tmp_path)
+    forward = 2 * 64 * (16**3 * 8 * (4 + 2 * 5) + 8**3 * 16 * (8 + 8))
+    samples = 4 * 256
+    expected = samples / 8 * 0.25 + samples * (0.01 + 3 * forward / 1e12)
+    assert rates.bound(here.run, samples, data, scheduler()) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("study", TINY)
+def test_an_outline_is_what_the_dataset_will_be(study: str, tiny_data: Callable[[str], Path], tmp_path: Path) -> None:
+    """Channels, grids, classes and rows: of the files that the stages make."""
+    folder = tiny_data(study)
+    made = Manifest.read(folder / "manifest.json")
+    settings = parts.load_dataset(json.dumps(TINY[study]["dataset"]))
+    outline = rates.manifest_of("none", settings, tmp_path)
+    assert outline is not None
+    for name, field in outline.fields.items():
+        there = made.fields[name]
+        assert (len(field.channels), field.grid, field.classes) == (len(there.channels), there.grid, there.classes)
+    rows = {split: sorted(file.rows for file in files) for split, files in outline.splits.items() if files}
+    assert rows == {split: sorted(file.rows for file in files) for split, files in made.splits.items() if files}
+
+
+def model_of_scaling(results: Path, data: Path, run: Run) -> Work:
+    """Leave behind measurements on one GPU and on two; return the same work on four."""
+    (results / "data").mkdir()
+    (results / "data" / run.dataset).symlink_to(data)
+    works = {}
+    for count in (1, 2, 4):
+        changed = {"geometry": Geometry(gpus_per_node=count), "batch_size": 2 * count}
+        works[count] = Work("throughput", "scaled", f"on{count}", run.model_copy(update=changed))
+    for count in (1, 2):
+        measured(results, works[count], 100.0 * count**0.9)
+    return works[4]
+
+
+def test_the_model_of_scaling(tmp_path: Path, tiny_data: Callable[[str], Path]) -> None:
+    """It is fitted to the same work on other numbers of these devices, and no other; what it says is marked."""
+    plan = {"study": "starter_cnn", "settings": {**TINY["starter_cnn"]["run"], "dataset": "starter_small"}}
+    run = load(tmp_path, plans={"scaled": {**plan, "runs": {"one": {}}}}).plans["scaled"]["one"].run
+    four = model_of_scaling(tmp_path, tiny_data("starter_cnn"), run)
+    found = cost.estimate(four, tmp_path, scheduler())
+    rate = rates.rate("scaled", "on4", four.run, tmp_path, scheduler()) if four.run else None
+    assert found.basis == "model" and rate and 200 < rate[0] < 400
+    table = cost.price([four], scheduler(), tmp_path)
+    assert any(line.startswith("model: ") for line in cost.lines(table)) and " model " in cost.lines(table)[1]
+    file = tmp_path / "plans/scaled/on1/throughput.json"
+    for name in ("on1", "on2"):  # elsewhere
+        file = tmp_path / "plans/scaled" / name / "throughput.json"
+        file.write_text(file.read_text().replace("A100", "RTX 4060"))
+    assert cost.estimate(four, tmp_path, scheduler()).basis == "limit"
+
+
+def test_what_was_measured_before_settings_changed_is_not_fitted(
+    tmp_path: Path, tiny_data: Callable[[str], Path]
+) -> None:
+    plan = {"study": "starter_cnn", "settings": {**TINY["starter_cnn"]["run"], "dataset": "starter_small"}}
+    run = load(tmp_path, plans={"scaled": {**plan, "runs": {"one": {}}}}).plans["scaled"]["one"].run
+    four = model_of_scaling(tmp_path, tiny_data("starter_cnn"), run)
+    for name in ("on1", "on2"):
+        file = tmp_path / "plans/scaled" / name / "throughput.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), "compute": "another"}))
+    assert cost.estimate(four, tmp_path, scheduler()).basis == "limit"
 
 
 # ---- hours -------------------------------------------------------------------------------------------
@@ -237,9 +407,9 @@ def test_minutes_of_what_is_not_known(tmp_path: Path) -> None:
 )
 def test_nodes(tmp_path: Path, nodes: int, gpus: int, qos: str, charged: float) -> None:
     geometry = {"nodes": nodes, "gpus_per_node": gpus}
-    configuration = load(tmp_path, plans=ladder(geometry=geometry, batch_size=96))
-    measured(tmp_path, "cosmo_ladder.baseline", (16384 + 2560 / 3) / 3480, 96, nodes * gpus)  # an hour
-    (row,) = cost.price([work(configuration, "cosmo_ladder.baseline")], scheduler(), tmp_path).rows
+    here = work(load(tmp_path, plans=ladder(geometry=geometry, batch_size=96)), "cosmo_ladder.baseline")
+    measured(tmp_path, here, (16384 + 2560 / 3) / 3480)  # an hour
+    (row,) = cost.price([here], scheduler(), tmp_path).rows
     assert row.qos == qos and row.estimate.basis == "measured"
     assert row.node_hours == row.charged_hours == pytest.approx(charged)
     assert row.gpu_hours == pytest.approx(nodes * gpus)
@@ -249,10 +419,11 @@ def test_nodes(tmp_path: Path, nodes: int, gpus: int, qos: str, charged: float) 
 @pytest.mark.parametrize(("nodes", "gpus", "paid"), [(2, 1, 0.5), (4, 1, 1.0), (1, 2, 0.5), (2, 2, 1.0), (1, 1, 0.25)])
 def test_a_part_of_a_node_is_that_of_its_gpus(tmp_path: Path, nodes: int, gpus: int, paid: float) -> None:
     """Also where one GPU of each of several nodes is asked for in other words; 30 CPUs are no multiple of 4 GPUs."""
-    configuration = load(tmp_path, plans=ladder(geometry={"nodes": nodes, "gpus_per_node": gpus}, batch_size=96))
-    measured(tmp_path, "cosmo_ladder.baseline", (16384 + 2560 / 3) / 3480, 96, nodes * gpus)  # an hour
+    geometry = {"nodes": nodes, "gpus_per_node": gpus}
+    here = work(load(tmp_path, plans=ladder(geometry=geometry, batch_size=96)), "cosmo_ladder.baseline")
+    measured(tmp_path, here, (16384 + 2560 / 3) / 3480)  # an hour
     site = scheduler(part_qos=None, whole_qos=None, gpu_nodes={"cpus": 30})
-    (row,) = cost.price([work(configuration, "cosmo_ladder.baseline")], site, tmp_path).rows
+    (row,) = cost.price([here], site, tmp_path).rows
     assert row.node_hours == pytest.approx(paid)
     assert row.gpu_hours == pytest.approx(nodes * gpus)
 
@@ -267,7 +438,7 @@ def test_charge(tmp_path: Path) -> None:
 
 
 def test_time_limits_bound_what_is_not_known(tmp_path: Path) -> None:
-    """12 h, or what the QOS allows; data on 32 of 256 CPUs, 2 h a job."""
+    """12 h, or what the QOS allows; data on 32 of 256 CPUs, 2 h a job. Of files nobody knows more before they came."""
     known, unknown = (work(load(tmp_path), f"cosmo_ladder.{run}") for run in ("baseline", "compile"))
     data = Work("data", "cosmo_demo", "data", jobs=5)
     table = cost.price([known, unknown, data], scheduler(minutes={"train": 720, "data": 120}), tmp_path)
@@ -285,9 +456,9 @@ def test_twice_as_slow_is_twice_as_dear(tmp_path: Path) -> None:
 
     def hours(rate: float) -> float:
         for name in names:
-            measured(tmp_path, name, rate)
+            measured(tmp_path, work(configuration, name), rate)
         works = [work(configuration, name, stage) for name in names for stage in ("train", "throughput")]
-        start = len(works) * 120 / 3600 / 4
+        start = (len(works) * 120 + len(names) * (18 + 30)) / 3600 / 4
         return cost.price(works, scheduler(), tmp_path).total("charged_hours") - start
 
     assert hours(10.0) == pytest.approx(2 * hours(20.0))
@@ -296,21 +467,33 @@ def test_twice_as_slow_is_twice_as_dear(tmp_path: Path) -> None:
 def test_cpu_cluster(tmp_path: Path) -> None:
     """Nodes without GPUs: CPUs are the part of a node, and there are no GPU-hours."""
     site = scheduler(gpu_nodes={"gpus": 0, "cpus": 64, "account_suffix": ""}, data_cpus=16, part_qos=None)
-    measured(tmp_path, "cosmo_ladder.baseline", (16384 + 2560 / 3) / 3480)
-    (row,) = cost.price([work(load(tmp_path), "cosmo_ladder.baseline")], site, tmp_path).rows
+    here = work(load(tmp_path), "cosmo_ladder.baseline")
+    measured(tmp_path, here, (16384 + 2560 / 3) / 3480, {"kind": "cpu", "name": "EPYC"})
+    (row,) = cost.price([here], site, tmp_path).rows
+    assert row.geometry == "1 node x 1 process = 1 rank (dp 1)"
     assert (row.node_hours, row.gpu_hours) == (pytest.approx(1.0), 0)  # QOS regular: the whole node
     site = site.model_copy(update={"whole_qos": None})
-    (row,) = cost.price([work(load(tmp_path), "cosmo_ladder.baseline")], site, tmp_path).rows
+    (row,) = cost.price([here], site, tmp_path).rows
     assert row.node_hours == pytest.approx(0.25)
 
 
-def test_without_a_scheduler(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("gpus", "word"), [(0, "process"), (1, "GPU")])
+def test_without_a_scheduler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: int, word: str) -> None:
+    """Hours of this machine's own devices, of which a rate has to be; a GPU's published figure needs a GPU."""
+    monkeypatch.setattr("dlscale.preflight.rates.gpus", lambda: gpus)
     works = [work(load(tmp_path), f"cosmo_ladder.{run}") for run in ("baseline", "compile")]
-    table = cost.price([*works, Work("data", "cosmo_demo", "data")], None, tmp_path)
-    assert table.total("gpu_hours") == pytest.approx(322.3 / 3600, rel=1e-3)
+    works.append(cost.data_work(load(tmp_path), "cosmo_demo", 1))
+    assert cost.estimate(works[0], tmp_path).basis == ("published" if gpus else "limit")
+    for each, kind in zip(works, ("cuda", "cpu"), strict=False):
+        measured(tmp_path, each, (16384 + 2560 / 3) / 3480, {"kind": kind})
+    table = cost.price(works, None, tmp_path)
+    assert table.total("gpu_hours" if gpus else "process_hours") == pytest.approx(1.0)
+    assert table.total("process_hours" if gpus else "gpu_hours") == 0
     assert table.total("node_hours") == table.total("charged_hours") == 0
     text = "\n".join(cost.lines(table))
     assert table.unknown == 2 and "?: 2 of 3 rows" in text and "QOS" not in text and "≤" not in text
+    assert f"{word}-hours" in text and f"1 node x 1 {word} = 1 rank" in text
+    assert ("GPU" in text) == bool(gpus) and bool(cost.over(table, Budget(gpu_hours=0.5))) == bool(gpus)
 
 
 def test_a_geometry_that_cannot_be(tmp_path: Path) -> None:
@@ -320,6 +503,28 @@ def test_a_geometry_that_cannot_be(tmp_path: Path) -> None:
 
 
 # ---- what would run ----------------------------------------------------------------------------------
+
+
+def test_trials_that_train_again_have_no_results(tmp_path: Path) -> None:
+    """Those of later rungs neither: settings may have changed, and files alone would say «nothing to run»."""
+    plan = {
+        "study": "mnist_cnn",
+        "kind": "sweep",
+        "settings": {"training": {"epochs": 4}},
+        "sweep": {"method": "halving", "over": {"seed": [1, 2]}, "reduction_factor": 2},
+    }
+    configuration = load(tmp_path, plans={"swept": plan})
+    for name in ("seed-1-rung0", "seed-2-rung0", "seed-1-rung1"):
+        (tmp_path / "plans/swept" / name).mkdir(parents=True)
+        (tmp_path / "plans/swept" / name / "provenance.json").touch()
+
+    def waiting(*trials: str) -> list[str]:
+        return [each.run_name for each in cost.works(configuration, ["swept"], trials) if each.run]
+
+    later = waiting()
+    again = waiting("seed-1", "seed-2")
+    assert "seed-1-rung0" not in later and {"seed-1-rung0", "seed-2-rung0"} <= {*again}
+    assert len([name for name in again if name.endswith("rung1")]) == 1
 
 
 def test_works(tmp_path: Path) -> None:
@@ -341,7 +546,7 @@ def test_works(tmp_path: Path) -> None:
     manifest(tmp_path, "cosmo_demo", train=[64])
     (tmp_path / "plans/mine/larger").mkdir(parents=True)
     (tmp_path / "plans/mine/larger/provenance.json").touch()
-    measured(tmp_path, "cosmo_demo.baseline", 3.0)  # its training is still to be done
+    measured(tmp_path, work(configuration, "cosmo_demo.baseline"), 3.0)  # its training is still to be done
     assert [(w.stage, w.run_name) for w in cost.works(configuration, ["mine"])] == [("train", "baseline")]
     both = cost.works(configuration, ["mine", "cosmo_demo"])
     assert [w.stage for w in both if w.run_name == "baseline"] == ["train", "profile"]
@@ -401,7 +606,7 @@ def test_lines(tmp_path: Path) -> None:
     works = [Work("data", "cosmo_demo", "data", jobs=10)]
     works += [work(configuration, f"cosmo_ladder.{run}") for run in ("baseline", "compile")]
     site = scheduler(minutes={"train": 720, "data": 120})
-    *table, note = cost.lines(cost.price(works, site, tmp_path))
+    *table, stands, note = cost.lines(cost.price(works, site, tmp_path))
     shown = slurm.shown(Geometry())
     assert [re.split("  +", line) for line in table] == [
         ["run", "stage", "geometry", "QOS", "basis", "node-hours", "GPU-hours", "charged hours"],
@@ -412,11 +617,13 @@ def test_lines(tmp_path: Path) -> None:
     ]
     assert len({len(line) for line in table}) == 1  # figures end in one column
     assert {line.index("shared") for line in table[1:4]} == {table[0].index("QOS")}
+    assert stands == "published: at the slowest rate that was published for the run"
     assert note == "≤: 2 of 3 rows at their whole time limit, for want of an estimate"
 
 
 def test_lines_of_nothing(tmp_path: Path) -> None:
-    assert cost.lines(cost.price([], scheduler(), tmp_path)) == ["Nothing to run: all results are there."]
+    (line,) = cost.lines(cost.price([], scheduler(), tmp_path))
+    assert line == "Nothing to run: all results are there, and as they were asked for."
 
 
 def test_over(tmp_path: Path) -> None:

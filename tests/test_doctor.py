@@ -585,11 +585,26 @@ def test_raw_files(tmp_path: Path, kind: str) -> None:
     assert found.status == "FAIL" and f"{two}: no such file" in found.text and "datasets.mine.source" in found.remedy
     two.touch()
     assert "empty" in data.probe_data("mine", files(one, two, kind=kind), tmp_path).text
+    two.unlink()
+    two.symlink_to(two)
+    assert f"{two}: a link that leads nowhere" in data.probe_data("mine", files(one, two, kind=kind), tmp_path).text
+    two.unlink()
+    os.mkfifo(two)
+    assert f"{two}: neither a file nor" in data.probe_data("mine", files(one, two, kind=kind), tmp_path).text
+    two.unlink()
     two.write_bytes(b"2")
     assert data.probe_data("mine", files(one, two, kind=kind), tmp_path).status == "ok"
     made(tmp_path)
-    one.unlink()  # an input of a rule: missed even where all is made
+    one.unlink()  # nobody knows what was made of it
     assert data.probe_data("mine", files(one, two, kind=kind), tmp_path).status == "FAIL"
+    recorded = files(one, two, kind=kind).model_dump(mode="json")
+    (tmp_path / "data/mine/config.yaml").write_text(yaml.safe_dump(recorded))
+    found = data.probe_data("mine", files(one, two, kind=kind), tmp_path)
+    if kind == "prepared":
+        assert found.status == "FAIL", "these are read at every training"
+    else:
+        assert found.status == "warn" and f"{one}: no such file" in found.text and "stays as it is" in found.text
+        assert data.probe_data("mine", files(tmp_path / "three.h5", two), tmp_path).status == "FAIL"
 
 
 def test_changed_prepared_files_are_described_again(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ from dlscale.train.checkpoint import read
 from dlscale.train.precision import Weights, convert
 from dlscale.train.trackers import Wandb
 from dlscale.train.train import run_fingerprint
-from dlscale.train.weights import load_weights, read_weights
+from dlscale.train.weights import load_weights, read_weights, weights_digest
 from tests.conftest import COSMO, COSMO_RUN, ERA5, ERA5_RUN, make_run, records, stage, train
 from tests.test_losses_metrics import naive_answers
 from tests.test_report import Results
@@ -430,6 +430,15 @@ def _damaged(content: bytes, draws: random.Random) -> bytes:
             for _ in range(3 if bits == "bits" else 1):
                 damaged[draws.randrange(len(damaged))] ^= 1 << draws.randrange(8)
     return bytes(damaged)
+
+
+def test_weights_from_a_pipe_or_a_device_are_refused(tmp_path: Path) -> None:
+    """To read them would never end."""
+    os.mkfifo(tmp_path / "pipe.pt")
+    for path in (tmp_path / "pipe.pt", Path("/dev/zero")):
+        for use in (read_weights, weights_digest):
+            with pytest.raises(UserError, match=f"{path}: a pipe or a device; expected a file of weights"):
+                use(path)
 
 
 @pytest.mark.filterwarnings("ignore")  # PyTorch's, of what it finds in them

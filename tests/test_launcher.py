@@ -52,7 +52,7 @@ def test_one_process_is_python_alone() -> None:
 
 def test_torchrun_starts_a_process_a_device() -> None:
     assert launch(site(engine="none"), HERE, FOUR) == [
-        *("python", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", "-m", "--", "dlscale")
+        *("python", "-m", "dlscale.launch.torchrun", "--standalone", "--nproc-per-node=4", "-m", "--", "dlscale")
     ]
 
 

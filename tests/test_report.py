@@ -10,6 +10,7 @@ import itertools
 import json
 import math
 import re
+import shlex
 import shutil
 import statistics
 import struct
@@ -34,9 +35,10 @@ from dlscale.data.transforms import Transform
 from dlscale.report import collect, figures, glance, published, report, sections, tables
 from dlscale.report import parts as step_parts
 from dlscale.report import results as reading
-from dlscale.report.diagnosis import bound, gain
+from dlscale.report.diagnosis import bound
 from dlscale.report.disturbance import disturbance
 from dlscale.report.results import first_and_least, read_plan
+from dlscale.report.speedup import SpeedUps, gain
 from dlscale.report.verdict import of
 
 HOSTILE = """</title><script>alert(1)</script>"&'{{ 7*7 }}"""
@@ -280,7 +282,11 @@ class Results:
         if triplet:
             modes = {
                 mode: records.Trials(
-                    trial_throughput=[mean], trial_time=[1.0], avg_iter_throughput=[mean], mean=mean, std=mean / 50
+                    trial_throughput=[0.98 * mean, mean, 1.02 * mean],
+                    trial_time=[1.0, 1.0, 1.0],
+                    avg_iter_throughput=[0.98 * mean, mean, 1.02 * mean],
+                    mean=mean,
+                    std=mean / 50,
                 )
                 for mode, mean in zip(("io", "synthetic", "full"), triplet, strict=True)
             }
@@ -415,6 +421,9 @@ def test_a_busy_machine_is_given_away(results: Results) -> None:
     plan = read_plan(results.plan("ladder", {"a": "a", "b": "b"}))
     said = disturbance(plan.runs)
     assert said and "in b and in a, and yet 60.0 and 100 samples/s" in said
+    folder = plan.runs[0].folder.parent
+    again = f"snakemake --force {folder}/b/throughput.json {folder}/a/throughput.json"
+    assert said.endswith(f"measure again with nothing else running: {again}")
     assert "The machine was not quiet." in re.sub(r"<[^>]+>", "", results.report())
     assert disturbance(plan.runs[:1]) is None
     results.run("ladder", "b", triplet=(500.0, 110.0, 58.0), loader={"kind": "b"})
@@ -454,7 +463,9 @@ def test_the_card_hears_of_a_neighbour(results: Results) -> None:
         measured.model_copy(update=modes).write(folder / "throughput.json")
     plan = read_plan(results.plan("p", {"a": "a", "b": "b", "quiet": "quiet"}))
     said = disturbance(plan.runs)
-    assert said and "Other programs kept 45\u00a0% to 60\u00a0% of the cores busy while a; b were measured." in said
+    again = shlex.join(["snakemake", "--force", *(str(run.folder / "throughput.json") for run in plan.runs[:2])])
+    assert said and said.endswith(f": {again}")
+    assert "Other programs kept 45\u00a0% to 60\u00a0% of the cores busy while a; b were measured." in said
     assert disturbance(plan.runs[2:]) is None
     assert "The machine was not quiet. Other programs" in Page(results.report()).text
 
@@ -468,7 +479,8 @@ def test_a_training_has_neighbours_too(results: Results) -> None:
         (folder / "telemetry/train.csv").write_text(telemetry.header(0) + "".join(map(telemetry.line, rows)))
     plan = read_plan(results.plan("p", {name: name for name in ("busy", "beside", "quiet")}))
     said = disturbance(plan.runs)
-    assert said and "50\u00a0% of the cores busy while busy was measured. Times and speed-ups" in said
+    assert said and "50\u00a0% of the cores busy while busy was measured. Times and rates" in said
+    assert said.endswith("measure again with nothing else running."), "no throughput of it was measured"
     assert disturbance(plan.runs[1:]) is None
 
 
@@ -743,20 +755,26 @@ def test_what_bounds_a_run(rates: tuple[float, float, float], what: str, why: st
     assert found and found.what == what and why in found.why
 
 
+def gained(path: Path) -> str | None:
+    """What is said of a plan's second run."""
+    runs = read_plan(path).runs
+    return gain(*runs, SpeedUps(runs).over(runs[1], runs[0]))
+
+
 @pytest.mark.parametrize(
     ("before", "after", "said"),
     [
         (
             (400.0, 200.0, 133.0),  # 2.5 ms of loading, then 5 ms of computing
             (2000.0, 200.0, 215.0),  # FULL is faster than can be: no more than all of the slower one is said
-            "1.62× as fast as a. That one loads and computes as if in turn, and 33\u00a0% of its time is loading. Here "
-            "loading alone is 5.00× as fast; computing alone is 1.00× as fast, within the noise; FULL "
+            "1.62× ± 0.14 as fast as a. That one loads and computes as if in turn, and 33\u00a0% of its time is "
+            "loading. Here loading alone is 5.00× as fast; computing alone is 1.00× as fast, within the noise; FULL "
             "reaches 100\u00a0% of the slower one instead of 66\u00a0%.",
         ),
         (
             (2000.0, 200.0, 198.0),
             (2000.0, 300.0, 290.0),
-            "1.46× as fast as a. That one is bound by computation. Here computing alone is 1.50× as fast.",
+            "1.46× ± 0.13 as fast as a. That one is bound by computation. Here computing alone is 1.50× as fast.",
         ),
         (
             (2000.0, 200.0, 198.0),
@@ -767,8 +785,8 @@ def test_what_bounds_a_run(rates: tuple[float, float, float], what: str, why: st
         (
             (100.0, 500.0, 99.0),
             (102.0, 490.0, 80.0),
-            "0.808× as fast as a. That one is bound by data loading. Here loading alone is 1.02× as fast, within the "
-            "noise; FULL reaches 78\u00a0% of the slower one instead of 99\u00a0%.",
+            "0.808× ± 0.069 as fast as a. That one is bound by data loading. Here loading alone is 1.02× as fast, "
+            "within the noise; FULL reaches 78\u00a0% of the slower one instead of 99\u00a0%.",
         ),
         (
             (500.0, 510.0, 495.0),
@@ -777,15 +795,15 @@ def test_what_bounds_a_run(rates: tuple[float, float, float], what: str, why: st
             "alone is 1.01× as fast, within the noise; computing alone is 1.00× as fast, within the noise.",
         ),
         (
-            (2000.0, 200.0, 185.0),
+            (2000.0, 200.0, 181.0),
             (2000.0, 201.0, 201.0),
-            "1.09× as fast as a. That one is bound by computation. Here computing alone is 1.00× as fast, within the "
-            "noise. That does not explain it: measure again on a quiet machine.",
+            "1.11× ± 0.095 as fast as a. That one is bound by computation. Here computing alone is 1.00× as fast, "
+            "within the noise. That does not explain it: measure again on a quiet machine.",
         ),
         (
             (100.0, 100.0, 150.0),
             (100.0, 100.0, 90.0),
-            "0.600× as fast as a; one of the two was disturbed, so that means little.",
+            "0.600× ± 0.051 as fast as a; one of the two was disturbed, so that means little.",
         ),
     ],
 )
@@ -793,36 +811,37 @@ def test_a_rungs_gain_is_explained_by_what_bound_the_one_before(
     results: Results, before: tuple[float, float, float], after: tuple[float, float, float], said: str
 ) -> None:
     results.run("p", "a", triplet=before)
-    results.run("p", "b", triplet=after)
-    a, b = read_plan(results.plan("p", {"a": "a", "b": "b"})).runs
-    assert gain(a, b) == said
+    results.run("p", "b", triplet=after, precision="bf16")
+    assert gained(results.plan("p", {"a": "a", "b": "b"})) == said
     assert " ".join(said.split()) in Page(results.report()).text
 
 
 def test_a_gain_within_the_spread_of_the_trials_is_none(results: Results) -> None:
     """FULL is 20 % faster, which three trials that differ by 18 % cannot show, and trials that agree can."""
-    folder = {name: results.run("p", name, triplet=(2000.0, full, full)) for name, full in (("a", 100.0), ("b", 120.0))}
+    folder = {
+        name: results.run("p", name, triplet=(2000.0, full, full), precision=name)
+        for name, full in (("a", 100.0), ("b", 120.0))
+    }
     plan = results.plan("p", {"a": "a", "b": "b"})
-    assert "1.20× as fast as a." in str(gain(*read_plan(plan).runs))
+    assert "1.20× ± 0.10 as fast as a." in str(gained(plan))
     measured = json.loads((folder["a"] / "throughput.json").read_text())
     measured["FULL"] |= {"std": 18.0, "trial_time": [1.0, 1.0, 1.0]}
     (folder["a"] / "throughput.json").write_text(json.dumps(measured))
-    assert "within the noise (1.20×)" in str(gain(*read_plan(plan).runs))
+    assert "within the noise (1.20×)" in str(gained(plan))
 
 
 def test_only_a_ladder_has_gains(results: Results) -> None:
-    for name, full in (("a", 24.0), ("b", 22.0)):
-        results.run("p", name, triplet=(200.0, 25.0, full))
+    for name, full in (("a", 24.0), ("b", 20.0)):
+        results.run("p", name, triplet=(200.0, 25.0, full), precision=name)
     for kind, shown in (("ladder", True), ("set", False)):
         results.plan("p", {"a": "a", "b": "b"}, kind=kind)  # type: ignore[arg-type]
-        assert ("× as fast as a. That one is bound by computation" in Page(results.report()).text) is shown
+        assert (" as fast as a. That one is bound by computation" in Page(results.report()).text) is shown
 
 
 def test_an_incomplete_triplet_has_no_verdict(results: Results) -> None:
     results.run("p", "a", triplet=None)
     results.run("p", "b")
-    without, complete = read_plan(results.plan("p", {"a": "a", "b": "b"}, measure=("train",))).runs
-    assert gain(without, complete) is None
+    assert gained(results.plan("p", {"a": "a", "b": "b"}, measure=("train",))) is None
     assert bound(None) is None
     assert bound(Throughput.model_validate({"IO": {"mean": 1.0}, "FULL": {"mean": 1.0}})) is None
     assert bound(triplet(1.0, 0.0, 1.0)) is None
@@ -939,7 +958,7 @@ def html(full: Results) -> str:
 def test_the_page_answers_at_a_glance(ladder: Results) -> None:
     page = Page(ladder.report())
     for answer in (
-        "180 samples/s FULL: loading and computing together, run bf16: 7.50× as fast as baseline.",  # how fast
+        "180 samples/s FULL: loading and computing together, run bf16: 7.50× ± 0.64 as fast as baseline.",  # how fast
         "both alike The loader alone delivers 205 samples/s, the model alone takes 240.",  # what bounds it
         "1.40 m s⁻¹ u10 RMSE 30\u00a0% less error than persistence (2.00 m s⁻¹), run 4 workers",  # how good: 0.7 x 2.00
         "published at full size: 8.8 samples/s on A100 40 GB (baseline; S2)",
@@ -959,7 +978,8 @@ def test_the_table_has_every_run_with_units(ladder: Results) -> None:
     assert [row["run"] for row in rows] == ["baseline", "4 workers", "bf16"]
     assert [row["what it changes"] for row in rows] == ["–", "loader.workers: 4", "precision: bf16"]
     assert [row["FULL"] for row in rows] == ["24.0± 0.48", "110± 2.2", "180± 3.6"]
-    assert [row["speed-up"] for row in rows] == ["1.00×", "4.58×", "7.50×"]
+    assert [row["speed-up"] for row in rows] == ["1.00×", "4.58×± 0.39", "7.50×± 0.64"]
+    assert [row["over the rung before"] for row in rows] == ["–", "4.58×± 0.39", "1.64×± 0.14"]
     assert rows[0]["peak memory"] == "1.50\u00a0GB"
     (channels,) = [
         table for table in page.tables if table[0][:1] == ["run"] and "t2m K" in table[0] and "naive" in table[1][0]
@@ -1139,6 +1159,8 @@ def test_hundreds_of_runs_stay_readable(results: Results) -> None:
     for index in range(1, 300):
         folder = template.with_name(f"r{index}")
         shutil.copytree(template, folder)
+        settings = yaml.safe_load((folder / "config.yaml").read_text())
+        (folder / "config.yaml").write_text(yaml.safe_dump({**settings, "batch_size": 16 + index}, sort_keys=False))
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         for line in lines:
             line["valid_loss"] *= 1 + math.sin(index) / 10

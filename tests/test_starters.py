@@ -55,12 +55,35 @@ def test_torchrun_meets_at_the_sites_place() -> None:
     chosen = site(engine="none", rendezvous="node1:29400", start=["pdsh", "-w", "node[1-{nodes}]"])
     eight = Geometry(nodes=2, gpus_per_node=4)
     assert launcher.launch(chosen, HERE, eight, "gpus.eight") == [
-        *("pdsh", "-w", "node[1-2]", "python", "-m", "torch.distributed.run", "--rdzv-backend=c10d"),
+        *("pdsh", "-w", "node[1-2]", "python", "-m", "dlscale.launch.torchrun", "--rdzv-backend=c10d"),
         *("--rdzv-id=gpus.eight", "--rdzv-endpoint=node1:29400", "--nnodes=2", "--nproc-per-node=4"),
         *("-m", "--", "dlscale"),
     ]
     launcher.check(chosen, eight)
     assert "--standalone" in launcher.launch(chosen, HERE, Geometry(gpus_per_node=4)), "one node needs nobody else"
+
+
+@pytest.mark.parametrize(("how", "status"), [("fails", 3), ("killed", 137), ("asked", 143)])
+def test_torchrun_ends_with_what_a_process_said(tmp_path: Path, how: str, status: int) -> None:
+    """No traceback of its own buries that."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        """
+import os, signal, sys, time
+if os.environ["RANK"] == "1":
+    print("said why", flush=True)
+    if sys.argv[1] == "fails":
+        sys.exit(3)
+    os.kill(os.getpid() if sys.argv[1] == "killed" else os.getppid(), getattr(signal, sys.argv[2]))
+time.sleep(600)
+"""
+    )
+    signals = {"killed": "SIGKILL", "asked": "SIGTERM"}
+    words = ["-m", "dlscale.launch.torchrun", "--standalone", "--nproc-per-node=2", "--", str(program), how]
+    command = [sys.executable, *words, signals.get(how, "")]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=PATIENCE)
+    assert done.returncode == status and "said why" in done.stdout, done
+    assert "Traceback (most" not in done.stderr, done.stderr
 
 
 def test_two_nodes_train_as_one_process_does(tmp_path: Path, era5_data: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import logging
 import os
@@ -29,8 +30,8 @@ def results(tmp_path: Path) -> Path:
     return tmp_path / "results"
 
 
-def rows(results: Path) -> dict[str, status.Row]:
-    """Return what is said of a plan of two runs that train, by name and stage."""
+def configuration(results: Path, **more: Any) -> resolve.Configuration:
+    """Return a plan of two runs that train."""
     raw = {
         "results": str(results),
         "targets": ["p"],
@@ -39,7 +40,12 @@ def rows(results: Path) -> dict[str, status.Row]:
             "p": {"study": "starter_cnn", "settings": {"dataset": "d"}, "measure": ["train"], "runs": RUNS},
         },
     }
-    return {row.name: row for row in status.look(resolve.load(raw), ["p"])}
+    return resolve.load(raw | more)
+
+
+def rows(results: Path) -> dict[str, status.Row]:
+    """Return what is said of the plan, by name."""
+    return {row.name: row for row in status.look(configuration(results), ["p"])}
 
 
 def tell(results: Path, run: str = "a", **values: Any) -> None:
@@ -117,6 +123,25 @@ def test_what_ended(results: Path, last: str, state: str) -> None:
     text = status.lines([row])
     assert "epoch 2" in text[1] and text[-1] == f"1 {state}"
     assert json.loads(json.dumps(status._json(row)))["epoch"]["valid_loss"] == 0.625
+
+
+def test_jobs_in_the_queue(
+    results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Those of this folder, of Slurm's list."""
+    squeue = tmp_path / "bin/squeue"
+    squeue.parent.mkdir()
+    listed = f"17|PENDING|{tmp_path}|rule_train_wildcards_p_a\n18|RUNNING|/elsewhere|rule_train_wildcards_p_b"
+    squeue.write_text(f"#!/bin/sh\necho '{listed}'\n")
+    squeue.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{squeue.parent}:{os.environ['PATH']}")
+    monkeypatch.chdir(tmp_path)
+    args = argparse.Namespace(plans=[], json=False, watch=False)
+    site = {"scheduler": {"cpu_nodes": {"cpus": 32}, "gpu_nodes": {"cpus": 64, "gpus": 4}}}
+    assert status.main(args, configuration(results, site=site)) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "In the queue: 17 (train p_a, pending)"
+    assert status.main(args, configuration(results)) == 0
+    assert "queue" not in capsys.readouterr().out, "there is no scheduler"
 
 
 def test_data_that_are_made(results: Path) -> None:

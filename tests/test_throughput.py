@@ -16,8 +16,11 @@ import pytest
 import torch
 
 from dlscale.config import resolve as config
+from dlscale.config.compute import compute_digest
 from dlscale.config.run import Throughput, load_run
+from dlscale.core.records import Throughput as Record
 from dlscale.core.records import Trials
+from dlscale.core.settings import read_yaml
 from dlscale.data.loaders.base import Batch, Loader
 from dlscale.measure import throughput
 from dlscale.measure.throughput import endless, trials
@@ -40,7 +43,7 @@ def measure(folder: Path, data: Path, **over: Any) -> Path:
     return folder / "throughput.json"
 
 
-TRIALS = {"warmup": 1, "trials": 3, "batches": 4}
+TRIALS = {"warmup": 1, "trials": 3, "batches": 4, "seconds": 0, "beside": 0}
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +76,11 @@ def test_benchys_readers_read_it(measured: Path) -> None:
         assert mean > 0
 
 
+def test_it_says_with_which_compute_settings_it_was_measured(measured: Path) -> None:
+    """config.yaml beside it may be a newer one."""
+    assert Record.read(measured).compute == compute_digest(read_yaml(measured.with_name("config.yaml")))
+
+
 def samples_of(batches: Iterator[int], settings: dict[str, int]) -> list[int]:
     """Samples of each counted trial over a stream of batch sizes, the warm-up trials before them dropped."""
     runs = [sum(itertools.islice(batches, settings["batches"])) for _ in range(settings["warmup"] + settings["trials"])]
@@ -96,7 +104,7 @@ def test_the_numbers_count_the_samples_that_were_processed(measured: Path) -> No
         assert one["avg_iter_throughput"] == one["trial_throughput"]
     assert found["batch_size"] == 4
     assert found["nranks"] == 1
-    assert found["settings"] == TRIALS
+    assert found["settings"] == {**TRIALS, "error": 0.01}
     assert found["compile"] is None
     assert found["device"]["kind"] == "cpu"
     assert 50e6 < found["peak_memory_bytes"] < 100e9
@@ -221,13 +229,29 @@ def test_trials_count_and_time_what_follows_the_warm_up() -> None:
         time.sleep(0.1 if len(consumed) <= 2 else 0.02)  # the first trial, the warm-up, is slow
         ends.append(time.perf_counter())
 
-    settings = Throughput(warmup=1, trials=2, batches=2)
+    settings = Throughput(warmup=1, trials=2, batches=2, seconds=0)
     found = trials("FULL", batches_of(9, 9, 3, 4, 5, 6, 7), consume, settings, World())
     assert consumed == [9, 9, 3, 4, 5, 6], "and not one batch more"
     assert [a * b for a, b in zip(found.trial_time, found.trial_throughput, strict=True)] == pytest.approx([7, 11])
     assert all(seconds >= 0.04 for seconds in found.trial_time)
     # By this test's own clock, however slow the machine: nothing from before the warm-up's end is counted.
     assert sum(found.trial_time) <= time.perf_counter() - ends[1]
+
+
+def test_a_trial_lasts_as_long_as_it_is_asked_to() -> None:
+    """Batches of 2 ms: the first counted trial has as many as 0.2 s take, though the first of all is slow."""
+    first = itertools.chain([0.3], itertools.repeat(0.002))
+
+    def consume(x: torch.Tensor, y: torch.Tensor) -> None:
+        time.sleep(next(first))
+
+    settings = Throughput(warmup=1, trials=3, batches=2, seconds=0.2)
+    found = trials("FULL", itertools.repeat(next(batches_of(1))), consume, settings, World())
+    assert len(found.trial_time) == 3
+    assert all(seconds >= 0.19 for seconds in found.trial_time), "a margin for single ones"
+    counts = [rate * seconds for rate, seconds in zip(found.trial_throughput, found.trial_time, strict=True)]
+    assert len(set(map(round, counts))) == 1, "and all have as many"
+    assert 20 < counts[0] < 150
 
 
 class Uneven(World):
@@ -239,7 +263,7 @@ class Uneven(World):
 
 def test_each_rank_counts_its_own_samples() -> None:
     """Of a last batch that does not divide: nine samples and seven, not twice nine."""
-    settings = Throughput(warmup=0, trials=1, batches=2)
+    settings = Throughput(warmup=0, trials=1, batches=2, seconds=0)
     found = trials("FULL", batches_of(5, 4), lambda x, y: None, settings, Uneven())
     assert [a * b for a, b in zip(found.trial_time, found.trial_throughput, strict=True)] == pytest.approx([9 + 7])
 
@@ -250,7 +274,7 @@ def test_the_wait_for_data_counts() -> None:
             time.sleep(0.03)
             yield batch
 
-    found = trials("IO", late(), lambda x, y: None, Throughput(warmup=0, trials=2, batches=2), World())
+    found = trials("IO", late(), lambda x, y: None, Throughput(warmup=0, trials=2, batches=2, seconds=0), World())
     assert all(seconds >= 0.06 for seconds in found.trial_time)
 
 

@@ -644,7 +644,7 @@ def test_a_killed_run_resumes_as_if_nothing_had_been(
         assert (killed / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
     last = [checkpoint_folder(tmp_path / name) / "step-00000048" for name in ("whole", "killed")]
     states = [read(folder) for folder in last]
-    assert same(*(checkpoint(folder).model_dump(exclude={"files"}) for folder in last))
+    assert same(*(checkpoint(folder).model_dump(exclude={"files", "own"}) for folder in last))
     assert {path.name for path in killed.iterdir()} == FILES | {"log"}, "nothing half-written stays"
     assert {name.split(".")[0] for name in states[0]} - {"best"} == {"model", "optimizer", "random"}
     assert same(*states), "moments and random state as well"
@@ -705,11 +705,29 @@ def _flip(file: Path) -> None:
     file.write_bytes(content)
 
 
+def _flip_a_digit(file: Path) -> None:
+    """Change what the record says of an epoch's loss."""
+    path = file.with_name("checkpoint.json")
+    changed = re.sub(
+        r'("valid_loss": \d\.\d)(\d)', lambda found: found[1] + str((int(found[2]) + 1) % 10), path.read_text()
+    )
+    assert changed != path.read_text()
+    path.write_text(changed)
+
+
 def _signed(file: Path) -> None:
     """Have the record say that a file is as it was written: somebody who could change it could change that, too."""
     record = checkpoint(file.parent)
     record.files[file.name] = sha256(file)
     record.write(file.with_name("checkpoint.json"))
+
+
+def _no_numbers(file: Path) -> None:
+    """Put NaN in the place of a tensor, as a device that failed may have."""
+    content, tensor = file.read_bytes(), read(file.parent)["model.head.weight"].numpy()
+    file.write_bytes(content.replace(tensor.tobytes(), np.full_like(tensor, np.nan).tobytes()))
+    assert file.read_bytes() != content
+    _signed(file)
 
 
 def _trap(file: Path) -> None:
@@ -737,10 +755,13 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
     "empty": lambda file: file.write_bytes(b""),
     "missing": lambda file: file.unlink(),
     "record cut": lambda file: _cut(file.with_name("checkpoint.json")),
+    "record flipped": _flip_a_digit,
+    "record is no text": lambda file: file.with_name("checkpoint.json").write_bytes(b'{"step": 30, "run": "\xff"}'),
     "record of another kind": lambda file: file.with_name("checkpoint.json").write_text('{"step": "many"}'),
     "list cut": lambda file: _cut(file.with_name(".metadata")),
     "list missing": lambda file: file.with_name(".metadata").unlink(),
     "record names no files": lambda file: CheckpointRecord(step=30).write(file.with_name("checkpoint.json")),
+    "no numbers": _no_numbers,
     "trap": _trap,
     "trap in the list": _trap_in_the_list,
 }
@@ -899,7 +920,7 @@ def test_a_checkpoint_that_is_not_torn_is_never_thrown_away(tmp_path: Path, monk
     ):
         with monkeypatch.context() as patched:
             patched.setattr(where, name, failing(error))
-            with pytest.raises(UserError, match=r"nothing says that they are damaged; try again"):
+            with pytest.raises(UserError, match=r"nothing says that it is damaged; try again"):
                 loaded(checkpoints, w=w)
         assert checkpoints.steps() == [1, 2]
     assert loaded(checkpoints, w=w) == (2, {"w": torch.full((1,), 2.0)})
@@ -919,12 +940,29 @@ def test_the_newest_are_kept(tmp_path: Path, keep: int) -> None:
         assert checkpoints.steps() == list(range(1, 10))[max(0, step - keep) : step]
 
 
+def test_a_checkpoint_of_other_tensors_falls_back_to_the_one_before(tmp_path: Path) -> None:
+    """Missing, or of another shape; as nothing says which of the two is wrong, it stays."""
+    checkpoints, w = Checkpoints(tmp_path, keep=3), torch.ones(1)
+    saved(checkpoints, 1, w=w)
+    saved(checkpoints, 2, w=torch.ones(2))
+    saved(checkpoints, 3, v=w)
+    assert loaded(checkpoints, w=w) == (1, {"w": w})
+    assert checkpoints.steps() == [1, 2, 3]
+
+
+def test_weights_that_are_no_numbers_are_not_gone_on_from(tmp_path: Path) -> None:
+    """Where there is nothing else, the training begins anew."""
+    checkpoints, w = Checkpoints(tmp_path, keep=3), torch.ones(2)
+    saved(checkpoints, 1, **{"model.w": torch.tensor([1.0, float("nan")])})
+    assert loaded(checkpoints, **{"model.w": w}) is None and checkpoints.steps() == []
+
+
 def test_a_checkpoint_of_another_training_is_not_gone_on_from(tmp_path: Path) -> None:
     """Nor one of another step; both are sound, and stay."""
     w, one, other = torch.zeros(1), Checkpoints(tmp_path / "one", keep=2), Checkpoints(tmp_path / "other", keep=2)
     saved(one, 1, w=w)
     shutil.copytree(tmp_path / "one/step-00000001", tmp_path / "other/step-00000001")
-    with pytest.raises(UserError, match=r"it is of another training, one, or of another step, 1\); remove the folder"):
+    with pytest.raises(UserError, match=r"of another training, one, or of another step, 1\), nor from an earlier one"):
         loaded(other, w=w)
     (tmp_path / "one/step-00000001").rename(tmp_path / "one/step-00000002")
     with pytest.raises(UserError, match=r"another step, 1\)"):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dlscale.preflight.why import Waiting, explained, found, remember, remembered
+from dlscale.preflight.why import Waiting, explained, found, lost, remember, remembered
 
 TABLES = {"1": {"models/vit.py": "a", "core/files.py": "b"}, "2": {"models/vit.py": "c", "core/files.py": "b"}}
 
@@ -29,6 +30,8 @@ def stage(settings: Any = None, sources: str = "1", **more: str) -> dict[str, An
         (job(), ""),
         (job(known=False, missing=["results/metrics.jsonl", "results/model.pt"]), "never made"),
         (job(missing=["results/model.pt"]), "model.pt is gone"),
+        (job(missing=["results/d/stats/"]), "stats/ is gone"),
+        (job(missing=["results/metrics.jsonl", "results/model.pt"]), "metrics.jsonl, model.pt are gone"),
         (job(forced=True), "asked for by force"),
         (job(newer=["data/b.h5", "data/a.h5"]), "changed: data/b.h5, data/a.h5"),
         (job(inputs=True), "it reads other files than before"),
@@ -50,6 +53,10 @@ def stage(settings: Any = None, sources: str = "1", **more: str) -> dict[str, An
         ),
         (job({**stage(), "settings": "not JSON"}, {**stage(), "settings": None}), "settings not JSON → none"),
         (job("one", "other"), "one → other"),
+        (
+            job(stage({"a": 1}, beside='{"a": 1, "b": 1}'), stage({"a": 2}, beside='{"a": 2, "b": 2}')),
+            "a 1 → 2; of the plan's first run: b 1 → 2",
+        ),
     ],
 )
 def test_reasons(waiting: Waiting, reason: str) -> None:
@@ -72,18 +79,38 @@ def test_a_line_for_each_reason() -> None:
         Waiting("report_plan", {"plan": "q"}, known=True),
         Waiting("report", {}, missing=["index.html"]),
     ]
-    assert found(jobs, TABLES.get).lines() == [
+    in_order = [
+        "data d (configure_dataset): epochs 2 → 3",
+        "data d (preprocess): never made",
         "p.{a, b} (train, throughput): epochs 2 → 3",
         "q.a (train): epochs 2 → 3",
-        "data d (preprocess): never made",
-        "data d (configure_dataset): epochs 2 → 3",
         "report (report): never made",
         "and what follows from that: collect, report_plan 2",
     ]
+    assert found(jobs, TABLES.get).lines() == in_order
+    assert found(reversed(jobs), TABLES.get).lines() == in_order, "whatever the order in which Snakemake has them"
     many = [Waiting("train", {"plan": "p", "run": f"r{number}"}) for number in range(6)]
     assert found([Waiting("train", each.wildcards, missing=["x"]) for each in many], TABLES.get).lines() == [
         "p.{r0, r1, r2, r3 and 2 more} (train): never made"
     ]
+
+
+def test_what_is_gone_and_needed_by_nothing_is_told(tmp_path: Path) -> None:
+    """With the command that makes it again; not where a job would, nor where nothing was made."""
+    for file in ("plans/p/a/metrics.jsonl", "plans/p/a/tensorboard/events", "data/d/manifest.json"):
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).touch()
+    results, asked = str(tmp_path), (["p/a", "p/never"], ["d", "never"])
+    run, data = f"{results}/plans/p/a", f"{results}/data/d/manifest.json"
+    stats = f"data d: stats/ is gone, and nothing asked for needs that; to make it again: snakemake --force {data}"
+    again = f"nothing asked for needs that; to make it again: snakemake --force {run}/metrics.jsonl"
+    assert lost(results, *asked, []) == [f"p.a: model.pt is gone, and {again}", stats]
+    shutil.rmtree(f"{run}/tensorboard")
+    assert lost(results, *asked, [data]) == [f"p.a: model.pt, tensorboard/ are gone, and {again}"]
+    (tmp_path / "data/d/stats").mkdir()
+    assert len(lost(results, *asked, [f"{run}/metrics.jsonl"])) == 1, "an empty folder is none"
+    (tmp_path / "data/d/stats/means.npy").touch()
+    assert lost(results, *asked, [f"{run}/metrics.jsonl"]) == []
 
 
 def test_digests_are_remembered(tmp_path: Path) -> None:

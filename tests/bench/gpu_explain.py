@@ -276,11 +276,11 @@ PLANT: dict[str, Any] = {
     "loader": {"kind": "torch", "workers": WORKERS},
     "optimizer": {"kind": "sgd", "lr": 1e-6, "momentum": 0.9},
     "training": {"epochs": 1},
-    "throughput": {"warmup": 1, "trials": 3, "batches": 8},
+    "throughput": {"warmup": 1, "trials": 3, "batches": 8, "seconds": 0},
     "profile": {"skip": 3, "steps": 6},
 }
 #: The same on a processor, where only the program is tried.
-SMALL: dict[str, Any] = {"batch_size": 16, "throughput": {"warmup": 1, "trials": 2, "batches": 2}}
+SMALL: dict[str, Any] = {"batch_size": 16, "throughput": {"warmup": 1, "trials": 2, "batches": 2, "seconds": 0}}
 
 
 @dataclass(frozen=True)

@@ -243,8 +243,8 @@ def data(bench: Bench) -> tuple[Data, Data]:
 def _trials(bench: Bench) -> tuple[Throughput, Throughput]:
     """Return settings for few and for many batches: a warm-up trial has the steps that a graph needs before it is."""
     if bench.quick:
-        return (Throughput(warmup=1, trials=2, batches=5),) * 2
-    return Throughput(warmup=1, trials=3, batches=10), Throughput(warmup=1, trials=3, batches=30)
+        return (Throughput(warmup=1, trials=2, batches=5, seconds=0),) * 2
+    return Throughput(warmup=1, trials=3, batches=10, seconds=0), Throughput(warmup=1, trials=3, batches=30, seconds=0)
 
 
 def ladders(bench: Bench) -> list[Task]:

@@ -103,7 +103,7 @@ def one_rank(bench: Bench, over: dict[str, Any]) -> Values:
 
 def exchanging(bench: Bench, case: Case, over: dict[str, Any]) -> Values:
     """Measure a step alone and wrapped: what the hooks and buckets of the gradients cost."""
-    settings = Throughput(warmup=1, trials=3, batches=2 if bench.quick else 20)
+    settings = Throughput(warmup=1, trials=3, batches=2 if bench.quick else 20, seconds=0)
     found = Values()
     with group(bench) as world:
         for name, kind in (("plain", World(device=world.device)), ("wrapped", world)):
@@ -151,7 +151,7 @@ def end_to_end(bench: Bench) -> Values:
     for name in ("train.h5", "valid.h5"):
         case.write(folder / name, 2 * case.grid[0])
     manifest = described(case, folder)
-    rate = {"throughput": {"warmup": 1, "trials": 2, "batches": 5 if bench.quick else 50}}
+    rate = {"throughput": {"warmup": 1, "trials": 2, "batches": 5 if bench.quick else 50, "seconds": 0}}
     samples = {"kind": "crops", "crop": case.grid[0], "train": 64, "valid": 8}
     run = case.run(
         training={"epochs": EPOCHS},

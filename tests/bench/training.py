@@ -194,7 +194,9 @@ def full(options: Options) -> list[Row]:
 def full_row(options: Options, case: Case, rows: int) -> Row:
     """Measure one study on a file of `rows`; IO, SYNTHETIC and FULL take turns."""
     batches, turns = (2, 2) if options.quick else (6, 4 * options.repetitions)
-    settings = Throughput(warmup=1, trials=1, batches=batches)  # a turn; the warm-up fills the loader's buffers
+    settings = Throughput(
+        warmup=1, trials=1, batches=batches, seconds=0
+    )  # a turn; the warm-up fills the loader's buffers
     path = options.folder / f"{case.study}.h5"
     case.write(path, rows)
     step, wanted = case.step(CPU), DirectLoader(kind="direct", workers=1)

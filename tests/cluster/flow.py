@@ -35,7 +35,7 @@ CONFIG: dict[str, Any] = {
                 "batch_size": 8,
                 "loader": {"workers": 0},
                 "training": {"epochs": 1},
-                "throughput": {"warmup": 0, "trials": 1, "batches": 2},
+                "throughput": {"warmup": 0, "trials": 1, "batches": 2, "seconds": 0, "beside": 1},
             },
             "runs": {
                 "one": {},

@@ -39,7 +39,7 @@ def running(engine: Engine) -> list[str]:
 def test_a_plan_in_containers(flow: Flow, container_engine: Engine) -> None:  # noqa: F811
     """From simulated data to the report; two nodes with four tasks, each in a container of its own."""
     assert flow.run(timeout=900) == 0, flow.output[-8000:]
-    assert (flow.path / "results/report/index.html").exists()
+    assert (flow.path / "results/report/shapes.html").exists()
     found = flow.provenance("shapes/eight")
     assert found["processes"] == 8 and found["image"]["name"].startswith("localhost/dlscale")
     a, *others = (records(flow.path / "results/plans/shapes" / run)[-1] for run in ("one", "eight", "mesh"))

@@ -111,7 +111,7 @@ def test_two_tasks_in_containers(
 
     samples = telemetry.read(profiled.path / FOLDER / "telemetry/profile.csv")
     assert len(samples) >= 3 and max(sample.rss_bytes or 0 for sample in samples) > 100e6
-    assert (profiled.path / "results/report/index.html").exists()
+    assert (profiled.path / "results/report/profiled.html").exists()
 
 
 def test_a_cancelled_job_leaves_nothing(profiled: Flow, container_engine: Engine, cluster: Cluster) -> None:  # noqa: F811

@@ -86,7 +86,7 @@ def test_shapes(make: Callable[..., Flow]) -> None:
         for run, asked in {"one": one, "pair": pair, "eight": eight, "mesh": eight}.items()
     }
     assert "2 nodes x 4 GPUs = 8 ranks (dp 8)" not in flow.output, "that is for a dry run"
-    assert (flow.path / "results/report/index.html").exists()
+    assert (flow.path / "results/report/shapes.html").exists()
     found = flow.provenance("shapes/eight")
     assert found["processes"] == 8 and found["slurm"]["SLURM_JOB_NODELIST"].startswith("nid[")
     a, *others = (records(flow.path / "results/plans/shapes" / run)[-1] for run in ("one", "pair", "eight", "mesh"))
@@ -305,7 +305,7 @@ def test_weak_scaling_over_the_nodes(make: Callable[..., Flow]) -> None:
     assert (found.batch, [point.devices for point in found.points]) == (2, [1, 4, 8])
     assert [point.twin is not None for point in found.points] == [False, True, True]
     assert [point.run.throughput and point.run.throughput.batch_size for point in found.points] == [2, 8, 16]
-    assert "of the ideal on 8 devices" in (flow.path / "results/report/index.html").read_text()
+    assert "of the ideal on 8 devices" in (flow.path / "results/report/weak.html").read_text()
     assert flow.run() == 0 and "Nothing to be done" in flow.output
 
 

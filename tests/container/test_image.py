@@ -130,7 +130,7 @@ def test_the_workflow(container_engine: Engine, cpu_image: str, tmp_path: Path) 
     command = ["snakemake", "--cores", "2", "--configfile", "results/tiny.yaml"]
     said = container_engine(*STRANGER, f"--volume={results}:/dlscale/results", cpu_image, *command, timeout=900)
     made = [path for path in results.rglob("*") if path.name != "tiny.yaml"]
-    assert results / "report/index.html" in made, said[-3000:]
+    assert results / "report/tiny.html" in made, said[-3000:]
     assert {(path.stat().st_uid, path.stat().st_gid) for path in made} == {(USER, GROUP)}
 
 
@@ -138,6 +138,6 @@ def test_make_demo(container_engine: Engine, cpu_image: str, checkout: Path) -> 
     """Without a Python on the host: the checkout is mounted, its code is what runs, nothing is installed."""
     words = ["ENGINE=podman", f"IMAGE={cpu_image}", "ARGS=--dry-run --quiet"]
     said = container_engine.run(["make", "-C", str(checkout), "demo", *words])
-    assert f"Report: {checkout}/results/report/index.html" in said
+    assert f"Report: {checkout}/results/report/tiny.html" in said
     assert not (checkout / ".venv").exists()
     assert container_engine("ps", "--all", "--quiet", "--filter=name=dlscale-demo") == ""

@@ -61,7 +61,7 @@ CONFIG: dict[str, Any] = {
             "settings": {
                 **{key: value for key, value in ERA5_RUN.items() if key != "optimizer"},
                 "dataset": "years",
-                "throughput": {"warmup": 0, "trials": 2, "batches": 3},
+                "throughput": {"warmup": 0, "trials": 2, "batches": 3, "seconds": 0, "beside": 1},
             },
             "runs": {"vit": {}},
         },
@@ -84,7 +84,11 @@ CONFIG: dict[str, Any] = {
         # The study ships it; here it is changed.
         "waves_ladder": {
             "study": "waves",
-            "settings": {"dataset": "waves", "training": {"epochs": 2}},
+            "settings": {
+                "dataset": "waves",
+                "training": {"epochs": 2},
+                "throughput": {"trials": 2, "seconds": 0, "beside": 1},
+            },
             "runs": {"baseline": {}, "fused": {}},
         },
     },

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 from tests.workflow.conftest import Tree
 from tests.workflow.test_changes import configure
@@ -37,3 +38,12 @@ def test_what_a_run_needs_is_asked_before_the_first_job(make_tree: Callable[...,
     assert failures(tree, f"{without}snakemake -n") == said
     assert failures(tree, f"{without}snakemake --cores 1") == said
     assert not list(tree.results.rglob("*.h5")) and not list(tree.results.rglob("manifest.json"))
+
+
+def test_a_disk_without_space_is_said_before_the_first_job(make_tree: Callable[..., Tree], full_disk: Path) -> None:
+    tree = make_tree()
+    configure("results", str(full_disk))(tree)
+    for command in ("snakemake -n", "snakemake --cores 1"):
+        (said,) = failures(tree, command)
+        assert said.startswith("FAIL  space: ") and f"free at {full_disk}" in said and "`results`" in said
+    assert not list(full_disk.rglob("*.h5"))

@@ -24,7 +24,7 @@ PLAN: dict[str, Any] = {
         "loader": {"workers": 0},
         "precision": "fp32",
         "threads": 1,
-        "throughput": {"warmup": 1, "trials": 2, "batches": 3},
+        "throughput": {"warmup": 1, "trials": 2, "batches": 3, "seconds": 0, "beside": 0},
     },
     "scaling": {"devices": [1, 2], "batch_sizes": [8]},
 }

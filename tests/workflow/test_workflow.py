@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 import torch
 
+from dlscale.core.lock import only_writer
 from dlscale.core.stages import STAGES
 from tests.waiting import PATIENCE, until
 from tests.workflow.conftest import CONFIG, RESULTS, ROOT, TARGETS, TITLE, Outcome, Tree
@@ -312,7 +313,7 @@ def test_published_plans(make_tree: Make) -> None:
     files += [folder / f"stats/{name}.npy" for name in ("global_means", "global_stds", "time_means")]
     for file in files:
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.touch()
+        file.write_bytes(b"x")
     names = tree.planned(targets=["plan_cosmo_published", "plan_era5_published"]).names
     trained = of(names, "train")
     assert len([name for name in trained if name.startswith("cosmo_published ")]) == 9
@@ -519,6 +520,18 @@ def test_interrupted_and_killed(clone: Tree) -> None:
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [line["epoch"] for line in lines] == list(range(1, 41))
     assert clone.planned(targets=call[3:]).names == []
+
+
+def test_a_folder_of_results_has_one_writer(make_tree: Make) -> None:
+    """A call from anywhere is refused before it writes while another one works there; a dry run may look."""
+    tree = make_tree()
+    with only_writer(tree.results):
+        before = list(tree.results.rglob("*"))
+        second, dry = (tree.snakemake(*more, "--cores", "2", "--", "data_boxes") for more in ([], ["--dry-run"]))
+        message = f"results: {tree.config['results']}: in use by process {os.getpid()} on "
+        assert second.status == 2 and message in second.output and "Traceback" not in second.output, second.output
+        assert dry.status == 0 and "in use by" not in dry.output, dry.output
+        assert list(tree.results.rglob("*")) == before
 
 
 @pytest.mark.slow

@@ -151,6 +151,20 @@ QUESTIONS = {
             ),
         ),
     ),
+    "compare": Question(
+        "dlscale.report.compare",
+        "Say what became of runs from one results folder, or plan, to another: speed with its noise, loss, settings.",
+        ("results", {"nargs": 2, "metavar": "RESULTS", "help": "before and after: a results folder, or a plan"}),
+    ),
+    "gate": Question(
+        "dlscale.report.gate",
+        "Hold the speed of runs against earlier measurements on this machine: 1 if one became slower, else 0.",
+        _PLANS,
+        (
+            path("--reference", "JSON file of earlier measurements"),
+            option("--update", "add what is measured to it, and return 0", False, action="store_true"),
+        ),
+    ),
     "compare-profiles": Question(
         "dlscale.report.compare_profiles",
         "Say what got faster and slower from the profile of one run to that of another.",

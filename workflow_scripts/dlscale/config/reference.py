@@ -15,7 +15,10 @@ check keys. No key has to be there: what is absent is as a study ships it
 (`workflow_scripts/dlscale/studies/STUDY.yaml`), or as it stands here.
 
 **Names** of datasets, plans and runs become folders. They have 1 to 64 letters, digits, `_` and `-`, and begin with a
-letter or a digit."""
+letter or a digit.
+
+Of a `--configfile` that is no YAML (a tab, an open bracket, an anchor in itself) Snakemake names neither file nor line,
+since it reads it before anything of dlscale; `dlscale why --configfile FILE` names both."""
 
 
 def reference(schema: Node) -> str:

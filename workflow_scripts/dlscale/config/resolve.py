@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -227,6 +228,27 @@ def merge(base: Raw, over: Mapping[str, Any]) -> Raw:
     return base
 
 
+def report_page(layers: Iterable[Mapping[str, Any]]) -> str:
+    """Return the page of the targets, inside the folder of results; `layers` of settings, later ones over earlier.
+
+    `report/index.html` is the page of the targets that are named with the folder: those of config.yaml, or of a file
+    that names another folder. A call for other targets has a page that is called by them, and leaves that one alone.
+    """
+    folder: str | None = None
+    targets: list[str] = []
+    own: list[str] = []
+    for layer in layers:
+        targets = layer.get("targets", targets)
+        if layer.get("results", folder) != folder or not own:
+            folder, own = layer.get("results", folder), targets
+    if targets == own:
+        return "report/index.html"
+    name = "+".join(targets)  # no plan has a plus in its name
+    if len(name) > 60 or name == "index":
+        name = f"{targets[0]}+{len(targets) - 1}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+    return f"report/{name}.html"
+
+
 def _plain(value: Any) -> Any:
     """Copy nested mappings to dicts; `--config` passes strings only, so its 'null' means nothing."""
     if isinstance(value, Mapping):
@@ -380,8 +402,10 @@ class _Resolver:
         dataset, study = self.workflow.datasets[run.dataset], registry.study(run.study)
         if dataset.kind != study.dataset:
             fail("dataset", f"'{run.dataset}' is of kind {dataset.kind}, study {run.study} needs {study.dataset}")
-        grid = registry.kind(dataset.kind).grid(dataset)
+        kind = registry.kind(dataset.kind)
+        grid = kind.grid(dataset)
         try:
+            kind.check_samples(dataset, run.samples)
             if grid is not None:
                 study.check_grid(run, grid)
         except Refused as error:

@@ -29,7 +29,7 @@ from dlscale.core import registry
 from dlscale.core.errors import UserError, unknown
 from dlscale.core.records import VALID_LOSS
 from dlscale.core.schema import BatchSize, Component, Devices, Name, NonNegativeInt, PositiveInt, Seed, Strict
-from dlscale.core.settings import read_settings, validate
+from dlscale.core.settings import read_settings, to_try, validate
 from dlscale.core.stages import STAGES
 
 
@@ -241,11 +241,22 @@ class Geometry(Strict):
 
 
 class Throughput(Strict):
-    """Trials of the throughput stage, as `benchy` defined them."""
+    """Trials of the throughput stage, as `benchy` defined them, and turns with the plan's first run."""
 
     warmup: NonNegativeInt = Field(3, description="Uncounted trials first.")
     trials: PositiveInt = Field(3, description="Counted trials.")
-    batches: PositiveInt = Field(50, description="Batches a trial.")
+    batches: PositiveInt = Field(50, description="Batches a trial, at least.")
+    seconds: NonNegativeFloat = Field(
+        1.0, description="Time of a trial, at least: it has more batches where they take less. 0: batches alone count."
+    )
+    beside: NonNegativeFloat = Field(
+        30.0,
+        description="Seconds, at most, for which a run of one process is timed in turn with the plan's first run, from "
+        "which its speed-up is known; 0: it is not.",
+    )
+    error: PositiveFloat = Field(
+        0.01, description="Turns end before when each opening of both has shown its ratio to such a share (95 %)."
+    )
 
 
 class Profile(Strict):
@@ -388,7 +399,9 @@ class RunCore(Strict):
             local = TypeAdapter(BatchSize).validate_python(data["local_batch_size"])
         except ValidationError:
             given = data["local_batch_size"]
-            raise ValueError(f"local_batch_size: got {given!r}; expected a whole number from 1 to 1000000000") from None
+            each = to_try("local_batch_size", given) if isinstance(given, list) else ""
+            expected = "expected a whole number from 1 to 1000000000"
+            raise ValueError(f"local_batch_size: got {given!r}; {expected}{each}") from None
         try:
             shares = TypeAdapter(Geometry).validate_python(rest.get("geometry") or {}).dp
         except ValidationError:

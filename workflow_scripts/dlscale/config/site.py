@@ -60,6 +60,19 @@ class Nodes(Strict):
     cpus: PositiveInt = Field(description="CPUs of a node, as Slurm counts them (hardware threads).")
     gpus: NonNegativeInt = Field(0, description="GPUs of a node.")
     gres: str = Field("gpu", description="What a GPU is called in --gres, such as gpu or gpu:a100.")
+    gpu: str | None = Field(
+        None,
+        description="Part of the GPUs' name, such as A100: rates that were measured on others do not count here. That "
+        "of `gres` if absent.",
+    )
+
+    @property
+    def gpu_name(self) -> str:
+        """Part of the GPUs' name, as the driver has it; nothing where the site does not say, or has none."""
+        if not self.gpus:
+            return ""
+        known = re.search(r"[a-z]+\d+", self.gres.partition(":")[2].lower())
+        return self.gpu or (known[0] if known else "")
 
 
 class Scheduler(Strict):

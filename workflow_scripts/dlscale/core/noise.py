@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import math
+import statistics
+from collections.abc import Sequence
 
 #: Of intervals.
 CONFIDENCE = 0.95
+
+#: Share of the values that is cut off at each end, so that a burst of other programs does not decide.
+TRIM = 0.2
 
 
 def standard_errors(samples: float) -> float:
@@ -16,3 +21,20 @@ def standard_errors(samples: float) -> float:
     from scipy.special import stdtrit
 
     return float(stdtrit(samples - 1, (1 + CONFIDENCE) / 2)) if samples > 1 else math.inf
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """Return the trimmed mean of values, and how far its 95 % interval reaches to each side.
+
+    A fifth of the values is cut off at each end, and the error is that of the Winsorized values (Tukey and McLaughlin
+    1963, Sankhya A 25, 331): other programs make a few of many measurements wrong by much. Of fewer than five values
+    none is cut, and the interval is Student's. One value has an infinite one.
+    """
+    ordered, cut = sorted(values), int(TRIM * len(values))
+    kept = ordered[cut : len(ordered) - cut]
+    centre = statistics.fmean(kept)
+    if len(kept) < 2:
+        return centre, math.inf
+    whole = [kept[0]] * cut + kept + [kept[-1]] * cut
+    error = statistics.stdev(whole) * math.sqrt(len(whole)) / len(kept)
+    return centre, standard_errors(len(kept)) * error

@@ -18,6 +18,7 @@ from pydantic import (
 )
 
 from dlscale.core.errors import UserError
+from dlscale.core.noise import interval
 from dlscale.core.record import Record as Record  # with those that are made of it
 from dlscale.core.schema import Name
 from dlscale.core.text import NONE, number, percent, size, unit
@@ -309,17 +310,32 @@ class Links(Record):
         return "; ".join([*found, *self.slow])
 
 
+class Beside(Record):
+    """A run timed in turn with the first run of its plan, FULL: what happens to the machine happens to both."""
+
+    compute: str  #: Of the first run: `dlscale.config.compute.compute_digest`.
+    #: Samples/s of this run and of the first one, by round; of each time that both were opened.
+    openings: list[list[tuple[Measured, Measured]]] = Field(min_length=1)
+
+    @property
+    def ratios(self) -> list[float]:
+        """Natural logarithms of how much faster this run was, by opening: of each the trimmed mean of its rounds."""
+        return [interval([math.log(own / first) for own, first in rounds])[0] for rounds in self.openings]
+
+
 class Throughput(Record):
     """`throughput.json`; a mode that was not measured is None."""
 
     nranks: int = Field(1, ge=1)  #: Devices that compute, which are as many as processes but for `dp`.
     batch_size: int | None = None  #: Samples a step over all processes.
     device: Device = Device()
+    compute: str | None = None  #: Digest of all settings that decide how long a step takes (`dlscale.config.compute`).
     settings: dict[str, Any] = {}  #: The run's `throughput`: warm-up trials, trials, batches.
     compile: dict[str, float] | None = None  #: `cold_seconds`, `warm_seconds` of compiling, if the run compiles.
     io: Trials | None = Field(None, alias="IO")  #: Loading alone.
     synthetic: Trials | None = Field(None, alias="SYNTHETIC")  #: Computing alone, on a batch that stays on the device.
     full: Trials | None = Field(None, alias="FULL")  #: Both.
+    beside: Beside | None = None  #: FULL, in turns with the plan's first run; of runs of one process.
     alone: Trials | None = None  #: SYNTHETIC while no process waits for another's gradients; of several processes.
     work: SampleWork | None = None  #: What a sample costs.
     peaks: Peaks | None = None  #: Of one device.

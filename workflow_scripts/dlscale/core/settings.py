@@ -36,7 +36,9 @@ def read_yaml(path: str | Path) -> Raw:
     from dlscale.core.yaml_loader import Loader
 
     try:
-        raw = yaml.load(Path(path).read_text(encoding="utf-8"), Loader)
+        loader = Loader(Path(path).read_text(encoding="utf-8"))
+        node = loader.get_single_node()
+        raw = loader.construct_document(node) if node else None
     except FileNotFoundError:
         raise UserError(f"{path}: no such file") from None
     except yaml.MarkedYAMLError as error:
@@ -47,7 +49,8 @@ def read_yaml(path: str | Path) -> Raw:
     except RecursionError:
         raise UserError(f"{path}: not valid YAML: too many brackets in each other") from None
     if not isinstance(raw, dict):
-        raise UserError(f"{path}: expected keys and values, got {type(raw).__name__}")
+        line = f", line {node.start_mark.line + 1}" if node else ""
+        raise UserError(f"{path}{line}: expected keys and values, got {type(raw).__name__}")
     return raw
 
 
@@ -77,37 +80,70 @@ def _explained(error: ValidationError, kind: Any, raw: Any, where: str, layers: 
         written = [path for path, layer in layers if any(holds(layer, culprit) for culprit in culprits)]
         prefix = written[-1:] or [path for path, _ in layers[-1:]]
         path = ".".join(map(str, [*prefix, *keys]))
-        reason, given = _reason(item), item.get("input")
+        reason = _reason(item)
         if item["type"] == "unknown_key":
             reason = _elsewhere(kind, keys, item, prefix)
-        if layers and isinstance(given, list) and (item["type"].endswith("_type") or item["type"] == "literal_error"):
-            reason += f"; to try each value: kind: sweep, sweep: {{over: {{{'.'.join(map(str, keys))}: {given}}}}}"
+        reason += _of_a_list(raw, keys, item) if layers else ""
         # One line a place: of a union each member has its own complaint about the same value.
         reasons.setdefault(f"{where}: {path + ': ' if path else ''}", []).append(reason)
     return "\n".join(place + "; or: ".join(dict.fromkeys(each)) for place, each in reasons.items())
+
+
+def to_try(key: str, values: list[Any]) -> str:
+    """Return how a sweep is written that tries each value of a key."""
+    return f"; to try each value: kind: sweep, sweep: {{over: {{{key}: {json.dumps(values, default=str)}}}}}"
+
+
+def _of_a_list(raw: Any, keys: tuple[int | str, ...], item: Any) -> str:
+    """Return how several values are tried, if a list stands where one value belongs; else an empty string."""
+    kind, given = item["type"], item.get("input")
+    if kind == "union_tag_invalid" and isinstance(given, Mapping):
+        keys, given = (*keys, "kind"), given.get("kind")
+    elif not (kind.endswith("_type") or kind in ("literal_error", "not_a_mapping")):
+        return ""
+    if not isinstance(given, list):
+        return ""
+    path = ".".join(map(str, itertools.takewhile(lambda key: isinstance(key, str), keys)))
+    if kind == "not_a_mapping":
+        return f"; to try several values of one of these: kind: sweep, sweep: {{over: {{{path}.KEY: [VALUE, VALUE]}}}}"
+    for key in itertools.takewhile(lambda key: isinstance(key, str), keys):
+        raw = raw.get(key, given) if isinstance(raw, Mapping) else given
+    return to_try(path, raw if isinstance(raw, list) else given)
 
 
 def _elsewhere(kind: Any, keys: tuple[int | str, ...], item: Any, prefix: Sequence[str]) -> str:
     """Return the message for an unknown key, with the place where a key of that name, or of a similar one, belongs."""
     key, here = item["ctx"]["key"], tuple(map(str, keys))
 
+    def shared(path: tuple[str, ...]) -> int:
+        """Return how many steps a path has in common with the way to here; `*` stands for any name."""
+        steps = zip(path, here, strict=False)
+        return len(list(itertools.takewhile(lambda step: step[0] in ("*", step[1]), steps)))
+
     def apart(path: tuple[str, ...]) -> int:
         """Return how many steps of the tree are between a key and here."""
-        steps = zip(path, here, strict=False)
-        same = len(list(itertools.takewhile(lambda step: step[0] in ("*", step[1]), steps)))
-        return len(here) + len(path) - 2 * same
+        return len(here) + len(path) - 2 * shared(path)
 
+    valid = set(item["ctx"]["keys"].split(", "))
     every = sorted(set(key_paths(kind)), key=lambda path: (apart(path), path))
+    # Of a union each member has its keys; those of others are not valid here.
+    every = [path for path in every if shared(path) < len(here) or not {*path[len(here) :][:1]} - valid]
     named = [path for path in every if path[-1] == key]
     if not named and not item["ctx"]["nearest"]:
         close = difflib.get_close_matches(key, {path[-1] for path in every}, n=1, cutoff=0.75)
         named = [path for path in every if path[-1] in close]
-    if not named:
+    near = [path for path in named if apart(path) == apart(named[0])]
+    if not 1 <= len(near) <= 3:  # `kind` is a key of many sections, none of which is meant more than the others
         return str(item["msg"])
-    found = tuple(here[i] if step == "*" and i < len(here) else step for i, step in enumerate(named[0]))
-    inside = found[: len(here)] == here
-    place = ".".join(found[len(here) :] if inside else (*prefix, *found)).replace("*", "NAME")
-    return f"unknown key '{key}' (did you mean '{place}'?); valid keys: {item['ctx']['keys']}"
+
+    def place(path: tuple[str, ...]) -> str:
+        same = shared(path)
+        return ".".join(path[same:] if same == len(here) else (*prefix, *here[:same], *path[same:])).replace(
+            "*", "NAME"
+        )
+
+    places = " or ".join(f"'{place(path)}'" for path in near)
+    return f"unknown key '{key}' (did you mean {places}?); valid keys: {item['ctx']['keys']}"
 
 
 def _reason(item: Any) -> str:
@@ -123,10 +159,12 @@ def _reason(item: Any) -> str:
     if kind == "union_tag_invalid":
         tags = [tag.strip("' ") for tag in context["expected_tags"].split(",")]
         given = context["tag"]
-        return f"kind: no such kind '{given}'{nearest(given, tags)}; expected one of: {', '.join(tags)}"
+        close = "" if isinstance(item["input"].get("kind"), list) else nearest(given, tags)
+        return f"kind: no such kind '{given}'{close}; expected one of: {', '.join(tags)}"
     if kind == "literal_error":
         choices = [choice.strip("' ") for choice in context["expected"].replace(" or ", ", ").split(",")]
-        return f"got {given!r}{nearest(str(given), choices)}; expected one of: {', '.join(choices)}"
+        close = "" if isinstance(given, list) else nearest(str(given), choices)
+        return f"got {given!r}{close}; expected one of: {', '.join(choices)}"
     if kind == "string_pattern_mismatch":
         return f"got {given!r}; expected to match {context['pattern']}"
     if kind == "value_error":

@@ -54,6 +54,13 @@ def throughput_work(run: Any, train: int | None, valid: int | None) -> float | N
     return float(3 * trials * run.throughput.batches * run.batch_size)
 
 
+def throughput_seconds(run: Any) -> float:
+    """Return how long the trials last at least, in 3 modes, and the turns with the plan's first run at most, s."""
+    settings = run.throughput
+    turns = settings.beside if run.processes.world_size == 1 else 0.0
+    return float(3 * (settings.warmup + settings.trials) * settings.seconds + turns)
+
+
 def profile_work(run: Any, train: int | None, valid: int | None) -> float | None:
     """Return (skipped + (profilers + two without) x profiled steps) x batch size; profilers slow steps down by some."""
     steps = run.profile.skip + (2 + len(run.profile.tools)) * run.profile.steps
@@ -80,6 +87,7 @@ class Stage:
     nodes: Nodes = "here"
     #: Of a run: samples that it computes, in units of one training sample, from the samples of train and valid.
     work: Callable[[Any, int | None, int | None], float | None] | None = None
+    seconds: Callable[[Any], float] | None = None  #: Of a run: what it takes beside that, whatever the rate.
     starts: Callable[[Any], int] | None = None  #: Of a run: how many times a process has to start up; None: once.
     minutes: int = 60  #: Time limit where nothing is known of how long a job takes; a site may say another.
     warned: bool = False  #: Whether the job asks to be warned of its time limit.
@@ -182,12 +190,17 @@ STAGES: dict[str, Stage] = {
         "dlscale.measure.throughput",
         "Measure a run's samples/s: IO alone, SYNTHETIC, FULL.",
         "run",
-        (path("--out", "JSON file to write"),),
+        (
+            path("--beside", "the plan's first run, to be timed in turn with this one: as --config", required=False),
+            path("--beside-manifest", "manifest.json of its dataset, if that is another", required=False),
+            path("--out", "JSON file to write"),
+        ),
         settings=("throughput",),
         outputs=("throughput.json", "telemetry/throughput.csv"),
         usual=True,
         nodes="geometry",
         work=throughput_work,
+        seconds=throughput_seconds,
     ),
     "profile": Stage(
         "dlscale.measure.profile",

@@ -38,7 +38,7 @@ def count(value: int | None) -> str:
 
 def many(value: int, what: str) -> str:
     """Return a number of things, `what` in the singular."""
-    return f"{value} {what}{'' if value == 1 else 's'}"
+    return f"{value} {what}{'' if value == 1 else 'es' if what.endswith('s') else 's'}"
 
 
 def unit(text: str | None) -> str:

@@ -23,7 +23,7 @@ from __future__ import annotations
 import datetime as dt
 import re
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar, Literal
 from urllib.parse import urlsplit
@@ -57,6 +57,16 @@ class Part:
     @property
     def label(self) -> str:
         return f"{self.split}/{self.name}"
+
+
+@dataclass(frozen=True)
+class Outline:
+    """What a dataset will hold whose settings alone decide it, as those of simulated ones do."""
+
+    fields: dict[str, tuple[int, tuple[int, ...]]]  # number of channels, and grid, as `FieldInfo` has them
+    rows: dict[Split, list[int]]  # of each file
+    values: int  # numbers that are simulated in all
+    classes: dict[str, int] = field(default_factory=dict)  # of fields that are labels
 
 
 def is_url(origin: str) -> bool:
@@ -157,6 +167,13 @@ class DatasetKind(ABC):
 
     def grid(self, dataset: Any) -> tuple[int, ...] | None:
         """Return the grid of the stored fields where the settings alone decide it, else None."""
+        return None
+
+    def check_samples(self, dataset: Any, samples: Any) -> None:  # noqa: B027 - most kinds find out from the files
+        """Refuse (`Refused`) samples of which the settings alone say that there are none."""
+
+    def outline(self, dataset: Any) -> Outline | None:
+        """Return what the dataset will hold, for costs and time limits; None where only its files tell."""
         return None
 
     def available(self, samples: Any, rows: list[int]) -> int | None:

@@ -19,7 +19,7 @@ from dlscale.core.errors import UserError
 from dlscale.core.files import whole
 from dlscale.core.progress import Progress
 from dlscale.data import parts, passes, store
-from dlscale.data.source import Source
+from dlscale.data.source import Source, rows_within
 from dlscale.data.store import Moments
 
 
@@ -36,12 +36,7 @@ def main(args: argparse.Namespace) -> None:
                 f"{args.part}: {source.fields[0].rows} rows do not fill {dataset.pieces} pieces; lower the dataset's "
                 "`pieces`"
             )
-        block = dataset.memory_mb * 1_000_000 // source.bytes_per_row
-        if block < 1:
-            raise UserError(
-                f"{args.part}: one row needs {source.bytes_per_row / 1e6:.0f} MB of buffers, the dataset's `memory_mb` "
-                f"allows {dataset.memory_mb}; raise it"
-            )
+        block = rows_within(dataset.memory_mb, source.bytes_per_row, args.part)
         with whole(args.out) as out:
             write_piece(source, out, start, stop, block, args.part)
     finally:

@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from dlscale.core.figures import literal_text
-from dlscale.core.files import whole
+from dlscale.core.figures import literal_text, save_png
 from dlscale.data import parts
 from dlscale.data.manifest import FieldInfo, Manifest
 from dlscale.data.store import Reader
@@ -117,6 +116,5 @@ def draw_preview(name: str, panels: list[Panel], path: Path) -> None:
         for axis in (top, bottom):
             axis.tick_params(labelsize=7)
     figure.suptitle(f"{name}: first training file", fontsize=10)
-    with whole(path) as temporary:
-        figure.savefig(temporary, dpi=90, format="png")
+    save_png(figure, path, dpi=90)
     plt.close(figure)

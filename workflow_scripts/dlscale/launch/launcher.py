@@ -22,6 +22,9 @@ PYTHON = ["python", "-m", "dlscale"]
 #: An image of this name is in no registry: it is built here.
 LOCAL = "localhost/"
 
+#: Starts a process a device of its node; those of several nodes meet.
+TORCHRUN = ["python", "-m", "dlscale.launch.torchrun"]
+
 #: Puts in where the ranks of a run meet, on the node where they are started.
 MPI = ["python", "-m", "dlscale.launch.mpi"]
 
@@ -83,7 +86,7 @@ def launch(site: Site, place: Place, geometry: Geometry | None = None, run: str 
         start = _filled(site.start, geometry)
         meet = ["--rdzv-backend=c10d", f"--rdzv-id={run}", f"--rdzv-endpoint={site.rendezvous}"]
         meet.append(f"--nnodes={geometry.nodes}")
-    torchrun = ["python", "-m", "torch.distributed.run", *meet, f"--nproc-per-node={geometry.gpus_per_node}"]
+    torchrun = [*TORCHRUN, *meet, f"--nproc-per-node={geometry.gpus_per_node}"]
     return [*start, *container, *torchrun, "-m", "--", "dlscale"]
 
 

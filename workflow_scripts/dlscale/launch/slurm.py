@@ -116,9 +116,13 @@ def check(scheduler: Scheduler | None, geometry: Geometry, where: str = "") -> N
         )
 
 
-def shown(geometry: Geometry, processes: Geometry | None = None) -> str:
-    """Return a geometry, and the processes on it, in words, as it is shown before anything is submitted."""
-    devices = f"{many(geometry.nodes, 'node')} x {many(geometry.gpus_per_node, 'GPU')}"
+def shown(geometry: Geometry, processes: Geometry | None = None, gpus: bool = True) -> str:
+    """Return a geometry, and the processes on it, in words, as it is shown before anything is submitted.
+
+    Without GPUs each device is a process on processors.
+    """
+    device = many(geometry.gpus_per_node, "GPU" if gpus else "process")
+    devices = f"{many(geometry.nodes, 'node')} x {device}"
     axes = [f"dp {geometry.dp}", *(f"{axis} {n}" for axis in ("cp", "tp") if (n := getattr(geometry, axis)) > 1)]
     return f"{devices} = {many((processes or geometry).world_size, 'rank')} ({', '.join(axes)})"
 

@@ -3,30 +3,40 @@
 IO takes batches from the loader and does nothing with them. SYNTHETIC trains on one batch that stays
 on the device. FULL trains on what the loader delivers. Each is measured in `warmup` uncounted and then
 `trials` counted trials of `batches` batches, as romerojosh/benchy defined them; the JSON has its keys.
+Where so many batches take less than `seconds`, a trial has more of them.
+
+A run of one process is then timed once more, FULL, in turn with the first run of its plan:
+`dlscale.measure.turns`.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import itertools
 import logging
+import math
 import statistics
 import time
 from collections.abc import Callable, Generator, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
+from dlscale.config.compute import compute_digest
 from dlscale.config.run import Throughput as Settings
 from dlscale.config.run import load_run
 from dlscale.core import board
 from dlscale.core.files import write_text
+from dlscale.core.noise import interval
 from dlscale.core.progress import Progress
-from dlscale.core.records import MODES, MemoryUse, Throughput, Trials
+from dlscale.core.records import MODES, Beside, MemoryUse, Throughput, Trials
 from dlscale.data.loaders.base import Loader
 from dlscale.measure.flops import sample_work
 from dlscale.measure.peaks import at_least, common_peaks
+from dlscale.measure.turns import Ended, Timed, Turns, training_batches
 from dlscale.measure.usage import Meter
 from dlscale.parallel.selftest import self_test
 from dlscale.parallel.world import World, describe_device, join, synchronize
@@ -36,18 +46,49 @@ from dlscale.train.exhaustion import explained
 from dlscale.train.loop import Batch, Hook, run_steps
 from dlscale.train.step import Step
 
+#: A trial is this much longer than it has to be, since single ones vary.
+MARGIN = 1.1
+#: A trial has at most so many times the batches of the one before it: what is made at first use takes long once.
+GROWTH = 16
+
 
 def main(args: argparse.Namespace) -> None:
     """Measure the run in `args.config` on the data of `args.manifest` and write `args.out`, one line of JSON."""
     run = load_run(args.config, "throughput")
-    with join(run.processes, args.device) as world, explained(run, args.manifest, world):
+    with contextlib.ExitStack() as stack:
+        turns = stack.enter_context(contextlib.closing(_turns(args))) if args.beside else None
+        world = stack.enter_context(join(run.processes, args.device))
+        stack.enter_context(explained(run, args.manifest, world))
         links = self_test(world, run.selftest)
         results = measure(run.throughput, open_session(run, args.manifest, world, args.threads))
-        results = results.model_copy(update={"links": links})
+        results = results.model_copy(update={"links": links, "beside": turns and beside(run.throughput, turns, args)})
         if world.main:
             out = Path(args.out)
             board.write(out.parent / "tensorboard" / "throughput", scalars(results))
             write_text(out, results.text() + "\n")
+
+
+def _turns(args: argparse.Namespace) -> Turns:
+    own = Timed(args.config, args.manifest, args.device, args.threads)
+    return Turns(own, replace(own, config=args.beside, manifest=args.beside_manifest or args.manifest))
+
+
+def beside(settings: Settings, turns: Turns, args: argparse.Namespace) -> Beside | None:
+    """Return how fast the run is in turns with the first of its plan; None, and why in the log, where one cannot be."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()  # what this process is done with: both runs shall have room
+    try:
+        rounds = turns.rounds(settings.beside, settings.error)
+    except Ended as ended:
+        logging.warning("not timed in turn with the plan's first run: %s", ended)
+        return None
+    found = Beside(compute=compute_digest(load_run(args.beside, "throughput").model_dump(mode="json")), openings=rounds)
+    ratio, error = interval(found.ratios)
+    logging.info(
+        "opened %d times beside the plan's first run: %.3f times as fast, -+ %.3f", len(rounds), math.exp(ratio), error
+    )
+    return found
 
 
 def scalars(results: Throughput) -> dict[str, float | None]:
@@ -65,8 +106,7 @@ def measure(settings: Settings, session: Session) -> Throughput:
     with contextlib.closing(session.loader("train")) as loader:
         x, y = next(loader.epoch(0))
         share = session.share()
-        weights = [share.weight(number, loader.samples) for number in range(len(loader))]
-        cached = x.clone(), y.clone(), weights[0]  # the loader will use their memory again
+        cached = x.clone(), y.clone(), share.weight(0, loader.samples)  # the loader will use their memory again
         if run.compile.mode != "none":
             compiling = compilation(step, cached, world.device)
             logging.info("compilation: %(cold_seconds).1f s, %(warm_seconds).1f s from the cache", compiling)
@@ -75,11 +115,10 @@ def measure(settings: Settings, session: Session) -> Throughput:
                 step.gradients(cached[0][:rest], cached[1][:rest])
         # Epoch 0 gave the cached batch; the others start where no worker has looked ahead. What a rank's loss counts
         # goes with its batches, as in training: by it all ranks decide alike what is recorded as a graph.
-        weighted = ((x, y, weight) for (x, y), weight in zip(endless(loader, 1), itertools.cycle(weights)))
         streams: dict[str, tuple[Iterator[Batch], Callable[..., object]]] = {
             "IO": (endless(loader, 1), lambda x, y: None),
             "SYNTHETIC": (itertools.repeat(cached), step),
-            "FULL": (weighted, step),
+            "FULL": (training_batches(session, loader, 1), step),
         }
         for mode, (batches, consume) in streams.items():
             modes[mode] = trials(mode, batches, consume, settings, world)
@@ -99,6 +138,7 @@ def measure(settings: Settings, session: Session) -> Throughput:
         batch_size=run.batch_size,
         device=describe_device(world.device),
         settings=settings.model_dump(),
+        compute=compute_digest(run.model_dump(mode="json")),
         compile=compiling,
         **modes,
         work=work,
@@ -126,28 +166,42 @@ def trials(
 ) -> Trials:
     """Run the warm-up and the counted trials over one unbroken stream of batches.
 
-    All ranks begin together, their samples count together, and a trial ends with the last of them.
+    All ranks begin together, their samples count together, and a trial ends with the last of them. How many batches a
+    trial needs to last long enough is known from the last uncounted one; it, too, is repeated until it lasts half as
+    long.
     """
     rates, times, own, counts = list[float](), list[float](), list[float](), list[int]()
     count = Hook(after_step=lambda number, batch, result: counts.append(len(batch[0])))
+    size, warmed = settings.batches, 0
+
+    def trial() -> tuple[float, float]:
+        """Return the seconds of a trial, of this rank and of the last one."""
+        counts.clear()
+        synchronize(world.device)
+        world.barrier()
+        start = time.perf_counter()
+        run_steps(consume, batches, range(size), [count])
+        synchronize(world.device)
+        alone = time.perf_counter() - start
+        return alone, world.max(alone)[0]
+
     with Progress(f"measuring {mode}", settings.warmup + settings.trials, "trials") as progress:
-        for trial in range(-settings.warmup, settings.trials):
-            if trial == 0:
-                meter = Meter()
-            counts.clear()
-            synchronize(world.device)
-            world.barrier()
-            start = time.perf_counter()
-            run_steps(consume, batches, range(settings.batches), [count])
-            synchronize(world.device)
-            alone = time.perf_counter() - start
-            (seconds,) = world.max(alone)
-            rate = sum(world.gather(sum(counts) if world.lead else 0)) / seconds  # who share a model see the same
-            if trial >= 0:
-                rates.append(rate)
-                times.append(seconds)
-                own.append(sum(counts) / alone)
-            progress.update(trial + settings.warmup + 1)
+        lasted = 0.0 if settings.seconds else math.inf
+        if settings.seconds:
+            run_steps(consume, batches, range(1))  # what is made at first use says nothing of those that follow
+        while warmed < settings.warmup or lasted < settings.seconds / 2:
+            lasted = trial()[1]
+            enough = math.ceil(MARGIN * settings.seconds * size / max(lasted, 1e-6))
+            size = max(settings.batches, min(enough, GROWTH * size))
+            warmed += 1
+            progress.update(min(warmed, settings.warmup))
+        meter = Meter()
+        for number in range(settings.trials):
+            alone, seconds = trial()
+            rates.append(sum(world.gather(sum(counts) if world.lead else 0)) / seconds)  # who share a model: the same
+            times.append(seconds)
+            own.append(sum(counts) / alone)
+            progress.update(settings.warmup + number + 1)
     usage = meter.usage(world)
     return Trials(
         trial_throughput=rates,

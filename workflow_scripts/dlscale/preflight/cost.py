@@ -1,41 +1,52 @@
 """What runs will cost before they run: how long each takes, on which part of which nodes, and what that is charged.
 
-An estimate stands on a rate in samples/s: measured here with the run's own batch size and devices, or else published
-for the run. Where there is none, the stage's time limit bounds what a job can cost; such figures are printed with «≤».
-Retries are in no figure.
+An estimate stands on a rate in samples/s, and says on which: `measured` with the same compute settings on the same
+number of the same devices, or else `published` for the run, or else what the `model` of scaling predicts from
+measurements of the same work on other numbers of devices. Where there is none, the time limit that is asked for bounds
+what a job can cost; such figures are printed with «≤». Retries are in no figure.
+
+What would run is Snakemake's to say: the workflow hands it over, and `dlscale cost` asks for it.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from dlscale.config.dataset import DatasetSettings
-from dlscale.config.resolve import Configuration, ResolvedRun, study_files
+from dlscale.config.resolve import Configuration, ResolvedRun
 from dlscale.config.run import Geometry, Run
 from dlscale.config.site import Job, Qos, Scheduler
 from dlscale.config.workflow import Budget
-from dlscale.core import registry
 from dlscale.core.errors import UserError, unknown
-from dlscale.core.files import read_json
-from dlscale.core.records import Throughput
 from dlscale.core.stages import STAGES
 from dlscale.core.text import many
 from dlscale.data import parts
 from dlscale.launch import slurm
-from dlscale.report import published
+from dlscale.preflight import graph, rates
+from dlscale.preflight.rates import Basis
 
-Basis = Literal["measured", "published", "limit"]
-Hours = Literal["node_hours", "gpu_hours", "charged_hours"]
+Hours = Literal["node_hours", "gpu_hours", "charged_hours", "process_hours"]
 
 #: Seconds from a job's start to its first step: interpreter, libraries, data, first batches.
 START_UP = 120.0
-WORDS: dict[Hours, str] = {"node_hours": "node-hours", "gpu_hours": "GPU-hours", "charged_hours": "charged hours"}
+WORDS: dict[Hours, str] = {
+    "node_hours": "node-hours",
+    "gpu_hours": "GPU-hours",
+    "charged_hours": "charged hours",
+    "process_hours": "process-hours",
+}
+#: What estimates stand on that were not measured for the very run.
+MARKED: dict[Basis, str] = {
+    "published": "at the slowest rate that was published for the run",
+    "model": "as the model of scaling predicts, at least, from the same work on other numbers of these devices",
+}
 
 
 @dataclass(frozen=True)
@@ -47,6 +58,7 @@ class Work:
     run_name: str  #: Of data: in a word what is done.
     run: Run | None = None  #: None for data.
     jobs: int = 1  #: How many of the kind.
+    dataset: DatasetSettings | None = None  #: That is made, or that the run has.
 
 
 @dataclass(frozen=True)
@@ -61,84 +73,97 @@ class Estimate:
 
 
 def estimate(work: Work, results: Path, scheduler: Scheduler | None = None) -> Estimate:
-    """Return how long one job of `work` takes: what its stage computes, in training samples, ÷ rate + 120 s a start.
+    """Return how long one job of `work` takes: what its stage computes, in training samples, ÷ rate + 120 s a start
+    + what it takes at any rate.
 
     The table of stages (`dlscale.core.stages`) says what a stage computes, and how many processes start one after the
-    other. Compilation is left out. Only the `limit` is known of data stages, and where the rate or the number of
-    samples is not known.
+    other; `dlscale.preflight.rates` how fast. Compilation is left out. Only the `limit` is known of data stages, and
+    where the rate or the number of samples is not known.
 
     Parameters
     ----------
     results
         Folder of results: earlier measurements, and manifests that tell how many samples a dataset has.
     scheduler
-        Tells whether the nodes have GPUs, without which no published figure holds.
+        Tells what the nodes compute on, of which a rate has to be; None: this machine.
     """
-    run, stage = work.run, STAGES.get(work.stage)
-    if run is None or stage is None or stage.work is None:
+    run, samples = work.run, _samples(work, results)
+    if run is None or samples is None:
         return Estimate()
-    basis: Basis = "measured"
-    rate = _measured(work, run, results)
-    if rate is None and (scheduler is None or scheduler.gpu_nodes.gpus):
-        basis, rate = "published", _published(work, run)
-    samples = stage.work(run, samples_of(run, "train", results), samples_of(run, "valid", results))
-    starts = stage.starts(run) if stage.starts else 1
-    return Estimate() if rate is None or samples is None else Estimate(samples / rate + starts * START_UP, basis)
+    found = rates.rate(work.plan, work.run_name, run, results, scheduler)
+    return Estimate(samples / found[0] + _aside(work), found[1]) if found else Estimate()
 
 
 def minutes(work: Work, results: Path, scheduler: Scheduler) -> int | None:
-    """Return the time limit to ask for: 1.5 × the estimate + 10 minutes, at least 15; None if nothing is known."""
-    seconds = estimate(work, results, scheduler).seconds
-    return None if seconds is None else max(math.ceil(1.5 * seconds / 60) + 10, 15)
+    """Return the time limit to ask for: 1.5 × the estimate + 10 minutes, at least 15; None if nothing is known.
 
-
-def _measured(work: Work, run: Run, results: Path) -> float | None:
-    """Return samples/s of all devices together, as measured here; None if they are not, or the file is torn."""
-    try:
-        measured = Throughput.read(results / "plans" / work.plan / work.run_name / "throughput.json")
-    except UserError:
-        return None
-    same = (measured.batch_size, measured.nranks) == (run.batch_size, run.geometry.world_size)
-    return measured.full.mean or None if same and measured.full else None
-
-
-def _published(work: Work, run: Run) -> float | None:
-    """Return the slowest samples/s published for the run, for all its devices: a job shall not end before its work.
-
-    A figure counts for each of its devices, and is of the full size: tables set it beside runs of the demo, which are
-    of another size.
+    Without an estimate it is what the stage may take at most (`dlscale.preflight.rates`), cut to the site's own limit.
     """
-    study = study_files()[run.study]
-    settings, samples = study.settings, run.samples.model_dump(exclude={"train", "valid"})
-    full_size = (
-        run.dataset == settings["dataset"]
-        and all(getattr(run.model, key) == value for key, value in settings["model"].items())
-        and all(samples[key] == value for key, value in settings["samples"].items() if key in samples)
-    )
-    rates = [figure.speed / figure.gpus for figure in published.speeds_of(study.published, work.plan, work.run_name)]
-    return min(rates) * run.geometry.world_size if full_size and rates else None
+    seconds = estimate(work, results, scheduler).seconds
+    if seconds is not None:
+        return _limit(seconds)
+    if work.run is None:
+        seconds = rates.data_bound(work.plan, work.dataset, results) if work.dataset else None
+    elif (samples := _samples(work, results)) is not None:
+        manifest = rates.manifest_of(work.run.dataset, work.dataset, results)
+        seconds = rates.bound(work.run, samples, manifest, scheduler)
+    return None if seconds is None else min(_limit(seconds + _aside(work)), scheduler.limit(work.stage))
 
 
-def samples_of(run: Run, split: Literal["train", "valid"], results: Path) -> int | None:
-    """Return the samples of a split in an epoch: those asked for, and at most as many as the files hold."""
-    asked: int | None = getattr(run.samples, split, None)
-    try:
-        files = read_json(results / "data" / run.dataset / "manifest.json")["splits"][split]
-    except (UserError, KeyError, TypeError):  # not made yet, or torn
-        return asked
-    kind = registry.kind(registry.study(run.study).dataset)
-    there: int | None = kind.available(run.samples, [int(file["rows"]) for file in files]) if files else None
-    return asked if there is None else min(asked or there, there)
+def _limit(seconds: float) -> int:
+    return max(math.ceil(1.5 * seconds / 60) + 10, 15)
+
+
+def _samples(work: Work, results: Path) -> float | None:
+    """Return what a job computes, in training samples; None of data, and where it is not known."""
+    run, stage = work.run, STAGES.get(work.stage)
+    if run is None or stage is None or stage.work is None:
+        return None
+    return stage.work(run, *(rates.samples_of(run, split, results, work.dataset) for split in ("train", "valid")))
+
+
+def _aside(work: Work) -> float:
+    """Return the seconds that a job takes whatever the rate: before its first step, and by the clock."""
+    stage = STAGES.get(work.stage)
+    by_clock = stage.seconds(work.run) if stage and stage.seconds and work.run else 0.0
+    return START_UP * (stage.starts(work.run) if stage and stage.starts else 1) + by_clock
 
 
 # ---- what would run --------------------------------------------------------------------------------
 
 
-def works(configuration: Configuration, plans: Iterable[str] = ()) -> list[Work]:
+def handed(configuration: Configuration, raw: Iterable[Mapping[str, Any]]) -> list[Work]:
+    """Return jobs that a dry run handed over as `named` has them."""
+    return [
+        data_work(configuration, work["plan"], work["jobs"])
+        if work["stage"] == "data"
+        else run_work(configuration, work["plan"], work["run_name"], work["stage"])
+        for work in raw
+    ]
+
+
+def named(works: Iterable[Work]) -> list[dict[str, Any]]:
+    """Return jobs by name, as plain values for JSON."""
+    return [{key: getattr(work, key) for key in ("stage", "plan", "run_name", "jobs")} for work in works]
+
+
+def data_work(configuration: Configuration, name: str, jobs: int) -> Work:
+    """Return so many jobs that make a dataset."""
+    return Work("data", name, "data", jobs=jobs, dataset=configuration.workflow.datasets[name])
+
+
+def run_work(configuration: Configuration, plan: str, name: str, stage: Job) -> Work:
+    """Return the job of one of a run's stages."""
+    run = configuration.plans[plan][name].run
+    return Work(stage, plan, name, run, dataset=configuration.workflow.datasets[run.dataset])
+
+
+def works(configuration: Configuration, plans: Iterable[str] = (), trials: Collection[str] = ()) -> list[Work]:
     """Return the jobs that lack their results: of the plans named, or of the target plans; each run once.
 
     Only whether a result is there counts, not whether its settings or sources have changed since: that is for the
-    workflow to say. A plan that is not there is a `UserError`.
+    workflow to say. `trials` of sweeps that train again have none of their results. A plan that is not there is a
+    `UserError`.
     """
     workflow = configuration.workflow
     results = Path(workflow.results)
@@ -147,22 +172,23 @@ def works(configuration: Configuration, plans: Iterable[str] = ()) -> list[Work]
     for plan in list(plans) or workflow.targets:
         if plan not in configuration.plans:
             raise UserError(unknown("plan", plan, configuration.plans))
-        for run, resolved in _expected(configuration.plans[plan], results).items():
+        for run, resolved in _expected(configuration.plans[plan], results, trials).items():
             data, owner, name = resolved.run.dataset, resolved.plan, resolved.name
             if not (results / "data" / data / "manifest.json").exists():
                 jobs = data_jobs(workflow.datasets[data], workflow.site.scheduler)
-                datasets[data] = Work("data", data, "data", jobs=jobs)
+                datasets[data] = data_work(configuration, data, jobs)
             for stage in configuration.stages(plan, run):
-                if not (results / "plans" / owner / name / STAGES[stage].outputs[0]).exists():
-                    runs[owner, name, stage] = Work(stage, owner, name, resolved.run)
+                there = (results / "plans" / owner / name / STAGES[stage].outputs[0]).exists()
+                if not there or resolved.trial in trials:
+                    runs[owner, name, stage] = run_work(configuration, owner, name, stage)
     return [*datasets.values(), *runs.values()]
 
 
-def _expected(runs: dict[str, ResolvedRun], results: Path) -> dict[str, ResolvedRun]:
+def _expected(runs: dict[str, ResolvedRun], results: Path, trials: Collection[str]) -> dict[str, ResolvedRun]:
     """Return runs; of each rung of successive halving, whose trials are not chosen yet, so many as it will have."""
 
     def done(run: ResolvedRun) -> bool:
-        return (results / "plans" / run.plan / run.name / "provenance.json").exists()
+        return run.trial not in trials and (results / "plans" / run.plan / run.name / "provenance.json").exists()
 
     left = Counter({run.rung: run.rung_size for run in runs.values()})
     left.subtract(run.rung for run in runs.values() if done(run))
@@ -191,6 +217,7 @@ class Row:
     """What one `work` costs, all its jobs together.
 
     Hours are None where nothing is known: without a scheduler there is no time limit either, nor nodes to count.
+    Without a GPU a run has process-hours, and no GPU-hours.
     """
 
     work: Work
@@ -200,14 +227,20 @@ class Row:
     node_hours: float | None = None
     gpu_hours: float | None = None
     charged_hours: float | None = None
+    process_hours: float | None = None
 
 
 @dataclass(frozen=True)
 class Table:
-    """What all of it costs; `scheduled`: whether there are nodes and queues to price it by."""
+    """What all of it costs; `kinds`: the hours that there are. Without nodes and queues it is one kind."""
 
     rows: tuple[Row, ...]
-    scheduled: bool
+    kinds: tuple[Hours, ...]
+
+    @property
+    def scheduled(self) -> bool:
+        """Whether there are nodes and queues to price it by."""
+        return "node_hours" in self.kinds
 
     def total(self, kind: Hours) -> float:
         """Return the sum of what is known, in hours."""
@@ -216,33 +249,42 @@ class Table:
     @property
     def bounds(self) -> int:
         """How many rows are upper bounds: time limits."""
-        return sum(row.estimate.basis == "limit" and row.gpu_hours is not None for row in self.rows)
+        return sum(row.estimate.basis == "limit" and self.known(row) for row in self.rows)
+
+    def known(self, row: Row) -> bool:
+        """Whether a row has a figure."""
+        return any(getattr(row, kind) is not None for kind in self.kinds)
 
     @property
     def unknown(self) -> int:
         """How many rows have no figure at all."""
-        return sum(row.gpu_hours is None for row in self.rows)
+        return sum(not self.known(row) for row in self.rows)
 
 
 def price(works: Iterable[Work], scheduler: Scheduler | None, results: Path) -> Table:
-    """Return what the works cost on the site's nodes and queues; without a scheduler the GPU-hours alone.
+    """Return what the works cost on the site's nodes and queues; without a scheduler GPU-hours or process-hours alone.
 
     Node-hours = hours × nodes × part of a node, which is GPUs ÷ GPUs of a node, or CPUs ÷ CPUs of a node. In the QOS
     for whole nodes a part costs all of the node. Charged hours = node-hours × charge of the QOS. GPU-hours = hours ×
     GPUs that are used. Where the time is unknown it is the time limit that is asked for. A geometry that the site's
     nodes or queues cannot hold is a `UserError`.
     """
-    return Table(tuple(_price(work, scheduler, results) for work in works), scheduler is not None)
+    kinds: tuple[Hours, ...] = ("node_hours", "gpu_hours", "charged_hours")
+    if scheduler is None:
+        kinds = ("gpu_hours",) if rates.device_kind(None) == "cuda" else ("process_hours",)
+    return Table(tuple(_price(work, scheduler, results) for work in works), kinds)
 
 
 def _price(work: Work, scheduler: Scheduler | None, results: Path) -> Row:
     geometry = work.run.geometry if work.run else None
     time = estimate(work, results, scheduler)
-    shown = slurm.shown(work.run.geometry, work.run.processes) if work.run else many(work.jobs, "job")
+    on_gpus = rates.device_kind(scheduler) == "cuda"
+    shown = slurm.shown(work.run.geometry, work.run.processes, on_gpus) if work.run else many(work.jobs, "job")
     if scheduler is None:
         known = time.seconds / 3600 * geometry.world_size if time.seconds is not None and geometry else None
-        return Row(work, time, shown, gpu_hours=known)
-    asked = slurm.request(scheduler, work.stage, geometry, processes=work.run.processes if work.run else None)
+        return Row(work, time, shown, gpu_hours=known) if on_gpus else Row(work, time, shown, process_hours=known)
+    limit = minutes(work, results, scheduler)
+    asked = slurm.request(scheduler, work.stage, geometry, limit, work.run.processes if work.run else None)
     hours = work.jobs * (time.seconds / 3600 if time.seconds is not None else asked["runtime"] / 60)
     nodes = scheduler.gpu_nodes if geometry else scheduler.cpu_nodes
     qos = asked.get("qos")
@@ -266,8 +308,8 @@ def _part(scheduler: Scheduler, geometry: Geometry | None, qos: str | None, aske
 def lines(table: Table) -> list[str]:
     """Return the table as aligned text, with a total."""
     if not table.rows:
-        return ["Nothing to run: all results are there."]
-    kinds: list[Hours] = list(WORDS) if table.scheduled else ["gpu_hours"]
+        return ["Nothing to run: all results are there, and as they were asked for."]
+    kinds = table.kinds
     rows = [["run", "stage", "geometry", "QOS", "basis", *(WORDS[kind] for kind in kinds)]]
     for row in table.rows:
         bound = "≤" if row.estimate.basis == "limit" else ""
@@ -282,6 +324,7 @@ def lines(table: Table) -> list[str]:
         if table.scheduled or column[0] != "QOS"
     ]
     text = ["  ".join(cells).rstrip() for cells in zip(*columns, strict=True)]
+    text += [f"{basis}: {MARKED[basis]}" for basis in MARKED if any(row.estimate.basis == basis for row in table.rows)]
     if table.bounds:
         text.append(f"≤: {table.bounds} of {len(table.rows)} rows at their whole time limit, for want of an estimate")
     if table.unknown:
@@ -296,7 +339,8 @@ def _hours(value: float | None, bound: str) -> str:
 def over(table: Table, budget: Budget) -> str | None:
     """Return the one message when the estimate exceeds a cap, or None.
 
-    Without a scheduler there are no node-hours and no charge, so that only `gpu_hours` can be exceeded.
+    Without a scheduler there are no node-hours and no charge, so that only `gpu_hours` can be exceeded; without a GPU
+    nothing can.
     """
     caps = budget.model_dump(exclude_none=True)
     exceeded = [(kind, hours) for kind in WORDS if (hours := table.total(kind)) > caps.get(kind, math.inf)]
@@ -319,7 +363,17 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
     if configuration is None:
         raise UserError("config.yaml: no such file here; name one with --configfile")
     workflow = configuration.workflow
-    table = price(works(configuration, args.plans), workflow.site.scheduler, Path(workflow.results))
+    for plan in args.plans:
+        if plan not in configuration.plans:
+            raise UserError(unknown("plan", plan, configuration.plans))
+    answer = graph.ask([f"plan_{plan}" for plan in args.plans], args)
+    if answer.status:  # files of others are not there, say
+        print(*answer.said.splitlines(), sep="\n", file=sys.stderr)
+        print("The workflow cannot say what would run; priced is what lacks results:", file=sys.stderr)
+        waiting = works(configuration, args.plans)
+    else:
+        waiting = handed(configuration, answer.works)
+    table = price(waiting, workflow.site.scheduler, Path(workflow.results))
     print("\n".join(lines(table)))
     if message := over(table, workflow.budget):
         raise UserError(message)

@@ -6,16 +6,22 @@ import contextlib
 import os
 import socket
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from dlscale.config.dataset import DatasetSettings
 from dlscale.config.site import Scheduler
 from dlscale.core.errors import UserError
+from dlscale.core.settings import read_yaml
 from dlscale.core.text import size
 from dlscale.data import parts
 from dlscale.data.manifest import Manifest
 from dlscale.preflight.probe import Finding, Status
+
+#: What is said of raw files that are gone, and were read.
+STAYS = "what was made of it stays as it is"
 
 
 def manifest_of(results: Path, name: str) -> Path:
@@ -28,8 +34,8 @@ def local_files(dataset: DatasetSettings) -> list[str]:
     return [origin for origin in parts.kind_of(dataset).origins(dataset) if "://" not in origin]
 
 
-def probe_data(name: str, dataset: DatasetSettings, results: Path) -> Finding:
-    """Judge a dataset: the files it is made from, and those that were made of them."""
+def probe_data(name: str, dataset: DatasetSettings, results: Path, samples: Sequence[Any] = ()) -> Finding:
+    """Judge a dataset: the files it is made from, those that were made of them, and what runs' `samples` find there."""
     what = f"data {name}"
     manifest = manifest_of(results, name)
     if found := probe_raw(name, dataset, results):
@@ -53,6 +59,13 @@ def probe_data(name: str, dataset: DatasetSettings, results: Path) -> Finding:
         again = "simulated" if not origins else "made" if local_files(dataset) else "fetched"
         text = f"{gone[0]}: gone, perhaps removed from scratch ({len(gone)} of {len(files)} files)"
         return Finding(what, "warn", text, f"it will be {again} again, which takes its time")
+    kind = parts.kind_of(dataset)
+    for split in ("train", "valid"):
+        rows = [file.rows for file in described.splits[split]]
+        if any(kind.available(each, rows) == 0 for each in samples):
+            there = ", ".join(map(str, rows))
+            text = f"{split}: no sample as a run's `samples` asks for, in files of {there} {kind.rows}"
+            return Finding(what, "FAIL", text, "change samples of the plan, or give the dataset more")
     total = size(sum(bytes_ for _, bytes_ in files), " ")
     return Finding(what, "ok", f"{len(files)} files, {total}, of the size that was described")
 
@@ -62,6 +75,8 @@ def probe_raw(name: str, dataset: DatasetSettings, results: Path) -> Finding | N
     # What raw files are made from is read once; files that are read where they lie are missed at any time.
     read_once = parts.kind_of(dataset).acquirer(dataset) is not None and manifest_of(results, name).exists()
     trouble = None if read_once else _trouble(dataset)
+    if trouble and _made_of_these(name, dataset, results):
+        return Finding(f"data {name}", "warn", f"{trouble}; {STAYS}", "if that is meant, go on; else put it back")
     remedy = f"put it there, or name its place in datasets.{name}.source"
     return Finding(f"data {name}", "FAIL", trouble, remedy) if trouble else None
 
@@ -72,7 +87,18 @@ def probe_kept(name: str, dataset: DatasetSettings, results: Path) -> Finding | 
     if not trouble or not manifest_of(results, name).exists():
         return None
     remedy = "if that is meant, go on; elsewhere, put it back: only what is there shows changes"
-    return Finding(f"data {name}", "warn", f"{trouble}; what was made of it stays as it is", remedy)
+    return Finding(f"data {name}", "warn", f"{trouble}; {STAYS}", remedy)
+
+
+def _made_of_these(name: str, dataset: DatasetSettings, results: Path) -> bool:
+    """Whether a dataset was made of the very files that it names: who needs the room may then remove them."""
+    if parts.kind_of(dataset).prepared(dataset) or not manifest_of(results, name).exists():
+        return False
+    try:
+        made = read_yaml(manifest_of(results, name).with_name("config.yaml"))
+    except UserError:
+        return False
+    return bool(made.get("source") == dataset.model_dump(mode="json")["source"])
 
 
 def _trouble(dataset: DatasetSettings) -> str | None:

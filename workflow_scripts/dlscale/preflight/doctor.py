@@ -77,7 +77,8 @@ def check(
         probes.append(("GPU", lambda: environment.probe_gpus(site.result())))
         probes.append(("GPU order", lambda: environment.probe_gpu_order(site.result())))
     for name, dataset in datasets.items():
-        probes.append((f"data {name}", functools.partial(data.probe_data, name, dataset, results)))
+        samples = [run.samples for run in runs if run.dataset == name]
+        probes.append((f"data {name}", functools.partial(data.probe_data, name, dataset, results, samples)))
     if "data" in stages_wanted:
         to_fetch = [dataset for name, dataset in datasets.items() if not data.manifest_of(results, name).exists()]
         places = sorted({place for dataset in to_fetch for place in data.hosts(dataset)})

@@ -17,7 +17,7 @@ from dlscale.core.settings import read_yaml
 from dlscale.measure.scaling.fit import Fit, Point, fit
 from dlscale.measure.scaling.machine import for_device, named
 from dlscale.measure.scaling.model import Job, Measure, Memory, Mode, Tokens, Workload, buckets
-from dlscale.preflight.cost import samples_of
+from dlscale.preflight.rates import samples_of
 
 #: Settings in which runs that are fitted together are alike: all that decides how long a sample takes.
 ALIKE = (
@@ -41,10 +41,11 @@ class Study:
     links: Links | None  #: What a self-test measured, if the machine is the device's own.
 
 
-def read(folders: Sequence[Path], machine: str | None, storage: float) -> Study:
+def read(folders: Sequence[Path], machine: str | None, storage: float, trained: bool = True) -> Study:
     """Return the model fitted to what was measured of the runs in these folders.
 
     It is of the machine that is named, or that of the device, with the links that the largest run's self-test found.
+    `trained` says whether the epochs of trainings count, too: where and with which settings they ran is not recorded.
     """
     places = [each.resolve() for each in folders]
     for place, path in enumerate(folders):
@@ -64,7 +65,7 @@ def read(folders: Sequence[Path], machine: str | None, storage: float) -> Study:
             raise UserError(
                 f"{path}: neither throughput nor training was measured; add throughput to the plan's measure"
             )
-        points += _points(load_run(path / "config.yaml", "train"), path, measured, results)
+        points += _points(load_run(path / "config.yaml", "train"), path, measured, results, trained)
         if measured and measured.device.kind:
             computed.append((path, _device(measured.device)))
             _same(computed[0][0], path, computed[0][1], computed[-1][1])
@@ -115,7 +116,7 @@ def _same(first: Path, path: Path, expected: dict[str, Any], found: dict[str, An
             )
 
 
-def _points(run: Any, path: Path, measured: Throughput | None, results: Path) -> Iterator[Point]:
+def _points(run: Any, path: Path, measured: Throughput | None, results: Path, trained: bool) -> Iterator[Point]:
     """Yield what was measured of a run: its modes, and its epochs after the first, which warms up."""
     at = run.geometry
     if measured:
@@ -137,7 +138,7 @@ def _points(run: Any, path: Path, measured: Throughput | None, results: Path) ->
         trials = measured.mode(name) if measured else None
         if trials:
             yield Point(job, _positive(trials.mean, f"{path / 'throughput.json'}: {name}.mean"), Measure(mode))
-    if not (path / "metrics.jsonl").exists():
+    if not (trained and (path / "metrics.jsonl").exists()):
         return
     epochs = [epoch for epoch in read_epochs(path / "metrics.jsonl") if epoch.made_with is not None][1:]
     training, validating = (samples_of(run, split, results) for split in ("train", "valid"))

@@ -11,19 +11,18 @@ from __future__ import annotations
 import argparse
 import ast
 import json
-import os
-import subprocess
+import shlex
 import sys
-import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dlscale.core.files import read_json, write_json
+from dlscale.core.files import write_json
 from dlscale.core.settings import flat
 from dlscale.core.stages import STAGES
 from dlscale.core.text import many
+from dlscale.preflight import graph
 
 if TYPE_CHECKING:
     from dlscale.config.resolve import Configuration
@@ -41,7 +40,7 @@ class Waiting:
     rule, wildcards
         What it is.
     missing
-        Its outputs that are not there; `known`: whether it ran before.
+        Its outputs that are not there, folders with a slash at their end; `known`: whether it ran before.
     before, now
         Parameters as they were recorded, and as they are: representations of Python values that only one of them has.
     newer
@@ -66,6 +65,12 @@ class Waiting:
 _ORDER = tuple(STAGES)
 
 
+def _place_in_order(rule: str) -> int:
+    """Return where a rule stands in the workflow; `report_plan` beside `report`, whatever is no stage at the end."""
+    stage = "acquire" if rule == "fetch" else rule.partition("_")[0]
+    return _ORDER.index(stage) if stage in _ORDER else len(_ORDER)
+
+
 @dataclass
 class Line:
     """Runs of a plan, or whatever else would be made, that have a reason in common."""
@@ -83,15 +88,17 @@ class Line:
 
 @dataclass
 class Reasons:
-    """Why jobs would run, and by rule how many do because others do."""
+    """Why jobs would run, by rule how many do because others do, and what is gone and would not be made again."""
 
     reasons: list[Line] = field(default_factory=list)
     follow: dict[str, int] = field(default_factory=dict)
+    lost: list[str] = field(default_factory=list)
 
     def lines(self) -> list[str]:
-        """Return a line for each reason, and one for all that follows."""
-        further = ", ".join(f"{rule} {count}" if count > 1 else rule for rule, count in sorted(self.follow.items()))
-        return [*map(str, self.reasons), *([f"and what follows from that: {further}"] if further else [])]
+        """Return a line for each reason, one for all that follows, and one for each that lost files."""
+        follow = sorted(self.follow.items(), key=lambda each: (_place_in_order(each[0]), each))
+        further = ", ".join(f"{rule} {count}" if count > 1 else rule for rule, count in follow)
+        return [*map(str, self.reasons), *([f"and what follows from that: {further}"] if further else []), *self.lost]
 
 
 def found(jobs: Iterable[Waiting], sources: Callable[[str], Mapping[str, str] | None]) -> Reasons:
@@ -115,17 +122,47 @@ def found(jobs: Iterable[Waiting], sources: Callable[[str], Mapping[str, str] | 
                 names.append(each)
     for line in told.values():  # what writes settings anew goes without saying where others use them
         line.rules = [rule for rule in line.rules if not rule.startswith("configure_")] or line.rules
-        line.rules.sort(key=lambda rule: _ORDER.index(rule) if rule in _ORDER else len(_ORDER))
+        line.rules.sort(key=lambda rule: (_place_in_order(rule), rule))
         line.names.sort()
-    return Reasons(list(told.values()), follow)
+    lines = sorted(told.values(), key=lambda line: (_place_in_order(line.rules[0]), line.group, line.names))
+    return Reasons(lines, follow)
+
+
+def lost(results: str, runs: Iterable[str], datasets: Iterable[str], making: Collection[str]) -> list[str]:
+    """Return a line for each run (`PLAN/RUN`) and dataset that lost what no job would make: nothing asked for needs it.
+
+    Parameters
+    ----------
+    making
+        The files that jobs would make.
+    """
+    places = [(f"plans/{run}", run.replace("/", "."), "metrics.jsonl", ["model.pt", "tensorboard/"]) for run in runs]
+    places += [(f"data/{name}", f"data {name}", "manifest.json", ["stats/"]) for name in datasets]
+    lines = []
+    for place, what, first, kept in places:
+        folder = f"{results}/{place}"
+        gone = [name for name in kept if not _there(Path(folder, name))]
+        if gone and Path(folder, first).exists() and f"{folder}/{first}" not in making:
+            call = shlex.join(["snakemake", "--force", f"{folder}/{first}"])
+            lines.append(f"{what}: {_gone(gone)}, and nothing asked for needs that; to make it again: {call}")
+    return lines
+
+
+def _there(path: Path) -> bool:
+    """Whether a file, or a folder with anything in it, is there."""
+    return any(path.iterdir()) if path.is_dir() else path.exists()
+
+
+def _gone(names: Sequence[str]) -> str:
+    return f"{_some(names)} {'is' if len(names) == 1 else 'are'} gone"
 
 
 def explained(job: Waiting, sources: Callable[[str], Mapping[str, str] | None]) -> str:
     """Return why a job would run; an empty text if it does because others do."""
     reasons = ["asked for by force"] if job.forced else []
     if job.missing:
-        gone = ", ".join(dict.fromkeys(Path(path).name for path in job.missing))
-        reasons.append(f"{gone} is gone" if job.known else "never made")
+        names = list(dict.fromkeys(f"{Path(path).name}{'/' * path.endswith('/')}" for path in job.missing))
+        reasons.append(_gone(names) if job.known else "never made")
     for before, now in _beside(job.before, job.now):
         reasons += changes(before, now, sources)
     if job.newer:
@@ -144,6 +181,10 @@ def changes(before: Any, now: Any, sources: Callable[[str], Mapping[str, str] | 
     found = _settings(before.get("settings"), now.get("settings"))
     if before.get("sources") != now.get("sources"):
         found.append(_modules(*(sources(each.get("sources", "")) for each in (before, now))))
+    own = _settings(before.get("settings"), now.get("settings"), most=None)
+    for text in _settings(before.get("beside"), now.get("beside")):
+        if text not in own:  # what both runs have in common is told once
+            found.append(f"of the plan's first run: {text}")
     for key in ("image", "packages"):
         one, other = before.get(key), now.get(key)
         if one != other:
@@ -151,11 +192,11 @@ def changes(before: Any, now: Any, sources: Callable[[str], Mapping[str, str] | 
     return found
 
 
-def _settings(before: Any, now: Any) -> list[str]:
+def _settings(before: Any, now: Any, most: int | None = MOST) -> list[str]:
     old, new = (_keys(each) for each in (before, now))
     keys = [key for key in dict.fromkeys([*old, *new]) if old.get(key, _ABSENT) != new.get(key, _ABSENT)]
-    told = [f"{key} {_value(old.get(key, _ABSENT))} → {_value(new.get(key, _ABSENT))}".strip() for key in keys[:MOST]]
-    return [*told, *([f"{many(len(keys) - MOST, 'more setting')}"] if len(keys) > MOST else [])]
+    told = [f"{key} {_value(old.get(key, _ABSENT))} → {_value(new.get(key, _ABSENT))}".strip() for key in keys[:most]]
+    return [*told, *([f"{many(len(keys) - most, 'more setting')}"] if most and len(keys) > most else [])]
 
 
 _ABSENT = object()
@@ -242,43 +283,25 @@ def remembered(folder: Path, tables: Mapping[str, Mapping[str, str]]) -> Callabl
 
 # ---- the question ------------------------------------------------------------------------------------
 
-#: Names the file to which a dry run, of a process of its own, writes its reasons when these are the question.
-ASKED = "DLSCALE_WHY"
-
 
 def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
     """Have Snakemake look what it would run for `args.targets`, and say why; return its exit status."""
-    command = [sys.executable, "-m", "snakemake", "--dry-run"]
-    if args.profile:
-        command += ["--workflow-profile", f"profiles/{args.profile}"]
-    for option in ("configfile", "config"):
-        command += [f"--{option}", *given] if (given := getattr(args, option)) else []
-    with tempfile.TemporaryDirectory() as folder:
-        answer = Path(folder, "reasons.json")
-        done = subprocess.run(
-            [*command, "--", *args.targets],
-            env={**os.environ, ASKED: str(answer)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            check=False,
-        )
-        if done.returncode:
-            said = done.stdout.rpartition("Building DAG of jobs...\n")[2].strip()
-            print("\n".join(line for line in said.splitlines() if not line.startswith("Using ")), file=sys.stderr)
-            return done.returncode
-        raw = read_json(answer)
+    answer = graph.ask(args.targets, args)
+    if answer.status:
+        print(answer.said, file=sys.stderr)
+        return answer.status
+    raw = answer.reasons
     if args.json:
         print(json.dumps(raw, indent=2, ensure_ascii=False))
     else:
-        lines = Reasons([Line(**line) for line in raw["reasons"]], raw["follow"]).lines()
-        print("\n".join(lines or ["Nothing would run: all is there, and as it was asked for."]))
+        reasons = Reasons([Line(**line) for line in raw["reasons"]], raw["follow"], raw["lost"])
+        rest = "." if reasons.lost else ": all is there, and as it was asked for."
+        nothing = [] if reasons.reasons else [f"Nothing would run{rest}"]
+        print("\n".join([*nothing, *reasons.lines()]))
     return 0
 
 
 def show(reasons: Reasons) -> None:
-    """Print why jobs of a dry run would run, or answer the process that asked."""
-    if asked := os.environ.get(ASKED):
-        write_json(asked, asdict(reasons))
-    elif lines := reasons.lines():
+    """Print why jobs of a dry run would run."""
+    if lines := reasons.lines():
         print("", "Why:", *(f"  {line}" for line in lines), sep="\n", file=sys.stderr)

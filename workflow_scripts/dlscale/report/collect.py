@@ -23,7 +23,10 @@ measure is empty.
   can be read.
 - io_samples_per_second, synthetic_samples_per_second, full_samples_per_second: means over the throughput trials; each
   is followed by its standard deviation, `…_std`.
-- speed_up: `full_samples_per_second` relative to the plan's first run; without throughput, that of training.
+- speed_up: how many times as fast as the plan's first run: from turns with it where the run has one process, else
+  `full_samples_per_second` relative to its; without throughput, the speed of training. speed_up_low, speed_up_high: the
+  ends of its 95 % interval, empty where no spread is known. speed_up_noise: `yes` where the two may be equally fast.
+- step_speed_up, …: of a ladder, the same over the run before.
 - devices: nodes x devices of each.
 - io_efficiency, io_communication, and the same of synthetic and full: of a scaling plan, samples/s relative to those of
   its fewest devices, times as many; and 1 - time without averaged gradients / time, from the run's twin.
@@ -41,6 +44,7 @@ measure is empty.
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 from collections.abc import Callable
 
@@ -49,6 +53,7 @@ from dlscale.core.records import MODES, Epoch, Published
 from dlscale.report import published
 from dlscale.report.results import PlanResult, RunResult, read_plan
 from dlscale.report.series import KINDS, Point, series
+from dlscale.report.speedup import SpeedUp, SpeedUps
 from dlscale.report.target import reached
 
 Row = dict[str, str | int | float | None]
@@ -73,7 +78,22 @@ def summary(plan: PlanResult) -> list[Row]:
     figures = published.series(plan.record.published, plan.name, [run.name for run in plan.runs])
     scaled = plan.record.kind in KINDS
     points = {point.run: point for each in series(plan) for point in each.points} if scaled else {}
-    return [_row(plan, run, figures) | (_scaled(points.get(run)) if scaled else {}) for run in plan.runs]
+    speeds = SpeedUps(plan.runs)
+    before = [None, *plan.runs]
+    return [
+        _row(plan, run, figures, speeds, previous) | (_scaled(points.get(run)) if scaled else {})
+        for run, previous in zip(plan.runs, before, strict=False)
+    ]
+
+
+def _speed_up(name: str, found: SpeedUp | None) -> Row:
+    known = found and math.isfinite(found.error)
+    return {
+        name: found.ratio if found else None,
+        f"{name}_low": found.low if found and known else None,
+        f"{name}_high": found.high if found and known else None,
+        f"{name}_noise": ("yes" if found.noise else "no") if found else None,
+    }
 
 
 def _scaled(point: Point | None) -> Row:
@@ -86,14 +106,17 @@ def _scaled(point: Point | None) -> Row:
     return row
 
 
-def _row(plan: PlanResult, run: RunResult, figures: dict[str, Published]) -> Row:
+def _row(
+    plan: PlanResult, run: RunResult, figures: dict[str, Published], speeds: SpeedUps, before: RunResult | None
+) -> Row:
     last, figure = run.last, figures.get(run.name)
+    ladder = plan.record.kind == "ladder"
     trained: Row = last.model_dump(include={"epoch", "step", "samples"}) if last else {}
     seeds = {"seeds": 1 + len(run.repeats)} if plan.repeats else {}
-    speeds: Row = {}
+    rates: Row = {}
     for mode in MODES:
         column, trials = f"{mode.lower()}_samples_per_second", run.trials(mode)
-        speeds |= {column: trials.mean if trials else None, f"{column}_std": trials.std if trials else None}
+        rates |= {column: trials.mean if trials else None, f"{column}_std": trials.std if trials else None}
     energy, target = run.energy, reached(run)
     best = run.provenance.best if run.provenance else None
     row: Row = {
@@ -124,8 +147,9 @@ def _row(plan: PlanResult, run: RunResult, figures: dict[str, Published]) -> Row
         "energy_joules": energy.total if energy else None,
         "energy_per_sample": run.energy_per_sample,
         "energy_of": energy.source or None if energy else None,
-        **speeds,
-        "speed_up": plan.speed_up(run),
+        **rates,
+        **_speed_up("speed_up", speeds.over_first(run)),
+        **(_speed_up("step_speed_up", speeds.over(run, before) if before else None) if ladder else {}),
         "devices": run.devices,
         "mfu": run.throughput.mfu() if run.throughput else None,
         "mbu": run.throughput.mbu() if run.throughput else None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -21,18 +22,24 @@ FULL = 0.8
 
 def disturbance(runs: Sequence[RunResult]) -> str | None:
     """Return a warning if other programs were seen at work, or if speeds contradict each other; else None."""
-    seen = next(_contradictions(runs), None), _neighbours(runs)
-    if not any(seen):
+    seen = list(filter(None, (next(_contradictions(runs), None), _neighbours(runs))))
+    if not seen:
         return None
-    said = " ".join(filter(None, seen))
+    said = " ".join(what for what, _ in seen)
     return (
-        f"The machine was not quiet. {said} Times and speed-ups of these runs mean little: measure again with nothing "
-        "else running."
+        f"The machine was not quiet. {said} Times and rates of these runs mean little, and speed-ups what their "
+        f"intervals say: measure again with nothing else running{_again([run for _, which in seen for run in which])}"
     )
 
 
-def _neighbours(runs: Sequence[RunResult]) -> str | None:
-    """Say in which runs the verdict names a neighbour, or training had one."""
+def _again(runs: Sequence[RunResult]) -> str:
+    """Return the command that measures the throughput of these runs again, alone; a full stop if none has it."""
+    files = dict.fromkeys(str(run.folder / "throughput.json") for run in runs if run.throughput)
+    return f": {shlex.join(['snakemake', '--force', *files])}" if files else "."
+
+
+def _neighbours(runs: Sequence[RunResult]) -> tuple[str, list[RunResult]] | None:
+    """Say in which runs the verdict names a neighbour, or training had one; the former are to be measured again."""
     shares = {
         run.label: share
         for run in runs
@@ -44,7 +51,8 @@ def _neighbours(runs: Sequence[RunResult]) -> str | None:
     of = f"{least} of the cores" if least == most else f"{least} to {most} of the cores"
     many = "all" if len(shares) == len(runs) else f"{len(shares)} of"
     which = "; ".join(shares) if len(shares) <= 3 else f"{many} {len(runs)} runs"
-    return f"Other programs kept {of} busy while {which} {'was' if len(shares) == 1 else 'were'} measured."
+    said = f"Other programs kept {of} busy while {which} {'was' if len(shares) == 1 else 'were'} measured."
+    return said, [run for run in runs if verdict.others_share(run.throughput)]
 
 
 def _beside_training(nodes: Sequence[Sequence[Sample]]) -> float:
@@ -59,22 +67,23 @@ def _beside_training(nodes: Sequence[Sequence[Sample]]) -> float:
     return max(shares, default=0.0)
 
 
-def _contradictions(runs: Sequence[RunResult]) -> Iterator[str]:
+def _contradictions(runs: Sequence[RunResult]) -> Iterator[tuple[str, list[RunResult]]]:
     """Find the same computation at two speeds, and FULL that is faster than its parts."""
-    alike: dict[str, list[tuple[float, str]]] = {}
+    alike: dict[str, list[tuple[float, RunResult]]] = {}
     for run in runs:
         if trials := run.trials("SYNTHETIC"):
-            alike.setdefault(json.dumps(_step(run), sort_keys=True, default=str), []).append((trials.mean, run.label))
+            alike.setdefault(json.dumps(_step(run), sort_keys=True, default=str), []).append((trials.mean, run))
     for speeds in alike.values():
-        (least, slow), (most, quick) = min(speeds), max(speeds)
+        (least, slow), (most, quick) = (pick(speeds, key=lambda each: each[0]) for pick in (min, max))
         if most > 1.25 * least:
-            yield (
-                f"SYNTHETIC is the same computation in {slow} and in {quick}, and yet {number(least)} and "
+            said = (
+                f"SYNTHETIC is the same computation in {slow.label} and in {quick.label}, and yet {number(least)} and "
                 f"{number(most)} samples/s were measured."
             )
+            yield said, [slow, quick]
     for run in runs:
         if (found := bound(run.throughput)) and found.what == UNKNOWN:
-            yield f"FULL of {run.label} was faster than loading or computing alone, which cannot be."
+            yield f"FULL of {run.label} was faster than loading or computing alone, which cannot be.", [run]
 
 
 def _step(run: RunResult) -> dict[str, Any]:

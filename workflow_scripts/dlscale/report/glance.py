@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import statistics
 from typing import Any
 
 from dlscale.core.records import MODES
 from dlscale.report import published
 from dlscale.report.diagnosis import bound
-from dlscale.report.results import PlanResult, RunResult, by_settings, first_and_least, slowness
+from dlscale.report.results import PlanResult, first_and_least, slowness, without_seed
+from dlscale.report.speedup import Group, SpeedUps
 from dlscale.report.verdict import of
 
 View = dict[str, Any]
@@ -21,44 +21,48 @@ BARS = 6
 def speed(plan: PlanResult) -> View | None:
     """Return the fastest run, and bars of the first and the fastest ones; None if none was measured.
 
-    Of a plan of larger batches the seeds of a training are one, at their mean speed.
+    Runs that do the same work are one, at their mean speed. What is said to be the fastest is so beyond noise.
     """
-    found = [run for run in plan.runs if run.speed and run.averages] or [run for run in plan.runs if run.speed]
-    if not found:
+    measured = [run for run in plan.runs if run.speed and run.averages] or [run for run in plan.runs if run.speed]
+    if not measured:
         return None
-    alike = by_settings(found) if plan.record.kind == "convergence" else [(run.label, [run]) for run in found]
-    groups = {runs[0]: (label, statistics.fmean(run.speed or 0.0 for run in runs)) for label, runs in alike}
-    measured = list(groups)
-    fastest = min(measured, key=lambda run: -groups[run][1])
-    label, greatest = groups[fastest]
-    first, slow = groups.get(plan.runs[0], (plan.runs[0].label, plan.runs[0].speed))
-
-    def speed_up(run: RunResult) -> float | None:
-        return groups[run][1] / slow if slow else None
-
+    speeds = SpeedUps(plan.runs)
+    groups = [group for group in speeds.groups if group.runs[0] in measured]
+    fastest, like = speeds.fastest(groups)
     full = "throughput" in plan.record.measure
     figures = published.series(plan.record.published, plan.name, [run.name for run in plan.runs])
+    greatest = max(group.speed for group in groups)
     return {
         "what": "FULL: loading and computing together" if full else "Training, median over epochs",
-        "fastest": label,
-        "seeds": any(len(runs) > 1 for _, runs in alike),
-        "speed": greatest,
-        "speed_up": speed_up(fastest) if fastest is not plan.runs[0] else None,
-        "first": first,
+        "fastest": _label(fastest),
+        "alone": len(groups) == 1,
+        "pooled": any(len(group.runs) > 1 for group in groups),
+        "speed": fastest.speed,
+        "gain": fastest.gain,
+        "like": [_label(group) for group in like],
+        "first": next((_label(group) for group in groups if plan.runs[0] in group.runs), plan.runs[0].label),
         "bars": [
             {
-                "label": groups[run][0],
-                "id": plan.anchor(run),
-                "speed": groups[run][1],
-                "share": groups[run][1] / greatest,
-                "speed_up": speed_up(run),
-                "fastest": run is fastest,
-                "published": published.beside(figures, run.name),
+                "label": _label(group),
+                "id": plan.anchor(group.runs[0]),
+                "speed": group.speed,
+                "share": group.speed / greatest,
+                "gain": group.gain,
+                "fastest": group is fastest,
+                "published": published.beside(figures, group.runs[0].name),
             }
-            for run in first_and_least(measured, BARS, lambda run: -groups[run][1])
+            for group in first_and_least(groups, BARS, lambda group: -group.speed)
         ],
-        "of": len(measured),
+        "of": len(groups),
     }
+
+
+def _label(group: Group) -> str:
+    """Return what runs that do the same work are called together."""
+    labels = list(dict.fromkeys(without_seed(run) for run in group.runs))
+    several = len(group.runs) > 1
+    called = labels if several else [group.runs[0].label]
+    return ", ".join(called) if len(called) <= 2 else f"{called[0]} and {len(called) - 1} like it"
 
 
 def fastest_bound(plan: PlanResult) -> View | None:

@@ -10,7 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import TypeVar
 
+from dlscale.config.compute import compute_digest
 from dlscale.core import records
 from dlscale.core.errors import UserError, unknown
 from dlscale.core.records import (
@@ -30,6 +32,8 @@ from dlscale.core.records import (
 from dlscale.core.settings import Raw, flat, read_yaml
 from dlscale.core.telemetry import Energy, Sample, begin, energy, read_nodes
 from dlscale.report import peaks
+
+T = TypeVar("T")
 
 #: What runs of any study can be ranked by in a sweep.
 GENERAL_METRICS = ("valid_loss", "samples_per_second")
@@ -118,6 +122,12 @@ class RunResult:
     def trials(self, mode: str) -> Trials | None:
         """Return what was measured in one of `MODES`."""
         return self.throughput.mode(mode) if self.throughput else None
+
+    @cached_property
+    def compute(self) -> str:
+        """Digest of all settings that decide how long a step takes: equal for runs that do the same work."""
+        measured = self.throughput.compute if self.throughput else None
+        return measured or compute_digest(self.settings)
 
     @property
     def devices(self) -> int:
@@ -257,11 +267,6 @@ class PlanResult:
         losses = {run.provenance.loss if run.provenance else LossInfo() for run in self.trained}
         return losses.pop() if len(losses) == 1 else LossInfo(title="losses of several kinds")
 
-    def speed_up(self, run: RunResult) -> float | None:
-        """Return the speed relative to the plan's first run; None where either is unknown."""
-        first = self.runs[0].speed
-        return run.speed / first if run.speed is not None and first else None
-
     def anchor(self, run: RunResult) -> str:
         """Return the identifier of a run in the page; names have no dots, so it is unique."""
         return f"run.{self.name}.{run.name}"
@@ -273,14 +278,15 @@ def by_settings(runs: Sequence[RunResult]) -> list[tuple[str, list[RunResult]]]:
     for run in runs:
         settings = {key: value for key, value in flat(run.settings).items() if key not in ("seed", "label")}
         found.setdefault(json.dumps(settings, sort_keys=True, default=str), []).append(run)
-    return [(_without_seed(alike[0]) if len(alike) > 1 else alike[0].label, alike) for alike in found.values()]
+    return [(without_seed(alike[0]) if len(alike) > 1 else alike[0].label, alike) for alike in found.values()]
 
 
-def _without_seed(run: RunResult) -> str:
+def without_seed(run: RunResult) -> str:
+    """Return what a run is called together with its like of other seeds."""
     return run.label.removesuffix(f", seed {run.settings.get('seed')}")
 
 
-def first_and_least(runs: Sequence[RunResult], limit: int, key: Callable[[RunResult], float]) -> list[RunResult]:
+def first_and_least(runs: Sequence[T], limit: int, key: Callable[[T], float]) -> list[T]:
     """Return at most `limit` runs in the plan's order: the first, and those of the least `key`."""
     ranked = sorted(range(1, len(runs)), key=lambda index: (key(runs[index]), index))[: limit - 1]
     return [runs[index] for index in sorted([*ranked, 0])] if runs else []

@@ -35,13 +35,14 @@ from dlscale.report import (
 )
 from dlscale.report import references as beside
 from dlscale.report.collect import summary_csv
-from dlscale.report.diagnosis import bound, gain
+from dlscale.report.diagnosis import bound
 from dlscale.report.disturbance import disturbance
 from dlscale.report.drawing import MARKERS, picture
 from dlscale.report.glance import View
 from dlscale.report.references import Reference
 from dlscale.report.results import PlanResult, RunResult, first_and_least, slowness
 from dlscale.report.series import KINDS
+from dlscale.report.speedup import SpeedUps, gain
 from dlscale.report.tables import channel_tables, runs_table
 from dlscale.report.tuning import tunings
 
@@ -193,7 +194,8 @@ def _throughput(plan: PlanResult) -> View | None:
         return None
     shown = first_and_least(measured, BARS, slowness)
     rungs = plan.runs if plan.record.kind == "ladder" else []
-    gains = {run: gain(before, run) for before, run in itertools.pairwise(rungs)}
+    speeds = SpeedUps(plan.runs)
+    gains = {run: gain(before, run, speeds.over(run, before)) for before, run in itertools.pairwise(rungs)}
     return {
         "svg": figures.throughput(f"{plan.name}-throughput", shown),
         "roofline": _roofline(plan, measured),

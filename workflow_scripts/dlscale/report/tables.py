@@ -15,6 +15,7 @@ from dlscale.report import published, target
 from dlscale.report.collect import Row, summary
 from dlscale.report.diagnosis import bound
 from dlscale.report.results import PlanResult, RunResult
+from dlscale.report.speedup import SpeedUp, SpeedUps
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,11 @@ def runs_table(plan: PlanResult) -> RunsTable:
     """Return the table of all runs; columns that no run fills are left out."""
     order = {run: index for index, run in enumerate(plan.runs)}
     changes = _changes(plan)
+    speeds, before = SpeedUps(plan.runs), dict(zip(plan.runs[1:], plan.runs, strict=False))
+
+    def over_before(run: RunResult) -> SpeedUp | None:
+        return speeds.over(run, before[run]) if run in before else None
+
     scalars = [metric for metric in plan.metrics.values() if not metric.channel and not metric.derived]
     columns: list[tuple[str, str, Make]] = [
         ("Run", "run", lambda run, row: Cell(run.label, order[run], link=plan.anchor(run))),
@@ -69,7 +75,8 @@ def runs_table(plan: PlanResult) -> RunsTable:
         ("Run", "batch size", lambda run, row: _cell(run.settings.get("batch_size"), count)),
         ("Throughput (samples/s)", "training", _column("train_samples_per_second")),
         *(("Throughput (samples/s)", mode, _column(f"{mode.lower()}_samples_per_second")) for mode in MODES),
-        ("Verdict", "speed-up", _column("speed_up", _times)),
+        ("Verdict", "speed-up", _speed_up(speeds.over_first)),
+        *([("Verdict", "over the rung before", _speed_up(over_before))] if plan.record.kind == "ladder" else []),
         ("Verdict", "MFU", _column("mfu", percent)),
         ("Verdict", "MBU", _mbu),
         ("Verdict", "published, full size", _published),
@@ -161,6 +168,14 @@ def _loss(plan: PlanResult, name: str) -> Make:
 
 def _heading(metric: Metric) -> str:
     return metric.title + " (higher is better)" * (metric.better == "higher")
+
+
+def _speed_up(over: Callable[[RunResult], SpeedUp | None]) -> Make:
+    def make(run: RunResult, row: Row) -> Cell:
+        found = over(run)
+        return _cell(found and found.ratio, _times, found.around if found and found.error else "")
+
+    return make
 
 
 def _times(ratio: float) -> str:

@@ -275,10 +275,8 @@ class Era5ViT(Study):
                 zip(info.channels, info.units, info.transforms, strict=True)
             )
         ][:4]
-        steps = run.samples.dt
-        lead = f"{steps * extra.step_hours:g} h" if extra.step_hours else f"{steps} stored steps"
         figure = comparison(rows, ["input", "truth", "prediction"], *extra.axes())
-        figure.suptitle(f"first validation pair: {lead} ahead", fontsize=9)
+        figure.suptitle(f"first validation pair: {extra.ahead(run.samples.dt)} ahead", fontsize=9)
         return figure
 
     def picture(self, run: Any, manifest: Manifest, y: Any, prediction: Any) -> tuple[str, np.ndarray]:

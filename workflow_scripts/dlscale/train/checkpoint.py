@@ -10,6 +10,7 @@ know nothing of devices, so that any other number of devices, sharing the model 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import math
 import pickle
@@ -18,7 +19,7 @@ import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.distributed as dist
@@ -79,6 +80,22 @@ class CheckpointRecord(Record):
     best: bool | None = None  #: whether the best weights are in it, too; None: they are the weights
     files: dict[str, str] = {}  #: SHA-256 of each other file
     run: str = ""  #: the folder that it was written to, which is called after the training's fingerprint
+    own: str = ""  #: SHA-256 of all this
+
+    def write(self, path: str | Path) -> None:
+        """Write the record with its digest."""
+        super(CheckpointRecord, self.model_copy(update={"own": self._digest()})).write(path)
+
+    @classmethod
+    def read(cls, path: str | Path) -> Self:
+        """Read what `write` wrote; anything else is a `UserError`."""
+        record = super().read(path)
+        if record.own != record._digest():
+            raise UserError(f"{path}: not as it was written")
+        return record
+
+    def _digest(self) -> str:
+        return hashlib.sha256(self.model_copy(update={"own": ""}).text().encode()).hexdigest()
 
     def loss_sum(self, rank: int, ranks: int) -> float:
         """Return the sum with which a rank goes on; with another number of ranks the first has the sum of all."""
@@ -200,14 +217,15 @@ class Checkpoints:
         """Return the newest checkpoint that is as it was written; None if there is none. Nothing in it is executed.
 
         `wanted` returns pieces of what is to be read, in the memory into which it is read. Checkpoints of steps after
-        `until` are left alone. Those whose content is not what was written are removed; where all that are left cannot
-        be read for another reason, such as a file system that fails, it is a `UserError`.
+        `until` are left alone. Those whose content is not what was written, or whose weights are no numbers, are
+        removed; where all that are left are of no use for another reason, such as tensors of other shapes or a file
+        system that fails, it is a `UserError`.
         """
         known = self._world.gather(self.steps())
         if any(steps != known[0] for steps in known):
             raise UserError(f"{self.folder}: not all of the {self._world.size} processes see the same files; {SHARED}")
         self._sound |= {step for step in known[0] if until is not None and step > until}
-        unread = ""
+        useless = ""
         for step in reversed([step for step in known[0] if until is None or step <= until]):
             path, problem, found = self._path(step), "", None
             checked = damaged = misfit = False
@@ -219,33 +237,33 @@ class Checkpoints:
                     raise Misfit(f"it is of another training, {record.run}, or of another step, {record.step}")
                 found = record, wanted(record)
                 fill(path, found[1])
+                _check_numbers(found[1])
             except (Exception, CheckpointException) as error:  # whatever its content leads to: there is an earlier one
                 cause = _cause(error)
                 # That a file cannot be opened or read now, or memory is short, says nothing of its content.
-                damaged = not checked and isinstance(cause, (UserError, FileNotFoundError))
+                unsound = not checked and isinstance(cause, (UserError, FileNotFoundError))
+                damaged = unsound or isinstance(cause, _NoNumbers)
                 misfit = isinstance(cause, Misfit)
                 problem = f"{type(cause).__name__}: {cause}".splitlines()[0]
             problems = [each for each in self._world.gather(problem) if each]
             if not problems:
                 return found
-            torn = any(self._world.gather(damaged))
-            if not torn and any(self._world.gather(misfit)):  # the code that wrote it and this do not agree
-                raise UserError(
-                    f"{path}: the checkpoint is as it was written, but this training cannot go on from it "
-                    f"({problems[0]}); remove the folder to begin anew"
-                )
-            logging.warning("%s: not readable (%s); trying an earlier one", path, problems[0])
+            torn, foreign = any(self._world.gather(damaged)), any(self._world.gather(misfit))
+            logging.warning("%s: not used (%s); trying an earlier one", path, problems[0])
             if not torn:  # memory may have run out, a file system may have failed: the next try may go well
                 self._sound.add(step)
-                unread = unread or f"{path}: {problems[0]}"
+                why = f"{problems[0]}; no earlier one can be used, and nothing says that it is damaged; try again, or"
+                if foreign:  # the code that wrote it and this do not agree
+                    why = (
+                        f"the checkpoint is as it was written, but this training cannot go on from it ({problems[0]}), "
+                        "nor from an earlier one;"
+                    )
+                useless = useless or f"{path}: {why} remove the folder to begin anew"
             elif self._world.main:  # so that it does not count among those to keep
                 _remove(path)
             self._world.barrier()
-        if unread:
-            raise UserError(
-                f"{unread}; no checkpoint of {self.folder} can be read, and nothing says that they are damaged; try "
-                "again, or remove the folder to begin anew"
-            )
+        if useless:
+            raise UserError(useless)
         return None
 
 
@@ -263,6 +281,17 @@ def _check(path: Path, files: Sequence[tuple[str, str]], first: int = 0, step: i
     for name, digest in files[first::step]:
         if sha256(path / Path(name).name) != digest:
             raise UserError(f"{path / name}: not as it was written")
+
+
+class _NoNumbers(ValueError):
+    """Weights of a checkpoint are no numbers."""
+
+
+def _check_numbers(state: State) -> None:
+    """Refuse weights that are no numbers, from which no training comes back."""
+    for name, piece in state.items():
+        if name.startswith("model.") and piece.tensor.is_floating_point() and piece.tensor.isnan().any():
+            raise _NoNumbers(f"{name}: not a number (NaN)")
 
 
 def _remove(path: Path) -> None:

@@ -20,7 +20,7 @@ import torch
 from dlscale.config.run import Run, load_run
 from dlscale.core import log, provenance, ranges
 from dlscale.core.errors import UserError
-from dlscale.core.figures import literal_text
+from dlscale.core.figures import literal_text, save_png
 from dlscale.core.files import whole, write_text
 from dlscale.core.lock import only_writer
 from dlscale.core.records import Epoch, Links, Untrained, epoch_lines
@@ -146,8 +146,7 @@ def _lead(run: Run, session: Session, trainer: Trainer, out: Path, cores: int, l
         assert prediction is not None
         with literal_text():
             figure = session.study.figure(run, session.manifest, x, y, prediction) or figures.values(y, prediction)
-            with whole(out / "prediction.png") as path:
-                figure.savefig(path, dpi=100, format="png")
+            save_png(figure, out / "prediction.png", dpi=100)
         logs.finish(history[-1], out / "prediction.png", settings, trainer.best)
         for each in tracked:
             each.finish(out / "prediction.png", trainer.best)

@@ -12,6 +12,7 @@ from dlscale.core.progress import tracked
 from dlscale.data import parts, store
 from dlscale.data.describe import describe_field, new_manifest
 from dlscale.data.manifest import File, Manifest
+from dlscale.data.source import rows_within
 from dlscale.data.store import Field, Moments, Reader
 from dlscale.data.transforms import IDENTITY
 from dlscale.datasets.cosmo.channels import CHANNELS, DENSITY, open_volumes
@@ -64,7 +65,7 @@ def complete(dataset: CosmoDataset, manifest: Manifest, stats: Path, name: str) 
 
 def _measure(field: Field, path: Path, memory_mb: int) -> Moments:
     """Return the statistics of a volume, read in blocks of planes."""
-    block = max(1, memory_mb * 1_000_000 // (12 * int(np.prod(field.shape)) // field.rows))
+    block = rows_within(memory_mb, 12 * int(np.prod(field.shape)) // field.rows, str(path))
     reader = Reader(path, field.name)
     moments = Moments.empty(len(field.channels))
     starts = range(0, field.rows, block)

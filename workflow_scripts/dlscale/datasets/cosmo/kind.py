@@ -18,7 +18,10 @@ from dlscale.config.dataset import (
     refuse_shared,
 )
 from dlscale.core.schema import Strict
-from dlscale.data.kind import DatasetKind, Part, RawFile, name_files, stem
+from dlscale.data.kind import DatasetKind, Outline, Part, RawFile, name_files, stem
+
+#: How many channels each volume has.
+CHANNELS = {"Nbody": 4, "Hydro": 5}
 
 
 class Counts(Strict):
@@ -157,6 +160,15 @@ class Cosmo(DatasetKind):
         # Files tell their size only when they are read.
         source = dataset.source
         return (source.grid // dataset.downsample,) * 3 if isinstance(source, CosmoSimulated) else None
+
+    def outline(self, dataset: CosmoDataset) -> Outline | None:
+        source = dataset.source
+        if not isinstance(source, CosmoSimulated):
+            return None
+        edge = source.grid // dataset.downsample
+        rows = {split: [edge] * getattr(source.boxes, split) for split in SPLITS}
+        values = sum(map(len, rows.values())) * sum(CHANNELS.values()) * source.grid**3
+        return Outline({name: (count, (edge,) * 3) for name, count in CHANNELS.items()}, rows, values)
 
     def available(self, samples: CropSamples, rows: list[int]) -> int | None:
         return None  # crops are drawn, any number of them

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import logging
+import math
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ from dlscale.core.files import sha256
 from dlscale.data import sampling, store
 from dlscale.data.describe import new_manifest
 from dlscale.data.manifest import FieldInfo, File, Manifest
+from dlscale.data.source import rows_within
 from dlscale.datasets.era5.extra import Extra
 from dlscale.datasets.era5.kind import Era5Dataset, Era5Prepared, Era5Simulated
+from dlscale.datasets.era5.months import months_apart
 from dlscale.datasets.era5.published import CHANNELS
 
 #: Days at most that the mean of an hour of day is taken over, evenly spread: of years of large fields more would only
@@ -55,6 +58,8 @@ def describe_prepared(dataset: Era5Dataset, sources: list[Path], folder: Path) -
                 f"{root / split}: no *.h5 files; expected the published layout (train/YYYY.h5, valid/, stats/)"
             )
     assert shape is not None
+    # A state, and the mean of an hour of day.
+    rows_within(dataset.memory_mb, 12 * math.prod(shape[1:]), str(root))
     channels = dataset.channels or names or _names(shape[1])
     if len(channels) != shape[1]:
         raise UserError(
@@ -108,6 +113,12 @@ def _names(count: int) -> list[str]:
 
 def complete(dataset: Era5Dataset, manifest: Manifest, stats: Path, name: str) -> Manifest:
     """Add grid, time step, climatology, and the transforms that standardise each channel when it is read."""
+    for split in ("train", "valid"):
+        if all(file.rows < 2 for file in manifest.files(split)):
+            raise UserError(
+                f"{manifest.folder}: {split}: no file (of a year) holds two times, so there is no pair of states; give "
+                f"{split} a longer period, or a smaller step_hours"
+            )
     info = manifest.fields["fields"]
     info.check_varies(f"{manifest.folder}: fields")
     prepared = isinstance(dataset.source, Era5Prepared)
@@ -117,7 +128,7 @@ def complete(dataset: Era5Dataset, manifest: Manifest, stats: Path, name: str) -
     if extra.climatology:
         means = Path(extra.climatology) if prepared else stats / Path(extra.climatology).name
         extra = extra.model_copy(update={"climatology_sha256": sha256(means)})
-    facts = [f"a state every {extra.step_hours:g} h"] if extra.step_hours else []
+    facts = [f"a state every {extra.ahead(1)}"] if extra.timed else []
     for axis in ("latitude", "longitude"):
         if degrees := getattr(extra, axis):
             facts.append(f"{axis} {degrees[0]:g}° to {degrees[-1]:g}°".replace("-", "−"))
@@ -132,6 +143,7 @@ def _extra(manifest: Manifest, stats: Path, name: str, series: bool) -> Extra:
     """
     grid: dict[str, list[float]] = {}
     steps: set[float] = set()
+    months: set[int] = set()
     starts: dict[str, float] = {}
     total: Any = 0.0
     rows = 0
@@ -144,16 +156,26 @@ def _extra(manifest: Manifest, stats: Path, name: str, series: bool) -> Extra:
                     if grid.setdefault(axis, degrees) != degrees:
                         raise UserError(f"{path}: its {axis}s differ from those of other files; expected one grid")
                 starts[described.digest] = float(file["time"][0])
-                steps |= set(np.diff(file["time"][()]).tolist())
-                if len(steps) > 1:
-                    there = ", ".join(f"{step:g} h" for step in sorted(steps))
+                hours = file["time"][()]
+                apart = months_apart((3600 * hours).astype("datetime64[s]")) if len(hours) > 1 else None
+                if apart:
+                    months.add(apart)
+                else:
+                    steps |= set(np.diff(hours).tolist())
+                if len(steps) + len(months) > 1:
+                    there = ", ".join([*(f"{n} months" for n in months), *(f"{step:g} h" for step in sorted(steps))])
                     raise UserError(f"{path}: steps of {there} in one dataset; give them one `step_hours`")
                 if split == "train":
                     total = total + file["sum/fields"][()]
                     rows += len(file["time"])
     np.save(stats / "time_means.npy", (total / rows).astype(np.float32)[None])
     logging.info("climatology: mean over %d training times", rows)
-    extra = Extra(**grid, step_hours=min(steps, default=None), climatology=f"{name}/time_means.npy")
+    extra = Extra(
+        **grid,
+        step_hours=min(steps, default=None),
+        step_months=min(months, default=None),
+        climatology=f"{name}/time_means.npy",
+    )
     return _timed(extra, manifest.splits, starts, series)
 
 
@@ -188,11 +210,12 @@ def _start(file: h5py.File, path: Path, rows: int, step_hours: int) -> float | N
 def _timed(extra: Extra, splits: dict[str, list[File]], starts: dict[str, float], series: bool = True) -> Extra:
     """Add what is known of times: of all files or of none; and, in a `series`, which file begins where another ends."""
     files = [file for split in splits.values() for file in split]
-    if extra.step_hours is None or len(starts) < len(files):
+    if not extra.timed or len(starts) < len(files):
         return extra
-    ends = {starts[file.digest] + file.rows * extra.step_hours: file.digest for file in files}
+    extra = extra.model_copy(update={"starts": starts})
+    ends = {float(extra.hours(file, np.array(file.rows))): file.digest for file in files}
     before = {file: ends[start] for file, start in starts.items() if start in ends} if series else {}
-    return extra.model_copy(update={"starts": starts, "before": before})
+    return extra.model_copy(update={"before": before})
 
 
 def _with_hour_means(manifest: Manifest, extra: Extra, stats: Path, name: str) -> Extra:

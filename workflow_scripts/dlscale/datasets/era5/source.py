@@ -24,7 +24,9 @@ from dlscale.data.kind import Part
 from dlscale.data.passes import block_average
 from dlscale.data.source import Source
 from dlscale.data.store import Field
+from dlscale.datasets.era5 import selection
 from dlscale.datasets.era5.kind import Era5Dataset, Era5Zarr
+from dlscale.datasets.era5.months import begin, months_apart
 from dlscale.datasets.era5.variable import TORN, Variable, names_of, wanted_names
 from dlscale.datasets.era5.variables import open_grib, open_netcdf, reading
 
@@ -51,17 +53,21 @@ def open_source(dataset: Era5Dataset, part: Part, paths: list[Path]) -> Era5Sour
     Together they hold every channel at every time of the part; how channels and times are spread over them does not
     matter. A `UserError` says what is missing, torn, of another kind, or twice there.
     """
-    if isinstance(dataset.source, Era5Zarr):  # cropped and averaged when they were fetched
-        dataset = dataset.model_copy(update={"crop": None, "downsample": 1})
+    if isinstance(dataset.source, Era5Zarr):  # selected, cropped and averaged when they were fetched
+        fetched = dataset.source.model_copy(update={"select": {}})
+        dataset = dataset.model_copy(update={"source": fetched, "crop": None, "downsample": 1})
     with contextlib.ExitStack() as stack:
         wanted = wanted_names(dataset.channels)
-        variables = [variable for path in paths for variable in _catalogue(path, wanted, stack)]
+        keys = list(getattr(dataset.source, "select", {}))
+        variables = [variable for path in paths for variable in _catalogue(path, wanted, keys, stack)]
         source = Era5Source(dataset, variables, part.period, f"part {part.label}")
         source.files = stack.pop_all()
     return source
 
 
-def _catalogue(path: Path, wanted: Collection[str], stack: contextlib.ExitStack) -> list[Variable]:
+def _catalogue(
+    path: Path, wanted: Collection[str], keys: Collection[str], stack: contextlib.ExitStack
+) -> list[Variable]:
     """List the variables of a file of any format; `stack` will close it.
 
     What does not fit (other axes, other grids) is left out, unless it is `wanted`: then it is a `UserError`.
@@ -84,7 +90,7 @@ def _catalogue(path: Path, wanted: Collection[str], stack: contextlib.ExitStack)
     if head.startswith((b"CDF\x01", b"CDF\x02")):
         return open_netcdf(path, "scipy", wanted, stack)
     if b"GRIB" in head:  # bulletins may have a heading before it
-        return open_grib(path, wanted)
+        return open_grib(path, wanted, keys)
     if head.startswith(b"CDF\x05"):
         raise UserError(f"{path}: NetCDF in the CDF-5 format is not supported; convert it: nccopy -k nc4 IN OUT")
     if head.startswith((b"\x1f\x8b", b"PK\x03\x04")):
@@ -98,8 +104,9 @@ class Era5Source(Source):
 
     One field `fields` [T, C, H, W] in physical units: the dataset's channels (all that there are, if it names none),
     cropped and averaged as it asks. Its times are those of the period whose distance from midnight UTC is a multiple
-    of the dataset's `step_hours`; all times where these are None. A channel, level or time that is missing or stands
-    twice, and grids that differ or are smaller than the crop, are a `UserError`.
+    of the dataset's `step_hours`; all times where these are None. Of fields of one time those count that the source's
+    `select` takes. A channel, level or time that is missing or stands twice, and grids that differ or are smaller than
+    the crop, are a `UserError`.
     """
 
     def __init__(self, dataset: Era5Dataset, variables: list[Variable], period: Period | None, label: str) -> None:
@@ -109,12 +116,14 @@ class Era5Source(Source):
         used = [variable for variable in variables if not set(variable.channels).isdisjoint(names)]
         latitude, longitude = _one_grid(used)
         rows, columns = self._window = _window(dataset.crop, downsample, (latitude.size, longitude.size), label)
-        self.times = _common_times(names, used, period, dataset.step_hours, label)
+        select = getattr(dataset.source, "select", {})
+        selection.check_keys(used, select, label)
+        for name in names:
+            selection.check_chosen(name, [variable for variable in used if name in variable.channels], select, label)
+        taken = {variable: selection.chosen(variable, select) for variable in used}
+        self.times, kept = _common_times(names, used, taken, period, dataset.step_hours, label)
         units = tuple(_one_unit(name, used) for name in names)
-        segments = (
-            _segment(variable, names, _kept(variable.times, period, dataset.step_hours), self.times)
-            for variable in used
-        )
+        segments = (_segment(variable, names, kept[variable], self.times) for variable in used)
         self._segments = [segment for segment in segments if segment.rows.size]
 
         shape = (self.times.size, len(names), rows.stop // downsample, columns.stop // downsample)
@@ -131,7 +140,9 @@ class Era5Source(Source):
             "source_files": list(dict.fromkeys(segment.variable.origin for segment in self._segments)),
             "conventions": "latitude north to south, longitude west to east (degrees); time in hours since 1970-01-01",
         }
-        if self.times.size > 1:
+        if months := months_apart(self.times):
+            self.attributes["step_months"] = months
+        elif self.times.size > 1:
             self.attributes["step_hours"] = float(np.diff(self.times[:2])[0].astype(np.int64)) / 3600.0
 
     def read(self, start: int, stop: int) -> dict[str, np.ndarray]:
@@ -192,12 +203,13 @@ def _values(
     if not complete or np.isfinite(values.sum(dtype=np.float64)):
         return values
     bad = np.argwhere(~np.isfinite(values))
-    time, level, row, column = bad[0]
+    time, level, row, column = (int(place) for place in bad[0])
+    reason = variable.missing(int(indices[time]), levels[level], window[0].start + row, window[1].start + column)
     north, east = variable.latitude[window[0]][row], variable.longitude[window[1]][column]
     raise UserError(
         f"{variable.origin}: channel '{variable.channels[levels[level]]}' has no value at "
         f"{_text(variable.times[indices[time]])} at latitude {north:g}, longitude {east:g} ({len(bad)} such values in "
-        f"this block): {variable.missing}; set `split` around such times, `crop` such places, or fill them"
+        f"this block): {reason}; set `split` around such times, `crop` such places, or fill them"
     )
 
 
@@ -276,12 +288,12 @@ def _window(crop: tuple[int, int] | None, downsample: int, grid: tuple[int, int]
     return slice(0, rows), slice(0, columns)
 
 
-def _segment(variable: Variable, names: list[str], keep: np.ndarray, times: np.ndarray) -> _Segment:
-    """Match a variable's levels with channels and its times with rows."""
+def _segment(variable: Variable, names: list[str], stamps: np.ndarray, times: np.ndarray) -> _Segment:
+    """Match a variable's levels with channels and its fields, of which NaT are not taken, with rows."""
     positions = [position for position, name in enumerate(names) if name in variable.channels]
     levels = [variable.channels.index(names[position]) for position in positions]
-    indices = np.flatnonzero(keep)
-    rows = np.searchsorted(times, variable.times[indices])
+    indices = np.flatnonzero(~np.isnat(stamps))
+    rows = np.searchsorted(times, stamps[indices])
     order = np.argsort(rows)
     return _Segment(variable, levels, positions, indices[order], rows[order])
 
@@ -316,28 +328,43 @@ def _kept(times: np.ndarray, period: Period | None, step_hours: int | None) -> n
 
 
 def _common_times(
-    names: list[str], variables: list[Variable], period: Period | None, step_hours: int | None, label: str
-) -> np.ndarray:
-    """Return the times [T], ascending, that every channel has exactly once; or say what is amiss."""
+    names: list[str],
+    variables: list[Variable],
+    taken: dict[Variable, np.ndarray],
+    period: Period | None,
+    step_hours: int | None,
+    label: str,
+) -> tuple[np.ndarray, dict[Variable, np.ndarray]]:
+    """Return the times [T], ascending, that every channel has exactly once; or say what is amiss.
+
+    `taken` are the fields that count, and returned with the times is when each of these is valid, datetime64[s]; NaT
+    for all others. Where all channels have one field a month, that is the beginning of the month.
+    """
+    holders = {name: [variable for variable in variables if name in variable.channels] for name in names}
+    stamps = {variable: np.where(taken[variable], variable.times, _NEVER) for variable in variables}
+    every = {name: np.unique(_there(np.concatenate([stamps[v] for v in its]))) for name, its in holders.items()}
+    if monthly := all(months_apart(times) for times in every.values()):
+        if step_hours:
+            raise UserError(f"{label}: the times are calendar months, of no constant hours; leave step_hours out")
+        stamps = {variable: np.where(taken[variable], begin(times), _NEVER) for variable, times in stamps.items()}
+    for name, times in every.items():
+        first, last = ((begin(end[None])[0] if monthly else end) for end in times[[0, -1]])
+        days = [day.replace(day=1) for day in period] if period and monthly else period
+        if days and (first.astype("datetime64[D]") > days[0] or last.astype("datetime64[D]") < days[1]):
+            assert period
+            raise UserError(
+                f"{label}: needs {period[0]} to {period[1]}, but '{name}' covers {_text(times[0])} to "
+                f"{_text(times[-1])}; set the dataset's `split` within that, or add files"
+            )
+    kept = {variable: np.where(_kept(its, period, step_hours), its, _NEVER) for variable, its in stamps.items()}
     times_of: dict[str, np.ndarray] = {}
-    for name in dict.fromkeys(names):
-        holders = [variable for variable in variables if name in variable.channels]
-        every = np.concatenate([variable.times for variable in holders])
-        first, last = every.min(), every.max()
-        if period and (first.astype("datetime64[D]") > period[0] or last.astype("datetime64[D]") < period[1]):
-            raise UserError(
-                f"{label}: needs {period[0]} to {period[1]}, but '{name}' covers {_text(first)} to {_text(last)}; "
-                "set the dataset's `split` within that, or add files"
-            )
-        times = np.sort(every[_kept(every, period, step_hours)])
-        twice = times[1:][times[1:] == times[:-1]]
-        if twice.size:
-            places = [variable.origin for variable in holders for _ in range((variable.times == twice[0]).sum())]
-            raise UserError(
-                f"{label}: channel '{name}' stands twice at {_text(twice[0])}: in {' and '.join(places[:2])}; "
-                "give each time once (one file, one ensemble member, one `expver`)"
-            )
-        times_of[name] = times
+    for name, its in holders.items():
+        selection.check_one_series(name, [(variable, ~np.isnat(kept[variable])) for variable in its], label)
+        times_of[name], counts = np.unique(_there(np.concatenate([kept[v] for v in its])), return_counts=True)
+        if (counts > 1).any():
+            twice = times_of[name][counts > 1][0]
+            fields = [(variable, int(at)) for variable in its for at in np.flatnonzero(kept[variable] == twice)]
+            raise selection.told_apart(name, fields, _text(twice), label)
     union = np.unique(np.concatenate(list(times_of.values())))
     if not union.size:
         raise UserError(f"{label}: no time is left: none is a multiple of step_hours ({step_hours}) from midnight UTC")
@@ -349,8 +376,16 @@ def _common_times(
                 f"{label}: channel '{name}' is missing at {_text(missing[0])} ({missing.size} such times), "
                 f"where '{other}' is there; add the file that holds it"
             )
-    _check_step(union, step_hours, label)
-    return union
+    if not monthly:
+        _check_step(union, step_hours, label)
+    return union, kept
+
+
+_NEVER = np.datetime64("NaT", "s")
+
+
+def _there(times: np.ndarray) -> np.ndarray:
+    return times[~np.isnat(times)]
 
 
 def _check_step(times: np.ndarray, step_hours: int | None, label: str) -> None:
@@ -362,6 +397,12 @@ def _check_step(times: np.ndarray, step_hours: int | None, label: str) -> None:
     expected = np.arange(times[0], times[-1] + step, step)
     hours = step / np.timedelta64(1, "h")
     missing, extra = np.setdiff1d(expected[expected <= times[-1]], times), np.setdiff1d(times, expected)
+    days = np.unique(times.astype("datetime64[D]"))
+    if days.size < times.size and months_apart(days.astype(times.dtype)):
+        raise UserError(
+            f"{label}: {_text(times[0])} to {_text(times[-1])} are hours of one day in each month, as means by hour of "
+            "day have them; choose one hour, of GRIB by source: {select: {dataTime: 0}}"
+        )
     if missing.size:
         raise UserError(
             f"{label}: {_text(missing[0])} is missing ({missing.size} of {expected.size} times, every {hours:g} h "

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 
-ABSENT = "it is not in the file"
 TORN = "the file may be torn or damaged: fetch or make it again"
 #: What ECMWF's short names are called in ARCO-ERA5 and WeatherBench2.
 LONG_NAMES = {
@@ -36,6 +35,10 @@ def wanted_names(channels: list[str]) -> set[str]:
     return {name for channel in channels for name in names_of(channel.partition("@")[0])}
 
 
+def _absent(time: int, level: int, row: int, column: int) -> str:
+    return "it is not in the file"
+
+
 @dataclass(frozen=True, eq=False)
 class Variable:
     """One variable of one file, its values not read yet."""
@@ -44,7 +47,7 @@ class Variable:
     channels: tuple[str, ...]  # `name`, or `name@level` for each of L levels
     units: str
     long_name: str
-    times: np.ndarray  # [T], as in the file: sorted or not
+    times: np.ndarray  # [T], when each field is valid, as in the file: sorted or not, some of them twice
     latitude: np.ndarray  # [H], north to south, degrees, float64
     longitude: np.ndarray  # [W], ascending, degrees, float64
     #: `load(times, levels, rows, columns)` reads indices [t] and [l] and a window [h, w] of the grid, as float32
@@ -55,4 +58,7 @@ class Variable:
     footprint: Callable[[list[int], slice, slice], tuple[int, int]]
     chunk: int = 1  # times that are stored, and hence read, together
     advice: str = TORN  # what to do when `load` fails
-    missing: str = ABSENT  # why a value may be NaN
+    #: `missing(time, level, row, column)`: why the value there is NaN.
+    missing: Callable[[int, int, int, int], str] = _absent
+    #: [T] each: what tells fields apart, by the key that selects them; None where a field has no such key.
+    traits: Mapping[str, np.ndarray] = field(default_factory=dict)

@@ -1,13 +1,14 @@
 """The variables of atmospheric files: NetCDF files and Zarr stores through xarray, GRIB files through cfgrib.
 
-Notation: `T` times, `L` levels of a variable, `H` latitudes (north to south), `W` longitudes. Times are numpy
-`datetime64[s]`, UTC. Levels are in hPa, whatever the file counts in.
+Notation: `T` times, or fields where a file has several at one time, `L` levels of a variable, `H` latitudes (north to
+south), `W` longitudes. Times are numpy `datetime64[s]`, UTC. Levels are in hPa, whatever the file counts in.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import os
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -20,7 +21,7 @@ import numpy as np
 from dlscale.core.errors import UserError
 from dlscale.data import store
 from dlscale.datasets.era5.humidity import with_humidity
-from dlscale.datasets.era5.variable import ABSENT, TORN, Variable
+from dlscale.datasets.era5.variable import TORN, Variable
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -30,7 +31,17 @@ GRID = "expected a regular grid: one axis of latitudes and one of longitudes; in
 TIMES = ("valid_time", "time")
 LATITUDES = ("latitude", "lat")
 LONGITUDES = ("longitude", "lon")
+#: Of forecasts: when they begin, and how far they look ahead.
+BASES = ("time", "forecast_reference_time")
+LEADS = ("step", "forecast_period", "prediction_timedelta", "lead_time", "leadtime")
 LEVELS = ("isobaricInhPa", "isobaricInPa", "pressure_level", "level", "plev", "lev")
+#: Keys of GRIB that tell fields of one time apart.
+TRAITS = ("number", "typeOfLevel", "stepType", "step", "stepRange", "dataType", "expver")
+#: When the mean of a month is valid, of seasonal forecasts and of others: their valid time is a day off, or a month.
+MONTHS = ("verifying_time", "valid_month")
+#: From east to west; down columns, not along rows; every second line backwards.
+SCANNING = ("iScansNegatively", "jPointsAreConsecutive", "alternativeRowScanning")
+_Message = tuple[int | None, Any, tuple[Any, ...]]  # seconds since 1970, place in the file, values of its traits
 #: What NetCDF's library leaves in places that nobody wrote, by type (netcdf.h, NC_FILL_*); bytes have no such value.
 UNWRITTEN = {
     **{"i2": -32767, "u2": 65535, "i4": -2147483647, "u4": 4294967295},
@@ -56,12 +67,15 @@ def _regular(variable: Variable) -> Variable:
     if north_first:
         return replace(variable, longitude=longitude)
 
-    load, height = variable.load, latitude.size
+    load, missing, height = variable.load, variable.missing, latitude.size
 
     def flipped(times: np.ndarray, levels: list[int], rows: slice, columns: slice) -> np.ndarray:
         return load(times, levels, slice(height - rows.stop, height - rows.start), columns)[..., ::-1, :]
 
-    return replace(variable, latitude=latitude[::-1], longitude=longitude, load=flipped)
+    def why(time: int, level: int, row: int, column: int) -> str:
+        return missing(time, level, height - 1 - row, column)
+
+    return replace(variable, latitude=latitude[::-1], longitude=longitude, load=flipped, missing=why)
 
 
 def _usable(makers: Mapping[str, Callable[[], Variable]], wanted: Collection[str], origin: str) -> list[Variable]:
@@ -119,14 +133,19 @@ def gridded(dataset: xr.Dataset, origin: str, wanted: Collection[str], advice: s
     `dataset` is opened lazily with `decode_times=False` and `cache=False`. `wanted` and `origin`: see `_usable`;
     `advice`: see `Variable`.
     """
-    times = functools.cache(lambda clock: _decoded_times(dataset.variables[clock], origin))  # one for all variables
+    times = functools.cache(functools.partial(_valid_times, dataset, origin))  # once for all variables
     names = [str(name) for name in dataset.data_vars]
     makers = {name: functools.partial(_gridded, dataset, name, times, origin, advice) for name in names}
     return with_humidity(_usable(makers, wanted, origin), wanted)
 
 
-def _gridded(dataset: xr.Dataset, name: str, times: Callable[[str], np.ndarray], origin: str, advice: str) -> Variable:
-    """Describe one variable, or say why it is not a series of states on a regular grid."""
+def _gridded(
+    dataset: xr.Dataset, name: str, times: Callable[[str, str | None], xr.Variable], origin: str, advice: str
+) -> Variable:
+    """Describe one variable, or say why it is not a series of states on a regular grid.
+
+    Its fields are all entries of all dimensions besides level, latitude and longitude.
+    """
     array = dataset[name]
 
     def refused(problem: str) -> UserError:
@@ -139,19 +158,28 @@ def _gridded(dataset: xr.Dataset, name: str, times: Callable[[str], np.ndarray],
         fitting = [key for key, axis in known.items() if axis.ndim in ndim and set(axis.dims) <= set(array.dims)]
         return max(fitting, key=lambda key: known[key].ndim, default=None)
 
-    named = {"latitude": coordinate(LATITUDES), "longitude": coordinate(LONGITUDES)}
-    named |= {"time": coordinate(TIMES, (0, 1)), "level": coordinate(LEVELS, (0, 1))}
+    named = {
+        "latitude": coordinate(LATITUDES),
+        "longitude": coordinate(LONGITUDES),
+        "level": coordinate(LEVELS, (0, 1)),
+    }
     coordinates = {key: dataset.variables[other] for key, other in named.items() if other is not None}
     axes = {key: variable.dims[0] for key, variable in coordinates.items() if variable.ndim}
     if len({axes.get("latitude"), axes.get("longitude")} - {None}) < 2:
         raise refused(f"is not on axes {' / '.join(LATITUDES)} and {' / '.join(LONGITUDES)}; {GRID}")
-    if named["time"] is None:
+    clock, lead = coordinate(TIMES, (0, 1, 2)), coordinate(LEADS, (0, 1))
+    if clock == "valid_time" and lead and set(dataset.variables[lead].dims) <= set(dataset.variables[clock].dims):
+        lead = None  # is in the valid times already
+    base = coordinate(BASES, (0, 1)) if lead else clock
+    if base is None:
         raise refused(f"has no time axis; expected {' or '.join(TIMES)}")
     if not array.size:
         raise refused("holds no values")
+    valid_times = times(base, lead)
     rest = [dim for dim in array.dims if dim not in axes.values()]
-    if further := [dim for dim in rest if array.sizes[dim] > 1]:
-        raise refused(f"has the further dimension {further[0]}; select one of its entries, or average over it")
+    main = max(rest, key=lambda dim: (dim in valid_times.dims, array.sizes[dim]), default=None)
+    rest.sort(key=lambda dim: dim == main)  # the last: fields that follow one another in the file do so in T
+    sizes = {dim: array.sizes[dim] for dim in rest}
 
     channels: tuple[str, ...] = (name,)
     if "level" in coordinates:
@@ -160,18 +188,36 @@ def _gridded(dataset: xr.Dataset, name: str, times: Callable[[str], np.ndarray],
         channels = tuple(f"{name}@{value:g}" for value in hectopascals)
 
     values, valid = array.variable, _valid(array.variable)
-    order = [axes[key] for key in ("time", "level", "latitude", "longitude") if key in axes]
+    order = [axes[key] for key in ("level", "latitude", "longitude") if key in axes]
 
-    def load(times: np.ndarray, levels: list[int], rows: slice, columns: slice) -> np.ndarray:
-        asked = {"time": _compact(times), "level": _compact(levels), "latitude": rows, "longitude": columns}
-        index: dict[Any, Any] = {axes[key]: asked[key] for key in axes} | dict.fromkeys(rest, 0)
+    def part(fields: np.ndarray, levels: list[int], rows: slice, columns: slice) -> np.ndarray:
+        """Read fields [t] that differ in their place along the main dimension alone, as decoded: [t, l, h, w]."""
+        places = dict(zip(rest, np.unravel_index(fields, tuple(sizes.values())) if rest else (), strict=True))
+        index: dict[Any, Any] = {dim: int(along[0]) for dim, along in places.items()}
+        if main is not None:
+            index[main] = _compact(places[main])
+        asked = {"level": _compact(levels), "latitude": rows, "longitude": columns}
+        index |= {axes[key]: asked[key] for key in axes}
         # transposed only once it is read: a lazy transposition would make the library read point by point
-        read = values.isel(index).load().transpose(*order).values
-        if valid is not None:
-            read = np.where((read >= valid[0]) & (read <= valid[1]), read, np.nan)
-        return np.asarray(read, np.float32).reshape(len(times), len(levels), rows.stop - rows.start, -1)
+        read = values.isel(index).load().transpose(*([] if main is None else [main]), *order).values
+        return read.reshape(len(fields), len(levels), rows.stop - rows.start, -1)
 
-    chunks = {axes[key]: 1 for key in axes} | values.encoding.get("preferred_chunks", {})
+    def load(fields: np.ndarray, levels: list[int], rows: slice, columns: slice) -> np.ndarray:
+        run = np.asarray(fields) // (sizes[main] if main is not None else 1)
+        starts = [0, *(np.flatnonzero(np.diff(run)) + 1)]
+        read = [part(some, levels, rows, columns) for some in np.split(np.asarray(fields), starts[1:])]
+        every = read[0] if len(read) == 1 else np.concatenate(read)
+        if valid is not None:
+            every = np.where((every >= valid[0]) & (every <= valid[1]), every, np.nan)
+        return np.asarray(every, np.float32)
+
+    def missing(time: int, level: int, row: int, column: int) -> str:
+        found = part(np.array([time]), [level], slice(row, row + 1), slice(column, column + 1)).item()
+        if valid is not None and np.isfinite(found):
+            return f"{found:g} is beyond the valid range of {valid[0]:g} to {valid[1]:g}"
+        return _filled(values)
+
+    chunks = dict.fromkeys(array.dims, 1) | values.encoding.get("preferred_chunks", {})
     height, width = (array.sizes[axes[key]] for key in ("latitude", "longitude"))
     stored = np.dtype(values.encoding.get("dtype", values.dtype)).itemsize
 
@@ -182,6 +228,8 @@ def _gridded(dataset: xr.Dataset, name: str, times: Callable[[str], np.ndarray],
         for key in axes.keys() & indices.keys():
             chunk = chunks[axes[key]]
             touched *= min(len({index // chunk for index in indices[key]}) * chunk, array.sizes[axes[key]])
+        for dim in rest[:-1]:
+            touched *= min(chunks[dim], sizes[dim])
         # both kinds twice, while they are unpacked and then masked and scaled; and the result
         return 2 * stored * touched, (2 * values.dtype.itemsize + 4) * selected
 
@@ -191,16 +239,52 @@ def _gridded(dataset: xr.Dataset, name: str, times: Callable[[str], np.ndarray],
             channels,
             str(array.attrs.get("units", "")),
             str(array.attrs.get("long_name", array.attrs.get("standard_name", name))),
-            times(named["time"]),
+            _spread(valid_times, sizes),
             coordinates["latitude"].values.astype(np.float64),
             coordinates["longitude"].values.astype(np.float64),
             load,
             footprint,
-            chunks[axes["time"]] if "time" in axes else 1,
+            1 if main is None else chunks[main],
             advice,
-            f"it is not in the file, or beyond the valid range of {valid[0]:g} to {valid[1]:g}" if valid else ABSENT,
+            missing,
+            _traits(array, sizes, {base, lead, *named.values()}, origin),
         )
     )
+
+
+def _spread(variable: xr.Variable, sizes: Mapping[Any, int]) -> np.ndarray:
+    """Return the value that belongs to each field of these dimensions, [T]."""
+    return np.asarray(variable.set_dims(dict(sizes)).transpose(*sizes).values).ravel()
+
+
+def _traits(array: xr.DataArray, sizes: Mapping[Any, int], axes: Collection[Any], origin: str) -> dict[str, np.ndarray]:
+    """Return what tells a variable's fields apart: its other coordinates, its dimensions without any, its GRIB keys."""
+    traits: dict[str, np.ndarray] = {}
+    for key, coordinate in array.coords.items():
+        if set(coordinate.dims) <= sizes.keys() and key not in {*axes, *TIMES, *BASES} - {*LEADS}:
+            variable = _hours(coordinate.variable, origin) if key in LEADS else coordinate.variable
+            if variable.dtype.kind == "S":
+                variable = variable.astype(str)
+            traits[str(key)] = _spread(variable, sizes)
+    for dim, size in sizes.items():
+        if dim not in array.coords and size > 1:
+            traits[str(dim)] = _spread(type(array.variable)((dim,), np.arange(size)), sizes)
+    for key in ("stepType", "typeOfLevel", "dataType"):
+        if f"GRIB_{key}" in array.attrs:
+            traits[key] = np.full(math.prod(sizes.values()), str(array.attrs[f"GRIB_{key}"]))
+    return traits
+
+
+def _filled(values: xr.Variable) -> str:
+    """Return why a value is NaN once it is decoded: what may stand in its place in the file."""
+    fills = {key: values.encoding[key] for key in ("_FillValue", "missing_value") if key in values.encoding}
+    if not fills:
+        return "NaN is stored there"
+    number = np.ravel(next(iter(fills.values())))[0]
+    stored = np.dtype(values.encoding.get("dtype", values.dtype))
+    nobody = ", which NetCDF's library leaves where nobody wrote" if number == UNWRITTEN.get(stored.str[1:]) else ""
+    nan = "NaN or " if stored.kind == "f" and np.isfinite(number) else ""  # once decoded, nothing tells them apart
+    return f"{nan}its {' or '.join(fills)} is stored there ({number:g}{nobody})"
 
 
 def _valid(values: xr.Variable) -> tuple[float, float] | None:
@@ -232,13 +316,32 @@ def _valid(values: xr.Variable) -> tuple[float, float] | None:
     return low_end - room, high_end + room
 
 
+def _valid_times(dataset: xr.Dataset, origin: str, clock: str, lead: str | None) -> xr.Variable:
+    """Return when fields are valid, datetime64[s]: what a clock shows, and of forecasts the hours that they lead."""
+    decoded = dataset.variables[clock].copy(data=_decoded_times(dataset.variables[clock], origin))
+    if lead is None:
+        return decoded
+    hours = _hours(dataset.variables[lead], origin)
+    return decoded + hours.copy(data=(3600 * hours.values).round().astype("timedelta64[s]"))
+
+
+def _hours(lead: xr.Variable, origin: str) -> xr.Variable:
+    """Return how far a forecast looks ahead, in hours."""
+    unit = str(lead.attrs.get("units", "hours")).lower().rstrip("s")
+    hours = {"hour": 1.0, "hr": 1.0, "h": 1.0, "day": 24.0, "minute": 1 / 60, "second": 1 / 3600}
+    hours |= {"millisecond": 1 / 3.6e6, "microsecond": 1 / 3.6e9, "nanosecond": 1 / 3.6e12}
+    if unit not in hours or lead.dtype.kind not in "iuf":
+        raise UserError(f"{origin}: forecast steps in '{lead.attrs.get('units')}' cannot be read; expected hours")
+    return lead.copy(data=lead.values * hours[unit])
+
+
 def _decoded_times(clock: xr.Variable, origin: str) -> np.ndarray:
-    """Decode a CF time axis to datetime64[s], [T]."""
+    """Decode CF times to datetime64[s], of the same shape."""
     import xarray as xr
 
     try:
         coder = xr.coders.CFDatetimeCoder(use_cftime=False, time_unit="s")
-        times = xr.conventions.decode_cf_variable("time", clock, decode_times=coder).values
+        times = np.asarray(xr.conventions.decode_cf_variable("time", clock, decode_times=coder).values)
     except Exception as error:
         raise UserError(f"{origin}: the time axis cannot be read ({' '.join(str(error).split())[:200]})") from error
     if times.dtype.kind != "M" or np.isnat(times).any():
@@ -248,7 +351,7 @@ def _decoded_times(clock: xr.Variable, origin: str) -> np.ndarray:
             "expected, e.g., 'hours since 1900-01-01'"
         )
     nearest_second = times.astype("datetime64[ms]") + np.timedelta64(500, "ms")  # hours as float32 are a little off
-    return np.atleast_1d(nearest_second.astype("datetime64[s]"))
+    return np.asarray(nearest_second.astype("datetime64[s]"))
 
 
 def _compact(indices: Sequence[int] | np.ndarray) -> slice | np.ndarray:
@@ -260,24 +363,28 @@ def _compact(indices: Sequence[int] | np.ndarray) -> slice | np.ndarray:
     return slice(int(indices[0]), int(indices[-1]) + 1, int(steps[0]) if steps.size else 1)
 
 
-def open_grib(path: Path, wanted: Collection[str]) -> list[Variable]:
+def open_grib(path: Path, wanted: Collection[str], keys: Iterable[str] = ()) -> list[Variable]:
     """List the variables of a GRIB file, each level of each as one, through cfgrib's index of messages.
 
-    xarray's view of the index does not do here: it makes one hypercube of what may be several, fills
-    messages that are not there with NaN, and takes the first of two at one time without a word.
+    `keys` are further ones that tell fields apart. xarray's view of the index does not do here: it makes one hypercube
+    of what may be several, fills messages that are not there with NaN, and takes the first of two at one time without a
+    word.
     """
     from cfgrib import cfmessage, messages
 
     _silence_eccodes()
     stream = messages.FileStream(str(path), errors="raise")
-    keys = ["cfVarName", "shortName", "typeOfLevel", "level", "valid_time", "md5GridSection"]
+    told = tuple(dict.fromkeys((*TRAITS, *keys)))
+    own = ["cfVarName", "shortName", "typeOfLevel", "level", "md5GridSection"]
     with reading(path):
-        index = messages.FileIndex.from_fieldset(stream, keys, cfmessage.COMPUTED_KEYS)  # leaves no file behind
+        index = messages.FileIndex.from_fieldset(stream, [*own, *MONTHS, "valid_time", *told], cfmessage.COMPUTED_KEYS)
         _check_end(stream, (offset for _, offsets in index.iter_index() for offset in offsets))
-    series: dict[tuple[str, str, float, str], list[tuple[int, Any]]] = {}
-    for (cf_name, short, kind, level, time, grid), offsets in index.iter_index():
+    series: dict[tuple[str, str, float, str], list[_Message]] = {}
+    for (cf_name, short, kind, level, grid, *values), offsets in index.iter_index():
         name = short if cf_name in ("unknown", "undef") else cf_name
-        series.setdefault((name, kind, level, grid), []).extend((time, offset) for offset in offsets)
+        time = next((time for time in values[: len(MONTHS) + 1] if time != "undef"), None)
+        traits = tuple(None if value == "undef" else value for value in values[len(MONTHS) + 1 :])
+        series.setdefault((name, kind, level, grid), []).extend((time, offset, traits) for offset in offsets)
 
     levels: dict[tuple[str, str], set[float]] = {}
     for name, kind, level, _ in series:
@@ -287,7 +394,7 @@ def open_grib(path: Path, wanted: Collection[str]) -> list[Variable]:
         hectopascals = level / 100.0 if kind == "isobaricInPa" else level
         levelled = kind.startswith("isobaric") or len(levels[name, kind]) > 1
         channel = f"{name}@{hectopascals:g}" if levelled else name
-        makers[f"{channel}@{kind}@{grid}"] = functools.partial(_message_series, path, stream, channel, entries)
+        makers[f"{channel}@{kind}@{grid}"] = functools.partial(_message_series, path, stream, channel, told, entries)
     with reading(path):
         return _usable(makers, wanted, str(path))
 
@@ -302,32 +409,53 @@ def _check_end(stream: Any, offsets: Iterable[int | tuple[int, int]]) -> None:
             raise UserError(f"{stream.path}: the message after byte {last} cannot be decoded; {TORN}")
 
 
-def _message_series(path: Path, stream: Any, channel: str, entries: list[tuple[int, Any]]) -> Variable:
-    """Describe the GRIB messages of one variable and level: (seconds since 1970, offset in the file) each."""
+def _message_series(
+    path: Path, stream: Any, channel: str, told: tuple[str, ...], entries: Sequence[_Message]
+) -> Variable:
+    """Describe the GRIB messages of one variable and level, which the values of the keys `told` tell apart."""
     from cfgrib.messages import MISSING_VAUE_INDICATOR as MISSING  # cfgrib's spelling
 
-    times, offsets = zip(*entries, strict=True)
-    if "undef" in times:
+    times, offsets, traits = zip(*entries, strict=True)
+    if None in times:
         raise UserError(f"{path}: '{channel}' has messages without a time; expected one at each time")
     first = stream[offsets[0]]
-    unusual = [key for key in ("iScansNegatively", "jPointsAreConsecutive", "alternativeRowScanning") if first.get(key)]
-    if first["gridType"] not in ("regular_ll", "regular_gg") or unusual:
-        problem = f"scanned in an unusual order ({unusual[0]})" if unusual else f"on a grid of type {first['gridType']}"
-        raise UserError(f"{path}: '{channel}' is {problem}; {GRID}")
-    latitude, longitude = (np.array(first[key], np.float64) for key in ("distinctLatitudes", "distinctLongitudes"))
+    if first["gridType"] not in ("regular_ll", "regular_gg"):
+        raise UserError(f"{path}: '{channel}' is on a grid of type {first['gridType']}; {GRID}")
+    latitude, longitude = (
+        np.array(first[key], np.float64, ndmin=1) for key in ("distinctLatitudes", "distinctLongitudes")
+    )
+    west, down, turning = (first.get(key) for key in SCANNING)
+    if west:  # ascending numbers, whatever the order: from the westernmost on, across the meridian
+        longitude = longitude[np.argsort((longitude - first["longitudeOfLastGridPointInDegrees"] + 1e-6) % 360.0)]
 
-    def load(times: np.ndarray, levels: list[int], rows: slice, columns: slice) -> np.ndarray:
-        out = np.empty((len(times), 1, rows.stop - rows.start, columns.stop - columns.start), np.float32)
+    def values(message: Any) -> np.ndarray:
+        """Return a message's values [H, W] from west to east, in the order of `latitude`."""
+        height, width = latitude.size, longitude.size
+        lines: np.ndarray = np.reshape(message["values"], (width, height) if down else (height, width))
+        if turning:
+            lines[1::2] = lines[1::2, ::-1].copy()
+        lines = lines.T if down else lines
+        return lines[:, ::-1] if west else lines
+
+    def message(file: IO[bytes], field: int) -> Any:
+        return stream.message_from_file(file, offset=offsets[field])
+
+    def load(fields: np.ndarray, levels: list[int], rows: slice, columns: slice) -> np.ndarray:
+        out = np.empty((len(fields), 1, rows.stop - rows.start, columns.stop - columns.start), np.float32)
         with open(path, "rb") as file:
-            for place, time in enumerate(times):
-                message = stream.message_from_file(file, offset=offsets[time])
-                out[place, 0] = message["values"].reshape(latitude.size, longitude.size)[rows, columns]
+            for place, field in enumerate(fields):
+                out[place, 0] = values(message(file, field))[rows, columns]
         out[out == MISSING] = np.nan
         return out
 
     def footprint(levels: list[int], rows: slice, columns: slice) -> tuple[int, int]:
-        message = 24 * latitude.size * longitude.size  # packed, and as float64 in ecCodes and here; one at a time
-        return message, 5 * len(levels) * (rows.stop - rows.start) * (columns.stop - columns.start)
+        size = 24 * latitude.size * longitude.size  # packed, and as float64 in ecCodes and here; one at a time
+        return size, 5 * len(levels) * (rows.stop - rows.start) * (columns.stop - columns.start)
+
+    def missing(time: int, level: int, row: int, column: int) -> str:
+        with open(path, "rb") as file:
+            bitmap = message(file, time)["bitmapPresent"]
+        return "the bitmap of its GRIB message leaves it out" if bitmap else "its GRIB message holds NaN there"
 
     return _regular(
         Variable(
@@ -340,8 +468,17 @@ def _message_series(path: Path, stream: Any, channel: str, entries: list[tuple[i
             longitude,
             load,
             footprint,
+            missing=missing,
+            traits={key: _objects(column) for key, column in zip(told, zip(*traits, strict=True), strict=True)},
         )
     )
+
+
+def _objects(values: Sequence[Any]) -> np.ndarray:
+    """Return values of any types, None among them, as an array."""
+    array = np.empty(len(values), object)
+    array[:] = values
+    return array
 
 
 @functools.cache

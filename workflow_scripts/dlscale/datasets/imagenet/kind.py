@@ -14,10 +14,14 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 from dlscale.config.dataset import DatasetSettings, Path, Split, refuse_changed, refuse_shared
 from dlscale.core import registry
 from dlscale.core.schema import Strict
-from dlscale.data.kind import DatasetKind, Part, RawFile
+from dlscale.data.kind import DatasetKind, Outline, Part, RawFile
 
 #: Splits that there are.
 PACKED: tuple[Split, ...] = ("train", "valid")
+
+
+#: Classes of simulated images.
+TEXTURES = 10
 
 
 class ImageFolders(Strict):
@@ -148,6 +152,20 @@ class Imagenet(DatasetKind):
         images, shards = getattr(dataset.source, split), getattr(dataset.shards, split)
         form = {"form": dataset.form, **({"edge": dataset.edge} if dataset.form == "decoded" else {})}
         return {**source, **form, "name": raw.name, "images": images, "shards": shards}
+
+    def outline(self, dataset: ImagenetDataset) -> Outline | None:
+        source = dataset.source
+        if not isinstance(source, SimulatedImages):
+            return None
+        images: dict[Split, int] = {split: getattr(source, split) for split in PACKED}
+        rows: dict[Split, list[int]] = {}
+        for split, count in images.items():
+            shards = getattr(dataset.shards, split)
+            rows[split] = [len(range(shard, count, shards)) for shard in range(shards)]
+        # The middle image stands for all: they differ in size.
+        return Outline(
+            {"labels": (1, ())}, rows, 3 * (sum(source.edges) // 2) ** 2 * sum(images.values()), {"labels": TEXTURES}
+        )
 
     def look(self, dataset: ImagenetDataset, raw: RawFile, made: pathlib.Path) -> str | None:
         """Return a digest of how a pack's images look: names, sizes, times."""

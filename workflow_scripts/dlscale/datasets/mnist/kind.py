@@ -8,7 +8,12 @@ from pydantic import Field, PositiveInt, model_validator
 
 from dlscale.config.dataset import SPLITS, DatasetSettings, Path, Sha256, Shares, Split, check_digests, refuse_changed
 from dlscale.core.schema import Strict
-from dlscale.data.kind import DatasetKind, Part, RawFile, name_files
+from dlscale.data.kind import DatasetKind, Outline, Part, RawFile, name_files
+
+#: Pixels along an edge of a simulated digit.
+EDGE = 28
+#: Classes.
+DIGITS = 10
 
 
 class IdxFiles(Strict):
@@ -96,6 +101,13 @@ class Mnist(DatasetKind):
 
     def acquirer(self, dataset: MnistDataset) -> str | None:
         return "simulator" if isinstance(dataset.source, MnistSimulated) else None
+
+    def outline(self, dataset: MnistDataset) -> Outline | None:
+        if not isinstance(dataset.source, MnistSimulated):
+            return None
+        rows = {split: [count] for split in SPLITS if (count := getattr(dataset.source, split))}
+        fields = {"images": (1, (EDGE, EDGE)), "labels": (1, ())}
+        return Outline(fields, rows, (EDGE**2 + 1) * sum(map(sum, rows.values())), {"labels": DIGITS})
 
     def raw_settings(self, dataset: MnistDataset, raw: RawFile) -> dict[str, Any]:
         simulated = isinstance(dataset.source, MnistSimulated)

@@ -19,7 +19,7 @@ from dlscale.config.dataset import (
     refuse_shared,
 )
 from dlscale.core.schema import Strict
-from dlscale.data.kind import DatasetKind, Part, file_name, name_files
+from dlscale.data.kind import DatasetKind, Outline, Part, file_name, name_files
 
 #: Suffixes of the files that arrays are read from.
 HDF5 = (".h5", ".hdf5")
@@ -126,6 +126,14 @@ class Starter(DatasetKind):
             return [Part(split, split, tuple(named[o] for o in _both(files))) for split, files in splits.items()]
         raws = tuple(named[origin] for origin in _both(source.all))
         return [Part(split, split, raws, fraction=share) for split, share in source.shares.ranges()]
+
+    def outline(self, dataset: StarterDataset) -> Outline | None:
+        source = dataset.source
+        if not isinstance(source, Simulated):
+            return None
+        rows = {split: [count] for split in SPLITS if (count := getattr(source, split))}
+        image = (1, (source.size, source.size))
+        return Outline({"input": image, "target": image}, rows, 2 * source.size**2 * sum(map(sum, rows.values())))
 
     def part_settings(self, dataset: StarterDataset, part: Part) -> dict[str, Any]:
         """Of what is simulated the part's own number of samples; of arrays what is read from which file."""

@@ -23,7 +23,9 @@ from dlscale.datasets.starter.simulator import pair
 
 def open_source(dataset: Any, part: Part, paths: list[Path]) -> Source:
     """Open the inputs and targets of a part."""
-    return FileSource(dataset.source, part, *paths) if paths else SimulatedSource(dataset.source, part)
+    if paths:
+        return FileSource(dataset.source, part, dataset.memory_mb, *paths)
+    return SimulatedSource(dataset.source, part)
 
 
 class SimulatedSource(Source):
@@ -46,10 +48,10 @@ class SimulatedSource(Source):
 class FileSource(Source):
     """The arrays `input` and `target` of one part: floats as float32, truth values as uint8, integers as they are."""
 
-    def __init__(self, source: Any, part: Part, *paths: Path) -> None:
+    def __init__(self, source: Any, part: Part, memory_mb: int, *paths: Path) -> None:
         self._arrays, self._closing = {}, list[Callable[[], None]]()
         for key, path in zip(("input", "target"), paths, strict=True):
-            self._arrays[key] = self._open(path, getattr(source, key).array or key)
+            self._arrays[key] = self._open(path, getattr(source, key).array or key, memory_mb)
         counts = [len(values) for values in self._arrays.values()]
         if counts[0] != counts[1]:
             raise UserError(f"{paths[1]}: {counts[1]} targets for the {counts[0]} inputs of {paths[0]}")
@@ -63,7 +65,7 @@ class FileSource(Source):
         self.bytes_per_row = sum((v.dtype.itemsize + 20) * math.prod(v.shape[1:]) for v in self._arrays.values())
         self.attributes = {key: path.name for key, path in zip(self._arrays, paths, strict=True)}
 
-    def _open(self, path: Path, name: str) -> Any:
+    def _open(self, path: Path, name: str, memory_mb: int) -> Any:
         """Return an array that is read as far as it is asked for; one of a .npz file is read as a whole."""
         try:
             if path.suffix in HDF5:
@@ -77,6 +79,12 @@ class FileSource(Source):
                 with np.load(path, allow_pickle=False) as arrays:
                     if name not in arrays:
                         raise UserError(f"{path}: {unknown('array', name, arrays)}; name it in `array` of the source")
+                    member = name if name in arrays.zip.namelist() else f"{name}.npy"
+                    if (size := arrays.zip.getinfo(member).file_size) > memory_mb * 1_000_000:
+                        raise UserError(
+                            f"{path}: '{name}' has {size / 1e6:.0f} MB, and what a .npz file holds is read as a whole; "
+                            f"the dataset's `memory_mb` allows {memory_mb}: raise it, or save the array as .npy"
+                        )
                     values = arrays[name]
             else:
                 values = np.load(path, mmap_mode="r", allow_pickle=False)

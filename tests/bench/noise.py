@@ -1,0 +1,152 @@
+"""Does a report tell noise from a slow-down? `make bench-noise`, or `python -m tests.bench.noise [--tries N]`.
+
+Each try measures three runs of the study in bottlenecks/plant.py, as the workflow does: `first`, beside a copy of
+itself; `copy`, which does the same under settings that say otherwise, so that nobody knows it; and `slow`, whose step
+has five per cent more layers. Copy shall be equal within noise, and slow found slower. Half of the tries have other
+programs at work, one that spins for each core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from dlscale.config import resolve
+from dlscale.core import registry
+from dlscale.core.files import write_json
+from dlscale.core.text import NONE
+from dlscale.report import glance
+from dlscale.report.results import PlanResult, read_plan
+from dlscale.report.speedup import SpeedUp, SpeedUps
+from tests.bench.bottlenecks import run as stages
+
+DEPTH = 40
+RUNS: dict[str, dict[str, Any]] = {
+    "first": {},
+    "copy": {"model": {"slow_rank": 7}},  # of one process: never
+    "slow": {"model": {"depth": round(1.05 * DEPTH)}},
+}
+SETTINGS: dict[str, Any] = {
+    "model": {"depth": DEPTH, "size": 512},
+    "batch_size": 64,
+    "loader": {"workers": 0},
+    "throughput": {"warmup": 1, "trials": 3, "batches": 8, "seconds": 0.2},
+}
+
+
+@dataclass(frozen=True)
+class Try:
+    """What one try found: logarithms of ratios to the first run, and how far their intervals reach."""
+
+    load: int
+    floor: float
+    copy: tuple[float, float]
+    slow: tuple[float, float]
+    rounds: tuple[int, ...]  #: Of each run.
+    headline: str  #: Of a plan of first and copy.
+    seconds: float
+
+    @property
+    def equal(self) -> bool:
+        return SpeedUp(*self.copy).noise and self.headline == "first"
+
+    @property
+    def found(self) -> bool:
+        return not SpeedUp(*self.slow).noise and self.slow[0] < 0
+
+    def line(self) -> str:
+        """Return it as a row."""
+        copy, slow = SpeedUp(*self.copy), SpeedUp(*self.slow)
+        rounds = "/".join(map(str, self.rounds))
+        return (
+            f"{self.load:4d}  {100 * self.floor:5.1f} %  {copy.ratio:.3f} -+ {copy.error:.3f} "
+            f"{'equal' if self.equal else 'WRONG':7}  {slow.ratio:.3f} -+ {slow.error:.3f} "
+            f"{'found' if self.found else 'MISSED':7}  {rounds:>12} rounds, {self.seconds:.0f} s"
+        )
+
+
+def measure(folder: Path, data: Path, load: int, settings: dict[str, Any], threads: int) -> Try:
+    """Make the three runs while so many programs spin."""
+    start = time.monotonic()
+    raw = {
+        "studies": {"plant": str(stages.STUDY)},
+        "targets": ["p"],
+        "plans": {"p": {"study": "plant", "settings": settings, "runs": RUNS}},
+    }
+    runs = {name: resolved.run for name, resolved in resolve.load(raw).plans["p"].items()}
+    first = json.dumps(runs["first"].slice("throughput"))
+    with stages.busy(load):
+        for name, run in runs.items():
+            own = folder / "plans/p" / name
+            own.mkdir(parents=True)
+            write_json(own / "config.yaml", run.model_dump(mode="json"))
+            words = ["--config", json.dumps(run.slice("throughput")), "--manifest", str(data / "manifest.json")]
+            words += ["--beside", first, "--threads", str(threads), "--log", str(own / "log")]
+            stages.call("throughput", *words, "--out", str(own / "throughput.json"))
+    whole, pair = plan(folder, *runs), plan(folder, "first", "copy")
+    speeds = SpeedUps(whole.runs)
+    over = [found for run in whole.runs[1:] if (found := speeds.over_first(run))]
+    view = glance.speed(pair)
+    return Try(
+        load,
+        speeds.floor,
+        (over[0].log, over[0].error),
+        (over[1].log, over[1].error),
+        tuple(
+            sum(map(len, run.throughput.beside.openings))
+            for run in whole.runs
+            if run.throughput and run.throughput.beside
+        ),
+        view["fastest"] if view else NONE,
+        time.monotonic() - start,
+    )
+
+
+def plan(folder: Path, *runs: str) -> PlanResult:
+    """Read some runs as a plan."""
+    path = folder / "plans/p/plan.yaml"
+    known = [{"name": name, "label": name, "plan": "p", "run": name, "measure": ["throughput"]} for name in runs]
+    record = {"plan": "p", "title": "p", "study": "plant", "kind": "set", "measure": ["throughput"], "runs": known}
+    write_json(path, record)
+    return read_plan(path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tries", type=int, default=20, metavar="N", help="half of them beside other programs")
+    parser.add_argument("--load", type=int, default=os.cpu_count(), metavar="N", help="programs that spin (one a core)")
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), metavar="N", help="of a run (all cores)")
+    parser.add_argument("--set", default="{}", metavar="JSON", help="settings over those of the runs")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found to FILE, too")
+    args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # who spins ends, too
+    registry.add("plant", stages.STUDY)
+    found: list[Try] = []
+    settings = resolve.merge(resolve.merge({}, SETTINGS), json.loads(args.set))
+    print("load   floor    copy                    slow")
+    with tempfile.TemporaryDirectory(prefix="dlscale-noise-") as place:
+        data = stages.dataset(Path(place, "data"))
+        for number in range(args.tries):
+            load = args.load if number % 2 else 0
+            found.append(measure(Path(place, str(number)), data, load, settings, args.threads))
+            print(found[-1].line(), flush=True)
+    for load in sorted({each.load for each in found}):
+        own = [each for each in found if each.load == load]
+        equal, slower = sum(each.equal for each in own), sum(each.found for each in own)
+        print(f"with {load} other programs: equal {equal} of {len(own)}, slow-down found {slower} of {len(own)}")
+    equal, slower = sum(each.equal for each in found), sum(each.found for each in found)
+    print(f"in all: equal {equal} of {len(found)}, slow-down found {slower} of {len(found)}")
+    if args.json:
+        write_json(args.json, [asdict(each) for each in found])
+
+
+if __name__ == "__main__":
+    main()

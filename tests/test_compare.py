@@ -1,0 +1,177 @@
+"""`dlscale compare` and `dlscale gate`: results beside earlier ones, where noise is no change and a loss is one."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dlscale.cli import main
+from dlscale.core.records import Beside, Device, Throughput, Trials
+from tests.test_report import Results
+from tests.test_speedup import noisy
+
+
+class Machine:
+    """A machine on which runs of known speeds are measured again and again, each time a little otherwise."""
+
+    def __init__(self, root: Path, seed: int = 0) -> None:
+        self.root, self._draw = root, np.random.default_rng(seed)
+
+    def measure(self, folder: str, speeds: dict[str, float], spread: float = 0.01, **more: Any) -> Path:
+        """Write a results folder with plan `p`; the first run is the one that the others are timed in turn with."""
+        results = Results(self.root / folder)
+        for name, speed in speeds.items():
+            path = results.run("p", name)
+            mean = speed * math.exp(self._draw.normal(0, spread))
+            ratio = speed / next(iter(speeds.values())) * math.exp(self._draw.normal(0, spread / 4))
+            trials = Trials(
+                trial_throughput=[mean * 0.99, mean, mean * 1.01], trial_time=[1.0] * 3, mean=mean, std=mean / 100
+            )
+            beside = Beside(
+                compute=next(iter(speeds)),
+                openings=[[(100 * r, 100.0)] for r in noisy(ratio, seed=int(self._draw.integers(1 << 30)))],
+            )
+            measured = Throughput.read(path / "throughput.json")
+            update = {"full": trials, "compute": name, "beside": beside, **more}
+            measured.model_copy(update=update).write(path / "throughput.json")
+        results.plan("p", {name: name for name in speeds})
+        return self.root / folder
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    monkeypatch.chdir(tmp_path)
+    return Machine(tmp_path)
+
+
+SPEEDS = {"first": 100.0, "fast": 150.0, "faster": 200.0}
+
+
+def gate(results: Path, *more: str) -> int:
+    assert results == Path.cwd() / "results"
+    return main(["gate", "p", "--reference", "reference.json", *more])
+
+
+# ---- compare ---------------------------------------------------------------------------------------
+
+
+def test_two_results_are_compared_run_by_run(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
+    before = machine.measure("before", SPEEDS, spread=0)
+    after = machine.measure("after", {"first": 100.0, "fast": 180.0, "new": 300.0}, spread=0)
+    assert main(["compare", str(before), str(after)]) == 0
+    said = capsys.readouterr().out
+    assert "p.first: 100 -> 100 samples/s, 1.00× ± 0.06" in said and "within noise; over the first run 1.00×" in said
+    assert "p.fast: 150 -> 180 samples/s, 1.20× ± 0.0" in said and "over the first run 1.20× ± 0.0" in said
+    assert f"only in {before}: p.faster" in said and f"only in {after}: p.new" in said
+
+
+def test_plans_are_compared_by_their_runs(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
+    machine.measure("results", SPEEDS)
+    results = Results(machine.root / "results")
+    results.run("q", "fast", loader={"kind": "torch", "workers": 4}, final=0.4)
+    results.plan("q", {"fast": "fast"})
+    assert main(["compare", "p", "q", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [each["run"] for each in found["runs"]] == ["fast"]
+    assert found["runs"][0]["settings"] == ["loader.workers 0 -> 4"]
+    assert found["runs"][0]["valid_loss"][0] > found["runs"][0]["valid_loss"][1]
+    assert found["alone"]["p"] == ["first", "faster"]
+
+
+def test_speeds_of_other_devices_are_not_compared(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
+    before = machine.measure("before", SPEEDS, device=Device(kind="cuda", name="A100"))
+    after = machine.measure("after", SPEEDS)
+    for results in (before, after):
+        for run in SPEEDS:
+            (results / "plans/p" / run / "provenance.json").unlink()
+    assert main(["compare", str(before), str(after)]) == 0
+    assert "measured on A100 and Example CPU: not compared" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (("p", "nowhere"), "nowhere: neither a folder of results nor of a plan; no plan is called 'nowhere'"),
+        (("p", "other"), "no run of one is in the other; name plans with runs in common"),
+        (("p", "empty"), "there is no plan in it"),
+    ],
+)
+def test_what_cannot_be_compared_is_one_message(
+    machine: Machine, capsys: pytest.CaptureFixture[str], names: tuple[str, str], said: str
+) -> None:
+    machine.measure("results", SPEEDS)
+    results = Results(machine.root / "results")
+    results.run("other", "else")
+    results.plan("other", {"else": "else"})
+    (machine.root / "empty/plans").mkdir(parents=True)
+    assert main(["compare", *names]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert said in line
+
+
+# ---- gate ------------------------------------------------------------------------------------------
+
+
+def test_noise_does_not_fail_it_and_five_per_cent_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measurements that vary by 1 %, five in the reference: of forty more at most two fail, of forty slower ones 38."""
+    monkeypatch.chdir(tmp_path)
+    machine = Machine(tmp_path, seed=5)
+    for _ in range(5):
+        assert gate(machine.measure("results", SPEEDS), "--update") == 0
+    equal = [gate(machine.measure("results", SPEEDS)) for _ in range(40)]
+    slower = [gate(machine.measure("results", {**SPEEDS, "fast": 150 / 1.05})) for _ in range(40)]
+    assert set(equal) | set(slower) <= {0, 1}
+    assert sum(equal) <= 2
+    assert sum(slower) >= 38
+
+
+def test_what_is_slower_is_named(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
+    for _ in range(5):
+        gate(machine.measure("results", SPEEDS), "--update")
+    capsys.readouterr()
+    assert gate(machine.measure("results", {**SPEEDS, "fast": 120.0})) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in lines if line.startswith("LOSS")] == ["p.fast,", "p.fast,"]
+    assert any("over the first run: -20" in line or "over the first run: -19" in line for line in lines)
+
+
+def test_one_measurement_is_counted_once(machine: Machine) -> None:
+    results = machine.measure("results", SPEEDS)
+    for _ in range(3):
+        gate(results, "--update")
+    (runs,) = json.loads(Path("reference.json").read_text())["machines"].values()
+    assert {name: len(run["measured"]) for name, run in runs.items()} == {f"p.{name}": 1 for name in SPEEDS}
+
+
+def test_other_work_and_other_machines_are_not_held_against_it(
+    machine: Machine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gate(machine.measure("results", SPEEDS), "--update")
+    slow = {name: speed / 2 for name, speed in SPEEDS.items()}
+    assert gate(machine.measure("results", slow, device=Device(kind="cuda", name="A100"))) == 2
+    assert "it has none of these runs on this machine" in capsys.readouterr().err
+    assert gate(machine.measure("results", slow, compute="other")) == 2
+    assert gate(machine.measure("results", slow)) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["gate", "p", "--reference", "none.json"], "none.json: no such file; make it with --update"),
+        (["gate", "q", "--reference", "none.json"], "no plan is called 'q'"),
+        (["gate", "p", "--reference", "torn.json"], "torn.json"),
+    ],
+)
+def test_mistakes_are_one_message(
+    machine: Machine, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+) -> None:
+    machine.measure("results", SPEEDS)
+    Path("torn.json").write_text("{")
+    assert main(arguments) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert said in line

@@ -1,0 +1,179 @@
+"""What a report says of speeds: with its error, never noise as a fact, the same work as one."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dlscale.core.noise import interval
+from dlscale.core.records import Beside, Throughput, Trials
+from dlscale.report import glance
+from dlscale.report.results import PlanResult, read_plan
+from dlscale.report.speedup import FLOOR, SpeedUps
+from tests.test_report import Page, Results
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Results:
+    return Results(tmp_path / "results")
+
+
+def trials(mean: float, spread: float = 0.01) -> Trials:
+    rates = [mean * (1 - spread), mean, mean * (1 + spread)]
+    return Trials(trial_throughput=rates, trial_time=[1.0] * 3, mean=mean, std=mean * spread)
+
+
+def timed(results: Results, name: str, full: float, ratios: list[float] | None, compute: str = "") -> None:
+    """Write a run that was `full` samples/s by itself, and so many times as fast as the first one in turns."""
+    folder = results.run("p", name)
+    beside = Beside(compute="first", openings=[[(100 * ratio, 100.0)] for ratio in ratios]) if ratios else None
+    measured = Throughput.read(folder / "throughput.json")
+    measured = measured.model_copy(update={"full": trials(full), "beside": beside, "compute": compute or name})
+    measured.write(folder / "throughput.json")
+
+
+def noisy(ratio: float, count: int = 40, spread: float = 0.05, seed: int = 0) -> list[float]:
+    values = np.random.default_rng(seed).normal(0, spread, count // 2)
+    return [ratio * math.exp(value) for value in (*values, *-values)]
+
+
+def plan_of(results: Results, *names: str, kind: str = "set") -> PlanResult:
+    return read_plan(results.plan("p", {name: name for name in names}, kind=kind))  # type: ignore[arg-type]
+
+
+# ---- the interval ----------------------------------------------------------------------------------
+
+
+def test_the_interval_holds_the_mean_in_nineteen_of_twenty() -> None:
+    """Of normal values, and of values of which one in ten is a burst: 2,000 samples of 20 each."""
+    draw = np.random.default_rng(1)
+    for burst in (0.0, 0.1):
+        held = 0
+        for _ in range(2000):
+            values = draw.normal(0.3, 1.0, 20) + draw.choice([0, 20, -20], 20, p=[1 - burst, burst / 2, burst / 2])
+            centre, error = interval(list(values))
+            held += abs(centre - 0.3) <= error
+        assert 0.93 < held / 2000 < 0.985, (burst, held)
+
+
+def test_of_bursts_it_stays_narrow() -> None:
+    draw = np.random.default_rng(2)
+    plain = draw.normal(0, 0.01, 40)
+    burst = np.where(np.arange(40) % 8 == 0, plain + 0.7, plain)
+    assert interval(list(burst))[1] < 2 * interval(list(plain))[1]
+
+
+def test_few_values_are_students() -> None:
+    assert interval([1.0, 2.0, 3.0]) == pytest.approx((2.0, 4.302653 / math.sqrt(3)))
+    assert interval([1.0]) == (1.0, math.inf)
+
+
+# ---- what is compared ------------------------------------------------------------------------------
+
+
+def test_turns_count_and_not_what_was_measured_apart(results: Results) -> None:
+    """Alone the second was measured at half the speed, as another program was at work; in turns it is 3 % faster."""
+    timed(results, "first", 100, noisy(1.0, seed=1))
+    timed(results, "second", 50, noisy(1.03, spread=0.02, seed=2))
+    plan = plan_of(results, "first", "second")
+    found = SpeedUps(plan.runs).over_first(plan.runs[1])
+    assert found and found.ratio == pytest.approx(1.03) and not found.noise
+    assert found.low < 1.03 < found.high and found.words.startswith("1.03× ± 0.0")
+
+
+def test_two_runs_are_compared_by_their_turns_with_a_third(results: Results) -> None:
+    timed(results, "first", 100, noisy(1.0, seed=1))
+    timed(results, "a", 50, noisy(1.10, spread=0.01, seed=2))
+    timed(results, "b", 500, noisy(1.21, spread=0.01, seed=3))
+    first, a, b = plan_of(results, "first", "a", "b").runs
+    speeds = SpeedUps([first, a, b])
+    assert (found := speeds.over(b, a)) and found.ratio == pytest.approx(1.1)
+    assert (back := speeds.over(first, b)) and back.ratio == pytest.approx(1 / 1.21)
+    one = speeds.over_first(a)
+    assert one and found.error > one.error, "the errors of both"
+
+
+def test_the_floor_is_what_a_run_and_its_copy_differ_by(results: Results) -> None:
+    """The copies differ by 4 %: another run's 3 % may be as much chance, however sure its own turns are."""
+    timed(results, "first", 100, noisy(1.04, spread=0.001, seed=1))
+    timed(results, "second", 100, noisy(1.03, spread=0.001, seed=2))
+    plan = plan_of(results, "first", "second")
+    speeds = SpeedUps(plan.runs)
+    assert speeds.floor == pytest.approx(math.log(1.04))
+    assert (found := speeds.over_first(plan.runs[1])) and found.noise and found.words.endswith(", within noise")
+    timed(results, "first", 100, noisy(1.001, spread=0.001, seed=1))
+    plan = plan_of(results, "first", "second")
+    assert SpeedUps(plan.runs).floor == FLOOR
+    assert (found := SpeedUps(plan.runs).over_first(plan.runs[1])) and not found.noise
+
+
+def test_apart_the_spread_of_trials_counts_and_what_the_same_work_shows(results: Results) -> None:
+    timed(results, "first", 100, None)
+    timed(results, "second", 130, None)
+    plan = plan_of(results, "first", "second")
+    assert (found := SpeedUps(plan.runs).over_first(plan.runs[1])) and not found.noise
+    timed(results, "again", 60, None, compute="first")  # the same work at 60 and at 100 samples/s
+    plan = plan_of(results, "first", "second", "again")
+    assert (found := SpeedUps(plan.runs).over_first(plan.runs[1])) and found.noise
+
+
+# ---- what is told ----------------------------------------------------------------------------------
+
+
+def test_runs_that_do_the_same_work_are_no_headline(results: Results) -> None:
+    """A plan of learning rates, in which one was measured at 105 and one at 46 samples/s."""
+    for name, full in (("slow", 46.0), ("fast", 105.0)):
+        timed(results, name, full, None, compute="same")
+    plan = plan_of(results, "slow", "fast")
+    view = glance.speed(plan)
+    assert view and view["gain"] is None and view["of"] == 1
+    said = Page(results.report()).text
+    assert "run slow, fast: all do the same work." in said
+    assert "× as fast as" not in said.replace("0.438", "")
+    rows = results.collect(results.plans[0])
+    assert [row["speed_up_noise"] for row in rows] == ["yes", "yes"]
+
+
+def test_a_headline_is_never_noise(results: Results) -> None:
+    """141 over 140 samples/s; what is told is the first run, and who is as fast."""
+    timed(results, "plain", 140, noisy(1.0, seed=1))
+    timed(results, "layout", 141, noisy(1.007, seed=2))
+    plan = plan_of(results, "plain", "layout")
+    view = glance.speed(plan)
+    assert view and (view["fastest"], view["gain"], view["like"]) == ("plain", None, ["layout"])
+    said = Page(results.report()).text
+    assert "140 samples/s FULL: loading and computing together, run plain: none is faster beyond noise. " in said
+    assert "Equal within noise: layout." in said
+
+
+def test_a_headline_has_its_error_and_who_is_as_fast(results: Results) -> None:
+    timed(results, "plain", 140, noisy(1.0, seed=1))
+    timed(results, "bf16", 240, noisy(1.74, spread=0.02, seed=2))
+    timed(results, "fused", 242, noisy(1.745, spread=0.02, seed=3))
+    said_ = glance.speed(plan_of(results, "plain", "bf16", "fused", kind="ladder"))
+    assert said_ and said_["fastest"] == "fused" and said_["like"] == ["bf16"]
+    said = Page(results.report()).text
+    assert "run fused: 1.75× ± 0.02" in said or "run fused: 1.74× ± 0.02" in said
+    assert "as fast as plain. Equal within noise: bf16." in said
+    rows = results.collect(results.plans[0])
+    assert float(rows[2]["speed_up"]) == pytest.approx(1.745)
+    assert float(rows[2]["speed_up_low"]) < 1.745 < float(rows[2]["speed_up_high"])
+    assert [row["step_speed_up_noise"] for row in rows] == ["", "no", "yes"]
+
+
+def test_single_trials_say_nothing(results: Results) -> None:
+    for name, full in (("a", 100.0), ("b", 300.0)):
+        timed(results, name, full, None)
+        folder = results.root / "plans/p" / name
+        measured = Throughput.read(folder / "throughput.json")
+        one = Trials(trial_throughput=[full], trial_time=[1.0], mean=full)
+        measured.model_copy(update={"full": one}).write(folder / "throughput.json")
+    plan = plan_of(results, "a", "b")
+    view = glance.speed(plan)
+    assert view and view["gain"] is None
+    rows = results.collect(results.plans[0])
+    assert float(rows[1]["speed_up"]) == pytest.approx(3)
+    assert (rows[1]["speed_up_low"], rows[1]["speed_up_noise"]) == ("", "yes")

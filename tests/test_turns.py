@@ -1,0 +1,143 @@
+"""Two runs timed in turns: of both in step, one stopped while the other works, and nothing left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import math
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dlscale.config import resolve as config
+from dlscale.config.compute import compute_digest
+from dlscale.core.records import Throughput
+from dlscale.core.settings import read_yaml
+from dlscale.measure.turns import OPENINGS, Ended, Timed, Turns
+from tests.conftest import COSMO, COSMO_RUN, make_run, stage
+from tests.waiting import until
+
+FEW = {"warmup": 0, "trials": 1, "batches": 1, "seconds": 0, "beside": 1, "error": 0.5}
+
+
+def timed(folder: Path, data: Path, **over: Any) -> Timed:
+    settings = config.merge(copy.deepcopy(COSMO_RUN), {"throughput": FEW, **over})
+    return Timed(str(make_run(folder, "cosmo_unet", settings, COSMO)), str(data / "manifest.json"), "cpu", 1)
+
+
+def measure(folder: Path, data: Path, first: Path, **over: Any) -> Throughput:
+    own = timed(folder, data, **over)
+    arguments = ["--config", own.config, "--manifest", own.manifest, "--threads", 1, "--device", "cpu"]
+    assert stage("throughput", *arguments, "--beside", first, "--out", folder / "throughput.json") == 0
+    return Throughput.read(folder / "throughput.json")
+
+
+def processes(parent: int) -> list[int]:
+    """All that descend from a process, loaders' workers among them."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError, ValueError):
+            if int((entry / "stat").read_text().rpartition(")")[2].split()[1]) == parent:
+                found += [int(entry.name), *processes(int(entry.name))]
+    return found
+
+
+def state(process: int) -> str:
+    """R, S, T (stopped) …; X of one that is gone."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "X"
+
+
+def test_a_run_of_many_times_the_work_is_slower(tmp_path: Path, cosmo_data: Path) -> None:
+    """Rounds end early where the ratio is known; the record says whom it is relative to."""
+    first = timed(tmp_path / "first", cosmo_data, model={"widths": [4, 8]})
+    found = measure(tmp_path / "own", cosmo_data, Path(first.config), model={"widths": [64, 128]})
+    assert found.beside is not None
+    assert found.beside.compute == compute_digest(read_yaml(Path(first.config))) != found.compute
+    assert 2 <= len(found.beside.openings) <= OPENINGS
+    assert all(len(rounds) % 2 == 0 for rounds in found.beside.openings)
+    assert statistics.median(found.beside.ratios) < math.log(0.5)
+
+
+def test_one_that_is_not_in_turn_is_stopped_with_its_loader(tmp_path: Path, cosmo_data: Path) -> None:
+    """Seen from outside while turns go on: never do both groups run, nor is either of them always stopped."""
+    own = timed(tmp_path, cosmo_data, loader={"workers": 1}, samples={"train": 64})
+    code = (
+        "import sys; from dlscale.measure.turns import Timed, Turns\n"
+        f"own = {own!r}\nturns = Turns(own, own)\nturns.rounds(4, 1e-9)\nturns.close()"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code])
+    seen: list[tuple[bool, ...]] = []
+    try:
+        until("two runs with a worker each", lambda: len(processes(process.pid)) >= 4 or process.poll() is not None)
+        while process.poll() is None:
+            groups: dict[int, list[str]] = {}
+            for each in processes(process.pid):
+                with contextlib.suppress(ProcessLookupError):
+                    groups.setdefault(os.getpgid(each), []).append(state(each))
+            if len(groups) == 2 and all(len(states) >= 2 for states in groups.values()):
+                seen.append(tuple(set(states) == {"T"} for states in groups.values()))
+            time.sleep(0.02)
+        assert process.returncode == 0
+    finally:
+        process.kill()
+        process.wait()
+    stopped = [one for one in seen if any(one)]
+    assert {(True, False), (False, True)} <= set(stopped), "each had its turn"
+    assert len(stopped) > 0.5 * len(seen), "but while they are opened, one of them waits"
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_nothing_is_left_of_a_stage_that_is_killed(tmp_path: Path, cosmo_data: Path, number: int) -> None:
+    own = timed(tmp_path, cosmo_data, loader={"workers": 1}, throughput={**FEW, "beside": 60, "error": 1e-9})
+    arguments = ["--config", own.config, "--manifest", own.manifest, "--threads", "1", "--device", "cpu"]
+    words = [sys.executable, "-m", "dlscale", "throughput", *arguments, "--beside", own.config]
+    process = subprocess.Popen([*words, "--out", str(tmp_path / "throughput.json")], start_new_session=True)
+    until("turns", lambda: "T" in {state(each) for each in processes(process.pid)})
+    started = processes(process.pid)
+    assert len(started) >= 4
+    process.send_signal(number)
+    process.wait()
+    until("the end of all that it has started", lambda: all(state(each) in "XZ" for each in started))
+    assert not (tmp_path / "throughput.json").exists()
+
+
+def test_what_cannot_be_timed_beside_is_told_and_the_rest_is_there(
+    tmp_path: Path, cosmo_data: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = timed(tmp_path / "first", cosmo_data)
+    raw = read_yaml(Path(first.config))
+    raw["samples"]["crop"] = 4096  # more than the volumes hold
+    found = measure(tmp_path / "own", cosmo_data, Path(json_of(tmp_path, raw)))
+    assert found.beside is None
+    assert found.full is not None
+    assert "not timed in turn with the plan's first run: " in caplog.text
+    assert "4096" in caplog.text
+
+
+def json_of(folder: Path, raw: Any) -> Path:
+    path = folder / "wrong.yaml"
+    path.write_text(json.dumps(raw))
+    return path
+
+
+def test_a_run_that_ends_is_told(tmp_path: Path, cosmo_data: Path) -> None:
+    own = timed(tmp_path, cosmo_data)
+    turns = Turns(own, own)
+    try:
+        for each in processes(os.getpid()):
+            os.kill(each, signal.SIGKILL)
+        with pytest.raises(Ended, match="ended with status -9"):
+            turns.rounds(1, 0.5)
+    finally:
+        turns.close()

@@ -1,0 +1,193 @@
+#!/usr/bin/env bash
+# A first-time user's tour: the README's commands in the small, in the folder where this is called, a fresh clone.
+# Each step prints what a user sees, and checks it; the first that is not as it must be ends the tour.
+set -euo pipefail
+
+seen=$(mktemp)
+trap 'rm -f "$seen"' EXIT
+
+step() { printf '\n==== %s\n' "$*"; }
+
+# Show a command and what it says; `ends STATUS COMMAND …` expects its exit status.
+ends() {
+    local expected=$1 status=0
+    shift
+    printf '$ %s\n' "$*"
+    "$@" >"$seen" 2>&1 </dev/null || status=$?
+    cat "$seen"
+    [ "$status" -eq "$expected" ] || { echo "TOUR: '$*' ended with $status, not $expected"; exit 1; }
+}
+
+# What the last command said has this text; or has it not.
+says() { grep --quiet --fixed-strings -- "$1" "$seen" || { echo "TOUR: it does not say: $1"; exit 1; }; }
+is_silent_about() { ! grep --quiet --fixed-strings -- "$1" "$seen" || { echo "TOUR: it says: $1"; exit 1; }; }
+is_there() { [ -e "$1" ] || { echo "TOUR: $1 is not there"; exit 1; }; }
+
+mine=(--configfile mine.yaml)
+
+step 'A plan of one'\''s own'
+cat >mine.yaml <<'YAML'
+targets: [first]
+datasets:
+  small:
+    kind: starter
+    source: {kind: simulated, size: 16, train: 32, valid: 8}
+plans:
+  first:
+    study: starter_cnn
+    measure: [train, throughput]
+    settings:
+      dataset: small
+      batch_size: 8
+      model: {hidden: 8}
+      loader: {workers: 0}
+      training: {epochs: 2}
+      precision: fp32
+      throughput: {warmup: 1, trials: 2, batches: 2, seconds: 0.1, beside: 1}
+    runs:
+      reference: {}
+      faster: {optimizer: {lr: 3.0e-3}}
+YAML
+ends 0 snakemake -n --quiet rules "${mine[@]}"
+says 'Why:'
+says 'data small (preprocess, assemble, describe, preview): never made'
+says 'first.{faster, reference} (train, throughput): never made'
+ends 0 snakemake "${mine[@]}"
+says "Report: $PWD/results/report/first.html"
+is_there results/report/first.html
+is_there results/plans/first/faster/model.pt
+grep --quiet 'all do the same work' results/report/first.html || { echo 'TOUR: a learning rate is told as faster'; exit 1; }
+ends 0 snakemake "${mine[@]}"
+says 'Nothing to be done'
+says "Report: $PWD/results/report/first.html"
+
+step 'How far it is, and why'
+ends 0 dlscale status "${mine[@]}"
+says 'first.reference'
+says 'done'
+ends 0 dlscale explain first.reference "${mine[@]}"
+ends 0 dlscale why "${mine[@]}"
+says 'Nothing would run: all is there, and as it was asked for.'
+sed -i 's/lr: 3.0e-3/lr: 4.0e-3/' mine.yaml
+ends 0 dlscale why "${mine[@]}"
+says 'first.faster (train, throughput): optimizer.lr 0.003 → 0.004'
+is_silent_about 'first.reference'
+ends 0 snakemake "${mine[@]}" -- plan_first
+says "Report: $PWD/results/plans/first/report.html"
+is_silent_about 'report/first.html'
+
+step 'Slips of the pen'
+sed 's/{lr: 4.0e-3}/{lrr: 4.0e-3}/' mine.yaml >slip.yaml
+ends 2 snakemake -n --configfile slip.yaml
+says "unknown key 'lrr' (did you mean 'lr'?)"
+sed 's/faster: {optimizer: {lr: 4.0e-3}}/faster: {lr: 4.0e-3}/' mine.yaml >slip.yaml
+ends 2 snakemake -n --configfile slip.yaml
+says "unknown key 'lr' (did you mean 'optimizer.lr'?)"
+ends 2 snakemake "${mine[@]}" -- plan_frist
+says "plan_frist: no plan is called 'frist' (did you mean 'first'?)"
+
+step 'Data of one'\''s own'
+python - <<'PYTHON'
+import numpy as np
+
+fields = np.random.default_rng(0).random((24, 16, 16), dtype=np.float32)
+np.savez("fields.npz", input=fields, target=fields**2)
+PYTHON
+cat >own.yaml <<'YAML'
+targets: [second]
+datasets:
+  fields:
+    kind: starter
+    source:
+      kind: arrays
+      all: {input: fields.npz, target: fields.npz}
+      shares: {train: 0.75, valid: 0.25}
+plans:
+  second:
+    from: first.reference
+    study: starter_cnn
+    measure: [train]
+    settings: {dataset: fields}
+    runs:
+      squared: {}
+YAML
+ends 0 snakemake "${mine[@]}" own.yaml -- data_fields
+says "Preview: $PWD/results/data/fields/preview.png"
+is_silent_about 'Report:'
+ends 0 snakemake "${mine[@]}" own.yaml
+says "Report: $PWD/results/report/second.html"
+is_there results/report/first.html
+
+step 'A dataset by another name'
+sed -i 's/fields:$/squares:/; s/dataset: fields/dataset: squares/' own.yaml
+ends 0 dlscale why "${mine[@]}" own.yaml
+says 'data squares (preprocess, assemble, describe, preview): never made'
+ends 0 snakemake "${mine[@]}" own.yaml
+is_there results/data/squares/manifest.json
+is_there results/data/fields/manifest.json
+
+step 'A file that is not there'
+sed -i 's/fields.npz/absent.npz/g' own.yaml
+ends 2 snakemake "${mine[@]}" own.yaml
+says 'FAIL  data squares: absent.npz: no such file or folder; put it there, or name its place in datasets.squares.source'
+is_silent_about 'Nothing to be done'
+is_silent_about 'Traceback'
+sed -i 's/absent.npz/fields.npz/g' own.yaml
+ends 0 snakemake "${mine[@]}" own.yaml
+says 'Nothing to be done'
+
+cp -r results earlier
+
+step 'Ctrl-C, and on'
+sed -i 's/epochs: 2/epochs: 40/' mine.yaml
+metrics=results/plans/first/reference/metrics.jsonl
+rm "$metrics"
+# In a process group of its own, as a terminal would start it; otherwise bash has what runs beside it ignore Ctrl-C.
+set -m
+snakemake "${mine[@]}" -- "$metrics" >"$seen" 2>&1 </dev/null &
+snakemake=$!
+set +m
+for _ in $(seq 600); do
+    [ "$(cat "$metrics" 2>/dev/null | wc -l)" -lt 5 ] || break
+    kill -0 "$snakemake" || break
+    sleep 0.1
+done
+kill -INT -- "-$snakemake" || true  # has ended: what it said shows why
+status=0
+wait "$snakemake" || status=$?
+cat "$seen"
+[ "$status" -ne 0 ] || { echo 'TOUR: it ended as if nothing had been'; exit 1; }
+epochs=$(wc -l <"$metrics")
+{ [ "$epochs" -ge 5 ] && [ "$epochs" -lt 40 ]; } || { echo "TOUR: it ended after $epochs epochs"; exit 1; }
+ends 0 dlscale status "${mine[@]}"
+says 'stopped'
+ends 0 snakemake "${mine[@]}" -- "$metrics"
+[ "$(wc -l <"$metrics")" -eq 40 ] || { echo 'TOUR: epochs are missing, or there twice'; exit 1; }
+python - results/plans/first/reference/provenance.json <<'PYTHON'
+import json
+import sys
+
+step = json.load(open(sys.argv[1]))["resumed_from_step"]
+assert step and step > 0, f"it began anew: {step}"
+PYTHON
+
+step 'What became of it'
+ends 0 snakemake "${mine[@]}" -- plan_first
+ends 0 dlscale compare earlier results "${mine[@]}"
+says 'first.reference: '
+says 'settings: training.epochs 2 -> 40'
+ends 2 dlscale gate --reference speeds.json "${mine[@]}"
+says 'speeds.json: no such file; make it with --update'
+ends 0 dlscale gate --reference speeds.json --update "${mine[@]}"
+ends 0 dlscale gate --reference speeds.json "${mine[@]}"
+says 'as before  first.reference, samples/s: +0.0 %'
+
+step "Snakemake's own report"
+rm results/plans/first/summary.csv
+ends 2 snakemake "${mine[@]}" --report all.html
+says '--report: unfinished: plan first (results/plans/first/summary.csv is not there)'
+is_silent_about 'Traceback'
+ends 0 snakemake "${mine[@]}" own.yaml --report all.html
+is_there all.html
+
+step 'The end of the tour'

@@ -1,0 +1,244 @@
+"""A run and the first run of its plan, timed in turns: how much faster one is, on a machine that others use, too.
+
+A machine drifts by more than many settings differ, within seconds. So both runs are opened, each in a process of its
+own, and go on from where they were for a quarter of a second each, the one and the other first in turn: what happens to
+the machine happens to both, and cancels out of their ratio. Whose turn it is not is stopped by the system, its loader's
+processes and threads with it.
+
+Two processes that do the same differ for as long as they live, by where the system put their memory: up to 4 % were
+seen, and no number of turns shows it. So both are opened several times, and each opening counts as one measurement
+(Kalibera and Jones 2013, doi:10.1145/2464157.2464160). The plan's first run is timed beside a copy of itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import itertools
+import logging
+import math
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+from dlscale.config.run import load_run
+from dlscale.core.errors import brief
+from dlscale.core.noise import interval
+from dlscale.core.progress import Progress
+from dlscale.data.loaders.base import Loader
+from dlscale.parallel.world import join, synchronize
+from dlscale.train.build import Session, open_session
+from dlscale.train.loop import Batch, Hook, run_steps
+
+#: Seconds of a turn: many slices of the system's scheduler, and less than most of what others do lasts.
+TURN = 0.25
+
+#: Times that both runs are opened.
+OPENINGS = 4
+
+#: Rounds of an opening before its turns may end.
+LEAST = 8
+
+#: Samples/s of a run, and of the first of its plan.
+Round = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A run to be timed."""
+
+    config: str  #: Its `config.yaml`, or settings as JSON.
+    manifest: str
+    device: str  #: As of `--device`.
+    threads: int | None  #: CPU threads.
+
+
+class Ended(Exception):
+    """A run that is timed could not be opened, or ended."""
+
+
+class Turns:
+    """Both runs, in processes that wait; made before a stage computes anything, since processes are copied."""
+
+    def __init__(self, own: Timed, first: Timed) -> None:
+        # Who is made and opened first was found to be 1 % slower: each is so in every second opening.
+        self._couples = [
+            (_Player(own), _Player(first)) if number % 2 else (_Player(first), _Player(own))[::-1]
+            for number in range(OPENINGS)
+        ]
+
+    def close(self) -> None:
+        """End both runs, and all that they have started."""
+        for couple in self._couples:
+            for player in couple:
+                player.close()
+
+    def rounds(self, seconds: float, error: float) -> list[list[Round]]:
+        """Return samples/s of both, of each opening an even number of rounds.
+
+        Parameters
+        ----------
+        seconds
+            All turns together end after so long; each opening has two rounds in any case. Where opening takes long, as
+            compiling does, there are fewer openings, at least two: no more begins after twice that time.
+        error
+            Those of an opening end before when the 95 % interval of its ratio reaches no farther than this share to
+            each side.
+
+        Raises
+        ------
+        Ended
+            One of them cannot be timed, and why.
+        """
+        found: list[list[Round]] = []
+        begin = time.monotonic()
+        with Progress("timing this run and the plan's first one in turn", len(self._couples), "openings") as progress:
+            for number, couple in enumerate(self._couples):
+                if number < 2 or time.monotonic() - begin < 2 * seconds:
+                    order = (0, 1) if number % 2 else (1, 0)
+                    found.append(_rounds(couple, order, seconds / len(self._couples), error))
+                    progress.update(len(found))
+        return found
+
+
+def _rounds(couple: Sequence[_Player], order: tuple[int, int], seconds: float, error: float) -> list[Round]:
+    """Open both runs in this order, time them in turn, and end them."""
+    for number in order:
+        couple[number].send("open")
+    for player in couple:
+        player.receive()
+    for player in couple:
+        player.stop()
+    found: list[Round] = []
+    start = time.monotonic()
+    while len(found) < 2 or not (
+        time.monotonic() - start >= seconds or (len(found) >= LEAST and _error(found) <= error)
+    ):
+        for turn in (order, order[::-1]):
+            rates = {number: couple[number].turn() for number in turn}
+            found.append((rates[0], rates[1]))
+    for player in couple:
+        player.close()
+    return found
+
+
+def _error(rounds: list[Round]) -> float:
+    return interval([math.log(own / first) for own, first in rounds])[1]
+
+
+class _Player:
+    """A run in a process of its own, in a group of its own: it can be stopped with all that it has started."""
+
+    def __init__(self, timed: Timed) -> None:
+        # As loaders' processes are: what this process has imported is there, and nothing that it would compute with.
+        context = multiprocessing.get_context("fork")
+        self._pipe, other = context.Pipe()
+        self._process = context.Process(target=_play, args=(other, self._pipe, timed, os.getpid()))
+        self._process.start()
+        other.close()
+        self._group = self._process.pid or 0
+        with contextlib.suppress(OSError):  # it does the same
+            os.setpgid(self._group, self._group)
+
+    def send(self, message: Any) -> None:
+        with contextlib.suppress(BrokenPipeError):  # it has ended, and `receive` says why
+            self._pipe.send(message)
+
+    def receive(self) -> float:
+        try:
+            answer = self._pipe.recv()
+        except (EOFError, ConnectionResetError):
+            self._process.join()
+            raise Ended(f"its process ended with status {self._process.exitcode}") from None
+        if isinstance(answer, str):
+            raise Ended(answer)
+        return float(answer)
+
+    def stop(self) -> None:
+        os.killpg(self._group, signal.SIGSTOP)
+
+    def turn(self) -> float:
+        os.killpg(self._group, signal.SIGCONT)
+        self.send("turn")
+        rate = self.receive()
+        self.stop()
+        return rate
+
+    def close(self) -> None:
+        if self._pipe.closed:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._group, signal.SIGKILL)
+        self._process.join()
+        self._pipe.close()
+
+
+def _play(pipe: Connection, others: Connection, timed: Timed, parent: int) -> None:
+    """Wait to be asked, open the run, and tell samples/s of each turn; a failure is told as text."""
+    with contextlib.suppress(OSError):
+        os.setpgid(0, 0)
+    _end_with(parent)
+    others.close()
+    logging.getLogger().setLevel(logging.WARNING)  # what there is to say of a run its own stage says
+    with contextlib.suppress(EOFError):  # it is not asked
+        pipe.recv()
+        try:
+            for rate in _rates(timed):
+                pipe.send(rate)
+                pipe.recv()
+        except EOFError:
+            raise
+        except Exception as error:
+            pipe.send(brief(error))
+
+
+def _end_with(parent: int) -> None:
+    """Have Linux end this process when its parent is killed; those that it started the system then wakes and ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        if os.getppid() != parent:
+            os._exit(1)
+
+
+def _rates(timed: Timed) -> Iterator[float]:
+    """Yield once when the run is open and warm, and then samples/s of a turn each time."""
+    run = load_run(timed.config, "throughput")
+    with join(run.processes, timed.device) as world:
+        session = open_session(run, timed.manifest, world, timed.threads)
+        with contextlib.closing(session.loader("train")) as loader:
+            batches = training_batches(session, loader, 0)
+
+            counts = list[int]()
+            count = Hook(after_step=lambda number, batch, result: counts.append(len(batch[0])))
+
+            def rate(steps: int) -> tuple[float, float]:
+                counts.clear()
+                start = time.perf_counter()
+                run_steps(session.step, batches, range(steps), [count])
+                synchronize(world.device)
+                seconds = time.perf_counter() - start
+                return sum(counts) / seconds, seconds
+
+            rate(1)  # what is made at first use
+            steps = 1
+            while (seconds := rate(steps)[1]) < TURN / 2:
+                steps *= 2
+            steps = max(1, round(steps * TURN / seconds))
+            yield 0.0
+            while True:
+                yield rate(steps)[0]
+
+
+def training_batches(session: Session, loader: Loader, first_epoch: int) -> Iterator[Batch]:
+    """Yield what a training's step takes, epoch after epoch: input, target and the weight of this rank's loss."""
+    share = session.share()
+    weights = [share.weight(number, loader.samples) for number in range(len(loader))]
+    for epoch in itertools.count(first_epoch):
+        for (x, y), weight in zip(loader.epoch(epoch), weights, strict=True):
+            yield x, y, weight

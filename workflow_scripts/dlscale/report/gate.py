@@ -1,0 +1,179 @@
+"""`dlscale gate --reference FILE`: whether runs became slower than they were on this machine; 1 if one did.
+
+The reference is a JSON file of earlier measurements, by machine and run; `--update` adds those at hand to it. Of a run
+two figures are held against it: its samples/s, and how much faster it is than its plan's first run, from turns, which a
+busy machine changes less. How much either varies from one measurement to the next is known from those in the reference,
+of all runs together; a new one that lies below their mean by more than nineteen of twenty such looks would show by
+chance is a loss. A reference of a single measurement knows nothing of that: then the spread of the trials counts, and
+what two processes differ by.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pydantic import Field
+
+from dlscale.config.places import results_of
+from dlscale.core.errors import UserError, unknown
+from dlscale.core.files import sha256, write_text
+from dlscale.core.noise import CONFIDENCE, interval
+from dlscale.core.record import Record
+from dlscale.core.records import Throughput
+from dlscale.core.text import many
+from dlscale.report.diagnosis import NOISE
+from dlscale.report.results import RunResult, read_plan
+from dlscale.report.speedup import FLOOR, pooled, trials_error
+
+if TYPE_CHECKING:
+    from dlscale.config.resolve import Configuration
+
+#: Measurements that are kept of each run, the newest.
+KEEP = 20
+
+
+class Measurement(Record):
+    """One measurement of a run."""
+
+    file: str  #: SHA-256 of its `throughput.json`: a file counts once.
+    rate: float = Field(gt=0)  #: FULL, samples/s.
+    gain: float | None = None  #: Logarithm of how much faster than the plan's first run, in turns.
+
+
+class Kept(Record):
+    """What a reference knows of a run on a machine."""
+
+    compute: str | None = None  #: Which work it did.
+    first: str | None = None  #: And the plan's first run.
+    measured: list[Measurement] = []
+
+
+class Reference(Record):
+    """Earlier measurements, by machine and by `PLAN.RUN`."""
+
+    machines: dict[str, dict[str, Kept]] = {}
+
+
+@dataclass(frozen=True)
+class Look:
+    """A figure held against the reference, as a logarithm."""
+
+    run: str
+    what: str
+    change: float
+    allowed: float  #: How far it may lie below.
+    count: int  #: Measurements in the reference.
+
+    @property
+    def lost(self) -> bool:
+        return self.change < -self.allowed
+
+    def line(self) -> str:
+        """Return it in words."""
+        said = "LOSS" if self.lost else "as before" if abs(self.change) <= self.allowed else "faster"
+        return (
+            f"{said:9}  {self.run}, {self.what}: {100 * math.expm1(self.change):+.1f} %, noise ± "
+            f"{100 * math.expm1(self.allowed):.1f} % ({many(self.count, 'measurement')} before)"
+        )
+
+
+def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
+    """Hold the plans in `args.plans`, or the targets, against `args.reference`; 1 if a run became slower."""
+    results, path = results_of(configuration), Path(args.reference)
+    names = args.plans or (configuration.workflow.targets if configuration else [])
+    runs = dict(_measured(results, names))
+    if not runs:
+        raise UserError(f"{results}: no run of {', '.join(names) or 'any plan'} has throughput; run the workflow first")
+    if not (path.exists() or args.update):
+        raise UserError(f"{path}: no such file; make it with --update")
+    reference = Reference.read(path) if path.exists() else Reference()
+    looks = list(held(reference, runs))
+    if args.json:
+        print(json.dumps([{**vars(look), "lost": look.lost} for look in looks], indent=2))
+    else:
+        print("\n".join([look.line() for look in looks] or ["The reference has none of these runs on this machine."]))
+    if args.update:
+        write_text(path, updated(reference, runs).text() + "\n")
+        return 0
+    if not looks:
+        raise UserError(f"{path}: it has none of these runs on this machine, doing the same work; add them by --update")
+    return 1 if any(look.lost for look in looks) else 0
+
+
+def _measured(results: Path, names: list[str]) -> Iterator[tuple[str, RunResult]]:
+    for name in names:
+        plan = results / "plans" / name / "plan.yaml"
+        if not plan.exists():
+            known = [each.parent.name for each in results.glob("plans/*/plan.yaml")]
+            raise UserError(f"{plan}: no such file; {unknown('plan', name, known)}")
+        for run in read_plan(plan).runs:
+            if run.throughput and run.throughput.full:
+                yield f"{name}.{run.name}", run
+
+
+def machine(measured: Throughput) -> str:
+    """Return what a measurement is of: figures of other machines are not held against it."""
+    device = measured.device
+    threads = f", {many(device.threads, 'thread')}" if device.kind == "cpu" and device.threads else ""
+    return f"{many(measured.nranks, 'device')}: {device.name or device.kind}{threads}"
+
+
+def _gain(measured: Throughput) -> float | None:
+    return statistics.fmean(measured.beside.ratios) if measured.beside else None
+
+
+def _known(reference: Reference, key: str, run: RunResult) -> Kept | None:
+    """Return what a reference knows of a run: nothing if it did other work then."""
+    assert run.throughput
+    kept = reference.machines.get(machine(run.throughput), {}).get(key)
+    return kept if kept and kept.compute == run.compute else None
+
+
+def held(reference: Reference, runs: Mapping[str, RunResult]) -> Iterator[Look]:
+    """Yield each figure of these runs that the reference knows, with how far it may be below by chance."""
+    found: list[tuple[str, str, float, list[float], float]] = []
+    for key, run in runs.items():
+        assert run.throughput and run.speed
+        if not (kept := _known(reference, key, run)):
+            continue
+        rates = [math.log(each.rate) for each in kept.measured]
+        found.append((key, "samples/s", math.log(run.speed), rates, math.hypot(trials_error(run), math.log1p(NOISE))))
+        gain, beside = _gain(run.throughput), run.throughput.beside
+        gains = [each.gain for each in kept.measured if each.gain is not None]
+        if gain is not None and beside and gains and beside.compute == kept.first != run.compute:
+            error = math.sqrt(2) * math.hypot(interval(beside.ratios)[1], FLOOR)
+            found.append((key, "over the first run", gain, gains, error))
+    level = 1 - (1 - CONFIDENCE) / max(len(found), 1)  # of all looks together (Bonferroni)
+    for what in ("samples/s", "over the first run"):
+        own = [each for each in found if each[1] == what]
+        spread, freedom = pooled([before for *_, before, _ in own])
+        for key, _, value, before, alone in own:
+            allowed = alone
+            if freedom:
+                from scipy.special import stdtrit
+
+                allowed = float(stdtrit(freedom, level)) * spread * math.sqrt(1 + 1 / len(before))
+            yield Look(key, what, value - statistics.fmean(before), allowed, len(before))
+
+
+def updated(reference: Reference, runs: Mapping[str, RunResult]) -> Reference:
+    """Return a reference with these measurements added; a run that does other work now begins anew."""
+    machines = {name: dict(known) for name, known in reference.machines.items()}
+    for key, run in runs.items():
+        assert run.throughput and run.throughput.full
+        first = run.throughput.beside.compute if run.throughput.beside else None
+        kept = _known(reference, key, run) or Kept()
+        before = kept.measured if kept.first == first else [m.model_copy(update={"gain": None}) for m in kept.measured]
+        own = Measurement(
+            file=sha256(run.folder / "throughput.json"), rate=run.throughput.full.mean, gain=_gain(run.throughput)
+        )
+        several = [*(each for each in before if each.file != own.file), own][-KEEP:]
+        machines.setdefault(machine(run.throughput), {})[key] = Kept(compute=run.compute, first=first, measured=several)
+    return Reference(machines=machines)

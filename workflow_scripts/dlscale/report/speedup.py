@@ -1,0 +1,263 @@
+"""How much faster one run of a plan is than another, and how sure that is.
+
+Runs of one process were timed in turn with their plan's first run (`dlscale.measure.turns`), several times: how much
+these ratios vary from one opening of both to the next is the machine's, and is taken from all runs of the plan
+together. What was measured apart has the spread of its trials, and whatever the machine did between the two. To either
+comes how much two measurements of the same work were found to differ: the first run is timed beside a copy of itself,
+and other runs may do the same work, too.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from dlscale.core.noise import standard_errors
+from dlscale.core.records import MODES, Throughput, Trials
+from dlscale.core.text import number, percent
+from dlscale.report.diagnosis import NOISE, UNKNOWN, bound, faster
+from dlscale.report.results import RunResult
+
+#: Nothing less is told apart, however alike a plan's openings were: a logarithm of a ratio.
+FLOOR = 0.01
+
+
+@dataclass(frozen=True)
+class SpeedUp:
+    """The ratio of two speeds as its natural logarithm, which makes `twice` and `half` alike."""
+
+    log: float
+    error: float  #: How far its 95 % interval reaches to each side; infinite where no spread is known.
+
+    @property
+    def ratio(self) -> float:
+        return math.exp(self.log)
+
+    @property
+    def low(self) -> float:
+        """The lower end of the interval."""
+        return math.exp(self.log - self.error)
+
+    @property
+    def high(self) -> float:
+        """The upper end; infinite where no spread is known."""
+        return math.exp(self.log + self.error) if math.isfinite(self.error) else math.inf
+
+    @property
+    def noise(self) -> bool:
+        """Whether the two may be equally fast."""
+        return abs(self.log) <= self.error
+
+    @property
+    def around(self) -> str:
+        """How sure it is, in words."""
+        if not math.isfinite(self.error):
+            return "of single trials, which may differ by anything"
+        return f"± {number((self.high - self.low) / 2, 2)}" + ", within noise" * self.noise
+
+    @property
+    def words(self) -> str:
+        """The ratio, and how sure it is."""
+        return f"{number(self.ratio)}× {self.around}"
+
+    @classmethod
+    def mean(cls, found: Sequence[SpeedUp]) -> SpeedUp:
+        """Return the geometric mean of several, as uncertain as one of them: they may share what disturbed them."""
+        return cls(*(statistics.fmean(getattr(each, key) for each in found) for key in ("log", "error")))
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """Runs that do the same work (`dlscale.config.compute`), and so are equally fast."""
+
+    runs: list[RunResult]
+    speed: float  #: Mean samples/s.
+    gain: SpeedUp | None  #: Over the plan's first run; None for that run and its like.
+
+
+class SpeedUps:
+    """The speeds of a plan's runs beside each other."""
+
+    def __init__(self, runs: Sequence[RunResult]) -> None:
+        self.runs = [run for run in runs if run.speed]
+        self.first = runs[0]
+
+    def over_first(self, run: RunResult) -> SpeedUp | None:
+        """Return how much faster a run is than the plan's first one; None where either speed is unknown."""
+        return self.over(run, self.first)
+
+    def over(self, run: RunResult, other: RunResult) -> SpeedUp | None:
+        """Return how much faster a run is than another; None where either speed is unknown."""
+        if not (run.speed and other.speed):
+            return None
+        if run is other:
+            return SpeedUp(0.0, 0.0)
+        if (turns := _in_turns(run, other)) is not None:
+            log, openings = turns
+            return SpeedUp(log, math.hypot(self.opening * math.sqrt(openings), self.floor))
+        return measured_apart(run, other, self.apart)
+
+    @cached_property
+    def opening(self) -> float:
+        """How far the 95 % interval of one opening's ratio reaches: by the spread within the runs of the plan."""
+        known = [run.throughput.beside.ratios for run in self.runs if run.throughput and run.throughput.beside]
+        spread, freedom = pooled(known)
+        return standard_errors(freedom + 1) * spread if freedom else math.inf
+
+    @cached_property
+    def floor(self) -> float:
+        """Logarithm of the ratio, in turns, that two measurements of the same work may have beyond that."""
+        same = [
+            (abs(found[0]), found[1]) for one, other in self._alike(itself=True) if (found := _in_turns(one, other))
+        ]
+        beyond = [log for log, openings in same if log > self.opening * math.sqrt(openings)]
+        return max([FLOOR, *beyond])
+
+    @cached_property
+    def apart(self) -> float:
+        """The same of two measurements that were made one after the other."""
+        same = [abs(math.log((run.speed or 1) / (other.speed or 1))) for run, other in self._alike()]
+        return max([math.log1p(NOISE), *same])
+
+    def _alike(self, itself: bool = False) -> Iterator[tuple[RunResult, RunResult]]:
+        combine = itertools.combinations_with_replacement if itself else itertools.combinations
+        for run, other in combine(self.runs, 2):
+            if run.compute == other.compute:
+                yield run, other
+
+    @cached_property
+    def groups(self) -> list[Group]:
+        """The runs by the work that they do, in the plan's order."""
+        alike: dict[str, list[RunResult]] = {}
+        for run in self.runs:
+            alike.setdefault(run.compute, []).append(run)
+        return [self._group(runs) for runs in alike.values()]
+
+    def _group(self, runs: list[RunResult]) -> Group:
+        over = [] if self.first in runs else [gain for run in runs if (gain := self.over_first(run))]
+        speed = statistics.fmean(run.speed or 0.0 for run in runs)
+        return Group(runs, speed, SpeedUp.mean(over) if over else None)
+
+    def fastest(self, groups: Sequence[Group]) -> tuple[Group, list[Group]]:
+        """Return the fastest of some groups, and those that noise does not tell from it.
+
+        The fastest is the first run's where no other is faster beyond noise.
+        """
+        ranked = sorted(groups, key=lambda group: -(group.gain.log if group.gain else 0.0))
+        if not self.first.speed:
+            ranked = sorted(groups, key=lambda group: -group.speed)
+        own = next((group for group in groups if self.first in group.runs), None)
+        best = ranked[0]
+        if own and best.gain and best.gain.noise:
+            best = own
+        like = [group for group in ranked if group is not best and self._noise(best, group)]
+        return best, like
+
+    def _noise(self, one: Group, other: Group) -> bool:
+        found = [gain for a in one.runs for b in other.runs if (gain := self.over(a, b))]
+        return SpeedUp.mean(found).noise
+
+
+def pooled(groups: Sequence[Sequence[float]]) -> tuple[float, int]:
+    """Return the standard deviation within groups, of all of them together, and its degrees of freedom."""
+    freedom = sum(len(group) - 1 for group in groups)
+    squares = sum((value - statistics.fmean(group)) ** 2 for group in groups for value in group)
+    return (math.sqrt(squares / freedom) if freedom else 0.0), freedom
+
+
+def _in_turns(run: RunResult, other: RunResult) -> tuple[float, float] | None:
+    """Return the ratio of two runs from their turns with a third, or with each other, as a logarithm; else None.
+
+    Second is the variance of that mean, in units of one opening's. Of a run and itself it is that of the run and its
+    copy.
+    """
+    own, its = (each.throughput.beside if each.throughput else None for each in (run, other))
+    if own and own.compute == other.compute:
+        return statistics.fmean(own.ratios), 1 / len(own.ratios)
+    if its and its.compute == run.compute:
+        return -statistics.fmean(its.ratios), 1 / len(its.ratios)
+    if own and its and own.compute == its.compute:
+        log = statistics.fmean(own.ratios) - statistics.fmean(its.ratios)
+        return log, 1 / len(own.ratios) + 1 / len(its.ratios)
+    return None
+
+
+def measured_apart(run: RunResult, other: RunResult, floor: float = math.log1p(NOISE)) -> SpeedUp | None:
+    """Return the ratio of two speeds that were measured one after the other; None where either is unknown.
+
+    To the spread of the trials comes `floor`, what two measurements of the same work may differ by, as a logarithm.
+    """
+    if not (run.speed and other.speed):
+        return None
+    return SpeedUp(math.log(run.speed / other.speed), math.hypot(trials_error(run), trials_error(other), floor))
+
+
+def relative_to_first(run: RunResult, other: RunResult) -> SpeedUp | None:
+    """Return the ratio of how much faster two runs were than their plans' first ones, if these did the same work."""
+    own, its = (each.throughput.beside if each.throughput else None for each in (run, other))
+    if not (own and its and own.compute == its.compute):
+        return None
+    (spread, freedom), openings = pooled([own.ratios, its.ratios]), 1 / len(own.ratios) + 1 / len(its.ratios)
+    error = standard_errors(freedom + 1) * spread * math.sqrt(openings) if freedom else math.inf
+    log = statistics.fmean(own.ratios) - statistics.fmean(its.ratios)
+    return SpeedUp(log, math.hypot(error, FLOOR))
+
+
+def trials_error(run: RunResult) -> float:
+    """Return how far the 95 % interval of a run's mean speed reaches, relative to it, by the spread of its trials."""
+    trials = run.trials("FULL")
+    if trials:
+        count, spread = len(trials.trial_time), trials.std / trials.mean
+    else:
+        speeds = [epoch.samples_per_second for epoch in run.timed[1:]]
+        count, spread = len(speeds), statistics.stdev(speeds) / statistics.fmean(speeds) if len(speeds) > 1 else 0.0
+    return standard_errors(count) * spread / math.sqrt(count) if count > 1 else math.inf
+
+
+def gain(before: RunResult, run: RunResult, speed_up: SpeedUp | None) -> str | None:
+    """Return how much faster a ladder's rung is than the one before, and why: what bound that one, and what changed.
+
+    None unless all three modes of both were measured.
+    """
+    was, now = bound(before.throughput), bound(run.throughput)
+    if not (was and now and before.throughput and run.throughput and speed_up):
+        return None
+    ratios = {mode: faster(_trials(before.throughput, mode), _trials(run.throughput, mode)) for mode in MODES}
+    full = 1.0 if speed_up.noise else speed_up.ratio
+    if UNKNOWN in (was.what, now.what):
+        return f"{speed_up.words} as fast as {before.label}; one of the two was disturbed, so that means little."
+    alike = f"As fast as {before.label}, within the noise ({number(speed_up.ratio)}×)."
+    said = alike if full == 1 else f"{speed_up.words} as fast as {before.label}."
+    if was.loading:
+        held = f"That one loads and computes as if in turn, and {percent(was.loading)} of its time is loading"
+    else:
+        held = f"That one is bound by {'loading and computation alike' if was.key == 'both' else was.what}"
+    changed = []
+    for mode, what in (("IO", "loading"), ("SYNTHETIC", "computing")):
+        noise = ", within the noise," if ratios[mode] == 1 else ""
+        if not noise or was.loading or was.key in (mode.lower(), "both"):
+            changed.append(f"{what} alone is {number(_ratio(before, run, mode))}× as fast{noise}")
+    overlap, overlap_now = min(was.share, 1.0), min(now.share, 1.0)
+    overlaps = abs(overlap_now - overlap) > 0.1
+    if overlaps:
+        changed.append(f"FULL reaches {percent(overlap_now)} of the slower one instead of {percent(overlap)}")
+    here = "; ".join(each.rstrip(",") for each in changed)
+    holding = ("IO", "SYNTHETIC") if was.loading or was.key == "both" else (was.key.upper(),)
+    moved = overlaps or any((ratios[mode] - 1) * (full - 1) > 0 for mode in holding)
+    doubt = "" if moved or full == 1 else " That does not explain it: measure again on a quiet machine."
+    return f"{said} {held}. Here {here}.{doubt}"
+
+
+def _ratio(before: RunResult, run: RunResult, mode: str) -> float:
+    assert before.throughput and run.throughput
+    return _trials(run.throughput, mode).mean / _trials(before.throughput, mode).mean
+
+
+def _trials(throughput: Throughput, mode: str) -> Trials:
+    trials = throughput.mode(mode)
+    assert trials is not None  # `bound` has seen it
+    return trials
