@@ -70,7 +70,7 @@ DEMO := snakemake --profile none --workflow-profile local $(ARGS)
 
 .PHONY: demo
 ifeq ($(ENGINE),)
-demo: $(VENV)/.installed  ## run the whole workflow at demo scale, then say where the report is
+demo: $(VENV)/.installed  ## run the whole workflow at demo scale; its last line says where the report is
 	$(say) 'Running the workflow (config.yaml)'
 	@$(DEMO)
 else
@@ -92,8 +92,8 @@ endif
 	$(ENGINE) run --rm --init --name "$$name" "$${terminal[@]}" "$${keep[@]}" --user "$$(id -u):$$(id -g)" \
 	    --network none --security-opt label=disable --no-healthcheck --volume "$(CURDIR):/dlscale" \
 	    $(or $(IMAGE),localhost/dlscale:cpu) $(DEMO)
+	$(say) '/dlscale in the container is $(CURDIR)'
 endif
-	$(say) 'Report: $(CURDIR)/results/report/index.html'
 
 .PHONY: bench
 bench: $(VENV)/.installed-dev  ## measure dlscale itself: loaders, steps, rungs, preprocessing, DAG

@@ -138,6 +138,7 @@ def test_make_demo(container_engine: Engine, cpu_image: str, checkout: Path) -> 
     """Without a Python on the host: the checkout is mounted, its code is what runs, nothing is installed."""
     words = ["ENGINE=podman", f"IMAGE={cpu_image}", "ARGS=--dry-run --quiet"]
     said = container_engine.run(["make", "-C", str(checkout), "demo", *words])
-    assert f"Report: {checkout}/results/report/tiny.html" in said
+    assert "cosmo_demo.{baseline" in said, "a dry run says what would run"
+    assert f"/dlscale in the container is {checkout}\n" in said
     assert not (checkout / ".venv").exists()
     assert container_engine("ps", "--all", "--quiet", "--filter=name=dlscale-demo") == ""
