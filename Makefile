@@ -174,7 +174,7 @@ lint: $(VENV)/.installed-dev  ## check style, types, layers, the workflow, the i
 	@snakemake --workflow-profile none --lint
 	$(say) 'hadolint, shellcheck'
 	@hadolint docker/Dockerfile
-	@shellcheck tests/container/engine.sh
+	@shellcheck .ci/run tests/container/engine.sh tests/workflow/tour.sh
 	$(say) 'actionlint'
 	@if command -v actionlint >/dev/null; then actionlint; else echo 'not installed: left to CI'; fi
 
