@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from dlscale.core.noise import standard_errors
-from dlscale.core.records import MODES, Throughput, Trials
+from dlscale.core.records import MODES, Beside, Throughput, Trials
 from dlscale.core.text import number, percent
 from dlscale.report.diagnosis import NOISE, UNKNOWN, bound, faster
 from dlscale.report.results import RunResult
@@ -90,32 +90,54 @@ class SpeedUps:
         """Return how much faster a run is than the plan's first one; None where either speed is unknown."""
         return self.over(run, self.first)
 
-    def over(self, run: RunResult, other: RunResult) -> SpeedUp | None:
-        """Return how much faster a run is than another; None where either speed is unknown."""
+    def over(self, run: RunResult, other: RunResult, looks: int = 1) -> SpeedUp | None:
+        """Return how much faster a run is than another; None where either speed is unknown.
+
+        Whoever picks among so many `looks` needs wider intervals, which hold together.
+        """
         if not (run.speed and other.speed):
             return None
         if run is other:
             return SpeedUp(0.0, 0.0)
-        if (turns := _in_turns(run, other)) is not None:
-            log, openings = turns
-            return SpeedUp(log, math.hypot(self.opening * math.sqrt(openings), self.floor))
-        return measured_apart(run, other, self.apart)
+        if (turns := self._in_turns(run, other)) is not None:
+            log, variance = turns
+            return SpeedUp(log, math.hypot(self._reach(variance, looks), self.floor))
+        return measured_apart(run, other, self.apart, looks)
 
     @cached_property
-    def opening(self) -> float:
-        """How far the 95 % interval of one opening's ratio reaches: by the spread within the runs of the plan."""
-        known = [run.throughput.beside.ratios for run in self.runs if run.throughput and run.throughput.beside]
-        spread, freedom = pooled(known)
-        return standard_errors(freedom + 1) * spread if freedom else math.inf
+    def _opening(self) -> tuple[float, int]:
+        """Standard deviation of one opening's ratio, and its degrees of freedom: of all runs of the plan together."""
+        return pooled([run.throughput.beside.ratios for run in self.runs if run.throughput and run.throughput.beside])
+
+    def _reach(self, variance: float, looks: int = 1) -> float:
+        """Return how far the interval of a ratio reaches, of a variance in units of one opening's."""
+        spread, freedom = self._opening
+        return standard_errors(freedom + 1, looks) * spread * math.sqrt(variance) if freedom else math.inf
 
     @cached_property
     def floor(self) -> float:
         """Logarithm of the ratio, in turns, that two measurements of the same work may have beyond that."""
-        same = [
-            (abs(found[0]), found[1]) for one, other in self._alike(itself=True) if (found := _in_turns(one, other))
-        ]
-        beyond = [log for log, openings in same if log > self.opening * math.sqrt(openings)]
-        return max([FLOOR, *beyond])
+        same = [found for one, other in self._alike(itself=True) if (found := self._in_turns(one, other))]
+        return max([FLOOR, *(abs(log) for log, variance in same if abs(log) > self._reach(variance))])
+
+    def _in_turns(self, run: RunResult, other: RunResult) -> tuple[float, float] | None:
+        """Return the ratio of two runs from their turns with a third, or with each other, as a logarithm; else None.
+
+        Second is the variance of that mean, in units of one opening's. Of the first run and itself it is that of the
+        run and its copy.
+        """
+        if run is self.first is not other:  # the other's turns were with this run, and its own with a copy of itself
+            back = self._in_turns(other, run)
+            return back and (-back[0], back[1])
+        own, its = (each.throughput.beside if each.throughput else None for each in (run, other))
+        direct = own and own.compute == other.compute
+        if own and its and own.compute == its.compute and not (direct and other is self.first):
+            return _apart(own, its)
+        if own and direct:
+            return statistics.fmean(own.ratios), 1 / len(own.ratios)
+        if its and its.compute == run.compute:
+            return -statistics.fmean(its.ratios), 1 / len(its.ratios)
+        return None
 
     @cached_property
     def apart(self) -> float:
@@ -145,21 +167,22 @@ class SpeedUps:
     def fastest(self, groups: Sequence[Group]) -> tuple[Group, list[Group]]:
         """Return the fastest of some groups, and those that noise does not tell from it.
 
-        The fastest is the first run's where no other is faster beyond noise.
+        The fastest is the first run's where no other is faster beyond noise: the more are looked at, the faster one
+        seems by chance, so that intervals here are those that hold of all groups together.
         """
+        looks = max(len(groups) - 1, 1)
         ranked = sorted(groups, key=lambda group: -(group.gain.log if group.gain else 0.0))
         if not self.first.speed:
             ranked = sorted(groups, key=lambda group: -group.speed)
         own = next((group for group in groups if self.first in group.runs), None)
         best = ranked[0]
-        if own and best.gain and best.gain.noise:
+        if own and best is not own and self._noise(best.runs, [self.first], looks):
             best = own
-        like = [group for group in ranked if group is not best and self._noise(best, group)]
+        like = [group for group in ranked if group is not best and self._noise(best.runs, group.runs, looks)]
         return best, like
 
-    def _noise(self, one: Group, other: Group) -> bool:
-        found = [gain for a in one.runs for b in other.runs if (gain := self.over(a, b))]
-        return SpeedUp.mean(found).noise
+    def _noise(self, runs: Sequence[RunResult], others: Sequence[RunResult], looks: int) -> bool:
+        return SpeedUp.mean([gain for a in runs for b in others if (gain := self.over(a, b, looks))]).noise
 
 
 def pooled(groups: Sequence[Sequence[float]]) -> tuple[float, int]:
@@ -169,31 +192,22 @@ def pooled(groups: Sequence[Sequence[float]]) -> tuple[float, int]:
     return (math.sqrt(squares / freedom) if freedom else 0.0), freedom
 
 
-def _in_turns(run: RunResult, other: RunResult) -> tuple[float, float] | None:
-    """Return the ratio of two runs from their turns with a third, or with each other, as a logarithm; else None.
-
-    Second is the variance of that mean, in units of one opening's. Of a run and itself it is that of the run and its
-    copy.
-    """
-    own, its = (each.throughput.beside if each.throughput else None for each in (run, other))
-    if own and own.compute == other.compute:
-        return statistics.fmean(own.ratios), 1 / len(own.ratios)
-    if its and its.compute == run.compute:
-        return -statistics.fmean(its.ratios), 1 / len(its.ratios)
-    if own and its and own.compute == its.compute:
-        log = statistics.fmean(own.ratios) - statistics.fmean(its.ratios)
-        return log, 1 / len(own.ratios) + 1 / len(its.ratios)
-    return None
+def _apart(own: Beside, its: Beside) -> tuple[float, float]:
+    """Return the ratio of two runs that were timed beside the same work, and its variance, as `_in_turns` does."""
+    return statistics.fmean(own.ratios) - statistics.fmean(its.ratios), 1 / len(own.ratios) + 1 / len(its.ratios)
 
 
-def measured_apart(run: RunResult, other: RunResult, floor: float = math.log1p(NOISE)) -> SpeedUp | None:
+def measured_apart(
+    run: RunResult, other: RunResult, floor: float = math.log1p(NOISE), looks: int = 1
+) -> SpeedUp | None:
     """Return the ratio of two speeds that were measured one after the other; None where either is unknown.
 
     To the spread of the trials comes `floor`, what two measurements of the same work may differ by, as a logarithm.
     """
     if not (run.speed and other.speed):
         return None
-    return SpeedUp(math.log(run.speed / other.speed), math.hypot(trials_error(run), trials_error(other), floor))
+    errors = (trials_error(each, looks) for each in (run, other))
+    return SpeedUp(math.log(run.speed / other.speed), math.hypot(*errors, floor))
 
 
 def relative_to_first(run: RunResult, other: RunResult) -> SpeedUp | None:
@@ -201,21 +215,23 @@ def relative_to_first(run: RunResult, other: RunResult) -> SpeedUp | None:
     own, its = (each.throughput.beside if each.throughput else None for each in (run, other))
     if not (own and its and own.compute == its.compute):
         return None
-    (spread, freedom), openings = pooled([own.ratios, its.ratios]), 1 / len(own.ratios) + 1 / len(its.ratios)
-    error = standard_errors(freedom + 1) * spread * math.sqrt(openings) if freedom else math.inf
-    log = statistics.fmean(own.ratios) - statistics.fmean(its.ratios)
+    (spread, freedom), (log, variance) = pooled([own.ratios, its.ratios]), _apart(own, its)
+    error = standard_errors(freedom + 1) * spread * math.sqrt(variance) if freedom else math.inf
     return SpeedUp(log, math.hypot(error, FLOOR))
 
 
-def trials_error(run: RunResult) -> float:
-    """Return how far the 95 % interval of a run's mean speed reaches, relative to it, by the spread of its trials."""
+def trials_error(run: RunResult, looks: int = 1) -> float:
+    """Return how far the 95 % interval of a run's mean speed reaches, relative to it, by the spread of its trials.
+
+    As wide as so many `looks` need it to hold together.
+    """
     trials = run.trials("FULL")
     if trials:
         count, spread = len(trials.trial_time), trials.std / trials.mean
     else:
         speeds = [epoch.samples_per_second for epoch in run.timed[1:]]
         count, spread = len(speeds), statistics.stdev(speeds) / statistics.fmean(speeds) if len(speeds) > 1 else 0.0
-    return standard_errors(count) * spread / math.sqrt(count) if count > 1 else math.inf
+    return standard_errors(count, looks) * spread / math.sqrt(count) if count > 1 else math.inf
 
 
 def gain(before: RunResult, run: RunResult, speed_up: SpeedUp | None) -> str | None:
