@@ -100,8 +100,7 @@ class SpeedUps:
         if run is other:
             return SpeedUp(0.0, 0.0)
         if (turns := self._in_turns(run, other)) is not None:
-            log, variance = turns
-            return SpeedUp(log, math.hypot(self._reach(variance, looks), self.floor))
+            return SpeedUp(turns.log, math.hypot(turns.error(*self._opening, looks), self.floor))
         return measured_apart(run, other, self.apart, looks)
 
     @cached_property
@@ -109,35 +108,27 @@ class SpeedUps:
         """Standard deviation of one opening's ratio, and its degrees of freedom: of all runs of the plan together."""
         return pooled([run.throughput.beside.ratios for run in self.runs if run.throughput and run.throughput.beside])
 
-    def _reach(self, variance: float, looks: int = 1) -> float:
-        """Return how far the interval of a ratio reaches, of a variance in units of one opening's."""
-        spread, freedom = self._opening
-        return standard_errors(freedom + 1, looks) * spread * math.sqrt(variance) if freedom else math.inf
-
     @cached_property
     def floor(self) -> float:
         """Logarithm of the ratio, in turns, that two measurements of the same work may have beyond that."""
         same = [found for one, other in self._alike(itself=True) if (found := self._in_turns(one, other))]
-        return max([FLOOR, *(abs(log) for log, variance in same if abs(log) > self._reach(variance))])
+        return max([FLOOR, *(abs(turns.log) for turns in same if abs(turns.log) > turns.error(*self._opening))])
 
-    def _in_turns(self, run: RunResult, other: RunResult) -> tuple[float, float] | None:
-        """Return the ratio of two runs from their turns with a third, or with each other, as a logarithm; else None.
+    def _in_turns(self, run: RunResult, other: RunResult) -> _Turns | None:
+        """Return how much faster a run is than another by turns with it, or with a third; None where there were none.
 
-        Second is the variance of that mean, in units of one opening's. Of the first run and itself it is that of the
-        run and its copy.
+        Of the first run and itself it is that of the run and its copy.
         """
-        if run is self.first is not other:  # the other's turns were with this run, and its own with a copy of itself
-            back = self._in_turns(other, run)
-            return back and (-back[0], back[1])
         own, its = (each.throughput.beside if each.throughput else None for each in (run, other))
-        direct = own and own.compute == other.compute
-        if own and its and own.compute == its.compute and not (direct and other is self.first):
-            return _apart(own, its)
-        if own and direct:
-            return statistics.fmean(own.ratios), 1 / len(own.ratios)
-        if its and its.compute == run.compute:
-            return -statistics.fmean(its.ratios), 1 / len(its.ratios)
-        return None
+        with_other = _Turns(own) if own and own.compute == other.compute else None
+        with_run = _Turns(None, its) if its and its.compute == run.compute else None
+        if other is self.first and with_other:
+            return with_other
+        if run is self.first and with_run:
+            return with_run
+        if own and its and own.compute == its.compute:
+            return _Turns(own, its)
+        return with_other or with_run
 
     @cached_property
     def apart(self) -> float:
@@ -192,9 +183,29 @@ def pooled(groups: Sequence[Sequence[float]]) -> tuple[float, int]:
     return (math.sqrt(squares / freedom) if freedom else 0.0), freedom
 
 
-def _apart(own: Beside, its: Beside) -> tuple[float, float]:
-    """Return the ratio of two runs that were timed beside the same work, and its variance, as `_in_turns` does."""
-    return statistics.fmean(own.ratios) - statistics.fmean(its.ratios), 1 / len(own.ratios) + 1 / len(its.ratios)
+@dataclass(frozen=True)
+class _Turns:
+    """The turns of two runs with a third; None of these is the third itself."""
+
+    own: Beside | None
+    its: Beside | None = None
+
+    @property
+    def log(self) -> float:
+        """Logarithm of their ratio."""
+        own, its = (statistics.fmean(each.ratios) if each else 0.0 for each in (self.own, self.its))
+        return own - its
+
+    def error(self, spread: float, freedom: int, looks: int = 1) -> float:
+        """Return how far the interval of that reaches, given the standard deviation of an opening's ratio.
+
+        That of all runs is known better than one run's own; a run that was disturbed more than the others has its own.
+        """
+        if not freedom:
+            return math.inf
+        known = [each.ratios for each in (self.own, self.its) if each]
+        variance = sum(max(spread, pooled([ratios])[0]) ** 2 / len(ratios) for ratios in known)
+        return standard_errors(freedom + 1, looks) * math.sqrt(variance)
 
 
 def measured_apart(
@@ -215,9 +226,8 @@ def relative_to_first(run: RunResult, other: RunResult) -> SpeedUp | None:
     own, its = (each.throughput.beside if each.throughput else None for each in (run, other))
     if not (own and its and own.compute == its.compute):
         return None
-    (spread, freedom), (log, variance) = pooled([own.ratios, its.ratios]), _apart(own, its)
-    error = standard_errors(freedom + 1) * spread * math.sqrt(variance) if freedom else math.inf
-    return SpeedUp(log, math.hypot(error, FLOOR))
+    turns = _Turns(own, its)
+    return SpeedUp(turns.log, math.hypot(turns.error(*pooled([own.ratios, its.ratios])), FLOOR))
 
 
 def trials_error(run: RunResult, looks: int = 1) -> float:
