@@ -216,6 +216,17 @@ def test_a_headline_has_its_error_and_who_is_as_fast(results: Results) -> None:
     assert [row["step_speed_up_noise"] for row in rows] == ["", "no", "yes"]
 
 
+def test_the_cards_speak_of_one_run(results: Results) -> None:
+    """The fastest in turns, which was measured at the least speed by itself, has a bar, and is what is bound."""
+    ratios = {"plain": 1.0, **{f"same{number}": 1.0 for number in range(7)}, "fast": 1.5}
+    for name, ratio in ratios.items():
+        timed(results, name, 90 if name == "fast" else 100 + len(name), noisy(ratio, spread=0.01, seed=len(name)))
+    plan = plan_of(results, *ratios)
+    view, bound = glance.speed(plan), glance.fastest_bound(plan)
+    assert view and view["fastest"] == "fast" and "fast" in [bar["label"] for bar in view["bars"]]
+    assert bound and bound["run"] == "fast"
+
+
 def test_single_trials_say_nothing(results: Results) -> None:
     for name, full in (("a", 100.0), ("b", 300.0)):
         timed(results, name, full, None)
