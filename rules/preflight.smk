@@ -7,7 +7,7 @@ from dlscale.core import times
 from dlscale.core.fingerprint import TABLES
 from dlscale.core.machine import gpus
 from dlscale.core.stages import DATA_STAGES, RUN_STAGES
-from dlscale.preflight import disks, environment, graph
+from dlscale.preflight import disks, dryrun, environment
 from snakemake.exceptions import WorkflowError
 
 STARTED = time.time() - times.age()
@@ -125,7 +125,7 @@ def show_reasons():
 
 def answer():
     """Tell the process that asked what would run, and why."""
-    graph.answer(cost.named(waiting_works()), asdict(reasons()))
+    dryrun.answer(cost.named(waiting_works()), asdict(reasons()))
 
 
 def show_pages():
@@ -144,7 +144,7 @@ def show_pages():
         print(f"Preview: {picture.resolve()}", file=sys.stderr)
 
 
-if graph.asked():
+if dryrun.asked():
     at_end_of_dry_run(answer)
 else:
     at_end_of_dry_run(show_obstacle)

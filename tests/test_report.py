@@ -38,7 +38,8 @@ from dlscale.report import results as reading
 from dlscale.report.diagnosis import bound
 from dlscale.report.disturbance import disturbance
 from dlscale.report.results import first_and_least, read_plan
-from dlscale.report.speedup import SpeedUps, gain
+from dlscale.report.rungs import gain
+from dlscale.report.speedup import SpeedUps
 from dlscale.report.verdict import of
 
 HOSTILE = """</title><script>alert(1)</script>"&'{{ 7*7 }}"""
@@ -442,8 +443,12 @@ def test_a_busy_machine_is_given_away(results: Results) -> None:
 
 
 def test_a_learning_rate_is_no_other_computation(results: Results) -> None:
-    """The first two differ in the learning rate alone, and yet one computes at half the speed."""
-    for name, synthetic, adam in (("a", 100.0, {"lr": 1e-3}), ("b", 50.0, {"lr": 1e-4}), ("c", 20.0, {"fused": True})):
+    """The first two differ in what the update multiplies by, and yet one computes at half the speed."""
+    for name, synthetic, adam in (
+        ("a", 100.0, {"lr": 1e-3}),
+        ("b", 50.0, {"lr": 1e-4, "betas": [0.8, 0.9]}),
+        ("c", 20.0, {"fused": True}),
+    ):
         results.run("p", name, triplet=(500.0, synthetic, 40.0 if name != "c" else 19.0), optimizer=adam)
     plan = read_plan(results.plan("p", {"a": "a", "b": "b", "c": "c"}))
     said = disturbance(plan.runs)

@@ -13,14 +13,15 @@ CONFIDENCE = 0.95
 TRIM = 0.2
 
 
-def standard_errors(samples: float) -> float:
+def standard_errors(samples: float, looks: int = 1) -> float:
     """Return how many standard errors the interval of a mean of so many samples reaches to each side (Student's t).
 
-    Infinite for one sample, of which no spread is known.
+    Infinite for one sample, of which no spread is known. Of so many `looks` all intervals together hold what they
+    should in 95 % (Bonferroni).
     """
     from scipy.special import stdtrit
 
-    return float(stdtrit(samples - 1, (1 + CONFIDENCE) / 2)) if samples > 1 else math.inf
+    return float(stdtrit(samples - 1, 1 - (1 - CONFIDENCE) / (2 * looks))) if samples > 1 else math.inf
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:

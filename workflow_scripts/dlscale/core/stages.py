@@ -55,7 +55,10 @@ def throughput_work(run: Any, train: int | None, valid: int | None) -> float | N
 
 
 def throughput_seconds(run: Any) -> float:
-    """Return how long the trials last at least, in 3 modes, and the turns with the plan's first run at most, s."""
+    """Return how long the trials last at least, in 3 modes, and the turns with the plan's first run at most, s.
+
+    Without what opening both runs takes.
+    """
     settings = run.throughput
     turns = settings.beside if run.processes.world_size == 1 else 0.0
     return float(3 * (settings.warmup + settings.trials) * settings.seconds + turns)

@@ -29,7 +29,7 @@ from dlscale.core.stages import STAGES
 from dlscale.core.text import many
 from dlscale.data import parts
 from dlscale.launch import slurm
-from dlscale.preflight import graph, rates
+from dlscale.preflight import dryrun, rates
 from dlscale.preflight.rates import Basis
 
 Hours = Literal["node_hours", "gpu_hours", "charged_hours", "process_hours"]
@@ -366,7 +366,7 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
     for plan in args.plans:
         if plan not in configuration.plans:
             raise UserError(unknown("plan", plan, configuration.plans))
-    answer = graph.ask([f"plan_{plan}" for plan in args.plans], args)
+    answer = dryrun.ask([f"plan_{plan}" for plan in args.plans], args)
     if answer.status:  # files of others are not there, say
         print(*answer.said.splitlines(), sep="\n", file=sys.stderr)
         print("The workflow cannot say what would run; priced is what lacks results:", file=sys.stderr)

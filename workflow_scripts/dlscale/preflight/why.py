@@ -22,7 +22,7 @@ from dlscale.core.files import write_json
 from dlscale.core.settings import flat
 from dlscale.core.stages import STAGES
 from dlscale.core.text import many
-from dlscale.preflight import graph
+from dlscale.preflight import dryrun
 
 if TYPE_CHECKING:
     from dlscale.config.resolve import Configuration
@@ -286,7 +286,7 @@ def remembered(folder: Path, tables: Mapping[str, Mapping[str, str]]) -> Callabl
 
 def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
     """Have Snakemake look what it would run for `args.targets`, and say why; return its exit status."""
-    answer = graph.ask(args.targets, args)
+    answer = dryrun.ask(args.targets, args)
     if answer.status:
         print(answer.said, file=sys.stderr)
         return answer.status

@@ -5,16 +5,13 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Iterator, Sequence
-from typing import Any
 
+from dlscale.config.compute import compute_settings
 from dlscale.core.telemetry import Sample
 from dlscale.core.text import number, percent
 from dlscale.report import verdict
 from dlscale.report.diagnosis import UNKNOWN, bound
 from dlscale.report.results import RunResult
-
-#: Settings that leave the computation of a step as it is: how data come, and what is done with the step.
-ELSEWHERE = ("loader", "label", "training", "schedule", "throughput", "profile", "tune", "seed")
 
 #: Share of a machine's cores from which on there are few left for others.
 FULL = 0.8
@@ -72,7 +69,8 @@ def _contradictions(runs: Sequence[RunResult]) -> Iterator[tuple[str, list[RunRe
     alike: dict[str, list[tuple[float, RunResult]]] = {}
     for run in runs:
         if trials := run.trials("SYNTHETIC"):
-            alike.setdefault(json.dumps(_step(run), sort_keys=True, default=str), []).append((trials.mean, run))
+            step = {**compute_settings(run.settings), "loader": None}  # how data come is nothing to it
+            alike.setdefault(json.dumps(step, sort_keys=True), []).append((trials.mean, run))
     for speeds in alike.values():
         (least, slow), (most, quick) = (pick(speeds, key=lambda each: each[0]) for pick in (min, max))
         if most > 1.25 * least:
@@ -84,12 +82,3 @@ def _contradictions(runs: Sequence[RunResult]) -> Iterator[tuple[str, list[RunRe
     for run in runs:
         if (found := bound(run.throughput)) and found.what == UNKNOWN:
             yield f"FULL of {run.label} was faster than loading or computing alone, which cannot be.", [run]
-
-
-def _step(run: RunResult) -> dict[str, Any]:
-    """Return the settings that decide how long a step computes; the learning rate is but a number in it."""
-    settings = {key: value for key, value in run.settings.items() if key not in ELSEWHERE}
-    optimizer = settings.get("optimizer")
-    if isinstance(optimizer, dict):
-        settings["optimizer"] = {key: value for key, value in optimizer.items() if key != "lr"}
-    return settings

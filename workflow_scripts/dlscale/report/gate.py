@@ -136,31 +136,43 @@ def _known(reference: Reference, key: str, run: RunResult) -> Kept | None:
     return kept if kept and kept.compute == run.compute else None
 
 
+@dataclass(frozen=True)
+class _Figure:
+    """A figure of a run, beside those of the reference; logarithms all."""
+
+    run: str
+    value: float
+    before: list[float]
+    alone: float  #: How far it may lie below a single one.
+
+
 def held(reference: Reference, runs: Mapping[str, RunResult]) -> Iterator[Look]:
     """Yield each figure of these runs that the reference knows, with how far it may be below by chance."""
-    found: list[tuple[str, str, float, list[float], float]] = []
+    rates, gains = [], []
     for key, run in runs.items():
         assert run.throughput and run.speed
         if not (kept := _known(reference, key, run)):
             continue
-        rates = [math.log(each.rate) for each in kept.measured]
-        found.append((key, "samples/s", math.log(run.speed), rates, math.hypot(trials_error(run), math.log1p(NOISE))))
+        before = [math.log(each.rate) for each in kept.measured]
+        # Of the trials then only the mean is kept: they are taken to have varied as those now.
+        alone = math.hypot(math.sqrt(2) * trials_error(run), math.log1p(NOISE))
+        rates.append(_Figure(key, math.log(run.speed), before, alone))
         gain, beside = _gain(run.throughput), run.throughput.beside
-        gains = [each.gain for each in kept.measured if each.gain is not None]
-        if gain is not None and beside and gains and beside.compute == kept.first != run.compute:
-            error = math.sqrt(2) * math.hypot(interval(beside.ratios)[1], FLOOR)
-            found.append((key, "over the first run", gain, gains, error))
-    level = 1 - (1 - CONFIDENCE) / max(len(found), 1)  # of all looks together (Bonferroni)
-    for what in ("samples/s", "over the first run"):
-        own = [each for each in found if each[1] == what]
-        spread, freedom = pooled([before for *_, before, _ in own])
-        for key, _, value, before, alone in own:
-            allowed = alone
+        before = [each.gain for each in kept.measured if each.gain is not None]
+        if gain is not None and beside and before and beside.compute == kept.first != run.compute:
+            alone = math.sqrt(2) * math.hypot(interval(beside.ratios)[1], FLOOR)
+            gains.append(_Figure(key, gain, before, alone))
+    # One in twenty by chance, of all looks together (Bonferroni); only a loss counts.
+    level = 1 - (1 - CONFIDENCE) / max(len(rates) + len(gains), 1)
+    for what, figures in (("samples/s", rates), ("over the first run", gains)):
+        spread, freedom = pooled([figure.before for figure in figures])
+        for figure in figures:
+            count, allowed = len(figure.before), figure.alone
             if freedom:
                 from scipy.special import stdtrit
 
-                allowed = float(stdtrit(freedom, level)) * spread * math.sqrt(1 + 1 / len(before))
-            yield Look(key, what, value - statistics.fmean(before), allowed, len(before))
+                allowed = float(stdtrit(freedom, level)) * spread * math.sqrt(1 + 1 / count)
+            yield Look(figure.run, what, figure.value - statistics.fmean(figure.before), allowed, count)
 
 
 def updated(reference: Reference, runs: Mapping[str, RunResult]) -> Reference:

@@ -8,7 +8,7 @@ from typing import Any
 from dlscale.core.records import MODES
 from dlscale.report import published
 from dlscale.report.diagnosis import bound
-from dlscale.report.results import PlanResult, first_and_least, slowness, without_seed
+from dlscale.report.results import PlanResult, first_and_least, without_seed
 from dlscale.report.speedup import Group, SpeedUps
 from dlscale.report.verdict import of
 
@@ -18,17 +18,22 @@ View = dict[str, Any]
 BARS = 6
 
 
+def _fastest(plan: PlanResult) -> tuple[Group, list[Group], list[Group]] | None:
+    """Return the fastest of a plan's groups of runs, those that noise does not tell from it, and all; None if none."""
+    measured = [run for run in plan.runs if run.speed and run.averages] or [run for run in plan.runs if run.speed]
+    speeds = SpeedUps(plan.runs)
+    groups = [group for group in speeds.groups if group.runs[0] in measured]
+    return (*speeds.fastest(groups), groups) if groups else None
+
+
 def speed(plan: PlanResult) -> View | None:
     """Return the fastest run, and bars of the first and the fastest ones; None if none was measured.
 
     Runs that do the same work are one, at their mean speed. What is said to be the fastest is so beyond noise.
     """
-    measured = [run for run in plan.runs if run.speed and run.averages] or [run for run in plan.runs if run.speed]
-    if not measured:
+    if (found := _fastest(plan)) is None:
         return None
-    speeds = SpeedUps(plan.runs)
-    groups = [group for group in speeds.groups if group.runs[0] in measured]
-    fastest, like = speeds.fastest(groups)
+    fastest, like, groups = found
     full = "throughput" in plan.record.measure
     figures = published.series(plan.record.published, plan.name, [run.name for run in plan.runs])
     greatest = max(group.speed for group in groups)
@@ -51,7 +56,8 @@ def speed(plan: PlanResult) -> View | None:
                 "fastest": group is fastest,
                 "published": published.beside(figures, group.runs[0].name),
             }
-            for group in first_and_least(groups, BARS, lambda group: -group.speed)
+            # The fastest in turns may have been the slowest by itself.
+            for group in first_and_least(groups, BARS, lambda group: -math.inf if group is fastest else -group.speed)
         ],
         "of": len(groups),
     }
@@ -66,8 +72,10 @@ def _label(group: Group) -> str:
 
 
 def fastest_bound(plan: PlanResult) -> View | None:
-    """Return what bounds the fastest run; None if that was not measured."""
-    run = min([run for run in plan.runs if run.averages] or plan.runs, key=slowness)
+    """Return what bounds the run that `speed` calls the fastest; None if that was not measured."""
+    if (found := _fastest(plan)) is None:
+        return None
+    run = found[0].runs[0]
     verdict = bound(run.throughput)
     if not verdict:
         return None

@@ -41,8 +41,9 @@ from dlscale.report.drawing import MARKERS, picture
 from dlscale.report.glance import View
 from dlscale.report.references import Reference
 from dlscale.report.results import PlanResult, RunResult, first_and_least, slowness
+from dlscale.report.rungs import gain
 from dlscale.report.series import KINDS
-from dlscale.report.speedup import SpeedUps, gain
+from dlscale.report.speedup import SpeedUps
 from dlscale.report.tables import channel_tables, runs_table
 from dlscale.report.tuning import tunings
 

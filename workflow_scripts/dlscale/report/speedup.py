@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from dlscale.core.noise import standard_errors
-from dlscale.core.records import MODES, Throughput, Trials
-from dlscale.core.text import number, percent
-from dlscale.report.diagnosis import NOISE, UNKNOWN, bound, faster
+from dlscale.core.records import Beside
+from dlscale.core.text import number
+from dlscale.report.diagnosis import NOISE
 from dlscale.report.results import RunResult
 
 #: Nothing less is told apart, however alike a plan's openings were: a logarithm of a ratio.
@@ -90,32 +90,45 @@ class SpeedUps:
         """Return how much faster a run is than the plan's first one; None where either speed is unknown."""
         return self.over(run, self.first)
 
-    def over(self, run: RunResult, other: RunResult) -> SpeedUp | None:
-        """Return how much faster a run is than another; None where either speed is unknown."""
+    def over(self, run: RunResult, other: RunResult, looks: int = 1) -> SpeedUp | None:
+        """Return how much faster a run is than another; None where either speed is unknown.
+
+        Whoever picks among so many `looks` needs wider intervals, which hold together.
+        """
         if not (run.speed and other.speed):
             return None
         if run is other:
             return SpeedUp(0.0, 0.0)
-        if (turns := _in_turns(run, other)) is not None:
-            log, openings = turns
-            return SpeedUp(log, math.hypot(self.opening * math.sqrt(openings), self.floor))
-        return measured_apart(run, other, self.apart)
+        if (turns := self._in_turns(run, other)) is not None:
+            return SpeedUp(turns.log, math.hypot(turns.error(*self._opening, looks), self.floor))
+        return measured_apart(run, other, self.apart, looks)
 
     @cached_property
-    def opening(self) -> float:
-        """How far the 95 % interval of one opening's ratio reaches: by the spread within the runs of the plan."""
-        known = [run.throughput.beside.ratios for run in self.runs if run.throughput and run.throughput.beside]
-        spread, freedom = pooled(known)
-        return standard_errors(freedom + 1) * spread if freedom else math.inf
+    def _opening(self) -> tuple[float, int]:
+        """Standard deviation of one opening's ratio, and its degrees of freedom: of all runs of the plan together."""
+        return pooled([run.throughput.beside.ratios for run in self.runs if run.throughput and run.throughput.beside])
 
     @cached_property
     def floor(self) -> float:
         """Logarithm of the ratio, in turns, that two measurements of the same work may have beyond that."""
-        same = [
-            (abs(found[0]), found[1]) for one, other in self._alike(itself=True) if (found := _in_turns(one, other))
-        ]
-        beyond = [log for log, openings in same if log > self.opening * math.sqrt(openings)]
-        return max([FLOOR, *beyond])
+        same = [found for one, other in self._alike(itself=True) if (found := self._in_turns(one, other))]
+        return max([FLOOR, *(abs(turns.log) for turns in same if abs(turns.log) > turns.error(*self._opening))])
+
+    def _in_turns(self, run: RunResult, other: RunResult) -> _Turns | None:
+        """Return how much faster a run is than another by turns with it, or with a third; None where there were none.
+
+        Of the first run and itself it is that of the run and its copy.
+        """
+        own, its = (each.throughput.beside if each.throughput else None for each in (run, other))
+        with_other = _Turns(own) if own and own.compute == other.compute else None
+        with_run = _Turns(None, its) if its and its.compute == run.compute else None
+        if other is self.first and with_other:
+            return with_other
+        if run is self.first and with_run:
+            return with_run
+        if own and its and own.compute == its.compute:
+            return _Turns(own, its)
+        return with_other or with_run
 
     @cached_property
     def apart(self) -> float:
@@ -145,21 +158,22 @@ class SpeedUps:
     def fastest(self, groups: Sequence[Group]) -> tuple[Group, list[Group]]:
         """Return the fastest of some groups, and those that noise does not tell from it.
 
-        The fastest is the first run's where no other is faster beyond noise.
+        The fastest is the first run's where no other is faster beyond noise: the more are looked at, the faster one
+        seems by chance, so that intervals here are those that hold of all groups together.
         """
+        looks = max(len(groups) - 1, 1)
         ranked = sorted(groups, key=lambda group: -(group.gain.log if group.gain else 0.0))
         if not self.first.speed:
             ranked = sorted(groups, key=lambda group: -group.speed)
         own = next((group for group in groups if self.first in group.runs), None)
         best = ranked[0]
-        if own and best.gain and best.gain.noise:
+        if own and best is not own and self._noise(best.runs, [self.first], looks):
             best = own
-        like = [group for group in ranked if group is not best and self._noise(best, group)]
+        like = [group for group in ranked if group is not best and self._noise(best.runs, group.runs, looks)]
         return best, like
 
-    def _noise(self, one: Group, other: Group) -> bool:
-        found = [gain for a in one.runs for b in other.runs if (gain := self.over(a, b))]
-        return SpeedUp.mean(found).noise
+    def _noise(self, runs: Sequence[RunResult], others: Sequence[RunResult], looks: int) -> bool:
+        return SpeedUp.mean([gain for a in runs for b in others if (gain := self.over(a, b, looks))]).noise
 
 
 def pooled(groups: Sequence[Sequence[float]]) -> tuple[float, int]:
@@ -169,31 +183,42 @@ def pooled(groups: Sequence[Sequence[float]]) -> tuple[float, int]:
     return (math.sqrt(squares / freedom) if freedom else 0.0), freedom
 
 
-def _in_turns(run: RunResult, other: RunResult) -> tuple[float, float] | None:
-    """Return the ratio of two runs from their turns with a third, or with each other, as a logarithm; else None.
+@dataclass(frozen=True)
+class _Turns:
+    """The turns of two runs with a third; None of these is the third itself."""
 
-    Second is the variance of that mean, in units of one opening's. Of a run and itself it is that of the run and its
-    copy.
-    """
-    own, its = (each.throughput.beside if each.throughput else None for each in (run, other))
-    if own and own.compute == other.compute:
-        return statistics.fmean(own.ratios), 1 / len(own.ratios)
-    if its and its.compute == run.compute:
-        return -statistics.fmean(its.ratios), 1 / len(its.ratios)
-    if own and its and own.compute == its.compute:
-        log = statistics.fmean(own.ratios) - statistics.fmean(its.ratios)
-        return log, 1 / len(own.ratios) + 1 / len(its.ratios)
-    return None
+    own: Beside | None
+    its: Beside | None = None
+
+    @property
+    def log(self) -> float:
+        """Logarithm of their ratio."""
+        own, its = (statistics.fmean(each.ratios) if each else 0.0 for each in (self.own, self.its))
+        return own - its
+
+    def error(self, spread: float, freedom: int, looks: int = 1) -> float:
+        """Return how far the interval of that reaches, given the standard deviation of an opening's ratio.
+
+        That of all runs is known better than one run's own; a run that was disturbed more than the others has its own.
+        """
+        if not freedom:
+            return math.inf
+        known = [each.ratios for each in (self.own, self.its) if each]
+        variance = sum(max(spread, pooled([ratios])[0]) ** 2 / len(ratios) for ratios in known)
+        return standard_errors(freedom + 1, looks) * math.sqrt(variance)
 
 
-def measured_apart(run: RunResult, other: RunResult, floor: float = math.log1p(NOISE)) -> SpeedUp | None:
+def measured_apart(
+    run: RunResult, other: RunResult, floor: float = math.log1p(NOISE), looks: int = 1
+) -> SpeedUp | None:
     """Return the ratio of two speeds that were measured one after the other; None where either is unknown.
 
     To the spread of the trials comes `floor`, what two measurements of the same work may differ by, as a logarithm.
     """
     if not (run.speed and other.speed):
         return None
-    return SpeedUp(math.log(run.speed / other.speed), math.hypot(trials_error(run), trials_error(other), floor))
+    errors = (trials_error(each, looks) for each in (run, other))
+    return SpeedUp(math.log(run.speed / other.speed), math.hypot(*errors, floor))
 
 
 def relative_to_first(run: RunResult, other: RunResult) -> SpeedUp | None:
@@ -201,63 +226,19 @@ def relative_to_first(run: RunResult, other: RunResult) -> SpeedUp | None:
     own, its = (each.throughput.beside if each.throughput else None for each in (run, other))
     if not (own and its and own.compute == its.compute):
         return None
-    (spread, freedom), openings = pooled([own.ratios, its.ratios]), 1 / len(own.ratios) + 1 / len(its.ratios)
-    error = standard_errors(freedom + 1) * spread * math.sqrt(openings) if freedom else math.inf
-    log = statistics.fmean(own.ratios) - statistics.fmean(its.ratios)
-    return SpeedUp(log, math.hypot(error, FLOOR))
+    turns = _Turns(own, its)
+    return SpeedUp(turns.log, math.hypot(turns.error(*pooled([own.ratios, its.ratios])), FLOOR))
 
 
-def trials_error(run: RunResult) -> float:
-    """Return how far the 95 % interval of a run's mean speed reaches, relative to it, by the spread of its trials."""
+def trials_error(run: RunResult, looks: int = 1) -> float:
+    """Return how far the 95 % interval of a run's mean speed reaches, relative to it, by the spread of its trials.
+
+    As wide as so many `looks` need it to hold together.
+    """
     trials = run.trials("FULL")
     if trials:
         count, spread = len(trials.trial_time), trials.std / trials.mean
     else:
         speeds = [epoch.samples_per_second for epoch in run.timed[1:]]
         count, spread = len(speeds), statistics.stdev(speeds) / statistics.fmean(speeds) if len(speeds) > 1 else 0.0
-    return standard_errors(count) * spread / math.sqrt(count) if count > 1 else math.inf
-
-
-def gain(before: RunResult, run: RunResult, speed_up: SpeedUp | None) -> str | None:
-    """Return how much faster a ladder's rung is than the one before, and why: what bound that one, and what changed.
-
-    None unless all three modes of both were measured.
-    """
-    was, now = bound(before.throughput), bound(run.throughput)
-    if not (was and now and before.throughput and run.throughput and speed_up):
-        return None
-    ratios = {mode: faster(_trials(before.throughput, mode), _trials(run.throughput, mode)) for mode in MODES}
-    full = 1.0 if speed_up.noise else speed_up.ratio
-    if UNKNOWN in (was.what, now.what):
-        return f"{speed_up.words} as fast as {before.label}; one of the two was disturbed, so that means little."
-    alike = f"As fast as {before.label}, within the noise ({number(speed_up.ratio)}×)."
-    said = alike if full == 1 else f"{speed_up.words} as fast as {before.label}."
-    if was.loading:
-        held = f"That one loads and computes as if in turn, and {percent(was.loading)} of its time is loading"
-    else:
-        held = f"That one is bound by {'loading and computation alike' if was.key == 'both' else was.what}"
-    changed = []
-    for mode, what in (("IO", "loading"), ("SYNTHETIC", "computing")):
-        noise = ", within the noise," if ratios[mode] == 1 else ""
-        if not noise or was.loading or was.key in (mode.lower(), "both"):
-            changed.append(f"{what} alone is {number(_ratio(before, run, mode))}× as fast{noise}")
-    overlap, overlap_now = min(was.share, 1.0), min(now.share, 1.0)
-    overlaps = abs(overlap_now - overlap) > 0.1
-    if overlaps:
-        changed.append(f"FULL reaches {percent(overlap_now)} of the slower one instead of {percent(overlap)}")
-    here = "; ".join(each.rstrip(",") for each in changed)
-    holding = ("IO", "SYNTHETIC") if was.loading or was.key == "both" else (was.key.upper(),)
-    moved = overlaps or any((ratios[mode] - 1) * (full - 1) > 0 for mode in holding)
-    doubt = "" if moved or full == 1 else " That does not explain it: measure again on a quiet machine."
-    return f"{said} {held}. Here {here}.{doubt}"
-
-
-def _ratio(before: RunResult, run: RunResult, mode: str) -> float:
-    assert before.throughput and run.throughput
-    return _trials(run.throughput, mode).mean / _trials(before.throughput, mode).mean
-
-
-def _trials(throughput: Throughput, mode: str) -> Trials:
-    trials = throughput.mode(mode)
-    assert trials is not None  # `bound` has seen it
-    return trials
+    return standard_errors(count, looks) * spread / math.sqrt(count) if count > 1 else math.inf

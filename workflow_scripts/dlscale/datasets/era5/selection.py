@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from dlscale.core.errors import UserError, nearest
+from dlscale.datasets.era5.kind import Value
 from dlscale.datasets.era5.variable import Variable
 
-Value = str | int | float
 Select = Mapping[str, Value | list[Value]]
 
 #: What fields that share a time may differ in, the likeliest first, and what its values are called.
