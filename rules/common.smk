@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 from dlscale.config import resolve
+from dlscale.config.compute import compute_settings
 from dlscale.core import registry
 from dlscale.core.errors import UserError
 from dlscale.core.fingerprint import ROOT, data_modules, fingerprint, run_modules
@@ -282,8 +283,10 @@ def throughput_params(wildcards):
     modules = run_modules(
         "throughput", run.study, *run.loaders("throughput"), *(first.loaders("throughput") if first else ())
     )
-    settings = json.dumps(run.slice("throughput"))
-    return {**stage_params(modules, settings), **({"beside": json.dumps(first.slice("throughput"))} if first else {})}
+    params = stage_params(modules, json.dumps(run.slice("throughput")))
+    # Of the first run only what its steps do: another learning rate of it is no reason to time all of a plan again.
+    work = {"beside": json.dumps(compute_settings(first.model_dump(mode="json")))} if first else {}
+    return params | work
 
 
 def first_data(wildcards):

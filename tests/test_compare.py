@@ -65,7 +65,7 @@ def test_two_results_are_compared_run_by_run(machine: Machine, capsys: pytest.Ca
     after = machine.measure("after", {"first": 100.0, "fast": 180.0, "new": 300.0}, spread=0)
     assert main(["compare", str(before), str(after)]) == 0
     said = capsys.readouterr().out
-    assert "p.first: 100 -> 100 samples/s, 1.00× ± 0.06" in said and "within noise; over the first run 1.00×" in said
+    assert "p.first: 100 -> 100 samples/s, 1.00× ± 0.060, within noise\n" in said, "not over itself"
     assert "p.fast: 150 -> 180 samples/s, 1.20× ± 0.0" in said and "over the first run 1.20× ± 0.0" in said
     assert f"only in {before}: p.faster" in said and f"only in {after}: p.new" in said
 

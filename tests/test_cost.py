@@ -109,7 +109,7 @@ def test_profile(tmp_path: Path) -> None:
     measured(tmp_path, four, 6000.0)
     found = cost.estimate(four, tmp_path, scheduler())
     assert found.basis == "measured" and found.seconds == pytest.approx((10 + 4 * 20) * 256 / 6000 + 2 * 120)
-    assert cost.minutes(four, tmp_path, scheduler()) == math.ceil(1.5 * (3.84 + 240) / 60) + 10
+    assert cost.minutes(four, tmp_path, scheduler()) == math.ceil(1.5 * (3.84 + 240 + 600) / 60) + 10
     without = load(tmp_path, plans={"cosmo_profile": {"settings": {"profile": {"tools": ["torch"]}}}})
     found = cost.estimate(work(without, "cosmo_profile.four", "profile"), tmp_path, scheduler())
     assert found.seconds == pytest.approx((10 + 3 * 20) * 256 / 6000 + 120)
@@ -299,6 +299,18 @@ def test_minutes(tmp_path: Path, rate: float, minutes: int) -> None:
     here = work(load(tmp_path), "cosmo_ladder.baseline")
     measured(tmp_path, here, rate)
     assert cost.minutes(here, tmp_path, scheduler()) == minutes
+
+
+def test_minutes_of_a_run_that_compiles(tmp_path: Path) -> None:
+    """Ten minutes more, and half of that."""
+    here, settings = work(load(tmp_path), "cosmo_ladder.baseline"), {}
+    assert here.run
+    for mode in ("none", "default"):
+        run = here.run.model_copy(update={"compile": here.run.compile.model_copy(update={"mode": mode})})
+        compiled = Work(here.stage, here.plan, here.run_name, run)
+        measured(tmp_path, compiled, 85.2)
+        settings[mode] = cost.minutes(compiled, tmp_path, scheduler())
+    assert settings == {"none": 19, "default": 34}
 
 
 def test_minutes_of_what_is_not_known(tmp_path: Path) -> None:

@@ -51,7 +51,12 @@ CONFIG: dict[str, Any] = {
         "cosmo": {
             "study": "cosmo_unet",
             "title": TITLE,
-            "settings": {**COSMO_RUN, "dataset": "boxes", "profile": PROFILE},
+            "settings": {
+                **COSMO_RUN,
+                "dataset": "boxes",
+                "profile": PROFILE,
+                "throughput": {**COSMO_RUN["throughput"], "beside": 1},
+            },
             "measure": ["train", "throughput", "profile"],
             "only": {"profile": ["unet"]},
             "runs": {"unet": {"label": TITLE}, "ceiling": {"loader": {"kind": "synthetic"}}},

@@ -345,6 +345,23 @@ ROWS = [
             *tables("cosmo", "again"),  # which names this run
         ],
     ),
+    # The plan's other run is timed in turn with this one: again only where this one's steps do something else.
+    Row(
+        "the first run's learning rate",
+        configure("plans.cosmo.runs.unet.optimizer", {"lr": 5e-3}),
+        [
+            *("configure_run cosmo unet", "train cosmo unet", "throughput cosmo unet", "profile cosmo unet"),
+            *tables("cosmo", "again"),
+        ],
+    ),
+    Row(
+        "the first run's batch size",
+        configure("plans.cosmo.runs.unet.batch_size", 2),
+        [
+            *("configure_run cosmo unet", "train cosmo unet", "throughput cosmo unet", "profile cosmo unet"),
+            *("throughput cosmo ceiling", *tables("cosmo", "again")),
+        ],
+    ),
     Row("batch size", configure("plans.era5.settings.batch_size", 2), ["configure_run era5 vit", *runs("years")]),
     Row("report's title", configure("report.title", "Edited"), ["report"]),
     Row(

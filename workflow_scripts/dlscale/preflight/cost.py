@@ -36,6 +36,8 @@ Hours = Literal["node_hours", "gpu_hours", "charged_hours", "process_hours"]
 
 #: Seconds from a job's start to its first step: interpreter, libraries, data, first batches.
 START_UP = 120.0
+#: Seconds of compiling a model, as a bound: a time limit has them, an estimate does not.
+COMPILING = 600.0
 WORDS: dict[Hours, str] = {
     "node_hours": "node-hours",
     "gpu_hours": "GPU-hours",
@@ -98,16 +100,18 @@ def minutes(work: Work, results: Path, scheduler: Scheduler) -> int | None:
     """Return the time limit to ask for: 1.5 × the estimate + 10 minutes, at least 15; None if nothing is known.
 
     Without an estimate it is what the stage may take at most (`dlscale.preflight.rates`), cut to the site's own limit.
+    A run that compiles has time for that, too.
     """
+    compiling = COMPILING if work.run and work.run.compile.mode != "none" else 0.0
     seconds = estimate(work, results, scheduler).seconds
     if seconds is not None:
-        return _limit(seconds)
+        return _limit(seconds + compiling)
     if work.run is None:
         seconds = rates.data_bound(work.plan, work.dataset, results) if work.dataset else None
     elif (samples := _samples(work, results)) is not None:
         manifest = rates.manifest_of(work.run.dataset, work.dataset, results)
         seconds = rates.bound(work.run, samples, manifest, scheduler)
-    return None if seconds is None else min(_limit(seconds + _aside(work)), scheduler.limit(work.stage))
+    return None if seconds is None else min(_limit(seconds + compiling + _aside(work)), scheduler.limit(work.stage))
 
 
 def _limit(seconds: float) -> int:

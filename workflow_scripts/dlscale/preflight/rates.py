@@ -38,8 +38,6 @@ TRUSTED = {"cuda": 1e12, "cpu": 1e10}
 #: Seconds that a step takes beside its products, and that a process takes to load a sample. Judgements: thousands of
 #: launches and a collective take some 0.01 s; one core decodes about a hundred photographs a second.
 STEP_SECONDS, LOADING_SECONDS = 0.25, 0.01
-#: Seconds of compiling a model, as a bound.
-COMPILING = 600.0
 #: Bytes/s at which a data stage is trusted to simulate and preprocess: less than a tenth of what the simulators of the
 #: demo's datasets made on a core of a shared AMD EPYC, 4 to 32 MB/s.
 DATA_RATE = 0.3e6
@@ -232,10 +230,7 @@ def bound(run: Run, samples: float, manifest: Manifest | None, scheduler: Schedu
         return None
     flops = forward * (4 if run.activation_checkpointing else 3)
     each = LOADING_SECONDS + flops / TRUSTED[device_kind(scheduler)]
-    seconds = (
-        samples / run.batch_size * STEP_SECONDS * run.accumulation_steps + samples * each / run.geometry.world_size
-    )
-    return seconds + (COMPILING if run.compile.mode != "none" else 0.0)
+    return samples / run.batch_size * STEP_SECONDS * run.accumulation_steps + samples * each / run.geometry.world_size
 
 
 def data_bound(name: str, dataset: DatasetSettings, results: Path) -> float | None:

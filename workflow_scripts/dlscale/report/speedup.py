@@ -222,9 +222,12 @@ def measured_apart(
 
 
 def relative_to_first(run: RunResult, other: RunResult) -> SpeedUp | None:
-    """Return the ratio of how much faster two runs were than their plans' first ones, if these did the same work."""
+    """Return the ratio of how much faster two runs were than their plans' first ones, if these did the same work.
+
+    None of the first runs themselves, and of those that do their work: these were timed with a copy.
+    """
     own, its = (each.throughput.beside if each.throughput else None for each in (run, other))
-    if not (own and its and own.compute == its.compute):
+    if not (own and its and own.compute == its.compute) or own.compute in (run.compute, other.compute):
         return None
     turns = _Turns(own, its)
     return SpeedUp(turns.log, math.hypot(turns.error(*pooled([own.ratios, its.ratios])), FLOOR))
