@@ -111,6 +111,8 @@ def files_to_make():
 def reason_to_run(job):
     reason, persistence = workflow.dag.reason(job), workflow.persistence
     known = any(persistence.metadata(file) for file in job.output)
+    forcing = workflow.dag_settings
+    asked = forcing.forceall or forcing.forcetargets or forcing.forcerun
     return why.Waiting(
         job.rule.name,
         dict(job.wildcards.items()),
@@ -125,7 +127,9 @@ def reason_to_run(job):
         now=sorted(reason.params_changed.only_new),
         newer=sorted(reason.updated_input),
         inputs=bool(reason.input_changed),
-        forced=bool(reason.forced),
+        # Snakemake forces what was cut short by itself (--rerun-incomplete).
+        forced=bool(reason.forced and asked),
+        interrupted=bool(reason.forced and not asked),
         command=bool(reason.code_changed),
     )
 
