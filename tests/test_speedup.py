@@ -131,7 +131,8 @@ def test_runs_that_do_the_same_work_are_no_headline(results: Results) -> None:
     view = glance.speed(plan)
     assert view and view["gain"] is None and view["of"] == 1
     said = Page(results.report()).text
-    assert "run slow, fast: all do the same work." in said
+    assert "mean over runs that do the same work (46.0 to 105), run slow, fast: all do the same work." in said
+    assert "timed in turn with" not in said, "there were no turns"
     assert "× as fast as" not in said.replace("0.438", "")
     rows = results.collect(results.plans[0])
     assert [row["speed_up_noise"] for row in rows] == ["yes", "yes"]
@@ -162,6 +163,16 @@ def test_a_headline_has_its_error_and_who_is_as_fast(results: Results) -> None:
     assert float(rows[2]["speed_up"]) == pytest.approx(1.745)
     assert float(rows[2]["speed_up_low"]) < 1.745 < float(rows[2]["speed_up_high"])
     assert [row["step_speed_up_noise"] for row in rows] == ["", "no", "yes"]
+
+
+def test_what_bounds_the_fastest_run_is_told_of_the_same_run(results: Results) -> None:
+    """By themselves the second was measured slower than the first; in turns it is the faster one."""
+    timed(results, "plain", 140, noisy(1.0, seed=1))
+    timed(results, "bf16", 75, noisy(1.74, spread=0.02, seed=2))
+    plan = plan_of(results, "plain", "bf16")
+    speed, bound = glance.speed(plan), glance.fastest_bound(plan)
+    assert speed and bound and speed["fastest"] == bound["run"] == "bf16"
+    assert "×: timed in turn with the first run" in Page(results.report()).text
 
 
 def test_single_trials_say_nothing(results: Results) -> None:

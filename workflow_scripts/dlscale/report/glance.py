@@ -23,12 +23,11 @@ def speed(plan: PlanResult) -> View | None:
 
     Runs that do the same work are one, at their mean speed. What is said to be the fastest is so beyond noise.
     """
-    measured = [run for run in plan.runs if run.speed and run.averages] or [run for run in plan.runs if run.speed]
-    if not measured:
+    if not (groups := (speeds := SpeedUps(plan.runs)).groups):
         return None
-    speeds = SpeedUps(plan.runs)
-    groups = [group for group in speeds.groups if group.runs[0] in measured]
+    groups = _counted(groups)
     fastest, like = speeds.fastest(groups)
+    rates = [run.speed or 0.0 for run in fastest.runs]
     full = "throughput" in plan.record.measure
     figures = published.series(plan.record.published, plan.name, [run.name for run in plan.runs])
     greatest = max(group.speed for group in groups)
@@ -38,6 +37,8 @@ def speed(plan: PlanResult) -> View | None:
         "alone": len(groups) == 1,
         "pooled": any(len(group.runs) > 1 for group in groups),
         "speed": fastest.speed,
+        "range": (min(rates), max(rates)) if len(rates) > 1 else None,
+        "turns": any(group.gain and run.throughput and run.throughput.beside for group in groups for run in group.runs),
         "gain": fastest.gain,
         "like": [_label(group) for group in like],
         "first": next((_label(group) for group in groups if plan.runs[0] in group.runs), plan.runs[0].label),
@@ -57,6 +58,11 @@ def speed(plan: PlanResult) -> View | None:
     }
 
 
+def _counted(groups: list[Group]) -> list[Group]:
+    """Return those that average gradients, if any do: the others compute another thing."""
+    return [group for group in groups if group.runs[0].averages] or groups
+
+
 def _label(group: Group) -> str:
     """Return what runs that do the same work are called together."""
     labels = list(dict.fromkeys(without_seed(run) for run in group.runs))
@@ -66,8 +72,10 @@ def _label(group: Group) -> str:
 
 
 def fastest_bound(plan: PlanResult) -> View | None:
-    """Return what bounds the fastest run; None if that was not measured."""
-    run = min([run for run in plan.runs if run.averages] or plan.runs, key=slowness)
+    """Return what bounds the run that `speed` calls the fastest; None if that was not measured."""
+    if not (groups := (speeds := SpeedUps(plan.runs)).groups):
+        return None
+    run = min(speeds.fastest(_counted(groups))[0].runs, key=slowness)
     verdict = bound(run.throughput)
     if not verdict:
         return None
