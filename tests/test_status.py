@@ -16,6 +16,7 @@ import pytest
 
 from dlscale.config import resolve
 from dlscale.core import log, progress
+from dlscale.core.errors import UserError
 from dlscale.core.progress import SUFFIX, Progress
 from dlscale.core.record import Doing
 from dlscale.core.records import Epoch
@@ -174,6 +175,17 @@ def test_a_plan_that_is_called_as_its_dataset(results: Path) -> None:
     file.parent.mkdir(parents=True)
     Doing(what="measuring FULL", done=1, total=4, unit="trials", time=time.time()).write(file)
     assert rows(results)["data d"].state == "waiting"
+
+
+def test_a_plan_of_a_file_that_was_not_named(results: Path) -> None:
+    args = argparse.Namespace(plans=["mine"], json=False, watch=False)
+    with pytest.raises(UserError) as refused:
+        status.main(args, configuration(results))
+    assert "--configfile" not in str(refused.value)
+    (results / "plans/mine").mkdir(parents=True)
+    (results / "plans/mine/plan.yaml").touch()
+    with pytest.raises(UserError, match="made from another configuration: name its file with --configfile"):
+        status.main(args, configuration(results))
 
 
 # ---- what a stage tells ------------------------------------------------------------------------------

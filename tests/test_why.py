@@ -114,6 +114,8 @@ def test_what_is_gone_and_needed_by_nothing_is_told(tmp_path: Path) -> None:
     assert len(lost(results, *asked, [f"{run}/metrics.jsonl"])) == 1, "an empty folder is none"
     (tmp_path / "data/d/stats/means.npy").touch()
     assert lost(results, *asked, [f"{run}/metrics.jsonl"]) == []
+    (line, *_) = lost(results, *asked, [], ["--configfile", "mine.yaml"])
+    assert line.endswith(f"snakemake --configfile mine.yaml --force {run}/metrics.jsonl"), "it is no plan without"
 
 
 def test_digests_are_remembered(tmp_path: Path) -> None:

@@ -175,7 +175,9 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
     plans = args.plans or configuration.workflow.targets
     for plan in plans:
         if plan not in configuration.plans:
-            raise UserError(unknown("plan", plan, configuration.plans))
+            own = Path(configuration.workflow.results, "plans", plan, "plan.yaml")
+            hint = f"; {own} was made from another configuration: name its file with --configfile"
+            raise UserError(unknown("plan", plan, configuration.plans) + hint * own.exists())
     while True:
         rows = look(configuration, plans)
         queued = slurm.left_running(str(Path.cwd())) if configuration.workflow.site.scheduler else []

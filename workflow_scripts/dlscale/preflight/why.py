@@ -130,13 +130,17 @@ def found(jobs: Iterable[Waiting], sources: Callable[[str], Mapping[str, str] | 
     return Reasons(lines, follow)
 
 
-def lost(results: str, runs: Iterable[str], datasets: Iterable[str], making: Collection[str]) -> list[str]:
+def lost(
+    results: str, runs: Iterable[str], datasets: Iterable[str], making: Collection[str], given: Sequence[str] = ()
+) -> list[str]:
     """Return a line for each run (`PLAN/RUN`) and dataset that lost what no job would make: nothing asked for needs it.
 
     Parameters
     ----------
     making
         The files that jobs would make.
+    given
+        Words of a call that say which configuration it has.
     """
     places = [(f"plans/{run}", run.replace("/", "."), "metrics.jsonl", ["model.pt", "tensorboard/"]) for run in runs]
     places += [(f"data/{name}", f"data {name}", "manifest.json", ["stats/"]) for name in datasets]
@@ -145,7 +149,7 @@ def lost(results: str, runs: Iterable[str], datasets: Iterable[str], making: Col
         folder = f"{results}/{place}"
         gone = [name for name in kept if not _there(Path(folder, name))]
         if gone and Path(folder, first).exists() and f"{folder}/{first}" not in making:
-            call = shlex.join(["snakemake", "--force", f"{folder}/{first}"])
+            call = shlex.join(["snakemake", *given, "--force", f"{folder}/{first}"])
             lines.append(f"{what}: {_gone(gone)}, and nothing asked for needs that; to make it again: {call}")
     return lines
 
