@@ -41,12 +41,20 @@ def user_configuration():
 
 def call_again(wildcards, input):
     """Words for a shell: this call's settings, up to further files. Taking `input` keeps them from making a job run."""
-    settings, site = workflow.config_settings, site_name()
+    site = site_name()
     words = ["--workflow-profile", f"profiles/{site}"] if site else []
-    words += ["--replace-workflow-config"] if settings.replace_workflow_config else []
+    own = own_settings()
+    return shlex.join(["snakemake", *words, *own, *([] if "--configfile" in own else ["--configfile"])])
+
+
+def own_settings():
+    """Words of a call that give it this call's settings; files of settings are the last of them."""
+    settings = workflow.config_settings
+    words = ["--replace-workflow-config"] if settings.replace_workflow_config else []
     if settings.config:
         words += ["--config", *(f"{key}={json.dumps(value)}" for key, value in settings.config.items())]
-    return shlex.join(["snakemake", *words, "--configfile", *(os.path.relpath(path) for path in settings.configfiles)])
+    files = [os.path.relpath(path) for path in settings.configfiles]
+    return [*words, *(["--configfile", *files] if files else [])]
 
 
 def refuse(message):

@@ -81,7 +81,18 @@ def check_targets():
     for word in sys.argv[1:]:
         what, _, name = word.partition("_")
         if re.fullmatch(r"(plan|data|study)_[\w-]+", word) and name not in known[what] and not Path(word).exists():
-            refuse(f"{word}: {unknown({'data': 'dataset'}.get(what, what), name, known[what])}")
+            refuse(f"{word}: {unknown({'data': 'dataset'}.get(what, what), name, known[what])}{own(what, name)}")
+        parts = Path(word).relative_to(RESULTS).parts if Path(word).is_relative_to(RESULTS) else ()
+        if parts[:1] == ("plans",) and len(parts) > 2 and parts[1] not in CONFIG.plans:
+            refuse(f"{word}: {unknown('plan', parts[1], CONFIG.plans)}{own('plan', parts[1])}")
+
+
+def own(what, name):
+    """What to do where a name that is not known has results: the file that has it was not named."""
+    folder = {"plan": f"plans/{name}/plan.yaml", "data": f"data/{name}/manifest.json"}.get(what)
+    if not (folder and Path(RESULTS, folder).exists()):
+        return ""
+    return f"; {RESULTS}/{folder} was made from another configuration: name its file with --configfile"
 
 
 def asked_files():
@@ -111,6 +122,8 @@ def files_to_make():
 def reason_to_run(job):
     reason, persistence = workflow.dag.reason(job), workflow.persistence
     known = any(persistence.metadata(file) for file in job.output)
+    forcing = workflow.dag_settings
+    asked = forcing.forceall or forcing.forcetargets or forcing.forcerun
     return why.Waiting(
         job.rule.name,
         dict(job.wildcards.items()),
@@ -125,7 +138,9 @@ def reason_to_run(job):
         now=sorted(reason.params_changed.only_new),
         newer=sorted(reason.updated_input),
         inputs=bool(reason.input_changed),
-        forced=bool(reason.forced),
+        # Snakemake forces what was cut short by itself (--rerun-incomplete).
+        forced=bool(reason.forced and asked),
+        interrupted=bool(reason.forced and not asked),
         command=bool(reason.code_changed),
     )
 

@@ -108,7 +108,7 @@ def lost(making=()):
     """Lines of what is gone of the runs and datasets that were asked for, though nothing would make it."""
     trained = [run for plan in ASKED_PLANS for run in CONFIG.plans[plan].values()]
     runs = dict.fromkeys(f"{run.plan}/{run.name}" for run in trained)
-    return why.lost(RESULTS, runs, dict.fromkeys(plan_datasets(ASKED_PLANS) + asked_datasets()), making)
+    return why.lost(RESULTS, runs, dict.fromkeys(plan_datasets(ASKED_PLANS) + asked_datasets()), making, own_settings())
 
 
 def show_end():

@@ -12,6 +12,7 @@ import pytest
 
 from dlscale.cli import main
 from dlscale.core.records import Beside, Device, Throughput, Trials
+from dlscale.report.gate import Look
 from tests.test_report import Results
 from tests.test_speedup import noisy
 
@@ -83,6 +84,21 @@ def test_plans_are_compared_by_their_runs(machine: Machine, capsys: pytest.Captu
     assert found["alone"]["p"] == ["first", "faster"]
 
 
+def test_what_is_not_finished_is_left_out(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
+    """One run that lacks a result, of any plan in the folder, does not keep the others from being compared."""
+    before, after = machine.measure("before", SPEEDS), machine.measure("after", SPEEDS)
+    (before / "plans/p/fast/metrics.jsonl").unlink()
+    assert main(["compare", str(before), str(after)]) == 0
+    said = capsys.readouterr()
+    assert "p.first: " in said.out and f"only in {after}: p.fast" in said.out
+    (line,) = said.err.splitlines()
+    assert line.startswith("left out: p.fast: ") and "metrics.jsonl" in line
+    for run in SPEEDS:
+        (before / f"plans/p/{run}/metrics.jsonl").unlink(missing_ok=True)
+    assert main(["compare", str(before), str(after)]) == 2
+    assert "no run is finished; p.first: " in capsys.readouterr().err
+
+
 def test_speeds_of_other_devices_are_not_compared(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
     before = machine.measure("before", SPEEDS, device=Device(kind="cuda", name="A100"))
     after = machine.measure("after", SPEEDS)
@@ -145,6 +161,24 @@ def test_beside_a_single_measurement_both_have_the_spread_of_their_trials(machin
     gate(machine.measure("results", {"first": 100.0}, spread=0), "--update")
     assert gate(machine.measure("results", {"first": 100 / 1.057}, spread=0)) == 0
     assert gate(machine.measure("results", {"first": 100 / 1.065}, spread=0)) == 1
+
+
+def test_it_says_what_it_noted_and_how_far_down_noise_reaches(
+    machine: Machine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Noise is as wide in logarithms: down it is fewer per cent than up, and a loss is what lies below."""
+    assert gate(machine.measure("results", SPEEDS, spread=0), "--update") == 0
+    assert capsys.readouterr().out == "reference.json: 3 runs noted: p.first, p.fast, p.faster\n"
+    line = Look("p.fast", "samples/s", -0.39, 0.4, 1).line()
+    assert line.startswith("as before") and "noise -33.0 to +49.2 %" in line
+    assert Look("p.fast", "samples/s", -0.41, 0.4, 1).line().startswith("LOSS")
+
+
+def test_a_plan_that_did_not_run_is_no_misspelt_one(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
+    machine.measure("results", SPEEDS)
+    Path("config.yaml").write_text("targets: [starter_demo]\n")
+    assert main(["gate", "--reference", "reference.json", "--update"]) == 2
+    assert "plan starter_demo has no results yet; name those that have: p" in capsys.readouterr().err
 
 
 def test_one_measurement_is_counted_once(machine: Machine) -> None:

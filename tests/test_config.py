@@ -144,6 +144,7 @@ def test_a_mistake_is_reported_once_where_it_was_written(mistake: str, place: An
     ("changes", "path", "words"),
     [
         ({"tragets": ["sound"]}, "unknown key 'tragets' (did you mean 'targets'?); valid keys", ()),
+        ({"target": ["sound"]}, "unknown key 'target' (did you mean 'targets'?); valid keys", ()),
         ({"targets": ["sond"]}, "targets", ("did you mean 'sound'?",)),
         ({"studies": {"cosmo": {}}}, "studies", ("did you mean 'cosmo_unet'?",)),
         ({"datasets": {"box": {"downsampel": 2}}}, "datasets.box", ("did you mean 'downsample'?",)),

@@ -162,7 +162,8 @@ def test_runs_that_do_the_same_work_are_no_headline(results: Results) -> None:
     view = glance.speed(plan)
     assert view and view["gain"] is None and view["of"] == 1
     said = Page(results.report()).text
-    assert "run slow, fast: all do the same work." in said
+    assert "mean over runs that do the same work (46.0 to 105), run slow, fast: all do the same work." in said
+    assert "timed in turn with" not in said, "there were no turns"
     assert "× as fast as" not in said.replace("0.438", "")
     rows = results.collect(results.plans[0])
     assert [row["speed_up_noise"] for row in rows] == ["yes", "yes"]
@@ -225,6 +226,7 @@ def test_the_cards_speak_of_one_run(results: Results) -> None:
     view, bound = glance.speed(plan), glance.fastest_bound(plan)
     assert view and view["fastest"] == "fast" and "fast" in [bar["label"] for bar in view["bars"]]
     assert bound and bound["run"] == "fast"
+    assert "×: timed in turn with the first run" in Page(results.report()).text
 
 
 def test_single_trials_say_nothing(results: Results) -> None:

@@ -16,6 +16,7 @@ import pytest
 
 from dlscale.config import resolve
 from dlscale.core import log, progress
+from dlscale.core.errors import UserError
 from dlscale.core.progress import SUFFIX, Progress
 from dlscale.core.record import Doing
 from dlscale.core.records import Epoch
@@ -105,6 +106,7 @@ def test_what_runs_elsewhere_has_to_say_so(results: Path, age: float, state: str
     [
         ("dlscale train: p.yaml: no such file", "failed"),
         ("dlscale train: asked to end; saved after step 3 of 9; run it again", "stopped"),
+        ("dlscale train: interrupted", "stopped"),
         ("epoch 1 of 2: 3.0 s", "done"),
     ],
 )
@@ -154,6 +156,36 @@ def test_data_that_are_made(results: Path) -> None:
     (results / "data/d/manifest.json").write_text("{}")
     file.unlink()
     assert rows(results)["data d"].state == "done"
+
+
+def test_data_that_could_not_be_made(results: Path) -> None:
+    """A user who looks why nothing goes on finds the word that the log ends with."""
+    log = results / "logs/preprocess/d/train/train-0.log"
+    log.parent.mkdir(parents=True)
+    log.write_text("started in 1.0 s\ndlscale preprocess: no such file\n")
+    row = rows(results)["data d"]
+    assert (row.state, row.stage, row.error) == ("failed", "preprocess", "no such file")
+    log.write_text("dlscale preprocess: interrupted\n")
+    assert rows(results)["data d"].state == "stopped"
+
+
+def test_a_plan_that_is_called_as_its_dataset(results: Path) -> None:
+    """What a run does is not told of the data: the demo's plans and datasets have the same names."""
+    file = results / f"logs/throughput/d/a.log{SUFFIX}"
+    file.parent.mkdir(parents=True)
+    Doing(what="measuring FULL", done=1, total=4, unit="trials", time=time.time()).write(file)
+    assert rows(results)["data d"].state == "waiting"
+
+
+def test_a_plan_of_a_file_that_was_not_named(results: Path) -> None:
+    args = argparse.Namespace(plans=["mine"], json=False, watch=False)
+    with pytest.raises(UserError) as refused:
+        status.main(args, configuration(results))
+    assert "--configfile" not in str(refused.value)
+    (results / "plans/mine").mkdir(parents=True)
+    (results / "plans/mine/plan.yaml").touch()
+    with pytest.raises(UserError, match="made from another configuration: name its file with --configfile"):
+        status.main(args, configuration(results))
 
 
 # ---- what a stage tells ------------------------------------------------------------------------------

@@ -334,6 +334,22 @@ def test_it_ends_with_the_stage(tmp_path: Path, way: str) -> None:
     assert (tmp_path / "said").read_text() == ""
 
 
+def test_an_interruption_while_it_starts_is_the_stages(tmp_path: Path) -> None:
+    """Ctrl-C reaches all processes of the terminal's group, one that still imports its modules as well."""
+    path = tmp_path / "train.csv"
+    code = (
+        "import os, pathlib, signal, sys, time\n"
+        "from dlscale.launch.telemetry import beside\n"
+        "signal.signal(signal.SIGINT, lambda *_: None)\n"
+        "with beside(pathlib.Path(sys.argv[1]), os.getpid(), 1, 0):\n"
+        "    time.sleep(0.05)\n"
+        "    os.killpg(0, signal.SIGINT)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, path], start_new_session=True, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert telemetry.read(path), "it looked at least once"
+
+
 def test_a_stage_outlives_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "train.csv"
     with beside(path, os.getpid(), 1, 0):

@@ -33,6 +33,9 @@ def stage(settings: Any = None, sources: str = "1", **more: str) -> dict[str, An
         (job(missing=["results/d/stats/"]), "stats/ is gone"),
         (job(missing=["results/metrics.jsonl", "results/model.pt"]), "metrics.jsonl, model.pt are gone"),
         (job(forced=True), "asked for by force"),
+        (job(interrupted=True, known=False, missing=["results/model.pt"]), "interrupted"),
+        (job(known=False, missing=["results/model.pt"], newer=["data/a.h5"]), "never made"),
+        (job(stage({"a": f"{'x' * 80}y"}), stage({"a": f"{'x' * 80}z"})), "a changed"),
         (job(newer=["data/b.h5", "data/a.h5"]), "changed: data/b.h5, data/a.h5"),
         (job(inputs=True), "it reads other files than before"),
         (job(command=True), "the rule's command changed"),
@@ -111,6 +114,8 @@ def test_what_is_gone_and_needed_by_nothing_is_told(tmp_path: Path) -> None:
     assert len(lost(results, *asked, [f"{run}/metrics.jsonl"])) == 1, "an empty folder is none"
     (tmp_path / "data/d/stats/means.npy").touch()
     assert lost(results, *asked, [f"{run}/metrics.jsonl"]) == []
+    (line, *_) = lost(results, *asked, [], ["--configfile", "mine.yaml"])
+    assert line.endswith(f"snakemake --configfile mine.yaml --force {run}/metrics.jsonl"), "it is no plan without"
 
 
 def test_digests_are_remembered(tmp_path: Path) -> None:

@@ -125,6 +125,8 @@ def _elsewhere(kind: Any, keys: tuple[int | str, ...], item: Any, prefix: Sequen
         return len(here) + len(path) - 2 * shared(path)
 
     valid = set(item["ctx"]["keys"].split(", "))
+    if difflib.get_close_matches(key, valid, n=1, cutoff=0.9):  # a letter too many or too few: nearer than any place
+        return str(item["msg"])
     every = sorted(set(key_paths(kind)), key=lambda path: (apart(path), path))
     # Of a union each member has its keys; those of others are not valid here.
     every = [path for path in every if shared(path) < len(here) or not {*path[len(here) :][:1]} - valid]

@@ -39,8 +39,11 @@ def beside(path: Path, root: int, ranks: int, gpus: int) -> Iterator[None]:
     except OSError as error:
         raise explained(error, path) from error
     words = ["--pid", str(root), "--ranks", str(ranks), "--gpus", str(gpus)]
+    # In a group of its own: Ctrl-C on the terminal would end it with a traceback before it has learnt to ignore that.
     with file:
-        sampler = subprocess.Popen([sys.executable, "-m", SAMPLER, *words], stdin=subprocess.PIPE, stdout=file)
+        sampler = subprocess.Popen(
+            [sys.executable, "-m", SAMPLER, *words], stdin=subprocess.PIPE, stdout=file, process_group=0
+        )
     assert sampler.stdin is not None
     try:
         yield

@@ -29,8 +29,10 @@ State = Literal["done", "running", "silent", "stopped", "failed", "waiting"]
 
 #: Seconds without a word after which a stage on another machine is taken to have ended: a word is due every ten.
 SILENT = 12 * LINE_SECONDS
-#: How the last word of a stage begins that was asked to end, and will go on.
-STOPPED = "asked to end"
+#: How the last word of a stage begins that was asked to end, and will go on: saved, or stopped before it had begun.
+STOPPED = ("asked to end", "interrupted")
+#: Stages that make a dataset. Logs of all stages lie side by side, and a plan may be called as a dataset is.
+DATA_STAGES = ("acquire", "preprocess", "assemble", "describe", "preview")
 #: Seconds between two looks of `--watch`.
 EVERY = 5.0
 
@@ -53,14 +55,7 @@ def look(configuration: Configuration, plans: Iterable[str]) -> list[Row]:
     rows, seen = list[Row](), set[tuple[str, str]]()
     datasets = [run.run.dataset for plan in plans for run in configuration.plans[plan].values()]
     for name in dict.fromkeys(datasets):
-        made = (results / "data" / name / "manifest.json").exists()
-        making = sorted(results.glob(f"logs/*/{name}/**/*{SUFFIX}")) + sorted(
-            results.glob(f"logs/*/{name}.log{SUFFIX}")
-        )
-        words = [doing for file in making if (doing := _read(file)) and _alive(doing)]
-        rows += [Row(f"data {name}", doing.what, "running", doing) for doing in words]
-        if not words:
-            rows.append(Row(f"data {name}", "", "done" if made else "waiting"))
+        rows += _data(results, name)
     for plan in plans:
         for run, resolved in configuration.plans[plan].items():
             owner = f"{resolved.plan}.{resolved.name}"
@@ -69,6 +64,25 @@ def look(configuration: Configuration, plans: Iterable[str]) -> list[Row]:
                     seen.add((owner, stage))
                     rows.append(_row(results, resolved.plan, resolved.name, stage))
     return rows
+
+
+def _data(results: Path, name: str) -> list[Row]:
+    """Return a row for each job that makes a dataset now; else one, of what became of it."""
+    logs = {
+        log: stage
+        for stage in DATA_STAGES
+        for folder in (results / "logs" / stage,)
+        for log in sorted([*folder.glob(f"{name}/**/*.log*"), *folder.glob(f"{name}.log*")])
+    }
+    words = [doing for file in logs if file.name.endswith(SUFFIX) and (doing := _read(file)) and _alive(doing)]
+    if words:
+        return [Row(f"data {name}", doing.what, "running", doing) for doing in words]
+    if (results / "data" / name / "manifest.json").exists():
+        return [Row(f"data {name}", "", "done")]
+    for log, stage in logs.items():
+        if not log.name.endswith(SUFFIX) and (word := _last_word(log, stage)):
+            return [Row(f"data {name}", stage, "stopped" if word.startswith(STOPPED) else "failed", error=word)]
+    return [Row(f"data {name}", "", "waiting")]
 
 
 def _row(results: Path, plan: str, run: str, stage: str) -> Row:
@@ -161,7 +175,9 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
     plans = args.plans or configuration.workflow.targets
     for plan in plans:
         if plan not in configuration.plans:
-            raise UserError(unknown("plan", plan, configuration.plans))
+            own = Path(configuration.workflow.results, "plans", plan, "plan.yaml")
+            hint = f"; {own} was made from another configuration: name its file with --configfile"
+            raise UserError(unknown("plan", plan, configuration.plans) + hint * own.exists())
     while True:
         rows = look(configuration, plans)
         queued = slurm.left_running(str(Path.cwd())) if configuration.workflow.site.scheduler else []

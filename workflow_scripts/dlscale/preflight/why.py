@@ -45,8 +45,9 @@ class Waiting:
         Parameters as they were recorded, and as they are: representations of Python values that only one of them has.
     newer
         Inputs that changed since; `inputs`: whether it reads other files than before.
-    forced, command
-        Whether it was asked for by force; whether the rule's own command changed.
+    forced, interrupted, command
+        Whether it was asked for by force; whether an earlier try of it was cut short; whether the rule's own command
+        changed.
     """
 
     rule: str
@@ -58,6 +59,7 @@ class Waiting:
     newer: Sequence[str] = ()
     inputs: bool = False
     forced: bool = False
+    interrupted: bool = False
     command: bool = False
 
 
@@ -128,13 +130,17 @@ def found(jobs: Iterable[Waiting], sources: Callable[[str], Mapping[str, str] | 
     return Reasons(lines, follow)
 
 
-def lost(results: str, runs: Iterable[str], datasets: Iterable[str], making: Collection[str]) -> list[str]:
+def lost(
+    results: str, runs: Iterable[str], datasets: Iterable[str], making: Collection[str], given: Sequence[str] = ()
+) -> list[str]:
     """Return a line for each run (`PLAN/RUN`) and dataset that lost what no job would make: nothing asked for needs it.
 
     Parameters
     ----------
     making
         The files that jobs would make.
+    given
+        Words of a call that say which configuration it has.
     """
     places = [(f"plans/{run}", run.replace("/", "."), "metrics.jsonl", ["model.pt", "tensorboard/"]) for run in runs]
     places += [(f"data/{name}", f"data {name}", "manifest.json", ["stats/"]) for name in datasets]
@@ -143,7 +149,7 @@ def lost(results: str, runs: Iterable[str], datasets: Iterable[str], making: Col
         folder = f"{results}/{place}"
         gone = [name for name in kept if not _there(Path(folder, name))]
         if gone and Path(folder, first).exists() and f"{folder}/{first}" not in making:
-            call = shlex.join(["snakemake", "--force", f"{folder}/{first}"])
+            call = shlex.join(["snakemake", *given, "--force", f"{folder}/{first}"])
             lines.append(f"{what}: {_gone(gone)}, and nothing asked for needs that; to make it again: {call}")
     return lines
 
@@ -159,13 +165,13 @@ def _gone(names: Sequence[str]) -> str:
 
 def explained(job: Waiting, sources: Callable[[str], Mapping[str, str] | None]) -> str:
     """Return why a job would run; an empty text if it does because others do."""
-    reasons = ["asked for by force"] if job.forced else []
-    if job.missing:
+    reasons = ["interrupted" if job.interrupted else "asked for by force"] if job.forced or job.interrupted else []
+    if job.missing and not job.interrupted:
         names = list(dict.fromkeys(f"{Path(path).name}{'/' * path.endswith('/')}" for path in job.missing))
         reasons.append(_gone(names) if job.known else "never made")
     for before, now in _beside(job.before, job.now):
         reasons += changes(before, now, sources)
-    if job.newer:
+    if job.newer and job.known:  # to what was never made all inputs are new
         reasons.append(f"changed: {_some(job.newer)}")
     if job.inputs and not reasons:
         reasons.append("it reads other files than before")
@@ -195,7 +201,9 @@ def changes(before: Any, now: Any, sources: Callable[[str], Mapping[str, str] | 
 def _settings(before: Any, now: Any, most: int | None = MOST) -> list[str]:
     old, new = (_keys(each) for each in (before, now))
     keys = [key for key in dict.fromkeys([*old, *new]) if old.get(key, _ABSENT) != new.get(key, _ABSENT)]
-    told = [f"{key} {_value(old.get(key, _ABSENT))} → {_value(new.get(key, _ABSENT))}".strip() for key in keys[:most]]
+    both = [(key, _value(old.get(key, _ABSENT)), _value(new.get(key, _ABSENT))) for key in keys[:most]]
+    # What differs may be beyond what is shown of a long value.
+    told = [f"{key} changed" if one == other else f"{key} {one} → {other}" for key, one, other in both]
     return [*told, *([f"{many(len(keys) - most, 'more setting')}"] if most and len(keys) > most else [])]
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ from dlscale.config.places import results_of
 from dlscale.core.errors import UserError, unknown
 from dlscale.core.settings import flat
 from dlscale.core.text import NONE, number
-from dlscale.report.results import RunResult, read_plan
+from dlscale.report.results import RunResult, read_finished
 from dlscale.report.speedup import SpeedUp, measured_apart, relative_to_first
 
 if TYPE_CHECKING:
@@ -86,7 +87,10 @@ def _sides(names: list[str], *both: dict[str, RunResult]) -> Iterator[tuple[str,
 
 
 def read(name: str, results: Path) -> dict[str, RunResult]:
-    """Return runs by `PLAN.RUN`: of a results folder, of a plan's folder, or of a plan by its name."""
+    """Return runs by `PLAN.RUN`: of a results folder, of a plan's folder, or of a plan by its name.
+
+    Runs that are not finished are left out, and named on the standard error.
+    """
     path = Path(name) if Path(name).exists() else results / "plans" / name
     if (path / "plan.yaml").exists():
         plans = [path]
@@ -95,7 +99,15 @@ def read(name: str, results: Path) -> dict[str, RunResult]:
     else:
         known = [file.parent.name for file in results.glob("plans/*/plan.yaml")]
         raise UserError(f"{name}: neither a folder of results nor of a plan; {unknown('plan', name, known)}")
-    found = {f"{plan.name}.{run.name}": run for plan in plans for run in read_plan(plan / "plan.yaml").runs}
+    found, lacking = dict[str, RunResult](), list[str]()
+    for plan in plans:
+        runs, unfinished = read_finished(plan / "plan.yaml")
+        found |= {f"{plan.name}.{run.name}": run for run in runs}
+        lacking += unfinished
+    if lacking and not found:
+        raise UserError(f"{name}: no run is finished; {lacking[0]}")
+    for each in lacking:
+        print(f"left out: {each}", file=sys.stderr)
     if not found:
         raise UserError(f"{path}: there is no plan in it; expected plans/PLAN/plan.yaml: run the workflow first")
     return found

@@ -78,9 +78,10 @@ class Look:
     def line(self) -> str:
         """Return it in words."""
         said = "LOSS" if self.lost else "as before" if abs(self.change) <= self.allowed else "faster"
+        least, most = (100 * math.expm1(sign * self.allowed) for sign in (-1, 1))
         return (
-            f"{said:9}  {self.run}, {self.what}: {100 * math.expm1(self.change):+.1f} %, noise ± "
-            f"{100 * math.expm1(self.allowed):.1f} % ({many(self.count, 'measurement')} before)"
+            f"{said:9}  {self.run}, {self.what}: {100 * math.expm1(self.change):+.1f} %, noise "
+            f"{least:+.1f} to {most:+.1f} % ({many(self.count, 'measurement')} before)"
         )
 
 
@@ -88,7 +89,7 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
     """Hold the plans in `args.plans`, or the targets, against `args.reference`; 1 if a run became slower."""
     results, path = results_of(configuration), Path(args.reference)
     names = args.plans or (configuration.workflow.targets if configuration else [])
-    runs = dict(_measured(results, names))
+    runs = dict(_measured(results, names, configuration))
     if not runs:
         raise UserError(f"{results}: no run of {', '.join(names) or 'any plan'} has throughput; run the workflow first")
     if not (path.exists() or args.update):
@@ -98,20 +99,25 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
     if args.json:
         print(json.dumps([{**vars(look), "lost": look.lost} for look in looks], indent=2))
     else:
-        print("\n".join([look.line() for look in looks] or ["The reference has none of these runs on this machine."]))
+        for look in looks:
+            print(look.line())
     if args.update:
         write_text(path, updated(reference, runs).text() + "\n")
+        if not args.json:
+            print(f"{path}: {many(len(runs), 'run')} noted: {', '.join(runs)}")
         return 0
     if not looks:
         raise UserError(f"{path}: it has none of these runs on this machine, doing the same work; add them by --update")
     return 1 if any(look.lost for look in looks) else 0
 
 
-def _measured(results: Path, names: list[str]) -> Iterator[tuple[str, RunResult]]:
+def _measured(results: Path, names: list[str], configuration: Configuration | None) -> Iterator[tuple[str, RunResult]]:
     for name in names:
         plan = results / "plans" / name / "plan.yaml"
         if not plan.exists():
-            known = [each.parent.name for each in results.glob("plans/*/plan.yaml")]
+            known = sorted(each.parent.name for each in results.glob("plans/*/plan.yaml"))
+            if configuration and name in configuration.plans:
+                raise UserError(f"plan {name} has no results yet; name those that have: {', '.join(known) or 'none'}")
             raise UserError(f"{plan}: no such file; {unknown('plan', name, known)}")
         for run in read_plan(plan).runs:
             if run.throughput and run.throughput.full:

@@ -8,7 +8,7 @@ from typing import Any
 from dlscale.core.records import MODES
 from dlscale.report import published
 from dlscale.report.diagnosis import bound
-from dlscale.report.results import PlanResult, first_and_least, without_seed
+from dlscale.report.results import PlanResult, first_and_least, slowness, without_seed
 from dlscale.report.speedup import Group, SpeedUps
 from dlscale.report.verdict import of
 
@@ -34,6 +34,7 @@ def speed(plan: PlanResult) -> View | None:
     if (found := _fastest(plan)) is None:
         return None
     fastest, like, groups = found
+    rates = [run.speed or 0.0 for run in fastest.runs]
     full = "throughput" in plan.record.measure
     figures = published.series(plan.record.published, plan.name, [run.name for run in plan.runs])
     greatest = max(group.speed for group in groups)
@@ -43,6 +44,8 @@ def speed(plan: PlanResult) -> View | None:
         "alone": len(groups) == 1,
         "pooled": any(len(group.runs) > 1 for group in groups),
         "speed": fastest.speed,
+        "range": (min(rates), max(rates)) if len(rates) > 1 else None,
+        "turns": any(group.gain and run.throughput and run.throughput.beside for group in groups for run in group.runs),
         "gain": fastest.gain,
         "like": [_label(group) for group in like],
         "first": next((_label(group) for group in groups if plan.runs[0] in group.runs), plan.runs[0].label),
@@ -75,7 +78,7 @@ def fastest_bound(plan: PlanResult) -> View | None:
     """Return what bounds the run that `speed` calls the fastest; None if that was not measured."""
     if (found := _fastest(plan)) is None:
         return None
-    run = found[0].runs[0]
+    run = min(found[0].runs, key=slowness)
     verdict = bound(run.throughput)
     if not verdict:
         return None

@@ -312,6 +312,26 @@ def read_plan(path: str | Path, rung: int | None = None) -> PlanResult:
     return PlanResult(plan, [replace(run, throughput=next(shared)) if run.throughput else run for run in runs])
 
 
+def read_finished(path: str | Path) -> tuple[list[RunResult], list[str]]:
+    """Read those runs of a plan that have all their results, and say of each other one what it lacks.
+
+    The peaks of a run are its own: other runs may still measure greater ones.
+    """
+    path = Path(path)
+    plan = PlanRecord.checked(read_yaml(path), str(path))
+    runs, lacking = list[RunResult](), list[str]()
+    try:
+        furthest = _furthest(plan, path.parent, None)
+    except UserError as error:  # a sweep that has not chosen yet
+        return runs, [f"{path.parent.name}: {error}"]
+    for run in furthest:
+        try:
+            runs.append(_read_run(path.parent.parent / run.plan / run.run, run))
+        except UserError as error:
+            lacking.append(f"{path.parent.name}.{run.name}: {error}")
+    return runs, lacking
+
+
 def _furthest(plan: PlanRecord, folder: Path, rung: int | None) -> list[RunReference]:
     """Return a plan's runs, as `read_plan` reads them."""
     if not (plan.sweep and plan.sweep.rungs):
