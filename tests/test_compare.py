@@ -159,6 +159,62 @@ def test_other_work_and_other_machines_are_not_held_against_it(
     assert gate(machine.measure("results", slow)) == 1
 
 
+def test_another_file_is_not_written_over(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also one of JSON, such as a result named by mistake."""
+    file = machine.measure("results", SPEEDS) / "plans/p/first/throughput.json"
+    before = file.read_bytes()
+    for more in ([], ["--update"]):
+        assert main(["gate", "p", "--reference", str(file), *more]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.endswith("machines: Field required; no reference: name another file, which --update makes")
+    assert file.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"measured": []}, {"measured": [{"file": "", "rate": 1e-320}]}, {"measured": [{"file": "", "rate": 1e300}]}]
+)
+def test_a_reference_without_figures_is_refused(
+    machine: Machine, capsys: pytest.CaptureFixture[str], wrong: dict[str, Any]
+) -> None:
+    assert gate(results := machine.measure("results", SPEEDS), "--update") == 0
+    raw = json.loads(Path("reference.json").read_text())
+    for runs in raw["machines"].values():
+        runs["p.fast"] |= wrong
+    Path("reference.json").write_text(json.dumps(raw))
+    assert gate(results) == 2
+    assert "p.fast.measured" in capsys.readouterr().err
+
+
+def test_of_a_single_trial_the_noise_is_not_known(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
+    """Infinity is no number of JSON."""
+    one = Trials(trial_throughput=[100.0], trial_time=[1.0], mean=100.0)
+    results = machine.measure("results", {"first": 100.0}, full=one, beside=None)
+    assert gate(results, "--update") == 0
+    assert gate(results) == 0
+    assert "noise unknown (1 measurement before)" in capsys.readouterr().out
+    assert gate(results, "--json") == 0
+    (look,) = json.loads(capsys.readouterr().out)
+    assert look["allowed"] is None
+
+
+def test_what_came_to_nothing_is_not_held_against_it(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
+    nothing = Trials(trial_throughput=[0.0], trial_time=[1.0], mean=0.0)
+    assert gate(machine.measure("results", {"first": 100.0}, full=nothing)) == 2
+    assert "no run of p has throughput" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("rounds", [[], [[0.0, 2.0]]])
+def test_turns_without_a_ratio_are_refused(
+    machine: Machine, capsys: pytest.CaptureFixture[str], rounds: list[list[float]]
+) -> None:
+    file = machine.measure("results", SPEEDS) / "plans/p/fast/throughput.json"
+    raw = json.loads(file.read_text())
+    raw["beside"]["openings"] = [rounds]
+    file.write_text(json.dumps(raw))
+    assert main(["compare", "results", "results"]) == 2
+    assert "beside.openings.0" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
