@@ -138,7 +138,7 @@ def _elsewhere(kind: Any, keys: tuple[int | str, ...], item: Any, prefix: Sequen
 
     def place(path: tuple[str, ...]) -> str:
         same = shared(path)
-        return ".".join(path[same:] if same == len(here) else (*prefix, *here[:same], *path[same:])).replace(
+        return ".".join(path[same:] if same == len(here) < len(path) else (*prefix, *here[:same], *path[same:])).replace(
             "*", "NAME"
         )
 
