@@ -12,6 +12,7 @@ import pytest
 
 from dlscale.cli import main
 from dlscale.core.records import Beside, Device, Throughput, Trials
+from dlscale.report.gate import KEEP
 from tests.test_report import Results
 from tests.test_speedup import noisy
 
@@ -146,6 +147,49 @@ def test_one_measurement_is_counted_once(machine: Machine) -> None:
         gate(results, "--update")
     (runs,) = json.loads(Path("reference.json").read_text())["machines"].values()
     assert {name: len(run["measured"]) for name, run in runs.items()} == {f"p.{name}": 1 for name in SPEEDS}
+
+
+def test_the_newest_measurements_are_kept(machine: Machine) -> None:
+    for _ in range(KEEP + 1):
+        gate(results := machine.measure("results", SPEEDS), "--update")
+    (runs,) = json.loads(Path("reference.json").read_text())["machines"].values()
+    kept = runs["p.fast"]["measured"]
+    assert len(kept) == KEEP
+    assert kept[-1]["rate"] == Throughput.read(results / "plans/p/fast/throughput.json").full.mean  # type: ignore[union-attr]
+
+
+def test_other_threads_are_another_machine(machine: Machine) -> None:
+    gate(machine.measure("results", SPEEDS, device=Device(kind="cpu", name="CPU", threads=2)), "--update")
+    slow = {name: speed / 2 for name, speed in SPEEDS.items()}
+    assert gate(machine.measure("results", slow, device=Device(kind="cpu", name="CPU", threads=1))) == 2
+    assert gate(machine.measure("results", slow, device=Device(kind="cpu", name="CPU", threads=2))) == 1
+
+
+def test_gains_over_another_first_run_are_not_held_against_it(
+    machine: Machine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The runs are as fast as before, and the plan's first run is another one, which is faster."""
+    for _ in range(3):
+        gate(machine.measure("results", SPEEDS), "--update")
+    capsys.readouterr()
+    other = {"other": 300.0, "fast": 150.0, "faster": 200.0}
+    assert gate(results := machine.measure("results", other)) == 0
+    assert "over the first run" not in capsys.readouterr().out
+    gate(results, "--update")
+    (runs,) = json.loads(Path("reference.json").read_text())["machines"].values()
+    gains = [each["gain"] for each in runs["p.fast"]["measured"]]
+    assert gains[:3] == [None] * 3 and gains[3] == pytest.approx(math.log(0.5), abs=0.05)
+
+
+def test_of_one_measurement_the_trials_tell_the_noise(machine: Machine) -> None:
+    """Trials that vary by 20 %: a third less may be chance, and is none where they vary by 1 %."""
+    for spread, status in ((20.0, 0), (1.0, 1)):
+        Path("reference.json").unlink(missing_ok=True)
+        for mean, expected in ((100.0, 0), (66.0, status)):
+            rates = [mean - spread, mean, mean + spread]
+            wide = Trials(trial_throughput=rates, trial_time=[1.0] * 3, mean=mean, std=spread)
+            results = machine.measure("results", {"first": mean}, full=wide, beside=None)
+            assert gate(results, *(["--update"] if mean == 100 else [])) == expected
 
 
 def test_other_work_and_other_machines_are_not_held_against_it(
