@@ -215,7 +215,8 @@ def test_another_file_is_not_written_over(machine: Machine, capsys: pytest.Captu
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"measured": []}, {"measured": [{"file": "", "rate": 1e-320}]}, {"measured": [{"file": "", "rate": 1e300}]}]
+    "wrong",
+    [{"measured": []}, {"measured": [{"file": "", "rate": 1e-320}]}, {"measured": [{"file": "", "rate": 1e300}]}],
 )
 def test_a_reference_without_figures_is_refused(
     machine: Machine, capsys: pytest.CaptureFixture[str], wrong: dict[str, Any]

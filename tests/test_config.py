@@ -291,7 +291,7 @@ def test_files_with_mistakes_of_their_own(tmp_path: Path, capfd: pytest.CaptureF
         ("a: 1\nb: 2\na: 3\n", "line 3: not valid YAML: the key 'a' stands in line 1 already; leave one out"),
         ("a: {b: 1, b: 2}\n", "line 1: not valid YAML: the key 'b' stands in line 1 already"),
         ("a: 1\nb: &b\n  c: [*b]\n", r"line 3: not valid YAML: \*b stands in itself"),
-        (f"a: &a [{8 * '1,'}]\nb: &b [{200 * '*a,'}]\nc: &c [{200 * '*b,'}]\nd: [{9 * '*c,'}]", "line 4: .*aliases make this"),
+        (f"a: &a [{9 * '1,'}]\nb: &b [{999 * '*a,'}]\nc: [{999 * '*b,'}]", "line 3: not valid YAML: aliases make this"),
         ("a:\n\tb: 1\n", "line 2: not valid YAML: found character"),
         ("a: " + 3000 * "[", "too many brackets"),
         ("a: !!python/name:os.system\n", "line 1: not valid YAML: could not determine a constructor"),

@@ -57,7 +57,7 @@ class Kept(Record):
 
 
 class Reference(Record):
-    """Earlier measurements, by machine and by `PLAN.RUN`; without them a file is another one, not to be written over."""
+    """Earlier measurements, by machine and by `PLAN.RUN`; a file without them is another one."""
 
     machines: dict[str, dict[str, Kept]]
 
