@@ -429,3 +429,14 @@ def test_doctor_says_that_a_run_has_no_samples(tmp_path: Path) -> None:
     assert probe_data("mine", dataset, tmp_path, [PairSamples(kind="pairs", dt=3)]).status == "ok"
     found = probe_data("mine", dataset, tmp_path, [PairSamples(kind="pairs", dt=4)])
     assert found.status == "FAIL" and "valid: no sample" in found.text and "files of 4 times" in found.text
+
+
+@pytest.mark.parametrize("wrong", [np.nan, np.inf, 1e20])
+def test_a_forecast_step_without_a_number_is_refused(tmp_path: Path, states: xr.Dataset, wrong: float) -> None:
+    """Its field is not left out in silence, at the end least of all."""
+    ahead = np.append(np.arange(7) * 6.0, wrong)
+    start = ((), 0, {"units": "hours since 2020-02-27", "standard_name": "forecast_reference_time"})
+    steps = ("step", ahead, {"units": "hours", "standard_name": "forecast_period"})
+    forecast = states.drop_vars("time").rename(time="step").assign_coords(step=steps, time=start)
+    forecast.to_netcdf(tmp_path / "a.nc", engine="h5netcdf")
+    assert f"a forecast step is {wrong:g} hours; expected numbers" in refused(tmp_path / "a.nc")
