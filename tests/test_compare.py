@@ -173,7 +173,8 @@ def test_gains_over_another_first_run_are_not_held_against_it(
         gate(machine.measure("results", SPEEDS), "--update")
     capsys.readouterr()
     other = {"other": 300.0, "fast": 150.0, "faster": 200.0}
-    assert gate(results := machine.measure("results", other)) == 0
+    results = machine.measure("results", other)
+    assert gate(results) == 0
     assert "over the first run" not in capsys.readouterr().out
     gate(results, "--update")
     (runs,) = json.loads(Path("reference.json").read_text())["machines"].values()
@@ -221,7 +222,8 @@ def test_another_file_is_not_written_over(machine: Machine, capsys: pytest.Captu
 def test_a_reference_without_figures_is_refused(
     machine: Machine, capsys: pytest.CaptureFixture[str], wrong: dict[str, Any]
 ) -> None:
-    assert gate(results := machine.measure("results", SPEEDS), "--update") == 0
+    results = machine.measure("results", SPEEDS)
+    assert gate(results, "--update") == 0
     raw = json.loads(Path("reference.json").read_text())
     for runs in raw["machines"].values():
         runs["p.fast"] |= wrong
@@ -264,6 +266,7 @@ def test_turns_without_a_ratio_are_refused(
     ("arguments", "said"),
     [
         (["gate", "p", "--reference", "none.json"], "none.json: no such file; make it with --update"),
+        (["gate", "p", "--reference", 300 * "x", "--update"], "x: a name is too long"),
         (["gate", "q", "--reference", "none.json"], "no plan is called 'q'"),
         (["gate", "p", "--reference", "torn.json"], "torn.json"),
     ],

@@ -77,6 +77,12 @@ def test_the_pooled_spread_is_that_within_groups() -> None:
     assert pooled([[1.0], [2.0]]) == (0.0, 0)
 
 
+def test_an_opening_counts_all_its_rounds_but_the_bursts() -> None:
+    rounds = [(2.0, 1.0), (8.0, 1.0), (1.0, 2.0), (2.0, 2.0), (500.0, 1.0)]
+    found = Beside(compute="first", openings=[rounds[:2], rounds]).ratios
+    assert found == pytest.approx([math.log(4), math.log(2 * 8 * 1) / 3])
+
+
 # ---- what is compared ------------------------------------------------------------------------------
 
 
