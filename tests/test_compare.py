@@ -12,7 +12,7 @@ import pytest
 
 from dlscale.cli import main
 from dlscale.core.records import Beside, Device, Throughput, Trials
-from dlscale.report.gate import Look
+from dlscale.report.gate import KEEP, Look
 from tests.test_report import Results
 from tests.test_speedup import noisy
 
@@ -189,6 +189,50 @@ def test_one_measurement_is_counted_once(machine: Machine) -> None:
     assert {name: len(run["measured"]) for name, run in runs.items()} == {f"p.{name}": 1 for name in SPEEDS}
 
 
+def test_the_newest_measurements_are_kept(machine: Machine) -> None:
+    for _ in range(KEEP + 1):
+        gate(results := machine.measure("results", SPEEDS), "--update")
+    (runs,) = json.loads(Path("reference.json").read_text())["machines"].values()
+    kept = runs["p.fast"]["measured"]
+    assert len(kept) == KEEP
+    assert kept[-1]["rate"] == Throughput.read(results / "plans/p/fast/throughput.json").full.mean  # type: ignore[union-attr]
+
+
+def test_other_threads_are_another_machine(machine: Machine) -> None:
+    gate(machine.measure("results", SPEEDS, device=Device(kind="cpu", name="CPU", threads=2)), "--update")
+    slow = {name: speed / 2 for name, speed in SPEEDS.items()}
+    assert gate(machine.measure("results", slow, device=Device(kind="cpu", name="CPU", threads=1))) == 2
+    assert gate(machine.measure("results", slow, device=Device(kind="cpu", name="CPU", threads=2))) == 1
+
+
+def test_gains_over_another_first_run_are_not_held_against_it(
+    machine: Machine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The runs are as fast as before, and the plan's first run is another one, which is faster."""
+    for _ in range(3):
+        gate(machine.measure("results", SPEEDS), "--update")
+    capsys.readouterr()
+    other = {"other": 300.0, "fast": 150.0, "faster": 200.0}
+    results = machine.measure("results", other)
+    assert gate(results) == 0
+    assert "over the first run" not in capsys.readouterr().out
+    gate(results, "--update")
+    (runs,) = json.loads(Path("reference.json").read_text())["machines"].values()
+    gains = [each["gain"] for each in runs["p.fast"]["measured"]]
+    assert gains[:3] == [None] * 3 and gains[3] == pytest.approx(math.log(0.5), abs=0.05)
+
+
+def test_of_one_measurement_the_trials_tell_the_noise(machine: Machine) -> None:
+    """Trials that vary by 20 %: a third less may be chance, and is none where they vary by 1 %."""
+    for spread, status in ((20.0, 0), (1.0, 1)):
+        Path("reference.json").unlink(missing_ok=True)
+        for mean, expected in ((100.0, 0), (66.0, status)):
+            rates = [mean - spread, mean, mean + spread]
+            wide = Trials(trial_throughput=rates, trial_time=[1.0] * 3, mean=mean, std=spread)
+            results = machine.measure("results", {"first": mean}, full=wide, beside=None)
+            assert gate(results, *(["--update"] if mean == 100 else [])) == expected
+
+
 def test_other_work_and_other_machines_are_not_held_against_it(
     machine: Machine, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -200,10 +244,69 @@ def test_other_work_and_other_machines_are_not_held_against_it(
     assert gate(machine.measure("results", slow)) == 1
 
 
+def test_another_file_is_not_written_over(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also one of JSON, such as a result named by mistake."""
+    file = machine.measure("results", SPEEDS) / "plans/p/first/throughput.json"
+    before = file.read_bytes()
+    for more in ([], ["--update"]):
+        assert main(["gate", "p", "--reference", str(file), *more]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.endswith("machines: Field required; no reference: name another file, which --update makes")
+    assert file.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"measured": []}, {"measured": [{"file": "", "rate": 1e-320}]}, {"measured": [{"file": "", "rate": 1e300}]}],
+)
+def test_a_reference_without_figures_is_refused(
+    machine: Machine, capsys: pytest.CaptureFixture[str], wrong: dict[str, Any]
+) -> None:
+    results = machine.measure("results", SPEEDS)
+    assert gate(results, "--update") == 0
+    raw = json.loads(Path("reference.json").read_text())
+    for runs in raw["machines"].values():
+        runs["p.fast"] |= wrong
+    Path("reference.json").write_text(json.dumps(raw))
+    assert gate(results) == 2
+    assert "p.fast.measured" in capsys.readouterr().err
+
+
+def test_of_a_single_trial_the_noise_is_not_known(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
+    """Infinity is no number of JSON."""
+    one = Trials(trial_throughput=[100.0], trial_time=[1.0], mean=100.0)
+    results = machine.measure("results", {"first": 100.0}, full=one, beside=None)
+    assert gate(results, "--update") == 0
+    assert gate(results) == 0
+    assert "noise unknown (1 measurement before)" in capsys.readouterr().out
+    assert gate(results, "--json") == 0
+    (look,) = json.loads(capsys.readouterr().out)
+    assert look["allowed"] is None
+
+
+def test_what_came_to_nothing_is_not_held_against_it(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
+    nothing = Trials(trial_throughput=[0.0], trial_time=[1.0], mean=0.0)
+    assert gate(machine.measure("results", {"first": 100.0}, full=nothing)) == 2
+    assert "no run of p has throughput" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("rounds", [[], [[0.0, 2.0]]])
+def test_turns_without_a_ratio_are_refused(
+    machine: Machine, capsys: pytest.CaptureFixture[str], rounds: list[list[float]]
+) -> None:
+    file = machine.measure("results", SPEEDS) / "plans/p/fast/throughput.json"
+    raw = json.loads(file.read_text())
+    raw["beside"]["openings"] = [rounds]
+    file.write_text(json.dumps(raw))
+    assert main(["compare", "results", "results"]) == 2
+    assert "beside.openings.0" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (["gate", "p", "--reference", "none.json"], "none.json: no such file; make it with --update"),
+        (["gate", "p", "--reference", 300 * "x", "--update"], "x: a name is too long"),
         (["gate", "q", "--reference", "none.json"], "no plan is called 'q'"),
         (["gate", "p", "--reference", "torn.json"], "torn.json"),
     ],

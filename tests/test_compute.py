@@ -29,6 +29,7 @@ COMPUTED: list[dict[str, Any]] = [
     {"optimizer": {"clip_norm": 1.0}},
     {"precision": "bf16"},
     {"loader": {"workers": 3}},
+    {"loader": {"kind": "direct"}},
     {"threads": 1},
     {"model": {"depth": 1}},
     {"activation_checkpointing": True},
@@ -40,7 +41,7 @@ COMPUTED: list[dict[str, Any]] = [
 def run(**over: Any) -> Run:
     settings = {"dataset": "data", "optimizer": {"weight_decay": 0.1}}
     settings = resolve.merge(resolve.merge(copy.deepcopy(ERA5_RUN), settings), over)
-    plan = {"study": "era5_vit", "runs": {"run": settings}}
+    plan = {"study": "era5_vit", "measure": ["throughput"], "runs": {"run": settings}}
     raw = {"targets": ["test"], "datasets": {"data": ERA5}, "plans": {"test": plan}}
     return resolve.load(raw).plans["test"]["run"].run
 
@@ -57,6 +58,11 @@ def test_what_is_learnt_changes_no_step(over: dict[str, Any]) -> None:
 @pytest.mark.parametrize("over", COMPUTED, ids=str)
 def test_what_is_computed_does(over: dict[str, Any]) -> None:
     assert digest(**over) != digest()
+
+
+def test_averaging_takes_time() -> None:
+    two = {"geometry": {"gpus_per_node": 2}}
+    assert digest(**two, parallel={"kind": "ddp", "sync": False}) != digest(**two, parallel={"kind": "ddp"})
 
 
 def test_every_setting_that_stages_share_is_judged() -> None:

@@ -99,6 +99,16 @@ def test_members_in_files_of_their_own(tmp_path: Path, states: xr.Dataset) -> No
     assert read(paths, {"number": 1}).shape == (4, 1, 9, 12)
 
 
+def test_a_member_and_fields_of_none_are_no_series(tmp_path: Path, states: xr.Dataset) -> None:
+    """Unless it is member 0, which other files leave without a number."""
+    one, other = states.isel(time=slice(0, 4)), states.isel(time=slice(4, 8))
+    one.to_netcdf(tmp_path / "plain.nc", engine="h5netcdf")
+    paths = [tmp_path / "plain.nc", ensemble(tmp_path / "3.grib", other, "grib", (3,))]
+    for select in ({}, {"number": 3}):
+        assert "'t2m' has fields of member 3 and fields of none; choose by another key" in refused(paths, select)
+    assert read([paths[0], ensemble(tmp_path / "0.grib", other, "grib", (0,))]).shape == (8, 1, 9, 12)
+
+
 def test_a_dimension_without_values_is_chosen_by_number(tmp_path: Path, states: xr.Dataset) -> None:
     every = xr.concat([shifted(states, 0), shifted(states, 5)], "version")
     every.to_netcdf(tmp_path / "a.nc", engine="h5netcdf")
@@ -419,3 +429,14 @@ def test_doctor_says_that_a_run_has_no_samples(tmp_path: Path) -> None:
     assert probe_data("mine", dataset, tmp_path, [PairSamples(kind="pairs", dt=3)]).status == "ok"
     found = probe_data("mine", dataset, tmp_path, [PairSamples(kind="pairs", dt=4)])
     assert found.status == "FAIL" and "valid: no sample" in found.text and "files of 4 times" in found.text
+
+
+@pytest.mark.parametrize("wrong", [np.nan, np.inf, 1e20])
+def test_a_forecast_step_without_a_number_is_refused(tmp_path: Path, states: xr.Dataset, wrong: float) -> None:
+    """Its field is not left out in silence, at the end least of all."""
+    ahead = np.append(np.arange(7) * 6.0, wrong)
+    start = ((), 0, {"units": "hours since 2020-02-27", "standard_name": "forecast_reference_time"})
+    steps = ("step", ahead, {"units": "hours", "standard_name": "forecast_period"})
+    forecast = states.drop_vars("time").rename(time="step").assign_coords(step=steps, time=start)
+    forecast.to_netcdf(tmp_path / "a.nc", engine="h5netcdf")
+    assert f"a forecast step is {wrong:g} hours; expected numbers" in refused(tmp_path / "a.nc")

@@ -141,3 +141,56 @@ def test_a_run_that_ends_is_told(tmp_path: Path, cosmo_data: Path) -> None:
             turns.rounds(1, 0.5)
     finally:
         turns.close()
+
+
+def test_a_run_that_hangs_is_told_and_given_up(
+    tmp_path: Path, cosmo_data: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dlscale.measure.turns.TOLD", 0.2)
+    monkeypatch.setattr("dlscale.measure.turns.PATIENCE", 0.5)
+    own = timed(tmp_path, cosmo_data)
+    turns = Turns(own, own)
+    started = processes(os.getpid())
+    try:
+        for each in started:
+            os.kill(each, signal.SIGSTOP)
+        with pytest.raises(Ended, match="did not answer for 0 s"):
+            turns.rounds(1, 0.5)
+    finally:
+        turns.close()
+    assert "a run that is timed in turn has not answered for 0 s" in caplog.text
+    assert all(state(each) in "XZ" for each in started)
+
+
+def test_who_goes_first_changes_with_each_turn_and_each_opening(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who goes first may be slower, or faster, by that alone: it is each of them as often."""
+    said: list[tuple[str, str]] = []
+
+    class Player:
+        def __init__(self, timed: Timed) -> None:
+            self._name = timed.config
+
+        def send(self, message: str) -> None:
+            said.append((message, self._name))
+
+        def receive(self) -> float:
+            return 1.0
+
+        def turn(self) -> float:
+            said.append(("turn", self._name))
+            return 2.0 if self._name == "own" else 1.0
+
+        def stop(self) -> None: ...
+
+        def close(self) -> None: ...
+
+    monkeypatch.setattr("dlscale.measure.turns._Player", Player)
+    own, first = (Timed(name, "", "cpu", 1) for name in ("own", "first"))
+    found = Turns(own, first).rounds(0, 0.5)
+    assert found == 2 * [2 * [(2.0, 1.0)]]
+    openings = [name for what, name in said if what == "open"]
+    assert set(map(tuple, zip(openings[::2], openings[1::2], strict=True))) == {("own", "first"), ("first", "own")}
+    names = [name for what, name in said if what == "turn"]
+    for number in (0, 4):
+        assert names[number : number + 4] in (["own", "first", "first", "own"], ["first", "own", "own", "first"])
+    assert {names[0], names[4]} == {"own", "first"}

@@ -105,6 +105,8 @@ def explained(error: Exception, path: str | os.PathLike[str]) -> Exception:
         return UserError(f"{path}: no permission to write here; choose another place for `results`, or change its mode")
     if number == errno.ENOENT:
         return UserError(f"{getattr(error, 'filename', None) or path}: no such file or directory")
+    if number == errno.ENAMETOOLONG:
+        return UserError(f"{path}: a name is too long for this file system")
     if number in (errno.EEXIST, errno.ENOTDIR, errno.EISDIR):
         return UserError(f"{path}: a file stands where a folder is needed, or a folder where a file is; move it away")
     return error

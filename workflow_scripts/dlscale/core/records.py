@@ -36,6 +36,9 @@ Number = Annotated[
 #: A rate or a time that was measured: no mistaken unit makes it so great, and `true` is none.
 Measured = Annotated[float, Field(ge=0, le=1e15, strict=True, allow_inf_nan=False)]
 
+#: One of which there is a logarithm.
+Positive = Annotated[Measured, Field(ge=1e-15)]
+
 
 class Metric(Record):
     """What a validation metric is; tables and the page are made from this."""
@@ -315,7 +318,7 @@ class Beside(Record):
 
     compute: str  #: Of the first run: `dlscale.config.compute.compute_digest`.
     #: Samples/s of this run and of the first one, by round; of each time that both were opened.
-    openings: list[list[tuple[Measured, Measured]]] = Field(min_length=1)
+    openings: list[Annotated[list[tuple[Positive, Positive]], Field(min_length=1)]] = Field(min_length=1)
 
     @property
     def ratios(self) -> list[float]:

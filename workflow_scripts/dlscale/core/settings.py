@@ -140,9 +140,8 @@ def _elsewhere(kind: Any, keys: tuple[int | str, ...], item: Any, prefix: Sequen
 
     def place(path: tuple[str, ...]) -> str:
         same = shared(path)
-        return ".".join(path[same:] if same == len(here) else (*prefix, *here[:same], *path[same:])).replace(
-            "*", "NAME"
-        )
+        below = same == len(here) < len(path)
+        return ".".join(path[same:] if below else (*prefix, *here[:same], *path[same:])).replace("*", "NAME")
 
     places = " or ".join(f"'{place(path)}'" for path in near)
     return f"unknown key '{key}' (did you mean {places}?); valid keys: {item['ctx']['keys']}"

@@ -1,4 +1,7 @@
-"""PyYAML's safe loader, which also refuses what that takes in silence: keys written twice, values in themselves."""
+"""PyYAML's safe loader, which also refuses what that takes in silence.
+
+That is keys written twice, values in themselves, and aliases of aliases that stand for more values than a file holds.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,16 @@ import yaml
 
 MERGE = "tag:yaml.org,2002:merge"
 
+#: Values that a file may have, those that aliases repeat counted each time.
+MOST = 1_000_000
+
 
 class Loader(yaml.SafeLoader):
     """Reads YAML; what is wrong with it is a `yaml.MarkedYAMLError`, with its line."""
+
+    def __init__(self, stream: Any) -> None:
+        super().__init__(stream)
+        self._sizes: dict[int, int] = {}  # values in each node
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         """Return the next node; an alias must not name what it stands in."""
@@ -19,6 +29,12 @@ class Loader(yaml.SafeLoader):
         mark: Any = event.start_mark
         if isinstance(event, yaml.AliasEvent) and node.end_mark is None:
             raise yaml.MarkedYAMLError(problem=f"*{event.anchor} stands in itself", problem_mark=mark)
+        if not isinstance(event, yaml.AliasEvent):
+            parts = node.value if isinstance(node, yaml.CollectionNode) else ()
+            several = (each for part in parts for each in (part if isinstance(part, tuple) else (part,)))
+            self._sizes[id(node)] = size = 1 + sum(self._sizes[id(each)] for each in several)
+            if size > MOST:
+                raise yaml.MarkedYAMLError(problem=f"aliases make this {size:,} values", problem_mark=mark)
         return node
 
     def compose_mapping_node(self, anchor: Any) -> Any:

@@ -45,6 +45,10 @@ OPENINGS = 4
 #: Rounds of an opening before its turns may end.
 LEAST = 8
 
+#: Seconds that a run may take to open, or for a turn; and after which it is said that it is awaited. A step takes less:
+#: the stage has timed some before.
+PATIENCE, TOLD = 600.0, 60.0
+
 #: Samples/s of a run, and of the first of its plan.
 Round = tuple[float, float]
 
@@ -151,6 +155,10 @@ class _Player:
             self._pipe.send(message)
 
     def receive(self) -> float:
+        if not self._pipe.poll(TOLD):
+            logging.warning("a run that is timed in turn has not answered for %.0f s (process %d)", TOLD, self._group)
+            if not self._pipe.poll(PATIENCE - TOLD):  # a loader that waits for ever, or somebody has stopped it
+                raise Ended(f"its process {self._group} did not answer for {PATIENCE:.0f} s")
         try:
             answer = self._pipe.recv()
         except (EOFError, ConnectionResetError):

@@ -17,7 +17,7 @@ import statistics
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
@@ -26,7 +26,7 @@ from dlscale.core.errors import UserError, unknown
 from dlscale.core.files import sha256, write_text
 from dlscale.core.noise import CONFIDENCE, interval
 from dlscale.core.record import Record
-from dlscale.core.records import Throughput
+from dlscale.core.records import Positive, Throughput
 from dlscale.core.text import many
 from dlscale.report.diagnosis import NOISE
 from dlscale.report.results import RunResult, read_plan
@@ -43,8 +43,9 @@ class Measurement(Record):
     """One measurement of a run."""
 
     file: str  #: SHA-256 of its `throughput.json`: a file counts once.
-    rate: float = Field(gt=0)  #: FULL, samples/s.
-    gain: float | None = None  #: Logarithm of how much faster than the plan's first run, in turns.
+    rate: Positive  #: FULL, samples/s.
+    #: Logarithm of how much faster than the plan's first run, in turns.
+    gain: float | None = Field(None, ge=-100, le=100)
 
 
 class Kept(Record):
@@ -52,13 +53,13 @@ class Kept(Record):
 
     compute: str | None = None  #: Which work it did.
     first: str | None = None  #: And the plan's first run.
-    measured: list[Measurement] = []
+    measured: list[Measurement] = Field(min_length=1)
 
 
 class Reference(Record):
-    """Earlier measurements, by machine and by `PLAN.RUN`."""
+    """Earlier measurements, by machine and by `PLAN.RUN`; a file without them is another one."""
 
-    machines: dict[str, dict[str, Kept]] = {}
+    machines: dict[str, dict[str, Kept]]
 
 
 @dataclass(frozen=True)
@@ -75,14 +76,28 @@ class Look:
     def lost(self) -> bool:
         return self.change < -self.allowed
 
+    def plain(self) -> dict[str, Any]:
+        """Return it as values of JSON; `allowed` is None where a single trial says nothing of noise."""
+        return {**vars(self), "allowed": self.allowed if math.isfinite(self.allowed) else None, "lost": self.lost}
+
     def line(self) -> str:
         """Return it in words."""
         said = "LOSS" if self.lost else "as before" if abs(self.change) <= self.allowed else "faster"
         least, most = (100 * math.expm1(sign * self.allowed) for sign in (-1, 1))
+        noise = f"{least:+.1f} to {most:+.1f} %" if math.isfinite(self.allowed) else "unknown"
         return (
-            f"{said:9}  {self.run}, {self.what}: {100 * math.expm1(self.change):+.1f} %, noise "
-            f"{least:+.1f} to {most:+.1f} % ({many(self.count, 'measurement')} before)"
+            f"{said:9}  {self.run}, {self.what}: {100 * math.expm1(self.change):+.1f} %, "
+            f"noise {noise} ({many(self.count, 'measurement')} before)"
         )
+
+
+def read(path: Path) -> Reference:
+    """Read a reference; a file that is none is a `UserError`."""
+    try:
+        return Reference.read(path)
+    except UserError as error:
+        problem = str(error).rpartition("; ")[0]  # without what to do about a stage's own record
+        raise UserError(f"{problem}; no reference: name another file, which --update makes") from None
 
 
 def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
@@ -94,10 +109,10 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
         raise UserError(f"{results}: no run of {', '.join(names) or 'any plan'} has throughput; run the workflow first")
     if not (path.exists() or args.update):
         raise UserError(f"{path}: no such file; make it with --update")
-    reference = Reference.read(path) if path.exists() else Reference()
+    reference = read(path) if path.exists() else Reference(machines={})
     looks = list(held(reference, runs))
     if args.json:
-        print(json.dumps([{**vars(look), "lost": look.lost} for look in looks], indent=2))
+        print(json.dumps([look.plain() for look in looks], indent=2))
     else:
         for look in looks:
             print(look.line())
@@ -120,7 +135,7 @@ def _measured(results: Path, names: list[str], configuration: Configuration | No
                 raise UserError(f"plan {name} has no results yet; name those that have: {', '.join(known) or 'none'}")
             raise UserError(f"{plan}: no such file; {unknown('plan', name, known)}")
         for run in read_plan(plan).runs:
-            if run.throughput and run.throughput.full:
+            if run.throughput and run.speed:
                 yield f"{name}.{run.name}", run
 
 
@@ -187,8 +202,10 @@ def updated(reference: Reference, runs: Mapping[str, RunResult]) -> Reference:
     for key, run in runs.items():
         assert run.throughput and run.throughput.full
         first = run.throughput.beside.compute if run.throughput.beside else None
-        kept = _known(reference, key, run) or Kept()
-        before = kept.measured if kept.first == first else [m.model_copy(update={"gain": None}) for m in kept.measured]
+        kept = _known(reference, key, run)
+        before = kept.measured if kept else []
+        if kept and kept.first != first:
+            before = [each.model_copy(update={"gain": None}) for each in before]
         own = Measurement(
             file=sha256(run.folder / "throughput.json"), rate=run.throughput.full.mean, gain=_gain(run.throughput)
         )

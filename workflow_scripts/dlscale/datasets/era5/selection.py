@@ -68,6 +68,12 @@ def check_one_series(name: str, kept: list[tuple[Variable, np.ndarray]], label: 
     """Refuse fields of several members, or of several ranges of time, as the series of a channel."""
     if len(members := _values("number", kept)) > 1:
         raise UserError(f"{label}: channel '{name}' has the members {_listed(members)}; {_advice('number', members)}")
+    told = [variable.traits.get("number", np.full(keep.shape, None))[keep].tolist() for variable, keep in kept]
+    if members not in ([], [0]) and any(None in some for some in told):  # 0 is what others leave without a number
+        raise UserError(
+            f"{label}: channel '{name}' has fields of member {members[0]} and fields of none; choose by another key of "
+            "source.select, such as dataType, or leave a file out"
+        )
     ranges: dict[str, dict[str, set[str]]] = {}  # of steps, by what fields are, and their step types
     for variable, keep in kept:
         if "stepType" in variable.traits:

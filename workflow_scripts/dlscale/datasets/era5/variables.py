@@ -332,7 +332,11 @@ def _hours(lead: xr.Variable, origin: str) -> xr.Variable:
     hours |= {"millisecond": 1 / 3.6e6, "microsecond": 1 / 3.6e9, "nanosecond": 1 / 3.6e12}
     if unit not in hours or lead.dtype.kind not in "iuf":
         raise UserError(f"{origin}: forecast steps in '{lead.attrs.get('units')}' cannot be read; expected hours")
-    return lead.copy(data=lead.values * hours[unit])
+    ahead = lead.values * hours[unit]
+    if not (np.abs(ahead) < 1e8).all():  # no time would come of it, and the field would be left out in silence
+        worst = ahead.ravel()[np.abs(ahead).argmax()]  # NaN, if there is one
+        raise UserError(f"{origin}: a forecast step is {worst:g} hours; expected numbers; {TORN}")
+    return lead.copy(data=ahead)
 
 
 def _decoded_times(clock: xr.Variable, origin: str) -> np.ndarray:
