@@ -40,11 +40,15 @@ def user_configuration():
 
 
 def call_again(wildcards, input):
-    """Words for a shell: this call's settings, up to further files. Taking `input` keeps them from making a job run."""
+    """Words for a shell: a call with this one's settings. Taking `input` keeps them from making a job run."""
     site = site_name()
-    words = ["--workflow-profile", f"profiles/{site}"] if site else []
-    own = own_settings()
-    return shlex.join(["snakemake", *words, *own, *([] if "--configfile" in own else ["--configfile"])])
+    return shlex.join(["snakemake", *(["--workflow-profile", f"profiles/{site}"] if site else []), *own_settings()])
+
+
+def call_with_files(wildcards, input):
+    """The same, up to further files of settings."""
+    call = call_again(wildcards, input)
+    return call if "--configfile" in own_settings() else f"{call} --configfile"
 
 
 def own_settings():

@@ -74,7 +74,7 @@ rule tune:
     params:
         stage=run_params("tune"),
         launch=run_launch,
-        call=call_again,
+        call=call_with_files,
         folder=subpath(output.record, parent=True),
     message:
         "Tune {wildcards.plan}.{wildcards.run}"

@@ -61,12 +61,14 @@ rule report:
     params:
         stage=report_params(CONFIG.workflow.report.title, CONFIG.workflow.targets),
         launch=stage_launch,
+        call=call_again,
         datasets=report_folders,
     message:
         "Write the report"
     shell:
         "{params.launch:q} report --title {params.stage[settings][title]:q} --plans {input.plans:q}"
-        " --datasets {params.datasets:q} --references {input.references:q} --out {output:q} --log {log:q}"
+        " --datasets {params.datasets:q} --references {input.references:q} --call {params.call:q}"
+        " --out {output:q} --log {log:q}"
 
 
 rule report_plan:
@@ -88,9 +90,11 @@ rule report_plan:
     params:
         stage=report_plan_params,
         launch=stage_launch,
+        call=call_again,
         datasets=report_folders,
     message:
         "Write the report of plan {wildcards.plan}"
     shell:
         "{params.launch:q} report --title {params.stage[settings][title]:q} --plans {input.plans:q}"
-        " --datasets {params.datasets:q} --references {input.references:q} --out {output:q} --log {log:q}"
+        " --datasets {params.datasets:q} --references {input.references:q} --call {params.call:q}"
+        " --out {output:q} --log {log:q}"

@@ -383,6 +383,11 @@ def test_the_model_of_scaling(tmp_path: Path, tiny_data: Callable[[str], Path]) 
     found = cost.estimate(four, tmp_path, scheduler())
     rate = rates.rate("scaled", "on4", four.run, tmp_path, scheduler()) if four.run else None
     assert found.basis == "model" and rate and 200 < rate[0] < 400
+    assert four.run
+    for nodes, basis in ((4, "model"), (8, "limit")):  # 16 devices are three doublings from two, 32 are four
+        changed = {"geometry": Geometry(nodes=nodes, gpus_per_node=4), "batch_size": 8 * nodes}
+        wide = Work("train", "scaled", "wide", four.run.model_copy(update=changed))
+        assert cost.estimate(wide, tmp_path, scheduler()).basis == basis
     table = cost.price([four], scheduler(), tmp_path)
     assert any(line.startswith("model: ") for line in cost.lines(table)) and " model " in cost.lines(table)[1]
     file = tmp_path / "plans/scaled/on1/throughput.json"

@@ -362,7 +362,12 @@ class Results:
         out = self.root / "report" / "index.html"
         report.main(
             argparse.Namespace(
-                title=title, plans=self.plans, datasets=self.datasets, references=self.references, out=str(out)
+                title=title,
+                plans=self.plans,
+                datasets=self.datasets,
+                references=self.references,
+                call="snakemake --configfile 'my plans.yaml'",
+                out=str(out),
             )
         )
         return out.read_text()
@@ -425,7 +430,8 @@ def test_a_busy_machine_is_given_away(results: Results) -> None:
     folder = plan.runs[0].folder.parent
     again = f"snakemake --force {folder}/b/throughput.json {folder}/a/throughput.json"
     assert said.endswith(f"measure again with nothing else running: {again}")
-    assert "The machine was not quiet." in re.sub(r"<[^>]+>", "", results.report())
+    page = Page(results.report()).text
+    assert "The machine was not quiet." in page and f"snakemake --configfile 'my plans.yaml' --force {folder}/b" in page
     assert disturbance(plan.runs[:1]) is None
     results.run("ladder", "b", triplet=(500.0, 110.0, 58.0), loader={"kind": "b"})
     assert disturbance(read_plan(results.plans[0]).runs) is None

@@ -70,31 +70,31 @@ def test_a_run_of_many_times_the_work_is_slower(tmp_path: Path, cosmo_data: Path
 
 
 def test_one_that_is_not_in_turn_is_stopped_with_its_loader(tmp_path: Path, cosmo_data: Path) -> None:
-    """Seen from outside while turns go on: never do both groups run, nor is either of them always stopped."""
+    """Seen from outside while turns go on: one of the groups is stopped, now this one, now that one."""
     own = timed(tmp_path, cosmo_data, loader={"workers": 1}, samples={"train": 64})
     code = (
         "import sys; from dlscale.measure.turns import Timed, Turns\n"
-        f"own = {own!r}\nturns = Turns(own, own)\nturns.rounds(4, 1e-9)\nturns.close()"
+        f"own = {own!r}\nturns = Turns(own, own)\nturns.rounds(60, 1e-9)\nturns.close()"
     )
     process = subprocess.Popen([sys.executable, "-c", code])
-    seen: list[tuple[bool, ...]] = []
+    seen: list[tuple[bool, ...]] = []  # from the first turn on, of either group whether it was stopped
     try:
         until("two runs with a worker each", lambda: len(processes(process.pid)) >= 4 or process.poll() is not None)
-        while process.poll() is None:
+        while len(seen) < 100 or len(set(seen) - {(False, False), (True, True)}) < 2:
+            assert process.poll() is None, "each has its turn"
             groups: dict[int, list[str]] = {}
             for each in processes(process.pid):
                 with contextlib.suppress(ProcessLookupError):
                     groups.setdefault(os.getpgid(each), []).append(state(each))
-            if len(groups) == 2 and all(len(states) >= 2 for states in groups.values()):
-                seen.append(tuple(set(states) == {"T"} for states in groups.values()))
+            opened = [states for states in groups.values() if len(states) >= 2]  # with their loaders' processes
+            stopped = tuple(set(states) == {"T"} for states in opened)
+            seen.extend([stopped] if len(opened) == 2 and (seen or any(stopped)) else [])
             time.sleep(0.02)
-        assert process.returncode == 0
     finally:
         process.kill()
         process.wait()
-    stopped = [one for one in seen if any(one)]
-    assert {(True, False), (False, True)} <= set(stopped), "each had its turn"
-    assert len(stopped) > 0.5 * len(seen), "but while they are opened, one of them waits"
+    # Now and then the turn passes between the looks at the one group and at the other.
+    assert sum(map(any, seen)) > 0.9 * len(seen)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])

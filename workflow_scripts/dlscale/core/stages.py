@@ -261,6 +261,13 @@ STAGES: dict[str, Stage] = {
             path("--plans", "plan.yaml files", nargs="+"),
             path("--datasets", "dataset folders", nargs="+"),
             path("--references", "reference.json files", required=False, nargs="*", default=[]),
+            option(
+                "--call",
+                "words of a shell that call the workflow; shown with what is to be measured again",
+                False,
+                default="snakemake",
+                metavar="WORDS",
+            ),
             path("--out", "HTML file to write"),
         ),
     ),

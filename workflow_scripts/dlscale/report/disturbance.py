@@ -17,22 +17,22 @@ from dlscale.report.results import RunResult
 FULL = 0.8
 
 
-def disturbance(runs: Sequence[RunResult]) -> str | None:
-    """Return a warning if other programs were seen at work, or if speeds contradict each other; else None."""
+def disturbance(runs: Sequence[RunResult], call: str = "snakemake") -> str | None:
+    """Return a warning if other programs were seen at work, or if speeds contradict each other; else None.
+
+    It ends with the command that measures again: `call`, words of a shell that call the workflow, and what to make.
+    """
     seen = list(filter(None, (next(_contradictions(runs), None), _neighbours(runs))))
     if not seen:
         return None
     said = " ".join(what for what, _ in seen)
+    runs = [run for _, which in seen for run in which if run.throughput]
+    files = dict.fromkeys(str(run.folder / "throughput.json") for run in runs)
+    again = f": {call} --force {shlex.join(files)}" if files else "."
     return (
         f"The machine was not quiet. {said} Times and rates of these runs mean little, and speed-ups what their "
-        f"intervals say: measure again with nothing else running{_again([run for _, which in seen for run in which])}"
+        f"intervals say: measure again with nothing else running{again}"
     )
-
-
-def _again(runs: Sequence[RunResult]) -> str:
-    """Return the command that measures the throughput of these runs again, alone; a full stop if none has it."""
-    files = dict.fromkeys(str(run.folder / "throughput.json") for run in runs if run.throughput)
-    return f": {shlex.join(['snakemake', '--force', *files])}" if files else "."
 
 
 def _neighbours(runs: Sequence[RunResult]) -> tuple[str, list[RunResult]] | None:

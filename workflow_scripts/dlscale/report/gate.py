@@ -107,6 +107,8 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
     runs = dict(_measured(results, names, configuration))
     if not runs:
         raise UserError(f"{results}: no run of {', '.join(names) or 'any plan'} has throughput; run the workflow first")
+    if path.exists() and not path.is_file():
+        raise UserError(f"{path}: no file; expected a reference, which --update makes")
     if not (path.exists() or args.update):
         raise UserError(f"{path}: no such file; make it with --update")
     reference = read(path) if path.exists() else Reference(machines={})
@@ -117,7 +119,7 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
         for look in looks:
             print(look.line())
     if args.update:
-        write_text(path, updated(reference, runs).text() + "\n")
+        write_text(path.resolve(), updated(reference, runs).text() + "\n")
         if not args.json:
             print(f"{path}: {many(len(runs), 'run')} noted: {', '.join(runs)}")
         return 0
@@ -174,12 +176,15 @@ def held(reference: Reference, runs: Mapping[str, RunResult]) -> Iterator[Look]:
         assert run.throughput and run.speed
         if not (kept := _known(reference, key, run)):
             continue
-        before = [math.log(each.rate) for each in kept.measured]
+        # A measurement that was noted already is not held against itself, unless it is all that there is.
+        own = sha256(run.folder / "throughput.json")
+        noted = [each for each in kept.measured if each.file != own] or kept.measured
+        before = [math.log(each.rate) for each in noted]
         # Of the trials then only the mean is kept: they are taken to have varied as those now.
         alone = math.hypot(math.sqrt(2) * trials_error(run), math.log1p(NOISE))
         rates.append(_Figure(key, math.log(run.speed), before, alone))
         gain, beside = _gain(run.throughput), run.throughput.beside
-        before = [each.gain for each in kept.measured if each.gain is not None]
+        before = [each.gain for each in noted if each.gain is not None]
         if gain is not None and beside and before and beside.compute == kept.first != run.compute:
             alone = math.sqrt(2) * math.hypot(interval(beside.ratios)[1], FLOOR)
             gains.append(_Figure(key, gain, before, alone))
@@ -192,7 +197,9 @@ def held(reference: Reference, runs: Mapping[str, RunResult]) -> Iterator[Look]:
             if freedom:
                 from scipy.special import stdtrit
 
-                allowed = float(stdtrit(freedom, level)) * spread * math.sqrt(1 + 1 / count)
+                # That of all figures is known better than one's own; one that varies more than the others has its own.
+                widest = max(spread, pooled([figure.before])[0])
+                allowed = max(float(stdtrit(freedom, level)) * widest * math.sqrt(1 + 1 / count), FLOOR)
             yield Look(figure.run, what, figure.value - statistics.fmean(figure.before), allowed, count)
 
 

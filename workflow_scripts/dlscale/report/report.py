@@ -30,7 +30,7 @@ def main(args: argparse.Namespace) -> None:
     plans = [read_plan(path) for path in dict.fromkeys(args.plans)]
     folders = [Path(folder) for folder in dict.fromkeys(args.datasets)]
     references = read_references(dict.fromkeys(args.references))
-    write_text(args.out, page(args.title, plans, folders, Path(args.out).parent, references))
+    write_text(args.out, page(args.title, plans, folders, Path(args.out).parent, references, args.call))
 
 
 def page(
@@ -39,8 +39,9 @@ def page(
     folders: Sequence[Path],
     place: Path = Path(),
     references: Sequence[Reference] = (),
+    call: str = "snakemake",
 ) -> str:
-    """Return the report as HTML, to be written into the folder `place`."""
+    """Return the report as HTML, to be written into the folder `place`; `call` are words that call the workflow."""
     import jinja2
     from markupsafe import Markup
 
@@ -57,7 +58,7 @@ def page(
         script=Markup(script),
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         svg=Markup,  # what `figures` draws is safe: matplotlib escapes the labels
-        plans=[plan_view(plan, names, {p.name for p in plans}, pictures, place, references) for plan in plans],
+        plans=[plan_view(plan, names, {p.name for p in plans}, pictures, place, references, call) for plan in plans],
         datasets=[datasets.view(folder, name) for folder, name in zip(folders, names, strict=True)],
         studies=[_study(name, plans) for name in dict.fromkeys(plan.record.study for plan in plans)],
         runs=sum(len(plan.runs) for plan in plans),

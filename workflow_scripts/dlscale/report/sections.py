@@ -68,10 +68,11 @@ def plan_view(
     pictures: int,
     page: Path,
     references: Sequence[Reference] = (),
+    call: str = "snakemake",
 ) -> View:
     """Return what the page, which has these datasets and plans, shows of a plan: at most so many `pictures`.
 
-    `page` is the page's folder: links to traces lead from there.
+    `page` is the page's folder: links to traces lead from there. `call` are words that call the workflow.
     """
     used = dict.fromkeys(str(run.settings.get("dataset")) for run in plan.runs)
     return {
@@ -82,7 +83,7 @@ def plan_view(
         "runs": len(plan.runs),
         "left_out": _left_out(plan),
         "omitted": len(plan.record.left_out),
-        "disturbance": disturbance(plan.runs),
+        "disturbance": disturbance(plan.runs, call),
         "datasets": [{"name": name, "linked": name in datasets} for name in used],
         "devices": devices(plan.runs),
         "speed": glance.speed(plan),
