@@ -162,8 +162,10 @@ def test_the_gain_over_the_first_run_has_the_spread_of_both(results: Results) ->
         _, before, after = plan_of(results, "first", "before", "after").runs
         found = relative_to_first(after, before)
         assert found and found.ratio == pytest.approx(1.03) and found.noise is noise
-        (one, other), openings = (each.throughput.beside.ratios for each in (before, after)), math.sqrt(1 / 4 + 1 / 4)  # type: ignore[union-attr]
-        error = 2.446912 * pooled([one, other])[0] * openings  # Student's t of 6 degrees of freedom
+        openings = [each.throughput.beside.ratios for each in (before, after)]  # type: ignore[union-attr]
+        common, own = pooled(openings)[0], [np.std(ratios, ddof=1) for ratios in openings]
+        variance = sum(max(common, each) ** 2 / 4 for each in own)
+        error = 2.446912 * math.sqrt(variance)  # Student's t of 6 degrees of freedom
         assert found.error == pytest.approx(math.hypot(error, FLOOR))
 
 

@@ -280,7 +280,7 @@ def test_half_an_import_is_no_reference(fresh: Tree) -> None:
     (page,) = [job for job in fresh.planned(targets=["all"]).jobs if job.rule == "report"]
     shutil.rmtree(fresh.results / "references")
     words = shlex.split(page.command)
-    assert words[words.index("--references") + 1 : words.index("--out")] == [
+    assert words[words.index("--references") + 1 : words.index("--call")] == [
         f"{fresh.config['results']}/references/theirs/reference.json"
     ]
 
