@@ -95,6 +95,14 @@ endif
 	$(say) '/dlscale in the container is $(CURDIR)'
 endif
 
+# Without a sandbox, which needs rights that root in a container lacks; the page is our own.
+.PHONY: example
+example: $(VENV)/.installed  ## make the page in docs/examples anew, and its picture (needs chromium); on a quiet machine
+	@snakemake --profile none --workflow-profile local -- plan_cosmo_demo
+	@cp results/plans/cosmo_demo/report.html docs/examples/report.html
+	@chromium --headless --no-sandbox --hide-scrollbars --window-size=1100,860 --virtual-time-budget=3000 \
+	    --screenshot=docs/examples/report.png "file://$(CURDIR)/docs/examples/report.html"
+
 .PHONY: bench
 bench: $(VENV)/.installed-dev  ## measure dlscale itself: loaders, steps, rungs, preprocessing, DAG
 	$(say) 'Running the benchmarks'

@@ -18,7 +18,7 @@ import signal
 import sys
 from pathlib import Path
 
-from dlscale.core.errors import UserError, unknown
+from dlscale.core.errors import UserError, of_another, unknown
 from dlscale.core.lock import only_writer
 from dlscale.preflight import why
 
@@ -81,18 +81,16 @@ def check_targets():
     for word in sys.argv[1:]:
         what, _, name = word.partition("_")
         if re.fullmatch(r"(plan|data|study)_[\w-]+", word) and name not in known[what] and not Path(word).exists():
-            refuse(f"{word}: {unknown({'data': 'dataset'}.get(what, what), name, known[what])}{own(what, name)}")
+            refuse(f"{word}: {unknown({'data': 'dataset'}.get(what, what), name, known[what])}{elsewhere(what, name)}")
         parts = Path(word).relative_to(RESULTS).parts if Path(word).is_relative_to(RESULTS) else ()
         if parts[:1] == ("plans",) and len(parts) > 2 and parts[1] not in CONFIG.plans:
-            refuse(f"{word}: {unknown('plan', parts[1], CONFIG.plans)}{own('plan', parts[1])}")
+            refuse(f"{word}: {unknown('plan', parts[1], CONFIG.plans)}{elsewhere('plan', parts[1])}")
 
 
-def own(what, name):
-    """What to do where a name that is not known has results: the file that has it was not named."""
-    folder = {"plan": f"plans/{name}/plan.yaml", "data": f"data/{name}/manifest.json"}.get(what)
-    if not (folder and Path(RESULTS, folder).exists()):
-        return ""
-    return f"; {RESULTS}/{folder} was made from another configuration: name its file with --configfile"
+def elsewhere(what, name):
+    """What to do where a plan or a dataset that is not known has results."""
+    file = {"plan": f"plans/{name}/plan.yaml", "data": f"data/{name}/manifest.json"}.get(what)
+    return of_another(Path(RESULTS, file)) if file else ""
 
 
 def asked_files():

@@ -54,6 +54,14 @@ def unpack(folder: Path) -> None:
         (target / host.name).symlink_to(Path("../../nsight-systems") / host.name)
 
 
+def tidy() -> None:
+    """Remove what an nsys that was killed left in shared memory, for which all later ones wait in vain."""
+    running = [process.info for process in psutil.process_iter(["name", "status"])]
+    if not any("nsys" in (each["name"] or "") and each["status"] != psutil.STATUS_ZOMBIE for each in running):
+        for left in [*Path("/dev/shm").glob("NSys-*"), *Path("/dev/shm").glob("quadd-*")]:
+            left.unlink(missing_ok=True)
+
+
 @pytest.fixture(scope="session")
 def real_nsys() -> Path:
     """Return the tool; without one the test is skipped."""
@@ -68,11 +76,7 @@ def real_nsys() -> Path:
                     unpack(FOLDER)
                 except subprocess.CalledProcessError as error:
                     pytest.skip(f"Nsight Systems cannot be fetched here: {error.stderr or error}")
-    running = [process.info for process in psutil.process_iter(["name", "status"])]
-    if not any("nsys" in (each["name"] or "") and each["status"] != psutil.STATUS_ZOMBIE for each in running):
-        # One that was killed may leave shared memory behind, for which all later ones wait in vain.
-        for left in [*Path("/dev/shm").glob("NSys-*"), *Path("/dev/shm").glob("quadd-*")]:
-            left.unlink(missing_ok=True)
+    tidy()
     if (tool := find()) is None:
         pytest.skip("without Nsight Systems; DLSCALE_NSYS_TESTS=1 fetches it, on Debian")
     return tool

@@ -24,6 +24,7 @@ from dlscale.core.files import read_json, write_json
 from dlscale.data import parts
 from dlscale.data.manifest import Manifest
 from dlscale.data.parts import load_dataset
+from dlscale.datasets.mnist.source import IdxFile
 from tests.conftest import COSMO, COSMO_RUN, ERA5, ERA5_RUN, ROOT, make_dataset, make_parts, make_run, stage, train
 from tests.raw_files import cosmo, era5, published, volume, write_volume, write_years
 from tests.waiting import PATIENCE
@@ -238,6 +239,25 @@ def test_a_file_that_leads_to_other_files(tmp_path: Path, refused: Check, lead: 
         assert f"{path}: '" in text and f"is {how}" in text and "copy them into this one" in text and "\n" not in text
 
 
+def test_links_in_a_circle(tmp_path: Path, refused: Check) -> None:
+    """One that leads nowhere is nobody's business, as long as it is not asked for."""
+    path, other = tmp_path / "a.h5", write_volume(tmp_path / "b.h5", published(volume((8, 8, 8))))
+    for again in ("/Nbody", "/nosuch"):
+        with h5py.File(write_volume(path, published(volume((8, 8, 8)))), "a") as file:
+            file["other"] = h5py.SoftLink(again)
+            if again == "/Nbody":
+                del file["Nbody"]
+                file["Nbody"] = h5py.SoftLink("/other")
+        command = preprocess(tmp_path, cosmo([path], [other]), path)
+        if again == "/Nbody":
+            assert "' is a link to '" in (text := refused(*command)) and "leads in a circle" in text
+        else:
+            assert stage(*command) == 0
+    with h5py.File(path, "w") as file:
+        file["Nbody"] = h5py.SoftLink("/Nbody")
+    assert "leads in a circle" in refused(*preprocess(tmp_path, starter(path), path, path, part="train/train"))
+
+
 def era5_files(path: Path) -> dict[str, Any]:
     split = {"train": ["2001-01-01", "2001-01-03"], "valid": ["2001-01-04", "2001-01-05"]}
     return {"kind": "era5", "source": {"kind": "files", "paths": [str(path)]}, "channels": ["t2m"], "split": split}
@@ -253,6 +273,10 @@ def test_a_pipe_is_no_file(tmp_path: Path, refused: Check) -> None:
     os.mkfifo(tmp_path / "a.h5")
     settings = cosmo([tmp_path / "a.h5"], [tmp_path / "b.h5"])
     assert "a.h5: a pipe; expected an HDF5 file" in refused(*preprocess(tmp_path, settings, tmp_path / "a.h5"))
+    os.mkfifo(pipe := tmp_path / "a.npy")
+    assert "a.npy: a pipe" in refused(*preprocess(tmp_path, starter(pipe), pipe, pipe, part="train/train"))
+    with pytest.raises(UserError, match=r"a\.npy: a pipe; expected an IDX file"):
+        IdxFile(pipe, 3)
 
 
 def test_a_channel_that_does_not_vary(tmp_path: Path, refused: Check) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import time
@@ -88,6 +89,21 @@ def test_benchmarks_run(tmp_path: Path) -> None:
     assert counted["FULL, ViT 96×192, direct"]["stored bytes/sample"] == 2 * 2 * 20 * 96 * 192
     assert counted["preprocess, downsample 2"]["bytes read"] > 128**3 * 9 * 4
     assert list(tmp_path.iterdir()) == [tmp_path / "out.json"]
+
+
+@pytest.mark.slow
+def test_the_benchmark_of_noise_runs(tmp_path: Path) -> None:
+    """One try of three small runs, too short to tell anything: what it says of each is a number with its interval."""
+    small = {"model": {"depth": 4, "size": 64}, "throughput": {"trials": 2, "seconds": 0, "beside": 0.4, "error": 0.5}}
+    words = ["--tries", "1", "--threads", "1", "--set", json.dumps(small), "--json", str(tmp_path / "out.json")]
+    command = [sys.executable, "-m", "tests.bench.noise", *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
+    assert done.returncode == 0, done.stdout + done.stderr
+    [found] = json.loads((tmp_path / "out.json").read_text())
+    assert len(found["rounds"]) == 3 and min(found["rounds"]) >= 4 and found["load"] == 0
+    assert all(math.isfinite(log) and error >= 0.015 for log, error in (found["copy"], found["slow"]))
+    assert found["headline"] in ("first", "copy")
+    assert re.search(r"^in all: equal \d of 1, slow-down found \d of 1$", done.stdout, re.MULTILINE)
 
 
 @pytest.mark.long

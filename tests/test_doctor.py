@@ -943,6 +943,7 @@ def test_what_runs_of_this_machine_need(monkeypatch: pytest.MonkeyPatch) -> None
         "p.dali": {"loader": {"kind": "dali"}},
         "p.compiled": {"compile": {"mode": "default"}},
         "p.graphs": {"cuda_graph": True},
+        "p.half": {"precision": "fp16"},
     }
     plan = {"study": "era5_vit", "settings": {**ERA5_RUN, "dataset": "d"}, "runs": {n[2:]: s for n, s in runs.items()}}
     found = config.load({"targets": ["p"], "datasets": {"d": ERA5}, "plans": {"p": plan}}).plans["p"]
@@ -950,10 +951,12 @@ def test_what_runs_of_this_machine_need(monkeypatch: pytest.MonkeyPatch) -> None
     for need, (what, _) in machine.NEEDS.items():
         monkeypatch.setitem(machine.NEEDS, need, (what, lambda: False))
     lines = doctor.lines(environment.probe_here(resolved, devices=0))
-    assert len(lines) == 3
+    assert len(lines) == 4
     assert lines[0].startswith("FAIL  run p.dali: loader.kind: needs NVIDIA DALI") and "needs: [dali]" in lines[0]
     assert lines[1].startswith("FAIL  run p.compiled: compile.mode: needs a C++ compiler") and "mode: none" in lines[1]
     assert lines[2].startswith("FAIL  run p.graphs: cuda_graph: only GPUs have graphs")
+    assert lines[3].startswith("warn  run p.half: precision: most processors do not compute in fp16")
+    assert "take bf16 or fp32" in lines[3]
     for need, (what, _) in machine.NEEDS.items():
         monkeypatch.setitem(machine.NEEDS, need, (what, lambda: True))
     assert environment.probe_here(resolved, devices=1) == []

@@ -269,7 +269,7 @@ def test_a_tensor_larger_than_memory_is_not_made(results: Path, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--as", "../theirs"], "name: got '../theirs'; expected to match"),
+        (["--as", "../theirs"], "name: got '../theirs'; expected 1 to 64 letters"),
         (["--study", "cosmo_unit"], "--study: no study is called 'cosmo_unit' (did you mean 'cosmo_unet'?)"),
         (["--study", "mnist_cnn"], "declares no published tags"),
         (["--batch-size", 0], "batch_size: got 0; expected greater than or equal to 1"),

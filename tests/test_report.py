@@ -522,6 +522,11 @@ def test_trainings_with_other_seeds_are_one_run(results: Results) -> None:
     drawn = figures.loss("p-epoch", plan.runs, "epoch", "loss")
     alone = figures.loss("p-epoch", [replace(run, repeats=[]) for run in plan.runs], "epoch", "loss")
     assert drawn.count("<path") > alone.count("<path"), "the bands"
+    scores = [
+        figures.metric("p-metric", runs, lambda epoch: epoch.metrics[metric], "epoch", "metric")
+        for runs in (plan.runs, [replace(run, repeats=[]) for run in plan.runs])
+    ]
+    assert scores[0].count("<path") > scores[1].count("<path"), "the bands"
     single = results.plan("q", {"a": "A"}, use={"a": ("p", "a")})
     assert "seeds" not in results.collect(single)[0] and "valid_loss_std" not in results.collect(single)[0]
 

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +145,28 @@ def test_jobs_in_the_queue(
     assert capsys.readouterr().out.splitlines()[-1] == "In the queue: 17 (train p_a, pending)"
     assert status.main(args, configuration(results)) == 0
     assert "queue" not in capsys.readouterr().out, "there is no scheduler"
+
+
+def test_watched_until_all_is_done(
+    results: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each look is told anew, and the last one ends the command."""
+    monkeypatch.setattr(status, "EVERY", 0.0)
+    looks: list[list[status.Row]] = []
+    look = status.look
+
+    def looked(*arguments: Any) -> list[status.Row]:
+        if len(looks) == 1:
+            tell(results, place="another machine", pid=1, time=time.time())
+        rows = look(*arguments)
+        looks.append(rows if len(looks) < 3 else [replace(row, state="done") for row in rows])
+        return looks[-1]
+
+    monkeypatch.setattr(status, "look", looked)
+    assert status.main(argparse.Namespace(plans=[], json=False, watch=True), configuration(results)) == 0
+    states = [{row.state for row in rows} for rows in looks]
+    assert states == [{"waiting"}, {"waiting", "running"}, {"waiting", "running"}, {"done"}]
+    assert capsys.readouterr().out.splitlines()[-1] == "3 done"
 
 
 def test_data_that_are_made(results: Path) -> None:

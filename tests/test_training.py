@@ -1250,6 +1250,9 @@ def test_a_training_tells_its_loss_and_pace_by_steps(
     losses = scalars(again)["steps/loss"]
     (first, *_) = read_epochs(again / "metrics.jsonl")
     assert set(range(1, first.step + 1)) <= set(losses)
+    left, rates = (scalars(again)[f"steps/{name}"] for name in ("seconds_left", "samples_per_second"))
+    total, step = max(losses), 3
+    assert left[step] == pytest.approx((total - step) * 4 / rates[step], rel=1e-5) and left[total] == 0
     mean = np.average([losses[step] for step in range(1, 11)], weights=[4] * 9 + [2])  # 38 samples
     assert mean == pytest.approx(first.train_loss, rel=1e-5)
     assert re.search(r"training: 2 of \d+ \(\d+ %\) steps, .*loss \d.*, samples/s \d.* left", caplog.text)

@@ -7,6 +7,7 @@ import copy
 import json
 import math
 import os
+import random
 import signal
 import statistics
 import subprocess
@@ -21,7 +22,7 @@ from dlscale.config import resolve as config
 from dlscale.config.compute import compute_digest
 from dlscale.core.records import Throughput
 from dlscale.core.settings import read_yaml
-from dlscale.measure.turns import OPENINGS, Ended, Timed, Turns
+from dlscale.measure.turns import OPENINGS, Ended, Timed, Turns, _enough
 from tests.conftest import COSMO, COSMO_RUN, make_run, stage
 from tests.waiting import until
 
@@ -133,9 +134,10 @@ def json_of(folder: Path, raw: Any) -> Path:
 
 def test_a_run_that_ends_is_told(tmp_path: Path, cosmo_data: Path) -> None:
     own = timed(tmp_path, cosmo_data)
+    others = processes(os.getpid())
     turns = Turns(own, own)
     try:
-        for each in processes(os.getpid()):
+        for each in set(processes(os.getpid())) - set(others):
             os.kill(each, signal.SIGKILL)
         with pytest.raises(Ended, match="ended with status -9"):
             turns.rounds(1, 0.5)
@@ -149,8 +151,10 @@ def test_a_run_that_hangs_is_told_and_given_up(
     monkeypatch.setattr("dlscale.measure.turns.TOLD", 0.2)
     monkeypatch.setattr("dlscale.measure.turns.PATIENCE", 0.5)
     own = timed(tmp_path, cosmo_data)
+    others = processes(os.getpid())  # of other tests, which nobody ends here
     turns = Turns(own, own)
-    started = processes(os.getpid())
+    started = set(processes(os.getpid())) - set(others)
+    assert len(started) == 2 * OPENINGS
     try:
         for each in started:
             os.kill(each, signal.SIGSTOP)
@@ -160,6 +164,19 @@ def test_a_run_that_hangs_is_told_and_given_up(
         turns.close()
     assert "a run that is timed in turn has not answered for 0 s" in caplog.text
     assert all(state(each) in "XZ" for each in started)
+
+
+@pytest.mark.parametrize(
+    ("spread", "error", "seconds"),
+    [(0.0, 0.01, 8), (0.1, 0.1, 8), (0.1, 0.03, 10), (0.3, 0.01, 30)],
+    ids=["known", "known well enough", "known roughly", "not known"],
+)
+def test_how_long_turns_last(spread: float, error: float, seconds: int) -> None:
+    """Of ten seconds, one a round: until the ratio is known, or three times as long where it is not known at all."""
+    draw = random.Random(0)
+    rounds = [(1 + draw.gauss(0, spread), 1.0) for _ in range(30)]
+    lasted = next(number for number in range(2, 31) if _enough(rounds[:number], number, 10, error))
+    assert lasted == seconds
 
 
 def test_who_goes_first_changes_with_each_turn_and_each_opening(monkeypatch: pytest.MonkeyPatch) -> None:

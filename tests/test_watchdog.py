@@ -328,7 +328,7 @@ def judge(*signs: tuple[Any, ...], rank: int = 0) -> Watchdog:
     exchanges that it has begun, those beside its steps, and what it says of the ranks beside it.
     """
     found = object.__new__(Watchdog)
-    found.rank, found.size, found._hosts, found.limits = rank, len(signs), {}, Limits()
+    found.rank, found.size, found._hosts, found.limits, found._awaited = rank, len(signs), {}, Limits(), ()
     store = found._store = Store()
     found._seen = [watchdog._Seen() for _ in signs]
     for each, (entered, name, kind, age, longest, *more) in enumerate(signs):
@@ -365,6 +365,19 @@ def test_the_verdict() -> None:
     tests, further, after = ((n, "self-test", REHEARSAL, 121.0, 0.0) for n in (5, 6, 9))
     assert "120 s for process 0 on nid0 (self-test)" in str(verdict(tests, further, after))
     assert verdict((5, "self-test", REHEARSAL, 100.0, 0.0), further) is None, "it opens connections"
+
+
+def test_who_is_awaited_is_told_after_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+    """Where more is allowed than that: once, and again where it is another one."""
+    found = judge((120, "step", STEPS, 70.0, 0.4), (110, "writing", BETWEEN, 61.0, 0.4))
+    for later in (-2.0, 0.0, 1.0):
+        assert found._verdict(time.monotonic() + later) is None
+    told = "all have waited for 61 s for process 1 on nid1 (writing); the run ends after 600 s"
+    assert [record.getMessage() for record in caplog.records] == [told]
+    found._seen[0].entered = 100
+    assert found._verdict(time.monotonic()) is None, "the first one is behind now, in a step"
+    found = judge(*2 * [(100, "", OPENING, 100.0, 0.4)])
+    assert found._verdict(time.monotonic()) is None and len(caplog.records) == 1, "nobody is behind"
 
 
 def test_the_verdict_between_epochs() -> None:

@@ -23,6 +23,7 @@ import pytest
 import torch
 
 from dlscale.core.lock import only_writer
+from dlscale.core.records import Throughput
 from dlscale.core.stages import STAGES
 from tests.waiting import PATIENCE, until
 from tests.workflow.conftest import CONFIG, RESULTS, ROOT, TARGETS, TITLE, Outcome, Tree
@@ -107,6 +108,19 @@ def test_contents(finished: tuple[Tree, Outcome]) -> None:
         assert image.read_bytes().startswith(b"\x89PNG")
     throughput = json.loads((tree.results / "plans/era5/vit/throughput.json").read_text())
     assert all(len(throughput[key]["trial_throughput"]) == 2 for key in ("IO", "SYNTHETIC", "FULL"))
+    for plan, first, further in (("era5", "vit", []), ("cosmo", "unet", ["ceiling"])):
+        own = Throughput.read(tree.results / f"plans/{plan}/{first}/throughput.json")
+        assert own.beside and own.beside.compute == own.compute, "beside a copy of itself"
+        for run in further:
+            timed = Throughput.read(tree.results / f"plans/{plan}/{run}/throughput.json")
+            assert timed.beside and timed.beside.compute == own.compute != timed.compute
+
+
+def test_a_measurement_is_repeated_by_itself(finished: tuple[Tree, Outcome]) -> None:
+    """As the page of a machine that was not quiet says."""
+    tree, _ = finished
+    file = str((tree.results / "plans/era5/vit/throughput.json").relative_to(tree.path))
+    assert tree.planned("--force", targets=[file]).names == ["throughput era5 vit"]
 
 
 def test_the_end_says_where_the_time_went(finished: tuple[Tree, Outcome]) -> None:
@@ -519,6 +533,8 @@ def test_interrupted_and_killed(clone: Tree) -> None:
     assert provenance["resumed_from_step"] > int(min(done).removeprefix("step-"))
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [line["epoch"] for line in lines] == list(range(1, 41))
+    log = (clone.results / "logs/train/era5/vit.log").read_text()
+    assert log.count(" started in ") >= 3 and "epoch 1 of 40" in log and "epoch 40 of 40" in log, "all tries"
     assert clone.planned(targets=call[3:]).names == []
 
 

@@ -62,9 +62,12 @@ says 'Nothing to be done'
 says "Report: $PWD/results/report/first.html"
 
 step 'How far it is, and why'
-ends 0 dlscale status "${mine[@]}"
+ends 0 dlscale status --watch "${mine[@]}"
 says 'first.reference'
 says 'done'
+ends 0 dlscale doctor "${mine[@]}"
+ends 0 dlscale plan first.reference "${mine[@]}"
+ends 0 dlscale evaluate first.reference --weights last "${mine[@]}"
 ends 0 dlscale explain first.reference "${mine[@]}"
 ends 0 dlscale why "${mine[@]}"
 says 'Nothing would run: all is there, and as it was asked for.'
@@ -163,6 +166,8 @@ ends 0 dlscale status "${mine[@]}"
 says 'stopped'
 ends 0 snakemake "${mine[@]}" -- "$metrics"
 [ "$(wc -l <"$metrics")" -eq 40 ] || { echo 'TOUR: epochs are missing, or there twice'; exit 1; }
+log=results/logs/train/first/reference.log
+[ "$(grep --count ' started in ' "$log")" -ge 2 ] || { echo "TOUR: $log begins with the second try"; exit 1; }
 python - results/plans/first/reference/provenance.json <<'PYTHON'
 import json
 import sys

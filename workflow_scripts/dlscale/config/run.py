@@ -251,11 +251,13 @@ class Throughput(Strict):
     )
     beside: NonNegativeFloat = Field(
         30.0,
-        description="Seconds, at most, for which a run of one process is timed in turn with the plan's first run, from "
-        "which its speed-up is known; 0: it is not.",
+        description="Seconds for which a run of one process is timed in turn with the plan's first run, from which its "
+        "speed-up is known: so many at most, and up to three times as many where the machine is busy; 0: it is not.",
     )
     error: PositiveFloat = Field(
-        0.01, description="Turns end before when each opening of both has shown its ratio to such a share (95 %)."
+        0.01,
+        description="Turns end before when each opening of both has shown its ratio to such a share (95 %), and go on "
+        "where it has not shown it to three times that.",
     )
 
 

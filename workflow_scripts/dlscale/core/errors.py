@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from pathlib import Path
 
 
 class UserError(Exception):
@@ -36,6 +37,11 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """Return a question, ` (did you mean 'x'?)`, for the closest of `known` names, or an empty string."""
     close = difflib.get_close_matches(str(name), [str(k) for k in known], n=1, cutoff=0.5)
     return f" (did you mean '{close[0]}'?)" if close else ""
+
+
+def of_another(file: Path) -> str:
+    """Return what to do where a name that is not known has results in `file`; nothing where there is no such file."""
+    return f"; {file} was made from another configuration: name its file with --configfile" if file.exists() else ""
 
 
 def unknown(what: str, name: object, known: Iterable[str]) -> str:

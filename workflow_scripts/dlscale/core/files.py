@@ -145,6 +145,12 @@ def read_json(path: str | os.PathLike[str]) -> Any:
         raise UserError(f"{path}: {what} ({error}); delete it and run its stage again") from None
 
 
+def no_pipe(path: str | os.PathLike[str], expected: str) -> None:
+    """Raise a `UserError` where a pipe has the place of a file: to open it would wait for whoever writes there."""
+    if Path(path).is_fifo():
+        raise UserError(f"{path}: a pipe; expected {expected}")
+
+
 def sha256(path: str | os.PathLike[str]) -> str:
     """Return the SHA-256 of a file's content as 64 hexadecimal digits; memory stays bounded."""
     with open(path, "rb") as file:

@@ -16,7 +16,9 @@ from pydantic_core import PydanticCustomError
 from dlscale.core.errors import nearest
 
 #: Names of datasets, plans and runs become folders, so they hold nothing that a shell or a path reads.
-Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")]
+NAME = r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$"
+NAME_IN_WORDS = "1 to 64 letters (A to Z), digits, '_' and '-', the first of them a letter or a digit"
+Name = Annotated[str, StringConstraints(pattern=NAME)]
 
 #: Whole numbers as they occur; what is larger is a slip, and would end far from where it was written.
 PositiveInt = Annotated[int, Field(gt=0, lt=2**31)]

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from dlscale.core.errors import UserError, brief, nearest
-from dlscale.core.schema import key_paths
+from dlscale.core.schema import NAME, NAME_IN_WORDS, key_paths
 
 Raw = dict[str, Any]
 Kind = TypeVar("Kind")
@@ -167,7 +167,8 @@ def _reason(item: Any) -> str:
         close = "" if isinstance(given, list) else nearest(str(given), choices)
         return f"got {given!r}{close}; expected one of: {', '.join(choices)}"
     if kind == "string_pattern_mismatch":
-        return f"got {given!r}; expected to match {context['pattern']}"
+        pattern = context["pattern"]
+        return f"got {given!r}; expected {NAME_IN_WORDS if pattern == NAME else f'to match {pattern}'}"
     if kind == "value_error":
         return str(context["error"])
     if kind == "not_a_mapping":

@@ -12,13 +12,13 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import h5py
 import numpy as np
 
 from dlscale.core.errors import UserError
+from dlscale.core.files import no_pipe
 from dlscale.data.transforms import IDENTITY, Transform
 
 
@@ -92,8 +92,7 @@ class Field:
 
 def open_file(path: str | os.PathLike[str]) -> h5py.File:
     """Open an HDF5 file for reading; what is missing, torn, no such file, or leads to other files is a `UserError`."""
-    if Path(path).is_fifo():  # to open it would wait for whoever writes there
-        raise UserError(f"{path}: a pipe; expected an HDF5 file")
+    no_pipe(path, "an HDF5 file")
     try:
         file = h5py.File(path, "r")
     except FileNotFoundError:
@@ -112,7 +111,7 @@ def open_file(path: str | os.PathLike[str]) -> h5py.File:
 
 
 def _check_own(file: h5py.File) -> None:
-    """Refuse a file whose values lie in other ones: it could have any file of this machine read as data."""
+    """Refuse a file whose values lie in other ones, which could be any file of this machine, and links in a circle."""
 
     def elsewhere(name: str, item: Any) -> str | None:
         if isinstance(item, h5py.ExternalLink):
@@ -124,7 +123,17 @@ def _check_own(file: h5py.File) -> None:
             return f"'{name}' is put together of other files ({', '.join(list(others)[:3])})"
         return None
 
+    def in_a_circle(name: str, item: Any) -> str | None:
+        if isinstance(item, h5py.SoftLink):
+            try:
+                file.get(name)
+            except (RuntimeError, OSError):  # HDF5 gives up after some links; one that leads nowhere is no error
+                return f"'{name}' is a link to '{item.path}', which leads in a circle"
+        return None
+
     # The first that is found ends the visit.
+    if found := file.visititems_links(in_a_circle):
+        raise UserError(f"{file.filename}: {found}; make the file again without it")
     if found := file.visititems_links(elsewhere) or file.visititems(elsewhere):
         raise UserError(
             f"{file.filename}: {found}; values of other files are not read: copy them into this one, e.g. with h5repack"

@@ -42,8 +42,12 @@ TURN = 0.25
 #: Times that both runs are opened.
 OPENINGS = 4
 
-#: Rounds of an opening before its turns may end.
+#: Rounds of an opening before its turns may end early.
 LEAST = 8
+
+#: Where an opening's ratio is not known to so many times the error that is asked for, its turns go on so many times as
+#: long.
+ROUGH, LONGER = 3, 3
 
 #: Seconds that a run may take to open, or for a turn; and after which it is said that it is awaited. A step takes less:
 #: the stage has timed some before.
@@ -89,11 +93,11 @@ class Turns:
         Parameters
         ----------
         seconds
-            All turns together end after so long; each opening has two rounds in any case. Where opening takes long, as
-            compiling does, there are fewer openings, at least two: no more begins after twice that time.
+            All turns together last so long; each opening has two rounds in any case. Where opening takes long, as
+            compiling does, there are fewer openings, at least two: no more begins after so much of that.
         error
-            Those of an opening end before when the 95 % interval of its ratio reaches no farther than this share to
-            each side.
+            The turns of an opening end before when the 95 % interval of its ratio reaches no farther than this share to
+            each side. Where it reaches three times farther they go on, for up to three times as long.
 
         Raises
         ------
@@ -101,29 +105,34 @@ class Turns:
             One of them cannot be timed, and why.
         """
         found: list[list[Round]] = []
-        begin = time.monotonic()
+        opening = 0.0
         with Progress("timing this run and the plan's first one in turn", len(self._couples), "openings") as progress:
             for number, couple in enumerate(self._couples):
-                if number < 2 or time.monotonic() - begin < 2 * seconds:
+                if number < 2 or opening < seconds:
                     order = (0, 1) if number % 2 else (1, 0)
+                    opening += _open(couple, order)
                     found.append(_rounds(couple, order, seconds / len(self._couples), error))
                     progress.update(len(found))
         return found
 
 
-def _rounds(couple: Sequence[_Player], order: tuple[int, int], seconds: float, error: float) -> list[Round]:
-    """Open both runs in this order, time them in turn, and end them."""
+def _open(couple: Sequence[_Player], order: tuple[int, int]) -> float:
+    """Open both runs in this order, stop them, and return the seconds that it took."""
+    start = time.monotonic()
     for number in order:
         couple[number].send("open")
     for player in couple:
         player.receive()
     for player in couple:
         player.stop()
+    return time.monotonic() - start
+
+
+def _rounds(couple: Sequence[_Player], order: tuple[int, int], seconds: float, error: float) -> list[Round]:
+    """Time both runs in turn, and end them."""
     found: list[Round] = []
     start = time.monotonic()
-    while len(found) < 2 or not (
-        time.monotonic() - start >= seconds or (len(found) >= LEAST and _error(found) <= error)
-    ):
+    while len(found) < 2 or not _enough(found, time.monotonic() - start, seconds, error):
         for turn in (order, order[::-1]):
             rates = {number: couple[number].turn() for number in turn}
             found.append((rates[0], rates[1]))
@@ -132,8 +141,12 @@ def _rounds(couple: Sequence[_Player], order: tuple[int, int], seconds: float, e
     return found
 
 
-def _error(rounds: list[Round]) -> float:
-    return interval([math.log(own / first) for own, first in rounds])[1]
+def _enough(rounds: list[Round], passed: float, seconds: float, error: float) -> bool:
+    """Return whether the turns of an opening, which is to have so many seconds, have lasted long enough."""
+    reach = interval([math.log(own / first) for own, first in rounds])[1]
+    if passed < seconds:
+        return len(rounds) >= LEAST and reach <= error
+    return reach <= ROUGH * error or passed >= LONGER * seconds
 
 
 class _Player:

@@ -42,6 +42,7 @@ GRACE = 1800.0  #: Seconds without progress where anything may take long, or whe
 REHEARSAL = 120.0  #: Seconds without progress in the self-test, which may have to open thousands of connections.
 CONNECT = 300.0  #: Seconds until the store has taken up a connection: thousands of processes ask for one at once.
 ANSWER = 25.0  #: Seconds until it answers.
+TOLD = 60.0  #: Seconds of waiting after which the log says for whom, where more are allowed.
 
 #: Description of a group in which a thread of a rank exchanges beside its steps: how far it is says nothing of them.
 BESIDE = "beside"
@@ -106,6 +107,7 @@ class Watchdog:
         self._store.set(f"place/{rank}", json.dumps([*_place(), os.getpid()]))
         first = rank - rank % per_node
         self._beside = [other for other in range(first, min(first + per_node, size)) if other != rank]
+        self._awaited: tuple[int, ...] = ()  # what of them the log has said last
         self._processes: dict[int, psutil.Process | None] | None = None  # of those that share the node; not yet known
         # The first rank looks at all; the others look at the first, and at the second, which may see it.
         self._known = range(size) if rank == 0 else range(min(2, size))
@@ -237,12 +239,23 @@ class Watchdog:
         limit = self._limit(culprits)
         if len(culprits) == self.size:
             limit = max(limit, GRACE)  # all compute, or wait for their network or file system
-        if min(now - seen.at + seen.age for seen in self._seen) <= limit:
+        waited = min(now - seen.at + seen.age for seen in self._seen)
+        if waited <= limit:
+            self._tell(culprits if waited > TOLD and len(culprits) < self.size else [], waited, limit)
             return None
         if len(culprits) == self.size:
             return f"no process has got any further for {limit:.0f} s, and none is behind the others"
-        names = ", ".join(f"{self._name(rank)} ({self._seen[rank].range})" for rank in culprits[:8])
-        return f"all have waited for {limit:.0f} s for {names}"
+        return f"all have waited for {limit:.0f} s for {self._places_of(culprits)}"
+
+    def _places_of(self, ranks: Sequence[int]) -> str:
+        return ", ".join(f"{self._name(rank)} ({self._seen[rank].range})" for rank in ranks[:8])
+
+    def _tell(self, ranks: Sequence[int], waited: float, limit: float) -> None:
+        """Log once for whom all others wait, and until when they will."""
+        if ranks and tuple(ranks) != self._awaited:
+            places = self._places_of(ranks)
+            logging.warning("all have waited for %.0f s for %s; the run ends after %.0f s", waited, places, limit)
+        self._awaited = tuple(ranks)
 
     def _verdict_on_first(self, now: float) -> str | None:
         """Return what the others find of the first rank, which then may find nothing itself."""

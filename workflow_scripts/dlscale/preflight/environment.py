@@ -222,7 +222,7 @@ def environment(facts: Facts, runs: Iterable[Run], profilers: Collection[str] = 
 def probe_here(runs: Mapping[str, Run], devices: int) -> list[Finding]:
     """Judge in no time, before the first job of this machine, what runs by name need of it; no torch is imported.
 
-    `devices` is how many GPUs it has. What is fine is not told.
+    `devices` is how many GPUs it has. What is fine is not told; what runs, but not as one would think, is a `warn`.
     """
     findings = []
     for name, run in runs.items():
@@ -239,6 +239,10 @@ def probe_here(runs: Mapping[str, Run], devices: int) -> list[Finding]:
             findings.append(
                 Finding(f"run {name}", "FAIL", "cuda_graph: only GPUs have graphs, and none is here", remedy)
             )
+        if run.precision.startswith("fp16") and not devices:
+            remedy = "take bf16 or fp32, or run where there is a GPU"
+            slow = "precision: most processors do not compute in fp16, and convert each number: slower than fp32"
+            findings.append(Finding(f"run {name}", "warn", slow, remedy))
     return findings
 
 

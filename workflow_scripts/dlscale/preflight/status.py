@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from dlscale.config.resolve import Configuration
-from dlscale.core.errors import UserError, unknown
+from dlscale.core.errors import UserError, of_another, unknown
 from dlscale.core.progress import LINE_SECONDS, SUFFIX, place
 from dlscale.core.record import Doing
 from dlscale.core.records import Epoch, read_epochs
@@ -176,8 +176,7 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
     for plan in plans:
         if plan not in configuration.plans:
             own = Path(configuration.workflow.results, "plans", plan, "plan.yaml")
-            hint = f"; {own} was made from another configuration: name its file with --configfile"
-            raise UserError(unknown("plan", plan, configuration.plans) + hint * own.exists())
+            raise UserError(unknown("plan", plan, configuration.plans) + of_another(own))
     while True:
         rows = look(configuration, plans)
         queued = slurm.left_running(str(Path.cwd())) if configuration.workflow.site.scheduler else []

@@ -22,8 +22,10 @@ from dlscale.core.text import number
 from dlscale.report.diagnosis import NOISE
 from dlscale.report.results import RunResult
 
-#: Nothing less is told apart, however alike a plan's openings were: a logarithm of a ratio.
-FLOOR = 0.01
+#: Nothing less is told apart, however alike a plan's openings were: a logarithm of a ratio. All openings of a run are
+#: copies of one process; of 15 such pairs that did the same the means differed by 0.7 % (standard deviation), and by
+#: 1.8 % at most, where their openings explain 0.5 %.
+FLOOR = 0.015
 
 
 @dataclass(frozen=True)

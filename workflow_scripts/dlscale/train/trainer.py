@@ -103,11 +103,12 @@ class Trainer:
         """Train to the last epoch; return the records of all epochs, each of which `on_epoch` is told as it comes.
 
         `on_begin` is told before the first of them how good the model is so far, if that is looked at; `on_steps` every
-        ten seconds the step, its loss on this rank, and the samples/s of all since it was told before.
+        ten seconds the step, its loss on this rank, the samples/s of all since it was told before, and the seconds that
+        are left at that pace.
         """
         described = sorted(self.metrics.described, key=lambda metric: not metric.naive)
         headline = described[0].name if described else ""  # the first with a naive answer, or else the first
-        latest = _Latest(self.run.batch_size, on_steps)
+        latest = _Latest(self.run.batch_size, self.total_steps, on_steps)
         try:
             with (
                 Interruption(self.world) as interruption,
@@ -360,8 +361,8 @@ class Trainer:
 class _Latest:
     """The last step's loss on this rank, and the samples/s of all since it was asked for before."""
 
-    def __init__(self, batch_size: int, tell: Callable[[int, Mapping[str, float]], None]) -> None:
-        self._batch_size, self._tell = batch_size, tell
+    def __init__(self, batch_size: int, steps: int, tell: Callable[[int, Mapping[str, float]], None]) -> None:
+        self._batch_size, self._total, self._tell = batch_size, steps, tell
         self._step, self._loss = 0, torch.tensor(math.nan)
         self._before = time.perf_counter(), 0
         self._steps = 0  # of this process
@@ -371,14 +372,15 @@ class _Latest:
         self._steps += 1
 
     def values(self) -> dict[str, float]:
-        """Return both by name; this waits for the device."""
+        """Return both by name; this waits for the device. They are told with the seconds that are left at that pace."""
         loss, now = float(self._loss), time.perf_counter()
         before, steps = self._before
         self._before = now, self._steps
         rate = (self._steps - steps) * self._batch_size / (now - before)
         values = {"loss": loss, "samples/s": rate} if self._steps > steps else {}
         if values:
-            self._tell(self._step, values)
+            left = (self._total - self._step) * self._batch_size / rate
+            self._tell(self._step, {**values, "seconds_left": left})
         return values
 
 

@@ -17,7 +17,7 @@ from dlscale.config.dataset import (
     refuse_changed,
     refuse_shared,
 )
-from dlscale.core.schema import Strict
+from dlscale.core.schema import Seed, Strict
 from dlscale.data.kind import DatasetKind, Outline, Part, RawFile, name_files, stem
 
 #: How many channels each volume has.
@@ -46,7 +46,7 @@ class CosmoSimulated(Strict):
     box_mpc_h: PositiveFloat = Field(64.0, description="Edge of a box in Mpc/h (comoving).")
     redshift: float = Field(2.0, ge=0, description="At which particles and gas are looked at.")
     boxes: Counts = Field(Counts(), description="How many boxes each part gets.")
-    seed: int = Field(0, ge=0, description="Of all boxes.")
+    seed: Seed = Field(0, description="Of all boxes.")
 
 
 class CosmoFiles(Strict):

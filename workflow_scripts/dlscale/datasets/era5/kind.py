@@ -22,7 +22,7 @@ from dlscale.config.dataset import (
     refuse_changed,
 )
 from dlscale.core.errors import Refused
-from dlscale.core.schema import Strict
+from dlscale.core.schema import Seed, Strict
 from dlscale.data.kind import DatasetKind, Outline, Part, RawFile, name_files
 
 #: Channels of a simulated state, and hours from one to the next.
@@ -48,7 +48,7 @@ class Era5Simulated(Strict):
     train: list[Year] = Field(min_length=1, description="Years of the training part.")
     valid: list[Year] = Field(min_length=1, description="Years of the validation part.")
     test: list[Year] = Field([], description="Years of the test part.")
-    seed: int = Field(0, ge=0, description="Of all years.")
+    seed: Seed = Field(0, description="Of all years.")
 
     @model_validator(mode="after")
     def _disjoint(self) -> Era5Simulated:

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from dlscale.core.errors import UserError, nearest
+from dlscale.core.files import no_pipe
 from dlscale.data.kind import Part
 from dlscale.data.passes import block_average
 from dlscale.data.source import Source
@@ -77,8 +78,7 @@ def _catalogue(
             raise UserError(f"{path}: a folder, but not a Zarr store; give GRIB or NetCDF files, or a Zarr store")
         return open_netcdf(path, "zarr", wanted, stack)
     try:
-        if path.is_fifo():  # to open it would wait for whoever writes there
-            raise UserError(f"{path}: a pipe; expected a file")
+        no_pipe(path, "a file")
         with open(path, "rb") as file:
             head = file.read(1024)
     except FileNotFoundError:

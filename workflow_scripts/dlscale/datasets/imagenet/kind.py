@@ -13,7 +13,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from dlscale.config.dataset import DatasetSettings, Path, Split, refuse_changed, refuse_shared
 from dlscale.core import registry
-from dlscale.core.schema import Strict
+from dlscale.core.schema import Seed, Strict
 from dlscale.data.kind import DatasetKind, Outline, Part, RawFile
 
 #: Splits that there are.
@@ -49,7 +49,7 @@ class SimulatedImages(Strict):
     train: PositiveInt = Field(2000, description="Images of the training part.")
     valid: PositiveInt = Field(500, description="Images of the validation part.")
     edges: tuple[PositiveInt, PositiveInt] = Field((72, 112), description="Least and greatest edge, in pixels.")
-    seed: int = Field(0, ge=0, description="Of all images.")
+    seed: Seed = Field(0, description="Of all images.")
 
     @model_validator(mode="after")
     def _edges(self) -> SimulatedImages:

@@ -12,6 +12,7 @@ from typing import IO, Any
 import numpy as np
 
 from dlscale.core.errors import UserError
+from dlscale.core.files import no_pipe
 from dlscale.data.kind import Part
 from dlscale.data.source import Source
 from dlscale.data.store import Field
@@ -35,6 +36,7 @@ class IdxFile:
 
     def __init__(self, path: Path, ndim: int) -> None:
         self.path = path
+        no_pipe(path, "an IDX file")
         try:
             with open(path, "rb") as raw:
                 zipped = raw.read(2) == b"\x1f\x8b"

@@ -18,7 +18,7 @@ from dlscale.config.dataset import (
     refuse_changed,
     refuse_shared,
 )
-from dlscale.core.schema import Strict
+from dlscale.core.schema import Seed, Strict
 from dlscale.data.kind import DatasetKind, Outline, Part, file_name, name_files
 
 #: Suffixes of the files that arrays are read from.
@@ -40,7 +40,7 @@ class Simulated(Strict):
         description="gradient: how steep the field is at each pixel, times its length; noise: input and target are "
         "independent random numbers from 0 to 1, as in the published example, and nothing can be learnt.",
     )
-    seed: int = Field(0, ge=0, description="Of all samples.")
+    seed: Seed = Field(0, description="Of all samples.")
 
 
 class Array(Strict):

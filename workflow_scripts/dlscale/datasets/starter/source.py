@@ -13,6 +13,7 @@ import numpy as np
 
 from dlscale.config.dataset import SPLITS
 from dlscale.core.errors import UserError, unknown
+from dlscale.core.files import no_pipe
 from dlscale.data import store
 from dlscale.data.kind import Part
 from dlscale.data.source import Source
@@ -67,6 +68,7 @@ class FileSource(Source):
 
     def _open(self, path: Path, name: str, memory_mb: int) -> Any:
         """Return an array that is read as far as it is asked for; one of a .npz file is read as a whole."""
+        no_pipe(path, "a file")
         try:
             if path.suffix in HDF5:
                 file = store.open_file(path)
