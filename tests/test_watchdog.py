@@ -374,10 +374,11 @@ def test_who_is_awaited_is_told_after_a_minute(caplog: pytest.LogCaptureFixture)
         assert found._verdict(time.monotonic() + later) is None
     told = "all have waited for 61 s for process 1 on nid1 (writing); the run ends after 600 s"
     assert [record.getMessage() for record in caplog.records] == [told]
-    found._seen[0].entered = 100
-    assert found._verdict(time.monotonic()) is None, "the first one is behind now, in a step"
+    found._seen[0].entered, found._seen[0].kind = 100, BETWEEN
+    assert found._verdict(time.monotonic()) is None
+    assert "process 0 on nid0" in caplog.records[-1].getMessage() and len(caplog.records) == 2
     found = judge(*2 * [(100, "", OPENING, 100.0, 0.4)])
-    assert found._verdict(time.monotonic()) is None and len(caplog.records) == 1, "nobody is behind"
+    assert found._verdict(time.monotonic()) is None and len(caplog.records) == 2, "nobody is behind"
 
 
 def test_the_verdict_between_epochs() -> None:

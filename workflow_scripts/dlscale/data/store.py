@@ -132,12 +132,12 @@ def _check_own(file: h5py.File) -> None:
         return None
 
     # The first that is found ends the visit.
-    if found := file.visititems_links(in_a_circle):
-        raise UserError(f"{file.filename}: {found}; make the file again without it")
     if found := file.visititems_links(elsewhere) or file.visititems(elsewhere):
         raise UserError(
             f"{file.filename}: {found}; values of other files are not read: copy them into this one, e.g. with h5repack"
         )
+    if found := file.visititems_links(in_a_circle):  # which follows links: only now are all of them the file's own
+        raise UserError(f"{file.filename}: {found}; make the file again without it")
 
 
 def dataset(file: h5py.File, name: str, channels: int | None = None, ndim: int | None = None) -> h5py.Dataset:
