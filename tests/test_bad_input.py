@@ -241,9 +241,9 @@ def test_a_file_that_leads_to_other_files(tmp_path: Path, refused: Check, lead: 
 
 def test_links_in_a_circle(tmp_path: Path, refused: Check) -> None:
     """One that leads nowhere is nobody's business, as long as it is not asked for."""
-    path, other = tmp_path / "a.h5", write_volume(tmp_path / "b.h5", published(volume((8, 8, 8))))
+    path, other = tmp_path / "a.h5", write_volume(tmp_path / "b.h5", volume((8, 8, 8)))
     for again in ("/Nbody", "/nosuch"):
-        with h5py.File(write_volume(path, published(volume((8, 8, 8)))), "a") as file:
+        with h5py.File(write_volume(path, volume((8, 8, 8))), "a") as file:
             file["other"] = h5py.SoftLink(again)
             if again == "/Nbody":
                 del file["Nbody"]

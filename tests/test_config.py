@@ -174,7 +174,7 @@ def test_a_mistake_is_reported_once_where_it_was_written(mistake: str, place: An
         ({"plans": {"sound": {"runs": {"a": {"study": "era5_vit"}}}}}, "plans.sound.runs.a.study", ("one study",)),
         ({"plans": {"sound": {"runs": {"a": [1]}}}}, "plans.sound.runs.a", ("got [1]",)),
         ({"plans": {"sound": {"runs": {"a b": {}}}}}, "plans.sound.runs.a b", ("expected 1 to 64 letters",)),
-        ({"plans": {"a" * 65: {}}}, f"plans.{'a' * 65}", ("1 to 64",)),
+        ({"plans": {"a" * 65: {"study": "cosmo_unet", "runs": {"a": {}}}}}, f"plans.{'a' * 65}", ("1 to 64",)),
         ({"plans": ["sound"]}, "plans", ("expected names",)),
         ({"results": "out/{run}"}, "results", ("expected to match",)),
     ],
