@@ -23,8 +23,8 @@ from dlscale.report.diagnosis import NOISE
 from dlscale.report.results import RunResult
 
 #: Nothing less is told apart, however alike a plan's openings were: a logarithm of a ratio. All openings of a run are
-#: copies of one process; of 15 such pairs that did the same the means differed by 0.7 % (standard deviation), and by
-#: 1.8 % at most, where their openings explain 0.5 %.
+#: copies of one process: where both runs did the same, in 15 measurements, the ratio varied by 0.7 % (one standard
+#: deviation), of which 0.5 % is what openings vary by, and it was 1.8 % at most.
 FLOOR = 0.015
 
 
