@@ -60,10 +60,10 @@ def check_start(works):
 
 
 def lacking_here(works):
-    """What runs need, and this machine lacks where it runs them itself: found without any import of torch."""
+    """What runs need and this machine lacks where it runs them itself, or does badly: found without import of torch."""
     runs = {f"{work.plan}.{work.run_name}": work.run for work in works if work.run}
     findings = [*environment.probe_here(runs, gpus()), disks.probe_space(Path(RESULTS))]
-    return [finding for finding in findings if finding.status == "FAIL"]
+    return [finding for finding in findings if finding.status in ("FAIL", "warn")]
 
 
 def show_obstacle():
@@ -73,8 +73,9 @@ def show_obstacle():
         check_start(works)
     except UserError as error:
         print("", f"It would not start: {error}", sep="\n", file=sys.stderr)
-    if works and not (SITE.scheduler or SITE.engine != "none") and (failures := lacking_here(works)):
-        print("", "It would not start:", *doctor.lines(failures), sep="\n", file=sys.stderr)
+    if works and not (SITE.scheduler or SITE.engine != "none") and (findings := lacking_here(works)):
+        heading = "It would not start:" if doctor.failed(findings) else "It would start, but:"
+        print("", heading, *doctor.lines(findings), sep="\n", file=sys.stderr)
 
 
 def show_cost():
@@ -172,8 +173,9 @@ onstart:
     if problem := cost.over(cost.price(works, SITE.scheduler, Path(RESULTS)), CONFIG.workflow.budget):
         raise WorkflowError(problem)
     if works and not (SITE.scheduler or SITE.engine != "none"):
-        if failures := lacking_here(works):
-            print(*doctor.lines(failures), sep="\n", file=sys.stderr)
+        if findings := lacking_here(works):
+            print(*doctor.lines(findings), sep="\n", file=sys.stderr)
+        if doctor.failed(findings):
             raise WorkflowError("Nothing was started. See the lines with FAIL above.")
     if works and (SITE.scheduler or SITE.engine != "none"):
         findings = examined(works)

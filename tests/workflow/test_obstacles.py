@@ -38,6 +38,11 @@ def test_what_a_run_needs_is_asked_before_the_first_job(make_tree: Callable[...,
     assert failures(tree, f"{without}snakemake -n") == said
     assert failures(tree, f"{without}snakemake --cores 1") == said
     assert not list(tree.results.rglob("*.h5")) and not list(tree.results.rglob("manifest.json"))
+    configure("plans.era5.settings.cuda_graph", False)(tree)
+    configure("plans.era5.settings.precision", "fp16")(tree)
+    done = tree.shell(f"{without}snakemake -n --configfile tiny.yaml -- plan_era5")
+    assert done.returncode == 0 and "It would start, but:\n" in done.stderr, done.stderr
+    assert "warn  run era5.vit: precision: most processors do not compute in fp16" in done.stderr
 
 
 def test_a_disk_without_space_is_said_before_the_first_job(make_tree: Callable[..., Tree], full_disk: Path) -> None:
