@@ -150,6 +150,7 @@ def test_a_mistake_is_reported_once_where_it_was_written(mistake: str, place: An
         ({"studies": {"cosmo": {}}}, "studies", ("did you mean 'cosmo_unet'?",)),
         ({"datasets": {"box": {"downsampel": 2}}}, "datasets.box", ("did you mean 'downsample'?",)),
         ({"datasets": {"box": {"source": {"gird": 2}}}}, "datasets.box.source", ("did you mean 'grid'?",)),
+        ({"datasets": {"box": {"source": {"seed": 2**80}}}}, "datasets.box.source.seed", ("less than or equal to",)),
         ({"datasets": {"box": {"grid": 2}}}, "datasets.box", ("did you mean 'source.grid'?",)),
         ({"datasets": {"box": {"train": 2}}}, "datasets.box", ("did you mean 'source.train'?",)),
         ({"datasets": {"box": {"lr": 2}}}, "datasets.box", ("did you mean 'studies.NAME.optimizer.lr'?",)),
