@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from dlscale.config import resolve
-from dlscale.core import log, progress
+from dlscale.core import progress
 from dlscale.core.errors import UserError
 from dlscale.core.progress import SUFFIX, Progress
 from dlscale.core.record import Doing
@@ -244,29 +244,55 @@ def test_a_place_that_cannot_be_written_to_ends_nothing(tmp_path: Path) -> None:
 
 
 LOG = """
+import os
 import sys
 from pathlib import Path
 from dlscale.core import log
-log.redirect(Path(sys.argv[1]), keep=sys.argv[2] == "keep")
-print("begin", flush=True)
-if sys.argv[3] == "anew":
-    log.begin_anew()
-print("end", flush=True)
+path, kept, resumed, text = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3] == "resumed", sys.argv[4]
+log.redirect(path)
+print(text, "begins", flush=True)
+os.system("echo a child")
+log.go_on(kept, resumed)
+print(text, "ends", flush=True)
 """
 
 
-@pytest.mark.parametrize(
-    ("keep", "anew", "expected"),
-    [
-        ("keep", "goes on", "before\nbegin\nend\n"),
-        ("keep", "anew", "begin\nend\n"),
-        ("drop", "anew", "begin\nend\n"),
-    ],
-)
-def test_a_log_goes_on_or_begins_anew(tmp_path: Path, keep: str, anew: str, expected: str) -> None:
-    path = tmp_path / "a.log"
-    path.write_text("before\n")
+def test_a_log_goes_on_in_that_of_an_earlier_try_although_it_was_removed(tmp_path: Path) -> None:
+    path, kept = tmp_path / "logs/a.log", tmp_path / "rank0.log"
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "workflow_scripts")}
-    subprocess.run([sys.executable, "-c", LOG, path, keep, anew], check=True, env=environment)
-    assert path.read_text() == expected
-    assert log._kept is None, "of this process"
+
+    def tried(text: str, how: str) -> str:
+        subprocess.run([sys.executable, "-c", LOG, path, kept, how, text], check=True, env=environment)
+        assert kept.samefile(path)
+        return path.read_text()
+
+    first, second, third = (f"{text} begins\na child\n{text} ends\n" for text in ("first", "second", "third"))
+    assert tried("first", "anew") == first
+    path.unlink()  # as Snakemake does before each try
+    assert tried("second", "resumed") == first + second
+    assert tried("third", "resumed") == first + second + third, "it was not removed"
+    path.unlink()
+    assert tried("third", "anew") == third
+    kept.unlink()
+    assert tried("second", "resumed") == second, "nothing was kept"
+    assert sorted(tmp_path.iterdir()) == [path.parent, kept]
+
+
+def test_a_log_that_cannot_be_kept_is_a_line_in_it(tmp_path: Path) -> None:
+    path, kept = tmp_path / "a.log", tmp_path / "absent/rank0.log"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "workflow_scripts")}
+    begun = LOG.replace("import os\n", "import logging, os\nlogging.basicConfig(level=20)\n", 1)
+    subprocess.run([sys.executable, "-c", begun, path, kept, "resumed", "it"], check=True, env=environment)
+    begins, child, said, ends = path.read_text().splitlines()
+    assert (begins, child, ends) == ("it begins", "a child", "it ends")
+    assert "this log is not kept for a later try: " in said and str(kept.parent) in said
+
+
+def test_what_is_no_file_is_not_removed_for_a_log(tmp_path: Path) -> None:
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "workflow_scripts")}
+    command = [sys.executable, "-c", LOG, path, tmp_path / "rank0.log", "resumed", "it"]
+    with subprocess.Popen(command, env=environment) as process, path.open() as file:
+        assert file.read() == "it begins\na child\nit ends\n"
+    assert process.returncode == 0 and path.is_fifo()

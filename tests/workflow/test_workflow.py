@@ -533,6 +533,8 @@ def test_interrupted_and_killed(clone: Tree) -> None:
     assert provenance["resumed_from_step"] > int(min(done).removeprefix("step-"))
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [line["epoch"] for line in lines] == list(range(1, 41))
+    log = (clone.results / "logs/train/era5/vit.log").read_text()
+    assert log.count(" started in ") >= 3 and "epoch 1 of 40" in log and "epoch 40 of 40" in log, "all tries"
     assert clone.planned(targets=call[3:]).names == []
 
 

@@ -243,7 +243,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         signal.signal(warning, signal.SIG_IGN)
     try:
         if args.log:
-            terminal = log.redirect(_own_log(Path(args.log)), keep=args.stage == "train")
+            terminal = log.redirect(_own_log(Path(args.log)))
         ending.say = functools.partial(_say, terminal, args.stage)
         if "DLSCALE_LIFELINE" in os.environ and args.stage in STAGES:
             hold_on()

@@ -2,42 +2,54 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import shutil
 from pathlib import Path
 from typing import TextIO
 
 from dlscale.core.files import explained
 
-#: The log, if it was kept open behind what an earlier process wrote, and how many bytes that was.
-_kept: tuple[Path, int] | None = None
+#: Where this process logs to.
+_log: Path | None = None
 
 
-def redirect(log: Path, keep: bool) -> TextIO:
-    """Send everything this process and its children print to `log`; return the terminal for a last word.
-
-    `keep`: behind what is there, until `begin_anew` is called; else what is there goes.
-    """
-    global _kept
+def redirect(log: Path) -> TextIO:
+    """Send everything this process and its children print to a new file `log`; return the terminal for a last word."""
+    global _log
     try:
         log.parent.mkdir(parents=True, exist_ok=True)
-        # Appending, so that what is written after `begin_anew` has no hole before it.
-        file = open(log, "a" if keep else "w", buffering=1, encoding="utf-8")  # noqa: SIM115 - it stays open
+        if log.is_file():  # no pipe or terminal
+            log.unlink()  # and is not emptied: its content may be what `go_on` keeps
+        # Appending, so that what is written after `go_on` has no hole before it.
+        file = open(log, "a", buffering=1, encoding="utf-8")  # noqa: SIM115 - it stays open
     except OSError as error:
         raise explained(error, log) from error
-    _kept = (log, log.stat().st_size) if keep else None
+    _log = log
     terminal = os.fdopen(os.dup(2), "w", buffering=1)
     os.dup2(file.fileno(), 1)
     os.dup2(file.fileno(), 2)
     return terminal
 
 
-def begin_anew() -> None:
-    """Drop what an earlier process wrote to the log: this one does not go on from there."""
-    global _kept
-    if _kept:
-        path, earlier = _kept
-        written = path.read_bytes()[earlier:]
-        os.truncate(path, 0)
-        with path.open("ab") as file:
-            file.write(written)
-    _kept = None
+def go_on(kept: Path, resumed: bool) -> None:
+    """Keep the log of this process under a second name, `kept`, too: Snakemake removes a job's log before each try.
+
+    `resumed`: what an earlier process kept there comes first. Without hard links nothing is kept, and that is logged.
+    """
+    if not (_log and _log.is_file()):
+        return
+    try:
+        if resumed and kept.exists():
+            own = _log.read_bytes()
+            with _log.open("r+b") as file, kept.open("rb") as earlier:
+                file.truncate()
+                shutil.copyfileobj(earlier, file)
+                file.write(own)
+        name = kept.with_name(f".{kept.name}.part")
+        name.unlink(missing_ok=True)  # of a process that was killed here
+        os.link(_log, name)
+        name.replace(kept)
+    except OSError as error:
+        kept.unlink(missing_ok=True)
+        logging.info("this log is not kept for a later try: %s", error)

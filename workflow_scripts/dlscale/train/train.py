@@ -88,8 +88,7 @@ def main(args: argparse.Namespace) -> None:
         metrics = session.study.metrics(run, session.manifest, world.device)
         trainer = Trainer(run, session.step, session.share(), loaders, metrics, checkpoints, world)
         trainer.resume()
-        if trainer.resumed_from is None:
-            log.begin_anew()
+        log.go_on(folder / f"rank{world.rank}.log", resumed=trainer.resumed_from is not None)
         if run.training.weights and trainer.resumed_from is None:
             load_weights(session.step.weights, run.training.weights)
         cores = set().union(*world.gather(os.sched_getaffinity(0)))
