@@ -143,6 +143,12 @@ def test_jobs_in_the_queue(
     site = {"scheduler": {"cpu_nodes": {"cpus": 32}, "gpu_nodes": {"cpus": 64, "gpus": 4}}}
     assert status.main(args, configuration(results, site=site)) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "In the queue: 17 (train p_a, pending)"
+    args.json = True
+    assert status.main(args, configuration(results, site=site)) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["queue"] == ["17 (train p_a, pending)"]
+    assert [(row["name"], row["state"]) for row in told["rows"]] == [(n, "waiting") for n in ("data d", "p.a", "p.b")]
+    args.json = False
     assert status.main(args, configuration(results)) == 0
     assert "queue" not in capsys.readouterr().out, "there is no scheduler"
 
@@ -167,6 +173,33 @@ def test_watched_until_all_is_done(
     states = [{row.state for row in rows} for rows in looks]
     assert states == [{"waiting"}, {"waiting", "running"}, {"waiting", "running"}, {"done"}]
     assert capsys.readouterr().out.splitlines()[-1] == "3 done"
+
+
+@pytest.mark.parametrize(("last", "state"), [("no space left", "failed"), ("interrupted", "stopped")])
+def test_watched_until_nothing_follows_a_failure(
+    results: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], last: str, state: str
+) -> None:
+    """A minute without a job is the end, where something failed: jobs follow one another, and are tried again."""
+    now, looks = 100.0, 0
+
+    def later(seconds: float) -> None:
+        nonlocal now, looks
+        now, looks = now + seconds, looks + 1
+        if looks == 4:  # it is tried again
+            tell(results, place=progress.place(), pid=os.getpid())
+        elif looks == 6:
+            Path(f"{log}{SUFFIX}").unlink()
+        assert looks < 100, "it waits for ever"
+
+    monkeypatch.setattr(status, "_alive", lambda doing: True)
+    monkeypatch.setattr(status.time, "monotonic", lambda: now)
+    monkeypatch.setattr(status.time, "sleep", later)
+    log = results / "logs/train/p/a.log"
+    log.parent.mkdir(parents=True)
+    log.write_text(f"dlscale train: {last}\n")
+    assert status.main(argparse.Namespace(plans=[], json=False, watch=True), configuration(results)) == 1
+    assert looks == 5 + status.IDLE / status.EVERY
+    assert capsys.readouterr().out.splitlines()[-1] == f"2 waiting, 1 {state}"
 
 
 def test_data_that_are_made(results: Path) -> None:

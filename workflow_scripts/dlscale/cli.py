@@ -76,7 +76,14 @@ QUESTIONS = {
         "dlscale.preflight.status",
         "Show how far runs are: done, running (progress, time left, loss, rate), failed and why, or waiting.",
         _PLANS,
-        (option("--watch", "look again every five seconds, until all is done", False, action="store_true"),),
+        (
+            option(
+                "--watch",
+                "look again every five seconds, until all is done, or nothing follows a failure",
+                False,
+                action="store_true",
+            ),
+        ),
     ),
     "plan": Question(
         "dlscale.preflight.plan",

@@ -35,6 +35,8 @@ STOPPED = ("asked to end", "interrupted")
 DATA_STAGES = ("acquire", "preprocess", "assemble", "describe", "preview")
 #: Seconds between two looks of `--watch`.
 EVERY = 5.0
+#: Seconds without a job that runs or is queued after which `--watch` takes what ended without its result to be the end.
+IDLE = 60.0
 
 
 @dataclass(frozen=True)
@@ -169,7 +171,10 @@ def lines(rows: Iterable[Row], jobs: list[str] | None = None) -> list[str]:
 
 
 def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
-    """Print how far the plans in `args.plans` are, or the targets; with `--watch` until all is done."""
+    """Print how far the plans in `args.plans` are, or the targets; with `--watch` until all is done.
+
+    Returns 1 if something ended without its result, and `--watch` saw for a minute that nothing followed.
+    """
     if configuration is None:
         raise UserError("config.yaml: no such file here; name one with --configfile")
     plans = args.plans or configuration.workflow.targets
@@ -177,17 +182,23 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
         if plan not in configuration.plans:
             own = Path(configuration.workflow.results, "plans", plan, "plan.yaml")
             raise UserError(unknown("plan", plan, configuration.plans) + of_another(own))
+    busy = time.monotonic()
     while True:
         rows = look(configuration, plans)
         queued = slurm.left_running(str(Path.cwd())) if configuration.workflow.site.scheduler else []
         if args.json:
-            print(json.dumps([_json(row) for row in rows], indent=2, ensure_ascii=False))
+            told = {"rows": [_json(row) for row in rows], "queue": queued}
+            print(json.dumps(told, indent=2, ensure_ascii=False), flush=True)
         else:
             if args.watch and sys.stdout.isatty():
                 print("\033[2J\033[H", end="")
             print("\n".join(lines(rows, queued)), flush=True)
         if not args.watch or all(row.state == "done" for row in rows):
             return 0
+        if queued or any(row.state == "running" for row in rows):
+            busy = time.monotonic()
+        elif time.monotonic() - busy >= IDLE and any(row.error for row in rows):
+            return 1
         time.sleep(EVERY)
 
 
