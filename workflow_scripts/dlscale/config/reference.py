@@ -6,16 +6,18 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from dlscale.core.schema import NAME_IN_WORDS
+
 Node = dict[str, Any]
 
-HEAD = """# Every key of `config.yaml`
+HEAD = f"""# Every key of `config.yaml`
 
 Made by `dlscale schema --markdown`. `dlscale schema` prints the same as a JSON schema, with which editors complete and
 check keys. No key has to be there: what is absent is as a study ships it
 (`workflow_scripts/dlscale/studies/STUDY.yaml`), or as it stands here.
 
-**Names** of datasets, plans and runs become folders. They have 1 to 64 letters, digits, `_` and `-`, and begin with a
-letter or a digit.
+**Names** of datasets, plans and runs become folders.
+They have {NAME_IN_WORDS}.
 
 Of a `--configfile` that is no YAML (a tab, an open bracket, an anchor in itself) Snakemake names neither file nor line,
 since it reads it before anything of dlscale; `dlscale why --configfile FILE` names both."""
