@@ -148,7 +148,7 @@ test-all: $(VENV)/.installed-dev  ## run all tests that can run here
 	@$(PYTEST) $(ARGS)
 
 .PHONY: test-long
-test-long: $(VENV)/.installed-dev  ## run the tests that take minutes each: the notebook, learning curves of many seeds
+test-long: $(VENV)/.installed-dev  ## run the tests that take minutes each: guides, new studies, the notebook, benchmarks in the small, learning to the end
 	$(say) 'Running the long tests'
 	@$(PYTEST) -m long $(ARGS)
 

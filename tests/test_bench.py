@@ -52,6 +52,7 @@ def dali() -> bool:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_benchmarks_run(tmp_path: Path) -> None:
     """All but those of the workflow, whose commands the workflow's own tests run."""
     groups = ["crops", "pairs", "images", "steps", "full", "rungs", "models", "watching", "profilers", "preprocess"]

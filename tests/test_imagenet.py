@@ -811,6 +811,7 @@ def test_every_depth_trains(tmp_path: Path, tiny_data: Callable[[str], Path], de
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("plan", ["imagenet_simulated", "imagenet_demo"])
 def test_ten_textures_are_told_apart(tmp_path: Path, plan: str) -> None:
     """The shipped plans: at least 95 % of the validation images."""

@@ -344,6 +344,7 @@ def test_weights_of_two_processes_are_those_of_one(tmp_path: Path, tiny_data: Ca
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_nothing_is_learnt_of_noise(tmp_path: Path) -> None:
     """As published, but smaller: the error remains that of answering the mean."""
     shipped = {"dataset": "starter_noise", "model": {"hidden": 4}, "training": {"epochs": 12}, "precision": "fp32"}

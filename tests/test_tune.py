@@ -412,6 +412,7 @@ def test_a_run_that_cannot_work_itself_is_an_error(
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_run_against_itself_gains_nothing(tmp_path: Path, cosmo_data: Path) -> None:
     """Ten duels of one setting with itself, on this machine as it is: at most two intervals leave out 1."""
     run = a_run(tmp_path, tune=QUICK)

@@ -43,6 +43,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_stage_that_measures_a_run(clone: Tree) -> None:
     """A row, a module and a thin rule; the command line and `measure` know it, and nothing else runs again."""
     package = clone.path / "workflow_scripts/dlscale"
@@ -116,6 +117,7 @@ def open_source(dataset: Any, part: Part, paths: list[Path]) -> ArraySource:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_kind_of_dataset_inside(clone: Tree) -> None:
     """Two modules in a folder of its own: the stages of data serve it, and nothing else runs again."""
     folder = clone.path / "workflow_scripts/dlscale/datasets/pulses"
@@ -136,6 +138,7 @@ def test_a_kind_of_dataset_inside(clone: Tree) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_study_outside(make_tree: Callable[..., Tree]) -> None:
     """The commands of the guide: copy the example, run it."""
     tree = make_tree()

@@ -43,6 +43,7 @@ def check_ladder(results: Path, name: str, page: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_new_study_goes_through_ladder_profile_and_page(make_tree: Callable[..., Tree]) -> None:
     """Untouched; called again it does nothing; its network edited, its trainings run again and its data do not."""
     tree = make_tree()
