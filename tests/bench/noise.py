@@ -4,6 +4,9 @@ Each try measures three runs of the study in bottlenecks/plant.py, as the workfl
 itself; `copy`, which does the same under settings that say otherwise, so that nobody knows it; and `slow`, whose step
 has five per cent more layers. Copy shall be equal within noise, and slow found slower. Half of the tries have other
 programs at work, one that spins for each core.
+
+`dlscale gate` is asked the same: the copies of the first tries are its reference; each later copy shall pass, and slow,
+as if it were the same run of a later commit, shall be a loss.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import signal
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +26,7 @@ from dlscale.config import resolve
 from dlscale.core import registry
 from dlscale.core.files import write_json
 from dlscale.core.text import NONE
-from dlscale.report import glance
+from dlscale.report import gate, glance
 from dlscale.report.results import PlanResult, read_plan
 from dlscale.report.speedup import SpeedUp, SpeedUps
 from tests.bench.bottlenecks import run as stages
@@ -73,7 +76,7 @@ class Try:
         )
 
 
-def measure(folder: Path, data: Path, load: int, settings: dict[str, Any], threads: int) -> Try:
+def measure(folder: Path, data: Path, load: int, settings: dict[str, Any], threads: int) -> tuple[Try, PlanResult]:
     """Make the three runs while so many programs spin."""
     start = time.monotonic()
     raw = {
@@ -95,7 +98,7 @@ def measure(folder: Path, data: Path, load: int, settings: dict[str, Any], threa
     speeds = SpeedUps(whole.runs)
     over = [found for run in whole.runs[1:] if (found := speeds.over_first(run))]
     view = glance.speed(pair)
-    return Try(
+    made = Try(
         load,
         speeds.floor,
         (over[0].log, over[0].error),
@@ -108,6 +111,31 @@ def measure(folder: Path, data: Path, load: int, settings: dict[str, Any], threa
         view["fastest"] if view else NONE,
         time.monotonic() - start,
     )
+    return made, whole
+
+
+def gated(plans: list[PlanResult], known: int) -> list[dict[str, list[gate.Look]]]:
+    """Return what `dlscale gate` says of the copy and the slow run of each plan after the first `known`."""
+    runs = [{run.name: run for run in each.runs} for each in plans]
+    reference = gate.Reference(machines={})
+    for each in runs[:known]:
+        reference = gate.updated(reference, {"p.copy": each["copy"]})
+    for each in runs[known:]:
+        record = each["slow"].throughput
+        assert record
+        same = record.model_copy(update={"compute": each["copy"].compute})  # as if its settings were the copy's
+        each["slow"] = replace(each["slow"], throughput=same)
+    return [
+        {name: list(gate.held(reference, {"p.copy": each[name]})) for name in ("copy", "slow")} for each in runs[known:]
+    ]
+
+
+def told(gates: list[dict[str, list[gate.Look]]]) -> list[str]:
+    """Return what the gate said, look by look, and how often it was right."""
+    lines = [f"gate: {name} {look.line()}" for each in gates for name, looks in each.items() for look in looks]
+    lost = [{name: any(look.lost for look in looks) for name, looks in each.items()} for each in gates]
+    passed, failed = sum(not each["copy"] for each in lost), sum(each["slow"] for each in lost)
+    return [*lines, f"gate: passed {passed} of {len(lost)} equal ones, failed {failed} of {len(lost)} slower ones"]
 
 
 def plan(folder: Path, *runs: str) -> PlanResult:
@@ -124,26 +152,31 @@ def main() -> None:
     parser.add_argument("--tries", type=int, default=20, metavar="N", help="half of them beside other programs")
     parser.add_argument("--load", type=int, default=os.cpu_count(), metavar="N", help="programs that spin (one a core)")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), metavar="N", help="of a run (all cores)")
+    parser.add_argument("--known", type=int, default=5, metavar="N", help="tries in the gate's reference (5)")
     parser.add_argument("--set", default="{}", metavar="JSON", help="settings over those of the runs")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found to FILE, too")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # who spins ends, too
     registry.add("plant", stages.STUDY)
-    found: list[Try] = []
+    found, plans, gates = list[Try](), list[PlanResult](), list[dict[str, list[gate.Look]]]()
     settings = resolve.merge(resolve.merge({}, SETTINGS), json.loads(args.set))
     print("load   floor    copy                    slow")
     with tempfile.TemporaryDirectory(prefix="dlscale-noise-") as place:
         data = stages.dataset(Path(place, "data"))
         for number in range(args.tries):
             load = args.load if number % 2 else 0
-            found.append(measure(Path(place, str(number)), data, load, settings, args.threads))
-            print(found[-1].line(), flush=True)
+            one, whole = measure(Path(place, str(number)), data, load, settings, args.threads)
+            found.append(one)
+            plans.append(whole)
+            print(one.line(), flush=True)
+        gates = gated(plans, args.known)
     for load in sorted({each.load for each in found}):
         own = [each for each in found if each.load == load]
         equal, slower = sum(each.equal for each in own), sum(each.found for each in own)
         print(f"with {load} other programs: equal {equal} of {len(own)}, slow-down found {slower} of {len(own)}")
     equal, slower = sum(each.equal for each in found), sum(each.found for each in found)
     print(f"in all: equal {equal} of {len(found)}, slow-down found {slower} of {len(found)}")
+    print("\n".join(told(gates)))
     if args.json:
         write_json(args.json, [asdict(each) for each in found])
 
