@@ -93,6 +93,7 @@ def test_benchmarks_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_benchmark_of_noise_runs(tmp_path: Path) -> None:
     """Two tries of three small runs, too short to tell anything: what it says of each is a number with its interval."""
     small = {"model": {"depth": 4, "size": 64}, "throughput": {"trials": 2, "seconds": 0, "beside": 0.4, "error": 0.5}}

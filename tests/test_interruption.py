@@ -189,6 +189,7 @@ def test_terminated(tmp_path: Path, era5_data: Path, workers: int, how: signal.S
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_one_of_several_processes_is_asked_and_all_save(tmp_path: Path, era5_data: Path) -> None:
     from tests.test_parallel import train_by
 
