@@ -186,12 +186,11 @@ def test_watched_until_nothing_follows_a_failure(
         nonlocal now, looks
         now, looks = now + seconds, looks + 1
         if looks == 4:  # it is tried again
-            tell(results, place=progress.place(), pid=os.getpid())
+            tell(results, place="another machine", pid=1)
         elif looks == 6:
             Path(f"{log}{SUFFIX}").unlink()
         assert looks < 100, "it waits for ever"
 
-    monkeypatch.setattr(status, "_alive", lambda doing: True)
     monkeypatch.setattr(status.time, "monotonic", lambda: now)
     monkeypatch.setattr(status.time, "sleep", later)
     log = results / "logs/train/p/a.log"
@@ -319,6 +318,19 @@ def test_a_log_that_cannot_be_kept_is_a_line_in_it(tmp_path: Path) -> None:
     begins, child, said, ends = path.read_text().splitlines()
     assert (begins, child, ends) == ("it begins", "a child", "it ends")
     assert "this log is not kept for a later try: " in said and str(kept.parent) in said
+
+
+def test_a_full_disk_takes_nothing_from_a_log(tmp_path: Path) -> None:
+    """There is room for what this process writes, and not for what was kept, too."""
+    path, kept = tmp_path / "a.log", tmp_path / "rank0.log"
+    kept.write_text("earlier\n" * 1000)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "workflow_scripts")}
+    limited = "import logging, resource\nlogging.basicConfig(level=20)\n"
+    limited += "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n" + LOG
+    subprocess.run([sys.executable, "-c", limited, path, kept, "resumed", "it"], check=True, env=environment)
+    begins, child, said, ends = path.read_text().splitlines()
+    assert (begins, child, ends) == ("it begins", "a child", "it ends")
+    assert said.endswith("File too large") and kept.read_text() == "earlier\n" * 1000
 
 
 def test_what_is_no_file_is_not_removed_for_a_log(tmp_path: Path) -> None:

@@ -176,6 +176,8 @@ def test_a_training_in_a_container_is_that_outside(
     """The same numbers, to the accuracy of another build's arithmetic; by Shifter's stand-in as well."""
     from tests.conftest import ERA5, records, train
 
+    if engine == "shifter" and any(path.is_relative_to("/var") for path in (ROOT, era5_data, tmp_path)):
+        pytest.skip("Shifter mounts nothing at /var, where this checkout or the temporary folder is")
     settings = {**ERA5_RUN, "loader": {"workers": 1}, "geometry": {"gpus_per_node": ranks}}
     for name in ("outside", "inside"):
         make_run(tmp_path / name, "era5_vit", settings if name == "inside" else {**settings, "geometry": {}}, ERA5)

@@ -35,21 +35,32 @@ def redirect(log: Path) -> TextIO:
 def go_on(kept: Path, resumed: bool) -> None:
     """Keep the log of this process under a second name, `kept`, too: Snakemake removes a job's log before each try.
 
-    `resumed`: what an earlier process kept there comes first. Without hard links nothing is kept, and that is logged.
+    `resumed`: what an earlier process kept there comes first. Where that cannot be, as without hard links or space, the
+    log says so, and nothing of either is lost.
     """
     if not (_log and _log.is_file()):
         return
     try:
-        if resumed and kept.exists():
-            own = _log.read_bytes()
-            with _log.open("r+b") as file, kept.open("rb") as earlier:
-                file.truncate()
-                shutil.copyfileobj(earlier, file)
-                file.write(own)
+        if not resumed:
+            kept.unlink(missing_ok=True)  # of another training
+        elif kept.exists():
+            _put_first(kept, _log)
         name = kept.with_name(f".{kept.name}.part")
         name.unlink(missing_ok=True)  # of a process that was killed here
         os.link(_log, name)
         name.replace(kept)
     except OSError as error:
-        kept.unlink(missing_ok=True)
         logging.info("this log is not kept for a later try: %s", error)
+
+
+def _put_first(earlier: Path, log: Path) -> None:
+    """Put the content of one file before that of another, which stays the same file: others write to it."""
+    own = log.read_bytes()
+    try:
+        with log.open("r+b") as file, earlier.open("rb") as before:
+            file.truncate()
+            shutil.copyfileobj(before, file)
+            file.write(own)
+    except OSError:
+        log.write_bytes(own)
+        raise
