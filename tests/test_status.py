@@ -8,6 +8,7 @@ import logging
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -318,6 +319,19 @@ def test_a_log_that_cannot_be_kept_is_a_line_in_it(tmp_path: Path) -> None:
     begins, child, said, ends = path.read_text().splitlines()
     assert (begins, child, ends) == ("it begins", "a child", "it ends")
     assert "this log is not kept for a later try: " in said and str(kept.parent) in said
+
+
+def test_a_training_that_begins_anew_leaves_no_log_of_another(tmp_path: Path) -> None:
+    """Not even where its own cannot be kept: on another file system, as here, there are no links to this one."""
+    path, memory = tmp_path / "a.log", Path("/dev/shm")
+    if not memory.is_dir() or memory.stat().st_dev == tmp_path.stat().st_dev:
+        pytest.skip("one file system has both /dev/shm and the temporary folder")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "workflow_scripts")}
+    with tempfile.TemporaryDirectory(dir=memory) as folder:
+        kept = Path(folder, "rank0.log")
+        kept.write_text("of another training\n")
+        subprocess.run([sys.executable, "-c", LOG, path, kept, "anew", "it"], check=True, env=environment)
+        assert path.read_text() == "it begins\na child\nit ends\n" and not list(Path(folder).iterdir())
 
 
 def test_a_full_disk_takes_nothing_from_a_log(tmp_path: Path) -> None:
