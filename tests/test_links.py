@@ -290,8 +290,8 @@ class Case:
     said: str = ""
 
 
-#: Seconds by which a late process sends late. Where four processes share two cores with others, the links of those in
-#: time differ by milliseconds; a link is slow that is nine times as far from their median, and a trip has one late way.
+#: Seconds by which a process sends late. Half of it is its links' latency, which is called slow beyond nine times the
+#: greatest deviation of the others. Those deviate by milliseconds where four processes share two cores with others.
 LATE = 0.2
 
 CASES = {
