@@ -10,6 +10,7 @@
 #   the end of a dry run     `atexit`, `workflow._dag`: a dry run calls no hook, nor does a call that finds all made.
 #   the files asked for      `workflow.dag`: the pages that show them are named at the end.
 #   jobs that would run      `workflow.dag.needrun_jobs`: their cost, and what they need.
+#   what they ask for        `job.resources`, `workflow._localrules`: a rule's message takes the place of its resources.
 #   why they would           `workflow.dag.reason`, `workflow.persistence`: said in words.
 import atexit
 import os
@@ -103,6 +104,19 @@ def jobs_to_run():
     if not getattr(workflow, "_dag", None):
         return []
     return [(job.rule.name, job.wildcards) for job in workflow.dag.needrun_jobs(exclude_finished=False)]
+
+
+def requests_to_show():
+    """What each job that would be submitted asks for, and its rule and wildcards, where commands are printed."""
+    settings = workflow.output_settings
+    if not (settings.printshellcmds and not settings.quiet and getattr(workflow, "_dag", None)):
+        return []
+    jobs = workflow.dag.needrun_jobs(exclude_finished=False)
+    return [
+        (dict(job.resources.items()), job.rule.name, job.wildcards)
+        for job in jobs
+        if not (job.rule.norun or job.rule.name in workflow._localrules)  # a dry run takes all jobs for local ones
+    ]
 
 
 def reasons_to_run():

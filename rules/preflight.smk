@@ -78,6 +78,16 @@ def show_obstacle():
         print("", heading, *doctor.lines(findings), sep="\n", file=sys.stderr)
 
 
+def show_requests():
+    """Print what the jobs of a dry run would ask of Slurm, those that ask for the same together."""
+    asked = {}
+    for resources, rule, wildcards in requests_to_show():
+        job = f"{rule} {'.'.join([wildcards.plan, wildcards.run]) if rule in RUN_STAGES else wildcards.dataset}"
+        asked.setdefault(slurm.words(resources), set()).add(job)
+    if asked:
+        print("", *(f"sbatch {words}: {', '.join(sorted(asked[words]))}" for words in sorted(asked)), sep="\n", file=sys.stderr)
+
+
 def show_cost():
     """Print what the jobs of a dry run would cost, and what would keep them from starting."""
     if works := waiting_works():
@@ -151,6 +161,7 @@ else:
     at_end_of_dry_run(show_obstacle)
     if SITE.scheduler:
         at_end_of_dry_run(show_cost)
+        at_end_of_dry_run(show_requests)
     at_end_of_dry_run(show_reasons)
 at_end_of_nothing(show_end)
 if SITE.scheduler:

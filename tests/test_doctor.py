@@ -204,25 +204,72 @@ def test_features(constraint: str, status: str, word: str) -> None:
         assert "a100, cpu, gpu, hbm40g, hbm80g" in found.remedy
 
 
-NODES = "gpu,a100|128|gpu:a100:4(S:0-1)|2\ngpu,a100,hbm80g|128|gpu:a100:4|2\ncpu|256|(null)|1\n"
+NODES = "gpu,a100|128|gpu:a100:4(S:0-1)|2|256000+\ngpu,a100,hbm80g|128|gpu:a100:4|2|512000\ncpu|256|(null)|1|512000\n"
 
 
 @pytest.mark.parametrize(
     ("kind", "most", "status", "word"),
     [
-        ({"constraint": "gpu", "cpus": 128, "gpus": 4}, 4, "ok", "4 of gpu"),
-        ({"constraint": "gpu", "cpus": 128, "gpus": 4}, 5, "FAIL", "5 wanted of gpu"),
-        ({"constraint": "gpu&hbm80g", "cpus": 128, "gpus": 4, "gres": "gpu:a100"}, 3, "FAIL", "2 there"),
-        ({"constraint": "gpu", "cpus": 128, "gpus": 8}, 1, "FAIL", "0 there (2 with 128 CPUs, 4 GPUs"),
-        ({"constraint": "gpu", "cpus": 130, "gpus": 4}, 1, "FAIL", "0 there"),
+        ({"constraint": "gpu", "cpus": 128, "gpus": 4}, 4, "ok", "4 of 128 CPUs and 4 GPUs with constraint gpu"),
+        (
+            {"constraint": "gpu", "cpus": 128, "gpus": 4},
+            5,
+            "FAIL",
+            "5 nodes of 128 CPUs and 4 GPUs with constraint gpu with --gres gpu wanted; sinfo has 4",
+        ),
+        ({"constraint": "gpu&hbm80g", "cpus": 128, "gpus": 4, "gres": "gpu:a100"}, 3, "FAIL", "sinfo has 2"),
+        ({"constraint": "gpu", "cpus": 128, "gpus": 8}, 1, "FAIL", "has 0 (2 of 128 CPUs, 4 GPUs and 256,000 MB"),
+        ({"constraint": "gpu", "cpus": 130, "gpus": 4}, 1, "FAIL", "sinfo has 0"),
         ({"constraint": "gpu", "cpus": 1, "gpus": 1, "gres": "gpu:h100"}, 1, "FAIL", "0 GPUs"),
-        ({"cpus": 256}, 1, "ok", "1 of any"),
-        ({"cpus": 257}, 1, "FAIL", "0 there"),
+        ({"cpus": 256}, 1, "ok", "1 of 256 CPUs"),
+        ({"cpus": 257}, 1, "FAIL", "1 node of 257 CPUs and 0 GPUs wanted; sinfo has 0"),
+        ({"cpus": 128, "gpus": 4, "memory_mb": 256_000}, 4, "ok", "4 of 128 CPUs, 4 GPUs and 256,000 MB"),
+        ({"cpus": 128, "gpus": 4, "memory_mb": 256_001}, 3, "FAIL", "4 GPUs and 256,001 MB with --gres gpu wanted"),
     ],
 )
 def test_nodes_have_what_the_site_says(kind: dict[str, Any], most: int, status: str, word: str) -> None:
-    found = site_slurm.hardware([Nodes(**kind)], most, NODES)
+    found = site_slurm.hardware([(Nodes(**kind), NODES)], most)
     assert found.status == status and word in found.text
+
+
+@pytest.mark.parametrize(
+    ("names", "status", "word"),
+    [
+        (set(), "skip", "names none"),
+        ({"gpu", "cpu"}, "ok", "cpu, gpu"),
+        ({"gpux"}, "FAIL", "no partition is called 'gpux' (did you mean 'gpu'?); there are: cpu, gpu"),
+    ],
+)
+def test_partitions(names: set[str], status: str, word: str) -> None:
+    found = site_slurm.partition(names, "gpu\ncpu\n")
+    assert found.status == status and word in found.text
+
+
+def test_nodes_are_those_of_their_partition(tmp_path: Path, command: Callable[[str, str], None]) -> None:
+    """Nodes of a partition that is not the site's do not count, and a name that is not there is told."""
+    command("sbatch", "")
+    command("scontrol", "echo 'Slurmctld(primary) at login is UP'")
+    command(
+        "sinfo",
+        """case "$*" in
+*%R*) printf 'old\\nnew\\n' ;;
+*'-p old '*) echo '(null)|64|gpu:4|8|256000' ;;
+*'-p new '*) echo '(null)|64|gpu:8|2|512000' ;;
+*) echo '(null)|64|(null)|4|128000' ;;
+esac""",
+    )
+    site: dict[str, Any] = {"scheduler": {"cpu_nodes": {"cpus": 64}, "gpu_nodes": {"cpus": 64, "gpus": 8}}}
+    expected = {
+        "new": ("ok", "4 of 64 CPUs and 0 GPUs; 2 of 64 CPUs and 8 GPUs in partition new"),
+        "old": ("FAIL", "sinfo has 0 (8 of 64 CPUs, 4 GPUs and 256,000 MB)"),
+        "newer": ("FAIL", "sinfo has 0 (4 of 64 CPUs"),
+    }
+    for name, (status, text) in expected.items():
+        site["scheduler"]["gpu_nodes"]["partition"] = name
+        found = doctor.check(load(tmp_path / "results", site))
+        assert named(found, "nodes").status == status and text in named(found, "nodes").text
+        assert named(found, "partition").status == ("FAIL" if name == "newer" else "ok")
+    assert "did you mean 'new'?" in named(found, "partition").text
 
 
 def test_features_where_none_is_asked_for() -> None:

@@ -11,15 +11,19 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from snakemake_executor_plugin_slurm.submit_string import get_submit_command
+from snakemake_executor_plugin_slurm.utils import set_gres_string
 
 from dlscale.config import resolve as config
 from dlscale.config.run import Geometry
 from dlscale.config.site import Site
 from dlscale.core.errors import UserError
 from dlscale.core.provenance import Image
+from dlscale.core.stages import STAGES
 from dlscale.launch import image, slurm
 from dlscale.launch.contain import PASSED_ON
 from dlscale.launch.launcher import Place, check_names, launch, outside, packages, resolve
@@ -29,6 +33,12 @@ ENGINES = ["none", "docker", "podman", "podman-hpc", "shifter", "apptainer"]
 SCHEDULER = {"cpu_nodes": {"cpus": 256}, "gpu_nodes": {"cpus": 128, "gpus": 4}}
 HERE = Place("/scratch/my work", "/scratch/my work/workflow_scripts", uid=1000, gid=100, data=("/cfs/a b",))
 ONE, FOUR, EIGHT = Geometry(), Geometry(gpus_per_node=4), Geometry(nodes=2, gpus_per_node=4)
+
+
+class Resources(dict[str, Any]):
+    """Resources of a job, as the executor reads them: by `get` or as attributes."""
+
+    __getattr__ = dict.__getitem__
 
 
 def site(**changes: Any) -> Site:
@@ -447,10 +457,47 @@ def test_a_queue_has_its_limits(perlmutter: slurm.Scheduler) -> None:
         slurm.check(debug, Geometry(nodes=9, gpus_per_node=4))
 
 
+NODES = {"partition": "gpu", "cpus": 64, "memory_mb": 500_000, "gpus": 8}
+PLACED = slurm.Scheduler.model_validate(
+    {"account": "m1", "cpu_nodes": {"cpus": 64, "memory_mb": 250_000}, "gpu_nodes": NODES}
+)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_all_stages_of_a_run_go_to_its_partition(stage: str) -> None:
+    """With their part of a node's memory; in the QOS of whole nodes with all of it."""
+    if STAGES[stage].nodes == "geometry":
+        one, five, many = (slurm.request(PLACED, stage, each) for each in (ONE, Geometry(gpus_per_node=5), EIGHT))
+        assert [each["slurm_partition"] for each in (one, five, many)] == ["gpu"] * 3
+        assert [one["mem_mb"], five["mem_mb"], many["mem_mb"]] == [62_500, 312_500, 250_000]
+        whole = PLACED.model_copy(update={"whole_qos": "large"})
+        assert slurm.request(whole, stage, ONE)["mem_mb"] == 500_000
+    elif STAGES[stage].nodes == "cpu":
+        found = slurm.request(PLACED, stage, None)
+        assert "slurm_partition" not in found and found["mem_mb"] == 125_000, "32 of 64 CPUs"
+
+
 def test_resources_are_all_that_is_asked_for(perlmutter: slurm.Scheduler) -> None:
-    asked = {*slurm.request(perlmutter, "train", EIGHT), *slurm.request(perlmutter, "data", None)}
-    asked |= {*slurm.request(perlmutter, "train", Geometry(nodes=2))}
+    asked = {*slurm.request(perlmutter, "train", EIGHT), *slurm.request(PLACED, "data", None)}
+    asked |= {*slurm.request(PLACED, "train", Geometry(nodes=2))}
     assert asked == set(slurm.RESOURCES)
+
+
+@pytest.mark.parametrize("geometry", [None, ONE, FOUR, EIGHT, Geometry(nodes=2)])
+def test_what_is_shown_is_what_sbatch_gets(perlmutter: slurm.Scheduler, geometry: Geometry | None) -> None:
+    """By the executor's own words; account and partition it adds itself, and of one process it says what is usual."""
+    nodes = perlmutter.gpu_nodes.model_copy(update={"memory_mb": 256_000, "constraint": "gpu&hbm80g"})
+    scheduler = perlmutter.model_copy(update={"gpu_nodes": nodes})
+    resources = Resources(slurm.request(scheduler, "train" if geometry else "data", geometry))
+    more = dict.fromkeys(("run_uuid", "slurm_logfile", "comment_str", "account", "partition"), "")
+    job = SimpleNamespace(resources=resources, threads=1)
+    given = shlex.split(get_submit_command(job, {**more, "workdir": ""}) + set_gres_string(job))
+    short = {"-t": "--time", "-C": "--constraint", "--mem": "--mem"}
+    joined = [f"{short[word]}={value}" for word, value in itertools.pairwise(given) if word in short]
+    shown = [word for word in shlex.split(slurm.words(resources)) if not word.startswith("--account")]
+    usual = {"--parsable", "--export=ALL", "--ntasks=1"}
+    assert set(shown) - usual == {word for word in [*given, *joined] if word.startswith("--") and "=" in word} - usual
+    assert any(word.startswith("--mem=") for word in shown) == (geometry is not None)
 
 
 def test_auto_takes_an_engine_that_can_have_the_image(tmp_path: Path) -> None:

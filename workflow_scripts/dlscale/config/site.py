@@ -55,9 +55,17 @@ class Qos(Strict):
 class Nodes(Strict):
     """One kind of node."""
 
+    partition: Annotated[str, StringConstraints(pattern=r"^[^\s:;|]+$")] | None = Field(
+        None, description="Partition of these nodes (sbatch -p), or several: a,b; Slurm's default if absent."
+    )
     constraint: str | None = Field(None, description="What picks these nodes (sbatch -C).")
     account_suffix: str = Field("", description="What the account's name ends in for jobs on these nodes.")
     cpus: PositiveInt = Field(description="CPUs of a node, as Slurm counts them (hardware threads).")
+    memory_mb: PositiveInt | None = Field(
+        None,
+        description="Memory of a node that jobs may ask for: each asks for its part of it, as of the GPUs or CPUs "
+        "(sbatch --mem). Absent: none is asked for, and Slurm's default holds.",
+    )
     gpus: NonNegativeInt = Field(0, description="GPUs of a node.")
     gres: str = Field("gpu", description="What a GPU is called in --gres, such as gpu or gpu:a100.")
     gpu: str | None = Field(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import sys
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from dlscale.config.run import Geometry
@@ -18,11 +20,14 @@ from dlscale.core.text import many
 #: Numbers and words by the executor's names of resources.
 Request = dict[str, Any]
 
+#: What sbatch is told of each resource that `request` may ask for, in the order in which it is shown.
+WORDS = {
+    **{"slurm_account": "--account", "slurm_partition": "--partition", "qos": "--qos", "constraint": "--constraint"},
+    **{"nodes": "--nodes", "tasks": "--ntasks", "tasks_per_node": "--ntasks-per-node"},
+    **{"cpus_per_task": "--cpus-per-task", "gres": "--gres", "mem_mb": "--mem", "runtime": "--time"},
+}
 #: All that `request` may ask for.
-RESOURCES = (
-    *("nodes", "mem_mb", "cpus_per_task", "gres", "mpi", "tasks_per_node"),
-    *("tasks", "runtime", "qos", "constraint", "slurm_account", "slurm_extra"),
-)
+RESOURCES = (*WORDS, "slurm_extra", "mpi")
 
 
 def request(
@@ -39,7 +44,7 @@ def request(
     these are not one for each device.
     """
     nodes = scheduler.cpu_nodes if geometry is None else scheduler.gpu_nodes
-    wanted: Request = {"nodes": 1, "mem_mb": 0}  # no --mem: memory goes with the part of the node
+    wanted: Request = {"nodes": 1}
     if geometry is None:
         qos = scheduler.data_qos
         wanted["cpus_per_task"] = min(scheduler.data_cpus, nodes.cpus)
@@ -54,9 +59,12 @@ def request(
         if processes.world_size > 1:
             # The executor then leaves starting the tasks to the command, which begins with srun.
             wanted |= {"mpi": "srun", "tasks_per_node": processes.gpus_per_node}
+    # 0 is no --mem at all, where the executor would ask for 1 GB: memory then goes with the part of the node.
+    wanted["mem_mb"] = int((nodes.memory_mb or 0) * part(scheduler, geometry, qos, wanted))
     limit = scheduler.qos.get(qos or "", Qos()).max_minutes
     wanted["runtime"] = min(minutes or scheduler.limit(job), limit or 10**9)
-    named = {"qos": qos, "constraint": nodes.constraint, "slurm_account": account_of(scheduler, nodes)}
+    named = {"qos": qos, "constraint": nodes.constraint, "slurm_partition": nodes.partition}
+    named["slurm_account"] = account_of(scheduler, nodes)
     wanted |= {key: value for key, value in named.items() if value}
     extra = []
     if wanted.get("tasks_per_node") == 1:
@@ -67,6 +75,22 @@ def request(
         # To every process of the job's steps, not to the batch shell (B:), which would die of it.
         extra.append(f"--signal=USR2@{scheduler.warning_seconds}")
     return {**wanted, "slurm_extra": " ".join(extra)} if extra else wanted
+
+
+def words(asked: Mapping[str, Any]) -> str:
+    """Return resources of a job as the words that sbatch gets of them, for a shell."""
+    told = [f"{word}={asked[name]}" for name, word in WORDS.items() if asked.get(name)]  # --mem 0 is not said
+    return " ".join([shlex.join(told), *filter(None, [asked.get("slurm_extra")])])
+
+
+def part(scheduler: Scheduler, geometry: Geometry | None, qos: str | None, asked: Request) -> float:
+    """Return the part of each node that a job has, and pays for."""
+    nodes = scheduler.gpu_nodes if geometry else scheduler.cpu_nodes
+    if qos is not None and qos == scheduler.whole_qos and qos != scheduler.part_qos:
+        return 1.0
+    if geometry and nodes.gpus:
+        return geometry.gpus_per_node / nodes.gpus
+    return min(float(asked["cpus_per_task"] * asked.get("tasks_per_node", 1) / nodes.cpus), 1.0)
 
 
 def cpus_per_task(scheduler: Scheduler) -> int:

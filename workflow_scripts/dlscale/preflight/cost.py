@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from dlscale.config.dataset import DatasetSettings
 from dlscale.config.resolve import Configuration, ResolvedRun
-from dlscale.config.run import Geometry, Run
+from dlscale.config.run import Run
 from dlscale.config.site import Job, Qos, Scheduler
 from dlscale.config.workflow import Budget
 from dlscale.core.errors import UserError, unknown
@@ -232,6 +232,7 @@ class Row:
     gpu_hours: float | None = None
     charged_hours: float | None = None
     process_hours: float | None = None
+    partition: str | None = None
 
 
 @dataclass(frozen=True)
@@ -293,20 +294,10 @@ def _price(work: Work, scheduler: Scheduler | None, results: Path) -> Row:
     nodes = scheduler.gpu_nodes if geometry else scheduler.cpu_nodes
     qos = asked.get("qos")
     shown += "" if geometry else f" x {asked['cpus_per_task']} CPUs"
-    node_hours = hours * asked["nodes"] * _part(scheduler, geometry, qos, asked)
+    node_hours = hours * asked["nodes"] * slurm.part(scheduler, geometry, qos, asked)
     gpus = geometry.world_size if geometry and nodes.gpus else 0
     charge = scheduler.qos.get(qos or "", Qos()).charge
-    return Row(work, time, shown, qos, node_hours, hours * gpus, node_hours * charge)
-
-
-def _part(scheduler: Scheduler, geometry: Geometry | None, qos: str | None, asked: slurm.Request) -> float:
-    """Return the part of each node that is paid for."""
-    nodes = scheduler.gpu_nodes if geometry else scheduler.cpu_nodes
-    if qos is not None and qos == scheduler.whole_qos and qos != scheduler.part_qos:
-        return 1.0
-    if geometry and nodes.gpus:
-        return geometry.gpus_per_node / nodes.gpus
-    return min(float(asked["cpus_per_task"] * asked.get("tasks_per_node", 1) / nodes.cpus), 1.0)
+    return Row(work, time, shown, qos, node_hours, hours * gpus, node_hours * charge, partition=nodes.partition)
 
 
 def lines(table: Table) -> list[str]:
@@ -314,18 +305,23 @@ def lines(table: Table) -> list[str]:
     if not table.rows:
         return ["Nothing to run: all results are there, and as they were asked for."]
     kinds = table.kinds
-    rows = [["run", "stage", "geometry", "QOS", "basis", *(WORDS[kind] for kind in kinds)]]
+    rows = [["run", "stage", "geometry", "partition", "QOS", "basis", *(WORDS[kind] for kind in kinds)]]
     for row in table.rows:
         bound = "≤" if row.estimate.basis == "limit" else ""
         name = f"{row.work.plan}.{row.work.run_name}" if row.work.run else row.work.plan
         hours = [_hours(getattr(row, kind), bound) for kind in kinds]
-        rows.append([name, row.work.stage, row.geometry, row.qos or "-", row.estimate.basis, *hours])
+        queue = [row.partition or "-", row.qos or "-"]
+        rows.append([name, row.work.stage, row.geometry, *queue, row.estimate.basis, *hours])
     bound, any_known = "≤" if table.bounds else "", table.unknown < len(table.rows)
-    rows.append(["total", "", "", "", "", *(_hours(table.total(kind) if any_known else None, bound) for kind in kinds)])
+    rows.append(
+        ["total", "", "", "", "", "", *(_hours(table.total(kind) if any_known else None, bound) for kind in kinds)]
+    )
+    hidden = [] if table.scheduled else ["QOS"]
+    hidden += [] if any(row.partition for row in table.rows) else ["partition"]
     columns = [
-        [f"{cell:{'<' if number < 5 else '>'}{max(map(len, column))}}" for cell in column]  # hours to the right
+        [f"{cell:{'<' if number < 6 else '>'}{max(map(len, column))}}" for cell in column]  # hours to the right
         for number, column in enumerate(zip(*rows, strict=True))
-        if table.scheduled or column[0] != "QOS"
+        if column[0] not in hidden
     ]
     text = ["  ".join(cells).rstrip() for cells in zip(*columns, strict=True)]
     text += [f"{basis}: {MARKED[basis]}" for basis in MARKED if any(row.estimate.basis == basis for row in table.rows)]

@@ -12,8 +12,10 @@ from typing import Any
 
 from dlscale.config.run import Run
 from dlscale.config.site import Job, Nodes, Scheduler
+from dlscale.core.errors import unknown
 from dlscale.core.settings import read_yaml
 from dlscale.core.stages import RUN_STAGES
+from dlscale.core.text import many
 from dlscale.launch import slurm
 from dlscale.preflight.probe import AbsentError, FailedError, Finding, NoAnswerError, Probe, Status, said, started
 
@@ -23,6 +25,7 @@ def probes(scheduler: Scheduler, runs: list[Run], profile: str | None, stages: C
     wanted = functools.partial(asked, scheduler, runs, stages)  # not yet: it refuses a geometry that cannot be
     kinds = [scheduler.cpu_nodes] if "data" in stages else []
     kinds += [scheduler.gpu_nodes] if runs and set(RUN_STAGES) & set(stages) else []
+    partitions = {name for nodes in kinds if nodes.partition for name in nodes.partition.split(",")}
     constraints = {nodes.constraint for nodes in kinds if nodes.constraint}
     most = max((run.geometry.nodes for run in runs), default=1)
     suffixed = any(nodes.account_suffix for nodes in kinds)
@@ -54,6 +57,12 @@ def probes(scheduler: Scheduler, runs: list[Run], profile: str | None, stages: C
         listed = said(["sacctmgr", "-nP", "show", "qos", "format=name"])
         return qos(names, set(listed.split()), filtered=submit_filter(configured.result()))
 
+    def machines() -> Finding:
+        # Without a partition in the question, nodes of several count once.
+        asked = {nodes.partition: ["-p", nodes.partition] if nodes.partition else [] for nodes in kinds}
+        listed = {name: said(["sinfo", "-a", *only, "-ho", "%f|%c|%G|%D|%m"]) for name, only in asked.items()}
+        return hardware([(nodes, listed[nodes.partition]) for nodes in kinds], most)
+
     def age() -> Finding:
         settings = _workflow_profile(profile)
         if settings.get("slurm-status-command") == "sacct":
@@ -65,8 +74,9 @@ def probes(scheduler: Scheduler, runs: list[Run], profile: str | None, stages: C
         ("MinJobAge", age),
         ("account", accounts),
         ("QOS", queues),
+        ("partition", lambda: partition(partitions, said(["sinfo", "-a", "-ho", "%R"]) if partitions else "")),
         ("constraint", lambda: features(constraints, said(["sinfo", "-a", "-ho", "%f"]))),
-        ("nodes", lambda: hardware(kinds, most, said(["sinfo", "-a", "-ho", "%f|%c|%G|%D"]))),
+        ("nodes", machines),
     ]
 
 
@@ -155,33 +165,60 @@ def features(constraints: set[str], text: str) -> Finding:
     return Finding("constraint", "ok", ", ".join(sorted(constraints)))
 
 
-def hardware(kinds: Iterable[Nodes], most: int, text: str) -> Finding:
+def partition(names: set[str], text: str) -> Finding:
+    """Judge whether the partitions are there, a line each of `sinfo -ho %R`."""
+    if not names:
+        return Finding("partition", "skip", "the site names none")
+    there = set(text.split())
+    if missing := sorted(names - there):
+        remedy = "set site.scheduler.*_nodes.partition to what is"
+        return Finding("partition", "FAIL", unknown("partition", missing[0], there), remedy)
+    return Finding("partition", "ok", ", ".join(sorted(names)))
+
+
+def hardware(kinds: Iterable[tuple[Nodes, str]], most: int) -> Finding:
     """Judge whether nodes have what the site says of them: a job that asks for more waits for ever.
 
-    `most` are the GPU nodes of the largest run. `text` is of `sinfo -ho "%f|%c|%G|%D"`, a line a group of nodes:
-    features, CPUs, generic resources, number.
+    With each kind stands what `sinfo -ho "%f|%c|%G|%D|%m"` prints of its partition, a line a group of nodes: features,
+    CPUs, generic resources, number, memory. `most` are the GPU nodes of the largest run.
     """
-    rows = [line.split("|") for line in text.split() if line.count("|") == 3]
     checked = []
-    for kind in kinds:
+    for kind, text in kinds:
         constraint = kind.constraint or ""
         names = set(re.findall(r"[\w.:+-]+", constraint)) if not set(constraint) & set("|[*") else set()
+        asks = kind.cpus, kind.gpus, kind.memory_mb or 0
         fitting, seen = 0, []
-        for nodes_features, cpus, gres, number in rows:
+        for line in text.split():
+            if line.count("|") != 4:
+                continue
+            nodes_features, cpus, gres, number, memory = line.split("|")
             if not names <= set(nodes_features.split(",")):
                 continue
             gpus = max(map(int, re.findall(rf"\b{re.escape(kind.gres)}(?::[A-Za-z]\w*)?:(\d+)", gres)), default=0)
-            seen.append(f"{number} with {cpus.rstrip('+')} CPUs, {gpus} GPUs")
-            if int(cpus.rstrip("+")) >= kind.cpus and gpus >= kind.gpus:
+            has = int(cpus.rstrip("+")), gpus, int(memory.rstrip("+"))
+            seen.append(f"{number} of {_has(*has)}")
+            if all(one >= other for one, other in zip(has, asks, strict=True)):
                 fitting += int(number)
-        what = f"{kind.constraint or 'any'}: {kind.cpus} CPUs, {kind.gpus} GPUs ({kind.gres})"
+        which = "".join(f" {word} {name}" for word, name in _which(kind) if name)
         wanted = most if kind.gpus else 1
         if fitting < wanted:
             there = "; ".join(dict.fromkeys(seen)) or "none"
-            remedy = "set cpus, gpus, gres of site.scheduler.*_nodes to what is, or take fewer geometry.nodes"
-            return Finding("nodes", "FAIL", f"{wanted} wanted of {what}, {fitting} there ({there})", remedy)
-        checked.append(f"{fitting} of {what}")
+            remedy = "set *_nodes of site.scheduler to what is there, or take fewer geometry.nodes"
+            what = f"{many(wanted, 'node')} of {_has(*asks)}{which} wanted; sinfo has {fitting} ({there})"
+            return Finding("nodes", "FAIL", what, remedy)
+        checked.append(f"{fitting} of {_has(*asks)}{which}")
     return Finding("nodes", "ok" if checked else "skip", "; ".join(checked) or "no job needs any")
+
+
+def _has(cpus: int, gpus: int, memory: int) -> str:
+    """Return what a node has in words; of memory nothing where it is 0."""
+    have = [many(cpus, "CPU"), many(gpus, "GPU"), f"{memory:,} MB"]
+    return f"{', '.join(have[:2])} and {have[2]}" if memory else " and ".join(have[:2])
+
+
+def _which(kind: Nodes) -> list[tuple[str, str | None]]:
+    gres = kind.gres if kind.gpus else None
+    return [("in partition", kind.partition), ("with constraint", kind.constraint), ("with --gres", gres)]
 
 
 def ping(text: str) -> Finding:
