@@ -11,10 +11,20 @@ import numpy as np
 import pytest
 
 from dlscale.cli import main
-from dlscale.core.records import Beside, Device, Throughput, Trials
+from dlscale.core.records import Beside, Device, Throughput, Trials, Usage
 from dlscale.report.gate import KEEP, Look
 from tests.test_report import Results
 from tests.test_speedup import noisy
+
+
+def crowd(folder: Path, others: float = 0.45) -> None:
+    """Have it that other programs kept such a share of the two cores busy while a run was timed."""
+    measured = Throughput.read(folder / "throughput.json")
+    assert measured.full
+    used = Usage(seconds=10.0, cores=2, cpu_seconds=5.0, cores_cpu_seconds=5.0 + 20 * others)
+    measured.model_copy(update={"full": measured.full.model_copy(update={"usage": used})}).write(
+        folder / "throughput.json"
+    )
 
 
 class Machine:
@@ -40,7 +50,8 @@ class Machine:
                 openings=[[(100 * r, 100.0)] for r in noisy(ratio, seed=int(self._draw.integers(1 << 30)))],
             )
             measured = Throughput.read(path / "throughput.json")
-            update = {"full": trials, "compute": name, "beside": beside, **more}
+            parts = {"io": Trials(mean=1000), "synthetic": Trials(mean=400)}
+            update = {"full": trials, **parts, "compute": name, "beside": beside, **more}
             measured.model_copy(update=update).write(path / "throughput.json")
         results.plan("p", {name: name for name in speeds})
         return self.root / folder
@@ -71,6 +82,28 @@ def test_two_results_are_compared_run_by_run(machine: Machine, capsys: pytest.Ca
     assert "p.first: 100 -> 100 samples/s, 1.00× ± 0.060, within noise\n" in said, "not over itself"
     assert "p.fast: 150 -> 180 samples/s, 1.20× ± 0.0" in said and "over the first run 1.20× ± 0.0" in said
     assert f"only in {before}: p.faster" in said and f"only in {after}: p.new" in said
+
+
+def test_a_busy_machine_is_told_where_runs_are_compared(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
+    """One line for each run that it concerns, by what the page goes by: a neighbour, or speeds that cannot be."""
+    before, after = (machine.measure(folder, SPEEDS, spread=0) for folder in ("before", "after"))
+    assert main(["compare", str(before), str(after)]) == 0
+    assert "busy" not in capsys.readouterr().out
+    crowd(after / "plans/p/fast")
+    for name, synthetic in (("first", 600.0), ("faster", 210.0)):
+        file = before / f"plans/p/{name}/throughput.json"
+        measured = Throughput.read(file)
+        measured.model_copy(update={"synthetic": Trials(mean=synthetic)}).write(file)
+    assert main(["compare", str(before), str(after)]) == 0
+    said = capsys.readouterr().out.splitlines()
+    busy = {said[at - 1].partition(":")[0]: line for at, line in enumerate(said) if "busy machine" in line}
+    assert busy.keys() == {"p.first", "p.fast", "p.faster"}
+    neighbour = "other programs kept 45\u00a0% of the cores busy"
+    assert busy["p.fast"] == f"  measured on a busy machine: after, {neighbour}"
+    assert "busy machine: before, SYNTHETIC is the same computation in faster and in first" in busy["p.first"]
+    assert main(["compare", str(before), str(after), "--json"]) == 0
+    found = {run["run"]: run["busy"] for run in json.loads(capsys.readouterr().out)["runs"]}
+    assert found["p.fast"] == [None, neighbour] and found["p.faster"][0] and not found["p.faster"][1]
 
 
 def test_plans_are_compared_by_their_runs(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
@@ -146,6 +179,32 @@ def test_noise_does_not_fail_it_and_five_per_cent_do(tmp_path: Path, monkeypatch
     assert set(equal) | set(slower) <= {0, 1}
     assert sum(equal) <= 2
     assert sum(slower) >= 38
+
+
+def test_a_loss_on_a_busy_machine_says_so(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
+    results = machine.measure("results", SPEEDS)
+    assert gate(results, "--update") == 0
+    machine.measure("results", {**SPEEDS, "fast": 75.0})
+    crowd(results / "plans/p/fast")
+    capsys.readouterr()
+    assert gate(results) == 1
+    losses, others = [], []
+    for line in capsys.readouterr().out.splitlines():
+        (losses if line.startswith("LOSS") else others).append(line)
+    assert losses and all(
+        line.endswith("busy machine: other programs kept 45\u00a0% of the cores busy") for line in losses
+    )
+    assert others and not any("busy" in line for line in others)
+    assert gate(results, "--json") == 1
+    assert {look["run"] for look in json.loads(capsys.readouterr().out) if look["busy"]} == {"p.fast"}
+
+
+def test_speed_needs_no_other_results(machine: Machine) -> None:
+    """Neither a training nor a profile that the plan measures, too."""
+    results = machine.measure("results", SPEEDS)
+    Results(results).plan("p", {name: name for name in SPEEDS}, measure=("train", "throughput", "profile"))
+    (results / "plans/p/fast/metrics.jsonl").unlink()
+    assert gate(results, "--update") == 0 and gate(results) == 0
 
 
 def test_what_is_slower_is_named(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:

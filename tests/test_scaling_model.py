@@ -25,7 +25,7 @@ from torch.distributed import _compute_bucket_assignment_by_size
 from dlscale.config.parallel import DDP, Parallel
 from dlscale.config.resolve import study_files
 from dlscale.config.run import load_run
-from dlscale.core import registry
+from dlscale.core import registry, telemetry
 from dlscale.core.errors import UserError
 from dlscale.core.records import Device, LinkLevel, Links, Published, Throughput, Trials
 from dlscale.core.text import number, percent
@@ -52,6 +52,7 @@ from dlscale.parallel.exchanges import formula
 from dlscale.parallel.model import named as named_modules
 from dlscale.preflight import measured
 from tests.conftest import ROOT, TINY, make_run, stage
+from tests.test_compare import crowd
 
 NODE = Level("node", 4, 3e-6, 1 / 200e9)
 NETWORK = Level("network", 2**31, 15e-6, 1 / 20e9)
@@ -564,6 +565,21 @@ def test_a_plan(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     assert "Fastest: 8 devices" in text and "at 2 a node-hour" in text
     assert "Cheapest: 1 device" in text or "It is also the cheapest" in text
+
+
+def test_a_plan_says_that_the_machine_was_busy(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of each run that it stands on, timed or trained, where the page does."""
+    both = ["cosmo_unet.one", "cosmo_unet.two", "--devices", 1, 4]
+    assert not any("busy" in line for line in told(capsys, *both))
+    crowd(results / "plans/cosmo_unet/one", 0.9)
+    rows = [telemetry.Sample(1.7e9 + n, 1.0, 4, cpu=0.97, cpu_others=0.5) for n in range(20)]
+    (results / "plans/cosmo_unet/two/telemetry").mkdir()
+    text = telemetry.header(0) + "".join(map(telemetry.line, rows))
+    (results / "plans/cosmo_unet/two/telemetry/train.csv").write_text(text)
+    said = "was measured on a busy machine: other programs kept {}\u00a0% of the cores busy"
+    expected = [f"cosmo_unet.{run} {said.format(share)}" for run, share in (("one", 90), ("two", 50))]
+    assert [line for line in told(capsys, *both) if "busy" in line] == [f"{line}." for line in expected]
+    assert all(row["busy"] == expected for row in planned(capsys, *both))
 
 
 def test_what_the_words_of_a_plan_say_is_in_its_table(results: Path, capsys: pytest.CaptureFixture[str]) -> None:

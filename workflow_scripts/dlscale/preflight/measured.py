@@ -14,10 +14,12 @@ from dlscale.core import registry
 from dlscale.core.errors import UserError
 from dlscale.core.records import Device, Links, Throughput, read_epochs
 from dlscale.core.settings import read_yaml
+from dlscale.core.telemetry import read_nodes
 from dlscale.measure.scaling.fit import Fit, Point, fit
 from dlscale.measure.scaling.machine import for_device, named
 from dlscale.measure.scaling.model import Job, Measure, Memory, Mode, Tokens, Workload, buckets
 from dlscale.preflight.rates import samples_of
+from dlscale.report.disturbance import crowd
 
 #: Settings in which runs that are fitted together are alike: all that decides how long a sample takes.
 ALIKE = (
@@ -39,6 +41,7 @@ class Study:
     batch: float  #: Samples of a group of devices that share a model, as measured on fewest devices.
     epoch: tuple[int | None, int | None]  #: Samples of training and validation.
     links: Links | None  #: What a self-test measured, if the machine is the device's own.
+    busy: list[str]  #: Runs that were measured on a busy machine, in words.
 
 
 def read(folders: Sequence[Path], machine: str | None, storage: float, trained: bool = True) -> Study:
@@ -59,12 +62,15 @@ def read(folders: Sequence[Path], machine: str | None, storage: float, trained: 
         _same(folders[0], path, *(_alike(each, sends=_sync(other)) for each in (settings[0], other)))
     run = load_run(folders[0] / "config.yaml", "train")
     points, device, tested, computed = list[Point](), "", list[Links](), list[tuple[Path, dict[str, Any]]]()
+    busy = list[str]()
     for path in folders:
         measured = Throughput.read(path / "throughput.json") if (path / "throughput.json").exists() else None
         if measured is None and not (path / "metrics.jsonl").exists():
             raise UserError(
                 f"{path}: neither throughput nor training was measured; add throughput to the plan's measure"
             )
+        if said := crowd(measured, read_nodes(path / "telemetry/train.csv") if trained else []):
+            busy.append(f"{path.parent.name}.{path.name} was measured on a busy machine: {said}")
         points += _points(load_run(path / "config.yaml", "train"), path, measured, results, trained)
         if measured and measured.device.kind:
             computed.append((path, _device(measured.device)))
@@ -83,7 +89,7 @@ def read(folders: Sequence[Path], machine: str | None, storage: float, trained: 
     work = replace(workload(run, results), processes=not device, storage=storage)
     first = min(points, key=lambda point: point.job.devices)
     epoch = samples_of(run, "train", results), samples_of(run, "valid", results)
-    return Study(run, fit(on, work, points), device or "CPU", whose, first.job.batch, epoch, links)
+    return Study(run, fit(on, work, points), device or "CPU", whose, first.job.batch, epoch, links, busy)
 
 
 def _sync(settings: dict[str, Any]) -> bool:

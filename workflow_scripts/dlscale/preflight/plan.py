@@ -93,7 +93,7 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
     if not rows:
         raise UserError(f"--devices: nothing is left to plan: {'; '.join(left_out)}")
     if args.json:
-        print(json.dumps([_json(row) for row in rows], indent=2))
+        print(json.dumps([{**_json(row), "busy": study.busy} for row in rows], indent=2))
     else:
         print(
             "\n".join(
@@ -263,6 +263,7 @@ def words(study: Study, rows: Sequence[Row], args: argparse.Namespace) -> list[s
         )
     if any(row.job.shared > 1 for row in rows):
         text.append("The memory of devices that share a model is rough: plan a run of it, whose page predicts it.")
+    text += [f"{said}." for said in study.busy]
     text += misfits(study)
     furthest = max(rows, key=lambda row: study.fit.doublings(row.job))
     if (beyond := study.fit.doublings(furthest.job)) > 3:

@@ -11,7 +11,7 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,7 @@ from dlscale.config.places import results_of
 from dlscale.core.errors import UserError, unknown
 from dlscale.core.settings import flat
 from dlscale.core.text import NONE, number
+from dlscale.report.disturbance import disturbed
 from dlscale.report.results import RunResult, read_finished
 from dlscale.report.speedup import SpeedUp, measured_apart, relative_to_first
 
@@ -42,6 +43,7 @@ class Change:
     loss: tuple[float | None, float | None]  #: Last validation losses.
     settings: list[str]  #: That differ.
     devices: str  #: Where they were measured, if that differs.
+    busy: tuple[str | None, str | None]  #: What speaks against a quiet machine.
 
     def words(self) -> str:
         """Return the change of speed in words."""
@@ -57,11 +59,12 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
     """Print what became of the runs that both of `args.results` have; return the exit status."""
     results = results_of(configuration)
     before, after = (read(name, results) for name in args.results)
+    busy = disturbed(before) | disturbed(after)
     if before.keys().isdisjoint(after):
         before, after = ({key.partition(".")[2]: run for key, run in each.items()} for each in (before, after))
     if not (both := [key for key in before if key in after]):
         raise UserError(f"{' and '.join(args.results)}: no run of one is in the other; name plans with runs in common")
-    changes = [change(key, before[key], after[key]) for key in both]
+    changes = [change(key, before[key], after[key], busy) for key in both]
     lone = {name: [key for key in one if key not in other] for name, one, other in _sides(args.results, before, after)}
     if args.json:
         print(json.dumps({"runs": [_plain(each) for each in changes], "alone": lone}, indent=2))
@@ -70,6 +73,9 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
         losses = " -> ".join(number(loss) for loss in each.loss)
         rates = f"{number(each.before)} -> {number(each.after)} samples/s"
         print(f"{each.run}: {rates}, {each.words()}")
+        if any(each.busy):
+            told = [f"{when}, {said}" for when, said in zip(("before", "after"), each.busy, strict=True) if said]
+            print(f"  measured on a busy machine: {'; '.join(told)}")
         if each.loss != (None, None):
             print(f"  validation loss {losses}")
         if each.settings:
@@ -113,8 +119,8 @@ def read(name: str, results: Path) -> dict[str, RunResult]:
     return found
 
 
-def change(key: str, before: RunResult, after: RunResult) -> Change:
-    """Return what became of a run."""
+def change(key: str, before: RunResult, after: RunResult, busy: Mapping[Path, str]) -> Change:
+    """Return what became of a run; `busy` as `disturbed` returns it."""
     names = [run.device.name for run in (before, after)]
     elsewhere = f"{names[0]} and {names[1]}" if all(names) and names[0] != names[1] else ""
     old, new = (flat({**run.settings, "label": None}) for run in (before, after))
@@ -128,6 +134,7 @@ def change(key: str, before: RunResult, after: RunResult) -> Change:
         (before.last.valid_loss if before.last else None, after.last.valid_loss if after.last else None),
         [f"{name} {_value(old.get(name))} -> {_value(new.get(name))}" for name in differ],
         elsewhere,
+        (busy.get(before.folder), busy.get(after.folder)),
     )
 
 
@@ -151,4 +158,5 @@ def _plain(each: Change) -> dict[str, Any]:
         "valid_loss": [loss if loss is not None and math.isfinite(loss) else None for loss in each.loss],
         "settings": each.settings,
         "devices": each.devices or None,
+        "busy": each.busy,
     }

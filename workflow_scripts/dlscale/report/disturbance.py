@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 from dlscale.config.compute import compute_settings
+from dlscale.core.records import Throughput
 from dlscale.core.telemetry import Sample
 from dlscale.core.text import number, percent
 from dlscale.report import verdict
@@ -35,13 +37,29 @@ def disturbance(runs: Sequence[RunResult], call: str = "snakemake") -> str | Non
     )
 
 
+def disturbed(runs: Mapping[str, RunResult]) -> dict[Path, str]:
+    """Return what speaks against a quiet machine, of runs by `PLAN.RUN`: by the folder of each that it concerns."""
+    plans: dict[str, list[RunResult]] = {}
+    for name, run in runs.items():
+        plans.setdefault(name.rpartition(".")[0], []).append(run)
+    found = {run.folder: said for plan in plans.values() for said, which in _contradictions(plan) for run in which}
+    crowds = {run.folder: crowd(run.throughput, run.telemetry.get("train", [])) for run in runs.values()}
+    return {folder: said.removesuffix(".") for folder, said in [*found.items(), *crowds.items()] if said}
+
+
+def crowd(throughput: Throughput | None, training: Sequence[Sequence[Sample]]) -> str:
+    """Return in words how much others did while a run was timed or trained; nothing if it was little."""
+    share = _crowd(throughput, training)
+    return f"other programs kept {percent(share)} of the cores busy" if share else ""
+
+
+def _crowd(throughput: Throughput | None, training: Sequence[Sequence[Sample]]) -> float:
+    return max(verdict.others_share(throughput), _beside_training(training))
+
+
 def _neighbours(runs: Sequence[RunResult]) -> tuple[str, list[RunResult]] | None:
     """Say in which runs the verdict names a neighbour, or training had one; the former are to be measured again."""
-    shares = {
-        run.label: share
-        for run in runs
-        if (share := max(verdict.others_share(run.throughput), _beside_training(run.telemetry.get("train", []))))
-    }
+    shares = {run.label: share for run in runs if (share := _crowd(run.throughput, run.telemetry.get("train", [])))}
     if not shares:
         return None
     least, most = percent(min(shares.values())), percent(max(shares.values()))

@@ -29,6 +29,7 @@ from dlscale.core.record import Record
 from dlscale.core.records import Positive, Throughput
 from dlscale.core.text import many
 from dlscale.report.diagnosis import NOISE
+from dlscale.report.disturbance import disturbed
 from dlscale.report.results import RunResult, read_plan
 from dlscale.report.speedup import FLOOR, pooled, trials_error
 
@@ -71,6 +72,7 @@ class Look:
     change: float
     allowed: float  #: How far it may lie below.
     count: int  #: Measurements in the reference.
+    busy: str | None = None  #: What speaks against a quiet machine while it was measured.
 
     @property
     def lost(self) -> bool:
@@ -85,9 +87,10 @@ class Look:
         said = "LOSS" if self.lost else "as before" if abs(self.change) <= self.allowed else "faster"
         least, most = (100 * math.expm1(sign * self.allowed) for sign in (-1, 1))
         noise = f"{least:+.1f} to {most:+.1f} %" if math.isfinite(self.allowed) else "unknown"
+        busy = f"; measured on a busy machine: {self.busy}" if self.busy else ""
         return (
             f"{said:9}  {self.run}, {self.what}: {100 * math.expm1(self.change):+.1f} %, "
-            f"noise {noise} ({many(self.count, 'measurement')} before)"
+            f"noise {noise} ({many(self.count, 'measurement')} before){busy}"
         )
 
 
@@ -136,7 +139,7 @@ def _measured(results: Path, names: list[str], configuration: Configuration | No
             if configuration and name in configuration.plans:
                 raise UserError(f"plan {name} has no results yet; name those that have: {', '.join(known) or 'none'}")
             raise UserError(f"{plan}: no such file; {unknown('plan', name, known)}")
-        for run in read_plan(plan).runs:
+        for run in read_plan(plan, stages=["throughput"]).runs:
             if run.throughput and run.speed:
                 yield f"{name}.{run.name}", run
 
@@ -171,7 +174,7 @@ class _Figure:
 
 def held(reference: Reference, runs: Mapping[str, RunResult]) -> Iterator[Look]:
     """Yield each figure of these runs that the reference knows, with how far it may be below by chance."""
-    rates, gains = [], []
+    rates, gains, busy = [], [], disturbed(runs)
     for key, run in runs.items():
         assert run.throughput and run.speed
         if not (kept := _known(reference, key, run)):
@@ -200,7 +203,8 @@ def held(reference: Reference, runs: Mapping[str, RunResult]) -> Iterator[Look]:
                 # That of all figures is known better than one's own; one that varies more than the others has its own.
                 widest = max(spread, pooled([figure.before])[0])
                 allowed = max(float(stdtrit(freedom, level)) * widest * math.sqrt(1 + 1 / count), FLOOR)
-            yield Look(figure.run, what, figure.value - statistics.fmean(figure.before), allowed, count)
+            change = figure.value - statistics.fmean(figure.before)
+            yield Look(figure.run, what, change, allowed, count, busy.get(runs[figure.run].folder))
 
 
 def updated(reference: Reference, runs: Mapping[str, RunResult]) -> Reference:

@@ -30,6 +30,7 @@ from dlscale.core.records import (
     Tuning,
 )
 from dlscale.core.settings import Raw, flat, read_yaml
+from dlscale.core.stages import RUN_STAGES
 from dlscale.core.telemetry import Energy, Sample, begin, energy, read_nodes
 from dlscale.report import peaks
 
@@ -297,17 +298,19 @@ def slowness(run: RunResult) -> float:
     return -(run.speed or 0.0)
 
 
-def read_plan(path: str | Path, rung: int | None = None) -> PlanResult:
+def read_plan(path: str | Path, rung: int | None = None, stages: Sequence[str] = RUN_STAGES) -> PlanResult:
     """Read a plan, `results/plans/PLAN/plan.yaml`, and the results of all its runs.
 
     Of successive halving a trial's run is that of the last rung that it came to; with `rung` those of this rung are
-    read, and no others. A file that the plan's `measure` promises and that is missing, torn, or lacks a key is a
-    `UserError`.
+    read, and no others. A file that the plan's `measure` promises of these `stages` and that is missing, torn, or lacks
+    a key is a `UserError`.
     """
     path = Path(path)
     plan = PlanRecord.checked(read_yaml(path), str(path))
     root = path.parent.parent
-    runs = [_read_run(root / run.plan / run.run, run) for run in _furthest(plan, path.parent, rung)]
+    furthest = _furthest(plan, path.parent, rung)
+    wanted = [run.model_copy(update={"measure": [s for s in run.measure if s in stages]}) for run in furthest]
+    runs = [_read_run(root / run.plan / run.run, run) for run in wanted]
     shared = iter(peaks.shared(run.throughput for run in runs if run.throughput))
     return PlanResult(plan, [replace(run, throughput=next(shared)) if run.throughput else run for run in runs])
 
