@@ -18,12 +18,14 @@ rule throughput:
     params:
         stage=throughput_params,
         launch=run_launch,
+        device=run_device,
         beside=throughput_beside,
     message:
         "Measure throughput of {wildcards.plan}.{wildcards.run}"
     shell:
         "{params.launch:q} throughput --config {params.stage[settings]:q} --manifest {input.manifest:q}"
-        " {params.beside:q} --threads {threads} --out {output.throughput:q} --telemetry {output.telemetry:q} --log {log:q}"
+        " {params.beside:q} --device {params.device} --threads {threads} --out {output.throughput:q}"
+        " --telemetry {output.telemetry:q} --log {log:q}"
 
 
 rule profile:
@@ -46,12 +48,14 @@ rule profile:
     params:
         stage=run_params("profile"),
         launch=run_launch,
+        device=run_device,
         folder=subpath(output.profile, parent=True),
     message:
         "Profile {wildcards.plan}.{wildcards.run}"
     shell:
         "{params.launch:q} profile --config {params.stage[settings]:q} --manifest {input.manifest:q}"
-        " --threads {threads} --out {params.folder:q} --telemetry {output.telemetry:q} --log {log:q}"
+        " --device {params.device} --threads {threads} --out {params.folder:q} --telemetry {output.telemetry:q}"
+        " --log {log:q}"
 
 
 rule tune:
@@ -74,11 +78,13 @@ rule tune:
     params:
         stage=run_params("tune"),
         launch=run_launch,
+        device=run_device,
         call=call_with_files,
         folder=subpath(output.record, parent=True),
     message:
         "Tune {wildcards.plan}.{wildcards.run}"
     shell:
-        "{params.launch:q} tune --config {params.stage[settings]:q} --manifest {input.manifest:q} --threads {threads}"
+        "{params.launch:q} tune --config {params.stage[settings]:q} --manifest {input.manifest:q}"
+        " --device {params.device} --threads {threads}"
         " --run {wildcards.plan:q}.{wildcards.run:q} --call {params.call:q} --out {params.folder:q}"
         " --telemetry {output.telemetry:q} --log {log:q}"

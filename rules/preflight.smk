@@ -85,7 +85,12 @@ def show_requests():
         job = f"{rule} {'.'.join([wildcards.plan, wildcards.run]) if rule in RUN_STAGES else wildcards.dataset}"
         asked.setdefault(slurm.words(resources), set()).add(job)
     if asked:
-        print("", *(f"sbatch {words}: {', '.join(sorted(asked[words]))}" for words in sorted(asked)), sep="\n", file=sys.stderr)
+        print(
+            "",
+            *(f"sbatch {words}: {', '.join(sorted(asked[words]))}" for words in sorted(asked)),
+            sep="\n",
+            file=sys.stderr,
+        )
 
 
 def show_cost():

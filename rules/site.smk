@@ -52,6 +52,11 @@ def run_launch(wildcards, input):
     return launch(input, run_of(wildcards).processes, f"{wildcards.plan}.{wildcards.run}")
 
 
+def run_device(wildcards, input):
+    """What one of a run's stages computes on. Taking `input` keeps it from making a job run."""
+    return launcher.device(CONFIG.workflow.site)
+
+
 def acquire_launch(wildcards, input):
     """The words that start a stage that reads what is no file of the workflow, such as a local store."""
     raw = parts.raws(dataset_of(wildcards)).get(wildcards.file)

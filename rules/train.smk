@@ -27,12 +27,14 @@ rule train:
     params:
         stage=run_params("train"),
         launch=run_launch,
+        device=run_device,
         sources=checkpoint_sources,
         folder=subpath(output.metrics, parent=True),
         checkpoints=checkpoint_folder,
     message:
         "Train {wildcards.plan}.{wildcards.run}"
     shell:
-        "{params.launch:q} train --config {params.stage[settings]:q} --manifest {input.manifest:q} --threads {threads}"
-        " --sources {params.sources:q} --checkpoints {params.checkpoints:q} --out {params.folder:q}"
+        "{params.launch:q} train --config {params.stage[settings]:q} --manifest {input.manifest:q}"
+        " --device {params.device} --threads {threads} --sources {params.sources:q}"
+        " --checkpoints {params.checkpoints:q} --out {params.folder:q}"
         " --telemetry {output.telemetry:q} --log {log:q}"

@@ -462,6 +462,56 @@ GPU 1: NVIDIA A100-SXM4-40GB (UUID: GPU-2)
 """
 
 
+@pytest.mark.parametrize(
+    ("cuda", "driver", "needed"),
+    [
+        ("13.0", "580.65.06", None),
+        ("13.2", "580", None),  # of a major version any driver does that did for its first
+        ("13.0", "575.57.08", 580),
+        ("12.8", "525.60.13", None),
+        ("12.6", "515.105.01", 525),
+        ("11.8", "450.80.02", None),
+        ("14.0", "595.10", None),  # not known yet
+    ],
+)
+def test_which_driver_a_cuda_needs(cuda: str, driver: str, needed: int | None) -> None:
+    """By NVIDIA's table of minor-version compatibility."""
+    said = machine.too_old(driver, cuda)
+    assert (said is None) == (needed is None)
+    assert said is None or {f"{cuda},", str(needed), driver} < set(said.split())
+
+
+@pytest.mark.parametrize(
+    ("facts", "status", "word"),
+    [
+        ({"gpus": 0, "driver": "570.195.03"}, "FAIL", "needs NVIDIA's driver 580 or later, and this is 570.195.03"),
+        ({"gpus": 0}, "ok", "13.0, 0 GPUs"),  # a login node
+        ({"driver": "580.1"}, "ok", "13.0 on driver 580.1, 4 GPUs"),
+        ({"cuda": None}, "FAIL", "CPUs only"),
+    ],
+)
+def test_where_the_site_says_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, facts: dict[str, Any], status: str, word: str
+) -> None:
+    monkeypatch.setattr(environment, "FACTS", f"print({json.dumps(FACTS | facts)!r})")
+    found = named(doctor.check(load(tmp_path / "results", {"gpu": True}), stages_wanted=["train"]), "CUDA")
+    assert found.status == status and word in found.text
+    assert (
+        named(doctor.check(load(tmp_path / "results", {"gpu": True}), stages_wanted=["data"]), "CUDA").status != "FAIL"
+    )
+
+
+def test_the_image_is_asked_with_its_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where this machine has some: else the engine may refuse."""
+    asked: list[list[str]] = []
+    monkeypatch.setattr(environment, "probe_python", lambda words, *_: asked.append(words) or [])
+    site = Site(engine="docker", image="localhost/mine:1", gpu=True)
+    for device in (None, "nvidiactl", "nvidia0"):
+        (tmp_path / device).touch() if device else None
+        environment.probe_environment(site, Finding("image", "ok", ""), [], devices=tmp_path)
+    assert ["--gpus=all" in words for words in asked] == [False, False, True]
+
+
 def test_gpus(tmp_path: Path, command: Callable[[str, str], None]) -> None:
     site = Site(engine="docker", image="localhost/mine:1")
     assert environment.probe_gpus(site, tmp_path).status == "skip"
@@ -567,6 +617,8 @@ def test_environment() -> None:
         ({"dali": None}, "DALI", "cosmo_published", "FAIL"),
         ({"dali": None}, "DALI", "cosmo_demo", "skip"),
         ({"cuda": None}, "CUDA", "cosmo_demo", "skip"),
+        ({"gpus": 0, "driver": "570.195.03"}, "CUDA", "cosmo_demo", "warn"),
+        ({"driver": "550.54.15"}, "CUDA", "cosmo_demo", "ok"),  # by CUDA's compat libraries
     ],
 )
 def test_versions(tmp_path: Path, facts: dict, name: str, plan: str, status: str) -> None:

@@ -24,7 +24,7 @@ from dlscale.config.site import Site
 from dlscale.core.errors import UserError
 from dlscale.core.provenance import Image
 from dlscale.core.stages import STAGES
-from dlscale.launch import image, slurm
+from dlscale.launch import image, launcher, slurm
 from dlscale.launch.contain import PASSED_ON
 from dlscale.launch.launcher import Place, check_names, launch, outside, packages, resolve
 from tests.conftest import ROOT
@@ -242,6 +242,21 @@ def test_gpus_are_for_runs_on_machines_that_have_some(engine: str, words_for_gpu
         found = launch(site(engine=engine, gpu=gpu), HERE, geometry)
         there = [word for word in found if word in words_for_gpus]
         assert there == (words_for_gpus if gpu and geometry else [])
+
+
+@pytest.mark.parametrize(
+    ("changes", "device"),
+    [
+        ({"gpu": None}, "auto"),  # whatever this machine has
+        ({"gpu": True}, "cuda"),
+        ({"gpu": False}, "auto"),
+        ({"gpu": None, "scheduler": SCHEDULER}, "cuda"),
+        ({"gpu": False, "scheduler": SCHEDULER}, "auto"),
+        ({"gpu": None, "scheduler": {**SCHEDULER, "gpu_nodes": {"cpus": 64}}}, "auto"),
+    ],
+)
+def test_runs_compute_on_gpus_where_the_site_has_some(changes: dict[str, Any], device: str) -> None:
+    assert launcher.device(site(**changes)) == device
 
 
 def test_shifter_by_its_documented_rules() -> None:

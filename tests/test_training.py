@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dlscale.config import resolve as config
-from dlscale.config.run import load_run
+from dlscale.config.run import Geometry, load_run
 from dlscale.core import progress
 from dlscale.core.errors import Stopped, UserError
 from dlscale.core.files import sha256
@@ -49,7 +49,7 @@ from dlscale.models.losses import l1, relative_l2
 from dlscale.models.unet3d import UNet3D
 from dlscale.models.vit import ViT
 from dlscale.parallel.pieces import Piece
-from dlscale.parallel.world import World
+from dlscale.parallel.world import World, join
 from dlscale.studies.base import PublishedLog
 from dlscale.studies.era5_vit import Era5ViT
 from dlscale.train import checkpoint as checkpoint_module
@@ -1364,7 +1364,25 @@ def test_cuda_without_a_gpu_is_refused(tmp_path: Path, weather: Path, capfd: pyt
         pytest.skip("there is a GPU")
     make_era5(tmp_path, {})
     assert train(tmp_path, weather / "manifest.json", "--device", "cuda") == 2
-    assert "PyTorch sees no CUDA device" in message(capfd)
+    said = message(capfd)
+    why = "there is no NVIDIA driver" if torch.version.cuda else "computes on processors only"
+    assert "PyTorch sees no CUDA device" in said and why in said
+
+
+@pytest.mark.parametrize(
+    ("cuda", "driver", "why"),
+    [
+        ("13.0", "570.195.03", "needs NVIDIA's driver 580 or later, and this is 570.195.03; take a newer driver"),
+        ("13.0", "580.65.06", "the driver is 580.65.06, for CUDA 13.0; ask for a GPU"),
+        ("12.6", None, "there is no NVIDIA driver"),
+    ],
+)
+def test_why_torch_sees_no_gpu(monkeypatch: pytest.MonkeyPatch, cuda: str, driver: str | None, why: str) -> None:
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("dlscale.parallel.world.driver", lambda: driver)
+    with pytest.raises(UserError, match=re.escape(why)), join(Geometry(), "cuda"):
+        pass
 
 
 def test_a_model_that_does_not_fit_the_data_is_refused(

@@ -365,6 +365,7 @@ ROWS = [
     ),
     Row("batch size", configure("plans.era5.settings.batch_size", 2), ["configure_run era5 vit", *runs("years")]),
     Row("report's title", configure("report.title", "Edited"), ["report"]),
+    Row("site's GPUs: the commands have another --device", configure("site", {"gpu": True}), []),
     Row(
         "plan's title",
         configure("plans.era5.title", "Edited"),

@@ -63,6 +63,7 @@ def test_each_runs_in_its_container_and_four_by_srun(shown: tuple[str, Outcome])
         starter, inside = words[: words.index(engine)], words[words.index(engine) :]
         stage = inside.index("dlscale")
         assert inside[stage - 2 : stage + 2] == ["python", "-m", "dlscale", "profile"]
+        assert inside[inside.index("--device") + 1] == "cuda"
         plan, run = name.split()
         folder = f"results/plans/{plan}/{run}"
         assert inside[inside.index("--out") + 1] == f"{folder}/profile"
@@ -123,6 +124,8 @@ def test_the_worked_example_of_the_docs(make_tree: Callable[..., Tree]) -> None:
             assert asked[stage] and all(job == ["gpu", "gpu:a100:1", 62_500, 8, "normal"] for job in asked[stage])
         elif row.nodes == "cpu":
             assert asked[stage] and all(job == [None, None, 62_500, 16, None] for job in asked[stage])
+    devices = {job.rule for job in outcome.jobs if " --device cuda " in (job.command or "")}
+    assert devices == {stage for stage, row in STAGES.items() if row.nodes == "geometry"}
     shown = [line for line in outcome.output.splitlines() if line.startswith("sbatch ")]
     on_gpus = [line for line in shown if re.search(r": .*\b(train|throughput|profile|tune) ", line)]
     words = "--partition=gpu --qos=normal --nodes=1 --cpus-per-task=8 --gres=gpu:a100:1 --mem=62500 --time="

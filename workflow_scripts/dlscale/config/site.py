@@ -156,7 +156,9 @@ class Site(Strict):
         "changes; always; never.",
     )
     gpu: bool | None = Field(
-        None, description="Whether containers of runs get the GPUs; absent: where the nodes, or this machine, have any."
+        None,
+        description="Whether runs are on GPUs: their containers get them, and a stage that sees none ends. Absent: "
+        "where the nodes have any; containers get those of this machine, too.",
     )
     gpu_order: list[NonNegativeInt] | None = Field(
         None,

@@ -80,6 +80,30 @@ def gpus() -> int:
         return 0
 
 
+def driver() -> str | None:
+    """Return the version of NVIDIA's driver; None where there is none."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+        return str(pynvml.nvmlSystemGetDriverVersion())
+    except pynvml.NVMLError:
+        return None
+
+
+#: By CUDA's major version, the first number of the oldest driver that it runs on, whatever its minor version
+#: (https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html, table 1).
+DRIVERS = {11: 450, 12: 525, 13: 580}
+
+
+def too_old(driver: str, cuda: str) -> str | None:
+    """Return in words that a driver is older than a version of CUDA asks for; None if not, or if that is not known."""
+    least = DRIVERS.get(int(cuda.partition(".")[0]), 0)
+    if int(driver.partition(".")[0]) >= least:
+        return None
+    return f"PyTorch is built for CUDA {cuda}, which needs NVIDIA's driver {least} or later, and this is {driver}"
+
+
 def _compiler() -> bool:
     compiler = os.environ.get("CXX") or "g++"  # where PyTorch looks
     return bool(shutil.which(compiler)) and Path(sysconfig.get_path("include"), "Python.h").exists()

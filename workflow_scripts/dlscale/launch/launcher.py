@@ -90,6 +90,12 @@ def launch(site: Site, place: Place, geometry: Geometry | None = None, run: str 
     return [*start, *container, *torchrun, "-m", "--", "dlscale"]
 
 
+def device(site: Site) -> str:
+    """Return the `--device` of runs on a site as it was written: where it says that there are GPUs, nothing else."""
+    there = site.scheduler is not None and site.scheduler.gpu_nodes.gpus > 0
+    return "cuda" if (there if site.gpu is None else site.gpu) else "auto"
+
+
 def _filled(words: Iterable[str], geometry: Geometry) -> list[str]:
     """Return a site's words with the numbers of a geometry put in."""
     numbers = {

@@ -26,6 +26,7 @@ from dlscale.config.parallel import Limits
 from dlscale.config.run import Geometry
 from dlscale.core import ending
 from dlscale.core.errors import PeerLost, Stopped, UserError, brief
+from dlscale.core.machine import driver, too_old
 from dlscale.core.ranks import ranks
 from dlscale.core.records import Device
 from dlscale.parallel.mesh import Mesh
@@ -120,7 +121,7 @@ def join(geometry: Geometry, device: str) -> Iterator[World]:
     `device` is `cpu`, `cuda`, or `auto`: CUDA where there is one. What cannot be had is a `UserError`.
     """
     if device == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device cuda: PyTorch sees no CUDA device here; use --device cpu or a machine with a GPU")
+        raise UserError(f"--device cuda: PyTorch sees no CUDA device here: {_why_no_cuda()}")
     kind = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     if geometry.world_size == 1:
         yield World(device=torch.device(kind))
@@ -187,6 +188,18 @@ def join(geometry: Geometry, device: str) -> Iterator[World]:
     finally:
         if not (failed and kind == "cuda"):  # NCCL would wait for what the others do not do any more
             dist.destroy_process_group()
+
+
+def _why_no_cuda() -> str:
+    """Return why PyTorch sees no CUDA device, and what to do."""
+    cuda, version = torch.version.cuda, driver()
+    if cuda is None:
+        return f"PyTorch {torch.__version__} computes on processors only; install one for CUDA, or use --device cpu"
+    if version is None:
+        return "there is no NVIDIA driver; use a machine with a GPU, or --device cpu (site.gpu: false in the workflow)"
+    if old := too_old(version, cuda):
+        return f"{old}; take a newer driver, CUDA's compat libraries (LD_LIBRARY_PATH), or PyTorch for an older CUDA"
+    return f"the driver is {version}, for CUDA {cuda}; ask for a GPU, or see whether CUDA_VISIBLE_DEVICES hides it"
 
 
 def _end_with_torchrun() -> None:

@@ -62,6 +62,7 @@ def check(
         for tool in resolved.run.profile.tools
     }
     datasets = {name: workflow.datasets[name] for name in dict.fromkeys(run.dataset for run in runs)}
+    on_gpus = launcher.device(workflow.site) == "cuda" and bool(set(RUN_STAGES) & set(stages_wanted))
     # Which engine `auto` is may take a call of one of them: one, before the probes that need the answer wait for it.
     site = started(lambda: launcher.resolve(workflow.site)[0])
     wait([site], probe.LIMIT)
@@ -71,7 +72,10 @@ def check(
     probes += [
         ("engine", lambda: environment.probe_engine(site.result())),
         ("image", image.result),
-        ("environment", lambda: environment.probe_environment(site.result(), image.result(), runs, profilers)),
+        (
+            "environment",
+            lambda: environment.probe_environment(site.result(), image.result(), runs, profilers, on_gpus),
+        ),
     ]
     if set(RUN_STAGES) & set(stages_wanted):
         probes.append(("GPU", lambda: environment.probe_gpus(site.result())))

@@ -15,7 +15,7 @@ from dlscale.config.run import Geometry, Run
 from dlscale.config.site import Site
 from dlscale.core import registry
 from dlscale.core.fingerprint import ROOT
-from dlscale.core.machine import missing
+from dlscale.core.machine import missing, too_old
 from dlscale.launch import image as images
 from dlscale.launch import launcher
 from dlscale.preflight.probe import AbsentError, FailedError, Finding, NoAnswerError, Status, said
@@ -52,9 +52,13 @@ def _place() -> launcher.Place:
     return launcher.Place(folder=str(Path.cwd()), sources=str(ROOT.parent), uid=os.getuid(), gid=os.getgid())
 
 
+def _has_gpu(devices: Path) -> bool:
+    return any(devices.glob("nvidia[0-9]*"))
+
+
 def probe_gpus(site: Site, devices: Path = Path("/dev")) -> Finding:
     """Ask for this machine's GPUs where the stages run."""
-    if not any(devices.glob("nvidia[0-9]*")):
+    if not _has_gpu(devices):
         later = "; the first GPU job will see" if site.scheduler and site.scheduler.gpu_nodes.gpus else ""
         return Finding("GPU", "skip", f"no GPU on this machine{later}")
     words = launcher.launch(site, _place(), Geometry())[: -len(launcher.PYTHON)]
@@ -123,31 +127,48 @@ facts["dali"] = of("nvidia-dali-cuda120", "nvidia-dali-cuda130", "nvidia-dali-cu
 if facts["torch"]:
     try:
         import torch
-        facts.update(torch=torch.__version__, cuda=torch.version.cuda, gpus=torch.cuda.device_count())
+        seen = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        facts.update(torch=torch.__version__, cuda=torch.version.cuda, gpus=seen)
         if torch.version.cuda:
             facts.update(cudnn=torch.backends.cudnn.version(), nccl=torch.cuda.nccl.version())
     except Exception as error:
         facts["error"] = f"{type(error).__name__}: {error}"
+try:
+    import pynvml
+    pynvml.nvmlInit()
+    facts["driver"] = pynvml.nvmlSystemGetDriverVersion()
+except Exception:  # no NVIDIA driver here
+    pass
 print(json.dumps(facts))
 """
 
 Facts = dict[str, Any]
 
 
-def probe_environment(site: Site, image: Finding, runs: list[Run], profilers: Collection[str] = ()) -> list[Finding]:
+def probe_environment(
+    site: Site,
+    image: Finding,
+    runs: list[Run],
+    profilers: Collection[str] = (),
+    on_gpus: bool = False,
+    devices: Path = Path("/dev"),
+) -> list[Finding]:
     """Judge the environment where the stages run: the words that start them, but with a question at their end."""
     if image.status == "FAIL":
         return [Finding("environment", "skip", "it is in the image, which is not here")]
-    words = launcher.launch(site, _place())
-    return probe_python([*words[: -len(launcher.PYTHON)], launcher.PYTHON[0]], runs, profilers)
+    # With this machine's GPUs, if any: whether torch sees them is among the questions.
+    words = launcher.launch(site, _place(), Geometry() if _has_gpu(devices) else None)
+    return probe_python([*words[: -len(launcher.PYTHON)], launcher.PYTHON[0]], runs, profilers, on_gpus)
 
 
-def probe_python(python: list[str], runs: list[Run], profilers: Collection[str] = ()) -> list[Finding]:
+def probe_python(
+    python: list[str], runs: list[Run], profilers: Collection[str] = (), on_gpus: bool = False
+) -> list[Finding]:
     """Ask an interpreter, started by these words, for versions."""
     try:
         printed = said([*python, "-c", FACTS])
         # An image may greet whoever enters it.
-        return environment(json.loads(printed.strip().splitlines()[-1]), runs, profilers)
+        return environment(json.loads(printed.strip().splitlines()[-1]), runs, profilers, on_gpus)
     except (AbsentError, FailedError) as error:
         remedy = "activate the environment, or see what the engine says"
         return [Finding("python", "FAIL", f"does not run where the stages do: {error}", remedy)]
@@ -183,8 +204,13 @@ BAD = {
 }
 
 
-def environment(facts: Facts, runs: Iterable[Run], profilers: Collection[str] = ()) -> list[Finding]:
-    """Judge the versions where the stages run; `profilers` are those that will look at runs."""
+def environment(
+    facts: Facts, runs: Iterable[Run], profilers: Collection[str] = (), on_gpus: bool = False
+) -> list[Finding]:
+    """Judge the versions where the stages run.
+
+    `profilers` are those that will look at runs; `on_gpus`: the site says that runs are on GPUs.
+    """
     runs = list(runs)
     pip = "install dlscale's requirements there (pip install dlscale), or build the image anew"
     findings = [Finding("python", "ok", facts["python"])]
@@ -212,11 +238,24 @@ def environment(facts: Facts, runs: Iterable[Run], profilers: Collection[str] = 
         findings.append(_versioned("cuDNN", cudnn(facts["cudnn"]), runs))
     if facts.get("nccl"):
         findings.append(_versioned("NCCL", ".".join(map(str, facts["nccl"])), runs))
-    if facts.get("cuda"):
-        findings.append(Finding("CUDA", "ok", f"{facts['cuda']}, {facts.get('gpus', 0)} GPUs seen by torch"))
-    elif facts.get("torch"):
-        findings.append(Finding("CUDA", "skip", "this torch computes on CPUs only"))
+    if facts.get("torch"):
+        findings.append(_cuda(facts, on_gpus))
     return findings
+
+
+def _cuda(facts: Facts, on_gpus: bool) -> Finding:
+    """Judge whether torch can compute on GPUs: with compat libraries it may see them by an older driver, too."""
+    cuda, driver, seen = facts.get("cuda"), facts.get("driver"), facts.get("gpus", 0)
+    if not cuda:
+        remedy = "install a PyTorch for CUDA there, take the image gpu, or set site.gpu: false"
+        return Finding("CUDA", "FAIL" if on_gpus else "skip", "this torch computes on CPUs only", remedy)
+    if driver and not seen and (old := too_old(driver, cuda)):
+        remedy = (
+            "take a newer driver, an image of an older CUDA, or put CUDA's compat libraries first: LD_LIBRARY_PATH in "
+            "site.environment"
+        )
+        return Finding("CUDA", "FAIL" if on_gpus else "warn", old, remedy)
+    return Finding("CUDA", "ok", f"{cuda}{f' on driver {driver}' if driver else ''}, {seen} GPUs seen by torch")
 
 
 def probe_here(runs: Mapping[str, Run], devices: int) -> list[Finding]:
