@@ -12,6 +12,8 @@ from typing import Any
 
 import jsonschema
 import pytest
+import torch
+import torch.distributed as dist
 import yaml
 
 from dlscale import cli
@@ -25,6 +27,7 @@ from dlscale.core.records import Published
 from dlscale.core.settings import read_yaml
 from dlscale.core.stages import RUN_STAGES, STAGES
 from dlscale.data.parts import load_dataset
+from dlscale.models.unet3d import UNet3D
 from dlscale.train.schedule import peak_rate
 from tests.conftest import COSMO, COSMO_RUN, ERA5, ERA5_RUN, ROOT, stage
 
@@ -916,10 +919,54 @@ def test_figures_belong_to_the_runs_that_made_them() -> None:
         assert (run.geometry.world_size, run.local_batch_size) == (int(name[3]), 16), name
         knobs = run.parallel.model_dump(exclude_unset=True, exclude={"kind"})
         assert knobs == ({"broadcast_buffers": False} if "_" in name else {"bucket_view": False}) | (
-            {"bucket_mb": 100} if "bucket" in name else {}
+            {"first_bucket_mb": 1, "bucket_mb": 100} if "bucket" in name else {}
         ), name
     for gpus, rate in ((2, 1582), (4, 3003), (64, 32619)):
         assert ("tutorial, results", rate / gpus) in figures("imagenet_resnet50", f"imagenet_published.gpu{gpus}")
+
+
+@pytest.mark.parametrize(("name", "calls"), [("gpu4", 8), ("gpu4_bucket100", 5), ("gpu8_bucket100", 5)])
+def test_gradients_of_the_published_unet_take_the_published_calls(name: str, calls: int) -> None:
+    """By PyTorch's own assignment of gradients to buckets: the last limit holds for all that follow."""
+    run = load().plans["cosmo_published_ddp"][name].run
+    with torch.device("meta"):
+        gradients = list(UNet3D(4, 5, widths=run.model.widths).parameters())[::-1]
+    bucket = run.parallel.bucket_mb or 25
+    first = run.parallel.first_bucket_mb or run.parallel.bucket_mb or 1
+    limits = [int(size * 2**20) for size in (first, bucket)]
+    found, _ = dist._compute_bucket_assignment_by_size(gradients, limits, [False] * len(gradients), [])
+    figures = [figure for figure in config.study_files()["cosmo_unet"].published if figure.metric == "collectives"]
+    assert len(found) == calls
+    assert calls in [figure.value for figure in figures if figure.label == f"buckets of {bucket:.0f} MB"]
+
+
+@pytest.mark.parametrize(
+    ("study", "source", "runs", "sums"),
+    [
+        ("cosmo_unet", "SC22", 14, {"train_loss": 1.370184, "valid_loss": 1.114133}),
+        ("era5_vit", "SC23", 12, {"train_loss": 18.227072, "valid_loss": 16.248356}),
+    ],
+)
+def test_each_published_log_has_all_its_losses(study: str, source: str, runs: int, sums: dict[str, float]) -> None:
+    """Of each run whose speed a document's log tells, losses of training and validation: as many epochs of both.
+
+    Their sums are those of all losses that the document prints.
+    """
+    published = config.study_files()[study].published
+    logs: dict[str, dict[str, list[float]]] = {}
+    for figure in published:
+        if figure.by_epoch and figure.source == f"{source}, log":
+            losses = logs.setdefault(figure.runs[0], {})
+            assert figure.metric not in losses, figure
+            losses[figure.metric] = figure.by_epoch
+    timed = [each for each in published if each.speed and each.runs and each.source.split(",")[0] == source]
+    assert {each.runs[0] for each in timed if not each.source.endswith("benchy")} == set(logs)
+    assert len(logs) == runs
+    for name, losses in logs.items():
+        assert {len(each) for each in losses.values()} <= {3, 4} and losses.keys() == sums.keys(), name
+        assert len(losses["train_loss"]) == len(losses["valid_loss"]), name
+    for metric, total in sums.items():
+        assert sum(sum(losses[metric]) for losses in logs.values()) == pytest.approx(total, abs=1e-9)
 
 
 def test_a_published_figure_says_its_devices_and_its_unit() -> None:

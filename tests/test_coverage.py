@@ -197,6 +197,18 @@ def test_deviations_are_of_studies_that_there_are() -> None:
     assert len(deviations) > 10 and set(deviations) <= set(resolve.study_files())
 
 
+def test_each_defect_names_tests_that_there_are() -> None:
+    lines = [line for line in (ROOT / "tests/DEFECTS.md").read_text().splitlines() if line.startswith("|")]
+    defects = [cells(line) for line in lines if set(line) - set("|-: ") and "the test that holds it" not in line]
+    assert len(defects) > 50
+    for defect in defects:
+        assert len(defect) == 3 and spans(defect[2]), f"a row without a test: {defect[0]}"
+        file = ""
+        for name in spans(defect[2]):
+            assert "::" in name, f"{name}: a file, not a test"
+            file = check_test(name, file)
+
+
 SOUND = {
     "where": "`docs/coverage.md`",
     "command": "`snakemake -n --profile perlmutter plan_cosmo_published`, `dlscale explain cosmo_demo.bf16`",

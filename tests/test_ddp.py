@@ -9,16 +9,19 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from dlscale.config import resolve as config
+from dlscale.config.parallel import DDP
 from dlscale.config.run import Geometry, RunCore, load_run
 from dlscale.core.errors import UserError
 from dlscale.data.loaders.base import Share
 from dlscale.parallel.batchnorm import OnCPU, OnGPU, synchronised
-from dlscale.parallel.strategy import Copied
+from dlscale.parallel.sharding import Sharding
+from dlscale.parallel.strategy import Copied, Replicated
 from dlscale.parallel.world import World, join
 from dlscale.train.build import build_step, open_session
 from dlscale.train.checkpoint import Checkpoints
@@ -130,6 +133,34 @@ def test_gradients_are_averaged_in_as_many_calls(found: list[dict[str, Any]], na
         views = parallel.get("bucket_view", True) and parallel.get("sync", True)
         assert memory == (len(buckets) if views else LAYERS)
         assert static == (parallel.get("static_graph", False) if parallel.get("sync", True) else None)
+
+
+def test_averaging_begins_while_gradients_are_computed() -> None:
+    """One process, which averages its buckets all the same: two of three before the first layer's gradient is there."""
+    order: list[str] = []
+
+    def noted(hook: Any) -> Any:
+        def call(state: Any, bucket: Any) -> Any:
+            order.append("bucket")
+            return hook(state, bucket)
+
+        return call
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        torch.manual_seed(0)
+        model = Layers()
+        strategy = Replicated(World(), DDP(kind="ddp", bucket_mb=0.5))
+        strategy.wrap(model, Sharding(), nullcontext)
+        strategy.around_averaging(noted)
+        model.layers[0].register_full_backward_pre_hook(lambda module, gradient: order.append("first layer"))
+        for number in range(WARM_UP + 1):
+            order.clear()
+            x, y = samples(number)
+            squares(strategy.wrapped(x), y).mean().backward()
+    finally:
+        dist.destroy_process_group()
+    assert order == ["bucket", "bucket", "first layer", "bucket"]
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -125,6 +125,8 @@ def test_the_published_plan_says_what_the_script_did() -> None:
     assert (run.schedule.kind, run.schedule.gamma, run.schedule.step_epochs) == ("step", 0.7, 1)
     ladder = resolve.load({"targets": ["mnist_workers"]}).plans["mnist_workers"]
     assert [resolved.run.loader.workers for resolved in ladder.values()] == [0, 1, 2, 4, 8]
+    shares = [each.value for each in resolve.study_files()["mnist_cnn"].published if each.label == "train()"]
+    assert sum(share for share in shares[1:] if share) == pytest.approx(99.9), "all lines that take any of the time"
 
 
 @pytest.mark.parametrize(

@@ -238,6 +238,28 @@ def test_trials_count_and_time_what_follows_the_warm_up() -> None:
     assert sum(found.trial_time) <= time.perf_counter() - ends[1]
 
 
+def test_a_trial_waits_for_the_device_at_both_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device that takes 20 ms for a batch, of which the host knows nothing before it waits for it."""
+    given = 0
+
+    def consume(x: torch.Tensor, y: torch.Tensor) -> None:
+        nonlocal given
+        given += 1
+
+    def wait(device: torch.device) -> None:
+        nonlocal given
+        time.sleep(0.02 * given)
+        given = 0
+
+    monkeypatch.setattr(throughput, "synchronize", wait)
+    batches = batches_of(*[4] * 8)
+    consume(*next(batches))  # what is at work when the first trial begins
+    given += 50
+    found = trials("FULL", batches, consume, Throughput(warmup=0, trials=2, batches=2, seconds=0), World())
+    assert all(seconds >= 0.04 for seconds in found.trial_time)
+    assert found.trial_time[0] < 1, "nothing of what was at work before"
+
+
 def test_a_trial_lasts_as_long_as_it_is_asked_to() -> None:
     """Batches of 2 ms: the first counted trial has as many as 0.2 s take, though the first of all is slow."""
     first = itertools.chain([0.3], itertools.repeat(0.002))

@@ -5,7 +5,6 @@ Parameters come in the order of dlscale's models, so that one's can be copied in
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -64,15 +63,17 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         count, tokens, embed = x.shape
         normed = self.norm1(x)
-        q, k, v = (
-            layer(normed).reshape(count, tokens, self.heads, embed // self.heads).permute(0, 2, 1, 3)
-            for layer in (self.q, self.k, self.v)
-        )
+        q, k, v = (self.by_head(layer(normed)) for layer in (self.q, self.k, self.v))
         attended = F.scaled_dot_product_attention(q, k, v)
         attended = attended.transpose(1, 2).reshape(count, tokens, embed)
         x = x + self.dropout(self.projection(attended))
         hidden = self.dropout(self.activation(self.fc1(self.norm2(x))))
         return x + self.dropout(self.fc2(hidden))
+
+    def by_head(self, x: torch.Tensor) -> torch.Tensor:
+        """Return [B, heads, N, E / heads] of [B, N, E]."""
+        count, tokens, embed = x.shape
+        return x.reshape(count, tokens, self.heads, embed // self.heads).permute(0, 2, 1, 3)
 
 
 class ViT(nn.Module):
@@ -92,8 +93,12 @@ class ViT(nn.Module):
         x = self.embedding(x).flatten(2).transpose(1, 2) + self.position
         for block in self.blocks:
             x = block(x)
+        return self.unpatched(self.head(self.norm(x)))
+
+    def unpatched(self, x: torch.Tensor) -> torch.Tensor:
+        """Return fields of tokens, each of which has the values of a patch."""
         (rows, columns), patch = self.tokens, self.patch
-        x = self.head(self.norm(x)).reshape(len(x), rows, columns, patch, patch, self.channels)
+        x = x.reshape(len(x), rows, columns, patch, patch, self.channels)
         return torch.einsum("nhwpqc->nchpwq", x).reshape(len(x), self.channels, rows * patch, columns * patch)
 
 
@@ -125,6 +130,24 @@ def step(model: nn.Module, loss: Loss, optimizer: torch.optim.Optimizer) -> Call
     return call
 
 
+#: The 24 ways in which SC22's program turns a cube, in its order, as (axes, signs): the cube's axes are put into this
+#: order, and those of sign -1 are then run through backwards. It calls all of them rotations. Where two axes are
+#: swapped, every second one is a reflection, and so is the last one of each cyclic order.
+TURNS: list[tuple[tuple[int, ...], tuple[int, ...]]] = [
+    (tuple(map(int, axes)), tuple(-1 if str(axis) in mirrored else 1 for axis in range(3)))
+    for axes, each in (
+        ("012", "01 02 12"),
+        ("102", "0 02 1 12"),
+        ("210", "0 01 2 12"),
+        ("021", "1 01 2 02"),
+        ("120", "01 12 02 012"),
+        ("201", "01 02 12 012"),
+        ("012", "-"),
+    )
+    for mirrored in each.split()
+]
+
+
 class Crops(Dataset[Pair]):
     """Random cubes of two fields: read straight into a buffer that stays, turned as views, copied once.
 
@@ -134,12 +157,6 @@ class Crops(Dataset[Pair]):
     def __init__(self, path: Path, crop: int, count: int) -> None:
         self.path, self.crop, self.count = path, crop, count
         self.fields: list[tuple[h5py.Dataset, np.ndarray]] = []
-        self.turns = [
-            (axes, flips)
-            for axes in itertools.permutations(range(3))
-            for flips in itertools.product((1, -1), repeat=3)
-            if np.prod(flips) * np.linalg.det(np.eye(3)[list(axes)]) > 0
-        ]
 
     def __len__(self) -> int:
         return self.count
@@ -151,7 +168,7 @@ class Crops(Dataset[Pair]):
             self.fields = [(f, np.zeros((len(f), *shape), np.float32)) for f in (file["Nbody"], file["Hydro"])]
         edge = self.fields[0][0].shape[1]
         z, y, x = np.random.randint(edge - self.crop, size=3)
-        axes, flips = self.turns[np.random.randint(len(self.turns))]
+        axes, flips = TURNS[np.random.randint(len(TURNS))]
         tensors = []
         for field, buffer in self.fields:
             n = self.crop

@@ -10,6 +10,7 @@ published.
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -19,9 +20,10 @@ import h5py
 import numpy as np
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from tests.bench.published import Pair, Pieces, UNet, ViT
+from tests.bench.published import TURNS, Block, Pair, Pieces, UNet, ViT
 
 Batches = Iterable[Sequence[torch.Tensor]]
 
@@ -119,12 +121,18 @@ def train_unet(
     return curves
 
 
-class Crops(Dataset[Pair]):
-    """Random cubes of boxes in memory (`inmem`; the published program has one box), turned by one of 24 rotations.
+def determinant(axes: Sequence[int], signs: Sequence[int]) -> int:
+    """Return 1 for a rotation, -1 for a reflection."""
+    return round(float(np.linalg.det(np.diag(signs) @ np.eye(3)[list(axes)])))
 
-    The published ones never have the last offset, leave the components of vectors as they are when the grid turns, and
-    are as random in validation. Repaired: every offset, vectors turn along (channels 1 to 3 of both fields are their
-    components along the three axes), and `fixed` ones are the disjoint cubes of the box, not turned.
+
+class Crops(Dataset[Pair]):
+    """Random cubes of boxes in memory (`inmem`; the published program has one box), turned in one of 24 ways.
+
+    The published ones never have the last offset, are turned by 16 rotations and 8 reflections, which leave the
+    components of vectors as they are, and are as random in validation. Repaired: every offset, the 24 rotations, with
+    which vectors turn (channels 1 to 3 of both fields are their components along the three axes), and `fixed` ones are
+    the disjoint cubes of the box, not turned.
     """
 
     def __init__(
@@ -135,12 +143,13 @@ class Crops(Dataset[Pair]):
             with h5py.File(path) as file:
                 self.boxes.append([np.asarray(file[name][...], np.float32) for name in ("Nbody", "Hydro")])
         self.crop, self.count, self.repaired, self.fixed = crop, count, repaired, fixed
-        self.turns = [  # that which does not turn first
+        rotations = [  # that which does not turn first
             (axes, signs)
             for axes in itertools.permutations(range(3))
             for signs in itertools.product((1, -1), repeat=3)
-            if np.linalg.det(np.diag(signs) @ np.eye(3)[list(axes)]) > 0
+            if determinant(axes, signs) > 0
         ]
+        self.turns = rotations if repaired else TURNS
 
     def __len__(self) -> int:
         return self.count
@@ -178,6 +187,66 @@ def make_vit(grid: tuple[int, int], patch: int, channels: int, embed: int, depth
             if module.bias is not None:
                 nn.init.zeros_(module.bias)
     return model
+
+
+def norms(model: ViT) -> list[nn.LayerNorm]:
+    """Return the normalisations of all blocks; not the last one, before the head."""
+    return [norm for block in model.blocks for norm in (block.norm1, block.norm2)]  # type: ignore[misc]
+
+
+def shared_vit(
+    model: ViT, x: torch.Tensor, y: torch.Tensor, devices: int = 2, repaired: bool = False
+) -> tuple[torch.Tensor, list[dict[str, torch.Tensor]]]:
+    """Return the prediction, and the gradients that each device then has, where devices share the tokens of a sample.
+
+    That is the program's context parallelism. Each device has all weights and a part of the tokens. Keys and values of
+    all are gathered in each block; after the last normalisation all tokens are, and every device computes head and loss
+    of the whole. The backward pass of the last gathering gives each device what belongs to its own tokens. So each
+    device has all of the head's gradients, and parts of all others, most of which the program sums over the devices.
+
+    As published these are all but the last normalisation's, and the blocks' normalisations have PyTorch's eps, 1e-5,
+    where those of one device have 1e-6. Repaired, all parts are summed, and eps is that of one device.
+    """
+    ranks = [copy.deepcopy(model) for _ in range(devices)]
+    if not repaired:
+        for norm in [norm for rank in ranks for norm in norms(rank)]:
+            norm.eps = 1e-5
+    parts = [
+        (rank.embedding(x).flatten(2).transpose(1, 2) + rank.position).tensor_split(devices, dim=1)[number]
+        for number, rank in enumerate(ranks)
+    ]
+    for depth in range(len(model.blocks)):
+        parts = _shared_block([rank.blocks[depth] for rank in ranks], parts)  # type: ignore[misc]
+    parts = [rank.norm(part) for rank, part in zip(ranks, parts, strict=True)]
+    losses = []
+    for number, rank in enumerate(ranks):
+        tokens = torch.cat([part if other == number else part.detach() for other, part in enumerate(parts)], dim=1)
+        prediction = rank.unpatched(rank.head(tokens))
+        losses.append(vit_loss(prediction, y))
+    torch.stack(losses).sum().backward()
+    found: list[dict[str, torch.Tensor]] = [{} for _ in ranks]
+    for name, _ in model.named_parameters():
+        own = [rank.get_parameter(name).grad for rank in ranks]
+        whole = name.startswith("head.") or (name.startswith("norm.") and not repaired)
+        for number, gradients in enumerate(found):
+            gradients[name] = own[number] if whole else torch.stack(own).sum(dim=0)  # type: ignore[arg-type,assignment]
+    return prediction.detach(), found
+
+
+def _shared_block(blocks: Sequence[Block], parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return each device's tokens after a block: its own queries attend to the keys and values of all."""
+    normed = [block.norm1(part) for block, part in zip(blocks, parts, strict=True)]
+    q, k, v = (
+        [block.by_head(getattr(block, name)(tokens)) for block, tokens in zip(blocks, normed, strict=True)]
+        for name in "qkv"
+    )
+    keys, values = torch.cat(k, dim=2), torch.cat(v, dim=2)
+    after = []
+    for block, part, queries in zip(blocks, parts, q, strict=True):
+        attended = F.scaled_dot_product_attention(queries, keys, values)
+        tokens = part + block.projection(attended.transpose(1, 2).reshape(part.shape))
+        after.append(tokens + block.fc2(block.activation(block.fc1(block.norm2(tokens)))))
+    return after
 
 
 def vit_loss(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

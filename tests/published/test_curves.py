@@ -23,7 +23,12 @@ import pytest
 import torch
 
 from dlscale.config import resolve as config
+from dlscale.config.run import Geometry
+from dlscale.core import registry
 from dlscale.datasets.cosmo.samples import SYMMETRIES, apply
+from dlscale.models.vit import ViT
+from dlscale.parallel.mesh import Pretended
+from dlscale.parallel.model import ModelParallel
 from dlscale.train.step import Step
 from tests.conftest import TINY, make_run, records, train
 from tests.published import programs
@@ -107,10 +112,68 @@ def test_the_mended_program_turns_cubes_as_dlscale_does(cosmo_data: Path) -> Non
     theirs = {np.ascontiguousarray(mended._turned(cube, *turn)).tobytes() for turn in mended.turns}
     assert len(ours) == 24
     assert ours == theirs
-    for turn in published.turns[1:]:
+    for turn in published.turns[:-1]:
         plain, turned = published._turned(cube, *turn), mended._turned(cube, *turn)
         assert np.array_equal(plain[[0, 4]], turned[[0, 4]])
         assert not np.array_equal(plain[1:4], turned[1:4])
+
+
+def test_eight_of_the_published_rotations_are_reflections(cosmo_data: Path) -> None:
+    """Counted from 1, as the program does; it has 16 of the 24 rotations, and none of these 8 is one of ours."""
+    path = cosmo_data / "train/box000.h5"
+    published, mended = (Crops([path], 8, 1, repaired=each).turns for each in (False, True))
+    assert len(set(published)) == len(set(mended)) == 24
+    reflections = [number for number, turn in enumerate(published, 1) if programs.determinant(*turn) == -1]
+    assert reflections == [5, 7, 9, 11, 13, 15, 19, 23]
+    assert len(set(published) & set(mended)) == 16
+    rotations = [symmetry for symmetry in SYMMETRIES if symmetry.determinant == 1]
+    cube = np.arange(5 * 8**3, dtype=np.float32).reshape(5, 8, 8, 8)
+    ours = {apply(symmetry, cube, []).tobytes() for symmetry in rotations}
+    theirs = [Crops._turned(Crops([path], 8, 1), cube, *turn) for turn in published]
+    assert [number for number, turned in enumerate(theirs, 1) if turned.tobytes() not in ours] == reflections
+
+
+def test_devices_that_share_a_sample_have_parts_of_the_last_norms_gradient() -> None:
+    """The published context parallelism of two, against one device: all other gradients are off by its eps alone.
+
+    With it, each device's update of the last normalisation is another one. Summed, and with one device's eps, all is as
+    on one device; dlscale's is held to that by `tests/test_mesh.py`.
+    """
+    torch.manual_seed(0)
+    model = programs.make_vit((8, 16), 4, 3, 16, 2, 2).double()
+    x, y = torch.randn(2, 2, 3, 8, 16, dtype=torch.float64)
+    alone = model(x)
+    programs.vit_loss(alone, y).backward()
+    alone = alone.detach()
+    expected = {name: p.grad for name, p in model.named_parameters() if ".k.bias" not in name}  # that one is zero
+
+    def off(gradients: dict[str, torch.Tensor]) -> dict[str, float]:
+        return {name: float((gradients[name] - value).norm() / value.norm()) for name, value in expected.items()}
+
+    prediction, mended = programs.shared_vit(model, x, y, devices=2, repaired=True)
+    torch.testing.assert_close(prediction, alone, rtol=1e-12, atol=1e-12)
+    assert max(max(off(each).values()) for each in mended) < 1e-9
+    prediction, published = programs.shared_vit(model, x, y, devices=2)
+    assert 1e-7 < float((prediction - alone).norm() / alone.norm()) < 1e-4, "1e-5 for 1e-6"
+    for each in published:
+        errors = off(each)
+        assert min(errors.pop("norm.weight"), errors.pop("norm.bias")) > 0.3
+        assert max(errors.values()) < 1e-3
+    for name in ("norm.weight", "norm.bias"):
+        one, other = (each[name] for each in published)
+        assert float((one - other).norm() / expected[name].norm()) > 0.3, "each device has a gradient of its own"
+        together = (one + other - expected[name]).norm() / expected[name].norm()
+        assert float(together) < 1e-3, "their sum is the whole"
+
+
+def test_devices_that_share_a_sample_normalise_with_the_eps_of_one() -> None:
+    """1e-6 in all of dlscale's ViT, however many devices it is on; the published blocks have 1e-5 on several."""
+    for axis in ("tp", "cp"):
+        model = ViT((8, 16), (4, 4), 3, 3, 16, 2, 2)
+        mesh = Pretended(Geometry(gpus_per_node=2, **{axis: 2}))
+        ModelParallel(model, registry.study("era5_vit").sharding(model), mesh, torch.device("cpu"))
+        found = [module.eps for module in model.modules() if isinstance(module, torch.nn.LayerNorm)]
+        assert found == [1e-6] * 5, axis
 
 
 # --- the same weights and samples ---------------------------------------------------------------------------------

@@ -83,10 +83,11 @@ def test_each_runs_in_its_container_and_four_by_srun(shown: tuple[str, Outcome])
 
 
 def test_what_is_profiled(shown: tuple[str, Outcome]) -> None:
-    """Both studies with both tools; the whole ladder's settings, of which the first rung has none."""
+    """Both tools, in the last of four epochs; the whole ladder's settings, of which the first rung has none."""
     for name, job in profiles(shown[1]).items():
         run = settings(job)
         assert run["profile"]["tools"] == ["nsys", "torch"] and run["profile"]["ranks"] == [0]
+        assert run["profile"]["epoch"] == 4
         assert run["cuda_graph"] == (name.split()[1] != "baseline")
         assert run["geometry"] == {
             **{"nodes": 1, "gpus_per_node": 4 if name in FOUR else 1},

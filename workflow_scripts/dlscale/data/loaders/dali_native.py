@@ -1,9 +1,9 @@
-"""`dali` with `operators: native`: what users of DALI write, and what the published programs did.
+"""`dali` with `operators: native`: what users of DALI write, and what a published program does.
 
 Processes read each box with h5py and hand it over; DALI's own operators transpose it, flip it, put its channels in
 order and decode it, each in a pass over the values. Its transpose has one permutation for a whole batch: the batch is
-parted by DALI's conditionals, and put together again. (The published U-Net program rotates with interpolation, which
-changes values by rounding.)
+parted by DALI's conditionals, and put together again. (Another published program reads `.npy` files with
+DALI's own reader in place of these processes, and rotates with interpolation, which changes values by rounding.)
 """
 
 from __future__ import annotations

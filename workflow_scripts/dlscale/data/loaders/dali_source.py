@@ -1,4 +1,4 @@
-"""What the processes of DALI's `native` operators do: read boxes with h5py, as the published programs' processes do.
+"""What the processes of DALI's `native` operators do: read boxes with h5py, as those of a published program do.
 
 They import this module and what samples need, not torch: they are to start quickly.
 """

@@ -46,7 +46,7 @@ class DaliLoader(_Reading):
     operators: Literal["numba", "native"] = Field(
         "numba",
         description="What reads, turns and decodes samples on grids: one operator of this project, compiled by Numba; "
-        "or, as in the published programs, processes that read with h5py and DALI's own operators. Images: the latter.",
+        "or processes that read with h5py and DALI's own operators, as in one published program. Images: the latter.",
     )
     workers: PositiveInt = Field(
         2, description="Threads of the pipeline; with native operators as many processes, too."
