@@ -447,8 +447,6 @@ def test_a_level_of_uneven_links_has_no_slow_ones() -> None:
 #: Run in place of `dlscale`: the second rank adds wrong numbers, or hangs before it exchanges anything.
 FAULTY = """
 import os, sys, time
-import torch
-import torch.distributed as dist
 from dlscale import cli
 from dlscale.parallel import selftest, watchdog
 
@@ -456,8 +454,8 @@ if os.environ["RANK"] == "1":
     if os.environ["FAULT"] == "hangs":
         selftest.moved = lambda *arguments: time.sleep(3600)
     else:
-        original = dist.all_gather_single
-        dist.all_gather_single = lambda output, own, **options: original(output, own + 1, **options)
+        original = selftest.all_gather
+        selftest.all_gather = lambda output, own, **options: original(output, own + 1, **options)
 watchdog.REHEARSAL = 6.0
 sys.exit(cli.main(sys.argv[1:]))
 """
