@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -11,13 +12,17 @@ import sys
 import time
 import zipfile
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from torch.utils.flop_counter import FlopCounterMode
 
+from dlscale.config.run import Throughput
 from dlscale.parallel.world import World
 from dlscale.train.step import Network, Step
 from tests.bench import gpu_checks, gpu_whole, training
@@ -25,17 +30,20 @@ from tests.bench.cases import Case, sizes
 from tests.bench.clocks import Sampler
 from tests.bench.gpu_checks import UNET, Errors, rung_equals_plain
 from tests.bench.gpu_kernels import (
+    BEST,
     Launch,
+    attention,
     busy,
     convolution,
     convolutions,
     kind_of,
     launches,
     outermost,
+    profile,
     shares,
     table_of_convolutions,
 )
-from tests.bench.gpu_timings import COMPILE
+from tests.bench.gpu_timings import COMPILE, Data, Ladder, sized
 from tests.bench.measure import Row, figures, in_turns, summary, table
 from tests.bench.tasks import Bench, Result, Skip, Task, closing_words, markdown, perform, perform_all, read
 from tests.conftest import ROOT
@@ -509,3 +517,62 @@ def test_targets_are_ratios_and_are_summed_up() -> None:
 )
 def test_figures(value: float, text: str) -> None:
     assert figures(value) == text
+
+
+def test_the_wheels_are_enough(tmp_path: Path) -> None:
+    """Where there is PyTorch and nothing but what `make bench-gpu-wheels` collects, no row lacks a package to begin."""
+    line = next(line for line in (ROOT / "Makefile").read_text().splitlines() if line.startswith("GPU_WHEELS :="))
+    there = {"dlscale", "torch", "triton", "jinja2", "numpy", *line.split()[2:]}  # PyTorch comes with some of these
+    needed = {canonicalize_name(Requirement(each).name) for each in metadata.requires("dlscale") or ()} - there
+    for package, owners in metadata.packages_distributions().items():
+        if needed & set(map(canonicalize_name, owners)) and package != "nvidia":  # torch has a part in it
+            (tmp_path / "lacking" / package).mkdir(parents=True)
+            text = f"raise ModuleNotFoundError('not carried', name={package!r})\n"
+            (tmp_path / "lacking" / package / "__init__.py").write_text(text)
+    assert {"PIL", "numba", "matplotlib"} <= {path.name for path in (tmp_path / "lacking").iterdir()}
+    known = {"PYTHONPATH": str(tmp_path / "lacking")}
+    done = gpu("--only", "explain ViT-384: first", "attention: flash", cwd=tmp_path, **known)
+    assert re.search(r"^ok +explain ViT-384: first", done.stdout, re.MULTILINE), done.stdout + done.stderr
+    assert re.search(r"^ok +attention: flash", done.stdout, re.MULTILINE)
+
+
+def test_the_first_calls_have_the_most_valuable_rows(tmp_path: Path) -> None:
+    """As listed, without a GPU: a call of eight minutes has the checks and the U-Net, two have NCCL and the ViT."""
+    done = subprocess.run([sys.executable, str(ROOT / "tests/bench/gpu.py"), "--list"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    rows = [line.split(" s  ") for line in done.stdout.splitlines()]
+    ends = dict(
+        zip((name for _, name in rows), itertools.accumulate(float(seconds) for seconds, _ in rows), strict=True)
+    )
+    assert max(end for name, end in ends.items() if name.startswith("check: CUDA graph, fp16")) < 120
+    assert ends["U-Net 64³: CUDA graph"] < 480 and ends["profile U-Net 64³: eager"] < 480
+    later = ("one rank, NCCL: compile, bf16", "end to end: train, resume, throughput", "ViT-384: reduce-overhead")
+    assert all(ends[name] < 960 for name in later)
+
+
+@pytest.mark.parametrize("kind", ["fa3", "cudnn"])
+def test_attention_that_is_not_here_is_no_other(tmp_path: Path, kind: str) -> None:
+    with pytest.raises(Skip, match=r"no such kernel here: (FlashAttention-3 is for CUDA|No (viable|available))"):
+        attention(Bench(torch.device("cpu"), True, tmp_path), kind, 1, 16, 48)
+
+
+def test_synthetic_batches_are_as_a_loader_delivers_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the step's layout and number format: it arranges nothing anew."""
+    bench, case, over = Bench(torch.device("cpu"), True, tmp_path), sizes(True)[0], BEST["cosmo_unet"]
+    arranged, seen = Network._arranged, list[bool]()
+
+    def noted(self: Network, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        seen.append((result := arranged(self, values, dtype)) is values)
+        return result
+
+    monkeypatch.setattr(Network, "_arranged", noted)
+    few = Throughput(warmup=1, trials=1, batches=1, seconds=0)
+    for row in (
+        lambda: Ladder(bench, case, Data(bench, case, 24, 4), ("streamed",), few).rung(over, False, ""),
+        lambda: sized(bench, case, over, 2, few),
+        lambda: profile(bench, case, {}),
+        lambda: gpu_whole.exchanging(bench, case, over),
+    ):
+        row()
+        assert seen and all(seen)
+        seen.clear()

@@ -494,9 +494,9 @@ def test_flash_attention_3_is_registered_for_its_trial_and_for_the_run(monkeypat
     log: list[str] = []
     monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", log.append)
     monkeypatch.setattr(torch.nn.attention, "restore_flash_attention_impl", lambda: log.append("restored"))
-    with attention._registered("fa3", torch.device("cuda")):
+    with attention.registered("fa3", torch.device("cuda")):
         log.append("tried")
-    with attention._registered("flash", torch.device("cuda")):
+    with attention.registered("flash", torch.device("cuda")):
         log.append("flash")
     assert log == ["FA3", "tried", "restored", "flash"]
     with pytest.raises(UserError, match=r"attention: fa3 cannot compute .* or one of: flash, math"):
@@ -510,7 +510,7 @@ def test_flash_attention_3_is_registered_for_its_trial_and_for_the_run(monkeypat
 
 
 def test_without_its_package_flash_attention_3_is_left_out() -> None:
-    with pytest.raises(ImportError), attention._registered("fa3", torch.device("cuda")):
+    with pytest.raises(ImportError), attention.registered("fa3", torch.device("cuda")):
         pass
     assert torch.nn.attention.current_flash_attention_impl() is None
 

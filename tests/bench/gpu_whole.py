@@ -124,8 +124,8 @@ def exchanging(bench: Bench, case: Case, over: dict[str, Any]) -> Values:
     found = Values()
     with group(bench) as world:
         for name, kind in (("plain", World(device=world.device)), ("wrapped", world)):
-            step, batch = made(case, kind, {**FUSED, **over}), case.batch(world.device)
-            found[f"{name} samples/s"] = median(bench, itertools.repeat(batch), step, settings)
+            step = made(case, kind, {**FUSED, **over})
+            found[f"{name} samples/s"] = median(bench, itertools.repeat(case.delivered(step)), step, settings)
     return {**found, "wrapped / plain": found["wrapped samples/s"] / found["plain samples/s"]}
 
 
