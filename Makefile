@@ -114,7 +114,7 @@ bench-noise: $(VENV)/.installed-dev  ## does a report tell noise from a slow-dow
 	@python -m tests.bench.noise $(ARGS)
 
 .PHONY: bench-gpu
-bench-gpu: $(VENV)/.installed-dev  ## check and measure all that needs a GPU, nine minutes a call; see the file
+bench-gpu: $(VENV)/.installed-dev  ## check and measure all that needs a GPU, eight minutes a call; see the file
 	$(say) 'Running the checks and benchmarks of a GPU'
 	@python tests/bench/gpu.py --json $(VENV)/bench-gpu.json --markdown $(VENV)/bench-gpu.md $(ARGS)
 

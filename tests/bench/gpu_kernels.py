@@ -275,8 +275,10 @@ def convolution(bench: Bench, layer: Convolution, batch_size: int, layout: torch
     return found
 
 
-def table_of_convolutions(bench: Bench, case: Case, layout: torch.memory_format, search: bool) -> Values:
-    """Measure all convolutions of a model in one layout, with or without cuDNN's search for the fastest algorithm.
+def table_of_convolutions(bench: Bench, case: Case, layout: torch.memory_format, search: int | None) -> Values:
+    """Measure all convolutions of a model in one layout.
+
+    cuDNN guesses the fastest algorithm (None), or tries the first so many of its list (0: all); PyTorch's own is 10.
 
     In a thread of its own: PyTorch remembers the algorithm of each shape by thread, whether it was searched for or
     guessed. Layers that take microseconds are bound by their launch here.
@@ -290,13 +292,17 @@ def table_of_convolutions(bench: Bench, case: Case, layout: torch.memory_format,
         except BaseException as error:
             errors.append(error)
 
-    before, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, search
+    cudnn: Any = torch.backends.cudnn
+    before = cudnn.benchmark, cudnn.benchmark_limit
+    cudnn.benchmark = search is not None
+    if search is not None:
+        cudnn.benchmark_limit = search
     try:
         thread = threading.Thread(target=measure)
         thread.start()
         thread.join()
     finally:
-        torch.backends.cudnn.benchmark = before
+        cudnn.benchmark, cudnn.benchmark_limit = before
     if errors:
         raise errors[0]
     # The model's: padded ends, and of the others all; the first layer's input needs no gradient.
@@ -434,12 +440,13 @@ def layers(bench: Bench) -> list[Task]:
     found = [
         Task(
             "convolutions",
-            f"{name}, {'searched' if search else 'as guessed'}",
-            30 if search else 15,
+            f"{name}, {how}",
+            15 if search is None else 30,
             partial(table_of_convolutions, bench, unet, layout, search),
         )
         for name, layout in layouts.items()
-        for search in (False, True)
+        for how, search in {"as guessed": None, "searched": 10, "all searched": 0}.items()
+        if search != 0 or name == "channels last"
     ]
     tokens, samples, width = (64, 2, 128) if bench.quick else (4050, 16, 384)
     found += [
