@@ -114,13 +114,13 @@ bench-noise: $(VENV)/.installed-dev  ## does a report tell noise from a slow-dow
 	@python -m tests.bench.noise $(ARGS)
 
 .PHONY: bench-gpu
-bench-gpu: $(VENV)/.installed-dev  ## check and measure all that needs a GPU, nine minutes a call; see the file
+bench-gpu: $(VENV)/.installed-dev  ## check and measure all that needs a GPU, eight minutes a call; see the file
 	$(say) 'Running the checks and benchmarks of a GPU'
 	@python tests/bench/gpu.py --json $(VENV)/bench-gpu.json --markdown $(VENV)/bench-gpu.md $(ARGS)
 
 # What dlscale imports and a machine with PyTorch may lack. Few and small: they are carried there, for its --wheels.
 GPU_PYTHON ?= 3.12
-GPU_WHEELS := pydantic pydantic-core annotated-types typing-inspection typing-extensions h5py psutil nvidia-ml-py
+GPU_WHEELS := pydantic pydantic-core annotated-types typing-inspection typing-extensions h5py psutil nvidia-ml-py scipy
 .PHONY: bench-gpu-wheels
 bench-gpu-wheels: $(VENV)/bin/python  ## collect what bench-gpu needs where there is no network (GPU_PYTHON=3.12)
 	$(say) 'Collecting wheels for Python $(GPU_PYTHON) on Linux x86-64 into $(VENV)/bench-gpu-wheels'

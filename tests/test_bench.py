@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -9,15 +10,20 @@ import re
 import subprocess
 import sys
 import time
+import tomllib
 import zipfile
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from torch.utils.flop_counter import FlopCounterMode
 
+from dlscale.config.run import Throughput
 from dlscale.parallel.world import World
 from dlscale.train.step import Network, Step
 from tests.bench import gpu_checks, gpu_whole, training
@@ -25,17 +31,20 @@ from tests.bench.cases import Case, sizes
 from tests.bench.clocks import Sampler
 from tests.bench.gpu_checks import UNET, Errors, rung_equals_plain
 from tests.bench.gpu_kernels import (
+    BEST,
     Launch,
+    attention,
     busy,
     convolution,
     convolutions,
     kind_of,
     launches,
     outermost,
+    profile,
     shares,
     table_of_convolutions,
 )
-from tests.bench.gpu_timings import COMPILE
+from tests.bench.gpu_timings import COMPILE, Data, Ladder, sized
 from tests.bench.measure import Row, figures, in_turns, summary, table
 from tests.bench.tasks import Bench, Result, Skip, Task, closing_words, markdown, perform, perform_all, read
 from tests.conftest import ROOT
@@ -255,18 +264,18 @@ def test_a_trace_has_what_was_launched(tmp_path: Path) -> None:
 @pytest.mark.parametrize("case", [sizes(False)[0], sizes(True)[0]], ids=["published", "small"])
 def test_the_table_of_convolutions_is_the_whole_model(case: Case) -> None:
     """Its FLOPs are the model's, however the ends are padded, and its layers compute what the model's do."""
-    searching = torch.backends.cudnn.benchmark
+    searching = torch.backends.cudnn.benchmark, torch.backends.cudnn.benchmark_limit
     found = convolutions(case)
     plain = [layer for layer in found if "padded" not in layer.name]
     assert 3 * sum(layer.flops for layer in plain) == case.flops()
     assert all(size % 8 == 0 for layer in found if "padded" in layer.name for size in layer.weight[:2])
     if case.model:
         bench = Bench(torch.device("cpu"), True, Path())
-        table = table_of_convolutions(bench, case, torch.channels_last_3d, True)
+        table = table_of_convolutions(bench, case, torch.channels_last_3d, 0)
         assert [row["layer"] for row in table["layers"]] == [layer.name for layer in found]
         padded = [row for row in table["layers"] if "padded" in row["layer"]]
         assert table["forward ms"] == pytest.approx(sum(row["forward ms"] for row in padded))
-        assert torch.backends.cudnn.benchmark == searching
+        assert (torch.backends.cudnn.benchmark, torch.backends.cudnn.benchmark_limit) == searching
         with FlopCounterMode(display=False) as counter:
             convolution(bench, plain[0], 2, torch.contiguous_format)
         calls = 1 + 1 + 3 * 2  # once for the gradient's shape, once to warm up, and three tries of two
@@ -422,7 +431,8 @@ def test_samples_that_a_loader_writes_over_are_seen(tmp_path: Path, monkeypatch:
 
 def test_a_wrapped_step_that_is_another_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bench, made = Bench(torch.device("cpu"), True, tmp_path), gpu_whole.made
-    assert gpu_whole.one_rank(bench, {})["loss"] < 1e-6
+    found = gpu_whole.one_rank(bench, {})
+    assert found["loss"] < 1e-6 and found["cosmo_unet exchanges"] >= 15 <= found["era5_vit exchanges"]
 
     def other(case: Case, world: World, over: dict[str, Any]) -> Step:
         return made(case, world, {**over, "seed": 1} if world.data_size > 1 else over)
@@ -508,3 +518,64 @@ def test_targets_are_ratios_and_are_summed_up() -> None:
 )
 def test_figures(value: float, text: str) -> None:
     assert figures(value) == text
+
+
+def test_the_wheels_are_enough(tmp_path: Path) -> None:
+    """Where there is PyTorch and nothing but what `make bench-gpu-wheels` collects, no row lacks a package to begin."""
+    line = next(line for line in (ROOT / "Makefile").read_text().splitlines() if line.startswith("GPU_WHEELS :="))
+    there = {"dlscale", "torch", "triton", "jinja2", "numpy", *line.split()[2:]}  # PyTorch comes with some of these
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    asked = [*project["dependencies"], *itertools.chain(*project["optional-dependencies"].values())]
+    needed = {canonicalize_name(Requirement(each).name) for each in asked} - there
+    for package, owners in metadata.packages_distributions().items():
+        if needed & set(map(canonicalize_name, owners)) and package != "nvidia":  # torch has a part in it
+            (tmp_path / "lacking" / package).mkdir(parents=True)
+            text = f"raise ModuleNotFoundError('not carried', name={package!r})\n"
+            (tmp_path / "lacking" / package / "__init__.py").write_text(text)
+    assert {"PIL", "numba", "matplotlib"} <= {path.name for path in (tmp_path / "lacking").iterdir()}
+    known = {"PYTHONPATH": str(tmp_path / "lacking")}
+    done = gpu("--only", "explain ViT-384: first", "attention: flash", cwd=tmp_path, **known)
+    assert re.search(r"^ok +explain ViT-384: first", done.stdout, re.MULTILINE), done.stdout + done.stderr
+    assert re.search(r"^ok +attention: flash", done.stdout, re.MULTILINE)
+
+
+def test_the_first_calls_have_the_most_valuable_rows(tmp_path: Path) -> None:
+    """As listed, without a GPU: a call of eight minutes has the checks and the U-Net, two have NCCL and the ViT."""
+    done = subprocess.run([sys.executable, str(ROOT / "tests/bench/gpu.py"), "--list"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    rows = [line.split(" s  ") for line in done.stdout.splitlines()]
+    ends = dict(
+        zip((name for _, name in rows), itertools.accumulate(float(seconds) for seconds, _ in rows), strict=True)
+    )
+    assert max(end for name, end in ends.items() if name.startswith("check: CUDA graph, fp16")) < 120
+    assert ends["U-Net 64³: CUDA graph"] < 480 and ends["profile U-Net 64³: eager"] < 480
+    later = ("one rank, NCCL: compile, bf16", "end to end: train, resume, throughput", "ViT-384: reduce-overhead")
+    assert all(ends[name] < 960 for name in later)
+
+
+@pytest.mark.parametrize("kind", ["fa3", "cudnn"])
+def test_attention_that_is_not_here_is_no_other(tmp_path: Path, kind: str) -> None:
+    with pytest.raises(Skip, match=r"no such kernel here: (FlashAttention-3 is for CUDA|No (viable|available))"):
+        attention(Bench(torch.device("cpu"), True, tmp_path), kind, 1, 16, 48)
+
+
+def test_synthetic_batches_are_as_a_loader_delivers_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the step's layout and number format: it arranges nothing anew."""
+    bench, case, over = Bench(torch.device("cpu"), True, tmp_path), sizes(True)[0], BEST["cosmo_unet"]
+    arranged, seen = Network._arranged, list[bool]()
+
+    def noted(self: Network, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        seen.append((result := arranged(self, values, dtype)) is values)
+        return result
+
+    monkeypatch.setattr(Network, "_arranged", noted)
+    few = Throughput(warmup=1, trials=1, batches=1, seconds=0)
+    for row in (
+        lambda: Ladder(bench, case, Data(bench, case, 24, 4), ("streamed",), few).rung(over, False, ""),
+        lambda: sized(bench, case, over, 2, few),
+        lambda: profile(bench, case, {}),
+        lambda: gpu_whole.exchanging(bench, case, over),
+    ):
+        row()
+        assert seen and all(seen)
+        seen.clear()

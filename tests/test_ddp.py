@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,7 @@ from dlscale.train.build import build_step, open_session
 from dlscale.train.checkpoint import Checkpoints
 from dlscale.train.step import Step
 from dlscale.train.trainer import Trainer
-from tests.conftest import ERA5, ERA5_RUN, TINY, make_run, records, train
+from tests.conftest import ERA5, ERA5_RUN, ROOT, TINY, make_run, records, train
 from tests.test_parallel import configure, train_by
 from tests.test_rungs import settings
 
@@ -91,9 +93,11 @@ def steps(step: Step, share: Share, parts: int = 1) -> dict[str, int]:
         own = slice(share.indices(0, 8).start, share.indices(0, 8).stop)
         with profile(activities=[ProfilerActivity.CPU]) if number == WARM_UP else nullcontext() as seen:
             step(x[own], y[own])
+            if dist.is_initialized():
+                dist.barrier()  # gloo's threads note the end of a sum a moment after it is there
     assert seen is not None
     calls = [event.name for event in seen.events() if event.name.startswith("gloo:")]
-    return {name: calls.count(name) for name in set(calls)}
+    return {name: calls.count(name) for name in set(calls) - {"gloo:barrier"}}
 
 
 def _observe(rank: int, port: int, folder: str) -> None:
@@ -366,3 +370,30 @@ def configure_twin(folder: Path) -> Path:
 def test_settings_of_another_kind_do_not_stay() -> None:
     merged = config.merge({"parallel": {"bucket_mb": 3}}, {"parallel": {"kind": "dp"}})
     assert merged == {"parallel": {"kind": "dp"}}
+
+
+#: Run before `tests/container/inside.py`: what PyTorch 2.13 has and 2.11 has not is taken away.
+OLDER = """
+import runpy, sys
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+for name in ("all_gather_single", "reduce_scatter_single"):
+    if hasattr(dist, name):
+        delattr(dist, name)
+made = DistributedDataParallel.__init__
+def make(
+    self, module, device_ids=None, process_group=None, bucket_cap_mb=None, broadcast_buffers=True,
+    gradient_as_bucket_view=False, static_graph=False,
+):
+    made(self, module, device_ids, process_group=process_group, broadcast_buffers=broadcast_buffers)
+DistributedDataParallel.__init__ = make
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("before", [[], ["-c", OLDER]], ids=["as it is", "as 2.11"])
+def test_several_processes_start_with_other_versions(before: list[str]) -> None:
+    command = [sys.executable, *before, str(ROOT / "tests/container/inside.py"), "numba"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.startswith("ok: PyTorch "), done.stderr

@@ -214,13 +214,14 @@ def corrupted(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def patched(name: str, make: Callable[[Any], Any]) -> Iterator[None]:
-    """Have a function of `torch.distributed` altered in this process."""
-    original = getattr(dist, name)
-    setattr(dist, name, make(original))
+    """Have a function of `torch.distributed`, or of what the self-test takes of it, altered in this process."""
+    module = selftest if hasattr(selftest, name) else dist
+    original = getattr(module, name)
+    setattr(module, name, make(original))
     try:
         yield
     finally:
-        setattr(dist, name, original)
+        setattr(module, name, original)
 
 
 def sends_wrong(original: Any) -> Any:
@@ -302,7 +303,7 @@ CASES = {
     "sends": Case(
         4, 2, "batch_isend_irecv", sends_wrong, said="what process 2 on nid1 sent is wrong, seen with 2 other"
     ),
-    "gathers": Case(4, 1, "all_gather_single", gathers_wrong, said="what process 1 on nid0 sent is wrong, seen with 3"),
+    "gathers": Case(4, 1, "all_gather", gathers_wrong, said="what process 1 on nid0 sent is wrong, seen with 3"),
     "adds": Case(4, 2, "all_reduce", adds_wrong, said="sums are wrong with process 2 on nid1."),
     "reads": Case(4, 3, "all_reduce", reads_wrong, said="the sums that process 3 on nid1 got are wrong"),
     "adds in groups": Case(
@@ -447,8 +448,6 @@ def test_a_level_of_uneven_links_has_no_slow_ones() -> None:
 #: Run in place of `dlscale`: the second rank adds wrong numbers, or hangs before it exchanges anything.
 FAULTY = """
 import os, sys, time
-import torch
-import torch.distributed as dist
 from dlscale import cli
 from dlscale.parallel import selftest, watchdog
 
@@ -456,8 +455,8 @@ if os.environ["RANK"] == "1":
     if os.environ["FAULT"] == "hangs":
         selftest.moved = lambda *arguments: time.sleep(3600)
     else:
-        original = dist.all_gather_single
-        dist.all_gather_single = lambda output, own, **options: original(output, own + 1, **options)
+        original = selftest.all_gather
+        selftest.all_gather = lambda output, own, **options: original(output, own + 1, **options)
 watchdog.REHEARSAL = 6.0
 sys.exit(cli.main(sys.argv[1:]))
 """

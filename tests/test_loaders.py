@@ -729,14 +729,20 @@ def test_nothing_is_let_go_that_a_device_has_yet_to_read(speed: int) -> None:
 
 
 def test_what_fits_becomes_resident(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
-    """By measured free memory, and it is said."""
+    """By the device's memory without what this process holds, whatever others hold: runs beside each other do alike."""
     samples = crops(tmp_path, VOLUMES["half"])
     fields = stored_fields(samples)
     needed = sum(field.bytes for field in fields)
     assert needed == 2 * 9 * sum(int(np.prod(edges)) for edges in EDGES)
     caplog.set_level("INFO")
-    for free, fits in ((2 * needed, True), (2 * needed - 1, False)):
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free, 2 * free))
+    for room, own, free, fits in (
+        (2 * needed, 0, 2 * needed, True),
+        (2 * needed, 0, needed // 2, True),
+        (2 * needed - 1, 0, 2 * needed - 1, False),
+        (2 * needed, 1, 2 * needed, False),
+    ):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, room=room, free=free: (free, room))
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device, own=own: own)
         assert direct_loader.becomes_resident("auto", needed, torch.device("cuda")) == fits
         assert f"{'is held' if fits else 'is not held'} on the device" in caplog.messages[-1]
     assert direct_loader.becomes_resident("always", needed, torch.device("cuda"))

@@ -393,6 +393,15 @@ def test_what_an_exception_was_raised_from_counts(tmp_path: Path, cosmo_data: Pa
         except ValueError as error:
             raise Wrapped("backend") from error
     assert not exhaustion.is_exhaustion(Wrapped("backend"))
+    for suppressed in (False, True):  # as at the end of a graph's recording, which fails in turn
+        with pytest.raises(Wrapped) as raised:
+            try:
+                raise torch.OutOfMemoryError(CUDA)
+            finally:
+                if suppressed:
+                    raise Wrapped("another matter") from None
+                raise Wrapped("the recording was left unfinished")
+        assert exhaustion.is_exhaustion(raised.value) != suppressed
     assert exhaustion.is_exhaustion(OSError(errno.ENOMEM, "Cannot allocate memory"))
 
 

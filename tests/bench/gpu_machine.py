@@ -18,6 +18,12 @@ PRODUCT, COPY, PINNED = (
 PACKAGES = ("triton", "numba", "numpy", "h5py", "pydantic", "flash_attn_interface")
 
 
+def is_h200(bench: Bench) -> bool:
+    """Whether targets of an H200 count; none do where there is no GPU, as where rows are only listed."""
+    there = bench.cuda and torch.cuda.is_available() and not bench.quick
+    return there and "H200" in torch.cuda.get_device_name(bench.device)
+
+
 def machine(bench: Bench) -> Values:
     """Return names and versions."""
     found: Values = {"torch": torch.__version__, "cores": len(os.sched_getaffinity(0))}

@@ -26,7 +26,7 @@ from dlscale.train import memory
 from dlscale.train.step import Step
 from tests.bench.cases import Case, sizes
 from tests.bench.gpu_checks import loader_of
-from tests.bench.gpu_machine import PINNED, PRODUCT
+from tests.bench.gpu_machine import PINNED, PRODUCT, is_h200
 from tests.bench.tasks import Bench, Skip, Task, Values
 
 #: TFLOP/s of dense bf16 matrix products by the makers' datasheets; the first name that is part of a card's.
@@ -140,7 +140,7 @@ class Ladder:
         if compiled or over.get("cuda_graph"):
             self.bench.need_cuda()
         step = self.case.step(self.bench.device, **over)
-        x, y = self.case.batch(self.bench.device)
+        x, y = self.case.delivered(step)
         found: Values = compiling(self.bench, step, (x, y), first_compiled) if compiled else {}
         found["SYNTHETIC"] = synthetic = median(self.bench, itertools.repeat((x, y)), step, self.settings)
         if earlier := self.bench.found.get(before, {}).get("SYNTHETIC"):
@@ -194,7 +194,7 @@ def large(bench: Bench, case: Case, settings: Throughput) -> Values:
     while True:
         try:
             step = case.step(bench.device, batch_size=batch_size, **over)
-            batch = case.batch(bench.device, batch_size)
+            batch = case.delivered(step, batch_size)
             found = {"batch": batch_size, **compiling(bench, step, batch, warm=False)}
             found["SYNTHETIC"] = median(bench, itertools.repeat(batch), step, settings)
             break
@@ -224,7 +224,7 @@ def sized(bench: Bench, case: Case, over: dict[str, Any], batch_size: int, setti
     """Measure a step of one size of batch."""
     try:
         step = case.step(bench.device, batch_size=batch_size, **over)
-        batch = case.batch(bench.device, batch_size)
+        batch = case.delivered(step, batch_size)
         found: Values = {"SYNTHETIC": median(bench, itertools.repeat(batch), step, settings)}
     except torch.OutOfMemoryError:
         raise Skip("does not fit into the device's memory") from None
@@ -247,26 +247,32 @@ def _trials(bench: Bench) -> tuple[Throughput, Throughput]:
     return Throughput(warmup=1, trials=3, batches=10, seconds=0), Throughput(warmup=1, trials=3, batches=30, seconds=0)
 
 
-def ladders(bench: Bench) -> list[Task]:
-    """Return the rungs of both studies, U-Net first, and the large model."""
-    unet, vit, wide = sizes(bench.quick)
-    few, many = _trials(bench)
-    boxes, years = data(bench)
-    h200 = torch.cuda.is_available() and "H200" in torch.cuda.get_device_name() and bench.cuda and not bench.quick
+def expected(bench: Bench, rate: float, kind: str = "FULL resident") -> dict[str, float]:
+    """Return a target of an H200."""
+    return {kind: rate} if is_h200(bench) else {}
 
-    def expected(rate: float, kind: str = "FULL resident", **more: float) -> dict[str, float]:
-        return {kind: rate} | more if h200 else more
 
-    no_slower = {"× rung before": NO_SLOWER}
-    unet_targets = {
-        "channels last": expected(2450),
-        "compile": expected(3400),
-        "CUDA graph": {**expected(3400), **no_slower},
+def unet(bench: Bench) -> list[Task]:
+    """Return the rungs of the U-Net."""
+    case, (_, many), (boxes, _) = sizes(bench.quick)[0], _trials(bench), data(bench)
+    targets = {
+        "channels last": expected(bench, 2450),
+        "compile": expected(bench, 3400),
+        "CUDA graph": {**expected(bench, 3400), "× rung before": NO_SLOWER},
     }
-    vit_targets = {"compile": expected(147), "attention auto": expected(180), "CUDA graph": no_slower}
-    found = Ladder(bench, unet, boxes, ("resident", "streamed"), many).tasks("U-Net 64³", UNET_RUNGS, unet_targets)
-    found += Ladder(bench, vit, years, ("resident",), few).tasks("ViT-384", VIT_RUNGS, vit_targets)
-    large_targets = {**expected(70, "SYNTHETIC"), "MFU (datasheet)": 0.43}
+    return Ladder(bench, case, boxes, ("resident", "streamed"), many).tasks("U-Net 64³", UNET_RUNGS, targets)
+
+
+def vit(bench: Bench) -> list[Task]:
+    """Return the rungs of the ViT, and the large one."""
+    (_, case, wide), (few, _), (_, years) = sizes(bench.quick), _trials(bench), data(bench)
+    targets = {
+        "compile": expected(bench, 147),
+        "attention auto": expected(bench, 180),
+        "CUDA graph": {"× rung before": NO_SLOWER},
+    }
+    found = Ladder(bench, case, years, ("resident",), few).tasks("ViT-384", VIT_RUNGS, targets)
+    large_targets = {**expected(bench, 70, "SYNTHETIC"), "MFU (datasheet)": 0.43}
     return [*found, Task("ViT-1024", "all", 60, partial(large, bench, wide, few), large_targets)]
 
 

@@ -37,7 +37,10 @@ from tests.bench.tasks import Bench, Skip, Task, Values
 
 
 class Several(World):
-    """A world whose only rank takes itself for one of several: the model is wrapped, and means are its own values."""
+    """A world whose only rank takes itself for one of several: the model is wrapped, and means are its own values.
+
+    What asks for `data_size` is taken in; who exchanges values besides asks for `size`.
+    """
 
     @property
     def data_size(self) -> int:
@@ -66,7 +69,16 @@ def made(case: Case, world: World, over: dict[str, Any]) -> Step:
         with world.device:
             return case.network(run)
 
-    return build_step(run, model, case.loss(), world)
+    step = build_step(run, model, case.loss(), world)
+    if step.strategy.exchanges != (world.data_size > 1):
+        raise AssertionError(f"{type(world).__name__}: the model is not wrapped as it should be")
+    return step
+
+
+def exchanges() -> int:
+    """Return how many collective operations the default group has begun."""
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD._get_sequence_number_for_group()
 
 
 def one_rank(bench: Bench, over: dict[str, Any]) -> Values:
@@ -79,7 +91,7 @@ def one_rank(bench: Bench, over: dict[str, Any]) -> Values:
     with group(bench) as world:
         found["backend"] = dist.get_backend()
         for case in (UNET, VIT):
-            graphs = []
+            graphs, seen = [], list[int]()
             losses: list[list[torch.Tensor]] = []
             for kind in (World(device=world.device), world):
                 torch.compiler.reset()
@@ -89,9 +101,14 @@ def one_rank(bench: Bench, over: dict[str, Any]) -> Values:
                 except UserError as error:
                     raise Skip(str(error)) from None
                 x, y = case.batch(world.device)
+                before = exchanges()
                 losses.append([step(x, y) for _ in range(15)])  # a graph is recorded meanwhile
                 bench.wait()
+                seen.append(exchanges() - before)
                 graphs.append({key: counters["stats"][key] for key in ("unique_graphs", "calls_captured")})
+            if seen[0] or not seen[1]:
+                raise AssertionError(f"{case.study}: {seen[0]} exchanges alone became {seen[1]} where it is wrapped")
+            found[f"{case.study} exchanges"] = seen[1]
             for mine, plain in zip(losses[1], losses[0], strict=True):
                 errors.hold("loss", distance(mine, plain), 1e-3 if "precision" in over else 1e-4)
             if over.get("compile"):
@@ -107,8 +124,8 @@ def exchanging(bench: Bench, case: Case, over: dict[str, Any]) -> Values:
     found = Values()
     with group(bench) as world:
         for name, kind in (("plain", World(device=world.device)), ("wrapped", world)):
-            step, batch = made(case, kind, {**FUSED, **over}), case.batch(world.device)
-            found[f"{name} samples/s"] = median(bench, itertools.repeat(batch), step, settings)
+            step = made(case, kind, {**FUSED, **over})
+            found[f"{name} samples/s"] = median(bench, itertools.repeat(case.delivered(step)), step, settings)
     return {**found, "wrapped / plain": found["wrapped samples/s"] / found["plain samples/s"]}
 
 

@@ -8,15 +8,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import h5py
 import numpy as np
 import torch
-from PIL import Image
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
+
+if TYPE_CHECKING:  # `make bench-gpu` loads no photographs, and has no Pillow
+    from PIL import Image
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -218,7 +220,7 @@ def loader(dataset: Pieces, batch_size: int, workers: int) -> DataLoader[Pair]:
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
-class Photographs(Dataset[tuple[Image.Image, int]]):
+class Photographs(Dataset["tuple[Image.Image, int]"]):
     """Folders of classes, as torchvision reads them: `ImageFolder`, `RandomResizedCrop`, `RandomHorizontalFlip`.
 
     The random numbers are torch's, one by one, as torchvision draws them.
@@ -233,6 +235,8 @@ class Photographs(Dataset[tuple[Image.Image, int]]):
         return len(self.files)
 
     def __getitem__(self, index: int) -> tuple[Image.Image, int]:
+        from PIL import Image
+
         path, label = self.files[index]
         with open(path, "rb") as file:
             image = Image.open(file).convert("RGB")

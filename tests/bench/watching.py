@@ -69,8 +69,12 @@ def watched_and_alone(
 
 
 def _cpu_seconds(pid: int) -> float:
-    """Return a process's processor time; other files have it in steps of 0.01 s."""
-    return int(Path(f"/proc/{pid}/schedstat").read_text().split()[0]) / 1e9
+    """Return a process's processor time; in steps of 0.01 s where the kernel has no finer, as in some containers."""
+    try:
+        return int(Path(f"/proc/{pid}/schedstat").read_text().split()[0]) / 1e9
+    except OSError:
+        times = psutil.Process(pid).cpu_times()
+        return times.user + times.system
 
 
 def _sampler(file: Path) -> psutil.Process:

@@ -78,6 +78,12 @@ def test_nothing_is_left_behind(container_engine: Engine, cpu_image: str, inspec
     assert container_engine(*RUN, cpu_image, "ls", "-A", "results") == ""
 
 
+def test_several_processes_can_start(container_engine: Engine, cpu_image: str) -> None:
+    """With the image's own PyTorch, which need not be this environment's."""
+    mount = f"--volume={ROOT}/tests/container/inside.py:/tmp/inside.py:ro"
+    assert "ok: PyTorch " in container_engine(*STRANGER, mount, cpu_image, "python", "/tmp/inside.py", "numba")
+
+
 @pytest.mark.slow
 def test_readable_by_all(container_engine: Engine, cpu_image: str) -> None:
     closed = r"! -type l \( ! -perm -o=r -o -type d ! -perm -o=x \)"

@@ -150,7 +150,7 @@ class Training(Strict):
     stop_after: PositiveInt | None = Field(
         None,
         description="End after so many epochs: a part of a training whose schedule and checkpoints are those of all of "
-        "it, and that goes on bitwise as if it had not ended.",
+        "it, and that goes on as if it had not ended: bitwise on a CPU, where a GPU's libraries choose kernels anew.",
     )
     on_divergence: Literal["fail", "stop"] = Field(
         "fail",

@@ -44,6 +44,10 @@ SUMS = {"cpu": (8, 2**22), "cuda": (8, 25 * 2**20)}
 
 SHOWN = 8  #: Ranks that a message names.
 
+#: As PyTorch calls them since 2.13, or before.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 class Wrong(NamedTuple):
     """A result that is wrong, as one rank saw it."""
@@ -238,14 +242,14 @@ def _reduce_scatter(group: Group, count: int) -> Result:
     part = group.part(count)
     got = torch.empty(part, device=group.device)
     total = part * len(group.ranks)
-    dist.reduce_scatter_single(got, summands(group, [group.own], total), group=group.handle)
+    reduce_scatter(got, summands(group, [group.own], total), group=group.handle)
     return got, summands(group, group.ranks, total)[group.place * part : (group.place + 1) * part]
 
 
 def _all_gather(group: Group, count: int) -> Result:
     part = group.part(count)
     got = torch.full((len(group.ranks) * part,), -1.0, device=group.device)
-    dist.all_gather_single(got, moved(group.own, part, group.device), group=group.handle)
+    all_gather(got, moved(group.own, part, group.device), group=group.handle)
     return got.view(-1, part), moved(group.column(group.ranks), part, group.device)
 
 

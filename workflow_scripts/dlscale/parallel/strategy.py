@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -22,6 +23,13 @@ from dlscale.parallel.world import World
 
 #: PyTorch's own (`torch.nn.parallel.distributed._DEFAULT_BUCKET_CAP_MB`).
 BUCKET_MB = 25
+
+#: What tells `DistributedDataParallel` to broadcast buffers, by the older name where PyTorch has no other.
+BUFFERS = (
+    "forward_sync_buffers"
+    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+    else "broadcast_buffers"
+)
 
 #: What averages a bucket of gradients, as `DistributedDataParallel.register_comm_hook` takes it.
 CommHook = Callable[[Any, Any], Any]
@@ -82,7 +90,7 @@ class Replicated(Strategy):
             "device_ids": [self.world.device] if self.world.device.type == "cuda" else None,
             "process_group": self.world.replicas,
             "bucket_cap_mb": settings.bucket_mb,
-            "forward_sync_buffers": settings.broadcast_buffers,
+            BUFFERS: settings.broadcast_buffers,
             "gradient_as_bucket_view": settings.bucket_view,
             "static_graph": settings.static_graph,
         }
@@ -259,7 +267,7 @@ def strategy_of(run: RunCore, world: World) -> Strategy:
     parallel = run.parallel
     if isinstance(parallel, DP):
         return Copies(world, run.geometry.gpus_per_node)
-    copies = world.mesh.ranks.shape[1] if world.mesh else world.size
+    copies = world.mesh.ranks.shape[1] if world.mesh else world.data_size
     if isinstance(parallel, FSDP):
         return Sharded(world, parallel) if copies > 1 else Strategy(world)
     return Replicated(world, parallel) if copies > 1 and parallel.sync else Strategy(world)

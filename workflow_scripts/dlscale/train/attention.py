@@ -101,14 +101,14 @@ def trial(
 
 
 @contextmanager
-def _registered(name: str, device: torch.device) -> Iterator[None]:
+def registered(name: str, device: torch.device) -> Iterator[None]:
     """Let FlashAttention-3 compute within what PyTorch calls flash, where `name` asks for it."""
     if name != "fa3":
         yield
         return
     if device.type != "cuda":
         raise RuntimeError("FlashAttention-3 is for CUDA")
-    from torch.nn.attention import activate_flash_attention_impl, restore_flash_attention_impl  # not in PyTorch 2.11
+    from torch.nn.attention import activate_flash_attention_impl, restore_flash_attention_impl
 
     activate_flash_attention_impl("FA3")  # imports `flash_attn_interface`
     try:
@@ -130,7 +130,7 @@ def _seconds(name: str, shape: tuple[int, ...], dropout: float, dtype: torch.dty
         values = torch.randn(samples, tokens, count, heads, width, dtype=dtype, device=device)
         return [each.transpose(1, 2) for each in values.unbind(2)]
 
-    with torch.random.fork_rng([device] if device.type == "cuda" else []), _registered(name, device), only(name):
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), registered(name, device), only(name):
         (q, k, v), (gradient,) = random(3), random(1)
         for x in (q, k, v):
             x.requires_grad_()

@@ -88,10 +88,15 @@ def is_exhaustion(error: BaseException) -> bool:
 
 
 def chain(error: BaseException) -> list[BaseException]:
-    """Return an exception and those that it was raised from, as compilers and others wrap what went wrong."""
-    found = [error]
-    while (cause := found[-1].__cause__) and cause not in found:
-        found.append(cause)
+    """Return an exception and those that it was raised from, or while they were handled.
+
+    Compilers wrap what went wrong, and what cleans up after it, such as the end of a graph's recording, may fail, too.
+    """
+    found: list[BaseException] = []
+    more: BaseException | None = error
+    while more and more not in found:
+        found.append(more)
+        more = more.__cause__ or (None if more.__suppress_context__ else more.__context__)
     return found
 
 

@@ -66,8 +66,9 @@ class Network(nn.Module):
 class Step:
     """Forward, backward, update; `build_step` makes it.
 
-    Nothing in it waits for the device, with one exception that is PyTorch's: where the loss is scaled (`fp16`,
+    Nothing in it waits for the device, with two exceptions that are PyTorch's. Where the loss is scaled (`fp16`,
     `fp16_master`) an optimiser that is not `fused` asks the device in every step whether the gradients overflowed.
+    And each layer of synchronised batch normalisation asks it which ranks have samples, but in a CUDA graph.
     Nothing of a batch is kept after the step: its memory may be overwritten.
 
     With several ranks each computes its share of the batch, or of a sample; gradients are averaged while they are
@@ -92,6 +93,7 @@ class Step:
         self.device, self.attention = strategy.world.device, attention
         self.optimizer, self.scaler = optimizer, gradients.scaler(run.precision in SCALED)
         self._gradients, self._accumulation = gradients, run.accumulation_steps
+        self._overwritten = False  #: whether the next step writes where the loss of this one is
         self._known = set[object]()  #: what was done once, with batches of this shape
         self._train: Callable[..., torch.Tensor] = self._train_eagerly
         self._loss_of: Callable[..., torch.Tensor] = strategy.wrapped
@@ -104,6 +106,7 @@ class Step:
 
     def compile(self, mode: str) -> None:
         """Compile the forward pass, with the loss and alone, in this mode (the run's `compile.mode`)."""
+        self._overwritten = mode in ("reduce-overhead", "max-autotune")  # whose code has graphs of its own on CUDA
         self._loss_of = compiled(self.strategy.wrapped, mode, self.device)
         self._predict = compiled(self.network.predict, mode, self.device)
 
@@ -178,7 +181,7 @@ class Step:
                 loss = loss * share
             with mark("backward"):
                 self.scaler.scale(loss * weight if weight != 1.0 else loss).backward()
-        return loss.detach()
+        return loss.detach().clone() if self._overwritten else loss.detach()
 
     @torch.no_grad()
     def predict(self, x: torch.Tensor, once: bool = False) -> torch.Tensor:

@@ -138,7 +138,8 @@ class _OnDevice:
         (x, y), event = result
         if event is not None:
             current = torch.cuda.current_stream(self._device)
-            self._used.append(current.record_event())  # the work on the batches before this one
+            before = current.record_event(torch.cuda.Event(blocking=True))  # the work on the batches before this one
+            self._used.append(before)
             current.wait_event(event)
             for tensor in (x, y):
                 tensor.record_stream(current)  # its memory is not to be used again before this stream is done with it
@@ -158,7 +159,7 @@ class Streamed(_OnDevice):
         self._shared = fields[0] is fields[1]
         fields, batch = (fields[:1], 2 * batch) if self._shared else (fields, batch)
         self._buffers = [[self._allocate(field, batch) for field in fields] for _ in range(slots)]
-        self._copied = [torch.cuda.Event() if self._stream else None for _ in range(slots)]
+        self._copied = [torch.cuda.Event(blocking=True) if self._stream else None for _ in range(slots)]
 
     def _allocate(self, field: StoredField, count: int) -> tuple[torch.Tensor, np.ndarray]:
         """Return a pinned buffer for `count` boxes, and the boxes in it [count, C, a, b, c]."""
@@ -216,7 +217,7 @@ class Resident(_OnDevice):
         except torch.OutOfMemoryError:
             needed = sum(field.bytes for field in dict.fromkeys(fields))
             raise UserError(
-                f"loader.resident: data of {needed / 1e9:.1f} GB do not fit on the device; use auto or never, or store "
+                f"loader.resident: data of {needed / 1e9:.1f} GB do not fit on the device; use never, or store "
                 "them in float16"
             ) from None
         if self._stream is not None:  # which reads what was just written on another

@@ -26,7 +26,8 @@ from dlscale.data.loaders.direct_written import ResidentTable, Written, written
 from dlscale.data.loaders.settings import DirectLoader as Settings
 from dlscale.data.samples import Samples, TableSamples, WritingSamples
 
-#: Of a device's free memory, what resident data may take; the rest is for activations, which come later.
+#: What resident data may take of a device's memory, but for what this process holds already; the rest is for
+#: activations, which come later.
 RESIDENT_SHARE = 0.5
 
 
@@ -178,16 +179,20 @@ def threads(count: int, device: torch.device) -> ThreadPoolExecutor:
 
 
 def becomes_resident(setting: str, needed: int, device: torch.device) -> bool:
-    """Return whether data of so many bytes is to be held on the device, by the setting or by what fits; and say so."""
+    """Return whether data of so many bytes is to be held on the device, by the setting or by what fits; and say so.
+
+    What other processes hold does not count: runs that are timed beside each other would load in different ways, by
+    who came first. Where the device has no room for both, one of them says so.
+    """
     if setting != "auto":
         return setting == "always"
     if device.type != "cuda":
         return False  # the page cache is memory already
-    free, _ = torch.cuda.mem_get_info(device)
-    fits = needed <= RESIDENT_SHARE * free
+    room = torch.cuda.mem_get_info(device)[1] - torch.cuda.memory_reserved(device)
+    fits = needed <= RESIDENT_SHARE * room
     logging.info(
         f"data of {needed / 1e9:.1f} GB is {'' if fits else 'not '}held on the device "
-        f"({free / 1e9:.1f} GB are free, at most {100 * RESIDENT_SHARE:.0f} % for data)"
+        f"({room / 1e9:.1f} GB are this process's, at most {100 * RESIDENT_SHARE:.0f} % for data)"
     )
     return fits
 

@@ -39,7 +39,7 @@ class Written:
             ]
             for _ in range(slots)
         ]
-        self._copied = [torch.cuda.Event() if gpu else None for _ in range(slots)]
+        self._copied = [torch.cuda.Event(blocking=True) if gpu else None for _ in range(slots)]
 
     def begin(self, slot: int, chosen: Chosen) -> tuple[list[Callable[[], None]], Callable[[], Any]]:
         """See `Backend`: one task for each sample."""
@@ -72,7 +72,7 @@ class ResidentTable:
             self._x, self._y = (torch.from_numpy(values).to(device) for values in samples.table())
         except (torch.OutOfMemoryError, MemoryError):
             raise UserError(
-                f"loader.resident: data of {samples.bytes / 1e9:.1f} GB do not fit on the device; use auto or never"
+                f"loader.resident: data of {samples.bytes / 1e9:.1f} GB do not fit on the device; use never"
             ) from None
         self._order: tuple[int, torch.Tensor] | None = None
 

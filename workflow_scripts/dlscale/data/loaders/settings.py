@@ -35,7 +35,7 @@ class DirectLoader(_Reading):
     resident: Literal["auto", "always", "never"] = Field(
         "auto",
         description="Hold all data on the device and read it once. auto: on a GPU of which it takes at most half the "
-        "free memory; the log says which.",
+        "memory, but for what the process holds already; the log says which.",
     )
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from PIL import Image
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 
 def short_edge(height: int, width: int, edge: int) -> tuple[int, int]:
@@ -21,5 +24,7 @@ def resized(image: Image.Image, height: int, width: int) -> Image.Image:
     Pillow makes a pass along rows and one along columns, and rounds to bytes after each. Which one comes first depends
     on its version and the sizes: here it is always that along rows, as in all versions before 13.
     """
+    from PIL import Image  # only here: what is computed of sizes alone needs no Pillow
+
     filtered = image.resize((width, image.height), Image.Resampling.BILINEAR)
     return filtered.resize((width, height), Image.Resampling.BILINEAR)

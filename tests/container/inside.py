@@ -1,0 +1,52 @@
+"""What an image, or any environment, must be able to do without a GPU: `python tests/container/inside.py`.
+
+It needs PyTorch and dlscale alone, and nothing of the repository's tests: an image has none, and gets this file
+mounted, or by standard input. Packages that are named after it, such as `nvidia.dali`, are imported, too.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from contextlib import nullcontext
+
+import torch
+import torch.distributed as dist
+
+from dlscale.config.parallel import DDP
+from dlscale.parallel import selftest
+from dlscale.parallel.sharding import Sharding
+from dlscale.parallel.strategy import Replicated
+from dlscale.parallel.world import World
+
+
+class Network(torch.nn.Module):
+    """A layer, and batch normalisation for its buffers, which are broadcast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return a number."""
+        return self.model(x).square().sum()
+
+
+def main(packages: list[str]) -> None:
+    """Import packages, train a model that is wrapped as for several processes, and do the self-test's operations."""
+    for name in packages:
+        importlib.import_module(name)
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    strategy = Replicated(World(), DDP())
+    strategy.wrap(Network(), Sharding(), nullcontext)
+    strategy.wrapped(torch.randn(4, 3)).backward()
+    if any(p.grad is None for p in strategy.wrapped.parameters()):
+        sys.exit("DistributedDataParallel leaves no gradients")
+    if wrong := selftest.collected(selftest.Group("all processes", None, (0,), 0, torch.device("cpu"))):
+        sys.exit(f"the self-test's operations give wrong values: {wrong}")
+    dist.destroy_process_group()
+    print(f"ok: PyTorch {torch.__version__} (CUDA {torch.version.cuda}), {', '.join(packages) or 'no other package'}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
