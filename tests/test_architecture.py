@@ -479,6 +479,22 @@ def test_a_study_from_outside_is_followed(tmp_path: Path, monkeypatch: pytest.Mo
     assert "outside_stranger" not in reached
 
 
+def test_data_of_a_study_of_one_file_stand_on_what_makes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not on its model, nor on what that imports."""
+    monkeypatch.setattr(registry, "_added", {})
+    monkeypatch.syspath_prepend(ROOT / "docs/examples")
+    registry.add("waves", ROOT / "docs/examples/waves.py")
+    for stage, names in {"preprocess": {"KINDS", "open_source"}, "describe": {"KINDS"}}.items():
+        reached = reachable(data_modules(stage, "waves"))
+        assert {"waves", "dlscale.data.kind"} <= set(reached) and not below("studies", reached)
+        assert ("dlscale.data.source" in reached) == ("open_source" in names)
+    kept = _used(ast.parse((ROOT / "docs/examples/waves.py").read_text()), {"KINDS", "open_source"})
+    defined = {node.name for node in kept if isinstance(node, ast.ClassDef | ast.FunctionDef)}
+    assert defined == {"WavesDataset", "Waves", "open_source"}
+    assert {"waves", "dlscale.studies.base"} <= set(reachable(run_modules("train", "waves")))
+    monkeypatch.delitem(sys.modules, "waves")
+
+
 def test_tests_of_one_group_run_one_after_the_other(tmp_path: Path) -> None:
     """The clusters and containers of two would disturb each other; a runner may ignore groups without a word."""
     (tmp_path / "test_it.py").write_text(

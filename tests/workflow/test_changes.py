@@ -525,6 +525,7 @@ def test_what_would_run_does_run(clone: Tree) -> None:
     done = clone.snakemake("--cores", "2", "--", *TARGETS)
     assert done.status == 0, done.output
     assert done.names == planned == sorted(["configure_run era5 vit", *timed("years")])
+    assert "replaces the results of era5.vit (throughput); to keep them: " in done.output
     measured = json.loads((clone.results / "plans/era5/vit/throughput.json").read_text())
     assert len(measured["FULL"]["trial_throughput"]) == 1
     assert clone.planned().names == []
