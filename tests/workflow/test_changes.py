@@ -562,7 +562,7 @@ def test_fingerprint_is_of_exactly_what_ran(finished: tuple[Tree, Outcome], monk
     own = set(finished[0].python("import dlscale.cli, json, sys; print(json.dumps(list(sys.modules)))"))
     # Settings are of one of all kinds, those of a study from outside included.
     kinds = [module for module in registry.kinds().values() if module != "waves"]
-    own |= {"dlscale.datasets", *kinds, *(f"{module}.kind" for module in kinds), *reachable(["waves"])}
+    own |= {"dlscale.datasets", *kinds, *(f"{module}.kind" for module in kinds), *reachable(["waves"], whole=True)}
     stages_seen = []
     for file in finished[0].imports.iterdir():
         process = json.loads(file.read_text())
