@@ -347,7 +347,7 @@ ROWS = [
     Row(
         "a learning rate, of tuning",
         configure("plans.tuned.runs.mine.optimizer.lr", 5e-3),
-        ["configure_run tuned mine"],
+        ["configure_run tuned mine", *tables("tuned")],
     ),
     Row(
         "weight decay, where there was none",
