@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from dlscale.config import resolve
-from dlscale.config.compute import compute_settings
+from dlscale.config.compute import compute_settings, decisive_settings
 from dlscale.core import registry
 from dlscale.core.errors import UserError
 from dlscale.core.fingerprint import ROOT, data_modules, fingerprint, run_modules
@@ -270,9 +270,18 @@ def run_params(stage):
     def params(wildcards):
         run = run_of(wildcards)
         modules = run_modules(stage, run.study, *run.loaders(stage))
-        return stage_params(modules, json.dumps(run.slice(stage)))
+        return stage_params(modules, json.dumps(decisive_settings(stage, run.slice(stage))))
 
     return params
+
+
+def run_settings(stage):
+    """A function to the settings of a run as a stage reads them. Taking `input` keeps them from making it run again."""
+
+    def settings(wildcards, input):
+        return json.dumps(run_of(wildcards).slice(stage))
+
+    return settings
 
 
 def first_run(plan):
@@ -295,7 +304,7 @@ def throughput_params(wildcards):
     modules = run_modules(
         "throughput", run.study, *run.loaders("throughput"), *(first.loaders("throughput") if first else ())
     )
-    params = stage_params(modules, json.dumps(run.slice("throughput")))
+    params = stage_params(modules, json.dumps(decisive_settings("throughput", run.slice("throughput"))))
     # Of the first run only what its steps do: another learning rate of it is no reason to time all of a plan again.
     work = {"beside": json.dumps(compute_settings(first.model_dump(mode="json")))} if first else {}
     return params | work

@@ -17,13 +17,14 @@ rule throughput:
         **run_resources("throughput"),
     params:
         stage=throughput_params,
+        settings=run_settings("throughput"),
         launch=run_launch,
         device=run_device,
         beside=throughput_beside,
     message:
         "Measure throughput of {wildcards.plan}.{wildcards.run}"
     shell:
-        "{params.launch:q} throughput --config {params.stage[settings]:q} --manifest {input.manifest:q}"
+        "{params.launch:q} throughput --config {params.settings:q} --manifest {input.manifest:q}"
         " {params.beside:q} --device {params.device} --threads {threads} --out {output.throughput:q}"
         " --telemetry {output.telemetry:q} --log {log:q}"
 
@@ -47,13 +48,14 @@ rule profile:
         **run_resources("profile"),
     params:
         stage=run_params("profile"),
+        settings=run_settings("profile"),
         launch=run_launch,
         device=run_device,
         folder=subpath(output.profile, parent=True),
     message:
         "Profile {wildcards.plan}.{wildcards.run}"
     shell:
-        "{params.launch:q} profile --config {params.stage[settings]:q} --manifest {input.manifest:q}"
+        "{params.launch:q} profile --config {params.settings:q} --manifest {input.manifest:q}"
         " --device {params.device} --threads {threads} --out {params.folder:q} --telemetry {output.telemetry:q}"
         " --log {log:q}"
 
@@ -77,6 +79,7 @@ rule tune:
         **run_resources("tune"),
     params:
         stage=run_params("tune"),
+        settings=run_settings("tune"),
         launch=run_launch,
         device=run_device,
         call=call_with_files,
@@ -84,7 +87,7 @@ rule tune:
     message:
         "Tune {wildcards.plan}.{wildcards.run}"
     shell:
-        "{params.launch:q} tune --config {params.stage[settings]:q} --manifest {input.manifest:q}"
+        "{params.launch:q} tune --config {params.settings:q} --manifest {input.manifest:q}"
         " --device {params.device} --threads {threads}"
         " --run {wildcards.plan:q}.{wildcards.run:q} --call {params.call:q} --out {params.folder:q}"
         " --telemetry {output.telemetry:q} --log {log:q}"

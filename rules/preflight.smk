@@ -181,6 +181,8 @@ onstart:
             "Jobs are submitted, and no site says how; name one: --default-resources \"site='NAME'\""
         )
     works = waiting_works()
+    if line := why.replaced(reasons_to_run()):
+        print(line, file=sys.stderr)
     remember_sources()
     try:
         check_start(works)

@@ -8,14 +8,15 @@ import importlib.util
 import re
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
 
 from dlscale.config import resolve
-from dlscale.core import registry
+from dlscale.core import records, registry
+from dlscale.core.fingerprint import BY_NAME, GUARDS, _used, data_modules, fingerprint, reachable, run_modules
 from dlscale.core.fingerprint import ROOT as PACKAGE
-from dlscale.core.fingerprint import data_modules, fingerprint, reachable, run_modules
 from dlscale.core.settings import read_yaml
 from dlscale.core.stages import RUN_STAGES, STAGES
 from dlscale.data import parts
@@ -216,6 +217,91 @@ def test_a_stage_reaches_no_other(stage: str) -> None:
     assert not below("report", reached) | below("preflight", reached) and "dlscale.cli" not in reached
 
 
+RECORDS = [name for name, each in vars(records).items() if getattr(each, "__module__", "") == records.__name__]
+RECORDS = [name for name in RECORDS if isinstance(getattr(records, name), type)]
+#: What changes weights, gradients, or the state of random generators: nothing that stands around a training does it.
+TOUCHING = {
+    *("backward", "zero_grad", "requires_grad_", "load_state_dict", "copy_", "fill_", "set_", "register_hook"),
+    *("register_forward_hook", "register_forward_pre_hook", "clip_grad_norm_"),
+    *("manual_seed", "seed", "set_rng_state", "fork_rng", "default_rng", "Generator", "shuffle", "random"),
+    *("rand", "randn", "randint", "randperm", "rand_like", "randn_like", "normal_", "uniform_", "bernoulli_"),
+    *("set_default_dtype", "set_num_threads", "use_deterministic_algorithms", "set_grad_enabled", "autocast"),
+}
+
+
+@pytest.mark.parametrize("module", GUARDS)
+def test_a_guard_decides_no_result(module: str) -> None:
+    """A training imports it, and does not depend on it; it has no layer, no optimiser and no random number."""
+    modules = run_modules("train", next(iter(STUDIES)), LOADERS[0])
+    assert module in reachable(modules, whole=True) and module not in reachable(modules)
+    forbidden = ("torch.nn", "torch.optim", "torch.random", "random", "numpy.random", "dlscale.models")
+    assert not {name for name in imports(MODULES[module]) if f"{name}.".startswith(tuple(f"{f}." for f in forbidden))}
+    assert "dlscale.train.optimizer" not in imports(MODULES[module])
+    nodes = [*ast.walk(ast.parse(MODULES[module].read_text()))]
+    called = [node.func for node in nodes if isinstance(node, ast.Call)]
+    names = {func.attr if isinstance(func, ast.Attribute) else getattr(func, "id", "") for func in called}
+    assert not names & TOUCHING
+    written = [node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)]
+    assert not {"grad", "data", "requires_grad", "deterministic", "benchmark"} & set(written)
+
+
+def test_what_counts_by_name_only_defines() -> None:
+    """So that what a name stands on is all of it: no statement of these modules changes anything."""
+    for module in BY_NAME:
+        assert not [
+            ast.unparse(node)
+            for node in ast.parse(MODULES[module].read_text()).body[1:]
+            if not isinstance(node, ast.Import | ast.ImportFrom | ast.ClassDef | ast.FunctionDef | ast.Assign)
+        ]
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_a_record_is_made_of_what_counts_of_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The statements that its name stands on, and no others, make the same record."""
+    tree = ast.parse(MODULES[records.__name__].read_text())
+    some = types.ModuleType("some_records")
+    monkeypatch.setitem(sys.modules, some.__name__, some)
+    exec(compile(ast.fix_missing_locations(ast.Module(_used(tree, {name}), [])), "some", "exec"), vars(some))
+    assert getattr(some, name).model_json_schema() == getattr(records, name).model_json_schema()
+    (record,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name]
+    names = {node.id for node in ast.walk(record) if isinstance(node, ast.Name)}
+    assert names & vars(records).keys() <= vars(some).keys(), "methods, too, find what they use"
+
+
+#: Beside `open_source`, and whether it counts where a kind of dataset reads by it.
+BESIDE = {
+    "def helper(): pass": True,
+    "class Net(vit.Net): pass": False,
+    "from dlscale.models import vit": False,
+    "STUDY = Net()": False,
+    "KINDS = [Kind(SIZE)]": True,
+    "SIZE = 3": True,
+    "WIDTH = 3": False,
+    "class Part: pass": True,  # as text, in an annotation
+    "def change():\n    global SIZE\n    SIZE = 4": True,
+    "Net.width = 4": True,
+    "if Net.width: SIZE = 2": True,
+    "import patches": True,  # used by nobody: for what it does
+    "table = load()": True,
+    "@registered\ndef other(): pass": True,
+    "np.random.seed(0)": True,
+}
+OPEN = "def open_source(x: 'list[Part]'): return helper()"
+
+
+@pytest.mark.parametrize("statement", BESIDE)
+def test_what_a_name_stands_on(statement: str) -> None:
+    """Whatever may touch what it does; not what stands in the same file and is used elsewhere."""
+    always = ["class Net(vit.Net): pass"] if statement == "from dlscale.models import vit" else []
+    always += ["KINDS = [Kind(SIZE)]"] if "SIZE" in statement else []
+    tree = ast.parse("\n".join([OPEN, *always, statement]))
+    kept = {ast.unparse(node) for node in _used(tree, {"KINDS", "open_source"})}
+    assert ast.unparse(ast.parse(OPEN)) in kept
+    assert (ast.unparse(ast.parse(statement)) in kept) == BESIDE[statement]
+    dynamic = ast.parse(f"{OPEN}\nWIDTH = 3\ndef any(): return globals()")
+    assert _used(dynamic, {"open_source"}) == dynamic.body, "what cannot be read off counts as a whole"
+
+
 def test_measuring_needs_no_trainer() -> None:
     """What only a training does, a measurement does not depend on."""
     trainer = {"dlscale.train.trainer", "dlscale.train.checkpoint"}
@@ -253,6 +339,7 @@ def test_a_raw_file_depends_on_what_makes_it(name: str) -> None:
 
 PROBE = """
 import sys
+import types
 from pathlib import Path
 from dlscale.core import fingerprint as f
 f.ROOT = Path(sys.argv[1])
@@ -390,6 +477,22 @@ def test_a_study_from_outside_is_followed(tmp_path: Path, monkeypatch: pytest.Mo
     reached = reachable([study.module])
     assert {"outside_study", "outside_helper", "dlscale.models.losses"} <= set(reached)
     assert "outside_stranger" not in reached
+
+
+def test_data_of_a_study_of_one_file_stand_on_what_makes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not on its model, nor on what that imports."""
+    monkeypatch.setattr(registry, "_added", {})
+    monkeypatch.syspath_prepend(ROOT / "docs/examples")
+    registry.add("waves", ROOT / "docs/examples/waves.py")
+    for stage, names in {"preprocess": {"KINDS", "open_source"}, "describe": {"KINDS"}}.items():
+        reached = reachable(data_modules(stage, "waves"))
+        assert {"waves", "dlscale.data.kind"} <= set(reached) and not below("studies", reached)
+        assert ("dlscale.data.source" in reached) == ("open_source" in names)
+    kept = _used(ast.parse((ROOT / "docs/examples/waves.py").read_text()), {"KINDS", "open_source"})
+    defined = {node.name for node in kept if isinstance(node, ast.ClassDef | ast.FunctionDef)}
+    assert defined == {"WavesDataset", "Waves", "open_source"}
+    assert {"waves", "dlscale.studies.base"} <= set(reachable(run_modules("train", "waves")))
+    monkeypatch.delitem(sys.modules, "waves")
 
 
 def test_tests_of_one_group_run_one_after_the_other(tmp_path: Path) -> None:

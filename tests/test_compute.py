@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import pytest
 
 from dlscale.config import resolve
-from dlscale.config.compute import KEYS, compute_digest
+from dlscale.config.compute import KEYS, compute_digest, decisive_settings
 from dlscale.config.run import Run, RunCore
+from dlscale.core.stages import RUN_STAGES
 from tests.conftest import ERA5, ERA5_RUN
 
 LEARNT: list[dict[str, Any]] = [
     {"optimizer": {"lr": 0.5}},
     {"optimizer": {"betas": [0.8, 0.9]}},
     {"optimizer": {"weight_decay": 0.2}},
+    {"optimizer": {"eps": 1e-7}},
     {"seed": 7},
+    {"schedule": {"kind": "constant"}},
     {"label": "another"},
     {"training": {"epochs": 9}},
     {"samples": {"train": 8}},
     {"throughput": {"trials": 9}},
 ]
+#: Stages that run again for the first key of these, where that is not training alone.
+AGAIN: dict[str, set[str]] = {"label": set(), "samples": set(RUN_STAGES), "throughput": {"throughput"}}
 COMPUTED: list[dict[str, Any]] = [
     {"batch_size": 2},
     {"optimizer": {"weight_decay": 0}},
@@ -46,18 +52,31 @@ def run(**over: Any) -> Run:
     return resolve.load(raw).plans["test"]["run"].run
 
 
+def decisive(stage: str, run: Run) -> Any:
+    return decisive_settings(stage, run.slice(stage))
+
+
+once = functools.cache(run)
+
+
 def digest(**over: Any) -> str:
     return compute_digest(run(**over).model_dump(mode="json"))
 
 
 @pytest.mark.parametrize("over", LEARNT, ids=str)
 def test_what_is_learnt_changes_no_step(over: dict[str, Any]) -> None:
-    assert digest(**over) == digest()
+    """No rate is another one, and no stage but training runs again, unless there are other samples or trials."""
+    plain, other = once(), run(**over)
+    assert compute_digest(other.model_dump(mode="json")) == compute_digest(plain.model_dump(mode="json"))
+    again = {stage for stage in RUN_STAGES if decisive(stage, other) != decisive(stage, plain)}
+    assert again == (AGAIN[key] if (key := next(iter(over))) in AGAIN else {"train"})
 
 
 @pytest.mark.parametrize("over", COMPUTED, ids=str)
 def test_what_is_computed_does(over: dict[str, Any]) -> None:
-    assert digest(**over) != digest()
+    plain, other = once(), run(**over)
+    assert compute_digest(other.model_dump(mode="json")) != compute_digest(plain.model_dump(mode="json"))
+    assert all(decisive(stage, other) != decisive(stage, plain) for stage in RUN_STAGES)
 
 
 def test_averaging_takes_time() -> None:

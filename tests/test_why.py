@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dlscale.preflight.why import Waiting, explained, found, lost, remember, remembered
+from dlscale.preflight.why import Waiting, explained, found, lost, remember, remembered, replaced
 
 TABLES = {"1": {"models/vit.py": "a", "core/files.py": "b"}, "2": {"models/vit.py": "c", "core/files.py": "b"}}
 
@@ -17,7 +17,7 @@ TABLES = {"1": {"models/vit.py": "a", "core/files.py": "b"}, "2": {"models/vit.p
 def job(before: Any = None, now: Any = None, rule: str = "train", **more: Any) -> Waiting:
     """Return a job of which parameters changed, as Snakemake records them."""
     recorded = {"before": [repr(before)], "now": [repr(now)]} if before is not None else {}
-    return Waiting(rule, {"plan": "p", "run": "r"}, **{"known": True, **recorded, **more})
+    return Waiting(**{"rule": rule, "wildcards": {"plan": "p", "run": "r"}, "known": True, **recorded, **more})
 
 
 def stage(settings: Any = None, sources: str = "1", **more: str) -> dict[str, Any]:
@@ -89,6 +89,7 @@ def test_a_line_for_each_reason() -> None:
         "q.a (train): epochs 2 → 3",
         "report (report): never made",
         "and what follows from that: collect, report_plan 2",
+        "replaces the results of p.a, p.b, q.a (train, throughput); to keep them: a run of its own (from: p.a)",
     ]
     assert found(jobs, TABLES.get).lines() == in_order
     assert found(reversed(jobs), TABLES.get).lines() == in_order, "whatever the order in which Snakemake has them"
@@ -116,6 +117,23 @@ def test_what_is_gone_and_needed_by_nothing_is_told(tmp_path: Path) -> None:
     assert lost(results, *asked, [f"{run}/metrics.jsonl"]) == []
     (line, *_) = lost(results, *asked, [], ["--configfile", "mine.yaml"])
     assert line.endswith(f"snakemake --configfile mine.yaml --force {run}/metrics.jsonl"), "it is no plan without"
+
+
+def test_what_is_replaced_is_told() -> None:
+    """Of runs that have results, and get those of other settings: one line, the last."""
+    one, other = stage({"lr": 1}), stage({"lr": 2})
+    line = "replaces the results of p.r (train); to keep them: a run of its own (from: p.r)"
+    assert found([job(one, other)], TABLES.get).lines() == ["p.r (train): lr 1 → 2", line]
+    several = [job(one, other), job(one, other, "throughput", wildcards={"plan": "p", "run": "a"})]
+    assert replaced(several).startswith("replaces the results of p.a, p.r (train, throughput); ")
+    unharmed = [
+        job(one, other, missing=["model.pt"]),
+        job(known=False, missing=["model.pt"]),
+        job(one, stage({"lr": 1}, sources="2")),
+        job(one, one, newer=["data/a.h5"]),
+        job(one, other, "configure_run"),
+    ]
+    assert replaced(unharmed) == ""
 
 
 def test_digests_are_remembered(tmp_path: Path) -> None:

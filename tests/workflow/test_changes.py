@@ -16,12 +16,12 @@ import yaml
 from dlscale.config.dataset import dataset_type
 from dlscale.config.run import load_run
 from dlscale.core import registry
-from dlscale.core.fingerprint import data_modules, reachable, run_modules
+from dlscale.core.fingerprint import GUARDS, data_modules, reachable, run_modules
 from dlscale.core.settings import validate
 from dlscale.core.stages import RUN_STAGES, STAGES
 from dlscale.data import parts
 from dlscale.data.parts import load_dataset
-from tests.workflow.conftest import CONFIG, OUTSIDE, RESULTS, TARGETS, Outcome, Tree
+from tests.workflow.conftest import CONFIG, OUTSIDE, RESULTS, TARGETS, TITLE, Outcome, Tree
 from tests.workflow.jobs import (
     ALL,
     EVERYTHING,
@@ -141,6 +141,17 @@ def both(*edits: Edit) -> Edit:
     return edit
 
 
+def extended(record: str) -> Edit:
+    """Give a record a field more."""
+    begin = f"\n\nclass {record}(Record):\n"
+    return replace(f"{PACKAGE}/core/records.py", begin, f"{begin}    edited: int = 0\n")
+
+
+def file_of(module: str) -> str:
+    """Return the file of a module of dlscale in a tree."""
+    return f"workflow_scripts/{module.replace('.', '/')}.py"
+
+
 def reorder(tree: Tree) -> Undo:
     """Write the same configuration with its keys in another order (that of runs and targets has a meaning)."""
 
@@ -189,7 +200,7 @@ def components() -> Iterator[Row]:
         for role, expected in jobs.items():
             module = role and registry.module_of(kind, role)
             if module and module not in registry.DEFAULTS.values():
-                yield Row(f"{kind}: {role}", append(f"workflow_scripts/{module.replace('.', '/')}.py"), expected)
+                yield Row(f"{kind}: {role}", append(file_of(module)), expected)
 
 
 def users(module: str) -> list[str]:
@@ -198,20 +209,32 @@ def users(module: str) -> list[str]:
     return [name for name, file in files.items() if f"from dlscale.{module} import" in file.read_text()]
 
 
+#: What runs again where a run that is trained, timed and profiled is to learn otherwise; plan `again` names it, too.
+LEARNT = ["configure_run cosmo unet", "train cosmo unet", *tables("cosmo", "again")]
 COLLECT = '    "collect": Stage('
 ROWS = [
     *components(),
-    # A study from outside: its one file has its data, samples and model, so that all of these reach what it imports.
-    Row("a study outside", append(f"../{OUTSIDE}/waves.py"), since("preprocess", "waves")),
+    # A study from outside: its one file has its data and its model. What makes the data counts by its names.
+    Row("a study outside", append(f"../{OUTSIDE}/waves.py"), runs("waves")),
+    Row(
+        "its data",
+        replace(f"../{OUTSIDE}/waves.py", "wave += dataset.noise", "wave += 2 * dataset.noise"),
+        since("preprocess", "waves"),
+    ),
+    Row(
+        "its title",
+        replace(f"../{OUTSIDE}/waves.yaml", "title: ", "title: Edited "),
+        ["configure_plan waves_ladder", *tables("waves_ladder")],
+    ),
     Row(
         "settings of a study outside",
         replace(f"../{OUTSIDE}/waves.yaml", "lr: 1.0e-2", "lr: 2.0e-2"),
-        [*("configure_run waves_ladder baseline", "configure_run waves_ladder fused"), *runs("waves")],
+        [*("configure_run waves_ladder baseline", "configure_run waves_ladder fused"), *trained("waves")],
     ),
     Row("a file beside a study outside", create(f"../{OUTSIDE}/unused.py"), []),
     # What all studies share: the runs, measuring included.
     Row("losses", append(f"{PACKAGE}/models/losses.py"), runs(*users("models.losses"))),
-    Row("base of studies", append(f"{PACKAGE}/studies/base.py"), [*runs(*ALL), *since("preprocess", "waves")]),
+    Row("base of studies", append(f"{PACKAGE}/studies/base.py"), runs(*ALL)),
     # Days are chosen by it, over which the mean of an hour is taken.
     Row("sample stream", append(f"{PACKAGE}/data/sampling.py"), [*runs(*ALL), *since("describe", "years")]),
     # Loaders: the runs that have them.
@@ -242,7 +265,10 @@ ROWS = [
     Row("throughput", append(f"{PACKAGE}/measure/throughput.py"), timed(*ALL)),
     Row("profile", append(f"{PACKAGE}/measure/profilers/kineto.py"), profiled(*ALL)),
     Row("tuning", append(f"{PACKAGE}/measure/halving.py"), tuned(*ALL)),
-    # What watches a run decides none of its results; what reads the rows of telemetry makes tables of them.
+    # What stands around a stage decides none of its results; where pages are made, numbers in words are a result.
+    Row("guards", both(*(append(file_of(name)) for name in sorted(GUARDS) if name != "dlscale.core.text")), []),
+    Row("numbers in words", append(f"{PACKAGE}/core/text.py"), tables(*CONFIG["plans"])),
+    # Nor does what watches a run; what reads the rows of telemetry makes tables of them.
     Row("usage", append(f"{PACKAGE}/measure/usage.py"), timed(*ALL) + tuned(*ALL)),
     Row("telemetry", append(f"{PACKAGE}/measure/telemetry.py"), []),
     Row("rows of telemetry", append(f"{PACKAGE}/core/telemetry.py"), tables(*CONFIG["plans"])),
@@ -253,8 +279,9 @@ ROWS = [
         replace(f"{PACKAGE}/core/stages.py", COLLECT, f'    "new": Stage("dlscale.new", "New.", "page"),\n{COLLECT}'),
         [],
     ),
-    # Records: what writes them and what reads them.
-    Row("records", append(f"{PACKAGE}/core/records.py"), [*since("describe", *ALL), *since("preprocess", "waves")]),
+    # Records: what writes them, and the tables, which read them all.
+    Row("tuning's record", extended("Duel"), [*tuned(*ALL), *tables(*CONFIG["plans"])]),
+    Row("a plan's record", extended("PlanRecord"), tables(*CONFIG["plans"])),
     # A picture is a result of the stage that draws it.
     Row("preview", append(f"{PACKAGE}/data/preview.py"), previews(*ALL)),
     # The report.
@@ -306,7 +333,26 @@ ROWS = [
     Row(
         "a study's learning rate",
         configure("studies.era5_vit.optimizer.lr", 2e-3),
-        ["configure_run era5 vit", *runs("years")],
+        ["configure_run era5 vit", *trained("years")],
+    ),
+    # What is learnt changes; not what a step computes.
+    Row(
+        "a seed, a schedule, betas",
+        configure(
+            "plans.cosmo.runs.unet",
+            {"label": TITLE, "seed": 5, "schedule": {"kind": "constant"}, "optimizer": {"betas": [0.8, 0.99]}},
+        ),
+        LEARNT,
+    ),
+    Row(
+        "a learning rate, of tuning",
+        configure("plans.tuned.runs.mine.optimizer.lr", 5e-3),
+        ["configure_run tuned mine", *tables("tuned")],
+    ),
+    Row(
+        "weight decay, where there was none",
+        configure("plans.cosmo.runs.unet.optimizer.weight_decay", 0.1),
+        [*LEARNT, "throughput cosmo unet", "profile cosmo unet", "throughput cosmo ceiling"],
     ),
     Row(
         "a run's learning rate",
@@ -349,11 +395,8 @@ ROWS = [
     # The plan's other run is timed in turn with this one: again only where this one's steps do something else.
     Row(
         "the first run's learning rate",
-        configure("plans.cosmo.runs.unet.optimizer", {"lr": 5e-3}),
-        [
-            *("configure_run cosmo unet", "train cosmo unet", "throughput cosmo unet", "profile cosmo unet"),
-            *tables("cosmo", "again"),
-        ],
+        configure("plans.cosmo.runs.unet.optimizer.lr", 5e-3),
+        LEARNT,
     ),
     Row(
         "the first run's batch size",
@@ -483,6 +526,7 @@ def test_what_would_run_does_run(clone: Tree) -> None:
     done = clone.snakemake("--cores", "2", "--", *TARGETS)
     assert done.status == 0, done.output
     assert done.names == planned == sorted(["configure_run era5 vit", *timed("years")])
+    assert "replaces the results of era5.vit (throughput); to keep them: " in done.output
     measured = json.loads((clone.results / "plans/era5/vit/throughput.json").read_text())
     assert len(measured["FULL"]["trial_throughput"]) == 1
     assert clone.planned().names == []
@@ -509,8 +553,9 @@ def test_table_covers_all_jobs(finished: tuple[Tree, Outcome]) -> None:
 
 
 def test_fingerprint_is_of_exactly_what_ran(finished: tuple[Tree, Outcome], monkeypatch: pytest.MonkeyPatch) -> None:
-    """All that a stage imported is in its fingerprint and all that is in it was imported; but for the command line's
-    own modules, what only carries a raw file from where it comes from, and what a study has for another stage.
+    """All that a stage imported is in its fingerprint and all that is in it was imported; but for guards, definitions
+    that it does not name, the command line's own modules, what only carries a raw file from where it comes from, and
+    what a study has for another stage.
     """
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(registry, "_added", {})
@@ -518,17 +563,19 @@ def test_fingerprint_is_of_exactly_what_ran(finished: tuple[Tree, Outcome], monk
     own = set(finished[0].python("import dlscale.cli, json, sys; print(json.dumps(list(sys.modules)))"))
     # Settings are of one of all kinds, those of a study from outside included.
     kinds = [module for module in registry.kinds().values() if module != "waves"]
-    own |= {"dlscale.datasets", *kinds, *(f"{module}.kind" for module in kinds), *reachable(["waves"])}
+    own |= {"dlscale.datasets", *kinds, *(f"{module}.kind" for module in kinds), *reachable(["waves"], whole=True)}
     stages_seen = []
     for file in finished[0].imports.iterdir():
         process = json.loads(file.read_text())
         name, imported = process["arguments"][0], set(process["modules"])
         modules = entries(finished[0], process["arguments"])
-        expected = set(reachable(modules))
+        expected, whole = set(reachable(modules)), set(reachable(modules, whole=True))
         if name == "acquire":
-            expected |= set(reachable(["dlscale.data.download", "dlscale.data.parts", "dlscale.core.progress"]))
-            expected |= {"dlscale.data.acquire", "dlscale.core.settings"}
-        assert imported - own <= expected, f"{name}: not in its fingerprint"
+            whole |= set(
+                reachable(["dlscale.data.download", "dlscale.data.parts", "dlscale.core.progress"], whole=True)
+            )
+            whole |= {"dlscale.data.acquire", "dlscale.core.settings"}
+        assert imported - own <= whole, f"{name}: not in its fingerprint"
         brought = set(reachable({study.module for study in registry.studies().values()} & set(modules)))
         brought |= {"dlscale.core.yaml_loader"}  # only where settings come from a file, and not as JSON
         assert expected - brought - own <= imported, f"{name}: in its fingerprint, but not needed"

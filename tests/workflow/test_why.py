@@ -37,7 +37,8 @@ def test_what_changed_is_named(clone: Tree) -> None:
     undo = configure("plans.era5.settings.training.epochs", 3)(clone)
     train, *further = reasons(clone)
     assert re.fullmatch(r"era5\.vit \(train\): training\.epochs \d+ → 3", train)
-    assert further == ["and what follows from that: collect, report_plan"]
+    replaced = "replaces the results of era5.vit (train); to keep them: a run of its own (from: era5.vit)"
+    assert further == ["and what follows from that: collect, report_plan", replaced]
     undo()
     undo = append(f"{PACKAGE}/models/vit.py")(clone)
     (line, _) = reasons(clone)
@@ -90,6 +91,7 @@ def test_the_question(clone: Tree) -> None:
     assert done.returncode == 0 and done.stdout.splitlines()[0].startswith("era5.vit (train): training.epochs "), done
     told = json.loads(clone.shell(f"{asked} --json -- plan_era5").stdout)
     assert [line["rules"] for line in told["reasons"]] == [["train"]] and told["follow"]["collect"] == 1
+    assert told["replaced"] in done.stdout.splitlines()
     for target, said in (
         ("plan_era6", "plan_era6: no plan is called 'era6' (did you mean 'era5'?); there are: "),
         ("data_yearz", "data_yearz: no dataset is called 'yearz' (did you mean 'years'?); there are: "),

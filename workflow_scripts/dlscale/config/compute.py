@@ -1,7 +1,8 @@
 """Which settings of a run decide how long a step takes: two runs that share them do the same work.
 
-A rate in samples/s may stand for another run, and two measurements may be pooled, where these settings are equal. What
-a step learns (learning rate, seed, the names of things) is not among them.
+A rate in samples/s may stand for another run, and two measurements may be pooled, where these settings are equal; and
+a run is measured again only where they change. What a step learns (learning rate, seed, the names of things) is not
+among them.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import hashlib
 import json
 from collections.abc import Mapping
 from typing import Any
+
+from dlscale.core.stages import STAGES
 
 #: Settings of a run that the time of a step depends on.
 KEYS = (
@@ -44,6 +47,17 @@ def compute_settings(run: Mapping[str, Any]) -> dict[str, Any]:
             value |= {part: bool(value[part]) for part in WHETHER.get(key, ()) if part in value}
         settings[key] = value
     return settings
+
+
+def decisive_settings(stage: str, run: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return what of the settings that a stage sees of a run (`Run.slice`) makes it run again where it changes.
+
+    How fast a run is does not change with what it learns: all of it counts only where the stage sees how it trains.
+    """
+    if "training" in STAGES[stage].settings:
+        return run
+    whole = ("samples", "parallel", *STAGES[stage].settings)  # how many there are, what is tested, what is tried
+    return {**compute_settings(run), **{key: run[key] for key in whole}}
 
 
 def compute_digest(run: Mapping[str, Any]) -> str:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import ast
 import functools
 import hashlib
+import json
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,27 @@ from dlscale.core.stages import STAGES
 ROOT = Path(__file__).resolve().parents[1]  # the package's folder
 #: What this process's fingerprints are of: by fingerprint, the digest of each source file.
 TABLES: dict[str, dict[str, str]] = {}
+
+#: What stands around a stage, tells of it or ends it, and decides none of its results. An import of one of these counts
+#: only in modules that make what is shown (`_shows`), and what it imports only where that is reached otherwise.
+GUARDS = {
+    "dlscale.core.ending": "the last word of a process",
+    "dlscale.core.lock": "one writer a folder, or a message",
+    "dlscale.core.log": "where lines go",
+    "dlscale.core.progress": "how far a stage is",
+    "dlscale.core.text": "numbers as messages have them",
+    "dlscale.data.verification": "whole data files, or a message",
+    "dlscale.parallel.selftest": "right exchanges, or a message; what it times is told beside a result",
+    "dlscale.parallel.watchdog": "who is waited for",
+    "dlscale.train.exhaustion": "what to do where memory is not enough",
+    "dlscale.train.trackers": "who else is told the numbers",
+}
+
+#: Modules of definitions that do not belong together: those count that an import names, with all that they use.
+BY_NAME = {"dlscale.core.records", "dlscale.train.memory"}
+
+#: Names of a module that count; None: all of it.
+Names = frozenset[str] | None
 
 
 @functools.cache
@@ -36,29 +59,106 @@ def _file(module: str) -> Path | None:
 
 
 @functools.cache
-def _source(module: str) -> tuple[str, frozenset[str]]:
-    """Return a module's digest and the modules that it imports, anywhere in its text: those that have a file here."""
-    file = _file(module)
-    assert file is not None, module
-    text = file.read_bytes()
-    imported: set[str] = set()
+def _tree(file: Path) -> ast.Module:
     try:
-        tree = ast.parse(text)
+        return ast.parse(file.read_bytes())
     except SyntaxError as error:
         raise UserError(f"{file}:{error.lineno}: {error.msg}") from None
+
+
+@functools.cache
+def _source(module: str, names: Names = None) -> tuple[str, frozenset[tuple[str, Names]]]:
+    """Return a module's digest, and the modules that it imports, anywhere in its text: those that have a file here.
+
+    With each stand the names that count of it. Where only `names` count of the module itself, digest and imports are
+    those of the statements that these stand on.
+    """
+    file = _file(module)
+    assert file is not None, module
+    tree = _tree(file)
+    if names is not None:
+        tree = ast.Module(_used(tree, names), [])
+    imported: set[tuple[str, Names]] = set()
     for node in _run(tree):
         if isinstance(node, ast.Import):
-            imported |= {alias.name for alias in node.names}
+            imported |= {(alias.name, None) for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             # From here, so many packages up; `from package import name`: the name may be a module itself.
             here = module if file.name == "__init__.py" else module.rpartition(".")[0]
             up = here.split(".")[: len(here.split(".")) - node.level + 1] if node.level else []
             name = ".".join([*up, *([node.module] if node.module else [])])
-            imported |= {name, *(f"{name}.{alias.name}" for alias in node.names)}
+            given = frozenset(alias.name for alias in node.names)
+            imported |= {(name, given if name in BY_NAME and "*" not in given else None)}
+            imported |= {(f"{name}.{each}", None) for each in given}
     # A package's __init__ runs when any of its modules is imported.
-    parents = {name.rsplit(".", depth)[0] for name in {*imported, module} for depth in range(1, name.count(".") + 1)}
+    known = {name for name, _ in imported if _file(name)} | {module}
+    imported |= {(name.rsplit(".", depth)[0], None) for name in known for depth in range(1, name.count(".") + 1)}
     code = hashlib.sha256(repr(_code(tree)).encode()).hexdigest()
-    return code, frozenset(name for name in imported | parents if _file(name)) - {module}
+    return code, frozenset(each for each in imported if each[0] != module and _file(each[0]))
+
+
+def _shows(module: str) -> bool:
+    """Whether a module makes what people look at, pages or pictures: there words are a result."""
+    ours = module.split(".")[0] == ROOT.name
+    return not ours or module.startswith(("dlscale.report.", "dlscale.studies.")) or module.endswith(".preview")
+
+
+def _used(tree: ast.Module, names: Iterable[str]) -> list[ast.stmt]:
+    """Return the statements of a module that `names` stand on, and all those that do something when it is imported."""
+    parts: list[ast.stmt] = []
+    for node in tree.body:
+        if isinstance(node, ast.Import):
+            parts += [ast.Import([alias]) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            parts += [ast.ImportFrom(node.module, [alias], node.level) for alias in node.names]
+        else:
+            parts.append(node)
+    words, bound = [*map(_words, parts)], [*map(_bound, parts)]
+    mentioned = set().union(*words)
+    if mentioned & {"globals", "locals", "vars", "eval", "exec", "__init_subclass__", "metaclass"}:
+        return tree.body  # what uses what is not to be read off
+    imports = [isinstance(part, ast.Import | ast.ImportFrom) for part in parts]
+    # What is imported and not used is imported for what that does.
+    always = {at for at, own in enumerate(bound) if not own or (imports[at] and not own & mentioned)}
+    needed, kept = set(names), always
+    while True:
+        needed.update(*(words[at] for at in kept))
+        found = always | {at for at, own in enumerate(bound) if own & needed}
+        if found == kept:
+            return [parts[at] for at in sorted(kept)]
+        kept = found
+
+
+def _words(node: ast.AST) -> set[str]:
+    """Return the names that a statement mentions, also as text (annotations, `getattr`); not those in docstrings."""
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+        return set()
+    own = set().union(*map(_words, ast.iter_child_nodes(node)))
+    match node:
+        case ast.Name(id=name) | ast.FunctionDef(name=name) | ast.keyword(arg=str(name)):
+            return own | {name}
+        case ast.Constant(value=str(text)):
+            return own | set(re.findall(r"[^\W\d]\w*", text))
+    return own
+
+
+def _bound(node: ast.stmt) -> set[str]:
+    """Return the names that a statement defines; none if it may do anything else when it is run.
+
+    `STUDY = …` and `KINDS = …` make what a study's module is asked for. Decorators may do anything.
+    """
+    match node:
+        case ast.Import(names=[alias]) | ast.ImportFrom(names=[alias]):
+            return {(alias.asname or alias.name).split(".")[0]} - {"*"}
+        case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+            changed = {name for each in ast.walk(node) if isinstance(each, ast.Global) for name in each.names}
+            return {node.name} | changed if not node.decorator_list else set()
+        case (
+            ast.Assign(targets=[ast.Name(id=name)], value=value) | ast.AnnAssign(target=ast.Name(id=name), value=value)
+        ):
+            calls = value is not None and any(isinstance(each, ast.Call) for each in ast.walk(value))
+            return {name} if name in ("STUDY", "KINDS") or not calls else set()
+    return set()
 
 
 def _code(node: Any) -> Any:
@@ -88,28 +188,39 @@ def _run(node: ast.AST) -> Iterator[ast.AST]:
             yield from _run(child)
 
 
-def reachable(modules: Iterable[str]) -> list[str]:
+def _reached(modules: Iterable[str], whole: bool = False) -> dict[str, Names]:
+    """Return what `modules` import, themselves included, and the names that count of each."""
+    seen: dict[str, Names] = {}
+    todo = [_entry(module) for module in modules]
+    while todo:
+        module, names = todo.pop()
+        before = seen.get(module, frozenset())
+        together = None if whole or names is None or before is None else names | before
+        if module not in seen or together != before:
+            seen[module] = together
+            imported = _source(module, together)[1]
+            todo += [each for each in imported if whole or each[0] not in GUARDS or _shows(module)]
+    return dict(sorted(seen.items()))
+
+
+def _entry(module: str) -> tuple[str, Names]:
+    """Return a module and the names that count of it, from `module` or `module:name,name`."""
+    name, _, names = module.partition(":")
+    return name, frozenset(names.split(",")) if names else None
+
+
+def reachable(modules: Iterable[str], whole: bool = False) -> list[str]:
     """Return the modules of dlscale, and of studies outside, that `modules` import; themselves included.
 
     Imports inside functions count; those for types alone do not, nor do imports by computed name, which `run_modules`
-    and `data_modules` list.
+    and `data_modules` list. `module:name,name` is of these names alone. `whole`: with `GUARDS`, and all names.
     """
-    seen: set[str] = set()
-    todo = list(modules)
-    while todo:
-        module = todo.pop()
-        if module not in seen:
-            seen.add(module)
-            todo += _source(module)[1]
-    return sorted(seen)
+    return list(_reached(modules, whole))
 
 
 @functools.cache
-def _digest(modules: tuple[str, ...]) -> str:
-    digest = hashlib.sha256()
-    for module in reachable(modules):
-        digest.update(f"{module} {_source(module)[0]}\n".encode())
-    return digest.hexdigest()
+def _digests(modules: tuple[str, ...]) -> dict[str, str]:
+    return {module: _source(module, names)[0] for module, names in _reached(modules).items()}
 
 
 def fingerprint(modules: Iterable[str], files: Iterable[Path] = ()) -> str:
@@ -117,9 +228,9 @@ def fingerprint(modules: Iterable[str], files: Iterable[Path] = ()) -> str:
 
     `files` are what the stage reads from the package beside its modules, such as a page's template.
     """
-    modules = tuple(sorted(modules))
-    digest = hashlib.sha256(_digest(modules).encode())
-    table = {_path(module): _source(module)[0] for module in reachable(modules)}
+    digests = _digests(tuple(sorted(modules)))
+    digest = hashlib.sha256(json.dumps(digests, sort_keys=True).encode())
+    table = {_path(module): code for module, code in digests.items()}
     for file in sorted(files):
         table[file.name] = hashlib.sha256(file.read_bytes()).hexdigest()
         digest.update(f"{file.name} {table[file.name]}\n".encode())
@@ -139,7 +250,7 @@ def run_modules(stage: str, study: str, *loaders: str) -> list[str]:
     `study` is the name of the run's study, `loaders` are the kinds of loaders that the stage may use.
     """
     kind = registry.study(study).dataset
-    modules = [STAGES[stage].module, registry.studies()[study].module, registry.module_of(kind, "samples")]
+    modules = [STAGES[stage].module, registry.studies()[study].module, _role(kind, "samples")]
     modules += map(registry.loader, loaders)
     return [module for module in modules if module]
 
@@ -152,7 +263,16 @@ def data_modules(stage: str, kind: str, maker: str | None = None) -> list[str]:
     """
     roles = {"acquire": maker, "preprocess": "source", "describe": "describe", "preview": "preview"}
     role = roles.get(stage)
-    modules = [None if stage == "acquire" else STAGES[stage].module, role and registry.module_of(kind, role)]
-    if stage == "describe" and kind in registry.shipped_kinds():  # what its rows are called
-        modules.append(f"{registry.shipped_kinds()[kind]}.kind")
+    modules = [None if stage == "acquire" else STAGES[stage].module, role and _role(kind, role)]
+    if stage == "describe":  # what its rows are called
+        shipped = registry.shipped_kinds().get(kind)
+        modules.append(f"{shipped}.kind" if shipped else f"{registry.kinds()[kind]}:KINDS")
     return [module for module in modules if module]
+
+
+def _role(kind: str, role: str) -> str | None:
+    """Return the module that does one thing for a kind of dataset; of one that does others, too, with the names."""
+    module = registry.module_of(kind, role)
+    if kind in registry.shipped_kinds() or module in (None, registry.DEFAULTS.get(role)):
+        return module
+    return f"{module}:{','.join(('KINDS', *registry.ROLES.get(role, ('acquire',))))}"

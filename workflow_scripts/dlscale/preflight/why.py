@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from dlscale.core.files import write_json
 from dlscale.core.settings import flat
-from dlscale.core.stages import STAGES
+from dlscale.core.stages import RUN_STAGES, STAGES
 from dlscale.core.text import many
 from dlscale.preflight import dryrun
 
@@ -90,17 +90,25 @@ class Line:
 
 @dataclass
 class Reasons:
-    """Why jobs would run, by rule how many do because others do, and what is gone and would not be made again."""
+    """Why jobs would run, by rule how many do because others do, what is gone and would not be made again, and which
+    results others take the place of.
+    """
 
     reasons: list[Line] = field(default_factory=list)
     follow: dict[str, int] = field(default_factory=dict)
     lost: list[str] = field(default_factory=list)
+    replaced: str = ""
 
     def lines(self) -> list[str]:
         """Return a line for each reason, one for all that follows, and one for each that lost files."""
         follow = sorted(self.follow.items(), key=lambda each: (_place_in_order(each[0]), each))
         further = ", ".join(f"{rule} {count}" if count > 1 else rule for rule, count in follow)
-        return [*map(str, self.reasons), *([f"and what follows from that: {further}"] if further else []), *self.lost]
+        return [
+            *map(str, self.reasons),
+            *([f"and what follows from that: {further}"] if further else []),
+            *self.lost,
+            *filter(None, [self.replaced]),
+        ]
 
 
 def found(jobs: Iterable[Waiting], sources: Callable[[str], Mapping[str, str] | None]) -> Reasons:
@@ -111,7 +119,7 @@ def found(jobs: Iterable[Waiting], sources: Callable[[str], Mapping[str, str] | 
     sources
         Returns the modules and their digests that a digest of sources stands for; None if nobody remembers.
     """
-    told: dict[tuple[str, str], Line] = {}
+    jobs, told = list(jobs), dict[tuple[str, str], Line]()
     follow: dict[str, int] = {}
     for job in jobs:
         if not (reason := explained(job, sources)):
@@ -127,7 +135,26 @@ def found(jobs: Iterable[Waiting], sources: Callable[[str], Mapping[str, str] | 
         line.rules.sort(key=lambda rule: (_place_in_order(rule), rule))
         line.names.sort()
     lines = sorted(told.values(), key=lambda line: (_place_in_order(line.rules[0]), line.group, line.names))
-    return Reasons(lines, follow)
+    return Reasons(lines, follow, replaced=replaced(jobs))
+
+
+def replaced(jobs: Iterable[Waiting]) -> str:
+    """Return a line on runs that have results, and get those of other settings in their place; nothing if none does."""
+    names, rules = set(), set()
+    for job in jobs:
+        others = [_of(before) != _of(now) for before, now in _beside(job.before, job.now)]
+        if job.rule in RUN_STAGES and job.known and not job.missing and any(others):
+            names.add("{plan}.{run}".format_map(job.wildcards))
+            rules.add(job.rule)
+    if not names:
+        return ""
+    runs = f"{_some(sorted(names))} ({', '.join(sorted(rules, key=_place_in_order))})"
+    return f"replaces the results of {runs}; to keep them: a run of its own (from: {min(names)})"
+
+
+def _of(stage: Any) -> Any:
+    """Return the settings in a job's parameters."""
+    return _keys(stage.get("settings")) if isinstance(stage, dict) else stage
 
 
 def lost(
@@ -302,7 +329,7 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
     if args.json:
         print(json.dumps(raw, indent=2, ensure_ascii=False))
     else:
-        reasons = Reasons([Line(**line) for line in raw["reasons"]], raw["follow"], raw["lost"])
+        reasons = Reasons([Line(**line) for line in raw["reasons"]], raw["follow"], raw["lost"], raw["replaced"])
         rest = "." if reasons.lost else ": all is there, and as it was asked for."
         nothing = [] if reasons.reasons else [f"Nothing would run{rest}"]
         print("\n".join([*nothing, *reasons.lines()]))

@@ -29,11 +29,11 @@ from dlscale.data.manifest import Manifest
 from dlscale.parallel.selftest import self_test
 from dlscale.parallel.world import World, describe_device, join
 from dlscale.studies import figures
-from dlscale.train import memory
 from dlscale.train.build import Session, open_session
 from dlscale.train.checkpoint import Checkpoints
 from dlscale.train.exhaustion import explained
 from dlscale.train.logs import RunLogs
+from dlscale.train.memory import total
 from dlscale.train.trackers import trackers
 from dlscale.train.trainer import Trainer
 from dlscale.train.weights import load_weights, weights_digest
@@ -160,7 +160,7 @@ def _lead(run: Run, session: Session, trainer: Trainer, out: Path, cores: int, l
             processes=processes,
             devices=session.devices,
             cores=cores,
-            memory_bytes=memory.total(torch.device("cpu")),
+            memory_bytes=total(torch.device("cpu")),
             seed=run.seed,
             parameters=session.parameters,
             training_samples=training,
