@@ -10,6 +10,7 @@
 #   the end of a dry run     `atexit`, `workflow._dag`: a dry run calls no hook, nor does a call that finds all made.
 #   the files asked for      `workflow.dag`: the pages that show them are named at the end.
 #   jobs that would run      `workflow.dag.needrun_jobs`: their cost, and what they need.
+#   no secret in a report    `workflow.configfiles`: files that hold whole addresses are not put into `--report`.
 #   why they would           `workflow.dag.reason`, `workflow.persistence`: said in words.
 import atexit
 import os
@@ -61,6 +62,8 @@ def check_report():
     """Refuse `--report` before all is made that it shows: Snakemake names one file, without what to do."""
     if not REPORTING:
         return
+    if CONFIG.secrets:  # it would show the files that the addresses stand in
+        workflow.configfiles.clear()
     plans, datasets = asked_plans(), asked_datasets()
     shown = {f"plan {name}": shown_files(name) for name in plans}
     shown |= {f"data {name}": [f"{RESULTS}/data/{name}/preview.png"] for name in plan_datasets(plans) + datasets}

@@ -1042,3 +1042,18 @@ def test_a_call_for_other_targets_has_a_page_of_its_own(layers: list[dict[str, A
     base = {"results": "results", "targets": ["a", "b"]}
     assert config.report_page([base, *layers]) == f"report/{page}.html"
     assert config.report_page([{"targets": ["c"]}, {}]) == "report/index.html", "without config.yaml"
+
+
+def test_addresses_of_datasets_are_kept_without_what_is_secret_in_them() -> None:
+    source = {"kind": "files", "all": {"images": "http://me:pa55@h/i?sig=t0ken", "labels": "http://h/l?id=7"}}
+    source["shares"] = {"train": 0.5, "valid": 0.5}
+    raw = {"targets": ["mnist_demo"], "datasets": {"mine": {"kind": "mnist", "source": source}}}
+    found = config.load(raw)
+    whole = found.workflow.datasets["mine"].source.all
+    assert (whole.images, whole.labels) == ("http://h/i?sig=***", "http://h/l?id=~7902699b")
+    assert found.secrets == {whole.images: source["all"]["images"], whole.labels: source["all"]["labels"]}
+    assert "pa55" not in repr(found) and "t0ken" not in repr(found)
+    source["all"]["images"] = "http://me:pa/55@h/i"
+    with pytest.raises(UserError, match=r"datasets\.mine\.source\.all\.images: an address that cannot be") as caught:
+        config.load(raw)
+    assert "55" not in str(caught.value)

@@ -11,7 +11,7 @@ import copy
 import functools
 import hashlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from dlscale.core.machine import NEEDS, gpus, missing
 from dlscale.core.records import Published, Series
 from dlscale.core.schema import Name, Strict
 from dlscale.core.settings import Raw, holds, read_yaml, validate
+from dlscale.core.urls import hide
 
 #: Settings and where they were written.
 Layer = tuple[str, Raw]
@@ -61,6 +62,7 @@ class Configuration:
     workflow: Workflow  #: The configuration file, the shipped datasets and plans merged in.
     plans: dict[str, dict[str, ResolvedRun]]  #: By plan and run name, in order.
     left_out: dict[str, dict[str, str]]  #: By plan and run name: what this machine lacks of what the run needs.
+    secrets: dict[str, str] = field(default_factory=dict, repr=False)  #: Whole addresses of datasets by hidden ones.
 
     def stages(self, plan: str, run: str) -> list[str]:
         """Return the stages that a run goes through: one that repeats another trains, and no more."""
@@ -72,7 +74,8 @@ def load(raw: Mapping[str, Any]) -> Configuration:
 
     A `UserError` has the key's path, what was expected and the nearest valid name.
     """
-    user = _plain(raw)
+    user, secrets = _plain(raw), dict[str, str]()
+    user |= {"datasets": hide(user["datasets"], "configuration: datasets", secrets)} if "datasets" in user else {}
     add_studies(user)
     files = study_files()
     merged: Raw = {"studies": {}, "datasets": {}, "plans": {}}
@@ -116,7 +119,7 @@ def load(raw: Mapping[str, Any]) -> Configuration:
             raise UserError(f"configuration: targets: plan {name} has no run for this machine ({lacking})")
     plans = {name: _rungs(name, workflow.plans[name], runs) for name, runs in plans.items()}
     plans = {name: _repeated(name, workflow.plans[name], runs) for name, runs in plans.items()}
-    return Configuration(workflow, plans, left_out)
+    return Configuration(workflow, plans, left_out, secrets)
 
 
 def _rungs(plan_name: str, plan: Plan, trials: dict[str, ResolvedRun]) -> dict[str, ResolvedRun]:
