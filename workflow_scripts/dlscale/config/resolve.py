@@ -20,7 +20,7 @@ from dlscale.config.run import Run, run_class
 from dlscale.config.site import Site
 from dlscale.config.workflow import Workflow, workflow_class
 from dlscale.core import registry
-from dlscale.core.errors import Refused, UserError, unknown
+from dlscale.core.errors import Refused, UserError, cut, unknown
 from dlscale.core.machine import NEEDS, gpus, missing
 from dlscale.core.records import Published, Series
 from dlscale.core.schema import Name, Strict
@@ -252,12 +252,20 @@ def report_page(layers: Iterable[Mapping[str, Any]]) -> str:
     return f"report/{name}.html"
 
 
-def _plain(value: Any) -> Any:
+#: Values of a list, at most: what checks one against the others takes seconds then.
+MOST_VALUES = 20_000
+
+
+def _plain(value: Any, where: str = "configuration:") -> Any:
     """Copy nested mappings to dicts; `--config` passes strings only, so its 'null' means nothing."""
     if isinstance(value, Mapping):
-        return {key: _plain(inner) for key, inner in value.items()}
+        return {key: _plain(inner, f"{where}{' ' if where[-1] == ':' else '.'}{key}") for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(inner) for inner in value]
+        if len(value) > MOST_VALUES:
+            raise UserError(f"{where}: a list of {len(value):,} values; expected at most {MOST_VALUES:,}")
+        return [_plain(inner, where) for inner in value]
+    if isinstance(value, int) and value.bit_length() > 10_000:  # of 4,300 digits and more Python writes none
+        raise UserError(f"{where}: a whole number of {value.bit_length():,} bits; expected one of a few digits")
     return None if value == "null" else value
 
 
@@ -318,8 +326,10 @@ class _Resolver:
     @staticmethod
     def _needs(where: str, settings: Any) -> list[str]:
         needs = settings.get("needs", []) if isinstance(settings, dict) else []
-        if not isinstance(needs, list) or any(need not in NEEDS for need in needs):
-            raise UserError(f"configuration: {where}.needs: expected a list of {', '.join(NEEDS)}, got {needs!r}")
+        if not isinstance(needs, list) or any(need not in [*NEEDS] for need in needs):
+            raise UserError(
+                f"configuration: {where}.needs: expected a list of {', '.join(NEEDS)}, got {cut(repr(needs))}"
+            )
         return needs
 
     def layers(self, plan: str, name: str) -> tuple[tuple[str, str], list[Layer]]:
@@ -387,7 +397,7 @@ class _Resolver:
         if value is None:
             return {}
         if not isinstance(value, dict):
-            raise UserError(f"configuration: {where}: expected settings (keys and values), got {value!r}")
+            raise UserError(f"configuration: {where}: expected settings (keys and values), got {cut(repr(value))}")
         if "study" in value:
             raise UserError(f"configuration: {where}.study: a plan is of one study; name it in the plan's own `study`")
         return value

@@ -11,9 +11,9 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from pydantic import Field, PositiveFloat, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from dlscale.core.schema import MOST_RUNS, PositiveInt, Seed, Strict
+from dlscale.core.schema import MOST_RUNS, Few, Number, PositiveFloat, PositiveInt, Seed, Strict, Whole
 
 #: Values of a trial by dotted key, as `optimizer.lr`.
 Values = dict[str, Any]
@@ -27,9 +27,9 @@ _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 class Range(Strict):
     """Values between two ends, of which trials draw; real numbers have three significant digits."""
 
-    uniform: tuple[float, float] | None = Field(None, description="Each number is as likely.")
+    uniform: tuple[Number, Number] | None = Field(None, description="Each number is as likely.")
     log_uniform: tuple[PositiveFloat, PositiveFloat] | None = Field(None, description="Each order of magnitude is.")
-    integers: tuple[int, int] | None = Field(None, description="Whole numbers, each as likely, the ends included.")
+    integers: tuple[Whole, Whole] | None = Field(None, description="Whole numbers, each as likely, the ends included.")
 
     @model_validator(mode="after")
     def _one(self) -> Range:
@@ -79,7 +79,7 @@ class Sweep(Strict):
         description="What the best trial is best in: valid_loss, a validation metric of the study, or "
         "samples_per_second.",
     )
-    reduction_factor: int = Field(
+    reduction_factor: Few = Field(
         3, ge=2, description="Of halving: one of so many trials trains on, so many times as long."
     )
     min_epochs: PositiveInt = Field(1, description="Of halving: epochs of the first rung, at least.")
