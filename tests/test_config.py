@@ -1131,3 +1131,18 @@ def test_a_file_of_settings_is_no_data_file(tmp_path: Path) -> None:
     file.write_text("a: [" + "1," * 1_100_000 + "]")
     with pytest.raises(UserError, match=r"has more than 2,000,000 letters: no file of settings"):
         read_yaml(file)
+
+
+@pytest.mark.parametrize("name", ["cosmo_published_ladder", "era5_published_ladder"])
+def test_settings_that_no_run_of_a_plan_takes_are_refused(name: str) -> None:
+    base = name.replace("_ladder", ".short")
+    text = message(plans={name: {"settings": {"seed": 5}}})
+    assert text.startswith(f"configuration: plans.{name}.settings: no run takes them: baseline is the run {base}, ")
+    own = {
+        "study": {"c": "cosmo_unet", "e": "era5_vit"}[name[0]],
+        "kind": "ladder",
+        "from": base,
+        "settings": {"seed": 5},
+    }
+    found = load(plans={"mine": {**own, "runs": {"first": {}, "next": {"loader": {"workers": 4}}}}})
+    assert [each.run.seed for each in found.plans["mine"].values()] == [5, 5]

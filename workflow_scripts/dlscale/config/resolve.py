@@ -102,6 +102,8 @@ def load(raw: Mapping[str, Any]) -> Configuration:
     left_out = {plan: resolver.left_out(plan) for plan in workflow.plans}
     # Those that are left out are checked like the others: a mistake does not depend on the machine.
     resolved = {name: {run: resolver.run(name, run) for run in plan.runs} for name, plan in workflow.plans.items()}
+    for name, plan in workflow.plans.items():
+        resolver.check_settings(name, plan)
     plans = {
         plan: {name: run for name, run in runs.items() if name not in left_out[plan]} for plan, runs in resolved.items()
     }
@@ -377,6 +379,17 @@ class _Resolver:
         if plan.kind in ("sweep", "convergence"):  # the others go on where one diverges
             layers = [*layers, (f"{here}.kind", {"training": {"on_divergence": "stop"}})]
         return [*layers, (f"{here}.settings", self._settings(f"{here}.settings", plan.settings))]
+
+    def check_settings(self, name: str, plan: Plan) -> None:
+        """Refuse settings of a plan that reach none of its runs: those of other plans are named, not run twice."""
+        where = f"plans.{name}.settings"
+        if plan.settings and all(where not in dict(self.layers(name, run)[1]) for run in plan.runs):
+            first, settings = next(iter(plan.runs.items()))
+            raise UserError(
+                f"configuration: {where}: no run takes them: {first} is the run {settings['use']}, which has its own, "
+                f"and what else there is stands on it; change plans.{settings['use'].partition('.')[0]}, or write "
+                f"plans.{name}.from: {settings['use']} and a run of another name in place of {first}"
+            )
 
     def _reference(self, where: str, text: Any, plan: Plan) -> tuple[str, str]:
         target, _, run = str(text).partition(".")
