@@ -1085,7 +1085,7 @@ ENDLESS = int("f" * 10_000, 16)
         ({"results": "r" * 300}, "configuration: results: a folder's name has more than 200 bytes"),
         (
             {"datasets": {"d": {"kind": "cosmo", "source": {"kind": "prepared", "train": ["{x}.h5"], "valid": ["v"]}}}},
-            "datasets.d.source.train.0: '{x}.h5': braces are wildcards to Snakemake",
+            "datasets.d.source: '{x}.h5': braces are wildcards to Snakemake",
         ),
         (
             plan(

@@ -8,7 +8,7 @@ from collections import Counter
 from typing import Annotated, Any, Literal, Union
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, Field, StringConstraints, model_validator
+from pydantic import Field, StringConstraints, model_validator
 
 from dlscale.core import registry
 from dlscale.core.errors import nearest
@@ -16,17 +16,8 @@ from dlscale.core.schema import Extent, Files, PositiveInt, Strict
 
 Split = Literal["train", "valid", "test"]
 SPLITS: tuple[Split, ...] = ("train", "valid", "test")
-
-
-def _without_wildcards(path: str) -> str:
-    """Refuse what Snakemake, or the system, takes for something else than a path."""
-    if any(sign in path for sign in "{}\n\0"):
-        raise ValueError(f"{path!r}: braces are wildcards to Snakemake, and a path is one line; rename the file")
-    return path
-
-
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
-Path = Annotated[str, StringConstraints(min_length=1), AfterValidator(_without_wildcards)]
+Path = Annotated[str, StringConstraints(min_length=1)]
 
 
 class Storage(Strict):

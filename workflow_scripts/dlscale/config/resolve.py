@@ -92,6 +92,13 @@ def load(raw: Mapping[str, Any]) -> Configuration:
     for name in workflow.targets:
         if name not in workflow.plans:
             raise UserError(f"configuration: targets: {unknown('plan', name, workflow.plans)}")
+    for name, dataset in workflow.datasets.items():
+        for origin in registry.kind(dataset.kind).origins(dataset):
+            if "://" not in origin and set(origin) & set("{}\n"):
+                raise UserError(
+                    f"configuration: datasets.{name}.source: {origin!r}: braces are wildcards to Snakemake, and a path is "
+                    "one line; rename it"
+                )
     resolver = _Resolver(workflow, files)
     if workflow.site.scheduler and workflow.site.starter == "torchrun":
         raise UserError(
