@@ -96,8 +96,8 @@ def load(raw: Mapping[str, Any]) -> Configuration:
         for origin in registry.kind(dataset.kind).origins(dataset):
             if "://" not in origin and set(origin) & set("{}\n"):
                 raise UserError(
-                    f"configuration: datasets.{name}.source: {origin!r}: braces are wildcards to Snakemake, and a path is "
-                    "one line; rename it"
+                    f"configuration: datasets.{name}.source: {origin!r}: braces are wildcards to Snakemake, and a path "
+                    "is one line; rename it"
                 )
     resolver = _Resolver(workflow, files)
     if workflow.site.scheduler and workflow.site.starter == "torchrun":
