@@ -12,7 +12,7 @@ from pathlib import Path
 
 from dlscale.config import resolve
 from dlscale.config.compute import compute_settings, decisive_settings
-from dlscale.core import registry
+from dlscale.core import registry, urls
 from dlscale.core.errors import UserError
 from dlscale.core.fingerprint import ROOT, data_modules, fingerprint, run_modules
 from dlscale.core.records import Rung
@@ -29,6 +29,11 @@ NAME = r"[A-Za-z0-9][A-Za-z0-9_-]*"
 def layers():
     """The user's configuration: config.yaml, then --configfile, then --config."""
     settings = workflow.config_settings
+    if urls.hide(settings.config, "--config") != settings.config:
+        raise UserError(
+            "--config: an address with a login or a query: everyone can read a command line, and Snakemake logs it; "
+            "write it into a file, and name that with --configfile"
+        )
     files = [*([] if settings.replace_workflow_config else ["config.yaml"]), *settings.configfiles]
     return [*map(read_yaml, files), settings.config]
 
@@ -80,6 +85,7 @@ def say(finding):
 try:
     LAYERS = layers()
     CONFIG = resolve.load(user_configuration())
+    urls.publish(CONFIG.secrets)
 except Exception as error:
     if not (message := str(error) if isinstance(error, UserError) else registry.mistake(error)):
         raise

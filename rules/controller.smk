@@ -11,6 +11,7 @@
 #   the files asked for      `workflow.dag`: the pages that show them are named at the end.
 #   jobs that would run      `workflow.dag.needrun_jobs`: their cost, and what they need.
 #   what they ask for        `job.resources`, `workflow._localrules`: a rule's message takes the place of its resources.
+#   no secret in a report    `workflow.configfiles`: files that hold whole addresses are not put into `--report`.
 #   why they would           `workflow.dag.reason`, `workflow.persistence`: said in words.
 import atexit
 import os
@@ -62,6 +63,8 @@ def check_report():
     """Refuse `--report` before all is made that it shows: Snakemake names one file, without what to do."""
     if not REPORTING:
         return
+    if CONFIG.secrets:  # it would show the files that the addresses stand in
+        workflow.configfiles.clear()
     plans, datasets = asked_plans(), asked_datasets()
     shown = {f"plan {name}": shown_files(name) for name in plans}
     shown |= {f"data {name}": [f"{RESULTS}/data/{name}/preview.png"] for name in plan_datasets(plans) + datasets}

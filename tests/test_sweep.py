@@ -88,6 +88,22 @@ def test_more_draws_leave_the_first_ones_as_they_are() -> None:
     assert list(Sweep(method="random", over=over, trials=10, seed=6).runs) != few
 
 
+@pytest.mark.parametrize("seed", [0, 1, 17])
+def test_few_draws_cover_their_ranges(seed: int) -> None:
+    over = {key: {"integers": [0, 2**20 - 1]} for key in ("seed", "batch_size")}  # not rounded
+
+    def drawn(count: int) -> list[dict[str, int]]:
+        return list(Sweep(method="random", over=over, trials=count, seed=seed).runs.values())
+
+    for key in over:
+        for count in (2, 4, 8, 16):
+            strata = sorted(trial[key] * count // 2**20 for trial in drawn(count))
+            assert strata == list(range(count)), "each share of the range has one"
+    together = {tuple(value // 2**19 for value in trial.values()) for trial in drawn(64)}
+    assert len(together) == 4, "settings do not go together"
+    assert drawn(16) == drawn(16) and drawn(64)[:16] == drawn(16)
+
+
 def test_draws_are_spread_as_the_range_says() -> None:
     """Against the distribution function: Kolmogorov and Smirnov's distance, which chance exceeds once in 1,000."""
     over = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import posixpath
+from collections import Counter
 from typing import Annotated, Any, Literal, Union
 from urllib.parse import urlsplit
 
@@ -11,7 +12,7 @@ from pydantic import Field, StringConstraints, model_validator
 
 from dlscale.core import registry
 from dlscale.core.errors import nearest
-from dlscale.core.schema import PositiveInt, Strict
+from dlscale.core.schema import Extent, Files, PositiveInt, Strict
 
 Split = Literal["train", "valid", "test"]
 SPLITS: tuple[Split, ...] = ("train", "valid", "test")
@@ -26,7 +27,7 @@ class Storage(Strict):
         "float32",
         description="float16 stores (x - offset) / scale per channel; the greatest error is measured and recorded.",
     )
-    chunk: PositiveInt | None = Field(
+    chunk: Extent | None = Field(
         32,
         description="Edge of an HDF5 chunk in cells (volumes: a cube with all channels; null: none, rows of the whole "
         "volume; rows lie one after the other).",
@@ -63,9 +64,9 @@ class DatasetSettings(Strict):
     kind: str
     source: Any = None
 
-    downsample: PositiveInt = Field(1, description="Block-average this many cells along each spatial axis.")
+    downsample: Extent = Field(1, description="Block-average this many cells along each spatial axis.")
     storage: Storage = Storage()
-    pieces: PositiveInt = Field(1, description="Each file is preprocessed in this many independent, parallel pieces.")
+    pieces: Files = Field(1, description="Each file is preprocessed in this many independent, parallel pieces.")
     memory_mb: PositiveInt = Field(512, description="Bound on the memory of a piece's buffers, in MB (10^6 bytes).")
 
 
@@ -83,7 +84,7 @@ def check_digests(sha256: dict[str, str], origins: list[str]) -> None:
 def refuse_shared(*splits: list[str]) -> None:
     """Refuse a file that stands in two splits."""
     files = [file if "://" in file else posixpath.normpath(file) for split in splits for file in split]
-    repeated = sorted({file for file in files if files.count(file) > 1})
+    repeated = sorted(file for file, times in Counter(files).items() if times > 1)
     if repeated:
         raise ValueError(f"'{repeated[0]}' stands in two splits: validation would see training data")
 

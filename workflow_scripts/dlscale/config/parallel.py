@@ -5,26 +5,26 @@ from __future__ import annotations
 import os
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, PositiveFloat, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from dlscale.core.machine import WATCHDOG
-from dlscale.core.schema import PositiveInt, Strict
+from dlscale.core.schema import PositiveFloat, PositiveInt, Seconds, Strict
 from dlscale.core.settings import validate
 
 
 class Limits(Strict):
     """When the watchdog ends a run of several processes, one of which is gone or hangs. No result depends on it."""
 
-    silent: float = Field(
+    silent: Seconds = Field(
         25.0, ge=5, description="Seconds without a sign of life of a process that its node says is gone, or stopped."
     )
-    stuck: float = Field(
+    stuck: Seconds = Field(
         45.0,
         ge=5,
         description="Seconds, at least, in which nobody gets any further in a loop of steps, or without a sign of a "
         "process of which nobody tells whether it is there.",
     )
-    between: float = Field(
+    between: Seconds = Field(
         600.0,
         ge=5,
         description="Seconds in which nobody gets any further between epochs: results and checkpoints are written.",

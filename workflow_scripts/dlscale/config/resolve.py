@@ -11,7 +11,7 @@ import copy
 import functools
 import hashlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,12 @@ from dlscale.config.run import Run, run_class
 from dlscale.config.site import Site
 from dlscale.config.workflow import Workflow, workflow_class
 from dlscale.core import registry
-from dlscale.core.errors import Refused, UserError, unknown
+from dlscale.core.errors import Refused, UserError, cut, unknown
 from dlscale.core.machine import NEEDS, gpus, missing
 from dlscale.core.records import Published, Series
 from dlscale.core.schema import Name, Strict
 from dlscale.core.settings import Raw, holds, read_yaml, validate
+from dlscale.core.urls import hide
 
 #: Settings and where they were written.
 Layer = tuple[str, Raw]
@@ -61,6 +62,7 @@ class Configuration:
     workflow: Workflow  #: The configuration file, the shipped datasets and plans merged in.
     plans: dict[str, dict[str, ResolvedRun]]  #: By plan and run name, in order.
     left_out: dict[str, dict[str, str]]  #: By plan and run name: what this machine lacks of what the run needs.
+    secrets: dict[str, str] = field(default_factory=dict, repr=False)  #: Whole addresses of datasets by hidden ones.
 
     def stages(self, plan: str, run: str) -> list[str]:
         """Return the stages that a run goes through: one that repeats another trains, and no more."""
@@ -72,7 +74,8 @@ def load(raw: Mapping[str, Any]) -> Configuration:
 
     A `UserError` has the key's path, what was expected and the nearest valid name.
     """
-    user = _plain(raw)
+    user, secrets = _plain(raw), dict[str, str]()
+    user |= {"datasets": hide(user["datasets"], "configuration: datasets", secrets)} if "datasets" in user else {}
     add_studies(user)
     files = study_files()
     merged: Raw = {"studies": {}, "datasets": {}, "plans": {}}
@@ -89,6 +92,13 @@ def load(raw: Mapping[str, Any]) -> Configuration:
     for name in workflow.targets:
         if name not in workflow.plans:
             raise UserError(f"configuration: targets: {unknown('plan', name, workflow.plans)}")
+    for name, dataset in workflow.datasets.items():
+        for origin in registry.kind(dataset.kind).origins(dataset):
+            if "://" not in origin and set(origin) & set("{}\n"):
+                raise UserError(
+                    f"configuration: datasets.{name}.source: {origin!r}: braces are wildcards to Snakemake, and a path "
+                    "is one line; rename it"
+                )
     resolver = _Resolver(workflow, files)
     if workflow.site.scheduler and workflow.site.starter == "torchrun":
         raise UserError(
@@ -99,6 +109,8 @@ def load(raw: Mapping[str, Any]) -> Configuration:
     left_out = {plan: resolver.left_out(plan) for plan in workflow.plans}
     # Those that are left out are checked like the others: a mistake does not depend on the machine.
     resolved = {name: {run: resolver.run(name, run) for run in plan.runs} for name, plan in workflow.plans.items()}
+    for name, plan in workflow.plans.items():
+        resolver.check_settings(name, plan)
     plans = {
         plan: {name: run for name, run in runs.items() if name not in left_out[plan]} for plan, runs in resolved.items()
     }
@@ -116,7 +128,7 @@ def load(raw: Mapping[str, Any]) -> Configuration:
             raise UserError(f"configuration: targets: plan {name} has no run for this machine ({lacking})")
     plans = {name: _rungs(name, workflow.plans[name], runs) for name, runs in plans.items()}
     plans = {name: _repeated(name, workflow.plans[name], runs) for name, runs in plans.items()}
-    return Configuration(workflow, plans, left_out)
+    return Configuration(workflow, plans, left_out, secrets)
 
 
 def _rungs(plan_name: str, plan: Plan, trials: dict[str, ResolvedRun]) -> dict[str, ResolvedRun]:
@@ -249,12 +261,20 @@ def report_page(layers: Iterable[Mapping[str, Any]]) -> str:
     return f"report/{name}.html"
 
 
-def _plain(value: Any) -> Any:
+#: Values of a list, at most: what checks one against the others takes seconds then.
+MOST_VALUES = 20_000
+
+
+def _plain(value: Any, where: str = "configuration:") -> Any:
     """Copy nested mappings to dicts; `--config` passes strings only, so its 'null' means nothing."""
     if isinstance(value, Mapping):
-        return {key: _plain(inner) for key, inner in value.items()}
+        return {key: _plain(inner, f"{where}{' ' if where[-1] == ':' else '.'}{key}") for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(inner) for inner in value]
+        if len(value) > MOST_VALUES:
+            raise UserError(f"{where}: a list of {len(value):,} values; expected at most {MOST_VALUES:,}")
+        return [_plain(inner, where) for inner in value]
+    if isinstance(value, int) and value.bit_length() > 10_000:  # of 4,300 digits and more Python writes none
+        raise UserError(f"{where}: a whole number of {value.bit_length():,} bits; expected one of a few digits")
     return None if value == "null" else value
 
 
@@ -315,8 +335,10 @@ class _Resolver:
     @staticmethod
     def _needs(where: str, settings: Any) -> list[str]:
         needs = settings.get("needs", []) if isinstance(settings, dict) else []
-        if not isinstance(needs, list) or any(need not in NEEDS for need in needs):
-            raise UserError(f"configuration: {where}.needs: expected a list of {', '.join(NEEDS)}, got {needs!r}")
+        if not isinstance(needs, list) or any(need not in [*NEEDS] for need in needs):
+            raise UserError(
+                f"configuration: {where}.needs: expected a list of {', '.join(NEEDS)}, got {cut(repr(needs))}"
+            )
         return needs
 
     def layers(self, plan: str, name: str) -> tuple[tuple[str, str], list[Layer]]:
@@ -365,6 +387,17 @@ class _Resolver:
             layers = [*layers, (f"{here}.kind", {"training": {"on_divergence": "stop"}})]
         return [*layers, (f"{here}.settings", self._settings(f"{here}.settings", plan.settings))]
 
+    def check_settings(self, name: str, plan: Plan) -> None:
+        """Refuse settings of a plan that reach none of its runs: those of other plans are named, not run twice."""
+        where = f"plans.{name}.settings"
+        if plan.settings and all(where not in dict(self.layers(name, run)[1]) for run in plan.runs):
+            first, settings = next(iter(plan.runs.items()))
+            raise UserError(
+                f"configuration: {where}: no run takes them: {first} is the run {settings['use']}, which has its own, "
+                f"and what else there is stands on it; change plans.{settings['use'].partition('.')[0]}, or write "
+                f"plans.{name}.from: {settings['use']} and a run of another name in place of {first}"
+            )
+
     def _reference(self, where: str, text: Any, plan: Plan) -> tuple[str, str]:
         target, _, run = str(text).partition(".")
         if target not in self.workflow.plans:
@@ -384,7 +417,7 @@ class _Resolver:
         if value is None:
             return {}
         if not isinstance(value, dict):
-            raise UserError(f"configuration: {where}: expected settings (keys and values), got {value!r}")
+            raise UserError(f"configuration: {where}: expected settings (keys and values), got {cut(repr(value))}")
         if "study" in value:
             raise UserError(f"configuration: {where}.study: a plan is of one study; name it in the plan's own `study`")
         return value

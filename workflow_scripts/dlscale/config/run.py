@@ -8,14 +8,13 @@ cannot make it run again.
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union
 
 from pydantic import (
     BeforeValidator,
     Field,
-    NonNegativeFloat,
-    PositiveFloat,
     SerializeAsAny,
     TypeAdapter,
     ValidationError,
@@ -28,7 +27,24 @@ from dlscale.config.parallel import DDP, DP, FSDP, Parallel
 from dlscale.core import registry
 from dlscale.core.errors import UserError, unknown
 from dlscale.core.records import VALID_LOSS
-from dlscale.core.schema import BatchSize, Component, Devices, Name, NonNegativeInt, PositiveInt, Seed, Strict
+from dlscale.core.schema import (
+    BatchSize,
+    Component,
+    Devices,
+    Few,
+    Name,
+    NonNegativeFloat,
+    NonNegativeInt,
+    Number,
+    PositiveFloat,
+    PositiveInt,
+    Repeats,
+    Seconds,
+    Seed,
+    Strict,
+    Threads,
+    Workers,
+)
 from dlscale.core.settings import read_settings, to_try, validate
 from dlscale.core.stages import STAGES
 
@@ -136,7 +152,7 @@ class Target(Strict):
     """What a training is to reach."""
 
     metric: str = Field(VALID_LOSS.name, description="valid_loss, or the name of a metric of the study.")
-    value: float = Field(description="Reached when the metric is this good after an epoch, or better.")
+    value: Number = Field(description="Reached when the metric is this good after an epoch, or better.")
     stop: bool = Field(True, description="End the training then; else it is only told when that was.")
 
 
@@ -243,13 +259,13 @@ class Geometry(Strict):
 class Throughput(Strict):
     """Trials of the throughput stage, as `benchy` defined them, and turns with the plan's first run."""
 
-    warmup: NonNegativeInt = Field(3, description="Uncounted trials first.")
-    trials: PositiveInt = Field(3, description="Counted trials.")
-    batches: PositiveInt = Field(50, description="Batches a trial, at least.")
-    seconds: NonNegativeFloat = Field(
+    warmup: Repeats = Field(3, description="Uncounted trials first.")
+    trials: Repeats = Field(3, ge=1, description="Counted trials.")
+    batches: Repeats = Field(50, ge=1, description="Batches a trial, at least.")
+    seconds: Seconds = Field(
         1.0, description="Time of a trial, at least: it has more batches where they take less. 0: batches alone count."
     )
-    beside: NonNegativeFloat = Field(
+    beside: Seconds = Field(
         30.0,
         description="Seconds for which a run of one process is timed in turn with the plan's first run, from which its "
         "speed-up is known: so many at most, and up to three times as many where the machine is busy; 0: it is not.",
@@ -272,8 +288,8 @@ class Profile(Strict):
         "flame graph of all processes and threads (py-spy).",
     )
     epoch: PositiveInt = Field(2, description="Epoch whose samples are used.")
-    skip: NonNegativeInt = Field(5, description="Its first steps, which warm up and are not profiled.")
-    steps: PositiveInt = Field(10, description="Steps that each profiler sees.")
+    skip: Repeats = Field(5, description="Its first steps, which warm up and are not profiled.")
+    steps: Repeats = Field(10, ge=1, description="Steps that each profiler sees.")
     ranks: list[NonNegativeInt] = Field([0], min_length=1, description="Processes that are profiled, by rank.")
     functions: list[str] = Field(
         [],
@@ -284,8 +300,8 @@ class Profile(Strict):
     @field_validator("tools", "ranks")
     @classmethod
     def _once(cls, values: list[Any]) -> list[Any]:
-        for value in values:
-            if values.count(value) > 1:
+        for value, times in Counter(values).items():
+            if times > 1:
                 raise ValueError(f"{value} stands twice: each is profiled once")
         return values
 
@@ -296,21 +312,22 @@ class Tune(Strict):
     An empty list stands for the stage's own choice.
     """
 
-    workers: list[NonNegativeInt] = Field([], description="Of the loader; else 0, 1, 2, 4, … up to a process's cores.")
-    prefetch: list[PositiveInt] = Field([2, 4], description="Of the loader.")
+    workers: list[Workers] = Field([], description="Of the loader; else 0, 1, 2, 4, … up to a process's cores.")
+    prefetch: list[Few] = Field([2, 4], description="Of the loader.")
     loaders: list[str] = Field([], description="Kinds of loaders; else the run's own.")
-    threads: list[PositiveInt] = Field(
+    threads: list[Threads] = Field(
         [], description="CPU threads that a process computes with; else, on a CPU, all of its cores and half of them."
     )
     batch_size: list[BatchSize] = Field(
         [], description="Global batch sizes; else the run's own. Another one changes what is learnt."
     )
-    seconds: PositiveFloat = Field(
+    seconds: Seconds = Field(
         120.0,
+        gt=0,
         description="Time that is measured, half of it in the duel; start and warm-up come on top.",
     )
     keep: float = Field(0.5, gt=0, lt=1, description="Share of the settings that goes on from each rung to the next.")
-    rounds: int = Field(8, ge=3, description="Of the duel: each measures both settings.")
+    rounds: Repeats = Field(8, ge=3, description="Of the duel: each measures both settings.")
     memory: float = Field(0.9, gt=0, le=1, description="Share of a device's memory that a setting may take.")
 
     @field_validator("loaders")
@@ -377,7 +394,7 @@ class RunCore(Strict):
     activation_checkpointing: bool = Field(
         False, description="Recompute activations in the backward pass instead of keeping them: time for memory."
     )
-    threads: PositiveInt | None = Field(
+    threads: Threads | None = Field(
         None, description="CPU threads that each process computes with; its share of the job's if absent."
     )
     geometry: Geometry = Geometry()

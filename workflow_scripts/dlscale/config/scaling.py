@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
+from dlscale.core.errors import cut
 from dlscale.core.schema import MOST_RUNS, BatchSize, Devices, Name, Seed, Strict
 from dlscale.core.text import many
 
@@ -198,7 +199,7 @@ def _apart(settings: Any) -> bool:
 def _leave(settings: Any, name: str, *keys: str) -> None:
     """Refuse further settings that are none, or that the block itself decides on."""
     if settings is not None and not isinstance(settings, dict):
-        raise ValueError(f"{name}: expected settings (keys and values), got {settings!r}")
+        raise ValueError(f"{name}: expected settings (keys and values), got {cut(repr(settings))}")
     for key in keys:
         here: Any = settings
         for word in key.split("."):

@@ -8,17 +8,11 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
-from pydantic import (
-    AfterValidator,
-    Field,
-    NonNegativeFloat,
-    StringConstraints,
-    model_validator,
-)
+from pydantic import AfterValidator, Field, StringConstraints, model_validator
 
 from dlscale.config.parallel import Limits
 from dlscale.core.machine import NEEDS
-from dlscale.core.schema import Name, NonNegativeInt, PositiveInt, Strict
+from dlscale.core.schema import Name, NonNegativeFloat, NonNegativeInt, PositiveInt, Strict
 from dlscale.core.stages import RUN_STAGES, STAGES
 
 Engine = Literal["none", "auto", "docker", "podman", "podman-hpc", "shifter", "apptainer"]

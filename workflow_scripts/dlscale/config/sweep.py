@@ -11,9 +11,9 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from pydantic import Field, PositiveFloat, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from dlscale.core.schema import MOST_RUNS, PositiveInt, Seed, Strict
+from dlscale.core.schema import MOST_RUNS, Few, Number, PositiveFloat, PositiveInt, Seed, Strict, Whole
 
 #: Values of a trial by dotted key, as `optimizer.lr`.
 Values = dict[str, Any]
@@ -27,9 +27,9 @@ _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 class Range(Strict):
     """Values between two ends, of which trials draw; real numbers have three significant digits."""
 
-    uniform: tuple[float, float] | None = Field(None, description="Each number is as likely.")
+    uniform: tuple[Number, Number] | None = Field(None, description="Each number is as likely.")
     log_uniform: tuple[PositiveFloat, PositiveFloat] | None = Field(None, description="Each order of magnitude is.")
-    integers: tuple[int, int] | None = Field(None, description="Whole numbers, each as likely, the ends included.")
+    integers: tuple[Whole, Whole] | None = Field(None, description="Whole numbers, each as likely, the ends included.")
 
     @model_validator(mode="after")
     def _one(self) -> Range:
@@ -79,7 +79,7 @@ class Sweep(Strict):
         description="What the best trial is best in: valid_loss, a validation metric of the study, or "
         "samples_per_second.",
     )
-    reduction_factor: int = Field(
+    reduction_factor: Few = Field(
         3, ge=2, description="Of halving: one of so many trials trains on, so many times as long."
     )
     min_epochs: PositiveInt = Field(1, description="Of halving: epochs of the first rung, at least.")
@@ -143,10 +143,11 @@ class Sweep(Strict):
         return (dict(zip(lists, values, strict=True)) for values in itertools.product(*lists.values()))
 
     def _drawn(self) -> list[Values]:
-        """Return distinct trials. Each draw has its own random numbers: the first ones stay if there are more."""
+        """Return distinct trials. Each setting has its own random numbers: the first ones stay if there are more."""
         found: dict[str, Values] = {}
-        for number in itertools.count():
-            draw = {key: _draw(values, f"{self.seed} {number} {key}") for key, values in self.over.items()}
+        shares = zip(*(_spread(f"{self.seed} {key}") for key in self.over), strict=True)
+        for number, drawn in enumerate(shares):
+            draw = {key: _at(each, share) for (key, each), share in zip(self.over.items(), drawn, strict=True)}
             found.setdefault(_name(draw, self._words), draw)
             if len(found) == self.trials or number > 100 * (self.trials or 1):  # a narrow range has few values
                 break
@@ -176,8 +177,21 @@ def label(values: Values) -> str:
     return ", ".join(f"{key.rpartition('.')[2]} {_shown(value)}" for key, value in values.items())
 
 
-def _draw(values: list[Any] | Range, seed: str) -> Any:
-    share = random.Random(seed).random()  # by the text's SHA-512: the same everywhere
+def _spread(seed: str) -> Iterator[float]:
+    """Yield random shares (0 ≤ share < 1) that spread: of the first 2, 4, 8, … each half, quarter, eighth has one.
+
+    So a few trials cover a range, and those that are there stay when more are drawn; of a Latin hypercube all change.
+    """
+    numbers, shares = random.Random(seed), list[float]()  # by the text's SHA-512: the same everywhere
+    for strata in (2**power for power in itertools.count()):
+        free = sorted(set(range(strata)) - {int(share * strata) for share in shares})
+        numbers.shuffle(free)
+        for stratum in free:
+            shares.append((stratum + numbers.random()) / strata)
+            yield shares[-1]
+
+
+def _at(values: list[Any] | Range, share: float) -> Any:
     return values.at(share) if isinstance(values, Range) else values[int(share * len(values))]
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import Field, NonNegativeFloat, SerializeAsAny, create_model
+from pydantic import Field, SerializeAsAny, create_model, field_validator
 
 from dlscale.config.dataset import DatasetSettings, dataset_type
 from dlscale.config.plan import Plan, plan_class, study_settings
 from dlscale.config.site import Site
-from dlscale.core.schema import Name, Strict
+from dlscale.core.schema import Name, NonNegativeFloat, Strict
 
 
 class ReportPage(Strict):
@@ -26,6 +26,9 @@ class Budget(Strict):
     charged_hours: NonNegativeFloat | None = Field(None, description="Node-hours times the charge of their QOS.")
 
 
+#: Bytes of a name, of the 255 that file systems take: some files beside it have longer ones.
+LONGEST = 200
+
 DATASETS = "Datasets by name, beside those that the studies ship."
 STUDIES = (
     "By study: changes to its default run settings; or, to add a study, the path of its Python file, which has a YAML "
@@ -41,6 +44,14 @@ class Workflow(Strict):
         pattern=r"^[^{}*?\[\]\n]+$",  # braces and stars are wildcards to Snakemake
         description="Folder of everything that is produced.",
     )
+
+    @field_validator("results")
+    @classmethod
+    def _can_be_made(cls, results: str) -> str:
+        if any(len(name.encode()) > LONGEST for name in results.split("/")):
+            raise ValueError(f"a folder's name has more than {LONGEST} bytes, which file systems refuse; shorten it")
+        return results
+
     targets: list[Name] = Field(min_length=1, description="Plans that a bare `snakemake` runs and reports.")
     datasets: dict[Name, SerializeAsAny[DatasetSettings]] = Field({}, description=DATASETS)
     studies: dict[Name, Any] = Field({}, description=STUDIES)

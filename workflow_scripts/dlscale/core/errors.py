@@ -33,6 +33,11 @@ def brief(error: BaseException) -> str:
     return text if len(text) <= 300 else text[:299] + "…"
 
 
+def cut(text: str, most: int = 200) -> str:
+    """Return a text without its middle if it is longer than `most`: the end of a long message says what to do."""
+    return text if len(text) <= most else f"{text[: most * 2 // 3]} … {text[-most // 3 :]}"
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return a question, ` (did you mean 'x'?)`, for the closest of `known` names, or an empty string."""
     close = difflib.get_close_matches(str(name), [str(k) for k in known], n=1, cutoff=0.5)
@@ -46,5 +51,5 @@ def of_another(file: Path) -> str:
 
 def unknown(what: str, name: object, known: Iterable[str]) -> str:
     """Return the message for a reference to something that is not there."""
-    known = sorted(known)
-    return f"no {what} is called '{name}'{nearest(str(name), known)}; there are: {', '.join(known)}"
+    known, name = sorted(known), cut(str(name))
+    return f"no {what} is called '{name}'{nearest(name, known)}; there are: {cut(', '.join(known), 2_000)}"

@@ -27,6 +27,36 @@ NonNegativeInt = Annotated[int, Field(ge=0, lt=2**31)]
 Devices = Annotated[int, Field(gt=0, le=1_000_000)]
 #: Samples of a step.
 BatchSize = Annotated[int, Field(gt=0, le=1_000_000_000)]
+#: What a number that costs may be at most, generously, and why. What is more is a slip, and would end far from where it
+#: was written: in a machine that stands still, or a week later.
+BOUNDS = {
+    512: "each is a process, or a thread, on a node",
+    1_024: "no node has more cores, and libraries end a process of some thousands",
+    604_800: "a week of seconds",
+    1_000: "nobody has computed with so many",
+    10_000: "for each there is a file, and a job that makes it",
+    65_536: "memory grows with it, or with its square",
+    100_000: "each takes time, and what it leaves takes memory",
+    1e30: "a greater number overflows in 32 bits on the way",
+}
+PositiveFloat = Annotated[float, Field(gt=0, le=1e30)]
+NonNegativeFloat = Annotated[float, Field(ge=0, le=1e30)]
+Number = Annotated[float, Field(ge=-1e30, le=1e30)]
+Seconds = Annotated[float, Field(ge=0, le=604_800)]
+#: Of a loader.
+Workers = Annotated[int, Field(ge=0, le=512)]
+#: That a process computes with.
+Threads = Annotated[int, Field(gt=0, le=1_024)]
+#: Layers, heads, batches that are kept ready.
+Few = Annotated[int, Field(gt=0, le=1_000)]
+#: Files, or folders, or jobs.
+Files = Annotated[int, Field(gt=0, le=10_000)]
+#: Cells, pixels, channels along one axis.
+Extent = Annotated[int, Field(gt=0, le=65_536)]
+#: Of what is measured again and again.
+Repeats = Annotated[int, Field(ge=0, le=100_000)]
+#: Whole numbers of either sign.
+Whole = Annotated[int, Field(ge=-(2**53), le=2**53)]
 #: As PyTorch takes them.
 Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]
 

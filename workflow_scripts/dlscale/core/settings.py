@@ -12,10 +12,13 @@ from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from dlscale.core.errors import UserError, brief, nearest
-from dlscale.core.schema import NAME, NAME_IN_WORDS, key_paths
+from dlscale.core.errors import UserError, brief, cut, nearest
+from dlscale.core.schema import BOUNDS, NAME, NAME_IN_WORDS, key_paths
+from dlscale.core.text import many
 
 Raw = dict[str, Any]
+#: Letters of a file of settings, at most.
+MOST_LETTERS = 2_000_000
 Kind = TypeVar("Kind")
 
 
@@ -36,7 +39,11 @@ def read_yaml(path: str | Path) -> Raw:
     from dlscale.core.yaml_loader import Loader
 
     try:
-        loader = Loader(Path(path).read_text(encoding="utf-8"))
+        with Path(path).open(encoding="utf-8") as file:
+            text = file.read(MOST_LETTERS + 1)
+        if len(text) > MOST_LETTERS:
+            raise UserError(f"{path}: has more than {MOST_LETTERS:,} letters: no file of settings; name another")
+        loader = Loader(text)
         node = loader.get_single_node()
         raw = loader.construct_document(node) if node else None
     except FileNotFoundError:
@@ -85,7 +92,7 @@ def _explained(error: ValidationError, kind: Any, raw: Any, where: str, layers: 
             reason = _elsewhere(kind, keys, item, prefix)
         reason += _of_a_list(raw, keys, item) if layers else ""
         # One line a place: of a union each member has its own complaint about the same value.
-        reasons.setdefault(f"{where}: {path + ': ' if path else ''}", []).append(reason)
+        reasons.setdefault(f"{where}: {cut(path) + ': ' if path else ''}", []).append(cut(reason, 1_500))
     return "\n".join(place + "; or: ".join(dict.fromkeys(each)) for place, each in reasons.items())
 
 
@@ -154,7 +161,7 @@ def _reason(item: Any) -> str:
         last = item["loc"][-1]
         return f"value {last + 1} is missing" if isinstance(last, int) else "this key is missing"
     if kind in ("model_attributes_type", "model_type", "dict_type"):
-        return f"got {given!r}; expected keys and values"
+        return f"got {cut(repr(given))}; expected keys and values"
     if kind == "union_tag_not_found":
         return "the key 'kind' is missing"
     if kind == "union_tag_invalid":
@@ -165,16 +172,22 @@ def _reason(item: Any) -> str:
     if kind == "literal_error":
         choices = [choice.strip("' ") for choice in context["expected"].replace(" or ", ", ").split(",")]
         close = "" if isinstance(given, list) else nearest(str(given), choices)
-        return f"got {given!r}{close}; expected one of: {', '.join(choices)}"
+        return f"got {cut(repr(given))}{close}; expected one of: {', '.join(choices)}"
     if kind == "string_pattern_mismatch":
         pattern = context["pattern"]
-        return f"got {given!r}; expected {NAME_IN_WORDS if pattern == NAME else f'to match {pattern}'}"
+        return f"got {cut(repr(given))}; expected {NAME_IN_WORDS if pattern == NAME else f'to match {pattern}'}"
     if kind == "value_error":
         return str(context["error"])
     if kind == "not_a_mapping":
-        return f"got {given!r}; {item['msg']}"
+        return f"got {cut(repr(given))}; {item['msg']}"
+    if kind == "too_short":
+        return f"got {given!r}; expected at least {many(context['min_length'], 'value')}"
     message = item["msg"].removeprefix("Input should be ")
     shown = repr(given) if len(repr(given)) < 60 else type(given).__name__
+    if kind == "less_than_equal" and (why := BOUNDS.get(context["le"])):
+        message = f"at most {context['le']:{',.0f' if context['le'] < 1e9 else 'g'}}: {why}"
+    elif kind == "int_parsing_size":
+        message = "a smaller number"
     return f"got {shown}; expected {message}"
 
 

@@ -11,8 +11,8 @@ import yaml
 
 MERGE = "tag:yaml.org,2002:merge"
 
-#: Values that a file may have, those that aliases repeat counted each time.
-MOST = 1_000_000
+#: Values that a file may have, those that aliases repeat counted each time: some ten seconds to read.
+MOST = 100_000
 
 
 class Loader(yaml.SafeLoader):
@@ -34,7 +34,10 @@ class Loader(yaml.SafeLoader):
             several = (each for part in parts for each in (part if isinstance(part, tuple) else (part,)))
             self._sizes[id(node)] = size = 1 + sum(self._sizes[id(each)] for each in several)
             if size > MOST:
-                raise yaml.MarkedYAMLError(problem=f"aliases make this {size:,} values", problem_mark=mark)
+                raise yaml.MarkedYAMLError(
+                    problem=f"{size:,} values, those of aliases counted each time; expected at most {MOST:,}",
+                    problem_mark=mark,
+                )
         return node
 
     def compose_mapping_node(self, anchor: Any) -> Any:

@@ -11,10 +11,11 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from dlscale.core import urls
 from dlscale.core.errors import UserError, nearest
 from dlscale.core.progress import Progress
 from dlscale.data import parts
-from dlscale.data.download import download, redacted
+from dlscale.data.download import download
 from dlscale.data.kind import file_name, is_url
 
 
@@ -31,9 +32,9 @@ def main(args: argparse.Namespace) -> None:
         if raw.period is None and is_url(raw.origin):
             expected: dict[str, Any] = getattr(dataset.source, "sha256", {})
             sha256 = expected.get(file_name(raw.origin))
-            digest = download(raw.origin, out, sha256=sha256, progress=progress.update)
+            digest = download(urls.whole(raw.origin), out, sha256=sha256, progress=progress.update)
             checked = "as expected" if sha256 else "not checked: the configuration names none"
-            logging.info("%s: SHA-256 %s (%s), from %s", out, digest, checked, redacted(raw.origin))
+            logging.info("%s: SHA-256 %s (%s), from %s", out, digest, checked, urls.hidden(raw.origin))
         else:
             acquire = parts.needed(dataset, parts.kind_of(dataset).acquirer(dataset) or "", "acquire")
             acquire(dataset, raw, out, progress.update)

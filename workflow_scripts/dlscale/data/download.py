@@ -11,13 +11,12 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
-from urllib.parse import SplitResult, urlsplit
 
 import requests
 import tenacity
 import urllib3
 
-from dlscale.core import files
+from dlscale.core import files, urls
 from dlscale.core.errors import UserError
 
 _BUFFER = 2**20  # bytes in memory at a time
@@ -80,7 +79,7 @@ def download(
         another digest, or the destination cannot be written.
     """
     if sha256 is not None and not re.fullmatch("[0-9a-fA-F]{64}", sha256):
-        raise UserError(f"{redacted(url)}: its sha256 is '{sha256}', expected 64 hexadecimal digits; correct it")
+        raise UserError(f"{urls.hidden(url)}: its sha256 is '{sha256}', expected 64 hexadecimal digits; correct it")
     expected = sha256.lower() if sha256 else None
     transfer = _Transfer(url, destination, expected is not None, timeout_s, progress)
     try:
@@ -161,31 +160,6 @@ def _unlogged() -> Iterator[None]:
             logger.removeFilter(mute)
 
 
-def redacted(url: str) -> str:
-    """Return `url` without what may be secret: credentials, the query's content and the fragment.
-
-    Text that is not a well-formed address and holds any of `@`, `?`, `#` becomes `***` altogether.
-    """
-    parts = _split(url)
-    if parts is None:
-        return "***" if set(url) & set("@?#") else url
-    return _anonymous(parts)._replace(query="***" if parts.query else "").geturl()
-
-
-def _split(url: str) -> SplitResult | None:
-    """Return the parts of a well-formed address with a host, else None."""
-    try:
-        parts = urlsplit(url)
-        _ = parts.port  # raises for what is not a port, such as the start of a password with a slash in it
-    except ValueError:
-        return None
-    return parts if parts.hostname else None
-
-
-def _anonymous(parts: SplitResult) -> SplitResult:
-    return parts._replace(netloc=parts.netloc.rpartition("@")[2], fragment="")
-
-
 class _TransientError(Exception):
     """A failure that another attempt may overcome; `after` is the server's Retry-After in seconds."""
 
@@ -227,15 +201,15 @@ class _Transfer:
     progress: Callable[[int, int | None], None]
 
     def __post_init__(self) -> None:
-        parts = _split(self.url)
+        parts = urls.split(self.url)
         if parts is None or parts.scheme not in ("http", "https"):
             raise UserError(f"{self}: not an address to download from, expected http(s)://HOST/PATH")
-        self._address = hashlib.sha256(_anonymous(parts).geturl().encode()).hexdigest()
+        self._address = hashlib.sha256(urls.anonymous(parts).geturl().encode()).hexdigest()
         self._partial = self.destination.with_name(f".{self.destination.name}.download")
         self._note = self.destination.with_name(f".{self.destination.name}.download.json")
 
     def __str__(self) -> str:
-        return redacted(self.url)
+        return urls.hidden(self.url)
 
     def size(self) -> int:
         """Return how many bytes have arrived."""

@@ -28,10 +28,10 @@ from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
-from pydantic import Field, PositiveInt
+from pydantic import Field
 
 from dlscale.config.dataset import DatasetSettings, Split
-from dlscale.core.schema import Strict
+from dlscale.core.schema import PositiveInt, Strict
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
+from dlscale.core import urls
 from dlscale.core.ranks import VARIABLES
 
 #: Set anew for each process, hence passed on by name: rank, size and place of meeting, devices, the job.
@@ -30,7 +31,7 @@ PASSED_ON = (
     *("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_STEP_NODELIST", "SLURM_STEP_ID"),
     *(name for names in VARIABLES for name in names if name.startswith(("OMPI", "MV2", "PMI", "MPI"))),
     *("SLURM_JOB_ID", "SLURM_JOB_NODELIST", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "DLSCALE_IMAGE"),
-    "SLURM_TOPOLOGY_ADDR",
+    *("SLURM_TOPOLOGY_ADDR", urls.VARIABLE),
 )
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)

@@ -44,7 +44,7 @@ PART_COLOURS = {
     "other": GRID,
     "unexplained": MUTED,
 }
-_PAINT = (
+PAINT = (
     {INK: "currentColor", MUTED: "var(--muted)", GRID: "var(--grid)"}
     | {colour: f"var(--s{index})" for index, colour in enumerate(RUN_COLOURS)}
     | {colour: f"var(--{mode.lower()})" for mode, colour in MODE_COLOURS.items()}
@@ -136,7 +136,7 @@ def _inlined(text: str, name: str) -> str:
 def _restyled(text: str) -> str:
     properties = [part.strip() for part in text.split(";")]
     kept = [part for part in properties if part and not part.startswith("font-family")]
-    return "; ".join(": ".join(_PAINT.get(word, word) for word in part.split(": ", 1)) for part in kept)
+    return "; ".join(": ".join(PAINT.get(word, word) for word in part.split(": ", 1)) for part in kept)
 
 
 def _uncover(axes: Axes) -> None:

@@ -112,6 +112,12 @@ def metric(
 #: How the lines of references are dashed, in points.
 DASHES = ((1, 1.5), (5, 2), (5, 1.5, 1, 1.5), (9, 2))
 
+
+def reference_style(number: int) -> tuple[tuple[float, ...], str, float]:
+    """Return dashes, colour and width of a reference's lines: sixteen that differ, then again from the first on."""
+    return DASHES[number % 4], (INK, MUTED)[number // 4 % 2], (1.4, 3.0)[number // 8 % 2]
+
+
 #: A curve's points, and which run or reference it is of.
 Curve = tuple[Sequence[tuple[float, float]], int]
 
@@ -138,7 +144,9 @@ def beside(
                 if kind == 0:
                     _plot(axes, style, x, y)
                 else:
-                    axes.plot(x, y, color=INK, linewidth=1.4, dashes=DASHES[style], marker="_" if len(x) == 1 else None)
+                    dashes, color, width = reference_style(style)
+                    marker = "_" if len(x) == 1 else None
+                    axes.plot(x, y, color=color, linewidth=width, dashes=dashes, marker=marker)
         axes.set_ylabel(label)
         axes.set_xlabel(f"{axis}{f' ({time_unit})' * time}")
         if wide:

@@ -53,12 +53,14 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
             "--tag 'Loss/valid=loss/valid'"
         )
     files = _files(Path(args.events))
+    top = Path(args.events) if Path(args.events).is_dir() else Path(args.events).parent
+    names = [file.relative_to(top) for file in files]
     settings: dict[str, Any] = {
         "name": args.name,
         "label": _text("--label", args.label or args.name),
         "study": args.reference_study,
         "plans": args.plans,
-        "files": {_text("the event file's name", file.name): "" for file in files},
+        "files": {_text("the event file's name", str(name)): "" for name in names},
         "counts": counts,
         "batch_size": args.batch_size,
         "epoch_samples": args.epoch_samples,
@@ -68,8 +70,11 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
     with whole(folder) as new:
         new.mkdir()
         # The copies are what is read: a log may grow meanwhile.
-        copies = {Path(shutil.copyfile(file, new / file.name)): file for file in files}
-        settings["files"] = {copy.name: sha256(copy) for copy in copies}
+        copies = {new / name: file for name, file in zip(names, files, strict=True)}
+        for copy, file in copies.items():
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copyfile(file, copy)
+        settings["files"] = {str(copy.relative_to(new)): sha256(copy) for copy in copies}
         try:
             curves, others = read(list(copies), tags, frozenset() if args.tag else log.percent)
         except UserError as error:
@@ -101,8 +106,10 @@ def read(
     """Return the curves that `tags` (theirs: ours) name, with seconds since training began; and other scalars' tags.
 
     That is the moment of step 0, where the log has one, or else that at which its first file was begun. Of a step that
-    is there twice the later value counts.
+    is there twice the later value counts. Keras' `epoch_…` of step 0 is of the end of its first epoch; where there is a
+    file in `train/` and one in `validation/`, these words stand before their tags.
     """
+    several = len({file.parent for file in files}) > 1
     found: dict[str, Curve] = {}
     others: dict[str, None] = {}
     begun, begin = math.inf, math.inf
@@ -116,17 +123,19 @@ def read(
                     )
                 begun = min(begun, event.wall_time)
             for value in event.summary.value:
-                if value.tag not in tags:
+                tag, step = value.tag, event.step + value.tag.startswith("epoch_")
+                tag = f"{file.parent.name}/{tag}" if several else tag
+                if tag not in tags:
                     if len(others) < 12 and scalar(value) is not None:
-                        others[shorten(value.tag, 60)] = None
+                        others[shorten(tag, 60)] = None
                     continue
                 number = scalar(value)
                 if number is None or event.step < 0 or not math.isfinite(event.wall_time):
                     continue
-                if event.step == 0:
+                if step == 0:
                     begin = min(begin, event.wall_time)
-                number = number / 100 if value.tag in percent else number
-                found.setdefault(tags[value.tag], Curve()).add((event.step, event.wall_time, number))
+                number = number / 100 if tag in percent else number
+                found.setdefault(tags[tag], Curve()).add((step, event.wall_time, number))
     if not found:
         there = f"it has {', '.join(others)}" if others else "it has no scalars"
         raise UserError(
@@ -184,6 +193,7 @@ def _text(what: str, text: str) -> str:
 def _files(path: Path) -> list[Path]:
     """Return an event file, or all of a folder: a program that was started again writes another one."""
     files = sorted(path.glob("*.tfevents.*")) if path.is_dir() else [path]
+    files = files or [file for part in ("train", "validation") for file in sorted((path / part).glob("*.tfevents.*"))]
     if not files:
         raise UserError(f"{path}: no event file in it; expected events.out.tfevents.*")
     if not all(file.is_file() for file in files):

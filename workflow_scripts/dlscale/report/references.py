@@ -12,7 +12,7 @@ from pydantic import Field
 from dlscale.core.records import Epoch, Metric, Number, Record, Untrained
 from dlscale.core.schema import Name
 from dlscale.report import figures
-from dlscale.report.drawing import MARKERS
+from dlscale.report.drawing import MARKERS, PAINT
 from dlscale.report.glance import View
 from dlscale.report.results import PlanResult, RunResult
 
@@ -67,7 +67,6 @@ def read_references(paths: Iterable[str | Path]) -> list[Reference]:
 def view(plan: PlanResult, runs: Sequence[RunResult], metric: Metric | None, all_: Sequence[Reference]) -> View | None:
     """Return the loss and a `metric` of `runs` beside the references of a plan; None if it has none."""
     mine = [each for each in all_ if each.study == plan.record.study and (not each.plans or plan.name in each.plans)]
-    mine = mine[: len(figures.DASHES)]
     if not (mine and runs):
         return None
     quantities = [("loss/valid", "Validation loss", plan.loss.label)]
@@ -88,8 +87,8 @@ def view(plan: PlanResult, runs: Sequence[RunResult], metric: Metric | None, all
         "plots": plots,
         "legend": [(run.label, style, MARKERS[style][1]) for style, run in enumerate(runs)],
         "references": [
-            (each.label, " ".join(map(str, figures.DASHES[dash])), ", ".join(each.files))
-            for dash, each in enumerate(mine)
+            (each.label, " ".join(map(str, dashes)), PAINT[colour], width, ", ".join(each.files))
+            for each, (dashes, colour, width) in zip(mine, map(figures.reference_style, range(len(mine))), strict=True)
         ],
     }
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import Field
 
 from dlscale.core.errors import Refused
 from dlscale.core.records import LossInfo, Metric
-from dlscale.core.schema import Strict
+from dlscale.core.schema import Extent, NonNegativeFloat, PositiveFloat, Strict
 from dlscale.parallel.sharding import Sharding
 from dlscale.studies.base import Metrics, PublishedLog, SampleLoss, Study
 
@@ -27,7 +27,7 @@ class UNet3DSettings(Strict):
     """The 3D U-Net; its channels come from the data."""
 
     kind: Literal["unet3d"]
-    widths: list[PositiveInt] = Field(
+    widths: list[Extent] = Field(
         [64, 128, 256, 512, 512, 512], min_length=1, description="Channels after each stride-2 level, top to bottom."
     )
     init_std: PositiveFloat = Field(0.02, description="Standard deviation of the initial weights.")

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, model_validator
 
 from dlscale.core.errors import Refused, UserError
 from dlscale.core.records import LossInfo, Metric
-from dlscale.core.schema import Strict
+from dlscale.core.schema import Extent, Few, PositiveFloat, Strict
 from dlscale.parallel.sharding import Sharding
 from dlscale.studies.base import Metrics, PublishedLog, SampleLoss, Study
 
@@ -26,11 +26,11 @@ class ViTSettings(Strict):
     """The vision transformer; its image size and channels come from the data."""
 
     kind: Literal["vit"]
-    patch: PositiveInt | tuple[PositiveInt, PositiveInt] = Field(8, description="Patch edge, or rows and columns.")
-    embed_dim: PositiveInt = Field(384, description="Numbers of a token.")
-    depth: PositiveInt = Field(12, description="Blocks.")
-    heads: PositiveInt = Field(8, description="Heads of attention.")
-    mlp_ratio: PositiveFloat = Field(4.0, description="Hidden units of an MLP, in multiples of embed_dim.")
+    patch: Extent | tuple[Extent, Extent] = Field(8, description="Patch edge, or rows and columns.")
+    embed_dim: Extent = Field(384, description="Numbers of a token.")
+    depth: Few = Field(12, description="Blocks.")
+    heads: Few = Field(8, description="Heads of attention.")
+    mlp_ratio: PositiveFloat = Field(4.0, le=1_000, description="Hidden units of an MLP, in multiples of embed_dim.")
     dropout: float = Field(0.0, ge=0, lt=1, description="Of projections and MLPs.")
     attention_dropout: float = Field(0.0, ge=0, lt=1, description="Of attention's weights.")
     drop_path: float = Field(0.0, ge=0, lt=1, description="Stochastic depth of the last block; rises linearly from 0.")

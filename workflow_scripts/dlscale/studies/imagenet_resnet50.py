@@ -5,11 +5,11 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt
+from pydantic import BeforeValidator, Field
 
 from dlscale.core.errors import Refused
 from dlscale.core.records import LossInfo, Metric
-from dlscale.core.schema import Strict
+from dlscale.core.schema import Extent, Number, PositiveFloat, Strict
 from dlscale.parallel.sharding import Sharding
 from dlscale.studies.base import Metrics, PublishedLog, SampleLoss, Study
 
@@ -33,8 +33,8 @@ class ResNetSettings(Strict):
 
     kind: Literal["resnet"]
     depth: Annotated[Literal[18, 34, 50, 101], BeforeValidator(_number)] = Field(50, description="Layers.")
-    width: PositiveInt = Field(64, description="Channels of the first convolution; 64 is the published network.")
-    mean: tuple[float, float, float] = Field(
+    width: Extent = Field(64, description="Channels of the first convolution; 64 is the published network.")
+    mean: tuple[Number, Number, Number] = Field(
         (0.485, 0.456, 0.406), description="Of red, green and blue in the training images, in units of 255."
     )
     std: tuple[PositiveFloat, PositiveFloat, PositiveFloat] = Field((0.229, 0.224, 0.225), description="As mean.")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field
 
 from dlscale.core.records import LossInfo, Metric
-from dlscale.core.schema import Strict
+from dlscale.core.schema import Extent, Number, PositiveFloat, Strict
 from dlscale.studies.base import Metrics, SampleLoss, Study
 
 if TYPE_CHECKING:
@@ -24,10 +24,10 @@ class MnistCNNSettings(Strict):
     """The network; the images' size comes from the data."""
 
     kind: Literal["mnist_cnn"]
-    widths: tuple[PositiveInt, PositiveInt] = Field((32, 64), description="Channels after each convolution.")
-    hidden: PositiveInt = Field(128, description="Width of the first linear layer.")
+    widths: tuple[Extent, Extent] = Field((32, 64), description="Channels after each convolution.")
+    hidden: Extent = Field(128, description="Width of the first linear layer.")
     dropouts: tuple[float, float] = Field((0.25, 0.5), description="After the pooling, and between linear layers.")
-    mean: float = Field(0.1307, description="Of the training images, in units of the greatest value (255).")
+    mean: Number = Field(0.1307, description="Of the training images, in units of the greatest value (255).")
     std: PositiveFloat = Field(0.3081, description="As mean.")
 
 

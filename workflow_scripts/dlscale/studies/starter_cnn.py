@@ -5,11 +5,11 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import Field
 
 from dlscale.core.errors import UserError
 from dlscale.core.records import LossInfo, Metric
-from dlscale.core.schema import Strict
+from dlscale.core.schema import Extent, Few, Strict
 from dlscale.studies.base import Metrics, SampleLoss, Study
 
 if TYPE_CHECKING:
@@ -24,8 +24,8 @@ class StarterCNNSettings(Strict):
     """The network; its channels come from the data."""
 
     kind: Literal["starter_cnn"]
-    hidden: PositiveInt = Field(64, description="Channels between the layers.")
-    layers: int = Field(5, ge=2, description="Convolutions.")
+    hidden: Extent = Field(64, description="Channels between the layers.")
+    layers: Few = Field(5, ge=2, description="Convolutions.")
 
 
 class StarterCNNLoss(Strict):

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from dlscale.core.schema import NonNegativeInt, PositiveInt, Strict
+from dlscale.core.schema import Few, Strict, Workers
 
 
 class _Reading(Strict):
@@ -21,8 +21,8 @@ class TorchLoader(_Reading):
     """PyTorch's DataLoader: worker processes, the published baseline."""
 
     kind: Literal["torch"]
-    workers: NonNegativeInt = Field(2, description="Loader processes; 0 loads in the training process.")
-    prefetch: PositiveInt = Field(2, description="Batches that each worker keeps ready.")
+    workers: Workers = Field(2, description="Loader processes; 0 loads in the training process.")
+    prefetch: Few = Field(2, description="Batches that each worker keeps ready.")
     pin_memory: bool = Field(True, description="Page-locked host memory for copies to a GPU; no effect on a CPU.")
 
 
@@ -30,8 +30,8 @@ class DirectLoader(_Reading):
     """Threads that read mapped files into reused buffers; a GPU turns and decodes what they read."""
 
     kind: Literal["direct"]
-    workers: NonNegativeInt = Field(2, description="Threads; 0 loads in the thread of the model.")
-    prefetch: PositiveInt = Field(2, description="Batches that are kept ready.")
+    workers: Workers = Field(2, description="Threads; 0 loads in the thread of the model.")
+    prefetch: Few = Field(2, description="Batches that are kept ready.")
     resident: Literal["auto", "always", "never"] = Field(
         "auto",
         description="Hold all data on the device and read it once. auto: on a GPU of which it takes at most half the "
@@ -48,10 +48,10 @@ class DaliLoader(_Reading):
         description="What reads, turns and decodes samples on grids: one operator of this project, compiled by Numba; "
         "or processes that read with h5py and DALI's own operators, as in one published program. Images: the latter.",
     )
-    workers: PositiveInt = Field(
-        2, description="Threads of the pipeline; with native operators as many processes, too."
+    workers: Workers = Field(
+        2, ge=1, description="Threads of the pipeline; with native operators as many processes, too."
     )
-    prefetch: PositiveInt = Field(2, description="Batches that are kept ready.")
+    prefetch: Few = Field(2, description="Batches that are kept ready.")
     device: Literal["auto", "cpu", "gpu"] = Field(
         "auto", description="Where samples are turned and decoded; auto: where the model is."
     )

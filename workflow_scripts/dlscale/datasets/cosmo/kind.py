@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, model_validator
 
 from dlscale.config.dataset import (
     SPLITS,
@@ -17,7 +17,7 @@ from dlscale.config.dataset import (
     refuse_changed,
     refuse_shared,
 )
-from dlscale.core.schema import Seed, Strict
+from dlscale.core.schema import Extent, Files, NonNegativeInt, PositiveFloat, PositiveInt, Seed, Strict
 from dlscale.data.kind import DatasetKind, Outline, Part, RawFile, name_files, stem
 
 #: How many channels each volume has.
@@ -27,24 +27,24 @@ CHANNELS = {"Nbody": 4, "Hydro": 5}
 class Counts(Strict):
     """How many independent simulated boxes each split gets."""
 
-    train: PositiveInt = Field(2, description="Boxes of the training part.")
-    valid: PositiveInt = Field(1, description="Boxes of the validation part.")
-    test: int = Field(0, ge=0, description="Boxes of the test part.")
+    train: Files = Field(2, description="Boxes of the training part.")
+    valid: Files = Field(1, description="Boxes of the validation part.")
+    test: int = Field(0, ge=0, le=10_000, description="Boxes of the test part.")
 
 
 class Fractions(Shares):
     """Shares of each file, cut along its first axis in this order, with `gap` cells dropped at each cut."""
 
-    gap: int = Field(0, ge=0, description="Rows (after downsampling) dropped between two splits, against leakage.")
+    gap: NonNegativeInt = Field(0, description="Rows (after downsampling) dropped between two splits, against leakage.")
 
 
 class CosmoSimulated(Strict):
     """Boxes made by the built-in simulator, one independent realisation each."""
 
     kind: Literal["simulated"]
-    grid: int = Field(128, ge=16, multiple_of=2, description="Cells and particles along an edge of a box.")
+    grid: Extent = Field(128, ge=16, le=4_096, multiple_of=2, description="Cells and particles along an edge of a box.")
     box_mpc_h: PositiveFloat = Field(64.0, description="Edge of a box in Mpc/h (comoving).")
-    redshift: float = Field(2.0, ge=0, description="At which particles and gas are looked at.")
+    redshift: float = Field(2.0, ge=0, le=100, description="At which particles and gas are looked at.")
     boxes: Counts = Field(Counts(), description="How many boxes each part gets.")
     seed: Seed = Field(0, description="Of all boxes.")
 
@@ -116,7 +116,7 @@ class CropSamples(Strict):
     """Random crops of volumes."""
 
     kind: Literal["crops"]
-    crop: PositiveInt = Field(64, description="Edge of a crop in cells.")
+    crop: Extent = Field(64, description="Edge of a crop in cells.")
     symmetry: Literal["none", "rotations", "full"] = Field(
         "full", description="none; the 24 rotations; or full: all 48 rotations and reflections. Vectors turn along."
     )

@@ -9,7 +9,7 @@ import math
 import pathlib
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveInt, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from dlscale.config.dataset import (
     SPLITS,
@@ -22,7 +22,7 @@ from dlscale.config.dataset import (
     refuse_changed,
 )
 from dlscale.core.errors import Refused
-from dlscale.core.schema import Seed, Strict
+from dlscale.core.schema import Extent, PositiveInt, Seed, Strict
 from dlscale.data.kind import DatasetKind, Outline, Part, RawFile, name_files
 
 #: Channels of a simulated state, and hours from one to the next.
@@ -35,8 +35,8 @@ class Era5Simulated(Strict):
     """Years of a barotropic-vorticity atmosphere made by the built-in simulator, each its own trajectory."""
 
     kind: Literal["simulated"]
-    latitudes: int = Field(32, ge=8, description="Points from pole to pole.")
-    longitudes: int = Field(64, ge=16, description="Points round the globe.")
+    latitudes: Extent = Field(32, ge=8, description="Points from pole to pole.")
+    longitudes: Extent = Field(64, ge=16, description="Points round the globe.")
     truncation: int | None = Field(
         None,
         ge=17,
@@ -130,7 +130,7 @@ class Era5Dataset(DatasetSettings):
     )
     split: Periods | None = Field(None, description="Days of each split (files and zarr).")
     step_hours: PositiveInt | None = Field(None, description="Keep times at this interval; all times if absent.")
-    crop: tuple[PositiveInt, PositiveInt] | None = Field(
+    crop: tuple[Extent, Extent] | None = Field(
         None, description="Rows and columns kept from the north-west, before downsampling (published: 360, 720)."
     )
 

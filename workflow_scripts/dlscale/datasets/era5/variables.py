@@ -19,6 +19,7 @@ from typing import IO, TYPE_CHECKING, Any
 import numpy as np
 
 from dlscale.core.errors import UserError
+from dlscale.core.urls import hidden_in
 from dlscale.data import store
 from dlscale.datasets.era5.humidity import with_humidity
 from dlscale.datasets.era5.variable import TORN, Variable
@@ -104,7 +105,7 @@ def reading(origin: str | os.PathLike[str], advice: str = TORN) -> Iterator[None
     except (UserError, MemoryError):
         raise
     except Exception as error:
-        text = " ".join(str(error).split())[:200] or type(error).__name__
+        text = hidden_in(" ".join(str(error).split()))[:200] or type(error).__name__
         raise UserError(f"{origin}: cannot be read ({text}); {advice}") from error
 
 

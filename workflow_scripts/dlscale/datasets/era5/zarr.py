@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
+from dlscale.core import urls
 from dlscale.core.errors import UserError
 from dlscale.core.files import Forgiving, whole
 from dlscale.data.kind import RawFile
@@ -81,7 +82,8 @@ def _opened(origin: str, remote: bool) -> xr.Dataset:
     try:
         with warnings.catch_warnings():  # that it is not consolidated, e.g.
             warnings.simplefilter("ignore")
-            return xr.open_dataset(origin, engine="zarr", chunks=None, cache=False, decode_times=False, **options)
+            at = urls.whole(origin) if remote else origin
+            return xr.open_dataset(at, engine="zarr", chunks=None, cache=False, decode_times=False, **options)
     except ImportError as error:
         package = _PACKAGES.get(urlsplit(origin).scheme, "a package that is not installed")
         raise UserError(f"{origin}: addresses of this kind need {package} ({error}); pip install it") from None
@@ -89,7 +91,7 @@ def _opened(origin: str, remote: bool) -> xr.Dataset:
         hint = f"; {_NETWORK}" if remote else ", a folder with zarr.json or .zgroup at its top"
         raise UserError(f"{origin}: there is no Zarr store; expected the address of a group{hint}") from None
     except Exception as error:
-        text = " ".join(str(error).split())[:200] or type(error).__name__
+        text = urls.hidden_in(" ".join(str(error).split()))[:200] or type(error).__name__
         advice = _NETWORK if remote else _DAMAGED
         raise UserError(f"{origin}: the Zarr store cannot be opened ({text}); {advice}") from error
 

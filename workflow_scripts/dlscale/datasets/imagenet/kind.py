@@ -9,11 +9,11 @@ from __future__ import annotations
 import pathlib
 from typing import Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, model_validator
 
 from dlscale.config.dataset import DatasetSettings, Path, Split, refuse_changed, refuse_shared
 from dlscale.core import registry
-from dlscale.core.schema import Seed, Strict
+from dlscale.core.schema import Extent, Files, PositiveFloat, PositiveInt, Seed, Strict
 from dlscale.data.kind import DatasetKind, Outline, Part, RawFile
 
 #: Splits that there are.
@@ -48,7 +48,7 @@ class SimulatedImages(Strict):
     kind: Literal["simulated"]
     train: PositiveInt = Field(2000, description="Images of the training part.")
     valid: PositiveInt = Field(500, description="Images of the validation part.")
-    edges: tuple[PositiveInt, PositiveInt] = Field((72, 112), description="Least and greatest edge, in pixels.")
+    edges: tuple[Extent, Extent] = Field((72, 112), description="Least and greatest edge, in pixels.")
     seed: Seed = Field(0, description="Of all images.")
 
     @model_validator(mode="after")
@@ -61,8 +61,8 @@ class SimulatedImages(Strict):
 class Shards(Strict):
     """Into how many packs each split goes; they are made in parallel."""
 
-    train: PositiveInt = Field(1, description="Packs of the training part.")
-    valid: PositiveInt = Field(1, description="Packs of the validation part.")
+    train: Files = Field(1, description="Packs of the training part.")
+    valid: Files = Field(1, description="Packs of the validation part.")
 
 
 class ImagenetDataset(DatasetSettings):
@@ -75,7 +75,7 @@ class ImagenetDataset(DatasetSettings):
         description="encoded: the files' own bytes, which loaders decode; decoded: pixels, reduced to `edge`: several "
         "times the bytes, and no decoding.",
     )
-    edge: PositiveInt = Field(256, description="Of decoded: the shorter edge of what is larger, in pixels.")
+    edge: Extent = Field(256, description="Of decoded: the shorter edge of what is larger, in pixels.")
     shards: Shards = Shards()
 
     @model_validator(mode="after")
@@ -93,8 +93,8 @@ class ImageSamples(Strict):
     """Crops of images: at random in size, shape and place for training, the middle for validation."""
 
     kind: Literal["images"]
-    size: PositiveInt = Field(224, description="Edge of what the model is given, in pixels.")
-    resize: PositiveInt = Field(256, description="Validation: the shorter edge is resized to this, then cropped.")
+    size: Extent = Field(224, description="Edge of what the model is given, in pixels.")
+    resize: Extent = Field(256, description="Validation: the shorter edge is resized to this, then cropped.")
     scale: tuple[PositiveFloat, PositiveFloat] = Field(
         (0.08, 1.0), description="Least and greatest share of the image's area in a training crop."
     )

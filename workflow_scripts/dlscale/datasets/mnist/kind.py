@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, model_validator
 
 from dlscale.config.dataset import SPLITS, DatasetSettings, Path, Sha256, Shares, Split, check_digests, refuse_changed
-from dlscale.core.schema import Seed, Strict
+from dlscale.core.schema import NonNegativeInt, PositiveInt, Seed, Strict
 from dlscale.data.kind import DatasetKind, Outline, Part, RawFile, name_files
 
 #: Pixels along an edge of a simulated digit.
@@ -56,7 +56,7 @@ class MnistSimulated(Strict):
     kind: Literal["simulated"]
     train: PositiveInt = Field(2000, description="Digits of the training part.")
     valid: PositiveInt = Field(500, description="Digits of the validation part.")
-    test: int = Field(0, ge=0, description="Digits of the test part.")
+    test: NonNegativeInt = Field(0, description="Digits of the test part.")
     seed: Seed = Field(0, description="Of all digits.")
 
 

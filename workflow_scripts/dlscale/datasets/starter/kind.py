@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import PurePosixPath
 from typing import Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, model_validator
 
 from dlscale.config.dataset import (
     SPLITS,
@@ -18,7 +18,7 @@ from dlscale.config.dataset import (
     refuse_changed,
     refuse_shared,
 )
-from dlscale.core.schema import Seed, Strict
+from dlscale.core.schema import Extent, NonNegativeInt, PositiveFloat, PositiveInt, Seed, Strict
 from dlscale.data.kind import DatasetKind, Outline, Part, file_name, name_files
 
 #: Suffixes of the files that arrays are read from.
@@ -32,8 +32,8 @@ class Simulated(Strict):
     kind: Literal["simulated"]
     train: PositiveInt = Field(128, description="Samples of the training part.")
     valid: PositiveInt = Field(32, description="Samples of the validation part.")
-    test: int = Field(0, ge=0, description="Samples of the test part.")
-    size: int = Field(128, ge=2, description="Pixels along an edge.")
+    test: NonNegativeInt = Field(0, description="Samples of the test part.")
+    size: Extent = Field(128, ge=2, description="Pixels along an edge.")
     length: PositiveFloat = Field(3.0, description="Length over which a field varies, in pixels.")
     target: Literal["gradient", "noise"] = Field(
         "gradient",

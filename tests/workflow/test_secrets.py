@@ -1,0 +1,134 @@
+"""Logins and signed addresses of datasets: what holds them while a plan runs, and afterwards."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import functools
+import http.server
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.conftest import TINY
+from tests.test_mnist import files
+from tests.workflow.conftest import Tree
+
+PASSWORD, TOKEN, OTHER = "pa55-of-a-user", "t0ken-of-a-user", "an0ther-value"
+LOGIN = f"Basic {base64.b64encode(f'me:{PASSWORD}'.encode()).decode()}"
+
+
+class _Guarded(http.server.SimpleHTTPRequestHandler):
+    """Serves files to who knows the password and the whole query."""
+
+    asked: list[str]
+
+    def do_GET(self) -> None:
+        path, _, query = self.path.partition("?")
+        if (self.headers.get("Authorization"), query) != (LOGIN, f"sig={TOKEN}&at={OTHER}"):
+            self.send_error(403)
+            return
+        self.asked.append(path)
+        self.path = path
+        super().do_GET()
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def guarded(tmp_path: Path) -> Iterator[tuple[str, list[str]]]:
+    """Return the address of a folder with digits, and the files that are asked for."""
+    rng, folder = np.random.default_rng(5), tmp_path / "served"
+    folder.mkdir()
+    files(folder, (rng.integers(0, 256, (48, 28, 28), dtype=np.uint8), rng.integers(0, 10, 48, dtype=np.uint8)))
+    asked: list[str] = []
+    handler = type("Bound", (_Guarded,), {"asked": asked})
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(handler, directory=str(folder)))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"127.0.0.1:{server.server_port}", asked
+    server.shutdown()
+    server.server_close()
+
+
+def _with_secrets(text: bytes) -> bool:
+    words = (PASSWORD, TOKEN, OTHER, LOGIN.split()[1])
+    return any(word.encode() in text for word in words)
+
+
+@contextlib.contextmanager
+def _watched() -> Iterator[tuple[set[str], set[str]]]:
+    """Collect the command lines of processes: those that hold a secret, and those of whose environment that is so."""
+    lines, environments, over = set[str](), set[str](), threading.Event()
+
+    def watch() -> None:
+        while not over.wait(0.02):
+            for process in Path("/proc").glob("[0-9]*"):
+                with contextlib.suppress(OSError):
+                    line = (process / "cmdline").read_bytes()
+                    lines.update([line.decode()] if _with_secrets(line) else [])
+                    if _with_secrets((process / "environ").read_bytes()):
+                        environments.add(line.decode().replace("\0", " "))
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield lines, environments
+    finally:
+        over.set()
+        thread.join()
+
+
+@pytest.mark.slow  # test_config holds what all of this rests on
+def test_secrets_reach_what_fetches_and_nothing_else(
+    make_tree: Callable[..., Tree], guarded: tuple[str, list[str]]
+) -> None:
+    host, asked = guarded
+
+    def config(token: str) -> dict[str, Any]:
+        at = {
+            what: f"http://me:{PASSWORD}@{host}/{what}-idx{axes}-ubyte?sig={token}&at={OTHER}"
+            for what, axes in (("images", 3), ("labels", 1))
+        }
+        source = {"kind": "files", "all": at, "shares": {"train": 0.5, "valid": 0.5}}
+        run = {**TINY["mnist_cnn"]["run"], "dataset": "fetched"}
+        plan = {"study": "mnist_cnn", "settings": run, "measure": ["train"], "runs": {"one": {}}}
+        fetched = {"kind": "mnist", "source": source}
+        return {"results": "results", "targets": ["p"], "datasets": {"fetched": fetched}, "plans": {"p": plan}}
+
+    def outside_of_the_users_own(tree: Tree) -> list[Path]:
+        found = [path for path in tree.path.rglob("*") if path.is_file() and _with_secrets(path.read_bytes())]
+        return [path for path in found if path.name != "tiny.yaml"]
+
+    tree = make_tree(config("wr0ng" + TOKEN))
+    refused = tree.snakemake("--cores", "2", "--printshellcmds", "--", "data_fetched")
+    assert refused.status == 1 and "HTTP status 403" in refused.output
+    assert not _with_secrets(refused.output.encode()) and outside_of_the_users_own(tree) == []
+
+    tree.config = config(TOKEN)
+    tree.write()
+    with _watched() as (lines, environments):
+        done = tree.snakemake("--cores", "2", "--printshellcmds", "--", "all")
+    assert done.status == 0, done.output[-3000:]
+    assert len(asked) == 2
+    assert not _with_secrets(done.output.encode()) and outside_of_the_users_own(tree) == []
+    assert host in (tree.results / "report/p.html").read_text(), "the page says where the data are from"
+    assert lines == set()
+    assert environments, "the watch saw none"
+    stages = {line for line in environments if line.startswith("python")}  # what shells run begins with `env -u`
+    assert all(" dlscale acquire " in line for line in stages), "no other stage has them"
+
+    tree.config = config("a-new-" + TOKEN)
+    tree.write()
+    assert tree.planned(targets=["all"]).names == [], "another token is no other file"
+    told = tree.snakemake("-n", "--cores", "1", "--config", f"datasets={tree.config['datasets']}", "--", "all")
+    assert told.status == 2 and "--config: an address with a login or a query: everyone can read" in told.output
+    for log in (tree.path / ".snakemake/log").iterdir():  # of the last call: its own command line, as it was typed
+        log.unlink()
+    report = tree.snakemake("--report", "report.html", "--", "all")
+    assert report.status == 0, report.output[-3000:]
+    assert outside_of_the_users_own(tree) == []

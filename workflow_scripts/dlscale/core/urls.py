@@ -1,0 +1,120 @@
+"""Addresses without what is secret in them, and the way that the secrets take to the stage that fetches.
+
+A configuration is read with its addresses hidden, so that no page, no record, no command line and no parameter of a job
+holds a secret. The whole addresses go to `acquire` in its environment alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import SplitResult, urlsplit
+
+from dlscale.core.errors import UserError
+
+#: Name in the environment: whole addresses by hidden ones, as JSON.
+VARIABLE = "DLSCALE_URLS"
+#: Bytes of all of them: Linux takes 131,072 in one variable.
+MOST = 100_000
+#: Keys of a query that change while the file stays the same: logins, and signatures of presigned addresses.
+_LOGINS = re.compile(
+    r"x-(amz|goog|ms)-.*|.*(token|secret|signature|passw(or)?d|credential).*|sig|pw|pwd|pass|auth|authorization|expires|"
+    r"(api|access|aws)[-_]?(access)?[-_]?key([-_]?id)?|googleaccessid|key-pair-id|policy|s[etpvr]|spr|sip|sk(oid|tid|[tesv])",
+    re.IGNORECASE,
+)
+_IN_TEXT = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"<>]+")
+
+
+def hidden(url: str) -> str:
+    """Return an address without login and fragment, and without the values of its query.
+
+    What is left tells one file from another: a value is `***` under a key that is known for a login, which may change,
+    and else `~` with the first eight digits of its SHA-256. A text that is no address, or is one that is hidden
+    already, stays; one that is malformed and holds any of `@`, `?`, `#` becomes `***` altogether.
+    """
+    parts = split(url)
+    if parts is None:
+        return "***" if set(url) & set("@?#") else url
+    query = "&".join(map(_hidden_value, parts.query.split("&"))) if parts.query else ""
+    return anonymous(parts)._replace(query=query).geturl()
+
+
+def split(url: str) -> SplitResult | None:
+    """Return the parts of a well-formed address with a host, else None."""
+    try:
+        parts = urlsplit(url)
+        _ = parts.port  # raises for what is not a port, such as the start of a password with a slash in it
+    except ValueError:
+        return None
+    return parts if parts.hostname else None
+
+
+def anonymous(parts: SplitResult) -> SplitResult:
+    """Return an address without login and fragment."""
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2], fragment="")
+
+
+def _hidden_value(word: str) -> str:
+    key, equals, value = word.partition("=")
+    if not equals:
+        key, value = "", key
+    if not value or re.fullmatch(r"\*\*\*|~[0-9a-f]{8}", value):
+        return word
+    digest = hashlib.sha256(value.encode(errors="replace")).hexdigest()[:8]
+    return f"{key}{equals}{'***' if _LOGINS.fullmatch(key) else f'~{digest}'}"
+
+
+def hidden_in(text: str) -> str:
+    """Return a text of any kind with the addresses in it hidden, such as what a library says of its failure."""
+    return _IN_TEXT.sub(lambda match: hidden(match[0]), text)
+
+
+def hide(settings: Any, where: str, secrets: dict[str, str] | None = None) -> Any:
+    """Return settings with the addresses in them hidden; the whole ones go into `secrets`, by hidden ones.
+
+    An address that cannot be read is a `UserError`, which names its key by its path `where`.
+    """
+    if isinstance(settings, Mapping):
+        return {key: hide(value, f"{where}.{key}", secrets) for key, value in settings.items()}
+    if isinstance(settings, list | tuple):
+        return [hide(value, f"{where}.{number}", secrets) for number, value in enumerate(settings)]
+    if not isinstance(settings, str) or not ("://" in settings or re.match("https?:", settings)):
+        return settings
+    found = hidden(settings)
+    if found == "***":
+        raise UserError(
+            f"{where}: an address that cannot be read; expected SCHEME://HOST/PATH, and in a user name or password "
+            "%40 for @, %3A for :, %2F for /, %3F for ?, %23 for #"
+        )
+    if found != settings and secrets is not None:
+        secrets[found] = settings
+    return found
+
+
+def publish(secrets: Mapping[str, str]) -> None:
+    """Put whole addresses into this process's environment, for the stages that it starts."""
+    os.environ.pop(VARIABLE, None)
+    text = json.dumps(secrets)
+    if len(text.encode()) > MOST:
+        raise UserError(
+            f"configuration: datasets: {len(secrets)} addresses with logins or queries have {len(text):,} characters; "
+            f"expected at most {MOST:,}; put logins into ~/.netrc, or fetch the files before"
+        )
+    if secrets:
+        os.environ[VARIABLE] = text
+
+
+def whole(url: str) -> str:
+    """Return the address that a hidden one stands for."""
+    found: str = json.loads(os.environ.get(VARIABLE, "{}")).get(url, url)
+    parts = split(found)
+    if parts and any(_hidden_value(word) == word and word[-1:] != "=" for word in parts.query.split("&") if word):
+        raise UserError(
+            f"{url}: the values of its query are secret, and not here; let snakemake fetch it, or give --config a file "
+            "with the whole address"
+        )
+    return found
