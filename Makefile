@@ -21,7 +21,7 @@ ENGINE ?=
 IMAGE ?=
 BUILD_ARGS ?=
 
-# Stages run as `python -m dlscale`: that python has to be the environment's.
+# Stages run as `python -P -m dlscale`: that python has to be the environment's.
 export PATH := $(BIN):$(PATH)
 export VIRTUAL_ENV := $(CURDIR)/$(VENV)
 unexport PYTHONHOME
@@ -194,9 +194,9 @@ format: $(VENV)/.installed-dev  ## put the style right
 
 .PHONY: schema
 schema: $(VENV)/.installed  ## write the JSON schema of config.yaml, for editors, and the reference of its keys
-	@python -m dlscale schema >$(VENV)/schema.json
+	@python -P -m dlscale schema >$(VENV)/schema.json
 	@mv $(VENV)/schema.json workflow_scripts/dlscale/config/config.schema.json
-	@python -m dlscale schema --markdown >$(VENV)/configuration.md
+	@python -P -m dlscale schema --markdown >$(VENV)/configuration.md
 	@mv $(VENV)/configuration.md docs/configuration.md
 
 .PHONY: lock
