@@ -90,7 +90,8 @@ endif
 	[ "$(ENGINE)" != podman ] || [ "$$(id -u)" -eq 0 ] || keep=(--userns=keep-id); \
 	trap '$(ENGINE) kill "$$name" >/dev/null 2>&1 || true' EXIT; \
 	$(ENGINE) run --rm --init --name "$$name" "$${terminal[@]}" "$${keep[@]}" --user "$$(id -u):$$(id -g)" \
-	    --network none --security-opt label=disable --no-healthcheck --volume "$(CURDIR):/dlscale" \
+	    --network none --cap-drop=ALL --security-opt=no-new-privileges --security-opt label=disable --no-healthcheck \
+	    --volume "$(CURDIR):/dlscale" \
 	    $(or $(IMAGE),localhost/dlscale:cpu) $(DEMO)
 	$(say) '/dlscale in the container is $(CURDIR)'
 endif

@@ -193,6 +193,40 @@ def test_apptainer_is_passed_no_other_order(tmp_path: Path) -> None:
     assert names["APPTAINERENV_SLURM_LOCALID"] == "1" and "APPTAINERENV_CUDA_VISIBLE_DEVICES" not in names
 
 
+# ---- who may have put a file there ----------------------------------------------------------------------
+
+
+def test_nothing_is_imported_from_the_working_folder(tmp_path: Path) -> None:
+    """Neither by a stage or a starter, nor by what a stage starts."""
+    for name in ("argparse", "h5py", "numpy", "psutil", "yaml"):
+        (tmp_path / f"{name}.py").write_text("open('executed', 'w')\n")
+    child = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import h5py'], check=True)"
+    stages = [
+        [*launch(site(engine="none"), HERE, ONE), "train", "--help"],
+        [*launch(site(engine="none"), HERE, Geometry(gpus_per_node=2)), "train", "--help"],
+        [
+            *launch(site(engine="none", starter="mpirun", start=["env"]), HERE, Geometry(gpus_per_node=2)),
+            "train",
+            "--help",
+        ],
+        ["python", "-P", "-c", f"from dlscale.cli import main; main(['--version']); {child}"],
+    ]
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT / "workflow_scripts")}
+    for words in stages:
+        done = subprocess.run(words, env=environment, cwd=tmp_path)
+        assert done.returncode == 0 and not (tmp_path / "executed").exists(), words
+
+
+@pytest.mark.parametrize("name", ["README.md", "Makefile"])
+def test_containers_by_hand_may_do_no_more_than_the_launchers(name: str) -> None:
+    text = (ROOT / name).read_text().replace("\\\n", "")
+    started = re.findall(r"(?:docker|podman|\$\(ENGINE\)) run .*", text)
+    assert started
+    for line in started:
+        assert {"--cap-drop=ALL", "--security-opt=no-new-privileges"} < set(line.split()), line
+
+
 # ---- engines ---------------------------------------------------------------------------------------
 
 
