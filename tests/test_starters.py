@@ -351,6 +351,13 @@ def test_ranks_of_mpi_meet(name: str, tmp_path: Path) -> None:
     meets(command, {**env, "PATH": f"{tmp_path}:{env['PATH']}"}, 1, 2)
 
 
+@pytest.mark.slow
+def test_ranks_of_pytorchs_torchrun_meet() -> None:
+    """By hand: they meet in its store."""
+    starter = ["python", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python", "--"]
+    meets([*starter, "python", "-P", "-m", "dlscale"], environment(), 1, 2)
+
+
 def test_a_real_mpirun(tmp_path: Path) -> None:
     """Whatever MPI is here; Open MPI wants to be told that root and few cores are meant."""
     if not shutil.which("mpirun"):
