@@ -21,7 +21,7 @@ ENGINE ?=
 IMAGE ?=
 BUILD_ARGS ?=
 
-# Stages run as `python -m dlscale`: that python has to be the environment's.
+# Stages run as `python -P -m dlscale`: that python has to be the environment's.
 export PATH := $(BIN):$(PATH)
 export VIRTUAL_ENV := $(CURDIR)/$(VENV)
 unexport PYTHONHOME
@@ -90,7 +90,8 @@ endif
 	[ "$(ENGINE)" != podman ] || [ "$$(id -u)" -eq 0 ] || keep=(--userns=keep-id); \
 	trap '$(ENGINE) kill "$$name" >/dev/null 2>&1 || true' EXIT; \
 	$(ENGINE) run --rm --init --name "$$name" "$${terminal[@]}" "$${keep[@]}" --user "$$(id -u):$$(id -g)" \
-	    --network none --security-opt label=disable --no-healthcheck --volume "$(CURDIR):/dlscale" \
+	    --network none --cap-drop=ALL --security-opt=no-new-privileges --security-opt label=disable --no-healthcheck \
+	    --volume "$(CURDIR):/dlscale" \
 	    $(or $(IMAGE),localhost/dlscale:cpu) $(DEMO)
 	$(say) '/dlscale in the container is $(CURDIR)'
 endif
@@ -194,9 +195,9 @@ format: $(VENV)/.installed-dev  ## put the style right
 
 .PHONY: schema
 schema: $(VENV)/.installed  ## write the JSON schema of config.yaml, for editors, and the reference of its keys
-	@python -m dlscale schema >$(VENV)/schema.json
+	@python -P -m dlscale schema >$(VENV)/schema.json
 	@mv $(VENV)/schema.json workflow_scripts/dlscale/config/config.schema.json
-	@python -m dlscale schema --markdown >$(VENV)/configuration.md
+	@python -P -m dlscale schema --markdown >$(VENV)/configuration.md
 	@mv $(VENV)/configuration.md docs/configuration.md
 
 .PHONY: lock

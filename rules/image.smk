@@ -12,4 +12,4 @@ rule image:
     message:
         "Build or pull the image"
     shell:
-        "python -m dlscale image {params.options:q} --log {log:q}"
+        "python -P -m dlscale image {params.options:q} --log {log:q}"

@@ -24,11 +24,8 @@ def image_options():
     return [f"--engine={SITE.engine}", f"--image={SITE.image or ''}", f"--target={SITE.build.target}", *arguments]
 
 
-def launch(paths, *run):
-    """The words that start a stage that reads `paths`: in a container it sees these, here and there alike.
-
-    A stage of a run has its geometry, and a name.
-    """
+def launch(paths, geometry=None):
+    """The words that start a stage that reads `paths`: in a container it sees these, here and there alike."""
     folder, results = os.getcwd(), Path(RESULTS).resolve()
     place = launcher.Place(
         folder=folder,
@@ -39,7 +36,7 @@ def launch(paths, *run):
         results=None if results.is_relative_to(folder) else str(results),
     )
     studies = [f"--study={name}={study.file}" for name, study in registry.added().items()]
-    return [*launcher.launch(SITE, place, *run), *studies]
+    return [*launcher.launch(SITE, place, geometry), *studies]
 
 
 def withheld():
@@ -54,7 +51,7 @@ def stage_launch(wildcards, input):
 
 def run_launch(wildcards, input):
     """The words that start one of a run's stages, on the devices of its geometry."""
-    return [*withheld(), *launch(input, run_of(wildcards).processes, f"{wildcards.plan}.{wildcards.run}")]
+    return [*withheld(), *launch(input, run_of(wildcards).processes)]
 
 
 def run_device(wildcards, input):

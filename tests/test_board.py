@@ -16,6 +16,8 @@ from tensorboard.backend.event_processing.event_multiplexer import EventMultiple
 
 from dlscale.core import board as boards
 from dlscale.core import telemetry
+from dlscale.core.errors import UserError
+from dlscale.core.lock import only_writer
 from dlscale.core.records import Profile, Throughput
 from tests.conftest import stage
 from tests.test_counting import tiny_run
@@ -30,6 +32,29 @@ def scalars(board: EventMultiplexer, run: str) -> dict[str, float]:
         (point,) = board.Scalars(run, name)
         found[name] = point.value
     return found
+
+
+@pytest.mark.parametrize("inside", [".", "profile", "telemetry/train"])
+def test_a_link_leads_to_nobodys_event_files(tmp_path: Path, inside: str) -> None:
+    """Those that are there are removed, and a link may lead to somebody's own."""
+    theirs = tmp_path / "theirs" / inside / "events.out.tfevents.1"
+    theirs.parent.mkdir(parents=True)
+    theirs.touch()
+    (tmp_path / boards.NAME).symlink_to(tmp_path / "theirs")
+    with pytest.raises(UserError, match="/tensorboard: a link, expected a file or folder; remove it"):
+        boards.writer(tmp_path / boards.NAME / inside)
+    assert theirs.exists()
+
+
+def test_a_lock_is_not_written_through_a_link(tmp_path: Path) -> None:
+    (tmp_path / "victim").write_text("mine")
+    (tmp_path / ".lock").symlink_to("victim")
+    with (
+        pytest.raises(UserError, match=r"/\.lock: a link, expected a file or folder; remove it"),
+        only_writer(tmp_path),
+    ):
+        pass
+    assert (tmp_path / "victim").read_text() == "mine"
 
 
 def test_what_was_measured(tmp_path: Path, tiny_data: Callable[[str], Path]) -> None:

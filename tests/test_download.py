@@ -269,6 +269,17 @@ def test_a_good_file_needs_no_place_to_write(remote: Remote, target: Path) -> No
     assert remote.requests == []
 
 
+@pytest.mark.parametrize("name", [".data.bin.download", ".data.bin.download.lock"])
+def test_nothing_is_written_through_a_link(remote: Remote, tmp_path: Path, name: str) -> None:
+    """Others of the group may have put one there."""
+    target, victim = tmp_path / "data.bin", tmp_path / "victim"
+    victim.write_text("mine")
+    (tmp_path / name).symlink_to(victim)
+    with pytest.raises(UserError, match=rf"/{name}: a link, expected a file or folder; remove it"):
+        fetch(remote, target)
+    assert victim.read_text() == "mine" and not target.exists() and not target.is_symlink()
+
+
 def test_a_file_with_another_digest_is_fetched_again(remote: Remote, target: Path) -> None:
     target.write_bytes(BODY[:-1])
     fetch(remote, target, sha256=digest(BODY))

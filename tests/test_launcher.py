@@ -56,13 +56,13 @@ def words(found: list[str], flag: str) -> list[str]:
 
 def test_one_process_is_python_alone() -> None:
     for starter in ("direct", "torchrun", "srun"):
-        assert launch(site(engine="none", starter=starter), HERE, ONE) == ["python", "-m", "dlscale"]
-    assert launch(site(engine="none"), HERE) == ["python", "-m", "dlscale"]
+        assert launch(site(engine="none", starter=starter), HERE, ONE) == ["python", "-P", "-m", "dlscale"]
+    assert launch(site(engine="none"), HERE) == ["python", "-P", "-m", "dlscale"]
 
 
 def test_torchrun_starts_a_process_a_device() -> None:
     assert launch(site(engine="none"), HERE, FOUR) == [
-        *("python", "-m", "dlscale.launch.torchrun", "--standalone", "--nproc-per-node=4", "-m", "--", "dlscale")
+        *("python", "-P", "-m", "dlscale.launch.torchrun", "--nproc-per-node=4", "--", "-P", "-m", "dlscale")
     ]
 
 
@@ -70,13 +70,13 @@ def test_srun_is_told_the_whole_geometry() -> None:
     found = launch(site(engine="none", starter="srun", scheduler=SCHEDULER), HERE, EIGHT)
     assert found == [
         *("srun", "--nodes=2", "--ntasks-per-node=4", "--cpus-per-task=32", "--gpus-per-node=4"),
-        *("--kill-on-bad-exit=1", "python", "-m", "dlscale"),
+        *("--kill-on-bad-exit=1", "python", "-P", "-m", "dlscale"),
     ]
 
 
 def test_the_environment_of_the_site_reaches_a_bare_process() -> None:
     found = launch(site(engine="none", environment={"A": "b c", "D": "$(e)"}), HERE, ONE)
-    assert found == ["env", "A=b c", "D=$(e)", "python", "-m", "dlscale"]
+    assert found == ["env", "A=b c", "D=$(e)", "python", "-P", "-m", "dlscale"]
     shown = subprocess.run([*found[:3], "printenv", "A", "D"], capture_output=True, text=True, check=True)
     assert shown.stdout == "b c\n$(e)\n"
 
@@ -92,7 +92,7 @@ def test_packages_are_found_last(tmp_path: Path) -> None:
     (tmp_path / "numpy.py").write_text("raise ImportError('the wrong one')\n")
     (tmp_path / "only_here.py").write_text("place = __file__\n")
     found = launch(site(engine="none", packages=str(tmp_path)), HERE, ONE)
-    assert found == ["env", f"DLSCALE_PACKAGES={tmp_path}", "python", "-m", "dlscale"]
+    assert found == ["env", f"DLSCALE_PACKAGES={tmp_path}", "python", "-P", "-m", "dlscale"]
     code = """
 import multiprocessing, sys
 there = list(sys.path)
@@ -203,14 +203,48 @@ def test_apptainer_is_passed_no_other_order(tmp_path: Path) -> None:
     assert names["APPTAINERENV_SLURM_LOCALID"] == "1" and "APPTAINERENV_CUDA_VISIBLE_DEVICES" not in names
 
 
+# ---- who may have put a file there ----------------------------------------------------------------------
+
+
+def test_nothing_is_imported_from_the_working_folder(tmp_path: Path) -> None:
+    """Neither by a stage or a starter, nor by what a stage starts."""
+    for name in ("argparse", "h5py", "numpy", "psutil", "yaml"):
+        (tmp_path / f"{name}.py").write_text("open('executed', 'w')\n")
+    child = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import h5py'], check=True)"
+    stages = [
+        [*launch(site(engine="none"), HERE, ONE), "train", "--help"],
+        [*launch(site(engine="none"), HERE, Geometry(gpus_per_node=2)), "train", "--help"],
+        [
+            *launch(site(engine="none", starter="mpirun", start=["env"]), HERE, Geometry(gpus_per_node=2)),
+            "train",
+            "--help",
+        ],
+        ["python", "-P", "-c", f"from dlscale.cli import main; main(['--version']); {child}"],
+    ]
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT / "workflow_scripts")}
+    for words in stages:
+        done = subprocess.run(words, env=environment, cwd=tmp_path)
+        assert done.returncode == 0 and not (tmp_path / "executed").exists(), words
+
+
+@pytest.mark.parametrize("name", ["README.md", "Makefile"])
+def test_containers_by_hand_may_do_no_more_than_the_launchers(name: str) -> None:
+    text = (ROOT / name).read_text().replace("\\\n", "")
+    started = re.findall(r"(?:docker|podman|\$\(ENGINE\)) run .*", text)
+    assert started
+    for line in started:
+        assert {"--cap-drop=ALL", "--security-opt=no-new-privileges"} < set(line.split()), line
+
+
 # ---- engines ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("engine", ["docker", "podman", "podman-hpc"])
 def test_engines_that_run(engine: str) -> None:
     found = launch(site(engine=engine, mounts={"/cfs/x": "/data"}, environment={"A": "b c"}), HERE, ONE)
-    assert found[:5] == ["python", "-m", "dlscale.launch.contain", engine, "run"]
-    assert found[-4:] == ["registry/dlscale:1", "python", "-m", "dlscale"]
+    assert found[:6] == ["python", "-P", "-m", "dlscale.launch.contain", engine, "run"]
+    assert found[-5:] == ["registry/dlscale:1", "python", "-P", "-m", "dlscale"]
     assert {"--rm", "--init", "--interactive", "--cap-drop=ALL", "--security-opt=no-new-privileges"} < set(found)
     assert words(found, "--workdir") == ["/scratch/my work"]
     assert words(found, "--volume") == [*("/scratch/my work:/scratch/my work", "/cfs/x:/data", "/cfs/a b:/cfs/a b:ro")]
@@ -271,7 +305,7 @@ def test_shifter_by_its_documented_rules() -> None:
     assert words(found, "--volume") == ["/cfs/x:/data"]
     assert words(found, "--workdir") == ["/scratch/my work"]
     assert all(word.partition("=")[2] for word in words(found, "--env")), "it takes no empty values"
-    assert found[-3:] == ["python", "-m", "dlscale"]
+    assert found[-4:] == ["python", "-P", "-m", "dlscale"]
 
 
 def test_podman_hpc_takes_modules_as_options() -> None:
@@ -281,8 +315,8 @@ def test_podman_hpc_takes_modules_as_options() -> None:
 
 def test_apptainer() -> None:
     found = launch(site(engine="apptainer", image="/cfs/dlscale.sif"), HERE, None)
-    assert found[3:6] == ["apptainer", "exec", "--cleanenv"]
-    assert found[-4:] == ["/cfs/dlscale.sif", "python", "-m", "dlscale"]
+    assert found[4:7] == ["apptainer", "exec", "--cleanenv"]
+    assert found[-5:] == ["/cfs/dlscale.sif", "python", "-P", "-m", "dlscale"]
     pairs = list(itertools.pairwise(found))
     assert ("--bind", "/cfs/a b:/cfs/a b:ro") in pairs and ("--pwd", "/scratch/my work") in pairs
 

@@ -407,7 +407,7 @@ def test_nobody_said_where_the_disk_is(era5_data: Path, monkeypatch: pytest.Monk
 def test_the_sites_disk_reaches_the_stages() -> None:
     """As it stands: its variables are those of the node."""
     found = launch(site(engine="none", starter="direct", local_disk="$TMPDIR/x"), HERE, FOUR)
-    assert found == ["env", f"{LOCAL_DISK}=$TMPDIR/x", "python", "-m", "dlscale"]
+    assert found == ["env", f"{LOCAL_DISK}=$TMPDIR/x", "python", "-P", "-m", "dlscale"]
     found = launch(site(engine="podman", local_disk="/local"), HERE, FOUR)
     assert f"--env={LOCAL_DISK}=/local" in found and "--volume=/local:/local" in found
     assert LOCAL_DISK not in " ".join(launch(site(engine="none", local_disk="/local"), HERE)), "data are not made there"

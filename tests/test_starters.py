@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import re
 import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from dlscale.config.run import Geometry
@@ -36,7 +40,7 @@ with join(Geometry(nodes={nodes}, gpus_per_node={each}), "cpu") as world:
 
 def environment(**more: str) -> dict[str, str]:
     """Return this process's environment without what a starter says, and with its Python as `python`."""
-    names = {name for names in VARIABLES for name in names} | {"MASTER_ADDR", "MASTER_PORT"}
+    names = {name for names in VARIABLES for name in names} | {"MASTER_ADDR", "MASTER_PORT", "DLSCALE_MEET"}
     kept = {name: value for name, value in os.environ.items() if name not in names}
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     return {**kept, "PATH": path, "PYTHONPATH": str(ROOT / "workflow_scripts"), **more}
@@ -48,19 +52,130 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+# ---- who else can come in ----------------------------------------------------------------------------
+
+#: As MEET, and waits until nobody holds its standard input any more.
+STAY = MEET + "    input()\n"
+
+#: A stranger: where there is a store at one of these addresses it lists the keys, and sets a pickle. What is no store
+#: may not answer at all.
+STRANGER = """
+import json, os, pickle, sys, threading
+from datetime import timedelta
+import torch.distributed as dist
+found = []
+def enter(host, port):
+    store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=3))
+    store.set("torch.rendezvous.none", pickle.dumps(print))
+    found.append([host, port, len(store.list_keys())])
+threading.excepthook = print
+threads = [threading.Thread(target=enter, args=place) for place in json.loads(sys.argv[1])]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join(5)
+print(json.dumps(found), flush=True)
+os._exit(0)
+"""
+
+
+@contextlib.contextmanager
+def staying(words: list[str], geometry: Geometry) -> Iterator[list[tuple[str, int]]]:
+    """Start a run by the words for each node, and give the addresses at which its processes listen, once all met."""
+    program = STAY.format(nodes=geometry.nodes, each=geometry.gpus_per_node)
+    command = [*words[: words.index("--") + 1], "-c", program]
+    nodes = [
+        subprocess.Popen(
+            command,
+            env=environment(NODE_RANK=str(number)),
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        for number in range(geometry.nodes)
+    ]
+    try:
+        for node in nodes:
+            assert node.stdout and "all together" in node.stdout.readline()
+        family = [psutil.Process(node.pid) for node in nodes]
+        family += [child for process in family for child in process.children(recursive=True)]
+        assert len(family) == geometry.nodes + geometry.world_size
+        sockets = {each.laddr for one in family for each in one.net_connections("tcp") if each.status == "LISTEN"}
+        yield sorted((address.ip, address.port) for address in sockets)
+    finally:
+        for node in nodes:
+            node.communicate(timeout=PATIENCE)  # which ends their input
+
+
+def stranger(places: Sequence[tuple[str, int]], *inside: str) -> list[Any]:
+    """Return what a program of somebody else finds at these places."""
+    command = [*inside, sys.executable, "-c", STRANGER, json.dumps(places)]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=PATIENCE)
+    assert done.returncode == 0, done.stderr
+    return list(json.loads(done.stdout.splitlines()[-1]))
+
+
+@pytest.fixture
+def elsewhere() -> Iterator[tuple[str, list[str]]]:
+    """This machine's address as another one sees it, and the words that run a program there: a network namespace."""
+    if os.geteuid() or not shutil.which("ip"):
+        pytest.skip("needs root, and ip, to make a network namespace")
+    name, ours = f"dlscale{os.getpid()}", f"dls{os.getpid()}"
+    net = f"10.213.{os.getpid() % 250}"
+    made = [
+        f"ip netns add {name}",
+        f"ip link add {ours} type veth peer name eth0 netns {name}",
+        f"ip address add {net}.1/24 dev {ours}",
+        f"ip link set {ours} up",
+        f"ip -n {name} address add {net}.2/24 dev eth0",
+        f"ip -n {name} link set eth0 up",
+        f"ip -n {name} link set lo up",
+    ]
+    try:
+        for command in made:
+            done = subprocess.run(command.split(), capture_output=True, text=True)
+            if done.returncode:
+                pytest.skip(f"no network namespace here: {done.stderr.strip()}")
+        yield f"{net}.1", ["ip", "netns", "exec", name]
+    finally:
+        subprocess.run(["ip", "link", "delete", ours], capture_output=True)
+        subprocess.run(["ip", "netns", "delete", name], capture_output=True)
+
+
+def test_nobody_gets_into_a_run_on_one_node() -> None:
+    """No store listens, and what does, for gradients, is on loopback."""
+    two = Geometry(gpus_per_node=2)
+    with staying(launcher.launch(site(engine="none"), HERE, two), two) as places:
+        assert places and {ip for ip, _ in places} == {"127.0.0.1"}
+        assert stranger(places) == []
+
+
+def test_on_several_nodes_the_store_listens_on_their_network_alone(elsewhere: tuple[str, list[str]]) -> None:
+    """From another network it cannot be reached, though the machine can."""
+    port, inside, each = free_port(), elsewhere[1], [elsewhere[0], "127.0.0.1"]
+    several = Geometry(nodes=2)
+    with staying(
+        launcher.launch(site(engine="none", rendezvous=f"127.0.0.1:{port}"), HERE, several), several
+    ) as places:
+        assert [ip for ip, number in places if number == port] == ["127.0.0.1"]
+        assert stranger([(ip, port) for ip in each], *inside) == []
+
+
 # ---- torchrun on several nodes ---------------------------------------------------------------------
 
 
 def test_torchrun_meets_at_the_sites_place() -> None:
     chosen = site(engine="none", rendezvous="node1:29400", start=["pdsh", "-w", "node[1-{nodes}]"])
     eight = Geometry(nodes=2, gpus_per_node=4)
-    assert launcher.launch(chosen, HERE, eight, "gpus.eight") == [
-        *("pdsh", "-w", "node[1-2]", "python", "-m", "dlscale.launch.torchrun", "--rdzv-backend=c10d"),
-        *("--rdzv-id=gpus.eight", "--rdzv-endpoint=node1:29400", "--nnodes=2", "--nproc-per-node=4"),
-        *("-m", "--", "dlscale"),
+    assert launcher.launch(chosen, HERE, eight) == [
+        *("pdsh", "-w", "node[1-2]", "python", "-P", "-m", "dlscale.launch.torchrun"),
+        *("--nnodes=2", "--rdzv-endpoint=node1:29400", "--nproc-per-node=4", "--", "-P", "-m", "dlscale"),
     ]
     launcher.check(chosen, eight)
-    assert "--standalone" in launcher.launch(chosen, HERE, Geometry(gpus_per_node=4)), "one node needs nobody else"
+    alone = launcher.launch(chosen, HERE, Geometry(gpus_per_node=4))
+    assert not [word for word in alone if word.startswith(("pdsh", "--rdzv", "--nnodes"))], "one node needs nobody else"
 
 
 @pytest.mark.parametrize(("how", "status"), [("fails", 3), ("killed", 137), ("asked", 143)])
@@ -79,7 +194,7 @@ time.sleep(600)
 """
     )
     signals = {"killed": "SIGKILL", "asked": "SIGTERM"}
-    words = ["-m", "dlscale.launch.torchrun", "--standalone", "--nproc-per-node=2", "--", str(program), how]
+    words = ["-m", "dlscale.launch.torchrun", "--nproc-per-node=2", "--", str(program), how]
     command = [sys.executable, *words, signals.get(how, "")]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == status and "said why" in done.stdout, done
@@ -101,9 +216,14 @@ def test_two_nodes_train_as_one_process_does(tmp_path: Path, era5_data: Path) ->
     command = [*words, *map(str, arguments)]
     nodes = [
         subprocess.Popen(
-            command, env=environment(), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            command,
+            env=environment(NODE_RANK=str(number)),
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
-        for _ in range(2)
+        for number in range(2)
     ]
     said = [node.communicate(timeout=PATIENCE)[0] for node in nodes]
     logs = "".join(path.read_text() for path in together.glob("*.log"))
@@ -162,14 +282,14 @@ def test_mpirun_is_told_the_geometry_and_where_ranks_meet() -> None:
     eight = Geometry(nodes=2, gpus_per_node=4)
     usual = launcher.launch(site(engine="none", starter="mpirun"), HERE, eight)
     assert usual == [
-        *("python", "-m", "dlscale.launch.mpi", "mpirun", "-n", "8"),
-        *("env", "MASTER_ADDR={host}", "MASTER_PORT={port}", "python", "-m", "dlscale"),
+        *("python", "-P", "-m", "dlscale.launch.mpi", "mpirun", "-n", "8"),
+        *("env", "MASTER_ADDR={host}", "MASTER_PORT={port}", "python", "-P", "-m", "dlscale"),
     ]
     start = ["mpiexec", "-n", "{ranks}", "-ppn", "{ranks_per_node}", "-hosts", "{nodes}"]
     mine = launcher.launch(site(engine="none", starter="mpirun", start=start), HERE, eight)
-    assert mine[3:10] == ["mpiexec", "-n", "8", "-ppn", "4", "-hosts", "2"]
+    assert mine[4:11] == ["mpiexec", "-n", "8", "-ppn", "4", "-hosts", "2"]
     assert "MASTER_ADDR=127.0.0.1" in launcher.launch(site(starter="mpirun"), HERE, Geometry(gpus_per_node=2))
-    assert launcher.launch(site(engine="none", starter="mpirun"), HERE, Geometry()) == ["python", "-m", "dlscale"]
+    assert launcher.launch(site(engine="none", starter="mpirun"), HERE, Geometry()) == ["python", "-P", "-m", "dlscale"]
     assert {name for names in VARIABLES for name in names} <= set(PASSED_ON), "containers see who they are"
 
 
@@ -208,7 +328,7 @@ for pid in $pids; do wait $pid || exit; done
 
 def meets(command: list[str], env: dict[str, str], nodes: int, each: int) -> None:
     """Start the program MEET by a launcher's words; every rank must be there once, and have met all others."""
-    assert command[-3:] == ["python", "-m", "dlscale"]
+    assert command[-4:] == ["python", "-P", "-m", "dlscale"]
     started = [*command[:-2], "-c", MEET.format(nodes=nodes, each=each)]
     done = subprocess.run(started, env=env, capture_output=True, text=True, timeout=PATIENCE, cwd=ROOT)
     size = nodes * each
@@ -229,6 +349,13 @@ def test_ranks_of_mpi_meet(name: str, tmp_path: Path) -> None:
     env = environment()
     command = launcher.launch(site(engine="none", starter="mpirun"), HERE, Geometry(gpus_per_node=2))
     meets(command, {**env, "PATH": f"{tmp_path}:{env['PATH']}"}, 1, 2)
+
+
+@pytest.mark.slow
+def test_ranks_of_pytorchs_torchrun_meet() -> None:
+    """By hand: they meet in its store."""
+    starter = ["python", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python", "--"]
+    meets([*starter, "python", "-P", "-m", "dlscale"], environment(), 1, 2)
 
 
 def test_a_real_mpirun(tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ strategies = pytest.mark.parametrize(
 
 def begin(folder: Path, data: Path, program: list[str], **env: str) -> subprocess.Popen[str]:
     """Start a training of the run in `folder` by two processes."""
-    starter = [sys.executable, "-m", "dlscale.launch.torchrun", "--standalone", "--nproc-per-node=2", *program]
+    starter = [sys.executable, "-m", "dlscale.launch.torchrun", "--nproc-per-node=2", *program]
     arguments = ["--config", folder / "config.yaml", "--manifest", data / "manifest.json", "--threads", 2]
     arguments += ["--checkpoints", folder / "checkpoints", "--out", folder, "--log", folder / "train.log"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "workflow_scripts"), **env}
@@ -131,7 +131,7 @@ def test_a_rank_that_dies_or_is_stopped_is_named(
     tmp_path: Path, era5_data: Path, strategy: str, how: signal.Signals, rank: int
 ) -> None:
     folder = configure(tmp_path / "run", "era5_vit", 2, **STRATEGIES[strategy], training={"steps": 100_000})
-    process = begin(folder, era5_data, ["-m", "--", "dlscale"])
+    process = begin(folder, era5_data, ["--", "-m", "dlscale"])
     until("an epoch", lambda: "epoch 2 of" in said(folder), process, lambda: said(folder))
     victim = ranks_of(process)[rank]
     os.kill(victim, how)
@@ -238,7 +238,7 @@ except PeerLost as lost:
     print("left behind:", dist.is_initialized(), lost, flush=True)
 """
     )
-    starter = [sys.executable, "-m", "dlscale.launch.torchrun", "--standalone", "--nproc-per-node=2", str(program)]
+    starter = [sys.executable, "-m", "dlscale.launch.torchrun", "--nproc-per-node=2", "--", str(program)]
     env = {**os.environ, "PYTHONPATH": str(ROOT / "workflow_scripts")}
     done = subprocess.run(starter, capture_output=True, text=True, env=env, timeout=PATIENCE)
     assert done.stdout.count("left behind: False") == 2, done.stdout + done.stderr
@@ -284,7 +284,7 @@ def test_limits_come_from_the_site() -> None:
     changed = words(watchdog={"silent": 60})
     assert changed[:2] == ["env", f"{WATCHDOG}=silent=60:stuck=45:between=600"]
     assert words(watchdog=None)[1] == f"{WATCHDOG}=off"
-    assert launch(Site.model_validate({"watchdog": None}), here) == ["python", "-m", "dlscale"], "of no run"
+    assert launch(Site.model_validate({"watchdog": None}), here) == ["python", "-P", "-m", "dlscale"], "of no run"
 
 
 def test_limits_are_read(monkeypatch: pytest.MonkeyPatch) -> None:

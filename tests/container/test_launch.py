@@ -52,7 +52,7 @@ def prefix(container_engine: Engine, cpu_image: str, tmp_path: Path) -> list[str
     site = Site(engine="podman", image=cpu_image, starter="direct", gpu=False)
     place = Place(str(tmp_path), SOURCES, os.getuid(), os.getgid(), (str(ROOT),))
     words = launch(site, place, Geometry())
-    assert words[-3:] == ["python", "-m", "dlscale"]
+    assert words[-4:] == ["python", "-P", "-m", "dlscale"]
     return [sys.executable, *words[1:-2]]
 
 

@@ -62,7 +62,7 @@ def test_each_runs_in_its_container_and_four_by_srun(shown: tuple[str, Outcome])
         words = shlex.split(job.command)
         starter, inside = words[: words.index(engine)], words[words.index(engine) :]
         stage = inside.index("dlscale")
-        assert inside[stage - 2 : stage + 2] == ["python", "-m", "dlscale", "profile"]
+        assert inside[stage - 3 : stage + 2] == ["python", "-P", "-m", "dlscale", "profile"]
         assert inside[inside.index("--device") + 1] == "cuda"
         plan, run = name.split()
         folder = f"results/plans/{plan}/{run}"

@@ -101,9 +101,7 @@ def load(raw: Mapping[str, Any]) -> Configuration:
                 )
     resolver = _Resolver(workflow, files)
     if workflow.site.scheduler and workflow.site.starter == "torchrun":
-        raise UserError(
-            "configuration: site.starter: torchrun does not pass on Slurm's warning of the time limit; use srun"
-        )
+        raise UserError("configuration: site.starter: torchrun is for machines without a scheduler; use srun")
     if workflow.site.scheduler and workflow.site.engine == "auto":
         raise UserError("configuration: site.engine: auto may mean another engine on each node; name one")
     left_out = {plan: resolver.left_out(plan) for plan in workflow.plans}

@@ -105,6 +105,8 @@ def explained(error: Exception, path: str | os.PathLike[str]) -> Exception:
         return UserError(f"{path}: no permission to write here; choose another place for `results`, or change its mode")
     if number == errno.ENOENT:
         return UserError(f"{getattr(error, 'filename', None) or path}: no such file or directory")
+    if number == errno.ELOOP:
+        return UserError(f"{getattr(error, 'filename', None) or path}: a link, expected a file or folder; remove it")
     if number == errno.ENAMETOOLONG:
         return UserError(f"{path}: a name is too long for this file system")
     if number in (errno.EEXIST, errno.ENOTDIR, errno.EISDIR):
@@ -143,6 +145,11 @@ def read_json(path: str | os.PathLike[str]) -> Any:
     except (OSError, ValueError, RecursionError) as error:
         what = "cannot be read" if isinstance(error, OSError) else "not valid JSON"
         raise UserError(f"{path}: {what} ({error}); delete it and run its stage again") from None
+
+
+def no_link(path: str | os.PathLike[str], flags: int) -> int:
+    """Open a file, as `opener` of `open`, but not through a link: in a folder of a group anybody may have put one."""
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
 def no_pipe(path: str | os.PathLike[str], expected: str) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from dlscale.core.errors import UserError
-from dlscale.core.files import explained
+from dlscale.core.files import explained, no_link
 
 
 @contextlib.contextmanager
@@ -20,7 +20,7 @@ def only_writer(folder: Path) -> Iterator[None]:
     """Hold `folder/.lock` while the block runs; if another process holds it, raise a `UserError` that names it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = open(folder / ".lock", "a+")  # noqa: SIM115 - closed below, with the lock
+        file = open(folder / ".lock", "a+", opener=no_link)  # noqa: SIM115 - closed below, with the lock
     except OSError as error:
         raise explained(error, folder) from error
     with file:

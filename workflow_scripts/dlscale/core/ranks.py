@@ -17,6 +17,10 @@ VARIABLES = (
 )
 
 
+#: Variable that names a file, in a folder of one user alone, by which the ranks of a node meet.
+MEET = "DLSCALE_MEET"
+
+
 class Ranks(NamedTuple):
     """The place of this process among those that were started together."""
 

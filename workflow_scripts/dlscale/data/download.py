@@ -124,7 +124,7 @@ def _alone(destination: Path) -> Iterator[None]:
     """Keep other processes and threads waiting meanwhile; the lock dies with its owner."""
     path = destination.with_name(f".{destination.name}.download.lock")
     while True:
-        with path.open("ab") as file:
+        with open(path, "ab", opener=files.no_link) as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -221,7 +221,7 @@ class _Transfer:
 
     def finish(self) -> None:
         """Put the complete file into its place."""
-        with self._partial.open("rb") as file:
+        with open(self._partial, "rb", opener=files.no_link) as file:
             os.fsync(file.fileno())
         self._partial.replace(self.destination)
         self._note.unlink(missing_ok=True)
@@ -276,7 +276,7 @@ class _Transfer:
             if response.status_code == 200:
                 length = response.raw.length_remaining
                 # In this order, a process killed in between leaves no old bytes under a new note.
-                with self._partial.open("wb"):
+                with open(self._partial, "wb", opener=files.no_link):
                     files.write_json(self._note, asdict(self._version(response, length)))
                 self._append(response, 0, length)
             elif response.status_code in (206, 416) and kept and offset:
@@ -312,7 +312,7 @@ class _Transfer:
             raise _TransientError("what the server has does not continue what was kept, which is now discarded")
 
     def _append(self, response: requests.Response, done: int, length: int | None) -> None:
-        with self._partial.open("ab") as file:
+        with open(self._partial, "ab", opener=files.no_link) as file:
             self.progress(done, length)
             for chunk in self._body(response):
                 file.write(chunk)

@@ -27,7 +27,7 @@ from dlscale.core.ranks import VARIABLES
 
 #: Set anew for each process, hence passed on by name: rank, size and place of meeting, devices, the job.
 PASSED_ON = (
-    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK"),
     *("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_STEP_NODELIST", "SLURM_STEP_ID"),
     *(name for names in VARIABLES for name in names if name.startswith(("OMPI", "MV2", "PMI", "MPI"))),
     *("SLURM_JOB_ID", "SLURM_JOB_NODELIST", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "DLSCALE_IMAGE"),

@@ -17,19 +17,20 @@ from dlscale.core.machine import LOCAL_DISK, VERIFY, WATCHDOG, answer
 from dlscale.launch import slurm
 from dlscale.launch.contain import PASSED_ON
 
-PYTHON = ["python", "-m", "dlscale"]
+#: -P: nothing is imported from the working folder, in which anybody may have put a file.
+PYTHON = ["python", "-P", "-m", "dlscale"]
 
 #: An image of this name is in no registry: it is built here.
 LOCAL = "localhost/"
 
 #: Starts a process a device of its node; those of several nodes meet.
-TORCHRUN = ["python", "-m", "dlscale.launch.torchrun"]
+TORCHRUN = ["python", "-P", "-m", "dlscale.launch.torchrun"]
 
 #: Puts in where the ranks of a run meet, on the node where they are started.
-MPI = ["python", "-m", "dlscale.launch.mpi"]
+MPI = ["python", "-P", "-m", "dlscale.launch.mpi"]
 
 #: Runs the engine's client: a name for the container, signals, the exit status, and nothing left behind.
-SUPERVISOR = ["python", "-m", "dlscale.launch.contain"]
+SUPERVISOR = ["python", "-P", "-m", "dlscale.launch.contain"]
 
 
 @dataclass(frozen=True)
@@ -44,11 +45,10 @@ class Place:
     results: str | None = None  #: Folder that the stage writes to, if it is outside of `folder`.
 
 
-def launch(site: Site, place: Place, geometry: Geometry | None = None, run: str = "dlscale") -> list[str]:
+def launch(site: Site, place: Place, geometry: Geometry | None = None) -> list[str]:
     """Return the words that start `dlscale`, once or with a process for each device; the stage's own follow.
 
-    The site's choices are made (see `resolve`); a stage that needs no device has no geometry. Processes of one `run`
-    meet: at one place there may be those of several runs at once.
+    The site's choices are made (see `resolve`); a stage that needs no device has no geometry.
     """
     if geometry and site.local_disk:
         mounts = {site.local_disk: site.local_disk} if site.engine not in ("none", "shifter") else {}
@@ -81,13 +81,10 @@ def launch(site: Site, place: Place, geometry: Geometry | None = None, run: str 
         meet = ["env", f"MASTER_ADDR={host}", "MASTER_PORT={port}"]
         return [*MPI, *_filled(site.start or ["mpirun", "-n", "{ranks}"], geometry), *meet, *container, *PYTHON]
     # It ends all processes when one fails. What follows "--" is the stage's own, such as `--log`.
-    start, meet = [], ["--standalone"]
-    if geometry.nodes > 1:
-        start = _filled(site.start, geometry)
-        meet = ["--rdzv-backend=c10d", f"--rdzv-id={run}", f"--rdzv-endpoint={site.rendezvous}"]
-        meet.append(f"--nnodes={geometry.nodes}")
-    torchrun = [*TORCHRUN, *meet, f"--nproc-per-node={geometry.gpus_per_node}"]
-    return [*start, *container, *torchrun, "-m", "--", "dlscale"]
+    several = geometry.nodes > 1
+    start = _filled(site.start, geometry) if several else []
+    meet = [f"--nnodes={geometry.nodes}", f"--rdzv-endpoint={site.rendezvous}"] if several else []
+    return [*start, *container, *TORCHRUN, *meet, f"--nproc-per-node={geometry.gpus_per_node}", "--", *PYTHON[1:]]
 
 
 def device(site: Site) -> str:

@@ -1,29 +1,94 @@
-"""torchrun without its tracebacks: `python -m dlscale.launch.torchrun --nproc-per-node=4 -m -- dlscale train ...`.
+"""Start a process a device: `python -P -m dlscale.launch.torchrun --nproc-per-node=4 -- -m dlscale train ...`.
 
-When a process fails, or a signal asks for the end, torchrun ends all and raises an exception of its own, which shows
-where torchrun was. Why a process failed it has said itself, and which one was killed the others have said.
+The words are those of PyTorch's torchrun, whose place it takes, without its ports: the processes of one node meet in
+a folder that is their user's alone, and those of several at `--rdzv-endpoint`, where the first of them listens.
+
+Where one fails, the others are asked to end, and ended 30 s later. Why it failed it has said itself, and which one was
+killed the others say.
 """
 
 from __future__ import annotations
 
+import argparse
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
 import sys
-from collections.abc import Sequence
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from types import FrameType
 
-from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.run import main as torchrun
+from dlscale.core.ranks import MEET, ranks
+
+#: Seconds between asking the others to end and ending them.
+GRACE = 30
+
+FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def main(words: Sequence[str]) -> int:
-    """Run torchrun; the exit status is that of the process that failed first, of one that was killed as shells say."""
-    try:
-        torchrun(list(words))
-    except ChildFailedError as error:
-        _, failure = error.get_first_failure()
-        return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
-    except SignalException as asked:
-        return 128 + int(asked.sigval)
-    return 0
+    """Run all to their end; the exit status is that of the one that failed first, of one that was killed as shells say.
+
+    `NODE_RANK` says which of several nodes this is, else what started a process on each does; else it is the first.
+    """
+    parser = argparse.ArgumentParser(prog="dlscale.launch.torchrun")
+    parser.add_argument("--nproc-per-node", type=int, default=1)
+    parser.add_argument("--nnodes", type=int, default=1)
+    parser.add_argument("--rdzv-endpoint", metavar="HOST:PORT")
+    parser.add_argument("python", nargs="+", help="words for Python, after --")
+    args = parser.parse_args(words)
+    each = args.nproc_per_node
+    first = each * int(os.environ.get("NODE_RANK") or ranks().rank) if args.nnodes > 1 else 0
+    said = {"WORLD_SIZE": args.nnodes * each, "LOCAL_WORLD_SIZE": each}
+    processes = list[subprocess.Popen[bytes]]()
+
+    def send(number: int, frame: FrameType | None = None) -> None:
+        for process in processes:
+            if process.poll() is None:
+                process.send_signal(number)
+
+    for number in FORWARDED:
+        signal.signal(number, send)
+    with tempfile.TemporaryDirectory(prefix="dlscale-") as folder:  # of mode 0700
+        if args.nnodes > 1:
+            host, _, port = args.rdzv_endpoint.rpartition(":")
+            said |= {"MASTER_ADDR": host.strip("[]"), "MASTER_PORT": port}
+        else:
+            said |= {MEET: f"{folder}/meet"}
+        for local in range(each):
+            own = {**said, "RANK": first + local, "LOCAL_RANK": local}
+            environment = {"OMP_NUM_THREADS": "1", **os.environ, **{name: str(value) for name, value in own.items()}}
+            command = [sys.executable, *args.python]
+            processes.append(
+                subprocess.Popen(command, env=environment, start_new_session=True, preexec_fn=_end_with_parent)
+            )
+        return _wait(processes, send)
+
+
+def _end_with_parent() -> None:
+    """Have Linux send this process SIGTERM when its parent is killed: nobody else would end it."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+
+
+def _wait(processes: Sequence[subprocess.Popen[bytes]], send: Callable[[int], None]) -> int:
+    status, end = 0, float("inf")
+    while True:
+        running = [process for process in processes if process.poll() is None]
+        failed = [process.returncode for process in processes if process.returncode]
+        if failed and not status:
+            status, end = failed[0] if failed[0] > 0 else 128 - failed[0], time.monotonic() + GRACE
+            send(signal.SIGTERM)
+        if not running:
+            return status
+        if time.monotonic() > end:
+            for process in running:  # and what it started
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+        time.sleep(0.1)
 
 
 if __name__ == "__main__":

@@ -8,8 +8,8 @@ far its rank has come, and one ends the process, with the culprit's name, when t
   its process, says that it is there: code that holds Python's lock (GIL) lets no thread of its process show anything;
 - where no rank gets any further for a time that none of them ever needed, the culprit is the one that is behind.
 
-The store is that through which the ranks met: in the first rank's process, or in torchrun's. If it does not answer, the
-culprit is that one.
+The store is files beside that by which the ranks of a node met, else that through which they met: in the first rank's
+process. If it does not answer, the culprit is that one.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from torch.distributed import distributed_c10d
 from dlscale.config.parallel import Limits
 from dlscale.core import ending, ranges
 from dlscale.core.errors import PeerLost, brief
+from dlscale.core.ranks import MEET
 
 BEAT = 1.0  #: Seconds between two signs of life.
 LONGER = 10.0  #: A range of a step may take so many times the longest
@@ -75,10 +76,37 @@ class _Seen:
     beside_it: dict[str, str] = field(default_factory=dict)  #: What it says of the ranks that it sees.
 
 
+class Files:
+    """A store in a folder, of a file a key: no process that was stopped holds a lock of it, and it does not grow."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        folder.mkdir(exist_ok=True)
+
+    def set(self, key: str, value: str) -> None:
+        new = self._file(f"{key}.{os.getpid()}")
+        new.write_text(value)
+        new.replace(self._file(key))
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return all(self._file(key).exists() for key in keys)
+
+    def get(self, key: str) -> bytes:
+        return self._file(key).read_bytes()
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        return [self.get(key) for key in keys]
+
+    def _file(self, key: str) -> Path:
+        return self._folder / key.replace("/", "-")
+
+
 def connect(name: str) -> Any:
     """Return a connection of its own to the store through which the ranks met; its keys are those of `name`."""
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     stores: Any = dist  # which names them at run time only
+    if MEET in os.environ:
+        return prefixed(stores.FileStore(os.environ[MEET]), name)
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     try:
         store = stores.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=CONNECT))
     except dist.DistError as error:
@@ -102,7 +130,8 @@ class Watchdog:
     def __init__(self, rank: int, size: int, per_node: int = 1, limits: Limits | None = None) -> None:
         """`per_node` consecutive ranks share a node. Without limits nothing ends but what an exchange ends."""
         self.rank, self.size, self.limits = rank, size, limits or Limits()
-        self._store = connect("watchdog")
+        meet = os.environ.get(MEET)
+        self._store = Files(Path(f"{meet}.watchdog")) if meet else connect("watchdog")
         self._hosts: dict[int, str] = {}
         self._store.set(f"place/{rank}", json.dumps([*_place(), os.getpid()]))
         first = rank - rank % per_node

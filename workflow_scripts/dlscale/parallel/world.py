@@ -6,13 +6,14 @@ A run on one device is a world of one rank, in which everything below costs noth
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import datetime as dt
+import ipaddress
 import logging
 import os
 import platform
 import re
 import signal
+import socket
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from dlscale.config.run import Geometry
 from dlscale.core import ending
 from dlscale.core.errors import PeerLost, Stopped, UserError, brief
 from dlscale.core.machine import driver, too_old
-from dlscale.core.ranks import ranks
+from dlscale.core.ranks import MEET, ranks
 from dlscale.core.records import Device
 from dlscale.parallel.mesh import Mesh
 from dlscale.parallel.watchdog import Watchdog, is_gone
@@ -127,7 +128,6 @@ def join(geometry: Geometry, device: str) -> Iterator[World]:
         yield World(device=torch.device(kind))
         return
     rank, size, local_rank = ranks()
-    _end_with_torchrun()
     if size != geometry.world_size:
         raise UserError(
             f"geometry: this run asks for {geometry.world_size} processes ({geometry.nodes} nodes x "
@@ -152,10 +152,10 @@ def join(geometry: Geometry, device: str) -> Iterator[World]:
             )
         own = torch.device("cuda", local_rank % visible)
         torch.cuda.set_device(own)
-    _rendezvous(geometry)
     limits = Limits.told()
     dist.init_process_group(
         "nccl" if kind == "cuda" else "gloo",
+        store=_meet(geometry, rank),
         rank=rank,
         world_size=size,
         timeout=TIMEOUT,
@@ -202,10 +202,44 @@ def _why_no_cuda() -> str:
     return f"the driver is {version}, for CUDA {cuda}; ask for a GPU, or see whether CUDA_VISIBLE_DEVICES hides it"
 
 
-def _end_with_torchrun() -> None:
-    """Ask Linux to send this process SIGTERM when torchrun, its parent, is killed: nobody else would end it."""
-    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+def _meet(geometry: Geometry, rank: int) -> Any:
+    """Return the store through which the ranks meet, which nobody reaches by another network than theirs.
+
+    On one node that is a file, or a port of the machine itself; on several the first rank listens at the one address
+    that MASTER_ADDR stands for. PyTorch's own listens at all.
+    """
+    stores: Any = dist  # which names them at run time only
+    if geometry.nodes == 1:
+        loopback = "lo" if sys.platform == "linux" else "lo0"
+        os.environ["GLOO_SOCKET_IFNAME"] = loopback
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
+    if MEET in os.environ:
+        return stores.FileStore(os.environ[MEET], geometry.world_size)
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # PyTorch's torchrun, by hand: the store is in its process
+        return next(stores.rendezvous("env://", rank, geometry.world_size, timeout=TIMEOUT))[0]
+    _rendezvous(geometry)
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    mine = _listen(address, port) if rank == 0 else None
+    return stores.TCPStore(address, port, geometry.world_size, mine is not None, TIMEOUT, master_listen_fd=mine)
+
+
+def _listen(address: str, port: int) -> int:
+    """Return a socket that listens at this address alone."""
+    where = f"MASTER_ADDR, MASTER_PORT: {address}:{port}"
+    try:
+        family, kind, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+        if ipaddress.ip_address(place[0]).is_loopback and address not in (place[0], "localhost"):
+            raise UserError(f"{where}: {address} is {place[0]} on this node, which no other reaches; give its address")
+        listener = socket.socket(family, kind)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(place)
+        listener.listen(socket.SOMAXCONN)
+    except OSError as error:
+        raise UserError(
+            f"{where}: process 0 cannot listen there ({error.strerror}); expected an address of its node, the first, "
+            "and a free port"
+        ) from None
+    return listener.detach()
 
 
 def _rendezvous(geometry: Geometry) -> None:
@@ -218,7 +252,8 @@ def _rendezvous(geometry: Geometry) -> None:
             "MASTER_ADDR is not set: with several nodes, give all processes the name of the first node "
             "(mpirun -x MASTER_ADDR=NAME, or env MASTER_ADDR=NAME before the command)"
         )
-    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    if geometry.nodes == 1:
+        os.environ["MASTER_ADDR"] = "127.0.0.1"
     # Jobs that share a node, and steps of one job, need different ports.
     job, step = (os.environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
     number = int(job) + 97 * int(step or 0) if job.isdecimal() and (step or "0").isdecimal() else os.getppid()

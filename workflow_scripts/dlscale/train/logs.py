@@ -43,13 +43,13 @@ class RunLogs:
     """The logs in a run's folder `out`. They begin with what there was until `step`; all else is removed."""
 
     def __init__(self, out: Path, history: list[Epoch], published: PublishedLog | None = None, step: int = 0) -> None:
-        self._metrics, folder = out / "metrics.jsonl", out / "tensorboard"
+        self._metrics, folder = out / "metrics.jsonl", out / board.NAME
         self._published, self._steps, self._begun = published or PublishedLog(), 0, False
+        kept = _kept(folder, history, step)
+        self._board = board.writer(folder)
         self._metrics.unlink(missing_ok=True)
         if history:
             write_text(self._metrics, epoch_lines(history))
-        kept = _kept(folder, history, step)
-        self._board = board.writer(folder)
         for record in history:
             self._epoch(record)
         for event in kept:

@@ -27,6 +27,7 @@ from dlscale.config.run import load_run
 from dlscale.core import registry
 from dlscale.core.errors import UserError
 from dlscale.core.machine import answer
+from dlscale.core.ranks import MEET
 from dlscale.core.records import ProfiledTool, TopEntry
 from dlscale.measure.profilers import child
 from dlscale.measure.profilers.nsys_database import summarize
@@ -206,10 +207,13 @@ def _run(words: list[str], world: World) -> tuple[int, str]:
 
     Where one fails the others are ended: they would wait for it.
     """
-    # Through RANK or Slurm's variables the children know who they are, as their parents do; torchrun's store is not for
-    # them. They meet at a port of their own.
+    # Through RANK or Slurm's variables the children know who they are, as their parents do. Where those met is not for
+    # them: they have a place of their own.
     environment = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_")} | ENVIRONMENT
-    environment["MASTER_PORT"] = str(world.gather(_free_port() if world.main else 0)[0])
+    number = world.gather(_free_port() if world.main else 0)[0]
+    environment["MASTER_PORT"] = str(number)
+    if MEET in environment:
+        environment[MEET] += f"-{number}"
     with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(
             words,
