@@ -48,15 +48,22 @@ $(VENV)/bin/python:
 	"$$python" -m venv --clear $(VENV) || { rm -rf $(VENV); \
 	    echo "This Python has no venv module; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
 
+# The lock, but for PyTorch where .venv was made with --system-site-packages: over a module, an image or an environment
+# whose own PyTorch stays if pyproject.toml's range has it.
+LOCK := $(VENV)/constraints.txt
+$(LOCK): requirements.lock | $(VENV)/bin/python
+	@left='^$$'; ! grep -Eqi '^include-system-site-packages *= *true' $(VENV)/pyvenv.cfg || left='^(torch|triton)=='; \
+	grep -Ev "$$left" requirements.lock >$@
+
 # A stamp is renewed when what it was made from has changed, and only then.
-$(VENV)/.installed: pyproject.toml requirements.lock | $(VENV)/bin/python
+$(VENV)/.installed: pyproject.toml $(LOCK)
 	$(say) 'Installing dlscale (PyTorch is large: minutes on a first run)'
-	@python -m pip install --disable-pip-version-check --constraint requirements.lock --editable .
+	@python -m pip install --disable-pip-version-check --constraint $(LOCK) --editable .
 	@touch $@
 
-$(VENV)/.installed-dev: pyproject.toml requirements.lock $(VENV)/.installed
+$(VENV)/.installed-dev: pyproject.toml $(LOCK) $(VENV)/.installed
 	$(say) 'Installing the development tools'
-	@python -m pip install --disable-pip-version-check --constraint requirements.lock --editable '.[dev]' \
+	@python -m pip install --disable-pip-version-check --constraint $(LOCK) --editable '.[dev]' \
 	    | { grep -v '^Requirement already satisfied' || true; }
 	@touch $@
 
@@ -201,16 +208,16 @@ schema: $(VENV)/.installed  ## write the JSON schema of config.yaml, for editors
 	@mv $(VENV)/configuration.md docs/configuration.md
 
 .PHONY: lock
-lock: | $(VENV)/bin/python  ## write requirements.lock anew from pyproject.toml, and the images' with hashes
+lock: | $(VENV)/bin/python  ## bring requirements.lock and the images' into step with pyproject.toml; ARGS=--upgrade: newest versions
 	$(say) 'Resolving the dependencies'
-	@[ -x $(BIN)/pip-compile ] || python -m pip install --quiet --disable-pip-version-check pip-tools
-	@pip-compile --quiet --extra dev --strip-extras --allow-unsafe --upgrade --no-header --annotation-style line \
-	    --no-emit-index-url --no-emit-find-links --no-emit-trusted-host --no-emit-options \
-	    --output-file $(VENV)/lock.txt pyproject.toml
+	@[ -x $(BIN)/uv ] || python -m pip install --quiet --disable-pip-version-check uv
+	@cp requirements.lock $(VENV)/lock.txt
+	@uv pip compile --quiet --extra dev --python-version 3.11 --no-header --annotation-style line \
+	    --output-file $(VENV)/lock.txt $(ARGS) pyproject.toml
 	@{ printf '%s\n' '# Written by `make lock` from pyproject.toml: the core and the development tools, for Python 3.11.' \
 	        '# Used as constraints (pip install -c), so that torch comes in whatever build the index offers:' \
 	        '# no local version (+cpu, +cu130), and none of the CUDA packages that only some of its builds need.'; \
-	   sed -E -e '/^(nvidia-(cu|nccl|nvjitlink|nvshmem|nvtx)|cuda-|triton==|pip==|#|$$)/d' -e 's/^(torch==[0-9.]+)\+[a-z0-9.]+/\1/' -e 's/ +# via/  # via/' \
+	   sed -E -e '/^(nvidia-(cu|nccl|nvjitlink|nvshmem|nvtx)|cuda-|pip==|#|$$)/d' -e 's/^(torch==[0-9.]+)\+[a-z0-9.]+/\1/' -e 's/ +# via/  # via/' \
 	        $(VENV)/lock.txt; } > requirements.lock
 	@python docker/lock.py
 

@@ -15,14 +15,15 @@ import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from packaging.requirements import Requirement
 from packaging.tags import Tag
 from packaging.utils import canonicalize_name, parse_wheel_filename
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parent
-#: Not locked: the index (cpu) or the base image (gpu) decides on the build; numpy as well is left to that base, whose
-#: other packages are compiled against it.
-APART = {"cpu": {"torch"}, "gpu": {"torch", "numpy"}}
+#: Not locked: the index (cpu) or the base image (gpu) decides on the build, and on the Triton that goes with it; numpy
+#: as well is left to that base, whose other packages are compiled against it.
+APART = {"cpu": {"torch", "triton"}, "gpu": {"torch", "triton", "numpy"}}
 EXTRAS = {"cpu": [], "gpu": ["dali"]}
 PYTHONS = ("cp311", "cp312")
 PLATFORMS = re.compile(r"any|manylinux.*_(x86_64|aarch64)")
@@ -39,7 +40,7 @@ def needed(lock: dict[str, tuple[str, list[str]]], extras: list[str]) -> set[str
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     asked = [*project["dependencies"], *(line for extra in extras for line in project["optional-dependencies"][extra])]
     found: set[str] = set()
-    new: set[str] = {canonicalize_name(line.split("==")[0]) for line in asked}
+    new: set[str] = {canonicalize_name(Requirement(line).name) for line in asked}
     while new:
         found |= new
         new = {name for name, (_, via) in lock.items() if name not in found and found & set(via)}
@@ -78,8 +79,8 @@ def main() -> None:
         names = sorted(needed(lock, extras) - APART[target])
         with ThreadPoolExecutor(8) as pool:
             digests = list(pool.map(lambda name: hashes(index, name, lock[name][0]), names))
-        apart = " and ".join(sorted(APART[target]))
-        lines = [f"# Written by `make lock` from requirements.lock: what the image {target} has, but {apart}."]
+        apart = ", ".join(sorted(APART[target]))
+        lines = [f"# Written by `make lock` from requirements.lock: what the image {target} has, but for {apart}."]
         for name, found in zip(names, digests, strict=True):
             entry = [f"{name}=={lock[name][0]}", *(f"--hash=sha256:{digest}" for digest in found)]
             lines.append(" \\\n    ".join(entry))

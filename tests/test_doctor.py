@@ -607,8 +607,10 @@ def test_environment() -> None:
         ({"cudnn": 91100}, "cuDNN", "cosmo_ladder", "ok"),
         ({"cudnn": 91002}, "cuDNN", "era5_ladder", "warn"),  # no convolution to go wrong
         ({"cudnn": 8907}, "cuDNN", "cosmo_ladder", "ok"),
-        ({"torch": "2.9.1+cu128"}, "torch", "cosmo_ladder", "warn"),
-        ({"torch": "2.10.0"}, "torch", "cosmo_ladder", "ok"),
+        ({"torch": "2.10.0"}, "torch", "era5_ladder", "FAIL"),
+        ({"torch": "2.11.0a0+nv26.01"}, "torch", "era5_ladder", "ok"),
+        ({"torch": "2.15.0"}, "torch", "era5_ladder", "ok"),
+        ({"h5py": "3.9.0"}, "h5py", "era5_ladder", "FAIL"),
         ({"torch": None}, "torch", "era5_ladder", "FAIL"),
         ({"error": "ImportError: libcudart.so"}, "torch", "era5_ladder", "FAIL"),
         ({"numba": None}, "numba", "era5_ladder", "FAIL"),

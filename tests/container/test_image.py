@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import time
 import tomllib
@@ -57,7 +58,7 @@ def test_configuration(inspected: dict[str, Any]) -> None:
 
 
 def test_torch_is_the_projects() -> None:
-    torch = next(line for line in PROJECT["dependencies"] if line.startswith("torch=="))
+    (torch,) = re.findall(r"^torch==\S+", (ROOT / "requirements.lock").read_text(), re.MULTILINE)
     text = (ROOT / "docker/Dockerfile").read_text()
     assert f"ARG TORCH={torch}\n" in text
     assert text.count(f"ARG VERSION={PROJECT['version']}\n") == 2

@@ -114,16 +114,19 @@ FACTS = """
 import json, os, platform, shutil
 from importlib.metadata import PackageNotFoundError, version
 
-def of(*names):
-    for name in names:
-        try:
-            return version(name)
-        except PackageNotFoundError:
-            pass
+def of(name):
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
 
 facts = {"python": platform.python_version(), "torch": of("torch"), "h5py": of("h5py"), "numba": of("numba")}
 facts["nsys"] = shutil.which(os.environ.get("NSYS") or "nsys")
-facts["dali"] = of("nvidia-dali-cuda120", "nvidia-dali-cuda130", "nvidia-dali-cuda110")
+try:
+    import nvidia.dali
+    facts["dali"] = nvidia.dali.__version__
+except Exception:
+    facts["dali"] = None
 if facts["torch"]:
     try:
         import torch
@@ -143,6 +146,9 @@ print(json.dumps(facts))
 """
 
 Facts = dict[str, Any]
+
+#: The oldest versions that dlscale works with: those of pyproject.toml's ranges. Early builds of a version count as it.
+LEAST = {"python": (3, 11), "torch": (2, 11), "h5py": (3, 12), "numba": (0, 64)}
 
 
 def probe_environment(
@@ -196,11 +202,6 @@ BAD = {
         why="3D convolutions in bf16 give wrong values",
         remedy="take an environment with cuDNN 9.11 or later or 9.7 or earlier, or another precision",
     ),
-    "torch": Bad(
-        *((2, 9), (2, 9), ("bf16", "fp16"), "warn"),
-        why="3D convolutions under autocast are four times slower",
-        remedy="take torch 2.10 or later, or 2.8",
-    ),
 }
 
 
@@ -213,12 +214,13 @@ def environment(
     """
     runs = list(runs)
     pip = "install dlscale's requirements there (pip install dlscale), or build the image anew"
-    findings = [Finding("python", "ok", facts["python"])]
-    if _numbers(facts["python"]) < (3, 11):
-        findings = [Finding("python", "FAIL", f"{facts['python']}, expected at least 3.11", pip)]
-    for name in ("torch", "h5py", "numba"):
+    findings = []
+    for name, least in LEAST.items():
         if facts.get(name) is None:
             findings.append(Finding(name, "FAIL", "not installed where the stages run", pip))
+        elif _numbers(facts[name]) < least:
+            text = f"{facts[name]}, expected at least {'.'.join(map(str, least))}"
+            findings.append(Finding(name, "FAIL", text, pip))
         elif name == "torch" and "error" in facts:
             findings.append(Finding(name, "FAIL", f"{facts[name]} does not import: {facts['error']}", pip))
         else:

@@ -1,0 +1,104 @@
+"""What installs dlscale, and beside what: ranges, the lock, an environment whose PyTorch stays, CI's files."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tomllib
+from importlib.metadata import distribution
+from pathlib import Path
+
+import yaml
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+from dlscale.preflight.environment import LEAST
+from tests.conftest import ROOT
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+REQUIREMENTS = [Requirement(line) for lines in [PROJECT["dependencies"], *EXTRAS.values()] for line in lines]
+LOCK = dict(re.findall(r"^(\S+)==(\S+)  # via", (ROOT / "requirements.lock").read_text(), re.MULTILINE))
+CORE = {Requirement(line).name for line in PROJECT["dependencies"]}
+
+
+def test_pyproject_pins_nothing_and_the_lock_all() -> None:
+    for each in REQUIREMENTS:
+        assert not re.search(r"==|~=|@", str(each.specifier)), f"{each}: exact versions stand in the lock alone"
+        locked = LOCK.get(canonicalize_name(each.name))
+        assert locked is None or each.specifier.contains(locked, prereleases=True), f"{each}, but {locked} is locked"
+        assert each.name not in CORE or (locked and ">=" in str(each.specifier)), f"{each} has no oldest version"
+    wanted = [*EXTRAS["dev"], *EXTRAS["dali"], *EXTRAS["trackers"]]
+    assert {canonicalize_name(Requirement(line).name) for line in wanted} - {"dlscale"} <= LOCK.keys()
+
+
+def test_doctor_asks_for_the_same_versions() -> None:
+    ranges = {each.name: each.specifier for each in REQUIREMENTS if each.name in LEAST}
+    ranges["python"] = SpecifierSet(PROJECT["requires-python"])
+    assert {name: f">={'.'.join(map(str, least))}" for name, least in LEAST.items()} == {
+        name: str(specifier) for name, specifier in ranges.items()
+    }
+
+
+def test_one_cuda_in_the_gpu_image() -> None:
+    (major,) = re.findall(r"^# PyTorch .*CUDA (\d+)\.\d", (ROOT / "docker/Dockerfile").read_text(), re.MULTILINE)
+    assert re.findall(r"nvidia-dali-cuda(\d+)0==", (ROOT / "docker/requirements-gpu.txt").read_text()) == [major]
+
+
+def test_an_environments_own_pytorch_stays(tmp_path: Path) -> None:
+    """`make install` over an environment with another PyTorch than the lock's; all else is there, too."""
+    for name in ("Makefile", "pyproject.toml", "requirements.lock", "README.md", "LICENSE"):
+        shutil.copy2(ROOT / name, tmp_path)
+    shutil.copytree(ROOT / "workflow_scripts/dlscale/core", tmp_path / "workflow_scripts/dlscale")
+    words = [sys.executable, "-m", "venv", "--without-pip", "--system-site-packages"]  # pip is among what is there
+    subprocess.run([*words, tmp_path / ".venv"], check=True)
+    # What the environment has: this one's packages, and before them a PyTorch of an older, early build.
+    theirs = tmp_path / "theirs/torch-2.12.0a0+site.dist-info"
+    theirs.mkdir(parents=True)
+    metadata = str(distribution("torch").read_text("METADATA"))
+    (theirs / "METADATA").write_text(re.sub(r"^Version: .*", "Version: 2.12.0a0+site", metadata, flags=re.MULTILINE))
+    (theirs / "INSTALLER").write_text("site\n")
+    (packages,) = (tmp_path / ".venv/lib").glob("python*/site-packages")
+    (packages / "site.pth").write_text(f"{theirs.parent}\n{sysconfig.get_path('purelib')}\n")
+
+    offline = {"PIP_NO_INDEX": "1", "PIP_NO_BUILD_ISOLATION": "0", "PIP_FIND_LINKS": "", "PIP_CONFIG_FILE": os.devnull}
+    environment = {key: value for key, value in os.environ.items() if key not in ("VIRTUAL_ENV", "PYTHONPATH")}
+    done = subprocess.run(
+        ["make", "-C", tmp_path, "install"], env={**environment, **offline}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert re.findall(r"^Successfully installed (.*)$", done.stdout, re.MULTILINE) == [f"dlscale-{PROJECT['version']}"]
+
+
+def test_results_come_where_the_readme_says(tmp_path: Path) -> None:
+    """The folder is in a clone, with its README alone; what is made there is not tracked."""
+    subprocess.run(["git", "init", "-q", tmp_path], check=True)
+    shutil.copy2(ROOT / ".gitignore", tmp_path)
+    shutil.copytree(ROOT / "results", tmp_path / "results", ignore=lambda _, names: set(names) - {"README.md"})
+    (tmp_path / "results/report").mkdir()
+    (tmp_path / "results/report/index.html").touch()
+    subprocess.run(["git", "-C", tmp_path, "add", "--all"], check=True)
+    listed = subprocess.run(["git", "-C", tmp_path, "ls-files"], capture_output=True, text=True, check=True)
+    assert listed.stdout.split() == [".gitignore", "results/README.md"]
+
+
+def test_ci_tests_both_ends() -> None:
+    """The oldest and newest Python and PyTorch of the ranges; every command that CI calls of make is there."""
+    flows = {file.stem: yaml.safe_load(file.read_text()) for file in (ROOT / ".github/workflows").glob("*.yml")}
+    ends = flows["ranges"]["jobs"]["suite"]["strategy"]["matrix"]["include"]
+    pythons = [Version(name.rpartition(" ")[2]) for name in PROJECT["classifiers"] if re.search(r":: 3\.\d+$", name)]
+    assert {Version(end["python"]) for end in ends} >= {min(pythons), max(pythons)}
+    (torch,) = (str(each.specifier) for each in REQUIREMENTS if each.name == "torch")
+    assert {end["torch"] for end in ends} >= {f"torch=={torch.removeprefix('>=')}.*", "torch"}
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for flow in flows.values():
+        for job in flow["jobs"].values():
+            for step in job["steps"]:
+                called = re.findall(r"\bmake ([a-z-]+)(?=[\s\"']|$)", step.get("run", ""))
+                assert set(called) <= targets, step
