@@ -510,7 +510,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], list[Path]], dict[str, Any], list[str
         {},
         ["'t2m': latitudes from 72 to 92; expected degrees from -90 to 90"],
     ),
-    "pipe": (pipe, {}, ["pipe: a pipe; expected a file"]),
+    "pipe": (pipe, {}, ["pipe: a pipe or a device; expected a file"]),
     "shuffled": (changed(lambda s: s.isel(latitude=[0, 2, 1])), {}, ["not in order"]),
     "members": (changed(lambda s: xr.concat([s, s], "number")), {}, ["'t2m' has the members 0 and 1", "{number: 0}"]),
     "gap": (changed(without(5)), {}, ["2020-02-28 06:00 is missing (1 of 16 times, every 6 h"]),

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from dlscale.core.errors import UserError, nearest
-from dlscale.core.files import no_pipe
+from dlscale.core.files import TORN, no_pipe
 from dlscale.data.kind import Part
 from dlscale.data.passes import block_average
 from dlscale.data.source import Source
@@ -28,7 +28,7 @@ from dlscale.data.store import Field
 from dlscale.datasets.era5 import selection
 from dlscale.datasets.era5.kind import Era5Dataset, Era5Zarr
 from dlscale.datasets.era5.months import begin, months_apart
-from dlscale.datasets.era5.variable import TORN, Variable, names_of, wanted_names
+from dlscale.datasets.era5.variable import Variable, names_of, wanted_names
 from dlscale.datasets.era5.variables import open_grib, open_netcdf, reading
 
 Period = tuple[dt.date, dt.date]  # first and last day, inclusive

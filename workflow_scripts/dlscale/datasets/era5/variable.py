@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-TORN = "the file may be torn or damaged: fetch or make it again"
+from dlscale.core.files import TORN
+
 #: What ECMWF's short names are called in ARCO-ERA5 and WeatherBench2.
 LONG_NAMES = {
     "u10": "10m_u_component_of_wind",

@@ -18,10 +18,12 @@ from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
+from dlscale.core import files
 from dlscale.core.errors import UserError
+from dlscale.core.files import TORN, in_time
 from dlscale.data import store
 from dlscale.datasets.era5.humidity import with_humidity
-from dlscale.datasets.era5.variable import TORN, Variable
+from dlscale.datasets.era5.variable import Variable
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -96,20 +98,24 @@ def _usable(makers: Mapping[str, Callable[[], Variable]], wanted: Collection[str
 
 @contextlib.contextmanager
 def reading(origin: str | os.PathLike[str], advice: str = TORN) -> Iterator[None]:
-    """Turn whatever a format's library raises into a `UserError`, and silence what it warns of."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    except (UserError, MemoryError):
-        raise
-    except Exception as error:
-        text = " ".join(str(error).split())[:200] or type(error).__name__
-        raise UserError(f"{origin}: cannot be read ({text}); {advice}") from error
+    """Read a file as `files.reading` has it, and silence what its library warns of."""
+    with files.reading(origin, advice), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 def open_netcdf(path: Path, engine: str, wanted: Collection[str], stack: contextlib.ExitStack) -> list[Variable]:
     """List the variables of a NetCDF file or a local Zarr store."""
+
+    def tried() -> None:
+        with contextlib.ExitStack() as closed:
+            _netcdf(path, engine, wanted, closed)
+
+    in_time(path, tried)
+    return _netcdf(path, engine, wanted, stack)
+
+
+def _netcdf(path: Path, engine: str, wanted: Collection[str], stack: contextlib.ExitStack) -> list[Variable]:
     import xarray as xr
 
     with reading(path):
