@@ -145,6 +145,7 @@ def _extra(manifest: Manifest, stats: Path, name: str, series: bool) -> Extra:
     grid: dict[str, list[float]] = {}
     steps: set[float] = set()
     months: set[int] = set()
+    split_of: dict[float, str] = {}  # by time: of what is a month, all in one split
     starts: dict[str, float] = {}
     total: Any = 0.0
     rows = 0
@@ -159,6 +160,13 @@ def _extra(manifest: Manifest, stats: Path, name: str, series: bool) -> Extra:
                 starts[described.digest] = float(file["time"][0])
                 hours = file["time"][()]
                 apart = months_apart((3600 * hours).astype("datetime64[s]")) if len(hours) > 1 else None
+                if series and (
+                    shared := [hour for hour in hours.tolist() if split_of.setdefault(hour, split) != split]
+                ):
+                    raise UserError(
+                        f"{path}: {np.datetime64(0, 's') + int(3600 * shared[0])} is in {split_of[shared[0]]} and "
+                        f"{split}: of months, let a split begin and end with a whole one"
+                    )
                 if apart:
                     months.add(apart)
                 else:

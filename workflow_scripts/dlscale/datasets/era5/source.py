@@ -233,9 +233,9 @@ def _resolved(channels: list[str], variables: list[Variable], label: str) -> lis
             name = f"{base}@{levels[0]}"
         if name not in known:
             if levels and at:
-                problem = f"no level {level}; its levels (hPa): {', '.join(levels)}"
+                problem = f"no level {level}; its levels: {', '.join(levels)}"
             elif levels:
-                problem = f"it has the levels {', '.join(levels)} (hPa); name one: '{base}@{levels[0]}'"
+                problem = f"it has the levels {', '.join(levels)}; name one: '{base}@{levels[0]}'"
             elif base in known:
                 problem = f"this variable has no pressure levels; write '{base}'"
             else:
@@ -356,6 +356,8 @@ def _common_times(
                 f"{label}: needs {period[0]} to {period[1]}, but '{name}' covers {_text(times[0])} to "
                 f"{_text(times[-1])}; set the dataset's `split` within that, or add files"
             )
+    if period and monthly:  # a mean of a month belongs to all of its days, wherever in it the stamp is
+        period = (period[0].replace(day=1), period[1])
     kept = {variable: np.where(_kept(its, period, step_hours), its, _NEVER) for variable, its in stamps.items()}
     times_of: dict[str, np.ndarray] = {}
     for name, its in holders.items():
@@ -367,7 +369,10 @@ def _common_times(
             raise selection.told_apart(name, fields, _text(twice), label)
     union = np.unique(np.concatenate(list(times_of.values())))
     if not union.size:
-        raise UserError(f"{label}: no time is left: none is a multiple of step_hours ({step_hours}) from midnight UTC")
+        which = f"none is a multiple of step_hours ({step_hours}) from midnight UTC"
+        if period and not step_hours:
+            which = f"none lies in {period[0]} to {period[1]}; set `split` to days that the files have"
+        raise UserError(f"{label}: no time is left: {which}")
     for name, times in times_of.items():
         missing = np.setdiff1d(union, times)
         if missing.size:
