@@ -708,6 +708,28 @@ def test_a_disk_too_full_for_small_files(
     assert {path: content for path, content in contents(home).items() if ".lock" not in path} == before
 
 
+def test_a_disk_too_full_for_the_log(full_disk: Path, cosmo_data: Path) -> None:
+    """The message is on the terminal, without a traceback, and the status is that of a user's mistake."""
+    (full_disk / "x.log").touch()
+    fill(full_disk, 0)
+    arguments = [
+        "acquire",
+        "--config",
+        cosmo_data / "config.yaml",
+        "--file",
+        "box000.h5",
+        "--out",
+        full_disk / "out.h5",
+    ]
+    places = [full_disk / "out.h5", "--log", full_disk / "x.log"]
+    command = [sys.executable, "-m", "dlscale", *map(str, [*arguments, *places])]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "workflow_scripts")}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+    assert done.returncode == cli.USER_ERROR, done.stderr
+    assert done.stderr.startswith("dlscale acquire: ") and "no space left" in done.stderr
+    assert done.stderr.count("\n") == 1 and not done.stdout
+
+
 # ---- places that may not be written ------------------------------------------------------------------------
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime as dt
+import functools
 import math
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from dlscale.core.errors import UserError, nearest
-from dlscale.core.files import TORN, no_pipe
+from dlscale.core.files import TORN, in_time, no_pipe
 from dlscale.data.kind import Part
 from dlscale.data.passes import block_average
 from dlscale.data.source import Source
@@ -60,7 +61,10 @@ def open_source(dataset: Era5Dataset, part: Part, paths: list[Path]) -> Era5Sour
     with contextlib.ExitStack() as stack:
         wanted = wanted_names(dataset.channels)
         keys = list(getattr(dataset.source, "select", {}))
-        variables = [variable for path in paths for variable in _catalogue(path, wanted, keys, stack)]
+        variables: list[Variable] = []
+        for path in paths:
+            in_time(path, functools.partial(_catalogue, path, wanted, keys, contextlib.ExitStack()))
+            variables += _catalogue(path, wanted, keys, stack)
         source = Era5Source(dataset, variables, part.period, f"part {part.label}")
         source.files = stack.pop_all()
     return source
@@ -350,7 +354,7 @@ def _common_times(
     for name, times in every.items():
         first, last = ((begin(end[None])[0] if monthly else end) for end in times[[0, -1]])
         days = [day.replace(day=1) for day in period] if period and monthly else period
-        if days and (first.astype("datetime64[D]") > days[0] or last.astype("datetime64[D]") < days[1]):
+        if days and (first.astype("datetime64[D]") > np.datetime64(days[0]) or last < np.datetime64(days[1])):
             assert period
             raise UserError(
                 f"{label}: needs {period[0]} to {period[1]}, but '{name}' covers {_text(times[0])} to "

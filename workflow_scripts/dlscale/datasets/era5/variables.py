@@ -22,7 +22,7 @@ import numpy as np
 
 from dlscale.core import files
 from dlscale.core.errors import UserError
-from dlscale.core.files import TORN, in_time
+from dlscale.core.files import TORN
 from dlscale.data import store
 from dlscale.datasets.era5.humidity import with_humidity
 from dlscale.datasets.era5.variable import Variable
@@ -110,16 +110,6 @@ def reading(origin: str | os.PathLike[str], advice: str = TORN) -> Iterator[None
 
 def open_netcdf(path: Path, engine: str, wanted: Collection[str], stack: contextlib.ExitStack) -> list[Variable]:
     """List the variables of a NetCDF file or a local Zarr store."""
-
-    def tried() -> None:
-        with contextlib.ExitStack() as closed:
-            _netcdf(path, engine, wanted, closed)
-
-    in_time(path, tried)
-    return _netcdf(path, engine, wanted, stack)
-
-
-def _netcdf(path: Path, engine: str, wanted: Collection[str], stack: contextlib.ExitStack) -> list[Variable]:
     import xarray as xr
 
     with reading(path):

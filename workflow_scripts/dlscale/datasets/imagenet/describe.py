@@ -30,6 +30,7 @@ def describe_prepared(dataset: ImagenetDataset, sources: list[Path], folder: Pat
     names: list[str] = []
     for part, path in zip(parts.parts(dataset), sources, strict=True):
         pack = Pack(path)
+        store.enter(path)
         with reading(path), store.open_file(path) as file:
             digest, classes = str(file.attrs.get("sha256")), [name.decode() for name in file["classes"][()]]
         if classes != (names := names or classes):
