@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import faulthandler
 import gc
 import io
 import os
@@ -300,6 +301,7 @@ def outcome(read: Read, folder: Path) -> tuple[str, str]:
     if not child:
         os.setpgid(0, 0)
         gc.disable()
+        faulthandler.disable()
         os.close(words)
         for stream in (1, 2):
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
