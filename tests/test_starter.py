@@ -216,7 +216,7 @@ def test_bad_files_are_one_message(tmp_path: Path) -> None:
         ((good, fewer), "3 targets for the 4 inputs"),
         ((cut,), r"cut.npy: cannot be read .*expected .npy"),
         ((torn,), r"torn.npz: cannot be read .*expected .npz"),
-        ((text,), r"text.h5: not a readable HDF5 file"),
+        ((text,), r"text.h5: cannot be read .*not a readable HDF5 file"),
         ((objects,), "cannot be read"),
         ((words,), "type <U1, shape .*expected numbers"),
         ((good, good, (0.0, 0.1)), "split 'train' is empty: 4 rows"),
