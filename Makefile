@@ -160,6 +160,10 @@ test-long: $(VENV)/.installed-dev  ## run the tests that take minutes each: guid
 	$(say) 'Running the long tests'
 	@$(PYTEST) -m long $(ARGS)
 
+.PHONY: test-mutations
+test-mutations: $(VENV)/.installed-dev  ## damage files of every reader, 250 times each: each ends in a message, or is read
+	@python -m tests.mutate_files $(ARGS)
+
 .PHONY: test-parallel
 test-parallel: $(VENV)/.installed-dev  ## hold every strategy on four and eight processes, and compiled, against one process
 	$(say) 'Testing strategies and meshes of up to eight processes'

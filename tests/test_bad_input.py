@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -19,12 +20,17 @@ import numpy as np
 import pytest
 
 from dlscale import cli
+from dlscale.core import files
 from dlscale.core.errors import UserError
-from dlscale.core.files import read_json, write_json
-from dlscale.data import parts
+from dlscale.core.events import events
+from dlscale.core.files import read_json, sha256, write_json
+from dlscale.core.records import Epoch, read_epochs
+from dlscale.data import parts, store
 from dlscale.data.manifest import Manifest
 from dlscale.data.parts import load_dataset
 from dlscale.datasets.mnist.source import IdxFile
+from dlscale.train.logs import RunLogs
+from dlscale.train.weights import read_weights
 from tests.conftest import COSMO, COSMO_RUN, ERA5, ERA5_RUN, ROOT, make_dataset, make_parts, make_run, stage, train
 from tests.raw_files import cosmo, era5, published, volume, write_volume, write_years
 from tests.waiting import PATIENCE
@@ -142,7 +148,7 @@ def test_a_file_that_opens_but_cannot_be_read(tmp_path: Path, refused: Check) ->
         describe(tmp_path, cosmo([path], [other], "prepared"), path, other),
     ):
         text = refused(*command)
-        assert f"{path}: Nbody: cannot read" in text and "damaged" in text
+        assert f"{path}: cannot be read (" in text and "Nbody" in text and "damaged" in text
 
 
 @pytest.mark.parametrize(
@@ -272,11 +278,89 @@ def starter(path: Path) -> dict[str, Any]:
 def test_a_pipe_is_no_file(tmp_path: Path, refused: Check) -> None:
     os.mkfifo(tmp_path / "a.h5")
     settings = cosmo([tmp_path / "a.h5"], [tmp_path / "b.h5"])
-    assert "a.h5: a pipe; expected an HDF5 file" in refused(*preprocess(tmp_path, settings, tmp_path / "a.h5"))
+    assert "a.h5: a pipe or a device; expected a file" in refused(*preprocess(tmp_path, settings, tmp_path / "a.h5"))
     os.mkfifo(pipe := tmp_path / "a.npy")
     assert "a.npy: a pipe" in refused(*preprocess(tmp_path, starter(pipe), pipe, pipe, part="train/train"))
-    with pytest.raises(UserError, match=r"a\.npy: a pipe; expected an IDX file"):
+    with pytest.raises(UserError, match=r"a\.npy: a pipe or a device; expected a file"):
         IdxFile(pipe, 3)
+
+
+@pytest.mark.parametrize(
+    "reader", [sha256, read_json, read_epochs, Manifest.read, read_weights, lambda p: [*events(p)]]
+)
+def test_nothing_waits_for_a_pipe(tmp_path: Path, reader: Callable[[Path], object]) -> None:
+    os.mkfifo(pipe := tmp_path / "events.out.tfevents.1")
+    with pytest.raises(UserError, match="a pipe or a device; expected"):
+        reader(pipe)
+
+
+def test_a_resumed_training_leaves_out_a_pipe_as_event_file(tmp_path: Path) -> None:
+    history = [
+        Epoch(
+            epoch=1,
+            step=4,
+            samples=4,
+            train_loss=1,
+            valid_loss=1,
+            learning_rate=1,
+            epoch_seconds=1,
+            samples_per_second=1,
+        )
+    ]
+    (tmp_path / "tensorboard").mkdir()
+    os.mkfifo(tmp_path / "tensorboard" / "events.out.tfevents.1")
+    RunLogs(tmp_path, history, step=4)
+    assert [path.is_file() for path in (tmp_path / "tensorboard").iterdir()] == [True]
+
+
+def nested(file: h5py.Group) -> None:
+    for _ in range(3_000):
+        file = file.create_group("a")
+
+
+def crowded(file: h5py.Group) -> None:
+    for name in range(store.MOST + 1):
+        file.create_group(str(name))
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("make", [nested, crowded])
+def test_more_groups_than_a_file_needs(tmp_path: Path, make: Callable[[h5py.Group], None]) -> None:
+    """HDF5's own visit of 3,000 groups in each other did not end."""
+    with h5py.File(tmp_path / "a.h5", "w", libver="latest") as file:
+        make(file)
+    with pytest.raises(UserError, match=r"a.h5: more than 10000 groups and datasets, or more than 32 groups in each"):
+        store.open_file(tmp_path / "a.h5")
+
+
+def test_groups_in_a_circle_are_looked_at_once(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        group = file.create_group("a/b")
+        group["up"], group["top"] = file["a"], file["/"]
+        group["values"] = np.arange(3.0)
+    store.open_file(tmp_path / "a.h5").close()
+
+
+def spinning() -> None:
+    """Hold Python's lock for ever, as a library does that goes round in circles: no signal and no thread is heard."""
+    re.match(r"(a+)+$", "a" * 64 + "b")
+
+
+@pytest.mark.parametrize(
+    ("read", "words"),
+    [
+        (spinning, r"a.h5: the library that reads it has not ended after 0.5 s; the file may be torn"),
+        (lambda: os.kill(os.getpid(), signal.SIGSEGV), r"a.h5: the library that reads it crashes \(Segmentation fault"),
+    ],
+)
+def test_a_reader_that_never_ends_or_crashes(
+    monkeypatch: pytest.MonkeyPatch, read: Callable[[], None], words: str
+) -> None:
+    monkeypatch.setattr(files, "OPENING_S", 0.5 if read is spinning else 60)
+    with pytest.raises(UserError, match=words):
+        files.in_time("a.h5", read)
+    monkeypatch.undo()
+    files.in_time("a.h5", lambda: 1 / 0)  # which the caller will meet
 
 
 def test_a_channel_that_does_not_vary(tmp_path: Path, refused: Check) -> None:
@@ -391,7 +475,7 @@ PREPARED: dict[str, tuple[Callable[[Path], object], dict[str, Any], tuple[str, .
     "torn statistics": (
         lambda root: (root / "stats/global_means.npy").write_bytes((root / "stats/global_means.npy").read_bytes()[:-3]),
         {},
-        ("global_means.npy: not a readable .npy file",),
+        ("global_means.npy: cannot be read (",),
     ),
     "statistics of fewer channels": (
         lambda root: np.save(root / "stats/global_means.npy", np.zeros((1, 2, 1, 1))),
@@ -416,7 +500,7 @@ PREPARED: dict[str, tuple[Callable[[Path], object], dict[str, Any], tuple[str, .
     "torn climatology": (
         lambda root: (root / "stats/time_means.npy").write_bytes(b"\x93NUMPY\x01"),
         {},
-        ("time_means.npy: not a readable .npy file",),
+        ("time_means.npy: cannot be read (",),
     ),
     "climatology of another grid": (
         lambda root: np.save(root / "stats/time_means.npy", np.zeros((1, 3, 8, 16))),
@@ -438,7 +522,7 @@ PREPARED: dict[str, tuple[Callable[[Path], object], dict[str, Any], tuple[str, .
     "a truncated year": (
         lambda root: (root / "valid/2002.h5").write_bytes((root / "valid/2002.h5").read_bytes()[:-50]),
         {},
-        ("2002.h5: not a readable HDF5 file", "truncated"),
+        ("2002.h5: cannot be read (", "not a readable HDF5 file", "truncated"),
     ),
 }
 
@@ -621,6 +705,20 @@ def test_a_disk_too_full_for_small_files(
     command[command.index("--checkpoints") + 1] = home / "checkpoints"
     assert "no space left" in refused(*command, folder=full_disk)
     assert {path: content for path, content in contents(home).items() if ".lock" not in path} == before
+
+
+def test_a_disk_too_full_for_the_log(full_disk: Path, cosmo_data: Path) -> None:
+    """The message is on the terminal, without a traceback, and the status is that of a user's mistake."""
+    (full_disk / "x.log").touch()
+    fill(full_disk, 0)
+    arguments = ["acquire", "--config", cosmo_data / "config.yaml", "--file", "box000.h5"]
+    arguments += ["--out", full_disk / "out.h5", "--log", full_disk / "x.log"]
+    command = [sys.executable, "-m", "dlscale", *map(str, arguments)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "workflow_scripts")}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+    assert done.returncode == cli.USER_ERROR, done.stderr
+    assert done.stderr.startswith("dlscale acquire: ") and "no space left" in done.stderr
+    assert done.stderr.count("\n") == 1 and not done.stdout
 
 
 # ---- places that may not be written ------------------------------------------------------------------------

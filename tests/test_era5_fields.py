@@ -23,7 +23,7 @@ from dlscale.datasets.era5.months import months_apart
 from dlscale.datasets.era5.source import open_source
 from dlscale.datasets.era5.zarr import acquire
 from dlscale.preflight.data import probe_data
-from tests.conftest import ERA5_RUN, make_dataset
+from tests.conftest import ERA5_RUN, make_dataset, make_parts, stage
 from tests.raw_files import write_years
 from tests.test_era5_sources import atmosphere, days, fields, part, write_grib
 
@@ -254,6 +254,17 @@ def test_one_step_of_a_forecast_is_not_its_beginning(tmp_path: Path, states: xr.
     assert str(source.times[0]) == "2020-02-27T06:00:00"
 
 
+def test_a_key_that_alone_tells_fields_apart_is_named_and_selects(tmp_path: Path, states: xr.Dataset) -> None:
+    path = tmp_path / "twice.grib"
+    write_grib(states, path)
+    write_grib(states + np.float32(1), path, "ab", generatingProcessIdentifier=77)
+    message = refused(path)
+    assert "two fields of 't2m' at 2020-02-27 00:00: generatingProcessIdentifier " in message
+    assert "choose one: source: {select: {generatingProcessIdentifier: " in message
+    expected = (states + np.float32(1)).t2m
+    np.testing.assert_array_equal(read(path, {"generatingProcessIdentifier": 77})[:, 0], expected)
+
+
 # ------------------------------------------------------------------------------------------------------ months
 
 
@@ -277,6 +288,52 @@ def test_months_are_a_time_axis(tmp_path: Path, stamp: str) -> None:
     assert "calendar months, of no constant hours; leave step_hours out" in refused(tmp_path / "a.nc", step_hours=6)
     states.isel(time=[0, 1, 3, 4]).to_netcdf(tmp_path / "gap.nc", engine="h5netcdf")
     assert "is missing" in refused(tmp_path / "gap.nc")
+
+
+@pytest.mark.parametrize("form", ["nc", "grib"])
+@pytest.mark.parametrize("stamp", ["first", "middle", "last"])
+@pytest.mark.parametrize(
+    ("period", "count"),
+    [
+        (("2003-01-16", "2004-12-16"), 24),  # by the stamps of CMIP
+        (("2003-02-28", "2003-03-01"), 2),
+        (("2003-05-16", "2003-05-20"), 1),
+    ],
+)
+def test_a_split_within_months_has_all_of_these(
+    tmp_path: Path, form: str, stamp: str, period: tuple[str, str], count: int
+) -> None:
+    """The month of a split's first day was lost, and of one month nothing was left."""
+    states, path = monthly(stamp=stamp), tmp_path / f"a.{form}"
+    if form == "grib":
+        write_grib(states, path)
+    else:
+        states.to_netcdf(path, engine="h5netcdf")
+    source = open_source(chosen({}), part(*period), [path])
+    months = np.datetime64(period[0], "M") + np.arange(count)
+    np.testing.assert_array_equal(source.times, months.astype("datetime64[s]"))
+    first = int((months[0] - np.datetime64("2003-01", "M")).astype(int))
+    np.testing.assert_array_equal(fields(source)[:, 0], states.t2m[first : first + count])
+
+
+def test_a_month_is_in_one_split(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    monthly().to_netcdf(tmp_path / "a.nc", engine="h5netcdf")
+    split = {"train": ["2003-01-01", "2004-01-15"], "valid": ["2004-01-16", "2004-12-31"]}
+    source = {"kind": "files", "paths": [str(tmp_path / "a.nc")]}
+    folder, settings = tmp_path / "data", {"kind": "era5", "source": source, "channels": ["t2m"], "split": split}
+    make_parts(folder, settings)
+    outputs = ["--manifest", folder / "manifest.json", "--stats", folder / "stats"]
+    capsys.readouterr()
+    assert stage("describe", "--config", folder / "config.yaml", *outputs) == 2
+    assert "2004-01-01T00:00:00 is in train and valid: of months, let a split begin" in capsys.readouterr().err
+
+
+def test_where_no_time_is_left_the_period_is_told(tmp_path: Path) -> None:
+    """It said that none was a multiple of step_hours (None)."""
+    states = atmosphere(names=("t2m",), hours=240, step=24).isel(time=[0, 1, 2, 8, 9])
+    states.to_netcdf(tmp_path / "a.nc", engine="h5netcdf")
+    with pytest.raises(UserError, match="no time is left: none lies in 2020-03-02 to 2020-03-03; set `split`"):
+        open_source(chosen({}), part("2020-03-02", "2020-03-03"), [tmp_path / "a.nc"])
 
 
 @pytest.mark.parametrize("kind", ["CAMS", "seasonal"])

@@ -496,7 +496,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], list[Path]], dict[str, Any], list[str
     "zipped": (raw_bytes(b"PK\x03\x04...."), {}, ["unpack it"]),
     "cdf5": (raw_bytes(b"CDF\x05...."), {}, ["nccopy"]),
     "variable": (changed(SAME), {"channels": ("t2n",)}, ["'t2n': no such variable (did you mean 't2m'?)", "t2m, z"]),
-    "level": (changed(SAME), {"channels": ("z@501",)}, ["no level 501; its levels (hPa): 850, 500, 200"]),
+    "level": (changed(SAME), {"channels": ("z@501",)}, ["no level 501; its levels: 850, 500, 200"]),
     "which level": (changed(SAME), {"channels": ("z",)}, ["it has the levels 850, 500, 200", "'z@850'"]),
     "no levels": (changed(SAME), {"channels": ("t2m@500",)}, ["no pressure levels; write 't2m'"]),
     "before": (changed(SAME), {"of": part("2020-02-26", "2020-03-01")}, ["'t2m' covers 2020-02-27 00:00 to"]),
@@ -513,7 +513,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], list[Path]], dict[str, Any], list[str
         {},
         ["'t2m': latitudes from 72 to 92; expected degrees from -90 to 90"],
     ),
-    "pipe": (pipe, {}, ["pipe: a pipe; expected a file"]),
+    "pipe": (pipe, {}, ["pipe: a pipe or a device; expected a file"]),
     "shuffled": (changed(lambda s: s.isel(latitude=[0, 2, 1])), {}, ["not in order"]),
     "members": (changed(lambda s: xr.concat([s, s], "number")), {}, ["'t2m' has the members 0 and 1", "{number: 0}"]),
     "gap": (changed(without(5)), {}, ["2020-02-28 06:00 is missing (1 of 16 times, every 6 h"]),
@@ -566,9 +566,29 @@ def test_damaged_grib(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None
 
 def test_duplicates_within_a_grib_file(tmp_path: Path) -> None:
     states = atmosphere(names=("t2m",))
-    write_grib(states, tmp_path / "twice.grib")
-    write_grib(states.isel(time=[3]), tmp_path / "twice.grib", "ab")
-    assert "'t2m' stands twice at 2020-02-27 18:00" in refused(tmp_path / "twice.grib")
+    path = tmp_path / "twice.grib"
+    write_grib(states, path)
+    write_grib(states.isel(time=[3]), path, "ab")
+    message = refused(path)
+    assert f"'t2m' stands twice at 2020-02-27 18:00: in {path}, and nothing that source.select could" in message
+
+
+@pytest.mark.parametrize("calendar", ["360_day", "365_day", "noleap"])
+def test_another_calendar_is_told_with_what_to_do(tmp_path: Path, calendar: str) -> None:
+    """xarray's own advice is a setting of xarray's."""
+    hours = ("time", np.arange(0.0, 96.0, 6.0), {"units": "hours since 2020-02-27", "calendar": calendar})
+    atmosphere(names=("t2m",)).assign_coords(time=hours).to_netcdf(tmp_path / "a.nc", engine="h5netcdf")
+    message = refused(tmp_path / "a.nc")
+    assert f"a.nc: its calendar is '{calendar}'" in message and "expected the standard one: convert it" in message
+    assert "`cdo setcalendar,standard`" in message and "`convert_calendar('standard'" in message
+
+
+def test_levels_that_are_no_pressures_are_not_called_so(tmp_path: Path) -> None:
+    states = atmosphere(names=("t",)).rename(level="lev")
+    states.lev.attrs.update(units="1", standard_name="atmosphere_hybrid_sigma_pressure_coordinate")
+    states.to_netcdf(tmp_path / "a.nc", engine="h5netcdf")
+    message = refused(tmp_path / "a.nc", channels=("t@7",))
+    assert "no level 7; its levels: 850, 500, 200" in message and "hPa" not in message
 
 
 def test_a_missing_value_has_a_date_a_place_and_a_reason(tmp_path: Path) -> None:
@@ -725,7 +745,7 @@ def test_interrupted_acquisition_leaves_no_file(tmp_path: Path) -> None:
     ("channels", "period", "expected"),
     [
         (["2m_temprature"], ("2020-02-28", "2020-02-29"), ["no such variable (did you mean '2m_temperature'?)"]),
-        (["z@300"], ("2020-02-28", "2020-02-29"), ["no level 300; its levels (hPa): 850, 500, 200"]),
+        (["z@300"], ("2020-02-28", "2020-02-29"), ["no level 300; its levels: 850, 500, 200"]),
         (["z@200"], ("2020-02-28", "2020-03-09"), ["covers 2020-02-27 00:00 to 2020-03-01 18:00"]),
         (["u10"], ("2020-02-28", "2020-02-29"), ["'u10' holds no data at 2020-02-28T06:00"]),
     ],

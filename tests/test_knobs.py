@@ -547,7 +547,7 @@ def test_evaluate_measures_naive_answers_on_the_split_itself(
     manifest = json.loads((era5_data / "manifest.json").read_text())
     manifest["splits"]["test"] = [file for file in manifest["splits"]["train"] if "2002" in file["path"]]
     (data / "manifest.json").unlink()
-    (data / "manifest.json").write_text(json.dumps(manifest))
+    Manifest.model_validate(manifest).write(data / "manifest.json")
     folder = era5(training={"epochs": 1}, samples={"valid": valid})
     assert stage("evaluate", folder, "--manifest", data / "manifest.json", "--split", "test", "--out", data / "s") == 0
     (found,) = json.loads((data / "s").read_text())

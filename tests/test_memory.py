@@ -5,10 +5,13 @@ from __future__ import annotations
 import errno
 import gc
 import json
+import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -372,6 +375,18 @@ def test_other_texts_are_not(error: Exception) -> None:
 
 class Wrapped(Exception):
     """As a compiler's own error, which has neither the type nor the text of what it was raised from."""
+
+
+def test_a_killed_process_of_the_loader_is_a_lack_of_memory(tmp_path: Path, cosmo_data: Path) -> None:
+    """As the system's killer ends one: it was called a defect of dlscale."""
+    run = tiny_run("cosmo_unet", tmp_path, loader={"workers": 1}, samples={"train": 400})
+    session = open_session(run, cosmo_data / "manifest.json", World(), 1)
+    with closing(session.loader("train")) as loader:
+        expected = r"a process of the loader was killed, .*fewer `loader.workers`, .*--mem of a Slurm job"
+        with pytest.raises(UserError, match=expected), exhaustion.explained(run, cosmo_data / "manifest.json", World()):
+            for number, _ in enumerate(loader.epoch(0)):
+                if not number:
+                    os.kill(loader._loader._iterator._workers[0].pid, signal.SIGKILL)
 
 
 def test_what_an_exception_was_raised_from_counts(tmp_path: Path, cosmo_data: Path) -> None:

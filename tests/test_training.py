@@ -1086,7 +1086,7 @@ def test_what_makes_a_training_itself(finished: Path, weather: Path, tmp_path: P
         for name in ("train", "valid", "stats"):
             shutil.copytree(weather / name, tmp_path / name, dirs_exist_ok=True)
         change(values)
-        (tmp_path / "manifest.json").write_text(json.dumps(values))
+        Manifest.model_validate(values).write(tmp_path / "manifest.json")
         return run_fingerprint(run, Manifest.read(tmp_path / "manifest.json"))
 
     assert with_manifest(lambda values: None) == own

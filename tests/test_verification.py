@@ -7,15 +7,19 @@ import os
 import shutil
 from pathlib import Path
 
+import h5py
+import numpy as np
 import pytest
 
 from dlscale.config.run import Geometry
 from dlscale.config.site import Site
+from dlscale.core.errors import UserError
 from dlscale.core.machine import VERIFY
 from dlscale.data import verification
 from dlscale.data.manifest import Manifest
+from dlscale.data.samples import BoxField
 from dlscale.launch.launcher import Place, launch
-from tests.conftest import ERA5, ERA5_RUN, make_run, train
+from tests.conftest import ERA5, ERA5_RUN, make_run, stage, train
 
 
 def damage(path: Path) -> None:
@@ -52,6 +56,72 @@ def test_a_flipped_bit_ends_a_training_before_its_first_step(
     assert len(error.strip().splitlines()) == 1 and not (run / "metrics.jsonl").exists()
     path.write_bytes(sound)
     assert train(run, manifest) == 0
+
+
+@pytest.mark.parametrize("name", ["time_means.npy", "hour_means.npy"])
+def test_a_flipped_bit_in_means_ends_what_computes_scores_of_them(
+    manifest: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    """ACC and the naive answers come of these: they were other numbers, and no word was said."""
+    run = make_run(tmp_path / "run", "era5_vit", ERA5_RUN, ERA5).parent
+    path = manifest.parent / "stats" / name
+    sound = path.read_bytes()
+    assert train(run, manifest) == 0
+    damage(path)
+    capsys.readouterr()
+    assert stage("evaluate", run, "--manifest", manifest) == 2
+    error = capsys.readouterr().err
+    assert f"{path}: damaged: its content changed since it was described" in error
+    assert len(error.strip().splitlines()) == 1
+    path.write_bytes(sound)
+    assert stage("evaluate", run, "--manifest", manifest) == 0
+
+
+@pytest.mark.parametrize("kind", ["throughput", "evaluate"])
+def test_a_flipped_bit_ends_every_stage_that_reads_the_file(
+    manifest: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    run = make_run(tmp_path / "run", "era5_vit", ERA5_RUN, ERA5).parent
+    assert train(run, manifest) == 0
+    damage(path := first(manifest))
+    out = ["--out", tmp_path / "throughput.json", "--config", run / "config.yaml"] if kind == "throughput" else [run]
+    capsys.readouterr()
+    assert stage(kind, *out, "--manifest", manifest) == 2
+    assert f"{path}: damaged: its content changed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("change", ["rows", "latitude", "mean"])
+def test_a_number_that_was_changed_in_a_manifest_is_refused(manifest: Path, change: str) -> None:
+    """Fewer rows trained other weights under the same fingerprint, and halved latitudes changed metrics."""
+    values = json.loads(manifest.read_text())
+    if change == "rows":
+        values["splits"]["train"][0]["rows"] -= 8
+    elif change == "latitude":
+        values["extra"]["latitude"] = [degrees / 2 for degrees in values["extra"]["latitude"]]
+    else:
+        values["fields"]["fields"]["mean"][0] += 1e-6
+    manifest.write_text(json.dumps(values))
+    with pytest.raises(UserError, match=r"manifest.json: .*not as it was written.*delete it and run the workflow"):
+        Manifest.read(manifest)
+    del values["own"]  # as an earlier version wrote them
+    manifest.write_text(json.dumps(values))
+    with pytest.raises(UserError, match="not a manifest of this version"):
+        Manifest.read(manifest)
+
+
+def test_a_file_of_other_rows_in_the_place_of_one_that_was_described(manifest: Path) -> None:
+    """Of files of others the size is known, and no digest."""
+    data = Manifest.read(manifest)
+    with h5py.File(path := first(manifest), "r+") as file:
+        values = file["fields"][:-1]
+        attrs = dict(file["fields"].attrs)
+        del file["fields"]
+        file.create_dataset("fields", data=values).attrs.update(attrs)
+    field = BoxField(data, "train", "fields", (1, 2, 2))
+    with pytest.raises(
+        UserError, match=rf"{path}: fields: shape .*, but the manifest has {len(values) + 1} rows; put the file"
+    ):
+        field.read(0, np.zeros(3, int), 0)
 
 
 def test_once(manifest: Path) -> None:

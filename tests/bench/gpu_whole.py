@@ -220,7 +220,7 @@ def described(case: Case, folder: Path) -> Path:
         for name, info in manifests[0].fields.items()
     }
     manifest = Manifest(kind="cosmo", fields=normal, splits=splits, folder=folder)
-    (folder / "manifest.json").write_text(manifest.text())
+    manifest.write(folder / "manifest.json")
     return folder / "manifest.json"
 
 

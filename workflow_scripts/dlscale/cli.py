@@ -243,6 +243,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser().print_help()
         return USER_ERROR
     terminal = sys.stderr
+    logging.raiseExceptions = False  # a line that the log's disk has no room for is no reason for a traceback
     let_threads_wait()
     # A stage that is asked to end removes what it has half-written, as it does on Ctrl-C.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
@@ -354,7 +355,7 @@ def _say(terminal: TextIO, stage: str, message: str) -> None:
 
 def _fail(terminal: TextIO, message: str, status: int) -> int:
     for stream in dict.fromkeys((terminal, sys.stderr)):
-        with contextlib.suppress(BrokenPipeError):  # whoever read it ended first
+        with contextlib.suppress(OSError):  # whoever read it ended first, or its disk is full
             print(message, file=stream, flush=True)
     return status
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dlscale.core.errors import UserError
+from dlscale.core.files import no_pipe
 
 if TYPE_CHECKING:
     from tensorboard.compat.proto.event_pb2 import Event
@@ -28,6 +29,7 @@ def events(path: Path) -> Iterator[Event]:
     from google.protobuf.message import DecodeError
     from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
 
+    no_pipe(path)
     count, read = _whole_records(path), 0
     try:
         # Of a tensor nothing is made here: it may claim to be larger than memory.

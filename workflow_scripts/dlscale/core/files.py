@@ -4,21 +4,30 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import faulthandler
 import glob
 import hashlib
 import io
 import json
 import os
 import secrets
+import select
 import shutil
+import signal
 import socket
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from dlscale.core.errors import UserError
+from dlscale.core.errors import UserError, brief
+from dlscale.core.urls import hidden_in
 
 _HOST = socket.gethostname().split(".")[0]
+#: What to do about most files that cannot be read.
+TORN = "the file may be torn or damaged: fetch or make it again"
+#: Seconds in which a user's file has to open. Minutes, for file systems that wake up slowly; most take a second.
+OPENING_S = 300
 
 
 @contextlib.contextmanager
@@ -138,6 +147,7 @@ def read_json(path: str | os.PathLike[str]) -> Any:
     def refuse(constant: str) -> None:
         raise ValueError(f"{constant} is no number of JSON")
 
+    no_pipe(path)
     try:
         return json.loads(Path(path).read_text(encoding="utf-8"), parse_constant=refuse)
     except FileNotFoundError:
@@ -152,13 +162,67 @@ def no_link(path: str | os.PathLike[str], flags: int) -> int:
     return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
-def no_pipe(path: str | os.PathLike[str], expected: str) -> None:
-    """Raise a `UserError` where a pipe has the place of a file: to open it would wait for whoever writes there."""
-    if Path(path).is_fifo():
-        raise UserError(f"{path}: a pipe; expected {expected}")
+def no_pipe(path: str | os.PathLike[str], expected: str = "a file") -> None:
+    """Raise a `UserError` where a pipe or a device has the place of a file: to read one may never end."""
+    if (place := Path(path)).exists() and not (place.is_file() or place.is_dir()):
+        raise UserError(f"{path}: a pipe or a device; expected {expected}")
+
+
+def unreadable(path: str | os.PathLike[str], error: Exception, advice: str = TORN) -> UserError:
+    """Return the message for what a library raised while it read a user's file."""
+    if isinstance(error, FileNotFoundError) and not Path(path).exists():
+        return UserError(f"{path}: no such file")
+    return UserError(f"{path}: cannot be read ({hidden_in(brief(error)) or type(error).__name__}); {advice}")
+
+
+@contextlib.contextmanager
+def reading(path: str | os.PathLike[str], advice: str = TORN) -> Iterator[None]:
+    """Turn whatever a library raises while it reads a user's file into a `UserError`; a pipe is refused first.
+
+    A damaged file leads a library anywhere, to any exception. The block calls it on this file, and does little else: a
+    defect of ours would be told as one of the file.
+    """
+    no_pipe(path)
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        raise unreadable(path, error, advice) from error
+
+
+def in_time(path: str | os.PathLike[str], read: Callable[[], object]) -> None:
+    """Try `read`, which opens a user's file, in a process of its own.
+
+    Damage may lead a library round in circles, where no signal and no other thread is heard, or take the process with
+    it: both are a `UserError`. What `read` raises is left to the caller, who opens the file next.
+    """
+    ended, ends = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of other threads, which hold nothing that reading needs
+        child = os.fork()
+    if not child:
+        with contextlib.suppress(BaseException):
+            faulthandler.disable()
+            os.close(ended)
+            read()
+        os._exit(0)
+    os.close(ends)
+    try:
+        late = not select.select([ended], [], [], OPENING_S)[0]
+    finally:  # also where this process is told to end
+        os.close(ended)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+        status = os.waitpid(child, 0)[1]
+    if late:
+        raise UserError(f"{path}: the library that reads it has not ended after {OPENING_S} s; {TORN}")
+    if os.WIFSIGNALED(status) and os.WTERMSIG(status) != signal.SIGKILL:
+        raise UserError(f"{path}: the library that reads it crashes ({signal.strsignal(os.WTERMSIG(status))}); {TORN}")
 
 
 def sha256(path: str | os.PathLike[str]) -> str:
     """Return the SHA-256 of a file's content as 64 hexadecimal digits; memory stays bounded."""
+    no_pipe(path)
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -18,6 +18,7 @@ from pydantic import (
 )
 
 from dlscale.core.errors import UserError
+from dlscale.core.files import no_pipe
 from dlscale.core.noise import interval
 from dlscale.core.record import Record as Record  # with those that are made of it
 from dlscale.core.schema import Name
@@ -154,6 +155,7 @@ class Epoch(Record):
 
 def read_epochs(path: Path) -> list[Epoch]:
     """Read `metrics.jsonl`; a missing, torn or empty file is a `UserError`."""
+    no_pipe(path)
     advice = "delete it and run the train stage again"
     try:
         lines = path.read_text(encoding="utf-8").splitlines()

@@ -14,7 +14,7 @@ import numpy as np
 
 from dlscale.config.dataset import SPLITS, DatasetSettings
 from dlscale.core.errors import UserError
-from dlscale.core.files import sha256, whole
+from dlscale.core.files import reading, sha256, whole
 from dlscale.core.progress import tracked
 from dlscale.data import parts, store, verification
 from dlscale.data.manifest import FieldInfo, File, Manifest
@@ -53,7 +53,7 @@ def describe_own(dataset: DatasetSettings, folder: Path) -> Manifest:
     every = parts.parts(dataset)
     for part in tracked(every, "describing", len(every), "files"):
         path = folder / part.split / f"{part.name}.h5"
-        with store.open_file(path) as file:
+        with reading(path), store.open_file(path) as file:
             names = list(file.attrs["fields"])
             for name in names:
                 field = Field.of(file[name])

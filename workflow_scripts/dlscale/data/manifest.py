@@ -93,6 +93,7 @@ class Manifest(Record):
     facts: list[str] = []  # short, for the report
     extra: dict[str, Any] = {}  # what the kind adds for its own studies
     provenance: dict[str, Any] = {}  # what the dataset was made from: its `settings`
+    own: str = ""  # SHA-256 of all this: metrics, normalisation and the number of samples come from these numbers
     folder: Path = Field(Path(), exclude=True)  # where the manifest lies; not in the file
 
     def path(self, file: File | str) -> Path:
@@ -120,13 +121,26 @@ class Manifest(Record):
                     f"put it back, or delete {self.folder / 'manifest.json'} and run the workflow again"
                 )
 
+    def text(self) -> str:
+        return super(Manifest, self._sealed()).text()
+
+    def write(self, path: str | Path) -> None:
+        super(Manifest, self._sealed()).write(path)
+
+    def _sealed(self) -> Self:
+        """Return the manifest with its digest."""
+        content = super(Manifest, self.model_copy(update={"own": ""})).text()
+        return self.model_copy(update={"own": hashlib.sha256(content.encode()).hexdigest()})
+
     @classmethod
     def read(cls, path: str | Path) -> Self:
+        """Read what `write` wrote; anything else, such as a number that somebody changed, is a `UserError`."""
         try:
-            return cls.model_validate(read_json(path)).model_copy(update={"folder": Path(path).resolve().parent})
+            manifest = cls.model_validate(read_json(path)).model_copy(update={"folder": Path(path).resolve().parent})
+            reason = "" if manifest.own == manifest._sealed().own else "it is not as it was written"
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}".removeprefix(": ")
-            raise UserError(
-                f"{path}: not a manifest of this version ({reason}); delete it and run the workflow again"
-            ) from None
+        if reason:
+            raise UserError(f"{path}: not a manifest of this version ({reason}); delete it and run the workflow again")
+        return manifest

@@ -17,6 +17,7 @@ from typing import Any
 import h5py
 import numpy as np
 
+from dlscale.core.files import reading
 from dlscale.data.store import Reader, as_stored
 
 
@@ -122,30 +123,31 @@ def map_chunks(dataset: h5py.Dataset) -> tuple[np.ndarray, dict[tuple[int, ...],
     What is in one piece is one chunk. There are none if values are compressed, of another byte order, oddly placed, in
     another file, in memory, or in part never written.
     """
-    plan = dataset.id.get_create_plist()
-    foreign = (
-        dataset.file.driver == "core"  # in memory already
-        or not dataset.dtype.isnative
-        or plan.get_nfilters()
-        or plan.get_external_count()
-        or dataset.is_virtual
-        or dataset.file.userblock_size
-        or not dataset.size
-    )
-    if foreign:
-        return np.empty(0, np.uint8), {}
-    if dataset.chunks is None:
-        offsets = {(0,) * dataset.ndim: dataset.id.get_offset()}
-    else:
-        infos: list[Any] = []
-        dataset.id.chunk_iter(infos.append)
-        offsets = {info.chunk_offset: info.byte_offset for info in infos}
-    shape, item = dataset.chunks or dataset.shape, dataset.dtype.itemsize
-    needed = int(np.prod([-(-size // edge) for size, edge in zip(dataset.shape, shape, strict=True)]))
-    if len(offsets) != needed or any(offset is None or offset % item for offset in offsets.values()):
-        return np.empty(0, np.uint8), {}
-    file = np.asarray(np.memmap(dataset.file.filename, np.uint8, "r"))
-    size = int(np.prod(shape)) * item
-    return file, {
-        corner: file[first : first + size].view(dataset.dtype).reshape(shape) for corner, first in offsets.items()
-    }
+    with reading(dataset.file.filename):
+        plan = dataset.id.get_create_plist()
+        foreign = (
+            dataset.file.driver == "core"  # in memory already
+            or not dataset.dtype.isnative
+            or plan.get_nfilters()
+            or plan.get_external_count()
+            or dataset.is_virtual
+            or dataset.file.userblock_size
+            or not dataset.size
+        )
+        if foreign:
+            return np.empty(0, np.uint8), {}
+        if dataset.chunks is None:
+            offsets = {(0,) * dataset.ndim: dataset.id.get_offset()}
+        else:
+            infos: list[Any] = []
+            dataset.id.chunk_iter(infos.append)
+            offsets = {info.chunk_offset: info.byte_offset for info in infos}
+        shape, item = dataset.chunks or dataset.shape, dataset.dtype.itemsize
+        needed = int(np.prod([-(-size // edge) for size, edge in zip(dataset.shape, shape, strict=True)]))
+        if len(offsets) != needed or any(offset is None or offset % item for offset in offsets.values()):
+            return np.empty(0, np.uint8), {}
+        file = np.asarray(np.memmap(dataset.file.filename, np.uint8, "r"))
+        size = int(np.prod(shape)) * item
+        return file, {
+            corner: file[first : first + size].view(dataset.dtype).reshape(shape) for corner, first in offsets.items()
+        }

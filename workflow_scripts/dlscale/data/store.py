@@ -18,8 +18,12 @@ import h5py
 import numpy as np
 
 from dlscale.core.errors import UserError
-from dlscale.core.files import no_pipe
+from dlscale.core.files import TORN, in_time, reading, unreadable
 from dlscale.data.transforms import IDENTITY, Transform
+
+#: Groups and datasets in a file, and groups in each other, at most: of what is read here there are a handful, and
+#: thousands take HDF5 minutes and more.
+MOST, DEEPEST = 10_000, 32
 
 
 @dataclass(frozen=True)
@@ -92,59 +96,74 @@ class Field:
 
 def open_file(path: str | os.PathLike[str]) -> h5py.File:
     """Open an HDF5 file for reading; what is missing, torn, no such file, or leads to other files is a `UserError`."""
-    no_pipe(path, "an HDF5 file")
-    try:
+    with reading(path, "not a readable HDF5 file: it may be truncated or damaged, fetch or make it again"):
         file = h5py.File(path, "r")
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file") from None
-    except OSError as error:
-        raise UserError(
-            f"{path}: not a readable HDF5 file ({' '.join(str(error).split())}); it may be truncated: fetch or make it "
-            "again"
-        ) from None
-    try:
-        _check_own(file)
-    except UserError:
-        file.close()
-        raise
+        try:
+            _check_own(file)
+        except BaseException:
+            file.close()
+            raise
     return file
 
 
+def enter(path: str | os.PathLike[str]) -> None:
+    """Refuse an HDF5 file of others that does not open, for whatever reason."""
+    in_time(path, lambda: open_file(path).close())
+    open_file(path).close()
+
+
 def _check_own(file: h5py.File) -> None:
-    """Refuse a file whose values lie in other ones, which could be any file of this machine, and links in a circle."""
+    """Refuse a file whose values lie in other ones, which could be any file of this machine, and links in a circle.
 
-    def elsewhere(name: str, item: Any) -> str | None:
-        if isinstance(item, h5py.ExternalLink):
-            return f"'{name}' is a link to another file ({item.filename})"
-        if isinstance(item, h5py.Dataset) and item.external:
-            return f"'{name}' is stored in other files ({', '.join(str(origin) for origin, *_ in item.external)})"
-        if isinstance(item, h5py.Dataset) and item.is_virtual:
-            others = dict.fromkeys(source.file_name for source in item.virtual_sources())
-            return f"'{name}' is put together of other files ({', '.join(list(others)[:3])})"
-        return None
-
-    def in_a_circle(name: str, item: Any) -> str | None:
-        if isinstance(item, h5py.SoftLink):
-            try:
-                file.get(name)
-            except (RuntimeError, OSError):  # HDF5 gives up after some links; one that leads nowhere is no error
-                return f"'{name}' is a link to '{item.path}', which leads in a circle"
-        return None
-
-    # The first that is found ends the visit.
-    if found := file.visititems_links(elsewhere) or file.visititems(elsewhere):
-        raise UserError(
-            f"{file.filename}: {found}; values of other files are not read: copy them into this one, e.g. with h5repack"
-        )
-    if found := file.visititems_links(in_a_circle):  # which follows links: only now are all of them the file's own
-        raise UserError(f"{file.filename}: {found}; make the file again without it")
+    HDF5's own way to visit all that is in a file takes time without end where there are thousands of groups.
+    """
+    groups, seen, links = [(file["/"], 0)], set[int](), list[tuple[str, str]]()
+    count = 0
+    while groups:
+        group, depth = groups.pop()
+        count += len(group)
+        if count > MOST or depth > DEEPEST:
+            raise UserError(
+                f"{file.filename}: more than {MOST} groups and datasets, or more than {DEEPEST} groups in each other; "
+                "copy what is needed to a file of its own, e.g. with h5copy"
+            )
+        for key in group:
+            link, name = group.get(key, getlink=True), f"{group.name}/{key}".lstrip("/")
+            item = group[key] if isinstance(link, h5py.HardLink) else link
+            found = ""
+            if isinstance(item, h5py.ExternalLink):
+                found = f"'{name}' is a link to another file ({item.filename})"
+            elif isinstance(item, h5py.SoftLink):
+                links.append((name, item.path))
+            elif isinstance(item, h5py.Dataset) and item.external:
+                found = f"'{name}' is stored in other files ({', '.join(str(origin) for origin, *_ in item.external)})"
+            elif isinstance(item, h5py.Dataset) and item.is_virtual:
+                others = dict.fromkeys(source.file_name for source in item.virtual_sources())
+                found = f"'{name}' is put together of other files ({', '.join(list(others)[:3])})"
+            elif isinstance(item, h5py.Group) and (place := h5py.h5o.get_info(item.id).addr) not in seen:
+                seen.add(place)  # a group may be in several, itself among them
+                groups.append((item, depth + 1))
+            if found:
+                raise UserError(
+                    f"{file.filename}: {found}; values of other files are not read: copy them into this one, e.g. with "
+                    "h5repack"
+                )
+    for name, target in links:  # which are followed: only now are all of them known to stay in the file
+        try:
+            file.get(name)
+        except (RuntimeError, OSError):  # HDF5 gives up after some links; one that leads nowhere is no error
+            raise UserError(
+                f"{file.filename}: '{name}' is a link to '{target}', which leads in a circle; make the file again "
+                "without it"
+            ) from None
 
 
 def dataset(file: h5py.File, name: str, channels: int | None = None, ndim: int | None = None) -> h5py.Dataset:
     """Return dataset `name`, checked: numbers; with `ndim`, so many axes of floats, with `channels` on the first."""
-    if name not in file or not isinstance(file[name], h5py.Dataset):
-        raise UserError(f"{file.filename}: no dataset '{name}'; it holds: {', '.join(file) or 'nothing'}")
-    values = file[name]
+    with reading(file.filename):
+        if name not in file or not isinstance(values := file[name], h5py.Dataset):
+            raise UserError(f"{file.filename}: no dataset '{name}'; it holds: {', '.join(file) or 'nothing'}")
+        values.dtype, values.shape  # noqa: B018 - a damaged one has none
     good = values.dtype.kind == "f" if ndim else values.dtype.kind in "fiu"
     if not good or ndim not in (None, values.ndim) or (channels and values.shape[:1] != (channels,)):
         expected = f"{ndim} axes of floating-point numbers" if ndim else "numbers"
@@ -205,11 +224,13 @@ def write(target: h5py.Dataset, where: tuple[slice, ...], values: np.ndarray) ->
 class Reader:
     """Reads one dataset of one file: scaled float16 as float32, integers as they are.
 
-    The file is opened on first use and once per process, so a Reader may cross a fork or be pickled.
+    The file is opened on first use and once per process, so a Reader may cross a fork or be pickled. `rows`: the axis
+    along which the manifest has rows, channels first, and how many: another file may have taken the place of this one.
     """
 
-    def __init__(self, path: str | os.PathLike[str], name: str) -> None:
+    def __init__(self, path: str | os.PathLike[str], name: str, rows: tuple[int, int] | None = None) -> None:
         self.path, self.name = str(path), name
+        self._rows = rows
         self._opened: tuple[int, h5py.Dataset, tuple[int, ...]] | None = None
 
     @property
@@ -221,7 +242,14 @@ class Reader:
         """Return the dataset and its axes in the order in which they are stored: to ask the file takes a while."""
         if self._opened is None or self._opened[0] != os.getpid():
             opened = dataset(open_file(self.path), self.name)
-            self._opened = (os.getpid(), opened, as_stored(opened, tuple(range(opened.ndim))))
+            with reading(self.path):
+                shape = channels_first(opened, opened.shape)
+                if self._rows is not None and shape[self._rows[0] : self._rows[0] + 1] != self._rows[1:]:
+                    raise UserError(
+                        f"{self.path}: {self.name}: shape {shape}, but the manifest has {self._rows[1]} rows; "
+                        "put the file back, or delete the manifest and run the workflow again"
+                    )
+                self._opened = (os.getpid(), opened, as_stored(opened, tuple(range(opened.ndim))))
         return self._opened[1:]
 
     @property
@@ -230,7 +258,7 @@ class Reader:
         return self._open()[1]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"path": self.path, "name": self.name, "_opened": None}
+        return {**vars(self), "_opened": None}
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -240,7 +268,8 @@ class Reader:
     def scaling(self) -> tuple[np.ndarray, np.ndarray] | None:
         """`offset` and `scale` [C], float32, if the stored values are (x - offset) / scale."""
         attrs = self.dataset.attrs
-        return (attrs["offset"], attrs["scale"]) if "scale" in attrs else None
+        with reading(self.path):
+            return (attrs["offset"], attrs["scale"]) if "scale" in attrs else None
 
     def stored(self, index: tuple[slice, ...], buffer: np.ndarray | None = None) -> np.ndarray:
         """Return the selected values as they are stored, channels first (slices only; axes without one are whole).
@@ -258,11 +287,10 @@ class Reader:
             else:
                 opened.read_direct(buffer, where)
                 values = buffer
-        except OSError as error:
-            raise UserError(
-                f"{self.path}: {self.name}: cannot read ({' '.join(str(error).split())}); the file is damaged, fetch "
-                "or make it again"
-            ) from None
+        except MemoryError:  # the run's settings may be too much for the machine
+            raise
+        except Exception as error:
+            raise unreadable(self.path, error, f"{self.name}: {TORN}") from None
         return values.transpose([order.index(axis) for axis in range(values.ndim)])
 
     def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:

@@ -90,8 +90,7 @@ class Era5Metrics(Metrics):
         self.called = {name: ANSWERS[name] for name in self.answers.names}
         self.climatology: torch.Tensor | None = None
         if extra.climatology:
-            file = np.load(manifest.path(extra.climatology), allow_pickle=False)
-            mean = file[0, :, : info.grid[0], : info.grid[1]]
+            mean = extra.means(manifest, "climatology")[0, :, : info.grid[0], : info.grid[1]]
             mean = np.stack([t.forward(channel) for t, channel in zip(info.transforms, mean, strict=True)])
             self.climatology = torch.tensor(mean, **tensor)
 
@@ -305,7 +304,7 @@ def _static(fields: Sequence[str], manifest: Manifest) -> torch.Tensor | None:
         known["latitude"] = np.broadcast_to(np.array(extra.latitude[:rows])[:, None], (1, rows, columns))
         known["longitude"] = np.broadcast_to(np.array(extra.longitude[:columns]), (1, rows, columns))
     if extra.climatology:
-        known["mean"] = np.load(manifest.path(extra.climatology), allow_pickle=False)[0, :, :rows, :columns]
+        known["mean"] = extra.means(manifest, "climatology")[0, :, :rows, :columns]
     if missing := [field for field in fields if field not in known]:
         raise UserError(f"{manifest.folder}: model.static: {missing[0]} is not known of these data; leave it out")
     maps = np.concatenate([known[field] for field in fields]).astype(np.float64)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,6 +19,7 @@ from dlscale.config.parallel import DDP
 from dlscale.config.run import RunCore
 from dlscale.core import registry
 from dlscale.core.errors import Refused, UserError
+from dlscale.data import verification
 from dlscale.data.loaders.arranged import open_loader
 from dlscale.data.loaders.base import Loader, Share
 from dlscale.data.manifest import Manifest
@@ -206,6 +208,16 @@ def own_threads(run: RunCore, threads: int | None) -> int | None:
     return run.threads or (max(1, threads // run.processes.gpus_per_node) if threads else None)
 
 
+def verify(manifest: Manifest, splits: Sequence[str], world: World) -> None:
+    """Raise a `UserError` if data files are damaged; each rank reads its share of those that nobody has read yet."""
+    files = world.gather(verification.unverified(manifest, splits, verification.told()))[0]
+    messages = world.gather(verification.damaged(manifest, files[world.rank :: world.size]))
+    if any(messages):
+        raise UserError("; ".join(itertools.chain(*messages)))
+    if world.main:
+        verification.remember(manifest, files)
+
+
 def open_session(run: RunCore, manifest: str | Path, world: World, threads: int | None = None) -> Session:
     """Set up everything but the loaders.
 
@@ -220,6 +232,7 @@ def open_session(run: RunCore, manifest: str | Path, world: World, threads: int 
         torch.set_num_threads(own)
     data = Manifest.read(manifest)
     data.check_files()
+    verify(data, ("train", "valid"), world)
     study: Study = registry.study(run.study)
     for grid in [tuple(info.grid) for info in data.fields.values() if info.grid]:
         try:

@@ -53,6 +53,9 @@ _TEXTS = (
     r"|can't allocate memory|std::bad_alloc"  # of a CPU
 )
 
+#: What PyTorch's DataLoader says where a process of it is no more; a signal of its own, such as of a crash, it names.
+_KILLED = r"DataLoader worker \(pid.*\) (is killed by signal: Killed|exited unexpectedly(?! with))"
+
 _ASKED = (
     r"tried to allocate (\d+) bytes",  # PyTorch's allocator of a CPU
     r"Tried to allocate ([\d.]+) (\w+)",  # PyTorch's allocator of CUDA memory
@@ -71,6 +74,11 @@ def explained(run: RunCore, manifest: str | Path, world: World) -> Iterator[None
     try:
         yield
     except Exception as error:
+        if any(re.search(_KILLED, str(each)) for each in chain(error)):
+            raise UserError(
+                "a process of the loader was killed, as systems do where memory is short: use fewer `loader.workers`, "
+                "a smaller `loader.prefetch` or batch_size, or ask for more memory (--mem of a Slurm job)"
+            ) from None
         if isinstance(error, UserError) or not is_exhaustion(error):
             raise
         text = message(error, run, Path(manifest), world, free)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
-import itertools
 import json
 import logging
 import os
@@ -24,10 +23,9 @@ from dlscale.core.figures import literal_text, save_png
 from dlscale.core.files import whole, write_text
 from dlscale.core.lock import only_writer
 from dlscale.core.records import Epoch, Links, Untrained, epoch_lines
-from dlscale.data import verification
 from dlscale.data.manifest import Manifest
 from dlscale.parallel.selftest import self_test
-from dlscale.parallel.world import World, describe_device, join
+from dlscale.parallel.world import describe_device, join
 from dlscale.studies import figures
 from dlscale.train.build import Session, open_session
 from dlscale.train.checkpoint import Checkpoints
@@ -74,7 +72,6 @@ def main(args: argparse.Namespace) -> None:
     ):
         links = self_test(world, run.selftest)
         session = open_session(run, args.manifest, world, args.threads)
-        _verify(session.manifest, world)
         folder = Path(args.checkpoints) / run_fingerprint(run, session.manifest, args.sources)[:16]
         if world.main:
             stack.enter_context(only_writer(folder.parent))
@@ -96,16 +93,6 @@ def main(args: argparse.Namespace) -> None:
             _lead(run, session, trainer, Path(args.out), len(cores), links)
         else:
             _follow(session, trainer)
-
-
-def _verify(manifest: Manifest, world: World) -> None:
-    """Raise a `UserError` if data files are damaged; each rank reads its share of those that nobody has read yet."""
-    files = world.gather(verification.unverified(manifest, ("train", "valid"), verification.told()))[0]
-    messages = world.gather(verification.damaged(manifest, files[world.rank :: world.size]))
-    if any(messages):
-        raise UserError("; ".join(itertools.chain(*messages)))
-    if world.main:
-        verification.remember(manifest, files)
 
 
 def _lead(run: Run, session: Session, trainer: Trainer, out: Path, cores: int, links: Links | None) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from dlscale.core.errors import UserError
-from dlscale.core.files import sha256
+from dlscale.core.files import no_pipe, sha256
 from dlscale.core.text import many
 from dlscale.train import archive, checkpoint
 from dlscale.train.precision import Weights
@@ -29,7 +29,7 @@ def read_weights(path: str | Path) -> State:
 
     It may be part of a checkpoint (`PLACES`), and of a wrapped model (`PREFIXES`), or the folder of one of our own.
     """
-    _check_kind(path)
+    no_pipe(path, "a file of weights, or a checkpoint's folder")
     try:
         if Path(path).is_dir():
             return {name.removeprefix("model."): value for name, value in checkpoint.read(Path(path), "model.").items()}
@@ -59,14 +59,8 @@ def read_weights(path: str | Path) -> State:
 
 def weights_digest(path: str | Path) -> str:
     """Return the SHA-256 of a file of weights, or of what a checkpoint's folder says of its files."""
-    _check_kind(path)
+    no_pipe(path, "a file of weights, or a checkpoint's folder")
     return sha256(Path(path) / "checkpoint.json" if Path(path).is_dir() else path)
-
-
-def _check_kind(path: str | Path) -> None:
-    """Refuse what never ends: a pipe to which nobody writes, a device."""
-    if Path(path).exists() and not (Path(path).is_file() or Path(path).is_dir()):
-        raise UserError(f"{path}: a pipe or a device; expected a file of weights, or a checkpoint's folder")
 
 
 def load_weights(weights: Weights, path: str | Path) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 
 from dlscale.config.dataset import SPLITS
 from dlscale.core.errors import UserError
+from dlscale.core.files import reading
 from dlscale.core.progress import tracked
 from dlscale.data import parts, store
 from dlscale.data.describe import describe_field, new_manifest
@@ -28,7 +29,8 @@ def describe_prepared(dataset: CosmoDataset, sources: list[Path], folder: Path) 
     if len(sources) != len(parts.parts(dataset)):
         raise UserError(f"--source: expected the {len(parts.parts(dataset))} files of the configuration, in its order")
     for part, path in zip(parts.parts(dataset), sources, strict=True):
-        with store.open_file(path) as file:
+        store.enter(path)
+        with reading(path), store.open_file(path) as file:
             volumes = open_volumes(file)
             for name, values in volumes.items():
                 channels, units, transforms = CHANNELS[name]

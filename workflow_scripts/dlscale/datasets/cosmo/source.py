@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from dlscale.core.errors import UserError
+from dlscale.core.files import reading
 from dlscale.core.text import percent
 from dlscale.data import store
 from dlscale.data.buffers import Buffers
@@ -28,7 +29,8 @@ class CosmoSource(Source):
     def __init__(self, dataset: CosmoDataset, part: Part, paths: list[Path]) -> None:
         [path] = paths
         self._path, self._factor = path, dataset.downsample
-        with store.open_file(path) as file:
+        store.enter(path)
+        with reading(path), store.open_file(path) as file:
             edge = open_volumes(file)["Nbody"].shape[1:]
             said = {k: v.item() if hasattr(v, "item") and np.ndim(v) == 0 else str(v) for k, v in file.attrs.items()}
         self.attributes = {"raw_file": path.name, **said}

@@ -13,7 +13,7 @@ import numpy as np
 
 from dlscale.config.dataset import SPLITS
 from dlscale.core.errors import UserError
-from dlscale.core.files import sha256
+from dlscale.core.files import reading, sha256
 from dlscale.data import sampling, store
 from dlscale.data.describe import new_manifest
 from dlscale.data.manifest import FieldInfo, File, Manifest
@@ -41,7 +41,8 @@ def describe_prepared(dataset: Era5Dataset, sources: list[Path], folder: Path) -
     starts: dict[str, float] = {}
     for split in SPLITS:
         for path in sorted((root / split).glob("*.h5")):
-            with store.open_file(path) as file:
+            store.enter(path)
+            with reading(path), store.open_file(path) as file:
                 fields = store.dataset(file, "fields", ndim=4)
                 if shape is not None and fields.shape[1:] != shape[1:]:
                     raise UserError(f"{path}: fields {fields.shape} differ from those of other files {shape}")
@@ -144,13 +145,14 @@ def _extra(manifest: Manifest, stats: Path, name: str, series: bool) -> Extra:
     grid: dict[str, list[float]] = {}
     steps: set[float] = set()
     months: set[int] = set()
+    split_of: dict[float, str] = {}  # by time: of what is a month, all in one split
     starts: dict[str, float] = {}
     total: Any = 0.0
     rows = 0
     for split, files in manifest.splits.items():
         for described in files:
             path = manifest.path(described)
-            with store.open_file(path) as file:
+            with reading(path), store.open_file(path) as file:
                 for axis in ("latitude", "longitude"):
                     degrees = file[axis][()].tolist()
                     if grid.setdefault(axis, degrees) != degrees:
@@ -158,6 +160,13 @@ def _extra(manifest: Manifest, stats: Path, name: str, series: bool) -> Extra:
                 starts[described.digest] = float(file["time"][0])
                 hours = file["time"][()]
                 apart = months_apart((3600 * hours).astype("datetime64[s]")) if len(hours) > 1 else None
+                if series and (
+                    shared := [hour for hour in hours.tolist() if split_of.setdefault(hour, split) != split]
+                ):
+                    raise UserError(
+                        f"{path}: {np.datetime64(0, 's') + int(3600 * shared[0])} is in {split_of[shared[0]]} and "
+                        f"{split}: of months, let a split begin and end with a whole one"
+                    )
                 if apart:
                     months.add(apart)
                 else:
@@ -247,12 +256,8 @@ def _with_hour_means(manifest: Manifest, extra: Extra, stats: Path, name: str) -
 
 def _array(path: Path) -> np.ndarray:
     """Map a .npy file."""
-    try:
+    with reading(path, "the published layout has it, shape [1, C, 1, 1]: fetch it again"):
         array: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file; the published layout has it, shape [1, C, 1, 1]") from None
-    except (ValueError, EOFError) as error:
-        raise UserError(f"{path}: not a readable .npy file ({error})") from None
     if array.dtype.kind not in "fiu":
         raise UserError(f"{path}: values of type {array.dtype}; expected real numbers")
     return array

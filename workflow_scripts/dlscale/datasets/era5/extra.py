@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import numpy as np
 
+from dlscale.core.errors import UserError
+from dlscale.core.files import reading, sha256
 from dlscale.core.records import Record
 from dlscale.data.manifest import File, Manifest
 
@@ -23,6 +27,18 @@ class Extra(Record):
     climatology_sha256: str | None = None  # of its content, which decides a run's scores
     hour_means: str | None = None  # path of the means over training days of each hour of day [24 h / step, C, H, W]
     hour_means_sha256: str | None = None
+
+    def means(self, manifest: Manifest, which: Literal["climatology", "hour_means"]) -> np.ndarray:
+        """Map means over training times, [1 or 24 h / step, C, H, W]: a file that is as it was described."""
+        path = manifest.path(getattr(self, which) or "")
+        with reading(path):
+            if sha256(path) != getattr(self, f"{which}_sha256"):
+                raise UserError(
+                    f"{path}: damaged: its content changed since it was described, and scores come of it; put it back, "
+                    f"or delete {manifest.folder / 'manifest.json'} and run the workflow again"
+                )
+            means: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
+        return means
 
     def axes(self) -> tuple[tuple[str, str], tuple[float, float, float, float] | None]:
         """Return the labels of a map's axes and its (left, right, bottom, top), degrees; cells where there are none."""

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -65,8 +65,8 @@ class NaiveAnswers:
         self.names = [name for name in ANSWERS if known[name]]
 
     @property
-    def _means(self) -> str | None:
-        return self._extra.hour_means if self._by_hour else self._extra.climatology
+    def _means(self) -> Literal["climatology", "hour_means"] | None:
+        return "hour_means" if self._by_hour else "climatology" if self._extra.climatology else None
 
     def _states(self, split: str) -> _States:
         if split not in self._opened:
@@ -78,8 +78,7 @@ class NaiveAnswers:
     def _mean_states(self) -> np.ndarray:
         """The mean of each hour of day [24 h / step, C, H, W], or of all times [1, C, H, W], in physical units."""
         assert self._means
-        means: np.ndarray = np.load(self._manifest.path(self._means), mmap_mode="r", allow_pickle=False)
-        return means
+        return self._extra.means(self._manifest, self._means)
 
     def _mean(self, states: _States, file: int, row: int) -> torch.Tensor:
         """Return the mean state at the time of a row, [C, H, W]."""

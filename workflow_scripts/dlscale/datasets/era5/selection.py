@@ -92,20 +92,23 @@ def check_one_series(name: str, kept: list[tuple[Variable, np.ndarray]], label: 
 
 def told_apart(name: str, fields: list[tuple[Variable, int]], when: str, label: str) -> UserError:
     """Return the refusal of several fields of a channel (a variable, and which of its fields) at one time."""
-    known = dict.fromkeys([*WORDS, *(key for variable, _ in fields for key in variable.traits)])
-    for key in known:
-        values = [np.asarray(variable.traits[key][at]).tolist() for variable, at in fields if key in variable.traits]
-        if len({*values} - {None}) > 1:
-            several = _sorted({*values} - {None})
+    held = [{key: np.asarray(of[at]).tolist() for key, of in variable.traits.items()} for variable, at in fields]
+    for each, (variable, at) in zip(held[:2], fields, strict=False):
+        each |= {key: value for key, value in variable.keys(at).items() if key not in each}
+    for key in dict.fromkeys([*WORDS, *(key for each in held for key in each)]):
+        values = {each[key] for each in held if key in each} - {None}
+        if len(values) > 1:
+            several = _sorted(values)
             many = "two" if len(fields) == 2 else str(len(fields))
             return UserError(
                 f"{label}: {many} fields of '{name}' at {when}: {WORDS.get(key, key)} {_listed(several)} (in "
                 f"{' and '.join([*dict.fromkeys(variable.origin for variable, _ in fields)][:2])}); "
                 f"{_advice(key, several)}"
             )
-    places = [variable.origin for variable, _ in fields]
+    places = [*dict.fromkeys(variable.origin for variable, _ in fields)]
     return UserError(
-        f"{label}: channel '{name}' stands twice at {when}: in {' and '.join(places[:2])}; give each time once"
+        f"{label}: channel '{name}' stands twice at {when}: in {' and '.join(places[:2])}, and nothing that "
+        "source.select could choose by tells the fields apart; give each time once"
     )
 
 

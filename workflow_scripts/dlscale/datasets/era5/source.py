@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime as dt
+import functools
 import math
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from dlscale.core.errors import UserError, nearest
-from dlscale.core.files import no_pipe
+from dlscale.core.files import TORN, in_time, no_pipe
 from dlscale.data.kind import Part
 from dlscale.data.passes import block_average
 from dlscale.data.source import Source
@@ -28,7 +29,7 @@ from dlscale.data.store import Field
 from dlscale.datasets.era5 import selection
 from dlscale.datasets.era5.kind import Era5Dataset, Era5Zarr
 from dlscale.datasets.era5.months import begin, months_apart
-from dlscale.datasets.era5.variable import TORN, Variable, names_of, wanted_names
+from dlscale.datasets.era5.variable import Variable, names_of, wanted_names
 from dlscale.datasets.era5.variables import open_grib, open_netcdf, reading
 
 Period = tuple[dt.date, dt.date]  # first and last day, inclusive
@@ -60,7 +61,10 @@ def open_source(dataset: Era5Dataset, part: Part, paths: list[Path]) -> Era5Sour
     with contextlib.ExitStack() as stack:
         wanted = wanted_names(dataset.channels)
         keys = list(getattr(dataset.source, "select", {}))
-        variables = [variable for path in paths for variable in _catalogue(path, wanted, keys, stack)]
+        variables: list[Variable] = []
+        for path in paths:
+            in_time(path, functools.partial(_catalogue, path, wanted, keys, contextlib.ExitStack()))
+            variables += _catalogue(path, wanted, keys, stack)
         source = Era5Source(dataset, variables, part.period, f"part {part.label}")
         source.files = stack.pop_all()
     return source
@@ -233,9 +237,9 @@ def _resolved(channels: list[str], variables: list[Variable], label: str) -> lis
             name = f"{base}@{levels[0]}"
         if name not in known:
             if levels and at:
-                problem = f"no level {level}; its levels (hPa): {', '.join(levels)}"
+                problem = f"no level {level}; its levels: {', '.join(levels)}"
             elif levels:
-                problem = f"it has the levels {', '.join(levels)} (hPa); name one: '{base}@{levels[0]}'"
+                problem = f"it has the levels {', '.join(levels)}; name one: '{base}@{levels[0]}'"
             elif base in known:
                 problem = f"this variable has no pressure levels; write '{base}'"
             else:
@@ -350,12 +354,14 @@ def _common_times(
     for name, times in every.items():
         first, last = ((begin(end[None])[0] if monthly else end) for end in times[[0, -1]])
         days = [day.replace(day=1) for day in period] if period and monthly else period
-        if days and (first.astype("datetime64[D]") > days[0] or last.astype("datetime64[D]") < days[1]):
+        if days and (first.astype("datetime64[D]") > np.datetime64(days[0]) or last < np.datetime64(days[1])):
             assert period
             raise UserError(
                 f"{label}: needs {period[0]} to {period[1]}, but '{name}' covers {_text(times[0])} to "
                 f"{_text(times[-1])}; set the dataset's `split` within that, or add files"
             )
+    if period and monthly:  # a mean of a month belongs to all of its days, wherever in it the stamp is
+        period = (period[0].replace(day=1), period[1])
     kept = {variable: np.where(_kept(its, period, step_hours), its, _NEVER) for variable, its in stamps.items()}
     times_of: dict[str, np.ndarray] = {}
     for name, its in holders.items():
@@ -367,7 +373,10 @@ def _common_times(
             raise selection.told_apart(name, fields, _text(twice), label)
     union = np.unique(np.concatenate(list(times_of.values())))
     if not union.size:
-        raise UserError(f"{label}: no time is left: none is a multiple of step_hours ({step_hours}) from midnight UTC")
+        which = f"none is a multiple of step_hours ({step_hours}) from midnight UTC"
+        if period and not step_hours:
+            which = f"none lies in {period[0]} to {period[1]}; set `split` to days that the files have"
+        raise UserError(f"{label}: no time is left: {which}")
     for name, times in times_of.items():
         missing = np.setdiff1d(union, times)
         if missing.size:

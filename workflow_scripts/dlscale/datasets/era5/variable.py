@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
-TORN = "the file may be torn or damaged: fetch or make it again"
+from dlscale.core.files import TORN
+
 #: What ECMWF's short names are called in ARCO-ERA5 and WeatherBench2.
 LONG_NAMES = {
     "u10": "10m_u_component_of_wind",
@@ -62,3 +64,5 @@ class Variable:
     missing: Callable[[int, int, int, int], str] = _absent
     #: [T] each: what tells fields apart, by the key that selects them; None where a field has no such key.
     traits: Mapping[str, np.ndarray] = field(default_factory=dict)
+    #: `keys(time)`: further keys and their values of one field, which `select` may name, where traits tell nothing.
+    keys: Callable[[int], Mapping[str, Any]] = lambda time: {}

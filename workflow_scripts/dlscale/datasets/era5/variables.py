@@ -1,13 +1,15 @@
 """The variables of atmospheric files: NetCDF files and Zarr stores through xarray, GRIB files through cfgrib.
 
 Notation: `T` times, or fields where a file has several at one time, `L` levels of a variable, `H` latitudes (north to
-south), `W` longitudes. Times are numpy `datetime64[s]`, UTC. Levels are in hPa, whatever the file counts in.
+south), `W` longitudes. Times are numpy `datetime64[s]`, UTC. Levels of pressure are in hPa, whatever the file
+counts in; others, such as hybrid ones, are numbers.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 import os
 import warnings
@@ -18,11 +20,12 @@ from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
+from dlscale.core import files
 from dlscale.core.errors import UserError
-from dlscale.core.urls import hidden_in
+from dlscale.core.files import TORN
 from dlscale.data import store
 from dlscale.datasets.era5.humidity import with_humidity
-from dlscale.datasets.era5.variable import TORN, Variable
+from dlscale.datasets.era5.variable import Variable
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -36,6 +39,8 @@ LONGITUDES = ("longitude", "lon")
 BASES = ("time", "forecast_reference_time")
 LEADS = ("step", "forecast_period", "prediction_timedelta", "lead_time", "leadtime")
 LEVELS = ("isobaricInhPa", "isobaricInPa", "pressure_level", "level", "plev", "lev")
+#: What the standard calendar is called by CF.
+CALENDARS = ("standard", "gregorian", "proleptic_gregorian")
 #: Keys of GRIB that tell fields of one time apart.
 TRAITS = ("number", "typeOfLevel", "stepType", "step", "stepRange", "dataType", "expver")
 #: When the mean of a month is valid, of seasonal forecasts and of others: their valid time is a day off, or a month.
@@ -97,16 +102,10 @@ def _usable(makers: Mapping[str, Callable[[], Variable]], wanted: Collection[str
 
 @contextlib.contextmanager
 def reading(origin: str | os.PathLike[str], advice: str = TORN) -> Iterator[None]:
-    """Turn whatever a format's library raises into a `UserError`, and silence what it warns of."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    except (UserError, MemoryError):
-        raise
-    except Exception as error:
-        text = hidden_in(" ".join(str(error).split()))[:200] or type(error).__name__
-        raise UserError(f"{origin}: cannot be read ({text}); {advice}") from error
+    """Read a file as `files.reading` has it, and silence what its library warns of."""
+    with files.reading(origin, advice), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 def open_netcdf(path: Path, engine: str, wanted: Collection[str], stack: contextlib.ExitStack) -> list[Variable]:
@@ -344,6 +343,13 @@ def _decoded_times(clock: xr.Variable, origin: str) -> np.ndarray:
     """Decode CF times to datetime64[s], of the same shape."""
     import xarray as xr
 
+    calendar = str(clock.attrs.get("calendar", "standard"))
+    if calendar.lower() not in CALENDARS:
+        raise UserError(
+            f"{origin}: its calendar is '{calendar}', which has other days than ours; expected the standard one: "
+            "convert it, with `cdo setcalendar,standard` where all dates exist, as of monthly means, else with "
+            "xarray's `convert_calendar('standard', align_on='date')`"
+        )
     try:
         coder = xr.coders.CFDatetimeCoder(use_cftime=False, time_unit="s")
         times = np.asarray(xr.conventions.decode_cf_variable("time", clock, decode_times=coder).values)
@@ -462,6 +468,14 @@ def _message_series(
             bitmap = message(file, time)["bitmapPresent"]
         return "the bitmap of its GRIB message leaves it out" if bitmap else "its GRIB message holds NaN there"
 
+    def keys(time: int) -> dict[str, Any]:
+        """Return what the message says of its field, those keys first by which archives are searched."""
+        with reading(path), open(path, "rb") as file:
+            whole = message(file, time)
+            of_field = itertools.takewhile(lambda key: key != "md5Section4", whole.message_grib_keys())
+            names = [key for key in of_field if "Length" not in key and not key.startswith("md5")]
+            return {key: value for key in names if np.ndim(value := whole.get(key)) == 0}
+
     return _regular(
         Variable(
             str(path),
@@ -474,6 +488,7 @@ def _message_series(
             load,
             footprint,
             missing=missing,
+            keys=keys,
             traits={key: _objects(column) for key, column in zip(told, zip(*traits, strict=True), strict=True)},
         )
     )

@@ -8,6 +8,7 @@ import numpy as np
 
 from dlscale.config.dataset import SPLITS
 from dlscale.core.errors import UserError
+from dlscale.core.files import reading
 from dlscale.core.progress import tracked
 from dlscale.data import parts, store
 from dlscale.data.describe import describe_field, new_manifest
@@ -29,7 +30,8 @@ def describe_prepared(dataset: ImagenetDataset, sources: list[Path], folder: Pat
     names: list[str] = []
     for part, path in zip(parts.parts(dataset), sources, strict=True):
         pack = Pack(path)
-        with store.open_file(path) as file:
+        store.enter(path)
+        with reading(path), store.open_file(path) as file:
             digest, classes = str(file.attrs.get("sha256")), [name.decode() for name in file["classes"][()]]
         if classes != (names := names or classes):
             raise UserError(f"{path}: other classes than in {sources[0]}; delete them and run the workflow again")

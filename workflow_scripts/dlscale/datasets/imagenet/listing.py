@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from dlscale.core.errors import UserError
+from dlscale.core.files import reading
 
 SUFFIXES = (".jpg", ".jpeg", ".png")
 
@@ -97,9 +98,9 @@ def packed(pack: Path) -> str | None:
     import h5py
 
     try:
-        with h5py.File(pack) as file:
+        with reading(pack), h5py.File(pack) as file:
             return file.attrs.get("files")
-    except OSError:
+    except UserError:
         return None
 
 

@@ -22,10 +22,13 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from dlscale.core.errors import UserError
+from dlscale.core.errors import UserError, brief
+from dlscale.core.files import reading
 from dlscale.data.mapped import map_chunks
 from dlscale.data.store import Reader
 from dlscale.datasets.imagenet.formats import open_image
+
+DAMAGED = "the pack is damaged: delete it and run the workflow again"
 
 
 class Pack:
@@ -38,9 +41,10 @@ class Pack:
     def _opened(self) -> tuple[str, np.ndarray]:
         reader = Reader(self.path, "bytes")
         _, mapped = map_chunks(reader.dataset)
-        if "form" not in reader.dataset.file.attrs or len(mapped) != 1:
-            raise UserError(f"{self.path}: not a pack of images; delete it and run the workflow again")
-        return str(reader.dataset.file.attrs["form"]), mapped[(0,)]
+        with reading(self.path, DAMAGED):
+            if "form" not in reader.dataset.file.attrs or len(mapped) != 1:
+                raise UserError(f"{self.path}: not a pack of images; delete it and run the workflow again")
+            return str(reader.dataset.file.attrs["form"]), mapped[(0,)]
 
     @property
     def form(self) -> str:
@@ -67,16 +71,15 @@ class Pack:
 
     def image(self, row: int) -> Image.Image:
         """Return an image, RGB."""
-        first, count, height, width = self.index[row].tolist()
-        stored = self.bytes[first : first + count]
-        if self.form == "decoded":
-            return Image.fromarray(stored.reshape(height, width, 3))
         try:
+            first, count, height, width = self.index[row].tolist()
+            stored = self.bytes[first : first + count]
+            if self.form == "decoded":
+                return Image.fromarray(stored.reshape(height, width, 3))
             with open_image(io.BytesIO(stored.data)) as image:
                 image.load()
                 return image if image.mode == "RGB" else image.convert("RGB")
+        except UserError:
+            raise
         except Exception as error:  # Pillow raises what its decoders stumble upon
-            raise UserError(
-                f"{self.path}: image {row} cannot be decoded ({error}); the pack is damaged: delete it and run the "
-                "workflow again"
-            ) from None
+            raise UserError(f"{self.path}: image {row} cannot be decoded ({brief(error)}); {DAMAGED}") from None

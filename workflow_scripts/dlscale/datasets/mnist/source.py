@@ -5,14 +5,13 @@ from __future__ import annotations
 import gzip
 import math
 import struct
-import zlib
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 
 from dlscale.core.errors import UserError
-from dlscale.core.files import no_pipe
+from dlscale.core.files import reading
 from dlscale.data.kind import Part
 from dlscale.data.source import Source
 from dlscale.data.store import Field
@@ -36,12 +35,8 @@ class IdxFile:
 
     def __init__(self, path: Path, ndim: int) -> None:
         self.path = path
-        no_pipe(path, "an IDX file")
-        try:
-            with open(path, "rb") as raw:
-                zipped = raw.read(2) == b"\x1f\x8b"
-        except OSError as error:
-            raise UserError(f"{path}: cannot read ({error.strerror})") from None
+        with reading(path), open(path, "rb") as raw:
+            zipped = raw.read(2) == b"\x1f\x8b"
         self._file: IO[bytes] = gzip.open(path) if zipped else open(path, "rb")  # type: ignore[assignment]  # noqa: SIM115
         magic = self._bytes(4)
         if magic[:3] != b"\0\0\x08" or magic[3] != ndim:
@@ -61,18 +56,14 @@ class IdxFile:
         left = self.shape[0] * self._row
         while left:
             left -= len(self._bytes(min(left, 2**20)))
-        try:
+        with reading(self.path):
             more = self._file.read(1)
-        except (OSError, EOFError, zlib.error) as error:
-            raise UserError(f"{self.path}: damaged ({error}); fetch it again") from None
         if more:
             raise UserError(f"{self.path}: goes on after its {self.shape[0]} rows; fetch it again")
 
     def _bytes(self, count: int) -> bytes:
-        try:
+        with reading(self.path):
             data = self._file.read(count)
-        except (OSError, EOFError, zlib.error) as error:
-            raise UserError(f"{self.path}: damaged ({error}); fetch it again") from None
         if len(data) < count:
             raise UserError(f"{self.path}: ends before its last row; it is truncated, fetch it again")
         return data

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import numpy as np
 
 from dlscale.config.dataset import SPLITS
 from dlscale.core.errors import UserError, unknown
-from dlscale.core.files import no_pipe
+from dlscale.core.files import reading
 from dlscale.data import store
 from dlscale.data.kind import Part
 from dlscale.data.source import Source
@@ -68,9 +67,9 @@ class FileSource(Source):
 
     def _open(self, path: Path, name: str, memory_mb: int) -> Any:
         """Return an array that is read as far as it is asked for; one of a .npz file is read as a whole."""
-        no_pipe(path, "a file")
-        try:
+        with reading(path, f"expected {path.suffix}: write or fetch it again"):
             if path.suffix in HDF5:
+                store.enter(path)
                 file = store.open_file(path)
                 self._closing.append(file.close)
                 if not isinstance(values := file.get(name), h5py.Dataset):
@@ -90,11 +89,9 @@ class FileSource(Source):
                     values = arrays[name]
             else:
                 values = np.load(path, mmap_mode="r", allow_pickle=False)
-        except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
-            raise UserError(f"{path}: cannot be read as {path.suffix} ({error}); write or fetch it again") from None
-        if values.dtype.kind not in "fiub" or not values.ndim or not values.size:
-            what = f"type {values.dtype}, shape {values.shape}"
-            raise UserError(f"{path}: '{name}' has {what}; expected numbers, with a sample a row")
+            if values.dtype.kind not in "fiub" or not values.ndim or not values.size:
+                what = f"type {values.dtype}, shape {values.shape}"
+                raise UserError(f"{path}: '{name}' has {what}; expected numbers, with a sample a row")
         return values
 
     def read(self, start: int, stop: int) -> dict[str, np.ndarray]:
