@@ -28,6 +28,8 @@ _HOST = socket.gethostname().split(".")[0]
 TORN = "the file may be torn or damaged: fetch or make it again"
 #: Seconds in which a user's file has to open. Minutes, for file systems that wake up slowly; most take a second.
 OPENING_S = 300
+#: Bytes read in each further second: of a large file of many fields all may be gone through.
+OPENING_RATE = 10_000_000
 
 
 @contextlib.contextmanager
@@ -197,6 +199,7 @@ def in_time(path: str | os.PathLike[str], read: Callable[[], object]) -> None:
     Damage may lead a library round in circles, where no signal and no other thread is heard, or take the process with
     it: both are a `UserError`. What `read` raises is left to the caller, who opens the file next.
     """
+    limit = OPENING_S + (Path(path).stat().st_size // OPENING_RATE if Path(path).exists() else 0)
     ended, ends = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of other threads, which hold nothing that reading needs
@@ -209,14 +212,14 @@ def in_time(path: str | os.PathLike[str], read: Callable[[], object]) -> None:
         os._exit(0)
     os.close(ends)
     try:
-        late = not select.select([ended], [], [], OPENING_S)[0]
+        late = not select.select([ended], [], [], limit)[0]
     finally:  # also where this process is told to end
         os.close(ended)
         with contextlib.suppress(ProcessLookupError):
             os.kill(child, signal.SIGKILL)
         status = os.waitpid(child, 0)[1]
     if late:
-        raise UserError(f"{path}: the library that reads it has not ended after {OPENING_S} s; {TORN}")
+        raise UserError(f"{path}: the library that reads it has not ended after {limit} s; {TORN}")
     if os.WIFSIGNALED(status) and os.WTERMSIG(status) != signal.SIGKILL:
         raise UserError(f"{path}: the library that reads it crashes ({signal.strsignal(os.WTERMSIG(status))}); {TORN}")
 
