@@ -7,7 +7,7 @@
 #   snakemake -n                   what would run, and why
 from snakemake.utils import min_version
 
-min_version("9.14")
+min_version("9.19")
 
 
 # Documents the software. Only `--sdm apptainer` would use it: which engine runs which image is the site's to say.

@@ -46,6 +46,11 @@ def test_doctor_asks_for_the_same_versions() -> None:
     }
 
 
+def test_the_workflow_asks_for_the_same_snakemake() -> None:
+    (least,) = re.findall(r'^min_version\("(.*)"\)$', (ROOT / "Snakefile").read_text(), re.MULTILINE)
+    assert f"snakemake>={least},<10" in PROJECT["dependencies"]
+
+
 def test_one_cuda_in_the_gpu_image() -> None:
     (major,) = re.findall(r"^# PyTorch .*CUDA (\d+)\.\d", (ROOT / "docker/Dockerfile").read_text(), re.MULTILINE)
     assert re.findall(r"nvidia-dali-cuda(\d+)0==", (ROOT / "docker/requirements-gpu.txt").read_text()) == [major]
