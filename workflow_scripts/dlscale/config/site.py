@@ -146,7 +146,7 @@ class Site(Strict):
     )
     verify: Literal["once", "always", "never"] = Field(
         "once",
-        description="When a training reads its data files to see that none is damaged: once, and again when one "
+        description="When a run's stages read its data files to see that none is damaged: once, and again when one "
         "changes; always; never.",
     )
     gpu: bool | None = Field(
