@@ -204,7 +204,7 @@ def test_without_what_it_is_made_of_the_channel_is_said_to_be_missing(tmp_path: 
     with pytest.raises(UserError, match=r"channel 'r@500': no such variable"):
         read_of(tmp_path / "store", ["r@500"])
     write(arco(hours=24, first="2020-01-02").sel(level=[500, 850]), tmp_path / "levels")
-    with pytest.raises(UserError, match=r"channel 'r@1000': no level 1000; its levels \(hPa\): 500, 850"):
+    with pytest.raises(UserError, match=r"channel 'r@1000': no level 1000; its levels: 500, 850"):
         read_of(tmp_path / "levels", ["r@1000"])
 
 
