@@ -1290,7 +1290,7 @@ def test_provenance_tells_the_story(finished: Path) -> None:
     assert (found["seed"], found["dataset"], found["resumed_from_step"]) == (0, "data", None)
     assert found["device"]["kind"] == "cpu"
     assert found["device"]["threads"] == 1
-    assert found["packages"]["torch"] == torch.__version__
+    assert torch.__version__.startswith(found["packages"]["torch"])  # the index's wheels do not say +cu132
     assert found["packages"]["numpy"] == np.__version__
     assert found["python"] == ".".join(map(str, sys.version_info[:3]))
     assert found["started"] <= found["finished"]
