@@ -58,7 +58,8 @@ def _decode(  # type: ignore[no-untyped-def]
     shift = tl.load(numbers + c, inside, 0.0)
     factor = tl.load(numbers + C + c, inside, 0.0)
     offset = tl.load(numbers + 2 * C + c, inside, 0.0)
-    mask = (row < count)[:, None] & inside[None] & (other < others)
+    # No condition is a number of its own: the interpreter of Triton 3.9 would make it one of many integers.
+    mask = (row < tl.where(other < others, count, 0))[:, None] & inside[None]
     source = stored + base + other * other_step + (k * s2 + channel)[None] + (row * row_step)[:, None]
     value = (tl.load(source, mask, 0.0).to(tl.float32) - shift[None]) * factor[None] + offset[None]
     line += other * other_pitch
