@@ -10,7 +10,7 @@ import pytest
 
 from dlscale.config.run import Geometry
 from dlscale.config.site import Site
-from dlscale.launch.launcher import Place, launch
+from dlscale.launch.launcher import PYTHON, Place, launch
 from dlscale.measure.profilers import nsys
 from tests import test_nsys as profiler
 from tests.conftest import ROOT
@@ -36,7 +36,7 @@ def test_profiled_in_a_container(
         str(tmp_path), str(ROOT / "workflow_scripts"), os.getuid(), os.getgid(), (str(ROOT), str(cosmo_data), str(root))
     )
     prefix = launch(site, place, Geometry())
-    command = [sys.executable, *prefix[1:-3], "python", *words[1:]]
+    command = [sys.executable, *prefix[1 : -len(PYTHON)], "python", *words[1:]]
     container_engine.run(["env", f"--chdir={tmp_path}", f"PYTHONPATH={ROOT / 'workflow_scripts'}", *command])
     tool, _ = profiler.found(tmp_path)
     print(tool)

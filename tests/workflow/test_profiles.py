@@ -73,8 +73,8 @@ def test_each_runs_in_its_container_and_four_by_srun(shown: tuple[str, Outcome])
         else:
             assert {"--gpu", "--nccl", "localhost/dlscale:gpu"} <= set(inside)
             assert "--env=NSYS=/global/tools/nsight/bin/nsys" in inside
-            assert starter[-3:] == ["python", "-m", "dlscale.launch.contain"]
-            starter = starter[:-3]
+            assert starter[-4:] == ["python", "-P", "-m", "dlscale.launch.contain"]
+            starter = starter[:-4]
         ordered = "--env=CUDA_VISIBLE_DEVICES=3,2,1,0" in inside
         if name in FOUR:
             assert starter[0] == "srun" and {"--ntasks-per-node=4", "--gpus-per-node=4"} <= set(starter) and ordered
