@@ -219,7 +219,7 @@ def test_nothing_is_imported_from_the_working_folder(tmp_path: Path) -> None:
             "train",
             "--help",
         ],
-        ["python", "-P", "-c", f"from dlscale.cli import main; main(['--version']); {child}"],
+        ["python", "-P", "-c", f"from dlscale.__main__ import main; main(); {child}", "--version"],
     ]
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT / "workflow_scripts")}

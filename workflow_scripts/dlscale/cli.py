@@ -232,7 +232,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     if packages := os.environ.get("DLSCALE_PACKAGES"):  # `site.packages`: last, to hide nothing that is installed
         site.addsitedir(packages)
-    os.environ["PYTHONSAFEPATH"] = "1"  # what it starts imports nothing from the working folder either
     args = parser().parse_args(argv)
     if args.version:
         from importlib.metadata import version
