@@ -77,7 +77,7 @@ def test_bad_files_are_one_message(tmp_path: Path, digits: tuple[np.ndarray, np.
         IdxSource(part, cut, labels).read(0, 20)
     torn = tmp_path / "torn.gz"
     torn.write_bytes(gzip.compress(images.read_bytes())[:-400])
-    with pytest.raises(UserError, match="torn.gz: cannot be read"):
+    with pytest.raises(UserError, match=r"torn\.gz: cannot be read"):
         IdxSource(part, torn, labels).read(0, 20)
     with pytest.raises(UserError, match=r"label 10 in row 3; expected digits"):
         IdxSource(
@@ -151,7 +151,7 @@ def test_a_file_that_is_not_what_it_says(tmp_path: Path, damage: str, zipped: bo
     if damage == "cut" and zipped:
         del raw[-8:]
     (tmp_path / "images").write_bytes(raw)
-    with pytest.raises(UserError, match="fetch (it|or make it) again"):
+    with pytest.raises(UserError, match=r"fetch (it|or make it) again"):
         IdxFile(tmp_path / "images", 3)
 
 
