@@ -135,7 +135,7 @@ BIG: dict[str, Any] = {"study": "cosmo_unet", "kind": "convergence"}
     [
         ({"scaling": {**SCALING, "devices": [6]}}, "scaling", "6 do not fill nodes of per_node 4; use 4 or 8"),
         ({"scaling": {**SCALING, "devices": [2, 2]}}, "scaling.devices", "2 stands twice"),
-        ({"scaling": {**SCALING, "devices": []}}, "scaling.devices", "at least 1 item"),
+        ({"scaling": {**SCALING, "devices": []}}, "scaling.devices", "at least 1 value"),
         ({"scaling": {"devices": [2]}}, "scaling.batch_sizes", "this key is missing"),
         ({}, "runs", "a plan of kind weak_scaling needs the key scaling; for example {devices: "),
         ({"kind": "set", "scaling": SCALING}, "", "scaling: a plan of kind set has none; write kind: weak_scaling or"),
