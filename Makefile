@@ -53,7 +53,7 @@ $(VENV)/bin/python:
 LOCK := $(VENV)/constraints.txt
 $(LOCK): requirements.lock | $(VENV)/bin/python
 	@left='^$$'; ! grep -Eqi '^include-system-site-packages *= *true' $(VENV)/pyvenv.cfg || left='^(torch|triton)=='; \
-	grep -Ev "$$left" requirements.lock >$@
+	sed -E "/$$left/d" requirements.lock >$@
 
 # A stamp is renewed when what it was made from has changed, and only then.
 $(VENV)/.installed: pyproject.toml $(LOCK)
