@@ -229,6 +229,15 @@ TOUCHING = {
 }
 
 
+def test_the_guards_are_these() -> None:
+    """An edit of a guard makes nothing run again: a new one, and one that is none any more, is a decision."""
+    assert set(GUARDS) == {
+        *("dlscale.core.ending", "dlscale.core.lock", "dlscale.core.log", "dlscale.core.progress", "dlscale.core.text"),
+        *("dlscale.data.verification", "dlscale.parallel.selftest", "dlscale.parallel.watchdog"),
+        *("dlscale.train.exhaustion", "dlscale.train.trackers"),
+    }
+
+
 @pytest.mark.parametrize("module", GUARDS)
 def test_a_guard_decides_no_result(module: str) -> None:
     """A training imports it, and does not depend on it; it has no layer, no optimiser and no random number."""

@@ -72,6 +72,13 @@ def test_what_is_learnt_changes_no_step(over: dict[str, Any]) -> None:
     assert again == (AGAIN[key] if (key := next(iter(over))) in AGAIN else {"train"})
 
 
+def test_of_momentum_it_counts_whether_there_is_any() -> None:
+    much, less, none = (
+        decisive("throughput", run(optimizer={"kind": "sgd", "momentum": value})) for value in (0.9, 0.8, 0.0)
+    )
+    assert much == less != none
+
+
 @pytest.mark.parametrize("over", COMPUTED, ids=str)
 def test_what_is_computed_does(over: dict[str, Any]) -> None:
     plain, other = once(), run(**over)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import yaml
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import BaseModel
 
 from dlscale import cli
 from dlscale.config import resolve as config
@@ -1148,6 +1151,29 @@ def test_values_that_would_end_far_from_where_they_were_written(changes: Raw, ex
     text = message(**changes)
     assert expected in text
     assert len(text) < 2000
+
+
+def test_a_login_in_the_environment_of_a_site_is_refused_and_not_shown() -> None:
+    with pytest.raises(UserError, match=r"environment\.HTTPS_PROXY: .*export it") as refused:
+        config.load({"targets": [], "site": {"environment": {"HTTPS_PROXY": "http://me:s3cret@proxy:3128"}}})
+    assert "s3cret" not in str(refused.value)
+
+
+def test_no_bound_is_looser_than_it_is_written() -> None:
+    """Of two bounds of a kind pydantic takes the last, which is the type's where a field has its own in its default."""
+    models = [cls for cls in all_models(BaseModel) if cls.__module__.startswith("dlscale.")]
+    assert len(models) > 60
+    for cls in models:
+        for name, field in cls.model_fields.items():
+            for kind, key, tightest in ((Ge, "ge", max), (Gt, "gt", max), (Le, "le", min), (Lt, "lt", min)):
+                bounds = [getattr(each, key) for each in field.metadata if isinstance(each, kind)]
+                assert not bounds or bounds[-1] == tightest(bounds), f"{cls.__name__}.{name}"
+
+
+def all_models(cls: type[BaseModel]) -> Iterator[type[BaseModel]]:
+    for each in cls.__subclasses__():
+        yield each
+        yield from all_models(each)
 
 
 def test_every_number_has_a_greatest_value_or_costs_nothing() -> None:

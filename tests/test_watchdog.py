@@ -231,6 +231,7 @@ def refused(name):
     os.environ["MASTER_PORT"], watchdog.CONNECT = "1", 1.0
     return connect(name)
 watchdog.connect = refused
+del os.environ["DLSCALE_MEET"]  # as on several nodes: at an address, not in a folder
 try:
     with world.join(Geometry(gpus_per_node=2), "cpu"):
         pass

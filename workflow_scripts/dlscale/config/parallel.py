@@ -15,18 +15,16 @@ from dlscale.core.settings import validate
 class Limits(Strict):
     """When the watchdog ends a run of several processes, one of which is gone or hangs. No result depends on it."""
 
-    silent: Seconds = Field(
-        25.0, ge=5, description="Seconds without a sign of life of a process that its node says is gone, or stopped."
+    silent: Annotated[Seconds, Field(ge=5)] = Field(
+        25.0, description="Seconds without a sign of life of a process that its node says is gone, or stopped."
     )
-    stuck: Seconds = Field(
+    stuck: Annotated[Seconds, Field(ge=5)] = Field(
         45.0,
-        ge=5,
         description="Seconds, at least, in which nobody gets any further in a loop of steps, or without a sign of a "
         "process of which nobody tells whether it is there.",
     )
-    between: Seconds = Field(
+    between: Annotated[Seconds, Field(ge=5)] = Field(
         600.0,
-        ge=5,
         description="Seconds in which nobody gets any further between epochs: results and checkpoints are written.",
     )
 

@@ -260,8 +260,8 @@ class Throughput(Strict):
     """Trials of the throughput stage, as `benchy` defined them, and turns with the plan's first run."""
 
     warmup: Repeats = Field(3, description="Uncounted trials first.")
-    trials: Repeats = Field(3, ge=1, description="Counted trials.")
-    batches: Repeats = Field(50, ge=1, description="Batches a trial, at least.")
+    trials: Annotated[Repeats, Field(ge=1)] = Field(3, description="Counted trials.")
+    batches: Annotated[Repeats, Field(ge=1)] = Field(50, description="Batches a trial, at least.")
     seconds: Seconds = Field(
         1.0, description="Time of a trial, at least: it has more batches where they take less. 0: batches alone count."
     )
@@ -289,7 +289,7 @@ class Profile(Strict):
     )
     epoch: PositiveInt = Field(2, description="Epoch whose samples are used.")
     skip: Repeats = Field(5, description="Its first steps, which warm up and are not profiled.")
-    steps: Repeats = Field(10, ge=1, description="Steps that each profiler sees.")
+    steps: Annotated[Repeats, Field(ge=1)] = Field(10, description="Steps that each profiler sees.")
     ranks: list[NonNegativeInt] = Field([0], min_length=1, description="Processes that are profiled, by rank.")
     functions: list[str] = Field(
         [],
@@ -327,7 +327,7 @@ class Tune(Strict):
         description="Time that is measured, half of it in the duel; start and warm-up come on top.",
     )
     keep: float = Field(0.5, gt=0, lt=1, description="Share of the settings that goes on from each rung to the next.")
-    rounds: Repeats = Field(8, ge=3, description="Of the duel: each measures both settings.")
+    rounds: Annotated[Repeats, Field(ge=3)] = Field(8, description="Of the duel: each measures both settings.")
     memory: float = Field(0.9, gt=0, le=1, description="Share of a device's memory that a setting may take.")
 
     @field_validator("loaders")

@@ -14,6 +14,7 @@ from dlscale.config.parallel import Limits
 from dlscale.core.machine import NEEDS
 from dlscale.core.schema import Name, NonNegativeFloat, NonNegativeInt, PositiveInt, Strict
 from dlscale.core.stages import RUN_STAGES, STAGES
+from dlscale.core.urls import has_login
 
 Engine = Literal["none", "auto", "docker", "podman", "podman-hpc", "shifter", "apptainer"]
 Starter = Literal["auto", "direct", "torchrun", "srun", "mpirun"]
@@ -177,6 +178,16 @@ class Site(Strict):
     )
     scratch_days: PositiveInt | None = Field(None, description="Age at which the site removes files from scratch.")
     scheduler: Scheduler | None = None
+
+    @model_validator(mode="after")
+    def _keeps_secrets(self) -> Site:
+        for name, value in self.environment.items():
+            if has_login(value):
+                raise ValueError(
+                    f"environment.{name}: an address with a login, which every command line would show; export it "
+                    "before the call"
+                )
+        return self
 
     @model_validator(mode="after")
     def _starts(self) -> Site:

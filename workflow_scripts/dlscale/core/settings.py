@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from dlscale.core.errors import UserError, brief, cut, nearest
+from dlscale.core.files import no_pipe
 from dlscale.core.schema import BOUNDS, NAME, NAME_IN_WORDS, key_paths
 from dlscale.core.text import many
 
@@ -38,6 +39,7 @@ def read_yaml(path: str | Path) -> Raw:
 
     from dlscale.core.yaml_loader import Loader
 
+    no_pipe(path, "a file of settings")  # who reads it next, such as Snakemake, would find it empty
     try:
         with Path(path).open(encoding="utf-8") as file:
             text = file.read(MOST_LETTERS + 1)

@@ -68,6 +68,11 @@ def _hidden_value(word: str) -> str:
     return f"{key}{equals}{'***' if _LOGINS.fullmatch(key) else f'~{digest}'}"
 
 
+def has_login(text: str) -> bool:
+    """Return whether there is an address with a user name or a password in a text."""
+    return any((parts := split(match[0])) and "@" in parts.netloc for match in _IN_TEXT.finditer(text))
+
+
 def hidden_in(text: str) -> str:
     """Return a text of any kind with the addresses in it hidden, such as what a library says of its failure."""
     return _IN_TEXT.sub(lambda match: hidden(match[0]), text)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -30,7 +30,9 @@ class ViTSettings(Strict):
     embed_dim: Extent = Field(384, description="Numbers of a token.")
     depth: Few = Field(12, description="Blocks.")
     heads: Few = Field(8, description="Heads of attention.")
-    mlp_ratio: PositiveFloat = Field(4.0, le=1_000, description="Hidden units of an MLP, in multiples of embed_dim.")
+    mlp_ratio: Annotated[PositiveFloat, Field(le=1_000)] = Field(
+        4.0, description="Hidden units of an MLP, in multiples of embed_dim."
+    )
     dropout: float = Field(0.0, ge=0, lt=1, description="Of projections and MLPs.")
     attention_dropout: float = Field(0.0, ge=0, lt=1, description="Of attention's weights.")
     drop_path: float = Field(0.0, ge=0, lt=1, description="Stochastic depth of the last block; rises linearly from 0.")

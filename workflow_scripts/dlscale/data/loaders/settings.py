@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -48,8 +48,8 @@ class DaliLoader(_Reading):
         description="What reads, turns and decodes samples on grids: one operator of this project, compiled by Numba; "
         "or processes that read with h5py and DALI's own operators, as in one published program. Images: the latter.",
     )
-    workers: Workers = Field(
-        2, ge=1, description="Threads of the pipeline; with native operators as many processes, too."
+    workers: Annotated[Workers, Field(ge=1)] = Field(
+        2, description="Threads of the pipeline; with native operators as many processes, too."
     )
     prefetch: Few = Field(2, description="Batches that are kept ready.")
     device: Literal["auto", "cpu", "gpu"] = Field(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -42,7 +42,9 @@ class CosmoSimulated(Strict):
     """Boxes made by the built-in simulator, one independent realisation each."""
 
     kind: Literal["simulated"]
-    grid: Extent = Field(128, ge=16, le=4_096, multiple_of=2, description="Cells and particles along an edge of a box.")
+    grid: Annotated[Extent, Field(le=4_096)] = Field(
+        128, ge=16, multiple_of=2, description="Cells and particles along an edge of a box."
+    )
     box_mpc_h: PositiveFloat = Field(64.0, description="Edge of a box in Mpc/h (comoving).")
     redshift: float = Field(2.0, ge=0, le=100, description="At which particles and gas are looked at.")
     boxes: Counts = Field(Counts(), description="How many boxes each part gets.")
