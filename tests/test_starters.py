@@ -184,8 +184,14 @@ def test_torchrun_ends_with_what_a_process_said(tmp_path: Path, how: str, status
     program = tmp_path / "program.py"
     program.write_text(
         """
-import os, signal, sys, time
-if os.environ["RANK"] == "1":
+import os, pathlib, signal, sys, time
+ready = pathlib.Path(__file__).with_name("ready")
+if os.environ["RANK"] == "0":
+    signal.signal(signal.SIGTERM, lambda *_: (print("told to end", flush=True), os._exit(143)))
+    ready.touch()
+else:
+    while not ready.exists():
+        time.sleep(0.01)
     print("said why", flush=True)
     if sys.argv[1] == "fails":
         sys.exit(3)
@@ -197,7 +203,7 @@ time.sleep(600)
     words = ["-m", "dlscale.launch.torchrun", "--nproc-per-node=2", "--", str(program), how]
     command = [sys.executable, *words, signals.get(how, "")]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=PATIENCE)
-    assert done.returncode == status and "said why" in done.stdout, done
+    assert done.returncode == status and "said why" in done.stdout and "told to end" in done.stdout, done
     assert "Traceback (most" not in done.stderr, done.stderr
 
 
