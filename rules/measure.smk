@@ -25,7 +25,7 @@ rule throughput:
         "Measure throughput of {wildcards.plan}.{wildcards.run}"
     shell:
         "{params.launch:q} throughput --config {params.settings:q} --manifest {input.manifest:q}"
-        " {params.beside:q} --device {params.device} --threads {threads} --out {output.throughput:q}"
+        " {params.beside:q} --device {params.device:q} --threads {threads} --out {output.throughput:q}"
         " --telemetry {output.telemetry:q} --log {log:q}"
 
 
@@ -56,7 +56,7 @@ rule profile:
         "Profile {wildcards.plan}.{wildcards.run}"
     shell:
         "{params.launch:q} profile --config {params.settings:q} --manifest {input.manifest:q}"
-        " --device {params.device} --threads {threads} --out {params.folder:q} --telemetry {output.telemetry:q}"
+        " --device {params.device:q} --threads {threads} --out {params.folder:q} --telemetry {output.telemetry:q}"
         " --log {log:q}"
 
 
@@ -88,6 +88,6 @@ rule tune:
         "Tune {wildcards.plan}.{wildcards.run}"
     shell:
         "{params.launch:q} tune --config {params.settings:q} --manifest {input.manifest:q}"
-        " --device {params.device} --threads {threads}"
+        " --device {params.device:q} --threads {threads}"
         " --run {wildcards.plan:q}.{wildcards.run:q} --call {params.call:q} --out {params.folder:q}"
         " --telemetry {output.telemetry:q} --log {log:q}"

@@ -35,6 +35,6 @@ rule train:
         "Train {wildcards.plan}.{wildcards.run}"
     shell:
         "{params.launch:q} train --config {params.stage[settings]:q} --manifest {input.manifest:q}"
-        " --device {params.device} --threads {threads} --sources {params.sources:q}"
+        " --device {params.device:q} --threads {threads} --sources {params.sources:q}"
         " --checkpoints {params.checkpoints:q} --out {params.folder:q}"
         " --telemetry {output.telemetry:q} --log {log:q}"

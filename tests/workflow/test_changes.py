@@ -459,7 +459,8 @@ ROWS = [
     ),
     Row(
         "one run less",
-        configure("plans.again.runs.faster", None),
+        # And the settings, which no other run takes.
+        both(configure("plans.again.settings", None), configure("plans.again.runs.faster", None)),
         ["configure_plan again", "collect again", "report_plan again", "report"],
     ),
     # A purged disk: what is there no more is made again when something needs it, with what has to follow.
