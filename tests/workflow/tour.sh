@@ -73,7 +73,7 @@ ends 0 dlscale why "${mine[@]}"
 says 'Nothing would run: all is there, and as it was asked for.'
 sed -i 's/lr: 3.0e-3/lr: 4.0e-3/' mine.yaml
 ends 0 dlscale why "${mine[@]}"
-says 'first.faster (train, throughput): optimizer.lr 0.003 → 0.004'
+says 'first.faster (train): optimizer.lr 0.003 → 0.004'
 is_silent_about 'first.reference'
 ends 0 snakemake "${mine[@]}" -- plan_first
 says "Report: $PWD/results/plans/first/report.html"
