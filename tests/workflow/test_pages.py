@@ -13,14 +13,15 @@ from tests.workflow.conftest import Outcome, Tree
 from tests.workflow.test_why import why
 
 SETTINGS = {"dataset": "squares", "batch_size": 8, "model": {"hidden": 8}, "loader": {"workers": 0}}
-PLAN = {"study": "starter_cnn", "measure": ["train"], "settings": {**SETTINGS, "training": {"epochs": 1}}}
+NAMED = {"study": "starter_cnn", "measure": ["train"]}
+PLAN = {**NAMED, "settings": {**SETTINGS, "training": {"epochs": 1}}}
 SOURCE = {"kind": "arrays", "all": {"input": "mine.npz", "target": "mine.npz"}, "shares": {"train": 0.5, "valid": 0.5}}
 #: `results` is that of config.yaml: its `index.html` belongs to the targets there.
 CONFIG: dict[str, Any] = {
     "results": "results",
     "targets": ["one", "other"],
     "datasets": {"squares": {"kind": "starter", "source": SOURCE}},
-    "plans": {"one": {**PLAN, "runs": {"a": {}}}, "other": {**PLAN, "runs": {"same": {"use": "one.a"}}}},
+    "plans": {"one": {**PLAN, "runs": {"a": {}}}, "other": {**NAMED, "runs": {"same": {"use": "one.a"}}}},
 }
 OWN = "report/one+other.html"
 
@@ -69,7 +70,7 @@ def test_the_end_names_the_page_of_what_was_asked(small: Tree) -> None:
 @pytest.mark.slow
 def test_snakemakes_own_report_says_what_is_unfinished(small: Tree) -> None:
     """It is made of finished plans, whatever else is in results; of others it is refused in one sentence."""
-    more = 'plans={"other": {"runs": {"new": {"seed": 5}}}}'
+    more = 'plans={"other": {"from": "one.a", "runs": {"new": {"seed": 5}}}}'
     (small.results / "plans/half/made").mkdir(parents=True, exist_ok=True)
     (small.results / "plans/half/made/prediction.png").write_bytes(b"")
     for arguments in (["--report", "own.html", "--", "plan_one"], ["--report=own.html", "--", "data_squares"]):
