@@ -22,6 +22,7 @@ from dlscale.config.site import Site
 from dlscale.core import ending, ranges
 from dlscale.core.errors import PeerLost, UserError
 from dlscale.core.machine import WATCHDOG
+from dlscale.core.ranks import MEET
 from dlscale.launch.launcher import Place, launch
 from dlscale.parallel import watchdog
 from dlscale.parallel.watchdog import Watchdog
@@ -301,6 +302,24 @@ def test_limits_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(WATCHDOG, wrong)
         with pytest.raises(UserError, match=message):
             Limits.told()
+
+
+def test_no_thread_outlives_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that comes back from the store while Python ends has C++ abort the process, its work done."""
+
+    class Slow(Store):
+        def set(self, key: str, value: str) -> None:
+            time.sleep(0.3 if key.startswith("sign") else 0)
+            super().set(key, value)
+
+    monkeypatch.delenv(MEET, raising=False)
+    monkeypatch.setattr(watchdog, "BEAT", 0.01)
+    monkeypatch.setattr(watchdog, "connect", lambda name: Slow())
+    found = Watchdog(0, 1)
+    time.sleep(0.1)
+    assert all(thread.is_alive() for thread in found._threads)
+    found.close()
+    assert not any(thread.is_alive() for thread in found._threads)
 
 
 # ---- judgement alone ---------------------------------------------------------------------------------

@@ -152,7 +152,10 @@ class Watchdog:
             thread.start()
 
     def close(self) -> None:
+        """Watch no longer: a thread that is inside the store when Python ends would abort the process."""
         self._closed.set()
+        for thread in self._threads:
+            thread.join(ANSWER)
 
     def tell(self, error: BaseException) -> None:
         """Tell the others why this rank ends."""
