@@ -264,6 +264,11 @@ def test_a_guard_decides_no_result(module: str) -> None:
     assert not {"grad", "data", "requires_grad", "deterministic", "benchmark"} & set(written)
 
 
+def test_a_guard_counts_where_pages_are_made() -> None:
+    """How a number is written is a page's result, not a training's."""
+    assert "dlscale.core.text" in reachable(["dlscale.report.report"])
+
+
 def test_what_counts_by_name_only_defines() -> None:
     """So that what a name stands on is all of it: no statement of these modules changes anything."""
     for module in BY_NAME:

@@ -292,6 +292,12 @@ def test_circles_are_shown(plans: Raw, chain: str) -> None:
     one(message(plans={name: {"study": "cosmo_unet", **plan} for name, plan in plans.items()}), "plans", chain)
 
 
+def test_a_long_chain_of_plans_is_refused() -> None:
+    chain = {f"p{n}": {"study": "cosmo_unet", "from": f"p{n + 1}.a", "runs": {"a": {}}} for n in range(1500)}
+    text = message(plans={**chain, "p1500": {"study": "cosmo_unet", "runs": {"a": {}}}})
+    one(text, "plans.p200", "more than 200 steps")
+
+
 def test_files_with_mistakes_of_their_own(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     for text, expected in (
         ("a: [1", "not valid YAML"),

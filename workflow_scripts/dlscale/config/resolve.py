@@ -27,6 +27,8 @@ from dlscale.core.schema import Name, Strict
 from dlscale.core.settings import Raw, holds, read_yaml, validate
 from dlscale.core.urls import hide
 
+#: Runs that stand on one another by `use`, `from` and the rungs of ladders, at most: each is a call within a call.
+MOST_STEPS = 200
 #: Settings and where they were written.
 Layer = tuple[str, Raw]
 
@@ -345,6 +347,11 @@ class _Resolver:
         if key in self._open:
             chain = " -> ".join(".".join(step) for step in [*self._open, key])
             raise UserError(f"configuration: plans: 'use' and 'from' go in a circle: {chain}")
+        if len(self._open) == MOST_STEPS:
+            raise UserError(
+                f"configuration: plans.{plan}: 'use', 'from' and the rungs of ladders stand on one another in more than "
+                f"{MOST_STEPS} steps; let this plan start from its study (no from)"
+            )
         if key not in self._layers:
             self._open.append(key)
             self._layers[key] = self._collect(plan, name)

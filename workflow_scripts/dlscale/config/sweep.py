@@ -109,9 +109,10 @@ class Sweep(Strict):
             raise ValueError(f"over.{ranges[0]}: of a range there are no combinations; {todo}")
         if self.method == "random" and self.trials is None:
             raise ValueError("trials: how many to draw is missing; or use method grid")
-        most = math.prod(map(len, self._lists.values()))
-        if not ranges and self.trials is not None and self.trials > most:
-            raise ValueError(f"trials: {self.trials} of {most} combinations; use at most {most}, or method grid")
+        most = math.prod(map(_number_of, self.over.values()))
+        if self.trials is not None and self.trials > most:
+            todo = f"use at most {most}" + ("" if ranges else ", or method grid")
+            raise ValueError(f"trials: {self.trials} of {most} combinations; {todo}")
         if (count := self.trials or most) > MOST_RUNS:
             raise ValueError(
                 f"{'trials' if self.trials else 'over'}: {count} trials; expected at most {MOST_RUNS}, for each is a "
@@ -149,7 +150,7 @@ class Sweep(Strict):
         for number, drawn in enumerate(shares):
             draw = {key: _at(each, share) for (key, each), share in zip(self.over.items(), drawn, strict=True)}
             found.setdefault(_name(draw, self._words), draw)
-            if len(found) == self.trials or number > 100 * (self.trials or 1):  # a narrow range has few values
+            if len(found) == self.trials or number > 20 * (self.trials or 1):  # a narrow range has few values
                 break
         return list(found.values())
 
@@ -189,6 +190,13 @@ def _spread(seed: str) -> Iterator[float]:
         for stratum in free:
             shares.append((stratum + numbers.random()) / strata)
             yield shares[-1]
+
+
+def _number_of(values: list[Any] | Range) -> float:
+    """Return how many values there are; of real numbers, no matter how many."""
+    if isinstance(values, list):
+        return len(values)
+    return values.integers[1] - values.integers[0] + 1 if values.integers else math.inf
 
 
 def _at(values: list[Any] | Range, share: float) -> Any:
