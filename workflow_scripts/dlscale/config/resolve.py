@@ -349,8 +349,8 @@ class _Resolver:
             raise UserError(f"configuration: plans: 'use' and 'from' go in a circle: {chain}")
         if len(self._open) == MOST_STEPS:
             raise UserError(
-                f"configuration: plans.{plan}: 'use', 'from' and the rungs of ladders stand on one another in more than "
-                f"{MOST_STEPS} steps; let this plan start from its study (no from)"
+                f"configuration: plans.{plan}: it stands on others by more than {MOST_STEPS} steps of use, from and "
+                "rungs of ladders; let it start from its study (no from)"
             )
         if key not in self._layers:
             self._open.append(key)
