@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -33,7 +34,7 @@ from dlscale.train.logs import RunLogs
 from dlscale.train.weights import read_weights
 from tests.conftest import COSMO, COSMO_RUN, ERA5, ERA5_RUN, ROOT, make_dataset, make_parts, make_run, stage, train
 from tests.raw_files import cosmo, era5, published, volume, write_volume, write_years
-from tests.waiting import PATIENCE
+from tests.waiting import PATIENCE, until
 
 Check = Callable[..., str]
 
@@ -361,6 +362,33 @@ def test_a_reader_that_never_ends_or_crashes(
         files.in_time("a.h5", read)
     monkeypatch.undo()
     files.in_time("a.h5", lambda: 1 / 0)  # which the caller will meet
+
+
+def test_a_reader_ends_with_the_process_that_tries_it() -> None:
+    """Killed while the library goes round in circles, and with a thousand files open."""
+    program = """
+import os, sys
+from dlscale.core import files
+from tests.test_bad_input import spinning
+kept = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+files.in_time("a.h5", lambda: (print(os.getpid(), flush=True), spinning()))
+"""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limits[1] != resource.RLIM_INFINITY and limits[1] < 2000:
+        pytest.skip("this machine lets a process open few files")
+    tried = subprocess.Popen(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (2000, limits[1])),
+    )
+    assert tried.stdout
+    child = Path("/proc", tried.stdout.readline().strip())
+    assert child.exists() and tried.poll() is None
+    tried.kill()
+    tried.wait()
+    until("the end of the reader", lambda: not child.exists() or "State:\tZ" in (child / "status").read_text())
 
 
 def test_a_channel_that_does_not_vary(tmp_path: Path, refused: Check) -> None:

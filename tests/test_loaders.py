@@ -737,10 +737,11 @@ def test_what_fits_becomes_resident(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert needed == 2 * 9 * sum(int(np.prod(edges)) for edges in EDGES)
     caplog.set_level("INFO")
     for room, own, free, fits in (
-        (2 * needed, 0, 2 * needed, True),
-        (2 * needed, 0, needed // 2, True),
-        (2 * needed - 1, 0, 2 * needed - 1, False),
-        (2 * needed, 1, 2 * needed, False),
+        (5 * needed, 0, 5 * needed, True),
+        (5 * needed, 0, 4 * needed, True),
+        (2 * needed, 0, 2 * needed, False),
+        (5 * needed // 2 + 1, 0, 5 * needed // 2, True),
+        (5 * needed // 2, 3, 5 * needed // 2, False),
     ):
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, room=room, free=free: (free, room))
         monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device, own=own: own)

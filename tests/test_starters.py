@@ -22,6 +22,7 @@ from dlscale.core.errors import UserError
 from dlscale.core.ranks import VARIABLES, Ranks, ranks
 from dlscale.launch import launcher
 from dlscale.launch.contain import PASSED_ON
+from dlscale.parallel.world import join
 from tests.conftest import ROOT, make_run, train
 from tests.test_launcher import HERE, site
 from tests.test_parallel import STUDIES, close, configure
@@ -163,6 +164,19 @@ def test_on_several_nodes_the_store_listens_on_their_network_alone(elsewhere: tu
         assert stranger([(ip, port) for ip in each], *inside) == []
 
 
+def test_a_node_that_is_taken_for_the_first_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others' command without NODE_RANK: it would listen at the first one's address."""
+    for name, value in {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "MASTER_PORT": free_port()}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("MASTER_ADDR", "192.0.2.1")  # of nobody: RFC 5737
+    monkeypatch.delenv("SLURM_JOB_NODELIST", raising=False)
+    with (
+        pytest.raises(UserError, match=r"^site\.rendezvous .*192\.0\.2\.1.* cannot listen.*NODE_RANK=1"),
+        join(Geometry(nodes=2), "cpu"),
+    ):
+        pass
+
+
 # ---- torchrun on several nodes ---------------------------------------------------------------------
 
 
@@ -205,6 +219,24 @@ time.sleep(600)
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == status and "said why" in done.stdout and "told to end" in done.stdout, done
     assert "Traceback (most" not in done.stderr, done.stderr
+
+
+def test_a_request_to_end_before_the_processes_are_there_reaches_them() -> None:
+    """It comes while the starter makes the folder in which they meet."""
+    program = """
+import os, signal, tempfile
+from dlscale.launch import torchrun
+class Late(tempfile.TemporaryDirectory):
+    def __init__(self, **named):
+        os.kill(os.getpid(), signal.SIGTERM)
+        super().__init__(**named)
+tempfile.TemporaryDirectory = Late
+raise SystemExit(torchrun.main(["--nproc-per-node=2", "--", "-c", "import time; time.sleep(600)"]))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment(), capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 143, done
 
 
 def test_two_nodes_train_as_one_process_does(tmp_path: Path, era5_data: Path) -> None:

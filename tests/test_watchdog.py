@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -302,6 +303,33 @@ def test_limits_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(WATCHDOG, wrong)
         with pytest.raises(UserError, match=message):
             Limits.told()
+
+
+def test_a_full_disk_ends_no_run(full_disk: Path) -> None:
+    """Processes of a node tell of themselves in files: there is room for what is there."""
+    store = watchdog.Files(full_disk / "meet")
+    store.set("sign/0", json.dumps([1, "a" * 100]))
+    with pytest.raises(OSError), (full_disk / "filler").open("wb", buffering=0) as filler:
+        while True:
+            filler.write(bytes(4096))
+    store.set("sign/0", json.dumps([2, "b"]))
+    store.set("sign/0", json.dumps([3, "c" * 200]))
+    assert json.loads(store.get("sign/0")) == [3, "c" * 200]
+    store.set("sign/0", json.dumps([4]))
+    assert json.loads(store.get("sign/0")) == [4]
+    assert sorted(path.name for path in (full_disk / "meet").iterdir()) == ["sign-0"], "nothing half-written"
+
+
+def test_a_folder_that_fails_is_named_and_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(MEET, str(tmp_path / "meet"))
+    monkeypatch.setattr(watchdog, "BEAT", 0.05)
+    said: list[str] = []
+    monkeypatch.setattr(ending, "end", lambda message, status: said.append(message))
+    found = Watchdog(0, 1, limits=Limits(silent=5, stuck=10))
+    shutil.rmtree(tmp_path / "meet.watchdog")
+    until("its word", lambda: said)
+    found.close()
+    assert f"the folder {tmp_path}/meet.watchdog" in said[0] and "process 0" not in said[0]
 
 
 def test_no_thread_outlives_it(monkeypatch: pytest.MonkeyPatch) -> None:

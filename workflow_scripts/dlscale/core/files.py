@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from dlscale.core import ending
 from dlscale.core.errors import UserError, brief
 from dlscale.core.urls import hidden_in
 
@@ -203,16 +204,19 @@ def in_time(path: str | os.PathLike[str], read: Callable[[], object]) -> None:
     ended, ends = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of other threads, which hold nothing that reading needs
-        child = os.fork()
+        parent, child = os.getpid(), os.fork()
     if not child:
         with contextlib.suppress(BaseException):
+            ending.with_parent(parent)
             faulthandler.disable()
             os.close(ended)
             read()
         os._exit(0)
     os.close(ends)
     try:
-        late = not select.select([ended], [], [], limit)[0]
+        poll = select.poll()  # which takes any number of a file, unlike select
+        poll.register(ended, select.POLLIN)
+        late = not poll.poll(1000 * limit)
     finally:  # also where this process is told to end
         os.close(ended)
         with contextlib.suppress(ProcessLookupError):

@@ -1,6 +1,6 @@
 """That data files still hold what they held when they were described, by the SHA-256 in the manifest.
 
-Files keep their size and their time when a disk or a copy damages them. They are read once, before a training; what
+Files keep their size and their time when a disk or a copy damages them. They are read once, by the stage that first needs them; what
 was found lies beside the manifest, by size and times of each file, so that nothing is read again until one changes.
 """
 
@@ -16,7 +16,7 @@ from dlscale.core.machine import VERIFY
 from dlscale.core.progress import tracked
 from dlscale.data.manifest import File, Manifest
 
-#: once: a file that changed, or was never verified; always: before every training; never.
+#: once: a file that changed, or was never verified; always: by every stage that needs it; never.
 Verify = Literal["once", "always", "never"]
 
 #: Beside the manifest.

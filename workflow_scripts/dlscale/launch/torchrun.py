@@ -1,6 +1,6 @@
 """Start a process a device: `python -P -m dlscale.launch.torchrun --nproc-per-node=4 -- -m dlscale train ...`.
 
-The words are those of PyTorch's torchrun, whose place it takes, without its ports: the processes of one node meet in
+Three words are those of PyTorch's torchrun, whose place it takes without its ports: the processes of one node meet in
 a folder that is their user's alone, and those of several at `--rdzv-endpoint`, where the first of them listens.
 
 Where one fails, the others are asked to end, and ended 30 s later. Why it failed it has said itself, and which one was
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
+import functools
 import os
 import signal
 import subprocess
@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from types import FrameType
 
+from dlscale.core import ending
 from dlscale.core.ranks import MEET, ranks
 
 #: Seconds between asking the others to end and ending them.
@@ -43,7 +44,7 @@ def main(words: Sequence[str]) -> int:
     each = args.nproc_per_node
     first = each * int(os.environ.get("NODE_RANK") or ranks().rank) if args.nnodes > 1 else 0
     said = {"WORLD_SIZE": args.nnodes * each, "LOCAL_WORLD_SIZE": each}
-    processes = list[subprocess.Popen[bytes]]()
+    processes, begin = list[subprocess.Popen[bytes]](), functools.partial(_begin, os.getpid())
 
     def send(number: int, frame: FrameType | None = None) -> None:
         for process in processes:
@@ -52,6 +53,7 @@ def main(words: Sequence[str]) -> int:
 
     for number in FORWARDED:
         signal.signal(number, send)
+    signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)  # until all are there to hear it
     with tempfile.TemporaryDirectory(prefix="dlscale-") as folder:  # of mode 0700
         if args.nnodes > 1:
             host, _, port = args.rdzv_endpoint.rpartition(":")
@@ -62,16 +64,15 @@ def main(words: Sequence[str]) -> int:
             own = {**said, "RANK": first + local, "LOCAL_RANK": local}
             environment = {"OMP_NUM_THREADS": "1", **os.environ, **{name: str(value) for name, value in own.items()}}
             command = [sys.executable, *args.python]
-            processes.append(
-                subprocess.Popen(command, env=environment, start_new_session=True, preexec_fn=_end_with_parent)
-            )
+            processes.append(subprocess.Popen(command, env=environment, start_new_session=True, preexec_fn=begin))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
         return _wait(processes, send)
 
 
-def _end_with_parent() -> None:
-    """Have Linux send this process SIGTERM when its parent is killed: nobody else would end it."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+def _begin(parent: int) -> None:
+    """Hear signals, and be asked to end when this one's parent is killed."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
+    ending.with_parent(parent, signal.SIGTERM)
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]], send: Callable[[int], None]) -> int:

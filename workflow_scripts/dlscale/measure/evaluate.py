@@ -15,7 +15,7 @@ from dlscale.core.files import write_text
 from dlscale.core.records import Evaluation, Metric, Provenance
 from dlscale.core.text import number, unit
 from dlscale.parallel.world import join
-from dlscale.train.build import open_session, verify
+from dlscale.train.build import open_session
 from dlscale.train.validation import naive_means, validate
 from dlscale.train.weights import load_weights
 
@@ -76,8 +76,7 @@ def evaluate(
     alone = {"batch_size": run.local_batch_size, "geometry": Geometry(), "compile": Compile(), "cuda_graph": False}
     run = run.model_copy(update=alone)
     with join(run.geometry, device) as world, contextlib.ExitStack() as stack:
-        session = open_session(run, manifest, world, threads)
-        verify(session.manifest, (split,), world)
+        session = open_session(run, manifest, world, threads, verified=(split,))
         load_weights(session.step.weights, file)
         loader = session.loader(split)
         stack.callback(loader.close)

@@ -34,6 +34,7 @@ from dlscale.core.noise import interval
 from dlscale.core.progress import Progress
 from dlscale.core.records import MODES, Beside, MemoryUse, Throughput, Trials
 from dlscale.data.loaders.base import Loader
+from dlscale.data.manifest import Manifest
 from dlscale.measure.flops import sample_work
 from dlscale.measure.peaks import at_least, common_peaks
 from dlscale.measure.turns import Ended, Timed, Turns, training_batches
@@ -41,7 +42,7 @@ from dlscale.measure.usage import Meter
 from dlscale.parallel.selftest import self_test
 from dlscale.parallel.world import World, describe_device, join, synchronize
 from dlscale.train import memory
-from dlscale.train.build import Session, open_session
+from dlscale.train.build import Session, open_session, verify
 from dlscale.train.exhaustion import explained
 from dlscale.train.loop import Batch, Hook, run_steps
 from dlscale.train.step import Step
@@ -60,6 +61,8 @@ def main(args: argparse.Namespace) -> None:
         world = stack.enter_context(join(run.processes, args.device))
         stack.enter_context(explained(run, args.manifest, world))
         links = self_test(world, run.selftest)
+        if args.beside_manifest:
+            verify(Manifest.read(args.beside_manifest), ("train", "valid"), world)
         results = measure(run.throughput, open_session(run, args.manifest, world, args.threads))
         results = results.model_copy(update={"links": links, "beside": turns and beside(run.throughput, turns, args)})
         if world.main:

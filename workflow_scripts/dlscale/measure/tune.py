@@ -223,7 +223,8 @@ class _Trials:
         fresh = self._session is None or self._session.run.batch_size != run.batch_size
         if fresh:
             self._close()
-            self._session = open_session(run, self._manifest, self._world, self._threads)
+            verified = () if self.peaks else ("train", "valid")
+            self._session = open_session(run, self._manifest, self._world, self._threads, verified)
         assert self._session is not None
         torch.set_num_threads(own_threads(run, self._threads) or 1)
         return replace(self._session, run=run), fresh

@@ -13,14 +13,12 @@ seen, and no number of turns shows it. So both are opened several times, and eac
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import itertools
 import logging
 import math
 import multiprocessing
 import os
 import signal
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -28,6 +26,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from dlscale.config.run import load_run
+from dlscale.core import ending
 from dlscale.core.errors import brief
 from dlscale.core.noise import interval
 from dlscale.core.progress import Progress
@@ -204,7 +203,7 @@ def _play(pipe: Connection, others: Connection, timed: Timed, parent: int) -> No
     """Wait to be asked, open the run, and tell samples/s of each turn; a failure is told as text."""
     with contextlib.suppress(OSError):
         os.setpgid(0, 0)
-    _end_with(parent)
+    ending.with_parent(parent)  # those that this process started the system then wakes and ends
     others.close()
     logging.getLogger().setLevel(logging.WARNING)  # what there is to say of a run its own stage says
     with contextlib.suppress(EOFError):  # it is not asked
@@ -219,19 +218,11 @@ def _play(pipe: Connection, others: Connection, timed: Timed, parent: int) -> No
             pipe.send(brief(error))
 
 
-def _end_with(parent: int) -> None:
-    """Have Linux end this process when its parent is killed; those that it started the system then wakes and ends."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-        if os.getppid() != parent:
-            os._exit(1)
-
-
 def _rates(timed: Timed) -> Iterator[float]:
     """Yield once when the run is open and warm, and then samples/s of a turn each time."""
     run = load_run(timed.config, "throughput")
     with join(run.processes, timed.device) as world:
-        session = open_session(run, timed.manifest, world, timed.threads)
+        session = open_session(run, timed.manifest, world, timed.threads, verified=())
         with contextlib.closing(session.loader("train")) as loader:
             batches = training_batches(session, loader, 0)
 

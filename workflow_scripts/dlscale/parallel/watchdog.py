@@ -77,7 +77,10 @@ class _Seen:
 
 
 class Files:
-    """A store in a folder, of a file a key: no process that was stopped holds a lock of it, and it does not grow."""
+    """A store in a folder, of a file a key: no process that was stopped holds a lock of it, and it does not grow.
+
+    On a full disk a value is written over the one before it, whose place it has.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -85,8 +88,13 @@ class Files:
 
     def set(self, key: str, value: str) -> None:
         new = self._file(f"{key}.{os.getpid()}")
-        new.write_text(value)
-        new.replace(self._file(key))
+        try:
+            new.write_text(value)
+            new.replace(self._file(key))
+        except OSError:
+            new.unlink(missing_ok=True)
+            with self._file(key).open("r+") as file:
+                file.write(value.ljust(self._file(key).stat().st_size))
 
     def check(self, keys: Sequence[str]) -> bool:
         return all(self._file(key).exists() for key in keys)
@@ -132,6 +140,7 @@ class Watchdog:
         self.rank, self.size, self.limits = rank, size, limits or Limits()
         meet = os.environ.get(MEET)
         self._store = Files(Path(f"{meet}.watchdog")) if meet else connect("watchdog")
+        self._folder = meet and f"the folder {meet}.watchdog, by which the processes of this node know of each other,"
         self._hosts: dict[int, str] = {}
         self._store.set(f"place/{rank}", json.dumps([*_place(), os.getpid()]))
         first = rank - rank % per_node
@@ -251,7 +260,8 @@ class Watchdog:
             last = now
             if now - self._answered > self.limits.silent:
                 silent = f"{self.limits.silent:.0f} s"
-                self._end(f"{self._name(0)} has not answered for {silent}: it, or its node, is stopped or gone")
+                holder = self._folder or self._name(0)
+                self._end(f"{holder} has not answered for {silent}: it, or its node, is stopped or gone")
             if verdict := self._verdict(now) if self.rank == 0 else self._verdict_on_first(now):
                 with contextlib.suppress(Exception):
                     self._store.set("verdict", verdict)

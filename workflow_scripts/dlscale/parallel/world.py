@@ -169,10 +169,10 @@ def join(geometry: Geometry, device: str) -> Iterator[World]:
                 control = dist.new_group(backend="gloo", timeout=TIMEOUT) if kind == "cuda" else None
                 mesh = Mesh(geometry, kind) if geometry.model_size > 1 else None
                 yield World(rank, size, local_rank, own, control, mesh)
-                # Rank 0 holds the store through which all exchange, and leaves last.
+                # On several nodes rank 0 holds the store through which all exchange: it leaves last.
                 dist.barrier(group=control)
             except (Exception, SystemExit) as error:
-                # torchrun asks the others to end, but not before they have said why.
+                # Who started them asks the others to end, but not before they have said why.
                 cause = error.__context__ if isinstance(error, SystemExit) else error
                 if isinstance(cause, Exception) and not isinstance(cause, UserError | Stopped) and is_gone(cause):
                     logging.info("an exchange failed: %s", brief(cause))
@@ -225,7 +225,7 @@ def _meet(geometry: Geometry, rank: int) -> Any:
 
 def _listen(address: str, port: int) -> int:
     """Return a socket that listens at this address alone."""
-    where = f"MASTER_ADDR, MASTER_PORT: {address}:{port}"
+    where = f"site.rendezvous (MASTER_ADDR, MASTER_PORT): {address}:{port}"
     try:
         family, kind, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
         if ipaddress.ip_address(place[0]).is_loopback and address not in (place[0], "localhost"):
@@ -237,7 +237,7 @@ def _listen(address: str, port: int) -> int:
     except OSError as error:
         raise UserError(
             f"{where}: process 0 cannot listen there ({error.strerror}); expected an address of its node, the first, "
-            "and a free port"
+            "and a free port; on the second node the command needs NODE_RANK=1, on the third NODE_RANK=2"
         ) from None
     return listener.detach()
 

@@ -218,10 +218,17 @@ def verify(manifest: Manifest, splits: Sequence[str], world: World) -> None:
         verification.remember(manifest, files)
 
 
-def open_session(run: RunCore, manifest: str | Path, world: World, threads: int | None = None) -> Session:
+def open_session(
+    run: RunCore,
+    manifest: str | Path,
+    world: World,
+    threads: int | None = None,
+    verified: Sequence[str] = ("train", "valid"),
+) -> Session:
     """Set up everything but the loaders.
 
-    `threads` are a node's, which its ranks share; results on a CPU are bitwise repeatable for the same number.
+    `threads` are a node's, which its ranks share; results on a CPU are bitwise repeatable for the same number. The
+    files of the splits in `verified` are: none where the stage that asks has done so.
     """
     if len(set(world.gather(run.model_dump_json()))) > 1:
         raise UserError(
@@ -232,7 +239,7 @@ def open_session(run: RunCore, manifest: str | Path, world: World, threads: int 
         torch.set_num_threads(own)
     data = Manifest.read(manifest)
     data.check_files()
-    verify(data, ("train", "valid"), world)
+    verify(data, verified, world)
     study: Study = registry.study(run.study)
     for grid in [tuple(info.grid) for info in data.fields.values() if info.grid]:
         try:

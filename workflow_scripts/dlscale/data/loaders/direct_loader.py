@@ -28,7 +28,7 @@ from dlscale.data.samples import Samples, TableSamples, WritingSamples
 
 #: What resident data may take of a device's memory, but for what this process holds already; the rest is for
 #: activations, which come later.
-RESIDENT_SHARE = 0.5
+RESIDENT_SHARE = 0.4
 
 
 #: Parts of a batch that each thread gets, so that none waits long for another: to give out every box by itself takes
@@ -181,8 +181,8 @@ def threads(count: int, device: torch.device) -> ThreadPoolExecutor:
 def becomes_resident(setting: str, needed: int, device: torch.device) -> bool:
     """Return whether data of so many bytes is to be held on the device, by the setting or by what fits; and say so.
 
-    What other processes hold does not count: runs that are timed beside each other would load in different ways, by
-    who came first. Where the device has no room for both, one of them says so.
+    What other processes hold does not count: of two runs that are timed beside each other the second one would load in
+    another way. Both fit; where others hold the device's memory, too, the loader ends with a message.
     """
     if setting != "auto":
         return setting == "always"
@@ -192,7 +192,7 @@ def becomes_resident(setting: str, needed: int, device: torch.device) -> bool:
     fits = needed <= RESIDENT_SHARE * room
     logging.info(
         f"data of {needed / 1e9:.1f} GB is {'' if fits else 'not '}held on the device "
-        f"({room / 1e9:.1f} GB are this process's, at most {100 * RESIDENT_SHARE:.0f} % for data)"
+        f"(of the {room / 1e9:.1f} GB that it has, at most {100 * RESIDENT_SHARE:.0f} %)"
     )
     return fits
 

@@ -62,7 +62,7 @@ def profiled(args: argparse.Namespace) -> None:
     """Warm up, then make plain steps, those that are recorded, and plain ones again."""
     run = load_run(args.config, "profile")
     with join(run.processes, args.device) as world:
-        session = open_session(run, args.manifest, world, args.threads)
+        session = open_session(run, args.manifest, world, args.threads, verified=())
         if args.nvtx and not run.cuda_graph:  # a graph would replay the sum of gradients, but not the range
             session.step.around_averaging(averaged)
         with contextlib.closing(Window(run.profile, session)) as window:
