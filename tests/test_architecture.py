@@ -243,6 +243,7 @@ def test_the_guards_are_these() -> None:
     """An edit of a guard makes nothing run again: a new one, and one that is none any more, is a decision."""
     assert set(GUARDS) == {
         *("dlscale.core.ending", "dlscale.core.lock", "dlscale.core.log", "dlscale.core.progress", "dlscale.core.text"),
+        "dlscale.core.urls",
         *("dlscale.data.verification", "dlscale.parallel.selftest", "dlscale.parallel.watchdog"),
         *("dlscale.train.exhaustion", "dlscale.train.trackers"),
     }

@@ -21,15 +21,17 @@ import numpy as np
 import pytest
 
 from dlscale import cli
-from dlscale.core import files
+from dlscale.core import files, telemetry
 from dlscale.core.errors import UserError
 from dlscale.core.events import events
 from dlscale.core.files import read_json, sha256, write_json
+from dlscale.core.lock import only_writer
 from dlscale.core.records import Epoch, read_epochs
 from dlscale.data import parts, store
 from dlscale.data.manifest import Manifest
 from dlscale.data.parts import load_dataset
 from dlscale.datasets.mnist.source import IdxFile
+from dlscale.report.compare_profiles import read_rows
 from dlscale.train.logs import RunLogs
 from dlscale.train.weights import read_weights
 from tests.conftest import COSMO, COSMO_RUN, ERA5, ERA5_RUN, ROOT, make_dataset, make_parts, make_run, stage, train
@@ -287,12 +289,38 @@ def test_a_pipe_is_no_file(tmp_path: Path, refused: Check) -> None:
 
 
 @pytest.mark.parametrize(
-    "reader", [sha256, read_json, read_epochs, Manifest.read, read_weights, lambda p: [*events(p)]]
+    "reader",
+    [sha256, read_json, read_epochs, Manifest.read, read_weights, telemetry.read, read_rows, lambda p: [*events(p)]],
 )
 def test_nothing_waits_for_a_pipe(tmp_path: Path, reader: Callable[[Path], object]) -> None:
     os.mkfifo(pipe := tmp_path / "events.out.tfevents.1")
     with pytest.raises(UserError, match="a pipe or a device; expected"):
         reader(pipe)
+
+
+@pytest.mark.parametrize("flags", [os.O_RDONLY, os.O_WRONLY | os.O_APPEND, os.O_RDWR | os.O_CREAT])
+def test_a_pipe_in_the_place_of_a_file_of_ours(tmp_path: Path, flags: int) -> None:
+    """A lock, a part of a download: whoever may write into the folder may have put it there."""
+    os.mkfifo(tmp_path / "f")
+    with pytest.raises((OSError, UserError)):
+        os.close(files.no_link(tmp_path / "f", flags))
+
+
+def test_a_lock_that_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    os.mkfifo(tmp_path / "mine/.lock")
+    with pytest.raises(UserError, match="pipe or a device"), only_writer(tmp_path / "mine"):
+        pass
+    program = (
+        "import fcntl, sys; file = open(sys.argv[1], 'w+b'); fcntl.lockf(file, fcntl.LOCK_EX); file.write(b'\\xff');"
+    )
+    program += "file.flush(); print('held', flush=True); input()"
+    words = [sys.executable, "-c", program, str(tmp_path / ".lock")]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout and other.stdout.readline() == b"held\n"
+        with pytest.raises(UserError, match="in use by \N{REPLACEMENT CHARACTER}"), only_writer(tmp_path):
+            pass
+        other.communicate(b"\n")
 
 
 def test_a_resumed_training_leaves_out_a_pipe_as_event_file(tmp_path: Path) -> None:

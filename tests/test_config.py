@@ -298,6 +298,12 @@ def test_a_long_chain_of_plans_is_refused() -> None:
     one(text, "plans.p200", "more than 200 steps")
 
 
+def test_seeds_of_repeats_have_the_bound_of_a_seed() -> None:
+    plan = {"study": "cosmo_unet", "repeat": 3, "settings": {"seed": 2**63 - 3}, "runs": {"a": {}}}
+    assert len(load(plans={"p": plan}).plans["p"]) == 3
+    one(message(plans={"p": {**plan, "repeat": 4}}), "plans.p.repeat", "seeds up to 9223372036854775808")
+
+
 def test_files_with_mistakes_of_their_own(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     for text, expected in (
         ("a: [1", "not valid YAML"),
@@ -310,6 +316,8 @@ def test_files_with_mistakes_of_their_own(tmp_path: Path, capfd: pytest.CaptureF
         (f"a: &a [{9 * '1,'}]\nb: &b [{999 * '*a,'}]\nc: [{999 * '*b,'}]", "line 3: not valid YAML: "),
         ("a:\n\tb: 1\n", "line 2: not valid YAML: found character"),
         ("a: " + 3000 * "[", "too many brackets"),
+        ('a: 1\nb: "x\\0y"\n', "line 2: not valid YAML: a NUL, or half of a character"),
+        ('a: "\\ud800"\n', "line 1: not valid YAML: a NUL, or half of a character"),
         ("a: !!python/name:os.system\n", "line 1: not valid YAML: could not determine a constructor"),
     ):
         file = tmp_path / "mine.yaml"

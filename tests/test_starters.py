@@ -55,8 +55,17 @@ def free_port() -> int:
 
 # ---- who else can come in ----------------------------------------------------------------------------
 
-#: As MEET, and waits until nobody holds its standard input any more.
-STAY = MEET + "    input()\n"
+#: As MEET, says by which interface gradients go and who may enter the folder in which the ranks met, and waits until
+#: nobody holds its standard input any more.
+STAY = (
+    MEET
+    + """
+    import os, pathlib
+    folder = pathlib.Path(os.environ.get("DLSCALE_MEET", "/none")).parent
+    print("by", os.environ.get("GLOO_SOCKET_IFNAME"), oct(folder.stat().st_mode & 0o777), flush=True)
+    input()
+"""
+)
 
 #: A stranger: where there is a store at one of these addresses it lists the keys, and sets a pickle. What is no store
 #: may not answer at all.
@@ -81,8 +90,8 @@ os._exit(0)
 
 
 @contextlib.contextmanager
-def staying(words: list[str], geometry: Geometry) -> Iterator[list[tuple[str, int]]]:
-    """Start a run by the words for each node, and give the addresses at which its processes listen, once all met."""
+def staying(words: list[str], geometry: Geometry) -> Iterator[tuple[list[tuple[str, int]], str]]:
+    """Start a run by the words for each node; give where its processes listen, once all met, and what they said."""
     program = STAY.format(nodes=geometry.nodes, each=geometry.gpus_per_node)
     command = [*words[: words.index("--") + 1], "-c", program]
     nodes = [
@@ -98,13 +107,18 @@ def staying(words: list[str], geometry: Geometry) -> Iterator[list[tuple[str, in
         for number in range(geometry.nodes)
     ]
     try:
-        for node in nodes:
-            assert node.stdout and "all together" in node.stdout.readline()
+        said = ""
+        for number, node in enumerate(nodes, 1):
+            while said.count("by ") < number * geometry.gpus_per_node:
+                line = node.stdout.readline() if node.stdout else ""
+                assert line, said
+                said += line
+        assert said.count("all together") == geometry.world_size
         family = [psutil.Process(node.pid) for node in nodes]
         family += [child for process in family for child in process.children(recursive=True)]
         assert len(family) == geometry.nodes + geometry.world_size
         sockets = {each.laddr for one in family for each in one.net_connections("tcp") if each.status == "LISTEN"}
-        yield sorted((address.ip, address.port) for address in sockets)
+        yield sorted((address.ip, address.port) for address in sockets), said
     finally:
         for node in nodes:
             node.communicate(timeout=PATIENCE)  # which ends their input
@@ -146,9 +160,10 @@ def elsewhere() -> Iterator[tuple[str, list[str]]]:
 
 
 def test_nobody_gets_into_a_run_on_one_node() -> None:
-    """No store listens, and what does, for gradients, is on loopback."""
+    """No store listens, and what does, for gradients, is on loopback, whatever address the machine's name has."""
     two = Geometry(gpus_per_node=2)
-    with staying(launcher.launch(site(engine="none"), HERE, two), two) as places:
+    with staying(launcher.launch(site(engine="none"), HERE, two), two) as (places, said):
+        assert said.count("by lo 0o700") == 2
         assert places and {ip for ip, _ in places} == {"127.0.0.1"}
         assert stranger(places) == []
 
@@ -157,9 +172,10 @@ def test_on_several_nodes_the_store_listens_on_their_network_alone(elsewhere: tu
     """From another network it cannot be reached, though the machine can."""
     port, inside, each = free_port(), elsewhere[1], [elsewhere[0], "127.0.0.1"]
     several = Geometry(nodes=2)
-    with staying(
-        launcher.launch(site(engine="none", rendezvous=f"127.0.0.1:{port}"), HERE, several), several
-    ) as places:
+    with staying(launcher.launch(site(engine="none", rendezvous=f"127.0.0.1:{port}"), HERE, several), several) as (
+        places,
+        _,
+    ):
         assert [ip for ip, number in places if number == port] == ["127.0.0.1"]
         assert stranger([(ip, port) for ip in each], *inside) == []
 

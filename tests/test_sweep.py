@@ -183,6 +183,7 @@ def test_cost_counts_each_rung_with_the_trials_that_it_will_have(tmp_path: Path)
         ({"method": "random", "over": {"seed": [1, 2]}, "trials": 3}, "3 of 2 combinations"),
         ({"method": "random", "over": {"seed": {"integers": [1, 2]}}, "trials": 3}, "3 of 2 combinations"),
         ({"method": "random", "over": {"dropout": {"uniform": [0.1, 0.101]}}, "trials": 9}, "no more than 2 different"),
+        ({"over": {"a." * 2000 + "b": [1]}}, "no setting has so many parts"),
         ({"over": {"optimizer": [{}], "optimizer.lr": [1]}}, "optimizer.lr is a part of it"),
         ({"over": {"optimizer.lrr": [1]}}, r"plans\.swept\.sweep\.over\.optimizer: unknown key 'lrr'"),
         ({"over": {"optimizer.lr": [-1.0]}}, r"plans\.swept\.sweep\.over\.optimizer\.lr: got -1.0"),

@@ -37,9 +37,9 @@ def manifest(era5_data: Path, tmp_path: Path) -> Path:
     return shutil.copytree(era5_data, tmp_path / "data") / "manifest.json"
 
 
-def first(manifest: Path) -> Path:
+def first(manifest: Path, split: str = "train") -> Path:
     data = Manifest.read(manifest)
-    return data.path(data.splits["train"][0])
+    return data.path(data.splits[split][0])
 
 
 def test_a_flipped_bit_ends_a_training_before_its_first_step(
@@ -83,7 +83,7 @@ def test_a_flipped_bit_ends_every_stage_that_reads_the_file(
 ) -> None:
     run = make_run(tmp_path / "run", "era5_vit", ERA5_RUN, ERA5).parent
     assert train(run, manifest) == 0
-    damage(path := first(manifest))
+    damage(path := first(manifest, "train" if kind == "throughput" else "valid"))
     out = ["--out", tmp_path / "throughput.json", "--config", run / "config.yaml"] if kind == "throughput" else [run]
     capsys.readouterr()
     assert stage(kind, *out, "--manifest", manifest) == 2

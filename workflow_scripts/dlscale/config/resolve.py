@@ -23,7 +23,7 @@ from dlscale.core import registry
 from dlscale.core.errors import Refused, UserError, cut, unknown
 from dlscale.core.machine import NEEDS, gpus, missing
 from dlscale.core.records import Published, Series
-from dlscale.core.schema import Name, Strict
+from dlscale.core.schema import MOST_SEED, Name, Strict
 from dlscale.core.settings import Raw, holds, read_yaml, validate
 from dlscale.core.urls import hide
 
@@ -158,6 +158,11 @@ def _repeated(plan_name: str, plan: Plan, runs: dict[str, ResolvedRun]) -> dict[
     for name, resolved in runs.items():
         found[name] = resolved
         own = resolved.plan == plan_name and "train" in plan.stages(name)  # else another plan repeats it
+        if (last := resolved.run.seed + plan.repeat - 1) > MOST_SEED:
+            raise UserError(
+                f"configuration: plans.{plan_name}.repeat: run {name} would have seeds up to {last}; expected at most "
+                f"{MOST_SEED}; lower its seed"
+            )
         for seed in range(resolved.run.seed + 1, resolved.run.seed + plan.repeat) if own else ():
             label = f"{resolved.run.label or name}, seed {seed}"
             again = f"{name}-seed{seed}"

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from dlscale.core.errors import cut
 from dlscale.core.schema import MOST_RUNS, Few, Number, PositiveFloat, PositiveInt, Seed, Strict, Whole
 
 #: Values of a trial by dotted key, as `optimizer.lr`.
@@ -90,6 +91,8 @@ class Sweep(Strict):
         for key, values in over.items():
             if values == []:
                 raise ValueError(f"{key}: no values")
+            if key.count(".") > 20:
+                raise ValueError(f"{cut(key)}: no setting has so many parts")
             if key.split(".")[0] in ("use", "needs", "label", "study"):
                 raise ValueError(f"{key}: no setting of a run that could be varied")
             if longer := next((other for other in over if other.startswith(f"{key}.")), None):

@@ -15,6 +15,7 @@ import select
 import shutil
 import signal
 import socket
+import stat
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -161,8 +162,12 @@ def read_json(path: str | os.PathLike[str]) -> Any:
 
 
 def no_link(path: str | os.PathLike[str], flags: int) -> int:
-    """Open a file, as `opener` of `open`, but not through a link: in a folder of a group anybody may have put one."""
-    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+    """Open a file, as `opener` of `open`, but no link and no pipe: in a folder of a group anybody may have put one."""
+    found = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    if not stat.S_ISREG(os.fstat(found).st_mode):
+        os.close(found)
+        raise UserError(f"{path}: a pipe or a device; expected a file; delete it")
+    return found
 
 
 def no_pipe(path: str | os.PathLike[str], expected: str = "a file") -> None:

@@ -32,6 +32,7 @@ GUARDS = {
     "dlscale.core.log": "where lines go",
     "dlscale.core.progress": "how far a stage is",
     "dlscale.core.text": "numbers as messages have them",
+    "dlscale.core.urls": "addresses as messages have them; a job's params hold them so",
     "dlscale.data.verification": "whole data files, or a message",
     "dlscale.parallel.selftest": "right exchanges, or a message; what it times is told beside a result",
     "dlscale.parallel.watchdog": "who is waited for",

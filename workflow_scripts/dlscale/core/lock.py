@@ -20,7 +20,7 @@ def only_writer(folder: Path) -> Iterator[None]:
     """Hold `folder/.lock` while the block runs; if another process holds it, raise a `UserError` that names it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = open(folder / ".lock", "a+", opener=no_link)  # noqa: SIM115 - closed below, with the lock
+        file = open(folder / ".lock", "a+", errors="replace", opener=no_link)  # noqa: SIM115 - closed below, with the lock
     except OSError as error:
         raise explained(error, folder) from error
     with file:

@@ -58,7 +58,8 @@ Repeats = Annotated[int, Field(ge=0, le=100_000)]
 #: Whole numbers of either sign.
 Whole = Annotated[int, Field(ge=-(2**53), le=2**53)]
 #: As PyTorch takes them.
-Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]
+MOST_SEED = 2**63 - 1
+Seed = Annotated[int, Field(ge=0, le=MOST_SEED)]
 
 #: Runs that a plan has at most: each has a folder and jobs of its own, which Snakemake keeps in memory.
 MOST_RUNS = 10_000

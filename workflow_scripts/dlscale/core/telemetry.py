@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dlscale.core.errors import UserError
+from dlscale.core.files import no_pipe
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,7 @@ def line(sample: Sample) -> str:
 def read(path: str | Path) -> list[Sample]:
     """Read a file; none and an empty one hold no samples, and a last line without an end is left out."""
     place = str(path)
+    no_pipe(path, "telemetry")
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines(keepends=True)
         rows = csv.DictReader((row for row in lines if row.endswith("\n")), strict=True)

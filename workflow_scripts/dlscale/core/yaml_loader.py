@@ -5,6 +5,7 @@ That is keys written twice, values in themselves, and aliases of aliases that st
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import yaml
@@ -27,6 +28,8 @@ class Loader(yaml.SafeLoader):
         event: Any = self.peek_event()
         node: Any = super().compose_node(parent, index)
         mark: Any = event.start_mark
+        if isinstance(node, yaml.ScalarNode) and re.search("[\0\ud800-\udfff]", node.value):
+            raise yaml.MarkedYAMLError(problem="a NUL, or half of a character (\\ud800 to \\udfff)", problem_mark=mark)
         if isinstance(event, yaml.AliasEvent) and node.end_mark is None:
             raise yaml.MarkedYAMLError(problem=f"*{event.anchor} stands in itself", problem_mark=mark)
         if not isinstance(event, yaml.AliasEvent):

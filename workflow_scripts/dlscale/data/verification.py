@@ -1,7 +1,8 @@
 """That data files still hold what they held when they were described, by the SHA-256 in the manifest.
 
-Files keep their size and their time when a disk or a copy damages them. They are read once, by the stage that first needs them; what
-was found lies beside the manifest, by size and times of each file, so that nothing is read again until one changes.
+Files keep their size and their time when a disk or a copy damages them. They are read once, by the stage that first
+needs them; what was found lies beside the manifest, by size and times of each file, so that nothing is read again until
+one changes.
 """
 
 from __future__ import annotations

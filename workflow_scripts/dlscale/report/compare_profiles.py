@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from dlscale.config.places import folder, results_of
 from dlscale.core.errors import UserError
+from dlscale.core.files import no_pipe
 from dlscale.core.noise import standard_errors
 from dlscale.core.records import Profile, TopEntry
 from dlscale.core.text import shorten
@@ -102,6 +103,7 @@ def read(path: str | Path) -> Summary:
 
 def read_rows(file: Path) -> list[TopEntry]:
     """Read a `profile_summary.csv`."""
+    no_pipe(file)
     try:
         with file.open(newline="", encoding="utf-8") as lines:
             rows = [

@@ -38,7 +38,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from dlscale.core import ranges
 from dlscale.core.errors import UserError
-from dlscale.core.files import explained, sha256, whole
+from dlscale.core.files import explained, no_pipe, sha256, whole
 from dlscale.core.records import Epoch, Number, Record, Untrained
 from dlscale.parallel.pieces import Piece
 from dlscale.parallel.watchdog import BESIDE
@@ -353,7 +353,8 @@ class _Reader(FileSystemReader):
     """DCP's, which reads the list of tensors by pickle, but makes only what belongs in such a list."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        with open(Path(self.path, ".metadata"), "rb") as file:
+        no_pipe(listed := Path(self.path, ".metadata"))
+        with open(listed, "rb") as file:
             metadata = _Unpickler(file).load()
         if not isinstance(metadata, Metadata):
             raise pickle.UnpicklingError("no list of tensors")
