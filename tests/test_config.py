@@ -1184,6 +1184,20 @@ def test_no_bound_is_looser_than_it_is_written() -> None:
                 assert not bounds or bounds[-1] == tightest(bounds), f"{cls.__name__}.{name}"
 
 
+def test_no_key_is_shown_with_two_bounds_of_a_kind() -> None:
+    """One is the type's, one the field's own: of whatever is in, or one is beyond, the tighter is shown."""
+    nodes: list[Any] = [schema := config.schema()]
+    bounds: list[set[str]] = []
+    for node in nodes:
+        nodes += node.values() if isinstance(node, dict) else node if isinstance(node, list) else []
+        bounds += [set(node)] if isinstance(node, dict) and "type" in node else []
+    for pair in ({"minimum", "exclusiveMinimum"}, {"maximum", "exclusiveMaximum"}):
+        assert any(each & pair for each in bounds) and not any(each >= pair for each in bounds)
+    rows = [line for line in reference(schema).splitlines() if line.startswith("| `")]
+    for key, bound in (("latitudes", "number ≥ 8 ≤ 65,536"), ("seconds", "number > 0 ≤ 604,800")):
+        assert any(row.startswith(f"| `{key}` |") and f"{bound} |" in row for row in rows), key
+
+
 def all_models(cls: type[BaseModel]) -> Iterator[type[BaseModel]]:
     for each in cls.__subclasses__():
         yield each

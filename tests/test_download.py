@@ -690,9 +690,10 @@ def test_a_redirection_to_nowhere_useful_is_reported(remote: Remote, target: Pat
         ("https://host/a/b.nc", "https://host/a/b.nc"),
         ("https://host:8443/a@b/c", "https://host:8443/a@b/c"),
         ("https://user:pass@host:8443/a", "https://host:8443/a"),
-        ("https://user:p@ss@host/a?key=value&x=#part", "https://host/a?key=~cd42404d&x="),
+        ("https://user:p@ss@host/a?file=value&x=#part", "https://host/a?file=~cd42404d&x="),
         ("https://host/a?bare-token", "https://host/a?~d300834f"),
         ("https://host/a?id=1&X-Amz-Signature=2&se=3", "https://host/a?id=~6b86b273&X-Amz-Signature=***&se=***"),
+        ("https://host/a?key=1&monkey=1", "https://host/a?key=***&monkey=~6b86b273"),
         ("https://host/a?access_key=1&sig", "https://host/a?access_key=***&~a543997d"),
         ("https://[::1]:80/a", "https://[::1]:80/a"),
         ("ftp://user:pass@host/a", "ftp://host/a"),
@@ -707,6 +708,24 @@ def test_a_redirection_to_nowhere_useful_is_reported(remote: Remote, target: Pat
 def test_hidden(url: str, shown: str) -> None:
     assert urls.hidden(url) == shown
     assert urls.hidden(shown) == shown, "what is hidden stays as it is"
+
+
+@pytest.mark.parametrize(
+    ("url", "secret"),
+    [
+        ("https://host/x.h5?download=1", False),
+        ("https://host/a#part", False),
+        ("HTTPS://Host.org/a", False),
+        ("https://host/a?id=~6b86b273&sig=***&~a543997d&x=", False),
+        ("see https://host/x?y=1", False),
+        ("a/path?sig", False),
+        ("https://user@host/a", True),
+        ("https://host/a?id=1&X-Amz-Signature=2", True),
+        ("https://host/a?bare-token", True),
+    ],
+)
+def test_what_has_a_secret(url: str, secret: bool) -> None:
+    assert urls.has_secret({"a": {"b": [url]}, "c": 1, "d": None}) == secret
 
 
 @pytest.mark.parametrize(

@@ -137,6 +137,28 @@ def test_keras_folders_are_one_log_of_epochs_that_ended(results: Path, tmp_path:
     assert set(found.files) == {"train/events.out.tfevents.1", "validation/events.out.tfevents.1"}
 
 
+def test_epochs_that_are_counted_from_one_stay(tmp_path: Path) -> None:
+    """Only Keras counts them from 0; it may validate after every other one."""
+    ours = [write(tmp_path / "events.out.tfevents.1", [(n, n, {"epoch_loss": 1 / n}) for n in (1, 2, 3)])]
+    curves, _ = import_log.read(ours, {"epoch_loss": "loss/valid"}, frozenset())
+    assert [step for step, _, _ in curves["loss/valid"]] == [1, 2, 3]
+    keras = [
+        write(tmp_path / part / "events.out.tfevents.1", [(n, n, {"epoch_loss": 1.0}) for n in steps])
+        for part, steps in (("train", range(4)), ("validation", (1, 3)))
+    ]
+    tags = {"train/epoch_loss": "loss/train", "validation/epoch_loss": "loss/valid"}
+    curves, _ = import_log.read(keras, tags, frozenset())
+    assert [step for step, _, _ in curves["loss/train"]] == [1, 2, 3, 4]
+    assert [step for step, _, _ in curves["loss/valid"]] == [2, 4]
+
+
+def test_a_folder_of_keras_alone_has_the_tags_that_it_has_beside_the_other(results: Path, tmp_path: Path) -> None:
+    write(tmp_path / "keras/train/events.out.tfevents.1", [(n, n, {"epoch_loss": 1.0}) for n in (0, 1)])
+    assert bring(tmp_path / "keras", "--tag", "train/epoch_loss=loss/train", "--counts", "epoch") == 0
+    found = Reference.read(results / "references/theirs/reference.json")
+    assert [step for step, _, _ in found.curves["loss/train"]] == [1, 2]
+
+
 def test_the_page_draws_all_references(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     made = Results(tmp_path / "results")

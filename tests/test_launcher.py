@@ -207,10 +207,14 @@ def test_apptainer_is_passed_no_other_order(tmp_path: Path) -> None:
 
 
 def test_nothing_is_imported_from_the_working_folder(tmp_path: Path) -> None:
-    """Neither by a stage or a starter, nor by what a stage starts."""
-    for name in ("argparse", "h5py", "numpy", "psutil", "yaml"):
+    """Neither by a stage or a starter, nor by what a stage starts, nor by the doctor in Snakemake's own process."""
+    for name in ("argparse", "h5py", "numpy", "platform", "psutil", "pynvml", "torch", "yaml"):
         (tmp_path / f"{name}.py").write_text("open('executed', 'w')\n")
     child = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import h5py'], check=True)"
+    doctor = (
+        "from dlscale.config.site import Site; from dlscale.preflight import environment as asked; "
+        "print(asked.probe_environment(Site(), asked.Finding('image', 'ok', ''), []))"
+    )
     stages = [
         [*launch(site(engine="none"), HERE, ONE), "train", "--help"],
         [*launch(site(engine="none"), HERE, Geometry(gpus_per_node=2)), "train", "--help"],
@@ -220,6 +224,7 @@ def test_nothing_is_imported_from_the_working_folder(tmp_path: Path) -> None:
             "--help",
         ],
         ["python", "-P", "-c", f"from dlscale.__main__ import main; main(); {child}", "--version"],
+        ["python", "-P", "-c", doctor],
     ]
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT / "workflow_scripts")}

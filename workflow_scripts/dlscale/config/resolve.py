@@ -481,7 +481,10 @@ def _describe(models: Raw, known: Raw | None = None) -> None:
 
 
 def _optional(node: Any) -> Any:
-    """Return a JSON schema in which nothing is required, not even the `kind` by which one of several is chosen."""
+    """Return a JSON schema in which nothing is required, not even the `kind` by which one of several is chosen.
+
+    A number has one least and one greatest value.
+    """
     if isinstance(node, list):
         return [_optional(item) for item in node]
     if not isinstance(node, dict):
@@ -489,6 +492,9 @@ def _optional(node: Any) -> Any:
     kept = {key: _optional(value) for key, value in node.items() if key not in ("required", "discriminator")}
     if "oneOf" in kept:
         kept["anyOf"] = kept.pop("oneOf")
+    for bound, beyond, sign in (("minimum", "exclusiveMinimum", 1), ("maximum", "exclusiveMaximum", -1)):
+        if bound in kept and beyond in kept:  # one is the type's, one the field's own: the tighter says all
+            del kept[beyond if sign * kept[bound] > sign * kept[beyond] else bound]
     if "patternProperties" in kept:
         kept["additionalProperties"] = False  # names that do not match the pattern
     return kept

@@ -23,7 +23,7 @@ MOST = 100_000
 #: Keys of a query that change while the file stays the same: logins, and signatures of presigned addresses.
 _LOGINS = re.compile(
     r"x-(amz|goog|ms)-.*|.*(token|secret|signature|passw(or)?d|credential).*|sig|pw|pwd|pass|auth|authorization|expires|"
-    r"(api|access|aws)[-_]?(access)?[-_]?key([-_]?id)?|googleaccessid|key-pair-id|policy|s[etpvr]|spr|sip|sk(oid|tid|[tesv])",
+    r"(api|access|aws)[-_]?(access)?[-_]?key([-_]?id)?|googleaccessid|key-pair-id|key|policy|s[etpvr]|spr|sip|sk(oid|tid|[tesv])",
     re.IGNORECASE,
 )
 _IN_TEXT = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"<>]+")
@@ -33,8 +33,9 @@ def hidden(url: str) -> str:
     """Return an address without login and fragment, and without the values of its query.
 
     What is left tells one file from another: a value is `***` under a key that is known for a login, which may change,
-    and else `~` with the first eight digits of its SHA-256. A text that is no address, or is one that is hidden
-    already, stays; one that is malformed and holds any of `@`, `?`, `#` becomes `***` altogether.
+    and else `~` with the first eight digits of its SHA-256. By these a short value can be found, if all are tried: as a
+    secret only a long random one is safe there. A text that is no address, or is one that is hidden already, stays; one
+    that is malformed and holds any of `@`, `?`, `#` becomes `***` altogether.
     """
     parts = split(url)
     if parts is None:
@@ -71,6 +72,19 @@ def _hidden_value(word: str) -> str:
 def has_login(text: str) -> bool:
     """Return whether there is an address with a user name or a password in a text."""
     return any((parts := split(match[0])) and "@" in parts.netloc for match in _IN_TEXT.finditer(text))
+
+
+def has_secret(settings: Any) -> bool:
+    """Return whether an address in settings has a login, a value of a key that is known for one, or one without key."""
+    if isinstance(settings, Mapping):
+        return any(map(has_secret, settings.values()))
+    if isinstance(settings, list | tuple):
+        return any(map(has_secret, settings))
+    parts = split(settings) if isinstance(settings, str) else None
+    words = [word for word in parts.query.split("&") if _hidden_value(word) != word] if parts else []
+    return bool(parts and "@" in parts.netloc) or any(
+        "=" not in word or _LOGINS.fullmatch(word.partition("=")[0]) for word in words
+    )
 
 
 def hidden_in(text: str) -> str:

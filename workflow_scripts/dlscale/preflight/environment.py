@@ -172,7 +172,7 @@ def probe_python(
 ) -> list[Finding]:
     """Ask an interpreter, started by these words, for versions."""
     try:
-        printed = said([*python, "-c", FACTS])
+        printed = said([*python, "-P", "-c", FACTS])  # as stages run: nothing is imported from the working folder
         # An image may greet whoever enters it.
         return environment(json.loads(printed.strip().splitlines()[-1]), runs, profilers, on_gpus)
     except (AbsentError, FailedError) as error:

@@ -35,6 +35,9 @@ FARTHEST = 1e15
 #: Quantities that every run of ours has, as `dlscale.train.logs` calls them; metrics are `valid/NAME`.
 QUANTITIES = ("loss/train", "loss/valid", "learning_rate", "samples_per_second", "steps_per_second")
 
+#: Folders of a log of Keras, which has one for each.
+PARTS = ("train", "validation")
+
 #: A point: step, seconds since 1970-01-01 UTC, value.
 Point = tuple[int, float, float]
 
@@ -106,10 +109,11 @@ def read(
     """Return the curves that `tags` (theirs: ours) name, with seconds since training began; and other scalars' tags.
 
     That is the moment of step 0, where the log has one, or else that at which its first file was begun. Of a step that
-    is there twice the later value counts. Keras' `epoch_…` of step 0 is of the end of its first epoch; where there is a
-    file in `train/` and one in `validation/`, these words stand before their tags.
+    is there twice the later value counts. A tag `epoch_…` that has a step 0 is Keras', which counts epochs from 0: its
+    steps become one more, as its values are of the epochs' ends. Before the tags of a file in a folder `train` or
+    `validation` stands that word.
     """
-    several = len({file.parent for file in files}) > 1
+    from_zero = _from_zero(files) if any("epoch_" in tag for tag in tags) else set()
     found: dict[str, Curve] = {}
     others: dict[str, None] = {}
     begun, begin = math.inf, math.inf
@@ -123,8 +127,8 @@ def read(
                     )
                 begun = min(begun, event.wall_time)
             for value in event.summary.value:
-                tag, step = value.tag, event.step + value.tag.startswith("epoch_")
-                tag = f"{file.parent.name}/{tag}" if several else tag
+                step = event.step + (value.tag in from_zero)
+                tag = f"{file.parent.name}/{value.tag}" if file.parent.name in PARTS else value.tag
                 if tag not in tags:
                     if len(others) < 12 and scalar(value) is not None:
                         others[shorten(tag, 60)] = None
@@ -148,6 +152,12 @@ def read(
         if name in found
     }
     return curves, list(others)
+
+
+def _from_zero(files: Sequence[Path]) -> set[str]:
+    """Return the tags `epoch_…` that have a step 0 in any of the files: validation may be of every other epoch."""
+    values = (value for file in files for event in events(file) if event.step == 0 for value in event.summary.value)
+    return {value.tag for value in values if value.tag.startswith("epoch_")}
 
 
 class Curve:
@@ -193,7 +203,7 @@ def _text(what: str, text: str) -> str:
 def _files(path: Path) -> list[Path]:
     """Return an event file, or all of a folder: a program that was started again writes another one."""
     files = sorted(path.glob("*.tfevents.*")) if path.is_dir() else [path]
-    files = files or [file for part in ("train", "validation") for file in sorted((path / part).glob("*.tfevents.*"))]
+    files = files or [file for part in PARTS for file in sorted((path / part).glob("*.tfevents.*"))]
     if not files:
         raise UserError(f"{path}: no event file in it; expected events.out.tfevents.*")
     if not all(file.is_file() for file in files):
