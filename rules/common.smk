@@ -29,9 +29,9 @@ NAME = r"[A-Za-z0-9][A-Za-z0-9_-]*"
 def layers():
     """The user's configuration: config.yaml, then --configfile, then --config."""
     settings = workflow.config_settings
-    if urls.has_secret(settings.config.get("datasets")):
+    if urls.has_secret(settings.config):
         raise UserError(
-            "--config: datasets: an address with a login: everyone can read a command line, and Snakemake logs it; "
+            "--config: an address with a login: everyone can read a command line, and Snakemake logs it; "
             "write it into a file, and name that with --configfile"
         )
     files = [*([] if settings.replace_workflow_config else ["config.yaml"]), *settings.configfiles]

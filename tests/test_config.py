@@ -1167,10 +1167,39 @@ def test_values_that_would_end_far_from_where_they_were_written(changes: Raw, ex
     assert len(text) < 2000
 
 
-def test_a_login_in_the_environment_of_a_site_is_refused_and_not_shown() -> None:
-    with pytest.raises(UserError, match=r"environment\.HTTPS_PROXY: .*export it") as refused:
-        config.load({"targets": [], "site": {"environment": {"HTTPS_PROXY": "http://me:s3cret@proxy:3128"}}})
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("HTTPS_PROXY", "http://me:s3cret@proxy:3128"),
+        ("HOOK", "https://hooks.example.org/x?token=s3cret"),
+        ("WANDB_API_KEY", "s3cret"),
+        ("HF_TOKEN", "s3cret"),
+    ],
+)
+def test_a_secret_in_the_environment_of_a_site_is_refused_and_not_shown(name: str, value: str) -> None:
+    with pytest.raises(UserError, match=rf"environment\.{name}: .*export it") as refused:
+        config.load({"targets": [], "site": {"environment": {name: value, "TOKENIZERS_PARALLELISM": "false"}}})
     assert "s3cret" not in str(refused.value)
+
+
+def test_weights_are_no_address() -> None:
+    text = message(**plan({"training": {"epochs": 1, "weights": "https://me:s3cret@example.org/model.pt"}}))
+    one(text, "plans.p.runs.a.training.weights", "an address; fetch the file")
+    assert "s3cret" not in text
+
+
+def test_secrets_of_a_studys_own_datasets_are_hidden(tmp_path: Path) -> None:
+    """Its YAML file is as much a place for an address as the user's own."""
+    (tmp_path / "secretive.py").write_text((ROOT / "docs/examples/waves.py").read_text())
+    given = read_yaml(ROOT / "docs/examples/waves.yaml")
+    arrays = {"input": "https://me:s3cret@h.org/x.npy?sig=s3cret", "target": "https://h.org/y.npy"}
+    source = {"kind": "arrays", "all": arrays, "shares": {"train": 0.5, "valid": 0.5}}
+    given["datasets"]["fetched"] = {"kind": "starter", "source": source}
+    given["plans"] = {}
+    (tmp_path / "secretive.yaml").write_text(yaml.safe_dump(given))
+    found = config.load({"targets": ["cosmo_published"], "studies": {"secretive": str(tmp_path / "secretive.py")}})
+    assert "s3cret" not in repr(found.workflow)
+    assert found.secrets == {"https://h.org/x.npy?sig=***": "https://me:s3cret@h.org/x.npy?sig=s3cret"}
 
 
 def test_no_bound_is_looser_than_it_is_written() -> None:

@@ -127,7 +127,7 @@ def test_secrets_reach_what_fetches_and_nothing_else(
     tree.write()
     assert tree.planned(targets=["all"]).names == [], "another token is no other file"
     told = tree.snakemake("-n", "--cores", "1", "--config", f"datasets={tree.config['datasets']}", "--", "all")
-    assert told.status == 2 and "--config: datasets: an address with a login: everyone can read" in told.output
+    assert told.status == 2 and "--config: an address with a login: everyone can read" in told.output
     for log in (tree.path / ".snakemake/log").iterdir():  # of the last call: its own command line, as it was typed
         log.unlink()
     report = tree.snakemake("--report", "report.html", "--", "all")
@@ -151,4 +151,4 @@ def test_a_command_line_may_have_addresses_without_a_login(make_tree: Callable[.
     taken = called("?download=1#part")
     assert taken.status == 0, taken.output[-3000:]
     refused = called("?token=1")
-    assert refused.status == 2 and "--config: datasets: an address with a login: everyone can read" in refused.output
+    assert refused.status == 2 and "--config: an address with a login: everyone can read" in refused.output

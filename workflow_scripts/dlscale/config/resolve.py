@@ -81,8 +81,9 @@ def load(raw: Mapping[str, Any]) -> Configuration:
     add_studies(user)
     files = study_files()
     merged: Raw = {"studies": {}, "datasets": {}, "plans": {}}
-    for study in files.values():
-        merge(merged, {"datasets": study.datasets, "plans": study.plans})
+    for name, study in files.items():
+        datasets = hide(study.datasets, f"(shipped) {name}: datasets", secrets)
+        merge(merged, {"datasets": datasets, "plans": study.plans})
     for section in ("datasets", "plans", "studies"):
         if not isinstance(user.get(section, {}), dict):
             raise UserError(f"configuration: {section}: expected names and their settings")

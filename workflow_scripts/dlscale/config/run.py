@@ -192,6 +192,13 @@ class Training(Strict):
         True, description="Validate before the first step, too; of a run that has begun it changes nothing."
     )
 
+    @field_validator("weights")
+    @classmethod
+    def _a_path(cls, weights: str | None) -> str | None:
+        if weights and "://" in weights:
+            raise ValueError("an address; fetch the file, and give its path")
+        return weights
+
     @model_validator(mode="after")
     def _one(self) -> Training:
         if (self.epochs is None) == (self.steps is None):

@@ -14,7 +14,7 @@ from dlscale.config.parallel import Limits
 from dlscale.core.machine import NEEDS
 from dlscale.core.schema import Name, NonNegativeFloat, NonNegativeInt, PositiveInt, Strict
 from dlscale.core.stages import RUN_STAGES, STAGES
-from dlscale.core.urls import has_login
+from dlscale.core.urls import has_secret
 
 Engine = Literal["none", "auto", "docker", "podman", "podman-hpc", "shifter", "apptainer"]
 Starter = Literal["auto", "direct", "torchrun", "srun", "mpirun"]
@@ -182,10 +182,10 @@ class Site(Strict):
     @model_validator(mode="after")
     def _keeps_secrets(self) -> Site:
         for name, value in self.environment.items():
-            if has_login(value):
+            if has_secret(value) or re.search("(TOKEN|SECRET|PASSWORD|API_KEY|ACCESS_KEY)$", name, re.IGNORECASE):
                 raise ValueError(
-                    f"environment.{name}: an address with a login, which every command line would show; export it "
-                    "before the call"
+                    f"environment.{name}: a secret, or an address with a login, which every command line would show; "
+                    "export it before the call"
                 )
         return self
 

@@ -69,20 +69,15 @@ def _hidden_value(word: str) -> str:
     return f"{key}{equals}{'***' if _LOGINS.fullmatch(key) else f'~{digest}'}"
 
 
-def has_login(text: str) -> bool:
-    """Return whether there is an address with a user name or a password in a text."""
-    return any((parts := split(match[0])) and "@" in parts.netloc for match in _IN_TEXT.finditer(text))
-
-
 def has_secret(settings: Any) -> bool:
     """Return whether an address in settings has a login, a value of a key that is known for one, or one without key."""
     if isinstance(settings, Mapping):
         return any(map(has_secret, settings.values()))
     if isinstance(settings, list | tuple):
         return any(map(has_secret, settings))
-    parts = split(settings) if isinstance(settings, str) else None
-    words = [word for word in parts.query.split("&") if _hidden_value(word) != word] if parts else []
-    return bool(parts and "@" in parts.netloc) or any(
+    found = [split(match[0]) for match in _IN_TEXT.finditer(settings)] if isinstance(settings, str) else []
+    words = [word for parts in found if parts for word in parts.query.split("&") if _hidden_value(word) != word]
+    return any(parts and "@" in parts.netloc for parts in found) or any(
         "=" not in word or _LOGINS.fullmatch(word.partition("=")[0]) for word in words
     )
 
