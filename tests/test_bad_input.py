@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import io
 import json
 import os
 import re
 import resource
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import tempfile
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import h5py
@@ -27,14 +32,19 @@ from dlscale.core.events import events
 from dlscale.core.files import read_json, sha256, write_json
 from dlscale.core.lock import only_writer
 from dlscale.core.records import Epoch, read_epochs
+from dlscale.data import describe as data_describe
 from dlscale.data import parts, store
 from dlscale.data.manifest import Manifest
+from dlscale.data.mapped import map_chunks
 from dlscale.data.parts import load_dataset
+from dlscale.datasets.cosmo import describe as cosmo_describe
+from dlscale.datasets.era5 import describe as era5_describe
 from dlscale.datasets.mnist.source import IdxFile
 from dlscale.report.compare_profiles import read_rows
 from dlscale.train.logs import RunLogs
 from dlscale.train.weights import read_weights
 from tests.conftest import COSMO, COSMO_RUN, ERA5, ERA5_RUN, ROOT, make_dataset, make_parts, make_run, stage, train
+from tests.mutate_files import READERS
 from tests.raw_files import cosmo, era5, published, volume, write_volume, write_years
 from tests.waiting import PATIENCE, until
 
@@ -907,3 +917,89 @@ def test_who_stops_reading_hears_of_no_defect(words: list[str]) -> None:
     finally:
         os.close(writer)
     assert done.returncode == 141 and "Traceback" not in done.stderr and "defect" not in done.stderr, done.stderr
+
+
+# ---- what is the file's fault, and what is not ----------------------------------------------------------------
+
+
+def test_too_little_memory_is_no_damage(tmp_path: Path) -> None:
+    """But where NumPy is asked for more than a file of this size can hold, that comes of what the file says."""
+    small, large = tmp_path / "small", tmp_path / "large"
+    for path, size in ((small, 1000), (large, 2**40)):
+        path.touch()
+        os.truncate(path, size)
+    with (
+        pytest.raises(UserError, match=r"small: cannot be read .*Unable to allocate.* the file may be torn"),
+        files.reading(small),
+    ):
+        np.empty(2**44)
+    for path in (large, tmp_path / "an address"):
+        with pytest.raises(MemoryError), files.reading(path):
+            np.empty(2**44)
+    with pytest.raises(MemoryError), files.reading(small):  # who asks, and for how much, is not known
+        raise MemoryError
+
+
+def test_an_array_of_terabytes_in_a_small_file_is_damage(tmp_path: Path, refused: Check) -> None:
+    header = io.BytesIO()
+    np.lib.format.write_array_header_1_0(header, {"descr": "<f8", "fortran_order": False, "shape": (2**44,)})
+    with zipfile.ZipFile(tmp_path / "input.npz", "w") as archive:
+        archive.writestr("input.npy", header.getvalue() + bytes(100))
+    np.savez(tmp_path / "target.npz", target=np.arange(4))
+    given = {key: str(tmp_path / f"{key}.npz") for key in ("input", "target")}
+    settings = {"kind": "starter", "source": {"kind": "arrays", "all": given, "shares": {"train": 0.5, "valid": 0.5}}}
+    raw = [tmp_path / f"{key}.npz" for key in given]
+    message = refused(*preprocess(tmp_path, settings, *raw, part="train/train"))
+    assert message.startswith(f"{tmp_path}/input.npz: cannot be read (Unable to allocate 128. TiB")
+
+
+def test_statistics_of_other_channels_are_refused(tmp_path: Path, refused: Check) -> None:
+    make_parts(tmp_path, ERA5)
+    part = next((tmp_path / "train").glob("*.h5"))
+    with h5py.File(part, "r+") as file:
+        attributes = file["fields"].attrs
+        moments = json.loads(attributes["moments"])
+        attributes["moments"] = json.dumps({**moments, "m2": moments["m2"][:-1]})
+    places = ("--manifest", tmp_path / "manifest.json", "--stats", tmp_path / "stats")
+    message = refused("describe", "--config", tmp_path / "config.yaml", *places)
+    assert message.startswith(f"{part}: fields: statistics of other channels than its own; the file may be torn")
+
+
+def test_values_beyond_the_end_of_a_file_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.h5"
+    with h5py.File(path, "w") as file:
+        place = file.create_dataset("x", data=np.arange(1000.0), chunks=(1000,)).id.get_chunk_info(0).byte_offset
+    content = path.read_bytes()
+    told = content.rfind(struct.pack("<Q", place), 0, place)  # in the tree of chunks, which has no checksum
+    path.write_bytes(content[:told] + struct.pack("<Q", len(content) - 80) + content[told + 8 :])
+    with (
+        h5py.File(path) as file,
+        pytest.raises(UserError, match=r"a.h5: values of '/x' are beyond its end; the file may"),
+    ):
+        map_chunks(file["x"])
+
+
+@pytest.mark.parametrize(
+    ("data", "module", "name"),
+    [
+        ("cosmo, prepared", cosmo_describe, "_measure"),
+        ("era5, prepared", era5_describe, "_start"),
+        ("ours", data_describe, "check_alike"),
+        ("ours", era5_describe, "months_apart"),
+    ],
+)
+def test_a_defect_of_ours_is_not_told_as_a_damaged_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: str, module: ModuleType, name: str
+) -> None:
+    def defect(*_: object) -> None:
+        raise KeyError("ours")
+
+    def ours(folder: Path) -> None:
+        made = {"config": folder / "config.yaml", "manifest": folder / "manifest.json", "stats": folder / "stats"}
+        data_describe.main(argparse.Namespace(**made, source=[]))
+
+    make, read = READERS[data][:2] if data != "ours" else (lambda folder: make_parts(folder, ERA5), ours)
+    make(tmp_path / "data")
+    monkeypatch.setattr(module, name, defect)
+    with pytest.raises(KeyError, match="ours"):
+        read(tmp_path / "data")

@@ -32,6 +32,9 @@ TORN = "the file may be torn or damaged: fetch or make it again"
 OPENING_S = 300
 #: Bytes read in each further second: of a large file of many fields all may be gone through.
 OPENING_RATE = 10_000_000
+#: Times the size of a file that what is in it has at most: deflate packs up to 1032 bytes into one, and float16 become
+#: float64.
+EXPANSION = 4 * 1032
 
 
 @contextlib.contextmanager
@@ -188,7 +191,8 @@ def reading(path: str | os.PathLike[str], advice: str = TORN) -> Iterator[None]:
     """Turn whatever a library raises while it reads a user's file into a `UserError`; a pipe is refused first.
 
     A damaged file leads a library anywhere, to any exception. The block calls it on this file, and does little else: a
-    defect of ours would be told as one of the file.
+    defect of ours would be told as one of the file. Too little memory is no fault of the file, and stays a
+    `MemoryError`, unless NumPy was asked for more than a file of this size can hold.
     """
     no_pipe(path)
     try:
@@ -196,7 +200,17 @@ def reading(path: str | os.PathLike[str], advice: str = TORN) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:
+        # NumPy's own knows how many bytes were asked for.
+        if isinstance(error, MemoryError) and getattr(error, "_total_size", 0) <= EXPANSION * _size(path):
+            raise
         raise unreadable(path, error, advice) from error
+
+
+def _size(path: str | os.PathLike[str]) -> float:
+    """Return the bytes of a file, or of all in a folder; without end of what is neither, such as an address."""
+    place = Path(path)
+    files = place.rglob("*") if place.is_dir() else [place]
+    return sum(file.stat().st_size for file in files) if place.exists() else float("inf")
 
 
 def in_time(path: str | os.PathLike[str], read: Callable[[], object]) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from dlscale.config.dataset import SPLITS, DatasetSettings
 from dlscale.core.errors import UserError
-from dlscale.core.files import reading, sha256, whole
+from dlscale.core.files import TORN, reading, sha256, whole
 from dlscale.core.progress import tracked
 from dlscale.data import parts, store, verification
 from dlscale.data.manifest import FieldInfo, File, Manifest
@@ -54,16 +54,20 @@ def describe_own(dataset: DatasetSettings, folder: Path) -> Manifest:
     for part in tracked(every, "describing", len(every), "files"):
         path = folder / part.split / f"{part.name}.h5"
         with reading(path), store.open_file(path) as file:
-            names = list(file.attrs["fields"])
-            for name in names:
-                field = Field.of(file[name])
-                check_alike(path, field, fields.setdefault(name, field))
-                these = Moments.from_json(file[name].attrs["moments"])
-                of_split = {"train": moments, "valid": unseen}.get(part.split, {})
-                of_split[name] = of_split[name].merged(these) if name in of_split else these
-                lowest[name] = min(lowest.get(name, np.inf), these.minimum.min())
-                highest[name] = max(highest.get(name, -np.inf), these.maximum.max())
-            splits[part.split].append(File.of(path, folder, Field.of(file[names[0]]).rows, sha256(path), True))
+            read = {name: Field.of(file[name]) for name in file.attrs["fields"]}
+            measured = {name: Moments.from_json(file[name].attrs["moments"]) for name in read}
+            rows = next(iter(read.values())).rows
+        for name, field in read.items():
+            check_alike(path, field, fields.setdefault(name, field))
+            these = measured[name]
+            statistics = (these.mean, these.m2, these.minimum, these.maximum)
+            if any(each.shape != (len(field.channels),) for each in statistics):
+                raise UserError(f"{path}: {name}: statistics of other channels than its own; {TORN}")
+            of_split = {"train": moments, "valid": unseen}.get(part.split, {})
+            of_split[name] = of_split[name].merged(these) if name in of_split else these
+            lowest[name] = min(lowest.get(name, np.inf), these.minimum.min())
+            highest[name] = max(highest.get(name, -np.inf), these.maximum.max())
+        splits[part.split].append(File.of(path, folder, rows, sha256(path), True))
     for name, its in unseen.items():
         for channel, std in zip(fields[name].channels, its.std, strict=True):
             if not std > 0:

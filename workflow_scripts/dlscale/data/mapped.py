@@ -11,13 +11,15 @@ Boxes have their axes in one order for all fields: channels, then the three othe
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import h5py
 import numpy as np
 
-from dlscale.core.files import reading
+from dlscale.core.errors import UserError
+from dlscale.core.files import TORN, reading
 from dlscale.data.store import Reader, as_stored
 
 
@@ -142,12 +144,12 @@ def map_chunks(dataset: h5py.Dataset) -> tuple[np.ndarray, dict[tuple[int, ...],
             infos: list[Any] = []
             dataset.id.chunk_iter(infos.append)
             offsets = {info.chunk_offset: info.byte_offset for info in infos}
-        shape, item = dataset.chunks or dataset.shape, dataset.dtype.itemsize
-        needed = int(np.prod([-(-size // edge) for size, edge in zip(dataset.shape, shape, strict=True)]))
-        if len(offsets) != needed or any(offset is None or offset % item for offset in offsets.values()):
-            return np.empty(0, np.uint8), {}
+        whole, shape, dtype = dataset.shape, dataset.chunks or dataset.shape, dataset.dtype
         file = np.asarray(np.memmap(dataset.file.filename, np.uint8, "r"))
-        size = int(np.prod(shape)) * item
-        return file, {
-            corner: file[first : first + size].view(dataset.dtype).reshape(shape) for corner, first in offsets.items()
-        }
+    needed = math.prod(-(-size // edge) for size, edge in zip(whole, shape, strict=True))
+    if len(offsets) != needed or any(offset is None or offset % dtype.itemsize for offset in offsets.values()):
+        return np.empty(0, np.uint8), {}
+    size = math.prod(shape) * dtype.itemsize
+    if max(offsets.values()) + size > file.size:
+        raise UserError(f"{dataset.file.filename}: values of '{dataset.name}' are beyond its end; {TORN}")
+    return file, {corner: file[first : first + size].view(dtype).reshape(shape) for corner, first in offsets.items()}

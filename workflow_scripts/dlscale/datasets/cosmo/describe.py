@@ -32,14 +32,16 @@ def describe_prepared(dataset: CosmoDataset, sources: list[Path], folder: Path) 
         store.enter(path)
         with reading(path), store.open_file(path) as file:
             volumes = open_volumes(file)
-            for name, values in volumes.items():
-                channels, units, transforms = CHANNELS[name]
-                shapes.setdefault(name, values.shape)
-                described[name] &= "transforms" in values.attrs and Field.of(values).transforms == transforms
-                if part.split == "train":
-                    field = Field(name, channels, units, values.shape, 0, transforms)
-                    moments[name] = moments[name].merged(_measure(field, path, dataset.memory_mb))
-            splits[part.split].append(File.of(path, folder, volumes["Nbody"].shape[1]))
+            said = {n: Field.of(values).transforms for n, values in volumes.items() if "transforms" in values.attrs}
+            there = {name: values.shape for name, values in volumes.items()}
+        for name, shape in there.items():
+            channels, units, transforms = CHANNELS[name]
+            shapes.setdefault(name, shape)
+            described[name] &= said.get(name) == transforms
+            if part.split == "train":
+                field = Field(name, channels, units, shape, 0, transforms)
+                moments[name] = moments[name].merged(_measure(field, path, dataset.memory_mb))
+        splits[part.split].append(File.of(path, folder, there["Nbody"][1]))
     fields = {}
     for name, (channels, units, transforms) in CHANNELS.items():
         if not described[name]:

@@ -8,7 +8,6 @@ import math
 from pathlib import Path
 from typing import Any
 
-import h5py
 import numpy as np
 
 from dlscale.config.dataset import SPLITS
@@ -44,15 +43,17 @@ def describe_prepared(dataset: Era5Dataset, sources: list[Path], folder: Path) -
             store.enter(path)
             with reading(path), store.open_file(path) as file:
                 fields = store.dataset(file, "fields", ndim=4)
-                if shape is not None and fields.shape[1:] != shape[1:]:
-                    raise UserError(f"{path}: fields {fields.shape} differ from those of other files {shape}")
-                shape = fields.shape
+                there = fields.shape
                 if "latitude" in file and "longitude" in file:
                     latitude, longitude = file["latitude"][()].tolist(), file["longitude"][()].tolist()
                 names, units = ([str(name) for name in fields.attrs.get(key, [])] for key in ("channels", "units"))
-                splits[split].append(File.of(path, folder, fields.shape[0]))
-                if (start := _start(file, path, fields.shape[0], dataset.source.step_hours)) is not None:
-                    starts[splits[split][-1].digest] = start
+                times = store.dataset(file, "time")[()] if "time" in file else None
+            if shape is not None and there[1:] != shape[1:]:
+                raise UserError(f"{path}: fields {there} differ from those of other files {shape}")
+            shape = there
+            splits[split].append(File.of(path, folder, shape[0]))
+            if (start := _start(times, path, shape[0], dataset.source.step_hours)) is not None:
+                starts[splits[split][-1].digest] = start
     for split in ("train", "valid"):
         if not splits[split]:
             raise UserError(
@@ -153,30 +154,28 @@ def _extra(manifest: Manifest, stats: Path, name: str, series: bool) -> Extra:
         for described in files:
             path = manifest.path(described)
             with reading(path), store.open_file(path) as file:
-                for axis in ("latitude", "longitude"):
-                    degrees = file[axis][()].tolist()
-                    if grid.setdefault(axis, degrees) != degrees:
-                        raise UserError(f"{path}: its {axis}s differ from those of other files; expected one grid")
-                starts[described.digest] = float(file["time"][0])
-                hours = file["time"][()]
-                apart = months_apart((3600 * hours).astype("datetime64[s]")) if len(hours) > 1 else None
-                if series and (
-                    shared := [hour for hour in hours.tolist() if split_of.setdefault(hour, split) != split]
-                ):
-                    raise UserError(
-                        f"{path}: {np.datetime64(0, 's') + int(3600 * shared[0])} is in {split_of[shared[0]]} and "
-                        f"{split}: of months, let a split begin and end with a whole one"
-                    )
-                if apart:
-                    months.add(apart)
-                else:
-                    steps |= set(np.diff(hours).tolist())
-                if len(steps) + len(months) > 1:
-                    there = ", ".join([*(f"{n} months" for n in months), *(f"{step:g} h" for step in sorted(steps))])
-                    raise UserError(f"{path}: steps of {there} in one dataset; give them one `step_hours`")
+                axes = {axis: file[axis][()].tolist() for axis in ("latitude", "longitude")}
+                hours = file["time"][()].astype(np.float64)
+                starts[described.digest] = float(hours[0])
                 if split == "train":
                     total = total + file["sum/fields"][()]
-                    rows += len(file["time"])
+                    rows += len(hours)
+            for axis, degrees in axes.items():
+                if grid.setdefault(axis, degrees) != degrees:
+                    raise UserError(f"{path}: its {axis}s differ from those of other files; expected one grid")
+            apart = months_apart((3600 * hours).astype("datetime64[s]")) if len(hours) > 1 else None
+            if series and (shared := [hour for hour in hours.tolist() if split_of.setdefault(hour, split) != split]):
+                raise UserError(
+                    f"{path}: {np.datetime64(0, 's') + int(3600 * shared[0])} is in {split_of[shared[0]]} and "
+                    f"{split}: of months, let a split begin and end with a whole one"
+                )
+            if apart:
+                months.add(apart)
+            else:
+                steps |= set(np.diff(hours).tolist())
+            if len(steps) + len(months) > 1:
+                there = ", ".join([*(f"{n} months" for n in months), *(f"{step:g} h" for step in sorted(steps))])
+                raise UserError(f"{path}: steps of {there} in one dataset; give them one `step_hours`")
     np.save(stats / "time_means.npy", (total / rows).astype(np.float32)[None])
     logging.info("climatology: mean over %d training times", rows)
     extra = Extra(
@@ -188,14 +187,13 @@ def _extra(manifest: Manifest, stats: Path, name: str, series: bool) -> Extra:
     return _timed(extra, manifest.splits, starts, series)
 
 
-def _start(file: h5py.File, path: Path, rows: int, step_hours: int) -> float | None:
+def _start(times: np.ndarray | None, path: Path, rows: int, step_hours: int) -> float | None:
     """Return the time of a prepared file's first state, hours since 1970; None where nobody knows.
 
-    The published files have no times: each is named after its year, and begins with it. Where there are times they
+    The published files have no `times`: each is named after its year, and begins with it. Where there are times they
     must be `step_hours` apart: pairs, clocks and means are made by counting rows.
     """
-    if "time" in file:
-        times = store.dataset(file, "time")[()]
+    if times is not None:
         if times.shape != (rows,):
             raise UserError(f"{path}: time: shape {times.shape}, expected ({rows},), one time for each row of fields")
         steps = np.diff(times.astype(np.float64))

@@ -67,31 +67,35 @@ class FileSource(Source):
 
     def _open(self, path: Path, name: str, memory_mb: int) -> Any:
         """Return an array that is read as far as it is asked for; one of a .npz file is read as a whole."""
-        with reading(path, f"expected {path.suffix}: write or fetch it again"):
-            if path.suffix in HDF5:
-                store.enter(path)
-                file = store.open_file(path)
-                self._closing.append(file.close)
-                if not isinstance(values := file.get(name), h5py.Dataset):
-                    raise UserError(
-                        f"{path}: {unknown('array', name, _arrays(file))}; name it in `array` of the source"
-                    )
-            elif path.suffix == ".npz":
-                with np.load(path, allow_pickle=False) as arrays:
-                    if name not in arrays:
-                        raise UserError(f"{path}: {unknown('array', name, arrays)}; name it in `array` of the source")
+        advice, names, size = f"expected {path.suffix}: write or fetch it again", [name], 0
+        if path.suffix in HDF5:
+            store.enter(path)
+            file = store.open_file(path)
+            self._closing.append(file.close)
+            with reading(path, advice):
+                values = file.get(name)
+                names = [name] if isinstance(values, h5py.Dataset) else _arrays(file)
+        elif path.suffix == ".npz":
+            with reading(path, advice), np.load(path, allow_pickle=False) as arrays:
+                names = list(arrays)
+                if name in names:
                     member = name if name in arrays.zip.namelist() else f"{name}.npy"
-                    if (size := arrays.zip.getinfo(member).file_size) > memory_mb * 1_000_000:
-                        raise UserError(
-                            f"{path}: '{name}' has {size / 1e6:.0f} MB, and what a .npz file holds is read as a whole; "
-                            f"the dataset's `memory_mb` allows {memory_mb}: raise it, or save the array as .npy"
-                        )
-                    values = arrays[name]
-            else:
+                    size = arrays.zip.getinfo(member).file_size
+                    values = arrays[name] if size <= memory_mb * 1_000_000 else None
+        else:
+            with reading(path, advice):
                 values = np.load(path, mmap_mode="r", allow_pickle=False)
-            if values.dtype.kind not in "fiub" or not values.ndim or not values.size:
-                what = f"type {values.dtype}, shape {values.shape}"
-                raise UserError(f"{path}: '{name}' has {what}; expected numbers, with a sample a row")
+        if name not in names:
+            raise UserError(f"{path}: {unknown('array', name, names)}; name it in `array` of the source")
+        if size > memory_mb * 1_000_000:
+            raise UserError(
+                f"{path}: '{name}' has {size / 1e6:.0f} MB, and what a .npz file holds is read as a whole; "
+                f"the dataset's `memory_mb` allows {memory_mb}: raise it, or save the array as .npy"
+            )
+        with reading(path, advice):
+            dtype, shape = values.dtype, values.shape
+        if dtype.kind not in "fiub" or not shape or not math.prod(shape):
+            raise UserError(f"{path}: '{name}' has type {dtype}, shape {shape}; expected numbers, with a sample a row")
         return values
 
     def read(self, start: int, stop: int) -> dict[str, np.ndarray]:
