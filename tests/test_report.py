@@ -445,7 +445,7 @@ def test_a_busy_machine_is_given_away(results: Results) -> None:
             {mode: {"mean": mean} for mode, mean in zip(("IO", "SYNTHETIC", "FULL"), (90, 100, 130), strict=True)}
         )
     )
-    assert found and found.what == "not known" and "something else kept the machine busy" in found.why
+    assert found and found.what == "not known" and "the machine was disturbed" in found.why
 
 
 def test_a_learning_rate_is_no_other_computation(results: Results) -> None:
@@ -769,6 +769,32 @@ def triplet(io: float, synthetic: float, full: float) -> Throughput:
 def test_what_bounds_a_run(rates: tuple[float, float, float], what: str, why: str) -> None:
     found = bound(triplet(*rates))
     assert found and found.what == what and why in found.why
+
+
+@pytest.mark.parametrize(
+    ("full", "std", "count", "beyond"),
+    [
+        ((242.0, 3.5), 12.0, 3, True),  # 4.30 standard errors of 7.2: 31 samples/s
+        ((172.0, 3.5), 12.0, 3, False),
+        ((172.0, 3.5), 2.0, 3, True),  # 10 samples/s, and a tenth are 14
+        ((155.0, 0.1), 0.1, 3, False),  # a tenth, however quiet the trials
+        ((242.0, 3.5), 12.0, 2, False),  # of two trials nobody knows
+        ((242.0, 0.0), 0.0, 1, True),
+    ],
+)
+def test_what_cannot_be_is_noise_or_a_disturbed_machine(
+    full: tuple[float, float], std: float, count: int, beyond: bool
+) -> None:
+    rates = {"IO": (1000.0, 1.0), "SYNTHETIC": (143.0, std), "FULL": full}
+    found = bound(
+        Throughput.model_validate(
+            {key: {"mean": mean, "std": std, "trial_time": [1.0] * count} for key, (mean, std) in rates.items()}
+        )
+    )
+    assert found and (found.what == "not known") is beyond
+    assert ("the slower one, within the noise. A" in found.why) is not beyond
+    said = f"FULL reaches {full[0]:.0f}, beyond noise. It cannot be faster than its slower part: the machine was"
+    assert (said in found.why) is beyond and ("none of these rates hold. Measure again." in found.why) is beyond
 
 
 def gained(path: Path) -> str | None:

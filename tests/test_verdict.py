@@ -22,6 +22,7 @@ from dlscale.core.records import (
 )
 from dlscale.core.telemetry import Summary
 from dlscale.report import verdict as module
+from dlscale.report.explain import lines
 from dlscale.report.verdict import CAUSES, Evidence, verdict
 from tests.conftest import stage
 
@@ -227,6 +228,17 @@ def test_a_neighbour_is_told_before_all_else() -> None:
     assert causes(measured(20, full=19, used=usage(1.9, 2.9))) == ["neighbour", "workers"]
     # It took what the loader would have used: whether that is slow, nobody knows.
     assert causes(measured(20, full=19, used=usage(1.9, 3.9))) == ["neighbour"]
+
+
+def test_of_rates_that_cannot_be_only_what_disturbed_them_is_told() -> None:
+    """FULL at 242 samples/s, where computing alone reached 143; a neighbour was there, or was not seen."""
+    for used, seen in ((None, []), (usage(1.0, 2.0), ["neighbour"])):
+        found = verdict(Evidence(SETTINGS, measured(1000, 143, 242, used), profiled(device_busy=0.4, launches=900)))
+        assert [each.cause for each in found.findings] == seen and found.limit == ""
+        assert found.todo.startswith("Measure again") and found.todo.endswith("none of these rates hold.")
+        said = " ".join(" ".join(lines("p.r", found)).split())
+        assert "p.r: what bounds it is not known" in said and "beyond noise" in said and "within" not in said
+        assert "Try next: Measure again" in said and said.endswith("none of these rates hold.")
 
 
 def test_a_remark_takes_no_place_from_what_helps() -> None:

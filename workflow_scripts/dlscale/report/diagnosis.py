@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from dlscale.core.noise import standard_errors
 from dlscale.core.records import MODES, Throughput, Trials
 from dlscale.core.text import number, percent
 
@@ -13,6 +14,9 @@ UNKNOWN = "not known"
 
 #: A ratio of speeds nearer to 1 is noise, however quiet the trials were: two processes differ by as much.
 NOISE = 0.05
+
+#: FULL may seem faster than its slower part by this share, however quiet the trials were: they were timed apart.
+ABOVE = 0.1
 
 
 @dataclass(frozen=True)
@@ -32,10 +36,11 @@ def bound(throughput: Throughput | None) -> Bound | None:
     FULL cannot be faster than the slower of loading alone (IO) and computing alone (SYNTHETIC). What
     it reaches of that says how well the two overlap.
     """
-    means = [trials.mean for mode in MODES if throughput and (trials := throughput.mode(mode))]
-    if len(means) < len(MODES) or not all(means):
+    modes = [trials for mode in MODES if throughput and (trials := throughput.mode(mode))]
+    if len(modes) < len(MODES) or not all(trials.mean for trials in modes):
         return None
-    io, synthetic, full = means
+    io, synthetic, full = (trials.mean for trials in modes)
+    slower = min(modes[:2], key=lambda trials: trials.mean)
     if io < 0.8 * synthetic:
         what, key, advice = "data loading", "io", "A faster loader would help."
     elif synthetic < 0.8 * io:
@@ -45,9 +50,13 @@ def bound(throughput: Throughput | None) -> Bound | None:
     share = full / min(io, synthetic)
     serial = 1 / (1 / io + 1 / synthetic)  # one after the other: nothing overlaps
     loading = None
-    if share > 1.1:
-        what, key = UNKNOWN, "both"
-        advice = "It cannot be faster than either: something else kept the machine busy meanwhile. Measure again."
+    reaches = f"{percent(share)} of the slower one" if share <= 1 else "the slower one, within the noise"
+    if full - slower.mean > max(ABOVE * slower.mean, math.hypot(_error(slower), _error(modes[2]))):
+        what, key, reaches = UNKNOWN, "both", f"{number(full)}, beyond noise"
+        advice = (
+            "It cannot be faster than its slower part: the machine was disturbed, so none of these rates hold. "
+            "Measure again."
+        )
     elif share < 0.8 and full < 0.9 * serial:
         advice = "That is less than one after the other would give: they compete for the same cores or memory."
     elif share < 0.9 and 0.9 * serial <= full <= 1.1 * serial < 0.99 * min(io, synthetic):
@@ -55,12 +64,17 @@ def bound(throughput: Throughput | None) -> Bound | None:
         advice = "That is what one after the other gives: they do not overlap."
     elif share < 0.8:
         advice = "They overlap only in part."
-    reaches = f"{percent(share)} of the slower one" if share <= 1 else "the slower one, within the noise"
     why = (
         f"The loader alone delivers {number(io)} samples/s, the model alone takes {number(synthetic)}. "
         f"FULL reaches {reaches}. {advice}"
     )
     return Bound(what, key, why, share, loading)
+
+
+def _error(trials: Trials) -> float:
+    """Return how far the 95 % interval of a mean rate reaches to each side; 0 where no spread is known."""
+    count = len(trials.trial_time)
+    return standard_errors(count) * trials.std / math.sqrt(count) if count > 1 else 0.0
 
 
 def uncertainty(before: Trials, after: Trials, within: bool = False) -> float:

@@ -15,6 +15,7 @@ from dlscale.core.records import Profile
 from dlscale.core.settings import read_yaml
 from dlscale.core.telemetry import read_nodes
 from dlscale.core.text import percent
+from dlscale.report.diagnosis import UNKNOWN
 from dlscale.report.results import read_throughput
 from dlscale.report.verdict import Evidence, Verdict, verdict, watched
 
@@ -47,8 +48,10 @@ def evidence(path: Path) -> Evidence:
 
 def lines(name: str, found: Verdict) -> list[str]:
     """Return a verdict as lines of text."""
-    text = [f"{name}: bound by {found.bound.what}" if found.bound else name]
+    text = [name]
     if found.bound:
+        unknown = found.bound.what == UNKNOWN
+        text = [f"{name}: what bounds it is not known" if unknown else f"{name}: bound by {found.bound.what}"]
         text += _wrapped(found.bound.why)
     for finding in found.findings:
         costs = "" if finding.share is None else f", about {percent(finding.share)} of the time"

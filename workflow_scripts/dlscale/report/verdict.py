@@ -17,7 +17,7 @@ from dlscale.core.records import MODES, Activity, Profile, Throughput, Trials, U
 from dlscale.core.settings import Raw
 from dlscale.core.telemetry import Sample, Summary, summary
 from dlscale.core.text import many, number, percent, size
-from dlscale.report.diagnosis import Bound, bound, faster
+from dlscale.report.diagnosis import UNKNOWN, Bound, bound, faster
 from dlscale.report.results import RunResult
 
 #: A cause that costs less of the time than this is not told: two measurements of the same differ by as much.
@@ -147,6 +147,10 @@ def verdict(evidence: Evidence) -> Verdict:
     # What disturbs a measurement comes first: with it, nothing else is certain. What costs nothing here comes last.
     found.sort(key=lambda finding: (finding.cause != "neighbour", -(finding.share or 0.0)))
     bounding = bound(evidence.throughput)
+    if bounding and bounding.what == UNKNOWN:  # nothing that is made of these rates is told, but what disturbed them
+        found = [finding for finding in found if finding.cause in ("neighbour", "throttled")]
+        again = "Measure again with nothing else running, or on nodes of your own: none of these rates hold."
+        return Verdict(bounding, found, "", again)
     costs = [finding for finding in found if finding.share is not None or finding.cause == "neighbour"]
     todo = costs[0].todo if costs else _next(evidence, bounding)
     return Verdict(bounding, found, limit(evidence), todo if costs or not found else f"{found[0].todo} {todo}")
