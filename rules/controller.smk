@@ -153,6 +153,7 @@ def reason_to_run(job):
         now=sorted(reason.params_changed.only_new),
         newer=sorted(reason.updated_input),
         inputs=bool(reason.input_changed),
+        follows=bool(reason.updated_input_run),
         # Snakemake forces what was cut short by itself (--rerun-incomplete).
         forced=bool(reason.forced and asked),
         interrupted=bool(reason.forced and not asked),

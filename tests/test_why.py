@@ -130,10 +130,22 @@ def test_what_is_replaced_is_told() -> None:
         job(one, other, missing=["model.pt"]),
         job(known=False, missing=["model.pt"]),
         job(one, stage({"lr": 1}, sources="2")),
-        job(one, one, newer=["data/a.h5"]),
+        job(one, stage({"lr": 1}, sources="2"), follows=True),
+        job(follows=True, missing=["model.pt"]),
+        job(follows=True, known=False),
+        job(follows=True, rule="collect"),
         job(one, other, "configure_run"),
     ]
     assert replaced(unharmed) == ""
+
+
+@pytest.mark.parametrize("why", [{"follows": True}, {"newer": ["data/manifest.json"]}])
+def test_what_other_data_replace_is_told(why: dict[str, Any]) -> None:
+    """Whether the same call makes them again or another one did."""
+    assert found([job(**why)], TABLES.get).lines()[-1] == (
+        "replaces the results of p.r (train); "
+        "to keep them: a dataset of its own, and a run that uses it (from: p.r)"
+    )
 
 
 def test_digests_are_remembered(tmp_path: Path) -> None:

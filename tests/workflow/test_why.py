@@ -40,6 +40,10 @@ def test_what_changed_is_named(clone: Tree) -> None:
     replaced = "replaces the results of era5.vit (train); to keep them: a run of its own (from: era5.vit)"
     assert further == ["and what follows from that: collect, report_plan", replaced]
     undo()
+    undo = configure("datasets.years.source.days", 4)(clone)
+    keep = "to keep them: a dataset of its own, and a run that uses it (from: era5.vit)"
+    assert reasons(clone)[-1] == f"replaces the results of era5.vit (train, throughput); {keep}"
+    undo()
     undo = append(f"{PACKAGE}/models/vit.py")(clone)
     (line, _) = reasons(clone)
     assert re.fullmatch(r"era5\.vit \(.*\): models/vit\.py changed", line) and "throughput" in line and "train" in line

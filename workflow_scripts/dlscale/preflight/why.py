@@ -44,7 +44,8 @@ class Waiting:
     before, now
         Parameters as they were recorded, and as they are: representations of Python values that only one of them has.
     newer
-        Inputs that changed since; `inputs`: whether it reads other files than before.
+        Inputs that changed since; `inputs`: whether it reads other files than before; `follows`: whether some of them
+        are made before it, in the same call.
     forced, interrupted, command
         Whether it was asked for by force; whether an earlier try of it was cut short; whether the rule's own command
         changed.
@@ -58,6 +59,7 @@ class Waiting:
     now: Sequence[str] = ()
     newer: Sequence[str] = ()
     inputs: bool = False
+    follows: bool = False
     forced: bool = False
     interrupted: bool = False
     command: bool = False
@@ -139,17 +141,23 @@ def found(jobs: Iterable[Waiting], sources: Callable[[str], Mapping[str, str] | 
 
 
 def replaced(jobs: Iterable[Waiting]) -> str:
-    """Return a line on runs that have results, and get those of other settings in their place; nothing if none does."""
-    names, rules = set(), set()
+    """Return a line on runs that have results, and get those of other settings or inputs in their place; else nothing.
+
+    New sources, or another image, make all of the inputs again, too: that is no change of what was asked for.
+    """
+    names, rules, inputs = set(), set(), False
     for job in jobs:
         others = [_of(before) != _of(now) for before, now in _beside(job.before, job.now)]
-        if job.rule in RUN_STAGES and job.known and not job.missing and any(others):
+        read = not others and (job.follows or bool(job.newer))
+        if job.rule in RUN_STAGES and job.known and not job.missing and (any(others) or read):
             names.add("{plan}.{run}".format_map(job.wildcards))
             rules.add(job.rule)
+            inputs |= read
     if not names:
         return ""
     runs = f"{_some(sorted(names))} ({', '.join(sorted(rules, key=_place_in_order))})"
-    return f"replaces the results of {runs}; to keep them: a run of its own (from: {min(names)})"
+    own = "a dataset of its own, and a run that uses it" if inputs else "a run of its own"
+    return f"replaces the results of {runs}; to keep them: {own} (from: {min(names)})"
 
 
 def _of(stage: Any) -> Any:
