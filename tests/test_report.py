@@ -1738,6 +1738,27 @@ def test_a_narrow_page_shows_what_takes_the_time(explained: Results, tmp_path: P
     assert all(each["cell"] >= 0 and each["bullet"] >= 24 for each in found), found
 
 
+@pytest.mark.skipif(not chromium, reason="no chromium on PATH")
+@pytest.mark.parametrize("width", [390])
+def test_tables_show_their_values_and_whole_captions(html: str, tmp_path: Path, width: int) -> None:
+    """The column of names, which stays in view, leaves room beside it; a caption ends where its table's box does."""
+    found = probed(
+        html.replace("<details>", "<details open>"),
+        tmp_path,
+        width,
+        """[...document.querySelectorAll(".scroll")].map((frame) => {
+        const wide = (each) => frame.querySelector(each).getBoundingClientRect();
+        return {
+          about: frame.ariaLabel,
+          names: frame.scrollWidth > frame.clientWidth ? wide("tbody th").width / frame.clientWidth : 0,
+          beyond: wide("caption > span").right - frame.getBoundingClientRect().left - frame.clientWidth,
+        };
+        })""",
+    )
+    assert any("by channel" in each["about"] for each in found)
+    assert all(each["names"] <= 0.6 and each["beyond"] <= 0 for each in found), found
+
+
 def probed(html: str, folder: Path, width: int, expression: str) -> Any:
     """Return what an expression in JavaScript says of the page when a browser has shown it, `width` pixels wide.
 
