@@ -1739,7 +1739,7 @@ def test_a_narrow_page_shows_what_takes_the_time(explained: Results, tmp_path: P
 
 
 @pytest.mark.skipif(not chromium, reason="no chromium on PATH")
-@pytest.mark.parametrize("width", [390])
+@pytest.mark.parametrize("width", [390, 1200])
 def test_tables_show_their_values_and_whole_captions(html: str, tmp_path: Path, width: int) -> None:
     """The column of names, which stays in view, leaves room beside it; a caption ends where its table's box does."""
     found = probed(
