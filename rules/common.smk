@@ -349,7 +349,7 @@ def plan_settings(name):
     runs = [
         {
             "name": resolved.trial or run,
-            "label": resolved.run.label or run,
+            "label": CONFIG.label(name, run),
             "plan": resolved.plan,
             "run": resolved.name,
             "measure": CONFIG.stages(name, run),

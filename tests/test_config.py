@@ -453,7 +453,13 @@ def test_a_rung_that_the_machine_cannot_do_is_left_out(monkeypatch: pytest.Monke
 def test_use_names_a_run_that_another_plan_has() -> None:
     plans = plan(runs={"mine": {"use": "sound.second"}, "own": {}})["plans"]
     plans["q"] = {"study": "cosmo_unet", "runs": {"through": {"use": "p.mine"}}}
-    found = load(plans=plans).plans
+    plans["sound"] = {"runs": {"second": {"label": "its own"}}}
+    configuration = load(plans=plans)
+    assert configuration.label("sound", "second") == "its own"
+    assert configuration.label("p", "own") == "own"
+    assert configuration.label("p", "mine") == "mine (sound.second)"
+    assert configuration.label("q", "through") == "through (sound.second)"
+    found = configuration.plans
     for resolved in (found["p"]["mine"], found["q"]["through"]):
         assert (resolved.plan, resolved.name) == ("sound", "second")
         assert resolved.run == found["sound"]["second"].run

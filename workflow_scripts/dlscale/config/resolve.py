@@ -70,6 +70,13 @@ class Configuration:
         """Return the stages that a run goes through: one that repeats another trains, and no more."""
         return ["train"] if self.plans[plan][run].repeats else self.workflow.plans[plan].stages(run)
 
+    def label(self, plan: str, run: str) -> str:
+        """Return what tables and figures of a plan call a run: one of another plan by its name here, and its origin."""
+        resolved = self.plans[plan][run]
+        if "use" in (self.workflow.plans[plan].runs.get(run) or {}):
+            return f"{run} ({resolved.plan}.{resolved.name})"
+        return resolved.run.label or run
+
 
 def load(raw: Mapping[str, Any]) -> Configuration:
     """Validate the user's configuration as Snakemake merged it (strings where `--config` gave them); resolve all runs.
