@@ -206,7 +206,7 @@ def test_a_headline_is_never_noise(results: Results) -> None:
     assert view and (view["fastest"], view["gain"], view["like"]) == ("plain", None, ["layout"])
     said = Page(results.report()).text
     assert "140 samples/s FULL: loading and computing together, run plain: none is faster beyond noise. " in said
-    assert "Equal within noise: layout." in said
+    assert "Equal within noise to plain: layout." in said
 
 
 @pytest.mark.parametrize("several", [2, 9, 16])
@@ -238,7 +238,7 @@ def test_a_headline_has_its_error_and_who_is_as_fast(results: Results) -> None:
     assert said_ and said_["fastest"] == "fused" and said_["like"] == ["bf16"]
     said = Page(results.report()).text
     assert "run fused: 1.75× ± 0.03" in said or "run fused: 1.74× ± 0.03" in said
-    assert "as fast as plain. Equal within noise: bf16." in said
+    assert "as fast as plain. Equal within noise to fused: bf16." in said
     rows = results.collect(results.plans[0])
     assert float(rows[2]["speed_up"]) == pytest.approx(1.745)
     assert float(rows[2]["speed_up_low"]) < 1.745 < float(rows[2]["speed_up_high"])
