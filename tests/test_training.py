@@ -6,6 +6,7 @@ import contextlib
 import copy
 import errno
 import io
+import itertools
 import json
 import logging
 import math
@@ -362,6 +363,20 @@ def trainer(folder: Path, data: Path, loader: type[TorchLoader] = TorchLoader, *
         metrics = session.study.metrics(run, session.manifest, CPU)
         checkpoints = Checkpoints(folder / "trainer", 1)
         yield Trainer(run, session.step, session.share(), (loaders[0], loaders[1]), metrics, checkpoints, World())
+
+
+def test_a_step_has_no_more_samples_than_an_epoch(
+    era5: Make, weather: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 38 samples and a batch of 64 the samples/s that are told while it trains are those of 38 a step."""
+    folder = era5(batch_size=64, training={"epochs": 3})
+    told: list[tuple[int, dict[str, float]]] = []
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
+    with trainer(folder, weather) as made:
+        monkeypatch.setattr(time, "perf_counter", itertools.count().__next__)  # a second at each look
+        made.fit(on_steps=lambda step, values: told.append((step, dict(values))))
+    seconds = [38 * 1 / values["samples/s"] for _, values in told]
+    assert told and seconds == [pytest.approx(round(each)) for each in seconds], "whole, as the clock is"
 
 
 def test_what_was_before_the_first_step(era5: Make, weather: Path) -> None:

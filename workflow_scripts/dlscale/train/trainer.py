@@ -108,7 +108,8 @@ class Trainer:
         """
         described = sorted(self.metrics.described, key=lambda metric: not metric.naive)
         headline = described[0].name if described else ""  # the first with a naive answer, or else the first
-        latest = _Latest(self.run.batch_size, self.total_steps, on_steps)
+        samples = min(self.run.batch_size, self.train_loader.samples)  # an epoch may have fewer than a batch
+        latest = _Latest(samples, self.total_steps, on_steps)
         try:
             with (
                 Interruption(self.world) as interruption,
@@ -361,8 +362,8 @@ class Trainer:
 class _Latest:
     """The last step's loss on this rank, and the samples/s of all since it was asked for before."""
 
-    def __init__(self, batch_size: int, steps: int, tell: Callable[[int, Mapping[str, float]], None]) -> None:
-        self._batch_size, self._total, self._tell = batch_size, steps, tell
+    def __init__(self, samples: int, steps: int, tell: Callable[[int, Mapping[str, float]], None]) -> None:
+        self._samples, self._total, self._tell = samples, steps, tell  # of a step, of all
         self._step, self._loss = 0, torch.tensor(math.nan)
         self._before = time.perf_counter(), 0
         self._steps = 0  # of this process
@@ -376,10 +377,10 @@ class _Latest:
         loss, now = float(self._loss), time.perf_counter()
         before, steps = self._before
         self._before = now, self._steps
-        rate = (self._steps - steps) * self._batch_size / (now - before)
+        rate = (self._steps - steps) * self._samples / (now - before)
         values = {"loss": loss, "samples/s": rate} if self._steps > steps else {}
         if values:
-            left = (self._total - self._step) * self._batch_size / rate
+            left = (self._total - self._step) * self._samples / rate
             self._tell(self._step, {**values, "seconds_left": left})
         return values
 
