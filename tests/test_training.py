@@ -365,9 +365,7 @@ def trainer(folder: Path, data: Path, loader: type[TorchLoader] = TorchLoader, *
         yield Trainer(run, session.step, session.share(), (loaders[0], loaders[1]), metrics, checkpoints, World())
 
 
-def test_a_step_has_no_more_samples_than_an_epoch(
-    era5: Make, weather: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_has_no_more_samples_than_an_epoch(era5: Make, weather: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 38 samples and a batch of 64 the samples/s that are told while it trains are those of 38 a step."""
     folder = era5(batch_size=64, training={"epochs": 3})
     told: list[tuple[int, dict[str, float]]] = []
@@ -1450,7 +1448,8 @@ def test_a_single_step_is_a_training(era5: Make) -> None:
 def test_an_epoch_smaller_than_a_batch_trains_and_is_told(era5: Make, caplog: pytest.LogCaptureFixture) -> None:
     folder = era5(batch_size=64, training={"epochs": 1})
     told = [record.getMessage() for record in caplog.records if "training samples" in record.getMessage()]
-    assert told and told[0].startswith("batch_size 64: an epoch has 38 training samples, and so has each step")
+    assert told and told[0].startswith("batch_size 64 is more than the 38 training samples: an epoch is one step, with")
+    assert "chosen for batches of 64 may be too high; use batch_size 38 or less" in told[0]
     assert [(r["step"], r["samples"]) for r in records(folder)] == [(1, 38)]
 
 

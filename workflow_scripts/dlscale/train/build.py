@@ -178,9 +178,10 @@ class Session:
         samples = self.samples(split)
         if split == "train" and samples.size < self.run.batch_size:
             logging.warning(
-                "batch_size %d: an epoch has %d training samples, and so has each step, be the learning rate meant for "
-                "more; use batch_size %d or less, or more training samples",
-                *(self.run.batch_size, samples.size, samples.size),
+                "batch_size %d is more than the %d training samples: an epoch is one step, with all of them, and a "
+                "learning rate chosen for batches of %d may be too high; use batch_size %d or less, or more training "
+                "samples",
+                *(self.run.batch_size, samples.size, self.run.batch_size, samples.size),
             )
         build: Callable[..., Loader] = registry.load(registry.loader(self.run.loader.kind)).build
         delivery = self.step.network.delivery
