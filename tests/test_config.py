@@ -183,6 +183,18 @@ def test_a_mistake_is_reported_once_where_it_was_written(mistake: str, place: An
         ({"plans": {"sound": {"runs": {"a b": {}}}}}, "plans.sound.runs.a b", ("expected 1 to 64 letters",)),
         ({"plans": {"a" * 65: {"study": "cosmo_unet", "runs": {"a": {}}}}}, f"plans.{'a' * 65}", ("1 to 64",)),
         ({"plans": ["sound"]}, "plans", ("expected names",)),
+        (
+            {"plans": {"cosmo_publishd": {"settings": {"seed": 3}}}},
+            "plans.cosmo_publishd",
+            ("a new plan needs study and runs (did you mean 'cosmo_published'?)",),
+        ),
+        ({"plans": {"zzz": {"sweep": {"over": {"seed": [1]}}}}}, "plans.zzz", ("a new plan needs study",)),
+        ({"plans": {"sond": {"runs": {"first": {"seed": 1}}}}}, "plans.sond", ("(did you mean 'sound'?)",)),
+        (
+            {"datasets": {"bx": {"source": {"seed": 3}}}},
+            "datasets.bx",
+            ("a new dataset needs kind (did you mean 'box'?)",),
+        ),
         ({"results": "out/{run}"}, "results", ("expected to match",)),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

@@ -15,12 +15,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from dlscale.config.plan import Plan
+from dlscale.config.plan import BLOCKS, Plan
 from dlscale.config.run import Run, run_class
 from dlscale.config.site import Site
 from dlscale.config.workflow import Workflow, workflow_class
 from dlscale.core import registry
-from dlscale.core.errors import Refused, UserError, cut, unknown
+from dlscale.core.errors import Refused, UserError, cut, nearest, unknown
 from dlscale.core.machine import NEEDS, gpus, missing
 from dlscale.core.records import Published, Series
 from dlscale.core.schema import MOST_SEED, Name, Strict
@@ -29,6 +29,10 @@ from dlscale.core.urls import hide
 
 #: Runs that stand on one another by `use`, `from` and the rungs of ladders, at most: each is a call within a call.
 MOST_STEPS = 200
+#: What a dataset or plan has at least that no study ships: else a shipped one was meant, and its name is misspelt.
+NEW = {"datasets": ["kind"], "plans": ["study"]}
+#: Keys of which one gives a plan its runs.
+MAKING = {"runs", *(block for block, _ in BLOCKS.values())}
 #: Settings and where they were written.
 Layer = tuple[str, Raw]
 
@@ -94,6 +98,16 @@ def load(raw: Mapping[str, Any]) -> Configuration:
     for section in ("datasets", "plans", "studies"):
         if not isinstance(user.get(section, {}), dict):
             raise UserError(f"configuration: {section}: expected names and their settings")
+    for section, needs in NEW.items():
+        shipped, own = merged[section], user.get(section, {})
+        for name, settings in own.items():
+            if name in shipped or not isinstance(settings, dict):
+                continue
+            if absent := [key for key in needs if not nearest(key, settings)]:  # of a misspelt key it is told as one
+                known = shipped.keys() | own.keys() - {name}
+                absent += ["runs"] if section == "plans" and not settings.keys() & MAKING else []
+                what = f"a new {section[:-1]} needs {' and '.join(absent)}{nearest(name, known)}"
+                raise UserError(f"configuration: {section}.{name}: {what}")
     merge(merged, user)
     workflow = validate(workflow_class(), merged)
     for name in workflow.studies:
