@@ -422,6 +422,16 @@ def test_places_that_cannot_be(place: str, tmp_path: Path, monkeypatch: pytest.M
     assert stage("new-study", "ripples", "--at", tmp_path / "fine 猫 é") == 0
 
 
+def test_what_to_call_next_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The tests by the Python of the environment, and what installs pytest there."""
+    monkeypatch.chdir(tmp_path)
+    assert stage("new-study", "ripples") == 0
+    said = capsys.readouterr().out
+    assert f"\n  python -m pytest {tmp_path / 'ripples/test_ripples.py'}\n" in said and "make install-dev" in said
+
+
 def test_nothing_is_written_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not a single file, if one of them is there; and if one cannot be written, none is."""
     monkeypatch.chdir(tmp_path)

@@ -72,7 +72,7 @@ def test_a_new_study_inside(make_tree: Callable[..., Tree]) -> None:
     file = "workflow_scripts/dlscale/config/config.schema.json"
     call(tree, f"dlscale schema >{file}.new && mv {file}.new {file}")
     assert '"quokka"' in (tree.path / file).read_text()
-    assert "6 passed" in call(tree, f"python -m {tests} -p no:cacheprovider -n 0")
+    assert "6 passed" in call(tree, f"{tests} -p no:cacheprovider -n 0")
     call(tree, "python -m pytest -n 0 tests/test_architecture.py -k 'quokka or named_outside or tiny'")
     call(tree, run)
     plan = tree.path / "results/plans/quokka_ladder"

@@ -54,13 +54,14 @@ def main(args: argparse.Namespace) -> None:
     write(name, folder)
     print(f"\nNext{'' if Path.cwd() == REPOSITORY else f', in {REPOSITORY}'}:")
     if folder is None:
-        calls = ["make schema", f"pytest tests/test_{name}.py", f"snakemake plan_{name}_ladder"]
+        calls = ["make schema", f"python -m pytest tests/test_{name}.py", f"snakemake plan_{name}_ladder"]
         page = f"results/plans/{name}_ladder/report.html"
     else:
         seen = _seen(folder)
-        calls = [shlex.join(["pytest", str(seen / f"test_{name}.py")]), _call(name, seen)]
+        calls = [shlex.join(["python", "-m", "pytest", str(seen / f"test_{name}.py")]), _call(name, seen)]
         page = f"results/{name}/report/index.html"
     print(*(f"  {call}" for call in calls), sep="\n")
+    print("pytest comes with `make install-dev`; the rest works without.")
     print(f"The last one makes data, trains, measures, profiles, and writes {page}; docs/from_notebook.md leads on.")
 
 
