@@ -299,6 +299,30 @@ def test_explain_prints_the_verdict(
     assert [each["findings"][0]["cause"] for each in found.values()] == ["storage"] * 2
 
 
+def test_a_run_that_has_no_results_yet_and_a_plan_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of the configuration; a run that another plan has is found there."""
+    monkeypatch.chdir(tmp_path)
+    plans = {
+        "p": {"study": "era5_vit", "settings": {"dataset": "d"}, "runs": {"r": {}, "s": {"seed": 1}}},
+        "q": {"study": "era5_vit", "runs": {"same": {"use": "p.r"}, "other": {"use": "p.s"}}},
+    }
+    datasets = {"d": {"kind": "era5", "source": {"kind": "simulated", "train": [2001], "valid": [2002]}}}
+    Path("config.yaml").write_text(yaml.safe_dump({"targets": ["p"], "datasets": datasets, "plans": plans}))
+    write(tmp_path / "results/plans/p/r")
+    assert stage("explain", "q.same") == 0
+    capsys.readouterr()
+    for name, said in (
+        ("p.s", "p.s has no results yet: snakemake plan_p\n"),
+        ("q.other", "q.other has no results yet: snakemake plan_p\n"),
+        ("p", "p: a plan; name one of its runs: p.r, p.s\n"),
+        ("p.t", "p.t: no such run; expected PLAN.RUN, or a run's folder; there are: p.r\n"),
+    ):
+        assert stage("explain", name) == 2
+        assert capsys.readouterr().err.endswith(f": {said}"), name
+
+
 def test_a_run_that_is_not_there_is_one_message(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from dlscale.config.places import folder, results_of
+from dlscale.config.places import folder
 from dlscale.config.resolve import study_files
 from dlscale.core.errors import UserError
 from dlscale.core.text import NONE, duration, many, number, percent, shorten, size
@@ -85,10 +85,9 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
             if value is not None and not 0 < value <= MOST:
                 got = shorten(str(value), 20)
                 raise UserError(f"--{flag.replace('_', '-')}: got {got}; expected more than 0, at most {MOST:.0e}")
-    results = results_of(configuration)
     if sys.stderr.isatty():  # it takes seconds
         print("fitting the model to what was measured …", file=sys.stderr)
-    study = read([folder(name, results) for name in args.runs], args.machine, args.storage or math.inf)
+    study = read([folder(name, configuration) for name in args.runs], args.machine, args.storage or math.inf)
     rows, left_out = table(study, args)
     if not rows:
         raise UserError(f"--devices: nothing is left to plan: {'; '.join(left_out)}")

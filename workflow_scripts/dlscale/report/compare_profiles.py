@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dlscale.config.places import folder, results_of
+from dlscale.config.places import folder
 from dlscale.core.errors import UserError
 from dlscale.core.files import no_pipe
 from dlscale.core.noise import standard_errors
@@ -62,8 +62,7 @@ class Summary:
 
 def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
     """Print what changed from the profile of the first of `args.runs` to that of the second; return the exit status."""
-    results = results_of(configuration)
-    before, after = (read(name if Path(name).exists() else folder(name, results)) for name in args.runs)
+    before, after = (read(name if Path(name).exists() else folder(name, configuration)) for name in args.runs)
     used, now = ({row.tool for row in summary.rows} for summary in (before, after))
     if not used & now:
         said = f"{', '.join(sorted(used))} and {', '.join(sorted(now))}"

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dlscale.config.places import folder, results_of
+from dlscale.config.places import folder
 from dlscale.core.errors import UserError
 from dlscale.core.records import Profile
 from dlscale.core.settings import read_yaml
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
     """Print what holds the runs `args.runs` (PLAN.RUN, or their folders) back; return the exit status."""
-    found = {name: verdict(evidence(folder(name, results_of(configuration)))) for name in args.runs}
+    found = {name: verdict(evidence(folder(name, configuration))) for name in args.runs}
     if args.json:
         print(json.dumps({name: asdict(each) for name, each in found.items()}, indent=2))
     else:

@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dlscale.config.places import folder, results_of
+from dlscale.config.places import folder
 from dlscale.core import board
 from dlscale.core.errors import UserError
 from dlscale.core.files import whole
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
     """Complete the profiles of the runs `args.runs`; return the exit status."""
     for name in args.runs:
-        run = folder(name, results_of(configuration))
+        run = folder(name, configuration)
         reports = import_profile(run)
         said = {"run": name, "reports": reports}
         print(json.dumps(said) if args.json else f"{name}: {', '.join(reports)}; the next `snakemake` shows it")
