@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from dlscale.config import resolve
 from dlscale.core import progress
@@ -127,6 +128,45 @@ def test_what_ended(results: Path, last: str, state: str) -> None:
     text = status.lines([row])
     assert "epoch 2" in text[1] and text[-1] == f"1 {state}"
     assert json.loads(json.dumps(status._json(row)))["epoch"]["valid_loss"] == 0.625
+
+
+def test_results_of_other_settings(results: Path) -> None:
+    """Of those that make a stage run again; of data, which make the runs on them, too; what cannot be read is none."""
+    asked = configuration(results)
+    run, data = results / "plans/p/a", results / "data/d"
+    for folder, name in ((run, "provenance.json"), (data, "manifest.json")):
+        folder.mkdir(parents=True)
+        (folder / name).write_text("{}")
+
+    def states(of: str = "", key: str = "", value: Any = None) -> list[str]:
+        settings = {"run": asked.plans["p"]["a"].run, "data": asked.workflow.datasets["d"]}
+        for what, folder in (("run", run), ("data", data)):
+            written = settings[what].model_dump(mode="json") | ({key: value} if what == of else {})
+            (folder / "config.yaml").write_text(yaml.safe_dump(written))
+        found = rows(results)
+        assert ("dlscale why" in status.lines(found.values())[-1]) == (
+            status.OTHERS in [r.state for r in found.values()]
+        )
+        return [found[name].state for name in ("data d", "p.a")]
+
+    assert states() == ["done", "done"]
+    assert states("run", "seed", 7) == ["done", status.OTHERS]
+    assert states("run", "throughput", {}) == ["done", "done"], "training does not see it"
+    assert states("data", "memory_mb", 7) == ["done", "done"]
+    assert states("data", "source", {"kind": "files"}) == [status.OTHERS, status.OTHERS]
+    (run / "config.yaml").write_text("{")
+    (data / "config.yaml").unlink()
+    assert [row.state for row in rows(results).values()] == ["done", "done", "waiting"]
+
+
+def test_a_part_of_a_stage_is_named_and_its_end_is_not_that_of_the_stage(results: Path) -> None:
+    def line(**more: Any) -> str:
+        counted = {"what": "measuring IO", "part": True, "unit": "trials", "total": 4}
+        tell(results, place="another machine", pid=1, **counted, **more)
+        return status.lines(rows(results).values())[2]
+
+    assert "measuring IO: 2 of 4 trials (50\u00a0%)  ≥ 3.00\u00a0s" in line(done=2, left=3.0)
+    assert "measuring IO: 4 of 4 trials (100\u00a0%)  –" in line(done=4, left=0.0)
 
 
 def test_jobs_in_the_queue(

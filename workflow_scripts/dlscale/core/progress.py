@@ -68,9 +68,13 @@ class Progress:
         total: int | None,
         unit: str,
         values: Callable[[], Mapping[str, float]] = dict,
+        part: bool = False,
     ) -> None:
-        """Begin to count; `values` are numbers by name that are told with the count, asked for every ten seconds."""
-        self.what, self.total, self.unit, self.values = what, total, unit, values
+        """Begin to count; `values` are numbers by name that are told with the count, asked for every ten seconds.
+
+        With `part` the end of the count is not that of the stage.
+        """
+        self.what, self.total, self.unit, self.values, self.part = what, total, unit, values, part
         self.done = self._shown = 0  # and what the last line said
         self._start = self._last = time.monotonic()
         self._first: tuple[float, int] | None = None  # when the first of this process was done, and the count then
@@ -123,6 +127,7 @@ class Progress:
         tell(
             Doing(
                 what=self.what,
+                part=self.part,
                 done=self.done,
                 total=self.total,
                 unit=self.unit,
@@ -146,8 +151,8 @@ class Progress:
 
 
 def tracked(items: Iterable[Item], what: str, total: int | None, unit: str) -> Iterator[Item]:
-    """Yield `items`, counting them."""
-    with Progress(what, total, unit) as progress:
+    """Yield `items`, counting them: a part of what a stage does."""
+    with Progress(what, total, unit, part=True) as progress:
         for count, item in enumerate(items, 1):
             yield item
             progress.update(count)

@@ -50,6 +50,7 @@ class Doing(Record):
     """How far a stage that runs is: a file beside its log (`dlscale.core.progress`)."""
 
     what: str
+    part: bool = False  #: Whether it counts but a part of its stage, which others may follow.
     done: int = 0
     total: int | None = None  #: None: not known.
     unit: str = ""

@@ -65,7 +65,7 @@ def _join(dataset: DatasetSettings, pieces: list[h5py.Dataset], file: h5py.File,
     if block > rows_of_chunk:
         block -= block % rows_of_chunk  # write whole chunks
     error = np.zeros(len(field.channels))
-    with Progress(f"assembling {label}: {field.name}", field.rows, "rows") as progress:
+    with Progress(f"assembling {label}: {field.name}", field.rows, "rows", part=True) as progress:
         done = 0
         for piece, count in zip(pieces, rows, strict=True):
             for first in range(0, count, block):

@@ -188,7 +188,7 @@ def trials(
         alone = time.perf_counter() - start
         return alone, world.max(alone)[0]
 
-    with Progress(f"measuring {mode}", settings.warmup + settings.trials, "trials") as progress:
+    with Progress(f"measuring {mode}", settings.warmup + settings.trials, "trials", part=True) as progress:
         lasted = 0.0 if settings.seconds else math.inf
         if settings.seconds:
             run_steps(consume, batches, range(1))  # what is made at first use says nothing of those that follow

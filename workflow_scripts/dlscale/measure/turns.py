@@ -105,7 +105,8 @@ class Turns:
         """
         found: list[list[Round]] = []
         opening = 0.0
-        with Progress("timing this run and the plan's first one in turn", len(self._couples), "openings") as progress:
+        what = "timing this run and the plan's first one in turn"
+        with Progress(what, len(self._couples), "openings", part=True) as progress:
             for number, couple in enumerate(self._couples):
                 if number < 2 or opening < seconds:
                     order = (0, 1) if number % 2 else (1, 0)

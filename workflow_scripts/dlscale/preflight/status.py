@@ -1,31 +1,37 @@
 """`dlscale status`: how far the runs of plans are, from what their stages leave: results, logs, and what they tell.
 
-It asks no one: neither Snakemake, so whether a result is still what the configuration asks for is for `dlscale why` to
-say, nor the nodes, of which it sees the files that they write every ten seconds (`dlscale.core.progress`).
+It asks no one: neither Snakemake, so of a result it is seen whether the settings beside it are still those of the
+configuration, and the rest is for `dlscale why` to say; nor the nodes, of which it sees the files that they write every
+ten seconds (`dlscale.core.progress`).
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from dlscale.config.resolve import Configuration
+from dlscale.config.compute import decisive_settings
+from dlscale.config.resolve import Configuration, ResolvedRun
 from dlscale.core.errors import UserError, of_another, unknown
 from dlscale.core.progress import LINE_SECONDS, SUFFIX, place
 from dlscale.core.record import Doing
 from dlscale.core.records import Epoch, read_epochs
+from dlscale.core.settings import read_yaml
 from dlscale.core.stages import STAGES
 from dlscale.core.text import NONE, duration, number, percent
 from dlscale.launch import slurm
 
-State = Literal["done", "running", "silent", "stopped", "failed", "waiting"]
+State = Literal["done", "done, of other settings", "running", "silent", "stopped", "failed", "waiting"]
+#: Of what the configuration asks for differently now.
+OTHERS: State = "done, of other settings"
 
 #: Seconds without a word after which a stage on another machine is taken to have ended: a word is due every ten.
 SILENT = 12 * LINE_SECONDS
@@ -55,20 +61,35 @@ def look(configuration: Configuration, plans: Iterable[str]) -> list[Row]:
     """Return a row for each stage of each run of these plans, and for each job that makes their data."""
     results = Path(configuration.workflow.results)
     rows, seen = list[Row](), set[tuple[str, str]]()
-    datasets = [run.run.dataset for plan in plans for run in configuration.plans[plan].values()]
-    for name in dict.fromkeys(datasets):
-        rows += _data(results, name)
+    names = [run.run.dataset for plan in plans for run in configuration.plans[plan].values()]
+    datasets = {name: configuration.workflow.datasets[name] for name in names}
+    changed = {
+        name
+        for name, dataset in datasets.items()
+        if _changed(results / "data" / name, dataset.model_dump(mode="json", exclude={"memory_mb"}))
+    }
+    for name in datasets:
+        rows += _data(results, name, name in changed)
     for plan in plans:
         for run, resolved in configuration.plans[plan].items():
             owner = f"{resolved.plan}.{resolved.name}"
             for stage in configuration.stages(plan, run):
                 if (owner, stage) not in seen:
                     seen.add((owner, stage))
-                    rows.append(_row(results, resolved.plan, resolved.name, stage))
+                    rows.append(_row(results, resolved, stage, resolved.run.dataset in changed))
     return rows
 
 
-def _data(results: Path, name: str) -> list[Row]:
+def _changed(folder: Path, now: dict[str, Any], decide: Callable[[dict[str, Any]], object] = dict) -> bool:
+    """Whether what is in a folder was made with other settings than `now`, as far as `decide` looks at them."""
+    try:
+        before = read_yaml(folder / "config.yaml")
+    except UserError:  # it says nothing
+        return False
+    return decide({key: before.get(key) for key in now}) != decide(now)
+
+
+def _data(results: Path, name: str, changed: bool) -> list[Row]:
     """Return a row for each job that makes a dataset now; else one, of what became of it."""
     logs = {
         log: stage
@@ -80,14 +101,16 @@ def _data(results: Path, name: str) -> list[Row]:
     if words:
         return [Row(f"data {name}", doing.what, "running", doing) for doing in words]
     if (results / "data" / name / "manifest.json").exists():
-        return [Row(f"data {name}", "", "done")]
+        return [Row(f"data {name}", "", OTHERS if changed else "done")]
     for log, stage in logs.items():
         if not log.name.endswith(SUFFIX) and (word := _last_word(log, stage)):
             return [Row(f"data {name}", stage, "stopped" if word.startswith(STOPPED) else "failed", error=word)]
     return [Row(f"data {name}", "", "waiting")]
 
 
-def _row(results: Path, plan: str, run: str, stage: str) -> Row:
+def _row(results: Path, resolved: ResolvedRun, stage: str, changed: bool) -> Row:
+    """Return the row of a stage; `changed`: whether the data are of other settings."""
+    plan, run = resolved.plan, resolved.name
     folder, log = results / "plans" / plan / run, results / "logs" / stage / plan / f"{run}.log"
     doing = _read(Path(f"{log}{SUFFIX}"))
     result = folder / STAGES[stage].outputs[0]
@@ -100,7 +123,8 @@ def _row(results: Path, plan: str, run: str, stage: str) -> Row:
     elif log.exists() and (word := _last_word(log, stage)):
         state, error = "stopped" if word.startswith(STOPPED) else "failed", word
     elif result.exists():
-        state = "done"
+        changed |= _changed(folder, resolved.run.slice(stage), functools.partial(decisive_settings, stage))
+        state = OTHERS if changed else "done"
     epoch = None
     if stage == "train" and state != "waiting":
         try:
@@ -152,11 +176,12 @@ def lines(rows: Iterable[Row], jobs: list[str] | None = None) -> list[str]:
         if doing and doing.unit:
             done = f"{doing.done:,}" + (f" of {doing.total:,}" if doing.total else "") + f" {doing.unit}"
             done += f" ({percent(doing.done / doing.total)})" if doing.total else ""
+            done = f"{doing.what}: {done}" if doing.part and doing.what != row.stage else done
         elif epoch:
             done = f"epoch {epoch.epoch}"
         cells.append(
             (
-                *(row.name, row.stage, row.state, done, duration(doing.left) if doing else NONE),
+                *(row.name, row.stage, row.state, done, _left(doing)),
                 *(number(loss, 4), number(rate), number(epoch.valid_loss if epoch else None, 4)),
             )
         )
@@ -165,9 +190,18 @@ def lines(rows: Iterable[Row], jobs: list[str] | None = None) -> list[str]:
     text += [f"{row.name} {row.stage}: {row.error}" for row in rows if row.error]
     counts = {state: sum(row.state == state for row in rows) for state in dict.fromkeys(row.state for row in rows)}
     text.append(", ".join(f"{count} {state}" for state, count in counts.items()))
+    if any(row.state == OTHERS for row in rows):
+        text.append("What would be made again, and why: dlscale why")
     if jobs:
         text.append(f"In the queue: {', '.join(jobs)}")
     return text
+
+
+def _left(doing: Doing | None) -> str:
+    """Return how long a stage takes yet, as far as one knows: of a part, which others may follow, that is the least."""
+    if doing is None or not doing.left:
+        return NONE
+    return f"≥ {duration(doing.left)}" if doing.part else duration(doing.left)
 
 
 def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
