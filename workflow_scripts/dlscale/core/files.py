@@ -167,9 +167,9 @@ def read_json(path: str | os.PathLike[str]) -> Any:
 def no_link(path: str | os.PathLike[str], flags: int) -> int:
     """Open a file, as `opener` of `open`, but no link and no pipe: in a folder of a group anybody may have put one."""
     found = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
-    if not stat.S_ISREG(os.fstat(found).st_mode):
+    if stat.S_ISFIFO(os.fstat(found).st_mode):
         os.close(found)
-        raise UserError(f"{path}: a pipe or a device; expected a file; delete it")
+        raise UserError(f"{path}: a pipe; expected a file; delete it")
     return found
 
 
