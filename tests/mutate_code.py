@@ -1,0 +1,958 @@
+"""Makes known mistakes in the code, one at a time, and tells which of them the tests see.
+
+`python -m tests.mutate_code` changes a copy of the repository, one mutation after the other, and runs the test that is
+to see it. The exit status is 1 if one survives. Names, also with `*` and `?`, choose mutations:
+`python -m tests.mutate_code 'schedule*' lock`. The list is kept in step with the code: `test_mutate_code.py` says where
+it is not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fnmatch
+import os
+import queue
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = "workflow_scripts/dlscale"
+
+#: What no test needs of the repository; names of its top folder, then names anywhere.
+LEFT_OUT = {".git", ".venv", "results", "shared", "build", "dist", ".snakemake", ".hypothesis"}
+CACHES = shutil.ignore_patterns("__pycache__", "*.egg-info", ".*_cache")
+
+#: Seconds after which tests do not end: processes that wait for each other are a mistake that was seen.
+LIMIT_S = 600.0
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """A mistake: in `file` the text `old`, which is there once, becomes `new`."""
+
+    name: str
+    file: str  #: In the package; of the workflow's rules, in the repository.
+    old: str
+    new: str
+    test: str  #: That sees it, as quickly as can be: FILE::NAME in tests/; of several forms that in brackets.
+
+    @property
+    def path(self) -> str:
+        """The file's path in the repository."""
+        return self.file if self.file.endswith(".smk") else f"{PACKAGE}/{self.file}"
+
+    @property
+    def node(self) -> str:
+        """The test as pytest takes it."""
+        return f"tests/{self.test}"
+
+    def applied(self, text: str) -> str:
+        """Return the file's text with the mistake in it."""
+        if (count := text.count(self.old)) != 1:
+            raise ValueError(
+                f"mutation {self.name}: {self.path} has {self.old!r} {count} times, expected once: the code changed; "
+                "bring the list in tests/mutate_code.py into step with it"
+            )
+        return text.replace(self.old, self.new)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a mutation."""
+
+    name: str
+    caught: bool
+    by: str  #: The test that saw it, or why none could.
+    seconds: float
+
+    def line(self) -> str:
+        """Return it in words."""
+        return f"{self.name:34}  {'caught' if self.caught else 'SURVIVED':8}  {self.seconds:5.0f} s  {self.by}"
+
+
+class Copy:
+    """A copy of the repository, in which code is changed and tests run."""
+
+    def __init__(self, root: Path, folder: Path) -> None:
+        self._folder = folder
+        shutil.copytree(
+            root,
+            folder,
+            symlinks=True,
+            ignore=lambda place, names: {
+                *CACHES(place, names),
+                *(LEFT_OUT.intersection(names) if Path(place) == root else ()),
+            },
+        )
+        self._environment = {
+            **os.environ,
+            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
+            "PYTHONPATH": str(folder / "workflow_scripts"),
+        }
+        # The environment has the package, too: of the repository, whose code stays as it is.
+        command = [sys.executable, "-c", "import dlscale; print(dlscale.__file__)"]
+        found = subprocess.run(command, cwd=folder, env=self._environment, capture_output=True, text=True, check=True)
+        assert Path(found.stdout.strip()).is_relative_to(folder), f"not the copy in {folder}: {found.stdout}"
+
+    def test(self, nodes: Sequence[str], **environment: str) -> tuple[int | None, str]:
+        """Return pytest's exit status, None if it did not end, and what it said; the first failure ends it."""
+        options = ["-x", "-q", "-p", "no:cacheprovider", f"--basetemp={self._folder}-tmp", "--rootdir=."]
+        process = subprocess.Popen(
+            [sys.executable, "-m", "pytest", *options, "-c", "pyproject.toml", *nodes],
+            cwd=self._folder,
+            env={**self._environment, **environment},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+        try:
+            said, _ = process.communicate(timeout=LIMIT_S)
+        except subprocess.TimeoutExpired:
+            return None, ""
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # and what the tests started
+            process.wait()
+        return process.returncode, said
+
+    def look(self, mutation: Mutation) -> Outcome:
+        """Make the mistake, run its tests, and put the file right again."""
+        start, file = time.perf_counter(), self._folder / mutation.path
+        text, times = file.read_text(), file.stat()
+        try:
+            file.write_text(mutation.applied(text))
+            # Python knows compiled code by size and seconds: none of the mistake's may stay.
+            status, said = self.test([mutation.node], PYTHONDONTWRITEBYTECODE="1")
+        finally:
+            file.write_text(text)
+            os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+        failed = re.search(r"^(?:FAILED|ERROR) (?:tests/)?(\S+)", said, re.MULTILINE)
+        by = failed[1] if failed else f"status {status}" if status is not None else f"no end within {LIMIT_S:.0f} s"
+        if caught := status not in (0, 2, 3, 4, 5):
+            return Outcome(mutation.name, caught, by, time.perf_counter() - start)
+        words = mutation.test if status == 0 else f"no test ran:\n{said[-3000:]}"
+        return Outcome(mutation.name, caught, words, time.perf_counter() - start)
+
+
+def run(
+    root: Path, mutations: Sequence[Mutation], jobs: int, show: Callable[[str], object] = print
+) -> list[Outcome] | None:
+    """Return what became of each mutation; None if a test fails without any."""
+    copies: queue.SimpleQueue[Copy] = queue.SimpleQueue()
+
+    def look(mutation: Mutation) -> Outcome:
+        copy = copies.get()
+        try:
+            return copy.look(mutation)
+        finally:
+            copies.put(copy)
+
+    outcomes = []
+    with tempfile.TemporaryDirectory(prefix="dlscale-mutations-") as folder, ThreadPoolExecutor(jobs) as pool:
+        made = [Copy(root, Path(folder).resolve() / f"{number}") for number in range(jobs)]
+        nodes = list(dict.fromkeys(mutation.node for mutation in mutations))
+        parts = [(copy, part) for number, copy in enumerate(made) if (part := nodes[number::jobs])]
+        for status, said in pool.map(lambda each: each[0].test(each[1]), parts):
+            if status != 0:
+                show(f"{said}\nwithout a mutation the tests end with status {status}")
+                return None
+        for copy in made:
+            copies.put(copy)
+        for outcome in pool.map(look, mutations):
+            show(outcome.line())
+            outcomes.append(outcome)
+    return outcomes
+
+
+def chosen(patterns: Iterable[str]) -> list[Mutation]:
+    """Return the mutations of these names or patterns; without any, all."""
+    wanted = list(patterns) or ["*"]
+    for pattern in wanted:
+        if not fnmatch.filter((mutation.name for mutation in MUTATIONS), pattern):
+            raise SystemExit(f"{pattern}: no mutation is called so")
+    return [each for each in MUTATIONS if any(fnmatch.fnmatch(each.name, pattern) for pattern in wanted)]
+
+
+def main() -> int:
+    """Print a line for each mutation; return 1 if one survived, 2 if the tests fail without any."""
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("names", nargs="*", metavar="NAME", help="mutations, by name or pattern (default: all)")
+    arguments.add_argument("--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="copies side by side")
+    args = arguments.parse_args()
+    start, mutations = time.perf_counter(), chosen(args.names)
+    jobs = max(1, min(args.jobs, len(mutations)))
+    outcomes = run(ROOT, mutations, jobs, lambda text: print(text, flush=True))
+    if outcomes is None:
+        return 2
+    caught = sum(outcome.caught for outcome in outcomes)
+    print(f"{caught} of {len(outcomes)} caught in {time.perf_counter() - start:.0f} s")
+    return int(caught < len(outcomes))
+
+
+MUTATIONS = [
+    # ---- config ----------------------------------------------------------------------------------
+    Mutation(
+        "compute_without_precision",
+        "config/compute.py",
+        '"optimizer", "precision", "compile"),',
+        '"optimizer", "compile"),',
+        "test_compute.py::test_what_is_computed_does",
+    ),
+    Mutation(
+        "scaling_weak_for_strong",
+        "config/scaling.py",
+        '"local_batch_size" if weak else "batch_size": batch,',
+        '"batch_size" if weak else "local_batch_size": batch,',
+        "test_scaling.py::test_weak_scaling_keeps_each_devices_batch",
+    ),
+    Mutation(
+        "scaling_nodes_of_all_devices",
+        "config/scaling.py",
+        '"gpus_per_node": count // nodes}',
+        '"gpus_per_node": count}',
+        "test_scaling.py::test_strong_scaling_keeps_the_batch_of_all",
+    ),
+    Mutation(
+        "sweep_rung_of_all_trials",
+        "config/sweep.py",
+        "return [(until, trials // factor**number) for",
+        "return [(until, trials // factor ** max(number - 1, 0)) for",
+        "test_sweep.py::test_rungs",
+    ),
+    # ---- core ------------------------------------------------------------------------------------
+    Mutation(
+        "fingerprint_without_samples",
+        "core/fingerprint.py",
+        'registry.studies()[study].module, _role(kind, "samples")]',
+        "registry.studies()[study].module]",
+        "test_architecture.py::test_a_run_reaches_its_own_study_and_no_other",
+    ),
+    Mutation(
+        "fingerprint_without_files",
+        "core/fingerprint.py",
+        "table[file.name] = hashlib.sha256(file.read_bytes()).hexdigest()",
+        'table[file.name] = ""',
+        "test_architecture.py::test_digest_is_of_content",
+    ),
+    Mutation(
+        "fingerprint_by_names_alone",
+        "core/fingerprint.py",
+        "json.dumps(digests, sort_keys=True)",
+        "json.dumps(sorted(digests.values()))",
+        "test_architecture.py::test_two_modules_that_swap_their_contents_are_seen",
+    ),
+    Mutation(
+        "lock_that_is_shared",
+        "core/lock.py",
+        "fcntl.LOCK_EX | fcntl.LOCK_NB",
+        "fcntl.LOCK_SH | fcntl.LOCK_NB",
+        "test_training.py::test_what_another_training_left_is_cleared_away",
+    ),
+    Mutation(
+        "link_followed",
+        "core/files.py",
+        "flags | os.O_NOFOLLOW",
+        "flags",
+        "test_board.py::test_a_lock_is_not_written_through_a_link",
+    ),
+    Mutation(
+        "secret_shown",
+        "core/urls.py",
+        "'***' if _LOGINS.fullmatch(key)",
+        "value if _LOGINS.fullmatch(key)",
+        "test_download.py::test_hidden",
+    ),
+    Mutation(
+        "login_shown",
+        "core/urls.py",
+        'netloc=parts.netloc.rpartition("@")[2], fragment',
+        "fragment",
+        "test_download.py::test_hidden",
+    ),
+    Mutation(
+        "interval_without_its_factor",
+        "core/noise.py",
+        "return centre, standard_errors(len(kept)) * error",
+        "return centre, error",
+        "test_speedup.py::test_few_values_are_students",
+    ),
+    Mutation(
+        "energy_is_power",
+        "core/telemetry.py",
+        "total := total + seconds * (state.watts or 0.0)",
+        "total := total + (state.watts or 0.0)",
+        "test_telemetry.py::test_energy_is_the_integral_of_power",
+    ),
+    Mutation(
+        "better_is_worse",
+        "core/records.py",
+        'sign = 1 if self.better == "lower" else -1',
+        'sign = -1 if self.better == "lower" else 1',
+        "test_knobs.py::test_better_is_lower_or_higher",
+    ),
+    Mutation(
+        "size_in_kib",
+        "core/text.py",
+        "bytes_ /= 1000",
+        "bytes_ /= 1024",
+        "test_report.py::test_units_times_and_sizes",
+    ),
+    # ---- data ------------------------------------------------------------------------------------
+    Mutation(
+        "order_same_each_epoch",
+        "data/sampling.py",
+        'np.random.SeedSequence([seed, epoch, *b"order"])',
+        'np.random.SeedSequence([seed, *b"order"])',
+        "test_samples.py::test_order_is_a_permutation",
+    ),
+    Mutation(
+        "seed_without_effect",
+        "data/sampling.py",
+        "np.random.SeedSequence([seed, epoch, *stream.encode()])",
+        "np.random.SeedSequence([epoch, *stream.encode()])",
+        "test_samples.py::test_seeds_epochs_and_streams_are_independent",
+    ),
+    Mutation(
+        "last_batch_dropped",
+        "data/loaders/base.py",
+        "return -(-samples // self.batch_size)",
+        "return samples // self.batch_size",
+        "test_samples.py::test_shares_cover_every_batch_as_equally_as_can_be",
+    ),
+    Mutation(
+        "shares_overlap",
+        "data/loaders/base.py",
+        "first + count * (self.rank + 1) // self.size)",
+        "first + count * (self.rank + 1) // self.size + (self.rank + 1 < self.size))",
+        "test_samples.py::test_shares_cover_every_batch_as_equally_as_can_be",
+    ),
+    Mutation(
+        "ranks_weigh_the_same",
+        "data/loaders/base.py",
+        "return len(self.indices(step, samples)) * self.size / self.count(step, samples)",
+        "return 1.0",
+        "test_loaders.py::test_weighted_means_of_ranks_are_that_of_the_batch",
+    ),
+    Mutation(
+        "prefetched_last_first",
+        "data/loaders/direct_loader.py",
+        "self._backend.deliver(ahead.popleft().result())",
+        "self._backend.deliver(ahead.pop().result())",
+        "test_samples.py::test_direct_delivers_rows_bit_for_bit",
+    ),
+    Mutation(
+        "loader_begins_anew",
+        "data/loaders/torch_loader.py",
+        "for step in range(self.start, self.share.steps(self.size)):",
+        "for step in range(self.share.steps(self.size)):",
+        "test_samples.py::test_workers_resume_and_abandoned_epochs_do_not_show",
+    ),
+    Mutation(
+        "clock_of_other_samples",
+        "data/loaders/arranged.py",
+        "numbers[indices.start : indices.stop]",
+        "numbers[: len(indices)]",
+        "test_loaders.py::test_every_loader_tells_the_history_and_the_time",
+    ),
+    Mutation(
+        "transform_sign",
+        "data/transforms.py",
+        "y = x * self.scale + self.offset",
+        "y = x * self.scale - self.offset",
+        "test_data.py::test_transforms_invert",
+    ),
+    Mutation(
+        "downsampled_by_sum",
+        "data/passes.py",
+        "share = np.float32(1.0 / (f0 * f1 * f2))",
+        "share = np.float32(1.0)",
+        "test_data.py::test_block_average_is_the_slow_loop",
+    ),
+    Mutation(
+        "moments_merged_without_their_distance",
+        "data/store.py",
+        "self.m2 + other.m2 + np.square(delta) * (self.count * other.count / count)",
+        "self.m2 + other.m2",
+        "test_data.py::test_moments_merge_to_those_of_all_values_in_any_split",
+    ),
+    Mutation(
+        "std_of_n_less_1",
+        "data/store.py",
+        "np.sqrt(self.m2 / max(self.count, 1))",
+        "np.sqrt(self.m2 / max(self.count - 1, 1))",
+        "test_data.py::test_moments_merge_to_those_of_all_values_in_any_split",
+    ),
+    Mutation(
+        "normalised_by_the_factor",
+        "data/samples.py",
+        "numbers = mean, 1 / std, 0 * mean",
+        "numbers = mean, std, 0 * mean",
+        "test_samples.py::test_pairs_are_dt_apart_in_one_file_and_standardised",
+    ),
+    Mutation(
+        "changed_data_not_read_again",
+        "data/verification.py",
+        "if record.get(file.path) != _seen(manifest, file)]",
+        "if file.path not in record]",
+        "test_verification.py::test_once",
+    ),
+    Mutation(
+        "manifest_without_its_seal",
+        "data/manifest.py",
+        'reason = "" if manifest.own == manifest._sealed().own else "it is not as it was written"',
+        'reason = ""',
+        "test_verification.py::test_a_number_that_was_changed_in_a_manifest_is_refused",
+    ),
+    Mutation(
+        "resumed_one_byte_late",
+        "data/download.py",
+        'f"bytes={offset}-"',
+        'f"bytes={offset + 1}-"',
+        "test_download.py::test_a_cut_body_is_resumed_at_the_very_byte",
+    ),
+    Mutation(
+        "stale_copy",
+        "data/staging.py",
+        "if name in record and record[name] == _seen(self.copy / name)}",
+        "if name in record}",
+        "test_staging.py::test_a_damaged_copy_heals",
+    ),
+    # ---- datasets --------------------------------------------------------------------------------
+    Mutation(
+        "vector_not_reflected",
+        "datasets/cosmo/samples.py",
+        "components[symmetry.axes[axis]], symmetry.flips[axis]",
+        "components[symmetry.axes[axis]], False",
+        "test_samples.py::test_vectors_turn_with_the_grid",
+    ),
+    Mutation(
+        "reflection_missing",
+        "datasets/cosmo/samples.py",
+        '"full": 48}',
+        '"full": 47}',
+        "test_samples.py::test_symmetries_are_those_asked_for",
+    ),
+    Mutation(
+        "last_crop_missing",
+        "datasets/cosmo/samples.py",
+        "self._offsets = edges - self.crop + 1",
+        "self._offsets = edges - self.crop",
+        "test_samples.py::test_every_offset_of_every_volume_is_equally_likely",
+    ),
+    Mutation(
+        "split_without_its_gap",
+        "datasets/cosmo/source.py",
+        "(dropped if low > 0 else 0)",
+        "0",
+        "test_data.py::test_fractions_are_disjoint_volumes",
+    ),
+    Mutation(
+        "pairs_one_step_apart",
+        "datasets/era5/samples.py",
+        "for time in (row - self._back, row + self._dt))",
+        "for time in (row - self._back, row + 1))",
+        "test_samples.py::test_pairs_are_dt_apart_in_one_file_and_standardised",
+    ),
+    Mutation(
+        "last_pair_missing",
+        "datasets/era5/samples.py",
+        "pairs = max(file.rows - self._dt, 0)",
+        "pairs = max(file.rows - self._dt - 1, 0)",
+        "test_data.py::test_every_pair_is_used_once_an_epoch_whatever_the_files_lengths",
+    ),
+    Mutation(
+        "no_leap_years",
+        "datasets/era5/simulator.py",
+        "days = 365 + calendar.isleap(year) if days is None else days",
+        "days = 365 if days is None else days",
+        "test_era5_simulator.py::test_a_year_has_its_days",
+    ),
+    Mutation(
+        "leap_year_in_the_outline",
+        "datasets/era5/kind.py",
+        "whole = 365 + calendar.isleap(year)",
+        "whole = 365",
+        "test_cost.py::test_an_outline_is_what_the_dataset_will_be",
+    ),
+    Mutation(
+        "months_of_thirty_days",
+        "datasets/era5/extra.py",
+        'return np.asarray(months.astype("datetime64[s]").astype(np.int64) / 3600)',
+        "return self.starts[file.digest] + 720.0 * self.step_months * np.asarray(rows)",
+        "test_era5_fields.py::test_a_dataset_of_months",
+    ),
+    Mutation(
+        "humidity_over_water_alone",
+        "datasets/era5/humidity.py",
+        "share * water + (1.0 - share) * ice",
+        "water",
+        "test_era5_arco.py::test_relative_humidity_is_that_of_the_ifs",
+    ),
+    Mutation(
+        "image_not_mirrored",
+        "datasets/imagenet/resample.py",
+        "place = size - 1 - i if flip else i",
+        "place = i",
+        "test_imagenet.py::test_the_kernel_resizes_as_pillow_does",
+    ),
+    Mutation(
+        "last_image_crop_missing",
+        "datasets/imagenet/crops.py",
+        "edge_N - crops_N4[:, 2 + axis] + 1)",
+        "edge_N - crops_N4[:, 2 + axis])",
+        "test_imagenet.py::test_random_crops_are_torchvisions",
+    ),
+    Mutation(
+        "image_rounded_up",
+        "datasets/imagenet/geometry.py",
+        "return (edge, int(edge * width / height))",
+        "return (edge, -(-edge * width // height))",
+        "test_imagenet.py::test_validation_samples_are_the_middle",
+    ),
+    # ---- launch ----------------------------------------------------------------------------------
+    Mutation(
+        "slurm_tasks_of_all_nodes",
+        "launch/slurm.py",
+        '"tasks_per_node": processes.gpus_per_node}',
+        '"tasks_per_node": processes.world_size}',
+        "test_launcher.py::test_what_a_run_on_nodes_asks_for",
+    ),
+    Mutation(
+        "warning_to_the_batch_shell",
+        "launch/slurm.py",
+        'f"--signal=USR2@',
+        'f"--signal=B:USR2@',
+        "test_launcher.py::test_what_a_run_on_nodes_asks_for",
+    ),
+    Mutation(
+        "same_ranks_on_each_node",
+        "launch/torchrun.py",
+        '"RANK": first + local,',
+        '"RANK": local,',
+        "test_starters.py::test_two_nodes_train_as_one_process_does",
+    ),
+    Mutation(
+        "data_may_be_written",
+        "launch/launcher.py",
+        '*(f"--volume={path}:{path}:ro" for',
+        '*(f"--volume={path}:{path}" for',
+        "test_launcher.py::test_data_elsewhere_is_seen",
+    ),
+    # ---- measure ---------------------------------------------------------------------------------
+    Mutation(
+        "flops_halved",
+        "measure/flops.py",
+        "backward_flops=2 * forward,",
+        "backward_flops=forward,",
+        "test_counting.py::test_formula_operators_and_figures_by_hand_agree",
+    ),
+    Mutation(
+        "rate_of_one_rank",
+        "measure/throughput.py",
+        "rates.append(sum(world.gather(sum(counts) if world.lead else 0)) / seconds)",
+        "rates.append(sum(counts) / seconds)",
+        "test_throughput.py::test_each_rank_counts_its_own_samples",
+    ),
+    Mutation(
+        "std_of_a_population",
+        "measure/throughput.py",
+        "std=statistics.stdev(rates) if",
+        "std=statistics.pstdev(rates) if",
+        "test_throughput.py::test_benchys_readers_read_it",
+    ),
+    Mutation(
+        "device_not_waited_for",
+        "measure/throughput.py",
+        "        synchronize(world.device)\n        alone = time.perf_counter() - start",
+        "        alone = time.perf_counter() - start",
+        "test_throughput.py::test_a_trial_waits_for_the_device_at_both_ends",
+    ),
+    Mutation(
+        "halving_keeps_the_slowest",
+        "measure/halving.py",
+        "key=lambda number: -statistics.geometric_mean(rates[number])",
+        "key=lambda number: statistics.geometric_mean(rates[number])",
+        "test_tune.py::test_without_noise_halving_finds_what_exhaustive_search_does",
+    ),
+    Mutation(
+        "turns_in_one_order",
+        "measure/turns.py",
+        "for turn in (order, order[::-1]):",
+        "for turn in (order, order):",
+        "test_turns.py::test_who_goes_first_changes_with_each_turn_and_each_opening",
+    ),
+    Mutation(
+        "ring_sends_all",
+        "measure/scaling/machine.py",
+        "around = sweeps * (count - 1) / count * size",
+        "around = sweeps * size",
+        "test_scaling_model.py::test_rings_are_the_messages",
+    ),
+    # ---- models ----------------------------------------------------------------------------------
+    Mutation(
+        "relative_l2_without_root",
+        "models/losses.py",
+        "return difference / torch.linalg.vector_norm(target_BC, dim=rest)",
+        "return difference.square() / torch.linalg.vector_norm(target_BC, dim=rest).square()",
+        "test_losses_metrics.py::test_relative_l2_is_each_samples_ratio",
+    ),
+    Mutation(
+        "attention_drops_in_evaluation",
+        "models/vit.py",
+        "dropout_p=self.dropout if self.training else 0.0)",
+        "dropout_p=self.dropout)",
+        "test_models.py::test_dropouts_act_in_training_and_are_off_in_evaluation",
+    ),
+    Mutation(
+        "drop_path_without_its_factor",
+        "models/vit.py",
+        "(torch.bernoulli(keep_D2B11) / keep_D2B11)",
+        "torch.bernoulli(keep_D2B11)",
+        "test_models.py::test_drop_path_drops_whole_samples_and_keeps_the_expectation",
+    ),
+    Mutation(
+        "latitudes_in_radians",
+        "models/metrics.py",
+        "torch.cos(torch.deg2rad(latitude))",
+        "torch.cos(latitude)",
+        "test_losses_metrics.py::test_latitude_weights_are_cosines_with_mean_one",
+    ),
+    Mutation(
+        "metrics_by_batch",
+        "models/metrics.py",
+        "self._count += len(next(iter(values.values()), ()))",
+        "self._count += 1",
+        "test_losses_metrics.py::test_sums_over_batches_are_those_over_all_at_once",
+    ),
+    Mutation(
+        "skill_turned_round",
+        "models/metrics.py",
+        "1 - error / naive, torch.nan)",
+        "1 - naive / error, torch.nan)",
+        "test_losses_metrics.py::test_cosmo_metrics_are_plain_numpy_in_physical_units",
+    ),
+    Mutation(
+        "image_not_normalised",
+        "models/resnet.py",
+        "x_BCHW = (x_BCHW - self.mean) / self.std",
+        "x_BCHW = x_BCHW / self.std",
+        "test_resnet.py::test_logits_are_those_of_the_layers_one_by_one",
+    ),
+    # ---- parallel --------------------------------------------------------------------------------
+    Mutation(
+        "gradients_not_averaged",
+        "parallel/strategy.py",
+        "return Replicated(world, parallel) if copies > 1 and parallel.sync else Strategy(world)",
+        "return Strategy(world)",
+        "test_ddp.py::test_what_is_learnt",
+    ),
+    Mutation(
+        "batch_norm_of_one_rank",
+        "parallel/batchnorm.py",
+        "variance = _sum(centred.square().sum(axes)) / count",
+        "variance = centred.square().sum(axes) / here",
+        "test_ddp.py::test_ranks_normalise_as_one_process_does",
+    ),
+    Mutation(
+        "batch_norm_gradient_of_one_rank",
+        "parallel/batchnorm.py",
+        "return _sum(gradients[0])",
+        "return gradients[0]",
+        "test_ddp.py::test_ranks_normalise_as_one_process_does",
+    ),
+    Mutation(
+        "running_variance_with_n",
+        "parallel/batchnorm.py",
+        "variance.detach() * count / (count - 1).clamp(min=1)",
+        "variance.detach()",
+        "test_ddp.py::test_ranks_normalise_as_one_process_does",
+    ),
+    Mutation(
+        "tensor_parallel_counts_twice",
+        "parallel/model.py",
+        'self.share = 1.0 / mesh.size("tp")',
+        "self.share = 1.0",
+        "test_parallel.py::test_several_train_as_one_does[tensor parallel]",
+    ),
+    Mutation(
+        "context_without_the_others",
+        "parallel/model.py",
+        "k, v = (_gathered(x, self._cp, TOKENS_OF_HEADS, Partial()) for x in (k, v))",
+        "k, v = (torch.cat([x] * self._cp.size(), TOKENS_OF_HEADS) for x in (k, v))",
+        "test_parallel.py::test_several_train_as_one_does[context parallel]",
+    ),
+    Mutation(
+        "loss_of_one_rank",
+        "parallel/world.py",
+        "        if self.data_size > 1:\n            dist.all_reduce(values,",
+        "        if self.data_size > 2:\n            dist.all_reduce(values,",
+        "test_parallel.py::test_several_train_as_one_does[sharded]",
+    ),
+    # ---- preflight -------------------------------------------------------------------------------
+    Mutation(
+        "cost_without_nodes",
+        "preflight/cost.py",
+        'node_hours = hours * asked["nodes"] * slurm.part(',
+        "node_hours = hours * slurm.part(",
+        "test_cost.py::test_nodes",
+    ),
+    Mutation(
+        "time_limit_below_the_estimate",
+        "preflight/cost.py",
+        "math.ceil(1.5 * seconds / 60) + 10",
+        "math.ceil(seconds / 90) + 10",
+        "test_cost.py::test_minutes",
+    ),
+    Mutation(
+        "published_rate_of_all_devices",
+        "preflight/rates.py",
+        "figure.speed / figure.gpus for figure",
+        "figure.speed for figure",
+        "test_cost.py::test_a_published_figure_of_several_devices_counts_once",
+    ),
+    Mutation(
+        "planned_hours_of_one_node",
+        "preflight/plan.py",
+        "hours = None if total is None else nodes * total / 3600",
+        "hours = None if total is None else total / 3600",
+        "test_scaling_model.py::test_an_hour_of_a_node_and_a_gigabyte",
+    ),
+    # ---- report ----------------------------------------------------------------------------------
+    Mutation(
+        "compared_the_wrong_way",
+        "report/compare.py",
+        "measured_apart(after, before)",
+        "measured_apart(before, after)",
+        "test_compare.py::test_two_results_are_compared_run_by_run",
+    ),
+    Mutation(
+        "gate_never_fails",
+        "report/gate.py",
+        "return 1 if any(look.lost for look in looks) else 0",
+        "return 0",
+        "test_compare.py::test_what_is_slower_is_named",
+    ),
+    Mutation(
+        "gate_of_gains",
+        "report/gate.py",
+        "return self.change < -self.allowed",
+        "return self.change > self.allowed",
+        "test_compare.py::test_what_is_slower_is_named",
+    ),
+    Mutation(
+        "mean_for_median",
+        "report/results.py",
+        "return statistics.median(speeds[1:] or speeds)",
+        "return statistics.fmean(speeds[1:] or speeds)",
+        "test_report.py::test_times_are_of_one_loader",
+    ),
+    Mutation(
+        "worst_is_first",
+        "report/results.py",
+        'value if better == "lower" else -value)',
+        '-value if better == "lower" else value)',
+        "test_sweep.py::test_who_ends_early_at_a_target_is_not_behind",
+    ),
+    Mutation(
+        "worst_promoted",
+        "report/promote.py",
+        "best = [run.name for run in ranked][:",
+        "best = [run.name for run in reversed(ranked)][:",
+        "test_sweep.py::test_who_ends_early_at_a_target_is_not_behind",
+    ),
+    Mutation(
+        "figure_of_another_loss",
+        "report/figures.py",
+        "valid = run.over_seeds(lambda epoch: epoch.valid_loss)",
+        "valid = run.over_seeds(lambda epoch: epoch.train_loss)",
+        "test_report.py::test_curves_are_where_the_numbers_are",
+    ),
+    Mutation(
+        "milliseconds_are_seconds",
+        "report/figures.py",
+        "scale = 1e3 / ((bar.samples or 1) if sample else 1)",
+        "scale = 1.0 / ((bar.samples or 1) if sample else 1)",
+        "test_report.py::test_a_step_is_drawn_part_by_part",
+    ),
+    Mutation(
+        "communication_turned_round",
+        "report/series.py",
+        "ratio = together.mean / apart.mean",
+        "ratio = apart.mean / together.mean",
+        "test_scaling.py::test_efficiency_and_communication_are_those_by_hand",
+    ),
+    Mutation(
+        "pooled_with_n",
+        "report/speedup.py",
+        "freedom = sum(len(group) - 1 for group in groups)",
+        "freedom = sum(len(group) for group in groups)",
+        "test_speedup.py::test_the_pooled_spread_is_that_within_groups",
+    ),
+    # ---- studies ---------------------------------------------------------------------------------
+    Mutation(
+        "flops_doubled",
+        "studies/mnist_cnn.py",
+        "return 2.0 * (convolutions +",
+        "return 4.0 * (convolutions +",
+        "test_counting.py::test_every_study_has_a_formula_of_its_forward_pass",
+    ),
+    Mutation(
+        "rmse_of_mean_roots",
+        "studies/era5_vit.py",
+        'rmse = means["square"].sqrt() * self.scale',
+        'rmse = means["root"] * self.scale',
+        "test_losses_metrics.py::test_era5_metrics_are_plain_numpy_in_physical_units[1]",
+    ),
+    Mutation(
+        "top5_is_top1",
+        "studies/imagenet_resnet50.py",
+        "(answer[:, :count] == y[:, None])",
+        "(answer[:, :1] == y[:, None])",
+        "test_imagenet.py::test_metrics_are_shares_of_right_answers",
+    ),
+    # ---- train -----------------------------------------------------------------------------------
+    Mutation(
+        "schedule_one_step_ahead",
+        "train/trainer.py",
+        "self.step.set_learning_rate(self.rate(number))",
+        "self.step.set_learning_rate(self.rate(number + 1))",
+        "test_training.py::test_the_unet_trains_as_a_bare_loop_does[two epochs]",
+    ),
+    Mutation(
+        "schedule_warmup_from_zero",
+        "train/schedule.py",
+        "return peak * (step + 1) / warmup",
+        "return peak * step / warmup",
+        "test_schedule.py::test_closed_form",
+    ),
+    Mutation(
+        "schedule_linear_for_sqrt",
+        "train/schedule.py",
+        'ratio if schedule.scaling == "linear" else math.sqrt(ratio)',
+        'ratio if schedule.scaling == "sqrt" else math.sqrt(ratio)',
+        "test_schedule.py::test_scaling_with_the_batch",
+    ),
+    Mutation(
+        "weight_decay_left_out",
+        "train/optimizer.py",
+        'exclude={"kind", "lr", "fused", "clip_norm"}',
+        'exclude={"kind", "lr", "fused", "clip_norm", "weight_decay"}',
+        "test_rungs.py::test_the_optimiser_is_pytorchs_own",
+    ),
+    Mutation(
+        "clipped_before_unscaling",
+        "train/step.py",
+        "                self.scaler.unscale_(self.optimizer)\n",
+        "",
+        "test_rungs.py::test_a_rung_trains_as_the_plain_step_does",
+    ),
+    Mutation(
+        "parts_count_the_same",
+        "train/step.py",
+        "len(a) / max(len(x), 1), weight,",
+        "1 / parts, weight,",
+        "test_rungs.py::test_a_rung_trains_as_the_plain_step_does",
+    ),
+    Mutation(
+        "prediction_in_training_mode",
+        "train/step.py",
+        "            self.model.eval()\n",
+        "            pass\n",
+        "test_training.py::test_validation_runs_without_drop_out",
+    ),
+    Mutation(
+        "optimiser_not_restored",
+        "train/step.py",
+        "                piece.tensor.copy_(pieces[name].tensor)",
+        '                if name.startswith("model."):\n                    piece.tensor.copy_(pieces[name].tensor)',
+        "test_rungs.py::test_a_restored_step_goes_on_bit_by_bit",
+    ),
+    Mutation(
+        "random_state_not_restored",
+        "train/trainer.py",
+        "        self._set_random(state)\n",
+        "",
+        "test_training.py::test_a_killed_run_resumes_as_if_nothing_had_been[2 workers]",
+    ),
+    Mutation(
+        "resumed_at_the_epochs_first_step",
+        "train/trainer.py",
+        "first = max(before.step - done, 0)",
+        "first = 0",
+        "test_interruption.py::test_another_loader_goes_on_bit_by_bit",
+    ),
+    Mutation(
+        "statistics_of_each_rank",
+        "train/validation.py",
+        "    world.share(step.model.buffers())\n",
+        "",
+        "test_ddp.py::test_processes_validate_with_the_same_statistics",
+    ),
+    Mutation(
+        "damaged_checkpoint_taken",
+        "train/checkpoint.py",
+        "if sha256(path / Path(name).name) != digest:",
+        "if not (path / Path(name).name).exists():",
+        "test_training.py::test_a_damaged_checkpoint_falls_back_to_the_one_before",
+    ),
+    Mutation(
+        "checkpoint_of_other_settings_taken",
+        "train/checkpoint.py",
+        "if (record.run or self.folder.name, record.step) != (self.folder.name, step):",
+        "if record.step != step:",
+        "test_training.py::test_a_checkpoint_of_another_training_is_not_gone_on_from",
+    ),
+    Mutation(
+        "one_checkpoint_too_many",
+        "train/checkpoint.py",
+        "max(0, len(earlier) + 1 - self.keep)",
+        "max(0, len(earlier) - self.keep)",
+        "test_training.py::test_the_newest_are_kept",
+    ),
+    Mutation(
+        "checkpoints_without_the_seed",
+        "train/train.py",
+        '    "threads": True,\n    "loader": True,',
+        '    "threads": True,\n    "seed": True,\n    "loader": True,',
+        "test_training.py::test_what_makes_a_training_itself",
+    ),
+    Mutation(
+        "memory_without_gradients",
+        "train/memory.py",
+        "gradients=gradients + grown,",
+        "gradients=gradients,",
+        "test_memory.py::test_prediction_is_what_the_allocator_hands_out",
+    ),
+    # ---- rules -----------------------------------------------------------------------------------
+    Mutation(
+        "runs_ask_for_cpu_nodes",
+        "rules/site.smk",
+        "requested(stage, run.geometry, limit(name, work, attempt), run.processes)",
+        "requested(stage, None, limit(name, work, attempt), run.processes)",
+        "workflow/test_profiles.py::test_what_is_asked_of_slurm",
+    ),
+    Mutation(
+        "runs_start_one_process",
+        "rules/site.smk",
+        "return [*withheld(), *launch(input, run_of(wildcards).processes)]",
+        "return [*withheld(), *launch(input)]",
+        "workflow/test_profiles.py::test_each_runs_in_its_container_and_four_by_srun",
+    ),
+]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,61 @@
+"""The list of known mistakes is in step with the code and the tests; how many are caught `mutate_code.py` tells."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+from tests.mutate_code import MUTATIONS, PACKAGE, ROOT, Mutation, run
+
+#: What has mistakes in the list: all that computes, decides or tells.
+PARTS = {
+    *("config", "core", "data", "datasets", "launch", "measure", "models", "parallel", "preflight", "report"),
+    *("studies", "train", "rules"),
+}
+
+
+def test_each_mutation_fits_the_code() -> None:
+    """Its text is there once, and code that can be read is what comes of it."""
+    for mutation in MUTATIONS:
+        assert mutation.old != mutation.new, mutation.name
+        changed = mutation.applied((ROOT / mutation.path).read_text())
+        if mutation.path.endswith(".py"):
+            ast.parse(changed)
+
+
+def test_each_mutation_has_a_test() -> None:
+    for mutation in MUTATIONS:
+        file, _, name = mutation.node.partition("::")
+        text = (ROOT / file).read_text()
+        assert re.search(rf"^def {name.partition('[')[0]}\(", text, re.MULTILINE), f"{mutation.name}: {mutation.test}"
+
+
+def test_mutations_are_many_and_everywhere() -> None:
+    assert len({mutation.name for mutation in MUTATIONS}) == len(MUTATIONS) >= 48
+    assert {mutation.file.partition("/")[0] for mutation in MUTATIONS} == PARTS
+
+
+def test_one_is_caught_and_one_survives(tmp_path: Path) -> None:
+    """In a repository of one module and one test; a mistake that is put right again is none in the next run."""
+    package, tests = tmp_path / "small" / PACKAGE, tmp_path / "small/tests"
+    package.mkdir(parents=True)
+    tests.mkdir()
+    (package / "__init__.py").touch()
+    (package / "sums.py").write_text("def add(a, b):\n    return a + b\n\n\ndef idle():\n    return 1\n")
+    (tests / "test_sums.py").write_text(
+        "from dlscale.sums import add\n\n\ndef test_sum():\n    assert add(1, 2) == 3\n"
+    )
+    (tmp_path / "small/pyproject.toml").write_text("[tool.pytest.ini_options]\npythonpath = ['workflow_scripts']\n")
+    mutations = [
+        Mutation("sign", "sums.py", "a + b", "a - b", "test_sums.py::test_sum"),
+        Mutation("unseen", "sums.py", "return 1", "return 2", "test_sums.py::test_sum"),
+    ]
+    shown: list[str] = []
+    outcomes = run(tmp_path / "small", mutations, 1, shown.append)
+    assert outcomes is not None, shown
+    assert [(each.name, each.caught, each.by) for each in outcomes] == [
+        ("sign", True, "test_sums.py::test_sum"),
+        ("unseen", False, "test_sums.py::test_sum"),
+    ]
+    assert "caught" in shown[0] and "SURVIVED" in shown[1]
