@@ -164,6 +164,10 @@ test-long: $(VENV)/.installed-dev  ## run the tests that take minutes each: guid
 test-mutations: $(VENV)/.installed-dev  ## damage files of every reader, 250 times each: each ends in a message, or is read
 	@python -m tests.mutate_files $(ARGS)
 
+.PHONY: test-code-mutations
+test-code-mutations: $(VENV)/.installed-dev  ## make a hundred known mistakes in the code, one at a time: each is seen by a test
+	@python -m tests.mutate_code $(ARGS)
+
 .PHONY: test-parallel
 test-parallel: $(VENV)/.installed-dev  ## hold every strategy on four and eight processes, and compiled, against one process
 	$(say) 'Testing strategies and meshes of up to eight processes'

@@ -372,6 +372,17 @@ def test_a_gradient_that_overflows_changes_no_weight(fused: bool) -> None:
     assert not any(torch.equal(value, before[key]) for key, value in step.weights.state_dict().items() if "norm" in key)
 
 
+def test_a_scaled_gradient_is_clipped_by_its_own_norm() -> None:
+    """Not by that of the scaled loss's gradient, which is thousands of times as great: the update would be nothing."""
+    moved = []
+    for precision in ("fp32", "fp16"):
+        step = make_step("era5_vit", precision=precision, optimizer={"clip_norm": 0.01})
+        before = copy.deepcopy(step.weights.state_dict())
+        step(*batch("era5_vit", 6))
+        moved.append(torch.cat([(v - before[name]).flatten() for name, v in step.weights.state_dict().items()]))
+    assert distance(moved[1], moved[0]) <= 0.01
+
+
 @studies
 @pytest.mark.parametrize("precision", ["fp16_master", "bf16_master"])
 def test_the_model_has_the_rounded_master_weights(study: str, precision: str) -> None:
