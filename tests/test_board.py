@@ -19,7 +19,7 @@ from dlscale.core import telemetry
 from dlscale.core.errors import UserError
 from dlscale.core.lock import only_writer
 from dlscale.core.records import Profile, Throughput
-from tests.conftest import stage
+from tests.conftest import ROOT, stage
 from tests.test_counting import tiny_run
 
 FEW = {"throughput": {"warmup": 0, "trials": 1, "batches": 2}, "profile": {"skip": 1, "steps": 2}}
@@ -55,6 +55,23 @@ def test_a_lock_is_not_written_through_a_link(tmp_path: Path) -> None:
     ):
         pass
     assert (tmp_path / "victim").read_text() == "mine"
+
+
+def test_a_folder_has_one_writer(tmp_path: Path) -> None:
+    """A second one is told who holds it; nothing of the lock outlives a process that is killed."""
+    code = (
+        "import sys; from pathlib import Path; from dlscale.core.lock import only_writer\n"
+        "with only_writer(Path(sys.argv[1])): print(flush=True), input()"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "workflow_scripts")}
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as other:
+        assert other.stdout and other.stdout.readline()
+        with pytest.raises(UserError, match=f"in use by process {other.pid} on "), only_writer(tmp_path):
+            pass
+        other.kill()
+    with only_writer(tmp_path):
+        pass
 
 
 def test_what_was_measured(tmp_path: Path, tiny_data: Callable[[str], Path]) -> None:

@@ -362,6 +362,14 @@ def test_an_outline_is_what_the_dataset_will_be(study: str, tiny_data: Callable[
     assert rows == {split: sorted(file.rows for file in files) for split, files in made.splits.items() if files}
 
 
+def test_an_outline_has_the_days_of_leap_years(tmp_path: Path) -> None:
+    source = {"kind": "simulated", "latitudes": 16, "longitudes": 32, "train": [2000, 2001], "valid": [2004]}
+    outline = rates.manifest_of("none", parts.load_dataset(json.dumps({"kind": "era5", "source": source})), tmp_path)
+    assert outline is not None
+    rows = {split: [file.rows for file in files] for split, files in outline.splits.items() if files}
+    assert rows == {"train": [4 * 366, 4 * 365], "valid": [4 * 366]}
+
+
 def model_of_scaling(results: Path, data: Path, run: Run) -> Work:
     """Leave behind measurements on one GPU and on two; return the same work on four."""
     (results / "data").mkdir()
