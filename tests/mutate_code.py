@@ -771,7 +771,7 @@ MUTATIONS = [
         "report/promote.py",
         "best = [run.name for run in ranked][:",
         "best = [run.name for run in reversed(ranked)][:",
-        "test_sweep.py::test_who_ends_early_at_a_target_is_not_behind",
+        "test_sweep.py::test_the_best_go_on_and_the_page_shows_all",
     ),
     Mutation(
         "figure_of_another_loss",
