@@ -26,8 +26,8 @@ from dlscale.data.loaders.direct_written import ResidentTable, Written, written
 from dlscale.data.loaders.settings import DirectLoader as Settings
 from dlscale.data.samples import Samples, TableSamples, WritingSamples
 
-#: What resident data may take of a device's memory, but for what this process holds already; the rest is for
-#: activations, which come later.
+#: What resident data may take of a device's memory, but for what this process holds already: two runs that are timed
+#: in turn both have theirs. The rest is for activations, which come later.
 RESIDENT_SHARE = 0.4
 
 
@@ -181,8 +181,8 @@ def threads(count: int, device: torch.device) -> ThreadPoolExecutor:
 def becomes_resident(setting: str, needed: int, device: torch.device) -> bool:
     """Return whether data of so many bytes is to be held on the device, by the setting or by what fits; and say so.
 
-    What other processes hold does not count: of two runs that are timed beside each other the second one would load in
-    another way. Both fit; where others hold the device's memory, too, the loader ends with a message.
+    What other processes hold does not count: of two runs that are timed in turn the second one would load in another
+    way. Where there is no room in the end, as beside other programs, the loader ends with a message.
     """
     if setting != "auto":
         return setting == "always"
