@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.multiprocessing as mp
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
@@ -39,6 +38,7 @@ from dlscale.train.fake import FakeStep
 from dlscale.train.step import Step
 from tests.bench.cases import Case
 from tests.conftest import ROOT
+from tests.ranks import spawn
 from tests.test_counting import tiny_run
 from tests.test_ddp import as_rank
 from tests.test_starters import free_port
@@ -183,7 +183,7 @@ def _allocated_by_ranks(rank: int, port: int, folder: str) -> None:
 
 def test_prediction_of_a_model_that_two_devices_share(tmp_path: Path) -> None:
     """Against what the allocator hands out on each of two: within an eighth."""
-    mp.spawn(_allocated_by_ranks, (free_port(), str(tmp_path)), nprocs=2)
+    spawn(_allocated_by_ranks, (free_port(), str(tmp_path)), 2)
     study = registry.study("era5_vit")
     alone = predicted(SHARED)
     for name, over in SHARINGS.items():
@@ -381,12 +381,15 @@ def test_a_killed_process_of_the_loader_is_a_lack_of_memory(tmp_path: Path, cosm
     """As the system's killer ends one: it was called a defect of dlscale."""
     run = tiny_run("cosmo_unet", tmp_path, loader={"workers": 1}, samples={"train": 400})
     session = open_session(run, cosmo_data / "manifest.json", World(), 1)
-    with closing(session.loader("train")) as loader:
-        expected = r"a process of the loader was killed, .*fewer `loader.workers`, .*--mem of a Slurm job"
-        with pytest.raises(UserError, match=expected), exhaustion.explained(run, cosmo_data / "manifest.json", World()):
-            for number, _ in enumerate(loader.epoch(0)):
-                if not number:
-                    os.kill(loader._loader._iterator._workers[0].pid, signal.SIGKILL)
+    expected = r"a process of the loader was killed, .*fewer `loader.workers`, .*--mem of a Slurm job"
+    with (
+        pytest.raises(UserError, match=expected),
+        exhaustion.explained(run, cosmo_data / "manifest.json", World()),
+        closing(session.loader("train")) as loader,  # which may hear of it when it is closed
+    ):
+        for number, _ in enumerate(loader.epoch(0)):
+            if not number:
+                os.kill(loader._loader._iterator._workers[0].pid, signal.SIGKILL)
 
 
 def test_what_an_exception_was_raised_from_counts(tmp_path: Path, cosmo_data: Path) -> None:

@@ -86,8 +86,11 @@ class TorchLoader:
     def epoch(self, epoch: int, start: int = 0) -> Generator[Batch]:
         """Yield the batches of an epoch from global step `start`."""
         self._batches.epoch, self._batches.start = epoch, start
-        for x, y in self._loader:
-            yield self._copy(x, y)
+        try:
+            for x, y in self._loader:
+                yield self._copy(x, y)
+        except (EOFError, ConnectionError) as error:  # a batch is fetched from the process that made it
+            raise RuntimeError("DataLoader worker (pid unknown) exited unexpectedly") from error
 
     def close(self) -> None:
         iterator, self._loader._iterator = self._loader._iterator, None
