@@ -55,16 +55,25 @@ $(LOCK): requirements.lock | $(VENV)/bin/python
 	@left='^$$'; ! grep -Eqi '^include-system-site-packages *= *true' $(VENV)/pyvenv.cfg || left='^(torch|triton)=='; \
 	sed -E "/$$left/d" requirements.lock >$@
 
+# uv where it is, which is quicker and takes the PyTorch that this machine's device needs; `make UV=` leaves it to pip.
+UV ?= $(filter-out $(CURDIR)/%,$(shell command -v uv))
+UV_TORCH_BACKEND ?= auto
+export UV_TORCH_BACKEND
+INSTALL := $(if $(UV),$(UV) pip install --python $(VENV)/bin/python,python -m pip install --disable-pip-version-check) \
+    --constraint $(LOCK) --editable
+# On a terminal what an installer says is one line that changes; where it fails, its last lines stay.
+quietly = 2>&1 | tee $(VENV)/install.log | if [ -t 1 ]; then \
+    awk '{ printf "\r\033[K%.78s", $$0; fflush() } END { printf "\r\033[K" }'; else cat >/dev/null; fi || { tail -n 20 $(VENV)/install.log >&2; exit 1; }
+
 # A stamp is renewed when what it was made from has changed, and only then.
 $(VENV)/.installed: pyproject.toml $(LOCK)
-	$(say) 'Installing dlscale (PyTorch is large: minutes on a first run)'
-	@python -m pip install --disable-pip-version-check --constraint $(LOCK) --editable .
+	$(say) 'Installing dlscale with $(if $(UV),uv,pip): PyTorch and some ninety packages, a minute or two'
+	@$(INSTALL) . $(quietly)
 	@touch $@
 
 $(VENV)/.installed-dev: pyproject.toml $(LOCK) $(VENV)/.installed
 	$(say) 'Installing the development tools'
-	@python -m pip install --disable-pip-version-check --constraint $(LOCK) --editable '.[dev]' \
-	    | { grep -v '^Requirement already satisfied' || true; }
+	@$(INSTALL) '.[dev]' $(quietly)
 	@touch $@
 
 .PHONY: install install-dev
@@ -148,7 +157,13 @@ PYTEST := pytest --numprocesses=$(WORKERS) --dist=loadgroup
 .PHONY: test
 test: $(VENV)/.installed-dev  ## test every feature once, in some minutes
 	$(say) 'Running the tests (all of them: make test-all)'
-	@$(PYTEST) -m 'not (slow or parallel or cluster or container)' $(ARGS)
+	@$(PYTEST) -m 'not (slow or long or parallel or cluster or container)' $(ARGS)
+
+SINCE ?= HEAD
+.PHONY: test-fast
+test-fast: $(VENV)/.installed-dev  ## of these, the tests of files that import what differs from SINCE (HEAD)
+	$(say) 'Running the tests that a change reaches'
+	@$(PYTEST) --changed=$(SINCE) -m 'not (slow or long or parallel or cluster or container)' $(ARGS)
 
 .PHONY: test-all
 test-all: $(VENV)/.installed-dev  ## run all tests that can run here

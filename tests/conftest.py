@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from dlscale.config import resolve as config
 from dlscale.core.settings import read_yaml
 from dlscale.data import parts
 from dlscale.data.parts import load_dataset
+from tests import changed
 from tests.nsys import real_nsys as real_nsys  # a fixture
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -37,12 +39,40 @@ COSMO, COSMO_RUN = TINY["cosmo_unet"]["dataset"], TINY["cosmo_unet"]["run"]
 ERA5, ERA5_RUN = TINY["era5_vit"]["dataset"], TINY["era5_vit"]["run"]
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    about = "only tests of files that import what differs from this commit, themselves or through others"
+    parser.addoption("--changed", metavar="COMMIT", help=about)
+
+
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Have tests of the real nsys run one after the other: all nsys of a machine meet in its shared memory."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Have one process of a test session run what shares what is costly to make, one after the other.
+
+    All nsys of a machine meet in its shared memory. A fixture of a module, and the finished workflow, would else be
+    made once for each process.
+    """
     for item in items:
-        if "real_nsys" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.xdist_group("machine"))
+        if group := _group(item):
+            item.add_marker(pytest.mark.xdist_group(group))
+    if since := config.getoption("--changed"):
+        different = changed.files(since)
+        left_out = [item for item in items if not different & changed.reached(item.path)]
+        items[:] = [item for item in items if different & changed.reached(item.path)]
+        config.hook.pytest_deselected(items=left_out)
+        names = sorted({item.path.stem.removeprefix("test_") for item in left_out})
+        if os.environ.get("PYTEST_XDIST_WORKER", "gw0") == "gw0":  # each collects them all
+            print(f"\nLeft out, since it imports nothing that differs: {', '.join(names)}", file=sys.__stderr__)
+
+
+def _group(item: pytest.Item) -> str | None:
+    names = getattr(item, "fixturenames", ())
+    if "real_nsys" in names:
+        return "machine"
+    find = item.session._fixturemanager.getfixturedefs
+    for made in [found[-1] for name in names if (found := find(name, item))]:
+        if made.scope == "module" or (made.scope, made.argname) == ("session", "finished"):
+            return f"{made.baseid} {made.argname}"
+    return None
 
 
 def stage(*arguments: object) -> int:

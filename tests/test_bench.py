@@ -121,6 +121,7 @@ def test_the_benchmark_of_noise_runs(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.long
 def test_the_benchmarks_of_a_gpu_run_on_a_processor(tmp_path: Path) -> None:
     """All checks that a processor can make hold; what needs CUDA says so."""
     out, page = tmp_path / "out.json", tmp_path / "out.md"

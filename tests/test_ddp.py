@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -30,6 +29,7 @@ from dlscale.train.checkpoint import Checkpoints
 from dlscale.train.step import Step
 from dlscale.train.trainer import Trainer
 from tests.conftest import ERA5, ERA5_RUN, ROOT, TINY, make_run, records, train
+from tests.ranks import spawn
 from tests.test_parallel import configure, train_by
 from tests.test_rungs import settings
 
@@ -120,7 +120,7 @@ def _observe(rank: int, port: int, folder: str) -> None:
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("ddp")
-    mp.spawn(_observe, (20000 + os.getpid() % 20000, str(folder)), nprocs=2)
+    spawn(_observe, (20000 + os.getpid() % 20000, str(folder)), 2)
     return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
 
 

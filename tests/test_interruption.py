@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 
 from dlscale.config.run import Geometry
 from dlscale.core.records import read_epochs
@@ -23,6 +22,7 @@ from dlscale.parallel.world import World, first_host, join
 from dlscale.train.checkpoint import CheckpointRecord, Checkpoints
 from dlscale.train.interruption import Interruption, Request
 from tests.conftest import ERA5, ERA5_RUN, ROOT, make_run, records, train
+from tests.ranks import spawn
 from tests.waiting import PATIENCE, until
 
 STOPPED = 75
@@ -151,7 +151,7 @@ def test_another_number_of_ranks_goes_on(tmp_path: Path, era5_data: Path) -> Non
     alone, moved = configure(tmp_path / "alone", **plain), tmp_path / "moved"
     assert train(alone, manifest) == 0
     configure(moved, **plain, geometry={"gpus_per_node": 2})
-    mp.spawn(_train_until, (20000 + os.getpid() % 20000, moved, manifest, 4), nprocs=2)
+    spawn(_train_until, (20000 + os.getpid() % 20000, moved, manifest, 4), 2)
     configure(moved, **plain)
     assert train(moved, manifest) == 0
     assert json.loads((moved / "provenance.json").read_text())["resumed_from_step"] == 4
@@ -251,7 +251,7 @@ def _agree(rank: int, port: int, folder: str) -> None:
 
 
 def test_all_hear_the_same_at_the_same_step(tmp_path: Path) -> None:
-    mp.spawn(_agree, (20000 + os.getpid() % 20000, str(tmp_path)), nprocs=3)
+    spawn(_agree, (20000 + os.getpid() % 20000, str(tmp_path)), 3)
     heard = [eval(Path(tmp_path, str(rank)).read_text()) for rank in range(3)]
     assert heard[0] == heard[1] == heard[2]
     (save, end) = heard[0]

@@ -20,7 +20,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from dlscale.config.run import Geometry
 from dlscale.core import ending, ranges
@@ -32,6 +31,7 @@ from dlscale.parallel.mesh import Mesh
 from dlscale.parallel.selftest import Wrong, at_fault, self_test
 from dlscale.parallel.world import World, join
 from tests.conftest import ROOT
+from tests.ranks import spawn
 from tests.test_ddp import as_rank
 from tests.test_parallel import configure, launch, train_by
 from tests.test_rungs import settings
@@ -354,7 +354,7 @@ def tested(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[dic
         ranks = CASES[name].ranks
         if ranks not in folders:
             folders[ranks] = tmp_path_factory.mktemp(f"ranks{ranks}")
-            mp.spawn(_test, (ranks, free_port(), str(folders[ranks])), nprocs=ranks)
+            spawn(_test, (ranks, free_port(), str(folders[ranks])), ranks)
         return [torch.load(folders[ranks] / f"{name}.{rank}.pt") for rank in range(ranks)]
 
     return of
@@ -384,7 +384,10 @@ def test_four_processes_on_pretended_nodes(tested: Tested) -> None:
     assert found.nodes == 4
 
 
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.said])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.parallel] * (case.ranks > 2)) for name, case in CASES.items() if case.said],
+)
 def test_who_is_wrong_is_named_by_all(tested: Tested, name: str) -> None:
     case = CASES[name]
     messages = {each.get("lost") for each in tested(name)}
@@ -400,6 +403,7 @@ def test_who_is_wrong_is_named_by_all(tested: Tested, name: str) -> None:
         assert "over each group of dp" in message, "the first of the two axes"
 
 
+@pytest.mark.parallel
 def test_a_late_process_is_named(tested: Tested) -> None:
     found = Links(**tested("late")[0]["links"])
     assert any(text.startswith("process 2 on nid0: its links have ") for text in found.slow), found
@@ -407,6 +411,7 @@ def test_a_late_process_is_named(tested: Tested) -> None:
     assert not any(text.startswith(others) for text in found.slow), found.slow
 
 
+@pytest.mark.parallel
 def test_a_late_node_is_named(tested: Tested) -> None:
     found = Links(**tested("late node")[0]["links"])
     assert any(text.startswith("node nid2: its links to other nodes have ") for text in found.slow), found

@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -39,6 +38,7 @@ from dlscale.train.checkpoint import CheckpointRecord, Checkpoints
 from dlscale.train.optimizer import begin
 from dlscale.train.precision import compute_dtype, convert
 from dlscale.train.step import Step
+from tests.ranks import spawn
 from tests.test_ddp import as_rank
 from tests.test_rungs import need_compiler, settings
 from tests.waiting import PATIENCE
@@ -280,9 +280,9 @@ def _learn_all(rank: int, ranks: int, port: int, folder: str, names: list[str]) 
             torch.save(found, Path(folder, f"{name}.{rank}.pt"))
 
 
-def spawn(ranks: int, folder: Path, names: list[str]) -> None:
+def learn_together(ranks: int, folder: Path, names: list[str]) -> None:
     port = 20000 + (os.getpid() * 7) % 20000
-    mp.spawn(_learn_all, (ranks, port, str(folder), names), nprocs=ranks)
+    spawn(_learn_all, (ranks, port, str(folder), names), ranks)
 
 
 def of_ranks(folder: Path, name: str, ranks: int) -> list[dict[str, Any]]:
@@ -298,7 +298,7 @@ def learnt(tmp_path_factory: pytest.TempPathFactory) -> Any:
         ranks = STRATEGIES[name].ranks
         if ranks not in folders:
             folders[ranks] = tmp_path_factory.mktemp(f"ranks{ranks}")
-            spawn(ranks, folders[ranks], [each for each, case in STRATEGIES.items() if case.ranks == ranks])
+            learn_together(ranks, folders[ranks], [each for each, case in STRATEGIES.items() if case.ranks == ranks])
         return of_ranks(folders[ranks], name, ranks)
 
     return of
@@ -385,7 +385,7 @@ def test_an_overflow_of_one_is_one_of_all(learnt: Any, name: str) -> None:
 def test_a_compiled_strategy_learns_what_one_process_learns(tmp_path: Path, name: str) -> None:
     need_compiler()
     ranks = COMPILED[name].ranks
-    spawn(ranks, tmp_path, [name])
+    learn_together(ranks, tmp_path, [name])
     compare(COMPILED[name], of_ranks(tmp_path, name, ranks))
 
 
@@ -534,7 +534,7 @@ def test_a_training_goes_on_under_any_other_mesh(tmp_path: Path, ranks: int) -> 
     torch.set_num_threads(1)
     alone = Case(1, over=ADAM)
     begin_and_save(alone, World(), tmp_path / "alone")
-    mp.spawn(_pass_on, (ranks, 20000 + (os.getpid() * 7) % 20000, str(tmp_path)), nprocs=ranks)
+    spawn(_pass_on, (ranks, 20000 + (os.getpid() * 7) % 20000, str(tmp_path)), ranks)
     through = build_step(alone.alone(), alone.model, relative_l2, World())
     start = whole(through.weights.state_dict())
     batches(alone, through, World(), range(STEPS))
@@ -609,7 +609,7 @@ def _draw(rank: int, ranks: int, port: int, folder: str, meshes: list[dict[str, 
 )
 def test_random_numbers_are_those_of_each_axis(tmp_path: Path, ranks: int, meshes: list[dict[str, int]]) -> None:
     """What all devices of a model compute, they drop alike; of their own tokens and heads each drops its own."""
-    mp.spawn(_draw, (ranks, 20000 + (os.getpid() * 7) % 20000, str(tmp_path), meshes), nprocs=ranks)
+    spawn(_draw, (ranks, 20000 + (os.getpid() * 7) % 20000, str(tmp_path), meshes), ranks)
     for number, _ in enumerate(meshes):
         found = [torch.load(tmp_path / f"{number}.{rank}.pt") for rank in range(ranks)]
         for a, b in itertools.combinations(found, 2):

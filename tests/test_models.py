@@ -504,7 +504,8 @@ def test_bf16_is_close_to_fp32(name: str) -> None:
     assert 0 < difference < 0.02  # bf16 keeps 8 bits: 0.4 %, a few times over
 
 
-@pytest.mark.parametrize("name", ["unet", pytest.param("vit", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["unet", "vit"])
 def test_a_compiled_step_is_the_eager_one(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if not any(shutil.which(compiler) for compiler in ("g++", "c++", "clang++")):
         pytest.skip("torch.compile needs a C++ compiler here: none of g++, c++, clang++ is on the PATH")

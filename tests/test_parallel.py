@@ -7,21 +7,25 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from dlscale import cli
 from dlscale.config.parallel import FSDP
 from dlscale.config.run import Geometry
 from dlscale.core import telemetry
 from dlscale.core.errors import UserError
+from dlscale.core.ranks import MEET
 from dlscale.parallel import world
 from dlscale.parallel.sharding import Sharding
 from dlscale.parallel.strategy import Sharded
 from dlscale.parallel.world import World, join
 from tests.conftest import COSMO, COSMO_RUN, ERA5, ERA5_RUN, ROOT, TINY, make_run, records, train
+from tests.ranks import spawn
 from tests.waiting import PATIENCE
 
 STUDIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -40,12 +44,18 @@ def launch(stage: str, ranks: int, *arguments: object, env: dict[str, str] | Non
 
 
 def train_by(ranks: int, folder: Path, data: Path) -> None:
-    """Train the run in `folder`."""
+    """Train the run in `folder` in so many processes of one node."""
     arguments = ["--config", folder / "config.yaml", "--manifest", data / "manifest.json", "--threads", ranks]
     arguments += ["--checkpoints", folder / "checkpoints", "--out", folder, "--log", folder / "train.log"]
-    done = launch("train", ranks, *arguments)
-    logs = "".join(path.read_text() for path in folder.glob("*.log"))
-    assert done.returncode == 0, done.stdout + done.stderr + logs
+    with tempfile.TemporaryDirectory() as meet:
+        spawn(_stage, (ranks, meet, ["train", *map(str, arguments)]), ranks)
+
+
+def _stage(rank: int, ranks: int, meet: str, words: list[str]) -> None:
+    """Be one of the processes of a stage, on one node."""
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
+    os.environ[MEET] = f"{meet}/meet"
+    assert cli.main(words) == 0, Path(words[-1]).read_text()
 
 
 def configure(folder: Path, study: str, ranks: int, **changes: Any) -> Path:

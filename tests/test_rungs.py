@@ -21,7 +21,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -50,6 +49,7 @@ from dlscale.train.precision import autocast, compute_dtype, weight_dtype
 from dlscale.train.selfcheck import check_layers, check_operations
 from dlscale.train.step import Step
 from tests.conftest import COSMO, COSMO_RUN, ERA5, ERA5_RUN, make_run, records, train
+from tests.ranks import spawn
 
 CPU = torch.device("cpu")
 Tensors = dict[str, torch.Tensor]
@@ -891,7 +891,7 @@ SHARED = 14  #: whole batches, each with one after it of which one rank has more
 
 def test_ranks_record_and_replay_alike(tmp_path: Path) -> None:
     """Two processes, with unequal shares among the batches: the same sequence on both, and one process's training."""
-    mp.spawn(_train_graphed, (20000 + os.getpid() % 20000, str(tmp_path)), nprocs=2)
+    spawn(_train_graphed, (20000 + os.getpid() % 20000, str(tmp_path)), 2)
     (kinds, weights), (others, same) = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
     assert kinds == others
     assert EAGER_STEPS_OF_RANKS == 11

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -28,6 +27,7 @@ from dlscale.train.checkpoint import CheckpointRecord, Checkpoints
 from dlscale.train.optimizer import begin
 from dlscale.train.step import Step
 from dlscale.train.weights import load_weights
+from tests.ranks import spawn
 from tests.test_ddp import as_rank, squares
 from tests.test_rungs import settings
 from tests.waiting import PATIENCE
@@ -160,7 +160,7 @@ def test_processes_learn_save_and_load_what_one_does(tmp_path: Path) -> None:
     torch.save(given, tmp_path / "model.pt")
     train(step, World(), 2)
     expected = state(step)
-    mp.spawn(_together, (20000 + (os.getpid() * 7) % 20000, tmp_path), nprocs=2)
+    spawn(_together, (20000 + (os.getpid() * 7) % 20000, tmp_path), 2)
     for rank in range(2):
         found = torch.load(tmp_path / f"{rank}.pt")
         for case in CASES:
