@@ -14,7 +14,7 @@ from dlscale.config import resolve
 from dlscale.config.compute import compute_settings, decisive_settings
 from dlscale.core import registry, urls
 from dlscale.core.errors import UserError
-from dlscale.core.fingerprint import ROOT, data_modules, fingerprint, run_modules
+from dlscale.core.fingerprint import ROOT, data_modules, fingerprint, remember, run_modules
 from dlscale.core.records import Rung
 from dlscale.core.settings import read_yaml
 from dlscale.core.stages import STAGES
@@ -24,6 +24,8 @@ from dlscale.preflight import cost, doctor
 from dlscale.preflight.data import probe_kept, probe_raw
 
 NAME = r"[A-Za-z0-9][A-Za-z0-9_-]*"
+
+remember(Path(".snakemake/parsed.json"))
 
 
 def layers():

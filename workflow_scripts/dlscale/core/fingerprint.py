@@ -8,16 +8,20 @@ do not, nor do modification times, and an edit that is taken back un-triggers.
 from __future__ import annotations
 
 import ast
+import atexit
+import contextlib
 import functools
 import hashlib
 import json
 import re
+import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from dlscale.core import registry
 from dlscale.core.errors import UserError
+from dlscale.core.files import write_text
 from dlscale.core.stages import STAGES
 
 ROOT = Path(__file__).resolve().parents[1]  # the package's folder
@@ -46,6 +50,9 @@ BY_NAME = {"dlscale.core.records", "dlscale.train.memory"}
 #: Names of a module that count; None: all of it.
 Names = frozenset[str] | None
 
+#: Findings that are kept at most: of some twenty revisions of all sources, 5 MB.
+MOST = 10_000
+
 
 @functools.cache
 def _file(module: str) -> Path | None:
@@ -67,6 +74,36 @@ def _tree(file: Path) -> ast.Module:
         raise UserError(f"{file}:{error.lineno}: {error.msg}") from None
 
 
+#: What parsing found of sources, by their content: digest and imports.
+_PARSED: dict[str, list[Any]] = {}
+
+
+def remember(path: Path) -> None:
+    """Take what parsing found of sources from a file of an earlier call, and bring it up to date at this one's end.
+
+    Parsing all sources takes seconds, and few of them change between two calls. What is found goes by content; a file
+    that cannot be read or written is done without.
+    """
+    version = _version()
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        if kept["version"] == version and len(kept["parsed"]) < MOST:
+            _PARSED.update(kept["parsed"])
+    before = len(_PARSED)
+
+    def write() -> None:
+        if len(_PARSED) > before:
+            with contextlib.suppress(OSError, UserError):
+                write_text(path, json.dumps({"version": version, "parsed": _PARSED}))
+
+    atexit.register(write)
+
+
+def _version() -> str:
+    """Return what decides, beside a source, what parsing finds of it."""
+    return hashlib.sha256(Path(__file__).read_bytes()).hexdigest() + sys.version
+
+
 @functools.cache
 def _source(module: str, names: Names = None) -> tuple[str, frozenset[tuple[str, Names]]]:
     """Return a module's digest, and the modules that it imports, anywhere in its text: those that have a file here.
@@ -76,6 +113,21 @@ def _source(module: str, names: Names = None) -> tuple[str, frozenset[tuple[str,
     """
     file = _file(module)
     assert file is not None, module
+    what = json.dumps([module, file.name, sorted(names) if names is not None else None]).encode()
+    key = hashlib.sha256(what + file.read_bytes()).hexdigest()
+    if key not in _PARSED:
+        code, found = _parsed(file, module, names)
+        _PARSED[key] = [code, [[name, sorted(given) if given is not None else None] for name, given in found]]
+    code, listed = _PARSED[key]
+    imported = {(name, frozenset(given) if given is not None else None) for name, given in listed}
+    # A package's __init__ runs when any of its modules is imported.
+    known = {name for name, _ in imported if _file(name)} | {module}
+    imported |= {(name.rsplit(".", depth)[0], None) for name in known for depth in range(1, name.count(".") + 1)}
+    return code, frozenset(each for each in imported if each[0] != module and _file(each[0]))
+
+
+def _parsed(file: Path, module: str, names: Names) -> tuple[str, set[tuple[str, Names]]]:
+    """Return the digest of a module's code, and all that it imports, whether that has a file here or not."""
     tree = _tree(file)
     if names is not None:
         tree = ast.Module(_used(tree, names), [])
@@ -91,11 +143,7 @@ def _source(module: str, names: Names = None) -> tuple[str, frozenset[tuple[str,
             given = frozenset(alias.name for alias in node.names)
             imported |= {(name, given if name in BY_NAME and "*" not in given else None)}
             imported |= {(f"{name}.{each}", None) for each in given}
-    # A package's __init__ runs when any of its modules is imported.
-    known = {name for name, _ in imported if _file(name)} | {module}
-    imported |= {(name.rsplit(".", depth)[0], None) for name in known for depth in range(1, name.count(".") + 1)}
-    code = hashlib.sha256(repr(_code(tree)).encode()).hexdigest()
-    return code, frozenset(each for each in imported if each[0] != module and _file(each[0]))
+    return hashlib.sha256(repr(_code(tree)).encode()).hexdigest(), imported
 
 
 def _shows(module: str) -> bool:
@@ -199,9 +247,15 @@ def _reached(modules: Iterable[str], whole: bool = False) -> dict[str, Names]:
         together = None if whole or names is None or before is None else names | before
         if module not in seen or together != before:
             seen[module] = together
-            imported = _source(module, together)[1]
+            # In their order, so that the same is parsed in the same steps each time.
+            imported = sorted(_source(module, together)[1], key=_order)
             todo += [each for each in imported if whole or each[0] not in GUARDS or _shows(module)]
     return dict(sorted(seen.items()))
+
+
+def _order(imported: tuple[str, Names]) -> tuple[str, list[str]]:
+    module, names = imported
+    return module, sorted(names or ())
 
 
 def _entry(module: str) -> tuple[str, Names]:
