@@ -358,7 +358,7 @@ class Results:
         with out.open(newline="") as file:
             return list(csv.DictReader(file))
 
-    def report(self, title: str = "Demo report") -> str:
+    def report(self, title: str = "Demo report", *to_come: str) -> str:
         out = self.root / "report" / "index.html"
         report.main(
             argparse.Namespace(
@@ -367,6 +367,7 @@ class Results:
                 datasets=self.datasets,
                 references=self.references,
                 call="snakemake --configfile 'my plans.yaml'",
+                to_come=to_come,
                 out=str(out),
             )
         )
@@ -1010,6 +1011,13 @@ def test_the_page_answers_at_a_glance(ladder: Results) -> None:
     ):
         assert " ".join(answer.split()) in page.text, answer
     assert page.text.count("published at full size: ") == 2  # of the first run, and of the one that is the fastest
+
+
+def test_a_page_that_fills_says_what_is_to_come(ladder: Results) -> None:
+    refresh = '<meta http-equiv="refresh" content="5">'
+    filling, whole = ladder.report("Demo", "<era5>", "mnist"), ladder.report("Demo")
+    assert refresh in filling and "Still to come: <era5>, mnist." in Page(filling).text
+    assert refresh not in whole and "to come" not in Page(whole).text
 
 
 def test_the_table_has_every_run_with_units(ladder: Results) -> None:

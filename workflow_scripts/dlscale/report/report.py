@@ -30,7 +30,8 @@ def main(args: argparse.Namespace) -> None:
     plans = [read_plan(path) for path in dict.fromkeys(args.plans)]
     folders = [Path(folder) for folder in dict.fromkeys(args.datasets)]
     references = read_references(dict.fromkeys(args.references))
-    write_text(args.out, page(args.title, plans, folders, Path(args.out).parent, references, args.call))
+    place = Path(args.out).parent
+    write_text(args.out, page(args.title, plans, folders, place, references, args.call, args.to_come))
 
 
 def page(
@@ -40,8 +41,12 @@ def page(
     place: Path = Path(),
     references: Sequence[Reference] = (),
     call: str = "snakemake",
+    to_come: Sequence[str] = (),
 ) -> str:
-    """Return the report as HTML, to be written into the folder `place`; `call` are words that call the workflow."""
+    """Return the report as HTML, to be written into the folder `place`; `call` are words that call the workflow.
+
+    Where plans are still `to_come`, it names them, and browsers load it again every few seconds.
+    """
     import jinja2
     from markupsafe import Markup
 
@@ -54,6 +59,7 @@ def page(
     pictures = max(1, min(PREDICTIONS_OF_A_PLAN, PREDICTIONS // max(1, len(plans))))
     return environment.from_string(template).render(
         title=title,
+        to_come=to_come,
         style=Markup(style),
         script=Markup(script),
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
