@@ -32,7 +32,7 @@ class Row:
     counted
         The bytes, FLOPs and sizes behind the numbers.
     target
-        The ratio to reach, if there is one.
+        The ratio to reach, if there is one; of seconds, where less is better, not to exceed.
     """
 
     name: str
@@ -51,12 +51,15 @@ class Row:
     @property
     def reached(self) -> bool:
         """Whether the target is reached, if there is one."""
-        return self.target is None or self.ratio >= self.target
+        if self.target is None:
+            return True
+        return self.ratio <= self.target if self.unit == "s" else self.ratio >= self.target
 
     @property
     def verdict(self) -> str:
         """The same in a word, with the target."""
-        return "" if self.target is None else f"{'pass' if self.reached else 'SHORT'} (≥ {self.target:g})"
+        sign = "≤" if self.unit == "s" else "≥"
+        return "" if self.target is None else f"{'pass' if self.reached else 'SHORT'} ({sign} {self.target:g})"
 
     def to_json(self) -> dict[str, Any]:
         """Return everything, the medians included."""

@@ -56,7 +56,7 @@ GROUPS = {
     "watching": watching.watching,
     "profilers": profilers.profilers,
     "preprocess": lambda options: preprocessing.volumes(options) + preprocessing.states(options),
-    "workflow": workflow.graph,
+    "edit": workflow.edit_loop,
 }
 
 

@@ -1,20 +1,28 @@
-"""Seconds that the workflow itself takes: its graph, finding nothing to do, the command line's help."""
+"""How long a user waits: the workflow's graph, finding nothing to do, a changed learning rate's first step, starts."""
 
 from __future__ import annotations
 
 import copy
+import itertools
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 from tests.bench.measure import Options, Row, in_turns, seconds
-from tests.conftest import COSMO, COSMO_RUN, ERA5, ERA5_RUN
+from tests.conftest import COSMO, COSMO_RUN, ERA5, ERA5_RUN, make_run
 from tests.workflow.conftest import Tree, copy_tree
 
 RUNS = 300
+#: Epochs that a training has behind it when it goes on.
+EPOCHS = 3000
+
+#: Greatest seconds.
+GRAPH, HELP, NOTHING, CHANGED, RESUMED, WITH_TORCH, WITHOUT = 10.0, 1.0, 2.0, 8.0, 5.0, 2.0, 0.4
 
 
-def graph(options: Options) -> list[Row]:
-    """Times of whole processes; what they are held against is a limit, or the import that they cannot do without."""
+def make_tree(folder: Path) -> Tree:
+    """Return a copy of the repository, with all that it ships, one tiny plan and one of many runs."""
     config = {
         "targets": ["years"],
         "datasets": {
@@ -30,46 +38,94 @@ def graph(options: Options) -> list[Row]:
             "years": {
                 "study": "era5_vit",
                 "measure": ["train"],
-                "settings": {**copy.deepcopy(ERA5_RUN), "dataset": "years"},
+                "settings": {**copy.deepcopy(ERA5_RUN), "dataset": "years", "training": {"steps": 1}},
                 "runs": {"vit": {}},
             },
         },
     }
-    tree = Tree(options.folder / "repository", config)
+    tree = Tree(folder / "repository", config)
     copy_tree(tree.path)
     tree.write()
+    return tree
+
+
+def edit_loop(options: Options) -> list[Row]:
+    """Times of whole processes beside their limits."""
+    tree = make_tree(options.folder)
+    environment = {key: value for key, value in tree.environment.items() if key != "IMPORTS"}
+    epochs = 20 if options.quick else EPOCHS
+
+    def start(*command: str) -> subprocess.Popen[str]:
+        words = [sys.executable, *command]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        return subprocess.Popen(words, cwd=tree.path, env=environment, text=True, **pipes)  # type: ignore[call-overload]
 
     def call(*command: str) -> None:
-        environment = {key: value for key, value in tree.environment.items() if key != "IMPORTS"}
-        done = subprocess.run(
-            [sys.executable, *command], cwd=tree.path, env=environment, capture_output=True, text=True
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
+        process = start(*command)
+        said, _ = process.communicate()
+        assert process.returncode == 0, said
 
-    snakemake = ["-m", "snakemake", "--configfile", "tiny.yaml"]
+    snakemake = ["-m", "snakemake", "--configfile", "tiny.yaml", "--cores", "2"]
+    results, numbers = tree.path / "results", itertools.count(1)
+    call(*snakemake, "--", "all")
+    long = options.folder / "long"
+
+    def train_until(epoch: int) -> list[str]:
+        """Return the words that train the long run so far, an epoch a step."""
+        training = {"epochs": 10 * EPOCHS, "stop_after": epoch, "checkpoint_epochs": EPOCHS}
+        samples = {**ERA5_RUN.get("samples", {}), "train": ERA5_RUN["batch_size"]}
+        make_run(long, "era5_vit", {**copy.deepcopy(ERA5_RUN), "samples": samples, "training": training}, ERA5)
+        files = {"config": long / "config.yaml", "manifest": results / "data/years/manifest.json", "out": long}
+        files |= {"checkpoints": long / "checkpoints", "log": long / "log"}
+        named = [word for name, path in files.items() for word in (f"--{name}", str(path))]
+        return ["-P", "-m", "dlscale", "train", "--threads", "1", *named]
+
+    call(*train_until(epochs))
+
+    def until_an_epoch(metrics: Path, *command: str) -> float:
+        """Return the seconds from a command to the end of its training's first epoch, of one step."""
+        begin, before = time.time(), metrics.stat().st_size if metrics.exists() else 0
+        process = start(*command)
+        while not (metrics.exists() and metrics.stat().st_mtime > begin and metrics.stat().st_size > before):
+            assert process.poll() in (None, 0), process.communicate()[0]
+            time.sleep(0.01)
+        passed = time.time() - begin
+        said, _ = process.communicate()
+        assert process.returncode == 0, said
+        return passed
+
+    def changed() -> float:
+        tree.config["plans"]["years"]["settings"]["optimizer"] = {"kind": "adam", "lr": 1e-4 * next(numbers)}
+        tree.write()
+        metrics = results / "plans/years/vit/metrics.jsonl"
+        metrics.unlink(missing_ok=True)
+        return until_an_epoch(metrics, *snakemake, "--", "plan_years")
+
+    def resumed() -> float:
+        return until_an_epoch(long / "metrics.jsonl", *train_until(epochs + next(numbers)))
+
     contestants = {
-        "import": lambda: seconds(lambda: call("-c", "import snakemake.cli")),
         "graph": lambda: seconds(lambda: call(*snakemake, "-n", "--quiet", "--", "plan_many")),
-        "python": lambda: seconds(lambda: call("-c", "pass")),
+        "nothing": lambda: seconds(lambda: call(*snakemake, "-n")),
+        "changed": changed,
+        "resumed": resumed,
+        "with torch": lambda: seconds(lambda: call("-P", "-c", "import dlscale.train.train")),
+        "without": lambda: seconds(
+            lambda: call("-m", "dlscale", "configure", "--settings", "{}", "--out", str(options.folder / "x.yaml"))
+        ),
         "help": lambda: seconds(lambda: call("-m", "dlscale", "train", "--help")),
     }
-    if not options.quick:
-        call(*snakemake, "--cores", "2", "--", "all")
-        contestants["nothing"] = lambda: seconds(lambda: call(*snakemake, "--cores", "2", "--", "all"))
     found = in_turns(options.repetitions, contestants)
-    rows = [
-        Row(
-            f"graph of {RUNS} runs (limit 10 s)",
-            "s",
-            found["graph"],
-            "importing Snakemake",
-            found["import"],
-            {"runs": RUNS},
-        ),
-        Row("dlscale train --help (limit 1 s)", "s", found["help"], "starting Python", found["python"], {}),
+
+    def row(name: str, what: str, limit: float, **counted: float) -> Row:
+        return Row(name, "s", found[what], "the limit", [limit] * len(found[what]), counted, target=1.0)
+
+    return [
+        row(f"graph of {RUNS} runs", "graph", GRAPH, runs=RUNS),
+        row("snakemake -n, nothing to do", "nothing", NOTHING),
+        row("another learning rate, until its first epoch of one step", "changed", CHANGED),
+        row(f"a training after {epochs} epochs, until the next", "resumed", RESUMED, epochs=epochs),
+        row("start of a stage with torch", "with torch", WITH_TORCH),
+        row("start of a stage without", "without", WITHOUT),
+        row("dlscale train --help", "help", HELP),
     ]
-    if "nothing" in found:
-        rows.append(
-            Row("nothing to be done (limit 3 s)", "s", found["nothing"], "importing Snakemake", found["import"], {})
-        )
-    return rows
