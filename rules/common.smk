@@ -15,6 +15,7 @@ from dlscale.config.compute import compute_settings, decisive_settings
 from dlscale.core import registry, urls
 from dlscale.core.errors import UserError
 from dlscale.core.fingerprint import ROOT, data_modules, fingerprint, remember, run_modules
+from dlscale.core.machine import gpus
 from dlscale.core.records import Rung
 from dlscale.core.settings import read_yaml
 from dlscale.core.stages import STAGES
@@ -334,6 +335,12 @@ def throughput_beside(wildcards, input):
         return []
     manifest = ["--beside-manifest", input.first[0]] if input.first else []
     return ["--beside", json.dumps(first.slice("throughput")), *manifest]
+
+
+def train_threads(wildcards):
+    """The cores of one machine that a training takes: all, unless it says how many it computes on, and needs no GPU."""
+    run = run_of(wildcards)
+    return run.threads * run.processes.gpus_per_node if run.threads and not (SITE.scheduler or GPUS) else 64
 
 
 def checkpoint_sources(wildcards, input):

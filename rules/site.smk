@@ -12,6 +12,7 @@ try:
 except UserError as error:
     print(error, file=sys.stderr)
     sys.exit(2)
+GPUS = 0 if SITE.scheduler else gpus()
 IMAGE = image.inherited(SITE.engine, SITE.image or "", first=workflow.is_main_process)
 PACKAGES = launcher.packages(SITE)
 if workflow.is_main_process:

@@ -20,8 +20,7 @@ rule train:
         f"{RESULTS}/logs/train/{{plan}}/{{run}}.log",
     benchmark:
         f"{RESULTS}/benchmarks/train/{{plan}}/{{run}}.tsv"
-    # All cores of one machine, so that no other job disturbs what is timed.
-    threads: 64
+    threads: train_threads
     resources:
         **run_resources("train"),
     params:

@@ -485,15 +485,18 @@ def test_the_card_hears_of_a_neighbour(results: Results) -> None:
 def test_a_training_has_neighbours_too(results: Results) -> None:
     """Others kept half of the cores busy while it trained, and none was left; beside idle cores they disturb nobody."""
     for name, used, others in (("busy", 0.97, 0.5), ("beside", 0.6, 0.5), ("quiet", 0.97, 0.01)):
-        folder = results.run("p", name, precision=name)
+        folder = results.run("p", name, precision=name, triplet=None)
         rows = [telemetry.Sample(1.7e9 + n, 1.0, 4, cpu=used, cpu_others=others) for n in range(20)]
         (folder / "telemetry").mkdir()
         (folder / "telemetry/train.csv").write_text(telemetry.header(0) + "".join(map(telemetry.line, rows)))
-    plan = read_plan(results.plan("p", {name: name for name in ("busy", "beside", "quiet")}))
+    plan = read_plan(results.plan("p", {name: name for name in ("busy", "beside", "quiet")}, measure=("train",)))
     said = disturbance(plan.runs)
     assert said and "50\u00a0% of the cores busy while busy was measured. Times and rates" in said
     assert said.endswith("measure again with nothing else running."), "no throughput of it was measured"
     assert disturbance(plan.runs[1:]) is None
+    timed = results.run("p", "timed", precision="timed")
+    shutil.copytree(results.root / "plans/p/busy/telemetry", timed / "telemetry")
+    assert disturbance(read_plan(results.plan("p", {"timed": "timed"})).runs) is None, "it was timed by itself"
 
 
 # ---- collect -------------------------------------------------------------------------------------

@@ -315,7 +315,7 @@ ROWS = [
     Row("comment in the Snakefile", append("Snakefile", "\n# Edited.\n"), []),
     Row("comment in the configuration", append("tiny.yaml", "\n# Edited.\n"), []),
     Row("a rule's message", replace("rules/train.smk", '"Train ', '"Edited: train '), []),
-    Row("a rule's threads", replace("rules/train.smk", "threads: 64", "threads: 32"), []),
+    Row("a rule's threads", replace("rules/train.smk", "threads: train_threads", "threads: 32"), []),
     Row("number of cores", touch("config.yaml"), [], ("--cores", "1")),
     Row("a profile's value", replace("profiles/local/profile.yaml", "latency-wait: 2", "latency-wait: 3"), []),
     Row("another profile", touch("config.yaml"), [], ("--profile", "perlmutter")),

@@ -54,11 +54,12 @@ def crowd(throughput: Throughput | None, training: Sequence[Sequence[Sample]]) -
 
 
 def _crowd(throughput: Throughput | None, training: Sequence[Sequence[Sample]]) -> float:
-    return max(verdict.others_share(throughput), _beside_training(training))
+    """Return the greatest share of the cores that others kept busy while a run was timed: trained, if nothing else."""
+    return verdict.others_share(throughput) if throughput else _beside_training(training)
 
 
 def _neighbours(runs: Sequence[RunResult]) -> tuple[str, list[RunResult]] | None:
-    """Say in which runs the verdict names a neighbour, or training had one; the former are to be measured again."""
+    """Say in which runs the verdict names a neighbour, or a training had one that alone tells how fast its run is."""
     shares = {run.label: share for run in runs if (share := _crowd(run.throughput, run.telemetry.get("train", [])))}
     if not shares:
         return None
