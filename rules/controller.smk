@@ -10,6 +10,7 @@
 #   the end of a call        `workflow.execute`: a dry run calls no hook, nor does a call that finds all made; what hooks
 #                            say of a failure is not the last word; and a dry run ends well whatever is said in it.
 #   a quiet dry run          `workflow.output_settings.quiet`, `snakemake.logging`: it is no profile's own.
+#   a call that is shown     `snakemake.logging`: `dlscale run` draws how far it is; its log file has all.
 #   an interrupted call      `snakemake.logging`: of jobs that have saved and ended it says that they failed.
 #   jobs that failed         `workflow.scheduler.failed`: each is named at the end, with its last word.
 #   the files asked for      `workflow.dag`: the pages that show them are named at the end.
@@ -24,12 +25,14 @@ import signal
 import sys
 from pathlib import Path
 
+from dlscale.core import ending
 from dlscale.core.errors import UserError, of_another, unknown
 from dlscale.core.lock import only_writer
-from dlscale.preflight import dryrun, why
+from dlscale.preflight import dryrun, live, why
 from snakemake.exceptions import WorkflowError
 from snakemake.logging import logger
 from snakemake.settings.enums import Quietness
+from snakemake_interface_logger_plugins.common import LogEvent
 
 if not workflow.is_main_process:
     # Slurm warns all processes of a job of its time limit; this one leads to the training, which saves then.
@@ -56,11 +59,23 @@ def before_an_interrupt(record):
     return not INTERRUPTED or record in INTERRUPTED
 
 
+def is_wrong(record):
+    """Whether Snakemake logs what is wrong and nobody else says: for a call that another process shows."""
+    text = str(record.msg)
+    if text.startswith(("Nothing to be done", "Terminating processes on user request")):
+        return True
+    told = getattr(record, "event", None) in (LogEvent.JOB_ERROR, LogEvent.GROUP_ERROR, LogEvent.SHELLCMD)
+    told = told or text.startswith(("RuleException", "Exiting because a job execution failed"))  # and why, at the end
+    return record.levelno >= logging.WARNING and not told
+
+
 if workflow.is_main_process:
     be_quiet_in_a_dry_run()
     for handler in logger.handlers:
         if not isinstance(handler, logging.FileHandler):  # its file has all
             handler.addFilter(before_an_interrupt)
+            if live.asked():
+                handler.addFilter(is_wrong)
 
 
 def site_name():
@@ -201,22 +216,19 @@ def have_the_last_word(looked, nothing, failed):
     That is `looked` after a dry run, which returns its status; `nothing` where all was made; `failed` where jobs were
     not done, which returns whether it has said all that there is to say.
     """
-    execute = workflow.execute
 
-    def executed(*args, **kwargs):
-        try:
-            execute(*args, **kwargs)
-        except WorkflowError:
-            if not failed():
-                raise
-            sys.exit(1)
-        if workflow.dryrun and (status := looked()):
-            sys.exit(status)
-        if not (workflow.dryrun or workflow.dag):  # a graph without jobs is false
+    def ended():
+        if workflow.dryrun:
+            return looked()
+        if not workflow.dag:  # a graph without jobs is false
             nothing()
+        return 0
+
+    def wrong(error):
+        return isinstance(error, WorkflowError) and failed()
 
     if workflow.is_main_process:
-        workflow.execute = executed
+        workflow.execute = ending.with_last_word(workflow.execute, ended, wrong)
 
 
 def looking():

@@ -9,8 +9,12 @@ from dlscale.core.machine import gpus
 from dlscale.core.stages import DATA_STAGES, RUN_STAGES
 from dlscale.core.text import many
 from dlscale.preflight import disks, environment, expected
+from dlscale.report import headline
+from dlscale.report.results import read_plan
 
 STARTED = time.time() - times.age()
+#: Plans whose results are told at the end of a call.
+RESULTS_SHOWN = 8
 
 # Once: jobs that Snakemake starts as processes of their own read this file, too.
 if workflow.is_main_process:
@@ -115,10 +119,27 @@ def show_outlook():
 
 def seconds_of(job):
     """How long a job takes on this machine, as far as is known."""
-    stage, known, work = job.rule.name, job.wildcards, None
+    stage, known, work = why.stage_of(job.rule.name), job.wildcards, None
     if stage in RUN_STAGES:
         work = cost.run_work(CONFIG, known.plan, known.run, stage)
     return expected.seconds(stage, work, Path(RESULTS), Path(job.benchmark) if job.benchmark else None)
+
+
+def jobs_to_tell():
+    """The jobs of this call, for the process that shows how far it is."""
+    jobs, cores = jobs_to_run(), workflow.resource_settings.cores
+    return [
+        live.Job(
+            "".join(why.place(job.rule.name, dict(job.wildcards.items()))),
+            why.stage_of(job.rule.name),
+            getattr(job.wildcards, "plan", ""),
+            str(next(iter(job.log), "")),
+            str(job.benchmark),
+            seconds_of(job),
+            min(job.threads, cores) / cores if cores else 1 / len(jobs),  # a site has nodes for all
+        )
+        for job in jobs
+    ]
 
 
 def time_of(jobs):
@@ -173,9 +194,11 @@ def show_failures():
     if INTERRUPTED:
         print("", "Interrupted. What is done is kept: the same command goes on from there.", sep="\n", file=sys.stderr)
         return True
-    lines = [why.failed(*job, STARTED) for job in failed_jobs()]
+    lines = sorted(why.failed(*job, STARTED) for job in failed_jobs())
     if lines:
-        print("", *sorted(lines), sep="\n", file=sys.stderr)
+        if live.asked():
+            lines = [f"What Snakemake says: {', '.join(workflow.logger_manager.get_logfile())}", *lines]
+        print("", *lines, sep="\n", file=sys.stderr)
     return bool(lines)
 
 
@@ -222,6 +245,10 @@ onstart:
         print(*doctor.lines(findings), sep="\n", file=sys.stderr)
     if doctor.failed(findings) or (works and SITE.engine != "none" and not IMAGE):
         raise WorkflowError("Not ready: nothing was started. See the lines with FAIL above.")
+    if live.asked():
+        live.tell(jobs_to_tell())
+    for page in [file for file in asked_files() if Path(file).suffix == ".html"][:1]:
+        print(f"The page will be {Path(page).resolve()}", file=sys.stderr)
 
 
 def show_times():
@@ -234,7 +261,25 @@ def show_times():
     print(*lines, sep="\n", file=sys.stderr)
 
 
+def show_results():
+    """Print what each plan that was asked for came to, and what to ask next."""
+    plans = []
+    for name in ASKED_PLANS:
+        try:
+            plans.append(read_plan(Path(RESULTS, "plans", name, "plan.yaml")))
+        except UserError:  # only a part of it was asked for
+            continue
+    for plan in plans[:RESULTS_SHOWN]:
+        print(headline.line(plan), file=sys.stderr)
+    if len(plans) > RESULTS_SHOWN:
+        print(f"and {many(len(plans) - RESULTS_SHOWN, 'more plan')}, on the page", file=sys.stderr)
+    if plans:
+        run = plans[0].best or plans[0].runs[0]
+        print(f"Next: dlscale explain {plans[0].name}.{run.name}: what holds it back, what to try", file=sys.stderr)
+
+
 onsuccess:
     show_times()
     remember_sources()
+    show_results()
     show_end()

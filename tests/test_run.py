@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from dlscale import cli
 from dlscale.config import resolve
 from dlscale.core.errors import UserError
 from dlscale.preflight import run
@@ -102,6 +104,10 @@ def test_settings_are_of_the_plans_that_are_named() -> None:
     assert over["plans"].keys() >= {"cosmo_demo"} and "era5_demo" not in over["plans"]
 
 
+def test_a_profile_without_a_site_is_of_this_machine() -> None:
+    assert typed("--profile", "local", "cosmo_demo") == (["plan_cosmo_demo"], {})
+
+
 def test_a_key_from_its_beginning_is_of_the_whole_configuration() -> None:
     """A plan that is typed may be the target."""
     assert typed("results=/tmp/x", "report.title=Mine and yours") == (
@@ -176,3 +182,13 @@ def test_options_and_their_help_reach_it(tmp_path: Path) -> None:
     assert lost.returncode == 2 and lost.stderr == (
         "dlscale run: Snakefile: no such file here; call it in the folder of the repository\n"
     )
+
+
+def test_help_has_every_command_once() -> None:
+    """Those of every day first, stages last."""
+    top = cli.parser()
+    (commands,) = [action.choices for action in top._actions if isinstance(action.choices, dict)]
+    text = top.format_help()
+    listed = re.findall(r"^  ([a-z][a-z-]+)  +\S", text, re.MULTILINE)
+    assert sorted(listed) == sorted(commands)
+    assert tuple(listed[: len(cli.EVERYDAY)]) == cli.EVERYDAY and listed[-1] == "report"

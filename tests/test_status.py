@@ -252,7 +252,7 @@ def test_what_waits_is_a_line_for_each_plan(
     asked = configuration(results)
     found = status.look(asked, ["p"])
     left = status.left_of(asked, found)
-    assert left == 90 + 25 + 4 * cost.data_jobs(asked.workflow.datasets["d"], None), "as it says, or as of old"
+    assert left == 90 + 14 + 2.5 * cost.data_jobs(asked.workflow.datasets["d"], None), "as it says, or as usual"
     text = status.lines(found, left=left)
     assert text[0] == f"1 running, 2 waiting; about {duration(left)} left"
     assert [line.split("  ")[0] for line in text[1:4]] == ["", "run", "p.b"]
@@ -260,7 +260,7 @@ def test_what_waits_is_a_line_for_each_plan(
     benchmark = results / "benchmarks/train/p/a.tsv"
     benchmark.parent.mkdir(parents=True)
     benchmark.write_text("s\th:m:s\n7.5\t0:00:07\n")
-    assert status.left_of(asked, found) == left - 25 + 7.5, "as it took before"
+    assert status.left_of(asked, found) == left - 14 + 7.5, "as it took before"
     assert status.left_of(asked, [replace(row, state="done") for row in found]) is None
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setenv("LINES", "5")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 import signal
 from collections.abc import Callable
 
@@ -39,6 +40,32 @@ def test_what_is_typed_is_what_snakemake_is_told(make_tree: Callable[..., Tree])
         wrong = tree.shell(f"{run} {words}")
         assert wrong.returncode == 2 and wrong.stdout == "" and len(wrong.stderr.splitlines()) == 1, wrong
         assert wrong.stderr.startswith(f"dlscale run: {said}")
+
+
+def test_a_call_is_shown(make_tree: Callable[..., Tree]) -> None:
+    """How far it is, and what we say; not what Snakemake says of each job, which is in its log."""
+    tree = make_tree()
+    run = "python -m dlscale run --configfile tiny.yaml data_waves"
+    done = tree.shell(run)
+    assert done.returncode == 0 and done.stdout == "", done
+    lines = done.stderr.splitlines()
+    assert any(re.match(r"\d+\s% after .*; about .* left; \d+ of \d+ jobs", line) for line in lines)
+    assert lines[-1] == f"Preview: {tree.results}/data/waves/preview.png"
+    assert not any(word in done.stderr for word in ("Job stats", "Finished jobid", "Select jobs", "Building DAG"))
+    (log,) = (tree.path / ".snakemake/log").iterdir()
+    assert "Finished jobid" in log.read_text()
+    again = tree.shell(run)
+    assert again.returncode == 0 and "Nothing to be done" in again.stderr and lines[-1] in again.stderr
+    told = tree.shell(f"{run} -p --forcerun preview")
+    assert told.returncode == 0 and "Finished jobid" in told.stderr
+    assert "Shell command: python -P -m dlscale " in told.stderr
+    (tree.results / "data/waves/manifest.json").unlink()
+    (tree.results / "data/waves/preview.png").unlink()
+    locked = tree.path / ".snakemake/locks"
+    locked.mkdir(parents=True, exist_ok=True)
+    (locked / "0.output.lock").write_text(f"{RESULTS}/data/waves/manifest.json\n")
+    wrong = tree.shell(run)
+    assert wrong.returncode == 1 and "\nLockException:\n" in wrong.stderr and "--unlock" in wrong.stderr
 
 
 def test_a_failure_is_the_last_word(make_tree: Callable[..., Tree]) -> None:

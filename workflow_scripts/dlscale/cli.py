@@ -211,7 +211,7 @@ def parser() -> argparse.ArgumentParser:
         "--study", action="append", default=[], metavar="NAME=PATH", help="a study from outside of dlscale: its file"
     )
     commands = top.add_subparsers(dest="stage", metavar="COMMAND", help="one of these; its options: COMMAND --help")
-    texts = {"run": "Run plans, or make data or files, with settings that are typed: dlscale run mnist_demo seed=2"}
+    texts = {"run": "Run plans, or make data or files, with settings that are typed: dlscale run PLAN seed=2"}
 
     def command(name: str, text: str) -> argparse.ArgumentParser:
         texts[name] = text

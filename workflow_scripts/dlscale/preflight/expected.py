@@ -12,24 +12,25 @@ from pathlib import Path
 from dlscale.preflight import cost
 
 #: Seconds from a job's start to its first step: interpreter and libraries.
-START_UP = 6.0
-#: Seconds that a job of the demo takes on two cores of a shared AMD EPYC, by rule.
-TYPICAL = {"train": 25.0, "throughput": 20.0, "profile": 20.0, "tune": 60.0, "report": 8.0, "report_plan": 8.0}
+START_UP = 5.0
+#: Seconds that a job of the demo takes, by stage. Judgements: in sum they are the seven to eight minutes that all of it
+#: takes on two cores of a shared AMD EPYC.
+TYPICAL = {"train": 14.0, "throughput": 11.0, "profile": 12.0, "tune": 60.0, "report": 6.0}
 #: The same of all others, most of it the start.
-OTHERS = 4.0
+OTHERS = 2.5
 
 
-def seconds(rule: str, work: cost.Work | None, results: Path, benchmark: Path | None = None) -> float:
+def seconds(stage: str, work: cost.Work | None, results: Path, benchmark: Path | None = None) -> float:
     """Return how long a job takes.
 
     `work`: what it is of a run; `benchmark`: of any other where Snakemake writes what it took.
     """
     if work:
-        benchmark = results / "benchmarks" / rule / work.plan / f"{work.run_name}.tsv"
+        benchmark = results / "benchmarks" / stage / work.plan / f"{work.run_name}.tsv"
         known = cost.estimate(work, results, start_up=START_UP)
         if known.basis == "measured" and known.seconds:
             return known.seconds
-    return (took(benchmark) if benchmark else None) or TYPICAL.get(rule, OTHERS)
+    return (took(benchmark) if benchmark else None) or TYPICAL.get(stage, OTHERS)
 
 
 def took(benchmark: Path) -> float | None:

@@ -22,7 +22,7 @@ from dlscale.config.resolve import Configuration, load_files, merge
 from dlscale.config.workflow import Workflow
 from dlscale.core.errors import UserError, nearest, of_another, unknown
 from dlscale.core.settings import Raw, flat, holds, nested
-from dlscale.preflight import dryrun
+from dlscale.preflight import dryrun, live
 
 HELP = """\
 usage: dlscale run [WORD ...] [-n] [-p] [--profile NAME] [--configfile FILE ...] [SNAKEMAKE'S OPTIONS ...]
@@ -44,7 +44,7 @@ options:
   --profile NAME         the site: profiles/NAME, or its path
   --configfile FILE ...  YAML files, over config.yaml
 
-From the first other option on, all words are Snakemake's (`snakemake --help`): dlscale run mnist_demo --cores 4
+From the first other option on, all words are Snakemake's (`snakemake --help`): dlscale run PLAN --cores 4
 """
 
 #: A setting: a dotted key, and its value. A file of that name has a slash before it.
@@ -253,7 +253,7 @@ def command(call: Call, targets: Sequence[str], over: Raw) -> list[str]:
 
 
 def main(words: Sequence[str]) -> int:
-    """Check what was typed, and become Snakemake."""
+    """Check what was typed, and have Snakemake do it: shown as it goes, or what Snakemake says."""
     call = sort(words)
     if call.help:
         print(HELP, end="")
@@ -263,13 +263,16 @@ def main(words: Sequence[str]) -> int:
     configuration, targets, over = configured(call)
     for line in hidden(call, targets, configuration):
         print(line, file=sys.stderr)
-    become(command(call, targets, over))
+    for number in (signal.SIGUSR1, signal.SIGUSR2):  # which stages ignore
+        signal.signal(number, signal.SIG_DFL)
+    words = command(call, targets, over)
+    if call.dry or call.commands or any(re.fullmatch(f"{dryrun.LOOKING}|{dryrun.LOUD}", word) for word in call.rest):
+        become(words)
+    return live.run(words)
 
 
 def become(command: list[str]) -> NoReturn:
     """Let a program take this one's place: its status, and the signals that it gets, are its own."""
-    for number in (signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_DFL)
     sys.stdout.flush()
     sys.stderr.flush()
     os.execv(command[0], command)
