@@ -7,7 +7,7 @@ from dlscale.core import times
 from dlscale.core.fingerprint import TABLES
 from dlscale.core.machine import gpus
 from dlscale.core.stages import DATA_STAGES, RUN_STAGES
-from dlscale.core.text import many
+from dlscale.core.text import coloured, many
 from dlscale.preflight import disks, environment, expected
 from dlscale.report import headline
 from dlscale.report.results import read_plan
@@ -110,7 +110,8 @@ def show_outlook():
     lines += ["", "It would start, but:", *warnings] if warnings and not problems else ["", *warnings, *problems]
     if problems:
         fail = f"{many(len(problems), 'check')} {'fails' if len(problems) == 1 else 'fail'}"
-        lines += ["", f"{fail}: nothing would {'be submitted' if SITE.scheduler else 'start'}"]
+        fail += f": nothing would {'be submitted' if SITE.scheduler else 'start'}"
+        lines += ["", coloured(fail, "red", sys.stderr)]
     else:
         lines += [cost.outlook(table, len(jobs), None if SITE.scheduler else time_of(jobs))]
     print(*lines, sep="\n", file=sys.stderr)
@@ -198,7 +199,7 @@ def show_failures():
     if lines:
         if live.asked():
             lines = [f"What Snakemake says: {', '.join(workflow.logger_manager.get_logfile())}", *lines]
-        print("", *lines, sep="\n", file=sys.stderr)
+        print("", *(coloured(line, "red", sys.stderr) for line in lines), sep="\n", file=sys.stderr)
     return bool(lines)
 
 

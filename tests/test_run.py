@@ -123,7 +123,7 @@ def test_a_key_from_its_beginning_is_of_the_whole_configuration() -> None:
     ("words", "said"),
     [
         (["optimizer.lr=1"], "optimizer.lr=1: of which plan? Name it, as in dlscale run PLAN optimizer.lr=1; or write"),
-        (["plan.a.seed=1"], "plan.a.seed=1: of which plan? (did you mean 'plans'?)"),
+        (["plan.a.seed=1"], "plan.a.seed=1: unknown key 'plan' (did you mean 'plans'?)"),
         (["cosmo_demo", "optimiser.lr=1"], "optimiser.lr=1: plans.cosmo_demo.settings: unknown key 'optimiser' (did"),
         (["cosmo_demo", "seed=1", "optimizer.lr=fast"], "optimizer.lr=fast: plans.cosmo_demo.settings.optimizer.lr: "),
         (["reslts=x", "cosmo_demo"], "reslts=x: plans.cosmo_demo.settings: unknown key 'reslts'"),

@@ -195,7 +195,9 @@ def _look(progress: Progress, told: Path, said: deque[str], screen: _Lines | _Te
     for plan in dict.fromkeys(job.plan for job in new if progress.plan_done(job)):
         screen.say(f"{plan} is done, after {duration(now - progress.began)}")
     while said:
-        screen.say(said.popleft())
+        text = said.popleft()
+        if progress.jobs or not text.startswith("Using "):  # profiles, before Snakemake reads our rules
+            screen.say(text)
     if progress.jobs:
         screen.show(progress, now)
 

@@ -6,6 +6,7 @@ rest is Snakemake's own. dlscale never imports it: it is started.
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 import re
@@ -20,7 +21,7 @@ import yaml
 
 from dlscale.config.resolve import Configuration, load_files, merge
 from dlscale.config.workflow import Workflow
-from dlscale.core.errors import UserError, nearest, of_another, unknown
+from dlscale.core.errors import UserError, of_another, unknown
 from dlscale.core.settings import Raw, flat, holds, nested
 from dlscale.preflight import dryrun, live
 
@@ -180,10 +181,12 @@ def placed(word: str, plans: Sequence[str]) -> Raw:
     if is_whole(word):
         return nested({key: given})
     if not plans:
-        meant = nearest(key.partition(".")[0], Workflow.model_fields)
+        first = key.partition(".")[0]
+        if close := difflib.get_close_matches(first, Workflow.model_fields, n=1, cutoff=0.8):
+            raise UserError(f"{word}: unknown key '{first}' (did you mean '{close[0]}'?)")
         raise UserError(
-            f"{word}: of which plan?{meant} Name it, as in dlscale run PLAN {word}; or write the key from its "
-            f"beginning, plans.PLAN.settings.{word}"
+            f"{word}: of which plan? Name it, as in dlscale run PLAN {word}; or write the key from its beginning, "
+            f"plans.PLAN.settings.{word}"
         )
     return {"plans": {plan: {"settings": nested({key: given})} for plan in plans}}
 
