@@ -25,6 +25,8 @@ BUILD_ARGS ?=
 export PATH := $(BIN):$(PATH)
 export VIRTUAL_ENV := $(CURDIR)/$(VENV)
 unexport PYTHONHOME
+# The demo is of this machine, whatever profile its user has for others.
+unexport SNAKEMAKE_PROFILE
 
 say = @printf '==> %s\n'
 
@@ -82,7 +84,7 @@ install-dev: $(VENV)/.installed-dev  ## the environment with the development too
 
 # ---- use -----------------------------------------------------------------------------------------
 
-DEMO := snakemake --profile none --workflow-profile local $(ARGS)
+DEMO := dlscale run --profile local $(ARGS)
 
 .PHONY: demo
 ifeq ($(ENGINE),)

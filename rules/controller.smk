@@ -7,28 +7,75 @@
 #                            cannot do is said before; so is a target that is misspelt.
 #   looking, or running      `sys.argv`: jobs of an earlier controller have to be waited for before Snakemake looks which
 #                            results are there. `onstart` comes after that, and `--unlock` or `--lint` must wait for nobody.
-#   the end of a dry run     `atexit`, `workflow._dag`: a dry run calls no hook, nor does a call that finds all made.
+#   the end of a call        `workflow.execute`: a dry run calls no hook, nor does a call that finds all made; what hooks
+#                            say of a failure is not the last word; and a dry run ends well whatever is said in it.
+#   a quiet dry run          `workflow.output_settings.quiet`, `snakemake.logging`: it is no profile's own.
+#   a call that is shown     `snakemake.logging`: `dlscale run` draws how far it is; its log file has all.
+#   an interrupted call      `snakemake.logging`: of jobs that have saved and ended it says that they failed.
+#   jobs that failed         `workflow.scheduler.failed`: each is named at the end, with its last word.
 #   the files asked for      `workflow.dag`: the pages that show them are named at the end.
 #   jobs that would run      `workflow.dag.needrun_jobs`: their cost, and what they need.
 #   what they ask for        `job.resources`, `workflow._localrules`: a rule's message takes the place of its resources.
 #   no secret in a report    `workflow.configfiles`: files that hold whole addresses are not put into `--report`.
 #   why they would           `workflow.dag.reason`, `workflow.persistence`: said in words.
-import atexit
+import logging
 import os
 import re
 import signal
 import sys
 from pathlib import Path
 
+from dlscale.core import ending
 from dlscale.core.errors import UserError, of_another, unknown
 from dlscale.core.lock import only_writer
-from dlscale.preflight import why
+from dlscale.preflight import dryrun, live, why
+from snakemake.exceptions import WorkflowError
+from snakemake.logging import logger
+from snakemake.settings.enums import Quietness
+from snakemake_interface_logger_plugins.common import LogEvent
 
 if not workflow.is_main_process:
     # Slurm warns all processes of a job of its time limit; this one leads to the training, which saves then.
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
 
-LOOKING = r"-\w*n\w*|--(dry-?run|unlock|lint|report|summary|detailed-summary|list.*|.*dag|rulegraph|filegraph)"
+
+def be_quiet_in_a_dry_run():
+    """Have a dry run show no jobs one by one, unless it is asked how much it says: its end says what would run."""
+    if workflow.output_settings.dryrun and not any(re.fullmatch(dryrun.LOUD, word) for word in sys.argv[1:]):
+        # With these two, and no other, Snakemake leaves out what it says after the jobs, too.
+        workflow.output_settings.quiet = {Quietness.RULES, Quietness.PROGRESS}
+        for each in [each for handler in logger.handlers for each in handler.filters if hasattr(each, "quiet")]:
+            each.quiet = {Quietness.RULES, Quietness.PROGRESS, Quietness.HOST}
+
+
+#: Of Ctrl-C, once it was seen: what Snakemake logs then.
+INTERRUPTED = []
+
+
+def before_an_interrupt(record):
+    """Whether what Snakemake logs comes before Ctrl-C; later it takes jobs that saved and ended for failed ones."""
+    if str(record.msg).startswith("Terminating processes on user request"):
+        INTERRUPTED.append(record)
+    return not INTERRUPTED or record in INTERRUPTED
+
+
+def is_wrong(record):
+    """Whether Snakemake logs what is wrong and nobody else says: for a call that another process shows."""
+    text = str(record.msg)
+    if text.startswith(("Nothing to be done", "Terminating processes on user request")):
+        return True
+    told = getattr(record, "event", None) in (LogEvent.JOB_ERROR, LogEvent.GROUP_ERROR, LogEvent.SHELLCMD)
+    told = told or text.startswith(("RuleException", "Exiting because a job execution failed"))  # and why, at the end
+    return record.levelno >= logging.WARNING and not told
+
+
+if workflow.is_main_process:
+    be_quiet_in_a_dry_run()
+    for handler in logger.handlers:
+        if not isinstance(handler, logging.FileHandler):  # its file has all
+            handler.addFilter(before_an_interrupt)
+            if live.asked():
+                handler.addFilter(is_wrong)
 
 
 def site_name():
@@ -103,35 +150,30 @@ def asked_files():
 
 
 def jobs_to_run():
-    """Rule and wildcards of the jobs that would run; by the time that its cost is shown a dry run has finished them."""
-    if not getattr(workflow, "_dag", None):
-        return []
-    return [(job.rule.name, job.wildcards) for job in workflow.dag.needrun_jobs(exclude_finished=False)]
+    """The jobs that would run, target rules left out; by the time that it is asked a dry run has finished them."""
+    return [job for job in workflow.dag.needrun_jobs(exclude_finished=False) if not job.rule.norun]
 
 
 def requests_to_show():
     """What each job that would be submitted asks for, and its rule and wildcards, where commands are printed."""
     settings = workflow.output_settings
-    if not (settings.printshellcmds and not settings.quiet and getattr(workflow, "_dag", None)):
+    if not settings.printshellcmds or settings.quiet:
         return []
-    jobs = workflow.dag.needrun_jobs(exclude_finished=False)
     return [
         (dict(job.resources.items()), job.rule.name, job.wildcards)
-        for job in jobs
-        if not (job.rule.norun or job.rule.name in workflow._localrules)  # a dry run takes all jobs for local ones
+        for job in jobs_to_run()
+        if job.rule.name not in workflow._localrules  # a dry run takes all jobs for local ones
     ]
 
 
 def reasons_to_run():
     """The same jobs with what Snakemake has against leaving them out."""
-    if not getattr(workflow, "_dag", None):
-        return []
-    return [reason_to_run(job) for job in workflow.dag.needrun_jobs(exclude_finished=False) if not job.rule.norun]
+    return [reason_to_run(job) for job in jobs_to_run()]
 
 
 def files_to_make():
     """The files of the same jobs."""
-    return {str(file) for job in workflow.dag.needrun_jobs(exclude_finished=False) for file in job.output}
+    return {str(file) for job in jobs_to_run() for file in job.output}
 
 
 def reason_to_run(job):
@@ -161,32 +203,37 @@ def reason_to_run(job):
     )
 
 
-def at_end_of_dry_run(show):
-    """Call `show` when a dry run ends."""
+def failed_jobs():
+    """Rule, wildcards and log of each job that failed."""
+    jobs = workflow.scheduler.failed if workflow.scheduler is not None else ()
+    alone = [each for job in jobs for each in (job.jobs if job.is_group() else [job])]
+    return [(job.rule.name, dict(job.wildcards.items()), next(iter(job.log), "")) for job in alone]
+
+
+def have_the_last_word(looked, nothing, failed):
+    """Have a call end with a word of ours.
+
+    That is `looked` after a dry run, which returns its status; `nothing` where all was made; `failed` where jobs were
+    not done, which returns whether it has said all that there is to say.
+    """
 
     def ended():
         if workflow.dryrun:
-            show()
+            return looked()
+        if not workflow.dag:  # a graph without jobs is false
+            nothing()
+        return 0
+
+    def wrong(error):
+        return isinstance(error, WorkflowError) and failed()
 
     if workflow.is_main_process:
-        atexit.register(ended)
-
-
-def at_end_of_nothing(show):
-    """Call `show` at the end of a call that found all made: Snakemake calls no hook then."""
-
-    def ended():
-        # There is a scheduler once it is known which jobs there are; a graph without jobs is false.
-        if workflow.scheduler is not None and not workflow.dag:
-            show()
-
-    if workflow.is_main_process and not looking():
-        atexit.register(ended)
+        workflow.execute = ending.with_last_word(workflow.execute, ended, wrong)
 
 
 def looking():
     """Whether this call makes nothing."""
-    return any(re.fullmatch(LOOKING, word) for word in sys.argv)
+    return any(re.fullmatch(dryrun.LOOKING, word) for word in sys.argv)
 
 
 HELD = []

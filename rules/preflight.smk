@@ -7,10 +7,14 @@ from dlscale.core import times
 from dlscale.core.fingerprint import TABLES
 from dlscale.core.machine import gpus
 from dlscale.core.stages import DATA_STAGES, RUN_STAGES
-from dlscale.preflight import disks, dryrun, environment
-from snakemake.exceptions import WorkflowError
+from dlscale.core.text import coloured, many
+from dlscale.preflight import disks, environment, expected
+from dlscale.report import headline
+from dlscale.report.results import read_plan
 
 STARTED = time.time() - times.age()
+#: Plans whose results are told at the end of a call.
+RESULTS_SHOWN = 8
 
 # Once: jobs that Snakemake starts as processes of their own read this file, too.
 if workflow.is_main_process:
@@ -31,7 +35,8 @@ def trials_of(plan, works):
 def waiting_works():
     """The jobs that would run, as the estimate of their cost knows them: data jobs counted by dataset."""
     runs, data, halving = [], Counter(), []
-    for name, wildcards in jobs_to_run():
+    for job in jobs_to_run():
+        name, wildcards = job.rule.name, job.wildcards
         if name in RUN_STAGES:
             runs.append(cost.run_work(CONFIG, wildcards.plan, wildcards.run, name))
         elif name in DATA_STAGES:
@@ -42,7 +47,7 @@ def waiting_works():
     later = [work for plan in dict.fromkeys(halving) for work in cost.works(CONFIG, [plan], trials_of(plan, runs))]
     runs += [work for work in later if work.run and CONFIG.plans[work.plan][work.run_name].rung and work not in runs]
     runs.sort(key=in_order)
-    return [*(cost.data_work(CONFIG, name, number) for name, number in data.items()), *runs]
+    return [*(cost.data_work(CONFIG, name, number) for name, number in sorted(data.items())), *runs]
 
 
 def examined(works):
@@ -66,16 +71,11 @@ def lacking_here(works):
     return [finding for finding in findings if finding.status in ("FAIL", "warn")]
 
 
-def show_obstacle():
-    """Print what would keep the jobs of a dry run from starting."""
-    works = waiting_works()
-    try:
-        check_start(works)
-    except UserError as error:
-        print("", f"It would not start: {error}", sep="\n", file=sys.stderr)
-    if works and not (SITE.scheduler or SITE.engine != "none") and (findings := lacking_here(works)):
-        heading = "It would not start:" if doctor.failed(findings) else "It would start, but:"
-        print("", heading, *doctor.lines(findings), sep="\n", file=sys.stderr)
+def found_before(works):
+    """What is found of the site, or of the machine, before the first of these jobs begins."""
+    if not works:
+        return []
+    return examined(works) if SITE.scheduler or SITE.engine != "none" else lacking_here(works)
 
 
 def show_requests():
@@ -93,13 +93,59 @@ def show_requests():
         )
 
 
-def show_cost():
-    """Print what the jobs of a dry run would cost, and what would keep them from starting."""
-    if works := waiting_works():
-        table = cost.price(works, SITE.scheduler, Path(RESULTS))
-        failures = [finding for finding in examined(works) if finding.status == "FAIL"]
-        lines = [*cost.lines(table), cost.over(table, CONFIG.workflow.budget), *doctor.lines(failures)]
-        print("", *filter(None, lines), sep="\n", file=sys.stderr)
+def show_outlook():
+    """Print what the jobs of a dry run would cost, what keeps them from starting, and a verdict; return the status."""
+    works, jobs, problems = waiting_works(), jobs_to_run(), []
+    if not jobs:
+        return 0
+    try:
+        check_start(works)
+    except UserError as error:
+        problems.append(f"It would not start: {error}")
+    table, findings = cost.price(works, SITE.scheduler, Path(RESULTS)), found_before(works)
+    problems += doctor.lines(finding for finding in findings if finding.status == "FAIL")
+    problems += filter(None, [cost.over(table, CONFIG.workflow.budget)])
+    warnings = [] if SITE.scheduler else doctor.lines(finding for finding in findings if finding.status == "warn")
+    lines = ["", *cost.lines(table)] if SITE.scheduler and works else []
+    lines += ["", "It would start, but:", *warnings] if warnings and not problems else ["", *warnings, *problems]
+    if problems:
+        fail = f"{many(len(problems), 'check')} {'fails' if len(problems) == 1 else 'fail'}"
+        fail += f": nothing would {'be submitted' if SITE.scheduler else 'start'}"
+        lines += ["", coloured(fail, "red", sys.stderr)]
+    else:
+        lines += [cost.outlook(table, len(jobs), None if SITE.scheduler else time_of(jobs))]
+    print(*lines, sep="\n", file=sys.stderr)
+    return int(bool(problems))
+
+
+def seconds_of(job):
+    """How long a job takes on this machine, as far as is known."""
+    stage, known, work = why.stage_of(job.rule.name), job.wildcards, None
+    if stage in RUN_STAGES:
+        work = cost.run_work(CONFIG, known.plan, known.run, stage)
+    return expected.seconds(stage, work, Path(RESULTS), Path(job.benchmark) if job.benchmark else None)
+
+
+def jobs_to_tell():
+    """The jobs of this call, for the process that shows how far it is."""
+    jobs, cores = jobs_to_run(), workflow.resource_settings.cores
+    return [
+        live.Job(
+            "".join(why.place(job.rule.name, dict(job.wildcards.items()))),
+            why.stage_of(job.rule.name),
+            getattr(job.wildcards, "plan", ""),
+            str(next(iter(job.log), "")),
+            str(job.benchmark),
+            seconds_of(job),
+            min(job.threads, cores) / cores if cores else 1 / len(jobs),  # a site has nodes for all
+        )
+        for job in jobs
+    ]
+
+
+def time_of(jobs):
+    """How long jobs take on this machine together."""
+    return expected.in_all([(seconds_of(job), job.threads) for job in jobs], workflow.resource_settings.cores or 1)
 
 
 SOURCES = Path(".snakemake/sources")
@@ -107,16 +153,15 @@ SOURCES = Path(".snakemake/sources")
 
 def remember_sources():
     """Write down what the digests of sources stand for, with which jobs are recorded."""
-    if getattr(workflow, "_dag", None):
-        for job in workflow.dag.needrun_jobs():
-            job.params
+    for job in workflow.dag.needrun_jobs():
+        job.params
     why.remember(TABLES, SOURCES)
 
 
 def reasons():
     """Why the jobs of a dry run would run, and what is gone although nothing would make it."""
     found = why.found(reasons_to_run(), why.remembered(SOURCES, TABLES))
-    found.lost += lost(files_to_make()) if workflow.scheduler is not None else []
+    found.lost += lost(files_to_make())
     return found
 
 
@@ -134,14 +179,28 @@ def show_end():
     show_pages()
 
 
-def show_reasons():
-    """Print why the jobs of a dry run would run, and what is gone although they leave it."""
+def looked():
+    """Print what a dry run found; return its status. Or tell the process that asked."""
+    if dryrun.asked():
+        dryrun.answer(cost.named(waiting_works()), asdict(reasons()))
+        return 0
     why.show(reasons())
+    if SITE.scheduler:
+        show_requests()
+    return show_outlook()
 
 
-def answer():
-    """Tell the process that asked what would run, and why."""
-    dryrun.answer(cost.named(waiting_works()), asdict(reasons()))
+def show_failures():
+    """Print a line for each job that failed; return whether that says all."""
+    if INTERRUPTED:
+        print("", "Interrupted. What is done is kept: the same command goes on from there.", sep="\n", file=sys.stderr)
+        return True
+    lines = sorted(why.failed(*job, STARTED) for job in failed_jobs())
+    if lines:
+        if live.asked():
+            lines = [f"What Snakemake says: {', '.join(workflow.logger_manager.get_logfile())}", *lines]
+        print("", *(coloured(line, "red", sys.stderr) for line in lines), sep="\n", file=sys.stderr)
+    return bool(lines)
 
 
 def show_pages():
@@ -160,15 +219,7 @@ def show_pages():
         print(f"Preview: {picture.resolve()}", file=sys.stderr)
 
 
-if dryrun.asked():
-    at_end_of_dry_run(answer)
-else:
-    at_end_of_dry_run(show_obstacle)
-    if SITE.scheduler:
-        at_end_of_dry_run(show_cost)
-        at_end_of_dry_run(show_requests)
-    at_end_of_dry_run(show_reasons)
-at_end_of_nothing(show_end)
+have_the_last_word(looked, show_end, show_failures)
 if SITE.scheduler:
     be_the_only_controller()
 # Snakemake's own lock is of this folder; another checkout may have the same `results`.
@@ -190,16 +241,15 @@ onstart:
         raise WorkflowError(str(error))
     if problem := cost.over(cost.price(works, SITE.scheduler, Path(RESULTS)), CONFIG.workflow.budget):
         raise WorkflowError(problem)
-    if works and not (SITE.scheduler or SITE.engine != "none"):
-        if findings := lacking_here(works):
-            print(*doctor.lines(findings), sep="\n", file=sys.stderr)
-        if doctor.failed(findings):
-            raise WorkflowError("Nothing was started. See the lines with FAIL above.")
-    if works and (SITE.scheduler or SITE.engine != "none"):
-        findings = examined(works)
+    findings = found_before(works)
+    if findings:
         print(*doctor.lines(findings), sep="\n", file=sys.stderr)
-        if doctor.failed(findings) or (SITE.engine != "none" and not IMAGE):
-            raise WorkflowError("The site is not ready; nothing was started. See the lines with FAIL above.")
+    if doctor.failed(findings) or (works and SITE.engine != "none" and not IMAGE):
+        raise WorkflowError("Not ready: nothing was started. See the lines with FAIL above.")
+    if live.asked():
+        live.tell(jobs_to_tell())
+    for page in [file for file in asked_files() if Path(file).suffix == ".html"][:1]:
+        print(f"The page will be {Path(page).resolve()}", file=sys.stderr)
 
 
 def show_times():
@@ -212,7 +262,25 @@ def show_times():
     print(*lines, sep="\n", file=sys.stderr)
 
 
+def show_results():
+    """Print what each plan that was asked for came to, and what to ask next."""
+    plans = []
+    for name in ASKED_PLANS:
+        try:
+            plans.append(read_plan(Path(RESULTS, "plans", name, "plan.yaml")))
+        except UserError:  # only a part of it was asked for
+            continue
+    for plan in plans[:RESULTS_SHOWN]:
+        print(headline.line(plan), file=sys.stderr)
+    if len(plans) > RESULTS_SHOWN:
+        print(f"and {many(len(plans) - RESULTS_SHOWN, 'more plan')}, on the page", file=sys.stderr)
+    if plans:
+        run = plans[0].best or plans[0].runs[0]
+        print(f"Next: dlscale explain {plans[0].name}.{run.name}: what holds it back, what to try", file=sys.stderr)
+
+
 onsuccess:
     show_times()
     remember_sources()
+    show_results()
     show_end()

@@ -25,7 +25,7 @@ from dlscale.core.errors import UserError
 from dlscale.data import parts
 from dlscale.data.manifest import File, Manifest
 from dlscale.launch import slurm
-from dlscale.preflight import cost, rates
+from dlscale.preflight import cost, expected, rates
 from dlscale.preflight.cost import Estimate, Work
 from tests.conftest import COSMO, ERA5, ROOT, TINY, stage
 
@@ -473,6 +473,40 @@ def test_time_limits_bound_what_is_not_known(tmp_path: Path) -> None:
     assert table.bounds == 2 and table.unknown == 0
     brief = scheduler(part_qos="debug", minutes={"train": 720})
     assert cost.price([unknown], brief, tmp_path).total("gpu_hours") == pytest.approx(0.5)
+
+
+def test_what_a_dry_run_comes_to(tmp_path: Path) -> None:
+    """The last result waits for its data, whose four steps follow one another; here for a part of the machine."""
+    known, unknown = (work(load(tmp_path), f"cosmo_ladder.{run}") for run in ("baseline", "compile"))
+    assert known.run
+    site = scheduler(minutes={"train": 720, "data": 120})
+    other, own = (Work("data", name, "data", jobs=5) for name in ("another", known.run.dataset))
+    for data, hours in ((other, 12), (own, 8 + 12)):
+        table = cost.price([unknown, data], site, tmp_path)
+        assert cost.outlook(table, 9, None).replace("\u00a0", " ") == (
+            f"9 jobs; ≤ 4.25 node-hours (charged ≤ 4.25); ≤ {hours} h 0 min until the end, beside the time in the queue"
+        )
+    table = cost.price([known], site, tmp_path)
+    assert "≤" not in cost.outlook(table, 1, None)
+    here = cost.price([known], None, tmp_path)
+    assert cost.outlook(here, 1, 90.0).replace("\u00a0", " ") == "1 job; about 1 min 30 s until the end"
+
+
+def test_what_a_job_here_takes(tmp_path: Path) -> None:
+    """As long as others of its stage; as it took the last time; as its rate says."""
+    train = work(load(tmp_path), "cosmo_ladder.baseline")
+    assert expected.seconds("train", train, tmp_path) == expected.TYPICAL["train"]
+    file = tmp_path / "benchmarks/train/cosmo_ladder/baseline.tsv"
+    file.parent.mkdir(parents=True)
+    for text, seconds in (("s\th:m:s\n", expected.TYPICAL["train"]), ("s\th:m:s\n7.5\t0:00:07\n", 7.5)):
+        file.write_text(text)
+        assert expected.seconds("train", train, tmp_path) == seconds
+    measured(tmp_path, train, (16384 + 2560 / 3) / 3480, {"kind": "cpu"})
+    assert expected.seconds("train", train, tmp_path) == pytest.approx(3480 + expected.START_UP)
+    assert expected.seconds("collect", None, tmp_path, file) == 7.5
+    assert expected.seconds("collect", None, tmp_path, tmp_path / "no.tsv") == expected.OTHERS
+    assert expected.in_all([(10, 64), (4, 1), (4, 1)], 2) == 10 + 4
+    assert expected.in_all([(10, 1)], 4) == 10
 
 
 def test_twice_as_slow_is_twice_as_dear(tmp_path: Path) -> None:

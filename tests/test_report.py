@@ -32,7 +32,7 @@ from dlscale.core.errors import UserError
 from dlscale.core.records import LossInfo, Metric, Published, Throughput
 from dlscale.data.manifest import FieldInfo, File, Manifest
 from dlscale.data.transforms import Transform
-from dlscale.report import collect, figures, glance, published, report, sections, tables
+from dlscale.report import collect, figures, glance, headline, published, report, sections, tables
 from dlscale.report import parts as step_parts
 from dlscale.report import results as reading
 from dlscale.report.diagnosis import bound
@@ -1014,6 +1014,10 @@ def test_the_page_answers_at_a_glance(ladder: Results) -> None:
     ):
         assert " ".join(answer.split()) in page.text, answer
     assert page.text.count("published at full size: ") == 2  # of the first run, and of the one that is the fastest
+    assert headline.line(read_plan(ladder.plans[0])).replace("\u00a0", " ") == (
+        "ladder: bf16 is fastest, 7.50× ± 0.64 as fast as baseline, 180 samples/s; 30 % less error than persistence "
+        "(4 workers)"
+    )
 
 
 def test_a_page_that_fills_says_what_is_to_come(ladder: Results) -> None:

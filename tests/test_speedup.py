@@ -11,7 +11,7 @@ import pytest
 
 from dlscale.core.noise import interval
 from dlscale.core.records import Beside, Throughput, Trials
-from dlscale.report import glance
+from dlscale.report import glance, headline
 from dlscale.report.results import PlanResult, read_plan
 from dlscale.report.speedup import FLOOR, SpeedUps, pooled, relative_to_first
 from tests.test_report import Page, Results
@@ -195,6 +195,7 @@ def test_runs_that_do_the_same_work_are_no_headline(results: Results) -> None:
     assert "× as fast as" not in said.replace("0.438", "")
     rows = results.collect(results.plans[0])
     assert [row["speed_up_noise"] for row in rows] == ["yes", "yes"]
+    assert headline.line(plan).startswith("p: 75.5 samples/s; "), "all do the same work"
 
 
 def test_a_headline_is_never_noise(results: Results) -> None:
@@ -207,6 +208,7 @@ def test_a_headline_is_never_noise(results: Results) -> None:
     said = Page(results.report()).text
     assert "140 samples/s FULL: loading and computing together, run plain: none is faster beyond noise. " in said
     assert "Equal within noise to plain: layout." in said
+    assert headline.line(plan).startswith("p: 140 samples/s, no run is faster beyond noise; ")
 
 
 @pytest.mark.parametrize("several", [2, 9, 16])

@@ -23,7 +23,8 @@ from dlscale.core.errors import UserError
 from dlscale.core.progress import SUFFIX, Progress
 from dlscale.core.record import Doing
 from dlscale.core.records import Epoch
-from dlscale.preflight import status
+from dlscale.core.text import duration
+from dlscale.preflight import cost, status
 from tests.conftest import ROOT
 
 RUNS = {"a": {}, "b": {}}
@@ -126,7 +127,7 @@ def test_what_ended(results: Path, last: str, state: str) -> None:
     assert row.state == state and row.epoch and row.epoch.epoch == 2
     assert row.error == (None if state == "done" else last.removeprefix("dlscale train: "))
     text = status.lines([row])
-    assert "epoch 2" in text[1] and text[-1] == f"1 {state}"
+    assert text[0] == f"1 {state}" and "epoch 2" in text[3]
     assert json.loads(json.dumps(status._json(row)))["epoch"]["valid_loss"] == 0.625
 
 
@@ -163,7 +164,8 @@ def test_a_part_of_a_stage_is_named_and_its_end_is_not_that_of_the_stage(results
     def line(**more: Any) -> str:
         counted = {"what": "measuring IO", "part": True, "unit": "trials", "total": 4}
         tell(results, place="another machine", pid=1, **counted, **more)
-        return status.lines(rows(results).values())[2]
+        (line,) = [line for line in status.lines(rows(results).values()) if line.startswith("p.a ")]
+        return line
 
     assert "measuring IO: 2 of 4 trials (50\u00a0%)  ≥ 3.00\u00a0s" in line(done=2, left=3.0)
     assert "measuring IO: 4 of 4 trials (100\u00a0%)  –" in line(done=4, left=0.0)
@@ -213,7 +215,7 @@ def test_watched_until_all_is_done(
     assert status.main(argparse.Namespace(plans=[], json=False, watch=True), configuration(results)) == 0
     states = [{row.state for row in rows} for rows in looks]
     assert states == [{"waiting"}, {"waiting", "running"}, {"waiting", "running"}, {"done"}]
-    assert capsys.readouterr().out.splitlines()[-1] == "3 done"
+    assert "3 done" in capsys.readouterr().out.splitlines()
 
 
 @pytest.mark.parametrize(("last", "state"), [("no space left", "failed"), ("interrupted", "stopped")])
@@ -239,7 +241,37 @@ def test_watched_until_nothing_follows_a_failure(
     log.write_text(f"dlscale train: {last}\n")
     assert status.main(argparse.Namespace(plans=[], json=False, watch=True), configuration(results)) == 1
     assert looks == 5 + status.IDLE / status.EVERY
-    assert capsys.readouterr().out.splitlines()[-1] == f"2 waiting, 1 {state}"
+    assert capsys.readouterr().out.splitlines()[-1] == f"p.a train: {last}"
+
+
+def test_what_waits_is_a_line_for_each_plan(
+    results: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Totals and the time left come first, what runs before what is done; of a terminal no more than it has."""
+    tell(results, "b", place="another machine", pid=1)
+    asked = configuration(results)
+    found = status.look(asked, ["p"])
+    left = status.left_of(asked, found)
+    assert left == 90 + 14 + 2.5 * cost.data_jobs(asked.workflow.datasets["d"], None), "as it says, or as usual"
+    text = status.lines(found, left=left)
+    assert text[0] == f"1 running, 2 waiting; about {duration(left)} left"
+    assert [line.split("  ")[0] for line in text[1:4]] == ["", "run", "p.b"]
+    assert text[4:] == ["", "waiting: data of d", "waiting: p (1 train)"]
+    benchmark = results / "benchmarks/train/p/a.tsv"
+    benchmark.parent.mkdir(parents=True)
+    benchmark.write_text("s\th:m:s\n7.5\t0:00:07\n")
+    assert status.left_of(asked, found) == left - 14 + 7.5, "as it took before"
+    assert status.left_of(asked, [replace(row, state="done") for row in found]) is None
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("LINES", "5")
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    status.show(text, watched=True)
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0].startswith("\033[2J\033[H1 running") and len(shown) == 4 and shown[-1] == "… and 4 lines more"
+    status.show(text, watched=False)
+    assert "  \033[32mrunning\033[0m  " in capsys.readouterr().out
 
 
 def test_data_that_are_made(results: Path) -> None:

@@ -56,7 +56,7 @@ def test_every_stage_in_a_container(container_engine: Engine, cpu_image: str, tm
 
     # Another image: a label more.
     container_engine.run(["sh", "-c", f"printf 'FROM {cpu_image}\nLABEL a=b\n' | podman build --tag {image} -"])
-    again = snakemake("-n")
+    again = snakemake("-np")
     for rule in ("acquire", "preprocess", "assemble", "describe", "train", "throughput", "collect", "report"):
         assert f"\n{rule} " in again, rule
     assert "Params have changed" in again or "params have changed" in again

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
+from dlscale.preflight.dryrun import ASKED
 from tests.conftest import COSMO, COSMO_RUN, ERA5, ERA5_RUN, ROOT, TINY, once
 from tests.waiting import PATIENCE
 
@@ -215,14 +216,14 @@ class Tree:
             self._dry_runs = subprocess.Popen(
                 [sys.executable, str(INSIDE / "dry_runs.py")],
                 cwd=self.path,
-                env=self.environment,
+                env={**self.environment, ASKED: str(self.path / "answer.json")},  # whether it would start is not asked
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
             )
         assert self._dry_runs.stdin and self._dry_runs.stdout
         self.log.unlink(missing_ok=True)
-        self._dry_runs.stdin.write(json.dumps([*COMMON, "--dry-run", *arguments, "--", *targets]) + "\n")
+        self._dry_runs.stdin.write(json.dumps([*COMMON, "--dry-run", "-p", *arguments, "--", *targets]) + "\n")
         self._dry_runs.stdin.flush()
         status, output = json.loads(self._dry_runs.stdout.readline())
         assert status == 0, output

@@ -55,7 +55,7 @@ def test_a_new_study_goes_through_ladder_profile_and_page(make_tree: Callable[..
     assert "Nothing to be done" in call(tree, run)
     model = tree.path / "gentle_slopes/gentle_slopes_model.py"
     model.write_text(model.read_text().replace("nn.LeakyReLU()", "nn.LeakyReLU(0.1)"))
-    planned = call(tree, f"{run} --dry-run")
+    planned = call(tree, f"{run} --dry-run -p")
     assert "Train gentle_slopes_ladder.baseline" in planned and "Preprocess" not in planned
 
 

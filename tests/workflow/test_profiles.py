@@ -114,8 +114,8 @@ def test_the_worked_example_of_the_docs(make_tree: Callable[..., Tree]) -> None:
     assert tree.shell(copied).returncode == 0
     ((path, text),) = re.findall(r"```yaml\n# (profiles/mysite/\S+)\n(.*?)```", guide, re.DOTALL)
     (tree.path / path).write_text(text)
-    outcome = tree.snakemake("-n", "--workflow-profile", "profiles/mysite", "--", *TARGETS)
-    assert outcome.status == 0, outcome.output[-3000:]
+    outcome = tree.snakemake("-np", "--workflow-profile", "profiles/mysite", "--", *TARGETS)
+    assert outcome.status == 1 and "checks fail" in outcome.output.splitlines()[-1], outcome.output[-3000:]
     keys = ("slurm_partition", "gres", "mem_mb", "cpus_per_task", "qos")
     asked = {
         rule: [[job.resources.get(key) for key in keys] for job in outcome.jobs if job.rule == rule] for rule in STAGES

@@ -46,7 +46,7 @@ def test_the_command_that_is_named_trains_what_won(finished: tuple[Tree, Outcome
     assert list(yaml.safe_load((folder / "tuned.yaml").read_text())["plans"]) == [NEW]
 
     clone.log.unlink(missing_ok=True)
-    done = clone.shell(command.replace("snakemake ", "snakemake -n --logger jobs ", 1))
+    done = clone.shell(command.replace("snakemake ", "snakemake -np --logger jobs ", 1))
     assert done.returncode == 0, done.stdout + done.stderr
     assert Outcome(0, done.stdout, clone.jobs()).names == JOBS
 

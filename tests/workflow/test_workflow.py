@@ -336,9 +336,26 @@ def test_published_plans(make_tree: Make) -> None:
 @pytest.mark.parametrize("arguments", [("--profile", "perlmutter"), ("--profile", "profiles/perlmutter")])
 def test_perlmutter_is_taken_literally(fresh: Tree, arguments: tuple[str, ...]) -> None:
     """Without Slurm, in a dry run; its jobs are those of any other machine."""
-    outcome = fresh.snakemake(*arguments, "-n", "--", "all")
-    assert outcome.status == 0, outcome.output
+    outcome = fresh.snakemake(*arguments, "-np", "--", "all")
+    assert outcome.status == 1, outcome.output
     assert outcome.names == fresh.planned(targets=["all"]).names
+    *lines, verdict = outcome.output.splitlines()
+    failing = [line for line in lines if line.startswith(("FAIL  ", "It would not start: "))]
+    assert verdict == f"{len(failing)} checks fail: nothing would be submitted"
+
+
+def test_a_dry_run_is_no_wall_of_text(make_tree: Make) -> None:
+    """Of the demo as it is shipped, on the cluster: what would run, why, what it costs, and a verdict."""
+    tree = make_tree({})
+    done = tree.shell("snakemake --profile perlmutter -n")
+    lines = (done.stdout + done.stderr).splitlines()
+    assert done.returncode == 1 and len(lines) <= 60, len(lines)
+    assert max(map(len, lines)) < 400 and lines[-1].endswith("checks fail: nothing would be submitted")
+    assert not any("Shell command" in line or line.startswith("sbatch") for line in lines)
+    here = tree.shell("snakemake -n")
+    lines = (here.stdout + here.stderr).splitlines()
+    assert here.returncode == 0 and len(lines) <= 30, here
+    assert re.fullmatch(r"\d+ jobs; about .* until the end", lines[-1])
 
 
 def test_mistake_in_the_configuration_is_its_message_alone(make_tree: Make) -> None:
@@ -443,6 +460,9 @@ def test_failing_stage(finished: tuple[Tree, Outcome], make_tree: Make) -> None:
     (line,) = {line for line in failed.output.splitlines() if line.startswith("dlscale ")}
     assert line.startswith("dlscale preprocess: ") and names[0] in line and "truncated" in line
     assert "Traceback" not in failed.output
+    place = f"{RESULTS}/logs/preprocess/mine/train/a_box___touch_pwned_-0.log"
+    last = f"FAILED data mine (preprocess): {line.removeprefix('dlscale preprocess: ')}; log: {place}"
+    assert failed.output.splitlines()[-1] == last
     assert [path for path in (tree.results / "data").rglob("*") if path.is_file()] == []
 
     shutil.copy(good, raw / names[0])
@@ -597,5 +617,6 @@ def test_a_dry_run_says_what_would_not_start(clone: Tree) -> None:
     clone.write()
     said = "plans.nodes.runs.two.geometry.nodes: 2 nodes need a scheduler"
     dry, real = (clone.snakemake(*more, "--cores", "2", "--", "plan_nodes") for more in (["--dry-run"], []))
-    assert dry.status == 0 and f"It would not start: {said}" in dry.output, dry.output[-3000:]
+    assert dry.status == 1 and f"It would not start: {said}" in dry.output, dry.output[-3000:]
+    assert dry.output.endswith("\n1 check fails: nothing would start\n")
     assert real.status != 0 and said in real.output and not real.jobs

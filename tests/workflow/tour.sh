@@ -48,8 +48,9 @@ plans:
       reference: {}
       faster: {optimizer: {lr: 3.0e-3}}
 YAML
-ends 0 snakemake -n --quiet rules "${mine[@]}"
+ends 0 dlscale run -n "${mine[@]}"
 says 'Why:'
+says 'until the end'
 says 'data small (preprocess, assemble, describe, preview): never made'
 says 'first.{faster, reference} (train, throughput): never made'
 ends 0 snakemake "${mine[@]}"
@@ -160,6 +161,8 @@ status=0
 wait "$snakemake" || status=$?
 cat "$seen"
 [ "$status" -ne 0 ] || { echo 'TOUR: it ended as if nothing had been'; exit 1; }
+says 'Interrupted. What is done is kept: the same command goes on from there.'
+is_silent_about 'corrupted'
 epochs=$(wc -l <"$metrics")
 { [ "$epochs" -ge 5 ] && [ "$epochs" -lt 40 ]; } || { echo "TOUR: it ended after $epochs epochs"; exit 1; }
 ends 0 dlscale status "${mine[@]}"

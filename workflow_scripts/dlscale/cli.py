@@ -14,11 +14,13 @@ import importlib
 import json
 import logging
 import os
+import shutil
 import signal
 import site
 import sys
+import textwrap
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +34,7 @@ from dlscale.core.ranks import Ranks, ranks
 from dlscale.core.settings import read_settings, validate
 from dlscale.core.stages import RUN_OPTIONS, STAGES, Option, option, path
 from dlscale.core.telemetry import node_file
+from dlscale.core.text import coloured
 from dlscale.launch import telemetry
 from dlscale.launch.contain import hold_on
 
@@ -180,23 +183,39 @@ QUESTIONS = {
 }
 
 
+#: What `--help` lists first.
+EVERYDAY = ("run", "status", "why", "explain", "compare", "doctor", "new-study")
+
+
+def _overview(texts: Mapping[str, str]) -> str:
+    """Return all commands with what they do, those of every day first."""
+    rest = [name for name in texts if name not in (*EVERYDAY, *STAGES)]
+    groups = {"every day": EVERYDAY, "more": rest, "stages, which the workflow calls; each also runs by hand": STAGES}
+    lines, width = [], min(shutil.get_terminal_size().columns, 120)
+    for title, names in groups.items():
+        lines.append(f"\n{coloured(f'{title}:', 'bold', sys.stdout)}")
+        for name in names:
+            lines += textwrap.wrap(texts[name], width, initial_indent=f"  {name:<17} ", subsequent_indent=" " * 20)
+    return "\n".join(lines).lstrip("\n")
+
+
 def parser() -> argparse.ArgumentParser:
     """Return the parser of all subcommands: the table of stages, and the questions."""
     top = argparse.ArgumentParser(
         prog="dlscale",
-        description="Measured, reproducible scaling studies of PyTorch models. The workflow (`snakemake`) calls these "
-        "stages; each also runs by hand.",
+        description="Measured, reproducible scaling studies of PyTorch models.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     top.add_argument("--version", action="store_true", help="print the version and exit")
     top.add_argument(
         "--study", action="append", default=[], metavar="NAME=PATH", help="a study from outside of dlscale: its file"
     )
-    commands = top.add_subparsers(dest="stage", metavar="STAGE")
+    commands = top.add_subparsers(dest="stage", metavar="COMMAND", help="one of these; its options: COMMAND --help")
+    texts = {"run": "Run plans, or make data or files, with settings that are typed: dlscale run PLAN seed=2"}
 
     def command(name: str, text: str) -> argparse.ArgumentParser:
-        added = commands.add_parser(
-            name, help=text, description=text, formatter_class=argparse.ArgumentDefaultsHelpFormatter
-        )
+        texts[name] = text
+        added = commands.add_parser(name, description=text, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
         added.add_argument("--log", metavar="FILE", help="write the log to FILE instead of the terminal")
         return added
 
@@ -204,6 +223,10 @@ def parser() -> argparse.ArgumentParser:
         added = command(name, stage.text)
         for flag, keywords in [*(RUN_OPTIONS if stage.scope == "run" else ()), *stage.options]:
             added.add_argument(flag, **keywords)
+    # No word is an option of this parser: which are `run`'s own, and which Snakemake's, it says itself.
+    run = commands.add_parser("run", prefix_chars="\0", add_help=False)
+    run.add_argument("words", nargs=argparse.REMAINDER)
+    run.set_defaults(log=None)
     of_keys = command("schema", "Print the JSON schema of config.yaml, for editors.")
     of_keys.add_argument("--markdown", action="store_true", help="print the reference of all keys instead")
     new = command("new-study", "Write a study of your own, with tests and a configuration to run; yours go into it.")
@@ -222,6 +245,7 @@ def parser() -> argparse.ArgumentParser:
         asked.add_argument("--configfile", **several, metavar="FILE", help="YAML files, over config.yaml")
         asked.add_argument("--config", **several, metavar="KEY=VALUE", help="settings (YAML), over the files")
         asked.add_argument("--json", action="store_true", help="print JSON")
+    top.epilog = _overview(texts)
     return top
 
 
@@ -268,6 +292,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             from dlscale.config.resolve import schema
 
             print(reference(schema()) if args.markdown else json.dumps(schema(), indent=2), flush=True)
+        elif args.stage == "run":
+            from dlscale.preflight import run
+
+            return run.main(args.words)
         elif args.stage == "new-study":
             from dlscale.studies import new_study
 

@@ -224,6 +224,8 @@ def site_settings(site: str | Path | None, profiles: str | Path = "profiles") ->
     path = Path(site) if "/" in str(site) else Path(profiles) / str(site)
     path = path / "site.yaml" if path.suffix != ".yaml" else path
     if not path.is_file():
+        if path.with_name("profile.yaml").is_file():  # Snakemake's settings alone: of this machine
+            return {}
         known = sorted(file.parent.name for file in Path(profiles).glob("*/site.yaml") if file.parent.name != "default")
         raise UserError(f"site: {path}: no such file; {unknown('site', str(site), known)}")
     raw = read_yaml(path)

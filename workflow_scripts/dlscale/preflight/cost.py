@@ -26,7 +26,7 @@ from dlscale.config.site import Job, Qos, Scheduler
 from dlscale.config.workflow import Budget
 from dlscale.core.errors import UserError, unknown
 from dlscale.core.stages import STAGES
-from dlscale.core.text import many
+from dlscale.core.text import duration, many
 from dlscale.data import parts
 from dlscale.launch import slurm
 from dlscale.preflight import dryrun, rates
@@ -38,6 +38,8 @@ Hours = Literal["node_hours", "gpu_hours", "charged_hours", "process_hours"]
 START_UP = 120.0
 #: Seconds of compiling a model, as a bound: a time limit has them, an estimate does not.
 COMPILING = 600.0
+#: How many jobs that make a dataset come one after the other: acquire, preprocess, assemble, describe.
+DATA_STEPS = 4
 WORDS: dict[Hours, str] = {
     "node_hours": "node-hours",
     "gpu_hours": "GPU-hours",
@@ -74,9 +76,9 @@ class Estimate:
 # ---- how long --------------------------------------------------------------------------------------
 
 
-def estimate(work: Work, results: Path, scheduler: Scheduler | None = None) -> Estimate:
-    """Return how long one job of `work` takes: what its stage computes, in training samples, ÷ rate + 120 s a start
-    + what it takes at any rate.
+def estimate(work: Work, results: Path, scheduler: Scheduler | None = None, start_up: float = START_UP) -> Estimate:
+    """Return how long one job of `work` takes: what its stage computes, in training samples, ÷ rate + `start_up` (s) a
+    start + what it takes at any rate.
 
     The table of stages (`dlscale.core.stages`) says what a stage computes, and how many processes start one after the
     other; `dlscale.preflight.rates` how fast. Compilation is left out. Only the `limit` is known of data stages, and
@@ -93,7 +95,7 @@ def estimate(work: Work, results: Path, scheduler: Scheduler | None = None) -> E
     if run is None or samples is None:
         return Estimate()
     found = rates.rate(work.plan, work.run_name, run, results, scheduler)
-    return Estimate(samples / found[0] + _aside(work), found[1]) if found else Estimate()
+    return Estimate(samples / found[0] + _aside(work, start_up), found[1]) if found else Estimate()
 
 
 def minutes(work: Work, results: Path, scheduler: Scheduler) -> int | None:
@@ -126,11 +128,11 @@ def _samples(work: Work, results: Path) -> float | None:
     return stage.work(run, *(rates.samples_of(run, split, results, work.dataset) for split in ("train", "valid")))
 
 
-def _aside(work: Work) -> float:
+def _aside(work: Work, start_up: float = START_UP) -> float:
     """Return the seconds that a job takes whatever the rate: before its first step, and by the clock."""
     stage = STAGES.get(work.stage)
     by_clock = stage.seconds(work.run) if stage and stage.seconds and work.run else 0.0
-    return START_UP * (stage.starts(work.run) if stage and stage.starts else 1) + by_clock
+    return start_up * (stage.starts(work.run) if stage and stage.starts else 1) + by_clock
 
 
 # ---- what would run --------------------------------------------------------------------------------
@@ -233,6 +235,7 @@ class Row:
     charged_hours: float | None = None
     process_hours: float | None = None
     partition: str | None = None
+    job_hours: float = 0.0  #: That one of its jobs takes; of a site.
 
 
 @dataclass(frozen=True)
@@ -255,6 +258,13 @@ class Table:
     def bounds(self) -> int:
         """How many rows are upper bounds: time limits."""
         return sum(row.estimate.basis == "limit" and self.known(row) for row in self.rows)
+
+    @property
+    def longest(self) -> float:
+        """How long the last result takes, in hours, where nothing waits for nodes: a run, and what makes its data."""
+        made = {row.work.plan: DATA_STEPS * row.job_hours for row in self.rows if not row.work.run}
+        runs = [row.job_hours + made.get(row.work.run.dataset, 0.0) for row in self.rows if row.work.run]
+        return max([*runs, *made.values()], default=0.0)
 
     def known(self, row: Row) -> bool:
         """Whether a row has a figure."""
@@ -290,14 +300,16 @@ def _price(work: Work, scheduler: Scheduler | None, results: Path) -> Row:
         return Row(work, time, shown, gpu_hours=known) if on_gpus else Row(work, time, shown, process_hours=known)
     limit = minutes(work, results, scheduler)
     asked = slurm.request(scheduler, work.stage, geometry, limit, work.run.processes if work.run else None)
-    hours = work.jobs * (time.seconds / 3600 if time.seconds is not None else asked["runtime"] / 60)
+    job_hours = time.seconds / 3600 if time.seconds is not None else asked["runtime"] / 60
+    hours = work.jobs * job_hours
     nodes = scheduler.gpu_nodes if geometry else scheduler.cpu_nodes
     qos = asked.get("qos")
     shown += "" if geometry else f" x {asked['cpus_per_task']} CPUs"
     node_hours = hours * asked["nodes"] * slurm.part(scheduler, geometry, qos, asked)
     gpus = geometry.world_size if geometry and nodes.gpus else 0
     charge = scheduler.qos.get(qos or "", Qos()).charge
-    return Row(work, time, shown, qos, node_hours, hours * gpus, node_hours * charge, partition=nodes.partition)
+    charged_hours, partition = node_hours * charge, nodes.partition
+    return Row(work, time, shown, qos, node_hours, hours * gpus, charged_hours, None, partition, job_hours)
 
 
 def lines(table: Table) -> list[str]:
@@ -330,6 +342,19 @@ def lines(table: Table) -> list[str]:
     if table.unknown:
         text.append(f"?: {table.unknown} of {len(table.rows)} rows without an estimate; they are not in the total")
     return text
+
+
+def outlook(table: Table, jobs: int, seconds: float | None) -> str:
+    """Return what a dry run comes to: how many jobs, what they cost, and how long that takes on this machine (s)."""
+    told = [many(jobs, "job")]
+    if table.scheduled:
+        bound = "≤ " if table.bounds else ""
+        node_hours, charged = (f"{bound}{table.total(kind):,.2f}" for kind in ("node_hours", "charged_hours"))
+        told.append(f"{node_hours} node-hours (charged {charged})")
+        told.append(f"{bound}{duration(3600 * table.longest)} until the end, beside the time in the queue")
+    elif seconds is not None:
+        told.append(f"about {duration(seconds)} until the end")
+    return "; ".join(told)
 
 
 def _hours(value: float | None, bound: str) -> str:

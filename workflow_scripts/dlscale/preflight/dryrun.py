@@ -20,6 +20,10 @@ from dlscale.core.files import read_json, write_json
 
 #: Names the file to which a dry run, of a process of its own, writes its answer.
 ASKED = "DLSCALE_ASKED"
+#: Options of Snakemake with which it makes nothing.
+LOOKING = r"-\w*n\w*|--(dry-?run|unlock|lint|report|summary|detailed-summary|list.*|.*dag|rulegraph|filegraph)"
+#: Options that say how much it says.
+LOUD = r"-\w*[pq]\w*|--(printshellcmds|quiet|verbose|debug-dag)(=.*)?"
 
 
 @dataclass(frozen=True)

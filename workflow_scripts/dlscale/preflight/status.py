@@ -11,12 +11,15 @@ import argparse
 import contextlib
 import functools
 import json
+import re
+import shutil
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from dlscale.config.compute import decisive_settings
 from dlscale.config.resolve import Configuration, ResolvedRun
@@ -26,10 +29,13 @@ from dlscale.core.record import Doing
 from dlscale.core.records import Epoch, read_epochs
 from dlscale.core.settings import read_yaml
 from dlscale.core.stages import STAGES
-from dlscale.core.text import NONE, duration, number, percent
+from dlscale.core.text import NONE, coloured, duration, number, percent
 from dlscale.launch import slurm
+from dlscale.preflight import cost, expected
 
-State = Literal["done", "done, of other settings", "running", "silent", "stopped", "failed", "waiting"]
+State = Literal["running", "silent", "failed", "stopped", "done, of other settings", "done", "waiting"]
+#: In the order in which they are told.
+STATES: tuple[State, ...] = get_args(State)
 #: Of what the configuration asks for differently now.
 OTHERS: State = "done, of other settings"
 
@@ -55,6 +61,11 @@ class Row:
     doing: Doing | None = None  #: Of what runs.
     epoch: Epoch | None = None  #: The last one, of what trains or has.
     error: str | None = None  #: The last word of what failed.
+
+    @property
+    def of_data(self) -> bool:
+        """Whether it makes a dataset."""
+        return self.name.startswith("data ")
 
 
 def look(configuration: Configuration, plans: Iterable[str]) -> list[Row]:
@@ -97,13 +108,13 @@ def _data(results: Path, name: str, changed: bool) -> list[Row]:
         for folder in (results / "logs" / stage,)
         for log in sorted([*folder.glob(f"{name}/**/*.log*"), *folder.glob(f"{name}.log*")])
     }
-    words = [doing for file in logs if file.name.endswith(SUFFIX) and (doing := _read(file)) and _alive(doing)]
+    words = [doing for file in logs if file.name.endswith(SUFFIX) and (doing := read(file)) and alive(doing)]
     if words:
         return [Row(f"data {name}", doing.what, "running", doing) for doing in words]
     if (results / "data" / name / "manifest.json").exists():
         return [Row(f"data {name}", "", OTHERS if changed else "done")]
     for log, stage in logs.items():
-        if not log.name.endswith(SUFFIX) and (word := _last_word(log, stage)):
+        if not log.name.endswith(SUFFIX) and (word := last_word(log, stage)):
             return [Row(f"data {name}", stage, "stopped" if word.startswith(STOPPED) else "failed", error=word)]
     return [Row(f"data {name}", "", "waiting")]
 
@@ -112,15 +123,15 @@ def _row(results: Path, resolved: ResolvedRun, stage: str, changed: bool) -> Row
     """Return the row of a stage; `changed`: whether the data are of other settings."""
     plan, run = resolved.plan, resolved.name
     folder, log = results / "plans" / plan / run, results / "logs" / stage / plan / f"{run}.log"
-    doing = _read(Path(f"{log}{SUFFIX}"))
+    doing = read(Path(f"{log}{SUFFIX}"))
     result = folder / STAGES[stage].outputs[0]
     state: State = "waiting"
     error = None
-    if doing is not None and _alive(doing):
+    if doing is not None and alive(doing):
         state = "running"
     elif doing is not None:
         state, error = "silent", f"no word since {time.strftime('%H:%M:%S', time.localtime(doing.time))}"
-    elif log.exists() and (word := _last_word(log, stage)):
+    elif log.exists() and (word := last_word(log, stage)):
         state, error = "stopped" if word.startswith(STOPPED) else "failed", word
     elif result.exists():
         changed |= _changed(folder, resolved.run.slice(stage), functools.partial(decisive_settings, stage))
@@ -134,14 +145,15 @@ def _row(results: Path, resolved: ResolvedRun, stage: str, changed: bool) -> Row
     return Row(f"{plan}.{run}", stage, state, doing if state in ("running", "silent") else None, epoch, error)
 
 
-def _read(file: Path) -> Doing | None:
+def read(file: Path) -> Doing | None:
+    """Return what a process says of itself in a file; None if it says nothing."""
     try:
         return Doing.read(file)
     except UserError:  # gone in the meantime
         return None
 
 
-def _alive(doing: Doing) -> bool:
+def alive(doing: Doing) -> bool:
     """Whether a process is at work: here it can be looked for, elsewhere it has to have said something lately."""
     if doing.place == place():
         with contextlib.suppress(OSError):
@@ -150,7 +162,7 @@ def _alive(doing: Doing) -> bool:
     return time.time() - doing.time < SILENT
 
 
-def _last_word(log: Path, stage: str) -> str | None:
+def last_word(log: Path, stage: str) -> str | None:
     """Return why a stage ended without its result, as its log ends; None if it did not."""
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - 4096))
@@ -163,37 +175,66 @@ def _last_word(log: Path, stage: str) -> str | None:
 # ---- in words ----------------------------------------------------------------------------------------
 
 
-def lines(rows: Iterable[Row], jobs: list[str] | None = None) -> list[str]:
-    """Return the rows as aligned text, and the jobs in the queue."""
+def lines(rows: Iterable[Row], jobs: list[str] | None = None, left: float | None = None) -> list[str]:
+    """Return how far all is, the rows as aligned text, those that wait by plan, and the jobs in the queue.
+
+    `left`: seconds until all is done. What runs comes first; of data that are made only the number is told.
+    """
     rows = list(rows)
+    counts = {state: sum(row.state == state for row in rows) for state in STATES}
+    told = [f"{count} {state}" for state, count in counts.items() if count]
+    text = [", ".join(told) + (f"; about {duration(left)} left" if left else "")]
     cells = [("run", "stage", "state", "progress", "left", "loss", "samples/s", "valid loss")]
-    for row in rows:
+    for row in sorted(rows, key=lambda row: STATES.index(row.state)):
+        if row.state == "waiting" or (row.state == "done" and row.of_data):
+            continue
         doing, epoch = row.doing, row.epoch
         values = doing.values if doing else {}
         loss = values.get("loss", epoch.train_loss if epoch else None)
         rate = values.get("samples/s", epoch.samples_per_second if epoch else None)
-        done = NONE
-        if doing and doing.unit:
-            done = f"{doing.done:,}" + (f" of {doing.total:,}" if doing.total else "") + f" {doing.unit}"
-            done += f" ({percent(doing.done / doing.total)})" if doing.total else ""
-            done = f"{doing.what}: {done}" if doing.part and doing.what != row.stage else done
-        elif epoch:
-            done = f"epoch {epoch.epoch}"
         cells.append(
             (
-                *(row.name, row.stage, row.state, done, _left(doing)),
+                *(row.name, row.stage, row.state, progress_of(row), _left(doing)),
                 *(number(loss, 4), number(rate), number(epoch.valid_loss if epoch else None, 4)),
             )
         )
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    text = ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
+    if cells[1:]:
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        text.append("")
+        text += [
+            "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells
+        ]
+    if waiting := _waiting(rows):
+        text += ["", *waiting]
     text += [f"{row.name} {row.stage}: {row.error}" for row in rows if row.error]
-    counts = {state: sum(row.state == state for row in rows) for state in dict.fromkeys(row.state for row in rows)}
-    text.append(", ".join(f"{count} {state}" for state, count in counts.items()))
     if any(row.state == OTHERS for row in rows):
         text.append("What would be made again, and why: dlscale why")
     if jobs:
         text.append(f"In the queue: {', '.join(jobs)}")
+    return text
+
+
+def progress_of(row: Row) -> str:
+    """Return how far a row is in words."""
+    doing = row.doing
+    if not (doing and doing.unit):
+        return f"epoch {row.epoch.epoch}" if row.epoch else NONE
+    done = f"{doing.done:,}" + (f" of {doing.total:,}" if doing.total else "") + f" {doing.unit}"
+    done += f" ({percent(doing.done / doing.total)})" if doing.total else ""
+    return f"{doing.what}: {done}" if doing.part and doing.what != row.stage else done
+
+
+def _waiting(rows: Iterable[Row]) -> list[str]:
+    """Return what waits: a line for each plan, with how many of its stages do, and one for all data."""
+    plans, data = dict[str, Counter[str]](), list[str]()
+    for row in rows:
+        if row.state == "waiting" and row.of_data:
+            data.append(row.name.removeprefix("data "))
+        elif row.state == "waiting":
+            plans.setdefault(row.name.partition(".")[0], Counter())[row.stage] += 1
+    text = [f"waiting: data of {', '.join(data)}"] if data else []
+    for plan, stages in plans.items():
+        text.append(f"waiting: {plan} ({', '.join(f'{count} {stage}' for stage, count in stages.items())})")
     return text
 
 
@@ -224,9 +265,8 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
             told = {"rows": [_json(row) for row in rows], "queue": queued}
             print(json.dumps(told, indent=2, ensure_ascii=False), flush=True)
         else:
-            if args.watch and sys.stdout.isatty():
-                print("\033[2J\033[H", end="")
-            print("\n".join(lines(rows, queued)), flush=True)
+            left = None if configuration.workflow.site.scheduler else left_of(configuration, rows)
+            show(lines(rows, queued, left), args.watch)
         if not args.watch or all(row.state == "done" for row in rows):
             return 0
         if queued or any(row.state == "running" for row in rows):
@@ -234,6 +274,42 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
         elif time.monotonic() - busy >= IDLE and any(row.error for row in rows):
             return 1
         time.sleep(EVERY)
+
+
+def left_of(configuration: Configuration, rows: Iterable[Row]) -> float | None:
+    """Return how long it takes until all is done on this machine, s; None where nothing is left to do."""
+    results, left = Path(configuration.workflow.results), 0.0
+    for row in rows:
+        name = row.name.removeprefix("data ")
+        if row.state.startswith("done"):
+            continue
+        if row.doing and row.doing.left and not row.doing.part:
+            left += row.doing.left
+        elif row.of_data:
+            left += cost.data_jobs(configuration.workflow.datasets[name], None) * expected.OTHERS
+        else:
+            plan, run = name.split(".")
+            stage: Any = row.stage
+            work = cost.run_work(configuration, plan, run, stage)
+            left += expected.seconds(row.stage, work, results)
+    return left or None
+
+
+def show(text: list[str], watched: bool) -> None:
+    """Print lines; on a terminal in colour and, where they are looked at again and again, as many as it has."""
+    if sys.stdout.isatty():
+        paint = functools.partial(re.compile(r"(?<=  )(?:(running)|failed|silent|stopped)(?= )").sub, _painted)
+        text = [paint(line) for line in text]
+        height = shutil.get_terminal_size().lines - 1
+        if watched and len(text) > height:
+            text = [*text[: height - 1], f"… and {len(text) - height + 1} lines more"]
+        if watched:
+            print("\033[2J\033[H", end="")
+    print("\n".join(text), flush=True)
+
+
+def _painted(match: re.Match[str]) -> str:
+    return coloured(match[0], "green" if match[1] else "red", sys.stdout)
 
 
 def _json(row: Row) -> dict[str, object]:

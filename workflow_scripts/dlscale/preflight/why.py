@@ -23,6 +23,7 @@ from dlscale.core.settings import flat
 from dlscale.core.stages import RUN_STAGES, STAGES
 from dlscale.core.text import many
 from dlscale.preflight import dryrun
+from dlscale.preflight.status import last_word
 
 if TYPE_CHECKING:
     from dlscale.config.resolve import Configuration
@@ -69,10 +70,14 @@ class Waiting:
 _ORDER = tuple(STAGES)
 
 
+def stage_of(rule: str) -> str:
+    """Return the stage that a rule's command runs: that of `report_plan` is `report`."""
+    return "acquire" if rule == "fetch" else rule.partition("_")[0]
+
+
 def _place_in_order(rule: str) -> int:
-    """Return where a rule stands in the workflow; `report_plan` beside `report`, whatever is no stage at the end."""
-    stage = "acquire" if rule == "fetch" else rule.partition("_")[0]
-    return _ORDER.index(stage) if stage in _ORDER else len(_ORDER)
+    """Return where a rule stands in the workflow; whatever is no stage at the end."""
+    return _ORDER.index(stage) if (stage := stage_of(rule)) in _ORDER else len(_ORDER)
 
 
 @dataclass
@@ -127,7 +132,7 @@ def found(jobs: Iterable[Waiting], sources: Callable[[str], Mapping[str, str] | 
         if not (reason := explained(job, sources)):
             follow[job.rule] = follow.get(job.rule, 0) + 1
             continue
-        group, name = _place(job)
+        group, name = place(job.rule, job.wildcards)
         line = told.setdefault((group, reason), Line(group, reason))
         for each, names in ((name, line.names), (job.rule, line.rules)):
             if each not in names:
@@ -287,16 +292,29 @@ def _read(text: str) -> Any:
         return text
 
 
-def _place(job: Waiting) -> tuple[str, str]:
-    """Return what a job belongs to, and the name under which a line has it."""
-    known = job.wildcards
+def place(rule: str, known: Mapping[str, str]) -> tuple[str, str]:
+    """Return what a job belongs to, and the name under which a line has it, from its rule and its wildcards."""
     if "run" in known:
         return f"{known['plan']}.", known["run"]
     if "plan" in known:
         return "plan ", known["plan"]
     if "dataset" in known:
         return "data ", known["dataset"]
-    return "", job.rule
+    return "", rule
+
+
+# ---- what failed -------------------------------------------------------------------------------------
+
+
+def failed(rule: str, wildcards: Mapping[str, str], log: str, since: float) -> str:
+    """Return a line on a job that failed in a call which began at `since` (seconds since 1970-01-01 UTC)."""
+    name = "".join(place(rule, wildcards))
+    stage, file = stage_of(rule), Path(log)
+    name += f" ({stage})" if name != rule else ""
+    if not (file.exists() and file.stat().st_mtime >= since):  # what is there is of an earlier call
+        return f"FAILED {name}: it never began; why is said above"
+    word = last_word(file, stage) or "it ended without a word, as what is killed does, by hand or for want of memory"
+    return f"FAILED {name}: {word}; log: {log}"
 
 
 # ---- what digests stand for --------------------------------------------------------------------------

@@ -1,0 +1,148 @@
+"""How far a call is, from what its jobs leave; the process that shows it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from dlscale.core.progress import SUFFIX
+from dlscale.core.record import Doing
+from dlscale.preflight import live
+from tests.waiting import until
+
+
+def job(folder: Path, name: str, seconds: float = 10.0, share: float = 1.0, rule: str = "train") -> live.Job:
+    return live.Job(name, rule, "p", str(folder / f"{name}.log"), str(folder / f"{name}.tsv"), seconds, share)
+
+
+def tell(job: live.Job, **more: object) -> None:
+    """Have a process of another machine say what it does."""
+    doing = {"what": "training", "done": 30, "total": 120, "unit": "steps", "left": 90.0, "time": time.time()}
+    Doing.model_validate({**doing, "place": "elsewhere", "values": {"samples/s": 1234.0}, **more}).write(
+        f"{job.log}{SUFFIX}"
+    )
+
+
+def end(job: live.Job, seconds: float | None = None) -> None:
+    Path(job.benchmark).write_text(f"s\th:m:s\n{seconds or job.seconds}\t0:00:02\n")
+    Path(f"{job.log}{SUFFIX}").unlink(missing_ok=True)
+
+
+def test_what_is_left_is_time_not_jobs(tmp_path: Path) -> None:
+    """Jobs that fill the machine wait for one another; those that take a part of it run side by side."""
+    now = time.time()
+    whole = [job(tmp_path, name, 10) for name in "ab"]
+    parts = [job(tmp_path, name, 4, 0.25) for name in "cdef"]
+    progress = live.Progress(now, [*whole, *parts])
+    assert progress.look(now) == [] and progress.left(now) == 24 and progress.share(now) == 0
+    for each in parts:
+        end(each)
+    assert progress.look(now + 5) == parts and progress.left(now + 5) == 20
+    assert progress.share(now + 5) == pytest.approx(0.2)
+    tell(whole[0], left=15.0, time=now + 5)
+    progress.look(now + 6)
+    assert progress.left(now + 6) == pytest.approx(14 + 10), "it says so itself"
+    before = progress.share(now + 6)
+    tell(whole[0], left=500.0, time=now + 6)
+    progress.look(now + 6)
+    assert progress.share(now + 6) == before, "a bar goes on, or stays"
+    tell(whole[0], left=1.0, part=True, time=now + 6)
+    progress.look(now + 6)
+    assert progress.left_of(whole[0], now + 6) == pytest.approx(10), "others parts may follow"
+    assert progress.left_of(whole[0], now + 106) == pytest.approx(10), "a tenth of what it has taken"
+    end(whole[0])
+    end(whole[1])
+    assert not progress.plan_done(whole[0])
+    assert progress.look(now + 20) == whole and progress.plan_done(whole[0])
+    assert progress.left(now + 20) == 0 and progress.share(now + 20) == 1
+
+
+def test_a_slow_machine_is_noticed(tmp_path: Path) -> None:
+    """By the jobs of the same rule that are done; as long as there is none, by all."""
+    jobs = [job(tmp_path, "a", rule="acquire"), job(tmp_path, "b"), job(tmp_path, "c")]
+    progress = live.Progress(time.time(), jobs)
+    assert progress.left(progress.began) == 30
+    end(jobs[0], 20)
+    progress.look(progress.began)
+    assert progress.left(progress.began) == 40
+    end(jobs[1], 70)
+    progress.look(progress.began)
+    assert progress.left(progress.began) == 70
+
+
+def test_a_job_alone_bounds_the_end(tmp_path: Path) -> None:
+    """However many run beside it, as on a cluster."""
+    jobs = [job(tmp_path, "a", 100, 0.1), job(tmp_path, "b", 10, 0.1)]
+    assert live.Progress(0.0, jobs).left(1.0) == 100
+
+
+def test_what_an_earlier_call_left_is_not_done(tmp_path: Path) -> None:
+    one = job(tmp_path, "a")
+    end(one)
+    progress = live.Progress(time.time() + 10, [one])
+    assert progress.look(time.time() + 10) == []
+
+
+def test_a_line(tmp_path: Path) -> None:
+    """What runs is what says so, and is named: how far it is, and how fast."""
+    now = time.time()
+    jobs = [job(tmp_path, "p.a"), job(tmp_path, "p.b")]
+    tell(jobs[0], time=now)
+    progress = live.Progress(now - 8, jobs)
+    progress.look(now)
+    assert live.line(progress, now).replace("\u00a0", " ") == (
+        "7 % after 8.00 s; about 1 min 40 s left; 0 of 2 jobs; "
+        "p.a train: 30 of 120 steps (25 %), 1,234 samples/s, 1 min 30 s left"
+    )
+
+
+CALL = """
+import json, os, pathlib, signal, sys, time
+seen = []
+signal.signal(signal.SIGINT, lambda *_: seen.append(1))
+folder = pathlib.Path(sys.argv[1])
+job = dict(name="p.a", rule="train", plan="p", log=f"{folder}/a.log", benchmark=f"{folder}/a.tsv", seconds=9, share=1)
+pathlib.Path(os.environ["DLSCALE_TOLD"]).write_text(json.dumps([job]))
+print("a word", flush=True)
+(folder / "ready").touch()
+while not (folder / "go").exists():
+    time.sleep(0.05)
+(folder / "a.tsv").write_text("s")
+time.sleep(1)
+print("interrupts:", len(seen), "group:", os.getpgrp() == os.getpid(), "stdin:", repr(sys.stdin.read()), flush=True)
+print("the last word", flush=True)
+sys.exit(7)
+"""
+
+
+def test_a_call_is_shown_and_ends_as_it_does(tmp_path: Path) -> None:
+    """Its words, its status; Ctrl-C comes to it once."""
+    command = [sys.executable, "-c", CALL, str(tmp_path)]
+    code = f"import sys; from dlscale.preflight import live; sys.exit(live.run({command!r}))"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as shown:
+        until("the call", (tmp_path / "ready").exists, shown)
+        time.sleep(1)  # it has been looked at
+        os.killpg(shown.pid, signal.SIGINT)  # as a terminal does
+        time.sleep(0.5)
+        (tmp_path / "go").touch()
+        assert shown.stderr
+        said = shown.stderr.read().splitlines()
+        assert shown.wait() == 7
+    assert said[0] == "a word" and said[-1] == "the last word"
+    assert "interrupts: 1 group: True stdin: ''" in said
+    assert any(line.endswith("0 of 1 job") for line in said) and any(
+        line.startswith("p is done, after") for line in said
+    )
+
+
+def test_a_call_that_is_killed(tmp_path: Path) -> None:
+    killed = [sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"]
+    assert live.run(killed) == 137

@@ -1,0 +1,194 @@
+"""`dlscale run`: what is typed becomes a call of Snakemake, or one message."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dlscale import cli
+from dlscale.config import resolve
+from dlscale.core.errors import UserError
+from dlscale.preflight import run
+from dlscale.preflight.run import Call
+from tests.conftest import ROOT
+
+
+@pytest.fixture(autouse=True)
+def repository(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a user stands in it."""
+    monkeypatch.chdir(ROOT)
+
+
+@pytest.fixture(scope="module")
+def configuration() -> resolve.Configuration:
+    return resolve.load_files(ROOT / "config.yaml")
+
+
+@pytest.mark.parametrize(
+    ("words", "call"),
+    [
+        ("", {}),
+        ("mnist_demo -n", {"targets": ["mnist_demo"], "dry": True}),
+        ("-np mnist_demo", {"targets": ["mnist_demo"], "dry": True, "commands": True}),
+        ("--dry-run --printshellcmds", {"dry": True, "commands": True}),
+        ("a optimizer.lr=1e-3 b seed=2", {"targets": ["a", "b"], "settings": ["optimizer.lr=1e-3", "seed=2"]}),
+        ("--profile perlmutter a", {"profile": "perlmutter", "targets": ["a"]}),
+        ("--profile=perlmutter a", {"profile": "perlmutter", "targets": ["a"]}),
+        ("--configfile mine.yaml a", {"files": ["mine.yaml"], "targets": ["a"]}),
+        ("--configfile=mine.yaml more.yml a -n", {"files": ["mine.yaml", "more.yml"], "targets": ["a"], "dry": True}),
+        ("a --config seed=2 b", {"targets": ["a", "b"], "settings": ["seed=2"]}),
+        ("--configfile mine.yaml -- a", {"files": ["mine.yaml"], "targets": ["a"]}),
+        ("a -n --cores 4 seed=2 -p", {"targets": ["a"], "dry": True, "rest": ["--cores", "4", "seed=2", "-p"]}),
+        ("results/plans/a/b=c/x.json", {"targets": ["results/plans/a/b=c/x.json"]}),
+        ("a --help", {"targets": ["a"], "help": True}),
+    ],
+)
+def test_words_are_sorted(words: str, call: dict[str, Any]) -> None:
+    assert run.sort(words.split()) == Call(**call)
+
+
+@pytest.mark.parametrize("option", ["--profile", "--configfile"])
+def test_an_option_without_its_word(option: str) -> None:
+    with pytest.raises(UserError, match=f"{option}: expected a"):
+        run.sort(["a", option])
+
+
+@pytest.mark.parametrize(
+    ("word", "name"),
+    [
+        *(("cosmo_demo", "plan_cosmo_demo"), ("plan_cosmo_demo", "plan_cosmo_demo")),
+        *((word, word) for word in ("data_cosmo_demo", "study_cosmo_unet", "all", "image", "results/plans/a")),
+        ("results/plans/cosmo_demo/bf16/throughput.json", "results/plans/cosmo_demo/bf16/throughput.json"),
+    ],
+)
+def test_targets(configuration: resolve.Configuration, word: str, name: str) -> None:
+    assert run.target(word, configuration) == name
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("cosmo_dmo", "no target is called 'cosmo_dmo' (did you mean 'cosmo_demo'?)"),
+        ("plan_cosmo_dmo", "no plan is called 'cosmo_dmo' (did you mean 'cosmo_demo'?)"),
+        ("data_cosmo_dmo", "no dataset is called 'cosmo_dmo' (did you mean 'cosmo_demo'?)"),
+        ("study_cosmo_net", "no study is called 'cosmo_net' (did you mean 'cosmo_unet'?)"),
+        ("al", "no target is called 'al' (did you mean 'all'?)"),
+        ("results/plans/cosmo_dmo/a/b.json", "no plan is called 'cosmo_dmo'"),
+        ("mine/plan.json", "no target; the files that can be made are in results/"),
+    ],
+)
+def test_a_target_that_is_none(configuration: resolve.Configuration, word: str, said: str) -> None:
+    with pytest.raises(UserError) as error:
+        run.target(word, configuration)
+    assert str(error.value).startswith(f"{word}: {said}")
+
+
+def typed(*words: str) -> tuple[list[str], dict[str, Any]]:
+    _, targets, over = run.configured(run.sort(words))
+    return targets, over
+
+
+def test_settings_are_of_the_plans_that_are_named() -> None:
+    own = {"settings": {"optimizer": {"lr": "1e-3"}, "training": {"epochs": "2"}}}
+    words = ("optimizer.lr=1e-3", "training={epochs: 2}")
+    assert typed("cosmo_demo", *words) == (["plan_cosmo_demo"], {"plans": {"cosmo_demo": own}})
+    file = "results/plans/cosmo_demo/baseline/metrics.jsonl"
+    assert typed(file, *words) == ([file], {"plans": {"cosmo_demo": own}})
+    _, over = typed("study_cosmo_unet", "seed=3")
+    assert over["plans"].keys() >= {"cosmo_demo"} and "era5_demo" not in over["plans"]
+
+
+def test_a_profile_without_a_site_is_of_this_machine() -> None:
+    assert typed("--profile", "local", "cosmo_demo") == (["plan_cosmo_demo"], {})
+
+
+def test_a_key_from_its_beginning_is_of_the_whole_configuration() -> None:
+    """A plan that is typed may be the target."""
+    assert typed("results=/tmp/x", "report.title=Mine and yours") == (
+        [],
+        {"results": "/tmp/x", "report": {"title": "Mine and yours"}},
+    )
+    new = ("plans.mine.study=starter_cnn", "plans.mine.from=starter_demo.single", "plans.mine.runs.a.seed=7")
+    targets, over = typed("mine", *new)
+    assert targets == ["plan_mine"] and over["plans"]["mine"]["runs"] == {"a": {"seed": "7"}}
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["optimizer.lr=1"], "optimizer.lr=1: of which plan? Name it, as in dlscale run PLAN optimizer.lr=1; or write"),
+        (["plan.a.seed=1"], "plan.a.seed=1: unknown key 'plan' (did you mean 'plans'?)"),
+        (["cosmo_demo", "optimiser.lr=1"], "optimiser.lr=1: plans.cosmo_demo.settings: unknown key 'optimiser' (did"),
+        (["cosmo_demo", "seed=1", "optimizer.lr=fast"], "optimizer.lr=fast: plans.cosmo_demo.settings.optimizer.lr: "),
+        (["reslts=x", "cosmo_demo"], "reslts=x: plans.cosmo_demo.settings: unknown key 'reslts'"),
+        (["cosmo_demo", "seed=[1"], "seed=[1: not valid YAML: "),
+        (["cosmo_dmo", "seed=1"], "cosmo_dmo: no target is called"),
+        (["--configfile", "nothere.yaml", "cosmo_demo"], "nothere.yaml: no such file"),
+        (["--profile", "perlmuter"], "site: profiles/perlmuter/site.yaml: no such file; no site is called 'perlmuter'"),
+    ],
+)
+def test_a_mistake_is_one_message(words: list[str], said: str) -> None:
+    """It begins with what was typed."""
+    with pytest.raises(UserError) as error:
+        typed(*words)
+    assert str(error.value).startswith(said), error.value
+
+
+def test_what_runs_say_themselves_is_told() -> None:
+    """A ladder's rungs keep what those before them say."""
+    call = run.sort(["p", "training.epochs=3", "batch_size=64"])
+    plans = {
+        "p": {"study": "starter_cnn", "runs": {"a": {}, "b": {"batch_size": 8}, "c": {"use": "p.a"}}},
+        "l": {"study": "starter_cnn", "kind": "ladder", "runs": {"a": {}, "b": {"batch_size": 8}, "c": {"seed": 2}}},
+    }
+    configuration = resolve.load({"targets": ["p"], "plans": plans})
+    own = ", which have their own"
+    assert run.hidden(call, ["plan_p"], configuration) == [
+        f"training.epochs=3: as before in p.c{own}",
+        f"batch_size=64: as before in p.b, p.c{own}",
+    ]
+    assert run.hidden(call, ["plan_l"], configuration) == [f"batch_size=64: as before in l.b, l.c{own}"]
+    assert run.hidden(run.sort(["plans.p.settings.batch_size=64"]), ["plan_p"], configuration) == []
+
+
+def test_the_call() -> None:
+    call = run.sort(["a", "-np", "--profile", "perlmutter", "--configfile", "m.yaml", "--cores", "2"])
+    over = {"plans": {"a": {"settings": {"optimizer": {"lr": "1e-3"}}}}}
+    words = ["--workflow-profile", "profiles/perlmutter", "--dry-run", "--printshellcmds"]
+    plans = json.dumps(over["plans"])
+    words += ["--config", f"plans={plans}", "--configfile", "m.yaml", "--cores", "2", "--", "plan_a"]
+    assert run.command(call, ["plan_a"], over) == [sys.executable, "-m", "snakemake", *words]
+    rest = run.sort(["a", "--forcerun", "train", "--", "plan_b"])
+    assert run.command(rest, ["plan_a"], {})[3:] == ["--forcerun", "train", "--", "plan_b", "plan_a"]
+
+
+def test_options_and_their_help_reach_it(tmp_path: Path) -> None:
+    """Whatever the command line's own parser takes for an option."""
+    dlscale = [sys.executable, "-m", "dlscale", "run"]
+    told = subprocess.run([*dlscale, "-n", "--help"], capture_output=True, text=True)
+    assert told.returncode == 0 and told.stdout == run.HELP
+    wrong = subprocess.run([*dlscale, "-n", "cosmo_dmo", "--cores", "1"], capture_output=True, text=True)
+    assert wrong.returncode == 2 and wrong.stdout == "" and wrong.stderr.count("\n") == 1
+    assert wrong.stderr.startswith(
+        "dlscale run: cosmo_dmo: no target is called 'cosmo_dmo' (did you mean 'cosmo_demo'?)"
+    )
+    lost = subprocess.run(dlscale, capture_output=True, text=True, cwd=tmp_path)
+    assert lost.returncode == 2 and lost.stderr == (
+        "dlscale run: Snakefile: no such file here; call it in the folder of the repository\n"
+    )
+
+
+def test_help_has_every_command_once() -> None:
+    """Those of every day first, stages last."""
+    top = cli.parser()
+    (commands,) = [action.choices for action in top._actions if isinstance(action.choices, dict)]
+    text = top.format_help()
+    listed = re.findall(r"^  ([a-z][a-z-]+)  +\S", text, re.MULTILINE)
+    assert sorted(listed) == sorted(commands)
+    assert tuple(listed[: len(cli.EVERYDAY)]) == cli.EVERYDAY and listed[-1] == "report"

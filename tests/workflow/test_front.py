@@ -1,0 +1,100 @@
+"""How a call meets its user: what is typed, how it ends, and that it says so last."""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+import signal
+from collections.abc import Callable
+
+from tests.waiting import PATIENCE, until
+from tests.workflow.conftest import CONFIG, RESULTS, Tree
+from tests.workflow.test_why import why
+
+
+def last_lines(output: str, count: int = 1) -> list[str]:
+    return [line for line in output.splitlines() if line.strip()][-count:]
+
+
+def test_what_is_typed_is_what_snakemake_is_told(make_tree: Callable[..., Tree]) -> None:
+    """A plan by its name, a dotted key, files, and options of Snakemake's behind."""
+    tree = make_tree()
+    run = "python -m dlscale run --configfile tiny.yaml"
+    typed = tree.shell(f"{run} era5 -n training.epochs=3")
+    told = tree.shell(
+        """snakemake -n --configfile tiny.yaml --config 'plans={"era5": {"settings": {"training": {"epochs": 3}}}}' """
+        "-- plan_era5"
+    )
+    assert typed.returncode == told.returncode == 0, typed
+    assert typed.stderr == told.stderr and typed.stdout == told.stdout
+    assert why(typed.stderr)[0].startswith("data years (") and "until the end" in last_lines(typed.stderr)[0]
+    assert why(tree.shell(f"{run} plan_era5 -n training.epochs=3 --cores 1").stderr) == why(typed.stderr)
+    rest = tree.shell(f"{run} data_boxes -n --no-such-option")
+    assert rest.returncode == 2 and "unrecognized arguments: --no-such-option" in rest.stderr
+    for words, said in (
+        ("era6", "era6: no target is called 'era6' (did you mean 'era5'?)"),
+        ("era5 training.epoch=3", "training.epoch=3: plans.era5.settings.training: unknown key 'epoch' (did you mean"),
+        ("data_boxes training.epochs=3", "training.epochs=3: of which plan? Name it, as in dlscale run PLAN"),
+    ):
+        wrong = tree.shell(f"{run} {words}")
+        assert wrong.returncode == 2 and wrong.stdout == "" and len(wrong.stderr.splitlines()) == 1, wrong
+        assert wrong.stderr.startswith(f"dlscale run: {said}")
+
+
+def test_a_call_is_shown(make_tree: Callable[..., Tree]) -> None:
+    """How far it is, and what we say; not what Snakemake says of each job, which is in its log."""
+    tree = make_tree()
+    run = "python -m dlscale run --configfile tiny.yaml data_waves"
+    done = tree.shell(run)
+    assert done.returncode == 0 and done.stdout == "", done
+    lines = done.stderr.splitlines()
+    assert any(re.match(r"\d+\s% after .*; about .* left; \d+ of \d+ jobs", line) for line in lines)
+    assert lines[-1] == f"Preview: {tree.results}/data/waves/preview.png"
+    assert not any(word in done.stderr for word in ("Job stats", "Finished jobid", "Select jobs", "Building DAG"))
+    (log,) = (tree.path / ".snakemake/log").iterdir()
+    assert "Finished jobid" in log.read_text()
+    again = tree.shell(run)
+    assert again.returncode == 0 and "Nothing to be done" in again.stderr and lines[-1] in again.stderr
+    told = tree.shell(f"{run} -p --forcerun preview")
+    assert told.returncode == 0 and "Finished jobid" in told.stderr
+    assert "Shell command: python -P -m dlscale " in told.stderr
+    (tree.results / "data/waves/manifest.json").unlink()
+    (tree.results / "data/waves/preview.png").unlink()
+    locked = tree.path / ".snakemake/locks"
+    locked.mkdir(parents=True, exist_ok=True)
+    (locked / "0.output.lock").write_text(f"{RESULTS}/data/waves/manifest.json\n")
+    wrong = tree.shell(run)
+    assert wrong.returncode == 1 and "\nLockException:\n" in wrong.stderr and "--unlock" in wrong.stderr
+
+
+def test_a_failure_is_the_last_word(make_tree: Callable[..., Tree]) -> None:
+    """Each job that failed, in one line, with its log; a log of an earlier call is none of this one."""
+    config = copy.deepcopy(CONFIG)
+    files = {split: [f"raw/{split}.h5"] for split in ("train", "valid")}
+    config["datasets"]["mine"] = {"kind": "cosmo", "source": {"kind": "files", **files}}
+    tree = make_tree(config)
+    (tree.path / "raw").mkdir()
+    for split in files:
+        (tree.path / f"raw/{split}.h5").write_bytes(b"no HDF5")
+    failed = tree.snakemake("--cores", "2", "--keep-going", "--", "data_mine")
+    assert failed.status == 1
+    said = last_lines(failed.output, 2)
+    for line, split in zip(said, files, strict=True):
+        assert line.startswith("FAILED data mine (preprocess): ") and f"raw/{split}.h5" in line
+        assert line.endswith(f"; log: {RESULTS}/logs/preprocess/mine/{split}/{split}-0.log"), line
+    assert "At least one job did not complete" not in failed.output
+
+
+def test_an_interrupted_call_has_corrupted_nothing(make_tree: Callable[..., Tree]) -> None:
+    config = copy.deepcopy(CONFIG)
+    config["datasets"]["years"]["source"]["days"] = 360
+    tree = make_tree(config)
+    process = tree.start("--cores", "1", "--", "data_years")
+    until("a stage", lambda: list(tree.results.glob("logs/acquire/years/*.doing")), process)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    output, _ = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 1
+    assert last_lines(output) == ["Interrupted. What is done is kept: the same command goes on from there."], output
+    after = output[output.index("Terminating processes on user request") :]
+    assert "corrupted" not in after and "FAILED" not in after and "Error" not in after and len(after.splitlines()) < 6

@@ -1,0 +1,281 @@
+"""`dlscale run WORD …`: what a user types becomes a call of Snakemake.
+
+A word is a target, or a setting as `optimizer.lr=1e-3`. Both are checked here, so that a mistake is one message; the
+rest is Snakemake's own. dlscale never imports it: it is started.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import re
+import signal
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+import yaml
+
+from dlscale.config.resolve import Configuration, load_files, merge
+from dlscale.config.workflow import Workflow
+from dlscale.core.errors import UserError, of_another, unknown
+from dlscale.core.settings import Raw, flat, holds, nested
+from dlscale.preflight import dryrun, live
+
+HELP = """\
+usage: dlscale run [WORD ...] [-n] [-p] [--profile NAME] [--configfile FILE ...] [SNAKEMAKE'S OPTIONS ...]
+
+Run plans, or make data or files, with settings that are typed here.
+
+A WORD is
+  PLAN, or plan_PLAN     a plan, with a page of its own; without any target: the targets of the configuration
+  data_NAME              a dataset, described and drawn
+  study_NAME             the target plans of a study
+  FILE                   a file in the folder of results
+  all, image             the targets; the image of the site
+  KEY=VALUE              a setting of the plans that are named, as optimizer.lr=1e-3; or, from its beginning, any key of
+                         the configuration, as plans.mine.runs.large.batch_size=64. Values are YAML.
+
+options:
+  -n, --dry-run          what would run, why, and what it costs; 1 if something would keep it from starting
+  -p, --printshellcmds   print the commands of jobs; in a dry run also what is asked of Slurm
+  --profile NAME         the site: profiles/NAME, or its path
+  --configfile FILE ...  YAML files, over config.yaml
+
+From the first other option on, all words are Snakemake's (`snakemake --help`): dlscale run PLAN --cores 4
+"""
+
+#: A setting: a dotted key, and its value. A file of that name has a slash before it.
+SETTING = re.compile(r"([A-Za-z_][\w-]*(?:\.[\w-]+)*)=(.*)", re.DOTALL)
+#: What a file of settings ends in: further ones may follow `--configfile`.
+SETTINGS_FILE = (".yaml", ".yml", ".json")
+
+
+@dataclass
+class Call:
+    """What was typed, sorted."""
+
+    targets: list[str] = field(default_factory=list)
+    settings: list[str] = field(default_factory=list)  #: KEY=VALUE
+    files: list[str] = field(default_factory=list)
+    profile: str | None = None
+    dry: bool = False
+    commands: bool = False  #: Whether the commands of jobs are printed.
+    help: bool = False
+    rest: list[str] = field(default_factory=list)  #: Snakemake's.
+
+
+def sort(words: Iterable[str]) -> Call:
+    """Sort what was typed: from the first option that is not one of ours on, all words are Snakemake's."""
+    call, left = Call(), list(words)
+    while left:
+        word = left.pop(0)
+        name, equals, value = word.partition("=")
+        if word in ("-h", "--help"):
+            call.help = True
+        elif word in ("--dry-run", "--dryrun", "--printshellcmds") or re.fullmatch("-[np]+", word):
+            call.dry |= word.startswith("--dry") or (word[1] != "-" and "n" in word)
+            call.commands |= word == "--printshellcmds" or (word[1] != "-" and "p" in word)
+        elif name in ("--profile", "--configfile"):
+            if not equals and not left:
+                raise UserError(f"{word}: expected {'a name' if name == '--profile' else 'a file'} after it")
+            given = value if equals else left.pop(0)
+            if name == "--profile":
+                call.profile = given
+                continue
+            call.files.append(given)
+            while left and left[0].endswith(SETTINGS_FILE) and not SETTING.fullmatch(left[0]):
+                call.files.append(left.pop(0))
+        elif word in ("--", "--config"):  # as for Snakemake, which needs them
+            continue
+        elif word.startswith("-"):
+            call.rest = [word, *left]
+            break
+        else:
+            (call.settings if SETTING.fullmatch(word) else call.targets).append(word)
+    return call
+
+
+# ---- targets ---------------------------------------------------------------------------------------
+
+
+def target(word: str, configuration: Configuration) -> str:
+    """Return what Snakemake calls a target; a `UserError` has the nearest one."""
+    workflow, results = configuration.workflow, Path(configuration.workflow.results)
+    if Path(word).is_relative_to(results):
+        parts = Path(word).relative_to(results).parts
+        if parts[:1] == ("plans",) and len(parts) > 2 and parts[1] not in configuration.plans:
+            raise UserError(f"{word}: {_no('plan', parts[1], configuration)}")
+        return word
+    if word in ("all", "image"):
+        return word
+    what, _, name = word.partition("_")
+    if what == "data" and name in workflow.datasets:
+        return word
+    if what == "study" and name in {workflow.plans[plan].study for plan in workflow.targets}:
+        return word
+    plan = name if what == "plan" and name in configuration.plans else word
+    if plan in configuration.plans:
+        if not configuration.plans[plan]:
+            lacking = "; ".join(f"{run}: {what}" for run, what in configuration.left_out[plan].items())
+            raise UserError(f"{word}: no run of it can be on this machine ({lacking})")
+        return f"plan_{plan}"
+    if what in ("plan", "data", "study") and name:
+        raise UserError(f"{word}: {_no(what, name, configuration)}")
+    if "/" in word:
+        raise UserError(f"{word}: no target; the files that can be made are in {results}/")
+    raise UserError(f"{word}: {_no('target', word, configuration)}")
+
+
+def _no(what: str, name: str, configuration: Configuration) -> str:
+    """Return the message on a plan, a dataset or a study that is not there, and what to do where it has results."""
+    workflow = configuration.workflow
+    known: dict[str, Iterable[str]] = {
+        "plan": configuration.plans,
+        "data": workflow.datasets,
+        "study": {workflow.plans[plan].study for plan in workflow.targets},
+        "target": [*configuration.plans, "all", "image", *(f"data_{dataset}" for dataset in workflow.datasets)],
+    }
+    file = {"plan": f"plans/{name}/plan.yaml", "data": f"data/{name}/manifest.json"}.get(what)
+    other = of_another(Path(workflow.results, file)) if file else ""
+    return unknown({"data": "dataset"}.get(what, what), name, known[what]) + other
+
+
+def plans_of(targets: Iterable[str], configuration: Configuration) -> list[str]:
+    """Return the plans that targets of Snakemake name: themselves, by a study, or by a file of theirs."""
+    workflow, found = configuration.workflow, list[str]()
+    for word in targets:
+        if word.startswith("study_"):
+            found += [plan for plan in workflow.targets if f"study_{workflow.plans[plan].study}" == word]
+        elif Path(word).is_relative_to(workflow.results):
+            parts = Path(word).relative_to(workflow.results).parts
+            found += parts[1:2] if parts[0] == "plans" else ()
+        elif word.startswith("plan_"):
+            found.append(word.removeprefix("plan_"))
+    return list(dict.fromkeys(found))
+
+
+# ---- settings --------------------------------------------------------------------------------------
+
+
+def parsed(word: str) -> tuple[str, Any]:
+    """Return the dotted key and the value of a setting; numbers remain strings, as Snakemake has them, too."""
+    key, _, text = word.partition("=")
+    try:
+        return key, yaml.load(text, Loader=yaml.BaseLoader)
+    except yaml.YAMLError as error:
+        raise UserError(f"{word}: not valid YAML: {' '.join(str(error).split())}") from None
+
+
+def is_whole(word: str) -> bool:
+    """Whether a setting's key is one of the whole configuration: else it is a run's."""
+    return parsed(word)[0].partition(".")[0] in Workflow.model_fields
+
+
+def placed(word: str, plans: Sequence[str]) -> Raw:
+    """Return a setting as configuration: where its key says, or of the plans that are named."""
+    key, given = parsed(word)
+    if is_whole(word):
+        return nested({key: given})
+    if not plans:
+        first = key.partition(".")[0]
+        if close := difflib.get_close_matches(first, Workflow.model_fields, n=1, cutoff=0.8):
+            raise UserError(f"{word}: unknown key '{first}' (did you mean '{close[0]}'?)")
+        raise UserError(
+            f"{word}: of which plan? Name it, as in dlscale run PLAN {word}; or write the key from its beginning, "
+            f"plans.PLAN.settings.{word}"
+        )
+    return {"plans": {plan: {"settings": nested({key: given})} for plan in plans}}
+
+
+def loaded(call: Call, layers: Sequence[tuple[str, Raw]]) -> Configuration:
+    """Return the configuration with settings over it; a message begins with the one that it is wrong with."""
+
+    def load(count: int) -> Configuration:
+        files = [*(["config.yaml"] if Path("config.yaml").is_file() else []), *call.files]
+        return load_files(*files, site=call.profile, over=[layer for _, layer in layers[:count]])
+
+    try:
+        return load(len(layers))
+    except UserError:
+        load(0)  # wrong without any
+        for count, (word, _) in enumerate(layers, 1):
+            try:
+                load(count)
+            except UserError as error:
+                raise UserError(f"{word}: {str(error).removeprefix('configuration: ')}") from None
+        raise
+
+
+def configured(call: Call) -> tuple[Configuration, list[str], Raw]:
+    """Return the configuration, validated, Snakemake's names of the targets, and what was typed over the files."""
+    configuration = loaded(call, [(word, placed(word, ())) for word in call.settings if is_whole(word)])
+    targets = [target(word, configuration) for word in call.targets]
+    plans = plans_of(targets, configuration)
+    layers = [(word, placed(word, plans)) for word in call.settings]
+    if not all(map(is_whole, call.settings)):
+        configuration = loaded(call, layers)
+    over: Raw = {}
+    for _, layer in layers:
+        merge(over, layer)
+    return configuration, targets, over
+
+
+def hidden(call: Call, targets: Sequence[str], configuration: Configuration) -> list[str]:
+    """Return a line for each setting of a plan that some of its runs have in their own way: these stay as they are."""
+    lines = []
+    for word in [word for word in call.settings if not is_whole(word)]:
+        key, given = parsed(word)
+        leaves = [tuple(leaf.split(".")) for leaf in flat({key: given})]
+        for name in plans_of(targets, configuration):
+            plan, own, kept = configuration.workflow.plans[name], list[str](), False
+            for run, settings in plan.runs.items():
+                held = any(holds(part, leaf) for _, part in plan.parts(run) for leaf in leaves)
+                kept |= held and plan.kind == "ladder"  # by the rungs after it
+                if held or kept or "use" in (settings or {}):
+                    own.append(run)
+            if own:
+                lines.append(f"{word}: as before in {', '.join(f'{name}.{run}' for run in own)}, which have their own")
+    return lines
+
+
+# ---- the call --------------------------------------------------------------------------------------
+
+
+def command(call: Call, targets: Sequence[str], over: Raw) -> list[str]:
+    """Return the words that start Snakemake."""
+    words = [sys.executable, "-m", "snakemake", *dryrun.site(call.profile)]
+    words += ["--dry-run"] * call.dry + ["--printshellcmds"] * call.commands
+    words += ["--config", *(f"{key}={json.dumps(value)}" for key, value in over.items())] if over else []
+    words += ["--configfile", *call.files] if call.files else []
+    words += call.rest
+    return words + ([*([] if "--" in call.rest else ["--"]), *targets] if targets else [])
+
+
+def main(words: Sequence[str]) -> int:
+    """Check what was typed, and have Snakemake do it: shown as it goes, or what Snakemake says."""
+    call = sort(words)
+    if call.help:
+        print(HELP, end="")
+        return 0
+    if not Path("Snakefile").is_file() and not {"-s", "--snakefile", "-d", "--directory"} & set(call.rest):
+        raise UserError("Snakefile: no such file here; call it in the folder of the repository")
+    configuration, targets, over = configured(call)
+    for line in hidden(call, targets, configuration):
+        print(line, file=sys.stderr)
+    for number in (signal.SIGUSR1, signal.SIGUSR2):  # which stages ignore
+        signal.signal(number, signal.SIG_DFL)
+    words = command(call, targets, over)
+    if call.dry or call.commands or any(re.fullmatch(f"{dryrun.LOOKING}|{dryrun.LOUD}", word) for word in call.rest):
+        become(words)
+    return live.run(words)
+
+
+def become(command: list[str]) -> NoReturn:
+    """Let a program take this one's place: its status, and the signals that it gets, are its own."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execv(command[0], command)
