@@ -472,6 +472,22 @@ def collect_params(wildcards):
     return own_params("collect", plan_settings(wildcards.plan))
 
 
+def page_to_fill(wildcards, input):
+    """Arguments that name the page of all targets, where that is made. Taking `input` keeps them from counting."""
+    if ASKED_PLANS != CONFIG.workflow.targets:
+        return []
+    files = report_files(CONFIG.workflow.targets)
+    page = {
+        "title": CONFIG.workflow.report.title,
+        "plans": files["plans"],
+        "datasets": [str(Path(manifest).parent) for manifest in files["manifests"]],
+        "references": files["references"],
+        "call": call_again(wildcards, input),
+        "out": PAGE,
+    }
+    return ["--page", json.dumps(page)]
+
+
 def report_files(names):
     return {
         "plans": [f"{RESULTS}/plans/{name}/plan.yaml" for name in names],

@@ -37,10 +37,11 @@ rule collect:
     params:
         stage=collect_params,
         launch=stage_launch,
+        page=page_to_fill,
     message:
         "Tabulate plan {wildcards.plan}"
     shell:
-        "{params.launch:q} collect --plan {input.plan:q} --out {output:q} --log {log:q}"
+        "{params.launch:q} collect --plan {input.plan:q} --out {output:q} {params.page:q} --log {log:q}"
 
 
 rule report:
@@ -49,8 +50,9 @@ rule report:
         **report_files(CONFIG.workflow.targets),
         runs=report_runs,
     output:
+        # That of an earlier call, or as far as it was filled, stays until it is whole.
         report(
-            PAGE,
+            update(PAGE),
             caption="../workflow_scripts/dlscale/report/captions/page.rst",
             category="Report",
         ),

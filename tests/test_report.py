@@ -354,7 +354,7 @@ class Results:
 
     def collect(self, plan: Path) -> list[dict[str, str]]:
         out = plan.parent / "summary.csv"
-        collect.main(argparse.Namespace(plan=str(plan), out=str(out)))
+        collect.main(argparse.Namespace(plan=str(plan), out=str(out), page=None))
         with out.open(newline="") as file:
             return list(csv.DictReader(file))
 
@@ -1025,6 +1025,34 @@ def test_a_page_that_fills_says_what_is_to_come(ladder: Results) -> None:
     filling, whole = ladder.report("Demo", "<era5>", "mnist"), ladder.report("Demo")
     assert refresh in filling and "Still to come: <era5>, mnist." in Page(filling).text
     assert refresh not in whole and "to come" not in Page(whole).text
+
+
+def test_a_table_fills_the_page_that_is_to_come(ladder: Results) -> None:
+    """It is there from the first table on, is older than what it is made of, and never takes a whole one's place."""
+    ladder.run("q", "one")
+    ladder.plan("q", {"one": "one"})
+    ladder.dataset("demo_volumes")
+    out = ladder.root / "report" / "index.html"
+    page = {
+        "title": "Demo",
+        "plans": [str(plan) for plan in ladder.plans],
+        "datasets": [str(ladder.datasets[-1]), str(ladder.root / "data/to_come")],
+        "references": [],
+        "call": "snakemake",
+        "out": str(out),
+    }
+    for number, plan in enumerate(ladder.plans):
+        table = plan.parent / "summary.csv"
+        collect.main(argparse.Namespace(plan=str(plan), out=str(table), page=json.dumps(page)))
+        assert out.stat().st_mtime == 0
+        assert ("Still to come: q." in Page(out.read_text()).text) == (number == 0)
+    out.write_text("whole")
+    collect.main(argparse.Namespace(plan=str(plan), out=str(table), page=json.dumps(page)))
+    assert out.read_text() == "whole"
+    out.unlink()
+    (ladder.root / "plans/q/one/throughput.json").unlink()
+    collect.main(argparse.Namespace(plan=str(ladder.plans[0]), out=str(table), page=json.dumps(page)))
+    assert not out.exists(), "of another plan nothing is whole just now"
 
 
 def test_the_table_has_every_run_with_units(ladder: Results) -> None:

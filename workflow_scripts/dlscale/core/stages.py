@@ -250,7 +250,11 @@ STAGES: dict[str, Stage] = {
         "dlscale.report.collect",
         "Tabulate a plan's runs.",
         "plan",
-        (path("--plan", "the plan's plan.yaml"), path("--out", "CSV file to write")),
+        (
+            path("--plan", "the plan's plan.yaml"),
+            path("--out", "CSV file to write"),
+            option("--page", "a page to fill with what is there: options of report as JSON", False, metavar="JSON"),
+        ),
     ),
     "report": Stage(
         "dlscale.report.report",
