@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -10,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from dlscale.core.progress import SUFFIX
 from dlscale.core.record import Doing
@@ -100,6 +103,25 @@ def test_a_line(tmp_path: Path) -> None:
         "7 % after 8.00 s; about 1 min 40 s left; 0 of 2 jobs; "
         "p.a train: 30 of 120 steps (25 %), 1,234 samples/s, 1 min 30 s left"
     )
+
+
+def test_what_is_drawn(tmp_path: Path) -> None:
+    """A bar of all, and a line for each process that there is, however many may run at once."""
+    now = time.time()
+    jobs = [job(tmp_path, f"p.{number}") for number in range(20)]
+    tell(jobs[0], time=now)
+    for each in jobs[1:14]:
+        tell(each, what="starting", unit="", left=None, values={}, time=now)
+    progress = live.Progress(now - 8, jobs)
+    progress.look(now)
+    console = Console(file=io.StringIO(), width=120)
+    console.print(live._drawn(progress, now))
+    assert isinstance(console.file, io.StringIO)
+    first, *lines = console.file.getvalue().replace("\u00a0", " ").splitlines()
+    assert first.split()[:2] == ["3", "%"] and "━" in first and first.rstrip().endswith("0 of 20 jobs, 14 running")
+    assert re.split("  +", lines[0])[:3] == ["p.0", "train", "30 of 120 steps (25 %)"]
+    assert lines[0].rstrip().endswith("1,234 samples/s  1 min 30 s left") and "starting" in lines[1]
+    assert len(lines) == live.MOST + 1 and lines[-1].strip() == "and 2 more"
 
 
 CALL = """

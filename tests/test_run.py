@@ -65,6 +65,8 @@ def test_an_option_without_its_word(option: str) -> None:
         *(("cosmo_demo", "plan_cosmo_demo"), ("plan_cosmo_demo", "plan_cosmo_demo")),
         *((word, word) for word in ("data_cosmo_demo", "study_cosmo_unet", "all", "image", "results/plans/a")),
         ("results/plans/cosmo_demo/bf16/throughput.json", "results/plans/cosmo_demo/bf16/throughput.json"),
+        ("./results/data/cosmo_demo/preview.png", "results/data/cosmo_demo/preview.png"),
+        (f"{ROOT}/results/data/cosmo_demo/preview.png", "results/data/cosmo_demo/preview.png"),
     ],
 )
 def test_targets(configuration: resolve.Configuration, word: str, name: str) -> None:

@@ -105,11 +105,14 @@ def sort(words: Iterable[str]) -> Call:
 def target(word: str, configuration: Configuration) -> str:
     """Return what Snakemake calls a target; a `UserError` has the nearest one."""
     workflow, results = configuration.workflow, Path(configuration.workflow.results)
-    if Path(word).is_relative_to(results):
-        parts = Path(word).relative_to(results).parts
+    path = Path(word)
+    if path.is_absolute() and path.is_relative_to(results.resolve()):
+        path = results / path.relative_to(results.resolve())
+    if path.is_relative_to(results):
+        parts = path.relative_to(results).parts
         if parts[:1] == ("plans",) and len(parts) > 2 and parts[1] not in configuration.plans:
             raise UserError(f"{word}: {_no('plan', parts[1], configuration)}")
-        return word
+        return str(path)
     if word in ("all", "image"):
         return word
     what, _, name = word.partition("_")
