@@ -86,6 +86,10 @@ install-dev: $(VENV)/.installed-dev  ## the environment with the development too
 
 DEMO := dlscale run --profile local $(ARGS)
 
+.PHONY: taste
+taste: $(VENV)/.installed  ## one ladder of one study and its page, in a minute
+	@dlscale run --profile local mnist_demo $(ARGS)
+
 .PHONY: demo
 ifeq ($(ENGINE),)
 demo: $(VENV)/.installed  ## run the whole workflow at demo scale; its last line says where the report is
