@@ -118,10 +118,11 @@ def test_what_is_drawn(tmp_path: Path) -> None:
     console.print(live._drawn(progress, now))
     assert isinstance(console.file, io.StringIO)
     first, *lines = console.file.getvalue().replace("\u00a0", " ").splitlines()
-    assert first.split()[:2] == ["3", "%"] and "━" in first and first.rstrip().endswith("0 of 20 jobs, 14 running")
+    assert first.split()[:2] == ["3", "%"] and "╸" in first and first.rstrip().endswith("0 of 20 jobs, 14 running")
     assert re.split("  +", lines[0])[:3] == ["p.0", "train", "30 of 120 steps (25 %)"]
     assert lines[0].rstrip().endswith("1,234 samples/s  1 min 30 s left") and "starting" in lines[1]
     assert len(lines) == live.MOST + 1 and lines[-1].strip() == "and 2 more"
+    assert max(map(len, map(str.rstrip, [first, *lines[1:]]))) <= 80, "a terminal's width"
 
 
 CALL = """

@@ -249,7 +249,7 @@ def _drawn(progress: Progress, now: float) -> RenderableType:
     total = Table.grid(padding=(0, 2))
     total.add_row(
         percent(progress.share(now)),
-        ProgressBar(1.0, progress.share(now), width=40),
+        ProgressBar(1.0, progress.share(now), width=20),
         f"about {duration(progress.left(now))} left" if progress.left(now) else "",
         f"{len(progress.done)} of {many(len(progress.jobs), 'job')}, {len(progress.running)} running",
     )
