@@ -57,8 +57,9 @@ $(LOCK): requirements.lock | $(VENV)/bin/python
 	@left='^$$'; ! grep -Eqi '^include-system-site-packages *= *true' $(VENV)/pyvenv.cfg || left='^(torch|triton)=='; \
 	sed -E "/$$left/d" requirements.lock >$@
 
-# uv where it is, which is quicker and takes the PyTorch that this machine's device needs; `make UV=` leaves it to pip.
-UV ?= $(filter-out $(CURDIR)/%,$(shell command -v uv))
+# pip, or uv where it is named (`make install UV=uv`): quicker, and it takes the PyTorch that the device here needs. It
+# does not see what an environment made with --system-site-packages has.
+UV ?=
 UV_TORCH_BACKEND ?= auto
 export UV_TORCH_BACKEND
 INSTALL := $(if $(UV),$(UV) pip install --python $(VENV)/bin/python,python -m pip install --disable-pip-version-check) \

@@ -93,7 +93,7 @@ os._exit(0)
 def staying(words: list[str], geometry: Geometry) -> Iterator[tuple[list[tuple[str, int]], str]]:
     """Start a run by the words for each node; give where its processes listen, once all met, and what they said."""
     program = STAY.format(nodes=geometry.nodes, each=geometry.gpus_per_node)
-    command = [*words[: words.index("--") + 1], "-c", program]
+    command = [*words[:-3], "-c", program]  # in place of -P -m dlscale
     nodes = [
         subprocess.Popen(
             command,
@@ -201,7 +201,7 @@ def test_torchrun_meets_at_the_sites_place() -> None:
     eight = Geometry(nodes=2, gpus_per_node=4)
     assert launcher.launch(chosen, HERE, eight) == [
         *("pdsh", "-w", "node[1-2]", "python", "-P", "-m", "dlscale.launch.torchrun"),
-        *("--nnodes=2", "--rdzv-endpoint=node1:29400", "--nproc-per-node=4", "--", "-P", "-m", "dlscale"),
+        *("--nnodes=2", "--rdzv-endpoint=node1:29400", "--nproc-per-node=4", "-P", "-m", "dlscale"),
     ]
     launcher.check(chosen, eight)
     alone = launcher.launch(chosen, HERE, Geometry(gpus_per_node=4))
@@ -230,7 +230,7 @@ time.sleep(600)
 """
     )
     signals = {"killed": "SIGKILL", "asked": "SIGTERM"}
-    words = ["-m", "dlscale.launch.torchrun", "--nproc-per-node=2", "--", str(program), how]
+    words = ["-m", "dlscale.launch.torchrun", "--nproc-per-node=2", str(program), how]
     command = [sys.executable, *words, signals.get(how, "")]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == status and "said why" in done.stdout and "told to end" in done.stdout, done
@@ -247,7 +247,7 @@ class Late(tempfile.TemporaryDirectory):
         os.kill(os.getpid(), signal.SIGTERM)
         super().__init__(**named)
 tempfile.TemporaryDirectory = Late
-raise SystemExit(torchrun.main(["--nproc-per-node=2", "--", "-c", "import time; time.sleep(600)"]))
+raise SystemExit(torchrun.main(["--nproc-per-node=2", "-c", "import time; time.sleep(600)"]))
 """
     done = subprocess.run(
         [sys.executable, "-c", program], env=environment(), capture_output=True, text=True, timeout=60

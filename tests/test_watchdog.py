@@ -133,7 +133,7 @@ def test_a_rank_that_dies_or_is_stopped_is_named(
     tmp_path: Path, era5_data: Path, strategy: str, how: signal.Signals, rank: int
 ) -> None:
     folder = configure(tmp_path / "run", "era5_vit", 2, **STRATEGIES[strategy], training={"steps": 100_000})
-    process = begin(folder, era5_data, ["--", "-m", "dlscale"])
+    process = begin(folder, era5_data, ["-m", "dlscale"])
     until("an epoch", lambda: "epoch 2 of" in said(folder), process, lambda: said(folder))
     victim = ranks_of(process)[rank]
     os.kill(victim, how)
@@ -150,7 +150,7 @@ def begin_faulty(
     """Start a training, one of whose processes hangs."""
     (folder / "program.py").write_text(FAULTY)
     env = {"WHERE": where, "CALL": str(call), "CULPRIT": str(culprit), **env}
-    return begin(folder, data, ["--", str(folder / "program.py")], **env)
+    return begin(folder, data, [str(folder / "program.py")], **env)
 
 
 @strategies
@@ -241,7 +241,7 @@ except PeerLost as lost:
     print("left behind:", dist.is_initialized(), lost, flush=True)
 """
     )
-    starter = [sys.executable, "-m", "dlscale.launch.torchrun", "--nproc-per-node=2", "--", str(program)]
+    starter = [sys.executable, "-m", "dlscale.launch.torchrun", "--nproc-per-node=2", str(program)]
     env = {**os.environ, "PYTHONPATH": str(ROOT / "workflow_scripts")}
     done = subprocess.run(starter, capture_output=True, text=True, env=env, timeout=PATIENCE)
     assert done.stdout.count("left behind: False") == 2, done.stdout + done.stderr
@@ -266,7 +266,7 @@ Interruption.__exit__ = cut
 sys.exit(cli.main(sys.argv[1:]))
 """
     )
-    process = begin(folder, era5_data, ["--", str(folder / "program.py")])
+    process = begin(folder, era5_data, [str(folder / "program.py")])
     until("an epoch", lambda: "epoch 2 of" in said(folder), process, lambda: said(folder))
     os.kill(ranks_of(process)[1], signal.SIGKILL)
     output = end_of(process, folder)

@@ -116,7 +116,7 @@ def test_two_tasks_in_containers(
 
 def test_a_cancelled_job_leaves_nothing(profiled: Flow, container_engine: Engine, cluster: Cluster) -> None:  # noqa: F811
     """Neither a container nor nsys, which has processes of its own."""
-    profiled.config["plans"]["profiled"]["settings"]["profile"]["steps"] = 1_000_000
+    profiled.config["plans"]["profiled"]["settings"]["profile"]["steps"] = 100_000
     with profiled.running("--retries=0") as process:
 
         def recorded() -> bool:

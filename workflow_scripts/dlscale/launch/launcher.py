@@ -80,11 +80,11 @@ def launch(site: Site, place: Place, geometry: Geometry | None = None) -> list[s
         host = "{host}" if geometry.nodes > 1 else "127.0.0.1"
         meet = ["env", f"MASTER_ADDR={host}", "MASTER_PORT={port}"]
         return [*MPI, *_filled(site.start or ["mpirun", "-n", "{ranks}"], geometry), *meet, *container, *PYTHON]
-    # It ends all processes when one fails. What follows "--" is the stage's own, such as `--log`.
+    # It ends all processes when one fails. What follows its own words is Python's.
     several = geometry.nodes > 1
     start = _filled(site.start, geometry) if several else []
     meet = [f"--nnodes={geometry.nodes}", f"--rdzv-endpoint={site.rendezvous}"] if several else []
-    return [*start, *container, *TORCHRUN, *meet, f"--nproc-per-node={geometry.gpus_per_node}", "--", *PYTHON[1:]]
+    return [*start, *container, *TORCHRUN, *meet, f"--nproc-per-node={geometry.gpus_per_node}", *PYTHON[1:]]
 
 
 def device(site: Site) -> str:

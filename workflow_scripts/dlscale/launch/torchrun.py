@@ -1,7 +1,8 @@
-"""Start a process a device: `python -P -m dlscale.launch.torchrun --nproc-per-node=4 -- -m dlscale train ...`.
+"""Start a process a device: `python -P -m dlscale.launch.torchrun --nproc-per-node=4 -m dlscale train ...`.
 
-Three words are those of PyTorch's torchrun, whose place it takes without its ports: the processes of one node meet in
-a folder that is their user's alone, and those of several at `--rdzv-endpoint`, where the first of them listens.
+Three words, each with `=`, are those of PyTorch's torchrun, whose place it takes without its ports: the processes of
+one node meet in a folder that is their user's alone, and those of several at `--rdzv-endpoint`, where the first of them
+listens.
 
 Where one fails, the others are asked to end, and ended 30 s later. Why it failed it has said itself, and which one was
 killed the others say.
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import itertools
 import os
 import signal
 import subprocess
@@ -39,8 +41,9 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--nproc-per-node", type=int, default=1)
     parser.add_argument("--nnodes", type=int, default=1)
     parser.add_argument("--rdzv-endpoint", metavar="HOST:PORT")
-    parser.add_argument("python", nargs="+", help="words for Python, after --")
-    args = parser.parse_args(words)
+    own = list(itertools.takewhile(lambda word: word.startswith("--"), words))
+    python = words[len(own) :]  # no `--` before them: podman-hpc leaves that word out of what it passes on
+    args = parser.parse_args(own)
     each = args.nproc_per_node
     first = each * int(os.environ.get("NODE_RANK") or ranks().rank) if args.nnodes > 1 else 0
     said = {"WORLD_SIZE": args.nnodes * each, "LOCAL_WORLD_SIZE": each}
@@ -63,7 +66,7 @@ def main(words: Sequence[str]) -> int:
         for local in range(each):
             own = {**said, "RANK": first + local, "LOCAL_RANK": local}
             environment = {"OMP_NUM_THREADS": "1", **os.environ, **{name: str(value) for name, value in own.items()}}
-            command = [sys.executable, *args.python]
+            command = [sys.executable, *python]
             processes.append(subprocess.Popen(command, env=environment, start_new_session=True, preexec_fn=begin))
         signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
         return _wait(processes, send)

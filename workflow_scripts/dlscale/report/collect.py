@@ -44,7 +44,6 @@ measure is empty.
 from __future__ import annotations
 
 import argparse
-import importlib
 import logging
 import math
 import os
@@ -52,6 +51,7 @@ import statistics
 from collections.abc import Callable
 from pathlib import Path
 
+from dlscale.core import registry
 from dlscale.core.errors import UserError
 from dlscale.core.files import write_text
 from dlscale.core.records import MODES, Epoch, Published
@@ -90,7 +90,7 @@ def fill(page: Raw) -> None:
     needed = ("manifest.json", "preview.png")
     page["datasets"] = [path for path in page["datasets"] if all(Path(path, name).exists() for name in needed)]
     # By its name: how a page looks decides nothing of a table, which is not to be made again for it.
-    importlib.import_module(STAGES["report"].module).main(argparse.Namespace(**page))
+    registry.load(STAGES["report"].module).main(argparse.Namespace(**page))
     os.utime(out, (0, 0))
 
 
