@@ -41,9 +41,9 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--nproc-per-node", type=int, default=1)
     parser.add_argument("--nnodes", type=int, default=1)
     parser.add_argument("--rdzv-endpoint", metavar="HOST:PORT")
-    own = list(itertools.takewhile(lambda word: word.startswith("--"), words))
-    python = words[len(own) :]  # no `--` before them: podman-hpc leaves that word out of what it passes on
-    args = parser.parse_args(own)
+    given = list(itertools.takewhile(lambda word: word.startswith("--"), words))
+    python = words[len(given) :]  # no `--` before them: podman-hpc leaves that word out of what it passes on
+    args = parser.parse_args(given)
     each = args.nproc_per_node
     first = each * int(os.environ.get("NODE_RANK") or ranks().rank) if args.nnodes > 1 else 0
     said = {"WORLD_SIZE": args.nnodes * each, "LOCAL_WORLD_SIZE": each}
