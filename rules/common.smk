@@ -474,7 +474,7 @@ def collect_params(wildcards):
 
 def page_to_fill(wildcards, input):
     """Arguments that name the page of all targets, where that is made. Taking `input` keeps them from counting."""
-    if ASKED_PLANS != CONFIG.workflow.targets:
+    if ASKED_PLANS is not CONFIG.workflow.targets:  # some were named, if only the same ones
         return []
     files = report_files(CONFIG.workflow.targets)
     page = {

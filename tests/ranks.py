@@ -6,6 +6,7 @@ A process that starts Python and imports PyTorch takes seconds. What starts the 
 from __future__ import annotations
 
 import multiprocessing
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -15,8 +16,11 @@ multiprocessing.set_forkserver_preload(["dlscale.train.train", "dlscale.measure.
 
 
 def spawn(work: Callable[..., None], arguments: tuple[Any, ...], ranks: int) -> None:
-    """Run `work(rank, *arguments)` in so many processes, and raise what one of them raised.
+    """Run `work(rank, *arguments)` in so many processes, and raise what one of them raised."""
+    mp.start_processes(_begin, (work, arguments, dict(os.environ)), nprocs=ranks, start_method="forkserver")
 
-    They have the environment that there was when the first of a test session began.
-    """
-    mp.start_processes(work, arguments, nprocs=ranks, start_method="forkserver")
+
+def _begin(rank: int, work: Callable[..., None], arguments: tuple[Any, ...], environment: dict[str, str]) -> None:
+    os.environ.clear()  # the first test's
+    os.environ.update(environment)
+    work(rank, *arguments)
