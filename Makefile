@@ -3,6 +3,7 @@
 #   make demo                      the whole workflow at demo scale
 #   make test ARGS="-k loader"     ARGS reaches pytest, snakemake (demo) or the benchmarks
 #   make demo PYTHON=python3.12    another Python for a new environment
+#   make install UV=uv             another installer than pip
 #   make demo ENGINE=podman        in a container (or docker): no Python needed here. IMAGE names an image that is
 #                                  there already; else it is built, with BUILD_ARGS for the engine's `build`
 #

@@ -17,6 +17,8 @@
 #   jobs that would run      `workflow.dag.needrun_jobs`: their cost, and what they need.
 #   what they ask for        `job.resources`, `workflow._localrules`: a rule's message takes the place of its resources.
 #   no secret in a report    `workflow.configfiles`: files that hold whole addresses are not put into `--report`.
+#   a page that failed       `PersistenceBase.restore_output`: the one before is put back with the time of now, and would
+#                            pass for the new one.
 #   why they would           `workflow.dag.reason`, `workflow.persistence`: said in words.
 import logging
 import os
@@ -27,10 +29,12 @@ from pathlib import Path
 
 from dlscale.core import ending
 from dlscale.core.errors import UserError, of_another, unknown
+from dlscale.core.files import OLDEST
 from dlscale.core.lock import only_writer
 from dlscale.preflight import dryrun, live, why
 from snakemake.exceptions import WorkflowError
 from snakemake.logging import logger
+from snakemake.persistence import PersistenceBase
 from snakemake.settings.enums import Quietness
 from snakemake_interface_logger_plugins.common import LogEvent
 
@@ -201,6 +205,20 @@ def reason_to_run(job):
         interrupted=bool(reason.forced and not asked),
         command=bool(reason.code_changed),
     )
+
+
+def date_back_what_is_put_back(put_back=PersistenceBase.restore_output):
+    """Have a page that is put back after its job failed be older than what it is of; also by processes of jobs."""
+
+    def restore_output(self, path):
+        if done := put_back(self, path):
+            os.utime(path, (OLDEST + 1, OLDEST + 1))  # and not as one that is filled, which is written over
+        return done
+
+    PersistenceBase.restore_output = restore_output
+
+
+date_back_what_is_put_back()
 
 
 def failed_jobs():

@@ -191,6 +191,16 @@ def _quiet() -> None:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 
+@pytest.fixture(autouse=True)
+def _no_outside_module(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Forget what was imported of a test's own folder, or of the examples: the next has one of that name elsewhere."""
+    yield
+    places = (str(tmp_path_factory.getbasetemp()), str(ROOT / "docs/examples"))
+    for name, module in list(sys.modules.items()):
+        if str(getattr(module, "__file__", None)).startswith(places):
+            del sys.modules[name]
+
+
 @pytest.fixture
 def full_disk(tmp_path: Path) -> Iterator[Path]:
     """Return a folder on a file system of one megabyte."""

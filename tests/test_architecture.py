@@ -31,6 +31,7 @@ from dlscale.core.settings import read_yaml
 from dlscale.core.stages import RUN_STAGES, STAGES
 from dlscale.data import parts
 from dlscale.data.loaders.settings import LOADERS as LOADER_SETTINGS
+from tests import changed
 from tests.conftest import ROOT, TINY
 
 MODULES = {
@@ -404,6 +405,34 @@ def probe(package: Path, *files: Path) -> tuple[set[str], str]:
     return {name.removeprefix("dlscale.") for name in reached.split()}, digest
 
 
+def test_what_parsing_found_is_kept_by_content(package: Path, tmp_path: Path) -> None:
+    """A later call parses what changed alone, and comes to what one finds that keeps nothing."""
+    kept = tmp_path / "parsed.json"
+    counted = "tree, parsed = f._tree, []\nf._tree = lambda file: parsed.append(file.name) or tree(file)\n"
+    before, looks, rest = PROBE.partition("print(*f")
+    code = f"{before}f.remember(Path({str(kept)!r}))\n{counted}{looks}{rest}print(*parsed)"
+
+    def again() -> tuple[tuple[set[str], str], list[str]]:
+        command = [sys.executable, "-c", code, str(package)]
+        environment = {"PYTHONPATH": str(PACKAGE.parent), "PATH": ""}
+        output = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
+        reached, digest, parsed = output.split("\n")[:3]
+        return ({name.removeprefix("dlscale.") for name in reached.split()}, digest), parsed.split()
+
+    found, parsed = again()
+    assert found == probe(package) and len(parsed) == len(found[0])
+    assert again() == (found, [])
+    (package / "plain.py").write_text("import dlscale.stranger\n")
+    (package / "lazy.py").unlink()  # which it imported: what has a file is no matter of content
+    (package / "run.py").unlink()
+    edited, parsed = again()
+    assert edited == probe(package) != found and sorted(parsed) == ["plain.py", "stranger.py"]
+    for damaged in ("", "[]", "{}", kept.read_text()[:-9], kept.read_text().replace('"version": "', '"version": "x')):
+        kept.write_text(damaged)
+        found, parsed = again()
+        assert found == edited and len(parsed) == len(found[0]), "all of them"
+
+
 def test_reach(package: Path) -> None:
     """Imports in functions and of siblings, packages on the way, circles; not names in strings, nor types alone."""
     expected = {
@@ -517,9 +546,19 @@ def test_data_of_a_study_of_one_file_stand_on_what_makes_them(monkeypatch: pytes
     defined = {node.name for node in kept if isinstance(node, ast.ClassDef | ast.FunctionDef)}
     assert defined == {"WavesDataset", "Waves", "open_source"}
     assert {"waves", "dlscale.studies.base"} <= set(reachable(run_modules("train", "waves")))
-    del sys.modules["waves"]  # another test has a copy of it elsewhere
     _file.cache_clear()
     _source.cache_clear()
+
+
+def test_a_change_reaches_the_tests_that_import_it() -> None:
+    """Themselves, by another test file, or by modules of the package; of the rules, those of the workflow."""
+    page, rule = PACKAGE / "report/figures.py", ROOT / "rules/train.smk"
+    assert page in changed.reached(ROOT / "tests/test_report.py")
+    assert page not in changed.reached(ROOT / "tests/test_samples.py")
+    assert PACKAGE / "parallel/watchdog.py" in changed.reached(ROOT / "tests/test_tied.py"), "by what it imports"
+    assert ROOT / "tests/test_rungs.py" in changed.reached(ROOT / "tests/test_tied.py")
+    assert rule in changed.reached(ROOT / "tests/workflow/test_front.py")
+    assert rule not in changed.reached(ROOT / "tests/test_report.py")
 
 
 def test_tests_of_one_group_run_one_after_the_other(tmp_path: Path) -> None:

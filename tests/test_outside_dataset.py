@@ -85,7 +85,6 @@ def module(tmp_path: Path) -> Iterator[str]:
     registry.add("marks", tmp_path / f"{name}.py")
     yield name
     del registry._added["marks"]
-    sys.modules.pop(name, None)
     sys.path.remove(str(tmp_path))
 
 

@@ -31,15 +31,12 @@ STUDY = Study()
 
 
 @pytest.fixture(autouse=True)
-def _apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """Leave no study, path or module behind."""
+def _apart(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Leave no study or path behind."""
     monkeypatch.setattr(registry, "_added", {})
     monkeypatch.setattr(sys, "path", list(sys.path))
     fingerprint._file.cache_clear()
     yield
-    for name, module in list(sys.modules.items()):
-        if str(getattr(module, "__file__", None)).startswith(str(tmp_path)):
-            del sys.modules[name]
     fingerprint._file.cache_clear()
     fingerprint._source.cache_clear()
 

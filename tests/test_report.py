@@ -29,6 +29,7 @@ import yaml
 
 from dlscale.core import records, telemetry, text
 from dlscale.core.errors import UserError
+from dlscale.core.files import OLDEST
 from dlscale.core.records import LossInfo, Metric, Published, Throughput
 from dlscale.data.manifest import FieldInfo, File, Manifest
 from dlscale.data.transforms import Transform
@@ -1027,8 +1028,9 @@ def test_a_page_that_fills_says_what_is_to_come(ladder: Results) -> None:
     assert refresh not in whole and "to come" not in Page(whole).text
 
 
-def test_a_table_fills_the_page_that_is_to_come(ladder: Results) -> None:
+def test_a_table_fills_the_page_that_is_to_come(ladder: Results, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is there from the first table on, is older than what it is made of, and never takes a whole one's place."""
+    monkeypatch.setattr(collect, "EVERY", 0.0)
     ladder.run("q", "one")
     ladder.plan("q", {"one": "one"})
     ladder.dataset("demo_volumes")
@@ -1044,8 +1046,13 @@ def test_a_table_fills_the_page_that_is_to_come(ladder: Results) -> None:
     for number, plan in enumerate(ladder.plans):
         table = plan.parent / "summary.csv"
         collect.main(argparse.Namespace(plan=str(plan), out=str(table), page=json.dumps(page)))
-        assert out.stat().st_mtime == 0
+        assert out.stat().st_mtime == OLDEST
         assert ("Still to come: q." in Page(out.read_text()).text) == (number == 0)
+    filled = out.stat().st_ctime_ns
+    monkeypatch.setattr(collect, "EVERY", 3600.0)
+    collect.main(argparse.Namespace(plan=str(plan), out=str(table), page=json.dumps(page)))
+    assert out.stat().st_ctime_ns == filled, "just now"
+    monkeypatch.setattr(collect, "EVERY", 0.0)
     out.write_text("whole")
     collect.main(argparse.Namespace(plan=str(plan), out=str(table), page=json.dumps(page)))
     assert out.read_text() == "whole"

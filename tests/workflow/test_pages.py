@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dlscale.core.files import OLDEST
 from tests.workflow.conftest import Outcome, Tree
 from tests.workflow.test_why import why
 
@@ -65,6 +67,30 @@ def test_the_end_names_the_page_of_what_was_asked(small: Tree) -> None:
     assert page == "plans/one/report.html (older than what was asked for: snakemake plan_one writes it anew)"
     assert shown(small, small.snakemake("--cores", "2", "--config", 'targets=["other"]')) == ["report/other.html"]
     assert (small.results / "report/index.html").read_text() == "of all plans"
+
+
+@pytest.mark.slow
+def test_a_page_that_failed_is_written_by_the_next_call(small: Tree) -> None:
+    """The one before stays, and does not pass for it: of its inputs the table alone is newer."""
+    page, table, preview = (small.results / file for file in (OWN, "plans/one/summary.csv", "data/squares/preview.png"))
+    before, made, drawn = page.read_bytes(), preview.stat().st_mtime_ns, preview.read_bytes()
+    table.write_text(table.read_text() + "\n")
+    preview.unlink()
+    preview.mkdir()
+    os.utime(preview, ns=(made, made))
+    done = small.snakemake("--cores", "2")
+    assert done.status == 1 and f"{preview.name}: a file stands where a folder is needed" in done.output
+    assert page.read_bytes() == before and page.stat().st_mtime > OLDEST, "filled over by none"
+    preview.rmdir()
+    preview.write_bytes(drawn)
+    os.utime(preview, ns=(made, made))
+    assert "report (report): changed: " in small.snakemake("--dry-run").output
+    done = small.snakemake("--cores", "2")
+    assert (done.status, [job.rule for job in done.jobs if job.command]) == (0, ["report"])
+    small.snakemake("--cores", "1", "--cleanup-metadata", f"results/{OWN}")
+    os.utime(page, (OLDEST, OLDEST))  # as one that was filled, in a call that was then killed
+    assert "report\n\n1 job;" in small.snakemake("--dry-run").output
+    assert small.snakemake("--cores", "2").status == 0
 
 
 @pytest.mark.slow

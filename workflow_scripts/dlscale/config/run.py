@@ -402,7 +402,9 @@ class RunCore(Strict):
         False, description="Recompute activations in the backward pass instead of keeping them: time for memory."
     )
     threads: Threads | None = Field(
-        None, description="CPU threads that each process computes with; its share of the job's if absent."
+        None,
+        description="CPU threads that each process computes with; its share of the job's if absent. On one machine "
+        "without a GPU, trainings that say it run side by side, as many as the cores allow.",
     )
     geometry: Geometry = Geometry()
     parallel: Parallel = DDP()

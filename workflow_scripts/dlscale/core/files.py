@@ -36,6 +36,9 @@ OPENING_RATE = 10_000_000
 #: float64.
 EXPANSION = 4 * 1032
 
+#: The time of a file that is older than all it is made of, s since 1970: Snakemake takes 0 for no time.
+OLDEST = 1
+
 
 @contextlib.contextmanager
 def whole(path: str | os.PathLike[str]) -> Iterator[Path]:

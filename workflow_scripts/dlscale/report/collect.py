@@ -48,12 +48,13 @@ import logging
 import math
 import os
 import statistics
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 from dlscale.core import registry
 from dlscale.core.errors import UserError
-from dlscale.core.files import write_text
+from dlscale.core.files import OLDEST, write_text
 from dlscale.core.records import MODES, Epoch, Published
 from dlscale.core.settings import Raw, read_settings
 from dlscale.core.stages import STAGES
@@ -64,6 +65,9 @@ from dlscale.report.speedup import SpeedUp, SpeedUps
 from dlscale.report.target import reached
 
 Row = dict[str, str | int | float | None]
+
+#: Seconds between two fillings of a page: each takes some, for which nothing else is measured.
+EVERY = 60.0
 
 
 def main(args: argparse.Namespace) -> None:
@@ -82,8 +86,8 @@ def fill(page: Raw) -> None:
     It is there for people alone: dated to 1970, it is older than all that it is made of, so that the stage makes it.
     """
     out = Path(page["out"])
-    if out.exists() and out.stat().st_mtime:
-        return  # that of an earlier call, which stays until the new one is whole
+    if out.exists() and (out.stat().st_mtime > OLDEST or time.time() - out.stat().st_ctime < EVERY):
+        return  # that of an earlier call, which stays until the new one is whole; or filled just now
     plans = {path: Path(path).with_name("summary.csv").exists() for path in page["plans"]}
     page["plans"] = [path for path, done in plans.items() if done]
     page["to_come"] = [Path(path).parent.name for path, done in plans.items() if not done]
@@ -91,7 +95,7 @@ def fill(page: Raw) -> None:
     page["datasets"] = [path for path in page["datasets"] if all(Path(path, name).exists() for name in needed)]
     # By its name: how a page looks decides nothing of a table, which is not to be made again for it.
     registry.load(STAGES["report"].module).main(argparse.Namespace(**page))
-    os.utime(out, (0, 0))
+    os.utime(out, (OLDEST, OLDEST))
 
 
 def summary_csv(plan: PlanResult) -> str:
