@@ -350,6 +350,13 @@ def test_files_with_mistakes_of_their_own(tmp_path: Path, capfd: pytest.CaptureF
 # ---- values ------------------------------------------------------------------------------------------
 
 
+def test_a_yaml_package_without_its_parser_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(yaml, "__with_libyaml__", False)
+    (tmp_path / "mine.yaml").write_text("a: 1")
+    with pytest.raises(UserError, match="PyYAML lacks libyaml here: pip install --force-reinstall"):
+        read_yaml(tmp_path / "mine.yaml")
+
+
 def test_numbers_as_yaml_and_the_command_line_give_them(tmp_path: Path) -> None:
     """YAML reads 5E-4 as a string, and in a mapping behind --config everything is one."""
     file = tmp_path / "mine.yaml"

@@ -746,9 +746,9 @@ def test_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert stage(*asked, 'budget={"gpu_hours": 0.5}') == 2
     assert "budget.gpu_hours allows 0.5" in capsys.readouterr().err
     for setting, message in (
-        ("cosmo_demo", "--config: cosmo_demo: expected KEY=VALUE"),
-        ("=1", "--config: =1: expected KEY=VALUE"),
-        ("site={", "--config: site={: not valid YAML: "),
+        ("cosmo_demo", "cosmo_demo: expected KEY=VALUE"),
+        ("=1", "=1: expected KEY=VALUE"),
+        ("site={", "site={: not valid YAML: "),
         ('site={"engin": "none"}', "configuration: site: unknown key 'engin'"),
         ("sites={}", "configuration: unknown key 'sites'"),
         ("site=none", "configuration: site: got 'none'; expected keys and values"),

@@ -829,7 +829,7 @@ def test_a_finished_run_trained_again_only_writes_its_outputs_again(
     assert times[0] == [first["wall_time"] - first["epoch_seconds"], *(record["wall_time"] for record in records(run))]
     pictures = [[event.step for event in events(folder).Images("Visualization, t2m")] for folder in (run, finished)]
     assert pictures == [[10, 20, 30]] * 2, "those that an earlier try drew are kept"
-    assert len(list((run / "tensorboard").iterdir())) == 1, "and nothing is there twice"
+    assert len(events(run).Images("valid/prediction")) == 1, "and nothing is there twice"
     assert {path.name for path in run.iterdir()} == FILES, "and nothing else is left there"
 
 
@@ -1248,8 +1248,20 @@ def test_steps_are_logged_and_go_on_after_a_resume(tmp_path: Path) -> None:
     assert found["steps/loss"] == {5: 4.0, 15: 3.5, 17: pytest.approx(3.2)}
     assert found["steps/samples_per_second"] == {5: 100.0, 15: 110.0, 17: 90.0}
     assert [image.step for image in events(tmp_path).Images("Visualization, t")] == [10]
+    last = sorted((tmp_path / "tensorboard").iterdir())[-1]
+    with last.open("ab") as file:
+        file.write(last.read_bytes()[:20])  # half a record
+    logs = RunLogs(tmp_path, [record], step=17)  # cut short again
+    logs.add_steps(18, {"loss": 3.1})
+    assert scalars(tmp_path)["steps/loss"] == {5: 4.0, 15: 3.5, 17: pytest.approx(3.2), 18: pytest.approx(3.1)}
+    logs = RunLogs(tmp_path, [record], step=10)
+    assert scalars(tmp_path)["steps/loss"] == {5: 4.0} and scalars(tmp_path)["loss/train"] == {10: 3.0}
+    for file in (tmp_path / "tensorboard").iterdir():
+        file.write_bytes(file.read_bytes()[:40])
+    RunLogs(tmp_path, [record], step=15)
+    assert scalars(tmp_path)["loss/train"] == {10: 3.0}, "what is lost is written again, as far as it is known"
     RunLogs(tmp_path, [])
-    assert "steps/loss" not in scalars(tmp_path)
+    assert not scalars(tmp_path)
 
 
 def test_a_training_tells_its_loss_and_pace_by_steps(

@@ -31,7 +31,7 @@ from dlscale.core.errors import PeerLost, Stopped, UserError
 from dlscale.core.files import explained
 from dlscale.core.machine import let_threads_wait
 from dlscale.core.ranks import Ranks, ranks
-from dlscale.core.settings import read_settings, validate
+from dlscale.core.settings import read_settings, typed, validate
 from dlscale.core.stages import RUN_OPTIONS, STAGES, Option, option, path
 from dlscale.core.telemetry import node_file
 from dlscale.core.text import coloured
@@ -394,17 +394,4 @@ def _configuration(args: argparse.Namespace) -> Configuration | None:
     files = [*(["config.yaml"] if Path("config.yaml").is_file() else []), *args.configfile]
     if not (files or args.config or args.profile):
         return None
-    return load_files(*files, site=args.profile, over=map(_given, args.config))
-
-
-def _given(text: str) -> dict[str, Any]:
-    """Return the setting in KEY=VALUE; numbers and the like remain strings, as those in Snakemake's `--config` do."""
-    import yaml
-
-    key, equals, value = text.partition("=")
-    if not (key and equals):
-        raise UserError(f"--config: {text}: expected KEY=VALUE")
-    try:
-        return {key: yaml.load(value, Loader=yaml.BaseLoader)}
-    except yaml.YAMLError as error:
-        raise UserError(f"--config: {text}: not valid YAML: {' '.join(str(error).split())}") from None
+    return load_files(*files, site=args.profile, over=[dict([typed(word)]) for word in args.config])

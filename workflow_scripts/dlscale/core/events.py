@@ -1,15 +1,16 @@
-"""Reading TensorBoard's event files, whoever wrote them, with TensorBoard's own reader."""
+"""Reading TensorBoard's event files, whoever wrote them, with TensorBoard's own reader; and cutting ours."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dlscale.core.errors import UserError
-from dlscale.core.files import no_pipe
+from dlscale.core.files import no_link, no_pipe
 
 if TYPE_CHECKING:
     from tensorboard.compat.proto.event_pb2 import Event
@@ -30,7 +31,7 @@ def events(path: Path) -> Iterator[Event]:
     from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
 
     no_pipe(path)
-    count, read = _whole_records(path), 0
+    count, read = len(ends(path)), 0
     try:
         # Of a tensor nothing is made here: it may claim to be larger than memory.
         for event in itertools.islice(LegacyEventFileLoader(str(path)).Load(), count):
@@ -58,19 +59,36 @@ def scalar(value: Summary.Value) -> float | None:
     return float(values[0]) if len(values) == 1 else None
 
 
-def _whole_records(path: Path) -> int:
-    """Count the records (length, its checksum, as many bytes, their checksum), without reading what is in them."""
-    count, size = 0, path.stat().st_size
+def cut(path: Path, last: Callable[[Event], bool]) -> bool:
+    """Cut a file after the latest event that is a last one, and return True; without one it is removed."""
+    from google.protobuf.message import DecodeError
+    from tensorboard.compat.proto.event_pb2 import Event
+
+    with contextlib.suppress(UserError, OSError), open(path, "r+b", opener=no_link) as file:
+        places = [0, *ends(path)]
+        for end, begin in itertools.pairwise(reversed(places)):
+            file.seek(begin)
+            with contextlib.suppress(DecodeError):
+                if last(Event.FromString(file.read(end - begin)[12:-4])):
+                    file.truncate(end)
+                    return True
+    path.unlink()
+    return False
+
+
+def ends(path: Path) -> list[int]:
+    """Return where each record ends (length, its checksum, as many bytes, their checksum), reading none of them."""
+    found, size = list[int](), path.stat().st_size
     with path.open("rb") as file:
         while len(head := file.read(12)) == 12:
             (length,) = struct.unpack("<Q", head[:8])
             if length > LARGEST:
-                raise UserError(f"{path}: record {count + 1} claims to have {length} bytes; {_EXPECTED}")
+                raise UserError(f"{path}: record {len(found) + 1} claims to have {length} bytes; {_EXPECTED}")
             end = file.tell() + length + 4
             if end > size:
                 break
             file.seek(end)
-            count += 1
-    if not count:
+            found.append(end)
+    if not found:
         raise UserError(f"{path}: holds no event; {_EXPECTED}")
-    return count
+    return found

@@ -37,6 +37,8 @@ def read_yaml(path: str | Path) -> Raw:
     """Read a YAML mapping with the safe loader; anything else is a `UserError`."""
     import yaml  # settings may come as JSON, where there is no YAML
 
+    if not yaml.__with_libyaml__:
+        raise UserError("PyYAML lacks libyaml here: pip install --force-reinstall --only-binary pyyaml pyyaml")
     from dlscale.core.yaml_loader import Loader
 
     no_pipe(path, "a file of settings")  # who reads it next, such as Snakemake, would find it empty
@@ -61,6 +63,19 @@ def read_yaml(path: str | Path) -> Raw:
         line = f", line {node.start_mark.line + 1}" if node else ""
         raise UserError(f"{path}{line}: expected keys and values, got {type(raw).__name__}")
     return raw
+
+
+def typed(word: str) -> tuple[str, Any]:
+    """Return the key and the value of KEY=VALUE as it was typed; numbers remain strings, as those in Snakemake's."""
+    import yaml
+
+    key, equals, text = word.partition("=")
+    if not (key and equals):
+        raise UserError(f"{word}: expected KEY=VALUE")
+    try:
+        return key, yaml.load(text, Loader=yaml.BaseLoader)
+    except yaml.YAMLError as error:
+        raise UserError(f"{word}: not valid YAML: {' '.join(str(error).split())}") from None
 
 
 def validate(kind: type[Kind], raw: Any, where: str = "configuration", layers: Sequence[tuple[str, Raw]] = ()) -> Kind:

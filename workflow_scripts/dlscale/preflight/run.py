@@ -15,14 +15,12 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
-
-import yaml
+from typing import NoReturn
 
 from dlscale.config.resolve import Configuration, load_files, merge
 from dlscale.config.workflow import Workflow
 from dlscale.core.errors import UserError, of_another, unknown
-from dlscale.core.settings import Raw, flat, holds, nested
+from dlscale.core.settings import Raw, flat, holds, nested, typed
 from dlscale.preflight import dryrun, live
 
 HELP = """\
@@ -164,23 +162,14 @@ def plans_of(targets: Iterable[str], configuration: Configuration) -> list[str]:
 # ---- settings --------------------------------------------------------------------------------------
 
 
-def parsed(word: str) -> tuple[str, Any]:
-    """Return the dotted key and the value of a setting; numbers remain strings, as Snakemake has them, too."""
-    key, _, text = word.partition("=")
-    try:
-        return key, yaml.load(text, Loader=yaml.BaseLoader)
-    except yaml.YAMLError as error:
-        raise UserError(f"{word}: not valid YAML: {' '.join(str(error).split())}") from None
-
-
 def is_whole(word: str) -> bool:
     """Whether a setting's key is one of the whole configuration: else it is a run's."""
-    return parsed(word)[0].partition(".")[0] in Workflow.model_fields
+    return typed(word)[0].partition(".")[0] in Workflow.model_fields
 
 
 def placed(word: str, plans: Sequence[str]) -> Raw:
     """Return a setting as configuration: where its key says, or of the plans that are named."""
-    key, given = parsed(word)
+    key, given = typed(word)
     if is_whole(word):
         return nested({key: given})
     if not plans:
@@ -231,7 +220,7 @@ def hidden(call: Call, targets: Sequence[str], configuration: Configuration) -> 
     """Return a line for each setting of a plan that some of its runs have in their own way: these stay as they are."""
     lines = []
     for word in [word for word in call.settings if not is_whole(word)]:
-        key, given = parsed(word)
+        key, given = typed(word)
         leaves = [tuple(leaf.split(".")) for leaf in flat({key: given})]
         for name in plans_of(targets, configuration):
             plan, own, kept = configuration.workflow.plans[name], list[str](), False

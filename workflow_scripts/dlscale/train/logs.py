@@ -15,15 +15,13 @@ of truth and prediction, and `valid/prediction` at the end.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.tensorboard.summary import hparams
 
 from dlscale.core import board
-from dlscale.core.errors import UserError
-from dlscale.core.events import events
 from dlscale.core.files import write_text
 from dlscale.core.records import Best, Epoch, Untrained, epoch_lines
 from dlscale.core.settings import flat
@@ -37,6 +35,8 @@ if TYPE_CHECKING:
 PICTURE = "Visualization, "
 #: What the tags of single steps begin with.
 STEPS = "steps/"
+#: What those of a training's end begin with.
+FINAL = ("valid/prediction", "_hparams_/", "final/", "best/")
 
 
 class RunLogs:
@@ -45,15 +45,17 @@ class RunLogs:
     def __init__(self, out: Path, history: list[Epoch], published: PublishedLog | None = None, step: int = 0) -> None:
         self._metrics, folder = out / "metrics.jsonl", out / board.NAME
         self._published, self._steps, self._begun = published or PublishedLog(), 0, False
-        kept = _kept(folder, history, step)
-        self._board = board.writer(folder)
+        newest = history[-1] if history else None
+        # Of thousands of epochs, to write anew what is there takes ten times as long as to begin.
+        goes_on = step > 0 and board.kept(folder, lambda event: _is_last(event, newest, step))
+        self._board = board.writer(folder, step if goes_on else -1)
         self._metrics.unlink(missing_ok=True)
         if history:
             write_text(self._metrics, epoch_lines(history))
-        for record in history:
+        if goes_on:
+            self._steps, self._begun = newest.step if newest else 0, True
+        for record in () if goes_on else history:
             self._epoch(record)
-        for event in kept:
-            self._board._get_file_writer().add_event(event, event.step, event.wall_time)
         self._board.flush()
 
     def begin(self, untrained: Untrained, wall_time: float) -> None:
@@ -131,17 +133,11 @@ def _validation(record: Epoch | Untrained) -> dict[str, float]:
     return {"loss/valid": record.valid_loss, **{f"valid/{name}": value for name, value in record.metrics.items()}}
 
 
-def _kept(folder: Path, history: Sequence[Epoch], step: int) -> list[Event]:
-    """Return the pictures of these epochs, and what is of single steps until `step`, of the file that is replaced."""
-    known = {(record.step, record.wall_time) for record in history}
-    found = []
-    try:
-        for file in folder.glob("events.out.tfevents.*") if step else ():
-            for event in events(file):
-                tags = [value.tag for value in event.summary.value]
-                drawn = any(tag.startswith(PICTURE) for tag in tags) and (event.step, event.wall_time) in known
-                if drawn or (any(tag.startswith(STEPS) for tag in tags) and event.step <= step):
-                    found.append(event)
-    except UserError:  # damaged: what was before that is kept
-        pass
-    return found
+def _is_last(event: Event, newest: Epoch | None, step: int) -> bool:
+    """Whether an event is of the newest epoch, of a single step from it until `step`, or of step 0 if there is none."""
+    tags = [value.tag for value in event.summary.value]
+    if any(tag.startswith(FINAL) for tag in tags):
+        return False
+    if any(tag.startswith(STEPS) for tag in tags):
+        return (newest.step if newest else 0) <= event.step <= step
+    return bool(tags) and (event.wall_time == newest.wall_time if newest else event.step == 0)
