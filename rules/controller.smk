@@ -11,6 +11,7 @@
 #                            say of a failure is not the last word; and a dry run ends well whatever is said in it.
 #   a quiet dry run          `workflow.output_settings.quiet`, `snakemake.logging`: it is no profile's own.
 #   a call that is shown     `snakemake.logging`: `dlscale run` draws how far it is; its log file has all.
+#   a page that fills        `snakemake.logging`: it wonders at an output that is there before its job begins.
 #   an interrupted call      `snakemake.logging`: of jobs that have saved and ended it says that they failed.
 #   jobs that failed         `workflow.scheduler.failed`: each is named at the end, with its last word.
 #   the files asked for      `workflow.dag`: the pages that show them are named at the end.
@@ -63,6 +64,11 @@ def before_an_interrupt(record):
     return not INTERRUPTED or record in INTERRUPTED
 
 
+def is_no_page_to_come(record):
+    """Whether what Snakemake logs is not its wonder at a page that was filled before its job began."""
+    return "were not present when the DAG was created" not in str(record.msg)
+
+
 def is_wrong(record):
     """Whether Snakemake logs what is wrong and nobody else says: for a call that another process shows."""
     text = str(record.msg)
@@ -78,6 +84,7 @@ if workflow.is_main_process:
     for handler in logger.handlers:
         if not isinstance(handler, logging.FileHandler):  # its file has all
             handler.addFilter(before_an_interrupt)
+            handler.addFilter(is_no_page_to_come)
             if live.asked():
                 handler.addFilter(is_wrong)
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import fcntl
 import json
 import os
 import shutil
@@ -23,6 +24,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
@@ -235,6 +237,13 @@ def install() -> None:
     """Install the packages, where they are missing, and keep them from starting daemons of their own."""
     if not missing():
         return
+    with (Path(tempfile.gettempdir()) / "dlscale-cluster.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # two processes of a test session may come to it at once
+        if missing():
+            _install()
+
+
+def _install() -> None:
     environment = {**os.environ, "PATH": PATH, "DEBIAN_FRONTEND": "noninteractive"}
     policy = Path("/usr/sbin/policy-rc.d")  # asked by every package that would start a daemon
     ours = not policy.exists()
