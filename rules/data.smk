@@ -120,7 +120,8 @@ rule preview:
     params:
         stage=preview_params,
         launch=stage_launch,
+        page=page_to_fill,
     message:
         "Draw dataset {wildcards.dataset}"
     shell:
-        "{params.launch:q} preview --manifest {input.manifest:q} --out {output:q} --log {log:q}"
+        "{params.launch:q} preview --manifest {input.manifest:q} --out {output:q} {params.page:q} --log {log:q}"

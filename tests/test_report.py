@@ -33,7 +33,7 @@ from dlscale.core.files import OLDEST
 from dlscale.core.records import LossInfo, Metric, Published, Throughput
 from dlscale.data.manifest import FieldInfo, File, Manifest
 from dlscale.data.transforms import Transform
-from dlscale.report import collect, figures, glance, headline, published, report, sections, tables
+from dlscale.report import collect, figures, fill, glance, headline, published, report, sections, tables
 from dlscale.report import parts as step_parts
 from dlscale.report import results as reading
 from dlscale.report.diagnosis import bound
@@ -42,6 +42,7 @@ from dlscale.report.results import first_and_least, read_plan
 from dlscale.report.rungs import gain
 from dlscale.report.speedup import SpeedUps
 from dlscale.report.verdict import of
+from tests.conftest import stage
 
 HOSTILE = """</title><script>alert(1)</script>"&'{{ 7*7 }}"""
 A100 = {"hardware": "A100 40 GB"}
@@ -1028,14 +1029,14 @@ def test_a_page_that_fills_says_what_is_to_come(ladder: Results) -> None:
     assert refresh not in whole and "to come" not in Page(whole).text
 
 
-def test_a_table_fills_the_page_that_is_to_come(ladder: Results, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is there from the first table on, is older than what it is made of, and never takes a whole one's place."""
-    monkeypatch.setattr(collect, "EVERY", 0.0)
+def test_a_page_is_filled_with_what_is_there(ladder: Results, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is there from the first dataset on, is older than what it is of, and never takes a whole one's place."""
+    monkeypatch.setattr(fill, "EVERY", 0.0)
     ladder.run("q", "one")
     ladder.plan("q", {"one": "one"})
     ladder.dataset("demo_volumes")
     out = ladder.root / "report" / "index.html"
-    page = {
+    options = {
         "title": "Demo",
         "plans": [str(plan) for plan in ladder.plans],
         "datasets": [str(ladder.datasets[-1]), str(ladder.root / "data/to_come")],
@@ -1043,22 +1044,27 @@ def test_a_table_fills_the_page_that_is_to_come(ladder: Results, monkeypatch: py
         "call": "snakemake",
         "out": str(out),
     }
+    page = ["--page", json.dumps(options), "--log", ladder.root / "log"]
+    fill.main(page[1])
+    assert out.stat().st_mtime == OLDEST
+    shown = Page(out.read_text()).text
+    assert "Still to come: ladder, q." in shown and "demo_volumes" in shown
     for number, plan in enumerate(ladder.plans):
         table = plan.parent / "summary.csv"
-        collect.main(argparse.Namespace(plan=str(plan), out=str(table), page=json.dumps(page)))
+        assert stage("collect", "--plan", plan, "--out", table, *page) == 0
         assert out.stat().st_mtime == OLDEST
         assert ("Still to come: q." in Page(out.read_text()).text) == (number == 0)
     filled = out.stat().st_ctime_ns
-    monkeypatch.setattr(collect, "EVERY", 3600.0)
-    collect.main(argparse.Namespace(plan=str(plan), out=str(table), page=json.dumps(page)))
+    monkeypatch.setattr(fill, "EVERY", 3600.0)
+    fill.main(page[1])
     assert out.stat().st_ctime_ns == filled, "just now"
-    monkeypatch.setattr(collect, "EVERY", 0.0)
+    monkeypatch.setattr(fill, "EVERY", 0.0)
     out.write_text("whole")
-    collect.main(argparse.Namespace(plan=str(plan), out=str(table), page=json.dumps(page)))
+    fill.main(page[1])
     assert out.read_text() == "whole"
     out.unlink()
     (ladder.root / "plans/q/one/throughput.json").unlink()
-    collect.main(argparse.Namespace(plan=str(ladder.plans[0]), out=str(table), page=json.dumps(page)))
+    fill.main(page[1])
     assert not out.exists(), "of another plan nothing is whole just now"
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 import subprocess
@@ -169,18 +168,6 @@ def test_the_call() -> None:
     assert run.command(call, ["plan_a"], over) == [sys.executable, "-m", "snakemake", *words]
     rest = run.sort(["a", "--forcerun", "train", "--", "plan_b"])
     assert run.command(rest, ["plan_a"], {})[3:] == ["--forcerun", "train", "--", "plan_b", "plan_a"]
-
-
-def test_the_quickest_target_comes_first(configuration: resolve.Configuration) -> None:
-    """So that a page of something is soon there."""
-    option, file = run.first(configuration)
-    results, plans, name, table = file.split("/")
-    assert (option, results, plans, table) == ("--prioritize", "results", "plans", "summary.csv")
-    targets = configuration.workflow.targets
-    assert name in targets
-    assert len(configuration.plans[name]) == min(len(configuration.plans[target]) for target in targets)
-    none = dataclasses.replace(configuration, workflow=configuration.workflow.model_copy(update={"targets": []}))
-    assert run.first(none) == []
 
 
 def test_options_and_their_help_reach_it(tmp_path: Path) -> None:

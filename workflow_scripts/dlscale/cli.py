@@ -309,6 +309,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 stage = importlib.import_module(STAGES[args.stage].module)
                 logging.info(times.STARTED, times.age())
                 stage.main(args)
+                if getattr(args, "page", None):
+                    registry.load("dlscale.report.fill").main(args.page)
             if getattr(args, "telemetry", None) and ranks().rank == 0:
                 telemetry.show(Path(args.telemetry))
     except Stopped as stopped:

@@ -96,6 +96,7 @@ class Stage:
     warned: bool = False  #: Whether the job asks to be warned of its time limit.
 
 
+_PAGE = option("--page", "a page to fill with what is there: options of report as JSON", False, metavar="JSON")
 _DATASET = path("--config", "the dataset's config.yaml, or its settings as JSON")
 
 #: Every stage of a run has these.
@@ -168,7 +169,7 @@ STAGES: dict[str, Stage] = {
         "dlscale.data.preview",
         "Draw a first look at a dataset's channels.",
         "dataset",
-        (path("--manifest", "the dataset's manifest.json"), path("--out", "PNG file to write")),
+        (path("--manifest", "the dataset's manifest.json"), path("--out", "PNG file to write"), _PAGE),
     ),
     "train": Stage(
         "dlscale.train.train",
@@ -253,7 +254,7 @@ STAGES: dict[str, Stage] = {
         (
             path("--plan", "the plan's plan.yaml"),
             path("--out", "CSV file to write"),
-            option("--page", "a page to fill with what is there: options of report as JSON", False, metavar="JSON"),
+            _PAGE,
         ),
     ),
     "report": Stage(

@@ -237,14 +237,6 @@ def hidden(call: Call, targets: Sequence[str], configuration: Configuration) -> 
 # ---- the call --------------------------------------------------------------------------------------
 
 
-def first(configuration: Configuration) -> list[str]:
-    """Return options by which the target of the fewest runs is made before the others: then there is a page to see."""
-    workflow, runs = configuration.workflow, configuration.plans
-    if not workflow.targets:
-        return []
-    return ["--prioritize", f"{workflow.results}/plans/{min(workflow.targets, key=lambda n: len(runs[n]))}/summary.csv"]
-
-
 def command(call: Call, targets: Sequence[str], over: Raw) -> list[str]:
     """Return the words that start Snakemake."""
     words = [sys.executable, "-m", "snakemake", *dryrun.site(call.profile)]
@@ -264,8 +256,6 @@ def main(words: Sequence[str]) -> int:
     if not Path("Snakefile").is_file() and not {"-s", "--snakefile", "-d", "--directory"} & set(call.rest):
         raise UserError("Snakefile: no such file here; call it in the folder of the repository")
     configuration, targets, over = configured(call)
-    if not (targets or call.rest):
-        call.rest = first(configuration)
     for line in hidden(call, targets, configuration):
         print(line, file=sys.stderr)
     for number in (signal.SIGUSR1, signal.SIGUSR2):  # which stages ignore

@@ -44,20 +44,12 @@ measure is empty.
 from __future__ import annotations
 
 import argparse
-import logging
 import math
-import os
 import statistics
-import time
 from collections.abc import Callable
-from pathlib import Path
 
-from dlscale.core import registry
-from dlscale.core.errors import UserError
-from dlscale.core.files import OLDEST, write_text
+from dlscale.core.files import write_text
 from dlscale.core.records import MODES, Epoch, Published
-from dlscale.core.settings import Raw, read_settings
-from dlscale.core.stages import STAGES
 from dlscale.report import published
 from dlscale.report.results import PlanResult, RunResult, read_plan
 from dlscale.report.series import KINDS, Point, series
@@ -66,36 +58,10 @@ from dlscale.report.target import reached
 
 Row = dict[str, str | int | float | None]
 
-#: Seconds between two fillings of a page: each takes some, for which nothing else is measured.
-EVERY = 60.0
-
 
 def main(args: argparse.Namespace) -> None:
-    """Write `args.out` (CSV) from the runs of `args.plan`; then the page that is to come, as far as it can be."""
+    """Write `args.out` (CSV) from the runs of `args.plan`."""
     write_text(args.out, summary_csv(read_plan(args.plan)))
-    if args.page:
-        try:
-            fill(read_settings(args.page)[0])
-        except UserError as error:  # another plan's runs are just being made anew
-            logging.info("the page is not filled: %s", error)
-
-
-def fill(page: Raw) -> None:
-    """Write the page of the options `page` of stage `report` with the plans that have a table, and say what is to come.
-
-    It is there for people alone: dated to 1970, it is older than all that it is made of, so that the stage makes it.
-    """
-    out = Path(page["out"])
-    if out.exists() and (out.stat().st_mtime > OLDEST or time.time() - out.stat().st_ctime < EVERY):
-        return  # that of an earlier call, which stays until the new one is whole; or filled just now
-    plans = {path: Path(path).with_name("summary.csv").exists() for path in page["plans"]}
-    page["plans"] = [path for path, done in plans.items() if done]
-    page["to_come"] = [Path(path).parent.name for path, done in plans.items() if not done]
-    needed = ("manifest.json", "preview.png")
-    page["datasets"] = [path for path in page["datasets"] if all(Path(path, name).exists() for name in needed)]
-    # By its name: how a page looks decides nothing of a table, which is not to be made again for it.
-    registry.load(STAGES["report"].module).main(argparse.Namespace(**page))
-    os.utime(out, (OLDEST, OLDEST))
 
 
 def summary_csv(plan: PlanResult) -> str:
