@@ -54,6 +54,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if group := _group(item):
             item.add_marker(pytest.mark.xdist_group(group))
+    # The longest group first: at the end nobody would have anything beside it.
+    items.sort(key=lambda item: "finished" not in getattr(item, "fixturenames", ()))
     if since := config.getoption("--changed"):
         different = changed.files(since)
         left_out = [item for item in items if not different & changed.reached(item.path)]
