@@ -561,6 +561,7 @@ def test_a_change_reaches_the_tests_that_import_it() -> None:
     assert rule not in changed.reached(ROOT / "tests/test_report.py")
 
 
+@pytest.mark.slow
 def test_tests_of_one_group_run_one_after_the_other(tmp_path: Path) -> None:
     """The clusters and containers of two would disturb each other; a runner may ignore groups without a word."""
     (tmp_path / "test_it.py").write_text(

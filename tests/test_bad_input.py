@@ -402,6 +402,7 @@ def test_a_reader_that_never_ends_or_crashes(
     files.in_time("a.h5", lambda: 1 / 0)  # which the caller will meet
 
 
+@pytest.mark.slow
 def test_a_reader_ends_with_the_process_that_tries_it() -> None:
     """Killed while the library goes round in circles, and with a thousand files open."""
     program = """
@@ -629,6 +630,7 @@ def small_run(**changes: Any) -> dict[str, Any]:
     return {**COSMO_RUN, "model": {"widths": [2, 4]}, "samples": {"crop": 8, "train": 4, "valid": 4}, **changes}
 
 
+@pytest.mark.slow
 def test_a_crop_larger_than_the_box(tmp_path: Path, refused: Check, small: tuple[Path, dict[str, Any]]) -> None:
     """Of files the size is known only when they are read."""
     folder, settings = small
@@ -674,6 +676,7 @@ def test_numbers_that_json_has_not_are_never_written(tmp_path: Path, value: floa
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_manifest_without_its_files(tmp_path: Path, refused: Check, small: tuple[Path, dict[str, Any]]) -> None:
     """Scratch is purged: data vanish, or are torn, after they were described."""
     folder, settings = small
@@ -863,6 +866,7 @@ ODD = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ODD)
 def test_odd_names_of_files_work(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -878,6 +882,7 @@ def test_odd_names_of_files_work(tmp_path: Path, name: str, monkeypatch: pytest.
     assert not list(tmp_path.rglob("pwned"))
 
 
+@pytest.mark.slow
 def test_training_where_names_are_odd(tmp_path: Path) -> None:
     folder = tmp_path / "größe 'of' $(things)"
     paths = [write_volume(folder / n, published(volume((8, 8, 8), seed))) for seed, n in enumerate(("a b.h5", "ü.h5"))]
@@ -906,6 +911,7 @@ def test_simulated_settings_that_cannot_be(tmp_path: Path, refused: Check) -> No
     assert "source.days" in text and "366" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [["schema"], ["cost", "--json"], ["doctor"]], ids=" ".join)
 def test_who_stops_reading_hears_of_no_defect(words: list[str]) -> None:
     """As of `dlscale schema | head -1`: the status is that of SIGPIPE, and nothing is said."""
@@ -953,6 +959,7 @@ def test_an_array_of_terabytes_in_a_small_file_is_damage(tmp_path: Path, refused
     assert message.startswith(f"{tmp_path}/input.npz: cannot be read (Unable to allocate 128. TiB")
 
 
+@pytest.mark.slow
 def test_statistics_of_other_channels_are_refused(tmp_path: Path, refused: Check) -> None:
     make_parts(tmp_path, ERA5)
     part = next((tmp_path / "train").glob("*.h5"))
@@ -979,6 +986,7 @@ def test_values_beyond_the_end_of_a_file_are_refused(tmp_path: Path) -> None:
         map_chunks(file["x"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("data", "module", "name"),
     [

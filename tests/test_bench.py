@@ -183,6 +183,7 @@ def gpu(*words: str, cwd: Path, **environment: str) -> subprocess.CompletedProce
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=4 * PATIENCE, env=known)
 
 
+@pytest.mark.slow
 def test_rows_that_lack_a_package_say_so(tmp_path: Path) -> None:
     """A machine with PyTorch and little else, then with what is carried there."""
     lacking, out = tmp_path / "lacking" / "pydantic", tmp_path / "out.json"
@@ -203,6 +204,7 @@ def test_rows_that_lack_a_package_say_so(tmp_path: Path) -> None:
     assert done.returncode == 2 and "--wheels: there are none in ." in done.stderr
 
 
+@pytest.mark.slow
 def test_rows_are_chosen_by_name_and_done_once(tmp_path: Path) -> None:
     words = ["--only", "machine", "attention: flash", "--skip", "copy", "--json", "out.json"]
     listed = gpu("--list", *words, cwd=tmp_path)
@@ -474,6 +476,7 @@ def test_the_published_form_is_the_same_training(case: Case) -> None:
     assert float(bare_step(x, y)) < first
 
 
+@pytest.mark.slow
 def test_unknown_group_names_the_known(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "tests/bench/run.py"), "nonsense"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE)
@@ -520,6 +523,7 @@ def test_figures(value: float, text: str) -> None:
     assert figures(value) == text
 
 
+@pytest.mark.slow
 def test_the_wheels_are_enough(tmp_path: Path) -> None:
     """Where there is PyTorch and nothing but what `make bench-gpu-wheels` collects, no row lacks a package to begin."""
     line = next(line for line in (ROOT / "Makefile").read_text().splitlines() if line.startswith("GPU_WHEELS :="))
@@ -539,6 +543,7 @@ def test_the_wheels_are_enough(tmp_path: Path) -> None:
     assert re.search(r"^ok +attention: flash", done.stdout, re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_the_first_calls_have_the_most_valuable_rows(tmp_path: Path) -> None:
     """As listed, without a GPU: a call of eight minutes has the checks and the U-Net, two have NCCL and the ViT."""
     done = subprocess.run([sys.executable, str(ROOT / "tests/bench/gpu.py"), "--list"], capture_output=True, text=True)

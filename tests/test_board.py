@@ -74,6 +74,7 @@ def test_a_folder_has_one_writer(tmp_path: Path) -> None:
         pass
 
 
+@pytest.mark.slow
 def test_what_was_measured(tmp_path: Path, tiny_data: Callable[[str], Path]) -> None:
     """Of a plan of one run whose stages ran twice: what the second measured, once."""
     folder = tmp_path / "plans" / "p" / "r"

@@ -263,6 +263,7 @@ def test_what_was_noted_is_not_held_against_itself(machine: Machine, capsys: pyt
         assert line.startswith("LOSS") and "-10.0 %" in line and "(2 measurements before)" in line
 
 
+@pytest.mark.slow
 def test_a_run_that_varies_more_than_the_others_has_its_own_noise(machine: Machine) -> None:
     """One of six varies by 5 %, the others by 0.5 %; with the spread of all together 16 of 60 looks failed."""
     speeds = {f"run{number}": 100.0 for number in range(6)}

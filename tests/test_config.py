@@ -251,6 +251,7 @@ UNSHARED: dict[str, tuple[str, Raw, str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", UNSHARED)
 def test_what_devices_that_share_a_model_cannot_do(case: str) -> None:
     study, settings, words = UNSHARED[case]
@@ -664,6 +665,7 @@ def test_the_schema_accepts_what_is_valid(capsys: pytest.CaptureFixture[str]) ->
     assert json.loads(capsys.readouterr().out) == config.schema()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "path"),
     [
@@ -1049,6 +1051,7 @@ def test_threads_wait_as_the_environment_says_or_as_dlscale_does(
     assert environment == {"OTHER": "1", **(own or machine.WAITING)}
 
 
+@pytest.mark.slow
 def test_repeats_train_with_the_next_seeds_and_no_more() -> None:
     """Each run with its own; a ladder's rungs still stand on each other, and a run of another plan is not repeated."""
     found = load(

@@ -193,6 +193,7 @@ def test_what_was_measured_wins(tmp_path: Path) -> None:
     assert found.seconds and slower.seconds and slower.seconds - 120 == pytest.approx(2 * (found.seconds - 120))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "other",
     [
@@ -290,7 +291,7 @@ def test_no_more_samples_than_there_are(tmp_path: Path) -> None:
     measured(tmp_path, here, 10.0)
     manifest(tmp_path, "era5_demo", train=[101], valid=[1001])  # 256 and 64 are asked for
     found = cost.estimate(here, tmp_path, scheduler())
-    assert found.seconds == pytest.approx((4 * 100 + 5 * 64 / 3) / 10 + 120)
+    assert found.seconds == pytest.approx((3 * 100 + 4 * 64 / 3) / 10 + 120)
 
 
 @pytest.mark.parametrize(("rate", "minutes"), [(85.2, 19), (1e9, 15), (17237.3334 / 480, 25)])
@@ -713,6 +714,7 @@ def test_raising_the_budget_as_told_is_enough(tmp_path: Path) -> None:
     assert cost.over(table, told) is None
 
 
+@pytest.mark.slow
 def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Files go over config.yaml, as the workflow reads them; 2 for an unknown plan and for too much."""
     monkeypatch.chdir(ROOT)
@@ -734,6 +736,7 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert "config.yaml: no such file here" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Settings of the command line go over all files, as Snakemake's do; a wrong one is one message."""
     monkeypatch.chdir(ROOT)

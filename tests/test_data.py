@@ -616,6 +616,7 @@ def test_one_file_under_two_names_is_refused(tmp_path: Path, capfd: pytest.Captu
     assert sorted(path.name for path in folder.iterdir()) == ["config.yaml"]
 
 
+@pytest.mark.slow
 def test_files_of_one_name_do_not_stand_in_for_each_other(tmp_path: Path) -> None:
     """`train/box.h5` and `valid/box.h5` are two files; so are `a.b.h5` and `a b.h5` once their names are harmless."""
     names = ["train/box.h5", "valid/box.h5", "more/box.hdf5", "a.b.h5", "a b.h5"]

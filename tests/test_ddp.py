@@ -283,6 +283,7 @@ def test_processes_validate_with_the_same_statistics(tmp_path: Path, imagenet_da
 # ---- one process, several devices ------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_data_parallel_on_a_cpu_is_one_process(tmp_path: Path, era5_data: Path) -> None:
     """Number by number: a CPU is one device, so nothing is copied."""
     for name, over in (("serial", {}), ("dp", {"parallel": {"kind": "dp"}, "geometry": {"gpus_per_node": 2}})):
@@ -392,6 +393,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("before", [[], ["-c", OLDER]], ids=["as it is", "as 2.11"])
 def test_several_processes_start_with_other_versions(before: list[str]) -> None:
     command = [sys.executable, *before, str(ROOT / "tests/container/inside.py"), "numba"]

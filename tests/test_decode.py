@@ -99,6 +99,7 @@ def test_every_symmetry(tmp_path: Path, way: str, name: str) -> None:
     assert torch.equal(found, truth(samples.target, 0, starts, symmetries))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows_values", [(4, 16), (8, 512)])
 @pytest.mark.parametrize("layout", [PLAIN, torch.channels_last_3d])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -417,6 +417,7 @@ def test_engines_are_asked_once(
     assert [words.count(word) for word in ("info", "image", "run")] == [1, 1, 1]
 
 
+@pytest.mark.slow
 def test_an_engine_that_hangs(
     tmp_path: Path, command: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -444,6 +445,7 @@ def test_no_image(tmp_path: Path, command: Callable[[str, str], None]) -> None:
     assert environment.probe_image(site.model_copy(update={"image": None})).status == "FAIL"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("listed", "status"), [("localhost/mine:1 true", "ok"), ("localhost/mine:1 false", "FAIL")])
 def test_migrated(command: Callable[[str, str], None], listed: str, status: str) -> None:
     command("podman-hpc", f'[ "$1" = images ] && echo "{listed}" || echo sha256:01')
@@ -598,6 +600,7 @@ def test_environment() -> None:
     assert named(found, "CUDA").text == "13.0, 4 GPUs seen by torch"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("facts", "name", "plan", "status"),
     [
@@ -971,6 +974,7 @@ def test_bare(tmp_path: Path) -> None:
     assert not [f for f in failing if f["name"] != "space"], failing
 
 
+@pytest.mark.slow
 def test_status(tmp_path: Path) -> None:
     """1 where a check fails, 2 for a mistake in the configuration."""
     text = {"results": str(tmp_path / "results"), "targets": ["cosmo_ladder"]}  # its data are not here
@@ -986,6 +990,7 @@ def test_status(tmp_path: Path) -> None:
     assert done.returncode == 2 and "did you mean 'cosmo_ladder'" in done.stderr
 
 
+@pytest.mark.slow
 def test_config(tmp_path: Path) -> None:
     """Settings of the command line, as the README's way on Perlmutter begins."""
     (tmp_path / "config.yaml").write_text((ROOT / "config.yaml").read_text())

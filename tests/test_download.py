@@ -547,6 +547,7 @@ def test_the_attempts_are_counted(remote: Remote, target: Path) -> None:
     assert list(target.parent.iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["seconds", "date"])
 def test_retry_after_is_honoured(remote: Remote, target: Path, form: str) -> None:
     """Whoever comes back too early is sent away again, and there is no third attempt."""

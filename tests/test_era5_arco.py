@@ -131,6 +131,7 @@ def test_the_shipped_dataset_is_the_published_one() -> None:
     assert len(set(files)) == len(files) == 40, "each year is fetched by itself"
 
 
+@pytest.mark.slow
 def test_the_channels_are_those_of_the_store(tmp_path: Path) -> None:
     states = arco(hours=72)
     write(states, tmp_path / "store")
@@ -171,6 +172,7 @@ def test_what_is_kept_of_a_store_decides_what_is_fetched_again() -> None:
     assert fetched() == fetched(memory_mb=2000) == fetched(split=shipped()["split"] | {"test": None})
 
 
+@pytest.mark.slow
 def test_deriving_humidity_stays_within_memory(tmp_path: Path) -> None:
     """Chunks of one time and all levels: t and q of 160 times are ten times as much as may be held at once."""
     states = arco(hours=160)[[LEVELLED["t"][0], LEVELLED["q"][0]]]

@@ -76,6 +76,7 @@ def ensemble(path: Path, states: xr.Dataset, form: str, members: tuple[int, ...]
 # ---------------------------------------------------------------------------------------------------- members
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["grib", "outer", "inner"])
 def test_a_member_is_chosen(tmp_path: Path, states: xr.Dataset, form: str) -> None:
     path = ensemble(tmp_path / "all", states, form)
@@ -290,6 +291,7 @@ def test_months_are_a_time_axis(tmp_path: Path, stamp: str) -> None:
     assert "is missing" in refused(tmp_path / "gap.nc")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["nc", "grib"])
 @pytest.mark.parametrize("stamp", ["first", "middle", "last"])
 @pytest.mark.parametrize(

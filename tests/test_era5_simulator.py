@@ -186,6 +186,7 @@ def test_stirring_is_a_few_per_cent_of_what_happens_in_six_hours(spun_up: sphere
         assert 0 < rms(difference[channel]) < 0.12 * rms(change[channel])
 
 
+@pytest.mark.slow
 def test_persistence_is_a_poor_forecast(simulated: xr.Dataset) -> None:
     for name, least in {"u10": 0.3, "v10": 0.3, "t2m": 0.3, "vo": 0.45, "z": 0.1}.items():
         field = simulated[name].values.astype(np.float64)

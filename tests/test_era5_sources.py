@@ -164,6 +164,7 @@ def refused(*paths: Path, channels: tuple[str, ...] = ("t2m",), of: Part | None 
 # ---------------------------------------------------------------------------------------------------- real files
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not GRIB.exists(), reason="the real ERA5 file is not at hand")
 def test_real_grib_is_what_cfgrib_reads(tmp_path: Path) -> None:
     path = tmp_path / GRIB.name
@@ -218,6 +219,7 @@ def truth_of(states: xr.Dataset, path: Path, form: str) -> xr.Dataset:
     return xr.open_dataset(path, **keys.get(form, {"engine": "h5netcdf"}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("north_first", [True, False], ids=["north-south", "south-north"])
 def test_values_order_and_levels(tmp_path: Path, form: str, north_first: bool) -> None:
@@ -265,6 +267,7 @@ def test_crop_and_downsampling_against_a_slow_loop(tmp_path: Path, form: str) ->
     np.testing.assert_allclose(source.coordinates["longitude"], [2.5, 10.0, 17.5])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMATS)
 def test_period_and_step(tmp_path: Path, form: str) -> None:
     """Hourly data from 27 February to 1 March 2020: the 29th counts, and the days are inclusive."""
@@ -291,6 +294,7 @@ def test_years_have_their_length(tmp_path: Path, year: int, rows: int) -> None:
     np.testing.assert_array_equal(fields(source, 100)[:, 0], states.t2m)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMATS)
 def test_spread_over_files(tmp_path: Path, form: str) -> None:
     """A file a day and channel, given in any order, some in another format and from south to north."""
@@ -322,6 +326,7 @@ def test_all_channels_in_file_order_where_none_are_named(tmp_path: Path) -> None
     assert open_source(dataset, part(), [tmp_path / "mask.nc"]).fields[0].channels == ("u10",)
 
 
+@pytest.mark.slow
 def test_the_names_that_axes_go_by(tmp_path: Path) -> None:
     """The present NetCDF of the climate data store, short names, hectopascals, a single time, one level."""
     states = atmosphere(names=("t2m", "z"))
@@ -378,6 +383,7 @@ def test_grib_of_many_shapes(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------------- memory
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("downsample", [1, 3])
 def test_memory_is_bounded_by_what_bytes_per_row_says(tmp_path: Path, form: str, downsample: int) -> None:
@@ -529,6 +535,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], list[Path]], dict[str, Any], list[str
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", MISTAKES)
 def test_mistakes_end_in_one_clear_message(tmp_path: Path, case: str) -> None:
     make, keys, expected = MISTAKES[case]
@@ -612,6 +619,7 @@ def test_a_missing_value_has_a_date_a_place_and_a_reason(tmp_path: Path) -> None
         assert fields(open_source(settings(["t2m"], crop=[3, 12]), part(), [file])).shape == shape, "not asked for"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["h5netcdf", "scipy"])
 @pytest.mark.parametrize("kind", ["f4", "f8", "i2", "i4"])
 def test_what_nobody_wrote_is_missing(tmp_path: Path, engine: Any, kind: str) -> None:

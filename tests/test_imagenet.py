@@ -577,6 +577,7 @@ def test_the_kernel_resizes_as_pillow_does() -> None:
         assert np.array_equal(out, truth.transpose(2, 0, 1)), (height, width, top, left, rows, columns, size, edges)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 3])
 @pytest.mark.parametrize("form", ["encoded", "decoded"])
 def test_direct_delivers_the_same_samples(tmp_path: Path, folders: dict[str, Any], form: str, workers: int) -> None:
@@ -781,6 +782,7 @@ def test_top5_of_answers_in_any_order_in_memory(contiguous: bool) -> None:
 APEX = {"O0": "fp32", "O1": "fp16", "O2": "fp16_master", "O3": "fp16_pure"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", APEX)
 def test_apex_levels_train(tmp_path: Path, tiny_data: Callable[[str], Path], level: str) -> None:
     """Each in its number formats, channels last, to a loss that falls; an odd last batch is counted, too."""

@@ -110,6 +110,7 @@ def test_another_loader_goes_on_bit_by_bit(tmp_path: Path, era5_data: Path, monk
     assert {epoch.made_with["loader"]["kind"] for epoch in others if epoch.made_with} == {"direct"}
 
 
+@pytest.mark.slow
 def test_times_of_two_loaders_stay_so(tmp_path: Path, era5_data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One epoch, stopped twice: with one loader, and with another that also ends it."""
     folder, manifest = configure(tmp_path / "run"), era5_data / "manifest.json"

@@ -194,6 +194,7 @@ def test_better_is_lower_or_higher() -> None:
 # ---- the target ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_it_ends_with_the_epoch_that_reaches_the_target(
     era5: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -337,6 +338,7 @@ def test_a_run_starts_from_a_checkpoint(era5: Make, capfd: pytest.CaptureFixture
     assert f"{pieces.name}: not as it was written" in said(capfd)
 
 
+@pytest.mark.slow
 def test_resumed_it_goes_on_with_its_own_weights(era5: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     given = str(era5("first", training={"epochs": 1}) / "model.pt")
     settings = {"epochs": 2, "weights": given}
@@ -617,6 +619,7 @@ def listening() -> Iterator[tuple[str, list[object]]]:
     thread.join(10)
 
 
+@pytest.mark.slow
 def test_wandb_offline_has_the_numbers_of_metrics_jsonl(era5: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """And goes nowhere, and holds nothing of the environment; after an interruption each epoch is there once."""
     monkeypatch.delenv("WANDB_MODE", raising=False)

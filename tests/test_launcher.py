@@ -206,6 +206,7 @@ def test_apptainer_is_passed_no_other_order(tmp_path: Path) -> None:
 # ---- who may have put a file there ----------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_nothing_is_imported_from_the_working_folder(tmp_path: Path) -> None:
     """Neither by a stage or a starter, nor by what a stage starts, nor by the doctor in Snakemake's own process."""
     for name in ("argparse", "h5py", "numpy", "platform", "psutil", "pynvml", "torch", "yaml"):

@@ -489,6 +489,7 @@ def train_faulty(folder: Path, data: Path, fault: str, ranks: int) -> list[tuple
     return list(zip([process.returncode for process in processes], said, strict=True))
 
 
+@pytest.mark.slow
 def test_a_training_with_a_wrong_process_ends_before_it_begins(tmp_path: Path, era5_data: Path) -> None:
     folder = configure(tmp_path, "era5_vit", 2)
     ended = train_faulty(folder, era5_data, "adds", 2)
@@ -522,6 +523,7 @@ def test_it_is_recorded_and_changes_nothing(tmp_path: Path, era5_data: Path) -> 
     assert "self-test: 2 processes exchange right values; node: " in (tmp_path / "tested/train.log").read_text()
 
 
+@pytest.mark.slow
 def test_throughput_records_it(tmp_path: Path, era5_data: Path) -> None:
     folder = configure(tmp_path, "era5_vit", 2)
     arguments = ["--config", folder / "config.yaml", "--manifest", era5_data / "manifest.json", "--threads", 2]

@@ -144,6 +144,7 @@ sys.exit(7)
 """
 
 
+@pytest.mark.slow
 def test_a_call_is_shown_and_ends_as_it_does(tmp_path: Path) -> None:
     """Its words, its status; Ctrl-C comes to it once."""
     command = [sys.executable, "-c", CALL, str(tmp_path)]

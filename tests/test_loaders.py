@@ -541,6 +541,7 @@ def large(folder: Path, edge: int) -> Crops:
     return Crops(manifest, "train", CropSamples(kind="crops", crop=16, train=400), seed=0)
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_data(tmp_path: Path) -> None:
     """Of 37 times the data next to nothing more is this process's own; what the page cache maps can be taken back."""
     found = []
@@ -554,6 +555,7 @@ def test_memory_does_not_grow_with_the_data(tmp_path: Path) -> None:
     assert found[1] - found[0] < 0.1 * data, f"{found} bytes, for {data} bytes more"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "more"),
     [

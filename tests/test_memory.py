@@ -181,6 +181,7 @@ def _allocated_by_ranks(rank: int, port: int, folder: str) -> None:
     Path(folder, f"{rank}.json").write_text(json.dumps(found))
 
 
+@pytest.mark.slow
 def test_prediction_of_a_model_that_two_devices_share(tmp_path: Path) -> None:
     """Against what the allocator hands out on each of two: within an eighth."""
     spawn(_allocated_by_ranks, (free_port(), str(tmp_path)), 2)
@@ -233,6 +234,7 @@ def sample_batch() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(64, 4, 16, 16, 16), torch.randn(64, 5, 16, 16, 16)
 
 
+@pytest.mark.slow
 def test_measured_beside_predicted(tmp_path: Path, cosmo_data: Path) -> None:
     """Of a CPU it is the process's own memory, which grows by what is predicted, and by what the system keeps back.
 
@@ -279,6 +281,7 @@ def test_a_peak_sees_what_was_freed_and_forgets_it() -> None:
     assert memory.peak(CPU) < before + 50e6
 
 
+@pytest.mark.slow
 def test_a_peak_is_not_that_of_the_process_before() -> None:
     """A large process starts another one: the system's `ru_maxrss` passes on, as the child sees itself."""
     child = "import resource, torch; from dlscale.train import memory; cpu = torch.device('cpu'); "
@@ -292,6 +295,7 @@ def test_a_peak_is_not_that_of_the_process_before() -> None:
         assert handed_on > 1.5e9, "else this test shows nothing"
 
 
+@pytest.mark.slow
 def test_limits_are_those_of_the_process(tmp_path: Path) -> None:
     """`ulimit -v` is each process's own; what the machine has they share."""
     limit = 6_000_000_000
@@ -448,6 +452,7 @@ def failing(tmp_path: Path, data: Path, limit: float, **over: Any) -> tuple[str,
     raise AssertionError("it did not fail")
 
 
+@pytest.mark.slow
 def test_the_message_says_where_and_what_would_fit(tmp_path: Path, cosmo_data: Path) -> None:
     """Only what fits, the cheapest first, each with the memory that it is predicted to take."""
     manifest = Manifest.read(cosmo_data / "manifest.json")
@@ -488,6 +493,7 @@ def test_a_step_that_failed_is_believed(tmp_path: Path, cosmo_data: Path) -> Non
     assert found and max(bytes_ for _, bytes_ in found) <= exhaustion.SHARE["cpu"] * needed
 
 
+@pytest.mark.slow
 def test_nothing_fits(tmp_path: Path, cosmo_data: Path) -> None:
     text, _ = failing(tmp_path, cosmo_data, 1000)
     assert "choose a smaller model" in text and "predicted to fit" not in text

@@ -345,6 +345,7 @@ def test_a_strategy_learns_what_one_process_learns(learnt: Any, name: str) -> No
     compare(STRATEGIES[name], learnt(name))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[] if case.ranks == 2 else [pytest.mark.parallel]) for n, case in STRATEGIES.items()]
 )
@@ -529,6 +530,7 @@ def _pass_on(rank: int, ranks: int, port: int, folder: str) -> None:
                 torch.save(found, Path(folder, f"{origin}.{name}.{rank}.pt"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, *(pytest.param(ranks, marks=pytest.mark.parallel) for ranks in (4, 8))])
 def test_a_training_goes_on_under_any_other_mesh(tmp_path: Path, ranks: int) -> None:
     torch.set_num_threads(1)

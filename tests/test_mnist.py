@@ -155,6 +155,7 @@ def test_a_file_that_is_not_what_it_says(tmp_path: Path, damage: str, zipped: bo
         IdxFile(tmp_path / "images", 3)
 
 
+@pytest.mark.slow
 def test_accuracy_is_the_share_of_right_answers(tmp_path: Path) -> None:
     """Against counting, with the share of the training data's most frequent digit beside it."""
     dataset = {"kind": "mnist", "source": {"kind": "simulated", "train": 300, "valid": 100}}

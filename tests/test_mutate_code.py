@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
+import pytest
+
 from tests.mutate_code import MUTATIONS, PACKAGE, ROOT, Mutation, run
 
 #: What has mistakes in the list: all that computes, decides or tells.
@@ -38,6 +40,7 @@ def test_mutations_are_many_and_everywhere() -> None:
     assert {mutation.file.partition("/")[0] for mutation in MUTATIONS} == PARTS
 
 
+@pytest.mark.slow
 def test_one_is_caught_and_one_survives(tmp_path: Path) -> None:
     """In a repository of one module and one test; a mistake that is put right again is none in the next run."""
     package, tests = tmp_path / "small" / PACKAGE, tmp_path / "small/tests"

@@ -31,6 +31,7 @@ def test_many_damaged_files(tmp_path: Path) -> None:
     assert not shown, "\n".join(shown)
 
 
+@pytest.mark.slow
 def test_what_is_at_fault_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A reader that lets an exception through, one that crashes, and one that does not end."""
 

@@ -242,6 +242,7 @@ def found(folder: Path) -> tuple[ProfiledTool, list[TopEntry]]:
     return ProfiledTool(**raw["tool"]), [TopEntry(**row) for row in raw["top"]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_stage_that_is_ended_takes_its_child_along(tmp_path: Path, pretended: Any, number: signal.Signals) -> None:
     """Asked to end, it leaves nothing; killed outright, what it had started sees its standard input end."""

@@ -103,6 +103,7 @@ def test_parts_that_cannot_be(module: str, monkeypatch: pytest.MonkeyPatch, spli
         parts.parts(kind.Settings(kind="marks"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("pieces", [1, 3])
 def test_rows_of_any_type_go_through_every_stage(module: str, tmp_path: Path, dtype: str, pieces: int) -> None:

@@ -12,6 +12,7 @@ import tomllib
 from importlib.metadata import distribution
 from pathlib import Path
 
+import pytest
 import yaml
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
@@ -56,6 +57,7 @@ def test_one_cuda_in_the_gpu_image() -> None:
     assert re.findall(r"nvidia-dali-cuda(\d+)0==", (ROOT / "docker/requirements-gpu.txt").read_text()) == [major]
 
 
+@pytest.mark.slow
 def test_an_environments_own_pytorch_stays(tmp_path: Path) -> None:
     """`make install` over an environment with another PyTorch than the lock's; all else is there, too."""
     for name in ("Makefile", "pyproject.toml", "README.md", "LICENSE"):

@@ -160,6 +160,7 @@ def test_a_resumed_training_is_the_uninterrupted_one(tmp_path: Path, era5_data: 
     assert (through / "model.pt").read_bytes() == whole
 
 
+@pytest.mark.slow
 def test_throughput_counts_all_processes(tmp_path: Path, era5_data: Path) -> None:
     folder = configure(tmp_path, "era5_vit", 2)
     arguments = ["--config", folder / "config.yaml", "--manifest", era5_data / "manifest.json", "--threads", 2]

@@ -382,6 +382,7 @@ def test_a_profiler_closes_what_it_opens(window: Window, tmp_path: Path) -> None
 # ---- several processes; and nothing else changes -----------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_two_processes(tmp_path: Path, era5_data: Path) -> None:
     """Each profiled rank has files and rows; sums over ranks are a range of their own."""
     folder = configure(tmp_path, "era5_vit", 2, profile={"tools": ["torch", "lines"], "steps": 3, "ranks": [1, 0]})
@@ -402,6 +403,7 @@ def test_two_processes(tmp_path: Path, era5_data: Path) -> None:
     assert {row.rank for row in found.top} == {0}
 
 
+@pytest.mark.slow
 def test_training_is_the_same_after_a_profile(tmp_path: Path, cosmo_data: Path) -> None:
     """In the same folder, bit by bit; the profile has not touched what training leaves, nor the other way round."""
     for folder in (tmp_path / "plain", tmp_path / "profiled"):

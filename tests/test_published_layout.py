@@ -51,6 +51,7 @@ def smooth(edge: int, seed: int) -> dict[str, np.ndarray]:
     return fields
 
 
+@pytest.mark.slow
 def test_the_published_volumes_train_the_unet(tmp_path: Path) -> None:
     """A training volume larger than the validation one; contiguous, float32, without a single attribute."""
     fields = [smooth(32, 0), smooth(16, 1)]
@@ -113,6 +114,7 @@ def years(tmp_path: Path) -> Path:
     return root
 
 
+@pytest.mark.slow
 def test_the_published_years_train_the_vit(tmp_path: Path, years: Path) -> None:
     settings = era5(years, crop=[HEIGHT, WIDTH])
     data = make_dataset(tmp_path / "data", settings)
@@ -137,6 +139,7 @@ def test_the_published_years_train_the_vit(tmp_path: Path, years: Path) -> None:
     assert {"rmse_normalised/u10", "rmse/t2m", "acc/tcwv"} <= set(history[-1]["metrics"])
 
 
+@pytest.mark.slow
 def test_fields_are_standardised_with_the_published_statistics(tmp_path: Path, years: Path) -> None:
     """(x - mean) / std with the files' own numbers, whatever the data's; rows from the north, all columns."""
     means, stds = np.linspace(-3, 50, CHANNELS), np.geomspace(0.1, 1e5, CHANNELS)
@@ -208,6 +211,7 @@ def test_times_are_as_far_apart_as_the_settings_say(tmp_path: Path, times: np.nd
         assert Extra.of(manifest).starts[manifest.files("valid")[0].digest] == 290_000
 
 
+@pytest.mark.slow
 def test_a_folder_that_we_preprocessed_is_a_prepared_one(tmp_path: Path, era5_data: Path) -> None:
     """The same samples, bit by bit, names and units included, and the same training."""
     settings = era5(era5_data)

@@ -723,6 +723,7 @@ def test_a_torn_line_is_named(ladder: Results, damage: str) -> None:
     assert str(error.value).count("\n") == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "content"),
     [
@@ -809,6 +810,7 @@ def gained(path: Path) -> str | None:
     return gain(*runs, SpeedUps(runs).over(runs[1], runs[0]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after", "said"),
     [
@@ -1139,6 +1141,7 @@ def test_pictures_and_tables_speak(html: str) -> None:
     assert 'lang="en"' in html and 'name="viewport"' in html
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "axis", ["epoch", "training time without validation (s)", "throughput (samples/s", "learning rate", "skill"]
 )
@@ -1153,6 +1156,7 @@ def test_figures_follow_the_theme(html: str) -> None:
         assert not re.search(r"(fill|stroke|color)[:=]\s*[\"']?(#|rgb)", svg), "a colour that no theme can change"
 
 
+@pytest.mark.slow
 def test_the_same_results_give_the_same_bytes(full: Results, html: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TZ", "Asia/Kolkata")
     monkeypatch.setenv("SOURCE_DATE_EPOCH", "1")
@@ -1553,6 +1557,7 @@ def test_the_bytes_of_a_compiled_run_are_marked(results: Results) -> None:
     assert filled == {"s0": True, "s1": False}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flops", [(182e9, 216e9), (182e9, 184e9, 183e9, 190e9), (2e12, 2.4e12, 2.9e12), (1e11, 1e13), (2e11,)]
 )
@@ -1634,6 +1639,7 @@ def test_curves_are_where_the_numbers_are(results: Results, over: Literal["epoch
     assert slope < 0 and drawn == pytest.approx(slope * values + offset, abs=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("over", ["step", "epoch", "time"])
 def test_a_published_metric_is_followed(results: Results, over: Literal["step", "epoch", "time"]) -> None:
     """Beside the value that was published; of two runs one is twice as fast."""

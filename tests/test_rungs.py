@@ -606,6 +606,7 @@ def test_the_chosen_kernel_is_compiled_in(tmp_path: Path, monkeypatch: pytest.Mo
 # --- compilation ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["default", "math"])
 def test_each_shape_is_compiled_once(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Epochs that end in a smaller batch: four graphs (two sizes, training and prediction), and never one more."""
@@ -1094,6 +1095,7 @@ def test_a_wrong_library_is_found(monkeypatch: pytest.MonkeyPatch, name: str, wh
 # --- what does not go together ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("study", "over", "said"),
     [
@@ -1195,6 +1197,7 @@ TOP: dict[str, Any] = {  # many rungs at once
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("study", "data", "over"),
     [

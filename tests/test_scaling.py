@@ -130,6 +130,7 @@ SCALING = {"devices": [1, 2], "batch_sizes": [64]}
 BIG: dict[str, Any] = {"study": "cosmo_unet", "kind": "convergence"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("plan", "where", "message"),
     [

@@ -202,6 +202,7 @@ def test_buckets_on_a_clock(found: list[tuple[int, int]]) -> None:
     assert finish(ready, costs) == pytest.approx(max(now, *ready) if not any(costs) else now)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bucket_mb, published", [(25, 8), (100, 5)])
 def test_buckets_are_pytorchs(bucket_mb: int, published: int) -> None:
     """Those of the published U-Net, which were counted in a profile (SC22)."""
@@ -416,6 +417,7 @@ def test_the_band_is_that_of_all_worlds_that_fit() -> None:
     assert [ours.low, ours.value, ours.high] == pytest.approx([low, middle, high], rel=0.04)
 
 
+@pytest.mark.slow
 def test_the_band_holds_the_truth() -> None:
     """In worlds drawn from the priors, with noise: nine times of ten, about."""
     draws, inside, worlds = np.random.default_rng(3), 0, 30
@@ -473,6 +475,7 @@ def tripled(figure: Published) -> Published:
     return figure.model_copy(update={key: 3 * value for key, value in values.items() if value})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("study", ["cosmo_unet", "era5_vit", "imagenet_resnet50"])
 def test_the_model_does_not_see_what_it_predicts(study: str) -> None:
     file = study_files()[study]
@@ -712,6 +715,7 @@ def test_a_plan_with_links_that_were_measured(results: Path, capsys: pytest.Capt
     assert "Links as 2 processes measured them: network: 2,000 µs" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "parallel, gathers, again, width",
     [
@@ -752,6 +756,7 @@ def test_what_a_run_sends_is_what_its_exchanges_are(
         assert sent.get("all_gather", 0) == sum(work.gathered or ())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("again", [False, True])
 @pytest.mark.parametrize("axis", ["tp", "cp"])
 def test_what_devices_that_share_a_model_send(results: Path, axis: str, again: bool) -> None:
@@ -826,6 +831,7 @@ def test_a_plan_of_devices_that_share_a_model(results: Path, capsys: pytest.Capt
     assert served["samples_per_second"] < 500 and served["parts"]["loading"] > served["parts"]["compute"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments, expected",
     [

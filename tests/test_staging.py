@@ -107,6 +107,7 @@ def test_parts_that_are_not_copied_are_known(era5_data: Path, tmp_path: Path, di
         copy.check_files()
 
 
+@pytest.mark.slow
 def test_a_training_goes_on_wherever_its_data_lie(tmp_path: Path, era5_data: Path, disk: Path) -> None:
     for end, place in enumerate(("none", "local", "memory"), 1):
         settings = {**ERA5_RUN, "loader": {"kind": "direct", "workers": 1, "staging": place}}
@@ -124,6 +125,7 @@ def test_a_copy_is_used_again(era5_data: Path, disk: Path) -> None:
     assert before[0] == before[1] and len(before[0]) > 2
 
 
+@pytest.mark.slow
 def test_processes_of_a_node_share_one_copy(tmp_path: Path, era5_data: Path, disk: Path) -> None:
     folder = configure(tmp_path / "run", "era5_vit", 2, loader={"kind": "direct", "workers": 1, "staging": "local"})
     train_by(2, folder, era5_data)
@@ -316,6 +318,7 @@ def test_a_disk_that_cannot_be_written_to_is_one_message(
         pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

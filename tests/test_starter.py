@@ -154,6 +154,7 @@ def write(path: Path, **arrays: np.ndarray) -> str:
     return str(path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", [".npy", ".npz", ".h5"])
 @pytest.mark.parametrize("pieces", [1, 3])
 def test_arrays_are_stored_as_they_are(tmp_path: Path, suffix: str, pieces: int) -> None:
@@ -456,6 +457,7 @@ def test_nothing_is_written_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert not list((tmp_path / "other").iterdir())
 
 
+@pytest.mark.slow
 def test_a_new_study_is_the_shipped_one_under_its_name(tmp_path: Path) -> None:
     """In another folder: its style is kept, its tests pass, its configuration resolves."""
     folder = tmp_path / "it's FILE & all"

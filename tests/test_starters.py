@@ -168,6 +168,7 @@ def test_nobody_gets_into_a_run_on_one_node() -> None:
         assert stranger(places) == []
 
 
+@pytest.mark.slow
 def test_on_several_nodes_the_store_listens_on_their_network_alone(elsewhere: tuple[str, list[str]]) -> None:
     """From another network it cannot be reached, though the machine can."""
     port, inside, each = free_port(), elsewhere[1], [elsewhere[0], "127.0.0.1"]
@@ -255,6 +256,7 @@ raise SystemExit(torchrun.main(["--nproc-per-node=2", "-c", "import time; time.s
     assert done.returncode == 143, done
 
 
+@pytest.mark.slow
 def test_two_nodes_train_as_one_process_does(tmp_path: Path, era5_data: Path) -> None:
     """One device on each of two nodes: the command that the workflow prints, once on each."""
     alone = configure(tmp_path / "alone", "era5_vit", 1)
@@ -286,6 +288,7 @@ def test_two_nodes_train_as_one_process_does(tmp_path: Path, era5_data: Path) ->
     assert sorted(path.name for path in (together / "telemetry").iterdir()) == ["train.csv", "train.node1.csv"]
 
 
+@pytest.mark.slow
 def test_two_runs_that_meet_are_refused(tmp_path: Path, era5_data: Path) -> None:
     """A node of each, started by hand with the words of the other: they would train as one."""
     dataset, settings = STUDIES["era5_vit"]
@@ -412,6 +415,7 @@ def test_ranks_of_pytorchs_torchrun_meet() -> None:
     meets([*starter, "python", "-P", "-m", "dlscale"], environment(), 1, 2)
 
 
+@pytest.mark.slow
 def test_a_real_mpirun(tmp_path: Path) -> None:
     """Whatever MPI is here; Open MPI wants to be told that root and few cores are meant."""
     if not shutil.which("mpirun"):

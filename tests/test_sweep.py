@@ -196,6 +196,7 @@ def test_mistakes_are_one_message(sweep: Any, message: str) -> None:
         load(sweep)
 
 
+@pytest.mark.slow
 def test_what_a_sweep_cannot_have() -> None:
     over = {"over": {"seed": [1, 2]}}
     for more, message in (

@@ -307,6 +307,7 @@ with beside(pathlib.Path(sys.argv[1]), os.getpid(), 1, 0):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["by itself", "SIGKILL"])
 def test_it_ends_with_the_stage(tmp_path: Path, way: str) -> None:
     """Signals to the whole group are the stage's; it leaves whole lines and no traceback."""
@@ -381,6 +382,7 @@ def test_it_is_small() -> None:
     assert not {"torch", "numpy", "pandas", "pydantic", "yaml", "pynvml"} & set(json.loads(done.stdout))
 
 
+@pytest.mark.slow
 def test_a_stage_has_it_beside(tmp_path: Path, era5_data: Path) -> None:
     """Of what was there nothing is left; a mistake of the user's ends it, too; without the option there is none."""
     settings_ = config.merge(copy.deepcopy(ERA5_RUN), {"throughput": {"warmup": 0, "trials": 1, "batches": 1}})

@@ -128,6 +128,7 @@ def test_one_device_only(tmp_path: Path, cosmo_data: Path, capfd: pytest.Capture
 # --- what is measured -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loader", [{"workers": 0}, {"workers": 2}, {"kind": "synthetic"}], ids=str)
 def test_synthetic_is_one_resident_batch_for_every_loader(
     tmp_path: Path, cosmo_data: Path, monkeypatch: pytest.MonkeyPatch, loader: dict[str, Any]

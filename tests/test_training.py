@@ -276,6 +276,7 @@ def test_the_same_seed_gives_the_same_bits_and_another_does_not(era5: Make) -> N
     assert all(a["train_loss"] != b["train_loss"] for a, b in zip(records(first), records(other), strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drops", [{}, DROPS], ids=["no drop-out", "drop-out"])
 def test_workers_do_not_change_the_training(era5: Make, drops: dict[str, float]) -> None:
     alone, helped = (era5(str(workers), model=drops, loader={"workers": workers}) for workers in (0, 2))
@@ -1329,6 +1330,7 @@ def test_provenance_tells_the_story(finished: Path) -> None:
 # --- precision --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("study", ["era5_vit", "cosmo_unet"])
 def test_precisions_learn_as_fp32_does_to_their_few_digits(
     tmp_path: Path, weather: Path, cosmo_data: Path, study: str

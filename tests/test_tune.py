@@ -357,6 +357,7 @@ def test_the_stage_from_end_to_end(
     assert {row["problem"] for row in shown["rows"]} == {"", "out of memory"}
 
 
+@pytest.mark.slow
 def test_too_much_memory_is_out(tmp_path: Path, cosmo_data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The peak is that of the trial: an earlier one does not count, the loader's processes do."""
     peaks = iter([100, 100, 700, 100, 100, 100, 100, 100])
@@ -373,6 +374,7 @@ def test_too_much_memory_is_out(tmp_path: Path, cosmo_data: Path, monkeypatch: p
     assert found.memory_limit_bytes == 500
 
 
+@pytest.mark.slow
 def test_where_nothing_can_be_tried_it_says_so(tmp_path: Path, cosmo_data: Path) -> None:
     found = tune_run(tmp_path, cosmo_data, loader={"kind": "synthetic"}, tune=QUICK)
     assert len(found.candidates) == 1 or found.candidates[1].changes == {"threads": 1}
@@ -398,6 +400,7 @@ def test_a_neighbour_is_seen(tmp_path: Path, cosmo_data: Path) -> None:
     assert "Not on a quiet machine" in found.verdict() and found.verdict() in (folder / "tuned.yaml").read_text()
 
 
+@pytest.mark.slow
 def test_a_run_that_cannot_work_itself_is_an_error(
     tmp_path: Path, cosmo_data: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -62,6 +62,7 @@ def state(process: int) -> str:
         return "X"
 
 
+@pytest.mark.slow
 def test_a_run_of_many_times_the_work_is_slower(tmp_path: Path, cosmo_data: Path) -> None:
     """Rounds end early where the ratio is known; the record says whom it is relative to."""
     first = timed(tmp_path / "first", cosmo_data, model={"widths": [4, 8]})
@@ -73,6 +74,7 @@ def test_a_run_of_many_times_the_work_is_slower(tmp_path: Path, cosmo_data: Path
     assert statistics.median(found.beside.ratios) < math.log(0.5)
 
 
+@pytest.mark.slow
 def test_one_that_is_not_in_turn_is_stopped_with_its_loader(tmp_path: Path, cosmo_data: Path) -> None:
     """Seen from outside while turns go on: one of the groups is stopped, now this one, now that one."""
     own = timed(tmp_path, cosmo_data, loader={"workers": 1}, samples={"train": 64})
@@ -101,6 +103,7 @@ def test_one_that_is_not_in_turn_is_stopped_with_its_loader(tmp_path: Path, cosm
     assert sum(map(any, seen)) > 0.9 * len(seen)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_nothing_is_left_of_a_stage_that_is_killed(tmp_path: Path, cosmo_data: Path, number: int) -> None:
     own = timed(tmp_path, cosmo_data, loader={"workers": 1}, throughput={**FEW, "beside": 60, "error": 1e-9})
@@ -116,6 +119,7 @@ def test_nothing_is_left_of_a_stage_that_is_killed(tmp_path: Path, cosmo_data: P
     assert not (tmp_path / "throughput.json").exists()
 
 
+@pytest.mark.slow
 def test_data_are_verified_once_however_often_a_run_is_opened(
     tmp_path: Path, cosmo_data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -142,6 +146,7 @@ def test_data_are_verified_once_however_often_a_run_is_opened(
     assert sorted(read.read_text().splitlines()) == sorted(map(str, files))
 
 
+@pytest.mark.slow
 def test_what_cannot_be_timed_beside_is_told_and_the_rest_is_there(
     tmp_path: Path, cosmo_data: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -231,6 +231,7 @@ def test_the_cores_of_the_machine(tmp_path: Path) -> None:
     assert now == pytest.approx(times.user + times.nice + times.system + times.irq + times.softirq, rel=0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core")
 def test_what_others_do_on_other_cores_is_no_neighbour() -> None:
     """A run that may use one core, and a program that spins on another."""

@@ -58,6 +58,7 @@ def test_a_flipped_bit_ends_a_training_before_its_first_step(
     assert train(run, manifest) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["time_means.npy", "hour_means.npy"])
 def test_a_flipped_bit_in_means_ends_what_computes_scores_of_them(
     manifest: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str

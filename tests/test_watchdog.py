@@ -219,6 +219,7 @@ def test_within_a_minute(tmp_path: Path, era5_data: Path, how: str, rank: int) -
     assert not any(Path(f"/proc/{each}").exists() for each in processes)
 
 
+@pytest.mark.slow
 def test_a_watchdog_that_cannot_begin_leaves_nothing_behind(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(
@@ -320,6 +321,7 @@ def test_a_full_disk_ends_no_run(full_disk: Path) -> None:
     assert sorted(path.name for path in (full_disk / "meet").iterdir()) == ["sign-0"], "nothing half-written"
 
 
+@pytest.mark.slow
 def test_a_folder_that_fails_is_named_and_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(MEET, str(tmp_path / "meet"))
     monkeypatch.setattr(watchdog, "BEAT", 0.05)

@@ -93,6 +93,7 @@ def apart(found: list[float], expected: list[float]) -> float:
 # --- what `repaired` mends ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_published_pairs_leave_one_out_and_take_one_three_times(era5_data: Path) -> None:
     """Of a year of n states: pair 0 never, pair 1 three times; repaired, all n - 1 pairs once."""
     published, mended = (Pairs(era5_data / "train", era5_data / "stats", repaired=each) for each in (False, True))
@@ -179,6 +180,7 @@ def test_devices_that_share_a_sample_normalise_with_the_eps_of_one() -> None:
 # --- the same weights and samples ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("warmup", [0, 4])
 def test_the_unet_takes_the_published_steps(
     tmp_path: Path, cosmo_data: Path, recording: Recording, warmup: int

@@ -535,6 +535,7 @@ def test_what_would_run_does_run(clone: Tree) -> None:
     assert clone.planned().names == planned
 
 
+@pytest.mark.slow
 def test_results_can_be_kept_after_a_harmless_edit(clone: Tree) -> None:
     """`--touch` says: what is there is right. Nothing runs then."""
     append(f"{PACKAGE}/models/unet3d.py")(clone)

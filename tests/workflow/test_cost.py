@@ -6,6 +6,8 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from tests.workflow.conftest import Tree
 from tests.workflow.test_changes import PACKAGE, append, configure
 from tests.workflow.test_sweep import PLAN
@@ -19,6 +21,7 @@ def priced(tree: Tree, plan: str, *words: str) -> list[str]:
     return [" ".join(row.split()[:2]) for row in rows if row.split()[0].startswith(plan)] if rows else [head]
 
 
+@pytest.mark.slow
 def test_what_changed_would_run_though_its_results_are_there(clone: Tree) -> None:
     assert priced(clone, "era5") == ["Nothing to run: all results are there, and as they were asked for."]
     undo = configure("plans.era5.settings.training.epochs", 3)(clone)
@@ -29,6 +32,7 @@ def test_what_changed_would_run_though_its_results_are_there(clone: Tree) -> Non
     undo()
 
 
+@pytest.mark.slow
 def test_a_measurement_of_the_workflow_counts_while_the_work_is_the_same(clone: Tree) -> None:
     """More epochs are the same step; a wider model is another one."""
     for settings, basis in (({"training.epochs": 3}, "measured"), ({"model.embed_dim": 96}, "limit")):
@@ -39,6 +43,7 @@ def test_a_measurement_of_the_workflow_counts_while_the_work_is_the_same(clone: 
         assert basis in row.split() and "1 node x 1 process" in row and "GPU" not in done.stdout, done
 
 
+@pytest.mark.slow
 def test_rungs_to_come_are_priced(make_tree: Callable[..., Tree]) -> None:
     """Which trials come there nobody knows yet, but how many; on a site that is named by its path, too."""
     swept: dict[str, Any] = json.loads(json.dumps(PLAN))
@@ -53,6 +58,7 @@ def test_rungs_to_come_are_priced(make_tree: Callable[..., Tree]) -> None:
     assert sorted(priced(tree, "swept", "--profile", "mysite/site.yaml")) == sorted(trials)
 
 
+@pytest.mark.slow
 def test_where_the_workflow_cannot_say(make_tree: Callable[..., Tree]) -> None:
     """Files of others are not there yet: what lacks results is priced, and that is said."""
     tree = make_tree({"results": "results"})

@@ -8,6 +8,8 @@ import re
 import signal
 from collections.abc import Callable
 
+import pytest
+
 from tests.waiting import PATIENCE, until
 from tests.workflow.conftest import CONFIG, RESULTS, Tree
 from tests.workflow.test_why import why
@@ -86,6 +88,7 @@ def test_a_failure_is_the_last_word(make_tree: Callable[..., Tree]) -> None:
     assert "At least one job did not complete" not in failed.output
 
 
+@pytest.mark.slow
 def test_an_interrupted_call_has_corrupted_nothing(make_tree: Callable[..., Tree]) -> None:
     config = copy.deepcopy(CONFIG)
     config["datasets"]["years"]["source"]["days"] = 360
@@ -100,6 +103,7 @@ def test_an_interrupted_call_has_corrupted_nothing(make_tree: Callable[..., Tree
     assert "corrupted" not in after and "FAILED" not in after and "Error" not in after and len(after.splitlines()) < 6
 
 
+@pytest.mark.slow
 def test_trainings_that_say_their_threads_run_side_by_side(make_tree: Callable[..., Tree]) -> None:
     """What is timed has the machine for itself, and so has a training that takes what there is."""
     config = copy.deepcopy(CONFIG)

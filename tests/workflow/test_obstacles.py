@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from tests.workflow.conftest import Tree
 from tests.workflow.test_changes import configure
 
@@ -17,6 +19,7 @@ def failures(tree: Tree, command: str) -> list[str]:
     return [line for line in (done.stdout + done.stderr).splitlines() if line.startswith("FAIL")]
 
 
+@pytest.mark.slow
 def test_weights_that_are_not_there_are_said_with_their_key(make_tree: Callable[..., Tree]) -> None:
     tree = make_tree()
     configure("plans.era5.settings.training.weights", "nothing.pt")(tree)
@@ -28,6 +31,7 @@ def test_weights_that_are_not_there_are_said_with_their_key(make_tree: Callable[
     ]
 
 
+@pytest.mark.slow
 def test_what_a_run_needs_is_asked_before_the_first_job(make_tree: Callable[..., Tree]) -> None:
     """And told at the end of a dry run, whose status says so; nothing is made."""
     tree = make_tree()
@@ -47,6 +51,7 @@ def test_what_a_run_needs_is_asked_before_the_first_job(make_tree: Callable[...,
     assert "warn  run era5.vit: precision: most processors do not compute in fp16" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_disk_without_space_is_said_before_the_first_job(make_tree: Callable[..., Tree], full_disk: Path) -> None:
     tree = make_tree()
     configure("results", str(full_disk))(tree)

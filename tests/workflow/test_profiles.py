@@ -49,6 +49,7 @@ def settings(job: Job) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_the_runs_that_are_named_and_no_others(shown: tuple[str, Outcome]) -> None:
     _, outcome = shown
     assert sorted(profiles(outcome)) == sorted(SINGLE + FOUR)
@@ -106,6 +107,7 @@ def test_what_is_asked_of_slurm(shown: tuple[str, Outcome]) -> None:
         assert job.resources["runtime"] == 60 or name.endswith("baseline")
 
 
+@pytest.mark.slow
 def test_the_worked_example_of_the_docs(make_tree: Callable[..., Tree]) -> None:
     """As it is written there: all stages of runs in the GPUs' partition with its memory, as `-n -p` shows, too."""
     tree = make_tree()
@@ -138,6 +140,7 @@ def test_the_worked_example_of_the_docs(make_tree: Callable[..., Tree]) -> None:
     assert re.search(r"^cosmo\.unet +profile +1 node x 1 GPU .* gpu +normal ", table, re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_every_shipped_plan_would_run_on_perlmutter(make_tree: Callable[..., Tree]) -> None:
     """Where its data are, or so it seems: no geometry that its nodes cannot hold, no setting that is refused."""
     tree = make_tree({"results": "results"})

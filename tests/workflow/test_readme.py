@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
+import pytest
+
 from tests.conftest import ROOT
 from tests.workflow.conftest import Tree
 
@@ -23,6 +25,7 @@ def of_snakemake(text: str) -> Edges:
     return {(names[before], names[after]) for before, after in re.findall(r"(id\d+) --> (id\d+)", text)}
 
 
+@pytest.mark.slow
 def test_the_graph_of_rules(make_tree: Callable[..., Tree]) -> None:
     """Without targets, and rules that write settings; of config.yaml's plans."""
     done = make_tree().shell("snakemake --rulegraph mermaid-js")

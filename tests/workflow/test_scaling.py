@@ -31,6 +31,7 @@ PLAN: dict[str, Any] = {
 RUNS = {"b8_ddp_1": (1, 8, True), "b8_ddp_2": (2, 16, True), "b8_no_sync_2": (2, 16, False)}
 
 
+@pytest.mark.slow
 def test_weak_scaling(clone: Tree, tmp_path: Path) -> None:
     clone.config["plans"]["weak"] = PLAN
     clone.write()

@@ -135,6 +135,7 @@ def test_secrets_reach_what_fetches_and_nothing_else(
     assert outside_of_the_users_own(tree) == []
 
 
+@pytest.mark.slow
 def test_a_command_line_may_have_addresses_without_a_login(make_tree: Callable[..., Tree]) -> None:
     """Only datasets have addresses that are fetched."""
 

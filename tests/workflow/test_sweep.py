@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
+
 from tests.workflow.conftest import Tree
 
 PLAN: dict[str, Any] = {
@@ -31,6 +33,7 @@ def call(tree: Tree, dry: bool = False) -> list[str]:
     return outcome.names
 
 
+@pytest.mark.slow
 def test_halving(clone: Tree) -> None:
     """Two trials, of which one diverges and the other one trains on; then a third comes, which is better than none."""
     clone.config["plans"]["swept"] = json.loads(json.dumps(PLAN))

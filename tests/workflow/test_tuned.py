@@ -6,6 +6,7 @@ import os
 import shlex
 from collections.abc import Callable
 
+import pytest
 import yaml
 
 from dlscale.core.records import Duel, Tuning
@@ -25,6 +26,7 @@ JOBS = [
 ]
 
 
+@pytest.mark.slow
 def test_the_command_that_is_named_trains_what_won(finished: tuple[Tree, Outcome], clone: Tree) -> None:
     """In a folder of results whose name has to be quoted, of a plan that only a second file has."""
     (job,) = [job for job in finished[1].jobs if job.rule == "tune"]
@@ -55,6 +57,7 @@ def test_the_command_that_is_named_trains_what_won(finished: tuple[Tree, Outcome
     assert clone.planned(*files).names == []
 
 
+@pytest.mark.slow
 def test_the_command_has_the_settings_of_the_call(make_tree: Callable[..., Tree]) -> None:
     given = """report={"title": "it's"}"""
     jobs = make_tree().planned("--config", given, targets=["plan_tuned"]).jobs
@@ -63,6 +66,7 @@ def test_the_command_has_the_settings_of_the_call(make_tree: Callable[..., Tree]
     assert shlex.split(call) == ["snakemake", "--config", given, "--configfile", "tiny.yaml"]
 
 
+@pytest.mark.slow
 def test_a_raw_file_that_is_not_there_is_said_with_what_to_do(make_tree: Callable[..., Tree]) -> None:
     done = make_tree().shell("snakemake -n plan_cosmo_tune")
     assert done.returncode != 0

@@ -26,6 +26,7 @@ def reasons(tree: Tree) -> list[str]:
     return why(done.output)
 
 
+@pytest.mark.slow
 def test_nothing_changed(clone: Tree) -> None:
     assert reasons(clone) == []
     done = clone.shell("python -m dlscale why --configfile tiny.yaml -- plan_era5")
@@ -59,6 +60,7 @@ def test_what_changed_is_named(clone: Tree) -> None:
     undo()
 
 
+@pytest.mark.slow
 def test_what_was_cut_short_was_not_asked_for(make_tree: Callable[..., Tree]) -> None:
     """Snakemake marks the outputs of a job that runs, and forces it where the mark is found later."""
     tree = make_tree()
@@ -72,6 +74,7 @@ def test_what_was_cut_short_was_not_asked_for(make_tree: Callable[..., Tree]) ->
     assert "era5.vit (throughput): interrupted" in reasons(tree)
 
 
+@pytest.mark.slow
 def test_files_of_a_plan_that_is_not_in_the_configuration(make_tree: Callable[..., Tree]) -> None:
     """As where the page's own advice is followed without the file that has the plan."""
     tree = make_tree()

@@ -150,6 +150,7 @@ def test_nothing_is_left_to_do(finished: tuple[Tree, Outcome]) -> None:
     assert outcome.names == [] and "Nothing to be done" in outcome.output
 
 
+@pytest.mark.slow
 def test_snakemakes_own_report(finished: tuple[Tree, Outcome]) -> None:
     """It holds every page, table and picture that a rule declares, and their captions."""
     tree, _ = finished
@@ -194,6 +195,7 @@ def contents(file: h5py.File) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_data_by_hand(finished: tuple[Tree, Outcome], clone: Tree) -> None:
     """Acquiring, preprocessing and assembling with the printed commands gives the very same file."""
     names = ["acquire boxes box000.h5", "preprocess boxes train box000 0", "preprocess boxes train box000 1"]
@@ -204,6 +206,7 @@ def test_data_by_hand(finished: tuple[Tree, Outcome], clone: Tree) -> None:
     assert contents(h5py.File(clone.results / "data/boxes/train/box000.h5")) == before
 
 
+@pytest.mark.slow
 def test_run_by_hand(finished: tuple[Tree, Outcome], clone: Tree) -> None:
     """Training with the printed command gives the very same weights and metrics, times apart."""
     folder = clone.results / "plans/era5/vit"
@@ -260,6 +263,7 @@ def of(names: list[str], rule: str) -> list[str]:
 TRAINED = sorted(job.removeprefix("train ") for job in EVERYTHING if job.startswith("train "))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("target", "runs", "pages"),
     [
@@ -283,6 +287,7 @@ def test_targets(fresh: Tree, target: str, runs: list[str], pages: list[str]) ->
     assert [name for name in names if name.startswith("report")] == pages
 
 
+@pytest.mark.slow
 def test_half_an_import_is_no_reference(fresh: Tree) -> None:
     """`dlscale import-log` was killed, or is under way."""
     for name in ("theirs", ".theirs.host.1.ab.part"):
@@ -297,10 +302,12 @@ def test_half_an_import_is_no_reference(fresh: Tree) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_same_jobs_by_default(fresh: Tree) -> None:
     assert fresh.planned(targets=[]).names == fresh.planned(targets=["all"]).names
 
 
+@pytest.mark.slow
 def test_plan_of_a_thousand_jobs(fresh: Tree, make_tree: Make) -> None:
     """Three hundred runs: as many trainings and measurements, on one dataset that is made once."""
     config = copy.deepcopy(CONFIG)
@@ -314,6 +321,7 @@ def test_plan_of_a_thousand_jobs(fresh: Tree, make_tree: Make) -> None:
     assert rules["describe"] == rules["configure_plan"] == rules["collect"] == rules["report_plan"] == 1
 
 
+@pytest.mark.slow
 def test_published_plans(make_tree: Make) -> None:
     """Their files need only be there; a plan that lacks them names them."""
     tree = make_tree()
@@ -333,6 +341,7 @@ def test_published_plans(make_tree: Make) -> None:
     assert not of(names, "preprocess") and len(of(names, "describe")) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [("--profile", "perlmutter"), ("--profile", "profiles/perlmutter")])
 def test_perlmutter_is_taken_literally(fresh: Tree, arguments: tuple[str, ...]) -> None:
     """Without Slurm, in a dry run; its jobs are those of any other machine."""
@@ -344,6 +353,7 @@ def test_perlmutter_is_taken_literally(fresh: Tree, arguments: tuple[str, ...]) 
     assert verdict == f"{len(failing)} checks fail: nothing would be submitted"
 
 
+@pytest.mark.slow
 def test_a_dry_run_is_no_wall_of_text(make_tree: Make) -> None:
     """Of the demo as it is shipped, on the cluster: what would run, why, what it costs, and a verdict."""
     tree = make_tree({})
@@ -426,6 +436,7 @@ def test_no_lambda_in_the_rules() -> None:
         assert not re.search(r"\blambda\b", code), file
 
 
+@pytest.mark.slow
 def test_lint(fresh: Tree) -> None:
     outcome = fresh.snakemake("--lint")
     assert outcome.status == 0 and "in a good condition" in outcome.output
@@ -478,6 +489,7 @@ def test_failing_stage(finished: tuple[Tree, Outcome], make_tree: Make) -> None:
     assert not list(tree.path.rglob("pwned*"))
 
 
+@pytest.mark.slow
 def test_prepared_data_with_odd_names(clone: Tree) -> None:
     """Both published layouts, in folders whose names hold commands and quotes."""
     data = clone.results / "data"
@@ -598,6 +610,7 @@ def test_two_checkouts_with_one_folder_of_results(clone: Tree, make_tree: Callab
     assert after.status == 0, after.output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("results", ["/dev/null", "tiny.yaml"])
 def test_results_that_can_be_no_folder(clone: Tree, results: str) -> None:
     clone.config["results"] = results
@@ -607,6 +620,7 @@ def test_results_that_can_be_no_folder(clone: Tree, results: str) -> None:
     assert "Traceback" not in done.output
 
 
+@pytest.mark.slow
 def test_a_dry_run_says_what_would_not_start(clone: Tree) -> None:
     """As the run itself would, which refuses before its first job."""
     clone.config["plans"]["nodes"] = {
