@@ -180,6 +180,7 @@ def slow(fields: dict[str, np.ndarray], factor: int) -> dict[str, np.ndarray]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("chunk", "dtype"),
     [

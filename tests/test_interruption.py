@@ -47,6 +47,7 @@ def same(one: Path, other: Path) -> None:
     assert (one / "model.pt").read_bytes() == (other / "model.pt").read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("every", "workers"),
     [
@@ -159,6 +160,7 @@ def test_another_number_of_ranks_goes_on(tmp_path: Path, era5_data: Path) -> Non
     close(alone, moved, 2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("workers", "how"),
     [

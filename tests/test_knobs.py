@@ -116,6 +116,7 @@ def test_the_best_weights_are_those_of_a_training_that_ended_there(
     assert (folder / "model.pt").read_bytes() != (folder / "model_best.pt").read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("every", "resumed"),
     [

@@ -553,6 +553,7 @@ sys.exit(cli.main(sys.argv[2:]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", ["throughput", pytest.param("train", marks=pytest.mark.slow)])
 def test_an_allocator_that_really_fails(stage: str, tmp_path: Path, cosmo_data: Path) -> None:
     """The system refuses memory beyond a limit: one line, which names settings that then work under the same limit."""

@@ -180,6 +180,7 @@ def _manifest(folder: Path) -> Any:
     return Manifest.read(folder / "manifest.json")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("epochs", [1, pytest.param(14, marks=[pytest.mark.slow, pytest.mark.long])])
 def test_real_digits(tmp_path: Path, shared: Callable[[str], Path], epochs: int) -> None:
     """8,000 of the 10,000 real digits, 2,000 held out: more than 96 % after one epoch, at least 98 % after all."""

@@ -12,6 +12,7 @@ from tests import mutate_files
 TRAINED = ("manifest", "described data", "weights", "checkpoint", "records")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow if name in TRAINED else ()) for name in mutate_files.READERS]

@@ -75,6 +75,7 @@ def test_the_copy_is_the_data(era5_data: Path, disk: Path, place: Any) -> None:
     assert bool(files(disk)) == (place == "local")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "loader", [{"kind": "direct", "workers": 1}, pytest.param({"kind": "torch", "workers": 1}, marks=pytest.mark.slow)]
 )

@@ -153,6 +153,7 @@ def begin_faulty(
     return begin(folder, data, [str(folder / "program.py")], **env)
 
 
+@pytest.mark.slow
 @strategies
 @pytest.mark.parametrize("where", ["data", pytest.param("forward", marks=pytest.mark.slow)])
 def test_a_rank_that_hangs_is_named(tmp_path: Path, era5_data: Path, strategy: str, where: str) -> None:
@@ -166,6 +167,7 @@ def test_a_rank_that_hangs_is_named(tmp_path: Path, era5_data: Path, strategy: s
     assert "This process ends with it" in output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("where", "culprit", "call"), [("checkpoint", 1, 2), pytest.param("writing", 0, 3, marks=pytest.mark.slow)]
 )
@@ -179,6 +181,7 @@ def test_a_rank_that_hangs_between_epochs_is_named(
     assert f"process {1 - culprit} on" not in output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("culprit", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_a_rank_that_holds_pythons_lock_is_not_dead(tmp_path: Path, era5_data: Path, culprit: int) -> None:
     """No thread of its process can show a sign of life, but the other one sees the process; the run goes on."""

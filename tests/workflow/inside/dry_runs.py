@@ -9,9 +9,17 @@ import os
 import sys
 import tempfile
 
-import pydantic  # noqa: F401 - dlscale needs it
+import jinja2  # noqa: F401 - what dlscale and Snakemake's parser of a workflow import
+import numpy  # noqa: F401
+import PIL.Image  # noqa: F401
+import pydantic  # noqa: F401
+import pynvml  # noqa: F401
+import requests  # noqa: F401
 import snakemake.cli
+import snakemake.dag
 import yaml  # noqa: F401
+
+snakemake.cli.get_argument_parser()  # imports the plugins
 
 
 def run(arguments: list[str], output: int) -> None:
