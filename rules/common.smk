@@ -472,6 +472,11 @@ def collect_params(wildcards):
     return own_params("collect", plan_settings(wildcards.plan))
 
 
+def sooner(wildcards):
+    """A job's priority: plans of few runs come first, so that a part of the page is soon whole."""
+    return 1 / len(CONFIG.plans[wildcards.plan])
+
+
 def page_to_fill(wildcards, input):
     """Arguments that name the page of all targets, where that is made. Taking `input` keeps them from counting."""
     if ASKED_PLANS is not CONFIG.workflow.targets:  # some were named, if only the same ones

@@ -11,6 +11,7 @@ rule throughput:
         f"{RESULTS}/logs/throughput/{{plan}}/{{run}}.log",
     benchmark:
         f"{RESULTS}/benchmarks/throughput/{{plan}}/{{run}}.tsv"
+    priority: sooner
     # All cores of one machine, so that no other job disturbs what is timed.
     threads: 64
     resources:
@@ -42,6 +43,7 @@ rule profile:
         f"{RESULTS}/logs/profile/{{plan}}/{{run}}.log",
     benchmark:
         f"{RESULTS}/benchmarks/profile/{{plan}}/{{run}}.tsv"
+    priority: sooner
     # All cores of one machine, so that no other job disturbs what is timed.
     threads: 64
     resources:

@@ -34,6 +34,7 @@ rule collect:
         f"{RESULTS}/logs/collect/{{plan}}.log",
     benchmark:
         f"{RESULTS}/benchmarks/collect/{{plan}}.tsv"
+    priority: sooner
     params:
         stage=collect_params,
         launch=stage_launch,

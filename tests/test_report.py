@@ -1049,6 +1049,7 @@ def test_a_page_is_filled_with_what_is_there(ladder: Results, monkeypatch: pytes
     page = ["--page", json.dumps(options), "--log", ladder.root / "log"]
     fill.main(page[1])
     assert out.stat().st_mtime == OLDEST
+    assert "No plan is done yet." in Page(out.read_text()).text
     shown = Page(out.read_text()).text
     assert "Still to come: ladder, q." in shown and "demo_volumes" in shown
     for number, plan in enumerate(ladder.plans):
