@@ -13,8 +13,8 @@ from dlscale.preflight import cost
 
 #: Seconds from a job's start to its first step: interpreter and libraries.
 START_UP = 5.0
-#: Seconds that a job of the demo takes, by stage: means of one on two cores of a shared AMD EPYC, which took six minutes.
-#: `tune`, which it has not, is a judgement.
+#: Seconds that a job of the demo takes, by stage: means of a demo of six minutes, on two cores of a shared AMD EPYC.
+#: `tune`, which it lacks, is a judgement.
 TYPICAL = {"train": 16.0, "throughput": 13.0, "profile": 8.0, "tune": 60.0, "report": 8.0}
 #: The same of all others, most of it the start.
 OTHERS = 1.2
