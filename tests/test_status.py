@@ -24,7 +24,7 @@ from dlscale.core.progress import SUFFIX, Progress
 from dlscale.core.record import Doing
 from dlscale.core.records import Epoch
 from dlscale.core.text import duration
-from dlscale.preflight import cost, status
+from dlscale.preflight import cost, expected, status
 from tests.conftest import ROOT
 
 RUNS = {"a": {}, "b": {}}
@@ -252,7 +252,8 @@ def test_what_waits_is_a_line_for_each_plan(
     asked = configuration(results)
     found = status.look(asked, ["p"])
     left = status.left_of(asked, found)
-    assert left == 90 + 14 + 2.5 * cost.data_jobs(asked.workflow.datasets["d"], None), "as it says, or as usual"
+    data = expected.OTHERS * cost.data_jobs(asked.workflow.datasets["d"], None)
+    assert left == pytest.approx(90 + expected.TYPICAL["train"] + data), "as it says, or as usual"
     text = status.lines(found, left=left)
     assert text[0] == f"1 running, 2 waiting; about {duration(left)} left"
     assert [line.split("  ")[0] for line in text[1:4]] == ["", "run", "p.b"]
