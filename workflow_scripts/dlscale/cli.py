@@ -309,7 +309,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 stage = importlib.import_module(STAGES[args.stage].module)
                 logging.info(times.STARTED, times.age())
                 stage.main(args)
-                if getattr(args, "page", None):
+                if getattr(args, "page", None):  # by its name: how a page looks decides nothing of what the stage made
                     registry.load("dlscale.report.fill").main(args.page)
             if getattr(args, "telemetry", None) and ranks().rank == 0:
                 telemetry.show(Path(args.telemetry))

@@ -66,7 +66,10 @@ def read_yaml(path: str | Path) -> Raw:
 
 
 def typed(word: str) -> tuple[str, Any]:
-    """Return the key and the value of KEY=VALUE as it was typed; numbers remain strings, as those in Snakemake's."""
+    """Return the key and the value of KEY=VALUE as it was typed; a `UserError` where it is no such word.
+
+    Numbers remain strings, as those in Snakemake's `--config` do.
+    """
     import yaml
 
     key, equals, text = word.partition("=")

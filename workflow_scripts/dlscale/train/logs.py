@@ -40,7 +40,10 @@ FINAL = ("valid/prediction", "_hparams_/", "final/", "best/")
 
 
 class RunLogs:
-    """The logs in a run's folder `out`. They begin with what there was until `step`; all else is removed."""
+    """The logs in a run's folder `out`. They begin with what there was until `step`; all else is removed.
+
+    Of a damaged event file nothing is kept: the epochs are written again, without pictures and single steps.
+    """
 
     def __init__(self, out: Path, history: list[Epoch], published: PublishedLog | None = None, step: int = 0) -> None:
         self._metrics, folder = out / "metrics.jsonl", out / board.NAME
