@@ -70,6 +70,16 @@ def test_the_end_names_the_page_of_what_was_asked(small: Tree) -> None:
 
 
 @pytest.mark.slow
+def test_data_and_tables_fill_the_page_of_all_targets(small: Tree) -> None:
+    """Where they are made for it, and for nothing that was named."""
+    forced = ["--dry-run", "--printshellcmds", "--forcerun", "preview", "collect"]
+    for targets, fills in (([], True), (["plan_one"], False)):
+        done = small.snakemake(*forced, "--", *targets)
+        commands = [job.command for job in done.jobs if job.rule in ("preview", "collect")]
+        assert len(commands) >= 2 and all(("--page" in command) == fills for command in commands), commands
+
+
+@pytest.mark.slow
 def test_a_page_that_failed_is_written_by_the_next_call(small: Tree) -> None:
     """The one before stays, and does not pass for it: of its inputs the table alone is newer."""
     page, table, preview = (small.results / file for file in (OWN, "plans/one/summary.csv", "data/squares/preview.png"))
