@@ -21,6 +21,7 @@
 #   a page that failed       `PersistenceBase.restore_output`: the one before is put back with the time of now, and would
 #                            pass for the new one.
 #   why they would           `workflow.dag.reason`, `workflow.persistence`: said in words.
+import gc
 import logging
 import os
 import re
@@ -38,6 +39,8 @@ from snakemake.logging import logger
 from snakemake.persistence import PersistenceBase
 from snakemake.settings.enums import Quietness
 from snakemake_interface_logger_plugins.common import LogEvent
+
+gc.freeze()  # what is imported stays; to look for garbage among it took a fifth of a dry run
 
 if not workflow.is_main_process:
     # Slurm warns all processes of a job of its time limit; this one leads to the training, which saves then.
