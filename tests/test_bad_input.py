@@ -164,6 +164,7 @@ def test_a_file_that_opens_but_cannot_be_read(tmp_path: Path, refused: Check) ->
         assert f"{path}: cannot be read (" in text and "Nbody" in text and "damaged" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -594,6 +595,7 @@ PREPARED: dict[str, tuple[Callable[[Path], object], dict[str, Any], tuple[str, .
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", PREPARED)
 def test_damaged_published_folders(tmp_path: Path, refused: Check, case: str) -> None:
     damage, more, words = PREPARED[case]
@@ -639,6 +641,7 @@ def test_a_crop_larger_than_the_box(tmp_path: Path, refused: Check, small: tuple
     assert "samples.crop 16 is larger than the boxes of dataset data (8 cells)" in text
 
 
+@pytest.mark.slow
 def test_a_patch_that_does_not_fit_files(tmp_path: Path, refused: Check) -> None:
     settings = era5(write_years(tmp_path / "raw", YEARS))
     folder = make_dataset(tmp_path / "data", settings)
@@ -651,6 +654,7 @@ def test_a_patch_that_does_not_fit_files(tmp_path: Path, refused: Check) -> None
     assert "no pair of states 6 steps apart (samples.dt)" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "content", ["", '{"kind": "cosmo", "fie', "null", "[]", '"text"', "{}", '{"kind": 1, "fields": []}']
 )
@@ -690,6 +694,7 @@ def test_a_manifest_without_its_files(tmp_path: Path, refused: Check, small: tup
     assert "manifest.json: no such file; run the stage that writes it first" in refused(*command)
 
 
+@pytest.mark.slow
 def test_a_split_that_the_dataset_has_not(tmp_path: Path, refused: Check, small: tuple[Path, dict[str, Any]]) -> None:
     folder, settings = small
     manifest = Manifest.read(folder / "manifest.json")
@@ -736,6 +741,7 @@ def test_a_full_disk(full_disk: Path, refused: Check, cosmo_data: Path, era5_dat
         assert text.startswith(f"{out}: no space left"), text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("leave", [4096, 40960])
 def test_a_disk_too_full_for_a_simulated_year(full_disk: Path, era5_data: Path, leave: int) -> None:
     fill(full_disk, leave)
@@ -752,6 +758,7 @@ def test_a_disk_too_full_for_a_simulated_year(full_disk: Path, era5_data: Path, 
     )
 
 
+@pytest.mark.slow
 def test_a_disk_too_full_for_small_files(
     tmp_path: Path, full_disk: Path, refused: Check, small: tuple[Path, dict[str, Any]]
 ) -> None:

@@ -542,6 +542,7 @@ def test_a_local_batch_size_stands_for_the_global_one() -> None:
     jsonschema.validate({"plans": plan(runs={"a": {"local_batch_size": 3}})["plans"]}, config.schema())
 
 
+@pytest.mark.slow
 def test_mistakes_in_a_local_batch_size() -> None:
     both = plan({"batch_size": 4, "local_batch_size": 4})
     one(message(**both), "plans.p.settings", "either batch_size", "local_batch_size")
@@ -1155,6 +1156,7 @@ def test_addresses_of_datasets_are_kept_without_what_is_secret_in_them() -> None
 ENDLESS = int("f" * 10_000, 16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [

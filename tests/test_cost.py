@@ -134,6 +134,7 @@ def test_plans_that_profile(tmp_path: Path) -> None:
     assert (four.qos, four.node_hours, four.gpu_hours) == ("regular", 1.0, 4.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("steps", "epochs"), [(128, 4), (129, 5), (32, 1)])
 def test_steps(tmp_path: Path, steps: int, epochs: int) -> None:
     """Of 16 samples each, 32 to an epoch, 128 to validate first and after each; the slowest of what was published."""
@@ -275,6 +276,7 @@ def test_a_torn_measurement_does_not_count(tmp_path: Path, text: str) -> None:
     assert cost.estimate(work(load(tmp_path), "cosmo_ladder.baseline"), tmp_path, scheduler()).basis == "published"
 
 
+@pytest.mark.slow
 def test_samples_are_counted_where_the_dataset_is(tmp_path: Path) -> None:
     """All pairs 6 times apart: 94 of 100 in one file, 44 of 50 in another, none of 5."""
     here = work(load(tmp_path), "era5_uk.vit")
@@ -463,6 +465,7 @@ def test_charge(tmp_path: Path) -> None:
     assert dear.total("charged_hours") == pytest.approx(2 * plain.total("charged_hours"))
 
 
+@pytest.mark.slow
 def test_time_limits_bound_what_is_not_known(tmp_path: Path) -> None:
     """12 h, or what the QOS allows; data on 32 of 256 CPUs, 2 h a job. Of files nobody knows more before they came."""
     known, unknown = (work(load(tmp_path), f"cosmo_ladder.{run}") for run in ("baseline", "compile"))

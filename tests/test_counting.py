@@ -419,6 +419,7 @@ def test_a_peak_is_not_below_what_the_run_reached(
     assert "more than a matrix product did" in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["tf32", "bf16", "fp16_pure"])
 def test_peaks_of_other_precisions(precision: str) -> None:
     found = peaks.measure_peaks(precision, CPU)

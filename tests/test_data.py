@@ -146,6 +146,7 @@ def test_memory_is_used_again() -> None:
     assert buffers("a", (3, 5)).shape == (3, 5) and buffers("a", (2,), np.float16).dtype == np.float16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", ["dlscale.data.passes", "dlscale.data.loaders.direct_host"])
 def test_compiled_code_has_a_place_where_nothing_can_be_written(module: str) -> None:
     """As in an image without a home: preprocessing and loaders alike."""
@@ -532,6 +533,7 @@ def test_fractions_are_disjoint_volumes(
     assert len(list(tmp_path.glob("*/box.h5"))) == len(expected)
 
 
+@pytest.mark.slow
 def test_periods_are_disjoint_times(tmp_path: Path, era5_data: Path) -> None:
     """Days of one file, cut between two splits of which one is in two years: every time in its own split, once."""
     channels = Manifest.read(era5_data / "manifest.json").fields["fields"].channels
@@ -651,6 +653,7 @@ def test_statistics_are_of_the_training_part_alone(tmp_path: Path, kind: str) ->
     assert described(form(volume((8, 8, 8), 3))) == described(other)
 
 
+@pytest.mark.slow
 def test_a_channel_that_is_constant_in_the_validation_part_is_told(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -89,6 +89,7 @@ def starts_of(count: int, room: tuple[int, ...]) -> np.ndarray:
     return np.random.default_rng(0).integers(0, room, size=(count, 3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["published", "channels last, half, whole"])
 def test_every_symmetry(tmp_path: Path, way: str, name: str) -> None:
     """Bit by bit."""

@@ -300,6 +300,7 @@ def test_min_job_age_of_nothing() -> None:
     assert site_slurm.min_job_age("", 40).status == "warn"
 
 
+@pytest.mark.slow
 def test_profile_says_how_jobs_are_watched(
     tmp_path: Path, command: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -404,6 +405,7 @@ def test_in_a_container(tmp_path: Path, command: Callable[[str, str], None]) -> 
     assert named(found, "torch") == Finding("torch", "ok", FACTS["torch"])
 
 
+@pytest.mark.slow
 def test_engines_are_asked_once(
     tmp_path: Path, command: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

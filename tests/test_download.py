@@ -335,6 +335,7 @@ def test_a_cut_body_is_resumed_at_the_very_byte(remote: Remote, target: Path, at
     assert remote.requests[1].sent == len(BODY) - at
 
 
+@pytest.mark.slow
 def test_a_body_cut_before_its_first_byte_is_asked_for_whole(remote: Remote, target: Path) -> None:
     remote.script = [cut(0)]
     fetch(remote, target)

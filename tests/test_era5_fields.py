@@ -403,6 +403,7 @@ def test_a_dataset_of_months(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------------- points
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("turning", [0, 1])
 @pytest.mark.parametrize("down", [0, 1])
 @pytest.mark.parametrize("north", [0, 1])

@@ -258,6 +258,7 @@ def test_a_source_says_the_truncation(tmp_path: Path) -> None:
     assert waves[17] > 1e-3 * waves[1] > 100 * waves[18:].max()
 
 
+@pytest.mark.slow
 def test_file_is_cf_and_in_range(simulated: xr.Dataset) -> None:
     assert dict(simulated.sizes) == {"time": 120, "latitude": 32, "longitude": 64}
     assert simulated.time.values[0] == np.datetime64("2000-01-01T00")
@@ -341,6 +342,7 @@ def test_a_coarse_grid_samples_the_same_fields(tmp_path: Path) -> None:
         np.testing.assert_allclose(a.t2m.values[..., ::4], b.t2m.values, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_days(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(simulator, "CHUNK_BYTES", 1 << 14)
 

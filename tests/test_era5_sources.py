@@ -250,6 +250,7 @@ def test_values_order_and_levels(tmp_path: Path, form: str, north_first: bool) -
     assert list(tmp_path.iterdir()) == [path]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMATS)
 def test_crop_and_downsampling_against_a_slow_loop(tmp_path: Path, form: str) -> None:
     states = atmosphere(hours=24).isel(latitude=slice(None, None, -1))
@@ -357,6 +358,7 @@ def test_longitudes_go_on_across_the_meridian(tmp_path: Path) -> None:
     np.testing.assert_allclose(source.coordinates["longitude"], 351.25 + 5 * np.arange(6))
 
 
+@pytest.mark.slow
 def test_grib_of_many_shapes(tmp_path: Path) -> None:
     """Levels that start later, another step, accumulations: what xarray's view of a file cannot hold."""
     states, path = atmosphere(), tmp_path / "mixed.grib"
@@ -544,6 +546,7 @@ def test_mistakes_end_in_one_clear_message(tmp_path: Path, case: str) -> None:
         assert text in message
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["netcdf4", "packed", "netcdf3", "grib"])
 def test_torn_files(tmp_path: Path, form: str, capfd: pytest.CaptureFixture[str]) -> None:
     """Cut anywhere, a file is called torn, or it lacks times; the libraries' own complaints are not heard."""
@@ -638,6 +641,7 @@ def test_what_nobody_wrote_is_missing(tmp_path: Path, engine: Any, kind: str) ->
     assert "'t2m' has no value at 2020-02-27 06:00 at latitude 60, longitude 0 (108 such" in refused(tmp_path / "1.nc")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["range", "least", "most", "packed", "of packed values"])
 def test_values_beyond_the_valid_range_are_missing(tmp_path: Path, how: str) -> None:
     states = atmosphere(names=("t2m",))

@@ -397,6 +397,7 @@ def test_bad_datasets_are_one_message(changes: dict[str, Any], words: str) -> No
         resolve.load({"targets": ["imagenet_simulated"], "datasets": {"d": {"kind": "imagenet", **changes}}})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -608,6 +609,7 @@ def dali(samples: Images, share: Share, workers: int = 2) -> Any:
     return build_dali(samples, DaliLoader(kind="dali", workers=workers), share, torch.device("cpu"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["encoded", "decoded"])
 def test_dali_delivers_the_same_crops(tmp_path: Path, folders: dict[str, Any], form: str) -> None:
     """Any rank, from any step, after an epoch that was left; but for the rounding of another decoder and filter."""

@@ -400,6 +400,7 @@ def beside(results: Path, tmp_path: Path, cosmo_data: Path, shared: Callable[[st
     return results
 
 
+@pytest.mark.slow
 def test_the_published_log_and_ours_share_their_tags(beside: Path) -> None:
     """In one view of TensorBoard, from step 0 on, counted in iterations."""
     board = EventMultiplexer()

@@ -77,6 +77,7 @@ def test_stopped_again_and_again_is_never_stopped(
     same(whole, stopped)
 
 
+@pytest.mark.slow
 def test_a_warning_saves_and_goes_on(tmp_path: Path, era5_data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole, warned = (
         configure(tmp_path / "whole"),
@@ -253,6 +254,7 @@ def _agree(rank: int, port: int, folder: str) -> None:
         Path(folder, str(rank)).write_text(repr(heard))
 
 
+@pytest.mark.slow
 def test_all_hear_the_same_at_the_same_step(tmp_path: Path) -> None:
     spawn(_agree, (20000 + os.getpid() % 20000, str(tmp_path)), 3)
     heard = [eval(Path(tmp_path, str(rank)).read_text()) for rank in range(3)]

@@ -102,6 +102,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, losses: Iterable[float], stop: int 
 # ---- the best epoch ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_best_weights_are_those_of_a_training_that_ended_there(
     era5: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -154,6 +155,7 @@ def test_the_best_survives_an_interruption_and_a_worse_epoch_after_it(
     assert (broken / "model_best.pt").read_bytes() == (whole / "model_best.pt").read_bytes()
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_the_best_epoch_holds_its_weights_once(era5: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = []
     for losses in ([3.0, 1.0], [1.0, 3.0]):
@@ -166,6 +168,7 @@ def test_a_checkpoint_of_the_best_epoch_holds_its_weights_once(era5: Make, monke
     assert 0.7 * weights < sizes[1] - sizes[0] < 1.3 * weights
 
 
+@pytest.mark.slow
 def test_what_is_best_is_asked_of_any_metric(era5: Make, capfd: pytest.CaptureFixture[str]) -> None:
     folder = era5(training={"epochs": 2, "keep_best": "rmse/t2m"})
     values = [record["metrics"]["rmse/t2m"] for record in records(folder)]
@@ -299,6 +302,7 @@ def test_the_table_and_the_page_say_what_a_target_took(tmp_path: Path) -> None:
 # ---- given weights -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_run_starts_from_anothers_weights(era5: Make, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """A rate too small to change a bit: what is validated is what was given."""
     first = era5("first", training={"epochs": 1})
@@ -479,6 +483,7 @@ def test_a_tensor_that_is_marked_as_a_folder_is_damaged(tmp_path: Path) -> None:
 # ---- evaluate ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_evaluate_finds_what_the_training_found(
     tmp_path: Path, cosmo_data: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -363,6 +363,7 @@ def tested(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[dic
 Tested = Callable[[str], list[dict[str, Any]]]
 
 
+@pytest.mark.slow
 def test_two_processes_that_are_right(tested: Tested) -> None:
     one, other = tested("right, of two")
     assert "lost" not in one and "lost" not in other and one["links"]["levels"] == other["links"]["levels"]

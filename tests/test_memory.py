@@ -481,6 +481,7 @@ def test_the_message_says_where_and_what_would_fit(tmp_path: Path, cosmo_data: P
         assert needed(**{key: json.loads(value) for key, value in over.items()}) <= limit
 
 
+@pytest.mark.slow
 def test_a_step_that_failed_is_believed(tmp_path: Path, cosmo_data: Path) -> None:
     """However much seems to be free: what needs nearly as much is not said to fit."""
     run = tiny_run("cosmo_unet", tmp_path, batch_size=16)

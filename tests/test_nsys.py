@@ -152,6 +152,7 @@ def record_with(folder: Path, tool: ProfiledTool) -> records.Profile:
     return record
 
 
+@pytest.mark.slow
 def test_what_was_recorded_only_is_imported_later(
     tmp_path: Path, pretended: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -181,6 +181,7 @@ def test_other_files_that_name_no_channels_have_numbers(tmp_path: Path) -> None:
 SIX = 6.0 * np.arange(TIMES["valid"][2003])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("times", "message"),
     [

@@ -1257,6 +1257,7 @@ def test_weaker_naive_answers_stand_below_the_strongest(results: Results) -> Non
     assert "one that needs no learning: yesterday's weather; persistence" in page.text
 
 
+@pytest.mark.slow
 def test_hundreds_of_runs_stay_readable(results: Results) -> None:
     template = results.run("big", "r0", epochs=3)
     for index in range(1, 300):
@@ -1406,6 +1407,7 @@ def test_a_step_waits_no_longer_than_its_batch_loads(results: Results) -> None:
     assert "not explained" in page and "Of a run that was not profiled the bar is FULL" in page
 
 
+@pytest.mark.slow
 def test_steps_of_other_batches_are_drawn_by_the_sample(results: Results) -> None:
     """Both take 40 ms a step; that of twice as many samples is half as long."""
     for name, batch in (("a", 16), ("b", 32)):
@@ -1576,6 +1578,7 @@ def test_names_of_roofs_do_not_overprint(flops: tuple[float, ...]) -> None:
     assert not [(y, line) for y in heights for line in lines if y - 7 < line < y]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
@@ -1724,6 +1727,7 @@ def test_the_best_prediction_leads(ladder: Results) -> None:
     assert pictures == ["4 workers", "baseline", "bf16"]
 
 
+@pytest.mark.slow
 def test_a_naive_answer_that_differs_between_runs_has_no_row(ladder: Results) -> None:
     path = ladder.root / "plans" / "ladder" / "bf16" / "metrics.jsonl"
     path.write_text(path.read_text().replace('"persistence_rmse/t2m":2.67', '"persistence_rmse/t2m":5.34'))
@@ -1776,6 +1780,7 @@ def test_a_browser_shows_it(html: str, tmp_path: Path, width: int) -> None:
     assert len(np.unique((255 * pixels[..., :3]).astype(np.uint8).reshape(-1, 3), axis=0)) > 50, "blank"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not chromium, reason="no chromium on PATH")
 def test_a_narrow_page_shows_what_takes_the_time(explained: Results, tmp_path: Path) -> None:
     """Milliseconds stand beside an operator's name, however long it is, and bullets within the box."""
@@ -1801,6 +1806,7 @@ def test_a_narrow_page_shows_what_takes_the_time(explained: Results, tmp_path: P
     assert all(each["cell"] >= 0 and each["bullet"] >= 24 for each in found), found
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not chromium, reason="no chromium on PATH")
 @pytest.mark.parametrize("width", [390, 1200])
 def test_tables_show_their_values_and_whole_captions(html: str, tmp_path: Path, width: int) -> None:

@@ -96,6 +96,7 @@ def typed(*words: str) -> tuple[list[str], dict[str, Any]]:
     return targets, over
 
 
+@pytest.mark.slow
 def test_settings_are_of_the_plans_that_are_named() -> None:
     own = {"settings": {"optimizer": {"lr": "1e-3"}, "training": {"epochs": "2"}}}
     words = ("optimizer.lr=1e-3", "training={epochs: 2}")
@@ -121,6 +122,7 @@ def test_a_key_from_its_beginning_is_of_the_whole_configuration() -> None:
     assert targets == ["plan_mine"] and over["plans"]["mine"]["runs"] == {"a": {"seed": "7"}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -846,6 +846,7 @@ def test_what_averages_gradients_is_made_on_the_graphs_stream(monkeypatch: pytes
     assert log == ["aside", options, "back", 2**31 - 1] and two.exchanges
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
 def test_a_loss_outlives_the_next_replay(mode: str) -> None:
     """As the compiler's own graphs leave it: in memory that the next step writes to."""

@@ -210,6 +210,7 @@ def test_what_cannot_be_is_refused_with_its_key(plan: dict[str, Any], where: str
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

@@ -394,6 +394,7 @@ def test_walks_draw_from_a_density() -> None:
     assert np.cov(drawn.T) == pytest.approx(np.array([[1.0, 1.6], [1.6, 4.0]]), rel=0.15)
 
 
+@pytest.mark.slow
 def test_the_band_is_that_of_all_worlds_that_fit() -> None:
     """Against worlds drawn from the priors, each counted as often as the measurements are likely in it."""
     seen = [Point(Job(1, 64), 900.0, Measure("SYNTHETIC")), Point(Job(8, 64), 6000.0, Measure("SYNTHETIC"))]
@@ -434,6 +435,7 @@ def test_the_band_holds_the_truth() -> None:
     assert 0.75 * worlds <= inside < worlds
 
 
+@pytest.mark.slow
 def test_the_band_grows_with_the_distance() -> None:
     found = fit(CLUSTER, VIT, list(points(COSTS)))
     assert found.doublings(Job(8, 64)) == 0 and found.doublings(Job(64, 64, tp=4)) == 5
@@ -462,6 +464,7 @@ def checks() -> list[validation.Check]:
     ]
 
 
+@pytest.mark.slow
 def test_every_series_holds_figures_out(checks: list[validation.Check]) -> None:
     titles = [series.title for file in study_files().values() for series in file.series.values()]
     assert sorted({each.series for each in checks}) == sorted(set(titles)) and len(titles) == len(set(titles)) == 9
@@ -503,6 +506,7 @@ def test_simpler_laws() -> None:
     assert validation.amdahl({1: 10.0, 2: 25.0}, 4) == pytest.approx(45, rel=0.15)  # nothing is less than serial
 
 
+@pytest.mark.slow
 def test_the_docs_have_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     """Word for word, and its numbers, which another processor may round differently, to a twentieth."""
     assert stage("plan", "--validate") == 0
@@ -570,6 +574,7 @@ def test_a_plan(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "Cheapest: 1 device" in text or "It is also the cheapest" in text
 
 
+@pytest.mark.slow
 def test_a_plan_says_that_the_machine_was_busy(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of each run that it stands on, where the page does: while it was timed, or trained if nothing timed it."""
     both = ["cosmo_unet.one", "cosmo_unet.two", "--devices", 1, 4]
@@ -865,6 +870,7 @@ def test_mistakes_are_one_message(
     assert expected in error and len(error.strip().splitlines()) == 1 and "Traceback" not in error
 
 
+@pytest.mark.slow
 def test_records_that_are_none(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each is one message that names the file and the field."""
     folder = results / "plans/cosmo_unet/one"

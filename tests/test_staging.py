@@ -96,6 +96,7 @@ def test_a_training_on_the_copy_is_the_same(
     assert [epoch["valid_loss"] for epoch in one] == [epoch["valid_loss"] for epoch in other]
 
 
+@pytest.mark.slow
 def test_parts_that_are_not_copied_are_known(era5_data: Path, tmp_path: Path, disk: Path) -> None:
     """The history of the first validation states may lie in a test file."""
     folder = tmp_path / "data"

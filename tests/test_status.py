@@ -105,6 +105,7 @@ def test_what_runs_elsewhere_has_to_say_so(results: Path, age: float, state: str
     assert rows(results)["p.a"].state == state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("last", "state"),
     [

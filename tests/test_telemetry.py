@@ -271,6 +271,7 @@ def test_rates_are_by_the_second(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (found.received_bytes_per_second, found.sent_bytes_per_second) == (100, 200)
 
 
+@pytest.mark.slow
 def test_it_looks_once_a_second(tmp_path: Path) -> None:
     path = tmp_path / "train.csv"
     with beside(path, os.getpid(), 1, 0):

@@ -293,6 +293,7 @@ def test_a_synthetic_loader_trains(era5: Make) -> None:
 # --- validation -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_validation_is_fixed_and_counts_each_sample_once(cosmo: Make, cosmo_data: Path) -> None:
     """A learning rate too small to change a weight: every epoch must find the same, that of the initial model."""
     folder = cosmo(batch_size=3, samples={"valid": 8}, training={"epochs": 3}, optimizer={"lr": 1e-30})
@@ -461,6 +462,7 @@ class _Slow(TorchLoader):
         yield from super().epoch(epoch, start)
 
 
+@pytest.mark.slow
 def test_the_wait_for_the_first_batch_counts(tmp_path: Path, weather: Path) -> None:
     make_era5(tmp_path, {"training": {"epochs": 1}})
     with trainer(tmp_path, weather, _Slow) as made:
@@ -1467,6 +1469,7 @@ def test_an_epoch_smaller_than_a_batch_trains_and_is_told(era5: Make, caplog: py
     assert [(r["step"], r["samples"]) for r in records(folder)] == [(1, 38)]
 
 
+@pytest.mark.slow
 def test_another_image_trains_anew(tmp_path: Path, weather: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its numbers are its own: none are taken over from a checkpoint that another image made."""
     folder = make_era5(tmp_path / "run", {"training": {"epochs": 1}})

@@ -179,6 +179,7 @@ def test_a_run_that_ends_is_told(tmp_path: Path, cosmo_data: Path) -> None:
         turns.close()
 
 
+@pytest.mark.slow
 def test_a_run_that_hangs_is_told_and_given_up(
     tmp_path: Path, cosmo_data: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

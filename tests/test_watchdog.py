@@ -509,6 +509,7 @@ def test_off_means_that_nothing_judges(monkeypatch: pytest.MonkeyPatch) -> None:
                 thread.join()
 
 
+@pytest.mark.slow
 def test_who_cannot_be_reached_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as nobody:  # bound, and not listening
         nobody.bind(("127.0.0.1", 0))

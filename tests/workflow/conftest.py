@@ -106,6 +106,7 @@ for _study in sorted(TINY.keys() - {plan["study"] for plan in CONFIG["plans"].va
     CONFIG["datasets"][_study] = TINY[_study]["dataset"]
     CONFIG["plans"][_study] = {
         "study": _study,
+        "measure": ["train"],  # to be timed are enough
         "settings": {**TINY[_study]["run"], "dataset": _study},
         "runs": {"tiny": {}},
     }

@@ -109,6 +109,7 @@ def test_the_question(clone: Tree) -> None:
         assert wrong.returncode != 0 and wrong.stdout == "" and said in wrong.stderr, wrong
 
 
+@pytest.mark.slow
 def test_another_image_makes_all_again(clone: Tree) -> None:
     """What was computed natively is computed again in a container, and says so; fetched files stay."""
     (clone.path / "image.sif").write_bytes(b"an image")

@@ -368,6 +368,7 @@ def test_a_dry_run_is_no_wall_of_text(make_tree: Make) -> None:
     assert re.fullmatch(r"\d+ jobs; about .* until the end", lines[-1])
 
 
+@pytest.mark.slow
 def test_mistake_in_the_configuration_is_its_message_alone(make_tree: Make) -> None:
     config = copy.deepcopy(CONFIG)
     config["plans"]["era5"]["settings"]["optimiser"] = {"lr": 1}
