@@ -405,6 +405,7 @@ def probe(package: Path, *files: Path) -> tuple[set[str], str]:
     return {name.removeprefix("dlscale.") for name in reached.split()}, digest
 
 
+@pytest.mark.slow
 def test_what_parsing_found_is_kept_by_content(package: Path, tmp_path: Path) -> None:
     """A later call parses what changed alone, and comes to what one finds that keeps nothing."""
     kept = tmp_path / "parsed.json"
@@ -550,6 +551,7 @@ def test_data_of_a_study_of_one_file_stand_on_what_makes_them(monkeypatch: pytes
     _source.cache_clear()
 
 
+@pytest.mark.slow
 def test_a_change_reaches_the_tests_that_import_it() -> None:
     """Themselves, by another test file, or by modules of the package; of the rules, those of the workflow."""
     page, rule = PACKAGE / "report/figures.py", ROOT / "rules/train.smk"

@@ -142,6 +142,7 @@ def test_an_open_tensorboard_shows_what_is_newest(tmp_path: Path) -> None:
         server.wait(30)
 
 
+@pytest.mark.slow
 def test_telemetry_elsewhere_is_not_shown(tmp_path: Path, tiny_data: Callable[[str], Path]) -> None:
     """By hand it may lie anywhere: nothing is written beside it."""
     (tmp_path / "run").mkdir()

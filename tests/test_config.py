@@ -203,6 +203,7 @@ def test_mistakes_outside_of_runs(changes: Raw, path: str, words: tuple[str, ...
     one(message(**changes), path, *words)
 
 
+@pytest.mark.slow
 def test_parts_of_another_study() -> None:
     one(message(**plan(runs={"a": {"model": {"kind": "vit"}}})), "plans.p.runs.a.model.kind", "'vit'", "unet3d")
     one(message(**plan({"model": {"kind": "unet3d"}}, study="era5_vit")), "plans.p.settings.model.kind", "vit")
@@ -358,6 +359,7 @@ def test_a_yaml_package_without_its_parser_is_named(tmp_path: Path, monkeypatch:
         read_yaml(tmp_path / "mine.yaml")
 
 
+@pytest.mark.slow
 def test_numbers_as_yaml_and_the_command_line_give_them(tmp_path: Path) -> None:
     """YAML reads 5E-4 as a string, and in a mapping behind --config everything is one."""
     file = tmp_path / "mine.yaml"
@@ -556,6 +558,7 @@ def test_mistakes_in_a_local_batch_size() -> None:
     one(message(**plan(runs={"a": parts})), "plans.p.runs.a", "accumulation_steps 3", "2 samples")
 
 
+@pytest.mark.slow
 def test_another_kind_replaces_a_section_but_not_a_plan() -> None:
     found = load(
         datasets={"box": {"source": {"kind": "prepared", "train": ["a.h5"], "valid": ["b.h5"]}}},
@@ -643,6 +646,7 @@ def complaints(raw: Any) -> list[list[Any]]:
     return [list(error.absolute_path) for error in jsonschema.Draft202012Validator(config.schema()).iter_errors(plain)]
 
 
+@pytest.mark.slow
 def test_the_schema_accepts_what_is_valid(capsys: pytest.CaptureFixture[str]) -> None:
     jsonschema.Draft202012Validator.check_schema(config.schema())
     assert complaints(yaml.safe_load((ROOT / "config.yaml").read_text())) == []

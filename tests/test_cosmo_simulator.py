@@ -106,6 +106,7 @@ def test_initial_field_has_the_asked_power() -> None:
     assert all(field.dtype == np.float32 and abs(field.mean(dtype=np.float64)) < 1e-6 for field in fields)
 
 
+@pytest.mark.slow
 def test_spectrum_is_normalised_to_sigma8() -> None:
     physics = Physics(redshift=0.0, sigma8=0.9)
     k = np.geomspace(1e-4, 50, 20001)
@@ -309,6 +310,7 @@ def fitted(columns: list[np.ndarray], target: np.ndarray) -> float:
     return float(np.std(target.ravel() - matrix @ solution))
 
 
+@pytest.mark.slow
 def test_gas_has_something_to_learn(box: dict[str, np.ndarray]) -> None:
     # Constant > linear fit of a voxel's four inputs > the same that also sees the inputs smoothed: the order that
     # makes a network with a receptive field worth its training.

@@ -270,6 +270,7 @@ def test_the_digest_is_that_of_the_stage(tmp_path: Path) -> None:
             assert len(digests) == 1, resolved.name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"batch_size": 64, "nranks": 1, "FULL": 3}', "\xff"])
 def test_a_torn_measurement_does_not_count(tmp_path: Path, text: str) -> None:
     measured(tmp_path, work(load(tmp_path), "cosmo_ladder.baseline"), 1.0).write_text(text, encoding="latin-1")
@@ -664,6 +665,7 @@ def test_data_jobs(settings: dict) -> None:
 # ---- what is said ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_lines(tmp_path: Path) -> None:
     configuration = load(tmp_path)
     works = [Work("data", "cosmo_demo", "data", jobs=10)]

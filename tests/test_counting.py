@@ -371,6 +371,7 @@ def test_a_peak_does_not_depend_on_how_it_begins(threads: int, monkeypatch: pyte
     assert 0.75 * threads * rate < peaks.product_rate(torch.float32, CPU) <= threads * rate
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_copy_is_that_of_the_threads_together(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the rate of a single loop over NumPy's copies: as much, or up to as many times as there are threads."""
@@ -460,6 +461,7 @@ def test_the_stage_says_what_is_reached(tmp_path: Path, tiny_data: Callable[[str
     assert (tmp_path / "tensorboard" / "events.out.tfevents.of.training").exists()
 
 
+@pytest.mark.slow
 def test_counting_has_no_cost_of_memory() -> None:
     """The parameters alone would be 632 MB, the activations of 64 samples some 500 GB."""
     case = Case("era5_vit", {"embed_dim": 1024}, (360, 720), 64)

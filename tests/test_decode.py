@@ -160,6 +160,7 @@ def test_positions_beyond_32_bits(tmp_path: Path, way: str) -> None:
     assert torch.equal(found, truth(samples.input, 0, starts, [0, 14, 47]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["streamed", "resident"])
 @pytest.mark.parametrize("make", [crops, pairs])
 def test_loaders_deliver_what_the_step_takes(tmp_path: Path, way: str, make: Any, backend: str) -> None:

@@ -485,6 +485,7 @@ def test_which_driver_a_cuda_needs(cuda: str, driver: str, needed: int | None) -
     assert said is None or {f"{cuda},", str(needed), driver} < set(said.split())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("facts", "status", "word"),
     [
@@ -797,6 +798,7 @@ def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
         yield server.getsockname()[1]
 
 
+@pytest.mark.slow
 def test_network(tmp_path: Path, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def found(site: dict | None = None) -> Finding:
         source = {"kind": "files", "train": [f"http://127.0.0.1:{port}/a"], "valid": [f"http://127.0.0.1:{port}/b"]}

@@ -254,6 +254,7 @@ def test_an_empty_file(remote: Remote, target: Path) -> None:
     assert target.read_bytes() == b""
 
 
+@pytest.mark.slow
 def test_a_good_file_is_not_fetched_again(remote: Remote, target: Path) -> None:
     target.write_bytes(BODY)
     before = target.stat()

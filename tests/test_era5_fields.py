@@ -89,6 +89,7 @@ def test_a_member_is_chosen(tmp_path: Path, states: xr.Dataset, form: str) -> No
     assert "'t2m' has the members 0 and 2" in refused(path, {"number": [0, 2]})
 
 
+@pytest.mark.slow
 def test_members_in_files_of_their_own(tmp_path: Path, states: xr.Dataset) -> None:
     """Even where they share no time: a series of two members is none."""
     one, other = states.isel(time=slice(0, 4)), states.isel(time=slice(4, 8))
@@ -231,6 +232,7 @@ def forecasts(path: Path, form: str) -> tuple[Path, xr.Dataset]:
     return path, states
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["grib", "steps", "valid times"])
 def test_forecasts_stand_at_the_time_they_are_valid(tmp_path: Path, form: str) -> None:
     path, states = forecasts(tmp_path / "forecast", form)
@@ -278,6 +280,7 @@ def monthly(count: int = 24, stamp: str = "first") -> xr.Dataset:
     return states.assign_coords(time=stamps[stamp].astype("datetime64[ns]"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stamp", ["first", "middle", "last"])
 def test_months_are_a_time_axis(tmp_path: Path, stamp: str) -> None:
     states = monthly(stamp=stamp)

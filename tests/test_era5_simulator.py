@@ -224,6 +224,7 @@ def back_trajectory(fields: xr.Dataset, seconds: float) -> dict[str, Any]:
     return {"t2m": carried[..., 0], "vo": carried[..., 1] - coriolis}
 
 
+@pytest.mark.slow
 def test_knowing_the_flow_beats_persistence(tmp_path: Path) -> None:
     # the same model, sampled finely, so that linear interpolation is not what is tested
     path = tmp_path / "fine.nc"

@@ -410,6 +410,7 @@ def test_memory_is_bounded_by_what_bytes_per_row_says(tmp_path: Path, form: str,
     assert states.nbytes > 2 * bound
 
 
+@pytest.mark.slow
 def test_only_what_is_asked_for_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     states = atmosphere(hours=80, step=1, names=("t2m", "z"))
     path = write(states, tmp_path / "file.grib", "grib")
@@ -601,6 +602,7 @@ def test_levels_that_are_no_pressures_are_not_called_so(tmp_path: Path) -> None:
     assert "no level 7; its levels: 850, 500, 200" in message and "hPa" not in message
 
 
+@pytest.mark.slow
 def test_a_missing_value_has_a_date_a_place_and_a_reason(tmp_path: Path) -> None:
     states = atmosphere(names=("t2m",))
     states.t2m[2, 3, 4] = np.nan

@@ -93,6 +93,7 @@ def samples(folder: Path, split: str, **more: Any) -> Images:
 # ---- packs -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shards", [1, 3])
 def test_a_pack_holds_the_files_as_they_are(tmp_path: Path, folders: dict[str, str], shards: int) -> None:
     """All of them, class by class in sorted order, whatever the number of packs."""
@@ -143,6 +144,7 @@ def test_validation_is_the_same_from_either_form(tmp_path: Path, folders: dict[s
             assert np.array_equal(one, other) and one.dtype == other.dtype
 
 
+@pytest.mark.slow
 def test_packing_is_repeatable(tmp_path: Path) -> None:
     """Equal bytes, whoever makes them; another seed makes others."""
     digests = []
@@ -307,6 +309,7 @@ def test_folders_that_nobody_looks_at(tmp_path: Path, folders: dict[str, str]) -
     assert looks(folders)["train-0000.h5"] == unwatched["train-0000.h5"]
 
 
+@pytest.mark.slow
 def test_packs_of_folders_that_are_gone_stay(tmp_path: Path, folders: dict[str, str]) -> None:
     """Removed, or emptied, as where a disk is not mounted; a pack tells how its files looked."""
     data = make_dataset(tmp_path / "made", settings(folders, shards={"train": 3}))

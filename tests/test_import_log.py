@@ -181,6 +181,7 @@ def one_curve(folder: Path, *files: list[tuple[int, float, Values]]) -> list[imp
     return import_log.read(logs, {"a": "loss/valid"}, frozenset())[0]["loss/valid"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [3000, 4001, 10_000, 30_000])
 def test_a_long_log_keeps_points_from_begin_to_end(tmp_path: Path, count: int) -> None:
     curve = one_curve(tmp_path, [(n, n, {"a": n}) for n in range(count)])
@@ -340,6 +341,7 @@ def test_mistakes(
 # ---- the page -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_page_draws_it_beside_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On one scale: steps, samples and seconds of both."""
     monkeypatch.chdir(tmp_path)

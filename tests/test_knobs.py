@@ -356,6 +356,7 @@ def test_resumed_it_goes_on_with_its_own_weights(era5: Make, monkeypatch: pytest
     assert (broken / "model.pt").read_bytes() == (whole / "model.pt").read_bytes()
 
 
+@pytest.mark.slow
 def test_weights_are_read_from_a_checkpoint(era5: Make) -> None:
     folder = era5(training={"epochs": 1})
     (checkpoint,) = folder.glob("checkpoints/*/step-*")
@@ -529,6 +530,7 @@ def test_evaluate_finds_what_the_training_found(
     assert "p.s: no such run; expected PLAN.RUN, or a run's folder; there are: p.r" in said(capfd)
 
 
+@pytest.mark.slow
 def test_evaluate_of_a_split_that_is_not_there(era5: Make, era5_data: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """And of a run of several devices: one evaluates it."""
     folder = era5(training={"epochs": 1})
@@ -663,6 +665,7 @@ def test_wandb_offline_has_the_numbers_of_metrics_jsonl(era5: Make, monkeypatch:
     assert not run.host and not run.HasField("git")
 
 
+@pytest.mark.slow
 def test_wandb_has_what_was_before_the_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As step 0, of an epoch that it is told and of one that it finds; a number that is not known is left out."""
     monkeypatch.delenv("WANDB_MODE", raising=False)

@@ -66,6 +66,7 @@ def test_torchrun_starts_a_process_a_device() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_srun_is_told_the_whole_geometry() -> None:
     found = launch(site(engine="none", starter="srun", scheduler=SCHEDULER), HERE, EIGHT)
     assert found == [
@@ -538,6 +539,7 @@ def test_resources_are_all_that_is_asked_for(perlmutter: slurm.Scheduler) -> Non
     assert asked == set(slurm.RESOURCES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("geometry", [None, ONE, FOUR, EIGHT, Geometry(nodes=2)])
 def test_what_is_shown_is_what_sbatch_gets(perlmutter: slurm.Scheduler, geometry: Geometry | None) -> None:
     """By the executor's own words; account and partition it adds itself, and of one process it says what is usual."""

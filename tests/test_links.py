@@ -385,6 +385,7 @@ def test_four_processes_on_pretended_nodes(tested: Tested) -> None:
     assert found.nodes == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=[pytest.mark.parallel] * (case.ranks > 2)) for name, case in CASES.items() if case.said],

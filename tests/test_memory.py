@@ -396,6 +396,7 @@ def test_a_killed_process_of_the_loader_is_a_lack_of_memory(tmp_path: Path, cosm
                 os.kill(loader._loader._iterator._workers[0].pid, signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_what_an_exception_was_raised_from_counts(tmp_path: Path, cosmo_data: Path) -> None:
     """Two exceptions deep: that it is memory, how much was asked for, and where."""
     run = tiny_run("cosmo_unet", tmp_path)

@@ -602,6 +602,7 @@ def _draw(rank: int, ranks: int, port: int, folder: str, meshes: list[dict[str, 
             torch.save({**seen, "places": places}, Path(folder, f"{number}.{rank}.pt"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "meshes"),
     [

@@ -49,6 +49,7 @@ def files(folder: Path, digits: tuple[np.ndarray, np.ndarray], zipped: bool = Fa
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("zipped", [False, True])
 @pytest.mark.parametrize("pieces", [1, 3])
 def test_idx_files_are_stored_as_they_are(

@@ -198,6 +198,7 @@ def test_a_report_without_steps_says_so(tmp_path: Path) -> None:
         summarize(path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("column", ["globalPid", "srcKind", "correlationId", "dstKind"])
 def test_a_column_that_is_not_there_is_unknown(column: str, tmp_path: Path) -> None:
     path = TWO_STEPS.write(tmp_path / "nsys.sqlite")

@@ -271,6 +271,7 @@ def test_a_profiler_that_does_not_work_says_why(
     assert not (tmp_path / "b/profile").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "words"),
     [

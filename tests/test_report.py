@@ -423,6 +423,7 @@ def test_what_was_left_out_is_said_once_with_its_reason(ladder: Results) -> None
     assert told < text.index("waiting for data"), "before what was measured"
 
 
+@pytest.mark.slow
 def test_a_busy_machine_is_given_away(results: Results) -> None:
     """The same computation at several speeds; and FULL above what can be."""
     for name, triplet in (("a", (90.0, 100.0, 80.0)), ("b", (500.0, 60.0, 58.0))):
@@ -670,6 +671,7 @@ def test_best_loss_is_the_least_and_skips_what_is_not_a_number(results: Results)
     assert "NaN" in results.report()
 
 
+@pytest.mark.slow
 def test_a_used_run_is_read_where_it_is(ladder: Results) -> None:
     ladder.run("other", "more", triplet=(300.0, 300.0, 220.0))
     plan = ladder.plan("other", {"start": "start", "more": "more"}, use={"start": ("ladder", "bf16")})
@@ -880,6 +882,7 @@ def test_a_gain_within_the_spread_of_the_trials_is_none(results: Results) -> Non
     assert "within the noise (1.20×)" in str(gained(plan))
 
 
+@pytest.mark.slow
 def test_only_a_ladder_has_gains(results: Results) -> None:
     for name, full in (("a", 24.0), ("b", 20.0)):
         results.run("p", name, triplet=(200.0, 25.0, full), precision=name)
@@ -1595,6 +1598,7 @@ def test_the_memory_of_a_processor_is_the_whole_process(explained: Results, kind
     assert " ".join(words.split()) in Page(explained.report()).text
 
 
+@pytest.mark.slow
 def test_the_verdict_and_what_to_try_next_are_told(explained: Results) -> None:
     page = Page(explained.report()).text
     assert "Loading and computing in turn" in page and "Try next:" in page

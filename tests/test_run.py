@@ -172,6 +172,7 @@ def test_the_call() -> None:
     assert run.command(rest, ["plan_a"], {})[3:] == ["--forcerun", "train", "--", "plan_b", "plan_a"]
 
 
+@pytest.mark.slow
 def test_options_and_their_help_reach_it(tmp_path: Path) -> None:
     """Whatever the command line's own parser takes for an option."""
     dlscale = [sys.executable, "-m", "dlscale", "run"]

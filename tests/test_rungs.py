@@ -965,6 +965,7 @@ def test_the_libraries_here_are_right(dtype: torch.dtype, channels_last: bool) -
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.slow
 def test_a_run_in_16_bits_is_checked_and_no_other(
     tmp_path: Path, cosmo_data: Path, era5_data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

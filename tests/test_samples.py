@@ -217,6 +217,7 @@ def test_seeds_epochs_and_streams_are_independent() -> None:
     assert len(orders) == 25
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bound", [1, 2, 3, 7, 48, 449])
 def test_below_is_uniform_and_reaches_its_last_value(bound: int) -> None:
     draws = 100 * bound

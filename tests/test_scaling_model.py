@@ -615,6 +615,7 @@ def told(capsys: pytest.CaptureFixture[str], *arguments: object) -> list[str]:
     return capsys.readouterr().out.splitlines()
 
 
+@pytest.mark.slow
 def test_what_was_measured_stands_beside_what_is_predicted(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """And what the fit misses is said; nothing else is."""
     both = ["cosmo_unet.one", "cosmo_unet.two", "--devices", 1, 2, 4]
@@ -656,6 +657,7 @@ def test_reasons_are_said_once(results: Path, capsys: pytest.CaptureFixture[str]
     assert "The memory of devices that share a model is rough" in "".join(lines)
 
 
+@pytest.mark.slow
 def test_what_is_lost_to_computing(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A batch that is cut small pays what a step costs without any sample: more than one device alone does."""
     (row,) = planned(capsys, "cosmo_unet.one", "--devices", 4, "--batch-size", 4)
@@ -698,6 +700,7 @@ def test_the_first_epoch_is_left_out(results: Path, tmp_path: Path) -> None:
     assert epoch.rate == 90
 
 
+@pytest.mark.slow
 def test_a_plan_with_links_that_were_measured(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Those of the largest run hold, unless a machine is named."""
     path = results / "plans/cosmo_unet/two/throughput.json"
@@ -823,6 +826,7 @@ def test_runs_that_are_fitted_together_are_alike(results: Path, capsys: pytest.C
     assert study.fit.work.gradients == 2 * sum(p.numel() for p in unet.parameters())
 
 
+@pytest.mark.slow
 def test_a_plan_of_devices_that_share_a_model(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
     whole, shared = planned(capsys, "era5_vit.one", "--devices", 4, "--tp", 1, 2)
     assert (whole["dp"], shared["dp"], shared["tp"]) == (4, 2, 2) and shared["memory"] < whole["memory"]

@@ -198,6 +198,7 @@ def test_runs_that_do_the_same_work_are_no_headline(results: Results) -> None:
     assert headline.line(plan).startswith("p: 75.5 samples/s; "), "all do the same work"
 
 
+@pytest.mark.slow
 def test_a_headline_is_never_noise(results: Results) -> None:
     """141 over 140 samples/s; what is told is the first run, and who is as fast."""
     timed(results, "plain", 140, noisy(1.0, seed=1))

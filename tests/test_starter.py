@@ -355,6 +355,7 @@ def test_nothing_is_learnt_of_noise(tmp_path: Path) -> None:
     assert metrics["rmse_of_naive"] == pytest.approx(12**-0.5, rel=0.02)
 
 
+@pytest.mark.slow
 def test_channels_of_any_name_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a preview a $ is a $, by which matplotlib begins mathematics: as if each had been escaped."""
     x = np.random.default_rng(0).normal(size=(4, 2, 6, 5)).astype(np.float32)

@@ -307,6 +307,7 @@ def test_a_plan_that_is_called_as_its_dataset(results: Path) -> None:
     assert rows(results)["data d"].state == "waiting"
 
 
+@pytest.mark.slow
 def test_a_plan_of_a_file_that_was_not_named(results: Path) -> None:
     args = argparse.Namespace(plans=["mine"], json=False, watch=False)
     with pytest.raises(UserError) as refused:

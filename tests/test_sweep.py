@@ -168,6 +168,7 @@ def test_cost_counts_each_rung_with_the_trials_that_it_will_have(tmp_path: Path)
     assert len(left) == 8 + 2 + 1 and "seed-5-rung1" not in left
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sweep", "message"),
     [
@@ -217,6 +218,7 @@ def test_what_a_sweep_cannot_have() -> None:
     assert resolve.load({"targets": ["best"], "plans": plans}).plans["best"]["again"].run.seed == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "over"),
     [
@@ -369,6 +371,7 @@ def test_who_ends_early_at_a_target_is_not_behind(swept: Path) -> None:
     assert read_plan(swept, rung=0).ranked[0].name == "lr-0p3" and second["epoch"] == 2
 
 
+@pytest.mark.slow
 def test_a_metric_that_is_not_there_names_the_nearest(swept: Path, capsys: Any) -> None:
     plan = yaml.safe_load(swept.read_text())
     for metric, status in (("accuracy", 0), ("samples_per_second", 0), ("acuracy", 2)):

@@ -210,6 +210,7 @@ def test_energy_a_sample() -> None:
 # ---- beside real processes --------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_it_says_what_the_processes_do(tmp_path: Path) -> None:
     """A child that computes, a child that reads a disk, a neighbour that belongs to nobody here."""
     size, path, file = 8 << 20, tmp_path / "telemetry/train.csv", tmp_path / "file"

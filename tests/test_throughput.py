@@ -67,6 +67,7 @@ def benchy_reader(path: Path) -> dict[str, tuple[float, float]]:
     return found
 
 
+@pytest.mark.slow
 def test_benchys_readers_read_it(measured: Path) -> None:
     text = measured.read_text()
     assert text.count("\n") == 1
@@ -261,6 +262,7 @@ def test_a_trial_waits_for_the_device_at_both_ends(monkeypatch: pytest.MonkeyPat
     assert found.trial_time[0] < 1, "nothing of what was at work before"
 
 
+@pytest.mark.slow
 def test_a_trial_lasts_as_long_as_it_is_asked_to() -> None:
     """Batches of 2 ms: the first counted trial has as many as 0.2 s take, though the first of all is slow."""
     first = itertools.chain([0.3], itertools.repeat(0.002))

@@ -367,6 +367,7 @@ def trainer(folder: Path, data: Path, loader: type[TorchLoader] = TorchLoader, *
         yield Trainer(run, session.step, session.share(), (loaders[0], loaders[1]), metrics, checkpoints, World())
 
 
+@pytest.mark.slow
 def test_a_step_has_no_more_samples_than_an_epoch(era5: Make, weather: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 38 samples and a batch of 64 the samples/s that are told while it trains are those of 38 a step."""
     folder = era5(batch_size=64, training={"epochs": 3})
@@ -379,6 +380,7 @@ def test_a_step_has_no_more_samples_than_an_epoch(era5: Make, weather: Path, mon
     assert told and seconds == [pytest.approx(round(each)) for each in seconds], "whole, as the clock is"
 
 
+@pytest.mark.slow
 def test_what_was_before_the_first_step(era5: Make, weather: Path) -> None:
     """The losses of a model that has learnt nothing, and nothing is learnt otherwise for having looked at it."""
     over = {"training": {"epochs": 2}, "samples": {"train": 9}, "model": DROPS}
@@ -1115,6 +1117,7 @@ def test_what_makes_a_training_itself(finished: Path, weather: Path, tmp_path: P
     assert len({own, *others}) == 1 + 13
 
 
+@pytest.mark.slow
 def test_checkpoints_are_as_often_and_as_many_as_asked(era5: Make) -> None:
     over = {"samples": {"train": 4, "valid": 2}, "batch_size": 4}
     folder = era5("a", training={"epochs": 5, "checkpoint_epochs": 2, "keep_checkpoints": 9}, **over)
@@ -1429,6 +1432,7 @@ def test_a_model_that_does_not_fit_the_data_is_refused(
     assert "model.patch 5 x 5 does not divide the fields of dataset data (16 x 32 points)" in message(capfd)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("training", "said"),
     [

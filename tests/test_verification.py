@@ -42,6 +42,7 @@ def first(manifest: Path, split: str = "train") -> Path:
     return data.path(data.splits[split][0])
 
 
+@pytest.mark.slow
 def test_a_flipped_bit_ends_a_training_before_its_first_step(
     manifest: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

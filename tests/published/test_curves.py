@@ -280,6 +280,7 @@ def overlap(one: np.ndarray, other: np.ndarray) -> float:
     return float(np.mean(np.array(every) >= distance(tuple(range(half))) * (1 - 1e-12)))
 
 
+@pytest.mark.slow
 def test_overlap_is_a_fair_judge() -> None:
     """Curves from one distribution are told apart in one of twenty cases, as is meant; a shift by three is always."""
     rng = np.random.default_rng(0)

@@ -21,6 +21,7 @@ from dlscale.core.settings import validate
 from dlscale.core.stages import RUN_STAGES, STAGES
 from dlscale.data import parts
 from dlscale.data.parts import load_dataset
+from tests.conftest import TINY
 from tests.workflow.conftest import CONFIG, OUTSIDE, RESULTS, TARGETS, TITLE, Outcome, Tree
 from tests.workflow.jobs import (
     ALL,
@@ -180,6 +181,7 @@ class Row:
     edit: Edit
     jobs: list[str]
     arguments: tuple[str, ...] = ()
+    slow: bool = False  #: Of a study and its data, where two others have the same rows.
 
 
 def components() -> Iterator[Row]:
@@ -190,7 +192,7 @@ def components() -> Iterator[Row]:
         dataset = validate(dataset_type(), CONFIG["datasets"][name])
         yield Row(f"study {study}", append(file), runs(name))
         for model in dict.fromkeys(re.findall(r"from dlscale\.models\.(\w+) import [A-Z]", source)):
-            yield Row(f"model {model}", append(f"{PACKAGE}/models/{model}.py"), runs(name))
+            yield Row(f"model {model}", append(f"{PACKAGE}/models/{model}.py"), runs(name), slow=name in TINY)
         jobs = {
             "samples": runs(name),
             "source": since("preprocess", name),
@@ -201,7 +203,7 @@ def components() -> Iterator[Row]:
         for role, expected in jobs.items():
             module = role and registry.module_of(kind, role)
             if module and module not in registry.DEFAULTS.values():
-                yield Row(f"{kind}: {role}", append(file_of(module)), expected)
+                yield Row(f"{kind}: {role}", append(file_of(module)), expected, slow=name in TINY)
 
 
 def users(module: str) -> list[str]:
@@ -519,7 +521,14 @@ def test_what_decides_no_result_makes_nothing_run(finished: tuple[Tree, Outcome]
     assert len(HARMLESS) > 20
 
 
-@pytest.mark.parametrize("row", [row for row in ROWS if row not in HARMLESS], ids=lambda row: row.name)
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param(row, marks=[pytest.mark.slow] if row.slow else [], id=row.name)
+        for row in ROWS
+        if row not in HARMLESS
+    ],
+)
 def test_exactly_what_changed_would_run(row: Row, finished: tuple[Tree, Outcome]) -> None:
     tree, _ = finished
     undo = row.edit(tree)
