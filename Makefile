@@ -3,7 +3,7 @@
 #   make demo                      the whole workflow at demo scale
 #   make test ARGS="-k loader"     ARGS reaches pytest, snakemake (demo) or the benchmarks
 #   make demo PYTHON=python3.12    another Python for a new environment
-#   make install UV=uv             another installer than pip
+#   make install UV=               with pip, where uv is there, too
 #   make demo ENGINE=podman        in a container (or docker): no Python needed here. IMAGE names an image that is
 #                                  there already; else it is built, with BUILD_ARGS for the engine's `build`
 #
@@ -58,9 +58,9 @@ $(LOCK): requirements.lock | $(VENV)/bin/python
 	@left='^$$'; ! grep -Eqi '^include-system-site-packages *= *true' $(VENV)/pyvenv.cfg || left='^(torch|triton)=='; \
 	sed -E "/$$left/d" requirements.lock >$@
 
-# pip, or uv where it is named (`make install UV=uv`): quicker, and it takes the PyTorch that the device here needs. It
-# does not see what an environment made with --system-site-packages has.
-UV ?=
+# uv where it is there, or else pip. uv is quicker, and takes the PyTorch that the device here needs; but it does not see
+# what an environment made with --system-site-packages has.
+UV ?= $(shell grep -qi '^include-system-site-packages *= *true' $(VENV)/pyvenv.cfg 2>/dev/null || command -v uv)
 UV_TORCH_BACKEND ?= auto
 export UV_TORCH_BACKEND
 INSTALL := $(if $(UV),$(UV) pip install --python $(VENV)/bin/python,python -m pip install --disable-pip-version-check) \

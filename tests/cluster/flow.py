@@ -41,7 +41,7 @@ CONFIG: dict[str, Any] = {
                 "one": {},
                 "pair": {"geometry": {"nodes": 2}},
                 "eight": {"geometry": {"nodes": 2, "gpus_per_node": 4}},
-                "mesh": {"geometry": {"nodes": 2, "gpus_per_node": 4, "tp": 2}},
+                "mesh": {"geometry": {"nodes": 2, "gpus_per_node": 2, "tp": 2}},
             },
         },
         "long": {

@@ -109,7 +109,10 @@ def load(raw: Mapping[str, Any]) -> Configuration:
                 what = f"a new {section[:-1]} needs {' and '.join(absent)}{nearest(name, known)}"
                 raise UserError(f"configuration: {section}.{name}: {what}")
     merge(merged, user)
-    workflow = validate(workflow_class(), merged)
+    try:
+        workflow = validate(workflow_class(of_runs=False), merged)
+    except UserError:
+        workflow = validate(workflow_class(), merged)  # its message names the nearest of all keys
     for name in workflow.studies:
         if name not in files:
             raise UserError(f"configuration: studies: {unknown('study', name, files)}; or give the path of its file")

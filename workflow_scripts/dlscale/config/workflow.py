@@ -61,12 +61,16 @@ class Workflow(Strict):
     budget: Budget = Budget()
 
 
-def workflow_class() -> type[Workflow]:
-    """Return the class of configurations with what is registered now."""
-    plan: Any = plan_class()
+def workflow_class(*, of_runs: bool = True) -> type[Workflow]:
+    """Return the class of configurations with what is registered now.
+
+    That names the keys `of_runs`, too, which takes as long to make as all that is configured to read.
+    """
     own: dict[str, Any] = {
         "datasets": (dict[Name, dataset_type()], Field({}, description=DATASETS)),  # type: ignore[misc]
-        "studies": (dict[Name, study_settings()], Field({}, description=STUDIES)),  # type: ignore[misc]
-        "plans": (dict[Name, plan], Workflow.model_fields["plans"]),
     }
+    if of_runs:
+        plan: Any = plan_class()
+        own["studies"] = (dict[Name, study_settings()], Field({}, description=STUDIES))  # type: ignore[misc]
+        own["plans"] = (dict[Name, plan], Workflow.model_fields["plans"])
     return create_model("Workflow", __base__=Workflow, __doc__=Workflow.__doc__, **own)
