@@ -68,7 +68,7 @@ _RATE: float | None = None
 
 
 def test_shapes(make: Callable[..., Flow]) -> None:
-    """One GPU on a shared node; one on each of two nodes; two nodes with four tasks each; a mesh of four; the report."""
+    """One GPU on a shared node; one on each of two nodes; four tasks on each; a mesh of two on each; the report."""
     flow = make()
     assert flow.run() == 0, flow.output[-8000:]
     rows = {
