@@ -58,11 +58,9 @@ $(LOCK): requirements.lock | $(VENV)/bin/python
 	@left='^$$'; ! grep -Eqi '^include-system-site-packages *= *true' $(VENV)/pyvenv.cfg || left='^(torch|triton)=='; \
 	sed -E "/$$left/d" requirements.lock >$@
 
-# uv where it is there, or else pip. uv is quicker, and takes the PyTorch that the device here needs; but it does not see
-# what an environment made with --system-site-packages has.
+# uv where it is there, which is quicker, or else pip. With UV_TORCH_BACKEND=auto uv takes the PyTorch that the device here
+# needs. It does not see what an environment made with --system-site-packages has.
 UV ?= $(shell grep -qi '^include-system-site-packages *= *true' $(VENV)/pyvenv.cfg 2>/dev/null || command -v uv)
-UV_TORCH_BACKEND ?= auto
-export UV_TORCH_BACKEND
 INSTALL := $(if $(UV),$(UV) pip install --python $(VENV)/bin/python,python -m pip install --disable-pip-version-check) \
     --constraint $(LOCK) --editable
 # On a terminal what an installer says is one line that changes; where it fails, its last lines stay.

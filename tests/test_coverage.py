@@ -85,6 +85,10 @@ def configuration(site: str = "", config: tuple[str, ...] = ()) -> Configuration
     return resolve.load(raw)
 
 
+of_snakemake = functools.cache(get_argument_parser)
+of_dlscale = functools.cache(cli.parser)
+
+
 def check(command: str) -> None:
     """Fail unless a command names what there is."""
     words = shlex.split(command)
@@ -103,7 +107,7 @@ def check(command: str) -> None:
 
 
 def snakemake(words: list[str]) -> None:
-    args = parsed(get_argument_parser(), words)
+    args = parsed(of_snakemake(), words)
     profiles = [path for path in (*(args.profile or []), args.workflow_profile) if path and path != "none"]
     for path in profiles:
         assert (ROOT / path).is_dir() or (ROOT / "profiles" / path).is_dir(), f"no profile {path}"
@@ -120,7 +124,7 @@ def snakemake(words: list[str]) -> None:
 
 
 def dlscale(words: list[str]) -> None:
-    args = parsed(cli.parser(), words)
+    args = parsed(of_dlscale(), words)
     site = getattr(args, "profile", None) or ""
     known = configuration(site, config=tuple(args.config) if args.stage in cli.QUESTIONS else ())
     for plan in getattr(args, "plans", None) or []:
