@@ -61,7 +61,7 @@ $(LOCK): requirements.lock | $(VENV)/bin/python
 # uv where it is there, which is quicker, or else pip. With UV_TORCH_BACKEND=auto uv takes the PyTorch that the device here
 # needs. It does not see what an environment made with --system-site-packages has.
 UV ?= $(shell grep -qi '^include-system-site-packages *= *true' $(VENV)/pyvenv.cfg 2>/dev/null || command -v uv)
-INSTALL := $(if $(UV),$(UV) pip install --python $(VENV)/bin/python,python -m pip install --disable-pip-version-check) \
+INSTALL := $(if $(UV),$(UV) pip install --compile-bytecode --python $(VENV)/bin/python,python -m pip install --disable-pip-version-check) \
     --constraint $(LOCK) --editable
 # On a terminal what an installer says is one line that changes; where it fails, its last lines stay.
 quietly = 2>&1 | tee $(VENV)/install.log | if [ -t 1 ]; then \
