@@ -26,6 +26,8 @@ BUILD_ARGS ?=
 export PATH := $(BIN):$(PATH)
 export VIRTUAL_ENV := $(CURDIR)/$(VENV)
 unexport PYTHONHOME
+# Hundreds of processes would each compile what they import.
+unexport PYTHONDONTWRITEBYTECODE
 # The demo is of this machine, whatever profile its user has for others.
 unexport SNAKEMAKE_PROFILE
 
