@@ -60,10 +60,11 @@ $(LOCK): requirements.lock | $(VENV)/bin/python
 	@left='^$$'; ! grep -Eqi '^include-system-site-packages *= *true' $(VENV)/pyvenv.cfg || left='^(torch|triton)=='; \
 	sed -E "/$$left/d" requirements.lock >$@
 
-# uv where it is there, which is quicker, or else pip. With UV_TORCH_BACKEND=auto uv takes the PyTorch that the device here
-# needs. It does not see what an environment made with --system-site-packages has.
-UV ?= $(shell grep -qi '^include-system-site-packages *= *true' $(VENV)/pyvenv.cfg 2>/dev/null || command -v uv)
-INSTALL := $(if $(UV),$(UV) pip install --compile-bytecode --python $(VENV)/bin/python,python -m pip install --disable-pip-version-check) \
+# uv where it is there, which is quicker, or else pip: where pip has an index or packages of its own, of which uv does not
+# know, and where .venv was made with --system-site-packages, which uv does not see. `UV=` is pip in any case.
+UV ?= $(shell grep -qis '^include-system-site-packages *= *true' $(VENV)/pyvenv.cfg || \
+    python3 -m pip config list 2>/dev/null | grep -E 'index-url|find-links' >/dev/null || command -v uv)
+INSTALL = $(if $(UV),$(UV) pip install --compile-bytecode --python $(VENV)/bin/python,python -m pip install --disable-pip-version-check) \
     --constraint $(LOCK) --editable
 # On a terminal what an installer says is one line that changes; where it fails, its last lines stay.
 quietly = 2>&1 | tee $(VENV)/install.log | if [ -t 1 ]; then \

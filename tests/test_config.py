@@ -359,7 +359,6 @@ def test_a_yaml_package_without_its_parser_is_named(tmp_path: Path, monkeypatch:
         read_yaml(tmp_path / "mine.yaml")
 
 
-@pytest.mark.slow
 def test_numbers_as_yaml_and_the_command_line_give_them(tmp_path: Path) -> None:
     """YAML reads 5E-4 as a string, and in a mapping behind --config everything is one."""
     file = tmp_path / "mine.yaml"

@@ -341,7 +341,6 @@ def test_mistakes(
 # ---- the page -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_the_page_draws_it_beside_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On one scale: steps, samples and seconds of both."""
     monkeypatch.chdir(tmp_path)

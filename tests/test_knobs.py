@@ -102,7 +102,6 @@ def pretend(monkeypatch: pytest.MonkeyPatch, losses: Iterable[float], stop: int 
 # ---- the best epoch ------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_the_best_weights_are_those_of_a_training_that_ended_there(
     era5: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -484,7 +483,6 @@ def test_a_tensor_that_is_marked_as_a_folder_is_damaged(tmp_path: Path) -> None:
 # ---- evaluate ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_evaluate_finds_what_the_training_found(
     tmp_path: Path, cosmo_data: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

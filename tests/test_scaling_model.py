@@ -506,7 +506,6 @@ def test_simpler_laws() -> None:
     assert validation.amdahl({1: 10.0, 2: 25.0}, 4) == pytest.approx(45, rel=0.15)  # nothing is less than serial
 
 
-@pytest.mark.slow
 def test_the_docs_have_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     """Word for word, and its numbers, which another processor may round differently, to a twentieth."""
     assert stage("plan", "--validate") == 0

@@ -270,7 +270,6 @@ def done(folder: Path, manifest: Path, checkpoints: Path) -> tuple[list[dict[str
     return timeless, torch.load(folder / "model.pt", weights_only=True)
 
 
-@pytest.mark.slow
 def test_rungs_end_bitwise_where_one_training_does(tmp_path: Path, digits: Path) -> None:
     """Schedule, drop-out and samples are those of the whole; a rung that is done again does not see later ones."""
     epochs, weights = done(make(tmp_path / "whole"), digits, tmp_path / "a")

@@ -17,7 +17,7 @@ import yaml
 
 from tests.cluster.cluster import Cluster
 from tests.conftest import ERA5, ERA5_RUN
-from tests.waiting import until
+from tests.waiting import PATIENCE, until
 
 #: Faster than on a production site, where asking often would be a burden.
 QUICK = ["--slurm-init-seconds-before-status-checks=3", "--latency-wait=5"]
@@ -111,9 +111,11 @@ class Flow:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
 
-    def until(self, what: str, ready: Callable[[], Any], process: subprocess.Popen[str]) -> Any:
+    def until(
+        self, what: str, ready: Callable[[], Any], process: subprocess.Popen[str], seconds: float = PATIENCE
+    ) -> Any:
         """Wait until `ready` returns something true, and return that; the process must not end before."""
-        return until(what, ready, process, lambda: self.output[-5000:])
+        return until(what, ready, process, lambda: self.output[-5000:], seconds)
 
     def log(self, run: str = "long/run") -> str:
         """The log of a run's training, so far."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -137,8 +138,10 @@ def both(*edits: Edit) -> Edit:
     """Make several edits."""
 
     def edit(tree: Tree) -> Undo:
-        undos = [each(tree) for each in edits]
-        return lambda: [undo() for undo in reversed(undos)]
+        with contextlib.ExitStack() as undos:  # also where one of them fails
+            for each in edits:
+                undos.callback(each(tree))
+            return undos.pop_all().close
 
     return edit
 
@@ -316,16 +319,18 @@ ROWS = [
     Row("touched manifest", touch("results/data/boxes/manifest.json"), []),
     Row("comment in a rule", append("rules/train.smk", "\n# Edited.\n"), []),
     Row("comment in the Snakefile", append("Snakefile", "\n# Edited.\n"), []),
-    Row("comment in the configuration", append("tiny.yaml", "\n# Edited.\n"), []),
     Row("a rule's message", replace("rules/train.smk", '"Train ', '"Edited: train '), []),
     Row("a rule's threads", replace("rules/train.smk", "threads: train_threads", "threads: 32"), []),
     Row("number of cores", touch("config.yaml"), [], ("--cores", "1")),
     Row("a profile's value", replace("profiles/local/profile.yaml", "latency-wait: 2", "latency-wait: 3"), []),
     Row("another profile", touch("config.yaml"), [], ("--profile", "perlmutter")),
-    Row("order of keys", reorder, []),
     Row(
         "a dataset that no run uses", configure("datasets.more", {"kind": "cosmo", "source": {"kind": "simulated"}}), []
     ),
+    Row("site's GPUs: the commands have another --device", configure("site", {"gpu": True}), []),
+    # These two after all that write the configuration.
+    Row("order of keys", reorder, []),
+    Row("comment in the configuration", append("tiny.yaml", "\n# Edited.\n"), []),
     # A rule's command: Snakemake's own code trigger.
     Row(
         "a rule's command",
@@ -411,7 +416,6 @@ ROWS = [
     ),
     Row("batch size", configure("plans.era5.settings.batch_size", 2), ["configure_run era5 vit", *runs("years")]),
     Row("report's title", configure("report.title", "Edited"), ["report"]),
-    Row("site's GPUs: the commands have another --device", configure("site", {"gpu": True}), []),
     Row(
         "plan's title",
         configure("plans.era5.title", "Edited"),
@@ -514,6 +518,8 @@ def test_what_decides_no_result_makes_nothing_run(finished: tuple[Tree, Outcome]
     tree, _ = finished
     undo = both(*(row.edit for row in HARMLESS))(tree)
     try:
+        text = (tree.path / "tiny.yaml").read_text()
+        assert text.startswith("site:") and text.endswith("# Edited.\n"), "no edit has taken another one back"
         planned = tree.planned()
     finally:
         undo()

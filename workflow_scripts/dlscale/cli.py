@@ -341,11 +341,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _imported(module: str) -> ModuleType:
     """Return a module, which takes a fifth longer where Python looks for garbage among all that it imports."""
+    enabled = gc.isenabled()
     gc.disable()
     try:
         return importlib.import_module(module)
     finally:
-        gc.enable()
+        if enabled:
+            gc.enable()
 
 
 def _watched(args: argparse.Namespace) -> AbstractContextManager[None]:

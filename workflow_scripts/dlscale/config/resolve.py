@@ -113,6 +113,8 @@ def load(raw: Mapping[str, Any]) -> Configuration:
         workflow = validate(workflow_class(of_runs=False), merged)
     except UserError:
         workflow = validate(workflow_class(), merged)  # its message names the nearest of all keys
+    for name in registry.added():  # nothing else looks at one that has no plan yet
+        registry.kind(registry.study(name).dataset)
     for name in workflow.studies:
         if name not in files:
             raise UserError(f"configuration: studies: {unknown('study', name, files)}; or give the path of its file")

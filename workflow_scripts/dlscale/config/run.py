@@ -275,7 +275,8 @@ class Throughput(Strict):
     beside: Seconds = Field(
         30.0,
         description="Seconds for which a run of one process is timed in turn with the plan's first run, from which its "
-        "speed-up is known: so many at most, and up to three times as many where the machine is busy; 0: it is not.",
+        "speed-up is known: so many at most, and up to three times as many where the machine is busy; 0: it is not. "
+        "The first run is timed with a copy of itself, if for ten seconds or more.",
     )
     error: PositiveFloat = Field(
         0.01,
