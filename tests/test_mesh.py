@@ -297,8 +297,9 @@ def learnt(tmp_path_factory: pytest.TempPathFactory) -> Any:
     def of(name: str) -> list[dict[str, Any]]:
         ranks = STRATEGIES[name].ranks
         if ranks not in folders:
-            folders[ranks] = tmp_path_factory.mktemp(f"ranks{ranks}")
-            learn_together(ranks, folders[ranks], [each for each, case in STRATEGIES.items() if case.ranks == ranks])
+            folder = tmp_path_factory.mktemp(f"ranks{ranks}")
+            learn_together(ranks, folder, [each for each, case in STRATEGIES.items() if case.ranks == ranks])
+            folders[ranks] = folder
         return of_ranks(folders[ranks], name, ranks)
 
     return of
