@@ -305,7 +305,7 @@ def beside(wildcards):
     """The run that a run is timed in turn with, if it is."""
     run = run_of(wildcards)
     first = first_run(wildcards.plan)
-    # In less time a run and its copy are not found to differ by as little as they do.
+    # How little a run and its copy differ takes ten seconds to see.
     enough = run.throughput.beside >= 10 if run is first else run.throughput.beside > 0
     return first if enough and run.processes.world_size == 1 else None
 

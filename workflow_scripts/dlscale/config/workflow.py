@@ -64,7 +64,11 @@ class Workflow(Strict):
 def workflow_class(*, of_runs: bool = True) -> type[Workflow]:
     """Return the class of configurations with what is registered now.
 
-    That names the keys `of_runs`, too, which takes as long to make as all that is configured to read.
+    Parameters
+    ----------
+    of_runs
+        Whether it names the keys of runs, too, as the JSON schema and messages need: making it then takes as long as
+        reading all that is configured.
     """
     own: dict[str, Any] = {
         "datasets": (dict[Name, dataset_type()], Field({}, description=DATASETS)),  # type: ignore[misc]
