@@ -28,14 +28,16 @@ from tests.test_launcher import HERE, site
 from tests.test_parallel import STUDIES, close, configure
 from tests.waiting import PATIENCE
 
-#: Says which rank it is, once all have met: its own number, and the sum of all ranks' numbers.
+#: Says which rank it is, once all have met: its own number, and the sum of all ranks' numbers. A line is one write, or
+#: those of two ranks mix (PYTHONUNBUFFERED writes each word by itself).
 MEET = """
 import torch
 from dlscale.config.run import Geometry
 from dlscale.parallel.world import join
 with join(Geometry(nodes={nodes}, gpus_per_node={each}), "cpu") as world:
     total = world.sum(torch.tensor([float(world.rank)]))
-    print(f"rank {{world.rank}} of {{world.size}}, {{world.local_rank}} here, all together {{int(total)}}", flush=True)
+    said = f"rank {{world.rank}} of {{world.size}}, {{world.local_rank}} here, all together {{int(total)}}"
+    print(f"{{said}}\\n", end="", flush=True)
 """
 
 
@@ -62,7 +64,8 @@ STAY = (
     + """
     import os, pathlib
     folder = pathlib.Path(os.environ.get("DLSCALE_MEET", "/none")).parent
-    print("by", os.environ.get("GLOO_SOCKET_IFNAME"), oct(folder.stat().st_mode & 0o777), flush=True)
+    said = f"by {{os.environ.get('GLOO_SOCKET_IFNAME')}} {{oct(folder.stat().st_mode & 0o777)}}"
+    print(f"{{said}}\\n", end="", flush=True)
     input()
 """
 )
