@@ -68,11 +68,11 @@ INSTALL = $(if $(UV),$(UV) pip install --compile-bytecode --python $(VENV)/bin/p
     --constraint $(LOCK) --editable
 # On a terminal what an installer says is one line that changes; where it fails, its last lines stay.
 quietly = 2>&1 | tee $(VENV)/install.log | if [ -t 1 ]; then \
-    awk '{ printf "\r\033[K%.78s", $$0; fflush() } END { printf "\r\033[K" }'; else cat >/dev/null; fi || { tail -n 20 $(VENV)/install.log >&2; exit 1; }
+    while IFS= read -r line; do printf '\r\033[K%.78s' "$$line"; done; printf '\r\033[K'; else cat >/dev/null; fi || { tail -n 20 $(VENV)/install.log >&2; exit 1; }
 
 # A stamp is renewed when what it was made from has changed, and only then.
 $(VENV)/.installed: pyproject.toml $(LOCK)
-	$(say) 'Installing dlscale with $(if $(UV),uv,pip): PyTorch and some ninety packages, a minute or two'
+	$(say) 'Installing dlscale with $(if $(UV),uv,pip): PyTorch and some ninety packages, $(if $(UV),half a minute,a minute or two)'
 	@$(INSTALL) . $(quietly)
 	@touch $@
 

@@ -10,7 +10,8 @@
 #   the end of a call        `workflow.execute`: a dry run calls no hook, nor does a call that finds all made; what hooks
 #                            say of a failure is not the last word; and a dry run ends well whatever is said in it.
 #   a quiet dry run          `workflow.output_settings.quiet`, `snakemake.logging`: it is no profile's own.
-#   a call that is shown     `snakemake.logging`: `dlscale run` draws how far it is; its log file has all.
+#   a call that is shown     `snakemake.logging`: `dlscale run` draws how far it is; its log file has all. No hook is
+#                            called where a checkpoint has made further jobs.
 #   a page that fills        `snakemake.logging`: it wonders at an output that is there before its job begins.
 #   an interrupted call      `snakemake.logging`: of jobs that have saved and ended it says that they failed.
 #   jobs that failed         `workflow.scheduler.failed`: each is named at the end, with its last word.
@@ -92,6 +93,18 @@ if workflow.is_main_process:
                 handler.addFilter(is_wrong)
 
 
+def whenever_a_job_begins(act):
+    """Have a call do this whenever one of its jobs begins, too: a checkpoint may have made further ones."""
+
+    def begins(record):
+        if getattr(record, "event", None) == LogEvent.JOB_INFO:
+            act()
+        return True
+
+    for handler in logger.handlers[:1]:
+        handler.addFilter(begins)
+
+
 def site_name():
     """The profile's site."""
     resource = (workflow.resource_settings.default_resources or {}).get("site")
@@ -99,20 +112,30 @@ def site_name():
     return str(text).strip("'\"") if text else None
 
 
+def files_of_results():
+    """The files of results that are named on the command line, each as the parts of its path in there."""
+    return [Path(word).relative_to(RESULTS).parts for word in sys.argv[1:] if Path(word).is_relative_to(RESULTS)]
+
+
 def asked_plans():
-    """The plans that are named on the command line, by target or file, or the targets; none where data alone are."""
+    """The plans that are named on the command line, by target or file, or the targets; none where data alone are.
+
+    A job of a scheduler is a call of its own, which does not say what was asked for: none.
+    """
+    if not workflow.is_main_process:
+        return []
     words = sys.argv[1:]
-    files = [Path(word).relative_to(RESULTS).parts for word in words if Path(word).is_relative_to(RESULTS)]
     named = {word.removeprefix("plan_") for word in words if word.startswith("plan_")}
-    named |= {parts[1] for parts in files if parts[:1] == ("plans",) and len(parts) > 2}
+    named |= {parts[1] for parts in files_of_results() if parts[:1] == ("plans",) and len(parts) > 2}
     named |= {plan for word in words if word.startswith("study_") for plan in STUDIES.get(word[len("study_") :], [])}
     named &= set(CONFIG.plans)
     return [plan for plan in CONFIG.plans if plan in named] or ([] if asked_datasets() else CONFIG.workflow.targets)
 
 
 def asked_datasets():
-    """The datasets that are named as targets."""
+    """The datasets that are named, by target or file."""
     named = {word.removeprefix("data_") for word in sys.argv[1:] if word.startswith("data_")}
+    named |= {parts[1] for parts in files_of_results() if parts[:1] == ("data",) and len(parts) > 2}
     return [name for name in CONFIG.workflow.datasets if name in named]
 
 

@@ -117,6 +117,7 @@ rule preview:
         f"{RESULTS}/logs/preview/{{dataset}}.log",
     benchmark:
         f"{RESULTS}/benchmarks/preview/{{dataset}}.tsv"
+    priority: 2  # before what is timed, for which it would wait: the first sight of the page
     params:
         stage=preview_params,
         launch=stage_launch,

@@ -113,7 +113,7 @@ def show_outlook():
         fail += f": nothing would {'be submitted' if SITE.scheduler else 'start'}"
         lines += ["", coloured(fail, "red", sys.stderr)]
     else:
-        lines += [cost.outlook(table, len(jobs), None if SITE.scheduler else time_of(jobs))]
+        lines += [cost.outlook(table, len(jobs), None if SITE.scheduler else time_of(jobs, works))]
     print(*lines, sep="\n", file=sys.stderr)
     return int(bool(problems))
 
@@ -143,9 +143,24 @@ def jobs_to_tell():
     ]
 
 
-def time_of(jobs):
-    """How long jobs take on this machine together."""
-    return expected.in_all([(seconds_of(job), job.threads) for job in jobs], workflow.resource_settings.cores or 1)
+def time_of(jobs, works):
+    """How long jobs take on this machine together, and what of the same works is no job yet: a later rung's."""
+    there = {(job.rule.name, job.wildcards.plan, job.wildcards.run) for job in jobs if job.rule.name in RUN_STAGES}
+    later = [work for work in works if work.run and (work.stage, work.plan, work.run_name) not in there]
+    taken = [(seconds_of(job), job.threads) for job in jobs]
+    taken += [(expected.seconds(work.stage, work, Path(RESULTS)), work.run.threads or 64) for work in later]
+    return expected.in_all(taken, workflow.resource_settings.cores or 1)
+
+
+#: How many jobs were told to the process that shows how far this call is.
+TOLD = [0]
+
+
+def tell_jobs():
+    """Tell the process that shows how far this call is of its jobs, when there are more than it knows."""
+    if len(jobs_to_run()) > TOLD[0]:
+        TOLD[0] = len(jobs_to_run())
+        live.tell(jobs_to_tell())
 
 
 SOURCES = Path(".snakemake/sources")
@@ -213,7 +228,8 @@ def show_pages():
         pages = [page for plan in plans if (page := Path(RESULTS, "plans", plan, "report.html")).exists()]
     for page in pages:
         old = page not in files and any(page.stat().st_mtime < file.stat().st_mtime for file in files if file.exists())
-        newer = f" (older than what was asked for: snakemake plan_{page.parent.name} writes it anew)" if old else ""
+        again = shlex.join(["snakemake", *own_settings(), "--", f"plan_{page.parent.name}"])
+        newer = f" (older than what was asked for: {again} writes it anew)" if old else ""
         print(f"Report: {page.resolve()}{newer}", file=sys.stderr)
     for picture in [] if pages else [file for file in files if file.name == "preview.png"]:
         print(f"Preview: {picture.resolve()}", file=sys.stderr)
@@ -247,7 +263,8 @@ onstart:
     if doctor.failed(findings) or (works and SITE.engine != "none" and not IMAGE):
         raise WorkflowError("Not ready: nothing was started. See the lines with FAIL above.")
     if live.asked():
-        live.tell(jobs_to_tell())
+        tell_jobs()
+        whenever_a_job_begins(tell_jobs)
     for page in [file for file in asked_files() if Path(file).suffix == ".html"][:1]:
         print(f"The page will be {Path(page).resolve()}", file=sys.stderr)
 
@@ -274,9 +291,10 @@ def show_results():
         print(headline.line(plan), file=sys.stderr)
     if len(plans) > RESULTS_SHOWN:
         print(f"and {many(len(plans) - RESULTS_SHOWN, 'more plan')}, on the page", file=sys.stderr)
-    if plans:
-        run = plans[0].best or plans[0].runs[0]
-        print(f"Next: dlscale explain {plans[0].name}.{run.name}: what holds it back, what to try", file=sys.stderr)
+    best_first = [(plan, run) for plan in plans for run in [*filter(None, [plan.best]), *plan.runs]]
+    for plan, run in [(plan, run) for plan, run in best_first if run.throughput or run.profile][:1]:
+        call = shlex.join(["dlscale", "explain", f"{plan.name}.{run.name}", *own_settings()])
+        print(f"Next: {call}  # what holds it back, what to try", file=sys.stderr)
 
 
 onsuccess:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import functools
 import subprocess
+from collections.abc import Iterable
 from pathlib import Path
 
 from dlscale.core import fingerprint
@@ -15,6 +16,10 @@ from dlscale.core import fingerprint
 ROOT = Path(__file__).resolve().parents[1]
 #: What every test stands on: a change of it is for `make test`.
 COMMON = {ROOT / "tests/conftest.py"}
+#: The table of stages: the fingerprint of sources, by which modules are found here, leaves it out.
+STAGES = ROOT / "workflow_scripts/dlscale/core/stages.py"
+#: Where what differs changes what is tested.
+TESTED = ("workflow_scripts/", "tests/", "rules/", "profiles/", "docs/examples/", "Snakefile", "config.yaml")
 
 
 def files(since: str) -> set[Path]:
@@ -26,6 +31,12 @@ def files(since: str) -> set[Path]:
 
     names = [*git("diff", "--name-only", since), *git("ls-files", "--others", "--exclude-standard")]
     return {ROOT / name for name in names}
+
+
+def unseen(different: set[Path], tests: Iterable[Path]) -> list[str]:
+    """Return what differs that no test file imports, though it is tested: data, templates, settings."""
+    seen = frozenset[Path]().union(*map(reached, set(tests)))
+    return sorted(name for file in different - seen if (name := str(file.relative_to(ROOT))).startswith(TESTED))
 
 
 @functools.cache
@@ -42,11 +53,18 @@ def reached(test: Path) -> frozenset[Path]:
                 todo.append(file)
     if test.parent.name == "workflow":
         found |= {ROOT / "Snakefile", ROOT / "config.yaml", *ROOT.glob("rules/*"), *ROOT.glob("profiles/*/*")}
-    package = (fingerprint._file(name) for name in fingerprint.reachable(modules, whole=True))
-    return frozenset({*found, *(file for file in package if file)})
+    package = {fingerprint._file(name) for name in fingerprint.reachable(modules, whole=True)} - {None}
+    stages = (
+        {STAGES}
+        if any("dlscale.core.stages" in _imported(file) for file in found | package if file.suffix == ".py")
+        else set[Path]()
+    )
+    return frozenset({*found, *package, *stages})
 
 
+@functools.cache
 def _imported(file: Path) -> set[str]:
+    """Return the names that a file imports, modules or what is in them."""
     names = set[str]()
     for node in ast.walk(ast.parse(file.read_bytes())):
         if isinstance(node, ast.Import):

@@ -692,7 +692,7 @@ MUTATIONS = [
         "parallel/model.py",
         "k, v = (_gathered(x, self._cp, TOKENS_OF_HEADS, Partial()) for x in (k, v))",
         "k, v = (torch.cat([x] * self._cp.size(), TOKENS_OF_HEADS) for x in (k, v))",
-        "test_parallel.py::test_several_train_as_one_does[context parallel]",
+        "test_mesh.py::test_a_strategy_learns_what_one_process_learns[2 cp]",
     ),
     Mutation(
         "loss_of_one_rank",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -31,8 +32,18 @@ def test_each_mutation_has_a_test_that_each_change_waits_for() -> None:
         file, _, name = mutation.node.partition("::")
         nodes = ast.parse((ROOT / file).read_text()).body
         (test,) = [each for each in nodes if isinstance(each, ast.FunctionDef) and each.name == name.partition("[")[0]]
-        marks = {ast.unparse(each).removeprefix("pytest.mark.") for each in test.decorator_list}
-        assert not marks & {"slow", "long", "parallel", "cluster", "container"}, f"{mutation.name}: {mutation.test}"
+        said = [ast.unparse(each) for each in test.decorator_list]
+        if row := name.partition("[")[2].removesuffix("]"):
+            rows = [
+                each
+                for each in ast.walk(test)
+                if isinstance(each, ast.Call) and ast.unparse(each.func) == "pytest.param"
+            ]
+            said += [text for text in map(ast.unparse, rows) if f"id={row!r}" in text]
+        said = [text for text in said if not text.startswith("pytest.mark.parametrize")]
+        said += [ast.unparse(each) for each in nodes if ast.unparse(each).startswith("pytestmark = ")]
+        late = r"pytest\.mark\.(slow|long|parallel|cluster|container)\b"
+        assert not re.search(late, " ".join(said)), f"{mutation.name}: {mutation.test}"
 
 
 def test_mutations_are_many_and_everywhere() -> None:

@@ -1073,6 +1073,13 @@ def test_a_page_is_filled_with_what_is_there(ladder: Results, monkeypatch: pytes
     fill.main(page[1])
     assert not out.exists(), "of another plan nothing is whole just now"
 
+    def broken(_: object) -> None:
+        raise ValueError("a defect of the page")
+
+    monkeypatch.setattr(report, "main", broken)
+    fill.main(page[1])  # the stage goes on
+    assert not out.exists()
+
 
 def test_the_table_has_every_run_with_units(ladder: Results) -> None:
     page = Page(ladder.report())

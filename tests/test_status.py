@@ -74,6 +74,33 @@ def epoch(number: int) -> str:
     ).text()
 
 
+def test_of_successive_halving_it_expects_what_will_train(results: Path) -> None:
+    """Which trials go on is not known before; when they are done, nothing waits."""
+    halving = {"method": "halving", "over": {"seed": [1, 2, 3]}, "reduction_factor": 3}
+    plan = {"study": "starter_cnn", "kind": "sweep", "settings": {"dataset": "d", "training": {"epochs": 3}}}
+    asked = configuration(results, plans={"p": {**plan, "sweep": halving}})
+    names = [row.name for row in status.look(asked, ["p"])]
+    assert len(asked.plans["p"]) == 6 and len(names) == 1 + 3 + 1, names
+    for run in ("seed-1-rung0", "seed-2-rung0", "seed-3-rung0", "seed-2-rung1"):
+        folder = results / "plans/p" / run
+        folder.mkdir(parents=True)
+        for file in ("metrics.jsonl", "provenance.json"):
+            (folder / file).write_text(epoch(1))
+    rows = [row for row in status.look(asked, ["p"]) if not row.of_data]
+    assert {row.name: row.state for row in rows} == dict.fromkeys(
+        ["p.seed-1-rung0", "p.seed-2-rung0", "p.seed-3-rung0", "p.seed-2-rung1"], "done"
+    )
+
+
+def test_what_runs_side_by_side_takes_the_time_of_one(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    for threads, times in ((1, 1), (2, 2)):
+        plan = {"study": "starter_cnn", "settings": {"dataset": "d", "threads": threads}, "measure": ["train"]}
+        asked = configuration(results, plans={"p": {**plan, "runs": RUNS}})
+        runs = [row for row in status.look(asked, ["p"]) if not row.of_data]
+        assert status.left_of(asked, runs) == pytest.approx(times * expected.TYPICAL["train"])
+
+
 def test_before_anything_ran(results: Path) -> None:
     assert {name: row.state for name, row in rows(results).items()} == dict.fromkeys(
         ["data d", "p.a", "p.b"], "waiting"
@@ -253,7 +280,7 @@ def test_what_waits_is_a_line_for_each_plan(
     asked = configuration(results)
     found = status.look(asked, ["p"])
     left = status.left_of(asked, found)
-    data = expected.OTHERS * cost.data_jobs(asked.workflow.datasets["d"], None)
+    data = expected.OTHERS * cost.data_jobs(asked.workflow.datasets["d"], None) / (os.cpu_count() or 1)
     assert left == pytest.approx(90 + expected.TYPICAL["train"] + data), "as it says, or as usual"
     text = status.lines(found, left=left)
     assert text[0] == f"1 running, 2 waiting; about {duration(left)} left"

@@ -1,9 +1,9 @@
 """Does a report tell noise from a slow-down? `make bench-noise`, or `python -m tests.bench.noise [--tries N]`.
 
 Each try measures three runs of the study in bottlenecks/plant.py, as the workflow does: `first`, beside a copy of
-itself; `copy`, which does the same under settings that say otherwise, so that nobody knows it; and `slow`, whose step
-has five per cent more layers. Copy shall be equal within noise, and slow found slower. Half of the tries have other
-programs at work, one that spins for each core.
+itself where the turns last for ten seconds or more; `copy`, which does the same under settings that say otherwise, so
+that nobody knows it; and `slow`, whose step has five per cent more layers. Copy shall be equal within noise, and slow
+found slower. Half of the tries have other programs at work, one that spins for each core.
 
 `dlscale gate` is asked the same: the copies of the first tries are its reference; each later copy shall pass, and slow,
 as if it were the same run of a later commit, shall be a loss.
@@ -92,7 +92,8 @@ def measure(folder: Path, data: Path, load: int, settings: dict[str, Any], threa
             own.mkdir(parents=True)
             write_json(own / "config.yaml", run.model_dump(mode="json"))
             words = ["--config", json.dumps(run.slice("throughput")), "--manifest", str(data / "manifest.json")]
-            words += ["--beside", first, "--threads", str(threads), "--log", str(own / "log")]
+            words += ["--threads", str(threads), "--log", str(own / "log")]
+            words += ["--beside", first] if name != "first" or run.throughput.beside >= 10 else []
             stages.call("throughput", *words, "--out", str(own / "throughput.json"))
     whole, pair = plan(folder, *runs), plan(folder, "first", "copy")
     speeds = SpeedUps(whole.runs)

@@ -7,7 +7,8 @@ processes and threads with it.
 
 Two processes that do the same differ for as long as they live, by where the system put their memory: up to 4 % were
 seen, and no number of turns shows it. So both are opened several times, and each opening counts as one measurement
-(Kalibera and Jones 2013, doi:10.1145/2464157.2464160). The plan's first run is timed beside a copy of itself.
+(Kalibera and Jones 2013, doi:10.1145/2464157.2464160). Where these turns last for ten seconds or more, the plan's first
+run is timed beside a copy of itself.
 """
 
 from __future__ import annotations

@@ -178,7 +178,7 @@ def works(configuration: Configuration, plans: Iterable[str] = (), trials: Colle
     for plan in list(plans) or workflow.targets:
         if plan not in configuration.plans:
             raise UserError(unknown("plan", plan, configuration.plans))
-        for run, resolved in _expected(configuration.plans[plan], results, trials).items():
+        for run, resolved in expected_runs(configuration.plans[plan], results, trials).items():
             data, owner, name = resolved.run.dataset, resolved.plan, resolved.name
             if not (results / "data" / data / "manifest.json").exists():
                 jobs = data_jobs(workflow.datasets[data], workflow.site.scheduler)
@@ -190,7 +190,7 @@ def works(configuration: Configuration, plans: Iterable[str] = (), trials: Colle
     return [*datasets.values(), *runs.values()]
 
 
-def _expected(runs: dict[str, ResolvedRun], results: Path, trials: Collection[str]) -> dict[str, ResolvedRun]:
+def expected_runs(runs: dict[str, ResolvedRun], results: Path, trials: Collection[str] = ()) -> dict[str, ResolvedRun]:
     """Return runs; of each rung of successive halving, whose trials are not chosen yet, so many as it will have."""
 
     def done(run: ResolvedRun) -> bool:

@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import functools
 import json
+import os
 import re
 import shutil
 import sys
@@ -82,7 +83,7 @@ def look(configuration: Configuration, plans: Iterable[str]) -> list[Row]:
     for name in datasets:
         rows += _data(results, name, name in changed)
     for plan in plans:
-        for run, resolved in configuration.plans[plan].items():
+        for run, resolved in cost.expected_runs(configuration.plans[plan], results).items():
             owner = f"{resolved.plan}.{resolved.name}"
             for stage in configuration.stages(plan, run):
                 if (owner, stage) not in seen:
@@ -278,21 +279,18 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
 
 def left_of(configuration: Configuration, rows: Iterable[Row]) -> float | None:
     """Return how long it takes until all is done on this machine, s; None where nothing is left to do."""
-    results, left = Path(configuration.workflow.results), 0.0
-    for row in rows:
-        name = row.name.removeprefix("data ")
-        if row.state.startswith("done"):
-            continue
-        if row.doing and row.doing.left and not row.doing.part:
-            left += row.doing.left
-        elif row.of_data:
-            left += cost.data_jobs(configuration.workflow.datasets[name], None) * expected.OTHERS
-        else:
-            plan, run = name.split(".")
-            stage: Any = row.stage
-            work = cost.run_work(configuration, plan, run, stage)
-            left += expected.seconds(row.stage, work, results)
-    return left or None
+    results, jobs, cores = Path(configuration.workflow.results), list[tuple[float, int]](), os.cpu_count() or 1
+    rows = [row for row in rows if not row.state.startswith("done")]
+    for name in dict.fromkeys(row.name.removeprefix("data ") for row in rows if row.of_data):
+        jobs += [(expected.OTHERS, 1)] * cost.data_jobs(configuration.workflow.datasets[name], None)
+    for row in [row for row in rows if not row.of_data]:
+        plan, run = row.name.split(".")
+        stage: Any = row.stage
+        work = cost.run_work(configuration, plan, run, stage)
+        said = row.doing.left if row.doing and not row.doing.part else None
+        threads = work.run.threads if work.run and stage == "train" else None
+        jobs.append((said or expected.seconds(stage, work, results), threads or cores))
+    return expected.in_all(jobs, cores) if jobs else None
 
 
 def show(text: list[str], watched: bool) -> None:

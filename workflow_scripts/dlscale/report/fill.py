@@ -35,5 +35,7 @@ def main(options: str) -> None:
         report.main(argparse.Namespace(**page))
     except UserError as error:  # another plan's runs are just being made anew
         logging.info("the page is not filled: %s", error)
+    except Exception:  # nor does that take away what the stage has made; of the stage `report` it is an error
+        logging.exception("the page is not filled")
     else:
         os.utime(out, (OLDEST, OLDEST))

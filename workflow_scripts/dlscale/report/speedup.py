@@ -3,8 +3,8 @@
 Runs of one process were timed in turn with their plan's first run (`dlscale.measure.turns`), several times: how much
 these ratios vary from one opening of both to the next is the machine's, and is taken from all runs of the plan
 together. What was measured apart has the spread of its trials, and whatever the machine did between the two. To either
-comes how much two measurements of the same work were found to differ: the first run is timed beside a copy of itself,
-and other runs may do the same work, too.
+comes how much two measurements of the same work were found to differ: where it is timed for long enough, the first run
+is timed beside a copy of itself, and other runs may do the same work, too.
 """
 
 from __future__ import annotations
