@@ -639,7 +639,7 @@ def test_files_of_one_name_do_not_stand_in_for_each_other(tmp_path: Path) -> Non
     assert all(re.fullmatch(r"[A-Za-z0-9._-]+", name) for name in named)
 
 
-@pytest.mark.parametrize("kind", ["files", "prepared"])
+@pytest.mark.parametrize("kind", ["files", pytest.param("prepared", marks=pytest.mark.slow)])
 def test_statistics_are_of_the_training_part_alone(tmp_path: Path, kind: str) -> None:
     def described(valid: dict[str, np.ndarray]) -> tuple[dict[str, bytes], dict[str, FieldInfo]]:
         write_volume(tmp_path / "b.h5", valid)

@@ -96,6 +96,7 @@ def close(one: Path, other: Path, tolerance: float) -> None:
             # Each process has as much as the base batch, both together twice as much.
             *("era5_vit", 2, {"schedule": {"kind": "constant", "scaling": "linear", "base_batch_size": 2}}),
             id="scaled rate",
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             *("era5_vit", 2, {"accumulation_steps": 2, "loader": {"kind": "direct", "workers": 1}}),

@@ -1760,7 +1760,7 @@ chromium = shutil.which("chromium")
 
 
 @pytest.mark.skipif(not chromium, reason="no chromium on PATH")
-@pytest.mark.parametrize("width", [390, 1400])
+@pytest.mark.parametrize("width", [pytest.param(390, marks=pytest.mark.slow), 1400])
 def test_a_browser_shows_it(html: str, tmp_path: Path, width: int) -> None:
     found = probed(
         html,

@@ -547,12 +547,9 @@ class Waits(TorchDispatchMode):
     # Without a fused optimiser PyTorch's loss scaler itself reads, at every step, whether a gradient overflowed.
     [
         ("fp32", False),
-        ("fp32", True),
-        ("bf16", False),
-        ("fp16", True),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in [("fp32", True), ("bf16", False), ("fp16", True)]),
+        *(pytest.param(name, True, marks=pytest.mark.slow) for name in ("bf16_master", "fp16_master")),
         ("bf16_master", False),
-        ("bf16_master", True),
-        ("fp16_master", True),
     ],
 )
 def test_no_step_waits_for_the_device(tmp_path: Path, weather: Path, precision: str, fused: bool) -> None:
@@ -614,7 +611,7 @@ def wait_for(folder: Path, pattern: str, process: subprocess.Popen[bytes]) -> Pa
         pytest.param(2, "fp32", id="2 workers"),
         pytest.param(0, "fp16", id="loss scaling", marks=pytest.mark.slow),
         pytest.param(0, "bf16_master", id="master weights", marks=pytest.mark.slow),
-        pytest.param(0, "fp16_master", id="both"),
+        pytest.param(0, "fp16_master", id="both", marks=pytest.mark.slow),
     ],
 )
 def test_a_killed_run_resumes_as_if_nothing_had_been(
