@@ -171,8 +171,10 @@ test: $(VENV)/.installed-dev  ## test every feature once, in some minutes
 SINCE ?= HEAD
 .PHONY: test-fast
 test-fast: $(VENV)/.installed-dev  ## of these, the tests of files that import what differs from SINCE (HEAD)
-	$(say) 'Running the tests that a change reaches'
-	@$(PYTEST) --changed=$(SINCE) -m 'not (slow or long or parallel or cluster or container)' $(ARGS) || [ $$? -eq 5 ] # nothing differs that is tested
+	@different=$$(git diff --name-only $(SINCE) -- && git ls-files --others --exclude-standard) || exit 2; \
+	[ -n "$$different" ] || { echo "Nothing differs from $(SINCE): no test to run"; exit 0; }; \
+	echo '==> Running the tests that a change reaches'; \
+	$(PYTEST) --changed=$(SINCE) -m 'not (slow or long or parallel or cluster or container)' $(ARGS) || [ $$? -eq 5 ] # none is reached
 
 .PHONY: test-all
 test-all: $(VENV)/.installed-dev  ## run all tests that can run here

@@ -73,6 +73,13 @@ def is_no_page_to_come(record):
     return "were not present when the DAG was created" not in str(record.msg)
 
 
+def is_no_lock_of_others(record):
+    """Whether what Snakemake logs is not that a dry run may not make files while another call does, as no error."""
+    if str(record.msg).startswith("Error: Directory cannot be locked. Another Snakemake instance is running."):
+        record.msg = "Another call is at work here: what it is at counts as not done (dlscale status shows it)."
+    return True
+
+
 def is_wrong(record):
     """Whether Snakemake logs what is wrong and nobody else says: for a call that another process shows."""
     text = str(record.msg)
@@ -89,6 +96,7 @@ if workflow.is_main_process:
         if not isinstance(handler, logging.FileHandler):  # its file has all
             handler.addFilter(before_an_interrupt)
             handler.addFilter(is_no_page_to_come)
+            handler.addFilter(is_no_lock_of_others)
             if live.asked():
                 handler.addFilter(is_wrong)
 
@@ -290,21 +298,21 @@ def looking():
 HELD = []
 
 
-def be_the_only_writer(folder, what):
+def be_the_only_writer(folder, what=""):
     """Refuse to start where another call of Snakemake writes into `folder`; the lock is held until this one ends."""
     if workflow.is_main_process and not looking():
         lock = only_writer(Path(folder))
         try:
             lock.__enter__()
         except UserError as error:
-            print(f"{what}: {error}", file=sys.stderr)
+            print(f"{what}{error} (dlscale status shows it)", file=sys.stderr)
             sys.exit(2)
         HELD.append(lock)
 
 
 def be_the_only_controller():
     """Refuse to start beside another call in this folder, and wait for jobs that an earlier one left in the queue."""
-    be_the_only_writer(".snakemake", "Another call of snakemake is at work")
+    be_the_only_writer(".snakemake", "Another call of snakemake is at work: ")
     if HELD:
         # Jobs of a call that is alive are not left over from an earlier one.
         slurm.wait_for_left_running(os.getcwd())

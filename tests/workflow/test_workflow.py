@@ -594,7 +594,7 @@ def test_a_folder_of_results_has_one_writer(make_tree: Make) -> None:
     with only_writer(tree.results):
         before = list(tree.results.rglob("*"))
         second, dry = (tree.snakemake(*more, "--cores", "2", "--", "data_boxes") for more in ([], ["--dry-run"]))
-        message = f"results: {tree.config['results']}: in use by process {os.getpid()} on "
+        message = f"{tree.config['results']}: in use by process {os.getpid()} on "
         assert second.status == 2 and message in second.output and "Traceback" not in second.output, second.output
         assert dry.status == 0 and "in use by" not in dry.output, dry.output
         assert list(tree.results.rglob("*")) == before

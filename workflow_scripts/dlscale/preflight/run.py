@@ -126,6 +126,8 @@ def target(word: str, configuration: Configuration) -> str:
         return f"plan_{plan}"
     if what in ("plan", "data", "study") and name:
         raise UserError(f"{word}: {_no(what, name, configuration)}")
+    if "." in word and "/" not in word:
+        raise UserError(f"{word}: no target is called so; a plan is named alone, a setting is typed as {word}=VALUE")
     if "/" in word:
         raise UserError(f"{word}: no target; the files that can be made are in {results}/")
     raise UserError(f"{word}: {_no('target', word, configuration)}")

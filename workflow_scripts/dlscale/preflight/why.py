@@ -22,7 +22,7 @@ from dlscale.core.files import write_json
 from dlscale.core.settings import flat
 from dlscale.core.stages import RUN_STAGES, STAGES
 from dlscale.core.text import many
-from dlscale.preflight import dryrun
+from dlscale.preflight import dryrun, run
 from dlscale.preflight.status import last_word
 
 if TYPE_CHECKING:
@@ -347,7 +347,8 @@ def remembered(folder: Path, tables: Mapping[str, Mapping[str, str]]) -> Callabl
 
 def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
     """Have Snakemake look what it would run for `args.targets`, and say why; return its exit status."""
-    answer = dryrun.ask(args.targets, args)
+    targets = [run.target(word, configuration) for word in args.targets] if configuration else args.targets
+    answer = dryrun.ask(targets, args)
     if answer.status:
         print(answer.said, file=sys.stderr)
         return answer.status

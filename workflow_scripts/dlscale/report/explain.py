@@ -37,7 +37,10 @@ def evidence(path: Path) -> Evidence:
     """Return what there is of a run in its folder."""
     throughput, profile = path / "throughput.json", path / "profile/profile.json"
     if not (throughput.exists() or profile.exists()):
-        raise UserError(f"{path}: neither throughput nor a profile was measured; add them to the plan's measure")
+        raise UserError(
+            f"{path}: neither throughput nor a profile was measured yet; run its plan, which needs `throughput` or "
+            "`profile` in its `measure`"
+        )
     return Evidence(
         read_yaml(path / "config.yaml"),
         read_throughput(path),

@@ -59,6 +59,8 @@ class SpeedUp:
         """How sure it is, in words."""
         if not math.isfinite(self.error):
             return "of single trials, which may differ by anything"
+        if self.high - self.ratio > 2 * (self.ratio - self.low):  # "±" would have it reach below what it excludes
+            return f"({number(self.low)} to {number(self.high)})" + ", within noise" * self.noise
         return f"± {number((self.high - self.low) / 2, 2)}" + ", within noise" * self.noise
 
     @property
