@@ -951,6 +951,56 @@ MUTATIONS = [
         "return [*withheld(), *launch(input)]",
         "workflow/test_profiles.py::test_each_runs_in_its_container_and_four_by_srun",
     ),
+    # How a call meets its user.
+    Mutation(
+        "whole_page_filled_over",
+        "report/fill.py",
+        "out.stat().st_mtime > OLDEST or ",
+        "",
+        "test_report.py::test_a_page_is_filled_with_what_is_there",
+    ),
+    Mutation(
+        "dataset_shown_before_it_is_drawn",
+        "report/fill.py",
+        "if all(Path(path, name).exists()",
+        "if any(Path(path, name).exists()",
+        "test_report.py::test_a_page_is_filled_with_what_is_there",
+    ),
+    Mutation(
+        "turns_count_all_before",
+        "measure/turns.py",
+        "                counts.clear()\n",
+        "",
+        "test_turns.py::test_each_turn_counts_its_own_samples",
+    ),
+    Mutation(
+        "call_goes_on_unseen",
+        "preflight/live.py",
+        "            interrupt()\n            child.wait()\n",
+        "",
+        "test_live.py::test_nothing_goes_on_unseen",
+    ),
+    Mutation(
+        "jobs_wait_for_each_other",
+        "preflight/expected.py",
+        "sum(seconds * min(threads, cores) / cores for",
+        "sum(seconds for",
+        "test_status.py::test_what_runs_side_by_side_takes_the_time_of_one",
+    ),
+    Mutation(
+        "trials_that_were_left_behind_wait",
+        "preflight/status.py",
+        "cost.expected_runs(configuration.plans[plan], results).items()",
+        "configuration.plans[plan].items()",
+        "test_status.py::test_of_successive_halving_it_expects_what_will_train",
+    ),
+    Mutation(
+        "settings_of_a_set_kept",
+        "preflight/run.py",
+        'kept |= held and plan.kind == "ladder"',
+        "kept |= held",
+        "test_run.py::test_what_runs_say_themselves_is_told",
+    ),
 ]
 
 

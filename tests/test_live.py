@@ -18,7 +18,7 @@ from rich.console import Console
 from dlscale.core.progress import SUFFIX
 from dlscale.core.record import Doing
 from dlscale.preflight import live
-from tests.waiting import until
+from tests.waiting import PATIENCE, until
 
 
 def job(folder: Path, name: str, seconds: float = 10.0, share: float = 1.0, rule: str = "train") -> live.Job:
@@ -162,6 +162,19 @@ sys.exit(7)
 """
 
 
+LONG = """
+import pathlib, time
+pathlib.Path("ready").touch()
+try:
+    for number in range(6000):
+        if pathlib.Path("say").exists():
+            print("a word", flush=True)
+        time.sleep(0.05)
+except KeyboardInterrupt:
+    pathlib.Path("interrupted").touch()
+"""
+
+
 @pytest.mark.slow
 def test_a_call_is_shown_and_ends_as_it_does(tmp_path: Path) -> None:
     """Its words, its status; Ctrl-C comes to it once."""
@@ -183,6 +196,26 @@ def test_a_call_is_shown_and_ends_as_it_does(tmp_path: Path) -> None:
     assert any(line.endswith("0 of 1 job") for line in said) and any(
         line.startswith("p is done, after") for line in said
     )
+
+
+@pytest.mark.parametrize("how", ["TERM", "HUP", "QUIT", "KILL", "closed pipe"])
+def test_nothing_goes_on_unseen(tmp_path: Path, how: str) -> None:
+    """However who shows a call ends, the call is interrupted as by Ctrl-C."""
+    code = f"import sys; from dlscale.preflight import live; sys.exit(live.run({[sys.executable, '-c', LONG]!r}))"
+    shown = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], cwd=tmp_path, stderr=subprocess.PIPE, start_new_session=True
+    )
+    until("the call", (tmp_path / "ready").exists, shown)
+    assert shown.stderr
+    if how == "closed pipe":
+        shown.stderr.close()
+        (tmp_path / "say").touch()
+    else:
+        shown.send_signal(signal.Signals[f"SIG{how}"])
+    until("its end", (tmp_path / "interrupted").exists)
+    shown.wait(timeout=PATIENCE)
+    if how != "closed pipe":
+        shown.stderr.close()
 
 
 def test_a_call_that_is_killed(tmp_path: Path) -> None:

@@ -1040,11 +1040,14 @@ def test_a_page_is_filled_with_what_is_there(ladder: Results, monkeypatch: pytes
     ladder.run("q", "one")
     ladder.plan("q", {"one": "one"})
     ladder.dataset("demo_volumes")
+    half = ladder.root / "data/half"  # described, and not drawn yet
+    shutil.copytree(ladder.datasets[-1], half)
+    (half / "preview.png").unlink()
     out = ladder.root / "report" / "index.html"
     options = {
         "title": "Demo",
         "plans": [str(plan) for plan in ladder.plans],
-        "datasets": [str(ladder.datasets[-1]), str(ladder.root / "data/to_come")],
+        "datasets": [str(ladder.datasets[-1]), str(ladder.root / "data/to_come"), str(half)],
         "references": [],
         "call": "snakemake",
         "out": str(out),

@@ -151,6 +151,7 @@ def test_what_runs_say_themselves_is_told() -> None:
     plans = {
         "p": {"study": "starter_cnn", "runs": {"a": {}, "b": {"batch_size": 8}, "c": {"use": "p.a"}}},
         "l": {"study": "starter_cnn", "kind": "ladder", "runs": {"a": {}, "b": {"batch_size": 8}, "c": {"seed": 2}}},
+        "s": {"study": "starter_cnn", "runs": {"a": {"batch_size": 8}, "b": {"seed": 2}}},
     }
     configuration = resolve.load({"targets": ["p"], "plans": plans})
     own = ", which have their own"
@@ -159,6 +160,7 @@ def test_what_runs_say_themselves_is_told() -> None:
         f"batch_size=64: as before in p.b, p.c{own}",
     ]
     assert run.hidden(call, ["plan_l"], configuration) == [f"batch_size=64: as before in l.b, l.c{own}"]
+    assert run.hidden(call, ["plan_s"], configuration) == [f"batch_size=64: as before in s.a{own}"]
     assert run.hidden(run.sort(["plans.p.settings.batch_size=64"]), ["plan_p"], configuration) == []
 
 

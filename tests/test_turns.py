@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import json
 import math
 import os
@@ -25,6 +26,7 @@ from dlscale.core.machine import VERIFY
 from dlscale.core.records import Throughput
 from dlscale.core.settings import read_yaml
 from dlscale.data import verification
+from dlscale.measure import turns
 from dlscale.measure.turns import OPENINGS, Ended, Timed, Turns, _enough
 from tests.conftest import COSMO, COSMO_RUN, make_run, stage
 from tests.waiting import until
@@ -72,6 +74,16 @@ def test_a_run_of_many_times_the_work_is_slower(tmp_path: Path, cosmo_data: Path
     assert 2 <= len(found.beside.openings) <= OPENINGS
     assert all(len(rounds) % 2 == 0 for rounds in found.beside.openings)
     assert statistics.median(found.beside.ratios) < math.log(0.5)
+
+
+def test_each_turn_counts_its_own_samples(tmp_path: Path, cosmo_data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of turns that take the same time all rates are the same."""
+    clock = itertools.count()
+    run = timed(tmp_path, cosmo_data)
+    monkeypatch.setattr(turns.time, "perf_counter", lambda: turns.TURN * next(clock))
+    with contextlib.closing(turns._rates(run)) as rates:
+        assert next(rates) == 0.0
+        assert [next(rates) for _ in range(4)] == [COSMO_RUN["batch_size"] / turns.TURN] * 4
 
 
 @pytest.mark.slow

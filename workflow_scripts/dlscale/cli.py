@@ -12,6 +12,7 @@ import faulthandler
 import functools
 import gc
 import importlib
+import io
 import json
 import logging
 import os
@@ -303,6 +304,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             new_study.main(args)
         elif args.stage in QUESTIONS:
+            if isinstance(sys.stdout, io.TextIOWrapper):
+                sys.stdout.reconfigure(errors="replace")  # of a locale that has no dash
             status = int(importlib.import_module(QUESTIONS[args.stage].module).main(args, _configuration(args)))
             sys.stdout.flush()
             return status

@@ -49,7 +49,13 @@ def of_another(file: Path) -> str:
     return f"; {file} was made from another configuration: name its file with --configfile" if file.exists() else ""
 
 
+#: So many names are listed beside the nearest one.
+LISTED = 20
+
+
 def unknown(what: str, name: object, known: Iterable[str]) -> str:
     """Return the message for a reference to something that is not there."""
     known, name = sorted(known), cut(str(name))
-    return f"no {what} is called '{name}'{nearest(name, known)}; there are: {cut(', '.join(known), 2_000)}"
+    close = nearest(name, known)
+    listed = f"; there are: {cut(', '.join(known), 2_000)}" if not close or len(known) <= LISTED else ""
+    return f"no {what} is called '{name}'{close}{listed}"

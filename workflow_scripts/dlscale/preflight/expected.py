@@ -35,6 +35,8 @@ def seconds(stage: str, work: cost.Work | None, results: Path, benchmark: Path |
 
 def took(benchmark: Path) -> float | None:
     """Return how long a job took, s, as Snakemake wrote it; None where it did not, or not yet all of it."""
+    if not benchmark.is_file():
+        return None
     try:
         return float(benchmark.read_text().splitlines()[1].split("\t")[0])
     except (OSError, IndexError, ValueError):

@@ -7,6 +7,8 @@ drawn, below whatever the call says; elsewhere it is a line now and then.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import signal
 import subprocess
@@ -20,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dlscale.core import ending
 from dlscale.core.files import read_json, write_json
 from dlscale.core.progress import SUFFIX
 from dlscale.core.record import Doing
@@ -37,6 +40,8 @@ EVERY, LINE_EVERY = 0.5, 20.0
 OVERDUE = 0.1
 #: Jobs that are drawn, at most.
 MOST = 12
+#: Columns of a terminal below which no bar is drawn.
+NARROW = 60
 
 
 @dataclass(frozen=True)
@@ -158,15 +163,16 @@ def run(command: Sequence[str]) -> int:
             text=True,
             errors="replace",
             process_group=0,
+            preexec_fn=functools.partial(_begin, os.getpid()),
         )
 
-        def pass_on(number: int, frame: Any) -> None:
-            """As a terminal does, to all of the group; a request to end is for Snakemake, which asks its jobs."""
-            (os.kill if number == signal.SIGTERM else os.killpg)(child.pid, number)
+        def interrupt(number: int = signal.SIGINT, frame: Any = None) -> None:
+            """As a terminal does, all of the group: trainings save and end, and no lock of Snakemake's is left."""
+            os.killpg(child.pid, signal.SIGINT)
 
-        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
         heeded = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]  # nohup, say
-        before = {number: signal.signal(number, pass_on) for number in heeded}
+        before = {number: signal.signal(number, interrupt) for number in heeded}
         said = deque[str]()
         assert child.stdout
         stdout = child.stdout
@@ -180,11 +186,22 @@ def run(command: Sequence[str]) -> int:
                 time.sleep(EVERY)
             reader.join(5)  # what outlives Snakemake may hold the pipe
             _look(progress, told, said, screen)
+        except OSError:  # nobody is there to be shown anything: a closed pipe
+            interrupt()
+            child.wait()
+            raise
         finally:
-            screen.close()
+            with contextlib.suppress(OSError):
+                screen.close()
             for number, handler in before.items():
                 signal.signal(number, handler)
     return child.returncode if child.returncode >= 0 else 128 - child.returncode
+
+
+def _begin(parent: int) -> None:
+    """Hear what this process's parent passes on, also where a shell has those in the background ignore it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    ending.with_parent(parent, signal.SIGINT)
 
 
 def _look(progress: Progress, told: Path, said: deque[str], screen: _Lines | _Terminal) -> None:
@@ -240,7 +257,8 @@ class _Terminal:
         self._live.console.print(text, style=colour, markup=False, highlight=False, soft_wrap=True)
 
     def show(self, progress: Progress, now: float) -> None:
-        self._live.update(_drawn(progress, now), refresh=True)
+        narrow = self._live.console.width < NARROW
+        self._live.update(line(progress, now) if narrow else _drawn(progress, now), refresh=True)
 
     def close(self) -> None:
         self._live.stop()

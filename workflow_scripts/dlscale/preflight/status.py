@@ -115,7 +115,7 @@ def _data(results: Path, name: str, changed: bool) -> list[Row]:
     if (results / "data" / name / "manifest.json").exists():
         return [Row(f"data {name}", "", OTHERS if changed else "done")]
     for log, stage in logs.items():
-        if not log.name.endswith(SUFFIX) and (word := last_word(log, stage)):
+        if log.is_file() and not log.name.endswith(SUFFIX) and (word := last_word(log, stage)):
             return [Row(f"data {name}", stage, "stopped" if word.startswith(STOPPED) else "failed", error=word)]
     return [Row(f"data {name}", "", "waiting")]
 
@@ -132,7 +132,7 @@ def _row(results: Path, resolved: ResolvedRun, stage: str, changed: bool) -> Row
         state = "running"
     elif doing is not None:
         state, error = "silent", f"no word since {time.strftime('%H:%M:%S', time.localtime(doing.time))}"
-    elif log.exists() and (word := last_word(log, stage)):
+    elif log.is_file() and (word := last_word(log, stage)):
         state, error = "stopped" if word.startswith(STOPPED) else "failed", word
     elif result.exists():
         changed |= _changed(folder, resolved.run.slice(stage), functools.partial(decisive_settings, stage))
