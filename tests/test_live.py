@@ -163,7 +163,8 @@ sys.exit(7)
 
 
 LONG = """
-import pathlib, time
+import pathlib, signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(pathlib.Path("asked").touch()))
 pathlib.Path("ready").touch()
 try:
     for number in range(6000):
@@ -200,7 +201,7 @@ def test_a_call_is_shown_and_ends_as_it_does(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("how", ["TERM", "HUP", "QUIT", "KILL", "closed pipe"])
 def test_nothing_goes_on_unseen(tmp_path: Path, how: str) -> None:
-    """However who shows a call ends, the call is interrupted as by Ctrl-C."""
+    """However who shows a call ends, the call is interrupted as by Ctrl-C, or asked to end by the system."""
     code = f"import sys; from dlscale.preflight import live; sys.exit(live.run({[sys.executable, '-c', LONG]!r}))"
     shown = subprocess.Popen(
         [sys.executable, "-c", code, str(tmp_path)], cwd=tmp_path, stderr=subprocess.PIPE, start_new_session=True
@@ -212,7 +213,7 @@ def test_nothing_goes_on_unseen(tmp_path: Path, how: str) -> None:
         (tmp_path / "say").touch()
     else:
         shown.send_signal(signal.Signals[f"SIG{how}"])
-    until("its end", (tmp_path / "interrupted").exists)
+    until("its end", (tmp_path / ("asked" if how == "KILL" else "interrupted")).exists)
     shown.wait(timeout=PATIENCE)
     if how != "closed pipe":
         shown.stderr.close()

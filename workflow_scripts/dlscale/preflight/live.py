@@ -199,9 +199,12 @@ def run(command: Sequence[str]) -> int:
 
 
 def _begin(parent: int) -> None:
-    """Hear what this process's parent passes on, also where a shell has those in the background ignore it."""
+    """Hear what the parent passes on, also where a shell has those in the background ignore it; begin nothing without it.
+
+    When the parent is killed, which can pass on nothing, Snakemake finishes what runs, and ends.
+    """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    ending.with_parent(parent, signal.SIGINT)
+    ending.with_parent(parent, signal.SIGTERM)
 
 
 def _look(progress: Progress, told: Path, said: deque[str], screen: _Lines | _Terminal) -> None:
