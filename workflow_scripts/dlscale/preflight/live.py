@@ -199,7 +199,7 @@ def run(command: Sequence[str]) -> int:
 
 
 def _begin(parent: int) -> None:
-    """Hear what the parent passes on, also where a shell has those in the background ignore it; begin nothing without it.
+    """Hear what the parent passes on, also where a shell has those in the background ignore it.
 
     When the parent is killed, which can pass on nothing, Snakemake finishes what runs, and ends.
     """
