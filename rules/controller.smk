@@ -83,7 +83,7 @@ def is_no_lock_of_others(record):
 def is_wrong(record):
     """Whether Snakemake logs what is wrong and nobody else says: for a call that another process shows."""
     text = str(record.msg)
-    if text.startswith(("Nothing to be done", "Terminating processes on user request")):
+    if text.startswith(("Nothing to be done", "Terminating processes on user request", "Will exit after finishing")):
         return True
     told = getattr(record, "event", None) in (LogEvent.JOB_ERROR, LogEvent.GROUP_ERROR, LogEvent.SHELLCMD)
     told = told or text.startswith(("RuleException", "Exiting because a job execution failed"))  # and why, at the end

@@ -976,7 +976,7 @@ MUTATIONS = [
     Mutation(
         "call_goes_on_unseen",
         "preflight/live.py",
-        "            interrupt()\n            child.wait()\n",
+        "    ending.with_parent(parent, signal.SIGTERM)\n",
         "",
         "test_live.py::test_nothing_goes_on_unseen",
     ),

@@ -201,7 +201,7 @@ def test_a_call_is_shown_and_ends_as_it_does(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("how", ["TERM", "HUP", "QUIT", "KILL", "closed pipe"])
 def test_nothing_goes_on_unseen(tmp_path: Path, how: str) -> None:
-    """However who shows a call ends, the call is interrupted as by Ctrl-C, or asked to end by the system."""
+    """However who shows a call ends, the call is asked to end; what is typed interrupts it."""
     code = f"import sys; from dlscale.preflight import live; sys.exit(live.run({[sys.executable, '-c', LONG]!r}))"
     shown = subprocess.Popen(
         [sys.executable, "-c", code, str(tmp_path)], cwd=tmp_path, stderr=subprocess.PIPE, start_new_session=True
@@ -213,7 +213,7 @@ def test_nothing_goes_on_unseen(tmp_path: Path, how: str) -> None:
         (tmp_path / "say").touch()
     else:
         shown.send_signal(signal.Signals[f"SIG{how}"])
-    until("its end", (tmp_path / ("asked" if how == "KILL" else "interrupted")).exists)
+    until("its end", (tmp_path / ("interrupted" if how == "QUIT" else "asked")).exists)
     shown.wait(timeout=PATIENCE)
     if how != "closed pipe":
         shown.stderr.close()

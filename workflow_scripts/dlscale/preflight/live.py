@@ -166,13 +166,16 @@ def run(command: Sequence[str]) -> int:
             preexec_fn=functools.partial(_begin, os.getpid()),
         )
 
-        def interrupt(number: int = signal.SIGINT, frame: Any = None) -> None:
-            """As a terminal does, all of the group: trainings save and end, and no lock of Snakemake's is left."""
-            os.killpg(child.pid, signal.SIGINT)
+        def pass_on(number: int, frame: Any) -> None:
+            """What is typed goes to all of the group, as a terminal has it; a request to end is for Snakemake."""
+            if number == signal.SIGTERM:
+                child.terminate()
+            else:
+                os.killpg(child.pid, signal.SIGINT)
 
-        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+        numbers = (signal.SIGINT, signal.SIGQUIT, signal.SIGTERM)
         heeded = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]  # nohup, say
-        before = {number: signal.signal(number, interrupt) for number in heeded}
+        before = {number: signal.signal(number, pass_on) for number in heeded}
         said = deque[str]()
         assert child.stdout
         stdout = child.stdout
@@ -186,12 +189,8 @@ def run(command: Sequence[str]) -> int:
                 time.sleep(EVERY)
             reader.join(5)  # what outlives Snakemake may hold the pipe
             _look(progress, told, said, screen)
-        except OSError:  # nobody is there to be shown anything: a closed pipe
-            interrupt()
-            child.wait()
-            raise
         finally:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # a pipe that was closed, by which this process ends
                 screen.close()
             for number, handler in before.items():
                 signal.signal(number, handler)
@@ -201,7 +200,7 @@ def run(command: Sequence[str]) -> int:
 def _begin(parent: int) -> None:
     """Hear what the parent passes on, also where a shell has those in the background ignore it.
 
-    When the parent is killed, which can pass on nothing, Snakemake finishes what runs, and ends.
+    When the parent ends before, by a lost terminal say, Snakemake is asked to end: it finishes what runs.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     ending.with_parent(parent, signal.SIGTERM)

@@ -9,9 +9,14 @@ from __future__ import annotations
 import argparse
 import base64
 import hashlib
+import itertools
+import multiprocessing
+import os
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 from dlscale.core import text
 from dlscale.core.files import write_text
@@ -64,13 +69,22 @@ def page(
         script=Markup(script),
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         svg=Markup,  # what `figures` draws is safe: matplotlib escapes the labels
-        plans=[plan_view(plan, names, {p.name for p in plans}, pictures, place, references, call) for plan in plans],
+        plans=_views(plans, names, {plan.name for plan in plans}, pictures, place, references, call),
         datasets=[datasets.view(folder, name) for folder, name in zip(folders, names, strict=True)],
         studies=[_study(name, plans) for name in dict.fromkeys(plan.record.study for plan in plans)],
         runs=sum(len(plan.runs) for plan in plans),
         devices=devices(run for plan in plans for run in plan.runs),
         answers=list(dict.fromkeys(answer for plan in plans for answer in plan.answers)),
     )
+
+
+def _views(plans: Sequence[PlanResult], *words: Any) -> list[View]:
+    """Return what the page shows of each plan; drawing takes most of the time, in which all cores share."""
+    if len(plans) < 2:
+        return [plan_view(plan, *words) for plan in plans]
+    workers = min(len(plans), os.cpu_count() or 1)
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("fork")) as pool:
+        return list(pool.map(plan_view, plans, *map(itertools.repeat, words)))
 
 
 def _template(name: str) -> str:
