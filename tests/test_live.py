@@ -202,7 +202,11 @@ def test_a_call_is_shown_and_ends_as_it_does(tmp_path: Path) -> None:
 @pytest.mark.parametrize("how", ["TERM", "HUP", "QUIT", "KILL", "closed pipe"])
 def test_nothing_goes_on_unseen(tmp_path: Path, how: str) -> None:
     """However who shows a call ends, the call is asked to end; what is typed interrupts it."""
-    code = f"import sys; from dlscale.preflight import live; sys.exit(live.run({[sys.executable, '-c', LONG]!r}))"
+    code = "import signal, sys; from dlscale.preflight import live; "
+    code += (
+        "[signal.signal(number, signal.SIG_DFL) for number in (signal.SIGHUP, signal.SIGQUIT)]; "  # nohup, a shell's &
+    )
+    code += f"sys.exit(live.run({[sys.executable, '-c', LONG]!r}))"
     shown = subprocess.Popen(
         [sys.executable, "-c", code, str(tmp_path)], cwd=tmp_path, stderr=subprocess.PIPE, start_new_session=True
     )
