@@ -1,5 +1,6 @@
 """`python -m dlscale STAGE ...`."""
 
+import gc
 import os
 import sys
 
@@ -9,7 +10,9 @@ from dlscale import cli
 def main() -> int:
     """Run one stage in this process."""
     os.environ["PYTHONSAFEPATH"] = "1"  # what it starts imports nothing from the working folder either
-    return cli.main()
+    status = cli.main()
+    gc.freeze()  # as it ends Python looks for garbage among all that was imported: a second, with PyTorch
+    return status
 
 
 if __name__ == "__main__":
