@@ -790,9 +790,9 @@ def test_a_disk_too_full_for_the_log(full_disk: Path, cosmo_data: Path) -> None:
     arguments = ["acquire", "--config", cosmo_data / "config.yaml", "--file", "box000.h5"]
     arguments += ["--out", full_disk / "out.h5", "--log", full_disk / "x.log"]
     command = [sys.executable, "-m", "dlscale", *map(str, arguments)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "workflow_scripts")}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "workflow_scripts"), "PYTHONUNBUFFERED": ""}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
-    assert done.returncode == cli.USER_ERROR, done.stderr
+    assert done.returncode == cli.USER_ERROR, done.stderr  # also where what was not written waits in a buffer
     assert done.stderr.startswith("dlscale acquire: ") and "no space left" in done.stderr
     assert done.stderr.count("\n") == 1 and not done.stdout
 

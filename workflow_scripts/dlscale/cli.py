@@ -400,8 +400,11 @@ def _say(terminal: TextIO, stage: str, message: str) -> None:
 
 def _fail(terminal: TextIO, message: str, status: int) -> int:
     for stream in dict.fromkeys((terminal, sys.stderr)):
-        with contextlib.suppress(OSError):  # whoever read it ended first, or its disk is full
+        try:
             print(message, file=stream, flush=True)
+        except OSError:  # whoever read it ended first, or its disk is full: Python would fail at the rest as it ends
+            with contextlib.suppress(OSError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     return status
 
 
