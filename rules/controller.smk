@@ -10,8 +10,7 @@
 #   the end of a call        `workflow.execute`: a dry run calls no hook, nor does a call that finds all made; what hooks
 #                            say of a failure is not the last word; and a dry run ends well whatever is said in it.
 #   a quiet dry run          `workflow.output_settings.quiet`, `snakemake.logging`: it is no profile's own.
-#   a call that is shown     `snakemake.logging`: `dlscale run` draws how far it is; its log file has all. No hook is
-#                            called where a checkpoint has made further jobs.
+#   a call that is shown     `snakemake.logging`: `dlscale run` draws how far it is; its log file has all.
 #   a page that fills        `snakemake.logging`: it wonders at an output that is there before its job begins.
 #   an interrupted call      `snakemake.logging`: of jobs that have saved and ended it says that they failed.
 #   jobs that failed         `workflow.scheduler.failed`: each is named at the end, with its last word.
@@ -99,18 +98,6 @@ if workflow.is_main_process:
             handler.addFilter(is_no_lock_of_others)
             if live.asked():
                 handler.addFilter(is_wrong)
-
-
-def whenever_a_job_begins(act):
-    """Have a call do this whenever one of its jobs begins, too: a checkpoint may have made further ones."""
-
-    def begins(record):
-        if getattr(record, "event", None) == LogEvent.JOB_INFO:
-            act()
-        return True
-
-    for handler in logger.handlers[:1]:
-        handler.addFilter(begins)
 
 
 def site_name():

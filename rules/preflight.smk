@@ -152,17 +152,6 @@ def time_of(jobs, works):
     return expected.in_all(taken, workflow.resource_settings.cores or 1)
 
 
-#: How many jobs were told to the process that shows how far this call is.
-TOLD = [0]
-
-
-def tell_jobs():
-    """Tell the process that shows how far this call is of its jobs, when there are more than it knows."""
-    if len(jobs_to_run()) > TOLD[0]:
-        TOLD[0] = len(jobs_to_run())
-        live.tell(jobs_to_tell())
-
-
 SOURCES = Path(".snakemake/sources")
 
 
@@ -263,8 +252,7 @@ onstart:
     if doctor.failed(findings) or (works and SITE.engine != "none" and not IMAGE):
         raise WorkflowError("Not ready: nothing was started. See the lines with FAIL above.")
     if live.asked():
-        tell_jobs()
-        whenever_a_job_begins(tell_jobs)
+        live.tell(jobs_to_tell())
     for page in [file for file in asked_files() if Path(file).suffix == ".html"][:1]:
         print(f"The page will be {Path(page).resolve()}", file=sys.stderr)
 

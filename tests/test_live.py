@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections import deque
 from pathlib import Path
 
 import pytest
@@ -36,23 +35,6 @@ def tell(job: live.Job, **more: object) -> None:
 def end(job: live.Job, seconds: float | None = None) -> None:
     Path(job.benchmark).write_text(f"s\th:m:s\n{seconds or job.seconds}\t0:00:02\n")
     Path(f"{job.log}{SUFFIX}").unlink(missing_ok=True)
-
-
-def test_jobs_that_a_checkpoint_made_are_told_later(tmp_path: Path) -> None:
-    """They come to those that there are, whose times stay."""
-    told, progress, screen = tmp_path / "jobs.json", live.Progress(time.time() - 60), live._Lines()
-    first = [job(tmp_path, "a", 10), job(tmp_path, "b", 10)]
-    live.write_json(told, [vars(each) for each in first])
-    live._look(progress, told, deque(), screen)
-    began = progress.began
-    end(first[0])
-    live._look(progress, told, deque(), screen)
-    more = job(tmp_path, "c", 30)
-    live.write_json(told, [vars(each) for each in (job(tmp_path, "a", 7), first[1], more)])
-    os.utime(told, (began + 1, began + 1))
-    live._look(progress, told, deque(), screen)
-    assert progress.jobs == [*first, more] and list(progress.done) == first[:1]
-    assert progress.began == began and progress.left(time.time()) == 40
 
 
 def test_what_is_left_is_time_not_jobs(tmp_path: Path) -> None:

@@ -78,7 +78,6 @@ class Progress:
     jobs: list[Job] = field(default_factory=list)
     done: dict[Job, float] = field(default_factory=dict)  #: How many seconds they took.
     running: dict[Job, tuple[float, Doing]] = field(default_factory=dict)  #: Since when, and what they say.
-    read: int = 0  #: When what was read of the jobs had been written, in ns.
     _share: float = 0.0
 
     def look(self, now: float) -> list[Job]:
@@ -208,13 +207,9 @@ def _begin(parent: int) -> None:
 
 def _look(progress: Progress, told: Path, said: deque[str], screen: _Lines | _Terminal) -> None:
     now = time.time()
-    if told.exists() and (written := told.stat().st_mtime_ns) != progress.read:
-        if not progress.jobs:
-            progress.began = min(now, written / 1e9)
-        known = {(job.rule, job.name) for job in progress.jobs}
-        jobs = [Job(**job) for job in read_json(told)]
-        progress.jobs += [job for job in jobs if (job.rule, job.name) not in known]  # after a checkpoint there are more
-        progress.read = written
+    if not progress.jobs and told.exists():
+        progress.jobs = [Job(**job) for job in read_json(told)]
+        progress.began = min(now, told.stat().st_mtime)
     new = progress.look(now)
     for plan in dict.fromkeys(job.plan for job in new if progress.plan_done(job)):
         screen.say(f"{plan} is done, after {duration(now - progress.began)}")
