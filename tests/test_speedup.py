@@ -13,7 +13,7 @@ from dlscale.core.noise import interval
 from dlscale.core.records import Beside, Throughput, Trials
 from dlscale.report import glance, headline
 from dlscale.report.results import PlanResult, read_plan
-from dlscale.report.speedup import FLOOR, SpeedUps, pooled, relative_to_first
+from dlscale.report.speedup import FLOOR, SpeedUp, SpeedUps, pooled, relative_to_first
 from tests.test_report import Page, Results
 
 
@@ -95,6 +95,13 @@ def test_turns_count_and_not_what_was_measured_apart(results: Results) -> None:
     found = SpeedUps(plan.runs).over_first(plan.runs[1])
     assert found and found.ratio == pytest.approx(1.03) and not found.noise
     assert found.low < 1.03 < found.high and found.words.startswith("1.03× ± 0.0")
+
+
+def test_no_interval_is_told_below_what_it_excludes() -> None:
+    """It is one of logarithms; where that shows, its ends are told."""
+    wide, narrow = SpeedUp(math.log(4), math.log(2.5)), SpeedUp(math.log(4), math.log(1.1))
+    assert (wide.words, wide.noise) == ("4.00× (1.60 to 10.0)", False)
+    assert narrow.words == "4.00× ± 0.38"
 
 
 def test_two_runs_are_compared_by_their_turns_with_a_third(results: Results) -> None:

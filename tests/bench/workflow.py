@@ -68,10 +68,10 @@ def edit_loop(options: Options) -> list[Row]:
         return said
 
     def nothing() -> None:
-        assert "job" not in call(*snakemake, "-n")
+        assert "until the end" not in call(*snakemake, "-n")  # as a dry run with jobs ends
 
     snakemake = ["-m", "snakemake", "--configfile", "tiny.yaml", "--cores", "2"]
-    typed = ["-m", "dlscale", "run", "years", "--configfile", "tiny.yaml", "--cores", "2"]
+    typed = ["-m", "dlscale", "run", "years", "--configfile", "tiny.yaml"]
     results, numbers = tree.path / "results", itertools.count(1)
     call(*snakemake, "--", "all")
     long = options.folder / "long"
@@ -113,7 +113,7 @@ def edit_loop(options: Options) -> list[Row]:
     contestants = {
         "graph": lambda: seconds(lambda: call(*snakemake, "-n", "--quiet", "--", "plan_many")),
         "nothing": lambda: seconds(nothing),
-        "typed": lambda: seconds(lambda: call(*typed, f"optimizer.lr={1e-5 * next(numbers)}", "-n")),
+        "typed": lambda: seconds(lambda: call(*typed, f"optimizer.lr={1e-5 * next(numbers)}", "-n", "--cores", "2")),
         "changed": changed,
         "resumed": resumed,
         "with torch": lambda: seconds(lambda: call("-P", "-c", "import dlscale.train.train")),
