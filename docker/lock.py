@@ -24,7 +24,7 @@ ROOT = FOLDER.parent
 #: Not locked: the index (cpu) or the base image (gpu) decides on the build, and on the Triton that goes with it; numpy
 #: as well is left to that base, whose other packages are compiled against it.
 APART = {"cpu": {"torch", "triton"}, "gpu": {"torch", "triton", "numpy"}}
-EXTRAS = {"cpu": [], "gpu": ["dali"]}
+EXTRAS = {"cpu": ["grib"], "gpu": ["dali", "grib"]}
 PYTHONS = ("cp311", "cp312")
 PLATFORMS = re.compile(r"any|manylinux.*_(x86_64|aarch64)")
 

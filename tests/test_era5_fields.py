@@ -5,6 +5,7 @@ Every file is small, and made here with the trait that a test is about.
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -339,6 +340,14 @@ def test_where_no_time_is_left_the_period_is_told(tmp_path: Path) -> None:
     states.to_netcdf(tmp_path / "a.nc", engine="h5netcdf")
     with pytest.raises(UserError, match="no time is left: none lies in 2020-03-02 to 2020-03-03; set `split`"):
         open_source(chosen({}), part("2020-03-02", "2020-03-03"), [tmp_path / "a.nc"])
+
+
+def test_grib_without_its_extra_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The demo needs none of its 180 MB."""
+    monkeypatch.setitem(sys.modules, "cfgrib", None)
+    (tmp_path / "a.grib").write_bytes(b"GRIB" + bytes(100))
+    with pytest.raises(UserError, match=r"a\.grib: GRIB is not installed .*pip install 'dlscale\[grib\]'"):
+        open_source(chosen({}), part("2020-03-02", "2020-03-03"), [tmp_path / "a.grib"])
 
 
 @pytest.mark.parametrize("kind", ["CAMS", "seasonal"])

@@ -381,7 +381,10 @@ def open_grib(path: Path, wanted: Collection[str], keys: Iterable[str] = ()) -> 
     of what may be several, fills messages that are not there with NaN, and takes the first of two at one time without a
     word.
     """
-    from cfgrib import cfmessage, messages
+    try:
+        from cfgrib import cfmessage, messages
+    except ImportError as error:
+        raise UserError(f"{path}: GRIB is not installed ({error}); pip install 'dlscale[grib]'") from None
 
     _silence_eccodes()
     stream = messages.FileStream(str(path), errors="raise")
