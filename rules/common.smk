@@ -16,7 +16,7 @@ from dlscale.core import registry, urls
 from dlscale.core.errors import UserError
 from dlscale.core.fingerprint import ROOT, data_modules, fingerprint, remember, run_modules
 from dlscale.core.machine import gpus
-from dlscale.core.records import Rung
+from dlscale.config.records import Rung
 from dlscale.core.settings import read_yaml
 from dlscale.core.stages import STAGES
 from dlscale.data import parts

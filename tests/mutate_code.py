@@ -298,7 +298,7 @@ MUTATIONS = [
     ),
     Mutation(
         "better_is_worse",
-        "core/records.py",
+        "core/metrics.py",
         'sign = 1 if self.better == "lower" else -1',
         'sign = -1 if self.better == "lower" else 1',
         "test_knobs.py::test_better_is_lower_or_higher",

@@ -34,7 +34,7 @@ from dlscale.config.run import load_run
 from dlscale.core import files
 from dlscale.core.errors import UserError
 from dlscale.core.files import read_json
-from dlscale.core.records import Provenance, read_epochs
+from dlscale.core.metrics import read_epochs
 from dlscale.core.registry import study
 from dlscale.data import describe, parts, store
 from dlscale.data.manifest import Manifest
@@ -46,7 +46,8 @@ from dlscale.datasets.imagenet.pack import Pack
 from dlscale.datasets.imagenet.packing import write_pack
 from dlscale.parallel.world import World
 from dlscale.report import import_log
-from dlscale.train.build import verify
+from dlscale.train.around import verify
+from dlscale.train.provenance import Provenance
 from dlscale.train.weights import read_weights
 from tests.conftest import ERA5, ERA5_RUN, make_dataset, make_run, train
 from tests.raw_files import cosmo, era5, published, volume, write_volume, write_years

@@ -8,15 +8,13 @@ import importlib.util
 import re
 import subprocess
 import sys
-import types
 from pathlib import Path
 
 import pytest
 
 from dlscale.config import resolve
-from dlscale.core import records, registry
+from dlscale.core import registry
 from dlscale.core.fingerprint import (
-    BY_NAME,
     GUARDS,
     _file,
     _source,
@@ -224,12 +222,10 @@ def test_a_run_reaches_its_own_loader_and_no_other(loader: str) -> None:
 def test_a_stage_reaches_no_other(stage: str) -> None:
     """Nor what shows results or asks before they are made."""
     reached = reachable(run_modules(stage, next(iter(STUDIES)), LOADERS[0]))
-    assert {name for name in STAGES if STAGES[name].module in reached} == {stage}
+    assert {name for name in STAGES if STAGES[name].decides in reached} == {stage}
     assert not below("report", reached) | below("preflight", reached) and "dlscale.cli" not in reached
 
 
-RECORDS = [name for name, each in vars(records).items() if getattr(each, "__module__", "") == records.__name__]
-RECORDS = [name for name in RECORDS if isinstance(getattr(records, name), type)]
 #: What changes weights, gradients, or the state of random generators: nothing that stands around a training does it.
 TOUCHING = {
     *("backward", "zero_grad", "requires_grad_", "load_state_dict", "copy_", "fill_", "set_", "register_hook"),
@@ -240,21 +236,26 @@ TOUCHING = {
 }
 
 
-def test_the_guards_are_these() -> None:
-    """An edit of a guard makes nothing run again: a new one, and one that is none any more, is a decision."""
-    assert set(GUARDS) == {
-        *("dlscale.core.ending", "dlscale.core.lock", "dlscale.core.log", "dlscale.core.progress", "dlscale.core.text"),
-        "dlscale.core.urls",
-        *("dlscale.data.verification", "dlscale.parallel.selftest", "dlscale.parallel.watchdog"),
-        *("dlscale.train.exhaustion", "dlscale.train.trackers"),
-    }
+#: What stands around a training: entered by the command line and by the stage, and imported by nothing that trains.
+AROUND = {
+    *("dlscale.cli", "dlscale.core.ending", "dlscale.core.lock", "dlscale.core.log", "dlscale.core.progress"),
+    *("dlscale.core.telemetry", "dlscale.core.board", "dlscale.parallel.rendezvous", "dlscale.parallel.selftest"),
+    *("dlscale.parallel.watchdog", "dlscale.train.exhaustion", "dlscale.train.interruption", "dlscale.train.logs"),
+    *("dlscale.train.memory", "dlscale.train.provenance", "dlscale.train.trackers", "dlscale.train.train"),
+}
+
+
+@pytest.mark.parametrize("study", STUDIES)
+def test_what_stands_around_a_training_is_not_imported_by_it(study: str) -> None:
+    assert MODULES.keys() >= AROUND
+    assert not AROUND & set(reachable(run_modules("train", study, *LOADERS), whole=True))
 
 
 @pytest.mark.parametrize("module", GUARDS)
 def test_a_guard_decides_no_result(module: str) -> None:
-    """A training imports it, and does not depend on it; it has no layer, no optimiser and no random number."""
-    modules = run_modules("train", next(iter(STUDIES)), LOADERS[0])
-    assert module in reachable(modules, whole=True) and module not in reachable(modules)
+    """No stage of a run counts it; it has no layer, no optimiser and no random number, and changes no tensor."""
+    for stage in RUN_STAGES:
+        assert module not in reachable(run_modules(stage, next(iter(STUDIES)), LOADERS[0]))
     forbidden = ("torch.nn", "torch.optim", "torch.random", "random", "numpy.random", "dlscale.models")
     assert not {name for name in imports(MODULES[module]) if f"{name}.".startswith(tuple(f"{f}." for f in forbidden))}
     assert "dlscale.train.optimizer" not in imports(MODULES[module])
@@ -269,29 +270,6 @@ def test_a_guard_decides_no_result(module: str) -> None:
 def test_a_guard_counts_where_pages_are_made() -> None:
     """How a number is written is a page's result, not a training's."""
     assert "dlscale.core.text" in reachable(["dlscale.report.report"])
-
-
-def test_what_counts_by_name_only_defines() -> None:
-    """So that what a name stands on is all of it: no statement of these modules changes anything."""
-    for module in BY_NAME:
-        assert not [
-            ast.unparse(node)
-            for node in ast.parse(MODULES[module].read_text()).body[1:]
-            if not isinstance(node, ast.Import | ast.ImportFrom | ast.ClassDef | ast.FunctionDef | ast.Assign)
-        ]
-
-
-@pytest.mark.parametrize("name", RECORDS)
-def test_a_record_is_made_of_what_counts_of_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The statements that its name stands on, and no others, make the same record."""
-    tree = ast.parse(MODULES[records.__name__].read_text())
-    some = types.ModuleType("some_records")
-    monkeypatch.setitem(sys.modules, some.__name__, some)
-    exec(compile(ast.fix_missing_locations(ast.Module(_used(tree, {name}), [])), "some", "exec"), vars(some))
-    assert getattr(some, name).model_json_schema() == getattr(records, name).model_json_schema()
-    (record,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name]
-    names = {node.id for node in ast.walk(record) if isinstance(node, ast.Name)}
-    assert names & vars(records).keys() <= vars(some).keys(), "methods, too, find what they use"
 
 
 #: Beside `open_source`, and whether it counts where a kind of dataset reads by it.
@@ -365,7 +343,6 @@ def test_a_raw_file_depends_on_what_makes_it(name: str) -> None:
 
 PROBE = """
 import sys
-import types
 from pathlib import Path
 from dlscale.core import fingerprint as f
 f.ROOT = Path(sys.argv[1])

@@ -31,7 +31,7 @@ from dlscale.core.errors import UserError
 from dlscale.core.events import events
 from dlscale.core.files import read_json, sha256, write_json
 from dlscale.core.lock import only_writer
-from dlscale.core.records import Epoch, read_epochs
+from dlscale.core.metrics import Epoch, read_epochs
 from dlscale.data import describe as data_describe
 from dlscale.data import parts, store
 from dlscale.data.manifest import Manifest

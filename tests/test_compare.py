@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from dlscale.cli import main
-from dlscale.core.records import Beside, Device, Throughput, Trials, Usage
+from dlscale.measure.records import Beside, Throughput, Trials, Usage
+from dlscale.parallel.records import Device
 from dlscale.report.gate import KEEP, Look
 from tests.test_report import Results
 from tests.test_speedup import noisy

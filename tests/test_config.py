@@ -21,12 +21,12 @@ from pydantic import BaseModel
 
 from dlscale import cli
 from dlscale.config import resolve as config
+from dlscale.config.records import Published
 from dlscale.config.reference import reference
 from dlscale.config.resolve import Configuration
 from dlscale.config.run import RunCore, Throughput, load_run, run_class
 from dlscale.core import machine, registry
 from dlscale.core.errors import UserError
-from dlscale.core.records import Published
 from dlscale.core.settings import read_yaml
 from dlscale.core.stages import RUN_STAGES, STAGES
 from dlscale.data.parts import load_dataset

@@ -26,9 +26,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from dlscale.config import resolve as config
 from dlscale.config.run import load_run
 from dlscale.core import registry
-from dlscale.core.records import Peaks, SampleWork, Throughput
 from dlscale.measure import flops, peaks
 from dlscale.measure.flops import OperatorCount, sample_work
+from dlscale.measure.records import Peaks, SampleWork, Throughput
 from dlscale.parallel.world import World
 from dlscale.report.collect import summary_csv
 from dlscale.report.results import read_plan

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from dlscale.core.records import PlanRecord, Provenance, Published
+from dlscale.config.records import PlanRecord, Published
 from dlscale.core.telemetry import GpuSample, Sample
 from dlscale.report import efficiency
 from dlscale.report.results import PlanResult, RunResult
+from dlscale.train.provenance import Provenance
 
 #: The published job: 53 s of processor time in 56 s on one core, 1.31 GB of 8 GB; the machine has 64 cores.
 PUBLISHED = {"seconds": 56, "cpu": 53, "cores": 1, "memory": 1.31e9, "of": 8e9}

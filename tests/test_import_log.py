@@ -28,7 +28,7 @@ from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
 from tensorboard.compat.proto.types_pb2 import DT_FLOAT
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from dlscale.core.records import Untrained
+from dlscale.core.metrics import Untrained
 from dlscale.report import import_log
 from dlscale.report.references import Over, Reference, own_points
 from dlscale.report.results import read_plan

@@ -16,9 +16,10 @@ import pytest
 import torch
 
 from dlscale.config.run import Geometry
-from dlscale.core.records import read_epochs
+from dlscale.core.metrics import read_epochs
 from dlscale.parallel.pieces import Piece
-from dlscale.parallel.world import World, first_host, join
+from dlscale.parallel.rendezvous import first_host, join
+from dlscale.parallel.world import World
 from dlscale.train.checkpoint import CheckpointRecord, Checkpoints
 from dlscale.train.interruption import Interruption, Request
 from tests.conftest import ERA5, ERA5_RUN, ROOT, make_run, records, train

@@ -27,7 +27,7 @@ import yaml
 from dlscale.config import resolve as config
 from dlscale.config.run import load_run
 from dlscale.core.errors import UserError
-from dlscale.core.records import Epoch, Metric, Provenance, Untrained
+from dlscale.core.metrics import Epoch, Metric, Untrained
 from dlscale.core.telemetry import GpuSample, Sample
 from dlscale.data.manifest import Manifest
 from dlscale.data.sampling import evenly
@@ -41,6 +41,7 @@ from dlscale.report.target import reached
 from dlscale.train import trainer as training
 from dlscale.train.checkpoint import read
 from dlscale.train.precision import Weights, convert
+from dlscale.train.provenance import Provenance
 from dlscale.train.trackers import Wandb
 from dlscale.train.train import run_fingerprint
 from dlscale.train.weights import load_weights, read_weights, weights_digest
@@ -335,7 +336,7 @@ def test_a_run_starts_from_a_checkpoint(era5: Make, capfd: pytest.CaptureFixture
     given = {"epochs": 1, "weights": str(folder)}
     second = era5("second", training=given, optimizer={"lr": 1e-30})
     assert (second / "model.pt").read_bytes() == (first / "model.pt").read_bytes()
-    (pieces,) = folder.glob("*.distcp")
+    (pieces,) = folder.glob("*.safetensors")
     pieces.write_bytes(pieces.read_bytes()[:-1])
     capfd.readouterr()
     era5("third", status=2, training=given)

@@ -22,7 +22,7 @@ from dlscale.config import resolve as config
 from dlscale.config.run import Geometry
 from dlscale.config.site import Site
 from dlscale.core.errors import UserError
-from dlscale.core.provenance import Image
+from dlscale.core.image import Image
 from dlscale.core.stages import STAGES
 from dlscale.launch import image, launcher, slurm
 from dlscale.launch.contain import PASSED_ON

@@ -24,12 +24,15 @@ import torch.distributed as dist
 from dlscale.config.run import Geometry
 from dlscale.core import ending, ranges
 from dlscale.core.errors import PeerLost
-from dlscale.core.records import Links, Provenance, Throughput
+from dlscale.measure.records import Throughput
 from dlscale.parallel import links, selftest
 from dlscale.parallel.links import Link, Place
 from dlscale.parallel.mesh import Mesh
+from dlscale.parallel.records import Links
+from dlscale.parallel.rendezvous import join
 from dlscale.parallel.selftest import Wrong, at_fault, self_test
-from dlscale.parallel.world import World, join
+from dlscale.parallel.world import World
+from dlscale.train.provenance import Provenance
 from tests.conftest import ROOT
 from tests.ranks import spawn
 from tests.test_ddp import as_rank

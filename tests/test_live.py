@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from dlscale.core.progress import SUFFIX
-from dlscale.core.record import Doing
+from dlscale.core.progress import SUFFIX, Doing
 from dlscale.preflight import live
 from tests.waiting import PATIENCE, until
 

@@ -27,14 +27,15 @@ from dlscale.config.run import Geometry
 from dlscale.core import registry
 from dlscale.core.errors import UserError
 from dlscale.core.ranges import marking
-from dlscale.core.records import Memory, MemoryUse
 from dlscale.core.text import size
 from dlscale.data.manifest import Manifest
 from dlscale.parallel.mesh import Mesh
-from dlscale.parallel.world import World, join
-from dlscale.train import exhaustion, memory
+from dlscale.parallel.rendezvous import join
+from dlscale.parallel.world import World
+from dlscale.train import exhaustion, footprint, memory
 from dlscale.train.build import build_step, open_session
 from dlscale.train.fake import FakeStep
+from dlscale.train.records import Memory, MemoryUse
 from dlscale.train.step import Step
 from tests.bench.cases import Case
 from tests.conftest import ROOT
@@ -52,7 +53,7 @@ def predicted(case: Case, device: torch.device = CPU, ranks: int = 1, **over: An
     run = case.run(**over)
     fake = FakeStep(run, partial(case.network, run), case.loss(), device)
     x, y = (torch.empty(case.batch_size, *shape, device="meta") for shape in case.shapes)
-    return memory.of_step(fake, x, y, ranks)
+    return footprint.of_step(fake, x, y, ranks)
 
 
 def allocated(step: Step, x: torch.Tensor, y: torch.Tensor) -> tuple[dict[str, int], int]:
@@ -66,7 +67,7 @@ def allocated(step: Step, x: torch.Tensor, y: torch.Tensor) -> tuple[dict[str, i
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler, marking(record_function):
         step(x, y)
     events = list(profiler.profiler.kineto_results.events())
-    ends = {event.name(): event.end_ns() for event in events if event.name() in memory.STAGES}
+    ends = {event.name(): event.end_ns() for event in events if event.name() in footprint.STAGES}
     live, most, at = 0, 0, dict.fromkeys(ends, 0)
     for time, grown in sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"):
         live += grown
@@ -192,7 +193,7 @@ def test_prediction_of_a_model_that_two_devices_share(tmp_path: Path) -> None:
         run = SHARED.run(batch_size=size, **over)
         fake = FakeStep(run, partial(SHARED.network, run), SHARED.loss(), CPU, sharding=study.sharding)
         x, y = (torch.empty(SHARED.batch_size, *shape, device="meta") for shape in SHARED.shapes)
-        use = memory.of_run(run, fake, (x, y))
+        use = footprint.of_run(run, fake, (x, y))
         assert use.peak and alone.peak
         weights = alone.parameters if over.get("parallel", {}).get("reshard") is False else 0  # together until the end
         batch = 4 * (x.numel() + y.numel())
@@ -216,7 +217,7 @@ def test_weights_that_are_shared_count_once() -> None:
             return self.b(self.a(x))
 
     fake = FakeStep(UNET.run(), Tied, lambda prediction, target: (prediction - target).abs().mean(dim=1), CPU)
-    found = memory.of_step(fake, torch.empty(2, 8, device="meta"), torch.empty(2, 8, device="meta"))
+    found = footprint.of_step(fake, torch.empty(2, 8, device="meta"), torch.empty(2, 8, device="meta"))
     assert found.parameters == found.gradients == 4 * 64
 
 
@@ -225,7 +226,7 @@ def measured(folder: str, manifest: str) -> str:
     run = tiny_run("cosmo_unet", Path(folder), model={"widths": [64, 64]}, batch_size=64)
     session = open_session(run, Path(manifest), World(), 1)
     before = [p.detach().clone() for p in session.step.model.parameters()]
-    found = memory.measure(session, sample_batch())
+    found = footprint.measure(session, sample_batch())
     assert not all(torch.equal(a, b) for a, b in zip(before, session.step.model.parameters(), strict=True)), "a step"
     return found.text()
 
@@ -460,7 +461,7 @@ def test_the_message_says_where_and_what_would_fit(tmp_path: Path, cosmo_data: P
 
     def needed(**over: Any) -> int:
         run = tiny_run("cosmo_unet", tmp_path, **{"batch_size": 16, **over})
-        return memory.predict(run, manifest, CPU).peak or 0
+        return footprint.predict(run, manifest, CPU).peak or 0
 
     full, halves, fourths = needed(), needed(accumulation_steps=2), needed(accumulation_steps=4)
     assert full > halves > fourths
@@ -489,7 +490,7 @@ def test_a_step_that_failed_is_believed(tmp_path: Path, cosmo_data: Path) -> Non
     manifest = Manifest.read(cosmo_data / "manifest.json")
     text, _ = failing(tmp_path, cosmo_data, 1e12)
     _, options = text.split("predicted to fit: ")
-    needed = memory.predict(run, manifest, CPU).peak or 0
+    needed = footprint.predict(run, manifest, CPU).peak or 0
     found = exhaustion.alternatives(run, manifest, World(), exhaustion.SHARE["cpu"] * needed)
     assert options == ", or ".join(f"{exhaustion.shown(over)} ({size(bytes_)})" for over, bytes_ in found)
     assert found and max(bytes_ for _, bytes_ in found) <= exhaustion.SHARE["cpu"] * needed

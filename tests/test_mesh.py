@@ -31,8 +31,9 @@ from dlscale.parallel import pieces
 from dlscale.parallel.exchanges import Counting, formula
 from dlscale.parallel.mesh import AXES, Mesh, arrangement
 from dlscale.parallel.model import drawing
+from dlscale.parallel.rendezvous import join
 from dlscale.parallel.strategy import Sharded
-from dlscale.parallel.world import World, join
+from dlscale.parallel.world import World
 from dlscale.train.build import build_step
 from dlscale.train.checkpoint import CheckpointRecord, Checkpoints
 from dlscale.train.optimizer import begin

@@ -21,11 +21,10 @@ import pytest
 import torch
 
 from dlscale.config.run import Profile, load_run
-from dlscale.core import records
 from dlscale.core.ranges import RANGES, mark, marking
-from dlscale.core.records import ProfiledTool, TopEntry
 from dlscale.measure.profile import write_table
-from dlscale.measure.profilers import nsys, nvtx_ranges
+from dlscale.measure.profilers import nsys, nvtx_ranges, records
+from dlscale.measure.profilers.records import ProfiledTool, TopEntry
 from dlscale.parallel.world import World
 from dlscale.preflight.environment import environment as environment_of
 from dlscale.report.compare_profiles import read_rows
@@ -217,7 +216,7 @@ import json, logging, signal, sys
 from pathlib import Path
 from dlscale.config.run import load_run
 from dlscale.measure.profilers import nsys
-from dlscale.parallel.world import join
+from dlscale.parallel.rendezvous import join
 signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
 logging.basicConfig(level=logging.INFO)
 config, manifest, folder = sys.argv[1:]

@@ -20,10 +20,11 @@ from dlscale.config.run import Geometry
 from dlscale.core import telemetry
 from dlscale.core.errors import UserError
 from dlscale.core.ranks import MEET
-from dlscale.parallel import world
+from dlscale.parallel import rendezvous
+from dlscale.parallel.rendezvous import join
 from dlscale.parallel.sharding import Sharding
 from dlscale.parallel.strategy import Sharded
-from dlscale.parallel.world import World, join
+from dlscale.parallel.world import World
 from tests.conftest import COSMO, COSMO_RUN, ERA5, ERA5_RUN, ROOT, TINY, make_run, records, train
 from tests.ranks import spawn
 from tests.waiting import PATIENCE
@@ -153,7 +154,7 @@ def test_a_resumed_training_is_the_uninterrupted_one(tmp_path: Path, era5_data: 
     train_by(2, through, era5_data)
     newest = sorted(through.glob("checkpoints/*/step-*"))
     assert len(newest) == 2
-    for path in newest[-1].glob("*.distcp"):
+    for path in newest[-1].glob("*.safetensors"):
         path.unlink()  # as if it had ended after the second epoch
     whole = (through / "model.pt").read_bytes()
     train_by(2, through, era5_data)
@@ -237,7 +238,7 @@ def test_ports_of_two_jobs_differ(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setenv(name, "")  # so that it is put back
             monkeypatch.delenv(name)
         monkeypatch.setenv("SLURM_JOB_ID", job)
-        world._rendezvous(Geometry(gpus_per_node=2))
+        rendezvous._rendezvous(Geometry(gpus_per_node=2))
         ports.append(int(os.environ["MASTER_PORT"]))
     assert ports[0] != ports[1] and all(20000 <= port < 40000 for port in ports)
 

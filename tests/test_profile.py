@@ -22,10 +22,10 @@ from dlscale.config.run import load_run
 from dlscale.core import ranges
 from dlscale.core.errors import UserError
 from dlscale.core.ranges import mark, marking
-from dlscale.core.records import Profile, TopEntry
 from dlscale.data.samples import BoxField
 from dlscale.measure import profile
 from dlscale.measure.profilers import lines, stacks
+from dlscale.measure.profilers.records import Profile, TopEntry
 from dlscale.measure.profilers.stacks import StackSampler
 from dlscale.measure.profilers.tool import Unavailable
 from dlscale.measure.window import Window

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dlscale.core.records import Profile, ProfiledTool, TopEntry
+from dlscale.measure.profilers.records import Profile, ProfiledTool, TopEntry
 from dlscale.report.compare_profiles import Summary, compare, extremes, unmatched
 from tests.conftest import stage
 

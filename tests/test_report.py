@@ -27,12 +27,16 @@ import numpy as np
 import pytest
 import yaml
 
-from dlscale.core import records, telemetry, text
+from dlscale.config.records import PlanKind, PlanRecord, Published, RunReference
+from dlscale.core import telemetry, text
 from dlscale.core.errors import UserError
 from dlscale.core.files import OLDEST
-from dlscale.core.records import LossInfo, Metric, Published, Throughput
+from dlscale.core.metrics import Epoch, LossInfo, Metric, epoch_lines, read_epochs
 from dlscale.data.manifest import FieldInfo, File, Manifest
 from dlscale.data.transforms import Transform
+from dlscale.measure.profilers.records import Activity, Overhead, Profile, ProfiledTool, RangeTime, TopEntry
+from dlscale.measure.records import Peaks, SampleWork, Throughput, Trials, Usage
+from dlscale.parallel.records import AllReduce, Device, LinkLevel, Links
 from dlscale.report import collect, figures, fill, glance, headline, published, report, sections, tables
 from dlscale.report import parts as step_parts
 from dlscale.report import results as reading
@@ -42,6 +46,8 @@ from dlscale.report.results import first_and_least, read_plan
 from dlscale.report.rungs import gain
 from dlscale.report.speedup import SpeedUps
 from dlscale.report.verdict import of
+from dlscale.train.provenance import Provenance
+from dlscale.train.records import Memory, MemoryUse
 from tests.conftest import stage
 
 HOSTILE = """</title><script>alert(1)</script>"&'{{ 7*7 }}"""
@@ -247,12 +253,12 @@ class Results:
             "precision": "fp32",
         }
         (folder / "config.yaml").write_text(yaml.safe_dump(chosen | settings, sort_keys=False))
-        device = records.Device(kind="cpu", name="Example CPU", threads=2)
+        device = Device(kind="cpu", name="Example CPU", threads=2)
         lines = []
         for epoch in range(1, epochs + 1):
             shrink = final + (1.4 - final) * (math.exp(-0.6 * epoch) - math.exp(-0.6 * epochs))
             lines.append(
-                records.Epoch(
+                Epoch(
                     epoch=epoch,
                     step=8 * epoch,
                     samples=128 * epoch,
@@ -266,9 +272,9 @@ class Results:
                 )
             )
         if epochs:
-            (folder / "metrics.jsonl").write_text(records.epoch_lines(lines))
+            (folder / "metrics.jsonl").write_text(epoch_lines(lines))
             png(folder / "prediction.png")
-            records.Provenance(
+            Provenance(
                 command=f"python -m dlscale train --config results/plans/{plan}/{name}/config.yaml",
                 git={"commit": "0123456789abcdef", "dirty": True},
                 started="2024-05-01T10:00:00+00:00",
@@ -284,7 +290,7 @@ class Results:
             ).write(folder / "provenance.json")
         if triplet:
             modes = {
-                mode: records.Trials(
+                mode: Trials(
                     trial_throughput=[0.98 * mean, mean, 1.02 * mean],
                     trial_time=[1.0, 1.0, 1.0],
                     avg_iter_throughput=[0.98 * mean, mean, 1.02 * mean],
@@ -304,7 +310,7 @@ class Results:
         runs: dict[str, str],
         study: str = "forecast",
         title: str | None = None,
-        kind: records.PlanKind = "ladder",
+        kind: PlanKind = "ladder",
         measure: tuple[str, ...] = ("train", "throughput"),
         use: dict[str, tuple[str, str]] | None = None,
         repeats: dict[str, list[str]] | None = None,
@@ -312,7 +318,7 @@ class Results:
         """Write a plan of `runs` (name: label); `use` says which of them are another plan's."""
         owners = {run: (use or {}).get(run, (name, run)) for run in runs}
         known = STUDIES.get(study)
-        record = records.PlanRecord(
+        record = PlanRecord(
             plan=name,
             title=title or name,
             study=study,
@@ -320,7 +326,7 @@ class Results:
             kind=kind,
             measure=list(measure),
             runs=[
-                records.RunReference(
+                RunReference(
                     **{"name": run, "label": label, "plan": owners[run][0], "run": owners[run][1]},
                     **{"measure": measure, "repeats": (repeats or {}).get(run, [])},
                 )
@@ -471,7 +477,7 @@ def test_the_card_hears_of_a_neighbour(results: Results) -> None:
     for name, others in (("a", 12.0), ("b", 9.0), ("quiet", 0.2)):
         folder = results.run("p", name, precision=name)
         measured = Throughput.read(folder / "throughput.json")
-        used = records.Usage(seconds=10.0, cores=2, cpu_seconds=5.0, cores_cpu_seconds=5.0 + others)
+        used = Usage(seconds=10.0, cores=2, cpu_seconds=5.0, cores_cpu_seconds=5.0 + others)
         modes = {
             mode: getattr(measured, mode).model_copy(update={"usage": used}) for mode in ("io", "synthetic", "full")
         }
@@ -639,9 +645,9 @@ def test_times_are_of_one_loader(results: Results) -> None:
     folder = results.run("p", "a", epochs=5, speed=10.0, triplet=None)
     results.run("p", "b", epochs=5, speed=10.0, triplet=None)
     made = [{"loader": "torch"}, {"loader": "torch"}, None, {"loader": "direct"}, {"loader": "direct"}]
-    epochs = records.read_epochs(folder / "metrics.jsonl")
+    epochs = read_epochs(folder / "metrics.jsonl")
     lines = [epoch.model_copy(update={"made_with": own}) for epoch, own in zip(epochs, made, strict=True)]
-    (folder / "metrics.jsonl").write_text(records.epoch_lines(lines))
+    (folder / "metrics.jsonl").write_text(epoch_lines(lines))
     rows = results.collect(results.plan("p", {"a": "a", "b": "b"}, measure=("train",)))
     # of `a` only the last epoch counts, as the first with a loader warms up; of `b` the median of the last four
     speeds = [10 * (1 + 0.01 * epoch**2) for epoch in range(2, 6)]
@@ -1205,9 +1211,9 @@ def test_a_study_of_which_more_is_better(results: Results) -> None:
     """The best run is the one of greatest accuracy, whatever its loss is; nothing is compared with a naive answer."""
     results.run("p", "a", study="digits", final=0.5)
     folder = results.run("p", "b", study="digits", final=0.2)
-    epochs = records.read_epochs(folder / "metrics.jsonl")
+    epochs = read_epochs(folder / "metrics.jsonl")
     worse = (epoch.model_copy(update={"valid_loss": 10 * epoch.valid_loss}) for epoch in epochs)
-    (folder / "metrics.jsonl").write_text(records.epoch_lines(worse))
+    (folder / "metrics.jsonl").write_text(epoch_lines(worse))
     plan = results.plan("p", {"a": "few epochs", "b": "more epochs"}, study="digits", kind="set")
     results.dataset("digits")
     assert [row["accuracy"] for row in results.collect(plan)] == ["0.95", "0.98"]
@@ -1230,7 +1236,7 @@ def test_more_is_better_than_a_naive_answer(results: Results) -> None:
     majority = Metric(
         name="accuracy", title="accuracy", better="higher", naive="majority", answer="the commonest digit"
     )
-    provenance = records.Provenance.read(folder / "provenance.json")
+    provenance = Provenance.read(folder / "provenance.json")
     provenance.model_copy(update={"metrics": [majority]}).write(folder / "provenance.json")
     lines = (folder / "metrics.jsonl").read_text()
     (folder / "metrics.jsonl").write_text(lines.replace('"accuracy":', '"majority":0.125,"accuracy":'))
@@ -1243,7 +1249,7 @@ def test_more_is_better_than_a_naive_answer(results: Results) -> None:
 def test_weaker_naive_answers_stand_below_the_strongest(results: Results) -> None:
     """Each in a row of the table that they are measured by, in none of their own."""
     folder = results.run("p", "a")
-    provenance = records.Provenance.read(folder / "provenance.json")
+    provenance = Provenance.read(folder / "provenance.json")
     rivals = [
         *of_channels(WINDS, "day_rmse", "RMSE of yesterday", rival="yesterday's weather"),
         *of_channels(WINDS, "lazy_rmse", "RMSE of persistence", rival="persistence"),
@@ -1324,39 +1330,35 @@ def test_bars_and_whiskers_are_as_long_as_the_numbers(ladder: Results) -> None:
 def profiled(folder: Path, name: str, seconds: float, files: dict[str, str]) -> None:
     """Write a profile of two profilers, one of which failed, into a run's folder."""
     ranges = {
-        "step": records.RangeTime(seconds=1.2 * seconds),
-        "data": records.RangeTime(seconds=0.3 * seconds),
-        "copy": records.RangeTime(seconds=0.1 * seconds),
-        "forward": records.RangeTime(seconds=0.3 * seconds),
-        "backward": records.RangeTime(seconds=0.4 * seconds),
-        "optimizer": records.RangeTime(seconds=0.1 * seconds),
+        "step": RangeTime(seconds=1.2 * seconds),
+        "data": RangeTime(seconds=0.3 * seconds),
+        "copy": RangeTime(seconds=0.1 * seconds),
+        "forward": RangeTime(seconds=0.3 * seconds),
+        "backward": RangeTime(seconds=0.4 * seconds),
+        "optimizer": RangeTime(seconds=0.1 * seconds),
     }
-    rows = [
-        records.TopEntry(tool="torch", kind="operator", name=name, calls=2, seconds=0.5 * seconds, std=1e-4, share=0.4)
-    ]
+    rows = [TopEntry(tool="torch", kind="operator", name=name, calls=2, seconds=0.5 * seconds, std=1e-4, share=0.4)]
     (folder / "profile").mkdir()
-    records.Profile(
-        device=records.Device(kind="cpu", name="Example CPU"),
+    Profile(
+        device=Device(kind="cpu", name="Example CPU"),
         seconds_per_step=[seconds] * 3,
         tools=[
-            records.ProfiledTool(
+            ProfiledTool(
                 name="torch",
                 steps=3,
                 seconds_per_step=1.2 * seconds,
-                overhead=records.Overhead(ratio=1.2, noise=0.05),
+                overhead=Overhead(ratio=1.2, noise=0.05),
                 complete=True,
                 ranges=ranges,
                 files=files,
             ),
-            records.ProfiledTool(name="nsys", problem="nsys: not found"),
+            ProfiledTool(name="nsys", problem="nsys: not found"),
         ],
         top=rows,
-        memory=records.Memory(
-            predicted=records.MemoryUse(parameters=10**6, gradients=10**6, optimizer=2 * 10**6, activations=10**7)
-        ),
+        memory=Memory(predicted=MemoryUse(parameters=10**6, gradients=10**6, optimizer=2 * 10**6, activations=10**7)),
     ).write(folder / "profile/profile.json")
     with (folder / "profile/profile_summary.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(records.TopEntry.model_fields))
+        writer = csv.DictWriter(file, list(TopEntry.model_fields))
         writer.writeheader()
         writer.writerows(row.model_dump() for row in rows)
 
@@ -1367,8 +1369,8 @@ def explained(results: Results) -> Results:
     for name, seconds, rates in (("first", 0.1, (200.0, 100.0, 66.0)), ("second", 0.02, (2000.0, 500.0, 490.0))):
         folder = results.run("ladder", name, triplet=rates)
         measured = Throughput.read(folder / "throughput.json")
-        work = records.SampleWork(forward_flops=1e9, backward_flops=2e9, bytes=3e8, source="formula")
-        peaks = records.Peaks(dtype="fp32", flops=2e12, bytes_per_second=2e11)
+        work = SampleWork(forward_flops=1e9, backward_flops=2e9, bytes=3e8, source="formula")
+        peaks = Peaks(dtype="fp32", flops=2e12, bytes_per_second=2e11)
         measured.model_copy(update={"work": work, "peaks": peaks}).write(folder / "throughput.json")
         profiled(folder, "aten::<b>mm", seconds, {"trace <1>": "torch.rank0.json.gz"})
     samples = [telemetry.Sample(1.7e9 + second, 1.0, 4, cpu_run=0.25, rss_bytes=second * 2**30) for second in (1, 2, 3)]
@@ -1435,12 +1437,12 @@ def test_steps_of_other_batches_are_drawn_by_the_sample(results: Results) -> Non
     assert one == pytest.approx(2 * other, rel=1e-3)
 
 
-def on_device(idle: dict[str, float], **work: float) -> records.ProfiledTool:
+def on_device(idle: dict[str, float], **work: float) -> ProfiledTool:
     """A profile of steps of 100 ms, 80 of which the host is asking for data, with seconds of the device's work."""
-    ranges = {name: records.RangeTime(seconds=0.001, device_seconds=seconds) for name, seconds in work.items()}
-    ranges["data"] = records.RangeTime(seconds=0.08, device_seconds=0.0)
-    activity = records.Activity(device_busy=1 - sum(idle.values()) / 0.1, idle_seconds=idle)
-    return records.ProfiledTool(name="torch", seconds_per_step=0.1, ranges=ranges, activity=activity)
+    ranges = {name: RangeTime(seconds=0.001, device_seconds=seconds) for name, seconds in work.items()}
+    ranges["data"] = RangeTime(seconds=0.08, device_seconds=0.0)
+    activity = Activity(device_busy=1 - sum(idle.values()) / 0.1, idle_seconds=idle)
+    return ProfiledTool(name="torch", seconds_per_step=0.1, ranges=ranges, activity=activity)
 
 
 def test_a_step_on_a_device_is_its_work_and_its_idle_time() -> None:
@@ -1458,9 +1460,9 @@ def test_what_runs_side_by_side_shares_the_time() -> None:
 
 def test_idle_times_that_nobody_knows_replace_none() -> None:
     """The figures of several profilers are put together from those that each knows."""
-    assert records.Activity().model_dump(exclude_none=True) == {}
-    known = records.Activity(idle_seconds={"data": 0.5})
-    assert records.Activity.model_validate_json(known.text()).idle_seconds == {"data": 0.5}
+    assert Activity().model_dump(exclude_none=True) == {}
+    known = Activity(idle_seconds={"data": 0.5})
+    assert Activity.model_validate_json(known.text()).idle_seconds == {"data": 0.5}
 
 
 def test_what_a_profile_left_is_linked_and_told(explained: Results) -> None:
@@ -1495,8 +1497,8 @@ def test_the_roofline_has_a_point_for_each_run(explained: Results) -> None:
 def with_peaks(folder: Path, flops: float, copies: float, **more: Any) -> None:
     """Give a run the peaks that its process measured, and other facts of its throughput."""
     measured = Throughput.read(folder / "throughput.json")
-    work = records.SampleWork(forward_flops=1e9, backward_flops=2e9, bytes=3e8, source="formula")
-    peaks = records.Peaks(dtype=more.pop("dtype", "fp32"), flops=flops, bytes_per_second=copies, operator_seconds=1e-6)
+    work = SampleWork(forward_flops=1e9, backward_flops=2e9, bytes=3e8, source="formula")
+    peaks = Peaks(dtype=more.pop("dtype", "fp32"), flops=flops, bytes_per_second=copies, operator_seconds=1e-6)
     measured.model_copy(update={"work": work, "peaks": peaks, **more}).write(folder / "throughput.json")
 
 
@@ -1507,7 +1509,7 @@ def test_a_device_has_one_peak_in_a_plan(results: Results) -> None:
     with_peaks(folders["a"], 81e9, 9.7e9)
     with_peaks(folders["b"], 174e9, 4.1e9)
     with_peaks(folders["half"], 343e9, 27.2e9, dtype="bf16")
-    with_peaks(folders["other"], 500e9, 99e9, device=records.Device(kind="cpu", name="Other CPU", threads=2))
+    with_peaks(folders["other"], 500e9, 99e9, device=Device(kind="cpu", name="Other CPU", threads=2))
     plan = read_plan(results.plan("p", {name: name for name in runs}))
     expected = {"a": (174e9, 27.2e9), "b": (174e9, 27.2e9), "half": (343e9, 27.2e9), "other": (500e9, 99e9)}
     rows = results.collect(results.plans[0])
@@ -1534,7 +1536,7 @@ def test_a_device_has_one_peak_in_a_plan(results: Results) -> None:
 def test_ranks_share_the_memory_of_a_processor_not_of_gpus(results: Results) -> None:
     for kind, expected in (("cpu", [100e9, 50e9]), ("cuda", [100e9, 100e9])):
         for name, nranks, copies in (("one", 1, 100e9), ("two", 2, 50e9)):
-            device = records.Device(kind=kind, name="D", threads=2)
+            device = Device(kind=kind, name="D", threads=2)
             with_peaks(results.run("p", name), 1e12, copies, nranks=nranks, device=device)
         plan = read_plan(results.plan("p", {"one": "one", "two": "two"}))
         assert [run.throughput.peaks.bytes_per_second for run in plan.runs] == expected  # type: ignore[union-attr]
@@ -1601,10 +1603,10 @@ def test_names_of_roofs_do_not_overprint(flops: tuple[float, ...]) -> None:
 )
 def test_the_memory_of_a_processor_is_the_whole_process(explained: Results, kind: str, words: str) -> None:
     path = explained.root / "plans/ladder/first/profile/profile.json"
-    profile = records.Profile.read(path)
+    profile = Profile.read(path)
     assert profile.memory
     memory = profile.memory.model_copy(update={"peak": 498_000_000, "device": 25_300_000_000})
-    profile.model_copy(update={"memory": memory, "device": records.Device(kind=kind)}).write(path)
+    profile.model_copy(update={"memory": memory, "device": Device(kind=kind)}).write(path)
     assert " ".join(words.split()) in Page(explained.report()).text
 
 
@@ -1720,16 +1722,14 @@ def test_provenance_is_told(html: str) -> None:
 def test_links_between_processes_are_a_line(ladder: Results) -> None:
     path = ladder.root / "plans" / "ladder" / "bf16" / "provenance.json"
     node, network = (
-        records.LinkLevel(
-            name=name, size=4, links=6, alpha=alpha, beta=beta, worst=(0, 1), worst_alpha=alpha, worst_beta=beta
-        )
+        LinkLevel(name=name, size=4, links=6, alpha=alpha, beta=beta, worst=(0, 1), worst_alpha=alpha, worst_beta=beta)
         for name, alpha, beta in (("node", 3e-6, 5e-12), ("network", 2e-5, 5e-11))
     )
-    sums = [records.AllReduce(bytes=bytes_, seconds=seconds) for bytes_, seconds in ((8, 3e-5), (26_214_400, 2e-3))]
-    found = records.Links(
+    sums = [AllReduce(bytes=bytes_, seconds=seconds) for bytes_, seconds in ((8, 3e-5), (26_214_400, 2e-3))]
+    found = Links(
         backend="nccl", processes=8, nodes=2, seconds=1.0, levels=[node, network], all_reduce=sums, slow=["node b"]
     )
-    records.Provenance.read(path).model_copy(update={"links": found}).write(path)
+    Provenance.read(path).model_copy(update={"links": found}).write(path)
     text = Page(ladder.report()).text.replace("\u00a0", " ")
     line = "node: 3.00 µs, 200 GB/s; network: 20.0 µs, 20.0 GB/s; all_reduce of 26.2 MB: 2.00 ms; node b"
     assert f"links{line}" in text, "and nothing of it twice"
@@ -1799,7 +1799,7 @@ def test_a_browser_shows_it(html: str, tmp_path: Path, width: int) -> None:
 def test_a_narrow_page_shows_what_takes_the_time(explained: Results, tmp_path: Path) -> None:
     """Milliseconds stand beside an operator's name, however long it is, and bullets within the box."""
     path = explained.root / "plans/ladder/first/profile/profile.json"
-    profile = records.Profile.read(path)
+    profile = Profile.read(path)
     long = profile.top[0].model_copy(
         update={"name": "void at::native::elementwise_kernel<" + 9 * "128, 4, BinaryFunctor<"}
     )

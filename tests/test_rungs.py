@@ -35,8 +35,9 @@ from dlscale.models.losses import l1, relative_l2
 from dlscale.models.unet3d import UNet3D
 from dlscale.models.vit import Attention, ViT
 from dlscale.parallel import strategy
+from dlscale.parallel.rendezvous import join
 from dlscale.parallel.sharding import Sharding
-from dlscale.parallel.world import World, join
+from dlscale.parallel.world import World
 from dlscale.train import attention, selfcheck
 from dlscale.train import build as build_
 from dlscale.train import compile as compile_

@@ -13,18 +13,21 @@ from typing import Any
 import pytest
 
 from dlscale.config import resolve
+from dlscale.config.records import Published
 from dlscale.config.resolve import ResolvedRun
 from dlscale.config.scaling import Scaling
-from dlscale.core import records
 from dlscale.core.errors import UserError
-from dlscale.core.records import Device, MemoryUse, Published, Throughput, Trials
+from dlscale.core.metrics import epoch_lines
 from dlscale.core.text import number
+from dlscale.measure.records import Throughput, Trials
+from dlscale.parallel.records import Device
 from dlscale.report import convergence, figures, glance, parallelism, scaling, target
 from dlscale.report.collect import summary
 from dlscale.report.drawing import DASHED, DOTTED
 from dlscale.report.results import PlanResult, read_plan
 from dlscale.report.series import series as series_of
 from dlscale.report.tables import RunsTable
+from dlscale.train.records import MemoryUse
 from tests.test_report import Page, Results
 
 WEAK: dict[str, Any] = {"study": "cosmo_unet", "kind": "weak_scaling"}
@@ -593,7 +596,7 @@ def test_a_training_that_diverged_is_said_and_drawn_as_far_as_it_came(results: R
     plan = converged(results)
     path = plan.runs[-1].folder / "metrics.jsonl"
     epochs = [*plan.runs[-1].epochs[:2], plan.runs[-1].epochs[2].model_copy(update={"valid_loss": math.nan})]
-    path.write_text(records.epoch_lines(epochs))
+    path.write_text(epoch_lines(epochs))
     plan = read_plan(results.plans[0])
     assert len(convergence.groups(plan)[-1].band("step")) == 2
     view = convergence.view(plan)
@@ -609,7 +612,7 @@ def test_a_batch_of_more_than_all_samples_is_said(results: Results) -> None:
     assert view and view["note"] == ""
     for run in plan.runs:
         epochs = [each.model_copy(update={"step": each.epoch}) for each in run.epochs]
-        (run.folder / "metrics.jsonl").write_text(records.epoch_lines(epochs))
+        (run.folder / "metrics.jsonl").write_text(epoch_lines(epochs))
     view = convergence.view(read_plan(results.plans[0]))
     assert view and view["note"].endswith(
         "each step no more than these: batch 256, sqrt (128 samples); batch 256, linear (128 samples)."

@@ -23,13 +23,14 @@ from pydantic import TypeAdapter
 from torch.distributed import _compute_bucket_assignment_by_size
 
 from dlscale.config.parallel import DDP, Parallel
+from dlscale.config.records import Published
 from dlscale.config.resolve import study_files
 from dlscale.config.run import load_run
 from dlscale.core import registry, telemetry
 from dlscale.core.errors import UserError
-from dlscale.core.records import Device, LinkLevel, Links, Published, Throughput, Trials
 from dlscale.core.text import number, percent
 from dlscale.data.manifest import Manifest
+from dlscale.measure.records import Throughput, Trials
 from dlscale.measure.scaling import model, validation
 from dlscale.measure.scaling.fit import MISFIT, PRIORS, Point, fit, walk
 from dlscale.measure.scaling.machine import Level, Machine, named, shipped
@@ -50,6 +51,7 @@ from dlscale.measure.scaling.model import (
 from dlscale.models.unet3d import UNet3D
 from dlscale.parallel.exchanges import formula
 from dlscale.parallel.model import named as named_modules
+from dlscale.parallel.records import Device, LinkLevel, Links
 from dlscale.preflight import measured
 from tests.conftest import ROOT, TINY, make_run, stage
 from tests.test_compare import crowd

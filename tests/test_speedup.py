@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from dlscale.core.noise import interval
-from dlscale.core.records import Beside, Throughput, Trials
+from dlscale.measure.records import Beside, Throughput, Trials
 from dlscale.report import glance, headline
 from dlscale.report.results import PlanResult, read_plan
 from dlscale.report.speedup import FLOOR, SpeedUp, SpeedUps, pooled, relative_to_first

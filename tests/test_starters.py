@@ -22,7 +22,7 @@ from dlscale.core.errors import UserError
 from dlscale.core.ranks import VARIABLES, Ranks, ranks
 from dlscale.launch import launcher
 from dlscale.launch.contain import PASSED_ON
-from dlscale.parallel.world import join
+from dlscale.parallel.rendezvous import join
 from tests.conftest import ROOT, make_run, train
 from tests.test_launcher import HERE, site
 from tests.test_parallel import STUDIES, close, configure
@@ -33,7 +33,7 @@ from tests.waiting import PATIENCE
 MEET = """
 import torch
 from dlscale.config.run import Geometry
-from dlscale.parallel.world import join
+from dlscale.parallel.rendezvous import join
 with join(Geometry(nodes={nodes}, gpus_per_node={each}), "cpu") as world:
     total = world.sum(torch.tensor([float(world.rank)]))
     said = f"rank {{world.rank}} of {{world.size}}, {{world.local_rank}} here, all together {{int(total)}}"
@@ -438,7 +438,7 @@ def test_no_mpirun_is_one_message(tmp_path: Path) -> None:
 
 def test_ranks_that_are_dealt_out_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1 on a second node: what is written by node would be written twice."""
-    from dlscale.parallel.world import join
+    from dlscale.parallel.rendezvous import join
 
     for word in ("RANK=1", "WORLD_SIZE=4", "LOCAL_RANK=0"):
         monkeypatch.setenv(*word.split("="))

@@ -20,9 +20,8 @@ import yaml
 from dlscale.config import resolve
 from dlscale.core import progress
 from dlscale.core.errors import UserError
-from dlscale.core.progress import SUFFIX, Progress
-from dlscale.core.record import Doing
-from dlscale.core.records import Epoch
+from dlscale.core.metrics import Epoch
+from dlscale.core.progress import SUFFIX, Doing, Progress
 from dlscale.core.text import duration
 from dlscale.preflight import cost, expected, status
 from tests.conftest import ROOT

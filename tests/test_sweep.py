@@ -16,10 +16,10 @@ import torch
 import yaml
 
 from dlscale.config import resolve
+from dlscale.config.records import Rung
 from dlscale.config.resolve import ResolvedRun
 from dlscale.config.sweep import Sweep
 from dlscale.core.errors import UserError
-from dlscale.core.records import Rung
 from dlscale.preflight import cost
 from dlscale.report.collect import summary
 from dlscale.report.report import page

@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 from dlscale.config import resolve as config
 from dlscale.core import telemetry
 from dlscale.core.errors import UserError
-from dlscale.core.records import Epoch, Provenance
+from dlscale.core.metrics import Epoch
 from dlscale.core.telemetry import GpuSample, Sample
 from dlscale.launch.telemetry import beside, show
 from dlscale.measure import gpus, processes
@@ -35,6 +35,7 @@ from dlscale.measure import telemetry as sampler
 from dlscale.measure.gpus import Gpus, bus_ids
 from dlscale.measure.telemetry import Rapl
 from dlscale.report.results import RunResult
+from dlscale.train.provenance import Provenance
 from tests.conftest import ERA5, ERA5_RUN, ROOT, make_run, stage
 from tests.test_usage import BURN, answer, drop, end, on_disk, python
 from tests.waiting import until

@@ -18,11 +18,11 @@ import torch
 from dlscale.config import resolve as config
 from dlscale.config.compute import compute_digest
 from dlscale.config.run import Throughput, load_run
-from dlscale.core.records import Throughput as Record
-from dlscale.core.records import Trials
 from dlscale.core.settings import read_yaml
 from dlscale.data.loaders.base import Batch, Loader
 from dlscale.measure import throughput
+from dlscale.measure.records import Throughput as Record
+from dlscale.measure.records import Trials
 from dlscale.measure.throughput import endless, trials
 from dlscale.parallel.world import World
 from dlscale.train.build import open_session

@@ -20,8 +20,9 @@ from dlscale.core.errors import UserError
 from dlscale.parallel.mesh import Pretended
 from dlscale.parallel.model import ModelParallel
 from dlscale.parallel.pieces import share
+from dlscale.parallel.rendezvous import join
 from dlscale.parallel.sharding import Sharding
-from dlscale.parallel.world import World, join
+from dlscale.parallel.world import World
 from dlscale.train.build import build_step
 from dlscale.train.checkpoint import CheckpointRecord, Checkpoints
 from dlscale.train.optimizer import begin

@@ -26,11 +26,12 @@ from typing import Any
 import matplotlib.image
 import numpy as np
 import pytest
+import safetensors
 import torch
+from safetensors.torch import save_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams import plugin_data_pb2
 from torch import nn
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dlscale.config import resolve as config
@@ -38,7 +39,7 @@ from dlscale.config.run import Geometry, load_run
 from dlscale.core import progress
 from dlscale.core.errors import Stopped, UserError
 from dlscale.core.files import sha256
-from dlscale.core.records import Epoch, Metric, Untrained, read_epochs
+from dlscale.core.metrics import Epoch, Metric, Untrained, read_epochs
 from dlscale.data.loaders.base import Batch
 from dlscale.data.loaders.torch_loader import TorchLoader
 from dlscale.data.manifest import Manifest
@@ -50,17 +51,18 @@ from dlscale.models.losses import l1, relative_l2
 from dlscale.models.unet3d import UNet3D
 from dlscale.models.vit import ViT
 from dlscale.parallel.pieces import Piece
-from dlscale.parallel.world import World, join
+from dlscale.parallel.rendezvous import join
+from dlscale.parallel.world import World
 from dlscale.studies.base import PublishedLog
 from dlscale.studies.era5_vit import Era5ViT
 from dlscale.train import checkpoint as checkpoint_module
 from dlscale.train.build import build_step, open_session
-from dlscale.train.checkpoint import CheckpointRecord, Checkpoints, read
+from dlscale.train.checkpoint import CheckpointRecord, Checkpoints, Misfit, fill, read
 from dlscale.train.logs import RunLogs
 from dlscale.train.loop import Hook, run_steps
 from dlscale.train.optimizer import begin
 from dlscale.train.step import Step
-from dlscale.train.train import run_fingerprint
+from dlscale.train.train import fit, run_fingerprint
 from dlscale.train.trainer import Trainer, _EpochSums
 from tests.conftest import COSMO, COSMO_RUN, ERA5, ERA5_RUN, make_dataset, make_run, records, train
 from tests.test_rungs import settings
@@ -375,7 +377,7 @@ def test_a_step_has_no_more_samples_than_an_epoch(era5: Make, weather: Path, mon
     monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
     with trainer(folder, weather) as made:
         monkeypatch.setattr(time, "perf_counter", itertools.count().__next__)  # a second at each look
-        made.fit(on_steps=lambda step, values: told.append((step, dict(values))))
+        fit(made, on_steps=lambda step, values: told.append((step, dict(values))))
     seconds = [38 * 1 / values["samples/s"] for _, values in told]
     assert told and seconds == [pytest.approx(round(each)) for each in seconds], "whole, as the clock is"
 
@@ -412,7 +414,7 @@ def test_a_resumed_run_knows_what_was_before_its_first_step(
     """Ended within the first epoch: it goes on with what it has seen, and looks no second time."""
     make_era5(tmp_path, {"training": {"epochs": 1}})
     with trainer(tmp_path, weather) as made:
-        (whole,) = made.fit()
+        (whole,) = fit(made)
         made.checkpoints.clear()
     assert whole.untrained and math.isfinite(whole.untrained.train_loss)
     step, validate, validations = Step.__call__, Trainer.validate, []
@@ -423,12 +425,12 @@ def test_a_resumed_run_knows_what_was_before_its_first_step(
 
     with trainer(tmp_path, weather) as made, monkeypatch.context() as patched, pytest.raises(Stopped, match="step 1"):
         patched.setattr(Step, "__call__", asked)
-        made.fit()
+        fit(made)
     monkeypatch.setattr(Trainer, "validate", lambda self, *hooks: (validations.append(1), validate(self, *hooks))[1])
     begun: list[Untrained] = []
     with trainer(tmp_path, weather) as made:
         made.resume()
-        (resumed,) = made.fit(on_begin=begun.append)
+        (resumed,) = fit(made, on_begin=begun.append)
     assert made.resumed_from == 1 and len(validations) == 1
     assert begun == [resumed.untrained] == [whole.untrained]
 
@@ -445,14 +447,14 @@ def test_asked_to_end_before_the_first_step(tmp_path: Path, weather: Path) -> No
 
         made.valid_loader.epoch = asked  # type: ignore[method-assign, assignment]
         with pytest.raises(Stopped, match="saved after step 0"):
-            made.fit()
+            fit(made)
     begun: list[Untrained] = []
     with trainer(tmp_path, weather) as made:
         made.resume()
         valid_loss, metrics = made.validate()
         made.validate = None  # type: ignore[method-assign, assignment]
         with pytest.raises(TypeError):  # after the epoch, and not before it
-            made.fit(on_begin=begun.append)
+            fit(made, on_begin=begun.append)
     assert [(seen.valid_loss, seen.metrics) for seen in begun] == [(valid_loss, metrics)]
 
 
@@ -468,7 +470,7 @@ class _Slow(TorchLoader):
 def test_the_wait_for_the_first_batch_counts(tmp_path: Path, weather: Path) -> None:
     make_era5(tmp_path, {"training": {"epochs": 1}})
     with trainer(tmp_path, weather, _Slow) as made:
-        (record,) = made.fit()
+        (record,) = fit(made)
     assert record.epoch_seconds >= 0.3
     assert record.valid_seconds >= 0.3
     assert record.samples_per_second <= 38 / 0.3
@@ -489,7 +491,7 @@ def test_naive_answers_are_no_part_of_a_validations_time(
 
         monkeypatch.setattr(made.metrics, "naive", slow)
         monkeypatch.setattr(time, "perf_counter", lambda: clock() + late)
-        (record,) = made.fit()
+        (record,) = fit(made)
         monkeypatch.undo()
     assert late and record.valid_seconds < 1e6
 
@@ -499,7 +501,7 @@ def test_a_loss_is_one_number_for_each_sample(tmp_path: Path, weather: Path, mon
     mean = lambda prediction, target: (prediction - target).abs().mean()  # noqa: E731 - as a study writes it
     monkeypatch.setattr(Era5ViT, "loss", lambda self, run: mean)
     with trainer(tmp_path, weather) as made, pytest.raises(UserError, match=r"era5_vit: its loss has shape \(\) for 4"):
-        made.fit()
+        fit(made)
 
 
 def test_a_metric_that_is_described_has_a_value(tmp_path: Path, weather: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -520,7 +522,7 @@ def test_a_metric_that_is_described_has_a_value(tmp_path: Path, weather: Path, m
         monkey = SimpleNamespace(described=described, **kept)
         made.metrics = monkey  # type: ignore[assignment]
         with pytest.raises(UserError, match=r"metrics that it describes have no value: sharpness; .*give: rmse"):
-            made.fit()
+            fit(made)
 
 
 class Waits(TorchDispatchMode):
@@ -559,7 +561,7 @@ def test_no_step_waits_for_the_device(tmp_path: Path, weather: Path, precision: 
         with trainer(tmp_path / str(steps), weather, **replaced) as made:
             shutil.rmtree(made.checkpoints.folder)
             with Waits(made.step.optimizer) as counted:
-                made.fit()
+                fit(made)
             assert len(made.history) == 1, "one epoch in either case"
         return counted.count
 
@@ -746,23 +748,19 @@ def _no_numbers(file: Path) -> None:
 
 
 def _trap(file: Path) -> None:
-    """Put code in the place of a tensor."""
-    pieces, metadata = bytearray(file.read_bytes()), pickle.loads(file.with_name(".metadata").read_bytes())
-    trap = io.BytesIO()
-    torch.save(_Trap(file.parent.parent / "executed"), trap)
-    for place in metadata.storage_data.values():
-        place.offset, place.length = len(pieces), trap.getbuffer().nbytes
-    file.write_bytes(bytes(pieces) + trap.getvalue())
-    file.with_name(".metadata").write_bytes(pickle.dumps(metadata))
+    """Put code in the place of tensors."""
+    file.write_bytes(pickle.dumps(_Trap(file.parent.parent / "executed")))
     _signed(file)
-    _signed(file.with_name(".metadata"))
 
 
-def _trap_in_the_list(file: Path) -> None:
-    listed = file.with_name(".metadata")
-    listed.write_bytes(pickle.dumps(_Trap(file.parent.parent / "executed")))
-    _signed(listed)
+def _no_header(file: Path) -> None:
+    """Have a list of tensors that is none."""
+    file.write_bytes((2**40).to_bytes(8, "little") + file.read_bytes()[8:])
+    _signed(file)
 
+
+#: The file of the first process.
+SHARD = "shard-00001-model-00001-of-00001.safetensors"
 
 DAMAGES: dict[str, Callable[[Path], None]] = {
     "cut": _cut,
@@ -773,12 +771,10 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
     "record flipped": _flip_a_digit,
     "record is no text": lambda file: file.with_name("checkpoint.json").write_bytes(b'{"step": 30, "run": "\xff"}'),
     "record of another kind": lambda file: file.with_name("checkpoint.json").write_text('{"step": "many"}'),
-    "list cut": lambda file: _cut(file.with_name(".metadata")),
-    "list missing": lambda file: file.with_name(".metadata").unlink(),
+    "list of tensors": _no_header,
     "record names no files": lambda file: CheckpointRecord(step=30).write(file.with_name("checkpoint.json")),
     "no numbers": _no_numbers,
     "trap": _trap,
-    "trap in the list": _trap_in_the_list,
 }
 
 
@@ -789,25 +785,22 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(
     folder = checkpoint_folder(again)
     assert sorted(path.name for path in folder.glob("step-*")) == ["step-00000020", "step-00000030"]
     if damage:
-        DAMAGES[damage](folder / "step-00000030" / "__0_0.distcp")
+        DAMAGES[damage](folder / "step-00000030" / SHARD)
     assert train(again, weather / "manifest.json") == 0
     assert provenance(again)["resumed_from_step"] == (20 if damage else 30)
     assert (again / "model.pt").read_bytes() == (finished / "model.pt").read_bytes()
     assert timeless(again) == timeless(finished)
     assert not (folder / "executed").exists(), "the checkpoint's code was run"
     assert [record.model_dump() for record in checkpoint(folder / "step-00000030").history] == records(again)
-    if damage and "trap" in damage:  # the trap is a real one
-        DAMAGES[damage](folder / "step-00000030" / "__0_0.distcp")
+    if damage == "trap":  # it is a real one
+        _trap(folder / "step-00000030" / SHARD)
         with contextlib.suppress(Exception):
-            metadata = pickle.loads((folder / "step-00000030" / ".metadata").read_bytes())
-            (place,) = {(each.offset, each.length) for each in metadata.storage_data.values()}
-            content = (folder / "step-00000030" / "__0_0.distcp").read_bytes()
-            torch.load(io.BytesIO(content[place[0] : sum(place)]), weights_only=False)
+            pickle.loads((folder / "step-00000030" / SHARD).read_bytes())
         assert (folder / "executed").exists()
 
 
 def test_without_a_readable_checkpoint_it_starts_afresh(again: Path, finished: Path, weather: Path) -> None:
-    for file in checkpoint_folder(again).glob("step-*/*.distcp"):
+    for file in checkpoint_folder(again).glob("step-*/*.safetensors"):
         _cut(file)
     assert train(again, weather / "manifest.json") == 0
     assert provenance(again)["resumed_from_step"] is None
@@ -903,13 +896,6 @@ def saved(checkpoints: Checkpoints, step: int, **tensors: torch.Tensor) -> None:
     checkpoints.wait()
 
 
-def signed(folder: Path) -> None:
-    """Have a checkpoint say that it was written as it is now."""
-    record = CheckpointRecord.read(folder / "checkpoint.json")
-    files = {name: sha256(folder / name) for name in record.files}
-    record.model_copy(update={"files": files}).write(folder / "checkpoint.json")
-
-
 def loaded(checkpoints: Checkpoints, **like: torch.Tensor) -> tuple[int, dict[str, torch.Tensor]] | None:
     found = checkpoints.load(lambda record: {name: Piece(torch.zeros_like(value)) for name, value in like.items()})
     return found and (found[0].step, {name: piece.tensor for name, piece in found[1].items()})
@@ -928,7 +914,7 @@ def test_a_checkpoint_that_is_not_torn_is_never_thrown_away(tmp_path: Path, monk
         return fail
 
     for where, name, error in (
-        (torch, "load", torch.OutOfMemoryError("out of memory")),
+        (safetensors, "safe_open", torch.OutOfMemoryError("out of memory")),
         (checkpoint_module, "sha256", OSError(errno.EIO, "Input/output error")),
         (CheckpointRecord, "read", OSError(errno.ESTALE, "Stale file handle")),
         (checkpoint_module, "fill", OSError(errno.EIO, "Input/output error")),
@@ -942,7 +928,7 @@ def test_a_checkpoint_that_is_not_torn_is_never_thrown_away(tmp_path: Path, monk
     for like in ({"w": torch.zeros(2)}, {"v": w}):  # of another shape; not there
         with pytest.raises(UserError, match="as it was written, but this training cannot go on from it"):
             loaded(checkpoints, **like)
-    _cut(tmp_path / "step-00000002" / "__0_0.distcp")
+    _cut(tmp_path / "step-00000002" / SHARD)
     assert loaded(checkpoints, w=w) == (1, {"w": torch.ones(1)})
     assert checkpoints.steps() == [1], "a torn one does not count among those to keep"
 
@@ -1007,22 +993,19 @@ def test_odd_names_among_checkpoints(tmp_path: Path) -> None:
     assert checkpoints.steps() == [] and (tmp_path / "elsewhere/mine.txt").exists()
 
 
-@pytest.mark.parametrize("keep", [slice(0), slice(1), slice(1, None)])
-def test_a_list_of_tensors_that_lacks_a_part(tmp_path: Path, keep: slice) -> None:
+@pytest.mark.parametrize("places", [[0], [2], [0, 0]], ids=str)
+def test_a_file_that_lacks_a_part(tmp_path: Path, places: list[int]) -> None:
     """What is not there is never read as whatever was in memory."""
     checkpoints, w = Checkpoints(tmp_path, keep=2), torch.arange(4.0)
     saved(checkpoints, 1, w=w)
     folder = tmp_path / "step-00000001"
     assert read(folder)["w"].equal(w)
-    metadata = pickle.loads((folder / ".metadata").read_bytes())
-    halves = [ChunkStorageMetadata(torch.Size([at]), torch.Size([2])) for at in (0, 2)]
-    metadata.state_dict_metadata["w"].chunks[:] = halves[keep]
-    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(UserError, match=r"metadata: not as it was written"):
-        read(folder)
-    signed(folder)
-    with pytest.raises(ValueError, match="w: not all of it is there"):
-        read(folder)
+    (folder / SHARD).unlink()
+    for number, place in enumerate(places):
+        told = {"DCP_SHARDING_INFO": json.dumps({"w": {"saved_offsets": [place]}})}
+        save_file({"w": w[place : place + 2]}, folder / f"{number}.safetensors", metadata=told)
+    with pytest.raises(Misfit, match=r"w: (not all of it is there|torch.Size\(\[2\]\), expected \(4,\))"):
+        fill(folder, {"w": Piece(torch.empty(4))})
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16_master"])
@@ -1046,36 +1029,6 @@ def test_a_training_with_frozen_weights_goes_on(tmp_path: Path, precision: str) 
     assert torch.equal(one(x, y), other(x, y))
     for name, value in one.weights.state_dict().items():
         assert torch.equal(value, other.weights.state_dict()[name]), name
-
-
-#: Pickles of what may be in a list of tensors, and would be changed by it: a class, a function's defaults.
-CHANGES = {
-    "a class": b"cpathlib\nPosixPath\n(N}S'exists'\nctorch\nSize\nstb.",
-    "a function": b"ctorch.serialization\n_get_layout\n(N}S'__defaults__'\n(I1\ntstb.",
-}
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_list_of_tensors_changes_nothing_of_the_program(tmp_path: Path, change: str) -> None:
-    saved(Checkpoints(tmp_path, keep=2), 1, w=torch.zeros(1))
-    (tmp_path / "step-00000001" / ".metadata").write_bytes(CHANGES[change])
-    signed(tmp_path / "step-00000001")
-    before = Path.exists, torch.serialization._get_layout.__defaults__
-    with pytest.raises(pickle.UnpicklingError, match="would change"):
-        read(tmp_path / "step-00000001")
-    assert before == (Path.exists, torch.serialization._get_layout.__defaults__)
-
-
-def test_a_list_of_tensors_leads_nowhere_else(tmp_path: Path) -> None:
-    saved(Checkpoints(tmp_path, keep=2), 1, w=torch.zeros(1))
-    listed = tmp_path / "step-00000001" / ".metadata"
-    metadata = pickle.loads(listed.read_bytes())
-    for place in metadata.storage_data.values():
-        place.relative_path = "../" + place.relative_path
-    listed.write_bytes(pickle.dumps(metadata))
-    signed(tmp_path / "step-00000001")
-    with pytest.raises(pickle.UnpicklingError, match="outside of the folder"):
-        read(tmp_path / "step-00000001")
 
 
 def test_what_makes_a_training_itself(finished: Path, weather: Path, tmp_path: Path) -> None:
@@ -1347,7 +1300,7 @@ def test_precisions_learn_as_fp32_does_to_their_few_digits(
             settings = config.merge(copy.deepcopy(COSMO_RUN), over | {"precision": precision})
             make_run(folder, study, settings, COSMO)
         with trainer(folder, data) as made:
-            losses[precision] = [[record.train_loss, record.valid_loss] for record in made.fit()]
+            losses[precision] = [[record.train_loss, record.valid_loss] for record in fit(made)]
             assert all(p.isfinite().all() and p.dtype == torch.float32 for p in made.step.model.parameters())
             x = torch.zeros(1, *next(iter(made.train_loader.epoch(0)))[0].shape[1:])
             assert made.step.predict(x).dtype == torch.float32
@@ -1409,7 +1362,7 @@ def test_cuda_without_a_gpu_is_refused(tmp_path: Path, weather: Path, capfd: pyt
 def test_why_torch_sees_no_gpu(monkeypatch: pytest.MonkeyPatch, cuda: str, driver: str | None, why: str) -> None:
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr("dlscale.parallel.world.driver", lambda: driver)
+    monkeypatch.setattr("dlscale.parallel.rendezvous.driver", lambda: driver)
     with pytest.raises(UserError, match=re.escape(why)), join(Geometry(), "cuda"):
         pass
 

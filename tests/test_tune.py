@@ -23,8 +23,9 @@ from dlscale.config.run import load_run
 from dlscale.core import registry
 from dlscale.core.errors import UserError
 from dlscale.core.fingerprint import reachable, run_modules
-from dlscale.core.records import Duel, Tried, Tuning, Usage
 from dlscale.measure import halving, tune
+from dlscale.measure.records import Usage
+from dlscale.measure.tuning import Duel, Tried, Tuning
 from dlscale.parallel.world import CPU, World
 from dlscale.report.tuning import view
 from dlscale.train import memory

@@ -23,10 +23,10 @@ import pytest
 from dlscale.config import resolve as config
 from dlscale.config.compute import compute_digest
 from dlscale.core.machine import VERIFY
-from dlscale.core.records import Throughput
 from dlscale.core.settings import read_yaml
 from dlscale.data import verification
 from dlscale.measure import turns
+from dlscale.measure.records import Throughput
 from dlscale.measure.turns import OPENINGS, Ended, Timed, Turns, _enough
 from tests.conftest import COSMO, COSMO_RUN, make_run, stage
 from tests.waiting import until

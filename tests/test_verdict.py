@@ -9,18 +9,10 @@ from typing import Any
 import pytest
 import yaml
 
-from dlscale.core.records import (
-    Activity,
-    Device,
-    Peaks,
-    Profile,
-    ProfiledTool,
-    SampleWork,
-    Throughput,
-    Trials,
-    Usage,
-)
 from dlscale.core.telemetry import Summary
+from dlscale.measure.profilers.records import Activity, Profile, ProfiledTool
+from dlscale.measure.records import Peaks, SampleWork, Throughput, Trials, Usage
+from dlscale.parallel.records import Device
 from dlscale.report import verdict as module
 from dlscale.report.explain import lines
 from dlscale.report.verdict import CAUSES, Evidence, verdict

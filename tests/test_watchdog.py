@@ -17,9 +17,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dlscale.config.parallel import Limits
 from dlscale.config.run import Geometry
-from dlscale.config.site import Site
+from dlscale.config.site import Limits, Site
 from dlscale.core import ending, ranges
 from dlscale.core.errors import PeerLost, UserError
 from dlscale.core.machine import WATCHDOG
@@ -230,7 +229,7 @@ def test_a_watchdog_that_cannot_begin_leaves_nothing_behind(tmp_path: Path) -> N
 import os, torch.distributed as dist
 from dlscale.config.run import Geometry
 from dlscale.core.errors import PeerLost
-from dlscale.parallel import watchdog, world
+from dlscale.parallel import rendezvous, watchdog
 
 connect = watchdog.connect
 def refused(name):
@@ -239,7 +238,7 @@ def refused(name):
 watchdog.connect = refused
 del os.environ["DLSCALE_MEET"]  # as on several nodes: at an address, not in a folder
 try:
-    with world.join(Geometry(gpus_per_node=2), "cpu"):
+    with rendezvous.join(Geometry(gpus_per_node=2), "cpu"):
         pass
 except PeerLost as lost:
     print("left behind:", dist.is_initialized(), lost, flush=True)

@@ -21,17 +21,18 @@ import torch
 from dlscale.config.run import Run, run_class
 from dlscale.core import registry
 from dlscale.core import telemetry as record
-from dlscale.core.records import Activity, Memory, RangeTime, TopEntry
 from dlscale.data.store import Field
 from dlscale.measure import throughput
 from dlscale.measure.peaks import measure_peaks
 from dlscale.measure.profile import measure as profiled
+from dlscale.measure.profilers.records import Activity, RangeTime, TopEntry
 from dlscale.parallel.world import World
 from dlscale.report.verdict import Evidence, verdict
-from dlscale.train import memory
+from dlscale.train import footprint
 from dlscale.train.build import open_session
 from dlscale.train.fake import FakeStep
 from dlscale.train.precision import set_matmul_precision
+from dlscale.train.records import Memory
 from tests.bench import loading
 from tests.bench.cases import Case, sizes
 from tests.bench.gpu_kernels import BEST, TOP, _short, host_and_device, kind_of
@@ -242,7 +243,7 @@ def predicted(bench: Bench, case: Case, over: dict[str, Any]) -> Values:
     run = case.run(**over)
     fake = FakeStep(run, partial(case.network, run), case.loss(), bench.device)
     shapes = (torch.empty(case.batch_size, *shape, device="meta") for shape in case.shapes)
-    used = memory.of_step(fake, *shapes)
+    used = footprint.of_step(fake, *shapes)
     step, batch = case.step(bench.device, **over), case.batch(bench.device)
     step(*batch)
     torch.cuda.reset_peak_memory_stats(bench.device)

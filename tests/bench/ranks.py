@@ -18,10 +18,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dlscale.config.run import Geometry
 from dlscale.core.machine import let_threads_wait
-from dlscale.core.records import Untrained
+from dlscale.core.metrics import Untrained
 from dlscale.parallel.exchanges import Counting
 from dlscale.parallel.pieces import share
-from dlscale.parallel.world import World, join
+from dlscale.parallel.rendezvous import join
+from dlscale.parallel.world import World
 from dlscale.train.checkpoint import CheckpointRecord, Checkpoints
 from tests.bench.cases import Case
 from tests.bench.measure import Options, Row, in_turns

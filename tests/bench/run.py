@@ -26,8 +26,8 @@ let_threads_wait()  # before anything loads OpenMP
 
 import torch  # noqa: E402
 
-from dlscale.core.provenance import PACKAGES, git_state, now  # noqa: E402
-from dlscale.parallel.world import describe_device  # noqa: E402
+from dlscale.parallel.rendezvous import describe_device  # noqa: E402
+from dlscale.train.provenance import PACKAGES, git_state, now  # noqa: E402
 from tests.bench import (  # noqa: E402
     compute,
     digits,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dlscale.core.records import Throughput, Trials
+from dlscale.measure.records import Throughput, Trials
 from tests.published.scaling import lines, read_rates
 
 

@@ -146,10 +146,14 @@ def both(*edits: Edit) -> Edit:
     return edit
 
 
-def extended(record: str) -> Edit:
+def extended(module: str, record: str) -> Edit:
     """Give a record a field more."""
     begin = f"\n\nclass {record}(Record):\n"
-    return replace(f"{PACKAGE}/core/records.py", begin, f"{begin}    edited: int = 0\n")
+    return replace(f"{PACKAGE}/{module}", begin, f"{begin}    edited: int = 0\n")
+
+
+#: Modules of training that enter it, tell of it, or end it.
+AROUND = ("train", "interruption", "logs", "trackers")
 
 
 def file_of(module: str) -> str:
@@ -263,9 +267,7 @@ ROWS = [
     # Training and measuring do not touch each other, but both make steps.
     Row("trainer", append(f"{PACKAGE}/train/trainer.py"), trained(*ALL)),
     Row("checkpoints", append(f"{PACKAGE}/train/checkpoint.py"), trained(*ALL)),
-    Row("interruption", append(f"{PACKAGE}/train/interruption.py"), trained(*ALL)),
     Row("schedule", append(f"{PACKAGE}/train/schedule.py"), trained(*ALL)),
-    Row("provenance", append(f"{PACKAGE}/core/provenance.py"), trained(*ALL)),
     Row("precision", append(f"{PACKAGE}/train/precision.py"), runs(*ALL)),
     Row("optimiser", append(f"{PACKAGE}/train/optimizer.py"), runs(*ALL)),
     Row("throughput", append(f"{PACKAGE}/measure/throughput.py"), timed(*ALL)),
@@ -274,6 +276,8 @@ ROWS = [
     # What stands around a stage decides none of its results; where pages are made, numbers in words are a result.
     Row("guards", both(*(append(file_of(name)) for name in sorted(GUARDS) if name != "dlscale.core.text")), []),
     Row("numbers in words", append(f"{PACKAGE}/core/text.py"), tables(*CONFIG["plans"])),
+    Row("what stands around a training", both(*(append(file_of(f"dlscale.train.{name}")) for name in AROUND)), []),
+    Row("provenance", append(f"{PACKAGE}/train/provenance.py"), tables(*CONFIG["plans"])),
     # Nor does what watches a run; what reads the rows of telemetry makes tables of them.
     Row("usage", append(f"{PACKAGE}/measure/usage.py"), timed(*ALL) + tuned(*ALL)),
     Row("telemetry", append(f"{PACKAGE}/measure/telemetry.py"), []),
@@ -286,8 +290,8 @@ ROWS = [
         [],
     ),
     # Records: what writes them, and the tables, which read them all.
-    Row("tuning's record", extended("Duel"), [*tuned(*ALL), *tables(*CONFIG["plans"])]),
-    Row("a plan's record", extended("PlanRecord"), tables(*CONFIG["plans"])),
+    Row("tuning's record", extended("measure/tuning.py", "Duel"), [*tuned(*ALL), *tables(*CONFIG["plans"])]),
+    Row("a plan's record", extended("config/records.py", "PlanRecord"), tables(*CONFIG["plans"])),
     # A picture is a result of the stage that draws it.
     Row("preview", append(f"{PACKAGE}/data/preview.py"), previews(*ALL)),
     # The report.
@@ -603,7 +607,8 @@ def test_fingerprint_is_of_exactly_what_ran(finished: tuple[Tree, Outcome], monk
         process = json.loads(file.read_text())
         name, imported = process["arguments"][0], set(process["modules"])
         modules = entries(finished[0], process["arguments"])
-        expected, whole = set(reachable(modules)), set(reachable(modules, whole=True))
+        expected = set(reachable(modules))
+        whole = set(reachable([*modules, STAGES[name].module], whole=True))
         if name == "acquire":
             whole |= set(
                 reachable(["dlscale.data.download", "dlscale.data.parts", "dlscale.core.progress"], whole=True)

@@ -28,7 +28,7 @@ import contextlib
 
 from dlscale.config.run import load_run
 from dlscale.core.files import write_json
-from dlscale.parallel.world import join
+from dlscale.parallel.rendezvous import join
 from dlscale.train.build import open_session
 
 

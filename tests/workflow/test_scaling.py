@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dlscale.core.records import Throughput
+from dlscale.measure.records import Throughput
 from dlscale.report.results import read_plan
 from dlscale.report.series import series
 from tests.published import scaling as published

@@ -9,8 +9,8 @@ from collections.abc import Callable
 import pytest
 import yaml
 
-from dlscale.core.records import Duel, Tuning
 from dlscale.measure import tune
+from dlscale.measure.tuning import Duel, Tuning
 from tests.workflow.conftest import Outcome, Tree
 
 NEW = "tuned_mine_tuned"

@@ -23,8 +23,8 @@ import pytest
 import torch
 
 from dlscale.core.lock import only_writer
-from dlscale.core.records import Throughput
 from dlscale.core.stages import STAGES
+from dlscale.measure.records import Throughput
 from tests.waiting import PATIENCE, until
 from tests.workflow.conftest import CONFIG, RESULTS, ROOT, TARGETS, TITLE, Outcome, Tree
 from tests.workflow.jobs import EVERYTHING

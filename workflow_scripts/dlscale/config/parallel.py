@@ -2,44 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from dlscale.core.machine import WATCHDOG
-from dlscale.core.schema import PositiveFloat, PositiveInt, Seconds, Strict
-from dlscale.core.settings import validate
-
-
-class Limits(Strict):
-    """When the watchdog ends a run of several processes, one of which is gone or hangs. No result depends on it."""
-
-    silent: Annotated[Seconds, Field(ge=5)] = Field(
-        25.0, description="Seconds without a sign of life of a process that its node says is gone, or stopped."
-    )
-    stuck: Annotated[Seconds, Field(ge=5)] = Field(
-        45.0,
-        description="Seconds, at least, in which nobody gets any further in a loop of steps, or without a sign of a "
-        "process of which nobody tells whether it is there.",
-    )
-    between: Annotated[Seconds, Field(ge=5)] = Field(
-        600.0,
-        description="Seconds in which nobody gets any further between epochs: results and checkpoints are written.",
-    )
-
-    def __str__(self) -> str:
-        """Return them as the value of `DLSCALE_WATCHDOG`, which no engine's options and no shell cut."""
-        return ":".join(f"{name}={value:g}" for name, value in self)
-
-    @classmethod
-    def told(cls) -> Limits | None:
-        """Return what the environment says, `off` or some of them; None: the watchdog is off."""
-        text = os.environ.get(WATCHDOG, "")
-        if text == "off":
-            return None
-        limits = (word.partition("=") for word in text.split(":") if word)
-        return validate(cls, {name: value for name, _, value in limits}, where=WATCHDOG)
+from dlscale.core.schema import PositiveFloat, PositiveInt, Strict
 
 
 class _Several(Strict):

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, Union
 
 from pydantic import Field, SkipValidation, ValidationInfo, create_model, field_validator, model_validator
 
+from dlscale.config.records import PlanKind
 from dlscale.config.run import LOCAL_BATCH_SIZE, Run, components
 from dlscale.config.scaling import Convergence, Made, Scaling
 from dlscale.config.sweep import Sweep, label
 from dlscale.core import registry
 from dlscale.core.errors import unknown
 from dlscale.core.machine import NEEDS
-from dlscale.core.records import PlanKind
 from dlscale.core.schema import BatchSize, Name, Strict, partial
 from dlscale.core.settings import nested
 from dlscale.core.stages import RUN_STAGES, STAGES

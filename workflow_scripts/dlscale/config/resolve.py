@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from dlscale.config.plan import BLOCKS, Plan
+from dlscale.config.records import Published, Series
 from dlscale.config.run import Run, run_class
 from dlscale.config.site import Site
 from dlscale.config.workflow import Workflow, workflow_class
 from dlscale.core import registry
 from dlscale.core.errors import Refused, UserError, cut, nearest, unknown
 from dlscale.core.machine import NEEDS, gpus, missing
-from dlscale.core.records import Published, Series
 from dlscale.core.schema import MOST_SEED, Name, Strict
 from dlscale.core.settings import Raw, holds, read_yaml, validate
 from dlscale.core.urls import hide

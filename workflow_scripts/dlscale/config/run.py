@@ -26,7 +26,7 @@ from pydantic import (
 from dlscale.config.parallel import DDP, DP, FSDP, Parallel
 from dlscale.core import registry
 from dlscale.core.errors import UserError, unknown
-from dlscale.core.records import VALID_LOSS
+from dlscale.core.metrics import VALID_LOSS
 from dlscale.core.schema import (
     BatchSize,
     Component,

@@ -5,14 +5,15 @@ A profile's folder holds these settings in `site.yaml`; science is not in there,
 
 from __future__ import annotations
 
+import os
 import re
 from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 from pydantic import AfterValidator, Field, StringConstraints, model_validator
 
-from dlscale.config.parallel import Limits
-from dlscale.core.machine import NEEDS
-from dlscale.core.schema import Name, NonNegativeFloat, NonNegativeInt, PositiveInt, Strict
+from dlscale.core.machine import NEEDS, WATCHDOG
+from dlscale.core.schema import Name, NonNegativeFloat, NonNegativeInt, PositiveInt, Seconds, Strict
+from dlscale.core.settings import validate
 from dlscale.core.stages import RUN_STAGES, STAGES
 from dlscale.core.urls import has_secret
 
@@ -36,6 +37,36 @@ def _target(path: str) -> str:
     if re.match(r"^/(etc|var)(/|$)", path) or path.rstrip("/") in ("", "/opt"):
         raise ValueError(f"{path}: nothing may be mounted at /, /opt, /etc or /var of a container")
     return path
+
+
+class Limits(Strict):
+    """When the watchdog ends a run of several processes, one of which is gone or hangs. No result depends on it."""
+
+    silent: Annotated[Seconds, Field(ge=5)] = Field(
+        25.0, description="Seconds without a sign of life of a process that its node says is gone, or stopped."
+    )
+    stuck: Annotated[Seconds, Field(ge=5)] = Field(
+        45.0,
+        description="Seconds, at least, in which nobody gets any further in a loop of steps, or without a sign of a "
+        "process of which nobody tells whether it is there.",
+    )
+    between: Annotated[Seconds, Field(ge=5)] = Field(
+        600.0,
+        description="Seconds in which nobody gets any further between epochs: results and checkpoints are written.",
+    )
+
+    def __str__(self) -> str:
+        """Return them as the value of `DLSCALE_WATCHDOG`, which no engine's options and no shell cut."""
+        return ":".join(f"{name}={value:g}" for name, value in self)
+
+    @classmethod
+    def told(cls) -> Limits | None:
+        """Return what the environment says, `off` or some of them; None: the watchdog is off."""
+        text = os.environ.get(WATCHDOG, "")
+        if text == "off":
+            return None
+        limits = (word.partition("=") for word in text.split(":") if word)
+        return validate(cls, {name: value for name, _, value in limits}, where=WATCHDOG)
 
 
 class Qos(Strict):

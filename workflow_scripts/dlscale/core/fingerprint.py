@@ -28,24 +28,31 @@ ROOT = Path(__file__).resolve().parents[1]  # the package's folder
 #: What this process's fingerprints are of: by fingerprint, the digest of each source file.
 TABLES: dict[str, dict[str, str]] = {}
 
-#: What stands around a stage, tells of it or ends it, and decides none of its results. An import of one of these counts
-#: only in modules that make what is shown (`_shows`), and what it imports only where that is reached otherwise.
+#: What is no science: it finds what a stage is made of, reads, writes, waits or tells, and decides none of its numbers.
+#: An import of one of these does not count, and what it imports only where that is reached otherwise; but for `SHOWN`.
 GUARDS = {
+    # what a stage is given, and by which names: what these come to is among its job's params
+    "dlscale.core.registry": "modules by name; which are reached is what counts",
+    "dlscale.core.schema": "types of settings, and what to say where they do not fit",
+    "dlscale.core.settings": "settings from files, or a message",
+    # files: as they were, whole, or a message
+    "dlscale.core.files": "outputs that appear whole or not at all",
+    "dlscale.data.verification": "whole data files, or a message",
+    # processes that meet, are watched, and end
     "dlscale.core.ending": "the last word of a process",
-    "dlscale.core.lock": "one writer a folder, or a message",
-    "dlscale.core.log": "where lines go",
+    "dlscale.core.ranks": "which of the processes this one is",
+    "dlscale.parallel.rendezvous": "processes that meet, or a message",
+    "dlscale.train.around": "processes that meet, right exchanges, whole data files, enough memory; or a message",
+    # what is told
+    "dlscale.core.errors": "messages",
     "dlscale.core.progress": "how far a stage is",
+    "dlscale.core.ranges": "names of what is at work, for profilers and the watchdog",
     "dlscale.core.text": "numbers as messages have them",
     "dlscale.core.urls": "addresses as messages have them; a job's params hold them so",
-    "dlscale.data.verification": "whole data files, or a message",
-    "dlscale.parallel.selftest": "right exchanges, or a message; what it times is told beside a result",
-    "dlscale.parallel.watchdog": "who is waited for",
-    "dlscale.train.exhaustion": "what to do where memory is not enough",
-    "dlscale.train.trackers": "who else is told the numbers",
 }
 
-#: Modules of definitions that do not belong together: those count that an import names, with all that they use.
-BY_NAME = {"dlscale.core.records", "dlscale.train.memory"}
+#: What makes words: these are a result where pages and pictures are made.
+SHOWN = {"dlscale.core.text"}
 
 #: Names of a module that count; None: all of it.
 Names = frozenset[str] | None
@@ -140,16 +147,13 @@ def _parsed(file: Path, module: str, names: Names) -> tuple[str, set[tuple[str, 
             here = module if file.name == "__init__.py" else module.rpartition(".")[0]
             up = here.split(".")[: len(here.split(".")) - node.level + 1] if node.level else []
             name = ".".join([*up, *([node.module] if node.module else [])])
-            given = frozenset(alias.name for alias in node.names)
-            imported |= {(name, given if name in BY_NAME and "*" not in given else None)}
-            imported |= {(f"{name}.{each}", None) for each in given}
+            imported |= {(name, None), *((f"{name}.{alias.name}", None) for alias in node.names)}
     return hashlib.sha256(repr(_code(tree)).encode()).hexdigest(), imported
 
 
 def _shows(module: str) -> bool:
     """Whether a module makes what people look at, pages or pictures: there words are a result."""
-    ours = module.split(".")[0] == ROOT.name
-    return not ours or module.startswith(("dlscale.report.", "dlscale.studies.")) or module.endswith(".preview")
+    return module.startswith("dlscale.report.") or module.endswith(".preview")
 
 
 def _used(tree: ast.Module, names: Iterable[str]) -> list[ast.stmt]:
@@ -249,7 +253,8 @@ def _reached(modules: Iterable[str], whole: bool = False) -> dict[str, Names]:
             seen[module] = together
             # In their order, so that the same is parsed in the same steps each time.
             imported = sorted(_source(module, together)[1], key=_order)
-            todo += [each for each in imported if whole or each[0] not in GUARDS or _shows(module)]
+            shown = SHOWN if _shows(module) else set()
+            todo += [each for each in imported if whole or each[0] not in GUARDS or each[0] in shown]
     return dict(sorted(seen.items()))
 
 
@@ -305,7 +310,7 @@ def run_modules(stage: str, study: str, *loaders: str) -> list[str]:
     `study` is the name of the run's study, `loaders` are the kinds of loaders that the stage may use.
     """
     kind = registry.study(study).dataset
-    modules = [STAGES[stage].module, registry.studies()[study].module, _role(kind, "samples")]
+    modules = [STAGES[stage].decides, registry.studies()[study].module, _role(kind, "samples")]
     modules += map(registry.loader, loaders)
     return [module for module in modules if module]
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from dlscale.core.errors import UserError
-from dlscale.core.record import Doing
+from dlscale.core.record import Record
 from dlscale.core.text import duration, number
 
 Item = TypeVar("Item")
@@ -26,6 +26,23 @@ LINE_SECONDS = 10.0
 SUFFIX = ".doing"
 #: That of this process; None: nobody asks.
 file: Path | None = None
+
+
+class Doing(Record):
+    """How far a stage that runs is: a file beside its log (`dlscale.core.progress`)."""
+
+    what: str
+    part: bool = False  #: Whether it counts but a part of its stage, which others may follow.
+    done: int = 0
+    total: int | None = None  #: None: not known.
+    unit: str = ""
+    left: float | None = None  #: Seconds to the end, as far as one sees.
+    values: dict[str, float] = {}  #: What goes with it by name: loss, samples/s.
+    host: str = ""
+    place: str = ""  #: Where its `pid` is a number: the host, and on Linux the name space.
+    pid: int = 0
+    job: str | None = None  #: Slurm's number.
+    time: float = 0.0  #: When this was written, seconds since 1970-01-01 UTC.
 
 
 @contextlib.contextmanager

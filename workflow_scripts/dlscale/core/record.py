@@ -1,17 +1,28 @@
-"""What a record is, and the one that all stages write: what they are doing.
-
-Records of results are in `dlscale.core.records`, on which no stage depends that writes none of them.
-"""
+"""What a record is: one typed class for each file that a stage writes, its writer and all its readers use it."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationError
 
 from dlscale.core.errors import UserError
 from dlscale.core.files import read_json, write_json
+
+#: A number; JSON's null stands for one that is not finite.
+Number = Annotated[
+    float,
+    BeforeValidator(lambda value: math.nan if value is None else value),
+    PlainSerializer(lambda value: value if math.isfinite(value) else None, return_type=float | None, when_used="json"),
+]
+
+#: A rate or a time that was measured: no mistaken unit makes it so great, and `true` is none.
+Measured = Annotated[float, Field(ge=0, le=1e15, strict=True, allow_inf_nan=False)]
+
+#: One of which there is a logarithm.
+Positive = Annotated[Measured, Field(ge=1e-15)]
 
 
 class Record(BaseModel):
@@ -44,20 +55,3 @@ class Record(BaseModel):
                 f"{where}: {key + ': ' if key else ''}{first['msg']}; not a {cls.__name__} record of this version: "
                 "delete the file and run its stage again"
             ) from None
-
-
-class Doing(Record):
-    """How far a stage that runs is: a file beside its log (`dlscale.core.progress`)."""
-
-    what: str
-    part: bool = False  #: Whether it counts but a part of its stage, which others may follow.
-    done: int = 0
-    total: int | None = None  #: None: not known.
-    unit: str = ""
-    left: float | None = None  #: Seconds to the end, as far as one sees.
-    values: dict[str, float] = {}  #: What goes with it by name: loss, samples/s.
-    host: str = ""
-    place: str = ""  #: Where its `pid` is a number: the host, and on Linux the name space.
-    pid: int = 0
-    job: str | None = None  #: Slurm's number.
-    time: float = 0.0  #: When this was written, seconds since 1970-01-01 UTC.

@@ -94,6 +94,12 @@ class Stage:
     starts: Callable[[Any], int] | None = None  #: Of a run: how many times a process has to start up; None: once.
     minutes: int = 60  #: Time limit where nothing is known of how long a job takes; a site may say another.
     warned: bool = False  #: Whether the job asks to be warned of its time limit.
+    science: str = ""  #: The module that decides the results, where the entry only stands around it.
+
+    @property
+    def decides(self) -> str:
+        """The module from which all that decides the results is reached."""
+        return self.science or self.module
 
 
 _PAGE = option("--page", "a page to fill with what is there: options of report as JSON", False, metavar="JSON")
@@ -189,6 +195,7 @@ STAGES: dict[str, Stage] = {
         work=training_work,
         minutes=720,
         warned=True,
+        science="dlscale.train.trainer",
     ),
     "throughput": Stage(
         "dlscale.measure.throughput",

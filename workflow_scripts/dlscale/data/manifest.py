@@ -11,7 +11,7 @@ from pydantic import Field, ValidationError
 
 from dlscale.core.errors import UserError
 from dlscale.core.files import read_json
-from dlscale.core.records import Record
+from dlscale.core.record import Record
 from dlscale.data.transforms import Transform
 
 

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from dlscale.core.errors import UserError, nearest
 from dlscale.data import sampling
-from dlscale.data.kind import RowSamples
 from dlscale.data.manifest import Manifest
 from dlscale.data.mapped import map_chunks
 from dlscale.data.samples import ArraySpec, TableSamples, decoding
 from dlscale.data.store import Reader
+
+if TYPE_CHECKING:
+    from dlscale.data.kind import RowSamples
 
 
 class RowField:

@@ -9,9 +9,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from dlscale.config.parallel import Limits
 from dlscale.config.run import Geometry
-from dlscale.config.site import Engine, Site
+from dlscale.config.site import Engine, Limits, Site
 from dlscale.core.errors import UserError
 from dlscale.core.machine import LOCAL_DISK, VERIFY, WATCHDOG, answer
 from dlscale.launch import slurm

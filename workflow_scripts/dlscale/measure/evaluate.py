@@ -12,10 +12,12 @@ from dlscale.config.places import folder
 from dlscale.config.run import Compile, Geometry, load_run
 from dlscale.core.errors import UserError
 from dlscale.core.files import write_text
-from dlscale.core.records import Evaluation, Metric, Provenance
+from dlscale.core.metrics import LossInfo, Metric
+from dlscale.core.record import Number, Record
 from dlscale.core.text import number, unit
-from dlscale.parallel.world import join
+from dlscale.train.around import entered
 from dlscale.train.build import open_session
+from dlscale.train.provenance import Provenance
 from dlscale.train.validation import naive_means, validate
 from dlscale.train.weights import load_weights
 
@@ -24,6 +26,18 @@ if TYPE_CHECKING:
 
 #: What `--weights` may name of a run's folder.
 KEPT = {"last": "model.pt", "best": "model_best.pt"}
+
+
+class Evaluation(Record):
+    """What `dlscale evaluate` found."""
+
+    weights: str  #: The file.
+    split: str
+    samples: int
+    loss: Number  #: Mean over the samples; so are the metrics.
+    metrics: dict[str, Number] = {}
+    loss_info: LossInfo = LossInfo()
+    described: list[Metric] = []
 
 
 def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
@@ -74,8 +88,8 @@ def evaluate(
     # A batch of one device; what pays only over many steps is left out.
     alone = {"batch_size": run.local_batch_size, "geometry": Geometry(), "compile": Compile(), "cuda_graph": False}
     run = run.model_copy(update=alone)
-    with join(run.geometry, device) as world, contextlib.ExitStack() as stack:
-        session = open_session(run, manifest, world, threads, verified=(split,))
+    with entered(run, manifest, device, (split,)) as (world, _), contextlib.ExitStack() as stack:
+        session = open_session(run, manifest, world, threads)
         load_weights(session.step.weights, file)
         loader = session.loader(split)
         stack.callback(loader.close)

@@ -21,8 +21,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count, shape_wrapper
 
 from dlscale.core.errors import brief
-from dlscale.core.records import SampleWork
 from dlscale.data.loaders.base import Batch
+from dlscale.measure.records import SampleWork
 from dlscale.train.build import Session
 from dlscale.train.fake import fake_step
 

@@ -26,8 +26,8 @@ from typing import TypeVar
 import torch
 
 from dlscale.core.errors import brief
-from dlscale.core.records import Peaks
 from dlscale.measure.flops import OperatorCount
+from dlscale.measure.records import Peaks
 from dlscale.parallel.world import World, synchronize
 from dlscale.train.precision import compute_dtype
 

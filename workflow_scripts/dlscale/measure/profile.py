@@ -22,19 +22,21 @@ from dlscale.config.run import load_run
 from dlscale.core import board, files
 from dlscale.core.errors import UserError, brief
 from dlscale.core.files import whole
-from dlscale.core.records import Exchanged, Memory, Profile, ProfiledTool, TopEntry
 from dlscale.data.loaders.base import Batch
 from dlscale.measure.flops import sample_work
 from dlscale.measure.profilers.overhead import overhead
+from dlscale.measure.profilers.records import Exchanged, Profile, ProfiledTool, TopEntry
 from dlscale.measure.profilers.tool import Found, Tool, Unavailable
 from dlscale.measure.window import Window
 from dlscale.parallel import exchanges
-from dlscale.parallel.selftest import self_test
-from dlscale.parallel.world import World, describe_device, join
-from dlscale.train import memory
+from dlscale.parallel.rendezvous import describe_device
+from dlscale.parallel.world import World
+from dlscale.train import footprint
+from dlscale.train.around import entered
 from dlscale.train.build import Session, open_session
-from dlscale.train.exhaustion import explained, is_exhaustion
+from dlscale.train.exhaustion import is_exhaustion
 from dlscale.train.precision import compute_dtype, convert
+from dlscale.train.records import Memory
 
 #: Rows of each profiler and kind that the record holds; the CSV file has all.
 TOP = 10
@@ -53,11 +55,9 @@ def main(args: argparse.Namespace) -> None:
         for name in settings.functions:
             resolve(name)
     with (
-        join(run.processes, args.device) as world,
-        explained(run, args.manifest, world),
+        entered(run, args.manifest, args.device) as (world, _),
         _folder(Path(args.out), world) as folder,
     ):
-        self_test(world, run.selftest)
         found = dict[str, Found]()
         if "nsys" in settings.tools:  # its processes need the device's memory, and ours have no model yet
             from dlscale.measure.profilers import nsys
@@ -155,7 +155,7 @@ def _in_process(settings: Settings, session: Session, folder: Path, found: dict[
 def _memory(session: Session, batch: Batch) -> Memory | None:
     """Return the memory that a step takes, predicted and measured; None, with a line in the log, if it is not told."""
     try:
-        return memory.measure(session, batch)
+        return footprint.measure(session, batch)
     except Exception as error:  # a model may do anything; what is left out here is no reason to lose a profile
         if is_exhaustion(error) or isinstance(error, UserError):
             raise

@@ -32,19 +32,20 @@ from dlscale.core import board
 from dlscale.core.files import write_text
 from dlscale.core.noise import interval
 from dlscale.core.progress import Progress
-from dlscale.core.records import MODES, Beside, MemoryUse, Throughput, Trials
 from dlscale.data.loaders.base import Loader
 from dlscale.data.manifest import Manifest
 from dlscale.measure.flops import sample_work
 from dlscale.measure.peaks import at_least, common_peaks
+from dlscale.measure.records import MODES, Beside, Throughput, Trials
 from dlscale.measure.turns import Ended, Timed, Turns, training_batches
 from dlscale.measure.usage import Meter
-from dlscale.parallel.selftest import self_test
-from dlscale.parallel.world import World, describe_device, join, synchronize
-from dlscale.train import memory
-from dlscale.train.build import Session, open_session, verify
-from dlscale.train.exhaustion import explained
+from dlscale.parallel.rendezvous import describe_device
+from dlscale.parallel.world import World, synchronize
+from dlscale.train import footprint, memory
+from dlscale.train.around import entered, verify
+from dlscale.train.build import Session, open_session
 from dlscale.train.loop import Batch, Hook, run_steps
+from dlscale.train.records import MemoryUse
 from dlscale.train.step import Step
 
 #: A trial is this much longer than it has to be, since single ones vary.
@@ -58,9 +59,7 @@ def main(args: argparse.Namespace) -> None:
     run = load_run(args.config, "throughput")
     with contextlib.ExitStack() as stack:
         turns = stack.enter_context(contextlib.closing(_turns(args))) if args.beside else None
-        world = stack.enter_context(join(run.processes, args.device))
-        stack.enter_context(explained(run, args.manifest, world))
-        links = self_test(world, run.selftest)
+        world, links = stack.enter_context(entered(run, args.manifest, args.device))
         if args.beside_manifest:
             verify(Manifest.read(args.beside_manifest), ("train", "valid"), world)
         results = measure(run.throughput, open_session(run, args.manifest, world, args.threads))
@@ -158,7 +157,7 @@ def predicted(session: Session, batch: Batch) -> MemoryUse | None:
     """Return the memory that a step on such a batch is predicted to take; None where its code asks for values."""
     run, world = session.run, session.world
     try:
-        return memory.predict(run, session.manifest, world.device, batch, session.step.attention)
+        return footprint.predict(run, session.manifest, world.device, batch, session.step.attention)
     except Exception as error:
         logging.warning("memory is not predicted: %s", error)
         return None

@@ -28,15 +28,16 @@ from dlscale.config.run import RunCore, Tune, load_run, loader_classes
 from dlscale.core.errors import UserError
 from dlscale.core.files import write_text
 from dlscale.core.progress import Progress
-from dlscale.core.records import Duel, Tried, Tuning
 from dlscale.core.settings import flat, nested, validate
 from dlscale.core.text import size
 from dlscale.measure import halving
+from dlscale.measure.tuning import Duel, Tried, Tuning
 from dlscale.measure.usage import Meter
 from dlscale.measure.window import weighted
-from dlscale.parallel.selftest import self_test
-from dlscale.parallel.world import World, describe_device, join, synchronize
+from dlscale.parallel.rendezvous import describe_device
+from dlscale.parallel.world import World, synchronize
 from dlscale.train import memory
+from dlscale.train.around import entered
 from dlscale.train.build import Session, open_session, own_threads
 from dlscale.train.exhaustion import is_exhaustion
 from dlscale.train.loop import Hook, run_steps
@@ -56,8 +57,7 @@ def main(args: argparse.Namespace) -> None:
     run = load_run(args.config, "tune")
     if not all(args.run.partition(".")):
         raise UserError(f"--run: {args.run}: expected PLAN.RUN")
-    with join(run.processes, args.device) as world:
-        self_test(world, run.selftest)
+    with entered(run, args.manifest, args.device) as (world, _):
         found = tune(run, args.manifest, world, args.threads).model_copy(update={"run": args.run})
         if world.main:
             file = Path(args.out) / "tuned.yaml"
@@ -223,8 +223,7 @@ class _Trials:
         fresh = self._session is None or self._session.run.batch_size != run.batch_size
         if fresh:
             self._close()
-            verified = () if self.peaks else ("train", "valid")
-            self._session = open_session(run, self._manifest, self._world, self._threads, verified)
+            self._session = open_session(run, self._manifest, self._world, self._threads)
         assert self._session is not None
         torch.set_num_threads(own_threads(run, self._threads) or 1)
         return replace(self._session, run=run), fresh

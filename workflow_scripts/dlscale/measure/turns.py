@@ -32,7 +32,8 @@ from dlscale.core.errors import brief
 from dlscale.core.noise import interval
 from dlscale.core.progress import Progress
 from dlscale.data.loaders.base import Loader
-from dlscale.parallel.world import join, synchronize
+from dlscale.parallel.rendezvous import join
+from dlscale.parallel.world import synchronize
 from dlscale.train.build import Session, open_session
 from dlscale.train.loop import Batch, Hook, run_steps
 
@@ -224,7 +225,7 @@ def _rates(timed: Timed) -> Iterator[float]:
     """Yield once when the run is open and warm, and then samples/s of a turn each time."""
     run = load_run(timed.config, "throughput")
     with join(run.processes, timed.device) as world:
-        session = open_session(run, timed.manifest, world, timed.threads, verified=())
+        session = open_session(run, timed.manifest, world, timed.threads)
         with contextlib.closing(session.loader("train")) as loader:
             batches = training_batches(session, loader, 0)
 

@@ -6,8 +6,8 @@ import os
 import time
 from pathlib import Path
 
-from dlscale.core.records import Usage
 from dlscale.measure import processes
+from dlscale.measure.records import Usage
 from dlscale.parallel.world import World
 
 _TICKS = os.sysconf("SC_CLK_TCK")

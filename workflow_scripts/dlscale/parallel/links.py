@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from dlscale.core import ranges
-from dlscale.core.records import LinkLevel
+from dlscale.parallel.records import LinkLevel
 from dlscale.parallel.world import World, synchronize
 
 #: Up to so many processes of a node, or nodes, each measures with each other; of more, at distances 1, 2, 4, …

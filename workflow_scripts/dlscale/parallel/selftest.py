@@ -26,12 +26,13 @@ import torch.distributed as dist
 
 from dlscale.core import ranges
 from dlscale.core.errors import PeerLost
-from dlscale.core.records import AllReduce, Links
 from dlscale.parallel import links
 from dlscale.parallel.links import Place, named
 from dlscale.parallel.mesh import AXES
+from dlscale.parallel.records import AllReduce, Links
+from dlscale.parallel.rendezvous import TIMEOUT
 from dlscale.parallel.watchdog import connect, prefixed
-from dlscale.parallel.world import TIMEOUT, World, synchronize
+from dlscale.parallel.world import World, synchronize
 
 #: Numbers of a collective operation, over all processes where each has a part: few, and many (4 MiB).
 FEW, MANY = 5, 2**20

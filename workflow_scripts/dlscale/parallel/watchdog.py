@@ -31,10 +31,11 @@ import psutil
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from dlscale.config.parallel import Limits
+from dlscale.config.site import Limits
 from dlscale.core import ending, ranges
 from dlscale.core.errors import PeerLost, brief
 from dlscale.core.ranks import MEET
+from dlscale.parallel.world import BESIDE
 
 BEAT = 1.0  #: Seconds between two signs of life.
 LONGER = 10.0  #: A range of a step may take so many times the longest
@@ -45,8 +46,6 @@ CONNECT = 300.0  #: Seconds until the store has taken up a connection: thousands
 ANSWER = 25.0  #: Seconds until it answers.
 TOLD = 60.0  #: Seconds of waiting after which the log says for whom, where more are allowed.
 
-#: Description of a group in which a thread of a rank exchanges beside its steps: how far it is says nothing of them.
-BESIDE = "beside"
 
 #: How libraries say that another rank has gone.
 _GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused", "gloo/transport")

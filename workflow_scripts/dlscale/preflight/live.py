@@ -24,8 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from dlscale.core import ending
 from dlscale.core.files import read_json, write_json
-from dlscale.core.progress import SUFFIX
-from dlscale.core.record import Doing
+from dlscale.core.progress import SUFFIX, Doing
 from dlscale.core.text import duration, many, number, percent
 from dlscale.preflight import expected, status
 

@@ -12,12 +12,14 @@ from dlscale.config.parallel import DDP, DP, FSDP
 from dlscale.config.run import load_run
 from dlscale.core import registry
 from dlscale.core.errors import UserError
-from dlscale.core.records import Device, Links, Throughput, read_epochs
+from dlscale.core.metrics import read_epochs
 from dlscale.core.settings import read_yaml
 from dlscale.core.telemetry import read_nodes
+from dlscale.measure.records import Throughput
 from dlscale.measure.scaling.fit import Fit, Point, fit
 from dlscale.measure.scaling.machine import for_device, named
 from dlscale.measure.scaling.model import Job, Measure, Memory, Mode, Tokens, Workload, buckets
+from dlscale.parallel.records import Device, Links
 from dlscale.preflight.rates import samples_of
 from dlscale.report.disturbance import crowd
 
@@ -170,7 +172,7 @@ def workload(run: Any, results: Path) -> Workload:
     from dlscale.data.manifest import Manifest
     from dlscale.parallel.exchanges import averaged
     from dlscale.parallel.model import named as modules
-    from dlscale.train.memory import predict
+    from dlscale.train.footprint import predict
     from dlscale.train.precision import compute_dtype, convert
 
     manifest = Manifest.read(results / "data" / run.dataset / "manifest.json")

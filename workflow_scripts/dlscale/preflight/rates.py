@@ -21,10 +21,11 @@ from dlscale.config.site import Scheduler
 from dlscale.core import registry
 from dlscale.core.errors import UserError
 from dlscale.core.machine import gpus
-from dlscale.core.records import Device, Throughput
 from dlscale.core.settings import read_yaml
 from dlscale.data import parts
 from dlscale.data.manifest import FieldInfo, File, Manifest
+from dlscale.measure.records import Throughput
+from dlscale.parallel.records import Device
 from dlscale.report import published
 
 if TYPE_CHECKING:

@@ -25,9 +25,8 @@ from typing import Any, Literal, get_args
 from dlscale.config.compute import decisive_settings
 from dlscale.config.resolve import Configuration, ResolvedRun
 from dlscale.core.errors import UserError, of_another, unknown
-from dlscale.core.progress import LINE_SECONDS, SUFFIX, place
-from dlscale.core.record import Doing
-from dlscale.core.records import Epoch, read_epochs
+from dlscale.core.metrics import Epoch, read_epochs
+from dlscale.core.progress import LINE_SECONDS, SUFFIX, Doing, place
 from dlscale.core.settings import read_yaml
 from dlscale.core.stages import STAGES
 from dlscale.core.text import NONE, coloured, duration, number, percent

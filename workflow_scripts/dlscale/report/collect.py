@@ -48,8 +48,10 @@ import math
 import statistics
 from collections.abc import Callable
 
+from dlscale.config.records import Published
 from dlscale.core.files import write_text
-from dlscale.core.records import MODES, Epoch, Published
+from dlscale.core.metrics import Epoch
+from dlscale.measure.records import MODES
 from dlscale.report import published
 from dlscale.report.results import PlanResult, RunResult, read_plan
 from dlscale.report.series import KINDS, Point, series

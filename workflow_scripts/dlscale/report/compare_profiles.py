@@ -18,8 +18,8 @@ from dlscale.config.places import folder
 from dlscale.core.errors import UserError
 from dlscale.core.files import no_pipe
 from dlscale.core.noise import standard_errors
-from dlscale.core.records import Profile, TopEntry
 from dlscale.core.text import shorten
+from dlscale.measure.profilers.records import Profile, TopEntry
 
 if TYPE_CHECKING:
     from dlscale.config.resolve import Configuration

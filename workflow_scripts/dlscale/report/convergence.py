@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Literal
 
-from dlscale.core.records import VALID_LOSS, Metric
+from dlscale.core.metrics import VALID_LOSS, Metric
 from dlscale.core.text import count, duration, many, number
 from dlscale.report import figures, target
 from dlscale.report.drawing import MARKERS

@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 
 from dlscale.core.noise import standard_errors
-from dlscale.core.records import MODES, Throughput, Trials
 from dlscale.core.text import number, percent
+from dlscale.measure.records import MODES, Throughput, Trials
 
 #: What bounds a run that was disturbed.
 UNKNOWN = "not known"

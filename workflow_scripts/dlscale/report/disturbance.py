@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from dlscale.config.compute import compute_settings
-from dlscale.core.records import Throughput
 from dlscale.core.telemetry import Sample
 from dlscale.core.text import number, percent
+from dlscale.measure.records import Throughput
 from dlscale.report import verdict
 from dlscale.report.diagnosis import UNKNOWN, bound
 from dlscale.report.results import RunResult

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dlscale.core.errors import UserError
-from dlscale.core.records import MODES
+from dlscale.measure.records import MODES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 from dlscale.config.places import folder
 from dlscale.core.errors import UserError
-from dlscale.core.records import Profile
 from dlscale.core.settings import read_yaml
 from dlscale.core.telemetry import read_nodes
 from dlscale.core.text import percent
+from dlscale.measure.profilers.records import Profile
 from dlscale.report.diagnosis import UNKNOWN
 from dlscale.report.results import read_throughput
 from dlscale.report.verdict import Evidence, Verdict, verdict, watched

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Any, Literal
 
-from dlscale.core.records import MODES, Epoch
+from dlscale.core.metrics import Epoch
 from dlscale.core.text import number, shorten
+from dlscale.measure.records import MODES
 from dlscale.report.drawing import GRID, INK, MARKERS, MODE_COLOURS, MUTED, PART_COLOURS, RUN_COLOURS, svg
 from dlscale.report.results import RunResult
 

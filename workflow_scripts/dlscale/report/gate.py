@@ -25,9 +25,9 @@ from dlscale.config.places import results_of
 from dlscale.core.errors import UserError, unknown
 from dlscale.core.files import sha256, write_text
 from dlscale.core.noise import CONFIDENCE, interval
-from dlscale.core.record import Record
-from dlscale.core.records import Positive, Throughput
+from dlscale.core.record import Positive, Record
 from dlscale.core.text import many
+from dlscale.measure.records import Throughput
 from dlscale.report.diagnosis import NOISE
 from dlscale.report.disturbance import disturbed
 from dlscale.report.results import RunResult, read_plan

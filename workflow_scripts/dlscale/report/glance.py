@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from dlscale.core.records import MODES
+from dlscale.measure.records import MODES
 from dlscale.report import published
 from dlscale.report.diagnosis import bound
 from dlscale.report.results import PlanResult, first_and_least, slowness, without_seed

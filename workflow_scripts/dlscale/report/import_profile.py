@@ -12,9 +12,9 @@ from dlscale.config.places import folder
 from dlscale.core import board
 from dlscale.core.errors import UserError
 from dlscale.core.files import whole
-from dlscale.core.records import Profile
 from dlscale.measure.profile import first_rows, scalars, write_table
 from dlscale.measure.profilers import nsys
+from dlscale.measure.profilers.records import Profile
 from dlscale.report.compare_profiles import read_rows
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from dlscale.core.records import Published
+from dlscale.config.records import Published
 from dlscale.core.text import NONE, count, number, percent, size
 from dlscale.report import figures, published
 from dlscale.report.drawing import MODE_COLOURS

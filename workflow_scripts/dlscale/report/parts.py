@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dlscale.core.records import ProfiledTool
+from dlscale.measure.profilers.records import ProfiledTool
 from dlscale.report import figures
 from dlscale.report.results import RunResult
 

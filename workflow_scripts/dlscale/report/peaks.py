@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from dlscale.core.records import Device, Throughput
+from dlscale.measure.records import Throughput
+from dlscale.parallel.records import Device
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import logging
 
-from dlscale.core.records import Rung
+from dlscale.config.records import Rung
 from dlscale.core.text import number
 from dlscale.report.results import read_plan
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from dlscale.core.records import PUBLISHED_KINDS, Metric, Published
+from dlscale.config.records import PUBLISHED_KINDS, Published
+from dlscale.core.metrics import Metric
 from dlscale.core.text import NONE, count, number, unit
 
 

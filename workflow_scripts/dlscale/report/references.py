@@ -9,7 +9,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from dlscale.core.records import Epoch, Metric, Number, Record, Untrained
+from dlscale.core.metrics import Epoch, Metric, Untrained
+from dlscale.core.record import Number, Record
 from dlscale.core.schema import Name
 from dlscale.report import figures
 from dlscale.report.drawing import MARKERS, PAINT

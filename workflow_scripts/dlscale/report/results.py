@@ -13,26 +13,18 @@ from pathlib import Path
 from typing import TypeVar
 
 from dlscale.config.compute import compute_digest
-from dlscale.core import records
+from dlscale.config.records import PlanRecord, Rung, RunReference
 from dlscale.core.errors import UserError, unknown
-from dlscale.core.records import (
-    Device,
-    Epoch,
-    LossInfo,
-    Metric,
-    PlanRecord,
-    Profile,
-    Provenance,
-    Rung,
-    RunReference,
-    Throughput,
-    Trials,
-    Tuning,
-)
+from dlscale.core.metrics import Epoch, LossInfo, Metric, read_epochs
 from dlscale.core.settings import Raw, flat, read_yaml
 from dlscale.core.stages import RUN_STAGES
 from dlscale.core.telemetry import Energy, Sample, begin, energy, read_nodes
+from dlscale.measure.profilers.records import Profile
+from dlscale.measure.records import Throughput, Trials
+from dlscale.measure.tuning import Tuning
+from dlscale.parallel.records import Device
 from dlscale.report import peaks
+from dlscale.train.provenance import Provenance
 
 T = TypeVar("T")
 
@@ -365,7 +357,7 @@ def read_throughput(folder: Path) -> Throughput | None:
     return peaks.shared(measured)[0]
 
 
-def _read_run(folder: Path, reference: records.RunReference) -> RunResult:
+def _read_run(folder: Path, reference: RunReference) -> RunResult:
     measure = reference.measure
     # Only what the plan measures: another plan may have put more into the folder, or be about to.
     train = "train" in measure
@@ -376,14 +368,12 @@ def _read_run(folder: Path, reference: records.RunReference) -> RunResult:
         owner=f"{reference.plan}/{reference.run}",
         settings=read_yaml(folder / "config.yaml"),
         provenance=Provenance.read(provenance) if train and provenance.exists() else None,
-        epochs=records.read_epochs(folder / "metrics.jsonl") if train else [],
+        epochs=read_epochs(folder / "metrics.jsonl") if train else [],
         folder=folder,
         throughput=Throughput.read(folder / "throughput.json") if "throughput" in measure else None,
         profile=Profile.read(folder / "profile/profile.json") if "profile" in measure else None,
         prediction=prediction if train and prediction.exists() else None,
         telemetry={stage: read_nodes(folder / f"telemetry/{stage}.csv") for stage in measure},
         tuning=Tuning.read(folder / "tune.json") if "tune" in measure else None,
-        repeats=[records.read_epochs(folder.parent / name / "metrics.jsonl") for name in reference.repeats]
-        if train
-        else [],
+        repeats=[read_epochs(folder.parent / name / "metrics.jsonl") for name in reference.repeats] if train else [],
     )

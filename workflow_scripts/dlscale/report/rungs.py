@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dlscale.core.records import MODES, Throughput, Trials
 from dlscale.core.text import number, percent
+from dlscale.measure.records import MODES, Throughput, Trials
 from dlscale.report.diagnosis import UNKNOWN, bound, faster
 from dlscale.report.results import RunResult
 from dlscale.report.speedup import SpeedUp

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dlscale.core.records import MODES, Published
+from dlscale.config.records import Published
 from dlscale.core.text import count, many, number, percent
+from dlscale.measure.records import MODES
 from dlscale.report import figures, published
 from dlscale.report.drawing import DASHED, DOTTED, MARKERS, MODE_COLOURS, MUTED, RUN_COLOURS
 from dlscale.report.glance import View

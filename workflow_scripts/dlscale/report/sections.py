@@ -15,9 +15,11 @@ from typing import Any, Literal
 import yaml
 
 from dlscale.core import text
-from dlscale.core.records import Epoch, Links, Metric, Profile
+from dlscale.core.metrics import Epoch, Metric
 from dlscale.core.stages import RUN_STAGES
 from dlscale.core.telemetry import Sample, begin
+from dlscale.measure.profilers.records import Profile
+from dlscale.parallel.records import Links
 from dlscale.report import (
     compare_profiles,
     convergence,

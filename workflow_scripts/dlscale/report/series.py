@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dlscale.core.records import Trials
 from dlscale.core.settings import flat
+from dlscale.measure.records import Trials
 from dlscale.report.diagnosis import uncertainty
 from dlscale.report.results import PlanResult, RunResult
 

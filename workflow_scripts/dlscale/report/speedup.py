@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from dlscale.core.noise import standard_errors
-from dlscale.core.records import Beside
 from dlscale.core.text import number
+from dlscale.measure.records import Beside
 from dlscale.report.diagnosis import NOISE
 from dlscale.report.results import RunResult
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from dlscale.core.records import SweepRecord
+from dlscale.config.records import SweepRecord
 from dlscale.core.settings import nested
 from dlscale.core.text import count, number
 from dlscale.report import figures

@@ -8,9 +8,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dlscale.core.records import MODES, Metric
+from dlscale.core.metrics import Metric
 from dlscale.core.settings import flat
 from dlscale.core.text import NONE, count, duration, number, percent, size, unit
+from dlscale.measure.records import MODES
 from dlscale.report import published, target
 from dlscale.report.collect import Row, summary
 from dlscale.report.diagnosis import bound

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dlscale.core.records import VALID_LOSS, Epoch, Metric
+from dlscale.core.metrics import VALID_LOSS, Epoch, Metric
 from dlscale.core.telemetry import energy
 from dlscale.core.text import NONE, count, duration, number
 from dlscale.report.results import PlanResult, RunResult

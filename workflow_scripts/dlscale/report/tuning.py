@@ -5,8 +5,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from dlscale.core.records import Tried, Tuning
 from dlscale.core.text import NONE, duration, number, size
+from dlscale.measure.tuning import Tried, Tuning
 from dlscale.report.glance import View
 from dlscale.report.results import PlanResult
 

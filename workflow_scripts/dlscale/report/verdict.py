@@ -13,10 +13,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dlscale.core.records import MODES, Activity, Profile, Throughput, Trials, Usage
 from dlscale.core.settings import Raw
 from dlscale.core.telemetry import Sample, Summary, summary
 from dlscale.core.text import many, number, percent, size
+from dlscale.measure.profilers.records import Activity, Profile
+from dlscale.measure.records import MODES, Throughput, Trials, Usage
 from dlscale.report.diagnosis import UNKNOWN, Bound, bound, faster
 from dlscale.report.results import RunResult
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from dlscale.core.records import LossInfo, Metric
+from dlscale.core.metrics import LossInfo, Metric
 from dlscale.core.schema import Strict
 from dlscale.parallel.sharding import Sharding
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from dlscale.core.errors import Refused, UserError
-from dlscale.core.records import LossInfo, Metric
+from dlscale.core.metrics import LossInfo, Metric
 from dlscale.core.schema import Extent, Few, PositiveFloat, Strict
 from dlscale.parallel.sharding import Sharding
 from dlscale.studies.base import Metrics, PublishedLog, SampleLoss, Study

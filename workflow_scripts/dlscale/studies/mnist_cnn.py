@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from dlscale.core.records import LossInfo, Metric
+from dlscale.core.metrics import LossInfo, Metric
 from dlscale.core.schema import Extent, Number, PositiveFloat, Strict
 from dlscale.studies.base import Metrics, SampleLoss, Study
 

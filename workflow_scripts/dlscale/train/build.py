@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,7 +18,6 @@ from dlscale.config.parallel import DDP
 from dlscale.config.run import RunCore
 from dlscale.core import registry
 from dlscale.core.errors import Refused, UserError
-from dlscale.data import verification
 from dlscale.data.loaders.arranged import open_loader
 from dlscale.data.loaders.base import Loader, Share
 from dlscale.data.manifest import Manifest
@@ -209,27 +207,15 @@ def own_threads(run: RunCore, threads: int | None) -> int | None:
     return run.threads or (max(1, threads // run.processes.gpus_per_node) if threads else None)
 
 
-def verify(manifest: Manifest, splits: Sequence[str], world: World) -> None:
-    """Raise a `UserError` if data files are damaged; each rank reads its share of those that nobody has read yet."""
-    files = world.gather(verification.unverified(manifest, splits, verification.told()))[0]
-    messages = world.gather(verification.damaged(manifest, files[world.rank :: world.size]))
-    if any(messages):
-        raise UserError("; ".join(itertools.chain(*messages)))
-    if world.main:
-        verification.remember(manifest, files)
-
-
 def open_session(
     run: RunCore,
     manifest: str | Path,
     world: World,
     threads: int | None = None,
-    verified: Sequence[str] = ("train", "valid"),
 ) -> Session:
     """Set up everything but the loaders.
 
-    `threads` are a node's, which its ranks share; results on a CPU are bitwise repeatable for the same number. The
-    files of the splits in `verified` are: none where the stage that asks has done so.
+    `threads` are a node's, which its ranks share; results on a CPU are bitwise repeatable for the same number.
     """
     if len(set(world.gather(run.model_dump_json()))) > 1:
         raise UserError(
@@ -240,7 +226,6 @@ def open_session(
         torch.set_num_threads(own)
     data = Manifest.read(manifest)
     data.check_files()
-    verify(data, verified, world)
     study: Study = registry.study(run.study)
     for grid in [tuple(info.grid) for info in data.fields.values() if info.grid]:
         try:

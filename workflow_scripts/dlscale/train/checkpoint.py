@@ -4,7 +4,8 @@ They lie in a folder named by the run's fingerprint, not in a declared output of
 when a job fails: a retry resumes, a changed run starts afresh.
 
 `torch.distributed.checkpoint` (DCP) writes and reads them: each device its own pieces of each tensor, under names that
-know nothing of devices, so that any other number of devices, sharing the model in any other way, can go on.
+know nothing of devices, so that any other number of devices, sharing the model in any other way, can go on. Its files
+are safetensors: to read one executes nothing.
 """
 
 from __future__ import annotations
@@ -13,24 +14,22 @@ import contextlib
 import hashlib
 import logging
 import math
-import pickle
 import shutil
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
-    StorageMeta,
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -38,11 +37,11 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from dlscale.core import ranges
 from dlscale.core.errors import UserError
-from dlscale.core.files import explained, no_pipe, sha256, whole
-from dlscale.core.records import Epoch, Number, Record, Untrained
+from dlscale.core.files import explained, sha256, whole
+from dlscale.core.metrics import Epoch, Untrained
+from dlscale.core.record import Number, Record
 from dlscale.parallel.pieces import Piece
-from dlscale.parallel.watchdog import BESIDE
-from dlscale.parallel.world import World
+from dlscale.parallel.world import BESIDE, World
 
 #: What a checkpoint holds: tensors by name, and of each what this device has of it.
 State = dict[str, Piece]
@@ -105,7 +104,7 @@ class CheckpointRecord(Record):
 
 
 class Checkpoints:
-    """The `keep` newest checkpoints of one run: `step-NNNNNNNN/` in `folder`, with `checkpoint.json` and DCP's files.
+    """The `keep` newest checkpoints of one run: `step-NNNNNNNN/` in `folder`, `checkpoint.json` with safetensors files.
 
     All ranks do all of it together, but `tidy` and `clear`, which are the first one's.
     """
@@ -167,8 +166,9 @@ class Checkpoints:
             if temporary:
                 temporary.mkdir()
             folder = Path(self._first(str(temporary)))
+            writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
             # All is on the host: without this the thread would look for the stream of the first GPU, on each rank.
-            writer = FileSystemWriter(folder, per_thread_copy_ahead=0)
+            writer.per_thread_copy_ahead = 0
             try:
                 save(
                     state,
@@ -180,7 +180,7 @@ class Checkpoints:
             except CheckpointException as error:
                 cause = _cause(error)
                 raise explained(cause, path) if isinstance(cause, Exception) else cause from None
-            own = [*folder.glob(f"__{self._world.rank}_*"), *(folder.glob(".metadata") if main else [])]
+            own = folder.glob(f"shard-{self._world.rank + 1:05d}-*")
             files = self._gathered({file.name: _digest(file) for file in own})
             if main:
                 names = [name for each in files for name in each]
@@ -345,63 +345,11 @@ class _LoadPlanner(DefaultLoadPlanner):
         tensor: torch.Tensor = self.state_dict[index.fqn].tensor
         return tensor
 
-    def load_bytes(self, read_item: Any, value: Any) -> None:
-        raise ValueError(f"{read_item.dest_index.fqn} is no tensor")
-
-
-class _Reader(FileSystemReader):
-    """DCP's, which reads the list of tensors by pickle, but makes only what belongs in such a list."""
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        no_pipe(listed := Path(self.path, ".metadata"))
-        with open(listed, "rb") as file:
-            metadata = _Unpickler(file).load()
-        if not isinstance(metadata, Metadata):
-            raise pickle.UnpicklingError("no list of tensors")
-        for place in (metadata.storage_data or {}).values():
-            if Path(place.relative_path).name != place.relative_path:
-                raise pickle.UnpicklingError(f"{place.relative_path} is outside of the folder")
-        metadata.storage_meta = StorageMeta()
-        return metadata
-
-
-#: Python's own: C's cannot be told what `load_build` is.
-_Plain: Any = pickle._Unpickler
-
-
-class _Unpickler(_Plain):
-    """Makes what is in DCP's `.metadata`, and nothing else; classes and functions stay as they are."""
-
-    _KNOWN: ClassVar[dict[str, set[str]]] = {
-        "torch": {"Size"},
-        "torch.serialization": {"_get_layout"},
-        "torch.distributed.checkpoint.metadata": {
-            *("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "TensorProperties", "ChunkStorageMetadata"),
-            *("MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING"),
-        },
-        "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-        "pathlib": {"PosixPath"},
-        "pathlib._local": {"PosixPath"},
-    }
-
-    def find_class(self, module: str, name: str) -> Any:
-        number_format = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if name not in self._KNOWN.get(module, ()) and not number_format:
-            raise pickle.UnpicklingError(f"{module}.{name} does not belong in a list of tensors")
-        return super().find_class(module, name)
-
-    def load_build(self) -> None:
-        if isinstance(self.stack[-2], type) or callable(self.stack[-2]):
-            raise pickle.UnpicklingError("it would change what it names")
-        super().load_build()
-
-    dispatch: ClassVar[dict[int, Any]] = {**_Plain.dispatch, pickle.BUILD[0]: load_build}
-
 
 def read(path: Path, prefix: str = "") -> dict[str, torch.Tensor]:
     """Return the whole tensors of a checkpoint whose names begin so, on the host; a damaged one is a `UserError`."""
     _check(path, list(CheckpointRecord.read(path / "checkpoint.json").files.items()))
-    there = _Reader(path).read_metadata().state_dict_metadata
+    there = HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
     state = {
         name: Piece(torch.empty(entry.size, dtype=entry.properties.dtype))
         for name, entry in there.items()
@@ -417,7 +365,7 @@ class Misfit(ValueError):
 
 def fill(path: Path, state: State) -> None:
     """Fill the pieces from a checkpoint; what is not there, not all of it, or of another shape, is a `Misfit`."""
-    reader = _Reader(path)
+    reader = HuggingFaceStorageReader(str(path))
     there = reader.read_metadata().state_dict_metadata
     for name, piece in state.items():
         entry = there.get(name)

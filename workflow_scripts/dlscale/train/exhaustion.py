@@ -24,7 +24,8 @@ from dlscale.data import loaders
 from dlscale.data.manifest import Manifest
 from dlscale.parallel.world import World
 from dlscale.train.build import build_step, open_session
-from dlscale.train.memory import available, predict, total
+from dlscale.train.footprint import predict
+from dlscale.train.memory import available, total
 from dlscale.train.step import Step
 
 #: By device: the share that a predicted step may take of what is free, and the bytes that are left to others first.

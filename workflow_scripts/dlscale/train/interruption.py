@@ -5,20 +5,11 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from enum import IntEnum
 from types import FrameType
 from typing import Any
 
 from dlscale.parallel.world import World
-
-
-class Request(IntEnum):
-    """What a signal asks for; the greater one is the more urgent."""
-
-    NONE = 0
-    SAVE = 1
-    END = 2
-
+from dlscale.train.loop import Request
 
 #: What each signal asks for. A warning may come long before the limit: the time that is left is used.
 REQUESTS = {

@@ -23,7 +23,7 @@ from torch.utils.tensorboard.summary import hparams
 
 from dlscale.core import board
 from dlscale.core.files import write_text
-from dlscale.core.records import Best, Epoch, Untrained, epoch_lines
+from dlscale.core.metrics import Best, Epoch, Untrained, epoch_lines
 from dlscale.core.settings import flat
 from dlscale.studies.base import PublishedLog
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any
 
 from dlscale.core import ranges
@@ -12,6 +13,14 @@ from dlscale.core.ranges import mark, patience
 
 #: What `step` takes: input and target, and in training the weight of this rank's loss.
 Batch = tuple[Any, ...]
+
+
+class Request(IntEnum):
+    """What is asked of a training under way; the greater one is the more urgent."""
+
+    NONE = 0
+    SAVE = 1
+    END = 2
 
 
 @dataclass(frozen=True)

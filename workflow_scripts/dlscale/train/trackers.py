@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from dlscale.core.errors import UserError
-from dlscale.core.records import Best, Epoch, Untrained
+from dlscale.core.metrics import Best, Epoch, Untrained
 
 #: What Weights & Biases would collect by itself; telemetry and provenance say it here.
 UNSEEN: Any = {**dict.fromkeys(("x_disable_meta", "x_disable_stats", "x_disable_machine_info"), True), "host": ""}

@@ -1,4 +1,8 @@
-"""Stage `train`: train one run and write its metrics, logs, weights and a figure."""
+"""Stage `train`: train one run and write its metrics, logs, weights and a figure.
+
+What decides a weight is in `dlscale.train.trainer` and what that imports. What stands around it is entered here: the
+other ranks, a lock, logs, progress, signals, trackers. An edit to this module trains nothing again.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +11,11 @@ import contextlib
 import hashlib
 import json
 import logging
+import math
 import os
 import shutil
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,24 +23,29 @@ import numpy as np
 import torch
 
 from dlscale.config.run import Run, load_run
-from dlscale.core import log, provenance, ranges
+from dlscale.core import log, ranges
 from dlscale.core.errors import UserError
 from dlscale.core.figures import literal_text, save_png
 from dlscale.core.files import whole, write_text
+from dlscale.core.image import Image
 from dlscale.core.lock import only_writer
-from dlscale.core.records import Epoch, Links, Untrained, epoch_lines
+from dlscale.core.metrics import Epoch, Untrained, epoch_lines
+from dlscale.core.progress import Progress
 from dlscale.data.manifest import Manifest
-from dlscale.parallel.selftest import self_test
-from dlscale.parallel.world import describe_device, join
+from dlscale.parallel.records import Links
+from dlscale.parallel.rendezvous import describe_device
 from dlscale.studies import figures
+from dlscale.train import provenance
+from dlscale.train.around import entered
 from dlscale.train.build import Session, open_session
 from dlscale.train.checkpoint import Checkpoints
-from dlscale.train.exhaustion import explained
+from dlscale.train.interruption import Interruption
 from dlscale.train.logs import RunLogs
+from dlscale.train.loop import Batch, Hook
 from dlscale.train.memory import total
 from dlscale.train.trackers import trackers
-from dlscale.train.trainer import Trainer
-from dlscale.train.weights import load_weights, weights_digest
+from dlscale.train.trainer import Trainer, training
+from dlscale.train.weights import weights_digest
 
 #: How many epochs of a run TensorBoard has pictures of at most: a long one is not to fill the disk.
 PICTURES = 50
@@ -65,12 +76,7 @@ def main(args: argparse.Namespace) -> None:
             "parallel.sync: false: without averaged gradients every process would train a model of its own; leave sync "
             "out, or measure the run's throughput instead"
         )
-    with (
-        join(run.processes, args.device) as world,
-        explained(run, args.manifest, world),
-        contextlib.ExitStack() as stack,
-    ):
-        links = self_test(world, run.selftest)
+    with entered(run, args.manifest, args.device) as (world, links), contextlib.ExitStack() as stack:
         session = open_session(run, args.manifest, world, args.threads)
         folder = Path(args.checkpoints) / run_fingerprint(run, session.manifest, args.sources)[:16]
         if world.main:
@@ -79,15 +85,8 @@ def main(args: argparse.Namespace) -> None:
         if world.main:
             checkpoints.tidy()
         world.barrier()
-        loaders = session.loader("train"), session.loader("valid")
-        for loader in loaders:
-            stack.callback(loader.close)
-        metrics = session.study.metrics(run, session.manifest, world.device)
-        trainer = Trainer(run, session.step, session.share(), loaders, metrics, checkpoints, world)
-        trainer.resume()
+        trainer = stack.enter_context(training(run, session, checkpoints))
         log.go_on(folder / f"rank{world.rank}.log", resumed=trainer.resumed_from is not None)
-        if run.training.weights and trainer.resumed_from is None:
-            load_weights(session.step.weights, run.training.weights)
         cores = set().union(*world.gather(os.sched_getaffinity(0)))
         if world.main:
             _lead(run, session, trainer, Path(args.out), len(cores), links)
@@ -126,7 +125,7 @@ def _lead(run: Run, session: Session, trainer: Trainer, out: Path, cores: int, l
         for each in tracked:
             each.add(record)
 
-    history = trainer.fit(on_epoch, on_begin, logs.add_steps)
+    history = fit(trainer, on_epoch, on_begin, logs.add_steps)
     with ranges.part("writing", ranges.BETWEEN):
         prediction, (x, y) = shown.predict(), (shown.x, shown.y)
         assert prediction is not None
@@ -169,12 +168,77 @@ def _lead(run: Run, session: Session, trainer: Trainer, out: Path, cores: int, l
 def _follow(session: Session, trainer: Trainer) -> None:
     """Train as any other rank; who shares a model does with the first one what `_lead` does with it, in its order."""
     shown = _Shown(session, trainer.epochs)
-    trainer.fit(lambda record: shown.predict() if shown.drawn(record) else None)
+    fit(trainer, lambda record: shown.predict() if shown.drawn(record) else None)
     with ranges.part("writing", ranges.BETWEEN):
         shown.predict()
         session.step.weights.state_dict(keep=False)
         if trainer.best_weights:
             session.step.weights.whole(trainer.best_weights, keep=False)
+
+
+def fit(
+    trainer: Trainer,
+    on_epoch: Callable[[Epoch], object] = lambda record: None,
+    on_begin: Callable[[Untrained], None] = lambda untrained: None,
+    on_steps: Callable[[int, Mapping[str, float]], None] = lambda step, values: None,
+) -> list[Epoch]:
+    """Train to the last epoch, and return the records of all epochs. Tell of it, and obey signals.
+
+    `on_steps` is told every ten seconds the step, its loss on this rank, the samples/s of all since it was told before,
+    and the seconds that are left at that pace.
+    """
+    described = sorted(trainer.metrics.described, key=lambda metric: not metric.naive)
+    headline = described[0].name if described else ""  # the first with a naive answer, or else the first
+    samples = min(trainer.run.batch_size, trainer.train_loader.samples)  # an epoch may have fewer than a batch
+    latest = _Latest(samples, trainer.total_steps, on_steps)
+
+    def tell(record: Epoch) -> None:
+        shown = f", {headline} {record.metrics[headline]:.4g}" if headline in record.metrics else ""
+        logging.info(
+            f"epoch {record.epoch} of {trainer.epochs}: {record.epoch_seconds:.1f} s, "
+            f"{record.samples_per_second:.2f} samples/s, train loss {record.train_loss:.6f}, valid loss "
+            f"{record.valid_loss:.6f} ({record.valid_seconds:.1f} s){shown}"
+        )
+        on_epoch(record)
+
+    with (
+        Interruption(trainer.world) as interruption,
+        Progress("training", trainer.total_steps, "steps", latest.values) as progress,
+    ):
+        hooks = [
+            Hook(after_step=latest.add),
+            Hook(after_step=lambda number, batch, loss: progress.update(number + 1)),
+        ]
+        history = trainer.fit(tell, on_begin, hooks, interruption.poll)
+    for line in trainer.outcome():
+        logging.info(line)
+    return history
+
+
+class _Latest:
+    """The last step's loss on this rank, and the samples/s of all since it was asked for before."""
+
+    def __init__(self, samples: int, steps: int, tell: Callable[[int, Mapping[str, float]], None]) -> None:
+        self._samples, self._total, self._tell = samples, steps, tell  # of a step, of all
+        self._step, self._loss = 0, torch.tensor(math.nan)
+        self._before = time.perf_counter(), 0
+        self._steps = 0  # of this process
+
+    def add(self, number: int, batch: Batch, loss: torch.Tensor) -> None:
+        self._step, self._loss = number + 1, loss
+        self._steps += 1
+
+    def values(self) -> dict[str, float]:
+        """Return both by name; this waits for the device. They are told with the seconds that are left at that pace."""
+        loss, now = float(self._loss), time.perf_counter()
+        before, steps = self._before
+        self._before = now, self._steps
+        rate = (self._steps - steps) * self._samples / (now - before)
+        values = {"loss": loss, "samples/s": rate} if self._steps > steps else {}
+        if values:
+            left = (self._total - self._step) * self._samples / rate
+            self._tell(self._step, {**values, "seconds_left": left})
+        return values
 
 
 class _Shown:
@@ -209,7 +273,7 @@ def run_fingerprint(run: Run, manifest: Manifest, sources: str = "") -> str:
     A run with the same fingerprint goes on from its checkpoints; one that was trained to the end has its outputs
     written again, no more.
     """
-    image = provenance.Image.read()
+    image = Image.read()
     decisive = {
         "run": run.model_dump(mode="json", exclude=NOT_FINGERPRINTED),
         "parallel": run.parallel.model_dump(include=set(LEARNT), exclude_defaults=True),

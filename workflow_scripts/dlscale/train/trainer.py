@@ -15,19 +15,34 @@ import torch
 from dlscale.config.run import Run
 from dlscale.core import ranges
 from dlscale.core.errors import Stopped, UserError
-from dlscale.core.progress import Progress
-from dlscale.core.records import Best, Epoch, Untrained
+from dlscale.core.metrics import Best, Epoch, Untrained
 from dlscale.data.loaders.base import Loader, Share
 from dlscale.parallel.pieces import Piece, share
 from dlscale.parallel.world import World
 from dlscale.studies.base import Metrics
+from dlscale.train.build import Session
 from dlscale.train.checkpoint import CheckpointRecord, Checkpoints, Places
-from dlscale.train.interruption import Interruption, Request
-from dlscale.train.loop import Batch, Hook, run_steps
+from dlscale.train.loop import Batch, Hook, Request, run_steps
 from dlscale.train.optimizer import begin
 from dlscale.train.schedule import learning_rate, peak_rate
 from dlscale.train.step import Step
 from dlscale.train.validation import metric_called, naive_means, validate
+from dlscale.train.weights import load_weights
+
+
+@contextlib.contextmanager
+def training(run: Run, session: Session, checkpoints: Checkpoints) -> Iterator[Trainer]:
+    """Yield the training of a run, as far as its newest checkpoint, or with the weights that it begins with."""
+    with (
+        contextlib.closing(session.loader("train")) as train,
+        contextlib.closing(session.loader("valid")) as valid,
+    ):
+        metrics = session.study.metrics(run, session.manifest, session.world.device)
+        trainer = Trainer(run, session.step, session.share(), (train, valid), metrics, checkpoints, session.world)
+        trainer.resume()
+        if run.training.weights and trainer.resumed_from is None:
+            load_weights(session.step.weights, run.training.weights)
+        yield trainer
 
 
 class Trainer:
@@ -98,29 +113,18 @@ class Trainer:
         self,
         on_epoch: Callable[[Epoch], object] = lambda record: None,
         on_begin: Callable[[Untrained], None] = lambda untrained: None,
-        on_steps: Callable[[int, Mapping[str, float]], None] = lambda step, values: None,
+        hooks: Sequence[Hook] = (),
+        poll: Callable[[], Request] = lambda: Request.NONE,
     ) -> list[Epoch]:
         """Train to the last epoch; return the records of all epochs, each of which `on_epoch` is told as it comes.
 
-        `on_begin` is told before the first of them how good the model is so far, if that is looked at; `on_steps` every
-        ten seconds the step, its loss on this rank, the samples/s of all since it was told before, and the seconds that
-        are left at that pace.
+        `on_begin` is told before the first of them how good the model is so far, if that is looked at. `hooks` are
+        those of the training steps. `poll` is asked before each batch, of training and of validation, whether to save
+        or to end; all ranks get the same answer.
         """
-        described = sorted(self.metrics.described, key=lambda metric: not metric.naive)
-        headline = described[0].name if described else ""  # the first with a naive answer, or else the first
-        samples = min(self.run.batch_size, self.train_loader.samples)  # an epoch may have fewer than a batch
-        latest = _Latest(samples, self.total_steps, on_steps)
         try:
-            with (
-                Interruption(self.world) as interruption,
-                Progress("training", self.total_steps, "steps", latest.values) as progress,
-                contextlib.ExitStack() as later,
-            ):
-                hooks = [
-                    Hook(before_step=lambda number: self.step.set_learning_rate(self.rate(number))),
-                    Hook(after_step=latest.add),
-                    Hook(after_step=lambda number, batch, loss: progress.update(number + 1)),
-                ]
+            with contextlib.ExitStack() as later:
+                hooks = [Hook(before_step=lambda number: self.step.set_learning_rate(self.rate(number))), *hooks]
                 if not self.history:
                     self._begin()
                     if self._untrained:
@@ -128,15 +132,9 @@ class Trainer:
                 first = len(self.history) + 1
                 while not self._done:
                     epoch = len(self.history)
-                    record = self._epoch(epoch, interruption, hooks)
+                    record = self._epoch(epoch, poll, hooks)
                     if record.epoch == first:  # from here on all data are open, and all code is compiled
                         later.enter_context(ranges.part("epoch", ranges.BETWEEN))
-                    shown = f", {headline} {record.metrics[headline]:.4g}" if headline in record.metrics else ""
-                    logging.info(
-                        f"epoch {record.epoch} of {self.epochs}: {record.epoch_seconds:.1f} s, "
-                        f"{record.samples_per_second:.2f} samples/s, train loss {record.train_loss:.6f}, valid loss "
-                        f"{record.valid_loss:.6f} ({record.valid_seconds:.1f} s){shown}"
-                    )
                     with ranges.part("writing"):
                         on_epoch(record)
                     self.history.append(record)
@@ -153,11 +151,9 @@ class Trainer:
                 self.checkpoints.wait()  # what was good until here shall not be lost
             raise
         self.checkpoints.wait()
-        for line in self._outcome():
-            logging.info(line)
         return self.history
 
-    def _outcome(self) -> Iterator[str]:
+    def outcome(self) -> Iterator[str]:
         """Yield which epoch was the best, and whether the target was reached."""
         if self._judge and (best := self.best):
             yield f"best: epoch {best.epoch} of {len(self.history)}, {self._judge.title} {best.value:.6g}"
@@ -189,7 +185,7 @@ class Trainer:
             self._untrained = self._untrained.model_copy(update={"train_loss": loss})
         return self._untrained
 
-    def _epoch(self, epoch: int, interruption: Interruption, hooks: Sequence[Hook]) -> Epoch:
+    def _epoch(self, epoch: int, poll: Callable[[], Request], hooks: Sequence[Hook]) -> Epoch:
         done, seen = (self.history[-1].step, self.history[-1].samples) if self.history else (0, 0)
         steps = min(len(self.train_loader), self.total_steps - done)
         samples = min(steps * self.run.batch_size, self.train_loader.samples)
@@ -197,7 +193,7 @@ class Trainer:
         first = max(before.step - done, 0)  # not 0 where an earlier try was stopped within this epoch
         sums = _EpochSums(before, done + first, self.world, self.step.device)
         made_with = self._made_with if not before.seconds or before.made_with == self._made_with else None
-        requests = Hook(before_step=lambda number: self._obey(interruption.poll(), sums, made_with))
+        requests = Hook(before_step=lambda number: self._obey(poll(), sums, made_with))
         batches = self.train_loader.epoch(epoch, first)
         weight = functools.partial(self.share.weight, samples=self.train_loader.samples)  # of this rank's loss
         weighted = ((x, y, weight(number)) for number, (x, y) in enumerate(batches, first))
@@ -357,32 +353,6 @@ class Trainer:
                     torch.cuda.set_rng_state(value, self.step.device)
                 elif self.step.divided:
                     self.step.divided.random_state = value
-
-
-class _Latest:
-    """The last step's loss on this rank, and the samples/s of all since it was asked for before."""
-
-    def __init__(self, samples: int, steps: int, tell: Callable[[int, Mapping[str, float]], None]) -> None:
-        self._samples, self._total, self._tell = samples, steps, tell  # of a step, of all
-        self._step, self._loss = 0, torch.tensor(math.nan)
-        self._before = time.perf_counter(), 0
-        self._steps = 0  # of this process
-
-    def add(self, number: int, batch: Batch, loss: torch.Tensor) -> None:
-        self._step, self._loss = number + 1, loss
-        self._steps += 1
-
-    def values(self) -> dict[str, float]:
-        """Return both by name; this waits for the device. They are told with the seconds that are left at that pace."""
-        loss, now = float(self._loss), time.perf_counter()
-        before, steps = self._before
-        self._before = now, self._steps
-        rate = (self._steps - steps) * self._samples / (now - before)
-        values = {"loss": loss, "samples/s": rate} if self._steps > steps else {}
-        if values:
-            left = (self._total - self._step) * self._samples / rate
-            self._tell(self._step, {**values, "seconds_left": left})
-        return values
 
 
 class _EpochSums:

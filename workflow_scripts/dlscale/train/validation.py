@@ -8,7 +8,7 @@ from types import MappingProxyType
 import torch
 
 from dlscale.core.errors import UserError, unknown
-from dlscale.core.records import VALID_LOSS, Metric
+from dlscale.core.metrics import VALID_LOSS, Metric
 from dlscale.data.loaders.base import Loader, Share
 from dlscale.models.metrics import MetricSum
 from dlscale.parallel.world import World

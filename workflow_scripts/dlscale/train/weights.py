@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import zipfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
@@ -11,7 +13,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from dlscale.core.errors import UserError
 from dlscale.core.files import no_pipe, sha256
 from dlscale.core.text import many
-from dlscale.train import archive, checkpoint
+from dlscale.train import checkpoint
 from dlscale.train.precision import Weights
 
 #: Where the checkpoints of common programs have the model's state.
@@ -33,7 +35,7 @@ def read_weights(path: str | Path) -> State:
     try:
         if Path(path).is_dir():
             return {name.removeprefix("model."): value for name, value in checkpoint.read(Path(path), "model.").items()}
-        content = archive.load(path, legacy=True)
+        content = _load(path)
     except UserError:
         raise
     except FileNotFoundError:
@@ -100,3 +102,31 @@ def load_weights(weights: Weights, path: str | Path) -> None:
 def _first(names: Iterable[str]) -> str:
     names = list(names)
     return ", ".join(names[:NAMED]) + (" …" if len(names) > NAMED else "")
+
+
+def _load(path: str | Path) -> Any:
+    """Return what is in a file of `torch.save`, tensors on the host; one that is damaged is a `BadZipFile`.
+
+    Nothing in it is executed. One of before PyTorch 1.6 is no archive, and has no checksums.
+    """
+    with open(path, "rb") as file:
+        archive = file.read(4) == b"PK\x03\x04"  # as torch.load tells them apart
+    if archive:
+        _check(path)
+    # On the host: a device that is full or gone is no fault of the file.
+    return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def _check(path: str | Path) -> None:
+    """Compare the checksums in an archive, at which `torch.load` does not look."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            # Of what has the mark of a folder torch.load reads nothing, and takes what was in memory.
+            folders = [each.filename for each in archive.infolist() if each.external_attr & 0x10 and each.file_size]
+            damaged = archive.testzip() or next(iter(folders), None)
+    except (OSError, zipfile.BadZipFile):
+        raise
+    except Exception as error:  # a damaged header asks for any decompression, or for a password
+        raise zipfile.BadZipFile(f"not readable: {error}") from None
+    if damaged:
+        raise zipfile.BadZipFile(f"{damaged}: not as it was written")

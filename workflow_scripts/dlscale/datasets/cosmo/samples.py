@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -18,7 +19,9 @@ from dlscale.core.errors import UserError
 from dlscale.data import sampling
 from dlscale.data.manifest import Manifest
 from dlscale.data.samples import BoxField, BoxIndex, GridSamples
-from dlscale.datasets.cosmo.kind import CropSamples
+
+if TYPE_CHECKING:
+    from dlscale.datasets.cosmo.kind import CropSamples
 
 
 @dataclass(frozen=True)

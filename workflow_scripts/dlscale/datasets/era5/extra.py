@@ -8,7 +8,7 @@ import numpy as np
 
 from dlscale.core.errors import UserError
 from dlscale.core.files import reading, sha256
-from dlscale.core.records import Record
+from dlscale.core.record import Record
 from dlscale.data.manifest import File, Manifest
 
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -30,8 +30,10 @@ from dlscale.data.manifest import Manifest
 from dlscale.data.samples import BoxField
 from dlscale.data.store import Reader
 from dlscale.datasets.era5.extra import Extra
-from dlscale.datasets.era5.kind import PairSamples
 from dlscale.datasets.era5.samples import Pairs, file_before
+
+if TYPE_CHECKING:
+    from dlscale.datasets.era5.kind import PairSamples
 
 #: What the answers are called, in the order in which they are told.
 ANSWERS = {

@@ -18,10 +18,11 @@ from dlscale.data.manifest import File, Manifest
 from dlscale.data.samples import ArrangedSamples, ArraySpec, BoxField, BoxIndex, GridSamples, Samples
 from dlscale.data.store import Reader
 from dlscale.datasets.era5.extra import Extra
-from dlscale.datasets.era5.kind import PairSamples
 
 if TYPE_CHECKING:
     import torch
+
+    from dlscale.datasets.era5.kind import PairSamples
 
 
 class Pairs(GridSamples):

@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import io
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 from PIL import Image
@@ -26,7 +26,15 @@ from dlscale.core.errors import UserError, brief
 from dlscale.core.files import reading
 from dlscale.data.mapped import map_chunks
 from dlscale.data.store import Reader
-from dlscale.datasets.imagenet.formats import open_image
+
+#: What Pillow decodes itself. For others it may start a program that it finds (Ghostscript, for EPS).
+FORMATS = ("JPEG", "PNG", "GIF", "WEBP", "TIFF", "BMP", "JPEG2000", "PPM")
+
+
+def open_image(file: IO[bytes]) -> Image.Image:
+    """Open an image; its pixels are not decoded yet."""
+    return Image.open(file, formats=FORMATS)
+
 
 DAMAGED = "the pack is damaged: delete it and run the workflow again"
 

@@ -16,9 +16,9 @@ from PIL import Image
 
 from dlscale.core.errors import UserError
 from dlscale.core.files import whole
-from dlscale.datasets.imagenet.formats import open_image
 from dlscale.datasets.imagenet.geometry import resized, short_edge
 from dlscale.datasets.imagenet.listing import shard
+from dlscale.datasets.imagenet.pack import open_image
 
 #: The longer edge by the shorter one, at most. Photographs are far below it. Validation resizes all of an image before
 #: it cuts out the middle: 20 MB at this bound, with the default `resize`, and gigabytes of a line of pixels.

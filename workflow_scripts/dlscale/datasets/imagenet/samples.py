@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -16,9 +16,11 @@ from dlscale.data import sampling
 from dlscale.data.manifest import Manifest
 from dlscale.data.samples import ArraySpec, CroppedImages, ImageWindows
 from dlscale.datasets.imagenet import crops, geometry
-from dlscale.datasets.imagenet.kind import ImageSamples
 from dlscale.datasets.imagenet.pack import Pack
 from dlscale.datasets.imagenet.resample import resample
+
+if TYPE_CHECKING:
+    from dlscale.datasets.imagenet.kind import ImageSamples
 
 
 class Images(CroppedImages):

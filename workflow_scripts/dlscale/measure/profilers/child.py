@@ -22,7 +22,7 @@ from dlscale.core.ranges import marking
 from dlscale.launch.contain import hold_on
 from dlscale.measure.profilers.nvtx_ranges import averaged, marker, recorded
 from dlscale.measure.window import Window
-from dlscale.parallel.world import join
+from dlscale.parallel.rendezvous import join
 from dlscale.train.build import open_session
 
 #: What begins the line that says why it failed: a profiler may say more after it.
@@ -62,7 +62,7 @@ def profiled(args: argparse.Namespace) -> None:
     """Warm up, then make plain steps, those that are recorded, and plain ones again."""
     run = load_run(args.config, "profile")
     with join(run.processes, args.device) as world:
-        session = open_session(run, args.manifest, world, args.threads, verified=())
+        session = open_session(run, args.manifest, world, args.threads)
         if args.nvtx and not run.cuda_graph:  # a graph would replay the sum of gradients, but not the range
             session.step.around_averaging(averaged)
         with contextlib.closing(Window(run.profile, session)) as window:

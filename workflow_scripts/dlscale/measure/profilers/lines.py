@@ -23,8 +23,8 @@ from torch import nn
 
 from dlscale.core import registry
 from dlscale.core.errors import UserError, brief, nearest
-from dlscale.core.records import ProfiledTool, TopEntry
 from dlscale.data.samples import ArrangedSamples, BoxField, GridSamples, Samples
+from dlscale.measure.profilers.records import ProfiledTool, TopEntry
 from dlscale.measure.profilers.tool import Found, report
 from dlscale.train.build import Session
 from dlscale.train.step import Network, Step

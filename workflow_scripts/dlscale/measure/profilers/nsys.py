@@ -28,12 +28,12 @@ from dlscale.core import registry
 from dlscale.core.errors import UserError
 from dlscale.core.machine import answer
 from dlscale.core.ranks import MEET
-from dlscale.core.records import ProfiledTool, TopEntry
 from dlscale.measure.profilers import child
 from dlscale.measure.profilers.nsys_database import summarize
 from dlscale.measure.profilers.nsys_neighbours import beside_others
 from dlscale.measure.profilers.nvtx_ranges import CAPTURE
 from dlscale.measure.profilers.overhead import overhead
+from dlscale.measure.profilers.records import ProfiledTool, TopEntry
 from dlscale.measure.profilers.tool import Found
 from dlscale.parallel.world import World
 

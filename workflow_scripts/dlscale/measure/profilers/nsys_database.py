@@ -18,8 +18,8 @@ import numpy as np
 
 from dlscale.core.errors import UserError
 from dlscale.core.ranges import RANGES
-from dlscale.core.records import ProfiledTool, TopEntry
 from dlscale.measure.profilers.intervals import Intervals, gaps, index_at
+from dlscale.measure.profilers.records import ProfiledTool, TopEntry
 from dlscale.measure.profilers.trace import UNKNOWN, WAIT, Chosen, Events, Ranges, Trace, Work, summarise
 
 #: NVTX_EVENTS.eventType of ranges: pushed and popped by one thread; started, and ended perhaps by another.

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 
 from dlscale.core.noise import standard_errors
-from dlscale.core.records import Overhead
+from dlscale.measure.profilers.records import Overhead
 
 #: Standard errors of a median over those of a mean, of normal values.
 OF_MEDIAN = math.sqrt(math.pi / 2)

@@ -23,7 +23,7 @@ from importlib import metadata
 from pathlib import Path
 from xml.etree import ElementTree
 
-from dlscale.core.records import ProfiledTool, TopEntry
+from dlscale.measure.profilers.records import ProfiledTool, TopEntry
 from dlscale.measure.profilers.tool import Found, Unavailable, report
 
 RATE = 200  #: Samples a second.

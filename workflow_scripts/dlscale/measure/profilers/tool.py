@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
 
-from dlscale.core.records import ProfiledTool, TopEntry
+from dlscale.measure.profilers.records import ProfiledTool, TopEntry
 
 #: What a profiler leaves: what it saw, and its rows of the summary.
 Found = tuple[ProfiledTool, list[TopEntry]]

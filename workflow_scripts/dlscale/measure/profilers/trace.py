@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlscale.core.ranges import RANGES
-from dlscale.core.records import Activity, ProfiledTool, RangeTime, TopEntry
 from dlscale.measure.profilers.intervals import Intervals, gaps, index_at, intersection, total, union
+from dlscale.measure.profilers.records import Activity, ProfiledTool, RangeTime, TopEntry
 
 #: Calls in which the host waits for the device; copies that are not `Async` do, too.
 WAIT = re.compile(r"(cuda|cu)(Stream|Device|Event|Ctx)Synchronize|cudaMemcpy(?!.*Async)|cuMemcpy(?!.*Async)")

@@ -17,9 +17,9 @@ import numpy as np
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from dlscale.core.errors import UserError, unknown
-from dlscale.core.records import LinkLevel, Links
 from dlscale.core.schema import Strict
 from dlscale.core.settings import read_yaml, validate
+from dlscale.parallel.records import LinkLevel, Links
 
 #: A number, or an array of what it may be.
 Values: TypeAlias = Any

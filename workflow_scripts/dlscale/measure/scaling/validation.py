@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from scipy.optimize import minimize_scalar, nnls
 
-from dlscale.core.records import PUBLISHED_KINDS, Published, Series
+from dlscale.config.records import PUBLISHED_KINDS, Published, Series
 from dlscale.core.text import NONE
 from dlscale.measure.scaling.fit import BAND, NOISE, Fit, Point, Prediction, fit
 from dlscale.measure.scaling.machine import named

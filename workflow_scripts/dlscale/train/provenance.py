@@ -8,38 +8,54 @@ import platform
 import shlex
 import socket
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from pydantic import ConfigDict
+
+from dlscale.core.image import Image
 from dlscale.core.machine import answer
-from dlscale.core.records import Provenance
+from dlscale.core.metrics import Best, LossInfo, Metric
+from dlscale.core.record import Record
+from dlscale.parallel.records import Device, Links
 
 PACKAGES = ("torch", "numpy", "h5py", "pydantic", "tensorboard", "snakemake")
 
 
-@dataclass(frozen=True)
-class Image:
-    """The container image of a stage, as the workflow's first process found it.
+class Provenance(Record):
+    """`provenance.json`: what a training was made with. The train stage writes it last."""
 
-    It travels in the environment, `DLSCALE_IMAGE`, to all that this process starts: nodes may know of no image.
-    """
+    model_config = ConfigDict(frozen=True, extra="allow", populate_by_name=True)
 
-    engine: str
-    name: str
-    identity: str
-
-    @staticmethod
-    def read() -> Image | None:
-        """Return the one in the environment, if there is one."""
-        name, _, identity = os.environ.get("DLSCALE_IMAGE", "").partition("=")
-        engine, _, image = name.partition(":")
-        return Image(engine, image, identity) if engine and image and identity else None
-
-    def write(self) -> None:
-        """Put it into the environment."""
-        os.environ["DLSCALE_IMAGE"] = f"{self.engine}:{self.name}={self.identity}"
+    command: str | None = None
+    started: str | None = None
+    finished: str | None = None
+    git: dict[str, Any] | None = None
+    host: str | None = None
+    platform: str | None = None
+    python: str | None = None
+    packages: dict[str, str | None] = {}
+    image: dict[str, str] | None = None
+    slurm: dict[str, str] = {}
+    device: Device = Device()
+    processes: int = 1
+    devices: int = 0  #: That compute: as many as processes, unless one of them drives several GPUs; 0: not known.
+    cores: int | None = None  #: Of a node that they may run on.
+    memory_bytes: int | None = None  #: Of a node that they may have.
+    seed: int | None = None
+    parameters: int | None = None
+    training_samples: int | None = None
+    validation_samples: int | None = None
+    dataset: str | None = None
+    manifest: dict[str, Any] = {}  #: What the dataset was made from.
+    fingerprint: str | None = None  #: The first digits of the run's fingerprint, the name of its folder of checkpoints.
+    resumed_from_step: int | None = None
+    links: Links | None = None  #: Between several processes, if they were tested.
+    best: Best | None = None
+    loss: LossInfo = LossInfo()
+    metrics: list[Metric] = []  #: What the metrics of the run's epochs are.
 
 
 def now() -> str:

@@ -1,0 +1,163 @@
+"""What a loss and a metric are, and the records of what they were, epoch by epoch."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from dlscale.core.errors import UserError
+from dlscale.core.files import no_pipe
+from dlscale.core.record import Measured, Number, Record
+from dlscale.core.text import unit
+
+
+class Metric(Record):
+    """What a validation metric is; tables and the page are made from this."""
+
+    name: str  #: As in `Epoch.metrics`: `KIND`, or `KIND/CHANNEL` where there is one for each channel.
+    title: str  #: What readers call the kind.
+    meaning: str = ""  #: What it means, in a line.
+    unit: str = "1"  #: `1` for a number without a unit.
+    better: Literal["lower", "higher"] = "lower"
+    naive: str | None = None  #: Name of the metric that holds the same score of a naive answer, if there is one.
+    answer: str = ""  #: What the naive answer is.
+    rival: str = ""  #: What a naive answer is called whose score this is, where there are several to choose from.
+    derived: bool = False  #: Whether it follows from other metrics, as a skill does: the page then shows those.
+
+    @property
+    def kind(self) -> str:
+        return self.name.partition("/")[0]
+
+    @property
+    def channel(self) -> str:
+        """The channel; empty if the metric is of no channel."""
+        return self.name.partition("/")[2]
+
+    @property
+    def full_title(self) -> str:
+        """What begins a caption: the channel, which keeps its letters, or a capital."""
+        return f"{self.channel} {self.title}" if self.channel else self.title[:1].upper() + self.title[1:]
+
+    @property
+    def label(self) -> str:
+        """What an axis says."""
+        shown = unit(self.unit)
+        return f"{self.channel} {self.title}".strip() + f" ({shown})" * bool(shown)
+
+    def skill(self, metrics: Mapping[str, float]) -> float | None:
+        """Return 1 - error / error of the naive answer from metrics by name; None where it has no such answer.
+
+        It is the share of the naive answer's error that is gone; a metric of which more is better has none.
+        """
+        value, naive = metrics.get(self.name), metrics.get(self.naive or "")
+        return 1 - value / naive if self.better == "lower" and naive and value is not None else None
+
+    def of(self, epoch: Epoch) -> float:
+        """Return its value after an epoch; NaN if it has none."""
+        return epoch.valid_loss if self.name == VALID_LOSS.name else epoch.metrics.get(self.name, math.nan)
+
+    def reaches(self, value: float, target: float) -> bool:
+        """Whether a value is as good as the target, or better; NaN never is."""
+        return value <= target if self.better == "lower" else value >= target
+
+    def aim(self, value: float) -> str:
+        """Return in words that it is as good as a value, or better."""
+        return f"{self.title} {'≤' if self.better == 'lower' else '≥'} {value:g}"
+
+    def best(self, epochs: Iterable[Epoch]) -> Epoch | None:
+        """Return the epoch after which it was best, the first of several; None if it has no finite value."""
+        known = [epoch for epoch in epochs if math.isfinite(self.of(epoch))]
+        sign = 1 if self.better == "lower" else -1
+        return min(known, key=lambda epoch: sign * self.of(epoch), default=None)
+
+    def first(self, epochs: Iterable[Epoch], target: float) -> Epoch | None:
+        """Return the first epoch that reached the target; None if none did."""
+        return next((epoch for epoch in epochs if self.reaches(self.of(epoch), target)), None)
+
+
+#: The validation loss, where a metric is asked for.
+VALID_LOSS = Metric(name="valid_loss", title="validation loss", meaning="mean over all validation samples")
+
+
+class LossInfo(Record):
+    """What a loss is called, and its unit in words."""
+
+    title: str = "loss"
+    unit: str = ""
+
+    @property
+    def label(self) -> str:
+        """What an axis says."""
+        return self.title + " loss" * ("loss" not in self.title) + f" ({self.unit})" * bool(self.unit)
+
+
+class Untrained(Record):
+    """How good a model was before its first step."""
+
+    train_loss: Number = math.nan  #: Of the first batch, before it is learnt from; NaN while that is not known.
+    valid_loss: Number  #: Mean over all validation samples.
+    metrics: dict[str, Number] = {}  #: Validation metrics by name.
+
+
+class Epoch(Record):
+    """One line of `metrics.jsonl`."""
+
+    epoch: int = Field(ge=1)
+    step: int  #: Optimiser steps so far.
+    samples: int  #: Training samples so far.
+    learning_rate: Number  #: Of the epoch's last step.
+    train_loss: Number  #: Mean over the epoch's training samples.
+    valid_loss: Number  #: Mean over all validation samples.
+    epoch_seconds: Measured  #: Time of training alone, s.
+    samples_per_second: Measured  #: Of training alone; the wait for the first batch is included.
+    valid_seconds: Measured = 0.0  #: Time of validation, which follows, s.
+    wall_time: float = 0.0  #: When the epoch's last training step was done, seconds since 1970-01-01 UTC.
+    metrics: dict[str, Number] = {}  #: Validation metrics by name.
+    #: The run's geometry and loader, which decide its times; None if they changed within the epoch.
+    made_with: dict[str, Any] | None = {}
+    untrained: Untrained | None = None  #: Of the first epoch: what was before it, if that was looked at.
+
+    @property
+    def begin(self) -> float:
+        """When its first step began, seconds since 1970-01-01 UTC; of one in several tries, as if without a pause."""
+        return self.wall_time - self.epoch_seconds
+
+
+def read_epochs(path: Path) -> list[Epoch]:
+    """Read `metrics.jsonl`; a missing, torn or empty file is a `UserError`."""
+    no_pipe(path)
+    advice = "delete it and run the train stage again"
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file; run the train stage first") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read ({error}); {advice}") from None
+    epochs = []
+    for row, line in enumerate(lines, 1):
+        try:
+            epochs.append(Epoch.checked(json.loads(line), f"{path}: line {row}"))
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{path}: line {row} is not valid JSON ({error}); {advice}") from None
+    if not epochs or [epoch.epoch for epoch in epochs] != list(range(1, len(epochs) + 1)):
+        raise UserError(f"{path}: holds {f'not all of {len(epochs)} epochs' if epochs else 'no epoch'}; {advice}")
+    return epochs
+
+
+def epoch_lines(epochs: Iterable[Epoch]) -> str:
+    """Return the text of `metrics.jsonl`."""
+    return "".join(epoch.text() + "\n" for epoch in epochs)
+
+
+class Best(Record):
+    """The epoch whose weights a run keeps as `model_best.pt`."""
+
+    metric: str  #: That it is the best in: `valid_loss`, or a name as in `Epoch.metrics`.
+    value: Number
+    epoch: int
+    step: int

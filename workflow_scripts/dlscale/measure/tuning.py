@@ -1,0 +1,89 @@
+"""Records of tuning."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field
+
+from dlscale.core.record import Record
+from dlscale.measure.records import Usage
+from dlscale.parallel.records import Device
+
+#: Cores that other programs keep busy beyond the murmur of a quiet machine, as `dlscale.report.verdict` has it.
+NEIGHBOURS = 0.25
+
+
+class Tried(Record):
+    """A setting that was tried."""
+
+    changes: dict[str, Any]  #: What it changes of the run's own setting, by dotted key; of that one itself nothing.
+    rates: list[list[float]] = []  #: Samples/s of its trials, by rung; the duel is not among them.
+    peak_memory_bytes: int | None = None  #: The greatest of any process, on its device; on a CPU with its loader's.
+    problem: str | None = None  #: Why it was dropped, if not for its speed.
+
+
+class Duel(Record):
+    """The best of the other settings (`challenger`) against the run's own, measured in turns."""
+
+    challenger: int  #: Its place among the settings that were tried.
+    rates: list[tuple[float, float]]  #: Samples/s of the challenger and of the run's own setting, by round.
+    ratio: float  #: How many times as fast the challenger is: the geometric mean of the rounds' ratios.
+    low: float  #: Of the 95 % interval of the ratio: Student's t of the logarithms of the rounds' ratios.
+    high: float
+    usage: Usage | None = None  #: Of the machine, meanwhile.
+
+    @property
+    def neighbours(self) -> float:
+        """How many cores other programs kept busy meanwhile, if that is worth a word; else 0."""
+        if self.usage is None or not self.usage.seconds:
+            return 0.0
+        others = (self.usage.cores_cpu_seconds - self.usage.cpu_seconds) / self.usage.seconds
+        return others if others > NEIGHBOURS else 0.0
+
+    @property
+    def won(self) -> bool:
+        """Whether the challenger is faster beyond the noise."""
+        return self.low > 1
+
+
+class Tuning(Record):
+    """`tune.json`: which settings of a run were tried, and whether one beats its own."""
+
+    run: str = ""  #: PLAN.RUN.
+    device: Device = Device()
+    nranks: int = 1
+    batch_size: int | None = None  #: The run's own.
+    settings: dict[str, Any] = {}  #: The run's `tune`.
+    seconds: float = 0.0  #: That all of it took.
+    memory_limit_bytes: int | None = None  #: What a setting may take of a device.
+    candidates: list[Tried] = Field(min_length=1)  #: The first one is the run's own setting.
+    duel: Duel | None = None  #: None where no other setting could be measured.
+    command: str = ""  #: That trains with what won; nothing if nothing did.
+
+    @property
+    def plan(self) -> str:
+        """The plan that `tuned.yaml` adds."""
+        return f"{self.run.replace('.', '_')}_tuned"
+
+    @property
+    def changes(self) -> dict[str, Any]:
+        """What to change of the run, by dotted key: nothing unless a setting won."""
+        return self.candidates[self.duel.challenger].changes if self.duel and self.duel.won else {}
+
+    def verdict(self) -> str:
+        """Return what came of it, in a sentence."""
+        if self.duel is None:
+            return "Nothing to gain: no other setting could be measured."
+        ratio = f"{self.duel.ratio:.2f}× ± {(self.duel.high - self.duel.low) / 2:.2f}"
+        found = (
+            f"{ratio} as fast as the run's own setting."
+            if self.duel.won
+            else f"Nothing to gain: the best other setting is {ratio} as fast as the run's own."
+        )
+        if busy := self.duel.neighbours:
+            found += (
+                f" Not on a quiet machine: other programs kept {busy:.1f} cores busy during the duel, so this says "
+                "what is faster beside them. Tune again without them before you trust it."
+            )
+        return found

@@ -1,0 +1,197 @@
+"""How the ranks of a run meet, and part."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime as dt
+import ipaddress
+import logging
+import os
+import platform
+import re
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dlscale.config.run import Geometry
+from dlscale.config.site import Limits
+from dlscale.core import ending
+from dlscale.core.errors import PeerLost, Stopped, UserError, brief
+from dlscale.core.machine import driver, too_old
+from dlscale.core.ranks import MEET, ranks
+from dlscale.parallel.mesh import Mesh
+from dlscale.parallel.records import Device
+from dlscale.parallel.watchdog import Watchdog, is_gone
+from dlscale.parallel.world import World
+
+#: How long a rank waits for another before it gives up: longer than loading data or compiling takes.
+TIMEOUT = dt.timedelta(minutes=30)
+
+
+@contextlib.contextmanager
+def join(geometry: Geometry, device: str) -> Iterator[World]:
+    """Join the other ranks of the run, as many as `geometry` asks for, and leave them at the end.
+
+    `device` is `cpu`, `cuda`, or `auto`: CUDA where there is one. What cannot be had is a `UserError`.
+    """
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UserError(f"--device cuda: PyTorch sees no CUDA device here: {_why_no_cuda()}")
+    kind = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    if geometry.world_size == 1:
+        yield World(device=torch.device(kind))
+        return
+    rank, size, local_rank = ranks()
+    if size != geometry.world_size:
+        raise UserError(
+            f"geometry: this run asks for {geometry.world_size} processes ({geometry.nodes} nodes x "
+            f"{geometry.gpus_per_node}), and {size} were started; start it with torchrun --nproc-per-node="
+            f"{geometry.gpus_per_node}, srun --ntasks={geometry.world_size} or mpirun -n {geometry.world_size}, as the "
+            "workflow does"
+        )
+    if local_rank != rank % geometry.gpus_per_node:
+        raise UserError(
+            f"geometry.gpus_per_node: process {rank} is number {local_rank} on its node, expected "
+            f"{rank % geometry.gpus_per_node}: each node's {geometry.gpus_per_node} processes have consecutive ranks; "
+            f"have them started so (mpirun --map-by ppr:{geometry.gpus_per_node}:node, srun --distribution=block)"
+        )
+    own = torch.device(kind)
+    if kind == "cuda":
+        # Slurm, like some launchers of MPI, may show a task its own GPU alone, or all of the node's.
+        visible = torch.cuda.device_count()
+        if visible < geometry.gpus_per_node and not (visible == 1 and "RANK" not in os.environ):
+            raise UserError(
+                f"geometry.gpus_per_node: this run asks for {geometry.gpus_per_node} GPUs a node, and PyTorch sees "
+                f"{visible} here; ask for as many, or lower it"
+            )
+        own = torch.device("cuda", local_rank % visible)
+        torch.cuda.set_device(own)
+    limits = Limits.told()
+    dist.init_process_group(
+        "nccl" if kind == "cuda" else "gloo",
+        store=_meet(geometry, rank),
+        rank=rank,
+        world_size=size,
+        timeout=TIMEOUT,
+        device_id=own if kind == "cuda" else None,
+    )
+    failed = False
+    try:
+        with contextlib.closing(Watchdog(rank, size, geometry.gpus_per_node, limits)) as watchdog:
+            try:
+                # NCCL only exchanges tensors on a device.
+                control = dist.new_group(backend="gloo", timeout=TIMEOUT) if kind == "cuda" else None
+                mesh = Mesh(geometry, kind) if geometry.model_size > 1 else None
+                yield World(rank, size, local_rank, own, control, mesh)
+                # On several nodes rank 0 holds the store through which all exchange: it leaves last.
+                dist.barrier(group=control)
+            except (Exception, SystemExit) as error:
+                # Who started them asks the others to end, but not before they have said why.
+                cause = error.__context__ if isinstance(error, SystemExit) else error
+                if isinstance(cause, Exception) and not isinstance(cause, UserError | Stopped) and is_gone(cause):
+                    logging.info("an exchange failed: %s", brief(cause))
+                    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+                    lost = f"{watchdog.culprit(cause)}. This process ends with it"
+                    if kind == "cuda":  # what waits on a device for the others would wait on
+                        ending.end(lost, ending.LOST)
+                    raise PeerLost(lost) from cause
+                if isinstance(error, Exception):
+                    watchdog.tell(error)
+                    failed = True
+                raise
+    finally:
+        if not (failed and kind == "cuda"):  # NCCL would wait for what the others do not do any more
+            dist.destroy_process_group()
+
+
+def _why_no_cuda() -> str:
+    """Return why PyTorch sees no CUDA device, and what to do."""
+    cuda, version = torch.version.cuda, driver()
+    if cuda is None:
+        return f"PyTorch {torch.__version__} computes on processors only; install one for CUDA, or use --device cpu"
+    if version is None:
+        return "there is no NVIDIA driver; use a machine with a GPU, or --device cpu (site.gpu: false in the workflow)"
+    if old := too_old(version, cuda):
+        return f"{old}; take a newer driver, CUDA's compat libraries (LD_LIBRARY_PATH), or PyTorch for an older CUDA"
+    return f"the driver is {version}, for CUDA {cuda}; ask for a GPU, or see whether CUDA_VISIBLE_DEVICES hides it"
+
+
+def _meet(geometry: Geometry, rank: int) -> Any:
+    """Return the store through which the ranks meet, which nobody reaches by another network than theirs.
+
+    On one node that is a file, or a port of the machine itself; on several the first rank listens at the one address
+    that MASTER_ADDR stands for. PyTorch's own listens at all.
+    """
+    stores: Any = dist  # which names them at run time only
+    if geometry.nodes == 1:
+        loopback = "lo" if sys.platform == "linux" else "lo0"
+        os.environ["GLOO_SOCKET_IFNAME"] = loopback
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
+    if MEET in os.environ:
+        return stores.FileStore(os.environ[MEET], geometry.world_size)
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # PyTorch's torchrun, by hand: the store is in its process
+        return next(stores.rendezvous("env://", rank, geometry.world_size, timeout=TIMEOUT))[0]
+    _rendezvous(geometry)
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    mine = _listen(address, port) if rank == 0 else None
+    return stores.TCPStore(address, port, geometry.world_size, mine is not None, TIMEOUT, master_listen_fd=mine)
+
+
+def _listen(address: str, port: int) -> int:
+    """Return a socket that listens at this address alone."""
+    where = f"site.rendezvous (MASTER_ADDR, MASTER_PORT): {address}:{port}"
+    try:
+        family, kind, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+        if ipaddress.ip_address(place[0]).is_loopback and address not in (place[0], "localhost"):
+            raise UserError(f"{where}: {address} is {place[0]} on this node, which no other reaches; give its address")
+        listener = socket.socket(family, kind)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(place)
+        listener.listen(socket.SOMAXCONN)
+    except OSError as error:
+        raise UserError(
+            f"{where}: process 0 cannot listen there ({error.strerror}); expected an address of its node, the first, "
+            "and a free port; on the second node the command needs NODE_RANK=1, on the third NODE_RANK=2"
+        ) from None
+    return listener.detach()
+
+
+def _rendezvous(geometry: Geometry) -> None:
+    """Set where the ranks meet, if whoever started them did not: on the first node of Slurm's list."""
+    nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST")
+    if geometry.nodes > 1 and nodes:
+        os.environ.setdefault("MASTER_ADDR", first_host(nodes))
+    if geometry.nodes > 1 and "MASTER_ADDR" not in os.environ:
+        raise UserError(
+            "MASTER_ADDR is not set: with several nodes, give all processes the name of the first node "
+            "(mpirun -x MASTER_ADDR=NAME, or env MASTER_ADDR=NAME before the command)"
+        )
+    if geometry.nodes == 1:
+        os.environ["MASTER_ADDR"] = "127.0.0.1"
+    # Jobs that share a node, and steps of one job, need different ports.
+    job, step = (os.environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+    number = int(job) + 97 * int(step or 0) if job.isdecimal() and (step or "0").isdecimal() else os.getppid()
+    os.environ.setdefault("MASTER_PORT", str(20000 + number % 20000))
+
+
+def first_host(nodes: str) -> str:
+    """Return the first host of a list in Slurm's notation: `nid001` of `nid[001-004,007],login1`."""
+    match = re.match(r"([^,\[]+)(?:\[([^\],-]+)[^\]]*\]([^,\[]*))?", nodes)
+    if match is None:
+        raise UserError(f"SLURM_STEP_NODELIST: {nodes!r} names no host; set MASTER_ADDR to the first node's name")
+    return "".join(part or "" for part in match.groups())
+
+
+def describe_device(device: torch.device) -> Device:
+    """Return what a process computes on, for the record."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()
+    with contextlib.suppress(OSError, StopIteration):
+        if device.type != "cuda":
+            lines = Path("/proc/cpuinfo").read_text().splitlines()
+            name = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return Device(kind=device.type, name=name or platform.machine(), threads=torch.get_num_threads())

@@ -1,0 +1,43 @@
+"""What stands around every stage of a run: its processes meet, test what they exchange, and find their data whole."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from dlscale.config.run import RunCore
+from dlscale.core.errors import UserError
+from dlscale.data import verification
+from dlscale.data.manifest import Manifest
+from dlscale.parallel.records import Links
+from dlscale.parallel.rendezvous import join
+from dlscale.parallel.selftest import self_test
+from dlscale.parallel.world import World
+from dlscale.train.exhaustion import explained
+
+
+@contextlib.contextmanager
+def entered(
+    run: RunCore, manifest: str | Path, device: str, splits: Sequence[str] = ("train", "valid")
+) -> Iterator[tuple[World, Links | None]]:
+    """Meet the other ranks of a run, and verify the files of its `splits`; yield both the ranks and their links.
+
+    An allocation that fails within this context becomes a message with settings that would fit.
+    """
+    with join(run.processes, device) as world, explained(run, manifest, world):
+        links = self_test(world, run.selftest)
+        verify(Manifest.read(manifest), splits, world)
+        yield world, links
+
+
+def verify(manifest: Manifest, splits: Sequence[str], world: World) -> None:
+    """Raise a `UserError` if data files are damaged; each rank reads its share of those that nobody has read yet."""
+    manifest.check_files()
+    files = world.gather(verification.unverified(manifest, splits, verification.told()))[0]
+    messages = world.gather(verification.damaged(manifest, files[world.rank :: world.size]))
+    if any(messages):
+        raise UserError("; ".join(itertools.chain(*messages)))
+    if world.main:
+        verification.remember(manifest, files)
