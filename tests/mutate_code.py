@@ -931,7 +931,7 @@ MUTATIONS = [
     ),
     Mutation(
         "memory_without_gradients",
-        "train/memory.py",
+        "train/footprint.py",
         "gradients=gradients + grown,",
         "gradients=gradients,",
         "test_memory.py::test_prediction_is_what_the_allocator_hands_out",

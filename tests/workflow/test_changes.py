@@ -309,8 +309,6 @@ ROWS = [
         ["configure_plan era5", *tables("era5")],
     ),
     Row("table", append(f"{PACKAGE}/report/collect.py"), tables(*CONFIG["plans"])),
-    # What all stages stand on.
-    Row("whole files", append(f"{PACKAGE}/core/files.py"), EVERYTHING),
     # What no result depends on.
     Row("unused module", create(f"{PACKAGE}/data/unused.py"), []),
     Row("unused download", replace(f"{PACKAGE}/data/download.py", '"""', '"""Edited. '), []),

@@ -28,14 +28,14 @@ import contextlib
 
 from dlscale.config.run import load_run
 from dlscale.core.files import write_json
-from dlscale.parallel.rendezvous import join
+from dlscale.train.around import entered
 from dlscale.train.build import open_session
 
 
 def main(args: argparse.Namespace) -> None:
     """Count, and write `args.out`."""
     run = load_run(args.config, "sizes")
-    with join(run.geometry, args.device) as world:
+    with entered(run, args.manifest, args.device) as (world, _):
         session = open_session(run, args.manifest, world, args.threads)
         with contextlib.closing(session.loader("train")) as loader:
             write_json(args.out, {"epochs": run.training.epochs, "sizes": [len(x) for x, _ in loader.epoch(0)]})

@@ -333,7 +333,7 @@ class _Writer:
 
 class _SavePlanner(DefaultSavePlanner):
     def lookup_object(self, index: MetadataIndex) -> Any:
-        return self.state_dict[index.fqn].tensor
+        return self.state_dict[index.fqn].tensor.contiguous()  # safetensors has one order in memory
 
 
 class _LoadPlanner(DefaultLoadPlanner):

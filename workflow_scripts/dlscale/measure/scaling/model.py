@@ -20,7 +20,7 @@ from dlscale.measure.scaling.machine import Machine, Values
 #: Share of a step's computing that is the forward pass: a backward pass takes twice as long (Kaplan et al. 2020,
 #: arXiv:2001.08361, section 2.1).
 FORWARD = 1 / 3
-#: What is measured: the three modes of `dlscale.core.records.MODES`; SYNTHETIC without averaging over copies of the
+#: What is measured: the three modes of `dlscale.measure.records.MODES`; SYNTHETIC without averaging over copies of the
 #: model; an epoch of training with the wait for its first batch; a validation; and both one after the other.
 Mode = Literal["IO", "SYNTHETIC", "ALONE", "FULL", "EPOCH", "VALIDATION", "BOTH"]
 
