@@ -611,14 +611,14 @@ MUTATIONS = [
     ),
     Mutation(
         "attention_drops_in_evaluation",
-        "models/vit.py",
+        "studies/era5_vit/model.py",
         "dropout_p=self.dropout if self.training else 0.0)",
         "dropout_p=self.dropout)",
         "test_models.py::test_dropouts_act_in_training_and_are_off_in_evaluation",
     ),
     Mutation(
         "drop_path_without_its_factor",
-        "models/vit.py",
+        "studies/era5_vit/model.py",
         "(torch.bernoulli(keep_D2B11) / keep_D2B11)",
         "torch.bernoulli(keep_D2B11)",
         "test_models.py::test_drop_path_drops_whole_samples_and_keeps_the_expectation",
@@ -646,7 +646,7 @@ MUTATIONS = [
     ),
     Mutation(
         "image_not_normalised",
-        "models/resnet.py",
+        "studies/imagenet_resnet50/model.py",
         "x_BCHW = (x_BCHW - self.mean) / self.std",
         "x_BCHW = x_BCHW / self.std",
         "test_resnet.py::test_logits_are_those_of_the_layers_one_by_one",
@@ -804,21 +804,21 @@ MUTATIONS = [
     # ---- studies ---------------------------------------------------------------------------------
     Mutation(
         "flops_doubled",
-        "studies/mnist_cnn.py",
+        "studies/mnist_cnn/study.py",
         "return 2.0 * (convolutions +",
         "return 4.0 * (convolutions +",
         "test_counting.py::test_every_study_has_a_formula_of_its_forward_pass",
     ),
     Mutation(
         "rmse_of_mean_roots",
-        "studies/era5_vit.py",
+        "studies/era5_vit/study.py",
         'rmse = means["square"].sqrt() * self.scale',
         'rmse = means["root"] * self.scale',
         "test_losses_metrics.py::test_era5_metrics_are_plain_numpy_in_physical_units[1]",
     ),
     Mutation(
         "top5_is_top1",
-        "studies/imagenet_resnet50.py",
+        "studies/imagenet_resnet50/study.py",
         "(answer[:, :count] == y[:, None])",
         "(answer[:, :1] == y[:, None])",
         "test_imagenet.py::test_metrics_are_shares_of_right_answers",

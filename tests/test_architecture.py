@@ -41,11 +41,13 @@ KINDS = registry.kinds()
 LOADERS = [settings.model_fields["kind"].annotation.__args__[0] for settings in LOADER_SETTINGS]
 #: What a module of a kind of dataset has for each role; see `dlscale.data.kind`.
 ROLES = {"source": "open_source", "samples": "open_samples", "describe": "complete", "preview": "preview"}
+#: Modules that are plain PyTorch.
+PURE = re.compile(r"dlscale\.(models\b|studies\.\w+\.model$)")
 #: Modules that have a model in them, and not only losses or the like, which studies may share.
 MODELS = {
     module
     for module, file in MODULES.items()
-    if module.startswith("dlscale.models.") and re.search(r"^class \w+\(nn\.Module\):", file.read_text(), re.MULTILINE)
+    if PURE.match(module) and re.search(r"^class \w+\(nn\.Module\):", file.read_text(), re.MULTILINE)
 }
 #: All datasets that are shipped, and the tiny ones.
 DATASETS = resolve.load(
@@ -91,7 +93,7 @@ def test_models_are_pure() -> None:
     """PyTorch, the standard library, and each other."""
     allowed = {"torch", *sys.stdlib_module_names}
     for module, file in MODULES.items():
-        if module.startswith("dlscale.models"):
+        if PURE.match(module):
             foreign = {name for name in imports(file) if name.split(".")[0] not in allowed}
             assert all(name.startswith("dlscale.models") for name in foreign), module
 
@@ -100,6 +102,7 @@ def test_computed_imports_are_in_one_place() -> None:
     """The fingerprint cannot see them: the registry names the modules, the command line the stages'."""
     computed = re.compile("import_module|__import__|spec_from_file")
     assert {module for module, file in MODULES.items() if computed.search(file.read_text())} == {
+        "dlscale",
         "dlscale.core.registry",
         "dlscale.cli",
     }

@@ -30,7 +30,7 @@ from dlscale.core.errors import UserError
 from dlscale.core.settings import read_yaml
 from dlscale.core.stages import RUN_STAGES, STAGES
 from dlscale.data.parts import load_dataset
-from dlscale.models.unet3d import UNet3D
+from dlscale.studies.cosmo_unet.model import UNet3D
 from dlscale.train.schedule import peak_rate
 from tests.conftest import COSMO, COSMO_RUN, ERA5, ERA5_RUN, ROOT, stage
 

@@ -52,7 +52,7 @@ ROWS, COLUMNS = 19, 36  # as 721 and 1440 are: from pole to pole, and around
 
 def shipped() -> dict[str, Any]:
     """Return the dataset as the study ships it."""
-    datasets: dict[str, Any] = read_yaml(ROOT / "workflow_scripts/dlscale/studies/era5_vit.yaml")["datasets"]
+    datasets: dict[str, Any] = read_yaml(ROOT / "workflow_scripts/dlscale/studies/era5_vit/study.yaml")["datasets"]
     return datasets["era5_arco"]
 
 
@@ -226,7 +226,9 @@ def test_relative_humidity_is_that_of_the_ifs() -> None:
 
 def test_the_digests_of_the_shipped_digits_are_those_of_the_files(shared: Callable[[str], Path]) -> None:
     """Of the two files at hand; nothing is fetched."""
-    source = read_yaml(ROOT / "workflow_scripts/dlscale/studies/mnist_cnn.yaml")["datasets"]["mnist_web"]["source"]
+    source = read_yaml(ROOT / "workflow_scripts/dlscale/studies/mnist_cnn/study.yaml")["datasets"]["mnist_web"][
+        "source"
+    ]
     MnistDataset.model_validate({"kind": "mnist", "source": source})  # a digest for each file, and of no other
     assert len(source["sha256"]) == 4
     for name in ("t10k-images-idx3-ubyte.gz", "t10k-labels-idx1-ubyte.gz"):

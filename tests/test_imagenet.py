@@ -35,7 +35,7 @@ from dlscale.datasets.imagenet.kind import ImagenetDataset, ImageSamples
 from dlscale.datasets.imagenet.pack import Pack
 from dlscale.datasets.imagenet.resample import resample
 from dlscale.datasets.imagenet.samples import Images
-from dlscale.studies.imagenet_resnet50 import ImagenetMetrics
+from dlscale.studies.imagenet_resnet50.study import ImagenetMetrics
 from dlscale.train.schedule import learning_rate, peak_rate
 from tests.bench import published
 from tests.conftest import TINY, make_dataset, make_run, records, stage, train

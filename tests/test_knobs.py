@@ -34,10 +34,10 @@ from dlscale.data.sampling import evenly
 from dlscale.datasets.cosmo.kind import CropSamples
 from dlscale.datasets.cosmo.samples import Crops
 from dlscale.models.losses import l1
-from dlscale.models.resnet import ResNet
-from dlscale.models.unet3d import UNet3D
 from dlscale.report.results import RunResult
 from dlscale.report.target import reached
+from dlscale.studies.cosmo_unet.model import UNet3D
+from dlscale.studies.imagenet_resnet50.model import ResNet
 from dlscale.train import trainer as training
 from dlscale.train.checkpoint import read
 from dlscale.train.precision import Weights, convert

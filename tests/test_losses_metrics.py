@@ -20,8 +20,8 @@ from dlscale.datasets.era5.naive import ANSWERS
 from dlscale.models.losses import l1, l2, relative_l2
 from dlscale.models.metrics import MetricSum, anomaly_correlation, latitude_weights, mean_square
 from dlscale.studies.base import Metrics
-from dlscale.studies.cosmo_unet import STUDY as COSMO_UNET
-from dlscale.studies.era5_vit import STUDY as ERA5_VIT
+from dlscale.studies.cosmo_unet.study import STUDY as COSMO_UNET
+from dlscale.studies.era5_vit.study import STUDY as ERA5_VIT
 from tests.conftest import COSMO as COSMO_DATA
 from tests.conftest import COSMO_RUN, ERA5_RUN, make_dataset, make_run
 from tests.conftest import ERA5 as ERA5_DATA

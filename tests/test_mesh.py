@@ -26,7 +26,6 @@ from dlscale.core import registry
 from dlscale.core.errors import UserError
 from dlscale.data.loaders.base import Share
 from dlscale.models.losses import relative_l2
-from dlscale.models.vit import ViT
 from dlscale.parallel import pieces
 from dlscale.parallel.exchanges import Counting, formula
 from dlscale.parallel.mesh import AXES, Mesh, arrangement
@@ -34,6 +33,7 @@ from dlscale.parallel.model import drawing
 from dlscale.parallel.rendezvous import join
 from dlscale.parallel.strategy import Sharded
 from dlscale.parallel.world import World
+from dlscale.studies.era5_vit.model import ViT
 from dlscale.train.build import build_step
 from dlscale.train.checkpoint import CheckpointRecord, Checkpoints
 from dlscale.train.optimizer import begin

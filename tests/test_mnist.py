@@ -22,7 +22,7 @@ from dlscale.core.errors import UserError
 from dlscale.data.kind import Part
 from dlscale.data.store import Reader
 from dlscale.datasets.mnist.source import IdxFile, IdxSource
-from dlscale.models.mnist_cnn import MnistCNN, nll
+from dlscale.studies.mnist_cnn.model import MnistCNN, nll
 from tests.conftest import make_dataset, make_run, records, train
 
 

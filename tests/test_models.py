@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dlscale.config.run import stage_class
 from dlscale.models.losses import l1
-from dlscale.models.unet3d import UNet3D
-from dlscale.models.vit import Attention, ViT
+from dlscale.studies.cosmo_unet.model import UNet3D
+from dlscale.studies.era5_vit.model import Attention, ViT
 from dlscale.train.build import build_step
 from dlscale.train.precision import autocast
 

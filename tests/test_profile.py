@@ -29,8 +29,8 @@ from dlscale.measure.profilers.records import Profile, TopEntry
 from dlscale.measure.profilers.stacks import StackSampler
 from dlscale.measure.profilers.tool import Unavailable
 from dlscale.measure.window import Window
-from dlscale.models.unet3d import UNet3D
 from dlscale.parallel.world import World
+from dlscale.studies.cosmo_unet.model import UNet3D
 from dlscale.train.build import open_session
 from dlscale.train.step import Step
 from tests.conftest import COSMO, COSMO_RUN, make_run, stage, train
@@ -120,7 +120,7 @@ def test_lines_are_those_of_step_model_loss_samples_and_loader(done: Path) -> No
         return one
 
     assert the("dlscale/train/step.py", ".backward()").calls == 1
-    assert the("dlscale/models/unet3d.py", "return torch.tanh(").calls == 1
+    assert the("dlscale/studies/cosmo_unet/model.py", "return torch.tanh(").calls == 1
     assert the("dlscale/models/losses.py", "loss_B = ").calls == 1
     assert the("dlscale/data/samples.py", "return x, self.target.read(").calls == 4, "samples of a batch"
     assert the("dlscale/data/loaders/torch_loader.py", "x, y = self.samples.read(").calls == 4

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from dlscale.models.resnet import DEPTHS, ResNet, cross_entropy
+from dlscale.studies.imagenet_resnet50.model import DEPTHS, ResNet, cross_entropy
 
 PARAMETERS = {18: 11_689_512, 34: 21_797_672, 50: 25_557_032, 101: 44_549_160}
 NORM = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")

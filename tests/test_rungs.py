@@ -32,12 +32,12 @@ from dlscale.core.errors import UserError
 from dlscale.core.settings import validate
 from dlscale.data.loaders.base import Share
 from dlscale.models.losses import l1, relative_l2
-from dlscale.models.unet3d import UNet3D
-from dlscale.models.vit import Attention, ViT
 from dlscale.parallel import strategy
 from dlscale.parallel.rendezvous import join
 from dlscale.parallel.sharding import Sharding
 from dlscale.parallel.world import World
+from dlscale.studies.cosmo_unet.model import UNet3D
+from dlscale.studies.era5_vit.model import Attention, ViT
 from dlscale.train import attention, selfcheck
 from dlscale.train import build as build_
 from dlscale.train import compile as compile_

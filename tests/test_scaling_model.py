@@ -48,11 +48,11 @@ from dlscale.measure.scaling.model import (
     rate,
     step,
 )
-from dlscale.models.unet3d import UNet3D
 from dlscale.parallel.exchanges import formula
 from dlscale.parallel.model import named as named_modules
 from dlscale.parallel.records import Device, LinkLevel, Links
 from dlscale.preflight import measured
+from dlscale.studies.cosmo_unet.model import UNet3D
 from tests.conftest import ROOT, TINY, make_run, stage
 from tests.test_compare import crowd
 

@@ -31,9 +31,9 @@ from dlscale.data.store import Reader
 from dlscale.datasets.starter.kind import KIND, StarterDataset
 from dlscale.datasets.starter.simulator import pair
 from dlscale.datasets.starter.source import open_source
-from dlscale.models.starter_cnn import StarterCNN
 from dlscale.preflight.tiny import tiny_session
 from dlscale.studies import new_study
+from dlscale.studies.starter_cnn.model import StarterCNN
 from tests.conftest import ROOT, TINY, make_dataset, make_run, records, stage, train
 from tests.test_parallel import train_by
 

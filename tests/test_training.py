@@ -48,13 +48,13 @@ from dlscale.datasets.cosmo.samples import Crops
 from dlscale.datasets.era5.kind import PairSamples
 from dlscale.datasets.era5.samples import Pairs
 from dlscale.models.losses import l1, relative_l2
-from dlscale.models.unet3d import UNet3D
-from dlscale.models.vit import ViT
 from dlscale.parallel.pieces import Piece
 from dlscale.parallel.rendezvous import join
 from dlscale.parallel.world import World
 from dlscale.studies.base import PublishedLog
-from dlscale.studies.era5_vit import Era5ViT
+from dlscale.studies.cosmo_unet.model import UNet3D
+from dlscale.studies.era5_vit.model import ViT
+from dlscale.studies.era5_vit.study import Era5ViT
 from dlscale.train import checkpoint as checkpoint_module
 from dlscale.train.build import build_step, open_session
 from dlscale.train.checkpoint import CheckpointRecord, Checkpoints, Misfit, fill, read

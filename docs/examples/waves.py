@@ -7,11 +7,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from dlscale.config.dataset import DatasetSettings
-from dlscale.core.schema import Strict
-from dlscale.data.kind import DatasetKind, Part, RowSamples
-from dlscale.data.source import ArraySource
-from dlscale.studies.base import SampleLoss, Study
+from dlscale import ArraySource, DatasetKind, DatasetSettings, Part, RowSamples, SampleLoss, Strict, Study
 
 
 class WavesDataset(DatasetSettings):

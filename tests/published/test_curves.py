@@ -26,9 +26,9 @@ from dlscale.config import resolve as config
 from dlscale.config.run import Geometry
 from dlscale.core import registry
 from dlscale.datasets.cosmo.samples import SYMMETRIES, apply
-from dlscale.models.vit import ViT
 from dlscale.parallel.mesh import Pretended
 from dlscale.parallel.model import ModelParallel
+from dlscale.studies.era5_vit.model import ViT
 from dlscale.train.step import Step
 from tests.conftest import TINY, make_run, records, train
 from tests.published import programs

@@ -195,7 +195,7 @@ def components() -> Iterator[Row]:
     """Yield rows for what each study and its kind of dataset bring: a new one has them by being registered."""
     for name, study in [(name, study) for name, study in STUDY.items() if name != "waves"]:
         source = registry.studies()[study].file.read_text()
-        kind, file = registry.study(study).dataset, f"{PACKAGE}/studies/{study}.py"
+        kind, file = registry.study(study).dataset, f"{PACKAGE}/studies/{study}/study.py"
         dataset = validate(dataset_type(), CONFIG["datasets"][name])
         yield Row(f"study {study}", append(file), runs(name))
         for model in dict.fromkeys(re.findall(r"from dlscale\.models\.(\w+) import [A-Z]", source)):
@@ -302,7 +302,7 @@ ROWS = [
     Row(
         "published figure",
         replace(
-            f"{PACKAGE}/studies/era5_vit.yaml",
+            f"{PACKAGE}/studies/era5_vit/study.yaml",
             "\npublished:\n",
             "\npublished:\n  - {label: edited, samples_per_second: 1.0, source: nobody}\n",
         ),
@@ -315,7 +315,7 @@ ROWS = [
     Row("unused Zarr reader", append(f"{PACKAGE}/datasets/era5/zarr.py"), []),
     Row("command line", append(f"{PACKAGE}/cli.py"), []),
     Row("README", append("README.md", "Edited.\n"), []),
-    Row("touched source", touch(f"{PACKAGE}/models/unet3d.py"), []),
+    Row("touched source", touch(f"{PACKAGE}/studies/cosmo_unet/model.py"), []),
     Row("touched package", touch(f"{PACKAGE}/__init__.py"), []),
     Row("touched configuration", touch("config.yaml"), []),
     Row("touched manifest", touch("results/data/boxes/manifest.json"), []),
@@ -477,7 +477,7 @@ ROWS = [
     Row("data file purged", delete("data/boxes/train/box000.h5"), []),
     Row(
         "data file purged, and needed",
-        both(delete("data/boxes/train/box000.h5"), append(f"{PACKAGE}/models/unet3d.py")),
+        both(delete("data/boxes/train/box000.h5"), append(f"{PACKAGE}/studies/cosmo_unet/model.py")),
         [
             *("preprocess boxes train box000 0", "preprocess boxes train box000 1", "assemble boxes train box000"),
             *since("describe", "boxes"),
@@ -487,7 +487,7 @@ ROWS = [
         "data file and raw file purged, and needed",
         both(
             delete("data/boxes/train/box000.h5", "data/boxes/source/box000.h5"),
-            append(f"{PACKAGE}/models/unet3d.py"),
+            append(f"{PACKAGE}/studies/cosmo_unet/model.py"),
         ),
         [
             "acquire boxes box000.h5",
@@ -504,7 +504,7 @@ ROWS = [
     Row("statistics purged", delete("data/years/stats"), []),
     Row(
         "statistics purged, and needed",
-        both(delete("data/years/stats"), append(f"{PACKAGE}/models/vit.py")),
+        both(delete("data/years/stats"), append(f"{PACKAGE}/studies/era5_vit/model.py")),
         since("describe", "years"),
     ),
     Row("page purged", delete("report/index.html"), ["report"]),
@@ -572,7 +572,7 @@ def test_what_would_run_does_run(clone: Tree) -> None:
 @pytest.mark.slow
 def test_results_can_be_kept_after_a_harmless_edit(clone: Tree) -> None:
     """`--touch` says: what is there is right. Nothing runs then."""
-    append(f"{PACKAGE}/models/unet3d.py")(clone)
+    append(f"{PACKAGE}/studies/cosmo_unet/model.py")(clone)
     weights = (clone.results / "plans/cosmo/unet/model.pt").read_bytes()
     assert clone.planned().names == sorted(set(runs("boxes")))
     assert clone.snakemake("--cores", "2", "--touch", "--", *TARGETS).status == 0

@@ -27,7 +27,7 @@ def test_what_changed_would_run_though_its_results_are_there(clone: Tree) -> Non
     undo = configure("plans.era5.settings.training.epochs", 3)(clone)
     assert priced(clone, "era5") == ["era5.vit train"]
     undo()
-    undo = append(f"{PACKAGE}/models/vit.py")(clone)
+    undo = append(f"{PACKAGE}/studies/era5_vit/model.py")(clone)
     assert priced(clone, "era5") == ["era5.vit throughput", "era5.vit train"]
     undo()
 

@@ -75,8 +75,7 @@ KIND = '''"""Kind `pulses`: bell curves of random heights."""
 
 from typing import Any, Literal
 
-from dlscale.config.dataset import DatasetSettings
-from dlscale.data.kind import DatasetKind, Part, RowSamples
+from dlscale import DatasetKind, DatasetSettings, Part, RowSamples
 
 
 class PulsesDataset(DatasetSettings):

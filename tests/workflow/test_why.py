@@ -45,11 +45,11 @@ def test_what_changed_is_named(clone: Tree) -> None:
     keep = "to keep them: a dataset of its own, and a run that uses it (from: era5.vit)"
     assert reasons(clone)[-1] == f"replaces the results of era5.vit (train, throughput); {keep}"
     undo()
-    undo = append(f"{PACKAGE}/models/vit.py")(clone)
+    undo = append(f"{PACKAGE}/studies/era5_vit/model.py")(clone)
     (line, _) = reasons(clone)
     assert re.fullmatch(r"era5\.vit \(.*\): models/vit\.py changed", line) and "throughput" in line and "train" in line
     undo()
-    undo = append(f"{PACKAGE}/models/vit.py", "\n# A comment.\n")(clone)
+    undo = append(f"{PACKAGE}/studies/era5_vit/model.py", "\n# A comment.\n")(clone)
     assert reasons(clone) == []
     undo()
     undo = delete("plans/era5/vit/throughput.json")(clone)

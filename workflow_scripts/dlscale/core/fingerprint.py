@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from dlscale import PLACES
 from dlscale.core import registry
 from dlscale.core.errors import UserError
 from dlscale.core.files import write_text
@@ -148,6 +149,8 @@ def _parsed(file: Path, module: str, names: Names) -> tuple[str, set[tuple[str, 
             up = here.split(".")[: len(here.split(".")) - node.level + 1] if node.level else []
             name = ".".join([*up, *([node.module] if node.module else [])])
             imported |= {(name, None), *((f"{name}.{alias.name}", None) for alias in node.names)}
+            if name == ROOT.name:
+                imported |= {(PLACES[alias.name], None) for alias in node.names if alias.name in PLACES}
     return hashlib.sha256(repr(_code(tree)).encode()).hexdigest(), imported
 
 

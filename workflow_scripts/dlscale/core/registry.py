@@ -1,7 +1,7 @@
 """What a configuration can name: studies, kinds of datasets, loaders. They are modules, imported by their names.
 
-A shipped study is a module `dlscale.studies.NAME` with its YAML beside it; a shipped kind of dataset is a folder
-`dlscale/datasets/KIND`. A study from outside is a file or folder that the configuration names
+A shipped study is a folder `dlscale/studies/NAME`: `study.py`, `study.yaml`, `model.py`; a shipped kind of dataset is a
+folder `dlscale/datasets/KIND`. A study from outside is a file or folder that the configuration names
 (`studies: {mine: path/to/mine.py}`) or an installed entry point of the group `dlscale.studies`; it may bring kinds of
 datasets along. Nothing else of dlscale knows a study or a kind by its name.
 
@@ -55,8 +55,8 @@ def studies() -> dict[str, Study]:
 
 @functools.cache
 def _shipped() -> dict[str, Study]:
-    files = sorted((PACKAGE / "studies").glob("*.yaml"))
-    return {f.stem: Study(f.stem, f"dlscale.studies.{f.stem}", f.with_suffix(".py")) for f in files}
+    files = sorted((PACKAGE / "studies").glob("*/study.py"))
+    return {f.parent.name: Study(f.parent.name, f"dlscale.studies.{f.parent.name}.study", f) for f in files}
 
 
 @functools.cache

@@ -99,7 +99,7 @@ def write(name: str, folder: Path | None) -> None:
     if folder is not None:
         seen = _seen(folder)
         words |= {"CALL": _call(name, seen), "FILE": json.dumps(str(seen / f"{name}.py"))}
-        words = {f"dlscale.models.{ORIGINAL}": f"{name}_model", **words}  # before its own last word
+        words = {f"dlscale.studies.{ORIGINAL}.model": f"{name}_model", **words}  # before its own last word
     anyone = re.compile("|".join(map(re.escape, words)))
     written: list[Path] = []
     try:
@@ -119,8 +119,8 @@ def write(name: str, folder: Path | None) -> None:
 def outside(name: str, folder: Path) -> list[File]:
     """Return the files of a study in a folder of its own."""
     return [
-        File(folder / f"{name}.py", PACKAGE / f"studies/{ORIGINAL}.py", STUDY),
-        File(folder / f"{name}_model.py", PACKAGE / f"models/{ORIGINAL}.py", MODEL),
+        File(folder / f"{name}.py", PACKAGE / f"studies/{ORIGINAL}/study.py", STUDY),
+        File(folder / f"{name}_model.py", PACKAGE / f"studies/{ORIGINAL}/model.py", MODEL),
         File(folder / f"{name}.yaml", TEMPLATE / f"{ORIGINAL}.yaml", SETTINGS),
         File(folder / f"test_{name}.py", TEMPLATE / f"test_{ORIGINAL}.py", TESTS),
         File(folder / f"{name}_run.yaml", TEMPLATE / "run.yaml", "what to run, and where its results go"),
@@ -132,11 +132,12 @@ def inside(name: str) -> list[File]:
     tests = REPOSITORY / "tests"
     if not (tests / "tiny").is_dir():
         raise UserError("--inside: this dlscale is installed without its repository; name a folder with --at")
-    tiny = "its tiny dataset and run, for the tests of all studies"
+    tiny, own = "its tiny dataset and run, for the tests of all studies", PACKAGE / "studies" / name
     return [
-        File(PACKAGE / f"studies/{name}.py", PACKAGE / f"studies/{ORIGINAL}.py", STUDY),
-        File(PACKAGE / f"models/{name}.py", PACKAGE / f"models/{ORIGINAL}.py", MODEL),
-        File(PACKAGE / f"studies/{name}.yaml", TEMPLATE / f"{ORIGINAL}.yaml", SETTINGS),
+        File(own / "__init__.py", PACKAGE / f"studies/{ORIGINAL}/__init__.py", "makes it a package"),
+        File(own / "study.py", PACKAGE / f"studies/{ORIGINAL}/study.py", STUDY),
+        File(own / "model.py", PACKAGE / f"studies/{ORIGINAL}/model.py", MODEL),
+        File(own / "study.yaml", TEMPLATE / f"{ORIGINAL}.yaml", SETTINGS),
         File(tests / f"test_{name}.py", TEMPLATE / f"test_{ORIGINAL}.py", TESTS),
         File(tests / f"tiny/{name}.yaml", tests / f"tiny/{ORIGINAL}.yaml", tiny),
     ]

@@ -151,7 +151,7 @@ class CosmoUNet(Study):
             )
 
     def model(self, run: Any, manifest: Manifest) -> nn.Module:
-        from dlscale.models.unet3d import UNet3D
+        from dlscale.studies.cosmo_unet.model import UNet3D
 
         inputs, outputs = (len(manifest.fields[name].channels) for name in ("Nbody", "Hydro"))
         options = run.model.model_dump(exclude={"kind"})  # their names are the model's

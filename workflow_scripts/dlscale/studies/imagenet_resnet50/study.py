@@ -118,7 +118,7 @@ class ImagenetResNet50(Study):
             )
 
     def model(self, run: Any, manifest: Manifest) -> nn.Module:
-        from dlscale.models.resnet import ResNet
+        from dlscale.studies.imagenet_resnet50.model import ResNet
 
         options = run.model.model_dump(exclude={"kind"})  # their names are the model's
         return ResNet(classes=manifest.fields["labels"].classes or 0, **options)
@@ -128,7 +128,7 @@ class ImagenetResNet50(Study):
 
     def flops(self, run: Any, manifest: Manifest) -> float:
         """Return 2 x k^2 C_in C_out a pixel of each convolution's output, and 2 C_in K of the linear layer."""
-        from dlscale.models.resnet import DEPTHS
+        from dlscale.studies.imagenet_resnet50.model import DEPTHS
 
         blocks, bottleneck = DEPTHS[run.model.depth]
         width = inner = run.model.width
@@ -150,7 +150,7 @@ class ImagenetResNet50(Study):
         return 2.0 * (total + inner * (manifest.fields["labels"].classes or 0))
 
     def loss(self, run: Any) -> SampleLoss:
-        from dlscale.models.resnet import cross_entropy
+        from dlscale.studies.imagenet_resnet50.model import cross_entropy
 
         return partial(cross_entropy, smoothing=run.loss.smoothing)
 

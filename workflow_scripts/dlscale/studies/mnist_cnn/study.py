@@ -78,7 +78,7 @@ class MnistCNNStudy(Study):
     operations = frozenset({"conv2d"})
 
     def model(self, run: Any, manifest: Manifest) -> nn.Module:
-        from dlscale.models.mnist_cnn import MnistCNN
+        from dlscale.studies.mnist_cnn.model import MnistCNN
 
         m, images = run.model, manifest.fields[run.samples.input]
         rows, columns = images.grid
@@ -95,7 +95,7 @@ class MnistCNNStudy(Study):
         return 2.0 * (convolutions + second * pooled * m.hidden + m.hidden * CLASSES)
 
     def loss(self, run: Any) -> SampleLoss:
-        from dlscale.models.mnist_cnn import nll
+        from dlscale.studies.mnist_cnn.model import nll
 
         return nll
 

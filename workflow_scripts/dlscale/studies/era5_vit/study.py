@@ -207,7 +207,7 @@ class Era5ViT(Study):
             )
 
     def model(self, run: Any, manifest: Manifest) -> nn.Module:
-        from dlscale.models.vit import ViT
+        from dlscale.studies.era5_vit.model import ViT
 
         info = manifest.fields["fields"]
         height, width = info.grid

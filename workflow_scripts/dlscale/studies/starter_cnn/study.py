@@ -74,7 +74,7 @@ class StarterCNNStudy(Study):
     operations = frozenset({"conv2d"})
 
     def model(self, run: Any, manifest: Manifest) -> nn.Module:
-        from dlscale.models.starter_cnn import StarterCNN
+        from dlscale.studies.starter_cnn.model import StarterCNN
 
         inputs, targets = self._images(run, manifest)
         return StarterCNN(len(inputs.channels), len(targets.channels), run.model.hidden, run.model.layers)
@@ -99,7 +99,7 @@ class StarterCNNStudy(Study):
         return inputs, targets
 
     def loss(self, run: Any) -> SampleLoss:
-        from dlscale.models.starter_cnn import mse
+        from dlscale.studies.starter_cnn.model import mse
 
         return mse
 
