@@ -349,8 +349,8 @@ MUTATIONS = [
     Mutation(
         "prefetched_last_first",
         "data/loaders/direct_loader.py",
-        "self._backend.deliver(ahead.popleft().result())",
-        "self._backend.deliver(ahead.pop().result())",
+        "self._deliver(*ahead.popleft().result())",
+        "self._deliver(*ahead.pop().result())",
         "test_samples.py::test_direct_delivers_rows_bit_for_bit",
     ),
     Mutation(
@@ -362,7 +362,7 @@ MUTATIONS = [
     ),
     Mutation(
         "clock_of_other_samples",
-        "data/loaders/arranged.py",
+        "data/loaders/base.py",
         "numbers[indices.start : indices.stop]",
         "numbers[: len(indices)]",
         "test_loaders.py::test_every_loader_tells_the_history_and_the_time",

@@ -71,11 +71,10 @@ def test_benchmarks_run(tmp_path: Path) -> None:
     results = json.loads((tmp_path / "out.json").read_text())
     assert results["quick"] is True
     assert {"time", "cores", "load", "device", "git", "packages"} == set(results["machine"])
-    more = 3 * dali()  # its own operators, and the Numba one against the floor and against the published form
     compiles = "left out: ViT, compile" not in done.stdout
     # The published loader and ours of its form with 0, 1, 2 workers, and the best of both; reads against a copy and
     # against C; each layout against the floor, one of them against the published; each cold.
-    alike = 3 + 3 + 1 + 2 + more
+    alike = 3 + 3 + 1 + 2 + dali()
     crops, pairs = alike + 3 + 1 + 3, alike + 2 + 1 + 2
     # The published loader and ours with 0, 1, 2 workers, the best of ours, JPEGs and pixels by threads; three targets.
     # Of DALI its example, JPEGs and pixels, held against the published loader and against the example.

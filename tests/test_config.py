@@ -755,7 +755,6 @@ def test_the_published_unet_plans(name: str, expected: dict[str, tuple[float, ..
         optimised = "opt" in run_name or "test" in run_name
         workers = 2 if not optimised else 8 if run_name == "short_opt" else 2 if local == 64 else 7
         assert (run.loader.kind, run.loader.workers) == ("dali" if optimised else "torch", workers), run_name
-        assert getattr(run.loader, "operators", None) == ("native" if optimised else None)
         assert (run.optimizer.fused, run.compile.mode != "none") == (optimised, optimised), run_name
         assert run.precision == ("fp16" if optimised else "tf32" if local == 64 else "fp32"), run_name
     assert next(iter(runs.values())).throughput == Throughput(warmup=3, trials=3, batches=50)
@@ -853,7 +852,7 @@ STEPS: dict[str, list[tuple[str, Raw]]] = {
         ("workers4", {"loader": {"workers": 4}}),
         ("workers8", {"loader": {"workers": 8}}),
         ("workers16", {"loader": {"workers": 16}}),
-        ("dali", {"loader": {"kind": "dali", "operators": "native", "workers": 8}}),
+        ("dali", {"loader": {"kind": "dali", "workers": 8}}),
         ("tf32_off", {"precision": "fp32"}),
         ("fp16", {"precision": "fp16"}),
         ("fused", {"optimizer": {"fused": True}}),
@@ -865,7 +864,7 @@ STEPS: dict[str, list[tuple[str, Raw]]] = {
         ("workers4", {"loader": {"workers": 4}}),
         ("workers8", {"loader": {"workers": 8}}),
         ("workers16", {"loader": {"workers": 16}}),
-        ("dali", {"loader": {"kind": "dali", "operators": "native", "workers": 8}}),
+        ("dali", {"loader": {"kind": "dali", "workers": 8}}),
         ("tf32_off", {"precision": "fp32"}),
         ("fp16", {"precision": "fp16"}),
         ("bf16", {"precision": "bf16"}),

@@ -11,12 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from dlscale.data.loaders import direct_device
+from dlscale.data.loaders import decode
 from dlscale.data.loaders.base import AXES, Delivery, Share
-from dlscale.data.loaders.decode import StoredField
-from dlscale.data.loaders.direct_device import on_device, placed
+from dlscale.data.loaders.decode import StoredField, on_device
 from dlscale.data.samples import BoxField
 from dlscale.train.step import Network
 from tests.test_loaders import CPU, VOLUMES, build, crops, pairs, streamed
@@ -37,13 +35,13 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
     else:
         monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     forget()
-    assert (direct_device.kernel(CPU) is not None) == (request.param == "triton")
+    assert (decode.kernel(CPU) is not None) == (request.param == "triton")
     yield request.param
     forget()
 
 
 def forget() -> None:
-    direct_device.kernel.cache_clear()
+    decode.kernel.cache_clear()
     sys.modules.pop(KERNEL, None)
 
 
@@ -74,8 +72,8 @@ def decoded(
     stored_field = StoredField(field)
     stored, strides = held(stored_field, 0)
     file, base = np.zeros(len(starts), np.int64), (starts * strides[1:]).sum(axis=1)
-    (plan,) = placed([stored_field.plan(file, np.array(symmetries), base, strides[None])], CPU)
-    return on_device(stored, plan, field.extent, field.spec.shape, dtype, Delivery(dtype, layout))
+    plan = stored_field.plan(file, np.array(symmetries), base, strides[None])
+    return on_device(stored, plan, stored_field, dtype, Delivery(dtype, layout))
 
 
 def rounded(values: torch.Tensor, dtype: torch.dtype, way: str) -> torch.Tensor:
@@ -153,10 +151,8 @@ def test_positions_beyond_32_bits(tmp_path: Path, way: str) -> None:
     starts = starts_of(3, (7, 5, 6))
     base = first + (starts * strides[1:]).sum(axis=1)
     wide = np.array([[apart, *strides[1:]]])
-    (plan,) = placed([stored_field.plan(np.zeros(3, np.int64), np.array([0, 14, 47]), base, wide)], CPU)
-    found = on_device(
-        torch.from_numpy(huge), plan, samples.input.extent, samples.input_spec.shape, torch.float32, Delivery()
-    )
+    plan = stored_field.plan(np.zeros(3, np.int64), np.array([0, 14, 47]), base, wide)
+    found = on_device(torch.from_numpy(huge), plan, stored_field, torch.float32, Delivery())
     assert torch.equal(found, truth(samples.input, 0, starts, [0, 14, 47]))
 
 
@@ -187,42 +183,13 @@ def test_loaders_deliver_what_the_step_takes(tmp_path: Path, way: str, make: Any
     loader.close()
 
 
-class Copies(TorchDispatchMode):
-    """Counts operations by name; a copy to the device is one from memory that a copy would pin."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(function.overloadpacket.__name__)
-        return function(*args, **(kwargs or {}))
-
-
-def test_plans_go_to_the_device_in_one_copy(tmp_path: Path) -> None:
-    """All numbers of input and target, exactly, with one transfer: a `meta` device stands for the GPU."""
-    samples = crops(tmp_path, {})
-    fields = [StoredField(samples.input), StoredField(samples.target)]
-    boxes = samples.boxes(0).take(range(5))
-    plans = [
-        field.plan(boxes.file, boxes.symmetry, np.arange(5) * 2**33, np.array([[2**32, 100, 10, 1]]))
-        for field in fields
-    ]
-    with Copies() as copies:
-        placed(plans, torch.device("meta"))
-    assert sum(name in ("_to_copy", "copy_") for name in copies.names) == 1, copies.names
-    for plan, (places, numbers) in zip(plans, placed(plans, CPU), strict=True):
-        np.testing.assert_array_equal(places, np.column_stack([plan.base, plan.step, plan.channel]))
-        np.testing.assert_array_equal(numbers, np.stack([plan.shift, plan.factor, plan.offset], axis=1))
-
-
 def test_without_triton_operations_decode(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     """And the log says so, once."""
     caplog.set_level("INFO")
     forget()
     monkeypatch.setitem(sys.modules, "triton", None)
     for _ in range(3):
-        assert direct_device.kernel(torch.device("cuda")) is None
+        assert decode.kernel(torch.device("cuda")) is None
     assert [message for message in caplog.messages if "no Triton" in message] == caplog.messages != []
     forget()
 

@@ -11,12 +11,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast, get_args
+from typing import Any, get_args
 
 import h5py
 import numpy as np
@@ -28,14 +27,13 @@ from dlscale.core import registry
 from dlscale.core.errors import UserError
 from dlscale.data import store
 from dlscale.data.loaders import direct_loader, settings
-from dlscale.data.loaders.arranged import ArrangedLoader
-from dlscale.data.loaders.base import AS_DECLARED, Delivery, Loader, Share
+from dlscale.data.loaders.base import AS_DECLARED, ArrangedLoader, Delivery, Loader, Share
+from dlscale.data.loaders.dali_loader import Pace
 from dlscale.data.loaders.decode import stored_fields
 from dlscale.data.loaders.direct_device import Streamed
-from dlscale.data.loaders.pace import Pace
 from dlscale.data.manifest import Manifest
 from dlscale.data.mapped import MappedArray
-from dlscale.data.samples import ArraySpec, CroppedImages, GridSamples, Samples, WritingSamples
+from dlscale.data.samples import CroppedImages, GridSamples, Samples, WritingSamples
 from dlscale.data.store import Field, Reader
 from dlscale.data.transforms import Transform
 from dlscale.datasets.cosmo.channels import CHANNELS
@@ -180,23 +178,12 @@ def build(
     )
 
 
-def streamed(samples: GridSamples, share: Share, workers: int, delivery: Delivery = AS_DECLARED) -> Loader:
+def streamed(samples: GridSamples, share: Share, workers: int, delivery: Delivery = AS_DECLARED) -> Any:
     """The way to a GPU, with the processor in its place."""
     loader = build("direct", samples, share, workers)
     batch = len(share.indices(0, samples.size))
-    loader._backend = Streamed(stored_fields(samples), batch, loader._slots, CPU, delivery)
-    return cast(Loader, loader)
-
-
-def dali_raw(samples: GridSamples, share: Share, workers: int) -> Loader:
-    """The way to a GPU, with the processor in its place."""
-    pytest.importorskip("nvidia.dali", reason="DALI is not installed: pip install 'dlscale[dali]'")
-    from dlscale.data.loaders.dali_numba import NumbaDaliLoader
-
-    class Raw(NumbaDaliLoader):
-        _on_host = property(lambda self: False, lambda self, value: None)  # type: ignore[assignment]
-
-    return Raw(samples, settings.DaliLoader(kind="dali", workers=max(1, workers)), share, CPU)
+    loader._backend = Streamed(samples, stored_fields(samples), batch, loader._slots, CPU, delivery)
+    return loader
 
 
 #: Every loader of data, and the ways of those that have several.
@@ -204,13 +191,11 @@ LOADERS: dict[str, Callable[[GridSamples, Share, int], Loader]] = {
     **{kind: partial(build, kind) for kind in SETTINGS if kind != "synthetic"},
     "direct, resident": partial(build, "direct", resident="always"),
     "direct, streamed": streamed,
-    "dali, native": partial(build, "dali", operators="native"),
-    "dali, raw": dali_raw,
 }
 
 
 def marked(*values: Any, id: str | None = None, quick: bool = False) -> Any:
-    """Return parameters, the first of them a loader: DALI compiles its operators for each, which takes seconds."""
+    """Return parameters, the first of them a loader: DALI's starts processes, which takes seconds."""
     return pytest.param(*values, id=id, marks=[pytest.mark.slow] if values[0].startswith("dali") and not quick else [])
 
 
@@ -305,16 +290,6 @@ def test_workers_ranks_and_resume_points_do_not_show(
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("loader")]
 
 
-@pytest.mark.parametrize("name", [name for name in LOADERS if not name.startswith("dali")])  # see above
-@pytest.mark.parametrize("make", [crops, pairs])
-def test_a_rank_may_have_no_sample_of_the_last_batch(tmp_path: Path, make: Any, name: str) -> None:
-    samples, share = make(tmp_path, {}), Share(4, 0, 3)
-    with closing(LOADERS[name](samples, share, 1)) as loader:
-        *_, (x, y) = loader.epoch(0)
-    assert (x.shape, y.shape) == ((0, *samples.input_spec.shape), (0, *samples.target_spec.shape))
-    assert x.dtype == y.dtype == torch.float32
-
-
 @pytest.mark.parametrize("kind", [marked(kind) for kind in SETTINGS])
 @pytest.mark.parametrize("study", TINY)
 def test_every_loader_serves_every_study(
@@ -359,7 +334,7 @@ def test_weighted_means_of_ranks_are_that_of_the_batch(samples: int, ranks: int)
         assert sum(means) / ranks == pytest.approx(losses[8 * step : 8 * step + 8].mean())
 
 
-@pytest.mark.parametrize("name", [marked(name) for name in LOADERS if name != "dali, raw"])
+@pytest.mark.parametrize("name", [marked(name) for name in LOADERS])
 def test_validation_is_the_same_in_every_epoch(tmp_path: Path, name: str) -> None:
     """Not turned, so that boxes may be decoded where they lie."""
     samples = crops(tmp_path, VOLUMES["channels last, half, whole"], split="valid")
@@ -401,76 +376,54 @@ def test_chunks_that_were_never_written_are_left_to_the_library(tmp_path: Path) 
     assert (out[:, :2] == 1).all() and (out[:, 2:] == 7).all()
 
 
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [("channels last, half", "published"), ("published", "channels last"), ("channels last", "published")],
+)
 @pytest.mark.parametrize("name", [marked(name) for name in LOADERS])
-def test_files_of_different_layouts_in_one_dataset(tmp_path: Path, name: str) -> None:
-    """The user's own, say: one in half precision and channels last, one as published."""
-    samples = crops(tmp_path, VOLUMES["channels last, half"], files=1)
-    both = crops(tmp_path, VOLUMES["published"])
-    assert both.size == samples.size
-    assert len({raw.dtype for raw in (MappedArray(reader, 0) for reader in both.input.readers)}) == 2
-    with closing(LOADERS[name](both, Share(4), 1)) as loader:
-        check(batches(loader, 0), expected(both, Share(4), 0))
-
-
-@pytest.mark.parametrize("first", ["published", "channels last"])
-@pytest.mark.parametrize("name", [marked(name) for name in LOADERS])
-def test_files_of_different_orders_in_one_dataset(tmp_path: Path, name: str, first: str) -> None:
-    """What one file has side by side, another has apart."""
+def test_files_of_different_layouts_in_one_dataset(tmp_path: Path, name: str, first: str, second: str) -> None:
+    """The user's own, say: other digits, and what one file has side by side, another has apart."""
     crops(tmp_path, VOLUMES[first], files=1)
-    both = crops(tmp_path, VOLUMES["channels last" if first == "published" else "published"])
+    both = crops(tmp_path, VOLUMES[second])
+    raws = [MappedArray(reader, 0) for reader in both.input.readers]
+    assert len({(raw.dtype, raw.order) for raw in raws}) == 2
     with closing(LOADERS[name](both, Share(4), 1)) as loader:
         check(batches(loader, 0), expected(both, Share(4), 0))
 
 
-@pytest.mark.parametrize("how", ["hardware", "bits"])
-def test_halves_are_decoded_exactly(how: str) -> None:
+def test_halves_are_decoded_exactly() -> None:
     """All 65,536 of them: normal, subnormal, zeros of both signs, infinities and what is not a number."""
-    from dlscale.data.loaders import direct_host
+    from dlscale.data.loaders.direct_host import _single
 
-    half = getattr(direct_host, f"_half_of_{how}")
     bits = np.arange(2**16, dtype=np.uint16)
     with np.errstate(invalid="ignore"):
         wanted = bits.view(np.float16).astype(np.float32)
-    found = np.array([half(value) for value in bits], np.float32)
+    found = np.array([_single(value) for value in bits], np.float32)
     np.testing.assert_array_equal(found, wanted)
     np.testing.assert_array_equal(np.signbit(found), np.signbit(wanted))
 
 
+@pytest.mark.parametrize(("channels", "width"), [(4, 32), (6, 32), (6, 31)])  # whole lines of the cache, or not
 @pytest.mark.parametrize("step", [(200, 40, 1), (1, -200, 40), (-40, 1, -200)], ids=["rows", "turned", "across"])
 @pytest.mark.parametrize("form", ["wide", "half", "single"])
-def test_what_is_written_past_the_cache_is_the_same(form: str, step: tuple[int, int, int]) -> None:
-    """Large batches are. Here the channels of a cell lie side by side, whatever form they are read in."""
+def test_compiled_loops_are_the_formula(form: str, step: tuple[int, int, int], channels: int, width: int) -> None:
+    """Here the channels of a cell lie side by side, in any order, whatever form they are read in."""
     from dlscale.data.loaders import direct_host
 
-    kernel = getattr(direct_host, f"decode_{form}")
     random = np.random.default_rng(0)
     stored = random.normal(size=100_000).astype(np.float32 if form == "single" else np.float16)
-    channels = np.arange(4)
-    groups, group, lane = (
-        (channels[:1], 0 * channels, 16 * channels) if form == "wide" else (channels, channels, channels)
-    )
+    channel, numbers = random.permutation(channels), random.normal(size=(3, channels)).astype(np.float32)
     words = {"single": stored, "half": stored.view(np.uint16)}.get(form)
     if words is None:
         words = np.lib.stride_tricks.as_strided(stored[:4].view(np.uint64), (len(stored) - 3,), (2,), writeable=False)
-    shift, factor, offset = random.normal(size=(3, 4)).astype(np.float32)
-    shape, base = (4, 3, 37, 32), 50_000  # more rows than are fetched together
-    wanted = np.empty(shape, np.float32)
+    shape, base = (channels, 3, 37, width), 50_000  # more rows than are fetched together
+    wanted, out = np.empty(shape, np.float32), torch.full(shape, torch.nan).numpy()  # which begins with a line
+    shift, factor, offset = numbers
     for c, i, j, k in np.ndindex(shape):
-        value = np.float32(stored[base + c + int(np.dot(step, (i, j, k)))])
+        value = np.float32(stored[base + channel[c] + int(np.dot(step, (i, j, k)))])
         wanted[c, i, j, k] = (value - shift[c]) * factor[c] + offset[c]
-    for stream in (False, True):
-        out = torch.full(shape, torch.nan).numpy()  # begins with a line of the cache
-        numbers = shift, factor, offset, stream
-        kernel(words, base, groups, group, lane.astype(np.uint64), np.array(step), *numbers, out)
-        np.testing.assert_array_equal(out, wanted)
-
-
-def test_only_whole_lines_are_written_past_the_cache(tmp_path: Path) -> None:
-    """However large the batches are."""
-    from dlscale.data.loaders.direct_host import HostField
-
-    field, _ = stored_fields(crops(tmp_path, VOLUMES["half"], files=1))
-    assert field.extent[2] == 6 and not HostField(field, held=10**9)._stream
+    getattr(direct_host, f"decode_{form}")(words, np.array([base, *step, *channel]), numbers, out)
+    np.testing.assert_array_equal(out, wanted)
 
 
 def test_stored_halves_become_what_the_physical_values_would(tmp_path: Path) -> None:
@@ -496,7 +449,7 @@ def test_batches_are_written_again_only_when_the_next_is_asked_for(tmp_path: Pat
         assert len(places) == 3  # the two that are kept ready, and the one in use
 
 
-@pytest.mark.parametrize("name", [marked(name) for name in LOADERS if name != "dali, raw"])
+@pytest.mark.parametrize("name", [marked(name) for name in LOADERS])
 def test_a_new_epoch_ends_the_one_before(tmp_path: Path, name: str) -> None:
     """Even if that is still held: what it had prefetched neither shows nor writes into the new one's buffers."""
     samples, share = crops(tmp_path, VOLUMES["half, whole"]), Share(4)
@@ -556,15 +509,8 @@ def test_memory_does_not_grow_with_the_data(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "more"),
-    [
-        ("direct", {}),
-        ("dali", {"operators": "numba"}),
-        ("dali", {"operators": "native"}),
-    ],
-)
-def test_a_torn_file_is_one_message_from_any_thread(tmp_path: Path, kind: str, more: dict[str, Any]) -> None:
+@pytest.mark.parametrize("kind", ["direct", "dali"])
+def test_a_torn_file_is_one_message_from_any_thread(tmp_path: Path, kind: str) -> None:
     samples = crops(tmp_path, FOREIGN["compressed"])
     with h5py.File(tmp_path / "0.h5") as file:
         first = file["Nbody"].id.get_chunk_info(0)
@@ -572,7 +518,7 @@ def test_a_torn_file_is_one_message_from_any_thread(tmp_path: Path, kind: str, m
         raw.seek(first.byte_offset)
         raw.write(b"\0" * first.size)
     with (
-        closing(build(kind, samples, Share(29), 2, **more)) as loader,
+        closing(build(kind, samples, Share(29), 2)) as loader,
         pytest.raises(UserError, match=r"0\.h5: cannot be read .*Nbody"),
     ):
         list(loader.epoch(0))
@@ -581,7 +527,7 @@ def test_a_torn_file_is_one_message_from_any_thread(tmp_path: Path, kind: str, m
 @pytest.mark.slow
 def test_processes_of_dali_end_with_the_loader(tmp_path: Path) -> None:
     """They live on through a signal to all processes of a job, as the training does until it has saved."""
-    loader = build("dali", crops(tmp_path, {}), Share(4), 2, operators="native")
+    loader = build("dali", crops(tmp_path, {}), Share(4), 2)
     next(iter(loader.epoch(0)))
     before = multiprocessing.active_children()
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
@@ -598,7 +544,7 @@ import multiprocessing, sys, time
 from pathlib import Path
 if __name__ == "__main__":
     from tests.test_loaders import Share, build, crops
-    loader = build("dali", crops(Path(sys.argv[1]), {}), Share(4), 2, operators="native")
+    loader = build("dali", crops(Path(sys.argv[1]), {}), Share(4), 2)
     next(iter(loader.epoch(0)))
     print(*[process.pid for process in multiprocessing.active_children()], flush=True)
     time.sleep(600)
@@ -616,15 +562,6 @@ def test_processes_of_dali_do_not_outlive_a_killed_training(tmp_path: Path) -> N
         assert len(processes) == 2 and all(process.exists() for process in processes)
         training.kill()
     until("the end of DALI's processes", lambda: not any(process.exists() for process in processes))
-
-
-@pytest.mark.parametrize("kind", ["direct", "dali"])
-def test_loaders_of_grids_need_grids(kind: str) -> None:
-    class Images:
-        size, input_spec, target_spec = 4, ArraySpec((3, 8, 8), "uint8"), ArraySpec((), "int64", classes=10)
-
-    with pytest.raises(UserError, match=rf"loader\.kind: {kind} reads arrays on grids.*use torch"):
-        build(kind, Images(), Share(2))
 
 
 def test_threads_work_on_the_device_of_the_loader(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -671,24 +608,6 @@ class LateBuffer:
         self.device.memory[self.place] = "overwritten"
 
 
-def test_a_batch_is_given_up_when_nobody_writes_into_it_any_more() -> None:
-    begun, go, done = threading.Event(), threading.Event(), []
-
-    def write() -> None:
-        begun.set()
-        go.wait()
-        time.sleep(0.1)
-        done.append(True)
-
-    backend: Any = SimpleNamespace(begin=lambda slot, boxes: ([write], lambda: None))
-    with ThreadPoolExecutor(1) as pool:
-        batch = direct_loader._PendingBatch(backend, 0, cast(Any, None), pool, 1)
-        begun.wait()
-        go.set()
-        batch.abandon()
-        assert done
-
-
 def test_a_device_is_waited_for_where_it_must_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The model's stream for a batch, the host for its pinned buffers, and memory until the model has done with it."""
     log: list[Any] = []
@@ -705,14 +624,18 @@ def test_a_device_is_waited_for_where_it_must_be(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: model)
     monkeypatch.setattr(torch.cuda, "Event", lambda blocking: None)  # there is none without CUDA
     samples = crops(tmp_path, VOLUMES["half"])
-    backend = Streamed(stored_fields(samples), 2, 2, CPU)
+    loader = streamed(samples, Share(2), 0)
+    loader._slots = 2
     for _ in range(4):
-        assert backend.deliver(((x, y), "ready")) == (x, y)
+        assert loader._deliver((x, y), "ready") == (x, y)
     assert log == [("model", "waits for", "ready"), ("x", "held for", model), ("y", "held for", model)] * 4
     log.clear()
-    backend._copied[1] = noted("copied")
-    backend.begin(1, samples.boxes(0).take(range(2)))
-    assert sorted(log) == [("copied", "waited for"), ("used", "waited for"), ("used", "waited for")]
+    loader._backend.ring._copied[0] = noted("copied")
+    loader._backend.begin(0, 0, range(2))
+    assert log == [("copied", "waited for")]
+    loader._backend.ring._copied[0] = None
+    loader._make(0, 0, range(2))
+    assert log[1:] == [("used", "waited for")] * 2
 
 
 @pytest.mark.parametrize("speed", [0, 1, 3])
@@ -779,7 +702,7 @@ def test_on_a_gpu(tmp_path: Path, make: Any, way: str, slow: str) -> None:
             if slow == "the model's stream":
                 torch.cuda._sleep(50_000_000)
             elif way != "dali":
-                slow_down(loader._copy.stream if way == "torch" else loader._backend._stream, 50_000_000)
+                slow_down(loader._stream if way == "torch" else loader._backend.ring.stream, 50_000_000)
             kept.append((x.clone(), y.clone()))
         for (x, y), (a, b) in zip(kept, expected(samples, Share(4), 0), strict=True):
             np.testing.assert_allclose(x.cpu(), a, rtol=1e-6, atol=1e-6)

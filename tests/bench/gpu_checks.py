@@ -75,20 +75,19 @@ def loader_of(
     if kind == "dali":
         bench.need_cuda()
         try:
-            import numba  # noqa: F401
             import nvidia.dali  # noqa: F401
         except ImportError as error:
             raise Skip(str(error)) from None
         from dlscale.data.loaders import dali_loader
 
-        dali = DaliLoader(kind="dali", workers=workers, device="gpu")
+        dali = DaliLoader(kind="dali", workers=workers)
         return dali_loader.build(samples, dali, share, bench.device, delivery)
     settings = DirectLoader(
         kind="direct", workers=workers, resident="never" if kind == "streamed" and bench.cuda else "always"
     )
     loader = direct_loader.build(samples, settings, share, bench.device, delivery)
     if kind == "streamed" and not bench.cuda:  # the way to a GPU, with the processor in its place
-        loader._backend = Streamed(stored_fields(samples), batch_size, loader._slots, bench.device, delivery)
+        loader._backend = Streamed(samples, stored_fields(samples), batch_size, loader._slots, bench.device, delivery)
     return loader
 
 

@@ -19,10 +19,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from dlscale.data.loaders import direct_device
+from dlscale.data.loaders import decode
 from dlscale.data.loaders.base import AS_DECLARED
-from dlscale.data.loaders.decode import stored_fields
-from dlscale.data.loaders.direct_device import Resident, on_device, placed
+from dlscale.data.loaders.decode import on_device, stored_fields
+from dlscale.data.loaders.direct_device import Resident
 from dlscale.train.attention import BACKENDS, only, registered
 from tests.bench.cases import Case, sizes
 from tests.bench.gpu_timings import Data, data
@@ -367,15 +367,15 @@ DECODERS = {"kernel": True, "operations": False}
 @contextmanager
 def decoder(fused: bool, device: torch.device) -> Iterator[None]:
     """Let `on_device` use the kernel, or PyTorch's operations."""
-    found = direct_device.kernel(device)
+    found = decode.kernel(device)
     if fused and found is None:
         raise Skip("no Triton" if device.type == "cuda" else "only interpreted on a processor")
-    direct_device.kernel.cache_clear()
-    kernel, direct_device.kernel = direct_device.kernel, lambda device: found if fused else None  # type: ignore[assignment]
+    decode.kernel.cache_clear()
+    kernel, decode.kernel = decode.kernel, lambda device: found if fused else None  # type: ignore[assignment]
     try:
         yield
     finally:
-        direct_device.kernel = kernel
+        decode.kernel = kernel
 
 
 def decoding(bench: Bench, data: Data, fused: bool, wide: bool) -> Values:
@@ -388,7 +388,7 @@ def decoding(bench: Bench, data: Data, fused: bool, wide: bool) -> Values:
     samples = data.samples()
     fields, batch_size = stored_fields(samples), data.case.batch_size
     boxes = samples.boxes(0).take(range(batch_size))
-    held = Resident(fields, 1, bench.device)._held
+    held = Resident(samples, fields, bench.device)._held
     work = []
     for field, (values, firsts, strides), starts in zip(fields, held, (boxes.input, boxes.target), strict=True):
         shift = max(2**31 - len(values), 0) if wide else 0
@@ -401,11 +401,7 @@ def decoding(bench: Bench, data: Data, fused: bool, wide: bool) -> Values:
         work.append((values, field.plan(boxes.file, boxes.symmetry, base, stride), field))
 
     def action() -> list[torch.Tensor]:
-        plans = placed([plan for _, plan, _ in work], bench.device)
-        return [
-            on_device(values, plan, field.extent, field.spec.shape, torch.float32, AS_DECLARED)
-            for plan, (values, _, field) in zip(plans, work, strict=True)
-        ]
+        return [on_device(values, plan, field, torch.float32, AS_DECLARED) for values, plan, field in work]
 
     with decoder(fused, bench.device):
         out = action()

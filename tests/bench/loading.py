@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import h5py
 import numpy as np
@@ -52,8 +52,8 @@ PROGRAM = "published loader, {} workers"
 PUBLISHED = "torch loader, published layout, {} workers"
 WORKERS = (0, 1, 2)
 #: How many times as fast as the published loader each of ours is to be.
-CROPS = {"direct, fp16 channels last": 12.0, "DALI": 5.0}
-PAIRS = {"direct, fp16": 10.0, "DALI": 4.0}
+CROPS = {"direct, fp16 channels last": 12.0}
+PAIRS = {"direct, fp16": 10.0}
 
 Contestants = dict[str, Callable[[], float]]
 
@@ -105,25 +105,16 @@ def direct_of(samples: GridSamples, batch_size: int) -> Loader:
     return direct_loader.build(samples, DirectLoader(kind="direct", workers=THREADS), Share(batch_size), CPU)
 
 
-def dali_of(samples: GridSamples, batch_size: int, operators: Literal["numba", "native"]) -> Loader | None:
-    """Return DALI's loader; None where it is not installed."""
+def dali_rates(stack: ExitStack, samples: GridSamples, batch_size: int) -> Contestants:
+    """Return DALI's contestant on the published layout; none where it is not installed."""
     from dlscale.data.loaders import dali_loader
 
-    settings = DaliLoader(kind="dali", operators=operators, workers=THREADS)
     try:
-        return dali_loader.build(samples, settings, Share(batch_size), CPU)
+        loader = dali_loader.build(samples, DaliLoader(kind="dali", workers=THREADS), Share(batch_size), CPU)
     except UserError as error:
         print(f"left out: {error}")
-        return None
-
-
-def dali_rates(stack: ExitStack, plain: GridSamples, ours: GridSamples, batch_size: int) -> Contestants:
-    """Return DALI's contestants: its own operators on `plain`, the published layout, and one of ours on `ours`."""
-    native = dali_of(plain, batch_size, "native")
-    loader = dali_of(ours, batch_size, "numba") if native else None
-    if native is None or loader is None:
         return {}
-    return {"DALI's own operators, published layout": rate(stack, native), "DALI": rate(stack, loader)}
+    return {"DALI, published layout": rate(stack, loader)}
 
 
 def rate(stack: ExitStack, loader: Loader) -> Callable[[], float]:
@@ -384,7 +375,7 @@ def crops(options: Options) -> list[Row]:
             "direct, fp16 channels last, chunks 32^3": rate(stack, direct_of(samples("chunked", many), 16)),
             "direct, fp16 channels last": rate(stack, direct_of(ours, 16)),
         }
-        return found | dali_rates(stack, samples("published", many), ours, 16)
+        return found | dali_rates(stack, samples("published", many), 16)
 
     program = Published(published.Crops(paths["published"], 64, few), samples("published", few))
     rows = compare(options, Comparison("64^3 crops", program, ours, 16, CROPS), contestants)
@@ -409,7 +400,7 @@ def pairs(options: Options) -> list[Row]:
             "direct, published layout": rate(stack, direct_of(samples("published", many), 4)),
             "direct, fp16": rate(stack, direct_of(ours, 4)),
         }
-        return found | dali_rates(stack, samples("published", many), ours, 4)
+        return found | dali_rates(stack, samples("published", many), 4)
 
     numbers = [
         np.full((CHANNELS_ERA5, 1, 1), getattr(field.transforms[0], key), np.float32) for key in ("offset", "scale")

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import h5py
@@ -21,16 +20,6 @@ import numpy as np
 from dlscale.core.errors import UserError
 from dlscale.core.files import TORN, reading
 from dlscale.data.store import Reader, as_stored
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Where a dataset's values lie, for compiled loops. What is in one piece is one chunk."""
-
-    bits: np.ndarray  #: values as unsigned integers of their size, [n]: of the whole mapped file, or of one box
-    chunks: np.ndarray  #: where in `bits` each chunk begins, int64, by its number along the axes but the channels'
-    edges: np.ndarray  #: of a chunk along these axes, int64 [3]
-    strides: np.ndarray  #: values from one to the next inside a chunk along [C, a, b, c], int64 [4]
 
 
 class MappedArray:
@@ -66,7 +55,7 @@ class MappedArray:
         stored = np.argsort(self.order)  # the stored axis of each axis of boxes
         self.shape = tuple(dataset.shape[axis] for axis in stored)
         self._edge = tuple((dataset.chunks or dataset.shape)[axis] for axis in stored)
-        self._file, chunks = map_chunks(dataset) if self.dtype == self.buffer_dtype else (np.empty(0, np.uint8), {})
+        chunks = map_chunks(dataset) if self.dtype == self.buffer_dtype else {}
         self._chunks = {
             tuple(int(corner[axis]) for axis in stored): values.transpose(stored) for corner, values in chunks.items()
         }
@@ -97,30 +86,9 @@ class MappedArray:
                 target.append(slice(low - s.start, high - s.start))
             np.copyto(out[tuple(target)], self._chunks[corner][tuple(source)])
 
-    def layout(self) -> Layout | None:
-        """Return where the values lie, if they are mapped and chunks hold all channels."""
-        if not self._chunks or any(corner[0] for corner in self._chunks):
-            return None
-        item = self.dtype.itemsize
-        bits = self._file[: len(self._file) // item * item].view(f"u{item}")
-        counts = [-(-size // edge) for size, edge in zip(self.shape[1:], self._edge[1:], strict=True)]
-        chunks = np.zeros(counts, np.int64)
-        for corner, values in self._chunks.items():
-            number = tuple(cell // edge for cell, edge in zip(corner[1:], self._edge[1:], strict=True))
-            chunks[number] = (values.ctypes.data - self._file.ctypes.data) // item
-        return Layout(bits, chunks, np.array(self._edge[1:]), np.array(values.strides) // item)
 
-    def box(self, start: np.ndarray, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Layout:
-        """Return the box of `shape` [C, a, b, c] at `start` [3], copied, as a dataset of its own of type `dtype`."""
-        values = np.empty(shape, dtype)
-        self.copy(start, values)
-        strides = np.array(values.strides) // values.itemsize
-        bits = values.view(f"u{values.itemsize}").reshape(-1)
-        return Layout(bits, np.zeros((1, 1, 1), np.int64), np.array(shape[1:]), strides)
-
-
-def map_chunks(dataset: h5py.Dataset) -> tuple[np.ndarray, dict[tuple[int, ...], np.ndarray]]:
-    """Return a dataset's file, mapped, uint8 [bytes], and in it the values of each chunk by its first cell.
+def map_chunks(dataset: h5py.Dataset) -> dict[tuple[int, ...], np.ndarray]:
+    """Return the values of each chunk of a dataset by its first cell, in its mapped file.
 
     What is in one piece is one chunk. There are none if values are compressed, of another byte order, oddly placed, in
     another file, in memory, or in part never written.
@@ -137,7 +105,7 @@ def map_chunks(dataset: h5py.Dataset) -> tuple[np.ndarray, dict[tuple[int, ...],
             or not dataset.size
         )
         if foreign:
-            return np.empty(0, np.uint8), {}
+            return {}
         if dataset.chunks is None:
             offsets = {(0,) * dataset.ndim: dataset.id.get_offset()}
         else:
@@ -148,8 +116,8 @@ def map_chunks(dataset: h5py.Dataset) -> tuple[np.ndarray, dict[tuple[int, ...],
         file = np.asarray(np.memmap(dataset.file.filename, np.uint8, "r"))
     needed = math.prod(-(-size // edge) for size, edge in zip(whole, shape, strict=True))
     if len(offsets) != needed or any(offset is None or offset % dtype.itemsize for offset in offsets.values()):
-        return np.empty(0, np.uint8), {}
+        return {}
     size = math.prod(shape) * dtype.itemsize
     if max(offsets.values()) + size > file.size:
         raise UserError(f"{dataset.file.filename}: values of '{dataset.name}' are beyond its end; {TORN}")
-    return file, {corner: file[first : first + size].view(dtype).reshape(shape) for corner, first in offsets.items()}
+    return {corner: file[first : first + size].view(dtype).reshape(shape) for corner, first in offsets.items()}

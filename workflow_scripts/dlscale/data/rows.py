@@ -70,7 +70,7 @@ class RowField:
     def _open(self, file: int) -> tuple[np.ndarray | None, np.ndarray | None]:
         """Return a file's rows, if they can be mapped, and shift, factor and offset, if they must be decoded."""
         reader, info = self._readers[file], self._info
-        _, chunks = map_chunks(reader.dataset)
+        chunks = map_chunks(reader.dataset)
         mapped = next(iter(chunks.values())) if chunks and reader.dataset.chunks is None else None
         if reader.scaling is None and info.stored == "model":
             return mapped, None

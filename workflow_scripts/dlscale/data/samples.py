@@ -209,11 +209,7 @@ class BoxField:
         It costs no pass over the values that the published loaders do not make: what is stored as the model takes it
         is not decoded, and what a symmetry copies is read into memory that is used again.
         """
-        box = [slice(int(first), int(first) + size) for first, size in zip(start, self.extent, strict=True)]
-        box.insert(self.channel_axis, slice(None))
-        reader = self.readers[file]
-        stored = reader.stored(tuple(box), self._memory(reader) if symmetry else None)
-        values = np.moveaxis(stored.astype(np.float32, copy=False), self.channel_axis, 0)
+        values = self.stored(file, start, again=bool(symmetry)).astype(np.float32, copy=False)
         shift, factor, offset = self.decoding(file)
         for operation, numbers, neutral in ((np.subtract, shift, 0), (np.multiply, factor, 1), (np.add, offset, 0)):
             if (numbers != neutral).any():
@@ -223,9 +219,16 @@ class BoxField:
             values = self.symmetries.apply(symmetry, values)
         return values.reshape(self.spec.shape)
 
-    def _memory(self, reader: Reader) -> np.ndarray:
-        """Return memory for a stored box, which the next one overwrites."""
-        return self._buffers("box", tuple(self._stored_shape[axis] for axis in reader.order), reader.dataset.dtype)
+    def stored(self, file: int, start: np.ndarray, again: bool = False) -> np.ndarray:
+        """Return the box at `start` [3] as it is stored, axes as `shape` has them; `again`: in memory used again."""
+        box = [slice(int(first), int(first) + size) for first, size in zip(start, self.extent, strict=True)]
+        box.insert(self.channel_axis, slice(None))
+        reader, memory = self.readers[file], None
+        if again:
+            memory = self._buffers(
+                "box", tuple(self._stored_shape[axis] for axis in reader.order), reader.dataset.dtype
+            )
+        return np.moveaxis(reader.stored(tuple(box), memory), self.channel_axis, 0)
 
 
 class GridSamples(ABC):
@@ -252,7 +255,7 @@ class GridSamples(ABC):
 class ArrangedSamples(ABC):
     """Samples on grids whose input is made of a box and a few numbers, where the model is. See `Samples`.
 
-    Loaders fetch the boxes as they fetch any; `dlscale.data.loaders.arranged` does the rest for all of them.
+    Loaders fetch the boxes as they fetch any; `dlscale.data.loaders.base.ArrangedLoader` does the rest for all of them.
     """
 
     def __init__(self, boxes: GridSamples, input_spec: ArraySpec) -> None:

@@ -18,8 +18,7 @@ from dlscale.config.parallel import DDP
 from dlscale.config.run import RunCore
 from dlscale.core import registry
 from dlscale.core.errors import Refused, UserError
-from dlscale.data.loaders.arranged import open_loader
-from dlscale.data.loaders.base import Loader, Share
+from dlscale.data.loaders.base import Loader, Share, open_loader
 from dlscale.data.manifest import Manifest
 from dlscale.data.samples import Samples
 from dlscale.parallel.batchnorm import synchronised

@@ -1,15 +1,16 @@
-"""The interface that all loaders share."""
+"""The interface that all loaders share, and a loader around any of them."""
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
+from contextlib import closing
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from dlscale.core.errors import UserError
-from dlscale.data.samples import GridSamples, Samples
+from dlscale.data.samples import ArrangedSamples, GridSamples, Samples
 
 #: Input and target of B samples, as the samples declare them: [B, *input_spec.shape], [B, *target_spec.shape].
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -101,3 +102,43 @@ def on_grids(samples: Samples, loader: str) -> GridSamples:
             "use torch"
         )
     return samples
+
+
+class ArrangedLoader:
+    """Any loader of boxes as a loader of what is made of them: see `dlscale.data.samples.ArrangedSamples`.
+
+    A batch is memory of its own.
+    """
+
+    def __init__(self, loader: Loader, samples: ArrangedSamples, share: Share, device: torch.device) -> None:
+        self.samples = samples.size
+        self._loader, self._samples, self._share, self._device = loader, samples, share, device
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def epoch(self, epoch: int, start: int = 0) -> Generator[Batch]:
+        """Yield the batches of an epoch from global step `start`."""
+        numbers = torch.from_numpy(self._samples.numbers(epoch)).to(self._device)  # once: no step waits for them
+        with closing(self._loader.epoch(epoch, start)) as batches:
+            for step, (x, y) in enumerate(batches, start):
+                indices = self._share.indices(step, self.samples)
+                yield self._samples.arrange(x, numbers[indices.start : indices.stop]), y
+
+    def close(self) -> None:
+        self._loader.close()
+
+
+def open_loader(
+    build: Callable[..., Loader],
+    samples: Samples | ArrangedSamples,
+    settings: Any,
+    share: Share,
+    device: torch.device,
+    delivery: Delivery,
+) -> Loader:
+    """Return the loader of these samples that `build` makes; the one that reads nothing arranges nothing."""
+    if not isinstance(samples, ArrangedSamples) or settings.kind == "synthetic":
+        return build(samples, settings, share, device, delivery)
+    loader = build(samples.boxes, settings, share, device, delivery)
+    return ArrangedLoader(loader, samples, share, device)

@@ -1,24 +1,20 @@
-"""What the processes of DALI's `native` operators do: read boxes with h5py, as those of a published program do.
+"""What the processes of DALI's pipeline of boxes do: read them with h5py, as those of a published program do.
 
 They import this module and what samples need, not torch: they are to start quickly.
 """
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import threading
 from multiprocessing.shared_memory import SharedMemory
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from dlscale.data.loaders.processes import end_with_training, outlive_signals
+from dlscale.data.loaders import outlive_signals
 from dlscale.data.samples import BoxField, BoxIndex, GridSamples
-
-
-class SampleInfo(Protocol):
-    """What DALI tells of the sample that it asks for."""
-
-    idx_in_batch: int
-    iteration: int  #: of the epoch
 
 
 class NativeField:
@@ -26,69 +22,50 @@ class NativeField:
 
     Attributes
     ----------
-    dtype, order
-        Of a box: float16 if all files have it, else float32; its axes [C, a, b, c] by number, slowest first. Without
-        symmetries those of one cell are left out.
+    dtype
+        Of a box: float16 if all files have it, else float32.
     axes
-        By which the boxes of the result walk, a tuple for each of the ways to turn them.
-    subtracts, multiplies, adds
-        Which parts of (stored - shift) factor + offset are not the identity for all samples.
+        By which the results walk, a tuple for each of the ways to turn boxes; empty if they never are.
+    parts
+        Which of shift (0), factor (1), offset (2) in (stored - shift) factor + offset matter for any sample.
+    inputs
+        How many arrays `read` returns.
     """
 
     def __init__(self, field: BoxField) -> None:
         self._field = field
-        kinds = {reader.dataset.dtype == np.float16 for reader in field.readers}
-        self.dtype = np.dtype(np.float16 if kinds == {True} else np.float32)
-        rest = list(range(1, 4))
-        rest.insert(field.channel_axis, 0)  # the field's axes, of which the stored ones are an order
-        stored = [rest[axis] for axis in field.readers[0].order]
-        symmetries = field.symmetries
-        self.order = [axis for axis in stored if symmetries or field.shape[axis] > 1]
-        self.axes = (
-            [tuple(map(int, axes)) for axes in np.unique(symmetries.axes, axis=0)] if symmetries else [(0, 1, 2)]
-        )
+        half = all(reader.dataset.dtype == np.float16 for reader in field.readers)
+        self.dtype = np.dtype(np.float16 if half else np.float32)
         numbers = np.stack([field.decoding(file) for file in range(len(field.readers))])  # [files, 3, C]
-        signs = bool(symmetries and (symmetries.sign != 1).any())
-        self.subtracts, self.adds = bool(numbers[:, 0].any()), bool(numbers[:, 2].any())
-        self.multiplies = signs or bool((numbers[:, 1] != 1).any())
-
-    @property
-    def inputs(self) -> int:
-        """How many arrays `read` returns."""
-        return 1 + 3 * self.turns + self.subtracts + self.multiplies + self.adds
-
-    @property
-    def turns(self) -> bool:
-        """Whether boxes are transformed."""
-        return self._field.symmetries is not None
-
-    def permutation(self, axes: tuple[int, ...]) -> list[int]:
-        """Return the axis of a box as it is handed over for each axis of the result [C, ...]."""
-        return [self.order.index(axis) for axis in (0, *(1 + axis for axis in axes)) if axis in self.order]
+        self.axes: list[tuple[int, ...]] = []
+        if (symmetries := field.symmetries) is not None:
+            self.axes = [tuple(axes) for axes in np.unique(symmetries.axes, axis=0).tolist()]
+            if (symmetries.sign != 1).any():
+                numbers[:, 1] = np.nan  # there is a factor for some
+        self.parts = [part for part, neutral in enumerate((0, 1, 0)) if (numbers[:, part] != neutral).any()]
+        self.inputs = 1 + 3 * bool(self.axes) + len(self.parts)
 
     def read(self, file: int, start: np.ndarray, symmetry: int) -> list[np.ndarray]:
         """Return DALI's inputs of one box at `start` [3].
 
-        They are its values in `order`; if boxes are transformed, the number in `axes`, flips int32 [3] and source
-        channels int32 [C]; and shift, factor, offset, float32 [C, 1, ...], as far as they are needed.
+        They are its values [C, a, b, c]; if boxes are turned, the number in `axes`, flips int32 [3] and source channels
+        int32 [C]; and the numbers of `parts`, float32 [C, 1, 1, 1].
         """
-        field = self._field
-        box = [slice(int(first), int(first) + size) for first, size in zip(start, field.extent, strict=True)]
-        box.insert(field.channel_axis, slice(None))
-        boxes = np.moveaxis(field.readers[file].stored(tuple(box)), field.channel_axis, 0)
-        left_out = tuple(axis for axis in range(4) if axis not in self.order)
-        kept = [axis for axis in range(4) if axis in self.order]
-        values = boxes.squeeze(left_out).transpose([kept.index(axis) for axis in self.order])
-        inputs = [np.ascontiguousarray(values, self.dtype)]
-        numbers = field.decoding(file)
-        if (symmetries := field.symmetries) is not None:
+        inputs = [np.ascontiguousarray(self._field.stored(file, start), self.dtype)]
+        numbers = self._field.decoding(file)
+        if (symmetries := self._field.symmetries) is not None:
             source, sign = symmetries.source[symmetry], symmetries.sign[symmetry]
             turn = self.axes.index(tuple(symmetries.axes[symmetry].tolist()))
             inputs += [np.array(turn, np.int32), symmetries.flips[symmetry].astype(np.int32), source.astype(np.int32)]
             numbers = numbers[:, source] * np.stack([np.ones_like(sign), sign, sign])
-        wanted = (self.subtracts, self.multiplies, self.adds)
-        shape = (-1,) + (1,) * (values.ndim - 1)
-        return inputs + [row.reshape(shape) for row, needed in zip(numbers, wanted, strict=True) if needed]
+        return inputs + [numbers[part].reshape(-1, 1, 1, 1) for part in self.parts]
+
+
+def _end_with_training() -> None:
+    """End this process after the one that started it: one that is killed takes none along."""
+    if (training := multiprocessing.parent_process()) is not None:
+        training.join()
+        os._exit(1)
 
 
 class NativeSource:
@@ -111,7 +88,7 @@ class NativeSource:
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Arrive in a process of DALI's, which has no hook of its own for what is to be done there first."""
         outlive_signals()
-        end_with_training()
+        threading.Thread(target=_end_with_training, daemon=True).start()
         self.__dict__ = state
 
     @property
@@ -122,8 +99,11 @@ class NativeSource:
         """Let samples be those of an epoch from step `start`; from the last on there are none."""
         self._place[:] = epoch, start
 
-    def __call__(self, info: SampleInfo) -> tuple[np.ndarray, ...]:
-        """Return the inputs of all fields; a batch with fewer samples repeats its last."""
+    def __call__(self, info: Any) -> tuple[np.ndarray, ...]:
+        """Return the inputs of all fields for sample `info.idx_in_batch` of batch `info.iteration` of the epoch.
+
+        A batch with fewer samples repeats its last.
+        """
         epoch, start = self._place.tolist()
         if start + info.iteration >= len(self._firsts):
             raise StopIteration
@@ -131,10 +111,11 @@ class NativeSource:
         boxes: BoxIndex = self._samples.boxes(epoch)
         index = int(first + min(info.idx_in_batch, count - 1))
         file, symmetry = int(boxes.file[index]), int(boxes.symmetry[index])
-        inputs: list[np.ndarray] = []
-        for field, starts in zip(self.fields, (boxes.input, boxes.target), strict=True):
-            inputs += field.read(file, starts[index], symmetry)
-        return tuple(inputs)
+        x, y = (
+            field.read(file, starts[index], symmetry)
+            for field, starts in zip(self.fields, (boxes.input, boxes.target), strict=True)
+        )
+        return (*x, *y)
 
     def close(self) -> None:
         """Free the shared memory."""

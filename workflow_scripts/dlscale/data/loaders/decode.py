@@ -5,30 +5,30 @@ A transformed box is the same memory walked in another order. So all that a samp
     out[c, i, j, k] = (stored[base + channel[c] + i step[0] + j step[1] + k step[2]] - shift[c]) factor[c] + offset[c]
 
 whose numbers a `DecodePlan` holds for the samples of a batch, wherever the stored values are: in the mapped file, in a
-buffer, or on a device. `direct_host` evaluates it on a processor, `direct_device` on a GPU.
+buffer, or on a device. `direct_host` evaluates it on a processor, `on_device` on a GPU.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+import logging
+import os
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from dlscale.data.loaders.base import Delivery
 from dlscale.data.mapped import MappedArray
 from dlscale.data.samples import BoxField, GridSamples
 
 
-@dataclass(frozen=True)
-class DecodePlan:
-    """The formula's numbers for B samples of C channels; positions are counted in values."""
+class DecodePlan(NamedTuple):
+    """The formula's numbers for B samples of C channels, in numpy or on a device; positions are counted in values."""
 
-    base: np.ndarray  #: int64 [B]
-    step: np.ndarray  #: int64 [B, 3]
-    channel: np.ndarray  #: int64 [B, C]
-    shift: np.ndarray  #: float32 [B, C], as factor and offset are
-    factor: np.ndarray
-    offset: np.ndarray
+    places: Any  #: base, step [3], channel [C], int64 [B, 4 + C]
+    numbers: Any  #: shift, factor, offset, float32 [B, 3, C]
 
 
 class StoredField:
@@ -80,14 +80,64 @@ class StoredField:
         stride = np.broadcast_to(stride, (len(file), 4))
         step, last = np.take_along_axis(stride[:, 1:], axes, axis=1), np.array(self.extent)[axes] - 1
         base = base + (flips * last * step).sum(axis=1)
-        source, sign = self._source[symmetry], self._sign[symmetry]
-        shift, factor, offset = (np.take_along_axis(self._decoding[file, row], source, axis=1) for row in range(3))
-        return DecodePlan(
-            base, np.where(flips, -step, step), source * stride[:, :1], shift, factor * sign, offset * sign
-        )
+        source = self._source[symmetry]
+        numbers = np.ascontiguousarray(np.take_along_axis(self._decoding[file], source[:, None], axis=2))
+        numbers[:, 1:] *= self._sign[symmetry][:, None]
+        return DecodePlan(np.column_stack([base, np.where(flips, -step, step), source * stride[:, :1]]), numbers)
 
 
 def stored_fields(samples: GridSamples) -> list[StoredField]:
     """Return input and target of samples; one object twice if both are boxes of the same field."""
     x = StoredField(samples.input)
     return [x, x if samples.target is samples.input else StoredField(samples.target)]
+
+
+def on_device(
+    stored: torch.Tensor, plan: DecodePlan, field: StoredField, dtype: torch.dtype, delivery: Delivery
+) -> torch.Tensor:
+    """Evaluate the formula where `stored` [values] is: by one kernel, or by PyTorch's operations.
+
+    The values, of `dtype` [B, *spec.shape] in the delivery's layout, are boxes [C, *extent], perhaps without an axis of
+    one cell. With PyTorch's operations memory is needed beside them for the positions of one channel.
+    """
+    device, shape = stored.device, (len(plan.places), *field.spec.shape)
+    numbers = [torch.from_numpy(each) for each in plan]
+    if device.type == "cuda":  # PyTorch gives pinned memory out again once the copies from it are done
+        numbers = [each.pin_memory().to(device, non_blocking=True) for each in numbers]
+    plan = DecodePlan(*numbers)
+    if (decode := kernel(device)) is None:
+        values = _by_operations(stored, plan, field.extent).reshape(shape)
+        return values.to(dtype, memory_format=delivery.layout_of(values.dim()))
+    out = delivery.empty(shape, dtype, device)
+    decode(stored, *plan, field.extent, out)
+    return out
+
+
+@functools.cache
+def kernel(device: torch.device) -> Callable[..., None] | None:
+    """Return the fused kernel, if Triton is there and serves the device (a processor it only interprets)."""
+    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        return None
+    try:
+        from dlscale.data.loaders.decode_kernel import decode
+    except ImportError as error:
+        logging.info(f"no Triton ({error}): samples are decoded by PyTorch's operations, which takes longer")
+        return None
+    return decode
+
+
+def _by_operations(stored: torch.Tensor, plan: DecodePlan, extent: tuple[int, int, int]) -> torch.Tensor:
+    """Return the values, float32 [B, C, cells]."""
+    integer = torch.int32 if stored.numel() < 2**31 else torch.int64
+    base, step, channel = plan.places.to(integer).tensor_split([1, 4], dim=1)
+    shift, factor, offset = plan.numbers[..., None].unbind(1)
+    position = base  # of each cell in `stored`, [B, cells], axis by axis
+    for axis, size in enumerate(extent):
+        cells = torch.arange(size, dtype=integer, device=stored.device) * step[:, axis, None]
+        position = (position[:, :, None] + cells[:, None]).flatten(1)
+    count, channels = channel.shape
+    out = torch.empty(count, channels, position.shape[1], device=stored.device)
+    for c in range(channels):
+        values = stored.index_select(0, (position + channel[:, c, None]).flatten()).reshape(position.shape)
+        out[:, c] = (values.float() - shift[:, c]) * factor[:, c] + offset[:, c]
+    return out

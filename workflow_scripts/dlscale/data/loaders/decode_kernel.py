@@ -72,7 +72,7 @@ def decode(
 ) -> None:
     """Write into `out` [B, C, *extent], contiguous or with channels last, what the formula makes of `stored` [values].
 
-    `places` and `numbers` are as `direct_device.Placed` has them, and all on one device.
+    `places` and `numbers` are those of a `DecodePlan`, and all on one device.
     """
     count, channels = len(places), numbers.shape[2]
     n0, n1, n2 = extent

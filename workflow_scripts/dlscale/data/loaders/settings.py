@@ -40,21 +40,13 @@ class DirectLoader(_Reading):
 
 
 class DaliLoader(_Reading):
-    """NVIDIA DALI (`pip install dlscale[dali]`)."""
+    """NVIDIA DALI, with its own operators (`pip install dlscale[dali]`)."""
 
     kind: Literal["dali"]
-    operators: Literal["numba", "native"] = Field(
-        "numba",
-        description="What reads, turns and decodes samples on grids: one operator of this project, compiled by Numba; "
-        "or processes that read with h5py and DALI's own operators, as in one published program. Images: the latter.",
-    )
     workers: Annotated[Workers, Field(ge=1)] = Field(
-        2, description="Threads of the pipeline; with native operators as many processes, too."
+        2, description="Threads of the pipeline; of samples on grids as many processes, too, which read."
     )
     prefetch: Few = Field(2, description="Batches that are kept ready.")
-    device: Literal["auto", "cpu", "gpu"] = Field(
-        "auto", description="Where samples are turned and decoded; auto: where the model is."
-    )
 
 
 class SyntheticLoader(Strict):

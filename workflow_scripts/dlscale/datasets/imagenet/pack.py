@@ -48,7 +48,7 @@ class Pack:
     @functools.cached_property
     def _opened(self) -> tuple[str, np.ndarray]:
         reader = Reader(self.path, "bytes")
-        _, mapped = map_chunks(reader.dataset)
+        mapped = map_chunks(reader.dataset)
         with reading(self.path, DAMAGED):
             if "form" not in reader.dataset.file.attrs or len(mapped) != 1:
                 raise UserError(f"{self.path}: not a pack of images; delete it and run the workflow again")
