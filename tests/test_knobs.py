@@ -36,8 +36,7 @@ from dlscale.datasets.cosmo.samples import Crops
 from dlscale.models.losses import l1
 from dlscale.models.resnet import ResNet
 from dlscale.models.unet3d import UNet3D
-from dlscale.report.results import RunResult
-from dlscale.report.target import reached
+from dlscale.report.results import RunResult, reached
 from dlscale.train import trainer as training
 from dlscale.train.checkpoint import read
 from dlscale.train.precision import Weights, convert
