@@ -9,7 +9,7 @@ from dlscale.core.machine import gpus
 from dlscale.core.stages import DATA_STAGES, RUN_STAGES
 from dlscale.core.text import coloured, many
 from dlscale.preflight import disks, environment, expected
-from dlscale.report import headline
+from dlscale.report import glance
 from dlscale.report.results import read_plan
 
 STARTED = time.time() - times.age()
@@ -276,7 +276,7 @@ def show_results():
         except UserError:  # only a part of it was asked for
             continue
     for plan in plans[:RESULTS_SHOWN]:
-        print(headline.line(plan), file=sys.stderr)
+        print(glance.line(plan), file=sys.stderr)
     if len(plans) > RESULTS_SHOWN:
         print(f"and {many(len(plans) - RESULTS_SHOWN, 'more plan')}, on the page", file=sys.stderr)
     best_first = [(plan, run) for plan in plans for run in [*filter(None, [plan.best]), *plan.runs]]

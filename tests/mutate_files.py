@@ -45,7 +45,7 @@ from dlscale.datasets.imagenet.folder import pictures
 from dlscale.datasets.imagenet.pack import Pack
 from dlscale.datasets.imagenet.packing import write_pack
 from dlscale.parallel.world import World
-from dlscale.report import import_log
+from dlscale.report import imports
 from dlscale.train.around import verify
 from dlscale.train.provenance import Provenance
 from dlscale.train.weights import read_weights
@@ -263,7 +263,7 @@ READERS: dict[str, tuple[Callable[[Path], object], Read, str]] = {
 
 
 def _import(folder: Path) -> None:
-    import_log.read([folder / "events.out.tfevents.1"], {"loss": "loss/train"}, frozenset())
+    imports.read([folder / "events.out.tfevents.1"], {"loss": "loss/train"}, frozenset())
 
 
 def _weights(folder: Path) -> None:

@@ -32,7 +32,7 @@ from dlscale.measure.records import Peaks, SampleWork, Throughput
 from dlscale.parallel.world import World
 from dlscale.report.collect import summary_csv
 from dlscale.report.results import read_plan
-from dlscale.report.tables import runs_table
+from dlscale.report.sections import runs_table
 from dlscale.train import memory
 from dlscale.train.build import open_session
 from dlscale.train.fake import FakeStep, fake_batch, fake_step

@@ -1,8 +1,7 @@
-"""`dlscale import-log`: other programs' TensorBoard logs beside ours, in the page and in TensorBoard."""
+"""`dlscale import`: other programs' TensorBoard logs beside ours, in the page and in TensorBoard."""
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
 import math
@@ -18,7 +17,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_multiplexer import EventMultiplexer
 from tensorboard.compat.proto.event_pb2 import Event
@@ -28,9 +26,10 @@ from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
 from tensorboard.compat.proto.types_pb2 import DT_FLOAT
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from dlscale.core.metrics import Untrained
-from dlscale.report import import_log
-from dlscale.report.references import Over, Reference, own_points
+from dlscale.core.errors import UserError
+from dlscale.core.metrics import Epoch, Untrained
+from dlscale.report import imports
+from dlscale.report.curves import Over, Reference, own_points
 from dlscale.report.results import read_plan
 from tests.conftest import COSMO, COSMO_RUN, make_run, stage, train
 from tests.test_report import Page, Results, points
@@ -74,8 +73,12 @@ def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "results"
 
 
+def loss(epoch: Epoch | Untrained) -> float:
+    return epoch.valid_loss
+
+
 def bring(events: Path, *more: object, name: str = "theirs", study: str = "cosmo_unet") -> int:
-    return stage("import-log", events, "--as", name, "--study", study, *more)
+    return stage("import", events, "--as", name, "--study", study, *more)
 
 
 def test_a_log_becomes_a_reference(results: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -140,72 +143,40 @@ def test_keras_folders_are_one_log_of_epochs_that_ended(results: Path, tmp_path:
 def test_epochs_that_are_counted_from_one_stay(tmp_path: Path) -> None:
     """Only Keras counts them from 0; it may validate after every other one."""
     ours = [write(tmp_path / "events.out.tfevents.1", [(n, n, {"epoch_loss": 1 / n}) for n in (1, 2, 3)])]
-    curves, _ = import_log.read(ours, {"epoch_loss": "loss/valid"}, frozenset())
+    curves = imports.read(ours, {"epoch_loss": "loss/valid"}, frozenset())
     assert [step for step, _, _ in curves["loss/valid"]] == [1, 2, 3]
     keras = [
         write(tmp_path / part / "events.out.tfevents.1", [(n, n, {"epoch_loss": 1.0}) for n in steps])
         for part, steps in (("train", range(4)), ("validation", (1, 3)))
     ]
     tags = {"train/epoch_loss": "loss/train", "validation/epoch_loss": "loss/valid"}
-    curves, _ = import_log.read(keras, tags, frozenset())
+    curves = imports.read(keras, tags, frozenset())
     assert [step for step, _, _ in curves["loss/train"]] == [1, 2, 3, 4]
     assert [step for step, _, _ in curves["loss/valid"]] == [2, 4]
 
 
-def test_a_folder_of_keras_alone_has_the_tags_that_it_has_beside_the_other(results: Path, tmp_path: Path) -> None:
-    write(tmp_path / "keras/train/events.out.tfevents.1", [(n, n, {"epoch_loss": 1.0}) for n in (0, 1)])
-    assert bring(tmp_path / "keras", "--tag", "train/epoch_loss=loss/train", "--counts", "epoch") == 0
-    found = Reference.read(results / "references/theirs/reference.json")
-    assert [step for step, _, _ in found.curves["loss/train"]] == [1, 2]
-
-
-def test_the_page_draws_all_references(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    made = Results(tmp_path / "results")
-    made.run("p", "a", triplet=None, epochs=3)
-    made.plan("p", {"a": "ours"}, study="era5_vit", measure=("train",))
-    for number in range(6):
-        assert bring(unet(tmp_path / f"l{number}" / "events.out.tfevents.1"), name=f"n{number}", study="era5_vit") == 0
-        made.references.append(tmp_path / f"results/references/n{number}/reference.json")
-    html = made.report()
-    shown = html[html.index("Beside other programs") :]
-    legend = re.findall(r'stroke-dasharray="([^"]*)" style="([^"]*)"/></svg>n\d ', shown)
-    assert len(set(legend)) == 6, "each has a line of its own"
-    drawn = next(svg for svg in re.findall(r"<svg.*?</svg>", shown, re.S) if "optimiser step" in svg)
-    assert len(re.findall(r'<path d="[^"]*"[^>]*style="[^"]*dash', drawn)) == 6
-
-
-def one_curve(folder: Path, *files: list[tuple[int, float, Values]]) -> list[import_log.Point]:
+def one_curve(folder: Path, *files: list[tuple[int, float, Values]]) -> list[imports.Point]:
     """Return the curve of the tag `a` in event files."""
     logs = [write(folder / f"events.out.tfevents.{number}", rows) for number, rows in enumerate(files)]
-    return import_log.read(logs, {"a": "loss/valid"}, frozenset())[0]["loss/valid"]
+    return imports.read(logs, {"a": "loss/valid"}, frozenset())["loss/valid"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("count", [3000, 4001, 10_000, 30_000])
-def test_a_long_log_keeps_points_from_begin_to_end(tmp_path: Path, count: int) -> None:
-    curve = one_curve(tmp_path, [(n, n, {"a": n}) for n in range(count)])
-    assert curve[0] == (0, 0, 0) and curve[-1] == (count - 1, count - 1, count - 1)
-    tenths = np.bincount([10 * step // count for step, _, _ in curve], minlength=10)
-    assert np.ptp(tenths) <= 2 and min(count, 2000) <= tenths.sum() <= 4001
-    assert all(step == time == value for step, time, value in curve)
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_points_are_those_of_all_points(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, seed: int) -> None:
-    """Against all points at once: steps at any distance, in any order, some again in a second file."""
-    monkeypatch.setattr(import_log, "POINTS", 20)
-    draws = random.Random(seed)
+def test_points_are_evenly_of_all_points(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Steps at any distance, in any order, some again in a second file, whose values count."""
+    monkeypatch.setattr(imports, "POINTS", 20)
+    draws = random.Random(1)
     steps = list(itertools.accumulate(draws.choice([1, 2, 100]) for _ in range(300)))
     again = [step for step in steps if step > steps[200]]
+    every = [(step, float(step in again)) for step in steps]
     draws.shuffle(steps)
     rows = [[(step, step, {"a": part}) for step in each] for part, each in enumerate((steps, again))]
-    curve = one_curve(tmp_path, *rows)
-    every = {step: (step, value["a"]) for part in rows for step, _, value in part}
-    stride = next(2**n for n in range(20) if len({step // 2**n for step in every}) <= 40)
-    first = {step // stride: every[step] for step in sorted(every, reverse=True)}
-    expected = sorted({*first.values(), every[max(every)]})
-    assert [(step, value) for step, _, value in curve] == expected and len(curve) >= 20
+    assert [(step, value) for step, _, value in one_curve(tmp_path, *rows)] == [*every[::8], every[-1]]
+
+
+def test_a_log_that_memory_does_not_hold_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(imports, "MOST", 20)
+    with pytest.raises(UserError, match="a log of more than 20 points; name fewer tags"):
+        one_curve(tmp_path, [(step, step, {"a": 1.0}) for step in range(30)])
 
 
 # ---- damaged and hostile ------------------------------------------------------------------------------------
@@ -262,37 +233,6 @@ def test_damage_is_one_message(results: Path, tmp_path: Path, capfd: pytest.Capt
     line = said(capfd)
     assert message in line and str(log) in line
     assert not list(results.glob("references/*")), "nothing, or all of it"
-
-
-def test_what_no_json_holds_is_one_message(results: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    log = unet(tmp_path / os.fsdecode(b"events.out.tfevents.\xe9"))
-    assert bring(log) == 2
-    assert "the event file's name: 'events.out.tfevents.\\udce9' is not UTF-8" in said(capfd)
-    assert bring(unet(tmp_path / "events.out.tfevents.1"), "--label", "caf\udce9") == 2
-    assert "--label: 'caf\\udce9' is not UTF-8" in said(capfd)
-    assert not (results / "references").exists()
-
-
-def test_a_log_that_grows_is_read_as_it_was_copied(
-    results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    log, read = unet(tmp_path / "events.out.tfevents.1"), import_log.read
-    copied = log.read_bytes()
-
-    def grows(*arguments: Any) -> Any:
-        with log.open("ab") as file:
-            file.write(copied)
-        return read(*arguments)
-
-    monkeypatch.setattr(import_log, "read", grows)
-    assert bring(log) == 0
-    found = Reference.read(results / "references/theirs/reference.json")
-    copy = results / "references/theirs" / log.name
-    assert copy.read_bytes() == copied and found.files == {log.name: hashlib.sha256(copied).hexdigest()}
-    monkeypatch.undo()
-    monkeypatch.chdir(tmp_path)
-    assert bring(copy, name="again") == 0, "the copy says the same"
-    assert Reference.read(results / "references/again/reference.json").curves == found.curves
 
 
 def test_a_log_that_was_cut_short_is_read_up_to_there(results: Path, tmp_path: Path) -> None:
@@ -370,7 +310,7 @@ def test_the_page_draws_it_beside_ours(tmp_path: Path, monkeypatch: pytest.Monke
     (theirs,) = [points(path) for path, style in paths if "dash" in style and len(points(path)) == 4]
     # Ours has 8, 16, 24 steps, as theirs has after its step 0.
     assert ours[:, 0] == pytest.approx(theirs[1:, 0])
-    assert own_points(run, "loss/valid", "step") == [(e.step, e.valid_loss) for e in run.epochs]
+    assert own_points(run, loss, "step") == [(e.step, e.valid_loss) for e in run.epochs]
     # As tall as the numbers say, on whatever axis: the greatest is the highest.
     assert theirs[:, 1].argmin() == 0 and (theirs[1:, 1] > theirs[0, 1]).all()
 
@@ -384,8 +324,8 @@ def test_our_time_is_that_of_work(tmp_path: Path) -> None:
     (run,) = read_plan(made.plan("p", {"a": "a"}, measure=("train",))).runs
     losses = [epoch.valid_loss for epoch in run.epochs]
     # 128 samples an epoch at 64 samples/s, and 1.5 s of validation after each.
-    assert own_points(run, "loss/valid", "time") == [(0.0, 9.0), (3.5, losses[0]), (7.0, losses[1])]
-    assert own_points(run, "loss/valid", "samples") == [(0.0, 9.0), (128, losses[0]), (256, losses[1])]
+    assert own_points(run, loss, "time") == [(0.0, 9.0), (3.5, losses[0]), (7.0, losses[1])]
+    assert own_points(run, loss, "samples") == [(0.0, 9.0), (128, losses[0]), (256, losses[1])]
 
 
 # ---- TensorBoard --------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from dlscale.measure.profilers import nsys, nvtx_ranges, records
 from dlscale.measure.profilers.records import ProfiledTool, TopEntry
 from dlscale.parallel.world import World
 from dlscale.preflight.environment import environment as environment_of
-from dlscale.report.compare_profiles import read_rows
+from dlscale.report.profiles import read_rows
 from tests.conftest import COSMO, COSMO_RUN, ROOT, make_run, stage
 from tests.nsys import tidy
 from tests.nsys_databases import Recording
@@ -155,11 +155,11 @@ def record_with(folder: Path, tool: ProfiledTool) -> records.Profile:
 def test_what_was_recorded_only_is_imported_later(
     tmp_path: Path, pretended: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """`dlscale import-profile`: whole, or not at all, with one message that says why."""
+    """`dlscale import`: whole, or not at all, with one message that says why."""
     folder = pretended("raw")
     monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
     tool, top = profiled(tmp_path)
-    assert tool.problem and tool.problem.endswith(f"installed: dlscale import-profile {tmp_path}") and not top
+    assert tool.problem and tool.problem.endswith(f"installed: dlscale import {tmp_path}") and not top
     assert left(tmp_path) == ["nsys.rank0.qdstrm"] == [*tool.files.values()]
     record = record_with(tmp_path, tool)
 
@@ -168,7 +168,7 @@ def test_what_was_recorded_only_is_imported_later(
 
     def fails(words: str) -> None:
         before = files()
-        assert stage("import-profile", tmp_path) == 2
+        assert stage("import", tmp_path) == 2
         assert words in capfd.readouterr().err.splitlines()[-1] and files() == before
 
     fails(f"QdstrmImporter: neither beside {folder}/nsys nor on PATH; import where all of Nsight")
@@ -185,7 +185,7 @@ def test_what_was_recorded_only_is_imported_later(
         without.setenv("NSYS", str(folder / "nosuch"))
         fails("nsys: not found; install NVIDIA Nsight Systems here")
 
-    assert stage("import-profile", tmp_path) == 0
+    assert stage("import", tmp_path) == 0
     assert "nsys.rank0.nsys-rep; the next `snakemake` shows it" in capfd.readouterr().out
     assert left(tmp_path) == ["nsys.rank0.nsys-rep", "profile.json", "profile_summary.csv"]
     first, second = records.Profile.read(tmp_path / "profile/profile.json").tools
@@ -389,11 +389,11 @@ def test_a_recording_is_imported_by_the_real_nsys(
     configure(tmp_path)
     run(tmp_path, cosmo_data, slim / "nsys")
     tool, _ = found(tmp_path)
-    assert tool.problem and f"dlscale import-profile {tmp_path}" in tool.problem
+    assert tool.problem and f"dlscale import {tmp_path}" in tool.problem
     assert left(tmp_path) == ["nsys.rank0.qdstrm"]
     record_with(tmp_path, tool)
     monkeypatch.setenv("NSYS", str(real_nsys))
-    assert stage("import-profile", tmp_path) == 0
+    assert stage("import", tmp_path) == 0
     imported = records.Profile.read(tmp_path / "profile/profile.json").tools[1]
     assert imported.problem is None and imported.steps == STEPS and imported.overhead == tool.overhead
     rows = read_rows(tmp_path / "profile/profile_summary.csv")

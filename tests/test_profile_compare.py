@@ -6,11 +6,12 @@ import json
 import math
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dlscale.measure.profilers.records import Profile, ProfiledTool, TopEntry
-from dlscale.report.compare_profiles import Summary, compare, extremes, unmatched
+from dlscale.report.profiles import Summary, compare, extremes, unmatched
 from tests.conftest import stage
 
 
@@ -26,10 +27,15 @@ def summary(*rows: TopEntry, steps: int = 4, complete: bool = True, batch: float
     return Summary(list(rows), dict.fromkeys(tools, steps), frozenset(tools) if complete else frozenset(), batch)
 
 
+def compared(before: Summary, after: Summary) -> dict[str, Any]:
+    """Return what became of each row, by name."""
+    return {each.name: each for each in compare(before, after).itertuples()}
+
+
 def test_changes_are_by_profiler_kind_and_name() -> None:
     before = summary(row("mm", 5), row("mm", 7, kind="kernel"), row("gone", 2), row("a.py:1: x", 1, tool="stacks"))
     after = summary(row("mm", 4), row("mm", 7, kind="kernel"), row("new", 3))
-    found = {(one.kind, one.name): (one.before, one.after) for one in compare(before, after)}
+    found = {(one.kind, one.name): (one.before, one.after) for one in compare(before, after).itertuples()}
     assert found == {
         ("operator", "mm"): (5, 4),
         ("kernel", "mm"): (7, 7),
@@ -40,53 +46,51 @@ def test_changes_are_by_profiler_kind_and_name() -> None:
 
 def test_noise_is_that_of_two_means() -> None:
     """sqrt(3^2 / 9 + 4^2 / 4) = sqrt(5), times Student's t of three degrees of freedom, 3.1824."""
-    (one,) = compare(summary(row("mm", 10, 3), steps=9), summary(row("mm", 17, 4), steps=4))
+    (one,) = compared(summary(row("mm", 10, 3), steps=9), summary(row("mm", 17, 4), steps=4)).values()
     assert one.noise == pytest.approx(3.1824 * 5**0.5, rel=1e-4) and not one.certain
-    (one,) = compare(summary(row("mm", 10, 3), steps=9), summary(row("mm", 18, 4), steps=4))
+    (one,) = compared(summary(row("mm", 10, 3), steps=9), summary(row("mm", 18, 4), steps=4)).values()
     assert one.certain
-    (one,) = compare(summary(row("x", 1, kind="line")), summary(row("x", 9, kind="line")))
+    (one,) = compared(summary(row("x", 1, kind="line")), summary(row("x", 9, kind="line"))).values()
     assert math.isinf(one.noise) and not one.certain
 
 
 def test_of_one_step_the_noise_is_unknown() -> None:
     """Its standard deviation is written as 0. Samples of stacks scatter by their number, whatever the steps."""
-    (one,) = compare(summary(row("mm", 10), steps=1), summary(row("mm", 1, 0.1), steps=9))
+    (one,) = compared(summary(row("mm", 10), steps=1), summary(row("mm", 1, 0.1), steps=9)).values()
     assert math.isinf(one.noise) and not one.certain
     stacks = {"tool": "stacks", "kind": "function", "std": 1.0}
-    (one,) = compare(summary(row("f", 10, **stacks), steps=1), summary(row("f", 1, **stacks), steps=1))
+    (one,) = compared(summary(row("f", 10, **stacks), steps=1), summary(row("f", 1, **stacks), steps=1)).values()
     assert one.noise == pytest.approx(1.96 * 2**0.5, rel=1e-3) and one.certain
 
 
 def test_what_a_profiler_left_out_is_not_zero() -> None:
-    """Where it keeps all its rows, a row that is not there took no time."""
+    """Where it keeps all its rows, a row that is not there took no time; on several ranks one may have left it out."""
     before, after = (row("mm", 5, 0.1), row("gone", 2, 0.1)), (row("mm", 5, 0.1), row("new", 3, 0.1))
-    found = {one.name: one for one in compare(summary(*before), summary(*after))}
+    found = compared(summary(*before), summary(*after))
     assert (found["gone"].after, found["new"].before) == (0, 0) and found["gone"].certain and found["new"].certain
     cut = compare(summary(*before, complete=False), summary(*after, complete=False))
-    found = {one.name: one for one in cut}
-    assert (found["gone"].before, found["gone"].after, found["gone"].difference) == (2, None, None)
+    found = {one.name: one for one in cut.itertuples()}
+    assert found["gone"].before == 2 and math.isnan(found["gone"].after) and math.isnan(found["gone"].difference)
     assert not found["gone"].certain and not found["new"].certain
-    assert extremes(cut) == ([], []) and [one.name for one in unmatched(cut)] == ["new", "gone"]
-    found = {one.name: one for one in compare(summary(*before), summary(*after, complete=False))}
-    assert (found["gone"].after, found["new"].before) == (None, 0), "each profile's own word counts"
-
-
-def test_of_several_ranks_one_may_have_left_a_row_out() -> None:
+    assert not len(extremes(cut)) and list(unmatched(cut).name) == ["new", "gone"]
+    found = compared(summary(*before), summary(*after, complete=False))
+    assert math.isnan(found["gone"].after) and found["new"].before == 0, "each profile's own word counts"
     rows = (row("mm", 4), row("mm", 6, rank=1), row("only", 2, rank=1))
-    found = {one.name: one.before for one in compare(*[summary(*rows, complete=False)] * 2)}
-    assert found == {"mm": 5, "only": None}
+    found = compared(*[summary(*rows, complete=False)] * 2)
+    assert found["mm"].before == 5 and math.isnan(found["only"].before)
+    found = compared(*[summary(*rows)] * 2)
+    assert (found["mm"].before, found["only"].before) == (5, 1), "a rank without a row took no time for it"
 
 
 def test_other_batches_are_compared_by_the_sample() -> None:
     """8 s for 4 samples, 10 s for 10 of them: from 2 s a sample to 1; the noise is by the sample, too."""
     before, after = summary(row("mm", 8, 0.4), batch=4), summary(row("mm", 10, 0.5), batch=10)
-    (one,) = compare(before, after)
+    (one,) = compared(before, after).values()
     assert (one.before, one.after, one.per, one.certain) == (2, 1, "sample", True)
     assert one.noise == pytest.approx(3.1824 * math.hypot(0.1, 0.05) / 4**0.5, rel=1e-4)
-    (one,) = compare(before, summary(row("mm", 10, 0.5), batch=4))
-    assert (one.before, one.after, one.per) == (8, 10, "step")
-    (one,) = compare(before, summary(row("mm", 10, 0.5)))
-    assert one.per == "step", "of older profiles it may not be known"
+    for batch in (4, None):  # of older profiles it may not be known
+        (one,) = compared(before, summary(row("mm", 10, 0.5), batch=batch)).values()
+        assert (one.before, one.after, one.per) == (8, 10, "step")
 
 
 def test_noise_is_seldom_called_a_change() -> None:
@@ -101,22 +105,7 @@ def test_noise_is_seldom_called_a_change() -> None:
             rows.append(row(str(name), mean, (sum((t - mean) ** 2 for t in times) / (steps - 1)) ** 0.5))
         return summary(*rows, steps=steps)
 
-    changes = compare(profile(), profile())
-    assert 0.02 < sum(one.certain for one in changes) / len(changes) < 0.08
-
-
-def test_ranks_are_averaged() -> None:
-    """A rank without a row took no time for it."""
-    before = summary(row("mm", 4), row("mm", 6, rank=1), row("only", 2, rank=1))
-    found = {one.name: one.before for one in compare(before, before)}
-    assert found == {"mm": 5, "only": 1}
-
-
-def test_extremes_are_ordered() -> None:
-    before = summary(*(row(str(n), 10) for n in range(6)))
-    after = summary(*(row(str(n), 10 + change) for n, change in enumerate((-1, -5, 0, 2, -3, 7))))
-    faster, slower = extremes(compare(before, after), 2)
-    assert [one.difference for one in faster] == [-5, -3] and [one.difference for one in slower] == [7, 2]
+    assert 0.02 < compare(profile(), profile()).certain.mean() < 0.08
 
 
 def write(folder: Path, seconds: float, batch: int = 8, name: str = "aten::mm") -> Path:
@@ -128,19 +117,23 @@ def write(folder: Path, seconds: float, batch: int = 8, name: str = "aten::mm") 
     return folder
 
 
+def words(capsys: pytest.CaptureFixture[str]) -> str:
+    return " ".join(capsys.readouterr().out.split())
+
+
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A run's folder, its folder `profile`, or a file there are the same."""
     a, b = write(tmp_path / "a", 4e-3), write(tmp_path / "b", 3e-3)
     for one, other in ((a, b / "profile"), (a / "profile/profile.json", b)):
-        assert stage("compare-profiles", one, other) == 0
-        faster, slower = capsys.readouterr().out.split("slower")
-        assert "-1.000 ±    0.225      4.000 -> 3.000     torch operator: aten::mm\n" in faster
-        assert slower.endswith("nothing\n")
-    assert stage("compare-profiles", b, a, "--json") == 0
+        assert stage("compare", "--profiles", one, other) == 0
+        said = words(capsys)
+        assert "faster and slower" in said and "aten::mm −1.00 ± 0.23 4.00 3.00 operator, torch yes" in said
+    assert stage("compare", "--profiles", b, a, "--json") == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["faster"] == [] == found["unknown"] and (found["per"], found["batches"]) == ("step", [4, 4])
-    assert (found["slower"][0]["name"], found["slower"][0]["certain"]) == ("aten::mm", True)
-    assert stage("compare-profiles", a, tmp_path / "c") == 2
+    assert found["in one of the two alone"] == [] and (found["per"], found["batches"]) == ("step", [4, 4])
+    (slower,) = found["faster and slower"]
+    assert (slower["name"], slower["certain"]) == ("aten::mm", True) and slower["difference"] > 0
+    assert stage("compare", "--profiles", a, tmp_path / "c") == 2
     assert "no such run; expected PLAN.RUN, or a run's folder" in capsys.readouterr().err
 
 
@@ -160,23 +153,19 @@ def test_a_damaged_summary_is_one_message(
 ) -> None:
     a, b = write(tmp_path / "a", 4e-3), write(tmp_path / "b", 6e-3)
     next(tmp_path.glob("b/**/profile_summary.csv")).write_bytes(table)
-    assert stage("compare-profiles", a, b) == 2
+    assert stage("compare", "--profiles", a, b) == 2
     assert words in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_the_command_says_what_it_cannot_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Other batches of a process; and what one profile alone has, of profilers that may leave rows out."""
-    a, b, c = (
-        write(tmp_path / "a", 4e-3),
-        write(tmp_path / "b", 6e-3, 16),
-        write(tmp_path / "c", 4e-3, name="aten::add"),
-    )
-    assert stage("compare-profiles", a, b) == 0
-    said = capsys.readouterr().out
-    assert said.startswith("a process has batches of 4 before and 8 after: all times are per sample\nfaster, ms a sa")
-    assert "-0.250 ±    0.044      1.000 -> 0.750 " in said
-    assert stage("compare-profiles", a, c) == 0
-    said = capsys.readouterr().out
-    assert "in one of the two alone, ms a step: the other may have left the row out\n" in said
-    assert "         ?    unknown      4.000 -> ?         torch operator: aten::mm\n" in said
-    assert "         ?    unknown          ? -> 4.000     torch operator: aten::add\n" in said
+    a, b = write(tmp_path / "a", 4e-3), write(tmp_path / "b", 6e-3, 16)
+    assert stage("compare", "--profiles", a, b) == 0
+    said = words(capsys)
+    assert said.startswith("a process has batches of 4 before and 8 after: all times are per sample faster and")
+    assert "−0.250 ± 0.044 1.00 0.750" in said
+    assert stage("compare", "--profiles", a, write(tmp_path / "c", 4e-3, name="aten::\x1b[31madd")) == 0
+    said = words(capsys)
+    assert "in one of the two alone" in said
+    assert "aten::mm – 4.00 – operator" in said or "aten::mm 4.00 – operator" in said
+    assert "\x1b[31m" not in said, "a terminal obeys it"

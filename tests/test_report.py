@@ -6,7 +6,6 @@ import argparse
 import base64
 import csv
 import hashlib
-import itertools
 import json
 import math
 import re
@@ -36,14 +35,11 @@ from dlscale.data.manifest import FieldInfo, File, Manifest
 from dlscale.data.transforms import Transform
 from dlscale.measure.profilers.records import Activity, Overhead, Profile, ProfiledTool, RangeTime, TopEntry
 from dlscale.measure.records import Peaks, SampleWork, Throughput, Trials, Usage
-from dlscale.parallel.records import AllReduce, Device, LinkLevel, Links
-from dlscale.report import collect, figures, fill, glance, headline, published, report, sections, tables
-from dlscale.report import parts as step_parts
-from dlscale.report import results as reading
-from dlscale.report.diagnosis import bound
-from dlscale.report.disturbance import disturbance
-from dlscale.report.results import first_and_least, read_plan
-from dlscale.report.rungs import gain
+from dlscale.parallel.records import Device
+from dlscale.report import collect, curves, glance, machine, profiles, published, report, sections
+from dlscale.report.diagnosis import bound, disturbance, gain
+from dlscale.report.figures import strips
+from dlscale.report.results import read_plan, read_run
 from dlscale.report.speedup import SpeedUps
 from dlscale.report.verdict import of
 from dlscale.train.provenance import Provenance
@@ -443,33 +439,18 @@ def test_a_busy_machine_is_given_away(results: Results) -> None:
     page = Page(results.report()).text
     assert "The machine was not quiet." in page and f"snakemake --configfile 'my plans.yaml' --force {folder}/b" in page
     assert disturbance(plan.runs[:1]) is None
-    results.run("ladder", "b", triplet=(500.0, 110.0, 58.0), loader={"kind": "b"})
-    assert disturbance(read_plan(results.plans[0]).runs) is None
-    results.run("ladder", "b", triplet=(500.0, 60.0, 58.0), loader={"kind": "b"}, precision="bf16")
-    assert disturbance(read_plan(results.plans[0]).runs) is None
     results.run("ladder", "b", triplet=(90.0, 100.0, 130.0), precision="bf16")
     said = disturbance(read_plan(results.plans[0]).runs)
     assert said and "FULL of b was faster" in said, "whatever it is compared with"
     found = bound(
         Throughput.model_validate(
-            {mode: {"mean": mean} for mode, mean in zip(("IO", "SYNTHETIC", "FULL"), (90, 100, 130), strict=True)}
+            {
+                mode: {"mean": mean, "trial_time": [1.0] * 3}
+                for mode, mean in zip(("IO", "SYNTHETIC", "FULL"), (90, 100, 130), strict=True)
+            }
         )
     )
     assert found and found.what == "not known" and "the machine was disturbed" in found.why
-
-
-def test_a_learning_rate_is_no_other_computation(results: Results) -> None:
-    """The first two differ in what the update multiplies by, and yet one computes at half the speed."""
-    for name, synthetic, adam in (
-        ("a", 100.0, {"lr": 1e-3}),
-        ("b", 50.0, {"lr": 1e-4, "betas": [0.8, 0.9]}),
-        ("c", 20.0, {"fused": True}),
-    ):
-        results.run("p", name, triplet=(500.0, synthetic, 40.0 if name != "c" else 19.0), optimizer=adam)
-    plan = read_plan(results.plan("p", {"a": "a", "b": "b", "c": "c"}))
-    said = disturbance(plan.runs)
-    assert said and "in b and in a, and yet 50.0 and 100 samples/s" in said
-    assert disturbance([plan.runs[0], plan.runs[2]]) is None
 
 
 def test_the_card_hears_of_a_neighbour(results: Results) -> None:
@@ -530,16 +511,8 @@ def test_trainings_with_other_seeds_are_one_run(results: Results) -> None:
     seen = plan.runs[0].over_seeds(lambda epoch: epoch.valid_loss)
     assert [len(each) for each in seen] == [3, 3, 3, 3], "as far as all of them came"
     page = Page(results.report())
-    assert "Each training is repeated with other seeds: lines are means" in page.text
+    assert "Trainings are repeated with other seeds: lines are means" in page.text
     assert f"± {text.number(statistics.stdev(losses), 2)}" in page.text
-    drawn = figures.loss("p-epoch", plan.runs, "epoch", "loss")
-    alone = figures.loss("p-epoch", [replace(run, repeats=[]) for run in plan.runs], "epoch", "loss")
-    assert drawn.count("<path") > alone.count("<path"), "the bands"
-    scores = [
-        figures.metric("p-metric", runs, lambda epoch: epoch.metrics[metric], "epoch", "metric")
-        for runs in (plan.runs, [replace(run, repeats=[]) for run in plan.runs])
-    ]
-    assert scores[0].count("<path") > scores[1].count("<path"), "the bands"
     single = results.plan("q", {"a": "A"}, use={"a": ("p", "a")})
     assert "seeds" not in results.collect(single)[0] and "valid_loss_std" not in results.collect(single)[0]
 
@@ -625,19 +598,9 @@ def test_a_published_loss_stands_below_that_of_its_run(ladder: Results) -> None:
     loss = Published(label="p", metric="valid_loss", by_epoch=[0.4, 0.347524], source="S1", runs=["ladder.baseline"])
     other = Published(label="p", metric="valid_loss", value=0.3, source="S1", like=["ladder.bf16"])
     record = plan.record.model_copy(update={"published": [loss, other]})
-    table = tables.runs_table(replace(plan, record=record))
+    table = sections.runs_table(replace(plan, record=record))
     column = [name for name, _ in table.columns].index("validation loss")
     assert [row[column].note for row in table.rows] == ["published: 0.347524, S1", "", ""]
-
-
-def test_summary_without_throughput_compares_training(results: Results) -> None:
-    results.run("p", "a", epochs=1, speed=10.0, triplet=None)
-    results.run("p", "b", epochs=3, speed=30.0, triplet=None)
-    rows = results.collect(results.plan("p", {"a": "a", "b": "b"}, measure=("train",)))
-    # a's only epoch counts, although it warms up: 10 x 0.5; b: the median of 30 x (1.04, 1.09)
-    assert [float(row["train_samples_per_second"]) for row in rows] == pytest.approx([5.0, 31.95])
-    assert [float(row["speed_up"]) for row in rows] == pytest.approx([1.0, 6.39])
-    assert {row["full_samples_per_second"] for row in rows} == {""}
 
 
 def test_times_are_of_one_loader(results: Results) -> None:
@@ -657,13 +620,6 @@ def test_times_are_of_one_loader(results: Results) -> None:
     assert page.count(text.duration(64)) == 1, "the time of training, of b alone"
 
 
-def test_summary_without_training(results: Results) -> None:
-    results.run("p", "a", epochs=0)
-    (row,) = results.collect(results.plan("p", {"a": "a"}, measure=("throughput",)))
-    assert row["full_samples_per_second"] == "22.0"
-    assert row["epochs"] == row["valid_loss"] == row["train_samples_per_second"] == row["parameters"] == ""
-
-
 def test_best_loss_is_the_least_and_skips_what_is_not_a_number(results: Results) -> None:
     folder = results.run("p", "a", epochs=4)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -677,27 +633,11 @@ def test_best_loss_is_the_least_and_skips_what_is_not_a_number(results: Results)
     assert "NaN" in results.report()
 
 
-@pytest.mark.slow
-def test_a_used_run_is_read_where_it_is(ladder: Results) -> None:
-    ladder.run("other", "more", triplet=(300.0, 300.0, 220.0))
-    plan = ladder.plan("other", {"start": "start", "more": "more"}, use={"start": ("ladder", "bf16")})
-    rows = ladder.collect(plan)
-    assert [row["source"] for row in rows] == ["ladder/bf16", "other/more"]
-    assert [row["plan"] for row in rows] == ["other", "other"]
-    assert float(rows[1]["speed_up"]) == pytest.approx(220 / 180)
-    assert '<a href="#run.ladder.bf16">ladder/bf16</a>' in ladder.report()
-
-
 def test_only_what_the_plan_measures_is_read(results: Results) -> None:
     folder = results.run("p", "a")
     (folder / "throughput.json").write_text("torn {")
     rows = results.collect(results.plan("p", {"a": "a"}, measure=("train",)))
     assert rows[0]["io_samples_per_second"] == ""
-
-
-def test_commas_and_quotes_survive_the_table(results: Results) -> None:
-    results.run("p", "a")
-    assert results.collect(results.plan("p", {"a": 'a, "b"\nc'}))[0]["label"] == 'a, "b"\nc'
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", "throughput.json"])
@@ -709,26 +649,6 @@ def test_a_missing_file_is_named_and_nothing_is_written(ladder: Results, name: s
         ladder.collect(ladder.plans[0]) if stage == "collect" else ladder.report()
     assert not list(ladder.root.rglob("*.part*")) and not list(ladder.root.rglob("summary.csv"))
     assert not (ladder.root / "report" / "index.html").exists()
-
-
-TORN: dict[str, Callable[[str], str]] = {
-    "cut": lambda line: line[: len(line) // 2],
-    "no loss": lambda line: line.replace("valid_loss", "valid"),
-    "a word": lambda line: line.replace('"step":24', '"step":"many"'),
-    "no record": lambda line: "[1, 2]",
-    "empty": lambda line: "",
-}
-
-
-@pytest.mark.parametrize("damage", TORN)
-def test_a_torn_line_is_named(ladder: Results, damage: str) -> None:
-    path = ladder.root / "plans" / "ladder" / "workers" / "metrics.jsonl"
-    lines = path.read_text().splitlines()
-    lines[2] = TORN[damage](lines[2])
-    path.write_text("\n".join(lines))
-    with pytest.raises(UserError, match=re.escape(f"{path}: line 3")) as error:
-        ladder.collect(ladder.plans[0])
-    assert str(error.value).count("\n") == 0
 
 
 @pytest.mark.slow
@@ -794,7 +714,7 @@ def test_what_bounds_a_run(rates: tuple[float, float, float], what: str, why: st
         ((172.0, 3.5), 2.0, 3, True),  # 10 samples/s, and a tenth are 14
         ((155.0, 0.1), 0.1, 3, False),  # a tenth, however quiet the trials
         ((242.0, 3.5), 12.0, 2, False),  # of two trials nobody knows
-        ((242.0, 0.0), 0.0, 1, True),
+        ((242.0, 0.0), 0.0, 1, False),
     ],
 )
 def test_what_cannot_be_is_noise_or_a_disturbed_machine(
@@ -825,14 +745,9 @@ def gained(path: Path) -> str | None:
         (
             (400.0, 200.0, 133.0),  # 2.5 ms of loading, then 5 ms of computing
             (2000.0, 200.0, 215.0),  # FULL is faster than can be: no more than all of the slower one is said
-            "1.62× ± 0.14 as fast as a. That one loads and computes as if in turn, and 33\u00a0% of its time is "
-            "loading. Here loading alone is 5.00× as fast; computing alone is 1.00× as fast, within the noise; FULL "
-            "reaches 100\u00a0% of the slower one instead of 66\u00a0%.",
-        ),
-        (
-            (2000.0, 200.0, 198.0),
-            (2000.0, 300.0, 290.0),
-            "1.46× ± 0.13 as fast as a. That one is bound by computation. Here computing alone is 1.50× as fast.",
+            "1.62× ± 0.14 as fast as a. That one is bound by loading and computation in turn. Here loading alone is "
+            "5.00× as fast; computing alone is 1.00× as fast, within the noise; FULL reaches 100\u00a0% of the slower "
+            "one, not 66\u00a0%.",
         ),
         (
             (2000.0, 200.0, 198.0),
@@ -841,22 +756,10 @@ def gained(path: Path) -> str | None:
             "fast; computing alone is 1.01× as fast, within the noise.",
         ),
         (
-            (100.0, 500.0, 99.0),
-            (102.0, 490.0, 80.0),
-            "0.808× ± 0.069 as fast as a. That one is bound by data loading. Here loading alone is 1.02× as fast, "
-            "within the noise; FULL reaches 78\u00a0% of the slower one instead of 99\u00a0%.",
-        ),
-        (
             (500.0, 510.0, 495.0),
-            (505.0, 512.0, 500.0),
-            "As fast as a, within the noise (1.01×). That one is bound by loading and computation alike. Here loading "
-            "alone is 1.01× as fast, within the noise; computing alone is 1.00× as fast, within the noise.",
-        ),
-        (
-            (2000.0, 200.0, 181.0),
-            (2000.0, 201.0, 201.0),
-            "1.11× ± 0.095 as fast as a. That one is bound by computation. Here computing alone is 1.00× as fast, "
-            "within the noise. That does not explain it: measure again on a quiet machine.",
+            (1005.0, 1012.0, 990.0),
+            "2.00× ± 0.17 as fast as a. That one is bound by both alike. Here loading alone is 2.01× as fast; "
+            "computing alone is 1.98× as fast.",
         ),
         (
             (100.0, 100.0, 150.0),
@@ -872,29 +775,6 @@ def test_a_rungs_gain_is_explained_by_what_bound_the_one_before(
     results.run("p", "b", triplet=after, precision="bf16")
     assert gained(results.plan("p", {"a": "a", "b": "b"})) == said
     assert " ".join(said.split()) in Page(results.report()).text
-
-
-def test_a_gain_within_the_spread_of_the_trials_is_none(results: Results) -> None:
-    """FULL is 20 % faster, which three trials that differ by 18 % cannot show, and trials that agree can."""
-    folder = {
-        name: results.run("p", name, triplet=(2000.0, full, full), precision=name)
-        for name, full in (("a", 100.0), ("b", 120.0))
-    }
-    plan = results.plan("p", {"a": "a", "b": "b"})
-    assert "1.20× ± 0.10 as fast as a." in str(gained(plan))
-    measured = json.loads((folder["a"] / "throughput.json").read_text())
-    measured["FULL"] |= {"std": 18.0, "trial_time": [1.0, 1.0, 1.0]}
-    (folder["a"] / "throughput.json").write_text(json.dumps(measured))
-    assert "within the noise (1.20×)" in str(gained(plan))
-
-
-@pytest.mark.slow
-def test_only_a_ladder_has_gains(results: Results) -> None:
-    for name, full in (("a", 24.0), ("b", 20.0)):
-        results.run("p", name, triplet=(200.0, 25.0, full), precision=name)
-    for kind, shown in (("ladder", True), ("set", False)):
-        results.plan("p", {"a": "a", "b": "b"}, kind=kind)  # type: ignore[arg-type]
-        assert (" as fast as a. That one is bound by computation" in Page(results.report()).text) is shown
 
 
 def test_an_incomplete_triplet_has_no_verdict(results: Results) -> None:
@@ -1027,22 +907,15 @@ def test_the_page_answers_at_a_glance(ladder: Results) -> None:
     ):
         assert " ".join(answer.split()) in page.text, answer
     assert page.text.count("published at full size: ") == 2  # of the first run, and of the one that is the fastest
-    assert headline.line(read_plan(ladder.plans[0])).replace("\u00a0", " ") == (
+    assert glance.line(read_plan(ladder.plans[0])).replace("\u00a0", " ") == (
         "ladder: bf16 is fastest, 7.50× ± 0.64 as fast as baseline, 180 samples/s; 30 % less error than persistence "
         "(4 workers)"
     )
 
 
-def test_a_page_that_fills_says_what_is_to_come(ladder: Results) -> None:
-    refresh = '<meta http-equiv="refresh" content="5">'
-    filling, whole = ladder.report("Demo", "<era5>", "mnist"), ladder.report("Demo")
-    assert refresh in filling and "Still to come: <era5>, mnist." in Page(filling).text
-    assert refresh not in whole and "to come" not in Page(whole).text
-
-
 def test_a_page_is_filled_with_what_is_there(ladder: Results, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is there from the first dataset on, is older than what it is of, and never takes a whole one's place."""
-    monkeypatch.setattr(fill, "EVERY", 0.0)
+    monkeypatch.setattr(report, "EVERY", 0.0)
     ladder.run("q", "one")
     ladder.plan("q", {"one": "one"})
     ladder.dataset("demo_volumes")
@@ -1059,7 +932,7 @@ def test_a_page_is_filled_with_what_is_there(ladder: Results, monkeypatch: pytes
         "out": str(out),
     }
     page = ["--page", json.dumps(options), "--log", ladder.root / "log"]
-    fill.main(page[1])
+    report.fill(page[1])
     assert out.stat().st_mtime == OLDEST
     assert "No plan is done yet." in Page(out.read_text()).text
     shown = Page(out.read_text()).text
@@ -1070,23 +943,23 @@ def test_a_page_is_filled_with_what_is_there(ladder: Results, monkeypatch: pytes
         assert out.stat().st_mtime == OLDEST
         assert ("Still to come: q." in Page(out.read_text()).text) == (number == 0)
     filled = out.stat().st_ctime_ns
-    monkeypatch.setattr(fill, "EVERY", 3600.0)
-    fill.main(page[1])
+    monkeypatch.setattr(report, "EVERY", 3600.0)
+    report.fill(page[1])
     assert out.stat().st_ctime_ns == filled, "just now"
-    monkeypatch.setattr(fill, "EVERY", 0.0)
+    monkeypatch.setattr(report, "EVERY", 0.0)
     out.write_text("whole")
-    fill.main(page[1])
+    report.fill(page[1])
     assert out.read_text() == "whole"
     out.unlink()
     (ladder.root / "plans/q/one/throughput.json").unlink()
-    fill.main(page[1])
+    report.fill(page[1])
     assert not out.exists(), "of another plan nothing is whole just now"
 
     def broken(_: object) -> None:
         raise ValueError("a defect of the page")
 
     monkeypatch.setattr(report, "main", broken)
-    fill.main(page[1])  # the stage goes on
+    report.fill(page[1])  # the stage goes on
     assert not out.exists()
 
 
@@ -1107,13 +980,6 @@ def test_the_table_has_every_run_with_units(ladder: Results) -> None:
     assert channels[0][1] == "u10 m s⁻¹"
     assert channels[1][1:] == ["2.00", "2.67"]
     assert channels[3][1:] == ["1.40skill 0.30", "1.87skill 0.30"]
-
-
-def test_a_key_breaks_where_its_parts_end(results: Results) -> None:
-    results.run("p", "a")
-    results.run("p", "b", geometry={"gpus_per_node": 2})
-    results.plan("p", {"a": "a", "b": "b"})
-    assert ">geometry.<wbr>gpus_per_node: 2<" in results.report()
 
 
 def test_the_download_is_the_summary(ladder: Results) -> None:
@@ -1163,7 +1029,7 @@ def test_pictures_and_tables_speak(html: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "axis", ["epoch", "training time without validation (s)", "throughput (samples/s", "learning rate", "skill"]
+    "axis", ["epoch", "time, validation included (s)", "throughput (samples/s", "learning rate", "skill"]
 )
 def test_axes_are_labelled(ladder: Results, axis: str) -> None:
     assert axis in Page(ladder.report()).text
@@ -1231,21 +1097,6 @@ def test_a_study_of_which_more_is_better(results: Results) -> None:
     assert "label, one value a row." in page.text and ["part", "files", "images", "size"] in [t[0] for t in page.tables]
 
 
-def test_more_is_better_than_a_naive_answer(results: Results) -> None:
-    folder = results.run("p", "a", study="digits", triplet=None)
-    majority = Metric(
-        name="accuracy", title="accuracy", better="higher", naive="majority", answer="the commonest digit"
-    )
-    provenance = Provenance.read(folder / "provenance.json")
-    provenance.model_copy(update={"metrics": [majority]}).write(folder / "provenance.json")
-    lines = (folder / "metrics.jsonl").read_text()
-    (folder / "metrics.jsonl").write_text(lines.replace('"accuracy":', '"majority":0.125,"accuracy":'))
-    results.plan("p", {"a": "a"}, study="digits", measure=("train",))
-    page = Page(results.report())
-    assert "0.920 accuracy the commonest digit: 0.125. Higher is better." in page.text
-    assert "less error" not in page.text and "naive answerone that needs no learning: the commonest digit" in page.text
-
-
 def test_weaker_naive_answers_stand_below_the_strongest(results: Results) -> None:
     """Each in a row of the table that they are measured by, in none of their own."""
     folder = results.run("p", "a")
@@ -1299,21 +1150,13 @@ def test_hundreds_of_runs_stay_readable(results: Results) -> None:
     assert f"{report.PREDICTIONS_OF_A_PLAN} of 300 figures" in page.text
 
 
-def test_the_lines_drawn_are_the_first_and_the_best(results: Results) -> None:
-    for index in range(12):
-        results.run("p", f"r{index}", final=0.9 - 0.05 * (index % 6), triplet=None, epochs=2)
-    plan = read_plan(results.plan("p", {f"r{index}": f"r{index}" for index in range(12)}, measure=("train",)))
-    drawn = [run.name for run in first_and_least(plan.runs, 5, lambda run: run.final_loss)]
-    assert drawn == ["r0", "r4", "r5", "r10", "r11"]
-
-
 def points(path: str) -> np.ndarray:
     """Corners [N, 2] of an SVG path; y points down."""
     return np.array(re.findall(r"[ML] (-?[\d.]+) (-?[\d.]+)", path), dtype=float)
 
 
 def test_bars_and_whiskers_are_as_long_as_the_numbers(ladder: Results) -> None:
-    svg = figures.throughput("x", read_plan(ladder.plans[0]).runs)
+    svg = sections.rates("x", read_plan(ladder.plans[0]).runs)
     bars = re.findall(r'<path d="([^"]*)"[^>]*fill: var\(--(io|synthetic|full)\)', svg)
     assert [mode for _, mode in bars] == ["io", "synthetic", "full"] * 3
     widths = np.array([np.ptp(points(path)[:, 0]) for path, _ in bars])
@@ -1385,25 +1228,15 @@ def test_a_step_is_drawn_part_by_part(explained: Results) -> None:
     plan = read_plan(explained.root / "plans/ladder/plan.yaml")
     profile = plan.runs[0].profile
     assert profile
-    parts = step_parts.of_tool(profile.tools[0])
+    parts = profiles.of_tool(profile.tools[0])
     expected = {"data": 0.02, "copy": 0.01, "forward": 0.03, "backward": 0.04, "optimizer": 0.01, "other": 0.01}
     assert parts == pytest.approx(expected)
     # 16 samples at 66 and 490 samples/s are the steps of FULL
-    first, second = (step_parts.bar(run) for run in plan.runs)
+    first, second = (profiles.step(run) for run in plan.runs)
     assert first and second and (first.full, second.full) == (pytest.approx(16 / 66), pytest.approx(16 / 490))
     page = Page(explained.report()).text
     assert "The upright line and the number are FULL" in page and "that was not profiled" not in page
     assert "242 ms" in page and "32.7 ms" in page and "waiting for data" in page and "time of a step (ms)" in page
-
-
-def test_a_profile_alone_marks_no_full(explained: Results) -> None:
-    explained.plan("alone", {"first": "first"}, measure=("profile",), use={"first": ("ladder", "first")})
-    (run,) = read_plan(explained.plans[-1]).runs
-    bar = step_parts.bar(run)
-    assert bar and bar.full is None
-    explained.plans = explained.plans[-1:]
-    page = Page(explained.report()).text
-    assert "The number is such a step" in page and "120 ms" in page and "upright" not in page
 
 
 def test_a_step_waits_no_longer_than_its_batch_loads(results: Results) -> None:
@@ -1412,7 +1245,7 @@ def test_a_step_waits_no_longer_than_its_batch_loads(results: Results) -> None:
     results.run("p", "b", triplet=(16 / 100e-3, 16 / 10e-3, 16 / 101e-3))
     results.run("p", "c", triplet=(16 / 5e-3, 16 / 50e-3, 16 / 49e-3))
     plan = read_plan(results.plan("p", {"a": "a", "b": "b", "c": "c"}))
-    bars = [step_parts.bar(run) for run in plan.runs]
+    bars = [profiles.step(run) for run in plan.runs]
     expected = [(5.2, 82.3, 31.9), (91.0, 10.0, 0.0), (0.0, 49.0, 0.0)]
     for bar, (data, compute, unexplained) in zip(bars, expected, strict=True):
         assert bar and bar.parts == pytest.approx(
@@ -1420,21 +1253,6 @@ def test_a_step_waits_no_longer_than_its_batch_loads(results: Results) -> None:
         )
     page = Page(results.report()).text
     assert "not explained" in page and "Of a run that was not profiled the bar is FULL" in page
-
-
-@pytest.mark.slow
-def test_steps_of_other_batches_are_drawn_by_the_sample(results: Results) -> None:
-    """Both take 40 ms a step; that of twice as many samples is half as long."""
-    for name, batch in (("a", 16), ("b", 32)):
-        folder = results.run("p", name, triplet=(1e4, batch / 40e-3, batch / 40e-3), batch_size=batch)
-        measured = Throughput.read(folder / "throughput.json").model_copy(update={"batch_size": batch})
-        measured.write(folder / "throughput.json")
-    results.plan("p", {"a": "a", "b": "b"})
-    page = Page(results.report()).text
-    assert "time of a sample (ms)" in page and "2.50 ms" in page and "1.25 ms" in page
-    svg = figures.timeline("x", [figures.Bar(n, {"compute": 0.04}, 0.04, b) for n, b in (("a", 16), ("b", 32))], True)
-    one, other = (np.ptp(points(path)[:, 0]) for path in re.findall(r'<path d="([^"]*)"[^>]*fill: var\(--s4\)', svg))
-    assert one == pytest.approx(2 * other, rel=1e-3)
 
 
 def on_device(idle: dict[str, float], **work: float) -> ProfiledTool:
@@ -1446,23 +1264,16 @@ def on_device(idle: dict[str, float], **work: float) -> ProfiledTool:
 
 
 def test_a_step_on_a_device_is_its_work_and_its_idle_time() -> None:
-    parts = step_parts.of_tool(on_device({"data": 0.006, "step": 0.004}, step=0.09, forward=0.03, backward=0.06))
+    parts = profiles.of_tool(on_device({"data": 0.006, "step": 0.004}, step=0.09, forward=0.03, backward=0.06))
     assert parts == pytest.approx({"data": 0.006, "forward": 0.03, "backward": 0.06, "other": 0.004})
 
 
 def test_what_runs_side_by_side_shares_the_time() -> None:
     """120 ms of work, 6 of them of no range, in 80 ms."""
     tool = on_device({"data": 0.015, "copy": 0.005}, step=0.12, copy=0.03, forward=0.036, backward=0.048)
-    parts = step_parts.of_tool(tool)
+    parts = profiles.of_tool(tool)
     expected = {"data": 0.02, "copy": 0.02, "forward": 0.024, "backward": 0.032, "other": 0.004}
     assert parts == pytest.approx(expected) and sum(parts.values()) == pytest.approx(0.1)
-
-
-def test_idle_times_that_nobody_knows_replace_none() -> None:
-    """The figures of several profilers are put together from those that each knows."""
-    assert Activity().model_dump(exclude_none=True) == {}
-    known = Activity(idle_seconds={"data": 0.5})
-    assert Activity.model_validate_json(known.text()).idle_seconds == {"data": 0.5}
 
 
 def test_what_a_profile_left_is_linked_and_told(explained: Results) -> None:
@@ -1477,21 +1288,16 @@ def test_what_a_profile_left_is_linked_and_told(explained: Results) -> None:
     assert "since first" in page.text and "−40.0" in page.text
 
 
-def test_the_roofline_has_a_point_for_each_run(explained: Results) -> None:
+def test_the_roofline_has_a_point_for_each_run(explained: Results, monkeypatch: pytest.MonkeyPatch) -> None:
     """100 and 500 samples/s of 3 GFLOP are 300 and 1,500 GFLOP/s, of 10 FLOPs a byte; the roof is 2,000."""
-    plan = read_plan(explained.root / "plans/ladder/plan.yaml")
-    calls = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(figures, "roofline", lambda name, runs, roofs: calls.append((runs, roofs)) or "")
-        sections._throughput(plan)
-    ((runs, roofs),) = calls
-    assert [(label, intensity, flops / 1e9, compiled) for label, intensity, flops, compiled in runs] == [
-        ("first", 10.0, 300.0, False),
-        ("second", 10.0, 1500.0, False),
-    ]
-    assert roofs == [("fp32", 2e12, 2e11)]
-    page = Page(explained.report()).text
-    assert "fp32: 2,000 GFLOP/s" in page and "copy: 200 GB/s" in page
+    plan, drawn = read_plan(explained.root / "plans/ladder/plan.yaml"), dict[str, Any]()
+    monkeypatch.setattr(sections, "lines", lambda name, lines, *words, **more: drawn.update({name: lines}) or "")
+    assert sections.throughput(plan, sections.Page())
+    first, second, roof = drawn["ladder-roofline"]
+    assert (first.points, second.points) == ([(10.0, 300.0)], [(10.0, 1500.0)]) and not first.hollow
+    assert roof.points[1] == (10.0, 2000.0) and roof.points[2][1] == 2000.0
+    monkeypatch.undo()
+    assert "fp32, Example CPU, 2 threads: 2,000 GFLOP/s, copy: 200 GB/s" in Page(explained.report()).text
 
 
 def with_peaks(folder: Path, flops: float, copies: float, **more: Any) -> None:
@@ -1518,15 +1324,13 @@ def test_a_device_has_one_peak_in_a_plan(results: Results) -> None:
         assert peaks and (peaks.flops, peaks.bytes_per_second) == expected[run.name], run.name
         assert float(row["mfu"]) == pytest.approx(runs[run.name] * 3e9 / expected[run.name][0])
         assert float(row["mbu"]) == pytest.approx(runs[run.name] * 3e8 / expected[run.name][1])
-        alone = reading.read_throughput(folders[run.name])  # as of a single run, by its folder
-        assert alone == run.throughput
+        assert read_run(folders[run.name]).throughput == run.throughput, "as of a single run, by its folder"
     assert f"{text.number(174)} GFLOP/s" in of(plan.runs[0]).limit
     page = Page(results.report()).text
     for words in (
-        "fp32, Example CPU: 174 GFLOP/s",
-        "bf16, Example CPU: 343",
-        "fp32, Other CPU: 500",
-        "copy: 27.2 GB/s",
+        "fp32, Example CPU, 2 threads: 174 GFLOP/s, copy: 27.2 GB/s",
+        "bf16, Example CPU, 2 threads: 343 GFLOP/s",
+        "fp32, Other CPU, 2 threads: 500 GFLOP/s",
     ):
         assert words in page, words
     assert "copy: 9.7" not in page and "copy: 4.1" not in page
@@ -1545,82 +1349,18 @@ def test_ranks_share_the_memory_of_a_processor_not_of_gpus(results: Results) -> 
 def test_the_peaks_of_a_run_do_without_the_others(results: Results) -> None:
     folder = results.run("p", "a")
     with_peaks(folder, 81e9, 9.7e9)
-    assert reading.read_throughput(folder) == Throughput.read(folder / "throughput.json")  # no plan
+    assert read_run(folder).throughput == Throughput.read(folder / "throughput.json"), "no plan"
     broken = results.run("p", "b")
     results.plan("p", {"a": "a", "b": "b", "c": "c"})  # of c there is nothing yet
     (broken / "throughput.json").write_text("torn {")
-    assert reading.read_throughput(folder) == Throughput.read(folder / "throughput.json")
-    assert reading.read_throughput(results.run("p", "d", triplet=None)) is None
-
-
-def test_the_bytes_of_a_compiled_run_are_marked(results: Results) -> None:
-    for name in ("plain", "compiled"):
-        more = {"compile": {"cold_seconds": 9.0, "warm_seconds": 1.0}} if name == "compiled" else {}
-        folder = results.run("p", name, triplet=(200.0, 25.0, 22.0), compile={"mode": "default" if more else "none"})
-        with_peaks(folder, 2e12, 2e11, **more)
-    results.plan("p", {"plain": "plain", "compiled": "compiled"})
-    page = Page(results.report())
-    (table,) = [table for table in page.tables if "what it changes" in table[1]]
-    cells = [row[table[1].index("MBU")] for row in table[2:]]
-    assert cells == ["3\u00a0%", "3\u00a0%bytes of a step that is not compiled"]  # 22 x 0.3 of 200 GB/s
-    assert (
-        "compiled bytes of a step that is not compiled" in page.text
-        and "A hollow point is of a compiled run" in page.text
-    )
-    svg = figures.roofline("x", [("plain", 10.0, 1e11, False), ("compiled", 10.0, 2e11, True)], [("fp32", 2e12, 2e11)])
-    filled = {
-        colour: "fill-opacity: 0" not in style
-        for style, colour in re.findall(r'<use[^>]*style="([^"]*var\(--(s\d)\)[^"]*)"', svg)
-    }
-    assert filled == {"s0": True, "s1": False}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "flops", [(182e9, 216e9), (182e9, 184e9, 183e9, 190e9), (2e12, 2.4e12, 2.9e12), (1e11, 1e13), (2e11,)]
-)
-def test_names_of_roofs_do_not_overprint(flops: tuple[float, ...]) -> None:
-    """Texts of 8 points at the right end of the picture."""
-    roofs = [(f"f{number}", rate, 2e10) for number, rate in enumerate(flops)]
-    svg = figures.roofline("x", [("run", 15.0, 4e10, False)], roofs)
-    found = re.findall(r'<text[^>]*? y="([\d.]+)"[^>]*>(f\d): ', svg)
-    names = sorted(((float(y), title) for y, title in found), reverse=True)  # y points downwards
-    assert [title for _, title in names] == [title for title, _, _ in sorted(roofs, key=lambda roof: roof[1])]
-    heights = [y for y, _ in names]
-    assert all(lower - upper > 8 for lower, upper in itertools.pairwise(heights))
-    lines = [line[-1, 1] for path in re.findall(r'<path d="([^"]*)"', svg) if len(line := points(path)) == 3]
-    assert len(lines) == len(roofs)
-    assert not [(y, line) for y in heights for line in lines if y - 7 < line < y]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "words"),
-    [
-        ("cpu", "measured peak of the whole process, with Python and its libraries: 498\u00a0MB of 25.3\u00a0GB."),
-        ("cuda", "activations 10.0\u00a0MB); measured peak: 498\u00a0MB of 25.3\u00a0GB."),
-    ],
-)
-def test_the_memory_of_a_processor_is_the_whole_process(explained: Results, kind: str, words: str) -> None:
-    path = explained.root / "plans/ladder/first/profile/profile.json"
-    profile = Profile.read(path)
-    assert profile.memory
-    memory = profile.memory.model_copy(update={"peak": 498_000_000, "device": 25_300_000_000})
-    profile.model_copy(update={"memory": memory, "device": Device(kind=kind)}).write(path)
-    assert " ".join(words.split()) in Page(explained.report()).text
-
-
-@pytest.mark.slow
-def test_the_verdict_and_what_to_try_next_are_told(explained: Results) -> None:
-    page = Page(explained.report()).text
-    assert "Loading and computing in turn" in page and "Try next:" in page
-    assert "that a matrix product in fp32 does" in page
+    assert read_run(folder).throughput == Throughput.read(folder / "throughput.json")
+    assert read_run(results.run("p", "d", triplet=None)).throughput is None
 
 
 def test_telemetry_is_drawn_in_units_that_read_well(explained: Results) -> None:
     plan = read_plan(explained.root / "plans/ladder/plan.yaml")
     ((samples,),) = [run.telemetry["train"] for run in plan.runs if run.telemetry["train"]]
-    strips = {label: (x, y, top) for label, x, y, top in sections._series(samples)}
+    strips = {label: (x, y, top) for label, x, y, top in machine.of_node(samples)}
     assert strips == {
         "processors: the run (cores)": ([1.0, 2.0, 3.0], [1.0, 1.0, 1.0], 4),
         "memory of the run (GiB)": ([1.0, 2.0, 3.0], [1.0, 2.0, 3.0], None),
@@ -1633,18 +1373,19 @@ def test_reading_is_drawn_over_a_runs_time(seconds: float, unit: str) -> None:
     """Bandwidth and thousand calls a second, as papers on storage have them."""
     each, rates = seconds / 4, {"read_bytes_per_second": 2e9, "reads_per_second": 2500.0}
     samples = [telemetry.Sample(number * each, each, 4, **rates) for number in range(1, 5)]
-    series = sections._series(samples)
+    series = machine.of_node(samples)
     found = {label: max(y) for label, _, y, _ in series}
     assert found == {"reading, system calls (MB/s)": 2000, "reading, system calls (thousand/s)": 2.5}
-    svg = figures.strips("x", series)
+    svg = strips("x", series)
     assert f"time ({unit})" in svg and "thousand/s" in svg
 
 
 @pytest.mark.parametrize("over", ["epoch", "time"])
 def test_curves_are_where_the_numbers_are(results: Results, over: Literal["epoch", "time"]) -> None:
     results.run("p", "a", triplet=None, epochs=6, final=0.5)
-    run = read_plan(results.plan("p", {"a": "a"}, measure=("train",))).runs[0]
-    svg = figures.loss("x", [run], over, "loss")
+    plan = read_plan(results.plan("p", {"a": "a"}, measure=("train",)))
+    (run,) = plan.runs
+    svg, _ = curves.loss(plan, [run], over)
     paths = re.findall(r'<path d="([^"]*)"[^>]*?style="([^"]*var\(--s0\)[^"]*)"', svg)
     lines = {"dash" in style: points(path) for path, style in paths if len(points(path)) == 6}
     valid, trained = lines[False], lines[True]
@@ -1662,32 +1403,32 @@ def test_curves_are_where_the_numbers_are(results: Results, over: Literal["epoch
 @pytest.mark.slow
 @pytest.mark.parametrize("over", ["step", "epoch", "time"])
 def test_a_published_metric_is_followed(results: Results, over: Literal["step", "epoch", "time"]) -> None:
-    """Beside the value that was published; of two runs one is twice as fast."""
+    """Beside the value that was published; an epoch of one run takes 2 s, of the other 1 s, and validation 1.5 s."""
     for name, speed in (("a", 64.0), ("b", 128.0)):
         results.run("p", name, triplet=None, epochs=6, speed=speed)
     plan = read_plan(results.plan("p", {"a": "a", "b": "b"}, measure=("train",)))
-    metric = sections._followed(plan)
+    metric = curves.followed(plan)
     assert metric and metric.name == "rmse_normalised/u10", "the published one, not the leading rmse/u10"
-    drawings = dict(zip(("epoch", "step", "time"), sections._metric_curves(plan, plan.runs), strict=True))
+    drawings = dict(zip(("epoch", "step", "time"), curves.metric_curves(plan, plan.runs, metric), strict=True))
     svg, _ = drawings[over]
     assert "published: 0.13" in svg
     paths = re.findall(r'<path d="([^"]*)"[^>]*?style="[^"]*var\(--(s[01])\)', svg)
     a, b = (next(points(path) for path, style in paths if style == s and len(points(path)) == 6) for s in ("s0", "s1"))
-    assert np.diff(a[:, 0]) == pytest.approx(np.diff(b[:, 0]) * (2 if over == "time" else 1), rel=1e-3)
+    assert np.diff(a[:, 0]) == pytest.approx(np.diff(b[:, 0]) * (1.4 if over == "time" else 1), rel=1e-3)
     assert np.diff(a[:, 0]) == pytest.approx(a[1, 0] - a[0, 0], rel=1e-3), "epochs are equally long"
     values = [epoch.metrics[metric.name] for epoch in plan.runs[0].epochs]
     slope, offset = np.polyfit(values, a[:, 1], 1)
     assert slope < 0 and a[:, 1] == pytest.approx(slope * np.array(values) + offset, abs=1e-3)
     results.run("other", "a", triplet=None, epochs=6)
     plan = read_plan(results.plan("other", {"a": "a"}, measure=("train",)))
-    assert "published" not in str(sections._metric_curves(plan, plan.runs)), "no run of this plan made that value"
+    assert "published" not in str(curves.metric_curves(plan, plan.runs, metric)), "no run of this plan made that value"
 
 
 def test_lines_that_coincide_stay_visible(results: Results) -> None:
     for name in "ab":
         results.run("p", name, triplet=None)
-    runs = read_plan(results.plan("p", {"a": "a", "b": "b"}, measure=("train",))).runs
-    svg = figures.loss("x", runs, "epoch", "loss")
+    plan = read_plan(results.plan("p", {"a": "a", "b": "b"}, measure=("train",)))
+    svg, _ = curves.loss(plan, plan.runs, "epoch")
     widths = dict(re.findall(r"stroke: var\(--(s[01])\); stroke-width: ([\d.]+); stroke-linecap: square", svg))
     assert float(widths["s0"]) > float(widths["s1"]) + 1
 
@@ -1698,7 +1439,7 @@ def test_datasets_are_described(html: str) -> None:
         assert fact in page.text.replace("\u00a0", " "), fact
     physical, model = (next(t for t in page.tables if name in (row[0] for row in t)) for name in ("t2m", "density"))
     assert physical[2] == ["t2m", "K", "(x − 281.3) / 8", "281.3", "8.000", "240.0", "310.0"]
-    assert model[1] == ["density", "1", "ln x / 14", "−0.01000", "0.1000", "–", "–"]
+    assert model[1] == ["density", "1", "ln x / 14", "−0.01000", "0.1000"], "without extremes"
     captions = re.findall(r"in (physical|model) units; the model", page.text)
     assert captions == ["physical", "model"]
     parts = next(table for table in page.tables if table[0] == ["part", "files", "times", "size"])
@@ -1710,7 +1451,7 @@ def test_provenance_is_told(html: str) -> None:
     for fact in (
         "python -m dlscale train --config results/plans/ladder/bf16/config.yaml",
         "git commit0123456789abcdef with local changes",
-        "finished2024-05-01T10:02:05+00:00, after 2 min 5 s",
+        "finished2024-05-01T10:02:05+00:00",
         "packagestorch 2.13.0, numpy 2.4.6",
         "devicekind: cpu name: Example CPU threads: 2",
         "loader: kind: torch workers: 4 precision: bf16",
@@ -1719,35 +1460,9 @@ def test_provenance_is_told(html: str) -> None:
     assert "None" not in page.text
 
 
-def test_links_between_processes_are_a_line(ladder: Results) -> None:
-    path = ladder.root / "plans" / "ladder" / "bf16" / "provenance.json"
-    node, network = (
-        LinkLevel(name=name, size=4, links=6, alpha=alpha, beta=beta, worst=(0, 1), worst_alpha=alpha, worst_beta=beta)
-        for name, alpha, beta in (("node", 3e-6, 5e-12), ("network", 2e-5, 5e-11))
-    )
-    sums = [AllReduce(bytes=bytes_, seconds=seconds) for bytes_, seconds in ((8, 3e-5), (26_214_400, 2e-3))]
-    found = Links(
-        backend="nccl", processes=8, nodes=2, seconds=1.0, levels=[node, network], all_reduce=sums, slow=["node b"]
-    )
-    Provenance.read(path).model_copy(update={"links": found}).write(path)
-    text = Page(ladder.report()).text.replace("\u00a0", " ")
-    line = "node: 3.00 µs, 200 GB/s; network: 20.0 µs, 20.0 GB/s; all_reduce of 26.2 MB: 2.00 ms; node b"
-    assert f"links{line}" in text, "and nothing of it twice"
-    assert "worst_alpha" not in text
-
-
 def test_the_best_prediction_leads(ladder: Results) -> None:
     pictures = re.findall(r'alt="Prediction[^"]* run ([^"]*)"', ladder.report())
     assert pictures == ["4 workers", "baseline", "bf16"]
-
-
-@pytest.mark.slow
-def test_a_naive_answer_that_differs_between_runs_has_no_row(ladder: Results) -> None:
-    path = ladder.root / "plans" / "ladder" / "bf16" / "metrics.jsonl"
-    path.write_text(path.read_text().replace('"persistence_rmse/t2m":2.67', '"persistence_rmse/t2m":5.34'))
-    (table,) = [table for table in Page(ladder.report()).tables if "naive" in table[1][0]]
-    assert table[1][1:] == ["2.00", "–"]
-    assert table[4][2] == "2.00skill 0.62"  # 0.75 x 2.67 of 5.34
 
 
 def test_the_policy_allows_the_script_and_no_other(ladder: Results) -> None:
@@ -1792,32 +1507,6 @@ def test_a_browser_shows_it(html: str, tmp_path: Path, width: int) -> None:
     pixels = imread(picture)
     assert pixels.shape[1] == width
     assert len(np.unique((255 * pixels[..., :3]).astype(np.uint8).reshape(-1, 3), axis=0)) > 50, "blank"
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not chromium, reason="no chromium on PATH")
-def test_a_narrow_page_shows_what_takes_the_time(explained: Results, tmp_path: Path) -> None:
-    """Milliseconds stand beside an operator's name, however long it is, and bullets within the box."""
-    path = explained.root / "plans/ladder/first/profile/profile.json"
-    profile = Profile.read(path)
-    long = profile.top[0].model_copy(
-        update={"name": "void at::native::elementwise_kernel<" + 9 * "128, 4, BinaryFunctor<"}
-    )
-    profile.model_copy(update={"top": [long]}).write(path)
-    found = probed(
-        explained.report().replace("<details>", "<details open>"),
-        tmp_path,
-        390,
-        """[...document.querySelectorAll("details:has(.tools)")].map((box) => {
-        const [frame, table, item] = [".scroll", "td", ".tools li"].map((each) => box.querySelector(each));
-        return {
-          cell: frame.getBoundingClientRect().right - table.getBoundingClientRect().right,
-          bullet: item.getBoundingClientRect().left - box.getBoundingClientRect().left,
-        };
-        })""",
-    )
-    assert len(found) == 2
-    assert all(each["cell"] >= 0 and each["bullet"] >= 24 for each in found), found
 
 
 @pytest.mark.slow

@@ -21,12 +21,11 @@ from dlscale.core.metrics import epoch_lines
 from dlscale.core.text import number
 from dlscale.measure.records import Throughput, Trials
 from dlscale.parallel.records import Device
-from dlscale.report import convergence, figures, glance, parallelism, scaling, target
-from dlscale.report.collect import summary
-from dlscale.report.drawing import DASHED, DOTTED
-from dlscale.report.results import PlanResult, read_plan
-from dlscale.report.series import series as series_of
-from dlscale.report.tables import RunsTable
+from dlscale.report import curves, glance, questions, scaling
+from dlscale.report.blocks import Table
+from dlscale.report.figures import DASHED, DOTTED
+from dlscale.report.results import PlanResult, read_plan, took
+from dlscale.report.speedup import series as series_of
 from dlscale.train.records import MemoryUse
 from tests.test_report import Page, Results
 
@@ -300,7 +299,7 @@ def weak(results: Results) -> PlanResult:
     return read_plan(results.plan("plan", runs, kind="weak_scaling", measure=("throughput",)))
 
 
-def cells(table: RunsTable, row: int) -> dict[tuple[str, str], tuple[str, str]]:
+def cells(table: Table, row: int) -> dict[tuple[str, str], tuple[str, str]]:
     """Return a row's texts and notes by group and heading."""
     groups = [group for group, width in table.groups for _ in range(width)]
     headings = [heading for heading, _ in table.columns]
@@ -319,7 +318,7 @@ def test_efficiency_and_communication_are_those_by_hand(weak: PlanResult) -> Non
             efficiency, share = point.efficiency(mode), point.communication(mode)
             assert point.ideal(mode) == pytest.approx(one * point.devices)
             assert efficiency and efficiency.value == pytest.approx(own / (one * point.devices))
-            assert point.seconds(mode) == pytest.approx(16 * point.devices / own)
+            assert point.seconds(point.rate(mode)) == pytest.approx(16 * point.devices / own)
             if point.devices == 1:
                 assert share is None and efficiency.noise == 0
             else:
@@ -328,9 +327,9 @@ def test_efficiency_and_communication_are_those_by_hand(weak: PlanResult) -> Non
 
 
 def test_the_table_says_what_was_measured_and_what_is_ideal(weak: PlanResult) -> None:
-    view = scaling.view(weak)
+    view = scaling.section(weak)
     assert view
-    row = cells(view["table"], 2)
+    row = cells(view.tables[0], 2)
     assert row["Run", "run"][0] == "b16 ddp 8"
     assert row["Run", "devices"] == ("8", "2 nodes")
     assert row["Run", "samples a step"] == ("128", "")
@@ -341,37 +340,23 @@ def test_the_table_says_what_was_measured_and_what_is_ideal(weak: PlanResult) ->
     assert row["IO", "communication"] == ("1 %", "± 5 %")  # loading has none: that is the noise
     assert row["One process", "communication"] == ("20 %", "")
     assert row["Step of FULL", "time (ms)"] == ("222", "")
-    assert cells(view["table"], 0)["FULL", "efficiency"] == ("100 %", "")
-    assert len(view["table"].rows) == 3  # twins are no rows of their own
+    assert cells(view.tables[0], 0)["FULL", "efficiency"] == ("100 %", "")
+    assert len(view.tables[0].rows) == 3  # twins are no rows of their own
     assert scaling.glance(weak) == (
         "FULL has 80\u00a0% of the ideal on 8 devices (16 samples a device); communication takes 20\u00a0% of a step"
     )
 
 
-def test_communication_within_the_noise_is_said_to_be(weak: PlanResult, results: Results) -> None:
-    path = next(run for run in weak.runs if run.name == "b16_no_sync_8").folder / "throughput.json"
-    Throughput.read(path).model_copy(update={"full": trials(560.0)}).write(path)  # slower than with averaging: 576
-    said = scaling.glance(read_plan(results.plans[0]))
-    assert said and said.endswith("(16 samples a device); communication is within the noise of 5\u00a0%")
-
-
-def test_the_table_of_a_plan_has_it_as_numbers(weak: PlanResult) -> None:
-    rows = {row["run"]: row for row in summary(weak)}
-    row, twin = rows["b16_ddp_8"], rows["b16_no_sync_8"]
-    assert row["devices"] == twin["devices"] == 8
-    assert row["full_efficiency"] == pytest.approx(0.8) and row["synthetic_communication"] == pytest.approx(0.25)
-    assert twin["full_efficiency"] is None and twin["full_samples_per_second"] == 720
-
-
 def test_noise_grows_with_the_spread_of_the_trials(results: Results) -> None:
-    """Two standard errors of the ratio, of four trials each, where that is more than 5 %."""
+    """The 95 % intervals of both means, of four trials each, and 5 %."""
     for devices, rate, std in ((1, 100.0, 20.0), (2, 160.0, 48.0)):
         measured(results, f"d{devices}", devices, 8 * devices, (trials(500.0), trials(500.0), trials(rate, std)))
     plan = read_plan(results.plan("plan", {"d1": "1", "d2": "2"}, kind="weak_scaling", measure=("throughput",)))
     (series,) = series_of(plan)
     efficiency = series.points[1].efficiency("FULL")
     assert efficiency and efficiency.value == pytest.approx(0.8)
-    assert efficiency.noise == pytest.approx(0.8 * 2 * math.hypot(0.2 / 2, 0.3 / 2))
+    # Student's t of three degrees of freedom
+    assert efficiency.noise == pytest.approx(0.8 * math.hypot(3.182446 * 0.2 / 2, 3.182446 * 0.3 / 2, math.log(1.05)))
 
 
 def test_strong_scaling_compares_runs_of_one_batch(results: Results) -> None:
@@ -422,15 +407,15 @@ def test_the_figures_draw_what_was_measured_and_what_is_ideal(
     drawn: dict[str, Any] = {}
     whiskers: dict[str, Any] = {}
 
-    def note(name: str, lines: Any, label: str, **more: bool) -> str:
+    def note(name: str, lines: Any, label: str, **more: str) -> str:
         drawn[name] = [(list(line.points), line.dashes) for line in lines], label
-        whiskers[name] = [line.noise for line in lines]
+        whiskers[name] = [line.whiskers for line in lines]
         return draw(name, lines, label, **more)
 
-    draw = figures.over_devices
-    monkeypatch.setattr(figures, "over_devices", note)
-    view = scaling.view(weak)
-    assert view and [text.split(":")[0] for _, text in view["plots"]] == [
+    draw = scaling.over_devices
+    monkeypatch.setattr(scaling, "over_devices", note)
+    view = scaling.section(weak)
+    assert view and [text.split(":")[0] for _, text in view.plots] == [
         "16 samples a device",
         "Overhead of communication",
         "Time of a step of FULL, solid, and ideal, dashed.",
@@ -452,48 +437,15 @@ def test_the_figures_draw_what_was_measured_and_what_is_ideal(
     efficiencies = [found for point in series_of(weak)[0].points if (found := point.efficiency("FULL"))]
     assert whiskers["plan-scaled"][1] == pytest.approx([100 * each.noise for each in efficiencies])
     assert all(100 * each.noise > 3 for each in efficiencies[1:])
-    for svg, _ in view["plots"]:
+    for svg, _ in view.plots:
         assert svg.startswith("<svg") and ">devices<" in svg
 
 
-def test_the_legend_tells_each_stroke_and_marker_apart(weak: PlanResult) -> None:
-    """What it names is drawn, and no marker stands for two things."""
-    view = scaling.view(weak)
-    assert view
-    names = [label for label, _, _ in view["legend"]]
-    assert names == ["FULL", "SYNTHETIC", "IO", "16 samples a device"]
-    assert len({marker for _, _, marker in view["legend"]}) == len(names)
-    assert [label for label, _ in view["strokes"]] == [
-        "measured",
-        "ideal",
-        "without averaged gradients, hollow markers",
-    ]
-    assert len({dashes for _, dashes in view["strokes"]}) == 3
-    alone = scaling.view(PlanResult(weak.record, [run for run in weak.runs if "no_sync" not in run.name]))
-    assert alone and [label for label, _ in alone["strokes"]] == ["measured", "ideal"]
-
-
-def test_one_number_of_devices_is_no_figure(results: Results) -> None:
-    measured(results, "d2", 2, 16, (trials(900.0), trials(100.0), trials(90.0)))
-    view = scaling.view(read_plan(results.plan("plan", {"d2": "2"}, kind="weak_scaling", measure=("throughput",))))
-    assert view and view["plots"] == [] and view["legend"] == []
-    assert view["note"] == (
-        "Measured on one number of devices only, which shows no scaling: 8 samples a device (2 devices)."
-    )
-    assert "<h3>Scaling</h3>" in results.report()
-
-
-def test_what_noise_decides_is_named(results: Results) -> None:
-    """An efficiency far above one, or with a wide interval, is told in words; at a glance it is noise."""
-    for devices, io, full in (
-        (1, trials(500.0, 300.0), trials(90.0)),
-        (2, trials(4700.0, 1000.0), trials(100.0, 90.0)),
-    ):
-        measured(results, f"d{devices}", devices, 8 * devices, (io, trials(100.0 * devices), full))
+def test_where_noise_decides_a_glance_says_so(results: Results) -> None:
+    for devices, full in ((1, trials(90.0)), (2, trials(100.0, 90.0))):
+        rates = trials(500.0), trials(100.0 * devices), full
+        measured(results, f"d{devices}", devices, 8 * devices, rates)
     plan = read_plan(results.plan("plan", {"d1": "1", "d2": "2"}, kind="weak_scaling", measure=("throughput",)))
-    view = scaling.view(plan)
-    assert view and "efficiency of IO, 2: 470\u00a0% ± " in view["note"] and "efficiency of FULL, 2: " in view["note"]
-    assert "SYNTHETIC" not in view["note"]
     said = scaling.glance(plan)
     assert said and said.endswith(": that is noise rather than scaling")
 
@@ -511,9 +463,9 @@ def test_published_efficiency_stands_beside_the_run_it_is_of(weak: PlanResult) -
     )
     communication = figure.model_copy(update={"metric": "communication", "value": 25.0})
     record = weak.record.model_copy(update={"published": [figure, communication]})
-    view = scaling.view(PlanResult(record, weak.runs))
+    view = scaling.section(PlanResult(record, weak.runs))
     assert view
-    row = cells(view["table"], 2)
+    row = cells(view.tables[0], 2)
     assert row["FULL", "efficiency"][1] == "± 4 %; published: 78 %, SC22"
     assert row["SYNTHETIC", "communication"][1] == "± 4 %; published: 25 %, SC22"
     assert "published" not in row["FULL", "communication"][1] + row["SYNTHETIC", "efficiency"][1]
@@ -547,33 +499,29 @@ def converged(results: Results, seeds: tuple[int, ...] = (0, 1), **training: Any
 
 def test_seeds_make_a_band_from_the_least_to_the_greatest(results: Results) -> None:
     plan = converged(results, seeds=(0, 1, 2))
-    groups = convergence.groups(plan)
-    assert [(group.label, len(group.runs)) for group in groups] == [
+    merged = curves.shown(plan)
+    assert [(run.label, 1 + len(run.repeats)) for run in merged] == [
         ("batch 64, sqrt", 3),
         ("batch 256, sqrt", 3),
         ("batch 256, linear", 3),
     ]
-    runs = groups[0].runs
-    for epoch in range(4):
-        losses = [run.epochs[epoch].valid_loss for run in runs]
-        for over, place in (("step", 8 * (epoch + 1)), ("samples", 128 * (epoch + 1))):
-            band = groups[0].band(over)[epoch]  # type: ignore[arg-type]
-            assert band.place == place
-            assert (band.least, band.greatest) == (min(losses), max(losses)) and min(losses) < max(losses)
-            assert band.mean == pytest.approx(sum(losses) / 3)
-        # 128 samples at 64 a second, and 1.5 s of validation
-        assert groups[0].band("time")[epoch].place == pytest.approx((epoch + 1) * (2.0 + 1.5))
+    for over, step in (("step", 8), ("samples", 128), ("time", 2.0 + 1.5)):  # 128 at 64 a second; validation
+        line = curves.curve(0, merged[0], over, lambda epoch: epoch.valid_loss)  # type: ignore[arg-type]
+        for epoch, ((place, mean), ends) in enumerate(zip(line.points, line.band, strict=True)):
+            losses = [run.epochs[epoch].valid_loss for run in plan.runs[:3]]
+            assert (place, mean) == (pytest.approx(step * (epoch + 1)), pytest.approx(sum(losses) / 3))
+            assert ends == (min(losses), max(losses)) and ends[0] < ends[1]
 
 
 def test_what_a_target_took_is_the_mean_over_the_seeds(results: Results) -> None:
     wanted = 0.3 * 0.7 + 0.01
     plan = converged(results, target={"metric": "valid_loss", "value": wanted, "stop": False})
-    view = convergence.view(plan)
-    assert view and "the target" in view["about"] and "bands reach" in view["about"]
+    view = questions.convergence(plan)
+    assert view and "the target" in view.about
     heading = f"To validation loss ≤ {wanted:g}"
-    first, _, last = (cells(view["table"], row) for row in range(3))
-    took = [target.took(run, *convergence.aim(plan)) for run in plan.runs[:2]]  # type: ignore[misc]
-    steps = [each.epoch.step for each in took if each.epoch]
+    first, _, last = (cells(view.tables[0], row) for row in range(3))
+    spent = [took(run, *questions.aim(plan)) for run in plan.runs[:2]]  # type: ignore[misc]
+    steps = [each.epoch.step for each in spent if each.epoch]
     assert len(steps) == 2
     assert first[heading, "reached by"][0] == "2 of 2 runs" and last[heading, "reached by"][0] == "0 of 2 runs"
     assert first[heading, "steps"][0] == str(round(sum(steps) / 2))
@@ -582,41 +530,17 @@ def test_what_a_target_took_is_the_mean_over_the_seeds(results: Results) -> None
     assert last[heading, "time"] == ("–", "")
 
 
-def test_without_a_target_they_are_compared_where_all_come(results: Results) -> None:
-    plan = converged(results, seeds=(0,))
-    compared = convergence.aim(plan)
-    assert compared and compared[1] == max(run.best_valid_loss or math.inf for run in plan.runs)
-    view = convergence.view(plan)
-    assert view and "the least that all of them reach" in view["about"] and "bands" not in view["about"]
-    heading = view["table"].groups[1][0]
-    assert [cells(view["table"], row)[heading, "reached by"][0] for row in range(3)] == ["1 of 1 run"] * 3
-
-
 def test_a_training_that_diverged_is_said_and_drawn_as_far_as_it_came(results: Results) -> None:
     plan = converged(results)
     path = plan.runs[-1].folder / "metrics.jsonl"
     epochs = [*plan.runs[-1].epochs[:2], plan.runs[-1].epochs[2].model_copy(update={"valid_loss": math.nan})]
     path.write_text(epoch_lines(epochs))
     plan = read_plan(results.plans[0])
-    assert len(convergence.groups(plan)[-1].band("step")) == 2
-    view = convergence.view(plan)
+    assert len(curves.curve(0, curves.shown(plan)[-1], "step", lambda epoch: epoch.valid_loss).points) == 2
+    view = questions.convergence(plan)
     (kept,) = (run.final_loss for run in plan.runs[-2:-1])
-    assert view and cells(view["table"], 2)["Training", "validation loss"] == (number(kept), "1 of 2 diverged")
+    assert view and cells(view.tables[0], 2)["Training", "validation loss"] == (number(kept), "1 of 2 diverged")
     assert "<h3>Convergence</h3>" in results.report()
-
-
-def test_a_batch_of_more_than_all_samples_is_said(results: Results) -> None:
-    """Its steps had the 128 samples of an epoch."""
-    plan = converged(results)
-    view = convergence.view(plan)
-    assert view and view["note"] == ""
-    for run in plan.runs:
-        epochs = [each.model_copy(update={"step": each.epoch}) for each in run.epochs]
-        (run.folder / "metrics.jsonl").write_text(epoch_lines(epochs))
-    view = convergence.view(read_plan(results.plans[0]))
-    assert view and view["note"].endswith(
-        "each step no more than these: batch 256, sqrt (128 samples); batch 256, linear (128 samples)."
-    )
 
 
 def test_runs_that_do_the_same_work_are_one_bar(results: Results) -> None:
@@ -658,9 +582,9 @@ def test_memory_is_told_as_predicted_measured_and_published(results: Results) ->
     later = memory.model_copy(update={"value": 33.2, "source": "SC24"})
     speed = Published(hardware="A100", gpus=16, source="SC23", runs=["plan.tp4"], samples_per_second=114.4)
     record = plan.record.model_copy(update={"published": [memory, later, speed]})
-    view = parallelism.view(PlanResult(record, plan.runs))
+    view = questions.parallelism(PlanResult(record, plan.runs))
     assert view
-    ddp, tp4, fsdp = (cells(view["table"], row) for row in range(3))
+    ddp, tp4, fsdp = (cells(view.tables[0], row) for row in range(3))
     assert [tp4["Devices", key][0] for key in ("in all", "tp", "cp", "dp")] == ["16", "4", "1", "4"]
     assert tp4["Devices", "weights"] == ("ddp", "divided by tp 4")
     assert (ddp["Devices", "weights"], fsdp["Devices", "weights"]) == (("ddp", "copied"), ("fsdp", "shared"))
@@ -672,24 +596,3 @@ def test_memory_is_told_as_predicted_measured_and_published(results: Results) ->
     assert tp4["FULL", "samples/s"] == ("100", "± 2.0")
     assert tp4["FULL", "published"] == ("114.4 samples/s", "16 × A100, SC23")
     assert ddp["FULL", "published"] == ("–", "")
-    assert "whole process" not in view["about"]  # of a GPU it is PyTorch's own
-    assert [name for name, _, _ in view["legend"]] == ["predicted", "measured"]
-    assert view["plots"][0][1].endswith("predicted (upper bar) and measured (lower bar).")
-
-
-def test_the_memory_of_a_processor_is_not_drawn_beside_the_steps(results: Results) -> None:
-    """The whole process is measured there, and a step predicted: bars of both would compare what is not alike."""
-    use = MemoryUse(parameters=2, gradients=2, optimizer=4, activations=20, peak=30_000_000)
-    folder = measured(results, "ddp", 2, 64, (trials(300.0), trials(120.0), trials(100.0)))
-    found = Throughput.read(folder / "throughput.json")
-    device = Device(kind="cpu", name="Example CPU", threads=2)
-    more = {"predicted": use, "peak_memory_bytes": 700_000_000, "device": device}
-    found.model_copy(update=more).write(folder / "throughput.json")
-    view = parallelism.view(
-        read_plan(results.plan("plan", {"ddp": "ddp"}, kind="parallelism", measure=("throughput",)))
-    )
-    assert view and [name for name, _, _ in view["legend"]] == ["predicted"]
-    assert view["plots"][0][1] == "Memory of a device: predicted."
-    drawing = view["plots"][0][0]
-    assert f">{number(0.03)}<" in drawing and f">{number(0.7)}<" not in drawing
-    assert cells(view["table"], 0)["Memory of a device", "measured"] == ("700 MB", "of the whole process")

@@ -21,7 +21,7 @@ from dlscale.config.resolve import ResolvedRun
 from dlscale.config.sweep import Sweep
 from dlscale.core.errors import UserError
 from dlscale.preflight import cost
-from dlscale.report.collect import summary
+from dlscale.report.collect import rows_of
 from dlscale.report.report import page
 from dlscale.report.results import read_plan
 from tests.conftest import TINY, make_run, records, stage, train
@@ -354,7 +354,7 @@ def test_the_best_go_on_and_the_page_shows_all(swept: Path, tmp_path: Path, digi
         chosen.trials, 4
     )
     assert plan.best and plan.best.name in chosen.trials and plan.ranked[-1].name == "lr-1e30"
-    assert [row["optimizer.lr"] for row in summary(plan)] == [0.001, 1.0, 1e30, 0.3]
+    assert [row["optimizer.lr"] for row in rows_of(plan)] == [0.001, 1.0, 1e30, 0.3]
     text = page("Sweep", [plan], [tiny_data("mnist_cnn")], tmp_path)
     assert (
         "from: swept." + plan.best.name in text and f"optimizer:\n  lr: {plan.best.settings['optimizer']['lr']}" in text

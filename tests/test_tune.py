@@ -27,7 +27,7 @@ from dlscale.measure import halving, tune
 from dlscale.measure.records import Usage
 from dlscale.measure.tuning import Duel, Tried, Tuning
 from dlscale.parallel.world import CPU, World
-from dlscale.report.tuning import view
+from dlscale.report.trials import tried
 from dlscale.train import memory
 from tests.conftest import COSMO, COSMO_RUN, make_run, stage
 from tests.test_parallel import configure, launch
@@ -352,10 +352,9 @@ def test_the_stage_from_end_to_end(
     usage = found.duel.usage
     assert usage and 0 < usage.cpu_seconds <= 1.1 * usage.seconds * usage.cores
     # And the page has it.
-    shown = view(found)
-    assert shown["command"] == found.command and shown["rows"][0]["setting"] == "the run's own"
-    assert "loader.kind: direct" in shown["rows"][1]["setting"]
-    assert {row["problem"] for row in shown["rows"]} == {"", "out of memory"}
+    rows = tried(found).rows
+    assert rows[0][0].text == "the run's own" and "loader.kind: direct" in rows[1][0].text
+    assert {row[-1].text for row in rows} == {"–", "out of memory"}
 
 
 @pytest.mark.slow
@@ -514,7 +513,6 @@ def test_the_page_shows_what_was_tried(tmp_path: Path) -> None:
     assert "<code>snakemake --configfile &#39;my results/tuned.yaml&#39; -- plan_mine_first_tuned</code>" in html
     assert "from: mine_first_tuned.tuned" in html
     assert "no &lt;threads&gt; left" in html
-    places = [html.index(f'<th scope="row">{text}') for text in ("the run", "loader.workers: 2", "loader.workers: 1")]
-    assert places == sorted(places) and html.index('<th scope="row">threads: 4') > places[-1]
-    shown = view(found)["rows"]
-    assert [row["relative"] for row in shown] == ["1.00×", "2.00×", "1.20×", "–"]
+    places = [html.index(f'scope="row">{text}') for text in ("the run", "loader.workers: 2", "loader.workers: 1")]
+    assert places == sorted(places) and html.index('scope="row">threads: 4') > places[-1]
+    assert [row[2].text for row in tried(found).rows] == ["1.00×", "2.00×", "1.20×", "–"]

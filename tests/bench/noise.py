@@ -5,8 +5,8 @@ itself where the turns last for ten seconds or more; `copy`, which does the same
 that nobody knows it; and `slow`, whose step has five per cent more layers. Copy shall be equal within noise, and slow
 found slower. Half of the tries have other programs at work, one that spins for each core.
 
-`dlscale gate` is asked the same: the copies of the first tries are its reference; each later copy shall pass, and slow,
-as if it were the same run of a later commit, shall be a loss.
+`dlscale compare --gate` is asked the same: the copies of the first tries are its reference; each later copy shall
+pass, and slow, as if it were the same run of a later commit, shall be a loss.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def measure(folder: Path, data: Path, load: int, settings: dict[str, Any], threa
 
 
 def gated(plans: list[PlanResult], known: int) -> list[dict[str, list[gate.Look]]]:
-    """Return what `dlscale gate` says of the copy and the slow run of each plan after the first `known`."""
+    """Return what `dlscale compare --gate` says of the copy and the slow run of each plan after the first `known`."""
     runs = [{run.name: run for run in each.runs} for each in plans]
     reference = gate.Reference(machines={})
     for each in runs[:known]:

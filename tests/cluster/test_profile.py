@@ -12,7 +12,7 @@ import pytest
 
 from dlscale.core import telemetry
 from dlscale.measure.profilers.records import Profile
-from dlscale.report.compare_profiles import read_rows
+from dlscale.report.profiles import read_rows
 from tests.cluster.cluster import Cluster
 from tests.cluster.flow import Flow
 from tests.cluster.test_containers import flow as flow  # a fixture
@@ -84,10 +84,10 @@ def test_two_tasks_in_containers(
     assert found.nranks == 2 and (by_nsys.name, by_torch.name) == ("nsys", "torch")
     rows = read_rows(folder / "profile_summary.csv")
     if by_nsys.problem:  # a slim image lacks what makes reports; where all of it is, nothing is lost
-        assert by_nsys.problem.count("dlscale import-profile ") == 1, by_nsys
+        assert by_nsys.problem.count("dlscale import ") == 1, by_nsys
         assert {"nsys.rank0.qdstrm", "nsys.rank1.qdstrm"} == set(by_nsys.files.values())
         monkeypatch.setenv("NSYS", str(real_nsys))
-        assert stage("import-profile", folder.parent) == 0
+        assert stage("import", folder.parent) == 0
         by_nsys, rows = Profile.read(folder / "profile.json").tools[0], read_rows(folder / "profile_summary.csv")
     assert by_nsys.problem is None and by_nsys.steps == STEPS and by_nsys.ranges.keys() == RANGES
     assert by_nsys.activity.comm_seconds == pytest.approx(by_nsys.ranges["comm"].seconds)

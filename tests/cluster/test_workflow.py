@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from dlscale.report.results import read_plan
-from dlscale.report.series import series
+from dlscale.report.speedup import series
 from tests.cluster.cluster import Cluster
 from tests.cluster.flow import CONFIG, Flow, repository
 from tests.conftest import records

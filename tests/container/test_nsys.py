@@ -41,7 +41,7 @@ def test_profiled_in_a_container(
     tool, _ = profiler.found(tmp_path)
     print(tool)
     if tool.problem:
-        assert f"dlscale import-profile {tmp_path}" in tool.problem, tool
+        assert f"dlscale import {tmp_path}" in tool.problem, tool
         assert profiler.left(tmp_path) == ["nsys.rank0.qdstrm"]
         monkeypatch.setenv("NSYS", str(real_nsys))
         (tmp_path / "imported").mkdir()

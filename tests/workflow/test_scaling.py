@@ -10,7 +10,7 @@ import pytest
 
 from dlscale.measure.records import Throughput
 from dlscale.report.results import read_plan
-from dlscale.report.series import series
+from dlscale.report.speedup import series
 from tests.published import scaling as published
 from tests.workflow.conftest import Tree
 

@@ -308,7 +308,7 @@ def test_targets(fresh: Tree, target: str, runs: list[str], pages: list[str]) ->
 
 @pytest.mark.slow
 def test_half_an_import_is_no_reference(fresh: Tree) -> None:
-    """`dlscale import-log` was killed, or is under way."""
+    """`dlscale import` was killed, or is under way."""
     for name in ("theirs", ".theirs.host.1.ab.part"):
         file = fresh.results / "references" / name / "reference.json"
         file.parent.mkdir(parents=True)

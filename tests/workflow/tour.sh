@@ -182,12 +182,12 @@ PYTHON
 step 'What became of it'
 ends 0 snakemake "${mine[@]}" -- plan_first
 ends 0 dlscale compare earlier results "${mine[@]}"
-says 'first.reference: '
-says 'settings: training.epochs 2 -> 40'
-ends 2 dlscale gate --reference speeds.json "${mine[@]}"
-says 'speeds.json: no such file; make it with --update'
-ends 0 dlscale gate --reference speeds.json --update "${mine[@]}"
-ends 0 dlscale gate --reference speeds.json "${mine[@]}"
+says 'first.reference'
+says 'training.epochs 2 -> 40'
+ends 2 dlscale compare --gate speeds.json "${mine[@]}"
+says 'speeds.json: no such file; expected a reference, which --update makes'
+ends 0 dlscale compare --gate speeds.json --update "${mine[@]}"
+ends 0 dlscale compare --gate speeds.json "${mine[@]}"
 says 'as before  first.reference, samples/s: +0.0 %'
 
 step "Snakemake's own report"

@@ -115,7 +115,7 @@ QUESTIONS = {
         ),
     ),
     "explain": Question(
-        "dlscale.report.explain",
+        "dlscale.report.verdict",
         "Say what holds runs back, how far they are from their device's limit, and what to try next.",
         _RUNS,
     ),
@@ -132,18 +132,17 @@ QUESTIONS = {
             path("--out", "JSON file to write", required=False),
         ),
     ),
-    "import-profile": Question(
-        "dlscale.report.import_profile",
-        "Read what Nsight Systems recorded where it could make no report, as in a slim image.",
-        _RUNS,
-    ),
-    "import-log": Question(
-        "dlscale.report.import_log",
-        "Bring another program's TensorBoard log in as a reference, which the page draws beside our runs.",
-        ("events", {"metavar": "EVENTS", "help": "an event file, or a folder with some"}),
+    "import": Question(
+        "dlscale.report.imports",
+        "Bring in another program's TensorBoard log, which the page draws beside our runs; or, of a run, what Nsight "
+        "Systems recorded where it could make no report.",
         (
-            option("--as", "what the reference is called", metavar="NAME", dest="name"),
-            option("--study", "the study whose plans show it", metavar="STUDY", dest="reference_study"),
+            "source",
+            {"metavar": "EVENTS|RUN", "help": "event file, or a folder with some; or a run's PLAN.RUN or folder"},
+        ),
+        (
+            option("--as", "what the log's reference is called", False, metavar="NAME", dest="name"),
+            option("--study", "the study whose plans show it", False, metavar="STUDY", dest="reference_study"),
             option("--plans", "plans that show it; all of the study if absent", False, nargs="+", default=[]),
             option("--label", "what the page calls it; its name if absent", False, metavar="TEXT"),
             option("--batch-size", "its global batch size: steps are then samples, too", False, type=int, metavar="N"),
@@ -166,22 +165,23 @@ QUESTIONS = {
     ),
     "compare": Question(
         "dlscale.report.compare",
-        "Say what became of runs from one results folder, or plan, to another: speed with its noise, loss, settings.",
-        ("results", {"nargs": 2, "metavar": "RESULTS", "help": "before and after: a results folder, or a plan"}),
-    ),
-    "gate": Question(
-        "dlscale.report.gate",
-        "Hold the speed of runs against earlier measurements on this machine: 1 if one became slower, else 0.",
-        _PLANS,
+        "Say what became of runs from one results folder, or plan, to another: speed with its noise, loss, settings. "
+        "Or of two profiles; or hold speeds against earlier ones on this machine: 1 if a run became slower, else 0.",
         (
-            path("--reference", "JSON file of earlier measurements"),
-            option("--update", "add what is measured to it, and return 0", False, action="store_true"),
+            "results",
+            {
+                "nargs": "*",
+                "metavar": "RESULTS",
+                "help": "before and after: results folders or plans; with --profiles runs; with --gate plans, or none",
+            },
         ),
-    ),
-    "compare-profiles": Question(
-        "dlscale.report.compare_profiles",
-        "Say what got faster and slower from the profile of one run to that of another.",
-        ("runs", {"nargs": 2, "metavar": "RUN", "help": "before and after: PLAN.RUN, or a run's folder"}),
+        (
+            option("--profiles", "compare the profiles of two runs", False, action="store_true"),
+            option("--gate", "JSON file of earlier measurements, to hold plans against", False, metavar="FILE"),
+            option(
+                "--update", "with --gate: add what is measured to the file, and return 0", False, action="store_true"
+            ),
+        ),
     ),
 }
 
@@ -315,7 +315,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 logging.info(times.STARTED, times.age())
                 stage.main(args)
                 if getattr(args, "page", None):  # by its name: how a page looks decides nothing of what the stage made
-                    registry.load("dlscale.report.fill").main(args.page)
+                    registry.load("dlscale.report.report").fill(args.page)
             if getattr(args, "telemetry", None) and ranks().rank == 0:
                 telemetry.show(Path(args.telemetry))
     except Stopped as stopped:

@@ -24,6 +24,18 @@ def standard_errors(samples: float, looks: int = 1) -> float:
     return float(stdtrit(samples - 1, 1 - (1 - CONFIDENCE) / (2 * looks))) if samples > 1 else math.inf
 
 
+def reach(spread: float, samples: int, looks: int = 1) -> float:
+    """Return how far the interval of a mean of so many samples reaches to each side, given their standard deviation."""
+    return standard_errors(samples, looks) * spread / math.sqrt(samples) if samples > 1 else math.inf
+
+
+def pooled(groups: Sequence[Sequence[float]]) -> tuple[float, int]:
+    """Return the standard deviation within groups, of all of them together, and its degrees of freedom."""
+    freedom = sum(len(group) - 1 for group in groups)
+    squares = sum((value - statistics.fmean(group)) ** 2 for group in groups for value in group)
+    return (math.sqrt(squares / freedom) if freedom else 0.0), freedom
+
+
 def interval(values: Sequence[float]) -> tuple[float, float]:
     """Return the trimmed mean of values, and how far its 95 % interval reaches to each side.
 

@@ -21,7 +21,7 @@ from dlscale.measure.scaling.machine import for_device, named
 from dlscale.measure.scaling.model import Job, Measure, Memory, Mode, Tokens, Workload, buckets
 from dlscale.parallel.records import Device, Links
 from dlscale.preflight.rates import samples_of
-from dlscale.report.disturbance import crowd
+from dlscale.report.results import crowd, crowded
 
 #: Settings in which runs that are fitted together are alike: all that decides how long a sample takes.
 ALIKE = (
@@ -71,7 +71,7 @@ def read(folders: Sequence[Path], machine: str | None, storage: float, trained: 
             raise UserError(
                 f"{path}: neither throughput nor training was measured; add throughput to the plan's measure"
             )
-        if said := crowd(measured, read_nodes(path / "telemetry/train.csv") if trained else []):
+        if said := crowded(crowd(measured, read_nodes(path / "telemetry/train.csv") if trained else [])):
             busy.append(f"{path.parent.name}.{path.name} was measured on a busy machine: {said}")
         points += _points(load_run(path / "config.yaml", "train"), path, measured, results, trained)
         if measured and measured.device.kind:

@@ -47,18 +47,21 @@ import argparse
 import math
 import statistics
 from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from dlscale.config.records import Published
 from dlscale.core.files import write_text
 from dlscale.core.metrics import Epoch
 from dlscale.measure.records import MODES
 from dlscale.report import published
-from dlscale.report.results import PlanResult, RunResult, read_plan
-from dlscale.report.series import KINDS, Point, series
-from dlscale.report.speedup import SpeedUp, SpeedUps
-from dlscale.report.target import reached
+from dlscale.report.results import PlanResult, RunResult, reached, read_plan
+from dlscale.report.speedup import SCALING, Point, SpeedUp, SpeedUps, series
 
-Row = dict[str, str | int | float | None]
+if TYPE_CHECKING:
+    import pandas as pd
+
+#: A row: None for what was not measured.
+Row = dict[str, Any]
 
 
 def main(args: argparse.Namespace) -> None:
@@ -68,24 +71,96 @@ def main(args: argparse.Namespace) -> None:
 
 def summary_csv(plan: PlanResult) -> str:
     """Return the plan's table as CSV, numbers with all their digits."""
+    # As text, since pandas writes a loss that is not a number as it writes one that was not measured: as nothing.
+    return (
+        summary(plan).map(lambda value: value if value is None else str(value)).to_csv(index=False, lineterminator="\n")
+    )
+
+
+def summary(plan: PlanResult) -> pd.DataFrame:
+    """Return the columns of `summary.csv`, a row a run; a value that was not measured is None."""
     import pandas as pd
 
-    # As text, since pandas writes a loss that is not a number as it writes one that was not measured: as nothing.
-    rows = [{key: value if value is None else str(value) for key, value in row.items()} for row in summary(plan)]
-    return pd.DataFrame(rows).to_csv(index=False, lineterminator="\n")
+    rows = rows_of(plan)
+    columns = dict.fromkeys(key for row in rows for key in row)
+    return pd.DataFrame([[row.get(key) for key in columns] for row in rows], columns=list(columns), dtype=object)
 
 
-def summary(plan: PlanResult) -> list[Row]:
-    """Return the columns of `summary.csv` for each run; a value that was not measured is None."""
+def rows_of(plan: PlanResult) -> list[Row]:
+    """Return the rows of that table."""
     figures = published.series(plan.record.published, plan.name, [run.name for run in plan.runs])
-    scaled = plan.record.kind in KINDS
+    scaled = plan.record.kind in SCALING
     points = {point.run: point for each in series(plan) for point in each.points} if scaled else {}
     speeds = SpeedUps(plan.runs)
-    before = [None, *plan.runs]
-    return [
-        _row(plan, run, figures, speeds, previous) | (_scaled(points.get(run)) if scaled else {})
-        for run, previous in zip(plan.runs, before, strict=False)
-    ]
+    rows = []
+    for run, before in zip(plan.runs, [None, *plan.runs], strict=False):
+        row = {
+            "run": run.name,
+            "label": run.label,
+            "plan": plan.name,
+            "study": plan.record.study,
+            "dataset": run.settings.get("dataset"),
+            "source": run.owner,
+            **(plan.record.sweep.trials[run.name] if plan.record.sweep else {}),
+            **_trained(plan, run),
+            **_target(run),
+            **_rates(run),
+            **_speed_up("speed_up", speeds.over_first(run)),
+        }
+        if plan.record.kind == "ladder":
+            row |= _speed_up("step_speed_up", speeds.over(run, before) if before else None)
+        row |= {"devices": run.devices} | {
+            key: getattr(run.throughput, key)() if run.throughput else None for key in ("mfu", "mbu")
+        }
+        row |= _published(figures, run.name)
+        for name in run.last.metrics if run.last else ():
+            key = f"metric {name}" if name in row else name
+            row |= _mean(plan, run, key, lambda epoch, name=name: epoch.metrics.get(name))  # type: ignore[misc]
+        rows.append(row | (_scaled(points.get(run)) if scaled else {}))
+    return rows
+
+
+def _trained(plan: PlanResult, run: RunResult) -> Row:
+    best = run.provenance.best if run.provenance else None
+    return {
+        "parameters": run.provenance.parameters if run.provenance else None,
+        **({"seeds": 1 + len(run.repeats)} if plan.repeats else {}),
+        "epochs": run.last.epoch if run.last else None,
+        "steps": run.last.step if run.last else None,
+        "samples": run.last.samples if run.last else None,
+        **_mean(plan, run, "train_loss", lambda epoch: epoch.train_loss),
+        **_mean(plan, run, "valid_loss", lambda epoch: epoch.valid_loss),
+        "best_valid_loss": run.best_valid_loss,
+        **{f"best_{key}": getattr(best, key) if best else None for key in ("metric", "epoch", "value")},
+    }
+
+
+def _target(run: RunResult) -> Row:
+    target = reached(run)
+    epoch = target.epoch if target else None
+    return {
+        "target": target.aim if target else None,
+        "target_reached": ("yes" if epoch else "no") if target else None,
+        "target_epoch": epoch.epoch if epoch else None,
+        "target_samples": epoch.samples if epoch else None,
+        "target_seconds": target.seconds if target else None,
+        "target_gpu_hours": target.gpu_hours if target else None,
+        "target_energy_joules": target.joules if target else None,
+    }
+
+
+def _rates(run: RunResult) -> Row:
+    energy = run.energy
+    row: Row = {
+        "train_samples_per_second": run.training_speed,
+        "energy_joules": energy.total if energy else None,
+        "energy_per_sample": run.energy_per_sample,
+        "energy_of": energy.source or None if energy else None,
+    }
+    for mode in MODES:
+        column, trials = f"{mode.lower()}_samples_per_second", run.trials(mode)
+        row |= {column: trials.mean if trials else None, f"{column}_std": trials.std if trials else None}
+    return row
 
 
 def _speed_up(name: str, found: SpeedUp | None) -> Row:
@@ -102,69 +177,21 @@ def _scaled(point: Point | None) -> Row:
     """Return what a run of a scaling plan reaches; its twin without averaged gradients has no such columns filled."""
     row: Row = {}
     for mode in MODES:
-        reached, share = (point.efficiency(mode), point.communication(mode)) if point else (None, None)
-        row[f"{mode.lower()}_efficiency"] = reached.value if reached else None
+        reached_, share = (point.efficiency(mode), point.communication(mode)) if point else (None, None)
+        row[f"{mode.lower()}_efficiency"] = reached_.value if reached_ else None
         row[f"{mode.lower()}_communication"] = share.value if share else None
     return row
 
 
-def _row(
-    plan: PlanResult, run: RunResult, figures: dict[str, Published], speeds: SpeedUps, before: RunResult | None
-) -> Row:
-    last, figure = run.last, figures.get(run.name)
-    ladder = plan.record.kind == "ladder"
-    trained: Row = last.model_dump(include={"epoch", "step", "samples"}) if last else {}
-    seeds = {"seeds": 1 + len(run.repeats)} if plan.repeats else {}
-    rates: Row = {}
-    for mode in MODES:
-        column, trials = f"{mode.lower()}_samples_per_second", run.trials(mode)
-        rates |= {column: trials.mean if trials else None, f"{column}_std": trials.std if trials else None}
-    energy, target = run.energy, reached(run)
-    best = run.provenance.best if run.provenance else None
-    row: Row = {
-        "run": run.name,
-        "label": run.label,
-        "plan": plan.name,
-        "study": plan.record.study,
-        "dataset": run.settings.get("dataset"),
-        "source": run.owner,
-        **(plan.record.sweep.trials[run.name] if plan.record.sweep else {}),
-        "parameters": run.provenance.parameters if run.provenance else None,
-        **seeds,
-        "epochs": trained.get("epoch"),
-        "steps": trained.get("step"),
-        "samples": trained.get("samples"),
-        **_mean(plan, run, "train_loss", lambda epoch: epoch.train_loss),
-        **_mean(plan, run, "valid_loss", lambda epoch: epoch.valid_loss),
-        "best_valid_loss": run.best_valid_loss,
-        **{f"best_{key}": getattr(best, key) if best else None for key in ("metric", "epoch", "value")},
-        "target": target.aim if target else None,
-        "target_reached": ("yes" if target.epoch else "no") if target else None,
-        "target_epoch": target.epoch.epoch if target and target.epoch else None,
-        "target_samples": target.epoch.samples if target and target.epoch else None,
-        "target_seconds": target.seconds if target else None,
-        "target_gpu_hours": target.gpu_hours if target else None,
-        "target_energy_joules": target.joules if target else None,
-        "train_samples_per_second": run.training_speed,
-        "energy_joules": energy.total if energy else None,
-        "energy_per_sample": run.energy_per_sample,
-        "energy_of": energy.source or None if energy else None,
-        **rates,
-        **_speed_up("speed_up", speeds.over_first(run)),
-        **(_speed_up("step_speed_up", speeds.over(run, before) if before else None) if ladder else {}),
-        "devices": run.devices,
-        "mfu": run.throughput.mfu() if run.throughput else None,
-        "mbu": run.throughput.mbu() if run.throughput else None,
+def _published(figures: dict[str, Published], run: str) -> Row:
+    figure = figures.get(run)
+    return {
         "published_samples_per_second": figure.speed if figure else None,
-        "published_speed_up": published.ratio(figures, run.name),
+        "published_speed_up": published.ratio(figures, run),
         "published_as": figure.label if figure else None,
         "published_hardware": figure.devices if figure else None,
         "published_source": figure.source if figure else None,
     }
-    for name in last.metrics if last else ():
-        key = f"metric {name}" if name in row else name
-        row |= _mean(plan, run, key, lambda epoch, name=name: epoch.metrics.get(name))  # type: ignore[misc]
-    return row
 
 
 def _mean(plan: PlanResult, run: RunResult, key: str, value: Callable[[Epoch], float | None]) -> Row:
@@ -173,8 +200,7 @@ def _mean(plan: PlanResult, run: RunResult, key: str, value: Callable[[Epoch], f
         return {key: value(run.last) if run.last else None}
     last = [epochs[-1] for epochs in (run.epochs, *run.repeats) if epochs]
     values = [found for epoch in last if (found := value(epoch)) is not None]
-    several = len(values) > 1
     return {
         key: statistics.fmean(values) if values else None,
-        f"{key}_std": statistics.stdev(values) if several else None,
+        f"{key}_std": statistics.stdev(values) if values[1:] else None,
     }

@@ -1,21 +1,43 @@
-"""The page's cards: how fast a plan's runs are, what bounds them, how good they are."""
+"""Answers at a glance: how fast a plan's runs are, what bounds them, how good they are; in cards, and in a line."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
 
+from dlscale.core.text import count, duration, number, percent, unit
 from dlscale.measure.records import MODES
 from dlscale.report import published
+from dlscale.report.blocks import View, joules
 from dlscale.report.diagnosis import bound
-from dlscale.report.results import PlanResult, first_and_least, slowness, without_seed
+from dlscale.report.results import PlanResult, Reached, RunResult, first_and_least, reached, slowness, without_seed
 from dlscale.report.speedup import Group, SpeedUps
 from dlscale.report.verdict import of
 
-View = dict[str, Any]
-
 #: How many runs, or metrics, a card shows.
 BARS = 6
+
+
+def line(plan: PlanResult) -> str:
+    """Return a plan's fastest run, and how good its best one is: the end of a call says it."""
+    said, several = [], len(plan.runs) > 1
+    if found := speed(plan):
+        told = f"{number(found['speed'])} samples/s"
+        if found["gain"]:
+            told = f"{found['fastest']} is fastest, {found['gain'].words} as fast as {found['first']}, {told}"
+        said.append(
+            told if found["gain"] or found["alone"] or not several else f"{told}, no run is faster beyond noise"
+        )
+    if found := quality(plan):
+        lead = found["lead"]
+        if lead and lead["skill"] is not None:
+            more = "less" if lead["skill"] >= 0 else "more"
+            told = f"{percent(abs(lead['skill']))} {more} error than {lead['answer']}"
+        elif lead:
+            told = f"{lead['metric'].full_title} {number(lead['value'])} {unit(lead['metric'].unit)}".strip()
+        else:
+            told = f"validation loss {number(found['last'].valid_loss)}"
+        said.append(f"{told} ({found['run']})" if several else told)
+    return f"{plan.name}: {'; '.join(said) or 'nothing was measured'}"
 
 
 def _fastest(plan: PlanResult) -> tuple[Group, list[Group], list[Group]] | None:
@@ -38,6 +60,8 @@ def speed(plan: PlanResult) -> View | None:
     full = "throughput" in plan.record.measure
     figures = published.series(plan.record.published, plan.name, [run.name for run in plan.runs])
     greatest = max(group.speed for group in groups)
+    # The fastest in turns may have been the slowest by itself.
+    shown = first_and_least(groups, BARS, lambda group: -math.inf if group is fastest else -group.speed)
     return {
         "what": "FULL: loading and computing together" if full else "Training, median over epochs",
         "fastest": _label(fastest),
@@ -59,19 +83,17 @@ def speed(plan: PlanResult) -> View | None:
                 "fastest": group is fastest,
                 "published": published.beside(figures, group.runs[0].name),
             }
-            # The fastest in turns may have been the slowest by itself.
-            for group in first_and_least(groups, BARS, lambda group: -math.inf if group is fastest else -group.speed)
+            for group in shown
         ],
         "of": len(groups),
     }
 
 
 def _label(group: Group) -> str:
-    """Return what runs that do the same work are called together."""
-    labels = list(dict.fromkeys(without_seed(run) for run in group.runs))
-    several = len(group.runs) > 1
-    called = labels if several else [group.runs[0].label]
-    return ", ".join(called) if len(called) <= 2 else f"{called[0]} and {len(called) - 1} like it"
+    if len(group.runs) == 1:
+        return group.runs[0].label
+    labels = list(dict.fromkeys(map(without_seed, group.runs)))
+    return ", ".join(labels) if len(labels) <= 2 else f"{labels[0]} and {len(labels) - 1} like it"
 
 
 def fastest_bound(plan: PlanResult) -> View | None:
@@ -79,18 +101,15 @@ def fastest_bound(plan: PlanResult) -> View | None:
     if (found := _fastest(plan)) is None:
         return None
     run = min(found[0].runs, key=slowness)
-    verdict = bound(run.throughput)
-    if not verdict:
+    if (bounding := bound(run.throughput)) is None:
         return None
-    means = {mode: trials.mean for mode in MODES if (trials := run.trials(mode))}
-    greatest = max(means.values())
-    judged = of(run)
+    means, judged = {mode: trials.mean for mode in MODES if (trials := run.trials(mode))}, of(run)
     return {
-        "bound": verdict,
+        "bound": bounding,
         "finding": next(iter(judged.findings), None),
         "todo": judged.todo,
         "run": run.label,
-        "bars": [(mode, mean, mean / greatest) for mode, mean in means.items()],
+        "bars": [(mode, mean, mean / max(means.values())) for mode, mean in means.items()],
     }
 
 
@@ -98,16 +117,52 @@ def quality(plan: PlanResult) -> View | None:
     """Return the losses of the best run, its leading metric, and each error beside that of the naive answer."""
     if plan.best is None:
         return None
-    last = plan.best.epochs[-1]
-    scores = []
-    for metric in plan.described.values():
-        skill = metric.skill(last.metrics)
-        if skill is not None and math.isfinite(skill):
-            scores.append({"metric": metric, "value": last.metrics[metric.name], "skill": skill})
-    lead = None
+    last, lead = plan.best.epochs[-1], None
+    skills = [(metric, metric.skill(last.metrics)) for metric in plan.described.values()]
+    scores = [
+        {"metric": metric, "value": last.metrics[metric.name], "skill": skill}
+        for metric, skill in skills
+        if skill is not None and math.isfinite(skill)
+    ]
     if plan.lead and plan.lead.name in last.metrics:
-        naive = last.metrics.get(plan.lead.naive or "")
-        lead = {"metric": plan.lead, "value": last.metrics[plan.lead.name], "naive": naive}
-        lead["skill"] = plan.lead.skill(last.metrics)
-        lead["answer"] = plan.answer(plan.lead, last.metrics)
+        lead = {
+            "metric": plan.lead,
+            "value": last.metrics[plan.lead.name],
+            "naive": last.metrics.get(plan.lead.naive or ""),
+            "skill": plan.lead.skill(last.metrics),
+            "answer": plan.answer(plan.lead, last.metrics),
+        }
     return {"run": plan.best.label, "last": last, "lead": lead, "scores": scores[:BARS], "of": len(scores)}
+
+
+def targets(plan: PlanResult) -> list[View]:
+    """Return for each target of the plan's runs, in words, who reached it first and who for the least."""
+    by_aim: dict[str, list[tuple[RunResult, Reached]]] = {}
+    for run in plan.runs:
+        if found := reached(run):
+            by_aim.setdefault(found.aim, []).append((run, found))
+    views = []
+    for aim, all_ in by_aim.items():
+        there = [(run, found) for run, found in all_ if found.epoch]
+        missed = [(run.label, number(found.nearest)) for run, found in all_ if not found.epoch]
+        least = {
+            who: min(known, key=lambda pair: getattr(pair[1], key), default=None)
+            for who, key in (("first", "seconds"), ("cheapest", "gpu_hours"), ("thriftiest", "joules"))
+            for known in ([pair for pair in there if getattr(pair[1], key) is not None],)
+        }
+        least["first"] = least["first"] or next(iter(there), None)
+        took = {who: pair and _took(*pair) for who, pair in least.items()}
+        views.append({"aim": aim, "of": len(all_), "reached": len(there), "missed": missed, **took})
+    return views
+
+
+def _took(run: RunResult, found: Reached) -> View:
+    assert found.epoch is not None  # it is of those that are there
+    return {
+        "run": run.label,
+        "epochs": found.epoch.epoch,
+        "samples": count(found.epoch.samples),
+        "time": None if found.seconds is None else duration(found.seconds),
+        "hours": None if found.gpu_hours is None else f"{number(found.gpu_hours)} {run.hours}",
+        "energy": None if found.joules is None else joules(found.joules),
+    }

@@ -15,6 +15,11 @@ def speeds_of(figures: Iterable[Published], plan: str, run: str) -> list[Publish
     return [figure for figure in figures if figure.speed and name in (*figure.runs, *figure.like)]
 
 
+def memories(figures: Iterable[Published], plan: str, run: str) -> list[Published]:
+    """Return the memory that was published for what a run does."""
+    return [figure for figure in figures if figure.metric == "memory" and f"{plan}.{run}" in figure.runs]
+
+
 def series(figures: Sequence[Published], plan: str, runs: Iterable[str]) -> dict[str, Published]:
     """Return the published FULL throughputs of a plan's runs by name, all of one source and hardware.
 
@@ -97,8 +102,12 @@ def shown(figure: Published) -> str:
     return f"{_digits(figure.value)} {unit(figure.unit)}".strip()
 
 
+#: Headings of the table of all figures.
+COLUMNS = ("configuration", "measured", "value", "hardware", "batch size", "run", "source")
+
+
 def row(figure: Published) -> tuple[str, ...]:
-    """Return the cells of a figure in the table of all: label, what, value, hardware, batch size, runs, source."""
+    """Return the cells of a figure in the table of all, by `COLUMNS`."""
     batch = NONE if figure.batch_size is None else count(figure.batch_size)
     runs = ", ".join([*figure.runs, *(f"like {run}" for run in figure.like)]) or NONE
     return figure.label, what(figure), shown(figure), figure.devices, batch, runs, figure.source

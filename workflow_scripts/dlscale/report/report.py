@@ -1,7 +1,7 @@
 """Stage `report`: one page, in one file, that shows everything that was measured.
 
-The page needs nothing else: styles, script, figures and tables are inside, and its content security
-policy forbids it to load anything. The same results give the same bytes.
+The page needs nothing else: styles, script, figures and tables are inside, and its content security policy forbids it
+to load anything. The same results give the same bytes.
 """
 
 from __future__ import annotations
@@ -9,34 +9,68 @@ from __future__ import annotations
 import argparse
 import base64
 import hashlib
-import itertools
+import logging
 import multiprocessing
 import os
+import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from importlib import resources
 from pathlib import Path
-from typing import Any
+
+import yaml
 
 from dlscale.core import text
-from dlscale.core.files import write_text
-from dlscale.report import datasets, published
-from dlscale.report.glance import View
-from dlscale.report.references import Reference, read_references
+from dlscale.core.errors import UserError
+from dlscale.core.files import OLDEST, write_text
+from dlscale.core.settings import read_settings
+from dlscale.data.manifest import FieldInfo, Manifest
+from dlscale.data.transforms import Transform
+from dlscale.report import published
+from dlscale.report.blocks import Table, View, cell, table
+from dlscale.report.curves import Reference
 from dlscale.report.results import PlanResult, read_plan
-from dlscale.report.sections import devices, plan_view
+from dlscale.report.sections import Page, devices, picture, plan_view
 
 #: How many predictions the page shows, and how many of a plan.
 PREDICTIONS, PREDICTIONS_OF_A_PLAN = 12, 3
+
+#: Seconds between two fillings of a page: each takes some, for which nothing else is measured.
+EVERY = 60.0
 
 
 def main(args: argparse.Namespace) -> None:
     """Write `args.out` (HTML) from plans (`plan.yaml` files), datasets (folders) and references, in their order."""
     plans = [read_plan(path) for path in dict.fromkeys(args.plans)]
     folders = [Path(folder) for folder in dict.fromkeys(args.datasets)]
-    references = read_references(dict.fromkeys(args.references))
+    references = [Reference.read(path) for path in dict.fromkeys(args.references)]
     place = Path(args.out).parent
     write_text(args.out, page(args.title, plans, folders, place, references, args.call, args.to_come))
+
+
+def fill(options: str) -> None:
+    """Write the page of these options of stage `report` (JSON) with what is there, and say what is to come.
+
+    It is there for people alone: it is older than all that it is made of, so that the stage makes it.
+    """
+    given, _ = read_settings(options)
+    out = Path(given["out"])
+    if out.exists() and (out.stat().st_mtime > OLDEST or time.time() - out.stat().st_ctime < EVERY):
+        return  # that of an earlier call, which stays until the new one is whole; or filled just now
+    done = {path: Path(path).with_name("summary.csv").exists() for path in given["plans"]}
+    given["plans"] = [path for path in done if done[path]]
+    given["to_come"] = [Path(path).parent.name for path in done if not done[path]]
+    needed = ("manifest.json", "preview.png")
+    given["datasets"] = [path for path in given["datasets"] if all(Path(path, name).exists() for name in needed)]
+    try:
+        main(argparse.Namespace(**given))
+    except UserError as error:  # another plan's runs are just being made anew
+        logging.info("the page is not filled: %s", error)
+    except Exception:  # nor does that take away what the stage has made; of the stage `report` it is an error
+        logging.exception("the page is not filled")
+    else:
+        os.utime(out, (OLDEST, OLDEST))
 
 
 def page(
@@ -55,13 +89,16 @@ def page(
     import jinja2
     from markupsafe import Markup
 
-    template, style, script = (_template(name) for name in ("report.html.j2", "style.css", "script.js"))
+    files = resources.files("dlscale.report") / "templates"
+    names = ("report.html.j2", "style.css", "script.js")
+    template, style, script = ((files / name).read_text(encoding="utf-8") for name in names)
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters |= {key: getattr(text, key) for key in ("number", "count", "unit", "size", "percent")}
-    names = [folder.resolve().name for folder in folders]
+    named = {folder.resolve().name: folder for folder in folders}
     pictures = max(1, min(PREDICTIONS_OF_A_PLAN, PREDICTIONS // max(1, len(plans))))
+    shown = Page(place, frozenset(plan.name for plan in plans), frozenset(named), pictures, references, call)
     return environment.from_string(template).render(
         title=title,
         to_come=to_come,
@@ -69,8 +106,8 @@ def page(
         script=Markup(script),
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         svg=Markup,  # what `figures` draws is safe: matplotlib escapes the labels
-        plans=_views(plans, names, {plan.name for plan in plans}, pictures, place, references, call),
-        datasets=[datasets.view(folder, name) for folder, name in zip(folders, names, strict=True)],
+        plans=_views(plans, shown),
+        datasets=[dataset(folder, name) for name, folder in named.items()],
         studies=[_study(name, plans) for name in dict.fromkeys(plan.record.study for plan in plans)],
         runs=sum(len(plan.runs) for plan in plans),
         devices=devices(run for plan in plans for run in plan.runs),
@@ -78,26 +115,78 @@ def page(
     )
 
 
-def _views(plans: Sequence[PlanResult], *words: Any) -> list[View]:
+def _views(plans: Sequence[PlanResult], shown: Page) -> list[View]:
     """Return what the page shows of each plan; drawing takes most of the time, in which all cores share."""
+    view = partial(plan_view, page=shown)
     if len(plans) < 2:
-        return [plan_view(plan, *words) for plan in plans]
+        return [view(plan) for plan in plans]
     workers = min(len(plans), os.cpu_count() or 1)
     with ProcessPoolExecutor(workers, multiprocessing.get_context("fork")) as pool:
-        return list(pool.map(plan_view, plans, *map(itertools.repeat, words)))
-
-
-def _template(name: str) -> str:
-    return (resources.files("dlscale.report") / "templates" / name).read_text(encoding="utf-8")
+        return list(pool.map(view, plans))
 
 
 def _study(name: str, plans: Sequence[PlanResult]) -> View:
-    """Return a study's title and published figures, which each of its plans has."""
     of_it = [plan for plan in plans if plan.record.study == name]
     record = of_it[0].record
+    figures = [dict(zip(published.COLUMNS, published.row(figure), strict=True)) for figure in record.published]
+    columns = [("", heading, [cell(row[heading]) for row in figures]) for heading in published.COLUMNS]
+    about = f"Published figures of {name}"
+    shown = {"sortable": False, "title": "Published figures", "meaning": str(len(figures)), "style": "known"}
     return {
         "name": name,
         "title": record.study_title or name,
         "plans": [{"name": plan.name, "title": plan.title} for plan in of_it],
-        "published": [published.row(figure) for figure in record.published],
+        "published": table(columns, "Published figures.", about, **shown) if figures else None,
     }
+
+
+# ---- datasets ----------------------------------------------------------------------------------------
+
+
+def dataset(folder: Path, name: str) -> View:
+    """Return what the page shows of the dataset in `folder`: its `manifest.json` and `preview.png`."""
+    manifest = Manifest.read(folder / "manifest.json")
+    settings = manifest.provenance.get("settings") or {}
+    splits = {split: files for split, files in manifest.splits.items() if files}
+    sizes = [sum(file.bytes for file in files) for files in splits.values()]
+    parts = [
+        ("", "part", [cell(split) for split in splits]),
+        ("", "files", [cell(len(files), text.count) for files in splits.values()]),
+        ("", manifest.rows, [cell(sum(file.rows for file in files), text.count) for files in splits.values()]),
+        ("", "size", [cell(bytes_, text.size) for bytes_ in sizes]),
+    ]
+    of_parts = table(parts, "Parts: no sample of one is in another.", f"Parts of {name}", sortable=False, style="small")
+    return {
+        "name": name,
+        "kind": manifest.kind,
+        "source": (settings.get("source") or {}).get("kind"),
+        "facts": [*manifest.facts, text.size(sum(sizes))],
+        "preview": picture(folder / "preview.png"),
+        "tables": [*(_field(name, key, info) for key, info in manifest.fields.items()), of_parts],
+        "settings": yaml.safe_dump(settings, sort_keys=False, allow_unicode=True) if settings else None,
+    }
+
+
+def _field(name: str, field: str, info: FieldInfo) -> Table:
+    grid = f"{' × '.join(map(str, info.grid))} points" if info.grid else "one value a row"
+    columns = [
+        ("", "channel", [cell(channel) for channel in info.channels]),
+        ("", "physical unit", [cell(text.unit(of) or "1") for of in info.units]),
+        ("", "model sees", [cell(_formula(transform)) for transform in info.transforms]),
+    ]
+    # The published layout comes without extremes.
+    known = {"mean": info.mean, "standard deviation": info.std, "minimum": info.minimum, "maximum": info.maximum}
+    for heading, values in known.items():
+        columns.append(("", heading, [cell(value, lambda number: text.number(number, 4)) for value in values or []]))
+    caption = (
+        f"{field}, {grid}. Statistics are those of the training part, in "
+        f"{'physical' if info.stored == 'physical' else 'model'} units; the model sees the transformed values."
+    )
+    return table(columns, caption, f"Channels of {field}, {name}", sortable=False)
+
+
+def _formula(transform: Transform) -> str:
+    x = "ln x" if transform.kind == "log" else "x"
+    if transform.offset:
+        x = f"({x} {'−' if transform.offset > 0 else '+'} {abs(transform.offset):.4g})"
+    return x if transform.scale == 1 else f"{x} / {transform.scale:.4g}"

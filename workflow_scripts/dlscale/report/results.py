@@ -1,35 +1,55 @@
-"""A plan and its runs, with the records that the stages left in their folders."""
+"""A plan and its runs, with the records that the stages left in their folders: their only reader above the stages.
+
+A record that is missing, torn, or lacks a key is a `UserError`. Whoever can do without a run hands in a list,
+`lacking`, which then tells what each run lacks that is left out.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from dlscale.config.compute import compute_digest
 from dlscale.config.records import PlanRecord, Rung, RunReference
 from dlscale.core.errors import UserError, unknown
-from dlscale.core.metrics import Epoch, LossInfo, Metric, read_epochs
+from dlscale.core.metrics import VALID_LOSS, Epoch, LossInfo, Metric, read_epochs
 from dlscale.core.settings import Raw, flat, read_yaml
 from dlscale.core.stages import RUN_STAGES
 from dlscale.core.telemetry import Energy, Sample, begin, energy, read_nodes
+from dlscale.core.text import percent
 from dlscale.measure.profilers.records import Profile
-from dlscale.measure.records import Throughput, Trials
+from dlscale.measure.records import MODES, Throughput, Trials, Usage
 from dlscale.measure.tuning import Tuning
 from dlscale.parallel.records import Device
-from dlscale.report import peaks
 from dlscale.train.provenance import Provenance
 
 T = TypeVar("T")
 
-#: What runs of any study can be ranked by in a sweep.
+#: Metrics that runs of any study can be ranked by in a sweep.
 GENERAL_METRICS = ("valid_loss", "samples_per_second")
+
+#: Records by stage; a stage that left its record was measured.
+RECORDS = {
+    "train": "metrics.jsonl",
+    "throughput": "throughput.json",
+    "profile": "profile/profile.json",
+    "tune": "tune.json",
+}
+
+#: Share of the time, or of the cores, from which on a cause is told: two measurements of the same differ by as much.
+LEAST = 0.1
+
+#: Seconds below which a measurement says nothing of processor time, which the system counts in hundredths of a second.
+LEAST_SECONDS = 0.2
+
+#: Share of a machine's cores from which on there are few left for others.
+CROWDED = 0.8
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,13 +61,13 @@ class RunResult:
     folder: Path  #: That holds the results.
     owner: str  #: `PLAN/RUN` whose folder holds the results; another plan's where the run was named with `use`.
     settings: Raw  #: The run's `config.yaml`.
-    provenance: Provenance | None
-    epochs: list[Epoch]  #: Empty if the plan does not train.
+    provenance: Provenance | None = None
+    epochs: list[Epoch] = field(default_factory=list)  #: Empty if the plan does not train.
     #: None if the plan does not measure it. Its peaks are those that all runs of the plan share.
-    throughput: Throughput | None
-    profile: Profile | None  #: As above.
-    prediction: Path | None  #: The figure of prediction against truth, if there is one.
-    #: By stage that the plan measures: what each node did meanwhile; empty where that is not known.
+    throughput: Throughput | None = None
+    profile: Profile | None = None  #: As above.
+    prediction: Path | None = None  #: The figure of prediction against truth, if there is one.
+    #: By stage that the plan measures: samples of each node meanwhile; empty where that is not known.
     telemetry: dict[str, list[list[Sample]]] = field(default_factory=dict)
     tuning: Tuning | None = None  #: None if the plan does not tune.
     repeats: list[list[Epoch]] = field(default_factory=list)  #: The same training with other seeds.
@@ -63,23 +83,20 @@ class RunResult:
 
     @property
     def final_loss(self) -> float:
-        """The last validation loss; infinite if it is not a number or there is none."""
+        """Last validation loss; infinite if it is not a number or there is none."""
         loss = self.last.valid_loss if self.last else math.inf
         return loss if math.isfinite(loss) else math.inf
 
     @cached_property
     def best_valid_loss(self) -> float | None:
-        """The least validation loss of any epoch."""
+        """Least validation loss of any epoch."""
         return min((epoch.valid_loss for epoch in self.epochs if math.isfinite(epoch.valid_loss)), default=None)
 
     @cached_property
     def timed(self) -> list[Epoch]:
-        """The epochs trained with the last one's geometry and loader: a resumed run may have changed either."""
-        return [
-            epoch
-            for epoch in self.epochs
-            if epoch.made_with is not None and epoch.made_with == self.epochs[-1].made_with
-        ]
+        """Epochs trained with the last one's geometry and loader: a resumed run may have changed either."""
+        made = self.last.made_with if self.last else None
+        return [epoch for epoch in self.epochs if made is not None and epoch.made_with == made]
 
     @cached_property
     def training_speed(self) -> float | None:
@@ -88,8 +105,13 @@ class RunResult:
         return statistics.median(speeds[1:] or speeds) if speeds else None
 
     @property
+    def training_seconds(self) -> float | None:
+        """Time spent training, validation left out, s; None where geometry or loader changed on the way."""
+        return sum(epoch.epoch_seconds for epoch in self.epochs) if self.timed == self.epochs else None
+
+    @property
     def energy(self) -> Energy | None:
-        """What training used from the start of its process to the end; None if an earlier try did a part of it."""
+        """Energy of training from the start of its process to the end; None if an earlier try did a part of it."""
         whole = self.provenance and self.provenance.resumed_from_step is None
         return energy(self.telemetry.get("train", [])) if whole else None
 
@@ -98,11 +120,9 @@ class RunResult:
         """Joules a training sample, over the epochs that `training_speed` is of, validation left out."""
         nodes, joules, samples = self.telemetry.get("train", []), 0.0, 0.0
         for epoch in self.timed[1:] or self.timed:
-            start = epoch.wall_time - epoch.epoch_seconds
-            used = energy(nodes, start, epoch.wall_time).total
-            if used is None or start < begin(nodes[0]):  # of an earlier try
-                continue
-            joules, samples = joules + used, samples + epoch.samples_per_second * epoch.epoch_seconds
+            used = energy(nodes, epoch.begin, epoch.wall_time).total
+            if used is not None and epoch.begin >= begin(nodes[0]):  # else of an earlier try
+                joules, samples = joules + used, samples + epoch.samples_per_second * epoch.epoch_seconds
         return joules / samples if samples else None
 
     @property
@@ -122,28 +142,42 @@ class RunResult:
         measured = self.throughput.compute if self.throughput else None
         return measured or compute_digest(self.settings)
 
+    def setting(self, path: str, default: Any = None) -> Any:
+        """Return a setting by its dotted path."""
+        return setting(self.settings, path, default)
+
     @property
     def devices(self) -> int:
-        """Devices that compute it: nodes x devices of each."""
-        geometry = self.settings.get("geometry") or {}
-        return int(geometry.get("nodes", 1)) * int(geometry.get("gpus_per_node", 1))
+        return int(self.setting("geometry.nodes", 1)) * int(self.setting("geometry.gpus_per_node", 1))
 
     @property
     def averages(self) -> bool:
         """Whether its devices average their gradients: else it is the twin of such a run, and no training."""
-        return bool((self.settings.get("parallel") or {}).get("sync", True))
-
-    @property
-    def training_seconds(self) -> float | None:
-        """Time spent training, validation left out, s; None where geometry or loader changed on the way."""
-        return sum(epoch.epoch_seconds for epoch in self.epochs) if self.timed == self.epochs else None
+        return bool(self.setting("parallel.sync", True))
 
     @property
     def device(self) -> Device:
-        """What it was measured on, as far as that is known."""
         known = (self.throughput, self.profile, self.provenance, self.tuning)
         devices = [record.device for record in known if record]
         return next((device for device in devices if device.name), Device())
+
+    @property
+    def hours(self) -> str:
+        """Name of hours x devices: hardly anybody counts processors in GPU-hours."""
+        return "GPU-hours" if self.device.kind == "cuda" else "device-hours"
+
+    @property
+    def crowd(self) -> float:
+        """Greatest share of the cores that others kept busy while it was timed: trained, if it was not timed."""
+        return crowd(self.throughput, self.telemetry.get("train", []))
+
+
+def setting(settings: Raw, path: str, default: Any = None) -> Any:
+    """Return a setting by its dotted path; the default where it is not there, or null."""
+    value: Any = settings
+    for key in path.split("."):
+        value = value.get(key) if isinstance(value, dict) else None
+    return default if value is None else value
 
 
 @dataclass(frozen=True, eq=False)
@@ -163,7 +197,6 @@ class PlanResult:
 
     @property
     def repeats(self) -> bool:
-        """Whether a run trains several times, with other seeds."""
         return any(run.repeats for run in self.runs)
 
     @cached_property
@@ -172,12 +205,12 @@ class PlanResult:
 
     @cached_property
     def described(self) -> dict[str, Metric]:
-        """The metrics that the study describes, by name, in its order."""
+        """Metrics that the study describes, by name, in its order."""
         return {metric.name: metric for run in self.runs if run.provenance for metric in run.provenance.metrics}
 
     @cached_property
     def metrics(self) -> dict[str, Metric]:
-        """The metrics of the last epochs by name: those that the study describes, then those with a name only."""
+        """Metrics of the last epochs by name: those that the study describes, then those with a name only."""
         measured = dict.fromkeys(name for run in self.trained for name in run.epochs[-1].metrics)
         described = {name: metric for name, metric in self.described.items() if name in measured}
         return described | {
@@ -186,13 +219,13 @@ class PlanResult:
 
     @cached_property
     def lead(self) -> Metric | None:
-        """The metric that says best how good a run is: the first with a naive answer, or else the first of all."""
+        """Metric that says best how good a run is: the first with a naive answer, or else the first of all."""
         candidates = [metric for metric in self.described.values() if not metric.derived]
         return next((metric for metric in candidates if metric.naive), next(iter(candidates), None))
 
     @property
     def answers(self) -> list[str]:
-        """What the naive answers are: each of several, where a metric is measured by the strongest of them."""
+        """Naive answers: each of several, where a metric is measured by the strongest of them."""
         several = [metric.rival for metric in self.described.values() if metric.rival]
         return several or [metric.answer for metric in self.described.values() if metric.answer]
 
@@ -205,12 +238,11 @@ class PlanResult:
 
     @property
     def judge(self) -> Metric | None:
-        """The metric that runs are ranked by: the leading one. Of one by channels None, which stands for the loss."""
+        """Metric that runs are ranked by: the leading one. Of one by channels None, which stands for the loss."""
         return None if self.lead and self.lead.channel else self.lead
 
     @cached_property
     def best(self) -> RunResult | None:
-        """The trained run that is the best after its last epoch."""
         return next(iter(self.ranked), None)
 
     def _rank(self, run: RunResult) -> tuple[int, int, float]:
@@ -218,7 +250,7 @@ class PlanResult:
         value, better = self.score(run)
         halved = self.record.sweep and self.record.sweep.rungs
         # Not how many epochs were trained: a target may end a training before its rung does.
-        rung = int((run.settings.get("training") or {}).get("stop_after") or 0) if halved else 0
+        rung = int(run.setting("training.stop_after", 0)) if halved else 0
         return (0, -rung, value if better == "lower" else -value) if math.isfinite(value) else (1, 0, 0.0)
 
     def score(self, run: RunResult) -> tuple[float, str]:
@@ -230,21 +262,18 @@ class PlanResult:
         return run.epochs[-1].metrics.get(self.judge.name, math.nan), self.judge.better
 
     def _swept(self, run: RunResult, metric: str) -> tuple[float, str]:
+        if metric not in (*GENERAL_METRICS, *self.metrics):
+            known = [*self.metrics, *GENERAL_METRICS]
+            raise UserError(f"{self.name}: sweep.metric: {unknown('metric', metric, known)}")
         if not math.isfinite(run.final_loss):
             return math.nan, "lower"
         if metric == "samples_per_second":
             return run.speed or math.nan, "higher"
-        if metric == "valid_loss":
-            return run.final_loss, "lower"
-        if metric not in self.metrics:
-            raise UserError(
-                f"{self.name}: sweep.metric: {unknown('metric', metric, [*self.metrics, *GENERAL_METRICS])}"
-            )
-        return run.epochs[-1].metrics.get(metric, math.nan), self.metrics[metric].better
+        described = VALID_LOSS if metric == VALID_LOSS.name else self.metrics[metric]
+        return described.of(run.epochs[-1]), described.better
 
     @property
     def ranked(self) -> list[RunResult]:
-        """The trained runs, the best first."""
         return sorted(self.trained, key=self._rank)
 
     def skill(self, epoch: Epoch) -> float | None:
@@ -256,13 +285,16 @@ class PlanResult:
 
     @cached_property
     def loss(self) -> LossInfo:
-        """What the loss of the trained runs is; only its name if it is not the same for all."""
+        """Loss of the trained runs; only its name if it is not the same for all."""
         losses = {run.provenance.loss if run.provenance else LossInfo() for run in self.trained}
         return losses.pop() if len(losses) == 1 else LossInfo(title="losses of several kinds")
 
     def anchor(self, run: RunResult) -> str:
         """Return the identifier of a run in the page; names have no dots, so it is unique."""
         return f"run.{self.name}.{run.name}"
+
+
+# ---- several runs ------------------------------------------------------------------------------------
 
 
 def by_settings(runs: Sequence[RunResult]) -> list[tuple[str, list[RunResult]]]:
@@ -290,45 +322,143 @@ def slowness(run: RunResult) -> float:
     return -(run.speed or 0.0)
 
 
-def read_plan(path: str | Path, rung: int | None = None, stages: Sequence[str] = RUN_STAGES) -> PlanResult:
+def changes(before: Raw, after: Raw) -> dict[str, tuple[Any, Any]]:
+    """Return the settings that differ by dotted key, labels apart, as they were before and after; None is not there."""
+    old, new = (flat({**settings, "label": None}) for settings in (before, after))
+    return {key: (old.get(key), new.get(key)) for key in {**old, **new} if old.get(key) != new.get(key)}
+
+
+# ---- targets -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Reached:
+    """A run's target, and what it took from the first step to the end of the validation that showed it.
+
+    None where it was not reached, or is not known: time where geometry or loader changed on the way, energy where an
+    earlier try did a part of it. Start-up and the time between two tries do not count.
+    """
+
+    aim: str  #: In words.
+    epoch: Epoch | None  #: The first that reached it.
+    nearest: float | None  #: Best value of the metric in any epoch.
+    seconds: float | None = None  #: Of training and validation.
+    gpu_hours: float | None = None  #: These seconds x devices. A process without a GPU counts as a device, too.
+    joules: float | None = None
+
+
+def asked(run: RunResult) -> tuple[Metric, float] | None:
+    """Return what a run was to reach: a metric and its value; None if it has no target, or the metric is not known."""
+    wanted = run.setting("training.target")
+    described = [VALID_LOSS, *(run.provenance.metrics if run.provenance else ())]
+    metric = next((metric for metric in described if wanted and metric.name == wanted["metric"]), None)
+    return (metric, float(wanted["value"])) if metric else None
+
+
+def reached(run: RunResult) -> Reached | None:
+    """Return what became of a run's target; None if it has none, was not trained, or its metric is not known."""
+    wanted = asked(run)
+    return took(run, *wanted) if wanted and run.epochs else None
+
+
+def took(run: RunResult, metric: Metric, value: float) -> Reached:
+    """Return what a trained run took until a metric was as good as a value."""
+    epoch, best = metric.first(run.epochs, value), metric.best(run.epochs)
+    nearest = metric.of(best) if best else None
+    if epoch is None:
+        return Reached(metric.aim(value), None, nearest)
+    passed = run.epochs[: run.epochs.index(epoch) + 1]
+    seconds = sum(each.epoch_seconds + each.valid_seconds for each in passed) if run.timed == run.epochs else None
+    devices = (run.provenance.devices or run.provenance.processes) if run.provenance else None
+    joules = None
+    if run.energy and epoch.wall_time:
+        joules = energy(run.telemetry.get("train", []), passed[0].begin, epoch.wall_time + epoch.valid_seconds).total
+    hours = seconds * devices / 3600 if seconds is not None and devices else None
+    return Reached(metric.aim(value), epoch, nearest, seconds, hours, joules)
+
+
+# ---- other programs ----------------------------------------------------------------------------------
+
+
+def crowd(throughput: Throughput | None, training: Sequence[Sequence[Sample]]) -> float:
+    """Return the greatest share of the cores that others kept busy while a run was timed: trained, if nothing else.
+
+    0 where it is too little to tell, or, of a training, where cores were left over.
+    """
+    if throughput:
+        return _beside_trials([trials.usage for mode in MODES if (trials := throughput.mode(mode)) and trials.usage])
+    shares = []
+    for samples in training:
+        known = [(s.seconds, s.cpu, s.cpu_others) for s in samples if s.cpu is not None and s.cpu_others is not None]
+        seconds = sum(each for each, _, _ in known)
+        if seconds >= LEAST_SECONDS:
+            used, others = (sum(each[0] * each[column] for each in known) / seconds for column in (1, 2))
+            shares.append(others if others >= LEAST and used >= CROWDED else 0.0)
+    return max(shares, default=0.0)
+
+
+def _beside_trials(usages: Sequence[Usage]) -> float:
+    known = [usage for usage in usages if usage.seconds >= LEAST_SECONDS]
+    if not known:
+        return 0.0
+    busy = sum(others(usage) * usage.seconds for usage in known) / sum(usage.seconds for usage in known)
+    return min(busy / known[0].cores, 1.0) if busy >= max(0.25, LEAST * known[0].cores) else 0.0
+
+
+def others(usage: Usage) -> float:
+    """Return how many of the run's cores other programs kept busy."""
+    return max(0.0, usage.cores_cpu_seconds - usage.cpu_seconds) / usage.seconds
+
+
+def crowded(share: float) -> str:
+    """Return in words that others kept such a share of the cores busy; nothing if it was too little to tell."""
+    return f"other programs kept {percent(share)} of the cores busy" if share else ""
+
+
+# ---- reading -----------------------------------------------------------------------------------------
+
+
+def read_plan(
+    path: str | Path, rung: int | None = None, stages: Sequence[str] = RUN_STAGES, lacking: list[str] | None = None
+) -> PlanResult:
     """Read a plan, `results/plans/PLAN/plan.yaml`, and the results of all its runs.
 
-    Of successive halving a trial's run is that of the last rung that it came to; with `rung` those of this rung are
-    read, and no others. A file that the plan's `measure` promises of these `stages` and that is missing, torn, or lacks
-    a key is a `UserError`.
+    Of successive halving a trial's run is that of the last rung that it came to; with `rung` those of this rung alone
+    are read. Of each run these `stages` are read, where the plan measures them. A run that cannot be read is left out,
+    with a word of why in `lacking`; without such a list that is a `UserError`.
     """
     path = Path(path)
     plan = PlanRecord.checked(read_yaml(path), str(path))
-    root = path.parent.parent
-    furthest = _furthest(plan, path.parent, rung)
-    wanted = [run.model_copy(update={"measure": [s for s in run.measure if s in stages]}) for run in furthest]
-    runs = [_read_run(root / run.plan / run.run, run) for run in wanted]
-    shared = iter(peaks.shared(run.throughput for run in runs if run.throughput))
-    return PlanResult(plan, [replace(run, throughput=next(shared)) if run.throughput else run for run in runs])
-
-
-def read_finished(path: str | Path) -> tuple[list[RunResult], list[str]]:
-    """Read those runs of a plan that have all their results, and say of each other one what it lacks.
-
-    The peaks of a run are its own: other runs may still measure greater ones.
-    """
-    path = Path(path)
-    plan = PlanRecord.checked(read_yaml(path), str(path))
-    runs, lacking = list[RunResult](), list[str]()
+    runs = list[RunResult]()
     try:
-        furthest = _furthest(plan, path.parent, None)
+        furthest = _furthest(plan, path.parent, rung)
     except UserError as error:  # a sweep that has not chosen yet
-        return runs, [f"{path.parent.name}: {error}"]
+        if lacking is None:
+            raise
+        lacking.append(f"{plan.plan}: {error}")
+        furthest = []
     for run in furthest:
         try:
-            runs.append(_read_run(path.parent.parent / run.plan / run.run, run))
+            runs.append(_read(path.parent.parent, run, [stage for stage in run.measure if stage in stages]))
         except UserError as error:
-            lacking.append(f"{path.parent.name}.{run.name}: {error}")
-    return runs, lacking
+            if lacking is None:
+                raise
+            lacking.append(f"{plan.plan}.{run.name}: {error}")
+    return PlanResult(plan, with_shared_peaks(runs))
+
+
+def read_run(folder: Path, stages: Iterable[str] = RECORDS) -> RunResult:
+    """Read one run by its folder, what was measured of it by these stages; its peaks are those that its plan shares."""
+    folder = folder.resolve()
+    measured = [stage for stage in stages if (folder / RECORDS[stage]).exists()]
+    own = RunReference.model_construct(name=folder.name, plan=folder.parent.name, run=folder.name, measure=measured)
+    plan = folder.parent / "plan.yaml"
+    beside = read_plan(plan, stages=["throughput"], lacking=[]).runs if plan.exists() else []
+    others_ = [run for run in beside if run.folder.resolve() != folder]
+    return with_shared_peaks([_read(folder.parent.parent, own, measured), *others_])[0]
 
 
 def _furthest(plan: PlanRecord, folder: Path, rung: int | None) -> list[RunReference]:
-    """Return a plan's runs, as `read_plan` reads them."""
     if not (plan.sweep and plan.sweep.rungs):
         return plan.runs
     runs, there = {run.name: run for run in plan.runs}, {run.name for run in plan.runs}
@@ -338,42 +468,74 @@ def _furthest(plan: PlanRecord, folder: Path, rung: int | None) -> list[RunRefer
     return [run for name, run in runs.items() if rung is None or name in there]
 
 
-def read_throughput(folder: Path) -> Throughput | None:
-    """Read the throughput of one run by its folder, with the peaks that the runs of its plan share, as the page has it.
-
-    None if it was not measured. What others of the plan have not measured yet, or cannot be read, does not count.
-    """
-    own = folder / "throughput.json"
-    if not own.exists():
-        return None
-    measured = [Throughput.read(own)]
-    root = folder.resolve().parent.parent
-    with contextlib.suppress(UserError):
-        plan = root / folder.resolve().parent.name / "plan.yaml"
-        for run in PlanRecord.checked(read_yaml(plan), str(plan)).runs:
-            with contextlib.suppress(UserError):
-                if "throughput" in run.measure:
-                    measured.append(Throughput.read(root / run.plan / run.run / own.name))
-    return peaks.shared(measured)[0]
-
-
-def _read_run(folder: Path, reference: RunReference) -> RunResult:
-    measure = reference.measure
-    # Only what the plan measures: another plan may have put more into the folder, or be about to.
-    train = "train" in measure
+def _read(root: Path, reference: RunReference, measured: Sequence[str]) -> RunResult:
+    """Read these stages' records of a run, and no others: another plan may have put more there, or be about to."""
+    folder, train = root / reference.plan / reference.run, "train" in measured
+    records = {stage: folder / file for stage, file in RECORDS.items() if stage in measured}
     provenance, prediction = folder / "provenance.json", folder / "prediction.png"
     return RunResult(
         name=reference.name,
         label=reference.label or reference.name,
+        folder=folder,
         owner=f"{reference.plan}/{reference.run}",
         settings=read_yaml(folder / "config.yaml"),
         provenance=Provenance.read(provenance) if train and provenance.exists() else None,
-        epochs=read_epochs(folder / "metrics.jsonl") if train else [],
-        folder=folder,
-        throughput=Throughput.read(folder / "throughput.json") if "throughput" in measure else None,
-        profile=Profile.read(folder / "profile/profile.json") if "profile" in measure else None,
+        epochs=read_epochs(records["train"]) if train else [],
+        throughput=Throughput.read(records["throughput"]) if "throughput" in records else None,
+        profile=Profile.read(records["profile"]) if "profile" in records else None,
         prediction=prediction if train and prediction.exists() else None,
-        telemetry={stage: read_nodes(folder / f"telemetry/{stage}.csv") for stage in measure},
-        tuning=Tuning.read(folder / "tune.json") if "tune" in measure else None,
-        repeats=[read_epochs(folder.parent / name / "metrics.jsonl") for name in reference.repeats] if train else [],
+        telemetry={stage: read_nodes(folder / f"telemetry/{stage}.csv") for stage in measured},
+        tuning=Tuning.read(records["tune"]) if "tune" in records else None,
+        repeats=[read_epochs(folder.parent / name / RECORDS["train"]) for name in reference.repeats] if train else [],
     )
+
+
+# ---- peaks -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Roof:
+    """Bounds of a computation in one format on one device."""
+
+    device: Device
+    nranks: int  #: Ranks that share it: those of a CPU share its memory, while each GPU has its own.
+    dtype: str
+    flops: float  #: FLOP/s of a matrix product.
+    bytes_per_second: float  #: Of a copy.
+
+
+def roofs(measured: Iterable[Throughput]) -> list[Roof]:
+    """Return the roofs of all devices and formats, in the order in which they first come.
+
+    Each run measures its peaks at a moment of its own, and on a machine that is not quiet they differ by a multiple. A
+    device can reach again what it reached once, in copies for any format: the greatest counts, or shares (MFU, MBU) of
+    two runs would contradict their speeds.
+    """
+    found = [(*_place(each), each.peaks) for each in measured if each.peaks]
+    products = dict.fromkeys((device, nranks, peaks.dtype) for device, nranks, peaks in found)
+    return [
+        Roof(
+            *(device, nranks, dtype),
+            max(peaks.flops for *at, peaks in found if (*at, peaks.dtype) == (device, nranks, dtype)),
+            max(peaks.bytes_per_second for *at, peaks in found if at == [device, nranks]),
+        )
+        for device, nranks, dtype in products
+    ]
+
+
+def with_shared_peaks(runs: Sequence[RunResult]) -> list[RunResult]:
+    """Return the runs of a plan, each with the peaks that they all share."""
+    found = {(roof.device, roof.nranks, roof.dtype): roof for roof in roofs(r.throughput for r in runs if r.throughput)}
+    shared = []
+    for run in runs:
+        own = run.throughput
+        if own and own.peaks:
+            roof = found[*_place(own), own.peaks.dtype]
+            peaks = own.peaks.model_copy(update={"flops": roof.flops, "bytes_per_second": roof.bytes_per_second})
+            run = replace(run, throughput=own.model_copy(update={"peaks": peaks}))
+        shared.append(run)
+    return shared
+
+
+def _place(measured: Throughput) -> tuple[Device, int]:
+    return measured.device, 1 if measured.device.kind == "cuda" else measured.nranks

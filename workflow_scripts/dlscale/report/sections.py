@@ -1,4 +1,4 @@
-"""A plan's section of the page: curves, throughput, tables, predictions, provenance."""
+"""What the page shows of a plan: its card, and its sections, each by a function that returns None if it is hidden."""
 
 from __future__ import annotations
 
@@ -6,109 +6,73 @@ import base64
 import itertools
 import math
 import os
-import statistics
+import struct
 from collections.abc import Callable, Iterable, Sequence
-from datetime import datetime
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import yaml
 
 from dlscale.core import text
-from dlscale.core.metrics import Epoch, Metric
+from dlscale.core.errors import UserError
+from dlscale.core.metrics import Metric
 from dlscale.core.stages import RUN_STAGES
-from dlscale.core.telemetry import Sample, begin
-from dlscale.measure.profilers.records import Profile
-from dlscale.parallel.records import Links
-from dlscale.report import (
-    compare_profiles,
-    convergence,
-    efficiency,
-    figures,
-    glance,
-    parallelism,
-    parts,
-    peaks,
-    published,
-    scaling,
-    sweep,
-    target,
-    verdict,
-)
-from dlscale.report import references as beside
-from dlscale.report.collect import summary_csv
-from dlscale.report.diagnosis import bound
-from dlscale.report.disturbance import disturbance
-from dlscale.report.drawing import MARKERS, picture
-from dlscale.report.glance import View
-from dlscale.report.references import Reference
-from dlscale.report.results import PlanResult, RunResult, first_and_least, slowness
-from dlscale.report.rungs import gain
-from dlscale.report.series import KINDS
+from dlscale.measure.records import MODES
+from dlscale.report import curves, glance, machine, profiles, published, questions, scaling, trials
+from dlscale.report.blocks import Cell, Entry, Section, Table, View, cell, entry, joules, some, table
+from dlscale.report.collect import Row, rows_of, summary_csv
+from dlscale.report.curves import LINES, Reference
+from dlscale.report.diagnosis import bound, disturbance, gain
+from dlscale.report.figures import MODE_COLOURS, MUTED, Bar, Line, bars, lines, run_line
+from dlscale.report.results import PlanResult, RunResult, changes, first_and_least, roofs, slowness
 from dlscale.report.speedup import SpeedUps
-from dlscale.report.tables import channel_tables, runs_table
-from dlscale.report.tuning import tunings
+from dlscale.report.verdict import of
 
-#: What keeps a report of hundreds of runs readable: how many of them each part shows.
-LINES = len(MARKERS)
+#: How many runs each part of the page shows: a report of hundreds stays readable.
 BARS = 8
 CHANNEL_ROWS = 40
-TOP = 10
-
-#: What the page shows of the question that a kind of plan asks.
-QUESTIONS: dict[str, Callable[[PlanResult], View | None]] = {
-    **dict.fromkeys(KINDS, scaling.view),
-    "convergence": convergence.view,
-    "parallelism": parallelism.view,
-}
 
 
-def plan_view(
-    plan: PlanResult,
-    datasets: Sequence[str],
-    plans: set[str],
-    pictures: int,
-    page: Path,
-    references: Sequence[Reference] = (),
-    call: str = "snakemake",
-) -> View:
-    """Return what the page, which has these datasets and plans, shows of a plan: at most so many `pictures`.
+@dataclass(frozen=True)
+class Page:
+    """The page that plans are shown in."""
 
-    `page` is the page's folder: links to traces lead from there. `call` are words that call the workflow.
-    """
+    folder: Path = Path()  #: That links to files lead from.
+    plans: frozenset[str] = frozenset()
+    datasets: frozenset[str] = frozenset()
+    pictures: int = 3  #: Predictions of a plan, at most.
+    references: Sequence[Reference] = ()
+    call: str = "snakemake"  #: Words of a shell that call the workflow.
+
+
+def plan_view(plan: PlanResult, page: Page) -> View:
+    """Return what the page shows of a plan."""
     used = dict.fromkeys(str(run.settings.get("dataset")) for run in plan.runs)
+    lacking: dict[str, list[str]] = {}
+    for run, what in plan.record.left_out.items():
+        lacking.setdefault(what, []).append(run)
     return {
         "name": plan.name,
         "title": plan.title,
         "study": plan.record.study,
         "kind": plan.record.kind,
         "runs": len(plan.runs),
-        "left_out": _left_out(plan),
+        "left_out": lacking,
         "omitted": len(plan.record.left_out),
-        "disturbance": disturbance(plan.runs, call),
-        "datasets": [{"name": name, "linked": name in datasets} for name in used],
+        "disturbance": disturbance(plan.runs, page.call),
+        "datasets": [{"name": name, "linked": name in page.datasets} for name in used],
         "devices": devices(plan.runs),
         "speed": glance.speed(plan),
         "bound": glance.fastest_bound(plan),
         "quality": glance.quality(plan),
-        "targets": target.glance(plan),
+        "targets": glance.targets(plan),
         "scales": scaling.glance(plan),
+        "tuned": trials.verdicts(plan),
+        "swept": trials.best(plan),
         "loss": plan.loss,
         "published": published.summary(plan.record.published, plan.described),
-        "curves": _curves(plan),
-        "references": beside.view(plan, _least_loss(plan, LINES), _followed(plan), references),
-        "throughput": _throughput(plan),
-        "profiles": _profiles(plan, page),
-        "watched": _watched(plan),
-        "efficiency": efficiency.view(plan),
-        "tunings": tunings(plan),
-        "sweep": sweep.view(plan),
-        "question": QUESTIONS[plan.record.kind](plan) if plan.record.kind in QUESTIONS else None,
-        "table": runs_table(plan),
-        "csv": base64.b64encode(summary_csv(plan).encode()).decode(),
-        "channels": channel_tables(plan, _least_loss(plan, CHANNEL_ROWS)),
-        "predictions": _predictions(plan, pictures),
-        "provenance": [_provenance(plan, run, plans, page) for run in plan.runs],
+        "sections": [section for make in SECTIONS if (section := make(plan, page))],
     }
 
 
@@ -125,339 +89,351 @@ def _least_loss(plan: PlanResult, limit: int) -> list[RunResult]:
     return first_and_least(plan.trained, limit, lambda run: run.final_loss)
 
 
-def _curves(plan: PlanResult) -> View | None:
-    runs = _least_loss(plan, LINES)
-    if not runs:
-        return None
-    label = plan.loss.label
-    small = []
-    if any(plan.skill(run.epochs[-1]) is not None for run in runs):
-        drawing = figures.skill(f"{plan.name}-skill", runs, plan.skill)
-        small.append((drawing, "Skill on the validation data; 1 is perfect."))
-    small.append((figures.learning_rate(f"{plan.name}-rate", runs), "Learning rate at the end of each epoch."))
-    return {
-        "large": [
-            (figures.loss(f"{plan.name}-epoch", runs, "epoch", label), "Loss over epochs: what each pass teaches."),
-            (figures.loss(f"{plan.name}-time", runs, "time", label), "Loss over training time: what waiting buys."),
-        ],
-        "small": small,
-        "metric": _metric_curves(plan, runs),
-        "legend": [(run.label, style, MARKERS[style][1]) for style, run in enumerate(runs)],
-        "of": len(plan.trained),
-        "seeds": plan.repeats,
-    }
+# ---- throughput --------------------------------------------------------------------------------------
 
 
-def _followed(plan: PlanResult) -> Metric | None:
-    """Return the metric that is drawn: one that was published, else the leading one; None if it is the loss itself."""
-    wanted = [figure.metric for figure in plan.record.published if figure.metric in plan.metrics]
-    metric = plan.metrics[wanted[0]] if wanted else plan.lead
-    if metric is None or not plan.trained:
-        return None
-    values = [(e.metrics.get(metric.name, math.nan), e.valid_loss) for run in plan.trained for e in run.epochs]
-    return None if all(math.isclose(*both, rel_tol=1e-5) for both in values) else metric
-
-
-def _metric_curves(plan: PlanResult, runs: Sequence[RunResult]) -> list[tuple[str, str]]:
-    """Return the figures of that metric over steps, epochs and time, beside the values published of the plan's runs."""
-    metric = _followed(plan)
-    if metric is None:
-        return []
-    mine = {f"{plan.name}.{run.name}" for run in plan.runs}
-    levels = {
-        figure.value: f"published: {published.shown(figure)}"
-        for figure in plan.record.published
-        if figure.metric == metric.name and figure.value is not None and mine.intersection(figure.runs)
-    }
-    texts: dict[Literal["step", "epoch", "time"], str] = {
-        "epoch": f"{metric.full_title} on the validation data; {metric.better} is better.",
-        "step": "The same over optimiser steps.",
-        "time": "The same over training time.",
-    }
-
-    def value(epoch: Epoch) -> float | None:
-        return epoch.metrics.get(metric.name)
-
-    return [
-        (figures.metric(f"{plan.name}-metric-{over}", runs, value, over, metric.label, list(levels.items())), said)
-        for over, said in texts.items()
-    ]
-
-
-def _left_out(plan: PlanResult) -> list[tuple[str, list[str]]]:
-    """Return what the machine lacks, each with the runs that need it."""
-    found: dict[str, list[str]] = {}
-    for run, lacking in plan.record.left_out.items():
-        found.setdefault(lacking, []).append(run)
-    return list(found.items())
-
-
-def _throughput(plan: PlanResult) -> View | None:
+def throughput(plan: PlanResult, page: Page) -> Section | None:
+    """Return the rates of each run, the roofline, and what bounds each."""
     measured = [run for run in plan.runs if run.throughput]
     if not measured:
         return None
-    shown = first_and_least(measured, BARS, slowness)
+    shown, speeds = first_and_least(measured, BARS, slowness), SpeedUps(plan.runs)
     rungs = plan.runs if plan.record.kind == "ladder" else []
-    speeds = SpeedUps(plan.runs)
     gains = {run: gain(before, run, speeds.over(run, before)) for before, run in itertools.pairwise(rungs)}
-    return {
-        "svg": figures.throughput(f"{plan.name}-throughput", shown),
-        "roofline": _roofline(plan, measured),
-        "bounds": [
-            {
-                "run": run.label,
-                "id": plan.anchor(run),
-                "gain": gains.get(run),
-                "bound": bound(run.throughput),
-                "verdict": verdict.of(run),
-            }
-            for run in shown
-        ],
-        "of": len(measured),
-    }
+    words = "Samples per second of each run: mean over the trials, whiskers one standard deviation."
+    points, roof = _roofline(plan, measured)
+    verdicts = [
+        {"run": each.label, "id": plan.anchor(each), "gain": gains.get(each), "bound": bound(each.throughput)}
+        | {"verdict": of(each)}
+        for each in shown
+    ]
+    rest = "the first and the fastest. The table has all."
+    return Section(
+        "Throughput",
+        legend=points,
+        plots=[(rates(f"{plan.name}-throughput", shown), words), *roof],
+        notes=some(len(shown), len(measured), "runs", rest),
+        form="throughput",
+        own=verdicts,
+        few=True,
+    )
 
 
-def _roofline(plan: PlanResult, measured: Sequence[RunResult]) -> View | None:
-    """Return the runs under their devices' roofs; None if FLOPs or peaks are not known."""
-    points: list[figures.Point] = []
-    drawn = []
-    for run in measured:
-        found = run.throughput
-        if found and found.work and found.work.bytes and found.peaks and found.synthetic and len(points) < LINES:
-            reached = found.synthetic.mean * found.work.flops / found.nranks
-            # What a compiler spares of the bytes nobody counts.
-            points.append((run.label, found.work.flops / found.work.bytes, reached, found.compile is not None))
-            drawn.append(found)
-    if not points:
-        return None
-    roofs = peaks.roofs(drawn)
-    return {
-        "svg": figures.roofline(f"{plan.name}-roofline", points, _roofs(roofs)),
-        "legend": [(label, style, MARKERS[style][1], compiled) for style, (label, _, _, compiled) in enumerate(points)],
-        "compiled": any(compiled for _, _, _, compiled in points),
-    }
+def rates(name: str, runs: Sequence[RunResult]) -> str:
+    """Draw IO, SYNTHETIC and FULL of each run as bars, with the standard deviation over the trials."""
+    groups = []
+    for run in runs:
+        known = [(mode, each) for mode in MODES if (each := run.trials(mode))]
+        drawn = [Bar([(t.mean, MODE_COLOURS[mode])], text.number(t.mean), mode, t.std) for mode, t in known]
+        groups.append((run.label, drawn))
+    return bars(name, groups, "throughput (samples/s)")
 
 
-def _roofs(roofs: Sequence[peaks.Roof]) -> list[tuple[str, float, float]]:
-    """Return each roof with a name; of the device it says what tells it from the others."""
-    devices = {(roof.device, roof.nranks) for roof in roofs}
-    names = {device.name for device, _ in devices}
-    threads = {device.threads for device, _ in devices}
-    ranks = {nranks for _, nranks in devices}
+def _roofline(plan: PlanResult, measured: Sequence[RunResult]) -> tuple[list[Entry], list[tuple[str, str]]]:
+    """Return the runs under their devices' roofs (Williams et al. 2009, doi:10.1145/1498765.1498785), and its legend.
 
-    def name(roof: peaks.Roof) -> str:
-        words = [roof.dtype]
-        if len(names) > 1:
-            words.append(roof.device.name)
-        if len(threads) > 1 and roof.device.threads:
-            words.append(text.many(roof.device.threads, "thread"))
-        if len(ranks) > 1:
-            words.append(text.many(roof.nranks, "rank"))
-        return ", ".join(words)
-
-    return [(name(roof), roof.flops, roof.bytes_per_second) for roof in roofs]
-
-
-def _profiles(plan: PlanResult, page: Path) -> View | None:
-    """Return where the time of a step goes, run by run, and what the profilers left; None if nothing tells."""
-    profiled = [(run, run.profile) for run in plan.runs if run.profile]
-    bars = [bar for run in first_and_least(plan.runs, BARS, slowness) if (bar := parts.bar(run))]
-    if not bars:
-        return None
-    # Steps of different batches are no before and after: then all bars are those of a sample.
-    sample = len({bar.samples for bar in bars}) > 1 and all(bar.samples for bar in bars)
-    return {
-        "svg": figures.timeline(f"{plan.name}-timeline", bars, sample),
-        "about": _about(sample, bars),
-        "parts": [
-            (part, PART_NAMES[part]) for part in figures.PARTS if any(bar.parts.get(part, 0.0) > 0 for bar in bars)
-        ],
-        "runs": [
-            _profile(plan, run, profile, page, before)
-            for before, (run, profile) in zip([None, *(run for run, _ in profiled)], profiled, strict=False)
-        ],
-    }
-
-
-def _about(sample: bool, bars: Sequence[figures.Bar]) -> str:
-    """Say what the bars of the timeline are."""
-    said = [f"A step{' over the samples of its batch' * sample}, part by part, while the profiler named was at work."]
-    if any(bar.full for bar in bars):
-        said.append("The upright line and the number are FULL: other steps, at another moment, with no profiler.")
-    else:
-        said.append("The number is such a step; without a profiler it may be shorter.")
-    if any("unexplained" in bar.parts for bar in bars):
-        said.append(
-            "Of a run that was not profiled the bar is FULL, too: computing takes SYNTHETIC's time, waiting for data "
-            "at most IO's, and nothing shows where the rest goes."
+    Nothing where FLOPs or peaks are not known.
+    """
+    drawn = [
+        (run, each)
+        for run in measured
+        if (each := run.throughput) and each.work and each.work.bytes and each.peaks and each.synthetic
+    ][:LINES]
+    if not drawn:
+        return [], []
+    points, legend = [], []
+    for style, (run, each) in enumerate(drawn):
+        assert each.work and each.work.bytes and each.synthetic
+        intensity, reached = each.work.flops / each.work.bytes, each.synthetic.mean * each.work.flops / each.nranks
+        # What a compiler spares of the bytes nobody counts.
+        compiled = each.compile is not None
+        points.append(run_line(style, [(intensity, reached / 1e9)], dashes="none", size=8.0, hollow=compiled))
+        legend.append(entry(style, run.label, "bytes of a step that is not compiled" * compiled))
+    found = roofs(each for _, each in drawn)
+    bends = [roof.flops / roof.bytes_per_second for roof in found]
+    places = [*bends, *(place for line in points for place, _ in line.points)]
+    least, most = min(places) / 4, max(places) * 8
+    for number_, (roof, bend) in enumerate(zip(found, bends, strict=True)):
+        edge = [(least, roof.bytes_per_second * least), (bend, roof.flops), (most, roof.flops)]
+        dashes = curves.DASHES[number_ % len(curves.DASHES)] if len(found) > 1 else ""
+        points.append(Line([(x, y / 1e9) for x, y in edge], MUTED, dashes=dashes, width=1.4))
+        name = f"{roof.dtype}, {', '.join(_of(roof.device, roof.nranks))}"
+        limit = f"{text.number(roof.flops / 1e9)} GFLOP/s, copy: {text.number(roof.bytes_per_second / 1e9)} GB/s"
+        legend.append(Entry(f"{name}: {limit}", MUTED, dashes=dashes))
+    axes = "FLOPs a byte that the operators read or write", "GFLOP/s of a device"
+    drawing = lines(f"{plan.name}-roofline", points, *axes, x="log", y="log", height=3.0)
+    words = (
+        "Roofline: what a device reaches when it computes alone, under the most that a matrix product and a copy "
+        "reached there in any run of the plan. To the left of the bend memory bounds it, to the right arithmetic."
+    )
+    if any(line.hollow for line in points):
+        words += (
+            " A hollow point is of a compiled run, but its bytes are those of a step that is not compiled: it lies "
+            "further to the right, nobody knows how far."
         )
-    return " ".join(said)
+    return legend, [(drawing, words)]
 
 
-#: What the parts of a step's time are called.
-PART_NAMES = {
-    "data": "waiting for data",
-    "copy": "copy to the device",
-    "forward": "forward",
-    "backward": "backward",
-    "optimizer": "optimiser",
-    "compute": "computing",
-    "other": "the rest",
-    "unexplained": "not explained",
-}
+def _of(device: Any, ranks: int) -> list[str]:
+    threads = [text.many(device.threads, "thread")] if device.kind == "cpu" and device.threads else []
+    return [device.name or device.kind, *threads, *([text.many(ranks, "rank")] if ranks > 1 else [])]
 
 
-def _profile(plan: PlanResult, run: RunResult, profile: Profile, page: Path, before: RunResult | None) -> View:
-    """Return a run's profile, and what changed since the one `before` it."""
-    folder = Path(os.path.relpath(run.folder / "profile", page))
-    tools = []
-    for tool in profile.tools:
-        files = [(title, (folder / name).as_posix()) for title, name in tool.files.items()]
-        tools.append({"tool": tool, "files": files})
-    top = [entry for entry in profile.top if entry.kind in ("kernel", "operator")][:TOP] or profile.top[:TOP]
-    return {
-        "id": plan.anchor(run),
-        "label": run.label,
-        "tools": tools,
-        "top": top,
-        "memory": profile.memory,
-        "exchanged": _exchanged(profile),
-        "cpu": profile.device.kind == "cpu",
-        "summary": (folder / "profile_summary.csv").as_posix(),
-        "before": before.label if before else None,
-        "changes": _changes(before, run) if before else [],
-    }
+# ---- tables ------------------------------------------------------------------------------------------
+
+#: Makes a cell from a run and its row of `summary.csv`.
+Make = Callable[[RunResult, Row], Cell]
 
 
-def _exchanged(profile: Profile) -> list[str]:
-    """Say what a rank exchanges in a step, kind by kind, beside what the formula says."""
-    if not (found := profile.exchanged):
-        return []
-    counted, expected = ({kind: text.size(n) for kind, n in each.items()} for each in (found.counted, found.formula))
+def all_runs(plan: PlanResult, page: Page) -> Section:
+    """Return the table of all runs, and its CSV file."""
+    csv = base64.b64encode(summary_csv(plan).encode()).decode()
+    return Section("All runs", tables=[runs_table(plan)], form="download", own={"plan": plan.name, "csv": csv})
+
+
+def runs_table(plan: PlanResult) -> Table:
+    """Return the table of all runs; columns that no run fills are left out."""
+    ladder, order = plan.record.kind == "ladder", {run: index for index, run in enumerate(plan.runs)}
+    speeds, before = SpeedUps(plan.runs), dict(zip(plan.runs[1:], plan.runs, strict=False))
+
+    def changed(run: RunResult, row: Row) -> Cell:
+        """Name what it changes: in a ladder from the run before, else from the first."""
+        other = before.get(run, run) if ladder else plan.runs[0]
+        named = [f"{key}: {new}" for key, (_, new) in changes(other.settings, run.settings).items() if new is not None]
+        return cell(", ".join(named[:4]) + " …" * (len(named) > 4))
+
+    def column(name: str, shown: Callable[[Any], str] = text.number, note: Callable[..., str] = _spread) -> Make:
+        return lambda run, row: cell(row.get(name), shown, note(run, row, name))
+
+    def over(other: Callable[[RunResult], RunResult | None]) -> Make:
+        def make(run: RunResult, row: Row) -> Cell:
+            found = speeds.over(run, against) if (against := other(run)) else None
+            return cell(found and found.ratio, _times, found.around if found and found.error else "")
+
+        return make
+
+    def known(run: RunResult, row: Row, name: str) -> str:
+        figure = published.final(plan.record.published, plan.name, run.name, name)
+        said = f"published: {published.last(figure)}, {figure.source}" if figure else ""
+        return "; ".join(filter(None, [_spread(run, row, name), said]))
+
+    scalars = [metric for metric in plan.metrics.values() if not metric.channel and not metric.derived]
+    columns: list[tuple[str, str, Make]] = [
+        ("Run", "run", lambda run, row: Cell(run.label, order[run], link=plan.anchor(run))),
+        ("Run", "what it changes", changed),
+        ("Run", "batch size", lambda run, row: cell(run.settings.get("batch_size"), text.count)),
+        ("Throughput (samples/s)", "training", column("train_samples_per_second")),
+        *(("Throughput (samples/s)", mode, column(f"{mode.lower()}_samples_per_second")) for mode in MODES),
+        ("Verdict", "speed-up", over(lambda run: plan.runs[0])),
+        ("Verdict", "over the rung before", over(lambda run: before.get(run) if ladder else None)),
+        ("Verdict", "MFU", column("mfu", text.percent)),
+        ("Verdict", "MBU", column("mbu", text.percent, _of_bytes)),
+        ("Verdict", "published, full size", column("published_samples_per_second", note=_of_published)),
+        ("Verdict", "bound by", lambda run, row: cell(each.what if (each := bound(run.throughput)) else None)),
+        (
+            "Verdict",
+            "peak memory",
+            lambda run, row: cell(run.throughput and run.throughput.peak_memory_bytes, text.size),
+        ),
+        ("Training", "parameters", column("parameters", text.count)),
+        ("Training", "epochs", column("epochs", text.count)),
+        ("Training", "samples", column("samples", text.count)),
+        ("Training", "time", lambda run, row: cell(run.last and run.training_seconds, text.duration)),
+        ("Training", "training loss", column("train_loss", note=known)),
+        ("Training", "validation loss", column("valid_loss", note=known)),
+        ("Training", "best validation loss", column("best_valid_loss")),
+        ("Training", "best epoch", column("best_epoch", text.count, lambda run, row, name: _of_best(row))),
+        *(
+            ("Training", each.title + " (higher is better)" * (each.better == "higher"), column(each.name))
+            for each in scalars
+        ),
+        ("Training", "mean skill", lambda run, row: cell(plan.skill(run.last) if run.last else None)),
+        ("Target", "epochs to it", _reached),
+        ("Target", "samples", column("target_samples", text.count)),
+        ("Target", "time", column("target_seconds", text.duration)),
+        ("Target", plan.runs[0].hours, column("target_gpu_hours")),
+        ("Target", "energy", column("target_energy_joules", joules)),
+    ]
+    rows: list[tuple[RunResult, Row]] = list(zip(plan.runs, rows_of(plan), strict=True))
+    return table(
+        [(group, heading, [make(run, row) for run, row in rows]) for group, heading, make in columns],
+        "Losses and metrics are those of the last epoch. Times leave validation out, but for that to the target. ± is "
+        "one standard deviation over the trials. Click a heading to sort.",
+        f"All runs of {plan.title}",
+    )
+
+
+def _spread(run: RunResult, row: Row, name: str) -> str:
+    spread = row.get(f"{name}_std")
+    return "" if spread is None else f"± {text.number(spread, 2)}"
+
+
+def _times(ratio: float) -> str:
+    return f"{text.number(ratio)}×"
+
+
+def _of_bytes(run: RunResult, row: Row, name: str) -> str:
+    return "bytes of a step that is not compiled" if run.throughput and run.throughput.compile is not None else ""
+
+
+def _of_published(run: RunResult, row: Row, name: str) -> str:
+    faster = row["published_speed_up"]
+    words = [str(row[f"published_{key}"]) for key in ("as", "hardware", "source")]
+    return ", ".join([*([_times(faster)] if faster not in (None, 1) else []), *words])
+
+
+def _of_best(row: Row) -> str:
+    return f"{row['best_metric']} {text.number(row['best_value'])}"
+
+
+def _reached(run: RunResult, row: Row) -> Cell:
+    if row["target_reached"] == "no":
+        return Cell("not reached", note=row["target"])
+    return cell(row["target_epoch"], text.count, str(row["target"]))
+
+
+def channels(plan: PlanResult, page: Page) -> Section | None:
+    """Return a table for each kind of metric that is given by channel; naive answers and skills beside the errors."""
+    naive = {metric.naive for metric in plan.metrics.values()}
+    kinds: dict[str, list[Metric]] = {}
+    rivals: dict[str, list[Metric]] = {}
+    for metric in plan.metrics.values():
+        if metric.channel and metric.rival:
+            rivals.setdefault(metric.rival, []).append(metric)
+        elif metric.channel and metric.name not in naive and not metric.derived:
+            kinds.setdefault(metric.kind, []).append(metric)
+    shown = _least_loss(plan, CHANNEL_ROWS)
+    tables = [_channel_table(plan, shown, metrics, rivals) for metrics in kinds.values()]
+    return Section("Errors by channel", tables=tables) if tables else None
+
+
+def _channel_table(
+    plan: PlanResult, shown: Sequence[RunResult], metrics: Sequence[Metric], rivals: dict[str, list[Metric]]
+) -> Table:
+    first, last = metrics[0], [run.epochs[-1].metrics for run in shown]
+    answers = [_shared(last, [metric.naive for metric in metrics])]
+    names = [first.answer if rivals else f"naive answer: {first.answer}"]
+    if any(value is not None for value in answers[0]):
+        answers += [_shared(last, [metric.name for metric in each]) for each in rivals.values()]
+        names += [f"naive answer: {called}" for called in rivals]
+    else:
+        answers, names = [], []
+    labels = [cell(name, note="") for name in names] + [Cell(run.label, n) for n, run in enumerate(shown)]
+    columns = [("", "run", labels)]
+    for place, metric in enumerate(metrics):
+        skills = [metric.skill(values) for values in last]
+        notes = ["" if skill is None else f"skill {text.number(skill, 2)}" for skill in skills]
+        errors = [cell(values.get(metric.name), note=note) for values, note in zip(last, notes, strict=True)]
+        heading = f"{metric.channel} {text.unit(metric.unit)}".strip()
+        columns.append(("", heading, [cell(answer[place]) for answer in answers] + errors))
+    rest = "the first, and those with the least validation loss. The CSV file has all."
+    skill = f" Skill is 1 − error / error of {first.answer}." if first.naive and first.better == "lower" else ""
+    return table(
+        columns,
+        f"{first.title} on the validation data after the last epoch.{skill}",
+        f"{first.title} by channel, {plan.title}",
+        sortable=False,
+        note="".join(some(len(shown), len(plan.trained), "runs", rest)),
+        title=first.title,
+        meaning=first.meaning,
+    )
+
+
+def _shared(last: Sequence[dict[str, float]], names: Sequence[str | None]) -> list[float | None]:
+    """Return the value of each metric that all runs share, as a naive answer's error on the same data is; else None."""
+    columns = [[values.get(name or "") for values in last] for name in names]
     return [
-        f"{kind.replace('_', '-')} {counted.get(kind, 'none')} (by formula {expected.get(kind, 'none')})"
-        for kind in sorted({**counted, **expected})
+        column[0]
+        if all(value is not None and math.isclose(value, column[0] or 0.0, rel_tol=1e-4) for value in column)
+        else None
+        for column in columns
     ]
 
 
-def _changes(before: RunResult, run: RunResult) -> list[compare_profiles.Change]:
-    """Return what got faster and slower between two profiles and is more than their noise, the greatest first."""
-    one, other = (compare_profiles.read(each.folder) for each in (before, run))
-    changes = [change for change in compare_profiles.compare(one, other) if change.certain]
-    first = next(iter(changes)).tool if changes else ""  # two profilers would tell the same twice
-    changes = [change for change in changes if change.tool == first]
-    faster, slower = compare_profiles.extremes(changes, TOP // 2)
-    return [*faster, *slower]
+# ---- predictions, provenance -------------------------------------------------------------------------
 
 
-def _watched(plan: PlanResult) -> View | None:
-    """Return what the machine did while runs trained (or were measured, if they were not); None if nobody watched."""
-    watched = []
-    for run in first_and_least([run for run in plan.runs if any(run.telemetry.values())], BARS, slowness):
-        stage = next(stage for stage, nodes in run.telemetry.items() if nodes)
-        samples = run.telemetry[stage][0]
-        if series := _series(samples):
-            name = f"{plan.name}-{run.name}-watched"
-            watched.append({"label": run.label, "stage": stage, "svg": figures.strips(name, series)})
-    return {"runs": watched} if watched else None
-
-
-def _series(samples: Sequence[Sample]) -> list[figures.Strip]:
-    """Return the strips of a node: what is known, in units that read well."""
-    if not samples:
-        return []
-    start, cores, gib = begin(samples), samples[0].cores, 2**30
-    wanted: list[tuple[str, Callable[[Sample], float | None], float | None]] = [
-        ("processors: the run (cores)", lambda s: None if s.cpu_run is None else s.cpu_run * s.cores, cores),
-        ("processors: others (cores)", lambda s: None if s.cpu_others is None else s.cpu_others * s.cores, cores),
-        ("memory of the run (GiB)", lambda s: None if s.rss_bytes is None else s.rss_bytes / gib, None),
-        ("reading, system calls (MB/s)", lambda s: _scaled(s.read_bytes_per_second, 1e-6), None),
-        ("reading, system calls (thousand/s)", lambda s: _scaled(s.reads_per_second, 1e-3), None),
-        ("reading, from disks (MB/s)", lambda s: _scaled(s.disk_read_bytes_per_second, 1e-6), None),
-        ("GPUs, mean (% of time with a kernel)", lambda s: _scaled(_gpu(s, "utilization"), 100), 100),
-        ("GPUs, sum (W)", lambda s: _scaled(_gpu(s, "watts"), len(s.gpus)), None),
-        ("GPUs, mean memory (GiB)", lambda s: _scaled(_gpu(s, "memory_bytes"), 1 / gib), None),
-    ]
-    strips: list[figures.Strip] = []
-    for label, value, top in wanted:
-        points = [(sample.time - start, y) for sample in samples if (y := value(sample)) is not None]
-        if points and (top or any(y > 0 for _, y in points)):
-            strips.append((label, [x for x, _ in points], [y for _, y in points], top))
-    return strips
-
-
-def _scaled(value: float | None, factor: float) -> float | None:
-    return None if value is None else value * factor
-
-
-def _gpu(sample: Sample, column: str) -> float | None:
-    values = [getattr(gpu, column) for gpu in sample.gpus if getattr(gpu, column) is not None]
-    return statistics.fmean(values) if values else None
-
-
-def _predictions(plan: PlanResult, limit: int) -> View | None:
+def predictions(plan: PlanResult, page: Page) -> Section | None:
     """Return the figures of prediction against truth, that of the best run first."""
     drawn = [(run, run.prediction) for run in plan.trained if run.prediction]
     if not drawn:
         return None
     drawn.sort(key=lambda pair: pair[0] is not plan.best)
-    pictures = [{"label": run.label, "best": run is plan.best, **picture(path)} for run, path in drawn[:limit]]
-    judge = sweep.title(plan) if plan.record.sweep else plan.judge and plan.judge.title
-    best = f"the best {judge}" if judge else "the least validation loss"
-    return {"pictures": pictures, "of": len(drawn), "best": best}
+    judge = trials.title(plan) if plan.record.sweep else plan.judge and plan.judge.title
+    best = f", the run with {f'the best {judge}' if judge else 'the least validation loss'}" * (len(plan.runs) > 1)
+    shown = [{"label": run.label, "best": best * (run is plan.best), **picture(p)} for run, p in drawn[: page.pictures]]
+    rest = "the others are prediction.png in their runs' folders."
+    notes = some(len(shown), len(drawn), "figures", rest)
+    return Section("Predictions", form="predictions", own=shown, notes=notes)
 
 
-def _provenance(plan: PlanResult, run: RunResult, plans: set[str], page: Path) -> View:
-    """Return what a run was made with: whatever its stages recorded, the best known first."""
+def picture(path: Path) -> View:
+    """Return a PNG file's `width` and `height` in pixels and its content, `data`, in base 64.
+
+    A `UserError` is raised for a file that is missing, or not a whole PNG file.
+    """
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file; run the stage that writes it first") from None
+    if content[:8] != b"\x89PNG\r\n\x1a\n" or content[-8:-4] != b"IEND":
+        raise UserError(f"{path}: not a whole PNG file; delete it and run its stage again")
+    width, height = struct.unpack(">II", content[16:24])
+    return {"width": width, "height": height, "data": base64.b64encode(content).decode()}
+
+
+def provenance(plan: PlanResult, page: Page) -> Section:
+    """Return what each run was made with."""
+    return Section("Provenance", form="provenance", own=[_made(plan, run, page) for run in plan.runs])
+
+
+def _made(plan: PlanResult, run: RunResult, page: Page) -> View:
     record = run.provenance
-    facts = record.model_dump(exclude={"command", "loss", "metrics"}, exclude_unset=True) if record else {}
+    facts = record.model_dump(exclude={"command", "loss", "metrics", "links"}, exclude_unset=True) if record else {}
     git, packages = facts.pop("git", None) or {}, facts.pop("packages", None) or {}
-    started, finished = facts.pop("started", None), facts.pop("finished", None)
-    facts.pop("links", None)
+    links = next((each.links for each in (run.throughput, record) if each and each.links), None)
     rows = {
-        "git commit": f"{git.get('commit')}{' with local changes' * bool(git.get('dirty'))}" if git else None,
-        "started": started,
-        "finished": f"{finished}, after {_elapsed(started, finished)}" if started and finished else finished,
+        "git commit": git and f"{git.get('commit')}{' with local changes' * bool(git.get('dirty'))}",
         "packages": ", ".join(f"{name} {version}" for name, version in packages.items() if version),
-        "device": _plain(run.device.model_dump(exclude_defaults=True)),
-        "links": links.line() if (links := _links(run)) else None,
+        **{key.replace("_", " "): value for key, value in facts.items()},
+        "device": run.device.model_dump(exclude_defaults=True),
+        "links": links.line() if links else None,
     }
-    rows |= {key.replace("_", " "): _plain(value) for key, value in facts.items() if key != "device"}
-    elsewhere = run.owner != f"{plan.name}/{run.name}"
+    logs = {stage: run.folder.parents[2] / f"logs/{stage}/{run.owner}.log" for stage in RUN_STAGES}
     return {
         "id": plan.anchor(run),
         "label": run.label,
-        "owner": run.owner if elsewhere else None,
-        "owner_id": f"run.{run.owner.replace('/', '.')}" if run.owner.split("/")[0] in plans else None,
+        "owner": run.owner if run.owner != f"{plan.name}/{run.name}" else None,
+        "owner_id": f"run.{run.owner.replace('/', '.')}" if run.owner.split("/")[0] in page.plans else None,
         "command": record.command if record else None,
-        "facts": [(key, value) for key, value in rows.items() if value],
-        "settings": _yaml(run.settings),
+        "facts": [(key, _plain(value)) for key, value in rows.items() if value not in (None, "", {}, [])],
+        "settings": yaml.safe_dump(run.settings, sort_keys=False, allow_unicode=True),
         "logs": [
-            (stage, Path(os.path.relpath(log, page)).as_posix())
-            for stage in RUN_STAGES
-            if (log := run.folder.parents[2] / f"logs/{stage}/{run.owner}.log").exists()
+            (stage, Path(os.path.relpath(log, page.folder)).as_posix()) for stage, log in logs.items() if log.exists()
         ],
     }
 
 
-def _links(run: RunResult) -> Links | None:
-    """Return what the processes of a run measured of the links between them, first those of the throughput stage."""
-    found = [record.links for record in (run.throughput, run.provenance) if record and record.links]
-    return found[0] if found else None
-
-
 def _plain(value: Any) -> str:
-    if value is None or value in ({}, []):
-        return ""
-    return _yaml(value).rstrip() if isinstance(value, dict | list) else str(value)
+    plain = isinstance(value, dict | list)
+    return yaml.safe_dump(value, sort_keys=False, allow_unicode=True).rstrip() if plain else str(value)
 
 
-def _yaml(value: Any) -> str:
-    return str(yaml.safe_dump(value, sort_keys=False, allow_unicode=True))
-
-
-def _elapsed(started: str, finished: str) -> str:
-    try:
-        return text.duration((datetime.fromisoformat(finished) - datetime.fromisoformat(started)).total_seconds())
-    except (TypeError, ValueError):
-        return text.NONE
+#: The sections of a plan, in the page's order.
+SECTIONS: tuple[Callable[[PlanResult, Page], Section | None], ...] = (
+    lambda plan, page: trials.sweep(plan),
+    lambda plan, page: scaling.section(plan),
+    lambda plan, page: questions.convergence(plan),
+    lambda plan, page: questions.parallelism(plan),
+    lambda plan, page: curves.training(plan),
+    lambda plan, page: curves.beside(plan, page.references),
+    throughput,
+    lambda plan, page: profiles.section(plan, page.folder),
+    lambda plan, page: trials.tunings(plan),
+    lambda plan, page: machine.efficiency(plan),
+    lambda plan, page: machine.watched(plan),
+    all_runs,
+    channels,
+    predictions,
+    provenance,
+)

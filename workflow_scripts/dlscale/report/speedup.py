@@ -1,26 +1,30 @@
-"""How much faster one run of a plan is than another, and how sure that is.
+"""How much faster one run of a plan is than another, and how runs scale over devices, each with its 95 % interval.
 
-Runs of one process were timed in turn with their plan's first run (`dlscale.measure.turns`), several times: how much
-these ratios vary from one opening of both to the next is the machine's, and is taken from all runs of the plan
-together. What was measured apart has the spread of its trials, and whatever the machine did between the two. To either
-comes how much two measurements of the same work were found to differ: where it is timed for long enough, the first run
-is timed beside a copy of itself, and other runs may do the same work, too.
+Runs of one process were timed in turn with their plan's first run (`dlscale.measure.turns`): the spread of these ratios
+from one opening of both to the next is taken from all runs of the plan together. Runs measured apart have the spread of
+their trials, and whatever the machine did between the two. To either comes how much two measurements of the same work
+differ: the first run is timed beside a copy of itself, and other runs may do the same work.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
-from dlscale.core.noise import standard_errors
+from dlscale.core.noise import pooled, reach, standard_errors
+from dlscale.core.settings import flat
 from dlscale.core.text import number
-from dlscale.measure.records import Beside
-from dlscale.report.diagnosis import NOISE
-from dlscale.report.results import RunResult
+from dlscale.measure.records import Beside, Trials
+from dlscale.report.results import PlanResult, RunResult
+
+#: Two speeds measured apart may differ by as much, however quiet the trials were: logarithm of a ratio of 1.05.
+APART = math.log1p(0.05)
 
 #: Nothing less is told apart, however alike a plan's openings were: a logarithm of a ratio. All openings of a run are
 #: copies of one process: where both runs did the same, in 15 measurements, the ratio varied by 0.7 % (one standard
@@ -41,12 +45,11 @@ class SpeedUp:
 
     @property
     def low(self) -> float:
-        """The lower end of the interval."""
         return math.exp(self.log - self.error)
 
     @property
     def high(self) -> float:
-        """The upper end; infinite where no spread is known."""
+        """Upper end; infinite where no spread is known."""
         return math.exp(self.log + self.error) if math.isfinite(self.error) else math.inf
 
     @property
@@ -56,7 +59,6 @@ class SpeedUp:
 
     @property
     def around(self) -> str:
-        """How sure it is, in words."""
         if not math.isfinite(self.error):
             return "of single trials, which may differ by anything"
         if self.high - self.ratio > 2 * (self.ratio - self.low):  # "±" would have it reach below what it excludes
@@ -65,13 +67,80 @@ class SpeedUp:
 
     @property
     def words(self) -> str:
-        """The ratio, and how sure it is."""
         return f"{number(self.ratio)}× {self.around}"
 
     @classmethod
     def mean(cls, found: Sequence[SpeedUp]) -> SpeedUp:
         """Return the geometric mean of several, as uncertain as one of them: they may share what disturbed them."""
         return cls(*(statistics.fmean(getattr(each, key) for each in found) for key in ("log", "error")))
+
+
+# ---- apart -------------------------------------------------------------------------------------------
+
+
+def spread(trials: Trials, looks: int = 1) -> float:
+    """Return how far the interval of a mean rate reaches, relative to it, by the spread of its trials."""
+    return reach(trials.std / trials.mean, len(trials.trial_time), looks) if trials.mean else math.inf
+
+
+def spread_of(run: RunResult, looks: int = 1) -> float:
+    """Return the same of a run's speed: of FULL, or of the epochs of its training."""
+    if trials := run.trials("FULL"):
+        return spread(trials, looks)
+    speeds = [epoch.samples_per_second for epoch in run.timed[1:]]
+    return reach(statistics.stdev(speeds) / statistics.fmean(speeds), len(speeds), looks) if speeds[1:] else math.inf
+
+
+def between(before: Trials, after: Trials, floor: float = APART) -> SpeedUp:
+    """Return the ratio of two rates measured apart; `floor` is what equal ones may differ by, as a logarithm."""
+    return SpeedUp(math.log(after.mean / before.mean), math.hypot(spread(before), spread(after), floor))
+
+
+def measured_apart(run: RunResult, other: RunResult, floor: float = APART, looks: int = 1) -> SpeedUp | None:
+    """Return the same of two runs; None where either speed is unknown."""
+    if not (run.speed and other.speed):
+        return None
+    errors = (spread_of(each, looks) for each in (run, other))
+    return SpeedUp(math.log(run.speed / other.speed), math.hypot(*errors, floor))
+
+
+# ---- in turns ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Turns:
+    """The turns of two runs with a third; None of these is the third itself."""
+
+    own: Beside | None
+    its: Beside | None = None
+
+    @property
+    def log(self) -> float:
+        own, its = (statistics.fmean(each.ratios) if each else 0.0 for each in (self.own, self.its))
+        return own - its
+
+    def error(self, opening: float, freedom: int, looks: int = 1) -> float:
+        """Return how far the interval of that reaches, given the standard deviation of an opening's ratio.
+
+        That of all runs is known better than one run's own; a run that was disturbed more than the others has its own.
+        """
+        if not freedom:
+            return math.inf
+        known = [each.ratios for each in (self.own, self.its) if each]
+        variance = sum(max(opening, pooled([ratios])[0]) ** 2 / len(ratios) for ratios in known)
+        return standard_errors(freedom + 1, looks) * math.sqrt(variance)
+
+
+def relative_to_first(run: RunResult, other: RunResult) -> SpeedUp | None:
+    """Return the ratio of how much faster two runs were than their plans' first ones, if these did the same work.
+
+    None of the first runs themselves, and of those that do their work: these were timed with a copy.
+    """
+    own, its = (each.throughput.beside if each.throughput else None for each in (run, other))
+    if not (own and its and own.compute == its.compute) or own.compute in (run.compute, other.compute):
+        return None
+    turns = _Turns(own, its)
+    return SpeedUp(turns.log, math.hypot(turns.error(*pooled([own.ratios, its.ratios])), FLOOR))
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,6 +187,12 @@ class SpeedUps:
         same = [found for one, other in self._alike(itself=True) if (found := self._in_turns(one, other))]
         return max([FLOOR, *(abs(turns.log) for turns in same if abs(turns.log) > turns.error(*self._opening))])
 
+    @cached_property
+    def apart(self) -> float:
+        """The same of two measurements that were made one after the other."""
+        same = [abs(math.log((run.speed or 1) / (other.speed or 1))) for run, other in self._alike()]
+        return max([APART, *same])
+
     def _in_turns(self, run: RunResult, other: RunResult) -> _Turns | None:
         """Return how much faster a run is than another by turns with it, or with a third; None where there were none.
 
@@ -134,21 +209,13 @@ class SpeedUps:
             return _Turns(own, its)
         return with_other or with_run
 
-    @cached_property
-    def apart(self) -> float:
-        """The same of two measurements that were made one after the other."""
-        same = [abs(math.log((run.speed or 1) / (other.speed or 1))) for run, other in self._alike()]
-        return max([math.log1p(NOISE), *same])
-
     def _alike(self, itself: bool = False) -> Iterator[tuple[RunResult, RunResult]]:
         combine = itertools.combinations_with_replacement if itself else itertools.combinations
-        for run, other in combine(self.runs, 2):
-            if run.compute == other.compute:
-                yield run, other
+        return ((run, other) for run, other in combine(self.runs, 2) if run.compute == other.compute)
 
     @cached_property
     def groups(self) -> list[Group]:
-        """The runs by the work that they do, in the plan's order."""
+        """Runs by the work that they do, in the plan's order."""
         alike: dict[str, list[RunResult]] = {}
         for run in self.runs:
             alike.setdefault(run.compute, []).append(run)
@@ -180,72 +247,144 @@ class SpeedUps:
         return SpeedUp.mean([gain for a in runs for b in others if (gain := self.over(a, b, looks))]).noise
 
 
-def pooled(groups: Sequence[Sequence[float]]) -> tuple[float, int]:
-    """Return the standard deviation within groups, of all of them together, and its degrees of freedom."""
-    freedom = sum(len(group) - 1 for group in groups)
-    squares = sum((value - statistics.fmean(group)) ** 2 for group in groups for value in group)
-    return (math.sqrt(squares / freedom) if freedom else 0.0), freedom
+# ---- over devices ------------------------------------------------------------------------------------
+
+#: The kinds of plans that ask how runs scale.
+SCALING = ("weak_scaling", "strong_scaling")
+
+#: Settings in which the runs of a series may differ: where and with how many samples they compute, and what changes
+#: nothing in how long a step takes.
+_OWN = ("batch_size", "label", "seed", "optimizer.lr", "geometry.nodes", "geometry.gpus_per_node", "parallel.sync")
+_LATER = ("training", "schedule", "throughput", "profile", "tune")
+
+#: Noise of a ratio that leaves little to read from it.
+WIDE_NOISE = 0.2
 
 
 @dataclass(frozen=True)
-class _Turns:
-    """The turns of two runs with a third; None of these is the third itself."""
+class Ratio:
+    """A ratio of two measured rates, or 1 minus it, and how far noise may move it to either side."""
 
-    own: Beside | None
-    its: Beside | None = None
+    value: float
+    noise: float
 
     @property
-    def log(self) -> float:
-        """Logarithm of their ratio."""
-        own, its = (statistics.fmean(each.ratios) if each else 0.0 for each in (self.own, self.its))
-        return own - its
-
-    def error(self, spread: float, freedom: int, looks: int = 1) -> float:
-        """Return how far the interval of that reaches, given the standard deviation of an opening's ratio.
-
-        That of all runs is known better than one run's own; a run that was disturbed more than the others has its own.
-        """
-        if not freedom:
-            return math.inf
-        known = [each.ratios for each in (self.own, self.its) if each]
-        variance = sum(max(spread, pooled([ratios])[0]) ** 2 / len(ratios) for ratios in known)
-        return standard_errors(freedom + 1, looks) * math.sqrt(variance)
+    def doubtful(self) -> bool:
+        return self.noise > WIDE_NOISE or self.value - self.noise > 1 or self.value + self.noise < 0
 
 
-def measured_apart(
-    run: RunResult, other: RunResult, floor: float = math.log1p(NOISE), looks: int = 1
-) -> SpeedUp | None:
-    """Return the ratio of two speeds that were measured one after the other; None where either is unknown.
+@dataclass(frozen=True)
+class Point:
+    """A run at one number of devices."""
 
-    To the spread of the trials comes `floor`, what two measurements of the same work may differ by, as a logarithm.
+    run: RunResult
+    base: RunResult  #: Of the same series, that with the fewest devices.
+    twin: RunResult | None  #: The same computation without averaged gradients.
+
+    @property
+    def devices(self) -> int:
+        return self.run.devices
+
+    @property
+    def batch(self) -> int:
+        return int(self.run.setting("batch_size", 0))
+
+    def rate(self, mode: str) -> float | None:
+        """Return the samples/s measured."""
+        trials = self.run.trials(mode)
+        return trials.mean if trials else None
+
+    def ideal(self, mode: str) -> float | None:
+        """Return the samples/s that as many devices would have if each were as fast as those of the base."""
+        base = self.base.trials(mode)
+        return base.mean * self.devices / self.base.devices if base else None
+
+    def efficiency(self, mode: str) -> Ratio | None:
+        """Return samples/s relative to the ideal; weak and strong scaling share the formula."""
+        own, base, ideal = self.run.trials(mode), self.base.trials(mode), self.ideal(mode)
+        if not (own and base and ideal):
+            return None
+        value = own.mean / ideal
+        return Ratio(value, value * between(base, own).error if self.run is not self.base else 0.0)
+
+    def communication(self, mode: str) -> Ratio | None:
+        """Return the share of a step's time that is communication: 1 - time of the twin / time."""
+        return _share(self.run.trials(mode), self.twin.trials(mode) if self.twin else None, APART)
+
+    @property
+    def alone(self) -> Ratio | None:
+        """The same of SYNTHETIC, measured by one call of the stage: without sums over ranks against with them."""
+        return _share(self.run.trials("SYNTHETIC"), self.run.trials("alone"), 0.0)
+
+    def seconds(self, rate: float | None) -> float | None:
+        """Return the time of a step at a rate, s."""
+        return self.batch / rate if rate else None
+
+
+@dataclass(frozen=True)
+class Series:
+    """Runs that differ in their number of devices alone, from few to many."""
+
+    label: str
+    batch: int  #: Samples of a step: of weak scaling on each device (or those that share a model), else on all.
+    points: list[Point]
+
+
+def series(plan: PlanResult) -> list[Series]:
+    """Return the plan's measured runs that average gradients, by batch and settings.
+
+    A run's twin has as many devices, the same batch and the same settings, those of `parallel` left out: where nothing
+    is averaged they do nothing.
     """
-    if not (run.speed and other.speed):
+    weak = plan.record.kind == "weak_scaling"
+    shared: dict[str, dict[str, Any]] = {}
+    found: dict[str, dict[int, RunResult]] = {}
+    twins: dict[tuple[str, int], RunResult] = {}
+    for run in (run for run in plan.runs if run.throughput):
+        every = flat(run.settings).items()
+        settings = {key: value for key, value in every if key not in _OWN and key.partition(".")[0] not in _LATER}
+        if run.averages:
+            key = _key(settings, _batch(run, weak))
+            shared[key] = settings
+            found.setdefault(key, {}).setdefault(run.devices, run)
+        else:
+            twins.setdefault((_twin_key(settings, _batch(run, weak)), run.devices), run)
+    made = []
+    for key, runs in found.items():
+        base, settings = runs[min(runs)], shared[key]
+        batch = _batch(base, weak)
+        # What FSDP sends is no sum of gradients alone, and has no twin.
+        alike = _twin_key(settings, batch) if settings.get("parallel.kind", "ddp") == "ddp" else ""
+        points = [Point(run, base, twins.get((alike, devices))) for devices, run in sorted(runs.items())]
+        others = [shared[other] for other, theirs in found.items() if _batch(theirs[min(theirs)], weak) == batch]
+        made.append(Series(_label(batch, weak, settings, others), batch, points))
+    return made
+
+
+def _key(settings: dict[str, Any], batch: int) -> str:
+    return json.dumps([batch, settings], sort_keys=True, default=str)
+
+
+def _twin_key(settings: dict[str, Any], batch: int) -> str:
+    return _key({key: value for key, value in settings.items() if not key.startswith("parallel.")}, batch)
+
+
+def _batch(run: RunResult, weak: bool) -> int:
+    """Return the samples of a step that the plan keeps: on each device, or those that share a model, or on all."""
+    batch, sharing = int(run.setting("batch_size", 0)), run.setting("geometry.tp", 1) * run.setting("geometry.cp", 1)
+    return int(batch * sharing // run.devices) if weak else batch
+
+
+def _label(batch: int, weak: bool, settings: dict[str, Any], alike: Sequence[dict[str, Any]]) -> str:
+    """Return what tells a series from the others: its batch, and its settings that differ among those of that batch."""
+    keys = [key for key in settings if len({str(other.get(key)) for other in alike}) > 1]
+    said = [f"{key.rpartition('.')[2]} {'none' if settings[key] is None else settings[key]}" for key in keys]
+    return "; ".join([f"{batch} samples {'a device' if weak else 'a step'}", *said])
+
+
+def _share(together: Trials | None, apart: Trials | None, floor: float) -> Ratio | None:
+    """Return 1 - time apart / time together, from rates of as many samples."""
+    if not (together and apart and apart.mean):
         return None
-    errors = (trials_error(each, looks) for each in (run, other))
-    return SpeedUp(math.log(run.speed / other.speed), math.hypot(*errors, floor))
-
-
-def relative_to_first(run: RunResult, other: RunResult) -> SpeedUp | None:
-    """Return the ratio of how much faster two runs were than their plans' first ones, if these did the same work.
-
-    None of the first runs themselves, and of those that do their work: these were timed with a copy.
-    """
-    own, its = (each.throughput.beside if each.throughput else None for each in (run, other))
-    if not (own and its and own.compute == its.compute) or own.compute in (run.compute, other.compute):
-        return None
-    turns = _Turns(own, its)
-    return SpeedUp(turns.log, math.hypot(turns.error(*pooled([own.ratios, its.ratios])), FLOOR))
-
-
-def trials_error(run: RunResult, looks: int = 1) -> float:
-    """Return how far the 95 % interval of a run's mean speed reaches, relative to it, by the spread of its trials.
-
-    As wide as so many `looks` need it to hold together.
-    """
-    trials = run.trials("FULL")
-    if trials:
-        count, spread = len(trials.trial_time), trials.std / trials.mean
-    else:
-        speeds = [epoch.samples_per_second for epoch in run.timed[1:]]
-        count, spread = len(speeds), statistics.stdev(speeds) / statistics.fmean(speeds) if len(speeds) > 1 else 0.0
-    return standard_errors(count, looks) * spread / math.sqrt(count) if count > 1 else math.inf
+    ratio = together.mean / apart.mean
+    return Ratio(1 - ratio, ratio * between(apart, together, floor).error)

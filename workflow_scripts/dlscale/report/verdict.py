@@ -1,34 +1,39 @@
 """What holds a run back, how far it is from its device's limit, and what to try next: from all that was measured of it.
 
-Each function of `CAUSES` looks for one cause and returns what it found with the figures that show it, or None: what was
+`dlscale explain RUN` prints it, and the page shows it.
+
+Each function of `LOOKS` looks for a cause and returns what it found with the figures that show it, or None: what was
 not measured shows nothing, and a run without such causes is bound by its computation or its loader alone, which `bound`
 says.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import math
 import statistics
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
 
+from dlscale.config.places import folder
+from dlscale.core.errors import UserError
 from dlscale.core.settings import Raw
 from dlscale.core.telemetry import Sample, Summary, summary
 from dlscale.core.text import many, number, percent, size
 from dlscale.measure.profilers.records import Activity, Profile
-from dlscale.measure.records import MODES, Throughput, Trials, Usage
-from dlscale.report.diagnosis import UNKNOWN, Bound, bound, faster
-from dlscale.report.results import RunResult
+from dlscale.measure.records import Throughput, Trials, Usage
+from dlscale.report.diagnosis import UNKNOWN, Bound, bound
+from dlscale.report.results import LEAST, LEAST_SECONDS, RunResult, crowd, others, read_run, setting
+from dlscale.report.speedup import between
 
-#: A cause that costs less of the time than this is not told: two measurements of the same differ by as much.
-LEAST = 0.1
+if TYPE_CHECKING:
+    from dlscale.config.resolve import Configuration
 
 #: Why a GPU's clocks go down that is no fault.
 POWER_CAP = "power cap"
-
-#: A measurement shorter than this says nothing of processor time, which the system counts in hundredths of a second.
-LEAST_SECONDS = 0.2
 
 
 @dataclass(frozen=True)
@@ -50,10 +55,7 @@ class Evidence:
 
     def setting(self, path: str, default: Any = None) -> Any:
         """Return a setting by its dotted path."""
-        value: Any = self.settings
-        for key in path.split("."):
-            value = value.get(key) if isinstance(value, dict) else None
-        return default if value is None else value
+        return setting(self.settings, path, default)
 
     @property
     def cuda(self) -> bool:
@@ -113,7 +115,7 @@ class Evidence:
 class Finding:
     """One cause that holds a run back."""
 
-    cause: str  #: Its name, a key of `CAUSES`.
+    cause: str  #: Its name.
     what: str  #: In a few words.
     why: str  #: The figures that show it, in a sentence or two.
     todo: str  #: What to try next.
@@ -143,7 +145,7 @@ def watched(telemetry: Mapping[str, Sequence[Sequence[Sample]]]) -> Summary | No
 
 def verdict(evidence: Evidence) -> Verdict:
     """Judge a run from what was measured of it."""
-    every = [finding for look in CAUSES.values() if (finding := look(evidence))]
+    every = [finding for look in LOOKS if (finding := look(evidence))]
     found = [finding for finding in every if finding.share is None or finding.share >= LEAST]
     # What disturbs a measurement comes first: with it, nothing else is certain. What costs nothing here comes last.
     found.sort(key=lambda finding: (finding.cause != "neighbour", -(finding.share or 0.0)))
@@ -160,65 +162,38 @@ def verdict(evidence: Evidence) -> Verdict:
 # ---- causes: loading ---------------------------------------------------------------------------------
 
 
-def storage(evidence: Evidence) -> Finding | None:
-    """Loading waits for files: what loads is mostly idle, and nothing else keeps the processors busy."""
-    usage = _usage(evidence, "IO")
-    if not (evidence.loading and usage) or _crowded(usage):
+def loading(evidence: Evidence) -> Finding | None:
+    """Loading alone is slow: for want of files, of workers beside idle cores, or of cores for what it computes."""
+    usage, delivers = _usage(evidence, "IO"), f"Loading alone delivers {number(evidence.rate('IO'))} samples/s"
+    if not (evidence.loading and usage):
         return None
-    busy = _busy(usage, evidence.readers)
+    busy, idle = usage.cpu_seconds / usage.seconds / min(evidence.readers, usage.cores), _idle(usage)
+    faster = _faster_loader(evidence)
+    if busy > 0.5 and idle >= 0.5 and evidence.readers < usage.cores:
+        count, more = evidence.setting("loader.workers", 1), min(usage.cores, max(2, 2 * evidence.readers))
+        why = (
+            f"{delivers} with {many(count, 'worker')}, which {'is' if count == 1 else 'are'} busy, while "
+            f"{number(idle, 2)} of {usage.cores} cores are idle."
+        )
+        todo = f"loader: {{workers: {more}}}; `dlscale tune` finds how many are best.{faster}"
+        return Finding("workers", "too few workers", why, todo, evidence.loading)
+    # Other programs took cores that the run would have used, which had none to spare: whether it is slow nobody knows.
+    if others(usage) > 0.25 and idle < max(0.5, LEAST * usage.cores):
+        return None
     if busy > 0.5:
-        return None
-    disk = ""
-    if usage.read_bytes:
-        disk = f", in which {size(usage.read_bytes / usage.seconds)}/s came from disks"
+        cores = number(usage.cpu_seconds / usage.seconds, 2)
+        why = f"{delivers}, and keeps {cores} of {usage.cores} cores busy with it."
+        todo = faster.strip() or "Store the data as the model takes them: float16, channels last, no compression."
+        return Finding("loader", "the loader's work", why, todo, evidence.loading)
+    read = usage.read_bytes
+    disk = f", in which {size(read / usage.seconds)}/s came from disks" if read else ""
     return Finding(
         "storage",
         "slow storage",
-        f"Loading alone delivers {number(evidence.rate('IO'))} samples/s, and what loads computes for only "
-        f"{percent(busy)} of that time{disk}: the rest it waits for files.",
+        f"{delivers}, and what loads computes for only {percent(busy)} of that time{disk}: the rest it waits for "
+        "files.",
         "Copy the data to faster storage (a node's own disk, or memory); store float16, and chunks of the size of a "
         "sample; let more workers wait at the same time (loader.workers).",
-        evidence.loading,
-    )
-
-
-def workers(evidence: Evidence) -> Finding | None:
-    """Loading computes, with fewer processes or threads than there are cores idle."""
-    usage = _usage(evidence, "IO")
-    if not (evidence.loading and usage) or _busy(usage, evidence.readers) <= 0.5:
-        return None
-    idle = _idle(usage)
-    if idle < 0.5 or evidence.readers >= usage.cores:
-        return None
-    count = evidence.setting("loader.workers", 1)
-    return Finding(
-        "workers",
-        "too few workers",
-        f"Loading alone delivers {number(evidence.rate('IO'))} samples/s with {many(count, 'worker')}, which "
-        f"{'is' if count == 1 else 'are'} busy, while {number(idle, 2)} of {usage.cores} cores are idle.",
-        f"loader: {{workers: {min(usage.cores, max(2, 2 * evidence.readers))}}}; `dlscale tune` finds how many are "
-        "best." + _faster_loader(evidence),
-        evidence.loading,
-    )
-
-
-def loader(evidence: Evidence) -> Finding | None:
-    """Loading computes on as many cores as it can get."""
-    usage = _usage(evidence, "IO")
-    if not (evidence.loading and usage) or _busy(usage, evidence.readers) <= 0.5 or workers(evidence):
-        return None
-    if _crowded(usage):
-        return None
-    cores = usage.cpu_seconds / usage.seconds
-    return Finding(
-        "loader",
-        "the loader's work",
-        f"Loading alone delivers {number(evidence.rate('IO'))} samples/s, and keeps {number(cores, 2)} of "
-        f"{usage.cores} cores busy with it.",
-        (
-            _faster_loader(evidence)
-            or "Store the data as the model takes them: float16, channels last, no compression."
-        ).strip(),
         evidence.loading,
     )
 
@@ -274,7 +249,7 @@ def communication(evidence: Evidence) -> Finding | None:
     if straggler(evidence):
         return None
     if alone and together and measured and together.mean:
-        if faster(together, alone) == 1:
+        if between(together, alone).noise:
             return None
         share = 1 - together.mean / alone.mean
         why = (
@@ -418,7 +393,7 @@ def copies(evidence: Evidence) -> Finding | None:
 
 def neighbour(evidence: Evidence) -> Finding | None:
     """Other programs keep the machine busy."""
-    share = others_share(evidence.throughput)
+    share = crowd(evidence.throughput, [])
     usage = _usage(evidence, "FULL") or _usage(evidence, "IO") or _usage(evidence, "SYNTHETIC")
     if not (share and usage):
         return None
@@ -430,18 +405,6 @@ def neighbour(evidence: Evidence) -> Finding | None:
         "Measure again with nothing else running, or on nodes of your own: what was measured is too low.",
         None,
     )
-
-
-def others_share(throughput: Throughput | None) -> float:
-    """Return the share of a run's cores that others kept busy while it was measured; 0 if too little to tell."""
-    modes = [throughput.mode(mode) for mode in MODES] if throughput else []
-    usages = [trials.usage for trials in modes if trials and trials.usage]
-    total = sum(usage.seconds for usage in usages if usage.seconds >= LEAST_SECONDS)
-    if not total:
-        return 0.0
-    cores = usages[0].cores
-    busy = sum(_others(usage) * usage.seconds for usage in usages if usage.seconds >= LEAST_SECONDS) / total
-    return min(busy / cores, 1.0) if busy >= max(0.25, LEAST * cores) else 0.0
 
 
 def throttled(evidence: Evidence) -> Finding | None:
@@ -463,23 +426,19 @@ def throttled(evidence: Evidence) -> Finding | None:
     )
 
 
-CAUSES: dict[str, Callable[[Evidence], Finding | None]] = {
-    function.__name__: function
-    for function in (
-        storage,
-        workers,
-        loader,
-        overlap,
-        straggler,
-        communication,
-        launches,
-        sync,
-        memory,
-        copies,
-        neighbour,
-        throttled,
-    )
-}
+#: Each looks for one cause, or one of several that exclude each other.
+LOOKS: tuple[Callable[[Evidence], Finding | None], ...] = (
+    loading,
+    overlap,
+    straggler,
+    communication,
+    launches,
+    sync,
+    memory,
+    copies,
+    neighbour,
+    throttled,
+)
 
 
 # ---- what else is said -------------------------------------------------------------------------------
@@ -506,7 +465,6 @@ def limit(evidence: Evidence) -> str:
 
 
 def _next(evidence: Evidence, bounding: Bound | None) -> str:
-    """Return the rungs that a run has not taken yet, of those that help against what bounds it."""
     if bounding is None:
         return "Measure throughput: it says what bounds the run."
     if bounding.key == "io":
@@ -534,21 +492,43 @@ def _usage(evidence: Evidence, mode: str) -> Usage | None:
     return usage if usage and usage.seconds >= LEAST_SECONDS else None
 
 
-def _busy(usage: Usage, readers: int) -> float:
-    """Return the share of their time for which so many processes or threads computed."""
-    return usage.cpu_seconds / usage.seconds / min(readers, usage.cores)
-
-
-def _others(usage: Usage) -> float:
-    """Return how many of the run's cores other programs kept busy."""
-    return max(0.0, usage.cores_cpu_seconds - usage.cpu_seconds) / usage.seconds
-
-
 def _idle(usage: Usage) -> float:
-    """Return how many of the run's cores nobody kept busy."""
     return usage.cores - usage.cores_cpu_seconds / usage.seconds
 
 
-def _crowded(usage: Usage) -> bool:
-    """Whether other programs took cores that the run would have used: it had none to spare."""
-    return _others(usage) > 0.25 and _idle(usage) < max(0.5, LEAST * usage.cores)
+# ---- dlscale explain ---------------------------------------------------------------------------------
+
+
+def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
+    """Print what holds the runs `args.runs` (PLAN.RUN, or their folders) back; return the exit status."""
+    found = dict[str, Verdict]()
+    for name in args.runs:
+        run = read_run(folder(name, configuration))
+        if not (run.throughput or run.profile):
+            raise UserError(
+                f"{run.folder}: neither throughput nor a profile was measured yet; run its plan, which needs "
+                "`throughput` or `profile` in its `measure`"
+            )
+        found[name] = of(run)
+    if args.json:
+        print(json.dumps({name: asdict(each) for name, each in found.items()}, indent=2))
+    else:
+        print("\n\n".join("\n".join(lines(name, each)) for name, each in found.items()))
+    return 0
+
+
+def lines(name: str, found: Verdict) -> list[str]:
+    """Return a verdict as lines of text."""
+    unknown = found.bound and found.bound.what == UNKNOWN
+    bound_by = f": bound by {found.bound.what}" if found.bound else ""
+    text = [f"{name}{': what bounds it is not known' if unknown else bound_by}"]
+    text += _wrapped(found.bound.why) if found.bound else []
+    for finding in found.findings:
+        costs = "" if finding.share is None else f", about {percent(finding.share)} of the time"
+        text += ["", f"  {finding.what}{costs}", *_wrapped(finding.why)]
+    text += ["", *_wrapped(found.limit)] if found.limit else []
+    return [*text, "", *_wrapped(f"Try next: {found.todo}")]
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, 100, initial_indent="  ", subsequent_indent="  ")

@@ -272,7 +272,7 @@ def _collect(tool: Nsys, rank: int, recorded: Path, folder: Path, said: str) -> 
         os.replace(raw, kept.with_suffix(".qdstrm"))
         problem = (
             "nsys recorded, but cannot make a report here, where libraries are missing; where all of Nsight Systems is "
-            f"installed: dlscale import-profile {folder.parent}"
+            f"installed: dlscale import {folder.parent}"
         )
         left = {f"Recorded by Nsight Systems, rank {rank}": raw.name}
         return empty.model_copy(update={"problem": problem, "files": left}), []
