@@ -292,8 +292,8 @@ MUTATIONS = [
     Mutation(
         "energy_is_power",
         "core/telemetry.py",
-        "total := total + seconds * (state.watts or 0.0)",
-        "total := total + (state.watts or 0.0)",
+        "(used * sample.seconds, 0.0)",
+        "(used, 0.0)",
         "test_telemetry.py::test_energy_is_the_integral_of_power",
     ),
     Mutation(

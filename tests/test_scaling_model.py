@@ -20,6 +20,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
+from scipy.optimize import minimize_scalar
 from torch.distributed import _compute_bucket_assignment_by_size
 
 from dlscale.config.parallel import DDP, Parallel
@@ -32,7 +33,7 @@ from dlscale.core.text import number, percent
 from dlscale.data.manifest import Manifest
 from dlscale.measure.records import Throughput, Trials
 from dlscale.measure.scaling import model, validation
-from dlscale.measure.scaling.fit import MISFIT, PRIORS, Point, fit, walk
+from dlscale.measure.scaling.fit import BAND, MISFIT, PRIORS, Point, fit
 from dlscale.measure.scaling.machine import Level, Machine, named, shipped
 from dlscale.measure.scaling.model import (
     Costs,
@@ -387,37 +388,28 @@ def test_two_points_are_enough() -> None:
     assert far.high / far.low > (near.high / near.low) ** 2
 
 
-def test_walks_draw_from_a_density() -> None:
-    """Of two normal numbers that go together, from far off: means, deviations, correlation."""
-    inverse = np.linalg.inv([[1.0, 1.6], [1.6, 4.0]])
-    start = np.random.default_rng(2).normal(1, 0.1, (1000, 2))
-    drawn = walk(lambda at: -np.einsum("ni,ij,nj->n", at - 3, inverse, at - 3) / 2, start)
-    assert drawn.mean(axis=0) == pytest.approx([3, 3], abs=0.2)
-    assert np.cov(drawn.T) == pytest.approx(np.array([[1.0, 1.6], [1.6, 4.0]]), rel=0.15)
-
-
 @pytest.mark.slow
 def test_the_band_is_that_of_all_worlds_that_fit() -> None:
-    """Against worlds drawn from the priors, each counted as often as the measurements are likely in it."""
+    """Against the posterior itself: worlds drawn widely, each counted as often as points and priors have it likely."""
     seen = [Point(Job(1, 64), 900.0, Measure("SYNTHETIC")), Point(Job(8, 64), 6000.0, Measure("SYNTHETIC"))]
-    draws = np.random.default_rng(4)
-    unit = {"fixed": 64 / 900, "sample": 1 / 900, "load": 1 / 900}
-    worlds = Costs(
-        **{
-            name: unit.get(name, 1.0) * prior.middle * prior.factor ** draws.standard_normal(2_000_000)
-            for name, prior in PRIORS.items()
-        }
-    )
-    errors = [np.log(rate(CLUSTER, UNET, worlds, each.job, each.of) / each.rate) / each.noise for each in seen]
-    weights = np.exp(-sum(error**2 for error in errors) / 2)
-    job = Job(64, 32)
-    found = rate(CLUSTER, UNET, worlds, job)
+    unit, job = {"fixed": 64 / 900, "sample": 1 / 900, "load": 1 / 900}, Job(64, 32)
+    fitted = fit(CLUSTER, UNET, seen)
+    centre = np.log([getattr(fitted.costs, name) for name in PRIORS])
+    middles = np.log([unit.get(name, 1.0) * prior.middle for name, prior in PRIORS.items()])
+    factors = np.log([prior.factor for prior in PRIORS.values()])
+    draws = np.random.default_rng(4).multivariate_normal(centre, 2 * fitted.covariance, 20_000)
+    moved = draws - centre
+    wide = np.einsum("ni,ij,nj->n", moved, np.linalg.inv(2 * fitted.covariance), moved)
+    worlds = [Costs(*np.exp(each).tolist()) for each in draws]
+    errors = [[math.log(rate(CLUSTER, UNET, each, p.job, p.of) / p.rate) / p.noise for each in worlds] for p in seen]
+    likely = -sum(np.square(each) for each in errors) - (((draws - middles) / factors) ** 2).sum(axis=1)
+    weights = np.exp((likely + wide) / 2 - ((likely + wide) / 2).max())
+    found = np.array([rate(CLUSTER, UNET, each, job) for each in worlds])
     order = np.argsort(found)
     shares = np.cumsum(weights[order]) / weights.sum()
     low, middle, high = found[order][np.searchsorted(shares, (0.05, 0.5, 0.95))]
-    fitted = fit(CLUSTER, UNET, seen)
     ours = fitted.predict(lambda costs: rate(CLUSTER, UNET, costs, job))
-    assert [ours.low, ours.value, ours.high] == pytest.approx([low, middle, high], rel=0.04)
+    assert [ours.low, ours.value, ours.high] == pytest.approx([low, middle, high], rel=0.1)
 
 
 @pytest.mark.slow
@@ -491,20 +483,29 @@ def test_the_model_does_not_see_what_it_predicts(study: str) -> None:
         assert [each.published for each in ours] != [each.published for each in theirs]
 
 
-def test_the_model_beats_simpler_laws(checks: list[validation.Check]) -> None:
-    ours, amdahl, line = validation.medians(checks)
-    assert ours <= 0.10 and ours < amdahl and ours < line
+def test_the_model_beats_amdahls_law(checks: list[validation.Check]) -> None:
+    ours, amdahl = np.median([np.abs(each.errors) for each in checks if each.amdahl is not None], axis=0)
+    assert ours <= 0.10 and ours < amdahl
 
 
 def test_the_misfit_is_that_of_the_series(checks: list[validation.Check]) -> None:
-    assert pytest.approx(validation.misfit(checks), abs=0.004) == MISFIT
+    """The most probable one, given the errors."""
+
+    def unlikely(misfit: float) -> float:
+        total = 0.0
+        for each in checks:
+            ours = each.ours.widened(misfit * math.sqrt(each.doublings))
+            deviation = math.log(ours.high / ours.low) / 2 / BAND
+            total += math.log(deviation) + (math.log(ours.value / each.published) / deviation) ** 2 / 2
+        return total
+
+    assert minimize_scalar(unlikely, bounds=(0, 1), method="bounded").x == pytest.approx(MISFIT, abs=0.004)
 
 
-def test_simpler_laws() -> None:
+def test_amdahls_law() -> None:
     truth = {n: 1 / (0.1 + 0.9 / n) for n in (1, 2, 8)}
     assert validation.amdahl(truth, 64) == pytest.approx(1 / (0.1 + 0.9 / 64))
-    assert validation.line(truth, 64) == pytest.approx(1 + (truth[8] - 1) / 7 * 63)
-    assert validation.amdahl({4: 80.0}, 16) == validation.line({4: 80.0}, 16) == 320
+    assert validation.amdahl({4: 80.0}, 16) == 320
     assert validation.amdahl({1: 10.0, 2: 25.0}, 4) == pytest.approx(45, rel=0.15)  # nothing is less than serial
 
 

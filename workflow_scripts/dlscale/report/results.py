@@ -18,7 +18,7 @@ from dlscale.core.errors import UserError, unknown
 from dlscale.core.metrics import Epoch, LossInfo, Metric, read_epochs
 from dlscale.core.settings import Raw, flat, read_yaml
 from dlscale.core.stages import RUN_STAGES
-from dlscale.core.telemetry import Energy, Sample, begin, energy, read_nodes
+from dlscale.core.telemetry import Sample, begin, energy, read_nodes
 from dlscale.measure.profilers.records import Profile
 from dlscale.measure.records import Throughput, Trials
 from dlscale.measure.tuning import Tuning
@@ -88,8 +88,8 @@ class RunResult:
         return statistics.median(speeds[1:] or speeds) if speeds else None
 
     @property
-    def energy(self) -> Energy | None:
-        """What training used from the start of its process to the end; None if an earlier try did a part of it."""
+    def energy(self) -> float | None:
+        """What the GPUs used from the start of training to its end, J; None if an earlier try did a part of it."""
         whole = self.provenance and self.provenance.resumed_from_step is None
         return energy(self.telemetry.get("train", [])) if whole else None
 
@@ -99,7 +99,7 @@ class RunResult:
         nodes, joules, samples = self.telemetry.get("train", []), 0.0, 0.0
         for epoch in self.timed[1:] or self.timed:
             start = epoch.wall_time - epoch.epoch_seconds
-            used = energy(nodes, start, epoch.wall_time).total
+            used = energy(nodes, start, epoch.wall_time)
             if used is None or start < begin(nodes[0]):  # of an earlier try
                 continue
             joules, samples = joules + used, samples + epoch.samples_per_second * epoch.epoch_seconds

@@ -53,9 +53,9 @@ def took(run: RunResult, metric: Metric, value: float) -> Reached:
     seconds = sum(each.epoch_seconds + each.valid_seconds for each in passed) if run.timed == run.epochs else None
     devices = (run.provenance.devices or run.provenance.processes) if run.provenance else None
     joules = None
-    if run.energy and epoch.wall_time:
+    if run.energy is not None and epoch.wall_time:
         start = passed[0].wall_time - passed[0].epoch_seconds
-        joules = energy(run.telemetry.get("train", []), start, epoch.wall_time + epoch.valid_seconds).total
+        joules = energy(run.telemetry.get("train", []), start, epoch.wall_time + epoch.valid_seconds)
     hours = seconds * devices / 3600 if seconds is not None and devices else None
     return Reached(aim, epoch, nearest, seconds, hours, joules)
 
