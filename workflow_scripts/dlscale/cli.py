@@ -132,11 +132,6 @@ QUESTIONS = {
             path("--out", "JSON file to write", required=False),
         ),
     ),
-    "import-profile": Question(
-        "dlscale.report.import_profile",
-        "Read what Nsight Systems recorded where it could make no report, as in a slim image.",
-        _RUNS,
-    ),
     "import-log": Question(
         "dlscale.report.import_log",
         "Bring another program's TensorBoard log in as a reference, which the page draws beside our runs.",
