@@ -228,8 +228,8 @@ MUTATIONS = [
     Mutation(
         "sweep_rung_of_all_trials",
         "config/sweep.py",
-        "return [(until, trials // factor**number) for",
-        "return [(until, trials // factor ** max(number - 1, 0)) for",
+        "return list(zip(until, sizes, strict=False))",
+        "return list(zip(until, [trials, *sizes], strict=False))",
         "test_sweep.py::test_rungs",
     ),
     # ---- core ------------------------------------------------------------------------------------
@@ -292,8 +292,8 @@ MUTATIONS = [
     Mutation(
         "energy_is_power",
         "core/telemetry.py",
-        "total := total + seconds * (state.watts or 0.0)",
-        "total := total + (state.watts or 0.0)",
+        "(used * sample.seconds, 0.0)",
+        "(used, 0.0)",
         "test_telemetry.py::test_energy_is_the_integral_of_power",
     ),
     Mutation(
@@ -582,7 +582,7 @@ MUTATIONS = [
     ),
     Mutation(
         "halving_keeps_the_slowest",
-        "measure/halving.py",
+        "measure/tune.py",
         "key=lambda number: -statistics.geometric_mean(rates[number])",
         "key=lambda number: statistics.geometric_mean(rates[number])",
         "test_tune.py::test_without_noise_halving_finds_what_exhaustive_search_does",
@@ -969,8 +969,8 @@ MUTATIONS = [
     Mutation(
         "turns_count_all_before",
         "measure/turns.py",
-        "                counts.clear()\n",
-        "",
+        "            def rate(steps: int) -> tuple[float, float]:\n                counts = list[int]()\n",
+        "            counts = list[int]()\n\n            def rate(steps: int) -> tuple[float, float]:\n",
         "test_turns.py::test_each_turn_counts_its_own_samples",
     ),
     Mutation(

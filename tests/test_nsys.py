@@ -6,9 +6,7 @@ import contextlib
 import csv
 import io
 import json
-import logging
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -22,14 +20,11 @@ import torch
 
 from dlscale.config.run import Profile, load_run
 from dlscale.core.ranges import RANGES, mark, marking
-from dlscale.measure.profile import write_table
-from dlscale.measure.profilers import nsys, nvtx_ranges, records
+from dlscale.measure.profilers import nsys, nvtx_ranges
 from dlscale.measure.profilers.records import ProfiledTool, TopEntry
 from dlscale.parallel.world import World
 from dlscale.preflight.environment import environment as environment_of
-from dlscale.report.profiles import read_rows
-from tests.conftest import COSMO, COSMO_RUN, ROOT, make_run, stage
-from tests.nsys import tidy
+from tests.conftest import COSMO, COSMO_RUN, ROOT, make_run
 from tests.nsys_databases import Recording
 from tests.waiting import PATIENCE, until
 
@@ -49,20 +44,19 @@ PRETENDED = """#!/bin/sh
 here=$(dirname "$0")
 case "$1 $2" in
     "--version "*) echo "NVIDIA Nsight Systems version 2099.1.2-34v0"; exit;;
-    "profile --help") echo "--cuda-graph-trace= --trace= Possible values are 'cuda', 'nccl'"; exit;;
 esac
 for word; do case $word in --output=*) output=${word#--output=};; esac; done
 case "$1" in
     export) cp "$here/database" "$output"; exit;;
-    profile) echo "$*" >>"$here/calls"; for word; do times=$word; done;;
+    profile) echo "$*" >>"$here/calls"; for word; do asked=$word; done
+        times=$(echo "$asked" | sed 's/.*"times": "\\([^"]*\\)".*/\\1/');;
 esac
 number=$(wc -l <"$here/calls")
 word=$(sed -n "${number}p" "$here/behaviour")
 case "${word:-$(tail -n 1 "$here/behaviour")}" in
     report) touch "$output.nsys-rep"; echo "[[1, 3], [3, 3], [1, 3]]" >"$times";;
-    raw) touch "$output.qdstrm"; echo "[[1, 3], [3, 3], [1, 3]]" >"$times";;
-    lost) echo "Connection to the Agent lost."; exit 1;;
     blocked) echo "Agent launcher failed."; exit 1;;
+    raw) touch "$output.qdstrm";;
     silent) echo "Something else.";;
     fails) echo "ValueError: no such thing"; exit 3;;
     sleeps) touch "$here/started"; cat >/dev/null; touch "$here/ended";;
@@ -114,100 +108,24 @@ def test_a_report_is_read_and_kept(tmp_path: Path, pretended: Any) -> None:
     assert "--capture-range=nvtx" in words and "--capture-range-end=stop" in words
 
 
-def test_a_lost_agent_is_tried_again(tmp_path: Path, pretended: Any) -> None:
-    folder = pretended("lost", "silent", "report")
-    tool, _ = profiled(tmp_path)
-    assert tool.problem is None and tool.steps == 1
-    assert len((folder / "calls").read_text().splitlines()) == 3
-
-
-def test_an_agent_lost_for_good_is_a_problem(tmp_path: Path, pretended: Any) -> None:
-    folder = pretended("lost")
+@pytest.mark.parametrize(
+    ("behaviour", "words"),
+    [
+        ("raw", "nsys.rank0.qdstrm is kept, which Nsight's window opens"),
+        ("silent", "nsys made no report: Something else.; see the log, and run the stage again"),
+        ("blocked", "Agent launcher failed.; if no other nsys runs on this machine, remove"),
+        ("fails", "the profiled process ended with status 3: ValueError: no such thing"),
+        ("unread", "nsys cannot export nsys.rank0.nsys-rep, which Nsight's window opens; see the log"),
+    ],
+)
+def test_what_fails_says_why(tmp_path: Path, pretended: Any, behaviour: str, words: str) -> None:
+    folder = pretended("report" if behaviour == "unread" else behaviour)
+    if behaviour == "unread":
+        (folder / "database").unlink()
     tool, top = profiled(tmp_path)
-    assert tool.problem and "recorded nothing, 3 times" in tool.problem and "Agent lost" in tool.problem and not top
-    assert len((folder / "calls").read_text().splitlines()) == nsys.TRIES and left(tmp_path) == []
-
-
-def test_an_agent_that_never_starts_leads_to_what_an_earlier_one_left(tmp_path: Path, pretended: Any) -> None:
-    folder = pretended("blocked")
-    tool, _ = profiled(tmp_path)
-    assert tool.problem and "Agent launcher failed.; if no other nsys runs on this machine, remove" in tool.problem
+    assert tool.problem and words in tool.problem and not top
+    assert left(tmp_path) == {"unread": ["nsys.rank0.nsys-rep"], "raw": ["nsys.rank0.qdstrm"]}.get(behaviour, [])
     assert len((folder / "calls").read_text().splitlines()) == 1
-
-
-def test_a_process_that_fails_says_why_and_is_not_tried_again(tmp_path: Path, pretended: Any) -> None:
-    folder = pretended("fails")
-    tool, _ = profiled(tmp_path)
-    assert tool.problem == "the profiled process ended with status 3: ValueError: no such thing"
-    assert len((folder / "calls").read_text().splitlines()) == 1
-
-
-def record_with(folder: Path, tool: ProfiledTool) -> records.Profile:
-    """Write the profile of a run as the stage does, of `torch` and of what nsys found; return its record."""
-    other = TopEntry(tool="torch", kind="operator", name="aten::mm", calls=1, seconds=1.0)
-    record = records.Profile(tools=[ProfiledTool(name="torch"), tool], top=[other])
-    record.write(folder / "profile/profile.json")
-    write_table(folder / "profile/profile_summary.csv", [other])
-    return record
-
-
-@pytest.mark.slow
-def test_what_was_recorded_only_is_imported_later(
-    tmp_path: Path, pretended: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """`dlscale import`: whole, or not at all, with one message that says why."""
-    folder = pretended("raw")
-    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
-    tool, top = profiled(tmp_path)
-    assert tool.problem and tool.problem.endswith(f"installed: dlscale import {tmp_path}") and not top
-    assert left(tmp_path) == ["nsys.rank0.qdstrm"] == [*tool.files.values()]
-    record = record_with(tmp_path, tool)
-
-    def files() -> dict[str, bytes]:
-        return {path.name: path.read_bytes() for path in (tmp_path / "profile").iterdir()}
-
-    def fails(words: str) -> None:
-        before = files()
-        assert stage("import", tmp_path) == 2
-        assert words in capfd.readouterr().err.splitlines()[-1] and files() == before
-
-    fails(f"QdstrmImporter: neither beside {folder}/nsys nor on PATH; import where all of Nsight")
-    importer = folder / "QdstrmImporter"
-    importer.write_text("#!/bin/sh\necho no such format\nexit 1\n")
-    importer.chmod(0o755)
-    fails("nsys.rank0.qdstrm: QdstrmImporter cannot make a report of it")
-    importer.write_text('#!/bin/sh\ncp "$2" "$4"\n')
-    (folder / "database").write_bytes(b"no database")
-    fails("nsys.rank0.nsys-rep")
-    (folder / "database").unlink()
-    Recording(ranges=[(0, 100, "step", 0, True)]).write(folder / "database")
-    with monkeypatch.context() as without:
-        without.setenv("NSYS", str(folder / "nosuch"))
-        fails("nsys: not found; install NVIDIA Nsight Systems here")
-
-    assert stage("import", tmp_path) == 0
-    assert "nsys.rank0.nsys-rep; the next `snakemake` shows it" in capfd.readouterr().out
-    assert left(tmp_path) == ["nsys.rank0.nsys-rep", "profile.json", "profile_summary.csv"]
-    first, second = records.Profile.read(tmp_path / "profile/profile.json").tools
-    assert first == record.tools[0] and second.problem is None and second.steps == 1
-    assert second.overhead == tool.overhead and [*second.files.values()] == ["nsys.rank0.nsys-rep"]
-    rows = read_rows(tmp_path / "profile/profile_summary.csv")
-    assert [(row.tool, row.name) for row in rows] == [("torch", "aten::mm"), ("nsys", "step")]
-    assert list((tmp_path / "tensorboard/profile").iterdir())
-    fails("nothing is left over to import")
-
-
-def test_a_problem_of_all_ranks_is_said_once() -> None:
-    def joined(*problems: str | None) -> str | None:
-        tools = [ProfiledTool(name="nsys", version="1", problem=problem) for problem in problems]
-        return nsys._joined([(tool, []) for tool in tools])[0].problem
-
-    assert joined("see nsys.rank0.qdstrm", "see nsys.rank1.qdstrm", None) == "see nsys.rankN.qdstrm"
-    assert joined("see nsys.rank1.qdstrm", None) == "see nsys.rank1.qdstrm" and joined(None, None) is None
-    assert joined("the process failed", "no step is in nsys.rank1.nsys-rep") == (
-        "the process failed; no step is in nsys.rank1.nsys-rep"
-    )
-    assert joined("the process failed", "the process failed") == "the process failed"
 
 
 #: Profiles as a stage does it.
@@ -258,16 +176,10 @@ def test_a_stage_that_is_ended_takes_its_child_along(tmp_path: Path, pretended: 
         until("the child's end", (folder / "ended").exists)
 
 
-def test_words_follow_the_versions_help(pretended: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    pretended("report")
-    tool = nsys.find()
-    assert tool is not None
-    words = tool.profile(Path("folder/nsys.rank0.nsys-rep"), cuda=True)
-    assert "--trace=cuda,nvtx,osrt,cublas,cudnn,nccl" in words and "--cuda-graph-trace=node" in words
+def test_what_is_recorded_with_cuda() -> None:
+    words = nsys.recording("nsys", Path("folder/nsys.rank0.nsys-rep"), cuda=True)
+    assert "--trace=cuda,nvtx,osrt,cublas,cudnn" in words and "--cuda-graph-trace=node" in words
     assert "--capture-range=cudaProfilerApi" in words and "--output=folder/nsys.rank0" in words
-    monkeypatch.setattr(nsys, "answer", lambda words: "--trace= 'cuda', 'nvtx'")
-    words = nsys.Nsys("nsys").profile(Path("nsys.rank0.nsys-rep"), cuda=True)
-    assert "--trace=cuda,nvtx,osrt,cublas,cudnn" in words and not any("graph" in word for word in words)
 
 
 def test_doctor_looks_for_it_where_runs_ask_for_it(tmp_path: Path) -> None:
@@ -379,30 +291,6 @@ def test_a_run_on_a_processor(real_nsys: Path, cosmo_data: Path, tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_a_recording_is_imported_by_the_real_nsys(
-    real_nsys: Path, cosmo_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Recorded by a copy of it that lacks what makes reports, as in a slim image."""
-    [target] = real_nsys.parent.glob("../lib/*-linux-gnu/nsight-systems/target-*")
-    slim = tmp_path / "slim" / target.name
-    shutil.copytree(target, slim)
-    configure(tmp_path)
-    run(tmp_path, cosmo_data, slim / "nsys")
-    tool, _ = found(tmp_path)
-    assert tool.problem and f"dlscale import {tmp_path}" in tool.problem
-    assert left(tmp_path) == ["nsys.rank0.qdstrm"]
-    record_with(tmp_path, tool)
-    monkeypatch.setenv("NSYS", str(real_nsys))
-    assert stage("import", tmp_path) == 0
-    imported = records.Profile.read(tmp_path / "profile/profile.json").tools[1]
-    assert imported.problem is None and imported.steps == STEPS and imported.overhead == tool.overhead
-    rows = read_rows(tmp_path / "profile/profile_summary.csv")
-    expected = totals(real_nsys, tmp_path / "profile/nsys.rank0.nsys-rep")
-    for row in [row for row in rows if row.tool == "nsys"]:
-        assert row.seconds * STEPS * 1e9 == pytest.approx(expected[row.name][1], rel=1e-5), row.name
-
-
-@pytest.mark.slow
 def test_two_processes(real_nsys: Path, cosmo_data: Path, tmp_path: Path) -> None:
     """Both are profiled, and their sums of gradients are ranges that overlap the backward pass."""
     configure(tmp_path, 2, ranks=[0, 1])
@@ -414,41 +302,6 @@ def test_two_processes(real_nsys: Path, cosmo_data: Path, tmp_path: Path) -> Non
     assert tool.activity.comm_overlap is not None and 0 <= tool.activity.comm_overlap <= 1
     for rank in (0, 1):
         agrees(real_nsys, tmp_path, rank)
-
-
-IN_A_CONTAINER = """
-import subprocess, sys, time
-from pathlib import Path
-from dlscale.measure.profilers.nsys_neighbours import beside_others
-subprocess.run(["mount", "-t", "tmpfs", "none", "/tmp"], check=True)
-with beside_others():
-    words = [sys.argv[1], "profile", "--trace=nvtx", "--sample=none", "--cpuctxsw=none", "--output=/tmp/of"]
-    status = subprocess.run([*words, "sleep", "2"], cwd="/tmp").returncode
-    time.sleep(2)  # until its agent has ended: with this process, the first one, all others are killed
-sys.exit(status or not Path("/tmp/of.nsys-rep").exists())
-"""
-
-
-@pytest.mark.slow
-def test_in_containers_that_count_alike(real_nsys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each has numbers of processes and a /tmp of its own, but the machine's shared memory, where agents meet.
-
-    Beside other load one of three loses its agent now and then; where nobody keeps them apart, it does each time.
-    """
-    apart = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount", "--mount-proc"]
-    if subprocess.run([*apart, "mount", "-t", "tmpfs", "none", "/mnt"], capture_output=True).returncode:
-        pytest.skip("a user may not have numbers of processes and mounts of its own here")
-    monkeypatch.setenv("DLSCALE_LIFELINE", "1")
-    words = [*apart, sys.executable, "-c", IN_A_CONTAINER, str(real_nsys)]
-    for _ in range(4):
-        tidy()
-        containers = [
-            subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for _ in range(3)
-        ]
-        said = [container.communicate(timeout=120)[0] for container in containers]
-        if not any(container.returncode for container in containers):
-            return
-    pytest.fail(f"none of four times did all three make their reports; the last time they said {said}")
 
 
 @pytest.mark.slow
@@ -496,13 +349,3 @@ def test_nothing_outlives_a_stage(real_nsys: Path, cosmo_data: Path, tmp_path: P
     process.wait(PATIENCE)
     until("the end of all", lambda: not children(), said=children)
     assert number == signal.SIGKILL or left(tmp_path) == []
-
-
-def test_logs_have_no_progress(caplog: pytest.LogCaptureFixture, tmp_path: Path, pretended: Any) -> None:
-    caplog.set_level(logging.INFO)
-    folder = pretended("report")
-    text = (folder / "nsys").read_text().replace('report) touch "', 'report) printf "a\\rb\\rdone\\n"; touch "')
-    (folder / "nsys").write_text(text)
-    profiled(tmp_path)
-    [said] = [record.getMessage() for record in caplog.records if record.getMessage().startswith("nsys: status")]
-    assert said == "nsys: status 0\ndone"

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from dlscale.measure.profilers.overhead import overhead
 from dlscale.measure.profilers.records import Overhead
+from dlscale.measure.profilers.tool import overhead
 
 
 def test_an_even_drift_falls_out() -> None:

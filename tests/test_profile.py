@@ -6,6 +6,7 @@ import csv
 import gzip
 import json
 import os
+import re
 import sysconfig
 import threading
 import time
@@ -22,15 +23,11 @@ from dlscale.config.run import load_run
 from dlscale.core import ranges
 from dlscale.core.errors import UserError
 from dlscale.core.ranges import mark, marking
-from dlscale.data.samples import BoxField
 from dlscale.measure import profile
 from dlscale.measure.profilers import lines, stacks
 from dlscale.measure.profilers.records import Profile, TopEntry
-from dlscale.measure.profilers.stacks import StackSampler
-from dlscale.measure.profilers.tool import Unavailable
 from dlscale.measure.window import Window
 from dlscale.parallel.world import World
-from dlscale.studies.cosmo_unet.model import UNet3D
 from dlscale.train.build import open_session
 from dlscale.train.step import Step
 from tests.conftest import COSMO, COSMO_RUN, make_run, stage, train
@@ -80,7 +77,6 @@ def test_the_record_has_each_profiler_beside_none(done: Path) -> None:
     parts = ("data", "forward", "backward", "optimizer")
     inside = sum(torch_tool.ranges[name].seconds for name in parts)
     assert 0.8 * torch_tool.ranges["step"].seconds < inside < torch_tool.ranges["step"].seconds
-    assert torch_tool.activity.operators and torch_tool.activity.operators > 50
     assert torch_tool.activity.items == 0, "no step waits for a number"
     assert len({(row.tool, row.kind) for row in found.top}) >= 4
     assert max(Counter((row.tool, row.kind) for row in found.top).values()) <= profile.TOP
@@ -128,17 +124,6 @@ def test_lines_are_those_of_step_model_loss_samples_and_loader(done: Path) -> No
     assert the("dlscale/train/step.py", ".backward()").seconds < whole.seconds < 1.5 * whole.seconds / whole.share
     text = (done / "profile/lines.rank0.txt").read_text()
     assert "def gradients(" in text and "% Time" in text
-
-
-def test_functions_have_their_own_code_again(tmp_path: Path, cosmo_data: Path) -> None:
-    """Even where a profile fails."""
-    session = session_of(tmp_path, cosmo_data)
-    before = [function.__code__ for function in (Step.gradients, UNet3D.forward, BoxField.read)]
-    tool = lines.LineProfiler(tmp_path, 0, session, [])
-    assert [function.__code__ for function in (Step.gradients, UNet3D.forward, BoxField.read)] != before
-    tool.close()
-    after = [function.__code__ for function in (Step.gradients, UNet3D.forward, BoxField.read)]
-    assert all(a is b for a, b in zip(after, before, strict=True))
 
 
 def session_of(folder: Path, data: Path, **over: Any) -> Any:
@@ -239,23 +224,6 @@ def forbidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(spy.parent))
 
 
-def test_an_odd_place(tmp_path: Path, cosmo_data: Path) -> None:
-    """PyTorch writes a trace's own name into it as it is."""
-    folder = tmp_path / "a b'\"$(touch pwned)é"
-    assert profiled(folder, cosmo_data, tools=["torch"]) == 0
-    with gzip.open(folder / "profile/torch.rank0.json.gz", "rt") as trace:
-        assert json.load(trace)["traceEvents"]
-
-
-def test_a_py_spy_that_says_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "py-spy").write_text("#!/bin/sh\nexec sleep 100\n")
-    (tmp_path / "py-spy").chmod(0o755)
-    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
-    monkeypatch.setattr(stacks, "PATIENCE", 0.3)
-    with pytest.raises(Unavailable, match="py-spy has ended"), StackSampler(tmp_path, 0).attached():
-        raise AssertionError("it looks")
-
-
 @pytest.mark.usefixtures("forbidden")
 def test_a_profiler_that_does_not_work_says_why(
     tmp_path: Path, cosmo_data: Path, capfd: pytest.CaptureFixture[str]
@@ -271,52 +239,42 @@ def test_a_profiler_that_does_not_work_says_why(
     assert not (tmp_path / "b/profile").exists()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("settings", "words"),
+    ("name", "words"),
     [
-        ({"ranks": [0, 1]}, "profile.ranks: 1: this run has 1 processes"),
-        ({"functions": ["dlscale.train.step"]}, "expected MODULE:NAME"),
-        ({"functions": ["no.such:thing"]}, "No module named 'no'"),
-        ({"functions": ["dlscale.train.step:Stop.gradients"]}, "has no attribute 'Stop'"),
-        ({"functions": ["dlscale.train.step:Step.gradient"]}, "did you mean 'gradients'?"),
-        ({"functions": ["dlscale.core.ranges:RANGES"]}, "no function 'RANGES'"),
-        ({"functions": ["torch:relu"]}, "no function 'relu'"),
-        (
-            {"functions": ["raises_at_import:f"]},
-            "profile.functions: raises_at_import:f: no such day; expected a module",
-        ),
-        ({"functions": ["exits_at_import:f"]}, "profile.functions: exits_at_import:f: 0; expected a module"),
-        ({"functions": ["is_no_python:f"]}, "profile.functions: is_no_python:f: '(' was never closed"),
+        ("dlscale.train.step", "expected MODULE:NAME"),
+        ("no.such:thing", "No module named 'no'"),
+        ("dlscale.train.step:Stop.gradients", "has no attribute 'Stop'"),
+        ("dlscale.train.step:Step.gradient", "did you mean 'gradients'?"),
+        ("dlscale.core.ranges:RANGES", "no function 'RANGES'"),
+        ("math:sin", "there is no function 'sin' in it"),
+        ("exits_at_import:f", "profile.functions: exits_at_import:f: 0; expected what Python can import"),
     ],
 )
-def test_a_wrong_setting_is_one_message(
-    tmp_path: Path,
-    cosmo_data: Path,
-    settings: dict[str, Any],
-    words: str,
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+def test_functions_are_found_by_their_names(
+    tmp_path: Path, name: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "raises_at_import.py").write_text("raise RuntimeError('no such day')\n")
     (tmp_path / "exits_at_import.py").write_text("raise SystemExit(0)\n")
-    (tmp_path / "is_no_python.py").write_text("f(\n")
     monkeypatch.syspath_prepend(tmp_path)
-    assert profiled(tmp_path, cosmo_data, **{"tools": ["lines"], **settings}) == 2
-    assert words in capfd.readouterr().err.splitlines()[-1]
+    assert lines.resolve("dlscale.train.step:Step.gradients") is Step.gradients
+    with pytest.raises(UserError, match=re.escape(words)):
+        lines.resolve(name)
+
+
+@pytest.mark.slow
+def test_a_wrong_setting_is_one_message(tmp_path: Path, cosmo_data: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    for settings, words in (
+        ({"ranks": [0, 1]}, "profile.ranks: 1: this run has 1 processes"),
+        ({"functions": ["dlscale.train.step"]}, "expected MODULE:NAME"),
+    ):
+        assert profiled(tmp_path, cosmo_data, **{"tools": ["lines"], **settings}) == 2
+        assert words in capfd.readouterr().err.splitlines()[-1]
 
 
 def test_what_stands_twice_is_refused(tmp_path: Path) -> None:
     for key, values, twice in (("tools", ["lines", "torch", "lines"], "lines"), ("ranks", [1, 1], 1)):
         with pytest.raises(UserError, match=f"profile.{key}: {twice} stands twice"):
             make_run(tmp_path, "cosmo_unet", COSMO_RUN | {"profile": {key: values}}, COSMO)
-
-
-def test_functions_are_found_by_their_names() -> None:
-    assert lines.resolve("dlscale.train.step:Step.gradients") is Step.gradients
-    assert lines.resolve("dlscale.measure.window:weighted").__name__ == "weighted"
-    with pytest.raises(UserError, match="written in Python"):
-        lines.resolve("math:sin")
 
 
 # ---- ranges ------------------------------------------------------------------------------------------------------
@@ -326,7 +284,7 @@ def test_functions_are_found_by_their_names() -> None:
 def window(tmp_path: Path, cosmo_data: Path) -> Iterator[Window]:
     session = session_of(tmp_path, cosmo_data, profile={"skip": 1, "steps": 3}, accumulation_steps=2)
     window = Window(session.run.profile, session)
-    window.warm_up()
+    window.run(1)
     yield window
     window.close()
 

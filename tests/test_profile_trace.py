@@ -17,8 +17,7 @@ from torch import nn
 
 from dlscale.core.ranges import mark
 from dlscale.measure.profilers.intervals import gaps, index_at, intersection, total, union
-from dlscale.measure.profilers.kineto import read, with_memory
-from dlscale.measure.profilers.tool import Unavailable
+from dlscale.measure.profilers.kineto import read
 from dlscale.measure.profilers.torch_profiler import TorchProfiler
 from dlscale.measure.profilers.trace import OUTSIDE, summarise
 
@@ -160,7 +159,6 @@ def test_ranges_of_a_gpu() -> None:
 
 def test_activity_of_a_gpu() -> None:
     activity = summarise(read(gpu_trace()), "torch")[0].activity
-    assert activity.operators == 6
     assert activity.launches == 7, "a graph is one"
     assert (activity.syncs, activity.items) == (1, 1)
     assert activity.sync_seconds == pytest.approx(6 * US)
@@ -232,7 +230,7 @@ def test_a_host_ahead_of_its_device() -> None:
 
 
 def test_a_trace_without_a_step_is_refused() -> None:
-    with pytest.raises(ValueError, match="no range called 'step'"):
+    with pytest.raises(ValueError, match="no step is in it"):
         read([event("forward", "user_annotation", 0, 10)])
 
 
@@ -276,14 +274,6 @@ def test_overlaps_are_those_of_every_microsecond(found: tuple[list[dict[str, Any
         assert share == (pytest.approx(len(those & others) / len(those)) if those else None)
 
 
-def test_memory_becomes_a_curve() -> None:
-    freed = {"Device Id": -1, "Total Allocated": 64, "Bytes": -64}
-    trace = [{"ph": "i", "name": "[memory]", "pid": 1, "tid": 2, "ts": 5.0, "args": freed}]
-    curve = {"ph": "C", "name": "memory: host", "pid": 1, "ts": 5.0, "args": {"allocated": 64}}
-    other = event("aten::mm", "cpu_op", 1, 3)
-    assert with_memory([other, *trace]) == [other, curve]
-
-
 # ---- a real trace, against PyTorch's own sums --------------------------------------------------------------------
 
 
@@ -312,7 +302,6 @@ def test_operators_are_those_that_pytorch_counts(profiled: tuple[TorchProfiler, 
     for name, row in mine.items():
         assert row.calls * 3 == pytest.approx(counted[name].count), name
         assert row.seconds * 3 == pytest.approx(counted[name].self_cpu_time_total * US, abs=2 * US), name
-    assert found.activity.operators == pytest.approx(sum(one.count for one in counted.values()) / 3)
     assert found.activity.items == 1, "the loss that is read"
     assert (found.steps, found.seconds_per_step) == (3, 0.2)
 
@@ -327,19 +316,6 @@ def test_ranges_are_those_that_pytorch_recorded(profiled: tuple[TorchProfiler, A
         assert time.device_seconds is None
 
 
-def test_a_gpu_of_which_nothing_was_recorded_is_a_problem(
-    profiled: tuple[TorchProfiler, Any, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As where CUPTI is refused; it is no profile of a CPU."""
-    path = tmp_path / "trace.json"
-    path.write_text(json.dumps({"traceEvents": [event("step", "user_annotation", 0, 10)]}))
-    monkeypatch.setattr(profiled[0], "_device", torch.device("cuda"))
-    monkeypatch.setattr(profiled[0], "_folder", tmp_path)
-    monkeypatch.setattr(profiled[0]._profile, "export_chrome_trace", lambda to: path.rename(to))
-    with pytest.raises(Unavailable, match="CUPTI"):
-        profiled[0].found([0.1])
-
-
 def test_the_trace_opens_in_perfetto(profiled: tuple[TorchProfiler, Any, Path]) -> None:
     """Chrome's format, compressed; nothing else is left, and no path of this machine is in it."""
     _, (found, _), folder = profiled
@@ -348,6 +324,4 @@ def test_the_trace_opens_in_perfetto(profiled: tuple[TorchProfiler, Any, Path]) 
         text = file.read()
     events = json.loads(text)["traceEvents"]
     assert {"step", "forward", "backward"} <= {e["name"] for e in events}
-    curve = [e["args"]["allocated"] for e in events if e["ph"] == "C" and e["name"] == "memory: host"]
-    assert len(curve) > 10 and max(curve) >= 16 * 64 * 4, "the hidden layer's values are among what is allocated"
     assert str(folder) not in text

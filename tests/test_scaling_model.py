@@ -7,7 +7,6 @@ import itertools
 import json
 import math
 import re
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields, replace
 from pathlib import Path
@@ -20,6 +19,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
+from scipy.optimize import minimize_scalar
 from torch.distributed import _compute_bucket_assignment_by_size
 
 from dlscale.config.parallel import DDP, Parallel
@@ -32,7 +32,7 @@ from dlscale.core.text import number, percent
 from dlscale.data.manifest import Manifest
 from dlscale.measure.records import Throughput, Trials
 from dlscale.measure.scaling import model, validation
-from dlscale.measure.scaling.fit import MISFIT, PRIORS, Point, fit, walk
+from dlscale.measure.scaling.fit import BAND, MISFIT, PRIORS, Point, fit
 from dlscale.measure.scaling.machine import Level, Machine, named, shipped
 from dlscale.measure.scaling.model import (
     Costs,
@@ -238,25 +238,6 @@ def test_a_hundred_thousand_devices_drawn_at_random() -> None:
     assert found.seconds == pytest.approx(mean * draws.max(axis=1).mean(), rel=2e-3)
 
 
-def test_the_work_of_a_prediction_does_not_grow_with_the_devices() -> None:
-    def calls(devices: int) -> int:
-        count = 0
-
-        def seen(*_: object) -> None:
-            nonlocal count
-            count += 1
-
-        sys.setprofile(seen)
-        try:
-            rate(CLUSTER, UNET, COSTS, Job(devices, 64))
-        finally:
-            sys.setprofile(None)
-        return count
-
-    calls(64), calls(100_000)  # the slowest of so many is remembered
-    assert calls(100_000) <= 1.2 * calls(64) < 2000
-
-
 # ---- steps -----------------------------------------------------------------------------------------------------------
 
 
@@ -387,37 +368,28 @@ def test_two_points_are_enough() -> None:
     assert far.high / far.low > (near.high / near.low) ** 2
 
 
-def test_walks_draw_from_a_density() -> None:
-    """Of two normal numbers that go together, from far off: means, deviations, correlation."""
-    inverse = np.linalg.inv([[1.0, 1.6], [1.6, 4.0]])
-    start = np.random.default_rng(2).normal(1, 0.1, (1000, 2))
-    drawn = walk(lambda at: -np.einsum("ni,ij,nj->n", at - 3, inverse, at - 3) / 2, start)
-    assert drawn.mean(axis=0) == pytest.approx([3, 3], abs=0.2)
-    assert np.cov(drawn.T) == pytest.approx(np.array([[1.0, 1.6], [1.6, 4.0]]), rel=0.15)
-
-
 @pytest.mark.slow
 def test_the_band_is_that_of_all_worlds_that_fit() -> None:
-    """Against worlds drawn from the priors, each counted as often as the measurements are likely in it."""
+    """Against the posterior itself: worlds drawn widely, each counted as often as points and priors have it likely."""
     seen = [Point(Job(1, 64), 900.0, Measure("SYNTHETIC")), Point(Job(8, 64), 6000.0, Measure("SYNTHETIC"))]
-    draws = np.random.default_rng(4)
-    unit = {"fixed": 64 / 900, "sample": 1 / 900, "load": 1 / 900}
-    worlds = Costs(
-        **{
-            name: unit.get(name, 1.0) * prior.middle * prior.factor ** draws.standard_normal(2_000_000)
-            for name, prior in PRIORS.items()
-        }
-    )
-    errors = [np.log(rate(CLUSTER, UNET, worlds, each.job, each.of) / each.rate) / each.noise for each in seen]
-    weights = np.exp(-sum(error**2 for error in errors) / 2)
-    job = Job(64, 32)
-    found = rate(CLUSTER, UNET, worlds, job)
+    unit, job = {"fixed": 64 / 900, "sample": 1 / 900, "load": 1 / 900}, Job(64, 32)
+    fitted = fit(CLUSTER, UNET, seen)
+    centre = np.log([getattr(fitted.costs, name) for name in PRIORS])
+    middles = np.log([unit.get(name, 1.0) * prior.middle for name, prior in PRIORS.items()])
+    factors = np.log([prior.factor for prior in PRIORS.values()])
+    draws = np.random.default_rng(4).multivariate_normal(centre, 2 * fitted.covariance, 20_000)
+    moved = draws - centre
+    wide = np.einsum("ni,ij,nj->n", moved, np.linalg.inv(2 * fitted.covariance), moved)
+    worlds = [Costs(*np.exp(each).tolist()) for each in draws]
+    errors = [[math.log(rate(CLUSTER, UNET, each, p.job, p.of) / p.rate) / p.noise for each in worlds] for p in seen]
+    likely = -sum(np.square(each) for each in errors) - (((draws - middles) / factors) ** 2).sum(axis=1)
+    weights = np.exp((likely + wide) / 2 - ((likely + wide) / 2).max())
+    found = np.array([rate(CLUSTER, UNET, each, job) for each in worlds])
     order = np.argsort(found)
     shares = np.cumsum(weights[order]) / weights.sum()
     low, middle, high = found[order][np.searchsorted(shares, (0.05, 0.5, 0.95))]
-    fitted = fit(CLUSTER, UNET, seen)
     ours = fitted.predict(lambda costs: rate(CLUSTER, UNET, costs, job))
-    assert [ours.low, ours.value, ours.high] == pytest.approx([low, middle, high], rel=0.04)
+    assert [ours.low, ours.value, ours.high] == pytest.approx([low, middle, high], rel=0.1)
 
 
 @pytest.mark.slow
@@ -491,20 +463,29 @@ def test_the_model_does_not_see_what_it_predicts(study: str) -> None:
         assert [each.published for each in ours] != [each.published for each in theirs]
 
 
-def test_the_model_beats_simpler_laws(checks: list[validation.Check]) -> None:
-    ours, amdahl, line = validation.medians(checks)
-    assert ours <= 0.10 and ours < amdahl and ours < line
+def test_the_model_beats_amdahls_law(checks: list[validation.Check]) -> None:
+    ours, amdahl = np.median([np.abs(each.errors) for each in checks if each.amdahl is not None], axis=0)
+    assert ours <= 0.10 and ours < amdahl
 
 
 def test_the_misfit_is_that_of_the_series(checks: list[validation.Check]) -> None:
-    assert pytest.approx(validation.misfit(checks), abs=0.004) == MISFIT
+    """The most probable one, given the errors."""
+
+    def unlikely(misfit: float) -> float:
+        total = 0.0
+        for each in checks:
+            ours = each.ours.widened(misfit * math.sqrt(each.doublings))
+            deviation = math.log(ours.high / ours.low) / 2 / BAND
+            total += math.log(deviation) + (math.log(ours.value / each.published) / deviation) ** 2 / 2
+        return total
+
+    assert minimize_scalar(unlikely, bounds=(0, 1), method="bounded").x == pytest.approx(MISFIT, abs=0.004)
 
 
-def test_simpler_laws() -> None:
+def test_amdahls_law() -> None:
     truth = {n: 1 / (0.1 + 0.9 / n) for n in (1, 2, 8)}
     assert validation.amdahl(truth, 64) == pytest.approx(1 / (0.1 + 0.9 / 64))
-    assert validation.line(truth, 64) == pytest.approx(1 + (truth[8] - 1) / 7 * 63)
-    assert validation.amdahl({4: 80.0}, 16) == validation.line({4: 80.0}, 16) == 320
+    assert validation.amdahl({4: 80.0}, 16) == 320
     assert validation.amdahl({1: 10.0, 2: 25.0}, 4) == pytest.approx(45, rel=0.15)  # nothing is less than serial
 
 
@@ -873,44 +854,6 @@ def test_mistakes_are_one_message(
     assert stage("plan", *arguments) == 2
     error = capsys.readouterr().err
     assert expected in error and len(error.strip().splitlines()) == 1 and "Traceback" not in error
-
-
-@pytest.mark.slow
-def test_records_that_are_none(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each is one message that names the file and the field."""
-    folder = results / "plans/cosmo_unet/one"
-    throughput, metrics = folder / "throughput.json", folder / "metrics.jsonl"
-    good = json.loads(throughput.read_text())
-
-    def told(path: Path, text: str) -> str:
-        path.write_text(text)
-        assert stage("plan", "cosmo_unet.one", "--devices", 1) == 2
-        error = capsys.readouterr().err
-        assert len(error.strip().splitlines()) == 1 and "Traceback" not in error and path.name in error, error
-        return error
-
-    for mean in ("NaN", "Infinity", "0", "-3", "true", "1e308", "1" + 400 * "0"):
-        text = json.dumps(good | {"FULL": {"mean": "MEAN"}}).replace('"MEAN"', mean)
-        assert ("is no number of JSON" if mean in ("NaN", "Infinity") else "FULL.mean: ") in told(throughput, text)
-    for beta in (None, -1e-9):
-        end = {"worst": (0, 1), "worst_alpha": 0.0, "worst_beta": 0.0, "name": "node", "size": 2, "links": 1}
-        links = {"backend": "gloo", "processes": 2, "nodes": 1, "seconds": 1, "all_reduce": []}
-        text = json.dumps(good | {"links": links | {"levels": [end | {"alpha": 1e-6, "beta": beta}]}})
-        assert "links.levels.0.beta: " in told(throughput, text)
-    assert "not valid JSON" in told(throughput, "")
-    assert "not valid JSON (maximum recursion depth" in told(throughput, 100_000 * "[")
-    assert "no throughput to start from" in told(throughput, "{}")
-    other = (results / "plans/cosmo_unet/two/throughput.json").read_text()
-    assert "throughput.json: nranks: got 2, and config.yaml beside it says 1" in told(throughput, other)
-    text = json.dumps(good | {"batch_size": 5})
-    assert "throughput.json: batch_size: got 5, and config.yaml beside it says 4" in told(throughput, text)
-    throughput.write_text(json.dumps(good))
-    for speed in ("NaN", "0", "-1.5", "true", "1e308"):
-        line: dict[str, Any] = {"step": 1, "samples": 8, "learning_rate": 0.1, "train_loss": 1.0, "valid_loss": 1.0}
-        line |= {"epoch_seconds": 1.0, "samples_per_second": "RATE"}
-        lines = [json.dumps(line | {"epoch": epoch}) for epoch in (1, 2)]
-        found = told(metrics, "\n".join(lines).replace('"RATE"', speed))
-        assert "samples_per_second" in found
 
 
 def test_a_run_that_was_not_measured(results: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,7 +23,7 @@ from dlscale.data.loaders.base import Batch, Loader
 from dlscale.measure import throughput
 from dlscale.measure.records import Throughput as Record
 from dlscale.measure.records import Trials
-from dlscale.measure.throughput import endless, trials
+from dlscale.measure.throughput import trials
 from dlscale.parallel.world import World
 from dlscale.train.build import open_session
 from dlscale.train.step import Step
@@ -293,32 +293,12 @@ def test_each_rank_counts_its_own_samples() -> None:
     assert [a * b for a, b in zip(found.trial_time, found.trial_throughput, strict=True)] == pytest.approx([9 + 7])
 
 
-def test_the_wait_for_data_counts() -> None:
-    def late() -> Iterator[Batch]:
-        for batch in batches_of(1, 1, 1, 1):
-            time.sleep(0.03)
-            yield batch
-
-    found = trials("IO", late(), lambda x, y: None, Throughput(warmup=0, trials=2, batches=2, seconds=0), World())
-    assert all(seconds >= 0.06 for seconds in found.trial_time)
-
-
 @contextlib.contextmanager
 def train_loader(folder: Path, data: Path, **over: Any) -> Iterator[Loader]:
     make_run(folder, "cosmo_unet", config.merge(copy.deepcopy(COSMO_RUN), {"samples": {"train": 10}, **over}), COSMO)
     session = open_session(load_run(folder / "config.yaml", "throughput"), data / "manifest.json", World(), 1)
     with contextlib.closing(session.loader("train")) as loader:
         yield loader
-
-
-def test_endless_goes_through_epoch_after_epoch(tmp_path: Path, cosmo_data: Path) -> None:
-    with train_loader(tmp_path, cosmo_data) as loader:
-        found = [(x.clone(), y.clone()) for x, y in itertools.islice(endless(loader, 5), 8)]
-        expected = [batch for epoch in (5, 6, 7) for batch in loader.epoch(epoch)]
-        for (x, y), (x_, y_) in zip(found, expected[:8], strict=True):
-            assert torch.equal(x, x_)
-            assert torch.equal(y, y_)
-    assert not torch.equal(found[0][0], found[3][0])
 
 
 def test_a_synthetic_loader_has_the_stream_of_a_real_one(tmp_path: Path, cosmo_data: Path) -> None:

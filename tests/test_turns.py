@@ -191,28 +191,6 @@ def test_a_run_that_ends_is_told(tmp_path: Path, cosmo_data: Path) -> None:
         turns.close()
 
 
-@pytest.mark.slow
-def test_a_run_that_hangs_is_told_and_given_up(
-    tmp_path: Path, cosmo_data: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("dlscale.measure.turns.TOLD", 0.2)
-    monkeypatch.setattr("dlscale.measure.turns.PATIENCE", 0.5)
-    own = timed(tmp_path, cosmo_data)
-    others = processes(os.getpid())  # of other tests, which nobody ends here
-    turns = Turns(own, own)
-    started = set(processes(os.getpid())) - set(others)
-    assert len(started) == 2 * OPENINGS
-    try:
-        for each in started:
-            os.kill(each, signal.SIGSTOP)
-        with pytest.raises(Ended, match="did not answer for 0 s"):
-            turns.rounds(1, 0.5)
-    finally:
-        turns.close()
-    assert "a run that is timed in turn has not answered for 0 s" in caplog.text
-    assert all(state(each) in "XZ" for each in started)
-
-
 @pytest.mark.parametrize(
     ("spread", "error", "seconds"),
     [(0.0, 0.01, 8), (0.1, 0.1, 8), (0.1, 0.03, 10), (0.3, 0.01, 30)],

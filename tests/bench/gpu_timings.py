@@ -20,7 +20,7 @@ import torch
 from dlscale.config.run import Throughput
 from dlscale.data.loaders.base import AS_DECLARED, Batch, Loader
 from dlscale.data.samples import GridSamples
-from dlscale.measure.throughput import endless, trials
+from dlscale.measure.throughput import trials
 from dlscale.parallel.world import World
 from dlscale.train import memory
 from dlscale.train.step import Step
@@ -86,8 +86,10 @@ class Data:
 
     def rate(self, kind: str, step: Step | None, settings: Throughput) -> float:
         """Return samples/s of training (of loading alone, without a step) on what a loader delivers."""
-        with self.loader(kind, step) as loader, closing(endless(loader, 0)) as batches:  # type: ignore[type-var]
-            return median(self._bench, batches, step, settings)
+        with self.loader(kind, step) as loader:
+            batches = (each for epoch in itertools.count() for each in loader.epoch(epoch))
+            with closing(batches):
+                return median(self._bench, batches, step, settings)
 
 
 def median(bench: Bench, batches: Iterator[Batch], step: Step | None, settings: Throughput) -> float:

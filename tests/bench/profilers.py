@@ -86,7 +86,7 @@ def overheads(options: Options, case: Case) -> list[Row]:
     """Each profiler around some steps, and none; the ratio is what is left of the speed."""
     count, turns = (2, 2) if options.quick else (10, options.repetitions)
     batch, step = case.batch(CPU), case.step(CPU)
-    functions = lines._of_class(Step) + lines._plain([type(step.model).forward])
+    functions = [*lines._functions(Step), type(step.model).forward]
     import line_profiler
 
     codes = {function: function.__code__ for function in functions}

@@ -24,7 +24,7 @@ from dlscale.data.loaders.settings import DirectLoader
 from dlscale.data.loaders.settings import SyntheticLoader as SyntheticSettings
 from dlscale.data.loaders.synthetic_loader import SyntheticLoader
 from dlscale.data.samples import ArraySpec
-from dlscale.measure.throughput import endless, trials
+from dlscale.measure.throughput import trials
 from dlscale.parallel.world import World
 from dlscale.studies.base import Metrics
 from dlscale.train.checkpoint import Checkpoints
@@ -205,6 +205,9 @@ def full_row(options: Options, case: Case, rows: int) -> Row:
         x, y = next(loader.epoch(0))
         cached = x.clone(), y.clone()
 
+        def stream() -> Iterator[Batch]:
+            return (each for epoch in itertools.count(1) for each in loader.epoch(epoch))
+
         def nothing(x: torch.Tensor, y: torch.Tensor) -> None:
             pass
 
@@ -214,9 +217,9 @@ def full_row(options: Options, case: Case, rows: int) -> Row:
         found = in_turns(
             turns,
             {
-                "IO": lambda: mean("IO", endless(loader, 1), nothing),
+                "IO": lambda: mean("IO", stream(), nothing),
                 "SYNTHETIC": lambda: mean("SYNTHETIC", itertools.repeat(cached), step),
-                "FULL": lambda: mean("FULL", endless(loader, 1), step),
+                "FULL": lambda: mean("FULL", stream(), step),
             },
         )
     bound = [min(pair) for pair in zip(found["IO"], found["SYNTHETIC"], strict=True)]

@@ -11,7 +11,6 @@ import pytest
 from dlscale.config.run import Geometry
 from dlscale.config.site import Site
 from dlscale.launch.launcher import PYTHON, Place, launch
-from dlscale.measure.profilers import nsys
 from tests import test_nsys as profiler
 from tests.conftest import ROOT
 from tests.container.conftest import Engine
@@ -25,9 +24,8 @@ def test_profiled_in_a_container(
     real_nsys: Path,
     cosmo_data: Path,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Where libraries that make the report are missing there, it is made outside: nothing is lost in any case."""
+    """Where libraries that make the report are missing there, what was recorded is kept."""
     profiler.configure(tmp_path)
     words = profiler.stage_words(tmp_path, cosmo_data / "manifest.json")
     root = real_nsys.parents[2]  # of usr/bin/nsys
@@ -41,12 +39,8 @@ def test_profiled_in_a_container(
     tool, _ = profiler.found(tmp_path)
     print(tool)
     if tool.problem:
-        assert f"dlscale import {tmp_path}" in tool.problem, tool
+        assert "nsys.rank0.qdstrm is kept" in tool.problem, tool
         assert profiler.left(tmp_path) == ["nsys.rank0.qdstrm"]
-        monkeypatch.setenv("NSYS", str(real_nsys))
-        (tmp_path / "imported").mkdir()
-        tool, _ = nsys.import_left_over(tmp_path / "profile", tmp_path / "imported")
-        assert (tmp_path / "imported/nsys.rank0.nsys-rep").exists()
     else:
         assert profiler.left(tmp_path) == ["nsys.rank0.nsys-rep"]
-    assert tool.problem is None and tool.steps == profiler.STEPS and "backward" in tool.ranges
+        assert tool.steps == profiler.STEPS and "backward" in tool.ranges

@@ -134,15 +134,11 @@ QUESTIONS = {
     ),
     "import": Question(
         "dlscale.report.imports",
-        "Bring in another program's TensorBoard log, which the page draws beside our runs; or, of a run, what Nsight "
-        "Systems recorded where it could make no report.",
+        "Bring in another program's TensorBoard log, which the page draws beside our runs.",
+        ("events", {"metavar": "EVENTS", "help": "event file, or a folder with some"}),
         (
-            "source",
-            {"metavar": "EVENTS|RUN", "help": "event file, or a folder with some; or a run's PLAN.RUN or folder"},
-        ),
-        (
-            option("--as", "what the log's reference is called", False, metavar="NAME", dest="name"),
-            option("--study", "the study whose plans show it", False, metavar="STUDY", dest="reference_study"),
+            option("--as", "name of the reference", metavar="NAME", dest="name"),
+            option("--study", "the study whose plans show it", metavar="STUDY", dest="reference_study"),
             option("--plans", "plans that show it; all of the study if absent", False, nargs="+", default=[]),
             option("--label", "what the page calls it; its name if absent", False, metavar="TEXT"),
             option("--batch-size", "its global batch size: steps are then samples, too", False, type=int, metavar="N"),

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from dlscale.core.errors import cut
+from dlscale.core.noise import halved
 from dlscale.core.schema import MOST_RUNS, Few, Number, PositiveFloat, PositiveInt, Seed, Strict, Whole
 
 #: Values of a trial by dotted key, as `optimizer.lr`.
@@ -91,8 +91,6 @@ class Sweep(Strict):
         for key, values in over.items():
             if values == []:
                 raise ValueError(f"{key}: no values")
-            if key.count(".") > 20:
-                raise ValueError(f"{cut(key)}: no setting has so many parts")
             if key.split(".")[0] in ("use", "needs", "label", "study"):
                 raise ValueError(f"{key}: no setting of a run that could be varied")
             if longer := next((other for other in over if other.startswith(f"{key}.")), None):
@@ -169,11 +167,11 @@ class Sweep(Strict):
         Each has a `reduction_factor`-th of the trials of the one before, and at least one; the first one trains
         `min_epochs` or more.
         """
-        factor, found = self.reduction_factor, [(epochs, trials)]
-        while trials >= factor ** len(found) and epochs > self.min_epochs * factor ** (len(found) - 1):
-            found.append((max(self.min_epochs, -(-epochs // factor ** len(found))), trials))
-        found.reverse()
-        return [(until, trials // factor**number) for number, (until, _) in enumerate(found)]
+        factor, sizes = self.reduction_factor, halved(trials, self.reduction_factor)
+        least = [0, *(self.min_epochs * factor**rung for rung in range(len(sizes) - 1))]
+        longer = [factor**rung for rung, few in enumerate(least) if epochs > few]
+        until = [min(epochs, max(self.min_epochs, -(-epochs // times))) for times in reversed(longer)]
+        return list(zip(until, sizes, strict=False))
 
 
 def label(values: Values) -> str:

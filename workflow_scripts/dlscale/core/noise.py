@@ -1,4 +1,4 @@
-"""How much of a difference may be chance."""
+"""What chance makes of measurements: intervals of means and of ratios, and successive halving."""
 
 from __future__ import annotations
 
@@ -51,3 +51,24 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     whole = [kept[0]] * cut + kept + [kept[-1]] * cut
     error = statistics.stdev(whole) * math.sqrt(len(whole)) / len(kept)
     return centre, standard_errors(len(kept)) * error
+
+
+def ratio_interval(rounds: Sequence[tuple[float, float]]) -> tuple[float, float, float]:
+    """Return how many times as great the first of two numbers is, from measurements of both in turn, and its interval.
+
+    The logarithms of the ratios are what `interval` is of: two that are alike have one above 1 in one of forty cases.
+    """
+    centre, reach = interval([math.log(first / second) for first, second in rounds])
+    return math.exp(centre), math.exp(centre - reach), math.exp(centre + reach)
+
+
+def halved(count: int, factor: float) -> list[int]:
+    """Return how many of so many each rung of successive halving has: all, one in `factor`, one in that of these, …
+
+    Each rung is of the best of the one before, and measures them `factor` times as long (Jamieson and Talwalkar 2016,
+    arXiv:1502.07943, algorithm 1).
+    """
+    sizes = [count]
+    while sizes[-1] >= factor:
+        sizes.append(int(sizes[-1] / factor))
+    return sizes

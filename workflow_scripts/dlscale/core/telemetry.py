@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 import math
 import re
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -19,15 +20,13 @@ from dlscale.core.files import no_pipe
 
 @dataclass(frozen=True)
 class GpuSample:
-    """What one GPU of the run did; None where it does not tell. Columns `gpu0_uuid`, `gpu0_utilization`, ..."""
+    """What one GPU of the run did; None where it does not tell. Columns `gpu0_utilization`, `gpu0_memory_bytes`, ..."""
 
-    uuid: str | None = None
     utilization: float | None = None  #: Share of the driver's last interval, 1/6 to 1 s, in which a kernel ran.
     memory_bytes: float | None = None  #: In use, by all processes.
     watts: float | None = None
     joules: float | None = None  #: Since sampling began, from the GPU's own counter.
     sm_mhz: float | None = None
-    memory_mhz: float | None = None
     celsius: float | None = None
     throttled: str | None = None  #: What held its clocks back, joined by `+`: names of `dlscale.measure.gpus.REASONS`.
 
@@ -47,56 +46,47 @@ class Sample:
     cpu: float | None = None  #: Share of the machine's processor time that was used, 0 to 1.
     cpu_run: float | None = None  #: By the run's own processes.
     cpu_others: float | None = None  #: By all others.
-    cpu_stolen: float | None = None  #: That a hypervisor gave to other machines.
     rss_bytes: float | None = None  #: Memory of the run's processes; what they share counts in each.
-    swap_bytes: float | None = None  #: Of the run's processes.
     read_bytes_per_second: float | None = None  #: System calls of the run's processes asked for; not mapped files.
     reads_per_second: float | None = None  #: Such calls.
     disk_read_bytes_per_second: float | None = None  #: Fetched from disks for the run, be it for mapped files.
     write_bytes_per_second: float | None = None
-    disk_write_bytes_per_second: float | None = None
-    received_bytes_per_second: float | None = None  #: By the machine's network devices, loopback left out.
-    sent_bytes_per_second: float | None = None
-    cpu_joules: float | None = None  #: Of the machine's processors since sampling began (RAPL).
     gpus: tuple[GpuSample, ...] = field(default=())
 
+    def cells(self) -> dict[str, Any]:
+        """Return the row by column."""
+        found = {name: getattr(self, name) for name in _NODE}
+        for number, gpu in enumerate(self.gpus):
+            found |= {f"gpu{number}_{name}": getattr(gpu, name) for name in _GPU}
+        return found
 
-_TEXTS = ("uuid", "throttled")
+
 _NODE = tuple(column.name for column in fields(Sample) if column.name != "gpus")
 _GPU = tuple(column.name for column in fields(GpuSample))
 
 
 def header(gpus: int) -> str:
     """Return the first line of a file with so many GPUs."""
-    return ",".join([*_NODE, *(f"gpu{number}_{name}" for number in range(gpus) for name in _GPU)]) + "\n"
+    return ",".join(Sample(0, 1, 1, gpus=(GpuSample(),) * gpus).cells()) + "\n"
 
 
 def line(sample: Sample) -> str:
     """Return a row of the file."""
-    values = [getattr(sample, name) for name in _NODE[1:]]
-    values += [getattr(gpu, name) for gpu in sample.gpus for name in _GPU]
-    cells = [
-        "" if value is None else value if isinstance(value, str) else f"{round(value, 4):.12g}" for value in values
-    ]
+    _, *values = sample.cells().values()
+    cells = [value or "" if value is None or isinstance(value, str) else f"{round(value, 4):.12g}" for value in values]
     return ",".join([f"{sample.time:.3f}", *cells]) + "\n"
 
 
 def read(path: str | Path) -> list[Sample]:
     """Read a file; none and an empty one hold no samples, and a last line without an end is left out."""
-    place = str(path)
     no_pipe(path, "telemetry")
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines(keepends=True)
-        rows = csv.DictReader((row for row in lines if row.endswith("\n")), strict=True)
-        samples = []
-        for row in rows:
-            place = f"{path}: line {rows.line_num}"
-            samples.append(_sample(row))
+        return [_sample(row) for row in csv.DictReader((row for row in lines if row.endswith("\n")), strict=True)]
     except FileNotFoundError:
         return []
     except (KeyError, TypeError, ValueError, csv.Error) as error:  # one of them is UnicodeDecodeError
-        raise UserError(f"{place}: not telemetry ({error}); delete the file and run its stage again") from None
-    return samples
+        raise UserError(f"{path}: not telemetry ({error}); delete the file and run its stage again") from None
 
 
 def read_nodes(path: str | Path) -> list[list[Sample]]:
@@ -106,9 +96,8 @@ def read_nodes(path: str | Path) -> list[list[Sample]]:
     """
     path = Path(path)
     first = read(path)
-    others = [
-        read(node_file(path, number)) for number in range(1, len(list(path.parent.glob(f"{path.stem}.node*"))) + 1)
-    ]
+    count = len(list(path.parent.glob(f"{path.stem}.node*")))
+    others = [read(node_file(path, number)) for number in range(1, count + 1)]
     return [first, *(samples for samples in others if samples and samples[-1].time >= begin(first))] if first else []
 
 
@@ -125,11 +114,11 @@ def begin(samples: Sequence[Sample]) -> float:
 def _sample(row: Mapping[str, str]) -> Sample:
     def values(prefix: str, names: Sequence[str]) -> dict[str, Any]:
         cells = {name: row[f"{prefix}{name}"] for name in names}
-        return {name: cell if name in _TEXTS else float(cell) if cell else None for name, cell in cells.items()}
+        return {name: cell if name == "throttled" else float(cell) if cell else None for name, cell in cells.items()}
 
     if None in row or None in row.values():
         raise ValueError(f"expected {len(row) - (None in row)} cells")
-    count = sum(bool(re.fullmatch(r"gpu\d+_uuid", name)) for name in row)
+    count = sum(bool(re.fullmatch(r"gpu\d+_throttled", name)) for name in row)
     gpus = tuple(GpuSample(**values(f"gpu{number}_", _GPU)) for number in range(count))
     sample = Sample(**{**values("", _NODE), "cores": int(row["cores"])}, gpus=gpus)
     if not (math.isfinite(sample.time) and 0 < sample.seconds < math.inf and sample.cores > 0):
@@ -140,59 +129,24 @@ def _sample(row: Mapping[str, str]) -> Sample:
 # ---- what it comes to -------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Energy:
-    """Joules; None where nothing tells."""
+def energy(nodes: Iterable[Sequence[Sample]], since: float = -math.inf, until: float = math.inf) -> float | None:
+    """Return the joules of the run's GPUs between two times (seconds since 1970-01-01 UTC); None where nothing tells.
 
-    gpu: float | None  #: Of the run's GPUs, from their counters, else from power x time.
-    cpu: float | None  #: Of the processors, whoever used them. Most machines let only root read it.
-
-    @property
-    def total(self) -> float | None:
-        """Of what can be known."""
-        known = [joules for joules in (self.gpu, self.cpu) if joules is not None]
-        return sum(known) if known else None
-
-    @property
-    def source(self) -> str:
-        """Of what the total is: `gpu`, `cpu`, `gpu+cpu`, or nothing."""
-        return "+".join(name for name in ("gpu", "cpu") if getattr(self, name) is not None)
-
-
-def energy(nodes: Iterable[Sequence[Sample]], since: float = -math.inf, until: float = math.inf) -> Energy:
-    """Return the energy that all nodes used between two times (seconds since 1970-01-01 UTC); default: all of it.
-
-    Between two samples power is taken to be constant.
+    They are those of the GPUs' own counters, else power x time. Between two samples power is taken to be constant.
     """
-    gpu: list[float] = []
-    cpu: list[float] = []
+    found = list[float]()
     for samples in nodes:
         for number in range(len(samples[0].gpus) if samples else 0):
-            own = [(sample.time, sample.seconds, sample.gpus[number]) for sample in samples]
-            points = [(time, state.joules) for time, _, state in own if state.joules is not None]
-            if not points and any(state.watts is not None for _, _, state in own):
-                total = 0.0
-                points = [(time, total := total + seconds * (state.watts or 0.0)) for time, seconds, state in own]
-            gpu += _between(samples, points, since, until)
-        points = [(sample.time, sample.cpu_joules) for sample in samples if sample.cpu_joules is not None]
-        cpu += _between(samples, points, since, until)
-    return Energy(sum(gpu) if gpu else None, sum(cpu) if cpu else None)
-
-
-def _between(
-    samples: Sequence[Sample], points: Sequence[tuple[float, float]], since: float, until: float
-) -> list[float]:
-    """Return the growth of what is 0 when sampling begins, and then at `points`; nothing if there are none."""
-    if not points:
-        return []
-    points = [(begin(samples), 0.0), *points]
-
-    def at(time: float) -> float:
-        later = next((index for index, (moment, _) in enumerate(points) if moment >= time), len(points) - 1)
-        (t0, e0), (t1, e1) = points[max(later - 1, 0)], points[later]
-        return e0 + (e1 - e0) * min(max((time - t0) / (t1 - t0), 0.0), 1.0) if t1 > t0 else e1
-
-    return [at(until) - at(since)]
+            counted = any(sample.gpus[number].joules is not None for sample in samples)
+            before = 0.0
+            for sample in samples:
+                state = sample.gpus[number]
+                used = state.joules if counted else state.watts
+                if used is not None:
+                    grown, before = (used - before, used) if counted else (used * sample.seconds, 0.0)
+                    inside = min(until, sample.time) - max(since, sample.time - sample.seconds)
+                    found.append(grown * max(0.0, inside) / sample.seconds)
+    return sum(found) if found else None
 
 
 @dataclass(frozen=True)
@@ -202,7 +156,7 @@ class Summary:
     seconds: float = 0.0
     means: Mapping[str, float] = field(default_factory=dict)  #: Over time.
     peaks: Mapping[str, float] = field(default_factory=dict)
-    energy: Energy = Energy(None, None)
+    joules: float | None = None  #: Of the GPUs.
     throttled_seconds: float = 0.0  #: In which a GPU of the run was held back.
     throttle_reasons: Mapping[str, float] = field(default_factory=dict)  #: Seconds by reason, added up over the GPUs.
     #: Share of its cycles that a GPU lost while it was held back, against its greatest clock here; of the worst GPU.
@@ -213,28 +167,22 @@ def summary(samples: Sequence[Sample]) -> Summary:
     """Return what the samples of a node come to."""
     if not samples:
         return Summary()
-    columns: dict[str, list[tuple[float, float]]] = {}
-    reasons: dict[str, float] = {}
+    columns: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    reasons = Counter[str]()
     throttled = 0.0
     for sample in samples:
-        values = {name: getattr(sample, name) for name in _NODE[3:]}
-        for number, gpu in enumerate(sample.gpus):
-            values |= {f"gpu{number}_{name}": getattr(gpu, name) for name in _GPU if name not in _TEXTS}
-        for name, value in values.items():
-            if value is not None and not name.endswith("joules"):  # which is a sum
-                columns.setdefault(name, []).append((value, sample.seconds))
+        for name, value in list(sample.cells().items())[3:]:
+            if isinstance(value, float | int) and not name.endswith("joules"):  # which is a sum
+                columns[name].append((value, sample.seconds))
         held = [reason for gpu in sample.gpus for reason in (gpu.throttled or "").split("+") if reason]
         for reason in held:
-            reasons[reason] = reasons.get(reason, 0.0) + sample.seconds
+            reasons[reason] += sample.seconds  # type: ignore[assignment]
         throttled += sample.seconds if held else 0.0
     return Summary(
         seconds=sum(sample.seconds for sample in samples),
-        means={
-            name: sum(value * seconds for value, seconds in found) / sum(seconds for _, seconds in found)
-            for name, found in columns.items()
-        },
+        means={name: sum(v * s for v, s in found) / sum(s for _, s in found) for name, found in columns.items()},
         peaks={name: max(value for value, _ in found) for name, found in columns.items()},
-        energy=energy([samples]),
+        joules=energy([samples]),
         throttled_seconds=throttled,
         throttle_reasons=reasons,
         clock_loss=max((_clock_loss(samples, number) for number in range(len(samples[0].gpus))), default=0.0),

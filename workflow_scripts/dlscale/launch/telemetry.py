@@ -70,6 +70,6 @@ def show(file: Path) -> None:
     except UserError as error:  # what was measured is there all the same
         logging.warning("%s", error)
         return
-    others = {"seconds": found.seconds, "joules": found.energy.total, "throttled_seconds": found.throttled_seconds}
+    others = {"seconds": found.seconds, "joules": found.joules, "throttled_seconds": found.throttled_seconds}
     scalars = {f"telemetry/{name}": value for name, value in (*found.means.items(), *others.items())}
     board.write(file.parents[1] / "tensorboard" / "telemetry" / file.stem, scalars)

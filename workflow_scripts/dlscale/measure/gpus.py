@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-from collections.abc import Callable
 from typing import Any
 
 from dlscale.core.telemetry import GpuSample
@@ -45,57 +45,43 @@ class Gpus:
 
     def __init__(self, count: int) -> None:
         self._handles: list[Any] = []
-        self._first: list[float | None] = []
-        addresses = bus_ids(count) if count else []
-        if not addresses:
+        if not (addresses := bus_ids(count) if count else []):
             return
         import pynvml
 
         self._nvml = pynvml
-        try:
+        with contextlib.suppress(pynvml.NVMLError):
             pynvml.nvmlInit()
             self._handles = [pynvml.nvmlDeviceGetHandleByPciBusId(address) for address in addresses]
-        except pynvml.NVMLError:
-            self._handles = []
-        self._uuids = [self._ask(pynvml.nvmlDeviceGetUUID, handle) for handle in self._handles]
-        self._first = [self._ask(pynvml.nvmlDeviceGetTotalEnergyConsumption, handle) for handle in self._handles]
+        self._first = [self._ask("nvmlDeviceGetTotalEnergyConsumption", handle) for handle in self._handles]
 
     def __len__(self) -> int:
         return len(self._handles)
 
     def sample(self) -> tuple[GpuSample, ...]:
         """Return what each of them does now."""
-        return (
-            tuple(self._sample(*known) for known in zip(self._handles, self._uuids, self._first, strict=True))
-            if self
-            else ()
-        )
+        return tuple(self._sample(*known) for known in zip(self._handles, self._first, strict=True)) if self else ()
 
-    def _sample(self, handle: Any, uuid: str | None, first: float | None) -> GpuSample:
-        nvml, ask = self._nvml, self._ask
-        rates, memory = ask(nvml.nvmlDeviceGetUtilizationRates, handle), ask(nvml.nvmlDeviceGetMemoryInfo, handle)
-        milliwatts, joules = (
-            ask(nvml.nvmlDeviceGetPowerUsage, handle),
-            ask(nvml.nvmlDeviceGetTotalEnergyConsumption, handle),
-        )
-        reasons = ask(nvml.nvmlDeviceGetCurrentClocksEventReasons, handle)
+    def _sample(self, handle: Any, first: float | None) -> GpuSample:
+        rates, memory = (self._ask(f"nvmlDeviceGet{name}", handle) for name in ("UtilizationRates", "MemoryInfo"))
+        milliwatts = self._ask("nvmlDeviceGetPowerUsage", handle)
+        millijoules = self._ask("nvmlDeviceGetTotalEnergyConsumption", handle)
+        reasons = self._ask("nvmlDeviceGetCurrentClocksEventReasons", handle)
         if reasons is None:  # drivers before 535
-            reasons = ask(nvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle)
+            reasons = self._ask("nvmlDeviceGetCurrentClocksThrottleReasons", handle)
         return GpuSample(
-            uuid=uuid,
             utilization=None if rates is None else rates.gpu / 100,
             memory_bytes=None if memory is None else memory.used,
             watts=None if milliwatts is None else milliwatts / 1000,
-            joules=None if joules is None or first is None else (joules - first) / 1000,
-            sm_mhz=ask(nvml.nvmlDeviceGetClockInfo, handle, nvml.NVML_CLOCK_SM),
-            memory_mhz=ask(nvml.nvmlDeviceGetClockInfo, handle, nvml.NVML_CLOCK_MEM),
-            celsius=ask(nvml.nvmlDeviceGetTemperature, handle, nvml.NVML_TEMPERATURE_GPU),
+            joules=None if millijoules is None or first is None else (millijoules - first) / 1000,
+            sm_mhz=self._ask("nvmlDeviceGetClockInfo", handle, self._nvml.NVML_CLOCK_SM),
+            celsius=self._ask("nvmlDeviceGetTemperature", handle, self._nvml.NVML_TEMPERATURE_GPU),
             throttled=None if reasons is None else "+".join(name for bit, name in REASONS.items() if reasons & bit),
         )
 
-    def _ask(self, question: Callable[..., Any], *words: Any) -> Any:
+    def _ask(self, question: str, *words: Any) -> Any:
         """Return an answer, None where this GPU or its driver has none."""
         try:
-            return question(*words)
+            return getattr(self._nvml, question)(*words)
         except self._nvml.NVMLError:
             return None

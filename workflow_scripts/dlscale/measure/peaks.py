@@ -10,7 +10,6 @@ not even running, and the same machine seemed to do 2 GFLOP/s or 180, by chance.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 import os
@@ -19,9 +18,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
-from threading import Barrier, BrokenBarrierError
-from typing import TypeVar
 
 import torch
 
@@ -36,11 +32,10 @@ PRODUCT_SECONDS = {"cpu": 0.3, "cuda": 0.2}
 COPY_SECONDS = 0.2
 #: Edges of the matrices; a size is left out where a call of it takes more than a quarter of the time.
 EDGES = {"cpu": (256, 512, 1024, 2048), "cuda": (2048, 4096, 8192, 16384)}
-#: Bytes of a buffer: far more than the caches hold. A thread's is copied piece by piece.
-BUFFER = {"cpu": 2**24, "cuda": 2**30}
-PIECE = 2**23
-
-Result = TypeVar("Result")
+#: Bytes of a buffer, of a device or of all threads together, and of each thread at least: far more than caches hold. A
+#: thread's is copied piece by piece.
+BUFFER = {"cpu": 2**28, "cuda": 2**30}
+LEAST, PIECE = 2**24, 2**23
 
 
 def common_peaks(precision: str, world: World) -> Peaks | None:
@@ -81,7 +76,7 @@ def at_least(peaks: Peaks, flops: float) -> Peaks:
     """Return peaks that are not below the FLOP/s that the run itself reached on a device.
 
     What was reached can be reached: a peak below it is a wrong one, by which MFU would exceed 1 and a roofline lie
-    below its point. So the peak is raised, and what the product did is kept beside it, to be seen.
+    below its point. So the peak is raised, and the log says so.
     """
     if flops <= peaks.flops:
         return peaks
@@ -90,24 +85,23 @@ def at_least(peaks: Peaks, flops: float) -> Peaks:
         flops / 1e9,
         peaks.flops / 1e9,
     )
-    return peaks.model_copy(update={"flops": flops, "product_flops": peaks.flops})
+    return peaks.model_copy(update={"flops": flops})
 
 
 def product_rate(dtype: torch.dtype, device: torch.device) -> float:
     """Return the FLOP/s of products of square matrices: of a device, or of all threads of this process together."""
     if device.type == "cpu":
-        return sum(_at_once(partial(_best_product, dtype, device)))
+        return _at_once(partial(_best_product, dtype, device))
     return _best_product(dtype, device)
 
 
-def _best_product(dtype: torch.dtype, device: torch.device, start: Callable[[], object] = lambda: None) -> float:
+def _best_product(dtype: torch.dtype, device: torch.device) -> float:
     """Return the FLOP/s of the best of all calls, of all sizes in turn.
 
     The best rate so far tells how long a size will take. So a first call that is slow (threads and clocks that wake,
     libraries that are loaded) leaves a size out for a while, not for good.
     """
     limit, best, products = PRODUCT_SECONDS[device.type], 0.0, dict[int, Callable[[], object]]()
-    start()
     end = time.perf_counter() + limit
     while time.perf_counter() < end or not best:
         for edge in EDGES[device.type]:
@@ -124,62 +118,46 @@ def _best_product(dtype: torch.dtype, device: torch.device, start: Callable[[], 
 def copy_rate(device: torch.device) -> float:
     """Return the bytes/s of copies, read and written: of a device, or of all threads of this process together."""
     if device.type == "cpu":
-        return sum(_at_once(_own_copies))
+        return _at_once(partial(_own_copies, max(LEAST, BUFFER["cpu"] // _threads())))
     source, target = (torch.ones(BUFFER["cuda"], dtype=torch.uint8, device=device) for _ in range(2))
     return 2 * BUFFER["cuda"] / best_of(partial(target.copy_, source), device, COPY_SECONDS)
 
 
-def _own_copies(start: Callable[[], object]) -> float:
-    """Return the bytes/s that a thread copies while the others do, by its own processor time.
+def _own_copies(size: int) -> float:
+    """Return the bytes/s that a thread copies between buffers of a size while others do, by its own processor time.
 
     Not the best call: that is one of a moment in which the others paused, and the memory is shared. By processor time
     other programs take nothing from it, but for what they move themselves.
     """
-    cache, shared = last_cache()
-    size = max(BUFFER["cpu"], 4 * cache // min(shared, _threads()))
     # Ones: of zeros that nobody has written a system has but one page.
     source, target = (torch.ones(size, dtype=torch.uint8).split(PIECE) for _ in range(2))
-    times = list[tuple[int, float]]()
-    start()
+    rates = list[float]()
     end = time.perf_counter() + COPY_SECONDS
     for here, there in itertools.cycle(zip(source, target, strict=True)):
         begin = time.thread_time()
         there.copy_(here)
-        times.append((len(here), time.thread_time() - begin))
+        rates.append(2 * len(here) / max(time.thread_time() - begin, 1e-9))
         if time.perf_counter() >= end:
             break
-    return statistics.median(2 * count / max(seconds, 1e-9) for count, seconds in times)
+    return statistics.median(rates)
 
 
-def _at_once(work: Callable[[Callable[[], object]], Result]) -> list[Result]:
-    """Have all threads do this work by themselves; each calls what it is given when it is prepared, to begin with all.
+def _at_once(work: Callable[[], float]) -> float:
+    """Return the sum of what all threads find, each of which does this work by itself.
 
     As many threads as PyTorch uses in this process, if there are cores for them: more would be counted twice.
     """
-    count, before = _threads(), torch.get_num_threads()
-    barrier = Barrier(count)
-
-    def body() -> Result:
-        torch.set_num_threads(1)
-        try:
-            return work(barrier.wait)
-        except BaseException:
-            barrier.abort()  # the others would wait for ever
-            raise
-
+    before, count = torch.get_num_threads(), _threads()
     try:
-        with ThreadPoolExecutor(count) as pool:
-            done = [pool.submit(body) for _ in range(count)]
+        with ThreadPoolExecutor(count, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            return sum(each.result() for each in [pool.submit(work) for _ in range(count)])
     finally:
         torch.set_num_threads(before)  # of threads to come, too
-    done.sort(key=lambda each: isinstance(each.exception(), BrokenBarrierError))  # last, for another one's failure
-    return [each.result() for each in done]
 
 
 def _threads() -> int:
     """Return the threads that PyTorch uses in this process, at most as many as there are cores for it."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return min(torch.get_num_threads(), cores or 1)
+    return min(torch.get_num_threads(), len(os.sched_getaffinity(0)))
 
 
 def operator_seconds(device: torch.device) -> float:
@@ -216,15 +194,3 @@ def _seconds(function: Callable[[], object], device: torch.device) -> float:
     function()
     synchronize(device)
     return time.perf_counter() - begin
-
-
-def last_cache() -> tuple[int, int]:
-    """Return the bytes of a core's last cache, and how many processors share it; (0, 1) where the system is silent."""
-    found = [(0, 1)]
-    for folder in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*"):
-        with contextlib.suppress(OSError, ValueError):
-            size = (folder / "size").read_text().strip()
-            ranges = [part.partition("-") for part in (folder / "shared_cpu_list").read_text().strip().split(",")]
-            shared = sum(int(last or first) - int(first) + 1 for first, _, last in ranges)
-            found.append((int(size.removesuffix("K")) * 1024, shared))
-    return max(found)

@@ -13,7 +13,6 @@ import logging
 import statistics
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -24,9 +23,8 @@ from dlscale.core.errors import UserError, brief
 from dlscale.core.files import whole
 from dlscale.data.loaders.base import Batch
 from dlscale.measure.flops import sample_work
-from dlscale.measure.profilers.overhead import overhead
 from dlscale.measure.profilers.records import Exchanged, Profile, ProfiledTool, TopEntry
-from dlscale.measure.profilers.tool import Found, Tool, Unavailable
+from dlscale.measure.profilers.tool import Found, Tool, Unavailable, overhead
 from dlscale.measure.window import Window
 from dlscale.parallel import exchanges
 from dlscale.parallel.rendezvous import describe_device
@@ -100,9 +98,59 @@ def measure(
     list of TopEntry
         All rows of the summary, of all profiled ranks.
     """
-    found = dict(found or {})
-    seen = _in_process(settings, session, folder, found)
-    return _joined(settings, session, seen, found)
+    world, found = session.world, dict(found or {})
+    names: list[str] = [name for name in settings.tools if name != "nsys"]
+    tools = {name: _tool(name, settings, session, folder) if world.rank in settings.ranks else None for name in names}
+    with contextlib.closing(Window(settings, session)) as window:
+        batch = window.batch()
+        used = _memory(session, batch)  # before any other step: what is set up is then all that there is
+        window.run(settings.skip)
+        exchanged = _exchanged(session, window)
+        seconds = list[float]()
+        for name, tool in tools.items():
+            world.barrier()
+            found[name], plain = _profile(name, tool, window)
+            seconds += plain
+        seconds = seconds or window.run()
+        logging.info("without a profiler: %.2f ms a step", 1e3 * statistics.median(seconds))
+        if world.device.type == "cuda" and "torch" in found:
+            found["torch"] = _with_memory_history(found["torch"], window, folder)
+        counted, formula = sample_work(session, batch) if world.main else (None, None)
+    seen, rows = _joined(settings, world.gather(found))
+    record = Profile(
+        device=describe_device(world.device),
+        nranks=session.devices,
+        batch_size=session.run.batch_size,
+        settings=settings.model_dump(),
+        seconds_per_step=seconds,
+        tools=seen,
+        memory=used,
+        exchanged=exchanged,
+        counted=counted,
+        formula=formula,
+        top=first_rows(rows, min(settings.ranks)),
+    )
+    return record, rows
+
+
+def _joined(settings: Settings, every: list[dict[str, Found]]) -> tuple[list[ProfiledTool], list[TopEntry]]:
+    """Return what was found on all profiled ranks, of all ranks: the tools as the first of them saw them."""
+    tools, rows = list[ProfiledTool](), list[TopEntry]()
+    for name in settings.tools:
+        each = [every[rank][name] for rank in sorted(set(settings.ranks))]
+        files = {title: file for tool, _ in each for title, file in tool.files.items()}
+        problem = next((tool.problem for tool, _ in each if tool.problem), None)
+        tool = each[0][0].model_copy(update={"files": files, "problem": problem})
+        tools.append(tool)
+        rows += [row for _, told in each for row in told]
+        if problem:
+            logging.warning("%s: no profile: %s", name, problem)
+        elif tool.seconds_per_step and tool.overhead:
+            logging.info("%s: %.2f ms a step; %s", name, 1e3 * tool.seconds_per_step, tool.overhead.words)
+    if all(tool.problem for tool in tools):
+        problems = "; ".join(f"{tool.name}: {tool.problem}" for tool in tools)
+        raise UserError(f"profile.tools: no profiler works here: {problems}")
+    return tools, rows
 
 
 @contextlib.contextmanager
@@ -116,40 +164,6 @@ def _folder(out: Path, world: World) -> Iterator[Path]:
         assert folder is not None
         yield folder
         world.barrier()
-
-
-def _in_process(settings: Settings, session: Session, folder: Path, found: dict[str, Found]) -> dict[str, Any]:
-    """Fill in what the profilers inside of this process find; return the record's fields that no profiler tells."""
-    world = session.world
-    mine = world.rank in settings.ranks
-    with contextlib.ExitStack() as stack:
-        tools: dict[str, Tool | str] = {}  # in place of one that does not work here, why
-        names: list[str] = [name for name in settings.tools if name != "nsys"]
-        for name in names:
-            try:
-                tools[name] = _tool(name, settings, session, folder) if mine else ""
-            except ImportError as error:
-                tools[name] = f"{error}; install it, or leave '{name}' out of profile.tools"
-        for tool in tools.values():  # close what holds something
-            stack.callback(getattr(tool, "close", lambda: None))
-        window = stack.enter_context(contextlib.closing(Window(settings, session)))
-        batch = window.batch()
-        used = _memory(session, batch)  # before any other step: what is set up is then all that there is
-        window.warm_up()
-        exchanged = _exchanged(session, window)
-        seconds = list[float]()
-        for name, tool in tools.items():
-            world.barrier()
-            result, plain = _profile(name, tool, window)
-            seconds += plain
-            if mine:
-                found[name] = result
-        seconds = seconds or window.run()
-        logging.info("without a profiler: %.2f ms a step", 1e3 * statistics.median(seconds))
-        if world.device.type == "cuda" and "torch" in found:
-            found["torch"] = _with_memory_history(found["torch"], window, folder)
-        counted, formula = sample_work(session, batch) if world.main else (None, None)
-    return {"seconds_per_step": seconds, "memory": used, "exchanged": exchanged, "counted": counted, "formula": formula}
 
 
 def _memory(session: Session, batch: Batch) -> Memory | None:
@@ -181,11 +195,11 @@ def _exchanged(session: Session, window: Window) -> Exchanged | None:
 
 def _tool(name: str, settings: Settings, session: Session, folder: Path) -> Tool:
     """Return a profiler; what it needs is imported only now."""
-    rank, device = session.world.rank, session.world.device
+    rank = session.world.rank
     if name == "torch":
         from dlscale.measure.profilers.torch_profiler import TorchProfiler
 
-        return TorchProfiler(folder, rank, device)
+        return TorchProfiler(folder, rank, session.world.device)
     if name == "lines":
         from dlscale.measure.profilers.lines import LineProfiler
 
@@ -195,37 +209,27 @@ def _tool(name: str, settings: Settings, session: Session, folder: Path) -> Tool
     return StackSampler(folder, rank)
 
 
-def reason(error: Unavailable | OSError) -> str:
-    """Return why a profiler has failed, in words for a user."""
-    return str(files.explained(error, "") if isinstance(error, OSError) else error)
-
-
-def _profile(name: str, tool: Tool | str, window: Window) -> tuple[Found, list[float]]:
-    """Return what a profiler found of a window of steps, and the seconds of the plain steps before and after.
+def _profile(name: str, tool: Tool | None, window: Window) -> tuple[Found, list[float]]:
+    """Return what a profiler, if any, found of a window of steps, and the seconds of the plain steps before and after.
 
     All ranks make the steps, whatever fails.
     """
-    problem = tool if isinstance(tool, str) else ""
-    before = window.run()
-    with contextlib.ExitStack() as stack:
-        if not isinstance(tool, str):
-            try:
-                stack.enter_context(tool.attached())
-            except (Unavailable, OSError) as error:
-                problem = reason(error)
-        seconds = window.run()
-        try:
-            stack.close()
-        except (Unavailable, OSError) as error:
-            problem = reason(error)
+    problem = None
+    before, seconds = window.run(), list[float]()
+    try:
+        with tool.attached() if tool else contextlib.nullcontext():
+            seconds = window.run()
+    except (Unavailable, OSError) as error:
+        problem = str(files.explained(error, "") if isinstance(error, OSError) else error)
+    seconds = seconds or window.run()
     after = window.run()  # at once: to read what a profiler found takes its time, in which a machine drifts
-    if not isinstance(tool, str) and not problem:
+    if tool and not problem:
         try:
             told, rows = tool.found(seconds)
-            told = told.model_copy(update={"overhead": overhead(before, seconds, after)})
-            return (told, rows), before + after
+            cost = overhead(before, seconds, after)
+            return (told.model_copy(update={"overhead": cost}), rows), before + after
         except (Unavailable, OSError) as error:
-            problem = reason(error)
+            problem = str(files.explained(error, "") if isinstance(error, OSError) else error)
     return (ProfiledTool(name=name, problem=problem), []), before + after
 
 
@@ -240,40 +244,6 @@ def _with_memory_history(found: Found, window: Window, folder: Path) -> Found:
         window.run(2)
     files = {**found[0].files, f"memory of rank {rank}, for pytorch.org/memory_viz": path.name}
     return found[0].model_copy(update={"files": files}), found[1]
-
-
-def _joined(
-    settings: Settings, session: Session, seen: dict[str, Any], found: dict[str, Found]
-) -> tuple[Profile, list[TopEntry]]:
-    """Return what was found on all profiled ranks; `tools` are of the first of them."""
-    world = session.world
-    every = world.gather(found)
-    by_rank = {rank: every[rank] for rank in sorted(set(settings.ranks))}
-    tools, rows = list[ProfiledTool](), list[TopEntry]()
-    for name in settings.tools:
-        each = {rank: of_rank[name] for rank, of_rank in by_rank.items()}
-        files = {title: file for tool, _ in each.values() for title, file in tool.files.items()}
-        tool = each[min(each)][0].model_copy(update={"files": files})
-        tools.append(tool)
-        # A profiler may tell each rank of all ranks.
-        rows += [row for rank, (_, told) in each.items() for row in told if row.rank == rank]
-        if tool.problem:
-            logging.warning("%s: no profile: %s", name, tool.problem)
-        elif tool.seconds_per_step and tool.overhead:
-            logging.info("%s: %.2f ms a step; %s", name, 1e3 * tool.seconds_per_step, tool.overhead.words)
-    if all(tool.problem for tool in tools):
-        problems = "; ".join(f"{tool.name}: {tool.problem}" for tool in tools)
-        raise UserError(f"profile.tools: no profiler works here: {problems}")
-    record = Profile(
-        device=describe_device(world.device),
-        nranks=session.devices,
-        batch_size=session.run.batch_size,
-        settings=settings.model_dump(),
-        tools=tools,
-        top=first_rows(rows, min(settings.ranks)),
-        **seen,
-    )
-    return record, rows
 
 
 def write_table(path: Path, rows: list[TopEntry]) -> None:

@@ -63,7 +63,6 @@ class Peaks(Record):
 
     dtype: str  #: In which the matrix product was computed: that of the run's precision.
     flops: float = Field(gt=0)  #: FLOP/s of a large matrix product; of the run itself where it reached more.
-    product_flops: float | None = None  #: FLOP/s of the product where the run reached more, else None.
     bytes_per_second: float = Field(gt=0)  #: Of a copy in the device's memory, bytes read and written.
     operator_seconds: float | None = None  #: To call an operator on a single number, forward and backward: the host.
 

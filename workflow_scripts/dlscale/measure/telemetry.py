@@ -7,13 +7,11 @@ standard input ends or gets a byte, or its parent is gone. The stage knows nothi
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import select
 import signal
 import sys
 import time
-from pathlib import Path
 
 import psutil
 
@@ -31,30 +29,20 @@ class Node:
 
     def __init__(self, root: int, ranks: int, gpus: int) -> None:
         self._root, self._ranks, self._cores = root, ranks, psutil.cpu_count() or 1
-        self._gpus, self._rapl = Gpus(gpus), Rapl()
-        self._time = time.monotonic()
-        self._machine, self._network, self._run = psutil.cpu_times(), _network(), self._used()
-
-    @property
-    def gpus(self) -> int:
-        """Number of GPUs that are looked at."""
-        return len(self._gpus)
+        self.gpus = Gpus(gpus)
+        self._time, self._machine, self._run = time.monotonic(), psutil.cpu_times(), self._used()
 
     def sample(self) -> Sample:
         """Return what happened since the last call, or the making of this."""
-        now, machine, network, run = time.monotonic(), psutil.cpu_times(), _network(), self._used()
+        now, machine, run = time.monotonic(), psutil.cpu_times(), self._used()
         seconds = max(now - self._time, 1e-6)
-        capacity = seconds * self._cores
-        spent = {name: getattr(machine, name) - getattr(self._machine, name) for name in machine._fields}
-        # A guest's time is the user's already.
-        cpu = sum(spent[name] for name in ("user", "nice", "system", "irq", "softirq")) / capacity
+        busy = ("user", "nice", "system", "irq", "softirq")  # a guest's time is the user's already
+        cpu = sum(getattr(machine, name) - getattr(self._machine, name) for name in busy) / seconds / self._cores
         # What a daemon took over is gone from the tree with all that it used before; so growth may be negative.
-        grown = [max(0.0, after - before) for after, before in zip(run, self._run, strict=True)]
-        used = processes.Used(*grown)  # type: ignore[arg-type]
-        cpu_run = used.cpu_seconds / capacity
-        seen = self._ranks == 1 or processes.ranks_seen(self._root, os.getppid()) >= self._ranks
-        received, sent = (after - before for after, before in zip(network, self._network, strict=True))
-        self._time, self._machine, self._network, self._run = now, machine, network, run
+        rates = [max(0.0, after - before) / seconds for after, before in zip(run, self._run, strict=True)]
+        cpu_run = rates[0] / self._cores
+        seen = self._ranks == 1 or processes.ranks_seen(self._root) >= self._ranks
+        self._time, self._machine, self._run = now, machine, run
         return Sample(
             time=time.time(),
             seconds=seconds,
@@ -62,55 +50,16 @@ class Node:
             cpu=cpu,
             cpu_run=cpu_run,
             cpu_others=max(0.0, cpu - cpu_run) if seen else None,
-            cpu_stolen=spent.get("steal", 0.0) / capacity,
             rss_bytes=run.rss,
-            swap_bytes=run.swap,
-            read_bytes_per_second=used.read_chars / seconds,
-            reads_per_second=used.reads / seconds,
-            disk_read_bytes_per_second=used.read_bytes / seconds,
-            write_bytes_per_second=used.write_chars / seconds,
-            disk_write_bytes_per_second=used.write_bytes / seconds,
-            received_bytes_per_second=max(0, received) / seconds,
-            sent_bytes_per_second=max(0, sent) / seconds,
-            cpu_joules=self._rapl.joules(),
-            gpus=self._gpus.sample(),
+            read_bytes_per_second=rates[1],
+            reads_per_second=rates[2],
+            disk_read_bytes_per_second=rates[3],
+            write_bytes_per_second=rates[4],
+            gpus=self.gpus.sample(),
         )
 
     def _used(self) -> processes.Used:
         return processes.used(self._root, without=(os.getpid(),))
-
-
-def _network() -> tuple[int, int]:
-    """Return the bytes that the machine's network devices received and sent, loopback left out."""
-    counters = [counter for name, counter in psutil.net_io_counters(pernic=True).items() if name != "lo"]
-    return sum(counter.bytes_recv for counter in counters), sum(counter.bytes_sent for counter in counters)
-
-
-class Rapl:
-    """The energy of the machine's processors, from their own counters (Running Average Power Limit), which wrap.
-
-    Linux names them `intel-rapl` for AMD's as well, and since 2020 lets root alone read them (CVE-2020-8694).
-    """
-
-    def __init__(self, folder: Path = Path("/sys/class/powercap")) -> None:
-        self._zones: dict[Path, int] = {}
-        self._last: dict[Path, int] = {}
-        self._microjoules = 0
-        with contextlib.suppress(OSError, ValueError):
-            for zone in sorted(folder.glob("intel-rapl:*")):
-                # Others are a part of a package, or, as `psys`, more than it.
-                if (zone / "name").read_text().startswith("package"):
-                    self._last[zone] = int((zone / "energy_uj").read_text())
-                    self._zones[zone] = int((zone / "max_energy_range_uj").read_text())
-
-    def joules(self) -> float | None:
-        """Return what was used since the making of this, J; None where it cannot be read."""
-        with contextlib.suppress(OSError, ValueError):
-            for zone, limit in self._zones.items():
-                now = int((zone / "energy_uj").read_text())
-                self._microjoules += (now - self._last[zone]) % (limit + 1)
-                self._last[zone] = now
-        return self._microjoules / 1e6 if self._zones else None
 
 
 def main() -> None:
@@ -131,7 +80,7 @@ def main() -> None:
 def _watch(root: int, ranks: int, gpus: int) -> None:
     parent, start = os.getppid(), time.monotonic()
     node = Node(root, ranks, gpus)
-    _write(telemetry.header(node.gpus))
+    _write(telemetry.header(len(node.gpus)))
     ended = False
     while not ended:
         wait = SECONDS - (time.monotonic() - start) % SECONDS

@@ -19,7 +19,7 @@ import logging
 import math
 import statistics
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,20 +32,19 @@ from dlscale.core import board
 from dlscale.core.files import write_text
 from dlscale.core.noise import interval
 from dlscale.core.progress import Progress
-from dlscale.data.loaders.base import Loader
 from dlscale.data.manifest import Manifest
 from dlscale.measure.flops import sample_work
 from dlscale.measure.peaks import at_least, common_peaks
 from dlscale.measure.records import MODES, Beside, Throughput, Trials
-from dlscale.measure.turns import Ended, Timed, Turns, training_batches
+from dlscale.measure.turns import Ended, Timed, Turns
 from dlscale.measure.usage import Meter
+from dlscale.measure.window import training_batches
 from dlscale.parallel.rendezvous import describe_device
 from dlscale.parallel.world import World, synchronize
 from dlscale.train import footprint, memory
 from dlscale.train.around import entered, verify
 from dlscale.train.build import Session, open_session
 from dlscale.train.loop import Batch, Hook, run_steps
-from dlscale.train.records import MemoryUse
 from dlscale.train.step import Step
 
 #: A trial is this much longer than it has to be, since single ones vary.
@@ -58,7 +57,11 @@ def main(args: argparse.Namespace) -> None:
     """Measure the run in `args.config` on the data of `args.manifest` and write `args.out`, one line of JSON."""
     run = load_run(args.config, "throughput")
     with contextlib.ExitStack() as stack:
-        turns = stack.enter_context(contextlib.closing(_turns(args))) if args.beside else None
+        turns = None
+        if args.beside:  # before anything is computed: processes are copied
+            own = Timed(args.config, args.manifest, args.device, args.threads)
+            first = replace(own, config=args.beside, manifest=args.beside_manifest or args.manifest)
+            turns = stack.enter_context(contextlib.closing(Turns(own, first)))
         world, links = stack.enter_context(entered(run, args.manifest, args.device))
         if args.beside_manifest:
             verify(Manifest.read(args.beside_manifest), ("train", "valid"), world)
@@ -68,11 +71,6 @@ def main(args: argparse.Namespace) -> None:
             out = Path(args.out)
             board.write(out.parent / "tensorboard" / "throughput", scalars(results))
             write_text(out, results.text() + "\n")
-
-
-def _turns(args: argparse.Namespace) -> Turns:
-    own = Timed(args.config, args.manifest, args.device, args.threads)
-    return Turns(own, replace(own, config=args.beside, manifest=args.beside_manifest or args.manifest))
 
 
 def beside(settings: Settings, turns: Turns, args: argparse.Namespace) -> Beside | None:
@@ -118,7 +116,7 @@ def measure(settings: Settings, session: Session) -> Throughput:
         # Epoch 0 gave the cached batch; the others start where no worker has looked ahead. What a rank's loss counts
         # goes with its batches, as in training: by it all ranks decide alike what is recorded as a graph.
         streams: dict[str, tuple[Iterator[Batch], Callable[..., object]]] = {
-            "IO": (endless(loader, 1), lambda x, y: None),
+            "IO": (training_batches(session, loader, 1), lambda *batch: None),
             "SYNTHETIC": (itertools.repeat(cached), step),
             "FULL": (training_batches(session, loader, 1), step),
         }
@@ -135,6 +133,12 @@ def measure(settings: Settings, session: Session) -> Throughput:
     if work and peaks:
         fastest = max(max(found.trial_throughput) for mode, found in modes.items() if mode != "IO")
         peaks = at_least(peaks, fastest * work.flops / session.devices)
+    memory_use = None
+    if world.main:
+        try:
+            memory_use = footprint.predict(run, session.manifest, world.device, cached[:2], step.attention)
+        except Exception as error:  # code that asks tensors for values
+            logging.warning("memory is not predicted: %s", error)
     results = Throughput(
         nranks=session.devices,
         batch_size=run.batch_size,
@@ -146,21 +150,11 @@ def measure(settings: Settings, session: Session) -> Throughput:
         work=work,
         peaks=peaks,
         peak_memory_bytes=peak_memory,
-        predicted=predicted(session, cached[:2]) if world.main else None,
+        predicted=memory_use,
     )
     if (mfu := results.mfu()) is not None:
         logging.info("FULL: %.2g of the device's peak FLOP/s (MFU)", mfu)
     return results
-
-
-def predicted(session: Session, batch: Batch) -> MemoryUse | None:
-    """Return the memory that a step on such a batch is predicted to take; None where its code asks for values."""
-    run, world = session.run, session.world
-    try:
-        return footprint.predict(run, session.manifest, world.device, batch, session.step.attention)
-    except Exception as error:
-        logging.warning("memory is not predicted: %s", error)
-        return None
 
 
 def trials(
@@ -172,9 +166,8 @@ def trials(
     trial needs to last long enough is known from the last uncounted one; it, too, is repeated until it lasts half as
     long.
     """
-    rates, times, own, counts = list[float](), list[float](), list[float](), list[int]()
+    counts, size, warmed = list[int](), settings.batches, 0
     count = Hook(after_step=lambda number, batch, result: counts.append(len(batch[0])))
-    size, warmed = settings.batches, 0
 
     def trial() -> tuple[float, float]:
         """Return the seconds of a trial, of this rank and of the last one."""
@@ -198,13 +191,13 @@ def trials(
             warmed += 1
             progress.update(min(warmed, settings.warmup))
         meter = Meter()
+        rates, times, own = list[float](), list[float](), list[float]()
         for number in range(settings.trials):
             alone, seconds = trial()
             rates.append(sum(world.gather(sum(counts) if world.lead else 0)) / seconds)  # who share a model: the same
             times.append(seconds)
             own.append(sum(counts) / alone)
             progress.update(settings.warmup + number + 1)
-    usage = meter.usage(world)
     return Trials(
         trial_throughput=rates,
         trial_time=times,
@@ -212,7 +205,7 @@ def trials(
         mean=statistics.fmean(rates),
         std=statistics.stdev(rates) if len(rates) > 1 else 0.0,
         rank_throughput=world.gather(statistics.fmean(own)),
-        usage=usage,
+        usage=meter.usage(world),
     )
 
 
@@ -240,9 +233,3 @@ def compilation(step: Step, batch: Batch, device: torch.device) -> dict[str, flo
         ordinary = min(seconds() for _ in range(3))
     cold, warm = (max(first - ordinary, 0.0) for first in firsts)
     return {"cold_seconds": cold, "warm_seconds": warm}
-
-
-def endless(loader: Loader, first_epoch: int) -> Generator[Batch]:
-    """Yield batches epoch after epoch."""
-    for epoch in itertools.count(first_epoch):
-        yield from loader.epoch(epoch)

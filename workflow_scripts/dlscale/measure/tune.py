@@ -1,7 +1,7 @@
 """Stage `tune`: the loader, threads and batch size with which a run is fastest, found by short trials.
 
 All combinations of what the run's key `tune` lists are tried by successive halving; the best of them then meets the
-run's own setting in a duel (`dlscale.measure.halving`). A trial is FULL of the stage `throughput`: training steps on
+run's own setting in a duel. A trial is FULL of the stage `throughput`: training steps on
 what the loader delivers. A setting that cannot be measured, or takes too much memory, is noted with the reason.
 
 `tune.json` has all that was tried. `tuned.yaml` is a configuration file with a plan: the run, and the run with what
@@ -17,7 +17,9 @@ import gc
 import itertools
 import logging
 import shlex
+import statistics
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,13 +29,13 @@ import torch
 from dlscale.config.run import RunCore, Tune, load_run, loader_classes
 from dlscale.core.errors import UserError
 from dlscale.core.files import write_text
+from dlscale.core.noise import halved, ratio_interval
 from dlscale.core.progress import Progress
 from dlscale.core.settings import flat, nested, validate
 from dlscale.core.text import size
-from dlscale.measure import halving
 from dlscale.measure.tuning import Duel, Tried, Tuning
 from dlscale.measure.usage import Meter
-from dlscale.measure.window import weighted
+from dlscale.measure.window import training_batches
 from dlscale.parallel.rendezvous import describe_device
 from dlscale.parallel.world import World, synchronize
 from dlscale.train import memory
@@ -41,6 +43,15 @@ from dlscale.train.around import entered
 from dlscale.train.build import Session, open_session, own_threads
 from dlscale.train.exhaustion import is_exhaustion
 from dlscale.train.loop import Hook, run_steps
+
+#: From a setting's number and the seconds to measure for, to its samples/s; None where it cannot be measured.
+Measure = Callable[[int, float], float | None]
+
+#: Samples/s of settings, turn by turn.
+Rates = dict[int, list[float]]
+
+#: Of each rung; even, so that what grows steadily cancels out.
+TURNS = 2
 
 #: Share of the time that is for the duel, where there is something to search before it.
 DUEL = 0.5
@@ -78,17 +89,26 @@ def tune(run: Any, manifest: str | Path, world: World, threads: int | None = Non
     cores = max(1, (threads or torch.get_num_threads() * run.processes.gpus_per_node) // run.processes.gpus_per_node)
     changes = candidates(run, cores, world.device)
     duel_seconds = settings.seconds * (DUEL if len(changes) > 2 else 1)
-    planned = [*halving.rungs(len(changes) - 1, settings.keep), *([settings.rounds - 1] if len(changes) > 1 else [])]
-    total = halving.TURNS * sum(number + 1 for number in planned)
     logging.info("%d settings; %.0f s are measured", len(changes), settings.seconds)
     with contextlib.closing(_Trials(run, manifest, world, cores, changes)) as trials:
+        sizes = rungs(len(changes) - 1, settings.keep)
+        total = TURNS * sum(number + 1 for number in sizes) + 2 * settings.rounds
         with Progress("tuning", total, "trials") as trials.progress:
-            found = halving.halve(len(changes), trials, settings.seconds - duel_seconds, settings.keep)
-            best, meter = halving.finalist(len(changes), found), Meter()
-            rounds = halving.duel(best, trials, duel_seconds, settings.rounds) if best is not None else None
+            best, found = search(len(changes), trials, settings.seconds - duel_seconds, settings.keep)
+            meter = Meter()
+            rates = in_turns([best, 0], trials, settings.rounds, duel_seconds / settings.rounds / 2) if best else {}
             # Each rank reads the machine's counters at a moment of its own: all say what the first one saw.
             usage = world.gather(meter.usage(world))[0]
-        tried = [
+    duel = None
+    if best and best in rates:
+        rounds = list(zip(rates[best], rates[0], strict=True))
+        ratio, low, high = ratio_interval(rounds)
+        duel = Duel(challenger=best, rates=rounds, ratio=ratio, low=low, high=high, usage=usage)
+    tuning = Tuning(
+        device=describe_device(world.device),
+        settings=settings.model_dump(mode="json"),
+        seconds=time.perf_counter() - began,
+        candidates=[
             Tried(
                 changes=change,
                 rates=[rung[number] for rung in found if number in rung],
@@ -96,25 +116,56 @@ def tune(run: Any, manifest: str | Path, world: World, threads: int | None = Non
                 problem=trials.problems.get(number),
             )
             for number, change in enumerate(changes)
-        ]
-    duel = None
-    if best is not None and rounds is not None:
-        ratio, low, high = halving.interval(rounds)
-        duel = Duel(challenger=best, rates=rounds, ratio=ratio, low=low, high=high, usage=usage)
-    tuning = Tuning(
-        device=describe_device(world.device),
-        nranks=run.geometry.world_size if world.device.type == "cuda" else world.size,
-        batch_size=run.batch_size,
-        settings=settings.model_dump(mode="json"),
-        seconds=time.perf_counter() - began,
-        memory_limit_bytes=int(trials.limit),
-        candidates=tried,
+        ],
         duel=duel,
     )
     logging.info("%s", tuning.verdict())
     if "batch_size" in tuning.changes:
         logging.warning("another batch size changes what is learnt: the learning rate may have to follow")
     return tuning
+
+
+# ---- the search: successive halving, where every measurement is noisy --------------------------------
+#
+# A machine drifts, by more than many settings differ. So settings are measured in turns, and every second turn goes
+# backwards: whatever is the same for neighbours, and whatever grows steadily, cancels out of their ratios. What the
+# search finds is the luckiest of many as much as the best; hence the duel, in which that setting and the run's own are
+# measured anew.
+
+
+def in_turns(numbers: Sequence[int], measure: Measure, turns: int, seconds: float) -> Rates:
+    """Measure settings so many times, each second time in the opposite order; one that fails drops out."""
+    rates: Rates = {number: [] for number in numbers}
+    for turn in range(turns):
+        for number in list(rates) if turn % 2 == 0 else reversed(list(rates)):
+            rate = measure(number, seconds)
+            if rate is None:
+                del rates[number]
+            else:
+                rates[number].append(rate)
+    return rates
+
+
+def rungs(others: int, keep: float) -> list[int]:
+    """Return how many settings beside the run's own each rung measures; one that is alone is not measured."""
+    return [size for size in halved(others, 1 / keep) if size > 1]
+
+
+def search(count: int, measure: Measure, seconds: float, keep: float) -> tuple[int | None, list[Rates]]:
+    """Return the best of settings 1 … `count` - 1, if any can be measured, and what each rung measured of them.
+
+    All rungs take about as long, and so many seconds together. Setting 0, the run's own, goes through all of them; of
+    the others the best share `keep` of each goes on. Within a turn they come in the order of their numbers.
+    """
+    others, found = list(range(1, count)), list[Rates]()
+    planned = rungs(len(others), keep)
+    for most in planned:
+        if len(others) > 1:  # some may have failed
+            shared = seconds / len(planned) / TURNS / (most + 1)
+            rates = in_turns([0, *sorted(others[:most])], measure, TURNS, shared)
+            found.append(rates)
+            others = sorted(rates.keys() - {0}, key=lambda number: -statistics.geometric_mean(rates[number]))
+    return next(iter(others), None), found
 
 
 # ---- what is tried ---------------------------------------------------------------------------------
@@ -174,7 +225,7 @@ def changed(run: RunCore, changes: dict[str, Any]) -> RunCore:
 
 
 class _Trials:
-    """Measures settings by number, as `halving.Measure`: the same decisions on all ranks.
+    """Measures settings by number, as `Measure`: the same decisions on all ranks.
 
     One step is there at a time: settings that share a batch size share it, and the loader is opened for each trial.
     """
@@ -245,7 +296,7 @@ class _Trials:
         self._epoch += 1
         with (
             contextlib.closing(session.loader("train")) as loader,
-            contextlib.closing(weighted(loader, session, self._epoch)) as batches,
+            contextlib.closing(training_batches(session, loader, self._epoch)) as batches,
         ):
             run_steps(session.step, batches, range(warm_up))
             synchronize(world.device)

@@ -28,8 +28,8 @@ class Duel(Record):
 
     challenger: int  #: Its place among the settings that were tried.
     rates: list[tuple[float, float]]  #: Samples/s of the challenger and of the run's own setting, by round.
-    ratio: float  #: How many times as fast the challenger is: the geometric mean of the rounds' ratios.
-    low: float  #: Of the 95 % interval of the ratio: Student's t of the logarithms of the rounds' ratios.
+    ratio: float  #: How many times as fast the challenger is.
+    low: float  #: Of the 95 % interval of the ratio (`dlscale.core.noise.ratio_interval`).
     high: float
     usage: Usage | None = None  #: Of the machine, meanwhile.
 
@@ -52,11 +52,8 @@ class Tuning(Record):
 
     run: str = ""  #: PLAN.RUN.
     device: Device = Device()
-    nranks: int = 1
-    batch_size: int | None = None  #: The run's own.
     settings: dict[str, Any] = {}  #: The run's `tune`.
     seconds: float = 0.0  #: That all of it took.
-    memory_limit_bytes: int | None = None  #: What a setting may take of a device.
     candidates: list[Tried] = Field(min_length=1)  #: The first one is the run's own setting.
     duel: Duel | None = None  #: None where no other setting could be measured.
     command: str = ""  #: That trains with what won; nothing if nothing did.

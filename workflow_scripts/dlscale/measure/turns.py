@@ -14,7 +14,6 @@ run is timed beside a copy of itself.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import math
 import multiprocessing
@@ -31,11 +30,11 @@ from dlscale.core import ending
 from dlscale.core.errors import brief
 from dlscale.core.noise import interval
 from dlscale.core.progress import Progress
-from dlscale.data.loaders.base import Loader
+from dlscale.measure.window import training_batches
 from dlscale.parallel.rendezvous import join
 from dlscale.parallel.world import synchronize
-from dlscale.train.build import Session, open_session
-from dlscale.train.loop import Batch, Hook, run_steps
+from dlscale.train.build import open_session
+from dlscale.train.loop import Hook, run_steps
 
 #: Seconds of a turn: many slices of the system's scheduler, and less than most of what others do lasts.
 TURN = 0.25
@@ -50,9 +49,8 @@ LEAST = 8
 #: long.
 ROUGH, LONGER = 3, 3
 
-#: Seconds that a run may take to open, or for a turn; and after which it is said that it is awaited. A step takes less:
-#: the stage has timed some before.
-PATIENCE, TOLD = 600.0, 60.0
+#: Seconds that a run may take to open, or for a turn. A step takes less: the stage has timed some before.
+PATIENCE = 600.0
 
 #: Samples/s of a run, and of the first of its plan.
 Round = tuple[float, float]
@@ -170,10 +168,8 @@ class _Player:
             self._pipe.send(message)
 
     def receive(self) -> float:
-        if not self._pipe.poll(TOLD):
-            logging.warning("a run that is timed in turn has not answered for %.0f s (process %d)", TOLD, self._group)
-            if not self._pipe.poll(PATIENCE - TOLD):  # a loader that waits for ever, or somebody has stopped it
-                raise Ended(f"its process {self._group} did not answer for {PATIENCE:.0f} s")
+        if not self._pipe.poll(PATIENCE):  # a loader that waits for ever, or somebody has stopped it
+            raise Ended(f"its process {self._group} did not answer for {PATIENCE:.0f} s")
         try:
             answer = self._pipe.recv()
         except (EOFError, ConnectionResetError):
@@ -229,11 +225,9 @@ def _rates(timed: Timed) -> Iterator[float]:
         with contextlib.closing(session.loader("train")) as loader:
             batches = training_batches(session, loader, 0)
 
-            counts = list[int]()
-            count = Hook(after_step=lambda number, batch, result: counts.append(len(batch[0])))
-
             def rate(steps: int) -> tuple[float, float]:
-                counts.clear()
+                counts = list[int]()
+                count = Hook(after_step=lambda number, batch, result: counts.append(len(batch[0])))
                 start = time.perf_counter()
                 run_steps(session.step, batches, range(steps), [count])
                 synchronize(world.device)
@@ -248,12 +242,3 @@ def _rates(timed: Timed) -> Iterator[float]:
             yield 0.0
             while True:
                 yield rate(steps)[0]
-
-
-def training_batches(session: Session, loader: Loader, first_epoch: int) -> Iterator[Batch]:
-    """Yield what a training's step takes, epoch after epoch: input, target and the weight of this rank's loss."""
-    share = session.share()
-    weights = [share.weight(number, loader.samples) for number in range(len(loader))]
-    for epoch in itertools.count(first_epoch):
-        for (x, y), weight in zip(loader.epoch(epoch), weights, strict=True):
-            yield x, y, weight

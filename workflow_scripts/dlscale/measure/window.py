@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Generator
+from typing import Any
 
 import torch
 
@@ -16,24 +17,17 @@ from dlscale.train.loop import Batch, Hook, run_steps
 
 
 class Window:
-    """An unbroken stream of steps, from the epoch that the settings name; `warm_up` makes the first ones.
-
-    Close it at the end: it holds the loader.
-    """
+    """An unbroken stream of steps, from the epoch that the settings name. Close it at the end: it holds the loader."""
 
     def __init__(self, settings: Settings, session: Session) -> None:
         self.settings, self.session, self.number = settings, session, 0
         self._loader = session.loader("train")
-        self._batches = weighted(self._loader, session, settings.epoch - 1)
+        self._batches = training_batches(session, self._loader, settings.epoch - 1)
 
     def batch(self) -> Batch:
         """Return the next batch, of which no step is made: input and target."""
         x, y, _ = next(self._batches)
         return x, y
-
-    def warm_up(self) -> None:
-        """Make the steps that the settings skip."""
-        self.run(self.settings.skip)
 
     def run(self, steps: int | None = None) -> list[float]:
         """Make so many steps (default: those of the settings); return the seconds of each.
@@ -41,15 +35,23 @@ class Window:
         The host does not wait for the device until the end of all. On a GPU a step's time is therefore the device's:
         from the end of the step before to its own.
         """
-        clock = _device_clock if self.session.world.device.type == "cuda" else _host_clock
-        tick, seconds = clock()
+        device, ticks = self.session.world.device, list[Any]()
+        cuda = device.type == "cuda"
+
+        def tick() -> None:
+            if cuda:  # when the GPU comes to what the host gave it
+                ticks.append(torch.cuda.Event(enable_timing=True))
+                ticks[-1].record()
+            else:
+                ticks.append(time.perf_counter())
+
         tick()
         timed = Hook(after_step=lambda number, batch, loss: tick())
         count = self.settings.steps if steps is None else steps
         run_steps(self.session.step, self._batches, range(self.number, self.number + count), [timed])
         self.number += count
-        synchronize(self.session.world.device)
-        return seconds()
+        synchronize(device)
+        return [1e-3 * a.elapsed_time(b) if cuda else b - a for a, b in itertools.pairwise(ticks)]
 
     def close(self) -> None:
         """Stop the loader."""
@@ -57,30 +59,9 @@ class Window:
         self._loader.close()
 
 
-def _host_clock() -> tuple[Callable[[], None], Callable[[], list[float]]]:
-    """Return what notes a time, and what returns the seconds between those noted."""
-    times: list[float] = []
-
-    def tick() -> None:
-        times.append(time.perf_counter())
-
-    return tick, lambda: [b - a for a, b in itertools.pairwise(times)]
-
-
-def _device_clock() -> tuple[Callable[[], None], Callable[[], list[float]]]:
-    """As `_host_clock`, of when the GPU comes to what the host gave it; to be asked when it has done all."""
-    events: list[torch.cuda.Event] = []
-
-    def tick() -> None:
-        events.append(torch.cuda.Event(enable_timing=True))
-        events[-1].record()
-
-    return tick, lambda: [1e-3 * a.elapsed_time(b) for a, b in itertools.pairwise(events)]
-
-
-def weighted(loader: Loader, session: Session, epoch: int) -> Generator[Batch]:
-    """Yield what the step takes, from an epoch (from 0) on, endlessly: input, target, weight of this rank's loss."""
+def training_batches(session: Session, loader: Loader, first_epoch: int) -> Generator[Batch]:
+    """Yield what a training's step takes, epoch after epoch: input, target and the weight of this rank's loss."""
     share = session.share()
-    for number in itertools.count(epoch):
-        for step, (x, y) in enumerate(loader.epoch(number)):
-            yield x, y, share.weight(step, loader.samples)
+    for epoch in itertools.count(first_epoch):
+        for number, (x, y) in enumerate(loader.epoch(epoch)):
+            yield x, y, share.weight(number, loader.samples)

@@ -14,13 +14,11 @@ measure is empty.
 - target: what the run was to reach (`training.target`); target_reached: `yes` or `no`. target_epoch, target_samples:
   after how many epochs and training samples it was first reached. target_seconds, target_gpu_hours,
   target_energy_joules: what that took, from the first step to the end of the validation that showed it: training and
-  validation, these seconds x devices (a process without a GPU counts as one), the energy of `energy_of`. Empty where
+  validation, these seconds x devices (a process without a GPU counts as one), the energy of its GPUs. Empty where
   geometry or loader changed on the way; the energy, where an earlier try did a part of it.
 - train_samples_per_second: median over the epochs, the first one left out where there are more.
-- energy_joules: used by the train stage, set-up and validation included; empty if an earlier try did a part of it.
-  energy_per_sample: J, over the epochs that the speed is of, validation left out. energy_of: what they are the energy
-  of: `gpu` (the run's GPUs), `cpu` (the processors of its nodes, whoever used them), `gpu+cpu`; empty where neither
-  can be read.
+- energy_joules: of the run's GPUs in the train stage, set-up and validation included; empty if an earlier try did a
+  part of it. energy_per_sample: J, over the epochs that the speed is of, validation left out.
 - io_samples_per_second, synthetic_samples_per_second, full_samples_per_second: means over the throughput trials; each
   is followed by its standard deviation, `…_std`.
 - speed_up: how many times as fast as the plan's first run: from turns with it where the run has one process, else
@@ -153,9 +151,8 @@ def _rates(run: RunResult) -> Row:
     energy = run.energy
     row: Row = {
         "train_samples_per_second": run.training_speed,
-        "energy_joules": energy.total if energy else None,
+        "energy_joules": energy,
         "energy_per_sample": run.energy_per_sample,
-        "energy_of": energy.source or None if energy else None,
     }
     for mode in MODES:
         column, trials = f"{mode.lower()}_samples_per_second", run.trials(mode)

@@ -1,8 +1,7 @@
-"""`dlscale import`: what other programs recorded, for the page.
+"""`dlscale import`: a TensorBoard log of another program, for the page.
 
-`import EVENTS --as NAME --study STUDY` makes the folder `references/NAME` of the results from a TensorBoard log:
-`reference.json`, which the page draws, and the event files, which TensorBoard shows. `import RUN` reads what Nsight
-Systems recorded where it could make no report, as in a slim image.
+`import EVENTS --as NAME --study STUDY` makes the folder `references/NAME` of the results: `reference.json`, which the
+page draws, and the event files, which TensorBoard shows.
 """
 
 from __future__ import annotations
@@ -15,18 +14,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dlscale.config.places import folder, results_of
-from dlscale.core import board, registry
+from dlscale.config.places import results_of
+from dlscale.core import registry
 from dlscale.core.errors import UserError, unknown
 from dlscale.core.events import events, scalar
 from dlscale.core.files import sha256, whole
 from dlscale.core.settings import validate
 from dlscale.core.text import many, shorten
-from dlscale.measure.profile import first_rows, scalars, write_table
-from dlscale.measure.profilers import nsys
-from dlscale.measure.profilers.records import Profile
 from dlscale.report.curves import Reference
-from dlscale.report.profiles import read_rows
 
 if TYPE_CHECKING:
     from dlscale.config.resolve import Configuration
@@ -51,23 +46,7 @@ Point = tuple[int, float, float]
 
 
 def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
-    """Import the log `args.source` as the reference `args.name`, or complete that run's profile; return the status."""
-    if args.name is None and args.reference_study is None:
-        run = folder(args.source, configuration)
-        reports = import_profile(run)
-        said = {"run": args.source, "reports": reports}
-        print(json.dumps(said) if args.json else f"{args.source}: {', '.join(reports)}; the next `snakemake` shows it")
-        return 0
-    if args.name is None or args.reference_study is None:
-        raise UserError("import: a log needs both --as NAME and --study STUDY")
-    return import_log(args, configuration)
-
-
-# ---- logs --------------------------------------------------------------------------------------------
-
-
-def import_log(args: argparse.Namespace, configuration: Configuration | None) -> int:
-    """Import the log `args.source` as the reference `args.name`; return the exit status."""
+    """Import the log `args.events` as the reference `args.name`; return the exit status."""
     if args.reference_study not in registry.studies():
         raise UserError(f"--study: {unknown('study', args.reference_study, registry.studies())}")
     if configuration and (strange := [plan for plan in args.plans if plan not in configuration.plans]):
@@ -79,7 +58,7 @@ def import_log(args: argparse.Namespace, configuration: Configuration | None) ->
             f"study {args.reference_study} declares no published tags; name those of the log: "
             "--tag 'Loss/valid=loss/valid'"
         )
-    source = Path(args.source)
+    source = Path(args.events)
     files, top = _files(source), source if source.is_dir() else source.parent
     settings: dict[str, Any] = {
         "name": args.name,
@@ -197,28 +176,3 @@ def _given(texts: Sequence[str]) -> dict[str, str]:
             raise UserError(f"--tag: {unknown('quantity of ours', ours, (*QUANTITIES, 'valid/METRIC'))}")
         tags[theirs] = ours
     return tags
-
-
-# ---- profiles ----------------------------------------------------------------------------------------
-
-
-def import_profile(run: Path) -> list[str]:
-    """Complete a run's folder `profile`, whole or not at all, by what nsys recorded; return its reports' names."""
-    profile = run / "profile"
-    record = Profile.read(profile / "profile.json")
-    former = next((tool for tool in record.tools if tool.name == "nsys"), None)
-    if former is None or not former.problem:
-        raise UserError(f"{run}: nothing is left over to import; nsys did not profile it, or all its reports were read")
-    with whole(profile) as new:
-        shutil.copytree(profile, new, ignore=shutil.ignore_patterns("*.qdstrm"))
-        found, rows = nsys.import_left_over(profile, new)
-        found = found.model_copy(update={"overhead": former.overhead})
-        rows += [row for row in read_rows(profile / "profile_summary.csv") if row.tool != "nsys"]
-        order = [tool.name for tool in record.tools]
-        rows.sort(key=lambda row: order.index(row.tool))
-        tools, top = [found if tool is former else tool for tool in record.tools], min(row.rank for row in rows)
-        record = record.model_copy(update={"tools": tools, "top": first_rows(rows, top)})
-        record.write(new / "profile.json")
-        write_table(new / "profile_summary.csv", rows)
-    board.write(run / "tensorboard" / "profile", scalars(record))
-    return sorted(found.files.values())

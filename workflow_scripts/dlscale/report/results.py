@@ -21,7 +21,7 @@ from dlscale.core.errors import UserError, unknown
 from dlscale.core.metrics import VALID_LOSS, Epoch, LossInfo, Metric, read_epochs
 from dlscale.core.settings import Raw, flat, read_yaml
 from dlscale.core.stages import RUN_STAGES
-from dlscale.core.telemetry import Energy, Sample, begin, energy, read_nodes
+from dlscale.core.telemetry import Sample, begin, energy, read_nodes
 from dlscale.core.text import percent
 from dlscale.measure.profilers.records import Profile
 from dlscale.measure.records import MODES, Throughput, Trials, Usage
@@ -110,8 +110,8 @@ class RunResult:
         return sum(epoch.epoch_seconds for epoch in self.epochs) if self.timed == self.epochs else None
 
     @property
-    def energy(self) -> Energy | None:
-        """Energy of training from the start of its process to the end; None if an earlier try did a part of it."""
+    def energy(self) -> float | None:
+        """Energy of the GPUs from the start of training to its end, J; None if an earlier try did a part of it."""
         whole = self.provenance and self.provenance.resumed_from_step is None
         return energy(self.telemetry.get("train", [])) if whole else None
 
@@ -120,7 +120,7 @@ class RunResult:
         """Joules a training sample, over the epochs that `training_speed` is of, validation left out."""
         nodes, joules, samples = self.telemetry.get("train", []), 0.0, 0.0
         for epoch in self.timed[1:] or self.timed:
-            used = energy(nodes, epoch.begin, epoch.wall_time).total
+            used = energy(nodes, epoch.begin, epoch.wall_time)
             if used is not None and epoch.begin >= begin(nodes[0]):  # else of an earlier try
                 joules, samples = joules + used, samples + epoch.samples_per_second * epoch.epoch_seconds
         return joules / samples if samples else None
@@ -371,8 +371,8 @@ def took(run: RunResult, metric: Metric, value: float) -> Reached:
     seconds = sum(each.epoch_seconds + each.valid_seconds for each in passed) if run.timed == run.epochs else None
     devices = (run.provenance.devices or run.provenance.processes) if run.provenance else None
     joules = None
-    if run.energy and epoch.wall_time:
-        joules = energy(run.telemetry.get("train", []), passed[0].begin, epoch.wall_time + epoch.valid_seconds).total
+    if run.energy is not None and epoch.wall_time:
+        joules = energy(run.telemetry.get("train", []), passed[0].begin, epoch.wall_time + epoch.valid_seconds)
     hours = seconds * devices / 3600 if seconds is not None and devices else None
     return Reached(metric.aim(value), epoch, nearest, seconds, hours, joules)
 

@@ -5,13 +5,13 @@ It makes the steps of a run that the stage's settings name, in a world of its ow
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import logging
 import signal
 import sys
 import traceback
+from dataclasses import dataclass
 from pathlib import Path
 
 from dlscale.config.run import load_run
@@ -29,54 +29,57 @@ from dlscale.train.build import open_session
 FAILED = "profiled process: "
 
 
+@dataclass(frozen=True)
+class Asked:
+    """What a child is to do; its only word on the command line, as JSON."""
+
+    config: str  #: The run's settings, or their file.
+    manifest: str
+    device: str
+    threads: int | None
+    studies: list[tuple[str, str]]  #: From outside: names and files.
+    times: str | None  #: File for the seconds of the steps: before, recorded, after; None of one that is not recorded.
+
+
 def main() -> int:
     """Return the process's exit status: 0, 2 after a user's mistake, 1 after any other failure."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--config", required=True, help="the run's settings, or their file")
-    parser.add_argument("--manifest", required=True)
-    parser.add_argument("--device", required=True)
-    parser.add_argument("--threads", type=int)
-    parser.add_argument("--study", action="append", default=[], metavar="NAME=PATH", help="studies from outside")
-    parser.add_argument("--nvtx", action="store_true", help="mark NVTX ranges, and have nsys record")
-    parser.add_argument("--times", metavar="FILE", help="write the seconds of the steps: before, recorded, after")
-    args = parser.parse_args()
     let_threads_wait()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     hold_on()  # the stage holds the other end of standard input
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     try:
-        for study in args.study:
-            registry.add(*study.split("=", 1))
-        profiled(args)
-    except UserError as error:
-        print(f"\n{FAILED}{error}", file=sys.stderr)
-        return 2
+        profiled(Asked(**json.loads(sys.argv[1])))
     except Exception as error:
-        traceback.print_exc()
-        print(f"\n{FAILED}{type(error).__name__}: {error}", file=sys.stderr)
-        return 1
+        if not isinstance(error, UserError):
+            traceback.print_exc()
+        print(
+            f"\n{FAILED}{'' if isinstance(error, UserError) else f'{type(error).__name__}: '}{error}", file=sys.stderr
+        )
+        return 2 if isinstance(error, UserError) else 1
     return 0
 
 
-def profiled(args: argparse.Namespace) -> None:
+def profiled(asked: Asked) -> None:
     """Warm up, then make plain steps, those that are recorded, and plain ones again."""
-    run = load_run(args.config, "profile")
-    with join(run.processes, args.device) as world:
-        session = open_session(run, args.manifest, world, args.threads)
-        if args.nvtx and not run.cuda_graph:  # a graph would replay the sum of gradients, but not the range
+    for study in asked.studies:
+        registry.add(*study)
+    run = load_run(asked.config, "profile")
+    with join(run.processes, asked.device) as world:
+        session = open_session(run, asked.manifest, world, asked.threads)
+        if asked.times and not run.cuda_graph:  # a graph would replay the sum of gradients, but not the range
             session.step.around_averaging(averaged)
         with contextlib.closing(Window(run.profile, session)) as window:
-            window.warm_up()
+            window.run(run.profile.skip)
             times = [window.run()]
             world.barrier()  # all have come so far
             with contextlib.ExitStack() as stack:
-                if args.nvtx:
+                if asked.times:
                     stack.enter_context(marking(marker()))
                     stack.enter_context(recorded(world.device))
                 times.append(window.run())
             times.append(window.run())
-            if args.times:
-                Path(args.times).write_text(json.dumps(times))
+            if asked.times:
+                Path(asked.times).write_text(json.dumps(times))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from collections import defaultdict
 from typing import Any, NamedTuple
 
 from dlscale.core.ranges import RANGES
-from dlscale.measure.profilers.trace import UNKNOWN, WAIT, Events, Operators, Ranges, Trace, Work
+from dlscale.measure.profilers.trace import OPERATOR, RANGE, UNKNOWN, WAIT, WORK, Trace, spans, table
 
 #: Categories of work on the device, and of calls of CUDA's API.
 DEVICE = {"kernel": "kernel", "gpu_memcpy": "copy", "gpu_memset": "memset"}
@@ -36,8 +36,6 @@ def read(trace: list[dict[str, Any]]) -> Trace:
     events = _events(trace)
     marks = [e for e in events if e.category == "user_annotation"]
     ranges = [(*e[:4], 1) for e in marks if e.name in RANGES]
-    if not any(e.name == "step" for e in marks):
-        raise ValueError("the trace holds no range called 'step'")
     ranges += [(*e[:3], "comm", 0) for e in marks if COMM.match(e.name)]
     calls = [e for e in events if e.category in RUNTIME]
     by_number = {e.args["correlation"]: (e.begin, e.thread, n) for n, e in enumerate(calls) if "correlation" in e.args}
@@ -50,28 +48,13 @@ def read(trace: list[dict[str, Any]]) -> Trace:
             work.append((e.begin, e.end, thread, e.name, DEVICE[e.category], launch, call, size, *source))
     operators = _nested([e for e in events if e.category == "cpu_op"])
     return Trace(
-        ranges=Ranges.of(ranges),
-        work=Work.of(work),
+        ranges=table(ranges, RANGE),
+        work=table(work, WORK),
         threads={thread for _, _, thread, name, _ in operators if name.startswith("autograd::engine")},
-        waits=Events.of(e[:4] for e in calls if WAIT.match(e.name)),
-        operators=Operators.of(operators),
-        computing=Operators.of(row for row in operators if row[3].startswith("aten::")).spans,
+        waits=table(e[:4] for e in calls if WAIT.match(e.name)),
+        operators=table(operators, OPERATOR),
+        computing=spans(table((row for row in operators if row[3].startswith("aten::")), OPERATOR)),
     )
-
-
-def with_memory(trace: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the events and counters of them that Perfetto draws as curves: bytes allocated since the profile began."""
-    counters = []
-    for event in trace:
-        if event.get("name") == "[memory]":
-            args = event["args"]
-            number = int(args.get("Device Id", -1))
-            place = "host" if number < 0 else f"device {number}"
-            value = {"allocated": args.get("Total Allocated", 0)}
-            counters.append(
-                {"ph": "C", "name": f"memory: {place}", "pid": event["pid"], "ts": event["ts"], "args": value}
-            )
-    return [event for event in trace if event.get("name") != "[memory]"] + counters
 
 
 def _events(trace: list[dict[str, Any]]) -> list[_Event]:
@@ -88,7 +71,7 @@ def _events(trace: list[dict[str, Any]]) -> list[_Event]:
 
 
 def _nested(events: list[_Event]) -> list[tuple[int, int, int, str, int]]:
-    """Return the operators as rows of `Operators`: the time of each without that of those within it on its thread.
+    """Return the operators as rows: the time of each without that of those within it on its thread.
 
     An operator that calls itself, which is how PyTorch passes it on from autograd to the kernel, is one.
     """

@@ -32,7 +32,6 @@ class RangeTime(Record):
 class Activity(Record):
     """What happened in a step, means over the profiled steps; None or absent where a profiler cannot see it."""
 
-    operators: float | None = None  #: Operators of PyTorch that the host called.
     launches: float | None = None  #: Kernels, copies and graphs that the host gave to the device.
     syncs: float | None = None  #: Times that the host waited for the device.
     sync_seconds: float | None = None  #: How long it waited.

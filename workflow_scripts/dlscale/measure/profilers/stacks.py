@@ -16,7 +16,6 @@ import statistics
 import subprocess
 import sys
 import sysconfig
-import threading
 from collections import Counter
 from collections.abc import Iterator
 from importlib import metadata
@@ -27,8 +26,12 @@ from dlscale.measure.profilers.records import ProfiledTool, TopEntry
 from dlscale.measure.profilers.tool import Found, Unavailable, report
 
 RATE = 200  #: Samples a second.
-#: Seconds that py-spy is given to begin, and to write its report.
+#: Seconds that py-spy is given to write its report.
 PATIENCE = 30.0
+DENIED = (
+    "py-spy may not look into this process: ptrace is forbidden here. In a container, allow it: --cap-add SYS_PTRACE; "
+    "elsewhere kernel.yama.ptrace_scope must be 0 or 1"
+)
 _SET_PTRACER, _ANY, _NOBODY = 0x59616D61, ctypes.c_ulong(-1), ctypes.c_ulong(0)
 
 #: A stack, outermost frame first, and the samples that ended there.
@@ -46,46 +49,30 @@ class StackSampler:
     @contextlib.contextmanager
     def attached(self) -> Iterator[None]:
         """Have py-spy look at this process."""
+        words = [str(Path(sysconfig.get_path("scripts"), "py-spy")), "record", "--pid", str(os.getpid())]
+        words += ["--subprocesses", "--threads", "--rate", str(RATE), "--output", str(self._path)]
         with _seen_by_children():
-            words = [str(Path(sysconfig.get_path("scripts"), "py-spy")), "record", "--pid", str(os.getpid())]
-            words += ["--subprocesses", "--threads", "--rate", str(RATE), "--output", str(self._path)]
             try:
                 spy = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
             except OSError as error:
                 raise Unavailable(f"py-spy cannot be started ({error}); install it: pip install py-spy") from None
             try:
-                self._wait_until_it_looks(spy)
+                assert spy.stdout is not None
+                said = ""
+                while "Sampling process" not in said:
+                    said += (line := spy.stdout.readline())
+                    if not line:
+                        raise Unavailable(DENIED if re.search("ermission|not permitted", said) else _ended(said))
                 yield
                 spy.send_signal(signal.SIGINT)
                 said, _ = spy.communicate(timeout=PATIENCE)
             except subprocess.TimeoutExpired:
                 raise Unavailable(f"py-spy has written nothing in {PATIENCE:.0f} s") from None
             finally:
-                if spy.poll() is None:
-                    spy.kill()
+                spy.kill()
                 spy.wait()
         if not self._path.is_file():
-            raise Unavailable(f"py-spy has seen nothing: {_words(said)}")
-
-    @staticmethod
-    def _wait_until_it_looks(spy: subprocess.Popen[str]) -> None:
-        assert spy.stdout is not None
-        said = ""
-        limit = threading.Timer(PATIENCE, spy.kill)
-        limit.start()
-        try:
-            for line in spy.stdout:
-                if "Sampling process" in line:
-                    return
-                said += line
-        finally:
-            limit.cancel()
-        if "ermission" in said or "not permitted" in said:
-            raise Unavailable(
-                "py-spy may not look into this process: ptrace is forbidden here. In a container, allow it: "
-                "--cap-add SYS_PTRACE; elsewhere kernel.yama.ptrace_scope must be 0 or 1"
-            )
-        raise Unavailable(f"py-spy has ended: {_words(said)}")
+            raise Unavailable(_ended(said))
 
     def found(self, seconds: list[float]) -> Found:
         """Read the flame graph."""
@@ -161,5 +148,5 @@ def _seen_by_children() -> Iterator[None]:
         prctl(_SET_PTRACER, _NOBODY, _NOBODY, _NOBODY, _NOBODY)
 
 
-def _words(text: str) -> str:
-    return " ".join(text.replace("py-spy>", "").split())[-300:] or "it said nothing"
+def _ended(said: str) -> str:
+    return "py-spy has ended: " + (" ".join(said.replace("py-spy>", "").split())[-300:] or "it said nothing")

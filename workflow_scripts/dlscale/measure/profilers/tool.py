@@ -1,12 +1,19 @@
-"""What the profilers that work inside of a run's process have in common."""
+"""What the profilers have in common: what they leave, and what they cost, told from steps of one process."""
 
 from __future__ import annotations
 
+import math
+import statistics
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
 
-from dlscale.measure.profilers.records import ProfiledTool, TopEntry
+from dlscale.core.noise import standard_errors
+from dlscale.measure.profilers.records import Overhead, ProfiledTool, TopEntry
+
+#: Standard errors of a median over those of a mean, of normal values.
+OF_MEDIAN = math.sqrt(math.pi / 2)
 
 #: What a profiler leaves: what it saw, and its rows of the summary.
 Found = tuple[ProfiledTool, list[TopEntry]]
@@ -17,7 +24,7 @@ class Unavailable(Exception):
 
 
 class Tool(Protocol):
-    """A profiler of steps that this process makes.
+    """A profiler of steps that this process makes, inside of it.
 
     Neither method makes a step: whatever a profiler meets on one rank, all ranks make the same steps.
     """
@@ -34,3 +41,23 @@ class Tool(Protocol):
 def report(folder: Path, name: str, rank: int, suffix: str) -> Path:
     """Return the path of a report of this rank."""
     return folder / f"{name}.rank{rank}.{suffix}"
+
+
+def overhead(before: Sequence[float], profiled: Sequence[float], after: Sequence[float]) -> Overhead:
+    """Return how many times as long a step takes with a profiler, from the seconds of steps.
+
+    The ratio is that of medians, one of which is the mean of those before and after: what drifts evenly falls out. The
+    noise is that of the steps' scatter, and half of what the plain steps before and after differ by. Other programs
+    that are at work while the profiler is, and only then, are not in it.
+    """
+    plain = [statistics.median(before), statistics.median(after)]
+    usual = statistics.fmean(plain)
+    ratio = statistics.median(profiled) / usual
+    fewest = min(map(len, (before, profiled, after)))
+    if fewest < 2:
+        return Overhead(ratio=ratio)
+    errors = [OF_MEDIAN * statistics.stdev(each) / math.sqrt(len(each)) for each in (before, profiled, after)]
+    scatter = math.hypot(errors[1], ratio * errors[0] / 2, ratio * errors[2] / 2) / usual
+    drift = ratio * abs(plain[0] - plain[1]) / 2 / usual
+    # No profiler makes a step faster: where it seems so, that much at least is noise.
+    return Overhead(ratio=ratio, noise=max(standard_errors(fewest) * scatter + drift, 1 - ratio))

@@ -6,7 +6,6 @@ import contextlib
 import gzip
 import json
 import statistics
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from dlscale.core.ranges import marking
-from dlscale.measure.profilers.kineto import read, with_memory
+from dlscale.measure.profilers.kineto import read
 from dlscale.measure.profilers.tool import Found, Unavailable, report
 from dlscale.measure.profilers.trace import summarise
 
@@ -31,7 +30,7 @@ class TorchProfiler:
     name = "torch"
 
     def __init__(self, folder: Path, rank: int, device: torch.device) -> None:
-        self._folder, self._rank, self._device = folder, rank, device
+        self._path, self._rank, self._device = report(folder, self.name, rank, "json.gz"), rank, device
         self._profile: profile | None = None
 
     @contextlib.contextmanager
@@ -45,39 +44,27 @@ class TorchProfiler:
     def found(self, seconds: list[float]) -> Found:
         """Write the trace, and read it."""
         assert self._profile is not None
-        # It writes its file's name into the trace as it is, whatever is in it, and says nothing where it cannot write.
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "trace.json"
-            self._profile.export_chrome_trace(str(path))
-            try:
-                trace = json.loads(path.read_text())
-            except (FileNotFoundError, ValueError):
-                raise Unavailable(f"PyTorch could not write its trace into {folder}; is the disk full?") from None
+        self._profile.export_chrome_trace(str(self._path))
         try:
-            seen = read(trace["traceEvents"])
-        except ValueError as error:
+            with gzip.open(self._path, "rt") as file:
+                seen = read(json.load(file)["traceEvents"])
+        except (OSError, ValueError) as error:
             raise Unavailable(
-                f"PyTorch's profiler has lost the steps: {error}; profile fewer (profile.steps)"
+                f"PyTorch's profiler left no whole trace ({error}): is the disk full? Or profile fewer steps "
+                "(profile.steps)"
             ) from None
-        if self._device.type == "cuda" and not len(seen.work):
+        if self._device.type == "cuda" and seen.work.empty:
             raise Unavailable(REFUSED)
-        trace["traceEvents"] = with_memory(trace["traceEvents"])
-        trace.pop("traceName", None)
-        path = report(self._folder, self.name, self._rank, "json.gz")
-        with gzip.open(path, "wt", compresslevel=5) as file:
-            json.dump(trace, file)
         tool, rows = summarise(seen, self.name, self._rank)
-        known: dict[str, Any] = {
-            "version": torch.__version__,
-            "files": {f"trace of rank {self._rank}, for Perfetto": path.name},
-        }
-        if not len(seen.work):
+        files = {f"trace of rank {self._rank}, for Perfetto": self._path.name}
+        known: dict[str, Any] = {"version": torch.__version__, "files": files}
+        if seen.work.empty:
             known["seconds_per_step"] = statistics.median(seconds)
         return tool.model_copy(update=known), rows
 
     def _profiler(self) -> profile:
         kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._device.type == "cuda" else [])]
-        return profile(activities=kinds, profile_memory=True, acc_events=True)
+        return profile(activities=kinds, acc_events=True)
 
 
 @contextlib.contextmanager

@@ -11,9 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeAlias
 
-import numpy as np
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from dlscale.core.errors import UserError, unknown
@@ -21,8 +19,6 @@ from dlscale.core.schema import Strict
 from dlscale.core.settings import read_yaml, validate
 from dlscale.parallel.records import LinkLevel, Links
 
-#: A number, or an array of what it may be.
-Values: TypeAlias = Any
 #: Units of a level that joins as many as there are.
 ANY = 2**31
 
@@ -45,9 +41,9 @@ class Level:
     name: str
     size: int
     latency: float
-    seconds_per_byte: Values
+    seconds_per_byte: float
 
-    def scaled(self, factor: Values) -> Level:
+    def scaled(self, factor: float) -> Level:
         """Return the level with `factor` times the time a byte."""
         return replace(self, seconds_per_byte=self.seconds_per_byte * factor)
 
@@ -99,7 +95,7 @@ class Machine:
             found.append(max(1, min(reach // (stride * done), math.ceil(ranks / done))))
         return [*found, math.ceil(ranks / math.prod(found))]
 
-    def all_reduce(self, size: float, ranks: int, stride: int = 1) -> Values:
+    def all_reduce(self, size: float, ranks: int, stride: int = 1) -> float:
         """Return the seconds in which `ranks` devices sum `size` bytes.
 
         Below the top level: a reduce-scatter and an all-gather by rings, together 2 (n - 1) (alpha + size / n beta).
@@ -108,31 +104,30 @@ class Machine:
         """
         return self._time(size, ranks, stride, sweeps=2)
 
-    def all_gather(self, size: float, ranks: int, stride: int = 1) -> Values:
+    def all_gather(self, size: float, ranks: int, stride: int = 1) -> float:
         """Return the seconds in which each of `ranks` devices gets all `size` bytes, of which each had its part.
 
         By rings: (n - 1) (alpha + size / n beta) on each level. A reduce-scatter takes as long.
         """
         return self._time(size, ranks, stride, sweeps=1)
 
-    def _time(self, size: float, ranks: int, stride: int, sweeps: int) -> Values:
+    def _time(self, size: float, ranks: int, stride: int, sweeps: int) -> float:
         if ranks <= 1 or size <= 0:
             return 0.0
         members = self.members(ranks, stride)
         top = max((place for place, count in enumerate(members) if count > 1), default=0)
-        latency: Values = 0.0
-        slowest: Values = 0.0
+        latency = slowest = 0.0
         for level, count in zip(self.levels[:top], members, strict=False):
             latency += sweeps * (count - 1) * level.latency
-            slowest = np.maximum(slowest, sweeps * (count - 1) / count * size * level.seconds_per_byte)
+            slowest = max(slowest, sweeps * (count - 1) / count * size * level.seconds_per_byte)
             size /= count
         level, count = self.levels[top], members[top]
         around = sweeps * (count - 1) / count * size * level.seconds_per_byte
-        ring = latency + sweeps * (count - 1) * level.latency + np.maximum(slowest, around)
+        ring = latency + sweeps * (count - 1) * level.latency + max(slowest, around)
         if sweeps == 1 or count == 1:
             return ring
         deep = 2 * math.ceil(math.log2(count)) * level.latency
-        return np.minimum(ring, latency + deep + np.maximum(slowest, 2 * size * level.seconds_per_byte))
+        return min(ring, latency + deep + max(slowest, 2 * size * level.seconds_per_byte))
 
 
 class LevelSettings(Strict):

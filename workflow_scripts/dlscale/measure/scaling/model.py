@@ -15,7 +15,7 @@ from typing import Literal
 import numpy as np
 from scipy.special import log_ndtr
 
-from dlscale.measure.scaling.machine import Machine, Values
+from dlscale.measure.scaling.machine import Machine
 
 #: Share of a step's computing that is the forward pass: a backward pass takes twice as long (Kaplan et al. 2020,
 #: arXiv:2001.08361, section 2.1).
@@ -27,7 +27,7 @@ Mode = Literal["IO", "SYNTHETIC", "ALONE", "FULL", "EPOCH", "VALIDATION", "BOTH"
 
 @dataclass(frozen=True)
 class Costs:
-    """What a fit finds; all are positive. Arrays are of so many possible worlds, and so is what follows from them.
+    """What a fit finds; all are positive.
 
     Attributes
     ----------
@@ -52,17 +52,17 @@ class Costs:
         What each doubling of the devices that share a model adds to their computing, relative.
     """
 
-    fixed: Values
-    sample: Values
-    load: Values
-    blend: Values
-    start: Values
-    spread: Values
-    host: Values
-    near: Values
-    far: Values
-    slowdown: Values
-    split: Values
+    fixed: float
+    sample: float
+    load: float
+    blend: float
+    start: float
+    spread: float
+    host: float
+    near: float
+    far: float
+    slowdown: float
+    split: float
 
 
 @dataclass(frozen=True)
@@ -175,18 +175,18 @@ STEPS = Measure()
 class Step:
     """Where the time of a step goes, seconds; their sum is the step."""
 
-    compute: Values  #: The mean device's.
-    waiting: Values  #: For the slowest device.
-    slowed: Values  #: By communication beside it.
-    exposed: Values  #: Communication with nothing beside it.
-    loading: Values  #: Of samples, beyond what computing hides.
+    compute: float  #: The mean device's.
+    waiting: float  #: For the slowest device.
+    slowed: float  #: By communication beside it.
+    exposed: float  #: Communication with nothing beside it.
+    loading: float  #: Of samples, beyond what computing hides.
 
     @property
-    def seconds(self) -> Values:
+    def seconds(self) -> float:
         return self.compute + self.waiting + self.slowed + self.exposed + self.loading
 
     @property
-    def without_loading(self) -> Values:
+    def without_loading(self) -> float:
         return self.seconds - self.loading
 
 
@@ -200,11 +200,11 @@ def expected_maximum(count: int) -> float:
     return float(np.trapezoid(np.heaviside(x, 0.5) - np.exp(count * log_ndtr(x)), x))
 
 
-def finish(ready: Iterable[Values], costs: Iterable[Values]) -> Values:
+def finish(ready: Iterable[float], costs: Iterable[float]) -> float:
     """Return when the last of some buckets is sent: one after the other, none before it is ready."""
-    now: Values = 0.0
+    now = 0.0
     for begin, cost in zip(ready, costs, strict=True):
-        now = np.maximum(now, begin) + cost
+        now = max(now, begin) + cost
     return now
 
 
@@ -227,31 +227,31 @@ def _links(machine: Machine, costs: Costs, job: Job) -> Machine:
     return Machine(tuple(levels))
 
 
-def _compute(machine: Machine, work: Workload, costs: Costs, job: Job) -> Values:
+def _compute(machine: Machine, work: Workload, costs: Costs, job: Job) -> float:
     own = costs.fixed + job.batch * costs.sample * (1 + costs.split) ** math.log2(job.shared) / job.shared
     return own * (_crowd(machine, costs, job) if work.processes else 1.0)
 
 
-def _crowd(machine: Machine, costs: Costs, job: Job) -> Values:
+def _crowd(machine: Machine, costs: Costs, job: Job) -> float:
     return 1 + costs.host * (min(job.devices, job.per_node or machine.per_node) - 1)
 
 
-def _load(machine: Machine, work: Workload, costs: Costs, job: Job) -> Values:
-    return np.maximum(job.batch * costs.load * _crowd(machine, costs, job), job.samples / work.storage)
+def _load(machine: Machine, work: Workload, costs: Costs, job: Job) -> float:
+    return max(job.batch * costs.load * _crowd(machine, costs, job), job.samples / work.storage)
 
 
-def _start(machine: Machine, work: Workload, costs: Costs, job: Job) -> Values:
+def _start(machine: Machine, work: Workload, costs: Costs, job: Job) -> float:
     """Return the seconds to the first batch: workers start, and one that is one of many makes it alone."""
     return work.workers * (costs.start + _load(machine, work, costs, job))
 
 
-def _blended(first: Values, second: Values, blend: Values) -> Values:
+def _blended(first: float, second: float, blend: float) -> float:
     """Return the seconds of two that hide each other: from their sum (0) to the longer one."""
-    most, power = np.maximum(first, second), 1 + blend
+    most, power = max(first, second), 1 + blend
     return most * ((first / most) ** power + (second / most) ** power) ** (1 / power)
 
 
-def _gradients(machine: Machine, work: Workload, job: Job, compute: Values) -> tuple[Values, Values]:
+def _gradients(machine: Machine, work: Workload, job: Job, compute: float) -> tuple[float, float]:
     """Return the seconds of communication over the copies of a model that nothing hides, and those that are hidden.
 
     A share of the gradients' bytes is ready after the same share of the backward pass. With FSDP each unit's weights
@@ -275,11 +275,11 @@ def _gradients(machine: Machine, work: Workload, job: Job, compute: Values) -> t
     return exposed, sum(forward) + sum(again) + sum(reduced) - exposed
 
 
-def _exposed(seconds: Values, ends: np.ndarray, sent: Sequence[Values]) -> Values:
+def _exposed(seconds: float, ends: np.ndarray, sent: Sequence[float]) -> float:
     return finish((seconds * end for end in ends), sent) - seconds
 
 
-def _model(machine: Machine, work: Workload, job: Job) -> Values:
+def _model(machine: Machine, work: Workload, job: Job) -> float:
     """Return the seconds in which devices that share a model send each other tokens; nothing hides them.
 
     Tensor-parallel devices sum the tokens twice in either half of a block (Shoeybi et al. 2019, arXiv:1909.08053,
@@ -296,7 +296,7 @@ def _model(machine: Machine, work: Workload, job: Job) -> Values:
     return tokens.depth * (tensor + context)
 
 
-def seconds(machine: Machine, work: Workload, costs: Costs, job: Job, of: Measure = STEPS) -> Values:
+def seconds(machine: Machine, work: Workload, costs: Costs, job: Job, of: Measure = STEPS) -> float:
     """Return how long a step takes in a mode, or an epoch, a validation, or both."""
     if of.mode == "IO":
         return _load(machine, work, costs, job)
@@ -314,7 +314,7 @@ def seconds(machine: Machine, work: Workload, costs: Costs, job: Job, of: Measur
     return whole.seconds if of.mode == "FULL" else whole.without_loading
 
 
-def rate(machine: Machine, work: Workload, costs: Costs, job: Job, of: Measure = STEPS) -> Values:
+def rate(machine: Machine, work: Workload, costs: Costs, job: Job, of: Measure = STEPS) -> float:
     """Return samples/s over all devices in a mode; of an epoch, a validation, or both those of its `samples`."""
     done = of.samples if of.mode in ("EPOCH", "VALIDATION", "BOTH") else job.samples
     return done / seconds(machine, work, costs, job, of)

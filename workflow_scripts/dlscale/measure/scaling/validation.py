@@ -1,4 +1,4 @@
-"""Is the model of scaling right? Published series, fitted on few devices and predicted on many, beside simpler laws."""
+"""Is the model of scaling right? Published series, fitted on few devices and predicted on many, beside Amdahl's law."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from scipy.optimize import minimize_scalar, nnls
+from scipy.optimize import nnls
 
-from dlscale.config.records import PUBLISHED_KINDS, Published, Series
+from dlscale.config.records import Published, Series
 from dlscale.core.text import NONE
-from dlscale.measure.scaling.fit import BAND, NOISE, Fit, Point, Prediction, fit
+from dlscale.measure.scaling.fit import MISFIT, NOISE, Fit, Point, Prediction, fit
 from dlscale.measure.scaling.machine import named
 from dlscale.measure.scaling.model import STEPS, Costs, Job, Measure, Mode, Tokens, Workload, buckets, evenly, rate
 
@@ -32,25 +32,16 @@ class Check:
     ours: Prediction  #: Its band without the model's own misfit.
     doublings: float
     amdahl: float | None  #: None: the law says nothing of it.
-    line: float | None
-    known: int = 1  #: Numbers of devices that the simpler laws stand on.
 
     @property
-    def what(self) -> str:
-        """What is predicted."""
-        return PUBLISHED_KINDS.get(self.figure.metric, "throughput")
+    def band(self) -> Prediction:
+        """Our prediction, with the model's own misfit in its band."""
+        return self.ours.widened(MISFIT * math.sqrt(self.doublings))
 
     @property
-    def errors(self) -> tuple[float | None, float | None, float | None]:
-        """Relative errors: ours, Amdahl's law's, the straight line's."""
-        ours, *others = (
-            None if value is None else value / self.published - 1 for value in (self.ours.value, self.amdahl, self.line)
-        )
-        return ours, others[0], others[1]
-
-    def widened(self, misfit: float) -> Prediction:
-        """Return our prediction with a misfit of the model (as `dlscale.measure.scaling.fit.MISFIT`)."""
-        return self.ours.widened(misfit * math.sqrt(self.doublings))
+    def errors(self) -> tuple[float, float | None]:
+        """Relative errors: ours, and that of Amdahl's law."""
+        return self.ours.value / self.published - 1, None if self.amdahl is None else self.amdahl / self.published - 1
 
 
 def check(name: str, series: Series, figures: Iterable[Published]) -> list[Check]:
@@ -90,31 +81,29 @@ def _rate(figure: Published) -> float:
 
 
 def _checked(series: Series, fitted: Fit, seen: Sequence[Published], figure: Published) -> Check:
-    job, devices = _job(figure), tuple(sorted({each.gpus for each in seen}))
+    job, of, devices = _job(figure), _measure(series, figure), tuple(sorted({each.gpus for each in seen}))
 
     def speed(costs: Costs, at: Job = job, of: Measure = STEPS) -> float:
         return rate(fitted.machine, fitted.work, costs, at, of)
 
-    def found(published: float, ours: Prediction, amdahl: float | None, line: float | None, known: int = 1) -> Check:
-        return Check(series.title, figure, devices, published, ours, fitted.doublings(job), amdahl, line, known)
-
-    if figure.metric in ("scaling_efficiency", "communication"):
-        share, one = (figure.value or math.nan) / 100, replace(job, devices=1)
-        if figure.metric == "communication":
-            alone, together = Measure("ALONE"), Measure("SYNTHETIC")
-            ours = fitted.predict(lambda costs: speed(costs, of=together) / speed(costs, of=alone))
-            return found(1 - share, ours.widened(NOISE), None, None)
-        ours = fitted.predict(lambda costs: speed(costs) / speed(costs, one) / job.devices)
-        return found(share, ours.widened(NOISE), 1.0, 1.0)  # the simpler laws know one device: nothing is lost
-    of = _measure(series, figure)
-    known: dict[int, list[float]] = defaultdict(list)
-    for each in seen:
-        # They know nothing of devices that share a model: to them these are so many more.
-        if _measure(series, each).mode == of.mode and (_job(each).batch == job.batch or job.shared > 1):
-            known[each.gpus].append(_rate(each))
-    points = {gpus: statistics.fmean(rates) for gpus, rates in sorted(known.items())}
-    laws = [law(points, figure.gpus) if points else None for law in (amdahl, line)]
-    return found(_rate(figure), fitted.rate(job, of, misfit=0), laws[0], laws[1], len(points))
+    published, law = (figure.value or math.nan) / 100, None
+    if figure.metric == "communication":
+        alone, together = Measure("ALONE"), Measure("SYNTHETIC")
+        published = 1 - published
+        ours = fitted.predict(lambda costs: speed(costs, of=together) / speed(costs, of=alone)).widened(NOISE)
+    elif figure.metric == "scaling_efficiency":
+        one, law = replace(job, devices=1), 1.0  # the law knows one device: nothing is lost
+        ours = fitted.predict(lambda costs: speed(costs) / speed(costs, one) / job.devices).widened(NOISE)
+    else:
+        published, ours = _rate(figure), fitted.rate(job, of, misfit=0)
+        known: dict[int, list[float]] = defaultdict(list)
+        for each in seen:
+            # It knows nothing of devices that share a model: to it these are so many more.
+            if _measure(series, each).mode == of.mode and (_job(each).batch == job.batch or job.shared > 1):
+                known[each.gpus].append(_rate(each))
+        points = {gpus: statistics.fmean(rates) for gpus, rates in known.items()}
+        law = amdahl(points, figure.gpus) if points else None
+    return Check(series.title, figure, devices, published, ours, fitted.doublings(job), law)
 
 
 def amdahl(points: Mapping[int, float], devices: int) -> float:
@@ -124,46 +113,18 @@ def amdahl(points: Mapping[int, float], devices: int) -> float:
     """
     n, rates = np.array(list(points), float), np.array(list(points.values()))
     if len(n) < 2:
-        return line(points, devices)
+        return float(rates[0] * devices / n[0])
     (serial, parallel), _ = nnls(np.column_stack([rates, rates / n]), np.ones(len(n)))
     return float(1 / (serial + parallel / devices))
 
 
-def line(points: Mapping[int, float], devices: int) -> float:
-    """Return samples/s on the straight line through the first point and the last; from one point, through zero."""
-    first, last = min(points), max(points)
-    start, begin = (points[first], first) if first != last else (0.0, 0)
-    return start + (points[last] - start) * (devices - begin) / (last - begin)
-
-
-def medians(checks: Iterable[Check]) -> tuple[float, float, float]:
-    """Return the medians of absolute relative errors, ours first, over what all three predict."""
-    known = [[abs(error) for error in each.errors if error is not None] for each in checks]
-    ours, law, straight = zip(*(errors for errors in known if len(errors) == 3), strict=True)
-    return statistics.median(ours), statistics.median(law), statistics.median(straight)
-
-
-def misfit(checks: Sequence[Check]) -> float:
-    """Return what the model itself is wrong by, relative, a doubling: the most probable value, given the errors."""
-
-    def unlikely(found: float) -> float:
-        total = 0.0
-        for each in checks:
-            ours = each.widened(found)
-            deviation = math.log(ours.high / ours.low) / 2 / BAND
-            total += math.log(deviation) + (math.log(ours.value / each.published) / deviation) ** 2 / 2
-        return total
-
-    return float(minimize_scalar(unlikely, bounds=(0, 1), method="bounded", options={"xatol": 1e-4}).x)
-
-
 def table(checks: Sequence[Check]) -> list[tuple[str, ...]]:
-    """Return the rows of the table, the first one its heads; bands take the misfit of the other series."""
+    """Return the rows of the table, the first one its heads."""
     rows: list[tuple[str, ...]] = [
-        ("series", "fitted on", "predicted", "published", "the model", "90 % band", "error", "Amdahl", "line")
+        ("series", "fitted on", "predicted", "published", "the model", "90 % band", "error", "Amdahl")
     ]
     for each in checks:
-        ours = _banded(each, checks)
+        ours = each.band
         predicted = f"{each.figure.gpus} GPUs, {_short(each)}"
         fitted_on = "1 GPU" if each.fitted == (1,) else f"{', '.join(map(str, each.fitted))} GPUs"
         values = [_value(value) for value in (each.published, ours.value)]
@@ -172,31 +133,26 @@ def table(checks: Sequence[Check]) -> list[tuple[str, ...]]:
     return rows
 
 
-def _banded(check: Check, checks: Sequence[Check]) -> Prediction:
-    """Return our prediction with the misfit of the other series."""
-    return check.widened(misfit([other for other in checks if other.series != check.series]))
-
-
-def _medians(found: Sequence[float]) -> str:
-    return "model {:.1f} %, Amdahl {:.1f} %, line {:.1f} %".format(*(100 * each for each in found))
-
-
 def summary(checks: Sequence[Check]) -> list[str]:
-    """Return in words how the model and the simpler laws did."""
-    by_series: dict[str, list[Check]] = defaultdict(list)
+    """Return in words how the model and Amdahl's law did, over what both predict."""
+    errors: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for each in checks:
-        by_series[each.series].append(each)
-    each_series = [medians(own) for own in by_series.values()]
-    over = [statistics.median(column) for column in zip(*each_series, strict=True)]
-    several = [each for each in checks if each.known > 1]
-    bands = [(each, _banded(each, checks)) for each in checks]
-    inside = sum(band.low <= each.published <= band.high for each, band in bands)
+        ours, law = each.errors
+        if law is not None:
+            errors[each.series].append((abs(ours), abs(law)))
+    every = _medians([pair for own in errors.values() for pair in own])
+    series = _medians([_medians(own) for own in errors.values()])
+    inside = sum(each.band.low <= each.published <= each.band.high for each in checks)
     return [
-        f"median error: {_medians(medians(checks))}",
-        f"of the {len(several)} figures for which the laws have two points or more: {_medians(medians(several))}",
-        f"median of the series' medians: {_medians(over)}",
+        "median error: model {:.1%}, Amdahl {:.1%}".format(*every).replace("%", " %"),
+        "median of the series' medians: model {:.1%}, Amdahl {:.1%}".format(*series).replace("%", " %"),
         f"published figures within the 90 % band: {inside} of {len(checks)}",
     ]
+
+
+def _medians(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    first, second = zip(*pairs, strict=True)
+    return statistics.median(first), statistics.median(second)
 
 
 def _short(each: Check) -> str:
