@@ -39,7 +39,7 @@ from dlscale.data.mapped import map_chunks
 from dlscale.data.parts import load_dataset
 from dlscale.datasets.cosmo import describe as cosmo_describe
 from dlscale.datasets.era5 import describe as era5_describe
-from dlscale.datasets.mnist.source import IdxFile
+from dlscale.datasets.mnist.source import read_idx
 from dlscale.report.compare_profiles import read_rows
 from dlscale.train.logs import RunLogs
 from dlscale.train.weights import read_weights
@@ -296,7 +296,7 @@ def test_a_pipe_is_no_file(tmp_path: Path, refused: Check) -> None:
     os.mkfifo(pipe := tmp_path / "a.npy")
     assert "a.npy: a pipe" in refused(*preprocess(tmp_path, starter(pipe), pipe, pipe, part="train/train"))
     with pytest.raises(UserError, match=r"a\.npy: a pipe or a device; expected a file"):
-        IdxFile(pipe, 3)
+        read_idx(pipe, 3)
 
 
 @pytest.mark.parametrize(

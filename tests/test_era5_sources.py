@@ -283,15 +283,6 @@ def test_period_and_step(tmp_path: Path, form: str) -> None:
     assert open_source(settings(["t2m"]), part(), [path]).fields[0].rows == 100
 
 
-@pytest.mark.parametrize(("year", "rows"), [(2019, 1460), (2020, 1464)])
-def test_years_have_their_length(tmp_path: Path, year: int, rows: int) -> None:
-    states = atmosphere(f"{year}-01-01", rows * 6, names=("t2m",), height=2, width=2)
-    path = write(states, tmp_path / "year.nc", "netcdf4")
-    source = open_source(settings(["t2m"]), part(f"{year}-01-01", f"{year}-12-31"), [path])
-    assert source.fields[0].rows == rows
-    np.testing.assert_array_equal(fields(source, 100)[:, 0], states.t2m)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("form", FORMATS)
 def test_spread_over_files(tmp_path: Path, form: str) -> None:
@@ -386,24 +377,6 @@ def test_memory_is_bounded_by_what_bytes_per_row_says(tmp_path: Path, form: str,
     assert peak < bound + 200_000
     assert bound < 12 * 4 * block * 2 * 60 * 90, "not a bound for its own sake"
     assert states.nbytes > 2 * bound
-
-
-@pytest.mark.slow
-def test_only_what_is_asked_for_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    states = atmosphere(hours=80, step=1, names=("t2m", "z"))
-    path = write(states, tmp_path / "file.grib", "grib")
-    source = open_source(settings(["z@500"]), part("2020-02-29", "2020-02-29"), [path])
-    from cfgrib import messages
-
-    read, offsets = messages.Message.from_file, []
-
-    def counted(file: Any, offset: Any = None, **keys: Any) -> Any:
-        offsets.append(offset)
-        return read(file, offset, **keys)
-
-    monkeypatch.setattr(messages.Message, "from_file", counted)
-    source.read(3, 7)
-    assert len(offsets) == 4
 
 
 # ------------------------------------------------------------------------------------------------------- mistakes
@@ -654,19 +627,6 @@ def test_acquisition_has_bounded_memory(tmp_path: Path) -> None:
     assert states.nbytes > 10 * 4e6
     assert peak < 4e6 + 1e6
     assert len(blocks) > 5
-
-
-def test_interrupted_acquisition_leaves_no_file(tmp_path: Path) -> None:
-    write(atmosphere(hours=96, step=1, names=("t2m",), height=90, width=90), tmp_path / "store", "zarr", chunk=10)
-    raw = days("2020-02-27", "2020-03-01", tmp_path / "store")
-
-    def stop(done: int, rows: int) -> None:
-        assert list((tmp_path / "source").iterdir()), "the file is being written"
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        acquire(settings(["t2m"], memory_mb=1), raw, tmp_path / "source" / "out.nc", stop)
-    assert list((tmp_path / "source").iterdir()) == []
 
 
 @pytest.mark.parametrize(

@@ -79,6 +79,7 @@ def describe_prepared(dataset: Era5Dataset, sources: list[Path], folder: Path) -
         std=std,
         channel_axis=1,
     )
+    info.check_varies(f"{root}/stats/global_stds.npy")
     extra = Extra(latitude=axes["latitude"][:rows], longitude=axes["longitude"][:columns], step_hours=step)
     climatology = root / "stats" / "time_means.npy"
     if climatology.is_file():
