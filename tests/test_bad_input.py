@@ -39,7 +39,7 @@ from dlscale.data.mapped import map_chunks
 from dlscale.data.parts import load_dataset
 from dlscale.datasets.cosmo import describe as cosmo_describe
 from dlscale.datasets.era5 import describe as era5_describe
-from dlscale.datasets.mnist.source import IdxFile
+from dlscale.datasets.mnist.source import read_idx
 from dlscale.report.profiles import read_rows
 from dlscale.train.logs import RunLogs
 from dlscale.train.weights import read_weights
@@ -296,7 +296,7 @@ def test_a_pipe_is_no_file(tmp_path: Path, refused: Check) -> None:
     os.mkfifo(pipe := tmp_path / "a.npy")
     assert "a.npy: a pipe" in refused(*preprocess(tmp_path, starter(pipe), pipe, pipe, part="train/train"))
     with pytest.raises(UserError, match=r"a\.npy: a pipe or a device; expected a file"):
-        IdxFile(pipe, 3)
+        read_idx(pipe, 3)
 
 
 @pytest.mark.parametrize(
@@ -523,7 +523,7 @@ def test_a_channel_that_is_not_there(tmp_path: Path, refused: Check, era5_data: 
     text = refused(*preprocess(tmp_path, settings, raw, part="train/2001"))
     assert "channel 'u11'" in text and "did you mean 'u10'?" in text
     settings |= {"channels": ["u10"], "crop": [99, 99]}
-    assert "crop [99, 99] is larger" in refused(*preprocess(tmp_path, settings, raw, part="train/2001"))
+    assert "crop 99 x 99" in refused(*preprocess(tmp_path, settings, raw, part="train/2001"))
 
 
 YEARS = {"train": {2001: 6}, "valid": {2002: 6}}
@@ -548,22 +548,22 @@ PREPARED: dict[str, tuple[Callable[[Path], object], dict[str, Any], tuple[str, .
     "statistics of fewer channels": (
         lambda root: np.save(root / "stats/global_means.npy", np.zeros((1, 2, 1, 1))),
         {},
-        ("global_means.npy: expected 3 finite values", "(1, 2, 1, 1)"),
+        ("global_means.npy: expected finite numbers of the 3 channels", "(1, 2, 1, 1)"),
     ),
     "zero variance": (
-        lambda root: np.save(root / "stats/global_stds.npy", np.array([1.0, 0.0, 1.0])),
+        lambda root: np.save(root / "stats/global_stds.npy", np.array([1.0, 0.0, 1.0]).reshape(1, 3, 1, 1)),
         {"channels": ["u10", "v10", "t2m"]},
-        ("global_stds.npy: channel 'v10' has standard deviation 0",),
+        ("channel 'v10' is constant",),
     ),
     "NaN in statistics": (
-        lambda root: np.save(root / "stats/global_means.npy", np.array([1.0, np.nan, 1.0])),
+        lambda root: np.save(root / "stats/global_means.npy", np.full((1, 3, 1, 1), np.nan)),
         {},
-        ("global_means.npy: expected 3 finite values",),
+        ("global_means.npy: expected finite numbers",),
     ),
     "complex statistics": (
-        lambda root: np.save(root / "stats/global_means.npy", np.array([1.0, 1j, 1.0])),
+        lambda root: np.save(root / "stats/global_means.npy", np.full((1, 3, 1, 1), 1j)),
         {},
-        ("global_means.npy: values of type complex128; expected real numbers",),
+        ("global_means.npy: expected finite numbers", "complex128"),
     ),
     "torn climatology": (
         lambda root: (root / "stats/time_means.npy").write_bytes(b"\x93NUMPY\x01"),
@@ -573,7 +573,7 @@ PREPARED: dict[str, tuple[Callable[[Path], object], dict[str, Any], tuple[str, .
     "climatology of another grid": (
         lambda root: np.save(root / "stats/time_means.npy", np.zeros((1, 3, 8, 16))),
         {},
-        ("time_means.npy: expected means of the 3 channels, shape (1, 3, 9, 16)", "(1, 3, 8, 16)"),
+        ("time_means.npy: expected finite numbers of the 3 channels, shape (1, 3, 9, 16)", "(1, 3, 8, 16)"),
     ),
     "too few names": (lambda root: None, {"channels": ["u10"]}, ("3 channels", "names 1")),
     "crop too large": (lambda root: None, {"crop": [10, 16]}, ("crop 10 x 16", "9 x 16")),
@@ -998,9 +998,9 @@ def test_values_beyond_the_end_of_a_file_are_refused(tmp_path: Path) -> None:
     ("data", "module", "name"),
     [
         ("cosmo, prepared", cosmo_describe, "_measure"),
-        ("era5, prepared", era5_describe, "_start"),
+        ("era5, prepared", era5_describe, "_published_times"),
         ("ours", data_describe, "check_alike"),
-        ("ours", era5_describe, "months_apart"),
+        ("ours", era5_describe, "_timed"),
     ],
 )
 def test_a_defect_of_ours_is_not_told_as_a_damaged_file(

@@ -10,6 +10,7 @@ import importlib.util
 import json
 import os
 import shutil
+import sys
 import threading
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -31,7 +32,7 @@ from dlscale.datasets.era5.zarr import acquire
 
 REAL = Path(__file__).resolve().parents[2] / "shared" / "data" / "era5"
 GRIB, CLASSIC = REAL / "era5-2mt-2019-03-uk.grib", REAL / "eraint_uvz.nc"
-FORMATS = ("netcdf4", "packed", "netcdf3", "zarr", "grib")
+FORMATS = ("netcdf4", "packed", "netcdf3", "grib")
 SHORT_NAMES = {"t2m": "2t", "u10": "10u", "z": "z", "t": "t"}
 UNITS = {"t2m": "K", "u10": "m s**-1", "z": "m**2 s**-2", "t": "K"}
 LEVELS = (850, 500, 200)
@@ -176,7 +177,6 @@ def test_real_grib_is_what_cfgrib_reads(tmp_path: Path) -> None:
     assert source.fields[0].shape == (168, 1, 33, 49)
     assert source.fields[0].units == ("K",)
     assert source.attributes["long_names"] == ["2 metre temperature"]
-    assert source.attributes["step_hours"] == 1
     np.testing.assert_array_equal(source.coordinates["latitude"], truth.latitude)
     np.testing.assert_array_equal(source.coordinates["longitude"], truth.longitude)
     assert source.row_coordinates["time"][0] == (dt.date(2019, 3, 25) - dt.date(1970, 1, 1)).days * 24
@@ -192,9 +192,7 @@ def test_real_grib_is_what_cfgrib_reads(tmp_path: Path) -> None:
 @pytest.mark.skipif(not CLASSIC.exists(), reason="the real ERA-Interim file is not at hand")
 def test_real_classic_netcdf_is_what_xarray_reads(tmp_path: Path) -> None:
     """The file has months for times: as it is, it is refused; with dates, it is read, packed and on levels."""
-    message = refused(CLASSIC, channels=("u@500",))
-    assert "'u' has no time axis; expected valid_time or time" in message
-    assert "month (2)" in message
+    assert "'u' has the dimensions month (2), level (3), " in refused(CLASSIC, channels=("u@500",))
 
     months = xr.open_dataset(CLASSIC, engine="scipy", mask_and_scale=False)
     dated = months.rename(month="time").assign_coords(time=np.array(["2019-01-01", "2019-01-02"], "datetime64[ns]"))
@@ -245,7 +243,6 @@ def test_values_order_and_levels(tmp_path: Path, form: str, north_first: bool) -
     np.testing.assert_array_equal(source.row_coordinates["time"], hours)
     assert {array.dtype for array in source.coordinates.values()} == {np.dtype(np.float64)}
     assert source.attributes["source_files"] == [str(path)]
-    assert source.attributes["step_hours"] == 6
     source.close()
     assert list(tmp_path.iterdir()) == [path]
 
@@ -286,15 +283,6 @@ def test_period_and_step(tmp_path: Path, form: str) -> None:
     assert open_source(settings(["t2m"]), part(), [path]).fields[0].rows == 100
 
 
-@pytest.mark.parametrize(("year", "rows"), [(2019, 1460), (2020, 1464)])
-def test_years_have_their_length(tmp_path: Path, year: int, rows: int) -> None:
-    states = atmosphere(f"{year}-01-01", rows * 6, names=("t2m",), height=2, width=2)
-    path = write(states, tmp_path / "year.nc", "netcdf4")
-    source = open_source(settings(["t2m"]), part(f"{year}-01-01", f"{year}-12-31"), [path])
-    assert source.fields[0].rows == rows
-    np.testing.assert_array_equal(fields(source, 100)[:, 0], states.t2m)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("form", FORMATS)
 def test_spread_over_files(tmp_path: Path, form: str) -> None:
@@ -315,38 +303,21 @@ def test_spread_over_files(tmp_path: Path, form: str) -> None:
     assert only.attributes["source_files"] == [str(tmp_path / "u10-2020-02-28")]
 
 
-def test_all_channels_in_file_order_where_none_are_named(tmp_path: Path) -> None:
-    states = atmosphere(names=("u10", "t2m"))
-    states["mask"] = (("latitude", "longitude"), np.ones((9, 12)))  # no time: no channel
-    path = write(states.drop_vars("mask"), tmp_path / "2020.nc", "netcdf4")
-    simulated = {"kind": "simulated", "train": [2020], "valid": [2021]}
-    dataset = Era5Dataset.model_validate({"kind": "era5", "source": simulated})
-    source = open_source(dataset, part(), [path])
-    assert source.fields[0].channels == ("u10", "t2m")
-    states[["mask", "u10"]].to_netcdf(tmp_path / "mask.nc", engine="h5netcdf")
-    assert open_source(dataset, part(), [tmp_path / "mask.nc"]).fields[0].channels == ("u10",)
-
-
 @pytest.mark.slow
 def test_the_names_that_axes_go_by(tmp_path: Path) -> None:
-    """The present NetCDF of the climate data store, short names, hectopascals, a single time, one level."""
+    """The present NetCDF of the climate data store; short names, pascals, long names of variables."""
     states = atmosphere(names=("t2m", "z"))
     present = states.rename(time="valid_time", level="pressure_level").expand_dims(number=1)
     present = present.assign_coords(expver=("valid_time", ["0001"] * 16))
-    short = states.rename(latitude="lat", longitude="lon", level="plev").assign_coords(plev=np.array(LEVELS) * 100.0)
-    short.plev.attrs["units"] = "Pa"
-    single = [states.sel(time=time).sel(level=500) for time in states.time.values]
-    files = {"present": present, "short": short.transpose("time", "lon", "plev", "lat")}
+    plain = states.rename(latitude="lat", longitude="lon", level="plev", z="geopotential")
+    plain = plain.assign_coords(plev=np.array(LEVELS) * 100.0).transpose("time", "lon", "plev", "lat")
+    plain.plev.attrs["units"] = "Pa"
     expected = np.stack([states.z.sel(level=500).values, states.t2m.values], axis=1)
-    for name, file in files.items():
+    for name, file in {"present": present, "plain": plain}.items():
         file.to_netcdf(tmp_path / name, engine="h5netcdf")
-        source = open_source(settings(["z@500", "t2m"]), part(), [tmp_path / name])
-        np.testing.assert_array_equal(fields(source), expected, err_msg=name)
-    for number, file in enumerate(single):
-        file.to_netcdf(tmp_path / f"single{number}.nc", engine="scipy")
-    for channels in (["z@500", "t2m"], ["z", "t2m"], ["z@500.0", "t2m"]):
-        source = open_source(settings(channels), part(), sorted(tmp_path.glob("single*")))
-        np.testing.assert_array_equal(fields(source), expected)
+        for channels in (["z@500", "t2m"], ["geopotential@500.0", "2m_temperature"]):
+            source = open_source(settings(channels), part(), [tmp_path / name])
+            np.testing.assert_array_equal(fields(source), expected, err_msg=name)
 
 
 def test_longitudes_go_on_across_the_meridian(tmp_path: Path) -> None:
@@ -367,9 +338,7 @@ def test_grib_of_many_shapes(tmp_path: Path) -> None:
     source = open_source(settings(["z@850", "u10"]), part(), [path])
     expected = np.stack([states.z.sel(level=850), states.u10], axis=1)
     np.testing.assert_array_equal(fields(source), expected)
-    assert "'t2m' is missing at 2020-02-27 00:00 (4 such times), where 'u10' is there" in refused(
-        path, channels=("u10", "t2m")
-    )
+    assert "'t2m' is missing at 2020-02-27 00:00 (4 such times)" in refused(path, channels=("u10", "t2m"))
     later = open_source(settings(["u10", "t2m"]), part("2020-02-28", "2020-03-01"), [path])
     np.testing.assert_array_equal(fields(later)[:, 1], states.t2m[4:])
 
@@ -408,24 +377,6 @@ def test_memory_is_bounded_by_what_bytes_per_row_says(tmp_path: Path, form: str,
     assert peak < bound + 200_000
     assert bound < 12 * 4 * block * 2 * 60 * 90, "not a bound for its own sake"
     assert states.nbytes > 2 * bound
-
-
-@pytest.mark.slow
-def test_only_what_is_asked_for_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    states = atmosphere(hours=80, step=1, names=("t2m", "z"))
-    path = write(states, tmp_path / "file.grib", "grib")
-    source = open_source(settings(["z@500"]), part("2020-02-29", "2020-02-29"), [path])
-    from cfgrib import messages
-
-    read, offsets = messages.Message.from_file, []
-
-    def counted(file: Any, offset: Any = None, **keys: Any) -> Any:
-        offsets.append(offset)
-        return read(file, offset, **keys)
-
-    monkeypatch.setattr(messages.Message, "from_file", counted)
-    source.read(3, 7)
-    assert len(offsets) == 4
 
 
 # ------------------------------------------------------------------------------------------------------- mistakes
@@ -498,41 +449,34 @@ def pipe(folder: Path) -> list[Path]:
 SAME: Callable[[xr.Dataset], xr.Dataset] = lambda states: states  # noqa: E731
 BOTH = {"channels": ("t2m", "u10")}
 MISTAKES: dict[str, tuple[Callable[[Path], list[Path]], dict[str, Any], list[str]]] = {
-    "missing": (lambda folder: [folder / "none.nc"], {}, ["none.nc: no such file", "acquire"]),
-    "folder": (lambda folder: [folder], {}, ["not a Zarr store"]),
+    "missing": (lambda folder: [folder / "none.nc"], {}, ["none.nc: no such file"]),
+    "folder": (lambda folder: [folder], {}, ["a folder; expected a GRIB or NetCDF file"]),
     "empty": (raw_bytes(b""), {}, ["is empty"]),
-    "foreign": (raw_bytes(b"%PDF-1.7"), {}, ["neither GRIB nor NetCDF nor Zarr", "%PDF"]),
-    "zipped": (raw_bytes(b"PK\x03\x04...."), {}, ["unpack it"]),
-    "cdf5": (raw_bytes(b"CDF\x05...."), {}, ["nccopy"]),
-    "variable": (changed(SAME), {"channels": ("t2n",)}, ["'t2n': no such variable (did you mean 't2m'?)", "t2m, z"]),
-    "level": (changed(SAME), {"channels": ("z@501",)}, ["no level 501; its levels: 850, 500, 200"]),
-    "which level": (changed(SAME), {"channels": ("z",)}, ["it has the levels 850, 500, 200", "'z@850'"]),
-    "no levels": (changed(SAME), {"channels": ("t2m@500",)}, ["no pressure levels; write 't2m'"]),
+    "foreign": (raw_bytes(b"PK\x03\x04...."), {}, ["neither GRIB nor NetCDF", "PK", "unpack an archive", "nccopy"]),
+    "variable": (changed(SAME), {"channels": ("t2n",)}, ["no file holds the channel 't2n' (did you mean 't2m'?)"]),
+    "level": (changed(SAME), {"channels": ("z@501",)}, ["channel 'z@501'", "z@850, z@500, z@200"]),
+    "which level": (changed(SAME), {"channels": ("z",)}, ["there are: z@850, z@500, z@200"]),
     "before": (changed(SAME), {"of": part("2020-02-26", "2020-03-01")}, ["'t2m' covers 2020-02-27 00:00 to"]),
     "after": (changed(SAME), {"of": part("2021-01-01", "2021-01-02")}, ["needs 2021-01-01 to 2021-01-02", "split"]),
-    "crop": (changed(SAME), {"crop": (10, 12)}, ["crop [10, 12] is larger than the grid of 9 latitudes and 12"]),
-    "downsample": (changed(SAME), {"downsample": 10}, ["downsample 10 leaves nothing of 9x12"]),
-    "no time": (changed(lambda s: s.isel(time=0, drop=True)), {}, ["'t2m' has no time axis", "valid_time or time"]),
-    "no times": (changed(lambda s: s.isel(time=[])), {}, ["'t2m' holds no values", "time (0)"]),
-    "no dates": (changed(no_dates), {}, ["no dates of the standard calendar"]),
-    "points": (changed(points), {}, ["expected a regular grid", "station (108)"]),
-    "curvilinear": (changed(curvilinear), {}, ["expected a regular grid", "y (9)"]),
-    "beyond the poles": (
-        changed(lambda s: s.assign_coords(latitude=s.latitude + 32)),
-        {},
-        ["'t2m': latitudes from 72 to 92; expected degrees from -90 to 90"],
-    ),
+    "crop": (changed(SAME), {"crop": (10, 12)}, ["crop 10 x 12", "does not fit the grid of 9 latitudes and 12"]),
+    "downsample": (changed(SAME), {"downsample": 10}, ["downsample 10 does not fit"]),
+    "no time": (changed(lambda s: s.isel(time=0, drop=True)), {}, ["'t2m' has the dimensions latitude (9)"]),
+    "no times": (changed(lambda s: s.isel(time=[])), {}, ["'t2m' has the dimensions time (0)"]),
+    "no dates": (changed(no_dates), {}, ["its times cannot be read", "expected dates of the standard calendar"]),
+    "points": (changed(points), {}, ["station (108)", "cdo remapbil"]),
+    "curvilinear": (changed(curvilinear), {}, ["y (9)", "cdo remapbil"]),
+    "poles": (changed(lambda s: s.assign_coords(latitude=s.latitude + 32)), {}, ["beyond the poles"]),
     "pipe": (pipe, {}, ["pipe: a pipe or a device; expected a file"]),
     "shuffled": (changed(lambda s: s.isel(latitude=[0, 2, 1])), {}, ["not in order"]),
-    "members": (changed(lambda s: xr.concat([s, s], "number")), {}, ["'t2m' has the members 0 and 1", "{number: 0}"]),
-    "gap": (changed(without(5)), {}, ["2020-02-28 06:00 is missing (1 of 16 times, every 6 h"]),
-    "asked step": (changed(without(5)), {"step_hours": 6}, ["2020-02-28 06:00 is missing"]),
-    "finer step": (changed(SAME), {"step_hours": 3}, ["2020-02-27 03:00 is missing (15 of 31 times, every 3 h"]),
-    "irregular": (changed(jittered), {}, ["2020-02-28 18:00 is missing"]),
-    "nothing left": (changed(SAME), {"step_hours": 2400}, ["none is a multiple of step_hours (2400)"]),
-    "one channel short": (two(without(5)), BOTH, ["'u10' is missing at 2020-02-28 06:00 (1 such times), where 't2m'"]),
+    "members": (changed(lambda s: xr.concat([s, s], "number")), {}, ["number (2)", "xarray's `isel`"]),
+    "forecast": (changed(lambda s: s.assign_coords(step=6)), {}, ["a forecast without `valid_time`"]),
+    "gap": (changed(without(5)), {}, ["2020-02-28 12:00 follows 2020-02-28 00:00, expected one step of 6 h"]),
+    "finer step": (changed(SAME), {"step_hours": 3}, ["expected one step of 3 h"]),
+    "irregular": (changed(jittered), {}, ["2020-02-28 19:00 follows 2020-02-28 12:00"]),
+    "nothing left": (changed(SAME), {"step_hours": 2400}, ["no time in the period at a multiple of step_hours (2400)"]),
+    "one channel short": (two(without(5)), BOTH, ["'u10' is missing at 2020-02-28 06:00 (1 such times)"]),
     "twice": (two(without(0), "t2m"), {}, ["'t2m' stands twice at 2020-02-27 06:00", "a.nc and", "b.nc"]),
-    "grids": (two(lambda s: s.isel(latitude=slice(0, 8))), BOTH, ["another grid (8 latitudes 60 to 42.5, 12 long"]),
+    "grids": (two(lambda s: s.isel(latitude=slice(0, 8))), BOTH, ["'u10' is on another grid: 8 x 12 from 60, 0 in"]),
     "shifted": (two(lambda s: s.assign_coords(longitude=s.longitude + 1.25)), BOTH, ["another grid"]),
     "units": (two(in_celsius, "t2m"), {}, ["'t2m' has units 'C', but 'K' in", "convert"]),
 }  # fmt: skip
@@ -581,99 +525,44 @@ def test_duplicates_within_a_grib_file(tmp_path: Path) -> None:
     write_grib(states, path)
     write_grib(states.isel(time=[3]), path, "ab")
     message = refused(path)
-    assert f"'t2m' stands twice at 2020-02-27 18:00: in {path}, and nothing that source.select could" in message
+    assert f"'t2m' stands twice at 2020-02-27 18:00, in {path}; give each time once" in message
 
 
-@pytest.mark.parametrize("calendar", ["360_day", "365_day", "noleap"])
-def test_another_calendar_is_told_with_what_to_do(tmp_path: Path, calendar: str) -> None:
-    """xarray's own advice is a setting of xarray's."""
-    hours = ("time", np.arange(0.0, 96.0, 6.0), {"units": "hours since 2020-02-27", "calendar": calendar})
+def test_grib_without_its_extra_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The demo needs none of its 180 MB."""
+    monkeypatch.setitem(sys.modules, "cfgrib", None)
+    (tmp_path / "a.grib").write_bytes(b"GRIB" + bytes(100))
+    assert "GRIB is not installed" in (message := refused(tmp_path / "a.grib")) and "dlscale[grib]" in message
+
+
+def test_another_order_of_points_is_refused(tmp_path: Path) -> None:
+    write_grib(atmosphere(names=("t2m",)), tmp_path / "a.grib", jPointsAreConsecutive=1)
+    assert "points in another order than along parallels" in refused(tmp_path / "a.grib")
+
+
+def test_another_calendar_is_told_with_what_to_do(tmp_path: Path) -> None:
+    hours = ("time", np.arange(0.0, 96.0, 6.0), {"units": "hours since 2020-02-27", "calendar": "360_day"})
     atmosphere(names=("t2m",)).assign_coords(time=hours).to_netcdf(tmp_path / "a.nc", engine="h5netcdf")
     message = refused(tmp_path / "a.nc")
-    assert f"a.nc: its calendar is '{calendar}'" in message and "expected the standard one: convert it" in message
-    assert "`cdo setcalendar,standard`" in message and "`convert_calendar('standard'" in message
-
-
-def test_levels_that_are_no_pressures_are_not_called_so(tmp_path: Path) -> None:
-    states = atmosphere(names=("t",)).rename(level="lev")
-    states.lev.attrs.update(units="1", standard_name="atmosphere_hybrid_sigma_pressure_coordinate")
-    states.to_netcdf(tmp_path / "a.nc", engine="h5netcdf")
-    message = refused(tmp_path / "a.nc", channels=("t@7",))
-    assert "no level 7; its levels: 850, 500, 200" in message and "hPa" not in message
+    assert "calendar: 360_day" in message and "`convert_calendar('standard'" in message
 
 
 @pytest.mark.slow
-def test_a_missing_value_has_a_date_a_place_and_a_reason(tmp_path: Path) -> None:
+@pytest.mark.parametrize("downsample", [1, 3])
+def test_a_missing_value_has_a_date_and_a_place(tmp_path: Path, downsample: int) -> None:
+    """NaN, a fill value, a bitmap, or what NetCDF's library leaves in floats that nobody wrote."""
     states = atmosphere(names=("t2m",))
     states.t2m[2, 3, 4] = np.nan
-    files = [write(states, tmp_path / form, form) for form in ("netcdf4", "packed", "netcdf3", "zarr")]
+    files = [write(states, tmp_path / form, form) for form in ("netcdf4", "packed", "netcdf3")]
     write_grib(states.fillna(1e9), tmp_path / "grib", bitmapPresent=1, missingValue=1e9)
-    upside_down = states.isel(latitude=slice(None, None, -1))
-    upside_down.to_netcdf(tmp_path / "plain", engine="h5netcdf", encoding={"t2m": {"_FillValue": None}})
-    nobody = "which NetCDF's library leaves where nobody wrote"
-    reasons = dict.fromkeys(["netcdf4", "netcdf3", "zarr"], "its _FillValue is stored there (nan)") | {
-        "packed": f"its _FillValue is stored there (-32767, {nobody})",
-        "grib": "the bitmap of its GRIB message leaves it out",
-        "plain": f"NaN or its _FillValue is stored there (9.96921e+36, {nobody})",
-    }
-    for file in [*files, tmp_path / "grib", tmp_path / "plain"]:
-        message = refused(file)
-        assert f"{file}: channel 't2m' has no value at 2020-02-27 12:00 at latitude 52.5, longitude 10 (1 " in message
-        assert f"{reasons[file.name]}; set `split` around" in message
+    unwritten = states.fillna(9.969209968386869e36)
+    unwritten.to_netcdf(tmp_path / "unwritten", engine="h5netcdf", encoding={"t2m": {"_FillValue": None}})
+    place = "52.5, longitude 10" if downsample == 1 else "50, longitude 10"
+    for file in [*files, tmp_path / "grib", tmp_path / "unwritten"]:
+        message = refused(file, downsample=downsample)
+        assert f"channel 't2m' has no value at 2020-02-27 12:00 at latitude {place} (1 " in message
         shape = (16, 1, 3, 12)
         assert fields(open_source(settings(["t2m"], crop=[3, 12]), part(), [file])).shape == shape, "not asked for"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("engine", ["h5netcdf", "scipy"])
-@pytest.mark.parametrize("kind", ["f4", "f8", "i2", "i4"])
-def test_what_nobody_wrote_is_missing(tmp_path: Path, engine: Any, kind: str) -> None:
-    """Without `_FillValue` NetCDF's library leaves a value of its own there (netcdf.h), which xarray takes for one."""
-    unwritten = {"f4": 9.969209968386869e36, "f8": 9.969209968386869e36, "i2": -32767, "i4": -2147483647}[kind]
-    states = atmosphere(names=("t2m",), hours=12)
-    states.t2m[:] = 281
-    whole = fields(open_source(settings(["t2m"]), part(), [write(states, tmp_path / "whole", "netcdf4")]))
-    packing = {"scale_factor": 0.5, "add_offset": 200.0} if kind[0] == "i" else {}
-    stored = (states.t2m.values.astype(np.float64) - packing.get("add_offset", 0)) / packing.get("scale_factor", 1)
-    for written in (2, 1):
-        stored[written:] = unwritten
-        states["t2m"] = states.t2m.dims, stored.astype(kind), {"units": "K", **packing}
-        states.to_netcdf(tmp_path / f"{written}.nc", engine=engine, encoding={"t2m": {"_FillValue": None}})
-    np.testing.assert_array_equal(fields(open_source(settings(["t2m"]), part(), [tmp_path / "2.nc"])), whole)
-    assert "'t2m' has no value at 2020-02-27 06:00 at latitude 60, longitude 0 (108 such" in refused(tmp_path / "1.nc")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["range", "least", "most", "packed", "of packed values"])
-def test_values_beyond_the_valid_range_are_missing(tmp_path: Path, how: str) -> None:
-    states = atmosphere(names=("t2m",))
-    states.t2m[:] = np.linspace(250, 300, states.t2m.size).reshape(states.t2m.shape)
-    pack = {"dtype": "int16", "scale_factor": 0.01, "add_offset": 280.0, "_FillValue": -32767}
-    encoding = {"t2m": pack} if "packed" in how else {}
-    ends: dict[str, Any] = {
-        "range": {"valid_range": np.array([250, 300], "f4")},
-        "least": {"valid_min": np.float32(250)},
-        "most": {"valid_max": np.float32(300)},
-        "packed": {"valid_range": np.array([-3000, 2000], "i2")},
-        "of packed values": {"valid_range": np.array([250, 300], "f4")},
-    }
-    states.t2m.attrs |= ends[how]
-    states.to_netcdf(tmp_path / "good.nc", engine="h5netcdf", encoding=encoding)
-    np.testing.assert_allclose(
-        fields(open_source(settings(["t2m"]), part(), [tmp_path / "good.nc"]))[:, 0], states.t2m, atol=0.006
-    )
-    states.t2m[5, 1, 2] = 249.9 if how == "least" else 300.1
-    states.to_netcdf(tmp_path / "bad.nc", engine="h5netcdf", encoding=encoding)
-    message = refused(tmp_path / "bad.nc")
-    assert "'t2m' has no value at 2020-02-28 06:00 at latitude 57.5, longitude 5 (1 such" in message
-    assert f": {249.9 if how == 'least' else 300.1} is beyond the valid range of " in message, message
-
-
-def test_words_for_a_valid_range_are_none(tmp_path: Path) -> None:
-    states = atmosphere(names=("t2m",))
-    states.t2m.attrs["valid_range"] = "250 to 300"
-    states.to_netcdf(tmp_path / "a.nc", engine="h5netcdf")
-    assert fields(open_source(settings(["t2m"]), part(), [tmp_path / "a.nc"])).shape == (16, 1, 9, 12)
 
 
 # ---------------------------------------------------------------------------------------------- from a Zarr store
@@ -720,8 +609,6 @@ def test_zarr_round_trip(tmp_path: Path, consolidated: bool, version: int) -> No
     assert source.fields[0].channels == tuple(CHANNELS)
     for position, channel in enumerate(CHANNELS):
         np.testing.assert_array_equal(fields(source)[:, position], plain[channel])
-    direct = open_source(dataset, part("2020-02-28", "2020-03-01"), [tmp_path / "store"])
-    np.testing.assert_array_equal(fields(direct), fields(source))
 
 
 def test_acquisition_has_bounded_memory(tmp_path: Path) -> None:
@@ -739,29 +626,16 @@ def test_acquisition_has_bounded_memory(tmp_path: Path) -> None:
         tracemalloc.stop()
     assert states.nbytes > 10 * 4e6
     assert peak < 4e6 + 1e6
-    assert all(done % 10 == 0 for done, _ in blocks), "blocks end where chunks do"
-
-
-def test_interrupted_acquisition_leaves_no_file(tmp_path: Path) -> None:
-    write(atmosphere(hours=96, step=1, names=("t2m",), height=90, width=90), tmp_path / "store", "zarr", chunk=10)
-    raw = days("2020-02-27", "2020-03-01", tmp_path / "store")
-
-    def stop(done: int, rows: int) -> None:
-        assert list((tmp_path / "source").iterdir()), "the file is being written"
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        acquire(settings(["t2m"], memory_mb=1), raw, tmp_path / "source" / "out.nc", stop)
-    assert list((tmp_path / "source").iterdir()) == []
+    assert len(blocks) > 5
 
 
 @pytest.mark.parametrize(
     ("channels", "period", "expected"),
     [
-        (["2m_temprature"], ("2020-02-28", "2020-02-29"), ["no such variable (did you mean '2m_temperature'?)"]),
-        (["z@300"], ("2020-02-28", "2020-02-29"), ["no level 300; its levels: 850, 500, 200"]),
+        (["2m_temprature"], ("2020-02-28", "2020-02-29"), ["(did you mean '2m_temperature'?)"]),
+        (["z@300"], ("2020-02-28", "2020-02-29"), ["channel 'z@300'", "there are: z@850, z@500, z@200"]),
         (["z@200"], ("2020-02-28", "2020-03-09"), ["covers 2020-02-27 00:00 to 2020-03-01 18:00"]),
-        (["u10"], ("2020-02-28", "2020-02-29"), ["'u10' holds no data at 2020-02-28T06:00"]),
+        (["u10"], ("2020-02-28", "2020-02-29"), ["'u10' has no value at 2020-02-28 06:00"]),
     ],
 )
 def test_mistakes_of_acquisition(
@@ -783,7 +657,7 @@ def test_stores_that_are_none(tmp_path: Path) -> None:
     for chunk in (tmp_path / "torn" / "t2m" / "c").rglob("*"):
         if chunk.is_file():
             chunk.write_bytes(chunk.read_bytes()[:20])
-    cases = {"none": "no such Zarr store", "folder": "there is no Zarr store", "torn": "incomplete or damaged"}
+    cases = {"none": "there is no Zarr store", "folder": "there is no Zarr store", "torn": "incomplete or damaged"}
     for name, expected in cases.items():
         with pytest.raises(UserError, match=expected):
             acquire(settings(["t2m"]), days("2020-02-27", "2020-02-28", tmp_path / name), tmp_path / "out.nc")

@@ -21,7 +21,7 @@ from dlscale.core import registry
 from dlscale.core.errors import UserError
 from dlscale.data.kind import Part
 from dlscale.data.store import Reader
-from dlscale.datasets.mnist.source import IdxFile, IdxSource
+from dlscale.datasets.mnist.source import IdxSource, read_idx
 from dlscale.studies.mnist_cnn.model import MnistCNN, nll
 from tests.conftest import make_dataset, make_run, records, train
 
@@ -75,15 +75,16 @@ def test_bad_files_are_one_message(tmp_path: Path, digits: tuple[np.ndarray, np.
     cut = tmp_path / "cut"
     cut.write_bytes(images.read_bytes()[:-1])
     with pytest.raises(UserError, match="truncated"):
-        IdxSource(part, cut, labels).read(0, 20)
+        IdxSource(part, cut, labels)
     torn = tmp_path / "torn.gz"
     torn.write_bytes(gzip.compress(images.read_bytes())[:-400])
     with pytest.raises(UserError, match=r"torn\.gz: cannot be read"):
-        IdxSource(part, torn, labels).read(0, 20)
+        IdxSource(part, torn, labels)
     with pytest.raises(UserError, match=r"label 10 in row 3; expected digits"):
-        IdxSource(
-            part, images, write_idx(tmp_path / "ten", np.where(np.arange(20) == 3, 10, digits[1]).astype(np.uint8))
-        ).read(0, 20)
+        ten = np.where(np.arange(20) == 3, 10, digits[1]).astype(np.uint8)
+        IdxSource(part, images, write_idx(tmp_path / "ten", ten))
+    with pytest.raises(UserError, match="more than the dataset's `memory_mb` of 0"):
+        IdxSource(part, images, labels, memory_mb=0)
 
 
 def test_source_settings_are_checked() -> None:
@@ -93,7 +94,7 @@ def test_source_settings_are_checked() -> None:
     pair = {"images": "a", "labels": "b"}
     for source, words in (
         ({"kind": "files", "train": pair}, "give either train and valid"),
-        ({"kind": "files", "train": pair, "valid": pair}, "'a' stands twice"),
+        ({"kind": "files", "train": pair, "valid": pair}, "'a' stands in two splits"),
         ({"kind": "files", "all": pair, "shares": {"train": 0.8, "valid": 0.3}}, "add up to 1.1"),
     ):
         with pytest.raises(UserError, match=words):
@@ -153,7 +154,7 @@ def test_a_file_that_is_not_what_it_says(tmp_path: Path, damage: str, zipped: bo
         del raw[-8:]
     (tmp_path / "images").write_bytes(raw)
     with pytest.raises(UserError, match=r"fetch (it|or make it) again"):
-        IdxFile(tmp_path / "images", 3)
+        read_idx(tmp_path / "images", 3)
 
 
 @pytest.mark.slow

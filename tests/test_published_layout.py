@@ -19,6 +19,7 @@ from dlscale.datasets.era5.describe import describe_prepared
 from dlscale.datasets.era5.extra import Extra
 from dlscale.datasets.era5.kind import Era5Dataset, PairSamples
 from dlscale.datasets.era5.samples import Pairs
+from dlscale.preflight.data import probe_data
 from tests.conftest import COSMO_RUN, ERA5_RUN, make_dataset, make_parts, make_run, records, stage, train
 from tests.raw_files import CHANNELS_OF, cosmo, era5, published, volume, write_volume, write_years
 
@@ -185,11 +186,11 @@ SIX = 6.0 * np.arange(TIMES["valid"][2003])
 @pytest.mark.parametrize(
     ("times", "message"),
     [
-        (SIX / 6, r"row 1 is 1 h after row 0, expected 6 h \(step_hours\); set source\.step_hours: 1, or leave `time`"),
-        (SIX + 720 * (SIX > 24), r"row 5 is 726 h after row 4, expected 6 h \(step_hours\); begin another file"),
-        (SIX[::-1], "row 1 is -6 h after row 0"),
-        (np.where(SIX == 12, np.nan, SIX), "row 2 is nan h after row 1"),
-        (SIX[:-1], r"time: shape \(8,\), expected \(9,\), one time for each row"),
+        (SIX / 6, r"expected 9 times, 6.* h apart, got 9, apart \[1\.\] h; give all files one `step_hours`"),
+        (SIX + 720 * (SIX > 24), r"apart \[  6\. 726\.\] h; .* begin another file after a gap"),
+        (SIX[::-1], r"apart \[-6\.\] h"),
+        (np.where(SIX == 12, np.nan, SIX), r"apart \[ 6\. nan\] h"),
+        (SIX[:-1], "expected 9 times, .*got 8"),
         (np.array([b"2003-01-01"] * SIX.size), "time: expected numbers"),
         (SIX, None),
         (SIX.astype(np.int32), None),
@@ -210,6 +211,15 @@ def test_times_are_as_far_apart_as_the_settings_say(tmp_path: Path, times: np.nd
         assert str(caught.value).startswith(f"{path}: time: ")
     else:
         assert Extra.of(manifest).starts[manifest.files("valid")[0].digest] == 290_000
+
+
+def test_doctor_says_that_a_run_has_no_samples(tmp_path: Path) -> None:
+    settings = era5(write_years(tmp_path / "years", {"train": {2000: 5}, "valid": {2001: 4}}))
+    make_dataset(tmp_path / "data" / "mine", settings)
+    dataset = Era5Dataset.model_validate(settings)
+    assert probe_data("mine", dataset, tmp_path, [PairSamples(kind="pairs", dt=3)]).status == "ok"
+    found = probe_data("mine", dataset, tmp_path, [PairSamples(kind="pairs", dt=4)])
+    assert found.status == "FAIL" and "valid: no sample" in found.text and "files of 4 times" in found.text
 
 
 @pytest.mark.slow

@@ -477,7 +477,6 @@ class _Resolver:
         kind = registry.kind(dataset.kind)
         grid = kind.grid(dataset)
         try:
-            kind.check_samples(dataset, run.samples)
             if grid is not None:
                 study.check_grid(run, grid)
         except Refused as error:

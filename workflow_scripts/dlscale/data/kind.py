@@ -171,9 +171,6 @@ class DatasetKind(ABC):
         """Return the grid of the stored fields where the settings alone decide it, else None."""
         return None
 
-    def check_samples(self, dataset: Any, samples: Any) -> None:  # noqa: B027 - most kinds find out from the files
-        """Refuse (`Refused`) samples of which the settings alone say that there are none."""
-
     def outline(self, dataset: Any) -> Outline | None:
         """Return what the dataset will hold, for costs and time limits; None where only its files tell."""
         return None

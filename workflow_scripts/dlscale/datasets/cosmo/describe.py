@@ -25,29 +25,24 @@ def describe_prepared(dataset: CosmoDataset, sources: list[Path], folder: Path) 
     splits: dict[str, list[File]] = {split: [] for split in SPLITS}
     moments = {name: Moments.empty(len(spec[0])) for name, spec in CHANNELS.items()}
     shapes: dict[str, tuple[int, ...]] = {}  # of the first file
-    described = dict.fromkeys(CHANNELS, True)  # whether every file says how it was transformed, as ours do
     if len(sources) != len(parts.parts(dataset)):
         raise UserError(f"--source: expected the {len(parts.parts(dataset))} files of the configuration, in its order")
     for part, path in zip(parts.parts(dataset), sources, strict=True):
         store.enter(path)
         with reading(path), store.open_file(path) as file:
-            volumes = open_volumes(file)
-            said = {n: Field.of(values).transforms for n, values in volumes.items() if "transforms" in values.attrs}
-            there = {name: values.shape for name, values in volumes.items()}
+            there = {name: values.shape for name, values in open_volumes(file).items()}
         for name, shape in there.items():
             channels, units, transforms = CHANNELS[name]
             shapes.setdefault(name, shape)
-            described[name] &= said.get(name) == transforms
             if part.split == "train":
                 field = Field(name, channels, units, shape, 0, transforms)
                 moments[name] = moments[name].merged(_measure(field, path, dataset.memory_mb))
         splits[part.split].append(File.of(path, folder, there["Nbody"][1]))
     fields = {}
     for name, (channels, units, transforms) in CHANNELS.items():
-        if not described[name]:
-            # Of the published files only the density's form is known, ln(x)/14; the rest stays in model units.
-            transforms = tuple(t if t == DENSITY else IDENTITY for t in transforms)
-            units = tuple(u if t == DENSITY else "model units" for u, t in zip(units, transforms, strict=True))
+        # Of the published files only the density's form is known, ln(x)/14; the rest stays in model units.
+        transforms = tuple(t if t == DENSITY else IDENTITY for t in transforms)
+        units = tuple(u if t == DENSITY else "model units" for u, t in zip(units, transforms, strict=True))
         fields[name] = describe_field(Field(name, channels, units, shapes[name], 0, transforms), moments[name])
     return new_manifest(dataset, fields, splits, folder)
 

@@ -67,13 +67,9 @@ class CosmoFiles(Strict):
 
     @model_validator(mode="after")
     def _one_form(self) -> CosmoFiles:
-        by_split, by_fraction = bool(self.train or self.valid or self.test), bool(self.paths or self.fractions)
-        if by_split == by_fraction:
-            raise ValueError("give either files per split (train, valid, test) or paths with fractions")
-        if by_split and not (self.train and self.valid):
-            raise ValueError("train and valid need at least one file each")
-        if by_fraction and not (self.paths and self.fractions):
-            raise ValueError("paths and fractions go together")
+        by_split, by_fraction = bool(self.train and self.valid), bool(self.paths and self.fractions)
+        if by_split == by_fraction or (by_fraction and (self.train or self.valid or self.test)):
+            raise ValueError("give either files per split (train, valid and perhaps test) or paths with fractions")
         refuse_shared(self.train, self.valid, self.test)
         check_digests(self.sha256, [*self.train, *self.valid, *self.test, *self.paths])
         return self

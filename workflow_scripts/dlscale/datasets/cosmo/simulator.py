@@ -23,17 +23,15 @@ import itertools
 import math
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import h5py
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field, PositiveFloat
 
 from dlscale.core.files import whole
-from dlscale.core.schema import Strict
-from dlscale.core.settings import validate
 from dlscale.datasets.cosmo.channels import CHANNELS
 
 Array = NDArray[np.float32]
@@ -49,65 +47,71 @@ DIFFUSE = 1e-3
 logarithm of its density and its velocity are finite. In the dark matter's empty cells it decides the velocity."""
 
 
-class Physics(Strict):
+@dataclass(frozen=True)
+class Physics:
     """What is simulated; by default near Planck 2018 (arXiv:1807.06209), at the redshift of the Lyman-alpha forest."""
 
-    redshift: float = Field(2.0, ge=0, le=100)
-    sigma8: float = Field(0.81, ge=1e-3, le=5)  # linear rms fluctuation in spheres of 8 Mpc/h, at redshift 0
-    omega_m: float = Field(0.31, ge=0.2, le=1)  # matter over critical density today; the universe is flat
-    omega_b: float = Field(0.049, ge=0, le=0.1)  # baryons likewise; they suppress the spectrum's small scales
-    hubble: float = Field(0.677, ge=0.3, le=1.5)  # H0 / (100 km/s/Mpc)
-    n_s: float = Field(0.967, ge=0.5, le=1.5)  # slope of the primordial spectrum
+    redshift: float = 2.0
+    sigma8: float = 0.81  # linear rms fluctuation in spheres of 8 Mpc/h, at redshift 0
+    omega_m: float = 0.31  # matter over critical density today; the universe is flat
+    omega_b: float = 0.049  # baryons likewise; they suppress the spectrum's small scales
+    hubble: float = 0.677  # H0 / (100 km/s/Mpc)
+    n_s: float = 0.967  # slope of the primordial spectrum
     # Mpc/h; standard deviation of the Gaussian over which pressure smooths the gas. Real ones are nearer 0.1;
     # this one spans voxels at the resolution of a demonstration, so that there is something nonlocal to learn.
-    gas_radius: float = Field(0.8, ge=1e-3, le=100)
-    t0: float = Field(1.2e4, ge=1e3, le=1e6)  # K; photo-ionised gas at mean density
-    gamma: float = Field(1.5, ge=1, le=3)  # T = t0 · density^(gamma - 1) where photo-ionisation rules
+    gas_radius: float = 0.8
+    t0: float = 1.2e4  # K; photo-ionised gas at mean density
+    gamma: float = 1.5  # T = t0 · density^(gamma - 1) where photo-ionisation rules
     # Mpc/h; converging gas is stopped over this length, and its motion turns to heat. 0: no shocks.
-    shock_length: float = Field(1.0, ge=0, le=100)
-
-
-class Box(Physics):
-    """A box, and what is simulated in it."""
-
-    grid: int = Field(ge=8, multiple_of=2)  # N, cells a side
-    box_mpc_h: PositiveFloat  # side of the periodic box, Mpc/h
-    seed: int = Field(ge=0, lt=2**64)  # which universe
-    index: int = Field(ge=0, lt=2**64)  # which box of the universe
+    shock_length: float = 1.0
 
 
 def simulate_box(
-    path: str | os.PathLike[str], *, progress: Callable[[str], None] = lambda phase: None, **settings: float
+    path: str | os.PathLike[str],
+    *,
+    grid: int,
+    box_mpc_h: float,
+    seed: int,
+    index: int,
+    physics: Physics | None = None,
+    progress: Callable[[str], None] = lambda phase: None,
 ) -> None:
-    """Simulate one box and write it to `path` (HDF5), whole or not at all.
+    """Write one box of `grid`³ cells and side `box_mpc_h` (Mpc/h) to `path` (HDF5), whole or not at all.
 
     `/Nbody` [4, N, N, N] and `/Hydro` [5, N, N, N] are float32, contiguous, and carry `channels` and `units`
-    (see `CHANNELS`). The file's attributes are the values of `Box`.
+    (see `CHANNELS`). The file's attributes are the settings.
 
     The box is a pure function of the settings: with the same libraries on the same kind of processor, bit by bit.
     Every (seed, index) is the key of a counter-based generator, so boxes are independent, and any one can be made
     without the others. Memory peaks at about 65 bytes a voxel (9 GB at 512³); one core takes about 1 µs a voxel.
-    `settings` are fields of `Box`; `progress` is called with the name of each phase as it begins. A bad setting, or
-    nowhere to write, is a `UserError`.
+    `progress` is called with the name of each phase as it begins. Nowhere to write is a `UserError`.
     """
-    box = validate(Box, settings, "simulated box")
+    physics = physics or Physics()
+    key = np.array([seed, index], dtype=np.uint64)
     with whole(path) as temporary, h5py.File(temporary, "w") as file:
-        file.attrs.update({name: np.uint64(v) if name in ("seed", "index") else v for name, v in box})
+        file.attrs.update({**asdict(physics), "grid": grid, "box_mpc_h": box_mpc_h, "seed": key[0], "index": key[1]})
         for name, (channels, units, _) in CHANNELS.items():
-            dataset = file.create_dataset(name, (len(channels), *[box.grid] * 3), np.float32, track_times=False)
+            dataset = file.create_dataset(name, (len(channels), grid, grid, grid), np.float32, track_times=False)
             dataset.attrs["channels"], dataset.attrs["units"] = channels, units
         progress("initial field")
-        rng = np.random.Generator(np.random.Philox(key=np.array([box.seed, box.index], dtype=np.uint64)))
-        delta = gaussian_field(box.grid, box.box_mpc_h, lambda k: power_spectrum(k, box), rng)
-        for name, channel, values in evolve(delta, box.box_mpc_h, box, progress):
+        rng = np.random.Generator(np.random.Philox(key=key))
+        delta = gaussian_field(grid, box_mpc_h, lambda k: power_spectrum(k, physics), rng)
+        for name, channel, values in evolve(delta, box_mpc_h, physics, progress):
             file[name][CHANNELS[name][0].index(channel)] = values
 
 
 def acquire(dataset: Any, raw: Any, out: Path, progress: Callable[[int, int | None], None]) -> None:
     """Simulate the box of a raw file."""
-    phases = itertools.count(1)
-    settings = {key: getattr(dataset.source, key) for key in ("grid", "box_mpc_h", "seed", "redshift")}
-    simulate_box(out, index=raw.index, progress=lambda phase: progress(next(phases), 7), **settings)
+    phases, source = itertools.count(1), dataset.source
+    simulate_box(
+        out,
+        grid=source.grid,
+        box_mpc_h=source.box_mpc_h,
+        seed=source.seed,
+        index=raw.index,
+        physics=Physics(redshift=source.redshift),
+        progress=lambda phase: progress(next(phases), 7),
+    )
 
 
 def evolve(

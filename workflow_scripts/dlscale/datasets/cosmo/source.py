@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +17,7 @@ from dlscale.data.source import Source
 from dlscale.data.store import Field, Reader
 from dlscale.datasets.cosmo.channels import CHANNELS, open_volumes
 from dlscale.datasets.cosmo.kind import CosmoDataset, gap
+from dlscale.datasets.paired import share
 
 #: Bytes of raw values that are averaged at a time.
 SLAB = 2_000_000
@@ -39,23 +39,12 @@ class CosmoSource(Source):
         depth, height, width = (size // self._factor for size in edge)
         if min(depth, height, width) < 1:
             raise UserError(f"{path}: downsample {self._factor} is larger than the volume {edge}; choose a smaller one")
-        low, high = part.fraction
-        dropped = gap(dataset)
-        self._first = math.ceil(low * depth - 1e-9) + (dropped if low > 0 else 0)
-        rows = math.floor(high * depth + 1e-9) - self._first
-        if rows < 1:
-            raise UserError(
-                f"{path}: split '{part.split}' is empty: {depth} rows, fractions {low:g} to {high:g}, gap {dropped}; "
-                "choose a larger share or a smaller gap"
-            )
-        published = dataset.transform == "published"
+        self._first, rows = share(depth, part, path, gap(dataset))
         self.fields = ()
         for name, (channels, units, transforms) in CHANNELS.items():
-            shape = (len(channels), rows, height, width)
-            if published:
-                self.fields += (Field(name, channels, units, shape, 0, transforms),)
-            else:
-                self.fields += (Field(name, channels, ("1",) * len(channels), shape, 0),)
+            if dataset.transform == "none":
+                units, transforms = ("1",) * len(channels), ()
+            self.fields += (Field(name, channels, units, (len(channels), rows, height, width), 0, transforms),)
         # The results of both fields, and a slab of raw values, which is of one row at least.
         counts = [len(names) for names, _, _ in CHANNELS.values()]
         raw_row = 4 * max(counts) * self._factor * edge[1] * edge[2]

@@ -18,11 +18,8 @@ class Extra(Record):
     latitude: list[float] = []  # degrees, north to south; empty where files do not tell
     longitude: list[float] = []  # degrees, west to east
     step_hours: float | None = None  # between stored states
-    step_months: int | None = None  # between them, where they are means over calendar months
     starts: dict[str, float] = {}  # by digest of a file: time of its first state, hours since 1970; all files or none
-    before: dict[
-        str, str
-    ] = {}  # by digest of a file: that of the file which ends one step before it begins, of its series
+    before: dict[str, str] = {}  # by digest of a file: that of the file of its series that ends one step before it
     climatology: str | None = None  # path of the mean over training times [1, C, H, W], relative to the manifest
     climatology_sha256: str | None = None  # of its content, which decides a run's scores
     hour_means: str | None = None  # path of the means over training days of each hour of day [24 h / step, C, H, W]
@@ -53,31 +50,19 @@ class Extra(Record):
         steps = 24 / self.step_hours if self.step_hours else 0.5
         return round(steps) if steps == round(steps) else None
 
-    @property
-    def timed(self) -> bool:
-        """Whether the time between stored states is known."""
-        return bool(self.step_hours or self.step_months)
-
     def ahead(self, steps: int) -> str:
         """Return how long so many stored steps are, in words."""
-        if self.step_months:
-            months = steps * self.step_months
-            return "1 month" if months == 1 else f"{months} months"
         return f"{steps * self.step_hours:g} h" if self.step_hours else f"{steps} stored steps"
 
     def hours(self, file: File, rows: np.ndarray) -> np.ndarray:
-        """Return the times of a file's rows, hours since 1970, float64; of months, when they begin."""
-        if self.step_months:
-            first = np.datetime64("1970-01-01", "s") + np.timedelta64(round(3600 * self.starts[file.digest]), "s")
-            months = first.astype("datetime64[M]") + self.step_months * np.asarray(rows)
-            return np.asarray(months.astype("datetime64[s]").astype(np.int64) / 3600)
+        """Return the times of a file's rows, hours since 1970, float64."""
         assert self.step_hours is not None
         return self.starts[file.digest] + self.step_hours * np.asarray(rows, float)
 
-    def slots(self, hours: np.ndarray) -> np.ndarray:
-        """Return which of the means of `hour_means` belongs to each time (hours since 1970), int64."""
+    def slots(self, file: File, rows: np.ndarray) -> np.ndarray:
+        """Return which of the means of `hour_means` belongs to each of a file's rows, int64."""
         assert self.step_hours is not None
-        slots: np.ndarray = (np.asarray(hours) % 24 // self.step_hours).astype(np.int64)
+        slots: np.ndarray = (self.hours(file, rows) % 24 // self.step_hours).astype(np.int64)
         return slots
 
     @classmethod

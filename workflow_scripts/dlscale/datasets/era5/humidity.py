@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from dlscale.datasets.era5.variable import Variable, names_of
+from dlscale.datasets.era5.channels import base
+from dlscale.datasets.era5.variables import Variable
 
 #: Molar mass of water vapour over that of dry air, by the gas constants of the IFS (J/kg/K).
 _EPSILON = 287.0597 / 461.5250
@@ -38,38 +39,34 @@ def relative_humidity(temperature: np.ndarray, specific_humidity: np.ndarray, pr
 
 def with_humidity(variables: list[Variable], wanted: Collection[str]) -> list[Variable]:
     """Return the variables and, if it is wanted and not among them, the relative humidity that follows from them."""
-    by_name = {variable.channels[0].partition("@")[0]: variable for variable in variables}
-    if not set(names_of("r")) & set(wanted) or set(names_of("r")) & by_name.keys():
+    by_name = {name: [v for v in variables if base(v.channels[0]) == name] for name in "rtq"}
+    if by_name["r"] or not any(base(channel) == "r" for channel in wanted):
         return variables
-    t, q = (next((by_name[name] for name in names_of(short) if name in by_name), None) for short in ("t", "q"))
-    if t is None or q is None or "@" not in t.channels[0] or not np.array_equal(t.times, q.times):
-        return variables
-    return [*variables, _humidity(t, q)]
+    pairs = [(t, q) for t in by_name["t"] for q in by_name["q"] if t.origin == q.origin]
+    return [*variables, *(_humidity(t, q) for t, q in pairs if np.array_equal(t.times, q.times))]
 
 
 def _humidity(t: Variable, q: Variable) -> Variable:
     """Describe the relative humidity on the levels that both variables have; it is computed as it is read."""
-    places = {variable: [channel.partition("@")[2] for channel in variable.channels] for variable in (t, q)}
-    levels = [level for level in places[q] if level in places[t]]
-    pressure = 100.0 * np.array([float(level) for level in levels])
-
-    def own(variable: Variable, chosen: list[int]) -> list[int]:
-        return [places[variable].index(levels[number]) for number in chosen]
+    places = [[channel.partition("@")[2] for channel in variable.channels] for variable in (t, q)]
+    levels = [level for level in places[1] if level and level in places[0]]
 
     def load(times: np.ndarray, chosen: list[int], rows: slice, columns: slice) -> np.ndarray:
-        kelvin, moisture = (variable.load(times, own(variable, chosen), rows, columns) for variable in (t, q))
+        kelvin, moisture = (
+            variable.load(times, [its.index(levels[number]) for number in chosen], rows, columns)
+            for variable, its in zip((t, q), places, strict=True)
+        )
         out = np.empty_like(kelvin)
         for at in np.ndindex(out.shape[:3]):  # one circle of latitude at a time: little memory for float64
-            out[at] = relative_humidity(kelvin[at], moisture[at], pressure[chosen[at[1]]])
+            out[at] = relative_humidity(kelvin[at], moisture[at], 100.0 * float(levels[chosen[at[1]]]))
         return out
 
-    def footprint(chosen: list[int], rows: slice, columns: slice) -> tuple[int, int]:
-        both = [variable.footprint(own(variable, chosen), rows, columns) for variable in (t, q)]
-        return max(stored for stored, _ in both), sum(decoded for _, decoded in both)
+    def footprint(levels: int, rows: int, columns: int, apart: int) -> int:
+        return sum(variable.footprint(levels, rows, columns, apart) for variable in (t, q))
 
     return replace(
         q,
-        channels=tuple(f"{names_of('r')[-1]}@{level}" for level in levels),
+        channels=tuple(f"r@{level}" for level in levels),
         units="%",
         long_name="Relative humidity, from temperature and specific humidity",
         load=load,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import calendar
 import datetime as dt
 import itertools
-import math
 import pathlib
 from typing import Annotated, Any, Literal
 
@@ -21,14 +20,13 @@ from dlscale.config.dataset import (
     check_digests,
     refuse_changed,
 )
-from dlscale.core.errors import Refused
 from dlscale.core.schema import Extent, PositiveInt, Seed, Strict
 from dlscale.data.kind import DatasetKind, Outline, Part, RawFile, name_files
 
 #: Channels of a simulated state, and hours from one to the next.
-SIMULATED_CHANNELS, SIMULATED_HOURS = 5, 6
+SIMULATED_CHANNELS, SIMULATED_HOURS = ("u10", "v10", "t2m", "vo", "z"), 6
 
-Year = Annotated[int, Field(ge=1, le=9999)]
+Year = Annotated[int, Field(ge=1700, le=2200)]
 
 
 class Era5Simulated(Strict):
@@ -59,22 +57,11 @@ class Era5Simulated(Strict):
         return self
 
 
-Value = str | int | float
-Selected = Annotated[
-    dict[str, Value | list[Value]],
-    Field(
-        description="Which fields to take where files hold several at one time: GRIB's keys, or dimensions and "
-        "coordinates of NetCDF, with the value or values to take. {number: 0}, {step: [6, 12]}, {stepType: accum}.",
-    ),
-]
-
-
 class Era5Files(Strict):
     """GRIB or NetCDF files (paths or http(s) URLs); together they hold all channels at all times."""
 
     kind: Literal["files"]
     paths: list[Path] = Field(min_length=1, description="Paths or http(s) URLs.")
-    select: Selected = {}
     sha256: dict[str, Sha256] = Field({}, description="Expected digests by file name (the part after the last '/').")
 
     @model_validator(mode="after")
@@ -88,7 +75,6 @@ class Era5Zarr(Strict):
 
     kind: Literal["zarr"]
     store: Path = Field(description="A folder or a URL.")
-    select: Selected = {}
 
 
 class Era5Prepared(Strict):
@@ -241,34 +227,12 @@ class Era5(DatasetKind):
     def raw_settings(self, dataset: Era5Dataset, raw: RawFile) -> dict[str, Any]:
         # Out of a store only what is asked for is read.
         keys = ("channels", "step_hours", "crop", "downsample") if raw.period else ()
-        read = {key: getattr(dataset, key) for key in keys}
-        settings = {**super().raw_settings(dataset, raw), **read}
-        if not raw.period or not settings["select"]:
-            settings.pop("select", None)  # a file is fetched as it is
-        return settings
-
-    def part_settings(self, dataset: Era5Dataset, part: Part) -> dict[str, Any]:
-        select = getattr(dataset.source, "select", {})
-        return {**super().part_settings(dataset, part), **({"select": select} if select else {})}
+        return {**super().raw_settings(dataset, raw), **{key: getattr(dataset, key) for key in keys}}
 
     def grid(self, dataset: Era5Dataset) -> tuple[int, ...] | None:
         source = dataset.source
         size = dataset.crop or ((source.latitudes, source.longitudes) if isinstance(source, Era5Simulated) else None)
         return tuple(edge // dataset.downsample for edge in size) if size else None
-
-    def check_samples(self, dataset: Era5Dataset, samples: PairSamples) -> None:
-        """Refuse samples of which years, days and `step_hours` leave none."""
-        for split in ("train", "valid"):
-            rows = [_times(dataset, part) for part in self.parts(dataset) if part.split == split]
-            # A training pair has its whole history in its own file.
-            needed = samples.dt + max(samples.history, default=0) if split == "train" else samples.dt
-            if rows and all(count is not None and count <= needed for count in rows):
-                history = f" with a history of {needed - samples.dt} (samples.history)" if needed > samples.dt else ""
-                counts = ", ".join(str(count) for count in dict.fromkeys(rows))
-                raise Refused(
-                    f"samples.dt {split} has no pair of states {samples.dt} stored steps apart{history}: its files "
-                    f"(of a year each) hold {counts} times; choose a smaller dt, a longer period, or smaller step_hours"
-                )
 
     def outline(self, dataset: Era5Dataset) -> Outline | None:
         source, grid = dataset.source, self.grid(dataset)
@@ -278,27 +242,12 @@ class Era5(DatasetKind):
         made = {split: [_days(source, year) for year in getattr(source, split)] for split in SPLITS}
         rows: dict[Split, list[int]] = {split: [24 * days // step for days in each] for split, each in made.items()}
         states = 24 // SIMULATED_HOURS * sum(map(sum, made.values()))
-        values = SIMULATED_CHANNELS * states * source.latitudes * source.longitudes
-        return Outline({"fields": (len(dataset.channels) or SIMULATED_CHANNELS, grid)}, rows, values)
+        values = len(SIMULATED_CHANNELS) * states * source.latitudes * source.longitudes
+        return Outline({"fields": (len(dataset.channels or SIMULATED_CHANNELS), grid)}, rows, values)
 
     def available(self, samples: PairSamples, rows: list[int]) -> int | None:
         # At most: of a history, times tell whether it is there.
         return sum(max(count - samples.dt, 0) for count in rows)
-
-
-def _times(dataset: Era5Dataset, part: Part) -> int | None:
-    """Return how many times a part will hold; None where only its files tell."""
-    hours, source = dataset.step_hours, dataset.source
-    if isinstance(source, Era5Simulated):
-        year = part.raws[0].index
-        first, every = dt.date(year, 1, 1), math.lcm(6, hours or 6)
-        days = source.days or (dt.date(year, 12, 31) - first).days + 1
-    elif part.period and hours:
-        first, days, every = part.period[0], (part.period[1] - part.period[0]).days + 1, hours
-    else:
-        return None
-    start = 24 * (first - dt.date(1970, 1, 1)).days  # times are multiples of the step from 1970 on
-    return -(-(start + 24 * days) // every) - -(-start // every)
 
 
 def _days(source: Era5Simulated, year: int) -> int:

@@ -1,4 +1,4 @@
-"""Forecasts that need no learning: what a model has to beat is the strongest of them.
+"""Forecasts that need no learning: a model has to beat the strongest of them.
 
 Each is made of what is known when the forecast is issued, and of means over the training period. With the time t of the
 input x(t), the lead d and the mean state m(hour) of each hour of day, they are
@@ -20,14 +20,14 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
 
 from dlscale.data import sampling
 from dlscale.data.manifest import Manifest
-from dlscale.data.samples import BoxField
 from dlscale.data.store import Reader
 from dlscale.datasets.era5.extra import Extra
 from dlscale.datasets.era5.samples import Pairs, file_before
@@ -56,25 +56,80 @@ class NaiveAnswers:
         self, manifest: Manifest, samples: PairSamples, weights_H1: torch.Tensor, device: torch.device
     ) -> None:
         self._manifest, self._samples, self._weights, self._device = manifest, samples, weights_H1, device
-        self._opened: dict[str, _States] = {}  # by split
-        self._extra = extra = Extra.of(manifest)
-        day = extra.day
-        #: Steps back to the beginning of the last period of a day's length that ends, `dt` later, by now.
-        self._yesterday = day and day * -(-samples.dt // day)
-        self._by_hour = bool(extra.hour_means and extra.starts)
-        known = {"persistence": True, "climatology": bool(self._means), "diurnal": self._by_hour}
-        known |= {"damped": bool(self._means), "yesterday": bool(day), "regression": bool(day)}
-        self.names = [name for name in ANSWERS if known[name]]
+        self._info, self._extra = manifest.fields["fields"], Extra.of(manifest)
+        self._files = {file.digest: file for files in manifest.splits.values() for file in files}
+        self._readers = {key: Reader(manifest.path(file), "fields") for key, file in self._files.items()}
+        self._means: Literal["climatology", "hour_means"] | None = None
+        if self._extra.climatology:
+            self._means = "climatology"
+        if self._extra.hour_means and self._extra.starts:
+            self._means = "hour_means"
+        known = {"persistence"} | ({"climatology", "damped"} if self._means else set())
+        known |= {"diurnal"} if self._means == "hour_means" else set()
+        self._back: list[int] = []  # steps before now of the states that the regression combines
+        if day := self._extra.day:
+            known |= {"yesterday", "regression"}
+            #: Steps back to the beginning of the last period of a day's length that ends, `dt` later, by now.
+            self._yesterday = day * -(-samples.dt // day)
+            self._back = sorted({0, 1, self._yesterday - samples.dt, self._yesterday})
+        self.names = [name for name in ANSWERS if name in known]
+        # Consecutive samples share states.
+        self._stored = functools.lru_cache(max(self._back, default=0) + samples.dt + 2)(self._read)
 
-    @property
-    def _means(self) -> Literal["climatology", "hour_means"] | None:
-        return "hour_means" if self._by_hour else "climatology" if self._extra.climatology else None
+    def __call__(self, index: int, split: str = "valid") -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        """Return the answers to a sample of a split by name, and the truth, [C, H, W]."""
+        file, row = self._places(split)[index]
+        x, y = self._pair(file, row)
+        answers = {"persistence": x}
+        if self._means:
+            now, then = self._mean(file, row), self._mean(file, row + self._samples.dt)
+            answers |= {"climatology": then, "diurnal": x + then - now, "damped": then + self._damping * (x - now)}
+        if self._back:
+            answers |= {"yesterday": x, "regression": answers.get("damped", x)}
+            terms = self._terms(file, row)
+            if terms is not None:
+                begin, end = (terms[self._back.index(self._yesterday - ahead)] for ahead in (0, self._samples.dt))
+                answers |= {"yesterday": x + end - begin, "regression": (self._coefficients * terms).sum(dim=0)}
+        return {name: answers[name] for name in self.names}, y
 
-    def _states(self, split: str) -> _States:
-        if split not in self._opened:
-            kept = (self._yesterday or 0) + self._samples.dt + 2
-            self._opened[split] = _States(self._manifest, split, self._samples, kept)
-        return self._opened[split]
+    @functools.cache  # noqa: B019 - of a few splits, for as long as the answers are
+    def _places(self, split: str, plain: bool = False) -> list[tuple[str, int]]:
+        """Return the digest of the file and the row of each input of a split, in the order of its samples.
+
+        `plain` is for fitting: all pairs, with or without a history.
+        """
+        samples = self._samples
+        if plain:
+            samples = samples.model_copy(update={"history": [], "clock": [], "train": None})
+        files, rows = Pairs(self._manifest, split, samples, seed=0).places(0)
+        digests = [file.digest for file in self._manifest.files(split)]
+        return [(digests[file], row) for file, row in zip(files.tolist(), rows.tolist(), strict=True)]
+
+    def _model_units(self, values: np.ndarray) -> torch.Tensor:
+        """Return physical values [C, H, W] in model units, float32."""
+        normal = [t.forward(channel) for t, channel in zip(self._info.transforms, values, strict=True)]
+        return torch.from_numpy(np.stack(normal).astype(np.float32))
+
+    def _read(self, file: str, row: int) -> torch.Tensor:
+        height, width = self._info.grid
+        return self._model_units(self._readers[file][row : row + 1, :, :height, :width][0])
+
+    def _state(self, file: str, row: int) -> torch.Tensor | None:
+        """Return a state, [C, H, W]; of a row below zero one of the file before, None where there is none."""
+        if row >= 0:
+            return self._stored(file, row).to(self._device)
+        before = file_before(self._manifest, self._files[file])
+        return self._state(before.digest, row + before.rows) if before else None
+
+    def _pair(self, file: str, row: int) -> tuple[torch.Tensor, torch.Tensor]:
+        x, y = (self._stored(file, row + ahead).to(self._device) for ahead in (0, self._samples.dt))
+        return x, y
+
+    def _mean(self, file: str, row: int) -> torch.Tensor:
+        """Return the mean state at the time of a row, [C, H, W]."""
+        slot = int(self._extra.slots(self._files[file], np.array(row))) if self._means == "hour_means" else 0
+        height, width = self._info.grid
+        return self._model_units(self._mean_states[slot, :, :height, :width]).to(self._device)
 
     @functools.cached_property
     def _mean_states(self) -> np.ndarray:
@@ -82,138 +137,43 @@ class NaiveAnswers:
         assert self._means
         return self._extra.means(self._manifest, self._means)
 
-    def _mean(self, states: _States, file: int, row: int) -> torch.Tensor:
-        """Return the mean state at the time of a row, [C, H, W]."""
-        slot = int(self._extra.slots(self._extra.hours(states.files[file], np.array(row)))) if self._by_hour else 0
-        info = self._manifest.fields["fields"]
-        height, width = info.grid
-        mean = self._mean_states[slot, :, :height, :width]
-        mean = np.stack([t.forward(channel) for t, channel in zip(info.transforms, mean, strict=True)])
-        return torch.from_numpy(mean.astype(np.float32)).to(self._device)
-
-    @functools.cached_property
-    def _fitted(self) -> _States:
-        """Training states, of which those of `_fitted_to` are enough to fit to."""
-        plain = self._samples.model_copy(update={"history": [], "clock": [], "train": None})
-        return _States(self._manifest, "train", plain)
-
-    @property
-    def _fitted_to(self) -> list[int]:
-        info = self._manifest.fields["fields"]
-        wanted = max(PAIRS, FITTED // (len(info.channels) * math.prod(info.grid)))
-        return [int(index) for index in sampling.evenly(len(self._fitted.row), wanted)]
+    def _terms(self, file: str, row: int) -> torch.Tensor | None:
+        """Return the terms of the regression, states and a constant, [P, C, H, W]; None if there are no such data."""
+        found = (self._state(file, row - back) for back in self._back)
+        states = [state for state in found if state is not None]
+        return torch.stack([*states, torch.ones_like(states[0])]) if len(states) == len(self._back) else None
 
     @functools.cached_property
     def _damping(self) -> torch.Tensor:
-        """The factor of the anomaly, [C, 1, 1]."""
-        states = self._fitted
-        cross = square = torch.zeros((), dtype=torch.float64)
-        for index in self._fitted_to:
-            (x, y), (now, then) = self._pair(states, index), self._means_of(states, index)
-            x, y = x - now, y - then
-            cross = cross + (x * y * self._weights).sum(dim=(-2, -1)).double().cpu()
-            square = square + (x * x * self._weights).sum(dim=(-2, -1)).double().cpu()
-        return (cross / square).float()[:, None, None].to(self._device)
+        """The factor of the anomaly, [1, C, 1, 1]."""
+
+        def anomalies(file: str, row: int) -> tuple[torch.Tensor, torch.Tensor]:
+            x, y = self._pair(file, row)
+            return (x - self._mean(file, row))[None], y - self._mean(file, row + self._samples.dt)
+
+        return self._fit(1, anomalies)[0]
 
     @functools.cached_property
     def _coefficients(self) -> torch.Tensor:
-        """What the regression multiplies its terms by, [P, C, 1, 1]: the solution of the normal equations."""
-        states, channels = self._fitted, len(self._manifest.fields["fields"].channels)
-        count = len(self._back) + 1
+        """The factors of the regression's terms, [P, C, 1, 1]."""
+        return self._fit(len(self._back) + 1, lambda file, row: (self._terms(file, row), self._pair(file, row)[1]))
+
+    def _fit(self, count: int, known: Callable[[str, int], tuple[torch.Tensor | None, torch.Tensor]]) -> torch.Tensor:
+        """Return the factors [P, C, 1, 1] of terms [P, C, H, W] with the least squared error over training pairs.
+
+        `known` returns terms and target [C, H, W] of a place. The solution is that of the normal equations.
+        """
+        channels, places = len(self._info.channels), self._places("train", plain=True)
         gram = torch.zeros(channels, count, count, dtype=torch.float64)
         moment = torch.zeros(channels, count, 1, dtype=torch.float64)
-        for index in self._fitted_to:
-            terms = self._terms(states, int(states.file[index]), int(states.row[index]))
+        for index in sampling.evenly(len(places), max(PAIRS, FITTED // (channels * math.prod(self._info.grid)))):
+            terms, target = known(*places[index])
             if terms is None:
                 continue
-            a_CPN = terms.double().flatten(2).transpose(0, 1)
-            y_CN1 = self._pair(states, index)[1].double().flatten(1).unsqueeze(2)
-            weighted = a_CPN * self._weights.double().expand(terms.shape[-2:]).flatten()
+            a_CPN, y_CN1 = terms.double().flatten(2).transpose(0, 1), target.double().flatten(1).unsqueeze(2)
+            weighted = a_CPN * self._weights.double().expand(target.shape[-2:]).flatten()
             gram += (weighted @ a_CPN.transpose(1, 2)).cpu()
             moment += (weighted @ y_CN1).cpu()
         # A channel that never changes has many solutions: the least of them.
         solved = torch.linalg.pinv(gram, hermitian=True) @ moment
         return solved.float().squeeze(2).T[..., None, None].to(self._device)
-
-    @property
-    def _back(self) -> list[int]:
-        """How many steps before now the states lie that the regression combines."""
-        assert self._yesterday
-        return sorted({0, 1, self._yesterday - self._samples.dt, self._yesterday})
-
-    def _terms(self, states: _States, file: int, row: int) -> torch.Tensor | None:
-        """Return what the regression combines, states and a constant, [P, C, H, W]; None if there are no such data."""
-        if not states.reaches(file, row - self._back[-1]):
-            return None
-        terms = [self._state(states, file, row - back) for back in self._back]
-        return torch.stack([*terms, torch.ones_like(terms[0])])
-
-    def _pair(self, states: _States, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        file, row = int(states.file[index]), int(states.row[index])
-        return self._state(states, file, row), self._state(states, file, row + self._samples.dt)
-
-    def _means_of(self, states: _States, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        file, row = int(states.file[index]), int(states.row[index])
-        return self._mean(states, file, row), self._mean(states, file, row + self._samples.dt)
-
-    def _state(self, states: _States, file: int, row: int) -> torch.Tensor:
-        return torch.from_numpy(states.read(file, row)).to(self._device)
-
-    def __call__(self, index: int, split: str = "valid") -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-        """Return the answers to a sample of a split by name, and the truth, [C, H, W]."""
-        states = self._states(split)
-        x, y = self._pair(states, index)
-        answers = {"persistence": x}
-        if self._means:
-            now, then = self._means_of(states, index)
-            answers |= {"climatology": then, "diurnal": x + then - now, "damped": then + self._damping * (x - now)}
-        if self._yesterday:
-            file, row = int(states.file[index]), int(states.row[index]) - self._yesterday
-            answers |= {"yesterday": x, "regression": answers.get("damped", x)}
-            if states.reaches(file, row):
-                begin, end = (self._state(states, file, at) for at in (row, row + self._samples.dt))
-                answers["yesterday"] = x + end - begin
-            terms = self._terms(states, file, int(states.row[index]))
-            if terms is not None:
-                answers["regression"] = (self._coefficients * terms).sum(dim=0)
-        return {name: answers[name] for name in self.names}, y
-
-
-class _States:
-    """Single states of a split, by file and row; a row below zero is one of the file before.
-
-    Parameters
-    ----------
-    kept
-        States that are kept for further samples: consecutive ones share them.
-
-    Attributes
-    ----------
-    file, row
-        Of the input of each sample of the first epoch.
-    """
-
-    def __init__(self, manifest: Manifest, split: str, samples: PairSamples, kept: int = 2) -> None:
-        self.files = manifest.files(split)
-        self.file, self.row = Pairs(manifest, split, samples, seed=0).places(0)
-        rows, columns = manifest.fields["fields"].grid
-        self._field = BoxField(manifest, split, "fields", (1, rows, columns))
-        self._before: list[tuple[int, int] | None] = []  # reader and rows of the file before
-        for before in [file_before(manifest, file) for file in self.files]:
-            self._before.append((len(self._field.readers), before.rows) if before else None)
-            if before:
-                self._field.readers.append(Reader(manifest.path(before), "fields"))
-        self.read: Any = functools.lru_cache(kept)(self._read)
-
-    def reaches(self, file: int, row: int) -> bool:
-        """Whether there is such a row."""
-        before = self._before[file]
-        return row >= 0 or (before is not None and row + before[1] >= 0)
-
-    def _read(self, file: int, row: int) -> np.ndarray:
-        """Return a state [C, H, W], in model units."""
-        if row < 0:
-            before = self._before[file]
-            assert before is not None
-            file, row = before[0], row + before[1]
-        return self._field.read(file, np.array([row, 0, 0]), 0)

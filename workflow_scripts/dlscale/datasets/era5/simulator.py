@@ -29,12 +29,9 @@ from typing import Any
 import h5netcdf
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field, PositiveInt, model_validator
 
 from dlscale.core.errors import UserError
 from dlscale.core.files import Forgiving, whole
-from dlscale.core.schema import Strict
-from dlscale.core.settings import validate
 from dlscale.datasets.era5.cf import create_series
 from dlscale.datasets.era5.sphere import (
     OMEGA,
@@ -80,7 +77,7 @@ DIFFUSION_ORDER = 8  # power of the Laplacian: steep, so that the storms themsel
 
 def times(year: int, days: int | None = None) -> NDArray[np.datetime64]:
     """Return the 6-hourly times of `days` days (the whole year by default) from `year`-01-01T00."""
-    days = 365 + calendar.isleap(year) if days is None else days
+    days = min(365 + calendar.isleap(year), days or 366)
     return np.datetime64(f"{year:04d}-01-01T00", "h") + 6 * np.arange(4 * days)
 
 
@@ -103,64 +100,65 @@ def snapshot(sphere: Sphere, state: Complex, mu: Real, table: Real, longitudes: 
     return fields.astype(np.float32)
 
 
-class Year(Strict):
-    """A simulated year, and its grid."""
-
-    year: int = Field(ge=1700, le=2200)  # what datetime64[ns] holds
-    days: PositiveInt | None = None  # from January 1st; None for the whole year, 1460 or 1464 snapshots
-    latitudes: int = Field(ge=4, le=4096)
-    longitudes: int = Field(ge=4, le=8192)
-    seed: int = Field(0, ge=0, lt=2**63)  # of the initial state and of the kicks, with the year
-    # Largest total wavenumber of the model; None for all that the grid resolves, between 21 and 127, so that a snapshot
-    # holds the model's whole state. The cost grows as its fourth power.
-    truncation: int | None = Field(None, ge=17, le=511)
-    spinup_days: int = Field(20, ge=0, le=10000)  # simulated and discarded first
-    # Root mean square of the random kick of vorticity before each 6 hours, s-1; of a field near 5e-5.
-    stirring: float = Field(1e-6, ge=0, le=1)
-    courant: float = Field(1.5, ge=0.01, le=2.5)  # see `six_hours`
-
-    @model_validator(mode="after")
-    def _ends(self) -> Year:
-        if self.days and self.days > 365 + calendar.isleap(self.year):
-            raise ValueError(f"days {self.days}: year {self.year} has fewer")
-        return self
-
-
 def simulate_year(
-    path: str | os.PathLike[str], *, progress: Callable[[int, int], None] | None = None, **settings: float | None
+    path: str | os.PathLike[str],
+    *,
+    year: int,
+    latitudes: int,
+    longitudes: int,
+    days: int | None = None,
+    seed: int = 0,
+    truncation: int | None = None,
+    spinup_days: int = 20,
+    stirring: float = 1e-6,
+    courant: float = 1.5,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
     """Write one simulated year as CF NetCDF-4: float32 `VARIABLES` (time, latitude, longitude), 6-hourly.
 
     The same settings give the same bytes on the same machine; other seeds and years give independent
     trajectories of the same planet. Memory does not grow with `days`: one chunk of each variable, and the
-    Legendre tables. `path` appears whole or not at all.
-    `settings` are fields of `Year`; `progress` is called with the 6-hour steps done and those in all, about a hundred
-    times. A setting out of its range, an integration that fails, or a file that cannot be written is a `UserError`.
+    Legendre tables. `path` appears whole or not at all. An integration that fails is a `UserError`.
+
+    Parameters
+    ----------
+    days
+        From January 1st; the whole year if None.
+    truncation
+        Largest total wavenumber of the model. If None, all that the grid resolves, between 21 and 127, so that a
+        snapshot holds the model's whole state. The cost grows as its fourth power.
+    spinup_days
+        Simulated and discarded first.
+    stirring
+        Root mean square of the random kick of vorticity before each 6 hours, s-1; of a field near 5e-5.
+    courant
+        See `six_hours`.
+    progress
+        Called with the 6-hour steps done and those in all, about a hundred times.
     """
-    year = validate(Year, settings, "simulated era5")
-    resolved = min(year.longitudes // 2, year.latitudes) - 1
-    truncation = year.truncation or min(max(resolved, SMALLEST_TRUNCATION), LARGEST_TRUNCATION)
-    when, (latitude, longitude) = times(year.year, year.days), coordinates(year.latitudes, year.longitudes)
+    resolved = min(longitudes // 2, latitudes) - 1
+    truncation = truncation or min(max(resolved, SMALLEST_TRUNCATION), LARGEST_TRUNCATION)
+    when, (latitude, longitude) = times(year, days), coordinates(latitudes, longitudes)
     mu = np.sin(np.deg2rad(latitude))
     sphere, table = Sphere.of(truncation), legendre(truncation, mu)
-    spinup, steps = 4 * year.spinup_days, when.size
-    chunk = min(steps, max(1, CHUNK_BYTES // (4 * year.latitudes * year.longitudes)))
-    block = np.empty((chunk, len(VARIABLES), year.latitudes, year.longitudes), np.float32)
-    states = trajectory(sphere, year.seed, year.year, year.stirring, year.courant)
+    spinup, steps = 4 * spinup_days, when.size
+    chunk = min(steps, max(1, CHUNK_BYTES // (4 * latitudes * longitudes)))
+    block = np.empty((chunk, len(VARIABLES), latitudes, longitudes), np.float32)
+    states = trajectory(sphere, seed, year, stirring, courant)
 
     with whole(path) as temporary, Forgiving(temporary) as raw, h5netcdf.File(raw, "w") as file:
         hours = when.astype(np.int64).astype(np.float64)
         file.attrs["title"] = "Simulated 6-hourly atmosphere in the manner of ERA5"
         variables = create_series(file, hours, latitude, longitude, VARIABLES, chunk)
-        file.attrs["source"] = f"dlscale barotropic vorticity model, T{truncation}, seed {year.seed}, year {year.year}"
+        file.attrs["source"] = f"dlscale barotropic vorticity model, T{truncation}, seed {seed}, year {year}"
         for done, state in enumerate(itertools.islice(states, spinup + steps), start=1):
             if (kept := done - spinup) > 0:
-                block[(kept - 1) % chunk] = snapshot(sphere, state, mu, table, year.longitudes)
+                block[(kept - 1) % chunk] = snapshot(sphere, state, mu, table, longitudes)
                 if kept % chunk == 0 or kept == steps:
                     start = (kept - 1) // chunk * chunk
                     for channel, variable in enumerate(variables):
                         variable[start:kept] = block[: kept - start, channel]
-            if progress and (done % max(1, (spinup + steps) // 100) == 0 or done == spinup + steps):
+            if done % max(1, (spinup + steps) // 100) == 0 or done == spinup + steps:
                 progress(done, spinup + steps)
 
 

@@ -6,9 +6,10 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from dlscale.config.dataset import SPLITS, DatasetSettings, Path, Sha256, Shares, Split, check_digests, refuse_changed
+from dlscale.config.dataset import SPLITS, DatasetSettings, Path, refuse_changed
 from dlscale.core.schema import NonNegativeInt, PositiveInt, Seed, Strict
-from dlscale.data.kind import DatasetKind, Outline, Part, RawFile, name_files
+from dlscale.data.kind import DatasetKind, Outline, Part, RawFile
+from dlscale.datasets.paired import Paired
 
 #: Pixels along an edge of a simulated digit.
 EDGE = 28
@@ -23,31 +24,10 @@ class IdxFiles(Strict):
     labels: Path = Field(description="File of the labels.")
 
 
-class MnistFiles(Strict):
+class MnistFiles(Paired[IdxFiles]):
     """IDX files, as paths or http(s) URLs: those of each split, or `all` with `shares` of them."""
 
     kind: Literal["files"]
-    train: IdxFiles | None = Field(None, description="Files of the training part.")
-    valid: IdxFiles | None = Field(None, description="Files of the validation part.")
-    test: IdxFiles | None = Field(None, description="Files of the test part.")
-    all: IdxFiles | None = Field(None, description="Files of all parts, of which shares says which rows each has.")
-    shares: Shares | None = Field(None, description="Of all: the share of each part.")
-    sha256: dict[str, Sha256] = Field({}, description="Expected digests by file name (the part after the last '/').")
-
-    @model_validator(mode="after")
-    def _one_form(self) -> MnistFiles:
-        by_split = self.train is not None and self.valid is not None
-        by_share = self.all is not None and self.shares is not None
-        if by_split == by_share or (by_share and (self.train or self.valid or self.test)):
-            raise ValueError("give either train and valid (and test), or all with shares")
-        origins = [
-            origin for files in (self.train, self.valid, self.test, self.all) if files for origin in _both(files)
-        ]
-        repeated = sorted({origin for origin in origins if origins.count(origin) > 1})
-        if repeated:
-            raise ValueError(f"'{repeated[0]}' stands twice: each split has images and labels of its own")
-        check_digests(self.sha256, origins)
-        return self
 
 
 class MnistSimulated(Strict):
@@ -83,21 +63,13 @@ class Mnist(DatasetKind):
         """One part for each split."""
         source = dataset.source
         if isinstance(source, MnistSimulated):
-            return [
-                Part(
-                    split,
-                    split,
-                    tuple(RawFile(f"{split}-{what}.idx", "simulated", n) for what in IdxFiles.model_fields),
-                )
-                for n, split in enumerate(SPLITS)
-                if getattr(source, split)
-            ]
-        splits: dict[Split, IdxFiles] = {split: files for split in SPLITS if (files := getattr(source, split))}
-        named = name_files([origin for files in [source.all, *splits.values()] if files for origin in _both(files)])
-        if source.all is None or source.shares is None:
-            return [Part(split, split, tuple(named[o] for o in _both(files))) for split, files in splits.items()]
-        raws = tuple(named[origin] for origin in _both(source.all))
-        return [Part(split, split, raws, fraction=share) for split, share in source.shares.ranges()]
+            splits = [(n, split) for n, split in enumerate(SPLITS) if getattr(source, split)]
+            raws = {
+                n: [RawFile(f"{split}-{kind}.idx", "simulated", n) for kind in IdxFiles.model_fields]
+                for n, split in splits
+            }
+            return [Part(split, split, tuple(raws[n])) for n, split in splits]
+        return source.parts()
 
     def acquirer(self, dataset: MnistDataset) -> str | None:
         return "simulator" if isinstance(dataset.source, MnistSimulated) else None
@@ -113,10 +85,6 @@ class Mnist(DatasetKind):
         simulated = isinstance(dataset.source, MnistSimulated)
         count = getattr(dataset.source, SPLITS[raw.index]) if simulated else None
         return {**super().raw_settings(dataset, raw), "name": raw.name, "count": count}
-
-
-def _both(files: IdxFiles) -> tuple[str, str]:
-    return files.images, files.labels
 
 
 KIND = Mnist()

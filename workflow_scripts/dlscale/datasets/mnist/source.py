@@ -6,7 +6,7 @@ import gzip
 import math
 import struct
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 
@@ -15,83 +15,52 @@ from dlscale.core.files import reading
 from dlscale.data.kind import Part
 from dlscale.data.source import Source
 from dlscale.data.store import Field
+from dlscale.datasets.paired import share
 
 CLASSES = 10
 
 
 def open_source(dataset: Any, part: Part, paths: list[Path]) -> IdxSource:
     """Open the images and labels of a part."""
-    return IdxSource(part, *paths)
+    images, labels = paths
+    return IdxSource(part, images, labels, dataset.memory_mb)
 
 
-class IdxFile:
-    """One IDX file of unsigned bytes, read row by row from any row on; memory holds what is asked for.
-
-    Attributes
-    ----------
-    shape
-        Of the array in it.
-    """
-
-    def __init__(self, path: Path, ndim: int) -> None:
-        self.path = path
-        with reading(path), open(path, "rb") as raw:
-            zipped = raw.read(2) == b"\x1f\x8b"
-        self._file: IO[bytes] = gzip.open(path) if zipped else open(path, "rb")  # type: ignore[assignment]  # noqa: SIM115
-        magic = self._bytes(4)
-        if magic[:3] != b"\0\0\x08" or magic[3] != ndim:
-            raise UserError(
-                f"{path}: not an IDX file of unsigned bytes with {ndim} axes (it begins with {magic.hex()}, expected "
-                f"{bytes([0, 0, 8, ndim]).hex()}); images and labels may be swapped"
-            )
-        self.shape = struct.unpack(f">{ndim}I", self._bytes(4 * ndim))
-        if not all(self.shape):
-            raise UserError(f"{path}: its shape is {self.shape}; expected at least one row, of at least one value")
-        self._start = 4 + 4 * ndim
-        self._row = math.prod(self.shape[1:])
-        self._check_end()
-
-    def _check_end(self) -> None:
-        """Read on to the end: the file holds the rows that it declares and no more, and gzip compares its checksum."""
-        left = self.shape[0] * self._row
-        while left:
-            left -= len(self._bytes(min(left, 2**20)))
-        with reading(self.path):
-            more = self._file.read(1)
-        if more:
-            raise UserError(f"{self.path}: goes on after its {self.shape[0]} rows; fetch it again")
-
-    def _bytes(self, count: int) -> bytes:
-        with reading(self.path):
-            data = self._file.read(count)
-        if len(data) < count:
-            raise UserError(f"{self.path}: ends before its last row; it is truncated, fetch it again")
-        return data
-
-    def read(self, start: int, stop: int) -> np.ndarray:
-        """Return rows [start, stop), uint8."""
-        self._file.seek(self._start + start * self._row)
-        data = self._bytes((stop - start) * self._row)
-        return np.frombuffer(data, np.uint8).reshape(stop - start, *self.shape[1:])
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+def read_idx(path: Path, ndim: int, memory_mb: int = 512) -> np.ndarray:
+    """Return the unsigned bytes of an IDX file, of `ndim` axes; a file of more than `memory_mb` is a `UserError`."""
+    with reading(path), open(path, "rb") as raw:
+        zipped = raw.read(2) == b"\x1f\x8b"
+        raw.seek(0)
+        # To the end, where gzip compares its checksum.
+        data = (gzip.GzipFile(fileobj=raw) if zipped else raw).read(memory_mb * 1_000_000 + 1)
+    if len(data) > memory_mb * 1_000_000:
+        raise UserError(f"{path}: more than the dataset's `memory_mb` of {memory_mb}, of which it is read; raise it")
+    if data[:3] != b"\0\0\x08" or len(data) < 4 + 4 * ndim or data[3] != ndim:
+        raise UserError(
+            f"{path}: not an IDX file of unsigned bytes with {ndim} axes (it begins with {data[:4].hex()}, expected "
+            f"{bytes([0, 0, 8, ndim]).hex()}); images and labels may be swapped"
+        )
+    shape = struct.unpack_from(f">{ndim}I", data, 4)
+    if not all(shape) or len(data) - 4 - 4 * ndim != math.prod(shape):
+        raise UserError(
+            f"{path}: {len(data) - 4 - 4 * ndim} values, expected those of shape {shape}, one at least; it may be "
+            "truncated: fetch it again"
+        )
+    return np.frombuffer(data, np.uint8, offset=4 + 4 * ndim).reshape(shape)
 
 
 class IdxSource(Source):
     """Images uint8 [N, 1, H, W] and labels int64 [N] of one part."""
 
-    def __init__(self, part: Part, images: Path, labels: Path) -> None:
-        self._images, self._labels = IdxFile(images, 3), IdxFile(labels, 1)
+    def __init__(self, part: Part, images: Path, labels: Path, memory_mb: int = 512) -> None:
+        self._images, self._labels = read_idx(images, 3, memory_mb), read_idx(labels, 1, memory_mb)
         count, height, width = self._images.shape
-        if self._labels.shape[0] != count:
-            raise UserError(f"{labels}: {self._labels.shape[0]} labels for the {count} images of {images}")
-        low, high = part.fraction
-        self._first = math.ceil(low * count - 1e-9)
-        rows = math.floor(high * count + 1e-9) - self._first
-        if rows < 1:
-            raise UserError(f"{images}: split '{part.split}' is empty: {count} images, shares {low:g} to {high:g}")
+        if self._labels.size != count:
+            raise UserError(f"{labels}: {self._labels.size} labels for the {count} images of {images}")
+        if self._labels.max() >= CLASSES:
+            row = int(np.argmax(self._labels >= CLASSES))
+            raise UserError(f"{labels}: label {self._labels[row]} in row {row}; expected digits, 0 to 9")
+        self._first, rows = share(count, part, images)
         self.fields = (
             Field("images", ("intensity",), ("1",), (rows, 1, height, width), 1, dtype="uint8"),
             Field("labels", ("digit",), ("1",), (rows,), None, dtype="int64"),
@@ -100,13 +69,5 @@ class IdxSource(Source):
         self.attributes = {"images": images.name, "labels": labels.name}
 
     def read(self, start: int, stop: int) -> dict[str, np.ndarray]:
-        rows = self._first + start, self._first + stop
-        labels = self._labels.read(*rows)
-        if labels.max() >= CLASSES:
-            row = rows[0] + int(np.argmax(labels >= CLASSES))
-            raise UserError(f"{self._labels.path}: label {labels.max()} in row {row}; expected digits, 0 to 9")
-        return {"images": self._images.read(*rows)[:, None], "labels": labels.astype(np.int64)}
-
-    def close(self) -> None:
-        self._images.close()
-        self._labels.close()
+        rows = slice(self._first + start, self._first + stop)
+        return {"images": self._images[rows, None], "labels": self._labels[rows].astype(np.int64)}

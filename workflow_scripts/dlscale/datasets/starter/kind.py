@@ -7,19 +7,10 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from dlscale.config.dataset import (
-    SPLITS,
-    DatasetSettings,
-    Path,
-    Sha256,
-    Shares,
-    Split,
-    check_digests,
-    refuse_changed,
-    refuse_shared,
-)
+from dlscale.config.dataset import SPLITS, DatasetSettings, Path, refuse_changed
 from dlscale.core.schema import Extent, NonNegativeInt, PositiveFloat, PositiveInt, Seed, Strict
-from dlscale.data.kind import DatasetKind, Outline, Part, file_name, name_files
+from dlscale.data.kind import DatasetKind, Outline, Part, file_name
+from dlscale.datasets.paired import Paired
 
 #: Suffixes of the files that arrays are read from.
 HDF5 = (".h5", ".hdf5")
@@ -68,7 +59,7 @@ class ArrayFiles(Strict):
         return self
 
 
-class Arrays(Strict):
+class Arrays(Paired[ArrayFiles]):
     """Arrays with a sample a row, as paths or http(s) URLs: those of each split, or `all` with `shares` of them.
 
     Images are [N, C, H, W], or [N, H, W] of one channel; other arrays, such as labels [N], have no channels.
@@ -77,23 +68,6 @@ class Arrays(Strict):
     kind: Literal["arrays"]
     input: Array = Field(Array(), description="What the array of inputs is.")
     target: Array = Field(Array(), description="What the array of targets is.")
-    train: ArrayFiles | None = Field(None, description="Files of the training part.")
-    valid: ArrayFiles | None = Field(None, description="Files of the validation part.")
-    test: ArrayFiles | None = Field(None, description="Files of the test part.")
-    all: ArrayFiles | None = Field(None, description="Files of all parts, of which shares says which rows each has.")
-    shares: Shares | None = Field(None, description="Of all: the share of each part.")
-    sha256: dict[str, Sha256] = Field({}, description="Expected digests by file name (the part after the last '/').")
-
-    @model_validator(mode="after")
-    def _one_form(self) -> Arrays:
-        by_split = self.train is not None and self.valid is not None
-        by_share = self.all is not None and self.shares is not None
-        if by_split == by_share or (by_share and (self.train or self.valid or self.test)):
-            raise ValueError("give either train and valid (and test), or all with shares")
-        refuse_shared(*(list(dict.fromkeys(_both(files))) for files in (self.train, self.valid, self.test) if files))
-        every = [files for files in (self.all, self.train, self.valid, self.test) if files]
-        check_digests(self.sha256, [origin for files in every for origin in _both(files)])
-        return self
 
 
 class StarterDataset(DatasetSettings):
@@ -119,13 +93,7 @@ class Starter(DatasetKind):
         source = dataset.source
         if isinstance(source, Simulated):
             return [Part(split, split) for split in SPLITS if getattr(source, split)]
-        splits: dict[Split, ArrayFiles] = {split: files for split in SPLITS if (files := getattr(source, split))}
-        every = [files for files in (source.all, *splits.values()) if files]
-        named = name_files([origin for files in every for origin in _both(files)])
-        if source.all is None or source.shares is None:
-            return [Part(split, split, tuple(named[o] for o in _both(files))) for split, files in splits.items()]
-        raws = tuple(named[origin] for origin in _both(source.all))
-        return [Part(split, split, raws, fraction=share) for split, share in source.shares.ranges()]
+        return source.parts()
 
     def outline(self, dataset: StarterDataset) -> Outline | None:
         source = dataset.source
@@ -144,10 +112,6 @@ class Starter(DatasetKind):
         else:
             own = {**source.model_dump(mode="json", include={"input", "target"}), "files": [r.name for r in part.raws]}
         return {**settings, "source": own}
-
-
-def _both(files: ArrayFiles) -> tuple[str, str]:
-    return files.input, files.target
 
 
 KIND = Starter()

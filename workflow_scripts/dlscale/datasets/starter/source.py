@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from dlscale.data import store
 from dlscale.data.kind import Part
 from dlscale.data.source import Source
 from dlscale.data.store import Field
+from dlscale.datasets.paired import share
 from dlscale.datasets.starter.kind import HDF5
 from dlscale.datasets.starter.simulator import pair
 
@@ -49,54 +50,18 @@ class FileSource(Source):
     """The arrays `input` and `target` of one part: floats as float32, truth values as uint8, integers as they are."""
 
     def __init__(self, source: Any, part: Part, memory_mb: int, *paths: Path) -> None:
-        self._arrays, self._closing = {}, list[Callable[[], None]]()
+        self._files = contextlib.ExitStack()
+        self._arrays = {}
         for key, path in zip(("input", "target"), paths, strict=True):
-            self._arrays[key] = self._open(path, getattr(source, key).array or key, memory_mb)
+            self._arrays[key] = _open(path, getattr(source, key).array or key, memory_mb, self._files)
         counts = [len(values) for values in self._arrays.values()]
         if counts[0] != counts[1]:
             raise UserError(f"{paths[1]}: {counts[1]} targets for the {counts[0]} inputs of {paths[0]}")
-        low, high = part.fraction
-        self._first = math.ceil(low * counts[0] - 1e-9)
-        rows = math.floor(high * counts[0] + 1e-9) - self._first
-        if rows < 1:
-            raise UserError(f"{paths[0]}: split '{part.split}' is empty: {counts[0]} rows, shares {low:g} to {high:g}")
+        self._first, rows = share(counts[0], part, paths[0])
         self.fields = tuple(_field(key, values, rows, getattr(source, key)) for key, values in self._arrays.items())
         # As they are in the file, as they are returned, and as float64 for their statistics.
         self.bytes_per_row = sum((v.dtype.itemsize + 20) * math.prod(v.shape[1:]) for v in self._arrays.values())
         self.attributes = {key: path.name for key, path in zip(self._arrays, paths, strict=True)}
-
-    def _open(self, path: Path, name: str, memory_mb: int) -> Any:
-        """Return an array that is read as far as it is asked for; one of a .npz file is read as a whole."""
-        advice, names, size = f"expected {path.suffix}: write or fetch it again", [name], 0
-        if path.suffix in HDF5:
-            store.enter(path)
-            file = store.open_file(path)
-            self._closing.append(file.close)
-            with reading(path, advice):
-                values = file.get(name)
-                names = [name] if isinstance(values, h5py.Dataset) else _arrays(file)
-        elif path.suffix == ".npz":
-            with reading(path, advice), np.load(path, allow_pickle=False) as arrays:
-                names = list(arrays)
-                if name in names:
-                    member = name if name in arrays.zip.namelist() else f"{name}.npy"
-                    size = arrays.zip.getinfo(member).file_size
-                    values = arrays[name] if size <= memory_mb * 1_000_000 else None
-        else:
-            with reading(path, advice):
-                values = np.load(path, mmap_mode="r", allow_pickle=False)
-        if name not in names:
-            raise UserError(f"{path}: {unknown('array', name, names)}; name it in `array` of the source")
-        if size > memory_mb * 1_000_000:
-            raise UserError(
-                f"{path}: '{name}' has {size / 1e6:.0f} MB, and what a .npz file holds is read as a whole; "
-                f"the dataset's `memory_mb` allows {memory_mb}: raise it, or save the array as .npy"
-            )
-        with reading(path, advice):
-            dtype, shape = values.dtype, values.shape
-        if dtype.kind not in "fiub" or not shape or not math.prod(shape):
-            raise UserError(f"{path}: '{name}' has type {dtype}, shape {shape}; expected numbers, with a sample a row")
-        return values
 
     def read(self, start: int, stop: int) -> dict[str, np.ndarray]:
         rows = slice(self._first + start, self._first + stop)
@@ -106,8 +71,39 @@ class FileSource(Source):
         }
 
     def close(self) -> None:
-        for close in self._closing:
-            close()
+        self._files.close()
+
+
+def _open(path: Path, name: str, memory_mb: int, stack: contextlib.ExitStack) -> Any:
+    """Return an array that is read as far as it is asked for; one of a .npz file is read as a whole."""
+    names, values = [name], None
+    if path.suffix in HDF5:
+        store.enter(path)
+        file = stack.enter_context(store.open_file(path))
+        with reading(path):
+            values, names = file.get(name), list(file)
+    else:
+        with reading(path, f"expected {path.suffix}: write or fetch it again"):
+            values = np.load(path, mmap_mode="r", allow_pickle=False)
+            if path.suffix == ".npz":
+                with values as arrays:
+                    names = arrays.files
+                    size = sum(
+                        each.file_size for each in arrays.zip.infolist() if each.filename in (name, f"{name}.npy")
+                    )
+                    if size > memory_mb * 1_000_000:
+                        raise UserError(
+                            f"{path}: '{name}' has {size / 1e6:.0f} MB, and what a .npz file holds is read as a whole; "
+                            f"the dataset's `memory_mb` allows {memory_mb}: raise it, or save the array as .npy"
+                        )
+                    values = arrays[name] if name in names else None
+    if not isinstance(values, h5py.Dataset | np.ndarray):
+        raise UserError(f"{path}: {unknown('array', name, names)}; name it in `array` of the source")
+    with reading(path):
+        dtype, shape = values.dtype, values.shape
+    if dtype.kind not in "fiub" or not shape or not math.prod(shape):
+        raise UserError(f"{path}: '{name}' has type {dtype}, shape {shape}; expected numbers, with a sample a row")
+    return values
 
 
 def _field(key: str, values: Any, rows: int, info: Any) -> Field:
@@ -120,10 +116,3 @@ def _field(key: str, values: Any, rows: int, info: Any) -> Field:
     dtype = {"f": "float32", "b": "uint8"}.get(values.dtype.kind, str(values.dtype))
     axis = 1 if len(shape) > 3 else None
     return Field(key, channels, (info.unit,) * count, (rows, *shape[1:]), axis, dtype=dtype)
-
-
-def _arrays(file: h5py.File) -> list[str]:
-    """Return the names of all arrays in an HDF5 file."""
-    names: list[str] = []
-    file.visititems(lambda name, item: names.append(name) if isinstance(item, h5py.Dataset) else None)
-    return names
