@@ -56,11 +56,7 @@ def go_on(kept: Path, resumed: bool) -> None:
 def _put_first(earlier: Path, log: Path) -> None:
     """Put the content of one file before that of another, which stays the same file: others write to it."""
     own = log.read_bytes()
-    try:
-        with log.open("r+b") as file, earlier.open("rb") as before:
-            file.truncate()
-            shutil.copyfileobj(before, file)
-            file.write(own)
-    except OSError:
-        log.write_bytes(own)
-        raise
+    with log.open("r+b") as file, earlier.open("rb") as before:
+        file.truncate()
+        shutil.copyfileobj(before, file)
+        file.write(own)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -38,11 +38,23 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class Strategy:
-    """One device alone. Others are derived from it; `wrap` comes first."""
+    """One device alone. Others are derived from it; `wrap` comes first.
+
+    Attributes
+    ----------
+    exchanges
+        Whether gradients are exchanged while they are computed.
+    gathers
+        Whether ranks of different samples wait for each other in a forward pass.
+    wrapped
+        The network, or what wraps it: what training calls.
+    """
+
+    exchanges = gathers = False
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self.wrapped: nn.Module = nn.Identity()  #: the network, or what wraps it: what training calls
+        self.wrapped: nn.Module = nn.Identity()
 
     def wrap(self, network: Any, sharding: Sharding, stream: Callable[[], AbstractContextManager[object]]) -> None:
         """Take a network, whose model it may change in place; hooks of its backward pass are made in `stream`."""
@@ -52,16 +64,6 @@ class Strategy:
         """Return what predicts, given inputs."""
         predict: Callable[[torch.Tensor], torch.Tensor] = network.predict
         return predict
-
-    @property
-    def exchanges(self) -> bool:
-        """Whether gradients are exchanged while they are computed."""
-        return False
-
-    @property
-    def gathers(self) -> bool:
-        """Whether ranks of different samples wait for each other in a forward pass."""
-        return False
 
     def accumulating(self) -> AbstractContextManager[object]:
         """Return the context of a backward pass whose gradients are only added up: another one will exchange them."""
@@ -78,6 +80,7 @@ class Strategy:
 class Replicated(Strategy):
     """`DistributedDataParallel`."""
 
+    exchanges = True
     wrapped: DistributedDataParallel
 
     def __init__(self, world: World, settings: DDP) -> None:
@@ -109,10 +112,6 @@ class Replicated(Strategy):
         if settings.compression != "none":
             self._register()
 
-    @property
-    def exchanges(self) -> bool:
-        return True
-
     def accumulating(self) -> AbstractContextManager[object]:
         return self.wrapped.no_sync()
 
@@ -131,6 +130,8 @@ class Replicated(Strategy):
 
 class Sharded(Strategy):
     """`fully_shard` (FSDP2)."""
+
+    exchanges = gathers = True
 
     def __init__(self, world: World, settings: FSDP) -> None:
         super().__init__(world)
@@ -168,16 +169,13 @@ class Sharded(Strategy):
                     module.set_force_sum_reduction_for_comms(True)
         self.wrapped = network
 
-    @property
-    def exchanges(self) -> bool:
-        return True
-
-    @property
-    def gathers(self) -> bool:
-        return True
-
-    def accumulating(self) -> AbstractContextManager[object]:
-        return _Switched(self._root.set_requires_gradient_sync)
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        self._root.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            self._root.set_requires_gradient_sync(True)
 
 
 def _check_tied(model: nn.Module, units: Iterable[nn.Module]) -> None:
@@ -199,17 +197,6 @@ def _check_tied(model: nn.Module, units: Iterable[nn.Module]) -> None:
                 "modules that share a weight have to be gathered at once: name one unit (`units` of the study's "
                 "sharding) that holds them all, or none of them; or use parallel.kind ddp"
             )
-
-
-class _Switched(AbstractContextManager[None]):
-    def __init__(self, switch: Callable[[bool], None]) -> None:
-        self._switch = switch
-
-    def __enter__(self) -> None:
-        self._switch(False)
-
-    def __exit__(self, *details: object) -> None:
-        self._switch(True)
 
 
 class Copied(nn.Module):

@@ -11,7 +11,6 @@ are safetensors: to read one executes nothing.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
 import math
 import shutil
@@ -19,7 +18,7 @@ import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -79,22 +78,6 @@ class CheckpointRecord(Record):
     best: bool | None = None  #: whether the best weights are in it, too; None: they are the weights
     files: dict[str, str] = {}  #: SHA-256 of each other file
     run: str = ""  #: the folder that it was written to, which is called after the training's fingerprint
-    own: str = ""  #: SHA-256 of all this
-
-    def write(self, path: str | Path) -> None:
-        """Write the record with its digest."""
-        super(CheckpointRecord, self.model_copy(update={"own": self._digest()})).write(path)
-
-    @classmethod
-    def read(cls, path: str | Path) -> Self:
-        """Read what `write` wrote; anything else is a `UserError`."""
-        record = super().read(path)
-        if record.own != record._digest():
-            raise UserError(f"{path}: not as it was written")
-        return record
-
-    def _digest(self) -> str:
-        return hashlib.sha256(self.model_copy(update={"own": ""}).text().encode()).hexdigest()
 
     def loss_sum(self, rank: int, ranks: int) -> float:
         """Return the sum with which a rank goes on; with another number of ranks the first has the sum of all."""
@@ -114,7 +97,7 @@ class Checkpoints:
         #: What is exchanged while a training goes on must not get between what it exchanges.
         self._group = dist.new_group(backend="gloo", group_desc=BESIDE) if self._world.size > 1 else None
         self._writer: _Writer | None = None
-        self._sound = set[int]()  #: steps that were not read, but through no fault of theirs
+        self._until: int | None = None  #: steps after this one are those of a longer training
         if self._world.main:
             folder.mkdir(parents=True, exist_ok=True)
 
@@ -189,9 +172,9 @@ class Checkpoints:
                 digests = {name: digest for each in files for name, digest in each.items()}
                 record.model_copy(update={"files": digests, "run": self.folder.name}).write(folder / "checkpoint.json")
         if main:
-            # Later steps are what this training has left behind.
-            earlier = [step for step in self.steps() if step < record.step]
-            later = [step for step in self.steps() if step > record.step and step not in self._sound]
+            known = [step for step in self.steps() if self._until is None or step <= self._until]
+            earlier = [step for step in known if step < record.step]
+            later = [step for step in known if step > record.step]  # which this training has left behind
             for old in [*earlier[: max(0, len(earlier) + 1 - self.keep)], *later]:
                 _remove(self._path(old))
 
@@ -217,54 +200,50 @@ class Checkpoints:
         """Return the newest checkpoint that is as it was written; None if there is none. Nothing in it is executed.
 
         `wanted` returns pieces of what is to be read, in the memory into which it is read. Checkpoints of steps after
-        `until` are left alone. Those whose content is not what was written, or whose weights are no numbers, are
-        removed; where all that are left are of no use for another reason, such as tensors of other shapes or a file
-        system that fails, it is a `UserError`.
+        `until` are left alone, and so are those whose content is not what was written, or whose weights are no numbers.
+        Where one is of no use for another reason, such as tensors of other shapes or a file system that fails, and no
+        earlier one can be used, it is a `UserError`.
         """
         known = self._world.gather(self.steps())
         if any(steps != known[0] for steps in known):
             raise UserError(f"{self.folder}: not all of the {self._world.size} processes see the same files; {SHARED}")
-        self._sound |= {step for step in known[0] if until is not None and step > until}
-        useless = ""
+        self._until, useless = until, ""
         for step in reversed([step for step in known[0] if until is None or step <= until]):
-            path, problem, found = self._path(step), "", None
-            checked = damaged = misfit = False
-            try:
-                record = CheckpointRecord.read(path / "checkpoint.json")
-                _check(path, list(record.files.items()), self._world.rank, self._world.size)
-                checked = True
-                if (record.run or self.folder.name, record.step) != (self.folder.name, step):
-                    raise Misfit(f"it is of another training, {record.run}, or of another step, {record.step}")
-                found = record, wanted(record)
-                fill(path, found[1])
-                _check_numbers(found[1])
-            except (Exception, CheckpointException) as error:  # whatever its content leads to: there is an earlier one
-                cause = _cause(error)
-                # That a file cannot be opened or read now, or memory is short, says nothing of its content.
-                unsound = not checked and isinstance(cause, (UserError, FileNotFoundError))
-                damaged = unsound or isinstance(cause, _NoNumbers)
-                misfit = isinstance(cause, Misfit)
-                problem = f"{type(cause).__name__}: {cause}".splitlines()[0]
-            problems = [each for each in self._world.gather(problem) if each]
-            if not problems:
+            found, problem, damaged = self._read(step, wanted)
+            told = self._world.gather((problem, damaged))
+            if not any(problem for problem, _ in told):
                 return found
-            torn, foreign = any(self._world.gather(damaged)), any(self._world.gather(misfit))
-            logging.warning("%s: not used (%s); trying an earlier one", path, problems[0])
-            if not torn:  # memory may have run out, a file system may have failed: the next try may go well
-                self._sound.add(step)
-                why = f"{problems[0]}; no earlier one can be used, and nothing says that it is damaged; try again, or"
-                if foreign:  # the code that wrote it and this do not agree
-                    why = (
-                        f"the checkpoint is as it was written, but this training cannot go on from it ({problems[0]}), "
-                        "nor from an earlier one;"
-                    )
-                useless = useless or f"{path}: {why} remove the folder to begin anew"
-            elif self._world.main:  # so that it does not count among those to keep
-                _remove(path)
-            self._world.barrier()
+            problem = next(problem for problem, _ in told if problem)
+            logging.warning("%s: not used (%s); trying an earlier one", self._path(step), problem)
+            if not any(damaged for _, damaged in told):  # the next try, or the code that wrote it, may go well
+                useless = useless or (
+                    f"{self._path(step)}: this training cannot go on from it ({problem}), nor from an earlier one, and "
+                    "nothing says that it is damaged; try again, or remove the folder to begin anew"
+                )
         if useless:
             raise UserError(useless)
         return None
+
+    def _read(
+        self, step: int, wanted: Callable[[CheckpointRecord], State]
+    ) -> tuple[tuple[CheckpointRecord, State] | None, str, bool]:
+        """Return a checkpoint, or what is wrong with it, and whether its content is at fault."""
+        path, checked = self._path(step), False
+        try:
+            record = CheckpointRecord.read(path / "checkpoint.json")
+            _check(path, list(record.files.items()), self._world.rank, self._world.size)
+            checked = True
+            if (record.run or self.folder.name, record.step) != (self.folder.name, step):
+                raise Misfit(f"it is of another training, {record.run}, or of another step, {record.step}")
+            state = wanted(record)
+            fill(path, state)
+            _check_numbers(state)
+        except (Exception, CheckpointException) as error:  # whatever its content leads to: there is an earlier one
+            cause = _cause(error)
+            # That a file cannot be opened or read now, or memory is short, says nothing of its content.
+            damaged = isinstance(cause, _NoNumbers if checked else (UserError, FileNotFoundError))
+            return None, f"{type(cause).__name__}: {cause}".splitlines()[0], damaged
+        return (record, state), "", False
 
 
 def _digest(file: Path) -> str:
