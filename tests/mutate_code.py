@@ -932,7 +932,7 @@ MUTATIONS = [
     ),
     Mutation(
         "memory_without_gradients",
-        "train/memory.py",
+        "train/footprint.py",
         "gradients=gradients + grown,",
         "gradients=gradients,",
         "test_memory.py::test_prediction_is_what_the_allocator_hands_out",
@@ -977,7 +977,7 @@ MUTATIONS = [
     Mutation(
         "call_goes_on_unseen",
         "preflight/live.py",
-        "    ending.with_parent(parent, signal.SIGTERM)\n",
+        "    machine.with_parent(parent, signal.SIGTERM)\n",
         "",
         "test_live.py::test_nothing_goes_on_unseen",
     ),

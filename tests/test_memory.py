@@ -571,9 +571,3 @@ def test_an_allocator_that_really_fails(stage: str, tmp_path: Path, cosmo_data: 
         done = run(accumulation_steps=int(advice[1]))
         # The limit is of addresses, of which the last picture's libraries take more than the training.
         assert "epoch 2 of 2" in done.stderr, done.stderr
-
-
-def test_a_user_error_is_left_as_it_is(tmp_path: Path, cosmo_data: Path) -> None:
-    run = tiny_run("cosmo_unet", tmp_path)
-    with pytest.raises(UserError, match="mine"), exhaustion.explained(run, cosmo_data / "manifest.json", World()):
-        raise UserError("mine")

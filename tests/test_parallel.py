@@ -243,10 +243,6 @@ def test_ports_of_two_jobs_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ports[0] != ports[1] and all(20000 <= port < 40000 for port in ports)
 
 
-def test_the_default_world_is_alone() -> None:
-    assert World() == World(0, 1, 0, torch.device("cpu"))
-
-
 def test_weights_that_would_be_kept_where_they_are() -> None:
     strategy = Sharded(World(size=2), FSDP(kind="fsdp", cpu_offload=True))
     with pytest.raises(UserError, match=r"parallel.cpu_offload: all is on the processor already"):

@@ -449,7 +449,7 @@ def test_what_a_thread_exchanges_beside_the_steps_is_counted_apart(tmp_path: Pat
     """Ranks that write a checkpoint are not all as far with that, and none of them hangs."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        steps, beside = dist.new_group(), Checkpoints(tmp_path, 1, World(size=2))._group
+        steps, beside = dist.new_group(), Checkpoints(tmp_path, 1, World(size=2))._beside.control
         of_steps, of_threads = watchdog._exchanges()
         dist.all_reduce(torch.ones(1), group=beside)
         assert watchdog._exchanges() == (of_steps, of_threads + 1)

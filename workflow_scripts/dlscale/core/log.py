@@ -35,8 +35,8 @@ def redirect(log: Path) -> TextIO:
 def go_on(kept: Path, resumed: bool) -> None:
     """Keep the log of this process under a second name, `kept`, too: Snakemake removes a job's log before each try.
 
-    `resumed`: what an earlier process kept there comes first. Where that cannot be, as without hard links or space, the
-    log says so, and nothing of either is lost.
+    `resumed`: what an earlier process kept there comes first. Where that cannot be, as without hard links, the log says
+    so.
     """
     if not (_log and _log.is_file()):
         return

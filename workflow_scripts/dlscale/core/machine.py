@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib.util
 import os
 import shutil
+import signal
 import subprocess
+import sys
 import sysconfig
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -30,6 +33,14 @@ def let_threads_wait() -> None:
     """Have threads wait as `WAITING` says, unless the environment says how; before anything loads OpenMP."""
     if not any(name in os.environ for name in (*WAITING, "KMP_BLOCKTIME")):
         os.environ.update(WAITING)
+
+
+def with_parent(parent: int, number: int = signal.SIGKILL) -> None:
+    """Have Linux send this process a signal when its parent, which is process `parent`, ends: nobody else would."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG
+        if os.getppid() != parent:
+            os._exit(1)
 
 
 def answer(words: list[str], seconds: float = 60.0) -> str | None:

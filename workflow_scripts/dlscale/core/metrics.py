@@ -134,16 +134,11 @@ def read_epochs(path: Path) -> list[Epoch]:
     advice = "delete it and run the train stage again"
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
+        epochs = [Epoch.checked(json.loads(line), f"{path}: line {row}") for row, line in enumerate(lines, 1)]
     except FileNotFoundError:
         raise UserError(f"{path}: no such file; run the train stage first") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # no text, or no JSON
         raise UserError(f"{path}: cannot be read ({error}); {advice}") from None
-    epochs = []
-    for row, line in enumerate(lines, 1):
-        try:
-            epochs.append(Epoch.checked(json.loads(line), f"{path}: line {row}"))
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"{path}: line {row} is not valid JSON ({error}); {advice}") from None
     if not epochs or [epoch.epoch for epoch in epochs] != list(range(1, len(epochs) + 1)):
         raise UserError(f"{path}: holds {f'not all of {len(epochs)} epochs' if epochs else 'no epoch'}; {advice}")
     return epochs

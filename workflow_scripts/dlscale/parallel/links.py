@@ -1,4 +1,4 @@
-"""The links between the processes of a run: pairs in rounds, their latency and bandwidth, and which are slow.
+"""The links between the processes of a run: couples in rounds, their latency and bandwidth, and which are slow.
 
 A message of n bytes takes alpha + n beta seconds (Hockney 1994, doi:10.1016/S0167-8191(06)80021-9). Two processes send
 a small and a large message to and fro, in rounds in which each process has one partner at most. All measure at once, as

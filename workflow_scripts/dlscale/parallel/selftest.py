@@ -1,12 +1,12 @@
 """The self-test of several processes, before a run begins: are the values right that they exchange, and how fast is it?
 
-Values: each pair of the schedule of links exchanges a known pattern, then each collective operation is done over all
-processes and over each group of the mesh, with few numbers and with many, for which libraries use other algorithms. All
-results are exact: small whole numbers, which differ by rank and element. A wrong one ends the run, on all processes
-alike, with the names of those at fault.
+Values: couples exchange a known pattern, then each collective operation is done over all processes and over each group
+of the mesh, with few numbers and with many, for which libraries use other algorithms. All are small whole numbers that
+differ by rank and element, so that results are exact. A wrong one ends the run on all processes, with the names of
+those at fault.
 
-Speed: the links' latency and bandwidth (`dlscale.parallel.links`), and two sums over all processes. Slow processes and
-links are told in the log. No random number is drawn, and nothing of the run depends on what is found.
+Speed: latency and bandwidth of links (`dlscale.parallel.links`), and two sums over all processes. Slow ones are told in
+the log. No random number is drawn, and nothing of the run depends on what is found.
 """
 
 from __future__ import annotations
@@ -294,10 +294,10 @@ def at_fault(reports: Sequence[Sequence[Wrong]]) -> tuple[list[int], str]:
     What two ranks sent each other comes first: in collective operations a third one may have passed it on.
     """
     every = [(rank, wrong) for rank, report in enumerate(reports) for wrong in report]
-    pairs = [(rank, wrong) for rank, wrong in every if wrong.pair]
-    messages = {(sender, rank) for rank, wrong in pairs or every for sender in wrong.senders}
+    direct = [(rank, wrong) for rank, wrong in every if wrong.pair]
+    messages = {(sender, rank) for rank, wrong in direct or every for sender in wrong.senders}
     if messages:
-        ends = Counter(rank for message in messages for rank in message)
+        ends = Counter(rank for message in messages for rank in {*message})
         most = [rank for rank, count in ends.items() if count == max(ends.values())]
         return sorted(most), f"{{}} at an end of {max(ends.values())} of {len(messages)} wrong messages"
     saw: dict[tuple[str, tuple[int, ...]], list[int]] = {}

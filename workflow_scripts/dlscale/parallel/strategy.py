@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -158,9 +158,12 @@ class Sharded(Strategy):
             ),
             "offload_policy": CPUOffloadPolicy() if settings.cpu_offload else OffloadPolicy(),
         }
-        units = list(named(network.model, sharding.units).values())
-        _check_tied(network.model, units)
-        for module in units:
+        if shared := tied(network.model):
+            raise UserError(
+                f"parallel.kind fsdp: the model has one tensor as {' and '.join(shared[0])}, and devices that share "
+                "weights would make several of it; use parallel.kind ddp"
+            )
+        for module in named(network.model, sharding.units).values():
             fully_shard(module, reshard_after_forward=settings.reshard, **options)
         self._root = fully_shard(network.model, reshard_after_forward=False, **options)
         if self.world.device.type == "cpu":  # gloo has no mean
@@ -176,27 +179,6 @@ class Sharded(Strategy):
             yield
         finally:
             self._root.set_requires_gradient_sync(True)
-
-
-def _check_tied(model: nn.Module, units: Iterable[nn.Module]) -> None:
-    """Refuse a tensor that modules of several units have in common: each unit would make its own of it."""
-    modules = dict(model.named_modules(remove_duplicate=False))
-    units = set(units)
-
-    def unit(name: str) -> nn.Module:
-        while "." in name:
-            name = name.rpartition(".")[0]
-            if modules[name] in units:
-                return modules[name]
-        return model
-
-    for names in tied(model):
-        if len({unit(name) for name in names}) > 1:
-            raise UserError(
-                f"parallel.kind fsdp: the model has one tensor as {' and '.join(names)}, which are in different units; "
-                "modules that share a weight have to be gathered at once: name one unit (`units` of the study's "
-                "sharding) that holds them all, or none of them; or use parallel.kind ddp"
-            )
 
 
 class Copied(nn.Module):

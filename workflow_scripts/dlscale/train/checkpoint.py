@@ -17,6 +17,7 @@ import shutil
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -94,8 +95,9 @@ class Checkpoints:
 
     def __init__(self, folder: Path, keep: int, world: World | None = None) -> None:
         self.folder, self.keep, self._world = folder, keep, world or World()
-        #: What is exchanged while a training goes on must not get between what it exchanges.
-        self._group = dist.new_group(backend="gloo", group_desc=BESIDE) if self._world.size > 1 else None
+        # What is exchanged while a training goes on must not get between what it exchanges.
+        group = dist.new_group(backend="gloo", group_desc=BESIDE) if self._world.size > 1 else None
+        self._beside = replace(self._world, control=group)
         self._writer: _Writer | None = None
         self._until: int | None = None  #: steps after this one are those of a longer training
         if self._world.main:
@@ -148,7 +150,7 @@ class Checkpoints:
         with whole(path) if main else contextlib.nullcontext() as temporary:
             if temporary:
                 temporary.mkdir()
-            folder = Path(self._first(str(temporary)))
+            folder = Path(self._beside.gather(str(temporary))[0])
             writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
             # All is on the host: without this the thread would look for the stream of the first GPU, on each rank.
             writer.per_thread_copy_ahead = 0
@@ -157,14 +159,14 @@ class Checkpoints:
                     state,
                     storage_writer=writer,
                     planner=_SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
-                    process_group=self._group,
+                    process_group=self._beside.control,
                     no_dist=self._world.size == 1,
                 )
             except CheckpointException as error:
                 cause = _cause(error)
                 raise explained(cause, path) if isinstance(cause, Exception) else cause from None
             own = folder.glob(f"shard-{self._world.rank + 1:05d}-*")
-            files = self._gathered({file.name: _digest(file) for file in own})
+            files = self._beside.gather({file.name: _digest(file) for file in own})
             if main:
                 names = [name for each in files for name in each]
                 if missing := [name for name in names if not (folder / name).exists()]:
@@ -178,20 +180,6 @@ class Checkpoints:
             for old in [*earlier[: max(0, len(earlier) + 1 - self.keep)], *later]:
                 _remove(self._path(old))
 
-    def _first(self, value: str) -> str:
-        """Return the first rank's value."""
-        values = [value]
-        if self._group:
-            dist.broadcast_object_list(values, group_src=0, group=self._group)
-        return values[0]
-
-    def _gathered(self, value: dict[str, str]) -> list[dict[str, str]]:
-        values: list[Any] = [value]
-        if self._group:
-            values = [None] * self._world.size
-            dist.all_gather_object(values, value, group=self._group)
-        return values
-
     # ---- load ------------------------------------------------------------------------------------
 
     def load(
@@ -200,7 +188,7 @@ class Checkpoints:
         """Return the newest checkpoint that is as it was written; None if there is none. Nothing in it is executed.
 
         `wanted` returns pieces of what is to be read, in the memory into which it is read. Checkpoints of steps after
-        `until` are left alone, and so are those whose content is not what was written, or whose weights are no numbers.
+        `until` are left alone, and so are those whose content is not what was written.
         Where one is of no use for another reason, such as tensors of other shapes or a file system that fails, and no
         earlier one can be used, it is a `UserError`.
         """
@@ -237,11 +225,10 @@ class Checkpoints:
                 raise Misfit(f"it is of another training, {record.run}, or of another step, {record.step}")
             state = wanted(record)
             fill(path, state)
-            _check_numbers(state)
         except (Exception, CheckpointException) as error:  # whatever its content leads to: there is an earlier one
             cause = _cause(error)
             # That a file cannot be opened or read now, or memory is short, says nothing of its content.
-            damaged = isinstance(cause, _NoNumbers if checked else (UserError, FileNotFoundError))
+            damaged = not checked and isinstance(cause, (UserError, FileNotFoundError))
             return None, f"{type(cause).__name__}: {cause}".splitlines()[0], damaged
         return (record, state), "", False
 
@@ -260,17 +247,6 @@ def _check(path: Path, files: Sequence[tuple[str, str]], first: int = 0, step: i
     for name, digest in files[first::step]:
         if sha256(path / Path(name).name) != digest:
             raise UserError(f"{path / name}: not as it was written")
-
-
-class _NoNumbers(ValueError):
-    """Weights of a checkpoint are no numbers."""
-
-
-def _check_numbers(state: State) -> None:
-    """Refuse weights that are no numbers, from which no training comes back."""
-    for name, piece in state.items():
-        if name.startswith("model.") and piece.tensor.is_floating_point() and piece.tensor.isnan().any():
-            raise _NoNumbers(f"{name}: not a number (NaN)")
 
 
 def _remove(path: Path) -> None:

@@ -1,8 +1,6 @@
-"""What a user watches while a run trains: `metrics.jsonl` and TensorBoard's event file grow epoch by epoch.
+"""The logs of a training: `metrics.jsonl` and TensorBoard's event file, which grow epoch by epoch.
 
-Within long epochs, TensorBoard shows a step's loss, and samples/s, every ten seconds.
-
-What TensorBoard calls our numbers (`quantities`):
+TensorBoard's tags of our numbers (`quantities`):
 
 - loss/train, loss/valid, valid/METRIC: also at step 0, before training, of the first batch and of all validation
   samples.

@@ -30,10 +30,9 @@ class Hook:
     A batch's memory is reused after the step; to read a number from the device makes the host wait.
     """
 
-    before_step: Callable[[int], None] = lambda number: (
-        None
-    )  #: called with the step's number, before its batch is loaded
-    #: Called with number, batch and what the step returned.
+    #: Called with the step's number, before its batch is loaded.
+    before_step: Callable[[int], None] = lambda number: None
+    #: Called with number, batch and result of the step.
     after_step: Callable[[int, Batch, Any], None] = lambda number, batch, result: None
 
 

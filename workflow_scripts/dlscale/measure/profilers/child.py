@@ -64,7 +64,7 @@ def profiled(args: argparse.Namespace) -> None:
     with join(run.processes, args.device) as world:
         session = open_session(run, args.manifest, world, args.threads)
         if args.nvtx and not run.cuda_graph:  # a graph would replay the sum of gradients, but not the range
-            session.step.around_averaging(averaged)
+            session.step.strategy.around_averaging(averaged)
         with contextlib.closing(Window(run.profile, session)) as window:
             window.warm_up()
             times = [window.run()]
