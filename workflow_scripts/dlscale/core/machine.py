@@ -44,7 +44,7 @@ def with_parent(parent: int, number: int = signal.SIGKILL) -> None:
 
 
 def answer(words: list[str], seconds: float = 60.0) -> str | None:
-    """Return what a command prints; None where it is not here, fails, or takes longer than so many seconds."""
+    """Return the output of a command; None where it is not here, fails, or takes longer than so many seconds."""
     try:
         return subprocess.run(words, capture_output=True, text=True, timeout=seconds, check=True).stdout
     except (OSError, subprocess.SubprocessError):
@@ -64,7 +64,7 @@ def job_limits() -> list[tuple[int, int]]:
 
 
 def text_of(path: Path) -> str:
-    """Return what a file says, without blanks around it; nothing where it cannot be read."""
+    """Return the text of a file, without blanks around it; an empty string where it cannot be read."""
     try:
         return path.read_text().strip()
     except OSError:

@@ -27,7 +27,7 @@ file: Path | None = None
 
 
 class Doing(Record):
-    """How far a stage that runs is: a file beside its log (`dlscale.core.progress`)."""
+    """Progress of a stage that runs: a file beside its log."""
 
     what: str
     part: bool = False  #: Whether it counts but a part of its stage, which others may follow.
@@ -35,7 +35,7 @@ class Doing(Record):
     total: int | None = None  #: None: not known.
     unit: str = ""
     left: float | None = None  #: Seconds to the end, as far as one sees.
-    values: dict[str, float] = {}  #: What goes with it by name: loss, samples/s.
+    values: dict[str, float] = {}  #: Numbers told with it, by name: loss, samples/s.
     host: str = ""
     place: str = ""  #: Where its `pid` is a number: the host, and on Linux the name space.
     pid: int = 0

@@ -1,4 +1,4 @@
-"""What a configuration can name: studies, kinds of datasets, loaders. They are modules, imported by their names.
+"""Studies, kinds of datasets and loaders: modules that a configuration names, and that are imported by these names.
 
 A shipped study is a module `dlscale.studies.NAME` with its YAML beside it; a shipped kind of dataset is a folder
 `dlscale/datasets/KIND`. A study from outside is a file or folder that the configuration names
@@ -210,7 +210,7 @@ def kind(name: str) -> Any:
     return next(kind for kind in load(known[name]).KINDS if kind.name == name)
 
 
-#: What a kind of dataset may do itself: the functions of each role. A role that is not here acquires: `acquire`.
+#: Functions of each role that a kind of dataset may have itself. A role that is not here acquires: `acquire`.
 ROLES = {
     "source": ("open_source",),
     "samples": ("open_samples",),
@@ -219,7 +219,7 @@ ROLES = {
 }
 
 
-#: What serves a kind of dataset that has no module of its own for a role.
+#: Modules for a kind of dataset without one of its own for a role.
 DEFAULTS = {"samples": "dlscale.data.rows"}
 
 

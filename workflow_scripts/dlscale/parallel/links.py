@@ -154,7 +154,7 @@ def faster(first: Iterable[Link], second: Iterable[Link]) -> list[Link]:
 
 
 def level_of(link: Link, places: Sequence[Place]) -> Name:
-    """Return what both ends of a link have in common."""
+    """Return the level that both ends of a link have in common."""
     a, b = (places[rank] for rank in link.ranks)
     if a.host == b.host:
         return "node"
@@ -162,7 +162,7 @@ def level_of(link: Link, places: Sequence[Place]) -> Name:
 
 
 def levels(links: Sequence[Link], places: Sequence[Place]) -> list[LinkLevel]:
-    """Return what the links of each level are like, the nearest level first."""
+    """Return latency and bandwidth of each level, the nearest first."""
     hosts = {each.host: each.switch for each in places}
     joined = {
         "node": max(Counter(each.host for each in places).values()),

@@ -38,7 +38,7 @@ class Cut:
 
 @dataclass(frozen=True)
 class Piece:
-    """What this device has of a tensor; it may be all of it.
+    """A device's piece of a tensor; it may be all of it.
 
     `torch.distributed.checkpoint` knows what to do with it by three methods of its own names.
     """
@@ -133,7 +133,7 @@ def share(pieces: Mapping[str, Piece], world: World, first: Container[str] = ())
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what this device has of a tensor: the same memory."""
+    """Return this device's part of a tensor: the same memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

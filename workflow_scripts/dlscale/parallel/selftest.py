@@ -169,7 +169,7 @@ def exchanged(world: World, rounds: Sequence[Sequence[tuple[int, int]]]) -> list
 
 
 def differ(got: torch.Tensor, expected: torch.Tensor) -> str:
-    """Return the first number that is wrong, in words; nothing if none is."""
+    """Return the first wrong number in words, or an empty string."""
     if torch.equal(got, expected):
         return ""
     at = int((got != expected).flatten().nonzero()[0])

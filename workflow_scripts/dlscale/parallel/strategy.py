@@ -1,4 +1,4 @@
-"""How devices that see different samples train one model: each kind of `parallel` is a strategy."""
+"""Strategies by which devices that see different samples train one model: one for each kind of `parallel`."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from dlscale.parallel.world import World
 #: PyTorch's own (`torch.nn.parallel.distributed._DEFAULT_BUCKET_CAP_MB`).
 BUCKET_MB = 25
 
-#: What tells `DistributedDataParallel` to broadcast buffers, by the older name where PyTorch has no other.
+#: Option of `DistributedDataParallel` to broadcast buffers, by the older name where PyTorch has no other.
 BUFFERS = (
     "forward_sync_buffers"
     if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
     else "broadcast_buffers"
 )
 
-#: What averages a bucket of gradients, as `DistributedDataParallel.register_comm_hook` takes it.
+#: Averages a bucket of gradients, as `DistributedDataParallel.register_comm_hook` takes it.
 CommHook = Callable[[Any, Any], Any]
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -61,7 +61,7 @@ class Strategy:
         self.wrapped = network
 
     def predict(self, network: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Return what predicts, given inputs."""
+        """Return the function that predicts from inputs."""
         predict: Callable[[torch.Tensor], torch.Tensor] = network.predict
         return predict
 
@@ -193,12 +193,12 @@ class Copied(nn.Module):
         return self.copies(x, y).mean()
 
     def predict(self, x: torch.Tensor) -> torch.Tensor:
-        """Return what `Network.predict` returns."""
+        """Return the prediction, as `Network.predict` does."""
         return self.copies(x)
 
 
 class _Each(nn.Module):
-    """What is copied: returns the loss of each sample, or without targets the prediction."""
+    """The module that is copied: returns the loss of each sample, or without targets the prediction."""
 
     def __init__(self, network: Any) -> None:
         super().__init__()

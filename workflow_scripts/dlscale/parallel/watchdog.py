@@ -89,6 +89,9 @@ class Files:
         os.pwrite(file, value.encode().ljust(8192), 0)
         os.close(file)
 
+    def check(self, keys: Sequence[str]) -> bool:
+        return all((self._folder / key).exists() for key in keys)
+
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         return [(self._folder / key).read_bytes() for key in keys]
 
@@ -161,9 +164,10 @@ class Watchdog:
         self._store.set(f"sign-{self.rank}", json.dumps(self._sign))
 
     def _look(self) -> None:
-        """Take in the signs of others."""
-        signs = self._store.multi_get([f"sign-{rank}" for rank in self._known])
-        for rank, text in zip(self._known, signs, strict=True):
+        """Take in the signs of others, once all are there: thousands of processes do not begin at once."""
+        known = list(self._known)
+        keys = [f"sign-{rank}" for rank in known]
+        for rank, text in zip(known, self._store.multi_get(keys), strict=True) if self._store.check(keys) else ():
             sign = Sign(*json.loads(text))
             self._quiet[rank] = self._quiet[rank] + BEAT if sign == self._seen[rank] else 0.0
             self._seen[rank] = sign
@@ -255,7 +259,7 @@ class Watchdog:
         return max(seconds[self._seen[rank].kind] for rank in ranks)
 
     def _state(self, rank: int) -> str:
-        """Return what those who see a rank's process, and showed a sign just now, say of it."""
+        """Return the state of a rank's process, by those who see it and showed a sign just now."""
         fresh = (sign for sign, quiet in zip(self._seen, self._quiet, strict=True) if quiet <= 5 * BEAT)
         return next((said for sign in fresh if (said := sign.sees.get(str(rank)))), UNSEEN)
 

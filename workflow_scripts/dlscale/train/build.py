@@ -160,7 +160,7 @@ def open_samples(run: RunCore, manifest: Manifest, split: str) -> Samples:
 
 @dataclass(frozen=True)
 class Session:
-    """What a stage of a run works with."""
+    """The parts of a run that a stage works with."""
 
     run: RunCore
     manifest: Manifest

@@ -17,6 +17,7 @@ import shutil
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,7 @@ from dlscale.core.record import Number, Record
 from dlscale.parallel.pieces import Piece
 from dlscale.parallel.world import BESIDE, World
 
-#: What a checkpoint holds: tensors by name, and of each what this device has of it.
+#: Content of a checkpoint: this device's piece of each tensor, by name.
 State = dict[str, Piece]
 
 # It is said at every checkpoint of a run of one process, which is no mistake.
@@ -71,7 +72,7 @@ class CheckpointRecord(Record):
     loss_sums: list[Number] = [0.0]  #: of the epoch under way: sum of the losses on each rank of different samples
     seconds: float = 0.0  #: time spent on its steps in all tries
     wall_time: float = 0.0  #: when its steps were done, seconds since 1970-01-01 UTC; 0 while they are not
-    #: What decides times and no weight (`train.NOT_FINGERPRINTED`); None if it changed in the epoch.
+    #: Settings that decide times and no weight (`train.NOT_FINGERPRINTED`); None if they changed in the epoch.
     made_with: dict[str, Any] | None = {}
     untrained: Untrained | None = None  #: what was before the first step, while the first epoch is under way
     places: Places = Places()
@@ -98,7 +99,8 @@ class Checkpoints:
         # What is exchanged while a training goes on must not get between what it exchanges.
         group = dist.new_group(backend="gloo", group_desc=BESIDE) if self._world.size > 1 else None
         self._beside = replace(self._world, control=group)
-        self._writer: _Writer | None = None
+        self._saving = Future[None]()
+        self._saving.set_result(None)
         self._until: int | None = None  #: steps after this one are those of a longer training
         if self._world.main:
             folder.mkdir(parents=True, exist_ok=True)
@@ -136,14 +138,20 @@ class Checkpoints:
         with ranges.part(ranges.SAVING, ranges.BETWEEN):
             self.wait()
             copies = {name: piece.copy("cpu") for name, piece in state.items()}
-            self._writer = _Writer(lambda: self._write(record, copies))
+            self._saving = Future()
+            threading.Thread(target=self._save, args=(self._saving, record, copies), daemon=True).start()
 
     def wait(self) -> None:
         """Wait until the last save is done; what went wrong with it is raised."""
-        writer, self._writer = self._writer, None
         with ranges.part(ranges.SAVING, ranges.BETWEEN):
-            if writer:
-                writer.wait()
+            self._saving.result()
+
+    def _save(self, saving: Future[None], record: CheckpointRecord, state: State) -> None:
+        try:
+            self._write(record, state)
+            saving.set_result(None)
+        except BaseException as error:
+            saving.set_exception(error)
 
     def _write(self, record: CheckpointRecord, state: State) -> None:
         path, main = self._path(record.step), self._world.main
@@ -261,29 +269,8 @@ SHARED = "all nodes need the same file system"
 
 
 def _cause(error: BaseException) -> BaseException:
-    """Return what DCP tells of as the failure of a rank, or the error itself."""
+    """Return the failure of a rank in an error of DCP, or the error itself."""
     return next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
-
-
-class _Writer:
-    """A thread that does one thing; who waits for it gets its exception."""
-
-    def __init__(self, write: Callable[[], None]) -> None:
-        self._write = write
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            self._write()
-        except BaseException as error:
-            self._error = error
-
-    def wait(self) -> None:
-        self._thread.join()
-        if self._error:
-            raise self._error
 
 
 class _SavePlanner(DefaultSavePlanner):

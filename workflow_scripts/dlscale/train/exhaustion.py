@@ -1,4 +1,4 @@
-"""What to do when memory is not enough: an allocation that fails ends as one message, with settings that would fit."""
+"""Advice where memory is not enough: an allocation that fails ends as one message, with settings that would fit."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ PLACES = {
 #: Where the code lies that loads data: ours and PyTorch's.
 LOADING = tuple(str(Path(module.__file__).parent) for module in (loaders, torch.utils.data) if module.__file__)
 
-#: What those say of too little memory that have no exception of their own for it.
+#: Words of libraries that have no exception of their own for too little memory.
 _TEXTS = (
     r"out of memory"  # CUDA's errors, and NCCL's, which quote them
     r"|_ALLOC_FAILED|_ALLOCATION_FAILED"  # statuses of cuBLAS, cuDNN, cuFFT, cuSOLVER, cuSPARSE
     r"|can't allocate memory|std::bad_alloc"  # of a CPU
 )
 
-#: What PyTorch's DataLoader says where a process of it is no more; a signal of its own, such as of a crash, it names.
+#: Words of PyTorch's DataLoader where a process of it was killed; other signals it names.
 _KILLED = r"DataLoader worker \(pid.*\) (is killed by signal: Killed|exited unexpectedly(?! with))"
 
 
@@ -164,7 +164,7 @@ def shown(over: dict[str, Any]) -> str:
 
 
 def place(error: BaseException) -> str:
-    """Return what was at work when an exception was raised, as well as its traceback tells."""
+    """Return the part of a stage in which an exception was raised, by its traceback."""
     codes = [frame.f_code for each in chain(error) for frame, _ in traceback.walk_tb(each.__traceback__)]
     if found := [name for code, name in PLACES.items() if code in codes]:
         return found[0]

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 #: The tag of what a study draws after each epoch; a name follows.
 PICTURE = "Visualization, "
-#: What the tags of single steps begin with.
+#: Begin of the tags of single steps.
 STEPS = "steps/"
 
 

@@ -11,12 +11,12 @@ from typing import Any
 from dlscale.core import ranges
 from dlscale.core.ranges import mark, patience
 
-#: What `step` takes: input and target, and in training the weight of this rank's loss.
+#: Arguments of `step`: input and target, and in training the weight of this rank's loss.
 Batch = tuple[Any, ...]
 
 
 class Request(IntEnum):
-    """What is asked of a training under way; the greater one is the more urgent."""
+    """A request to a training under way; the greater one is the more urgent."""
 
     NONE = 0
     SAVE = 1

@@ -187,7 +187,7 @@ class Step:
             return self.network.predict(x) if once else self._predict(x)
 
     def pieces(self) -> dict[str, Piece]:
-        """Return what this device has of the model and the optimiser: the memory that they live in.
+        """Return this device's pieces of the model and the optimiser: the memory that they live in.
 
         An optimiser's state appears with its first update. Its counters of updates are put together, in the order of
         parameters, as `optimizer.step`, which is a copy.

@@ -15,12 +15,12 @@ from typing import Any, Protocol
 from dlscale.core.errors import UserError
 from dlscale.core.metrics import Best, Epoch, Untrained
 
-#: What Weights & Biases would collect by itself; telemetry and provenance say it here.
+#: Switches off all that Weights & Biases would collect by itself; telemetry and provenance say it here.
 UNSEEN: Any = {**dict.fromkeys(("x_disable_meta", "x_disable_stats", "x_disable_machine_info"), True), "host": ""}
 
 
 class Tracker(Protocol):
-    """What a tracker does for a run."""
+    """Interface of a tracker."""
 
     def add(self, record: Epoch) -> None: ...
 
