@@ -77,8 +77,9 @@ class Piece:
         return whole
 
     def copy(self, device: str) -> Piece:
-        """Return a copy elsewhere, or of its own memory."""
-        return replace(self, tensor=self.tensor.detach().to(device, copy=True))
+        """Return a copy elsewhere, or of its own memory, in the order that safetensors take."""
+        copied = self.tensor.detach().to(device, copy=True, memory_format=torch.contiguous_format)
+        return replace(self, tensor=copied)
 
     def empty(self) -> Piece:
         """Return a piece of another tensor, in memory of its own on the host."""
