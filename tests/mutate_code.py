@@ -655,15 +655,16 @@ MUTATIONS = [
     Mutation(
         "batch_norm_of_one_rank",
         "parallel/batchnorm.py",
-        "variance = _sum(centred.square().sum(axes)) / count",
+        "variance = all_reduce(centred.square().sum(axes)) / count",
         "variance = centred.square().sum(axes) / here",
         "test_ddp.py::test_ranks_normalise_as_one_process_does",
     ),
     Mutation(
         "batch_norm_gradient_of_one_rank",
         "parallel/batchnorm.py",
-        "return _sum(gradients[0])",
-        "return gradients[0]",
+        "variance = all_reduce(centred.square().sum(axes)) / count",
+        "squares = centred.square().sum(axes)\n"
+        "        variance = (all_reduce(squares.detach()) + squares - squares.detach()) / count",
         "test_ddp.py::test_ranks_normalise_as_one_process_does",
     ),
     Mutation(
@@ -969,7 +970,7 @@ MUTATIONS = [
     Mutation(
         "call_goes_on_unseen",
         "preflight/live.py",
-        "    ending.with_parent(parent, signal.SIGTERM)\n",
+        "    machine.with_parent(parent, signal.SIGTERM)\n",
         "",
         "test_live.py::test_nothing_goes_on_unseen",
     ),

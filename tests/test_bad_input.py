@@ -31,7 +31,7 @@ from dlscale.core.errors import UserError
 from dlscale.core.events import events
 from dlscale.core.files import read_json, sha256, write_json
 from dlscale.core.lock import only_writer
-from dlscale.core.metrics import Epoch, read_epochs
+from dlscale.core.metrics import read_epochs
 from dlscale.data import describe as data_describe
 from dlscale.data import parts, store
 from dlscale.data.manifest import Manifest
@@ -41,7 +41,6 @@ from dlscale.datasets.cosmo import describe as cosmo_describe
 from dlscale.datasets.era5 import describe as era5_describe
 from dlscale.datasets.mnist.source import read_idx
 from dlscale.report.profiles import read_rows
-from dlscale.train.logs import RunLogs
 from dlscale.train.weights import read_weights
 from tests.conftest import COSMO, COSMO_RUN, ERA5, ERA5_RUN, ROOT, make_dataset, make_parts, make_run, stage, train
 from tests.mutate_files import READERS
@@ -332,25 +331,6 @@ def test_a_lock_that_is_no_text(tmp_path: Path) -> None:
         with pytest.raises(UserError, match="in use by \N{REPLACEMENT CHARACTER}"), only_writer(tmp_path):
             pass
         other.communicate(b"\n")
-
-
-def test_a_resumed_training_leaves_out_a_pipe_as_event_file(tmp_path: Path) -> None:
-    history = [
-        Epoch(
-            epoch=1,
-            step=4,
-            samples=4,
-            train_loss=1,
-            valid_loss=1,
-            learning_rate=1,
-            epoch_seconds=1,
-            samples_per_second=1,
-        )
-    ]
-    (tmp_path / "tensorboard").mkdir()
-    os.mkfifo(tmp_path / "tensorboard" / "events.out.tfevents.1")
-    RunLogs(tmp_path, history, step=4)
-    assert [path.is_file() for path in (tmp_path / "tensorboard").iterdir()] == [True]
 
 
 def nested(file: h5py.Group) -> None:

@@ -141,16 +141,3 @@ def test_an_open_tensorboard_shows_what_is_newest(tmp_path: Path) -> None:
     finally:
         server.terminate()
         server.wait(30)
-
-
-@pytest.mark.slow
-def test_telemetry_elsewhere_is_not_shown(tmp_path: Path, tiny_data: Callable[[str], Path]) -> None:
-    """By hand it may lie anywhere: nothing is written beside it."""
-    (tmp_path / "run").mkdir()
-    tiny_run("cosmo_unet", tmp_path / "run", **FEW)
-    arguments = ["--config", tmp_path / "run" / "config.yaml", "--manifest", tiny_data("cosmo_unet") / "manifest.json"]
-    watched = tmp_path / "else" / "seen.csv"
-    out = tmp_path / "run" / "throughput.json"
-    assert stage("throughput", *arguments, "--device", "cpu", "--out", out, "--telemetry", watched) == 0
-    assert watched.exists() and [path.name for path in watched.parent.iterdir()] == ["seen.csv"]
-    assert not (tmp_path / "tensorboard").exists()

@@ -112,7 +112,7 @@ def _observe(rank: int, port: int, folder: str) -> None:
             static = getattr(step.strategy.wrapped, "static_graph", None)
             weights = {key: value.clone() for key, value in step.weights.state_dict().items()}
             found[name] = (calls, len(memory), static, weights)
-            with step.unsynchronised():  # as throughput does at its end
+            with step.strategy.unsynchronised():  # as throughput does at its end
                 step(*samples(9, 4))
         found["batch norm"] = _normalised(Share(7, rank, 2))
     torch.save(found, Path(folder, f"{rank}.pt"))

@@ -21,13 +21,12 @@ import numpy as np
 import psutil
 import pytest
 import torch
-import wandb
 import yaml
 
 from dlscale.config import resolve as config
 from dlscale.config.run import load_run
 from dlscale.core.errors import UserError
-from dlscale.core.metrics import Epoch, Metric, Untrained
+from dlscale.core.metrics import Epoch, Metric
 from dlscale.core.telemetry import GpuSample, Sample
 from dlscale.data.manifest import Manifest
 from dlscale.data.sampling import evenly
@@ -41,14 +40,12 @@ from dlscale.train import trainer as training
 from dlscale.train.checkpoint import read
 from dlscale.train.precision import Weights, convert
 from dlscale.train.provenance import Provenance
-from dlscale.train.trackers import Wandb
 from dlscale.train.train import run_fingerprint
 from dlscale.train.weights import load_weights, read_weights, weights_digest
 from tests.conftest import COSMO, COSMO_RUN, ERA5, ERA5_RUN, make_run, records, stage, train
 from tests.test_losses_metrics import naive_answers
 from tests.test_report import Results
 from tests.test_training import scalars
-from tests.waiting import until
 
 #: A rate that does not depend on how long the training is: a longer one begins like a shorter one. Each validation is
 #: that of an epoch.
@@ -355,15 +352,6 @@ def test_resumed_it_goes_on_with_its_own_weights(era5: Make, monkeypatch: pytest
     assert (broken / "model.pt").read_bytes() == (whole / "model.pt").read_bytes()
 
 
-@pytest.mark.slow
-def test_weights_are_read_from_a_checkpoint(era5: Make) -> None:
-    folder = era5(training={"epochs": 1})
-    (checkpoint,) = folder.glob("checkpoints/*/step-*")
-    found, expected = read_weights(checkpoint), read_weights(folder / "model.pt")
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(value, expected[name]) for name, value in found.items())
-
-
 @pytest.mark.parametrize("form", ["plain", "checkpoint of a wrapped model", "without counters"])
 def test_published_weights_load_by_name(tmp_path: Path, form: str) -> None:
     """As PyTorch's collections publish them, and as its example of distributed training saves them."""
@@ -467,17 +455,6 @@ def test_damaged_weights_are_no_other_weights(tmp_path: Path, archive: bool) -> 
             assert not archive or list(found) == list(state)
             assert not archive or all(torch.equal(found[name], state[name]) for name in state)
     assert refused > (300 if archive else 100)
-
-
-def test_a_tensor_that_is_marked_as_a_folder_is_damaged(tmp_path: Path) -> None:
-    """PyTorch's reader would read nothing of it; Python's does not look at the mark."""
-    file = tmp_path / "w.pt"
-    torch.save({"weight": torch.ones(5)}, file)
-    content = bytearray(file.read_bytes())
-    content[content.rfind(b"/data/0") - len("w") - 8] |= 0x10  # its attributes, in the archive's directory
-    file.write_bytes(content)
-    with pytest.raises(UserError, match="not readable as weights"):
-        read_weights(file)
 
 
 # ---- evaluate ------------------------------------------------------------------------------------------
@@ -661,32 +638,6 @@ def test_wandb_offline_has_the_numbers_of_metrics_jsonl(era5: Make, monkeypatch:
     everything = b"".join(path.read_bytes() for path in folder.rglob("wandb/**/*") if path.is_file())
     assert b"a-secret-that-nobody" not in everything and SECRET.encode() not in everything
     assert not run.host and not run.HasField("git")
-
-
-@pytest.mark.slow
-def test_wandb_has_what_was_before_the_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As step 0, of an epoch that it is told and of one that it finds; a number that is not known is left out."""
-    monkeypatch.delenv("WANDB_MODE", raising=False)
-    rest = {"samples": 80, "learning_rate": 0.1, "train_loss": 1.5, "epoch_seconds": 2.0, "samples_per_second": 40.0}
-    before = Untrained(valid_loss=3.0, metrics={"accuracy": 0.1})
-    first = Epoch(epoch=1, step=10, valid_loss=1.0, untrained=before, **rest)
-    epochs = [first, Epoch(epoch=2, step=20, valid_loss=0.5, **rest)]
-    for begun in (0, 1):
-        run = Wandb(tmp_path / str(begun) / "run", {}, epochs[:begun])
-        for epoch in epochs[begun:]:
-            run.add(epoch)
-        run._run.finish()
-        wandb.teardown()
-        (file,) = (tmp_path / str(begun)).glob("run/wandb/offline-run-*/*.wandb")
-
-        def found_in(file: Path = file) -> dict[int, dict[str, Any]] | None:
-            found = {row["_step"]: {key: row[key] for key in row if key[0] != "_"} for row in rows(logged(file))}
-            return found if len(found) == 3 else None
-
-        found = until("what a process of its own writes", found_in)
-        assert found is not None and found[0] == {"valid_loss": 3.0, "valid/accuracy": 0.1}
-        assert [found[step]["valid_loss"] for step in (0, 10, 20)] == [3.0, 1.0, 0.5] and len(found) == 3
-        assert "untrained" not in found[10]
 
 
 def test_a_tracker_that_is_not_installed(

@@ -326,41 +326,31 @@ ASKED = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 40000
 CUDA = (
     "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 39.39 GiB of which 1 GiB is free."
 )
-NUMPY = "Unable to allocate 7.45 GiB for an array with shape (1000000000,) and data type float64"
 
 
 @pytest.mark.parametrize(
-    ("error", "asked"),
+    "error",
     [
-        (RuntimeError(ASKED), 4_000_000_000),
-        (torch.OutOfMemoryError(CUDA), 20 * 2**20),
-        (MemoryError(NUMPY), int(7.45 * 2**30)),
-        (MemoryError(), None),
+        torch.OutOfMemoryError(CUDA),
+        MemoryError(),
+        OSError(errno.ENOMEM, "Cannot allocate memory"),
+        *map(
+            RuntimeError,
+            (
+                "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported at some other API call",
+                "CUDA driver error: out of memory",
+                "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+                "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
+                "NCCL error: unhandled cuda error\nLast error:\nCuda failure 2 'out of memory'",
+                "std::bad_alloc",
+                ASKED,
+            ),
+        ),
     ],
-    ids=["cpu", "cuda", "numpy", "python"],
+    ids=str,
 )
-def test_how_much_was_asked_for(error: Exception, asked: int | None) -> None:
+def test_texts_of_too_little_memory(error: Exception) -> None:
     assert exhaustion.is_exhaustion(error)
-    assert exhaustion.asked_for(error) == asked
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported at some other API call",
-        "CUDA out of memory. Tried to allocate 2.00 GiB",
-        "CUDA driver error: out of memory",
-        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
-        "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
-        "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
-        "cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `cusolverDnCreate(handle)`",
-        "NCCL error: unhandled cuda error\nLast error:\nCuda failure 2 'out of memory'",
-        "std::bad_alloc",
-        ASKED,
-    ],
-)
-def test_texts_of_too_little_memory(text: str) -> None:
-    assert exhaustion.is_exhaustion(RuntimeError(text))
 
 
 @pytest.mark.parametrize(
@@ -407,7 +397,7 @@ def test_what_an_exception_was_raised_from_counts(tmp_path: Path, cosmo_data: Pa
         raise torch.OutOfMemoryError(CUDA)
 
     session.step.network.loss = fail
-    expected = "out of memory in the forward pass: 21.0\u00a0MB more were asked for"
+    expected = "out of memory in the forward pass: CUDA out of memory. Tried to allocate 20.00 MiB"
     with pytest.raises(UserError, match=expected), exhaustion.explained(run, cosmo_data / "manifest.json", World()):
         try:
             try:
@@ -426,7 +416,6 @@ def test_what_an_exception_was_raised_from_counts(tmp_path: Path, cosmo_data: Pa
                     raise Wrapped("another matter") from None
                 raise Wrapped("the recording was left unfinished")
         assert exhaustion.is_exhaustion(raised.value) != suppressed
-    assert exhaustion.is_exhaustion(OSError(errno.ENOMEM, "Cannot allocate memory"))
 
 
 def test_other_errors_pass(tmp_path: Path, cosmo_data: Path) -> None:
@@ -467,7 +456,7 @@ def test_the_message_says_where_and_what_would_fit(tmp_path: Path, cosmo_data: P
     assert full > halves > fourths
     limit = (halves + fourths) / 2  # parts of eight samples do not fit, those of four do
     text, _ = failing(tmp_path, cosmo_data, limit / exhaustion.SHARE["cpu"] + exhaustion.RESERVE["cpu"])
-    assert "out of memory in the forward pass: 21.0\u00a0MB more were asked for" in text
+    assert "out of memory in the forward pass: CUDA out of memory. Tried to allocate 20.00 MiB" in text
     assert f"a step of 16 samples is predicted to take {size(full)}" in text
     _, options = text.split("predicted to fit: ")
     names = [option.partition(" (")[0] for option in options.split(", or ")]
@@ -582,9 +571,3 @@ def test_an_allocator_that_really_fails(stage: str, tmp_path: Path, cosmo_data: 
         done = run(accumulation_steps=int(advice[1]))
         # The limit is of addresses, of which the last picture's libraries take more than the training.
         assert "epoch 2 of 2" in done.stderr, done.stderr
-
-
-def test_a_user_error_is_left_as_it_is(tmp_path: Path, cosmo_data: Path) -> None:
-    run = tiny_run("cosmo_unet", tmp_path)
-    with pytest.raises(UserError, match="mine"), exhaustion.explained(run, cosmo_data / "manifest.json", World()):
-        raise UserError("mine")

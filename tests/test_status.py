@@ -437,19 +437,6 @@ def test_a_training_that_begins_anew_leaves_no_log_of_another(tmp_path: Path) ->
         assert path.read_text() == "it begins\na child\nit ends\n" and not list(Path(folder).iterdir())
 
 
-def test_a_full_disk_takes_nothing_from_a_log(tmp_path: Path) -> None:
-    """There is room for what this process writes, and not for what was kept, too."""
-    path, kept = tmp_path / "a.log", tmp_path / "rank0.log"
-    kept.write_text("earlier\n" * 1000)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "workflow_scripts")}
-    limited = "import logging, resource\nlogging.basicConfig(level=20)\n"
-    limited += "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n" + LOG
-    subprocess.run([sys.executable, "-c", limited, path, kept, "resumed", "it"], check=True, env=environment)
-    begins, child, said, ends = path.read_text().splitlines()
-    assert (begins, child, ends) == ("it begins", "a child", "it ends")
-    assert said.endswith("File too large") and kept.read_text() == "earlier\n" * 1000
-
-
 def test_what_is_no_file_is_not_removed_for_a_log(tmp_path: Path) -> None:
     path = tmp_path / "pipe"
     os.mkfifo(path)

@@ -227,15 +227,7 @@ def test_what_a_sweep_cannot_have() -> None:
         ({"optimizer": {"lr": [0.1, 1]}}, "optimizer.lr: [0.1, 1]"),
         ({"optimizer": {"fused": [True, False]}}, "optimizer.fused: [true, false]"),
         ({"loader": {"workers": [1]}}, "loader.workers: [1]"),
-        ({"loader": {"kind": ["torch", "direct"]}}, 'loader.kind: ["torch", "direct"]'),
-        ({"optimizer": {"kind": ["adamw"], "betas": [[0.9, 0.99], [0.8, 0.9]]}}, 'optimizer.kind: ["adamw"]'),
-        (
-            {"optimizer": {"kind": "adamw", "betas": [[0.9, 0.99], [0.8, 0.9]]}},
-            "optimizer.betas: [[0.9, 0.99], [0.8, 0.9]]",
-        ),
         ({"precision": ["bf16", "fp32"]}, 'precision: ["bf16", "fp32"]'),
-        ({"compile": [True, False]}, "compile.KEY: [VALUE, VALUE]"),
-        ({"training": {"target": [0.1, 0.2]}}, "training.target.KEY: [VALUE, VALUE]"),
     ],
 )
 def test_a_list_elsewhere_is_told_of_sweeps(settings: Any, over: str) -> None:

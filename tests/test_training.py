@@ -435,29 +435,6 @@ def test_a_resumed_run_knows_what_was_before_its_first_step(
     assert begun == [resumed.untrained] == [whole.untrained]
 
 
-def test_asked_to_end_before_the_first_step(tmp_path: Path, weather: Path) -> None:
-    """What was seen is saved, and the next try looks no second time."""
-    make_era5(tmp_path, {"training": {"epochs": 1}})
-    with trainer(tmp_path, weather) as made:
-        load = made.valid_loader.epoch
-
-        def asked(*epoch: int) -> Iterator[Batch]:
-            os.kill(os.getpid(), signal.SIGTERM)
-            return load(*epoch)
-
-        made.valid_loader.epoch = asked  # type: ignore[method-assign, assignment]
-        with pytest.raises(Stopped, match="saved after step 0"):
-            fit(made)
-    begun: list[Untrained] = []
-    with trainer(tmp_path, weather) as made:
-        made.resume()
-        valid_loss, metrics = made.validate()
-        made.validate = None  # type: ignore[method-assign, assignment]
-        with pytest.raises(TypeError):  # after the epoch, and not before it
-            fit(made, on_begin=begun.append)
-    assert [(seen.valid_loss, seen.metrics) for seen in begun] == [(valid_loss, metrics)]
-
-
 class _Slow(TorchLoader):
     """A loader whose first batch is 0.3 s late."""
 
@@ -722,29 +699,11 @@ def _flip(file: Path) -> None:
     file.write_bytes(content)
 
 
-def _flip_a_digit(file: Path) -> None:
-    """Change what the record says of an epoch's loss."""
-    path = file.with_name("checkpoint.json")
-    changed = re.sub(
-        r'("valid_loss": \d\.\d)(\d)', lambda found: found[1] + str((int(found[2]) + 1) % 10), path.read_text()
-    )
-    assert changed != path.read_text()
-    path.write_text(changed)
-
-
 def _signed(file: Path) -> None:
     """Have the record say that a file is as it was written: somebody who could change it could change that, too."""
     record = checkpoint(file.parent)
     record.files[file.name] = sha256(file)
     record.write(file.with_name("checkpoint.json"))
-
-
-def _no_numbers(file: Path) -> None:
-    """Put NaN in the place of a tensor, as a device that failed may have."""
-    content, tensor = file.read_bytes(), read(file.parent)["model.head.weight"].numpy()
-    file.write_bytes(content.replace(tensor.tobytes(), np.full_like(tensor, np.nan).tobytes()))
-    assert file.read_bytes() != content
-    _signed(file)
 
 
 def _trap(file: Path) -> None:
@@ -768,12 +727,10 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
     "empty": lambda file: file.write_bytes(b""),
     "missing": lambda file: file.unlink(),
     "record cut": lambda file: _cut(file.with_name("checkpoint.json")),
-    "record flipped": _flip_a_digit,
     "record is no text": lambda file: file.with_name("checkpoint.json").write_bytes(b'{"step": 30, "run": "\xff"}'),
     "record of another kind": lambda file: file.with_name("checkpoint.json").write_text('{"step": "many"}'),
     "list of tensors": _no_header,
     "record names no files": lambda file: CheckpointRecord(step=30).write(file.with_name("checkpoint.json")),
-    "no numbers": _no_numbers,
     "trap": _trap,
 }
 
@@ -926,11 +883,12 @@ def test_a_checkpoint_that_is_not_torn_is_never_thrown_away(tmp_path: Path, monk
         assert checkpoints.steps() == [1, 2]
     assert loaded(checkpoints, w=w) == (2, {"w": torch.full((1,), 2.0)})
     for like in ({"w": torch.zeros(2)}, {"v": w}):  # of another shape; not there
-        with pytest.raises(UserError, match="as it was written, but this training cannot go on from it"):
+        with pytest.raises(UserError, match="this training cannot go on from it"):
             loaded(checkpoints, **like)
     _cut(tmp_path / "step-00000002" / SHARD)
     assert loaded(checkpoints, w=w) == (1, {"w": torch.ones(1)})
-    assert checkpoints.steps() == [1], "a torn one does not count among those to keep"
+    saved(checkpoints, 2, w=w)
+    assert loaded(checkpoints, w=w) == (2, {"w": w}), "in its place"
 
 
 @pytest.mark.parametrize("keep", range(1, 7))
@@ -939,23 +897,6 @@ def test_the_newest_are_kept(tmp_path: Path, keep: int) -> None:
     for step in range(1, 10):
         saved(checkpoints, step, w=torch.zeros(1))
         assert checkpoints.steps() == list(range(1, 10))[max(0, step - keep) : step]
-
-
-def test_a_checkpoint_of_other_tensors_falls_back_to_the_one_before(tmp_path: Path) -> None:
-    """Missing, or of another shape; as nothing says which of the two is wrong, it stays."""
-    checkpoints, w = Checkpoints(tmp_path, keep=3), torch.ones(1)
-    saved(checkpoints, 1, w=w)
-    saved(checkpoints, 2, w=torch.ones(2))
-    saved(checkpoints, 3, v=w)
-    assert loaded(checkpoints, w=w) == (1, {"w": w})
-    assert checkpoints.steps() == [1, 2, 3]
-
-
-def test_weights_that_are_no_numbers_are_not_gone_on_from(tmp_path: Path) -> None:
-    """Where there is nothing else, the training begins anew."""
-    checkpoints, w = Checkpoints(tmp_path, keep=3), torch.ones(2)
-    saved(checkpoints, 1, **{"model.w": torch.tensor([1.0, float("nan")])})
-    assert loaded(checkpoints, **{"model.w": w}) is None and checkpoints.steps() == []
 
 
 def test_a_checkpoint_of_another_training_is_not_gone_on_from(tmp_path: Path) -> None:
@@ -980,17 +921,6 @@ def test_what_was_passed_over_stays(tmp_path: Path) -> None:
     assert found and found[0].step == 2
     saved(checkpoints, 3, w=w)
     assert checkpoints.steps() == [2, 3, 4, 6]
-
-
-def test_odd_names_among_checkpoints(tmp_path: Path) -> None:
-    """A folder of the same length is none; a link to a torn one is removed, and not what it leads to."""
-    checkpoints, w = Checkpoints(tmp_path / "own", keep=2), torch.zeros(1)
-    (tmp_path / "own/step-abcdefgh").mkdir()
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "elsewhere/mine.txt").write_text("mine")
-    (tmp_path / "own/step-00000007").symlink_to(tmp_path / "elsewhere")
-    assert checkpoints.steps() == [7] and loaded(checkpoints, w=w) is None
-    assert checkpoints.steps() == [] and (tmp_path / "elsewhere/mine.txt").exists()
 
 
 @pytest.mark.parametrize("places", [[0], [2], [0, 0]], ids=str)
@@ -1212,8 +1142,7 @@ def test_steps_are_logged_and_go_on_after_a_resume(tmp_path: Path) -> None:
     assert scalars(tmp_path)["steps/loss"] == {5: 4.0, 15: 3.5, 17: pytest.approx(3.2), 18: pytest.approx(3.1)}
     logs = RunLogs(tmp_path, [record], step=10)
     assert scalars(tmp_path)["steps/loss"] == {5: 4.0} and scalars(tmp_path)["loss/train"] == {10: 3.0}
-    for file in (tmp_path / "tensorboard").iterdir():
-        file.write_bytes(file.read_bytes()[:40])
+    shutil.rmtree(tmp_path / "tensorboard")
     RunLogs(tmp_path, [record], step=15)
     assert scalars(tmp_path)["loss/train"] == {10: 3.0}, "what is lost is written again, as far as it is known"
     RunLogs(tmp_path, [])
@@ -1405,33 +1334,12 @@ def test_no_training_at_all_is_no_success(
     assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
 
 
-def test_a_single_step_is_a_training(era5: Make) -> None:
-    folder = era5(training={"steps": 1})
-    (record,) = records(folder)
-    assert (record["epoch"], record["step"], record["samples"]) == (1, 1, 4)
-    torch.manual_seed(0)
-    untrained = ViT((16, 32), (4, 4), 1, 1, embed_dim=16, depth=2, heads=2).state_dict()
-    moved = [key for key, value in weights(folder).items() if not torch.equal(value, untrained[key])]
-    assert len(moved) == len(untrained)
-
-
 def test_an_epoch_smaller_than_a_batch_trains_and_is_told(era5: Make, caplog: pytest.LogCaptureFixture) -> None:
     folder = era5(batch_size=64, training={"epochs": 1})
     told = [record.getMessage() for record in caplog.records if "training samples" in record.getMessage()]
     assert told and told[0].startswith("batch_size 64 is more than the 38 training samples: an epoch is one step, with")
     assert "chosen for batches of 64 may be too high; use batch_size 38 or less" in told[0]
     assert [(r["step"], r["samples"]) for r in records(folder)] == [(1, 38)]
-
-
-@pytest.mark.slow
-def test_another_image_trains_anew(tmp_path: Path, weather: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its numbers are its own: none are taken over from a checkpoint that another image made."""
-    folder = make_era5(tmp_path / "run", {"training": {"epochs": 1}})
-    for image, resumed in (("a", None), ("a", 10), ("b", None)):
-        monkeypatch.setenv("DLSCALE_IMAGE", f"podman:localhost/x:1={image}")
-        assert train(folder, weather / "manifest.json") == 0
-        found = provenance(folder)
-        assert (found["resumed_from_step"], found["image"]["identity"]) == (resumed, image)
 
 
 # ---- checkpoints and clocks, alone -------------------------------------------------------------------

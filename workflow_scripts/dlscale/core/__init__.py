@@ -1,1 +1,1 @@
-"""What every layer stands on: errors, files, locks, progress, the table of stages, the registry."""
+"""The base of every layer: errors, files, locks, progress, the table of stages, the registry."""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
-import signal
 import sys
 from collections.abc import Callable
 
@@ -18,14 +16,6 @@ def _print(message: str) -> None:
 
 #: Says it; the command line knows where.
 say: Callable[[str], object] = _print
-
-
-def with_parent(parent: int, number: int = signal.SIGKILL) -> None:
-    """Have Linux send this process a signal when its parent, which is process `parent`, ends: nobody else would."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG
-        if os.getppid() != parent:
-            os._exit(LOST)
 
 
 def with_last_word(

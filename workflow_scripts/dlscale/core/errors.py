@@ -28,7 +28,7 @@ class PeerLost(Exception):
 
 
 def brief(error: BaseException) -> str:
-    """Return what an exception says in a short line: those of other libraries may fill pages."""
+    """Return the message of an exception in a short line: those of other libraries may fill pages."""
     text = " ".join(str(error).split())
     return text if len(text) <= 300 else text[:299] + "…"
 

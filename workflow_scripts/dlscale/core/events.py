@@ -1,16 +1,15 @@
-"""Reading TensorBoard's event files, whoever wrote them, with TensorBoard's own reader; and cutting ours."""
+"""Reading TensorBoard's event files, whoever wrote them, with TensorBoard's own reader."""
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dlscale.core.errors import UserError
-from dlscale.core.files import no_link, no_pipe
+from dlscale.core.files import no_pipe
 
 if TYPE_CHECKING:
     from tensorboard.compat.proto.event_pb2 import Event
@@ -57,23 +56,6 @@ def scalar(value: Summary.Value) -> float | None:
     if len(tensor.tensor_content) == struct.calcsize(form):
         return float(struct.unpack(form, tensor.tensor_content)[0])
     return float(values[0]) if len(values) == 1 else None
-
-
-def cut(path: Path, last: Callable[[Event], bool]) -> bool:
-    """Cut a file after the latest event that is a last one, and return True; without one it is removed."""
-    from google.protobuf.message import DecodeError
-    from tensorboard.compat.proto.event_pb2 import Event
-
-    with contextlib.suppress(UserError, OSError), open(path, "r+b", opener=no_link) as file:
-        places = [0, *ends(path)]
-        for end, begin in itertools.pairwise(reversed(places)):
-            file.seek(begin)
-            with contextlib.suppress(DecodeError):
-                if last(Event.FromString(file.read(end - begin)[12:-4])):
-                    file.truncate(end)
-                    return True
-    path.unlink()
-    return False
 
 
 def ends(path: Path) -> list[int]:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from dlscale.core import ending
+from dlscale.core import machine
 from dlscale.core.errors import UserError, brief
 from dlscale.core.urls import hidden_in
 
@@ -229,7 +229,7 @@ def in_time(path: str | os.PathLike[str], read: Callable[[], object]) -> None:
         parent, child = os.getpid(), os.fork()
     if not child:
         with contextlib.suppress(BaseException):
-            ending.with_parent(parent)
+            machine.with_parent(parent)
             faulthandler.disable()
             os.close(ended)
             read()

@@ -26,10 +26,10 @@ from dlscale.core.files import write_text
 from dlscale.core.stages import STAGES
 
 ROOT = Path(__file__).resolve().parents[1]  # the package's folder
-#: What this process's fingerprints are of: by fingerprint, the digest of each source file.
+#: Digest of each source file, by fingerprint of this process.
 TABLES: dict[str, dict[str, str]] = {}
 
-#: What is no science: it finds what a stage is made of, reads, writes, waits or tells, and decides none of its numbers.
+#: No science: modules that find what a stage is made of, read, write, wait or tell, and decide none of its numbers.
 #: An import of one of these does not count, and what it imports only where that is reached otherwise; but for `SHOWN`.
 GUARDS = {
     # what a stage is given, and by which names: what these come to is among its job's params
@@ -52,7 +52,7 @@ GUARDS = {
     "dlscale.core.urls": "addresses as messages have them; a job's params hold them so",
 }
 
-#: What makes words: these are a result where pages and pictures are made.
+#: Words are a result where pages and pictures are made.
 SHOWN = {"dlscale.core.text"}
 
 #: Names of a module that count; None: all of it.
@@ -82,7 +82,7 @@ def _tree(file: Path) -> ast.Module:
         raise UserError(f"{file}:{error.lineno}: {error.msg}") from None
 
 
-#: What parsing found of sources, by their content: digest and imports.
+#: Digest and imports of parsed sources, by their content.
 _PARSED: dict[str, list[Any]] = {}
 
 
@@ -108,7 +108,7 @@ def remember(path: Path) -> None:
 
 
 def _version() -> str:
-    """Return what decides, beside a source, what parsing finds of it."""
+    """Return the digest of this module and the version of Python, which decide what parsing finds."""
     return hashlib.sha256(Path(__file__).read_bytes()).hexdigest() + sys.version
 
 
@@ -245,7 +245,7 @@ def _run(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _reached(modules: Iterable[str], whole: bool = False) -> dict[str, Names]:
-    """Return what `modules` import, themselves included, and the names that count of each."""
+    """Return all that `modules` import, themselves included, and the names that count of each."""
     seen: dict[str, Names] = {}
     todo = [_entry(module) for module in modules]
     while todo:

@@ -35,8 +35,8 @@ def redirect(log: Path) -> TextIO:
 def go_on(kept: Path, resumed: bool) -> None:
     """Keep the log of this process under a second name, `kept`, too: Snakemake removes a job's log before each try.
 
-    `resumed`: what an earlier process kept there comes first. Where that cannot be, as without hard links or space, the
-    log says so, and nothing of either is lost.
+    `resumed`: what an earlier process kept there comes first. Where that cannot be, as without hard links, the log says
+    so.
     """
     if not (_log and _log.is_file()):
         return
@@ -56,11 +56,7 @@ def go_on(kept: Path, resumed: bool) -> None:
 def _put_first(earlier: Path, log: Path) -> None:
     """Put the content of one file before that of another, which stays the same file: others write to it."""
     own = log.read_bytes()
-    try:
-        with log.open("r+b") as file, earlier.open("rb") as before:
-            file.truncate()
-            shutil.copyfileobj(before, file)
-            file.write(own)
-    except OSError:
-        log.write_bytes(own)
-        raise
+    with log.open("r+b") as file, earlier.open("rb") as before:
+        file.truncate()
+        shutil.copyfileobj(before, file)
+        file.write(own)

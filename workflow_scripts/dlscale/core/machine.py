@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib.util
 import os
 import shutil
+import signal
 import subprocess
+import sys
 import sysconfig
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -32,8 +35,16 @@ def let_threads_wait() -> None:
         os.environ.update(WAITING)
 
 
+def with_parent(parent: int, number: int = signal.SIGKILL) -> None:
+    """Have Linux send this process a signal when its parent, which is process `parent`, ends: nobody else would."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG
+        if os.getppid() != parent:
+            os._exit(1)
+
+
 def answer(words: list[str], seconds: float = 60.0) -> str | None:
-    """Return what a command prints; None where it is not here, fails, or takes longer than so many seconds."""
+    """Return the output of a command; None where it is not here, fails, or takes longer than so many seconds."""
     try:
         return subprocess.run(words, capture_output=True, text=True, timeout=seconds, check=True).stdout
     except (OSError, subprocess.SubprocessError):
@@ -53,7 +64,7 @@ def job_limits() -> list[tuple[int, int]]:
 
 
 def text_of(path: Path) -> str:
-    """Return what a file says, without blanks around it; nothing where it cannot be read."""
+    """Return the text of a file, without blanks around it; an empty string where it cannot be read."""
     try:
         return path.read_text().strip()
     except OSError:

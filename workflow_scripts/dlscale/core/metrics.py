@@ -1,4 +1,4 @@
-"""What a loss and a metric are, and the records of what they were, epoch by epoch."""
+"""Descriptions of losses and metrics, and the records of their values, epoch by epoch."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from dlscale.core.text import unit
 
 
 class Metric(Record):
-    """What a validation metric is; tables and the page are made from this."""
+    """Description of a validation metric, from which tables and the page are made."""
 
     name: str  #: As in `Epoch.metrics`: `KIND`, or `KIND/CHANNEL` where there is one for each channel.
-    title: str  #: What readers call the kind.
-    meaning: str = ""  #: What it means, in a line.
+    title: str  #: Name of the kind for readers.
+    meaning: str = ""  #: Meaning, in a line.
     unit: str = "1"  #: `1` for a number without a unit.
     better: Literal["lower", "higher"] = "lower"
     naive: str | None = None  #: Name of the metric that holds the same score of a naive answer, if there is one.
-    answer: str = ""  #: What the naive answer is.
-    rival: str = ""  #: What a naive answer is called whose score this is, where there are several to choose from.
+    answer: str = ""  #: The naive answer, in words.
+    rival: str = ""  #: Name of the naive answer whose score this is, where there are several to choose from.
     derived: bool = False  #: Whether it follows from other metrics, as a skill does: the page then shows those.
 
     @property
@@ -40,12 +40,12 @@ class Metric(Record):
 
     @property
     def full_title(self) -> str:
-        """What begins a caption: the channel, which keeps its letters, or a capital."""
+        """Begin of a caption: the channel, which keeps its letters, or a capital."""
         return f"{self.channel} {self.title}" if self.channel else self.title[:1].upper() + self.title[1:]
 
     @property
     def label(self) -> str:
-        """What an axis says."""
+        """Label of an axis."""
         shown = unit(self.unit)
         return f"{self.channel} {self.title}".strip() + f" ({shown})" * bool(shown)
 
@@ -85,19 +85,19 @@ VALID_LOSS = Metric(name="valid_loss", title="validation loss", meaning="mean ov
 
 
 class LossInfo(Record):
-    """What a loss is called, and its unit in words."""
+    """Name of a loss, and its unit in words."""
 
     title: str = "loss"
     unit: str = ""
 
     @property
     def label(self) -> str:
-        """What an axis says."""
+        """Label of an axis."""
         return self.title + " loss" * ("loss" not in self.title) + f" ({self.unit})" * bool(self.unit)
 
 
 class Untrained(Record):
-    """How good a model was before its first step."""
+    """Scores of a model before its first step."""
 
     train_loss: Number = math.nan  #: Of the first batch, before it is learnt from; NaN while that is not known.
     valid_loss: Number  #: Mean over all validation samples.
@@ -134,16 +134,11 @@ def read_epochs(path: Path) -> list[Epoch]:
     advice = "delete it and run the train stage again"
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
+        epochs = [Epoch.checked(json.loads(line), f"{path}: line {row}") for row, line in enumerate(lines, 1)]
     except FileNotFoundError:
         raise UserError(f"{path}: no such file; run the train stage first") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # no text, or no JSON
         raise UserError(f"{path}: cannot be read ({error}); {advice}") from None
-    epochs = []
-    for row, line in enumerate(lines, 1):
-        try:
-            epochs.append(Epoch.checked(json.loads(line), f"{path}: line {row}"))
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"{path}: line {row} is not valid JSON ({error}); {advice}") from None
     if not epochs or [epoch.epoch for epoch in epochs] != list(range(1, len(epochs) + 1)):
         raise UserError(f"{path}: holds {f'not all of {len(epochs)} epochs' if epochs else 'no epoch'}; {advice}")
     return epochs

@@ -1,18 +1,16 @@
-"""Progress of a stage: a bar on a terminal, a line every ten seconds in a log, and a file for `dlscale status`."""
+"""Progress of a stage: a line every ten seconds in its log, and a file for `dlscale status`."""
 
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import logging
 import math
 import os
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from dlscale.core.errors import UserError
 from dlscale.core.record import Record
@@ -29,7 +27,7 @@ file: Path | None = None
 
 
 class Doing(Record):
-    """How far a stage that runs is: a file beside its log (`dlscale.core.progress`)."""
+    """Progress of a stage that runs: a file beside its log."""
 
     what: str
     part: bool = False  #: Whether it counts but a part of its stage, which others may follow.
@@ -37,7 +35,7 @@ class Doing(Record):
     total: int | None = None  #: None: not known.
     unit: str = ""
     left: float | None = None  #: Seconds to the end, as far as one sees.
-    values: dict[str, float] = {}  #: What goes with it by name: loss, samples/s.
+    values: dict[str, float] = {}  #: Numbers told with it, by name: loss, samples/s.
     host: str = ""
     place: str = ""  #: Where its `pid` is a number: the host, and on Linux the name space.
     pid: int = 0
@@ -95,24 +93,6 @@ class Progress:
         self.done = self._shown = 0  # and what the last line said
         self._start = self._last = time.monotonic()
         self._first: tuple[float, int] | None = None  # when the first of this process was done, and the count then
-        self._bar: Any = None
-        if sys.stderr.isatty() and importlib.util.find_spec("rich"):
-            from rich.console import Console
-            from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-            from rich.progress import Progress as RichProgress
-
-            self._bar = RichProgress(
-                TextColumn("{task.description}"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TextColumn(unit),
-                TimeElapsedColumn(),
-                TimeRemainingColumn(),
-                console=Console(stderr=True),
-                transient=True,
-            )
-            self._bar.start()
-            self._task = self._bar.add_task(what, total=total)
 
     def update(self, done: int, total: int | None = None) -> None:
         """Set the count to `done`."""
@@ -120,8 +100,6 @@ class Progress:
         self.total = self.total if total is None else total
         now = time.monotonic()
         self._first = self._first or (now, done)
-        if self._bar:
-            self._bar.update(self._task, completed=done, total=self.total)
         if now - self._last >= LINE_SECONDS:
             self._last = now
             self._line()
@@ -135,12 +113,11 @@ class Progress:
 
     def _line(self) -> None:
         values, self._shown = self.values(), self.done
-        if not self._bar:
-            share = f" of {self.total} ({100 * self.done / self.total:.0f} %)" if self.total else ""
-            shown = [f"{time.monotonic() - self._start:.0f} s"]
-            shown += [f"{name} {number(value)}" for name, value in values.items()]
-            shown += [f"{duration(left)} left"] if (left := self.left) else []
-            logging.info("%s: %d%s %s, %s", self.what, self.done, share, self.unit, ", ".join(shown))
+        share = f" of {self.total} ({100 * self.done / self.total:.0f} %)" if self.total else ""
+        shown = [f"{time.monotonic() - self._start:.0f} s"]
+        shown += [f"{name} {number(value)}" for name, value in values.items()]
+        shown += [f"{duration(left)} left"] if (left := self.left) else []
+        logging.info("%s: %d%s %s, %s", self.what, self.done, share, self.unit, ", ".join(shown))
         tell(
             Doing(
                 what=self.what,
@@ -153,18 +130,13 @@ class Progress:
             )
         )
 
-    def close(self) -> None:
-        """Remove the bar; in a log, write a last line."""
-        if self.done != self._shown:
-            self._line()
-        if self._bar:
-            self._bar.stop()
-
     def __enter__(self) -> Progress:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        """Write a last line."""
+        if self.done != self._shown:
+            self._line()
 
 
 def tracked(items: Iterable[Item], what: str, total: int | None, unit: str) -> Iterator[Item]:

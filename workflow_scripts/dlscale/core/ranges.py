@@ -1,9 +1,9 @@
-"""Named ranges of a step: what the code is at, for whichever profiler is at work; free where none is.
+"""Named ranges of a step, for whichever profiler is at work; free without one.
 
 The ranges are `step`, and within it `data` (the wait for a batch), `copy` (host to device), `forward`, `backward`,
 `optimizer`, and `comm` (sums over ranks, which overlap `backward`).
 
-The watchdog asks how far a process has come, and what kind of thing it is at: each kind may take its own time.
+The watchdog asks how far a process has come, and in which kind of range: each kind may take its own time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ REHEARSAL = "self-test"
 #: and all else, which takes as long as it likes: data are opened, code is compiled.
 OPENING = "opening"
 
-#: What a process is at that waits for its checkpoint, which a thread of each process writes together with the others'.
+#: Range of a process that waits for its checkpoint, which a thread of each process writes together with the others'.
 SAVING = "checkpoint"
 
 FIRST = 16  #: Ranges of steps that are to be done until that ends, in which devices, libraries and files are set up.

@@ -30,7 +30,7 @@ class Ranks(NamedTuple):
 
 
 def ranks() -> Ranks:
-    """Return what the environment says; a process that nothing is said of is alone."""
+    """Return the place by the environment; a process of which it says nothing is alone."""
     for names in VARIABLES:
         values = [os.environ.get(name, "") for name in names]
         if all(value.isdecimal() for value in values):

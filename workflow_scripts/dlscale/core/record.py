@@ -1,4 +1,4 @@
-"""What a record is: one typed class for each file that a stage writes, its writer and all its readers use it."""
+"""Records: one typed class for each file that a stage writes, for its writer and all its readers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Number = Annotated[
 #: A rate or a time that was measured: no mistaken unit makes it so great, and `true` is none.
 Measured = Annotated[float, Field(ge=0, le=1e15, strict=True, allow_inf_nan=False)]
 
-#: One of which there is a logarithm.
+#: A number with a logarithm.
 Positive = Annotated[Measured, Field(ge=1e-15)]
 
 

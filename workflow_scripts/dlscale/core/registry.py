@@ -1,4 +1,4 @@
-"""What a configuration can name: studies, kinds of datasets, loaders. They are modules, imported by their names.
+"""Studies, kinds of datasets and loaders: modules that a configuration names, and that are imported by these names.
 
 A shipped study is a folder `dlscale/studies/NAME`: `study.py`, `study.yaml`, `model.py`; a shipped kind of dataset is a
 folder `dlscale/datasets/KIND`. A study from outside is a file or folder that the configuration names
@@ -84,10 +84,8 @@ def add(name: str, path: str | Path) -> Study:
     where = f"studies.{name}"
     file = Path(path).expanduser().resolve()
     file = file / "__init__.py" if file.is_dir() else file
-    if not file.is_file():
-        raise UserError(f"{where}: {path}: no such file; expected a study's Python file, or a folder with __init__.py")
-    if file.suffix != ".py":
-        raise UserError(f"{where}: {path}: expected a Python file (.py), or a folder with __init__.py")
+    if not file.is_file() or file.suffix != ".py":
+        raise UserError(f"{where}: {path}: expected a study's Python file (.py), or a folder with __init__.py")
     if name in _shipped() or name in _installed():
         raise UserError(f"{where}: dlscale has a study of this name; choose another")
     module = (file.parent if file.name == "__init__.py" else file).stem
@@ -174,17 +172,14 @@ def study(name: str) -> Any:
     known = studies()
     if name not in known:
         raise UserError(unknown("study", name, known))
-    module = load(known[name].module)
-    if not hasattr(module, "STUDY"):
-        raise UserError(f"{known[name].file}: no STUDY in it; a study's module ends with `STUDY = MyStudy()`")
-    if isinstance(module.STUDY, type):
+    found = getattr(load(known[name].module), "STUDY", None)
+    lacks = [key for key in ("dataset", "Model", "Loss") if not hasattr(found, key)]
+    if lacks or isinstance(found, type):
         raise UserError(
-            f"{known[name].file}: STUDY is the class {module.STUDY.__name__}; write STUDY = {module.STUDY.__name__}()"
+            f"{known[name].file}: expected `STUDY = MyStudy()` at its end, an object with dataset, Model and Loss; "
+            f"got {found!r}" + f" without {', '.join(lacks)}" * bool(lacks) + "; docs/adding.md says what a study has"
         )
-    for key in ("dataset", "Model", "Loss"):
-        if not hasattr(module.STUDY, key):
-            raise UserError(f"{known[name].file}: STUDY has no {key}; docs/adding.md says what a study has")
-    return module.STUDY
+    return found
 
 
 @functools.cache
@@ -215,7 +210,7 @@ def kind(name: str) -> Any:
     return next(kind for kind in load(known[name]).KINDS if kind.name == name)
 
 
-#: What a kind of dataset may do itself: the functions of each role. A role that is not here acquires: `acquire`.
+#: Functions of each role that a kind of dataset may have itself. A role that is not here acquires: `acquire`.
 ROLES = {
     "source": ("open_source",),
     "samples": ("open_samples",),
@@ -224,7 +219,7 @@ ROLES = {
 }
 
 
-#: What serves a kind of dataset that has no module of its own for a role.
+#: Modules for a kind of dataset without one of its own for a role.
 DEFAULTS = {"samples": "dlscale.data.rows"}
 
 

@@ -27,7 +27,7 @@ NonNegativeInt = Annotated[int, Field(ge=0, lt=2**31)]
 Devices = Annotated[int, Field(gt=0, le=1_000_000)]
 #: Samples of a step.
 BatchSize = Annotated[int, Field(gt=0, le=1_000_000_000)]
-#: What a number that costs may be at most, generously, and why. What is more is a slip, and would end far from where it
+#: Upper bounds of numbers that cost, generously, and why. More is a slip, and would end far from where it
 #: was written: in a machine that stands still, or a week later.
 BOUNDS = {
     512: "each is a process, or a thread, on a node",

@@ -37,8 +37,6 @@ def read_yaml(path: str | Path) -> Raw:
     """Read a YAML mapping with the safe loader; anything else is a `UserError`."""
     import yaml  # settings may come as JSON, where there is no YAML
 
-    if not yaml.__with_libyaml__:
-        raise UserError("PyYAML lacks libyaml here: pip install --force-reinstall --only-binary pyyaml pyyaml")
     from dlscale.core.yaml_loader import Loader
 
     no_pipe(path, "a file of settings")  # who reads it next, such as Snakemake, would find it empty
@@ -110,7 +108,7 @@ def _explained(error: ValidationError, kind: Any, raw: Any, where: str, layers: 
         reason = _reason(item)
         if item["type"] == "unknown_key":
             reason = _elsewhere(kind, keys, item, prefix)
-        reason += _of_a_list(raw, keys, item) if layers else ""
+        reason += _of_a_list(keys, item) if layers else ""
         # One line a place: of a union each member has its own complaint about the same value.
         reasons.setdefault(f"{where}: {cut(path) + ': ' if path else ''}", []).append(cut(reason, 1_500))
     return "\n".join(place + "; or: ".join(dict.fromkeys(each)) for place, each in reasons.items())
@@ -121,21 +119,11 @@ def to_try(key: str, values: list[Any]) -> str:
     return f"; to try each value: kind: sweep, sweep: {{over: {{{key}: {json.dumps(values, default=str)}}}}}"
 
 
-def _of_a_list(raw: Any, keys: tuple[int | str, ...], item: Any) -> str:
+def _of_a_list(keys: tuple[int | str, ...], item: Any) -> str:
     """Return how several values are tried, if a list stands where one value belongs; else an empty string."""
-    kind, given = item["type"], item.get("input")
-    if kind == "union_tag_invalid" and isinstance(given, Mapping):
-        keys, given = (*keys, "kind"), given.get("kind")
-    elif not (kind.endswith("_type") or kind in ("literal_error", "not_a_mapping")):
-        return ""
-    if not isinstance(given, list):
-        return ""
-    path = ".".join(map(str, itertools.takewhile(lambda key: isinstance(key, str), keys)))
-    if kind == "not_a_mapping":
-        return f"; to try several values of one of these: kind: sweep, sweep: {{over: {{{path}.KEY: [VALUE, VALUE]}}}}"
-    for key in itertools.takewhile(lambda key: isinstance(key, str), keys):
-        raw = raw.get(key, given) if isinstance(raw, Mapping) else given
-    return to_try(path, raw if isinstance(raw, list) else given)
+    given, names = item.get("input"), [key for key in keys if isinstance(key, str)]
+    one = names == [*keys] and (item["type"].endswith("_type") or item["type"] == "literal_error")
+    return to_try(".".join(names), given) if one and isinstance(given, list) else ""
 
 
 def _elsewhere(kind: Any, keys: tuple[int | str, ...], item: Any, prefix: Sequence[str]) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-#: What one job of a stage is for.
+#: Scope of one job of a stage.
 Scope = Literal["settings", "raw", "piece", "part", "dataset", "run", "plan", "page", "image"]
 
 #: Where a job runs: on the node of the controller, on part of a CPU node, or on the devices of the run's geometry.
@@ -80,7 +80,7 @@ class Stage:
     """One row of the table."""
 
     module: str  #: Entry module; its `main(args)` does the work.
-    text: str  #: What the stage does, for `--help`.
+    text: str  #: Its work, for `--help`.
     scope: Scope
     options: tuple[Option, ...] = ()  #: Beside `--log` and those that every stage of a run has.
     #: Of a run: the keys that the stage sees beside the common ones. What it cannot see cannot make it run again.

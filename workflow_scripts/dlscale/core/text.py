@@ -7,7 +7,7 @@ import os
 import re
 from typing import TextIO
 
-#: What stands for a value that is not known.
+#: Stands for a value that is not known.
 NONE = "–"
 _SUPERSCRIPTS = str.maketrans("-+0123456789", "⁻⁺⁰¹²³⁴⁵⁶⁷⁸⁹")
 _SPACE = "\u00a0"  # a number and its unit stay on one line

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from dlscale.core.text import duration, percent
 
-#: What every stage logs when it begins to work; `Job.starting` is read from it.
+#: Line that every stage logs when it begins to work; `Job.starting` is read from it.
 STARTED = "started in %.1f s"
 _STARTED = re.compile(r"^(?:\d\d:\d\d:\d\d )?" + STARTED.replace("%.1f", r"(\d+\.\d)"), re.MULTILINE)
 

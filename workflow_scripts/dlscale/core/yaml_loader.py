@@ -1,6 +1,6 @@
 """PyYAML's safe loader, which also refuses what that takes in silence.
 
-That is keys written twice, values in themselves, and aliases of aliases that stand for more values than a file holds.
+That is keys written twice, NULs, and values in themselves.
 """
 
 from __future__ import annotations
@@ -15,9 +15,6 @@ from yaml.resolver import Resolver
 
 MERGE = "tag:yaml.org,2002:merge"
 
-#: Values that a file may have, those that aliases repeat counted each time: some ten seconds to read.
-MOST = 100_000
-
 
 class Loader(Composer, CParser, SafeConstructor, Resolver):
     """Reads YAML; what is wrong with it is a `yaml.MarkedYAMLError`, with its line.
@@ -29,7 +26,6 @@ class Loader(Composer, CParser, SafeConstructor, Resolver):
         CParser.__init__(self, stream)
         for part in (Composer, SafeConstructor, Resolver):
             part.__init__(self)
-        self._sizes: dict[int, int] = {}  # values in each node
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         """Return the next node; an alias must not name what it stands in."""
@@ -40,15 +36,6 @@ class Loader(Composer, CParser, SafeConstructor, Resolver):
             raise yaml.MarkedYAMLError(problem="a NUL", problem_mark=mark)
         if isinstance(event, yaml.AliasEvent) and node.end_mark is None:
             raise yaml.MarkedYAMLError(problem=f"*{event.anchor} stands in itself", problem_mark=mark)
-        if not isinstance(event, yaml.AliasEvent):
-            parts = node.value if isinstance(node, yaml.CollectionNode) else ()
-            several = (each for part in parts for each in (part if isinstance(part, tuple) else (part,)))
-            self._sizes[id(node)] = size = 1 + sum(self._sizes[id(each)] for each in several)
-            if size > MOST:
-                raise yaml.MarkedYAMLError(
-                    problem=f"{size:,} values, those of aliases counted each time; expected at most {MOST:,}",
-                    problem_mark=mark,
-                )
         return node
 
     def compose_mapping_node(self, anchor: Any) -> Any:

@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Sequence
 from types import FrameType
 
-from dlscale.core import ending
+from dlscale.core import machine
 from dlscale.core.ranks import MEET, ranks
 
 #: Seconds between asking the others to end and ending them.
@@ -75,7 +75,7 @@ def main(words: Sequence[str]) -> int:
 def _begin(parent: int) -> None:
     """Hear signals, and be asked to end when this one's parent is killed."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
-    ending.with_parent(parent, signal.SIGTERM)
+    machine.with_parent(parent, signal.SIGTERM)
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]], send: Callable[[int], None]) -> int:

@@ -124,7 +124,7 @@ def measure(settings: Settings, session: Session) -> Throughput:
             modes[mode] = trials(mode, batches, consume, settings, world)
             logging.info("%s: %.2f +- %.2f samples/s", mode, modes[mode].mean, modes[mode].std)
         if world.data_size > 1 and run.can_step_alone:
-            with step.unsynchronised():  # last: from here on the ranks' weights differ
+            with step.strategy.unsynchronised():  # last: from here on the ranks' weights differ
                 modes["alone"] = trials("alone", itertools.repeat(cached), step, settings, world)
             logging.info("SYNTHETIC without sums over ranks: %.2f samples/s", modes["alone"].mean)
     peak_memory = int(*world.max(memory.peak(world.device)))  # before anything that is not the run's

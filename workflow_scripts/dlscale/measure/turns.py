@@ -26,7 +26,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from dlscale.config.run import load_run
-from dlscale.core import ending
+from dlscale.core import machine
 from dlscale.core.errors import brief
 from dlscale.core.noise import interval
 from dlscale.core.progress import Progress
@@ -202,7 +202,7 @@ def _play(pipe: Connection, others: Connection, timed: Timed, parent: int) -> No
     """Wait to be asked, open the run, and tell samples/s of each turn; a failure is told as text."""
     with contextlib.suppress(OSError):
         os.setpgid(0, 0)
-    ending.with_parent(parent)  # those that this process started the system then wakes and ends
+    machine.with_parent(parent)  # those that this process started the system then wakes and ends
     others.close()
     logging.getLogger().setLevel(logging.WARNING)  # what there is to say of a run its own stage says
     with contextlib.suppress(EOFError):  # it is not asked

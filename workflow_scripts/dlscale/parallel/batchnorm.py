@@ -6,29 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
+from torch.distributed.nn.functional import all_reduce
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
-
-
-class _Sum(torch.autograd.Function):
-    """A sum over ranks that each of them goes on with: the gradient of all their losses is the sum of theirs."""
-
-    @staticmethod
-    def forward(ctx: Any, values: torch.Tensor) -> torch.Tensor:
-        values = values.clone()
-        dist.all_reduce(values)
-        return values
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
-        return _sum(gradients[0])
-
-
-def _sum(values: torch.Tensor) -> torch.Tensor:
-    found: torch.Tensor = _Sum.apply(values)
-    return found
 
 
 class OnCPU(_BatchNorm):
@@ -46,10 +27,10 @@ class OnCPU(_BatchNorm):
         axes, shape = (0, *range(2, input.dim())), (1, -1, *(1,) * (input.dim() - 2))
         x = input.float()
         here = torch.full((1,), float(x.numel() // x.shape[1]))
-        count, total = _sum(torch.cat([here, x.sum(axes)])).split([1, x.shape[1]])
+        count, total = all_reduce(torch.cat([here, x.sum(axes)])).split([1, x.shape[1]])
         mean = total / count
         centred = x - mean.view(shape)
-        variance = _sum(centred.square().sum(axes)) / count
+        variance = all_reduce(centred.square().sum(axes)) / count
         self._follow(mean.detach(), variance.detach() * count / (count - 1).clamp(min=1))
         y = centred * (variance + self.eps).rsqrt().view(shape)
         if self.weight is not None:

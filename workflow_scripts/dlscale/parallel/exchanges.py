@@ -1,4 +1,4 @@
-"""What the ranks of a run exchange in a step: counted as it happens, and by formula.
+"""Bytes that the ranks of a run exchange in a step: counted as it happens, and by formula.
 
 Bytes are those of a message, as nccl-tests count them: of a sum the tensor, else the greater of what goes in and what
 comes out. Each rank of n sends 2 (n - 1) / n of it for a sum, (n - 1) / n for the others, if they pass it on in a ring
@@ -125,7 +125,7 @@ class Averaged:
 
 
 def averaged(run: RunCore, model: nn.Module, sharding: Sharding) -> dict[str, Averaged]:
-    """Return what each trained weight costs by name, in the order in which the model has them; as in `formula`."""
+    """Return the bytes of each trained weight by name, in the order of the model; arguments as of `formula`."""
     own = {name: p.element_size() for name, p in model.named_parameters()}
     local, parallel = _local_shapes(run, model, sharding), run.parallel
     if isinstance(parallel, DDP):
@@ -145,7 +145,7 @@ def averaged(run: RunCore, model: nn.Module, sharding: Sharding) -> dict[str, Av
 
 
 def _of_weights(run: RunCore, model: nn.Module, sharding: Sharding) -> dict[str, int]:
-    """Return what those exchange that see different samples, or tokens: weights and their gradients."""
+    """Return the bytes of weights and gradients, between devices of different samples or tokens."""
     each = averaged(run, model, sharding).values()
     gradients = sum(one.gradient for one in each)
     if isinstance(run.parallel, DDP):
@@ -160,7 +160,7 @@ def _of_weights(run: RunCore, model: nn.Module, sharding: Sharding) -> dict[str,
 
 
 def _of_tokens(run: RunCore, model: nn.Module, sharding: Sharding, width: int) -> dict[str, int]:
-    """Return what those exchange that share a sample: tokens, `width` bytes for each number of a token.
+    """Return the bytes of tokens, between devices that share a sample, `width` for each number of a token.
 
     What is put together on the way forward is divided, and summed, on the way back, and the other way round.
     """

@@ -1,4 +1,4 @@
-"""What an update needs to know of gradients that several devices share: their sums, their norm, whether one overflowed.
+"""Gradients that several devices share: their sums, their norm, whether one overflowed.
 
 Nothing in it waits for the device.
 """
@@ -70,7 +70,7 @@ class Gradients:
         return norm
 
     def scaler(self, enabled: bool) -> torch.amp.GradScaler:
-        """Return what scales the loss; if a gradient overflows on one of the devices of a model, it does on all."""
+        """Return the scaler of the loss; if a gradient overflows on one of the devices of a model, it does on all."""
         return _Scaler(self._world.device.type, [*self._groups.values()], enabled)
 
 

@@ -1,4 +1,4 @@
-"""The links between the processes of a run: who measures with whom, how, and which links, processes, nodes are slow.
+"""The links between the processes of a run: couples in rounds, their latency and bandwidth, and which are slow.
 
 A message of n bytes takes alpha + n beta seconds (Hockney 1994, doi:10.1016/S0167-8191(06)80021-9). Two processes send
 a small and a large message to and fro, in rounds in which each process has one partner at most. All measure at once, as
@@ -11,7 +11,7 @@ import os
 import socket
 import statistics
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -26,18 +26,16 @@ from dlscale.parallel.world import World, synchronize
 ALL = 8
 
 SMALL = 8  #: Bytes of the message whose time is all latency.
-PROBE = 2**18  #: Bytes of the one that tells how long a large one will take.
-LARGE = {"cpu": 2**22, "cuda": 2**25}  #: Bytes of a large one, if it takes no longer than it may.
-TRIPS = {"cpu": 1, "cuda": 10}  #: To and fro, between two looks at the clock: a device is not waited for in between.
-SECONDS = 0.1  #: That a pair measures, about: half of it small messages, half of it large ones. A round takes as long.
-SAMPLES = (3, 25)  #: Of a median: at least, and at most.
+LARGE = {"cpu": 2**22, "cuda": 2**24}  #: Bytes of a large one.
+TRIPS = {"cpu": 1, "cuda": 5}  #: To and fro, between two looks at the clock: a device is not waited for in between.
+SAMPLES = 9  #: Of a median.
 
 #: A link is slow that takes so many times the median of its level,
 SLOW = {"latency": 3.0, "time a byte": 1.6}
 DEVIATIONS = 6.0  #: and is so many standard deviations (by the median absolute deviation) beyond it,
 ENOUGH = 3  #: if its level has so many links.
-SHOWN = 4  #: Single slow links that are told, if no more than one in `SHARE` is slow: else the level is like that.
-SHARE = 8
+SHOWN = 4  #: Processes and links that a message names.
+SHARE = 8  #: Single links are told if no more than one in so many is slow: else the level is like that.
 
 Name = Literal["node", "switch", "network"]
 NAMES: tuple[Name, ...] = ("node", "switch", "network")
@@ -126,41 +124,25 @@ def measure(world: World, rounds: Sequence[Sequence[tuple[int, int]]]) -> list[L
 
 
 def _measure(world: World, peer: int) -> Link:
-    """Measure with another rank; what the lower one of the two finds counts, which also says how often."""
-    device, leads = world.device, world.rank < peer
-    small, probe = (torch.zeros(count, dtype=torch.uint8, device=device) for count in (SMALL, PROBE))
-    ways = (send, receive) if leads else (receive, send)
+    """Measure with another rank; of the two, the lower one's times count."""
+    device, trips = world.device, TRIPS[world.device.type]
+    ways = (send, receive) if world.rank < peer else (receive, send)
 
-    def one_way(message: torch.Tensor, trips: int = 1) -> float:
-        synchronize(device)
-        start = time.perf_counter()
-        for _ in range(trips):
-            for way in ways:
+    def one_way(bytes_: int) -> list[float]:
+        message, times = torch.zeros(bytes_, dtype=torch.uint8, device=device), list[float]()
+        for _ in range(1 + SAMPLES):  # the first opens connections, and makes buffers
+            synchronize(device)
+            start = time.perf_counter()
+            for way in ways * trips:
                 way(message, peer)
-        synchronize(device)
-        return (time.perf_counter() - start) / trips / 2
+            synchronize(device)
+            times.append((time.perf_counter() - start) / trips / 2)
+        return times[1:]
 
-    trips, most = TRIPS[device.type], LARGE[device.type]
-    one_way(small), one_way(probe)  # connections open, buffers are made
-    latency, longer = one_way(small, trips), one_way(probe, trips)
-    rate = max(longer - latency, 1e-12) / PROBE
-    bytes_ = int(min(most, max(PROBE, SECONDS / 2 / SAMPLES[0] / (2 * trips * rate))))
-    agreed = torch.tensor([samples(2 * trips * latency), bytes_, samples(2 * trips * bytes_ * rate)], device=device)
-    (send if leads else receive)(agreed, peer)
-    count, bytes_, large_count = agreed.tolist()
-    large = torch.zeros(bytes_, dtype=torch.uint8, device=device)
-    times = [one_way(small, trips) for _ in range(count)]
-    one_way(large)
-    whole = statistics.median(one_way(large, trips) for _ in range(large_count))
+    small, large = one_way(SMALL), statistics.median(one_way(LARGE[device.type]))
     # On a busy host it is small messages that wait, for who is to wake up: their least is what a large one has, too.
-    beta = max(whole - min(times), 1e-3 * whole) / bytes_
-    return Link((min(world.rank, peer), max(world.rank, peer)), statistics.median(times), beta)
-
-
-def samples(seconds: float) -> int:
-    """Return how many times to measure what takes so long."""
-    least, most = SAMPLES
-    return int(min(max(SECONDS / 2 / max(seconds, 1e-9), least), most))
+    beta = max(large - min(small), 1e-3 * large) / LARGE[device.type]
+    return Link((min(world.rank, peer), max(world.rank, peer)), statistics.median(small), beta)
 
 
 def faster(first: Iterable[Link], second: Iterable[Link]) -> list[Link]:
@@ -172,7 +154,7 @@ def faster(first: Iterable[Link], second: Iterable[Link]) -> list[Link]:
 
 
 def level_of(link: Link, places: Sequence[Place]) -> Name:
-    """Return what both ends of a link have in common."""
+    """Return the level that both ends of a link have in common."""
     a, b = (places[rank] for rank in link.ranks)
     if a.host == b.host:
         return "node"
@@ -180,40 +162,36 @@ def level_of(link: Link, places: Sequence[Place]) -> Name:
 
 
 def levels(links: Sequence[Link], places: Sequence[Place]) -> list[LinkLevel]:
-    """Return what the links of each level are like, the nearest level first."""
+    """Return latency and bandwidth of each level, the nearest first."""
+    hosts = {each.host: each.switch for each in places}
+    joined = {
+        "node": max(Counter(each.host for each in places).values()),
+        "switch": max(Counter(switch for switch in hosts.values() if switch).values(), default=0),
+        "network": len({switch or host for host, switch in hosts.items()}),  # nodes without a switch count themselves
+    }
     found = []
-    hosts, processes = {each.host: each.switch for each in places}, Counter(each.host for each in places)
     for name in NAMES:
-        own = [link for link in links if level_of(link, places) == name]
-        if not own:
-            continue
-        if name == "node":
-            size = max(processes.values())
-        elif name == "switch":
-            size = max(Counter(switch for switch in hosts.values() if switch).values())
-        else:  # nodes without a switch count for themselves
-            size = len({switch or host for host, switch in hosts.items()})
-        worst = max(own, key=lambda link: link.alpha + LARGE["cpu"] * link.beta)
-        found.append(
-            LinkLevel(
-                name=name,
-                size=size,
-                links=len(own),
-                alpha=statistics.median(link.alpha for link in own),
-                beta=statistics.median(link.beta for link in own),
-                worst=worst.ranks,
-                worst_alpha=worst.alpha,
-                worst_beta=worst.beta,
+        if own := [link for link in links if level_of(link, places) == name]:
+            worst = max(own, key=lambda link: link.alpha + LARGE["cpu"] * link.beta)
+            found.append(
+                LinkLevel(
+                    name=name,
+                    size=joined[name],
+                    links=len(own),
+                    alpha=statistics.median(link.alpha for link in own),
+                    beta=statistics.median(link.beta for link in own),
+                    worst=worst.ranks,
+                    worst_alpha=worst.alpha,
+                    worst_beta=worst.beta,
+                )
             )
-        )
     return found
 
 
 def slow(links: Sequence[Link], places: Sequence[Place], wired: bool = True) -> list[str]:
-    """Return in words which nodes, processes and links are much slower than others of their level.
+    """Return in words which processes and links are much slower than others of their level.
 
-    A node is to blame if all its links to other nodes are slow, or all those between its own processes; a process if
-    all its links are; what is left are single links.
+    A process is to blame if all its links of a level are slow; what is left are single links.
 
     Parameters
     ----------
@@ -222,57 +200,43 @@ def slow(links: Sequence[Link], places: Sequence[Place], wired: bool = True) -> 
         one that is slow by itself says no more than that a process waited for its core.
     """
     found = []
-    for what, values in (
-        ("latency", {link: link.alpha for link in links}),
-        ("time a byte", {link: link.beta for link in links}),
-    ):
-        ratios = dict[Link, float]()
-        for name in NAMES:
-            ratios |= _ratios({link: v for link, v in values.items() if level_of(link, places) == name}, SLOW[what])
-        bad, explained = {link for link, ratio in ratios.items() if ratio > 1}, set[Link]()
-        for title, own in _suspects(ratios, places) if bad else ():
-            if len(own) > 1 and own <= bad and not own <= explained:
-                explained |= own
-                found.append(f"{title} {_times(statistics.median(ratios[link] for link in own), what)}")
-        single = {link for link in bad - explained if wired or level_of(link, places) != "node"}
-        rest = sorted(single, key=lambda link: -ratios[link])
-        if len(rest) <= max(1, len(ratios) // SHARE):
-            for link in rest[:SHOWN]:
-                ends = " and ".join(named(rank, places) for rank in link.ranks)
-                found.append(f"the link between {ends} {_times(ratios[link], what, 'has')}")
+    for name in NAMES:
+        level = [link for link in links if level_of(link, places) == name]
+        if len(level) >= ENOUGH:
+            times = {
+                "latency": {link: link.alpha for link in level},
+                "time a byte": {link: link.beta for link in level},
+            }
+            for what, values in times.items():
+                found += _told(level, _late(values, SLOW[what]), places, what, wired or name != "node")
     return found
 
 
-def _ratios(values: dict[Link, float], factor: float) -> dict[Link, float]:
-    """Return how many times the median each link of a level takes, 1 if that is not slow; none if they are too few."""
-    median = statistics.median_low(values.values()) if len(values) >= ENOUGH else 0.0
-    if median <= 0:
-        return {}
+def _late(values: dict[Link, float], factor: float) -> dict[Link, float]:
+    """Return how many times the median of its level each slow link takes."""
+    median = statistics.median_low(values.values())
     spread = 1.4826 * statistics.median_low(abs(value - median) for value in values.values())
     limit = max(factor * median, median + DEVIATIONS * spread)
-    return {link: value / median if value > limit else 1.0 for link, value in values.items()}
+    return {link: value / median for link, value in values.items() if value > limit}
 
 
-def _suspects(links: Iterable[Link], places: Sequence[Place]) -> list[tuple[str, set[Link]]]:
-    """Return who may be to blame, and for which links: nodes, then processes."""
-    between, within, own = (defaultdict[Any, set[Link]](set) for _ in range(3))
-    for link in links:
-        hosts = {places[rank].host for rank in link.ranks}
-        for host in hosts:
-            (within if len(hosts) == 1 else between)[host].add(link)
-        for rank in link.ranks:
-            own[rank].add(link)
-    return [
-        *((f"node {host}: its links to other nodes", found) for host, found in between.items()),
-        *((f"node {host}: the links within it", found) for host, found in within.items()),
-        *((f"{named(rank, places)}: its links", found) for rank, found in own.items()),
-    ]
-
-
-def _times(ratio: float, what: str, has: str = "have") -> str:
-    return f"{has} {ratio:.1f} times the {what} of the median of {'their' if has == 'have' else 'its'} level"
+def _told(level: Sequence[Link], late: dict[Link, float], places: Sequence[Place], what: str, wires: bool) -> list[str]:
+    """Return in words which processes of a level, and which single links, are slow."""
+    all_, slow_ = (Counter(rank for link in some for rank in link.ranks) for some in (level, late))
+    blamed = [rank for rank, count in slow_.items() if 1 < count == all_[rank]]
+    found = []
+    if blamed:
+        ratio = statistics.median(ratio for link, ratio in late.items() if {*link.ranks} & {*blamed})
+        who = ", ".join(named(rank, places) for rank in blamed[:SHOWN]) + ", …" * (len(blamed) > SHOWN)
+        found.append(f"{who}: links with {ratio:.1f} times the {what} of the median of their level")
+    single = sorted((link for link in late if not {*link.ranks} & {*blamed}), key=lambda link: -late[link])
+    if wires and len(single) <= max(1, len(level) // SHARE):
+        for link in single[:SHOWN]:
+            ends = " and ".join(named(rank, places) for rank in link.ranks)
+            found.append(f"the link between {ends}: {late[link]:.1f} times the {what} of the median of its level")
+    return found
 
 
 def named(rank: int, places: Sequence[Place]) -> str:
-    """Return what messages call a rank."""
+    """Return the name of a rank in messages."""
     return f"process {rank} on {places[rank].host}"

@@ -38,7 +38,7 @@ class Cut:
 
 @dataclass(frozen=True)
 class Piece:
-    """What this device has of a tensor; it may be all of it.
+    """A device's piece of a tensor; it may be all of it.
 
     `torch.distributed.checkpoint` knows what to do with it by three methods of its own names.
     """
@@ -77,8 +77,9 @@ class Piece:
         return whole
 
     def copy(self, device: str) -> Piece:
-        """Return a copy elsewhere, or of its own memory."""
-        return replace(self, tensor=self.tensor.detach().to(device, copy=True))
+        """Return a copy elsewhere, or of its own memory, in the order that safetensors take."""
+        copied = self.tensor.detach().to(device, copy=True, memory_format=torch.contiguous_format)
+        return replace(self, tensor=copied)
 
     def empty(self) -> Piece:
         """Return a piece of another tensor, in memory of its own on the host."""
@@ -133,7 +134,7 @@ def share(pieces: Mapping[str, Piece], world: World, first: Container[str] = ())
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what this device has of a tensor: the same memory."""
+    """Return this device's part of a tensor: the same memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

@@ -9,7 +9,7 @@ from dlscale.core.text import number, size
 
 
 class Device(Record):
-    """What a stage computed on: `cpu` or `cuda`, its name, CPU threads of a process."""
+    """Device of a stage: `cpu` or `cuda`, its name, CPU threads of a process."""
 
     kind: str = ""
     name: str = ""
@@ -19,7 +19,7 @@ class Device(Record):
 class LinkLevel(Record):
     """Links of one kind between devices: a message of n bytes takes alpha + n beta seconds (Hockney 1994)."""
 
-    name: Literal["node", "switch", "network"]  #: What both ends have in common.
+    name: Literal["node", "switch", "network"]  #: In common of both ends.
     size: int  #: Units that it joins: devices of a node, nodes below a switch, nodes or switches in all.
     links: int  #: That were measured: couples of processes.
     alpha: Measured  #: Median latency, s: half of a small message's way there and back.
@@ -37,7 +37,7 @@ class AllReduce(Record):
 
 
 class Links(Record):
-    """What the self-test of a run's processes measured before it began."""
+    """Measurements of the self-test of a run's processes."""
 
     backend: str  #: Of the exchanges: nccl, gloo.
     processes: int

@@ -1,4 +1,4 @@
-"""How the ranks of a run meet, and part."""
+"""Meeting and parting of the ranks of a run."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def first_host(nodes: str) -> str:
 
 
 def describe_device(device: torch.device) -> Device:
-    """Return what a process computes on, for the record."""
+    """Return the record of a process's device."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()
     with contextlib.suppress(OSError, StopIteration):
         if device.type != "cuda":

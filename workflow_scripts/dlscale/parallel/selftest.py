@@ -1,24 +1,21 @@
-"""The self-test of several processes, before a run begins: what they exchange must be right, and how fast is it?
+"""The self-test of several processes, before a run begins: are the values right that they exchange, and how fast is it?
 
-Values: each pair of the schedule of links exchanges a known pattern, then each collective operation is done over all
-processes and over each group of the mesh, with few numbers and with many, for which libraries use other algorithms. All
-results are exact: small whole numbers, which differ by rank and element. A wrong one ends the run, on all processes
-alike, with the name of whoever is to blame.
+Values: couples exchange a known pattern, then each collective operation is done over all processes and over each group
+of the mesh, with few numbers and with many, for which libraries use other algorithms. All are small whole numbers that
+differ by rank and element, so that results are exact. A wrong one ends the run on all processes, with the names of
+those at fault.
 
-Speed: the links' latency and bandwidth (`dlscale.parallel.links`), and two sums over all processes. Slow nodes,
-processes and links are told in the log. No random number is drawn, and nothing of the run depends on what is found.
+Speed: latency and bandwidth of links (`dlscale.parallel.links`), and two sums over all processes. Slow ones are told in
+the log. No random number is drawn, and nothing of the run depends on what is found.
 """
 
 from __future__ import annotations
 
-import itertools
-import json
 import logging
 import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -30,8 +27,6 @@ from dlscale.parallel import links
 from dlscale.parallel.links import Place, named
 from dlscale.parallel.mesh import AXES
 from dlscale.parallel.records import AllReduce, Links
-from dlscale.parallel.rendezvous import TIMEOUT
-from dlscale.parallel.watchdog import connect, prefixed
 from dlscale.parallel.world import World, synchronize
 
 #: Numbers of a collective operation, over all processes where each has a part: few, and many (4 MiB).
@@ -54,20 +49,13 @@ class Wrong(NamedTuple):
     """A result that is wrong, as one rank saw it."""
 
     what: str  #: The operation.
-    check: str  #: Its key in `CHECKS`; empty for a pair's messages.
     ranks: tuple[int, ...]  #: That took part.
-    senders: tuple[int, ...]  #: Whose part is wrong; none where all parts were added up.
+    senders: tuple[int, ...]  #: Ranks whose part is wrong; none where all parts were added up.
     example: str  #: The first wrong number.
-
-    @classmethod
-    def of(cls, values: Sequence[Any]) -> Wrong:
-        """Return what JSON made a list of."""
-        what, check, ranks, senders, example = values
-        return cls(what, check, tuple(ranks), tuple(senders), example)
+    pair: bool = False  #: Whether it is a message between two.
 
 
-@dataclass(frozen=True)
-class Group:
+class Group(NamedTuple):
     """Ranks that do something together, as one of them sees them."""
 
     name: str
@@ -75,19 +63,6 @@ class Group:
     ranks: tuple[int, ...]
     place: int  #: Of this rank among them.
     device: torch.device
-
-    @property
-    def own(self) -> int:
-        """The rank itself."""
-        return self.ranks[self.place]
-
-    def column(self, numbers: Sequence[int]) -> torch.Tensor:
-        """Return numbers one below the other."""
-        return torch.tensor(numbers, device=self.device)[:, None]
-
-    def numbers(self, count: int) -> torch.Tensor:
-        """Return 0, 1, …"""
-        return torch.arange(count, device=self.device)
 
     def part(self, count: int) -> int:
         """Return how many numbers each has where `count` are shared."""
@@ -121,11 +96,9 @@ def _tested(world: World, places: list[Place]) -> Links:
     wrong = exchanged(world, rounds)
     for group in groups(world):
         wrong += collected(group)
-    told = Told(world)
-    if any(reports := [list(map(Wrong.of, report)) for report in told.all(wrong)]):
-        message = verdict(world, places, reports, told)
-        told.all([])  # the first rank may hold the store, and goes when the others have read it
-        raise PeerLost(message)
+    if any(reports := world.gather(wrong)):
+        world.barrier()  # the first rank may hold the store
+        raise PeerLost(verdict(places, reports))
     measured, wired = links.measure(world, rounds), world.device.type == "cuda"
     if links.slow(measured, places, wired):  # a moment in which others were at work passes
         measured = links.faster(measured, links.measure(world, rounds))
@@ -139,12 +112,8 @@ def _tested(world: World, places: list[Place]) -> Links:
         seconds=time.perf_counter() - start,
     )
     if world.main:
-        logging.info(
-            "self-test: %d processes exchange right values; %s (%.1f s)",
-            world.size,
-            record.model_copy(update={"slow": []}).line(),
-            record.seconds,
-        )
+        line = record.model_copy(update={"slow": []}).line()
+        logging.info("self-test: %d processes exchange right values; %s (%.1f s)", world.size, line, record.seconds)
         for text in record.slow:
             logging.warning("self-test: %s", text)
     return record
@@ -152,31 +121,26 @@ def _tested(world: World, places: list[Place]) -> Links:
 
 def per_node(places: Sequence[Place]) -> int:
     """Return how many consecutive ranks each node has; where that differs, all count as one node."""
-    first = next((rank for rank, place in enumerate(places) if place.host != places[0].host), len(places))
-    parts = [places[at : at + first] for at in range(0, len(places), first)]
-    regular = all(len(part) == first and len({place.host for place in part}) == 1 for part in parts)
-    return first if regular else len(places)
+    counts = Counter(place.host for place in places)
+    first = counts[places[0].host]
+    regular = all(place.host == places[rank - rank % first].host for rank, place in enumerate(places))
+    return first if regular and set(counts.values()) == {first} else len(places)
 
 
 def summed_in(world: World, bytes_: int) -> AllReduce:
     """Time the sum of so many bytes over all processes."""
     ranges.advance(ranges.REHEARSAL)
-    values = torch.zeros(bytes_ // 4, device=world.device)
-
-    def seconds() -> float:
+    values, times = torch.zeros(bytes_ // 4, device=world.device), list[float]()
+    for _ in range(1 + links.SAMPLES):  # the first makes buffers
         synchronize(world.device)
         start = time.perf_counter()
         dist.all_reduce(values)
         synchronize(world.device)
-        return time.perf_counter() - start
-
-    seconds()
-    (longest,) = world.max(seconds())
-    samples = [seconds() for _ in range(links.samples(longest))]
-    return AllReduce(bytes=bytes_, seconds=world.max(statistics.median(samples))[0])
+        times.append(time.perf_counter() - start)
+    return AllReduce(bytes=bytes_, seconds=world.max(statistics.median(times[1:]))[0])
 
 
-# ---- values: couples -----------------------------------------------------------------------------------
+# ---- values --------------------------------------------------------------------------------------------
 
 
 def moved(rank: Any, count: int, device: torch.device, shift: Any = 0) -> torch.Tensor:
@@ -200,85 +164,83 @@ def exchanged(world: World, rounds: Sequence[Sequence[tuple[int, int]]]) -> list
             for way, tensor in ways if world.rank < peer else reversed(ways):
                 way(tensor, peer)
             if example := differ(other, moved(peer, count, world.device)):
-                both = (min(world.rank, peer), max(world.rank, peer))
-                wrong.append(Wrong(f"a message of {count:,} numbers", "", both, (peer,), example))
+                wrong.append(Wrong(f"a message of {count:,} numbers", (world.rank, peer), (peer,), example, True))
     return wrong
 
 
 def differ(got: torch.Tensor, expected: torch.Tensor) -> str:
-    """Return the first number that is wrong, in words; nothing if none is."""
+    """Return the first wrong number in words, or an empty string."""
     if torch.equal(got, expected):
         return ""
     at = int((got != expected).flatten().nonzero()[0])
     return f"number {at} is {float(got.flatten()[at]):g}, expected {float(expected.flatten()[at]):g}"
 
 
-# ---- values: collective operations -------------------------------------------------------------------
-
-
 def summands(group: Group, ranks: Sequence[int], count: int) -> torch.Tensor:
     """Return the sum of what these ranks add, float32; exact for up to 90,000 of them."""
     constant, slope = sum(rank % 61 for rank in ranks), sum(rank % 5 for rank in ranks)
-    return (constant + group.numbers(count) % 31 * slope).float()
+    return (constant + torch.arange(count, device=group.device) % 31 * slope).float()
 
 
-#: What was got, and what it must be; by rows, one for each sender, if parts of all were put together.
+#: Numbers that were got, and the right ones; by rows, one for each sender, if parts of all were put together.
 Result = tuple[torch.Tensor, torch.Tensor]
 
 
 def _sum(group: Group, count: int) -> Result:
-    got = summands(group, [group.own], count)
+    got = summands(group, [group.ranks[group.place]], count)
     dist.all_reduce(got, group=group.handle)
     return got, summands(group, group.ranks, count)
 
 
 def _max(group: Group, count: int) -> Result:
     others = len(group.ranks)
-    got = ((group.numbers(count) + group.place) % others).float()  # of each number another one has the greatest
+    got = ((torch.arange(count, device=group.device) + group.place) % others).float()  # each has the greatest of some
     dist.all_reduce(got, dist.ReduceOp.MAX, group=group.handle)
     return got, torch.full_like(got, others - 1)
 
 
 def _reduce_scatter(group: Group, count: int) -> Result:
     part = group.part(count)
-    got = torch.empty(part, device=group.device)
-    total = part * len(group.ranks)
-    reduce_scatter(got, summands(group, [group.own], total), group=group.handle)
+    got, total = torch.empty(part, device=group.device), part * len(group.ranks)
+    reduce_scatter(got, summands(group, [group.ranks[group.place]], total), group=group.handle)
     return got, summands(group, group.ranks, total)[group.place * part : (group.place + 1) * part]
 
 
 def _all_gather(group: Group, count: int) -> Result:
-    part = group.part(count)
-    got = torch.full((len(group.ranks) * part,), -1.0, device=group.device)
-    all_gather(got, moved(group.own, part, group.device), group=group.handle)
-    return got.view(-1, part), moved(group.column(group.ranks), part, group.device)
+    part, ranks = group.part(count), torch.tensor(group.ranks, device=group.device)
+    got = torch.full((len(ranks) * part,), -1.0, device=group.device)
+    all_gather(got, moved(group.ranks[group.place], part, group.device), group=group.handle)
+    return got.view(-1, part), moved(ranks[:, None], part, group.device)
 
 
 def _all_to_all(group: Group, count: int) -> Result:
-    part = group.part(count)
-    given = moved(group.own, part, group.device, group.column(range(len(group.ranks))))
+    part, ranks = group.part(count), torch.tensor(group.ranks, device=group.device)
+    places = torch.arange(len(ranks), device=group.device)[:, None]
+    given = moved(group.ranks[group.place], part, group.device, places)
     got = torch.full_like(given, -1.0)
     dist.all_to_all_single(got, given, group=group.handle)
-    return got, moved(group.column(group.ranks), part, group.device, group.place)
+    return got, moved(ranks[:, None], part, group.device, group.place)
 
 
 def _broadcast(group: Group, count: int, root: int) -> Result:
-    sender = group.ranks[root]
-    got = moved(sender, count, group.device) if sender == group.own else torch.full((count,), -1.0, device=group.device)
+    right = moved(group.ranks[root], count, group.device)
+    got = right.clone() if root == group.place else torch.full((count,), -1.0, device=group.device)
     dist.broadcast(got, group=group.handle, group_src=root)
-    return got, moved(sender, count, group.device)
+    return got[None], right[None]
 
 
-#: By name: the operation, and the place of the one sender (None: all of them; sums have none that could be told).
-CHECKS: dict[str, Callable[[Group, int], Result]] = {
-    "all_reduce (sum)": _sum,
-    "all_reduce (max)": _max,
-    "reduce_scatter": _reduce_scatter,
-    "all_gather": _all_gather,
-    "all_to_all": _all_to_all,
-    "broadcast of the first": lambda group, count: _broadcast(group, count, 0),
-    "broadcast of the last": lambda group, count: _broadcast(group, count, len(group.ranks) - 1),
-}
+def operations(group: Group) -> dict[str, tuple[Callable[[Group, int], Result], Sequence[int]]]:
+    """Return the operations by name, each with the senders of its rows; sums have none that could be told."""
+    last = len(group.ranks) - 1
+    found: dict[str, tuple[Callable[[Group, int], Result], Sequence[int]]] = {
+        "all_reduce (sum)": (_sum, ()),
+        "all_reduce (max)": (_max, ()),
+        "reduce_scatter": (_reduce_scatter, ()),
+        "all_gather": (_all_gather, group.ranks),
+        "broadcast of the first": (lambda group, count: _broadcast(group, count, 0), group.ranks[:1]),
+        "broadcast of the last": (lambda group, count: _broadcast(group, count, last), group.ranks[-1:]),
+    }
+    return found | ({"all_to_all": (_all_to_all, group.ranks)} if last < EACH_TO_EACH else {})
 
 
 def groups(world: World) -> list[Group]:
@@ -298,57 +260,24 @@ def groups(world: World) -> list[Group]:
 def collected(group: Group) -> list[Wrong]:
     """Do each collective operation over a group, with few numbers and many; return what is wrong."""
     wrong = []
-    for name, check in CHECKS.items():
-        if name == "all_to_all" and len(group.ranks) > EACH_TO_EACH:
-            continue
+    for name, (operation, senders) in operations(group).items():
         for count in (FEW, MANY):
             ranges.advance(ranges.REHEARSAL)
-            got, expected = check(group, count)
-            if not (example := differ(got, expected)):
-                continue
-            senders: tuple[int, ...] = ()
-            if name.startswith("broadcast"):
-                senders = (group.ranks[0 if name.endswith("first") else -1],)
-            elif got.dim() > 1:
-                rows = (got != expected).any(dim=1).nonzero().flatten().tolist()
-                senders = tuple(group.ranks[row] for row in rows)
-            what = f"{name} of {count:,} numbers over {group.name}"
-            wrong.append(Wrong(what, name, group.ranks, senders, example))
+            got, expected = operation(group, count)
+            if example := differ(got, expected):
+                rows = (got != expected).any(dim=1).nonzero().flatten().tolist() if senders else []
+                what = f"{name} of {count:,} numbers over {group.name}"
+                wrong.append(Wrong(what, group.ranks, tuple(senders[row] for row in rows), example))
     return wrong
 
 
 # ---- whose fault -------------------------------------------------------------------------------------
 
 
-_turns = itertools.count()
-
-
-class Told:
-    """What each rank has found, told through the store where they met: what they exchange otherwise may be wrong."""
-
-    def __init__(self, world: World) -> None:
-        self.world, self.store = world, connect("self-test")
-
-    def all(self, found: Sequence[Any]) -> list[list[Any]]:
-        """Return what every rank found, by rank, as JSON has it; all call this, as often as each other."""
-        size, store = self.world.size, prefixed(self.store, str(next(_turns)))
-        store.set(f"found/{self.world.rank}", json.dumps(found))
-        store.add("some", len(found))
-        if store.add("told", 1) == size:
-            store.set("all", "")
-        store.wait(["all"], TIMEOUT)
-        if not store.add("some", 0):
-            return [[]] * size
-        return [json.loads(text) for text in store.multi_get([f"found/{rank}" for rank in range(size)])]
-
-
-def verdict(world: World, places: Sequence[Place], reports: Sequence[Sequence[Wrong]], told: Told) -> str:
-    """Return who sends or gets wrong values, from what each rank saw; all ranks ask together."""
+def verdict(places: Sequence[Place], reports: Sequence[Sequence[Wrong]]) -> str:
+    """Return who sends or gets wrong values, from what each rank saw."""
     seen, first = next((rank, report[0]) for rank, report in enumerate(reports) if report)
     culprits, words = at_fault(reports)
-    if not culprits:
-        culprits = halved(world, next(wrong for report in reports for wrong in report), told)
-        words = "sums are wrong with {}" + " together, and not with some of them alone" * (len(culprits) > 1)
     hosts = sorted({places[rank].host for rank in culprits})
     names = ", ".join(named(rank, places) for rank in culprits[:SHOWN]) + ", …" * (len(culprits) > SHOWN)
     return (
@@ -360,53 +289,22 @@ def verdict(world: World, places: Sequence[Place], reports: Sequence[Sequence[Wr
 
 
 def at_fault(reports: Sequence[Sequence[Wrong]]) -> tuple[list[int], str]:
-    """Return the ranks that explain what each rank saw, and in words what they do; none if only all sums are wrong.
+    """Return the ranks most often at the ends of wrong messages, or in groups whose sums are wrong, and that in words.
 
     What two ranks sent each other comes first: in collective operations a third one may have passed it on.
     """
     every = [(rank, wrong) for rank, report in enumerate(reports) for wrong in report]
-    for seen in ([(rank, wrong) for rank, wrong in every if not wrong.check], every):
-        if arrived := {(sender, rank) for rank, wrong in seen for sender in wrong.senders}:
-            return _fewest(arrived)
+    direct = [(rank, wrong) for rank, wrong in every if wrong.pair]
+    messages = {(sender, rank) for rank, wrong in direct or every for sender in wrong.senders}
+    if messages:
+        ends = Counter(rank for message in messages for rank in {*message})
+        most = [rank for rank, count in ends.items() if count == max(ends.values())]
+        return sorted(most), f"{{}} at an end of {max(ends.values())} of {len(messages)} wrong messages"
     saw: dict[tuple[str, tuple[int, ...]], list[int]] = {}
     for rank, wrong in every:
         saw.setdefault((wrong.what, wrong.ranks), []).append(rank)
-    few = [own for (_, ranks), own in saw.items() if 2 * len(own) <= len(ranks)]
-    return (few[0], "the sums that {} got are wrong, those of the others right") if few else ([], "")
-
-
-def _fewest(arrived: set[tuple[int, int]]) -> tuple[list[int], str]:
-    """Return ranks of which each wrong message, from one rank to another, has one at its ends: by turns the likeliest.
-
-    That is who has most of the messages that are left, or else sent most.
-    """
-    left, found, sent = set(arrived), list[int](), list[bool]()
-    while left:
-        ends = Counter(rank for message in left for rank in set(message))
-        senders = Counter(sender for sender, _ in left)
-        worst = max(ends, key=lambda rank: (ends[rank], senders[rank], -rank))
-        found.append(worst)
-        sent.append(2 * senders[worst] >= ends[worst])
-        left = {message for message in left if worst not in message}
-    others = {rank for message in arrived for rank in message} - set(found)
-    what = "what {} sent is wrong" if all(sent) else "what {} got is wrong" if not any(sent) else "between {}"
-    return sorted(found), f"{what}, seen with {len(others)} other process" + "es" * (len(others) != 1)
-
-
-def halved(world: World, wrong: Wrong, told: Told) -> list[int]:
-    """Return the fewest ranks that get wrong sums among themselves, by halves of those who did; all ranks call this."""
-    suspects = list(wrong.ranks)
-    while len(suspects) > 1:
-        faulty = []
-        for half in suspects[: len(suspects) // 2], suspects[len(suspects) // 2 :]:
-            ranges.advance(ranges.REHEARSAL)
-            handle, examples = dist.new_group(half), list[str]()
-            if world.rank in half:
-                group = Group("half", handle, tuple(half), half.index(world.rank), world.device)
-                examples = [differ(*CHECKS[wrong.check](group, count)) for count in (FEW, MANY)]
-            if any(told.all([example for example in examples if example])):
-                faulty.append(half)
-        if len(faulty) != 1:
-            break
-        suspects = faulty[0]
-    return suspects
+    if few := [own for (_, ranks), own in saw.items() if 2 * len(own) <= len(ranks)]:
+        return few[0], "the sums that {} got are wrong, those of the others right"
+    within = Counter(rank for ranks in {ranks for _, ranks in saw} for rank in ranks)
+    most = [rank for rank, count in within.items() if count == max(within.values())]
+    return sorted(most), "sums are wrong with {}" + " together, one of which adds wrong numbers" * (len(most) > 1)

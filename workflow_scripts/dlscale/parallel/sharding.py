@@ -1,4 +1,4 @@
-"""What a study says of how devices may share its model: a few names, for those who know how (no PyTorch here)."""
+"""Names in a study's model by which devices may share it (no PyTorch here)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Sharding:
-    """How devices share a study's model: names of its modules, in which `*` stands for one part of a name.
+    """Names of modules in a study's model, by which devices share it; `*` stands for one part of a name.
 
     `units` are for FSDP; the rest is for models of tokens [B, N, E], which tensor- and context-parallel devices share
     between `first` and `last`. There they divide the tokens; `gather` sees those of all tensor-parallel devices, each
@@ -17,8 +17,8 @@ class Sharding:
 
     units: Sequence[str] = ()  #: The modules whose weights are put together at once.
     tokens: int = 0  #: N.
-    first: str = ""  #: What leaves all tokens.
-    last: str = ""  #: What computes an output of each token; what follows sees the outputs of all.
+    first: str = ""  #: Module that leaves all tokens.
+    last: str = ""  #: Module that computes an output of each token; all that follows sees the outputs of all.
     gather: Sequence[str] = ()  #: Modules with `columns` and `rows` in them: their input is that of all tokens.
     columns: Sequence[str] = ()  #: Linear layers of which each device computes a part of the outputs.
     rows: Sequence[str] = ()  #: Linear layers that each take this part as input; their outputs are summed.

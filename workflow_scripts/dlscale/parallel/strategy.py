@@ -1,10 +1,10 @@
-"""How devices that see different samples train one model: each kind of `parallel` is a strategy."""
+"""Strategies by which devices that see different samples train one model: one for each kind of `parallel`."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -24,44 +24,46 @@ from dlscale.parallel.world import World
 #: PyTorch's own (`torch.nn.parallel.distributed._DEFAULT_BUCKET_CAP_MB`).
 BUCKET_MB = 25
 
-#: What tells `DistributedDataParallel` to broadcast buffers, by the older name where PyTorch has no other.
+#: Option of `DistributedDataParallel` to broadcast buffers, by the older name where PyTorch has no other.
 BUFFERS = (
     "forward_sync_buffers"
     if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
     else "broadcast_buffers"
 )
 
-#: What averages a bucket of gradients, as `DistributedDataParallel.register_comm_hook` takes it.
+#: Averages a bucket of gradients, as `DistributedDataParallel.register_comm_hook` takes it.
 CommHook = Callable[[Any, Any], Any]
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class Strategy:
-    """One device alone. Others are derived from it; `wrap` comes first."""
+    """One device alone. Others are derived from it; `wrap` comes first.
+
+    Attributes
+    ----------
+    exchanges
+        Whether gradients are exchanged while they are computed.
+    gathers
+        Whether ranks of different samples wait for each other in a forward pass.
+    wrapped
+        The network, or what wraps it: what training calls.
+    """
+
+    exchanges = gathers = False
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self.wrapped: nn.Module = nn.Identity()  #: the network, or what wraps it: what training calls
+        self.wrapped: nn.Module = nn.Identity()
 
     def wrap(self, network: Any, sharding: Sharding, stream: Callable[[], AbstractContextManager[object]]) -> None:
         """Take a network, whose model it may change in place; hooks of its backward pass are made in `stream`."""
         self.wrapped = network
 
     def predict(self, network: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Return what predicts, given inputs."""
+        """Return the function that predicts from inputs."""
         predict: Callable[[torch.Tensor], torch.Tensor] = network.predict
         return predict
-
-    @property
-    def exchanges(self) -> bool:
-        """Whether gradients are exchanged while they are computed."""
-        return False
-
-    @property
-    def gathers(self) -> bool:
-        """Whether ranks of different samples wait for each other in a forward pass."""
-        return False
 
     def accumulating(self) -> AbstractContextManager[object]:
         """Return the context of a backward pass whose gradients are only added up: another one will exchange them."""
@@ -78,6 +80,7 @@ class Strategy:
 class Replicated(Strategy):
     """`DistributedDataParallel`."""
 
+    exchanges = True
     wrapped: DistributedDataParallel
 
     def __init__(self, world: World, settings: DDP) -> None:
@@ -109,10 +112,6 @@ class Replicated(Strategy):
         if settings.compression != "none":
             self._register()
 
-    @property
-    def exchanges(self) -> bool:
-        return True
-
     def accumulating(self) -> AbstractContextManager[object]:
         return self.wrapped.no_sync()
 
@@ -131,6 +130,8 @@ class Replicated(Strategy):
 
 class Sharded(Strategy):
     """`fully_shard` (FSDP2)."""
+
+    exchanges = gathers = True
 
     def __init__(self, world: World, settings: FSDP) -> None:
         super().__init__(world)
@@ -157,9 +158,12 @@ class Sharded(Strategy):
             ),
             "offload_policy": CPUOffloadPolicy() if settings.cpu_offload else OffloadPolicy(),
         }
-        units = list(named(network.model, sharding.units).values())
-        _check_tied(network.model, units)
-        for module in units:
+        if shared := tied(network.model):
+            raise UserError(
+                f"parallel.kind fsdp: the model has one tensor as {' and '.join(shared[0])}, and devices that share "
+                "weights would make several of it; use parallel.kind ddp"
+            )
+        for module in named(network.model, sharding.units).values():
             fully_shard(module, reshard_after_forward=settings.reshard, **options)
         self._root = fully_shard(network.model, reshard_after_forward=False, **options)
         if self.world.device.type == "cpu":  # gloo has no mean
@@ -168,48 +172,13 @@ class Sharded(Strategy):
                     module.set_force_sum_reduction_for_comms(True)
         self.wrapped = network
 
-    @property
-    def exchanges(self) -> bool:
-        return True
-
-    @property
-    def gathers(self) -> bool:
-        return True
-
-    def accumulating(self) -> AbstractContextManager[object]:
-        return _Switched(self._root.set_requires_gradient_sync)
-
-
-def _check_tied(model: nn.Module, units: Iterable[nn.Module]) -> None:
-    """Refuse a tensor that modules of several units have in common: each unit would make its own of it."""
-    modules = dict(model.named_modules(remove_duplicate=False))
-    units = set(units)
-
-    def unit(name: str) -> nn.Module:
-        while "." in name:
-            name = name.rpartition(".")[0]
-            if modules[name] in units:
-                return modules[name]
-        return model
-
-    for names in tied(model):
-        if len({unit(name) for name in names}) > 1:
-            raise UserError(
-                f"parallel.kind fsdp: the model has one tensor as {' and '.join(names)}, which are in different units; "
-                "modules that share a weight have to be gathered at once: name one unit (`units` of the study's "
-                "sharding) that holds them all, or none of them; or use parallel.kind ddp"
-            )
-
-
-class _Switched(AbstractContextManager[None]):
-    def __init__(self, switch: Callable[[bool], None]) -> None:
-        self._switch = switch
-
-    def __enter__(self) -> None:
-        self._switch(False)
-
-    def __exit__(self, *details: object) -> None:
-        self._switch(True)
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        self._root.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            self._root.set_requires_gradient_sync(True)
 
 
 class Copied(nn.Module):
@@ -224,12 +193,12 @@ class Copied(nn.Module):
         return self.copies(x, y).mean()
 
     def predict(self, x: torch.Tensor) -> torch.Tensor:
-        """Return what `Network.predict` returns."""
+        """Return the prediction, as `Network.predict` does."""
         return self.copies(x)
 
 
 class _Each(nn.Module):
-    """What is copied: returns the loss of each sample, or without targets the prediction."""
+    """The module that is copied: returns the loss of each sample, or without targets the prediction."""
 
     def __init__(self, network: Any) -> None:
         super().__init__()

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dlscale.core import ending
+from dlscale.core import machine
 from dlscale.core.files import read_json, write_json
 from dlscale.core.progress import SUFFIX, Doing
 from dlscale.core.text import duration, many, number, percent
@@ -201,7 +201,7 @@ def _begin(parent: int) -> None:
     When the parent ends before, by a lost terminal say, Snakemake is asked to end: it finishes what runs.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    ending.with_parent(parent, signal.SIGTERM)
+    machine.with_parent(parent, signal.SIGTERM)
 
 
 def _look(progress: Progress, told: Path, said: deque[str], screen: _Lines | _Terminal) -> None:

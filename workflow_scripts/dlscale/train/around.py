@@ -1,4 +1,4 @@
-"""What stands around every stage of a run: its processes meet, test what they exchange, and find their data whole."""
+"""The context of every stage of a run: processes meet and test their exchanges, data are verified."""
 
 from __future__ import annotations
 

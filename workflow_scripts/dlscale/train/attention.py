@@ -52,19 +52,15 @@ def attention_context(
         kind = agreed(min(times, key=times.__getitem__))
         shown = ", ".join(f"{name} {1e3 * seconds:.2f} ms" for name, seconds in sorted(times.items()))
         logging.info("attention %s for %s, %s: %s", kind, "x".join(map(str, shape)), dtype, shown)
-        return _chosen(kind)
-    try:
-        _seconds(kind, shape, dropout, dtype, device)
-    except (RuntimeError, ImportError):
-        usable = trial(shape, dropout, dtype, device, repeats=1)
-        raise UserError(
-            f"attention: {kind} cannot compute {dtype} with {shape[2]} tokens of {shape[3]} on {device.type}; "
-            f"use default, auto or one of: {', '.join(usable)}"
-        ) from None
-    return _chosen(kind)
-
-
-def _chosen(kind: str) -> Context:
+    else:
+        try:
+            _seconds(kind, shape, dropout, dtype, device)
+        except (RuntimeError, ImportError):
+            usable = trial(shape, dropout, dtype, device, repeats=1)
+            raise UserError(
+                f"attention: {kind} cannot compute {dtype} with {shape[2]} tokens of {shape[3]} on {device.type}; "
+                f"use default, auto or one of: {', '.join(usable)}"
+            ) from None
     if kind == "fa3":  # to register it takes longer than a step: once, for the whole process
         from torch.nn.attention import activate_flash_attention_impl
 

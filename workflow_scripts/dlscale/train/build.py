@@ -33,7 +33,7 @@ from dlscale.train.attention import Context, attention_context
 from dlscale.train.graph import CudaBackend
 from dlscale.train.optimizer import build_optimizer
 from dlscale.train.precision import Weights, compute_dtype, convert, set_matmul_precision
-from dlscale.train.selfcheck import check_layers, check_operations
+from dlscale.train.selfcheck import check_operations
 from dlscale.train.step import Network, Step
 
 
@@ -159,7 +159,7 @@ def open_samples(run: RunCore, manifest: Manifest, split: str) -> Samples:
 
 @dataclass(frozen=True)
 class Session:
-    """What a stage of a run works with."""
+    """The parts of a run that a stage works with."""
 
     run: RunCore
     manifest: Manifest
@@ -240,9 +240,4 @@ def open_session(
         check_operations(dtype, world.device, last, step.attention, width, study.operations)
     if world.data_rank:  # the same weights everywhere, but each its own drop-out
         torch.manual_seed(random_seed(run.seed, world.data_rank))
-    session = Session(run, data, world, study, step)
-    if dtype != torch.float32 and world.device.type == "cuda":
-        spec = session.samples("train").input_spec
-        if spec.dtype == "float32":
-            check_layers(step.model, step.network.predict, (run.local_batch_size, *spec.shape), world.device)
-    return session
+    return Session(run, data, world, study, step)

@@ -11,15 +11,16 @@ are safetensors: to read one executes nothing.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
 import math
 import shutil
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -43,7 +44,7 @@ from dlscale.core.record import Number, Record
 from dlscale.parallel.pieces import Piece
 from dlscale.parallel.world import BESIDE, World
 
-#: What a checkpoint holds: tensors by name, and of each what this device has of it.
+#: Content of a checkpoint: this device's piece of each tensor, by name.
 State = dict[str, Piece]
 
 # It is said at every checkpoint of a run of one process, which is no mistake.
@@ -71,7 +72,7 @@ class CheckpointRecord(Record):
     loss_sums: list[Number] = [0.0]  #: of the epoch under way: sum of the losses on each rank of different samples
     seconds: float = 0.0  #: time spent on its steps in all tries
     wall_time: float = 0.0  #: when its steps were done, seconds since 1970-01-01 UTC; 0 while they are not
-    #: What decides times and no weight (`train.NOT_FINGERPRINTED`); None if it changed in the epoch.
+    #: Settings that decide times and no weight (`train.NOT_FINGERPRINTED`); None if they changed in the epoch.
     made_with: dict[str, Any] | None = {}
     untrained: Untrained | None = None  #: what was before the first step, while the first epoch is under way
     places: Places = Places()
@@ -79,22 +80,6 @@ class CheckpointRecord(Record):
     best: bool | None = None  #: whether the best weights are in it, too; None: they are the weights
     files: dict[str, str] = {}  #: SHA-256 of each other file
     run: str = ""  #: the folder that it was written to, which is called after the training's fingerprint
-    own: str = ""  #: SHA-256 of all this
-
-    def write(self, path: str | Path) -> None:
-        """Write the record with its digest."""
-        super(CheckpointRecord, self.model_copy(update={"own": self._digest()})).write(path)
-
-    @classmethod
-    def read(cls, path: str | Path) -> Self:
-        """Read what `write` wrote; anything else is a `UserError`."""
-        record = super().read(path)
-        if record.own != record._digest():
-            raise UserError(f"{path}: not as it was written")
-        return record
-
-    def _digest(self) -> str:
-        return hashlib.sha256(self.model_copy(update={"own": ""}).text().encode()).hexdigest()
 
     def loss_sum(self, rank: int, ranks: int) -> float:
         """Return the sum with which a rank goes on; with another number of ranks the first has the sum of all."""
@@ -111,10 +96,12 @@ class Checkpoints:
 
     def __init__(self, folder: Path, keep: int, world: World | None = None) -> None:
         self.folder, self.keep, self._world = folder, keep, world or World()
-        #: What is exchanged while a training goes on must not get between what it exchanges.
-        self._group = dist.new_group(backend="gloo", group_desc=BESIDE) if self._world.size > 1 else None
-        self._writer: _Writer | None = None
-        self._sound = set[int]()  #: steps that were not read, but through no fault of theirs
+        # What is exchanged while a training goes on must not get between what it exchanges.
+        group = dist.new_group(backend="gloo", group_desc=BESIDE) if self._world.size > 1 else None
+        self._beside = replace(self._world, control=group)
+        self._saving = Future[None]()
+        self._saving.set_result(None)
+        self._until: int | None = None  #: steps after this one are those of a longer training
         if self._world.main:
             folder.mkdir(parents=True, exist_ok=True)
 
@@ -151,21 +138,27 @@ class Checkpoints:
         with ranges.part(ranges.SAVING, ranges.BETWEEN):
             self.wait()
             copies = {name: piece.copy("cpu") for name, piece in state.items()}
-            self._writer = _Writer(lambda: self._write(record, copies))
+            self._saving = Future()
+            threading.Thread(target=self._save, args=(self._saving, record, copies), daemon=True).start()
 
     def wait(self) -> None:
         """Wait until the last save is done; what went wrong with it is raised."""
-        writer, self._writer = self._writer, None
         with ranges.part(ranges.SAVING, ranges.BETWEEN):
-            if writer:
-                writer.wait()
+            self._saving.result()
+
+    def _save(self, saving: Future[None], record: CheckpointRecord, state: State) -> None:
+        try:
+            self._write(record, state)
+            saving.set_result(None)
+        except BaseException as error:
+            saving.set_exception(error)
 
     def _write(self, record: CheckpointRecord, state: State) -> None:
         path, main = self._path(record.step), self._world.main
         with whole(path) if main else contextlib.nullcontext() as temporary:
             if temporary:
                 temporary.mkdir()
-            folder = Path(self._first(str(temporary)))
+            folder = Path(self._beside.gather(str(temporary))[0])
             writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
             # All is on the host: without this the thread would look for the stream of the first GPU, on each rank.
             writer.per_thread_copy_ahead = 0
@@ -174,14 +167,14 @@ class Checkpoints:
                     state,
                     storage_writer=writer,
                     planner=_SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
-                    process_group=self._group,
+                    process_group=self._beside.control,
                     no_dist=self._world.size == 1,
                 )
             except CheckpointException as error:
                 cause = _cause(error)
                 raise explained(cause, path) if isinstance(cause, Exception) else cause from None
             own = folder.glob(f"shard-{self._world.rank + 1:05d}-*")
-            files = self._gathered({file.name: _digest(file) for file in own})
+            files = self._beside.gather({file.name: _digest(file) for file in own})
             if main:
                 names = [name for each in files for name in each]
                 if missing := [name for name in names if not (folder / name).exists()]:
@@ -189,25 +182,11 @@ class Checkpoints:
                 digests = {name: digest for each in files for name, digest in each.items()}
                 record.model_copy(update={"files": digests, "run": self.folder.name}).write(folder / "checkpoint.json")
         if main:
-            # Later steps are what this training has left behind.
-            earlier = [step for step in self.steps() if step < record.step]
-            later = [step for step in self.steps() if step > record.step and step not in self._sound]
+            known = [step for step in self.steps() if self._until is None or step <= self._until]
+            earlier = [step for step in known if step < record.step]
+            later = [step for step in known if step > record.step]  # which this training has left behind
             for old in [*earlier[: max(0, len(earlier) + 1 - self.keep)], *later]:
                 _remove(self._path(old))
-
-    def _first(self, value: str) -> str:
-        """Return the first rank's value."""
-        values = [value]
-        if self._group:
-            dist.broadcast_object_list(values, group_src=0, group=self._group)
-        return values[0]
-
-    def _gathered(self, value: dict[str, str]) -> list[dict[str, str]]:
-        values: list[Any] = [value]
-        if self._group:
-            values = [None] * self._world.size
-            dist.all_gather_object(values, value, group=self._group)
-        return values
 
     # ---- load ------------------------------------------------------------------------------------
 
@@ -217,54 +196,49 @@ class Checkpoints:
         """Return the newest checkpoint that is as it was written; None if there is none. Nothing in it is executed.
 
         `wanted` returns pieces of what is to be read, in the memory into which it is read. Checkpoints of steps after
-        `until` are left alone. Those whose content is not what was written, or whose weights are no numbers, are
-        removed; where all that are left are of no use for another reason, such as tensors of other shapes or a file
-        system that fails, it is a `UserError`.
+        `until` are left alone, and so are those whose content is not what was written.
+        Where one is of no use for another reason, such as tensors of other shapes or a file system that fails, and no
+        earlier one can be used, it is a `UserError`.
         """
         known = self._world.gather(self.steps())
         if any(steps != known[0] for steps in known):
             raise UserError(f"{self.folder}: not all of the {self._world.size} processes see the same files; {SHARED}")
-        self._sound |= {step for step in known[0] if until is not None and step > until}
-        useless = ""
+        self._until, useless = until, ""
         for step in reversed([step for step in known[0] if until is None or step <= until]):
-            path, problem, found = self._path(step), "", None
-            checked = damaged = misfit = False
-            try:
-                record = CheckpointRecord.read(path / "checkpoint.json")
-                _check(path, list(record.files.items()), self._world.rank, self._world.size)
-                checked = True
-                if (record.run or self.folder.name, record.step) != (self.folder.name, step):
-                    raise Misfit(f"it is of another training, {record.run}, or of another step, {record.step}")
-                found = record, wanted(record)
-                fill(path, found[1])
-                _check_numbers(found[1])
-            except (Exception, CheckpointException) as error:  # whatever its content leads to: there is an earlier one
-                cause = _cause(error)
-                # That a file cannot be opened or read now, or memory is short, says nothing of its content.
-                unsound = not checked and isinstance(cause, (UserError, FileNotFoundError))
-                damaged = unsound or isinstance(cause, _NoNumbers)
-                misfit = isinstance(cause, Misfit)
-                problem = f"{type(cause).__name__}: {cause}".splitlines()[0]
-            problems = [each for each in self._world.gather(problem) if each]
-            if not problems:
+            found, problem, damaged = self._read(step, wanted)
+            told = self._world.gather((problem, damaged))
+            if not any(problem for problem, _ in told):
                 return found
-            torn, foreign = any(self._world.gather(damaged)), any(self._world.gather(misfit))
-            logging.warning("%s: not used (%s); trying an earlier one", path, problems[0])
-            if not torn:  # memory may have run out, a file system may have failed: the next try may go well
-                self._sound.add(step)
-                why = f"{problems[0]}; no earlier one can be used, and nothing says that it is damaged; try again, or"
-                if foreign:  # the code that wrote it and this do not agree
-                    why = (
-                        f"the checkpoint is as it was written, but this training cannot go on from it ({problems[0]}), "
-                        "nor from an earlier one;"
-                    )
-                useless = useless or f"{path}: {why} remove the folder to begin anew"
-            elif self._world.main:  # so that it does not count among those to keep
-                _remove(path)
-            self._world.barrier()
+            problem = next(problem for problem, _ in told if problem)
+            logging.warning("%s: not used (%s); trying an earlier one", self._path(step), problem)
+            if not any(damaged for _, damaged in told):  # the next try, or the code that wrote it, may go well
+                useless = useless or (
+                    f"{self._path(step)}: this training cannot go on from it ({problem}), nor from an earlier one, and "
+                    "nothing says that it is damaged; try again, or remove the folder to begin anew"
+                )
         if useless:
             raise UserError(useless)
         return None
+
+    def _read(
+        self, step: int, wanted: Callable[[CheckpointRecord], State]
+    ) -> tuple[tuple[CheckpointRecord, State] | None, str, bool]:
+        """Return a checkpoint, or what is wrong with it, and whether its content is at fault."""
+        path, checked = self._path(step), False
+        try:
+            record = CheckpointRecord.read(path / "checkpoint.json")
+            _check(path, list(record.files.items()), self._world.rank, self._world.size)
+            checked = True
+            if (record.run or self.folder.name, record.step) != (self.folder.name, step):
+                raise Misfit(f"it is of another training, {record.run}, or of another step, {record.step}")
+            state = wanted(record)
+            fill(path, state)
+        except (Exception, CheckpointException) as error:  # whatever its content leads to: there is an earlier one
+            cause = _cause(error)
+            # That a file cannot be opened or read now, or memory is short, says nothing of its content.
+            damaged = not checked and isinstance(cause, (UserError, FileNotFoundError))
+            return None, f"{type(cause).__name__}: {cause}".splitlines()[0], damaged
+        return (record, state), "", False
 
 
 def _digest(file: Path) -> str:
@@ -283,17 +257,6 @@ def _check(path: Path, files: Sequence[tuple[str, str]], first: int = 0, step: i
             raise UserError(f"{path / name}: not as it was written")
 
 
-class _NoNumbers(ValueError):
-    """Weights of a checkpoint are no numbers."""
-
-
-def _check_numbers(state: State) -> None:
-    """Refuse weights that are no numbers, from which no training comes back."""
-    for name, piece in state.items():
-        if name.startswith("model.") and piece.tensor.is_floating_point() and piece.tensor.isnan().any():
-            raise _NoNumbers(f"{name}: not a number (NaN)")
-
-
 def _remove(path: Path) -> None:
     """Remove a folder, or a link to one and not what it leads to."""
     if path.is_symlink():
@@ -306,29 +269,8 @@ SHARED = "all nodes need the same file system"
 
 
 def _cause(error: BaseException) -> BaseException:
-    """Return what DCP tells of as the failure of a rank, or the error itself."""
+    """Return the failure of a rank in an error of DCP, or the error itself."""
     return next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
-
-
-class _Writer:
-    """A thread that does one thing; who waits for it gets its exception."""
-
-    def __init__(self, write: Callable[[], None]) -> None:
-        self._write = write
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            self._write()
-        except BaseException as error:
-            self._error = error
-
-    def wait(self) -> None:
-        self._thread.join()
-        if self._error:
-            raise self._error
 
 
 class _SavePlanner(DefaultSavePlanner):

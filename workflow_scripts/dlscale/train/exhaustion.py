@@ -1,11 +1,10 @@
-"""What to do when memory is not enough: an allocation that fails ends as one message, with settings that would fit."""
+"""Advice where memory is not enough: an allocation that fails ends as one message, with settings that would fit."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import gc
-import itertools
 import logging
 import re
 import traceback
@@ -47,22 +46,15 @@ PLACES = {
 #: Where the code lies that loads data: ours and PyTorch's.
 LOADING = tuple(str(Path(module.__file__).parent) for module in (loaders, torch.utils.data) if module.__file__)
 
-#: What those say of too little memory that have no exception of their own for it.
+#: Words of libraries that have no exception of their own for too little memory.
 _TEXTS = (
     r"out of memory"  # CUDA's errors, and NCCL's, which quote them
     r"|_ALLOC_FAILED|_ALLOCATION_FAILED"  # statuses of cuBLAS, cuDNN, cuFFT, cuSOLVER, cuSPARSE
     r"|can't allocate memory|std::bad_alloc"  # of a CPU
 )
 
-#: What PyTorch's DataLoader says where a process of it is no more; a signal of its own, such as of a crash, it names.
+#: Words of PyTorch's DataLoader where a process of it was killed; other signals it names.
 _KILLED = r"DataLoader worker \(pid.*\) (is killed by signal: Killed|exited unexpectedly(?! with))"
-
-_ASKED = (
-    r"tried to allocate (\d+) bytes",  # PyTorch's allocator of a CPU
-    r"Tried to allocate ([\d.]+) (\w+)",  # PyTorch's allocator of CUDA memory
-    r"Unable to allocate ([\d.]+) (\w+)",  # NumPy
-)
-_UNITS = {"bytes": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
 @contextlib.contextmanager
@@ -88,11 +80,14 @@ def explained(run: RunCore, manifest: str | Path, world: World) -> Iterator[None
 
 def is_exhaustion(error: BaseException) -> bool:
     """Whether an exception says that there is not enough memory."""
-    return any(
-        isinstance(each, torch.OutOfMemoryError | MemoryError)
-        or (isinstance(each, OSError) and each.errno == errno.ENOMEM)
-        or re.search(_TEXTS, str(each)) is not None
-        for each in chain(error)
+    return any(map(_says, chain(error)))
+
+
+def _says(error: BaseException) -> bool:
+    return (
+        isinstance(error, torch.OutOfMemoryError | MemoryError)
+        or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
+        or re.search(_TEXTS, str(error)) is not None
     )
 
 
@@ -110,19 +105,19 @@ def chain(error: BaseException) -> list[BaseException]:
 
 
 def message(error: BaseException, run: RunCore, manifest: Path, world: World, free: int) -> str:
-    """Return how much was asked for and is there, where, and which settings would fit.
+    """Return where memory was asked for, how much is there, and which settings would fit.
 
     `free` are the bytes that this process could take on its device when it began.
     """
-    where, asked = place(error), asked_for(error)
+    where, cause = place(error), next(filter(_says, chain(error)))
+    said = brief(cause) or type(cause).__name__
     # What the failed step still holds is not wanted any more.
     for each in chain(error):
         traceback.clear_frames(each.__traceback__)
     gc.collect()
     device = f"the {'GPU' if world.device.type == 'cuda' else 'machine'} has {size(total(world.device))}"
     rank = f" (rank {world.rank} of {world.size})" if world.size > 1 else ""
-    more = f": {size(asked)} more were asked for" if asked else ""
-    text = f"out of memory in {where}{rank}{more}; {device}, and {size(free)} were free for this process"
+    text = f"out of memory in {where}{rank}: {said}; {device}, and {size(free)} were free for this process"
     try:
         data = Manifest.read(manifest)
         needed = predict(run, data, world.device).peak or 0
@@ -132,9 +127,8 @@ def message(error: BaseException, run: RunCore, manifest: Path, world: World, fr
     except Exception as failure:  # a model may do what fake tensors cannot follow
         logging.info("memory cannot be predicted: %s: %s", type(failure).__name__, brief(failure))
         return f"{text}; try a smaller batch_size, or accumulation_steps"
-    text += f"; a step of {run.batch_size} samples is predicted to take {size(needed)}"
-    if world.size > 1:
-        text += " on each device"
+    each_ = " on each device" if world.size > 1 else ""
+    text += f"; a step of {run.batch_size} samples is predicted to take {size(needed)}{each_}"
     if not fitting:
         return f"{text}; no smaller batch fits either: choose a smaller model, or a device with more memory"
     return f"{text}; predicted to fit: " + ", or ".join(f"{shown(over)} ({size(bytes_)})" for over, bytes_ in fitting)
@@ -146,36 +140,22 @@ def alternatives(run: RunCore, manifest: Manifest, world: World, limit: float) -
     The cheapest come first: the parts of a batch cost little; to compute activations again costs up to a third of a
     step; a smaller batch is another training.
     """
-    parts = [2**power * run.accumulation_steps for power in range(1, run.local_batch_size.bit_length())]
-    parts = [count for count in parts if count <= run.local_batch_size]
-    found = _first(run, [{"accumulation_steps": count} for count in parts], manifest, world, limit)
-    if "activation_checkpointing" in registry.study(run.study).supports and not run.activation_checkpointing:
-        again = {"activation_checkpointing": True}
-        if found:  # worth its computation only with fewer parts
-            parts = parts[: parts.index(found[0][0]["accumulation_steps"])]
-        candidates = [again, *({**again, "accumulation_steps": count} for count in parts)]
-        found += _first(run, candidates, manifest, world, limit)
-    smaller = run.local_batch_size // 2
-    batches = []
-    while smaller >= run.accumulation_steps:
-        batches.append({"batch_size": smaller * run.geometry.dp})
-        smaller //= 2
-    return found + _first(run, batches, manifest, world, limit)
-
-
-def _first(
-    run: RunCore, candidates: list[dict[str, Any]], manifest: Manifest, world: World, limit: float
-) -> list[tuple[dict[str, Any], int]]:
-    """Return the first of the candidates that fits, if any."""
-    for over in candidates:
-        try:
-            other = type(run).model_validate({**run.model_dump(mode="json"), **over})
-        except ValidationError:  # they do not go together with the run's other settings
-            continue
-        bytes_ = predict(other, manifest, world.device).peak or 0
-        if bytes_ <= limit:
-            return [(over, bytes_)]
-    return []
+    halvings = range(1, run.local_batch_size.bit_length())
+    parts = [{"accumulation_steps": 2**n * run.accumulation_steps} for n in halvings]
+    again = [{"activation_checkpointing": True, **more} for more in ({}, *parts)]
+    if "activation_checkpointing" not in registry.study(run.study).supports or run.activation_checkpointing:
+        again = []
+    batches = [{"batch_size": (run.local_batch_size >> n) * run.geometry.dp} for n in halvings]
+    found = []
+    for candidates in (parts, again, batches):
+        for over in candidates:
+            with contextlib.suppress(ValidationError):  # they do not go together with the run's other settings
+                other = type(run).model_validate({**run.model_dump(mode="json"), **over})
+                bytes_ = predict(other, manifest, world.device).peak or 0
+                if bytes_ <= limit:
+                    found.append((over, bytes_))
+                    break
+    return found
 
 
 def shown(over: dict[str, Any]) -> str:
@@ -184,18 +164,9 @@ def shown(over: dict[str, Any]) -> str:
 
 
 def place(error: BaseException) -> str:
-    """Return what was at work when an exception was raised, as well as its traceback tells."""
+    """Return the part of a stage in which an exception was raised, by its traceback."""
     codes = [frame.f_code for each in chain(error) for frame, _ in traceback.walk_tb(each.__traceback__)]
     if found := [name for code, name in PLACES.items() if code in codes]:
         return found[0]
     loading = any(code.co_filename.startswith(LOADING) for code in codes)
     return "the loading of data" if loading else "what surrounds the steps"
-
-
-def asked_for(error: BaseException) -> int | None:
-    """Return the bytes that could not be had, where the message of the exception says it."""
-    for pattern, each in itertools.product(_ASKED, chain(error)):
-        if match := re.search(pattern, str(each)):
-            number, unit = (*match.groups(), "bytes")[:2]
-            return int(float(number) * _UNITS.get(unit, 1))
-    return None

@@ -1,7 +1,7 @@
 """A run's step on fake tensors: they have shapes, types and a device, but no memory, and cost no computation.
 
-Every operator of a step is called as in training, but computes nothing: what it would do, and what it would keep, can
-be counted before anything is done, whatever the model's size.
+Every operator of a step is called as in training, but computes nothing: its work and its memory can be counted before
+anything is done.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from dlscale.train.records import Memory, MemoryUse
 #: PyTorch's allocator of CUDA memory hands out multiples of this (c10/cuda/CUDACachingAllocator: kMinBlockSize).
 CUDA_BLOCK = 512
 
-#: What `Memory.measured` calls the end of each range of a step.
+#: Names in `Memory.measured` of the ends of ranges.
 STAGES = {"forward": "forward", "backward": "backward", "optimizer": "step"}
 
 
@@ -56,7 +56,7 @@ def predict(
 
 
 def of_run(run: RunCore, fake: FakeStep, batch: Batch) -> MemoryUse:
-    """Return what `predict` returns, of a fake step of the run, which is used up."""
+    """Return the memory of a fake step of the run, as `predict` does; the step is used up."""
     copies, shard = run.geometry.dp * run.geometry.cp, 1  # devices that average their gradients
     if isinstance(run.parallel, FSDP):
         shard = run.parallel.shard or copies

@@ -1,14 +1,12 @@
 """A whole step as a CUDA graph: recorded once, then replayed with one call from the host.
 
 `torch.cuda.graph` demands static memory for inputs, no wait for the device, and the learning rate, the optimiser's
-counters and the loss scale on the device. Some ordinary steps on a side stream come first, in which libraries choose
-their kernels and the optimiser makes its state.
+counters and the loss scale on the device. Some ordinary steps on a side stream come first: libraries choose their
+kernels, and the optimiser makes its state.
 
-Of several ranks each records its own share of the step, and NCCL's sums of gradients with it. Whether a step is
-recorded, replayed or ordinary must be the same on all ranks ("Using NCCL with CUDA Graphs" in NCCL's user guide); so it
-must not depend on what a rank alone sees. PyTorch itself lets the capture wait until NCCL's watchdog has nothing left
-to ask for, and keeps it away from what is captured (since 2.2: pytorch/pytorch pull request 110665): its handling of
-errors stays on.
+Each rank records its own share of the step, NCCL's sums of gradients included. Whether a step is recorded, replayed or
+ordinary must be the same on all ranks ("Using NCCL with CUDA Graphs" in NCCL's user guide), so it must not depend on
+what a rank alone sees. PyTorch keeps NCCL's watchdog away from the capture (pytorch/pytorch pull request 110665).
 """
 
 from __future__ import annotations

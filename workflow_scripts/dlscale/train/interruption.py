@@ -11,7 +11,7 @@ from typing import Any
 from dlscale.parallel.world import World
 from dlscale.train.loop import Request
 
-#: What each signal asks for. A warning may come long before the limit: the time that is left is used.
+#: Request of each signal. A warning may come long before the limit: the time that is left is used.
 REQUESTS = {
     signal.SIGUSR1: Request.SAVE,
     signal.SIGUSR2: Request.SAVE,

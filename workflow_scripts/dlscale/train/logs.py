@@ -1,8 +1,6 @@
-"""What a user watches while a run trains: `metrics.jsonl` and TensorBoard's event file grow epoch by epoch.
+"""The logs of a training: `metrics.jsonl` and TensorBoard's event file, which grow epoch by epoch.
 
-Within long epochs, TensorBoard shows a step's loss, and samples/s, every ten seconds.
-
-What TensorBoard calls our numbers (`quantities`):
+TensorBoard's tags of our numbers (`quantities`):
 
 - loss/train, loss/valid, valid/METRIC: also at step 0, before training, of the first batch and of all validation
   samples.
@@ -29,34 +27,29 @@ from dlscale.studies.base import PublishedLog
 
 if TYPE_CHECKING:
     import numpy as np
-    from tensorboard.compat.proto.event_pb2 import Event
 
 #: The tag of what a study draws after each epoch; a name follows.
 PICTURE = "Visualization, "
-#: What the tags of single steps begin with.
+#: Begin of the tags of single steps.
 STEPS = "steps/"
-#: What those of a training's end begin with.
-FINAL = ("valid/prediction", "_hparams_/", "final/", "best/")
 
 
 class RunLogs:
     """The logs in a run's folder `out`. They begin with what there was until `step`; all else is removed.
 
-    Of a damaged event file nothing is kept: the epochs are written again, without pictures and single steps.
+    Where TensorBoard's files are gone, the epochs are written again, without pictures and single steps.
     """
 
     def __init__(self, out: Path, history: list[Epoch], published: PublishedLog | None = None, step: int = 0) -> None:
-        self._metrics, folder = out / "metrics.jsonl", out / board.NAME
-        self._published, self._steps, self._begun = published or PublishedLog(), 0, False
-        newest = history[-1] if history else None
+        self._metrics, self._folder = out / "metrics.jsonl", out / board.NAME
+        self._published = published or PublishedLog()
         # Of thousands of epochs, to write anew what is there takes ten times as long as to begin.
-        goes_on = step > 0 and board.kept(folder, lambda event: _is_last(event, newest, step))
-        self._board = board.writer(folder, step if goes_on else -1)
+        goes_on = step > 0 and bool(board.files(self._folder))
+        self._board = board.writer(self._folder, step if goes_on else -1)
         self._metrics.unlink(missing_ok=True)
         if history:
             write_text(self._metrics, epoch_lines(history))
-        if goes_on:
-            self._steps, self._begun = newest.step if newest else 0, True
+        self._steps, self._begun = history[-1].step if history and goes_on else 0, goes_on
         for record in () if goes_on else history:
             self._epoch(record)
         self._board.flush()
@@ -109,16 +102,17 @@ class RunLogs:
         from matplotlib.image import imread
 
         pixels = imread(picture)  # drawn once: drawing takes as long as seconds of training
-        self._board.add_image("valid/prediction", pixels, record.step, walltime=record.wall_time, dataformats="HWC")
+        self._board.close()
         final = {"final/train_loss": record.train_loss, "final/valid_loss": record.valid_loss}
         plain = {key: v if isinstance(v, bool | int | float | str) else str(v) for key, v in flat(settings).items()}
-        for summary in hparams(plain, final):
-            self._board._get_file_writer().add_summary(summary, walltime=record.wall_time)
-        for name, value in final.items():
-            self._board.add_scalar(name, value, record.step, walltime=record.wall_time)
-        if best:
-            self._board.add_scalar(f"best/{best.metric}", best.value, best.step, walltime=record.wall_time)
-        self._board.close()
+        with board.last_writer(self._folder) as last:
+            last.add_image("valid/prediction", pixels, record.step, walltime=record.wall_time, dataformats="HWC")
+            for summary in hparams(plain, final):
+                last._get_file_writer().add_summary(summary, walltime=record.wall_time)
+            for name, value in final.items():
+                last.add_scalar(name, value, record.step, walltime=record.wall_time)
+            if best:
+                last.add_scalar(f"best/{best.metric}", best.value, best.step, walltime=record.wall_time)
 
 
 def quantities(record: Epoch, steps: int) -> dict[str, float]:
@@ -134,13 +128,3 @@ def quantities(record: Epoch, steps: int) -> dict[str, float]:
 
 def _validation(record: Epoch | Untrained) -> dict[str, float]:
     return {"loss/valid": record.valid_loss, **{f"valid/{name}": value for name, value in record.metrics.items()}}
-
-
-def _is_last(event: Event, newest: Epoch | None, step: int) -> bool:
-    """Whether an event is of the newest epoch, of a single step from it until `step`, or of step 0 if there is none."""
-    tags = [value.tag for value in event.summary.value]
-    if any(tag.startswith(FINAL) for tag in tags):
-        return False
-    if any(tag.startswith(STEPS) for tag in tags):
-        return (newest.step if newest else 0) <= event.step <= step
-    return bool(tags) and (event.wall_time == newest.wall_time if newest else event.step == 0)

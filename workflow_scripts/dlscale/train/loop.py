@@ -11,12 +11,12 @@ from typing import Any
 from dlscale.core import ranges
 from dlscale.core.ranges import mark, patience
 
-#: What `step` takes: input and target, and in training the weight of this rank's loss.
+#: Arguments of `step`: input and target, and in training the weight of this rank's loss.
 Batch = tuple[Any, ...]
 
 
 class Request(IntEnum):
-    """What is asked of a training under way; the greater one is the more urgent."""
+    """A request to a training under way; the greater one is the more urgent."""
 
     NONE = 0
     SAVE = 1
@@ -30,10 +30,9 @@ class Hook:
     A batch's memory is reused after the step; to read a number from the device makes the host wait.
     """
 
-    before_step: Callable[[int], None] = lambda number: (
-        None
-    )  #: called with the step's number, before its batch is loaded
-    #: Called with number, batch and what the step returned.
+    #: Called with the step's number, before its batch is loaded.
+    before_step: Callable[[int], None] = lambda number: None
+    #: Called with number, batch and result of the step.
     after_step: Callable[[int, Batch, Any], None] = lambda number, batch, result: None
 
 

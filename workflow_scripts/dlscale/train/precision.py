@@ -138,7 +138,7 @@ class Weights:
         return names
 
     def pieces(self) -> dict[str, Piece]:
-        """Return what this device has of the model's state: the memory that it lives in, not always in float32.
+        """Return this device's pieces of the model's state: the memory that it lives in, not always in float32.
 
         A tensor with several names is there once, by the first of them.
         """

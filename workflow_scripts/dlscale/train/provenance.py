@@ -1,4 +1,4 @@
-"""What a result was made with: command, sources, versions, machine, data."""
+"""Provenance of a result: command, sources, versions, machine, data."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ class Provenance(Record):
     training_samples: int | None = None
     validation_samples: int | None = None
     dataset: str | None = None
-    manifest: dict[str, Any] = {}  #: What the dataset was made from.
+    manifest: dict[str, Any] = {}  #: Origin of the dataset.
     fingerprint: str | None = None  #: The first digits of the run's fingerprint, the name of its folder of checkpoints.
     resumed_from_step: int | None = None
     links: Links | None = None  #: Between several processes, if they were tested.
     best: Best | None = None
     loss: LossInfo = LossInfo()
-    metrics: list[Metric] = []  #: What the metrics of the run's epochs are.
+    metrics: list[Metric] = []  #: Descriptions of the metrics of the run's epochs.
 
 
 def now() -> str:
@@ -72,7 +72,7 @@ def git_state() -> dict[str, Any] | None:
 
 
 def provenance(**more: Any) -> Provenance:
-    """Return what is known of this process, and `more`. Of the environment only Slurm's job numbers are kept."""
+    """Return the provenance of this process, and `more`. Of the environment only Slurm's job numbers are kept."""
     image = Image.read()
     return Provenance(
         command=shlex.join([sys.executable.rsplit("/", 1)[-1], "-m", "dlscale", *sys.argv[1:]]),

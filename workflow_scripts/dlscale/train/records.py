@@ -11,7 +11,7 @@ class MemoryUse(Record):
     parameters: int
     gradients: int
     optimizer: int
-    activations: int  #: What autograd saves between forward and backward pass, the batch included.
+    activations: int  #: Saved by autograd between forward and backward pass, the batch included.
     #: The greatest at one time: gradients come as activations go, and operators need some memory for a while.
     peak: int | None = None
 

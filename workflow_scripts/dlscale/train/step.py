@@ -14,7 +14,7 @@ from dlscale.data.loaders.base import AXES, Delivery
 from dlscale.parallel.gradients import Gradients
 from dlscale.parallel.model import ModelParallel
 from dlscale.parallel.pieces import Piece
-from dlscale.parallel.strategy import CommHook, Strategy
+from dlscale.parallel.strategy import Strategy
 from dlscale.studies.base import SampleLoss
 from dlscale.train.attention import Context
 from dlscale.train.compile import compiled
@@ -66,13 +66,12 @@ class Network(nn.Module):
 class Step:
     """Forward, backward, update; `build_step` makes it.
 
-    Nothing in it waits for the device, with two exceptions that are PyTorch's. Where the loss is scaled (`fp16`,
-    `fp16_master`) an optimiser that is not `fused` asks the device in every step whether the gradients overflowed.
-    And each layer of synchronised batch normalisation asks it which ranks have samples, but in a CUDA graph.
-    Nothing of a batch is kept after the step: its memory may be overwritten.
+    Nothing in it waits for the device but what PyTorch does: where the loss is scaled (`fp16`, `fp16_master`) an
+    optimiser that is not `fused` asks whether gradients overflowed, and layers of synchronised batch normalisation,
+    outside of a CUDA graph, which ranks have samples. Nothing of a batch is kept after the step.
 
-    With several ranks each computes its share of the batch, or of a sample; gradients are averaged while they are
-    computed, and all ranks make the same update.
+    Each rank computes its share of the batch, or of a sample; gradients are averaged while they are computed, and all
+    ranks make the same update.
 
     Of `run` only precision and accumulation steps are read here; the other settings are in the other parts.
     """
@@ -114,10 +113,6 @@ class Step:
         """Record whole steps as CUDA graphs, and replay them."""
         steps = EAGER_STEPS_OF_RANKS if self.strategy.exchanges else EAGER_STEPS
         self._train = Graphed(self._train_eagerly, graphs, steps)
-
-    def around_averaging(self, hook: Callable[[CommHook], CommHook]) -> None:
-        """Put something around the averaging of each bucket of gradients; to be called before any step."""
-        self.strategy.around_averaging(hook)
 
     def set_learning_rate(self, rate: float) -> None:
         set_learning_rate(self.optimizer, rate)
@@ -191,12 +186,8 @@ class Step:
         with self._first(x.shape, "predict"), self.attention():
             return self.network.predict(x) if once else self._predict(x)
 
-    def unsynchronised(self) -> AbstractContextManager[object]:
-        """Return a context in which no rank waits for the gradients of others; each then makes an update of its own."""
-        return self.strategy.unsynchronised()
-
     def pieces(self) -> dict[str, Piece]:
-        """Return what this device has of the model and the optimiser: the memory that they live in.
+        """Return this device's pieces of the model and the optimiser: the memory that they live in.
 
         An optimiser's state appears with its first update. Its counters of updates are put together, in the order of
         parameters, as `optimizer.step`, which is a copy.

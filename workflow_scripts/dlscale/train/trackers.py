@@ -10,22 +10,13 @@ import os
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from dlscale.core.errors import UserError
 from dlscale.core.metrics import Best, Epoch, Untrained
 
-#: What Weights & Biases would collect by itself; telemetry and provenance say it here.
+#: Switches off all that Weights & Biases would collect by itself; telemetry and provenance say it here.
 UNSEEN: Any = {**dict.fromkeys(("x_disable_meta", "x_disable_stats", "x_disable_machine_info"), True), "host": ""}
-
-
-class Tracker(Protocol):
-    """What a tracker does for a run."""
-
-    def add(self, record: Epoch) -> None: ...
-
-    def finish(self, picture: Path, best: Best | None) -> None:
-        """Add the picture of a prediction and what was best, and close."""
 
 
 class Wandb:
@@ -73,6 +64,7 @@ class Wandb:
         self._run.log(finite, step=step)
 
     def finish(self, picture: Path, best: Best | None) -> None:
+        """Add the picture of a prediction and what was best, and close."""
         self._run.log({"valid/prediction": self._wandb.Image(str(picture))})
         if best:
             self._run.summary.update({"best": best.model_dump()})
@@ -80,9 +72,6 @@ class Wandb:
         self._wandb.teardown()  # waits for its service, which writes the file on after a run's end
 
 
-TRACKERS: dict[str, type[Wandb]] = {"wandb": Wandb}
-
-
-def trackers(names: Iterable[str], out: Path, run: dict[str, Any], history: Iterable[Epoch]) -> list[Tracker]:
+def trackers(names: Iterable[str], out: Path, run: dict[str, Any], history: Iterable[Epoch]) -> list[Wandb]:
     """Return the trackers of a run by name, told the epochs of an earlier try; one that is missing is a `UserError`."""
-    return [TRACKERS[name](out, run, history) for name in names]
+    return [Wandb(out, run, history) for name in names if name == "wandb"]

@@ -178,7 +178,7 @@ class Trainer:
         logging.info(f"before training: valid loss {valid_loss:.6f} ({time.perf_counter() - start:.1f} s)")
 
     def _with_first_loss(self, sums: _EpochSums) -> Untrained | None:
-        """Return what was before the first step, with the loss of its batch if that is known. All ranks call it."""
+        """Return the scores before the first step, with the loss of its batch if that is known. All ranks call it."""
         if self._untrained and sums.first_loss is not None:
             samples = min(self.run.batch_size, self.train_loader.samples)
             loss = float(self.world.sum(sums.first_loss.clone())) / samples

@@ -18,7 +18,7 @@ from dlscale.train.precision import Weights
 
 #: Where the checkpoints of common programs have the model's state.
 PLACES = ("state_dict", "model_state", "model_state_dict", "model")
-#: What wrappers for several devices, and `torch.compile`, put before each name.
+#: Prefixes of names by wrappers for several devices, and `torch.compile`.
 PREFIXES = ("module.", "_orig_mod.")
 #: How many names a message holds.
 NAMED = 3
@@ -105,7 +105,7 @@ def _first(names: Iterable[str]) -> str:
 
 
 def _load(path: str | Path) -> Any:
-    """Return what is in a file of `torch.save`, tensors on the host; one that is damaged is a `BadZipFile`.
+    """Return the content of a file of `torch.save`, tensors on the host; a damaged one is a `BadZipFile`.
 
     Nothing in it is executed. One of before PyTorch 1.6 is no archive, and has no checksums.
     """

@@ -67,7 +67,7 @@ def profiled(asked: Asked) -> None:
     with join(run.processes, asked.device) as world:
         session = open_session(run, asked.manifest, world, asked.threads)
         if asked.times and not run.cuda_graph:  # a graph would replay the sum of gradients, but not the range
-            session.step.around_averaging(averaged)
+            session.step.strategy.around_averaging(averaged)
         with contextlib.closing(Window(run.profile, session)) as window:
             window.run(run.profile.skip)
             times = [window.run()]
