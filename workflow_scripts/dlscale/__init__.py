@@ -5,7 +5,6 @@ What the author of a study needs is imported from here: `from dlscale import Stu
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -28,21 +27,8 @@ if TYPE_CHECKING:
     from dlscale.studies.base import SampleLoss as SampleLoss
     from dlscale.studies.base import Study as Study
 
-#: Modules of the names above, each imported when it is asked for.
-PLACES = {
-    **dict.fromkeys(("Study", "Metrics", "SampleLoss", "PublishedLog"), "dlscale.studies.base"),
-    **dict.fromkeys(("Metric", "LossInfo"), "dlscale.core.metrics"),
-    **dict.fromkeys(("UserError", "Refused"), "dlscale.core.errors"),
-    **dict.fromkeys(("DatasetKind", "Part", "RawFile", "RowSamples", "Outline"), "dlscale.data.kind"),
-    "ArraySource": "dlscale.data.source",
-    "DatasetSettings": "dlscale.config.dataset",
-    "Manifest": "dlscale.data.manifest",
-    "Sharding": "dlscale.parallel.sharding",
-    "Strict": "dlscale.core.schema",
-}
-
 
 def __getattr__(name: str) -> Any:
-    if name not in PLACES:
-        raise AttributeError(f"module 'dlscale' has no attribute {name!r}")
-    return getattr(importlib.import_module(PLACES[name]), name)
+    from dlscale.core.registry import public
+
+    return public(name)

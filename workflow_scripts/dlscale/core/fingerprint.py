@@ -19,7 +19,6 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from dlscale import PLACES
 from dlscale.core import registry
 from dlscale.core.errors import UserError
 from dlscale.core.files import write_text
@@ -150,7 +149,9 @@ def _parsed(file: Path, module: str, names: Names) -> tuple[str, set[tuple[str, 
             name = ".".join([*up, *([node.module] if node.module else [])])
             imported |= {(name, None), *((f"{name}.{alias.name}", None) for alias in node.names)}
             if name == ROOT.name:
-                imported |= {(PLACES[alias.name], None) for alias in node.names if alias.name in PLACES}
+                imported |= {
+                    (registry.PLACES[alias.name], None) for alias in node.names if alias.name in registry.PLACES
+                }
     return hashlib.sha256(repr(_code(tree)).encode()).hexdigest(), imported
 
 

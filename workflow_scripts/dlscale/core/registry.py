@@ -28,6 +28,20 @@ PACKAGE = Path(__file__).resolve().parents[1]
 GROUP = "dlscale.studies"
 
 
+#: What the author of a study imports from `dlscale` itself, and where it is.
+PLACES = {
+    **dict.fromkeys(("Study", "Metrics", "SampleLoss", "PublishedLog"), "dlscale.studies.base"),
+    **dict.fromkeys(("Metric", "LossInfo"), "dlscale.core.metrics"),
+    **dict.fromkeys(("UserError", "Refused"), "dlscale.core.errors"),
+    **dict.fromkeys(("DatasetKind", "Part", "RawFile", "RowSamples", "Outline"), "dlscale.data.kind"),
+    "ArraySource": "dlscale.data.source",
+    "DatasetSettings": "dlscale.config.dataset",
+    "Manifest": "dlscale.data.manifest",
+    "Sharding": "dlscale.parallel.sharding",
+    "Strict": "dlscale.core.schema",
+}
+
+
 @dataclass(frozen=True)
 class Study:
     """Where a study is."""
@@ -165,6 +179,13 @@ def load(module: str) -> ModuleType:
             where = f"{study.file}: Python has another module '{module}', {loaded.__file__}"
             raise UserError(f"studies.{study.name}: {where}; rename it")
     return loaded
+
+
+def public(name: str) -> Any:
+    """Return what `from dlscale import NAME` asks for; its module is imported by then alone."""
+    if name not in PLACES:
+        raise AttributeError(f"module 'dlscale' has no attribute {name!r}")
+    return getattr(importlib.import_module(PLACES[name]), name)
 
 
 def study(name: str) -> Any:

@@ -90,7 +90,7 @@ def _trace(database: _Database) -> Trace:
             known = named or _copy(copied, source, target)
             work.append((begin, end, thread, known, kind, launch, call, size, to_device, source == PAGEABLE))
     steps, called = ranges[ranges.name == "step"], table(call[:4] for call in calls)
-    main = int(steps.thread[steps.begin.idxmin()]) if len(steps) else UNKNOWN
+    main = int(steps.sort_values("begin").thread.iloc[0]) if len(steps) else UNKNOWN
     return Trace(
         ranges=ranges,
         work=table(work, WORK),
@@ -120,9 +120,10 @@ def _autograd(ranges: pd.DataFrame, calls: pd.DataFrame, main: int) -> set[int]:
     calls = calls[calls.begin.between(steps.begin.min(), steps.end.max())]
     own = {main, *ranges.thread[ranges.pushed == 1]}
     every = set(range(len(passes)))
+    groups: Any = calls.groupby("thread")
     return {
         int(thread)
-        for thread, group in calls.groupby("thread")
+        for thread, group in groups
         if thread not in own and set(index_at(passes, group.begin.to_numpy()).tolist()) == every
     }
 
