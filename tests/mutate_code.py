@@ -405,8 +405,8 @@ MUTATIONS = [
     Mutation(
         "changed_data_not_read_again",
         "data/verification.py",
-        "if record.get(file.path) != _seen(manifest, file)]",
-        "if file.path not in record]",
+        "record.get(file.path) != _seen(manifest, file)]",
+        "file.path not in record]",
         "test_verification.py::test_once",
     ),
     Mutation(
@@ -426,8 +426,8 @@ MUTATIONS = [
     Mutation(
         "stale_copy",
         "data/staging.py",
-        "if name in record and record[name] == _seen(self.copy / name)}",
-        "if name in record}",
+        "if _seen(target) != _seen(source)}",
+        "if not target.exists()}",
         "test_staging.py::test_a_damaged_copy_heals",
     ),
     # ---- datasets --------------------------------------------------------------------------------

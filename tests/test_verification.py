@@ -16,7 +16,7 @@ from dlscale.config.site import Site
 from dlscale.core.errors import UserError
 from dlscale.core.machine import VERIFY
 from dlscale.data import verification
-from dlscale.data.manifest import Manifest
+from dlscale.data.manifest import File, Manifest
 from dlscale.data.samples import BoxField
 from dlscale.launch.launcher import Place, launch
 from tests.conftest import ERA5, ERA5_RUN, make_run, stage, train
@@ -126,24 +126,28 @@ def test_a_file_of_other_rows_in_the_place_of_one_that_was_described(manifest: P
         field.read(0, np.zeros(3, int), 0)
 
 
-def test_once(manifest: Path) -> None:
+def test_once(manifest: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file is read again when somebody wrote to it, though he set its time back; others are not."""
-    data = Manifest.read(manifest)
+    data, splits = Manifest.read(manifest), ("train", "valid")
     files = data.splits["train"] + data.splits["valid"]
     assert all(file.verifiable for file in files) and len(files) >= 2
-    splits = ("train", "valid")
-    assert verification.unverified(data, splits, "once") == files, "copied to here"
+
+    def unverified(when: str) -> list[File]:
+        monkeypatch.setenv(VERIFY, when)
+        return verification.unverified(data, splits)
+
+    assert unverified("once") == files, "copied to here"
     assert verification.damaged(data, files) == []
     verification.remember(data, files)
-    assert verification.unverified(data, splits, "once") == []
-    assert verification.unverified(data, splits, "always") == files
+    assert (unverified("once"), unverified("always")) == ([], files)
     damage(data.path(files[1]))
-    assert verification.unverified(data, splits, "once") == [files[1]]
-    assert verification.unverified(data, splits, "never") == []
+    assert (unverified("once"), unverified("never")) == ([files[1]], [])
     (message,) = verification.damaged(data, files)
     assert message.startswith(f"{data.path(files[1])}: damaged: ")
     (manifest.parent / verification.RECORD).write_text("[torn")
-    assert verification.unverified(data, splits, "once") == files
+    assert unverified("once") == files
+    with pytest.raises(UserError, match="'sometimes': expected one of once, always, never"):
+        unverified("sometimes")
 
 
 def test_what_was_described_here_is_known(era5_data: Path) -> None:
@@ -153,16 +157,9 @@ def test_what_was_described_here_is_known(era5_data: Path) -> None:
     assert set(record) == {file.path for files in data.splits.values() for file in files}
 
 
-def test_the_site_says_when(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_site_says_when() -> None:
     """By the environment: no run is another one for it."""
     here, one = Place(folder="/work", sources="/work/workflow_scripts", uid=1, gid=1), Geometry()
     words = launch(Site.model_validate({"verify": "always"}), here, one)
     assert words[:2] == ["env", f"{VERIFY}=always"]
     assert not any(VERIFY in word for word in launch(Site(), here, one))
-    monkeypatch.delenv(VERIFY, raising=False)
-    assert verification.told() == "once"
-    monkeypatch.setenv(VERIFY, "never")
-    assert verification.told() == "never"
-    monkeypatch.setenv(VERIFY, "sometimes")
-    with pytest.raises(verification.UserError, match="'sometimes': expected one of once, always, never"):
-        verification.told()
