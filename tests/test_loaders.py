@@ -33,11 +33,10 @@ from dlscale.data.loaders.base import AS_DECLARED, Delivery, Loader, Share
 from dlscale.data.loaders.decode import stored_fields
 from dlscale.data.loaders.direct_device import Streamed
 from dlscale.data.loaders.pace import Pace
-from dlscale.data.manifest import Manifest
+from dlscale.data.manifest import Manifest, Transform
 from dlscale.data.mapped import MappedArray
 from dlscale.data.samples import ArraySpec, CroppedImages, GridSamples, Samples, WritingSamples
 from dlscale.data.store import Field, Reader
-from dlscale.data.transforms import Transform
 from dlscale.datasets.cosmo.channels import CHANNELS
 from dlscale.datasets.cosmo.kind import CropSamples
 from dlscale.datasets.cosmo.samples import Crops

@@ -6,7 +6,6 @@ import errno
 import fcntl
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -19,7 +18,6 @@ import torch
 from dlscale.core.errors import UserError
 from dlscale.core.lock import turn
 from dlscale.core.machine import LOCAL_DISK
-from dlscale.core.settings import read_yaml
 from dlscale.data import staging
 from dlscale.data.manifest import Manifest
 from dlscale.data.staging import staged
@@ -88,19 +86,6 @@ def test_a_training_on_the_copy_is_the_same(
     assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
     one, other = (records(tmp_path / place) for place in ("none", "local"))
     assert [epoch["valid_loss"] for epoch in one] == [epoch["valid_loss"] for epoch in other]
-
-
-@pytest.mark.slow
-def test_parts_that_are_not_copied_are_known(era5_data: Path, tmp_path: Path, disk: Path) -> None:
-    """The history of the first validation states may lie in a test file."""
-    folder = tmp_path / "data"
-    shutil.copytree(era5_data, folder)
-    made = Manifest.read(folder / "manifest.json")
-    made.model_copy(update={"splits": {**made.splits, "test": made.files("valid")}}).write(folder / "manifest.json")
-    with staged(folder / "manifest.json", "local") as path:
-        copy = Manifest.read(path)
-        assert [copy.path(file) for file in copy.files("test")] == [made.path(file) for file in made.files("valid")]
-        copy.check_files()
 
 
 @pytest.mark.slow
@@ -185,28 +170,6 @@ def test_a_changed_dataset_is_another_copy(tmp_path: Path, disk: Path) -> None:
     # Who still reads the former copy, in a longer run, reads on.
     assert before.folder != after.folder
     assert before.path(before.files("train")[0]).read_bytes() == first
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"loader": "torch"}, "loader: got 'torch'; expected keys and values"),
-        ({"loader": [1]}, "loader: "),
-        ({"loader": {"kind": "torch", "staging": "locl"}}, r"loader\.staging: got 'locl' \(did you mean 'local'\?\)"),
-        ({"parallel": "dp"}, "parallel: got 'dp'; expected keys and values"),
-    ],
-)
-def test_settings_by_hand_are_one_message(
-    tmp_path: Path, era5_data: Path, disk: Path, capfd: pytest.CaptureFixture[str], changes: Any, message: str
-) -> None:
-    """Also of what is looked at before the stage begins: where data are read, and whose telemetry this is."""
-    config = make_run(tmp_path, "era5_vit", ERA5_RUN, ERA5)
-    config.write_text(json.dumps(read_yaml(config) | changes))
-    assert train(tmp_path, era5_data / "manifest.json", "--telemetry", tmp_path / "telemetry.csv") == 2
-    error = capfd.readouterr().err
-    assert re.search(rf"^dlscale train: .*config\.yaml: {message}", error) and error.count("\n") == 1
-    assert not list(disk.iterdir())
 
 
 @pytest.mark.parametrize("place", ["memory", "local"])

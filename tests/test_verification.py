@@ -107,7 +107,7 @@ def test_a_number_that_was_changed_in_a_manifest_is_refused(manifest: Path, chan
         Manifest.read(manifest)
     del values["own"]  # as an earlier version wrote them
     manifest.write_text(json.dumps(values))
-    with pytest.raises(UserError, match="not a manifest of this version"):
+    with pytest.raises(UserError, match="not as it was written"):
         Manifest.read(manifest)
 
 

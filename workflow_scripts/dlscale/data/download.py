@@ -16,7 +16,7 @@ from dlscale.core.errors import UserError
 from dlscale.core.lock import only_writer
 
 _BUFFER = 2**20  # bytes in memory at a time
-_LONGEST_WAIT_S = 60.0  # between two attempts, whatever Retry-After asks for
+_LONGEST_WAIT_S = 60.0  # between two attempts
 _ADVICE = {
     401: "it wants a login; put the credentials into ~/.netrc",
     403: "access is forbidden; check the credentials and that its terms of use were accepted",
@@ -26,11 +26,7 @@ _log = logging.getLogger(__name__)
 
 
 class _TransientError(Exception):
-    """A failure that another attempt may overcome; `after` is the server's Retry-After in seconds."""
-
-    def __init__(self, reason: str, after: float = 0.0) -> None:
-        super().__init__(reason)
-        self.after = after
+    """A failure that another attempt may overcome."""
 
 
 def download(
@@ -38,7 +34,7 @@ def download(
     destination: Path,
     *,
     sha256: str | None = None,
-    attempts: int = 5,
+    attempts: int = 8,
     timeout_s: float = 30.0,
     backoff_s: float = 1.0,
     progress: Callable[[int, int | None], None] = lambda done, total: None,
@@ -56,8 +52,8 @@ def download(
         The expected SHA-256. A file that is there with this digest stays, without a request. Without one only the
         length is checked, and only where the server tells one.
     attempts, timeout_s, backoff_s
-        Requests made at most; seconds without a byte after which one counts as stalled; seconds to wait after the first
-        failure, doubled each time. A longer `Retry-After` of the server is honoured, up to one minute.
+        Requests made at most; seconds without a byte after which one counts as stalled; seconds to wait at most after
+        the first failure, doubled each time up to one minute.
     progress
         Called with the bytes that are there and those of the whole file (None: unknown), as they arrive.
 
@@ -74,17 +70,10 @@ def download(
         return expected
     logging.getLogger("urllib3").setLevel(logging.ERROR)  # its other words quote whole addresses, secrets included
     transfer = _Transfer(url, destination, expected, timeout_s, progress)
-
-    def wait(state: tenacity.RetryCallState) -> float:
-        error = state.outcome and state.outcome.exception()
-        asked = error.after if isinstance(error, _TransientError) else 0.0
-        return min(max(backoff(state), asked), _LONGEST_WAIT_S)
-
-    backoff = tenacity.wait_exponential(multiplier=backoff_s) + tenacity.wait_random(0, backoff_s)
     retrying = tenacity.Retrying(
         retry=tenacity.retry_if_exception_type(_TransientError),
         stop=tenacity.stop_after_attempt(attempts),
-        wait=wait,
+        wait=tenacity.wait_random_exponential(multiplier=backoff_s, max=_LONGEST_WAIT_S),
         before_sleep=tenacity.before_sleep_log(_log, logging.WARNING),
         reraise=True,
     )
@@ -200,11 +189,9 @@ class _Transfer:
         return _TransientError(f"the connection failed or broke ({type(error).__name__})")
 
     def _refuse(self, response: requests.Response) -> None:
-        status, after = response.status_code, 0.0
+        status = response.status_code
         if status == 429 or status >= 500:
-            with contextlib.suppress(urllib3.exceptions.HTTPError, ValueError, OverflowError):
-                after = urllib3.Retry().get_retry_after(response.raw) or 0.0
-            raise _TransientError(f"HTTP status {status}", after)
+            raise _TransientError(f"HTTP status {status}")
         advice = _ADVICE.get(status, "check the address")
         raise UserError(f"{self}: the server answers with HTTP status {status}, expected the file; {advice}")
 

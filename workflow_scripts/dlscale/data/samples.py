@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from dlscale.data.buffers import Buffers
 from dlscale.data.manifest import FieldInfo, Manifest
 from dlscale.data.store import Reader
 
@@ -193,9 +192,7 @@ class BoxField:
         self.shape = (len(self._info.channels), *extent)
         single = self.channel_axis == 1 and extent[0] == 1
         self.spec = ArraySpec((len(self._info.channels), *extent[single:]))
-        self._stored_shape = (*extent[: self.channel_axis], len(self._info.channels), *extent[self.channel_axis :])
         self._decoding: dict[int, np.ndarray] = {}
-        self._buffers = Buffers()
 
     def decoding(self, file: int) -> np.ndarray:
         """Return what `decoding` returns for a file, computed once."""
@@ -206,14 +203,13 @@ class BoxField:
     def read(self, file: int, start: np.ndarray, symmetry: int) -> np.ndarray:
         """Return the box at `start` [3] as the model takes it: float32, of shape `spec.shape`, axes in any order.
 
-        It costs no pass over the values that the published loaders do not make: what is stored as the model takes it
-        is not decoded, and what a symmetry copies is read into memory that is used again.
+        Values that are stored as the model takes them are not decoded: it costs no pass over them that the published
+        loaders do not make.
         """
         box = [slice(int(first), int(first) + size) for first, size in zip(start, self.extent, strict=True)]
         box.insert(self.channel_axis, slice(None))
         reader = self.readers[file]
-        stored = reader.stored(tuple(box), self._memory(reader) if symmetry else None)
-        values = np.moveaxis(stored.astype(np.float32, copy=False), self.channel_axis, 0)
+        values = np.moveaxis(reader.stored(tuple(box)).astype(np.float32, copy=False), self.channel_axis, 0)
         shift, factor, offset = self.decoding(file)
         for operation, numbers, neutral in ((np.subtract, shift, 0), (np.multiply, factor, 1), (np.add, offset, 0)):
             if (numbers != neutral).any():
@@ -222,10 +218,6 @@ class BoxField:
             assert self.symmetries is not None
             values = self.symmetries.apply(symmetry, values)
         return values.reshape(self.spec.shape)
-
-    def _memory(self, reader: Reader) -> np.ndarray:
-        """Return memory for a stored box, which the next one overwrites."""
-        return self._buffers("box", tuple(self._stored_shape[axis] for axis in reader.order), reader.dataset.dtype)
 
 
 class GridSamples(ABC):

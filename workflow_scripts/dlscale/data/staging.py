@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import IO, Literal
 
 from dlscale.core.errors import UserError
+from dlscale.core.files import stamp
 from dlscale.core.lock import turn
 from dlscale.core.machine import LOCAL_DISK, free_memory
 from dlscale.core.text import size
@@ -113,7 +114,9 @@ def _complete(original: Manifest, copy: Path, staging: Staging) -> None:
                 name = f"{split}/{number:04}-{Path(file.path).name}"
                 sources[copy / name] = original.path(file)
             splits[split].append(file.model_copy(update={"path": name}))
-    stale = {target: source for target, source in sources.items() if _seen(target) != _seen(source)}
+    stale = {
+        target: source for target, source in sources.items() if not target.is_file() or stamp(target) != stamp(source)
+    }
     if stale:
         started, needed = time.perf_counter(), sum(source.stat().st_size for source in stale.values())
         _make_room(copy, needed, staging)
@@ -124,11 +127,6 @@ def _complete(original: Manifest, copy: Path, staging: Staging) -> None:
         seconds = time.perf_counter() - started
         logging.info("copied %s of data to %s in %.1f s (%s/s)", size(needed), copy, seconds, size(needed / seconds))
     original.model_copy(update={"splits": splits}).write(copy / "manifest.json")
-
-
-def _seen(path: Path) -> tuple[int, int] | None:
-    """Return a file's size and time of modification; None where there is no file."""
-    return (path.stat().st_size, path.stat().st_mtime_ns) if path.is_file() else None
 
 
 def _make_room(copy: Path, needed: int, staging: Staging) -> None:

@@ -8,8 +8,7 @@ from typing import Any
 import yaml
 
 from dlscale.core.text import size, unit
-from dlscale.data.manifest import FieldInfo, Manifest
-from dlscale.data.transforms import Transform
+from dlscale.data.manifest import FieldInfo, Manifest, Transform
 from dlscale.report.drawing import picture
 
 

@@ -40,7 +40,6 @@ def describe_prepared(dataset: Era5Dataset, sources: list[Path], folder: Path) -
     starts: dict[str, float] = {}
     for split in SPLITS:
         for path in sorted((root / split).glob("*.h5")):
-            store.enter(path)
             with reading(path), store.open_file(path) as file:
                 fields = store.dataset(file, "fields", ndim=4)
                 there = fields.shape

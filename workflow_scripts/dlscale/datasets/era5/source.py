@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime as dt
-import functools
 import math
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
@@ -21,10 +20,9 @@ from typing import Any
 import numpy as np
 
 from dlscale.core.errors import UserError, nearest
-from dlscale.core.files import TORN, in_time, no_pipe
+from dlscale.core.files import TORN, no_pipe
 from dlscale.data.kind import Part
-from dlscale.data.passes import block_average
-from dlscale.data.source import Source
+from dlscale.data.source import Source, block_average
 from dlscale.data.store import Field
 from dlscale.datasets.era5 import selection
 from dlscale.datasets.era5.kind import Era5Dataset, Era5Zarr
@@ -63,7 +61,6 @@ def open_source(dataset: Era5Dataset, part: Part, paths: list[Path]) -> Era5Sour
         keys = list(getattr(dataset.source, "select", {}))
         variables: list[Variable] = []
         for path in paths:
-            in_time(path, functools.partial(_catalogue, path, wanted, keys, contextlib.ExitStack()))
             variables += _catalogue(path, wanted, keys, stack)
         source = Era5Source(dataset, variables, part.period, f"part {part.label}")
         source.files = stack.pop_all()

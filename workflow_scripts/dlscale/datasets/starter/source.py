@@ -69,7 +69,6 @@ class FileSource(Source):
         """Return an array that is read as far as it is asked for; one of a .npz file is read as a whole."""
         advice, names, size = f"expected {path.suffix}: write or fetch it again", [name], 0
         if path.suffix in HDF5:
-            store.enter(path)
             file = store.open_file(path)
             self._closing.append(file.close)
             with reading(path, advice):
