@@ -7,8 +7,6 @@ import os
 import shutil
 from pathlib import Path
 
-import h5py
-import numpy as np
 import pytest
 
 from dlscale.config.run import Geometry
@@ -17,7 +15,6 @@ from dlscale.core.errors import UserError
 from dlscale.core.machine import VERIFY
 from dlscale.data import verification
 from dlscale.data.manifest import File, Manifest
-from dlscale.data.samples import BoxField
 from dlscale.launch.launcher import Place, launch
 from tests.conftest import ERA5, ERA5_RUN, make_run, stage, train
 
@@ -109,21 +106,6 @@ def test_a_number_that_was_changed_in_a_manifest_is_refused(manifest: Path, chan
     manifest.write_text(json.dumps(values))
     with pytest.raises(UserError, match="not as it was written"):
         Manifest.read(manifest)
-
-
-def test_a_file_of_other_rows_in_the_place_of_one_that_was_described(manifest: Path) -> None:
-    """Of files of others the size is known, and no digest."""
-    data = Manifest.read(manifest)
-    with h5py.File(path := first(manifest), "r+") as file:
-        values = file["fields"][:-1]
-        attrs = dict(file["fields"].attrs)
-        del file["fields"]
-        file.create_dataset("fields", data=values).attrs.update(attrs)
-    field = BoxField(data, "train", "fields", (1, 2, 2))
-    with pytest.raises(
-        UserError, match=rf"{path}: fields: shape .*, but the manifest has {len(values) + 1} rows; put the file"
-    ):
-        field.read(0, np.zeros(3, int), 0)
 
 
 def test_once(manifest: Path, monkeypatch: pytest.MonkeyPatch) -> None:

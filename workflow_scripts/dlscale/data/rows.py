@@ -38,7 +38,7 @@ class RowField:
             raise UserError(f"samples.{key}: field '{name}' holds volumes [C, D, H, W], of which no row is a sample")
         stored = "float32" if info.stored == "physical" else info.dtype
         self.spec = ArraySpec(info.row_shape, "int64" if info.classes else stored, info.classes)
-        self._readers = [Reader(manifest.path(file), name, (0, file.rows)) for file in manifest.files(split)]
+        self._readers = [Reader(manifest.path(file), name) for file in manifest.files(split)]
         self._opened: dict[int, tuple[np.ndarray | None, np.ndarray | None]] = {}
 
     def __getstate__(self) -> dict[str, Any]:

@@ -186,8 +186,7 @@ class BoxField:
     ) -> None:
         self._info = manifest.fields[name]
         assert self._info.channel_axis is not None
-        axis = 1 - self._info.channel_axis
-        self.readers = [Reader(manifest.path(file), name, (axis, file.rows)) for file in manifest.files(split)]
+        self.readers = [Reader(manifest.path(file), name) for file in manifest.files(split)]
         self.extent, self.symmetries, self.channel_axis = extent, symmetries, self._info.channel_axis
         self.shape = (len(self._info.channels), *extent)
         single = self.channel_axis == 1 and extent[0] == 1

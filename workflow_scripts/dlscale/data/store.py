@@ -97,11 +97,7 @@ def open_file(path: str | os.PathLike[str]) -> h5py.File:
     """Open an HDF5 file for reading; what is missing, torn, no such file, or leads to other files is a `UserError`."""
     with reading(path, "not a readable HDF5 file: it may be truncated or damaged, fetch or make it again"):
         file = h5py.File(path, "r")
-        try:
-            _check_own(file)
-        except BaseException:
-            file.close()
-            raise
+        _check_own(file)
     return file
 
 
@@ -183,13 +179,11 @@ def write(target: h5py.Dataset, where: tuple[slice, ...], values: np.ndarray) ->
 class Reader:
     """Reads one dataset of one file: scaled float16 as float32, integers as they are.
 
-    The file is opened on first use and once per process, so a Reader may cross a fork or be pickled. `rows`: the axis
-    along which the manifest has rows, channels first, and how many: another file may have taken the place of this one.
+    The file is opened on first use and once per process, so a Reader may cross a fork or be pickled.
     """
 
-    def __init__(self, path: str | os.PathLike[str], name: str, rows: tuple[int, int] | None = None) -> None:
+    def __init__(self, path: str | os.PathLike[str], name: str) -> None:
         self.path, self.name = str(path), name
-        self._rows = rows
         self._opened: tuple[int, h5py.Dataset, tuple[int, ...]] | None = None
 
     @property
@@ -202,12 +196,6 @@ class Reader:
         if self._opened is None or self._opened[0] != os.getpid():
             opened = dataset(open_file(self.path), self.name)
             with reading(self.path):
-                shape = channels_first(opened, opened.shape)
-                if self._rows is not None and shape[self._rows[0] : self._rows[0] + 1] != self._rows[1:]:
-                    raise UserError(
-                        f"{self.path}: {self.name}: shape {shape}, but the manifest has {self._rows[1]} rows; "
-                        "put the file back, or delete the manifest and run the workflow again"
-                    )
                 self._opened = (os.getpid(), opened, as_stored(opened, tuple(range(opened.ndim))))
         return self._opened[1:]
 
