@@ -369,16 +369,16 @@ MUTATIONS = [
     ),
     Mutation(
         "transform_sign",
-        "data/transforms.py",
+        "data/manifest.py",
         "y = x * self.scale + self.offset",
         "y = x * self.scale - self.offset",
         "test_data.py::test_transforms_invert",
     ),
     Mutation(
         "downsampled_by_sum",
-        "data/passes.py",
-        "share = np.float32(1.0 / (f0 * f1 * f2))",
-        "share = np.float32(1.0)",
+        "data/source.py",
+        "np.float32(1.0 / factor ** len(axes))",
+        "np.float32(1.0)",
         "test_data.py::test_block_average_is_the_slow_loop",
     ),
     Mutation(
@@ -405,15 +405,15 @@ MUTATIONS = [
     Mutation(
         "changed_data_not_read_again",
         "data/verification.py",
-        "if record.get(file.path) != _seen(manifest, file)]",
-        "if file.path not in record]",
+        "record.get(file.path) != _seen(manifest, file)]",
+        "file.path not in record]",
         "test_verification.py::test_once",
     ),
     Mutation(
         "manifest_without_its_seal",
         "data/manifest.py",
-        'reason = "" if manifest.own == manifest._sealed().own else "it is not as it was written"',
-        'reason = ""',
+        "if manifest.own != manifest._sealed().own:",
+        "if not manifest.own:",
         "test_verification.py::test_a_number_that_was_changed_in_a_manifest_is_refused",
     ),
     Mutation(
@@ -426,8 +426,8 @@ MUTATIONS = [
     Mutation(
         "stale_copy",
         "data/staging.py",
-        "if name in record and record[name] == _seen(self.copy / name)}",
-        "if name in record}",
+        "if not target.is_file() or stamp(target) != stamp(source)",
+        "if not target.is_file()",
         "test_staging.py::test_a_damaged_copy_heals",
     ),
     # ---- datasets --------------------------------------------------------------------------------
@@ -496,10 +496,10 @@ MUTATIONS = [
     ),
     Mutation(
         "image_not_mirrored",
-        "datasets/imagenet/resample.py",
-        "place = size - 1 - i if flip else i",
-        "place = i",
-        "test_imagenet.py::test_the_kernel_resizes_as_pillow_does",
+        "datasets/imagenet/samples.py",
+        "pixels[:, ::-1] if chosen.flip[number] else pixels",
+        "pixels",
+        "test_imagenet.py::test_training_samples_are_resized_crops",
     ),
     Mutation(
         "last_image_crop_missing",
@@ -510,7 +510,7 @@ MUTATIONS = [
     ),
     Mutation(
         "image_rounded_up",
-        "datasets/imagenet/geometry.py",
+        "datasets/imagenet/pack.py",
         "return (edge, int(edge * width / height))",
         "return (edge, -(-edge * width // height))",
         "test_imagenet.py::test_validation_samples_are_the_middle",

@@ -24,7 +24,7 @@ import xarray as xr
 from dlscale.core import urls
 from dlscale.core.errors import UserError
 from dlscale.data.kind import Part, RawFile
-from dlscale.data.transforms import IDENTITY
+from dlscale.data.manifest import IDENTITY
 from dlscale.datasets.era5 import zarr as era5_zarr
 from dlscale.datasets.era5.kind import Era5Dataset
 from dlscale.datasets.era5.source import Era5Source, open_source

@@ -31,11 +31,10 @@ from dlscale.data.loaders.base import AS_DECLARED, ArrangedLoader, Delivery, Loa
 from dlscale.data.loaders.dali_loader import Pace
 from dlscale.data.loaders.decode import stored_fields
 from dlscale.data.loaders.direct_device import Streamed
-from dlscale.data.manifest import Manifest
+from dlscale.data.manifest import Manifest, Transform
 from dlscale.data.mapped import MappedArray
 from dlscale.data.samples import CroppedImages, GridSamples, Samples, WritingSamples
 from dlscale.data.store import Field, Reader
-from dlscale.data.transforms import Transform
 from dlscale.datasets.cosmo.channels import CHANNELS
 from dlscale.datasets.cosmo.kind import CropSamples
 from dlscale.datasets.cosmo.samples import Crops

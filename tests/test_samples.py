@@ -27,11 +27,10 @@ from dlscale.data.kind import RowSamples
 from dlscale.data.loaders import direct_loader, synthetic_loader, torch_loader
 from dlscale.data.loaders.base import Loader, Share
 from dlscale.data.loaders.settings import DirectLoader, SyntheticLoader, TorchLoader
-from dlscale.data.manifest import File, Manifest
+from dlscale.data.manifest import File, Manifest, Transform
 from dlscale.data.rows import Rows
 from dlscale.data.samples import ArraySpec, BoxIndex, Samples
 from dlscale.data.store import Field
-from dlscale.data.transforms import Transform
 from dlscale.datasets.cosmo.channels import CHANNELS
 from dlscale.datasets.cosmo.kind import CropSamples
 from dlscale.datasets.cosmo.samples import COUNT, SYMMETRIES, Crops, Symmetry, apply, vectors
@@ -400,20 +399,6 @@ def test_validation_crops_are_fixed_disjoint_and_not_turned(volumes: Manifest) -
     assert few.boxes(0).input.tolist() == [list(expected[i * 12 // 5]) for i in range(5)]
 
 
-def test_validation_crops_of_several_volumes(volumes: Manifest) -> None:
-    """Every volume is covered, each in turn."""
-    swapped = Manifest(
-        **{**vars(volumes), "splits": {"train": volumes.splits["valid"], "valid": volumes.splits["train"]}}
-    )
-    samples = crops(swapped, "valid")
-    places = samples.boxes(0)
-    assert places.file.tolist() == [0] * (1 * 1 * 2) + [1] * (2 * 2 * 2)
-    assert len(set(found(places))) == samples.size
-    for volume, offset in zip(places.file, places.input, strict=True):
-        edges = VOLUMES["train"][volume][1]
-        assert all(start % 4 == 0 and start + 4 <= edge for start, edge in zip(offset, edges, strict=True))
-
-
 def test_training_and_validation_do_not_share_their_choices(volumes: Manifest) -> None:
     """Even of the same volumes: the published loader seeded both alike."""
     same = Manifest(**{**vars(volumes), "splits": {split: volumes.splits["train"] for split in ("train", "valid")}})
@@ -574,13 +559,6 @@ def test_validation_rows_are_in_order_and_evenly_spread(table: Manifest) -> None
         for epoch in (0, 3):
             labels = [int(samples.read(epoch, index)[1]) for index in range(samples.size)]
             assert labels == truth("valid", "label")[expected].tolist()
-
-
-def test_of_fewer_training_rows_each_epoch_takes_others(table: Manifest) -> None:
-    samples = rows(table, train=5, target="weight")
-    epochs = [[float(samples.read(epoch, index)[1]) for index in range(samples.size)] for epoch in range(40)]
-    assert all(len(set(epoch)) == 5 for epoch in epochs)
-    assert {value for epoch in epochs for value in epoch} == set(truth("train", "weight").tolist())
 
 
 def test_fields_that_no_row_has_are_one_message(table: Manifest, volumes: Manifest) -> None:

@@ -6,9 +6,7 @@ import errno
 import fcntl
 import json
 import os
-import re
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -18,8 +16,8 @@ import pytest
 import torch
 
 from dlscale.core.errors import UserError
+from dlscale.core.lock import turn
 from dlscale.core.machine import LOCAL_DISK
-from dlscale.core.settings import read_yaml
 from dlscale.data import staging
 from dlscale.data.manifest import Manifest
 from dlscale.data.staging import staged
@@ -44,13 +42,7 @@ def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def files(disk: Path) -> list[Path]:
-    return sorted(path for path in disk.rglob("*") if path.is_file() and path.suffix != ".lock")
-
-
-def test_nothing_is_copied_unless_asked(era5_data: Path, disk: Path) -> None:
-    with staged(era5_data / "manifest.json", "none") as manifest:
-        assert manifest == era5_data / "manifest.json"
-    assert not list(disk.iterdir())
+    return sorted(path for path in disk.rglob("*") if path.is_file() and path.suffix != ".lock" and path.name != "lock")
 
 
 @pytest.mark.parametrize("place", ["memory", "local"])
@@ -97,19 +89,6 @@ def test_a_training_on_the_copy_is_the_same(
 
 
 @pytest.mark.slow
-def test_parts_that_are_not_copied_are_known(era5_data: Path, tmp_path: Path, disk: Path) -> None:
-    """The history of the first validation states may lie in a test file."""
-    folder = tmp_path / "data"
-    shutil.copytree(era5_data, folder)
-    made = Manifest.read(folder / "manifest.json")
-    made.model_copy(update={"splits": {**made.splits, "test": made.files("valid")}}).write(folder / "manifest.json")
-    with staged(folder / "manifest.json", "local") as path:
-        copy = Manifest.read(path)
-        assert [copy.path(file) for file in copy.files("test")] == [made.path(file) for file in made.files("valid")]
-        copy.check_files()
-
-
-@pytest.mark.slow
 def test_a_training_goes_on_wherever_its_data_lie(tmp_path: Path, era5_data: Path, disk: Path) -> None:
     for end, place in enumerate(("none", "local", "memory"), 1):
         settings = {**ERA5_RUN, "loader": {"kind": "direct", "workers": 1, "staging": place}}
@@ -117,14 +96,6 @@ def test_a_training_goes_on_wherever_its_data_lie(tmp_path: Path, era5_data: Pat
         assert train(tmp_path, era5_data / "manifest.json") == 0
         resumed = json.loads((tmp_path / "provenance.json").read_text())["resumed_from_step"]
         assert (resumed is None) == (place == "none")
-
-
-def test_a_copy_is_used_again(era5_data: Path, disk: Path) -> None:
-    before = []
-    for _ in range(2):
-        with staged(era5_data / "manifest.json", "local"):
-            before.append([(path, path.stat().st_ino) for path in files(disk)])
-    assert before[0] == before[1] and len(before[0]) > 2
 
 
 @pytest.mark.slow
@@ -147,70 +118,23 @@ with staged(sys.argv[1], "local") as manifest:
 
 def test_the_others_wait_until_it_is_whole(era5_data: Path, disk: Path) -> None:
     with staged(era5_data / "manifest.json", "local") as manifest:
-        copy = manifest.parent
+        folder = manifest.parents[1]
     manifest.unlink()  # as if it were being made
-    with open(copy.with_suffix(".lock"), "a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        words = [sys.executable, "-c", WAITER, str(era5_data / "manifest.json")]
-        env = {**os.environ, "PYTHONPATH": str(ROOT / "workflow_scripts")}
-        with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=env) as waiter:
-            try:
-                assert waiter.stdout is not None and waiter.stdout.readline() == "begin\n"
-                until("it waits for the lock", lambda: f" {waiter.pid} " in Path("/proc/locks").read_text(), waiter)
-                assert not manifest.exists()
-            finally:
-                fcntl.flock(lock, fcntl.LOCK_UN)
-            assert waiter.stdout.readline() == f"{manifest}\n"
+    words = [sys.executable, "-c", WAITER, str(era5_data / "manifest.json")]
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "workflow_scripts")}
+    with turn(folder / "lock"):
+        waiter = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=env)
+        assert waiter.stdout is not None and waiter.stdout.readline() == "begin\n"
+        until("it waits for the lock", lambda: f" {waiter.pid} " in Path("/proc/locks").read_text(), waiter)
+        assert not manifest.exists()
+    assert waiter.communicate(timeout=60)[0] == f"{manifest}\n"
     assert waiter.returncode == 0 and manifest.exists()
 
 
-def test_nobody_waits_for_those_who_read(era5_data: Path, disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two looked before there was a copy: the one that made it reads it, and waits for the other to train with."""
-    complete, looks = staging._Contents.complete, []
-    with staged(era5_data / "manifest.json", "local") as first:
-        monkeypatch.setattr(
-            staging._Contents, "complete", lambda self: (looks.append(1), len(looks) > 1 and complete(self))[1]
-        )
-        signal.alarm(20)  # it ends the tests, which would wait for ever
-        with staged(era5_data / "manifest.json", "local") as second:
-            assert first == second and len(looks) == 2
-        signal.alarm(0)
-
-
-def test_what_was_copied_before_an_end_stays(era5_data: Path, disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    copied: list[str] = []
-    real = shutil.copyfile
-
-    def copyfile(source: Path, target: Path) -> None:
-        copied.append(str(source))
-        if len(copied) == 2:
-            raise KeyboardInterrupt
-        real(source, target)
-
-    monkeypatch.setattr(shutil, "copyfile", copyfile)
-    with pytest.raises(KeyboardInterrupt), staged(era5_data / "manifest.json", "local"):
-        pass
-    (kept,) = (path for path in files(disk) if path.suffix == ".h5")
-    inode = kept.stat().st_ino
-    copied.append("ended")
-    with staged(era5_data / "manifest.json", "local") as manifest:
-        Manifest.read(manifest).check_files()
-    assert kept.stat().st_ino == inode and copied[0] not in copied[3:], "the first one was not copied again"
-    assert copied[1] in copied[3:]
-
-
-def test_a_torn_copy_is_made_again(era5_data: Path, disk: Path) -> None:
-    with staged(era5_data / "manifest.json", "local") as manifest:
-        torn = Manifest.read(manifest).path(Manifest.read(manifest).files("train")[0])
-    torn.write_bytes(b"short")
-    with staged(era5_data / "manifest.json", "local") as manifest:
-        Manifest.read(manifest).check_files()
-
-
-@pytest.mark.parametrize("what", ["removed", "cut", "zeros", "a folder"])
-@pytest.mark.parametrize("of", ["data", "stats", "copied.json", "manifest.json"])
+@pytest.mark.parametrize("what", ["nothing", "removed", "cut", "zeros"])
+@pytest.mark.parametrize("of", ["data", "stats", "manifest.json"])
 def test_a_damaged_copy_heals(era5_data: Path, disk: Path, what: str, of: str) -> None:
-    """A cleaner of old files, a torn disk, a stranger's hand: what was not damaged is left as it is."""
+    """A cleaner of old files, an end while it copied: whole files are left as they are."""
     with staged(era5_data / "manifest.json", "local") as manifest:
         copy = Manifest.read(manifest)
         places = {"data": copy.path(copy.files("train")[1]), "stats": copy.folder / "stats" / "hour_means.npy"}
@@ -219,36 +143,13 @@ def test_a_damaged_copy_heals(era5_data: Path, disk: Path, what: str, of: str) -
     content = whole[victim][0]
     if what == "removed":
         victim.unlink()
-    elif what == "a folder":
-        victim.unlink()
-        victim.mkdir()
-    else:
+    elif what != "nothing":
         victim.write_bytes(content[: len(content) // 2] if what == "cut" else bytes(len(content)))
-    if what == "a folder":  # is not ours to remove
-        with pytest.raises(UserError, match="a folder where a file is"), staged(era5_data / "manifest.json", "local"):
-            pass
-        return
     with staged(era5_data / "manifest.json", "local") as again:
         assert again == manifest
-        anew = {path for path in files(disk) if path.stat().st_ctime_ns != whole[path][1]}
-        of_data = {path for path in whole if path.suffix == ".h5"}
-        assert victim in anew and (of == "copied.json" or not anew & of_data - {victim})
-        same = {path for path in whole if path.name != "copied.json"}
-        assert all(path.read_bytes() == whole[path][0] for path in same)
-    with staged(era5_data / "manifest.json", "local"):
-        assert all(path.read_bytes() == whole[path][0] for path in same)
-
-
-def test_stats_are_compared_by_content(era5_data: Path, disk: Path) -> None:
-    """They are named by manifests, not by what they hold, and small; size and time may say nothing."""
-    for _ in range(2):
-        with staged(era5_data / "manifest.json", "local") as manifest:
-            for original in (era5_data / "stats").glob("*.npy"):
-                path = manifest.parent / "stats" / original.name
-                assert path.read_bytes() == original.read_bytes()
-        before = path.stat()
-        path.write_bytes(bytes(before.st_size))
-        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+        anew = {path for path in files(disk) if path.stat().st_ctime_ns != whole[path][1]} - {manifest}
+        assert anew == (set() if what == "nothing" else {victim} - {manifest})
+        assert all(path.read_bytes() == content for path, (content, _) in whole.items())
 
 
 def test_a_changed_dataset_is_another_copy(tmp_path: Path, disk: Path) -> None:
@@ -269,89 +170,6 @@ def test_a_changed_dataset_is_another_copy(tmp_path: Path, disk: Path) -> None:
     # Who still reads the former copy, in a longer run, reads on.
     assert before.folder != after.folder
     assert before.path(before.files("train")[0]).read_bytes() == first
-
-
-@pytest.mark.parametrize("what", ["a link", "a file", "mode 0777", "mode 0750", "owner"])
-@pytest.mark.parametrize("place", ["memory", "local"])
-def test_a_folder_of_others_is_refused(
-    era5_data: Path, tmp_path: Path, disk: Path, monkeypatch: pytest.MonkeyPatch, what: str, place: Any
-) -> None:
-    """Who can write to it decides what is trained on; a link has us write elsewhere."""
-    mine, elsewhere, me = disk / f"dlscale-{os.getuid()}", tmp_path / "elsewhere", os.getuid()
-    elsewhere.mkdir(mode=0o700)
-    if what == "a link":
-        mine.symlink_to(elsewhere)
-    elif what == "a file":
-        mine.touch()
-    elif what == "owner":  # ours, seen by another user who was given its name
-        mine = disk / f"dlscale-{me + 1}"
-        mine.mkdir(mode=0o700)
-        monkeypatch.setattr(os, "getuid", lambda: me + 1)
-    else:
-        mine.mkdir()
-        mine.chmod(int(what.split()[1], 8))
-    expected = {
-        "a link": f"a link, expected a folder of user {me} with mode 0700",
-        "a file": "a file stands where a folder is needed",
-        "owner": f"a folder of user {me}, expected a folder of user {me + 1}",
-    }.get(what, f"a folder with {what}, expected a folder of user {me} with mode 0700")
-    with pytest.raises(UserError, match=f"^{mine}: {expected}") as caught, staged(era5_data / "manifest.json", place):
-        pass
-    if what != "a file":
-        advice = "remove it, or use loader.staging none" + (", or another site.local_disk" if place == "local" else "")
-        assert str(caught.value).endswith(advice)
-    assert not files(elsewhere) and set(files(disk)) <= {mine}
-
-
-@pytest.mark.parametrize("place", ["memory", "local"])
-@pytest.mark.parametrize("when", ["before", "while it copies"])
-def test_a_disk_that_cannot_be_written_to_is_one_message(
-    era5_data: Path, disk: Path, monkeypatch: pytest.MonkeyPatch, place: Any, when: str
-) -> None:
-    """It is not the place of `results`."""
-
-    def closed(*_: Any, **__: Any) -> None:
-        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
-
-    monkeypatch.setattr(*((Path, "mkdir") if when == "before" else (shutil, "copyfile")), closed)
-    message = r"/disk/dlscale-\d+: no permission to write here; use loader\.staging none"
-    message += r", or another site\.local_disk$" if place == "local" else "$"
-    with pytest.raises(UserError, match=message), staged(era5_data / "manifest.json", place):
-        pass
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"loader": "torch"}, "loader: got 'torch'; expected keys and values"),
-        ({"loader": [1]}, "loader: "),
-        ({"loader": {"kind": "torch", "staging": "locl"}}, r"loader\.staging: got 'locl' \(did you mean 'local'\?\)"),
-        ({"parallel": "dp"}, "parallel: got 'dp'; expected keys and values"),
-    ],
-)
-def test_settings_by_hand_are_one_message(
-    tmp_path: Path, era5_data: Path, disk: Path, capfd: pytest.CaptureFixture[str], changes: Any, message: str
-) -> None:
-    """Also of what is looked at before the stage begins: where data are read, and whose telemetry this is."""
-    config = make_run(tmp_path, "era5_vit", ERA5_RUN, ERA5)
-    config.write_text(json.dumps(read_yaml(config) | changes))
-    assert train(tmp_path, era5_data / "manifest.json", "--telemetry", tmp_path / "telemetry.csv") == 2
-    error = capfd.readouterr().err
-    assert re.search(rf"^dlscale train: .*config\.yaml: {message}", error) and error.count("\n") == 1
-    assert not list(disk.iterdir())
-
-
-def test_a_full_disk_is_one_message(era5_data: Path, disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def copyfile(source: Path, target: Path) -> None:
-        Path(target).write_bytes(b"some")
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(shutil, "copyfile", copyfile)
-    full = pytest.raises(UserError, match=r"disk/dlscale-\d+: full while data were copied to it")
-    with full, staged(era5_data / "manifest.json", "local"):
-        pass
-    assert files(disk) == []
 
 
 @pytest.mark.parametrize("place", ["memory", "local"])
@@ -383,32 +201,6 @@ def test_room_is_made_of_what_nobody_reads(era5_data: Path, disk: Path, monkeypa
             assert not (mine / "free").exists() and (mine / "held/train/data").exists()
 
 
-def test_memory_is_kept_for_those_who_still_read(era5_data: Path, disk: Path) -> None:
-    with staged(era5_data / "manifest.json", "memory") as manifest:
-        with staged(era5_data / "manifest.json", "memory") as same:
-            assert same == manifest
-        Manifest.read(manifest).check_files()
-    assert files(disk) == []
-
-
-def test_what_a_killed_run_left_in_memory_goes(era5_data: Path, disk: Path) -> None:
-    left = disk / f"dlscale-{os.getuid()}" / "0123456789abcdef" / "train"
-    left.mkdir(parents=True)
-    left.parents[1].chmod(0o700)
-    with staged(era5_data / "manifest.json", "memory"):
-        assert not left.exists()
-
-
-def test_nobody_said_where_the_disk_is(era5_data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(LOCAL_DISK, raising=False)
-    with pytest.raises(UserError, match=r"set site\.local_disk"), staged(era5_data / "manifest.json", "local"):
-        pass
-    monkeypatch.setenv(LOCAL_DISK, "$NOBODY_SET_THIS/x")
-    unset = pytest.raises(UserError, match=r"there is no variable \$NOBODY_SET_THIS")
-    with unset, staged(era5_data / "manifest.json", "local"):
-        pass
-
-
 def test_the_sites_disk_reaches_the_stages() -> None:
     """As it stands: its variables are those of the node."""
     found = launch(site(engine="none", starter="direct", local_disk="$TMPDIR/x"), HERE, FOUR)
@@ -418,3 +210,59 @@ def test_the_sites_disk_reaches_the_stages() -> None:
     assert LOCAL_DISK not in " ".join(launch(site(engine="none", local_disk="/local"), HERE)), "data are not made there"
     with pytest.raises(ValueError, match="a container of podman has none of the job's variables"):
         site(engine="podman", local_disk="$TMPDIR")
+
+
+@pytest.mark.parametrize("what", ["a link", "mode 0750", "owner"])
+def test_a_folder_of_others_is_refused(
+    era5_data: Path, tmp_path: Path, disk: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """Who can write to it decides what is trained on; a link has us write elsewhere."""
+    mine, elsewhere, me = disk / f"dlscale-{os.getuid()}", tmp_path / "elsewhere", os.getuid()
+    elsewhere.mkdir(mode=0o700)
+    if what == "a link":
+        mine.symlink_to(elsewhere)
+    elif what == "owner":  # ours, seen by another user who was given its name
+        mine = disk / f"dlscale-{me + 1}"
+        mine.mkdir(mode=0o700)
+        monkeypatch.setattr(os, "getuid", lambda: me + 1)
+    else:
+        mine.mkdir(mode=0o750)
+    refused = pytest.raises(UserError, match=f"^{mine}: expected a folder, and no link, of user .* with mode 0700: ")
+    with refused, staged(era5_data / "manifest.json", "memory"):
+        pass
+    assert not files(elsewhere) and set(files(disk)) <= {mine}
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.ENOSPC])
+def test_a_disk_that_cannot_be_written_to_is_one_message(
+    era5_data: Path, disk: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """It is not the place of `results`."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(shutil, "copy2", fail)
+    message = rf"/disk/dlscale-\d+: data cannot be copied here \({os.strerror(number)}\); use loader\.staging none"
+    with pytest.raises(UserError, match=message), staged(era5_data / "manifest.json", "local"):
+        pass
+
+
+def test_memory_is_kept_for_those_who_still_read(era5_data: Path, disk: Path) -> None:
+    """A killed run's copy goes when the next one comes."""
+    left = disk / f"dlscale-{os.getuid()}" / "0123456789abcdef" / "train"
+    left.mkdir(parents=True)
+    left.parents[1].chmod(0o700)
+    with staged(era5_data / "manifest.json", "memory") as manifest:
+        assert not left.exists()
+        with staged(era5_data / "manifest.json", "memory") as same:
+            assert same == manifest
+        Manifest.read(manifest).check_files()
+    assert files(disk) == []
+
+
+@pytest.mark.parametrize("given", ["", "$NOBODY_SET_THIS/x"])
+def test_nobody_said_where_the_disk_is(era5_data: Path, monkeypatch: pytest.MonkeyPatch, given: str) -> None:
+    monkeypatch.setenv(LOCAL_DISK, given)
+    with pytest.raises(UserError, match=r"set site\.local_disk"), staged(era5_data / "manifest.json", "local"):
+        pass

@@ -7,8 +7,6 @@ import os
 import shutil
 from pathlib import Path
 
-import h5py
-import numpy as np
 import pytest
 
 from dlscale.config.run import Geometry
@@ -16,8 +14,7 @@ from dlscale.config.site import Site
 from dlscale.core.errors import UserError
 from dlscale.core.machine import VERIFY
 from dlscale.data import verification
-from dlscale.data.manifest import Manifest
-from dlscale.data.samples import BoxField
+from dlscale.data.manifest import File, Manifest
 from dlscale.launch.launcher import Place, launch
 from tests.conftest import ERA5, ERA5_RUN, make_run, stage, train
 
@@ -107,43 +104,32 @@ def test_a_number_that_was_changed_in_a_manifest_is_refused(manifest: Path, chan
         Manifest.read(manifest)
     del values["own"]  # as an earlier version wrote them
     manifest.write_text(json.dumps(values))
-    with pytest.raises(UserError, match="not a manifest of this version"):
+    with pytest.raises(UserError, match="not as it was written"):
         Manifest.read(manifest)
 
 
-def test_a_file_of_other_rows_in_the_place_of_one_that_was_described(manifest: Path) -> None:
-    """Of files of others the size is known, and no digest."""
-    data = Manifest.read(manifest)
-    with h5py.File(path := first(manifest), "r+") as file:
-        values = file["fields"][:-1]
-        attrs = dict(file["fields"].attrs)
-        del file["fields"]
-        file.create_dataset("fields", data=values).attrs.update(attrs)
-    field = BoxField(data, "train", "fields", (1, 2, 2))
-    with pytest.raises(
-        UserError, match=rf"{path}: fields: shape .*, but the manifest has {len(values) + 1} rows; put the file"
-    ):
-        field.read(0, np.zeros(3, int), 0)
-
-
-def test_once(manifest: Path) -> None:
+def test_once(manifest: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file is read again when somebody wrote to it, though he set its time back; others are not."""
-    data = Manifest.read(manifest)
+    data, splits = Manifest.read(manifest), ("train", "valid")
     files = data.splits["train"] + data.splits["valid"]
     assert all(file.verifiable for file in files) and len(files) >= 2
-    splits = ("train", "valid")
-    assert verification.unverified(data, splits, "once") == files, "copied to here"
+
+    def unverified(when: str) -> list[File]:
+        monkeypatch.setenv(VERIFY, when)
+        return verification.unverified(data, splits)
+
+    assert unverified("once") == files, "copied to here"
     assert verification.damaged(data, files) == []
     verification.remember(data, files)
-    assert verification.unverified(data, splits, "once") == []
-    assert verification.unverified(data, splits, "always") == files
+    assert (unverified("once"), unverified("always")) == ([], files)
     damage(data.path(files[1]))
-    assert verification.unverified(data, splits, "once") == [files[1]]
-    assert verification.unverified(data, splits, "never") == []
+    assert (unverified("once"), unverified("never")) == ([files[1]], [])
     (message,) = verification.damaged(data, files)
     assert message.startswith(f"{data.path(files[1])}: damaged: ")
     (manifest.parent / verification.RECORD).write_text("[torn")
-    assert verification.unverified(data, splits, "once") == files
+    assert unverified("once") == files
+    with pytest.raises(UserError, match="'sometimes': expected one of once, always, never"):
+        unverified("sometimes")
 
 
 def test_what_was_described_here_is_known(era5_data: Path) -> None:
@@ -153,16 +139,9 @@ def test_what_was_described_here_is_known(era5_data: Path) -> None:
     assert set(record) == {file.path for files in data.splits.values() for file in files}
 
 
-def test_the_site_says_when(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_site_says_when() -> None:
     """By the environment: no run is another one for it."""
     here, one = Place(folder="/work", sources="/work/workflow_scripts", uid=1, gid=1), Geometry()
     words = launch(Site.model_validate({"verify": "always"}), here, one)
     assert words[:2] == ["env", f"{VERIFY}=always"]
     assert not any(VERIFY in word for word in launch(Site(), here, one))
-    monkeypatch.delenv(VERIFY, raising=False)
-    assert verification.told() == "once"
-    monkeypatch.setenv(VERIFY, "never")
-    assert verification.told() == "never"
-    monkeypatch.setenv(VERIFY, "sometimes")
-    with pytest.raises(verification.UserError, match="'sometimes': expected one of once, always, never"):
-        verification.told()

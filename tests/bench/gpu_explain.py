@@ -337,7 +337,7 @@ def rows_on_disk(bench: Bench, rows: int, width: int) -> Path:
         fields = [Field(name, (name,), ("1",), shape, None) for name, shape in shapes.items()]
         loading.write(folder / "rows.h5", fields)
         splits = {"train": [("rows.h5", rows)] * 64}
-        manifest.write_text(manifest_of(folder, "plant", fields, splits, mean=[0.0], std=[1.0]).text())
+        manifest_of(folder, "plant", fields, splits, mean=[0.0], std=[1.0]).write(manifest)
     return manifest
 
 

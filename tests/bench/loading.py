@@ -30,10 +30,9 @@ from dlscale.data.loaders import direct_loader, torch_loader
 from dlscale.data.loaders.base import Batch, Loader, Share
 from dlscale.data.loaders.decode import stored_fields
 from dlscale.data.loaders.settings import DaliLoader, DirectLoader, TorchLoader
-from dlscale.data.manifest import Manifest
+from dlscale.data.manifest import Manifest, Transform
 from dlscale.data.samples import BoxIndex, GridSamples
 from dlscale.data.store import Field
-from dlscale.data.transforms import Transform
 from dlscale.datasets.cosmo.channels import CHANNELS
 from dlscale.datasets.cosmo.kind import CropSamples
 from dlscale.datasets.cosmo.samples import Crops

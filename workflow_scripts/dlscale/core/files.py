@@ -4,34 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import faulthandler
 import glob
 import hashlib
 import io
 import json
 import os
 import secrets
-import select
 import shutil
-import signal
 import socket
 import stat
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from dlscale.core import machine
 from dlscale.core.errors import UserError, brief
 from dlscale.core.urls import hidden_in
 
 _HOST = socket.gethostname().split(".")[0]
 #: What to do about most files that cannot be read.
 TORN = "the file may be torn or damaged: fetch or make it again"
-#: Seconds in which a user's file has to open. Minutes, for file systems that wake up slowly; most take a second.
-OPENING_S = 300
-#: Bytes read in each further second: of a large file of many fields all may be gone through.
-OPENING_RATE = 10_000_000
 #: Times the size of a file that what is in it has at most: deflate packs up to 1032 bytes into one, and float16 become
 #: float64.
 EXPANSION = 4 * 1032
@@ -216,38 +207,10 @@ def _size(path: str | os.PathLike[str]) -> float:
     return sum(file.stat().st_size for file in files) if place.exists() else float("inf")
 
 
-def in_time(path: str | os.PathLike[str], read: Callable[[], object]) -> None:
-    """Try `read`, which opens a user's file, in a process of its own.
-
-    Damage may lead a library round in circles, where no signal and no other thread is heard, or take the process with
-    it: both are a `UserError`. What `read` raises is left to the caller, who opens the file next.
-    """
-    limit = OPENING_S + (Path(path).stat().st_size // OPENING_RATE if Path(path).exists() else 0)
-    ended, ends = os.pipe()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of other threads, which hold nothing that reading needs
-        parent, child = os.getpid(), os.fork()
-    if not child:
-        with contextlib.suppress(BaseException):
-            machine.with_parent(parent)
-            faulthandler.disable()
-            os.close(ended)
-            read()
-        os._exit(0)
-    os.close(ends)
-    try:
-        poll = select.poll()  # which takes any number of a file, unlike select
-        poll.register(ended, select.POLLIN)
-        late = not poll.poll(1000 * limit)
-    finally:  # also where this process is told to end
-        os.close(ended)
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(child, signal.SIGKILL)
-        status = os.waitpid(child, 0)[1]
-    if late:
-        raise UserError(f"{path}: the library that reads it has not ended after {limit} s; {TORN}")
-    if os.WIFSIGNALED(status) and os.WTERMSIG(status) != signal.SIGKILL:
-        raise UserError(f"{path}: the library that reads it crashes ({signal.strsignal(os.WTERMSIG(status))}); {TORN}")
+def stamp(path: Path) -> tuple[int, int]:
+    """Return a file's size and time of modification, ns: they tell whether it is still the same without reading it."""
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns
 
 
 def sha256(path: str | os.PathLike[str]) -> str:

@@ -1,4 +1,4 @@
-"""A lock that dies with its owner: one writer a folder."""
+"""Locks that die with their owners: one writer of a folder or of a file in it, and turns of processes of a machine."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from dlscale.core.files import explained, no_link
 
 
 @contextlib.contextmanager
-def only_writer(folder: Path) -> Iterator[None]:
-    """Hold `folder/.lock` while the block runs; if another process holds it, raise a `UserError` that names it."""
+def only_writer(folder: Path, name: str = ".lock") -> Iterator[None]:
+    """Hold `folder/name` while the block runs; if another process holds it, raise a `UserError` that names it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = open(folder / ".lock", "a+", errors="replace", opener=no_link)  # noqa: SIM115 - closed below, with the lock
+        file = open(folder / name, "a+", errors="replace", opener=no_link)  # noqa: SIM115 - closed below, with the lock
     except OSError as error:
         raise explained(error, folder) from error
     with file:
@@ -39,4 +39,12 @@ def only_writer(folder: Path) -> Iterator[None]:
         job = os.environ.get("SLURM_JOB_ID")
         file.write(f"process {os.getpid()} on {socket.gethostname()}{f' (Slurm job {job})' if job else ''}\n")
         file.flush()
+        yield
+
+
+@contextlib.contextmanager
+def turn(path: Path) -> Iterator[None]:
+    """Hold the lock file `path` while the block runs; others on this machine wait for it."""
+    with open(path, "a", opener=no_link) as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -40,9 +40,8 @@ def main(args: argparse.Namespace) -> None:
 
 
 def _join(dataset: DatasetSettings, pieces: list[h5py.Dataset], file: h5py.File, label: str) -> None:
-    field = Field.of(pieces[0])
-    rows = [piece.shape[field.row_axis] for piece in pieces]
-    field = field.resized(sum(rows))
+    rows = [Field.of(piece).rows for piece in pieces]
+    field = Field.of(pieces[0]).resized(sum(rows))
     moments = Moments.empty(len(field.channels))
     for piece in pieces:
         moments = moments.merged(Moments.from_json(piece.attrs["moments"]))
@@ -57,37 +56,30 @@ def _join(dataset: DatasetSettings, pieces: list[h5py.Dataset], file: h5py.File,
         channels_last=dataset.storage.channels == "last" and field.channel_axis == 0,
         scaling=(moments.mean, scale) if half else None,
     )
+    target.attrs["moments"] = moments.to_json()
     offset_c, scale_c = (field.per_channel(values) for values in (moments.mean, scale))
     axes = tuple(axis for axis in range(len(field.shape)) if axis != field.channel_axis)
-    # Bytes a value: as read, being scaled, and stored.
-    block = max(1, dataset.memory_mb * 1_000_000 // (3 * 4 * int(np.prod(field.shape)) // field.rows))
+    # Values as read, and while they are scaled and compared; whole chunks are written.
+    block = max(1, dataset.memory_mb * 1_000_000 // (4 * 4 * int(np.prod(field.shape)) // field.rows))
     rows_of_chunk = store.channels_first(target, target.chunks)[field.row_axis] if target.chunks else 1
-    if block > rows_of_chunk:
-        block -= block % rows_of_chunk  # write whole chunks
-    error = np.zeros(len(field.channels))
+    block -= block % rows_of_chunk if block > rows_of_chunk else 0
+    error, done = np.zeros(len(field.channels)), 0
     with Progress(f"assembling {label}: {field.name}", field.rows, "rows", part=True) as progress:
-        done = 0
         for piece, count in zip(pieces, rows, strict=True):
             for first in range(0, count, block):
                 last = min(first + block, count)
-                stored = values = piece[field.select(first, last)]
+                values = piece[field.select(first, last)]
                 if half:
-                    work = values - offset_c
-                    work /= scale_c
-                    stored = work.astype(np.float16)
-                    # How far off a reader will find them, computed in the same memory.
-                    np.multiply(stored, scale_c, out=work)
-                    work += offset_c
-                    work -= values
-                    np.abs(work, out=work)
-                    error = np.maximum(error, work.max(axis=axes))
-                    del work
-                store.write(target, field.select(done + first, done + last), stored)
-                del values, stored  # before the next are read
+                    exact, values = values, ((values - offset_c) / scale_c).astype(np.float16)
+                    exact -= values * scale_c + offset_c  # as a reader will find them
+                    error = np.maximum(error, np.abs(exact, out=exact).max(axis=axes))
+                    del exact
+                store.write(target, field.select(done + first, done + last), values)
+                del values  # before the next are read
                 progress.update(done + last)
             done += count
-    target.attrs["moments"] = moments.to_json()
     if half:
         target.attrs["float16_max_error"] = error
-        errors = dict(zip(field.channels, error.tolist(), strict=True))
-        logging.info("%s: %s: greatest float16 error %s", label, field.name, errors)
+        logging.info(
+            "%s: %s: greatest float16 error %s", label, field.name, dict(zip(field.channels, error, strict=True))
+        )

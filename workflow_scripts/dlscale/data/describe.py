@@ -14,7 +14,7 @@ import numpy as np
 
 from dlscale.config.dataset import SPLITS, DatasetSettings
 from dlscale.core.errors import UserError
-from dlscale.core.files import TORN, reading, sha256, whole
+from dlscale.core.files import reading, sha256, whole
 from dlscale.core.progress import tracked
 from dlscale.data import parts, store, verification
 from dlscale.data.manifest import FieldInfo, File, Manifest
@@ -46,37 +46,28 @@ def describe_own(dataset: DatasetSettings, folder: Path) -> Manifest:
     """Describe what `assemble` wrote."""
     splits: dict[str, list[File]] = {split: [] for split in SPLITS}
     fields: dict[str, Field] = {}
-    moments: dict[str, Moments] = {}  # of the training part
-    unseen: dict[str, Moments] = {}  # of the validation part
-    lowest: dict[str, float] = {}  # of all parts
-    highest: dict[str, float] = {}
+    moments: dict[str, dict[str, Moments]] = {split: {} for split in SPLITS}
     every = parts.parts(dataset)
     for part in tracked(every, "describing", len(every), "files"):
         path = folder / part.split / f"{part.name}.h5"
         with reading(path), store.open_file(path) as file:
-            read = {name: Field.of(file[name]) for name in file.attrs["fields"]}
-            measured = {name: Moments.from_json(file[name].attrs["moments"]) for name in read}
-            rows = next(iter(read.values())).rows
-        for name, field in read.items():
-            check_alike(path, field, fields.setdefault(name, field))
-            these = measured[name]
-            statistics = (these.mean, these.m2, these.minimum, these.maximum)
-            if any(each.shape != (len(field.channels),) for each in statistics):
-                raise UserError(f"{path}: {name}: statistics of other channels than its own; {TORN}")
-            of_split = {"train": moments, "valid": unseen}.get(part.split, {})
-            of_split[name] = of_split[name].merged(these) if name in of_split else these
-            lowest[name] = min(lowest.get(name, np.inf), these.minimum.min())
-            highest[name] = max(highest.get(name, -np.inf), these.maximum.max())
-        splits[part.split].append(File.of(path, folder, rows, sha256(path), True))
-    for name, its in unseen.items():
-        for channel, std in zip(fields[name].channels, its.std, strict=True):
+            read = [Field.of(file[name]) for name in file.attrs["fields"]]
+            measured = [Moments.from_json(file[field.name].attrs["moments"]) for field in read]
+        for field, its in zip(read, measured, strict=True):
+            check_alike(path, field, fields.setdefault(field.name, field))
+            of_split = moments[part.split]
+            of_split[field.name] = of_split.get(field.name, Moments.empty(len(field.channels))).merged(its)
+        splits[part.split].append(File.of(path, folder, read[0].rows, sha256(path), True))
+    infos = {name: describe_field(field, moments["train"][name]) for name, field in fields.items()}
+    for name, field in fields.items():
+        for channel, std in zip(field.channels, moments["valid"][name].std, strict=True):
             if not std > 0:
                 text = "%s: channel '%s' is constant over the validation part: errors there say little, and no skill"
                 logging.warning(text, name, channel)
-    infos = {name: describe_field(field, moments[name]) for name, field in fields.items()}
-    for name, field in fields.items():
-        if len(field.shape) == 1 and not field.floating and lowest[name] >= 0:
-            infos[name] = infos[name].model_copy(update={"classes": int(highest[name]) + 1})
+        every_split = [of_split[name] for of_split in moments.values() if of_split]
+        if len(field.shape) == 1 and not field.floating and min(its.minimum[0] for its in every_split) >= 0:
+            classes = int(max(its.maximum[0] for its in every_split)) + 1
+            infos[name] = infos[name].model_copy(update={"classes": classes})
     return new_manifest(dataset, infos, splits, folder)
 
 
@@ -106,11 +97,11 @@ def describe_field(field: Field, moments: Moments) -> FieldInfo:
 
 def check_alike(path: Path, field: Field, first: Field) -> None:
     """Refuse a file whose rows differ from those of other files; volumes may differ in size."""
-    if (field.channels, field.dtype) != (first.channels, first.dtype):
-        raise UserError(f"{path}: {field.name}: channels or type differ from those of other files; expected the same")
-    if field.row_axis == 0 and field.shape[1:] != first.shape[1:]:
+    rows_differ = field.row_axis == 0 and field.shape[1:] != first.shape[1:]
+    if rows_differ or (field.channels, field.dtype) != (first.channels, first.dtype):
         raise UserError(
-            f"{path}: {field.name}: grid {field.shape} differs from that of other files {first.shape}; expected one"
+            f"{path}: {field.name}: channels, type or grid {field.shape} differ from those of other files "
+            f"{first.shape}; expected the same"
         )
 
 

@@ -83,14 +83,11 @@ def name_files(origins: list[str]) -> dict[str, RawFile]:
     """Name raw files after their origins, harmlessly; of those with equal stems all but the first get a number."""
     named: dict[str, RawFile] = {}
     taken: set[str] = set()
-    last: dict[str, int] = {}  # number by name: thousands of folders may have a file of one name each
     for origin in origins:
         name = PurePosixPath(re.sub(r"[^A-Za-z0-9._-]", "_", file_name(origin)).lstrip(".-") or "file")
-        raw, number = RawFile(name.name, origin), last.get(name.name, 1)
+        raw, number = RawFile(name.name, origin), len(taken) + 1
         while stem(raw) in taken:
-            number += 1
-            raw = RawFile(f"{name.stem}-{number}{name.suffix}", origin)
-        last[name.name] = number
+            raw, number = RawFile(f"{name.stem}-{number}{name.suffix}", origin), number + 1
         taken.add(stem(raw))
         named[origin] = raw
     return named

@@ -3,16 +3,49 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
 
 import numpy as np
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from dlscale.core.errors import UserError
-from dlscale.core.files import read_json
+from dlscale.core.files import stamp
 from dlscale.core.record import Record
-from dlscale.data.transforms import Transform
+
+
+@dataclass(frozen=True)
+class Transform:
+    """`model = (g(physical) - offset) / scale`, with g the identity (`linear`) or the natural logarithm (`log`).
+
+    `offset` and `scale`, above 0, are in units of g(physical). Of `log`, smaller values than `floor` (physical units)
+    are raised to it, zeros too.
+    """
+
+    kind: Literal["linear", "log"] = "linear"
+    offset: float = 0.0
+    scale: float = 1.0
+    floor: float = 1e-30
+
+    def forward(self, x: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
+        """Physical to model units: float32, same shape; in `out`, which may be `x`, if given."""
+        out = np.empty(x.shape, np.float32) if out is None else out
+        if self.kind == "log":
+            x = np.log(np.maximum(x, np.float32(self.floor), out=out), out=out)
+        np.subtract(x, np.float32(self.offset), out=out)
+        return np.divide(out, np.float32(self.scale), out=out)
+
+    def inverse(self, x: Any) -> Any:
+        """Model to physical units; `x` is a numpy array or a torch tensor of any shape."""
+        y = x * self.scale + self.offset
+        if self.kind == "linear":
+            return y
+        return np.exp(y) if isinstance(y, np.ndarray) else y.exp()
+
+
+#: Leaves values as they are.
+IDENTITY = Transform()
 
 
 class File(Record):
@@ -30,11 +63,11 @@ class File(Record):
 
         Without a digest of its content the file's place, size and time stand for it: files of others may be terabytes.
         """
-        status, place, folder = path.stat(), path.resolve(), folder.resolve()
-        digest = digest or hashlib.sha256(f"{place} {status.st_size} {status.st_mtime_ns}".encode()).hexdigest()
+        (size, time), place, folder = stamp(path), path.resolve(), folder.resolve()
+        digest = digest or hashlib.sha256(f"{place} {size} {time}".encode()).hexdigest()
         inside = place.is_relative_to(folder)
         name = str(place.relative_to(folder) if inside else place)
-        return cls(path=name, rows=rows, bytes=status.st_size, digest=digest, verifiable=verifiable)
+        return cls(path=name, rows=rows, bytes=size, digest=digest, verifiable=verifiable)
 
 
 class FieldInfo(Record):
@@ -113,34 +146,25 @@ class Manifest(Record):
         """
         for file in (file for files in self.splits.values() for file in files):
             path = self.path(file)
-            if not path.is_file():
-                raise UserError(f"{path}: no such file; run the workflow again to make or fetch it")
-            if path.stat().st_size != file.bytes:
+            found = f"{path.stat().st_size} bytes" if path.is_file() else "no such file"
+            if found != f"{file.bytes} bytes":
                 raise UserError(
-                    f"{path}: {path.stat().st_size} bytes, expected {file.bytes}; it changed since it was described; "
+                    f"{path}: {found}, expected {file.bytes}; it changed since it was described; "
                     f"put it back, or delete {self.folder / 'manifest.json'} and run the workflow again"
                 )
-
-    def text(self) -> str:
-        return super(Manifest, self._sealed()).text()
 
     def write(self, path: str | Path) -> None:
         super(Manifest, self._sealed()).write(path)
 
     def _sealed(self) -> Self:
         """Return the manifest with its digest."""
-        content = super(Manifest, self.model_copy(update={"own": ""})).text()
+        content = self.model_copy(update={"own": ""}).text()
         return self.model_copy(update={"own": hashlib.sha256(content.encode()).hexdigest()})
 
     @classmethod
     def read(cls, path: str | Path) -> Self:
         """Read what `write` wrote; anything else, such as a number that somebody changed, is a `UserError`."""
-        try:
-            manifest = cls.model_validate(read_json(path)).model_copy(update={"folder": Path(path).resolve().parent})
-            reason = "" if manifest.own == manifest._sealed().own else "it is not as it was written"
-        except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}".removeprefix(": ")
-        if reason:
-            raise UserError(f"{path}: not a manifest of this version ({reason}); delete it and run the workflow again")
+        manifest = super().read(path).model_copy(update={"folder": Path(path).resolve().parent})
+        if manifest.own != manifest._sealed().own:
+            raise UserError(f"{path}: a manifest that is not as it was written; delete it and run the workflow again")
         return manifest

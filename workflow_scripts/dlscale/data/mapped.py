@@ -68,9 +68,7 @@ class MappedArray:
         Threads may do so side by side. What the HDF5 library cannot read is a `UserError`.
         """
         box = [slice(first, first + size) for first, size in zip(start.tolist(), out.shape[1:], strict=True)]
-        if self.whole is not None:
-            np.copyto(out, self.whole[:, box[0], box[1], box[2]])
-        elif self._chunks:
+        if self._chunks:
             self._copy_chunks([slice(0, len(out)), *box], out)
         else:
             box.insert(self._channel_axis, slice(None))

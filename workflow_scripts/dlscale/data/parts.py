@@ -59,9 +59,6 @@ def parts(dataset: DatasetSettings) -> list[Part]:
     """Return the files that preprocessing makes, in order."""
     kind = kind_of(dataset)
     found = kind.parts(dataset)
-    labels = [part.label for part in found]
-    if twice := {label for label in labels if labels.count(label) > 1}:
-        raise UserError(f"dataset of kind {dataset.kind}: its parts hold {', '.join(sorted(twice))} more than once")
     missing = {"train", "valid"} - {part.split for part in found}
     if missing and not kind.prepared(dataset):  # of prepared files only their readers know
         raise UserError(f"dataset of kind {dataset.kind}: none of its parts is of split {', '.join(sorted(missing))}")

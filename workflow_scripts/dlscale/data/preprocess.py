@@ -18,7 +18,7 @@ import numpy as np
 from dlscale.core.errors import UserError
 from dlscale.core.files import whole
 from dlscale.core.progress import Progress
-from dlscale.data import parts, passes, store
+from dlscale.data import parts, store
 from dlscale.data.source import Source, rows_within
 from dlscale.data.store import Moments
 
@@ -55,7 +55,7 @@ def write_piece(source: Source, out: Path, start: int, stop: int, block: int, la
             read = source.read(first, last)
             for field in source.fields:
                 values = read[field.name]
-                own = passes.moments(values, field.channel_axis)
+                own = Moments.of(values, field.channel_axis)
                 if not own.finite:
                     store.check_finite(values, field, label, first)
                 moments[field.name] = moments[field.name].merged(own)

@@ -72,15 +72,15 @@ def first_rows(manifest: Manifest) -> Iterator[Panel]:
             values = values[:, None]
         for index, (channel, unit) in enumerate(zip(info.channels, info.units, strict=True)):
             of_channel = values[:, index]
-            shown = _mosaic(of_channel) if len(info.grid) == 2 else of_channel.ravel()
+            shown = mosaic(of_channel) if len(info.grid) == 2 else of_channel.ravel()
             yield Panel(channel, unit, shown, classes=info.classes)
 
 
-def _mosaic(images: np.ndarray) -> np.ndarray:
-    """Lay the first images [N, H, W] side by side: [STRIP * H, STRIP * W], or one row of fewer."""
-    edge = STRIP if len(images) >= STRIP**2 else 1
-    across = STRIP if edge > 1 else len(images)
-    return np.block([[images[row * across + column] for column in range(across)] for row in range(edge)])
+def mosaic(images: np.ndarray) -> np.ndarray:
+    """Lay the first images [N, H, W, ...] side by side: [STRIP * H, STRIP * W, ...], or one row of fewer."""
+    down, across = (STRIP, STRIP) if len(images) >= STRIP**2 else (1, len(images))
+    bands = [np.concatenate(list(images[row * across : (row + 1) * across]), axis=1) for row in range(down)]
+    return np.concatenate(bands)
 
 
 def draw_preview(name: str, panels: list[Panel], path: Path) -> None:
@@ -90,31 +90,29 @@ def draw_preview(name: str, panels: list[Panel], path: Path) -> None:
     matplotlib.use("agg")
     import matplotlib.pyplot as plt
 
+    plt.rcParams.update({"axes.titlesize": 9, "axes.labelsize": 8, "xtick.labelsize": 7, "ytick.labelsize": 7})
     columns = min(len(panels), 5)
     bands = -(-len(panels) // columns)
     layout: Any = {"figsize": (3.2 * columns, 4.6 * bands), "height_ratios": (2, 1) * bands, "layout": "constrained"}
     figure, axes = plt.subplots(2 * bands, columns, squeeze=False, **layout)
-    for axis in axes.flat:
-        axis.set_visible(False)
-    for number, panel in enumerate(panels):
+    for number in range(bands * columns):
         band, column = divmod(number, columns)
         top, bottom = axes[2 * band, column], axes[2 * band + 1, column]
-        if panel.values.ndim > 1:
-            top.set_visible(True)
+        panel = panels[number] if number < len(panels) else None
+        pictured = panel is not None and panel.values.ndim > 1
+        top.set_visible(pictured)
+        bottom.set_visible(panel is not None)
+        if panel is None:
+            continue
+        if pictured:
             aspect: Any = "auto" if panel.extent else "equal"
             image = top.imshow(panel.values, extent=panel.extent, aspect=aspect, cmap="viridis")
-            top.set_title(panel.title, fontsize=9)
-            top.set_xlabel(panel.labels[0], fontsize=8)
-            top.set_ylabel(panel.labels[1], fontsize=8)
+            top.set(title=panel.title, xlabel=panel.labels[0], ylabel=panel.labels[1])
             if panel.values.ndim == 2:
                 figure.colorbar(image, ax=top, label=panel.unit, shrink=0.8)
-        bottom.set_visible(True)
-        bins = 60 if panel.classes is None else np.arange(panel.classes + 1) - 0.5
-        bottom.hist(panel.values.ravel(), bins=bins)
-        bottom.set_xlabel(panel.title if panel.unit == "1" else f"{panel.title} ({panel.unit})", fontsize=8)
-        bottom.set_ylabel("points" if panel.values.ndim > 1 else "rows", fontsize=8)
-        for axis in (top, bottom):
-            axis.tick_params(labelsize=7)
+        bottom.hist(panel.values.ravel(), bins=60 if panel.classes is None else np.arange(panel.classes + 1) - 0.5)
+        title = panel.title if panel.unit == "1" else f"{panel.title} ({panel.unit})"
+        bottom.set(xlabel=title, ylabel="points" if pictured else "rows")
     figure.suptitle(f"{name}: first training file", fontsize=10)
     save_png(figure, path, dpi=90)
     plt.close(figure)

@@ -7,16 +7,17 @@ of a machine share one copy of them, and no row is read twice.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from dlscale.core.errors import UserError, nearest
-from dlscale.data import sampling
 from dlscale.data.manifest import Manifest
 from dlscale.data.mapped import map_chunks
 from dlscale.data.samples import ArraySpec, TableSamples, decoding
+from dlscale.data.sampling import Visits
 from dlscale.data.store import Reader
 
 if TYPE_CHECKING:
@@ -37,35 +38,27 @@ class RowField:
             raise UserError(f"samples.{key}: field '{name}' holds volumes [C, D, H, W], of which no row is a sample")
         stored = "float32" if info.stored == "physical" else info.dtype
         self.spec = ArraySpec(info.row_shape, "int64" if info.classes else stored, info.classes)
-        self._readers = [Reader(manifest.path(file), name, (0, file.rows)) for file in manifest.files(split)]
+        self._readers = [Reader(manifest.path(file), name) for file in manifest.files(split)]
         self._opened: dict[int, tuple[np.ndarray | None, np.ndarray | None]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_opened": {}}  # a mapping would be copied
 
-    def read(self, file: int, row: int) -> np.ndarray:
-        """Return one row, as `spec` declares it."""
-        if file not in self._opened:
-            self._opened[file] = self._open(file)
-        mapped, numbers = self._opened[file]
-        box = (slice(row, row + 1), *(slice(size) for size in self.spec.shape))
-        stored = self._readers[file].stored(box) if mapped is None else mapped[box]
-        values = stored.astype(self.spec.dtype).reshape(self.spec.shape)
-        return values if numbers is None else np.asarray((values - numbers[0]) * numbers[1] + numbers[2])
-
     def fill(self, file: int, rows: np.ndarray, out: np.ndarray) -> None:
-        """Write rows [n] of one file into `out` [n, ...], as `read` returns them."""
+        """Write rows [n] of one file into `out` [n, ...], as `spec` declares them."""
         if file not in self._opened:
             self._opened[file] = self._open(file)
         mapped, numbers = self._opened[file]
-        if mapped is None:
-            for place, row in enumerate(rows.tolist()):
-                out[place] = self.read(file, row)
-        elif numbers is None and mapped.dtype == out.dtype:
+        if mapped is not None and numbers is None and mapped.dtype == out.dtype:
             np.take(mapped, rows, axis=0, out=out.reshape(len(rows), *mapped.shape[1:]), mode="clip")  # else it copies
+            return
+        if mapped is None:
+            reader = self._readers[file]
+            stored = np.concatenate([reader.stored((slice(row, row + 1),)) for row in rows.tolist()])
         else:
-            values = mapped[rows].astype(self.spec.dtype).reshape(out.shape)
-            out[...] = values if numbers is None else (values - numbers[0]) * numbers[1] + numbers[2]
+            stored = mapped[rows]
+        values = stored.astype(self.spec.dtype).reshape(out.shape)
+        out[...] = values if numbers is None else (values - numbers[0]) * numbers[1] + numbers[2]
 
     def _open(self, file: int) -> tuple[np.ndarray | None, np.ndarray | None]:
         """Return a file's rows, if they can be mapped, and shift, factor and offset, if they must be decoded."""
@@ -89,55 +82,53 @@ class Rows(TableSamples):
         self._input = RowField(manifest, split, "input", settings.input)
         self._target = RowField(manifest, split, "target", settings.target)
         self.input_spec, self.target_spec = self._input.spec, self._target.spec
-        self._rows = np.array([file.rows for file in manifest.files(split)])
-        self._seed, self._training = seed, split == "train"
-        self._available = int(self._rows.sum())
-        self.bytes = self._available * sum(
-            int(np.prod(spec.shape)) * np.dtype(spec.dtype).itemsize for spec in (self.input_spec, self.target_spec)
-        )
-        self.size = min((settings.train if self._training else settings.valid) or self._available, self._available)
-
-    @functools.lru_cache(maxsize=2)  # noqa: B019 - an epoch's rows serve all its samples; two epochs overlap
-    def rows(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return file and row of each sample of an epoch, int64 [size] each."""
-        return sampling.locate(
-            self._rows, sampling.visits(self._seed, epoch, self._available, self.size, self._training)
-        )
+        counts = [file.rows for file in manifest.files(split)]
+        training = split == "train"
+        self._visits = Visits(counts, settings.train if training else settings.valid, seed, training)
+        self._counts, self.size = counts, self._visits.size
+        specs = (self.input_spec, self.target_spec)
+        self.bytes = sum(counts) * sum(math.prod(spec.shape) * np.dtype(spec.dtype).itemsize for spec in specs)
 
     def read(self, epoch: int, index: int) -> tuple[np.ndarray, np.ndarray]:
         """See `dlscale.data.samples.Samples`."""
-        file, row = (int(each[index]) for each in self.rows(epoch))
-        return self._input.read(file, row), self._target.read(file, row)
+        x, y = self._empty(1)
+        for write in self.writers(epoch, range(index, index + 1), x, y):
+            write()
+        return np.asarray(x[0]), np.asarray(y[0])
 
     def writers(self, epoch: int, indices: range, x: np.ndarray, y: np.ndarray) -> list[Callable[[], None]]:
         """See `WritingSamples`: one task for each file."""
-        files, rows = (each[indices.start : indices.stop] for each in self.rows(epoch))
+        files, rows = (each[indices.start : indices.stop] for each in self._visits.rows(epoch))
         return [functools.partial(self._fill, file, files, rows, x, y) for file in np.unique(files).tolist()]
 
     def _fill(self, file: int, files: np.ndarray, rows: np.ndarray, x: np.ndarray, y: np.ndarray) -> None:
         """Write the samples that are of `file` to their places in `x` and `y`."""
-        here = files == file
+        here = np.flatnonzero(files == file)
         for field, out in ((self._input, x), (self._target, y)):
-            if here.all():
+            if len(here) == len(files):
                 field.fill(file, rows, out)
             else:
-                part = np.empty((int(here.sum()), *out.shape[1:]), out.dtype)
+                part = np.empty((len(here), *out.shape[1:]), out.dtype)
                 field.fill(file, rows[here], part)
                 out[here] = part
 
     def table(self) -> tuple[np.ndarray, np.ndarray]:
-        """See `TableSamples`: file by file, each in one go."""
-        x, y = (np.empty((self._available, *s.shape), s.dtype) for s in (self.input_spec, self.target_spec))
+        """See `TableSamples`."""
+        x, y = self._empty(sum(self._counts))
         first = 0
-        for file, count in enumerate(self._rows.tolist()):
-            for field, out in ((self._input, x), (self._target, y)):
-                field.fill(file, np.arange(count), out[first : first + count])
+        for file, count in enumerate(self._counts):
+            self._input.fill(file, np.arange(count), x[first : first + count])
+            self._target.fill(file, np.arange(count), y[first : first + count])
             first += count
+        return x, y
+
+    def _empty(self, count: int) -> tuple[np.ndarray, np.ndarray]:
+        x, y = (np.empty((count, *spec.shape), spec.dtype) for spec in (self.input_spec, self.target_spec))
         return x, y
 
     def order(self, epoch: int) -> np.ndarray:
         """See `TableSamples`."""
-        return sampling.visits(self._seed, epoch, self._available, self.size, self._training)
+        return self._visits.order(epoch)
 
 
 open_samples = Rows

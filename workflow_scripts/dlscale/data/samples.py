@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from dlscale.data.buffers import Buffers
 from dlscale.data.manifest import FieldInfo, Manifest
 from dlscale.data.store import Reader
 
@@ -187,15 +186,12 @@ class BoxField:
     ) -> None:
         self._info = manifest.fields[name]
         assert self._info.channel_axis is not None
-        axis = 1 - self._info.channel_axis
-        self.readers = [Reader(manifest.path(file), name, (axis, file.rows)) for file in manifest.files(split)]
+        self.readers = [Reader(manifest.path(file), name) for file in manifest.files(split)]
         self.extent, self.symmetries, self.channel_axis = extent, symmetries, self._info.channel_axis
         self.shape = (len(self._info.channels), *extent)
         single = self.channel_axis == 1 and extent[0] == 1
         self.spec = ArraySpec((len(self._info.channels), *extent[single:]))
-        self._stored_shape = (*extent[: self.channel_axis], len(self._info.channels), *extent[self.channel_axis :])
         self._decoding: dict[int, np.ndarray] = {}
-        self._buffers = Buffers()
 
     def decoding(self, file: int) -> np.ndarray:
         """Return what `decoding` returns for a file, computed once."""
@@ -206,10 +202,10 @@ class BoxField:
     def read(self, file: int, start: np.ndarray, symmetry: int) -> np.ndarray:
         """Return the box at `start` [3] as the model takes it: float32, of shape `spec.shape`, axes in any order.
 
-        It costs no pass over the values that the published loaders do not make: what is stored as the model takes it
-        is not decoded, and what a symmetry copies is read into memory that is used again.
+        Values that are stored as the model takes them are not decoded: it costs no pass over them that the published
+        loaders do not make.
         """
-        values = self.stored(file, start, again=bool(symmetry)).astype(np.float32, copy=False)
+        values = self.stored(file, start).astype(np.float32, copy=False)
         shift, factor, offset = self.decoding(file)
         for operation, numbers, neutral in ((np.subtract, shift, 0), (np.multiply, factor, 1), (np.add, offset, 0)):
             if (numbers != neutral).any():
@@ -219,16 +215,11 @@ class BoxField:
             values = self.symmetries.apply(symmetry, values)
         return values.reshape(self.spec.shape)
 
-    def stored(self, file: int, start: np.ndarray, again: bool = False) -> np.ndarray:
-        """Return the box at `start` [3] as it is stored, axes as `shape` has them; `again`: in memory used again."""
+    def stored(self, file: int, start: np.ndarray) -> np.ndarray:
+        """Return the box at `start` [3] as it is stored, axes as `shape` has them."""
         box = [slice(int(first), int(first) + size) for first, size in zip(start, self.extent, strict=True)]
         box.insert(self.channel_axis, slice(None))
-        reader, memory = self.readers[file], None
-        if again:
-            memory = self._buffers(
-                "box", tuple(self._stored_shape[axis] for axis in reader.order), reader.dataset.dtype
-            )
-        return np.moveaxis(reader.stored(tuple(box), memory), self.channel_axis, 0)
+        return np.moveaxis(self.readers[file].stored(tuple(box)), self.channel_axis, 0)
 
 
 class GridSamples(ABC):

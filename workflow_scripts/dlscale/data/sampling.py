@@ -7,6 +7,8 @@ other's draws; all of an epoch's come in one vectorised call.
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 
 WORDS = 4  # 64-bit words in a Philox block
@@ -57,3 +59,33 @@ def evenly(count: int, wanted: int | None) -> np.ndarray:
     if wanted is None or wanted >= count:
         return np.arange(count)
     return np.arange(wanted) * count // wanted
+
+
+class Visits:
+    """The rows of several files that an epoch's samples are, in the order of `visits`.
+
+    Parameters
+    ----------
+    counts
+        Rows of each file.
+    wanted
+        Samples of an epoch at most; None: all rows.
+
+    Attributes
+    ----------
+    size
+        Samples of an epoch.
+    """
+
+    def __init__(self, counts: list[int], wanted: int | None, seed: int, training: bool) -> None:
+        self._counts, self._seed, self._training = np.array(counts), seed, training
+        self.size = min(wanted or sum(counts), sum(counts))
+
+    def order(self, epoch: int) -> np.ndarray:
+        """Return which row of all files each sample of an epoch is, int64 [size]."""
+        return visits(self._seed, epoch, int(self._counts.sum()), self.size, self._training)
+
+    @functools.lru_cache(maxsize=2)  # noqa: B019 - an epoch's rows serve all its samples; two epochs overlap
+    def rows(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return file and row of each sample of an epoch, int64 [size] each."""
+        return locate(self._counts, self.order(epoch))

@@ -18,12 +18,11 @@ import h5py
 import numpy as np
 
 from dlscale.core.errors import UserError
-from dlscale.core.files import TORN, in_time, reading, unreadable
-from dlscale.data.transforms import IDENTITY, Transform
+from dlscale.core.files import TORN, reading, unreadable
+from dlscale.data.manifest import IDENTITY, Transform
 
-#: Groups and datasets in a file, and groups in each other, at most: of what is read here there are a handful, and
-#: thousands take HDF5 minutes and more.
-MOST, DEEPEST = 10_000, 32
+#: Values that statistics are taken of at a time.
+BLOCK = 2**16
 
 
 @dataclass(frozen=True)
@@ -98,63 +97,20 @@ def open_file(path: str | os.PathLike[str]) -> h5py.File:
     """Open an HDF5 file for reading; what is missing, torn, no such file, or leads to other files is a `UserError`."""
     with reading(path, "not a readable HDF5 file: it may be truncated or damaged, fetch or make it again"):
         file = h5py.File(path, "r")
-        try:
-            _check_own(file)
-        except BaseException:
-            file.close()
-            raise
+        _check_own(file)
     return file
 
 
-def enter(path: str | os.PathLike[str]) -> None:
-    """Refuse an HDF5 file of others in which its library is lost; who calls this opens it next, and hears the rest."""
-    in_time(path, lambda: open_file(path).close())
-
-
 def _check_own(file: h5py.File) -> None:
-    """Refuse a file whose values lie in other ones, which could be any file of this machine, and links in a circle.
-
-    HDF5's own way to visit all that is in a file takes time without end where there are thousands of groups.
-    """
-    groups, seen, links = [(file["/"], 0)], set[int](), list[tuple[str, str]]()
-    count = 0
-    while groups:
-        group, depth = groups.pop()
-        count += len(group)
-        if count > MOST or depth > DEEPEST:
+    """Refuse a file whose values lie in other ones, which could be any file of this machine."""
+    for name in file:
+        outside = isinstance(file.get(name, getlink=True), h5py.ExternalLink)
+        item = None if outside else file.get(name)
+        if outside or (isinstance(item, h5py.Dataset) and (item.external or item.is_virtual)):
             raise UserError(
-                f"{file.filename}: more than {MOST} groups and datasets, or more than {DEEPEST} groups in each other; "
-                "copy what is needed to a file of its own, e.g. with h5copy"
+                f"{file.filename}: '{name}' lies in other files, which are not read: copy its values into this one, "
+                "e.g. with h5repack"
             )
-        for key in group:
-            link, name = group.get(key, getlink=True), f"{group.name}/{key}".lstrip("/")
-            item = group[key] if isinstance(link, h5py.HardLink) else link
-            found = ""
-            if isinstance(item, h5py.ExternalLink):
-                found = f"'{name}' is a link to another file ({item.filename})"
-            elif isinstance(item, h5py.SoftLink):
-                links.append((name, item.path))
-            elif isinstance(item, h5py.Dataset) and item.external:
-                found = f"'{name}' is stored in other files ({', '.join(str(origin) for origin, *_ in item.external)})"
-            elif isinstance(item, h5py.Dataset) and item.is_virtual:
-                others = dict.fromkeys(source.file_name for source in item.virtual_sources())
-                found = f"'{name}' is put together of other files ({', '.join(list(others)[:3])})"
-            elif isinstance(item, h5py.Group) and (place := h5py.h5o.get_info(item.id).addr) not in seen:
-                seen.add(place)  # a group may be in several, itself among them
-                groups.append((item, depth + 1))
-            if found:
-                raise UserError(
-                    f"{file.filename}: {found}; values of other files are not read: copy them into this one, e.g. with "
-                    "h5repack"
-                )
-    for name, target in links:  # which are followed: only now are all of them known to stay in the file
-        try:
-            file.get(name)
-        except (RuntimeError, OSError):  # HDF5 gives up after some links; one that leads nowhere is no error
-            raise UserError(
-                f"{file.filename}: '{name}' is a link to '{target}', which leads in a circle; make the file again "
-                "without it"
-            ) from None
 
 
 def dataset(file: h5py.File, name: str, channels: int | None = None, ndim: int | None = None) -> h5py.Dataset:
@@ -223,13 +179,11 @@ def write(target: h5py.Dataset, where: tuple[slice, ...], values: np.ndarray) ->
 class Reader:
     """Reads one dataset of one file: scaled float16 as float32, integers as they are.
 
-    The file is opened on first use and once per process, so a Reader may cross a fork or be pickled. `rows`: the axis
-    along which the manifest has rows, channels first, and how many: another file may have taken the place of this one.
+    The file is opened on first use and once per process, so a Reader may cross a fork or be pickled.
     """
 
-    def __init__(self, path: str | os.PathLike[str], name: str, rows: tuple[int, int] | None = None) -> None:
+    def __init__(self, path: str | os.PathLike[str], name: str) -> None:
         self.path, self.name = str(path), name
-        self._rows = rows
         self._opened: tuple[int, h5py.Dataset, tuple[int, ...]] | None = None
 
     @property
@@ -242,12 +196,6 @@ class Reader:
         if self._opened is None or self._opened[0] != os.getpid():
             opened = dataset(open_file(self.path), self.name)
             with reading(self.path):
-                shape = channels_first(opened, opened.shape)
-                if self._rows is not None and shape[self._rows[0] : self._rows[0] + 1] != self._rows[1:]:
-                    raise UserError(
-                        f"{self.path}: {self.name}: shape {shape}, but the manifest has {self._rows[1]} rows; "
-                        "put the file back, or delete the manifest and run the workflow again"
-                    )
                 self._opened = (os.getpid(), opened, as_stored(opened, tuple(range(opened.ndim))))
         return self._opened[1:]
 
@@ -270,22 +218,12 @@ class Reader:
         with reading(self.path):
             return (attrs["offset"], attrs["scale"]) if "scale" in attrs else None
 
-    def stored(self, index: tuple[slice, ...], buffer: np.ndarray | None = None) -> np.ndarray:
-        """Return the selected values as they are stored, channels first (slices only; axes without one are whole).
-
-        They are a new array, or in `buffer`, which has the shape in which they are stored; to its type, if that is
-        another one, HDF5 converts them.
-        """
+    def stored(self, index: tuple[slice, ...]) -> np.ndarray:
+        """Return the selected values as they are stored, channels first (slices only; axes without one are whole)."""
         opened, order = self._open()
         index = (*index, *[slice(None)] * (len(order) - len(index)))
-        where = tuple(index[axis] for axis in order)
-        values: np.ndarray
         try:
-            if buffer is None:
-                values = opened[where]
-            else:
-                opened.read_direct(buffer, where)
-                values = buffer
+            values: np.ndarray = opened[tuple(index[axis] for axis in order)]
         except MemoryError:  # the run's settings may be too much for the machine
             raise
         except Exception as error:
@@ -325,15 +263,22 @@ class Moments:
 
     @staticmethod
     def of(values: np.ndarray, channel_axis: int | None) -> Moments:
-        """Moments of an array; memory: one channel at a time in float64."""
-        moved = values[None] if channel_axis is None else np.moveaxis(values, channel_axis, 0)
-        parts = []
-        for channel in moved:
-            x = channel.astype(np.float64).ravel()
-            mean = x.mean()
-            parts.append((mean, np.square(x - mean).sum(), x.min(), x.max()))
-        mean, m2, low, high = (np.array(part) for part in zip(*parts, strict=True))
-        return Moments(moved[0].size, mean, m2, low, high)
+        """Moments of an array, taken by blocks that the processor's cache holds in float64."""
+        found = Moments.empty(1 if channel_axis is None else values.shape[channel_axis])
+        # Of rows with channels, small ones are taken together.
+        rows = max(1, BLOCK // max(1, values[:1].size)) if channel_axis else max(1, len(values))
+        for first in range(0, len(values), rows):
+            some = values[first : first + rows]
+            flat = (some if channel_axis is None else np.moveaxis(some, channel_axis, 0)).reshape(len(found.mean), -1)
+            columns = max(1, BLOCK // len(flat))
+            for start in range(0, flat.shape[1], columns):
+                x = flat[:, start : start + columns].astype(np.float64)
+                mean = x.mean(axis=1)
+                low, high = x.min(axis=1), x.max(axis=1)
+                with np.errstate(invalid="ignore"):  # of infinities, which the mean tells
+                    m2 = np.square(x - mean[:, None]).sum(axis=1)
+                found = found.merged(Moments(x.shape[1], mean, m2, low, high))
+        return found
 
     def merged(self, other: Moments) -> Moments:
         if not self.count or not other.count:

@@ -1,15 +1,16 @@
-"""That data files still hold what they held when they were described, by the SHA-256 in the manifest.
+"""Whether data files still hold what they held when they were described, by the SHA-256 in the manifest.
 
 Files keep their size and their time when a disk or a copy damages them. They are read once, by the stage that first
-needs them; what was found lies beside the manifest, by size and times of each file, so that nothing is read again until
-one changes.
+needs them; a record beside the manifest has size and times of each file that was right, so that nothing is read again
+until one changes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from typing import Any
 
 from dlscale.core.errors import UserError
 from dlscale.core.files import read_json, sha256, write_json
@@ -18,28 +19,20 @@ from dlscale.core.progress import tracked
 from dlscale.data.manifest import File, Manifest
 
 #: once: a file that changed, or was never verified; always: by every stage that needs it; never.
-Verify = Literal["once", "always", "never"]
+WHEN = ("once", "always", "never")
 
 #: Beside the manifest.
 RECORD = "verified.json"
 
 
-def told() -> Verify:
-    """Return what the environment says of it."""
-    given = os.environ.get(VERIFY, "once")
-    for known in get_args(Verify):
-        if given == known:
-            return known
-    raise UserError(f"{VERIFY}: '{given}': expected one of {', '.join(get_args(Verify))}")
-
-
-def unverified(manifest: Manifest, splits: Sequence[str], verify: Verify) -> list[File]:
-    """Return the files of `splits` that have to be read: those whose digest is of what they hold, and not known yet."""
-    if verify == "never":
-        return []
+def unverified(manifest: Manifest, splits: Sequence[str]) -> list[File]:
+    """Return the files of `splits` that have to be read: those with a digest of their content that is not known yet."""
+    when = os.environ.get(VERIFY, "once")
+    if when not in WHEN:
+        raise UserError(f"{VERIFY}: '{when}': expected one of {', '.join(WHEN)}")
     files = [file for split in splits for file in manifest.splits.get(split, []) if file.verifiable]
-    record = {} if verify == "always" else _record(manifest)
-    return [file for file in files if record.get(file.path) != _seen(manifest, file)]
+    record = _record(manifest) if when == "once" else {}
+    return [file for file in files if when != "never" and record.get(file.path) != _seen(manifest, file)]
 
 
 def damaged(manifest: Manifest, files: Sequence[File]) -> list[str]:
@@ -58,19 +51,15 @@ def damaged(manifest: Manifest, files: Sequence[File]) -> list[str]:
 def remember(manifest: Manifest, files: Sequence[File]) -> None:
     """Record that `files` hold what the manifest says; where nothing can be written they are read again."""
     if files:
-        record = _record(manifest) | {file.path: _seen(manifest, file) for file in files}
-        try:
-            write_json(manifest.folder / RECORD, record)
-        except UserError:
-            return
+        with contextlib.suppress(UserError):
+            seen = {file.path: _seen(manifest, file) for file in files}
+            write_json(manifest.folder / RECORD, _record(manifest) | seen)
 
 
 def _record(manifest: Manifest) -> dict[str, Any]:
-    path = manifest.folder / RECORD
-    try:
-        found = read_json(path) if path.exists() else {}
-    except UserError:
-        return {}
+    found = {}
+    with contextlib.suppress(UserError):
+        found = read_json(manifest.folder / RECORD)
     return found if isinstance(found, dict) else {}
 
 

@@ -25,8 +25,7 @@ from dlscale.core import text
 from dlscale.core.errors import UserError
 from dlscale.core.files import OLDEST, write_text
 from dlscale.core.settings import read_settings
-from dlscale.data.manifest import FieldInfo, Manifest
-from dlscale.data.transforms import Transform
+from dlscale.data.manifest import FieldInfo, Manifest, Transform
 from dlscale.report import published
 from dlscale.report.blocks import Table, View, cell, table
 from dlscale.report.curves import Reference

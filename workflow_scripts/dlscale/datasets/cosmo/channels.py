@@ -7,7 +7,7 @@ import numpy as np
 
 from dlscale.core.errors import UserError
 from dlscale.data import store
-from dlscale.data.transforms import Transform
+from dlscale.data.manifest import Transform
 
 #: The published form: densities (relative to the mean) as ln(x)/14. Cells that no particle touched are
 #: exactly 0; the floor, a thousandth of the mean, keeps them from standing far off all others.

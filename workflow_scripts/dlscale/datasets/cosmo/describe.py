@@ -12,10 +12,9 @@ from dlscale.core.files import reading
 from dlscale.core.progress import tracked
 from dlscale.data import parts, store
 from dlscale.data.describe import describe_field, new_manifest
-from dlscale.data.manifest import File, Manifest
+from dlscale.data.manifest import IDENTITY, File, Manifest
 from dlscale.data.source import rows_within
 from dlscale.data.store import Field, Moments, Reader
-from dlscale.data.transforms import IDENTITY
 from dlscale.datasets.cosmo.channels import CHANNELS, DENSITY, open_volumes
 from dlscale.datasets.cosmo.kind import CosmoDataset
 
@@ -28,7 +27,6 @@ def describe_prepared(dataset: CosmoDataset, sources: list[Path], folder: Path) 
     if len(sources) != len(parts.parts(dataset)):
         raise UserError(f"--source: expected the {len(parts.parts(dataset))} files of the configuration, in its order")
     for part, path in zip(parts.parts(dataset), sources, strict=True):
-        store.enter(path)
         with reading(path), store.open_file(path) as file:
             there = {name: values.shape for name, values in open_volumes(file).items()}
         for name, shape in there.items():

@@ -10,10 +10,8 @@ from dlscale.core.errors import UserError
 from dlscale.core.files import reading
 from dlscale.core.text import percent
 from dlscale.data import store
-from dlscale.data.buffers import Buffers
 from dlscale.data.kind import Part
-from dlscale.data.passes import block_average
-from dlscale.data.source import Source
+from dlscale.data.source import Source, block_average
 from dlscale.data.store import Field, Reader
 from dlscale.datasets.cosmo.channels import CHANNELS, open_volumes
 from dlscale.datasets.cosmo.kind import CosmoDataset, gap
@@ -29,12 +27,10 @@ class CosmoSource(Source):
     def __init__(self, dataset: CosmoDataset, part: Part, paths: list[Path]) -> None:
         [path] = paths
         self._path, self._factor = path, dataset.downsample
-        store.enter(path)
         with reading(path), store.open_file(path) as file:
             edge = open_volumes(file)["Nbody"].shape[1:]
             said = {k: v.item() if hasattr(v, "item") and np.ndim(v) == 0 else str(v) for k, v in file.attrs.items()}
         self.attributes = {"raw_file": path.name, **said}
-        self._buffers = Buffers()
         self._readers = {name: Reader(path, name) for name in CHANNELS}
         depth, height, width = (size // self._factor for size in edge)
         if min(depth, height, width) < 1:
@@ -56,16 +52,15 @@ class CosmoSource(Source):
 
     def _field(self, field: Field, start: int, stop: int) -> np.ndarray:
         channels, _, height, width = field.shape
-        values = self._buffers(field.name, (channels, stop - start, height, width))
-        # As many rows at a time as the processor's cache holds, in one buffer, which averaging then finds there.
+        values = np.empty((channels, stop - start, height, width), np.float32)
+        # As many rows at a time as the processor's cache holds, where averaging then finds them.
         reader = self._readers[field.name]
         _, _, raw_height, raw_width = reader.shape
         step = max(1, SLAB // (4 * channels * self._factor * raw_height * raw_width))
         for first in range(start, stop, step):
             last = min(first + step, stop)
             rows = slice((self._first + first) * self._factor, (self._first + last) * self._factor)
-            shape = (channels, rows.stop - rows.start, raw_height, raw_width)
-            raw = reader.stored((slice(None), rows, slice(None), slice(None)), self._buffers("raw", shape))
+            raw = reader[:, rows]
             for one, averaged in zip(raw, values[:, first - start : last - start], strict=True):
                 block_average(one[None], self._factor, (1, 2, 3), out=averaged[None])
             # The check comes before the logarithm, which would turn a NaN into the range's lower end.

@@ -36,7 +36,6 @@ def describe_prepared(dataset: Era5Dataset, sources: list[Path], folder: Path) -
     hours: list[tuple[Path, File, np.ndarray | None]] = []
     for split in SPLITS:
         for path in sorted((root / split).glob("*.h5")):
-            store.enter(path)
             with reading(path), store.open_file(path) as file:
                 fields = store.dataset(file, "fields", ndim=4)
                 if shape and fields.shape[1:] != shape[1:]:

@@ -19,10 +19,9 @@ from typing import Any
 import numpy as np
 
 from dlscale.core.errors import UserError, nearest
-from dlscale.core.files import TORN, in_time
+from dlscale.core.files import TORN
 from dlscale.data.kind import Part
-from dlscale.data.passes import block_average
-from dlscale.data.source import Source
+from dlscale.data.source import Source, block_average
 from dlscale.data.store import Field
 from dlscale.datasets.era5.channels import base, short
 from dlscale.datasets.era5.humidity import with_humidity
@@ -55,7 +54,6 @@ def open_source(dataset: Era5Dataset, part: Part, paths: list[Path]) -> Era5Sour
     with contextlib.ExitStack() as stack:
         variables: list[Variable] = []
         for path in paths:
-            in_time(path, functools.partial(open_variables, path, wanted, contextlib.ExitStack()))
             found, its_names = open_variables(path, wanted, stack)
             variables, names = variables + found, names + its_names
         source = Era5Source(dataset, variables, names, part.period, f"part {part.label}")

@@ -18,8 +18,6 @@ from dlscale.data.kind import DatasetKind, Outline, Part, RawFile
 
 #: Splits that there are.
 PACKED: tuple[Split, ...] = ("train", "valid")
-
-
 #: Classes of simulated images.
 TEXTURES = 10
 
@@ -81,11 +79,6 @@ class ImagenetDataset(DatasetSettings):
     @model_validator(mode="after")
     def _as_it_is(self) -> ImagenetDataset:
         refuse_changed(self, "downsample", "storage", "pieces")
-        if isinstance(self.source, SimulatedImages):
-            for split in PACKED:
-                images, shards = getattr(self.source, split), getattr(self.shards, split)
-                if shards > images:
-                    raise ValueError(f"shards.{split} {shards} is more than the {images} images of source.{split}")
         return self
 
 
@@ -126,13 +119,13 @@ class Imagenet(DatasetKind):
 
     def parts(self, dataset: ImagenetDataset) -> list[Part]:
         """One part for each pack."""
-        source = dataset.source
-        return [
-            Part(split, name, (RawFile(f"{name}.h5", _origin(source, split), shard),))
-            for split in PACKED
-            for shard in range(getattr(dataset.shards, split))
-            for name in [f"{split}-{shard:04d}"]
-        ]
+        source, found = dataset.source, []
+        for split in PACKED:
+            origin = getattr(source, split) if isinstance(source, ImageFolders) else "simulated"
+            for shard in range(getattr(dataset.shards, split)):
+                name = f"{split}-{shard:04d}"
+                found.append(Part(split, name, (RawFile(f"{name}.h5", origin, shard),)))
+        return found
 
     def acquirer(self, dataset: ImagenetDataset) -> str | None:
         return "simulator" if isinstance(dataset.source, SimulatedImages) else "folder"
@@ -157,32 +150,24 @@ class Imagenet(DatasetKind):
         source = dataset.source
         if not isinstance(source, SimulatedImages):
             return None
-        images: dict[Split, int] = {split: getattr(source, split) for split in PACKED}
         rows: dict[Split, list[int]] = {}
-        for split, count in images.items():
+        for split in PACKED:
             shards = getattr(dataset.shards, split)
-            rows[split] = [len(range(shard, count, shards)) for shard in range(shards)]
-        # The middle image stands for all: they differ in size.
-        return Outline(
-            {"labels": (1, ())}, rows, 3 * (sum(source.edges) // 2) ** 2 * sum(images.values()), {"labels": TEXTURES}
-        )
+            rows[split] = [len(range(shard, getattr(source, split), shards)) for shard in range(shards)]
+        numbers = 3 * (sum(source.edges) // 2) ** 2 * (source.train + source.valid)  # of images of the middle size
+        return Outline({"labels": (1, ())}, rows, numbers, {"labels": TEXTURES})
 
     def look(self, dataset: ImagenetDataset, raw: RawFile, made: pathlib.Path) -> str | None:
         """Return a digest of how a pack's images look: names, sizes, times."""
         if not (isinstance(dataset.source, ImageFolders) and dataset.source.watch):
             return None
         listing = registry.load("dlscale.datasets.imagenet.listing")  # in no fingerprint: no stage looks
-        split = raw.name.partition("-")[0]
-        folder: str = getattr(dataset.source, split)
-        if listing.is_gone(pathlib.Path(folder)):  # which the stage will meet, and say, if there is no pack
-            kept: str | None = listing.packed(made)
-            return kept
-        found: str = listing.digests(folder, getattr(dataset.shards, split))[raw.index]
+        found: str | None
+        if pathlib.Path(raw.origin).exists():
+            found = listing.looks(raw.origin, getattr(dataset.shards, raw.name.partition("-")[0]))[raw.index]
+        else:  # which the stage will meet, and say, if there is no pack
+            found = listing.packed(made)
         return found
-
-
-def _origin(source: SimulatedImages | ImageFolders, split: Split) -> str:
-    return getattr(source, split) if isinstance(source, ImageFolders) else "simulated"
 
 
 KIND = Imagenet()

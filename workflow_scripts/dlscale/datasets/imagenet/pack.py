@@ -14,7 +14,6 @@ which it was made of.
 
 from __future__ import annotations
 
-import functools
 import io
 from pathlib import Path
 from typing import IO, Any
@@ -24,11 +23,12 @@ from PIL import Image
 
 from dlscale.core.errors import UserError, brief
 from dlscale.core.files import reading
+from dlscale.data import store
 from dlscale.data.mapped import map_chunks
-from dlscale.data.store import Reader
 
-#: What Pillow decodes itself. For others it may start a program that it finds (Ghostscript, for EPS).
+#: Formats that Pillow decodes itself. For others it may start a program that it finds (Ghostscript, for EPS).
 FORMATS = ("JPEG", "PNG", "GIF", "WEBP", "TIFF", "BMP", "JPEG2000", "PPM")
+DAMAGED = "the pack is damaged: delete it and run the workflow again"
 
 
 def open_image(file: IO[bytes]) -> Image.Image:
@@ -36,58 +36,56 @@ def open_image(file: IO[bytes]) -> Image.Image:
     return Image.open(file, formats=FORMATS)
 
 
-DAMAGED = "the pack is damaged: delete it and run the workflow again"
+def short_edge(height: int, width: int, edge: int) -> tuple[int, int]:
+    """Return height and width once the shorter edge is `edge`; the longer one is rounded down, as torchvision does."""
+    return (edge, int(edge * width / height)) if height <= width else (int(edge * height / width), edge)
 
 
 class Pack:
-    """One pack, opened on first use and once per process."""
+    """One pack: its bytes are mapped, all else is in memory.
+
+    Attributes
+    ----------
+    form
+        Of the bytes: `encoded` or `decoded`.
+    digest
+        SHA-256 of all that it holds.
+    bytes
+        Of all images, uint8 [total].
+    index
+        First byte, bytes, height and width of each image, int64 [N, 4].
+    labels
+        Classes, int64 [N].
+    classes
+        Their names.
+    """
 
     def __init__(self, path: str | Path) -> None:
         self.path = str(path)
+        with store.open_file(path) as file, reading(path, "not a pack of images: delete it and run the workflow again"):
+            self.form, self.digest = str(file.attrs["form"]), str(file.attrs["sha256"])
+            self.bytes: np.ndarray = map_chunks(file["bytes"])[(0,)]
+            self.index: np.ndarray = file["index"][()]
+            self.labels: np.ndarray = file["labels"][()]
+            self.classes = [name.decode() for name in file["classes"][()]]
 
-    @functools.cached_property
-    def _opened(self) -> tuple[str, np.ndarray]:
-        reader = Reader(self.path, "bytes")
-        mapped = map_chunks(reader.dataset)
-        with reading(self.path, DAMAGED):
-            if "form" not in reader.dataset.file.attrs or len(mapped) != 1:
-                raise UserError(f"{self.path}: not a pack of images; delete it and run the workflow again")
-            return str(reader.dataset.file.attrs["form"]), mapped[(0,)]
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Pack, (self.path,)  # a mapping would be copied
 
-    @property
-    def form(self) -> str:
-        """What the bytes are: `encoded` or `decoded`."""
-        return self._opened[0]
-
-    @property
-    def bytes(self) -> np.ndarray:
-        """Of all images, uint8 [total], mapped."""
-        return self._opened[1]
-
-    @functools.cached_property
-    def index(self) -> np.ndarray:
-        """First byte, bytes, height and width of each image, int64 [N, 4]."""
-        return Reader(self.path, "index")[(slice(None),)]
-
-    @functools.cached_property
-    def labels(self) -> np.ndarray:
-        """Classes, int64 [N]."""
-        return Reader(self.path, "labels")[(slice(None),)]
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"path": self.path}  # a mapping would be copied
+    def stored(self, row: int) -> np.ndarray:
+        """Return an image's file, uint8 [bytes], or its pixels, uint8 [H, W, 3]."""
+        first, count, height, width = self.index[row].tolist()
+        values = self.bytes[first : first + count]
+        return values if self.form == "encoded" else values.reshape(height, width, 3)
 
     def image(self, row: int) -> Image.Image:
         """Return an image, RGB."""
+        stored = self.stored(row)
+        if self.form == "decoded":
+            return Image.fromarray(stored)
         try:
-            first, count, height, width = self.index[row].tolist()
-            stored = self.bytes[first : first + count]
-            if self.form == "decoded":
-                return Image.fromarray(stored.reshape(height, width, 3))
             with open_image(io.BytesIO(stored.data)) as image:
                 image.load()
                 return image if image.mode == "RGB" else image.convert("RGB")
-        except UserError:
-            raise
         except Exception as error:  # Pillow raises what its decoders stumble upon
             raise UserError(f"{self.path}: image {row} cannot be decoded ({brief(error)}); {DAMAGED}") from None

@@ -9,12 +9,13 @@ import io
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 from PIL import Image
 
-from dlscale.datasets.imagenet.packing import Picture, filled, write_pack
+from dlscale.datasets.imagenet.listing import shard
+from dlscale.datasets.imagenet.packing import Picture, write_pack
 
 #: From coordinates (x, y), in pixels from the middle of the figure, and the pattern's period to its phase.
 PATTERNS: dict[str, Callable[[np.ndarray, np.ndarray, float], np.ndarray]] = {
@@ -35,7 +36,7 @@ CLASSES = list(PATTERNS)
 def acquire(dataset: Any, raw: Any, out: Path, progress: Callable[[int, int | None], None]) -> None:
     """Pack one shard of a split."""
     source, split = dataset.source, raw.name.partition("-")[0]
-    chosen = filled(getattr(source, split), raw.index, getattr(dataset.shards, split), f"source.{split}")
+    chosen = shard(getattr(source, split), raw.index, getattr(dataset.shards, split))
     seeds = [[source.seed, split == "valid", number] for number in chosen]
     pictures = [
         Picture(f"image {seed[2]} of {split}", label(seed), partial(jpeg, seed, *source.edges)) for seed in seeds
@@ -64,9 +65,8 @@ def draw(seed: list[int], least: int, greatest: int) -> np.ndarray:
     return np.clip(image + rng.normal(0, 8, image.shape), 0, 255).astype(np.uint8)
 
 
-def jpeg(seed: list[int], least: int, greatest: int) -> IO[bytes]:
+def jpeg(seed: list[int], least: int, greatest: int) -> bytes:
     """Return the image as a JPEG file."""
     file = io.BytesIO()
     Image.fromarray(draw(seed, least, greatest)).save(file, "JPEG", quality=90)
-    file.seek(0)
-    return file
+    return file.getvalue()

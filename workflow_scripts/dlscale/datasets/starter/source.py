@@ -78,7 +78,6 @@ def _open(path: Path, name: str, memory_mb: int, stack: contextlib.ExitStack) ->
     """Return an array that is read as far as it is asked for; one of a .npz file is read as a whole."""
     names, values = [name], None
     if path.suffix in HDF5:
-        store.enter(path)
         file = stack.enter_context(store.open_file(path))
         with reading(path):
             values, names = file.get(name), list(file)

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from torch import nn
 
-    from dlscale.data.manifest import Manifest
-    from dlscale.data.transforms import Transform
+    from dlscale.data.manifest import Manifest, Transform
 
 
 class UNet3DSettings(Strict):
