@@ -7,6 +7,7 @@ cannot make it run again.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections import Counter
 from pathlib import Path
@@ -23,7 +24,8 @@ from pydantic import (
     model_validator,
 )
 
-from dlscale.config.parallel import DDP, DP, FSDP, Parallel
+from dlscale.config import laws
+from dlscale.config.parallel import DDP, DP, Parallel
 from dlscale.core import registry
 from dlscale.core.errors import UserError, unknown
 from dlscale.core.metrics import VALID_LOSS
@@ -82,21 +84,12 @@ class SGD(_Optimizer):
 
     kind: Literal["sgd"]
     momentum: float = Field(0.0, ge=0, lt=1, description="Share of the last update that is made again.")
-    nesterov: bool = Field(False, description="Look ahead along the momentum first.")
-
-    @model_validator(mode="after")
-    def _nesterov(self) -> SGD:
-        if self.nesterov and not self.momentum:
-            raise ValueError("nesterov needs a momentum greater than 0")
-        return self
 
 
 class Adadelta(_Optimizer):
     """Adadelta (Zeiler 2012, arXiv:1212.5701)."""
 
     kind: Literal["adadelta"]
-    rho: float = Field(0.9, ge=0, lt=1, description="Decay of the running means.")
-    eps: PositiveFloat = Field(1e-6, description="Added under both roots.")
 
     @model_validator(mode="after")
     def _unfused(self) -> Adadelta:
@@ -424,153 +417,25 @@ class RunCore(Strict):
         rest = {key: value for key, value in data.items() if key != "local_batch_size"}
         if "batch_size" in rest:
             raise ValueError("give either batch_size, of all devices together, or local_batch_size, of each")
+        given, geometry = data["local_batch_size"], Geometry()
+        with contextlib.suppress(ValidationError):  # its own mistake is reported
+            geometry = TypeAdapter(Geometry).validate_python(rest.get("geometry") or {})
         try:
-            local = TypeAdapter(BatchSize).validate_python(data["local_batch_size"])
+            whole = TypeAdapter(BatchSize).validate_python(given) * geometry.dp
+            TypeAdapter(BatchSize).validate_python(whole)
         except ValidationError:
-            given = data["local_batch_size"]
             each = to_try("local_batch_size", given) if isinstance(given, list) else ""
-            expected = "expected a whole number from 1 to 1000000000"
-            raise ValueError(f"local_batch_size: got {given!r}; {expected}{each}") from None
-        try:
-            shares = TypeAdapter(Geometry).validate_python(rest.get("geometry") or {}).dp
-        except ValidationError:
-            shares = 1  # its own mistake is reported
-        try:
-            whole = TypeAdapter(BatchSize).validate_python(local * shares)
-        except ValidationError:
             raise ValueError(
-                f"local_batch_size {local} x {shares} = {local * shares} samples in all; expected at most 1000000000"
+                f"local_batch_size: got {given!r}; expected a whole number, that times {geometry.dp} is from 1 to "
+                f"1000000000{each}"
             ) from None
         return {**rest, "batch_size": whole}
 
     @model_validator(mode="after")
-    def _fits(self) -> RunCore:
-        at = self.geometry
-        if self.batch_size % at.dp:
-            model = f" / (tp {at.tp} x cp {at.cp}) = {at.dp}" if at.model_size > 1 else f" = {at.dp}"
-            raise ValueError(
-                f"batch_size {self.batch_size} does not divide by geometry.nodes x geometry.gpus_per_node{model}"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _goes_together(self) -> RunCore:
-        """Refuse what no model, optimiser or graph can do."""
-        if self.accumulation_steps > self.local_batch_size:
-            raise ValueError(
-                f"accumulation_steps {self.accumulation_steps} is more than the {self.local_batch_size} samples that a "
-                "device has of batch_size"
-            )
-        if self.accumulation_steps > 1 and self.compile.mode in ("reduce-overhead", "max-autotune"):
-            raise ValueError(
-                f"accumulation_steps and compile.mode {self.compile.mode}: its graphs write each part's gradients "
-                "over those of the part before; use compile.mode default, with cuda_graph on a GPU"
-            )
-        study = registry.study(self.study)
-        for key in ("attention", "activation_checkpointing"):
-            default = type(self).model_fields[key].default
-            if getattr(self, key) != default and key not in study.supports:
-                raise ValueError(f"{key}: the model of study {self.study} has no such thing; leave it at {default}")
-        study.check(self)
-        # 2^-24 is the smallest number of float16; below, Adam divides by zero.
-        if self.precision == "fp16_pure" and isinstance(self.optimizer, Adam) and self.optimizer.eps < 2**-24:
-            raise ValueError(
-                f"precision fp16_pure: optimizer.eps {self.optimizer.eps:g} is zero in 16 bits; use 1e-4, or "
-                "optimizer.kind sgd, or precision fp16_master"
-            )
-        if self.cuda_graph:
-            self._capturable()
-        if self.geometry.model_size > 1:
-            self._shared_model(study)
-        if isinstance(self.parallel, DP):
-            self._in_one_process()
-        elif isinstance(self.parallel, FSDP):
-            self._sharded(self.parallel)
-        elif self.parallel.sync_batchnorm and self.accumulation_steps > 1:
-            raise ValueError(
-                "parallel.sync_batchnorm and accumulation_steps: of a small last batch processes have unequal numbers "
-                "of parts, and would wait for statistics that do not come; leave one out"
-            )
-        elif self.parallel.static_graph and self.accumulation_steps > 1:
-            raise ValueError(
-                "parallel.static_graph and accumulation_steps: PyTorch learns the graph in the first backward pass, "
-                "which must average; leave static_graph out"
-            )
+        laws.check(self)
+        registry.study(self.study).check(self)
         return self
-
-    def _in_one_process(self) -> None:
-        if self.geometry.nodes > 1:
-            raise ValueError(
-                f"parallel.kind dp and geometry.nodes {self.geometry.nodes}: one process drives the GPUs of one node; "
-                "use ddp"
-            )
-        for key, used in (("cuda_graph", self.cuda_graph), ("compile.mode", self.compile.mode != "none")):
-            if used:
-                raise ValueError(f"{key} and parallel.kind dp: the model is copied anew at every step; use ddp")
-
-    def _shared_model(self, study: Any) -> None:
-        """Refuse what devices that share a model cannot do."""
-        at = self.geometry
-        for axis, size in (("tp", at.tp), ("cp", at.cp)):
-            if size > 1 and axis not in study.supports:
-                raise ValueError(
-                    f"geometry.{axis}: the model of study {self.study} has no plan for it; leave it at 1 (fsdp shares "
-                    "the weights of any model)"
-                )
-        if isinstance(self.parallel, DP):
-            raise ValueError("parallel.kind dp and geometry.tp, cp: one process drives all devices; use ddp or fsdp")
-        if isinstance(self.parallel, DDP) and self.parallel.sync_batchnorm:
-            raise ValueError("parallel.sync_batchnorm and geometry.tp, cp: leave one out")
-        graph = self.cuda_graph or self.compile.mode in ("reduce-overhead", "max-autotune")
-        if graph and study.draws(self):
-            raise ValueError(
-                f"{'cuda_graph' if self.cuda_graph else f'compile.mode {self.compile.mode}'} and geometry.tp, cp: no "
-                "graph can change the random state with which devices that share a model drop out; set drop-out to 0, "
-                "or leave one of them out"
-            )
-
-    def _sharded(self, fsdp: FSDP) -> None:
-        """Refuse what FSDP cannot do, and what it does otherwise."""
-        replicas = self.geometry.dp * self.geometry.cp
-        if fsdp.shard is not None and replicas % fsdp.shard:
-            raise ValueError(
-                f"parallel.shard {fsdp.shard}: the {replicas} devices that hold the same weights (all, by tp) do not "
-                "divide by it"
-            )
-        if self.precision.endswith("_master"):
-            raise ValueError(
-                f"precision {self.precision} and parallel.kind fsdp: it keeps float32 weights itself; use precision "
-                "bf16 with parallel.param_dtype bf16"
-            )
-        if replicas == 1 and (fsdp.param_dtype, fsdp.reduce_dtype) != ("fp32", "fp32"):
-            raise ValueError(
-                "parallel.param_dtype and reduce_dtype: one device, or one for each part of a model, shares no weights "
-                "and computes as precision says; leave them out, and use precision bf16"
-            )
-        if fsdp.cpu_offload and self.geometry.tp > 1:
-            raise ValueError("parallel.cpu_offload and geometry.tp: gradients are summed on the devices; leave one out")
-        if fsdp.cpu_offload and self.precision == "fp16":
-            raise ValueError("parallel.cpu_offload and precision fp16: its loss is scaled on the device; use bf16")
-        for key, used in (
-            ("cuda_graph", self.cuda_graph),
-            ("memory_format channels_last", self.memory_format != "contiguous"),
-        ):
-            if used:
-                raise ValueError(f"{key} and parallel.kind fsdp: weights move in memory at every step; leave one out")
-
-    def _capturable(self) -> None:
-        if self.compile.mode in ("reduce-overhead", "max-autotune"):
-            raise ValueError(
-                f"cuda_graph and compile.mode {self.compile.mode}: the mode captures graphs itself; "
-                "leave one of them out, or use compile.mode default"
-            )
-        if self.precision in ("fp16", "fp16_master") and not self.optimizer.fused:
-            raise ValueError(
-                f"cuda_graph and precision {self.precision} need optimizer.fused: the loss is scaled, and only a fused "
-                "update (adam, adamw, sgd) is skipped on the device where gradients overflow; or use bf16, bf16_master"
-            )
-        if self.optimizer.kind == "sgd" and not self.optimizer.fused:
-            raise ValueError("cuda_graph and optimizer.kind sgd need optimizer.fused, which has its rate on the device")
 
     @property
     def processes(self) -> Geometry:

@@ -222,6 +222,10 @@ class Site(Strict):
 
     @model_validator(mode="after")
     def _starts(self) -> Site:
+        if self.scheduler and self.starter == "torchrun":
+            raise ValueError("starter: torchrun is for machines without a scheduler; use srun")
+        if self.scheduler and self.engine == "auto":
+            raise ValueError("engine: auto may mean another engine on each node; name one")
         if self.start and self.starter not in ("mpirun", "torchrun"):
             raise ValueError(f"start: these words are those of starter mpirun or torchrun; it is {self.starter}")
         if self.rendezvous and self.starter != "torchrun":
