@@ -12,7 +12,7 @@ rule acquire:
     wildcard_constraints:
         dataset=exactly(name for name in CONFIG.workflow.datasets if name not in FETCHED),
     resources:
-        **JOBS.data_resources(),
+        **JOBS.resources("data"),
     params:
         stage=JOBS.acquire_params,
         launch=JOBS.acquire_launch,
@@ -42,7 +42,7 @@ rule preprocess:
     benchmark:
         f"{RESULTS}/benchmarks/preprocess/{{dataset}}/{{split}}/{{part}}-{{piece}}.tsv"
     resources:
-        **JOBS.data_resources(),
+        **JOBS.resources("data"),
     params:
         stage=JOBS.preprocess_params,
         launch=JOBS.stage_launch,
@@ -65,7 +65,7 @@ rule assemble:
     benchmark:
         f"{RESULTS}/benchmarks/assemble/{{dataset}}/{{split}}/{{part}}.tsv"
     resources:
-        **JOBS.data_resources(),
+        **JOBS.resources("data"),
     params:
         stage=JOBS.assemble_params,
         launch=JOBS.stage_launch,
@@ -88,7 +88,7 @@ rule describe:
     benchmark:
         f"{RESULTS}/benchmarks/describe/{{dataset}}.tsv"
     resources:
-        **JOBS.data_resources(),
+        **JOBS.resources("data"),
     params:
         stage=JOBS.describe_params,
         launch=JOBS.stage_launch,

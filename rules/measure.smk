@@ -15,7 +15,7 @@ rule throughput:
     # All cores of one machine, so that no other job disturbs what is timed.
     threads: ALL_CORES
     resources:
-        **JOBS.run_resources("throughput"),
+        **JOBS.resources("throughput"),
     params:
         stage=JOBS.throughput_params,
         settings=JOBS.run_settings,
@@ -48,7 +48,7 @@ rule profile:
     # All cores of one machine, so that no other job disturbs what is timed.
     threads: ALL_CORES
     resources:
-        **JOBS.run_resources("profile"),
+        **JOBS.resources("profile"),
     params:
         stage=JOBS.run_params("profile"),
         settings=JOBS.run_settings,
@@ -80,7 +80,7 @@ rule tune:
     # All cores of one machine, so that no other job disturbs what is timed.
     threads: ALL_CORES
     resources:
-        **JOBS.run_resources("tune"),
+        **JOBS.resources("tune"),
     params:
         stage=JOBS.run_params("tune"),
         settings=JOBS.run_settings,

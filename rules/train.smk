@@ -22,7 +22,7 @@ rule train:
         f"{RESULTS}/benchmarks/train/{{plan}}/{{run}}.tsv"
     threads: JOBS.train_threads
     resources:
-        **JOBS.run_resources("train"),
+        **JOBS.resources("train"),
     params:
         stage=JOBS.run_params("train"),
         settings=JOBS.run_settings,

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 import pytest
 
 from dlscale.config import resolve
+from dlscale.core.errors import UserError
 from dlscale.preflight import targets
 from dlscale.rules.calls import Call
 from dlscale.rules.jobs import ALL_CORES, Jobs, exactly
@@ -62,7 +63,7 @@ def test_only_what_a_stage_sees_makes_it_run_again(tmp_path: Path) -> None:
     assert other[0] != train and other[1] == throughput
     other = params(throughput={"trials": 9})
     assert other[0] == train and other[1] != throughput
-    assert all(each != before for each, before in zip(params(batch_size=32), (train, throughput), strict=True))
+    assert all(each != before for each, before in zip(params(batch_size=7), (train, throughput), strict=True))
 
 
 def test_files_of_a_plan_and_settings_of_its_runs(tmp_path: Path) -> None:
@@ -82,14 +83,14 @@ def test_cores_and_resources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("dlscale.rules.jobs.gpus", lambda: 0)
     here = jobs(tmp_path, {"threads": 3})
     assert here.train_threads(RUN) == 3 and jobs(tmp_path).train_threads(RUN) == ALL_CORES
-    assert here.run_resources("train") == here.data_resources() == {}
+    assert here.resources("train") == here.resources("data") == {}
     nodes = {"cpu_nodes": {"cpus": 32}, "gpu_nodes": {"cpus": 64, "gpus": 4}}
     there = jobs(tmp_path, {"geometry": {"gpus_per_node": 2}}, {"starter": "srun", "scheduler": nodes})
-    asked = {name: resource(RUN, attempt=1) for name, resource in there.run_resources("train").items()}
+    asked = {name: resource(RUN, attempt=1) for name, resource in there.resources("train").items()}
     assert (asked["gres"], asked["tasks_per_node"], asked["nodes"]) == ("gpu:2", 2, 1)
-    again = there.run_resources("train")["runtime"](RUN, attempt=2)
+    again = there.resources("train")["runtime"](RUN, attempt=2)
     assert again == 2 * asked["runtime"]
-    assert there.data_resources()["cpus_per_task"](DATA, attempt=1) == 32
+    assert there.resources("data")["cpus_per_task"](DATA, attempt=1) == 32
 
 
 def test_names_are_matched_as_they_are() -> None:
@@ -116,11 +117,14 @@ def test_a_call_knows_its_works_and_how_long_they_take(tmp_path: Path, capsys: p
     assert "5 jobs; about " in capsys.readouterr().err
 
 
-def test_targets_of_a_call_are_those_of_a_user(tmp_path: Path) -> None:
+def test_targets_of_a_call_are_those_of_a_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Options and files of other names are none."""
     configuration = jobs(tmp_path).configuration
     words = ["--cores", "plan_p", f"{tmp_path}/data/d/preview.png", "study_starter_cnn"]
     found = targets.asked(words, configuration)
     assert [(each.plans, each.datasets) for each in found] == [(("p",), ()), ((), ("d",)), (("p",), ())]
+    with pytest.raises(UserError, match="no plan is called 'other'"):
+        targets.asked(["plan_other"], configuration)
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "plan_other").mkdir()
-    assert targets.asked([str(tmp_path / "plan_other")], configuration) == []
+    assert targets.asked(["plan_other"], configuration) == []

@@ -82,7 +82,7 @@ def asked(words: Iterable[str], configuration: Configuration) -> list[Target]:
         try:
             target = read(word, configuration)
         except UserError:
-            if Path(word).exists():
+            if Path(word).exists() and not Path(word).is_relative_to(configuration.workflow.results):
                 continue
             raise
         found += [target] if target else []

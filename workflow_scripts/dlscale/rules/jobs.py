@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -21,12 +21,12 @@ from dlscale.config.dataset import DatasetSettings
 from dlscale.config.records import Rung
 from dlscale.config.resolve import Configuration, ResolvedRun
 from dlscale.config.run import Geometry, Run
-from dlscale.config.site import Job, Site
+from dlscale.config.site import Site
 from dlscale.core import registry, urls
 from dlscale.core.errors import UserError
 from dlscale.core.fingerprint import ROOT, data_modules, fingerprint, run_modules
 from dlscale.core.machine import gpus
-from dlscale.core.stages import STAGES
+from dlscale.core.stages import RUN_STAGES, STAGES
 from dlscale.data import parts
 from dlscale.launch import launcher, slurm
 from dlscale.preflight import cost
@@ -456,33 +456,22 @@ class Jobs:
     def run_device(self, wildcards: Wildcards, input: Any) -> str:
         return launcher.device(self.configuration.workflow.site)
 
-    def requested(self, job: Job, name: str, work: cost.Work, attempt: int, run: Run | None = None) -> Any:
-        """Return one resource that a job asks for; its time limit is longer at each attempt. None: it asks for none."""
-        assert self.site.scheduler
-        minutes = cost.minutes(work, Path(self.results), self.site.scheduler) if name == "runtime" else None
-        geometry, processes = (run.geometry, run.processes) if run else (None, None)
-        limit = minutes and minutes * attempt
-        return slurm.request(self.site.scheduler, job, geometry, limit, processes).get(name)
-
-    def data_resources(self) -> Mapping[str, Callable[..., Any]]:
-        """Return functions from wildcards to the resources of a data stage, by name."""
+    def resources(self, stage: str) -> dict[str, Callable[..., Any]]:
+        """Return functions from wildcards to the resources of a run's stage, or of `data` stages, by name."""
 
         def resource(name: str) -> Callable[..., Any]:
             def asked(wildcards: Wildcards, attempt: int) -> Any:
-                work = cost.data_work(self.configuration, wildcards.dataset, 1)
-                return self.requested("data", name, work, attempt)
-
-            return asked
-
-        return {name: resource(name) for name in (slurm.RESOURCES if self.site.scheduler else ())}
-
-    def run_resources(self, stage: str) -> Mapping[str, Callable[..., Any]]:
-        """Return functions from wildcards to the resources of one of a run's stages, by name."""
-
-        def resource(name: str) -> Callable[..., Any]:
-            def asked(wildcards: Wildcards, attempt: int) -> Any:
-                work = cost.run_work(self.configuration, wildcards.plan, wildcards.run, stage)
-                return self.requested(stage, name, work, attempt, self.run(wildcards))
+                run = self.run(wildcards) if stage in RUN_STAGES else None
+                if run:
+                    work = cost.run_work(self.configuration, wildcards.plan, wildcards.run, stage)
+                else:
+                    work = cost.data_work(self.configuration, wildcards.dataset, 1)
+                assert self.site.scheduler
+                # A time limit is longer at each attempt; None is no resource: the executor asks which are there.
+                minutes = cost.minutes(work, Path(self.results), self.site.scheduler) if name == "runtime" else None
+                geometry, processes = (run.geometry, run.processes) if run else (None, None)
+                limit = minutes and minutes * attempt
+                return slurm.request(self.site.scheduler, stage, geometry, limit, processes).get(name)
 
             return asked
 
