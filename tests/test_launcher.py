@@ -41,7 +41,8 @@ class Resources(dict[str, Any]):
 
 
 def site(**changes: Any) -> Site:
-    base = {"engine": "podman", "image": "registry/dlscale:1", "starter": "torchrun", "gpu": True}
+    starter = "srun" if changes.get("scheduler") else "torchrun"
+    base = {"engine": "podman", "image": "registry/dlscale:1", "starter": starter, "gpu": True}
     return Site.model_validate({**base, **changes})
 
 
@@ -161,7 +162,8 @@ def test_local_ranks_take_the_gpus_in_the_sites_order(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("engine", "starter"), list(itertools.product(ENGINES, ["direct", "torchrun", "srun"])))
 def test_the_order_reaches_every_engine(engine: str, starter: str) -> None:
-    found = launch(site(engine=engine, starter=starter, **ORDERED), HERE, FOUR)
+    more = ORDERED if starter != "torchrun" else {"gpu_order": ORDERED["gpu_order"]}
+    found = launch(site(engine=engine, starter=starter, **more), HERE, FOUR)
     given = [word for word in found if "CUDA_VISIBLE_DEVICES" in word]
     form = {"none": "CUDA_VISIBLE_DEVICES=3,2,0,1", "apptainer": "CUDA_VISIBLE_DEVICES=3,2,0,1"}
     assert given == [form.get(engine, "--env=CUDA_VISIBLE_DEVICES=3,2,0,1")], "once, and not that of outside"
@@ -321,7 +323,8 @@ def test_no_word_is_lost_in_a_shell(engine: str, starter: str, tmp_path: Path) -
     hostile.mkdir()
     place = Place(str(hostile), f"{hostile}/src", uid=1, gid=1)
     variables = {"A": "$(touch pwned) ' \" \\ ;"}
-    found = launch(site(engine=engine, starter=starter, scheduler=SCHEDULER, environment=variables), place, EIGHT)
+    scheduler = SCHEDULER if starter == "srun" else None
+    found = launch(site(engine=engine, starter=starter, scheduler=scheduler, environment=variables), place, EIGHT)
     command = f"{shlex.quote(sys.executable)} -c 'import json,sys; print(json.dumps(sys.argv[1:]))' {shlex.join(found)}"
     shown = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True, cwd=tmp_path)
     assert json.loads(shown.stdout) == found

@@ -1,21 +1,35 @@
-"""Settings of a run that do not go together: a table of rows, each with the message that refuses it.
+"""Settings that do not go together: tables of rows, each with the message that refuses it.
 
-A message begins with the keys at fault, by which the place is found where they were written; `{run}` in it is the run.
-The first row that holds is told.
+A message begins with the keys at fault, by which the place is found where they were written; `{its}` in it are the
+settings. The first row that holds is told.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any, ClassVar, Self
+
+from pydantic import model_validator
 
 from dlscale.core import registry
+from dlscale.core.schema import Strict
 
-if TYPE_CHECKING:
-    from dlscale.config.run import RunCore
-
-#: Whether a run breaks a law, and the message.
+#: Whether settings break a law, and the message.
 Law = tuple[Callable[[Any], Any], str]
+
+
+class Lawful(Strict):
+    """Settings with laws over several of their keys."""
+
+    LAWS: ClassVar[tuple[Law, ...]] = ()
+
+    @model_validator(mode="after")
+    def _lawful(self) -> Self:
+        for broken, message in self.LAWS:
+            if broken(self):
+                raise ValueError(message.format(its=self))
+        return self
+
 
 #: Modes of the compiler that capture CUDA graphs.
 CAPTURING = ("reduce-overhead", "max-autotune")
@@ -38,50 +52,46 @@ def _is(run: Any, kind: str) -> bool:
     return bool(run.parallel.kind == kind)
 
 
-def _replicas(run: Any) -> int:
-    """Return the devices that hold the same weights."""
-    return int(run.geometry.dp * run.geometry.cp)
-
-
-LAWS: tuple[Law, ...] = (
+#: Those of a run: what no model, optimiser or graph can do.
+OF_RUNS: tuple[Law, ...] = (
     (
         lambda run: run.batch_size % run.geometry.dp,
-        "batch_size {run.batch_size} does not divide by geometry.nodes x geometry.gpus_per_node / (tp "
-        "{run.geometry.tp} x cp {run.geometry.cp}) = {run.geometry.dp}",
+        "batch_size {its.batch_size} does not divide by geometry.nodes x geometry.gpus_per_node / (tp "
+        "{its.geometry.tp} x cp {its.geometry.cp}) = {its.geometry.dp}",
     ),
     (
         lambda run: run.accumulation_steps > run.local_batch_size,
-        "accumulation_steps {run.accumulation_steps} is more than the {run.local_batch_size} samples that a device has "
+        "accumulation_steps {its.accumulation_steps} is more than the {its.local_batch_size} samples that a device has "
         "of batch_size",
     ),
     (
         lambda run: run.accumulation_steps > 1 and _captures(run),
-        "accumulation_steps and compile.mode {run.compile.mode}: its graphs write each part's gradients over those of "
+        "accumulation_steps and compile.mode {its.compile.mode}: its graphs write each part's gradients over those of "
         "the part before; use compile.mode default, with cuda_graph on a GPU",
     ),
     (
         lambda run: run.attention != "default" and not _supports(run, "attention"),
-        "attention: the model of study {run.study} has no such thing; leave it at default",
+        "attention: the model of study {its.study} has no such thing; leave it at default",
     ),
     (
         lambda run: run.activation_checkpointing and not _supports(run, "activation_checkpointing"),
-        "activation_checkpointing: the model of study {run.study} has no such thing; leave it at False",
+        "activation_checkpointing: the model of study {its.study} has no such thing; leave it at False",
     ),
     (
         # 2^-24 is the smallest number of float16; below, Adam divides by zero.
         lambda run: run.precision == "fp16_pure" and "adam" in run.optimizer.kind and run.optimizer.eps < 2**-24,
-        "precision fp16_pure: optimizer.eps {run.optimizer.eps:g} is zero in 16 bits; use 1e-4, or optimizer.kind sgd, "
+        "precision fp16_pure: optimizer.eps {its.optimizer.eps:g} is zero in 16 bits; use 1e-4, or optimizer.kind sgd, "
         "or precision fp16_master",
     ),
     # ---- CUDA graphs
     (
         lambda run: run.cuda_graph and _captures(run),
-        "cuda_graph and compile.mode {run.compile.mode}: the mode captures graphs itself; leave one of them out, or "
+        "cuda_graph and compile.mode {its.compile.mode}: the mode captures graphs itself; leave one of them out, or "
         "use compile.mode default",
     ),
     (
         lambda run: run.cuda_graph and run.precision in ("fp16", "fp16_master") and not run.optimizer.fused,
-        "cuda_graph and precision {run.precision} need optimizer.fused: the loss is scaled, and only a fused update "
+        "cuda_graph and precision {its.precision} need optimizer.fused: the loss is scaled, and only a fused update "
         "(adam, adamw, sgd) is skipped on the device where gradients overflow; or use bf16, bf16_master",
     ),
     (
@@ -92,7 +102,7 @@ LAWS: tuple[Law, ...] = (
     *(
         (
             lambda run, axis=axis: getattr(run.geometry, axis) > 1 and not _supports(run, axis),
-            f"geometry.{axis}: the model of study {{run.study}} has no plan for it; leave it at 1 (fsdp shares the "
+            f"geometry.{axis}: the model of study {{its.study}} has no plan for it; leave it at 1 (fsdp shares the "
             "weights of any model)",
         )
         for axis in ("tp", "cp")
@@ -111,12 +121,12 @@ LAWS: tuple[Law, ...] = (
             f"{key} and geometry.tp, cp: no graph can change the random state with which devices that share a model "
             "drop out; set drop-out to 0, or leave one of them out",
         )
-        for key, broken in (("cuda_graph", lambda run: run.cuda_graph), ("compile.mode {run.compile.mode}", _captures))
+        for key, broken in (("cuda_graph", lambda run: run.cuda_graph), ("compile.mode {its.compile.mode}", _captures))
     ),
     # ---- DataParallel
     (
         lambda run: _is(run, "dp") and run.geometry.nodes > 1,
-        "parallel.kind dp and geometry.nodes {run.geometry.nodes}: one process drives the GPUs of one node; use ddp",
+        "parallel.kind dp and geometry.nodes {its.geometry.nodes}: one process drives the GPUs of one node; use ddp",
     ),
     (
         lambda run: _is(run, "dp") and run.cuda_graph,
@@ -128,19 +138,19 @@ LAWS: tuple[Law, ...] = (
     ),
     # ---- FSDP
     (
-        lambda run: _is(run, "fsdp") and _replicas(run) % (run.parallel.shard or 1),
-        "parallel.shard {run.parallel.shard}: the {replicas} devices that hold the same weights (all, by tp) do not "
-        "divide by it",
+        lambda run: _is(run, "fsdp") and run.geometry.replicas % (run.parallel.shard or 1),
+        "parallel.shard {its.parallel.shard}: the {its.geometry.replicas} devices that hold the same weights (all, by "
+        "tp) do not divide by it",
     ),
     (
         lambda run: _is(run, "fsdp") and run.precision.endswith("_master"),
-        "precision {run.precision} and parallel.kind fsdp: it keeps float32 weights itself; use precision bf16 with "
+        "precision {its.precision} and parallel.kind fsdp: it keeps float32 weights itself; use precision bf16 with "
         "parallel.param_dtype bf16",
     ),
     (
         lambda run: (
             _is(run, "fsdp")
-            and _replicas(run) == 1
+            and run.geometry.replicas == 1
             and (run.parallel.param_dtype, run.parallel.reduce_dtype) != ("fp32", "fp32")
         ),
         "parallel.param_dtype and reduce_dtype: one device, or one for each part of a model, shares no weights and "
@@ -182,10 +192,3 @@ LAWS: tuple[Law, ...] = (
         "average; leave static_graph out",
     ),
 )
-
-
-def check(run: RunCore, laws: Iterable[Law] = LAWS) -> None:
-    """Refuse what no model, optimiser or graph can do, with the message of the first law that is broken."""
-    for broken, message in laws:
-        if broken(run):
-            raise ValueError(message.format(run=run, replicas=_replicas(run)))

@@ -11,7 +11,7 @@ import contextlib
 import functools
 from collections import Counter
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union
+from typing import Annotated, Any, ClassVar, Literal, Union
 
 from pydantic import (
     BeforeValidator,
@@ -25,6 +25,7 @@ from pydantic import (
 )
 
 from dlscale.config import laws
+from dlscale.config.laws import Law, Lawful
 from dlscale.config.parallel import DDP, DP, Parallel
 from dlscale.core import registry
 from dlscale.core.errors import UserError, unknown
@@ -51,7 +52,7 @@ from dlscale.core.settings import read_settings, to_try, validate
 from dlscale.core.stages import STAGES
 
 
-class _Optimizer(Strict):
+class _Optimizer(Lawful):
     kind: str
     lr: PositiveFloat = Field(2e-4, description="Learning rate at the schedule's base_batch_size.")
     weight_decay: NonNegativeFloat = Field(
@@ -72,11 +73,12 @@ class Adam(_Optimizer):
     )
     eps: PositiveFloat = Field(1e-8, description="Added to the root that divides.")
 
-    @model_validator(mode="after")
-    def _betas(self) -> Adam:
-        if not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"betas {list(self.betas)}: each must be at least 0 and less than 1")
-        return self
+    LAWS: ClassVar[tuple[Law, ...]] = (
+        (
+            lambda its: not all(0 <= beta < 1 for beta in its.betas),
+            "betas {its.betas}: each must be at least 0 and less than 1",
+        ),
+    )
 
 
 class SGD(_Optimizer):
@@ -91,11 +93,7 @@ class Adadelta(_Optimizer):
 
     kind: Literal["adadelta"]
 
-    @model_validator(mode="after")
-    def _unfused(self) -> Adadelta:
-        if self.fused:
-            raise ValueError("fused: PyTorch has no fused adadelta; leave it out")
-        return self
+    LAWS: ClassVar[tuple[Law, ...]] = ((lambda its: its.fused, "fused: PyTorch has no fused adadelta; leave it out"),)
 
 
 def _adam_by_default(value: Any) -> Any:
@@ -105,7 +103,7 @@ def _adam_by_default(value: Any) -> Any:
 Optimizer = Annotated[Adam | SGD | Adadelta, Field(discriminator="kind"), BeforeValidator(_adam_by_default)]
 
 
-class Schedule(Strict):
+class Schedule(Lawful):
     """The learning-rate schedule: linear warm-up, then one of these forms."""
 
     kind: Literal["cosine", "linear", "polynomial", "exponential", "step", "constant"] = Field(
@@ -126,19 +124,17 @@ class Schedule(Strict):
     )
     base_batch_size: BatchSize | None = Field(None, description="Batch size that optimizer.lr is meant for.")
 
-    @model_validator(mode="after")
-    def _base(self) -> Schedule:
-        if self.scaling != "none" and self.base_batch_size is None:
-            raise ValueError(f"scaling {self.scaling} needs base_batch_size")
-        return self
-
-    @model_validator(mode="after")
-    def _epochs(self) -> Schedule:
-        if self.warmup_steps and self.warmup_epochs:
-            raise ValueError("give either warmup_steps or warmup_epochs")
-        if self.milestones != sorted(set(self.milestones)):
-            raise ValueError(f"milestones {self.milestones}: each epoch must come after the one before")
-        return self
+    LAWS: ClassVar[tuple[Law, ...]] = (
+        (
+            lambda its: its.scaling != "none" and its.base_batch_size is None,
+            "scaling {its.scaling} needs base_batch_size",
+        ),
+        (lambda its: its.warmup_steps and its.warmup_epochs, "give either warmup_steps or warmup_epochs"),
+        (
+            lambda its: its.milestones != sorted(set(its.milestones)),
+            "milestones {its.milestones}: each epoch must come after the one before",
+        ),
+    )
 
 
 class Target(Strict):
@@ -149,7 +145,7 @@ class Target(Strict):
     stop: bool = Field(True, description="End the training then; else it is only told when that was.")
 
 
-class Training(Strict):
+class Training(Lawful):
     """How long to train, from what, and what to keep."""
 
     epochs: PositiveInt | None = Field(None, description="Passes over the training samples; or give steps.")
@@ -192,11 +188,9 @@ class Training(Strict):
             raise ValueError("an address; fetch the file, and give its path")
         return weights
 
-    @model_validator(mode="after")
-    def _one(self) -> Training:
-        if (self.epochs is None) == (self.steps is None):
-            raise ValueError("give either epochs or steps")
-        return self
+    LAWS: ClassVar[tuple[Law, ...]] = (
+        (lambda its: (its.epochs is None) == (its.steps is None), "give either epochs or steps"),
+    )
 
 
 class Compile(Strict):
@@ -213,7 +207,7 @@ class Compile(Strict):
 Order = Literal["tp-cp-dp", "cp-tp-dp", "tp-dp-cp", "cp-dp-tp", "dp-tp-cp", "dp-cp-tp"]
 
 
-class Geometry(Strict):
+class Geometry(Lawful):
     """Nodes and devices, and how many of them share a model. One process drives one device, unless `parallel` differs.
 
     Devices that share a model (tp x cp of them) see the same samples; the others, as data-parallel ones, see others.
@@ -246,14 +240,18 @@ class Geometry(Strict):
         """Groups of devices that see different samples."""
         return self.world_size // self.model_size
 
-    @model_validator(mode="after")
-    def _divides(self) -> Geometry:
-        if self.world_size % self.model_size:
-            raise ValueError(
-                f"tp {self.tp} x cp {self.cp} = {self.model_size} devices share a model, and nodes x gpus_per_node = "
-                f"{self.world_size} does not divide by that; set gpus_per_node to a multiple, or lower tp or cp"
-            )
-        return self
+    @property
+    def replicas(self) -> int:
+        """Devices that hold the same weights."""
+        return self.dp * self.cp
+
+    LAWS: ClassVar[tuple[Law, ...]] = (
+        (
+            lambda its: its.world_size % its.model_size,
+            "tp {its.tp} x cp {its.cp} = {its.model_size} devices share a model, and nodes x gpus_per_node = "
+            "{its.world_size} does not divide by that; set gpus_per_node to a multiple, or lower tp or cp",
+        ),
+    )
 
 
 class Throughput(Strict):
@@ -358,11 +356,13 @@ LOCAL_BATCH_SIZE = (
 )
 
 
-class RunCore(Strict):
+class RunCore(Lawful):
     """What training and measuring share.
 
     `local_batch_size` may stand for `batch_size`; what reads a run sees the global one.
     """
+
+    LAWS: ClassVar[tuple[Law, ...]] = laws.OF_RUNS
 
     study: Name
     dataset: Name = Field(description="Name of the dataset.")
@@ -432,8 +432,7 @@ class RunCore(Strict):
         return {**rest, "batch_size": whole}
 
     @model_validator(mode="after")
-    def _goes_together(self) -> RunCore:
-        laws.check(self)
+    def _fits_its_study(self) -> RunCore:
         registry.study(self.study).check(self)
         return self
 

@@ -106,14 +106,10 @@ def _trouble(dataset: DatasetSettings) -> str | None:
     kind = parts.kind_of(dataset)
     files = kind.prepared_files(dataset) if kind.prepared(dataset) else local_files(dataset)
     for path in [Path(file) for file in files if "://" not in file]:
-        if not path.exists():
-            return f"{path}: " + ("a link that leads nowhere" if path.is_symlink() else "no such file or folder")
-        if not path.is_file() and not path.is_dir():
-            return f"{path}: neither a file nor a folder (a pipe, a device); expected a file"
-        if not os.access(path, os.R_OK):
-            return f"{path}: no permission to read it"
-        if path.is_file() and path.stat().st_size == 0:
-            return f"{path}: empty"
+        if not path.is_file() and not path.is_dir():  # a pipe, say, or a link that leads nowhere
+            return f"{path}: no such file or folder"
+        if not os.access(path, os.R_OK) or (path.is_file() and path.stat().st_size == 0):
+            return f"{path}: empty, or no permission to read it"
     return None
 
 
