@@ -324,7 +324,7 @@ ROWS = [
     Row("comment in a rule", append("rules/train.smk", "\n# Edited.\n"), []),
     Row("comment in the Snakefile", append("Snakefile", "\n# Edited.\n"), []),
     Row("a rule's message", replace("rules/train.smk", '"Train ', '"Edited: train '), []),
-    Row("a rule's threads", replace("rules/train.smk", "threads: train_threads", "threads: 32"), []),
+    Row("a rule's threads", replace("rules/train.smk", "threads: JOBS.train_threads", "threads: 32"), []),
     Row("number of cores", touch("config.yaml"), [], ("--cores", "1")),
     Row("a profile's value", replace("profiles/local/profile.yaml", "latency-wait: 2", "latency-wait: 3"), []),
     Row("another profile", touch("config.yaml"), [], ("--profile", "perlmutter")),
@@ -455,7 +455,7 @@ ROWS = [
         "one more year",
         configure("datasets.years.source.train", [2001, 2003]),
         [
-            *("acquire years 2003.nc"),
+            "acquire years 2003.nc",
             *("preprocess years train 2003 0", "assemble years train 2003"),
             *since("describe", "years"),
         ],
@@ -599,6 +599,7 @@ def test_fingerprint_is_of_exactly_what_ran(finished: tuple[Tree, Outcome], monk
     monkeypatch.setattr(registry, "_added", {})
     registry.add("waves", finished[0].path / f"../{OUTSIDE}/waves.py")
     own = set(finished[0].python("import dlscale.cli, json, sys; print(json.dumps(list(sys.modules)))"))
+    own |= {"dlscale.config.configure"}  # with which it keeps settings beside the results
     # Settings are of one of all kinds, those of a study from outside included.
     kinds = [module for module in registry.kinds().values() if module != "waves"]
     own |= {"dlscale.datasets", *kinds, *(f"{module}.kind" for module in kinds), *reachable(["waves"], whole=True)}
