@@ -332,6 +332,12 @@ ROWS = [
         "a dataset that no run uses", configure("datasets.more", {"kind": "cosmo", "source": {"kind": "simulated"}}), []
     ),
     Row("site's GPUs: the commands have another --device", configure("site", {"gpu": True}), []),
+    Row(
+        "a learning rate, of tuning",
+        configure("plans.tuned.runs.mine.optimizer.lr", 5e-3),
+        [],
+    ),
+    Row("bound on memory", configure("datasets.boxes.memory_mb", 100), []),
     # These two after all that write the configuration.
     Row("order of keys", reorder, []),
     Row("comment in the configuration", append("tiny.yaml", "\n# Edited.\n"), []),
@@ -355,11 +361,6 @@ ROWS = [
             {"label": TITLE, "seed": 5, "schedule": {"kind": "constant"}, "optimizer": {"betas": [0.8, 0.99]}},
         ),
         LEARNT,
-    ),
-    Row(
-        "a learning rate, of tuning",
-        configure("plans.tuned.runs.mine.optimizer.lr", 5e-3),
-        [],
     ),
     Row(
         "weight decay, where there was none",
@@ -445,7 +446,6 @@ ROWS = [
         configure("datasets.boxes.pieces", 1),
         [*(job for job in since("preprocess", "boxes") if not job.endswith(" 1"))],
     ),
-    Row("bound on memory", configure("datasets.boxes.memory_mb", 100), []),
     Row(
         "simulator's seed",
         configure("datasets.years.source.seed", 4),
