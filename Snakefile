@@ -22,12 +22,10 @@ include: "rules/common.smk"
 configfile: "config.yaml"
 
 
-check_targets()
-check_report()
-ASKED_PLANS = asked_plans()
-
-
 include: "rules/site.smk"
+
+
+check_report()
 
 
 wildcard_constraints:
@@ -43,8 +41,6 @@ wildcard_constraints:
 localrules:
     all,
     image,
-    configure_dataset,
-    configure_run,
     configure_plan,
     preview,
     promote,
@@ -64,7 +60,7 @@ rule all:
     default_target: True
     input:
         PAGE,
-        [plan_files(plan) for plan in CONFIG.workflow.targets],
+        [JOBS.plan_files(plan) for plan in CONFIG.workflow.targets],
 
 
 include: "rules/preflight.smk"
@@ -93,7 +89,7 @@ for name in [name for name, runs in CONFIG.plans.items() if runs]:
         name:
             f"plan_{name}"
         input:
-            plan_files(name),
+            JOBS.plan_files(name),
             f"{RESULTS}/plans/{name}/report.html",
 
 
@@ -103,5 +99,5 @@ for name in STUDIES:
         name:
             f"study_{name}"
         input:
-            [plan_files(plan) for plan in STUDIES[name]],
+            [JOBS.plan_files(plan) for plan in STUDIES[name]],
             [f"{RESULTS}/plans/{plan}/report.html" for plan in STUDIES[name]],

@@ -30,9 +30,10 @@ import sys
 from pathlib import Path
 
 from dlscale.core import ending
-from dlscale.core.errors import UserError, of_another, unknown
+from dlscale.core.errors import UserError
 from dlscale.core.files import OLDEST
 from dlscale.core.lock import only_writer
+from dlscale.launch import slurm
 from dlscale.preflight import dryrun, live, why
 from snakemake.exceptions import WorkflowError
 from snakemake.logging import logger
@@ -107,33 +108,6 @@ def site_name():
     return str(text).strip("'\"") if text else None
 
 
-def files_of_results():
-    """The files of results that are named on the command line, each as the parts of its path in there."""
-    return [Path(word).relative_to(RESULTS).parts for word in sys.argv[1:] if Path(word).is_relative_to(RESULTS)]
-
-
-def asked_plans():
-    """The plans that are named on the command line, by target or file, or the targets; none where data alone are.
-
-    A job of a scheduler is a call of its own, which does not say what was asked for: none.
-    """
-    if not workflow.is_main_process:
-        return []
-    words = sys.argv[1:]
-    named = {word.removeprefix("plan_") for word in words if word.startswith("plan_")}
-    named |= {parts[1] for parts in files_of_results() if parts[:1] == ("plans",) and len(parts) > 2}
-    named |= {plan for word in words if word.startswith("study_") for plan in STUDIES.get(word[len("study_") :], [])}
-    named &= set(CONFIG.plans)
-    return [plan for plan in CONFIG.plans if plan in named] or ([] if asked_datasets() else CONFIG.workflow.targets)
-
-
-def asked_datasets():
-    """The datasets that are named, by target or file."""
-    named = {word.removeprefix("data_") for word in sys.argv[1:] if word.startswith("data_")}
-    named |= {parts[1] for parts in files_of_results() if parts[:1] == ("data",) and len(parts) > 2}
-    return [name for name in CONFIG.workflow.datasets if name in named]
-
-
 #: Snakemake's own report shows what is there, and makes nothing.
 REPORTING = any(re.fullmatch(r"--report(=.*)?", word) for word in sys.argv)
 
@@ -144,10 +118,10 @@ def check_report():
         return
     if CONFIG.secrets:  # it would show the files that the addresses stand in
         workflow.configfiles.clear()
-    plans, datasets = asked_plans(), asked_datasets()
-    shown = {f"plan {name}": shown_files(name) for name in plans}
-    shown |= {f"data {name}": [f"{RESULTS}/data/{name}/preview.png"] for name in plan_datasets(plans) + datasets}
-    if not any(word.startswith(("plan_", "study_", "data_")) for word in sys.argv[1:]):
+    shown = {f"plan {name}": JOBS.shown_files(name, f"plan_{name}" in sys.argv) for name in ASKED_PLANS}
+    for name in [*JOBS.plan_datasets(ASKED_PLANS), *ASKED_DATASETS]:
+        shown[f"data {name}"] = [f"{RESULTS}/data/{name}/preview.png"]
+    if not ASKED:
         shown["the page of all"] = [PAGE]
     missing = {name: gone for name, files in shown.items() if (gone := [f for f in files if not Path(f).exists()])}
     if missing:
@@ -156,24 +130,6 @@ def check_report():
             f"--report: unfinished: {', '.join(missing)} ({file} is not there); run the same command without --report "
             "first, or name finished targets, such as plan_NAME"
         )
-
-
-def check_targets():
-    """Refuse a target of ours that is misspelt, with the nearest name: Snakemake has none."""
-    known = {"plan": CONFIG.plans, "data": CONFIG.workflow.datasets, "study": STUDIES}
-    for word in sys.argv[1:]:
-        what, _, name = word.partition("_")
-        if re.fullmatch(r"(plan|data|study)_[\w-]+", word) and name not in known[what] and not Path(word).exists():
-            refuse(f"{word}: {unknown({'data': 'dataset'}.get(what, what), name, known[what])}{elsewhere(what, name)}")
-        parts = Path(word).relative_to(RESULTS).parts if Path(word).is_relative_to(RESULTS) else ()
-        if parts[:1] == ("plans",) and len(parts) > 2 and parts[1] not in CONFIG.plans:
-            refuse(f"{word}: {unknown('plan', parts[1], CONFIG.plans)}{elsewhere('plan', parts[1])}")
-
-
-def elsewhere(what, name):
-    """What to do where a plan or a dataset that is not known has results."""
-    file = {"plan": f"plans/{name}/plan.yaml", "data": f"data/{name}/manifest.json"}.get(what)
-    return of_another(Path(RESULTS, file)) if file else ""
 
 
 def asked_files():

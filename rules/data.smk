@@ -10,13 +10,13 @@ rule acquire:
     benchmark:
         f"{RESULTS}/benchmarks/acquire/{{dataset}}/{{file}}.tsv"
     wildcard_constraints:
-        dataset=SIMULATED,
+        dataset=exactly(name for name in CONFIG.workflow.datasets if name not in FETCHED),
     resources:
-        **DATA_RESOURCES,
+        **JOBS.resources("data"),
     params:
-        stage=acquire_params,
-        launch=acquire_launch,
-        dataset=dataset_settings,
+        stage=JOBS.acquire_params,
+        launch=JOBS.acquire_launch,
+        dataset=JOBS.dataset_settings,
     message:
         "Acquire {wildcards.file} of dataset {wildcards.dataset}"
     shell:
@@ -26,7 +26,7 @@ rule acquire:
 use rule acquire as fetch with:
     # Needs the network: a login or transfer node.
     wildcard_constraints:
-        dataset=FETCHED,
+        dataset=exactly(FETCHED),
     message:
         "Fetch {wildcards.file} of dataset {wildcards.dataset}"
 
@@ -34,7 +34,7 @@ use rule acquire as fetch with:
 rule preprocess:
     """Stream one piece of one part through cropping, downsampling and transforms."""
     input:
-        sources=part_sources,
+        sources=JOBS.part_sources,
     output:
         temp(f"{RESULTS}/data/{{dataset}}/pieces/{{split}}/{{part}}-{{piece}}.h5"),
     log:
@@ -42,11 +42,11 @@ rule preprocess:
     benchmark:
         f"{RESULTS}/benchmarks/preprocess/{{dataset}}/{{split}}/{{part}}-{{piece}}.tsv"
     resources:
-        **DATA_RESOURCES,
+        **JOBS.resources("data"),
     params:
-        stage=preprocess_params,
-        launch=stage_launch,
-        dataset=dataset_settings,
+        stage=JOBS.preprocess_params,
+        launch=JOBS.stage_launch,
+        dataset=JOBS.dataset_settings,
     message:
         "Preprocess {wildcards.dataset} {wildcards.split}/{wildcards.part}, piece {wildcards.piece}"
     shell:
@@ -57,7 +57,7 @@ rule preprocess:
 rule assemble:
     """Join the pieces of one part into its final file."""
     input:
-        pieces=part_pieces,
+        pieces=JOBS.part_pieces,
     output:
         f"{RESULTS}/data/{{dataset}}/{{split}}/{{part}}.h5",
     log:
@@ -65,11 +65,11 @@ rule assemble:
     benchmark:
         f"{RESULTS}/benchmarks/assemble/{{dataset}}/{{split}}/{{part}}.tsv"
     resources:
-        **DATA_RESOURCES,
+        **JOBS.resources("data"),
     params:
-        stage=assemble_params,
-        launch=stage_launch,
-        dataset=dataset_settings,
+        stage=JOBS.assemble_params,
+        launch=JOBS.stage_launch,
+        dataset=JOBS.dataset_settings,
     message:
         "Assemble {wildcards.dataset} {wildcards.split}/{wildcards.part}"
     shell:
@@ -79,7 +79,7 @@ rule assemble:
 rule describe:
     """Write a dataset's statistics (of the training part alone) and manifest."""
     input:
-        files=dataset_files,
+        files=JOBS.dataset_files,
     output:
         manifest=f"{RESULTS}/data/{{dataset}}/manifest.json",
         stats=directory(f"{RESULTS}/data/{{dataset}}/stats"),
@@ -88,16 +88,17 @@ rule describe:
     benchmark:
         f"{RESULTS}/benchmarks/describe/{{dataset}}.tsv"
     resources:
-        **DATA_RESOURCES,
+        **JOBS.resources("data"),
     params:
-        stage=describe_params,
-        launch=stage_launch,
-        dataset=dataset_settings,
-        sources=prepared_sources,
+        stage=JOBS.describe_params,
+        launch=JOBS.stage_launch,
+        dataset=JOBS.dataset_settings,
+        sources=JOBS.prepared_sources,
+        record=JOBS.dataset_record,
     message:
         "Describe dataset {wildcards.dataset}"
     shell:
-        "{params.launch:q} describe --config {params.dataset:q} {params.sources:q} --manifest {output.manifest:q}"
+        "{params.launch:q} describe --config {params.dataset:q} --record {params.record:q} {params.sources:q} --manifest {output.manifest:q}"
         " --stats {output.stats:q} --log {log:q}"
 
 
@@ -105,7 +106,7 @@ rule preview:
     """Draw a dataset's channels."""
     input:
         manifest=f"{RESULTS}/data/{{dataset}}/manifest.json",
-        files=dataset_files,
+        files=JOBS.dataset_files,
     output:
         report(
             f"{RESULTS}/data/{{dataset}}/preview.png",
@@ -119,9 +120,9 @@ rule preview:
         f"{RESULTS}/benchmarks/preview/{{dataset}}.tsv"
     priority: 2  # before what is timed, for which it would wait: the first sight of the page
     params:
-        stage=preview_params,
-        launch=stage_launch,
-        page=page_to_fill,
+        stage=JOBS.preview_params,
+        launch=JOBS.stage_launch,
+        page=JOBS.page_to_fill,
     message:
         "Draw dataset {wildcards.dataset}"
     shell:

@@ -1,9 +1,9 @@
 rule throughput:
     """Measure a run's samples/s: IO alone, SYNTHETIC, FULL."""
     input:
-        manifest=run_manifest,
-        data=run_data,
-        first=first_data,
+        manifest=JOBS.run_manifest,
+        data=JOBS.run_data,
+        first=JOBS.first_data,
     output:
         throughput=f"{RESULTS}/plans/{{plan}}/{{run}}/throughput.json",
         telemetry=f"{RESULTS}/plans/{{plan}}/{{run}}/telemetry/throughput.csv",
@@ -11,21 +11,22 @@ rule throughput:
         f"{RESULTS}/logs/throughput/{{plan}}/{{run}}.log",
     benchmark:
         f"{RESULTS}/benchmarks/throughput/{{plan}}/{{run}}.tsv"
-    priority: sooner
+    priority: JOBS.sooner
     # All cores of one machine, so that no other job disturbs what is timed.
-    threads: 64
+    threads: ALL_CORES
     resources:
-        **run_resources("throughput"),
+        **JOBS.resources("throughput"),
     params:
-        stage=throughput_params,
-        settings=run_settings("throughput"),
-        launch=run_launch,
-        device=run_device,
-        beside=throughput_beside,
+        stage=JOBS.throughput_params,
+        settings=JOBS.run_settings,
+        record=JOBS.run_record,
+        launch=JOBS.run_launch,
+        device=JOBS.run_device,
+        beside=JOBS.throughput_beside,
     message:
         "Measure throughput of {wildcards.plan}.{wildcards.run}"
     shell:
-        "{params.launch:q} throughput --config {params.settings:q} --manifest {input.manifest:q}"
+        "{params.launch:q} throughput --config {params.settings:q} --record {params.record:q} --manifest {input.manifest:q}"
         " {params.beside:q} --device {params.device:q} --threads {threads} --out {output.throughput:q}"
         " --telemetry {output.telemetry:q} --log {log:q}"
 
@@ -33,8 +34,8 @@ rule throughput:
 rule profile:
     """Profile some steps of a run. Its traces lie beside the files that are named here."""
     input:
-        manifest=run_manifest,
-        data=run_data,
+        manifest=JOBS.run_manifest,
+        data=JOBS.run_data,
     output:
         profile=f"{RESULTS}/plans/{{plan}}/{{run}}/profile/profile.json",
         summary=f"{RESULTS}/plans/{{plan}}/{{run}}/profile/profile_summary.csv",
@@ -43,21 +44,22 @@ rule profile:
         f"{RESULTS}/logs/profile/{{plan}}/{{run}}.log",
     benchmark:
         f"{RESULTS}/benchmarks/profile/{{plan}}/{{run}}.tsv"
-    priority: sooner
+    priority: JOBS.sooner
     # All cores of one machine, so that no other job disturbs what is timed.
-    threads: 64
+    threads: ALL_CORES
     resources:
-        **run_resources("profile"),
+        **JOBS.resources("profile"),
     params:
-        stage=run_params("profile"),
-        settings=run_settings("profile"),
-        launch=run_launch,
-        device=run_device,
+        stage=JOBS.run_params("profile"),
+        settings=JOBS.run_settings,
+        record=JOBS.run_record,
+        launch=JOBS.run_launch,
+        device=JOBS.run_device,
         folder=subpath(output.profile, parent=True),
     message:
         "Profile {wildcards.plan}.{wildcards.run}"
     shell:
-        "{params.launch:q} profile --config {params.settings:q} --manifest {input.manifest:q}"
+        "{params.launch:q} profile --config {params.settings:q} --record {params.record:q} --manifest {input.manifest:q}"
         " --device {params.device:q} --threads {threads} --out {params.folder:q} --telemetry {output.telemetry:q}"
         " --log {log:q}"
 
@@ -65,8 +67,8 @@ rule profile:
 rule tune:
     """Search for the fastest loader, threads and batch size of a run."""
     input:
-        manifest=run_manifest,
-        data=run_data,
+        manifest=JOBS.run_manifest,
+        data=JOBS.run_data,
     output:
         record=f"{RESULTS}/plans/{{plan}}/{{run}}/tune.json",
         settings=f"{RESULTS}/plans/{{plan}}/{{run}}/tuned.yaml",
@@ -76,20 +78,21 @@ rule tune:
     benchmark:
         f"{RESULTS}/benchmarks/tune/{{plan}}/{{run}}.tsv"
     # All cores of one machine, so that no other job disturbs what is timed.
-    threads: 64
+    threads: ALL_CORES
     resources:
-        **run_resources("tune"),
+        **JOBS.resources("tune"),
     params:
-        stage=run_params("tune"),
-        settings=run_settings("tune"),
-        launch=run_launch,
-        device=run_device,
-        call=call_with_files,
+        stage=JOBS.run_params("tune"),
+        settings=JOBS.run_settings,
+        record=JOBS.run_record,
+        launch=JOBS.run_launch,
+        device=JOBS.run_device,
+        call=JOBS.call_with_files,
         folder=subpath(output.record, parent=True),
     message:
         "Tune {wildcards.plan}.{wildcards.run}"
     shell:
-        "{params.launch:q} tune --config {params.settings:q} --manifest {input.manifest:q}"
+        "{params.launch:q} tune --config {params.settings:q} --record {params.record:q} --manifest {input.manifest:q}"
         " --device {params.device:q} --threads {threads}"
         " --run {wildcards.plan:q}.{wildcards.run:q} --call {params.call:q} --out {params.folder:q}"
         " --telemetry {output.telemetry:q} --log {log:q}"

@@ -2,7 +2,7 @@ checkpoint promote:
     """Choose the trials that come to the next rung of successive halving."""
     input:
         plan=f"{RESULTS}/plans/{{plan}}/plan.yaml",
-        runs=promote_inputs,
+        runs=JOBS.promote_inputs,
     output:
         f"{RESULTS}/plans/{{plan}}/rung{{rung}}.json",
     log:
@@ -10,8 +10,8 @@ checkpoint promote:
     benchmark:
         f"{RESULTS}/benchmarks/promote/{{plan}}/rung{{rung}}.tsv"
     params:
-        stage=promote_params,
-        launch=stage_launch,
+        stage=JOBS.promote_params,
+        launch=JOBS.stage_launch,
     message:
         "Choose the trials of {wildcards.plan} for rung {wildcards.rung}"
     shell:
@@ -22,7 +22,7 @@ rule collect:
     """Tabulate a plan's runs."""
     input:
         plan=f"{RESULTS}/plans/{{plan}}/plan.yaml",
-        runs=collect_inputs,
+        runs=JOBS.collect_inputs,
     output:
         report(
             f"{RESULTS}/plans/{{plan}}/summary.csv",
@@ -34,11 +34,11 @@ rule collect:
         f"{RESULTS}/logs/collect/{{plan}}.log",
     benchmark:
         f"{RESULTS}/benchmarks/collect/{{plan}}.tsv"
-    priority: sooner
+    priority: JOBS.sooner
     params:
-        stage=collect_params,
-        launch=stage_launch,
-        page=page_to_fill,
+        stage=JOBS.collect_params,
+        launch=JOBS.stage_launch,
+        page=JOBS.page_to_fill,
     message:
         "Tabulate plan {wildcards.plan}"
     shell:
@@ -48,8 +48,8 @@ rule collect:
 rule report:
     """Write the page of all target plans."""
     input:
-        **report_files(CONFIG.workflow.targets),
-        runs=report_runs,
+        **JOBS.report_files(CONFIG.workflow.targets),
+        runs=JOBS.report_runs,
     output:
         # That of an earlier call, or as far as it was filled, stays until it is whole.
         report(
@@ -62,10 +62,10 @@ rule report:
     benchmark:
         f"{RESULTS}/benchmarks/report.tsv"
     params:
-        stage=report_params(CONFIG.workflow.report.title, CONFIG.workflow.targets),
-        launch=stage_launch,
-        call=call_again,
-        datasets=report_folders,
+        stage=JOBS.report_params(CONFIG.workflow.report.title, CONFIG.workflow.targets),
+        launch=JOBS.stage_launch,
+        call=JOBS.call_again,
+        datasets=JOBS.report_folders,
     message:
         "Write the report"
     shell:
@@ -77,8 +77,8 @@ rule report:
 rule report_plan:
     """Write the page of one plan."""
     input:
-        unpack(report_plan_files),
-        runs=collect_inputs,
+        unpack(JOBS.report_plan_files),
+        runs=JOBS.collect_inputs,
     output:
         report(
             f"{RESULTS}/plans/{{plan}}/report.html",
@@ -91,10 +91,10 @@ rule report_plan:
     benchmark:
         f"{RESULTS}/benchmarks/report/{{plan}}.tsv"
     params:
-        stage=report_plan_params,
-        launch=stage_launch,
-        call=call_again,
-        datasets=report_folders,
+        stage=JOBS.report_plan_params,
+        launch=JOBS.stage_launch,
+        call=JOBS.call_again,
+        datasets=JOBS.report_folders,
     message:
         "Write the report of plan {wildcards.plan}"
     shell:

@@ -1,9 +1,9 @@
 rule train:
     """Train one run. What a retry goes on from is no declared output, which would be deleted when a job fails."""
     input:
-        manifest=run_manifest,
-        data=run_data,
-        weights=run_weights,
+        manifest=JOBS.run_manifest,
+        data=JOBS.run_data,
+        weights=JOBS.run_weights,
     output:
         metrics=f"{RESULTS}/plans/{{plan}}/{{run}}/metrics.jsonl",
         provenance=f"{RESULTS}/plans/{{plan}}/{{run}}/provenance.json",
@@ -20,20 +20,22 @@ rule train:
         f"{RESULTS}/logs/train/{{plan}}/{{run}}.log",
     benchmark:
         f"{RESULTS}/benchmarks/train/{{plan}}/{{run}}.tsv"
-    threads: train_threads
+    threads: JOBS.train_threads
     resources:
-        **run_resources("train"),
+        **JOBS.resources("train"),
     params:
-        stage=run_params("train"),
-        launch=run_launch,
-        device=run_device,
-        sources=checkpoint_sources,
+        stage=JOBS.run_params("train"),
+        settings=JOBS.run_settings,
+        record=JOBS.run_record,
+        launch=JOBS.run_launch,
+        device=JOBS.run_device,
+        sources=JOBS.checkpoint_sources,
         folder=subpath(output.metrics, parent=True),
-        checkpoints=checkpoint_folder,
+        checkpoints=JOBS.checkpoint_folder,
     message:
         "Train {wildcards.plan}.{wildcards.run}"
     shell:
-        "{params.launch:q} train --config {params.stage[settings]:q} --manifest {input.manifest:q}"
+        "{params.launch:q} train --config {params.settings:q} --record {params.record:q} --manifest {input.manifest:q}"
         " --device {params.device:q} --threads {threads} --sources {params.sources:q}"
         " --checkpoints {params.checkpoints:q} --out {params.folder:q}"
         " --telemetry {output.telemetry:q} --log {log:q}"

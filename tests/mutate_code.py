@@ -719,7 +719,7 @@ MUTATIONS = [
     ),
     Mutation(
         "planned_hours_of_one_node",
-        "preflight/plan.py",
+        "preflight/predict.py",
         "hours = None if total is None else nodes * total / 3600",
         "hours = None if total is None else total / 3600",
         "test_scaling_model.py::test_an_hour_of_a_node_and_a_gigabyte",
@@ -933,16 +933,16 @@ MUTATIONS = [
     # ---- rules -----------------------------------------------------------------------------------
     Mutation(
         "runs_ask_for_cpu_nodes",
-        "rules/site.smk",
-        "requested(stage, run.geometry, limit(name, work, attempt), run.processes)",
-        "requested(stage, None, limit(name, work, attempt), run.processes)",
+        "rules/jobs.py",
+        "geometry, processes = (run.geometry, run.processes) if run else (None, None)",
+        "geometry, processes = None, None",
         "workflow/test_profiles.py::test_what_is_asked_of_slurm",
     ),
     Mutation(
         "runs_start_one_process",
-        "rules/site.smk",
-        "return [*withheld(), *launch(input, run_of(wildcards).processes)]",
-        "return [*withheld(), *launch(input)]",
+        "rules/jobs.py",
+        "return self.launch(input, self.run(wildcards).processes)",
+        "return self.launch(input)",
         "workflow/test_profiles.py::test_each_runs_in_its_container_and_four_by_srun",
     ),
     # How a call meets its user.
@@ -977,7 +977,7 @@ MUTATIONS = [
     Mutation(
         "jobs_wait_for_each_other",
         "preflight/expected.py",
-        "sum(seconds * min(threads, cores) / cores for",
+        "sum(seconds * share for",
         "sum(seconds for",
         "test_status.py::test_what_runs_side_by_side_takes_the_time_of_one",
     ),

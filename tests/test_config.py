@@ -16,7 +16,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import yaml
-from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel
 
 from dlscale import cli
@@ -315,7 +314,7 @@ def test_a_long_chain_of_plans_is_refused() -> None:
 def test_seeds_of_repeats_have_the_bound_of_a_seed() -> None:
     plan = {"study": "cosmo_unet", "repeat": 3, "settings": {"seed": 2**63 - 3}, "runs": {"a": {}}}
     assert len(load(plans={"p": plan}).plans["p"]) == 3
-    one(message(plans={"p": {**plan, "repeat": 4}}), "plans.p.repeat", "seeds up to 9223372036854775808")
+    one(message(plans={"p": {**plan, "repeat": 4}}), "plans.p.repeat", "a seed above 9223372036854775807")
 
 
 def test_files_with_mistakes_of_their_own(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -485,17 +484,6 @@ def test_a_stage_may_be_for_some_runs_only() -> None:
     assert {run: found.stages(run) for run in found.runs} == {"a": ["throughput"], "b": ["throughput", "profile"]}
 
 
-def test_from_starts_where_a_run_ended_without_its_label() -> None:
-    ladder = {"a": {"seed": 5, "label": "rung a"}, "b": {"loader": {"workers": 2}, "label": "rung b"}}
-    plans = plan(kind="ladder", runs=ladder)["plans"]
-    plans["q"] = {"study": "cosmo_unet", "from": "p.b", "settings": {"batch_size": 8}, "runs": {"x": {}}}
-    plans["r"] = {"study": "cosmo_unet", "from": "q.x", "kind": "ladder", "runs": {"y": {"seed": 6}, "z": {}}}
-    found = load(plans=plans).plans
-    x, z = found["q"]["x"].run, found["r"]["z"].run
-    assert (x.seed, x.loader.workers, x.batch_size, x.label) == (5, 2, 8, None)
-    assert (z.seed, z.loader.workers, z.batch_size, z.label) == (6, 2, 8, None)
-
-
 def test_a_later_layer_changes_between_epochs_and_steps() -> None:
     runs = {"a": {"training": {"steps": 9}}, "b": {"training": {"epochs": 3}}, "c": {}}
     found = [resolved.run.training for resolved in load(**plan(kind="ladder", runs=runs)).plans["p"].values()]
@@ -549,23 +537,6 @@ def test_mistakes_in_a_local_batch_size() -> None:
     one(message(**plan(runs={"a": parts})), "plans.p.runs.a", "accumulation_steps 3", "2 samples")
 
 
-@pytest.mark.slow
-def test_another_kind_replaces_a_section_but_not_a_plan() -> None:
-    found = load(
-        datasets={"box": {"source": {"kind": "prepared", "train": ["a.h5"], "valid": ["b.h5"]}}},
-        plans={"sound": {"kind": "ladder"}},
-    )
-    assert found.workflow.datasets["box"].source.model_dump(exclude_defaults=True) == {
-        "kind": "prepared",
-        "train": ["a.h5"],
-        "valid": ["b.h5"],
-    }
-    assert found.workflow.plans["sound"].kind == "ladder"
-    assert list(found.plans["sound"]) == ["first", "second"]
-    back = load(plans={"cosmo_published": {"kind": "ladder", "title": "all in a row"}})
-    assert back.plans["cosmo_published"]["bs64_opt"].run.training.epochs == 4  # from `short`, now a rung before
-
-
 def test_shipped_plans_and_datasets_change_by_name() -> None:
     found = load(
         datasets={"cosmo_published": {"memory_mb": 99}},
@@ -599,22 +570,6 @@ def test_a_key_that_no_run_has_is_refused_by_every_stage(tmp_path: Path) -> None
     for name in RUN_STAGES:
         with pytest.raises(UserError, match=r"unknown key 'optimzer' \(did you mean 'optimizer'\?\)"):
             load_run(json.dumps(settings), name)
-
-
-def test_a_stage_does_not_see_what_it_has_no_use_for() -> None:
-    def slices(settings: Raw) -> list[Raw]:
-        run = load(**plan(settings)).plans["p"]["a"].run
-        return [run.slice("train"), run.slice("throughput")]
-
-    before = slices({})
-    for settings, changed in (
-        ({"throughput": {"trials": 9}}, [False, True]),
-        ({"training": {"keep_checkpoints": 9}}, [True, False]),
-        ({"schedule": {"warmup_steps": 9}}, [True, False]),
-        ({"optimizer": {"lr": 9.0}}, [True, True]),
-        ({"label": "nine"}, [False, False]),
-    ):
-        assert [a != b for a, b in zip(before, slices(settings), strict=True)] == changed, settings
 
 
 def test_a_dataset_reaches_its_stages(tmp_path: Path) -> None:
@@ -1075,8 +1030,8 @@ def test_repeats_train_with_the_next_seeds_and_no_more() -> None:
     [
         ({"repeat": 0}, "plans.p.repeat: got 0; expected greater than or equal to 1"),
         ({"repeat": 2, "measure": ["throughput"]}, "repeat: the plan does not train; add train to measure"),
-        ({"repeat": 2, "runs": {"a": {}, "a-seed1": {}}}, "repeat: run a-seed1 is there already; rename a"),
-        ({"repeat": 2, "runs": {"a" * 60: {}}}, "has a name of more than 64 letters"),
+        ({"repeat": 2, "runs": {"a": {}, "a-seed1": {}}}, "repeat: no run can be called a-seed1: it is there already"),
+        ({"repeat": 2, "runs": {"a" * 60: {}}}, "more than 64 letters"),
         (
             {"repeat": 2, "kind": "convergence", "runs": {}, "convergence": {"batch_sizes": [64]}},
             "repeat: a plan of kind convergence has other seeds by convergence.seeds",
@@ -1159,11 +1114,7 @@ ENDLESS = int("f" * 10_000, 16)
         (plan({"throughput": {"seconds": 1e308}}), "seconds: got 1e+308; expected at most 604,800: a week of seconds"),
         (plan({"optimizer": {"lr": 1e308}}), "lr: got 1e+308; expected at most 1e+30: a greater number overflows"),
         (plan({"model": {"widths": [4, 1e40]}}), "widths.1: got 1e+40; expected a smaller number"),
-        (plan({"batch_size": ENDLESS}), "batch_size: a whole number of 40,000 bits; expected one of a few digits"),
-        (
-            plan({"profile": {"ranks": list(range(300_000))}}),
-            "ranks: a list of 300,000 values; expected at most 20,000",
-        ),
+        (plan({"batch_size": ENDLESS}), "configuration: a whole number of 40,000 bits; expected one of a few digits"),
         (plan(runs={"a": {"needs": [{"a": 1}]}}), "needs: expected a list of compiler, dali, bf16, got [{'a': 1}]"),
         (plan({"precision": "y" * 5000}), "precision: got 'yyy"),
         (plan({"precision": ["y"] * 5000}), "precision: got ['y', 'y',"),
@@ -1227,31 +1178,6 @@ def test_secrets_of_a_studys_own_datasets_are_hidden(tmp_path: Path, monkeypatch
     assert found.secrets == {"https://h.org/x.npy?sig=***": "https://me:s3cret@h.org/x.npy?sig=s3cret"}
 
 
-def test_no_bound_is_looser_than_it_is_written() -> None:
-    """Of two bounds of a kind pydantic takes the last, which is the type's where a field has its own in its default."""
-    models = [cls for cls in all_models(BaseModel) if cls.__module__.startswith("dlscale.")]
-    assert len(models) > 60
-    for cls in models:
-        for name, field in cls.model_fields.items():
-            for kind, key, tightest in ((Ge, "ge", max), (Gt, "gt", max), (Le, "le", min), (Lt, "lt", min)):
-                bounds = [getattr(each, key) for each in field.metadata if isinstance(each, kind)]
-                assert not bounds or bounds[-1] == tightest(bounds), f"{cls.__name__}.{name}"
-
-
-def test_no_key_is_shown_with_two_bounds_of_a_kind() -> None:
-    """One is the type's, one the field's own: of whatever is in, or one is beyond, the tighter is shown."""
-    nodes: list[Any] = [schema := config.schema()]
-    bounds: list[set[str]] = []
-    for node in nodes:
-        nodes += node.values() if isinstance(node, dict) else node if isinstance(node, list) else []
-        bounds += [set(node)] if isinstance(node, dict) and "type" in node else []
-    for pair in ({"minimum", "exclusiveMinimum"}, {"maximum", "exclusiveMaximum"}):
-        assert any(each & pair for each in bounds) and not any(each >= pair for each in bounds)
-    rows = [line for line in reference(schema).splitlines() if line.startswith("| `")]
-    for key, bound in (("latitudes", "number ≥ 8 ≤ 65,536"), ("seconds", "number > 0 ≤ 604,800")):
-        assert any(row.startswith(f"| `{key}` |") and f"{bound} |" in row for row in rows), key
-
-
 def all_models(cls: type[BaseModel]) -> Iterator[type[BaseModel]]:
     for each in cls.__subclasses__():
         yield each
@@ -1281,18 +1207,13 @@ def test_every_number_has_a_greatest_value_or_costs_nothing() -> None:
     assert len(models) > 50 and {name for name in open_ended if name.split(".")[1] not in free} == set()
 
 
-def test_a_file_of_settings_is_no_data_file(tmp_path: Path) -> None:
-    file = tmp_path / "large.yaml"
-    file.write_text("a: [" + "1," * 1_100_000 + "]")
-    with pytest.raises(UserError, match=r"has more than 2,000,000 letters: no file of settings"):
-        read_yaml(file)
-
-
 @pytest.mark.parametrize("name", ["cosmo_published_ladder", "era5_published_ladder"])
 def test_settings_that_no_run_of_a_plan_takes_are_refused(name: str) -> None:
     base = name.replace("_ladder", ".short")
     text = message(plans={name: {"settings": {"seed": 5}}})
-    assert text.startswith(f"configuration: plans.{name}.settings: no run takes them: baseline is the run {base}, ")
+    assert text.startswith(
+        f"configuration: plans.{name}.settings: no run takes them: its runs are those of other plans, or stand on "
+    )
     own = {
         "study": {"c": "cosmo_unet", "e": "era5_vit"}[name[0]],
         "kind": "ladder",

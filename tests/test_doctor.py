@@ -113,22 +113,17 @@ def test_associations() -> None:
         ({("m1", "shared"), ("m1_g", "premium")}, "ok", ["m1, m1_g"]),
         ({("M1", "shared")}, "ok", ["M1"]),
         ({("root", "anything")}, "ok", ["root"]),  # no list of its own: all are allowed
+        ({("m1_g", "share")}, "FAIL", ["m1_g may not use QOS share"]),
         ({("m1", "premium")}, "FAIL", ["m1 may not use QOS premium", "debug, regular, shared"]),
         ({("m2", "shared"), ("m1", "shared")}, "FAIL", ["m2: not yours", "m1, m1_g, root"]),
-        ({(None, "shared")}, "FAIL", ["none is set", "export SBATCH_ACCOUNT"]),
+        ({(None, "shared")}, "warn", ["none is set", "export SBATCH_ACCOUNT"]),
     ],
 )
 def test_account(wanted: set, status: str, words: list[str]) -> None:
-    found = site_slurm.account(wanted, site_slurm.associations(ASSOCIATIONS), suffixed=True)
+    found = site_slurm.account(wanted, site_slurm.associations(ASSOCIATIONS))
     assert found.status == status
     for word in words:
         assert word in found.text + found.remedy
-
-
-def test_account_where_none_is_needed() -> None:
-    assert site_slurm.account({(None, None)}, None, suffixed=False).status == "skip"
-    assert site_slurm.account({(None, None)}, {"m1": set()}, suffixed=False).status == "warn"
-    assert site_slurm.account({("m1", None)}, None, suffixed=True).status == "skip"
 
 
 def test_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,103 +140,27 @@ def test_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert site_slurm.asked(scheduler, runs, ["data"]) == {("m1", "shared")}
 
 
-def test_asked_of_no_queue(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.delenv("SBATCH_ACCOUNT", raising=False)
-    scheduler = Scheduler.model_validate({"cpu_nodes": {"cpus": 4}, "gpu_nodes": {"cpus": 4, "gpus": 1}})
-    assert site_slurm.asked(scheduler, runs(tmp_path, "cosmo_demo"), ["data", "train"]) == {(None, None)}
-
-
-def test_a_geometry_that_cannot_be(tmp_path: Path, command: Callable[[str, str], None]) -> None:
-    """It is said where it matters, and the other checks go on."""
-    command("sacctmgr", "")
-    site = yaml.safe_load(PERLMUTTER.read_text()) | {"engine": "none"}
-    plans = {"cosmo_ladder": {"settings": {"geometry": {"gpus_per_node": 8}}}}
-    found = doctor.check(load(tmp_path, site, plans=plans, targets=["cosmo_ladder"]))
-    for name in ("account", "QOS"):
-        assert named(found, name).status == "warn" and "8 is more than the 4 GPUs" in named(found, name).text
-    assert named(found, "torch").status == "ok"
-
-
-@pytest.mark.parametrize(
-    ("names", "listed", "filtered", "status"),
-    [
-        ({"shared", "debug"}, {"shared", "debug", "normal"}, False, "ok"),
-        ({"shared"}, {"gpu_shared", "shared_milan"}, True, "ok"),  # what a submit filter makes of it
-        ({"shared", "dbug"}, {"shared", "debug"}, False, "FAIL"),
-        ({"share"}, {"gpu_shared"}, True, "warn"),
-        ({"shared"}, set(), False, "FAIL"),
-    ],
-)
-def test_qos(names: set, listed: set, filtered: bool, status: str) -> None:
-    found = site_slurm.qos(names, listed, filtered)
-    assert found.status == status
-    if status != "ok":
-        assert ", ".join(sorted(listed)) in found.remedy and (names - listed).pop() in found.text
-
-
-def test_submit_filter() -> None:
-    assert site_slurm.submit_filter(CONFIG)
-    assert not site_slurm.submit_filter(CONFIG.replace("lua", "(null)"))
-    assert not site_slurm.submit_filter("")
-
-
-@pytest.mark.parametrize(
-    ("constraint", "status", "word"),
-    [
-        ("gpu", "ok", "gpu"),
-        ("gpu&hbm80g", "ok", ""),
-        ("gpu&(hbm40g|hbm80g)", "ok", ""),
-        ("[hbm40g*2&hbm80g*1]", "ok", ""),
-        ("gpuu", "FAIL", "gpuu: a feature of no node"),
-        ("gpu&hbm90g", "FAIL", "hbm90g: a feature"),
-        ("hbm40g&hbm80g", "FAIL", "all together"),
-    ],
-)
-def test_features(constraint: str, status: str, word: str) -> None:
-    found = site_slurm.features({constraint}, FEATURES)
-    assert found.status == status and word in found.text
-    if "a feature of no node" in found.text:
-        assert "a100, cpu, gpu, hbm40g, hbm80g" in found.remedy
-
-
 NODES = "gpu,a100|128|gpu:a100:4(S:0-1)|2|256000+\ngpu,a100,hbm80g|128|gpu:a100:4|2|512000\ncpu|256|(null)|1|512000\n"
 
 
 @pytest.mark.parametrize(
     ("kind", "most", "status", "word"),
     [
-        ({"constraint": "gpu", "cpus": 128, "gpus": 4}, 4, "ok", "4 of 128 CPUs and 4 GPUs with constraint gpu"),
-        (
-            {"constraint": "gpu", "cpus": 128, "gpus": 4},
-            5,
-            "FAIL",
-            "5 nodes of 128 CPUs and 4 GPUs with constraint gpu with --gres gpu wanted; sinfo has 4",
-        ),
+        ({"constraint": "gpu", "cpus": 128, "gpus": 4}, 4, "ok", "4 of 128 CPUs, 4 GPUs, constraint gpu, --gres gpu"),
+        ({"constraint": "gpu", "cpus": 128, "gpus": 4}, 5, "FAIL", "5 nodes of 128 CPUs, 4 GPUs, constraint gpu"),
         ({"constraint": "gpu&hbm80g", "cpus": 128, "gpus": 4, "gres": "gpu:a100"}, 3, "FAIL", "sinfo has 2"),
-        ({"constraint": "gpu", "cpus": 128, "gpus": 8}, 1, "FAIL", "has 0 (2 of 128 CPUs, 4 GPUs and 256,000 MB"),
-        ({"constraint": "gpu", "cpus": 130, "gpus": 4}, 1, "FAIL", "sinfo has 0"),
+        ({"constraint": "gpu&(a100|hbm80g)", "cpus": 128, "gpus": 4}, 4, "ok", "4 of 128 CPUs"),
+        ({"constraint": "gpuu", "cpus": 128, "gpus": 4}, 1, "FAIL", "0 (of features a100, cpu, gpu, hbm80g)"),
+        ({"constraint": "gpu", "cpus": 128, "gpus": 8}, 1, "FAIL", "has 0 (2 of 128 CPUs, 4 GPUs, 256,000 MB"),
         ({"constraint": "gpu", "cpus": 1, "gpus": 1, "gres": "gpu:h100"}, 1, "FAIL", "0 GPUs"),
         ({"cpus": 256}, 1, "ok", "1 of 256 CPUs"),
-        ({"cpus": 257}, 1, "FAIL", "1 node of 257 CPUs and 0 GPUs wanted; sinfo has 0"),
-        ({"cpus": 128, "gpus": 4, "memory_mb": 256_000}, 4, "ok", "4 of 128 CPUs, 4 GPUs and 256,000 MB"),
-        ({"cpus": 128, "gpus": 4, "memory_mb": 256_001}, 3, "FAIL", "4 GPUs and 256,001 MB with --gres gpu wanted"),
+        ({"cpus": 257}, 1, "FAIL", "1 node of 257 CPUs, 0 GPUs wanted; sinfo has 0"),
+        ({"cpus": 128, "gpus": 4, "memory_mb": 256_000}, 4, "ok", "4 of 128 CPUs, 4 GPUs, 256,000 MB"),
+        ({"cpus": 128, "gpus": 4, "memory_mb": 256_001}, 3, "FAIL", "4 GPUs, 256,001 MB, --gres gpu wanted"),
     ],
 )
 def test_nodes_have_what_the_site_says(kind: dict[str, Any], most: int, status: str, word: str) -> None:
-    found = site_slurm.hardware([(Nodes(**kind), NODES)], most)
-    assert found.status == status and word in found.text
-
-
-@pytest.mark.parametrize(
-    ("names", "status", "word"),
-    [
-        (set(), "skip", "names none"),
-        ({"gpu", "cpu"}, "ok", "cpu, gpu"),
-        ({"gpux"}, "FAIL", "no partition is called 'gpux' (did you mean 'gpu'?); there are: cpu, gpu"),
-    ],
-)
-def test_partitions(names: set[str], status: str, word: str) -> None:
-    found = site_slurm.partition(names, "gpu\ncpu\n")
+    found = site_slurm.hardware(Nodes(**kind), NODES, most)
     assert found.status == status and word in found.text
 
 
@@ -252,73 +171,38 @@ def test_nodes_are_those_of_their_partition(tmp_path: Path, command: Callable[[s
     command(
         "sinfo",
         """case "$*" in
-*%R*) printf 'old\\nnew\\n' ;;
 *'-p old '*) echo '(null)|64|gpu:4|8|256000' ;;
 *'-p new '*) echo '(null)|64|gpu:8|2|512000' ;;
+*'-p '*) ;;
 *) echo '(null)|64|(null)|4|128000' ;;
 esac""",
     )
     site: dict[str, Any] = {"scheduler": {"cpu_nodes": {"cpus": 64}, "gpu_nodes": {"cpus": 64, "gpus": 8}}}
     expected = {
-        "new": ("ok", "4 of 64 CPUs and 0 GPUs; 2 of 64 CPUs and 8 GPUs in partition new"),
-        "old": ("FAIL", "sinfo has 0 (8 of 64 CPUs, 4 GPUs and 256,000 MB)"),
-        "newer": ("FAIL", "sinfo has 0 (4 of 64 CPUs"),
+        "new": ("ok", "2 of 64 CPUs, 8 GPUs, partition new"),
+        "old": ("FAIL", "sinfo has 0 (8 of 64 CPUs, 4 GPUs, 256,000 MB)"),
+        "newer": ("FAIL", "sinfo has 0 (of features none)"),
     }
     for name, (status, text) in expected.items():
         site["scheduler"]["gpu_nodes"]["partition"] = name
         found = doctor.check(load(tmp_path / "results", site))
-        assert named(found, "nodes").status == status and text in named(found, "nodes").text
-        assert named(found, "partition").status == ("FAIL" if name == "newer" else "ok")
-    assert "did you mean 'new'?" in named(found, "partition").text
-
-
-def test_features_where_none_is_asked_for() -> None:
-    assert site_slurm.features(set(), FEATURES).status == "skip"
+        assert named(found, "GPU nodes").status == status and text in named(found, "GPU nodes").text
+        assert named(found, "CPU nodes").status == "ok"
 
 
 @pytest.mark.parametrize(
     ("text", "status"),
     [
-        ("Slurmctld(primary) at nid001 is UP\n", "ok"),
-        ("Slurmctld(primary) at a is DOWN\nSlurmctld(backup) at b is UP\n", "ok"),
-        ("Slurmctld(primary) at nid001 is DOWN\n", "FAIL"),
+        ("Slurmctld(primary) at nid001 is UP", "ok"),
+        ("Slurmctld(primary) at a is DOWN\nSlurmctld(backup) at b is UP", "ok"),
+        ("Slurmctld(primary) at nid001 is DOWN", "FAIL"),
         ("", "FAIL"),
     ],
 )
-def test_ping(text: str, status: str) -> None:
-    assert site_slurm.ping(text).status == status
-
-
-@pytest.mark.parametrize(("seconds", "status"), [(40, "ok"), (100, "ok"), (101, "warn")])
-def test_min_job_age(seconds: float, status: str) -> None:
-    found = site_slurm.min_job_age(CONFIG, seconds)
-    assert found.status == status and found.text.startswith("300 s")
-    assert status == "ok" or "at most 100" in found.remedy
-
-
-def test_min_job_age_of_nothing() -> None:
-    assert site_slurm.min_job_age("", 40).status == "warn"
-
-
-@pytest.mark.slow
-def test_profile_says_how_jobs_are_watched(
-    tmp_path: Path, command: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The profile's own settings lie beside its site."""
-    command("scontrol", f"cat <<'END'\n{CONFIG.replace('300', '100')}END")
-    folder = tmp_path / "profiles" / "mine"
-    folder.mkdir(parents=True)
-    site = yaml.safe_load(PERLMUTTER.read_text()) | {"engine": "none"}
-    monkeypatch.chdir(tmp_path)
-    for settings, status in (
-        ({"slurm-status-command": "squeue"}, "warn"),  # 40 s, three times
-        ({"slurm-init-seconds-before-status-checks": 20}, "ok"),
-        ({"slurm-status-command": "sacct"}, "skip"),
-    ):
-        (folder / "profile.yaml").write_text(yaml.safe_dump(settings))
-        for name in ("mine", str(folder / "site.yaml")):
-            found = doctor.check(load(tmp_path / "results", site), name)
-            assert named(found, "MinJobAge").status == status
+def test_ping(command: Callable[[str, str], None], text: str, status: str) -> None:
+    command("sbatch", "")
+    command("scontrol", f"printf '{text}'")
+    assert site_slurm.answers().status == status
 
 
 # ---- probes that break or hang -----------------------------------------------------------------------
@@ -333,18 +217,8 @@ def test_no_slurm(tmp_path: Path, command: Callable[[str, str], None]) -> None:
     found = doctor.check(load(tmp_path / "results", yaml.safe_load(PERLMUTTER.read_text()) | {"engine": "none"}))
     assert doctor.failed(found)
     assert named(found, "Slurm").status == "FAIL" and "no route to host" in named(found, "Slurm").text
-    assert [named(found, name).status for name in ("account", "QOS", "constraint", "MinJobAge")] == ["warn"] * 4
-    assert "sinfo: gone" in named(found, "constraint").text
-
-
-def test_no_slurm_commands(
-    tmp_path: Path, command: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    found = doctor.check(load(tmp_path / "results", yaml.safe_load(PERLMUTTER.read_text()) | {"engine": "none"}))
-    assert named(found, "Slurm").status == "FAIL" and "login node" in named(found, "Slurm").remedy
-    assert [named(found, name).status for name in ("QOS", "constraint", "MinJobAge")] == ["skip"] * 3
-    assert named(found, "python").status == "FAIL"  # nothing runs where no Python is
+    assert [named(found, name).status for name in ("account", "GPU nodes")] == ["warn"] * 2
+    assert "sinfo: gone" in named(found, "GPU nodes").text
 
 
 def test_a_cluster_that_keeps_no_accounts(
@@ -354,7 +228,7 @@ def test_a_cluster_that_keeps_no_accounts(
     command("sacctmgr", "echo \"Only 'accounting_storage/slurmdbd' is supported\" >&2; exit 1")
     site = {"scheduler": {"cpu_nodes": {"cpus": 4}, "gpu_nodes": {"cpus": 4, "gpus": 2}}}
     found = doctor.check(load(tmp_path / "results", site))
-    assert named(found, "account").status == named(found, "QOS").status == "skip"
+    assert named(found, "account").status == "skip"
 
 
 def test_a_command_that_hangs(
@@ -363,7 +237,7 @@ def test_a_command_that_hangs(
     monkeypatch.setattr(probe, "LIMIT", 0.3)
     command("sinfo", "exec sleep 60")
     start = time.monotonic()
-    with pytest.raises(probe.NoAnswerError, match="sinfo gives no answer"):
+    with pytest.raises(probe.FailedError, match="sinfo gives no answer"):
         probe.said(["sinfo"])
     assert time.monotonic() - start < 5
 
@@ -400,23 +274,8 @@ def test_in_a_container(tmp_path: Path, command: Callable[[str, str], None]) -> 
     """The very words that start a stage start the questions; what greets whoever enters is no answer."""
     command("docker", ENGINE)
     found = doctor.check(load(tmp_path / "results", {"engine": "docker", "image": "localhost/mine:1"}))
-    assert named(found, "engine").status == "ok"
     assert named(found, "image") == Finding("image", "ok", "localhost/mine:1 (0123456789ab)")
     assert named(found, "torch") == Finding("torch", "ok", FACTS["torch"])
-
-
-@pytest.mark.slow
-def test_engines_are_asked_once(
-    tmp_path: Path, command: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """However many probes need the answer."""
-    monkeypatch.setattr(launcher, "ENGINES", ["docker"])
-    command("docker", f'echo "$1 $2" >>{tmp_path}/asked; sleep 0.3{ENGINE}')
-    found = doctor.check(load(tmp_path / "results", {"engine": "auto", "image": "localhost/mine:1"}))
-    assert named(found, "engine").text == str(tmp_path / "bin/docker") and named(found, "torch").status == "ok"
-    asked = (tmp_path / "asked").read_text().splitlines()
-    words = [line.split()[0] for line in asked]
-    assert [words.count(word) for word in ("info", "image", "run")] == [1, 1, 1]
 
 
 @pytest.mark.slow
@@ -430,9 +289,9 @@ def test_an_engine_that_hangs(
     start = time.monotonic()
     found = doctor.check(load(tmp_path / "results", {"engine": "auto", "image": "localhost/mine:1"}))
     assert time.monotonic() - start < 10
-    for name in ("engine", "image", "environment"):
+    for name in ("image", "environment"):
         assert named(found, name).status == "warn" and "no answer" in named(found, name).text
-    assert named(found, "clock").status == "ok"
+    assert named(found, "space").status in ("ok", "warn")
 
 
 def test_no_image(tmp_path: Path, command: Callable[[str, str], None]) -> None:
@@ -441,6 +300,7 @@ def test_no_image(tmp_path: Path, command: Callable[[str, str], None]) -> None:
     assert named(found, "image").status == "FAIL" and "snakemake image" in named(found, "image").remedy
     assert named(found, "environment").status == "skip"
     (file := tmp_path / "image.sif").touch()
+    command("apptainer", "")
     site = Site(engine="apptainer", image=str(file))
     assert environment.probe_image(site).status == "ok"
     assert environment.probe_image(site.model_copy(update={"image": "/no.sif"})).status == "FAIL"
@@ -456,14 +316,8 @@ def test_migrated(command: Callable[[str, str], None], listed: str, status: str)
 
 def test_no_engine(tmp_path: Path, command: Callable[[str, str], None]) -> None:
     found = doctor.check(load(tmp_path / "results", {"engine": "shifter", "image": "mine:1"}))
-    assert named(found, "engine").status == named(found, "image").status == "FAIL"
+    assert named(found, "image").status == "FAIL" and "no such command" in named(found, "image").text
     assert named(found, "environment").status == "skip"
-
-
-GPUS = """\
-GPU 0: NVIDIA A100-SXM4-40GB (UUID: GPU-1)
-GPU 1: NVIDIA A100-SXM4-40GB (UUID: GPU-2)
-"""
 
 
 @pytest.mark.parametrize(
@@ -517,74 +371,13 @@ def test_the_image_is_asked_with_its_gpus(tmp_path: Path, monkeypatch: pytest.Mo
     assert ["--gpus=all" in words for words in asked] == [False, False, True]
 
 
-def test_gpus(tmp_path: Path, command: Callable[[str, str], None]) -> None:
-    site = Site(engine="docker", image="localhost/mine:1")
-    assert environment.probe_gpus(site, tmp_path).status == "skip"
+def test_gpus_that_stages_do_not_see(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "FACTS", f"print({json.dumps(FACTS | {'gpus': 0})!r})")
+    image, site = Finding("image", "skip", ""), Site(gpu=True)
+    assert not [f for f in environment.probe_environment(site, image, [], devices=tmp_path) if f.name == "GPU"]
     (tmp_path / "nvidia0").touch()
-    command("docker", ENGINE)
-    command("nvidia-smi", f"cat <<END\n{GPUS}END")
-    assert environment.probe_gpus(site, tmp_path) == Finding("GPU", "ok", "2 x NVIDIA A100-SXM4-40GB in the container")
-    assert environment.probe_gpus(Site(), tmp_path) == Finding("GPU", "ok", "2 x NVIDIA A100-SXM4-40GB here")
-    command("nvidia-smi", "echo 'No devices were found'")
-    assert environment.probe_gpus(site, tmp_path).status == "FAIL"
-    command("nvidia-smi", "echo 'no driver' >&2; exit 9")
-    found = environment.probe_gpus(Site(environment={"A": "b"}), tmp_path)
-    assert found.status == "FAIL" and "no driver" in found.text
-
-
-#: As `nvidia-smi topo -m` prints it of a node like Perlmutter's: the last GPU is near to the first CPUs.
-TOPOLOGY = """\
-\t\x1b[4mGPU0\tGPU1\tGPU2\tGPU3\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m
-GPU0\t X \tNV4\tNV4\tNV4\tSYS\t48-63,112-127\t3\t\tN/A
-GPU1\tNV4\t X \tNV4\tNV4\tSYS\t32-47,96-111\t2\t\tN/A
-GPU2\tNV4\tNV4\t X \tNV4\tPHB\t16-31,80-95\t1\t\tN/A
-GPU3\tNV4\tNV4\tNV4\t X \tSYS\t0-15,64-79\t0\t\tN/A
-NIC0\tSYS\tSYS\tPHB\tSYS\t X \t\t\t\t
-
-Legend:
-  X    = Self
-"""
-ALIKE = TOPOLOGY.replace("48-63,112-127", "0-127").replace("32-47,96-111", "0-127")
-ALIKE = ALIKE.replace("16-31,80-95", "0-127").replace("0-15,64-79", "0-127")
-PAIRS = TOPOLOGY.replace("48-63,112-127", "64-127").replace("32-47,96-111", "64-127").replace("16-31,80-95", "0-63")
-
-
-def ordered(order: list[int] | None, **changes: Any) -> Site:
-    scheduler = {"cpu_nodes": {"cpus": 128}, "gpu_nodes": {"cpus": 128, "gpus": 4}}
-    return Site.model_validate({"starter": "srun", "scheduler": scheduler, "gpu_order": order, **changes})
-
-
-@pytest.mark.parametrize(
-    ("text", "order", "status", "said"),
-    [
-        (TOPOLOGY, [3, 2, 1, 0], "ok", "GPU 3 from CPU 0, GPU 2 from CPU 16, GPU 1 from CPU 32, GPU 0 from CPU 48"),
-        (TOPOLOGY, None, "warn", "GPU 0 from CPU 48"),
-        (TOPOLOGY, [3, 2, 0, 1], "warn", "not in the order of the CPUs"),
-        (ALIKE, None, "ok", "GPU 0 from CPU 0"),
-        (ALIKE, [3, 2, 1, 0], "ok", ""),
-        (PAIRS, [3, 2, 0, 1], "ok", "GPU 3 from CPU 0, GPU 2 from CPU 0, GPU 0 from CPU 64"),
-        (PAIRS, [3, 1, 2, 0], "warn", "not in the order of the CPUs"),
-        ("", None, "skip", "0 GPUs with known CPUs here, and 4 on the site's nodes"),
-        (TOPOLOGY.replace("GPU3\tNV4", "xxx"), None, "skip", "3 GPUs"),
-    ],
-)
-def test_the_order_of_gpus(text: str, order: list[int] | None, status: str, said: str) -> None:
-    found = environment.gpu_order(text, ordered(order))
-    assert (found.name, found.status) == ("GPU order", status) and said in found.text
-    if status == "warn":
-        best = "[2, 3, 0, 1]" if text is PAIRS else "[3, 2, 1, 0]"
-        assert f"set site.gpu_order: {best}" in found.remedy
-        assert environment.gpu_order(text, ordered(json.loads(best))).status == "ok"
-
-
-def test_who_is_asked_for_the_order_of_gpus(tmp_path: Path, command: Callable[[str, str], None]) -> None:
-    command("nvidia-smi", f"[ \"$*\" = 'topo -m' ] && cat <<'END'\n{TOPOLOGY}END")
-    (tmp_path / "nvidia0").touch()
-    assert environment.probe_gpu_order(ordered(None), tmp_path) == [], "of one GPU there is no order"
-    (tmp_path / "nvidia1").touch()
-    assert environment.probe_gpu_order(ordered(None), tmp_path)[0].status == "warn"
-    alone = Site(starter="torchrun")
-    assert environment.probe_gpu_order(alone, tmp_path)[0].text == "only srun gives processes CPUs of their own"
+    found = named(environment.probe_environment(site, image, [], devices=tmp_path), "GPU")
+    assert found.status == "FAIL" and "stages do not see" in found.text
 
 
 # ---- versions ----------------------------------------------------------------------------------------
@@ -599,7 +392,7 @@ def runs(tmp_path: Path, plan: str) -> list[Run]:
 def test_environment() -> None:
     found = environment.environment(FACTS, [])
     assert {f.status for f in found} == {"ok"}
-    assert named(found, "cuDNN").text == "9.17.0" and named(found, "NCCL").text == "2.28.3"
+    assert named(found, "cuDNN").text == "9.17.0"
     assert named(found, "CUDA").text == "13.0, 4 GPUs seen by torch"
 
 
@@ -611,8 +404,7 @@ def test_environment() -> None:
         ({"cudnn": 90800}, "cuDNN", "cosmo_ladder", "FAIL"),
         ({"cudnn": 91002}, "cuDNN", "cosmo_ladder", "FAIL"),
         ({"cudnn": 91100}, "cuDNN", "cosmo_ladder", "ok"),
-        ({"cudnn": 91002}, "cuDNN", "era5_ladder", "warn"),  # no convolution to go wrong
-        ({"cudnn": 8907}, "cuDNN", "cosmo_ladder", "ok"),
+        ({"cudnn": 91002}, "cuDNN", "era5_ladder", "ok"),  # no convolution to go wrong
         ({"torch": "2.10.0"}, "torch", "era5_ladder", "FAIL"),
         ({"torch": "2.11.0a0+nv26.01"}, "torch", "era5_ladder", "ok"),
         ({"torch": "2.15.0"}, "torch", "era5_ladder", "ok"),
@@ -622,8 +414,7 @@ def test_environment() -> None:
         ({"numba": None}, "numba", "era5_ladder", "FAIL"),
         ({"h5py": None}, "h5py", "era5_ladder", "FAIL"),
         ({"python": "3.10.2"}, "python", "era5_ladder", "FAIL"),
-        ({"dali": None}, "DALI", "cosmo_published", "FAIL"),
-        ({"dali": None}, "DALI", "cosmo_demo", "skip"),
+        ({"dali": None}, "dali", "cosmo_published", "FAIL"),
         ({"cuda": None}, "CUDA", "cosmo_demo", "skip"),
         ({"gpus": 0, "driver": "570.195.03"}, "CUDA", "cosmo_demo", "warn"),
         ({"driver": "550.54.15"}, "CUDA", "cosmo_demo", "ok"),  # by CUDA's compat libraries
@@ -633,10 +424,6 @@ def test_versions(tmp_path: Path, facts: dict, name: str, plan: str, status: str
     found = named(environment.environment({**FACTS, **facts}, runs(tmp_path, plan)), name)
     assert found.status == status, found
     assert found.status in ("ok", "skip") or found.remedy
-
-
-def test_cudnn() -> None:
-    assert [environment.cudnn(number) for number in (8907, 90100, 91002)] == ["8.9.7", "9.1.0", "9.10.2"]
 
 
 # ---- data --------------------------------------------------------------------------------------------
@@ -668,7 +455,7 @@ def test_data(tmp_path: Path) -> None:
     assert data.probe_data("mine", simulated, tmp_path).text.startswith("1 files, 100 B")
     file.unlink()
     gone = data.probe_data("mine", simulated, tmp_path)
-    assert gone.status == "warn" and "1 of 1 files" in gone.text and "simulated again" in gone.remedy
+    assert gone.status == "warn" and "1 of 1 files" in gone.text and "made again" in gone.remedy
     file.write_bytes(bytes(99))
     cut = data.probe_data("mine", simulated, tmp_path)
     assert cut.status == "FAIL" and str(file) in cut.text and str(file) in cut.remedy
@@ -681,7 +468,7 @@ def test_data_that_vanished_is_fetched_again(tmp_path: Path) -> None:
     assert data.probe_data("mine", fetched, tmp_path).status == "ok"
     made(tmp_path).unlink()
     found = data.probe_data("mine", fetched, tmp_path)
-    assert found.status == "warn" and "it will be fetched again" in found.remedy
+    assert found.status == "warn" and "made again" in found.remedy
 
 
 @pytest.mark.parametrize("kind", ["files", "prepared"])
@@ -694,10 +481,10 @@ def test_raw_files(tmp_path: Path, kind: str) -> None:
     assert "empty" in data.probe_data("mine", files(one, two, kind=kind), tmp_path).text
     two.unlink()
     two.symlink_to(two)
-    assert f"{two}: a link that leads nowhere" in data.probe_data("mine", files(one, two, kind=kind), tmp_path).text
+    assert f"{two}: no such file" in data.probe_data("mine", files(one, two, kind=kind), tmp_path).text
     two.unlink()
     os.mkfifo(two)
-    assert f"{two}: neither a file nor" in data.probe_data("mine", files(one, two, kind=kind), tmp_path).text
+    assert f"{two}: no such file" in data.probe_data("mine", files(one, two, kind=kind), tmp_path).text
     two.unlink()
     two.write_bytes(b"2")
     assert data.probe_data("mine", files(one, two, kind=kind), tmp_path).status == "ok"
@@ -722,15 +509,6 @@ def test_changed_prepared_files_are_described_again(tmp_path: Path) -> None:
     describe(folder, File(path=str(one), rows=1, bytes=7, digest=""))
     found = data.probe_data("mine", files(one, two, kind="prepared"), tmp_path)
     assert found.status == "warn" and "another size" in found.text
-
-
-def test_prepared_years(tmp_path: Path) -> None:
-    years = dataset({"kind": "era5", "source": {"kind": "prepared", "path": str(tmp_path / "years")}})
-    for name in ("train/1999.h5", "valid/2000.h5", "stats/global_means.npy", "stats/global_stds.npy"):
-        assert data.probe_data("mine", years, tmp_path).status == "FAIL"
-        (tmp_path / "years" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "years" / name).write_bytes(b"1")
-    assert data.probe_data("mine", years, tmp_path).status == "ok"
 
 
 def test_prepared_files(tmp_path: Path) -> None:
@@ -782,66 +560,44 @@ def test_a_store_is_read_once(tmp_path: Path) -> None:
 
 
 def test_hosts() -> None:
-    assert data.hosts(store("gs://bucket/era5")) == [("storage.googleapis.com", 443)]
-    assert data.hosts(store("https://example.org:8443/era5")) == [("example.org", 8443)]
-    assert data.hosts(files("http://example.org/a", "http://example.org/b")) == [("example.org", 80)]
-    assert data.hosts(files("http://example.org:99999/a", "b")) == []
+    assert data.hosts(store("gs://bucket/era5")) == ["storage.googleapis.com:443"]
+    assert data.hosts(store("https://example.org:8443/era5")) == ["example.org:8443"]
+    assert data.hosts(files("http://example.org/a", "http://example.org/b")) == ["example.org:80"]
     assert data.hosts(store("/here")) == data.hosts(dataset(COSMO)) == []
 
 
-@pytest.fixture
-def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    """Return a port that answers."""
+@pytest.mark.slow
+def test_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.lower().endswith("_proxy")]:
         monkeypatch.delenv(name)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        yield server.getsockname()[1]
 
-
-@pytest.mark.slow
-def test_network(tmp_path: Path, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    def found(site: dict | None = None) -> Finding:
+    def found(site: dict | None = None) -> list[Finding]:
         source = {"kind": "files", "train": [f"http://127.0.0.1:{port}/a"], "valid": [f"http://127.0.0.1:{port}/b"]}
         configuration = load(tmp_path, site, datasets={"cosmo_demo": {"source": source}}, targets=["cosmo_demo"])
-        (found,) = [f for f in doctor.check(configuration) if f.name.startswith("network")]
-        return found
+        return [f for f in doctor.check(configuration) if f.name == "network"]
 
-    assert found() == Finding("network 127.0.0.1", "ok", f"port {port} answers from here")
-    free = port
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    assert found().status == "FAIL" and "does not answer from here" in found().text
+        assert found() == [Finding("network", "ok", f"127.0.0.1:{port} answers from here")]
+    assert found()[0].status == "FAIL" and "does not answer from here" in found()[0].text
     nodes = {"cpu_nodes": {"cpus": 4}, "gpu_nodes": {"cpus": 4, "gpus": 1}, "acquire": "job"}
-    assert found({"scheduler": nodes}).status == "warn"  # it is the node that fetches
-    monkeypatch.setenv("https_proxy", f"http://127.0.0.1:{free}")
-    assert found().status == "ok" and "by way of the proxy 127.0.0.1" in found().text
-    monkeypatch.setenv("no_proxy", "127.0.0.1")
-    assert found().status == "FAIL"
+    assert found({"scheduler": nodes})[0].status == "warn"  # it is the node that fetches
+    monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")
+    assert found()[0].status == "skip"
     made(tmp_path, "cosmo_demo")
-    assert found() == Finding("network", "skip", "nothing has to be fetched")
+    assert found() == []  # nothing has to be fetched
 
 
-# ---- disks and clock ---------------------------------------------------------------------------------
+# ---- disks ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("total", "free", "inodes", "status"),
-    [
-        (1e12, 2e11, (10**6, 10**7), "ok"),
-        (1e12, 2e11, (0, 0), "ok"),  # btrfs: no fixed number
-        (1e12, 0.9e11, (0, 0), "warn"),  # less than a tenth
-        (1e11, 1.9e10, (0, 0), "warn"),  # less than 20 GB
-        (1e12, 2e11, (10**4, 10**7), "warn"),
-        (1e11, 1e8, (0, 0), "FAIL"),
-    ],
+    ("total", "free", "status"),
+    [(1e12, 2e11, "ok"), (1e12, 0.9e11, "warn"), (1e11, 1.9e10, "warn"), (1e11, 1e8, "FAIL")],
 )
-def test_space(total: float, free: float, inodes: tuple[int, int], status: str) -> None:
-    assert disks.space(Path("/here"), int(total), int(free), *inodes).status == status
-
-
-def test_space_of_a_folder_to_be_made(tmp_path: Path) -> None:
-    found = disks.probe_space(tmp_path / "not" / "yet")
-    assert str(tmp_path) in found.text and not (tmp_path / "not").exists()
+def test_space(total: float, free: float, status: str) -> None:
+    """A warning below a tenth, and below 20 GB."""
+    assert disks.space(Path("/here"), int(total), int(free)).status == status
 
 
 SHOWQUOTA = """\
@@ -853,25 +609,14 @@ SHOWQUOTA = """\
 """
 
 
-def test_quota() -> None:
-    assert disks.showquota(SHOWQUOTA) == {"home": 22.5, "pscratch": 95.0}
-    assert disks.quota(disks.showquota(SHOWQUOTA)).status == "warn"
-    lustre = "       /scratch   500  1000  1200  -  10  0  100  -\n"
-    assert disks.lustre(lustre) == {"/scratch": 50.0}
-    assert disks.lustre("/a/long/path\n      1300*  1000 1200 6d  10  0  100  -\n") == {"/a/long/path": 130.0}
-    assert disks.lustre("/scratch 5 0 0 - 5 0 0 -") == {}
-    assert [disks.quota({"a": share}).status for share in (89.0, 90.0, 100.0)] == ["ok", "warn", "FAIL"]
-    assert disks.quota({}).status == "skip"
-
-
-def test_quota_commands(tmp_path: Path, command: Callable[[str, str], None]) -> None:
-    assert disks.probe_quota(tmp_path).status == "skip"
-    command("lfs", '[ "$1 $2 $3" = "quota -q -u" ] && echo "$5 95 100 0 - 1 0 0 -"')
-    assert disks.probe_quota(tmp_path / "results") == Finding("quota", "warn", f"{tmp_path} 95 %", "remove files there")
-    command("lfs", "echo 'not a Lustre file system' >&2; exit 1")
-    assert disks.probe_quota(tmp_path).status == "skip"
+def test_quota(command: Callable[[str, str], None]) -> None:
+    assert disks.quota(SHOWQUOTA) == Finding("quota", "warn", "home 22 %, pscratch 95 %", "remove files there")
+    row = "| a | {:.1f}% |"
+    assert [disks.quota(row.format(share)).status for share in (89.0, 90.0, 100.0)] == ["ok", "warn", "FAIL"]
+    (found,) = probe.ask([("quota", disks.probe_quota)])
+    assert found.status == "skip"
     command("showquota", f"cat <<END\n{SHOWQUOTA}END")
-    assert disks.probe_quota(tmp_path).text == "home 22 %, pscratch 95 %"
+    assert disks.probe_quota().status == "warn"
 
 
 def test_purge(tmp_path: Path) -> None:
@@ -888,29 +633,6 @@ def test_purge(tmp_path: Path) -> None:
     assert disks.probe_purge([str(tmp_path)], 38).status == "ok"
     assert disks.probe_purge([str(tmp_path)], 20).status == "warn"  # it may be gone any time
     assert disks.probe_purge([str(tmp_path / "no")], 56).status == "skip"
-
-
-@pytest.mark.parametrize(("seconds", "status"), [(0.0, "ok"), (4.9, "ok"), (5.1, "warn"), (-5.1, "warn")])
-def test_clock(seconds: float, status: str) -> None:
-    assert disks.clock(seconds).status == status
-
-
-@pytest.mark.parametrize(("shift", "words"), [(60, "60.0 s behind"), (-60, "60.0 s ahead of")])
-def test_clock_of_the_file_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shift: float, words: str) -> None:
-    assert disks.probe_clock(tmp_path / "results").status == "ok"
-    real = time.time
-    monkeypatch.setattr(disks.time, "time", lambda: real() + shift)
-    found = disks.probe_clock(tmp_path)
-    assert found.status == "warn" and words in found.text
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_place_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(**_: object) -> None:
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(disks.tempfile, "TemporaryFile", refuse)
-    assert disks.probe_clock(tmp_path).status == "warn"
 
 
 # ---- as a whole --------------------------------------------------------------------------------------
@@ -930,13 +652,6 @@ def test_lines() -> None:
         "skip  d: none",
     ]
     assert doctor.failed(findings) and not doctor.failed(findings[:2] + findings[3:])
-
-
-def test_stages_wanted(tmp_path: Path) -> None:
-    """What no wanted stage needs is not checked."""
-    configuration = load(tmp_path)
-    names = {stage: {f.name for f in doctor.check(configuration, None, [stage])} for stage in ("data", "train")}
-    assert "GPU" in names["train"] - names["data"] and "network" in names["data"] - names["train"]
 
 
 def test_plans(tmp_path: Path) -> None:
@@ -970,8 +685,8 @@ def test_bare(tmp_path: Path) -> None:
     """In an image: no configuration, no profile; for real."""
     done = doctor_command(tmp_path, "--json")
     findings = json.loads(done.stdout)
-    assert [f["name"] for f in findings if f["name"] not in ("cuDNN", "NCCL")] == [
-        *("python", "torch", "h5py", "numba", "DALI", "CUDA", "space", "clock")
+    assert [f["name"] for f in findings if f["name"] not in ("cuDNN", "dali", "nsys")] == [
+        *("python", "torch", "h5py", "numba", "CUDA", "space")
     ]
     failing = [f for f in findings if f["status"] == "FAIL"]
     assert done.returncode == bool(failing), done.stderr
@@ -992,16 +707,6 @@ def test_status(tmp_path: Path) -> None:
     assert done.returncode == 2 and "did you mean 'cosmo_ladder'" in done.stderr
     done = doctor_command(tmp_path, "--configfile", "mine.yaml")
     assert done.returncode == 2 and "did you mean 'cosmo_ladder'" in done.stderr
-
-
-@pytest.mark.slow
-def test_config(tmp_path: Path) -> None:
-    """Settings of the command line, as the README's way on Perlmutter begins."""
-    (tmp_path / "config.yaml").write_text((ROOT / "config.yaml").read_text())
-    site = ["--profile", str(PERLMUTTER), "--config", f"results={tmp_path}/results"]
-    done = doctor_command(tmp_path, *site, 'site={"engine": "none"}', "targets=[cosmo_demo]")
-    assert "skip  engine: none: commands run as they are" in done.stdout, done.stderr
-    assert "data cosmo_demo: will be simulated" in done.stdout and "data era5" not in done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -1033,16 +738,15 @@ def test_on_a_cluster(tmp_path: Path, slurm: dict[str, str]) -> None:
         return {finding["name"]: finding for finding in json.loads(done.stdout)}
 
     sound = found(SBATCH_ACCOUNT="m0000")
-    names = ("Slurm", "MinJobAge", "account", "QOS", "constraint")
-    assert [sound[name]["status"] for name in names] == ["ok"] * 5, sound
-    assert sound["account"]["text"] == "m0000, m0000_g" and sound["constraint"]["text"] == "cpu, gpu"
+    names = ("Slurm", "account", "CPU nodes", "GPU nodes")
+    assert [sound[name]["status"] for name in names] == ["ok"] * 4, sound
+    assert sound["account"]["text"] == "m0000, m0000_g" and "constraint gpu" in sound["GPU nodes"]["text"]
     assert found(SBATCH_ACCOUNT="m9999")["account"]["status"] == "FAIL"
     site["scheduler"]["gpu_nodes"]["constraint"] = "gpu&hbm90g"
     site["scheduler"] |= {"part_qos": "shred", "data_qos": "premium"}
     (tmp_path / "site.yaml").write_text(yaml.safe_dump(site))
     wrong = found(SBATCH_ACCOUNT="m0000")
-    assert "hbm90g: a feature of no node" in wrong["constraint"]["text"]
-    assert "shred: Slurm lists no such QOS" in wrong["QOS"]["text"] and "shared" in wrong["QOS"]["remedy"]
+    assert "constraint gpu&hbm90g" in wrong["GPU nodes"]["text"] and wrong["GPU nodes"]["status"] == "FAIL"
     assert wrong["account"]["text"] == "m0000_g may not use QOS shred"
 
 

@@ -123,7 +123,7 @@ def test_the_network_is_the_published_one() -> None:
 def test_the_published_plan_says_what_the_script_did() -> None:
     run = resolve.load({"targets": ["mnist_published"]}).plans["mnist_published"]["base"].run
     assert (run.batch_size, run.training.epochs, run.loader.kind, run.loader.workers) == (64, 14, "torch", 1)
-    assert (run.optimizer.kind, run.optimizer.lr, run.optimizer.rho, run.optimizer.eps) == ("adadelta", 1.0, 0.9, 1e-6)
+    assert (run.optimizer.kind, run.optimizer.lr) == ("adadelta", 1.0)
     assert (run.schedule.kind, run.schedule.gamma, run.schedule.step_epochs) == ("step", 0.7, 1)
     ladder = resolve.load({"targets": ["mnist_workers"]}).plans["mnist_workers"]
     assert [resolved.run.loader.workers for resolved in ladder.values()] == [0, 1, 2, 4, 8]

@@ -14,7 +14,7 @@ import pytest
 from dlscale import cli
 from dlscale.config import resolve
 from dlscale.core.errors import UserError
-from dlscale.preflight import run
+from dlscale.preflight import run, targets
 from dlscale.preflight.run import Call
 from tests.conftest import ROOT
 
@@ -70,7 +70,7 @@ def test_an_option_without_its_word(option: str) -> None:
     ],
 )
 def test_targets(configuration: resolve.Configuration, word: str, name: str) -> None:
-    assert run.target(word, configuration) == name
+    assert targets.typed(word, configuration).name == name
 
 
 @pytest.mark.parametrize(
@@ -88,13 +88,13 @@ def test_targets(configuration: resolve.Configuration, word: str, name: str) -> 
 )
 def test_a_target_that_is_none(configuration: resolve.Configuration, word: str, said: str) -> None:
     with pytest.raises(UserError) as error:
-        run.target(word, configuration)
+        targets.typed(word, configuration)
     assert str(error.value).startswith(f"{word}: {said}")
 
 
 def typed(*words: str) -> tuple[list[str], dict[str, Any]]:
-    _, targets, over = run.configured(run.sort(words))
-    return targets, over
+    _, asked, over = run.configured(run.sort(words))
+    return [target.name for target in asked], over
 
 
 @pytest.mark.slow
@@ -119,8 +119,8 @@ def test_a_key_from_its_beginning_is_of_the_whole_configuration() -> None:
         {"results": "/tmp/x", "report": {"title": "Mine and yours"}},
     )
     new = ("plans.mine.study=starter_cnn", "plans.mine.from=starter_demo.single", "plans.mine.runs.a.seed=7")
-    targets, over = typed("mine", *new)
-    assert targets == ["plan_mine"] and over["plans"]["mine"]["runs"] == {"a": {"seed": "7"}}
+    names, over = typed("mine", *new)
+    assert names == ["plan_mine"] and over["plans"]["mine"]["runs"] == {"a": {"seed": "7"}}
 
 
 @pytest.mark.slow
@@ -155,13 +155,13 @@ def test_what_runs_say_themselves_is_told() -> None:
     }
     configuration = resolve.load({"targets": ["p"], "plans": plans})
     own = ", which have their own"
-    assert run.hidden(call, ["plan_p"], configuration) == [
+    assert run.hidden(call, ["p"], configuration) == [
         f"training.epochs=3: as before in p.c{own}",
         f"batch_size=64: as before in p.b, p.c{own}",
     ]
-    assert run.hidden(call, ["plan_l"], configuration) == [f"batch_size=64: as before in l.b, l.c{own}"]
-    assert run.hidden(call, ["plan_s"], configuration) == [f"batch_size=64: as before in s.a{own}"]
-    assert run.hidden(run.sort(["plans.p.settings.batch_size=64"]), ["plan_p"], configuration) == []
+    assert run.hidden(call, ["l"], configuration) == [f"batch_size=64: as before in l.b, l.c{own}"]
+    assert run.hidden(call, ["s"], configuration) == [f"batch_size=64: as before in s.a{own}"]
+    assert run.hidden(run.sort(["plans.p.settings.batch_size=64"]), ["p"], configuration) == []
 
 
 def test_the_call() -> None:

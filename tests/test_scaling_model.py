@@ -491,12 +491,12 @@ def test_amdahls_law() -> None:
 
 def test_the_docs_have_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     """Word for word, and its numbers, which another processor may round differently, to a twentieth."""
-    assert stage("plan", "--validate") == 0
+    assert stage("predict", "--validate") == 0
     printed = capsys.readouterr().out.strip().splitlines()
     page = (ROOT / "docs/planning.md").read_text().splitlines()
     shown = page[page.index(printed[0]) :][: len(printed)]
     numbers = re.compile(r"[+−]?[\d,]*\.?\d+")
-    again = "put what `dlscale plan --validate` prints into the page"
+    again = "put what `dlscale predict --validate` prints into the page"
     assert [numbers.sub("N", line) for line in shown] == [numbers.sub("N", line) for line in printed], again
     for ours, theirs in zip(shown, printed, strict=True):
         found, expected = (
@@ -512,7 +512,7 @@ def test_priors_and_machines_say_where_they_are_from() -> None:
     assert all(each.source and each.machine.levels for each in shipped().values())
 
 
-# ---- dlscale plan ----------------------------------------------------------------------------------------------------
+# ---- dlscale predict ------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -537,7 +537,7 @@ def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cosmo_data: Path, e
 
 
 def planned(capsys: pytest.CaptureFixture[str], *arguments: object) -> list[dict[str, Any]]:
-    assert stage("plan", *arguments, "--json") == 0
+    assert stage("predict", *arguments, "--json") == 0
     return json.loads(capsys.readouterr().out)
 
 
@@ -550,7 +550,7 @@ def test_a_plan(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert [row["nodes"] for row in found] == [1, 1, 2, 32] and found[0]["memory"] > 0
     assert all(row["node_hours"] == pytest.approx(row["nodes"] * row["seconds"] / 3600) for row in found)
     priced = ["--price", 2, "--target-samples", 3600000]
-    assert stage("plan", results / "plans/cosmo_unet/one", "--devices", 1, 8, *priced) == 0
+    assert stage("predict", results / "plans/cosmo_unet/one", "--devices", 1, 8, *priced) == 0
     text = capsys.readouterr().out
     assert "Fastest: 8 devices" in text and "at 2 a node-hour" in text
     assert "Cheapest: 1 device" in text or "It is also the cheapest" in text
@@ -577,7 +577,7 @@ def test_what_the_words_of_a_plan_say_is_in_its_table(results: Path, capsys: pyt
     """The fastest and the cheapest, by node-hours of the training, and what both cost."""
     asked = ["cosmo_unet.one", "--devices", 1, 8, 64, "--per-node", 4, "--target-samples", 3600000]
     rows = planned(capsys, *asked)
-    assert stage("plan", *asked, "--price", 50) == 0
+    assert stage("predict", *asked, "--price", 50) == 0
     text = capsys.readouterr().out
     fastest = max(rows, key=lambda row: row["samples_per_second"])
     cheapest = min(rows, key=lambda row: row["node_hours"])
@@ -588,12 +588,12 @@ def test_what_the_words_of_a_plan_say_is_in_its_table(results: Path, capsys: pyt
     assert f"for {number(fastest['node_hours'] / cheapest['node_hours'])} times the node-hours" in text
     limit = rows[0]["memory"] / 1e9
     (kept, *_), over = planned(capsys, *asked, "--memory", 1.001 * limit), 0.999 * limit
-    assert kept == rows[0] and stage("plan", *asked, "--memory", over) == 2
+    assert kept == rows[0] and stage("predict", *asked, "--memory", over) == 2
 
 
 def told(capsys: pytest.CaptureFixture[str], *arguments: object) -> list[str]:
     """Return the lines that a plan prints."""
-    assert stage("plan", *arguments) == 0
+    assert stage("predict", *arguments) == 0
     return capsys.readouterr().out.splitlines()
 
 
@@ -664,7 +664,7 @@ def test_an_hour_of_a_node_and_a_gigabyte(results: Path, capsys: pytest.CaptureF
     assert alone["node_hours"] == pytest.approx(8 * 3600000 / alone["samples_per_second"] / 3600)
     fits = row["memory"] / 1e9
     assert planned(capsys, *asked, "--memory", 1.01 * fits)
-    assert stage("plan", *asked, "--memory", 0.99 * fits) == 2
+    assert stage("predict", *asked, "--memory", 0.99 * fits) == 2
 
 
 def test_the_first_epoch_is_left_out(results: Path, tmp_path: Path) -> None:
@@ -701,7 +701,7 @@ def test_a_plan_with_links_that_were_measured(results: Path, capsys: pytest.Capt
     assert found[1e-6]["samples_per_second"] < 0.6 * unknown["samples_per_second"]
     assert found[1e-6]["parts"]["exposed"] > 2 * found[1e-11]["parts"]["exposed"]
     assert planned(capsys, *both, "--machine", "processes") == [unknown]
-    assert stage("plan", *both) == 0
+    assert stage("predict", *both) == 0
     assert "Links as 2 processes measured them: network: 2,000 µs" in capsys.readouterr().out
 
 
@@ -774,7 +774,7 @@ def test_runs_that_are_fitted_together_are_alike(results: Path, capsys: pytest.C
     """The message names both values; the twin that averages nothing is one of them."""
     config, record = (results / "plans/cosmo_unet/two" / name for name in ("config.yaml", "throughput.json"))
     settings, throughput = yaml.safe_load(config.read_text()), Throughput.read(record)
-    both = ["plan", "cosmo_unet.one", "cosmo_unet.two", "--devices", 2]
+    both = ["predict", "cosmo_unet.one", "cosmo_unet.two", "--devices", 2]
     own = settings["parallel"]
 
     def told(parallel: dict[str, Any], expected: str) -> None:
@@ -844,21 +844,21 @@ def test_a_plan_of_devices_that_share_a_model(results: Path, capsys: pytest.Capt
         (["cosmo_unet.one", "--devices", "4", "--tp", "2"], "does not support tp or cp"),
         (["era5_vit.one", "--devices", "4", "--cp", "3"], "4 devices: not divided by tp x cp = 3"),
         (["cosmo_unet.one", "--devices", "64", "--batch-size", "8"], "less than a sample for each of 64"),
-        (["cosmo_unet.one", "--memory", "0.000001"], "nothing is left to plan"),
+        (["cosmo_unet.one", "--memory", "0.000001"], "nothing is left to predict"),
     ],
 )
 def test_mistakes_are_one_message(
     results: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], expected: str
 ) -> None:
     Path("mine.yaml").write_text("source: mine\nlevels: [{name: node, latency: -1, bandwidth: 1.0e9}]\n")
-    assert stage("plan", *arguments) == 2
+    assert stage("predict", *arguments) == 2
     error = capsys.readouterr().err
     assert expected in error and len(error.strip().splitlines()) == 1 and "Traceback" not in error
 
 
 def test_a_run_that_was_not_measured(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (results / "plans/cosmo_unet/one/throughput.json").unlink()
-    assert stage("plan", "cosmo_unet.one") == 2
+    assert stage("predict", "cosmo_unet.one") == 2
     assert "neither throughput nor training was measured" in capsys.readouterr().err
 
 

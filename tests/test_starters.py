@@ -331,8 +331,8 @@ def test_several_nodes_need_somebody_who_starts_them() -> None:
         launcher.check(site(engine="none"), eight, "a.b.")
     launcher.check(site(engine="none", starter="mpirun"), eight)
     nodes = {"cpu_nodes": {"cpus": 8}, "gpu_nodes": {"cpus": 8, "gpus": 4}}
-    with pytest.raises(UserError, match=r"torchrun needs site\.rendezvous; use starter srun"):
-        launcher.check(site(engine="none", scheduler=nodes), eight)
+    with pytest.raises(ValueError, match="torchrun is for machines without a scheduler"):
+        site(engine="none", starter="torchrun", scheduler=nodes)
 
 
 # ---- MPI -------------------------------------------------------------------------------------------

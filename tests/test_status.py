@@ -102,12 +102,6 @@ def test_what_runs_side_by_side_takes_the_time_of_one(results: Path, monkeypatch
             assert status.left_of(asked, runs) == pytest.approx(times * expected.TYPICAL["train"])
 
 
-def test_before_anything_ran(results: Path) -> None:
-    assert {name: row.state for name, row in rows(results).items()} == dict.fromkeys(
-        ["data d", "p.a", "p.b"], "waiting"
-    )
-
-
 def test_what_runs_here_is_a_process(results: Path) -> None:
     """Of this machine: one that was killed is silent at once, however lately it said something."""
     code = "import sys; print('up', flush=True); sys.stdin.read()"
@@ -291,17 +285,15 @@ def test_what_waits_is_a_line_for_each_plan(
     benchmark.parent.mkdir(parents=True)
     benchmark.write_text("s\th:m:s\n7.5\t0:00:07\n")
     assert status.left_of(asked, found) == pytest.approx(left - expected.TYPICAL["train"] + 7.5), "as it took before"
-    assert status.left_of(asked, [replace(row, state="done") for row in found]) is None
+    assert status.left_of(asked, [replace(row, state="done") for row in found]) == 0
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setenv("LINES", "5")
     monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    monkeypatch.setenv("TERM", "xterm")
     status.show(text, watched=True)
     shown = capsys.readouterr().out.splitlines()
     assert shown[0].startswith("\033[2J\033[H1 running") and len(shown) == 4 and shown[-1] == "… and 4 lines more"
     status.show(text, watched=False)
-    assert "  \033[32mrunning\033[0m  " in capsys.readouterr().out
+    assert capsys.readouterr().out.splitlines() == text
 
 
 def test_data_that_are_made(results: Path) -> None:
@@ -314,25 +306,6 @@ def test_data_that_are_made(results: Path) -> None:
     (results / "data/d/manifest.json").write_text("{}")
     file.unlink()
     assert rows(results)["data d"].state == "done"
-
-
-def test_data_that_could_not_be_made(results: Path) -> None:
-    """A user who looks why nothing goes on finds the word that the log ends with."""
-    log = results / "logs/preprocess/d/train/train-0.log"
-    log.parent.mkdir(parents=True)
-    log.write_text("started in 1.0 s\ndlscale preprocess: no such file\n")
-    row = rows(results)["data d"]
-    assert (row.state, row.stage, row.error) == ("failed", "preprocess", "no such file")
-    log.write_text("dlscale preprocess: interrupted\n")
-    assert rows(results)["data d"].state == "stopped"
-
-
-def test_a_plan_that_is_called_as_its_dataset(results: Path) -> None:
-    """What a run does is not told of the data: the demo's plans and datasets have the same names."""
-    file = results / f"logs/throughput/d/a.log{SUFFIX}"
-    file.parent.mkdir(parents=True)
-    Doing(what="measuring FULL", done=1, total=4, unit="trials", time=time.time()).write(file)
-    assert rows(results)["data d"].state == "waiting"
 
 
 @pytest.mark.slow

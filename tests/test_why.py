@@ -58,7 +58,6 @@ def stage(settings: Any = None, sources: str = "1", **more: str) -> dict[str, An
             "a 1 → 2; studies/era5_vit/model.py changed; the rule's command changed",
         ),
         (job({**stage(), "settings": "not JSON"}, {**stage(), "settings": None}), "settings not JSON → none"),
-        (job("one", "other"), "one → other"),
         (
             job(stage({"a": 1}, beside='{"a": 1, "b": 1}'), stage({"a": 2}, beside='{"a": 2, "b": 2}')),
             "a 1 → 2; of the plan's first run: b 1 → 2",
@@ -70,23 +69,22 @@ def test_reasons(waiting: Waiting, reason: str) -> None:
 
 
 def test_a_line_for_each_reason() -> None:
-    """Runs of a plan with one reason share it; rules that write settings go without saying; the rest is counted."""
+    """Runs of a plan with one reason share it; the rest is counted."""
     longer = {"before": [repr(stage({"epochs": 2}))], "now": [repr(stage({"epochs": 3}))], "known": True}
     jobs = [
-        Waiting("configure_run", {"plan": "p", "run": "a"}, **longer),
         Waiting("train", {"plan": "p", "run": "a"}, **longer),
         Waiting("throughput", {"plan": "p", "run": "a"}, **longer),
         Waiting("train", {"plan": "p", "run": "b"}, **longer),
         Waiting("train", {"plan": "q", "run": "a"}, **longer),
         Waiting("preprocess", {"dataset": "d", "split": "train", "part": "x", "piece": "0"}, missing=["x"]),
-        Waiting("configure_dataset", {"dataset": "d"}, **longer),
+        Waiting("configure_plan", {"plan": "q"}, **longer),
         Waiting("collect", {"plan": "p"}, known=True),
         Waiting("report_plan", {"plan": "p"}, known=True),
         Waiting("report_plan", {"plan": "q"}, known=True),
         Waiting("report", {}, missing=["index.html"]),
     ]
     in_order = [
-        "data d (configure_dataset): epochs 2 → 3",
+        "plan q (configure_plan): epochs 2 → 3",
         "data d (preprocess): never made",
         "p.{a, b} (train, throughput): epochs 2 → 3",
         "q.a (train): epochs 2 → 3",
@@ -137,7 +135,6 @@ def test_what_is_replaced_is_told() -> None:
         job(follows=True, missing=["model.pt"]),
         job(follows=True, known=False),
         job(follows=True, rule="collect"),
-        job(one, other, "configure_run"),
     ]
     assert replaced(unharmed) == ""
 

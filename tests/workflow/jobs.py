@@ -59,11 +59,7 @@ for _plan, _settings in CONFIG["plans"].items():
         if "use" not in own
     ]
 REPORTS = ["report", *(f"report_plan {plan}" for plan in CONFIG["plans"])]
-CONFIGURE = [
-    *(f"configure_dataset {name}" for name in ALL),
-    *(f"configure_run {plan} {run}" for name in ALL for plan, run, _ in RUNS[name]),
-    *(f"configure_plan {plan}" for plan in CONFIG["plans"]),
-]
+CONFIGURE = [f"configure_plan {plan}" for plan in CONFIG["plans"]]
 
 
 def tables(*plans: str) -> list[str]:

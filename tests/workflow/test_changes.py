@@ -220,7 +220,7 @@ def users(module: str) -> list[str]:
 
 
 #: What runs again where a run that is trained, timed and profiled is to learn otherwise; plan `again` names it, too.
-LEARNT = ["configure_run cosmo unet", "train cosmo unet", *tables("cosmo", "again")]
+LEARNT = ["train cosmo unet", *tables("cosmo", "again")]
 COLLECT = '    "collect": Stage('
 ROWS = [
     *components(),
@@ -239,7 +239,7 @@ ROWS = [
     Row(
         "settings of a study outside",
         replace(f"../{OUTSIDE}/waves.yaml", "lr: 1.0e-2", "lr: 2.0e-2"),
-        [*("configure_run waves_ladder baseline", "configure_run waves_ladder fused"), *trained("waves")],
+        [*trained("waves")],
     ),
     Row("a file beside a study outside", create(f"../{OUTSIDE}/unused.py"), []),
     # What all studies share: the runs, measuring included.
@@ -322,7 +322,7 @@ ROWS = [
     Row("comment in a rule", append("rules/train.smk", "\n# Edited.\n"), []),
     Row("comment in the Snakefile", append("Snakefile", "\n# Edited.\n"), []),
     Row("a rule's message", replace("rules/train.smk", '"Train ', '"Edited: train '), []),
-    Row("a rule's threads", replace("rules/train.smk", "threads: train_threads", "threads: 32"), []),
+    Row("a rule's threads", replace("rules/train.smk", "threads: JOBS.train_threads", "threads: 32"), []),
     Row("number of cores", touch("config.yaml"), [], ("--cores", "1")),
     Row("a profile's value", replace("profiles/local/profile.yaml", "latency-wait: 2", "latency-wait: 3"), []),
     Row("another profile", touch("config.yaml"), [], ("--profile", "perlmutter")),
@@ -330,6 +330,12 @@ ROWS = [
         "a dataset that no run uses", configure("datasets.more", {"kind": "cosmo", "source": {"kind": "simulated"}}), []
     ),
     Row("site's GPUs: the commands have another --device", configure("site", {"gpu": True}), []),
+    Row(
+        "a learning rate, of tuning",
+        configure("plans.tuned.runs.mine.optimizer.lr", 5e-3),
+        [],
+    ),
+    Row("bound on memory", configure("datasets.boxes.memory_mb", 100), []),
     # These two after all that write the configuration.
     Row("order of keys", reorder, []),
     Row("comment in the configuration", append("tiny.yaml", "\n# Edited.\n"), []),
@@ -343,7 +349,7 @@ ROWS = [
     Row(
         "a study's learning rate",
         configure("studies.era5_vit.optimizer.lr", 2e-3),
-        ["configure_run era5 vit", *trained("years")],
+        [*trained("years")],
     ),
     # What is learnt changes; not what a step computes.
     Row(
@@ -355,11 +361,6 @@ ROWS = [
         LEARNT,
     ),
     Row(
-        "a learning rate, of tuning",
-        configure("plans.tuned.runs.mine.optimizer.lr", 5e-3),
-        ["configure_run tuned mine", *tables("tuned")],
-    ),
-    Row(
         "weight decay, where there was none",
         configure("plans.cosmo.runs.unet.optimizer.weight_decay", 0.1),
         [*LEARNT, "throughput cosmo unet", "profile cosmo unet", "throughput cosmo ceiling"],
@@ -367,38 +368,38 @@ ROWS = [
     Row(
         "a run's learning rate",
         configure("plans.again.runs.faster.optimizer.lr", 5e-3),
-        ["configure_run again faster", "train again faster", "collect again", "report_plan again", "report"],
+        ["train again faster", "collect again", "report_plan again", "report"],
     ),
     Row(
         "weights of another run",
         configure("plans.again.runs.faster.training.weights", f"{RESULTS}/plans/cosmo/unet/model.pt"),
-        ["configure_run again faster", "train again faster", "collect again", "report_plan again", "report"],
+        ["train again faster", "collect again", "report_plan again", "report"],
     ),
     Row(
         "epochs",
         configure("plans.era5.settings.training.epochs", 3),
-        ["configure_run era5 vit", *trained("years")],
+        [*trained("years")],
     ),
     Row(
         "number of trials",
         configure("plans.era5.settings.throughput.trials", 3),
-        ["configure_run era5 vit", *timed("years")],
+        [*timed("years")],
     ),
     Row(
         "what tuning tries",
         configure("plans.tuned.settings.tune.workers", [0, 2]),
-        ["configure_run tuned mine", *tuned("boxes")],
+        [*tuned("boxes")],
     ),
     Row(
         "two settings that swap their values",
         configure("plans.era5.settings.throughput", {"warmup": 0, "trials": 3, "batches": 2}),
-        ["configure_run era5 vit", *timed("years")],
+        [*timed("years")],
     ),
     Row(
         "numbers of samples that swap their values",
         configure("plans.cosmo.runs.unet.samples", {"train": 8, "valid": 12}),
         [
-            *("configure_run cosmo unet", "train cosmo unet", "throughput cosmo unet", "profile cosmo unet"),
+            *("train cosmo unet", "throughput cosmo unet", "profile cosmo unet"),
             *tables("cosmo", "again"),  # which names this run
         ],
     ),
@@ -412,11 +413,11 @@ ROWS = [
         "the first run's batch size",
         configure("plans.cosmo.runs.unet.batch_size", 2),
         [
-            *("configure_run cosmo unet", "train cosmo unet", "throughput cosmo unet", "profile cosmo unet"),
+            *("train cosmo unet", "throughput cosmo unet", "profile cosmo unet"),
             *("throughput cosmo ceiling", *tables("cosmo", "again")),
         ],
     ),
-    Row("batch size", configure("plans.era5.settings.batch_size", 2), ["configure_run era5 vit", *runs("years")]),
+    Row("batch size", configure("plans.era5.settings.batch_size", 2), [*runs("years")]),
     Row("report's title", configure("report.title", "Edited"), ["report"]),
     Row(
         "plan's title",
@@ -426,34 +427,33 @@ ROWS = [
     Row(
         "run's label",
         configure("plans.era5.runs.vit.label", "Edited"),
-        ["configure_run era5 vit", "configure_plan era5", *tables("era5")],
+        ["configure_plan era5", *tables("era5")],
     ),
     Row(
         "downsampling",
         configure("datasets.years.downsample", 2),
-        ["configure_dataset years", *since("preprocess", "years")],
+        [*since("preprocess", "years")],
     ),
     Row(
         "storage type",
         configure("datasets.boxes.storage.dtype", "float16"),
-        ["configure_dataset boxes", *since("preprocess", "boxes")],
+        [*since("preprocess", "boxes")],
     ),
     Row(
         "pieces",
         configure("datasets.boxes.pieces", 1),
-        ["configure_dataset boxes", *(job for job in since("preprocess", "boxes") if not job.endswith(" 1"))],
+        [*(job for job in since("preprocess", "boxes") if not job.endswith(" 1"))],
     ),
-    Row("bound on memory", configure("datasets.boxes.memory_mb", 100), ["configure_dataset boxes"]),
     Row(
         "simulator's seed",
         configure("datasets.years.source.seed", 4),
-        ["configure_dataset years", *since("acquire", "years")],
+        [*since("acquire", "years")],
     ),
     Row(
         "one more year",
         configure("datasets.years.source.train", [2001, 2003]),
         [
-            *("configure_dataset years", "acquire years 2003.nc"),
+            "acquire years 2003.nc",
             *("preprocess years train 2003 0", "assemble years train 2003"),
             *since("describe", "years"),
         ],
@@ -462,7 +462,7 @@ ROWS = [
         "one more run",
         configure("plans.era5.runs.more", {"model": {"depth": 1}}),
         [
-            *("configure_plan era5", "configure_run era5 more", "train era5 more", "throughput era5 more"),
+            *("configure_plan era5", "train era5 more", "throughput era5 more"),
             *tables("era5"),
         ],
     ),
@@ -560,7 +560,7 @@ def test_what_would_run_does_run(clone: Tree) -> None:
     planned = clone.planned().names
     done = clone.snakemake("--cores", "2", "--", *TARGETS)
     assert done.status == 0, done.output
-    assert done.names == planned == sorted(["configure_run era5 vit", *timed("years")])
+    assert done.names == planned == sorted([*timed("years")])
     assert "replaces the results of era5.vit (throughput); to keep them: " in done.output
     measured = json.loads((clone.results / "plans/era5/vit/throughput.json").read_text())
     assert len(measured["FULL"]["trial_throughput"]) == 1
@@ -597,6 +597,7 @@ def test_fingerprint_is_of_exactly_what_ran(finished: tuple[Tree, Outcome], monk
     monkeypatch.setattr(registry, "_added", {})
     registry.add("waves", finished[0].path / f"../{OUTSIDE}/waves.py")
     own = set(finished[0].python("import dlscale.cli, json, sys; print(json.dumps(list(sys.modules)))"))
+    own |= {"dlscale.config.configure"}  # with which it keeps settings beside the results
     # Settings are of one of all kinds, those of a study from outside included.
     kinds = [module for module in registry.kinds().values() if module != "waves"]
     own |= {"dlscale.datasets", *kinds, *(f"{module}.kind" for module in kinds), *reachable(["waves"], whole=True)}

@@ -27,7 +27,7 @@ def of_snakemake(text: str) -> Edges:
 
 @pytest.mark.slow
 def test_the_graph_of_rules(make_tree: Callable[..., Tree]) -> None:
-    """Without targets, and rules that write settings; of config.yaml's plans."""
+    """Without targets, and the rule that writes plans; of config.yaml's plans."""
     done = make_tree().shell("snakemake --rulegraph mermaid-js")
     assert done.returncode == 0, done.stderr
     edges = of_snakemake(done.stdout)

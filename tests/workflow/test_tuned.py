@@ -18,7 +18,6 @@ NEW = "tuned_mine_tuned"
 JOBS = [
     f"collect {NEW}",
     f"configure_plan {NEW}",
-    f"configure_run {NEW} tuned",
     f"report_plan {NEW}",
     "throughput tuned mine",
     f"throughput {NEW} tuned",

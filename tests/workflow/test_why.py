@@ -100,9 +100,9 @@ def test_the_question(clone: Tree) -> None:
     assert [line["rules"] for line in told["reasons"]] == [["train"]] and told["follow"]["collect"] == 1
     assert told["replaced"] in done.stdout.splitlines()
     for target, said in (
-        ("plan_era6", "plan_era6: no plan is called 'era6' (did you mean 'era5'?); there are: "),
-        ("data_yearz", "data_yearz: no dataset is called 'yearz' (did you mean 'years'?); there are: "),
-        ("study_era5", "study_era5: no study is called 'era5' (did you mean 'era5_vit'?); there are: "),
+        ("plan_era6", "plan_era6: no plan is called 'era6' (did you mean 'era5'?)"),
+        ("data_yearz", "data_yearz: no dataset is called 'yearz' (did you mean 'years'?)"),
+        ("study_era5", "study_era5: no study is called 'era5' (did you mean 'era5_vit'?)"),
         ("results/nothing", "results/nothing"),
     ):
         wrong = clone.shell(f"{asked} -- {target}")
@@ -117,4 +117,4 @@ def test_another_image_makes_all_again(clone: Tree) -> None:
     done = clone.snakemake("--dry-run", "-p", "--", "plan_era5")
     rules = {job.rule for job in done.jobs}
     assert {"preprocess", "describe", "train", "throughput", "collect"} <= rules
-    assert any("era5.vit (" in line and "image none → " in line for line in why(done.output)), done.output
+    assert any("data years (" in line and "image none → " in line for line in why(done.output)), done.output

@@ -36,17 +36,16 @@ Make = Callable[..., Tree]
 
 #: What each job leaves in the results' folder.
 FILES = {
-    "configure_dataset": ["data/{dataset}/config.yaml"],
-    "configure_run": ["plans/{plan}/{run}/config.yaml"],
     "configure_plan": ["plans/{plan}/plan.yaml"],
     "acquire": ["data/{dataset}/source/{file}"],
     "preprocess": [],
     "assemble": ["data/{dataset}/{split}/{part}.h5"],
-    "describe": ["data/{dataset}/manifest.json"],
+    "describe": ["data/{dataset}/manifest.json", "data/{dataset}/config.yaml"],
     "preview": ["data/{dataset}/preview.png"],
     "train": [
         f"plans/{{plan}}/{{run}}/{file}"
         for file in (
+            "config.yaml",
             "metrics.jsonl",
             "provenance.json",
             "prediction.png",
@@ -241,7 +240,7 @@ def test_run_by_hand(finished: tuple[Tree, Outcome], clone: Tree) -> None:
     shutil.rmtree(folder / "tensorboard")
     for name in ("metrics.jsonl", "model.pt", "prediction.png", "provenance.json", "config.yaml"):
         (folder / name).unlink()
-    by_hand(clone, finished[1], "configure_run era5 vit", "train era5 vit", "collect era5")
+    by_hand(clone, finished[1], "train era5 vit", "collect era5")
     assert metrics() == before
     again = torch.load(folder / "model.pt")
     assert weights.keys() == again.keys()
@@ -336,7 +335,7 @@ def test_plan_of_a_thousand_jobs(fresh: Tree, make_tree: Make) -> None:
         "runs": {f"run{number}": {"seed": number} for number in range(300)},
     }
     rules = Counter(job.rule for job in make_tree(config).planned(targets=["plan_many"]).jobs)
-    assert rules["train"] == rules["throughput"] == rules["configure_run"] == 300
+    assert rules["train"] == rules["throughput"] == 300
     assert rules["describe"] == rules["configure_plan"] == rules["collect"] == rules["report_plan"] == 1
 
 

@@ -67,7 +67,7 @@ ends 0 dlscale status --watch "${mine[@]}"
 says 'first.reference'
 says 'done'
 ends 0 dlscale doctor "${mine[@]}"
-ends 0 dlscale plan first.reference "${mine[@]}"
+ends 0 dlscale predict first.reference "${mine[@]}"
 ends 0 dlscale evaluate first.reference --weights last "${mine[@]}"
 ends 0 dlscale explain first.reference "${mine[@]}"
 ends 0 dlscale why "${mine[@]}"

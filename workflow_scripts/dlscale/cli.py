@@ -91,8 +91,8 @@ QUESTIONS = {
             ),
         ),
     ),
-    "plan": Question(
-        "dlscale.preflight.plan",
+    "predict": Question(
+        "dlscale.preflight.predict",
         "Predict what measured runs do on other devices (speed, memory, time, cost), and recommend some.",
         ("runs", {"nargs": "*", "metavar": "RUN", "help": "PLAN.RUN, or a run's folder, that were measured"}),
         (
@@ -309,6 +309,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             with progress.told(args.log if not ranks().rank else None), _watched(args), _near(args):
                 stage = _imported(STAGES[args.stage].module)
                 logging.info(times.STARTED, times.age())
+                if getattr(args, "record", None) and not ranks().rank:
+                    from dlscale.config.configure import keep
+
+                    keep(read_settings(args.config)[0], args.record)
                 stage.main(args)
                 if getattr(args, "page", None):  # by its name: how a page looks decides nothing of what the stage made
                     registry.load("dlscale.report.report").fill(args.page)

@@ -23,7 +23,7 @@ KEYS = (
 #: Parts of these that it does not depend on: numbers that are multiplied by whatever they are, how many samples an
 #: epoch has, what is tested before all.
 WITHOUT = {
-    "optimizer": ("lr", "betas", "eps", "rho"),
+    "optimizer": ("lr", "betas", "eps"),
     "samples": ("train", "valid"),
     "parallel": ("selftest",),
 }

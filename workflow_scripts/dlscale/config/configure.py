@@ -1,14 +1,18 @@
-"""Stage `configure`: write the resolved settings of one dataset or run where its stages read them."""
+"""Resolved settings, written as YAML for whoever reads the results: stage `configure`, of a plan."""
 
 from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
+from typing import Any
 
 import yaml
 
 from dlscale.core.errors import UserError
 from dlscale.core.files import write_text
+
+HEADER = "# Written by the workflow: the resolved settings. Change config.yaml instead.\n"
 
 
 def main(args: argparse.Namespace) -> None:
@@ -17,5 +21,9 @@ def main(args: argparse.Namespace) -> None:
         settings = json.loads(args.settings)
     except json.JSONDecodeError as error:
         raise UserError(f"--settings: not valid JSON ({error}); pass what the workflow prints") from None
-    header = "# Written by the workflow: the resolved settings. Change config.yaml instead.\n"
-    write_text(args.out, header + yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
+    keep(settings, args.out)
+
+
+def keep(settings: dict[str, Any], out: str | Path) -> None:
+    """Write settings to a YAML file."""
+    write_text(out, HEADER + yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field
 
 from dlscale.core.schema import PositiveFloat, PositiveInt, Strict
 
@@ -50,14 +50,6 @@ class DDP(_Several):
         description="false: gradients are not averaged, which shows what the averaging costs. Such a run can be "
         "measured and profiled; it is no training.",
     )
-
-    @model_validator(mode="after")
-    def _alone(self) -> DDP:
-        if self.sync_batchnorm and not self.sync:
-            raise ValueError("sync: false and sync_batchnorm: statistics would still be exchanged; leave one out")
-        if self.compression != "none" and not self.sync:
-            raise ValueError("sync: false and compression: nothing is exchanged; leave one out")
-        return self
 
 
 class FSDP(_Several):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import glob
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dlscale.core.errors import UserError, cut
+from dlscale.core.errors import UserError, cut, of_another, unknown
 
 if TYPE_CHECKING:
     from dlscale.config.resolve import Configuration
@@ -15,6 +16,17 @@ if TYPE_CHECKING:
 def results_of(configuration: Configuration | None) -> Path:
     """Return the folder of results."""
     return Path(configuration.workflow.results if configuration else "results")
+
+
+def check_plans(names: Sequence[str], configuration: Configuration | None) -> list[str]:
+    """Return plans that are named, or else the targets; an unknown one is a `UserError`."""
+    if configuration is None:
+        raise UserError("config.yaml: no such file here; name one with --configfile")
+    for name in names:
+        if name not in configuration.plans:
+            other = of_another(results_of(configuration) / "plans" / name / "plan.yaml")
+            raise UserError(unknown("plan", name, configuration.plans) + other)
+    return list(names) or configuration.workflow.targets
 
 
 def folder(name: str, configuration: Configuration | None) -> Path:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, Union
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, Union
 
 from pydantic import Field, SkipValidation, ValidationInfo, create_model, field_validator, model_validator
 
+from dlscale.config.laws import Law, Lawful
 from dlscale.config.records import PlanKind
 from dlscale.config.run import LOCAL_BATCH_SIZE, Run, components
 from dlscale.config.scaling import Convergence, Made, Scaling
@@ -14,7 +15,7 @@ from dlscale.config.sweep import Sweep, label
 from dlscale.core import registry
 from dlscale.core.errors import unknown
 from dlscale.core.machine import NEEDS
-from dlscale.core.schema import BatchSize, Name, Strict, partial
+from dlscale.core.schema import BatchSize, Name, partial
 from dlscale.core.settings import nested
 from dlscale.core.stages import RUN_STAGES, STAGES
 
@@ -42,8 +43,11 @@ BLOCKS = {
     "convergence": ("convergence", "{batch_sizes: [64, 256], scaling: [sqrt], seeds: [0, 1]}"),
 }
 
+#: The kinds of plans that have a block.
+KINDS = {block: [kind for kind, (name, _) in BLOCKS.items() if name == block] for block, _ in BLOCKS.values()}
 
-class Plan(Strict):
+
+class Plan(Lawful):
     """Runs of one study.
 
     The settings are validated once they are merged; `plan_class` says in the JSON schema what they may be.
@@ -135,20 +139,31 @@ class Plan(Strict):
                 raise ValueError(f"{name}: {block} makes this run; write {{use: plan.run}}, or take another name")
         return {**own, **runs} if isinstance(runs, dict) else runs
 
-    @model_validator(mode="after")
-    def _in_its_place(self) -> Plan:
-        for block in ("sweep", "scaling", "convergence"):
-            kinds = [kind for kind, (name, _) in BLOCKS.items() if name == block]
-            if getattr(self, block) is not None and self.kind not in kinds:
-                raise ValueError(f"{block}: a plan of kind {self.kind} has none; write kind: {' or '.join(kinds)}")
-        if self.repeat > 1 and self.kind in ("sweep", "convergence"):
-            more = "convergence.seeds" if self.kind == "convergence" else "seed in sweep.over"
-            raise ValueError(f"repeat: a plan of kind {self.kind} has other seeds by {more}")
-        if self.repeat > 1 and "train" not in self.measure:
-            raise ValueError("repeat: the plan does not train; add train to measure, or leave it out")
-        if self.halves and (self.measure != ["train"] or self.only):
-            raise ValueError("measure: successive halving trains, no more; measure the best trial in a plan of its own")
-        return self
+    LAWS: ClassVar[tuple[Law, ...]] = (
+        *(
+            (
+                lambda its, block=block, kinds=kinds: getattr(its, block) is not None and its.kind not in kinds,
+                f"{block}: a plan of kind {{its.kind}} has none; write kind: {' or '.join(kinds)}",
+            )
+            for block, kinds in KINDS.items()
+        ),
+        (
+            lambda its: its.repeat > 1 and its.kind == "convergence",
+            "repeat: a plan of kind convergence has other seeds by convergence.seeds",
+        ),
+        (
+            lambda its: its.repeat > 1 and its.kind == "sweep",
+            "repeat: a plan of kind sweep has other seeds by seed in sweep.over",
+        ),
+        (
+            lambda its: its.repeat > 1 and "train" not in its.measure,
+            "repeat: the plan does not train; add train to measure, or leave it out",
+        ),
+        (
+            lambda its: its.halves and (its.measure != ["train"] or its.only),
+            "measure: successive halving trains, no more; measure the best trial in a plan of its own",
+        ),
+    )
 
     @model_validator(mode="after")
     def _only_what_is_there(self) -> Plan:

@@ -30,7 +30,7 @@ from dlscale.core.urls import hide
 #: Runs that stand on one another by `use`, `from` and the rungs of ladders, at most: each is a call within a call.
 MOST_STEPS = 200
 #: What a dataset or plan has at least that no study ships: else a shipped one was meant, and its name is misspelt.
-NEW = {"datasets": ["kind"], "plans": ["study"]}
+NEW = {"datasets": "kind", "plans": "study"}
 #: Keys of which one gives a plan its runs.
 MAKING = {"runs", *(block for block, _ in BLOCKS.values())}
 #: Settings and where they were written.
@@ -95,24 +95,45 @@ def load(raw: Mapping[str, Any]) -> Configuration:
     for name, study in files.items():
         datasets = hide(study.datasets, f"(shipped) {name}: datasets", secrets)
         merge(merged, {"datasets": datasets, "plans": study.plans})
-    for section in ("datasets", "plans", "studies"):
-        if not isinstance(user.get(section, {}), dict):
-            raise UserError(f"configuration: {section}: expected names and their settings")
-    for section, needs in NEW.items():
-        shipped, own = merged[section], user.get(section, {})
-        for name, settings in own.items():
-            if name in shipped or not isinstance(settings, dict):
-                continue
-            if absent := [key for key in needs if not nearest(key, settings)]:  # of a misspelt key it is told as one
-                known = shipped.keys() | own.keys() - {name}
-                absent += ["runs"] if section == "plans" and not settings.keys() & MAKING else []
-                what = f"a new {section[:-1]} needs {' and '.join(absent)}{nearest(name, known)}"
-                raise UserError(f"configuration: {section}.{name}: {what}")
+    _check_names(user, merged)
     merge(merged, user)
     try:
         workflow = validate(workflow_class(of_runs=False), merged)
     except UserError:
         workflow = validate(workflow_class(), merged)  # its message names the nearest of all keys
+    _check_references(workflow, files)
+    resolver = _Resolver(workflow, files)
+    left_out = {plan: resolver.left_out(plan) for plan in workflow.plans}
+    plans = dict[str, dict[str, ResolvedRun]]()
+    for name, plan in workflow.plans.items():
+        # Those that are left out are checked like the others: a mistake does not depend on the machine.
+        resolved = {run: resolver.run(name, run) for run in plan.runs}
+        resolver.check_settings(name, plan, resolved)
+        runs = {run: each for run, each in resolved.items() if run not in left_out[name]}
+        if name in workflow.targets and not runs:
+            lacking = "; ".join(f"{run}: {what}" for run, what in left_out[name].items())
+            raise UserError(f"configuration: targets: plan {name} has no run for this machine ({lacking})")
+        plans[name] = _repeated(name, plan, _rungs(name, plan, runs))
+    return Configuration(workflow, plans, left_out, secrets)
+
+
+def _check_names(user: Raw, shipped: Raw) -> None:
+    """Refuse a dataset or plan that lacks what a new one needs: then a shipped one was meant, and is misspelt."""
+    for section in ("datasets", "plans", "studies"):
+        if not isinstance(user.get(section, {}), dict):
+            raise UserError(f"configuration: {section}: expected names and their settings")
+    for section, key in NEW.items():
+        known = shipped[section].keys() | user.get(section, {}).keys()
+        for name, settings in user.get(section, {}).items():
+            new = name not in shipped[section] and isinstance(settings, dict)
+            if new and not nearest(key, settings):  # of a misspelt key it is told as one
+                needed = key + " and runs" * (section == "plans" and not settings.keys() & MAKING)
+                what = f"a new {section[:-1]} needs {needed}{nearest(name, known - {name})}"
+                raise UserError(f"configuration: {section}.{name}: {what}")
+
+
+def _check_references(workflow: Workflow, files: Mapping[str, StudyFile]) -> None:
+    """Refuse studies and targets that are not there, and paths that Snakemake would not take as they are."""
     for name in registry.added():  # nothing else looks at one that has no plan yet
         registry.kind(registry.study(name).dataset)
     for name in workflow.studies:
@@ -128,34 +149,6 @@ def load(raw: Mapping[str, Any]) -> Configuration:
                     f"configuration: datasets.{name}.source: {origin!r}: braces are wildcards to Snakemake, and a path "
                     "is one line; rename it"
                 )
-    resolver = _Resolver(workflow, files)
-    if workflow.site.scheduler and workflow.site.starter == "torchrun":
-        raise UserError("configuration: site.starter: torchrun is for machines without a scheduler; use srun")
-    if workflow.site.scheduler and workflow.site.engine == "auto":
-        raise UserError("configuration: site.engine: auto may mean another engine on each node; name one")
-    left_out = {plan: resolver.left_out(plan) for plan in workflow.plans}
-    # Those that are left out are checked like the others: a mistake does not depend on the machine.
-    resolved = {name: {run: resolver.run(name, run) for run in plan.runs} for name, plan in workflow.plans.items()}
-    for name, plan in workflow.plans.items():
-        resolver.check_settings(name, plan)
-    plans = {
-        plan: {name: run for name, run in runs.items() if name not in left_out[plan]} for plan, runs in resolved.items()
-    }
-    for name, runs in resolved.items():
-        for run, found in runs.items():
-            if "train" in workflow.plans[name].stages(run) and not found.run.averages:
-                raise UserError(
-                    f"configuration: plans.{name}.runs.{run}.parallel.sync: false: without averaged gradients every "
-                    f"process would train a model of its own; leave train out for this run (measure, or only: "
-                    f"{{train: [...]}} of plans.{name})"
-                )
-    for name in workflow.targets:
-        if not plans[name]:
-            lacking = "; ".join(f"{run}: {what}" for run, what in left_out[name].items())
-            raise UserError(f"configuration: targets: plan {name} has no run for this machine ({lacking})")
-    plans = {name: _rungs(name, workflow.plans[name], runs) for name, runs in plans.items()}
-    plans = {name: _repeated(name, workflow.plans[name], runs) for name, runs in plans.items()}
-    return Configuration(workflow, plans, left_out, secrets)
 
 
 def _rungs(plan_name: str, plan: Plan, trials: dict[str, ResolvedRun]) -> dict[str, ResolvedRun]:
@@ -185,17 +178,14 @@ def _repeated(plan_name: str, plan: Plan, runs: dict[str, ResolvedRun]) -> dict[
     for name, resolved in runs.items():
         found[name] = resolved
         own = resolved.plan == plan_name and "train" in plan.stages(name)  # else another plan repeats it
-        if (last := resolved.run.seed + plan.repeat - 1) > MOST_SEED:
-            raise UserError(
-                f"configuration: plans.{plan_name}.repeat: run {name} would have seeds up to {last}; expected at most "
-                f"{MOST_SEED}; lower its seed"
-            )
         for seed in range(resolved.run.seed + 1, resolved.run.seed + plan.repeat) if own else ():
-            label = f"{resolved.run.label or name}, seed {seed}"
             again = f"{name}-seed{seed}"
-            if again in runs or len(again) > 64:
-                wrong = "is there already" if again in runs else "has a name of more than 64 letters"
-                raise UserError(f"configuration: plans.{plan_name}.repeat: run {again} {wrong}; rename {name}")
+            if again in runs or len(again) > 64 or seed > MOST_SEED:
+                raise UserError(
+                    f"configuration: plans.{plan_name}.repeat: no run can be called {again}: it is there already, has "
+                    f"a name of more than 64 letters, or a seed above {MOST_SEED}; rename {name}, or lower its seed"
+                )
+            label = f"{resolved.run.label or name}, seed {seed}"
             run = resolved.run.model_copy(update={"seed": seed, "label": label})
             found[again] = replace(resolved, name=again, run=run, repeats=name)
     return found
@@ -295,20 +285,14 @@ def report_page(layers: Iterable[Mapping[str, Any]]) -> str:
     return f"report/{name}.html"
 
 
-#: Values of a list, at most: what checks one against the others takes seconds then.
-MOST_VALUES = 20_000
-
-
-def _plain(value: Any, where: str = "configuration:") -> Any:
+def _plain(value: Any) -> Any:
     """Copy nested mappings to dicts; `--config` passes strings only, so its 'null' means nothing."""
     if isinstance(value, Mapping):
-        return {key: _plain(inner, f"{where}{' ' if where[-1] == ':' else '.'}{key}") for key, inner in value.items()}
+        return {key: _plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        if len(value) > MOST_VALUES:
-            raise UserError(f"{where}: a list of {len(value):,} values; expected at most {MOST_VALUES:,}")
-        return [_plain(inner, where) for inner in value]
+        return [_plain(inner) for inner in value]
     if isinstance(value, int) and value.bit_length() > 10_000:  # of 4,300 digits and more Python writes none
-        raise UserError(f"{where}: a whole number of {value.bit_length():,} bits; expected one of a few digits")
+        raise UserError(f"configuration: a whole number of {value.bit_length():,} bits; expected one of a few digits")
     return None if value == "null" else value
 
 
@@ -426,15 +410,21 @@ class _Resolver:
             layers = [*layers, (f"{here}.kind", {"training": {"on_divergence": "stop"}})]
         return [*layers, (f"{here}.settings", self._settings(f"{here}.settings", plan.settings))]
 
-    def check_settings(self, name: str, plan: Plan) -> None:
-        """Refuse settings of a plan that reach none of its runs: those of other plans are named, not run twice."""
+    def check_settings(self, name: str, plan: Plan, resolved: Mapping[str, ResolvedRun]) -> None:
+        """Refuse a training without averaged gradients, and settings of a plan that reach none of its runs."""
+        for run, found in resolved.items():
+            if "train" in plan.stages(run) and not found.run.averages:
+                raise UserError(
+                    f"configuration: plans.{name}.runs.{run}.parallel.sync: false: without averaged gradients every "
+                    f"process would train a model of its own; leave train out for this run (measure, or only: "
+                    f"{{train: [...]}} of plans.{name})"
+                )
         where = f"plans.{name}.settings"
         if plan.settings and all(where not in dict(self.layers(name, run)[1]) for run in plan.runs):
-            first, settings = next(iter(plan.runs.items()))
+            used = next(iter(plan.runs.values()))["use"]
             raise UserError(
-                f"configuration: {where}: no run takes them: {first} is the run {settings['use']}, which has its own, "
-                f"and what else there is stands on it; change plans.{settings['use'].partition('.')[0]}, or write "
-                f"plans.{name}.from: {settings['use']} and a run of another name in place of {first}"
+                f"configuration: {where}: no run takes them: its runs are those of other plans, or stand on {used}; "
+                f"change plans.{used.partition('.')[0]}, or write plans.{name}.from: {used} and a run of another name"
             )
 
     def _reference(self, where: str, text: Any, plan: Plan) -> tuple[str, str]:

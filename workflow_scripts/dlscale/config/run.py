@@ -7,10 +7,11 @@ cannot make it run again.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections import Counter
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union
+from typing import Annotated, Any, ClassVar, Literal, Union
 
 from pydantic import (
     BeforeValidator,
@@ -23,7 +24,9 @@ from pydantic import (
     model_validator,
 )
 
-from dlscale.config.parallel import DDP, DP, FSDP, Parallel
+from dlscale.config import laws
+from dlscale.config.laws import Law, Lawful
+from dlscale.config.parallel import DDP, DP, Parallel
 from dlscale.core import registry
 from dlscale.core.errors import UserError, unknown
 from dlscale.core.metrics import VALID_LOSS
@@ -49,7 +52,7 @@ from dlscale.core.settings import read_settings, to_try, validate
 from dlscale.core.stages import STAGES
 
 
-class _Optimizer(Strict):
+class _Optimizer(Lawful):
     kind: str
     lr: PositiveFloat = Field(2e-4, description="Learning rate at the schedule's base_batch_size.")
     weight_decay: NonNegativeFloat = Field(
@@ -70,11 +73,12 @@ class Adam(_Optimizer):
     )
     eps: PositiveFloat = Field(1e-8, description="Added to the root that divides.")
 
-    @model_validator(mode="after")
-    def _betas(self) -> Adam:
-        if not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"betas {list(self.betas)}: each must be at least 0 and less than 1")
-        return self
+    LAWS: ClassVar[tuple[Law, ...]] = (
+        (
+            lambda its: not all(0 <= beta < 1 for beta in its.betas),
+            "betas {its.betas}: each must be at least 0 and less than 1",
+        ),
+    )
 
 
 class SGD(_Optimizer):
@@ -82,27 +86,14 @@ class SGD(_Optimizer):
 
     kind: Literal["sgd"]
     momentum: float = Field(0.0, ge=0, lt=1, description="Share of the last update that is made again.")
-    nesterov: bool = Field(False, description="Look ahead along the momentum first.")
-
-    @model_validator(mode="after")
-    def _nesterov(self) -> SGD:
-        if self.nesterov and not self.momentum:
-            raise ValueError("nesterov needs a momentum greater than 0")
-        return self
 
 
 class Adadelta(_Optimizer):
     """Adadelta (Zeiler 2012, arXiv:1212.5701)."""
 
     kind: Literal["adadelta"]
-    rho: float = Field(0.9, ge=0, lt=1, description="Decay of the running means.")
-    eps: PositiveFloat = Field(1e-6, description="Added under both roots.")
 
-    @model_validator(mode="after")
-    def _unfused(self) -> Adadelta:
-        if self.fused:
-            raise ValueError("fused: PyTorch has no fused adadelta; leave it out")
-        return self
+    LAWS: ClassVar[tuple[Law, ...]] = ((lambda its: its.fused, "fused: PyTorch has no fused adadelta; leave it out"),)
 
 
 def _adam_by_default(value: Any) -> Any:
@@ -112,7 +103,7 @@ def _adam_by_default(value: Any) -> Any:
 Optimizer = Annotated[Adam | SGD | Adadelta, Field(discriminator="kind"), BeforeValidator(_adam_by_default)]
 
 
-class Schedule(Strict):
+class Schedule(Lawful):
     """The learning-rate schedule: linear warm-up, then one of these forms."""
 
     kind: Literal["cosine", "linear", "polynomial", "exponential", "step", "constant"] = Field(
@@ -133,19 +124,17 @@ class Schedule(Strict):
     )
     base_batch_size: BatchSize | None = Field(None, description="Batch size that optimizer.lr is meant for.")
 
-    @model_validator(mode="after")
-    def _base(self) -> Schedule:
-        if self.scaling != "none" and self.base_batch_size is None:
-            raise ValueError(f"scaling {self.scaling} needs base_batch_size")
-        return self
-
-    @model_validator(mode="after")
-    def _epochs(self) -> Schedule:
-        if self.warmup_steps and self.warmup_epochs:
-            raise ValueError("give either warmup_steps or warmup_epochs")
-        if self.milestones != sorted(set(self.milestones)):
-            raise ValueError(f"milestones {self.milestones}: each epoch must come after the one before")
-        return self
+    LAWS: ClassVar[tuple[Law, ...]] = (
+        (
+            lambda its: its.scaling != "none" and its.base_batch_size is None,
+            "scaling {its.scaling} needs base_batch_size",
+        ),
+        (lambda its: its.warmup_steps and its.warmup_epochs, "give either warmup_steps or warmup_epochs"),
+        (
+            lambda its: its.milestones != sorted(set(its.milestones)),
+            "milestones {its.milestones}: each epoch must come after the one before",
+        ),
+    )
 
 
 class Target(Strict):
@@ -156,7 +145,7 @@ class Target(Strict):
     stop: bool = Field(True, description="End the training then; else it is only told when that was.")
 
 
-class Training(Strict):
+class Training(Lawful):
     """How long to train, from what, and what to keep."""
 
     epochs: PositiveInt | None = Field(None, description="Passes over the training samples; or give steps.")
@@ -199,11 +188,9 @@ class Training(Strict):
             raise ValueError("an address; fetch the file, and give its path")
         return weights
 
-    @model_validator(mode="after")
-    def _one(self) -> Training:
-        if (self.epochs is None) == (self.steps is None):
-            raise ValueError("give either epochs or steps")
-        return self
+    LAWS: ClassVar[tuple[Law, ...]] = (
+        (lambda its: (its.epochs is None) == (its.steps is None), "give either epochs or steps"),
+    )
 
 
 class Compile(Strict):
@@ -220,7 +207,7 @@ class Compile(Strict):
 Order = Literal["tp-cp-dp", "cp-tp-dp", "tp-dp-cp", "cp-dp-tp", "dp-tp-cp", "dp-cp-tp"]
 
 
-class Geometry(Strict):
+class Geometry(Lawful):
     """Nodes and devices, and how many of them share a model. One process drives one device, unless `parallel` differs.
 
     Devices that share a model (tp x cp of them) see the same samples; the others, as data-parallel ones, see others.
@@ -253,14 +240,18 @@ class Geometry(Strict):
         """Groups of devices that see different samples."""
         return self.world_size // self.model_size
 
-    @model_validator(mode="after")
-    def _divides(self) -> Geometry:
-        if self.world_size % self.model_size:
-            raise ValueError(
-                f"tp {self.tp} x cp {self.cp} = {self.model_size} devices share a model, and nodes x gpus_per_node = "
-                f"{self.world_size} does not divide by that; set gpus_per_node to a multiple, or lower tp or cp"
-            )
-        return self
+    @property
+    def replicas(self) -> int:
+        """Devices that hold the same weights."""
+        return self.dp * self.cp
+
+    LAWS: ClassVar[tuple[Law, ...]] = (
+        (
+            lambda its: its.world_size % its.model_size,
+            "tp {its.tp} x cp {its.cp} = {its.model_size} devices share a model, and nodes x gpus_per_node = "
+            "{its.world_size} does not divide by that; set gpus_per_node to a multiple, or lower tp or cp",
+        ),
+    )
 
 
 class Throughput(Strict):
@@ -365,11 +356,13 @@ LOCAL_BATCH_SIZE = (
 )
 
 
-class RunCore(Strict):
+class RunCore(Lawful):
     """What training and measuring share.
 
     `local_batch_size` may stand for `batch_size`; what reads a run sees the global one.
     """
+
+    LAWS: ClassVar[tuple[Law, ...]] = laws.OF_RUNS
 
     study: Name
     dataset: Name = Field(description="Name of the dataset.")
@@ -424,153 +417,24 @@ class RunCore(Strict):
         rest = {key: value for key, value in data.items() if key != "local_batch_size"}
         if "batch_size" in rest:
             raise ValueError("give either batch_size, of all devices together, or local_batch_size, of each")
+        given, geometry = data["local_batch_size"], Geometry()
+        with contextlib.suppress(ValidationError):  # its own mistake is reported
+            geometry = TypeAdapter(Geometry).validate_python(rest.get("geometry") or {})
         try:
-            local = TypeAdapter(BatchSize).validate_python(data["local_batch_size"])
+            whole = TypeAdapter(BatchSize).validate_python(given) * geometry.dp
+            TypeAdapter(BatchSize).validate_python(whole)
         except ValidationError:
-            given = data["local_batch_size"]
             each = to_try("local_batch_size", given) if isinstance(given, list) else ""
-            expected = "expected a whole number from 1 to 1000000000"
-            raise ValueError(f"local_batch_size: got {given!r}; {expected}{each}") from None
-        try:
-            shares = TypeAdapter(Geometry).validate_python(rest.get("geometry") or {}).dp
-        except ValidationError:
-            shares = 1  # its own mistake is reported
-        try:
-            whole = TypeAdapter(BatchSize).validate_python(local * shares)
-        except ValidationError:
             raise ValueError(
-                f"local_batch_size {local} x {shares} = {local * shares} samples in all; expected at most 1000000000"
+                f"local_batch_size: got {given!r}; expected a whole number, that times {geometry.dp} is from 1 to "
+                f"1000000000{each}"
             ) from None
         return {**rest, "batch_size": whole}
 
     @model_validator(mode="after")
-    def _fits(self) -> RunCore:
-        at = self.geometry
-        if self.batch_size % at.dp:
-            model = f" / (tp {at.tp} x cp {at.cp}) = {at.dp}" if at.model_size > 1 else f" = {at.dp}"
-            raise ValueError(
-                f"batch_size {self.batch_size} does not divide by geometry.nodes x geometry.gpus_per_node{model}"
-            )
+    def _fits_its_study(self) -> RunCore:
+        registry.study(self.study).check(self)
         return self
-
-    @model_validator(mode="after")
-    def _goes_together(self) -> RunCore:
-        """Refuse what no model, optimiser or graph can do."""
-        if self.accumulation_steps > self.local_batch_size:
-            raise ValueError(
-                f"accumulation_steps {self.accumulation_steps} is more than the {self.local_batch_size} samples that a "
-                "device has of batch_size"
-            )
-        if self.accumulation_steps > 1 and self.compile.mode in ("reduce-overhead", "max-autotune"):
-            raise ValueError(
-                f"accumulation_steps and compile.mode {self.compile.mode}: its graphs write each part's gradients "
-                "over those of the part before; use compile.mode default, with cuda_graph on a GPU"
-            )
-        study = registry.study(self.study)
-        for key in ("attention", "activation_checkpointing"):
-            default = type(self).model_fields[key].default
-            if getattr(self, key) != default and key not in study.supports:
-                raise ValueError(f"{key}: the model of study {self.study} has no such thing; leave it at {default}")
-        study.check(self)
-        # 2^-24 is the smallest number of float16; below, Adam divides by zero.
-        if self.precision == "fp16_pure" and isinstance(self.optimizer, Adam) and self.optimizer.eps < 2**-24:
-            raise ValueError(
-                f"precision fp16_pure: optimizer.eps {self.optimizer.eps:g} is zero in 16 bits; use 1e-4, or "
-                "optimizer.kind sgd, or precision fp16_master"
-            )
-        if self.cuda_graph:
-            self._capturable()
-        if self.geometry.model_size > 1:
-            self._shared_model(study)
-        if isinstance(self.parallel, DP):
-            self._in_one_process()
-        elif isinstance(self.parallel, FSDP):
-            self._sharded(self.parallel)
-        elif self.parallel.sync_batchnorm and self.accumulation_steps > 1:
-            raise ValueError(
-                "parallel.sync_batchnorm and accumulation_steps: of a small last batch processes have unequal numbers "
-                "of parts, and would wait for statistics that do not come; leave one out"
-            )
-        elif self.parallel.static_graph and self.accumulation_steps > 1:
-            raise ValueError(
-                "parallel.static_graph and accumulation_steps: PyTorch learns the graph in the first backward pass, "
-                "which must average; leave static_graph out"
-            )
-        return self
-
-    def _in_one_process(self) -> None:
-        if self.geometry.nodes > 1:
-            raise ValueError(
-                f"parallel.kind dp and geometry.nodes {self.geometry.nodes}: one process drives the GPUs of one node; "
-                "use ddp"
-            )
-        for key, used in (("cuda_graph", self.cuda_graph), ("compile.mode", self.compile.mode != "none")):
-            if used:
-                raise ValueError(f"{key} and parallel.kind dp: the model is copied anew at every step; use ddp")
-
-    def _shared_model(self, study: Any) -> None:
-        """Refuse what devices that share a model cannot do."""
-        at = self.geometry
-        for axis, size in (("tp", at.tp), ("cp", at.cp)):
-            if size > 1 and axis not in study.supports:
-                raise ValueError(
-                    f"geometry.{axis}: the model of study {self.study} has no plan for it; leave it at 1 (fsdp shares "
-                    "the weights of any model)"
-                )
-        if isinstance(self.parallel, DP):
-            raise ValueError("parallel.kind dp and geometry.tp, cp: one process drives all devices; use ddp or fsdp")
-        if isinstance(self.parallel, DDP) and self.parallel.sync_batchnorm:
-            raise ValueError("parallel.sync_batchnorm and geometry.tp, cp: leave one out")
-        graph = self.cuda_graph or self.compile.mode in ("reduce-overhead", "max-autotune")
-        if graph and study.draws(self):
-            raise ValueError(
-                f"{'cuda_graph' if self.cuda_graph else f'compile.mode {self.compile.mode}'} and geometry.tp, cp: no "
-                "graph can change the random state with which devices that share a model drop out; set drop-out to 0, "
-                "or leave one of them out"
-            )
-
-    def _sharded(self, fsdp: FSDP) -> None:
-        """Refuse what FSDP cannot do, and what it does otherwise."""
-        replicas = self.geometry.dp * self.geometry.cp
-        if fsdp.shard is not None and replicas % fsdp.shard:
-            raise ValueError(
-                f"parallel.shard {fsdp.shard}: the {replicas} devices that hold the same weights (all, by tp) do not "
-                "divide by it"
-            )
-        if self.precision.endswith("_master"):
-            raise ValueError(
-                f"precision {self.precision} and parallel.kind fsdp: it keeps float32 weights itself; use precision "
-                "bf16 with parallel.param_dtype bf16"
-            )
-        if replicas == 1 and (fsdp.param_dtype, fsdp.reduce_dtype) != ("fp32", "fp32"):
-            raise ValueError(
-                "parallel.param_dtype and reduce_dtype: one device, or one for each part of a model, shares no weights "
-                "and computes as precision says; leave them out, and use precision bf16"
-            )
-        if fsdp.cpu_offload and self.geometry.tp > 1:
-            raise ValueError("parallel.cpu_offload and geometry.tp: gradients are summed on the devices; leave one out")
-        if fsdp.cpu_offload and self.precision == "fp16":
-            raise ValueError("parallel.cpu_offload and precision fp16: its loss is scaled on the device; use bf16")
-        for key, used in (
-            ("cuda_graph", self.cuda_graph),
-            ("memory_format channels_last", self.memory_format != "contiguous"),
-        ):
-            if used:
-                raise ValueError(f"{key} and parallel.kind fsdp: weights move in memory at every step; leave one out")
-
-    def _capturable(self) -> None:
-        if self.compile.mode in ("reduce-overhead", "max-autotune"):
-            raise ValueError(
-                f"cuda_graph and compile.mode {self.compile.mode}: the mode captures graphs itself; "
-                "leave one of them out, or use compile.mode default"
-            )
-        if self.precision in ("fp16", "fp16_master") and not self.optimizer.fused:
-            raise ValueError(
-                f"cuda_graph and precision {self.precision} need optimizer.fused: the loss is scaled, and only a fused "
-                "update (adam, adamw, sgd) is skipped on the device where gradients overflow; or use bf16, bf16_master"
-            )
-        if self.optimizer.kind == "sgd" and not self.optimizer.fused:
-            raise ValueError("cuda_graph and optimizer.kind sgd need optimizer.fused, which has its rate on the device")
 
     @property
     def processes(self) -> Geometry:

@@ -13,6 +13,7 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from dlscale.core.errors import cut
 from dlscale.core.schema import MOST_RUNS, BatchSize, Devices, Name, Seed, Strict
+from dlscale.core.settings import holds
 from dlscale.core.text import many
 
 #: Letters of a variant's name: with a batch size and devices it becomes a run's.
@@ -192,8 +193,7 @@ def _few(**lists: Collection[Any]) -> None:
 
 def _apart(settings: Any) -> bool:
     """Whether the devices of a variant do not average their gradients."""
-    parallel = settings.get("parallel") if isinstance(settings, dict) else None
-    return isinstance(parallel, dict) and parallel.get("sync") is False
+    return holds(settings, ("parallel", "sync")) and settings["parallel"]["sync"] is False
 
 
 def _leave(settings: Any, name: str, *keys: str) -> None:
@@ -201,8 +201,5 @@ def _leave(settings: Any, name: str, *keys: str) -> None:
     if settings is not None and not isinstance(settings, dict):
         raise ValueError(f"{name}: expected settings (keys and values), got {cut(repr(settings))}")
     for key in keys:
-        here: Any = settings
-        for word in key.split("."):
-            here = here.get(word) if isinstance(here, dict) else None
-        if here is not None:
+        if holds(settings, tuple(key.split("."))):
             raise ValueError(f"{name}: {key} is decided by the other keys of this block; leave it out")

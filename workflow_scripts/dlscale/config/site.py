@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import os
 import re
-from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, TypeAlias
 
 from pydantic import AfterValidator, Field, StringConstraints, model_validator
 
+from dlscale.config.laws import Law, Lawful
 from dlscale.core.machine import NEEDS, WATCHDOG
 from dlscale.core.schema import Name, NonNegativeFloat, NonNegativeInt, PositiveInt, Seconds, Strict
 from dlscale.core.settings import validate
@@ -144,7 +145,7 @@ class Build(Strict):
     )
 
 
-class Site(Strict):
+class Site(Lawful):
     """Where and how commands run."""
 
     engine: Engine = Field("none", description="Container engine; auto: the first that works here.")
@@ -220,16 +221,31 @@ class Site(Strict):
                 )
         return self
 
+    LAWS: ClassVar[tuple[Law, ...]] = (
+        (
+            lambda its: its.scheduler and its.starter == "torchrun",
+            "starter: torchrun is for machines without a scheduler; use srun",
+        ),
+        (
+            lambda its: its.scheduler and its.engine == "auto",
+            "engine: auto may mean another engine on each node; name one",
+        ),
+        (
+            lambda its: its.start and its.starter not in ("mpirun", "torchrun"),
+            "start: these words are those of starter mpirun or torchrun; it is {its.starter}",
+        ),
+        (
+            lambda its: its.rendezvous and its.starter != "torchrun",
+            "rendezvous: only torchrun meets there; the starter is {its.starter}",
+        ),
+        (
+            lambda its: "$" in (its.local_disk or "") and its.engine not in ("none", "shifter"),
+            "local_disk: {its.local_disk}: a container of {its.engine} has none of the job's variables",
+        ),
+    )
+
     @model_validator(mode="after")
-    def _starts(self) -> Site:
-        if self.start and self.starter not in ("mpirun", "torchrun"):
-            raise ValueError(f"start: these words are those of starter mpirun or torchrun; it is {self.starter}")
-        if self.rendezvous and self.starter != "torchrun":
-            raise ValueError(f"rendezvous: only torchrun meets there; the starter is {self.starter}")
-        if "$" in (self.local_disk or "") and self.engine not in ("none", "shifter"):
-            raise ValueError(
-                f"local_disk: {self.local_disk}: a container of {self.engine} has none of the job's variables"
-            )
+    def _fills_in_what_there_is(self) -> Site:
         for word in self.start:
             for name in re.findall(r"\{\w+\}", word):
                 if name not in ("{ranks}", "{ranks_per_node}", "{nodes}"):

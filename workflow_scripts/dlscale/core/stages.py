@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 #: Scope of one job of a stage.
-Scope = Literal["settings", "raw", "piece", "part", "dataset", "run", "plan", "page", "image"]
+Scope = Literal["raw", "piece", "part", "dataset", "run", "plan", "page", "image"]
 
 #: Where a job runs: on the node of the controller, on part of a CPU node, or on the devices of the run's geometry.
 Nodes = Literal["here", "cpu", "geometry"]
@@ -104,6 +104,7 @@ class Stage:
 
 _PAGE = option("--page", "a page to fill with what is there: options of report as JSON", False, metavar="JSON")
 _DATASET = path("--config", "the dataset's config.yaml, or its settings as JSON")
+_RECORD = path("--record", "YAML file to keep all of --config in", required=False)
 
 #: Every stage of a run has these.
 RUN_OPTIONS = (
@@ -112,6 +113,7 @@ RUN_OPTIONS = (
     option("--device", "where to compute", False, choices=("auto", "cpu", "cuda"), default="auto"),
     option("--threads", "CPU threads of a node, shared by the processes there", False, type=int, metavar="N"),
     path("--telemetry", "CSV file to write beside the stage: what the node does, each second", required=False),
+    _RECORD,
 )
 
 STAGES: dict[str, Stage] = {
@@ -128,8 +130,8 @@ STAGES: dict[str, Stage] = {
     ),
     "configure": Stage(
         "dlscale.config.configure",
-        "Write the resolved settings of a dataset, run or plan as YAML.",
-        "settings",
+        "Write which runs a plan consists of, as YAML.",
+        "plan",
         (path("--out", "YAML file to write"), option("--settings", "the settings", metavar="JSON")),
     ),
     "acquire": Stage(
@@ -168,6 +170,7 @@ STAGES: dict[str, Stage] = {
             path("--source", "files of a prepared dataset, used as they are", required=False, nargs="*", default=[]),
             path("--manifest", "manifest.json to write, in the dataset's folder"),
             path("--stats", "folder of .npy files to write"),
+            _RECORD,
         ),
         nodes="cpu",
     ),

@@ -49,20 +49,8 @@ def launch(site: Site, place: Place, geometry: Geometry | None = None) -> list[s
 
     The site's choices are made (see `resolve`); a stage that needs no device has no geometry.
     """
-    if geometry and site.local_disk:
-        mounts = {site.local_disk: site.local_disk} if site.engine not in ("none", "shifter") else {}
-        there = {"environment": {LOCAL_DISK: site.local_disk, **site.environment}, "mounts": {**mounts, **site.mounts}}
-        site = site.model_copy(update=there)
-    told = {WATCHDOG: str(site.watchdog or "off")} if site.watchdog != Limits() else {}
-    told |= {VERIFY: site.verify} if site.verify != "once" else {}
-    if geometry and told:
-        site = site.model_copy(update={"environment": told | site.environment})
-    if ordered := _in_gpu_order(site, geometry):
-        devices = ",".join(map(str, site.gpu_order or []))
-        site = site.model_copy(update={"environment": {**site.environment, "CUDA_VISIBLE_DEVICES": devices}})
-    if site.packages:  # the command line adds them: dlscale.cli.main
-        seen = {"environment": {"DLSCALE_PACKAGES": site.packages}, "mounts": {site.packages: site.packages}}
-        site = site.model_copy(update={key: {**getattr(site, key), **more} for key, more in seen.items()})
+    ordered = _in_gpu_order(site, geometry)
+    site = _told(site, geometry, ordered)
     container = _contain(site, place, gpu=geometry is not None)
     if geometry is None or geometry.world_size == 1 or site.starter == "direct":
         return [*container, *PYTHON]
@@ -86,6 +74,23 @@ def launch(site: Site, place: Place, geometry: Geometry | None = None) -> list[s
     return [*start, *container, *TORCHRUN, *meet, f"--nproc-per-node={geometry.gpus_per_node}", *PYTHON[1:]]
 
 
+def _told(site: Site, geometry: Geometry | None, ordered: bool) -> Site:
+    """Return the site with all that stages are told by their environment, and the folders that this names."""
+    environment, mounts = dict[str, str](), dict[str, str]()
+    if geometry:
+        environment |= {WATCHDOG: str(site.watchdog or "off")} if site.watchdog != Limits() else {}
+        environment |= {VERIFY: site.verify} if site.verify != "once" else {}
+        environment |= {LOCAL_DISK: site.local_disk} if site.local_disk else {}
+        if site.local_disk and site.engine not in ("none", "shifter"):
+            mounts[site.local_disk] = site.local_disk
+    environment |= site.environment
+    if ordered:
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, site.gpu_order or []))
+    if site.packages:  # the command line adds them: dlscale.cli.main
+        environment["DLSCALE_PACKAGES"] = mounts[site.packages] = site.packages
+    return site.model_copy(update={"environment": environment, "mounts": {**mounts, **site.mounts}})
+
+
 def device(site: Site) -> str:
     """Return the `--device` of runs on a site as it was written: where it says that there are GPUs, nothing else."""
     there = site.scheduler is not None and site.scheduler.gpu_nodes.gpus > 0
@@ -107,8 +112,6 @@ def check(site: Site, geometry: Geometry, where: str = "") -> None:
     reached = site.starter == "mpirun" or (site.starter == "torchrun" and site.rendezvous)
     if site.scheduler or not reached:
         slurm.check(site.scheduler, geometry, where)
-    if site.starter == "torchrun" and geometry.nodes > 1 and not reached:
-        raise UserError(f"{where}geometry.nodes: several nodes: torchrun needs site.rendezvous; use starter srun")
 
 
 def _in_gpu_order(site: Site, geometry: Geometry | None) -> bool:

@@ -1,35 +1,33 @@
-"""What runs will cost before they run: how long each takes, on which part of which nodes, and what that is charged.
+"""The cost of runs before they run: how long each takes, on which part of which nodes, and what that is charged.
 
 An estimate stands on a rate in samples/s, and says on which: `measured` with the same compute settings on the same
 number of the same devices, or else `published` for the run, or else what the `model` of scaling predicts from
 measurements of the same work on other numbers of devices. Where there is none, the time limit that is asked for bounds
-what a job can cost; such figures are printed with «≤». Retries are in no figure.
-
-What would run is Snakemake's to say: the workflow hands it over, and `dlscale cost` asks for it.
+the cost of a job; such figures are printed with «≤». Retries are in no figure.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
-import sys
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from dlscale.config.dataset import DatasetSettings
+from dlscale.config.places import check_plans
 from dlscale.config.resolve import Configuration, ResolvedRun
 from dlscale.config.run import Run
 from dlscale.config.site import Job, Qos, Scheduler
 from dlscale.config.workflow import Budget
-from dlscale.core.errors import UserError, unknown
+from dlscale.core.errors import UserError
 from dlscale.core.stages import STAGES
 from dlscale.core.text import duration, many
 from dlscale.data import parts
 from dlscale.launch import slurm
-from dlscale.preflight import dryrun, rates
+from dlscale.preflight import rates
 from dlscale.preflight.rates import Basis
 
 Hours = Literal["node_hours", "gpu_hours", "charged_hours", "process_hours"]
@@ -38,7 +36,7 @@ Hours = Literal["node_hours", "gpu_hours", "charged_hours", "process_hours"]
 START_UP = 120.0
 #: Seconds of compiling a model, as a bound: a time limit has them, an estimate does not.
 COMPILING = 600.0
-#: How many jobs that make a dataset come one after the other: acquire, preprocess, assemble, describe.
+#: Jobs that make a dataset and come one after the other: acquire, preprocess, assemble, describe.
 DATA_STEPS = 4
 WORDS: dict[Hours, str] = {
     "node_hours": "node-hours",
@@ -46,7 +44,7 @@ WORDS: dict[Hours, str] = {
     "charged_hours": "charged hours",
     "process_hours": "process-hours",
 }
-#: What estimates stand on that were not measured for the very run.
+#: Notes on estimates that were not measured for the very run.
 MARKED: dict[Basis, str] = {
     "published": "at the slowest rate that was published for the run",
     "model": "as the model of scaling predicts, at least, from the same work on other numbers of these devices",
@@ -67,7 +65,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Estimate:
-    """How long one job takes: `seconds`, None where nothing is known but the time `limit`; and what that stands on."""
+    """Seconds that one job takes, None where nothing is known but the time `limit`; and what that stands on."""
 
     seconds: float | None = None
     basis: Basis = "limit"
@@ -138,21 +136,6 @@ def _aside(work: Work, start_up: float = START_UP) -> float:
 # ---- what would run --------------------------------------------------------------------------------
 
 
-def handed(configuration: Configuration, raw: Iterable[Mapping[str, Any]]) -> list[Work]:
-    """Return jobs that a dry run handed over as `named` has them."""
-    return [
-        data_work(configuration, work["plan"], work["jobs"])
-        if work["stage"] == "data"
-        else run_work(configuration, work["plan"], work["run_name"], work["stage"])
-        for work in raw
-    ]
-
-
-def named(works: Iterable[Work]) -> list[dict[str, Any]]:
-    """Return jobs by name, as plain values for JSON."""
-    return [{key: getattr(work, key) for key in ("stage", "plan", "run_name", "jobs")} for work in works]
-
-
 def data_work(configuration: Configuration, name: str, jobs: int) -> Work:
     """Return so many jobs that make a dataset."""
     return Work("data", name, "data", jobs=jobs, dataset=configuration.workflow.datasets[name])
@@ -168,21 +151,18 @@ def works(configuration: Configuration, plans: Iterable[str] = (), trials: Colle
     """Return the jobs that lack their results: of the plans named, or of the target plans; each run once.
 
     Only whether a result is there counts, not whether its settings or sources have changed since: that is for the
-    workflow to say. `trials` of sweeps that train again have none of their results. A plan that is not there is a
-    `UserError`.
+    workflow to say. `trials` of sweeps that train again have none of their results.
     """
     workflow = configuration.workflow
     results = Path(workflow.results)
-    datasets: dict[str, Work] = {}
-    runs: dict[tuple[str, str, str], Work] = {}
-    for plan in list(plans) or workflow.targets:
-        if plan not in configuration.plans:
-            raise UserError(unknown("plan", plan, configuration.plans))
+    datasets, runs = dict[str, Work](), dict[tuple[str, str, str], Work]()
+    for plan in check_plans(list(plans), configuration):
         for run, resolved in expected_runs(configuration.plans[plan], results, trials).items():
             data, owner, name = resolved.run.dataset, resolved.plan, resolved.name
             if not (results / "data" / data / "manifest.json").exists():
-                jobs = data_jobs(workflow.datasets[data], workflow.site.scheduler)
-                datasets[data] = data_work(configuration, data, jobs)
+                datasets[data] = data_work(
+                    configuration, data, data_jobs(workflow.datasets[data], workflow.site.scheduler)
+                )
             for stage in configuration.stages(plan, run):
                 there = (results / "plans" / owner / name / STAGES[stage].outputs[0]).exists()
                 if not there or resolved.trial in trials:
@@ -220,27 +200,20 @@ def data_jobs(dataset: DatasetSettings, scheduler: Scheduler | None) -> int:
 
 @dataclass(frozen=True)
 class Row:
-    """What one `work` costs, all its jobs together.
-
-    Hours are None where nothing is known: without a scheduler there is no time limit either, nor nodes to count.
-    Without a GPU a run has process-hours, and no GPU-hours.
-    """
+    """The cost of one `work`, all its jobs together; a kind of hours that is not known is none of `hours`."""
 
     work: Work
     estimate: Estimate
     geometry: str  #: In words.
-    qos: str | None = None
-    node_hours: float | None = None
-    gpu_hours: float | None = None
-    charged_hours: float | None = None
-    process_hours: float | None = None
+    hours: dict[Hours, float] = field(default_factory=dict)
     partition: str | None = None
+    qos: str | None = None
     job_hours: float = 0.0  #: That one of its jobs takes; of a site.
 
 
 @dataclass(frozen=True)
 class Table:
-    """What all of it costs; `kinds`: the hours that there are. Without nodes and queues it is one kind."""
+    """The cost of all; `kinds`: the hours that there are. Without nodes and queues it is one kind."""
 
     rows: tuple[Row, ...]
     kinds: tuple[Hours, ...]
@@ -252,28 +225,24 @@ class Table:
 
     def total(self, kind: Hours) -> float:
         """Return the sum of what is known, in hours."""
-        return math.fsum(getattr(row, kind) or 0.0 for row in self.rows)
+        return math.fsum(row.hours.get(kind, 0.0) for row in self.rows)
 
     @property
     def bounds(self) -> int:
-        """How many rows are upper bounds: time limits."""
-        return sum(row.estimate.basis == "limit" and self.known(row) for row in self.rows)
-
-    @property
-    def longest(self) -> float:
-        """How long the last result takes, in hours, where nothing waits for nodes: a run, and what makes its data."""
-        made = {row.work.plan: DATA_STEPS * row.job_hours for row in self.rows if not row.work.run}
-        runs = [row.job_hours + made.get(row.work.run.dataset, 0.0) for row in self.rows if row.work.run]
-        return max([*runs, *made.values()], default=0.0)
-
-    def known(self, row: Row) -> bool:
-        """Whether a row has a figure."""
-        return any(getattr(row, kind) is not None for kind in self.kinds)
+        """Rows that are upper bounds: time limits."""
+        return sum(row.estimate.basis == "limit" and bool(row.hours) for row in self.rows)
 
     @property
     def unknown(self) -> int:
-        """How many rows have no figure at all."""
-        return sum(not self.known(row) for row in self.rows)
+        """Rows without any figure."""
+        return sum(not row.hours for row in self.rows)
+
+    @property
+    def longest(self) -> float:
+        """Hours until the last result, where nothing waits for nodes: a run, and what makes its data."""
+        made = {row.work.plan: DATA_STEPS * row.job_hours for row in self.rows if not row.work.run}
+        runs = [row.job_hours + made.get(row.work.run.dataset, 0.0) for row in self.rows if row.work.run]
+        return max([*runs, *made.values()], default=0.0)
 
 
 def price(works: Iterable[Work], scheduler: Scheduler | None, results: Path) -> Table:
@@ -287,17 +256,19 @@ def price(works: Iterable[Work], scheduler: Scheduler | None, results: Path) -> 
     kinds: tuple[Hours, ...] = ("node_hours", "gpu_hours", "charged_hours")
     if scheduler is None:
         kinds = ("gpu_hours",) if rates.device_kind(None) == "cuda" else ("process_hours",)
-    return Table(tuple(_price(work, scheduler, results) for work in works), kinds)
+    return Table(tuple(_price(work, scheduler, results, kinds[0]) for work in works), kinds)
 
 
-def _price(work: Work, scheduler: Scheduler | None, results: Path) -> Row:
+def _price(work: Work, scheduler: Scheduler | None, results: Path, own: Hours) -> Row:
+    """Return the row of one work; without a scheduler its hours are of the kind `own`."""
     geometry = work.run.geometry if work.run else None
     time = estimate(work, results, scheduler)
     on_gpus = rates.device_kind(scheduler) == "cuda"
     shown = slurm.shown(work.run.geometry, work.run.processes, on_gpus) if work.run else many(work.jobs, "job")
     if scheduler is None:
-        known = time.seconds / 3600 * geometry.world_size if time.seconds is not None and geometry else None
-        return Row(work, time, shown, gpu_hours=known) if on_gpus else Row(work, time, shown, process_hours=known)
+        if time.seconds is None or geometry is None:
+            return Row(work, time, shown)
+        return Row(work, time, shown, {own: time.seconds / 3600 * geometry.world_size})
     limit = minutes(work, results, scheduler)
     asked = slurm.request(scheduler, work.stage, geometry, limit, work.run.processes if work.run else None)
     job_hours = time.seconds / 3600 if time.seconds is not None else asked["runtime"] / 60
@@ -306,28 +277,28 @@ def _price(work: Work, scheduler: Scheduler | None, results: Path) -> Row:
     qos = asked.get("qos")
     shown += "" if geometry else f" x {asked['cpus_per_task']} CPUs"
     node_hours = hours * asked["nodes"] * slurm.part(scheduler, geometry, qos, asked)
-    gpus = geometry.world_size if geometry and nodes.gpus else 0
-    charge = scheduler.qos.get(qos or "", Qos()).charge
-    charged_hours, partition = node_hours * charge, nodes.partition
-    return Row(work, time, shown, qos, node_hours, hours * gpus, charged_hours, None, partition, job_hours)
+    priced: dict[Hours, float] = {
+        "node_hours": node_hours,
+        "gpu_hours": hours * (geometry.world_size if geometry and nodes.gpus else 0),
+        "charged_hours": node_hours * scheduler.qos.get(qos or "", Qos()).charge,
+    }
+    return Row(work, time, shown, priced, nodes.partition, qos, job_hours)
 
 
 def lines(table: Table) -> list[str]:
     """Return the table as aligned text, with a total."""
     if not table.rows:
-        return ["Nothing to run: all results are there, and as they were asked for."]
-    kinds = table.kinds
-    rows = [["run", "stage", "geometry", "partition", "QOS", "basis", *(WORDS[kind] for kind in kinds)]]
+        return ["Nothing to run: all results are there."]
+    rows = [["run", "stage", "geometry", "partition", "QOS", "basis", *(WORDS[kind] for kind in table.kinds)]]
     for row in table.rows:
         bound = "≤" if row.estimate.basis == "limit" else ""
         name = f"{row.work.plan}.{row.work.run_name}" if row.work.run else row.work.plan
-        hours = [_hours(getattr(row, kind), bound) for kind in kinds]
         queue = [row.partition or "-", row.qos or "-"]
+        hours = [_hours(row.hours.get(kind), bound) for kind in table.kinds]
         rows.append([name, row.work.stage, row.geometry, *queue, row.estimate.basis, *hours])
-    bound, any_known = "≤" if table.bounds else "", table.unknown < len(table.rows)
-    rows.append(
-        ["total", "", "", "", "", "", *(_hours(table.total(kind) if any_known else None, bound) for kind in kinds)]
-    )
+    bound = "≤" if table.bounds else ""
+    known = table.unknown < len(table.rows)
+    rows.append(["total", *[""] * 5, *(_hours(table.total(kind) if known else None, bound) for kind in table.kinds)])
     hidden = [] if table.scheduled else ["QOS"]
     hidden += [] if any(row.partition for row in table.rows) else ["partition"]
     columns = [
@@ -371,34 +342,23 @@ def over(table: Table, budget: Budget) -> str | None:
     exceeded = [(kind, hours) for kind in WORDS if (hours := table.total(kind)) > caps.get(kind, math.inf)]
     if not exceeded:
         return None
-    bound, bounds = "", ""
-    if table.bounds:
-        bound = "≤ "
-        bounds = f"; {table.bounds} of {len(table.rows)} rows are counted at their time limit (site.scheduler.minutes)"
+    bound = "≤ " if table.bounds else ""
     what = [f"{bound}{hours:,.2f} {WORDS[kind]} where budget.{kind} allows {caps[kind]:,g}" for kind, hours in exceeded]
     keys = [f"budget.{kind} to {math.ceil(hours)}" for kind, hours in exceeded]
+    rows = f"{table.bounds} of {len(table.rows)} rows are counted at their time limit (site.scheduler.minutes)"
     return (
-        f"budget: what would run is estimated at {' and '.join(what)}{bounds}; raise {' and '.join(keys)}, drop runs "
-        "or plans, or shorten them (training.epochs or steps, samples.train, throughput.trials)"
+        f"budget: what would run is estimated at {' and '.join(what)}{f'; {rows}' if bound else ''}; raise "
+        f"{' and '.join(keys)}, drop runs or plans, or shorten them (training.epochs or steps, samples.train, "
+        "throughput.trials)"
     )
 
 
 def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
-    """Print what the plans in `args.plans`, or the targets, would cost; more than the budget is a `UserError`."""
-    if configuration is None:
-        raise UserError("config.yaml: no such file here; name one with --configfile")
+    """Print what the plans in `args.plans`, or the targets, will cost yet; more than the budget is a `UserError`."""
+    plans = check_plans(args.plans, configuration)
+    assert configuration
     workflow = configuration.workflow
-    for plan in args.plans:
-        if plan not in configuration.plans:
-            raise UserError(unknown("plan", plan, configuration.plans))
-    answer = dryrun.ask([f"plan_{plan}" for plan in args.plans], args)
-    if answer.status:  # files of others are not there, say
-        print(*answer.said.splitlines(), sep="\n", file=sys.stderr)
-        print("The workflow cannot say what would run; priced is what lacks results:", file=sys.stderr)
-        waiting = works(configuration, args.plans)
-    else:
-        waiting = handed(configuration, answer.works)
-    table = price(waiting, workflow.site.scheduler, Path(workflow.results))
+    table = price(works(configuration, plans), workflow.site.scheduler, Path(workflow.results))
     print("\n".join(lines(table)))
     if message := over(table, workflow.budget):
         raise UserError(message)

@@ -1,8 +1,7 @@
-"""The datasets: their files, and the servers that they are fetched from."""
+"""The files of datasets, and the servers that they are fetched from."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
 import urllib.request
@@ -36,38 +35,39 @@ def local_files(dataset: DatasetSettings) -> list[str]:
 
 def probe_data(name: str, dataset: DatasetSettings, results: Path, samples: Sequence[Any] = ()) -> Finding:
     """Judge a dataset: the files it is made from, those that were made of them, and what runs' `samples` find there."""
-    what = f"data {name}"
-    manifest = manifest_of(results, name)
-    if found := probe_raw(name, dataset, results):
-        return found
-    origins = parts.kind_of(dataset).origins(dataset)
+    manifest, kind = manifest_of(results, name), parts.kind_of(dataset)
+
+    def found(status: Status, text: str, remedy: str = "") -> Finding:
+        return Finding(f"data {name}", status, text, remedy)
+
+    if trouble := probe_raw(name, dataset, results):
+        return trouble
     if not manifest.exists():
-        return Finding(what, "ok", "will be made from its files" if origins else "will be simulated")
+        return found("ok", "will be made from its files" if kind.origins(dataset) else "will be simulated")
     try:
         described = Manifest.read(manifest)
     except UserError:
-        return Finding(what, "FAIL", f"{manifest}: not a manifest", "delete it and run the workflow again")
+        return found("FAIL", f"{manifest}: not a manifest", "delete it and run the workflow again")
     files = [(described.path(file), file.bytes) for split in described.splits.values() for file in split]
     gone = [path for path, _ in files if not path.is_file()]
     changed = [path for path, size in files if path.is_file() and path.stat().st_size != size]
     if changed:
         text = f"{changed[0]}: of another size than when it was described ({len(changed)} of {len(files)} files)"
         if changed[0].resolve().is_relative_to(manifest.parent.resolve()):
-            return Finding(what, "FAIL", text, f"delete {changed[0]} and run the workflow again")
-        return Finding(what, "warn", text, "if that is meant, go on: it is described again")
+            return found("FAIL", text, f"delete {changed[0]} and run the workflow again")
+        return found("warn", text, "if that is meant, go on: it is described again")
     if gone:
-        again = "simulated" if not origins else "made" if local_files(dataset) else "fetched"
         text = f"{gone[0]}: gone, perhaps removed from scratch ({len(gone)} of {len(files)} files)"
-        return Finding(what, "warn", text, f"it will be {again} again, which takes its time")
-    kind = parts.kind_of(dataset)
+        return found("warn", text, "it will be made again, which takes its time")
     for split in ("train", "valid"):
         rows = [file.rows for file in described.splits[split]]
         if any(kind.available(each, rows) == 0 for each in samples):
-            there = ", ".join(map(str, rows))
-            text = f"{split}: no sample as a run's `samples` asks for, in files of {there} {kind.rows}"
-            return Finding(what, "FAIL", text, "change samples of the plan, or give the dataset more")
+            text = (
+                f"{split}: no sample as a run's `samples` asks for, in files of {', '.join(map(str, rows))} {kind.rows}"
+            )
+            return found("FAIL", text, "change samples of the plan, or give the dataset more")
     total = size(sum(bytes_ for _, bytes_ in files), " ")
-    return Finding(what, "ok", f"{len(files)} files, {total}, of the size that was described")
+    return found("ok", f"{len(files)} files, {total}, of the size that was described")
 
 
 def probe_raw(name: str, dataset: DatasetSettings, results: Path) -> Finding | None:
@@ -106,45 +106,36 @@ def _trouble(dataset: DatasetSettings) -> str | None:
     kind = parts.kind_of(dataset)
     files = kind.prepared_files(dataset) if kind.prepared(dataset) else local_files(dataset)
     for path in [Path(file) for file in files if "://" not in file]:
-        if not path.exists():
-            return f"{path}: " + ("a link that leads nowhere" if path.is_symlink() else "no such file or folder")
-        if not path.is_file() and not path.is_dir():
-            return f"{path}: neither a file nor a folder (a pipe, a device); expected a file"
-        if not os.access(path, os.R_OK):
-            return f"{path}: no permission to read it"
-        if path.is_file() and path.stat().st_size == 0:
-            return f"{path}: empty"
+        if not path.is_file() and not path.is_dir():  # a pipe, say, or a link that leads nowhere
+            return f"{path}: no such file or folder"
+        if not os.access(path, os.R_OK) or (path.is_file() and path.stat().st_size == 0):
+            return f"{path}: empty, or no permission to read it"
     return None
 
 
-#: Where stores without a host in their name are.
+#: Servers of stores without a host in their name.
 STORES = {"gs": "storage.googleapis.com", "s3": "s3.amazonaws.com"}
-PORTS = {"http": 80}
 
 
-def hosts(dataset: DatasetSettings) -> list[tuple[str, int]]:
-    """Return name and port of the servers that a dataset is fetched from."""
-    servers = []
-    for origin in parts.kind_of(dataset).origins(dataset):
-        with contextlib.suppress(ValueError):  # no address: whoever fetches it will say so
-            address = urlsplit(origin)
-            host = STORES.get(address.scheme) or (address.hostname if address.scheme in ("http", "https") else None)
-            if host:
-                servers.append((host, address.port or PORTS.get(address.scheme, 443)))
-    return list(dict.fromkeys(servers))
+def hosts(dataset: DatasetSettings) -> list[str]:
+    """Return the servers that a dataset is fetched from, each as HOST:PORT."""
+    servers = dict[str, None]()
+    for address in map(urlsplit, parts.kind_of(dataset).origins(dataset)):
+        if address.scheme in ("http", "https", *STORES):
+            default = f"{STORES.get(address.scheme, address.hostname)}:{80 if address.scheme == 'http' else 443}"
+            servers[address.netloc.rpartition("@")[2] if ":" in address.netloc else default] = None
+    return list(servers)
 
 
-def probe_network(host: str, port: int, scheduler: Scheduler | None) -> Finding:
-    """Try to reach a server, by way of the proxy if there is one."""
-    proxy = urllib.request.getproxies().get("http" if port == 80 else "https")
-    via = urlsplit(proxy) if proxy and not urllib.request.proxy_bypass(host) else None
-    to = (via.hostname, via.port or 80) if via and via.hostname else (host, port)
-    by = f" by way of the proxy {to[0]}" if via else ""
+def probe_network(server: str, scheduler: Scheduler | None) -> Finding:
+    """Try to reach a server; by way of a proxy only whoever fetches can tell."""
+    host, _, port = server.rpartition(":")
+    if urllib.request.getproxies() and not urllib.request.proxy_bypass(host):
+        return Finding("network", "skip", f"{server}: there is a proxy; the download will tell")
     try:
-        socket.create_connection(to, timeout=5).close()
-    except OSError as error:
-        elsewhere = scheduler is not None and scheduler.acquire == "job"
+        socket.create_connection((host, int(port)), timeout=5).close()
+    except (OSError, ValueError, OverflowError) as error:
+        status: Status = "warn" if scheduler is not None and scheduler.acquire == "job" else "FAIL"
         remedy = "fetch where there is a network (site.scheduler.acquire), or put the files there by hand"
-        status: Status = "warn" if elsewhere else "FAIL"
-        return Finding(f"network {host}", status, f"port {to[1]} does not answer from here{by}: {error}", remedy)
-    return Finding(f"network {host}", "ok", f"port {to[1]} answers from here{by}")
+        return Finding("network", status, f"{server} does not answer from here: {error}", remedy)
+    return Finding("network", "ok", f"{server} answers from here")

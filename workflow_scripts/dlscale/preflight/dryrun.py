@@ -1,7 +1,7 @@
-"""What the workflow would run and why, as Snakemake itself says: a dry run in a process of its own.
+"""The workflow's own word on what it would run, and why: a dry run of Snakemake in a process of its own.
 
 dlscale never imports Snakemake. A command that asks names a file in the environment; at the end of the dry run the
-rules write the answer into it (rules/preflight.smk).
+rules write the answer into it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,34 +25,24 @@ LOOKING = r"-\w*n\w*|--(dry-?run|unlock|lint|report|summary|detailed-summary|lis
 LOUD = r"-\w*[pq]\w*|--(printshellcmds|quiet|verbose|debug-dag)(=.*)?"
 
 
-@dataclass(frozen=True)
-class Answer:
-    """What a dry run answered: `works` and `reasons`, as plain values; without success nothing but what it `said`."""
+def ask(targets: Sequence[str], args: argparse.Namespace) -> tuple[int, str, Any]:
+    """Return status, words and answer of a dry run for `targets`, with the profile and settings that `args` names.
 
-    status: int  #: Of the process.
-    said: str
-    works: Sequence[dict[str, Any]] = ()
-    reasons: Any = None
-
-
-def ask(targets: Sequence[str], args: argparse.Namespace) -> Answer:
-    """Have Snakemake look what it would run for `targets`, with the profile and the settings that `args` names."""
+    Without success there is no answer.
+    """
     command = [sys.executable, "-m", "snakemake", "--dry-run", *site(args.profile)]
     for option in ("configfile", "config"):
         command += [f"--{option}", *given] if (given := getattr(args, option)) else []
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder, "answer.json")
+        pipe = subprocess.PIPE
+        environment = {**os.environ, ASKED: str(answer)}
         done = subprocess.run(
-            [*command, "--", *targets],
-            env={**os.environ, ASKED: str(answer)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            check=False,
+            [*command, "--", *targets], env=environment, stdout=pipe, stderr=subprocess.STDOUT, text=True, check=False
         )
         said = done.stdout.rpartition("Building DAG of jobs...\n")[2].strip()
         said = "\n".join(line for line in said.splitlines() if not line.startswith("Using "))
-        return Answer(done.returncode, said, **({} if done.returncode else read_json(answer)))
+        return done.returncode, said, None if done.returncode else read_json(answer)
 
 
 def site(profile: str | None) -> list[str]:
@@ -72,6 +61,6 @@ def asked() -> bool:
     return ASKED in os.environ
 
 
-def answer(works: Sequence[dict[str, Any]], reasons: Any) -> None:
+def answer(reasons: Any) -> None:
     """Write the answer for the process that asked."""
-    write_json(os.environ[ASKED], {"works": works, "reasons": reasons})
+    write_json(os.environ[ASKED], reasons)

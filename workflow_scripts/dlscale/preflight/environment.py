@@ -1,4 +1,4 @@
-"""Where the stages run: engine, image, GPUs, versions."""
+"""The place where the stages run: engine, image, GPUs, versions."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,29 +17,22 @@ from dlscale.core.fingerprint import ROOT
 from dlscale.core.machine import missing, too_old
 from dlscale.launch import image as images
 from dlscale.launch import launcher
-from dlscale.preflight.probe import AbsentError, FailedError, Finding, NoAnswerError, Status, said
-
-
-def probe_engine(site: Site) -> Finding:
-    """Look for the container engine."""
-    if site.engine == "none":
-        return Finding("engine", "skip", "none: commands run as they are")
-    if where := shutil.which(site.engine):
-        return Finding("engine", "ok", where)
-    return Finding("engine", "FAIL", f"{site.engine}: no such command here", "install it, or set site.engine to auto")
+from dlscale.preflight.probe import AbsentError, FailedError, Finding, said
 
 
 def probe_image(site: Site) -> Finding:
-    """Ask the engine for the image."""
+    """Look for the container engine, and ask it for the image."""
     if site.engine == "none":
-        return Finding("image", "skip", "no engine")
+        return Finding("image", "skip", "no engine: commands run as they are")
+    if not shutil.which(site.engine):
+        return Finding("image", "FAIL", f"{site.engine}: no such command here", "install it, or set site.engine")
     if not site.image:
         return Finding("image", "FAIL", "the site names none", "set site.image")
     remedy = "snakemake image, with your profile, builds or pulls it"
     if site.engine == "apptainer":  # its identity is the SHA-256 of the file, which takes too long here
-        if Path(site.image).is_file():
-            return Finding("image", "ok", site.image)
-        return Finding("image", "FAIL", f"{site.image}: no such file", f"apptainer pull {site.image} docker://NAME")
+        there = Path(site.image).is_file()
+        remedy = f"apptainer pull {site.image} docker://NAME"
+        return Finding("image", "ok" if there else "FAIL", site.image if there else f"{site.image}: no file", remedy)
     if (identity := images.identity(site.engine, site.image)) is None:
         return Finding("image", "FAIL", f"{site.image}: {site.engine} does not have it", remedy)
     if site.engine == "podman-hpc" and not images.migrated(site.image):
@@ -48,65 +40,11 @@ def probe_image(site: Site) -> Finding:
     return Finding("image", "ok", f"{site.image} ({images.shown(identity)})")
 
 
-def _place() -> launcher.Place:
-    return launcher.Place(folder=str(Path.cwd()), sources=str(ROOT.parent), uid=os.getuid(), gid=os.getgid())
-
-
-def _has_gpu(devices: Path) -> bool:
-    return any(devices.glob("nvidia[0-9]*"))
-
-
-def probe_gpus(site: Site, devices: Path = Path("/dev")) -> Finding:
-    """Ask for this machine's GPUs where the stages run."""
-    if not _has_gpu(devices):
-        later = "; the first GPU job will see" if site.scheduler and site.scheduler.gpu_nodes.gpus else ""
-        return Finding("GPU", "skip", f"no GPU on this machine{later}")
-    words = launcher.launch(site, _place(), Geometry())[: -len(launcher.PYTHON)]
-    try:
-        return gpus(said([*words, "nvidia-smi", "-L"]), inside=site.engine != "none")
-    except (AbsentError, NoAnswerError) as error:
-        remedy = "see the engine's set-up for NVIDIA GPUs (nvidia-container-toolkit), and site.modules"
-        return Finding("GPU", "FAIL", f"this machine has one that stages do not see: {error}", remedy)
-
-
-def gpus(text: str, inside: bool) -> Finding:
-    """Judge `nvidia-smi -L`, `inside` of a container or not."""
-    names = re.findall(r"^GPU \d+: (.*?)(?: \(UUID.*)?$", text, re.MULTILINE)
-    where = "in the container" if inside else "here"
-    if not names:
-        return Finding("GPU", "FAIL", f"nvidia-smi lists none {where}", "see the engine's set-up for NVIDIA GPUs")
-    kinds = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
-    return Finding("GPU", "ok", f"{kinds} {where}")
-
-
-def probe_gpu_order(site: Site, devices: Path = Path("/dev")) -> list[Finding]:
-    """Ask this machine which CPUs each of its GPUs is near to; nothing to find where it has no two."""
-    if len(list(devices.glob("nvidia[0-9]*"))) < 2:
-        return []
-    return [gpu_order(said(["nvidia-smi", "topo", "-m"]), site)]
-
-
-def gpu_order(text: str, site: Site) -> Finding:
-    """Judge the site's order of GPUs by `nvidia-smi topo -m`: local ranks get CPUs in ascending order."""
-    nearest: dict[int, int] = {}  # to each GPU, the first of its CPUs
-    for line in text.splitlines():
-        row = re.match(r"GPU(\d+)\t(.*)", re.sub(r"\x1b\[\d*m", "", line))
-        lists = re.findall(r"(?:^|\t)\s*(\d+)(?:-\d+)?(?:,\d+(?:-\d+)?)*\s*(?=\t|$)", row.group(2)) if row else []
-        if row and lists:  # the CPUs; what follows, such as NUMA nodes, are numbers, too
-            nearest[int(row.group(1))] = int(lists[0])
-    order = site.gpu_order or sorted(nearest)
-    wanted = site.scheduler.gpu_nodes.gpus if site.scheduler else len(order)
-    if not nearest or sorted(nearest) != list(range(wanted)) or len(order) != wanted:
-        there = f"{len(nearest)} GPUs with known CPUs here, and {wanted} on the site's nodes"
-        return Finding("GPU order", "skip", f"{there}; nvidia-smi topo -m on one of these shows theirs")
-    if site.starter != "srun":
-        return Finding("GPU order", "skip", "only srun gives processes CPUs of their own")
-    shown = ", ".join(f"GPU {gpu} from CPU {nearest[gpu]}" for gpu in order)
-    best = sorted(nearest, key=nearest.__getitem__)
-    if [nearest[gpu] for gpu in order] == [nearest[gpu] for gpu in best]:
-        return Finding("GPU order", "ok", shown)
-    remedy = f"set site.gpu_order: {best}, so that each process's GPU is near to its CPUs"
-    return Finding("GPU order", "warn", f"{shown}: not in the order of the CPUs", remedy)
+def _words(site: Site, devices: Path) -> list[str]:
+    """Return the words that start a stage here, with this machine's GPUs, if any, up to Python."""
+    place = launcher.Place(folder=str(Path.cwd()), sources=str(ROOT.parent), uid=os.getuid(), gid=os.getgid())
+    words = launcher.launch(site, place, Geometry() if any(devices.glob("nvidia[0-9]*")) else None)
+    return words[: -len(launcher.PYTHON)]
 
 
 #: Prints what there is where it runs, as one line of JSON. One process, since importing torch takes seconds.
@@ -133,7 +71,7 @@ if facts["torch"]:
         seen = torch.cuda.device_count() if torch.cuda.is_available() else 0
         facts.update(torch=torch.__version__, cuda=torch.version.cuda, gpus=seen)
         if torch.version.cuda:
-            facts.update(cudnn=torch.backends.cudnn.version(), nccl=torch.cuda.nccl.version())
+            facts.update(cudnn=torch.backends.cudnn.version())
     except Exception as error:
         facts["error"] = f"{type(error).__name__}: {error}"
 try:
@@ -149,6 +87,8 @@ Facts = dict[str, Any]
 
 #: The oldest versions that dlscale works with: those of pyproject.toml's ranges. Early builds of a version count as it.
 LEAST = {"python": (3, 11), "torch": (2, 11), "h5py": (3, 12), "numba": (0, 64)}
+#: The first and the last cuDNN whose 3D convolutions in bf16 give wrong values.
+BAD_CUDNN = 90_800, 91_099
 
 
 def probe_environment(
@@ -162,9 +102,12 @@ def probe_environment(
     """Judge the environment where the stages run: the words that start them, but with a question at their end."""
     if image.status == "FAIL":
         return [Finding("environment", "skip", "it is in the image, which is not here")]
-    # With this machine's GPUs, if any: whether torch sees them is among the questions.
-    words = launcher.launch(site, _place(), Geometry() if _has_gpu(devices) else None)
-    return probe_python([*words[: -len(launcher.PYTHON)], launcher.PYTHON[0]], runs, profilers, on_gpus)
+    found = probe_python([*_words(site, devices), launcher.PYTHON[0]], runs, profilers, on_gpus)
+    unseen = any(each.name == "CUDA" and ", 0 GPUs" in each.text for each in found) and site.gpu
+    if unseen and any(devices.glob("nvidia[0-9]*")):
+        remedy = "see the engine's set-up for NVIDIA GPUs (nvidia-container-toolkit), and site.modules"
+        found.append(Finding("GPU", "FAIL", "this machine has one that stages do not see", remedy))
+    return found
 
 
 def probe_python(
@@ -173,36 +116,11 @@ def probe_python(
     """Ask an interpreter, started by these words, for versions."""
     try:
         printed = said([*python, "-P", "-c", FACTS])  # as stages run: nothing is imported from the working folder
-        # An image may greet whoever enters it.
-        return environment(json.loads(printed.strip().splitlines()[-1]), runs, profilers, on_gpus)
     except (AbsentError, FailedError) as error:
         remedy = "activate the environment, or see what the engine says"
         return [Finding("python", "FAIL", f"does not run where the stages do: {error}", remedy)]
-
-
-@dataclass(frozen=True)
-class Bad:
-    """Versions of a package that are bad for 3D convolutions in some precisions; for other runs they are a warning."""
-
-    first: tuple[int, int]
-    last: tuple[int, int]
-    precisions: tuple[str, ...]
-    status: Status
-    why: str
-    remedy: str
-
-    def spoils(self, run: Run) -> bool:
-        return "conv3d" in registry.study(run.study).operations and run.precision.split("_")[0] in self.precisions
-
-
-#: By package.
-BAD = {
-    "cuDNN": Bad(
-        *((9, 8), (9, 10), ("bf16",), "FAIL"),
-        why="3D convolutions in bf16 give wrong values",
-        remedy="take an environment with cuDNN 9.11 or later or 9.7 or earlier, or another precision",
-    ),
-}
+    # An image may greet whoever enters it.
+    return environment(json.loads(printed.strip().splitlines()[-1]), runs, profilers, on_gpus)
 
 
 def environment(
@@ -216,33 +134,35 @@ def environment(
     pip = "install dlscale's requirements there (pip install dlscale), or build the image anew"
     findings = []
     for name, least in LEAST.items():
-        if facts.get(name) is None:
-            findings.append(Finding(name, "FAIL", "not installed where the stages run", pip))
-        elif _numbers(facts[name]) < least:
-            text = f"{facts[name]}, expected at least {'.'.join(map(str, least))}"
+        known, error = facts.get(name), facts.get("error") if name == "torch" else None
+        if known is None or _numbers(known) < least:
+            text = f"{known or 'not installed where the stages run'}, expected at least {'.'.join(map(str, least))}"
             findings.append(Finding(name, "FAIL", text, pip))
-        elif name == "torch" and "error" in facts:
-            findings.append(Finding(name, "FAIL", f"{facts[name]} does not import: {facts['error']}", pip))
         else:
-            findings.append(_versioned(name, facts[name], runs))
-    if facts.get("dali") is not None:
-        findings.append(_versioned("DALI", facts["dali"], runs))
-    elif any(run.loader.kind == "dali" for run in runs):
-        remedy = "pip install 'dlscale[dali]', or leave loader.kind dali"
-        findings.append(Finding("DALI", "FAIL", "not installed where the stages run, and runs load with it", remedy))
-    else:
-        findings.append(Finding("DALI", "skip", "not installed; no run needs it"))
-    if "nsys" in profilers:
-        remedy = "install Nsight Systems there, or set NSYS in site.environment, or leave nsys out of profile.tools"
-        found = Finding("nsys", "ok", facts["nsys"]) if facts.get("nsys") else None
-        findings.append(found or Finding("nsys", "warn", "not found where the stages run: no profile by it", remedy))
-    if facts.get("cudnn"):
-        findings.append(_versioned("cuDNN", cudnn(facts["cudnn"]), runs))
-    if facts.get("nccl"):
-        findings.append(_versioned("NCCL", ".".join(map(str, facts["nccl"])), runs))
-    if facts.get("torch"):
-        findings.append(_cuda(facts, on_gpus))
-    return findings
+            text = f"{known} does not import: {error}" if error else known
+            findings.append(Finding(name, "FAIL", text, pip) if error else Finding(name, "ok", text))
+    needed = any(run.loader.kind == "dali" for run in runs)
+    for name, wanted, remedy in (
+        ("dali", needed, "pip install 'dlscale[dali]', or leave loader.kind dali"),
+        ("nsys", "nsys" in profilers, "install Nsight Systems there, set NSYS in site.environment, or leave nsys out"),
+    ):
+        found = facts.get(name)
+        if found and (wanted or name == "dali"):
+            findings.append(Finding(name, "ok", found))
+        elif wanted:
+            findings.append(Finding(name, "FAIL" if name == "dali" else "warn", "not found there; runs use it", remedy))
+    if cudnn := facts.get("cudnn"):
+        version = f"{cudnn // 10_000}.{cudnn // 100 % 100}.{cudnn % 100}"
+        findings.append(Finding("cuDNN", "ok", version))
+        if BAD_CUDNN[0] <= cudnn <= BAD_CUDNN[1] and any(map(_convolves_in_bf16, runs)):
+            remedy = "take an environment with cuDNN 9.11 or later or 9.7 or earlier, or another precision"
+            text = f"{version}: 3D convolutions in bf16 give wrong values"
+            findings[-1] = Finding("cuDNN", "FAIL", text, remedy)
+    return [*findings, _cuda(facts, on_gpus)] if facts.get("torch") else findings
+
+
+def _convolves_in_bf16(run: Run) -> bool:
+    return "conv3d" in registry.study(run.study).operations and run.precision.startswith("bf16")
 
 
 def _cuda(facts: Facts, on_gpus: bool) -> Finding:
@@ -252,10 +172,7 @@ def _cuda(facts: Facts, on_gpus: bool) -> Finding:
         remedy = "install a PyTorch for CUDA there, take the image gpu, or set site.gpu: false"
         return Finding("CUDA", "FAIL" if on_gpus else "skip", "this torch computes on CPUs only", remedy)
     if driver and not seen and (old := too_old(driver, cuda)):
-        remedy = (
-            "take a newer driver, an image of an older CUDA, or put CUDA's compat libraries first: LD_LIBRARY_PATH in "
-            "site.environment"
-        )
+        remedy = "take a newer driver, an image of an older CUDA, or CUDA's compat libraries (docs/sites.md)"
         return Finding("CUDA", "FAIL" if on_gpus else "warn", old, remedy)
     return Finding("CUDA", "ok", f"{cuda}{f' on driver {driver}' if driver else ''}, {seen} GPUs seen by torch")
 
@@ -267,42 +184,24 @@ def probe_here(runs: Mapping[str, Run], devices: int) -> list[Finding]:
     """
     findings = []
     for name, run in runs.items():
-        wrong = [
+        what = f"run {name}"
+        for key, need, wanted, instead in (
             ("compile.mode", "compiler", run.compile.mode != "none", "mode: none"),
             ("loader.kind", "dali", run.loader.kind == "dali", "another loader"),
-        ]
-        for key, need, wanted, instead in wrong:
+        ):
             if wanted and (lacking := missing([need])):
                 remedy = f"install it, take {instead}, or write needs: [{need}], which leaves the run out without it"
-                findings.append(Finding(f"run {name}", "FAIL", f"{key}: needs {lacking[0]}, not here", remedy))
+                findings.append(Finding(what, "FAIL", f"{key}: needs {lacking[0]}, not here", remedy))
         if run.cuda_graph and not devices:
             remedy = "set it to false, or run where there is a GPU"
-            findings.append(
-                Finding(f"run {name}", "FAIL", "cuda_graph: only GPUs have graphs, and none is here", remedy)
-            )
+            findings.append(Finding(what, "FAIL", "cuda_graph: only GPUs have graphs, and none is here", remedy))
         if run.precision.startswith("fp16") and not devices:
-            remedy = "take bf16 or fp32, or run where there is a GPU"
             slow = "precision: most processors do not compute in fp16, and convert each number: slower than fp32"
-            findings.append(Finding(f"run {name}", "warn", slow, remedy))
+            findings.append(Finding(what, "warn", slow, "take bf16 or fp32, or run where there is a GPU"))
     return findings
-
-
-def _versioned(name: str, version: str, runs: list[Run]) -> Finding:
-    bad = BAD.get(name)
-    if bad is None or not bad.first <= _numbers(version)[:2] <= bad.last:
-        return Finding(name, "ok", version)
-    if any(bad.spoils(run) for run in runs):
-        return Finding(name, bad.status, f"{version}: {bad.why}", bad.remedy)
-    return Finding(name, "warn", f"{version}: {bad.why} (no run here is concerned)", bad.remedy)
 
 
 def _numbers(version: str) -> tuple[int, ...]:
     """Return (2, 9, 1) for `2.9.1+cu128`."""
     numbers = re.match(r"\d+(\.\d+)*", version)
     return tuple(map(int, numbers.group().split("."))) if numbers else ()
-
-
-def cudnn(number: int) -> str:
-    """Return cuDNN's version from its number: 90801 is 9.8.1, and before version 9 8907 was 8.9.7."""
-    major, rest = divmod(number, 10_000 if number >= 90_000 else 1000)
-    return f"{major}.{rest // 100}.{rest % 100}"

@@ -43,8 +43,15 @@ def took(benchmark: Path) -> float | None:
         return None
 
 
-def in_all(jobs: Iterable[tuple[float, int]], cores: int) -> float:
-    """Return how long jobs take together, s, from the seconds and threads of each: as many at a time as cores allow."""
+def in_all(jobs: Iterable[tuple[float, float]]) -> float:
+    """Return how long jobs take together, s, from the seconds of each and its share of the machine.
+
+    They wait for one another where the machine has no room for them; the longest of them bounds the end.
+    """
     jobs = list(jobs)
-    together = sum(seconds * min(threads, cores) / cores for seconds, threads in jobs)
-    return max([together, *(seconds for seconds, _ in jobs)])
+    return max([sum(seconds * share for seconds, share in jobs), *(seconds for seconds, _ in jobs)], default=0.0)
+
+
+def share(threads: int | None, cores: int) -> float:
+    """Return the share of a machine that a job with so many threads takes: all of it where it does not say."""
+    return min(threads or cores, cores) / cores

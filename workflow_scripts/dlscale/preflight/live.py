@@ -1,8 +1,8 @@
 """How far a call of the workflow is, while it runs: by the time that its jobs take, not by their number.
 
-`dlscale run` starts Snakemake, which writes down which jobs there are (rules/preflight.smk). What each of them does
-shows in the files beside its log, as for `dlscale status`; that it is done, in its benchmark. On a terminal that is
-drawn, below whatever the call says; elsewhere it is a line now and then.
+`dlscale run` starts Snakemake, which writes down which jobs there are. What each of them does shows in the files beside
+its log, as for `dlscale status`; that it is done, in its benchmark. On a terminal that is drawn, below whatever the
+call says; elsewhere it is a line now and then.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import functools
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -112,8 +111,7 @@ class Progress:
 
     def left(self, now: float) -> float:
         """Return how long all takes yet, s: jobs wait for one another where the machine has no room for them."""
-        left = [(self.left_of(job, now), job.share) for job in self.jobs if job not in self.done]
-        return max([sum(seconds * share for seconds, share in left), *(seconds for seconds, _ in left)], default=0.0)
+        return expected.in_all((self.left_of(job, now), job.share) for job in self.jobs if job not in self.done)
 
     def share(self, now: float) -> float:
         """Return how much of the time has passed, of 1; it never falls, whatever takes longer than expected."""
@@ -180,7 +178,7 @@ def run(command: Sequence[str]) -> int:
         reader = threading.Thread(target=lambda: said.extend(map(str.rstrip, stdout)), daemon=True)
         reader.start()
         progress = Progress(time.time())
-        screen = _Terminal() if sys.stderr.isatty() else _Lines()
+        screen = _Screen()
         try:
             while child.poll() is None:
                 _look(progress, told, said, screen)
@@ -204,7 +202,7 @@ def _begin(parent: int) -> None:
     machine.with_parent(parent, signal.SIGTERM)
 
 
-def _look(progress: Progress, told: Path, said: deque[str], screen: _Lines | _Terminal) -> None:
+def _look(progress: Progress, told: Path, said: deque[str], screen: _Screen) -> None:
     now = time.time()
     if not progress.jobs and told.exists():
         progress.jobs = [Job(**job) for job in read_json(told)]
@@ -220,41 +218,29 @@ def _look(progress: Progress, told: Path, said: deque[str], screen: _Lines | _Te
         screen.show(progress, now)
 
 
-class _Lines:
-    """Where there is no terminal."""
-
-    def __init__(self) -> None:
-        self._shown = 0.0
-
-    def say(self, text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
-
-    def show(self, progress: Progress, now: float) -> None:
-        if now - self._shown >= LINE_EVERY and len(progress.done) < len(progress.jobs):
-            self._shown = now
-            self.say(line(progress, now))
-
-    def close(self) -> None:
-        pass
-
-
-class _Terminal:
-    """A bar of all, and a line for each job that runs, below what is said."""
+class _Screen:
+    """A bar of all, and a line for each job that runs, below what is said; without a terminal a line now and then."""
 
     def __init__(self) -> None:
         from rich.console import Console
         from rich.live import Live
 
-        self._live = Live(console=Console(stderr=True), auto_refresh=False, transient=True)
-        self._live.start()
+        self._console, self._shown = Console(stderr=True), 0.0
+        self._live = Live(console=self._console, auto_refresh=False, transient=True)
+        if self._console.is_terminal:
+            self._live.start()
 
     def say(self, text: str) -> None:
         colour = "red" if text.startswith(("FAILED", "FAIL ")) else ""
-        self._live.console.print(text, style=colour, markup=False, highlight=False, soft_wrap=True)
+        self._console.print(text, style=colour, markup=False, highlight=False, soft_wrap=True)
 
     def show(self, progress: Progress, now: float) -> None:
-        narrow = self._live.console.width < NARROW
-        self._live.update(line(progress, now) if narrow else _drawn(progress, now), refresh=True)
+        if self._live.is_started:
+            narrow = self._console.width < NARROW
+            self._live.update(line(progress, now) if narrow else _drawn(progress, now), refresh=True)
+        elif now - self._shown >= LINE_EVERY and len(progress.done) < len(progress.jobs):
+            self._shown = now
+            self.say(line(progress, now))
 
     def close(self) -> None:
         self._live.stop()

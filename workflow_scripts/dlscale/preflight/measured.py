@@ -1,4 +1,4 @@
-"""What was measured of runs, and what they send and keep: what the model of scaling is fitted to."""
+"""Measurements of runs, and the bytes that they send and keep: the model of scaling is fitted to them."""
 
 from __future__ import annotations
 
@@ -13,23 +13,15 @@ from dlscale.config.run import load_run
 from dlscale.core import registry
 from dlscale.core.errors import UserError
 from dlscale.core.metrics import read_epochs
-from dlscale.core.settings import read_yaml
+from dlscale.core.settings import flat, read_yaml
 from dlscale.core.telemetry import read_nodes
 from dlscale.measure.records import Throughput
 from dlscale.measure.scaling.fit import Fit, Point, fit
 from dlscale.measure.scaling.machine import for_device, named
 from dlscale.measure.scaling.model import Job, Measure, Memory, Mode, Tokens, Workload, buckets
 from dlscale.parallel.records import Device, Links
-from dlscale.preflight.rates import samples_of
+from dlscale.preflight.rates import alone, samples_of
 from dlscale.report.results import crowd, crowded
-
-#: Settings in which runs that are fitted together are alike: all that decides how long a sample takes.
-ALIKE = (
-    *("study", "dataset", "model", "samples", "loader", "precision", "compile", "cuda_graph", "memory_format"),
-    *("attention", "accumulation_steps", "activation_checkpointing", "threads"),
-)
-#: Settings of `parallel` that may differ: a run without averages is the twin of one with, and a test is before all.
-APART = ("sync", "selftest")
 
 
 @dataclass(frozen=True)
@@ -100,13 +92,13 @@ def _sync(settings: dict[str, Any]) -> bool:
 
 
 def _alike(settings: dict[str, Any], sends: bool) -> dict[str, Any]:
-    """Return the settings that runs fitted together have in common; of one that does not average its gradients those of
-    computing.
+    """Return the settings that runs fitted together have in common, by dotted key.
+
+    A run without averages is the twin of one with: of the two those of computing count.
     """
-    parallel = {key: value for key, value in (settings.get("parallel") or {}).items() if key not in APART}
-    parallel = parallel if sends else {key: parallel[key] for key in ("kind",) if key in parallel}
-    of_kind = sorted(parallel.items(), key=lambda item: item[0] != "kind")  # which says most
-    return {key: settings.get(key) for key in ALIKE} | {f"parallel.{key}": value for key, value in of_kind}
+    kept = flat(alone(settings))
+    apart = [key for key in kept if key.startswith("parallel.") and (not sends or key == "parallel.sync")]
+    return {key: value for key, value in kept.items() if key not in apart or key == "parallel.kind"}
 
 
 def _device(device: Device) -> dict[str, Any]:
@@ -120,7 +112,7 @@ def _same(first: Path, path: Path, expected: dict[str, Any], found: dict[str, An
         if found.get(key) != expected.get(key):
             raise UserError(
                 f"{path}: {key} differs from that of {first}: {found.get(key)}, not {expected.get(key)}; runs that are "
-                "fitted together differ in devices and batch size alone: plan them one by one"
+                "fitted together differ in devices and batch size alone: ask for them one by one"
             )
 
 

@@ -1,4 +1,4 @@
-"""Probes, which ask commands and file systems, and what they find."""
+"""Probes, which ask commands and file systems, and their findings."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LIMIT = 20.0
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check found; `remedy` says what to do, where there is something to be done."""
+    """The result of one check; `remedy` says what to do, where there is something to be done."""
 
     name: str
     status: Status
@@ -35,15 +35,11 @@ class AbsentError(Exception):
     """A command that is not here: nothing to check."""
 
 
-class NoAnswerError(Exception):
-    """A command that took too long."""
+class FailedError(UserError):
+    """A command that failed, or took too long."""
 
 
-class FailedError(NoAnswerError):
-    """A command that failed."""
-
-
-#: What is looked at, and what looks at it.
+#: A name, and the check that it is of.
 Probe = tuple[str, Callable[[], "Finding | list[Finding]"]]
 
 
@@ -62,23 +58,21 @@ def started(function: Callable[[], Answer]) -> Future[Answer]:
 
 
 def ask(probes: list[Probe]) -> list[Finding]:
-    """Run all probes at once, and return in their order what they find."""
+    """Run all probes at once, and return in their order what they find; this neither raises nor hangs."""
     answers = [(name, started(probe)) for name, probe in probes]
     end = time.monotonic() + LIMIT + 5  # a command that is ended has a moment to go
-    return [finding for name, answer in answers for finding in _findings(name, answer, end)]
-
-
-def _findings(name: str, answer: Future[Finding | list[Finding]], end: float) -> list[Finding]:
-    try:
-        findings = answer.result(max(end - time.monotonic(), 0))
-        return findings if isinstance(findings, list) else [findings]
-    except AbsentError as absent:
-        return [Finding(name, "skip", f"{absent}: no such command here")]
-    except Exception as error:
-        if not answer.done():
-            return [Finding(name, "warn", f"no answer within {LIMIT + 5:.0f} s", "does a file system hang here?")]
-        why = str(error) if isinstance(error, NoAnswerError | UserError) else f"{type(error).__name__}: {error}"
-        return [Finding(name, "warn", f"cannot be checked: {why}", "ask it by hand")]
+    findings = list[Finding]()
+    for name, answer in answers:
+        try:
+            found = answer.result(max(end - time.monotonic(), 0))
+        except AbsentError as absent:
+            found = Finding(name, "skip", f"{absent}: no such command here")
+        except Exception as error:
+            why = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+            why = why if answer.done() else f"no answer within {LIMIT + 5:.0f} s; does a file system hang here?"
+            found = Finding(name, "warn", f"cannot be checked: {why}", "ask it by hand")
+        findings += found if isinstance(found, list) else [found]
+    return findings
 
 
 def said(words: list[str]) -> str:
@@ -95,7 +89,7 @@ def said(words: list[str]) -> str:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.communicate(timeout=3)
         process.kill()
-        raise NoAnswerError(f"{words[0]} gives no answer within {LIMIT:.0f} s") from None
+        raise FailedError(f"{words[0]} gives no answer within {LIMIT:.0f} s") from None
     if process.returncode:
         printed = (err or out).strip().splitlines()
         why = printed[-1].removeprefix(f"{words[0]}: ") if printed else process.returncode

@@ -119,13 +119,13 @@ def _modelled(run: Run, results: Path, scheduler: Scheduler | None) -> float | N
 
     None where none was measured, where the model does not know the run's form, or is asked for too many devices.
     """
-    wanted = _alone(run.model_dump(mode="json"))
+    wanted = alone(run.model_dump(mode="json"))
     folders = []
     for folder, record in _records(results, scheduler):
         path = folder / "config.yaml"
-        alone, digest = _settings(path, path.stat().st_mtime_ns) if path.exists() else (None, "")
+        kept, digest = _settings(path, path.stat().st_mtime_ns) if path.exists() else (None, "")
         # What was measured before the settings changed is of other settings.
-        if alone == wanted and record.compute == digest:
+        if kept == wanted and record.compute == digest:
             folders.append((folder, (folder / "throughput.json").stat().st_mtime_ns))
     if not folders or (fit := _fit(tuple(folders))) is None:
         return None
@@ -138,7 +138,7 @@ def _modelled(run: Run, results: Path, scheduler: Scheduler | None) -> float | N
     return fit.rate(job).low if fit.doublings(job) <= DOUBLINGS else None
 
 
-def _alone(settings: dict[str, Any]) -> dict[str, Any]:
+def alone(settings: dict[str, Any]) -> dict[str, Any]:
     """Return the compute settings of a run but those in which runs that are fitted together differ."""
     return {key: each for key, each in compute_settings(settings).items() if key not in ("geometry", "batch_size")}
 
@@ -150,7 +150,7 @@ def _settings(path: Path, changed: int) -> tuple[dict[str, Any] | None, str]:
         settings = read_yaml(path)
     except UserError:
         return None, ""
-    return _alone(settings), compute_digest(settings)
+    return alone(settings), compute_digest(settings)
 
 
 @functools.cache

@@ -15,13 +15,13 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NoReturn
 
 from dlscale.config.resolve import Configuration, load_files, merge
 from dlscale.config.workflow import Workflow
-from dlscale.core.errors import UserError, of_another, unknown
+from dlscale.core.errors import UserError
 from dlscale.core.settings import Raw, flat, holds, nested, typed
-from dlscale.preflight import dryrun, live
+from dlscale.preflight import dryrun, live, targets
+from dlscale.preflight.targets import Target
 
 HELP = """\
 usage: dlscale run [WORD ...] [-n] [-p] [--profile NAME] [--configfile FILE ...] [SNAKEMAKE'S OPTIONS ...]
@@ -48,13 +48,13 @@ From the first other option on, all words are Snakemake's (`snakemake --help`): 
 
 #: A setting: a dotted key, and its value. A file of that name has a slash before it.
 SETTING = re.compile(r"([A-Za-z_][\w-]*(?:\.[\w-]+)*)=(.*)", re.DOTALL)
-#: What a file of settings ends in: further ones may follow `--configfile`.
+#: Ends of files of settings, of which further ones may follow `--configfile`.
 SETTINGS_FILE = (".yaml", ".yml", ".json")
 
 
 @dataclass
 class Call:
-    """What was typed, sorted."""
+    """The words of a call, sorted."""
 
     targets: list[str] = field(default_factory=list)
     settings: list[str] = field(default_factory=list)  #: KEY=VALUE
@@ -67,7 +67,7 @@ class Call:
 
 
 def sort(words: Iterable[str]) -> Call:
-    """Sort what was typed: from the first option that is not one of ours on, all words are Snakemake's."""
+    """Sort words: from the first option that is not one of ours on, all are Snakemake's."""
     call, left = Call(), list(words)
     while left:
         word = left.pop(0)
@@ -87,78 +87,12 @@ def sort(words: Iterable[str]) -> Call:
             call.files.append(given)
             while left and left[0].endswith(SETTINGS_FILE) and not SETTING.fullmatch(left[0]):
                 call.files.append(left.pop(0))
-        elif word in ("--", "--config"):  # as for Snakemake, which needs them
-            continue
-        elif word.startswith("-"):
+        elif word.startswith("-") and word not in ("--", "--config"):  # these Snakemake alone needs
             call.rest = [word, *left]
             break
-        else:
+        elif not word.startswith("-"):
             (call.settings if SETTING.fullmatch(word) else call.targets).append(word)
     return call
-
-
-# ---- targets ---------------------------------------------------------------------------------------
-
-
-def target(word: str, configuration: Configuration) -> str:
-    """Return what Snakemake calls a target; a `UserError` has the nearest one."""
-    workflow, results = configuration.workflow, Path(configuration.workflow.results)
-    path = Path(word)
-    if path.is_absolute() and path.is_relative_to(results.resolve()):
-        path = results / path.relative_to(results.resolve())
-    if path.is_relative_to(results):
-        parts = path.relative_to(results).parts
-        if parts[:1] == ("plans",) and len(parts) > 2 and parts[1] not in configuration.plans:
-            raise UserError(f"{word}: {_no('plan', parts[1], configuration)}")
-        return str(path)
-    if word in ("all", "image"):
-        return word
-    what, _, name = word.partition("_")
-    if what == "data" and name in workflow.datasets:
-        return word
-    if what == "study" and name in {workflow.plans[plan].study for plan in workflow.targets}:
-        return word
-    plan = name if what == "plan" and name in configuration.plans else word
-    if plan in configuration.plans:
-        if not configuration.plans[plan]:
-            lacking = "; ".join(f"{run}: {what}" for run, what in configuration.left_out[plan].items())
-            raise UserError(f"{word}: no run of it can be on this machine ({lacking})")
-        return f"plan_{plan}"
-    if what in ("plan", "data", "study") and name:
-        raise UserError(f"{word}: {_no(what, name, configuration)}")
-    if "." in word and "/" not in word:
-        raise UserError(f"{word}: no target is called so; a plan is named alone, a setting is typed as {word}=VALUE")
-    if "/" in word:
-        raise UserError(f"{word}: no target; the files that can be made are in {results}/")
-    raise UserError(f"{word}: {_no('target', word, configuration)}")
-
-
-def _no(what: str, name: str, configuration: Configuration) -> str:
-    """Return the message on a plan, a dataset or a study that is not there, and what to do where it has results."""
-    workflow = configuration.workflow
-    known: dict[str, Iterable[str]] = {
-        "plan": configuration.plans,
-        "data": workflow.datasets,
-        "study": {workflow.plans[plan].study for plan in workflow.targets},
-        "target": [*configuration.plans, "all", "image", *(f"data_{dataset}" for dataset in workflow.datasets)],
-    }
-    file = {"plan": f"plans/{name}/plan.yaml", "data": f"data/{name}/manifest.json"}.get(what)
-    other = of_another(Path(workflow.results, file)) if file else ""
-    return unknown({"data": "dataset"}.get(what, what), name, known[what]) + other
-
-
-def plans_of(targets: Iterable[str], configuration: Configuration) -> list[str]:
-    """Return the plans that targets of Snakemake name: themselves, by a study, or by a file of theirs."""
-    workflow, found = configuration.workflow, list[str]()
-    for word in targets:
-        if word.startswith("study_"):
-            found += [plan for plan in workflow.targets if f"study_{workflow.plans[plan].study}" == word]
-        elif Path(word).is_relative_to(workflow.results):
-            parts = Path(word).relative_to(workflow.results).parts
-            found += parts[1:2] if parts[0] == "plans" else ()
-        elif word.startswith("plan_"):
-            found.append(word.removeprefix("plan_"))
-    return list(dict.fromkeys(found))
 
 
 # ---- settings --------------------------------------------------------------------------------------
@@ -186,67 +120,64 @@ def placed(word: str, plans: Sequence[str]) -> Raw:
 
 
 def loaded(call: Call, layers: Sequence[tuple[str, Raw]]) -> Configuration:
-    """Return the configuration with settings over it; a message begins with the one that it is wrong with."""
-
-    def load(count: int) -> Configuration:
-        files = [*(["config.yaml"] if Path("config.yaml").is_file() else []), *call.files]
-        return load_files(*files, site=call.profile, over=[layer for _, layer in layers[:count]])
-
+    """Return the configuration with settings over it; a message begins with the setting that is wrong."""
+    files = [*(["config.yaml"] if Path("config.yaml").is_file() else []), *call.files]
+    over = [layer for _, layer in layers]
     try:
-        return load(len(layers))
-    except UserError:
-        load(0)  # wrong without any
+        return load_files(*files, site=call.profile, over=over)
+    except UserError as whole:
+        load_files(*files, site=call.profile)  # wrong without any
         for count, (word, _) in enumerate(layers, 1):
             try:
-                load(count)
+                load_files(*files, site=call.profile, over=over[:count])
             except UserError as error:
                 raise UserError(f"{word}: {str(error).removeprefix('configuration: ')}") from None
-        raise
+        raise whole
 
 
-def configured(call: Call) -> tuple[Configuration, list[str], Raw]:
-    """Return the configuration, validated, Snakemake's names of the targets, and what was typed over the files."""
+def configured(call: Call) -> tuple[Configuration, list[Target], Raw]:
+    """Return the configuration, validated, the targets, and what was typed over the files."""
     configuration = loaded(call, [(word, placed(word, ())) for word in call.settings if is_whole(word)])
-    targets = [target(word, configuration) for word in call.targets]
-    plans = plans_of(targets, configuration)
+    asked = [targets.typed(word, configuration) for word in call.targets]
+    plans = list(dict.fromkeys(plan for target in asked for plan in target.plans))
     layers = [(word, placed(word, plans)) for word in call.settings]
     if not all(map(is_whole, call.settings)):
         configuration = loaded(call, layers)
     over: Raw = {}
     for _, layer in layers:
         merge(over, layer)
-    return configuration, targets, over
+    return configuration, asked, over
 
 
-def hidden(call: Call, targets: Sequence[str], configuration: Configuration) -> list[str]:
+def hidden(call: Call, plans: Iterable[str], configuration: Configuration) -> list[str]:
     """Return a line for each setting of a plan that some of its runs have in their own way: these stay as they are."""
-    lines = []
+    lines, plans = [], dict.fromkeys(plans)
     for word in [word for word in call.settings if not is_whole(word)]:
         key, given = typed(word)
         leaves = [tuple(leaf.split(".")) for leaf in flat({key: given})]
-        for name in plans_of(targets, configuration):
+        for name in plans:
             plan, own, kept = configuration.workflow.plans[name], list[str](), False
             for run, settings in plan.runs.items():
                 held = any(holds(part, leaf) for _, part in plan.parts(run) for leaf in leaves)
                 kept |= held and plan.kind == "ladder"  # by the rungs after it
                 if held or kept or "use" in (settings or {}):
-                    own.append(run)
+                    own.append(f"{name}.{run}")
             if own:
-                lines.append(f"{word}: as before in {', '.join(f'{name}.{run}' for run in own)}, which have their own")
+                lines.append(f"{word}: as before in {', '.join(own)}, which have their own")
     return lines
 
 
 # ---- the call --------------------------------------------------------------------------------------
 
 
-def command(call: Call, targets: Sequence[str], over: Raw) -> list[str]:
+def command(call: Call, names: Sequence[str], over: Raw) -> list[str]:
     """Return the words that start Snakemake."""
     words = [sys.executable, "-m", "snakemake", *dryrun.site(call.profile)]
     words += ["--dry-run"] * call.dry + ["--printshellcmds"] * call.commands
     words += ["--config", *(f"{key}={json.dumps(value)}" for key, value in over.items())] if over else []
     words += ["--configfile", *call.files] if call.files else []
     words += call.rest
-    return words + ([*([] if "--" in call.rest else ["--"]), *targets] if targets else [])
+    return words + ([*([] if "--" in call.rest else ["--"]), *names] if names else [])
 
 
 def main(words: Sequence[str]) -> int:
@@ -257,19 +188,14 @@ def main(words: Sequence[str]) -> int:
         return 0
     if not Path("Snakefile").is_file() and not {"-s", "--snakefile", "-d", "--directory"} & set(call.rest):
         raise UserError("Snakefile: no such file here; call it in the folder of the repository")
-    configuration, targets, over = configured(call)
-    for line in hidden(call, targets, configuration):
+    configuration, asked, over = configured(call)
+    for line in hidden(call, (plan for target in asked for plan in target.plans), configuration):
         print(line, file=sys.stderr)
     for number in (signal.SIGUSR1, signal.SIGUSR2):  # which stages ignore
         signal.signal(number, signal.SIG_DFL)
-    words = command(call, targets, over)
+    words = command(call, [target.name for target in asked], over)
     if call.dry or call.commands or any(re.fullmatch(f"{dryrun.LOOKING}|{dryrun.LOUD}", word) for word in call.rest):
-        become(words)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.execv(words[0], words)  # its status, and the signals that it gets, are its own
     return live.run(words)
-
-
-def become(command: list[str]) -> NoReturn:
-    """Let a program take this one's place: its status, and the signals that it gets, are its own."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os.execv(command[0], command)

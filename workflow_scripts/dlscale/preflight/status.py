@@ -12,7 +12,6 @@ import contextlib
 import functools
 import json
 import os
-import re
 import shutil
 import sys
 import time
@@ -23,13 +22,14 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from dlscale.config.compute import decisive_settings
+from dlscale.config.places import check_plans
 from dlscale.config.resolve import Configuration, ResolvedRun
-from dlscale.core.errors import UserError, of_another, unknown
+from dlscale.core.errors import UserError
 from dlscale.core.metrics import Epoch, read_epochs
 from dlscale.core.progress import LINE_SECONDS, SUFFIX, Doing, place
 from dlscale.core.settings import read_yaml
 from dlscale.core.stages import STAGES
-from dlscale.core.text import NONE, coloured, duration, number, percent
+from dlscale.core.text import NONE, duration, number, percent
 from dlscale.launch import slurm
 from dlscale.preflight import cost, expected
 
@@ -102,6 +102,7 @@ def _changed(folder: Path, now: dict[str, Any], decide: Callable[[dict[str, Any]
 
 def _data(results: Path, name: str, changed: bool) -> list[Row]:
     """Return a row for each job that makes a dataset now; else one, of what became of it."""
+    what = f"data {name}"
     logs = {
         log: stage
         for stage in DATA_STAGES
@@ -110,13 +111,11 @@ def _data(results: Path, name: str, changed: bool) -> list[Row]:
     }
     words = [doing for file in logs if file.name.endswith(SUFFIX) and (doing := read(file)) and alive(doing)]
     if words:
-        return [Row(f"data {name}", doing.what, "running", doing) for doing in words]
+        return [Row(what, doing.what, "running", doing) for doing in words]
     if (results / "data" / name / "manifest.json").exists():
-        return [Row(f"data {name}", "", OTHERS if changed else "done")]
-    for log, stage in logs.items():
-        if log.is_file() and not log.name.endswith(SUFFIX) and (word := last_word(log, stage)):
-            return [Row(f"data {name}", stage, "stopped" if word.startswith(STOPPED) else "failed", error=word)]
-    return [Row(f"data {name}", "", "waiting")]
+        return [Row(what, "", OTHERS if changed else "done")]
+    ended = [(stage, ended) for log, stage in logs.items() if (ended := _ended(log, stage))]
+    return [Row(what, stage, state, error=word) for stage, (state, word) in ended[:1]] or [Row(what, "", "waiting")]
 
 
 def _row(results: Path, resolved: ResolvedRun, stage: str, changed: bool) -> Row:
@@ -124,25 +123,29 @@ def _row(results: Path, resolved: ResolvedRun, stage: str, changed: bool) -> Row
     plan, run = resolved.plan, resolved.name
     folder, log = results / "plans" / plan / run, results / "logs" / stage / plan / f"{run}.log"
     doing = read(Path(f"{log}{SUFFIX}"))
-    result = folder / STAGES[stage].outputs[0]
     state: State = "waiting"
-    error = None
-    if doing is not None and alive(doing):
-        state = "running"
-    elif doing is not None:
-        state, error = "silent", f"no word since {time.strftime('%H:%M:%S', time.localtime(doing.time))}"
-    elif log.is_file() and (word := last_word(log, stage)):
-        state, error = "stopped" if word.startswith(STOPPED) else "failed", word
-    elif result.exists():
+    error: str | None = None
+    if doing is not None:
+        state = "running" if alive(doing) else "silent"
+        said = f"no word since {time.strftime('%H:%M:%S', time.localtime(doing.time))}"
+        error = said if state == "silent" else None
+    elif ended := _ended(log, stage):
+        state, error = ended
+    elif (folder / STAGES[stage].outputs[0]).exists():
         changed |= _changed(folder, resolved.run.slice(stage), functools.partial(decisive_settings, stage))
         state = OTHERS if changed else "done"
     epoch = None
     if stage == "train" and state != "waiting":
-        try:
+        with contextlib.suppress(UserError):  # none is done
             epoch = read_epochs(folder / "metrics.jsonl")[-1]
-        except UserError:  # none is done
-            epoch = None
-    return Row(f"{plan}.{run}", stage, state, doing if state in ("running", "silent") else None, epoch, error)
+    return Row(f"{plan}.{run}", stage, state, doing, epoch, error)
+
+
+def _ended(log: Path, stage: str) -> tuple[State, str] | None:
+    """Return how a stage ended without its result, and its last word; None if it did not."""
+    if not log.is_file() or log.name.endswith(SUFFIX) or not (word := last_word(log, stage)):
+        return None
+    return "stopped" if word.startswith(STOPPED) else "failed", word
 
 
 def read(file: Path) -> Doing | None:
@@ -250,23 +253,18 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
 
     Returns 1 if something ended without its result, and `--watch` saw for a minute that nothing followed.
     """
-    if configuration is None:
-        raise UserError("config.yaml: no such file here; name one with --configfile")
-    plans = args.plans or configuration.workflow.targets
-    for plan in plans:
-        if plan not in configuration.plans:
-            own = Path(configuration.workflow.results, "plans", plan, "plan.yaml")
-            raise UserError(unknown("plan", plan, configuration.plans) + of_another(own))
+    plans = check_plans(args.plans, configuration)
+    assert configuration
+    scheduled = configuration.workflow.site.scheduler is not None
     busy = time.monotonic()
     while True:
         rows = look(configuration, plans)
-        queued = slurm.left_running(str(Path.cwd())) if configuration.workflow.site.scheduler else []
+        queued = slurm.left_running(str(Path.cwd())) if scheduled else []
         if args.json:
             told = {"rows": [_json(row) for row in rows], "queue": queued}
             print(json.dumps(told, indent=2, ensure_ascii=False), flush=True)
         else:
-            left = None if configuration.workflow.site.scheduler else left_of(configuration, rows)
-            show(lines(rows, queued, left), args.watch)
+            show(lines(rows, queued, None if scheduled else left_of(configuration, rows)), args.watch)
         if not args.watch or all(row.state == "done" for row in rows):
             return 0
         if queued or any(row.state == "running" for row in rows):
@@ -276,41 +274,32 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
         time.sleep(EVERY)
 
 
-def left_of(configuration: Configuration, rows: Iterable[Row]) -> float | None:
-    """Return how long it takes until all is done on this machine, s; None where nothing is left to do."""
-    results, jobs, cores = Path(configuration.workflow.results), list[tuple[float, int]](), os.cpu_count() or 1
+def left_of(configuration: Configuration, rows: Iterable[Row]) -> float:
+    """Return how long it takes until all is done on this machine, s; 0 where nothing is left to do."""
+    results, jobs, cores = Path(configuration.workflow.results), list[tuple[float, float]](), os.cpu_count() or 1
     rows = [row for row in rows if not row.state.startswith("done")]
     for name in dict.fromkeys(row.name.removeprefix("data ") for row in rows if row.of_data):
-        jobs += [(expected.OTHERS, 1)] * cost.data_jobs(configuration.workflow.datasets[name], None)
+        number = cost.data_jobs(configuration.workflow.datasets[name], None)
+        jobs += [(expected.OTHERS, expected.share(1, cores))] * number
     for row in [row for row in rows if not row.of_data]:
         plan, run = row.name.split(".")
-        stage: Any = row.stage
-        work = cost.run_work(configuration, plan, run, stage)
+        work = cost.run_work(configuration, plan, run, row.stage)
         said = row.doing.left if row.doing and not row.doing.part else None
-        threads = work.run.threads if work.run and stage == "train" else None
-        jobs.append((said or expected.seconds(stage, work, results), threads or cores))
-    return expected.in_all(jobs, cores) if jobs else None
+        threads = work.run.threads if work.run and row.stage == "train" else None
+        jobs.append((said or expected.seconds(row.stage, work, results), expected.share(threads, cores)))
+    return expected.in_all(jobs)
 
 
 def show(text: list[str], watched: bool) -> None:
-    """Print lines; on a terminal in colour and, where they are looked at again and again, as many as it has."""
-    if sys.stdout.isatty():
-        paint = functools.partial(re.compile(r"(?<=  )(?:(running)|failed|silent|stopped)(?= )").sub, _painted)
-        text = [paint(line) for line in text]
+    """Print lines; on a terminal, where they are looked at again and again, as many as it has."""
+    if watched and sys.stdout.isatty():
         height = shutil.get_terminal_size().lines - 1
-        if watched and len(text) > height:
-            text = [*text[: height - 1], f"… and {len(text) - height + 1} lines more"]
-        if watched:
-            print("\033[2J\033[H", end="")
+        more = len(text) - height + 1
+        text = [*text[: height - 1], f"… and {more} lines more"] if more > 1 else text
+        print("\033[2J\033[H", end="")
     print("\n".join(text), flush=True)
 
 
-def _painted(match: re.Match[str]) -> str:
-    return coloured(match[0], "green" if match[1] else "red", sys.stdout)
-
-
 def _json(row: Row) -> dict[str, object]:
-    records = {
-        key: value and value.model_dump(mode="json") for key, value in (("doing", row.doing), ("epoch", row.epoch))
-    }
-    return {**asdict(row), **records}
+    records = {"doing": row.doing, "epoch": row.epoch}
+    return {**asdict(row), **{key: value and value.model_dump(mode="json") for key, value in records.items()}}

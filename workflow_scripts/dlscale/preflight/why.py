@@ -1,7 +1,7 @@
 """Why jobs would run, in words: which settings, sources, image or files changed, of which runs.
 
-Snakemake tells that a job's parameters are others, and shows both as a whole. They are one dict (rules/common.smk):
-settings, the digest of the sources, image and packages. What changed in it is said here, a line for each reason.
+Snakemake tells that a job's parameters are others, and shows both as a whole. They are one dict, `stage`: settings, the
+digest of the sources, image and packages. Its changes are said here, a line for each reason.
 
 `dlscale why TARGET …` is a dry run of Snakemake that says nothing else; each dry run ends with these lines.
 """
@@ -22,7 +22,7 @@ from dlscale.core.files import write_json
 from dlscale.core.settings import flat
 from dlscale.core.stages import RUN_STAGES, STAGES
 from dlscale.core.text import many
-from dlscale.preflight import dryrun, run
+from dlscale.preflight import dryrun, targets
 from dlscale.preflight.status import last_word
 
 if TYPE_CHECKING:
@@ -30,16 +30,16 @@ if TYPE_CHECKING:
 
 #: Settings of a line, and modules: more are counted.
 MOST = 4
+#: Digests of modules by name, which a digest of sources stands for; None if nobody remembers.
+Sources = Callable[[str], Mapping[str, str] | None]
 
 
 @dataclass(frozen=True)
 class Waiting:
-    """A job that would run, and what Snakemake says about it.
+    """A job that would run, and Snakemake's reasons.
 
     Attributes
     ----------
-    rule, wildcards
-        What it is.
     missing
         Its outputs that are not there, folders with a slash at their end; `known`: whether it ran before.
     before, now
@@ -66,18 +66,14 @@ class Waiting:
     command: bool = False
 
 
-#: Rules as a study goes through them.
-_ORDER = tuple(STAGES)
-
-
 def stage_of(rule: str) -> str:
     """Return the stage that a rule's command runs: that of `report_plan` is `report`."""
     return "acquire" if rule == "fetch" else rule.partition("_")[0]
 
 
-def _place_in_order(rule: str) -> int:
+def _order(rule: str) -> int:
     """Return where a rule stands in the workflow; whatever is no stage at the end."""
-    return _ORDER.index(stage) if (stage := stage_of(rule)) in _ORDER else len(_ORDER)
+    return [*STAGES, stage_of(rule)].index(stage_of(rule))
 
 
 @dataclass
@@ -97,9 +93,7 @@ class Line:
 
 @dataclass
 class Reasons:
-    """Why jobs would run, by rule how many do because others do, what is gone and would not be made again, and which
-    results others take the place of.
-    """
+    """Reasons of jobs, by rule how many follow from others, what is gone for good, and which results are replaced."""
 
     reasons: list[Line] = field(default_factory=list)
     follow: dict[str, int] = field(default_factory=dict)
@@ -108,24 +102,14 @@ class Reasons:
 
     def lines(self) -> list[str]:
         """Return a line for each reason, one for all that follows, and one for each that lost files."""
-        follow = sorted(self.follow.items(), key=lambda each: (_place_in_order(each[0]), each))
+        follow = sorted(self.follow.items(), key=lambda each: (_order(each[0]), each))
         further = ", ".join(f"{rule} {count}" if count > 1 else rule for rule, count in follow)
-        return [
-            *map(str, self.reasons),
-            *([f"and what follows from that: {further}"] if further else []),
-            *self.lost,
-            *filter(None, [self.replaced]),
-        ]
+        text = [*map(str, self.reasons), f"and what follows from that: {further}" if further else "", *self.lost]
+        return [line for line in [*text, self.replaced] if line]
 
 
-def found(jobs: Iterable[Waiting], sources: Callable[[str], Mapping[str, str] | None]) -> Reasons:
-    """Return why jobs would run.
-
-    Parameters
-    ----------
-    sources
-        Returns the modules and their digests that a digest of sources stands for; None if nobody remembers.
-    """
+def found(jobs: Iterable[Waiting], sources: Sources) -> Reasons:
+    """Return why jobs would run."""
     jobs, told = list(jobs), dict[tuple[str, str], Line]()
     follow: dict[str, int] = {}
     for job in jobs:
@@ -134,14 +118,11 @@ def found(jobs: Iterable[Waiting], sources: Callable[[str], Mapping[str, str] | 
             continue
         group, name = place(job.rule, job.wildcards)
         line = told.setdefault((group, reason), Line(group, reason))
-        for each, names in ((name, line.names), (job.rule, line.rules)):
-            if each not in names:
-                names.append(each)
-    for line in told.values():  # what writes settings anew goes without saying where others use them
-        line.rules = [rule for rule in line.rules if not rule.startswith("configure_")] or line.rules
-        line.rules.sort(key=lambda rule: (_place_in_order(rule), rule))
-        line.names.sort()
-    lines = sorted(told.values(), key=lambda line: (_place_in_order(line.rules[0]), line.group, line.names))
+        line.names = sorted({*line.names, name})
+        line.rules = sorted({*line.rules, job.rule}, key=lambda rule: (_order(rule), rule))
+    for line in told.values():  # the rule that writes a plan's runs goes without saying where others use them
+        line.rules = [rule for rule in line.rules if stage_of(rule) != "configure"] or line.rules
+    lines = sorted(told.values(), key=lambda line: (_order(line.rules[0]), line.group, line.names))
     return Reasons(lines, follow, replaced=replaced(jobs))
 
 
@@ -152,22 +133,18 @@ def replaced(jobs: Iterable[Waiting]) -> str:
     """
     names, rules, inputs = set(), set(), False
     for job in jobs:
-        others = [_of(before) != _of(now) for before, now in _beside(job.before, job.now)]
-        read = not others and (job.follows or bool(job.newer))
-        if job.rule in RUN_STAGES and job.known and not job.missing and (any(others) or read):
+        before, now = _stage(job.before), _stage(job.now)
+        others = _keys(before.get("settings")) != _keys(now.get("settings"))
+        read = not (before or now) and (job.follows or bool(job.newer))
+        if job.rule in RUN_STAGES and job.known and not job.missing and (others or read):
             names.add("{plan}.{run}".format_map(job.wildcards))
             rules.add(job.rule)
             inputs |= read
     if not names:
         return ""
-    runs = f"{_some(sorted(names))} ({', '.join(sorted(rules, key=_place_in_order))})"
+    runs = f"{_some(sorted(names))} ({', '.join(sorted(rules, key=_order))})"
     own = "a dataset of its own, and a run that uses it" if inputs else "a run of its own"
     return f"replaces the results of {runs}; to keep them: {own} (from: {min(names)})"
-
-
-def _of(stage: Any) -> Any:
-    """Return the settings in a job's parameters."""
-    return _keys(stage.get("settings")) if isinstance(stage, dict) else stage
 
 
 def lost(
@@ -175,18 +152,13 @@ def lost(
 ) -> list[str]:
     """Return a line for each run (`PLAN/RUN`) and dataset that lost what no job would make: nothing asked for needs it.
 
-    Parameters
-    ----------
-    making
-        The files that jobs would make.
-    given
-        Words of a call that say which configuration it has.
+    `making` are the files that jobs would make; `given` words of a call that say which configuration it has.
     """
     places = [(f"plans/{run}", run.replace("/", "."), "metrics.jsonl", ["model.pt", "tensorboard/"]) for run in runs]
     places += [(f"data/{name}", f"data {name}", "manifest.json", ["stats/"]) for name in datasets]
     lines = []
-    for place, what, first, kept in places:
-        folder = f"{results}/{place}"
+    for where, what, first, kept in places:
+        folder = f"{results}/{where}"
         gone = [name for name in kept if not _there(Path(folder, name))]
         if gone and Path(folder, first).exists() and f"{folder}/{first}" not in making:
             call = shlex.join(["snakemake", *given, "--force", f"{folder}/{first}"])
@@ -203,14 +175,13 @@ def _gone(names: Sequence[str]) -> str:
     return f"{_some(names)} {'is' if len(names) == 1 else 'are'} gone"
 
 
-def explained(job: Waiting, sources: Callable[[str], Mapping[str, str] | None]) -> str:
+def explained(job: Waiting, sources: Sources) -> str:
     """Return why a job would run; an empty text if it does because others do."""
     reasons = ["interrupted" if job.interrupted else "asked for by force"] if job.forced or job.interrupted else []
     if job.missing and not job.interrupted:
         names = list(dict.fromkeys(f"{Path(path).name}{'/' * path.endswith('/')}" for path in job.missing))
         reasons.append(_gone(names) if job.known else "never made")
-    for before, now in _beside(job.before, job.now):
-        reasons += changes(before, now, sources)
+    reasons += changes(_stage(job.before), _stage(job.now), sources)
     if job.newer and job.known:  # to what was never made all inputs are new
         reasons.append(f"changed: {_some(job.newer)}")
     if job.inputs and not reasons:
@@ -220,34 +191,30 @@ def explained(job: Waiting, sources: Callable[[str], Mapping[str, str] | None]) 
     return "; ".join(reasons)
 
 
-def changes(before: Any, now: Any, sources: Callable[[str], Mapping[str, str] | None]) -> list[str]:
+def changes(before: Mapping[str, Any], now: Mapping[str, Any], sources: Sources) -> list[str]:
     """Return what differs between a job's parameters before and now."""
-    if not (isinstance(before, dict) and isinstance(now, dict)):
-        return [f"{_value(before)} → {_value(now)}"]
-    found = _settings(before.get("settings"), now.get("settings"))
+    own = _settings(before.get("settings"), now.get("settings"))
+    changed = [*own[:MOST], *([f"{many(len(own) - MOST, 'more setting')}"] if len(own) > MOST else [])]
     if before.get("sources") != now.get("sources"):
-        found.append(_modules(*(sources(each.get("sources", "")) for each in (before, now))))
-    own = _settings(before.get("settings"), now.get("settings"), most=None)
-    for text in _settings(before.get("beside"), now.get("beside")):
-        if text not in own:  # what both runs have in common is told once
-            found.append(f"of the plan's first run: {text}")
-    for key in ("image", "packages"):
-        one, other = before.get(key), now.get(key)
-        if one != other:
-            found.append(f"{key} {_value(one)} → {_value(other)}")
-    return found
+        one, other = (sources(each.get("sources", "")) for each in (before, now))
+        names = sorted({name for name, _ in {*(one or {}).items()} ^ {*(other or {}).items()}})
+        changed.append(f"{_some(names) if one and other else 'sources'} changed")
+    first = _settings(before.get("beside"), now.get("beside"))
+    changed += [f"of the plan's first run: {text}" for text in first if text not in own]
+    around = [(key, before.get(key), now.get(key)) for key in ("image", "packages")]
+    return changed + [f"{key} {_value(one)} → {_value(other)}" for key, one, other in around if one != other]
 
 
-def _settings(before: Any, now: Any, most: int | None = MOST) -> list[str]:
-    old, new = (_keys(each) for each in (before, now))
-    keys = [key for key in dict.fromkeys([*old, *new]) if old.get(key, _ABSENT) != new.get(key, _ABSENT)]
-    both = [(key, _value(old.get(key, _ABSENT)), _value(new.get(key, _ABSENT))) for key in keys[:most]]
-    # What differs may be beyond what is shown of a long value.
-    told = [f"{key} changed" if one == other else f"{key} {one} → {other}" for key, one, other in both]
-    return [*told, *([f"{many(len(keys) - most, 'more setting')}"] if most and len(keys) > most else [])]
-
-
-_ABSENT = object()
+def _settings(before: Any, now: Any) -> list[str]:
+    """Return the settings that differ, each with both values."""
+    old, new = _keys(before), _keys(now)
+    told = []
+    for key in dict.fromkeys([*old, *new]):
+        if (key in old, old.get(key)) != (key in new, new.get(key)):
+            one, other = _value(old.get(key)), _value(new.get(key))
+            # What differs may be beyond what is shown of a long value.
+            told.append(f"{key} changed" if one == other else f"{key} {one} → {other}")
+    return told
 
 
 def _keys(settings: Any) -> dict[str, Any]:
@@ -260,36 +227,27 @@ def _keys(settings: Any) -> dict[str, Any]:
     return flat(settings) if isinstance(settings, dict) else {} if settings is None else {"settings": settings}
 
 
-def _modules(before: Mapping[str, str] | None, now: Mapping[str, str] | None) -> str:
-    if before is None or now is None:
-        return "sources changed"
-    changed = [name for name in dict.fromkeys([*before, *now]) if before.get(name) != now.get(name)]
-    return f"{_some(sorted(changed))} changed"
-
-
 def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:MOST]) + (f" and {len(names) - MOST} more" if len(names) > MOST else "")
 
 
 def _value(value: Any) -> str:
-    if value is _ABSENT or value is None:
+    if value is None:
         return "none"
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= 60 else text[:59] + "…"
 
 
-def _beside(before: Sequence[str], now: Sequence[str]) -> list[tuple[Any, Any]]:
-    """Return recorded parameters beside those that took their places: a rule has one, `stage`, that counts."""
-    old, new = ([_read(text) for text in sorted(texts, key=len)] for texts in (before, now))
-    length = max(len(old), len(new))
-    return list(zip([*old, *[None] * (length - len(old))], [*new, *[None] * (length - len(new))], strict=True))
-
-
-def _read(text: str) -> Any:
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return text
+def _stage(texts: Iterable[str]) -> dict[str, Any]:
+    """Return the dict among recorded parameters: a rule has one, `stage`, that counts."""
+    for text in texts:
+        try:
+            value = ast.literal_eval(text)
+        except (ValueError, SyntaxError):
+            continue
+        if isinstance(value, dict):
+            return value
+    return {}
 
 
 def place(rule: str, known: Mapping[str, str]) -> tuple[str, str]:
@@ -301,9 +259,6 @@ def place(rule: str, known: Mapping[str, str]) -> tuple[str, str]:
     if "dataset" in known:
         return "data ", known["dataset"]
     return "", rule
-
-
-# ---- what failed -------------------------------------------------------------------------------------
 
 
 def failed(rule: str, wildcards: Mapping[str, str], log: str, since: float) -> str:
@@ -327,7 +282,7 @@ def remember(tables: Mapping[str, Mapping[str, str]], folder: Path) -> None:
             write_json(path, table)
 
 
-def remembered(folder: Path, tables: Mapping[str, Mapping[str, str]]) -> Callable[[str], Mapping[str, str] | None]:
+def remembered(folder: Path, tables: Mapping[str, Mapping[str, str]]) -> Sources:
     """Return a function from a digest to its modules: of `tables`, or of what `remember` wrote; None if neither has."""
 
     def look(digest: str) -> Mapping[str, str] | None:
@@ -347,19 +302,17 @@ def remembered(folder: Path, tables: Mapping[str, Mapping[str, str]]) -> Callabl
 
 def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
     """Have Snakemake look what it would run for `args.targets`, and say why; return its exit status."""
-    targets = [run.target(word, configuration) for word in args.targets] if configuration else args.targets
-    answer = dryrun.ask(targets, args)
-    if answer.status:
-        print(answer.said, file=sys.stderr)
-        return answer.status
-    raw = answer.reasons
+    names = [targets.typed(word, configuration).name for word in args.targets] if configuration else args.targets
+    status, said, reasons = dryrun.ask(names, args)
+    if status:
+        print(said, file=sys.stderr)
+        return status
     if args.json:
-        print(json.dumps(raw, indent=2, ensure_ascii=False))
-    else:
-        reasons = Reasons([Line(**line) for line in raw["reasons"]], raw["follow"], raw["lost"], raw["replaced"])
-        rest = "." if reasons.lost else ": all is there, and as it was asked for."
-        nothing = [] if reasons.reasons else [f"Nothing would run{rest}"]
-        print("\n".join([*nothing, *reasons.lines()]))
+        print(json.dumps(reasons, indent=2, ensure_ascii=False))
+        return 0
+    rest = "." if reasons["lost"] else ": all is there, and as it was asked for."
+    nothing = [] if reasons["reasons"] else [f"Nothing would run{rest}"]
+    print("\n".join([*nothing, *reasons["lines"]]))
     return 0
 
 

@@ -1,4 +1,4 @@
-"""`dlscale plan RUN …`: what a run would do on other devices, and which of them are fastest and cheapest.
+"""`dlscale predict RUN …`: a run on other devices, and which of them are fastest and cheapest.
 
 The model of `dlscale.measure.scaling` is fitted to what was measured of the runs, on one device or several; what it
 says of others has a band that grows with the distance. `--validate` shows how well it predicts published figures.
@@ -26,7 +26,8 @@ from dlscale.preflight.measured import Study, read
 if TYPE_CHECKING:
     from dlscale.config.resolve import Configuration
 
-#: Of anything that is asked for.
+#: Options that are numbers, and the greatest that one may be.
+NUMBERS = "devices", "tp", "cp", "batch_size", "per_node", "storage", "memory", "price", "epochs", "target_samples"
 MOST = 1e15
 #: Error of the fit that is said.
 MISSED = 0.1
@@ -62,24 +63,13 @@ class Row:
 
 
 def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
-    """Print what the runs `args.runs` would do on other devices, or how well published figures are predicted."""
+    """Print predictions of the runs `args.runs` on other devices, or how well published figures are predicted."""
     if args.validate:
         print("\n".join(validated()))
         return 0
     if not args.runs:
         raise UserError("RUN: expected runs that were measured, as PLAN.RUN or their folders; or --validate")
-    for flag in (
-        "devices",
-        "tp",
-        "cp",
-        "batch_size",
-        "per_node",
-        "storage",
-        "memory",
-        "price",
-        "epochs",
-        "target_samples",
-    ):
+    for flag in NUMBERS:
         given = getattr(args, flag)
         for value in given if isinstance(given, list) else [given]:
             if value is not None and not 0 < value <= MOST:
@@ -90,22 +80,12 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
     study = read([folder(name, configuration) for name in args.runs], args.machine, args.storage or math.inf)
     rows, left_out = table(study, args)
     if not rows:
-        raise UserError(f"--devices: nothing is left to plan: {'; '.join(left_out)}")
+        raise UserError(f"--devices: nothing is left to predict: {'; '.join(left_out)}")
     if args.json:
         print(json.dumps([{**_json(row), "busy": study.busy} for row in rows], indent=2))
     else:
-        print(
-            "\n".join(
-                [
-                    *head(study),
-                    "",
-                    *lines(rows),
-                    "",
-                    *words(study, rows, args),
-                    *(f"Left out: {each}" for each in left_out),
-                ]
-            )
-        )
+        text = [*head(study), "", *lines(rows), "", *words(study, rows, args)]
+        print("\n".join([*text, *(f"Left out: {each}" for each in left_out)]))
     return 0
 
 
@@ -197,7 +177,7 @@ def _seconds(study: Study, args: argparse.Namespace, job: Job, rate: float) -> f
 
 
 def head(study: Study) -> list[str]:
-    """Return what the plan stands on."""
+    """Return the measurements that predictions stand on."""
     points = study.fit.points
     most = max(point.job.devices for point in points)
     kind = f"{study.run.parallel.kind} on {study.device}, links of {study.machine}"
@@ -261,7 +241,7 @@ def words(study: Study, rows: Sequence[Row], args: argparse.Namespace) -> list[s
             "training data; name a smaller --batch-size, or --target-samples for other data."
         )
     if any(row.job.shared > 1 for row in rows):
-        text.append("The memory of devices that share a model is rough: plan a run of it, whose page predicts it.")
+        text.append("The memory of devices that share a model is rough: its own page predicts it.")
     text += [f"{said}." for said in study.busy]
     text += misfits(study)
     furthest = max(rows, key=lambda row: study.fit.doublings(row.job))
@@ -285,7 +265,7 @@ def misfits(study: Study) -> list[str]:
             rates = f"{number(fitted)} samples/s for {number(point.rate)} measured"
             found.append((abs(error), f"The fit misses {at} by {percent(abs(error))}: {rates}."))
     worst = [line for _, line in sorted(found, reverse=True)[:3]]
-    return [*worst, "Measure again on a quiet machine, or plan these runs one by one."] if worst else []
+    return [*worst, "Measure again on a quiet machine, or ask for these runs one by one."] if worst else []
 
 
 def _cost(row: Row) -> float:

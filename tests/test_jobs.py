@@ -1,0 +1,130 @@
+"""From wildcards to jobs, without Snakemake; `tests/workflow` asks the workflow itself."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NoReturn
+
+import pytest
+
+from dlscale.config import resolve
+from dlscale.core.errors import UserError
+from dlscale.preflight import targets
+from dlscale.rules.calls import Call
+from dlscale.rules.jobs import ALL_CORES, Jobs, exactly
+
+RUN = SimpleNamespace(plan="p", run="a")
+DATA = SimpleNamespace(dataset="d", split="train", part="images", file="none")
+
+
+def refuse(message: object) -> NoReturn:
+    raise AssertionError(message)
+
+
+def jobs(results: Path, settings: dict[str, Any] | None = None, site: dict[str, Any] | None = None) -> Jobs:
+    """Return the jobs of a plan of two runs."""
+    plan = {
+        "study": "starter_cnn",
+        "settings": {"dataset": "d", **(settings or {})},
+        "runs": {"a": {}, "b": {"seed": 3}},
+    }
+    raw = {
+        "results": str(results),
+        "targets": ["p"],
+        "datasets": {"d": {"kind": "starter", "source": {"kind": "simulated"}}},
+    }
+    configuration = resolve.load({**raw, "plans": {"p": plan}, "site": site or {}})
+    return Jobs(
+        configuration,
+        configuration.workflow.site,
+        page="page",
+        call=["snakemake"],
+        own_settings=[],
+        filled=True,
+        image="",
+        say=print,
+        refuse=refuse,
+        rung_file=lambda plan, rung: "",
+    )
+
+
+def test_only_what_a_stage_sees_makes_it_run_again(tmp_path: Path) -> None:
+    """A learning rate trains again, and is not timed again; the number of trials the other way round."""
+
+    def params(**settings: Any) -> list[Any]:
+        found = jobs(tmp_path, settings)
+        return [found.run_params("train")(RUN), found.throughput_params(RUN)]
+
+    train, throughput = params()
+    assert params() == [train, throughput]
+    other = params(optimizer={"lr": 0.5})
+    assert other[0] != train and other[1] == throughput
+    other = params(throughput={"trials": 9})
+    assert other[0] == train and other[1] != throughput
+    assert all(each != before for each, before in zip(params(batch_size=7), (train, throughput), strict=True))
+
+
+def test_files_of_a_plan_and_settings_of_its_runs(tmp_path: Path) -> None:
+    found = jobs(tmp_path)
+    files = found.plan_files("p")
+    assert f"{tmp_path}/plans/p/b/metrics.jsonl" in files and files[-1] == f"{tmp_path}/plans/p/summary.csv"
+    assert found.report_files(["p"])["manifests"] == [f"{tmp_path}/data/d/manifest.json"] == [found.run_manifest(RUN)]
+    assert json.loads(found.run_settings(RUN, None)) == found.plans["p"]["a"].run.model_dump(mode="json")
+    assert found.run_record(RUN, None) == f"{tmp_path}/plans/p/a/config.yaml"
+    assert found.dataset_record(DATA, None) == f"{tmp_path}/data/d/config.yaml"
+    page = json.loads(found.page_to_fill(RUN, None)[1])
+    assert page["plans"] == [f"{tmp_path}/plans/p/plan.yaml"] and page["out"] == "page"
+    assert [each["name"] for each in found.plan_settings("p")["runs"]] == ["a", "b"]
+
+
+def test_cores_and_resources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dlscale.rules.jobs.gpus", lambda: 0)
+    here = jobs(tmp_path, {"threads": 3})
+    assert here.train_threads(RUN) == 3 and jobs(tmp_path).train_threads(RUN) == ALL_CORES
+    assert here.resources("train") == here.resources("data") == {}
+    nodes = {"cpu_nodes": {"cpus": 32}, "gpu_nodes": {"cpus": 64, "gpus": 4}}
+    there = jobs(tmp_path, {"geometry": {"gpus_per_node": 2}}, {"starter": "srun", "scheduler": nodes})
+    asked = {name: resource(RUN, attempt=1) for name, resource in there.resources("train").items()}
+    assert (asked["gres"], asked["tasks_per_node"], asked["nodes"]) == ("gpu:2", 2, 1)
+    again = there.resources("train")["runtime"](RUN, attempt=2)
+    assert again == 2 * asked["runtime"]
+    assert there.resources("data")["cpus_per_task"](DATA, attempt=1) == 32
+
+
+def test_names_are_matched_as_they_are() -> None:
+    assert exactly(["a", "b"]) == "a|b" and exactly([]) == "(?!)"
+
+
+def test_a_call_knows_its_works_and_how_long_they_take(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = jobs(tmp_path)
+    call = Call(found, ["p"], [], cores=2)
+
+    def waiting(rule: str, threads: int = 1, **wildcards: str) -> Any:
+        named = SimpleNamespace(**wildcards, items=wildcards.items)
+        return SimpleNamespace(rule=SimpleNamespace(name=rule), wildcards=named, threads=threads, log=[], benchmark="")
+
+    asked = [waiting("train", 64, plan="p", run="b"), waiting("train", 64, plan="p", run="a")]
+    asked += [waiting("describe", dataset="d"), waiting("preprocess", dataset="d"), waiting("collect", plan="p")]
+    works = call.works(asked)
+    assert [(work.stage, work.run_name, work.jobs) for work in works] == [
+        *(("data", "data", 2), ("train", "a", 1), ("train", "b", 1)),
+    ]
+    assert call.time_of(asked, works) == pytest.approx(2 * 16 + 3 * 1.2 / 2)
+    assert [job.share for job in call.to_tell(asked)] == [1, 1, 0.5, 0.5, 0.5]
+    assert call.verdict([], []) == 0 and call.verdict(asked, []) == 0
+    assert "5 jobs; about " in capsys.readouterr().err
+
+
+def test_targets_of_a_call_are_those_of_a_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Options and files of other names are none."""
+    configuration = jobs(tmp_path).configuration
+    words = ["--cores", "plan_p", f"{tmp_path}/data/d/preview.png", "study_starter_cnn"]
+    found = targets.asked(words, configuration)
+    assert [(each.plans, each.datasets) for each in found] == [(("p",), ()), ((), ("d",)), (("p",), ())]
+    with pytest.raises(UserError, match="no plan is called 'other'"):
+        targets.asked(["plan_other"], configuration)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "plan_other").mkdir()
+    assert targets.asked(["plan_other"], configuration) == []

@@ -1,0 +1,222 @@
+"""A call of the workflow: what it would do, what keeps it from starting, and what it came to."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dlscale.core import registry
+from dlscale.core.errors import UserError
+from dlscale.core.machine import gpus
+from dlscale.core.stages import DATA_STAGES, RUN_STAGES
+from dlscale.core.text import coloured, many
+from dlscale.launch import launcher, slurm
+from dlscale.preflight import cost, disks, doctor, environment, expected, live, why
+from dlscale.preflight.cost import Work
+from dlscale.preflight.probe import Finding
+from dlscale.report import glance
+from dlscale.report.results import read_plan
+from dlscale.rules.jobs import Jobs
+
+#: Plans whose results are told at the end of a call.
+RESULTS_SHOWN = 8
+
+
+def say(*lines: str) -> None:
+    """Print lines for the user: what a call makes goes elsewhere."""
+    if lines:
+        print(*lines, sep="\n", file=sys.stderr)
+
+
+@dataclass
+class Call:
+    """A call for some plans and datasets, on its site."""
+
+    jobs: Jobs
+    plans: Sequence[str]
+    datasets: Sequence[str]
+    cores: int | None  #: That it may use of this machine.
+
+    def __post_init__(self) -> None:
+        self.configuration, self.site = self.jobs.configuration, self.jobs.site
+        self.results = Path(self.configuration.workflow.results)
+
+    # ---- what would run ------------------------------------------------------------------------------
+
+    def works(self, waiting: Iterable[Any]) -> list[Work]:
+        """Return Snakemake's jobs that would run, as the estimate of their cost knows them: data counted by dataset."""
+        plans = self.configuration.plans
+        runs, data, halving = list[Work](), Counter[str](), list[str]()
+        for job in waiting:
+            name, wildcards = job.rule.name, job.wildcards
+            if name in RUN_STAGES:
+                runs.append(cost.run_work(self.configuration, wildcards.plan, wildcards.run, name))
+            elif name in DATA_STAGES:
+                data[wildcards.dataset] += 1
+            elif name == "promote":
+                halving.append(wildcards.plan)
+        for plan in dict.fromkeys(halving):  # which trials come to a later rung is not known yet, but how many
+            trials = {plans[plan][work.run_name].trial for work in runs if work.plan == plan} - {None}
+            for work in cost.works(self.configuration, [plan], {each for each in trials if each}):
+                if work.run and plans[plan][work.run_name].rung and work not in runs:
+                    runs.append(work)
+        order = {plan: (number, [*plans[plan]]) for number, plan in enumerate(plans)}
+        runs.sort(key=lambda work: (order[work.plan][0], order[work.plan][1].index(work.run_name), work.stage))
+        return [*(cost.data_work(self.configuration, name, number) for name, number in sorted(data.items())), *runs]
+
+    def seconds_of(self, job: Any) -> float:
+        """Return how long a job takes on this machine, as far as is known."""
+        stage, known, work = why.stage_of(job.rule.name), job.wildcards, None
+        if stage in RUN_STAGES:
+            work = cost.run_work(self.configuration, known.plan, known.run, stage)
+        return expected.seconds(stage, work, self.results, Path(job.benchmark) if job.benchmark else None)
+
+    def to_tell(self, waiting: Sequence[Any]) -> list[live.Job]:
+        """Return the jobs for the process that shows how far the call is; a site has nodes for all."""
+        return [
+            live.Job(
+                "".join(why.place(job.rule.name, dict(job.wildcards.items()))),
+                why.stage_of(job.rule.name),
+                getattr(job.wildcards, "plan", ""),
+                str(next(iter(job.log), "")),
+                str(job.benchmark),
+                self.seconds_of(job),
+                expected.share(job.threads, self.cores) if self.cores else 1 / len(waiting),
+            )
+            for job in waiting
+        ]
+
+    def time_of(self, waiting: Sequence[Any], works: Iterable[Work]) -> float:
+        """Return how long jobs take here together, and what of the same works is no job yet: a later rung's."""
+        cores = self.cores or 1
+        there = {
+            (job.rule.name, job.wildcards.plan, job.wildcards.run) for job in waiting if job.rule.name in RUN_STAGES
+        }
+        later = [work for work in works if work.run and (work.stage, work.plan, work.run_name) not in there]
+        taken = [(self.seconds_of(job), expected.share(job.threads, cores)) for job in waiting]
+        for work in later:
+            threads = work.run.threads if work.run else None
+            taken.append((expected.seconds(work.stage, work, self.results), expected.share(threads, cores)))
+        return expected.in_all(taken)
+
+    # ---- whether it would start ----------------------------------------------------------------------
+
+    def check(self, works: Iterable[Work], files: Iterable[str | Path]) -> None:
+        """Refuse jobs that cannot be started here as they would have to be; `files` of settings have to be carried."""
+        launcher.check_names(map(str, [Path.cwd(), self.results, *registry.roots(), *files]), self.site)
+        for work in works:
+            if work.run:
+                launcher.check(self.site, work.run.geometry, f"plans.{work.plan}.runs.{work.run_name}.")
+
+    def findings(self, works: Sequence[Work]) -> list[Finding]:
+        """Return what is found of the site, or of this machine where it runs the jobs, before the first of them."""
+        runs = {f"{work.plan}.{work.run_name}": work.run for work in works if work.run}
+        if not works:
+            return []
+        if self.site.scheduler or self.site.engine != "none":
+            plans = {work.plan for work in works if work.run}
+            return doctor.check(self.configuration, {work.stage for work in works}, plans)
+        found = [*environment.probe_here(runs, gpus()), disks.probe_space(self.results)]
+        return [finding for finding in found if finding.status in ("FAIL", "warn")]
+
+    def verdict(self, waiting: Sequence[Any], files: Iterable[str | Path]) -> int:
+        """Print what the jobs of a dry run cost, what keeps them from starting, and a verdict; return the status."""
+        if not waiting:
+            return 0
+        scheduler, works, problems = self.site.scheduler, self.works(waiting), list[str]()
+        try:
+            self.check(works, files)
+        except UserError as error:
+            problems.append(f"It would not start: {error}")
+        table, findings = cost.price(works, scheduler, self.results), self.findings(works)
+        problems += doctor.lines(finding for finding in findings if finding.status == "FAIL")
+        problems += filter(None, [cost.over(table, self.configuration.workflow.budget)])
+        warnings = [] if scheduler else doctor.lines(finding for finding in findings if finding.status == "warn")
+        lines = ["", *cost.lines(table)] if scheduler and works else []
+        lines += ["", "It would start, but:", *warnings] if warnings and not problems else ["", *warnings, *problems]
+        if problems:
+            fail = f"{many(len(problems), 'check')} {'fails' if len(problems) == 1 else 'fail'}"
+            fail += f": nothing would {'be submitted' if scheduler else 'start'}"
+            lines += ["", coloured(fail, "red", sys.stderr)]
+        else:
+            lines += [cost.outlook(table, len(waiting), None if scheduler else self.time_of(waiting, works))]
+        say(*lines)
+        return int(bool(problems))
+
+    def start(self, waiting: Sequence[Any], files: Iterable[str | Path]) -> None:
+        """Print what is found before jobs begin; a `UserError` where they may not."""
+        works = self.works(waiting)
+        self.check(works, files)
+        if problem := cost.over(
+            cost.price(works, self.site.scheduler, self.results), self.configuration.workflow.budget
+        ):
+            raise UserError(problem)
+        findings = self.findings(works)
+        say(*doctor.lines(findings))
+        if doctor.failed(findings) or (works and self.site.engine != "none" and not self.jobs.image):
+            raise UserError("Not ready: nothing was started. See the lines with FAIL above.")
+
+    # ---- what it came to -----------------------------------------------------------------------------
+
+    def lost(self, making: Collection[str] = ()) -> list[str]:
+        """Return lines of what is gone of the runs and datasets that were asked for, though nothing would make it."""
+        trained = [run for plan in self.plans for run in self.configuration.plans[plan].values()]
+        runs = dict.fromkeys(f"{run.plan}/{run.name}" for run in trained)
+        datasets = dict.fromkeys([*self.jobs.plan_datasets(self.plans), *self.datasets])
+        return why.lost(str(self.results), runs, datasets, making, self.jobs.own_settings)
+
+    def show_pages(self, files: Iterable[Path]) -> None:
+        """Print where the pages of the files that were asked for are; of a part of a plan its page."""
+        files = list(files)
+        pages = [file for file in files if file == Path(self.jobs.page) or file.name == "report.html"]
+        if not pages:
+            parts = [file.relative_to(self.results).parts for file in files if file.is_relative_to(self.results)]
+            plans = dict.fromkeys(part[1] for part in parts if part[0] == "plans")
+            pages = [page for plan in plans if (page := self.results / "plans" / plan / "report.html").exists()]
+        for page in pages:
+            old = page not in files and any(
+                page.stat().st_mtime < file.stat().st_mtime for file in files if file.exists()
+            )
+            again = shlex.join(["snakemake", *self.jobs.own_settings, "--", f"plan_{page.parent.name}"])
+            say(f"Report: {page.resolve()}{f' (older than what was asked for: {again} writes it anew)' if old else ''}")
+        for picture in [] if pages else [file for file in files if file.name == "preview.png"]:
+            say(f"Preview: {picture.resolve()}")
+
+    def show_results(self) -> None:
+        """Print what each plan that was asked for came to, and what to ask next."""
+        plans = []
+        for name in self.plans:
+            try:
+                plans.append(read_plan(self.results / "plans" / name / "plan.yaml"))
+            except UserError:  # only a part of it was asked for
+                continue
+        for plan in plans[:RESULTS_SHOWN]:
+            say(glance.line(plan))
+        if len(plans) > RESULTS_SHOWN:
+            say(f"and {many(len(plans) - RESULTS_SHOWN, 'more plan')}, on the page")
+        best_first = [(plan, run) for plan in plans for run in [*filter(None, [plan.best]), *plan.runs]]
+        for plan, run in [(plan, run) for plan, run in best_first if run.throughput or run.profile][:1]:
+            call = shlex.join(["dlscale", "explain", f"{plan.name}.{run.name}", *self.jobs.own_settings])
+            say(f"Next: {call}  # what holds it back, what to try")
+
+
+def show_requests(asked: Iterable[tuple[Mapping[str, Any], str, Any]]) -> None:
+    """Print what jobs would ask of Slurm, from resources, rule and wildcards of each; alike ones together."""
+    told = dict[str, set[str]]()
+    for resources, rule, wildcards in asked:
+        name = f"{wildcards.plan}.{wildcards.run}" if rule in RUN_STAGES else wildcards.dataset
+        told.setdefault(slurm.words(resources), set()).add(f"{rule} {name}")
+    if told:
+        say("", *(f"sbatch {words}: {', '.join(sorted(told[words]))}" for words in sorted(told)))
+
+
+def busy_seconds() -> float:
+    """Return the processor's seconds of this process and its children."""
+    used = os.times()
+    return used.user + used.system + used.children_user + used.children_system

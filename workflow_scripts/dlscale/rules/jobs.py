@@ -1,0 +1,478 @@
+"""From a rule's wildcards to the files, parameters, command words and resources of its job.
+
+Every job's parameters are one dict, `stage`: the SHA-256 of the sources that the stage reaches, and the settings that
+it depends on. Snakemake compares parameters as a set of values, so one dict is compared as a whole; imported modules
+and configuration read inside a stage it would not see at all. A function that takes `input`, too, is not compared.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+from dlscale.config import resolve
+from dlscale.config.compute import compute_settings, decisive_settings
+from dlscale.config.dataset import DatasetSettings
+from dlscale.config.records import Rung
+from dlscale.config.resolve import Configuration, ResolvedRun
+from dlscale.config.run import Geometry, Run
+from dlscale.config.site import Site
+from dlscale.core import registry, urls
+from dlscale.core.errors import UserError
+from dlscale.core.fingerprint import ROOT, data_modules, fingerprint, run_modules
+from dlscale.core.machine import gpus
+from dlscale.core.stages import RUN_STAGES, STAGES
+from dlscale.data import parts
+from dlscale.launch import launcher, slurm
+from dlscale.preflight import cost
+from dlscale.preflight.data import probe_kept, probe_raw
+from dlscale.preflight.probe import Finding
+
+#: Cores of one machine for what is timed: more than there are, so that no other job disturbs it.
+ALL_CORES = 64
+#: Wildcards of a job, by attribute.
+Wildcards = Any
+Params = dict[str, Any]
+
+
+def exactly(names: Iterable[str]) -> str:
+    """Return a regular expression of these names and no others; of none it matches nothing."""
+    return "|".join(names) or "(?!)"
+
+
+@dataclass
+class Jobs:
+    """The jobs of one configuration on one site."""
+
+    configuration: Configuration
+    site: Site  #: With its choices made.
+    page: str  #: Of all targets.
+    call: Sequence[str]  #: Words that call the workflow again with this call's settings.
+    own_settings: Sequence[str]  #: Of these the settings.
+    filled: bool  #: Whether the page of all targets fills while jobs run.
+    image: str  #: The image's identity, if any.
+    say: Callable[[Finding], None]  #: Prints what was found, and ends the call if nothing can be made of it.
+    refuse: Callable[[object], NoReturn]
+    rung_file: Callable[[str, int], str]  #: The file that says which trials come to a rung, once it is there.
+    _looked: set[tuple[str, ...]] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        workflow = self.configuration.workflow
+        self.results, self.datasets, self.plans = workflow.results, workflow.datasets, self.configuration.plans
+        self.packages = launcher.packages(self.site)
+        #: GPUs of this machine, where it runs the jobs itself.
+        self.gpus = 0 if self.site.scheduler else gpus()
+
+    # ---- what they share -----------------------------------------------------------------------------
+
+    def dataset(self, wildcards: Wildcards) -> DatasetSettings:
+        return self.datasets[wildcards.dataset]
+
+    def run(self, wildcards: Wildcards) -> Run:
+        return self.plans[wildcards.plan][wildcards.run].run
+
+    def params(self, modules: Iterable[str], settings: Any, files: Iterable[Path] = ()) -> Params:
+        """Return what makes a job run again; without modules (a fetched file) no code of dlscale decides the result."""
+        modules = list(modules)
+        around = {"image": self.image, "packages": self.packages} if modules else {}
+        kept = {key: value for key, value in around.items() if value}
+        return {"sources": fingerprint(modules, files), "settings": settings, **kept}
+
+    def own_params(self, stage: str, settings: Any = None, files: Iterable[Path] = ()) -> Params:
+        """Return the parameters of a stage that is the same for all studies and kinds of data."""
+        return self.params([STAGES[stage].module], settings, files)
+
+    def call_with_files(self, wildcards: Wildcards, input: Any) -> str:
+        """Return words for a shell: a call with this one's settings, up to further files of settings."""
+        return shlex.join([*self.call, *([] if "--configfile" in self.own_settings else ["--configfile"])])
+
+    def call_again(self, wildcards: Wildcards, input: Any) -> str:
+        """Return the same without further files."""
+        return shlex.join(self.call)
+
+    # ---- data ----------------------------------------------------------------------------------------
+
+    def raw_path(self, name: str, raw: Any) -> str:
+        """Return where a raw file lies: in the dataset's source folder if it is acquired."""
+        acquired = parts.acquired(self.datasets[name], raw)
+        return f"{self.results}/data/{name}/source/{raw.name}" if acquired else str(raw.origin)
+
+    def look_for_raw_files(self, name: str) -> None:
+        """Say once what to do about raw files that are not there: Snakemake takes what was made of others for done."""
+        if (name,) not in self._looked:
+            self._looked.add((name,))
+            asked = name, self.datasets[name], Path(self.results)
+            if found := probe_raw(*asked) or probe_kept(*asked):
+                self.say(found)
+
+    def part(self, wildcards: Wildcards) -> Any:
+        return parts.part(self.dataset(wildcards), f"{wildcards.split}/{wildcards.part}")
+
+    def part_sources(self, wildcards: Wildcards) -> list[str]:
+        self.look_for_raw_files(wildcards.dataset)
+        return [self.raw_path(wildcards.dataset, raw) for raw in self.part(wildcards).raws]
+
+    def part_pieces(self, wildcards: Wildcards) -> list[str]:
+        folder = f"{self.results}/data/{wildcards.dataset}/pieces/{wildcards.split}/{wildcards.part}"
+        return [f"{folder}-{piece}.h5" for piece in range(self.dataset(wildcards).pieces)]
+
+    def data_files(self, name: str) -> list[str]:
+        """Return all files that hold a dataset's samples."""
+        dataset = self.datasets[name]
+        kind = parts.kind_of(dataset)
+        if kind.prepared(dataset):
+            self.look_for_raw_files(name)
+            raws = parts.raws(dataset).values()
+            return [self.raw_path(name, raw) for raw in raws] or kind.prepared_files(dataset)
+        return [f"{self.results}/data/{name}/{part.label}.h5" for part in parts.parts(dataset)]
+
+    def dataset_files(self, wildcards: Wildcards) -> list[str]:
+        return self.data_files(wildcards.dataset)
+
+    def prepared_sources(self, wildcards: Wildcards, input: Any) -> list[str]:
+        """Return arguments that name a prepared dataset's files."""
+        dataset = self.dataset(wildcards)
+        return ["--source", *input.files] if parts.kind_of(dataset).prepared(dataset) else []
+
+    def dataset_settings(self, wildcards: Wildcards, input: Any) -> str:
+        return self.dataset(wildcards).model_dump_json()
+
+    def dataset_record(self, wildcards: Wildcards, input: Any) -> str:
+        """Return the file beside a dataset that keeps its settings."""
+        return f"{self.results}/data/{wildcards.dataset}/config.yaml"
+
+    def acquire_params(self, wildcards: Wildcards) -> Params:
+        dataset = self.dataset(wildcards)
+        kind, settings = parts.kind_of(dataset), None
+        if raw := parts.raws(dataset).get(wildcards.file):
+            try:
+                seen = kind.look(dataset, raw, Path(self.raw_path(wildcards.dataset, raw)))
+            except UserError as error:
+                self.refuse(error)
+            settings = {**kind.raw_settings(dataset, raw), **({"files": seen} if seen else {})}
+        return self.params(data_modules("acquire", dataset.kind, kind.maker(dataset)), settings)
+
+    def preprocess_params(self, wildcards: Wildcards) -> Params:
+        dataset = self.dataset(wildcards)
+        settings = parts.kind_of(dataset).part_settings(dataset, self.part(wildcards))
+        return self.params(data_modules("preprocess", dataset.kind), settings)
+
+    def assemble_params(self, wildcards: Wildcards) -> Params:
+        dataset = self.dataset(wildcards)
+        return self.own_params("assemble", {"storage": dataset.storage.model_dump(), "pieces": dataset.pieces})
+
+    def describe_params(self, wildcards: Wildcards) -> Params:
+        dataset = self.dataset(wildcards)
+        settings: Params = {"parts": [part.label for part in parts.parts(dataset)]}
+        if parts.kind_of(dataset).prepared(dataset):
+            settings["dataset"] = dataset.model_dump(mode="json", exclude={"memory_mb"})
+            # Files of others may be swapped for older ones, which modification times alone do not show.
+            files = [Path(file) for file in self.data_files(wildcards.dataset)]
+            settings["files"] = [[str(f), f.stat().st_size, f.stat().st_mtime_ns] for f in files if f.exists()]
+        return self.params(data_modules("describe", dataset.kind), settings)
+
+    def preview_params(self, wildcards: Wildcards) -> Params:
+        return self.params(data_modules("preview", self.dataset(wildcards).kind), None)
+
+    # ---- runs ----------------------------------------------------------------------------------------
+
+    def run_data(self, wildcards: Wildcards) -> list[str]:
+        """Return a dataset's files, and its statistics, by which loaders normalise."""
+        dataset = self.run(wildcards).dataset
+        return [*self.data_files(dataset), f"{self.results}/data/{dataset}/stats"]
+
+    def run_manifest(self, wildcards: Wildcards) -> str:
+        return f"{self.results}/data/{self.run(wildcards).dataset}/manifest.json"
+
+    def run_weights(self, wildcards: Wildcards) -> list[str]:
+        """Return the file of weights that a run starts from; that of another run is made first."""
+        weights: str | None = self.run(wildcards).training.weights
+        if weights and Path(weights).is_relative_to(f"{self.results}/plans"):
+            # Those of the best epoch are no declared output, as not every run keeps them.
+            weights = weights.removesuffix("model_best.pt") + "model.pt" * weights.endswith("model_best.pt")
+        elif weights and (weights, wildcards.plan, wildcards.run) not in self._looked:
+            self._looked.add((weights, wildcards.plan, wildcards.run))
+            if not Path(weights).exists():
+                remedy = f"name others in plans.{wildcards.plan}.runs.{wildcards.run}.training.weights"
+                what = f"run {wildcards.plan}.{wildcards.run}"
+                self.say(Finding(what, "FAIL", f"{weights}: no such file or folder", remedy))
+        return [weights] if weights else []
+
+    def run_params(self, stage: str) -> Callable[[Wildcards], Params]:
+        """Return a function from wildcards to the params of one of a run's stages."""
+
+        def params(wildcards: Wildcards) -> Params:
+            run = self.run(wildcards)
+            modules = run_modules(stage, run.study, *run.loaders(stage))
+            return self.params(modules, json.dumps(decisive_settings(stage, run.slice(stage))))
+
+        return params
+
+    def run_settings(self, wildcards: Wildcards, input: Any) -> str:
+        """Return all settings of a run: a stage picks those that it sees, and keeps them all beside its results."""
+        return self.run(wildcards).model_dump_json()
+
+    def run_record(self, wildcards: Wildcards, input: Any) -> str:
+        """Return the file beside a run's results that keeps its settings."""
+        return f"{self.results}/plans/{wildcards.plan}/{wildcards.run}/config.yaml"
+
+    def beside(self, wildcards: Wildcards) -> Run | None:
+        """Return the run that a run is timed in turn with, if it is: the plan's first, if one process runs it."""
+        plan, runs = wildcards.plan, self.plans[wildcards.plan]
+        first = next((runs[name].run for name in runs if "throughput" in self.configuration.stages(plan, name)), None)
+        run = self.run(wildcards)
+        # How little a run and its copy differ takes ten seconds to see.
+        enough = run.throughput.beside >= 10 if run is first else run.throughput.beside > 0
+        alone = first is not None and first.processes.world_size == run.processes.world_size == 1
+        return first if enough and alone else None
+
+    def throughput_params(self, wildcards: Wildcards) -> Params:
+        run, first = self.run(wildcards), self.beside(wildcards)
+        loaders = [loader for each in (run, first) if each for loader in each.loaders("throughput")]
+        modules = run_modules("throughput", run.study, *loaders)
+        params = self.params(modules, json.dumps(decisive_settings("throughput", run.slice("throughput"))))
+        # Of the first run only what its steps do: another learning rate of it is no reason to time all of a plan again.
+        work = {"beside": json.dumps(compute_settings(first.model_dump(mode="json")))} if first else {}
+        return params | work
+
+    def first_data(self, wildcards: Wildcards) -> list[str]:
+        """Return manifest and data of the run that a run is timed in turn with, where they are not its own."""
+        first = self.beside(wildcards)
+        if not first or first.dataset == self.run(wildcards).dataset:
+            return []
+        folder = f"{self.results}/data/{first.dataset}"
+        return [f"{folder}/manifest.json", *self.data_files(first.dataset), f"{folder}/stats"]
+
+    def throughput_beside(self, wildcards: Wildcards, input: Any) -> list[str]:
+        """Return arguments that name the run to be timed in turn with."""
+        first = self.beside(wildcards)
+        if not first:
+            return []
+        manifest = ["--beside-manifest", input.first[0]] if input.first else []
+        return ["--beside", json.dumps(first.slice("throughput")), *manifest]
+
+    def train_threads(self, wildcards: Wildcards) -> int:
+        """Return the cores of one machine that a training takes: all, unless it says how many, and needs no GPU."""
+        run = self.run(wildcards)
+        here = run.threads and not (self.site.scheduler or self.gpus)
+        return run.threads * run.processes.gpus_per_node if here and run.threads else ALL_CORES
+
+    def checkpoint_sources(self, wildcards: Wildcards, input: Any) -> str:
+        """Return the sources that decide what a checkpoint means: all but the loader's, which changes no sample."""
+        return fingerprint(run_modules("train", self.run(wildcards).study))
+
+    def checkpoint_folder(self, wildcards: Wildcards) -> str:
+        """Return where a run saves what it goes on from; the rungs of a trial share it."""
+        resolved = self.plans[wildcards.plan][wildcards.run]
+        return f"{self.results}/checkpoints/{wildcards.plan}/{resolved.trial or wildcards.run}"
+
+    # ---- plans and pages -----------------------------------------------------------------------------
+
+    def plan_settings(self, name: str) -> Params:
+        """Return a plan as its tables and pages need it: `dlscale.config.records.PlanRecord`."""
+        plan = self.configuration.workflow.plans[name]
+        study = resolve.study_files()[plan.study]
+        runs = [
+            {
+                "name": resolved.trial or run,
+                "label": self.configuration.label(name, run),
+                "plan": resolved.plan,
+                "run": resolved.name,
+                "measure": self.configuration.stages(name, run),
+                "repeats": [each.name for each in self.plans[name].values() if each.repeats == run],
+            }
+            for run, resolved in self.plans[name].items()
+            if resolved.rung == 0 and not resolved.repeats
+        ]
+        return {
+            "plan": name,
+            "title": plan.title or name,
+            "study": plan.study,
+            "study_title": study.title,
+            "kind": plan.kind,
+            "measure": plan.measure,
+            "runs": runs,
+            "sweep": self.sweep_settings(name) if plan.sweep else None,
+            "left_out": self.configuration.left_out[name],
+            "published": [figure.model_dump(exclude_unset=True) for figure in study.published],
+        }
+
+    def sweep_settings(self, name: str) -> Params:
+        """Return a sweep as its tables and pages need it: `dlscale.config.records.SweepRecord`."""
+        sweep: Any = self.configuration.workflow.plans[name].sweep
+        trials = [each for each in self.plans[name].values() if each.trial]
+        sizes = {each.rung: [each.run.training.stop_after, each.rung_size] for each in trials}
+        rungs = list(sizes.values())
+        return {"method": sweep.method, "metric": sweep.metric, "trials": sweep.runs, "rungs": rungs}
+
+    def promoted(self, name: str, rung: int) -> list[str]:
+        """Return the trials that come to a rung of successive halving: known once the rung before is done."""
+        return Rung.read(self.rung_file(name, rung)).trials
+
+    def chosen_runs(self, name: str) -> dict[str, ResolvedRun]:
+        """Return a plan's runs; of successive halving those that come to their rung."""
+        return {
+            run: resolved
+            for run, resolved in self.plans[name].items()
+            if not resolved.rung or resolved.trial in self.promoted(name, resolved.rung)
+        }
+
+    def promote_inputs(self, wildcards: Wildcards) -> list[str]:
+        """Return what the runs of the rung before leave."""
+        name, before = wildcards.plan, int(wildcards.rung) - 1
+        trials = self.promoted(name, before) if before else self.configuration.workflow.plans[name].runs
+        folders = [f"{self.results}/plans/{name}/{trial}-rung{before}" for trial in trials]
+        return [f"{folder}/{file}" for folder in folders for file in STAGES["train"].outputs]
+
+    def promote_params(self, wildcards: Wildcards) -> Params:
+        return self.own_params("promote", self.sweep_settings(wildcards.plan))
+
+    def measured(self, name: str) -> list[str]:
+        """Return the files that a plan's runs leave, of all the stages that they go through."""
+        return [
+            f"{self.results}/plans/{resolved.plan}/{resolved.name}/{file}"
+            for run, resolved in self.chosen_runs(name).items()
+            for stage in self.configuration.stages(name, run)
+            for file in STAGES[stage].outputs
+        ]
+
+    def _known(self, name: str) -> list[str]:
+        """Return the same as far as it is known: of successive halving runs show on the way, asked for by the table."""
+        return [] if self.configuration.workflow.plans[name].halves else self.measured(name)
+
+    def plan_files(self, name: str) -> list[str]:
+        """Return everything that a plan produces."""
+        return [*self._known(name), f"{self.results}/plans/{name}/summary.csv"]
+
+    def shown_files(self, name: str, page: bool) -> list[str]:
+        """Return what Snakemake's own report shows of a plan; `page`: whether its own page is asked for."""
+        folder = f"{self.results}/plans/{name}"
+        pictures = [file for file in self._known(name) if Path(file).name == "prediction.png"]
+        return [*pictures, f"{folder}/summary.csv", *([f"{folder}/report.html"] if page else [])]
+
+    def plan_datasets(self, names: Iterable[str]) -> list[str]:
+        """Return names of the datasets that plans use, each once, in order."""
+        return list(dict.fromkeys(resolved.run.dataset for name in names for resolved in self.plans[name].values()))
+
+    def configure_params(self, wildcards: Wildcards) -> Params:
+        return self.own_params("configure", json.dumps(self.plan_settings(wildcards.plan)))
+
+    def collect_inputs(self, wildcards: Wildcards) -> list[str]:
+        return self.measured(wildcards.plan)
+
+    def collect_params(self, wildcards: Wildcards) -> Params:
+        return self.own_params("collect", self.plan_settings(wildcards.plan))
+
+    def sooner(self, wildcards: Wildcards) -> float:
+        """Return a job's priority: plans of few runs come first, so that a part of the page is soon whole."""
+        return 1 / len(self.plans[wildcards.plan])
+
+    def page_to_fill(self, wildcards: Wildcards, input: Any) -> list[str]:
+        """Return arguments that name the page of all targets, where that is made."""
+        if not self.filled:
+            return []
+        workflow = self.configuration.workflow
+        files = self.report_files(workflow.targets)
+        page = {
+            "title": workflow.report.title,
+            "plans": files["plans"],
+            "datasets": [str(Path(manifest).parent) for manifest in files["manifests"]],
+            "references": files["references"],
+            "call": self.call_again(wildcards, input),
+            "out": self.page,
+        }
+        return ["--page", json.dumps(page)]
+
+    def report_files(self, names: Sequence[str]) -> dict[str, list[str]]:
+        """Return the files that the page of some plans is made of."""
+        datasets = self.plan_datasets(names)
+        # Hidden ones are half of an import that is under way, or was killed.
+        references = Path(self.results).glob("references/[!.]*/reference.json")
+        return {
+            "plans": [f"{self.results}/plans/{name}/plan.yaml" for name in names],
+            "tables": [f"{self.results}/plans/{name}/summary.csv" for name in names],
+            "manifests": [f"{self.results}/data/{name}/manifest.json" for name in datasets],
+            "previews": [f"{self.results}/data/{name}/preview.png" for name in datasets],
+            "references": sorted(map(str, references)),
+        }
+
+    def report_plan_files(self, wildcards: Wildcards) -> dict[str, list[str]]:
+        return self.report_files([wildcards.plan])
+
+    def report_runs(self, wildcards: Wildcards) -> list[str]:
+        """Return what the runs of the targets leave; a function, for some are chosen on the way."""
+        return list(dict.fromkeys(file for name in self.configuration.workflow.targets for file in self.measured(name)))
+
+    def report_folders(self, wildcards: Wildcards, input: Any) -> list[str]:
+        """Return the datasets' folders."""
+        return [str(Path(manifest).parent) for manifest in input.manifests]
+
+    def report_params(self, title: str, names: Iterable[str]) -> Params:
+        return self.own_params("report", {"title": title, "plans": list(names)}, ROOT.glob("report/templates/*"))
+
+    def report_plan_params(self, wildcards: Wildcards) -> Params:
+        title = self.configuration.workflow.plans[wildcards.plan].title or wildcards.plan
+        return self.report_params(title, [wildcards.plan])
+
+    # ---- commands and resources ----------------------------------------------------------------------
+
+    def launch(self, paths: Iterable[str], geometry: Geometry | None = None, secrets: bool = False) -> list[str]:
+        """Return the words that start a stage that reads `paths`: in a container it sees these, here and there alike.
+
+        Addresses with secrets are kept from it unless it fetches something.
+        """
+        folder, results = str(Path.cwd()), Path(self.results).resolve()
+        place = launcher.Place(
+            folder=folder,
+            sources=str(ROOT.parent),
+            uid=os.getuid(),
+            gid=os.getgid(),
+            data=launcher.outside([*paths, ROOT.parent, *registry.roots()], folder, results),
+            results=None if results.is_relative_to(folder) else str(results),
+        )
+        studies = [f"--study={name}={study.file}" for name, study in registry.added().items()]
+        withheld = ["env", "-u", urls.VARIABLE] if self.configuration.secrets and not secrets else []
+        return [*withheld, *launcher.launch(self.site, place, geometry), *studies]
+
+    def stage_launch(self, wildcards: Wildcards, input: Any) -> list[str]:
+        return self.launch(input)
+
+    def run_launch(self, wildcards: Wildcards, input: Any) -> list[str]:
+        """Return the words that start one of a run's stages, on the devices of its geometry."""
+        return self.launch(input, self.run(wildcards).processes)
+
+    def acquire_launch(self, wildcards: Wildcards, input: Any) -> list[str]:
+        """Return the words that start a stage that reads what is no file of the workflow, such as a local store."""
+        dataset = self.dataset(wildcards)
+        raw = parts.raws(dataset).get(wildcards.file)
+        there = [raw.origin] if raw and Path(raw.origin).exists() else []
+        return self.launch(there, secrets=parts.fetched(dataset))
+
+    def run_device(self, wildcards: Wildcards, input: Any) -> str:
+        return launcher.device(self.configuration.workflow.site)
+
+    def resources(self, stage: str) -> dict[str, Callable[..., Any]]:
+        """Return functions from wildcards to the resources of a run's stage, or of `data` stages, by name."""
+
+        def resource(name: str) -> Callable[..., Any]:
+            def asked(wildcards: Wildcards, attempt: int) -> Any:
+                run = self.run(wildcards) if stage in RUN_STAGES else None
+                if run:
+                    work = cost.run_work(self.configuration, wildcards.plan, wildcards.run, stage)
+                else:
+                    work = cost.data_work(self.configuration, wildcards.dataset, 1)
+                assert self.site.scheduler
+                # A time limit is longer at each attempt; None is no resource: the executor asks which are there.
+                minutes = cost.minutes(work, Path(self.results), self.site.scheduler) if name == "runtime" else None
+                geometry, processes = (run.geometry, run.processes) if run else (None, None)
+                limit = minutes and minutes * attempt
+                return slurm.request(self.site.scheduler, stage, geometry, limit, processes).get(name)
+
+            return asked
+
+        return {name: resource(name) for name in (slurm.RESOURCES if self.site.scheduler else ())}
