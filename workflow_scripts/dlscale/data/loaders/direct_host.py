@@ -102,12 +102,12 @@ def _compiled(half, wide):  # type: ignore[no-untyped-def]
                             for j in range(count):
                                 row = rows[j]
                                 for k in range(n2):
-                                    if wide:
-                                        value = _widened(np.uint16(row[k] >> bits))  # type: ignore[call-arg]
-                                    elif half:
-                                        value = _widened(row[k])  # type: ignore[call-arg]
-                                    else:
+                                    if not half:
                                         value = row[k]
+                                    elif wide:
+                                        value = _widened(np.uint16(row[k] >> bits))  # type: ignore[call-arg]
+                                    else:
+                                        value = _widened(row[k])  # type: ignore[call-arg]
                                     values[k] = (value - shift) * factor + offset
                                 if stream:
                                     _stream(out[c, i, top + j], values)  # type: ignore[call-arg]
