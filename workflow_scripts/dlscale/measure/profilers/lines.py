@@ -106,7 +106,7 @@ def _step_functions(session: Session) -> set[FunctionType]:
     """
     found = _functions(Step, registry.load(registry.loader(session.run.loader.kind)))
     if session.run.compile.mode == "none":
-        loss: Any = session.step.network.loss
+        loss: Any = session.study.loss(session.run)
         while isinstance(loss, functools.partial):
             loss = loss.func
         models = {type(module) for module in (*session.step.model.modules(), loss)}

@@ -29,7 +29,7 @@ from dlscale.core.ranks import MEET
 from dlscale.measure.profilers import child
 from dlscale.measure.profilers.nsys_database import summarize
 from dlscale.measure.profilers.nvtx_ranges import CAPTURE
-from dlscale.measure.profilers.records import ProfiledTool
+from dlscale.measure.profilers.records import ProfiledTool, TopEntry
 from dlscale.measure.profilers.tool import Found, overhead, report
 from dlscale.parallel.world import World
 
@@ -86,7 +86,7 @@ def profile(run_json: str, manifest: str, world: World, threads: int | None, dev
         failed = f"the profiled process ended with status {status}: {_last(said)}{advice}"
         # A process that others waited for says why; they say nothing.
         problem = next(filter(None, world.gather("" if status in (0, ENDED) else failed)), None)
-        found, rows = ProfiledTool(name="nsys", problem=problem), []
+        found, rows = ProfiledTool(name="nsys", problem=problem), list[TopEntry]()
         if profiled and tool and not problem:
             if kept.exists():
                 found, rows = _read(tool, world.rank, kept, Path(scratch) / "database.sqlite")

@@ -90,7 +90,7 @@ def _trace(database: _Database) -> Trace:
             known = named or _copy(copied, source, target)
             work.append((begin, end, thread, known, kind, launch, call, size, to_device, source == PAGEABLE))
     steps, called = ranges[ranges.name == "step"], table(call[:4] for call in calls)
-    main = int(steps.thread[steps.begin.idxmin()]) if len(steps) else UNKNOWN
+    main = int(steps.sort_values("begin").thread.iloc[0]) if len(steps) else UNKNOWN
     return Trace(
         ranges=ranges,
         work=table(work, WORK),
@@ -118,13 +118,12 @@ def _autograd(ranges: pd.DataFrame, calls: pd.DataFrame, main: int) -> set[int]:
     steps, backward = ((ranges[(ranges.name == name) & (ranges.thread == main)]) for name in ("step", "backward"))
     passes = spans(backward)
     calls = calls[calls.begin.between(steps.begin.min(), steps.end.max())]
-    own = {main, *ranges.thread[ranges.pushed == 1]}
-    every = set(range(len(passes)))
-    return {
-        int(thread)
-        for thread, group in calls.groupby("thread")
-        if thread not in own and set(index_at(passes, group.begin.to_numpy()).tolist()) == every
-    }
+    found = set[int]()
+    for thread in set(calls.thread.tolist()) - {main, *ranges.thread[ranges.pushed == 1].tolist()}:
+        within = index_at(passes, calls.begin[calls.thread == thread].to_numpy())
+        if set(within.tolist()) == set(range(len(passes))):
+            found.add(thread)
+    return found
 
 
 def _computing(database: _Database, thread: int) -> np.ndarray:

@@ -76,7 +76,7 @@ class Trace:
         if steps.empty:
             raise ValueError("no step is in it: the profiler did not see the ranges of the process")
         self.starts, self.end = np.sort(steps.begin), int(steps.end.max())
-        self.main = int(steps.thread[steps.begin.idxmin()])
+        self.main = int(steps.sort_values("begin").thread.iloc[0])
         self.ranges, self.work = self._stepped(self.ranges, "begin"), self._stepped(self.work, "launch")
         if self.waits is not None:
             makes_step = self.waits.thread.isin([self.main, *self.threads, UNKNOWN])
@@ -242,8 +242,8 @@ def _items(trace: Trace, operators: pd.DataFrame) -> int:
         of_host = spans(trace.ranges[trace.ranges.name.isin(["data", "optimizer"])])
         return int((index_at(of_host, reads.begin.to_numpy()) < 0).sum())
     return sum(
-        bool(((waits.thread == read.thread) & waits.begin.between(read.begin, read.end)).any())
-        for read in reads.itertuples()
+        bool(((waits.thread == thread) & (waits.begin >= begin) & (waits.begin <= end)).any())
+        for begin, end, thread in reads[["begin", "end", "thread"]].to_numpy().tolist()
     )
 
 
