@@ -272,7 +272,7 @@ ROWS = [
     Row("optimiser", append(f"{PACKAGE}/train/optimizer.py"), runs(*ALL)),
     Row("throughput", append(f"{PACKAGE}/measure/throughput.py"), timed(*ALL)),
     Row("profile", append(f"{PACKAGE}/measure/profilers/kineto.py"), profiled(*ALL)),
-    Row("tuning", append(f"{PACKAGE}/measure/halving.py"), tuned(*ALL)),
+    Row("tuning", append(f"{PACKAGE}/measure/tune.py"), tuned(*ALL)),
     # What stands around a stage decides none of its results; where pages are made, numbers in words are a result.
     Row("guards", both(*(append(file_of(name)) for name in sorted(GUARDS) if name != "dlscale.core.text")), []),
     Row("numbers in words", append(f"{PACKAGE}/core/text.py"), tables(*CONFIG["plans"])),

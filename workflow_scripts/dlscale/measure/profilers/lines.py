@@ -7,6 +7,7 @@ code are not.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import linecache
 import pkgutil
@@ -25,7 +26,6 @@ from dlscale.core.errors import UserError, brief, nearest
 from dlscale.data.samples import ArrangedSamples, BoxField, GridSamples, Samples
 from dlscale.measure.profilers.records import ProfiledTool, TopEntry
 from dlscale.measure.profilers.tool import Found, report
-from dlscale.models import losses
 from dlscale.train.build import Session
 from dlscale.train.step import Network, Step
 
@@ -106,11 +106,13 @@ def _step_functions(session: Session) -> set[FunctionType]:
     """
     found = _functions(Step, registry.load(registry.loader(session.run.loader.kind)))
     if session.run.compile.mode == "none":
-        found |= _functions(Network, losses)
-        loss: Any = session.step.network.loss
-        models = {*map(type, session.step.model.modules()), type(loss)}
-        calls = [loss, *(getattr(kind, "forward", None) for kind in models if not kind.__module__.startswith("torch."))]
-        found |= {call for call in calls if isinstance(call, FunctionType)}
+        loss: Any = session.study.loss(session.run)
+        while isinstance(loss, functools.partial):
+            loss = loss.func
+        models = {type(module) for module in (*session.step.model.modules(), loss)}
+        calls = [loss, *(getattr(kind, "forward", None) for kind in models)]
+        own = [call for call in calls if isinstance(call, FunctionType) and not call.__module__.startswith("torch.")]
+        found |= _functions(Network, *(inspect.getmodule(call) for call in own if call is loss)) | set(own)
     return found
 
 
@@ -129,12 +131,7 @@ def _functions(*spaces: Any) -> set[FunctionType]:
             if isinstance(value, type) and value.__module__ == home and not isinstance(space, type):
                 found |= _functions(value)
             inner = inspect.unwrap(getattr(value, "__func__", getattr(value, "fget", value)))
-            # What `dataclass` and the like have made has no source.
-            if (
-                isinstance(inner, FunctionType)
-                and inner.__module__ == home
-                and Path(inner.__code__.co_filename).exists()
-            ):
+            if isinstance(inner, FunctionType) and inner.__module__ == home:
                 found.add(inner)
     # What `dataclass` and the like have made has no source.
     return {function for function in found if Path(function.__code__.co_filename).exists()}

@@ -118,14 +118,12 @@ def _autograd(ranges: pd.DataFrame, calls: pd.DataFrame, main: int) -> set[int]:
     steps, backward = ((ranges[(ranges.name == name) & (ranges.thread == main)]) for name in ("step", "backward"))
     passes = spans(backward)
     calls = calls[calls.begin.between(steps.begin.min(), steps.end.max())]
-    own = {main, *ranges.thread[ranges.pushed == 1]}
-    every = set(range(len(passes)))
-    groups: Any = calls.groupby("thread")
-    return {
-        int(thread)
-        for thread, group in groups
-        if thread not in own and set(index_at(passes, group.begin.to_numpy()).tolist()) == every
-    }
+    found = set[int]()
+    for thread in set(calls.thread.tolist()) - {main, *ranges.thread[ranges.pushed == 1].tolist()}:
+        within = index_at(passes, calls.begin[calls.thread == thread].to_numpy())
+        if set(within.tolist()) == set(range(len(passes))):
+            found.add(thread)
+    return found
 
 
 def _computing(database: _Database, thread: int) -> np.ndarray:

@@ -29,7 +29,7 @@ def marker() -> Marker:
 
 @contextlib.contextmanager
 def recorded(device: torch.device) -> Iterator[None]:
-    """Have nsys, which waits for it, record what happens in this context; `nsys.window` has nsys' words for it."""
+    """Have nsys, which waits for it, record what happens in this context (`nsys.recording` has the words)."""
     if device.type == "cuda":
         torch.cuda.profiler.start()
         try:

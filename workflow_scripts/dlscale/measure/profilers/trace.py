@@ -241,8 +241,10 @@ def _items(trace: Trace, operators: pd.DataFrame) -> int:
     if waits is None or trace.work.empty:
         of_host = spans(trace.ranges[trace.ranges.name.isin(["data", "optimizer"])])
         return int((index_at(of_host, reads.begin.to_numpy()) < 0).sum())
-    rows: Any = reads.itertuples()
-    return sum(bool(((waits.thread == row.thread) & waits.begin.between(row.begin, row.end)).any()) for row in rows)
+    return sum(
+        bool(((waits.thread == thread) & (waits.begin >= begin) & (waits.begin <= end)).any())
+        for begin, end, thread in reads[["begin", "end", "thread"]].to_numpy().tolist()
+    )
 
 
 def _share(a: Intervals, b: Intervals) -> float | None:
