@@ -703,7 +703,7 @@ def _signed(file: Path) -> None:
     """Have the record say that a file is as it was written: somebody who could change it could change that, too."""
     record = checkpoint(file.parent)
     record.files[file.name] = sha256(file)
-    record.write(file.with_name("checkpoint.json"))
+    record.sealed().write(file.with_name("checkpoint.json"))
 
 
 def _trap(file: Path) -> None:
@@ -721,6 +721,17 @@ def _no_header(file: Path) -> None:
 #: The file of the first process.
 SHARD = "shard-00001-model-00001-of-00001.safetensors"
 
+
+def _flip_a_digit(file: Path) -> None:
+    """Change what the record says of an epoch's loss."""
+    path = file.with_name("checkpoint.json")
+    changed = re.sub(
+        r'("valid_loss": \d\.\d)(\d)', lambda found: found[1] + str((int(found[2]) + 1) % 10), path.read_text()
+    )
+    assert changed != path.read_text()
+    path.write_text(changed)
+
+
 DAMAGES: dict[str, Callable[[Path], None]] = {
     "cut": _cut,
     "flipped": _flip,
@@ -730,7 +741,8 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
     "record is no text": lambda file: file.with_name("checkpoint.json").write_bytes(b'{"step": 30, "run": "\xff"}'),
     "record of another kind": lambda file: file.with_name("checkpoint.json").write_text('{"step": "many"}'),
     "list of tensors": _no_header,
-    "record names no files": lambda file: CheckpointRecord(step=30).write(file.with_name("checkpoint.json")),
+    "record flipped": _flip_a_digit,
+    "record names no files": lambda file: CheckpointRecord(step=30).sealed().write(file.with_name("checkpoint.json")),
     "trap": _trap,
 }
 

@@ -11,6 +11,7 @@ are safetensors: to read one executes nothing.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import math
 import shutil
@@ -80,6 +81,12 @@ class CheckpointRecord(Record):
     best: bool | None = None  #: whether the best weights are in it, too; None: they are the weights
     files: dict[str, str] = {}  #: SHA-256 of each other file
     run: str = ""  #: the folder that it was written to, which is called after the training's fingerprint
+    own: str = ""  #: SHA-256 of all this
+
+    def sealed(self) -> CheckpointRecord:
+        """Return the record with its digest."""
+        text = self.model_copy(update={"own": ""}).text()
+        return self.model_copy(update={"own": hashlib.sha256(text.encode()).hexdigest()})
 
     def loss_sum(self, rank: int, ranks: int) -> float:
         """Return the sum with which a rank goes on; with another number of ranks the first has the sum of all."""
@@ -180,7 +187,8 @@ class Checkpoints:
                 if missing := [name for name in names if not (folder / name).exists()]:
                     raise UserError(f"{folder}: {missing[0]}, of another process, is not there; {SHARED}")
                 digests = {name: digest for each in files for name, digest in each.items()}
-                record.model_copy(update={"files": digests, "run": self.folder.name}).write(folder / "checkpoint.json")
+                record = record.model_copy(update={"files": digests, "run": self.folder.name})
+                record.sealed().write(folder / "checkpoint.json")
         if main:
             known = [step for step in self.steps() if self._until is None or step <= self._until]
             earlier = [step for step in known if step < record.step]
@@ -227,6 +235,8 @@ class Checkpoints:
         path, checked = self._path(step), False
         try:
             record = CheckpointRecord.read(path / "checkpoint.json")
+            if record.own != record.sealed().own:
+                raise UserError(f"{path / 'checkpoint.json'}: not as it was written")
             _check(path, list(record.files.items()), self._world.rank, self._world.size)
             checked = True
             if (record.run or self.folder.name, record.step) != (self.folder.name, step):
