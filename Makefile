@@ -132,17 +132,17 @@ example: $(VENV)/.installed  ## make the page in docs/examples anew, and its pic
 .PHONY: bench
 bench: $(VENV)/.installed-dev  ## measure dlscale itself: loaders, steps, rungs, preprocessing, DAG
 	$(say) 'Running the benchmarks'
-	@python tests/bench/run.py $(ARGS)
+	@python bench/run.py $(ARGS)
 
 .PHONY: bench-noise
 bench-noise: $(VENV)/.installed-dev  ## does a report tell noise from a slow-down of 5 %? twenty tries, half of them on a busy machine
 	$(say) 'Measuring twenty times what is equal, and what is slower by 5 %'
-	@python -m tests.bench.noise $(ARGS)
+	@python -m bench.noise $(ARGS)
 
 .PHONY: bench-gpu
 bench-gpu: $(VENV)/.installed-dev  ## check and measure all that needs a GPU, eight minutes a call; see the file
 	$(say) 'Running the checks and benchmarks of a GPU'
-	@python tests/bench/gpu.py --json $(VENV)/bench-gpu.json --markdown $(VENV)/bench-gpu.md $(ARGS)
+	@python bench/gpu.py --json $(VENV)/bench-gpu.json --markdown $(VENV)/bench-gpu.md $(ARGS)
 
 # What dlscale imports and a machine with PyTorch may lack. Few and small: they are carried there, for its --wheels.
 GPU_PYTHON ?= 3.12
@@ -156,7 +156,7 @@ bench-gpu-wheels: $(VENV)/bin/python  ## collect what bench-gpu needs where ther
 	@python -m pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: --implementation cp \
 	    --python-version $(GPU_PYTHON) --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 \
 	    --platform manylinux2014_x86_64 --dest $(VENV)/bench-gpu-wheels --requirement $(VENV)/bench-gpu-wheels.txt
-	$(say) 'There: python3 tests/bench/gpu.py --json FILE --wheels FOLDER'
+	$(say) 'There: python3 bench/gpu.py --json FILE --wheels FOLDER'
 
 # ---- development ---------------------------------------------------------------------------------
 

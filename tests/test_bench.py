@@ -23,14 +23,11 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from torch.utils.flop_counter import FlopCounterMode
 
-from dlscale.config.run import Throughput
-from dlscale.parallel.world import World
-from dlscale.train.step import Network, Step
-from tests.bench import gpu_checks, gpu_whole, training
-from tests.bench.cases import Case, sizes
-from tests.bench.clocks import Sampler
-from tests.bench.gpu_checks import UNET, Errors, rung_equals_plain
-from tests.bench.gpu_kernels import (
+from bench import gpu_checks, gpu_whole, training
+from bench.cases import Case, sizes
+from bench.clocks import Sampler
+from bench.gpu_checks import UNET, Errors, rung_equals_plain
+from bench.gpu_kernels import (
     BEST,
     Launch,
     attention,
@@ -44,9 +41,12 @@ from tests.bench.gpu_kernels import (
     shares,
     table_of_convolutions,
 )
-from tests.bench.gpu_timings import COMPILE, Data, Ladder, sized
-from tests.bench.measure import Row, figures, in_turns, summary, table
-from tests.bench.tasks import Bench, Result, Skip, Task, closing_words, markdown, perform, perform_all, read
+from bench.gpu_timings import COMPILE, Data, Ladder, sized
+from bench.measure import Row, figures, in_turns, summary, table
+from bench.tasks import Bench, Result, Skip, Task, closing_words, markdown, perform, perform_all, read
+from dlscale.config.run import Throughput
+from dlscale.parallel.world import World
+from dlscale.train.step import Network, Step
 from tests.conftest import ROOT
 from tests.waiting import PATIENCE
 
@@ -65,7 +65,7 @@ def dali() -> bool:
 def test_benchmarks_run(tmp_path: Path) -> None:
     """All but those of the workflow, whose commands the workflow's own tests run."""
     groups = ["crops", "pairs", "images", "steps", "full", "rungs", "models", "watching", "profilers", "preprocess"]
-    command = [sys.executable, str(ROOT / "tests/bench/run.py"), "--quick", "--json", str(tmp_path / "out.json")]
+    command = [sys.executable, str(ROOT / "bench/run.py"), "--quick", "--json", str(tmp_path / "out.json")]
     done = subprocess.run([*command, *groups], cwd=tmp_path, capture_output=True, text=True, timeout=2 * PATIENCE)
     assert done.returncode == 0, done.stdout + done.stderr
     results = json.loads((tmp_path / "out.json").read_text())
@@ -107,7 +107,7 @@ def test_the_benchmark_of_noise_runs(tmp_path: Path) -> None:
     small = {"model": {"depth": 4, "size": 64}, "throughput": {"trials": 2, "seconds": 0, "beside": 0.4, "error": 0.5}}
     words = ["--tries", "2", "--known", "1", "--load", "0", "--threads", "1", "--set", json.dumps(small)]
     words += ["--json", str(tmp_path / "out.json")]
-    command = [sys.executable, "-m", "tests.bench.noise", *words]
+    command = [sys.executable, "-m", "bench.noise", *words]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stdout + done.stderr
     found, _ = json.loads((tmp_path / "out.json").read_text())
@@ -177,7 +177,7 @@ def test_the_benchmarks_of_a_gpu_run_on_a_processor(tmp_path: Path) -> None:
 
 def gpu(*words: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run the benchmarks of a GPU on a processor."""
-    command = [sys.executable, str(ROOT / "tests/bench/gpu.py"), "--device", "cpu", "--quick", *words]
+    command = [sys.executable, str(ROOT / "bench/gpu.py"), "--device", "cpu", "--quick", *words]
     known = {**os.environ, **environment}
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=4 * PATIENCE, env=known)
 
@@ -477,7 +477,7 @@ def test_the_published_form_is_the_same_training(case: Case) -> None:
 
 @pytest.mark.slow
 def test_unknown_group_names_the_known(tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "tests/bench/run.py"), "nonsense"]
+    command = [sys.executable, str(ROOT / "bench/run.py"), "nonsense"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 2 and "no such group: nonsense; there are: crops, pairs" in done.stderr
 
@@ -545,7 +545,7 @@ def test_the_wheels_are_enough(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_first_calls_have_the_most_valuable_rows(tmp_path: Path) -> None:
     """As listed, without a GPU: a call of eight minutes has the checks and the U-Net, two have NCCL and the ViT."""
-    done = subprocess.run([sys.executable, str(ROOT / "tests/bench/gpu.py"), "--list"], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, str(ROOT / "bench/gpu.py"), "--list"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     rows = [line.split(" s  ") for line in done.stdout.splitlines()]
     ends = dict(

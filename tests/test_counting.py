@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from bench.cases import Case
 from dlscale.config import resolve as config
 from dlscale.config.run import load_run
 from dlscale.core import registry
@@ -37,7 +38,6 @@ from dlscale.train import memory
 from dlscale.train.build import open_session
 from dlscale.train.fake import FakeStep, fake_batch, fake_step
 from dlscale.train.optimizer import CLASSES
-from tests.bench.cases import Case
 from tests.conftest import TINY, make_run, stage
 from tests.test_report import Results, with_ladder
 

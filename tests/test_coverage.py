@@ -244,7 +244,7 @@ WRONG = {
     "no run": {"command": "`dlscale explain cosmo_demo.bf61`"},
     "no plan to price": {"command": "`dlscale cost cosmo_dmo`"},
     "no target of make": {"command": "`make dmo`"},
-    "no module": {"command": "`python -m tests.bench.rnu`"},
+    "no module": {"command": "`python -m bench.rnu`"},
     "no program": {"command": "`tensorbord --logdir results`"},
     "no test file": {"test": "`tests/test_covrage.py::test_a`"},
     "no test function": {"test": "`tests/test_coverage.py::test_a_row_names_what_there_isnt`"},

@@ -19,6 +19,7 @@ import torch
 import yaml
 from PIL import Image
 
+from bench import published
 from dlscale.config import resolve
 from dlscale.config.run import load_run, run_class
 from dlscale.core import registry
@@ -35,7 +36,6 @@ from dlscale.datasets.imagenet.pack import Pack
 from dlscale.datasets.imagenet.samples import Images
 from dlscale.studies.imagenet_resnet50.study import ImagenetMetrics
 from dlscale.train.schedule import learning_rate, peak_rate
-from tests.bench import published
 from tests.conftest import TINY, make_dataset, make_run, records, stage, train
 
 CLASSES = ["ape", "bee", "cat"]

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from bench.cases import Case
 from dlscale.config.run import Geometry
 from dlscale.core import registry
 from dlscale.core.errors import UserError
@@ -37,7 +38,6 @@ from dlscale.train.build import build_step, open_session
 from dlscale.train.fake import FakeStep
 from dlscale.train.records import Memory, MemoryUse
 from dlscale.train.step import Step
-from tests.bench.cases import Case
 from tests.conftest import ROOT
 from tests.ranks import spawn
 from tests.test_counting import tiny_run

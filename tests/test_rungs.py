@@ -907,7 +907,7 @@ def test_a_cuda_graph_trains_as_the_eager_step_does(study: str, over: dict[str, 
         x.fill_(math.nan)
     a, b = (step.weights.state_dict() for step in steps)
     # Gradients are summed in any order, and Adam makes of one that is nearly zero a whole step of either sign: see
-    # `graph_equals_eager` in tests/bench/gpu_checks.py. A stale batch or rate would be 0.1.
+    # `graph_equals_eager` in bench/gpu_checks.py. A stale batch or rate would be 0.1.
     assert all(distance(b[key], a[key]) < 2e-2 for key in a if not key.endswith("attention.k.bias"))
 
 

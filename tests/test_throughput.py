@@ -293,6 +293,16 @@ def test_each_rank_counts_its_own_samples() -> None:
     assert [a * b for a, b in zip(found.trial_time, found.trial_throughput, strict=True)] == pytest.approx([9 + 7])
 
 
+def test_the_wait_for_data_counts() -> None:
+    def late() -> Iterator[Batch]:
+        for batch in batches_of(1, 1, 1, 1):
+            time.sleep(0.03)
+            yield batch
+
+    found = trials("IO", late(), lambda x, y: None, Throughput(warmup=0, trials=2, batches=2, seconds=0), World())
+    assert all(seconds >= 0.06 for seconds in found.trial_time)
+
+
 @contextlib.contextmanager
 def train_loader(folder: Path, data: Path, **over: Any) -> Iterator[Loader]:
     make_run(folder, "cosmo_unet", config.merge(copy.deepcopy(COSMO_RUN), {"samples": {"train": 10}, **over}), COSMO)

@@ -1,7 +1,7 @@
 """How the two published programs train, written down operation by operation: what dlscale's curves are held against.
 
 Nothing of dlscale is used here: files are read as the programs read them, losses, rates and updates are theirs. The
-settings are those of one process with mixed precision off. Their networks are in `tests.bench.published`; here they get
+settings are those of one process with mixed precision off. Their networks are in `bench.published`; here they get
 the published initial weights.
 
 Where a program has a known defect (`tests/DEFECTS.md`), `repaired` says whether it is mended; False is what was
@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from tests.bench.published import TURNS, Block, Pair, Pieces, UNet, ViT
+from bench.published import TURNS, Block, Pair, Pieces, UNet, ViT
 
 Batches = Iterable[Sequence[torch.Tensor]]
 

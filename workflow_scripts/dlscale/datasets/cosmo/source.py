@@ -15,7 +15,7 @@ from dlscale.data.source import Source, block_average
 from dlscale.data.store import Field, Reader
 from dlscale.datasets.cosmo.channels import CHANNELS, open_volumes
 from dlscale.datasets.cosmo.kind import CosmoDataset, gap
-from dlscale.datasets.paired import share
+from dlscale.data.paired import share
 
 #: Bytes of raw values that are averaged at a time.
 SLAB = 2_000_000

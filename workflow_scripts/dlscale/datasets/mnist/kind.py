@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from dlscale.config.dataset import SPLITS, DatasetSettings, Path, refuse_changed
 from dlscale.core.schema import NonNegativeInt, PositiveInt, Seed, Strict
 from dlscale.data.kind import DatasetKind, Outline, Part, RawFile
-from dlscale.datasets.paired import Paired
+from dlscale.data.paired import Paired
 
 #: Pixels along an edge of a simulated digit.
 EDGE = 28

@@ -15,7 +15,7 @@ from dlscale.core.files import reading
 from dlscale.data.kind import Part
 from dlscale.data.source import Source
 from dlscale.data.store import Field
-from dlscale.datasets.paired import share
+from dlscale.data.paired import share
 
 CLASSES = 10
 

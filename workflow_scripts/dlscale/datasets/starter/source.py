@@ -17,7 +17,7 @@ from dlscale.data import store
 from dlscale.data.kind import Part
 from dlscale.data.source import Source
 from dlscale.data.store import Field
-from dlscale.datasets.paired import share
+from dlscale.data.paired import share
 from dlscale.datasets.starter.kind import HDF5
 from dlscale.datasets.starter.simulator import pair
 

@@ -150,8 +150,8 @@ def summary(checks: Sequence[Check]) -> list[str]:
     ]
 
 
-def _medians(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    first, second = zip(*pairs, strict=True)
+def _medians(errors: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    first, second = zip(*errors, strict=True)
     return statistics.median(first), statistics.median(second)
 
 

@@ -17,6 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from bench import published
+from bench.cases import Case
+from bench.measure import Options, Row, in_turns
 from dlscale.config.run import Throughput
 from dlscale.data.loaders import direct_loader
 from dlscale.data.loaders.base import Batch, Share
@@ -30,9 +33,6 @@ from dlscale.studies.base import Metrics
 from dlscale.train.checkpoint import Checkpoints
 from dlscale.train.loop import run_steps
 from dlscale.train.trainer import Trainer
-from tests.bench import published
-from tests.bench.cases import Case
-from tests.bench.measure import Options, Row, in_turns
 
 CPU = torch.device("cpu")
 UNET = Case("cosmo_unet", {"widths": [16, 32]}, (32, 32, 32), batch_size=2)

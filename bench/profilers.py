@@ -15,15 +15,15 @@ from typing import Any
 import nvtx
 import torch
 
+from bench.cases import Case
+from bench.measure import Options, Row, in_turns
+from bench.training import CPU, FULL_UNET, FULL_VIT, UNET, VIT, counts, label, one_thread
 from dlscale.core.ranges import marking
 from dlscale.data.loaders.base import Batch
 from dlscale.measure.profilers import lines, stacks, torch_profiler
 from dlscale.train import loop
 from dlscale.train import step as step_module
 from dlscale.train.step import Step
-from tests.bench.cases import Case
-from tests.bench.measure import Options, Row, in_turns
-from tests.bench.training import CPU, FULL_UNET, FULL_VIT, UNET, VIT, counts, label, one_thread
 
 #: Marks that nobody asked for cost nothing but noise; ranges for NVTX less than 1 %.
 FREE, NVTX = 0.995, 0.99

@@ -16,6 +16,9 @@ import torch
 import torch.multiprocessing as mp
 from torch.nn.parallel import DistributedDataParallel
 
+from bench.cases import Case
+from bench.measure import Options, Row, in_turns
+from bench.training import CPU, FULL_UNET, FULL_VIT, adam, counts, label, one_thread
 from dlscale.config.run import Geometry
 from dlscale.core.machine import let_threads_wait
 from dlscale.core.metrics import Untrained
@@ -24,9 +27,6 @@ from dlscale.parallel.pieces import share
 from dlscale.parallel.rendezvous import join
 from dlscale.parallel.world import World
 from dlscale.train.checkpoint import CheckpointRecord, Checkpoints
-from tests.bench.cases import Case
-from tests.bench.measure import Options, Row, in_turns
-from tests.bench.training import CPU, FULL_UNET, FULL_VIT, adam, counts, label, one_thread
 
 RANKS = 2
 #: Times the samples of a case that a process has in a step: enough to hide what it sends.

@@ -1,7 +1,7 @@
 """All that needs a GPU, checks and timings: what the first half hour on one is for.
 
     make bench-gpu                     # ARGS="--only U-Net", ARGS="--continue"
-    python3 tests/bench/gpu.py --json FILE [--continue] [--seconds SECONDS] [--only TEXT ...] [--skip TEXT ...]
+    python3 bench/gpu.py --json FILE [--continue] [--seconds SECONDS] [--only TEXT ...] [--skip TEXT ...]
                                [--list] [--markdown FILE] [--wheels FOLDER] [--device cuda|cpu] [--quick]
 
 It runs alone: on a machine without a network, it needs torch, numpy, and what `make bench-gpu-wheels` collects into a
@@ -30,7 +30,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "workflow_scripts")]
 
 from dlscale.core.machine import let_threads_wait  # noqa: E402
@@ -39,8 +39,8 @@ let_threads_wait()  # before anything loads OpenMP
 
 import torch  # noqa: E402
 
-from tests.bench.clocks import Sampler  # noqa: E402
-from tests.bench.tasks import (  # noqa: E402
+from bench.clocks import Sampler  # noqa: E402
+from bench.tasks import (  # noqa: E402
     Bench,
     Skip,
     Task,
@@ -84,7 +84,7 @@ def all_tasks(bench: Bench) -> list[Task]:
 
     for name, function in ORDER:
         try:
-            tasks += getattr(importlib.import_module(f"tests.bench.{name}"), function)(bench)
+            tasks += getattr(importlib.import_module(f"bench.{name}"), function)(bench)
         except ModuleNotFoundError as error:
             if (error.name or "").split(".")[0] in ("dlscale", "tests"):
                 raise

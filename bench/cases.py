@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from bench import loading
 from dlscale.config.run import Run, run_class
 from dlscale.core import registry
 from dlscale.data.manifest import Manifest
@@ -23,7 +24,6 @@ from dlscale.parallel.world import World
 from dlscale.studies.base import SampleLoss, Study
 from dlscale.train.build import build_step
 from dlscale.train.step import Step
-from tests.bench import loading
 
 #: What the published code sets of each study, sizes apart.
 PUBLISHED: dict[str, dict[str, Any]] = {

@@ -12,10 +12,10 @@ from pathlib import Path
 import h5py
 import numpy as np
 
+from bench.loading import cosmo_fields, write
+from bench.measure import Options, Row, in_turns, seconds
 from dlscale.data import preprocess
 from dlscale.datasets.cosmo.channels import CHANNELS
-from tests.bench.loading import cosmo_fields, write
-from tests.bench.measure import Options, Row, in_turns, seconds
 from tests.conftest import ROOT
 
 MEMORY_MB = 64

@@ -1,4 +1,4 @@
-"""Digits a second in training: PyTorch's MNIST example (`tests.bench.published_digits`) beside the plan `mnist_fast`.
+"""Digits a second in training: PyTorch's MNIST example (`bench.published_digits`) beside the plan `mnist_fast`.
 
 Real digits where their files are at hand (in `data`, or in `shared/data/mnist` beside the repository), else simulated
 ones. Both train for three epochs, for their accuracy, and then an epoch in turns, for their speed: the loop alone,
@@ -18,6 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from bench.measure import Options, Row, in_turns
+from bench.published_digits import Digits, Program
 from dlscale.config import resolve
 from dlscale.core import registry
 from dlscale.core.machine import missing
@@ -28,8 +30,6 @@ from dlscale.parallel.world import World
 from dlscale.train.build import open_session
 from dlscale.train.checkpoint import Checkpoints
 from dlscale.train.trainer import Trainer
-from tests.bench.measure import Options, Row, in_turns
-from tests.bench.published_digits import Digits, Program
 from tests.conftest import ROOT, make_dataset
 
 PLAN, EPOCHS, CPU = "mnist_fast", 3, torch.device("cpu")

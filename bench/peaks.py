@@ -1,4 +1,4 @@
-"""How far the peaks of one machine agree: `python -m tests.bench.peaks [PROCESSES [NEIGHBOURS]]`, on a CPU.
+"""How far the peaks of one machine agree: `python -m bench.peaks [PROCESSES [NEIGHBOURS]]`, on a CPU.
 
 Each of so many fresh processes measures them, while so many others do nothing but compute.
 """

@@ -35,14 +35,14 @@ class Digits(Dataset[Sample]):
 
 
 def to_tensor(image: Image.Image) -> torch.Tensor:
-    """torchvision's `to_tensor` of an image of bytes: float32 [C, H, W] from 0 to 1."""
+    """Torchvision's `to_tensor` of an image of bytes: float32 [C, H, W] from 0 to 1."""
     values = torch.from_numpy(np.array(image, np.uint8, copy=True))
     values = values.view(image.size[1], image.size[0], len(image.getbands()))
     return values.permute((2, 0, 1)).contiguous().to(dtype=torch.get_default_dtype()).div(255)
 
 
 def normalized(values: torch.Tensor, mean: Sequence[float], std: Sequence[float]) -> torch.Tensor:
-    """torchvision's `normalize`."""
+    """Torchvision's `normalize`."""
     values = values.clone()
     means = torch.as_tensor(mean, dtype=values.dtype, device=values.device)
     stds = torch.as_tensor(std, dtype=values.dtype, device=values.device)

@@ -1,6 +1,6 @@
 """Images/s of the loaders: random crops of JPEGs, decoded, resized to 224 x 224 and mirrored, in batches of 16.
 
-The reference is the published program's loader, written down operation by operation (`tests.bench.published`): image
+The reference is the published program's loader, written down operation by operation (`bench.published`): image
 folders, PyTorch's DataLoader, fast collate, with its best number of workers; beside it the pipeline of DALI's example.
 The floor is Pillow's decoding alone.
 """
@@ -18,6 +18,9 @@ from types import SimpleNamespace
 import numpy as np
 from PIL import Image
 
+from bench import published
+from bench.loading import CPU, PROGRAM, THREADS, WORKERS, Contestants, best_of, rate, steady_rate
+from bench.measure import Options, Row, in_turns
 from dlscale.core.errors import UserError
 from dlscale.data.loaders import dali_loader, direct_loader, torch_loader
 from dlscale.data.loaders.base import Share
@@ -26,9 +29,6 @@ from dlscale.data.manifest import Manifest
 from dlscale.datasets.imagenet import describe, folder
 from dlscale.datasets.imagenet.kind import ImagenetDataset, ImageSamples
 from dlscale.datasets.imagenet.samples import Images
-from tests.bench import published
-from tests.bench.loading import CPU, PROGRAM, THREADS, WORKERS, Contestants, best_of, rate, steady_rate
-from tests.bench.measure import Options, Row, in_turns
 
 SIZE, BATCH = 224, 16
 HEIGHT, WIDTH = 375, 500  # of most photographs in ImageNet

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from bench.cases import Case
+from bench.tasks import Bench, Skip, Task, Values
 from dlscale.core.errors import UserError
 from dlscale.data.loaders import direct_loader
 from dlscale.data.loaders.base import AS_DECLARED, Delivery, Loader, Share
@@ -18,8 +20,6 @@ from dlscale.data.loaders.settings import DaliLoader, DirectLoader
 from dlscale.data.samples import GridSamples
 from dlscale.train.selfcheck import check_operations
 from dlscale.train.step import Step
-from tests.bench.cases import Case
-from tests.bench.tasks import Bench, Skip, Task, Values
 
 UNET = Case("cosmo_unet", {"widths": [8, 12]}, (8, 8, 8), batch_size=6)
 VIT = Case("era5_vit", {"patch": 4, "embed_dim": 64, "depth": 1, "heads": 2}, (16, 32), batch_size=6, channels=3)

@@ -17,6 +17,10 @@ from typing import Any
 
 import torch
 
+from bench.cases import Case, sizes
+from bench.gpu_checks import loader_of
+from bench.gpu_machine import PINNED, PRODUCT, is_h200
+from bench.tasks import Bench, Skip, Task, Values
 from dlscale.config.run import Throughput
 from dlscale.data.loaders.base import AS_DECLARED, Batch, Loader
 from dlscale.data.samples import GridSamples
@@ -24,10 +28,6 @@ from dlscale.measure.throughput import trials
 from dlscale.parallel.world import World
 from dlscale.train import memory
 from dlscale.train.step import Step
-from tests.bench.cases import Case, sizes
-from tests.bench.gpu_checks import loader_of
-from tests.bench.gpu_machine import PINNED, PRODUCT, is_h200
-from tests.bench.tasks import Bench, Skip, Task, Values
 
 #: TFLOP/s of dense bf16 matrix products by the makers' datasheets; the first name that is part of a card's.
 DATASHEET = {"H100 PCIe": 756, "H100": 989, "H200": 989, "GH200": 989, "A100": 312}

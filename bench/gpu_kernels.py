@@ -19,14 +19,14 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from bench.cases import Case, sizes
+from bench.gpu_timings import Data, data
+from bench.tasks import Bench, Skip, Task, Values
 from dlscale.data.loaders import decode
 from dlscale.data.loaders.base import AS_DECLARED
 from dlscale.data.loaders.decode import on_device, stored_fields
 from dlscale.data.loaders.direct_device import Resident
 from dlscale.train.attention import BACKENDS, only, registered
-from tests.bench.cases import Case, sizes
-from tests.bench.gpu_timings import Data, data
-from tests.bench.tasks import Bench, Skip, Task, Values
 
 #: What the rungs before compiling leave.
 BEST: dict[str, dict[str, Any]] = {

@@ -1,6 +1,6 @@
 """Samples/s of the loaders: crops of a volume and pairs of a time series, in the page cache and cold.
 
-The reference is the published programs' loader, written down operation by operation (`tests.bench.published`), with its
+The reference is the published programs' loader, written down operation by operation (`bench.published`), with its
 best number of workers, measured in turns with the others and without its first batches, as those programs count. The
 floor is a copy of as many stored bytes into buffers that are used again.
 """
@@ -24,6 +24,8 @@ import h5py
 import numpy as np
 import torch
 
+from bench import published
+from bench.measure import Options, Row, in_turns
 from dlscale.core.errors import UserError
 from dlscale.data import store
 from dlscale.data.loaders import direct_loader, torch_loader
@@ -38,8 +40,6 @@ from dlscale.datasets.cosmo.kind import CropSamples
 from dlscale.datasets.cosmo.samples import Crops
 from dlscale.datasets.era5.kind import PairSamples
 from dlscale.datasets.era5.samples import Pairs
-from tests.bench import published
-from tests.bench.measure import Options, Row, in_turns
 from tests.manifests import manifest_of
 
 CHANNELS_ERA5, ROWS, COLUMNS = 20, 360, 720

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from tests.bench.cases import Case
-from tests.bench.measure import Options, Row, in_turns
+from bench.cases import Case
+from bench.measure import Options, Row, in_turns
 
 CPU = torch.device("cpu")
 

@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from tests.bench.measure import Options, Row, in_turns, seconds
+from bench.measure import Options, Row, in_turns, seconds
 from tests.conftest import COSMO, COSMO_RUN, ERA5, ERA5_RUN, make_run
 from tests.workflow.conftest import Tree, copy_tree
 

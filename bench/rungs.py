@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
+from bench.cases import Case
+from bench.measure import Options, Row, in_turns
+from bench.training import CPU, NAMES, counts, label, one_thread, rate
 from dlscale.core.errors import UserError
 from dlscale.measure.throughput import compilation
-from tests.bench.cases import Case
-from tests.bench.measure import Options, Row, in_turns
-from tests.bench.training import CPU, NAMES, counts, label, one_thread, rate
 
 UNET = Case("cosmo_unet", {"widths": [32, 64, 128]}, (32, 32, 32), batch_size=4)
 VIT = Case("era5_vit", {"patch": 8, "embed_dim": 192, "depth": 4, "heads": 4}, (96, 192), batch_size=2)

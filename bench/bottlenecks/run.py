@@ -1,6 +1,6 @@
 """Does the verdict name a bottleneck that was planted, and stay silent where there is none?
 
-`python tests/bench/bottlenecks/run.py [--clean N] [--json FILE] [CASE ...]` makes real runs of the study in plant.py,
+`python bench/bottlenecks/run.py [--clean N] [--json FILE] [CASE ...]` makes real runs of the study in plant.py,
 each stage a process as in the workflow, and prints a confusion table: planted cause against what the verdict found.
 """
 
@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "workflow_scripts")]
 
 from dlscale.config import resolve  # noqa: E402

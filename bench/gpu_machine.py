@@ -10,7 +10,7 @@ from importlib import metadata
 
 import torch
 
-from tests.bench.tasks import Bench, Task, Values
+from bench.tasks import Bench, Task, Values
 
 PRODUCT, COPY, PINNED = (
     f"machine: {name}" for name in ("bf16 matrix product", "copy in memory", "pinned host to device")

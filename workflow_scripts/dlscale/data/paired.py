@@ -17,7 +17,7 @@ Both = TypeVar("Both", bound=Strict)  # whose fields are paths or URLs, in the o
 
 
 class Paired(Strict, Generic[Both]):
-    """Pairs of files: those of each split, or `all` with `shares` of them."""
+    """Two files that belong together: those of each split, or `all` with `shares` of them."""
 
     train: Both | None = Field(None, description="Files of the training part.")
     valid: Both | None = Field(None, description="Files of the validation part.")

@@ -19,6 +19,13 @@ from unittest.mock import patch
 
 import torch
 
+from bench import loading
+from bench.cases import Case, sizes
+from bench.gpu_kernels import BEST, TOP, _short, host_and_device, kind_of
+from bench.gpu_machine import COPY, PRODUCT, is_h200
+from bench.gpu_timings import COMPILE, WORKERS, Data, data
+from bench.tasks import Bench, Skip, Task, Values
+from bench.watching import watched_and_alone
 from dlscale.config.run import Run, run_class
 from dlscale.core import registry
 from dlscale.core import telemetry as record
@@ -34,16 +41,9 @@ from dlscale.train.build import open_session
 from dlscale.train.fake import FakeStep
 from dlscale.train.precision import set_matmul_precision
 from dlscale.train.records import Memory
-from tests.bench import loading
-from tests.bench.cases import Case, sizes
-from tests.bench.gpu_kernels import BEST, TOP, _short, host_and_device, kind_of
-from tests.bench.gpu_machine import COPY, PRODUCT, is_h200
-from tests.bench.gpu_timings import COMPILE, WORKERS, Data, data
-from tests.bench.tasks import Bench, Skip, Task, Values
-from tests.bench.watching import watched_and_alone
 from tests.manifests import manifest_of
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 
 # --- peaks -------------------------------------------------------------------------------------------------------
 
@@ -258,7 +258,7 @@ def predicted(bench: Bench, case: Case, over: dict[str, Any]) -> Values:
 # --- planted bottlenecks -----------------------------------------------------------------------------------------
 
 STUDY = Path(__file__).with_name("bottlenecks") / "plant.py"
-#: A clean run of the study of `tests/bench/bottlenecks`, bound by large matrix products of a GPU.
+#: A clean run of the study of `bench/bottlenecks`, bound by large matrix products of a GPU.
 PLANT: dict[str, Any] = {
     "study": "plant",
     "dataset": "plant",

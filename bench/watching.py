@@ -12,10 +12,10 @@ from pathlib import Path
 import psutil
 import torch
 
+from bench.cases import Case
+from bench.measure import Options, Row, in_turns
+from bench.training import CPU, UNET, VIT, counts, label, rate
 from dlscale.launch.telemetry import beside
-from tests.bench.cases import Case
-from tests.bench.measure import Options, Row, in_turns
-from tests.bench.training import CPU, UNET, VIT, counts, label, rate
 
 
 def watching(options: Options) -> list[Row]:

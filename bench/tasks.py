@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from tests.bench.clocks import Sampler
-from tests.bench.measure import figures
+from bench.clocks import Sampler
+from bench.measure import figures
 
 #: Named values of a row; a list of dicts with the same keys is a table.
 Values = dict[str, Any]
@@ -70,7 +70,7 @@ class Result:
     why
         Of the last three.
     gpu
-        Clocks, power, temperature meanwhile; see `tests.bench.clocks`.
+        Clocks, power, temperature meanwhile; see `bench.clocks`.
     """
 
     group: str

@@ -1,4 +1,4 @@
-"""Does a report tell noise from a slow-down? `make bench-noise`, or `python -m tests.bench.noise [--tries N]`.
+"""Does a report tell noise from a slow-down? `make bench-noise`, or `python -m bench.noise [--tries N]`.
 
 Each try measures three runs of the study in bottlenecks/plant.py, as the workflow does: `first`, beside a copy of
 itself where the turns last for ten seconds or more; `copy`, which does the same under settings that say otherwise, so
@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from bench.bottlenecks import run as stages
 from dlscale.config import resolve
 from dlscale.core import registry
 from dlscale.core.files import write_json
@@ -29,7 +30,6 @@ from dlscale.core.text import NONE
 from dlscale.report import gate, glance
 from dlscale.report.results import PlanResult, read_plan
 from dlscale.report.speedup import SpeedUp, SpeedUps
-from tests.bench.bottlenecks import run as stages
 
 DEPTH = 40
 RUNS: dict[str, dict[str, Any]] = {

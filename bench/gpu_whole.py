@@ -21,17 +21,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from bench import loading
+from bench.cases import Case, sizes
+from bench.gpu_checks import FUSED, SGD, UNET, VIT, Errors, distance
+from bench.gpu_timings import COMPILE, median
+from bench.tasks import Bench, Skip, Task, Values
 from dlscale.config.run import Throughput
 from dlscale.core.errors import UserError
 from dlscale.data.manifest import Manifest
 from dlscale.parallel.world import World
 from dlscale.train.build import build_step
 from dlscale.train.step import Step
-from tests.bench import loading
-from tests.bench.cases import Case, sizes
-from tests.bench.gpu_checks import FUSED, SGD, UNET, VIT, Errors, distance
-from tests.bench.gpu_timings import COMPILE, median
-from tests.bench.tasks import Bench, Skip, Task, Values
 
 # --- one rank ----------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""The benchmarks of dlscale itself: `make bench`, or `python tests/bench/run.py [--quick] [--json FILE] [GROUP ...]`.
+"""The benchmarks of dlscale itself: `make bench`, or `python bench/run.py [--quick] [--json FILE] [GROUP ...]`.
 
 Each row is held against a reference that is measured in turns with it, in the same process: compare ratios, not
 values, between machines and days. Some have a target, the ratio to reach. None of them is a test.
@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "workflow_scripts")]
 
 from dlscale.core.machine import let_threads_wait  # noqa: E402
@@ -26,9 +26,7 @@ let_threads_wait()  # before anything loads OpenMP
 
 import torch  # noqa: E402
 
-from dlscale.parallel.rendezvous import describe_device  # noqa: E402
-from dlscale.train.provenance import PACKAGES, git_state, now  # noqa: E402
-from tests.bench import (  # noqa: E402
+from bench import (  # noqa: E402
     compute,
     digits,
     images,
@@ -41,7 +39,9 @@ from tests.bench import (  # noqa: E402
     watching,
     workflow,
 )
-from tests.bench.measure import Options, Row, summary, table  # noqa: E402
+from bench.measure import Options, Row, summary, table  # noqa: E402
+from dlscale.parallel.rendezvous import describe_device  # noqa: E402
+from dlscale.train.provenance import PACKAGES, git_state, now  # noqa: E402
 
 GROUPS = {
     "crops": loading.crops,
