@@ -11,11 +11,11 @@ from dlscale.core.files import reading
 from dlscale.core.text import percent
 from dlscale.data import store
 from dlscale.data.kind import Part
+from dlscale.data.paired import share
 from dlscale.data.source import Source, block_average
 from dlscale.data.store import Field, Reader
 from dlscale.datasets.cosmo.channels import CHANNELS, open_volumes
 from dlscale.datasets.cosmo.kind import CosmoDataset, gap
-from dlscale.data.paired import share
 
 #: Bytes of raw values that are averaged at a time.
 SLAB = 2_000_000

@@ -13,9 +13,9 @@ import numpy as np
 from dlscale.core.errors import UserError
 from dlscale.core.files import reading
 from dlscale.data.kind import Part
+from dlscale.data.paired import share
 from dlscale.data.source import Source
 from dlscale.data.store import Field
-from dlscale.data.paired import share
 
 CLASSES = 10
 
