@@ -47,7 +47,11 @@ def test_what_changed_is_named(clone: Tree) -> None:
     undo()
     undo = append(f"{PACKAGE}/studies/era5_vit/model.py")(clone)
     (line, _) = reasons(clone)
-    assert re.fullmatch(r"era5\.vit \(.*\): models/vit\.py changed", line) and "throughput" in line and "train" in line
+    assert (
+        re.fullmatch(r"era5\.vit \(.*\): studies/era5_vit/model\.py changed", line)
+        and "throughput" in line
+        and "train" in line
+    )
     undo()
     undo = append(f"{PACKAGE}/studies/era5_vit/model.py", "\n# A comment.\n")(clone)
     assert reasons(clone) == []

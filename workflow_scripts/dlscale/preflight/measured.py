@@ -108,7 +108,7 @@ def _device(device: Device) -> dict[str, Any]:
 
 
 def _same(first: Path, path: Path, expected: dict[str, Any], found: dict[str, Any]) -> None:
-    for key in [*expected, *found]:
+    for key in sorted([*expected, *found], key=lambda key: not key.endswith(".kind")):
         if found.get(key) != expected.get(key):
             raise UserError(
                 f"{path}: {key} differs from that of {first}: {found.get(key)}, not {expected.get(key)}; runs that are "

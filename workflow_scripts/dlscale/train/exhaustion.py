@@ -10,6 +10,7 @@ import re
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import torch
@@ -33,14 +34,14 @@ from dlscale.train.step import Step
 SHARE = {"cpu": 0.6, "cuda": 0.9}
 RESERVE = {"cpu": 300_000_000, "cuda": 0}
 
-#: By the code that is at work, the first that is found: what of a stage that is.
+#: Parts of a stage, by the function that is at work; the first that is found counts.
 PLACES = {
-    torch.Tensor.backward.__code__: "the backward pass",
-    Step._backward.__code__: "the forward pass",
-    Step._train_eagerly.__code__: "the update",
-    Step.predict.__code__: "a prediction",
-    build_step.__code__: "the set-up",
-    open_session.__code__: "the set-up",
+    torch.Tensor.backward: "the backward pass",
+    Step._backward: "the forward pass",
+    Step._train_eagerly: "the update",
+    Step.predict: "a prediction",
+    build_step: "the set-up",
+    open_session: "the set-up",
 }
 
 #: Where the code lies that loads data: ours and PyTorch's.
@@ -166,7 +167,13 @@ def shown(over: dict[str, Any]) -> str:
 def place(error: BaseException) -> str:
     """Return the part of a stage in which an exception was raised, by its traceback."""
     codes = [frame.f_code for each in chain(error) for frame, _ in traceback.walk_tb(each.__traceback__)]
-    if found := [name for code, name in PLACES.items() if code in codes]:
+    names = {_name(code) for code in codes}
+    if found := [place for function, place in PLACES.items() if _name(function.__code__) in names]:
         return found[0]
     loading = any(code.co_filename.startswith(LOADING) for code in codes)
     return "the loading of data" if loading else "what surrounds the steps"
+
+
+def _name(code: CodeType) -> tuple[str, str]:
+    """Return file and name of a function's code, of which a profiler may have made a copy."""
+    return code.co_filename, code.co_qualname
