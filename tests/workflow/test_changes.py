@@ -600,7 +600,13 @@ def test_fingerprint_is_of_exactly_what_ran(finished: tuple[Tree, Outcome], monk
     own |= {"dlscale.config.configure"}  # with which it keeps settings beside the results
     # Settings are of one of all kinds, those of a study from outside included.
     kinds = [module for module in registry.kinds().values() if module != "waves"]
-    own |= {"dlscale.datasets", *kinds, *(f"{module}.kind" for module in kinds), *reachable(["waves"], whole=True)}
+    own |= {
+        "dlscale.datasets",
+        "dlscale.data.paired",
+        *kinds,
+        *(f"{module}.kind" for module in kinds),
+        *reachable(["waves"], whole=True),
+    }
     stages_seen = []
     for file in finished[0].imports.iterdir():
         process = json.loads(file.read_text())

@@ -59,7 +59,9 @@ FILES = {
         f"plans/{{plan}}/{{run}}/{file}"
         for file in ("profile/profile.json", "profile/profile_summary.csv", "telemetry/profile.csv")
     ],
-    "tune": ["plans/{plan}/{run}/tune.json", "plans/{plan}/{run}/tuned.yaml", "plans/{plan}/{run}/telemetry/tune.csv"],
+    "tune": [
+        f"plans/{{plan}}/{{run}}/{name}" for name in ("config.yaml", "tune.json", "tuned.yaml", "telemetry/tune.csv")
+    ],
     "collect": ["plans/{plan}/summary.csv"],
     "report_plan": ["plans/{plan}/report.html"],
     "report": ["report/index.html"],
