@@ -32,6 +32,7 @@ TABLES: dict[str, dict[str, str]] = {}
 #: An import of one of these does not count, and what it imports only where that is reached otherwise; but for `SHOWN`.
 GUARDS = {
     # what a stage is given, and by which names: what these come to is among its job's params
+    "dlscale.config.laws": "settings that go together, or a message",
     "dlscale.core.registry": "modules by name; which are reached is what counts",
     "dlscale.core.schema": "types of settings, and what to say where they do not fit",
     "dlscale.core.settings": "settings from files, or a message",
